@@ -83,13 +83,13 @@ COMMANDS = (
     ),
     Command(
         "daemon",
-        "mooncake.store.daemon",
+        "mooncake.cli.daemon",
         "Run a whole store in one process: master, memory, SSD (also called mooncaked).",
         "mooncake daemon --port 50051 --capacity-dram 256 --capacity-nvme 2000 --nvme-path /mnt/nvme",
     ),
     Command(
         "master",
-        "mooncake.store.server",
+        "mooncake.cli.master",
         "Keep the store's metadata.",
         "mooncake master --port 50051",
     ),

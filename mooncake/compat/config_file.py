@@ -1,8 +1,8 @@
 """The existing package's ``MooncakeConfig``: the flat JSON file named in ``MOONCAKE_CONFIG_PATH``.
 
-Read into the words of ``MooncakeDistributedStore.setup``. Programs read its fields and call its helpers by
-name, so the names are theirs. Roles of this package have settings of their own (``config.py``), which take
-the same file.
+Holds the arguments of ``MooncakeDistributedStore.setup``. Programs read its fields and call its helpers by
+name, so the names are that package's. Roles of this package have settings of their own (``config.py``),
+which can be read from the same file.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from mooncake.compat.store import setup_arguments as words
+from mooncake.compat.store import setup_arguments
 from mooncake.compat.transfer.transport_choice import PROTOCOLS, UNSUPPORTED_PROTOCOLS
 from mooncake.errors import InvalidArgument
 from mooncake.log import get_logger
@@ -31,28 +31,28 @@ _REQUIRED = ("local_hostname", "metadata_server", "master_server_address")
 
 
 def _parse_segment_size(value: int | str) -> int:
-    """Bytes, from 500gb, '1.5 GB', 16k, 1e9 or a number.
+    """Parse a size to bytes, from 500gb, '1.5 GB', 16k, 1e9 or a number.
 
     Raises:
         ValueError: not a size.
     """
     if isinstance(value, bool) or not isinstance(value, int | float | str):
         raise ValueError(f"{value!r} is not a size")
-    return words.parse_size(int(value) if isinstance(value, float) else value)
+    return setup_arguments.parse_size(int(value) if isinstance(value, float) else value)
 
 
 def _parse_bool(value: bool | int | str) -> bool:
-    """True or false, from the ways in which people write it.
+    """Parse a boolean, from the usual ways of writing one.
 
     Raises:
-        ValueError: neither.
+        ValueError: not a boolean.
     """
-    return words.parse_bool(value)
+    return setup_arguments.parse_bool(value)
 
 
 @dataclass
 class MooncakeConfig:
-    """What a program needs to know to take part in a store."""
+    """Configuration that a program needs to use a store."""
 
     local_hostname: str
     metadata_server: str
@@ -63,9 +63,9 @@ class MooncakeConfig:
     master_server_address: str
     enable_ssd_offload: bool = False
     ssd_offload_path: str = ""
-    tenant_id: str = words.DEFAULT_TENANT
+    tenant_id: str = setup_arguments.DEFAULT_TENANT
     enable_client_http_server: bool = False
-    client_http_port: int = words.DEFAULT_HTTP_PORT
+    client_http_port: int = setup_arguments.DEFAULT_HTTP_PORT
     cluster_id: str = ""
     root_fs_dir: str = ""
 
@@ -87,10 +87,10 @@ class MooncakeConfig:
 
     @staticmethod
     def from_file(file_path: str) -> MooncakeConfig:
-        """The configuration in a JSON file.
+        """Read the configuration from a JSON file.
 
         Raises:
-            ValueError: a required field is missing, or a value is none; the message names it.
+            ValueError: a required field is missing or a value is invalid; the message names it.
             OSError: the file cannot be read.
         """
         given = json.loads(Path(file_path).read_text())
@@ -99,27 +99,27 @@ class MooncakeConfig:
         for field in _REQUIRED:
             if given.get(field) in (None, ""):
                 raise ValueError(f"Missing required config field: {field}")
-        for key in given.keys() - _VARIABLES.keys():  # programs keep keys of their own there
+        for key in given.keys() - _VARIABLES.keys():  # programs keep keys of their own in that file
             close = difflib.get_close_matches(key, _VARIABLES, 1, cutoff=0.85)
             if close:
-                log.warning(f"{file_path}: {key!r} means nothing; did you mean {close[0]!r}?")
+                log.warning(f"{file_path}: key {key!r} is unknown; did you mean {close[0]!r}?")
         return MooncakeConfig.of(given)
 
     @staticmethod
     def of(given: dict[str, Any]) -> MooncakeConfig:
-        """From the words of such a file, those of others left out.
+        """Make a configuration from the keys of such a file; unknown keys are ignored.
 
         Raises:
-            ValueError: a required one is missing, or a value is none; the message names it.
+            ValueError: a required key is missing or a value is invalid; the message names it.
         """
         return _config_from(given)
 
     @staticmethod
     def load_from_env() -> MooncakeConfig:
-        """From the file that ``MOONCAKE_CONFIG_PATH`` names, else from ``MOONCAKE_*`` variables.
+        """Read the file that ``MOONCAKE_CONFIG_PATH`` names, or else the ``MOONCAKE_*`` variables.
 
         Raises:
-            ValueError: neither that nor ``MOONCAKE_MASTER`` is set, or a value is none.
+            ValueError: neither that nor ``MOONCAKE_MASTER`` is set, or a value is invalid.
         """
         file = os.getenv(CONFIG_VARIABLE)
         if file:
@@ -167,9 +167,9 @@ def _config_from(given: dict[str, Any]) -> MooncakeConfig:
         master_server_address=read("master_server_address", "", _text),
         enable_ssd_offload=read("enable_ssd_offload", False, _parse_bool),
         ssd_offload_path=read("ssd_offload_path", "", _text),
-        tenant_id=read("tenant_id", words.DEFAULT_TENANT, _text),
+        tenant_id=read("tenant_id", setup_arguments.DEFAULT_TENANT, _text),
         enable_client_http_server=read("enable_client_http_server", False, _parse_bool),
-        client_http_port=read("client_http_port", words.DEFAULT_HTTP_PORT, int),
+        client_http_port=read("client_http_port", setup_arguments.DEFAULT_HTTP_PORT, int),
         cluster_id=read("cluster_id", "", _text),
         root_fs_dir=read("root_fs_dir", "", _text),
     )

@@ -1,7 +1,7 @@
 """The existing package's ``mooncake.http_metadata_server``: the HTTP metadata service in a thread.
 
 ``mooncake_http_metadata_server --port 8080 --host 0.0.0.0`` runs it as a program. Unlike the existing one it
-lets a process publish its address again, which one that was restarted has to.
+lets a process publish its address again, as a restarted process must.
 """
 
 from __future__ import annotations
@@ -32,21 +32,21 @@ class KVPoll(enum.IntEnum):
 
 
 class KVBootstrapServer:
-    """Serves ``/metadata`` from ``run`` to ``close``."""
+    """Metadata service that serves ``/metadata`` from ``run`` to ``close``."""
 
     def __init__(self, port: int, host: str = "0.0.0.0") -> None:
         self.port, self.host = port, host
         self._state = KVPoll.Bootstrapping
         self._thread: threading.Thread | None = None
         self._loop: asyncio.AbstractEventLoop | None = None
-        self._over: asyncio.Event | None = None
+        self._stopping: asyncio.Event | None = None
         self._is_ready = threading.Event()
 
     def run(self) -> None:
-        """Listen; returns when requests are taken. Harmless when repeated.
+        """Listen; returns when requests are accepted. Idempotent.
 
         Raises:
-            AddressInUse: the port is taken.
+            AddressInUse: the port is in use.
         """
         if self._thread is not None:
             return
@@ -62,57 +62,55 @@ class KVBootstrapServer:
         return self._state
 
     def close(self) -> None:
-        """Stop. Harmless when repeated, and before ``run``."""
+        """Stop. Idempotent, also before ``run``."""
         self._state = KVPoll.Failed
-        if self._thread is None or self._loop is None or self._over is None:
+        if self._thread is None or self._loop is None or self._stopping is None:
             return
         if self._thread.is_alive():
-            self._loop.call_soon_threadsafe(self._over.set)
+            self._loop.call_soon_threadsafe(self._stopping.set)
         self._thread.join()
 
     async def _serve(self, web: HttpServer) -> None:
-        self._loop, self._over = asyncio.get_running_loop(), asyncio.Event()
+        self._loop, self._stopping = asyncio.get_running_loop(), asyncio.Event()
         try:
             await web.start()
             self._state = KVPoll.Success
             self._is_ready.set()
-            await self._over.wait()
+            await self._stopping.wait()
         finally:
             self._state = KVPoll.Failed
             self._is_ready.set()
             await web.close()
 
 
-def main(words: Sequence[str] | None = None) -> None:
-    """The console script ``mooncake_http_metadata_server``."""
+def main(arguments: Sequence[str] | None = None) -> None:
+    """Run the console script ``mooncake_http_metadata_server``."""
     parser = argparse.ArgumentParser(
         prog="mooncake_http_metadata_server",
-        description="Keep the addresses of transfer engines.",
+        description="Serve the addresses of transfer engines (metadata service).",
         epilog="Example: mooncake_http_metadata_server --port 8080 --host 0.0.0.0",
     )
     parser.add_argument("--port", type=int, default=8080)
     parser.add_argument("--host", default="0.0.0.0")
     levels = ("DEBUG", "INFO", "WARNING", "ERROR")
     parser.add_argument("--log-level", type=str.upper, choices=levels, default="INFO")
-    arguments = parser.parse_args(words)
-    if not 0 <= arguments.port < 65536:
-        parser.error(f"--port {arguments.port}: 0 to 65535 is expected")
-    setup_logging(arguments.log_level.lower(), role="metadata")
-    warn_if_open("mooncake_http_metadata_server", arguments.host)
-    server = KVBootstrapServer(arguments.port, arguments.host)
-    over = threading.Event()
+    parsed = parser.parse_args(arguments)
+    if not 0 <= parsed.port < 65536:
+        parser.error(f"--port {parsed.port}: 0 to 65535 is expected")
+    setup_logging(parsed.log_level.lower(), role="metadata")
+    warn_if_open("mooncake_http_metadata_server", parsed.host)
+    server = KVBootstrapServer(parsed.port, parsed.host)
+    stop = threading.Event()
     for number in (signal.SIGINT, signal.SIGTERM):
-        signal.signal(number, lambda *_: over.set())
+        signal.signal(number, lambda *_: stop.set())
     try:
         server.run()
     except AddressInUse as error:
         print(f"error: {error}: --port", file=sys.stderr, flush=True)
         sys.exit(2)
     except (MooncakeError, OSError) as error:
-        print(
-            f"error: {arguments.host}:{arguments.port}: {error}: --host, --port", file=sys.stderr, flush=True
-        )
+        print(f"error: {parsed.host}:{parsed.port}: {error}: --host, --port", file=sys.stderr, flush=True)
         sys.exit(2)
     log.info("ready", role="metadata", address=f"http://{server.host}:{server.port}")
-    over.wait()
+    stop.wait()
     server.close()

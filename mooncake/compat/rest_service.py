@@ -1,8 +1,8 @@
-"""The existing package's ``mooncake.mooncake_store_service``: a store's client behind a small REST API.
+"""The existing package's ``mooncake.mooncake_store_service``: a store client behind a small REST API.
 
-``mc_store_rest_server``, or ``python -m mooncake.mooncake_store_service``: values go in as text and come out
-as bytes; memory of this process or of this host can be lent to the store and taken back. Calls of the store
-block, so each runs on a thread of its own.
+``mc_store_rest_server``, or ``python -m mooncake.mooncake_store_service``: values are put as text and read as
+bytes; memory of this process or of this host can be mounted in the store and unmounted. Store calls block,
+so each runs on a thread of its own.
 """
 
 from __future__ import annotations
@@ -40,10 +40,15 @@ RETRY_S = 1.0
 BODY_S = 60.0
 NOT_FOUND = -704
 FOR_THIS_HOST = (
-    *("/api/mount_shm", "/api/unmount_shm", "/api/mount", "/api/unmount", "/api/unmount_local_disk"),
-    *("/api/reconfigure", "/api/remove_all"),
+    "/api/mount_shm",
+    "/api/unmount_shm",
+    "/api/mount",
+    "/api/unmount",
+    "/api/unmount_local_disk",
+    "/api/reconfigure",
+    "/api/remove_all",
 )
-"""Calls that lend memory, take it back, or remove everything: without a key they are for this host only."""
+"""Calls that mount or unmount memory or remove all objects: without a key, callers must be on this host."""
 
 SHARED_MEMORY = Path("/dev/shm")
 
@@ -51,20 +56,20 @@ ResultT = TypeVar("ResultT")
 
 
 class _BadRequest(Exception):
-    """What is wrong with a request, for its sender."""
+    """Error of a request, with a message for its sender."""
 
 
 class MooncakeStoreService:
     """One store client and its REST API.
 
     Args:
-        config_path: a ``mooncake.json``; without it the environment says (see ``MooncakeConfig``).
-        cli_config: fields of ``MooncakeConfig`` that beat those of the file.
-        api_key: what every call but ``/health`` must send as ``X-API-Key``. Without one, objects are there
-            for everybody who reaches the port, as with the existing package, unless the cluster has a
-            credential: then for members by their certificates, or for callers on this host. Memory is lent
-            and taken back, and everything removed, for callers on this host only.
-        lends_to_anybody: without a key, all of this for callers elsewhere, too.
+        config_path: a ``mooncake.json``; without it the environment is read (see ``MooncakeConfig``).
+        cli_config: fields of ``MooncakeConfig`` that override those of the file.
+        api_key: key that every call but ``/health`` must send as ``X-API-Key``. Without one, every caller
+            that reaches the port may use objects, as with the existing package, unless the cluster has a
+            credential: then members with a certificate, or callers on this host. Memory is mounted
+            and unmounted, and all objects are removed, only for callers on this host.
+        is_insecure: without a key, allow all of this for callers on other hosts, too.
     """
 
     def __init__(
@@ -72,24 +77,24 @@ class MooncakeStoreService:
         config_path: str | None = None,
         cli_config: Mapping[str, Any] | None = None,
         api_key: str = "",
-        lends_to_anybody: bool = False,
+        is_insecure: bool = False,
     ) -> None:
         self.config = _config(config_path, dict(cli_config or {}))
         self._key = AdminKey(api_key) if api_key else None
-        self._lends_to_anybody = lends_to_anybody
+        self._is_insecure = is_insecure
         self.store: Any = None
         self.port = 0
         self._runner: web.AppRunner | None = None
         self._acceptor: ConnectionAcceptor | None = None
         self._listening: socket.socket | None = None
         self._shared: list[str] = []
-        """Segments that ``reconfigure`` has mounted."""
+        """Ids of the segments that ``reconfigure`` has mounted."""
         self._reconfiguring = asyncio.Lock()
 
-    # Life
+    # Start and stop
 
     async def start_store_service(self, max_wait_time: float = 60.0) -> bool:
-        """Connect to the master; tried again every second for so long."""
+        """Connect to the master; retries every second for ``max_wait_time`` seconds."""
         config, deadline = self.config, clock.monotonic() + max_wait_time
         while True:
             store = MooncakeDistributedStore()
@@ -119,10 +124,10 @@ class MooncakeStoreService:
             await asyncio.sleep(RETRY_S)
 
     async def start_http_service(self, port: int = 8080, host: str = "0.0.0.0") -> bool:
-        """Listen; ``self.port`` is where.
+        """Listen and set ``self.port``.
 
         Raises:
-            AddressInUse: the port is taken.
+            AddressInUse: the port is in use.
         """
         self._runner = runner = web.AppRunner(self.make_app(), access_log=None)
         await runner.setup()
@@ -130,9 +135,7 @@ class MooncakeStoreService:
             self._listening = listen(host, port)
         except (OSError, AddressInUse) as error:
             await runner.cleanup()
-            raise AddressInUse(
-                f"{host}:{port} can't be listened on ({error}); choose another --port"
-            ) from error
+            raise AddressInUse(f"cannot listen on {host}:{port} ({error}); choose another --port") from error
         self._acceptor = acceptor = ConnectionAcceptor(
             self._listening, Deadlines(body_s=BODY_S), tls=process_identity().server_tls
         )
@@ -144,7 +147,7 @@ class MooncakeStoreService:
         return True
 
     async def stop(self) -> None:
-        """Answer nothing more and leave the store. Harmless when repeated."""
+        """Stop serving and close the store. Idempotent."""
         runner, self._runner = self._runner, None
         acceptor, self._acceptor = self._acceptor, None
         if acceptor is not None:
@@ -181,11 +184,11 @@ class MooncakeStoreService:
 
     @web.middleware
     async def _check(self, request: web.Request, handler: Any) -> web.StreamResponse:
-        """Who may ask what, before anything of the body is read; then the body, within its deadline."""
+        """Authorize a request before its body is read; then read the body within its deadline."""
         watched: Any = request.transport
         acceptor = self._acceptor
         if acceptor is None or not isinstance(watched, CountingTransport):
-            return await self._checked(request, handler)  # it came by another way than this service's port
+            return await self._checked(request, handler)  # not from this service's own port
         connections, one = acceptor.connections, watched.one
         connections.header_received(one, clock.monotonic())
         try:
@@ -199,19 +202,19 @@ class MooncakeStoreService:
             refusal = self._key.refusal(request.headers)
             if refusal is not None:
                 return _error(refusal.message, refusal.status)
-        elif request.path != "/health" and not self._lends_to_anybody and not _is_member(request):
+        elif request.path != "/health" and not self._is_insecure and not _is_member(request):
             message = (
-                "who are you? This service acts for a member of a cluster with a credential: start it with "
-                "ADMIN_API_KEY set and send that as X-API-Key, or start it with --insecure"
+                "the request is not authenticated, and this service acts for a member of a cluster with a "
+                "credential: start it with ADMIN_API_KEY set and send that as X-API-Key, or with --insecure"
             )
             return _error(message, 403)
-        elif request.path in FOR_THIS_HOST and not self._lends_to_anybody and not _is_from_this_host(request):
+        elif request.path in FOR_THIS_HOST and not self._is_insecure and not _is_from_this_host(request):
             message = (
-                f"{request.path} from another host takes a key: start the service with ADMIN_API_KEY set and "
+                f"{request.path} from another host needs a key: start the service with ADMIN_API_KEY set and "
                 "send it as X-API-Key, or start it with --insecure"
             )
             return _error(message, 403)
-        await request.read()  # it is kept by the request, for its handler
+        await request.read()  # aiohttp keeps it in the request for the handler
         response: web.StreamResponse = await handler(request)
         return response
 
@@ -263,7 +266,7 @@ class MooncakeStoreService:
     # Segments
 
     async def handle_mount_shm(self, request: web.Request) -> web.Response:
-        """Lend shared memory, or a file, of this host."""
+        """Mount shared memory of this host."""
         try:
             body = await _body(request)
             outcome = await self._mount_shared(body, "name")
@@ -272,13 +275,13 @@ class MooncakeStoreService:
         return _mounted(outcome)
 
     async def handle_mount(self, request: web.Request) -> web.Response:
-        """Lend new memory of this process."""
+        """Mount new memory of this process."""
         try:
             body = await _body(request)
             size, protocol, location = (
                 _size(body),
-                _word(body, "protocol", "tcp"),
-                _word(body, "location", ""),
+                _text_field(body, "protocol", "tcp"),
+                _text_field(body, "location", ""),
             )
             outcome = await self._run(lambda: self.store.allocate_and_mount_segment(size, protocol, location))
         except _BadRequest as error:
@@ -312,7 +315,7 @@ class MooncakeStoreService:
         return _done() if code == 0 else _error(f"Failed to unmount the local disk ({code})", 500)
 
     async def handle_reconfigure(self, request: web.Request) -> web.Response:
-        """``decode`` lends a shared segment (the new one before the last goes), ``prefill`` none."""
+        """Mount a shared segment for ``decode``, before the last one is unmounted; none for ``prefill``."""
         try:
             body = await _body(request)
             mode = body.get("mode")
@@ -342,7 +345,7 @@ class MooncakeStoreService:
             raise _BadRequest(f"Missing {field}")
         path = str(SHARED_MEMORY / _shared_name(field, _text(field, name)))
         size, offset = _size(body), _whole(body, "offset", 0, 1 << 62)
-        protocol, location = _word(body, "protocol", "tcp"), _word(body, "location", "")
+        protocol, location = _text_field(body, "protocol", "tcp"), _text_field(body, "location", "")
         outcome: dict[str, Any] = await self._run(
             lambda: self.store.mount_segment(path, size, offset, protocol, location)
         )
@@ -352,7 +355,7 @@ class MooncakeStoreService:
         return await asyncio.to_thread(call)
 
 
-# What requests say -------------------------------------------------------------------------------------
+# Parts of a request -----------------------------------------------------------------------------------
 
 
 async def _body(request: web.Request) -> dict[str, Any]:
@@ -372,7 +375,7 @@ def _text(field: str, value: Any) -> str:
 
 
 def _shared_name(field: str, text: str) -> str:
-    """The name of shared memory: as ``shm_open`` takes it, or with the folder before it; nothing else."""
+    """Name of shared memory: as ``shm_open`` takes it, or with the folder before it; nothing else."""
     name = text.removeprefix(f"{SHARED_MEMORY}/").removeprefix("/")
     if not name or name in (".", "..") or "/" in name or "\0" in name or len(name.encode()) > 255:
         raise _BadRequest(
@@ -381,7 +384,7 @@ def _shared_name(field: str, text: str) -> str:
     return name
 
 
-def _word(body: dict[str, Any], field: str, default: str) -> str:
+def _text_field(body: dict[str, Any], field: str, default: str) -> str:
     return _text(field, body.get(field, default))
 
 
@@ -420,8 +423,8 @@ def _ids(body: dict[str, Any]) -> list[str]:
 
 
 def _is_member(request: web.Request) -> bool:
-    """Whether the caller may do what this process may, where the cluster has a credential: it is a member by
-    its certificate and of no tenant or, where there is only a cluster key, on this host."""
+    """Whether the caller has the rights of this process, where the cluster has a credential: it is a member
+    by its certificate and not of a tenant or, where there is only a cluster key, on this host."""
     identity = process_identity()
     if not identity.has_tls:
         return identity.is_open or _is_from_this_host(request)
@@ -432,7 +435,7 @@ def _is_member(request: web.Request) -> bool:
 
 
 def _is_from_this_host(request: web.Request) -> bool:
-    """Whether the caller is on this host, or reaches us through a proxy that is."""
+    """Whether the caller, or the proxy that forwards the request, is on this host."""
     try:
         return ipaddress.ip_address((request.remote or "").partition("%")[0]).is_loopback
     except ValueError:
@@ -455,7 +458,7 @@ def _error(text: str, status: int, **more: Any) -> web.Response:
 
 @web.middleware
 async def _in_json(request: web.Request, handler: Any) -> web.StreamResponse:
-    """Also what aiohttp refuses, and what goes wrong, is said in JSON."""
+    """Send errors as JSON, also those of aiohttp and unexpected ones."""
     try:
         response: web.StreamResponse = await handler(request)
         return response
@@ -470,7 +473,7 @@ async def _in_json(request: web.Request, handler: Any) -> web.StreamResponse:
 
 
 def _config(path: str | None, given: dict[str, Any]) -> MooncakeConfig:
-    """The file's, or the environment's, with ``given`` over it. Raises InvalidArgument, naming the field."""
+    """Read the file or the environment, overridden by ``given``. Raises InvalidArgument, naming the field."""
     known = MooncakeConfig.__dataclass_fields__
     for name in given:
         if name not in known:
@@ -487,7 +490,7 @@ def _config(path: str | None, given: dict[str, Any]) -> MooncakeConfig:
 
 
 def _from_environment() -> dict[str, Any]:
-    """What the environment says, when it says enough; the command line may say the rest."""
+    """Configuration of the environment when it is complete, else defaults that the command line completes."""
     try:
         found = MooncakeConfig.load_from_env()
     except ValueError:
@@ -503,12 +506,17 @@ def _parser() -> argparse.ArgumentParser:
     )
     parser.add_argument("--config", help="mooncake.json; without it MOONCAKE_CONFIG_PATH or MOONCAKE_MASTER")
     parser.add_argument(
-        "-D", "--define", action="append", default=[], metavar="KEY=VALUE", help="over the file"
+        "-D",
+        "--define",
+        action="append",
+        default=[],
+        metavar="KEY=VALUE",
+        help="overrides a field of the file",
     )
     parser.add_argument("--port", type=int, default=8080)
     parser.add_argument("--host", default="0.0.0.0")
     parser.add_argument(
-        "--insecure", action="store_true", help="lend memory to, and answer, other hosts without a key, too"
+        "--insecure", action="store_true", help="serve other hosts, and mount memory for them, without a key"
     )
     parser.add_argument("--max-wait-time", type=float, default=60.0, help="seconds to wait for the master")
     return parser
@@ -519,40 +527,40 @@ async def _serve(arguments: argparse.Namespace, given: dict[str, str]) -> None:
     service = MooncakeStoreService(arguments.config, given, key, arguments.insecure)
     if not key:
         warn_if_open("mc_store_rest_server", arguments.host)
-    over = asyncio.Event()
+    stop = asyncio.Event()
     for number in (signal.SIGINT, signal.SIGTERM):
-        asyncio.get_running_loop().add_signal_handler(number, over.set)
+        asyncio.get_running_loop().add_signal_handler(number, stop.set)
     starting = asyncio.create_task(service.start_store_service(arguments.max_wait_time))
-    waiting = asyncio.create_task(over.wait())
+    waiting = asyncio.create_task(stop.wait())
     try:
         await asyncio.wait((starting, waiting), return_when=asyncio.FIRST_COMPLETED)
-        if over.is_set():
+        if stop.is_set():
             return
         if not starting.result():
             raise Unavailable(f"the master {service.config.master_server_address} did not answer in time")
         await service.start_http_service(arguments.port, arguments.host)
-        await over.wait()
+        await stop.wait()
     finally:
         starting.cancel()
         waiting.cancel()
         await service.stop()
 
 
-def main(words: Sequence[str] | None = None) -> None:
-    """The console script ``mc_store_rest_server``."""
+def main(arguments: Sequence[str] | None = None) -> None:
+    """Run the console script ``mc_store_rest_server``."""
     parser = _parser()
-    arguments = parser.parse_args(words)
+    parsed = parser.parse_args(arguments)
     given: dict[str, str] = {}
-    for text in arguments.define:
+    for text in parsed.define:
         name, has_value, value = text.partition("=")
         if not has_value:
             parser.error(f"-D {text}: KEY=VALUE is expected")
         given[name] = value
-    if not 0 <= arguments.port < 65536:
-        parser.error(f"--port {arguments.port}: 0 to 65535 is expected")
+    if not 0 <= parsed.port < 65536:
+        parser.error(f"--port {parsed.port}: 0 to 65535 is expected")
     setup_logging(role="rest")
     try:
-        asyncio.run(_serve(arguments, given))
+        asyncio.run(_serve(parsed, given))
     except MooncakeError as error:
         print(f"error: {error}", file=sys.stderr, flush=True)
         sys.exit(1 if isinstance(error, Unavailable) else 2)

@@ -11,7 +11,7 @@ import importlib
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from mooncake.compat.store.buffer_handle import BufferHandle
+    from mooncake.compat.store.buffer_pool import BufferHandle
     from mooncake.compat.store.parallelism import ParallelAxis, ReadTarget, TensorParallelism
     from mooncake.compat.store.public_types import ReplicateConfig
     from mooncake.compat.store.store import MooncakeDistributedStore
@@ -44,7 +44,7 @@ _VALUES = (
 )
 
 _POOLS = (
-    *("BufferLease", "BufferLeaseView", "BufferPool"),
+    *("BufferHandle", "BufferLease", "BufferLeaseView", "BufferPool"),
     *("RegisteredBufferLease", "RegisteredBufferLeaseView", "RegisteredBufferPool"),
 )
 _HOST = ("MooncakeHostMemAllocator", "bind_to_numa_node", "get_alloc_func_addr", "get_free_func_addr")
@@ -52,7 +52,6 @@ _HOST = ("MooncakeHostMemAllocator", "bind_to_numa_node", "get_alloc_func_addr",
 _UPSTREAM = {
     **dict.fromkeys(_POOLS, "mooncake.compat.store.buffer_pool"),
     **dict.fromkeys(_HOST, "mooncake.compat.store.host_memory"),
-    "BufferHandle": "mooncake.compat.store.buffer_handle",
     **dict.fromkeys(("EngramStore", "EngramStoreConfig"), "mooncake.compat.store.engram"),
     **dict.fromkeys(("ParallelAxis", "ReadTarget", "TensorParallelism"), "mooncake.compat.store.parallelism"),
     **dict.fromkeys(

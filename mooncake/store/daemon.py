@@ -24,6 +24,7 @@ from mooncake.log import get_logger
 from mooncake.security import check_address
 from mooncake.store import messages as m
 from mooncake.store.ha.master_client import AsyncMasterClient
+from mooncake.store.master.context import LoadHttp
 from mooncake.store.node.node import MIN_BYTES, Node, NodeSettings
 from mooncake.store.server import running
 from mooncake.store.settings import MasterSettings
@@ -140,8 +141,8 @@ def _bytes_of(gigabytes: float) -> int:
     return int(gigabytes * 1e9) // MIN_BYTES * MIN_BYTES
 
 
-async def serve(settings: DaemonSettings) -> None:
-    """Run until cancelled.
+async def serve(settings: DaemonSettings, load_http: LoadHttp) -> None:
+    """Run until cancelled; ``load_http``: see ``store.server.running``.
 
     Raises:
         AddressInUse: a port is taken.
@@ -167,7 +168,7 @@ async def serve(settings: DaemonSettings) -> None:
                 _make_folder(settings.nvme_path)
             folder = stack.enter_context(tempfile.TemporaryDirectory(prefix="mooncaked-"))
             socket = f"{folder}/grpc"
-            server = await stack.enter_async_context(running(settings.of_master(), other=socket))
+            server = await stack.enter_async_context(running(settings.of_master(), load_http, socket))
             await stack.enter_async_context(_status_service(server.ask, f"unix:{socket}"))
             failed, master = server.failed, f"{_reachable(settings.host)}:{server.port}"
             address = f"{settings.host}:{server.port}"

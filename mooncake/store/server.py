@@ -12,7 +12,6 @@ import asyncio
 import contextlib
 import functools
 import gc
-import importlib
 import secrets
 import socket
 from collections.abc import AsyncIterator, Callable
@@ -39,7 +38,7 @@ from mooncake.store.ha.messages import Follow, Followed, Leads, WhoLeads
 from mooncake.store.ha.role import MasterRole, not_leader
 from mooncake.store.ha.standby_replication import StandbyReplicator
 from mooncake.store.master import tenants_file
-from mooncake.store.master.context import EventPublisher, Leadership
+from mooncake.store.master.context import EventPublisher, Leadership, LoadHttp, MasterHttp
 from mooncake.store.master.effects import (
     AppendRecords,
     ConnectionLost,
@@ -476,7 +475,7 @@ class _LocalCall:
             self.answer.set_result(message)
 
 
-async def serve(settings: MasterSettings) -> None:
+async def serve(settings: MasterSettings, load_http: LoadHttp) -> None:
     """Run a master until cancelled.
 
     Raises:
@@ -484,16 +483,19 @@ async def serve(settings: MasterSettings) -> None:
         MooncakeError: as ``running`` does.
     """
     check_address(settings.host)
-    async with running(settings) as server:
+    async with running(settings, load_http) as server:
         await server.failed
 
 
 @contextlib.asynccontextmanager
-async def running(settings: MasterSettings, other: str = "") -> AsyncIterator[MasterServer]:
+async def running(
+    settings: MasterSettings, load_http: LoadHttp, other: str = ""
+) -> AsyncIterator[MasterServer]:
     """Serve clients, nodes and HTTP; the server's ``failed`` raises when the master must stop.
 
     Args:
         settings: see ``MasterSettings``.
+        load_http: called when clients are served already, because importing takes half a second.
         other: Unix socket of the server for clients that open with another protocol.
 
     Raises:
@@ -516,11 +518,12 @@ async def running(settings: MasterSettings, other: str = "") -> AsyncIterator[Ma
         finally:
             gc.enable()
         gc.freeze()
-        server.web_address = metrics_address = await stack.enter_async_context(_web(server, sock))
+        http = await asyncio.to_thread(load_http)
+        server.web_address = metrics_address = await stack.enter_async_context(_web(server, sock, http))
         log.info("ready", role="master", address=f"{settings.host}:{port}", metrics=metrics_address)
         log.info(f"Master service started on port {port}")  # the text that existing launchers wait for
         if settings.report_s:
-            reporting = asyncio.create_task(_report(server, settings.report_s))
+            reporting = asyncio.create_task(_report(server, http, settings.report_s))
             stack.callback(reporting.cancel)
         if settings.kv_events_endpoint:
             await stack.enter_async_context(_publishing(server))
@@ -535,12 +538,10 @@ def _listen(settings: MasterSettings) -> socket.socket:
 
 
 @contextlib.asynccontextmanager
-async def _web(server: MasterServer, sock: socket.socket) -> AsyncIterator[str]:
-    """Serve HTTP; yields the address. Loaded after clients are served: importing takes half a second."""
-    http = await asyncio.to_thread(importlib.import_module, "mooncake.compat.master.app")
-
+async def _web(server: MasterServer, sock: socket.socket, http: MasterHttp) -> AsyncIterator[str]:
+    """Serve HTTP; yields the address."""
     key, identity = server.settings.admin_api_key, server.identity
-    auth = HttpAuth(http.make_app(server), identity, TRUSTED, open_paths=http.OPEN_PATHS, api_key=key)
+    auth = HttpAuth(http.make_app(server), identity, TRUSTED, open_paths=http.open_paths, api_key=key)
     web = HttpServer(auth, sock, tls=identity.server_tls)
     try:
         await web.start()
@@ -549,13 +550,12 @@ async def _web(server: MasterServer, sock: socket.socket) -> AsyncIterator[str]:
         await web.close()
 
 
-async def _report(server: MasterServer, every_s: float) -> None:
-    summary = importlib.import_module("mooncake.compat.master.master_metrics").summary
+async def _report(server: MasterServer, http: MasterHttp, every_s: float) -> None:
     while True:
         await asyncio.sleep(every_s)
         status = await server.ask(m.GetMasterStatus())
         if isinstance(status, m.MasterStatus):
-            log.info("summary", text=summary(server, status))
+            log.info("summary", text=http.summary(server, status))
 
 
 @contextlib.asynccontextmanager

@@ -1,4 +1,4 @@
-"""``MooncakeConfig`` from files and environments, and what it says about bad ones."""
+"""``MooncakeConfig`` from files and the environment, and the errors of invalid ones."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from mooncake.compat.config_file import (
     _parse_segment_size,
 )
 
-LEAST = {"local_hostname": "a", "metadata_server": "P2PHANDSHAKE", "master_server_address": "m:50051"}
+MINIMUM = {"local_hostname": "a", "metadata_server": "P2PHANDSHAKE", "master_server_address": "m:50051"}
 
 
 def write(folder: Path, content: Any) -> str:
@@ -44,7 +44,7 @@ def test_sizes(text: Any, size: int) -> None:
 
 
 @pytest.mark.parametrize("text", ["", "gb", "1 zb", "-1", None, [], True, "1..5gb"])
-def test_no_sizes(text: Any) -> None:
+def test_invalid_sizes(text: Any) -> None:
     with pytest.raises(ValueError):
         _parse_segment_size(text)
 
@@ -56,8 +56,8 @@ def test_booleans() -> None:
         _parse_bool("perhaps")
 
 
-def test_a_file_with_the_least_has_defaults(tmp_path: Path) -> None:
-    config = MooncakeConfig.from_file(write(tmp_path, LEAST))
+def test_a_minimal_file_has_defaults(tmp_path: Path) -> None:
+    config = MooncakeConfig.from_file(write(tmp_path, MINIMUM))
     assert config.global_segment_size == DEFAULT_GLOBAL_SEGMENT_SIZE == 3355443200
     assert config.local_buffer_size == DEFAULT_LOCAL_BUFFER_SIZE == 1 << 30
     assert (config.protocol, config.device_name, config.tenant_id) == ("tcp", "", "default")
@@ -74,23 +74,23 @@ def test_a_file_with_everything(tmp_path: Path) -> None:
         "cluster_id": "c1",
         "root_fs_dir": "/mnt/x",
     }
-    config = MooncakeConfig.from_file(write(tmp_path, LEAST | more))
+    config = MooncakeConfig.from_file(write(tmp_path, MINIMUM | more))
     assert (config.global_segment_size, config.protocol, config.enable_ssd_offload) == (4 << 30, "rdma", True)
     assert (config.client_http_port, config.cluster_id, config.root_fs_dir) == (9400, "c1", "/mnt/x")
 
 
 def test_a_misspelt_key_is_pointed_out(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
-    MooncakeConfig.from_file(write(tmp_path, LEAST | {"global_segment_sise": 1, "mode": "embedded"}))
+    MooncakeConfig.from_file(write(tmp_path, MINIMUM | {"global_segment_sise": 1, "mode": "embedded"}))
     assert "did you mean 'global_segment_size'?" in caplog.text and "mode" not in caplog.text
 
 
-@pytest.mark.parametrize("missing", LEAST)
-def test_what_is_required_is_named(tmp_path: Path, missing: str) -> None:
-    given = {field: value for field, value in LEAST.items() if field != missing}
+@pytest.mark.parametrize("missing", MINIMUM)
+def test_a_missing_field_is_named(tmp_path: Path, missing: str) -> None:
+    given = {field: value for field, value in MINIMUM.items() if field != missing}
     with pytest.raises(ValueError, match=f"Missing required config field: {missing}"):
         MooncakeConfig.from_file(write(tmp_path, given))
     with pytest.raises(ValueError, match=missing):
-        MooncakeConfig.from_file(write(tmp_path, LEAST | {missing: "  "}))
+        MooncakeConfig.from_file(write(tmp_path, MINIMUM | {missing: "  "}))
 
 
 @pytest.mark.parametrize(
@@ -106,9 +106,9 @@ def test_what_is_required_is_named(tmp_path: Path, missing: str) -> None:
         ("client_http_port", 70000),
     ],
 )
-def test_a_value_of_the_wrong_kind_is_named(tmp_path: Path, field: str, value: Any) -> None:
+def test_an_invalid_value_is_named(tmp_path: Path, field: str, value: Any) -> None:
     with pytest.raises(ValueError, match=field):
-        MooncakeConfig.from_file(write(tmp_path, LEAST | {field: value}))
+        MooncakeConfig.from_file(write(tmp_path, MINIMUM | {field: value}))
 
 
 def test_the_environment(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
@@ -123,5 +123,5 @@ def test_the_environment(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Non
     assert (config.local_hostname, config.metadata_server) == ("localhost", "P2PHANDSHAKE")
     assert (config.master_server_address, config.global_segment_size) == ("m:1", 1 << 30)
     assert config.enable_ssd_offload
-    monkeypatch.setenv("MOONCAKE_CONFIG_PATH", write(tmp_path, LEAST))
+    monkeypatch.setenv("MOONCAKE_CONFIG_PATH", write(tmp_path, MINIMUM))
     assert MooncakeConfig.load_from_env().master_server_address == "m:50051"

@@ -1,4 +1,4 @@
-"""The metadata service by the existing package's names."""
+"""The metadata service under the existing package's names."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ def test_it_serves_from_run_to_close() -> None:
     key = "?key=mooncake/rpc_meta/a"
     assert ask(url) == (400, b"metadata key is required")
     assert ask(url + key) == (404, b"metadata not found")
-    for body in (b"1", b"2"):  # the second time after a restart of its owner
+    for body in (b"1", b"2"):  # the second, as after a restart of its owner, replaces the first
         assert ask(url + key, "PUT", body) == (200, b"metadata updated")
         assert ask(url + key) == (200, body)
     assert ask(url + key, "DELETE") == (200, b"metadata deleted")
@@ -44,7 +44,7 @@ def test_it_serves_from_run_to_close() -> None:
     assert server.poll() is KVPoll.Failed
 
 
-def test_closing_before_it_ran() -> None:
+def test_closing_before_run() -> None:
     server = KVBootstrapServer(0)
     server.close()
     assert server.poll() is KVPoll.Failed
@@ -52,8 +52,8 @@ def test_closing_before_it_ran() -> None:
 
 @pytest.mark.processes
 def test_the_program() -> None:
-    words = [sys.executable, "-m", "mooncake.http_metadata_server", "--port", "0", "--host", "127.0.0.1"]
-    process = subprocess.Popen([*words, "--log-level", "info"], stderr=subprocess.PIPE, text=True)
+    arguments = [sys.executable, "-m", "mooncake.http_metadata_server", "--port", "0", "--host", "127.0.0.1"]
+    process = subprocess.Popen([*arguments, "--log-level", "info"], stderr=subprocess.PIPE, text=True)
     try:
         assert process.stderr is not None
         url = next(line.split("address=")[1].strip() for line in process.stderr if "ready" in line)
@@ -66,7 +66,7 @@ def test_the_program() -> None:
 
 
 @pytest.mark.parametrize(
-    ("words", "why"),
+    ("arguments", "why"),
     [
         ("--port 70000", "--port"),
         ("--port x", "--port"),
@@ -75,7 +75,7 @@ def test_the_program() -> None:
         ("--prot 1", "--prot"),
     ],
 )
-def test_bad_flags(words: str, why: str) -> None:
-    command = [sys.executable, "-m", "mooncake.http_metadata_server", *words.split()]
+def test_bad_flags(arguments: str, why: str) -> None:
+    command = [sys.executable, "-m", "mooncake.http_metadata_server", *arguments.split()]
     found = subprocess.run(command, capture_output=True, text=True, timeout=60)
     assert found.returncode == 2 and why in found.stderr and "Traceback" not in found.stderr

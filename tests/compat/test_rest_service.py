@@ -1,4 +1,4 @@
-"""The REST service: its answers with a store that is a double, and once with everything real."""
+"""The REST service: its responses with a fake store, and once with a real one."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ CONFIG = {
 }
 
 
-class Double:
+class FakeStore:
     """A store whose codes the test sets."""
 
     def __init__(self) -> None:
@@ -69,12 +69,12 @@ class Double:
         self.values.clear()
         return self.code or number
 
-    def mount_segment(self, *words: Any) -> dict[str, Any]:
-        self.mounted.append(words)
+    def mount_segment(self, *arguments: Any) -> dict[str, Any]:
+        self.mounted.append(arguments)
         return {"ret": self.code, "segment_ids": [] if self.code else [f"id-{len(self.mounted)}"]}
 
-    def allocate_and_mount_segment(self, size: int, *words: Any) -> dict[str, Any]:
-        return {**self.mount_segment(size, *words), "allocated_size": size}
+    def allocate_and_mount_segment(self, size: int, *arguments: Any) -> dict[str, Any]:
+        return {**self.mount_segment(size, *arguments), "allocated_size": size}
 
     def unmount_segment(self, ids: list[str], grace_s: int) -> int:
         self.unmounted += [(one, grace_s) for one in ids]
@@ -86,8 +86,8 @@ class Double:
         return self.code
 
 
-class House:
-    def __init__(self, service: MooncakeStoreService, store: Double, http: aiohttp.ClientSession) -> None:
+class RunningService:
+    def __init__(self, service: MooncakeStoreService, store: FakeStore, http: aiohttp.ClientSession) -> None:
         self.service, self.store, self.http = service, store, http
 
     async def ask(self, method: str, path: str, body: Any = None, **headers: str) -> tuple[int, Any]:
@@ -100,37 +100,37 @@ class House:
 
 
 @pytest.fixture
-async def house(monkeypatch: pytest.MonkeyPatch) -> AsyncIterator[House]:
-    store = Double()
+async def rest(monkeypatch: pytest.MonkeyPatch) -> AsyncIterator[RunningService]:
+    store = FakeStore()
     monkeypatch.setattr(rest_service, "MooncakeDistributedStore", lambda: store)
     service = MooncakeStoreService(None, CONFIG)
     assert await service.start_store_service(1.0)
     await service.start_http_service(0, "127.0.0.1")
     async with aiohttp.ClientSession() as http:
-        yield House(service, store, http)
+        yield RunningService(service, store, http)
     await service.stop()
     await service.stop()
 
 
-async def test_values_go_in_as_text_and_come_out_as_bytes(house: House) -> None:
-    assert await house.ask("PUT", "/api/put", {"key": "a/b", "value": "ü"}) == (200, {"status": "success"})
-    assert await house.ask("GET", "/api/get/a/b") == (200, "ü".encode())
-    assert await house.ask("GET", "/api/exist/a/b") == (200, {"exists": True})
-    assert await house.ask("DELETE", "/api/remove/a/b") == (200, {"status": "success"})
-    assert await house.ask("GET", "/api/exist/a/b") == (200, {"exists": False})
-    assert await house.ask("GET", "/api/get/a/b") == (404, {"error": "Key not found"})
-    assert (await house.ask("DELETE", "/api/remove/a/b"))[0] == 404
+async def test_values_go_in_as_text_and_come_out_as_bytes(rest: RunningService) -> None:
+    assert await rest.ask("PUT", "/api/put", {"key": "a/b", "value": "ü"}) == (200, {"status": "success"})
+    assert await rest.ask("GET", "/api/get/a/b") == (200, "ü".encode())
+    assert await rest.ask("GET", "/api/exist/a/b") == (200, {"exists": True})
+    assert await rest.ask("DELETE", "/api/remove/a/b") == (200, {"status": "success"})
+    assert await rest.ask("GET", "/api/exist/a/b") == (200, {"exists": False})
+    assert await rest.ask("GET", "/api/get/a/b") == (404, {"error": "Key not found"})
+    assert (await rest.ask("DELETE", "/api/remove/a/b"))[0] == 404
     for key in "xyz":
-        await house.ask("PUT", "/api/put", {"key": key, "value": "1"})
-    assert await house.ask("DELETE", "/api/remove_all") == (200, {"status": "success removed 3 keys"})
-    assert (await house.ask("GET", "/health"))[1] == {"status": "ok", "health": 0}
+        await rest.ask("PUT", "/api/put", {"key": key, "value": "1"})
+    assert await rest.ask("DELETE", "/api/remove_all") == (200, {"status": "success removed 3 keys"})
+    assert (await rest.ask("GET", "/health"))[1] == {"status": "ok", "health": 0}
 
 
 @pytest.mark.parametrize(
     "body", [{}, {"key": "k"}, {"value": "v"}, {"key": "", "value": "v"}, {"key": "k", "value": ""}]
 )
-async def test_what_is_missing(house: House, body: dict[str, str]) -> None:
-    assert await house.ask("PUT", "/api/put", body) == (400, {"error": "Missing key or value"})
+async def test_missing_fields(rest: RunningService, body: dict[str, str]) -> None:
+    assert await rest.ask("PUT", "/api/put", body) == (400, {"error": "Missing key or value"})
 
 
 @pytest.mark.parametrize(
@@ -155,15 +155,15 @@ async def test_what_is_missing(house: House, body: dict[str, str]) -> None:
         ("POST", "/api/reconfigure", {"mode": "decode"}, "Missing path"),
     ],
 )
-async def test_bad_input_is_named(house: House, method: str, path: str, body: Any, why: str) -> None:
-    status, answer = await house.ask(method, path, body)
+async def test_bad_input_is_named(rest: RunningService, method: str, path: str, body: Any, why: str) -> None:
+    status, answer = await rest.ask(method, path, body)
     assert status == 400 and why in answer["error"]
-    assert not house.store.mounted and not house.store.unmounted
+    assert not rest.store.mounted and not rest.store.unmounted
 
 
-async def test_unknown_paths_and_methods_are_told_in_json(house: House) -> None:
-    assert (await house.ask("GET", "/nothing"))[0] == 404
-    status, answer = await house.ask("GET", "/api/put")
+async def test_unknown_paths_and_methods_are_refused_in_json(rest: RunningService) -> None:
+    assert (await rest.ask("GET", "/nothing"))[0] == 404
+    status, answer = await rest.ask("GET", "/api/put")
     assert status == 405 and "GET /api/put" in answer["error"]
 
 
@@ -180,26 +180,26 @@ async def test_unknown_paths_and_methods_are_told_in_json(house: House) -> None:
         ("POST", "/api/reconfigure", {"mode": "decode", "path": "/p", "size": 4096}),
     ],
 )
-async def test_a_store_that_refuses_is_a_500(house: House, method: str, path: str, body: Any) -> None:
-    house.store.code = -1
-    status, answer = await house.ask(method, path, body)
+async def test_a_failed_store_call_is_a_500(rest: RunningService, method: str, path: str, body: Any) -> None:
+    rest.store.code = -1
+    status, answer = await rest.ask(method, path, body)
     assert status == 500 and answer["error"]
 
 
-async def test_memory_is_lent_and_taken_back(house: House) -> None:
-    status, answer = await house.ask("POST", "/api/mount", {"size": "1MB"})
+async def test_segments_are_mounted_and_unmounted(rest: RunningService) -> None:
+    status, answer = await rest.ask("POST", "/api/mount", {"size": "1MB"})
     assert (status, answer["status"], answer["segment_ids"]) == (200, "success", ["id-1"])
-    assert answer["allocated_size"] == house.store.mounted[0][0] > 0
-    status, answer = await house.ask("POST", "/api/mount_shm", {"name": "seg", "size": 4096, "offset": 8})
+    assert answer["allocated_size"] == rest.store.mounted[0][0] > 0
+    status, answer = await rest.ask("POST", "/api/mount_shm", {"name": "seg", "size": 4096, "offset": 8})
     assert (status, answer["segment_ids"]) == (200, ["id-2"])
-    assert house.store.mounted[1] == ("/dev/shm/seg", 4096, 8, "tcp", "")
-    assert (await house.ask("POST", "/api/unmount", {"segment_ids": "id-1"}))[0] == 200
-    house.store.stuck = ["id-9"]
+    assert rest.store.mounted[1] == ("/dev/shm/seg", 4096, 8, "tcp", "")
+    assert (await rest.ask("POST", "/api/unmount", {"segment_ids": "id-1"}))[0] == 200
+    rest.store.stuck = ["id-9"]
     body = {"segment_ids": ["id-2", "id-9"], "grace_period_seconds": 5}
-    status, answer = await house.ask("POST", "/api/unmount_shm", body)
+    status, answer = await rest.ask("POST", "/api/unmount_shm", body)
     assert (status, answer["failed_segment_ids"]) == (500, ["id-9"])
-    assert house.store.unmounted == [("id-1", 0), ("id-2", 5), ("id-9", 5)]
-    assert (await house.ask("POST", "/api/unmount_local_disk", {"grace_period_seconds": 3600}))[0] == 200
+    assert rest.store.unmounted == [("id-1", 0), ("id-2", 5), ("id-9", 5)]
+    assert (await rest.ask("POST", "/api/unmount_local_disk", {"grace_period_seconds": 3600}))[0] == 200
 
 
 @pytest.mark.parametrize(
@@ -219,21 +219,21 @@ async def test_memory_is_lent_and_taken_back(house: House) -> None:
         "x" * 300,
     ],
 )
-async def test_only_names_of_shared_memory_are_lent(house: House, name: str) -> None:
+async def test_only_names_of_shared_memory_are_mounted(rest: RunningService, name: str) -> None:
     for path, field in (("/api/mount_shm", "name"), ("/api/reconfigure", "path")):
         body = {field: name, "size": 4096, "mode": "decode"}
-        status, answer = await house.ask("POST", path, body)
+        status, answer = await rest.ask("POST", path, body)
         assert status == 400 and field in answer["error"], answer
-    assert not house.store.mounted
+    assert not rest.store.mounted
 
 
-async def test_a_name_may_be_written_as_programs_write_it(house: House) -> None:
+async def test_forms_of_a_shared_memory_name(rest: RunningService) -> None:
     for name in ("kv", "/kv", "/dev/shm/kv"):
-        assert (await house.ask("POST", "/api/mount_shm", {"name": name, "size": 4096}))[0] == 200
-    assert {words[0] for words in house.store.mounted} == {"/dev/shm/kv"}
+        assert (await rest.ask("POST", "/api/mount_shm", {"name": name, "size": 4096}))[0] == 200
+    assert {arguments[0] for arguments in rest.store.mounted} == {"/dev/shm/kv"}
 
 
-LENDING = [
+RESTRICTED = [
     ("POST", "/api/mount_shm", {"name": "seg", "size": 4096}),
     ("POST", "/api/mount", {"size": 4096}),
     ("POST", "/api/reconfigure", {"mode": "prefill"}),
@@ -242,91 +242,93 @@ LENDING = [
 ]
 
 
-@pytest.mark.parametrize(("method", "path", "body"), LENDING)
-async def test_memory_is_lent_to_callers_of_this_host_only(
-    house: House, monkeypatch: pytest.MonkeyPatch, method: str, path: str, body: Any
+@pytest.mark.parametrize(("method", "path", "body"), RESTRICTED)
+async def test_restricted_calls_are_for_callers_of_this_host(
+    rest: RunningService, monkeypatch: pytest.MonkeyPatch, method: str, path: str, body: Any
 ) -> None:
     monkeypatch.setattr(rest_service, "_is_from_this_host", lambda request: False)
-    house.store.values["k"] = b"v"
-    status, answer = await house.ask(method, path, body)
+    rest.store.values["k"] = b"v"
+    status, answer = await rest.ask(method, path, body)
     assert status == 403 and "ADMIN_API_KEY" in answer["error"]
-    assert not house.store.mounted and not house.store.unmounted and house.store.values
-    assert (await house.ask("GET", "/api/get/k"))[0] == 200, "objects are there as before"
-    house.service._lends_to_anybody = True
-    assert (await house.ask(method, path, body))[0] == 200
+    assert not rest.store.mounted and not rest.store.unmounted and rest.store.values
+    assert (await rest.ask("GET", "/api/get/k"))[0] == 200, "objects stay readable"
+    rest.service._is_insecure = True
+    assert (await rest.ask(method, path, body))[0] == 200
 
 
 @pytest.mark.parametrize("is_certified", [False, True])
-async def test_in_a_cluster_with_a_credential_strangers_get_nothing(
-    house: House, monkeypatch: pytest.MonkeyPatch, is_certified: bool
+async def test_in_a_cluster_with_a_credential_other_callers_are_refused(
+    rest: RunningService, monkeypatch: pytest.MonkeyPatch, is_certified: bool
 ) -> None:
-    """The service acts as a member of the cluster: whoever it answers has that member's rights."""
+    """The service acts as a member of the cluster: a caller that it serves has that member's rights."""
     member = Identity()
     member.has_tls = is_certified
     member.keys = KeyRing((b"k" * 32,))
     monkeypatch.setattr(rest_service, "process_identity", lambda: member)
     monkeypatch.setattr(rest_service, "_is_from_this_host", lambda request: False)
-    house.store.values["k"] = b"v"
+    rest.store.values["k"] = b"v"
     for method, path in (("GET", "/api/get/k"), ("GET", "/api/exist/k"), ("DELETE", "/api/remove/k")):
-        status, answer = await house.ask(method, path)
-        assert status == 403 and "who are you" in answer["error"]
-    assert house.store.values and (await house.ask("GET", "/health"))[0] == 200
+        status, answer = await rest.ask(method, path)
+        assert status == 403 and "not authenticated" in answer["error"]
+    assert rest.store.values and (await rest.ask("GET", "/health"))[0] == 200
     monkeypatch.setattr(rest_service, "_is_from_this_host", lambda request: True)
-    assert (await house.ask("GET", "/api/get/k"))[0] == (403 if is_certified else 200)
-    house.service._lends_to_anybody = True
-    assert (await house.ask("GET", "/api/get/k"))[0] == 200
+    assert (await rest.ask("GET", "/api/get/k"))[0] == (403 if is_certified else 200)
+    rest.service._is_insecure = True
+    assert (await rest.ask("GET", "/api/get/k"))[0] == 200
 
 
 @pytest.mark.parametrize(
     ("name", "is_member"),
     [("mooncake://node", True), ("mooncake://client/acme", False), ("elsewhere://x", True)],
 )
-def test_a_certificate_of_a_tenant_gets_no_more_than_its_tenant(
+def test_a_certificate_of_a_tenant_is_not_a_member(
     monkeypatch: pytest.MonkeyPatch, name: str, is_member: bool
 ) -> None:
     member = Identity()
     member.has_tls = True
     monkeypatch.setattr(rest_service, "process_identity", lambda: member)
 
-    class Asked:
+    class FakeRequest:
         def get_extra_info(self, what: str) -> object:
             return {"subjectAltName": (("URI", name),)} if what == "peercert" else None
 
-    assert rest_service._is_member(cast(web.Request, Asked())) is is_member
+    assert rest_service._is_member(cast(web.Request, FakeRequest())) is is_member
 
 
-@pytest.mark.parametrize(("method", "path", "body"), [*LENDING, ("GET", "/api/get/k", None)])
-async def test_with_a_key_set_everything_takes_it(house: House, method: str, path: str, body: Any) -> None:
-    house.service._key = AdminKey("a key of this test")
-    house.store.values["k"] = b"v"
+@pytest.mark.parametrize(("method", "path", "body"), [*RESTRICTED, ("GET", "/api/get/k", None)])
+async def test_with_a_key_set_every_call_needs_it(
+    rest: RunningService, method: str, path: str, body: Any
+) -> None:
+    rest.service._key = AdminKey("a key of this test")
+    rest.store.values["k"] = b"v"
     for headers in ({}, {"X-API-Key": "wrong"}):
-        status, answer = await house.ask(method, path, body, **headers)
+        status, answer = await rest.ask(method, path, body, **headers)
         assert status == 401 and "X-API-Key" in answer["error"]
-    assert not house.store.mounted and not house.store.unmounted and house.store.values
-    assert (await house.ask(method, path, body, **{"X-API-Key": "a key of this test"}))[0] == 200
-    assert (await house.ask("GET", "/health"))[0] == 200
+    assert not rest.store.mounted and not rest.store.unmounted and rest.store.values
+    assert (await rest.ask(method, path, body, **{"X-API-Key": "a key of this test"}))[0] == 200
+    assert (await rest.ask("GET", "/health"))[0] == 200
 
 
-async def test_reconfigure_makes_before_it_breaks(house: House) -> None:
+async def test_reconfigure_mounts_the_new_segment_first(rest: RunningService) -> None:
     decode = {"mode": "decode", "path": "/dev/shm/kv", "size": 4096}
-    assert (await house.ask("POST", "/api/reconfigure", decode))[1]["segment_ids"] == ["id-1"]
-    assert not house.store.unmounted
-    assert (await house.ask("POST", "/api/reconfigure", decode))[1]["segment_ids"] == ["id-2"]
-    assert house.store.unmounted == [("id-1", 0)]
-    house.store.code = -1
-    assert (await house.ask("POST", "/api/reconfigure", decode))[0] == 500
-    assert house.store.unmounted == [("id-1", 0)]
-    house.store.code = 0
-    status, answer = await house.ask("POST", "/api/reconfigure", {"mode": "prefill"})
+    assert (await rest.ask("POST", "/api/reconfigure", decode))[1]["segment_ids"] == ["id-1"]
+    assert not rest.store.unmounted
+    assert (await rest.ask("POST", "/api/reconfigure", decode))[1]["segment_ids"] == ["id-2"]
+    assert rest.store.unmounted == [("id-1", 0)]
+    rest.store.code = -1
+    assert (await rest.ask("POST", "/api/reconfigure", decode))[0] == 500
+    assert rest.store.unmounted == [("id-1", 0)]
+    rest.store.code = 0
+    status, answer = await rest.ask("POST", "/api/reconfigure", {"mode": "prefill"})
     assert (status, answer["segment_ids"]) == (200, [])
-    assert house.store.unmounted == [("id-1", 0), ("id-2", 0)]
+    assert rest.store.unmounted == [("id-1", 0), ("id-2", 0)]
 
 
-async def test_a_taken_port_and_a_master_that_does_not_answer(house: House) -> None:
+async def test_a_taken_port_and_a_master_that_does_not_answer(rest: RunningService) -> None:
     other = MooncakeStoreService(None, CONFIG)
-    with pytest.raises(AddressInUse, match=str(house.service.port)):
-        await other.start_http_service(house.service.port, "127.0.0.1")
-    house.store.code = -1
+    with pytest.raises(AddressInUse, match=str(rest.service.port)):
+        await other.start_http_service(rest.service.port, "127.0.0.1")
+    rest.store.code = -1
     assert not await other.start_store_service(0.0)
 
 
@@ -354,9 +356,16 @@ def test_with_a_real_store(tmp_path: Path) -> None:
 
     with daemon("--capacity-dram", "0.032") as (address, _, _):
         (tmp_path / "mooncake.json").write_text(json.dumps({**CONFIG, "master_server_address": address}))
-        words = ["--config", str(tmp_path / "mooncake.json"), "-D", "global_segment_size=0", "--port", "0"]
-        words += ["-D", "local_buffer_size=16MB", "--host", "127.0.0.1"]
-        command = [sys.executable, "-m", "mooncake.mooncake_store_service", *words]
+        arguments = [
+            "--config",
+            str(tmp_path / "mooncake.json"),
+            "-D",
+            "global_segment_size=0",
+            "--port",
+            "0",
+        ]
+        arguments += ["-D", "local_buffer_size=16MB", "--host", "127.0.0.1"]
+        command = [sys.executable, "-m", "mooncake.mooncake_store_service", *arguments]
         process = subprocess.Popen(command, stderr=subprocess.PIPE, text=True)
         try:
             assert process.stderr is not None
@@ -367,8 +376,8 @@ def test_with_a_real_store(tmp_path: Path) -> None:
             assert urllib.request.urlopen(put, timeout=20).status == 200
             assert urllib.request.urlopen(f"{url}/api/get/k", timeout=20).read() == b"v"
             mount = urllib.request.Request(f"{url}/api/mount", b'{"size": "4MB"}', method="POST")
-            lent = json.load(urllib.request.urlopen(mount, timeout=20))
-            body = json.dumps({"segment_ids": lent["segment_ids"]}).encode()
+            mounted = json.load(urllib.request.urlopen(mount, timeout=20))
+            body = json.dumps({"segment_ids": mounted["segment_ids"]}).encode()
             unmount = urllib.request.Request(f"{url}/api/unmount", body, method="POST")
             assert urllib.request.urlopen(unmount, timeout=20).status == 200
             with pytest.raises(urllib.error.HTTPError, match="404"):

@@ -23,6 +23,7 @@ import aiohttp
 import msgspec
 import pytest
 
+from mooncake.compat.master import load_http
 from mooncake.compat.store import dummy_client
 from mooncake.compat.transfer import rpc_interface as compat_rpc
 from mooncake.conductor.server import ConductorServer, ConductorService, ConductorSettings
@@ -47,6 +48,7 @@ pytest.importorskip("cryptography", reason="makes the certificates: pip install 
 
 from mooncake.cli.certs import CertsSettings, make
 
+SHORT_LEASES = MasterSettings(port=0, metrics_port=0, heartbeat_s=0.1, lease_s=0.5)
 PATIENCE_S = 20.0
 ROOT = Path(__file__).parent.parent.parent
 LEVELS: dict[str, tuple[Role, str]] = {
@@ -342,7 +344,7 @@ async def test_force_and_cancel_are_for_administrators(cluster: Cluster) -> None
 
 async def test_nothing_of_a_store_is_seen_or_changed(cluster: Cluster, theirs: Cluster) -> None:
     """Descriptors and keys of a node's memory are told to members only, by the master and by the node."""
-    async with running(MasterSettings(port=0, metrics_port=0, heartbeat_s=0.1, lease_s=0.5)) as master:
+    async with running(SHORT_LEASES, load_http) as master:
         address = f"127.0.0.1:{master.port}"
         engine = await asyncio.to_thread(
             TransferEngine, TransferSettings(name="node", handshake_port=0, transports=("tcp",))
@@ -391,7 +393,7 @@ async def web_status(master: MasterServer, path: str) -> int:
 
 
 async def test_a_tenants_client_sees_its_own_tenant(cluster: Cluster) -> None:
-    async with running(MasterSettings(port=0, metrics_port=0, heartbeat_s=0.1, lease_s=0.5)) as master:
+    async with running(SHORT_LEASES, load_http) as master:
         address = f"127.0.0.1:{master.port}"
         node = Node(NodeSettings(address, pool_size_bytes=8 << 20, huge_pages=False))
         await node.start()
@@ -428,7 +430,7 @@ async def test_a_tenants_client_sees_its_own_tenant(cluster: Cluster) -> None:
 async def test_a_node_ends_only_what_it_mounted(cluster: Cluster) -> None:
     from mooncake.store import messages as m
 
-    async with running(MasterSettings(port=0, metrics_port=0, heartbeat_s=0.1, lease_s=0.5)) as master:
+    async with running(SHORT_LEASES, load_http) as master:
         address = f"127.0.0.1:{master.port}"
         node = Node(NodeSettings(address, name="one", pool_size_bytes=8 << 20, huge_pages=False))
         await node.start()
@@ -513,7 +515,7 @@ async def test_grpc_is_answered_to_members(cluster: Cluster) -> None:
 
     path = str(cluster.folder / "grpc")
     method = "/mooncake.MooncakeStoreService/GetPoolStatus"
-    async with running(MasterSettings(port=0, metrics_port=0), other=path) as master:
+    async with running(MasterSettings(port=0, metrics_port=0), load_http, path) as master:
         service = StatusService(master.ask)
         service.start(f"unix:{path}")
         try:

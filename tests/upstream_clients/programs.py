@@ -1,7 +1,7 @@
-"""What programs of the ecosystem do with the store, in their order and with their own tests of the results.
+"""Calls that programs of the ecosystem make to the store, in their order and with their own checks.
 
-Each function is one process: ``python programs.py NAME MASTER``. It says what it found as JSON lines and
-goes on when it is told to. Written after the calls that those programs make, not with their code.
+Each function is one process: ``python programs.py NAME MASTER``. It prints what it found as JSON lines and
+continues when it reads a line. Modelled on the calls that those programs make, without their code.
 """
 
 from __future__ import annotations
@@ -20,18 +20,18 @@ PAGE = 64 << 10
 MIB = 1 << 20
 
 SAFE_FOR_READS = {-200, -600, -702, -703, -704, -705, -707, -900, -901}
-"""vLLM takes any other negative number for memory that may still be written to."""
+"""After any other negative number vLLM assumes that a transfer may still write to the memory."""
 
 
 def pages(seed: int, count: int, size: int = PAGE) -> Any:
     return np.random.default_rng(seed).integers(0, 256, (count, size), dtype=np.uint8)
 
 
-def say(**news: Any) -> None:
-    print(json.dumps(news), flush=True)
+def send(**fields: Any) -> None:
+    print(json.dumps(fields), flush=True)
 
 
-def listen() -> Any:
+def receive() -> Any:
     return json.loads(sys.stdin.readline())
 
 
@@ -71,13 +71,13 @@ def vllm_prefill(master: str) -> None:
     put = store.batch_put_from_multi_buffers(keys, [a for a, _ in rows], [s for _, s in rows], config)
     assert len(put) == 4 and not [code for code in put if code < 0]
     again = store.batch_put_from_multi_buffers(keys, [a for a, _ in rows], [s for _, s in rows], config)
-    assert not [code for code in again if code < 0], "what is there counts as stored"
+    assert not [code for code in again if code < 0], "objects that exist count as stored"
     tiers = store.batch_get_replica_desc([*keys, "model@none"])
     assert set(tiers) == set(keys)
     assert all(replicas[0].is_memory_replica() for replicas in tiers.values())
     assert not any(replicas[0].is_local_disk_replica() for replicas in tiers.values())
-    say(put=keys)
-    listen()
+    send(put=keys)
+    receive()
     assert store.close() == 0
 
 
@@ -98,11 +98,11 @@ def vllm_decode(master: str) -> None:
     assert store.remove_all(force=True) >= 4
     assert store.batch_is_exist(keys) == [0] * 5
     store.close()
-    say(done=True)
+    send(done=True)
 
 
 def vllm_embeddings(master: str) -> None:
-    """An encoder's output behind a header of its own, registered for each put."""
+    """An encoder's output after a header of its own; the memory is registered for each put."""
     from mooncake.store import MooncakeDistributedStore, ObjectDataType, ReplicateConfig
 
     store = MooncakeDistributedStore()
@@ -125,7 +125,7 @@ def vllm_embeddings(master: str) -> None:
     assert type(size) is int and size == 24 + data.nbytes
     assert bytes(target[:24]) == bytes(header) and np.array_equal(target[24:size], data)
     store.close()
-    say(done=True)
+    send(done=True)
 
 
 def vllm_ascend(master: str) -> None:
@@ -151,39 +151,39 @@ def vllm_ascend(master: str) -> None:
     assert not [code for code in got if code < 0]
     assert np.array_equal(pool[0], pool[3]) and np.array_equal(pool[1], pool[2])
     store.close()
-    say(done=True)
+    send(done=True)
 
 
 # SGLang: pages of a host pool, and the direct linker's sessions ------
 
 
 def _sglang_store(master: str, **more: Any) -> Any:
-    """Takes back the words that a ``setup`` does not know, as it finds them in the error's text."""
+    """Call ``setup`` again without each argument that it does not know, which the error names."""
     from mooncake.store import MooncakeDistributedStore
 
     store = MooncakeDistributedStore()
-    words = {"enable_ssd_offload": False, "ssd_offload_path": "", "tenant_id": "default", **more}
+    arguments = {"enable_ssd_offload": False, "ssd_offload_path": "", "tenant_id": "default", **more}
     while True:
         try:
             code = store.setup(
-                "127.0.0.1", "P2PHANDSHAKE", 16 * MIB // 2, 16 * MIB, "tcp", "", master, None, **words
+                "127.0.0.1", "P2PHANDSHAKE", 16 * MIB // 2, 16 * MIB, "tcp", "", master, None, **arguments
             )
             break
         except TypeError as error:
-            unknown = [word for word in words if word in str(error)]
+            unknown = [name for name in arguments if name in str(error)]
             if not unknown:
                 raise
-            words.pop(unknown[0])
+            arguments.pop(unknown[0])
     if code:
         raise RuntimeError(f"setup: {code}")
     return store
 
 
 def sglang_hicache(master: str) -> None:
-    """Never closes: what it contributed must be unmounted all the same."""
+    """Never closes its store; the segment that it contributed must be unmounted anyway."""
     from mooncake.store import ReplicateConfig
 
-    store = _sglang_store(master, a_word_of_tomorrow=1)
+    store = _sglang_store(master, a_future_argument=1)
     warm = bytes(4096)
     for _ in range(10):
         if store.put("sglang_warmup", warm) == 0:
@@ -212,11 +212,11 @@ def sglang_hicache(master: str) -> None:
     both = [[addresses[2], addresses[3]]]
     assert [n > 0 for n in store.batch_get_into_multi_buffers(["hybrid"], both, [[PAGE, PAGE]])] == [True]
     store.remove_all()
-    say(done=True)
+    send(done=True)
 
 
 def sglang_direct_linker(master: str) -> None:
-    """A page's layers are fetched one range after the other, straight to the device pool's layers."""
+    """Fetches a page's layers one range after the other, directly to the device pool's layers."""
     store = _sglang_store(master)
     layers, page_bytes = 4, 10_000
     source = pages(8, 3, layers * page_bytes)
@@ -237,7 +237,7 @@ def sglang_direct_linker(master: str) -> None:
     assert store.batch_get_session_end(keys) == 0
     for page in range(3):
         assert np.array_equal(pool[:, page].reshape(-1), source[page])
-    say(done=True)
+    send(done=True)
 
 
 def sglang_embeddings(master: str) -> None:
@@ -252,7 +252,7 @@ def sglang_embeddings(master: str) -> None:
     assert store.register_buffer(target.ctypes.data, target.nbytes) == 0
     got = store.batch_get_into(keys, [int(row.ctypes.data) for row in target], [12_345] * 2)
     assert all(code > 0 for code in got) and np.array_equal(target, data)
-    say(done=True)
+    send(done=True)
 
 
 # LMCache: a dictionary for setup, chunks of a pinned allocator, bytes with their metadata ------
@@ -324,7 +324,7 @@ def lmcache(master: str) -> None:
     lookup.close()
     assert store.unregister_buffer(pinned.ctypes.data) == 0
     store.close()
-    say(done=True)
+    send(done=True)
 
 
 # vLLM-omni, lmdeploy ------
@@ -342,23 +342,23 @@ def _omni_store(master: str, segment_bytes: int) -> tuple[Any, Any]:
 
 def omni_sender(master: str) -> None:
     store, config = _omni_store(master, 8 * MIB)
-    say(waiting=True)
-    listen()
+    send(waiting=True)
+    receive()
     assert store.put("request/stage0", b"payload" * 10_000, config) == 0
-    listen()
+    receive()
     store.close()
 
 
 def omni_receiver(master: str) -> None:
     store, _ = _omni_store(master, 0)
-    say(looked=len(store.get("request/stage0")))
+    send(size_bytes=len(store.get("request/stage0")))
     for _ in range(100_000):
         data = store.get("request/stage0")
         if data:
             break
     assert data == b"payload" * 10_000
     store.close()
-    say(done=True)
+    send(done=True)
 
 
 def lmdeploy(master: str) -> None:
@@ -385,7 +385,7 @@ def lmdeploy(master: str) -> None:
     after = store.batch_is_exist(["lm", "none"])
     assert plain(after) and after == [1, 0]
     store.close()
-    say(done=True)
+    send(done=True)
 
 
 # TransferQueue: tensors that are replaced, from several threads ------
@@ -401,7 +401,7 @@ def transfer_queue(master: str) -> None:
 
     def batch(number: int) -> list[str]:
         keys = [f"{number}@{field}" for field in range(4)]
-        for seed in (number, number + 100):  # the second replaces the first
+        for seed in (number, number + 100):  # the second time replaces the first
             data = pages(seed, 4)
             addresses = [int(row.ctypes.data) for row in data]
             store.register_buffer(data.ctypes.data, data.nbytes)
@@ -434,7 +434,7 @@ def transfer_queue(master: str) -> None:
     assert all(code in (0, -704) for code in removed) and removed[-1] == -704
     assert store.batch_is_exist(keys) == [0] * len(keys)
     store.close()
-    say(done=True)
+    send(done=True)
 
 
 # checkpoint-engine: its part of the transfer engine ------
@@ -455,15 +455,15 @@ def checkpoint_owner(_: str) -> None:
     buckets = [pages(12, 1, MIB)[0], pages(13, 1, 2 * MIB)[0]]
     pointers, sizes = [int(b.ctypes.data) for b in buckets], [b.nbytes for b in buckets]
     assert engine.batch_register_memory(pointers, sizes) == 0
-    say(session=session, pointers=pointers, sizes=sizes)
-    listen()
+    send(session=session, pointers=pointers, sizes=sizes)
+    receive()
     assert engine.batch_unregister_memory(pointers) == 0
 
 
 def checkpoint_reader(_: str) -> None:
     engine, _session = _checkpoint_engine()
-    say(ready=True)
-    owner = listen()
+    send(ready=True)
+    owner = receive()
     target = np.zeros(3 * MIB, dtype=np.uint8)
     assert engine.batch_register_memory([int(target.ctypes.data)], [target.nbytes]) == 0
     at, buffers = int(target.ctypes.data), []
@@ -474,7 +474,7 @@ def checkpoint_reader(_: str) -> None:
     assert np.array_equal(target[:MIB], pages(12, 1, MIB)[0])
     assert np.array_equal(target[MIB:], pages(13, 1, 2 * MIB)[0])
     assert engine.batch_unregister_memory([int(target.ctypes.data)]) == 0
-    say(done=True)
+    send(done=True)
 
 
 def _programs() -> Iterator[Callable[[str], None]]:

@@ -1,8 +1,8 @@
-"""The connectors of real packages, as they are published, against our store: one function is one process.
+"""The connectors of real packages, as they are published, on our store: one function is one process.
 
-``python real_clients.py NAME MASTER FOLDER``; FOLDER holds the packages without their dependencies. What a
-package wants to import and this machine lacks (vllm, triton, ray, ...) is replaced by a mock, and so are
-the parts of SGLang that need a GPU; the module that talks to the store is the real one.
+``python real_clients.py NAME MASTER FOLDER``; FOLDER holds the packages without their dependencies. Modules
+that a package imports and this machine lacks (vllm, triton, ray, ...) are replaced by mocks, and so are the
+parts of SGLang that need a GPU; the module that calls the store is the real one.
 """
 
 from __future__ import annotations
@@ -73,9 +73,9 @@ BARE = (
     "sglang.srt.mem_cache.storage",
     "sglang.srt.mem_cache.storage.mooncake_store",
 )
-"""Packages whose ``__init__`` imports everything there is; only their modules are wanted."""
+"""Packages whose ``__init__`` imports all of the package; only some of their modules are needed."""
 NOT_MOCKED = ("nvtx", "opentelemetry", "torch_neuronx")
-"""Imported where they are, and done without where they are not."""
+"""Optional modules: imported if they are installed, otherwise not replaced."""
 
 
 class Missing(importlib.abc.MetaPathFinder, importlib.abc.Loader):
@@ -94,7 +94,7 @@ class Missing(importlib.abc.MetaPathFinder, importlib.abc.Loader):
         return importlib.machinery.ModuleSpec(name, self, is_package=True)
 
     def _is_theirs(self, top: str) -> bool:
-        """One of the packages asks for it, not a library that does without."""
+        """Whether one of the packages imports it, not a library for which it is optional."""
         if top in self._names:
             return True
         frame = sys._getframe(1)
@@ -174,7 +174,7 @@ def vllm_omni(master: str) -> None:
 
 
 class Blocks:
-    """What vLLM's worker asks of its token database and its layout: three layers of paged KV cache."""
+    """vLLM's token database and store layout, as its worker uses them: three layers of paged KV cache."""
 
     block_size = hash_block_size = 16
 
@@ -198,7 +198,7 @@ class Blocks:
 
 
 def vllm_store(master: str) -> None:
-    """The threads that save and load blocks, and the reset; doubles say which blocks those are."""
+    """The threads that save and load blocks, and the reset; doubles choose the blocks."""
     from mooncake.store import MooncakeDistributedStore, ReplicateConfig
 
     root = "vllm.distributed"
@@ -206,10 +206,10 @@ def vllm_store(master: str) -> None:
     shared: Any = importlib.import_module(f"{root}.mooncake_store")
     worker.NULL_BLOCK_ID = 0
     worker.envs.VLLM_MOONCAKE_STORE_TIER_LOG = True
-    words = _config(master)
+    fields = _config(master)
     config = shared.MooncakeStoreConfig("P2PHANDSHAKE", master, "tcp", "", global_segment_size=16 << 20)
     store = MooncakeDistributedStore()
-    shared.setup_mooncake_store(store, config, words["local_hostname"])
+    shared.setup_mooncake_store(store, config, fields["local_hostname"])
     blocks = Blocks(12)
     for layer in blocks.layers:
         assert store.register_buffer(layer.data_ptr(), layer.nbytes) == 0
@@ -221,8 +221,18 @@ def vllm_store(master: str) -> None:
     replicas = ReplicateConfig()
     is_supported = worker._replicate_config_supports_group_ids(ReplicateConfig, replicas)
     sender = worker.KVCacheStoreSendingThread(
-        *(store, masks, [blocks], 16, 0, [1], "kv_both", threading.Event(), False, replicas),
-        *(is_supported, is_supported),
+        store,
+        masks,
+        [blocks],
+        16,
+        0,
+        [1],
+        "kv_both",
+        threading.Event(),
+        False,
+        replicas,
+        is_supported,
+        is_supported,
     )
     sender._maybe_offload_boundary_states = lambda _: True
     hashes = [f"h{number}" for number in range(5)]
@@ -255,9 +265,9 @@ def vllm_embeddings(master: str) -> None:
     data = importlib.import_module(f"{root}.data")
     module.get_ip = lambda: "127.0.0.1"
     importlib.import_module("vllm.distributed.kv_transfer.kv_connector.v1.mooncake.rdma_utils")
-    words = {**_config(master), "global_segment_size": "16MB", "tenant_id": "team"}
+    fields = {**_config(master), "global_segment_size": "16MB", "tenant_id": "team"}
     with tempfile.NamedTemporaryFile("w", suffix=".json") as file:
-        json.dump(words, file)
+        json.dump(fields, file)
         file.flush()
         os.environ["MOONCAKE_CONFIG_PATH"] = file.name
         client = module.create_mooncake_embedding_store_client(read_buffer_bytes=1 << 20)
@@ -332,7 +342,7 @@ def sglang_hicache(master: str) -> None:
 
 
 class LayeredPool:
-    """A device pool of layers, and where a page's layers lie in its object."""
+    """A device pool of layers, and the offsets of a page's layers in its object."""
 
     def __init__(self, num_pages: int) -> None:
         self.layers = torch.zeros(4, num_pages, 3000)
@@ -347,7 +357,7 @@ class LayeredPool:
 
 
 def sglang_direct_linker(master: str) -> None:
-    """Its loading of a batch, layer by layer; two requests share a page."""
+    """Loads a batch layer by layer; two requests share a page."""
     from mooncake.store import MooncakeDistributedStore
 
     linker = "sglang.srt.mem_cache.unified_cache.unified_cache_linker"
@@ -412,7 +422,7 @@ class Chunk:
 
 
 def lmcache(master: str) -> None:
-    """Without and with the metadata beside the data, then the lookup client."""
+    """Without and with metadata before the data, then the lookup client."""
     name = "lmcache.v1.storage_backend.connector.mooncakestore_connector"
     module: Any = importlib.import_module(name)
     fmt = importlib.import_module("lmcache.v1.memory_management").MemoryFormat.KV_2LTD
@@ -478,7 +488,7 @@ def _lmcache_lookup(master: str) -> None:
 
 
 def lmcache_channel(_: str) -> None:
-    """Two of its peers, which read each other's chunks with the transfer engine."""
+    """Two peers of LMCache, of which one reads the other's chunks with the transfer engine."""
     name = "lmcache.v1.distributed.transfer_channel.impl.mooncake_te_impl"
     module: Any = importlib.import_module(name)
     describe = importlib.import_module("lmcache.v1.distributed.internal_api").L1MemoryDesc
@@ -500,7 +510,7 @@ def lmcache_channel(_: str) -> None:
 
 
 def sglang_transfer_engine(_: str) -> None:
-    """What prefill and decode of SGLang move KV with: one writes into the other's registered memory."""
+    """Transfer of KV between SGLang's prefill and decode: one writes to the other's registered memory."""
     os.environ["MOONCAKE_PROTOCOL"], os.environ["MC_FORCE_TCP"] = "tcp", "1"
     path = Path(sys.argv[3], "sglang/srt/distributed/device_communicators/mooncake_transfer_engine.py")
     spec = importlib.util.spec_from_file_location("sglang.mooncake_transfer_engine", path)
@@ -551,8 +561,17 @@ def checkpoint_engine(_: str) -> None:
 
 
 CLIENTS = (
-    *(transfer_queue, vllm_store, vllm_embeddings, vllm_omni, sglang_embeddings, sglang_hicache),
-    *(sglang_direct_linker, sglang_transfer_engine, lmcache, lmcache_channel, checkpoint_engine),
+    transfer_queue,
+    vllm_store,
+    vllm_embeddings,
+    vllm_omni,
+    sglang_embeddings,
+    sglang_hicache,
+    sglang_direct_linker,
+    sglang_transfer_engine,
+    lmcache,
+    lmcache_channel,
+    checkpoint_engine,
 )
 
 if __name__ == "__main__":

@@ -1,8 +1,7 @@
 """Our plugins in the published engines that load them: one function is one process.
 
-``python -m tests.upstream_clients.real_plugins NAME FOLDER``; FOLDER holds the packages
-without their dependencies.
-What is real and what is a mock is said by each function; the rest is as in ``real_clients``.
+``python -m tests.upstream_clients.real_plugins NAME FOLDER``; FOLDER holds the packages without their
+dependencies. Each function states what is real and what is a mock; the rest is as in ``real_clients``.
 """
 
 from __future__ import annotations
@@ -31,16 +30,20 @@ LAYERS, TOKENS, HEADS, DIM, NUM_PAGES = 3, 4, 2, 16, 8
 PATIENCE_S = 60.0
 
 GPU_ONLY = (
-    *("sglang.kernels", "sglang.srt.layers", "sglang.srt.platforms", "sglang.srt.mem_cache.memory_pool"),
-    *("sglang.srt.mem_cache.l2_transfer", "sglang.srt.mem_cache.deepseek_v4_memory_pool"),
+    "sglang.kernels",
+    "sglang.srt.layers",
+    "sglang.srt.platforms",
+    "sglang.srt.mem_cache.memory_pool",
+    "sglang.srt.mem_cache.l2_transfer",
+    "sglang.srt.mem_cache.deepseek_v4_memory_pool",
 )
-"""Of SGLang: what computes, and what moves between a device and the host."""
+"""Parts of SGLang that compute, or copy between a device and the host; mocked."""
 
 
 class Sglang:
     """SGLang's own storage factory, cache controller (with its threads) and host pools.
 
-    Mocks: the above, its utilities and arguments, and the hash of pages, which it compiles when it starts.
+    Mocks: ``GPU_ONLY``, its utilities and arguments, and the hash of pages, which it compiles when it starts.
     """
 
     def __init__(self, folder: str) -> None:
@@ -50,7 +53,7 @@ class Sglang:
         for name in ("is_cuda", "is_hip", "is_npu", "is_xpu", "is_mps"):
             setattr(utils, name, lambda: False)
         ranks = ("tp", "pp", "attn_dcp", "attn_tp", "attn_dp")
-        one = {f"{rank}_{word}": int(word == "size") for rank in ranks for word in ("rank", "size")}
+        one = {f"{rank}_{field}": int(field == "size") for rank in ranks for field in ("rank", "size")}
         context: Any = importlib.import_module("sglang.srt.runtime_context")
         context.get_parallel = lambda: types.SimpleNamespace(**one)
         context.get_server_args = lambda: types.SimpleNamespace(model_path="model", dtype="float32")
@@ -74,7 +77,7 @@ class Sglang:
         package.StorageBackendFactory = factory.StorageBackendFactory
 
     def pool(self, is_mla: bool, layout: str, seed: int) -> Any:
-        """A host pool over a small device pool, with noise in it."""
+        """A host pool over a small device pool, filled with random numbers."""
         rows = (1, DIM) if is_mla else (HEADS, DIM)
         layers = tuple(torch.zeros(TOKENS, *rows) for _ in range(LAYERS))
         tables = torch.tensor([layer.data_ptr() for layer in layers], dtype=torch.uint64)
@@ -100,23 +103,26 @@ class Sglang:
         return pool
 
     def controller(self, pool: Any, address: str, **extra: Any) -> Any:
-        """SGLang's, with our backend attached, and its threads running."""
+        """SGLang's controller, with our backend attached and its threads running."""
         device = self.latent() if isinstance(pool, self.mla.MLATokenToKVPoolHost) else mock.MagicMock()
         device.layer_num = LAYERS
-        words: dict[str, Any] = {"backend_name": "mooncake", "module_path": "mooncake.connectors.sglang"}
-        words |= {"class_name": "MooncakeHiCache", "mooncake_store_addr": address, "lookup_timeout_s": 10}
+        fields: dict[str, Any] = {"backend_name": "mooncake", "module_path": "mooncake.connectors.sglang"}
+        fields |= {"class_name": "MooncakeHiCache", "mooncake_store_addr": address, "lookup_timeout_s": 10}
         return self._make_controller(
             mock.MagicMock(get_kvcache=lambda: device),
-            *(pool, TOKENS, None, mock.MagicMock()),
+            pool,
+            TOKENS,
+            None,
+            mock.MagicMock(),
             storage_backend="dynamic",
             prefetch_threshold=TOKENS,
             model_name="model",
-            storage_backend_extra_config={**words, "weights_digest": "weights", **extra},
+            storage_backend_extra_config={**fields, "weights_digest": "weights", **extra},
         )
 
 
 def _hashes(tokens: Sequence[int], prior: str | None = None, page_size: int | None = None) -> list[str]:
-    """In SGLang's manner; its own hash is compiled."""
+    """Chained hashes of pages, as SGLang's own, which is compiled."""
     found, chain = [], bytes.fromhex(prior or "")
     assert page_size is not None
     for at in range(0, len(tokens), page_size):
@@ -126,14 +132,14 @@ def _hashes(tokens: Sequence[int], prior: str | None = None, page_size: int | No
 
 
 def _back_up(controller: Any, tokens: list[int], pages: list[int]) -> int:
-    """How many tokens SGLang's backup thread stored."""
+    """Back up pages; returns the number of tokens that SGLang's backup thread stored."""
     names = _hashes(tokens, page_size=TOKENS)
     controller.write_storage(tokens_of(pages, TOKENS), tokens, hash_value=names)
     return int(controller.ack_backup_queue.get(timeout=PATIENCE_S).completed_tokens)
 
 
 def _prefetch(controller: Any, tokens: list[int], pages: list[int]) -> tuple[int, int]:
-    """(tokens found, tokens loaded into ``pages``) by SGLang's prefetching threads."""
+    """Prefetch with SGLang's threads; returns (tokens found, tokens loaded into ``pages``)."""
     controller.prefetch("request", tokens, None)
     operation = controller.prefetch_hit_queue.get(timeout=PATIENCE_S)
     num_found = int(operation.storage_hit_count)
@@ -170,7 +176,7 @@ SGLANG_CASES: list[tuple[bool, str, dict[str, Any]]] = [
 def _sglang_pages(
     engine: Sglang, daemon: StoreConnector, number: int, is_mla: bool, layout: str, extra: dict[str, Any]
 ) -> None:
-    """What one server backs up another prefetches; a third, of other weights, finds nothing."""
+    """One server prefetches what another has backed up; a third, of other weights, finds nothing."""
     ours, theirs = (engine.pool(is_mla, layout, seed) for seed in (number, number + 100))
     extra = {"weights_digest": f"weights {number}", **extra}
     writer, reader = (engine.controller(pool, daemon.address, **extra) for pool in (ours, theirs))
@@ -213,7 +219,7 @@ def _sglang_pools(engine: Sglang, daemon: StoreConnector) -> None:
 
 
 def _sglang_killed(engine: Sglang, daemon: StoreConnector) -> None:
-    """SGLang's threads go on: what it asks for is not there."""
+    """SGLang's threads continue after the daemon was killed: lookups miss."""
     pool = engine.pool(False, "page_first", 1)
     controller = engine.controller(pool, daemon.address, interface_v1=1, weights_digest="killed")
     tokens = list(range(2 * TOKENS))
@@ -249,14 +255,14 @@ class Memory:
 class Lmcache:
     """LMCache's own engine, token database, storage manager, plugin launcher and chunk memory, for a CPU.
 
-    A double: the engine's KV memory, above. Mocks: libraries that aren't here, of backends that aren't used.
+    A double: the engine's KV memory, above. Mocks: libraries that are not installed, of unused backends.
     """
 
     def __init__(self, folder: str) -> None:
         os.environ["LMCACHE_TRACK_USAGE"] = "false"
         real_clients.prepare(folder, [])
-        # Without vLLM LMCache hashes by itself. What it would import of vLLM compiles, and needs libraries
-        # that are not here, so the package in the folder must not look as if it were installed.
+        # Without vLLM, LMCache computes hashes itself. The modules of vLLM that it would import compile code
+        # and need libraries that are missing here, so vLLM in the folder must not appear to be installed.
         for name in [name for name in (*sys.modules, "vllm") if name.partition(".")[0] == "vllm"]:
             sys.modules[name] = None  # type: ignore[assignment]
         root = "lmcache.v1"
@@ -267,16 +273,16 @@ class Lmcache:
 
     def engine(self, address: str, memory: Memory, extra: dict[str, Any], **changes: Any) -> Any:
         plugin = "storage_plugin.mooncake"
-        words = {f"{plugin}.module_path": "mooncake.connectors.lmcache"}
-        words |= {f"{plugin}.class_name": "MooncakeBackend", "mooncake_store_addr": address}
-        words |= {"engine_facts": "the double above", **extra}  # no engine could be asked
+        fields = {f"{plugin}.module_path": "mooncake.connectors.lmcache"}
+        fields |= {f"{plugin}.class_name": "MooncakeBackend", "mooncake_store_addr": address}
+        fields |= {"engine_facts": "the double above", **extra}  # there is no engine to query
         config = self._config.from_defaults(
             chunk_size=CHUNK,
             local_cpu=False,
             save_unfull_chunk=True,
             max_local_cpu_size=0.05,
             storage_plugins=["mooncake"],
-            extra_config=words,
+            extra_config=fields,
             **changes,
         )
         parts = memory.kv.shape[0]
@@ -314,14 +320,14 @@ def lmcache(folder: str) -> None:
 
 
 def _stored(engine: Any, tokens: list[int]) -> None:
-    """LMCache stores, and does not wait."""
+    """Store with LMCache, which does not wait for completion; this does."""
     engine.store(tokens)
     backend = engine.storage_manager.storage_backends["mooncake"]
-    wait_for(lambda: not backend._putting, "nothing to be under way", PATIENCE_S)
+    wait_for(lambda: not backend._putting, "all puts to end", PATIENCE_S)
 
 
 def _lmcache_chunks(engines: Lmcache, daemon: StoreConnector, number: int, parts: int) -> None:
-    """What one engine stores another retrieves, the last and shorter chunk too; a third finds nothing."""
+    """One engine retrieves what another stored, also the last, shorter chunk; a third finds nothing."""
     extra = {"weights_digest": f"weights {number}"}
     tokens = list(range(3 * CHUNK + 5))
     ours, theirs = (Memory(seed, len(tokens), parts) for seed in (number, number + 100))
@@ -332,9 +338,9 @@ def _lmcache_chunks(engines: Lmcache, daemon: StoreConnector, number: int, parts
     assert reader.lookup(tokens) == len(tokens)
     assert int(reader.retrieve(tokens).sum()) == len(tokens)
     assert torch.equal(ours.kv, theirs.kv)
-    stranger = engines.engine(daemon.address, Memory(1, len(tokens), parts), {"weights_digest": "others"})
-    assert stranger.lookup(tokens) == 0
-    for engine in (writer, reader, stranger):
+    unrelated = engines.engine(daemon.address, Memory(1, len(tokens), parts), {"weights_digest": "others"})
+    assert unrelated.lookup(tokens) == 0
+    for engine in (writer, reader, unrelated):
         engine.close()
 
 
@@ -363,4 +369,4 @@ if __name__ == "__main__":
         traceback.print_exc()
     finally:
         sys.stderr.flush()
-        os._exit(0)  # the engines' threads would wait for ever
+        os._exit(0)  # the engines' threads would keep the process alive

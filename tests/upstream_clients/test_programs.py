@@ -1,4 +1,4 @@
-"""Programs written for the existing package find what they expect, each in a process of its own."""
+"""Programs written for the existing package work unchanged, each in a process of its own."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ import pytest
 
 from mooncake.store import messages as m
 from mooncake.store.client.store import Store
-from tests.compat.store.servers import CALM, RunningMaster
+from tests.compat.store.servers import LONG_LEASES, RunningMaster
 
 PROGRAMS = Path(__file__).with_name("programs.py")
 
@@ -31,15 +31,15 @@ class Program:
             text=True,
         )
 
-    def hear(self) -> Any:
+    def receive(self) -> Any:
         assert self.process.stdout is not None
         line = self.process.stdout.readline()
         assert line, self.process.communicate(timeout=60)[1]
         return json.loads(line)
 
-    def tell(self, news: Any = True) -> None:
+    def send(self, message: Any = True) -> None:
         assert self.process.stdin is not None
-        self.process.stdin.write(json.dumps(news) + "\n")
+        self.process.stdin.write(json.dumps(message) + "\n")
         self.process.stdin.flush()
 
     def end(self) -> None:
@@ -59,7 +59,7 @@ def program(name: str, master: RunningMaster) -> Iterator[Program]:
 
 @pytest.fixture(scope="module")
 def master() -> Iterator[RunningMaster]:
-    running = RunningMaster(CALM)
+    running = RunningMaster(LONG_LEASES)
     yield running
     running.close()
 
@@ -77,41 +77,43 @@ def master() -> Iterator[RunningMaster]:
         "transfer_queue",
     ],
 )
-def test_alone(master: RunningMaster, name: str) -> None:
+def test_one_program(master: RunningMaster, name: str) -> None:
     with program(name, master) as running:
-        assert running.hear() == {"done": True}
+        assert running.receive() == {"done": True}
         running.end()
     with Store(master.address) as store:
         status: m.MasterStatus = store.ask(m.GetMasterStatus())
-    assert not [segment for segment in status.segments if segment.state == "alive"], "all is unmounted"
+    assert not [segment for segment in status.segments if segment.state == "alive"], (
+        "every segment is unmounted"
+    )
 
 
 def test_vllm_prefills_and_decodes(master: RunningMaster) -> None:
     with program("vllm_prefill", master) as prefill:
-        prefill.hear()
+        prefill.receive()
         with program("vllm_decode", master) as decode:
-            assert decode.hear() == {"done": True}
+            assert decode.receive() == {"done": True}
             decode.end()
-        prefill.tell()
+        prefill.send()
         prefill.end()
 
 
 def test_vllm_omni_waits_for_a_stage(master: RunningMaster) -> None:
     with program("omni_sender", master) as sender, program("omni_receiver", master) as receiver:
-        sender.hear()
-        assert receiver.hear() == {"looked": 0}
-        sender.tell()
-        assert receiver.hear() == {"done": True}
+        sender.receive()
+        assert receiver.receive() == {"size_bytes": 0}
+        sender.send()
+        assert receiver.receive() == {"done": True}
         receiver.end()
-        sender.tell()
+        sender.send()
         sender.end()
 
 
 def test_checkpoint_engine_reads_from_an_owner(master: RunningMaster) -> None:
     with program("checkpoint_owner", master) as owner, program("checkpoint_reader", master) as reader:
-        reader.hear()
-        reader.tell(owner.hear())
-        assert reader.hear() == {"done": True}
+        reader.receive()
+        reader.send(owner.receive())
+        assert reader.receive() == {"done": True}
         reader.end()
-        owner.tell()
+        owner.send()
         owner.end()

@@ -1,7 +1,7 @@
-"""The published connectors themselves, with our store under them.
+"""The published connectors themselves, on our store.
 
-Their packages are not ours to keep: ``scripts/test-clients`` fetches them, without their dependencies, and
-runs these tests. ``MOONCAKE_TEST_CLIENTS`` names the folder; where it is not set these tests skip.
+Their packages cannot be distributed with this one: ``scripts/test-clients`` fetches them, without their
+dependencies, and runs these tests. ``MOONCAKE_TEST_CLIENTS`` names the folder; unset, it skips them.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.compat.store.servers import CALM, RunningMaster
+from tests.compat.store.servers import LONG_LEASES, RunningMaster
 
 CLIENTS = Path(__file__).with_name("real_clients.py")
 FOLDER = os.environ.get("MOONCAKE_TEST_CLIENTS", "")
@@ -27,7 +27,7 @@ pytestmark = [
 
 @pytest.fixture(scope="module")
 def master() -> Iterator[RunningMaster]:
-    running = RunningMaster(CALM)
+    running = RunningMaster(LONG_LEASES)
     yield running
     running.close()
 
@@ -48,7 +48,7 @@ def master() -> Iterator[RunningMaster]:
         ("checkpoint_engine", "checkpoint_engine"),
     ],
 )
-def test_it_works_with_our_store(master: RunningMaster, name: str, package: str) -> None:
+def test_a_connector_works_with_our_store(master: RunningMaster, name: str, package: str) -> None:
     if not Path(FOLDER, package).is_dir():
         pytest.skip(f"{FOLDER} has no {package}")
     done = subprocess.run(

@@ -1,4 +1,4 @@
-"""Our plugins loaded by the published engines themselves; see ``test_real_clients.py`` for the folder."""
+"""Our plugins, loaded by the published engines themselves; see ``test_real_clients.py`` for the folder."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ pytestmark = [
 
 
 @pytest.mark.parametrize(("name", "packages"), [("sglang", []), ("lmcache", ["sortedcontainers"])])
-def test_it_is_loaded_and_works(name: str, packages: list[str]) -> None:
+def test_a_plugin_is_loaded_and_works(name: str, packages: list[str]) -> None:
     for package in (name, *packages):
         if not Path(FOLDER, package).is_dir():
             pytest.skip(f"{FOLDER} has no {package}")

@@ -1,4 +1,4 @@
-"""The application: health, leadership, metrics; ``looking`` and ``changing`` add the rest."""
+"""The application: health, leadership, metrics; ``query_routes`` and ``operator_routes`` add the rest."""
 
 from __future__ import annotations
 
@@ -18,11 +18,11 @@ from mooncake.store import messages as m
 from mooncake.store.master.context import MasterContext
 
 OPEN_PATHS = ("/health", "/ready", "/version")
-"""What is answered to everybody, also where the cluster has a credential."""
+"""Paths that need no authentication, also where the cluster has a credential."""
 
 
 def make_app(context: MasterContext) -> FastAPI:
-    """The HTTP side of ``desk`` as an ASGI application."""
+    """Make the HTTP side of the master of ``context`` as an ASGI application."""
     app = FastAPI(title="Mooncake master", version=mooncake.__version__, docs_url=None, redoc_url=None)
     key = AdminKey(context.settings.admin_api_key)
 
@@ -61,7 +61,7 @@ def make_app(context: MasterContext) -> FastAPI:
 
     @app.get("/ready")
     async def ready() -> Response:
-        """Whether clients are served here."""
+        """Report whether this master serves clients."""
         is_leader = context.leadership.is_leader
         return PlainTextResponse("OK" if is_leader else context.leadership.state, 200 if is_leader else 503)
 
@@ -85,7 +85,7 @@ def make_app(context: MasterContext) -> FastAPI:
 
     @app.get("/status")
     async def status(http: Request) -> Response:
-        """Segments, counts, and who reported wrong bytes. With the admin key: it names machines."""
+        """Report segments, counts and reporters of corruption; needs the admin key, as it names hosts."""
         check_key(http, key)
         return json(msgspec.structs.asdict(master_metrics.local_status(context)))
 

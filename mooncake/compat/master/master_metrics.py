@@ -1,9 +1,8 @@
 """The metrics page's part with the existing master's names, so that its dashboards go on working.
 
-Written out here and not by prometheus-client, because some of these counters don't end in ``_total``.
-Everything is looked up when the page is asked for; what counts is the core (``request_counters.py`` and the
-counts of its parts). Names that stay 0, because what they count does not happen here, are in
-``docs/metrics.md``.
+Written out here and not by prometheus-client, because some of these counters do not end in ``_total``.
+Every value is read when the page is requested; the core counts (``request_counters.py`` and the counts of
+its parts). Names that stay 0, because the events they count do not occur here, are in ``docs/metrics.md``.
 """
 
 from __future__ import annotations
@@ -20,14 +19,40 @@ from mooncake.store.master.request_counters import SIZE_BOUNDS, RequestCounters
 from mooncake.types import Tier
 
 REQUESTS = (
-    *("exist_key", "put_start", "put_end", "put_revoke", "get_replica_list", "get_replica_list_by_regex"),
-    *("remove", "remove_by_regex", "remove_all", "mount_segment", "unmount_segment", "remount_segment"),
-    *("ping", "copy_start", "copy_end", "copy_revoke", "move_start", "move_end", "move_revoke"),
-    *("evict_disk_replica", "create_copy_task", "create_move_task", "update_task", "query_task"),
+    "exist_key",
+    "put_start",
+    "put_end",
+    "put_revoke",
+    "get_replica_list",
+    "get_replica_list_by_regex",
+    "remove",
+    "remove_by_regex",
+    "remove_all",
+    "mount_segment",
+    "unmount_segment",
+    "remount_segment",
+    "ping",
+    "copy_start",
+    "copy_end",
+    "copy_revoke",
+    "move_start",
+    "move_end",
+    "move_revoke",
+    "evict_disk_replica",
+    "create_copy_task",
+    "create_move_task",
+    "update_task",
+    "query_task",
     "fetch_tasks",
 )
 BATCHES = (
-    *("exist_key", "query_ip", "replica_clear", "get_replica_list", "put_start", "put_end", "put_revoke"),
+    "exist_key",
+    "query_ip",
+    "replica_clear",
+    "get_replica_list",
+    "put_start",
+    "put_end",
+    "put_revoke",
 )
 OUTCOMES = ("requests", "failures", "partial_successes", "items", "failed_items")
 
@@ -43,45 +68,51 @@ _OF_COUNTS = {
     "master_promotion_rejected_frequency_total": "promotions_too_rare",
     "master_promotion_rejected_watermark_total": "promotions_no_room",
 }
-"""Counters by the name that the core's counts have."""
+"""Counters, each with the name of the core's count."""
 OF_REPLICATION = (
-    *("ha_oplog_last_sequence_id", "ha_oplog_applied_sequence_id", "ha_oplog_standby_lag"),
-    *("ha_oplog_pending_entries", "ha_standby_state"),
+    "ha_oplog_last_sequence_id",
+    "ha_oplog_applied_sequence_id",
+    "ha_oplog_standby_lag",
+    "ha_oplog_pending_entries",
+    "ha_standby_state",
 )
 ALWAYS_0 = (
-    *("master_nof_allocated_bytes", "master_total_nof_capacity_bytes"),
+    "master_nof_allocated_bytes",
+    "master_total_nof_capacity_bytes",
     *(f"master_promotion_candidate_{what}_total" for what in ("recorded", "admitted", "admission_rejected")),
     *(f"master_promotion_candidate_expired_{what}_total" for what in ("evaluated", "unevaluated")),
     "master_promotion_candidate_dropped_limit_total",
-    *("master_promotion_expired_total", "master_promotion_cancelled_total"),
-    *("master_promotion_rejected_cap_total", "master_put_start_discarded_staging_size"),
+    "master_promotion_expired_total",
+    "master_promotion_cancelled_total",
+    "master_promotion_rejected_cap_total",
+    "master_put_start_discarded_staging_size",
     "ha_pending_mutation_queue_size",
 )
-"""What these count does not happen here; the docs say why."""
+"""Metrics of events that do not occur here; the docs give the reasons."""
 
 
 def page(context: MasterContext, status: m.MasterStatus, quotas: Iterable[m.QuotaStatus]) -> str:
-    """Prometheus text 0.0.4."""
-    tally = context.master.request_counters
-    counts = {**dataclasses.asdict(context.master.counts), **tally.counts}
+    """Render the metrics as Prometheus text 0.0.4."""
+    counters = context.master.request_counters
+    counts = {**dataclasses.asdict(context.master.counts), **counters.counts}
     lines: list[str] = []
     for name, value in _gauges(context, status).items():
         _write(lines, name, "gauge", [("", value)])
-    _write_sizes(lines, tally)
+    _write_sizes(lines, counters)
     for name, value in _counters(counts).items():
         _write(lines, name, "counter", [("", value)])
     _write_quotas(lines, list(quotas))
-    if tally.rejected:
+    if counters.rejected:
         samples = [
             (f'{_label(tenant)[:-1]},reason="{reason}"}}', float(number))
-            for (tenant, reason), number in tally.rejected.items()
+            for (tenant, reason), number in counters.rejected.items()
         ]
         _write(lines, "mooncake_tenant_quota_reject_total", "counter", samples)
     return "\n".join(lines) + "\n"
 
 
 def local_status(context: MasterContext) -> m.MasterStatus:
-    """As this process knows it; a standby's is that of the leader a moment ago."""
+    """Status as this process knows it; a standby's is slightly older than the leader's."""
     now = clock.monotonic()
     return context.master.introspection.status(
         m.GetMasterStatus(), Received(None, None, m.GetMasterStatus()), now
@@ -94,14 +125,14 @@ def _gauges(context: MasterContext, status: m.MasterStatus) -> dict[str, float]:
         if one.state == "alive":
             by_tier[one.tier].append(one)
     near, ssd = [*by_tier[Tier.MEMORY], *by_tier[Tier.DEVICE]], by_tier[Tier.SSD]
-    tally = context.master.request_counters
+    counters = context.master.request_counters
     gauges: dict[str, float] = {
         "master_allocated_bytes": sum(one.allocated_bytes for one in near),
         "master_total_capacity_bytes": sum(one.size_bytes for one in near),
         "master_allocated_file_size_bytes": sum(one.allocated_bytes for one in ssd),
         "master_total_file_capacity_bytes": sum(one.size_bytes for one in ssd),
         "master_key_count": status.num_objects,
-        "master_soft_pin_key_count": tally.num_soft_pinned(clock.monotonic()),
+        "master_soft_pin_key_count": counters.num_soft_pinned(clock.monotonic()),
         "master_active_clients": context.num_clients,
         "mem_cache_nums_": sum(one.num_objects for one in near),
         "file_cache_nums_": sum(one.num_objects for one in ssd),
@@ -140,20 +171,20 @@ def _counters(counts: Mapping[str, Any]) -> dict[str, int]:
 
 
 def summary(context: MasterContext, status: m.MasterStatus) -> str:
-    """All that matters at a glance, in one line."""
+    """The most important values in one line."""
     gauges, counts = _gauges(context, status), context.master.request_counters.counts
     used, capacity = gauges["master_allocated_bytes"], gauges["master_total_capacity_bytes"]
     ssd, ssd_capacity = gauges["master_allocated_file_size_bytes"], gauges["master_total_file_capacity_bytes"]
 
     def done(name: str) -> str:
-        num_asked = counts[f"{name}_requests"] + counts[f"batch_{name}_items"]
-        return f"{num_asked - counts[f'{name}_failures'] - counts[f'batch_{name}_failed_items']}/{num_asked}"
+        total = counts[f"{name}_requests"] + counts[f"batch_{name}_items"]
+        return f"{total - counts[f'{name}_failures'] - counts[f'batch_{name}_failed_items']}/{total}"
 
     requests = {"Put": "put_end", "Get": "get_replica_list", "Exist": "exist_key", "Del": "remove"}
     return (
         f"Mem Storage: {_share(used, capacity)} | SSD Storage: {_share(ssd, ssd_capacity)}"
         f" | Keys: {status.num_objects} | Clients: {context.num_clients}"
-        f" | Requests (Success/Total): {', '.join(f'{word}={done(name)}' for word, name in requests.items())}"
+        f" | Requests (Success/Total): {', '.join(f'{kind}={done(name)}' for kind, name in requests.items())}"
         f" | Eviction: keys={context.master.counts.evicted_objects}"
         f", bytes={context.master.counts.evicted_bytes}"
     )
@@ -169,13 +200,13 @@ def _write(lines: list[str], name: str, kind: str, samples: Iterable[tuple[str, 
     lines += [f"{name}{labels} {value}" for labels, value in samples]
 
 
-def _write_sizes(lines: list[str], tally: RequestCounters) -> None:
+def _write_sizes(lines: list[str], counters: RequestCounters) -> None:
     name, so_far = "master_value_size_bytes", 0
     lines.append(f"# TYPE {name} histogram")
-    for bound, number in zip((*SIZE_BOUNDS, "+Inf"), tally.num_by_size, strict=True):
+    for bound, number in zip((*SIZE_BOUNDS, "+Inf"), counters.num_by_size, strict=True):
         so_far += number
         lines.append(f'{name}_bucket{{le="{bound}"}} {so_far}')
-    lines += [f"{name}_sum {tally.put_bytes}", f"{name}_count {so_far}"]
+    lines += [f"{name}_sum {counters.put_bytes}", f"{name}_count {so_far}"]
 
 
 def _write_quotas(lines: list[str], quotas: list[m.QuotaStatus]) -> None:

@@ -1,4 +1,4 @@
-"""What operators may change by HTTP: drain segments, set quotas, remove everything."""
+"""Changes that operators make by HTTP: drain segments, set quotas, remove all objects."""
 
 from __future__ import annotations
 
@@ -73,7 +73,7 @@ def router(context: MasterContext) -> APIRouter:
         return await _set(context, tenant_id, body.requested_quota_bytes)
 
     @routes.delete("/tenant_quotas")
-    async def forget_quota(http: Request, tenant_id: TenantName) -> Response:
+    async def remove_quota(http: Request, tenant_id: TenantName) -> Response:
         check_key(http, key)
         return await _set(context, tenant_id, None)
 

@@ -1,4 +1,4 @@
-"""What there is: keys, where they lie, segments. Grants no lease and counts nothing as a use."""
+"""Queries by HTTP: keys, their locations, segments. They grant no lease and do not count as uses."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ _VALUES = {Tier.MEMORY: "values", Tier.DEVICE: "values", Tier.SSD: "local_disk_v
 
 
 class StoreQueries:
-    """Answers in the existing package's shapes."""
+    """Queries of one master, with results in the existing package's shapes."""
 
     def __init__(self, context: MasterContext) -> None:
         self._master_context = context
@@ -48,7 +48,7 @@ class StoreQueries:
         return found
 
     def reach(self, name: str) -> tuple[str, str]:
-        """The protocol and the address by which the bytes of a segment are reached."""
+        """Protocol and address of a segment's bytes."""
         segment = self._master_context.master.segments.mounted.get(name)
         if segment is None:
             return "", name
@@ -56,7 +56,7 @@ class StoreQueries:
         if found is None:
             try:
                 endpoints = decode_descriptor(segment.descriptor).endpoints
-            except ProtocolError:  # a test's, or another release's: opaque to the master
+            except ProtocolError:  # of a test or of another release: descriptors are opaque to the master
                 endpoints = {}
             protocol = next((scheme for scheme in ("rdma", "tcp") if scheme in endpoints), "tcp")
             found = protocol, endpoints.get("tcp", name).partition(",")[0]
@@ -162,17 +162,17 @@ def router(context: MasterContext) -> APIRouter:
 
 
 async def _lines(readable: Iterable[str], tenant: str) -> AsyncIterator[str]:
-    """The keys that can be read now, in pieces; between two of them the master serves others.
+    """Keys that can be read now, in chunks; between two chunks the master serves other requests.
 
-    Copying the references of a million takes 10 ms, all the rest is done piece by piece.
+    Copying the references of a million keys takes 10 ms; all the rest is done chunk by chunk.
     """
     keys = list(readable)
     scope = "" if tenant in ("", "default") else f"{tenant}\0"
     for start in range(0, len(keys), KEYS_PER_CHUNK):
-        piece = keys[start : start + KEYS_PER_CHUNK]
+        chunk = keys[start : start + KEYS_PER_CHUNK]
         if scope:
-            piece = [key[len(scope) :] for key in piece if key.startswith(scope)]
+            chunk = [key[len(scope) :] for key in chunk if key.startswith(scope)]
         else:
-            piece = [key for key in piece if "\0" not in key]
-        yield "".join(f"{key}\n" for key in piece)
+            chunk = [key for key in chunk if "\0" not in key]
+        yield "".join(f"{key}\n" for key in chunk)
         await asyncio.sleep(0)

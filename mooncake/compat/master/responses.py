@@ -1,4 +1,4 @@
-"""How the existing package's HTTP side says things: its statuses, numbers and words for our codes."""
+"""Responses of the existing package's HTTP side: its statuses, error numbers and names for our codes."""
 
 from __future__ import annotations
 
@@ -35,15 +35,15 @@ _CODES = {
 
 
 class HttpRefusal(Exception):
-    """An answer that is an error."""
+    """A request that is answered with an error."""
 
     def __init__(self, code: str, reason: str = "") -> None:
-        self.status, self.number, self.word = _CODES.get(code, _unlisted(code))
+        self.status, self.number, self.name = _CODES.get(code, _unlisted(code))
         self.reason = reason
         super().__init__(f"{code}: {reason}")
 
     def response(self) -> Response:
-        body = {"success": False, "error_code": self.number, "error_message": self.word}
+        body = {"success": False, "error_code": self.number, "error_message": self.name}
         if self.reason:
             body["error"] = self.reason
         return json(body, self.status)
@@ -58,10 +58,10 @@ def json(answer: Any, status: int = 200) -> Response:
 
 
 def unwrap_reply(reply: Any, not_found: str = "not_found") -> Any:
-    """``reply`` of the core, unless it is a refusal; ``not_found`` is what its code of that name is about.
+    """Return ``reply`` of the core, unless it is a refusal; its code "not_found" becomes ``not_found``.
 
     Raises:
-        Refused: it is.
+        HttpRefusal: it is a refusal.
     """
     refusal = getattr(reply, "refusal", None)
     if isinstance(reply, Failure):
@@ -72,7 +72,7 @@ def unwrap_reply(reply: Any, not_found: str = "not_found") -> Any:
 
 
 def check_key(http: Request, key: AdminKey) -> None:
-    """Raises Refused for who may change nothing: 401 for a wrong key, 403 where none is set."""
+    """Raise HttpRefusal for a caller without the admin key: 401 for a wrong key, 403 where none is set."""
     refusal = key.refusal(http.headers, http.scope.get(PRINCIPAL))
     if refusal is not None:
         refused = HttpRefusal("access_denied", refusal.message)
@@ -81,7 +81,7 @@ def check_key(http: Request, key: AdminKey) -> None:
 
 
 async def read_body(http: Request, shape: Any) -> Any:
-    """The JSON body as ``shape``. Raises Refused, naming the field."""
+    """Decode the JSON body as ``shape``. Raises HttpRefusal, naming the field."""
     try:
         body = await server.read_body(http, MAX_BODY_BYTES)
     except server.BodyTooLarge as error:

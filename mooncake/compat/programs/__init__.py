@@ -1,1 +1,1 @@
-"""The existing package's programs by their names: their flags, ports and log lines around our roles."""
+"""The existing package's programs under their names: their flags, ports and log lines around our roles."""

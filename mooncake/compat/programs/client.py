@@ -1,7 +1,7 @@
-"""``mooncake_client``: one process of a host lends its memory and SSD, and tells workers where the store is.
+"""``mooncake_client``: one process per host that contributes memory and SSD, and gives workers an address.
 
-The existing program's flags and defaults. What it does for its workers there (hold their memory, move their
-bytes) workers do themselves here; see ``compat/store/dummy_client.py``.
+The existing program's flags and defaults. That program also holds its workers' memory and moves their
+bytes, which workers do themselves here; see ``compat/store/dummy_client.py``.
 """
 
 from __future__ import annotations
@@ -42,10 +42,10 @@ FLAGS: dict[str, Any] = {
 }
 WITHOUT_EFFECT = {
     "threads": "bytes are moved by the threads of the transfer engine",
-    "start_offload_rpc_server": "whoever reads from the SSD opens its file",
+    "start_offload_rpc_server": "a client that reads from the SSD opens its file",
 }
 HELP = """\
-mooncake_client: lend this host's memory and SSD to the store, for workers that call setup_dummy.
+mooncake_client: contribute this host's memory and SSD to the store, for workers that call setup_dummy.
 
 Example: mooncake_client --master_server_address=10.0.0.1:50051 --global_segment_size="64 GB" --port=50052
 
@@ -55,15 +55,15 @@ Flags take one dash or two, underscores or hyphens, and their value after = or a
 
 @dataclasses.dataclass(frozen=True)
 class ClientOptions:
-    """What the flags amount to."""
+    """Arguments of ``setup`` and the port that result from the flags."""
 
-    words: SetupArguments
+    arguments: SetupArguments
     port: int
-    """Where workers ask; a port that the host names is the transfer engine's."""
+    """Port for requests of workers; a port in the host name is the transfer engine's."""
 
 
 def main(arguments: Sequence[str] | None = None) -> NoReturn:
-    """The console script ``mooncake_client``."""
+    """Run the console script ``mooncake_client``."""
     given = sys.argv[1:] if arguments is None else list(arguments)
     if {"-h", "-help", "--help", "--helpfull", "--helpshort"} & set(given):
         print(HELP)
@@ -82,10 +82,10 @@ def _run(given: Sequence[str]) -> None:
 
 
 def read(given: Sequence[str]) -> ClientOptions:
-    """What the command line asks for.
+    """Parse the command line.
 
     Raises:
-        InvalidArgument: names the flag, the value and what it takes.
+        InvalidArgument: names the flag, the value and the allowed values.
     """
     values = parse_flags(given, FLAGS)
     for name, reason in WITHOUT_EFFECT.items():
@@ -99,7 +99,7 @@ def read(given: Sequence[str]) -> ClientOptions:
             raise InvalidArgument(f"--{name}", values[name], str(error)) from error
     if not 0 <= values["port"] < 65536:
         raise InvalidArgument("--port", values["port"], "0 to 65535")
-    words = SetupArguments(
+    arguments = SetupArguments(
         values["host"],
         values["metadata_server"],
         sizes["global_segment_size"],
@@ -113,29 +113,29 @@ def read(given: Sequence[str]) -> ClientOptions:
         enable_client_http_server=values["enable_http_server"],
         client_http_port=values["http_port"],
     )
-    return ClientOptions(words.checked(), values["port"])
+    return ClientOptions(arguments.checked(), values["port"])
 
 
 async def _serve(options: ClientOptions) -> None:
-    # Late: --help and bad flags should not wait for the native extension.
+    # Imported late: --help and flag errors should not wait for the native extension.
     from mooncake.compat.store.dummy_client import ACCESS, ClientInfo, ClientInfoRequest
     from mooncake.compat.store.session_setup import open_session
     from mooncake.compat.transfer.transport_choice import split_host
     from mooncake.rpc import RpcServer
     from mooncake.transfer.host_address import reachable_host
 
-    host, fixed = split_host(options.words.local_hostname)
+    host, fixed = split_host(options.arguments.local_hostname)
     check_address(host)
     name = reachable_host(host) + (f":{fixed}" if fixed else "")
-    words = dataclasses.replace(options.words, local_hostname=name)
-    session = await asyncio.to_thread(open_session, words)
+    arguments = dataclasses.replace(options.arguments, local_hostname=name)
+    session = await asyncio.to_thread(open_session, arguments)
     client_info = ClientInfo(
         session.hostname,
-        words.metadata_server,
-        words.protocol,
-        words.rdma_devices,
-        words.master_server_addr,
-        words.tenant_id,
+        arguments.metadata_server,
+        arguments.protocol,
+        arguments.rdma_devices,
+        arguments.master_server_addr,
+        arguments.tenant_id,
     )
     server = RpcServer(
         {ClientInfoRequest: lambda _, __: client_info}, access=ACCESS, name="client", is_peer=True

@@ -1,60 +1,60 @@
-"""Flags as the existing package's programs take them.
+"""Flags in the forms that the existing package's programs accept, and the types of their values.
 
-``-f=v``, ``--f=v``, ``--f v``, hyphens or underscores, ``--f`` and ``--nof`` for what is true or false,
-``--flagfile``, ``--fromenv``, and the flags of its logging library, which are taken and mean nothing here.
+``-f=v``, ``--f=v``, ``--f v``, hyphens or underscores, ``--f`` and ``--nof`` for booleans, ``--flagfile``,
+``--fromenv``, and the flags of its logging library, which are accepted and ignored. Errors name the flag.
 """
 
 from __future__ import annotations
 
 import difflib
-from collections.abc import Collection, Mapping, Sequence
+import math
+import re
+from collections.abc import Callable, Collection, Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from mooncake.config import parse_size
 from mooncake.errors import InvalidArgument
 
 LOGGING = {
-    *(
-        "alsologtostderr",
-        "alsologtoemail",
-        "colorlogtostderr",
-        "colorlogtostdout",
-        "drop_log_memory",
-        "log_backtrace_at",
-        "log_dir",
-        "log_link",
-        "log_prefix",
-        "log_utc_time",
-        "log_year_in_prefix",
-        "logbuflevel",
-        "logbufsecs",
-        "logcleansecs",
-        "logemaillevel",
-        "logfile_mode",
-        "logmailer",
-        "logtostderr",
-        "logtostdout",
-    ),
-    *(
-        "max_log_size",
-        "minloglevel",
-        "stderrthreshold",
-        "stop_logging_if_full_disk",
-        "symbolize_stacktrace",
-        "timestamp_in_logfile_name",
-        "undefok",
-        "v",
-        "vmodule",
-    ),
+    "alsologtostderr",
+    "alsologtoemail",
+    "colorlogtostderr",
+    "colorlogtostdout",
+    "drop_log_memory",
+    "log_backtrace_at",
+    "log_dir",
+    "log_link",
+    "log_prefix",
+    "log_utc_time",
+    "log_year_in_prefix",
+    "logbuflevel",
+    "logbufsecs",
+    "logcleansecs",
+    "logemaillevel",
+    "logfile_mode",
+    "logmailer",
+    "logtostderr",
+    "logtostdout",
+    "max_log_size",
+    "minloglevel",
+    "stderrthreshold",
+    "stop_logging_if_full_disk",
+    "symbolize_stacktrace",
+    "timestamp_in_logfile_name",
+    "undefok",
+    "v",
+    "vmodule",
 }
 _TRUE, _FALSE = ("true", "t", "yes", "y", "1"), ("false", "f", "no", "n", "0")
 
 
 def parse_flags(arguments: Sequence[str], defaults: Mapping[str, Any]) -> dict[str, Any]:
-    """The value of each flag in ``defaults``, of its default's type.
+    """Parse the value of each flag in ``defaults`` to its default's type.
 
     Raises:
-        InvalidArgument: an unknown flag, a word that is no flag, or a value of another type.
+        InvalidArgument: an unknown flag, an argument that is not a flag, or a value of another type.
     """
     booleans = {name for name, default in defaults.items() if isinstance(default, bool)}
     given = split_flags(arguments, defaults.keys(), booleans)
@@ -67,24 +67,24 @@ def split_flags(
     booleans: Collection[str],
     environment: Mapping[str, str] | None = None,
 ) -> dict[str, str]:
-    """The text of each flag that was given; a later one replaces an earlier one.
+    """Text of each flag that was given; a later one replaces an earlier one.
 
     Raises:
-        InvalidArgument: an unknown flag, a word that is no flag, a value that is missing.
+        InvalidArgument: an unknown flag, an argument that is not a flag, a value that is missing.
     """
     given: dict[str, str] = {}
-    words = list(arguments)
-    while words:
-        word = words.pop(0)
-        if word == "--":
+    remaining = list(arguments)
+    while remaining:
+        argument = remaining.pop(0)
+        if argument == "--":
             break
-        if not word.startswith("-") or not word.strip("-"):
-            raise InvalidArgument("argument", word, "flags only; --help lists them")
-        name, has_value, text = word.lstrip("-").partition("=")
+        if not argument.startswith("-") or not argument.strip("-"):
+            raise InvalidArgument("argument", argument, "flags only; --help lists them")
+        name, has_value, text = argument.lstrip("-").partition("=")
         name = name.replace("-", "_")
         if name in LOGGING or (name.startswith("no") and name[2:] in LOGGING):
-            if not has_value and words and not words[0].startswith("-"):
-                words.pop(0)
+            if not has_value and remaining and not remaining[0].startswith("-"):
+                remaining.pop(0)
             continue
         if not has_value and name.startswith("no") and name[2:] in booleans:
             given[name[2:]] = "false"
@@ -92,25 +92,25 @@ def split_flags(
         is_special = environment is not None and name in ("flagfile", "fromenv", "tryfromenv")
         if name not in names and not is_special:
             close = difflib.get_close_matches(name, names, 1)
-            raise InvalidArgument("flag", word, f"--{close[0]}?" if close else "what --help lists")
+            raise InvalidArgument("flag", argument, f"--{close[0]}?" if close else "what --help lists")
         if not has_value and name in booleans:
-            text = words.pop(0) if words and words[0].lower() in _TRUE + _FALSE else "true"
+            text = remaining.pop(0) if remaining and remaining[0].lower() in _TRUE + _FALSE else "true"
         elif not has_value:
-            if not words:
+            if not remaining:
                 raise InvalidArgument(f"--{name}", "", "a value")
-            text = words.pop(0)
+            text = remaining.pop(0)
         if not is_special:
             given[name] = text
         elif name == "flagfile":
-            words[:0] = [line for file in text.split(",") for line in _lines(file)]
+            remaining[:0] = [line for file in text.split(",") for line in _lines(file)]
         else:
             assert environment is not None
-            words[:0] = _from(environment, text, must_exist=name == "fromenv")
+            remaining[:0] = _from(environment, text, must_exist=name == "fromenv")
     return given
 
 
 def _lines(file: str) -> list[str]:
-    """The flags in a flag file: one a line, ``#`` starts a comment."""
+    """Flags of a flag file: one per line, ``#`` starts a comment."""
     try:
         lines = [line.strip() for line in Path(file).read_text(encoding="utf-8").splitlines()]
     except (OSError, UnicodeDecodeError) as error:
@@ -130,7 +130,7 @@ def _from(environment: Mapping[str, str], names: str, must_exist: bool) -> list[
 
 
 def parse_bool(name: str, text: str) -> bool:
-    """Raises InvalidArgument when ``text`` is neither."""
+    """Parse a boolean. Raises InvalidArgument when ``text`` is none."""
     if text.lower() not in _TRUE + _FALSE:
         raise InvalidArgument(name, text, "true or false")
     return text.lower() in _TRUE
@@ -143,3 +143,99 @@ def _typed(name: str, text: str, default: Any) -> Any:
         return type(default)(text)
     except ValueError as error:
         raise InvalidArgument(f"--{name}", text, "a whole number") from error
+
+
+@dataclass(frozen=True)
+class FlagType:
+    """Type of a flag: ``read(text)`` returns the value or raises ValueError; ``allowed`` names the values."""
+
+    allowed: str
+    read: Callable[[str], Any]
+
+    def value(self, name: str, text: str) -> Any:
+        """Parse ``text``. Raises InvalidArgument, naming the flag."""
+        try:
+            return self.read(text.strip())
+        except (ValueError, OverflowError) as error:
+            raise InvalidArgument(f"--{name}", text, self.allowed) from error
+
+
+def whole(least: int = 0, most: int = (1 << 63) - 1) -> FlagType:
+    def read(text: str) -> int:
+        number = int(text)
+        if not least <= number <= most:
+            raise ValueError(text)
+        return number
+
+    return FlagType(
+        f"a whole number from {least}" + ("" if most == (1 << 63) - 1 else f" to {most}"),
+        read,
+    )
+
+
+def number(least: float, most: float = math.inf, is_open: bool = False) -> FlagType:
+    """``is_open``: ``least`` itself is not allowed."""
+
+    def read(text: str) -> float:
+        value = float(text)
+        if (
+            not (least < value if is_open else least <= value)
+            or not value <= most
+            or not math.isfinite(value)
+        ):
+            raise ValueError(text)
+        return value
+
+    start = "more than" if is_open else "from"
+    return FlagType(f"a number {start} {least:g}" + ("" if math.isinf(most) else f" to {most:g}"), read)
+
+
+def choice(*values: str) -> FlagType:
+    def read(text: str) -> str:
+        if text.lower() not in values:
+            raise ValueError(text)
+        return text.lower()
+
+    return FlagType(", ".join(values), read)
+
+
+def _read_duration(text: str) -> float:
+    """Parse a duration to seconds; without a unit it is in milliseconds."""
+    match = re.fullmatch(r"(\d+(?:\.\d+)?)\s*(ms|s|m|h|d|)", text.lower())
+    if match is None:
+        raise ValueError(text)
+    return (
+        float(match[1]) * {"": 0.001, "ms": 0.001, "s": 1.0, "m": 60.0, "h": 3600.0, "d": 86400.0}[match[2]]
+    )
+
+
+def _read_positive_duration(text: str) -> float:
+    seconds = _read_duration(text)
+    if seconds <= 0:
+        raise ValueError(text)
+    return seconds
+
+
+def _read_boolean(text: str) -> bool:
+    try:
+        return parse_bool("", text)
+    except InvalidArgument as error:
+        raise ValueError(text) from error
+
+
+def _read_path(text: str) -> str:
+    if "\0" in text:
+        raise ValueError(text)
+    return text
+
+
+BOOLEAN = FlagType("true or false", _read_boolean)
+TEXT = FlagType("text", _read_path)
+PORT = whole(0, 65535)
+SIZE = FlagType("a size, such as 4096, 64MiB or 4 GB", parse_size)
+DURATION = FlagType("milliseconds, or a duration such as 5s, 30m or 1h", _read_duration)
+POSITIVE_DURATION = FlagType(
+    "more than 0: milliseconds, or a duration such as 5s, 30m or 1h", _read_positive_duration
+)
+SECONDS = number(0, is_open=True)
+RATIO = number(0, 1)

@@ -1,7 +1,7 @@
 """``mooncake_master``: our master behind the existing program's flags, defaults and log lines.
 
-Only translates: flags, a flag file and ``--config_path`` become ``MasterSettings``. What a flag can't mean
-here is said once, with the reason, and the program goes on; what is misspelt or out of range ends it.
+Only translates: flags, a flag file and ``--config_path`` become ``MasterSettings``. A flag without effect
+causes one warning with the reason; one that is misspelt or out of range ends the program.
 """
 
 from __future__ import annotations
@@ -36,73 +36,75 @@ mooncake_master: keep the store's metadata (mooncake master, with the flags of t
 Example: mooncake_master --rpc_port=50051 --enable_http_metadata_server=true --default_kv_lease_ttl=5s
 
 Flags take one dash or two, underscores or hyphens, and their value after = or a space. Files with flags:
---flagfile (one a line), --config_path (JSON or YAML with the same names). ADMIN_API_KEY, when set, is the key
-that changes through the HTTP side need.
+--flagfile (one per line), --config_path (JSON or YAML with the same names). ADMIN_API_KEY, when set, is the
+key that changes by HTTP require.
 """
 
 
 @dataclasses.dataclass(frozen=True)
 class MasterOptions:
-    """What the flags amount to."""
+    """Settings and warnings that result from the flags."""
 
     settings: MasterSettings
     metadata: tuple[str, int] | None
-    """Where to serve the HTTP metadata service, too."""
+    """Host and port of the HTTP metadata service, when this process serves it."""
     warnings: list[str]
 
 
 def main(arguments: Sequence[str] | None = None) -> NoReturn:
-    """The console script ``mooncake_master``."""
-    words = sys.argv[1:] if arguments is None else list(arguments)
-    if {"-h", "-help", "--help", "--helpfull", "--helpshort"} & set(words):
+    """Run the console script ``mooncake_master``."""
+    command_line = sys.argv[1:] if arguments is None else list(arguments)
+    if {"-h", "-help", "--help", "--helpfull", "--helpshort"} & set(command_line):
         print(HELP)
         print("\n".join(_help_lines()))
         sys.exit(0)
-    if {"-version", "--version"} & set(words):
+    if {"-version", "--version"} & set(command_line):
         print(f"mooncake_master {mooncake.__version__}")
         sys.exit(0)
-    run_program(lambda: _run(words))
+    run_program(lambda: _run(command_line))
 
 
-def _run(words: Sequence[str]) -> None:
+def _run(command_line: Sequence[str]) -> None:
     setup_logging(role="master")
     keep_upstream_defaults("mooncake_master")
-    options = read(words, os.environ)
+    options = read(command_line, os.environ)
     for warning in options.warnings:
         log.warning("flag_without_effect", reason=warning)
     run_until_stopped(_serve, options)
 
 
 async def _serve(options: MasterOptions) -> None:
-    from mooncake.store.server import serve  # late: --help and bad flags should not wait for a web framework
+    # Imported late: --help and flag errors should not wait for a web framework.
+    from mooncake.compat.master import load_http
+    from mooncake.store.server import serve
 
     try:
         async with asyncio.TaskGroup() as group:
-            group.create_task(serve(options.settings))
+            group.create_task(serve(options.settings, load_http))
             if options.metadata is not None:
                 from mooncake.transfer.metadata.server import MetadataSettings
                 from mooncake.transfer.metadata.server import serve as serve_metadata
 
-                group.create_task(_named(serve_metadata(MetadataSettings(*options.metadata))))
+                group.create_task(_naming_its_port(serve_metadata(MetadataSettings(*options.metadata))))
     except BaseExceptionGroup as errors:
         raise errors.exceptions[0] from None
 
 
-async def _named(serving: Coroutine[Any, Any, None]) -> None:
-    """A taken port is that of the metadata service, and its flag is said."""
+async def _naming_its_port(serving: Coroutine[Any, Any, None]) -> None:
+    """Run the metadata service; an error of a port in use names its flag."""
     try:
         await serving
     except AddressInUse as error:
         raise AddressInUse(f"{error}: --http_metadata_server_port") from error
 
 
-def read(words: Sequence[str], environment: Mapping[str, str]) -> MasterOptions:
-    """What the command line asks for.
+def read(command_line: Sequence[str], environment: Mapping[str, str]) -> MasterOptions:
+    """Parse the command line.
 
     Raises:
-        InvalidArgument: names the flag, the value and what it takes.
+        InvalidArgument: names the flag, the value and the allowed values.
     """
-    given = split_flags(words, FLAGS.keys(), BOOLEANS, environment)
+    given = split_flags(command_line, FLAGS.keys(), BOOLEANS, environment)
     if given.get("config_path"):
         path = FLAGS["config_path"].kind.value("config_path", given["config_path"])
         given = {**_file(Path(path)), **given}
@@ -123,7 +125,7 @@ def read(words: Sequence[str], environment: Mapping[str, str]) -> MasterOptions:
 
 
 def _file(path: Path) -> dict[str, str]:
-    """The flags in a JSON or YAML file, as text; flags on the command line beat them."""
+    """Flags of a JSON or YAML file, as text; those on the command line override them."""
     try:
         text = path.read_text(encoding="utf-8")
     except (OSError, UnicodeDecodeError) as error:
@@ -136,20 +138,20 @@ def _file(path: Path) -> dict[str, str]:
         raise InvalidArgument("--config_path", str(path), f"well-formed JSON or YAML ({error})") from error
     if not isinstance(content, dict):
         raise InvalidArgument("--config_path", str(path), "an object of flags and their values")
-    words = []
+    flags = []
     for name, value in content.items():
         if isinstance(value, dict | list) or value is None:
             raise InvalidArgument(f"{name} in {path}", value, "text, a number, true or false")
-        words.append(f"--{name}={str(value).lower() if isinstance(value, bool) else value}")
+        flags.append(f"--{name}={str(value).lower() if isinstance(value, bool) else value}")
     try:
-        return split_flags(words, FLAGS.keys(), BOOLEANS)
+        return split_flags(flags, FLAGS.keys(), BOOLEANS)
     except InvalidArgument as error:
         raise InvalidArgument(f"{error.field} in {path}", error.value, error.allowed) from error
 
 
 def read_yaml(text: str) -> Any:
-    """Raises ValueError when it is not well-formed."""
-    import yaml  # late: only those who have such a file need it
+    """Parse YAML. Raises ValueError when it is not well-formed."""
+    import yaml  # imported late: only needed for such a file
 
     try:
         return yaml.safe_load(text)
@@ -164,10 +166,10 @@ def _translate(
     fields: dict[str, Any],
     warnings: list[str],
 ) -> None:
-    """What needs more than one flag, or another word."""
+    """Set fields that depend on several flags or have another value in ``MasterSettings``."""
     if "put_start_release_timeout_sec" in given:
-        # Theirs counts from the start of a put, ours from its deadline. Not by default: memory rests as long
-        # after a master was lost, and 10 minutes is long.
+        # Theirs counts from the start of a put, ours from its deadline. Not set by default: memory also stays
+        # unused for so long after a failover, and 10 minutes is long.
         late_s = values["put_start_release_timeout_sec"] - values["put_start_discard_timeout_sec"]
         fields["grace_s"] = max(0.0, late_s)
     if "client_ttl" not in given:
@@ -193,7 +195,7 @@ def _translate(
 def _translate_tiers(
     values: Mapping[str, Any], given: Mapping[str, str], fields: dict[str, Any], warnings: list[str]
 ) -> None:
-    """Only what is asked for: our own defaults are not theirs, where nodes decide by having an SSD."""
+    """Translate only flags that are given: the defaults differ, as here a node with an SSD uses it."""
     if {"promotion_on_hit", "promotion_admission_threshold"} & given.keys():
         is_on = values["promotion_on_hit"] or "promotion_on_hit" not in given
         fields["promote_after_hits"] = values["promotion_admission_threshold"] if is_on else 0
@@ -205,7 +207,7 @@ def _translate_tiers(
         fields["hot_uses_per_s"] = values["dynamic_replication_admission_qps_threshold"] if is_on else 0.0
         fields["max_hot_replicas"] = values["dynamic_replication_max_memory_replicas"]
         if mode == "observe":
-            warnings.append("--dynamic_replication_mode: hot objects are replicated or not; now they are not")
+            warnings.append("--dynamic_replication_mode: there is no observe mode; nothing is replicated")
     if not values["enable_multi_tenants"]:
         fields["strict_tenants"] = None
     elif values["tenant_quota_connector_type"] == "file":
@@ -215,12 +217,14 @@ def _translate_tiers(
 def _translate_log(
     values: Mapping[str, Any], environment: Mapping[str, str], fields: dict[str, Any], warnings: list[str]
 ) -> None:
-    asking = [name for name in ("enable_oplog", "enable_snapshot", "enable_snapshot_restore") if values[name]]
+    requested = [
+        name for name in ("enable_oplog", "enable_snapshot", "enable_snapshot_restore") if values[name]
+    ]
     folder = values["snapshot_backup_dir"] or environment.get(SNAPSHOTS_VARIABLE, "")
-    if asking and folder:
+    if requested and folder:
         fields["oplog"] = str(Path(folder) / f"{values['cluster_id']}.oplog")
-    elif asking and not values["enable_ha"]:
-        warnings.append(f"--{asking[0]}: keeps nothing without a folder; name one by --snapshot_backup_dir")
+    elif requested and not values["enable_ha"]:
+        warnings.append(f"--{requested[0]}: nothing is kept without a folder; set --snapshot_backup_dir")
     elif folder:
         warnings.append("--snapshot_backup_dir: used only with --enable_snapshot or --enable_oplog")
 
@@ -229,12 +233,12 @@ def _election(values: Mapping[str, Any]) -> str:
     scheme = values["ha_backend_type"]
     if scheme == "k8s":
         raise InvalidArgument(
-            "--ha_backend_type", scheme, "etcd or redis (in Kubernetes, too: run one beside)"
+            "--ha_backend_type", scheme, "etcd or redis (also in Kubernetes: run one there)"
         )
     servers = values["ha_backend_connstring"] or (values["etcd_endpoints"] if scheme == "etcd" else "")
     if not servers:
         flag = "--etcd_endpoints" if scheme == "etcd" else "--ha_backend_connstring"
-        raise InvalidArgument(flag, "", "host:port of the server that elects, as --enable_ha asks for one")
+        raise InvalidArgument(flag, "", "host:port of the election server, which --enable_ha needs")
     hosts = [one.strip().rpartition("://")[2] for one in servers.replace(",", ";").split(";")]
     return f"{scheme}://" + ";".join(host.rstrip("/") for host in hosts if host)
 

@@ -1,15 +1,15 @@
-"""Every flag of the existing ``mooncake_master``: its default, what it takes, and what it means here.
+"""Every flag of the existing ``mooncake_master``: its default, its type, and its meaning here.
 
 A flag either sets a field of ``MasterSettings`` (``field``), is used by ``master.py`` (``TRANSLATED``), or
-has no effect here, for the reason given; then the program says so when the flag is given another value than
-its default, because a launcher that asks for something should know that it does not get it.
+has no effect here, for the reason given; then the program warns when the flag has another value than
+its default, because a launcher should know that a requested feature is missing.
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass
 
-from mooncake.compat.programs.flag_types import (
+from mooncake.compat.programs.gflags import (
     BOOLEAN,
     DURATION,
     PORT,
@@ -30,12 +30,12 @@ COUNT = whole(0)
 
 @dataclass(frozen=True)
 class Flag:
-    """``default`` as text, as the existing program has it."""
+    """One flag. ``default`` is that of the existing program, as text."""
 
     default: str
     kind: FlagType
     field: str = ""
-    """Of MasterSettings; USED: ``master.py`` knows; "": no effect."""
+    """Field of MasterSettings; TRANSLATED when ``master.py`` uses the flag; "" when it has no effect."""
     why_not: str = ""
 
 
@@ -50,7 +50,7 @@ FLAGS: dict[str, Flag] = {
     "port": Flag("50051", PORT, TRANSLATED),
     "rpc_address": Flag("0.0.0.0", TEXT, "host"),
     **_without_effect(
-        "one loop serves all connections", rpc_thread_num=("0", COUNT), max_threads=("16", COUNT)
+        "one event loop serves all connections", rpc_thread_num=("0", COUNT), max_threads=("16", COUNT)
     ),
     **_without_effect("the address to listen on is --rpc_address", rpc_interface=("", TEXT)),
     **_without_effect("idle connections cost nothing and are kept", rpc_conn_timeout_seconds=("0", COUNT)),
@@ -63,18 +63,18 @@ FLAGS: dict[str, Flag] = {
     "http_metadata_server_host": Flag("0.0.0.0", TEXT, TRANSLATED),
     "http_metadata_server_port": Flag("8080", PORT, TRANSLATED),
     **_without_effect(
-        "entries end by themselves when their owners stop renewing them",
+        "entries expire when their owners stop renewing them",
         enable_metadata_cleanup_on_timeout=("false", BOOLEAN),
     ),
     # Leases and eviction
     "default_kv_lease_ttl": Flag("10000", POSITIVE_DURATION, "lease_s"),
     **_without_effect(
-        "clients say how long a soft pin lasts; ours ask for 30 minutes where nothing is said",
+        "clients set how long a soft pin lasts; ours request 30 minutes by default",
         default_kv_soft_pin_ttl=("1800000", DURATION),
     ),
     "max_kv_soft_pin_ttl": Flag("86400000", POSITIVE_DURATION, "max_pin_s"),
     **_without_effect(
-        "softly pinned objects leave when nothing else can; pin hard what must stay",
+        "softly pinned objects are evicted last; use a hard pin for objects that must stay",
         allow_evict_soft_pinned_objects=("true", BOOLEAN),
     ),
     "eviction_ratio": Flag("0.05", number(0, 1), "eviction_ratio"),
@@ -84,7 +84,7 @@ FLAGS: dict[str, Flag] = {
     "put_start_release_timeout_sec": Flag("600", SECONDS, TRANSLATED),
     # Placement
     **_without_effect(
-        "the most free of a few segments is taken, a writer's own and preferred ones first",
+        "of a few segments the one with the most free space is used, a writer's own and preferred ones first",
         allocation_strategy=(
             "random",
             choice("random", "free_ratio_first", "ssd_free_ratio_first", "cxl", "local_first"),
@@ -93,7 +93,7 @@ FLAGS: dict[str, Flag] = {
     **_without_effect("there is one allocator", memory_allocator=("offset", choice("offset", "cachelib"))),
     # SSD
     **_without_effect(
-        "nodes that have an SSD tier use it, without being told (mooncaked --nvme-path)",
+        "nodes that have an SSD tier always use it (mooncaked --nvme-path)",
         enable_offload=("false", BOOLEAN),
         offload_on_evict=("false", BOOLEAN),
         root_fs_dir=("", TEXT),
@@ -105,7 +105,7 @@ FLAGS: dict[str, Flag] = {
     "promotion_on_hit": Flag("false", BOOLEAN, TRANSLATED),
     "promotion_admission_threshold": Flag("2", whole(1), TRANSLATED),
     **_without_effect(
-        "nodes ask for as many copies as they have room for",
+        "nodes request as many copies as they have room for",
         offloading_queue_limit=("50000", COUNT),
         offload_cap_ratio=("0.5", RATIO),
         promotion_max_per_heartbeat=("1", whole(1)),
@@ -115,7 +115,7 @@ FLAGS: dict[str, Flag] = {
     "dynamic_replication_mode": Flag("off", choice("off", "observe", "enforce"), TRANSLATED),
     "dynamic_replication_admission_qps_threshold": Flag("0.8", number(0), TRANSLATED),
     **_without_effect(
-        "uses are counted by the second",
+        "uses are counted per second",
         dynamic_replication_heat_window_seconds=("10", SECONDS),
     ),
     "dynamic_replication_max_memory_replicas": Flag("2", whole(1, 64), TRANSLATED),
@@ -127,7 +127,7 @@ FLAGS: dict[str, Flag] = {
     "cluster_id": Flag("mooncake_cluster", TEXT, "cluster_id"),
     "enable_oplog": Flag("false", BOOLEAN, TRANSLATED),
     **_without_effect(
-        "standbys follow as records are made",
+        "standbys receive records as they are written",
         oplog_poll_interval_ms=("1000", COUNT),
         oplog_batch_max_entries=("1024", COUNT),
         batch_oplog_retry_timeout_sec=("180", COUNT),
@@ -142,7 +142,7 @@ FLAGS: dict[str, Flag] = {
     "enable_snapshot_restore": Flag("false", BOOLEAN, TRANSLATED),
     "snapshot_backup_dir": Flag("", TEXT, TRANSLATED),
     **_without_effect(
-        "the log is appended to before each answer and compacted when it has grown",
+        "the log is appended to before each reply and compacted when it has grown",
         snapshot_interval_seconds=("600", COUNT),
         snapshot_retention_count=("2", COUNT),
         snapshot_child_timeout_seconds=("300", COUNT),
@@ -159,7 +159,7 @@ FLAGS: dict[str, Flag] = {
     ),
     # Jobs
     **_without_effect(
-        "nodes ask for work when they have room for it, and a task that is late is planned again",
+        "nodes request tasks when they have capacity, and a task that is late is planned again",
         max_total_finished_tasks=("10000", COUNT),
         max_total_pending_tasks=("10000", COUNT),
         max_total_processing_tasks=("10000", COUNT),
@@ -180,7 +180,7 @@ FLAGS: dict[str, Flag] = {
     "kv_events_emit_object_key": Flag("true", BOOLEAN, "kv_events_object_key"),
     "kv_events_queue_capacity": Flag("65536", whole(1, 1 << 24), "kv_events_queue"),
     **_without_effect(
-        "the existing program ignores it, too: an object's key does not tell",
+        "the existing program ignores it, too: it cannot be derived from an object's key",
         kv_events_model_name=("", TEXT),
         kv_events_tenant_id=("", TEXT),
         kv_events_additional_salt=("", TEXT),
@@ -188,7 +188,7 @@ FLAGS: dict[str, Flag] = {
         kv_events_block_size=("0", COUNT),
         kv_events_dp_rank=("0", COUNT),
     ),
-    # Hardware that the master has no segments of
+    # Hardware for which the master has no segments
     **_without_effect(
         "memory behind CXL is mounted by a node like any other",
         enable_cxl=("false", BOOLEAN),

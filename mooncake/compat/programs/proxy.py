@@ -1,9 +1,9 @@
 """``vllm_v1_proxy_server`` and ``mooncake_proxy``: the proxies that demos of disaggregated serving start.
 
-Their flags, defaults and endpoints, in front of the gateway. The first names hosts and ports apart and passes
-on what a prefill answers; the second takes ``--prefill URL [BOOTSTRAP_PORT]`` as vLLM's proxy for its
-MooncakeConnector does, or ``--prefill host:port ...`` as the XpYd demo does. Other flags are passed on to the
-gateway.
+Their flags, defaults and endpoints, in front of the gateway. The first takes hosts and ports separately and
+forwards what a prefill engine answers; the second takes ``--prefill URL [BOOTSTRAP_PORT]`` as vLLM's proxy
+for its MooncakeConnector does, or ``--prefill host:port ...`` as the XpYd demo does. Other flags are passed
+to the gateway.
 """
 
 from __future__ import annotations
@@ -19,36 +19,36 @@ from mooncake.security import keep_upstream_defaults
 
 
 def main(arguments: Sequence[str] | None = None) -> NoReturn:
-    """Either console script, and ``python -m mooncake.vllm_v1_proxy_server``."""
+    """Entry point of either console script, and of ``python -m mooncake.vllm_v1_proxy_server``."""
     given = list(sys.argv[1:] if arguments is None else arguments)
     keep_upstream_defaults("mooncake_proxy")
-    mooncake_main(["gateway", *gateway_words(given, os.environ.get("OPENAI_API_KEY", ""))])
+    mooncake_main(["gateway", *gateway_flags(given, os.environ.get("OPENAI_API_KEY", ""))])
 
 
-def gateway_words(given: Sequence[str], api_key: str = "") -> list[str]:
-    """The proxy's flags as the gateway's."""
+def gateway_flags(given: Sequence[str], api_key: str = "") -> list[str]:
+    """Translate the proxy's flags to the gateway's."""
     parsed, rest = _parser().parse_known_args(given)
-    prefill = [word for group in parsed.prefill or [] for word in group]
-    decode = [word for group in parsed.decode or [] for word in group]
+    prefill = [one for group in parsed.prefill or [] for one in group]
+    decode = [one for group in parsed.decode or [] for one in group]
     if not prefill and not decode:
         prefill = _paired("prefiller", parsed.prefiller_hosts, parsed.prefiller_ports)
         decode = _paired("decoder", parsed.decoder_hosts, parsed.decoder_ports)
-    words = ["--model", parsed.model, "--host", parsed.host, "--port", str(parsed.port)]
-    words += ["--scheduling", parsed.scheduling]
-    if not any(word.startswith("--protocol") for word in rest):
-        has_bootstrap = any(word.isdecimal() or word.startswith("http://") for word in prefill)
-        words += ["--protocol", "bootstrap" if has_bootstrap else "sequential"]
+    flags = ["--model", parsed.model, "--host", parsed.host, "--port", str(parsed.port)]
+    flags += ["--scheduling", parsed.scheduling]
+    if not any(flag.startswith("--protocol") for flag in rest):
+        has_bootstrap = any(one.isdecimal() or one.startswith("http://") for one in prefill)
+        flags += ["--protocol", "bootstrap" if has_bootstrap else "sequential"]
     if api_key:
-        words += ["--engine-api-key", api_key]
+        flags += ["--engine-api-key", api_key]
     for flag, found in (("--prefill", prefill), ("--decode", decode)):
-        words += [flag, *found] if found else []
-    return words + rest
+        flags += [flag, *found] if found else []
+    return flags + rest
 
 
 def _paired(what: str, hosts: list[str], ports: list[int]) -> list[str]:
     if len(hosts) != len(ports):
         sys.exit(
-            f"error: --{what}-hosts has {len(hosts)} values and --{what}-ports {len(ports)}: as many, please"
+            f"error: --{what}-hosts has {len(hosts)} values and --{what}-ports {len(ports)}, not equally many"
         )
     return [f"{host}:{port}" for host, port in zip(hosts, ports, strict=True)]
 
@@ -61,7 +61,7 @@ def _parser() -> argparse.ArgumentParser:
     )
     parser.add_argument("--host", default="127.0.0.1")
     parser.add_argument("--port", type=int, default=8000)
-    parser.add_argument("--model", "-m", default="model", help="its name; engines' own names serve, too")
+    parser.add_argument("--model", "-m", default="model", help="model name; engines' own names work, too")
     parser.add_argument("--scheduling", default="round_robin")
     for side, port in (("prefiller", 8100), ("decoder", 8200)):
         parser.add_argument(f"--{side}-hosts", f"--{side}-host", nargs="+", default=["localhost"])

@@ -1,7 +1,7 @@
-"""``transfer_engine_bench``: the existing package's benchmark by its name, with its flags and its last line.
+"""``transfer_engine_bench``: the existing package's benchmark under its name, with its flags and last line.
 
-A target registers memory and serves it; an initiator moves batches of blocks from several threads for so
-long and says how fast it was. ``mooncake bench transfer`` measures more and beside what the machine can do.
+A target registers memory and serves it; an initiator moves batches of blocks from several threads for
+``--duration`` seconds and prints the rate. ``mooncake bench transfer`` measures more, also the host's limits.
 """
 
 from __future__ import annotations
@@ -51,19 +51,17 @@ UNITS |= {f"{p}iB": 1024.0**n for n, p in enumerate("KMGT", 1)} | {
 
 
 def main(arguments: Sequence[str] | None = None) -> NoReturn:
-    """The console script ``transfer_engine_bench``."""
-    words = sys.argv[1:] if arguments is None else arguments
-    if {"-h", "-help", "--help"} & set(words):
+    """Run the console script ``transfer_engine_bench``."""
+    command_line = sys.argv[1:] if arguments is None else arguments
+    if {"-h", "-help", "--help"} & set(command_line):
         print(__doc__)
         print("\n".join(f"  --{name}={default}" for name, default in FLAGS.items()))
         sys.exit(0)
     try:
-        flags = _checked(parse_flags(words, FLAGS))
+        flags = _checked(parse_flags(command_line, FLAGS))
         for name in IGNORED:
             if flags[name] != FLAGS[name]:
-                print(
-                    f"--{name} is not needed here: the engine finds devices and paths itself", file=sys.stderr
-                )
+                print(f"--{name} has no effect: the engine finds devices and paths itself", file=sys.stderr)
         engine = _engine(flags)
         if flags["mode"] == "target":
             serve(engine, flags)
@@ -101,13 +99,15 @@ def _engine(flags: dict[str, Any]) -> TransferEngine:
     host = flags["local_server_name"] or socket.gethostname()
     if engine.initialize(host, flags["metadata_server"], flags["protocol"], flags["device_name"]):
         raise InvalidArgument(
-            "initialize", [host, flags["metadata_server"], flags["protocol"]], "what the line above says"
+            "initialize",
+            [host, flags["metadata_server"], flags["protocol"]],
+            "the log line above has the reason",
         )
     return engine
 
 
 class Memory:
-    """Registered memory of this process: shared with processes of this host when that is the protocol."""
+    """Registered memory of this process: shared with processes of this host when the protocol is shm."""
 
     def __init__(self, engine: TransferEngine, flags: dict[str, Any]) -> None:
         size = flags["buffer_size"]
@@ -119,11 +119,11 @@ class Memory:
             if engine.register_memory(self.address, size):
                 self.address = 0
         if not self.address:
-            raise InvalidArgument("--buffer_size", size, "what the line above says")
+            raise InvalidArgument("--buffer_size", size, "the log line above has the reason")
 
 
 def serve(engine: TransferEngine, flags: dict[str, Any]) -> None:
-    """Until interrupted or told to end."""
+    """Serve registered memory until SIGINT or SIGTERM."""
     memory = Memory(engine, flags)
     host = flags["local_server_name"] or socket.gethostname()
     name = f"{host}:{engine.get_rpc_port()}" if flags["metadata_server"] == P2P else host
@@ -139,11 +139,13 @@ def serve(engine: TransferEngine, flags: dict[str, Any]) -> None:
 
 
 def measure(engine: TransferEngine, flags: dict[str, Any]) -> None:
-    """Move for so long, then print the sum."""
+    """Move blocks for the given duration, then print the rate."""
     memory = Memory(engine, flags)
     there = engine.get_first_buffer_address(flags["segment_id"])
     if not there:
-        raise PeerLost(f"target {flags['segment_id']} has no memory for us; the line above says why")
+        raise PeerLost(
+            f"target {flags['segment_id']} has no memory for us; the log line above has the reason"
+        )
     opcode = TransferOpcode.Read if flags["operation"] == "read" else TransferOpcode.Write
     block, batch = flags["block_size"], flags["batch_size"]
     lengths = np.full(batch, block, dtype=np.uint64)
@@ -159,16 +161,16 @@ def measure(engine: TransferEngine, flags: dict[str, Any]) -> None:
             counts[number] += 1
 
     threads = [threading.Thread(target=work, args=(number,)) for number in range(flags["threads"])]
-    begun = time.monotonic()
+    started = time.monotonic()
     for thread in threads:
         thread.start()
     failed = over.wait(flags["duration"])
     over.set()
     for thread in threads:
         thread.join()
-    seconds = time.monotonic() - begun
+    seconds = time.monotonic() - started
     if failed:
-        raise PeerLost("a batch failed; the line above says why")
+        raise PeerLost("a batch failed; the log line above has the reason")
     rate = sum(counts) * batch * block / seconds / UNITS[flags["report_unit"]]
     print(
         f"Test completed: duration {seconds:.2f}, batch count {sum(counts)}, throughput "

@@ -1,6 +1,6 @@
-"""What callers pass, checked the way the existing package's bindings do it: a wrong type raises TypeError.
+"""Checks of arguments as in the existing package's bindings: a wrong type raises TypeError.
 
-A wrong value does not: it costs its own key a number, and the other keys of a batch nothing.
+A wrong value does not: its own key gets an error number, and the other keys of a batch are not affected.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from mooncake.store.client.buffers import span_to_read
 from mooncake.store.messages import MAX_KEY_BYTES
 
 Span: TypeAlias = tuple[int, int]
-"""(address, size in bytes)."""
+"""Pair (address, size in bytes)."""
 
 MAX_ADDRESS = 1 << 57
 
@@ -24,7 +24,7 @@ def check_key(what: str, key: Any) -> None:
 
 
 def check_keys(what: str, keys: Any) -> list[str]:
-    """The keys as a list."""
+    """Check the keys and return them as a list."""
     if isinstance(keys, str | bytes) or not hasattr(keys, "__iter__"):
         raise TypeError(f"{what}(): keys must be a list of str, not {type(keys).__name__}")
     found = list(keys)
@@ -34,7 +34,7 @@ def check_keys(what: str, keys: Any) -> list[str]:
 
 
 def is_good_key(key: str) -> bool:
-    """The store can have such a key."""
+    """Whether the store accepts such a key."""
     try:
         return 0 < len(key.encode()) <= MAX_KEY_BYTES and "\0" not in key
     except UnicodeEncodeError:
@@ -42,7 +42,7 @@ def is_good_key(key: str) -> bool:
 
 
 def numbers(what: str, name: str, values: Any) -> list[int]:
-    """A list of integers; numpy's count, too."""
+    """Check a list of integers, also numpy's."""
     if isinstance(values, str | bytes) or not hasattr(values, "__iter__"):
         raise TypeError(f"{what}(): {name} must be a list of int, not {type(values).__name__}")
     return [number(what, name, value) for value in values]
@@ -56,20 +56,20 @@ def number(what: str, name: str, value: Any) -> int:
 
 
 def rows(what: str, name: str, values: Any) -> list[list[int]]:
-    """A list of lists of integers."""
+    """Check a list of lists of integers."""
     if isinstance(values, str | bytes) or not hasattr(values, "__iter__"):
         raise TypeError(f"{what}(): {name} must be a list of lists of int, not {type(values).__name__}")
     return [numbers(what, name, row) for row in values]
 
 
 def is_span(span: Span) -> bool:
-    """The numbers could be those of memory; whether they are, is found out when it is used."""
+    """Whether the numbers are a plausible address and size; the memory is checked when it is used."""
     address, size_bytes = span
     return size_bytes >= 0 and (size_bytes == 0 or 0 < address < MAX_ADDRESS - size_bytes)
 
 
 def span_of_value(what: str, value: Any) -> tuple[Span, Any]:
-    """Where a bytes-like value lies, and what must stay referenced for as long as that is true."""
+    """Span of a bytes-like value, and the object that must stay referenced while the span is used."""
     if type(value) is bytes:
         return span_to_read(value), value
     try:

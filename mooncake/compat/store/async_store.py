@@ -1,4 +1,4 @@
-"""The existing package's asyncio store: each ``async_<call>`` is ``<call>`` in a thread of the loop's pool.
+"""The existing package's asyncio store: each ``async_<call>`` runs ``<call>`` in the loop's thread pool.
 
 New programs are better served by ``mooncake.store.AsyncStore``, which needs no thread.
 """
@@ -16,7 +16,7 @@ _PREFIX = "async_"
 
 
 class MooncakeDistributedStoreAsync(MooncakeDistributedStore):
-    """``await store.async_get(key)``; the blocking calls are there, too."""
+    """Store with ``await store.async_get(key)`` and the like; it also has the blocking calls."""
 
     def __getattr__(self, name: str) -> Callable[..., Coroutine[Any, Any, Any]]:
         call = getattr(type(self), name.removeprefix(_PREFIX), None) if name.startswith(_PREFIX) else None

@@ -1,4 +1,4 @@
-"""Batches whose items fare differently: the good ones go on, cut into parts that a deadline can cover."""
+"""Batches with good and bad items: the good ones are processed, in parts that a deadline can cover."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from mooncake.compat.store.error_codes import StoreCode
 ItemT = TypeVar("ItemT")
 
 PART_BYTES = 512 << 20
-"""A batch is cut into parts of about so much."""
+"""Approximate size of the parts into which a batch is split."""
 
 
 def pick(values: Sequence[ItemT], at: Sequence[int]) -> list[ItemT]:
@@ -18,7 +18,7 @@ def pick(values: Sequence[ItemT], at: Sequence[int]) -> list[ItemT]:
 
 
 def on_good(good: Sequence[bool], act: Callable[[list[int]], list[int]]) -> list[int]:
-    """``act`` on the places of the good ones; -600 for the others."""
+    """Results of ``act`` on the indices of the good items; -600 for the others."""
     at = [i for i, is_good in enumerate(good) if is_good]
     codes = [int(StoreCode.INVALID_PARAMS)] * len(good)
     if at:
@@ -28,7 +28,7 @@ def on_good(good: Sequence[bool], act: Callable[[list[int]], list[int]]) -> list
 
 
 def cut(sizes: Sequence[int]) -> Iterator[list[int]]:
-    """Places in ``sizes``, in order, in groups of about ``PART_BYTES``."""
+    """Indices of ``sizes``, in order, in groups of about ``PART_BYTES``."""
     group: list[int] = []
     in_group = 0
     for at, size_bytes in enumerate(sizes):

@@ -1,12 +1,13 @@
-"""Pools of registered buffers, lent for a while.
+"""Memory for programs: what ``get_buffer`` returns, and pools of registered buffers with leases.
 
-Leases come out of the memory that ``setup`` promised as the local buffer, which exists from the first
-lease on; what does not fit there is allocated and registered for its lease alone. Memory is only taken
-back when nobody looks at it any more: a view that was made of a lease's bytes makes ``release`` fail.
+Leases use the local buffer whose size ``setup`` was given, which is allocated with the first lease;
+a lease that does not fit there gets registered memory of its own. Memory is only reused when nothing
+refers to it: a view of a lease's bytes makes ``release`` fail.
 """
 
 from __future__ import annotations
 
+import array
 import mmap
 import threading
 import weakref
@@ -24,8 +25,30 @@ MIN_SIZE_CLASS = 64 << 10
 ALIGNMENT = 8 << 20
 
 
+class BufferHandle(array.array):  # type: ignore[type-arg]
+    """An object's bytes in memory of its own, for as long as they are referenced.
+
+    ``memoryview(handle)`` is one-dimensional, of format ``b``, and writable. A subclass of ``array``, because
+    only types implemented in C can export a buffer.
+    """
+
+    def __new__(cls, size_bytes: int) -> BufferHandle:
+        handle: BufferHandle = super().__new__(cls, "b", bytes(size_bytes))  # type: ignore[assignment]
+        return handle
+
+    def ptr(self) -> int:
+        """Address of the first byte."""
+        return self.buffer_info()[0]
+
+    def size(self) -> int:
+        return len(self)
+
+    def __repr__(self) -> str:
+        return f"<BufferHandle {len(self)} bytes>"
+
+
 class LocalBuffer:
-    """Registered memory of a session, given out in pages. Takes no real memory before it is written."""
+    """Registered memory of a session, allocated in pages. Uses no real memory before it is written."""
 
     def __init__(self, engine: TransferEngine, size_bytes: int) -> None:
         self._engine = engine
@@ -35,7 +58,7 @@ class LocalBuffer:
         self._pages: Allocator | None = None
 
     def take(self, size_bytes: int) -> npt.NDArray[np.uint8] | None:
-        """So many bytes; None when it is full or was promised no memory."""
+        """Allocate bytes; None when it is full or has no memory."""
         if size_bytes > self._size_bytes or self._size_bytes < PAGE_BYTES:
             return None
         with self._lock:
@@ -52,7 +75,7 @@ class LocalBuffer:
             return np.frombuffer(self._region.view(), np.uint8, size_bytes, offset)
 
     def give_back(self, address: int) -> bool:
-        """False when it is none of its bytes."""
+        """Free an allocation; False when the address is not in this buffer."""
         with self._lock:
             region, pages = self._region, self._pages
             if region is None or pages is None or not 0 <= address - region.address < region.size_bytes:
@@ -62,14 +85,14 @@ class LocalBuffer:
 
 
 class BufferLeaseView:
-    """A lease's bytes as a ``memoryview``."""
+    """Bytes of a lease as a ``memoryview``."""
 
     def __init__(self, buffer: memoryview) -> None:
         self.buffer = buffer
 
 
 class BufferLease:
-    """Memory that is the holder's until ``release``, or until its ``with`` block ends."""
+    """Memory for exclusive use until ``release``, or until its ``with`` block ends."""
 
     def __init__(self, pool: BufferPool, memory: npt.NDArray[np.uint8], size: int) -> None:
         self._pool = pool
@@ -80,7 +103,7 @@ class BufferLease:
 
     @property
     def ptr(self) -> int:
-        """The address of the first byte."""
+        """Address of the first byte."""
         self._held()
         return self._ptr
 
@@ -90,25 +113,25 @@ class BufferLease:
 
     @property
     def buffer(self) -> memoryview:
-        """The bytes, writable."""
+        """Writable view of the bytes."""
         return self._held()
 
     def release(self) -> None:
-        """Give the memory back. Harmless when repeated.
+        """Return the memory to the pool. Idempotent.
 
         Raises:
-            BufferError: somebody still holds a view of it.
+            BufferError: a view of it still exists.
         """
         if self._view is None or self._memory is None:
             return
         self._view.release()  # BufferError when an array was made of it
-        shown = weakref.ref(self._memory)
+        reference = weakref.ref(self._memory)
         capacity = self._memory.nbytes
         keep = self._memory
         self._view = self._memory = None
         del keep
-        left = shown()
-        if left is not None:  # a slice of the view holds on to it
+        left = reference()
+        if left is not None:  # a slice of the view references it
             self._memory, self._view = left, left[: self._size].data
             raise BufferError("release: a view of this lease's bytes is still in use")
         self._pool._take_back(self._ptr, capacity)
@@ -132,15 +155,15 @@ class BufferLease:
 
 
 class BufferPool:
-    """Lends registered buffers of a store, in sizes of powers of two from ``min_size_class`` on.
+    """Pool of registered buffers of a store, in sizes of powers of two from ``min_size_class`` on.
 
     Args:
         store: a ``MooncakeDistributedStore``, or anything with ``register_buffer``, ``unregister_buffer``.
-        max_bytes: of all leases together; 0 is without limit.
-        max_size_class: up to where sizes are powers of two; larger ones are rounded to pages.
-        alignment: of memory that is allocated for one lease.
+        max_bytes: limit for all leases together; 0 is no limit.
+        max_size_class: largest size that is a power of two; larger ones are rounded to pages.
+        alignment: alignment of memory that is allocated for one lease.
         block_on_exhaustion: wait for a release, for ``default_timeout`` seconds if that is given.
-        max_regions: how many leases may have memory of their own; None is without limit.
+        max_regions: most leases with memory of their own; None is no limit.
     """
 
     def __init__(
@@ -176,18 +199,18 @@ class BufferPool:
         self._leased_bytes = 0
         self._num_leases = 0
         self._own: dict[int, mmap.mmap] = {}
-        """Address -> memory of a lease that did not fit in the local buffer."""
+        """Memory of leases that did not fit in the local buffer, by address."""
         self._is_closed = False
         if prewarm_size is not None and prewarm_count:
             self.prewarm(prewarm_size, prewarm_count)
 
     def acquire(self, size: int, block: bool | None = None, timeout: float | None = None) -> BufferLease:
-        """A lease on ``size`` bytes.
+        """Acquire a lease on ``size`` bytes.
 
         Raises:
             ValueError: the size is not positive, or larger than the pool.
             TimeoutError: nothing was released in time.
-            MemoryError: the pool is exhausted and must not wait, or the machine has no more memory.
+            MemoryError: the pool is exhausted and may not wait, or the host has no more memory.
         """
         if size < 1 or (self._max_bytes and self._class_of(size) > self._max_bytes):
             raise ValueError(f"acquire: size {size}; 1 to {self._max_bytes or 'any number of'} bytes")
@@ -195,7 +218,7 @@ class BufferPool:
         with self._changed:
             memory = self._find(size)
             if memory is None and waits:
-                patience_s = self._timeout_s if timeout is None else timeout
+                timeout_s = self._timeout_s if timeout is None else timeout
                 found: list[npt.NDArray[np.uint8]] = []
 
                 def is_there() -> bool:
@@ -204,28 +227,28 @@ class BufferPool:
                         found.append(now)
                     return now is not None
 
-                if not self._changed.wait_for(is_there, patience_s):
-                    raise TimeoutError(f"acquire: no {size} bytes were released within {patience_s} s")
+                if not self._changed.wait_for(is_there, timeout_s):
+                    raise TimeoutError(f"acquire: no {size} bytes were released within {timeout_s} s")
                 memory = found[0]
             if memory is None:
-                raise MemoryError(f"acquire: {self._leased_bytes} bytes are lent, no {size} are left")
+                raise MemoryError(f"acquire: {self._leased_bytes} bytes are leased, no {size} are free")
             self._leased_bytes += memory.nbytes
             self._num_leases += 1
         return BufferLease(self, memory, size)
 
     def buffer(self, size: int, block: bool | None = None, timeout: float | None = None) -> BufferLease:
-        """``with pool.buffer(size) as lease:``, the same as ``acquire``."""
+        """Same as ``acquire``, for ``with pool.buffer(size) as lease:``."""
         return self.acquire(size, block, timeout)
 
     def prewarm(self, size: int, count: int) -> None:
-        """Touch memory for so many leases, so that the first ones find it there."""
+        """Touch memory for ``count`` leases, so that the first ones find it resident."""
         leases = [self.acquire(size, block=False) for _ in range(count)]
         for lease in leases:
             np.frombuffer(lease.buffer, np.uint8)[:: mmap.PAGESIZE] = 0
             lease.release()
 
     def close(self) -> None:
-        """Let go of the memory. Harmless when repeated.
+        """Release the memory. Idempotent.
 
         Raises:
             RuntimeError: leases are open.
@@ -242,7 +265,7 @@ class BufferPool:
         return -(-size_class // PAGE_BYTES) * PAGE_BYTES
 
     def _find(self, size: int) -> npt.NDArray[np.uint8] | None:
-        """Memory for a lease, if there is any now."""
+        """Allocate memory for a lease, if any is available now."""
         if self._is_closed:
             raise RuntimeError("acquire: this pool is closed")
         room = self._class_of(size)
@@ -263,7 +286,7 @@ class BufferPool:
         memory = np.frombuffer(owner, np.uint8, room, start)
         code = self._store.register_buffer(memory.ctypes.data, room)
         if code:
-            raise RuntimeError(f"acquire: register_buffer answered {code}; is the store set up?")
+            raise RuntimeError(f"acquire: register_buffer returned {code}; is the store set up?")
         self._own[memory.ctypes.data] = owner
         return memory
 

@@ -1,7 +1,7 @@
-"""A program's memory for the length of one call: registered already, or registered for so long.
+"""A program's own memory: registered by the program, or for the duration of one call.
 
 Pointers that were never registered work, as programs expect, and so do device pointers where there is a
-CUDA driver. A pointer to nothing is refused before anybody follows it.
+CUDA driver. An invalid pointer is refused before it is dereferenced.
 """
 
 from __future__ import annotations
@@ -11,14 +11,48 @@ from collections.abc import Iterator, Sequence
 
 import numpy as np
 
-from mooncake.compat.store.arguments import MAX_ADDRESS, Span, is_span
+from mooncake.compat.store.arguments import MAX_ADDRESS, Span, is_span, number
+from mooncake.compat.store.lifecycle import StoreLifecycle
 from mooncake.compat.store.store_session import StoreSession
+from mooncake.compat.transfer.error_codes import EngineCodeError
 from mooncake.errors import InvalidArgument
 from mooncake.transfer.memory import is_mapped
 
 
+class BufferRegistrationCalls(StoreLifecycle):
+    """Registration of a program's memory, which then moves without per-call registration."""
+
+    def register_buffer(self, buffer_ptr: int, size: int) -> int:
+        """Register memory: 0; -600 when it overlaps registered memory, or is not memory of this process."""
+        what = "register_buffer"
+        address, size_bytes = number(what, "buffer_ptr", buffer_ptr), number(what, "size", size)
+
+        def register(session: StoreSession) -> int:
+            try:
+                session.registered.add([address], [size_bytes])
+            except EngineCodeError as error:
+                raise InvalidArgument("buffer", hex(address), str(error)) from error
+            return 0
+
+        return self._in_session(what, register, int)
+
+    def unregister_buffer(self, buffer_ptr: int) -> int:
+        """Unregister memory: 0; -600 when nothing registered begins there."""
+        what = "unregister_buffer"
+        address = number(what, "buffer_ptr", buffer_ptr)
+
+        def unregister(session: StoreSession) -> int:
+            try:
+                session.registered.remove([address])
+            except EngineCodeError as error:
+                raise InvalidArgument("buffer", hex(address), str(error)) from error
+            return 0
+
+        return self._in_session(what, unregister, int)
+
+
 def is_accessible(session: StoreSession, span: Span) -> bool:
-    """The program may move these bytes: registered, mapped, or reachable as a device's."""
+    """Whether the program may move these bytes: registered, mapped, or accessible device memory."""
     if not is_span(span):
         return False
     address, size_bytes = span
@@ -35,7 +69,7 @@ def is_accessible(session: StoreSession, span: Span) -> bool:
 
 
 def are_accessible(session: StoreSession, rows: Sequence[Sequence[Span]]) -> list[bool]:
-    """Of each row, whether all of it ``is_memory``. Quick when all of them lie in registered memory."""
+    """Whether all of each row ``is_accessible``. Fast when all of them lie in registered memory."""
     spans = [span for row in rows for span in row]
     with contextlib.suppress(OverflowError):
         columns = np.array(spans, dtype=np.int64).reshape(-1, 2)
@@ -49,10 +83,10 @@ def are_accessible(session: StoreSession, rows: Sequence[Sequence[Span]]) -> lis
 
 @contextlib.contextmanager
 def registered_spans(session: StoreSession, spans: Sequence[Span]) -> Iterator[None]:
-    """In the block, transfer may use ``spans``.
+    """Keep ``spans`` registered within the block.
 
     Raises:
-        InvalidArgument: some of it is no memory of this process.
+        InvalidArgument: part of it is not memory of this process.
     """
     addresses = np.array([address for address, _ in spans], dtype=np.uint64)
     sizes = np.array([size_bytes for _, size_bytes in spans], dtype=np.uint64)

@@ -1,7 +1,8 @@
-"""The HTTP side of a client: is it well, and what did it do. For load balancers and scrapers.
+"""The HTTP side of a client: health and metrics, for load balancers and scrapers.
 
 ``/health`` (200 or 503), ``/metrics`` in Prometheus' format with the existing package's names beside ours,
-``/metrics/summary`` in one line. Where the cluster has a credential, strangers are told ``/health`` only.
+``/metrics/summary`` in one line. Where the cluster has a credential, unauthenticated callers only get
+``/health``.
 """
 
 from __future__ import annotations
@@ -22,14 +23,14 @@ from mooncake.metrics import CONTENT_TYPE, page
 from mooncake.security import TRUSTED, HttpAuth, Identity, process_identity
 
 STATES = ("healthy", "not_initialized", "master_unreachable")
-"""By what ``health_check`` answers."""
+"""States, by the number that ``health_check`` returns."""
 
 
 class ClientHttpServer:
-    """Serves until ``close``.
+    """HTTP server in a thread of its own, until ``close``.
 
     Raises:
-        AddressInUse: the port is taken.
+        AddressInUse: the port is in use.
     """
 
     def __init__(
@@ -64,8 +65,8 @@ def _app(health: Callable[[], int], client_metrics: ClientMetrics) -> Starlette:
     def summary(_: Request) -> Response:
         return PlainTextResponse(client_metrics.summary())
 
-    def nothing(_: Request) -> Response:
+    def not_found(_: Request) -> Response:
         return PlainTextResponse("not found: /health, /metrics or /metrics/summary\n", 404)
 
-    answers = {"/health": state, "/metrics": metrics, "/metrics/summary": summary, "/{path:path}": nothing}
-    return Starlette(routes=[Route(path, answer) for path, answer in answers.items()])
+    routes = {"/health": state, "/metrics": metrics, "/metrics/summary": summary, "/{path:path}": not_found}
+    return Starlette(routes=[Route(path, handler) for path, handler in routes.items()])

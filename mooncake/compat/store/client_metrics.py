@@ -1,6 +1,6 @@
-"""What a drop-in client has moved and how long its calls took, under the existing package's names.
+"""Bytes that a drop-in client has moved and durations of its calls, under the existing package's names.
 
-Its dashboards read these; ours read the process's registry, which counts the same store from within.
+That package's dashboards read these; ours read the process's registry, which counts within the same store.
 """
 
 from __future__ import annotations
@@ -13,17 +13,17 @@ KINDS = ("get", "put", "batch_get", "batch_put")
 
 
 def kind_of(call: str) -> str:
-    """Which of ``KINDS`` a call is; empty for those that move no object."""
+    """Which of ``KINDS`` a call is; empty for calls that move no object."""
     batch = call.startswith("batch_") or call.endswith("_batch")
     for verbs, kind in ((("put", "upsert", "pub"), "put"), (("get",), "get")):
         if call.removeprefix("batch_").startswith(verbs):
-            is_about = "session" in call or call in ("get_size", "get_replica_desc", "get_buffer_size")
-            return "" if is_about else f"batch_{kind}" if batch else kind
+            moves_nothing = "session" in call or call in ("get_size", "get_replica_desc", "get_buffer_size")
+            return "" if moves_nothing else f"batch_{kind}" if batch else kind
     return ""
 
 
 class ClientMetrics:
-    """Thread-safe."""
+    """Counters and histograms of one client. Thread-safe."""
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
@@ -31,12 +31,13 @@ class ClientMetrics:
         self._counts = {kind: [0] * (len(BUCKETS_US) + 1) for kind in KINDS}
         self._sums_us = dict.fromkeys(KINDS, 0.0)
 
-    def moved(self, direction: str, size_bytes: int) -> None:
-        """``direction``: read or write."""
+    def count_bytes(self, direction: str, size_bytes: int) -> None:
+        """Count bytes that were moved; ``direction``: read or write."""
         with self._lock:
             self._bytes[direction] += size_bytes
 
-    def took(self, call: str, seconds: float) -> None:
+    def observe_call(self, call: str, seconds: float) -> None:
+        """Record the duration of a call; calls that move no object are ignored."""
         kind = kind_of(call)
         if kind:
             micros = seconds * 1e6
@@ -45,7 +46,7 @@ class ClientMetrics:
                 self._sums_us[kind] += micros
 
     def page(self) -> bytes:
-        """Prometheus text."""
+        """Render the metrics as Prometheus text."""
         with self._lock:
             counts = {kind: list(row) for kind, row in self._counts.items()}
             sums_us, moved = dict(self._sums_us), dict(self._bytes)
@@ -64,7 +65,7 @@ class ClientMetrics:
         return ("\n".join(lines) + "\n").encode()
 
     def summary(self) -> str:
-        """One line for people."""
+        """Summary in one line for people."""
         with self._lock:
             parts = [f"{direction} {size_bytes} B" for direction, size_bytes in self._bytes.items()]
             for kind in KINDS:

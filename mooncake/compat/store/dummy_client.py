@@ -1,8 +1,8 @@
 """How a process finds the store through the ``mooncake_client`` of its host.
 
-In the existing package that process owns everything and workers only talk to it. Here memory is shared
-between processes anyway, so a worker needs nothing but the words: it asks once which master and tenant
-there are, and is an ordinary client from then on, also while the other process restarts.
+In the existing package that process owns all memory and workers are its clients. Here memory is shared
+between processes anyway, so a worker only needs the arguments of ``setup``: it requests master and tenant
+once, and is an ordinary client from then on, also while the other process restarts.
 """
 
 from __future__ import annotations
@@ -14,18 +14,18 @@ from mooncake.errors import InvalidArgument
 from mooncake.rpc import BlockingClient
 from mooncake.security import EVERYBODY, TRUSTED, Access
 
-ANSWER_S = 5.0
+REPLY_TIMEOUT_S = 5.0
 
 
 class ClientInfoRequest(msgspec.Struct, frozen=True, array_like=True, tag="ask_client"):
-    """What should a worker of this host know?"""
+    """Request for the arguments of ``setup`` on this host."""
 
 
 ACCESS = Access({ClientInfoRequest: EVERYBODY})
 
 
 class ClientInfo(msgspec.Struct, frozen=True, array_like=True, tag="client_is"):
-    """The words of the process's own ``setup``; ``hostname`` is the segment it contributes."""
+    """Arguments of the process's own ``setup``; ``hostname`` is the name of its segment."""
 
     hostname: str
     metadata_server: str
@@ -36,34 +36,34 @@ class ClientInfo(msgspec.Struct, frozen=True, array_like=True, tag="client_is"):
 
 
 def client_info(server_address: str) -> ClientInfo:
-    """What the process at ``host:port`` says.
+    """Request the information of the process at ``host:port``.
 
     Raises:
-        Unavailable: there is none.
-        InvalidArgument: that is no address.
+        Unavailable: no process answers.
+        InvalidArgument: not an address.
     """
     client = BlockingClient(
         server_address, [ClientInfo], "mooncake_client", is_patient=False, servers=TRUSTED
     )
     try:
-        answer: ClientInfo = client.call(ClientInfoRequest(), ANSWER_S)
+        answer: ClientInfo = client.call(ClientInfoRequest(), REPLY_TIMEOUT_S)
         return answer
     finally:
         client.close()
 
 
-def setup_arguments_from(told: ClientInfo, server_address: str, local_buffer_size: int) -> SetupArguments:
-    """Of a worker that contributes no memory."""
+def setup_arguments_from(info: ClientInfo, server_address: str, local_buffer_size: int) -> SetupArguments:
+    """Arguments of ``setup`` for a worker that contributes no memory."""
     host = server_address.rpartition(":")[0]
     if not host:
         raise InvalidArgument("server_address", server_address, "host:port of a mooncake_client")
     return SetupArguments(
         "127.0.0.1",
-        told.metadata_server,
+        info.metadata_server,
         0,
         local_buffer_size,
-        told.protocol,
-        told.device_names,
-        told.master_server_address,
-        tenant_id=told.tenant_id,
+        info.protocol,
+        info.device_names,
+        info.master_server_address,
+        tenant_id=info.tenant_id,
     )

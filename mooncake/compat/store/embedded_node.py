@@ -1,8 +1,8 @@
-"""A node in a program's own process: its segments are the program's memory, its loop a thread of its own.
+"""A node in a program's own process: its segments are the program's memory, its loop has its own thread.
 
-The existing package works that way; here it is the exception (``mooncaked`` keeps what a program that
-dies would lose). The thread is a daemon: a program that forgets to close still ends, and ``exit_hooks.py``
-unmounts what it left.
+The existing package works that way; here it is the exception, because ``mooncaked`` keeps data that would
+be lost with the program. The thread is a daemon thread: a program that forgets to close still ends, and
+``exit_hooks.py`` unmounts its segments.
 """
 
 from __future__ import annotations
@@ -30,9 +30,9 @@ class EmbeddedNode:
     """Runs one ``Node`` on the program's engine until ``close``. Thread-safe.
 
     Raises:
-        OutOfMemory: the machine does not have the memory.
-        InvalidArgument: the SSD's directory is not what it should be.
-        Unavailable: the master did not take the segments in ``timeout_s``.
+        OutOfMemory: the host does not have the memory.
+        InvalidArgument: the SSD's directory cannot be used.
+        Unavailable: the master did not accept the segments within ``timeout_s``.
     """
 
     def __init__(self, settings: NodeSettings, engine: TransferEngine, timeout_s: float) -> None:
@@ -50,18 +50,18 @@ class EmbeddedNode:
             raise
 
     def is_on_own_thread(self) -> bool:
-        """The caller runs on its thread."""
+        """Whether the caller runs on the node's thread."""
         return threading.current_thread() is self._thread
 
-    def lend(self, region: Region, name: str) -> None:
+    def mount(self, region: Region, name: str) -> None:
         """Mount a further segment.
 
         Raises:
-            InvalidArgument: the name is taken.
-            Unavailable: the master did not take it in time.
+            InvalidArgument: the name is in use.
+            Unavailable: the master did not accept it in time.
         """
 
-        async def mount() -> None:
+        async def mount_segment() -> None:
             self._node.mount_region(region, name)
             try:
                 await self._mounted()
@@ -69,13 +69,13 @@ class EmbeddedNode:
                 await self._node.unmount(name)
                 raise
 
-        self._wait(mount(), self._timeout_s + CLOSE_S)
+        self._wait(mount_segment(), self._timeout_s + CLOSE_S)
 
-    def take_back(self, name: str, grace_s: float = 0.0) -> None:
-        """Unmount a segment; readers that found something there go on for ``grace_s``.
+    def unmount(self, name: str, grace_s: float = 0.0) -> None:
+        """Unmount a segment; readers that hold a lease may go on for ``grace_s``.
 
         Raises:
-            InvalidArgument: there is none of that name.
+            InvalidArgument: no segment has that name.
         """
         self._wait(self._node.unmount(name, grace_s), self._timeout_s + CLOSE_S + grace_s)
 
@@ -85,18 +85,18 @@ class EmbeddedNode:
                 await self._node.mounted.wait()
         except TimeoutError:
             raise Unavailable(
-                f"the master at {self._node.settings.master} did not take {', '.join(self._node.segments)} "
+                f"the master at {self._node.settings.master} did not accept {', '.join(self._node.segments)} "
                 f"within {self._timeout_s:g} s; is a name in use?"
             ) from None
 
     def close(self) -> None:
-        """Tell the master, and give the memory back. Harmless when repeated."""
+        """Unmount the segments and release the memory. Idempotent."""
         if self._loop.is_closed():
             return
         try:
             self._wait(self._node.close(), CLOSE_S)
         except (RuntimeError, MooncakeError, TimeoutError) as error:
-            # At the interpreter's exit there are no more threads to be had; the master has been told.
+            # At the interpreter's exit no thread can be started; the segments are already unmounted.
             log.debug("node_close_failed", reason=str(error))
         self._loop.call_soon_threadsafe(self._loop.stop)
         self._thread.join(CLOSE_S)

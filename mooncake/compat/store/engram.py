@@ -1,8 +1,8 @@
 """Embedding tables in the store: one object per head, looked up by rows.
 
 A lookup reads the rows that it needs, each once, under a session that stays open from the first lookup on:
-the master is asked where a table lies once, and not again before a read fails. Without a store the tables
-stay in this process.
+the location of a table is requested from the master once, and again only after a failed read. Without a
+store the tables stay in this process.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ Rows: TypeAlias = npt.NDArray[np.float32]
 
 
 class EngramStoreConfig:
-    """``table_vocab_sizes``: rows of each head's table; ``embedding_dim``: floats of a row."""
+    """Table shapes. ``table_vocab_sizes``: rows of each head's table; ``embedding_dim``: floats per row."""
 
     __slots__ = ("embedding_dim", "table_vocab_sizes")
 
@@ -32,10 +32,10 @@ class EngramStoreConfig:
 
 
 class EngramStore:
-    """The tables of one layer.
+    """Embedding tables of one layer.
 
     Raises:
-        ValueError: there is no head, or a size is not positive.
+        ValueError: there are no heads, or a size is not positive.
     """
 
     def __init__(
@@ -65,11 +65,11 @@ class EngramStore:
         return list(self._sizes)
 
     def populate(self, embedding_buffers: Sequence[Any]) -> None:
-        """Store the tables, float32 [rows, embedding_dim] each. Those that exist stay as they are.
+        """Store the tables, float32 [rows, embedding_dim] each. Those that exist are not changed.
 
         Raises:
-            ValueError: not as many as heads, or of another shape or type.
-            RuntimeError: the store does not take them.
+            ValueError: not one per head, or of another shape or type.
+            RuntimeError: the store refuses them.
         """
         if len(embedding_buffers) != len(self._sizes):
             raise ValueError(f"{len(embedding_buffers)} tables for {len(self._sizes)} heads")
@@ -85,7 +85,7 @@ class EngramStore:
         keys = [self._keys[i] for i in mine]
         if len(started) != len(self._keys) or any(code not in (0, exists) for code in started):
             self._store.batch_put_session_revoke(keys)
-            raise RuntimeError(f"the store does not take the tables {self._keys}: {started}")
+            raise RuntimeError(f"the store refuses the tables {self._keys}: {started}")
         pointers, sizes = [[tables[i].ctypes.data] for i in mine], [[tables[i].nbytes] for i in mine]
         self._store.batch_put_from_multi_buffer_ranges(keys, pointers, sizes, [[0]] * len(keys))
         ended = self._store.batch_put_session_end(keys)
@@ -93,11 +93,11 @@ class EngramStore:
             raise RuntimeError(f"the tables {keys} were not stored: {ended}")
 
     def lookup(self, row_ids: Any) -> Rows:
-        """float32 [..., heads, embedding_dim] for integers [..., heads].
+        """Look up rows: float32 [..., heads, embedding_dim] for integers [..., heads].
 
         Raises:
             ValueError: another last dimension, or a row that the table does not have.
-            RuntimeError: a table is not there.
+            RuntimeError: a table does not exist.
         """
         ids = np.asarray(row_ids)
         if ids.dtype.kind not in "iu" or not ids.ndim or ids.shape[-1] != len(self._sizes):
@@ -114,7 +114,7 @@ class EngramStore:
         return found
 
     def remove_from_store(self, force: bool = False) -> int:
-        """0, also when they are gone already; else the code of the first table that stays."""
+        """Remove the tables: 0, also when they do not exist; else the code of the first that remains."""
         self._local = []
         if self._store is None:
             return 0
@@ -124,7 +124,7 @@ class EngramStore:
         return next((code for code in self._store.batch_remove(self._keys, force) if code not in gone), 0)
 
     def _rows(self, numbers: Sequence[npt.NDArray[Any]]) -> list[Rows]:
-        """These rows of each head's table."""
+        """Read these rows of each head's table."""
         if self._store is None:
             if not self._local:
                 raise RuntimeError("there are no tables yet; populate() first")
@@ -139,7 +139,7 @@ class EngramStore:
                 read = self._store.batch_get_into_multi_buffer_ranges(self._keys, pointers, sizes, offsets)
                 if read == [part.nbytes for part in rows]:
                     return rows
-            # Not opened yet, or what was opened has gone: tables may have been stored anew.
+            # Not opened yet, or the opened objects are gone: tables may have been stored again.
             self._is_open = self._store.batch_get_session_start(self._keys) == [0] * len(self._keys)
         raise RuntimeError(f"some of the tables {self._keys} are not in the store")
 

@@ -1,8 +1,8 @@
-"""The error numbers of the existing package, and which of our refusals and errors each of them is.
+"""Error numbers of the existing package, and the number for each of our refusals and errors.
 
 Programs compare these integers. vLLM goes further: a number outside a short list makes it keep its
-buffers pinned until the process ends, because it may mean that somebody still writes to them. Nothing
-here leaves a transfer behind, so ordinary failures stay within that list (``ORDINARY_FAILURES``).
+buffers pinned until the process ends, because a transfer may still write to them. No call here leaves a
+transfer behind, so ordinary failures stay within that list (``ORDINARY_FAILURES``).
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from mooncake.errors import InvalidArgument, MooncakeError, OutOfMemory, Refusal
 
 
 class StoreCode(IntEnum):
-    """The numbers that this package returns; the existing one has more."""
+    """Numbers that this package returns; the existing one has more."""
 
     OK = 0
     INTERNAL_ERROR = -1
@@ -32,8 +32,8 @@ class StoreCode(IntEnum):
 
 
 ORDINARY_FAILURES = frozenset({-200, -703, -704, -705, -900, -901})
-"""What vLLM takes for an ordinary failure of a read or a write; of a read also -600, -702 and -707, of a
-write also -1700."""
+"""Numbers that vLLM treats as an ordinary failure of a read or a write; of a read also -600, -702 and -707,
+of a write also -1700."""
 
 CODES_OF_REFUSALS = {
     "no_space": StoreCode.NO_AVAILABLE_HANDLE,
@@ -56,7 +56,7 @@ CODES_OF_REFUSALS = {
     "quota_exceeded": StoreCode.TENANT_QUOTA_EXCEEDED,
     "unknown_tenant": StoreCode.TENANT_NOT_REGISTERED,
 }
-"""Every code of a ``Refusal`` that a client may meet."""
+"""Number for every code of a ``Refusal`` that a client may receive."""
 
 
 def code_of_refusal(refusal: Refusal) -> int:
@@ -76,7 +76,7 @@ def code_of_error(error: MooncakeError) -> int:
 
 
 def code_of(outcome: Refusal | bool | None) -> int:
-    """Of a put (None: stored) or a removal (True: gone now, False: there was none)."""
+    """Number for the outcome of a put (None: stored) or a removal (True: removed, False: not found)."""
     if isinstance(outcome, Refusal):
         return code_of_refusal(outcome)
     return int(StoreCode.OBJECT_NOT_FOUND if outcome is False else StoreCode.OK)

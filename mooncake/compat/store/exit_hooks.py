@@ -1,8 +1,8 @@
-"""What a program leaves open when it ends: closed at the interpreter's exit, unmounted on a signal.
+"""Sessions that a program leaves open when it ends: closed at the interpreter's exit, unmounted on a signal.
 
-A signal is only taken where nobody else wants it: a program's own handler stays, and whoever sets one
-later replaces ours. The handler runs in the middle of whatever the main thread is doing, locks held, so
-another thread does the work and is not waited for long; then the signal does what it would have done.
+A signal is only handled where the program has no handler: its own handler stays, and one that is set
+later replaces ours. The handler interrupts the main thread, which may hold locks, so another thread
+does the work and is waited for briefly; then the signal has its default effect.
 """
 
 from __future__ import annotations
@@ -16,15 +16,17 @@ from types import FrameType
 from typing import Protocol
 
 UNMOUNT_TIMEOUT_S = 3.0
-"""For the good-byes of a process that is told to end."""
+"""Time for the unmounts of a process that is terminated."""
 _SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP)
 
 
 class ClosableSession(Protocol):
+    """Session that can be closed or, when there is little time, only unmounted."""
+
     def close(self) -> None: ...
 
     def unmount(self) -> None:
-        """Only tell the master that this process's memory goes away."""
+        """Only unmount this process's segments at the master."""
 
 
 _open: weakref.WeakSet[ClosableSession] = weakref.WeakSet()
@@ -33,7 +35,7 @@ _is_registered = False
 
 
 def close_at_exit(session: ClosableSession) -> None:
-    """``session`` is closed when the process ends, if it still lives."""
+    """Close ``session`` when the process ends, if it still exists."""
     global _is_registered
     with _lock:
         _open.add(session)
@@ -57,8 +59,8 @@ def _unmount_all() -> None:
 
 
 def _handle_signal(number: int, _: FrameType | None) -> None:
-    farewell = threading.Thread(target=_unmount_all, daemon=True)
-    farewell.start()
-    farewell.join(UNMOUNT_TIMEOUT_S)
+    unmounting = threading.Thread(target=_unmount_all, daemon=True)
+    unmounting.start()
+    unmounting.join(UNMOUNT_TIMEOUT_S)
     signal.signal(number, signal.SIG_DFL)
     os.kill(os.getpid(), number)

@@ -1,11 +1,12 @@
-"""The calls that read objects and ask about them.
+"""The calls that read objects and query them: whole, to pointers, in fragments.
 
-A miss, and anything else that goes wrong with one key, is that key's number (or empty bytes, or None);
-the others of the batch are read.
+A miss, or any other failure of one key, is that key's number (or empty bytes, or None); the other keys of
+the batch are read.
 """
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Sequence
 from typing import Any
 
@@ -19,28 +20,36 @@ from mooncake.compat.store.arguments import (
     total_bytes,
 )
 from mooncake.compat.store.batches import cut, pick
-from mooncake.compat.store.buffer_handle import BufferHandle
-from mooncake.compat.store.buffer_registration import BufferRegistrationCalls
-from mooncake.compat.store.object_reads import INVALID, MISS, read_fragments, read_granted, read_objects
-from mooncake.compat.store.range_reads import open_reads
+from mooncake.compat.store.buffer_pool import BufferHandle
+from mooncake.compat.store.caller_memory import BufferRegistrationCalls, are_accessible, is_accessible
+from mooncake.compat.store.error_codes import StoreCode
+from mooncake.compat.store.range_reads import open_reads, read_parts
+from mooncake.compat.store.read_plan import Part
 from mooncake.compat.store.store_session import StoreSession
+from mooncake.errors import InvalidArgument
+from mooncake.store.client.grants import ReadGrant
+
+INVALID = int(StoreCode.INVALID_PARAMS)
+MISS = int(StoreCode.OBJECT_NOT_FOUND)
 
 
 class ReadCalls(BufferRegistrationCalls):
+    """Reads and queries of objects."""
+
     # To bytes -----------------------------------------------------------------------------------------
 
     def get(self, key: str, /) -> bytes:
-        """The object; empty for a miss and for anything that goes wrong."""
+        """Bytes of the object; empty for a miss and for any failure."""
         check_key("get", key)
         return self._get("get", [key])[0]
 
     def get_batch(self, keys: Sequence[str], /) -> list[bytes]:
-        """As ``get`` of each; one empty value for no keys at all."""
+        """As ``get`` of each; one empty value when there are no keys."""
         keys = check_keys("get_batch", keys)
         return self._get("get_batch", keys) if keys else [b""]
 
     def get_buffer(self, key: str, /) -> BufferHandle | None:
-        """The object in memory of its own, or None."""
+        """Object in memory of its own, or None."""
         check_key("get_buffer", key)
         return self._get_buffers("get_buffer", [key])[0]
 
@@ -51,7 +60,7 @@ class ReadCalls(BufferRegistrationCalls):
     # To pointers ----------------------------------------------------------------------------------------
 
     def get_into(self, key: str, buffer_ptr: int, size: int) -> int:
-        """Bytes read; -704 for a miss, -600 when the buffer is too small."""
+        """Read an object: its size; -704 for a miss, -600 when the buffer is too small."""
         return self._get_pointers("get_into", [key], [[buffer_ptr]], [[size]])[0]
 
     def batch_get_into(
@@ -69,7 +78,7 @@ class ReadCalls(BufferRegistrationCalls):
         all_sizes: Sequence[Sequence[int]],
         prefer_alloc_in_same_node: bool = False,
     ) -> list[int]:
-        """Bytes read for each; an object fills its buffers in order. -600 when it is larger than they are."""
+        """Read objects, each to its buffers in order: their sizes; -600 for one that does not fit."""
         return self._get_pointers("batch_get_into_multi_buffers", keys, all_buffer_ptrs, all_sizes)
 
     def get_into_ranges(
@@ -80,7 +89,7 @@ class ReadCalls(BufferRegistrationCalls):
         all_src_offsets: Sequence[Sequence[Sequence[int]]],
         all_sizes: Sequence[Sequence[Sequence[int]]],
     ) -> list[list[list[int]]]:
-        """Fragments of objects ``all_keys[i][j]`` to ``buffer_ptrs[i]``: of each the bytes read, or a code.
+        """Read fragments of objects ``all_keys[i][j]`` to ``buffer_ptrs[i]``: for each its size, or a code.
 
         -704 for a miss, -600 for a fragment that does not lie in its object, or lists of unequal lengths.
         """
@@ -117,20 +126,20 @@ class ReadCalls(BufferRegistrationCalls):
 
         return self._in_session(what, get, lambda code: [[[code] * num for num in row] for row in shape])
 
-    # Asking ---------------------------------------------------------------------------------------------
+    # Queries --------------------------------------------------------------------------------------------
 
     def get_size(self, key: str, /) -> int:
-        """The object's size; -704 for a miss."""
+        """Size of the object; -704 for a miss."""
         check_key("get_size", key)
 
-        def ask(session: StoreSession) -> int:
+        def query(session: StoreSession) -> int:
             found = session.store.open_reads([key])[0] if is_good_key(key) else None
             return MISS if found is None else found.size_bytes
 
-        return self._in_session("get_size", ask, int)
+        return self._in_session("get_size", query, int)
 
     def is_exist(self, key: str, /) -> int:
-        """1 or 0; negative when nobody knows. A key that exists is leased, so that a get finds it."""
+        """Return 1 or 0; negative on failure. A key that exists is leased, so that a get finds it."""
         check_key("is_exist", key)
         return self._exist("is_exist", [key])[0]
 
@@ -139,16 +148,16 @@ class ReadCalls(BufferRegistrationCalls):
         return self._exist("batch_is_exist", check_keys("batch_is_exist", keys))
 
     def _exist(self, what: str, keys: list[str]) -> list[int]:
-        def ask(session: StoreSession) -> list[int]:
+        def query(session: StoreSession) -> list[int]:
             at = [i for i, key in enumerate(keys) if is_good_key(key)]
             flags = [0] * len(keys)
             for i, flag in zip(at, session.store.exists(pick(keys, at)), strict=True):
                 flags[i] = int(flag)
             return flags
 
-        return self._in_session(what, ask, lambda code: [code] * len(keys))
+        return self._in_session(what, query, lambda code: [code] * len(keys))
 
-    # What they come down to -----------------------------------------------------------------------------
+    # Implementation -------------------------------------------------------------------------------------
 
     def _get(self, what: str, keys: list[str]) -> list[bytes]:
         def get(session: StoreSession) -> list[bytes]:
@@ -156,7 +165,7 @@ class ReadCalls(BufferRegistrationCalls):
             at = [i for i, key in enumerate(keys) if is_good_key(key)]
             for i, value in zip(at, session.store.get_batch(pick(keys, at)), strict=True):
                 values[i] = value or b""
-            session.client_metrics.moved("read", sum(map(len, values)))
+            session.client_metrics.count_bytes("read", sum(map(len, values)))
             return values
 
         return self._in_session(what, get, lambda _: [b""] * len(keys))
@@ -182,7 +191,7 @@ class ReadCalls(BufferRegistrationCalls):
         return self._get_into(what, keys, parts)
 
     def _get_into(self, what: str, keys: list[str], parts: Sequence[Sequence[Span]]) -> list[int]:
-        """Sizes or codes per key; ``parts``: per key the places to fill, in order."""
+        """Sizes or codes per key; ``parts``: per key the spans to fill, in order."""
 
         def get(session: StoreSession) -> list[int]:
             codes: list[int] = []
@@ -191,3 +200,73 @@ class ReadCalls(BufferRegistrationCalls):
             return codes
 
         return self._in_session(what, get, lambda code: [code] * len(keys))
+
+
+def read_objects(session: StoreSession, keys: list[str], parts: list[Sequence[Span]]) -> list[int]:
+    """Read whole objects: sizes or codes. The store handles the usual case, one good buffer per object."""
+    spans = [row[0] for row in parts if len(row) == 1]
+    if len(spans) == len(parts) and all(map(is_good_key, keys)) and all(are_accessible(session, parts)):
+        with contextlib.suppress(InvalidArgument):  # too small; which one is found below
+            sizes = session.store.get_batch_into(keys, spans)
+            session.client_metrics.count_bytes("read", sum(size or 0 for size in sizes))
+            return [MISS if size is None else size for size in sizes]
+    return read_granted(session, open_reads(session, keys), parts)
+
+
+def read_granted(
+    session: StoreSession, grants: Sequence[ReadGrant | None], parts: Sequence[Sequence[Span]]
+) -> list[int]:
+    """Read whole objects under leases: sizes or codes."""
+    codes = [MISS] * len(grants)
+    wanted: dict[int, tuple[ReadGrant, list[Part]]] = {}
+    are_there = are_accessible(session, parts)
+    for at, (grant, spans) in enumerate(zip(grants, parts, strict=True)):
+        if grant is None:
+            continue
+        if total_bytes(spans) < grant.size_bytes or not are_there[at]:
+            codes[at] = INVALID
+        else:
+            wanted[at] = grant, _filled(spans, grant.size_bytes)
+    are_good = read_parts(
+        session, [grant for grant, _ in wanted.values()], [row for _, row in wanted.values()]
+    )
+    for (at, (grant, _)), is_good in zip(wanted.items(), are_good, strict=True):
+        if is_good:
+            codes[at] = grant.size_bytes
+    session.client_metrics.count_bytes("read", sum(code for code in codes if code > 0))
+    return codes
+
+
+def _filled(spans: Sequence[Span], size_bytes: int) -> list[Part]:
+    """Parts of ``spans`` that an object of this size fills."""
+    filled: list[Part] = []
+    offset = 0
+    for address, room in spans:
+        taken = min(room, size_bytes - offset)
+        if taken:
+            filled.append((offset, address, taken))
+            offset += taken
+    return filled
+
+
+def read_fragments(
+    session: StoreSession, grants: Sequence[ReadGrant | None], fragments: Sequence[Sequence[Part]]
+) -> list[list[int]]:
+    """Read fragments of objects: per object, their sizes or codes."""
+    codes: list[list[int]] = []
+    wanted: list[tuple[int, ReadGrant, list[Part]]] = []
+    for at, (grant, row) in enumerate(zip(grants, fragments, strict=True)):
+        codes.append([MISS if grant is None else INVALID] * len(row))
+        if grant is None:
+            continue
+        good = [
+            offset >= 0 and offset + size <= grant.size_bytes and is_accessible(session, (address, size))
+            for offset, address, size in row
+        ]
+        codes[at] = [size if is_good else INVALID for (_, _, size), is_good in zip(row, good, strict=True)]
+        wanted.append((at, grant, [part for part, is_good in zip(row, good, strict=True) if is_good]))
+    are_good = read_parts(session, [grant for _, grant, _ in wanted], [parts for _, _, parts in wanted])
+    for (at, _, _), is_good in zip(wanted, are_good, strict=True):
+        if not is_good:
+            codes[at] = [MISS if code >= 0 else code for code in codes[at]]
+    return codes

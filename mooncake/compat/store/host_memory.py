@@ -1,4 +1,4 @@
-"""What the existing package's module offers about this host's memory: allocators, a NUMA node to run on."""
+"""Functions of the existing package for this host's memory: allocators and NUMA binding."""
 
 from __future__ import annotations
 
@@ -22,14 +22,14 @@ _PREFERRED = 1
 
 _lock = threading.Lock()
 _maps: dict[int, mmap.mmap] = {}
-"""By address: what is allocated and not freed."""
+"""Allocated memory that is not freed, by address."""
 
 
 class MooncakeHostMemAllocator:
-    """Shared memory by address. It outlives this object: what is not freed stays until the process ends."""
+    """Allocator of shared memory, which outlives this object: until it is freed or the process ends."""
 
     def alloc(self, size: int, /) -> int:
-        """The address of ``size`` zero bytes; 0 when there are none."""
+        """Allocate ``size`` zero bytes; their address, or 0 on failure."""
         if size <= 0:
             return 0
         try:
@@ -48,7 +48,7 @@ class MooncakeHostMemAllocator:
         return address
 
     def free(self, ptr: int, /) -> int:
-        """0; -1 when ``alloc`` did not return it, or it is free already."""
+        """Free memory: 0; -1 when ``alloc`` did not return it, or it is already free."""
         with _lock:
             mapped = _maps.pop(ptr, None)
         if mapped is None:
@@ -58,12 +58,12 @@ class MooncakeHostMemAllocator:
 
 
 def get_alloc_func_addr() -> int:
-    """Of a C function ``alloc(size, ...)``, for programs that plug it in somewhere: the system's."""
+    """Address of a C function ``alloc(size, ...)``, the system's, for programs that need one."""
     return _address("malloc")
 
 
 def get_free_func_addr() -> int:
-    """Of a C function ``free(pointer, ...)`` that goes with it."""
+    """Address of the matching C function ``free(pointer, ...)``."""
     return _address("free")
 
 
@@ -72,12 +72,12 @@ def _address(name: str) -> int:
 
 
 def bind_to_numa_node(node: int) -> None:
-    """Run this thread on the cores of a NUMA node and take memory from it first; warns if it is not here."""
+    """Run this thread on the cores of a NUMA node and prefer its memory; warn if there is no such node."""
     try:
         cores = _cores((NODES / f"node{node:d}" / "cpulist").read_text())
         os.sched_setaffinity(0, cores)
     except (OSError, ValueError) as error:
-        log.warning(f"bind_to_numa_node: node {node} is not here ({error})")
+        log.warning(f"bind_to_numa_node: node {node} does not exist ({error})")
         return
     call = _SET_MEMPOLICY.get(platform.machine())
     mask = (ctypes.c_ulong * (node // 64 + 1))()
@@ -87,7 +87,7 @@ def bind_to_numa_node(node: int) -> None:
 
 
 def _cores(text: str) -> set[int]:
-    """Of ``0-3,8``."""
+    """Parse a list of cores such as ``0-3,8``."""
     cores: set[int] = set()
     for part in text.strip().split(","):
         first, _, last = part.partition("-")

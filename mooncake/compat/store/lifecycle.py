@@ -1,15 +1,15 @@
-"""The life of a ``MooncakeDistributedStore``: nothing, then a session with a master, then nothing again.
+"""The lifecycle of a ``MooncakeDistributedStore``: no session, then one with a master, then none again.
 
-Every call goes through ``_do``, which is why none of them raises or crashes, before ``setup``, after
-``close``, while another thread closes, in a forked child, or without a master: it becomes a number.
+Every call goes through ``_do``, which turns failures into numbers, so that no call raises or crashes before
+``setup``, after ``close``, while another thread closes, in a forked child, or without a master.
 
-For the modules beside this one (tensors, sessions, ...), what to build on::
+The other modules of calls (tensors, sessions, ...) build on::
 
     self._store                          the client of ``mooncake.store``, or None
-    self._do(what, act, failed)          act(store), or failed(code) when it cannot be
+    self._do(what, act, failed)          act(store), or failed(code) when that fails
     self._put(what, keys, parts, config) one code per key; parts: per key, a list of (address, size)
     self._get_into(what, keys, parts)    sizes or codes per key
-    self.put_parts, get_buffer, ...      the public calls, which are all in the same object
+    self.put_parts, get_buffer, ...      the public calls, which are methods of the same object
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ ResultT = TypeVar("ResultT")
 
 
 class StoreLifecycle:
-    """Knows when there is a store to talk to, and turns what goes wrong into numbers."""
+    """Holds the session, and turns failures of calls into numbers."""
 
     def __init__(self) -> None:
         self._life_lock = threading.Lock()
@@ -47,18 +47,18 @@ class StoreLifecycle:
         session = self._session
         return None if session is None else session.store
 
-    # Beginning and end ------------------------------------------------------------------------------
+    # Setup and close --------------------------------------------------------------------------------
 
     def _begin(
-        self, words: Callable[[], SetupArguments], opened: Callable[[StoreSession], None] = lambda _: None
+        self, arguments: Callable[[], SetupArguments], opened: Callable[[StoreSession], None] = lambda _: None
     ) -> int:
-        """Open a session with what ``words`` says; 0, or a code with the reason in the log."""
+        """Open a session with the result of ``arguments``; 0, or a code with the reason in the log."""
         with self._life_lock:
             if self._session is not None and self._session.is_usable:
-                log.error("setup: this store is set up already; close() it first")
+                log.error("setup: this store is already set up; close() it first")
                 return int(StoreCode.INVALID_PARAMS)
             try:
-                session = open_session(words().checked())
+                session = open_session(arguments().checked())
                 opened(session)
                 self._session = session
             except InvalidArgument as error:
@@ -68,11 +68,11 @@ class StoreLifecycle:
                 log.error(f"setup: {error}")
                 return -1 if isinstance(error, Unavailable) else code_of_error(error)
             self._finalizer = weakref.finalize(self, _close_in_thread, session)
-            self._finalizer.atexit = False  # exits.py sees to that
+            self._finalizer.atexit = False  # exit_hooks.py closes the session at exit
             return int(StoreCode.OK)
 
     def close(self) -> int:
-        """0, however often and whenever it is called. Calls under way end first, or fail."""
+        """Close the session; always 0. Calls in progress end first, or fail."""
         with self._life_lock:
             session, self._session = self._session, None
             if self._finalizer is not None:
@@ -83,7 +83,7 @@ class StoreLifecycle:
         return 0
 
     def health_check(self) -> int:
-        """0: well; 1: not set up, or closed; 2: the master does not answer."""
+        """Health of the client, 0: good; 1: not set up, or closed; 2: the master does not answer."""
         session = self._session
         if session is None or not session.enter():
             return 1
@@ -93,19 +93,19 @@ class StoreLifecycle:
             session.leave()
 
     def get_hostname(self) -> str:
-        """``host:port``, the name of the segment that this process contributes; empty before ``setup``."""
+        """Name ``host:port`` of this process's segment; empty before ``setup``."""
         session = self._session
         return session.hostname if session is not None else ""
 
     def _local_buffer(self) -> LocalBuffer | None:
-        """Registered memory of the size that ``setup`` was told, for pools of buffers."""
+        """Registered memory of the size given to ``setup``, for pools of buffers."""
         session = self._session
         return None if session is None else session.local
 
     # Every call ---------------------------------------------------------------------------------------
 
     def _do(self, what: str, act: Callable[[Store], ResultT], failed: Callable[[int], ResultT]) -> ResultT:
-        """``act`` with the store, or ``failed`` with the number of what is wrong, which the log explains."""
+        """Result of ``act`` with the store, or of ``failed`` with an error number whose reason is logged."""
         return self._in_session(what, lambda session: act(session.store), failed)
 
     def _in_session(
@@ -113,14 +113,14 @@ class StoreLifecycle:
     ) -> ResultT:
         session = self._session
         if session is None or not session.enter():
-            log.error(f"{what}: this store is not set up; call setup() and see that it returns 0")
+            log.error(f"{what}: this store is not set up; call setup() and check that it returns 0")
             return failed(int(StoreCode.INVALID_PARAMS))
         began = time.perf_counter()
         try:
             if session.is_cut_off and not session.has_master():
                 return failed(int(StoreCode.RPC_FAIL))
             result = act(session)
-            session.client_metrics.took(what, time.perf_counter() - began)
+            session.client_metrics.observe_call(what, time.perf_counter() - began)
             return result
         except Unavailable as error:
             session.is_cut_off = True
@@ -129,7 +129,7 @@ class StoreLifecycle:
         except MooncakeError as error:
             log.error(f"{what}: {error}")
             return failed(code_of_error(error))
-        except (UnicodeError, OverflowError) as error:  # text or a number that no message can carry
+        except (UnicodeError, OverflowError) as error:  # text or a number that a message cannot represent
             log.error(f"{what}: {error}")
             return failed(int(StoreCode.INVALID_PARAMS))
         finally:
@@ -137,7 +137,7 @@ class StoreLifecycle:
 
 
 def _close_in_thread(session: StoreSession) -> None:
-    """The garbage collector calls from any thread, also the node's own, which must not wait."""
+    """Close a session that is garbage-collected; on the node's own thread waiting would deadlock."""
     closing = threading.Thread(target=session.close, name="store-close", daemon=True)
     closing.start()
     if not session.is_on_node():

@@ -1,8 +1,8 @@
-"""Sessions on objects: found or reserved once, then read or written in ranges without asking the master.
+"""Sessions on objects: found or reserved once, then read or written in ranges without the master.
 
 A get session holds a lease that is kept alive until the session ends; a put session holds a reservation,
-and its object is seen by nobody before the end. Sessions belong to a key of this client: a second one on
-the same key takes the place of the first.
+and its object is not visible before the end. Sessions belong to a key of this client: a second one on
+the same key replaces the first.
 """
 
 from __future__ import annotations
@@ -28,14 +28,14 @@ from mooncake.store.client.store import Store
 from mooncake.transfer.memory import is_mapped
 
 SESSION_CHUNK_BYTES = 64 << 10
-"""Small, because what is read later by ranges is fetched in whole chunks."""
+"""Chunk size; small, because later reads of ranges fetch whole chunks."""
 MAX_SESSION_CHUNKS = 4096
 
 Rows: TypeAlias = Sequence[Sequence[int]]
 
 
 class ObjectSessionCalls(ReadCalls, WriteCalls):
-    """Thread-safe."""
+    """Calls on get and put sessions. Thread-safe."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -44,20 +44,20 @@ class ObjectSessionCalls(ReadCalls, WriteCalls):
         self._puts: dict[str, tuple[Store, PutGrant]] = {}
 
     def _failed(self, keys: Sequence[str]) -> Callable[[int], list[int]]:
-        """One code per key, or nothing at all before ``setup``, as ever."""
+        """Result of a failed call: one code per key, or an empty list before ``setup``."""
         return lambda code: [code] * len(keys) if self._store is not None else []
 
     # Reading ------------------------------------------------------------------------------------------
 
     def batch_get_session_start(self, keys: Sequence[str]) -> list[int]:
-        """0 for each key that can be read until the session's end; -704 for a miss."""
+        """Start get sessions: 0 for each key that can be read until the session's end; -704 for a miss."""
         keys = check_keys("batch_get_session_start", keys)
 
         def act(session: StoreSession) -> list[int]:
             grants = open_reads(session, keys)
             for key, grant in zip(keys, grants, strict=True):
                 if grant is not None:
-                    self._hold(key, session.store, grant)
+                    self._begin_get(key, session.store, grant)
             return [
                 int(StoreCode.OK if grant is not None else StoreCode.OBJECT_NOT_FOUND) for grant in grants
             ]
@@ -67,14 +67,14 @@ class ObjectSessionCalls(ReadCalls, WriteCalls):
     def batch_get_into_multi_buffer_ranges(
         self, keys: Sequence[str], all_buffer_ptrs: Rows, all_sizes: Rows, all_src_offsets: Rows
     ) -> list[int]:
-        """Bytes read for each key, all its ranges together; -600 without a session or out of bounds."""
+        """Read ranges: bytes read for each key in total; -600 without a session or out of bounds."""
         what = "batch_get_into_multi_buffer_ranges"
         keys = check_keys(what, keys)
         wanted = _parts(what, keys, all_src_offsets, all_buffer_ptrs, all_sizes)
 
         def act(session: StoreSession) -> list[int]:
             results = [int(StoreCode.INVALID_PARAMS)] * len(keys)
-            grants = [self._held(key, session.store) for key in keys]
+            grants = [self._open_get(key, session.store) for key in keys]
             for again in (False, True):
                 open_ones = [
                     (number, grant, parts)
@@ -91,13 +91,13 @@ class ObjectSessionCalls(ReadCalls, WriteCalls):
                 if again or not failed:
                     break
                 grants = self._reopened(session, keys, grants, failed)
-            session.client_metrics.moved("read", sum(size for size in results if size > 0))
+            session.client_metrics.count_bytes("read", sum(size for size in results if size > 0))
             return results
 
         return self._in_session("batch_get_into_multi_buffer_ranges", act, self._failed(keys))
 
     def batch_get_session_end(self, keys: Sequence[str]) -> int:
-        """0, also for keys without a session; the objects may go now."""
+        """End get sessions: 0, also for keys without one; the objects may be evicted again."""
         keys = check_keys("batch_get_session_end", keys)
 
         def act(session: StoreSession) -> int:
@@ -110,7 +110,7 @@ class ObjectSessionCalls(ReadCalls, WriteCalls):
 
         return self._in_session("batch_get_session_end", act, lambda _: -1)
 
-    def _hold(self, key: str, store: Store, grant: ReadGrant) -> None:
+    def _begin_get(self, key: str, store: Store, grant: ReadGrant) -> None:
         with self._sessions_lock:
             before = self._gets.get(key)
             self._gets[key] = (store, grant)
@@ -125,16 +125,16 @@ class ObjectSessionCalls(ReadCalls, WriteCalls):
         grants: Sequence[ReadGrant | None],
         failed: Sequence[int],
     ) -> list[ReadGrant | None]:
-        """New grants for the ``failed``: a replica was lost, or the lease; another may be there."""
+        """Open new grants for the ``failed``: a replica or the lease was lost; others may exist."""
         again: list[ReadGrant | None] = [None] * len(keys)
         for number, grant in zip(failed, open_reads(session, [keys[i] for i in failed]), strict=True):
             before = grants[number]
             if grant is not None and before is not None and grant.object_id == before.object_id:
                 again[number] = grant
-                self._hold(keys[number], session.store, grant)
+                self._begin_get(keys[number], session.store, grant)
         return again
 
-    def _held(self, key: str, store: Store) -> ReadGrant | None:
+    def _open_get(self, key: str, store: Store) -> ReadGrant | None:
         with self._sessions_lock:
             held = self._gets.get(key)
         return held[1] if held is not None and held[0] is store else None
@@ -144,7 +144,7 @@ class ObjectSessionCalls(ReadCalls, WriteCalls):
     def batch_put_session_start(
         self, keys: Sequence[str], sizes: Sequence[int], config: ReplicateConfig | None = None
     ) -> list[int]:
-        """0 for each key that may be written until the session's end; -705 if there is one already."""
+        """Start put sessions: 0 for each key that may be written until the end; -705 if the object exists."""
         what = "batch_put_session_start"
         keys, sizes = check_keys(what, keys), numbers(what, "sizes", sizes)
 
@@ -171,7 +171,7 @@ class ObjectSessionCalls(ReadCalls, WriteCalls):
     def batch_put_from_multi_buffer_ranges(
         self, keys: Sequence[str], all_buffer_ptrs: Rows, all_sizes: Rows, all_dst_offsets: Rows
     ) -> list[int]:
-        """0 for each key whose ranges were written; -600 without a session or out of bounds."""
+        """Write ranges: 0 for each key whose ranges were written; -600 without a session or out of bounds."""
         what = "batch_put_from_multi_buffer_ranges"
         keys = check_keys(what, keys)
         given = _parts(what, keys, all_dst_offsets, all_buffer_ptrs, all_sizes)
@@ -180,7 +180,7 @@ class ObjectSessionCalls(ReadCalls, WriteCalls):
             results = [int(StoreCode.INVALID_PARAMS)] * len(keys)
             open_ones: list[tuple[int, PutGrant, list[Part]]] = []
             for number, (key, parts) in enumerate(zip(keys, given, strict=True)):
-                grant = self._writing(key, session.store)
+                grant = self._open_put(key, session.store)
                 if grant is not None and parts is not None and _fits(session, parts, grant.size_bytes):
                     open_ones.append((number, grant, parts))
             for at in cut([sum(length for _, _, length in parts) for _, _, parts in open_ones]):
@@ -191,46 +191,46 @@ class ObjectSessionCalls(ReadCalls, WriteCalls):
                 for (number, _, parts), outcome in zip(some, outcomes, strict=True):
                     results[number] = _code(outcome)
                     if outcome is None:
-                        session.client_metrics.moved("write", sum(length for _, _, length in parts))
+                        session.client_metrics.count_bytes("write", sum(length for _, _, length in parts))
             return results
 
         return self._in_session("batch_put_from_multi_buffer_ranges", act, self._failed(keys))
 
     def batch_put_session_end(self, keys: Sequence[str]) -> list[int]:
-        """0 for each object that is there now; a code for one that was not written whole, -600 for none."""
+        """End put sessions: 0 for a stored object; a code for an incomplete one, -600 without a session."""
         keys = check_keys("batch_put_session_end", keys)
 
         def act(session: StoreSession) -> list[int]:
-            grants = [self._taken(key, session.store) for key in keys]
+            grants = [self._pop_put(key, session.store) for key in keys]
             outcomes = iter(session.store.end_puts([grant for grant in grants if grant is not None]))
             return [int(StoreCode.INVALID_PARAMS) if g is None else _code(next(outcomes)) for g in grants]
 
         return self._in_session("batch_put_session_end", act, self._failed(keys))
 
     def batch_put_session_revoke(self, keys: Sequence[str]) -> list[int]:
-        """0 for each reservation given up; -600 where there is none."""
+        """Revoke put sessions: 0 for each released reservation; -600 without a session."""
         keys = check_keys("batch_put_session_revoke", keys)
 
         def act(session: StoreSession) -> list[int]:
-            grants = [self._taken(key, session.store) for key in keys]
+            grants = [self._pop_put(key, session.store) for key in keys]
             session.store.abort_puts([grant for grant in grants if grant is not None])
             return [int(StoreCode.INVALID_PARAMS if grant is None else StoreCode.OK) for grant in grants]
 
         return self._in_session("batch_put_session_revoke", act, self._failed(keys))
 
-    def _writing(self, key: str, store: Store) -> PutGrant | None:
+    def _open_put(self, key: str, store: Store) -> PutGrant | None:
         with self._sessions_lock:
             held = self._puts.get(key)
         return held[1] if held is not None and held[0] is store else None
 
-    def _taken(self, key: str, store: Store) -> PutGrant | None:
+    def _pop_put(self, key: str, store: Store) -> PutGrant | None:
         with self._sessions_lock:
             held = self._puts.pop(key, None)
         return held[1] if held is not None and held[0] is store else None
 
 
 def _parts(what: str, keys: Sequence[str], *columns: Rows) -> list[list[Part] | None]:
-    """Per key its (offset, address, length); None where the lists do not match."""
+    """Triples (offset, address, length) of each key; None where the lists differ in length."""
     names = ("all_offsets", "all_buffer_ptrs", "all_sizes")
     offsets, addresses, sizes = (
         rows(what, name, column) for name, column in zip(names, columns, strict=True)
@@ -244,7 +244,7 @@ def _parts(what: str, keys: Sequence[str], *columns: Rows) -> list[list[Part] | 
 
 
 def _fits(session: StoreSession, parts: Sequence[Part], size_bytes: int) -> bool:
-    """Within the object, and in memory that the program may move."""
+    """Whether the parts lie within the object, and in memory that the program may move."""
     return all(
         offset >= 0
         and 0 <= length <= size_bytes - offset

@@ -1,9 +1,9 @@
-"""The words in which a program says how its ranks share a tensor, and the keys that follow from them.
+"""How a program describes the ranks that share a tensor, and the keys that follow from it.
 
 Only tensor parallelism (TP) divides a tensor. Data parallel (DP) ranks hold the same one, so they share its
-keys: who comes second finds it stored. Experts (EP) and stages (PP) have tensors of their own under one
-name, told apart by a suffix. The classes are the existing package's: attributes are checked where they are
-set, and one that does not exist is an AttributeError.
+keys: a second put finds it stored. Experts (EP) and stages (PP) have tensors of their own under one name,
+distinguished by a suffix. The classes are the existing package's: attributes are checked when they are set,
+and one that does not exist is an AttributeError.
 
     key                          the whole tensor
     key_tp_1                     part 1 of it
@@ -47,7 +47,7 @@ class ParallelAxis:
 
     @property
     def kind(self) -> str:
-        """tp, dp, ep or pp."""
+        """Kind of parallelism: tp, dp, ep or pp."""
         return self._kind
 
     @kind.setter
@@ -73,7 +73,7 @@ class TensorParallelism:
 
 
 class ReadTarget:
-    """What a reader wants: an object as it was stored, any part (``shard``), or the whole (``full``)."""
+    """What to read: an object as it was stored, any part (``shard``), or the whole (``full``)."""
 
     __slots__ = ("_mode", "parallelism")
 
@@ -96,10 +96,10 @@ class ReadTarget:
 
 
 def axes_of(parallelism: Any) -> tuple[Axis, ...]:
-    """Of a ``TensorParallelism``; none for None.
+    """Axes of a ``TensorParallelism``; none for None.
 
     Raises:
-        ValueError: it is none, or what it says can't be.
+        ValueError: it is not one, or is invalid.
     """
     if parallelism is None:
         return ()
@@ -120,7 +120,7 @@ def _axis_of(axis: Any) -> Axis:
 
 
 def tp_axes(rank: int, size: int, split_dim: int) -> tuple[Axis, ...]:
-    """What the calls ``..._with_tp`` mean; none for a size that divides nothing.
+    """Axes for the calls ``..._with_tp``; none when ``size`` is 1.
 
     Raises:
         ValueError: there is no such rank.
@@ -133,10 +133,10 @@ def tp_axes(rank: int, size: int, split_dim: int) -> tuple[Axis, ...]:
 
 
 def writer_cut(partition: Any, ndim: int) -> Cut:
-    """Of ``(rank, size, split_dim)``, for a tensor of ``ndim`` dimensions.
+    """Cut for ``(rank, size, split_dim)`` of a tensor with ``ndim`` dimensions.
 
     Raises:
-        ValueError: it is no such thing.
+        ValueError: it is not such a tuple, or is out of range.
     """
     try:
         rank, size, split_dim = (int(number) for number in partition)
@@ -148,7 +148,7 @@ def writer_cut(partition: Any, ndim: int) -> Cut:
 
 
 def shard_header(whole: TensorHeader, axes: Sequence[Axis]) -> TensorHeader:
-    """Of the part of ``whole`` that ``axes`` stand for.
+    """Header of the part of ``whole`` that ``axes`` select.
 
     Raises:
         ValueError: there is no such dimension.
@@ -159,19 +159,19 @@ def shard_header(whole: TensorHeader, axes: Sequence[Axis]) -> TensorHeader:
 
 
 def group_key(key: str, axes: Sequence[Axis]) -> str:
-    """Where the tensor lives that these ranks share, expert and stage told apart."""
+    """Key of the tensor that these ranks share, with suffixes for expert and stage."""
     own = [axis for axis in axes if axis.kind in (AxisKind.EP, AxisKind.PP)]
     return key + "".join(f"_{_SUFFIXES[axis.kind]}_{_member(axis)}" for axis in own)
 
 
 def part_key(key: str, axes: Sequence[Axis]) -> str:
-    """Where the part of exactly these ranks lives."""
+    """Key of the part of exactly these ranks."""
     ranks = "".join(f"_tp_{axis.rank}" for axis in axes if axis.kind == AxisKind.TP)
     return group_key(key, axes) + ranks
 
 
 def tp_key(key: str, rank: int, size: int) -> str:
-    """Where the calls ``..._with_tp`` look."""
+    """Key of a part for the calls ``..._with_tp``."""
     return f"{key}_tp_{rank}" if size > 1 else key
 
 

@@ -1,8 +1,8 @@
-"""Which part of a tensor is whose: ranks to boxes, and a wanted box out of stored ones.
+"""Partition of a tensor: the box of each rank, and a wanted box from stored ones.
 
 A dimension is cut as torch's ``chunk`` cuts it: equal parts, the last ones shorter or empty. Several cuts
-are made one after the other, each of what the one before left. Knows shapes and ranks; where the parts are
-stored and how they are read is ``tensor_parallel.py``'s business.
+are applied in order, each to the result of the one before. Knows shapes and ranks only;
+``tensor_parallel.py`` knows where the parts are stored and how they are read.
 """
 
 from __future__ import annotations
@@ -16,12 +16,12 @@ from typing import TypeAlias
 from mooncake.compat.store.tensor_format import Axis, AxisKind
 
 Box: TypeAlias = tuple[tuple[int, int], ...]
-"""(start, stop) in each dimension."""
+"""Pair (start, stop) for each dimension."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Cut:
-    """Part ``rank`` of ``count`` along ``dim``."""
+    """Selection of part ``rank`` of ``count`` along ``dim``."""
 
     rank: int
     count: int
@@ -30,24 +30,24 @@ class Cut:
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class BoxOverlap:
-    """A stored part that a wanted box needs: its number, and what to copy from where to where."""
+    """Overlap of a stored part with a wanted box: its number, and what to copy from where to where."""
 
     number: int
     source: Box
-    """Within the stored part."""
+    """Box within the stored part."""
     target: Box
-    """Within the wanted box."""
+    """Box within the wanted box."""
 
 
 def extent_of(length: int, rank: int, count: int) -> tuple[int, int]:
-    """(start, stop) of part ``rank``."""
+    """Pair (start, stop) of part ``rank``."""
     step = -(-length // count)
     start = min(length, rank * step)
     return start, min(length, start + step)
 
 
 def box_of(shape: Sequence[int], cuts: Sequence[Cut]) -> Box:
-    """What is left of ``shape`` after ``cuts``.
+    """Box that ``cuts`` select from ``shape``.
 
     Raises:
         ValueError: there is no such rank or no such dimension.
@@ -69,17 +69,17 @@ def shape_of(box: Box) -> tuple[int, ...]:
 
 
 def slices_of(box: Box) -> tuple[slice, ...]:
-    """For indexing a tensor."""
+    """Slices for indexing a tensor."""
     return tuple(slice(start, stop) for start, stop in box)
 
 
 def all_cuts(cuts: Sequence[Cut]) -> Iterator[tuple[Cut, ...]]:
-    """Every rank's cuts of a division, in the order of ranks; one empty tuple for no division."""
+    """Cuts of every rank, in the order of ranks; one empty tuple when there are no cuts."""
     yield from product(*([Cut(rank, cut.count, cut.dim) for rank in range(cut.count)] for cut in cuts))
 
 
 def plan_overlaps(wanted: Box, stored: Sequence[Box]) -> list[BoxOverlap] | None:
-    """How ``wanted`` is put together from ``stored`` boxes, which do not overlap; None: they lack some."""
+    """Plan to assemble ``wanted`` from ``stored`` boxes, which do not overlap; None when some is missing."""
     pieces: list[BoxOverlap] = []
     covered = 0
     for number, box in enumerate(stored):
@@ -92,14 +92,14 @@ def plan_overlaps(wanted: Box, stored: Sequence[Box]) -> list[BoxOverlap] | None
 
 
 def num_runs(shape: Sequence[int], box: Box) -> int:
-    """In how many bits of contiguous memory ``box`` lies; the last dimension is the fastest."""
+    """Number of contiguous runs of memory in ``box``; the last dimension varies fastest."""
     return prod(shape_of(box)[: _first_whole(shape, box)])
 
 
 def runs(
     source_shape: Sequence[int], source: Box, target_shape: Sequence[int], target: Box
 ) -> Iterator[tuple[int, int, int]]:
-    """(element of the source, element of the target, number of elements) of equal boxes, run by run.
+    """Yield (element of the source, element of the target, number of elements) for each run of equal boxes.
 
     A run is contiguous in both.
     """
@@ -116,7 +116,7 @@ def runs(
 
 
 def _first_whole(shape: Sequence[int], box: Box) -> int:
-    """The dimension from which on a run goes: all behind it are covered whole."""
+    """Dimension along which a run extends: the box covers all later ones completely."""
     dim = len(shape)
     while dim > 0:
         dim -= 1
@@ -133,12 +133,12 @@ def _element(shape: Sequence[int], box: Box, place: Sequence[int]) -> int:
 
 
 def cuts_of(axes: Sequence[Axis]) -> list[Cut]:
-    """The cuts that axes stand for: only tensor parallelism divides a tensor."""
+    """Cuts of the axes: only tensor parallelism divides a tensor."""
     return [Cut(axis.rank, axis.count, axis.split_dim) for axis in axes if axis.kind == AxisKind.TP]
 
 
 def axes_with(axes: Sequence[Axis], cuts: Sequence[Cut], shape: Sequence[int]) -> tuple[Axis, ...]:
-    """``axes``, the dividing ones with the ranks of ``cuts`` and how long the part is there."""
+    """``axes``, those of tensor parallelism with the ranks of ``cuts`` and the part's length there."""
     described: list[Axis] = []
     made: list[Cut] = []
     left = iter(cuts)

@@ -1,6 +1,6 @@
-"""The plain values of the existing package: enumerations, what a writer may ask for, what a reader is told.
+"""Value types of the existing package: enumerations, options of a write, descriptions of replicas.
 
-Types are checked where a value is set, as the existing package's bindings do it, and an attribute that
+Types are checked when a value is set, as the existing package's bindings do, and an attribute that
 does not exist is an ``AttributeError``, because programs probe for attributes.
 """
 
@@ -12,14 +12,14 @@ from typing import Any
 
 
 class _Enum(IntEnum):
-    """Prints as the existing package's do; equal to its number."""
+    """Enumeration that prints as the existing package's do and is equal to its number."""
 
     def __str__(self) -> str:
         return f"{type(self).__name__}.{self.name}"
 
 
 class ObjectDataType(_Enum):
-    """What kind of data an object is; for statistics."""
+    """Kind of data in an object, for statistics."""
 
     UNKNOWN = 0
     KVCACHE = 1
@@ -34,7 +34,7 @@ class ObjectDataType(_Enum):
 
 
 class SoftPinAction(_Enum):
-    """What a write does to the soft pin of its key."""
+    """Effect of a write on the soft pin of its key."""
 
     PRESERVE = 0
     ENABLE = 1
@@ -108,9 +108,9 @@ _FIELDS: dict[str, tuple[Callable[[], Any], _Check]] = {
 
 
 class ReplicateConfig:
-    """What a writer wants for its objects. Set what differs from the defaults; there are no arguments.
+    """Options of a write. Set the attributes that differ from the defaults; there are no arguments.
 
-    ``with_soft_pin`` (up to version 0.3.11) and ``session_ids`` (newer programs) are taken as well.
+    ``with_soft_pin`` (up to version 0.3.11) and ``session_ids`` (newer programs) are accepted as well.
     """
 
     __slots__ = tuple(_FIELDS)
@@ -129,7 +129,7 @@ class ReplicateConfig:
 
     @property
     def with_soft_pin(self) -> bool:
-        """The soft pin as it was before it had a lifetime."""
+        """Soft pin without a lifetime, as in older versions."""
         action: SoftPinAction = object.__getattribute__(self, "soft_pin_action")
         return action is SoftPinAction.ENABLE
 
@@ -137,7 +137,7 @@ class ReplicateConfig:
     def with_soft_pin(self, value: bool) -> None:
         self.__setattr__("soft_pin_action", SoftPinAction.ENABLE if value else SoftPinAction.PRESERVE)
 
-    def __getattr__(self, name: str) -> Any:  # only for what is not there; the type checker sees the fields
+    def __getattr__(self, name: str) -> Any:  # only for missing names; type checkers see the fields
         raise AttributeError(f"'ReplicateConfig' object has no attribute {name!r}")
 
     def _items(self) -> Iterator[str]:
@@ -150,7 +150,7 @@ class ReplicateConfig:
 
 
 class Descriptor:
-    """Where a replica's bytes lie, as transfer names it."""
+    """Location of a replica's bytes, as transfers name it."""
 
     __slots__ = ("buffer_address", "size", "transport_endpoint")
 
@@ -171,7 +171,7 @@ class MemoryDescriptor:
 
 
 class DiskDescriptor:
-    """``file_path`` names the segment: its objects share one file, in which only the node finds them."""
+    """Location on an SSD; ``file_path`` is the segment's name, because its objects share one file."""
 
     __slots__ = ("file_path", "object_size")
 
@@ -181,7 +181,7 @@ class DiskDescriptor:
 
 
 class ReplicaDescriptor:
-    """One copy of an object. ``get_..._descriptor`` of the kind that it is not is a RuntimeError."""
+    """One replica of an object. ``get_..._descriptor`` of the other kind is a RuntimeError."""
 
     __slots__ = ("_place", "status")
 
@@ -193,26 +193,26 @@ class ReplicaDescriptor:
         return isinstance(self._place, MemoryDescriptor)
 
     def is_disk_replica(self) -> bool:
-        """On a file system that all clients share; there is no such tier here."""
+        """Whether it is on a file system that all clients share; there is no such tier here."""
         return False
 
     def is_local_disk_replica(self) -> bool:
-        """On the SSD of one node."""
+        """Whether it is on the SSD of one node."""
         return isinstance(self._place, DiskDescriptor)
 
     def get_memory_descriptor(self) -> MemoryDescriptor:
         if not isinstance(self._place, MemoryDescriptor):
-            raise RuntimeError("this replica is not in memory; ask is_memory_replica() first")
+            raise RuntimeError("this replica is not in memory; check is_memory_replica() first")
         return self._place
 
     def get_disk_descriptor(self) -> DiskDescriptor:
         if not isinstance(self._place, DiskDescriptor):
-            raise RuntimeError("this replica is not on disk; ask is_local_disk_replica() first")
+            raise RuntimeError("this replica is not on disk; check is_local_disk_replica() first")
         return self._place
 
 
 class QueryTaskResponse:
-    """How far a copy or move task is."""
+    """State of a copy or move task."""
 
     __slots__ = (
         "assigned_client",
@@ -242,4 +242,4 @@ ACTIVATION, GRADIENT, OPTIMIZER_STATE, METADATA, GENERAL = _rest
 UNDEFINED, INITIALIZED, _, COMPLETE, REMOVED, _ = ReplicaStatus
 REPLICA_COPY, REPLICA_MOVE = TaskType
 PENDING, PROCESSING, FAILED, SUCCESS = TaskStatus
-"""Members are names of the module, too; of two with one name, the task's is meant, as it always was."""
+"""Members that are also names of the module; of two with one name it is the task's, as in that package."""

@@ -1,7 +1,8 @@
-"""The calls that store objects: from bytes, from pointers, whole or in parts, new or in another's place.
+"""The calls that store objects: from bytes, from pointers, whole or in parts, new or as a replacement.
 
-All of them come down to ``store_parts``: per key the places where its bytes lie, one number per key in
-return. An object that exists stays as it is and counts as stored.
+All of them use ``store_parts``: per key the spans of its bytes, and one number per key as the result.
+An object that exists is not changed and counts as stored. An object of one span is put by the store;
+one of several is written span by span, in chunks such that each span can be read by itself.
 """
 
 from __future__ import annotations
@@ -9,37 +10,46 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
+import numpy as np
+
 from mooncake.compat.store.arguments import (
     Span,
     check_key,
     check_keys,
+    is_good_key,
     numbers,
     rows,
     span_of_value,
     total_bytes,
 )
-from mooncake.compat.store.batches import on_good, pick
-from mooncake.compat.store.buffer_registration import BufferRegistrationCalls
-from mooncake.compat.store.caller_memory import are_accessible
-from mooncake.compat.store.error_codes import StoreCode
-from mooncake.compat.store.object_writes import store_parts
+from mooncake.compat.store.batches import cut, on_good, pick
+from mooncake.compat.store.caller_memory import BufferRegistrationCalls, are_accessible, registered_spans
+from mooncake.compat.store.error_codes import StoreCode, code_of
 from mooncake.compat.store.public_types import ReplicateConfig
-from mooncake.compat.store.put_options import put_options
+from mooncake.compat.store.put_options import PutOptions, put_options
+from mooncake.compat.store.read_plan import chunk_bytes_for
 from mooncake.compat.store.store_session import StoreSession
+from mooncake.errors import Refusal
+from mooncake.store.client.grants import PutGrant
+from mooncake.store.client.store import Store
 
 INVALID = int(StoreCode.INVALID_PARAMS)
 _DEFAULT = ReplicateConfig()
+MAX_ATTEMPTS = 3
+"""Most attempts to place an object of several spans when a node cannot be reached."""
 
 
 class WriteCalls(BufferRegistrationCalls):
+    """Puts and upserts of objects."""
+
     # From bytes ---------------------------------------------------------------------------------------
 
     def put(self, key: str, value: Any, config: ReplicateConfig = _DEFAULT) -> int:
-        """0, also when the key exists and keeps its value; -200: no space; -600: empty or too large."""
+        """Store a value: 0, also when the key exists, unchanged; -200: no space; -600: empty or too large."""
         return self._put_values("put", [key], [[value]], config)[0]
 
     def put_parts(self, key: str, *parts: Any, config: ReplicateConfig = _DEFAULT) -> int:
-        """As ``put`` of all parts in a row; 0 and nothing stored when there are none."""
+        """As ``put`` of all parts concatenated; 0 and nothing stored when there are none."""
         for part in parts:
             _check_part(part)
         if not any(memoryview(part).nbytes for part in parts):
@@ -53,11 +63,11 @@ class WriteCalls(BufferRegistrationCalls):
         return _first(self._put_values("put_batch", keys, [[value] for value in values], config))
 
     def upsert(self, key: str, value: Any, config: ReplicateConfig = _DEFAULT) -> int:
-        """As ``put``, in the place of what is there."""
+        """As ``put``, replacing an existing object."""
         return self._put_values("upsert", [key], [[value]], config, replace=True)[0]
 
     def upsert_parts(self, key: str, *parts: Any, config: ReplicateConfig = _DEFAULT) -> int:
-        """As ``put_parts``, in the place of what is there."""
+        """As ``put_parts``, replacing an existing object."""
         for part in parts:
             _check_part(part)
         if not any(memoryview(part).nbytes for part in parts):
@@ -67,7 +77,7 @@ class WriteCalls(BufferRegistrationCalls):
     def upsert_batch(
         self, keys: Sequence[str], values: Sequence[Any], config: ReplicateConfig = _DEFAULT
     ) -> int:
-        """As ``put_batch``, in the place of what is there."""
+        """As ``put_batch``, replacing existing objects."""
         parts = [[value] for value in values]
         return _first(self._put_values("upsert_batch", keys, parts, config, replace=True))
 
@@ -86,7 +96,7 @@ class WriteCalls(BufferRegistrationCalls):
         metadata_size: int,
         config: ReplicateConfig = _DEFAULT,
     ) -> int:
-        """One object: the metadata, then the data."""
+        """Store one object of the metadata followed by the data."""
         what = "put_from_with_metadata"
         pointers, sizes = [metadata_buffer_ptr, buffer_ptr], [metadata_size, size]
         return self._put_pointers(what, [key], [pointers], [sizes], config)[0]
@@ -98,7 +108,7 @@ class WriteCalls(BufferRegistrationCalls):
         sizes: Sequence[int],
         config: ReplicateConfig = _DEFAULT,
     ) -> list[int]:
-        """0 or a negative number for each."""
+        """As ``put_from`` of each: 0 or a negative number."""
         what = "batch_put_from"
         pointers = [[pointer] for pointer in numbers(what, "buffer_ptrs", buffer_ptrs)]
         return self._put_pointers(
@@ -112,14 +122,14 @@ class WriteCalls(BufferRegistrationCalls):
         all_sizes: Sequence[Sequence[int]],
         config: ReplicateConfig = _DEFAULT,
     ) -> list[int]:
-        """0 or a negative number for each; an object is its buffers in a row. [] before ``setup``."""
+        """Store objects of several buffers each: 0 or a negative number for each. [] before ``setup``."""
         what = "batch_put_from_multi_buffers"
         if self._store is None:
             return []
         return self._put_pointers(what, keys, all_buffer_ptrs, all_sizes, config)
 
     def upsert_from(self, key: str, buffer_ptr: int, size: int, config: ReplicateConfig = _DEFAULT) -> int:
-        """As ``put_from``, in the place of what is there."""
+        """As ``put_from``, replacing an existing object."""
         return self._put_pointers("upsert_from", [key], [[buffer_ptr]], [[size]], config, replace=True)[0]
 
     def batch_upsert_from(
@@ -129,16 +139,16 @@ class WriteCalls(BufferRegistrationCalls):
         sizes: Sequence[int],
         config: ReplicateConfig = _DEFAULT,
     ) -> list[int]:
-        """As ``batch_put_from``, in the place of what is there."""
+        """As ``batch_put_from``, replacing existing objects."""
         what = "batch_upsert_from"
         pointers = [[pointer] for pointer in numbers(what, "buffer_ptrs", buffer_ptrs)]
         lengths = [[size] for size in numbers(what, "sizes", sizes)]
         return self._put_pointers(what, keys, pointers, lengths, config, replace=True)
 
-    # What they come down to -----------------------------------------------------------------------------
+    # Implementation -------------------------------------------------------------------------------------
 
     def _nothing(self, what: str, key: str) -> int:
-        """Stores nothing, where there is a store."""
+        """Store nothing; an error before ``setup``."""
         check_key(what, key)
         return self._do(what, lambda _: 0, int)
 
@@ -150,7 +160,7 @@ class WriteCalls(BufferRegistrationCalls):
         config: ReplicateConfig,
         replace: bool = False,
     ) -> list[int]:
-        """Bytes-like values, which go through the local buffer, so none may be larger."""
+        """Store bytes-like values, none of which may be larger than the local buffer."""
         keys = check_keys(what, keys)
         kept, parts = [], []
         for row in values:
@@ -166,7 +176,7 @@ class WriteCalls(BufferRegistrationCalls):
                 return store_parts(session, pick(keys, at), pick(parts, at), options.at(at), replace)
 
             options = put_options(config, len(keys))
-            limit = session.words.local_buffer_size
+            limit = session.arguments.local_buffer_size
             fits = [total_bytes(spans) <= limit for spans in parts]
             return on_good(fits, put_those)
 
@@ -204,7 +214,7 @@ class WriteCalls(BufferRegistrationCalls):
         config: ReplicateConfig,
         replace: bool = False,
     ) -> list[int]:
-        """One code per key; ``parts``: per key the places of its bytes, which the caller vouches for."""
+        """Store objects: one code per key; ``parts``: per key its spans, checked by the caller."""
         return self._in_session(
             what,
             lambda session: store_parts(session, keys, parts, put_options(config, len(keys)), replace),
@@ -223,3 +233,103 @@ def _check_part(part: Any) -> None:
 
 def _first(codes: Sequence[int]) -> int:
     return next((code for code in codes if code), 0)
+
+
+def store_parts(
+    session: StoreSession,
+    keys: Sequence[str],
+    parts: Sequence[Sequence[Span]],
+    options: PutOptions,
+    replace: bool,
+) -> list[int]:
+    """Store objects of several spans: one code per key; empty spans are skipped."""
+    spans = [[span for span in row if span[1]] for row in parts]
+    good = [is_good_key(key) and bool(row) for key, row in zip(keys, spans, strict=True)]
+
+    def put(at: list[int]) -> list[int]:
+        if replace:
+            return _replace(session, pick(keys, at), pick(spans, at), options.at(at))
+        codes: list[int] = []
+        for part in cut([total_bytes(spans[i]) for i in at]):
+            chosen = [at[i] for i in part]
+            codes += _put_some(session, pick(keys, chosen), pick(spans, chosen), options.at(chosen), replace)
+        return codes
+
+    return on_good(good, put)
+
+
+def _replace(
+    session: StoreSession, keys: list[str], spans: list[list[Span]], options: PutOptions
+) -> list[int]:
+    """Replace objects; pins and groups are inherited unless ``options`` change them."""
+    found = session.store.inspect(keys)
+    codes = [0] * len(keys)
+    plain = []
+    for at, there in enumerate(found):
+        if there is None or (there.pinned_s == 0 and not there.group):
+            plain.append(at)
+        else:
+            inherited = options.at([at]).inheriting(there)
+            codes[at] = _put_some(session, [keys[at]], [spans[at]], inherited, True)[0]
+    for part in cut([total_bytes(spans[at]) for at in plain]):
+        chosen = [plain[i] for i in part]
+        again = _put_some(session, pick(keys, chosen), pick(spans, chosen), options.at(chosen), True)
+        for at, code in zip(chosen, again, strict=True):
+            codes[at] = code
+    return codes
+
+
+def _put_some(
+    session: StoreSession, keys: list[str], parts: list[list[Span]], options: PutOptions, replace: bool
+) -> list[int]:
+    if all(len(spans) == 1 for spans in parts):
+        spans = [spans[0] for spans in parts]
+        outcomes = session.store.put_batch(
+            keys, spans, options.policy, groups=options.groups, replace=replace
+        )
+        return _counted(session, parts, outcomes)
+    with registered_spans(session, [span for spans in parts for span in spans]):
+        outcomes = [None] * len(keys)
+        wanted = list(range(len(keys)))
+        for _ in range(MAX_ATTEMPTS):
+            there, where = pick(keys, wanted), pick(parts, wanted)
+            found = _write(session.store, there, where, options.at(wanted), replace)
+            for at, outcome in zip(wanted, found, strict=True):
+                outcomes[at] = outcome
+            wanted = [at for at in wanted if (lost := outcomes[at]) is not None and lost.code == "peer_lost"]
+            if not wanted:
+                break
+    return _counted(session, parts, outcomes)
+
+
+def _counted(session: StoreSession, parts: list[list[Span]], outcomes: Sequence[Refusal | None]) -> list[int]:
+    stored = [spans for spans, outcome in zip(parts, outcomes, strict=True) if outcome is None]
+    session.client_metrics.count_bytes("write", sum(map(total_bytes, stored)))
+    return [code_of(outcome) for outcome in outcomes]
+
+
+def _write(
+    store: Store, keys: list[str], parts: list[list[Span]], options: PutOptions, replace: bool
+) -> list[Refusal | None]:
+    """Write objects of several spans, each span at its offset."""
+    sizes = [total_bytes(spans) for spans in parts]
+    largest = store.settings.chunk_bytes
+    chunk_bytes = [
+        min(size_bytes, chunk_bytes_for([length for _, length in spans], largest))
+        for size_bytes, spans in zip(sizes, parts, strict=True)
+    ]
+    started = store.start_puts(
+        keys, sizes, chunk_bytes, options.policy, groups=options.groups, replace=replace
+    )
+    outcomes = [grant if isinstance(grant, Refusal) else None for grant in started]
+    held = [(at, grant) for at, grant in enumerate(started) if isinstance(grant, PutGrant)]
+    for num_slices in dict.fromkeys(len(parts[at]) for at, _ in held):
+        alike = [(at, grant) for at, grant in held if len(parts[at]) == num_slices]
+        columns = np.array([parts[at] for at, _ in alike], dtype=np.uint64)
+        ends = np.cumsum(columns[:, :, 1], axis=1)
+        lengths = columns[:, :, 1]
+        offsets = (ends - lengths).ravel()
+        store.write_ranges([grant for _, grant in alike], offsets, columns[:, :, 0].ravel(), lengths.ravel())
+    for (at, _), outcome in zip(held, store.end_puts([grant for _, grant in held]), strict=True):
+        outcomes[at] = outcome
+    return outcomes

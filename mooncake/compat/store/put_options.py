@@ -1,4 +1,4 @@
-"""What a ``ReplicateConfig`` asks for, in the store's own words."""
+"""Translation of a ``ReplicateConfig`` to the store's own options."""
 
 from __future__ import annotations
 
@@ -12,24 +12,24 @@ from mooncake.errors import InvalidArgument
 from mooncake.store.messages import ObjectStatus, PutPolicy
 
 SOFT_PIN_S = 1800.0
-"""A soft pin's life when the writer names none."""
+"""Lifetime of a soft pin when the writer gives none."""
 MAX_SOFT_PIN_MS = 86_400_000
 
 
 @dataclass(frozen=True)
 class PutOptions:
-    """``policy`` and the names of groups; ``keeps_pin``: what is replaced hands its pin on."""
+    """Policy and names of groups of a put; ``keeps_pin``: a replaced object's pin is inherited."""
 
     policy: PutPolicy
     groups: tuple[str, ...]
     keeps_pin: bool
 
     def at(self, places: Sequence[int]) -> PutOptions:
-        """Of some of the keys only."""
+        """Options for some of the keys only."""
         return replace(self, groups=tuple(self.groups[i] for i in places) if self.groups else ())
 
     def inheriting(self, there: ObjectStatus) -> PutOptions:
-        """Of one key, whose object is replaced and hands on what a writer does not say anew."""
+        """Options for one key whose object is replaced; those that are not given are inherited from it."""
         policy = self.policy
         is_hard = policy.is_hard_pinned or (self.keeps_pin and there.pinned_s is None)
         soft_s = policy.soft_pin_ttl_s
@@ -40,11 +40,11 @@ class PutOptions:
 
 
 def put_options(config: ReplicateConfig, num_keys: int) -> PutOptions:
-    """What ``config`` comes to.
+    """Translate ``config``.
 
     Raises:
-        InvalidArgument: a value that cannot be, or that contradicts another.
-        TypeError: it is no configuration.
+        InvalidArgument: a value is invalid, or contradicts another.
+        TypeError: not a configuration.
     """
     if not isinstance(config, ReplicateConfig):
         raise TypeError(f"config must be a ReplicateConfig, not {type(config).__name__}")
@@ -54,7 +54,7 @@ def put_options(config: ReplicateConfig, num_keys: int) -> PutOptions:
         raise InvalidArgument(
             "nof_replica_num",
             config.nof_replica_num,
-            "0: there is no such tier, SSDs are the nodes'",
+            "0: there is no such tier, SSDs belong to nodes",
         )
     if config.dfs_replica_num not in (0, 1):
         raise InvalidArgument("dfs_replica_num", config.dfs_replica_num, "0 or 1")

@@ -1,7 +1,7 @@
-"""Reads parts of objects under leases, to addresses: what ``read_plan.py`` plans, done.
+"""Reads parts of objects under leases to addresses, by the plans of ``read_plan.py``.
 
-Shared by whatever reads less than an object, or does not know its size before: sessions, fragments,
-tensors. What can't be believed is left alone or overwritten, never announced.
+Shared by all calls that read less than an object, or do not know its size before: sessions, fragments,
+tensors. Bytes that cannot be verified are reported as not read; their place may have been overwritten.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from mooncake.transfer.memory import is_mapped
 
 
 def open_reads(session: StoreSession, keys: Sequence[str]) -> list[ReadGrant | None]:
-    """Leases, None for a miss and for a key that cannot be."""
+    """Open leases; None for a miss and for an invalid key."""
     at = [number for number, key in enumerate(keys) if is_good_key(key)]
     grants: list[ReadGrant | None] = [None] * len(keys)
     for number, grant in zip(at, session.store.open_reads([keys[i] for i in at]), strict=True):
@@ -36,10 +36,10 @@ def open_reads(session: StoreSession, keys: Sequence[str]) -> list[ReadGrant | N
 def read_parts(
     session: StoreSession, grants: Sequence[ReadGrant], parts: Sequence[Sequence[Part]]
 ) -> list[bool]:
-    """Read ``parts[i]`` of the object of ``grants[i]``; which objects' parts may be believed.
+    """Read ``parts[i]`` of the object of ``grants[i]``; flags of the objects whose parts are verified.
 
-    The parts lie within their objects; their addresses may be a device's. Much is read piece by piece, each
-    with a deadline of its own, and the leases are kept alive until the last.
+    The parts lie within their objects; their addresses may be a device's. Large reads are split, each piece
+    with a deadline of its own, and the leases are kept alive until the last one.
     """
     plans = [
         plan_reads(grant.size_bytes, grant.chunk_bytes, of_grant)
@@ -87,10 +87,10 @@ def _read(session: StoreSession, grants: Sequence[ReadGrant], plans: Sequence[Re
 def _copy(
     session: StoreSession, staging: npt.NDArray[np.uint8], copies: Sequence[tuple[int, int, int]]
 ) -> None:
-    """(to, from, bytes), from ``staging``.
+    """Copy from ``staging``; ``copies``: (target, source, length).
 
     Raises:
-        Unavailable: a device does not take them.
+        Unavailable: the copy to a device failed.
     """
     on_device: list[tuple[int, int, int]] = []
     for target, source, length in copies:
@@ -106,7 +106,11 @@ def _copy(
         own = session.engine.open(session.engine.describe())
         with registered_spans(session, [(target, length) for target, _, length in on_device]):
             done = session.engine.run(
-                *(Op.READ, own, columns[:, 0].copy(), columns[:, 1].copy(), columns[:, 2].copy()),
+                Op.READ,
+                own,
+                columns[:, 0].copy(),
+                columns[:, 1].copy(),
+                columns[:, 2].copy(),
                 timeout_s=session.store.settings.timeout_s,
             )
     finally:
@@ -116,7 +120,7 @@ def _copy(
 
 
 def columns_of(rows: Sequence[Sequence[Part]]) -> tuple[list[int], list[int], list[int]]:
-    """Columns of ``read_ranges`` and ``write_ranges``: rows made as long as the longest by empty slices."""
+    """Columns for ``read_ranges`` and ``write_ranges``: rows are padded with empty slices to one length."""
     longest = max((len(row) for row in rows), default=0)
     padded = [part for row in rows for part in (*row, *((0, 0, 0),) * (longest - len(row)))]
     return [part[0] for part in padded], [part[1] for part in padded], [part[2] for part in padded]

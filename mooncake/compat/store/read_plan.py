@@ -1,8 +1,8 @@
-"""How parts of an object are read: straight to where they are wanted, or through whole chunks.
+"""Plans reads of parts of an object: directly to their destination, or through whole chunks.
 
-A part of a chunk can't be verified, so the store reads whole chunks only. Parts that make up whole chunks
-go straight to their places; of every other chunk that is touched, all of it is fetched to a staging area
-and the parts are copied from there when it was found to be right.
+Part of a chunk cannot be verified, so the store reads whole chunks only. Parts that make up whole chunks
+are read directly to their destination; every other chunk that is touched is fetched to a staging area
+and the parts are copied from there once it is verified.
 """
 
 from __future__ import annotations
@@ -12,18 +12,18 @@ from collections.abc import Sequence
 from typing import TypeAlias
 
 Part: TypeAlias = tuple[int, int, int]
-"""(offset in the object, local address, length)"""
+"""Triple (offset in the object, local address, length)."""
 
 
 @dataclasses.dataclass(slots=True)
 class ReadPlan:
-    """For one object. Every list is in the order of offsets, but for overlapping parts."""
+    """Plan for one object. Every list is in the order of offsets, except for overlapping parts."""
 
     direct: list[Part] = dataclasses.field(default_factory=list)
     staged: list[tuple[int, int]] = dataclasses.field(default_factory=list)
-    """(offset, length) of the chunks to fetch, one behind the other, into the staging area."""
+    """Pairs (offset, length) of the chunks to fetch, consecutively, into the staging area."""
     copies: list[Part] = dataclasses.field(default_factory=list)
-    """(offset in this object's staging area, local address, length)"""
+    """Triples (offset in this object's staging area, local address, length)."""
     staged_bytes: int = 0
 
     @property
@@ -32,15 +32,15 @@ class ReadPlan:
 
 
 def plan_reads(size_bytes: int, chunk_bytes: int, parts: Sequence[Part]) -> ReadPlan:
-    """``parts`` lie within the object; they may touch, overlap and be empty."""
+    """Plan the read of ``parts``, which lie within the object and may touch, overlap and be empty."""
     plan = ReadPlan()
     edges: dict[int, list[Part]] = {}
-    """Chunk -> parts of it."""
+    """Parts by the number of their chunk."""
     for offset, address, length in parts:
         end = offset + length
         whole_from = -(-offset // chunk_bytes) * chunk_bytes
         whole_to = end if end == size_bytes else end // chunk_bytes * chunk_bytes
-        if whole_from >= whole_to:  # no chunk is covered whole; two may be touched
+        if whole_from >= whole_to:  # no chunk is covered completely; two may be touched
             whole_from = whole_to = min(end, whole_from)
         if whole_from < whole_to:
             plan.direct.append((whole_from, address + whole_from - offset, whole_to - whole_from))
@@ -61,9 +61,9 @@ def plan_reads(size_bytes: int, chunk_bytes: int, parts: Sequence[Part]) -> Read
 
 
 def chunk_bytes_for(sizes: Sequence[int], largest: int, smallest: int = 4096) -> int:
-    """A chunk that the buffers of an object make up, so that each of them can be read by itself.
+    """Chunk size equal to an object's buffers, so that each of them can be read by itself.
 
-    Only when they are all of one size (the last may be smaller) between ``smallest`` and ``largest``;
+    Only when all have one size (the last may be smaller) between ``smallest`` and ``largest``;
     else ``largest``.
     """
     if not sizes:

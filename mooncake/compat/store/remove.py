@@ -12,8 +12,10 @@ from mooncake.compat.store.store_session import StoreSession
 
 
 class RemoveCalls(StoreLifecycle):
+    """Removal of objects by key, by expression, or of all."""
+
     def remove(self, key: str, force: bool = False) -> int:
-        """0; -704 when there is none, -706 when a reader may hold it, unless ``force``."""
+        """Remove an object: 0; -704 for a miss, -706 when it is leased, unless ``force``."""
         check_key("remove", key)
         return self._remove("remove", [key], force)[0]
 
@@ -22,7 +24,7 @@ class RemoveCalls(StoreLifecycle):
         return self._remove("batch_remove", check_keys("batch_remove", keys), force)
 
     def remove_by_regex(self, regex_pattern: str, force: bool = False) -> int:
-        """How many objects were removed whose key the expression (RE2's) is found in; -600: it is none."""
+        """Remove objects whose key matches the RE2 expression; their number, -600 if it is invalid."""
         check_key("remove_by_regex", regex_pattern)
 
         def remove(session: StoreSession) -> int:
@@ -31,7 +33,7 @@ class RemoveCalls(StoreLifecycle):
         return self._in_session("remove_by_regex", remove, int)
 
     def remove_all(self, force: bool = False) -> int:
-        """How many objects of this tenant were removed; leased ones stay, unless ``force``."""
+        """Remove all objects of this tenant; their number. Leased ones stay, unless ``force``."""
         return self._in_session("remove_all", lambda session: session.store.remove_all(force), int)
 
     def _remove(self, what: str, keys: list[str], force: bool) -> list[int]:

@@ -1,4 +1,4 @@
-"""The calls about single copies of objects: where they are, how to make, move and drop them."""
+"""The calls for single replicas of objects: to describe, copy, move and drop them."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ from mooncake.types import Tier
 
 NO_TASK = (0, 0)
 _FIRST_HALF = 1
-"""A task's id is two numbers, and (0, 0) is none."""
+"""First of the two numbers of a task's id; (0, 0) is not a task."""
 
 _STATES = {
     "waiting": TaskStatus.PENDING,
@@ -38,17 +38,19 @@ _STATES = {
 
 
 class ReplicaCalls(StoreLifecycle):
+    """Replicas of objects, and the tasks that copy and move them."""
+
     def get_replica_desc(self, key: str) -> list[ReplicaDescriptor]:
-        """The copies of an object; [] for a miss."""
+        """Replicas of an object; [] for a miss."""
         check_key("get_replica_desc", key)
         return self._describe("get_replica_desc", [key]).get(key, [])
 
     def batch_get_replica_desc(self, keys: Sequence[str]) -> dict[str, list[ReplicaDescriptor]]:
-        """The copies of each object that there is."""
+        """Replicas of each object that exists."""
         return self._describe("batch_get_replica_desc", check_keys("batch_get_replica_desc", keys))
 
     def batch_replica_clear(self, keys: Sequence[str], segment_name: str = "") -> list[str]:
-        """Drop the copies on a segment, or all that are in memory; the keys of which there were some."""
+        """Drop the replicas on a segment, or all in memory; the keys that had some."""
         keys = check_keys("batch_replica_clear", keys)
 
         def clear(session: StoreSession) -> list[str]:
@@ -59,19 +61,19 @@ class ReplicaCalls(StoreLifecycle):
         return self._in_session("batch_replica_clear", clear, lambda _: [])
 
     def create_copy_task(self, key: str, targets: Sequence[str]) -> tuple[tuple[int, int], int]:
-        """(id, 0) of a task that makes a further copy on each of ``targets``; ((0, 0), code)."""
+        """Create a task that copies to each of ``targets``: (id, 0), or ((0, 0), code)."""
         check_key("create_copy_task", key)
         segments = check_keys("create_copy_task", targets)
         return self._begin_task("create_copy_task", lambda session: session.store.copy(key, segments))
 
     def create_move_task(self, key: str, source: str, target: str) -> tuple[tuple[int, int], int]:
-        """As ``create_copy_task``, of a copy that leaves ``source``."""
-        for word in (key, source, target):
-            check_key("create_move_task", word)
+        """As ``create_copy_task``, for a replica that is moved from ``source``."""
+        for name in (key, source, target):
+            check_key("create_move_task", name)
         return self._begin_task("create_move_task", lambda session: session.store.move(key, source, target))
 
     def query_task(self, task_id: tuple[int, int]) -> tuple[QueryTaskResponse | None, int]:
-        """(how far it is, 0), or (None, -1400) for a task that is not known (any more)."""
+        """State of a task: (response, 0), or (None, -1400) for an unknown or forgotten one."""
         first, job_id = task_id
         unknown: tuple[QueryTaskResponse | None, int] = (None, int(StoreCode.TASK_NOT_FOUND))
 
@@ -84,7 +86,7 @@ class ReplicaCalls(StoreLifecycle):
         return self._in_session("query_task", query, lambda code: (None, code))
 
     def get_offload_rpc_read_count(self) -> int:
-        """0: whoever reads from an SSD reads it itself, without asking its owner."""
+        """Return 0: clients read an SSD's file themselves, without a call to its owner."""
         return 0
 
     def _describe(self, what: str, keys: list[str]) -> dict[str, list[ReplicaDescriptor]]:
@@ -108,7 +110,7 @@ class ReplicaCalls(StoreLifecycle):
 
 
 def _copies(status: ObjectStatus) -> list[ReplicaDescriptor]:
-    """Those that can be read; an object that is being written has none yet."""
+    """Replicas that can be read; an object that is being written has none yet."""
     if status.is_writing:
         return []
     copies: list[ReplicaDescriptor] = []

@@ -1,4 +1,4 @@
-"""Tensors between the store and files of the safetensors format. Its library is loaded when called."""
+"""Tensors between the store and safetensors files. The calls import the safetensors library."""
 
 from __future__ import annotations
 
@@ -18,10 +18,10 @@ SUFFIX = ".safetensors"
 
 
 class SafetensorCalls(TensorCalls):
-    """A file holds a tensor under the name of its key."""
+    """Files that hold a tensor under the name of its key."""
 
     def save_tensor_to_safetensor(self, key: str, file_name: str | None = None) -> int:
-        """Write the tensor ``key`` to a file, ``<key>.safetensors`` unless named; 0, -704, or -1 without."""
+        """Write the tensor ``key`` to a file, ``<key>.safetensors`` by default; 0, -704, or -1 on failure."""
         check_key("save_tensor_to_safetensor", key)
         tensor = self.get_tensor(key)
         if tensor is None:
@@ -35,10 +35,10 @@ class SafetensorCalls(TensorCalls):
         return int(StoreCode.OK)
 
     def load_tensor_from_safetensor(self, key: str | None = None, file_name: str = "") -> Tensor | None:
-        """Put the tensor of a file into the store and return it; None when there is none.
+        """Put the tensor of a file into the store and return it; None when that fails.
 
-        It is put under ``key``, or without one under its name in the file, which must then be its only
-        tensor; a file of several must have one called ``key``.
+        It is put under ``key``, or without one under its name in the file, which must then contain only one
+        tensor; a file with several must have one named ``key``.
         """
         what = "load_tensor_from_safetensor"
         if key is not None:
@@ -50,7 +50,7 @@ class SafetensorCalls(TensorCalls):
             return None
         name = key if key in found else next(iter(found)) if len(found) == 1 else None
         if name is None:
-            log.error(f"{what}: {file_name!r} has {sorted(found)}, none of them is {key!r}")
+            log.error(f"{what}: {file_name!r} has {sorted(found)}, but not {key!r}")
             return None
         tensor = found[name]
         return tensor if self.put_tensor(name if key is None else key, tensor) == 0 else None
@@ -61,7 +61,7 @@ def _library() -> Any:
 
 
 def _errors() -> tuple[type[Exception], ...]:
-    """What goes wrong with files, and with a library that is not there."""
+    """Errors of files, and of a missing library."""
     try:
         return OSError, ImportError, importlib.import_module("safetensors").SafetensorError
     except ImportError:

@@ -1,7 +1,7 @@
-"""The calls that lend more memory to the store, and take it back.
+"""The calls that mount further memory in the store, and unmount it.
 
-A segment is named by two numbers joined by a hyphen, as programs expect of an id; its name with the master
-is this process's with the id behind it.
+A segment's id is two numbers joined by a hyphen, as programs expect; its name at the master is this
+process's name followed by the id.
 """
 
 from __future__ import annotations
@@ -28,12 +28,12 @@ from mooncake.transfer import Region
 log = get_logger("mooncake.store")
 
 FAILED = -1
-"""What every failure of these calls is."""
+"""Number for every failure of these calls."""
 
 
 @dataclass
 class ExtraSegment:
-    """A segment of this process beside the one of ``setup``."""
+    """A segment of this process in addition to that of ``setup``."""
 
     session: StoreSession
     name: str
@@ -41,16 +41,18 @@ class ExtraSegment:
 
 
 class SegmentCalls(StoreLifecycle):
+    """Further segments of this process."""
+
     def __init__(self) -> None:
         super().__init__()
         self._segments_lock = threading.Lock()
         self._segments: dict[str, ExtraSegment] = {}
-        """By id."""
+        """Segments by id."""
 
     def mount_segment(
         self, path: str, size: int, offset: int = 0, protocol: str = "tcp", location: str = ""
     ) -> dict[str, Any]:
-        """Lend part of a file or of shared memory; ``{"ret": 0, "segment_ids": [id]}``, or -1 and none."""
+        """Mount part of a file or of shared memory; ``{"ret": 0, "segment_ids": [id]}``, or -1 and no id."""
         what = "mount_segment"
         size, offset = number(what, "size", size), number(what, "offset", offset)
         if not isinstance(path, str):
@@ -64,7 +66,7 @@ class SegmentCalls(StoreLifecycle):
     def allocate_and_mount_segment(
         self, size: int, protocol: str = "tcp", location: str = ""
     ) -> dict[str, Any]:
-        """Lend so much new memory; as ``mount_segment``, and how much it is."""
+        """Mount new memory of this size; as ``mount_segment``, with ``allocated_size``."""
         what = "allocate_and_mount_segment"
         size = number(what, "size", size)
 
@@ -79,23 +81,23 @@ class SegmentCalls(StoreLifecycle):
         return {**outcome, "allocated_size": 0 if outcome["ret"] else size}
 
     def unmount_segment(self, segment_ids: Sequence[str], grace_period_seconds: int = 0) -> int:
-        """0; -1 when one of them is unknown. With a grace period it is emptied first, and goes after it."""
+        """Unmount: 0; -1 for an unknown id. With a grace period, drain first and unmount at its end."""
         return self._unmount("unmount_segment", segment_ids, grace_period_seconds)
 
     def unmount_and_free_segment(self, segment_ids: Sequence[str], grace_period_seconds: int = 0) -> int:
-        """As ``unmount_segment``; the memory goes with it in either case."""
+        """As ``unmount_segment``; both release the memory."""
         return self._unmount("unmount_and_free_segment", segment_ids, grace_period_seconds)
 
     def unmount_local_disk_segment(self, grace_period_seconds: int = 0) -> int:
-        """Take the SSD tier of ``setup`` back; what it holds is there after a restart. -1 without one."""
+        """Unmount the SSD tier of ``setup``, whose objects are available after a restart; -1 without one."""
 
         def unmount(session: StoreSession) -> int:
-            session.node().take_back(f"{session.hostname}/ssd", float(grace_period_seconds))
+            session.node().unmount(f"{session.hostname}/ssd", float(grace_period_seconds))
             return 0
 
         return self._in_session("unmount_local_disk_segment", unmount, lambda _: FAILED)
 
-    # What they come down to -----------------------------------------------------------------------------
+    # Implementation -------------------------------------------------------------------------------------
 
     def _mounted(self, what: str, mount: Callable[[StoreSession], str]) -> dict[str, Any]:
         def done(session: StoreSession) -> dict[str, Any]:
@@ -108,7 +110,7 @@ class SegmentCalls(StoreLifecycle):
         name = f"{session.hostname}/{segment_id}"
         region = allocate()
         try:
-            session.node().lend(region, name)
+            session.node().mount(region, name)
         except MooncakeError:
             session.engine.unregister(region)
             raise
@@ -140,21 +142,21 @@ def _drain_and_release(segment: ExtraSegment, grace_s: float) -> None:
     if grace_s <= 0:
         _release(segment)
         return
-    # From now on nothing new goes there, and what is there goes elsewhere if there is room.
+    # From now on nothing new is placed there, and its objects are copied elsewhere if there is room.
     outcome = session.store.drain([segment.name])
     if isinstance(outcome, Refusal):
         log.warning(f"unmount {segment.name}: {outcome}")
-    later = threading.Timer(grace_s, _release, [segment])
-    later.daemon = True
-    later.start()
-    session.at_close.append(later.cancel)
+    release = threading.Timer(grace_s, _release, [segment])
+    release.daemon = True
+    release.start()
+    session.at_close.append(release.cancel)
 
 
 def _release(segment: ExtraSegment) -> None:
     session = segment.session
     if session.enter():
         try:
-            session.node().take_back(segment.name)
+            session.node().unmount(segment.name)
             session.engine.unregister(segment.region)
         except MooncakeError as error:
             log.error(f"unmount {segment.name}: {error}")
@@ -163,16 +165,16 @@ def _release(segment: ExtraSegment) -> None:
 
 
 def _map(session: StoreSession, path: str, size: int, offset: int) -> Region:
-    """Part of a file as memory, which other processes may have mapped, too.
+    """Map part of a file as memory, which other processes may have mapped, too.
 
-    Whoever reads and writes the pool reads and writes it: neither a link nor somebody else's file is taken.
+    Every client of the pool can read and write it, so links and files of other users are refused.
     """
     if size < MIN_SEGMENT_BYTES or offset < 0 or offset % mmap.ALLOCATIONGRANULARITY:
         raise InvalidArgument(
             "size and offset", (size, offset), f"{MIN_SEGMENT_BYTES} or more, and a multiple of a page"
         )
     try:
-        # Not blocking: a pipe would wait for its other end.
+        # Non-blocking, because a pipe would wait for its other end.
         file = os.open(path, os.O_RDWR | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK)
     except PermissionError as error:
         raise AccessDenied(f"mount {path!r}: {error.strerror}") from error
@@ -181,10 +183,12 @@ def _map(session: StoreSession, path: str, size: int, offset: int) -> Region:
     try:
         found = os.fstat(file)
         if not stat.S_ISREG(found.st_mode) or found.st_uid != os.geteuid():
-            raise AccessDenied(f"mount {path!r}: only a plain file of this process's user can be lent")
+            raise AccessDenied(f"mount {path!r}: only a regular file of this process's user can be mounted")
         room = found.st_size
         if offset + size > room:
-            raise InvalidArgument("size", size, f"at most {room - offset}, what {path} has from {offset} on")
+            raise InvalidArgument(
+                "size", size, f"at most {room - offset}, the size of {path} from {offset} on"
+            )
         mapped = mmap.mmap(file, size, offset=offset)
     except OSError as error:
         raise StorageError(f"mount {path!r}: {error.strerror}") from error

@@ -1,6 +1,6 @@
-"""How a session comes about: words to an engine, a name, a greeting of the master, segments.
+"""Steps that open a session: engine, name, contact with the master, segments.
 
-Nothing is left behind when one of these fails.
+A step that fails leaves nothing behind.
 """
 
 from __future__ import annotations
@@ -39,23 +39,23 @@ log = get_logger("mooncake.store")
 
 MAX_FOLDERS = 256
 _SSD_SHARE = 0.9
-"""Of a file system's size, at most so much is lent."""
+"""Largest fraction of a file system that the SSD tier may take."""
 
 
-def open_session(words: SetupArguments) -> StoreSession:
-    """A session whose master answers and, if there is one, knows the segment.
+def open_session(arguments: SetupArguments) -> StoreSession:
+    """Open a session; its master answers and has accepted this process's segment, if there is one.
 
     Raises:
-        MooncakeError: it cannot be; the message says why.
+        MooncakeError: a step failed; the message has the reason.
     """
     settings = read_environment()
-    session = _session_with_engine(words, settings)
+    session = _session_with_engine(arguments, settings)
     try:
         _wait_for_master(session)
         _mount(session)
-        if words.enable_client_http_server:
+        if arguments.enable_client_http_server:
             endpoint = ClientHttpServer(
-                words.client_http_port, lambda: 0 if session.has_master() else 2, session.client_metrics
+                arguments.client_http_port, lambda: 0 if session.has_master() else 2, session.client_metrics
             )
             session.at_close.append(endpoint.close)
     except BaseException:
@@ -65,38 +65,46 @@ def open_session(words: SetupArguments) -> StoreSession:
     return session
 
 
-def _session_with_engine(words: SetupArguments, settings: DropinSettings) -> StoreSession:
-    """A session with its engine, listening at the port of its name unless the program brought one."""
-    host, fixed = split_host(words.local_hostname)
+def _session_with_engine(arguments: SetupArguments, settings: DropinSettings) -> StoreSession:
+    """Make a session with its engine, listening at the port of its name, or with the program's own engine."""
+    host, fixed = split_host(arguments.local_hostname)
     shown = f"[{host}]" if ":" in host else host
     every = range(settings.min_port, settings.max_port + 1)
     ports = [fixed] if fixed else random.SystemRandom().sample(every, min(settings.setup_retries, len(every)))
-    if words.engine is not None:
-        if not isinstance(words.engine, InnerTransferEngine):
+    if arguments.engine is not None:
+        if not isinstance(arguments.engine, InnerTransferEngine):
             raise InvalidArgument(
-                "engine", type(words.engine).__name__, "what TransferEngine.get_engine() returned"
+                "engine", type(arguments.engine).__name__, "what TransferEngine.get_engine() returned"
             )
-        return StoreSession(words, settings, words.engine.engine, f"{shown}:{ports[0]}", owns_engine=False)
-    base = _engine_settings(words)
+        return StoreSession(
+            arguments, settings, arguments.engine.engine, f"{shown}:{ports[0]}", owns_engine=False
+        )
+    base = _engine_settings(arguments)
     for port in ports:
         name = f"{shown}:{port}"
         with contextlib.suppress(AddressInUse):
             engine = TransferEngine(replace(base, name=name, tcp_port=port))
-            return StoreSession(words, settings, engine, name, owns_engine=True)
+            return StoreSession(arguments, settings, engine, name, owns_engine=True)
     where = f"port {fixed}" if fixed else f"{len(ports)} ports from {every[0]} to {every[-1]}, all"
-    raise InvalidArgument("local_hostname", words.local_hostname, f"a port that is free; {where} in use")
+    raise InvalidArgument("local_hostname", arguments.local_hostname, f"a free port; {where} in use")
 
 
-def _engine_settings(words: SetupArguments) -> TransferSettings:
-    """Of an engine whose peers are found through the master."""
-    knobs = read_engine_environment()
+def _engine_settings(arguments: SetupArguments) -> TransferSettings:
+    """Settings of an engine whose peers are found through the master."""
+    engine_settings = read_engine_environment()
     try:
         choice = choose_transports(
-            *(words.local_hostname, words.metadata_server, words.protocol, words.rdma_devices, knobs),
-            *(available_schemes(), rdma_devices(), resolves),
+            arguments.local_hostname,
+            arguments.metadata_server,
+            arguments.protocol,
+            arguments.rdma_devices,
+            engine_settings,
+            available_schemes(),
+            rdma_devices(),
+            resolves,
         )
     except EngineCodeError as error:
-        raise InvalidArgument("rdma_devices", words.rdma_devices, str(error)) from error
+        raise InvalidArgument("rdma_devices", arguments.rdma_devices, str(error)) from error
     if choice.warning:
         log.warning(f"setup: {choice.warning}")
     flags = {field: value for field, value in choice.flags.items() if not field.startswith("metadata")}
@@ -105,50 +113,53 @@ def _engine_settings(words: SetupArguments) -> TransferSettings:
 
 
 def _wait_for_master(session: StoreSession) -> None:
-    """Wait for the master, for a while; see that the name is free."""
-    patient = session.client(session.settings.setup_timeout_s)
+    """Wait for the master for ``setup_timeout_s``; check that the name is free."""
+    client = session.client(session.settings.setup_timeout_s)
     try:
-        if session.engine.identity.tenant:  # it may not look at segments, and lends none
-            patient.ask(m.Exists([], session.engine.identity.tenant))
+        if session.engine.identity.tenant:  # it may not query segments, and mounts none
+            client.ask(m.Exists([], session.engine.identity.tenant))
             return
-        status: m.MasterStatus = patient.ask(m.GetMasterStatus())
+        status: m.MasterStatus = client.ask(m.GetMasterStatus())
     finally:
-        patient.close()
+        client.close()
     name = session.hostname
     if any(segment.segment == name and segment.state == "alive" for segment in status.segments):
         raise InvalidArgument(
-            "local_hostname", session.words.local_hostname, f"free; segment {name!r} is another process's"
+            "local_hostname",
+            session.arguments.local_hostname,
+            f"a free name; segment {name!r} is another process's",
         )
 
 
 def _mount(session: StoreSession) -> None:
-    words, settings = session.words, session.settings
-    has_ssd = words.enable_ssd_offload or settings.ssd_offload
-    if not words.global_segment_size and not has_ssd:
+    arguments, settings = session.arguments, session.settings
+    has_ssd = arguments.enable_ssd_offload or settings.ssd_offload
+    if not arguments.global_segment_size and not has_ssd:
         return
-    nothing = NodeSettings(
-        master=words.master_server_addr,
+    memory_only = NodeSettings(
+        master=arguments.master_server_addr,
         name=session.hostname,
         huge_pages=settings.huge_pages,
-        pool_size_bytes=words.global_segment_size and max(words.global_segment_size, MIN_SEGMENT_BYTES),
+        pool_size_bytes=arguments.global_segment_size
+        and max(arguments.global_segment_size, MIN_SEGMENT_BYTES),
     )
     if not has_ssd:
-        session.node(nothing)
+        session.node(memory_only)
         return
-    root = Path(words.ssd_offload_path or settings.ssd_path)
+    root = Path(arguments.ssd_offload_path or settings.ssd_path)
     refusal: InvalidArgument | None = None
     for folder in _free_folders(root):
         size_bytes = min(settings.ssd_size_bytes, int(shutil.disk_usage(root).total * _SSD_SHARE))
         try:
-            session.node(replace(nothing, ssd_path=str(folder), ssd_size_bytes=size_bytes))
+            session.node(replace(memory_only, ssd_path=str(folder), ssd_size_bytes=size_bytes))
             return
         except InvalidArgument as error:
-            refusal = error  # another process may just have taken it
+            refusal = error  # another process may just have locked it
     raise refusal or InvalidArgument("ssd_offload_path", str(root), f"fewer than {MAX_FOLDERS} processes")
 
 
 def _free_folders(root: Path) -> Iterator[Path]:
-    """Of an SSD that several processes share: a folder for each, the same again after a restart."""
+    """Free folders of an SSD that several processes share, one for each; the same one after a restart."""
     try:
         root.mkdir(parents=True, exist_ok=True)
     except OSError as error:
@@ -165,7 +176,7 @@ def _is_locked(file: Path) -> bool:
     try:
         opened = os.open(file, os.O_RDWR | os.O_CLOEXEC)
     except OSError:
-        return False  # not there yet; or whoever opens it will say what is wrong
+        return False  # it does not exist yet, or opening it later reports the error
     try:
         fcntl.flock(opened, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except BlockingIOError:

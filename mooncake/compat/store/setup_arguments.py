@@ -1,7 +1,7 @@
-"""The words of ``setup``, in all their forms, and the environment variables that a drop-in client honours.
+"""The arguments of ``setup``, in all their forms, and the environment variables of a drop-in client.
 
-Nothing is guessed in silence: a key that means nothing is warned of, a value that cannot be is refused
-with its name. Knows no socket and no store.
+Nothing is guessed silently: an unknown key causes a warning, an invalid value is refused by name. Knows
+no socket and no store.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from mooncake.log import get_logger
 log = get_logger("mooncake.store")
 
 MIN_SEGMENT_BYTES = 4096
-"""A smaller segment than this is made so large."""
+"""Size of the smallest segment; smaller ones are enlarged to it."""
 MIN_SIZE_BYTES = 1024
 MAX_LOCAL_BUFFER_BYTES = 1 << 40
 DEFAULT_SIZE_BYTES = 16 << 20
@@ -37,37 +37,37 @@ _UNITS = {"": 0, "b": 0, "k": 10, "kb": 10, "m": 20, "mb": 20, "g": 30, "gb": 30
 
 @dataclass(frozen=True)
 class DropinSettings:
-    """What the environment says to a ``MooncakeDistributedStore``."""
+    """Settings of a ``MooncakeDistributedStore`` from the environment."""
 
     min_port: Annotated[_Port, AlsoFrom("MC_STORE_CLIENT_MIN_PORT")] = 12300
-    "Lowest port drawn for a local host name without one."
+    "Lowest port that is chosen for a local host name without one."
 
     max_port: Annotated[_Port, AlsoFrom("MC_STORE_CLIENT_MAX_PORT")] = 14300
-    "Highest port drawn for a local host name without one."
+    "Highest port that is chosen for a local host name without one."
 
     setup_retries: Annotated[int, Meta(ge=1, le=10000), AlsoFrom("MC_STORE_CLIENT_SETUP_RETRIES")] = 20
-    "How many ports are tried."
+    "Number of ports that are tried."
 
     huge_pages: Annotated[bool, AlsoFrom("MC_STORE_USE_HUGEPAGE")] = False
     "Ask for huge pages for the segment that this process contributes."
 
     ssd_offload: Annotated[bool, AlsoFrom("MOONCAKE_OFFLOAD_ENABLED")] = False
-    "Keep an SSD tier also when `setup` does not say so."
+    "Use an SSD tier even when `setup` does not request one."
 
     ssd_path: Annotated[str, AlsoFrom("MOONCAKE_OFFLOAD_FILE_STORAGE_PATH")] = "/data/file_storage"
-    "Directory of the SSD tier when `setup` names none."
+    "Directory of the SSD tier when `setup` has none."
 
     ssd_size_bytes: Annotated[int, Meta(ge=1), AlsoFrom("MOONCAKE_OFFLOAD_TOTAL_SIZE_LIMIT_BYTES")] = 2 << 40
-    "Most bytes that the SSD tier may take; less where the file system has less."
+    "Largest size of the SSD tier; less where the file system has less."
 
     timeout_s: Annotated[float, Meta(gt=0)] = 5.0
-    "Seconds that one call may take, reaching the master included; large batches are cut in several."
+    "Seconds that one call may take, including a search for the master; large batches are split."
 
     probe_timeout_s: Annotated[float, Meta(gt=0)] = 1.0
-    "Seconds after which a master that failed before is still taken for dead, and in `health_check`."
+    "Timeout in seconds of a probe: of a master that failed before, and of `health_check`."
 
     setup_timeout_s: Annotated[float, Meta(gt=0)] = 10.0
-    "Seconds that `setup` waits for the master, and then for it to take the segment."
+    "Seconds that `setup` waits for the master, and then for it to accept the segment."
 
 
 ALWAYS_SO = {
@@ -81,20 +81,20 @@ NOT_HONOURED = {
     "MC_STORE_PIN_MEMORY_MAX_BYTES": "registered memory is pinned by the transports that need it",
     "MOONCAKE_OFFLOAD_STORAGE_BACKEND_DESCRIPTOR": "there is one SSD backend, and it survives restarts",
     "MOONCAKE_OFFLOAD_LOCAL_BUFFER_SIZE_BYTES": "reads from SSD go to the caller's buffer",
-    "MOONCAKE_OFFLOAD_HEARTBEAT_INTERVAL_SECONDS": "tasks are waited for, not asked for",
+    "MOONCAKE_OFFLOAD_HEARTBEAT_INTERVAL_SECONDS": "nodes wait for tasks and do not poll",
     "MOONCAKE_OFFLOAD_TOTAL_KEYS_LIMIT": "the tier is limited by its size",
     "MOONCAKE_OFFLOAD_USE_URING": "io_uring is used where the kernel allows it",
 }
-"""Variables of the existing store that change nothing here, each with the reason."""
+"""Variables of the existing store that have no effect here, each with the reason."""
 
 _warned: set[str] = set()
 
 
 def read_environment(environment: Mapping[str, str] | None = None) -> DropinSettings:
-    """The settings, with a warning for each variable that is known and has no effect; once per process.
+    """Read the settings; warn once per process of each known variable that has no effect.
 
     Raises:
-        InvalidArgument: a variable has a value that it cannot have, or the ports are in the wrong order.
+        InvalidArgument: a variable's value is not allowed, or the ports are in the wrong order.
     """
     environment = os.environ if environment is None else environment
     for variable, reason in NOT_HONOURED.items():
@@ -111,7 +111,7 @@ def read_environment(environment: Mapping[str, str] | None = None) -> DropinSett
 
 @dataclass(frozen=True)
 class SetupArguments:
-    """What ``setup`` was told, by its own names."""
+    """Arguments of ``setup``, by its own names."""
 
     local_hostname: str
     metadata_server: str
@@ -139,10 +139,10 @@ class SetupArguments:
                 raise TypeError(f"setup(): {field} must be int, not {type(getattr(self, field)).__name__}")
 
     def checked(self) -> SetupArguments:
-        """Itself.
+        """Check the values and return the arguments themselves.
 
         Raises:
-            InvalidArgument: a word that cannot be; the message names it.
+            InvalidArgument: an invalid value; the message names the argument.
         """
         for field in ("local_hostname", "metadata_server", "master_server_addr"):
             if not getattr(self, field).strip():
@@ -159,7 +159,7 @@ class SetupArguments:
 
 
 ALIASES = {"master_server_address": "master_server_addr", "device_name": "rdma_devices"}
-"""What programs call a key of the dictionary that the existing package looks for under another name."""
+"""Keys that programs use in place of those of the existing package."""
 _DEFAULTS: dict[str, Any] = {
     "global_segment_size": DEFAULT_SIZE_BYTES,
     "local_buffer_size": DEFAULT_SIZE_BYTES,
@@ -176,10 +176,10 @@ KEYS = (*_REQUIRED, *_SIZES, *_STRINGS, *_BOOLEANS, "client_http_port", *_IGNORE
 
 
 def setup_arguments(config: Mapping[str, Any]) -> SetupArguments:
-    """The dictionary form of ``setup``; values may be strings. Unknown keys are warned of.
+    """Parse the dictionary form of ``setup``; values may be strings. Unknown keys cause a warning.
 
     Raises:
-        InvalidArgument: a required key is missing, or a value is none.
+        InvalidArgument: a required key is missing, or a value is invalid.
     """
     given: dict[str, str] = {}
     for key, value in config.items():
@@ -187,7 +187,7 @@ def setup_arguments(config: Mapping[str, Any]) -> SetupArguments:
         if name not in KEYS:
             close = difflib.get_close_matches(str(key), [*KEYS, *ALIASES], 1)
             hint = f"did you mean {close[0]!r}?" if close else f"known are {', '.join(KEYS)}"
-            log.warning(f"setup: key {key!r} means nothing; {hint}")
+            log.warning(f"setup: key {key!r} is unknown; {hint}")
         elif key == name or name not in config:
             given[name] = str(value).strip()
     for key in _REQUIRED:
@@ -214,7 +214,7 @@ def _named(key: str, text: str, parse: Any) -> Any:
 
 
 def parse_size(value: int | str) -> int:
-    """Bytes, from a number or from ``16MB``, ``1.5 gb``, ``16k``, ``1e9``: powers of 1024, as ever here.
+    """Parse a size to bytes, from a number or ``16MB``, ``1.5 gb``, ``16k``, ``1e9``; units are binary.
 
     Raises:
         ValueError: not a size.
@@ -231,19 +231,19 @@ def parse_size(value: int | str) -> int:
     )
 
 
-_BOOL_WORDS = {
+_BOOLEAN_VALUES = {
     **dict.fromkeys(("true", "1", "yes", "on", "enable"), True),
     **dict.fromkeys(("false", "0", "no", "off", "disable"), False),
 }
 
 
 def parse_bool(value: bool | int | str) -> bool:
-    """True or false, from the ways in which people write it.
+    """Parse a boolean, from the usual ways of writing one.
 
     Raises:
-        ValueError: neither.
+        ValueError: not a boolean.
     """
-    word = str(value).strip().lower()
-    if word not in _BOOL_WORDS:
+    text = str(value).strip().lower()
+    if text not in _BOOLEAN_VALUES:
         raise ValueError(f"{value!r} is neither true (1, yes, on, enable) nor false (0, no, off, disable)")
-    return _BOOL_WORDS[word]
+    return _BOOLEAN_VALUES[text]

@@ -1,4 +1,4 @@
-"""``MooncakeDistributedStore``: the existing package's store, put together from its kinds of calls."""
+"""``MooncakeDistributedStore``: the existing package's store, composed of its kinds of calls."""
 
 from __future__ import annotations
 
@@ -28,12 +28,12 @@ class MooncakeDistributedStore(
 ):
     """A client of the store, with the calls and the numbers of the existing package.
 
-    ``setup`` first; before it, and after ``close``, every call answers that there is nothing. New programs
-    are better served by ``mooncake.store.Store``, which raises what went wrong.
+    Call ``setup`` first; before it, and after ``close``, every call returns an error. New programs are better
+    served by ``mooncake.store.Store``, which raises errors.
     """
 
     def setup(self, *args: Any, **kwargs: Any) -> int:
-        """Connect to a master and, with a ``global_segment_size``, lend it memory of this process.
+        """Connect to a master and, with a ``global_segment_size``, contribute memory of this process.
 
         setup(local_hostname: str, metadata_server: str, global_segment_size: int, local_buffer_size: int,
         protocol: str, rdma_devices: str, master_server_addr: str, engine: object = None,
@@ -42,18 +42,18 @@ class MooncakeDistributedStore(
 
         setup(config: dict) -> int, with these names as keys; sizes may be written '16MB'.
 
-        Returns 0; -600 when a word cannot be; -1 when the master does not answer. The log says why.
+        Returns 0; -600 for an invalid argument; -1 when the master does not answer. The log has the reason.
         """
         config = args[0] if args else kwargs.get("config")
         if len(args) + len(kwargs) == 1 and isinstance(config, dict):
             return self._begin(lambda: setup_arguments(config))
-        words = SetupArguments(*args, **kwargs)
-        return self._begin(lambda: words)
+        arguments = SetupArguments(*args, **kwargs)
+        return self._begin(lambda: arguments)
 
     def setup_dummy(self, mem_pool_size: int, local_buffer_size: int, server_address: str) -> int:
         """Connect to the store of this host's ``mooncake_client`` at ``host:port``; 0, or -1.
 
-        ``mem_pool_size``: how much ``alloc_from_mem_pool`` may give out.
+        ``mem_pool_size``: size of the memory for ``alloc_from_mem_pool``.
         """
         what = "setup_dummy"
         pool_bytes = number(what, "mem_pool_size", mem_pool_size)
@@ -63,23 +63,23 @@ class MooncakeDistributedStore(
 
         def find() -> SetupArguments:
             nonlocal hostname
-            told = dummy_client.client_info(server_address)
-            hostname = told.hostname
-            return dummy_client.setup_arguments_from(told, server_address, buffer_bytes)
+            info = dummy_client.client_info(server_address)
+            hostname = info.hostname
+            return dummy_client.setup_arguments_from(info, server_address, buffer_bytes)
 
         def opened(session: StoreSession) -> None:
-            session.hostname = hostname  # the segment that is near: programs prefer it by this name
+            session.hostname = hostname  # the segment on this host: programs prefer it by this name
             session.pool = LocalBuffer(session.engine, pool_bytes)
 
-        return min(0, -1 if self._begin(find, opened) else 0)
+        return -1 if self._begin(find, opened) else 0
 
     def init_all(self, protocol: str, device_name: str, mount_segment_size: int, /) -> int:
-        """``setup`` on one host with a master at its usual port; for tests."""
-        words = ("localhost", "P2PHANDSHAKE", mount_segment_size, DEFAULT_SIZE_BYTES)
-        return self.setup(*words, protocol, device_name, DEFAULT_MASTER)
+        """Call ``setup`` on one host with a master at its default port; for tests."""
+        arguments = ("localhost", "P2PHANDSHAKE", mount_segment_size, DEFAULT_SIZE_BYTES)
+        return self.setup(*arguments, protocol, device_name, DEFAULT_MASTER)
 
     def alloc_from_mem_pool(self, size: int, /) -> int:
-        """The address of registered memory of ``setup_dummy``'s pool; 0 when it has no more."""
+        """Allocate registered memory of ``setup_dummy``'s pool; its address, 0 when the pool is exhausted."""
         size_bytes = number("alloc_from_mem_pool", "size", size)
 
         def allocate(session: StoreSession) -> int:

@@ -1,7 +1,7 @@
-"""What one ``setup`` brings about: an engine, a client of the master, perhaps segments of this process.
+"""State that one ``setup`` creates: an engine, a client of the master, possibly segments of this process.
 
-A session is entered and left by every call, so that closing it waits for the calls under way instead of
-pulling the memory from under them. A forked child has none: its parent's sockets are not its own.
+Every call enters and leaves the session, so that closing it waits for calls in progress instead of
+releasing the memory they use. A forked child has no session: its parent's sockets are not its own.
 ``session_setup.py`` makes sessions.
 """
 
@@ -29,55 +29,55 @@ from mooncake.transfer import TransferEngine
 log = get_logger("mooncake.store")
 
 CLOSE_S = 5.0
-"""How long calls under way may take to end when a session is closed."""
+"""Time for calls in progress to end when a session is closed."""
 
 
 class StoreSession:
-    """Everything that ``close`` has to undo. Thread-safe."""
+    """Resources of one ``setup``, until ``close``. Thread-safe."""
 
     def __init__(
         self,
-        words: SetupArguments,
+        arguments: SetupArguments,
         settings: DropinSettings,
         engine: TransferEngine,
         hostname: str,
         owns_engine: bool,
     ) -> None:
-        self.words = words
+        self.arguments = arguments
         self.settings = settings
         self.engine = engine
         self.hostname = hostname
         self.is_cut_off = False
-        """The last call did not reach the master."""
+        """Whether the last call did not reach the master."""
         self._owns_engine = owns_engine
         self.store = self.client(settings.timeout_s)
         self._prober = self.client(settings.probe_timeout_s)
         self.registered = RegisteredMemory(engine)
         self.temporary_registrations = TemporaryRegistrations(engine.regions)
-        self.local = LocalBuffer(engine, words.local_buffer_size)
+        self.local = LocalBuffer(engine, arguments.local_buffer_size)
         self.pool = LocalBuffer(engine, 0)
-        """What a worker of a ``mooncake_client`` was promised besides."""
+        """Additional memory of a worker of a ``mooncake_client``."""
         self.client_metrics = ClientMetrics()
-        self._nodes = threading.Lock()
+        self._node_lock = threading.Lock()
         self._node: EmbeddedNode | None = None
         self._pid = os.getpid()
         self._calls = threading.Condition()
         self._num_calls = 0
         self._is_closed = False
         self.at_close: list[Callable[[], object]] = []
-        """What else is to be undone, last first."""
+        """Further actions for ``close``, run in reverse order."""
 
     def client(self, timeout_s: float) -> Store:
-        """A further client of the same master, with patience of its own."""
-        settings = StoreSettings(timeout_s=timeout_s, tenant=self.words.tenant_id or DEFAULT_TENANT)
-        return Store(self.words.master_server_addr, self.engine, settings)
+        """Make a further client of the same master, with a timeout of its own."""
+        settings = StoreSettings(timeout_s=timeout_s, tenant=self.arguments.tenant_id or DEFAULT_TENANT)
+        return Store(self.arguments.master_server_addr, self.engine, settings)
 
     @property
     def is_usable(self) -> bool:
         return not self._is_closed and self._pid == os.getpid()
 
     def enter(self) -> bool:
-        """A call begins, unless the session is closed or of another process."""
+        """Begin a call; False when the session is closed or belongs to another process."""
         if not self.is_usable:
             return False
         with self._calls:
@@ -93,7 +93,7 @@ class StoreSession:
                 self._calls.notify_all()
 
     def has_master(self) -> bool:
-        """It answers, quickly."""
+        """Whether the master answers within the probe timeout."""
         try:
             self._prober.ask(m.Exists([]))
         except MooncakeError:
@@ -103,30 +103,30 @@ class StoreSession:
         return True
 
     def node(self, settings: NodeSettings | None = None) -> EmbeddedNode:
-        """This process's node, which is made when it is first wanted.
+        """Node of this process, made on first use.
 
         Raises:
             MooncakeError: as ``EmbeddedNode``.
         """
-        with self._nodes:
+        with self._node_lock:
             if self._node is None:
-                nothing = NodeSettings(
-                    master=self.words.master_server_addr, name=self.hostname, pool_size_bytes=0
+                no_memory = NodeSettings(
+                    master=self.arguments.master_server_addr, name=self.hostname, pool_size_bytes=0
                 )
-                self._node = EmbeddedNode(settings or nothing, self.engine, self.settings.setup_timeout_s)
+                self._node = EmbeddedNode(settings or no_memory, self.engine, self.settings.setup_timeout_s)
             return self._node
 
     def is_on_node(self) -> bool:
-        """The caller runs on the thread of this process's node."""
+        """Whether the caller runs on the thread of this process's node."""
         return self._node is not None and self._node.is_on_own_thread()
 
     def unmount(self) -> None:
-        """Tell the master that this process's memory goes away; all that matters when it is ending."""
+        """Unmount this process's segments at the master, the only necessary step when the process ends."""
         if self.is_usable and self._node is not None:
             self._node.close()
 
     def close(self) -> None:
-        """Unmount, and let go of everything. Harmless when repeated, and in a forked child."""
+        """Unmount, and release all resources. Idempotent; does nothing in a forked child."""
         if not self.is_usable:
             return
         with self._calls:

@@ -1,7 +1,7 @@
-"""A tensor as an object: 304 bytes that say what it is, then its elements.
+"""A tensor as an object: a header of 304 bytes, then its elements.
 
-The bytes are the existing package's, so that what one program stores with a tensor call another can read
-with ``get_into`` and its own arithmetic. Owns that format and the manifests of tensors stored in parts;
+The format is the existing package's, so that a program can read with ``get_into`` and its own arithmetic
+what another stored with a tensor call. Owns that format and the manifests of tensors stored in parts;
 knows numbers and shapes only: no torch, no memory, no store.
 
     0 u32 magic | 4 u16 version | 6 u16 header size | 8 i32 dtype | 12 i32 ndim | 16 u32 layout | 20 u32 flags
@@ -48,7 +48,7 @@ DTYPES: dict[str, tuple[int, int]] = {
     "float8_e4m3fn": (13, 1),
     "float8_e5m2": (14, 1),
 }
-"""torch's name -> (the format's number, bytes of one element)."""
+"""Maps torch's name to (the format's number, bytes of one element)."""
 
 _BY_NUMBER = {number: (name, size) for name, (number, size) in DTYPES.items()}
 
@@ -67,21 +67,21 @@ class Layout(IntEnum):
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Axis:
-    """One way in which a job is divided, and this part's place in it."""
+    """One way in which a job is divided, and this part's position in it."""
 
     kind: AxisKind
     rank: int
     count: int
     split_dim: int = -1
     member_id: int = -1
-    """The expert (EP) or the stage (PP); -1 where there is none."""
+    """Number of the expert (EP) or the stage (PP); -1 for the other kinds."""
     extent: int = 0
-    """How long the part is along ``split_dim``."""
+    """Length of the part along ``split_dim``."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class TensorHeader:
-    """What a tensor is. ``shape`` is that of the part that follows, ``global_shape`` that of the whole."""
+    """Description of a tensor. ``shape`` is that of the stored part, ``global_shape`` that of the whole."""
 
     dtype: str
     shape: tuple[int, ...]
@@ -94,7 +94,7 @@ class TensorHeader:
 
     @property
     def size_bytes(self) -> int:
-        """Of the whole object."""
+        """Size of the whole object."""
         return HEADER_BYTES + self.data_bytes
 
     @property
@@ -104,21 +104,21 @@ class TensorHeader:
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class TensorManifest:
-    """How a tensor that is stored in parts is put together."""
+    """Description of the parts in which a tensor is stored."""
 
     dtype: str
     shape: tuple[int, ...]
     split_dim: int
     count: int
     axes: tuple[Axis, ...] = ()
-    """Those of the first part that was stored; empty for the parts of writers."""
+    """Axes of the first part that was stored; empty for the parts of writers."""
 
 
 def encode(header: TensorHeader) -> bytes:
-    """The 304 bytes.
+    """Encode the header to 304 bytes.
 
     Raises:
-        ValueError: the format has no place for such a tensor.
+        ValueError: the format cannot represent such a tensor.
     """
     _check(header)
     number, _ = DTYPES[header.dtype]
@@ -141,32 +141,32 @@ def encode(header: TensorHeader) -> bytes:
 
 
 def decode(head: bytes | bytearray | memoryview, size_bytes: int) -> TensorHeader:
-    """What the first 304 bytes of an object of ``size_bytes`` say.
+    """Decode the first 304 bytes of an object of ``size_bytes``.
 
     Raises:
-        ValueError: it is no tensor.
+        ValueError: it is not a tensor.
     """
     if len(head) < HEADER_BYTES or size_bytes < HEADER_BYTES:
         raise ValueError(
-            f"{min(len(head), size_bytes)} bytes are no tensor: its header alone has {HEADER_BYTES}"
+            f"{min(len(head), size_bytes)} bytes are not a tensor: its header alone has {HEADER_BYTES}"
         )
     fields = _FIXED.unpack_from(head)
     magic, version, header_bytes, number, ndim, layout, _, data_offset, data_bytes = fields[:9]
     if magic != MAGIC or version != VERSION or header_bytes != HEADER_BYTES or data_offset != HEADER_BYTES:
-        raise ValueError(f"no tensor: magic {magic:#x}, version {version}, header of {header_bytes} bytes")
+        raise ValueError(f"not a tensor: magic {magic:#x}, version {version}, header of {header_bytes} bytes")
     num_axes = fields[25]
     if number not in _BY_NUMBER or not 0 <= ndim <= MAX_DIMS or num_axes > MAX_AXES or layout not in (0, 1):
-        raise ValueError(f"no tensor: dtype {number}, {ndim} dimensions, {num_axes} axes, layout {layout}")
+        raise ValueError(f"not a tensor: dtype {number}, {ndim} dimensions, {num_axes} axes, layout {layout}")
     shape, global_shape = tuple(fields[17 : 17 + ndim]), tuple(fields[9 : 9 + ndim])
     header = TensorHeader(_BY_NUMBER[number][0], shape, global_shape, _axes_in(head, _FIXED.size, num_axes))
     _check(header)
     if header.data_bytes != data_bytes or size_bytes < header.size_bytes:
-        raise ValueError(f"no tensor: {data_bytes} bytes of {size_bytes} for the shape {shape}")
+        raise ValueError(f"not a tensor: {data_bytes} bytes of {size_bytes} for the shape {shape}")
     return header
 
 
 def encode_manifest(manifest: TensorManifest) -> bytes:
-    """96 bytes, and 136 more if it names axes."""
+    """Encode the manifest to 96 bytes, and 136 more if it has axes."""
     number, _ = DTYPES[manifest.dtype]
     size = PARALLELISM_MANIFEST_BYTES if manifest.axes else MANIFEST_BYTES
     shape = _padded(manifest.shape)
@@ -180,34 +180,36 @@ def encode_manifest(manifest: TensorManifest) -> bytes:
 
 
 def decode_manifest(data: bytes) -> TensorManifest:
-    """Raises:
-    ValueError: it is no manifest.
+    """Decode a manifest.
+
+    Raises:
+        ValueError: it is not a manifest.
     """
     if len(data) < MANIFEST_BYTES:
-        raise ValueError(f"{len(data)} bytes are no manifest")
+        raise ValueError(f"{len(data)} bytes are not a manifest")
     magic, version, size, number, ndim, split_dim, count, _, *shape = _MANIFEST.unpack_from(data)
     if magic != MANIFEST_MAGIC or version != VERSION or size != len(data) or number not in _BY_NUMBER:
-        raise ValueError(f"no manifest: magic {magic:#x}, version {version}, {size} bytes, dtype {number}")
+        raise ValueError(f"not a manifest: magic {magic:#x}, version {version}, {size} bytes, dtype {number}")
     if not 0 <= ndim <= MAX_DIMS or count < 1 or not -1 <= split_dim < max(ndim, 1):
-        raise ValueError(f"no manifest: {count} parts along {split_dim} of {ndim} dimensions")
+        raise ValueError(f"not a manifest: {count} parts along {split_dim} of {ndim} dimensions")
     axes: tuple[Axis, ...] = ()
     if size == PARALLELISM_MANIFEST_BYTES:
         num_axes, _ = _AXIS_COUNT.unpack_from(data, MANIFEST_BYTES)
         if num_axes > MAX_AXES:
-            raise ValueError(f"no manifest: {num_axes} axes")
+            raise ValueError(f"not a manifest: {num_axes} axes")
         axes = _axes_in(data, MANIFEST_BYTES + _AXIS_COUNT.size, num_axes)
     return TensorManifest(_BY_NUMBER[number][0], tuple(shape[:ndim]), split_dim, count, axes)
 
 
 def _check(header: TensorHeader) -> None:
     if header.dtype not in DTYPES:
-        raise ValueError(f"dtype {header.dtype} can't be stored; these can: {', '.join(DTYPES)}")
+        raise ValueError(f"dtype {header.dtype} cannot be stored; these can: {', '.join(DTYPES)}")
     if len(header.shape) > MAX_DIMS or len(header.global_shape) != len(header.shape):
         raise ValueError(f"shape {header.shape} of {header.global_shape}: at most {MAX_DIMS} dimensions")
     if len(header.axes) > MAX_AXES:
         raise ValueError(f"{len(header.axes)} axes: at most {MAX_AXES}")
     if any(length < 0 for length in header.shape + header.global_shape):
-        raise ValueError(f"shape {header.shape} of {header.global_shape}: no length is negative")
+        raise ValueError(f"shape {header.shape} of {header.global_shape}: lengths must not be negative")
 
 
 def _padded(shape: tuple[int, ...]) -> tuple[int, ...]:
@@ -229,6 +231,6 @@ def _axes_in(data: bytes | bytearray | memoryview, start: int, num_axes: int) ->
             data, start + index * _AXIS.size
         )
         if not 0 <= kind <= 3 or not 0 <= rank < count:
-            raise ValueError(f"no tensor: axis of kind {kind}, rank {rank} of {count}")
+            raise ValueError(f"not a tensor: axis of kind {kind}, rank {rank} of {count}")
         axes.append(Axis(AxisKind(kind), rank, count, split_dim, member_id, extent))
     return tuple(axes)

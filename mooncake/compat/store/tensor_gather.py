@@ -1,7 +1,7 @@
-"""How the part that a reader wants comes out of the parts that were stored.
+"""Assembles the part of a tensor that a reader wants from the parts that were stored.
 
-First where exactly this part would be. Then whatever else there is under the key: the whole tensor, what
-writers contributed, the parts of other ranks. Only what the wanted part needs is fetched.
+Looks first for exactly this part, then for the other layouts under the key: the whole tensor, the parts
+of writers, the parts of other ranks. Fetches only what the wanted part needs.
 """
 
 from __future__ import annotations
@@ -56,12 +56,12 @@ from mooncake.store.client.grants import ReadGrant
 Shape: TypeAlias = tuple[int, ...]
 
 MAX_RUNS = 4096
-"""In more bits than this nothing is read: then whole parts are."""
+"""Most runs to read one by one; beyond that, whole stored parts are read."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class WantedShard:
-    """What one reader wants of one key."""
+    """Part that a reader wants of one key."""
 
     key: str
     mode: str
@@ -69,14 +69,14 @@ class WantedShard:
 
     @property
     def exact_key(self) -> str:
-        """Where it is, if it was stored just so."""
+        """Key of the part, if it was stored in exactly this form."""
         return group_key(self.key, self.axes) if self.mode == "full" else part_key(self.key, self.axes)
 
     def cuts(self) -> list[Cut]:
         return [] if self.mode == "full" else cuts_of(self.axes)
 
     def is_met_by(self, header: TensorHeader) -> bool:
-        """That object is what is wanted."""
+        """Whether that object is the wanted part."""
         if self.mode == "as_stored":
             return True
         cuts = self.cuts()
@@ -88,7 +88,7 @@ class WantedShard:
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class TensorWithHeader:
-    """A tensor, and what it is of what."""
+    """A tensor with the header that describes it."""
 
     header: TensorHeader
     tensor: Tensor
@@ -96,7 +96,7 @@ class TensorWithHeader:
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class StoredLayout:
-    """One way in which a tensor was stored: where its parts are."""
+    """One way in which a tensor was stored: the keys and boxes of its parts."""
 
     dtype: str
     shape: tuple[int, ...]
@@ -126,7 +126,7 @@ class TensorGatherCalls(TensorCalls):
         sizes: Sequence[int],
         targets: Any,
     ) -> list[Any]:
-        """Straight to the caller's memory what was stored just so; the rest is assembled and copied there."""
+        """Read parts stored in exactly this form to the caller's memory; assemble and copy the others."""
         shards = _wanted_shards(what, check_keys(what, keys), targets)
         exact = ["" if wanted is None else wanted.exact_key for wanted in shards]
         results = self._get_into_memory(what, exact, addresses, sizes)
@@ -163,7 +163,7 @@ class TensorGatherCalls(TensorCalls):
         return None
 
     def _from_layout(self, what: str, wanted: WantedShard, layout: StoredLayout) -> TensorWithHeader | None:
-        """None: some of it is not there, or is not what it should be."""
+        """Assemble from one layout; None when some of it is missing or does not match."""
         box = or_none(what, wanted.key, box_of, layout.shape, wanted.cuts())
         pieces = None if box is None else plan_overlaps(box, layout.boxes)
         if box is None or pieces is None:
@@ -187,7 +187,7 @@ class TensorGatherCalls(TensorCalls):
         shapes: Sequence[tuple[int, ...]],
         tensor: Tensor,
     ) -> bool:
-        """Only what is wanted is read, straight to its place."""
+        """Read only the wanted elements, each run to its place."""
         item = tensor.element_size()
         start, _ = span_of(tensor)
         parts: list[list[Part]] = []
@@ -209,7 +209,7 @@ class TensorGatherCalls(TensorCalls):
         shapes: Sequence[tuple[int, ...]],
         tensor: Tensor,
     ) -> bool:
-        """Stored parts are read whole and copied from, because what is wanted of them is in tiny bits."""
+        """Read stored parts whole and copy from them, because the wanted runs are too many."""
         keys = [layout.keys[piece.number] for piece in pieces]
         for key, piece, shape, fresh in zip(keys, pieces, shapes, self._fetch(what, keys), strict=True):
             part = None if fresh is None else _with_header(what, key, fresh)
@@ -221,7 +221,7 @@ class TensorGatherCalls(TensorCalls):
     def _read_headers(
         self, what: str, keys: Sequence[str], parts: Sequence[Sequence[Part]] | None = None
     ) -> list[TensorHeader | None]:
-        """What each object is; with ``parts`` of it, which go where they say."""
+        """Read the header of each object, and with ``parts`` those ranges of it, too."""
 
         def act(session: StoreSession) -> list[TensorHeader | None]:
             heads = np.empty((len(keys), HEADER_BYTES), dtype=np.uint8)

@@ -1,7 +1,7 @@
-"""torch's tensors and the memory they lie in. The only module of the store that loads torch, when called.
+"""torch's tensors and their memory. The only module of the store that imports torch, when it is called.
 
-A tensor that is read lies where its bytes arrived: the object, header and all, is fetched to fresh memory
-that only the tensor keeps, so that nothing is copied after the transfer.
+A tensor that is read lies where its bytes arrived: the whole object with its header is fetched to fresh
+memory that only the tensor references, so that nothing is copied after the transfer.
 """
 
 from __future__ import annotations
@@ -16,15 +16,15 @@ from mooncake.compat.store.tensor_format import DTYPES, HEADER_BYTES, TensorHead
 from mooncake.transfer.memory import is_mapped
 
 Tensor: TypeAlias = Any
-"""A ``torch.Tensor``; this package is used without torch as well."""
+"""A ``torch.Tensor``; ``Any``, because this package also works without torch."""
 
 _ALIGNMENT = 64
 _LEAD_BYTES = -HEADER_BYTES % _ALIGNMENT
-"""In front of a header, so that the elements behind it are aligned."""
+"""Padding in front of a header, so that the elements behind it are aligned."""
 
 
 class FetchedObject:
-    """Memory of one object of ``size_bytes`` that is to become a tensor."""
+    """Memory for an object of ``size_bytes`` that becomes a tensor."""
 
     __slots__ = ("_memory", "address", "size_bytes")
 
@@ -34,20 +34,22 @@ class FetchedObject:
         self.size_bytes = size_bytes
 
     def content(self) -> bytes:
-        """A copy of what arrived."""
+        """Copy of the object's bytes."""
         return ctypes.string_at(self.address, self.size_bytes)
 
     def header(self) -> TensorHeader:
-        """Raises:
-        ValueError: what arrived is no tensor.
+        """Decode the header.
+
+        Raises:
+            ValueError: the object is not a tensor.
         """
         return decode(ctypes.string_at(self.address, min(HEADER_BYTES, self.size_bytes)), self.size_bytes)
 
     def tensor(self) -> Tensor:
-        """What arrived, in place.
+        """Tensor in this memory.
 
         Raises:
-            ValueError: it is no tensor.
+            ValueError: the object is not a tensor.
         """
         header = self.header()
         start = _LEAD_BYTES + HEADER_BYTES
@@ -55,7 +57,7 @@ class FetchedObject:
 
 
 def tensor_at(address: int, size_bytes: int) -> Tensor:
-    """The tensor whose object lies at ``address``; it is the caller's memory that it shows.
+    """Tensor whose object lies at ``address``, in the caller's memory.
 
     Raises:
         ValueError: there is no tensor.
@@ -70,7 +72,7 @@ def tensor_at(address: int, size_bytes: int) -> Tensor:
 
 
 def place(tensor: Tensor, header: TensorHeader, address: int, size_bytes: int) -> Tensor:
-    """Write ``tensor`` as an object to ``address``; the tensor that lies there.
+    """Write ``tensor`` as an object to ``address``; returns the tensor there.
 
     Raises:
         ValueError: ``size_bytes`` are not enough for it.
@@ -85,10 +87,10 @@ def place(tensor: Tensor, header: TensorHeader, address: int, size_bytes: int) -
 
 
 def tensor_from(data: bytes | bytearray | memoryview) -> Tensor:
-    """A tensor of its own out of an object's bytes.
+    """Make a new tensor from an object's bytes.
 
     Raises:
-        ValueError: they are no tensor.
+        ValueError: they are not a tensor.
     """
     fresh = FetchedObject(len(data))
     if data:
@@ -97,31 +99,31 @@ def tensor_from(data: bytes | bytearray | memoryview) -> Tensor:
 
 
 def in_memory(tensor: Tensor) -> Tensor:
-    """``tensor`` in main memory, its elements in order; itself, if it is so.
+    """``tensor`` in main memory and contiguous; the tensor itself, if it already is.
 
     Raises:
-        ValueError: it is no dense tensor.
+        ValueError: it is not a dense tensor.
     """
     torch = _torch()
     if not isinstance(tensor, torch.Tensor) or tensor.layout != torch.strided or tensor.is_quantized:
-        raise ValueError(f"{type(tensor).__name__} is no dense torch.Tensor")
+        raise ValueError(f"{type(tensor).__name__} is not a dense torch.Tensor")
     return tensor.detach().resolve_conj().resolve_neg().to("cpu").contiguous()
 
 
 def span_of(tensor: Tensor) -> tuple[int, int]:
-    """(address, bytes) of a tensor from ``in_memory``."""
+    """Address and size of a tensor from ``in_memory``."""
     return tensor.data_ptr(), tensor.numel() * tensor.element_size()
 
 
 def header_of(tensor: Tensor) -> TensorHeader:
-    """Of all of ``tensor``.
+    """Header of a whole tensor.
 
     Raises:
-        ValueError: its type or its shape has no place in the format.
+        ValueError: the format does not have its type or shape.
     """
     dtype = str(tensor.dtype).removeprefix("torch.")
     if dtype not in DTYPES:
-        raise ValueError(f"dtype {dtype} can't be stored; these can: {', '.join(DTYPES)}")
+        raise ValueError(f"dtype {dtype} cannot be stored; these can: {', '.join(DTYPES)}")
     return TensorHeader(dtype, tuple(tensor.shape), tuple(tensor.shape))
 
 

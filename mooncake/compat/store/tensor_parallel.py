@@ -1,8 +1,8 @@
 """The calls for tensors that several ranks write and read in parts.
 
-Whoever stores a whole tensor with tensor parallelism stores every part of it, so that it does not matter
-which rank comes first; a writer of a writer partition stores its own part only. A reader gets the part that
-it names, if it was stored so; any other part, and the whole, is put together from whatever was stored.
+A put of a whole tensor with tensor parallelism stores every part of it, so that the order of ranks does
+not matter; a writer of a writer partition stores its own part only. A reader gets the part that it names,
+if it was stored so; any other part, and the whole, is assembled from the stored parts.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ __all__ = ["ParallelAxis", "ReadTarget", "TensorParallelCalls", "TensorParalleli
 
 
 class TensorParallelCalls(TensorSplitCalls, TensorGatherCalls):
-    """Tensors in parts. None where something is missing; a code where numbers are returned."""
+    """Tensors in parts. A missing one is None, or a code where numbers are returned."""
 
     # Tensor parallelism: key_tp_0, key_tp_1, ... --------------------------------------------------------
 
@@ -51,7 +51,7 @@ class TensorParallelCalls(TensorSplitCalls, TensorGatherCalls):
         tp_size: int = 1,
         split_dim: int = 0,
     ) -> int:
-        """As ``put_tensor_with_tp``, with wishes for the objects."""
+        """As ``put_tensor_with_tp``, with a configuration for the objects."""
         return self._put_tp("pub_tensor_with_tp", [key], [tensor], config, tp_rank, tp_size, split_dim)[0]
 
     def batch_pub_tensor_with_tp(
@@ -94,7 +94,7 @@ class TensorParallelCalls(TensorSplitCalls, TensorGatherCalls):
     def get_tensor_with_tp(
         self, key: str, tp_rank: int = 0, tp_size: int = 1, split_dim: int = 0
     ) -> Tensor | None:
-        """The part of ``tp_rank``, as it was stored."""
+        """Part of ``tp_rank``, as it was stored."""
         return self.batch_get_tensor_with_tp([key], tp_rank, tp_size)[0]
 
     def batch_get_tensor_with_tp(
@@ -139,7 +139,7 @@ class TensorParallelCalls(TensorSplitCalls, TensorGatherCalls):
     ) -> int:
         """Store the whole ``tensor`` in the parts that ``parallelism`` names, or this writer's part of it.
 
-        0 or a code; -600 for both, and for what can't be. Without either it is stored whole.
+        0 or a code; -600 when both are given or one is invalid. Without either it is stored whole.
         """
         what = "put_tensor_with_parallelism"
         return self._put_parallel(what, [key], [tensor], [parallelism], config, [writer_partition])[0]
@@ -152,7 +152,7 @@ class TensorParallelCalls(TensorSplitCalls, TensorGatherCalls):
         config: ReplicateConfig | None = None,
         writer_partition: tuple[int, int, int] | None = None,
     ) -> int:
-        """The same, replacing what is there."""
+        """As the put call, replacing an existing object."""
         what = "upsert_tensor_with_parallelism"
         return self._put_parallel(what, [key], [tensor], [parallelism], config, [writer_partition], True)[0]
 
@@ -201,7 +201,7 @@ class TensorParallelCalls(TensorSplitCalls, TensorGatherCalls):
         config: ReplicateConfig | None = None,
         writer_partition: tuple[int, int, int] | None = None,
     ) -> int:
-        """The same, replacing what is there."""
+        """As the put call, replacing an existing object."""
         return self.batch_upsert_tensor_with_parallelism_from(
             [key], [buffer_ptr], [size], [parallelism], config, [writer_partition]
         )[0]
@@ -233,7 +233,7 @@ class TensorParallelCalls(TensorSplitCalls, TensorGatherCalls):
         return self._put_parallel(what, keys, tensors, parallelisms, config, writer_partitions, True)
 
     def get_tensor_with_parallelism(self, key: str, target: ReadTarget | None = None) -> Tensor | None:
-        """What ``target`` wants; without one, the whole tensor, however it was stored."""
+        """Part that ``target`` selects; without one, the whole tensor, in whatever parts it was stored."""
         return self.batch_get_tensor_with_parallelism([key], [target])[0]
 
     def batch_get_tensor_with_parallelism(
@@ -245,7 +245,7 @@ class TensorParallelCalls(TensorSplitCalls, TensorGatherCalls):
     def get_tensor_with_parallelism_into(
         self, key: str, buffer_ptr: int, size: int, target: ReadTarget | None = None
     ) -> Tensor | None:
-        """The same, as an object at ``buffer_ptr``; the tensor that lies there, None if it does not fit."""
+        """As the call above, to an object at ``buffer_ptr``; the tensor there, None if it does not fit."""
         return self.batch_get_tensor_with_parallelism_into([key], [buffer_ptr], [size], [target])[0]
 
     def batch_get_tensor_with_parallelism_into(

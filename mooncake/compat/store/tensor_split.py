@@ -1,4 +1,4 @@
-"""How a whole tensor becomes the objects of its ranks or writers."""
+"""Splits a whole tensor into the objects of its ranks or writers."""
 
 from __future__ import annotations
 
@@ -70,14 +70,14 @@ class TensorSplitCalls(TensorCalls):
 
 
 def per_key(values: Any, num_keys: int) -> list[Any]:
-    """A list as it is; one value, or None, for every key."""
+    """A list unchanged; a single value, or None, repeated for every key."""
     return list(values) if isinstance(values, list | tuple) else [values] * num_keys
 
 
 def tensors_at(
     what: str, keys: Sequence[str], addresses: Sequence[int], sizes: Sequence[int]
 ) -> list[Tensor | None]:
-    """The tensors whose objects lie at ``addresses``; None where there is none."""
+    """Tensors whose objects lie at ``addresses``; None where there is none."""
     if not len(keys) == len(addresses) == len(sizes):
         return []
 
@@ -92,10 +92,10 @@ def tensors_at(
 
 
 def split_tensor(key: str, tensor: Tensor, axes: Sequence[Axis]) -> list[TensorObject]:
-    """``tensor`` in all the parts that ``axes`` make of it.
+    """Split ``tensor`` into all the parts that ``axes`` describe.
 
     Raises:
-        ValueError: no such tensor, rank or dimension.
+        ValueError: an invalid tensor, rank or dimension.
     """
     held = in_memory(tensor)
     whole = header_of(held)

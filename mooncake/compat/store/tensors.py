@@ -1,8 +1,8 @@
 """The calls that put and get torch's tensors, whole or as the parts of tensor parallel ranks.
 
 A put sends the header and the elements from where they are, as one object of two spans; a get fetches the
-object to fresh memory and returns the tensor that lies in it, or to memory of the caller. torch is loaded by
-the first of these calls and not before.
+object to fresh memory, or to memory of the caller, and returns the tensor that lies in it. The first of
+these calls imports torch.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ ArgumentsP = ParamSpec("ArgumentsP")
 
 
 class TensorObject:
-    """One object on its way into the store: what it consists of, kept alive while it is sent."""
+    """An object to be stored: its spans, with the memory behind them kept alive while it is sent."""
 
     __slots__ = ("_head", "_owner", "key", "spans")
 
@@ -55,10 +55,10 @@ class TensorObject:
 
 
 def tensor_object(key: str, tensor: Tensor, header: TensorHeader | None = None) -> TensorObject:
-    """``tensor`` as the object ``key``; with ``header``, as the part that it says.
+    """Make the object ``key`` from ``tensor``; with ``header``, as the part that it describes.
 
     Raises:
-        ValueError: it is no tensor that can be stored.
+        ValueError: not a tensor that can be stored.
     """
     held = in_memory(tensor)
     return TensorObject(key, encode(header_of(held) if header is None else header), span_of(held), held)
@@ -69,19 +69,19 @@ def _whole_object(key: str, tensor: Tensor) -> list[TensorObject]:
 
 
 class TensorCalls(ReadCalls, WriteCalls):
-    """Tensors by their keys. A miss, and whatever went wrong, is None; a code where numbers are returned."""
+    """Tensors by their keys. A miss and any failure is None, or a code where numbers are returned."""
 
     # Whole tensors --------------------------------------------------------------------------------------
 
     def put_tensor(self, key: str, tensor: Tensor) -> int:
-        """0, also when the key exists (it stays as it is); -600 for what is no tensor."""
+        """Store a tensor: 0, also when the key exists and is unchanged; -600 when it is not a tensor."""
         return self._put_tensors("put_tensor", [key], [tensor])[0]
 
     def batch_put_tensor(self, keys: Sequence[str], tensors_list: Sequence[Tensor]) -> list[int]:
         return self._put_tensors("batch_put_tensor", keys, tensors_list)
 
     def pub_tensor(self, key: str, tensor: Tensor, config: ReplicateConfig | None = None) -> int:
-        """As ``put_tensor``, with wishes for the object."""
+        """As ``put_tensor``, with a configuration for the object."""
         return self._put_tensors("pub_tensor", [key], [tensor], config)[0]
 
     def batch_pub_tensor(
@@ -105,16 +105,16 @@ class TensorCalls(ReadCalls, WriteCalls):
         return self._put_tensors("batch_upsert_pub_tensor", keys, tensors_list, config, replace=True)
 
     def get_tensor(self, key: str) -> Tensor | None:
-        """A tensor of its own, in main memory; None for a miss and for what is no tensor."""
+        """A new tensor in main memory; None for a miss and for an object that is not a tensor."""
         return self._get_tensors("get_tensor", [key])[0]
 
     def batch_get_tensor(self, keys: Sequence[str]) -> list[Tensor | None]:
         return self._get_tensors("batch_get_tensor", keys)
 
-    # Memory of the caller, which holds or takes the whole object -----------------------------------------
+    # Memory of the caller, which holds or receives the whole object --------------------------------------
 
     def put_tensor_from(self, key: str, buffer_ptr: int, size: int) -> int:
-        """Store what lies at ``buffer_ptr``, header first; -600 when that is no tensor."""
+        """Store the object at ``buffer_ptr``, header first; -600 when it is not a tensor."""
         return self._put_from("put_tensor_from", [key], [buffer_ptr], [size])[0]
 
     def batch_put_tensor_from(
@@ -131,19 +131,19 @@ class TensorCalls(ReadCalls, WriteCalls):
         return self._put_from("batch_upsert_tensor_from", keys, buffer_ptrs, sizes, replace=True)
 
     def get_tensor_into(self, key: str, buffer_ptr: int, size: int) -> Tensor | None:
-        """Fetch the object to ``buffer_ptr``; the tensor that lies there, in the caller's memory."""
+        """Fetch the object to ``buffer_ptr``; returns the tensor in that memory."""
         return self._get_into_memory("get_tensor_into", [key], [buffer_ptr], [size])[0]
 
     def batch_get_tensor_into(
         self, keys: Sequence[str], buffer_ptrs: Sequence[int], sizes: Sequence[int]
     ) -> list[Any]:
-        """Tensors, None for each miss; -600 for each key when the lists do not match."""
+        """As ``get_tensor_into`` of each; -600 for each key when the lists differ in length."""
         if not len(keys) == len(buffer_ptrs) == len(sizes):
             return [INVALID] * len(keys)
         return self._get_into_memory("batch_get_tensor_into", keys, buffer_ptrs, sizes)
 
     def get_tensor_into_cuda(self, key: str, tensor: Tensor) -> int:
-        """Fill ``tensor`` on whatever device; bytes of its elements, -704, or -600 when it is another one."""
+        """Fill ``tensor`` on any device; its size in bytes, -704, or -600 when shape or type differ."""
         return self.batch_get_tensor_into_cuda([key], [tensor])[0]
 
     def batch_get_tensor_into_cuda(self, keys: Sequence[str], tensors_list: Sequence[Tensor]) -> list[int]:
@@ -152,7 +152,7 @@ class TensorCalls(ReadCalls, WriteCalls):
         found = self._get_tensors("batch_get_tensor_into_cuda", keys)
         return [_filled(target, source) for target, source in zip(tensors_list, found, strict=True)]
 
-    # How it is done -------------------------------------------------------------------------------------
+    # Implementation -------------------------------------------------------------------------------------
 
     def _put_tensors(
         self,
@@ -198,7 +198,7 @@ class TensorCalls(ReadCalls, WriteCalls):
         config: ReplicateConfig | None,
         replace: bool,
     ) -> list[int]:
-        """Each of several objects that make up one tensor; its code is the first of theirs that is not 0."""
+        """Store tensors of several objects each; a tensor's code is its objects' first that is not 0."""
         every = [entry for several in objects if several is not None for entry in several]
         put_config = config_per_object(tensor_config(config), [len(several or ()) for several in objects])
         if put_config is None:
@@ -219,7 +219,7 @@ class TensorCalls(ReadCalls, WriteCalls):
         ]
 
     def _fetch(self, what: str, keys: Sequence[str]) -> list[FetchedObject | None]:
-        """Whole objects in fresh memory; None for each miss."""
+        """Fetch whole objects to fresh memory; None for each miss."""
 
         def act(session: StoreSession) -> list[FetchedObject | None]:
             found = open_reads(session, keys)
@@ -227,7 +227,7 @@ class TensorCalls(ReadCalls, WriteCalls):
             present = [(g, f) for g, f in zip(found, fetched, strict=True) if g is not None and f is not None]
             parts = [[(0, fresh.address, fresh.size_bytes)] for _, fresh in present]
             good = iter(read_parts(session, [grant for grant, _ in present], parts))
-            session.client_metrics.moved("read", sum(fresh.size_bytes for _, fresh in present))
+            session.client_metrics.count_bytes("read", sum(fresh.size_bytes for _, fresh in present))
             return [fresh if fresh is not None and next(good) else None for fresh in fetched]
 
         return self._in_session(what, act, lambda _: [None] * len(keys))
@@ -250,7 +250,7 @@ def or_none(
     *args: ArgumentsP.args,
     **kwargs: ArgumentsP.kwargs,
 ) -> ResultT | None:
-    """What ``make`` makes; None, and a line in the log, when that is no tensor."""
+    """Result of ``make``; None, with a log line, when it raises because of something that is not a tensor."""
     try:
         return make(*args, **kwargs)
     except ValueError as error:
@@ -259,10 +259,10 @@ def or_none(
 
 
 def header_at(address: int, size_bytes: int) -> TensorHeader:
-    """Of the object that lies at ``address``.
+    """Header of the object at ``address``.
 
     Raises:
-        ValueError: it is no tensor.
+        ValueError: it is not a tensor.
     """
     if size_bytes < HEADER_BYTES or not is_mapped(address, size_bytes):
         raise ValueError(f"{size_bytes} bytes at {address:#x} are no tensor")
@@ -270,7 +270,7 @@ def header_at(address: int, size_bytes: int) -> TensorHeader:
 
 
 def tensor_config(config: ReplicateConfig | None) -> ReplicateConfig:
-    """``config``, or that of a tensor for which nothing was said."""
+    """``config``, or the default one for tensors."""
     if config is None:
         config = ReplicateConfig()
         config.data_type = ObjectDataType.TENSOR
@@ -278,9 +278,9 @@ def tensor_config(config: ReplicateConfig | None) -> ReplicateConfig:
 
 
 def config_per_object(config: ReplicateConfig, num_objects: Sequence[int]) -> ReplicateConfig | None:
-    """``config`` for tensors that become so many objects each: they share their tensor's group.
+    """``config`` for tensors of several objects each, which share their tensor's group.
 
-    None: its groups are not as many as the tensors.
+    None when the number of groups is not that of the tensors.
     """
     if config.group_ids is None:
         return config
@@ -302,14 +302,14 @@ def _filled(target: Tensor, source: Tensor | None) -> int:
     return int(source.numel() * source.element_size())
 
 
-# The module's own functions of these names --------------------------------------------------------------
+# Functions of the existing package's module --------------------------------------------------------------
 
 
 def _serialize_tensor(tensor: Tensor) -> tuple[bytes, int, int, Tensor]:
-    """(header, address of the elements, their bytes, what keeps them alive).
+    """Tuple of header, address of the elements, their size and the object that keeps them alive.
 
     Raises:
-        ValueError: it is no tensor that can be stored.
+        ValueError: not a tensor that can be stored.
     """
     held = in_memory(tensor)
     address, num_bytes = span_of(held)
@@ -317,8 +317,10 @@ def _serialize_tensor(tensor: Tensor) -> tuple[bytes, int, int, Tensor]:
 
 
 def _deserialize_tensor(data: bytes) -> Tensor:
-    """Raises:
-    ValueError: the bytes are no tensor.
+    """Make a tensor from an object's bytes.
+
+    Raises:
+        ValueError: the bytes are not a tensor.
     """
     return tensor_from(data)
 

@@ -1,9 +1,9 @@
 """The surface of the existing package's ``mooncake.engine``, on this engine.
 
 Programs written for that package keep their calls, their numbers and their sessions. Where it answers
-with a bare number, the reason is logged here; where it went on in silence with something else than it
-was told, it fails and says so. ``docs/engine.md`` lists what differs. Knows nothing of torch; CUDA is
-asked for only by the calls that are about CUDA.
+with a bare number, the reason is logged here; where it silently did something else than the caller
+requested, this one fails and says so. ``docs/engine.md`` lists what differs. Does not import torch; the CUDA
+driver is loaded only by the calls that concern CUDA.
 """
 
 from mooncake.compat.transfer.engine import TransferEngine

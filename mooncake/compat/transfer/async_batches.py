@@ -1,7 +1,7 @@
 """Asynchronous batches by number, for programs that poll.
 
-Ids count from 1 (clients take 0 and anything from 2**63 on for failure). Completions come from one queue
-of the engine; whoever asks drains it, and of several that wait one drains for all.
+Ids count from 1, because clients treat 0 and anything from 2**63 on as failure. Completions come from one
+queue of the engine; a call for a status drains it, and of several waiting threads one drains it for all.
 """
 
 from __future__ import annotations
@@ -14,13 +14,13 @@ from mooncake.transfer.completion_queue import CompletionQueue
 from mooncake.transfer.transports import Completion, Status
 
 IN_FLIGHT, DONE, FAILED, TIMED_OUT = 0, 1, -1, -2
-"""What ``status`` answers."""
+"""Results of ``status``."""
 
-_LOOK_S = 0.05
+_POLL_S = 0.05
 
 
 class AsyncBatches:
-    """Thread-safe. ``ended`` is called once per batch, by whoever notices its end."""
+    """Batches by id. Thread-safe. ``ended`` is called once per batch, by the thread that drains it."""
 
     def __init__(self, queue: CompletionQueue, ended: Callable[[int, Completion], None]) -> None:
         self._queue = queue
@@ -31,7 +31,7 @@ class AsyncBatches:
         self._is_draining = False
 
     def begin(self, submit: Callable[[CompletionQueue, int], None]) -> int:
-        """A new batch that ``submit`` puts into the queue under its id; what ``submit`` raises goes on."""
+        """Begin a batch that ``submit`` puts into the queue under its id; errors of ``submit`` propagate."""
         number = next(self._ids)
         with self._changed:
             self._results[number] = IN_FLIGHT
@@ -44,7 +44,7 @@ class AsyncBatches:
         return number
 
     def status(self, number: int) -> int:
-        """Of one batch; an id that has ended is forgotten by being asked for. An unknown one has failed."""
+        """Status of one batch. Reading the final one forgets the id; an unknown id has failed."""
         self._drain(0.0)
         with self._changed:
             result = self._results.get(number, FAILED)
@@ -53,13 +53,13 @@ class AsyncBatches:
             return result
 
     def wait(self, numbers: Sequence[int]) -> bool:
-        """Until all have ended, which they do at their deadline if not before. True: all are well."""
+        """Wait until all have ended, at the latest at their deadlines; True when all have succeeded."""
         while True:
             with self._changed:
                 if all(self._results.get(number, FAILED) != IN_FLIGHT for number in numbers):
                     results = [self._results.pop(number, FAILED) for number in dict.fromkeys(numbers)]
                     return all(result == DONE for result in results)
-            self._drain(_LOOK_S)
+            self._drain(_POLL_S)
 
     def _drain(self, timeout_s: float) -> None:
         with self._changed:

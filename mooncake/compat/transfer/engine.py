@@ -1,6 +1,6 @@
 """``TransferEngine`` as programs written for the existing package know it: addresses in, numbers out.
 
-Nothing here raises for a broken world: the number says that it failed and the log says why. All methods
+No call raises when the environment fails: the number says that it failed and the log says why. All methods
 may be called from any thread; the interpreter lock is not held while bytes move.
 """
 
@@ -11,7 +11,12 @@ from mooncake.compat.transfer.public_types import TransferOpcode
 from mooncake.compat.transfer.transfer_calls import TransferCalls
 
 
-class TransferEngine(MemoryCalls, TransferCalls):
+class DropInEngine(MemoryCalls, TransferCalls):
     """One engine of this process. Does nothing until ``initialize``."""
 
     TransferOpcode = TransferOpcode
+
+
+DropInEngine.__name__ = DropInEngine.__qualname__ = "TransferEngine"
+TransferEngine = DropInEngine
+"""Upstream's name, also in ``repr``, ``help`` and pickles; distinct from our own class of that name."""

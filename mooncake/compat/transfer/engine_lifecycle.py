@@ -1,4 +1,4 @@
-"""A drop-in engine from ``initialize`` on: its words, its session, its peers."""
+"""A drop-in engine from ``initialize`` on: its settings, its transfer engine, its peers."""
 
 from __future__ import annotations
 
@@ -36,23 +36,23 @@ log = get_logger("mooncake.engine")
 
 
 class EngineLifecycle:
-    """One engine of this process and what is said to its peers. Does nothing until ``initialize``."""
+    """One engine of this process and its messages to peers. Does nothing until ``initialize``."""
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
         self._engine: Engine | None = None
-        self._knobs = EngineSettings()
+        self._engine_settings = EngineSettings()
         self._is_p2p = False
         self._registered: RegisteredMemory | None = None
         self._batches: AsyncBatches | None = None
         self._temporary_registrations: TemporaryRegistrations | None = None
 
-    # Beginning --------------------------------------------------------------------------------------
+    # Start ------------------------------------------------------------------------------------------
 
     def initialize(
         self, local_hostname: str, metadata_server: str, protocol: str, device_name: str = "", /
     ) -> int:
-        """0, also when it was called before; -1 (-6: no such device, -101: no such host) with a log line."""
+        """Return 0, also when called again; -1 with a log line (-6: no such device, -101: no such host)."""
         return self._initialize(local_hostname, metadata_server, protocol, device_name, "")
 
     def initialize_ext(
@@ -79,11 +79,18 @@ class EngineLifecycle:
             return 0
 
     def _start(self, host: str, metadata: str, protocol: str, device: str, kind: str) -> None:
-        knobs = self._knobs = read_environment()
-        set_log_level(knobs.log_level)
+        engine_settings = self._engine_settings = read_environment()
+        set_log_level(engine_settings.log_level)
         choice = choose_transports(
-            *(host, metadata, protocol, device, knobs),
-            *(available_schemes(), rdma_devices(), resolves, kind),
+            host,
+            metadata,
+            protocol,
+            device,
+            engine_settings,
+            available_schemes(),
+            rdma_devices(),
+            resolves,
+            kind,
         )
         if choice.warning:
             log.warning(f"initialize: {choice.warning}")
@@ -102,7 +109,7 @@ class EngineLifecycle:
 
         def ended(
             number: int, completion: Completion
-        ) -> None:  # no method: `del engine` is how programs close
+        ) -> None:  # not a method: a bound one would keep the engine alive after `del engine`
             temporary.end_of(number)
             if completion.status != Status.OK:
                 log.error(f"batch {number} failed: {completion.status.name.lower()}")
@@ -112,22 +119,22 @@ class EngineLifecycle:
         log.info(f"listening for handshakes at {engine.handshake}")
 
     def _bind_or_fall_back(self, choice: TransportChoice, settings: TransferSettings) -> Engine:
-        """Without rdma when the kernel knows a device of no use, unless told to fail or given its name."""
+        """Leave out rdma when the only device is unusable, unless MC_FORCE_HCA is set or it is named."""
         try:
             return self._bind(choice, settings)
         except (InvalidArgument, Unavailable) as error:
             field = getattr(error, "field", "transports")
             if "rdma" not in settings.transports or field not in ("transports", "rdma_devices"):
                 raise
-            if self._knobs.force_hca or field == "rdma_devices" or settings.rdma_devices:
+            if self._engine_settings.force_hca or field == "rdma_devices" or settings.rdma_devices:
                 raise EngineCodeError(EngineCode.DEVICE_NOT_FOUND, str(error)) from error
             rest = tuple(scheme for scheme in settings.transports if scheme != "rdma")
             log.warning(f"initialize: {error}; {' and '.join(rest)} will carry the bytes")
             return self._bind(choice, replace(settings, transports=rest, rdma_devices=()))
 
     def _bind(self, choice: TransportChoice, settings: TransferSettings) -> Engine:
-        """An engine that answers handshakes at a port of the range."""
-        low, high = self._knobs.min_rpc_port, self._knobs.max_rpc_port
+        """Make an engine that answers handshakes at a port of the configured range."""
+        low, high = self._engine_settings.min_rpc_port, self._engine_settings.max_rpc_port
         if low > high:
             raise InvalidArgument("MC_MIN_RPC_PORT", low, f"at most MC_MAX_RPC_PORT, which is {high}")
         ports = [choice.port] if choice.port else random.sample(range(low, high + 1), high + 1 - low)
@@ -156,31 +163,31 @@ class EngineLifecycle:
         return self._registered
 
     def get_rpc_port(self) -> int:
-        """The port of this process's session ``host:port``; 0 before ``initialize``."""
+        """Port of this process's session ``host:port``; 0 before ``initialize``."""
         return 0 if self._engine is None else int(self._engine.handshake.rpartition(":")[2])
 
     def get_engine(self) -> InnerTransferEngine | None:
-        """For a store's ``setup``; None before ``initialize``."""
+        """The engine to pass to a store's ``setup``; None before ``initialize``."""
         return None if self._engine is None else InnerTransferEngine(self._engine)
 
     def get_engine_ptr(self) -> int:
-        """A number that tells engines of one process apart; 0 before ``initialize``."""
+        """A number that is unique among the engines of one process; 0 before ``initialize``."""
         return 0 if self._engine is None else id(self._engine)
 
     def get_local_topology(self, device_name: str | None = None) -> str:
-        """JSON: each memory location's preferred network cards and the others."""
+        """JSON with each memory location's preferred network cards and the others."""
         return local_topology(device_name or "")
 
     # Peers --------------------------------------------------------------------------------------------
 
     def get_notifies(self) -> list[TransferNotify]:
-        """What peers told this process since the last call."""
+        """Notifications that peers sent to this process since the last call."""
         if self._engine is None:
             return []
-        return [TransferNotify(told.name, told.text) for told in self._engine.notifications()]
+        return [TransferNotify(one.name, one.text) for one in self._engine.notifications()]
 
     def send_probe(self, peer_server_name: str) -> int:
-        """0 when the peer answers; -101 unknown host, -102 nobody there, -103 garbage in the metadata,
+        """Return 0 when the peer answers; -101 unknown host, -102 not reachable, -103 malformed metadata,
         -104 another version, -200 unknown to the metadata server."""
 
         def probe() -> None:
@@ -196,25 +203,25 @@ class EngineLifecycle:
             except MooncakeError as error:
                 raise EngineCodeError(EngineCode.METADATA, str(error)) from error
             if segment is None:
-                raise EngineCodeError(EngineCode.METADATA, f"no segment is called {peer_server_name!r}")
+                raise EngineCodeError(EngineCode.METADATA, f"no segment has the name {peer_server_name!r}")
             engine.probe(segment.descriptor.handshake)
 
         return self._number("send_probe", probe)
 
     def warmup_efa_segment(self, segment_name: str, /) -> int:
-        """0: there is nothing to warm up, because there is no EFA transport."""
+        """Return 0: there is nothing to warm up, because there is no EFA transport."""
         return 0
 
     def _open(self, name: str) -> RemoteSegment:
         segment = self._ready().open_name(name)
         if segment is None:
             raise PeerLost(
-                f"no segment is called {name!r}; is its process running, with the same metadata server?"
+                f"no segment has the name {name!r}; is its process running, with the same metadata server?"
             )
         return segment
 
     def _number(self, what: str, act: Callable[[], None]) -> int:
-        """0, or what the failure of ``act`` is as a number, with its reason in the log."""
+        """Return 0, or the error number of the failure of ``act``, whose reason is logged."""
         try:
             act()
         except MooncakeError as error:

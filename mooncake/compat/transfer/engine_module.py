@@ -1,6 +1,6 @@
 """The engine module of the existing package, by its name: ``from mooncake.engine import TransferEngine``.
 
-The names; the classes are those of this package's modules. New programs are better
+Only the names are here; other modules of this package define the classes. New programs are better
 served by ``mooncake.transfer``, which says what went wrong.
 """
 
@@ -24,7 +24,7 @@ Read = TransferOpcode.Read
 Write = TransferOpcode.Write
 
 SUPPORT_CUDA = has_cuda()
-"""Device memory can be had here. The others are about hardware that this package has no transport for."""
+"""Whether this host has a CUDA device. The others concern hardware that this package has no transport for."""
 SUPPORT_EFA = False
 SUPPORT_HIP = False
 SUPPORT_INTRA_NVLINK = False

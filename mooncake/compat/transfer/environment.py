@@ -1,6 +1,6 @@
-"""The ``MC_*`` variables: those that are honoured, and for the others the reason why not.
+"""The ``MC_*`` variables: those that are honoured, and for the others the reason why they are not.
 
-A variable that is set and has no effect is worth a warning, once: whoever set it wanted something.
+A variable that is set and has no effect causes one warning, because it was set for a purpose.
 ``MC_STORE_*`` belongs to the store. ``docs/engine.md`` has the table.
 """
 
@@ -25,7 +25,7 @@ _Port = Annotated[int, Meta(ge=1, le=65535)]
 
 @dataclass(frozen=True)
 class EngineSettings:
-    """What the environment says to a ``mooncake.engine.TransferEngine``."""
+    """Settings of a ``mooncake.engine.TransferEngine`` from the environment."""
 
     min_rpc_port: Annotated[_Port, AlsoFrom("MC_MIN_RPC_PORT"), AlsoFrom("MC_MIN_PRC_PORT")] = 15000
     "Lowest port of `get_rpc_port()`."
@@ -46,7 +46,7 @@ class EngineSettings:
     "Seconds that a transfer may take, and 1 s more per GB; at least 5."
 
     force_tcp: Annotated[bool, AlsoFrom("MC_FORCE_TCP")] = False
-    "Use tcp alone, whatever the protocol."
+    "Use only tcp, whatever the protocol."
 
     force_hca: Annotated[bool, AlsoFrom("MC_FORCE_HCA")] = False
     "With protocol rdma, fail where there is no device instead of going on with tcp."
@@ -55,21 +55,21 @@ class EngineSettings:
     "Connections that one big transfer is spread over; 0 chooses by the number of cores."
 
     metadata_cluster: Annotated[str, AlsoFrom("MC_METADATA_CLUSTER_ID")] = ""
-    "Keeps the entries of several systems in one metadata service apart."
+    "Prefix that separates the entries of several systems in one metadata service."
 
     disable_metacache: Annotated[bool, AlsoFrom("MC_DISABLE_METACACHE")] = False
-    "Ask for a peer's descriptor before every transfer."
+    "Fetch a peer's descriptor before every transfer."
 
     metadata_refresh_s: Annotated[
         float | None, Meta(ge=0), AlsoFrom("MC_TE_METADATA_REFRESH_INTERVAL_SECONDS")
     ] = None
-    "Seconds that a peer's descriptor is used without asking again; not set: 5, and with P2PHANDSHAKE a day."
+    "Seconds that a peer's descriptor is cached; when not set, 5, and with P2PHANDSHAKE a day."
 
     redis_password: Annotated[str, Secret, AlsoFrom("MC_REDIS_PASSWORD")] = ""
-    "Of a Redis metadata service whose URL names none."
+    "Password for a Redis metadata service whose URL has none."
 
     redis_database: Annotated[int, Meta(ge=0, le=255), AlsoFrom("MC_REDIS_DB_INDEX")] = 0
-    "Of a Redis metadata service whose URL names none."
+    "Database of a Redis metadata service whose URL names none."
 
     devices: Annotated[tuple[str, ...], AlsoFrom("MC_TE_FILTERS")] = ()
     "RDMA devices to use when the program names none."
@@ -81,26 +81,26 @@ class EngineSettings:
     "Port of the RDMA devices."
 
     gid_index: Annotated[int, Meta(ge=-1, le=255), AlsoFrom("MC_GID_INDEX")] = -1
-    "Address among those of the RDMA port; -1 chooses."
+    "Index of the RDMA port's address (GID) to use; -1 chooses one."
 
     ib_traffic_class: Annotated[int, Meta(ge=-1, le=255), AlsoFrom("MC_IB_TC")] = -1
-    "Traffic class of RDMA packets; -1 leaves it alone."
+    "Traffic class of RDMA packets; -1 leaves the default."
 
     log_level: Annotated[str, AlsoFrom("MC_LOG_LEVEL")] = ""
-    "`TRACE`, `INFO`, `WARNING` or `ERROR`: what this package logs; empty leaves it to the program."
+    "Log level of this package: `TRACE`, `INFO`, `WARNING` or `ERROR`; empty leaves it to the program."
 
 
 ALWAYS_SO = {
     "MC_TCP_ENABLE_CONNECTION_POOL": "connections are kept",
     "MC_TE_METRIC": "counters are always kept, in the Prometheus registry of the process",
 }
-"""Asks for what this engine does anyway, so setting it is fine."""
+"""Variables that request what this engine always does, so setting them causes no warning."""
 
 _PIECES = "pieces are sized by the engine"
 _QUEUES = "the rdma transport sizes its queues itself"
 _PATHS = "paths are ranked by distance and measured speed"
-_TENT = "there is one engine here, and it does choose among paths and mask their faults"
-_FRAMES = "both ends are of this package and agree on their frames"
+_TENT = "there is one engine here, which always chooses among paths and masks their faults"
+_FRAMES = "both peers run this package and use its frames"
 NOT_HONOURED = {
     "MC_SLICE_SIZE": _PIECES,
     "MC_TCP_SLICE_SIZE": _PIECES,
@@ -125,29 +125,29 @@ NOT_HONOURED = {
     "MC_WORKERS_PER_CTX": _QUEUES,
     "MC_ENDPOINT_STORE_TYPE": _QUEUES,
     "MC_TCP_PROTO": _FRAMES,
-    "MC_TCP_QUEUE_CAPACITY": "batches wait in a queue without bound, until their deadline",
-    "MC_TCP_ADMISSION_TIMEOUT_MS": "batches wait in a queue without bound, until their deadline",
+    "MC_TCP_QUEUE_CAPACITY": "batches wait in an unbounded queue until their deadline",
+    "MC_TCP_ADMISSION_TIMEOUT_MS": "batches wait in an unbounded queue until their deadline",
     "MC_HANDSHAKE_MAX_LENGTH": _FRAMES,
     "MC_HANDSHAKE_LISTEN_BACKLOG": "the listener's backlog is fixed",
     "MC_HANDSHAKE_CONNECT_TIMEOUT": "a handshake may take 5 s",
     "MC_LOG_DIR": "logs go where Python's logging sends them",
-    "MC_TE_METRIC_INTERVAL_SECONDS": "counters are in the Prometheus registry and not printed",
+    "MC_TE_METRIC_INTERVAL_SECONDS": "counters are in the Prometheus registry and are not printed",
     "MC_USE_TENT": _TENT,
     "MC_USE_TEV1": _TENT,
     "MC_TENT_CONF": _TENT,
     "MC_CXL_DEV_PATH": "there is no cxl transport here",
     "MC_CXL_DEV_SIZE": "there is no cxl transport here",
 }
-"""Variables of the existing engine that change nothing here, each with the reason."""
+"""Variables of the existing engine that have no effect here, each with the reason."""
 
 _warned: set[str] = set()
 
 
 def read_environment(environment: Mapping[str, str] | None = None) -> EngineSettings:
-    """The settings, with a warning for each ``MC_*`` variable that has no effect; once per process.
+    """Read the settings; warn once per process of each ``MC_*`` variable that has no effect.
 
     Raises:
-        InvalidArgument: a variable has a value that it cannot have; the message names it.
+        InvalidArgument: a variable's value is not allowed; the message names the variable.
     """
     environment = os.environ if environment is None else environment
     for variable in sorted(environment):
@@ -160,7 +160,7 @@ def read_environment(environment: Mapping[str, str] | None = None) -> EngineSett
 
 
 def reason_against(variable: str) -> str:
-    """Why ``variable`` has no effect; empty when it has, or is none of ours."""
+    """Reason why ``variable`` has no effect; empty when it has one, or is not an engine variable."""
     if not variable.startswith("MC_") or variable.startswith("MC_STORE_"):
         return ""
     honoured = [name for option in options(EngineSettings) for name in option.more_variables]
@@ -176,6 +176,6 @@ _LEVELS = {"TRACE": logging.DEBUG, "INFO": logging.INFO, "WARNING": logging.WARN
 
 
 def set_log_level(level: str) -> None:
-    """What of this package's events a program's logging gets to see; empty changes nothing."""
+    """Set the level of this package's log events; an empty ``level`` changes nothing."""
     if level:
         logging.getLogger("mooncake").setLevel(_LEVELS.get(level.upper(), logging.INFO))

@@ -1,4 +1,4 @@
-"""The error numbers of the existing engine, and which of our errors each of them is."""
+"""Error numbers of the existing engine, and the number for each of this package's errors."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from mooncake.errors import (
 
 
 class EngineCode(IntEnum):
-    """What calls return when they return no bare -1."""
+    """Numbers that calls return where they do not return a bare -1."""
 
     OK = 0
     INVALID_ARGUMENT = -1
@@ -31,7 +31,7 @@ class EngineCode(IntEnum):
 
 
 class EngineCodeError(MooncakeError):
-    """A call that ends with a number of its own."""
+    """Failure of a call that has an error number of its own."""
 
     def __init__(self, number: EngineCode, message: str) -> None:
         super().__init__(message)
@@ -39,7 +39,7 @@ class EngineCodeError(MooncakeError):
 
 
 def code_of(error: MooncakeError) -> int:
-    """The number that says best what ``error`` is."""
+    """Error number that describes ``error`` best."""
     match error:
         case EngineCodeError():
             return error.number

@@ -1,4 +1,4 @@
-"""What this machine has, as far as the drop-in asks: transports, devices, ports, memory, streams."""
+"""What the drop-in needs to know of this host: transports, devices, ports, memory, CUDA streams."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ NVIDIA = Path("/dev/nvidiactl")
 
 
 def rdma_devices() -> list[str]:
-    """Names of the RDMA devices that the kernel knows."""
+    """Names of the RDMA devices that the kernel lists."""
     try:
         return sorted(os.listdir(INFINIBAND))
     except OSError:
@@ -28,13 +28,13 @@ def rdma_devices() -> list[str]:
 
 
 def available_schemes() -> list[str]:
-    """Transports that this package has and this machine can use."""
+    """Transports of this package that this host can use."""
     present = {"rdma": bool(rdma_devices()), "cuda": has_cuda()}
     return [scheme for scheme in SCHEMES if present.get(scheme, True)]
 
 
 def has_cuda() -> bool:
-    """There is a CUDA device, and a driver library to talk to it."""
+    """Whether this host has a CUDA device and its driver library."""
     return NVIDIA.exists() and _driver() is not None
 
 
@@ -47,7 +47,7 @@ def _driver() -> ctypes.CDLL | None:
 
 
 def resolves(host: str) -> bool:
-    """The host name has an address."""
+    """Whether the host name has an address."""
     try:
         numeric_host(host, "host")
     except InvalidArgument:
@@ -56,7 +56,7 @@ def resolves(host: str) -> bool:
 
 
 def is_free(host: str, port: int) -> bool:
-    """Nobody listens at this port just now.
+    """Whether no socket listens at this port now.
 
     Raises:
         InvalidArgument: the host does not resolve.
@@ -73,12 +73,12 @@ def is_free(host: str, port: int) -> bool:
 
 
 def may_be_registered(address: int, size: int) -> bool:
-    """The range may be registered: it is mapped, or may be a device's, which only the driver knows."""
+    """Whether the range may be registered: it is mapped, or could be device memory (the driver knows)."""
     return is_mapped(address, size) or has_cuda()
 
 
 def wait_for_stream(stream: int) -> None:
-    """Until a CUDA stream has done what it holds.
+    """Wait until a CUDA stream has completed its queued work.
 
     Raises:
         RuntimeError: there is no CUDA driver, or the stream failed.
@@ -86,14 +86,16 @@ def wait_for_stream(stream: int) -> None:
     driver = _driver()
     if driver is None:
         raise RuntimeError(
-            "transfers on a CUDA stream need a CUDA device and its driver (libcuda.so.1 is not there); "
+            "transfers on a CUDA stream need a CUDA device and its driver (libcuda.so.1 is missing); "
             "use the calls without _on_cuda"
         )
     status = driver.cuStreamSynchronize(ctypes.c_void_p(stream))
     if status:
-        raise RuntimeError(f"cuStreamSynchronize answered {status}; is the stream of this thread's context?")
+        raise RuntimeError(
+            f"cuStreamSynchronize returned {status}; does the stream belong to this thread's context?"
+        )
 
 
 def local_topology(device_name: str) -> str:
-    """JSON of each memory location's preferred network cards and the others."""
+    """JSON with each memory location's preferred network cards and the others."""
     return json.dumps(discover().matrix([name for name in device_name.split(",") if name]))

@@ -1,4 +1,4 @@
-"""The calls about memory: registering it, managed buffers, looking into it."""
+"""The calls for memory: registration, managed buffers, reads and writes by address."""
 
 from __future__ import annotations
 
@@ -11,20 +11,20 @@ from mooncake.transfer.memory import is_mapped
 
 
 class MemoryCalls(EngineLifecycle):
-    """What a program may move and let others move."""
+    """Registration of the memory that a program and its peers may move."""
 
     def register_memory(self, buffer_addr: int, capacity: int, location: str = "*") -> int:
-        """0; -7 when it overlaps what is registered; -1 when there is no such memory."""
+        """Return 0; -7 when it overlaps registered memory; -1 when it is not memory of this process."""
         return self._number("register_memory", lambda: self._memory.add([buffer_addr], [capacity], location))
 
     def unregister_memory(self, buffer_addr: int, /) -> int:
-        """0; -3 when nothing registered begins there."""
+        """Return 0; -3 when nothing registered begins there."""
         return self._number("unregister_memory", lambda: self._memory.remove([buffer_addr]))
 
     def batch_register_memory(
         self, buffer_addresses: Sequence[int], capacities: Sequence[int], location: str = "*"
     ) -> int:
-        """0 when all are registered; else none of them, and a number as of ``register_memory``."""
+        """Return 0 when all are registered; else none is, and the number is that of ``register_memory``."""
 
         def register() -> None:
             with self._ready().deferred_publication():
@@ -33,7 +33,7 @@ class MemoryCalls(EngineLifecycle):
         return self._number("batch_register_memory", register)
 
     def batch_unregister_memory(self, buffer_addresses: Sequence[int], /) -> int:
-        """0; -3 when one of them was not registered (the others are not any more)."""
+        """Return 0; -3 when one of them was not registered; the others are unregistered in either case."""
 
         def unregister() -> None:
             with self._ready().deferred_publication():
@@ -48,38 +48,38 @@ class MemoryCalls(EngineLifecycle):
         return addresses[0] if addresses else 0
 
     def free_managed_buffer(self, buffer_addr: int, length: int, /) -> int:
-        """0; -3 when it is no managed buffer."""
+        """Return 0; -3 when it is not a managed buffer."""
         return self._number("free_managed_buffer", lambda: self._memory.free(buffer_addr))
 
     def write_bytes_to_buffer(self, dest_address: int, src: bytes | str, length: int, /) -> int:
-        """Copy ``length`` bytes to an address of this process; 0, or -1 when there is no such memory."""
+        """Copy ``length`` bytes to an address of this process; 0, or -1 when it is not mapped."""
 
         def copy() -> None:
             data = src.encode() if isinstance(src, str) else bytes(src)
             if not 0 <= length <= len(data):
                 raise InvalidArgument("length", length, f"0 to {len(data)}, the bytes given")
-            self._vouch(dest_address, length)
+            self._check_mapped(dest_address, length)
             copy_in(dest_address, data[:length])
 
         return self._number("write_bytes_to_buffer", copy)
 
     def read_bytes_from_buffer(self, source_address: int, length: int, /) -> bytes:
-        """``length`` bytes at an address of this process; empty when there is no such memory."""
+        """``length`` bytes at an address of this process; empty when it is not mapped."""
         read: list[bytes] = []
 
         def copy() -> None:
-            self._vouch(source_address, length)
+            self._check_mapped(source_address, length)
             read.append(copy_out(source_address, length))
 
         self._number("read_bytes_from_buffer", copy)
         return read[0] if read else b""
 
-    def _vouch(self, address: int, size: int) -> None:
+    def _check_mapped(self, address: int, size: int) -> None:
         if size < 0 or (size and not is_mapped(address, size)):
             raise InvalidArgument("memory", f"[{address:#x}, +{size})", "memory of this process")
 
     def get_first_buffer_address(self, segment_name: str, /) -> int:
-        """Where the first registered memory of a segment (of this process, too) begins; 0 without any."""
+        """Address of the first registered memory of a segment (also this process's own); 0 without any."""
         found: list[int] = []
 
         def look() -> None:

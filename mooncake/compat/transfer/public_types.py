@@ -1,4 +1,4 @@
-"""The nouns of the existing engine that programs hold in their hands."""
+"""Types of the existing engine that programs use directly."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from mooncake.transfer.engine import TransferEngine as Engine
 
 
 class TransferOpcode(IntEnum):
-    """Which way the bytes go."""
+    """Direction of a transfer."""
 
     Read = 0
     Write = 1
@@ -19,15 +19,15 @@ class TransferOpcode(IntEnum):
 
 @dataclass
 class TransferNotify:
-    """What one program tells another after its data."""
+    """Notification that one program sends to another after its data."""
 
     name: str = ""
     msg: str = ""
 
 
 class InnerTransferEngine:
-    """What ``get_engine`` returns: opaque, to be handed to a store's ``setup``."""
+    """Opaque result of ``get_engine``, to be passed to a store's ``setup``."""
 
     def __init__(self, engine: Engine) -> None:
         self.engine = engine
-        "The engine behind it, for this package's own store."
+        "The wrapped engine, for this package's own store."

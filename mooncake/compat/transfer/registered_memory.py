@@ -1,7 +1,7 @@
-"""What a program has registered, by the rules of the existing engine: no overlaps, found by address.
+"""Memory that a program has registered, by the rules of the existing engine: no overlaps, found by address.
 
 Also its managed buffers: memory that the engine provides in power-of-two sizes out of slabs that are
-registered once, shared with peers on this host, and only given real memory when it is written to.
+registered once, shared with peers on this host, and backed by real memory only once they are written to.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ SMALLEST_BYTES = 8 << 10
 
 
 class RegisteredMemory:
-    """Thread-safe."""
+    """Registered regions and managed buffers of one engine. Thread-safe."""
 
     def __init__(self, engine: TransferEngine) -> None:
         self._engine = engine
@@ -40,11 +40,11 @@ class RegisteredMemory:
         self._allocated: dict[int, int] = {}
 
     def add(self, addresses: Sequence[int], sizes: Sequence[int], location: str = ANYWHERE) -> None:
-        """All of them or none. ``location``: ``cpu:<node>`` or ``cuda:<n>``; anything else says nothing.
+        """Register all of them or none. ``location``: ``cpu:<node>`` or ``cuda:<n>``; others are ignored.
 
         Raises:
             InvalidArgument: a size that is not positive, memory that cannot be registered.
-            Refused: a range overlaps one that is registered, or another of these.
+            EngineCodeError: a range overlaps one that is registered, or another of these.
         """
         if len(addresses) != len(sizes):
             raise InvalidArgument(
@@ -64,10 +64,10 @@ class RegisteredMemory:
                 raise
 
     def remove(self, addresses: Sequence[int]) -> None:
-        """Those that are registered are removed in any case.
+        """Unregister memory; addresses that are registered are removed even when another is not.
 
         Raises:
-            Refused: one of them is not the start of registered memory.
+            EngineCodeError: one of them is not the start of registered memory.
         """
         with self._lock:
             slabs = [slab.address for slab, _ in self._slabs]
@@ -82,9 +82,9 @@ class RegisteredMemory:
             )
 
     def uncovered(self, addresses: Column, sizes: Column) -> npt.NDArray[np.bool_] | None:
-        """Which of the ranges do not lie in one registered region; None when all do. Empty ones do."""
+        """Flags of the ranges that do not lie in one registered region; None when all do. Empty ones do."""
         if len(addresses) == 1 and self._covers(int(addresses[0]), int(sizes[0])):
-            return None  # a tenth of the time of what follows
+            return None  # takes a tenth of the time of the general case
         with self._lock:
             spans = self._spans
             if spans is None:
@@ -106,17 +106,17 @@ class RegisteredMemory:
             return at >= 0 and address + size <= self._starts[at] + self._regions[self._starts[at]].size_bytes
 
     def first(self) -> int:
-        """Where the oldest registered memory begins; 0 without any."""
+        """Address of the oldest registered memory; 0 without any."""
         with self._lock:
             return next(iter(self._regions), 0)
 
     # Managed buffers --------------------------------------------------------------------------------
 
     def allocate(self, size: int) -> int:
-        """The address of ``size`` bytes that are this process's until ``free``.
+        """Allocate ``size`` bytes until ``free``; their address.
 
         Raises:
-            OutOfMemory: no more address space.
+            OutOfMemory: no address space left.
             InvalidArgument: ``size`` is not positive.
         """
         if size <= 0:
@@ -129,10 +129,10 @@ class RegisteredMemory:
             return address
 
     def free(self, address: int) -> None:
-        """Take a managed buffer back.
+        """Free a managed buffer.
 
         Raises:
-            Refused: it is none.
+            EngineCodeError: it is not a managed buffer.
         """
         with self._lock:
             room = self._allocated.pop(address, 0)
@@ -181,10 +181,10 @@ class RegisteredMemory:
 
 
 def copy_in(address: int, data: bytes) -> None:
-    """memcpy from Python; the caller vouches for the address."""
+    """Copy from Python to an address, which the caller has checked."""
     ctypes.memmove(address, data, len(data))
 
 
 def copy_out(address: int, size: int) -> bytes:
-    """memcpy to Python; the caller vouches for the address."""
+    """Copy from an address, which the caller has checked, to Python."""
     return ctypes.string_at(address, size)

@@ -1,8 +1,8 @@
 """``RpcInterface``: bytes and tensors from one program to a callback in another.
 
-A convenience of the existing engine for what is not worth registering memory for. Small frames over
-``mooncake.rpc``; what is larger goes in pieces and is put together by the receiver. The callback runs in a
-thread of the server, and the sender's call returns when it has returned.
+A convenience of the existing engine for data that is not worth registering memory for. Messages travel over
+``mooncake.rpc``; larger ones are sent in parts and reassembled by the receiver. The callback runs in a
+thread of the server, and the sender's call returns when the callback has returned.
 """
 
 from __future__ import annotations
@@ -30,30 +30,30 @@ log = get_logger("mooncake.engine")
 
 PART_BYTES = 8 << 20
 MAX_BYTES = 4 << 30
-"""Of one message."""
+"""Most bytes of one message."""
 MAX_GATHERED_BYTES = 4 << 30
-"""Of unfinished messages, of all connections together."""
+"""Most bytes of unfinished messages, all connections together."""
 MAX_PARTS = 256
-"""Unfinished messages of one connection."""
+"""Most unfinished messages of one connection."""
 
 _STARTUP_TIMEOUT_S = 10.0
 
 
 class MessagePart(msgspec.Struct, frozen=True, array_like=True, tag="piece"):
-    """Part of a message; the one that completes it is answered when the callback has returned."""
+    """Part of a message; the reply to the part that completes it is sent when the callback has returned."""
 
     number: int
-    "Of the message, among those of the connection."
+    "Number of the message within its connection."
     size_bytes: int
-    "Of the whole message."
+    "Size of the whole message."
     payload: bytes
     dtype: str = ""
-    "Of a tensor; empty for data."
+    "Element type of a tensor; empty for data."
     shape: tuple[int, ...] = ()
 
 
 class PartReceived(msgspec.Struct, frozen=True, array_like=True, tag="taken"):
-    """The piece is there."""
+    """Acknowledgement of a part."""
 
 
 ACCESS = Access({MessagePart: TRUSTED})
@@ -61,7 +61,7 @@ ACCESS = Access({MessagePart: TRUSTED})
 
 @dataclass(frozen=True)
 class ReceivedData:
-    """What ``send_data`` brought."""
+    """Bytes that ``send_data`` sent."""
 
     source_address: str
     _payload: bytearray
@@ -79,11 +79,11 @@ class ReceivedData:
 
 @dataclass(frozen=True)
 class ReceivedTensor:
-    """What ``send_tensor`` brought: plain bytes, so that nobody needs torch to receive them."""
+    """A tensor that ``send_tensor`` sent, as plain bytes, so that a receiver does not need torch."""
 
     source_address: str
     dtype: str
-    "As the sender's library writes it: ``torch.float32``, ``float32``."
+    "Element type as the sender's library writes it: ``torch.float32``, ``float32``."
     shape: tuple[int, ...]
     _payload: bytearray
 
@@ -102,7 +102,7 @@ class ReceivedTensor:
 
 
 class RpcInterface:
-    """Sends, receives, or both. Thread-safe. Calls answer False or -1 and log why."""
+    """Sender, receiver, or both. Thread-safe. A call that fails returns False or -1 and logs why."""
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
@@ -122,21 +122,21 @@ class RpcInterface:
         timeout_seconds: int = 30,
         pool_size: int = 100,
     ) -> bool:
-        """To send, and with a ``listen_address`` to receive once a server is started."""
+        """Prepare to send and, with a ``listen_address``, to receive once a server is started."""
         is_fine = self.initialize_client(pool_size, timeout_seconds)
         if is_fine and listen_address:
             is_fine = self.initialize_server(listen_address, thread_count or 8, timeout_seconds)
         return is_fine
 
     def initialize_client(self, pool_size: int = 100, timeout_seconds: int = 30) -> bool:
-        """``pool_size`` is taken as read: one connection per receiver carries any number of calls."""
+        """Prepare to send. ``pool_size`` is ignored: one connection per receiver carries all calls."""
         self._timeout_s = float(timeout_seconds)
         return True
 
     def initialize_server(
         self, listen_address: str, thread_count: int = 8, timeout_seconds: int = 30
     ) -> bool:
-        """Where to listen (``host:port``) and how many callbacks may run at once."""
+        """Set where to listen (``host:port``) and how many callbacks may run at once."""
         try:
             self._listen_at = split_address(listen_address)
         except MooncakeError as error:
@@ -146,7 +146,7 @@ class RpcInterface:
         return True
 
     def start_server(self) -> bool:
-        """Serve until ``stop_server``; this call waits for it."""
+        """Serve and block until ``stop_server``."""
         if not self.start_server_async():
             return False
         server = self._server
@@ -155,13 +155,13 @@ class RpcInterface:
         return True
 
     def start_server_async(self) -> bool:
-        """Serve in the background; True when it listens."""
+        """Serve in the background; True once the server listens."""
         with self._lock:
             if self._server is not None:
                 return True
             try:
                 if self._listen_at is None:
-                    raise InvalidArgument("listen_address", "", "given to initialize_server() before")
+                    raise InvalidArgument("listen_address", "", "an address, by initialize_server()")
                 self._server = _RpcServerThread(*self._listen_at, self._num_threads, self._receive)
             except MooncakeError as error:
                 log.error(f"start_server: {error}")
@@ -169,7 +169,7 @@ class RpcInterface:
             return True
 
     def stop_server(self) -> None:
-        """No callback will run any more, and those that run have ended. Harmless when repeated."""
+        """Stop serving and wait for callbacks that run; no further one starts. Idempotent."""
         with self._lock:
             server, self._server = self._server, None
         if server is not None:
@@ -182,19 +182,19 @@ class RpcInterface:
         self._on_tensor = callback
 
     def send_data(self, target_address: str, data: Any) -> int:
-        """0 when the receiver's callback has returned, else -1."""
+        """Return 0 when the receiver's callback has returned, else -1."""
         return self._send(target_address, lambda: (memoryview(data).cast("B"), "", ()))
 
     def send_tensor(self, target_address: str, tensor: Any) -> int:
-        """0 when the receiver's callback has returned, else -1. Torch and numpy, from any device."""
+        """Return 0 when the receiver's callback has returned, else -1. Torch and numpy, from any device."""
         return self._send(target_address, lambda: _bytes_of(tensor))
 
     def send_data_async(self, target_address: str, data: Any, loop: asyncio.AbstractEventLoop) -> Any:
-        """An awaitable of ``send_data``'s answer, on ``loop``."""
+        """Awaitable of ``send_data``'s result, on ``loop``."""
         return loop.run_in_executor(None, self.send_data, target_address, data)
 
     def send_tensor_async(self, target_address: str, tensor: Any, loop: asyncio.AbstractEventLoop) -> Any:
-        """An awaitable of ``send_tensor``'s answer, on ``loop``."""
+        """Awaitable of ``send_tensor``'s result, on ``loop``."""
         return loop.run_in_executor(None, self.send_tensor, target_address, tensor)
 
     def _send(self, address: str, read: Callable[[], tuple[memoryview, str, tuple[int, ...]]]) -> int:
@@ -221,16 +221,16 @@ class RpcInterface:
                 self._clients[address] = client
             return client
 
-    def _receive(self, source: str, piece: MessagePart, payload: bytearray) -> None:
-        if piece.dtype:
+    def _receive(self, source: str, part: MessagePart, payload: bytearray) -> None:
+        if part.dtype:
             if self._on_tensor is not None:
-                self._on_tensor(ReceivedTensor(source, piece.dtype, piece.shape, payload))
+                self._on_tensor(ReceivedTensor(source, part.dtype, part.shape, payload))
         elif self._on_data is not None:
             self._on_data(ReceivedData(source, payload))
 
 
 class _RpcServerThread:
-    """Listens in a thread of its own; callbacks run in a pool beside it."""
+    """RPC server with a thread of its own; callbacks run in a thread pool."""
 
     def __init__(
         self, host: str, port: int, num_threads: int, receive: Callable[[str, MessagePart, bytearray], None]
@@ -240,7 +240,11 @@ class _RpcServerThread:
         self._parts: dict[tuple[Connection, int], bytearray] = {}
         self._gathered_bytes = 0
         self._rpc = RpcServer(
-            {MessagePart: self._take}, on_lost=self._lost, access=ACCESS, name="rpc_interface", is_peer=True
+            {MessagePart: self._accept},
+            on_lost=self._connection_lost,
+            access=ACCESS,
+            name="rpc_interface",
+            is_peer=True,
         )
         self._loop = asyncio.new_event_loop()
         self._stop = asyncio.Event()
@@ -276,10 +280,10 @@ class _RpcServerThread:
         await self._stop.wait()
         await self._rpc.close()
 
-    async def _take(self, piece: MessagePart, call: Call) -> PartReceived:
-        key = (call.connection, piece.number)
-        if not 0 <= piece.size_bytes <= MAX_BYTES:
-            raise InvalidArgument("size_bytes", piece.size_bytes, f"at most {MAX_BYTES}")
+    async def _accept(self, part: MessagePart, call: Call) -> PartReceived:
+        key = (call.connection, part.number)
+        if not 0 <= part.size_bytes <= MAX_BYTES:
+            raise InvalidArgument("size_bytes", part.size_bytes, f"at most {MAX_BYTES}")
         gathered = self._parts.get(key)
         if gathered is None:
             if sum(one is call.connection for one, _ in self._parts) >= MAX_PARTS:
@@ -287,21 +291,21 @@ class _RpcServerThread:
                     f"{MAX_PARTS} messages of this connection are unfinished; finish them first"
                 )
             gathered = self._parts[key] = bytearray()
-        size_bytes = len(gathered) + len(piece.payload)
-        if size_bytes > piece.size_bytes or self._gathered_bytes + len(piece.payload) > MAX_GATHERED_BYTES:
+        size_bytes = len(gathered) + len(part.payload)
+        if size_bytes > part.size_bytes or self._gathered_bytes + len(part.payload) > MAX_GATHERED_BYTES:
             self._forget(key)
-            if size_bytes > piece.size_bytes:
-                raise InvalidArgument("payload", size_bytes, f"the {piece.size_bytes} bytes of the message")
-            raise OutOfMemory("unfinished messages take too much memory here; send it again later")
-        gathered += piece.payload
-        self._gathered_bytes += len(piece.payload)
-        if size_bytes == piece.size_bytes:
+            if size_bytes > part.size_bytes:
+                raise InvalidArgument("payload", size_bytes, f"the {part.size_bytes} bytes of the message")
+            raise OutOfMemory("unfinished messages take too much memory in this process; send it again later")
+        gathered += part.payload
+        self._gathered_bytes += len(part.payload)
+        if size_bytes == part.size_bytes:
             self._forget(key)
             loop = asyncio.get_running_loop()
-            await loop.run_in_executor(self._pool, self._receive, call.connection.peer, piece, gathered)
+            await loop.run_in_executor(self._pool, self._receive, call.connection.peer, part, gathered)
         return PartReceived()
 
-    def _lost(self, connection: Connection) -> None:
+    def _connection_lost(self, connection: Connection) -> None:
         for key in [key for key in self._parts if key[0] is connection]:
             self._forget(key)
 
@@ -315,19 +319,19 @@ def _bytes_of(tensor: Any) -> tuple[memoryview, str, tuple[int, ...]]:
     if hasattr(tensor, "detach"):  # torch's: to main memory, in order
         tensor = tensor.detach().cpu().contiguous()
     shape, dtype = tuple(int(size) for size in tensor.shape), str(tensor.dtype)
-    if hasattr(tensor, "data_ptr"):  # bfloat16 and friends have no numpy form
+    if hasattr(tensor, "data_ptr"):  # bfloat16 and the float8 types have no numpy form
         address, size, _ = span_of(tensor)
         return memoryview(copy_out(address, size)), dtype, shape
     return memoryview(tensor.tobytes()), dtype, shape
 
 
 def create_rpc_client(local_rank: int = 0, world_size: int = 1) -> RpcInterface:
-    """An interface that sends."""
+    """Make an interface that sends."""
     interface = RpcInterface()
     interface.initialize_client()
     return interface
 
 
 def create_rpc_server(local_rank: int = 0, world_size: int = 1) -> RpcInterface:
-    """An interface that receives once it is told where (``initialize_server``)."""
+    """Make an interface that receives once ``initialize_server`` has set its address."""
     return RpcInterface()

@@ -1,8 +1,8 @@
-"""``SharedSegment``: memory that the ranks of one host share, mapped by each.
+"""``SharedSegment``: memory that the ranks of one host share, mapped by each of them.
 
-The owner makes it, each rank gives out a blob, and when a rank has all blobs it maps the owner's memory
-through ``/proc``, which the kernel allows to processes of the same user. Nothing has a name in the file
-system, so nothing is left behind by a process that dies.
+The owner creates it and each rank publishes a blob; a rank that has all blobs maps the owner's memory
+through ``/proc``, which the kernel permits to processes of the same user. The memory has no name in the
+file system, so a process that dies leaves nothing behind.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from mooncake.errors import InvalidArgument
 
 
 class SharedSegment:
-    """Made by ``create``; usable after ``complete``."""
+    """Shared memory made by ``create`` and usable after ``complete``."""
 
     def __init__(self, name: str, size: int, world_size: int, owner_rank: int, memory: int) -> None:
         self._name = name
@@ -33,7 +33,7 @@ class SharedSegment:
 
     @staticmethod
     def supported(mmap: bool = True, host_register: bool = False) -> bool:
-        """Plain mappings are; memory pinned for a GPU is not."""
+        """Whether this kind is supported: plain mappings are, memory pinned for a GPU is not."""
         return mmap and not host_register
 
     @staticmethod
@@ -47,11 +47,11 @@ class SharedSegment:
         mmap: bool = True,
         host_register: bool = False,
     ) -> tuple[SharedSegment, bytes]:
-        """This rank's end, and the blob that the other ranks need.
+        """Make this rank's segment, and the blob that the other ranks need.
 
         Raises:
             RuntimeError: not ``supported``.
-            InvalidArgument: sizes or ranks that cannot be.
+            InvalidArgument: invalid sizes or ranks.
         """
         if not SharedSegment.supported(mmap, host_register):
             raise RuntimeError(
@@ -79,11 +79,11 @@ class SharedSegment:
         return segment, json.dumps(blob).encode()
 
     def complete(self, blobs: Sequence[bytes | str]) -> None:
-        """Map the owner's memory. ``blobs``: of all ranks, in any order.
+        """Map the owner's memory. ``blobs``: those of all ranks, in any order.
 
         Raises:
-            InvalidArgument: a blob is missing or of another segment.
-            RuntimeError: the owner is gone, or of another user or host.
+            InvalidArgument: a blob is missing or belongs to another segment.
+            RuntimeError: the owner has ended, or runs as another user or on another host.
         """
         try:
             known = {blob["rank"]: blob for blob in map(json.loads, blobs)}
@@ -106,33 +106,33 @@ class SharedSegment:
         except OSError as error:
             raise RuntimeError(
                 f"SharedSegment {self._name!r}: the owner's memory cannot be opened ({error.strerror}); "
-                "all ranks must run on one host, as one user, and still run"
+                "all ranks must run on one host, as one user, and must still be running"
             ) from error
         try:
             is_it = f"mooncake-{self._name}"[:200] in os.readlink(path)
             if not is_it or os.fstat(theirs).st_size != self._size:
                 raise RuntimeError(
-                    f"SharedSegment {self._name!r}: the owner has gone and another took its number"
+                    f"SharedSegment {self._name!r}: the owner has ended and another process has its id"
                 )
             self._map = mmap.mmap(theirs, self._size)
         finally:
             os.close(theirs)
 
     def ready(self) -> bool:
-        """It is mapped."""
+        """Whether the memory is mapped."""
         return self._map is not None
 
     def size(self) -> int:
         return self._size
 
     def base_addr(self) -> int:
-        """Where it begins in this process; 0 until it is complete."""
+        """Address of the memory in this process; 0 until it is mapped."""
         if self._map is None:
             return 0
         return ctypes.addressof(ctypes.c_char.from_buffer(self._map))
 
     def device_addr(self) -> int:
-        """Raises RuntimeError: a GPU cannot reach it."""
+        """Raise RuntimeError: a GPU cannot reach the memory."""
         raise RuntimeError(
             "SharedSegment.device_addr needs host_register=True, which is not supported; use base_addr()"
         )

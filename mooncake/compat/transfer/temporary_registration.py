@@ -1,8 +1,8 @@
 """Local memory that a program moves without having registered it.
 
 The existing engine moves such memory over tcp, and programs rely on it. Here it is registered for as long
-as any batch of that kind is under way: not for each batch by itself, because two batches may use the same
-bytes, and the end of one must not take them from the other. Peers are never told of it.
+as any batch of that kind is in flight, not for each batch by itself: two batches may use the same
+bytes, and the end of one must not unregister them for the other. It is never published to peers.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from mooncake.transfer.transports import Region, RegionTable
 
 
 class TemporaryRegistrations:
-    """Thread-safe."""
+    """Regions of unregistered memory that batches in flight use. Thread-safe."""
 
     def __init__(self, regions: RegionTable) -> None:
         self._table = regions
@@ -28,11 +28,11 @@ class TemporaryRegistrations:
         self._numbers: set[int] = set()
 
     def begin(self, addresses: Column, sizes: Column, number: int = 0) -> None:
-        """Register what is not; a batch that uses it begins. Each needs its ``end``, or with a ``number``
-        its ``end_of``.
+        """Register the given memory for a batch that begins. Each call needs an ``end``, or with a
+        ``number`` an ``end_of``.
 
         Raises:
-            InvalidArgument: some of it is no memory of this process.
+            InvalidArgument: part of it is not memory of this process.
         """
         spans = np.unique(np.stack([addresses, sizes]), axis=1).T.tolist()
         for address, size in spans:
@@ -47,7 +47,7 @@ class TemporaryRegistrations:
                     self._regions[address, size] = self._table.add(address, size, True)
 
     def end(self) -> None:
-        """A batch has ended; with the last of them the memory is given back."""
+        """Note the end of a batch; the last one unregisters the memory."""
         with self._lock:
             self._num_batches -= 1
             over = [] if self._num_batches else list(self._regions.values())
@@ -57,7 +57,7 @@ class TemporaryRegistrations:
                 self._table.remove(region.key)
 
     def end_of(self, number: int) -> None:
-        """As ``end``, if that batch uses any of it."""
+        """As ``end``, if that batch uses such memory."""
         with self._lock:
             if number not in self._numbers:
                 return

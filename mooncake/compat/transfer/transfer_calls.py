@@ -1,4 +1,4 @@
-"""The calls that move bytes: waited for, asked about, or in the order of a CUDA stream."""
+"""The calls that move bytes: blocking, asynchronous, or in the order of a CUDA stream."""
 
 from __future__ import annotations
 
@@ -22,9 +22,9 @@ _S_PER_BYTE = 1e-9
 
 
 class TransferCalls(EngineLifecycle):
-    """Moves between local addresses and a peer's."""
+    """Transfers between local addresses and a peer's."""
 
-    # Transfers that are waited for ------------------------------------------------------------------
+    # Blocking transfers -----------------------------------------------------------------------------
 
     def transfer_sync_write(
         self,
@@ -34,7 +34,7 @@ class TransferCalls(EngineLifecycle):
         length: int,
         transport_hint: str = "",
     ) -> int:
-        """0, or -1."""
+        """Return 0, or -1."""
         return self._sync(target_hostname, [buffer], [peer_buffer_address], [length], TransferOpcode.Write)
 
     def transfer_sync_read(
@@ -45,7 +45,7 @@ class TransferCalls(EngineLifecycle):
         length: int,
         transport_hint: str = "",
     ) -> int:
-        """0, or -1."""
+        """Return 0, or -1."""
         return self._sync(target_hostname, [buffer], [peer_buffer_address], [length], TransferOpcode.Read)
 
     def transfer_sync(
@@ -58,7 +58,7 @@ class TransferCalls(EngineLifecycle):
         notify: TransferNotify | None = None,
         transport_hint: str = "",
     ) -> int:
-        """0, or -1. ``notify`` reaches the peer after the bytes."""
+        """Return 0, or -1. ``notify`` reaches the peer after the bytes."""
         return self._sync(target_hostname, [buffer], [peer_buffer_address], [length], opcode, notify)
 
     def batch_transfer_sync_write(
@@ -69,7 +69,7 @@ class TransferCalls(EngineLifecycle):
         lengths: Addresses,
         transport_hint: str = "",
     ) -> int:
-        """0, or -1; 0 for nothing to move."""
+        """Return 0, or -1; 0 for nothing to move."""
         return self._sync(target_hostname, buffers, peer_buffer_addresses, lengths, TransferOpcode.Write)
 
     def batch_transfer_sync_read(
@@ -80,7 +80,7 @@ class TransferCalls(EngineLifecycle):
         lengths: Addresses,
         transport_hint: str = "",
     ) -> int:
-        """0, or -1; 0 for nothing to move."""
+        """Return 0, or -1; 0 for nothing to move."""
         return self._sync(target_hostname, buffers, peer_buffer_addresses, lengths, TransferOpcode.Read)
 
     def batch_transfer_sync(
@@ -93,7 +93,7 @@ class TransferCalls(EngineLifecycle):
         notify: TransferNotify | None = None,
         transport_hint: str = "",
     ) -> int:
-        """0, or -1; 0 for nothing to move. ``notify`` reaches the peer after the bytes."""
+        """Return 0, or -1; 0 for nothing to move. ``notify`` reaches the peer after the bytes."""
         return self._sync(target_hostname, buffers, peer_buffer_addresses, lengths, opcode, notify)
 
     def _sync(
@@ -124,9 +124,9 @@ class TransferCalls(EngineLifecycle):
             if notify is not None:
                 engine.notify(segment, notify.name, notify.msg, timeout_s)
 
-        return min(0, -1 if self._number("transfer", move) else 0)
+        return -1 if self._number("transfer", move) else 0
 
-    # Transfers that are asked about -----------------------------------------------------------------
+    # Asynchronous transfers -------------------------------------------------------------------------
 
     def batch_transfer_async_write(
         self,
@@ -136,7 +136,7 @@ class TransferCalls(EngineLifecycle):
         lengths: Addresses,
         transport_hint: str = "",
     ) -> int:
-        """A batch id, or 0."""
+        """Return a batch id, or 0."""
         return self._async(target_hostname, buffers, peer_buffer_addresses, lengths, TransferOpcode.Write)
 
     def batch_transfer_async_read(
@@ -147,7 +147,7 @@ class TransferCalls(EngineLifecycle):
         lengths: Addresses,
         transport_hint: str = "",
     ) -> int:
-        """A batch id, or 0."""
+        """Return a batch id, or 0."""
         return self._async(target_hostname, buffers, peer_buffer_addresses, lengths, TransferOpcode.Read)
 
     def batch_transfer_async(
@@ -159,7 +159,7 @@ class TransferCalls(EngineLifecycle):
         opcode: int,
         transport_hint: str = "",
     ) -> int:
-        """A batch id, or 0."""
+        """Return a batch id, or 0."""
         return self._async(target_hostname, buffers, peer_buffer_addresses, lengths, opcode)
 
     def transfer_submit_write(
@@ -170,15 +170,15 @@ class TransferCalls(EngineLifecycle):
         length: int,
         transport_hint: str = "",
     ) -> int:
-        """A batch id, or 0."""
+        """Return a batch id, or 0."""
         return self._async(target_hostname, [buffer], [peer_buffer_address], [length], TransferOpcode.Write)
 
     def transfer_check_status(self, batch_id: int, /) -> int:
-        """0 in flight; 1 done; -1 failed; -2 too late. The id is good until it has ended and been told so."""
+        """Return 0 in flight, 1 done, -1 failed, -2 timed out. Reading the final status ends the id."""
         return FAILED if self._batches is None else self._batches.status(batch_id)
 
     def get_batch_transfer_status(self, batch_ids: Sequence[int], /) -> int:
-        """Waits for all of them: 0 when all are well, else -1."""
+        """Wait for all of them: 0 when all have succeeded, else -1."""
         return FAILED if self._batches is None else (0 if self._batches.wait(batch_ids) else FAILED)
 
     def _async(
@@ -218,7 +218,7 @@ class TransferCalls(EngineLifecycle):
         stream_ptr: int = 0,
         transport_hint: str = "",
     ) -> None:
-        """Write what the stream has computed. RuntimeError when it fails, or without a CUDA driver."""
+        """Write after the stream's queued work. RuntimeError when it fails, or without a CUDA driver."""
         self._on_cuda(target_hostname, [buffer], [peer_buffer_address], [length], Op.WRITE, stream_ptr)
 
     def transfer_read_on_cuda(
@@ -230,7 +230,7 @@ class TransferCalls(EngineLifecycle):
         stream_ptr: int = 0,
         transport_hint: str = "",
     ) -> None:
-        """Read before what is put into the stream from now on. RuntimeError as above."""
+        """Read before work that is queued in the stream later. RuntimeError as above."""
         self._on_cuda(target_hostname, [buffer], [peer_buffer_address], [length], Op.READ, stream_ptr)
 
     def batch_transfer_write_on_cuda(
@@ -242,7 +242,7 @@ class TransferCalls(EngineLifecycle):
         stream_ptr: int = 0,
         transport_hint: str = "",
     ) -> None:
-        """Write what the stream has computed. RuntimeError as above."""
+        """Write after the stream's queued work. RuntimeError as above."""
         self._on_cuda(target_hostname, buffers, peer_buffer_addresses, lengths, Op.WRITE, stream_ptr)
 
     def batch_transfer_read_on_cuda(
@@ -254,15 +254,15 @@ class TransferCalls(EngineLifecycle):
         stream_ptr: int = 0,
         transport_hint: str = "",
     ) -> None:
-        """Read before what is put into the stream from now on. RuntimeError as above."""
+        """Read before work that is queued in the stream later. RuntimeError as above."""
         self._on_cuda(target_hostname, buffers, peer_buffer_addresses, lengths, Op.READ, stream_ptr)
 
     def _on_cuda(
         self, target: str, local: Addresses, remote: Addresses, lengths: Addresses, op: Op, stream: int
     ) -> None:
-        """In the order of the stream: what it holds ends first, and what comes later finds the bytes moved.
+        """Move in the order of the stream: queued work ends first, and later work finds the bytes moved.
 
-        The caller waits for it, which a callback in the stream would spare; the order is the same.
+        The caller waits for the transfer. A callback in the stream would avoid that; the order is the same.
         """
         wait_for_stream(stream)
         opcode = TransferOpcode.Write if op == Op.WRITE else TransferOpcode.Read
@@ -270,10 +270,10 @@ class TransferCalls(EngineLifecycle):
             raise RuntimeError(f"{op.name.lower()} with {target} failed; the log says why")
 
     def _timeout_s(self, num_bytes: int) -> float:
-        return max(SHORTEST_TIMEOUT_S, self._knobs.transfer_timeout_s) + num_bytes * _S_PER_BYTE
+        return max(SHORTEST_TIMEOUT_S, self._engine_settings.transfer_timeout_s) + num_bytes * _S_PER_BYTE
 
     def _register_temporarily(self, columns: TransferColumns, number: int = 0) -> bool:
-        """Whether a batch begins that uses local memory which the program did not register."""
+        """Register local memory of a batch that the program did not; False when there is none."""
         missing = self._memory.uncovered(columns.local, columns.lengths)
         if missing is None:
             return False

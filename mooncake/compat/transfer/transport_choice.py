@@ -1,6 +1,6 @@
-"""What the four words of ``initialize`` come to: which transports, which addresses, which metadata.
+"""What the four arguments of ``initialize`` select: transports, addresses, metadata service.
 
-Decides only; who we are and which devices there are arrive as arguments.
+Only decides; facts about this host, such as its devices, are arguments.
 """
 
 from __future__ import annotations
@@ -26,26 +26,42 @@ PROTOCOLS = {
     "nvlink_intra": "cuda",
     "rpc_only": "",
 }
-"""The transport that a protocol cannot do without; others are used, too, where they are quicker."""
+"""Transport that a protocol requires; others are used as well where they are faster."""
 
 BEST_FIRST = ("shm", "cuda", "rdma", "tcp")
 DEVICES = {"rdma": "RDMA device", "cuda": "CUDA device"}
 
 UNSUPPORTED_PROTOCOLS = {
-    *("ascend", "ascend_direct", "barex", "cxi", "cxl", "efa", "hccl", "hip", "maca", "mpcomm", "musa"),
-    *("nccl", "nvmeof", "sunrise_link", "tpu", "ub", "ubshmem", "xgmi"),
+    "ascend",
+    "ascend_direct",
+    "barex",
+    "cxi",
+    "cxl",
+    "efa",
+    "hccl",
+    "hip",
+    "maca",
+    "mpcomm",
+    "musa",
+    "nccl",
+    "nvmeof",
+    "sunrise_link",
+    "tpu",
+    "ub",
+    "ubshmem",
+    "xgmi",
 }
-"""Protocols of the existing package for hardware that this one has no transport for."""
+"""Protocols of the existing package for hardware that this package has no transport for."""
 
 
 @dataclass(frozen=True)
 class TransportChoice:
-    """Settings of the engine to be made, and what the user should be told."""
+    """Settings of the engine to be made, and a warning for the user."""
 
     flags: dict[str, Any] = field(default_factory=dict)
     "Fields of ``TransferSettings``."
     port: int = 0
-    "For handshakes; 0 is any of the range."
+    "Port for handshakes; 0 is any of the configured range."
     warning: str = ""
 
 
@@ -54,64 +70,66 @@ def choose_transports(
     metadata_server: str,
     protocol: str,
     device_name: str,
-    knobs: EngineSettings,
+    settings: EngineSettings,
     schemes: Sequence[str],
     rdma_devices: Sequence[str],
     resolves: Callable[[str], bool],
     metadata_type: str = "",
 ) -> TransportChoice:
-    """Everything but the first four words says what may be chosen from.
+    """Choose by the first four arguments, those of ``initialize``; the others limit the choice.
 
     Args:
         schemes: transports that this process could make.
-        rdma_devices: names of those that this machine has.
+        rdma_devices: names of the RDMA devices of this host.
         resolves: whether a host name has an address.
 
     Raises:
-        InvalidArgument: a word that means nothing.
-        Refused: a device that is not there.
+        InvalidArgument: an unknown or malformed argument.
+        EngineCodeError: a device that this host does not have.
     """
     host, port = split_host(local_hostname)
-    metadata = metadata_url(metadata_server, metadata_type, knobs)
-    wanted, warning = _transports(protocol, knobs, schemes)
+    metadata = metadata_url(metadata_server, metadata_type, settings)
+    wanted, warning = _transports(protocol, settings, schemes)
     if warning and device_name.strip():
-        _devices(device_name, knobs, rdma_devices)  # what was asked for by name is missed, not replaced
+        _devices(device_name, settings, rdma_devices)  # a device requested by name must exist
     reached_at = host
     if host in ("0.0.0.0", "::") or (metadata != P2P and not resolves(host)):
-        reached_at = ""  # a wildcard, or a name for the metadata service and no more: the engine says where
+        reached_at = ""  # a wildcard, or only a name in the metadata service: the engine finds the address
     flags: dict[str, Any] = {
         "transports": wanted,
-        "listen_host": knobs.bind_address or _listen_host(host, knobs.use_ipv6),
+        "listen_host": settings.bind_address or _listen_host(host, settings.use_ipv6),
         "advertise_host": reached_at,
-        "num_streams": knobs.lanes_per_peer,
+        "num_streams": settings.lanes_per_peer,
         "metadata": metadata,
-        "metadata_cluster": knobs.metadata_cluster,
-        "metadata_cache_s": _cache_s(metadata, knobs),
+        "metadata_cluster": settings.metadata_cluster,
+        "metadata_cache_s": _cache_s(metadata, settings),
     }
     if metadata != P2P:
         flags["name"] = local_hostname
     if "rdma" in wanted:
         flags |= {
-            "rdma_devices": _devices(device_name, knobs, rdma_devices),
-            "rdma_port": knobs.ib_port,
-            "rdma_gid_index": knobs.gid_index,
+            "rdma_devices": _devices(device_name, settings, rdma_devices),
+            "rdma_port": settings.ib_port,
+            "rdma_gid_index": settings.gid_index,
         }
-        if knobs.ib_traffic_class >= 0:
-            flags["rdma_traffic_class"] = knobs.ib_traffic_class
-    fixed = (port or LEGACY_PORT) if knobs.legacy_rpc_port and metadata != P2P else 0
+        if settings.ib_traffic_class >= 0:
+            flags["rdma_traffic_class"] = settings.ib_traffic_class
+    fixed = (port or LEGACY_PORT) if settings.legacy_rpc_port and metadata != P2P else 0
     return TransportChoice(flags, fixed, warning)
 
 
-def _cache_s(metadata: str, knobs: EngineSettings) -> float:
-    """A peer that is asked itself is asked again when something fails, and need not be disturbed before."""
-    if knobs.disable_metacache:
+def _cache_s(metadata: str, settings: EngineSettings) -> float:
+    """Seconds to cache a descriptor; a day with P2P, where a failed transfer fetches it anew."""
+    if settings.disable_metacache:
         return 0.0
-    if knobs.metadata_refresh_s is not None:
-        return knobs.metadata_refresh_s
+    if settings.metadata_refresh_s is not None:
+        return settings.metadata_refresh_s
     return 86400.0 if metadata == P2P else 5.0
 
 
-def _transports(protocol: str, knobs: EngineSettings, schemes: Sequence[str]) -> tuple[tuple[str, ...], str]:
+def _transports(
+    protocol: str, settings: EngineSettings, schemes: Sequence[str]
+) -> tuple[tuple[str, ...], str]:
     if protocol in UNSUPPORTED_PROTOCOLS:
         raise InvalidArgument(
             "protocol",
@@ -123,7 +141,7 @@ def _transports(protocol: str, knobs: EngineSettings, schemes: Sequence[str]) ->
     needed = PROTOCOLS[protocol]
     if not needed:
         return (), ""
-    if knobs.force_tcp:
+    if settings.force_tcp:
         return ("tcp",), ""
     wanted = tuple(
         scheme for scheme in BEST_FIRST if scheme in schemes and (scheme != "rdma" or scheme == needed)
@@ -131,37 +149,37 @@ def _transports(protocol: str, knobs: EngineSettings, schemes: Sequence[str]) ->
     if needed in schemes:
         return wanted, ""
     device = DEVICES.get(needed, f"{needed} transport")
-    if needed != "rdma" or knobs.force_hca:
+    if needed != "rdma" or settings.force_hca:
         raise EngineCodeError(
             EngineCode.DEVICE_NOT_FOUND,
-            f"protocol {protocol!r}: this machine has no {device}; say 'tcp', or see to its drivers",
+            f"protocol {protocol!r}: this host has no {device}; use 'tcp', or install its drivers",
         )
     return wanted, (
-        f"protocol {protocol!r}: this machine has no {device}, so {' and '.join(wanted)} will carry bytes; "
-        "say 'tcp' to silence this, or set MC_FORCE_HCA=1 to make it an error"
+        f"protocol {protocol!r}: this host has no {device}, so {' and '.join(wanted)} will carry bytes; "
+        "use 'tcp' to silence this, or set MC_FORCE_HCA=1 to make it an error"
     )
 
 
-def _devices(device_name: str, knobs: EngineSettings, present: Sequence[str]) -> tuple[str, ...]:
-    named = tuple(name.strip() for name in device_name.split(",") if name.strip()) or knobs.devices
+def _devices(device_name: str, settings: EngineSettings, present: Sequence[str]) -> tuple[str, ...]:
+    named = tuple(name.strip() for name in device_name.split(",") if name.strip()) or settings.devices
     for name in named:
         if name not in present:
             raise EngineCodeError(
                 EngineCode.DEVICE_NOT_FOUND,
-                f"device {name!r} is not here; this machine has {', '.join(present) or 'none'}",
+                f"device {name!r} does not exist; this host has {', '.join(present) or 'none'}",
             )
-    if named or not knobs.not_devices:
+    if named or not settings.not_devices:
         return named
-    left = tuple(name for name in present if name not in knobs.not_devices)
+    left = tuple(name for name in present if name not in settings.not_devices)
     if not left:
         raise EngineCodeError(EngineCode.DEVICE_NOT_FOUND, "MC_TE_FILTERS_EXCLUDE leaves no device")
     return left
 
 
 def split_host(name: str) -> tuple[str, int]:
-    """``host``, ``host:port``, ``[v6]:port`` or a bare IPv6 address, as host and port (0: none)."""
+    """Split ``host``, ``host:port``, ``[v6]:port`` or a bare IPv6 address into host and port (0: none)."""
     if not name:
-        raise InvalidArgument("local_hostname", name, "the address at which peers reach this machine")
+        raise InvalidArgument("local_hostname", name, "the address at which peers reach this host")
     if name.startswith("["):
         host, _, rest = name[1:].partition("]")
         port = rest.removeprefix(":")
@@ -186,8 +204,8 @@ def _listen_host(host: str, use_ipv6: bool) -> str:
     return "::" if use_ipv6 or address.version == 6 else "0.0.0.0"
 
 
-def metadata_url(server: str, kind: str, knobs: EngineSettings) -> str:
-    """The URL of a metadata service, from the ways in which it may be written."""
+def metadata_url(server: str, kind: str, settings: EngineSettings) -> str:
+    """URL of a metadata service, from the forms in which ``initialize`` takes it."""
     if not server and kind != "p2p":
         raise InvalidArgument("metadata_server", server, f"{P2P}, http://…, etcd://… or redis://…")
     if server == P2P or kind == "p2p":
@@ -198,8 +216,8 @@ def metadata_url(server: str, kind: str, knobs: EngineSettings) -> str:
             raise InvalidArgument("metadata_type", kind, "http, etcd, redis or p2p")
         if "://" not in server:
             url = f"{kind}://{server}"
-    if url.startswith("redis://") and "@" not in url and (knobs.redis_password or knobs.redis_database):
+    if url.startswith("redis://") and "@" not in url and (settings.redis_password or settings.redis_database):
         address, _, database = url.removeprefix("redis://").partition("/")
-        password = f":{knobs.redis_password}@" if knobs.redis_password else ""
-        url = f"redis://{password}{address}/{database or knobs.redis_database}"
+        password = f":{settings.redis_password}@" if settings.redis_password else ""
+        url = f"redis://{password}{address}/{database or settings.redis_database}"
     return url

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
 import msgspec
 
+from mooncake.store import messages as m
 from mooncake.store.master.master import Master
 from mooncake.store.settings import MasterSettings
 
@@ -58,3 +60,20 @@ class MasterContext(Protocol):
     async def ask(self, message: msgspec.Struct) -> Any:
         """Return the core's reply, or a ``Failure``."""
         ...
+
+
+@dataclass(frozen=True)
+class MasterHttp:
+    """HTTP interface of a master. The program that starts the master passes it in, so that the store does
+    not depend on the existing package's paths and names."""
+
+    make_app: Callable[[MasterContext], Any]
+    """Makes the ASGI application."""
+    open_paths: Sequence[str]
+    """Paths that need no authentication."""
+    summary: Callable[[MasterContext, m.MasterStatus], str]
+    """The most important values in one line, for the log."""
+
+
+LoadHttp = Callable[[], MasterHttp]
+"""Imports the HTTP interface, which takes half a second."""

@@ -1,4 +1,4 @@
-"""A master with its HTTP side on a real socket."""
+"""A master with its HTTP side on a real socket, for the tests of this folder."""
 
 from __future__ import annotations
 
@@ -18,14 +18,14 @@ from mooncake.store.settings import MasterSettings
 KEY = "a key of this test"
 
 
-class House:
+class MasterWithHttp:
     """A master with its HTTP side, a client of each."""
 
     def __init__(self, server: MasterServer, url: str, http: aiohttp.ClientSession, rpc: AsyncClient) -> None:
         self.server, self.url, self.http, self.rpc = server, url, http, rpc
 
     async def ask(self, path: str, method: str = "GET", **more: Any) -> tuple[int, Any]:
-        """With the key, unless headers are given."""
+        """Send a request, with the key unless headers are given."""
         more = {"headers": {"X-API-Key": KEY}, **more}
         async with self.http.request(method, self.url + path, **more) as response:
             if response.content_type == "application/json":
@@ -44,27 +44,27 @@ class House:
         assert ended.outcomes == [True] * len(keys)
 
 
-async def opened(settings: MasterSettings) -> AsyncIterator[House]:
+async def opened(settings: MasterSettings) -> AsyncIterator[MasterWithHttp]:
     server = MasterServer(settings)
     port = await server.start()
     web = HttpServer(make_app(server), listen("127.0.0.1", 0))
     await web.start()
     rpc = AsyncClient(f"127.0.0.1:{port}", m.REPLIES, "the master")
     async with aiohttp.ClientSession() as http:
-        yield House(server, f"http://127.0.0.1:{web.port}", http, rpc)
+        yield MasterWithHttp(server, f"http://127.0.0.1:{web.port}", http, rpc)
     await rpc.close()
     await web.close()
     await server.close()
 
 
 @pytest.fixture
-async def house() -> AsyncIterator[House]:
+async def served() -> AsyncIterator[MasterWithHttp]:
     async for one in opened(MasterSettings(port=0, admin_api_key=KEY)):
         yield one
 
 
 @pytest.fixture
-async def keyless() -> AsyncIterator[House]:
+async def keyless() -> AsyncIterator[MasterWithHttp]:
     """A master without a key."""
     async for one in opened(MasterSettings(port=0)):
         yield one

@@ -1,60 +1,60 @@
-"""The master's HTTP side over a real socket: every path, its shape, and what it says of bad input."""
+"""The master's HTTP side over a real socket: every path, the shape of its response, and its errors."""
 
 from __future__ import annotations
 
 import pytest
 
 from mooncake.store import messages as m
-from tests.compat.master.conftest import KEY, House
+from tests.compat.master.conftest import KEY, MasterWithHttp
 
 
-async def test_health_and_leadership(house: House) -> None:
-    status, health = await house.ask("/health")
+async def test_health_and_leadership(served: MasterWithHttp) -> None:
+    status, health = await served.ask("/health")
     assert status == 200
     assert health == {
         "status": "ok",
         "role": "leader",
         "ha_state": "serving",
         "service_ready": True,
-        "leader_address": f"127.0.0.1:{house.server.port}",
+        "leader_address": f"127.0.0.1:{served.server.port}",
         "view_version": 0,
     }
-    assert await house.ask("/role") == (200, "leader")
-    assert await house.ask("/ha_status") == (200, "serving")
-    assert await house.ask("/ready") == (200, "OK")
-    _, leader = await house.ask("/leader")
+    assert await served.ask("/role") == (200, "leader")
+    assert await served.ask("/ha_status") == (200, "serving")
+    assert await served.ask("/ready") == (200, "OK")
+    _, leader = await served.ask("/leader")
     assert leader["present"] and leader["leader_address"] == health["leader_address"]
 
 
-async def test_segments_appear_when_they_are_mounted(house: House) -> None:
-    assert await house.ask("/get_all_segments") == (200, "")
-    await house.mount()
-    assert await house.ask("/get_all_segments") == (200, "a\n")
-    assert await house.ask("/query_segment?segment=a") == (
+async def test_segments_appear_when_they_are_mounted(served: MasterWithHttp) -> None:
+    assert await served.ask("/get_all_segments") == (200, "")
+    await served.mount()
+    assert await served.ask("/get_all_segments") == (200, "a\n")
+    assert await served.ask("/query_segment?segment=a") == (
         200,
         "a\nUsed(bytes): 0\nCapacity(bytes): 1048576\n",
     )
-    status, text = await house.ask("/query_segment?segment=b")
+    status, text = await served.ask("/query_segment?segment=b")
     assert status == 500 and "'b'" in text
-    _, detail = await house.ask("/get_segments_detail")
+    _, detail = await served.ask("/get_segments_detail")
     assert detail["total_segments"] == 1
     segment = detail["segments"][0]
     assert segment["segment_name"] == "a" and segment["status"] == "OK" and segment["size_human"] == "1MiB"
     assert segment["allocator_usage_percent"] == 0
-    assert (await house.ask("/api/v1/segments/status?segment=a"))[1]["status"] == "OK"
-    assert (await house.ask("/api/v1/segments/status?segment=b"))[0] == 404
+    assert (await served.ask("/api/v1/segments/status?segment=a"))[1]["status"] == "OK"
+    assert (await served.ask("/api/v1/segments/status?segment=b"))[0] == 404
 
 
-async def test_all_keys_are_listed_in_pieces(house: House, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_all_keys_are_listed_in_chunks(served: MasterWithHttp, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("mooncake.compat.master.query_routes.KEYS_PER_CHUNK", 3)
-    assert await house.ask("/get_all_keys") == (200, "")
-    await house.mount()
-    await house.put(*(f"k{number}" for number in range(10)))
-    assert await house.ask("/get_all_keys") == (200, "".join(f"k{number}\n" for number in range(10)))
+    assert await served.ask("/get_all_keys") == (200, "")
+    await served.mount()
+    await served.put(*(f"k{number}" for number in range(10)))
+    assert await served.ask("/get_all_keys") == (200, "".join(f"k{number}\n" for number in range(10)))
 
 
-async def test_metrics_are_a_page(house: House) -> None:
-    status, text = await house.ask("/metrics")
+async def test_the_metrics_page(served: MasterWithHttp) -> None:
+    status, text = await served.ask("/metrics")
     assert status == 200 and "mooncake_store_objects " in text
 
 
@@ -62,8 +62,8 @@ async def test_metrics_are_a_page(house: House) -> None:
     "path",
     ["/query_key", "/query_key?key=", "/batch_query_keys", "/query_segment", "/api/v1/segments/status"],
 )
-async def test_what_is_missing_is_named(house: House, path: str) -> None:
-    status, answer = await house.ask(path)
+async def test_a_missing_parameter_is_named(served: MasterWithHttp, path: str) -> None:
+    status, answer = await served.ask(path)
     assert (status, answer["success"], answer["error_code"]) == (400, False, -600)
     assert answer["error"].startswith("key" if "key" in path else "segment")
 
@@ -85,15 +85,15 @@ async def test_what_is_missing_is_named(house: House, path: str) -> None:
         ("GET", "/api/v1/drain_jobs/query?job_id=-1", ""),
     ],
 )
-async def test_bad_input_is_refused(house: House, method: str, path: str, body: str) -> None:
-    status, answer = await house.ask(path, method, data=body)
+async def test_bad_input_is_refused(served: MasterWithHttp, method: str, path: str, body: str) -> None:
+    status, answer = await served.ask(path, method, data=body)
     assert (status, answer["success"], answer["error_code"]) == (400, False, -600), answer
     assert answer["error"]
 
 
-async def test_unknown_paths_and_methods(house: House) -> None:
-    assert (await house.ask("/nothing"))[0] == 404
-    status, answer = await house.ask("/api/v1/remove_all")
+async def test_unknown_paths_and_methods(served: MasterWithHttp) -> None:
+    assert (await served.ask("/nothing"))[0] == 404
+    status, answer = await served.ask("/api/v1/remove_all")
     assert status == 405 and "GET /api/v1/remove_all" in answer["error"]
 
 
@@ -109,32 +109,32 @@ CHANGES = [
 @pytest.mark.parametrize(("method", "path", "body"), CHANGES)
 @pytest.mark.parametrize("headers", [{}, {"X-API-Key": "wrong"}])
 async def test_changes_need_the_key(
-    house: House, method: str, path: str, body: str, headers: dict[str, str]
+    served: MasterWithHttp, method: str, path: str, body: str, headers: dict[str, str]
 ) -> None:
-    status, answer = await house.ask(path, method, data=body, headers=headers)
+    status, answer = await served.ask(path, method, data=body, headers=headers)
     assert status == 401 and "X-API-Key" in answer["error"]
-    assert (await house.ask(path, method, data=body, headers={"X-API-Key": KEY}))[0] != 401
-    assert (await house.ask("/get_all_keys", headers={}))[0] == 200
+    assert (await served.ask(path, method, data=body, headers={"X-API-Key": KEY}))[0] != 401
+    assert (await served.ask("/get_all_keys", headers={}))[0] == 200
 
 
 @pytest.mark.parametrize(("method", "path", "body"), CHANGES)
 @pytest.mark.parametrize("headers", [{}, {"X-API-Key": ""}, {"X-API-Key": KEY}])
-async def test_without_a_key_set_nobody_changes_anything(
-    keyless: House, method: str, path: str, body: str, headers: dict[str, str]
+async def test_without_a_configured_key_all_changes_are_refused(
+    keyless: MasterWithHttp, method: str, path: str, body: str, headers: dict[str, str]
 ) -> None:
     status, answer = await keyless.ask(path, method, data=body, headers=headers)
     assert status == 403 and "ADMIN_API_KEY" in answer["error"]
     assert (await keyless.ask("/get_all_keys", headers={}))[0] == 200
 
 
-async def test_kv_events_are_off_unless_asked_for(house: House) -> None:
-    assert await house.ask("/kv_events/status") == (200, {"enabled": False})
+async def test_kv_events_are_off_by_default(served: MasterWithHttp) -> None:
+    assert await served.ask("/kv_events/status") == (200, {"enabled": False})
 
 
-async def test_where_keys_lie(house: House) -> None:
-    await house.mount()
-    await house.put("a", "b")
-    status, found = await house.ask("/query_key?key=a")
+async def test_locations_of_keys(served: MasterWithHttp) -> None:
+    await served.mount()
+    await served.put("a", "b")
+    status, found = await served.ask("/query_key?key=a")
     assert status == 200 and found["success"]
     place = found["data"][0]
     assert place == {
@@ -143,87 +143,87 @@ async def test_where_keys_lie(house: House) -> None:
         "protocol_": "tcp",
         "transport_endpoint_": "a",
     }
-    status, found = await house.ask("/query_key?key=c")
+    status, found = await served.ask("/query_key?key=c")
     assert status == 404
     assert found == {"success": False, "error_code": -704, "error_message": "OBJECT_NOT_FOUND"}
-    _, batch = await house.ask("/batch_query_keys?keys=a,c")
+    _, batch = await served.ask("/batch_query_keys?keys=a,c")
     assert batch["success"] and batch["data"]["a"]["ok"] and batch["data"]["a"]["values"] == [place]
     assert batch["data"]["c"] == {"ok": False, "error": "OBJECT_NOT_FOUND"}
-    outcomes = (await house.rpc.call(m.Remove(["a", "b"], False), 5)).outcomes
-    assert outcomes == [True, True], "looking grants no lease"
+    outcomes = (await served.rpc.call(m.Remove(["a", "b"], False), 5)).outcomes
+    assert outcomes == [True, True], "a query grants no lease"
 
 
-async def test_everything_of_a_tenant_is_removed(house: House) -> None:
-    await house.mount()
-    await house.put("a", "b")
-    await house.put("a", tenant="t")
-    assert await house.ask("/get_all_keys?tenant_id=t") == (200, "a\n")
-    await house.rpc.call(m.LookupObjects(["a"]), 5)
-    _, removed = await house.ask("/api/v1/remove_all", "POST")
+async def test_everything_of_a_tenant_is_removed(served: MasterWithHttp) -> None:
+    await served.mount()
+    await served.put("a", "b")
+    await served.put("a", tenant="t")
+    assert await served.ask("/get_all_keys?tenant_id=t") == (200, "a\n")
+    await served.rpc.call(m.LookupObjects(["a"]), 5)
+    _, removed = await served.ask("/api/v1/remove_all", "POST")
     assert (removed["success"], removed["removed_count"], removed["leased_count"]) == (True, 1, 1)
-    _, removed = await house.ask("/api/v1/remove_all?force=true&tenant_id=t", "POST")
+    _, removed = await served.ask("/api/v1/remove_all?force=true&tenant_id=t", "POST")
     assert removed["removed_count"] == 1
-    assert await house.ask("/get_all_keys") == (200, "a\n")
+    assert await served.ask("/get_all_keys") == (200, "a\n")
 
 
-async def test_quotas_are_set_told_and_forgotten(house: House) -> None:
-    await house.mount()
+async def test_quotas_are_set_reported_and_removed(served: MasterWithHttp) -> None:
+    await served.mount()
     path = "/api/v1/tenant_quotas"
-    assert await house.ask(path) == (200, {"success": True, "tenant_quotas": []})
-    assert (await house.ask(f"{path}?tenant_id=t"))[0] == 404
-    status, set_ = await house.ask(f"{path}?tenant_id=t", "PUT", data='{"requested_quota_bytes": 4096}')
+    assert await served.ask(path) == (200, {"success": True, "tenant_quotas": []})
+    assert (await served.ask(f"{path}?tenant_id=t"))[0] == 404
+    status, set_ = await served.ask(f"{path}?tenant_id=t", "PUT", data='{"requested_quota_bytes": 4096}')
     assert (status, set_["requested_quota_bytes"]) == (200, 4096)
-    await house.put("a", tenant="t")
-    _, told = await house.ask(f"{path}?tenant_id=t")
-    assert (told["effective_quota_bytes"], told["charged_bytes"], told["object_count"]) == (4096, 100, 1)
-    _, page = await house.ask("/metrics")
+    await served.put("a", tenant="t")
+    _, reply = await served.ask(f"{path}?tenant_id=t")
+    assert (reply["effective_quota_bytes"], reply["charged_bytes"], reply["object_count"]) == (4096, 100, 1)
+    _, page = await served.ask("/metrics")
     assert 'mooncake_tenant_quota_requested_bytes{tenant_id="t"} 4096.0' in page
     assert 'mooncake_tenant_quota_charged_bytes{tenant_id="t"} 100.0' in page
-    await house.rpc.call(m.PutStart(2, "h", ["b"], [8192], [8192], tenant="t"), 5)
-    _, page = await house.ask("/metrics")
+    await served.rpc.call(m.PutStart(2, "h", ["b"], [8192], [8192], tenant="t"), 5)
+    _, page = await served.ask("/metrics")
     assert 'mooncake_tenant_quota_reject_total{tenant_id="t",reason="quota_exceeded"} 1.0' in page
-    await house.rpc.call(m.Remove(["a"], True, tenant="t"), 5)
-    assert (await house.ask(f"{path}?tenant_id=t", "DELETE"))[0] == 200
-    assert (await house.ask(path))[1]["tenant_quotas"] == []
+    await served.rpc.call(m.Remove(["a"], True, tenant="t"), 5)
+    assert (await served.ask(f"{path}?tenant_id=t", "DELETE"))[0] == 200
+    assert (await served.ask(path))[1]["tenant_quotas"] == []
 
 
-async def test_a_segment_is_drained_by_a_job(house: House) -> None:
-    await house.mount()
-    await house.mount("b")
-    status, job = await house.ask("/api/v1/drain_jobs", "POST", data='{"segments": ["a"]}')
+async def test_a_segment_is_drained_by_a_job(served: MasterWithHttp) -> None:
+    await served.mount()
+    await served.mount("b")
+    status, job = await served.ask("/api/v1/drain_jobs", "POST", data='{"segments": ["a"]}')
     assert (status, job["status"]) == (200, "CREATED")
-    _, told = await house.ask(f"/api/v1/drain_jobs/query?job_id={job['job_id']}")
-    assert (told["status"], told["failed_units"], told["active_units"]) == ("SUCCEEDED", 0, 0)
-    assert (await house.ask("/api/v1/segments/status?segment=a"))[1]["status"] == "DRAINED"
-    status, answer = await house.ask("/api/v1/drain_jobs", "POST", data='{"segments": ["c"]}')
+    _, reply = await served.ask(f"/api/v1/drain_jobs/query?job_id={job['job_id']}")
+    assert (reply["status"], reply["failed_units"], reply["active_units"]) == ("SUCCEEDED", 0, 0)
+    assert (await served.ask("/api/v1/segments/status?segment=a"))[1]["status"] == "DRAINED"
+    status, answer = await served.ask("/api/v1/drain_jobs", "POST", data='{"segments": ["c"]}')
     assert (status, answer["error_code"]) == (404, -101)
     for path, method in (("query", "GET"), ("cancel", "POST")):
-        status, answer = await house.ask(f"/api/v1/drain_jobs/{path}?job_id=77", method)
+        status, answer = await served.ask(f"/api/v1/drain_jobs/{path}?job_id=77", method)
         assert (status, answer["error_code"]) == (404, -1402)
 
 
-async def test_a_drain_that_has_work_is_cancelled(house: House) -> None:
-    await house.mount()
-    await house.put("k")
-    await house.mount("b")
-    _, job = await house.ask("/api/v1/drain_jobs", "POST", data='{"segments": ["a"]}')
-    _, told = await house.ask(f"/api/v1/drain_jobs/query?job_id={job['job_id']}")
-    assert told["status"] in ("CREATED", "RUNNING") and told["succeeded_units"] == 0
-    assert (await house.ask("/api/v1/segments/status?segment=a"))[1]["status"] == "DRAINING"
-    _, told = await house.ask(f"/api/v1/drain_jobs/cancel?job_id={job['job_id']}", "POST")
-    assert told["status"] == "CANCELED"
+async def test_a_running_drain_is_cancelled(served: MasterWithHttp) -> None:
+    await served.mount()
+    await served.put("k")
+    await served.mount("b")
+    _, job = await served.ask("/api/v1/drain_jobs", "POST", data='{"segments": ["a"]}')
+    _, reply = await served.ask(f"/api/v1/drain_jobs/query?job_id={job['job_id']}")
+    assert reply["status"] in ("CREATED", "RUNNING") and reply["succeeded_units"] == 0
+    assert (await served.ask("/api/v1/segments/status?segment=a"))[1]["status"] == "DRAINING"
+    _, reply = await served.ask(f"/api/v1/drain_jobs/cancel?job_id={job['job_id']}", "POST")
+    assert reply["status"] == "CANCELED"
 
 
-async def test_the_status_and_the_metrics_name_who_reported_wrong_bytes(house: House) -> None:
-    await house.mount()
-    await house.put("k")
-    object_id = house.server.master.objects.readable["k"].object_id
-    await house.rpc.call(m.Corrupt(["k"], [object_id], reporter='bad "one"'), 5)
-    assert (await house.ask("/status", headers={}))[0] == 401, "it names machines"
-    code, status = await house.ask("/status", headers={"X-API-Key": KEY})
+async def test_the_status_and_the_metrics_name_reporters_of_corruption(served: MasterWithHttp) -> None:
+    await served.mount()
+    await served.put("k")
+    object_id = served.server.master.objects.readable["k"].object_id
+    await served.rpc.call(m.Corrupt(["k"], [object_id], reporter='bad "one"'), 5)
+    assert (await served.ask("/status", headers={}))[0] == 401, "the status names hosts"
+    code, status = await served.ask("/status", headers={"X-API-Key": KEY})
     assert code == 200 and status["counts"]["corrupt_reports"] == 1 and status["num_objects"] == 1
     (reporter,) = status["reporters"]
     assert (reporter["reporter"], reporter["num_reports"], reporter["num_refuted"]) == ('bad "one"', 1, 0)
-    _, text = await house.ask("/metrics")
+    _, text = await served.ask("/metrics")
     assert 'mooncake_store_reporters{outcome="all",reporter="bad \\"one\\""} 1.0' in text
     assert "mooncake_store_corrupt_reports_total 1.0" in text

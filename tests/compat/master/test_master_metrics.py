@@ -1,4 +1,4 @@
-"""The page has every metric that dashboards of the existing master ask for, by its name and kind."""
+"""The page has every metric of the existing master's dashboards, with its name and kind."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from pathlib import Path
 
 from mooncake.compat.master.master_metrics import ALWAYS_0
 from mooncake.store import messages as m
-from tests.compat.master.conftest import House
+from tests.compat.master.conftest import MasterWithHttp
 
 ROOT = Path(__file__).parents[3]
 EXISTING = dict(
@@ -25,29 +25,29 @@ master_value_size_bytes_bucket master_value_size_bytes_sum master_value_size_byt
 """
 
 
-async def samples(house: House) -> tuple[dict[str, str], dict[str, float]]:
+async def samples(served: MasterWithHttp) -> tuple[dict[str, str], dict[str, float]]:
     """Kinds by metric, values by sample."""
-    status, text = await house.ask("/metrics")
+    status, text = await served.ask("/metrics")
     assert status == 200
     kinds = dict(re.findall(r"^# TYPE (\S+) (\S+)$", text, re.M))
     values = re.findall(r"^([a-z_:]+)(?:\{[^}]*\})? ([0-9.e+]+)$", text, re.M)
     return kinds, {name: float(value) for name, value in values}
 
 
-async def test_every_name_is_there_with_its_kind(house: House) -> None:
-    kinds, values = await samples(house)
+async def test_every_metric_has_its_name_and_kind(served: MasterWithHttp) -> None:
+    kinds, values = await samples(served)
     assert len(EXISTING) == 134
     assert {name: kinds.get(name) for name in EXISTING} == EXISTING
     assert not {name for name, kind in EXISTING.items() if kind != "histogram"} - values.keys()
 
 
-async def test_what_dashboards_show(house: House) -> None:
-    await house.mount()
-    await house.put("a", "b")
-    await house.rpc.call(m.LookupObjects(["a", "b", "c"]), 5)
-    await house.rpc.call(m.LookupObjects(["a"]), 5)
-    await house.rpc.call(m.Remove(["b"], True), 5)
-    _, values = await samples(house)
+async def test_values_on_the_dashboards(served: MasterWithHttp) -> None:
+    await served.mount()
+    await served.put("a", "b")
+    await served.rpc.call(m.LookupObjects(["a", "b", "c"]), 5)
+    await served.rpc.call(m.LookupObjects(["a"]), 5)
+    await served.rpc.call(m.Remove(["b"], True), 5)
+    _, values = await samples(served)
     assert not set(ON_DASHBOARDS.split()) - values.keys()
     expected = {
         "master_key_count": 1,
@@ -70,25 +70,25 @@ async def test_what_dashboards_show(house: House) -> None:
     assert {name: values[name] for name in expected} == expected
 
 
-async def test_a_summary_is_one_line(house: House) -> None:
-    await house.mount()
-    await house.put("a")
-    status, text = await house.ask("/metrics/summary")
+async def test_a_summary_is_one_line(served: MasterWithHttp) -> None:
+    await served.mount()
+    await served.put("a")
+    status, text = await served.ask("/metrics/summary")
     assert status == 200 and text.count("\n") == 1
     assert "Keys: 1 | Clients: 1 |" in text and "Put=1/1" in text
 
 
-def test_what_is_always_0_is_documented() -> None:
+def test_metrics_that_stay_0_are_documented() -> None:
     text = (ROOT / "docs" / "metrics.md").read_text()
     assert not [name for name in ALWAYS_0 if f"`{name}`" not in text]
 
 
-async def test_soft_pins_are_counted_while_they_last(house: House) -> None:
-    await house.mount()
-    await house.put("a", "b", "c")
+async def test_soft_pins_are_counted_while_they_last(served: MasterWithHttp) -> None:
+    await served.mount()
+    await served.put("a", "b", "c")
     for ttl_s, number in ((60.0, 2), (0.0, 0)):
-        await house.rpc.call(m.Pin(["a", "b"], ttl_s), 5)
-        assert (await samples(house))[1]["master_soft_pin_key_count"] == number
-    await house.rpc.call(m.Pin(["a"], 60.0), 5)
-    await house.rpc.call(m.Remove(["a"], True), 5)
-    assert (await samples(house))[1]["master_soft_pin_key_count"] == 0
+        await served.rpc.call(m.Pin(["a", "b"], ttl_s), 5)
+        assert (await samples(served))[1]["master_soft_pin_key_count"] == number
+    await served.rpc.call(m.Pin(["a"], 60.0), 5)
+    await served.rpc.call(m.Remove(["a"], True), 5)
+    assert (await samples(served))[1]["master_soft_pin_key_count"] == 0

@@ -1,4 +1,4 @@
-"""``mooncake_client`` and the workers that find the store through it."""
+"""``mooncake_client``, and workers that find the store through it."""
 
 from __future__ import annotations
 
@@ -34,8 +34,15 @@ def client(master: RunningMaster) -> Iterator[str]:
     port = free_port()
     process = subprocess.Popen(
         [
-            *(sys.executable, "-m", "mooncake.compat.programs.client", "-host=127.0.0.1", f"--port={port}"),
-            *("--master-server-address", master.address, "--global_segment_size", "8 MB"),
+            sys.executable,
+            "-m",
+            "mooncake.compat.programs.client",
+            "-host=127.0.0.1",
+            f"--port={port}",
+            "--master-server-address",
+            master.address,
+            "--global_segment_size",
+            "8 MB",
             "--metadata_server=P2PHANDSHAKE",
         ],
         stderr=subprocess.PIPE,
@@ -43,19 +50,19 @@ def client(master: RunningMaster) -> Iterator[str]:
         env={**os.environ, "PYTHONPATH": "."},
     )
     assert process.stderr is not None
-    said = ""
-    while "ready" not in said:
+    output = ""
+    while "ready" not in output:
         line = process.stderr.readline()
-        assert line, said
-        said += line
+        assert line, output
+        output += line
     yield f"127.0.0.1:{port}"
     process.send_signal(signal.SIGTERM)
     assert process.wait(30) == 0
-    assert master.server is not None and not master.server.master.segments.mounted, "it said good-bye"
+    assert master.server is not None and not master.server.master.segments.mounted, "it unmounted its segment"
 
 
 @pytest.mark.processes
-def test_workers_are_thin(client: str) -> None:
+def test_workers_find_the_store_through_it(client: str) -> None:
     one, other = MooncakeDistributedStore(), MooncakeDistributedStore()
     assert one.setup_dummy(4 * MIB, MIB, client) == other.setup_dummy(0, MIB, client) == 0
     assert one.health_check() == 0
@@ -70,7 +77,7 @@ def test_workers_are_thin(client: str) -> None:
     assert one.close() == other.close() == 0
 
 
-def test_nobody_there() -> None:
+def test_no_client_at_the_address() -> None:
     store = MooncakeDistributedStore()
     for address in (f"127.0.0.1:{free_port()}", "nowhere", "", ":"):
         assert store.setup_dummy(MIB, MIB, address) == -1
@@ -79,11 +86,15 @@ def test_nobody_there() -> None:
 
 
 def test_defaults_are_the_existing_ones() -> None:
-    words = read([]).words
-    assert (words.local_hostname, words.master_server_addr) == ("0.0.0.0", "127.0.0.1:50051")
-    assert (words.global_segment_size, words.local_buffer_size, words.protocol) == (4 << 30, 0, "tcp")
+    arguments = read([]).arguments
+    assert (arguments.local_hostname, arguments.master_server_addr) == ("0.0.0.0", "127.0.0.1:50051")
+    assert (arguments.global_segment_size, arguments.local_buffer_size, arguments.protocol) == (
+        4 << 30,
+        0,
+        "tcp",
+    )
     assert (
-        read(["--nostart_offload_rpc_server", "-threads=4", "--http-port", "9400"]).words.client_http_port
+        read(["--nostart_offload_rpc_server", "-threads=4", "--http-port", "9400"]).arguments.client_http_port
         == 9400
     )
 
@@ -92,13 +103,13 @@ def test_defaults_are_the_existing_ones() -> None:
     "flag",
     ["--global_segment_size=much", "--port=70000", "--port=x", "--colour=red", "--global_segment_size=-1"],
 )
-def test_what_cannot_be_is_named(flag: str) -> None:
+def test_invalid_values_name_the_flag(flag: str) -> None:
     with pytest.raises(InvalidArgument, match=re.escape(flag.lstrip("-").partition("=")[0])):
         read([flag])
 
 
 def test_help(capsys: pytest.CaptureFixture[str]) -> None:
-    for flag, said in (("--help", "--global_segment_size=4 GB"), ("-version", "mooncake_client 0.")):
+    for flag, output in (("--help", "--global_segment_size=4 GB"), ("-version", "mooncake_client 0.")):
         with pytest.raises(SystemExit) as stop:
             main([flag])
-        assert stop.value.code == 0 and said in capsys.readouterr().out
+        assert stop.value.code == 0 and output in capsys.readouterr().out

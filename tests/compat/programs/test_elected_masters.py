@@ -1,4 +1,4 @@
-"""Two ``mooncake_master`` that elect one: who says so by HTTP, what the other refuses, and the takeover."""
+"""Two ``mooncake_master`` processes: what the leader and the standby answer by HTTP, and the failover."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ class Program:
             if found:
                 self.address, self.url = found[1], f"http://{found[2]}"
                 return
-        pytest.fail("it did not start")
+        pytest.fail("the master did not start")
 
     def ask(self, path: str, method: str = "GET") -> tuple[int, Any]:
         try:

@@ -1,4 +1,4 @@
-"""Ways to write a flag."""
+"""Forms of a flag on the command line."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ DEFAULTS = {"block_size": 65536, "mode": "initiator", "auto_discovery": False, "
 
 
 @pytest.mark.parametrize(
-    ("words", "changed"),
+    ("arguments", "changed"),
     [
         (["-block_size=1"], {"block_size": 1}),
         (["--block_size=1"], {"block_size": 1}),
@@ -28,12 +28,12 @@ DEFAULTS = {"block_size": 65536, "mode": "initiator", "auto_discovery": False, "
         (["--mode=a", "--", "anything"], {"mode": "a"}),
     ],
 )
-def test_all_of_them(words: list[str], changed: dict[str, object]) -> None:
-    assert parse_flags(words, DEFAULTS) == DEFAULTS | changed
+def test_every_form(arguments: list[str], changed: dict[str, object]) -> None:
+    assert parse_flags(arguments, DEFAULTS) == DEFAULTS | changed
 
 
 @pytest.mark.parametrize(
-    ("words", "why"),
+    ("arguments", "why"),
     [
         (["--blok_size=1"], "--block_size?"),
         (["--nonsense"], "flag"),
@@ -43,6 +43,6 @@ def test_all_of_them(words: list[str], changed: dict[str, object]) -> None:
         (["--auto_discovery=perhaps"], "true or false"),
     ],
 )
-def test_what_is_wrong(words: list[str], why: str) -> None:
+def test_invalid_flags(arguments: list[str], why: str) -> None:
     with pytest.raises(InvalidArgument, match=why.replace("?", r"\?")):
-        parse_flags(words, DEFAULTS)
+        parse_flags(arguments, DEFAULTS)

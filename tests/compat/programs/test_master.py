@@ -1,4 +1,4 @@
-"""The existing master's command line: every flag, every way to write one, and what each becomes."""
+"""The existing master's command line: every flag, every form of one, and the setting that it becomes."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from typing import Any
 
 import pytest
 
-from mooncake.compat.programs.flag_types import TEXT
+from mooncake.compat.programs.gflags import TEXT
 from mooncake.compat.programs.master import MasterOptions, read
 from mooncake.compat.programs.master_flags import FLAGS
 from mooncake.errors import InvalidArgument
@@ -45,42 +45,46 @@ nof_heartbeat_failures_threshold config_path
 """
 
 
-OURS_BY_DEFAULT = (
-    *("client_ttl", "put_start_release_timeout_sec", "promotion_on_hit", "offload_force_evict"),
-    *("promotion_admission_threshold", "dynamic_replication_mode"),
+OWN_DEFAULTS = (
+    "client_ttl",
+    "put_start_release_timeout_sec",
+    "promotion_on_hit",
+    "offload_force_evict",
+    "promotion_admission_threshold",
+    "dynamic_replication_mode",
 )
-"""Not given, these leave our own default, which differs from theirs."""
+"""Flags that leave our own default when they are not given; it differs from the existing program's."""
 
 
 def options(line: str, **environment: str) -> MasterOptions:
     return read(line.split(), environment)
 
 
-def test_every_flag_is_there() -> None:
+def test_every_flag_is_known() -> None:
     assert not set(OF_THE_EXISTING_PROGRAM.split()) - FLAGS.keys()
 
 
 @pytest.mark.parametrize("name", FLAGS)
-def test_the_default_may_be_said_and_changes_nothing(name: str) -> None:
+def test_an_explicit_default_changes_nothing(name: str) -> None:
     flag = FLAGS[name]
     if name == "config_path":
         return
-    silent = options("")
+    defaults = options("")
     for line in ([f"--{name}={flag.default}"], [f"-{name.replace('_', '-')}", flag.default]):
-        said = read(line, {})
-        assert not said.warnings
-        if name not in OURS_BY_DEFAULT:
-            assert said == silent
+        explicit = read(line, {})
+        assert not explicit.warnings
+        if name not in OWN_DEFAULTS:
+            assert explicit == defaults
 
 
 @pytest.mark.parametrize("name", sorted(FLAGS))
 def test_bad_values_name_the_flag(name: str) -> None:
     if FLAGS[name].kind is TEXT:
-        words = [f"--{name}=a\0b"]
+        arguments = [f"--{name}=a\0b"]
     else:
-        words = [f"--{name}=\u00bd pound"]
+        arguments = [f"--{name}=\u00bd pound"]
     with pytest.raises(InvalidArgument, match=f"--{name}"):
-        read(words, {})
+        read(arguments, {})
 
 
 def test_the_defaults_of_the_existing_program() -> None:
@@ -151,7 +155,7 @@ def test_what_flags_become(line: str, field: str, value: Any) -> None:
     assert getattr(options(line).settings, field) == value
 
 
-def test_launchers_seen_in_the_wild() -> None:
+def test_command_lines_of_known_launchers() -> None:
     sglang = options("--enable_http_metadata_server=true --eviction_high_watermark_ratio=0.95")
     assert sglang.metadata == ("0.0.0.0", 8080) and not sglang.warnings
     queue = options(
@@ -163,10 +167,10 @@ def test_launchers_seen_in_the_wild() -> None:
     assert options("--noenable_metric_reporting").settings.report_s == 0 != options("").settings.report_s
 
 
-def test_what_has_no_effect_is_said_with_its_reason() -> None:
+def test_flags_without_effect_cause_a_warning_with_the_reason() -> None:
     assert options("--enable_cxl --rpc_thread_num=4").warnings == [
         "--enable_cxl: memory behind CXL is mounted by a node like any other",
-        "--rpc_thread_num: one loop serves all connections",
+        "--rpc_thread_num: one event loop serves all connections",
     ]
     assert "--snapshot_backup_dir" in options("--enable_snapshot").warnings[0]
     assert not options("--rpc_thread_num=0").warnings
@@ -191,7 +195,7 @@ def test_what_has_no_effect_is_said_with_its_reason() -> None:
         ("--fromenv=port", "FLAGS_port"),
     ],
 )
-def test_what_is_wrong(line: str, why: str) -> None:
+def test_invalid_flags(line: str, why: str) -> None:
     with pytest.raises(InvalidArgument, match=re.escape(why)):
         options(line)
 
@@ -228,9 +232,9 @@ def test_a_flag_file_and_the_environment(tmp_path: Path) -> None:
 def test_a_process_of_that_name_serves() -> None:
     program = Path(sys.executable).with_name("mooncake_master")
     if not program.exists():
-        pytest.skip("the console script is not installed here")
-    words = ["-rpc_port=0", "--port=0", "--metrics-port", "0", "--rpc_address", "127.0.0.1"]
-    process = subprocess.Popen([program, *words], stderr=subprocess.PIPE, text=True)
+        pytest.skip("the console script is not installed in this environment")
+    arguments = ["-rpc_port=0", "--port=0", "--metrics-port", "0", "--rpc_address", "127.0.0.1"]
+    process = subprocess.Popen([program, *arguments], stderr=subprocess.PIPE, text=True)
     try:
         assert process.stderr is not None
         seen, metrics = "", ""
@@ -263,10 +267,15 @@ def test_a_taken_port_names_its_flag(flag: str) -> None:
     with socket.create_server(("127.0.0.1", 0)) as taken:
         ports = {"--metrics_port": 0, "--http_metadata_server_port": 0, "--port": 0}
         ports[flag] = taken.getsockname()[1]
-        words = [f"{name}={port}" for name, port in ports.items()]
-        words += ["--enable_http_metadata_server", "--rpc_address=127.0.0.1", "--metrics_host=127.0.0.1"]
-        words += ["--http_metadata_server_host=127.0.0.1"]
-        command = [sys.executable, "-c", "from mooncake.compat.programs.master import main; main()", *words]
+        arguments = [f"{name}={port}" for name, port in ports.items()]
+        arguments += ["--enable_http_metadata_server", "--rpc_address=127.0.0.1", "--metrics_host=127.0.0.1"]
+        arguments += ["--http_metadata_server_host=127.0.0.1"]
+        command = [
+            sys.executable,
+            "-c",
+            "from mooncake.compat.programs.master import main; main()",
+            *arguments,
+        ]
         found = subprocess.run(command, capture_output=True, text=True, timeout=60)
     assert found.returncode == 2
     error = found.stderr.strip().splitlines()[-1]

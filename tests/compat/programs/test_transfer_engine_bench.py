@@ -28,13 +28,14 @@ def test_a_target_and_an_initiator(protocol: str) -> None:
         for operation in ("read", "write"):
             done = subprocess.run(
                 [
-                    *(*common, "-mode=initiator", f"--segment_id={name[1]}", f"-operation={operation}"),
-                    *(
-                        "--local-server-name=127.0.0.1",
-                        "--duration=1",
-                        "--report_unit=GiB",
-                        "--noauto_discovery",
-                    ),
+                    *common,
+                    "-mode=initiator",
+                    f"--segment_id={name[1]}",
+                    f"-operation={operation}",
+                    "--local-server-name=127.0.0.1",
+                    "--duration=1",
+                    "--report_unit=GiB",
+                    "--noauto_discovery",
                 ],
                 capture_output=True,
                 text=True,
@@ -51,13 +52,13 @@ def test_a_target_and_an_initiator(protocol: str) -> None:
 
 
 @pytest.mark.parametrize(
-    ("words", "status", "why"),
+    ("arguments", "status", "why"),
     [
         (["--mode=both"], 2, "initiator, target"),
         (["--report_unit=parsec"], 2, "GB"),
         (["--buffer_size=1000"], 2, "at least block_size x batch_size x threads"),
         ([], 2, "--segment_id"),
-        (["--segment_id=127.0.0.1:1", "--protocol=nothing"], 2, "what the line above says"),
+        (["--segment_id=127.0.0.1:1", "--protocol=nothing"], 2, "the log line above has the reason"),
         (
             ["--segment_id=127.0.0.1:1", "--protocol=tcp", "--local_server_name=127.0.0.1", *SMALL],
             1,
@@ -65,9 +66,11 @@ def test_a_target_and_an_initiator(protocol: str) -> None:
         ),
     ],
 )
-def test_what_is_wrong(words: list[str], status: int, why: str, capsys: pytest.CaptureFixture[str]) -> None:
+def test_invalid_flags(
+    arguments: list[str], status: int, why: str, capsys: pytest.CaptureFixture[str]
+) -> None:
     with pytest.raises(SystemExit) as ended:
-        main(words)
+        main(arguments)
     assert ended.value.code == status and why in capsys.readouterr().err
 
 

@@ -12,7 +12,7 @@ from tests.compat.store.servers import SETTINGS, RunningMaster, a_store
 
 @pytest.fixture(scope="module")
 def master(request: pytest.FixtureRequest) -> Iterator[RunningMaster]:
-    """With the ``MASTER`` settings of the module, if it has some."""
+    """A master with the ``MASTER`` settings of the test module, if it has some."""
     running = RunningMaster(getattr(request.module, "MASTER", SETTINGS))
     yield running
     running.close()

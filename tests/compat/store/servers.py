@@ -14,12 +14,12 @@ from mooncake.store.settings import MasterSettings
 
 SETTINGS = MasterSettings(port=0, lease_s=0.2, put_s=5.0, grace_s=0.0, heartbeat_s=0.05)
 
-CALM = MasterSettings(port=0, lease_s=10.0, grace_s=0.0)
-"""For tests that are not about time, on machines that have other things to do."""
+LONG_LEASES = MasterSettings(port=0, lease_s=10.0, grace_s=0.0)
+"""Settings with long leases, for tests that do not depend on time and may run on a loaded host."""
 
 
 class RunningMaster:
-    """Listens until ``stop``; ``start`` again takes the same port with an empty memory."""
+    """Master that listens until ``stop``; another ``start`` uses the same port, without any state."""
 
     def __init__(self, settings: MasterSettings = SETTINGS) -> None:
         self._settings = settings
@@ -66,10 +66,10 @@ def _fields(settings: MasterSettings) -> dict[str, Any]:
 def a_store(
     master: RunningMaster, segment_bytes: int = 16 << 20, buffer_bytes: int = 16 << 20, **more: Any
 ) -> Iterator[MooncakeDistributedStore]:
-    """Set up, and closed at the end."""
+    """A store that is set up, and closed at the end."""
     store = MooncakeDistributedStore()
-    words = ("127.0.0.1", "P2PHANDSHAKE", segment_bytes, buffer_bytes, "tcp", "", master.address)
-    assert store.setup(*words, **more) == 0
+    arguments = ("127.0.0.1", "P2PHANDSHAKE", segment_bytes, buffer_bytes, "tcp", "", master.address)
+    assert store.setup(*arguments, **more) == 0
     try:
         yield store
     finally:
@@ -77,6 +77,6 @@ def a_store(
 
 
 def segments_of(store: MooncakeDistributedStore, key: str) -> list[str]:
-    """Where an object has copies in memory."""
+    """Segments that hold replicas of an object in memory."""
     copies = store.get_replica_desc(key)
     return [copy.get_memory_descriptor().buffer_descriptor.transport_endpoint for copy in copies]

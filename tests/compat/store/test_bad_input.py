@@ -1,4 +1,4 @@
-"""Bad input of every kind costs its own key a number, and the process nothing."""
+"""Bad input of every kind gives its own key an error number, and never crashes the process."""
 
 from __future__ import annotations
 
@@ -12,8 +12,9 @@ import pytest
 
 from mooncake.compat.store.buffer_pool import BufferPool
 from mooncake.store import MooncakeDistributedStore
-from tests.compat.store.servers import RunningMaster, a_store
+from tests.compat.store.servers import LONG_LEASES, RunningMaster, a_store
 
+MASTER = LONG_LEASES
 MIB = 1 << 20
 BAD_KEYS = ["", "a\0b", "k" * 1025, "k" * 10_000, "é" * 600, "\ud800"]
 HUGE = 1 << 70
@@ -24,7 +25,7 @@ def here(array: np.ndarray[Any, Any]) -> int:
 
 
 @pytest.mark.parametrize("key", BAD_KEYS)
-def test_a_key_that_cannot_be(store: MooncakeDistributedStore, key: str) -> None:
+def test_an_invalid_key(store: MooncakeDistributedStore, key: str) -> None:
     memory = np.zeros(10, np.uint8)
     assert store.put(key, b"v") == store.upsert(key, b"v") == store.put_from(key, here(memory), 10) == -600
     assert store.batch_put_from(["fine", key], [here(memory)] * 2, [10, 10]) == [0, -600]
@@ -43,7 +44,7 @@ def test_the_longest_key(store: MooncakeDistributedStore) -> None:
     assert store.put(key, b"v") == 0 and store.get(key) == b"v"
 
 
-def test_values_that_cannot_be(store: MooncakeDistributedStore) -> None:
+def test_invalid_values(store: MooncakeDistributedStore) -> None:
     assert store.put("empty", b"") == store.put("empty", np.zeros(0)) == store.put_from("empty", 1, 0) == -600
     assert store.put("oversized", bytes(16 * MIB + 1)) == -600, "over the local buffer"
     big = np.zeros(17 * MIB, np.uint8)
@@ -72,7 +73,7 @@ def test_values_of_every_shape(store: MooncakeDistributedStore) -> None:
 
 
 @pytest.mark.parametrize(("address", "size"), [(0, 10), (1, 10), (-1, 10), (HUGE, 10), (4096, 1 << 40)])
-def test_a_pointer_to_nothing(store: MooncakeDistributedStore, address: int, size: int) -> None:
+def test_an_invalid_pointer(store: MooncakeDistributedStore, address: int, size: int) -> None:
     memory = np.ones(10, np.uint8)
     assert store.put("ten", bytes(range(10))) == 0
     assert store.put_from("nothing", address, size) == store.register_buffer(address, size) == -600
@@ -84,7 +85,7 @@ def test_a_pointer_to_nothing(store: MooncakeDistributedStore, address: int, siz
 
 
 @pytest.mark.parametrize("size", [-1, 0, HUGE])
-def test_a_size_that_cannot_be(store: MooncakeDistributedStore, size: int) -> None:
+def test_an_invalid_size(store: MooncakeDistributedStore, size: int) -> None:
     memory = np.ones(10, np.uint8)
     assert store.put("ten", bytes(range(10))) == 0
     assert store.put_from("sized", here(memory), size) == -600
@@ -151,7 +152,7 @@ def test_numbers_of_numpy_are_numbers(store: MooncakeDistributedStore) -> None:
     assert read == 10 and type(read) is int
 
 
-def test_registered_twice_and_not_at_all(store: MooncakeDistributedStore) -> None:
+def test_memory_registered_twice_or_not_at_all(store: MooncakeDistributedStore) -> None:
     memory = np.zeros(8192, np.uint8)
     assert store.register_buffer(here(memory), 8192) == 0
     assert store.register_buffer(here(memory), 8192) == store.register_buffer(here(memory) + 1, 1) == -600
@@ -177,19 +178,19 @@ def test_fragments(store: MooncakeDistributedStore) -> None:
 def test_removal(store: MooncakeDistributedStore, master: RunningMaster) -> None:
     assert store.put_batch(["r1", "r2", "s1"], [b"v"] * 3) == 0
     assert store.is_exist("r1") == 1
-    assert store.remove("r1") == -706, "it was looked at just now"
+    assert store.remove("r1") == -706, "is_exist has leased it"
     assert store.remove_by_regex("^r[0-9]$") == 1 and store.batch_is_exist(["r1", "r2"]) == [1, 0]
     assert store.batch_remove(["r1", "none"], force=True) == [0, -704]
     assert store.remove_by_regex("(") == store.remove_by_regex("\ud800") == -600
-    with a_store(master, segment_bytes=0, tenant_id="someone else") as other:
+    with a_store(master, segment_bytes=0, tenant_id="other tenant") as other:
         assert other.get("s1") == b"" and other.remove_all() == 0
-        assert other.put("s1", b"theirs") == 0 and store.get("s1") == b"v"
+        assert other.put("s1", b"other") == 0 and store.get("s1") == b"v"
         assert other.remove_all(force=True) == 1
     assert store.is_exist("s1") == 1
 
 
 def test_a_full_pool_makes_room(master: RunningMaster) -> None:
-    """Forty values of 4 MB into 64 MB: the existing package refuses half of them."""
+    """Put forty values of 4 MB into 64 MB; the existing package refuses half of them."""
     alone = RunningMaster()
     with a_store(alone, segment_bytes=64 * MIB) as store:
         assert [store.put(f"k{i}", bytes(4_000_000)) for i in range(40)] == [0] * 40
@@ -230,10 +231,10 @@ def test_memory_outlives_the_store(master: RunningMaster) -> None:
     assert handle is not None and bytes(handle) == b"value"
 
 
-def test_a_store_that_is_dropped_unmounts(master: RunningMaster) -> None:
+def test_a_store_that_is_deleted_unmounts(master: RunningMaster) -> None:
     store = MooncakeDistributedStore()
-    words = ("127.0.0.1", "P2PHANDSHAKE", MIB, MIB, "tcp", "", master.address)
-    assert store.setup(*words) == 0
+    arguments = ("127.0.0.1", "P2PHANDSHAKE", MIB, MIB, "tcp", "", master.address)
+    assert store.setup(*arguments) == 0
     name = store.get_hostname()
     assert master.server is not None and name in master.server.master.segments.mounted
     del store

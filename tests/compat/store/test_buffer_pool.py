@@ -1,4 +1,4 @@
-"""Leases out of the local buffer and beside it, and how they come to an end."""
+"""Leases from the local buffer or with memory of their own, and their release."""
 
 from __future__ import annotations
 
@@ -26,18 +26,18 @@ def test_a_lease_is_registered_memory(store: MooncakeDistributedStore) -> None:
         pool.acquire(1)
 
 
-def test_what_does_not_fit_has_memory_of_its_own(store: MooncakeDistributedStore) -> None:
+def test_a_large_lease_has_memory_of_its_own(store: MooncakeDistributedStore) -> None:
     pool = BufferPool(store, alignment=1 << 16)
     lease = pool.acquire(17 * MIB)
     assert lease.ptr % (1 << 16) == 0
-    assert store.register_buffer(lease.ptr, 4096) == -600, "it is registered already"
+    assert store.register_buffer(lease.ptr, 4096) == -600, "it is already registered"
     lease.release()
     lease.release()
     with pytest.raises(RuntimeError, match="released"):
         _ = lease.ptr
 
 
-def test_memory_that_is_looked_at_is_not_released(store: MooncakeDistributedStore) -> None:
+def test_memory_with_a_view_is_not_released(store: MooncakeDistributedStore) -> None:
     lease = BufferPool(store).acquire(100)
     array = np.frombuffer(lease.buffer, np.uint8)
     with pytest.raises(BufferError):
@@ -61,7 +61,7 @@ def test_a_pool_with_open_leases_does_not_close(store: MooncakeDistributedStore)
     pool.close()
 
 
-def test_an_exhausted_pool_waits_or_says_so(store: MooncakeDistributedStore) -> None:
+def test_an_exhausted_pool_waits_or_fails(store: MooncakeDistributedStore) -> None:
     pool = BufferPool(store, max_bytes=1 << 16)
     lease = pool.acquire(1)
     with pytest.raises(MemoryError):
@@ -89,9 +89,9 @@ def test_regions_are_limited(store: MooncakeDistributedStore) -> None:
 
 def test_bad_arguments_are_named(store: MooncakeDistributedStore) -> None:
     for bad in ({"alignment": 3}, {"max_bytes": -1}, {"min_size_class": 0}, {"max_size_class": 1}):
-        words: dict[str, Any] = bad
-        with pytest.raises(ValueError, match=next(iter(words))):
-            BufferPool(store, **words)
+        arguments: dict[str, Any] = bad
+        with pytest.raises(ValueError, match=next(iter(arguments))):
+            BufferPool(store, **arguments)
 
 
 def test_a_pool_of_a_store_that_is_not_set_up() -> None:

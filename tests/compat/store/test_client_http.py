@@ -1,4 +1,4 @@
-"""What a client says of itself over HTTP."""
+"""Health and metrics of a client over HTTP."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ def fetch(port: int, path: str) -> tuple[int, str]:
         return error.code, error.read().decode()
 
 
-def test_a_client_that_works(master: RunningMaster) -> None:
+def test_a_healthy_client(master: RunningMaster) -> None:
     port = free_port()
     with a_store(master, enable_client_http_server=True, client_http_port=port) as store:
         assert store.put("k", b"v" * 1000) == 0 and len(store.get("k")) == 1000
@@ -42,25 +42,25 @@ def test_a_client_that_works(master: RunningMaster) -> None:
         assert "mooncake_transfer_read_bytes 1000" in lines and "mooncake_transfer_write_bytes 1000" in lines
         assert "mooncake_transfer_put_latency_count 1" in lines
         assert 'mooncake_transfer_get_latency_bucket{le="+Inf"} 1' in lines
-        assert "mooncake_store_put_seconds_count" in metrics, "and what this package counts anyway"
+        assert "mooncake_store_put_seconds_count" in metrics, "this package's own metrics are there, too"
         assert fetch(port, "/metrics/summary")[1].startswith("read 1000 B; write 1000 B; get 1 calls")
         assert fetch(port, "/elsewhere")[0] == 404
         other = MooncakeDistributedStore()
-        words = ("127.0.0.1", "P2PHANDSHAKE", 0, MIB, "tcp", "", master.address)
-        assert other.setup(*words, enable_client_http_server=True, client_http_port=port) < 0
+        arguments = ("127.0.0.1", "P2PHANDSHAKE", 0, MIB, "tcp", "", master.address)
+        assert other.setup(*arguments, enable_client_http_server=True, client_http_port=port) < 0
     with pytest.raises(urllib.error.URLError):
         urllib.request.urlopen(f"http://127.0.0.1:{port}/health", timeout=30)
 
 
 @pytest.mark.parametrize(("health", "state"), [(1, "not_initialized"), (2, "master_unreachable")])
-def test_one_that_does_not(health: int, state: str) -> None:
+def test_an_unhealthy_client(health: int, state: str) -> None:
     endpoint = ClientHttpServer(0, lambda: health, ClientMetrics())
     status, body = fetch(endpoint.port, "/health")
     assert (status, json.loads(body)["status"]) == (503, state)
     endpoint.close()
 
 
-def test_strangers_get_no_page_and_no_thread(tmp_path: Path) -> None:
+def test_unauthenticated_callers_get_no_page_and_no_thread(tmp_path: Path) -> None:
     file = tmp_path / "key"
     file.touch(0o600)
     file.write_text(format_secret(b"k" * 32))
@@ -78,12 +78,18 @@ def test_strangers_get_no_page_and_no_thread(tmp_path: Path) -> None:
         endpoint.close()
 
 
-def test_calls_are_of_four_kinds() -> None:
+def test_kinds_of_calls() -> None:
     assert [kind_of(call) for call in ("get", "get_into", "batch_get_into", "get_batch")] == [
-        *("get", "get", "batch_get", "batch_get")
+        "get",
+        "get",
+        "batch_get",
+        "batch_get",
     ]
     assert [kind_of(call) for call in ("put_parts", "upsert", "batch_put_from", "upsert_batch")] == [
-        *("put", "put", "batch_put", "batch_put")
+        "put",
+        "put",
+        "batch_put",
+        "batch_put",
     ]
     for call in ("is_exist", "remove", "batch_get_session_start", "get_size", "register_buffer"):
         assert kind_of(call) == ""

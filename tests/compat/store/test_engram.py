@@ -1,4 +1,4 @@
-"""Rows come back as they were stored, whoever stored them."""
+"""Lookups return the stored rows, whichever process stored them."""
 
 from __future__ import annotations
 
@@ -10,9 +10,9 @@ import pytest
 
 from mooncake.compat.store.engram import EngramStore, EngramStoreConfig
 from mooncake.compat.store.store import MooncakeDistributedStore
-from tests.compat.store.servers import CALM
+from tests.compat.store.servers import LONG_LEASES
 
-MASTER = CALM
+MASTER = LONG_LEASES
 _layers = itertools.count()
 SIZES, DIM = [1000, 37], 24
 
@@ -49,7 +49,7 @@ def test_rows_of_every_head(store: MooncakeDistributedStore, is_local: bool) -> 
             engram.lookup(ids)
 
 
-def test_another_process_finds_them(store: MooncakeDistributedStore) -> None:
+def test_another_instance_finds_the_tables(store: MooncakeDistributedStore) -> None:
     layer = next(_layers)
     EngramStore(layer, a_config(), store).populate(tables())
     other = EngramStore(layer, a_config(), store)
@@ -59,7 +59,7 @@ def test_another_process_finds_them(store: MooncakeDistributedStore) -> None:
     assert [store.is_exist(key) for key in other.get_store_keys()] == [1, 1]
 
 
-def test_what_cannot_be(store: MooncakeDistributedStore) -> None:
+def test_invalid_arguments(store: MooncakeDistributedStore) -> None:
     engram = EngramStore(next(_layers), a_config(), store)
     engram.populate(tables())
     for ids in ([[0, 37]], [[-1, 0]], [[0]], [[0.5, 0.5]], 3):

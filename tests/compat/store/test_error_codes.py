@@ -1,4 +1,4 @@
-"""The table of numbers is complete, and ordinary failures are of the kind that vLLM survives."""
+"""The table of numbers is complete, and ordinary failures have numbers that vLLM tolerates."""
 
 from __future__ import annotations
 
@@ -24,10 +24,17 @@ from mooncake.errors import (
 STORE = Path(__file__).parents[3] / "mooncake" / "store"
 CORES = [file for file in STORE.rglob("*.py") if file.name not in ("server.py", "daemon.py")]
 NODES_ONLY = {
-    *("name_taken", "invalid_name", "invalid_rest", "invalid_id", "corrupt"),
-    *("cancelled", "draining", "timed_out", "unmounted"),
+    "name_taken",
+    "invalid_name",
+    "invalid_rest",
+    "invalid_id",
+    "corrupt",
+    "cancelled",
+    "draining",
+    "timed_out",
+    "unmounted",
 }
-"""What only nodes are told."""
+"""Codes that only nodes receive."""
 
 
 def test_every_refusal_has_a_number() -> None:

@@ -1,4 +1,4 @@
-"""Host memory by address."""
+"""Allocation of host memory by address, and NUMA binding."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from mooncake.compat.store.host_memory import (
 )
 
 
-def test_memory_is_there_until_freed() -> None:
+def test_memory_is_usable_until_freed() -> None:
     allocator = MooncakeHostMemAllocator()
     address = allocator.alloc(100_000)
     ctypes.memset(address, 7, 100_000)
@@ -31,7 +31,7 @@ def test_functions_can_be_called_by_address() -> None:
     free(address, 1000)
 
 
-def test_a_node_that_is_not_there_changes_nothing() -> None:
+def test_an_unknown_numa_node_changes_nothing() -> None:
     before = os.sched_getaffinity(0)
     bind_to_numa_node(4096)
     assert os.sched_getaffinity(0) == before

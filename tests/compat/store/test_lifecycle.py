@@ -1,4 +1,4 @@
-"""Before ``setup``, after ``close``, without a master, at the end of the process: numbers, never a crash."""
+"""Calls before ``setup``, after ``close``, without a master, at the end of the process: they never crash."""
 
 from __future__ import annotations
 
@@ -62,31 +62,36 @@ BEFORE: dict[str, tuple[tuple[Any, ...], Any]] = {
     "register_buffer": ((1, 1), -600),
     "unregister_buffer": ((1,), -600),
 }
-"""Call -> arguments, and what it answers where there is no session."""
+"""Arguments of each call, and its result when there is no session."""
 
 
 @pytest.mark.parametrize("call", BEFORE)
 def test_before_setup_and_after_close(master: RunningMaster, call: str) -> None:
-    arguments, answer = BEFORE[call]
+    arguments, result = BEFORE[call]
     store = MooncakeDistributedStore()
-    assert getattr(store, call)(*arguments) == answer
+    assert getattr(store, call)(*arguments) == result
     assert store.setup(*WORDS, master.address) == 0
     assert store.close() == 0
-    assert getattr(store, call)(*arguments) == answer
+    assert getattr(store, call)(*arguments) == result
 
 
-def test_setup_shows_its_words() -> None:
-    words = inspect.signature(MooncakeDistributedStore().setup).parameters
-    assert list(words)[:7] == [
-        *("local_hostname", "metadata_server", "global_segment_size", "local_buffer_size"),
-        *("protocol", "rdma_devices", "master_server_addr"),
+def test_the_signature_of_setup() -> None:
+    parameters = inspect.signature(MooncakeDistributedStore().setup).parameters
+    assert list(parameters)[:7] == [
+        "local_hostname",
+        "metadata_server",
+        "global_segment_size",
+        "local_buffer_size",
+        "protocol",
+        "rdma_devices",
+        "master_server_addr",
     ]
-    assert words["engine"].default is None and words["tenant_id"].default == "default"
-    for word in ("enable_ssd_offload", "ssd_offload_path", "tenant_id"):
-        assert word in (MooncakeDistributedStore.setup.__doc__ or "") and word in words
+    assert parameters["engine"].default is None and parameters["tenant_id"].default == "default"
+    for name in ("enable_ssd_offload", "ssd_offload_path", "tenant_id"):
+        assert name in (MooncakeDistributedStore.setup.__doc__ or "") and name in parameters
 
 
-def test_setup_takes_no_other_words(master: RunningMaster) -> None:
+def test_setup_refuses_other_arguments(master: RunningMaster) -> None:
     store = MooncakeDistributedStore()
     with pytest.raises(TypeError, match="ssd_colour"):
         store.setup(*WORDS, master.address, ssd_colour="red")
@@ -111,7 +116,7 @@ def test_setup_with_a_dictionary(master: RunningMaster, caplog: pytest.LogCaptur
     assert store.setup(config) == 0
     assert "colour" in caplog.text and "device_name" not in caplog.text
     assert store.put("dictionary", b"x") == 0
-    assert store.setup(config) == -600, "it is set up already"
+    assert store.setup(config) == -600, "it is already set up"
     assert store.close() == store.close() == 0
 
 
@@ -132,7 +137,7 @@ def test_setup_with_a_dictionary(master: RunningMaster, caplog: pytest.LogCaptur
         ({"local_hostname": "127.0.0.1:99999"}, "local_hostname"),
     ],
 )
-def test_a_word_that_cannot_be_is_named(
+def test_an_invalid_argument_is_named(
     master: RunningMaster, caplog: pytest.LogCaptureFixture, change: dict[str, Any], named: str
 ) -> None:
     config = {
@@ -147,14 +152,14 @@ def test_a_word_that_cannot_be_is_named(
     assert store.health_check() == 1
 
 
-def test_a_name_is_given_once(master: RunningMaster) -> None:
+def test_a_name_is_used_once(master: RunningMaster) -> None:
     port = free_port()
     with a_store(master) as first:
         assert first.get_hostname().startswith("127.0.0.1:")
         taken = MooncakeDistributedStore()
-        words = ("P2PHANDSHAKE", MIB, MIB, "tcp", "", master.address)
-        assert taken.setup(first.get_hostname(), *words) == -600
-        assert taken.setup(f"127.0.0.1:{port}", *words) == 0
+        others = ("P2PHANDSHAKE", MIB, MIB, "tcp", "", master.address)
+        assert taken.setup(first.get_hostname(), *others) == -600
+        assert taken.setup(f"127.0.0.1:{port}", *others) == 0
         assert taken.get_hostname() == f"127.0.0.1:{port}"
         taken.close()
 
@@ -170,11 +175,11 @@ def test_with_an_engine(master: RunningMaster) -> None:
     )
     assert store.put("engine", b"v") == 0 and store.get("engine") == b"v"
     store.close()
-    assert engine.send_probe(f"127.0.0.1:{engine.get_rpc_port()}") == 0, "the program's engine lives on"
+    assert engine.send_probe(f"127.0.0.1:{engine.get_rpc_port()}") == 0, "the program's engine stays open"
 
 
 @pytest.mark.parametrize(("hostname", "shown"), [("[::1]", "[::1]:"), ("localhost", "localhost:")])
-def test_other_ways_to_name_a_host(master: RunningMaster, hostname: str, shown: str) -> None:
+def test_other_forms_of_a_host(master: RunningMaster, hostname: str, shown: str) -> None:
     store = MooncakeDistributedStore()
     assert store.setup(hostname, "P2PHANDSHAKE", MIB, MIB, "tcp", "", master.address) == 0
     assert store.get_hostname().startswith(shown)
@@ -182,7 +187,7 @@ def test_other_ways_to_name_a_host(master: RunningMaster, hostname: str, shown: 
     store.close()
 
 
-def test_several_masters_to_try(master: RunningMaster) -> None:
+def test_several_master_addresses(master: RunningMaster) -> None:
     store = MooncakeDistributedStore()
     assert store.setup(*WORDS, "k8s://default/mooncake") == -600
     assert store.setup(*WORDS, f"127.0.0.1:{free_port()},{master.address}") == 0
@@ -190,7 +195,7 @@ def test_several_masters_to_try(master: RunningMaster) -> None:
     store.close()
 
 
-def test_a_master_that_dies_and_comes_back(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_master_that_stops_and_starts_again(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("MOONCAKE_DROPIN_TIMEOUT_S", "1")
     monkeypatch.setenv("MOONCAKE_DROPIN_PROBE_TIMEOUT_S", "0.5")
     monkeypatch.setenv("MOONCAKE_DROPIN_SETUP_TIMEOUT_S", "2")
@@ -217,7 +222,7 @@ def test_a_master_that_dies_and_comes_back(monkeypatch: pytest.MonkeyPatch) -> N
     master.close()
 
 
-def test_closing_under_calls(master: RunningMaster) -> None:
+def test_closing_during_calls(master: RunningMaster) -> None:
     codes: list[int] = []
     with a_store(master) as store:
         started = threading.Event()
@@ -240,7 +245,7 @@ def test_closing_under_calls(master: RunningMaster) -> None:
 PROGRAM = """
 import os, signal, sys
 from mooncake import MooncakeDistributedStore, ReplicateConfig
-# Under nohup or in the background the tests' children inherit that these are ignored.
+# Under nohup or in the background the tests' children would inherit that these are ignored.
 signal.signal(signal.SIGINT, signal.default_int_handler), signal.signal(signal.SIGHUP, signal.SIG_DFL)
 store = MooncakeDistributedStore()
 assert store.setup("127.0.0.1", "P2PHANDSHAKE", 1 << 20, 1 << 20, "tcp", "", sys.argv[1]) == 0
@@ -286,7 +291,7 @@ def test_a_program_that_never_closes(master: RunningMaster, how: str, number: in
         program.send_signal(number)
     assert program.wait(30) == code
     assert master.server is not None
-    assert name not in master.server.master.segments.mounted, "it said good-bye"
+    assert name not in master.server.master.segments.mounted, "it unmounted its segment"
 
 
 @pytest.mark.processes
@@ -301,11 +306,11 @@ def test_a_program_that_is_killed(master: RunningMaster, store: MooncakeDistribu
     name = program.stdout.readline().strip()
     config = ReplicateConfig()
     config.preferred_segment = name
-    assert store.put("on the victim", b"v", config) == 0
-    assert segments_of(store, "on the victim") == [name]
+    assert store.put("on the killed node", b"v", config) == 0
+    assert segments_of(store, "on the killed node") == [name]
     program.kill()
     program.wait(30)
-    while store.is_exist("on the victim"):
+    while store.is_exist("on the killed node"):
         pass
-    assert store.get("on the victim") == b""
-    assert store.put("after it", b"v", config) == 0, "somewhere else"
+    assert store.get("on the killed node") == b""
+    assert store.put("after it", b"v", config) == 0, "it is placed on another segment"

@@ -1,4 +1,4 @@
-"""Ranges of objects that were found or reserved once, any of them in any order."""
+"""Any ranges, in any order, of objects that were found or reserved once."""
 
 from __future__ import annotations
 
@@ -56,7 +56,7 @@ def test_any_ranges_of_any_object(store: MooncakeDistributedStore, size: int, da
     for some in (pieces[:split], pieces[split:]):
         pointers = [content.ctypes.data + offset for offset, _ in some]
         lengths, offsets = [n for _, n in some], [offset for offset, _ in some]
-        assert store.is_exist(key) == 0, "nobody sees it before the end"
+        assert store.is_exist(key) == 0, "it is not visible before the end"
         assert store.batch_put_from_multi_buffer_ranges([key], [pointers], [lengths], [offsets]) == [0]
     assert store.batch_put_session_end([key]) == [0]
     assert store.get(key) == content.tobytes()
@@ -68,7 +68,7 @@ def test_any_ranges_of_any_object(store: MooncakeDistributedStore, size: int, da
     assert store.batch_get_session_end([key]) == 0
 
 
-def test_several_keys_fare_differently(store: MooncakeDistributedStore) -> None:
+def test_each_key_has_its_own_result(store: MooncakeDistributedStore) -> None:
     keys = [new_key() for _ in range(3)]
     assert store.put(keys[0], b"0123456789") == 0
     assert store.put(keys[2], b"abcdefghij") == 0
@@ -78,7 +78,7 @@ def test_several_keys_fare_differently(store: MooncakeDistributedStore) -> None:
     results = store.batch_get_into_multi_buffer_ranges(
         keys, [[at, at + 8], [at + 16], [at + 32]], [[2, 3], [4], [11]], [[8, 0], [0], [0]]
     )
-    assert results == [5, -600, -600], "no session; more than there is"
+    assert results == [5, -600, -600], "one without a session, one longer than its object"
     assert bytes(target[:2]) + bytes(target[8:11]) == b"89012"
     assert store.batch_get_into_multi_buffer_ranges(keys[:1], [[at]], [[1, 2]], [[0]]) == [-600]
     assert store.batch_get_into_multi_buffer_ranges(keys[:1], [], [], []) == [-600]
@@ -102,7 +102,7 @@ def test_a_session_outlasts_the_lease(store: MooncakeDistributedStore) -> None:
         assert code == -706
 
 
-def test_what_was_removed_by_force_is_a_miss(store: MooncakeDistributedStore) -> None:
+def test_an_object_removed_by_force_is_a_miss(store: MooncakeDistributedStore) -> None:
     key = new_key()
     assert store.put(key, b"gone") == 0
     assert store.batch_get_session_start([key]) == [0]
@@ -113,11 +113,11 @@ def test_what_was_removed_by_force_is_a_miss(store: MooncakeDistributedStore) ->
         assert found == b"gone" or num_bytes != 4
     assert num_bytes == -704
     assert store.put(key, b"newer") == 0
-    assert read(store, key, [(0, 4)])[0] == -704, "another object is another session's"
+    assert read(store, key, [(0, 4)])[0] == -704, "the session does not cover the new object"
     assert store.batch_get_session_end([key]) == 0
 
 
-def test_puts_that_do_not_come_about(store: MooncakeDistributedStore) -> None:
+def test_refused_and_incomplete_puts(store: MooncakeDistributedStore) -> None:
     key = new_key()
     assert store.put(key, b"there") == 0
     assert store.batch_put_session_start([key], [5]) == [-705]
@@ -140,7 +140,7 @@ def test_puts_that_do_not_come_about(store: MooncakeDistributedStore) -> None:
     assert store.batch_put_session_start([third], [8, 9]) == [-600]
 
 
-def test_pages_of_a_put_session_are_read_alone(store: MooncakeDistributedStore) -> None:
+def test_pages_of_a_put_session_are_read_one_by_one(store: MooncakeDistributedStore) -> None:
     key, page = new_key(), SESSION_CHUNK_BYTES
     content = np.random.default_rng(5).integers(0, 256, 3 * page, dtype=np.uint8)
     assert store.batch_put_session_start([key], [content.size]) == [0]
@@ -153,7 +153,7 @@ def test_pages_of_a_put_session_are_read_alone(store: MooncakeDistributedStore) 
     assert store.batch_get_session_end([key]) == 0
 
 
-def test_before_setup_and_of_an_earlier_life(master: RunningMaster) -> None:
+def test_sessions_before_setup_and_after_close(master: RunningMaster) -> None:
     store = MooncakeDistributedStore()
     assert store.batch_get_session_start(["k"]) == []
     assert store.batch_get_session_end(["k"]) == -1
@@ -166,12 +166,12 @@ def test_before_setup_and_of_an_earlier_life(master: RunningMaster) -> None:
         assert store.put(key, b"value") == 0
         assert store.batch_get_session_start([key]) == [0]
         assert store.close() == 0
-        words = ("127.0.0.1", "P2PHANDSHAKE", 0, 16 << 20, "tcp", "", master.address)
-        assert store.setup(*words) == 0
+        arguments = ("127.0.0.1", "P2PHANDSHAKE", 0, 16 << 20, "tcp", "", master.address)
+        assert store.setup(*arguments) == 0
         assert read(store, key, [(0, 1)])[0] == -600, "that session ended with its store"
 
 
-def test_pointers_to_nothing_cost_their_own_key(store: MooncakeDistributedStore) -> None:
+def test_invalid_pointers_fail_their_own_key(store: MooncakeDistributedStore) -> None:
     keys = [new_key(), new_key()]
     assert store.put_batch(keys, [bytes(1000)] * 2) == 0
     target = np.zeros(1000, dtype=np.uint8)

@@ -1,4 +1,4 @@
-"""How a program says how its ranks share a tensor, and the keys that follow: the existing package's words."""
+"""Descriptions of ranks that share a tensor, and the keys that follow, as in the existing package."""
 
 from __future__ import annotations
 
@@ -36,20 +36,20 @@ def test_only_tensor_parallelism_divides_a_tensor() -> None:
     assert group_key("k", found) == "k_pp_5"
 
 
-def test_experts_and_stages_are_told_apart_by_their_number_or_else_their_rank() -> None:
+def test_keys_of_experts_and_stages_have_their_number_or_else_their_rank() -> None:
     assert group_key("k", axes(ParallelAxis("ep", 2, 4))) == "k_ep_2"
     assert group_key("k", axes(ParallelAxis("ep", 2, 4, expert_id=9))) == "k_ep_9"
     assert group_key("k", axes(ParallelAxis("tp", 1, 2))) == "k"
 
 
-def test_names_are_those_that_are_stored_already() -> None:
+def test_keys_are_those_of_the_existing_package() -> None:
     assert tp_key("k", 1, 2) == "k_tp_1" and tp_key("k", 0, 1) == "k"
     assert writer_key("k", Cut(1, 4, 0)) == "k__writer_1of4_sd0"
     assert writer_manifest_key("k") == "k__writer_manifest"
     assert parallelism_manifest_key("k") == "k__parallelism_manifest"
 
 
-def test_what_can_t_be_is_refused_where_it_is_said() -> None:
+def test_invalid_attributes_are_refused_when_they_are_set() -> None:
     with pytest.raises(RuntimeError, match="tp, dp, ep or pp"):
         ParallelAxis("xp")
     axis = ParallelAxis()
@@ -72,13 +72,13 @@ def test_what_can_t_be_is_refused_where_it_is_said() -> None:
         TensorParallelism([ParallelAxis()] * (MAX_AXES + 1)),
     ],
 )
-def test_an_impossible_division_is_named(wrong: Any) -> None:
+def test_an_invalid_parallelism_is_named(wrong: Any) -> None:
     with pytest.raises(ValueError, match=r"parallelism|axis|rank"):
         axes_of(wrong)
     assert axes_of(None) == ()
 
 
-def test_the_calls_with_tp_divide_only_what_has_parts() -> None:
+def test_axes_of_the_calls_with_tp() -> None:
     assert tp_axes(0, 1, 0) == ()
     [axis] = tp_axes(1, 2, 3)
     assert (axis.kind, axis.rank, axis.count, axis.split_dim) == (AxisKind.TP, 1, 2, 3)
@@ -87,14 +87,14 @@ def test_the_calls_with_tp_divide_only_what_has_parts() -> None:
             tp_axes(rank, 2, 0)
 
 
-def test_a_writer_s_part_is_counted_from_either_end() -> None:
+def test_a_split_dimension_may_be_negative() -> None:
     assert writer_cut((1, 4, -1), 3) == Cut(1, 4, 2)
     for wrong in ((4, 4, 0), (0, 4, 3), (0, 4, -4), (0, 4), None, ("a", 1, 0)):
         with pytest.raises(ValueError, match="writer_partition"):
             writer_cut(wrong, 3)
 
 
-def test_a_shard_is_as_torch_would_cut_it() -> None:
+def test_shards_are_those_of_torch_chunk() -> None:
     whole = TensorHeader("F32", (5, 6), (5, 6), ())
     shapes = [shard_header(whole, tp_axes(rank, 2, 0)).shape for rank in range(2)]
     assert shapes == [(3, 6), (2, 6)]

@@ -1,4 +1,4 @@
-"""Boxes are where torch would cut, and any box comes out of any others."""
+"""Boxes are those of torch's chunks, and any box can be assembled from any partition."""
 
 from __future__ import annotations
 
@@ -49,7 +49,7 @@ def test_cuts_are_torchs_chunks(shape: tuple[int, ...], count: int, data: st.Dat
 
 
 @given(shapes_and_cuts())
-def test_any_box_comes_out_of_any_division(case: tuple[tuple[int, ...], list[Cut], list[Cut]]) -> None:
+def test_any_box_is_assembled_from_any_partition(case: tuple[tuple[int, ...], list[Cut], list[Cut]]) -> None:
     shape, wanted_cuts, stored_cuts = case
     tensor = torch.arange(torch.Size(shape).numel()).reshape(shape)
     boxes = [box_of(shape, cuts) for cuts in all_cuts(stored_cuts)]
@@ -64,19 +64,19 @@ def test_any_box_comes_out_of_any_division(case: tuple[tuple[int, ...], list[Cut
         for source, target, length in found:
             by_runs.view(-1)[target : target + length] = stored.view(-1)[source : source + length]
         assert len(found) == max(num_runs(stored.shape, piece.source), num_runs(out.shape, piece.target)), (
-            "as few as there can be"
+            "the minimal number of runs"
         )
     assert torch.equal(out, tensor[slices_of(wanted)])
     assert torch.equal(by_runs, out)
 
 
-def test_what_lacks_a_part_is_no_plan() -> None:
+def test_a_missing_part_gives_no_plan() -> None:
     boxes = [box_of((8,), [Cut(rank, 4, 0)]) for rank in (0, 1, 3)]
     assert plan_overlaps(((0, 4),), boxes) is not None
     assert plan_overlaps(((0, 5),), boxes) is None
 
 
 @pytest.mark.parametrize("cut", [Cut(2, 2, 0), Cut(-1, 2, 0), Cut(0, 0, 0), Cut(0, 2, 1), Cut(0, 2, -2)])
-def test_what_cannot_be_cut(cut: Cut) -> None:
+def test_invalid_cuts(cut: Cut) -> None:
     with pytest.raises(ValueError):
         box_of((4,), [cut])

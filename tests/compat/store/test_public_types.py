@@ -1,4 +1,4 @@
-"""The plain values behave as the existing package's bindings do."""
+"""Value types behave as the existing package's bindings do."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ def test_enumerations() -> None:
         ObjectDataType(99)
 
 
-def test_a_configuration_takes_what_it_has() -> None:
+def test_attributes_of_a_configuration() -> None:
     config = ReplicateConfig()
     config.replica_num = 2
     config.with_hard_pin = True
@@ -46,7 +46,7 @@ def test_a_configuration_takes_what_it_has() -> None:
         ReplicateConfig(replica_num=2)  # type: ignore[call-arg]
 
 
-def test_and_nothing_else() -> None:
+def test_unknown_attributes_and_wrong_types() -> None:
     config = ReplicateConfig()
     with pytest.raises(AttributeError, match="colour"):
         config.colour = "red"
@@ -59,7 +59,7 @@ def test_and_nothing_else() -> None:
         config.data_type = 99
 
 
-def test_the_old_soft_pin() -> None:
+def test_the_older_soft_pin() -> None:
     config = ReplicateConfig()
     config.with_soft_pin = True
     assert config.soft_pin_action is SoftPinAction.ENABLE and config.with_soft_pin

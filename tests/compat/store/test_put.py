@@ -1,4 +1,4 @@
-"""Objects go in by every call, and out again; what cannot be is a number."""
+"""Objects are stored and read by every call."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ import numpy as np
 from mooncake.compat.store.store import MooncakeDistributedStore
 
 
-def test_bytes_come_back(store: MooncakeDistributedStore) -> None:
+def test_bytes_are_stored_and_read(store: MooncakeDistributedStore) -> None:
     assert store.put("a", b"value") == 0
     assert store.put("a", b"other") == 0
     assert store.get("a") == b"value"
@@ -24,7 +24,7 @@ def test_parts_become_one_object(store: MooncakeDistributedStore) -> None:
     assert store.is_exist("nothing") == 0
 
 
-def test_pointers_in_and_out(store: MooncakeDistributedStore) -> None:
+def test_pointers_are_stored_from_and_read_to(store: MooncakeDistributedStore) -> None:
     source = np.random.default_rng(1).integers(0, 256, (4, 300_000), dtype=np.uint8)
     target = np.zeros_like(source)
     pointers = [row.ctypes.data for row in source]

@@ -1,4 +1,4 @@
-"""What a configuration comes to, and which ones cannot be."""
+"""Translation of configurations, and refusal of invalid ones."""
 
 from __future__ import annotations
 
@@ -20,12 +20,12 @@ def config(**fields: Any) -> ReplicateConfig:
     return made
 
 
-def test_nothing_asked_for() -> None:
+def test_the_default_configuration() -> None:
     assert put_options(ReplicateConfig(), 3).policy == PutPolicy()
 
 
-def test_everything_asked_for() -> None:
-    asked = put_options(
+def test_every_option() -> None:
+    options = put_options(
         config(
             replica_num=2,
             preferred_segments=["a", "b"],
@@ -40,15 +40,15 @@ def test_everything_asked_for() -> None:
         ),
         2,
     )
-    assert asked.policy == PutPolicy(2, ["a", "b", "c"], 1.5, True, True, False, 2)
-    assert asked.groups == ("g", "h") and asked.at([1]).groups == ("h",)
+    assert options.policy == PutPolicy(2, ["a", "b", "c"], 1.5, True, True, False, 2)
+    assert options.groups == ("g", "h") and options.at([1]).groups == ("h",)
 
 
 def test_soft_pins() -> None:
     assert put_options(config(with_soft_pin=True), 1).policy.soft_pin_ttl_s == SOFT_PIN_S
     for ttl_ms, seconds in ((0, None), (1, 0.001), (86_400_000, 86_400.0)):
-        asked = put_options(config(soft_pin_action=SoftPinAction.ENABLE, soft_pin_ttl_ms=ttl_ms), 1)
-        assert asked.policy.soft_pin_ttl_s == seconds
+        options = put_options(config(soft_pin_action=SoftPinAction.ENABLE, soft_pin_ttl_ms=ttl_ms), 1)
+        assert options.policy.soft_pin_ttl_s == seconds
 
 
 BAD: list[dict[str, Any]] = [
@@ -66,7 +66,7 @@ BAD: list[dict[str, Any]] = [
 
 
 @pytest.mark.parametrize("fields", BAD)
-def test_what_cannot_be(store: MooncakeDistributedStore, fields: dict[str, Any]) -> None:
+def test_invalid_configurations(store: MooncakeDistributedStore, fields: dict[str, Any]) -> None:
     with pytest.raises(InvalidArgument, match=list(fields)[-1] if len(fields) == 1 else None):
         put_options(config(**fields), 1)
     assert store.put("bad", b"v", config(**fields)) == -600
@@ -74,7 +74,7 @@ def test_what_cannot_be(store: MooncakeDistributedStore, fields: dict[str, Any])
     assert store.is_exist("bad") == 0
 
 
-def test_an_upsert_keeps_pins_and_groups(store: MooncakeDistributedStore) -> None:
+def test_an_upsert_inherits_pins_and_groups(store: MooncakeDistributedStore) -> None:
     hard, soft = config(with_hard_pin=True, group_ids=["g"]), config(with_soft_pin=True)
     assert store.put("hard", b"1", hard) == store.put("soft", b"1", soft) == store.put("plain", b"1") == 0
     keys = ["hard", "soft", "plain", "new"]

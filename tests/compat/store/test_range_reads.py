@@ -1,4 +1,4 @@
-"""Much is read piece by piece, and what is staged for a device gets there by transfer."""
+"""Large reads are split, and bytes staged for a device reach it by a transfer."""
 
 from __future__ import annotations
 
@@ -11,9 +11,9 @@ import pytest
 from mooncake.compat.store import batches, range_reads
 from mooncake.compat.store.store import MooncakeDistributedStore
 from mooncake.compat.store.store_session import StoreSession
-from tests.compat.store.servers import CALM
+from tests.compat.store.servers import LONG_LEASES
 
-MASTER = CALM
+MASTER = LONG_LEASES
 CONTENT = np.random.default_rng(4).integers(0, 256, (5, 150_000), dtype=np.uint8)
 KEYS = [f"partial/{row}" for row in range(5)]
 
@@ -33,7 +33,7 @@ def read(session: StoreSession, offset: int, length: int) -> tuple[list[bool], n
 
 
 @pytest.mark.parametrize(("offset", "length"), [(0, 150_000), (77, 100), (149_999, 1)])
-def test_piece_by_piece(session: StoreSession, offset: int, length: int) -> None:
+def test_a_split_read(session: StoreSession, offset: int, length: int) -> None:
     with mock.patch.object(batches, "PART_BYTES", 200_000):
         good, target = read(session, offset, length)
     assert good == [True] * 5
@@ -41,7 +41,7 @@ def test_piece_by_piece(session: StoreSession, offset: int, length: int) -> None
 
 
 def test_staged_bytes_reach_a_device(session: StoreSession) -> None:
-    """Memory of this process stands in for one: what matters is that nobody writes there but transfer."""
+    """Memory of this process simulates a device; the test checks that only a transfer writes to it."""
     with (
         mock.patch.object(range_reads, "has_cuda", lambda: True),
         mock.patch.object(range_reads, "is_mapped", lambda *_: False),

@@ -1,4 +1,4 @@
-"""Every byte that is wanted arrives, through whole chunks only."""
+"""Every wanted byte is read, and only whole chunks are."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ def objects_and_parts(draw: st.DrawFn) -> tuple[int, int, list[Part]]:
 
 
 @given(objects_and_parts())
-def test_what_is_wanted_arrives(case: tuple[int, int, list[Part]]) -> None:
+def test_every_wanted_byte_is_read(case: tuple[int, int, list[Part]]) -> None:
     size, chunk, parts = case
     content = bytes(range(size))
     memory = bytearray(sum(length for _, _, length in parts))
@@ -42,7 +42,7 @@ def test_what_is_wanted_arrives(case: tuple[int, int, list[Part]]) -> None:
 
 
 @given(objects_and_parts())
-def test_what_goes_straight_makes_up_whole_chunks(case: tuple[int, int, list[Part]]) -> None:
+def test_direct_reads_make_up_whole_chunks(case: tuple[int, int, list[Part]]) -> None:
     size, chunk, parts = case
     times = [0] * size
     for offset, _, length in plan_reads(size, chunk, parts).direct:
@@ -63,7 +63,7 @@ def test_two_halves_of_a_chunk_are_not_staged() -> None:
     assert not plan.staged and len(plan.direct) == 2
 
 
-def test_a_chunk_is_a_page_where_all_pages_are_alike() -> None:
+def test_the_chunk_size_is_that_of_equal_pages() -> None:
     assert chunk_bytes_for([8192, 8192, 100], 1 << 20) == 8192
     assert chunk_bytes_for([8192, 4096, 8192], 1 << 20) == 1 << 20
     assert chunk_bytes_for([64, 64], 1 << 20) == 1 << 20, "too small to be checked one by one"

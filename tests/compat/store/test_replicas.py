@@ -1,4 +1,4 @@
-"""Single copies: where they are, more of them, fewer of them."""
+"""Single replicas: described, copied, moved and dropped."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ def finish(store: MooncakeDistributedStore, task_id: tuple[int, int]) -> TaskSta
             return response.status
 
 
-def test_a_copy_says_where_it_is(pair: tuple[MooncakeDistributedStore, MooncakeDistributedStore]) -> None:
+def test_a_replica_is_described(pair: tuple[MooncakeDistributedStore, MooncakeDistributedStore]) -> None:
     one, other = pair
     config = ReplicateConfig()
     config.preferred_segment = other.get_hostname()
@@ -44,7 +44,7 @@ def test_a_copy_says_where_it_is(pair: tuple[MooncakeDistributedStore, MooncakeD
     assert list(one.batch_get_replica_desc(["none", "k"])) == ["k"]
 
 
-def test_replicas_are_asked_for_and_dropped(
+def test_replicas_are_made_and_dropped(
     pair: tuple[MooncakeDistributedStore, MooncakeDistributedStore],
 ) -> None:
     one, other = pair
@@ -76,7 +76,7 @@ def test_copy_and_move(pair: tuple[MooncakeDistributedStore, MooncakeDistributed
     assert other.get("m") == b"value"
 
 
-def test_tasks_that_cannot_be(pair: tuple[MooncakeDistributedStore, MooncakeDistributedStore]) -> None:
+def test_invalid_tasks(pair: tuple[MooncakeDistributedStore, MooncakeDistributedStore]) -> None:
     one, _ = pair
     assert one.put("k", b"value") == 0
     assert one.create_copy_task("k", ["nowhere"]) == ((0, 0), -600)

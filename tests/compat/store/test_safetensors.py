@@ -1,4 +1,4 @@
-"""Tensors go to files and come back from them."""
+"""Tensors are saved to files and loaded from them."""
 
 from __future__ import annotations
 
@@ -10,9 +10,9 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from mooncake.compat.store.store import MooncakeDistributedStore
-from tests.compat.store.servers import CALM
+from tests.compat.store.servers import LONG_LEASES
 
-MASTER = CALM
+MASTER = LONG_LEASES
 _numbers = itertools.count()
 
 
@@ -20,7 +20,7 @@ def new_key() -> str:
     return f"safetensor{next(_numbers)}"
 
 
-def test_there_and_back(store: MooncakeDistributedStore, tmp_path: Path) -> None:
+def test_save_and_load(store: MooncakeDistributedStore, tmp_path: Path) -> None:
     key, path, tensor = new_key(), tmp_path / "one.safetensors", torch.randn(3, 5).to(torch.bfloat16)
     assert store.put_tensor(key, tensor) == 0
     assert store.save_tensor_to_safetensor(key, str(path)) == 0
@@ -43,7 +43,7 @@ def test_the_file_is_named_after_the_key(
     assert loaded is not None and torch.equal(loaded, torch.ones(2))
 
 
-def test_of_several_the_one_that_is_asked_for(store: MooncakeDistributedStore, tmp_path: Path) -> None:
+def test_the_named_tensor_of_several(store: MooncakeDistributedStore, tmp_path: Path) -> None:
     first, second = new_key(), new_key()
     save_file({first: torch.zeros(1), second: torch.ones(1)}, tmp_path / "two")
     loaded = store.load_tensor_from_safetensor(second, str(tmp_path / "two"))
@@ -52,9 +52,9 @@ def test_of_several_the_one_that_is_asked_for(store: MooncakeDistributedStore, t
     assert store.load_tensor_from_safetensor(None, str(tmp_path / "two")) is None
 
 
-def test_what_is_not_there(store: MooncakeDistributedStore, tmp_path: Path) -> None:
+def test_missing_tensors_and_files(store: MooncakeDistributedStore, tmp_path: Path) -> None:
     (tmp_path / "noise").write_bytes(b"no safetensors")
-    assert store.save_tensor_to_safetensor("nobody", str(tmp_path / "x")) == -704
+    assert store.save_tensor_to_safetensor("missing", str(tmp_path / "x")) == -704
     assert not (tmp_path / "x").exists()
     assert store.load_tensor_from_safetensor(None, str(tmp_path / "x")) is None
     assert store.load_tensor_from_safetensor(None, str(tmp_path / "noise")) is None

@@ -1,4 +1,4 @@
-"""More memory for the store, from files and from nowhere, and back again."""
+"""Segments of new memory and of files, mounted and unmounted."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ def alone() -> MooncakeDistributedStore:
     return MooncakeDistributedStore()
 
 
-def test_memory_comes_and_goes() -> None:
+def test_new_memory_is_mounted_and_unmounted() -> None:
     master = RunningMaster()
     with a_store(master, segment_bytes=0) as store:
         assert store.put("k", b"v") == -200, "there is no memory at all"
@@ -29,12 +29,12 @@ def test_memory_comes_and_goes() -> None:
         assert 0 <= first < 1 << 64 and 0 <= second < 1 << 64
         assert store.put("k", b"v") == 0 and store.get("k") == b"v"
         assert store.unmount_and_free_segment([segment_id]) == 0
-        assert store.unmount_segment([segment_id]) == -1, "it is gone"
+        assert store.unmount_segment([segment_id]) == -1, "it is already unmounted"
         assert (store.is_exist("k"), store.put("k", b"v")) == (0, -200)
     master.close()
 
 
-def test_neither_a_link_nor_a_pipe_is_lent(tmp_path: Path) -> None:
+def test_links_and_pipes_are_refused(tmp_path: Path) -> None:
     master = RunningMaster()
     file = tmp_path / "private"
     file.write_bytes(bytes(MIB))
@@ -46,10 +46,10 @@ def test_neither_a_link_nor_a_pipe_is_lent(tmp_path: Path) -> None:
     master.close()
 
 
-@pytest.mark.skipif(os.geteuid() != 0, reason="only root can make a file of somebody else")
-def test_a_file_of_somebody_else_is_not_lent(tmp_path: Path) -> None:
+@pytest.mark.skipif(os.geteuid() != 0, reason="only root can make a file of another user")
+def test_a_file_of_another_user_is_refused(tmp_path: Path) -> None:
     master = RunningMaster()
-    file = tmp_path / "theirs"
+    file = tmp_path / "foreign"
     file.write_bytes(bytes(MIB))
     os.chown(file, 12345, 12345)
     with a_store(master, segment_bytes=0) as store:
@@ -71,7 +71,7 @@ def test_a_file_becomes_a_segment(tmp_path: Path) -> None:
     master.close()
 
 
-def test_a_segment_with_a_grace_period_is_emptied_meanwhile() -> None:
+def test_a_segment_is_drained_during_its_grace_period() -> None:
     master = RunningMaster()
     with a_store(master, segment_bytes=0) as store:
         (leaving,) = store.allocate_and_mount_segment(MIB)["segment_ids"]
@@ -90,7 +90,7 @@ def test_a_segment_with_a_grace_period_is_emptied_meanwhile() -> None:
     master.close()
 
 
-def test_what_cannot_be_mounted_is_said(
+def test_failed_mounts_are_logged(
     store: MooncakeDistributedStore, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     nothing = {"ret": -1, "segment_ids": []}

@@ -1,4 +1,4 @@
-"""The words of ``setup`` and the environment, and that ``docs/store.md`` tells of them."""
+"""The arguments of ``setup`` and the environment variables, and their rows in ``docs/store.md``."""
 
 from __future__ import annotations
 
@@ -23,20 +23,28 @@ LEAST = {"local_hostname": "h", "metadata_server": "P2PHANDSHAKE"}
 
 def test_sizes_are_powers_of_1024() -> None:
     assert [parse_size(text) for text in ("16MB", "16 MB", "1gb", "4096", 7)] == [
-        *(16 << 20, 16 << 20, 1 << 30, 4096, 7)
+        16 << 20,
+        16 << 20,
+        1 << 30,
+        4096,
+        7,
     ]
 
 
-def test_a_dictionary_has_defaults_and_other_names() -> None:
-    words = setup_arguments(LEAST)
-    assert (words.global_segment_size, words.local_buffer_size) == (16 << 20, 16 << 20)
-    assert (words.protocol, words.master_server_addr) == ("tcp", "127.0.0.1:50051")
-    words = setup_arguments(
+def test_a_dictionary_has_defaults_and_aliases() -> None:
+    arguments = setup_arguments(LEAST)
+    assert (arguments.global_segment_size, arguments.local_buffer_size) == (16 << 20, 16 << 20)
+    assert (arguments.protocol, arguments.master_server_addr) == ("tcp", "127.0.0.1:50051")
+    arguments = setup_arguments(
         {**LEAST, "master_server_address": "m:1", "device_name": "mlx5_0", "tenant_id": 7}
     )
-    assert (words.master_server_addr, words.rdma_devices, words.tenant_id) == ("m:1", "mlx5_0", "7")
-    words = setup_arguments({**LEAST, "master_server_address": "m:1", "master_server_addr": "n:2"})
-    assert words.master_server_addr == "n:2", "its own name wins"
+    assert (arguments.master_server_addr, arguments.rdma_devices, arguments.tenant_id) == (
+        "m:1",
+        "mlx5_0",
+        "7",
+    )
+    arguments = setup_arguments({**LEAST, "master_server_address": "m:1", "master_server_addr": "n:2"})
+    assert arguments.master_server_addr == "n:2", "the key's own name takes precedence"
 
 
 def test_misspelt_keys_are_pointed_out(caplog: pytest.LogCaptureFixture) -> None:
@@ -60,11 +68,11 @@ def test_the_environment(caplog: pytest.LogCaptureFixture) -> None:
         read_environment({"MC_STORE_CLIENT_SETUP_RETRIES": "many"})
 
 
-def test_the_documents_tell_of_every_variable() -> None:
+def test_every_variable_is_documented() -> None:
     for option in options(DropinSettings):
         for variable in option.more_variables or [f"MOONCAKE_DROPIN_{option.name.upper()}"]:
             assert f"| `{variable}` | {option.sentence} |" in DOCS
-    for variable, reason in (NOT_HONOURED).items():
+    for variable, reason in NOT_HONOURED.items():
         assert f"| `{variable}` | {reason} |" in DOCS
     for variable, reason in ALWAYS_SO.items():
         assert f"| `{variable}` | None: {reason}. |" in DOCS

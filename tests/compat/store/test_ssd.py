@@ -1,4 +1,4 @@
-"""A program's own SSD tier: what is acknowledged there survives the program."""
+"""A program's own SSD tier: acknowledged objects survive the program."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ def durable() -> ReplicateConfig:
 
 
 @pytest.mark.usefixtures("small")
-def test_objects_come_back_with_the_program(tmp_path: Path) -> None:
+def test_objects_survive_a_restart(tmp_path: Path) -> None:
     master = RunningMaster()
     value = os.urandom(300_000)
     with a_store(master, enable_ssd_offload=True, ssd_offload_path=str(tmp_path)) as store:
@@ -43,7 +43,7 @@ def test_objects_come_back_with_the_program(tmp_path: Path) -> None:
 
 
 @pytest.mark.usefixtures("small")
-def test_the_environment_asks_for_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_environment_enables_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("MOONCAKE_OFFLOAD_ENABLED", "1")
     monkeypatch.setenv("MOONCAKE_OFFLOAD_FILE_STORAGE_PATH", str(tmp_path / "ssd"))
     master = RunningMaster()
@@ -59,16 +59,14 @@ def test_without_an_ssd_nothing_is_durable(store: MooncakeDistributedStore) -> N
 
 
 @pytest.mark.usefixtures("small")
-def test_a_path_that_cannot_be(
-    master: RunningMaster, tmp_path: Path, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_an_invalid_path(master: RunningMaster, tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     file = tmp_path / "file"
     file.write_text("no directory")
     store = MooncakeDistributedStore()
-    words = ("127.0.0.1", "P2PHANDSHAKE", MIB, MIB, "tcp", "", master.address)
+    arguments = ("127.0.0.1", "P2PHANDSHAKE", MIB, MIB, "tcp", "", master.address)
     for path in (str(file), str(file / "below"), "/proc/nowhere"):
-        assert store.setup(*words, enable_ssd_offload=True, ssd_offload_path=path) == -600
+        assert store.setup(*arguments, enable_ssd_offload=True, ssd_offload_path=path) == -600
         assert path in caplog.text
         caplog.clear()
-    assert store.setup(*words) == 0
+    assert store.setup(*arguments) == 0
     store.close()

@@ -1,6 +1,6 @@
-"""Every name and signature of the existing package's ``mooncake.store``: here, or listed with the reason.
+"""Every name and signature of the existing package's ``mooncake.store`` exists here, or is listed as missing.
 
-``surface.txt`` is what that package's own introspection says, recorded; ``argN`` is a parameter that it does
+``surface.txt`` is a recording of that package's own introspection; ``argN`` is a parameter that it does
 not name.
 """
 
@@ -22,7 +22,7 @@ LINES = (HERE / "surface.txt").read_text().splitlines()
 DOCS = (HERE.parents[2] / "docs" / "store.md").read_text()
 
 LISTED = set(re.findall(r"`([\w.]+)`", DOCS[DOCS.index("## Not there") :]))
-"""Named in docs/store.md with the reason why they are not there."""
+"""Names that docs/store.md lists as missing, with the reason."""
 
 
 def name_of(line: str) -> str:
@@ -30,7 +30,7 @@ def name_of(line: str) -> str:
 
 
 @pytest.mark.parametrize("line", LINES)
-def test_it_is_there(line: str) -> None:
+def test_the_name_exists(line: str) -> None:
     name = name_of(line)
     first, _, second = name.partition(".")
     if name in LISTED or first in LISTED:
@@ -61,7 +61,7 @@ def _same_parameters(theirs: str, call: Any) -> None:
         assert parameter.default is not parameter.empty or parameter.kind in (
             parameter.VAR_POSITIONAL,
             parameter.VAR_KEYWORD,
-        ), f"{parameter} has to be given, too"
+        ), f"{parameter} is required"
     for parameter, (name, default) in zip(ours, wanted, strict=False):
         if name == "*args":
             assert parameter.kind is parameter.VAR_POSITIONAL
@@ -74,19 +74,19 @@ def _same_parameters(theirs: str, call: Any) -> None:
             assert repr(parameter.default) == default
 
 
-def test_what_is_listed_as_missing_is_missing() -> None:
+def test_names_listed_as_missing_are_missing() -> None:
     for name in LISTED & {name_of(line) for line in LINES}:
         first, _, second = name.partition(".")
         owner = getattr(mooncake.store, first, None)
-        assert owner is None or (second and not hasattr(owner, second)), f"{name} is there"
+        assert owner is None or (second and not hasattr(owner, second)), f"{name} exists"
 
 
-def test_the_module_shows_its_names() -> None:
+def test_dir_of_the_module() -> None:
     names = {name_of(line).partition(".")[0] for line in LINES} - LISTED
     assert names <= set(dir(mooncake.store))
 
 
-def test_from_the_package_itself() -> None:
+def test_names_of_the_package_itself() -> None:
     from mooncake import BufferPool, MooncakeDistributedStore, ReplicateConfig
 
     assert MooncakeDistributedStore is mooncake.store.MooncakeDistributedStore

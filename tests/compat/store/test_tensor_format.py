@@ -1,4 +1,4 @@
-"""The bytes are where the format says, and whatever is no tensor is told apart from one."""
+"""The bytes are where the format defines them, and data that is not a tensor is refused."""
 
 from __future__ import annotations
 
@@ -57,12 +57,14 @@ def test_numbers_of_the_types() -> None:
 
 
 @given(headers)
-def test_what_was_encoded_is_decoded(header: TensorHeader) -> None:
+def test_encoded_headers_are_decoded(header: TensorHeader) -> None:
     assert decode(encode(header), header.size_bytes) == header
 
 
 @given(headers, st.integers(0, 303), st.binary(min_size=1, max_size=8))
-def test_damage_is_refused_or_is_a_tensor_that_fits(header: TensorHeader, at: int, noise: bytes) -> None:
+def test_damaged_headers_are_refused_or_describe_a_tensor_that_fits(
+    header: TensorHeader, at: int, noise: bytes
+) -> None:
     data = bytearray(encode(header))
     data[at : at + len(noise)] = noise[: HEADER_BYTES - at]
     try:
@@ -75,14 +77,14 @@ def test_damage_is_refused_or_is_a_tensor_that_fits(header: TensorHeader, at: in
 @pytest.mark.parametrize(
     "data", [b"", b"\0" * 304, b"x" * 400, encode(TensorHeader("int8", (9,), (9,)))[:303]]
 )
-def test_what_is_no_tensor(data: bytes) -> None:
-    with pytest.raises(ValueError, match="no tensor"):
+def test_data_that_is_not_a_tensor(data: bytes) -> None:
+    with pytest.raises(ValueError, match="not a tensor"):
         decode(data, len(data))
 
 
-def test_a_tensor_that_is_cut_off_is_none() -> None:
+def test_a_truncated_tensor_is_refused() -> None:
     header = TensorHeader("int64", (4,), (4,))
-    with pytest.raises(ValueError, match="no tensor"):
+    with pytest.raises(ValueError, match="not a tensor"):
         decode(encode(header), header.size_bytes - 1)
 
 
@@ -94,7 +96,7 @@ def test_a_tensor_that_is_cut_off_is_none() -> None:
         TensorHeader("int8", (1,), (1,), (Axis(AxisKind.DP, 0, 1),) * 5),
     ],
 )
-def test_what_has_no_place_in_the_format(header: TensorHeader) -> None:
+def test_tensors_outside_the_format(header: TensorHeader) -> None:
     with pytest.raises(ValueError):
         encode(header)
 

@@ -1,4 +1,4 @@
-"""Whoever writes a tensor in parts, every reader gets the part that torch would cut from the whole."""
+"""Every reader gets the part that torch would cut from the whole, however the tensor was written."""
 
 from __future__ import annotations
 
@@ -18,9 +18,9 @@ from mooncake.compat.store.public_types import ReplicateConfig
 from mooncake.compat.store.store import MooncakeDistributedStore
 from mooncake.compat.store.tensor_format import AxisKind, decode, decode_manifest
 from mooncake.compat.store.tensors import _serialize_tensor
-from tests.compat.store.servers import CALM
+from tests.compat.store.servers import LONG_LEASES
 
-MASTER = CALM
+MASTER = LONG_LEASES
 _numbers = itertools.count()
 
 
@@ -33,7 +33,7 @@ def tp(rank: int, size: int, dim: int = 0) -> TensorParallelism:
 
 
 def part(tensor: torch.Tensor, rank: int, size: int, dim: int) -> torch.Tensor:
-    """As torch cuts it; a rank beyond the last chunk has nothing."""
+    """Part as torch cuts it; empty for a rank beyond the last chunk."""
     chunks = tensor.chunk(size, dim)
     return chunks[rank] if rank < len(chunks) else tensor.narrow(dim, 0, 0)
 
@@ -56,7 +56,7 @@ def divisions(draw: st.DrawFn, ndim: int) -> tuple[int, int]:
 
 @settings(max_examples=60, deadline=None)
 @given(tensors(), st.data())
-def test_every_reader_gets_its_part_of_every_writers(
+def test_every_reader_gets_its_part_of_every_layout(
     store: MooncakeDistributedStore, tensor: torch.Tensor, data: st.DataObject
 ) -> None:
     key = new_key()
@@ -100,7 +100,7 @@ def check_readers(
 
 @settings(max_examples=30, deadline=None)
 @given(tensors(), st.data())
-def test_two_divisions_one_after_the_other(
+def test_two_splits_in_sequence(
     store: MooncakeDistributedStore, tensor: torch.Tensor, data: st.DataObject
 ) -> None:
     key = new_key()
@@ -121,7 +121,7 @@ def test_two_divisions_one_after_the_other(
     assert equal(store.get_tensor_with_parallelism(key, ReadTarget("shard", tp(0, 2))), part(tensor, 0, 2, 0))
 
 
-def test_parts_have_the_keys_that_programs_look_for(store: MooncakeDistributedStore) -> None:
+def test_parts_have_the_keys_of_the_existing_package(store: MooncakeDistributedStore) -> None:
     key, tensor = new_key(), torch.arange(12).reshape(3, 4)
     assert store.put_tensor_with_tp(key, tensor, tp_rank=1, tp_size=2, split_dim=1) == 0
     for rank in range(2):
@@ -144,13 +144,13 @@ def test_writers_have_the_keys_and_the_manifest_of_the_format(store: MooncakeDis
     assert equal(store.get_tensor(f"{key}__writer_1of4_sd0"), part(tensor, 1, 4, 0))
     manifest = decode_manifest(store.get(f"{key}__writer_manifest"))
     assert (manifest.shape, manifest.split_dim, manifest.count) == ((10,), 0, 4)
-    assert store.get_tensor_with_parallelism(key) is None, "three writers have not come yet"
+    assert store.get_tensor_with_parallelism(key) is None, "three writers have not stored their parts yet"
     assert equal(
         store.get_tensor_with_parallelism(key, ReadTarget("shard", tp(2, 5))), part(tensor, 2, 5, 0)
-    ), "this part is all writer 1's"
+    ), "this part lies within that of writer 1"
 
 
-def test_data_parallel_ranks_share_experts_do_not(store: MooncakeDistributedStore) -> None:
+def test_data_parallel_ranks_share_a_tensor_and_experts_do_not(store: MooncakeDistributedStore) -> None:
     key = new_key()
     for rank in range(2):
         axes = TensorParallelism([ParallelAxis("dp", rank, 2), ParallelAxis("tp", rank, 2, 0)])
@@ -165,7 +165,7 @@ def test_data_parallel_ranks_share_experts_do_not(store: MooncakeDistributedStor
     assert equal(store.get_tensor_with_parallelism(key), torch.arange(4))
 
 
-def test_from_memory_in_the_format(store: MooncakeDistributedStore) -> None:
+def test_puts_from_memory_in_the_format(store: MooncakeDistributedStore) -> None:
     tensor = torch.arange(24).reshape(4, 6)
     head, _, _, _ = _serialize_tensor(tensor)
     buffer = np.frombuffer(head + tensor.numpy().tobytes(), dtype=np.uint8)
@@ -179,7 +179,7 @@ def test_from_memory_in_the_format(store: MooncakeDistributedStore) -> None:
     found = store.get_tensor_with_tp_into(key, target.ctypes.data, target.size, 0, 2, 1)
     assert found is not None and equal(found, part(tensor, 0, 2, 1))
     assert found.data_ptr() == target.ctypes.data + 304
-    found = store.batch_get_tensor_with_tp_into([key, "nobody"], [target.ctypes.data] * 2, [400] * 2, 1, 2)
+    found = store.batch_get_tensor_with_tp_into([key, "missing"], [target.ctypes.data] * 2, [400] * 2, 1, 2)
     assert equal(found[0], part(tensor, 1, 2, 1)) and found[1] is None
     assert store.put_tensor_with_parallelism_from(key + "p", address, size, tp(0, 3, 0)) == 0
     assert equal(store.get_tensor_with_parallelism(key + "p", ReadTarget("full")), tensor)
@@ -190,7 +190,7 @@ def test_from_memory_in_the_format(store: MooncakeDistributedStore) -> None:
 def test_batches(store: MooncakeDistributedStore) -> None:
     keys, tensors = [new_key() for _ in range(3)], [torch.full((4,), n) for n in range(3)]
     assert store.batch_put_tensor_with_tp(keys, tensors, 0, 2) == [0, 0, 0]
-    found = store.batch_get_tensor_with_tp(["nobody", *keys], 1, 2)
+    found = store.batch_get_tensor_with_tp(["missing", *keys], 1, 2)
     assert found[0] is None
     assert all(equal(a, b[2:]) for a, b in zip(found[1:], tensors, strict=True))
     more = [new_key() for _ in range(3)]
@@ -205,7 +205,7 @@ def test_batches(store: MooncakeDistributedStore) -> None:
     assert store.batch_put_tensor_with_tp(more, tensors[:2]) == [-600] * 3
 
 
-def test_every_part_is_replaced(store: MooncakeDistributedStore) -> None:
+def test_an_upsert_replaces_every_part(store: MooncakeDistributedStore) -> None:
     key, tensor = new_key(), torch.arange(12).reshape(3, 4)
     for new, way in ((tensor, tp(0, 2, 0)), (tensor + 1, tp(1, 3, 1)), (tensor + 2, tp(0, 2, 1))):
         assert store.upsert_tensor_with_parallelism(key, new, way) == 0
@@ -235,7 +235,7 @@ def test_groups_reach_every_part(store: MooncakeDistributedStore) -> None:
     assert config.group_ids == ["a", "b"]
 
 
-def test_what_cannot_be(store: MooncakeDistributedStore) -> None:
+def test_invalid_arguments(store: MooncakeDistributedStore) -> None:
     tensor = torch.arange(4)
     put = store.put_tensor_with_parallelism
     bad_axis = TensorParallelism([ParallelAxis("tp", 2, 2, 0)])
@@ -255,10 +255,10 @@ def test_what_cannot_be(store: MooncakeDistributedStore) -> None:
     assert get(key, ReadTarget("shard", tp(0, 2, 1))) is None
     assert get(key, ReadTarget("as_stored", tp(0, 2))) is None
     assert get(key, "full") is None  # type: ignore[arg-type]
-    assert get("nobody") is None
+    assert get("missing") is None
 
 
-def test_the_words_are_checked_where_they_are_set() -> None:
+def test_attributes_are_checked_when_they_are_set() -> None:
     with pytest.raises(RuntimeError):
         ReadTarget().mode = "whole"
     with pytest.raises(RuntimeError):

@@ -1,4 +1,4 @@
-"""Tensors go in and come out equal, of every type and shape; what is none is refused."""
+"""Tensors of every type and shape are stored and read unchanged; other values are refused."""
 
 from __future__ import annotations
 
@@ -18,9 +18,9 @@ from mooncake.compat.store.store import MooncakeDistributedStore
 from mooncake.compat.store.tensor_format import DTYPES, TensorHeader, encode
 from mooncake.compat.store.tensor_memory import tensor_at
 from mooncake.compat.store.tensors import _deserialize_tensor, _serialize_tensor, _tensor_metadata_size
-from tests.compat.store.servers import CALM
+from tests.compat.store.servers import LONG_LEASES
 
-MASTER = CALM
+MASTER = LONG_LEASES
 _numbers = itertools.count()
 
 
@@ -38,7 +38,7 @@ def a_tensor(dtype: str, shape: tuple[int, ...], seed: int = 0) -> torch.Tensor:
 
 
 def same(a: Any, b: torch.Tensor) -> bool:
-    """Bit for bit, so that NaN counts."""
+    """Compare bit for bit, so that NaN is equal to itself."""
     if not isinstance(a, torch.Tensor) or a.dtype != b.dtype or a.shape != b.shape:
         return False
     flat = [tensor.contiguous().reshape(-1).view(torch.uint8) for tensor in (a, b)]
@@ -53,18 +53,18 @@ def test_every_type_and_shape(store: MooncakeDistributedStore, dtype: str, shape
     assert same(store.get_tensor(key), tensor)
 
 
-def test_a_large_one_lies_where_it_arrived(store: MooncakeDistributedStore) -> None:
+def test_a_large_tensor_is_not_copied(store: MooncakeDistributedStore) -> None:
     key, tensor = new_key(), torch.randn(1100, 1001)
     assert store.put_tensor(key, tensor) == 0
     assert store.get_size(key) == 304 + 1100 * 1001 * 4
     found = store.get_tensor(key)
     assert found is not None and same(found, tensor)
     assert found.data_ptr() % 64 == 0 and found.is_contiguous()
-    found += 1  # it is the caller's
+    found += 1  # the tensor belongs to the caller
     assert same(store.get_tensor(key), tensor)
 
 
-def test_views_of_others_are_stored_in_order(store: MooncakeDistributedStore) -> None:
+def test_views_are_stored_contiguously(store: MooncakeDistributedStore) -> None:
     base = torch.arange(60, dtype=torch.int32).reshape(3, 4, 5)
     views = [base.permute(2, 0, 1), base[:, ::2], base.expand(2, 3, 4, 5), base[1, 2, 3]]
     keys = [new_key() for _ in views]
@@ -74,7 +74,7 @@ def test_views_of_others_are_stored_in_order(store: MooncakeDistributedStore) ->
     assert all(tensor is not None for tensor in found)
 
 
-def test_a_parameter_is_stored_without_its_history(store: MooncakeDistributedStore) -> None:
+def test_a_parameter_is_stored_without_its_gradient(store: MooncakeDistributedStore) -> None:
     key, parameter = new_key(), torch.nn.Parameter(torch.ones(3))
     assert store.put_tensor(key, parameter) == 0
     found = store.get_tensor(key)
@@ -105,7 +105,7 @@ def test_a_tensor_is_replaced(store: MooncakeDistributedStore) -> None:
     assert same(store.get_tensor(key), torch.ones(2))
 
 
-def test_a_config_goes_along(store: MooncakeDistributedStore) -> None:
+def test_tensors_with_a_configuration(store: MooncakeDistributedStore) -> None:
     config, keys = ReplicateConfig(), [new_key(), new_key()]
     assert store.pub_tensor(keys[0], torch.ones(2), config) == 0
     assert store.batch_pub_tensor(keys[1:], [torch.ones(2)], config) == [0]
@@ -117,9 +117,9 @@ def test_misses_and_other_objects_are_none(store: MooncakeDistributedStore) -> N
     key, other = new_key(), new_key()
     assert store.put(other, b"\0" * 400) == 0
     assert store.put_tensor(key, torch.ones(1)) == 0
-    found = store.batch_get_tensor(["nobody", key, other, ""])
+    found = store.batch_get_tensor(["missing", key, other, ""])
     assert [tensor is not None for tensor in found] == [False, True, False, False]
-    assert store.get_tensor("nobody") is None
+    assert store.get_tensor("missing") is None
     assert store.batch_get_tensor([]) == []
 
 
@@ -134,7 +134,7 @@ def test_misses_and_other_objects_are_none(store: MooncakeDistributedStore) -> N
         torch.ones((1,) * 9),
     ],
 )
-def test_what_is_no_tensor_is_refused(store: MooncakeDistributedStore, bad: Any) -> None:
+def test_other_values_are_refused(store: MooncakeDistributedStore, bad: Any) -> None:
     key = new_key()
     assert store.put_tensor(key, bad) == -600
     assert store.batch_put_tensor([key, key + "/good"], [bad, torch.ones(1)]) == [-600, 0]
@@ -157,10 +157,10 @@ def test_memory_of_the_caller(store: MooncakeDistributedStore) -> None:
     found = store.get_tensor_into(key, address, 1000)
     assert found is not None and same(found, tensor) and found.data_ptr() == address + 304
     buffer[304:308] = np.frombuffer(np.float32(7.0).tobytes(), dtype=np.uint8)
-    assert found[0] == 7.0, "it is the caller's memory that it shows"
+    assert found[0] == 7.0, "the tensor is in the caller's memory"
     assert same(store.batch_get_tensor_into([key + "b"], [address], [704])[0], tensor)
     assert store.get_tensor_into(key, address, 703) is None
-    assert store.get_tensor_into("nobody", address, 1000) is None
+    assert store.get_tensor_into("missing", address, 1000) is None
     assert store.batch_get_tensor_into([key], [address], []) == [-600]
 
 
@@ -180,11 +180,11 @@ def test_a_tensor_of_the_caller_is_filled(store: MooncakeDistributedStore) -> No
     assert store.put_tensor(key, torch.ones(3, 4)) == 0
     assert store.get_tensor_into_cuda(key, target) == 48
     assert same(target, torch.ones(3, 4))
-    assert store.batch_get_tensor_into_cuda(["nobody", key], [target, target[0]]) == [-704, -600]
+    assert store.batch_get_tensor_into_cuda(["missing", key], [target, target[0]]) == [-704, -600]
     assert store.batch_get_tensor_into_cuda([key], []) == [-600]
 
 
-def test_the_modules_functions() -> None:
+def test_functions_of_the_module() -> None:
     tensor = torch.arange(6, dtype=torch.int16).reshape(2, 3)
     head, address, size, owner = _serialize_tensor(tensor)
     assert type(head) is bytes and size == 12 and address == owner.data_ptr()
@@ -200,7 +200,7 @@ def test_an_empty_tensor_in_memory() -> None:
     assert tensor_at(buffer.ctypes.data, 304).shape == (2, 0)
 
 
-def test_before_setup_there_is_nothing() -> None:
+def test_calls_before_setup() -> None:
     store = MooncakeDistributedStore()
     assert store.put_tensor("key", torch.ones(1)) == -600
     assert store.get_tensor("key") is None
@@ -209,7 +209,7 @@ def test_before_setup_there_is_nothing() -> None:
     assert store.get_tensor_into("key", 0, 0) is None
 
 
-def test_torch_is_loaded_by_the_first_call_and_not_before() -> None:
+def test_torch_is_imported_by_the_first_call() -> None:
     code = (
         "import sys; from mooncake.compat.store.store import MooncakeDistributedStore as S; "
         "assert 'torch' not in sys.modules; s = S(); assert s.get_tensor('k') is None; "

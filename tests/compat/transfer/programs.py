@@ -1,8 +1,8 @@
 """Two programs for two processes: one written for the existing package, one for ``mooncake.transfer``.
 
-Run as ``python programs.py existing|own``. They agree over standard input and output, one JSON line at a
-time, as programs do over whatever channel they have. The first must not use anything but what the
-existing package documents.
+Run as ``python programs.py existing|own``. They exchange addresses over standard input and output, one JSON
+line at a time, as programs do over a channel of their own. The first must use only what the existing
+package documents.
 """
 
 from __future__ import annotations
@@ -14,18 +14,18 @@ from typing import Any
 SIZE = 3 << 20
 
 
-def tell(**fields: Any) -> None:
+def send(**fields: Any) -> None:
     print(json.dumps(fields), flush=True)
 
 
-def hear() -> Any:
+def receive() -> Any:
     line = sys.stdin.readline()
-    assert line, "the other side has hung up"
+    assert line, "the other process has closed the pipe"
     return json.loads(line)
 
 
 def existing() -> None:
-    """Everything about peers goes through ``mooncake.engine``; memory is an array's."""
+    """Exchange data through ``mooncake.engine``; the memory is an array's."""
     import array
     import time
 
@@ -36,8 +36,8 @@ def existing() -> None:
     memory = array.array("B", bytes(SIZE))
     address, _ = memory.buffer_info()
     assert engine.register_memory(address, SIZE) == 0
-    tell(session=f"127.0.0.1:{engine.get_rpc_port()}", address=address, size=SIZE)
-    peer = hear()
+    send(session=f"127.0.0.1:{engine.get_rpc_port()}", address=address, size=SIZE)
+    peer = receive()
     half = SIZE // 2
 
     for at in range(half):
@@ -56,16 +56,14 @@ def existing() -> None:
     while (status := engine.transfer_check_status(batch)) == 0 and time.monotonic() < deadline:
         time.sleep(0.001)
     assert status == 1
-    tell(read=memory[:16].tobytes().hex(), was_told=[[told.name, told.msg] for told in engine.get_notifies()])
-    hear()  # the peer has written here meanwhile
-    tell(
-        found=memory[:16].tobytes().hex(), was_told=[[told.name, told.msg] for told in engine.get_notifies()]
-    )
+    send(read=memory[:16].tobytes().hex(), notified=[[one.name, one.msg] for one in engine.get_notifies()])
+    receive()  # the peer has written to this memory meanwhile
+    send(found=memory[:16].tobytes().hex(), notified=[[one.name, one.msg] for one in engine.get_notifies()])
     assert engine.unregister_memory(address) == 0
 
 
 def own() -> None:
-    """The same conversation in the words of ``mooncake.transfer``."""
+    """Exchange the same data through ``mooncake.transfer``."""
     import asyncio
 
     from mooncake.transfer import TransferEngine, TransferSettings
@@ -73,18 +71,18 @@ def own() -> None:
     with TransferEngine(TransferSettings(metadata="P2PHANDSHAKE")) as engine:
         pool = engine.allocate(SIZE)
         pool.view()[SIZE // 2 :] = b"own" * (SIZE // 6)
-        tell(session=engine.handshake, address=pool.address, size=SIZE)
-        peer = hear()
-        hear()  # the peer has written and read
+        send(session=engine.handshake, address=pool.address, size=SIZE)
+        peer = receive()
+        receive()  # the peer has written and read
         start = bytes(pool.view()[:16]).hex()
 
         async def answer() -> None:
-            news = engine.allocate(4096)
-            news.view()[:] = b"reply!" * 682 + b"...."
-            await engine.write(peer["session"], news, peer["address"], notify=("reply", "is there"))
+            reply = engine.allocate(4096)
+            reply.view()[:] = b"reply!" * 682 + b"...."
+            await engine.write(peer["session"], reply, peer["address"], notify=("reply", "is there"))
 
         asyncio.run(answer())
-        tell(found=start)
+        send(found=start)
 
 
 if __name__ == "__main__":

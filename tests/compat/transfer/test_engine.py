@@ -1,4 +1,4 @@
-"""The methods of the existing engine: what they return, in every case that has a number of its own."""
+"""Methods of the drop-in engine: what they return, in every case that has an error number of its own."""
 
 from __future__ import annotations
 
@@ -52,7 +52,7 @@ def far() -> Iterator[Peer]:
 
 
 @pytest.fixture
-def said(caplog: pytest.LogCaptureFixture) -> Callable[[], str]:
+def logged(caplog: pytest.LogCaptureFixture) -> Callable[[], str]:
     caplog.set_level(logging.INFO, "mooncake")
 
     def take() -> str:
@@ -63,10 +63,10 @@ def said(caplog: pytest.LogCaptureFixture) -> Callable[[], str]:
     return take
 
 
-# Beginning ------------------------------------------------------------------------------------------
+# Start ----------------------------------------------------------------------------------------------
 
 
-def test_before_initialize_nothing_crashes(said: Callable[[], str]) -> None:
+def test_no_call_crashes_before_initialize(logged: Callable[[], str]) -> None:
     engine = TransferEngine()
     assert engine.get_rpc_port() == 0 and engine.get_engine() is None and engine.get_engine_ptr() == 0
     assert engine.register_memory(4096, 10) == -1 and engine.unregister_memory(4096) == -1
@@ -77,10 +77,10 @@ def test_before_initialize_nothing_crashes(said: Callable[[], str]) -> None:
     assert engine.get_notifies() == [] and engine.send_probe("127.0.0.1:1") == -1
     assert engine.allocate_managed_buffer(10) == 0 and engine.free_managed_buffer(1, 10) == -1
     assert engine.get_first_buffer_address("x") == 0
-    assert "call initialize()" in said()
+    assert "call initialize()" in logged()
 
 
-def test_initialize_twice_is_fine(near: Peer) -> None:
+def test_initialize_is_idempotent(near: Peer) -> None:
     port = near.engine.get_rpc_port()
     assert 15000 <= port <= 17000
     assert near.engine.initialize("127.0.0.1", P2P, "tcp", "") == 0
@@ -89,7 +89,7 @@ def test_initialize_twice_is_fine(near: Peer) -> None:
 
 
 @pytest.mark.parametrize(
-    ("words", "number", "why"),
+    ("arguments", "number", "why"),
     [
         (("127.0.0.1", P2P, "tpc", ""), -1, "allowed: tcp"),
         (("127.0.0.1", P2P, "efa", ""), -1, "use rdma or tcp"),
@@ -101,60 +101,58 @@ def test_initialize_twice_is_fine(near: Peer) -> None:
         (("no-such-host.invalid", P2P, "tcp", ""), -101, "resolves"),
     ],
 )
-def test_words_that_cannot_be(
-    words: tuple[str, str, str, str], number: int, why: str, said: Callable[[], str]
+def test_invalid_arguments_of_initialize(
+    arguments: tuple[str, str, str, str], number: int, why: str, logged: Callable[[], str]
 ) -> None:
     engine = TransferEngine()
     begun = time.monotonic()
-    assert engine.initialize(*words) == number
-    assert why in said() and time.monotonic() - begun < 30
+    assert engine.initialize(*arguments) == number
+    assert why in logged() and time.monotonic() - begun < 30
     assert engine.initialize("127.0.0.1", P2P, "tcp", "") == 0, "a second try may succeed"
 
 
-def test_rdma_without_a_device(said: Callable[[], str], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_rdma_without_a_device(logged: Callable[[], str], monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("mooncake.compat.transfer.engine_lifecycle.rdma_devices", list)
     monkeypatch.setattr("mooncake.compat.transfer.engine_lifecycle.available_schemes", lambda: ["shm", "tcp"])
     engine = TransferEngine()
     assert engine.initialize("127.0.0.1", P2P, "rdma", "") == 0
-    assert "no RDMA device, so shm and tcp" in said()
+    assert "no RDMA device, so shm and tcp" in logged()
     assert TransferEngine().initialize("127.0.0.1", P2P, "rdma", "mlx5_0") == -6
-    assert "'mlx5_0' is not here" in said()
+    assert "'mlx5_0' does not exist" in logged()
     monkeypatch.setenv("MC_FORCE_HCA", "1")
     assert TransferEngine().initialize("127.0.0.1", P2P, "rdma", "") == -6
-    assert "no RDMA device" in said()
+    assert "no RDMA device" in logged()
 
 
-@pytest.mark.skipif(bool(rdma_devices()), reason="this machine has RDMA devices: the case cannot be made")
-def test_rdma_with_a_device_that_is_of_no_use(
-    said: Callable[[], str], monkeypatch: pytest.MonkeyPatch
-) -> None:
+@pytest.mark.skipif(bool(rdma_devices()), reason="this host has RDMA devices, so the case cannot be set up")
+def test_rdma_with_an_unusable_device(logged: Callable[[], str], monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("mooncake.compat.transfer.engine_lifecycle.rdma_devices", lambda: ["mlx5_0"])
     monkeypatch.setattr(
         "mooncake.compat.transfer.engine_lifecycle.available_schemes", lambda: ["shm", "rdma", "tcp"]
     )
     assert TransferEngine().initialize("127.0.0.1", P2P, "rdma", "") == 0
-    assert "shm and tcp will carry the bytes" in said()
+    assert "shm and tcp will carry the bytes" in logged()
     assert TransferEngine().initialize("127.0.0.1", P2P, "rdma", "mlx5_0") == -6
     assert TransferEngine().initialize("127.0.0.1", P2P, "rdma", "mlx5_7") == -6
-    assert "this machine has mlx5_0" in said()
+    assert "this host has mlx5_0" in logged()
     monkeypatch.setenv("MC_FORCE_HCA", "1")
     assert TransferEngine().initialize("127.0.0.1", P2P, "rdma", "") == -6
 
 
-def test_a_range_without_a_free_port(said: Callable[[], str], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_port_range_without_a_free_port(logged: Callable[[], str], monkeypatch: pytest.MonkeyPatch) -> None:
     with socket.socket() as taken:
         taken.bind(("127.0.0.1", 0))
         taken.listen()
         for name in ("MC_MIN_RPC_PORT", "MC_MAX_RPC_PORT"):
             monkeypatch.setenv(name, str(taken.getsockname()[1]))
         assert TransferEngine().initialize("127.0.0.1", P2P, "tcp", "") == -102
-    assert "in use" in said()
+    assert "in use" in logged()
     monkeypatch.setenv("MC_MIN_RPC_PORT", "many")
     assert TransferEngine().initialize("127.0.0.1", P2P, "tcp", "") == -1
-    assert "MC_MIN_RPC_PORT" in said()
+    assert "MC_MIN_RPC_PORT" in logged()
 
 
-def test_dropping_it_closes_it(far: Peer) -> None:
+def test_deleting_an_engine_closes_it(far: Peer) -> None:
     peer = Peer()
     session = peer.session
     assert (
@@ -171,24 +169,24 @@ def test_dropping_it_closes_it(far: Peer) -> None:
 # Memory ---------------------------------------------------------------------------------------------
 
 
-def test_registering(near: Peer, said: Callable[[], str]) -> None:
+def test_registration(near: Peer, logged: Callable[[], str]) -> None:
     engine, at, size = near.engine, near.at, near.memory.size
     assert engine.register_memory(at, size) == -7
-    assert engine.register_memory(at + size - 1, 10) == -7 and "overlaps" in said()
+    assert engine.register_memory(at + size - 1, 10) == -7 and "overlaps" in logged()
     assert engine.register_memory(at - 10, 11) == -7
     assert engine.register_memory(0, 10) == -1 and engine.register_memory(at, 0) == -1
-    assert engine.register_memory(1 << 40, 1 << 20) == -1 and "memory" in said()
+    assert engine.register_memory(1 << 40, 1 << 20) == -1 and "memory" in logged()
     assert engine.unregister_memory(at + 1) == -3
     assert engine.unregister_memory(at) == 0 and engine.unregister_memory(at) == -3
     assert engine.register_memory(buffer_addr=at, capacity=size, location="cpu:0") == 0
 
 
-def test_registering_several(near: Peer) -> None:
+def test_batch_registration(near: Peer) -> None:
     engine, other = near.engine, np.zeros(9000, dtype=np.uint8)
     starts = [other.ctypes.data + i * 3000 for i in range(3)]
     assert engine.batch_register_memory(starts, [3000, 3001, 3000]) == -7
     assert engine.batch_register_memory(starts, [3000, 3000]) == -1
-    assert engine.batch_register_memory(starts, [3000] * 3) == 0, "neighbours do not overlap"
+    assert engine.batch_register_memory(starts, [3000] * 3) == 0, "adjacent ranges do not overlap"
     assert engine.batch_register_memory([starts[1]], [1]) == -7
     assert engine.batch_unregister_memory([*starts, 5]) == -3, "those that were registered are removed"
     assert engine.batch_register_memory(starts, [3000] * 3) == 0
@@ -224,7 +222,7 @@ def test_first_buffers(near: Peer, far: Peer) -> None:
 # Transfers ------------------------------------------------------------------------------------------
 
 
-def test_there_and_back(near: Peer, far: Peer) -> None:
+def test_write_and_read_back(near: Peer, far: Peer) -> None:
     engine, back = near.engine, np.zeros(1000, dtype=np.uint8)
     assert engine.register_memory(back.ctypes.data, 1000) == 0
     assert engine.transfer_sync_write(far.session, near.at, far.at + 500, 1000) == 0
@@ -243,13 +241,13 @@ def test_over_ipv6(far: Peer) -> None:
         with socket.socket(socket.AF_INET6) as probe:
             probe.bind(("::1", 0))
     except OSError as error:
-        pytest.skip(f"IPv6 was NOT TESTED: this machine has no ::1 ({error}); enable IPv6 on loopback")
+        pytest.skip(f"IPv6 was NOT TESTED: this host has no ::1 ({error}); enable IPv6 on loopback")
     near, six = Peer(host="::1"), Peer(2000, host="[::1]")
     session = f"[::1]:{six.engine.get_rpc_port()}"
     assert near.engine.transfer_sync_write(session, near.at, six.at, 2000) == 0
     assert (six.memory == near.memory[:2000]).all()
     assert far.engine.transfer_sync_write(session, far.at, six.at, 2000) == 0, (
-        "from a process of the other kind"
+        "an engine that listens on IPv4 reaches one on IPv6"
     )
 
 
@@ -268,7 +266,7 @@ def test_results_are_plain_numbers(near: Peer, far: Peer) -> None:
     assert [type(result) for result in results] == [int] * len(results)
 
 
-def test_batches_that_are_waited_for(near: Peer, far: Peer) -> None:
+def test_blocking_batches(near: Peer, far: Peer) -> None:
     engine = near.engine
     here = [near.at + i * 100 for i in range(100)]
     there = [far.at + (99 - i) * 100 for i in range(100)]
@@ -279,15 +277,15 @@ def test_batches_that_are_waited_for(near: Peer, far: Peer) -> None:
     assert engine.batch_transfer_sync(far.session, here[:1], there[:1], [-5], Write) == -1
 
 
-def test_everything_that_fails_is_minus_one(near: Peer, far: Peer, said: Callable[[], str]) -> None:
+def test_every_failed_transfer_returns_minus_one(near: Peer, far: Peer, logged: Callable[[], str]) -> None:
     engine = near.engine
     assert engine.transfer_sync_write("127.0.0.1:1", near.at, far.at, 10) == -1
-    assert "Connection refused" in said()
-    assert engine.transfer_sync_write("nonsense", near.at, far.at, 10) == -1 and "host:port" in said()
+    assert "Connection refused" in logged()
+    assert engine.transfer_sync_write("nonsense", near.at, far.at, 10) == -1 and "host:port" in logged()
     assert engine.transfer_sync_write(far.session, near.at, far.at + far.memory.size - 5, 10) == -1
-    assert "has not registered" in said()
+    assert "has not registered" in logged()
     assert engine.transfer_sync_write(far.session, 1 << 40, far.at, 10) == -1
-    assert "memory of this process" in said()
+    assert "memory of this process" in logged()
     assert engine.batch_transfer_async_write(far.session, [near.at], [far.at], []) == 0
     late = engine.batch_transfer_async_write(far.session, [near.at], [far.at + (1 << 30)], [10])
     assert 0 < late < 1 << 63 and engine.get_batch_transfer_status([late]) == -1
@@ -304,10 +302,10 @@ def test_memory_that_only_the_peer_registered(near: Peer, far: Peer) -> None:
     assert near.engine.get_batch_transfer_status(ids) == 0
     assert (loose == far.memory[5000:10_000]).all()
     inner = near.engine.get_engine()
-    assert inner is not None and len(inner.engine.regions.all()) == 1, "lent for the transfer only"
+    assert inner is not None and len(inner.engine.regions.all()) == 1, "registered for the transfer only"
 
 
-def test_memory_registered_after_the_first_contact(near: Peer, far: Peer) -> None:
+def test_memory_registered_after_the_first_transfer(near: Peer, far: Peer) -> None:
     assert near.engine.transfer_sync_write(far.session, near.at, far.at, 10) == 0
     late = np.zeros(1000, dtype=np.uint8)
     assert far.engine.register_memory(late.ctypes.data, 1000) == 0
@@ -325,22 +323,24 @@ def status_of(engine: TransferEngine, batch: int) -> int:
     return status
 
 
-def test_batches_that_are_asked_about(near: Peer, far: Peer) -> None:
+def test_asynchronous_batches(near: Peer, far: Peer) -> None:
     engine = near.engine
     write = engine.batch_transfer_async_write(far.session, [near.at], [far.at], [5000])
     single = engine.transfer_submit_write(far.session, near.at, far.at + 5000, 5000)
     third = engine.batch_transfer_async(far.session, [near.at], [far.at + 10_000], [5000], Write)
     assert 0 < write < single < third < 1 << 63
     assert engine.get_batch_transfer_status([write, third]) == 0
-    assert status_of(engine, single) == 1 and engine.transfer_check_status(single) == -1, "told once"
+    assert status_of(engine, single) == 1 and engine.transfer_check_status(single) == -1, (
+        "the final status can be read once"
+    )
     assert (far.memory[:15_000].reshape(3, 5000) == near.memory[:5000]).all()
     refused = engine.batch_transfer_async_read(far.session, [near.at], [1], [10])
     assert status_of(engine, refused) == -1
     assert engine.get_batch_transfer_status([]) == 0 and engine.get_batch_transfer_status([999]) == -1
 
 
-def test_a_batch_that_is_too_late() -> None:
-    """A listener that never answers stands for a peer that hangs."""
+def test_a_batch_that_times_out() -> None:
+    """A listener that never answers simulates a peer that hangs."""
     peer = Peer()
     with socket.socket() as silent, OwnEngine(TransferSettings(handshake_port=0)) as real:
         silent.bind(("127.0.0.1", 0))
@@ -392,7 +392,7 @@ def test_many_threads(near: Peer, far: Peer) -> None:
 
 
 def test_other_threads_run_while_bytes_move(near: Peer, far: Peer) -> None:
-    """A thread that holds the interpreter lock would keep the counter still until the deadline."""
+    """A thread that held the interpreter lock would stop the counter until the deadline."""
     with socket.socket() as silent:
         silent.bind(("127.0.0.1", 0))
         silent.listen()
@@ -422,29 +422,29 @@ def test_other_threads_run_while_bytes_move(near: Peer, far: Peer) -> None:
 # Peers ----------------------------------------------------------------------------------------------
 
 
-def test_a_word_after_the_data(near: Peer, far: Peer) -> None:
+def test_a_notification_after_the_data(near: Peer, far: Peer) -> None:
     note = TransferNotify("kv", "is there")
     assert near.engine.transfer_sync(far.session, near.at, far.at, 100, Write, note) == 0
     assert near.engine.batch_transfer_sync(far.session, [near.at], [far.at], [100], Write, notify=note) == 0
     assert near.engine.transfer_sync(far.session, near.at, 1, 100, Write, note) == -1
-    assert [(told.name, told.msg) for told in far.engine.get_notifies()] == [("kv", "is there")] * 2
+    assert [(one.name, one.msg) for one in far.engine.get_notifies()] == [("kv", "is there")] * 2
     assert far.engine.get_notifies() == []
     assert (TransferNotify().name, TransferNotify().msg) == ("", "")
 
 
-def test_probes_without_a_server(
-    near: Peer, far: Peer, said: Callable[[], str], monkeypatch: pytest.MonkeyPatch
+def test_probes_without_a_metadata_server(
+    near: Peer, far: Peer, logged: Callable[[], str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     assert near.engine.send_probe(far.session) == 0
-    assert near.engine.send_probe("127.0.0.1:1") == -102 and "is it running" in said()
-    assert near.engine.send_probe("no-such-host.invalid:15000") == -101 and "resolves" in said()
+    assert near.engine.send_probe("127.0.0.1:1") == -102 and "is it running" in logged()
+    assert near.engine.send_probe("no-such-host.invalid:15000") == -101 and "resolves" in logged()
     monkeypatch.setattr("mooncake.transfer.handshake.VERSION", descriptor.VERSION + 1)
     assert near.engine.send_probe(far.session) == -104
-    assert "version" in said()
+    assert "version" in logged()
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_names_in_a_metadata_server(kind: str, said: Callable[[], str]) -> None:
+def test_names_in_a_metadata_server(kind: str, logged: Callable[[], str]) -> None:
     server = MetadataServer(kind)
     url = server.url
     try:
@@ -452,8 +452,8 @@ def test_names_in_a_metadata_server(kind: str, said: Callable[[], str]) -> None:
         assert near.engine.transfer_sync_write("127.0.0.1:9", near.at, far.at, 2000) == 0
         assert (far.memory == near.memory[:2000]).all()
         assert near.engine.send_probe("127.0.0.1:9") == 0 and far.engine.send_probe("near.invalid") == 0
-        assert near.engine.send_probe("nobody") == -200 and "nobody" in said()
-        assert near.engine.transfer_sync_write("nobody", near.at, far.at, 10) == -1
+        assert near.engine.send_probe("missing") == -200 and "missing" in logged()
+        assert near.engine.transfer_sync_write("missing", near.at, far.at, 10) == -1
         backend = make_backend(url)
         backend.put(metadata_key("garbage"), b"{")
         assert near.engine.send_probe("garbage") == -103
@@ -462,7 +462,7 @@ def test_names_in_a_metadata_server(kind: str, said: Callable[[], str]) -> None:
         server.stop()
 
 
-def test_calls_about_other_hardware(near: Peer, far: Peer) -> None:
+def test_calls_for_other_hardware(near: Peer, far: Peer) -> None:
     assert near.engine.warmup_efa_segment(far.session) == 0
     topology = msgspec.json.decode(near.engine.get_local_topology())
     assert all(len(lists) == 2 for lists in topology.values()) and "cpu:0" in topology

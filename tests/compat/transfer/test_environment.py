@@ -1,4 +1,4 @@
-"""``MC_*`` variables: honoured, or warned of once."""
+"""``MC_*`` variables: honoured, or the subject of one warning."""
 
 from __future__ import annotations
 
@@ -39,17 +39,17 @@ def test_honoured_variables_have_their_effect() -> None:
     assert settings.devices == ("mlx5_0", "mlx5_2") and settings.gid_index == 3
 
 
-def test_the_others_are_warned_of_once(
+def test_other_variables_cause_one_warning(
     caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(environment, "_warned", set())
     variables = {"MC_SLICE_SIZE": "1", "MC_GID_INDX": "3", "MC_WHATEVER": "x", "MC_STORE_MEMCPY": "1"}
     for _ in range(2):
         read_environment(variables)
-    said = [record.getMessage() for record in caplog.records]
-    assert len(said) == 3
-    assert "pieces are sized by the engine" in said[1]
-    assert "did you mean MC_GID_INDEX" in said[0] and "unknown" in said[2]
+    logged = [record.getMessage() for record in caplog.records]
+    assert len(logged) == 3
+    assert "pieces are sized by the engine" in logged[1]
+    assert "did you mean MC_GID_INDEX" in logged[0] and "unknown" in logged[2]
     assert all(record.levelno == logging.WARNING for record in caplog.records)
 
 
@@ -58,7 +58,7 @@ def test_a_bad_value_names_its_variable() -> None:
         read_environment({"MC_TRANSFER_TIMEOUT": "soon"})
 
 
-def test_none_is_in_two_lists_and_all_are_in_the_docs() -> None:
+def test_every_variable_is_in_one_list_and_in_the_docs() -> None:
     text = DOCS.read_text()
     everything = [*HONOURED, *ALWAYS_SO, *NOT_HONOURED]
     assert len(everything) == len(set(everything))

@@ -1,4 +1,4 @@
-"""Which number an error becomes."""
+"""The error number of each error."""
 
 from __future__ import annotations
 

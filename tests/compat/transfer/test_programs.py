@@ -25,15 +25,15 @@ class Program:
             text=True,
         )
 
-    def hear(self) -> Any:
+    def receive(self) -> Any:
         assert self.process.stdout is not None
         line = self.process.stdout.readline()
         assert line, self.process.communicate(timeout=60)[1]
         return json.loads(line)
 
-    def tell(self, news: Any) -> None:
+    def send(self, message: Any) -> None:
         assert self.process.stdin is not None
-        self.process.stdin.write(json.dumps(news) + "\n")
+        self.process.stdin.write(json.dumps(message) + "\n")
         self.process.stdin.flush()
 
     def end(self) -> None:
@@ -41,20 +41,20 @@ class Program:
         assert self.process.returncode == 0, errors
 
 
-def test_they_exchange_data() -> None:
+def test_two_programs_exchange_data() -> None:
     existing, own = Program("existing"), Program("own")
     try:
-        theirs, ours = existing.hear(), own.hear()
-        existing.tell(ours)
-        own.tell(theirs)
-        told = existing.hear()
-        assert told == {"read": (b"own" * 6)[:16].hex(), "was_told": []}
-        own.tell(told)
-        assert own.hear() == {"found": bytes(range(16)).hex()}
-        existing.tell("look")
-        assert existing.hear() == {
+        theirs, ours = existing.receive(), own.receive()
+        existing.send(ours)
+        own.send(theirs)
+        result = existing.receive()
+        assert result == {"read": (b"own" * 6)[:16].hex(), "notified": []}
+        own.send(result)
+        assert own.receive() == {"found": bytes(range(16)).hex()}
+        existing.send("look")
+        assert existing.receive() == {
             "found": (b"reply!" * 3)[:16].hex(),
-            "was_told": [["reply", "is there"]],
+            "notified": [["reply", "is there"]],
         }
         existing.end()
         own.end()
@@ -64,7 +64,7 @@ def test_they_exchange_data() -> None:
             program.process.wait()
 
 
-def test_the_door_opens_without_torch() -> None:
+def test_the_engine_module_does_not_need_torch() -> None:
     code = (
         "import sys; sys.modules['torch'] = None; import mooncake.engine as e; "
         "assert e.TransferEngine.TransferOpcode is e.TransferOpcode and e.Write.value == 1; "

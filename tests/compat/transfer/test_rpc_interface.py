@@ -89,7 +89,7 @@ async def test_from_coroutines(receiver: Receiver) -> None:
     assert sorted(data.get_bytes()[0] for data in receiver.data) == list(range(20))
 
 
-def test_what_fails_says_so(receiver: Receiver) -> None:
+def test_failed_calls_return_an_error(receiver: Receiver) -> None:
     client = create_rpc_client()
     assert client.send_data(free_address(), b"x") == -1
     assert client.send_data("nonsense", b"x") == -1

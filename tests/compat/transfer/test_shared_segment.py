@@ -1,4 +1,4 @@
-"""``SharedSegment``: one piece of memory, mapped by every rank of a host."""
+"""``SharedSegment``: memory that every rank of a host maps."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ def test_two_ranks_see_the_same_bytes() -> None:
     assert ctypes.string_at(segment.base_addr() + 200, 5) == b"world"
 
 
-def test_blobs_that_do_not_fit() -> None:
+def test_blobs_of_another_segment_are_refused() -> None:
     segment, blob = SharedSegment.create("pool", 4096, 2, 1)
     _, owner = SharedSegment.create("pool", 4096, 2, 0)
     _, other = SharedSegment.create("other", 4096, 2, 0)
@@ -54,7 +54,7 @@ def test_blobs_that_do_not_fit() -> None:
     assert not segment.ready()
 
 
-def test_what_is_not_supported() -> None:
+def test_unsupported_kinds_are_refused() -> None:
     assert SharedSegment.supported() and not SharedSegment.supported(host_register=True)
     with pytest.raises(RuntimeError, match="host_register"):
         SharedSegment.create("pool", 4096, 1, 0, host_register=True)

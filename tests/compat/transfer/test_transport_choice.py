@@ -1,4 +1,4 @@
-"""What the words of ``initialize`` come to."""
+"""What the arguments of ``initialize`` select."""
 
 from __future__ import annotations
 
@@ -33,13 +33,13 @@ def choice(
     schemes: tuple[str, ...] = ALL,
     cards: tuple[str, ...] = ("mlx5_0", "mlx5_1"),
     kind: str = "",
-    **knobs: Any,
+    **fields: Any,
 ) -> TransportChoice:
     def resolves(host: str) -> bool:
         return host != "a-name"
 
     return choose_transports(
-        host, metadata, protocol, device, EngineSettings(**knobs), schemes, cards, resolves, kind
+        host, metadata, protocol, device, EngineSettings(**fields), schemes, cards, resolves, kind
     )
 
 
@@ -57,7 +57,7 @@ def test_without_the_device() -> None:
     few = ("local", "shm", "tcp")
     fallen = choice(protocol="rdma", schemes=few, cards=())
     assert fallen.flags["transports"] == ("shm", "tcp") and "no RDMA device" in fallen.warning
-    with pytest.raises(EngineCodeError, match="'mlx5_7' is not here; this machine has none"):
+    with pytest.raises(EngineCodeError, match="'mlx5_7' does not exist; this host has none"):
         choice(protocol="rdma", schemes=few, cards=(), device="mlx5_7")
     with pytest.raises(EngineCodeError, match="no RDMA device") as refused:
         choice(protocol="rdma", schemes=few, cards=(), force_hca=True)
@@ -75,7 +75,7 @@ def test_rdma_devices() -> None:
     assert choice(protocol="rdma", devices=("mlx5_1",)).flags["rdma_devices"] == ("mlx5_1",)
     assert choice(protocol="rdma", not_devices=("mlx5_1",)).flags["rdma_devices"] == ("mlx5_0",)
     assert "rdma_devices" not in choice(device="eth0").flags
-    with pytest.raises(EngineCodeError, match="this machine has mlx5_0, mlx5_1"):
+    with pytest.raises(EngineCodeError, match="this host has mlx5_0, mlx5_1"):
         choice(protocol="rdma", device="mlx5_7")
     with pytest.raises(EngineCodeError, match="leaves no device"):
         choice(protocol="rdma", not_devices=("mlx5_0", "mlx5_1"))
@@ -95,7 +95,7 @@ def test_rdma_devices() -> None:
         ("::", "::", ""),
     ],
 )
-def test_addresses_are_those_the_user_gave(host: str, listen: str, advertise: str) -> None:
+def test_addresses_are_those_of_the_user(host: str, listen: str, advertise: str) -> None:
     flags = choice(host).flags
     assert (flags["listen_host"], flags["advertise_host"]) == (listen, advertise)
     assert choice(host, bind_address="10.9.9.9").flags["listen_host"] == "10.9.9.9"
@@ -103,7 +103,7 @@ def test_addresses_are_those_the_user_gave(host: str, listen: str, advertise: st
 
 
 @pytest.mark.parametrize("host", ["", "host:port", "host:70000", "[::1", ":5"])
-def test_hosts_that_cannot_be(host: str) -> None:
+def test_invalid_hosts(host: str) -> None:
     if host == "[::1":
         assert split_host(host) == ("::1", 0)
         return
@@ -114,7 +114,7 @@ def test_hosts_that_cannot_be(host: str) -> None:
 def test_names_and_ports_with_a_metadata_service() -> None:
     served = choice("a-name:55", "http://m:8080/metadata")
     assert served.flags["name"] == "a-name:55" and served.port == 0
-    assert served.flags["advertise_host"] == "", "a name alone: the engine says where it is"
+    assert served.flags["advertise_host"] == "", "only a name: the engine finds its address"
     assert choice("a-name:55", "etcd://m:2379", legacy_rpc_port=True).port == 55
     assert choice("10.0.0.1", "etcd://m:2379", legacy_rpc_port=True).port == 12001
     assert choice("10.0.0.1:55", legacy_rpc_port=True).port == 0 and "name" not in choice().flags
@@ -128,24 +128,24 @@ def test_names_and_ports_with_a_metadata_service() -> None:
         ("http://h:1/metadata", "", "http://h:1/metadata"),
         ("h:2379", "", "h:2379"),
         ("h:2379", "etcd", "etcd://h:2379"),
-        ("redis://h:1", "redis", "redis://:word@h:1/3"),
-        ("redis://h:1/9", "", "redis://:word@h:1/9"),
+        ("redis://h:1", "redis", "redis://:secret@h:1/3"),
+        ("redis://h:1/9", "", "redis://:secret@h:1/9"),
         ("redis://:other@h:1", "", "redis://:other@h:1"),
     ],
 )
-def test_ways_to_write_a_metadata_service(server: str, kind: str, url: str) -> None:
-    assert metadata_url(server, kind, EngineSettings(redis_password="word", redis_database=3)) == url
+def test_forms_of_a_metadata_service(server: str, kind: str, url: str) -> None:
+    assert metadata_url(server, kind, EngineSettings(redis_password="secret", redis_database=3)) == url
 
 
-def test_bad_ways_to_write_it() -> None:
+def test_invalid_metadata_services() -> None:
     with pytest.raises(InvalidArgument, match="metadata_server"):
         metadata_url("", "", EngineSettings())
     with pytest.raises(InvalidArgument, match="metadata_type"):
         metadata_url("h:1", "zookeeper", EngineSettings())
 
 
-def test_descriptors_are_cached_as_long_as_told() -> None:
-    assert choice().flags["metadata_cache_s"] > 3600, "peers are asked again when something fails"
+def test_descriptors_are_cached_for_the_configured_time() -> None:
+    assert choice().flags["metadata_cache_s"] > 3600, "a failed transfer fetches the descriptor again"
     assert choice(metadata="h:2379").flags["metadata_cache_s"] == 5
     assert choice(metadata_refresh_s=2).flags["metadata_cache_s"] == 2
     assert choice(disable_metacache=True).flags["metadata_cache_s"] == 0

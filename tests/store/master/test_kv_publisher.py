@@ -10,6 +10,7 @@ import pytest
 import zmq
 import zmq.asyncio
 
+from mooncake.compat.master import load_http
 from mooncake.errors import AddressInUse, InvalidArgument
 from mooncake.rpc import AsyncClient
 from mooncake.store import messages as m
@@ -117,8 +118,8 @@ async def test_endpoints_that_are_none_or_taken(house: House) -> None:
 
 
 async def test_a_running_master_publishes_when_configured() -> None:
-    async with running(SETTINGS) as server:
+    async with running(SETTINGS, load_http) as server:
         assert server.publisher is not None
         assert server.publisher.status()["endpoint"].startswith("tcp://127.0.0.1:")
-    async with running(MasterSettings(port=0)) as server:
+    async with running(MasterSettings(port=0), load_http) as server:
         assert server.publisher is None

@@ -6,6 +6,7 @@ from pathlib import Path
 
 import pytest
 
+from mooncake.compat.master import load_http
 from mooncake.errors import InvalidArgument, StorageError
 from mooncake.store import messages as m
 from mooncake.store.master.tenants_file import read, write
@@ -47,7 +48,7 @@ def test_an_error_in_the_file_is_named(tmp_path: Path, text: str, why: str) -> N
 async def test_a_master_begins_with_the_files_quotas(tmp_path: Path) -> None:
     file = tmp_path / "tenants.yaml"
     file.write_text("tenants: [{name: a, quota: 4096}]\n")
-    async with running(MasterSettings(port=0, tenants_file=str(file))) as server:
+    async with running(MasterSettings(port=0, tenants_file=str(file)), load_http) as server:
         quotas = await server.ask(m.AskQuotas())
         assert isinstance(quotas, m.Quotas)
         assert [(one.tenant, one.quota_bytes) for one in quotas.quotas] == [("a", 4096)]
