@@ -14,7 +14,7 @@ from mooncake.transfer.batch import Carry, Indices
 from mooncake.transfer.descriptor import Column
 
 Addresses = Sequence[int] | npt.NDArray[np.unsignedinteger[Any]] | npt.NDArray[np.signedinteger[Any]]
-"""One number per slice."""
+"""Numbers, one per slice."""
 
 
 @dataclass(slots=True)

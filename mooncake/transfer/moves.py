@@ -33,7 +33,7 @@ Memory = Any
 """A region, an array, a contiguous tensor, a buffer, or ``(address, size_bytes)``."""
 
 Progress = Callable[[int, int], None]
-"""Told how many bytes of how many have been moved."""
+"""Callback with (bytes moved, bytes in all)."""
 
 
 class TransferInterface(Protocol):
@@ -76,32 +76,32 @@ async def move(
     local: Addresses | Memory | Sequence[Memory],
     remote: Addresses | int,
     lengths: Addresses | None,
-    asked: TransferOptions,
+    options: TransferOptions,
 ) -> Completion:
     """See ``TransferEngine.write``."""
-    deadline = time.monotonic() + asked.timeout_s
+    deadline = time.monotonic() + options.timeout_s
     rows: tuple[Any, Any, Any] = (local, remote, lengths) if lengths is not None else rows_of(local, remote)
     segment = await _segment(engine, peer) if isinstance(peer, str) else peer
-    num_bytes = int(np.asarray(rows[2], dtype=np.uint64).sum()) if asked.progress is not None else 0
+    num_bytes = int(np.asarray(rows[2], dtype=np.uint64).sum()) if options.progress is not None else 0
 
-    def tell(num_moved: int) -> None:
-        if asked.progress is not None:
-            asked.progress(num_moved, num_bytes)
+    def report(num_moved: int) -> None:
+        if options.progress is not None:
+            options.progress(num_moved, num_bytes)
 
     done = await engine.transfer(
         op,
         segment,
         *rows,
         timeout_s=max(0.0, deadline - time.monotonic()),
-        checksum=asked.checksum,
-        priority=asked.priority,
-        progress=tell if asked.progress is not None else None,
+        checksum=options.checksum,
+        priority=options.priority,
+        progress=report if options.progress is not None else None,
     )
     if done.status != Status.OK:
-        raise completion_error(op, segment, done, asked.timeout_s)
-    tell(num_bytes)
-    if asked.notify is not None:
-        name, message = asked.notify
+        raise completion_error(op, segment, done, options.timeout_s)
+    report(num_bytes)
+    if options.notify is not None:
+        name, message = options.notify
         left_s = max(0.001, deadline - time.monotonic())
         await asyncio.to_thread(engine.notify, segment, name, message, left_s)
     return done

@@ -1,8 +1,8 @@
 """How the engine moves batches: four ways, one meaning.
 
-``run`` blocks the caller and is quickest, ``submit`` answers through a queue, ``transfer`` is for coroutines,
-``write`` and ``read`` are for people. Bytes and waiting are native, without the interpreter lock; which path
-carries what, and what happens when one fails, is decided by ``batch.Batch``.
+``run`` blocks the caller and is fastest, ``submit`` reports through a queue, ``transfer`` is for coroutines,
+and ``write`` and ``read`` also take names, arrays and notifications. They move bytes and wait in native code,
+without the interpreter lock; ``batch.Batch`` decides which path carries what and handles failures.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ from mooncake.transfer.transports import Completion, Op, Status
 
 
 class TransferMethods(ABC):
-    """The moving half of ``TransferEngine``."""
+    """Methods of ``TransferEngine`` that move bytes."""
 
     def __init__(self, settings: TransferSettings, neighbours: PeerTable, matrix: Matrix) -> None:
         self.settings = settings
@@ -73,7 +73,7 @@ class TransferMethods(ABC):
         """Move slices and wait for the end. Other Python threads run meanwhile.
 
         Row i moves ``lengths[i]`` bytes between address ``local[i]`` here and ``remote[i]`` in the
-        peer. All is well if ``status`` is OK; after anything else the destination's bytes are
+        peer. All bytes were moved if ``status`` is OK; after any other status the destination's bytes are
         undefined, and a write over tcp may still land until the next operation begins. With ``checksum`` the
         completion has the CRC32C of each slice.
 
@@ -124,7 +124,7 @@ class TransferMethods(ABC):
         )
 
     def _alone(self, segment: RemoteSegment, columns: TransferColumns) -> int | None:
-        """Which path carries all of it, if those before it carry none: then no batch has to be planned."""
+        """Index of the path that carries all slices, if those before it carry none: no batch is planned."""
         if segment.is_uniform:
             return 0
         if segment.rails is not None:
@@ -138,7 +138,7 @@ class TransferMethods(ABC):
         return None
 
     def new_queue(self) -> CompletionQueue:
-        """Where completions of ``submit`` arrive."""
+        """Make a queue for completions of ``submit``."""
         return CompletionQueue()
 
     def submit(
@@ -159,8 +159,8 @@ class TransferMethods(ABC):
 
         The greater ``priority`` goes first among the batches to one peer: it overtakes those that wait,
         and one that is under way when its current piece (16 MiB) is done.
-        A peer that is new is met in the caller's time, up to ``timeout_s``; ``Segment.greet`` does it before.
-        What became of a peer that failed is not asked here: ``refresh`` does, or the next ``open_name``.
+        The first call connects in the caller's thread, up to ``timeout_s``, unless ``RemoteSegment.connect``
+        did before. A failed peer's descriptor is not renewed here, but by ``refresh`` or ``open_name``.
 
         Raises:
             InvalidArgument: as for ``run``; then no completion comes.
@@ -182,7 +182,7 @@ class TransferMethods(ABC):
         priority: int = 0,
         progress: Callable[[int], None] | None = None,
     ) -> Completion:
-        """As ``submit``, for coroutines. Cancelling it waits for the end: the memory is in use until then.
+        """Submit from a coroutine. Cancelling it waits for the end: the memory is in use until then.
 
         ``progress`` is called on the loop with the number of bytes moved, every 16 MiB or so.
         """
@@ -205,7 +205,7 @@ class TransferMethods(ABC):
         priority: int,
         progress: Callable[[int], None] | None,
     ) -> Completion:
-        if not segment.is_connected:  # which may take long, and others wait for this loop
+        if not segment.is_connected:  # connecting may take long and must not block this loop
             left_s = max(0.0, deadline - time.monotonic())
             if not await asyncio.to_thread(segment.connect, left_s):
                 return Completion(status=Status.TIMED_OUT)
@@ -215,12 +215,12 @@ class TransferMethods(ABC):
             queue = self._loops[loop] = AsyncCompletionQueue(loop)
         token, future = queue.expect()
         move = self._move(token, op, segment, columns, segment.paths, deadline, checksum, priority)
-        if progress is not None:  # what it raises is the loop's business
+        if progress is not None:  # the loop handles what it raises
 
-            def tell(num_bytes: int, told: Callable[[int], None] = progress) -> None:
-                loop.call_soon(told, num_bytes)
+            def report(num_bytes: int, callback: Callable[[int], None] = progress) -> None:
+                loop.call_soon(callback, num_bytes)
 
-            move.progress = tell
+            move.progress = report
         try:
             queue.start(move)
         except InvalidArgument:
@@ -249,17 +249,17 @@ class TransferMethods(ABC):
 
         Args:
             segment: the peer, or its name in the metadata service.
-            priority: the greater goes first among the batches to one peer; see ``submit``.
+            priority: the greater one goes first among the batches to one peer; see ``submit``.
             notify: name and message that the peer's program gets once all bytes are in place.
             progress: called on the loop with (bytes moved, bytes in all), every 16 MiB and at the end.
 
         Raises:
             InvalidArgument: the rows do not fit together, or local memory is not registered.
-            PeerLost, AccessDenied, DeadlineExceeded, ProtocolError, Unavailable: nothing or not all was
+            PeerLost, AccessDenied, DeadlineExceeded, ProtocolError, Unavailable: not everything was
                 moved; the destination's bytes are undefined. Or all was, and the notification failed.
         """
-        asked = TransferOptions(priority, timeout_s, checksum, notify, progress)
-        return await move(self, Op.WRITE, segment, local, remote, lengths, asked)
+        options = TransferOptions(priority, timeout_s, checksum, notify, progress)
+        return await move(self, Op.WRITE, segment, local, remote, lengths, options)
 
     async def read(
         self,
@@ -275,12 +275,12 @@ class TransferMethods(ABC):
         progress: Progress | None = None,
     ) -> Completion:
         """Move the peer's memory into registered memory of this process. Everything else as for ``write``;
-        ``notify`` tells the peer that it may use its memory again."""
-        asked = TransferOptions(priority, timeout_s, checksum, notify, progress)
-        return await move(self, Op.READ, segment, local, remote, lengths, asked)
+        ``notify`` informs the peer that it may reuse its memory."""
+        options = TransferOptions(priority, timeout_s, checksum, notify, progress)
+        return await move(self, Op.READ, segment, local, remote, lengths, options)
 
     def cancel(self, segment: RemoteSegment) -> None:
-        """Fail what is in flight to a peer; afterwards no local memory is touched on its behalf."""
+        """Fail what is in flight to a peer; afterwards no local memory is accessed on its behalf."""
         segment.cancel()
 
     def _move(

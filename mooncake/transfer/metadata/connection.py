@@ -1,4 +1,4 @@
-"""One kept HTTP connection to a metadata service, with errors that say what to do.
+"""One kept HTTP connection to a metadata service, with errors that advise.
 
 Blocking, on the standard library: it is used a few times a minute, from threads. Opened again when the
 service was restarted. Every request may be repeated, so a connection gone stale is simply replaced.
@@ -16,10 +16,13 @@ from mooncake.security import Signer
 
 
 class HttpConnection:
-    """Requests to ``host:port``, one at a time. ``url`` says in errors who that is.
+    """Requests to ``host:port``, one at a time, on one connection. ``url`` names the service in errors.
+
+    Blocking, on the standard library: it is used a few times a minute, from threads. Reconnects when the
+    service was restarted; every request may be repeated, so a broken connection is simply replaced.
 
     Raises:
-        InvalidArgument: ``host`` cannot be one.
+        InvalidArgument: ``host`` is not a valid host name or address.
     """
 
     def __init__(
@@ -52,21 +55,21 @@ class HttpConnection:
         self._lock = threading.Lock()
 
     def call(self, method: str, path: str, body: bytes | None = None) -> tuple[int, bytes]:
-        """Status and body of the answer.
+        """Send a request and return status and body of the answer.
 
         Raises:
-            PeerLost: nobody listens there, the connection broke twice, or the service failed.
+            PeerLost: no service listens there, the connection broke twice, or the service failed.
             DeadlineExceeded: no answer in time.
-            AccessDenied: the service does not take us for a member of its cluster.
-            ProtocolError: no TLS there, or a certificate that one of both does not trust.
+            AccessDenied: the service does not accept this process as a member of its cluster.
+            ProtocolError: no TLS there, or a certificate that one side does not trust.
         """
-        if os.getpid() != self._pid:  # forked: the connection is the parent's
+        if os.getpid() != self._pid:  # forked: the connection belongs to the parent
             self._begin()
         with self._lock:
             for is_last in (False, True):
                 try:
                     headers = {"Content-Type": "application/json"}
-                    if self._signer is not None:  # anew each time: a request is taken once
+                    if self._signer is not None:  # signed anew each time: a signature is accepted once
                         headers |= self._signer.headers(method, path, body or b"")
                     self._connection.request(method, path, body, headers)
                     response = self._connection.getresponse()
@@ -81,7 +84,7 @@ class HttpConnection:
                 except ssl.SSLError as error:
                     self._connection.close()
                     raise ProtocolError(
-                        f"metadata service {self.url}: no TLS with it ({error}); check that it serves https,"
+                        f"metadata service {self.url}: TLS failed ({error}); check that it serves https,"
                         " `tls_ca` and the certificates of both sides"
                     ) from error
                 except (OSError, http.client.HTTPException) as error:
@@ -91,13 +94,13 @@ class HttpConnection:
                             f"metadata service {self.url}: {error or type(error).__name__}; is it running?"
                         ) from error
         if answer[0] in (401, 403) and self._speaks_for_us:
-            words = answer[1][:300].decode(errors="replace")
-            raise AccessDenied(f"metadata service {self.url} refused {method}: {words}")
+            reason = answer[1][:300].decode(errors="replace")
+            raise AccessDenied(f"metadata service {self.url} refused {method}: {reason}")
         if answer[0] >= 500:
             raise PeerLost(f"metadata service {self.url} failed with {answer[0]}; see its log")
         return answer
 
     def close(self) -> None:
-        """Until the next call."""
+        """Close the connection; the next call opens it again."""
         with self._lock:
             self._connection.close()

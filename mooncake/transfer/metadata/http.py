@@ -1,4 +1,4 @@
-"""The metadata backend that speaks to the HTTP metadata service (``server.py``, or any with its answers)."""
+"""The metadata backend of the HTTP metadata service (``server.py``, or any with the same answers)."""
 
 from __future__ import annotations
 
@@ -12,10 +12,10 @@ from mooncake.transfer.metadata.connection import HttpConnection
 
 
 class HttpBackend:
-    """A client of ``url``, for instance ``http://10.0.0.1:8080/metadata``.
+    """Client of ``url``, for instance ``http://10.0.0.1:8080/metadata``.
 
     Args:
-        timeout_s: for each call.
+        timeout_s: time limit of each call.
         tls: for an https URL; without it the authorities of this system are trusted.
         signer: signs every request with the cluster's key.
 

@@ -13,7 +13,7 @@ RegionFilter: TypeAlias = Callable[[Sequence[RegionInfo]], list[tuple[int, int, 
 
 
 class NativeConnection:
-    """Carries to one peer; nothing of it can be mapped."""
+    """Connection to one peer through a native one: passes columns down; nothing can be mapped."""
 
     def __init__(self, peer: _native.Peer, reachable: RegionFilter) -> None:
         self._peer = peer

@@ -1,7 +1,7 @@
 """Shared memory on one host: the caller's thread copies, the target does nothing.
 
-Thin: the native side maps, checks and copies (``native/sharing.h`` draws the conversation). Fits only
-regions that were allocated as shared memory, and only processes of the same user.
+A thin layer: the native side maps, checks and copies (``native/sharing.h`` describes the protocol). Works
+only for regions that were allocated as shared memory, and between processes of the same user.
 """
 
 from __future__ import annotations
