@@ -218,9 +218,7 @@ class Listener:
             None, host.accept, request.scheme, request.payload
         )
         took_s = round(time.monotonic() - since, 4)
-        log.debug(
-            "transport_set_up", peer=call.connection.peer, scheme=request.scheme, took_s=round(took_s, 4)
-        )
+        log.debug("transport_set_up", peer=call.connection.peer, scheme=request.scheme, took_s=took_s)
         return ExchangeReply(answer)
 
     def leave_to_parent(self) -> None:

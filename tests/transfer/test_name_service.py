@@ -138,7 +138,7 @@ def test_names() -> None:
     ours = directory_in(shelf)
     assert ours.find("nobody") is None
     shelf.entries[metadata_key("odd")] = b"[]"
-    with pytest.raises(ProtocolError, match=r"under the name odd lies .*another service"):
+    with pytest.raises(ProtocolError, match=r"the entry of odd is .*another service"):
         ours.find("odd")
 
 

@@ -34,7 +34,7 @@ def test_what_the_kernel_is_told() -> None:
 
 def test_what_the_kernel_answers() -> None:
     assert nvmeof.controller_in("instance=12,cntlid=3\n") == "nvme12"
-    with pytest.raises(Unavailable, match="not understood"):
+    with pytest.raises(Unavailable, match="not supported"):
         nvmeof.controller_in("cntlid=3\n")
 
 
