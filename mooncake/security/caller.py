@@ -11,10 +11,10 @@ from mooncake.security.identity import Identity, process_identity
 
 
 class HttpClientAuth:
-    """Asks as ``identity`` says (by default this process's).
+    """A client's side: URL scheme and headers of requests as ``identity`` (by default the process's).
 
     Args:
-        is_plain: without TLS whatever the identity says, for engines of others, which have none of ours.
+        is_plain: no TLS with any identity, for foreign engines, which have no certificate of the cluster.
     """
 
     def __init__(self, identity: Identity | None = None, is_plain: bool = False) -> None:
@@ -27,5 +27,5 @@ class HttpClientAuth:
         return f"{'https' if self.tls is not None else 'http'}://{address}{path}"
 
     def headers(self, method: str, path: str, body: bytes = b"") -> dict[str, str]:
-        """What to send besides; ``path`` with its query, as it is sent."""
+        """Headers that authenticate the request; ``path`` includes its query, as it is sent."""
         return {} if self._signer is None else self._signer.headers(method, path, body)

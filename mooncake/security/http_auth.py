@@ -1,7 +1,7 @@
-"""What stands before an HTTP application: who asks, by certificate and by signature, before it is asked.
+"""Authentication of HTTP requests, by certificate and by signature, as ASGI middleware.
 
-An ASGI application around another one. It reads nothing of a request's body until its header has proven who
-sent it, and passes a body on whose digest is the signed one. What it found is in the request's scope, under
+It reads nothing of a request's body until the header has authenticated the sender,
+and passes a body on only if its digest is the signed one. The principal is in the request's scope, under
 ``PRINCIPAL``; the server puts the peer's certificate there under ``CERTIFICATE`` (``mooncake.http.server``).
 """
 
@@ -32,12 +32,12 @@ Send = Callable[[Message], Awaitable[None]]
 
 
 class HttpAuth:
-    """``app``, for those of ``levels`` only.
+    """Middleware that admits only principals of ``levels`` to ``app``.
 
     Args:
-        identity: what is asked for; by default as this process's.
-        open_paths: answered to everybody.
-        api_key: whoever brings it (``AdminKey``) counts as an administrator; empty: nobody does.
+        identity: the required credentials; by default those of the process's identity.
+        open_paths: paths that need no authentication.
+        api_key: key with which a request counts as an administrator's (``AdminKey``); empty for none.
     """
 
     def __init__(
@@ -67,16 +67,20 @@ class HttpAuth:
             return
         principal = scope[PRINCIPAL]
         if not principal.is_open and principal.level not in self._levels:
-            await _refuse(send, 403, f"this is for {', '.join(sorted(self._levels))}; you are {principal}")
+            await _refuse(
+                send,
+                403,
+                f"only for {', '.join(sorted(self._levels))}; the credential is that of {principal}",
+            )
             return
         await self._app(scope, receive if digest is None else _checked(receive, digest), send)
 
     def _principal(self, scope: Scope) -> tuple[Principal, bytes | None]:
-        """Who asks, and the digest that the body must have; raises AccessDenied."""
+        """The request's principal, and the digest that the body must have; raises AccessDenied."""
         if self._identity.is_open:
             return OPEN, None
-        said = {key.decode("latin-1"): value.decode("latin-1") for key, value in scope["headers"]}
-        if self._admin_key.matches(said):
+        headers = {key.decode("latin-1"): value.decode("latin-1") for key, value in scope["headers"]}
+        if self._admin_key.matches(headers):
             return Principal(Role.ADMIN), None
         certified = principal_of(scope.get(CERTIFICATE)) if self._identity.has_tls else None
         if self._verifier is None:
@@ -95,7 +99,7 @@ class HttpAuth:
 
 
 def _checked(receive: Receive, digest: bytes) -> Receive:
-    """The body as it comes; if it is another than was signed, the connection ends in place of it."""
+    """Pass the body on; when its digest is not the signed one, disconnect in place of its end."""
     seen = hashlib.sha256()
 
     async def checked() -> Message:

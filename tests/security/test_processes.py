@@ -88,7 +88,7 @@ def test_a_master_with_a_key_answers_no_stranger(environment: dict[str, str]) ->
             m.RemoveMatching("", True),
         ):
             client = BlockingClient(address, m.REPLIES, is_patient=False)
-            with pytest.raises(MooncakeError, match="who are you"):
+            with pytest.raises(MooncakeError, match="not authenticated"):
                 client.call(message, PATIENCE_S)
             client.close()
 
@@ -98,7 +98,7 @@ def test_a_program_with_the_key_in_its_environment_is_a_member(environment: dict
     with started(*MASTER, environment=environment) as (_, line):
         with started("-c", ask.format(master_of(line)), environment=environment) as (_, said):
             assert said == "ready [False]\n"
-        with Store(master_of(line)) as store, pytest.raises(MooncakeError, match="who are you"):
+        with Store(master_of(line)) as store, pytest.raises(MooncakeError, match="not authenticated"):
             store.connect()
 
 
@@ -114,7 +114,7 @@ def test_an_engine_with_a_key_tells_no_stranger_its_keys(environment: dict[str, 
     )
     with started("-c", serve, environment=environment) as (_, line):
         client = HandshakeClient()
-        with pytest.raises(MooncakeError, match="who are you"):
+        with pytest.raises(MooncakeError, match="not authenticated"):
             client.describe(line.split()[1], PATIENCE_S)
         client.close()
 

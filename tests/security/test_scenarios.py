@@ -231,7 +231,7 @@ async def heard(port: int, *pieces: bytes) -> bytes:
 
 
 def is_only_a_question(said: bytes) -> bool:
-    """Nothing, an alert of TLS, or "who are you?"."""
+    """Nothing, an alert of TLS, or "not authenticated?"."""
     if not said or said[0] == 21:
         return True
     replies = decoder_for([Challenge])
@@ -475,7 +475,7 @@ async def test_the_metadata_service_asks_who_one_is(cluster: Cluster, theirs: Cl
     client = cluster.member(Role.CLIENT, "acme")
     theirs_of_us = make_backend(url, tls=client.client_tls, signer=client.signer())
     await asyncio.to_thread(theirs_of_us.put, "acme/own", b"1")
-    with pytest.raises((AccessDenied, ProtocolError), match="another's"):
+    with pytest.raises((AccessDenied, ProtocolError), match="another client"):
         await asyncio.to_thread(theirs_of_us.put, "mooncake/ram/node", b"mine")
     assert entries.get("mooncake/ram/node", 0.0) == b"descriptor"
     for one in (member, theirs_of_us):
