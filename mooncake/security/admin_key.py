@@ -36,7 +36,7 @@ class AdminKey:
         return bool(self._key) and hmac.compare_digest(_given(headers).encode(), self._key)
 
     def refusal(self, headers: Mapping[str, str], principal: Principal | None = None) -> KeyRefusal | None:
-        """Check a call; None allows it. ``principal`` is that of the cluster's credential, if there is one."""
+        """Check a call; None allows it. ``principal`` is that of the cluster credential, if any."""
         if principal is not None and not principal.is_open and principal.level in NODES_AND_ADMINS:
             return None
         if self.matches(headers):

@@ -146,7 +146,7 @@ class ServerGreeting:
         return Challenge(self._nonce, _mac(found, b"server", hello.nonce, self._nonce, self._binding))
 
     def prove(self, proof: Proof) -> Principal:
-        """Check the client's proof; raises AccessDenied for another key, or another principal's certificate."""
+        """Check the client's proof; raises AccessDenied for another key or principal's certificate."""
         if self._challenged is None or self.principal is not None:
             raise ProtocolError("it sent an unexpected proof")
         credential, nonce = self._challenged

@@ -1,6 +1,6 @@
-"""Authentication of HTTP requests, by certificate and by signature, as ASGI middleware.
+"""Authentication of HTTP requests, by certificate and by signature: ASGI middleware, and the client's side.
 
-It reads nothing of a request's body until the header has authenticated the sender,
+The middleware reads nothing of a request's body until the header has authenticated the sender,
 and passes a body on only if its digest is the signed one. The principal is in the request's scope, under
 ``PRINCIPAL``; the server puts the peer's certificate there under ``CERTIFICATE`` (``mooncake.http.server``).
 """
@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import hashlib
 import hmac
+import ssl
 from collections.abc import Awaitable, Callable, Collection, MutableMapping
 from typing import Any
 
@@ -119,3 +120,24 @@ async def _refuse(send: Send, status: int, reason: str) -> None:
     headers.append((b"connection", b"close"))
     await send({"type": "http.response.start", "status": status, "headers": headers})
     await send({"type": "http.response.body", "body": body})
+
+
+class HttpClientAuth:
+    """A client's side: URL scheme and headers of requests as ``identity`` (by default the process's).
+
+    Args:
+        is_plain: no TLS with any identity, for foreign engines, which have no certificate of the cluster.
+    """
+
+    def __init__(self, identity: Identity | None = None, is_plain: bool = False) -> None:
+        identity = identity or process_identity()
+        self._signer = identity.signer()
+        self.tls: ssl.SSLContext | None = None if is_plain else identity.client_tls
+
+    def url(self, address: str, path: str) -> str:
+        """``address``: ``host:port``."""
+        return f"{'https' if self.tls is not None else 'http'}://{address}{path}"
+
+    def headers(self, method: str, path: str, body: bytes = b"") -> dict[str, str]:
+        """Headers that authenticate the request; ``path`` includes its query, as it is sent."""
+        return {} if self._signer is None else self._signer.headers(method, path, body)

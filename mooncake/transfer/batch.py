@@ -1,6 +1,7 @@
 """One batch's state machine: slices are assigned to paths, a failed path is replaced by the next.
 
-The batch knows only names of paths and which slices each can carry. It moves nothing and reads no
+The batch knows only names of paths and which slices each can carry; the slices themselves are the rows of
+``TransferColumns``, the form that the native side takes. It moves nothing and reads no
 clock: ``PartDone`` and ``now`` go in, ``Carry`` and ``Finish`` come out. A batch finishes when none
 of its parts is under way, failed or not, because only then is its memory unused. Moving a
 slice twice is harmless (the same bytes to the same place), so a retry repeats the whole part.
@@ -17,16 +18,20 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 
+from mooncake.errors import InvalidArgument
 from mooncake.machine import Wake
 from mooncake.transfer.descriptor import Column, scheme_of
 from mooncake.transfer.rails import Rails
 
 Indices = npt.NDArray[np.int64]
 Flags = npt.NDArray[np.bool_]
+Addresses = Sequence[int] | npt.NDArray[np.unsignedinteger[Any]] | npt.NDArray[np.signedinteger[Any]]
+"""Numbers, one per slice."""
 
 OK = 0
 """The status of success. Others are opaque here except ``RETRIED_STATUSES`` and ``TIMED_OUT``."""
@@ -379,3 +384,54 @@ def _tiers_of(paths: Mapping[str, Flags | None]) -> list[list[str]]:
     for path in paths:
         tiers.setdefault(scheme_of(path), []).append(path)
     return list(tiers.values())
+
+
+@dataclass(slots=True)
+class TransferColumns:
+    """The rows of a batch."""
+
+    local: Column
+    remote: Column
+    lengths: Column
+    origin: Indices | None = None
+    "After ``cut``: for each row, the row of ``whole`` that it is a part of."
+    whole: TransferColumns | None = None
+
+    def cut(self, max_bytes: int) -> TransferColumns:
+        """The same bytes in rows of at most ``max_bytes``."""
+        if not len(self.lengths) or int(self.lengths.max()) <= max_bytes:
+            return self
+        num_parts = np.maximum(1, -(-self.lengths.astype(np.int64) // max_bytes))
+        origin = np.repeat(np.arange(len(self.lengths)), num_parts)
+        part = np.arange(len(origin)) - np.repeat(np.cumsum(num_parts) - num_parts, num_parts)
+        offset = part.astype(np.uint64) * np.uint64(max_bytes)
+        lengths = np.minimum(self.lengths[origin] - offset, np.uint64(max_bytes))
+        return TransferColumns(
+            self.local[origin] + offset, self.remote[origin] + offset, lengths, origin, self
+        )
+
+    def rows(self, carry: Carry) -> tuple[Column, Column, Column]:
+        if carry.slices is None:
+            return self.local, self.remote, self.lengths
+        return self.local[carry.slices], self.remote[carry.slices], self.lengths[carry.slices]
+
+
+def transfer_columns(local: Addresses, remote: Addresses, lengths: Addresses) -> TransferColumns:
+    """Columns as the native side takes them.
+
+    Raises:
+        InvalidArgument: not one number per slice, or negative ones.
+    """
+    try:
+        columns = TransferColumns(
+            np.asarray(local, dtype=np.uint64),
+            np.asarray(remote, dtype=np.uint64),
+            np.asarray(lengths, dtype=np.uint64),
+        )
+    except (OverflowError, TypeError, ValueError) as error:
+        raise InvalidArgument("columns", error, "integers of 0 to 2**64 - 1, one per slice") from error
+    shape = columns.lengths.shape
+    if len(shape) != 1 or columns.local.shape != shape or columns.remote.shape != shape:
+        shapes = (columns.local.shape, columns.remote.shape, shape)
+        raise InvalidArgument("columns", shapes, "three columns of equal length")
+    return columns

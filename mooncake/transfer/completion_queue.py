@@ -1,14 +1,18 @@
 """Queues of submitted batches: completions of parts go in, completions of batches come out.
 
 Most batches are one part on one path and pass straight through. When a path fails, the retry is made
-here, by the thread that drains the queue; the queue has no thread of its own.
+here, by the thread that drains the queue; the queue has no thread of its own. On an event loop the queue's
+eventfd wakes the loop, which hands each completion to the future that waits for it.
 """
 
 from __future__ import annotations
 
+import asyncio
+import contextlib
 import itertools
 import threading
 import time
+import weakref
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Protocol
@@ -18,8 +22,15 @@ from prometheus_client import Counter
 from mooncake.errors import InvalidArgument
 from mooncake.log import get_logger
 from mooncake.metrics import registry
-from mooncake.transfer.batch import Batch, Carry, Finish, Indices, PartDone, StartBatch
-from mooncake.transfer.columns import TransferColumns
+from mooncake.transfer.batch import (
+    Batch,
+    Carry,
+    Finish,
+    Indices,
+    PartDone,
+    StartBatch,
+    TransferColumns,
+)
 from mooncake.transfer.descriptor import Column
 from mooncake.transfer.transports import (
     SCHEMES,
@@ -274,3 +285,45 @@ def unregistered_error(op: Op, columns: TransferColumns, row: int) -> InvalidArg
     where = f"[{int(rows.local[row]):#x}, +{int(rows.lengths[row])})"
     need = "registered memory" if op == Op.WRITE else "registered, writable memory"
     return InvalidArgument(f"local[{row}]", where, f"{need}; call register() first")
+
+
+class AsyncCompletionQueue:
+    """Completions of one event loop's transfers, handed to the futures that wait for them."""
+
+    def __init__(self, loop: asyncio.AbstractEventLoop) -> None:
+        self._queue = CompletionQueue()
+        self._loop_ref = weakref.ref(loop)
+        self._futures: dict[int, asyncio.Future[Completion]] = {}
+        self._tokens = itertools.count()
+        loop.add_reader(self._queue.fileno(), self._arrive)
+
+    def expect(self) -> tuple[int, asyncio.Future[Completion]]:
+        token = next(self._tokens)
+        loop = self._loop_ref()
+        assert loop is not None
+        future: asyncio.Future[Completion] = loop.create_future()
+        self._futures[token] = future
+        return token, future
+
+    def forget(self, token: int) -> None:
+        del self._futures[token]
+
+    def start(self, move: BatchTransfer) -> None:
+        self._queue.start(move)
+
+    def _arrive(self) -> None:
+        for completion in self._queue.drain():
+            future = self._futures.pop(completion.token)
+            if not future.done():
+                future.set_result(completion)
+
+
+async def wait_until_done(future: asyncio.Future[Completion]) -> Completion:
+    """The result; a cancellation, and each that follows it, is delivered only when the transfer has ended."""
+    try:
+        return await asyncio.shield(future)
+    except asyncio.CancelledError:
+        while not future.done():
+            with contextlib.suppress(asyncio.CancelledError):
+                await asyncio.wait([future])
+        raise

@@ -40,7 +40,7 @@ from mooncake.transfer.transports import (
     Transport,
     make_transport,
 )
-from mooncake.transfer.transports.cuda import CudaTransport
+from mooncake.transfer.transports.cuda import DeviceMemoryTransport
 from mooncake.transfer.transports.file import FileTransport, flush, open_file, provide
 
 _numbers = itertools.count()
@@ -91,8 +91,8 @@ class TransferEngine(TransferMethods):
         self._transports: dict[str, Transport] = {}
         self._client = HandshakeClient(identity)
         self.exchange = self._client.exchange
-        neighbours = PeerTable(settings, self._host, self._transports, self._client)
-        super().__init__(settings, neighbours, discover().matrix() if "rdma" in settings.transports else {})
+        peers = PeerTable(settings, self._host, self._transports, self._client)
+        super().__init__(settings, peers, discover().matrix() if "rdma" in settings.transports else {})
         self._inbox = NotificationInbox()
         self._talkers: list[Listener | HandshakeClient | NameService] = [self._client]
         self._finalizer = weakref.finalize(
@@ -209,7 +209,7 @@ class TransferEngine(TransferMethods):
         if not is_location(location):
             raise InvalidArgument("location", location, "cpu:<numa node>, cuda:<gpu> or *")
         cuda = self._transports.get("cuda")
-        region = cuda.register(buffer) if isinstance(cuda, CudaTransport) else None
+        region = cuda.register(buffer) if isinstance(cuda, DeviceMemoryTransport) else None
         if region is None and device_span_of(buffer) is not None:
             self._cuda()  # raises with the reason
         if region is None:
@@ -241,13 +241,13 @@ class TransferEngine(TransferMethods):
         """
         self._cuda().pin(region)
 
-    def _cuda(self) -> CudaTransport:
+    def _cuda(self) -> DeviceMemoryTransport:
         if "cuda" not in self.settings.transports:
             raise InvalidArgument("transports", self.settings.transports, "a list with cuda")
         if "cuda" not in self._transports:
             self._transports["cuda"] = make_transport("cuda", self)  # or raises with what is missing
         cuda = self._transports["cuda"]
-        assert isinstance(cuda, CudaTransport)
+        assert isinstance(cuda, DeviceMemoryTransport)
         return cuda
 
     def register_all(self, buffers: Iterable[Any]) -> list[Region]:
@@ -505,7 +505,7 @@ class TransferEngine(TransferMethods):
 def _shut_down(
     owner_pid: int,
     talkers: list[Listener | HandshakeClient | NameService],
-    neighbours: PeerTable,
+    peers: PeerTable,
     regions: RegionTable,
     owned: dict[int, Region],
     transports: dict[str, Transport],
@@ -514,7 +514,7 @@ def _shut_down(
         return  # a forked child: everything here belongs to its parent
     for talker in talkers:
         talker.close()
-    neighbours.close()
+    peers.close()
     regions.remove_all()
     owned.clear()
     for transport in transports.values():

@@ -15,8 +15,7 @@ import numpy.typing as npt
 
 from mooncake.errors import AccessDenied, PeerLost, Unavailable
 from mooncake.log import get_logger
-from mooncake.transfer.batch import RETRIED_STATUSES, STATUS_REASONS, TIMED_OUT
-from mooncake.transfer.columns import TransferColumns
+from mooncake.transfer.batch import RETRIED_STATUSES, STATUS_REASONS, TIMED_OUT, TransferColumns
 from mooncake.transfer.descriptor import ON_ONE_HOST, RegionIndex, SegmentDescriptor, rail_of, scheme_of
 from mooncake.transfer.rails import Rails
 from mooncake.transfer.topology import Places

@@ -182,7 +182,9 @@ def test_a_restarted_peer_is_not_taken_for_its_predecessor(near: TransferEngine)
 
 
 def test_another_version(far: TransferEngine) -> None:
-    wanted = rf"far speaks version {VERSION} .* requesting process version {VERSION + 1}; install the same release"
+    wanted = (
+        rf"far speaks version {VERSION} .* requesting process version {VERSION + 1}; install the same release"
+    )
     client = BlockingClient(far.handshake, messages.REPLIES)
     for request in (
         messages.DescribeRequest(VERSION + 1, 0),

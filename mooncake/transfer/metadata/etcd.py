@@ -15,7 +15,7 @@ from typing import Any
 from urllib.parse import urlsplit
 
 from mooncake.errors import InvalidArgument, PeerLost, ProtocolError, Unavailable
-from mooncake.transfer.metadata.connection import HttpConnection
+from mooncake.transfer.metadata.http import HttpConnection
 
 
 class EtcdBackend:

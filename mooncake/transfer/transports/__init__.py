@@ -8,12 +8,13 @@ one transport. Everything here works on columns and completions; the engine plan
 from __future__ import annotations
 
 import importlib
-from collections.abc import Sequence
-from typing import Protocol, runtime_checkable
+from collections.abc import Callable, Sequence
+from typing import Protocol, TypeAlias, runtime_checkable
 
 from mooncake._native import (
     Completion,
     Op,
+    Peer,
     Region,
     RegionTable,
     Status,
@@ -31,6 +32,7 @@ __all__ = [
     "Completion",
     "HandshakeExchange",
     "MultiRailTransport",
+    "NativeConnection",
     "NativeQueue",
     "NegotiatedConnection",
     "NegotiatedTransport",
@@ -224,12 +226,38 @@ class TransportContext(Protocol):
     cuda_library: str
 
 
+RegionFilter: TypeAlias = Callable[[Sequence[RegionInfo]], list[tuple[int, int, int]]]
+"""Picks the regions that a path reaches, as (address, size in bytes, key)."""
+
+
+class NativeConnection:
+    """Connection to one peer through a native one: passes columns down; nothing can be mapped."""
+
+    def __init__(self, peer: Peer, reachable: RegionFilter) -> None:
+        self._peer = peer
+        self._reachable = reachable
+        self.run = peer.run
+        self.submit = peer.submit
+        self.cancel = peer.cancel
+        self.close = peer.close
+
+    @property
+    def is_lost(self) -> bool:
+        return self._peer.is_lost
+
+    def view(self, address: int, size_bytes: int, timeout_s: float) -> View | None:
+        return None
+
+    def set_regions(self, regions: Sequence[RegionInfo]) -> None:
+        self._peer.set_remote(self._reachable(regions))
+
+
 SCHEMES = {
     "file": "mooncake.transfer.transports.file:FileTransport",
     "local": "mooncake.transfer.transports.local:LocalTransport",
-    "rdma": "mooncake.transfer.transports.rdma:RdmaTransport",
-    "shm": "mooncake.transfer.transports.shm:ShmTransport",
-    "cuda": "mooncake.transfer.transports.cuda:CudaTransport",
+    "rdma": "mooncake.transfer.transports.rdma:VerbsTransport",
+    "shm": "mooncake.transfer.transports.shm:SharedMemoryTransport",
+    "cuda": "mooncake.transfer.transports.cuda:DeviceMemoryTransport",
     "tcp": "mooncake.transfer.transports.tcp:TcpTransport",
 }
 

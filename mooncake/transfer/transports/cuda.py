@@ -25,11 +25,10 @@ from mooncake.errors import (
 )
 from mooncake.transfer.descriptor import RegionInfo
 from mooncake.transfer.memory import device_span_of
-from mooncake.transfer.transports import PeerConnection, TransportContext
-from mooncake.transfer.transports.carrier import NativeConnection
+from mooncake.transfer.transports import NativeConnection, PeerConnection, TransportContext
 
 
-class CudaTransport:
+class DeviceMemoryTransport:
     """Transport for device memory.
 
     Raises:

@@ -29,8 +29,7 @@ from mooncake.errors import (
 )
 from mooncake.log import get_logger
 from mooncake.transfer.descriptor import RegionInfo
-from mooncake.transfer.transports import PeerConnection, TransportContext
-from mooncake.transfer.transports.carrier import NativeConnection
+from mooncake.transfer.transports import NativeConnection, PeerConnection, TransportContext
 
 log = get_logger(__name__)
 

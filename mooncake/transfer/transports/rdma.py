@@ -193,7 +193,7 @@ _STATUS: dict[type[BaseException], Status] = {
 }
 
 
-class RdmaTransport:
+class VerbsTransport:
     needs_handshake = True
 
     def __init__(self, site: TransportContext) -> None:

@@ -12,8 +12,7 @@ from mooncake import _native
 from mooncake._native import Status, View
 from mooncake.errors import AccessDenied, DeadlineExceeded, PeerLost
 from mooncake.transfer.descriptor import RegionInfo
-from mooncake.transfer.transports import PeerConnection, TransportContext
-from mooncake.transfer.transports.carrier import NativeConnection
+from mooncake.transfer.transports import NativeConnection, PeerConnection, TransportContext
 
 
 class ShmConnection(NativeConnection):
@@ -25,7 +24,7 @@ class ShmConnection(NativeConnection):
         return self._shm.view(address, size_bytes, timeout_s)
 
 
-class ShmTransport:
+class SharedMemoryTransport:
     def __init__(self, site: TransportContext) -> None:
         self._native = _native.ShmTransport(site.regions, site.epoch)
         self.endpoint = self._native.endpoint

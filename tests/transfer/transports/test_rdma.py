@@ -18,7 +18,13 @@ import pytest
 from mooncake.errors import InvalidArgument, MooncakeError, Unavailable
 from mooncake.metrics import registry
 from mooncake.transfer import Op, Status, TransferEngine, TransferSettings
-from mooncake.transfer.transports.rdma import MAX_LANES, RdmaTransport, SetupRequest, pairs_of, usable_devices
+from mooncake.transfer.transports.rdma import (
+    MAX_LANES,
+    SetupRequest,
+    VerbsTransport,
+    pairs_of,
+    usable_devices,
+)
 
 MIB = 1 << 20
 
@@ -61,9 +67,9 @@ def engines() -> Iterator[tuple[TransferEngine, TransferEngine]]:
         yield near, far
 
 
-def rdma_of(engine: TransferEngine) -> RdmaTransport:
+def rdma_of(engine: TransferEngine) -> VerbsTransport:
     transport = engine._transports["rdma"]
-    assert isinstance(transport, RdmaTransport)
+    assert isinstance(transport, VerbsTransport)
     return transport
 
 

@@ -14,7 +14,7 @@ import pytest
 
 from mooncake.errors import PeerLost
 from mooncake.transfer import Op, Status, TransferEngine, TransferSettings
-from mooncake.transfer.transports.shm import ShmTransport
+from mooncake.transfer.transports.shm import SharedMemoryTransport
 
 SHM = TransferSettings(transports=("shm",))
 
@@ -75,7 +75,7 @@ def test_a_region_is_mapped_in_parts_of_any_size() -> None:
 
 def test_nobody_at_the_socket() -> None:
     with TransferEngine(SHM) as engine:
-        transport = ShmTransport(engine)
+        transport = SharedMemoryTransport(engine)
         for endpoint in ("mooncake-nobody", "", "x" * 300):
             with pytest.raises(PeerLost, match="gone"):
                 transport.connect(endpoint, 1, [], 1.0)
