@@ -127,7 +127,7 @@ class Cuda : public std::enable_shared_from_this<Cuda> {
 
   const std::vector<DeviceInfo>& devices() const { return infos_; }
 
-  // Registers device memory of somebody else; null and `why` when it is none.
+  // Registers device memory that another owner allocated; null and `why` when it is no device memory.
   RegionRef add(RegionTable& table, uint64_t address, uint64_t size, bool is_writable, std::string& why);
   // Zeroed device memory, freed with the region.
   RegionRef allocate(RegionTable& table, int device, uint64_t size, std::string& why);

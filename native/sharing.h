@@ -89,7 +89,7 @@ class SharingPeer : public Peer {
   std::condition_variable answered_;
 };
 
-// A peer whose mapped regions are memory, which somebody copies portion by portion.
+// A peer whose mapped regions are memory, which a subclass copies portion by portion.
 class CopyingPeer : public SharingPeer {
  public:
   using SharingPeer::SharingPeer;
@@ -155,7 +155,7 @@ class SharingTransport : public RegionListener {
   void serve();
   void watch(std::unique_ptr<Link> link);
   void accept_one();
-  void drop_strangers();
+  void drop_ungreeted();
   bool handle(Link& link);  // false: the link is over
   bool serve_request(Link& link, const SharingMessage& message);
   void drop(Link* link);
@@ -163,7 +163,7 @@ class SharingTransport : public RegionListener {
   const uint64_t epoch_;
   std::string name_;
   int listener_ = -1, epoll_ = -1, wakeup_ = -1;
-  size_t num_strangers_ = 0;  // links not greeted yet; the thread's own
+  size_t num_ungreeted_ = 0;  // links not greeted yet; the thread's own
   std::mutex mutex_;
   std::condition_variable revoked_;
   std::unordered_map<int, std::unique_ptr<Link>> links_;

@@ -20,7 +20,7 @@ enum class Op : uint8_t {
 enum class Status : uint8_t {
   kOk = 0,
   kPeerLost = 1,       // the connection broke, was refused, or the peer is gone
-  kAccessDenied = 2,   // the target has no such range under that key (any more)
+  kAccessDenied = 2,   // the target has no such range under that key, or no longer
   kCancelled = 3,      // cancel(), close(), or the local memory was unregistered
   kTimedOut = 4,       // the deadline passed first
   kUnregistered = 5,   // local memory of a slice was never registered; nothing was started

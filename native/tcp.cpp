@@ -132,7 +132,7 @@ class Conversation {
   }
 
   // Moves everything. True: all requests are answered and the lanes are clean, though the peer may
-  // have refused some (status()). False: the lanes are of no use any more.
+  // have refused some (status()). False: the lanes can no longer be used.
   bool drive() {
     while (true) {
       for (bool again = true; again;) {  // one frame per lane in turn, so that lanes share the job

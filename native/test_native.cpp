@@ -134,7 +134,7 @@ void test_wire() {
   assert(!wire::is_request(frame));
 }
 
-// Two processes in one: `near` moves, `far` lends a region with untouchable margins.
+// Two processes in one: `near` moves, `far` exposes a region with untouchable margins.
 struct Pair {
   static constexpr uint64_t kSize = 300'000, kMargin = 512;
   std::shared_ptr<RegionTable> near = std::make_shared<RegionTable>(), far = std::make_shared<RegionTable>();
@@ -161,7 +161,7 @@ struct Pair {
       peer = near_shm->connect(far_shm->endpoint(), 7, published(*far), Clock::now() + 5s, status);
       assert(peer && status == Status::kOk);
       assert(!near_shm->connect(far_shm->endpoint(), 6, {}, Clock::now() + 5s, status) && status == Status::kPeerLost);
-      assert(!near_shm->connect("mooncake-nobody", 7, {}, Clock::now() + 5s, status) && status == Status::kPeerLost);
+      assert(!near_shm->connect("mooncake-missing", 7, {}, Clock::now() + 5s, status) && status == Status::kPeerLost);
     }
   }
   ~Pair() {
@@ -417,7 +417,7 @@ void test_client_robustness() {
   close(listener);
 }
 
-// Strangers at the shared-memory socket.
+// Unauthenticated clients at the shared-memory socket.
 void test_shm_robustness() {
   auto table = std::make_shared<RegionTable>();
   std::string error;

@@ -166,7 +166,7 @@ std::shared_ptr<TlsContext> TlsContext::make(const TlsFiles& files, bool check_h
   library.SSL_CTX_set_default_read_buffer_len(made, kReadBuffer);
   library.SSL_CTX_set_options(made, kIgnoreUnexpectedEnd);
   library.SSL_CTX_set_ciphersuites(made, "TLS_AES_128_GCM_SHA256:TLS_AES_256_GCM_SHA384:TLS_CHACHA20_POLY1305_SHA256");
-  library.SSL_CTX_set_num_tickets(made, 0);  // a lane at rest must be silent, and nobody resumes
+  library.SSL_CTX_set_num_tickets(made, 0);  // a lane at rest must be silent, and sessions are not resumed
   library.SSL_CTX_set_default_passwd_cb(made, no_password);
   field = "tls_cert";
   if (library.SSL_CTX_use_certificate_chain_file(made, files.certificate.c_str()) != 1)

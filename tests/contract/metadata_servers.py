@@ -97,9 +97,9 @@ class MetadataServer:
                 break
             except (MooncakeError, OSError) as error:
                 if self._process.poll() is not None or time.monotonic() > deadline:
-                    told = open(f"{self._folder.name}/log", errors="replace").read()[-2000:]  # noqa: SIM115
+                    output = open(f"{self._folder.name}/log", errors="replace").read()[-2000:]  # noqa: SIM115
                     self.stop()
-                    raise AssertionError(f"{self.kind} does not start: {error}\n{told}") from error
+                    raise AssertionError(f"{self.kind} does not start: {error}\n{output}") from error
                 time.sleep(0.02)
         backend.close()
 

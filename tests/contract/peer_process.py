@@ -28,7 +28,7 @@ def engine_with(transport: str, num_streams: int = 0) -> TransferEngine:
 def lend(engine: TransferEngine, transport: str, size_bytes: int) -> Region:
     """Memory that peers reach over this transport; for ``file`` and ``tcp-file`` a file."""
     if transport.endswith("file"):
-        descriptor, path = tempfile.mkstemp(prefix="mooncake-lent-")
+        descriptor, path = tempfile.mkstemp(prefix="mooncake-region-")
         os.close(descriptor)
         weakref.finalize(engine, Path(path).unlink, missing_ok=True)
         return engine.open_file(path, size_bytes)

@@ -9,8 +9,7 @@ import socket
 import subprocess
 import sys
 import threading
-import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 
 import msgspec
 import numpy as np
@@ -32,6 +31,7 @@ from mooncake.transfer.metadata import Backend, make_backend
 from mooncake.transfer.metadata.etcd import members_of
 from mooncake.transfer.name_service import metadata_key
 from tests.contract.metadata_servers import KINDS, MetadataServer, free_port, has_ipv6
+from tests.waiting import wait_until
 
 P2P = "P2PHANDSHAKE"
 
@@ -69,13 +69,6 @@ def backend(server: MetadataServer) -> Iterator[Backend]:
 def metadata(request: pytest.FixtureRequest, servers: dict[str, MetadataServer]) -> str:
     """What ``TransferSettings.metadata`` is set to."""
     return P2P if request.param == "p2p" else started(request.param, servers).url
-
-
-def until(condition: Callable[[], bool], what: str, patience_s: float = 60.0) -> None:
-    deadline = time.monotonic() + patience_s
-    while not condition():
-        assert time.monotonic() < deadline, f"{what} did not happen within {patience_s} s"
-        time.sleep(0.02)
 
 
 # Keys and values -----------------------------------------------------------------------------------
@@ -137,7 +130,7 @@ def test_entries_expire_unless_they_are_put_again(backend: Backend) -> None:
     backend.put("freed", b"1", ttl_s=1)
     backend.put("freed", b"2")
     assert backend.get("gone") in (b"1", None)
-    until(lambda: backend.get("gone") is None, "expiry")
+    wait_until(lambda: backend.get("gone") is None, "expiry")
     assert (backend.get("kept"), backend.get("freed")) == (b"2", b"2")
     assert backend.list("") == ["freed", "kept"]
 
@@ -189,7 +182,7 @@ def test_a_service_that_is_restarted(server: MetadataServer, backend: Backend) -
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_nobody_there(kind: str) -> None:
+def test_no_service_there(kind: str) -> None:
     url = f"{kind}://127.0.0.1:{free_port()}"
     with pytest.raises(PeerLost, match=r"127\.0\.0\.1:\d+.*is it running"):
         make_backend(url).get("k")
@@ -362,9 +355,9 @@ def test_probes(metadata: str) -> None:
             assert alive is not None and (alive.name, alive.epoch) == (far.name, far.epoch)
         if metadata == P2P:
             with pytest.raises(InvalidArgument, match="host:port"):
-                near.probe("nobody")
+                near.probe("missing")
         else:
-            assert near.probe("nobody") is None
+            assert near.probe("missing") is None
             near.publish()
             with pytest.raises(Unavailable, match="handshake_port=0"):
                 far.probe(near.name)
@@ -468,7 +461,7 @@ async def test_a_restarted_peer_is_never_written_to_by_mistake(metadata: str) ->
                 assert [done.status for done in queue.drain(timeout_s=60)] == [Status.PEER_LOST]
                 assert not near.refresh(segment)
             assert "was restarted" in segment.reason and "open it again" in segment.reason
-            assert near.run(Op.WRITE, segment, *columns).status == Status.PEER_LOST, "and for ever"
+            assert near.run(Op.WRITE, segment, *columns).status == Status.PEER_LOST, "and it stays so"
             assert (memory == 7).all(), "bytes for the first process landed in the second one's memory"
             again = found(near, name)
             assert again is not segment
@@ -535,7 +528,7 @@ def kill_and_come_back(metadata: str, transports: tuple[str, ...]) -> None:
             assert done.status in (Status.PEER_LOST, Status.OK)  # a dead one's memory, while we have it
             return done.status == Status.PEER_LOST
 
-        until(is_lost, "noticing that the peer is gone")
+        wait_until(is_lost, "noticing that the peer is gone")
         second = PeerProcess(metadata, tcp, handshake)
         try:
             for address in (first.address, second.address):
@@ -601,7 +594,7 @@ def test_a_service_that_restarts_empty_fills_again(server: MetadataServer) -> No
             encoded = asker.get(metadata_key("far"))
             return encoded is not None and len(decode_descriptor(encoded).regions) == 2
 
-        until(is_back, "the descriptor to be put again")
+        wait_until(is_back, "the descriptor to be put again")
         here = near.allocate(4096)
         assert near.run(Op.WRITE, segment, [here.address], [late.address], [9]).status == Status.OK
         asker.close()
@@ -618,14 +611,16 @@ def test_an_entry_outlives_its_ttl_and_not_its_process(servers: dict[str, Metada
     backend = make_backend(server.url, timeout_s=30)
     try:
         assert peer.stdout is not None and peer.stdout.readline()
-        until(lambda: backend.get(metadata_key("mortal")) is not None, "publishing")
+        wait_until(lambda: backend.get(metadata_key("mortal")) is not None, "publishing")
         backend.put("marker", b"", ttl_s=2.5)
-        until(lambda: backend.get("marker") is None, "the time of more than one life to pass")
-        until(lambda: backend.get(metadata_key("mortal")) is not None, "being there after its first life", 20)
+        wait_until(lambda: backend.get("marker") is None, "the time of more than one life to pass")
+        wait_until(
+            lambda: backend.get(metadata_key("mortal")) is not None, "being there after its first life", 20
+        )
     finally:
         peer.kill()
         peer.communicate()
-    until(lambda: backend.get(metadata_key("mortal")) is None, "expiry")
+    wait_until(lambda: backend.get(metadata_key("mortal")) is None, "expiry")
     backend.close()
 
 

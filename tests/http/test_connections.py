@@ -97,7 +97,7 @@ def test_a_header_has_a_bound() -> None:
     assert connections.received(one, 100, 1.0)
     assert not connections.received(one, 1, 1.0)
     connections.header_received(one, 1.0)
-    assert connections.received(one, 10_000, 1.0), "a body is somebody else's affair"
+    assert connections.received(one, 10_000, 1.0), "a body is not limited here"
 
 
 def test_room_is_made_by_who_has_asked_for_nothing() -> None:

@@ -29,6 +29,7 @@ from mooncake.http.server import (
     serve_metrics,
 )
 from mooncake.security import Identity, SecuritySettings
+from tests.waiting import until
 
 app = FastAPI()
 
@@ -150,9 +151,7 @@ async def test_who_does_not_go_on_is_cut(said: bytes) -> None:
         answer = await to_the_end(reader)
         assert (b"hello" in answer) == (b"\r\n\r\n" in said and b"GET" in said)
         writer.close()
-        async with asyncio.timeout(20):
-            while len(server.acceptor.connections):  # noqa: ASYNC110 (the server tells nobody)
-                await asyncio.sleep(0.01)
+        await until(lambda: not len(server.acceptor.connections))
 
 
 async def test_silent_strangers_make_room_for_who_asks() -> None:
@@ -177,9 +176,7 @@ async def test_who_is_being_served_is_not_cut_for_another() -> None:
     async with edge(made, max_connections=2) as server:
         asked = b"GET /slow HTTP/1.1\r\nHost: x\r\nConnection: close\r\n\r\n"
         served = [await opened(server, asked) for _ in range(2)]
-        async with asyncio.timeout(20):
-            while server.acceptor.connections.count(ConnectionPhase.ANSWER) < 2:  # noqa: ASYNC110
-                await asyncio.sleep(0.01)
+        await until(lambda: server.acceptor.connections.count(ConnectionPhase.ANSWER) >= 2)
         reader, writer = await opened(server, asked)
         assert b"503 Service Unavailable" in await to_the_end(reader)
         writer.close()
@@ -207,9 +204,7 @@ async def test_bodies_share_a_bounded_memory_and_give_it_back() -> None:
     async with edge() as server:
         server.bodies.most_bytes = 2000
         held = [await opened(server, ASK % 901 + b"x" * 900) for _ in range(2)]
-        async with asyncio.timeout(20):
-            while server.bodies.num_held < 1800:  # noqa: ASYNC110
-                await asyncio.sleep(0.01)
+        await until(lambda: server.bodies.num_held >= 1800)
         reader, writer = await opened(server, ASK % 900 + b"x" * 900)
         async with asyncio.timeout(20):
             assert b"503" in await reader.readline()
@@ -219,9 +214,7 @@ async def test_bodies_share_a_bounded_memory_and_give_it_back() -> None:
             async with asyncio.timeout(20):
                 assert b"200" in await reader.readline()
             writer.close()
-        async with asyncio.timeout(20):
-            while server.bodies.num_held:  # noqa: ASYNC110
-                await asyncio.sleep(0.01)
+        await until(lambda: not server.bodies.num_held)
 
 
 async def test_a_header_without_end_is_refused() -> None:
@@ -257,8 +250,7 @@ async def test_who_reads_nothing_is_cut_and_its_answer_ends() -> None:
         stranger.sendall(b"GET / HTTP/1.1\r\nHost: x\r\n\r\n")
         async with asyncio.timeout(20):
             await ended.wait()
-            while len(server.acceptor.connections):  # noqa: ASYNC110
-                await asyncio.sleep(0.01)
+            await until(lambda: not len(server.acceptor.connections))
         stranger.close()
 
 
@@ -279,9 +271,7 @@ async def test_tls_handshakes_have_a_deadline_too(tmp_path: Path) -> None:
         reader, writer = await opened(server)
         assert await to_the_end(reader) == b""
         writer.close()
-        async with asyncio.timeout(20):
-            while len(server.acceptor.connections):  # noqa: ASYNC110
-                await asyncio.sleep(0.01)
+        await until(lambda: not len(server.acceptor.connections))
 
 
 async def test_strangers_in_their_tls_handshakes_make_room(tmp_path: Path) -> None:
@@ -292,8 +282,7 @@ async def test_strangers_in_their_tls_handshakes_make_room(tmp_path: Path) -> No
     async with edge(tls=identity.server_tls, deadlines=patient, max_connections=4) as server:
         idle = [await opened(server) for _ in range(4)]
         async with asyncio.timeout(20):
-            while len(server.acceptor.connections) < 4:  # noqa: ASYNC110
-                await asyncio.sleep(0.01)
+            await until(lambda: len(server.acceptor.connections) >= 4)
             reader, writer = await asyncio.open_connection(
                 "127.0.0.1", server.port, ssl=identity.client_tls, server_hostname="n"
             )

@@ -1,4 +1,4 @@
-"""What strangers and sick clients can cost a server: its limits, over real sockets."""
+"""The limits of a server against unauthenticated and faulty clients, over real sockets."""
 
 from __future__ import annotations
 
@@ -12,6 +12,7 @@ import pytest
 from mooncake.rpc import AsyncClient, Call, Limits, RpcServer
 from mooncake.rpc.limits import REFUSED, default_max_connections
 from mooncake.rpc.wire import OPEN_GREETING, PREFACE, encode, header
+from tests.waiting import until
 
 PATIENCE_S = 30.0
 
@@ -26,13 +27,6 @@ class Answer(msgspec.Struct, array_like=True, tag="answer"):
 
 def answer(message: Ask, call: Call) -> Answer:
     return Answer(bytes(message.size))
-
-
-async def until(condition: Callable[[], bool]) -> None:
-    deadline = asyncio.get_running_loop().time() + PATIENCE_S
-    while not condition():
-        assert asyncio.get_running_loop().time() < deadline
-        await asyncio.sleep(0.005)
 
 
 @pytest.fixture(autouse=True)
@@ -80,7 +74,7 @@ async def with_server(limits: Limits, test: Callable[[RpcServer], Awaitable[None
 @pytest.mark.parametrize(
     "opening", [b"", PREFACE[:-1], OPEN_GREETING[:-1]], ids=["silent", "half a preface", "half a greeting"]
 )
-async def test_whoever_does_not_greet_is_shown_out(opening: bytes) -> None:
+async def test_a_client_that_does_not_greet_is_disconnected(opening: bytes) -> None:
     async def test(server: RpcServer) -> None:
         assert await is_cut(connected(server, opening))
 
@@ -116,7 +110,7 @@ async def test_a_byte_now_and_then_does_not_help() -> None:
     await with_server(Limits(stall_s=0.3), test)
 
 
-async def test_whoever_takes_no_replies_is_cut_off() -> None:
+async def test_a_client_that_takes_no_replies_is_cut_off() -> None:
     async def test(server: RpcServer) -> None:
         deaf = connected(server, OPEN_GREETING + b"".join(encode(i, Ask(1 << 20)) for i in range(7)))
         await until(lambda: len(server.connections) == 2)
@@ -140,7 +134,7 @@ async def test_sizes_and_numbers_are_bounded() -> None:
     await with_server(Limits(max_body_bytes=1000, max_connections=2), test)
 
 
-async def test_idle_clients_stay_and_hinder_nobody() -> None:
+async def test_idle_clients_stay_and_hinder_no_other() -> None:
     async def test(server: RpcServer) -> None:
         idle = await asyncio.to_thread(lambda: [connected(server, OPEN_GREETING) for _ in range(200)])
         await until(lambda: len(server.connections) == 201)
@@ -154,8 +148,8 @@ async def test_idle_clients_stay_and_hinder_nobody() -> None:
     await with_server(Limits(), test)
 
 
-async def test_a_stranger_makes_room_and_a_client_does_not() -> None:
-    """Whoever has said nothing that can be understood is the first to go, the oldest of them first."""
+async def test_an_unauthenticated_client_makes_room_and_others_do_not() -> None:
+    """Connections without a valid greeting are dropped first, the oldest of them first."""
 
     async def test(server: RpcServer) -> None:
         strangers = [connected(server, opening) for opening in (b"", OPEN_GREETING)]

@@ -27,7 +27,7 @@ def test_a_key_is_the_one_that_rfc_5869_derives() -> None:
     assert derive(SECRET, Role.CLIENT, "acme").key == theirs
 
 
-def test_whoever_has_the_secret_finds_the_key_of_everybody_and_of_no_other_cluster() -> None:
+def test_the_secret_finds_every_key_of_its_cluster_and_of_no_other() -> None:
     ring = KeyRing((SECRET, OTHER))
     for secret in (SECRET, OTHER):
         one = derive(secret, Role.CLIENT, "acme")
@@ -39,7 +39,7 @@ def test_whoever_has_the_secret_finds_the_key_of_everybody_and_of_no_other_clust
     assert ring.find(Role.NODE, "", stranger.key_id) is None
 
 
-def test_whoever_has_a_derived_key_finds_only_that_one() -> None:
+def test_a_derived_key_finds_only_itself() -> None:
     acme = derive(SECRET, Role.CLIENT, "acme")
     ring = parse_key_file(format_credential(acme))
     assert ring.find(Role.CLIENT, "acme", acme.key_id) == acme

@@ -1,4 +1,4 @@
-"""Processes with a cluster key in their environment, and a stranger who reaches their ports."""
+"""Processes with a cluster key in their environment, and an unauthenticated client at their ports."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ KEY = "mooncake-key-1 cluster - c3Nzc3Nzc3Nzc3Nzc3Nzc3Nzc3Nzc3Nzc3Nzc3Nzc3M=\n"
 
 @pytest.fixture
 def environment(tmp_path: Path) -> dict[str, str]:
-    """Of a member of the cluster."""
+    """The environment of a member of the cluster."""
     key = tmp_path / "cluster.key"
     key.write_text(KEY)
     key.chmod(0o600)
@@ -41,7 +41,7 @@ def environment(tmp_path: Path) -> dict[str, str]:
 def started(
     *words: str, environment: dict[str, str] | None = None, num_files: int = 0
 ) -> Iterator[tuple[subprocess.Popen[str], str]]:
-    """A process, and what it has said until it was ready."""
+    """Start a process; yields it and its output until it was ready."""
 
     def limit() -> None:
         if num_files:
@@ -77,8 +77,8 @@ def master_of(seen: str) -> str:
 MASTER = ("-m", "mooncake", "master", "--port", "0", "--metrics-port", "0")
 
 
-def test_a_master_with_a_key_answers_no_stranger(environment: dict[str, str]) -> None:
-    """F8: what the credential is for, whoever reaches the port could do."""
+def test_a_master_with_a_key_answers_no_unauthenticated_client(environment: dict[str, str]) -> None:
+    """F8: without the credential, every process that reaches the port could do these things."""
     with started(*MASTER, environment=environment) as (_, line):
         address = master_of(line)
         for message in (
@@ -102,8 +102,8 @@ def test_a_program_with_the_key_in_its_environment_is_a_member(environment: dict
             store.connect()
 
 
-def test_an_engine_with_a_key_tells_no_stranger_its_keys(environment: dict[str, str]) -> None:
-    """F9: a descriptor is all that it takes to read and write memory."""
+def test_an_engine_with_a_key_gives_no_unauthenticated_client_its_keys(environment: dict[str, str]) -> None:
+    """F9: a descriptor is enough to read and write memory."""
     serve = (
         "import time\n"
         "from mooncake.transfer import TransferEngine, TransferSettings\n"
@@ -159,7 +159,7 @@ def test_a_role_does_not_listen_to_everybody_without_a_credential(words: tuple[s
     try:
         _, said = process.communicate(timeout=30)
     except subprocess.TimeoutExpired:
-        pytest.fail("it listens to everybody")
+        pytest.fail("it listens on all addresses")
     finally:
         process.kill()
         process.wait(PATIENCE_S)
@@ -169,7 +169,7 @@ def test_a_role_does_not_listen_to_everybody_without_a_credential(words: tuple[s
     assert "Traceback" not in said
 
 
-def test_it_does_when_it_is_told_to() -> None:
+def test_it_listens_there_when_insecure_is_set() -> None:
     with started(*MASTER, "--host", "0.0.0.0", "--insecure") as (_, line):
         assert "address=0.0.0.0:" in line
 

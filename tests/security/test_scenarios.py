@@ -1,7 +1,7 @@
-"""A stranger goes through everything that listens, and says everything that can be said there.
+"""An unauthenticated client sends every message to every server.
 
-What can be said is taken from the code: every handler of every RPC server. Nothing is answered but who he is,
-no handler is reached, and nothing has changed; and each role of a member may say what its table allows.
+The messages are taken from the code: every handler of every RPC server. Each is refused as unauthenticated,
+no handler is reached, and nothing changes; and each role of a member may send what its table allows.
 """
 
 from __future__ import annotations
@@ -193,7 +193,7 @@ def sample(kind: Any) -> Any:
 
 
 async def test_every_server_of_the_code_is_scanned(cluster: Cluster) -> None:
-    """Whoever adds an RPC server adds it to ``House``, and its messages to its table."""
+    """A new RPC server has to be added to ``House``, and its messages to its table."""
     found = {
         str(path.relative_to(ROOT / "mooncake"))
         for path in (ROOT / "mooncake").rglob("*.py")
@@ -209,11 +209,11 @@ async def test_every_server_of_the_code_is_scanned(cluster: Cluster) -> None:
         await asyncio.to_thread(house.engine.close)
 
 
-# What a stranger can do -------------------------------------------------------------------------------
+# What an unauthenticated client can do --------------------------------------------------------------
 
 
-async def heard(port: int, *pieces: bytes) -> bytes:
-    """Everything a server says to these bytes before it hangs up."""
+async def replies_to(port: int, *pieces: bytes) -> bytes:
+    """Everything that a server sends in reply to these bytes before it closes the connection."""
     reader, writer = await asyncio.open_connection("127.0.0.1", port)
     said = b""
     try:
@@ -241,11 +241,11 @@ def is_only_a_question(said: bytes) -> bool:
     return isinstance(answer, Failure) and answer.code in ("access_denied", "protocol_error")
 
 
-async def test_a_stranger_is_asked_who_he_is_whatever_he_says(cluster: Cluster, theirs: Cluster) -> None:
+async def test_an_unauthenticated_client_is_always_refused(cluster: Cluster, theirs: Cluster) -> None:
     async with House() as house:
         said = await asyncio.gather(
             *(
-                heard(server.port, opening + bytes(encode(1, sample(kind))))
+                replies_to(server.port, opening + bytes(encode(1, sample(kind))))
                 for server, kind in house.messages()
                 for opening in (OPEN_GREETING, PREFACE)
             )
@@ -265,8 +265,8 @@ async def test_a_stranger_is_asked_who_he_is_whatever_he_says(cluster: Cluster, 
         assert not house.reached
 
 
-async def test_whoever_has_another_key_gets_no_further_with_a_proof_of_his_own(tmp_path: Path) -> None:
-    """He knows the greeting, and even the name of the key."""
+async def test_another_key_gets_no_further_with_its_own_proof(tmp_path: Path) -> None:
+    """The client knows the greeting, and even the id of the key."""
     ours = Cluster(tmp_path / "ours", "key", b"s" * 32)
     install_identity(ours.member())
     try:
@@ -277,7 +277,7 @@ async def test_whoever_has_another_key_gets_no_further_with_a_proof_of_his_own(t
                 hello = bytes(PREFACE + encode(GREETING_ID, Hello("admin", "", key_id, b"n" * 32)))
                 proof = bytes(encode(GREETING_ID, Proof(b"p" * 32)))
                 request = bytes(encode(1, sample(next(iter(server.handlers)))))
-                frames = FrameDecoder().feed(await heard(server.port, hello + proof + request))
+                frames = FrameDecoder().feed(await replies_to(server.port, hello + proof + request))
                 replies = [decoder_for([Challenge]).decode(body) for _, body in frames]
                 assert all(request_id == GREETING_ID for request_id, _ in frames)
                 assert isinstance(replies[-1], Failure)
@@ -341,7 +341,7 @@ async def test_force_and_cancel_are_for_administrators(cluster: Cluster) -> None
 
 
 async def test_nothing_of_a_store_is_seen_or_changed(cluster: Cluster, theirs: Cluster) -> None:
-    """Descriptors and keys of a node's memory are told to members only, by the master and by the node."""
+    """Descriptors and keys of a node's memory are given to members only, by the master and by the node."""
     async with running(MasterSettings(port=0, metrics_port=0, heartbeat_s=0.1, lease_s=0.5)) as master:
         address = f"127.0.0.1:{master.port}"
         engine = await asyncio.to_thread(
@@ -380,7 +380,7 @@ async def test_nothing_of_a_store_is_seen_or_changed(cluster: Cluster, theirs: C
 
 
 async def web_status(master: MasterServer, path: str) -> int:
-    """What the master's HTTP side answers to nobody in particular; 0 when it does not answer."""
+    """Status of the master's HTTP answer to an unauthenticated request; 0 when it does not answer."""
     address = master.web_address
     async with aiohttp.ClientSession() as session:
         try:
@@ -556,7 +556,7 @@ async def test_grpc_is_answered_to_members(cluster: Cluster) -> None:
 
 
 async def test_a_stranger_with_a_descriptor_gets_no_memory_without_its_keys(cluster: Cluster) -> None:
-    """The tcp data path takes no slice without the epoch of the process, which only members are told."""
+    """The tcp data path takes no slice without the epoch of the process, which only members get."""
     engine = await asyncio.to_thread(TransferEngine, TransferSettings(transports=("tcp",)))
     region = engine.allocate(4096)
     host, _, port = engine.describe().endpoints["tcp"].rpartition(":")

@@ -286,7 +286,7 @@ def test_the_size_of_pieces() -> None:
     assert piece_bytes_of(1 << 40, 2) == MAX_PIECE_BYTES
 
 
-def test_whoever_was_too_slow_is_asked_again_when_nobody_else_can() -> None:
+def test_a_rail_that_was_too_slow_is_used_again_when_no_other_works() -> None:
     batch = over_rails(1, Rails([A, B], patience_s=2.0))
     batch.handle(StartBatch(), 0.0)
     (other,) = batch.handle(PartDone(0, TIMED_OUT, 0), 2.0)

@@ -40,13 +40,13 @@ def far() -> Iterator[TransferEngine]:
 def test_shared_and_plain_memory_in_one_batch(near: TransferEngine, far: TransferEngine) -> None:
     pool = far.allocate(10_000)
     plain = np.zeros(10_000, dtype=np.uint8)
-    lent = far.register(plain)
+    registered = far.register(plain)
     data = np.random.default_rng(1).integers(1, 256, 10_000, dtype=np.uint8)
     here = near.register(data)
     segment = near.open(far.describe())
     assert {"shm", "tcp"} <= {*segment.paths} and not segment.is_uniform
     local = [here.address + i * 1000 for i in range(10)]
-    remote = [(pool if i % 2 else lent).address + i * 1000 for i in range(10)]
+    remote = [(pool if i % 2 else registered).address + i * 1000 for i in range(10)]
     done = near.run(Op.WRITE, segment, local, remote, [1000] * 10, checksum=True)
     assert (done.status, done.num_bytes) == (Status.OK, 10_000)
     assert done.checksums is not None
@@ -68,7 +68,7 @@ def test_tcp_takes_over_when_shm_leads_nowhere(near: TransferEngine, far: Transf
     here = near.allocate(4096)
     here.view()[:] = b"x" * 4096
     described = far.describe()
-    broken = msgspec.structs.replace(described, endpoints={**described.endpoints, "shm": "mooncake-nobody"})
+    broken = msgspec.structs.replace(described, endpoints={**described.endpoints, "shm": "mooncake-missing"})
     segment = near.open(broken)
     done = near.run(Op.WRITE, segment, [here.address], [pool.address], [4096])
     assert done.status == Status.OK and bytes(pool.view()) == b"x" * 4096
@@ -315,12 +315,12 @@ def test_checksums() -> None:
 
 
 def test_memory_says_where_it_is(near: TransferEngine) -> None:
-    lent = near.register(bytearray(100), "cpu:1")
+    registered = near.register(bytearray(100), "cpu:1")
     pool = near.allocate(4096, location="cpu:0")
     anywhere = near.register(bytearray(100))
     known = {region.key: region.location for region in near.describe().regions}
-    assert known == {lent.key: "cpu:1", pool.key: "cpu:0", anywhere.key: "*"}
+    assert known == {registered.key: "cpu:1", pool.key: "cpu:0", anywhere.key: "*"}
     with pytest.raises(InvalidArgument, match="location"):
         near.register(bytearray(100), "gpu0")
-    near.unregister(lent)
-    assert lent.key not in {region.key for region in near.describe().regions}
+    near.unregister(registered)
+    assert registered.key not in {region.key for region in near.describe().regions}

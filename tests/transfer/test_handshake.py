@@ -53,7 +53,7 @@ def threads() -> list[str]:
     return [thread.name for thread in threading.enumerate() if thread.name.startswith("mooncake")]
 
 
-def test_nobody_listens_unless_asked(near: TransferEngine) -> None:
+def test_no_engine_listens_unless_requested(near: TransferEngine) -> None:
     assert near.handshake == "" and near.describe().handshake == ""
     assert not threads()
 
@@ -67,7 +67,7 @@ def test_an_engine_describes_itself(far: TransferEngine, client: HandshakeClient
     assert (alive.name, alive.epoch) == ("far", far.epoch)
 
 
-def test_peers_are_told_the_address_that_the_user_gave(near: TransferEngine) -> None:
+def test_peers_get_the_address_that_the_user_gave(near: TransferEngine) -> None:
     settings = TransferSettings(listen_host="0.0.0.0", advertise_host="127.0.0.2", handshake_port=0)
     with TransferEngine(settings) as far:
         described = far.describe()
@@ -124,13 +124,13 @@ def test_many_threads_notify(near: TransferEngine, far: TransferEngine) -> None:
         teller.start()
     for teller in tellers:
         teller.join()
-    heard = [(note.name, note.text) for note in far.notifications()]
-    assert len(heard) == 200
+    received = [(note.name, note.text) for note in far.notifications()]
+    assert len(received) == 200
     for number in range(4):
-        assert [text for name, text in heard if name == f"{number}"] == [f"{index}" for index in range(50)]
+        assert [text for name, text in received if name == f"{number}"] == [f"{index}" for index in range(50)]
 
 
-def test_a_notification_that_comes_twice_is_heard_once(far: TransferEngine) -> None:
+def test_a_notification_that_comes_twice_is_delivered_once(far: TransferEngine) -> None:
     client = BlockingClient(far.handshake, messages.REPLIES)
     for _ in range(2):
         client.call(messages.NotifyRequest(VERSION, far.epoch, 7, "near", "once", b""), 5)
@@ -139,7 +139,7 @@ def test_a_notification_that_comes_twice_is_heard_once(far: TransferEngine) -> N
     assert [notification.name for notification in far.notifications()] == ["once", "other"]
 
 
-def test_nobody_takes_the_notifications(
+def test_notifications_that_are_not_taken(
     near: TransferEngine, far: TransferEngine, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(listening, "MAX_NOTIFICATIONS", 3)
@@ -281,7 +281,7 @@ def test_connection_set_up(near: TransferEngine, far: TransferEngine, doubling: 
         near.exchange(far.handshake, "doubling", large + b"x", 5)
 
 
-def test_a_slow_set_up_holds_nobody_up(near: TransferEngine, far: TransferEngine, doubling: Doubling) -> None:
+def test_a_slow_set_up_delays_no_other(near: TransferEngine, far: TransferEngine, doubling: Doubling) -> None:
     doubling.may_go_on.clear()
     answers: list[bytes] = []
     asker = threading.Thread(
@@ -322,7 +322,7 @@ def test_closing_ends_what_is_under_way(far: TransferEngine, doubling: Doubling)
         near.probe("127.0.0.1:1")
 
 
-def test_an_engine_that_nobody_refers_to_is_closed(client: HandshakeClient) -> None:
+def test_an_engine_without_references_is_closed(client: HandshakeClient) -> None:
     engine = TransferEngine(TransferSettings(handshake_port=0))
     address = engine.handshake
     assert client.probe(address, 5).epoch == engine.epoch

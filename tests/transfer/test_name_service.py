@@ -118,15 +118,15 @@ def test_a_service_that_is_away(monkeypatch: pytest.MonkeyPatch) -> None:
     attempts = shelf.num_attempts
     for _ in range(1000):
         ours.renew()
-    assert shelf.num_attempts == attempts, "while it is away it is the keeper who tries"
+    assert shelf.num_attempts == attempts, "while it is away only the keeper thread tries"
     ours.close()
     assert not keepers() and time.monotonic() - since < 60
-    assert shelf.entries, "nobody waits for a service that is away to take the entry back"
+    assert shelf.entries, "closing does not wait for a service that is away"
 
 
-def test_only_ones_own_entry_is_taken_back() -> None:
+def test_only_its_own_entry_is_withdrawn() -> None:
     shelf = Shelf()
-    ours = directory_in(shelf, epoch=6)  # what lies there is of epoch 7
+    ours = directory_in(shelf, epoch=6)  # the entry is that of epoch 7
     ours.publish(3600, is_patient=False)
     ours.close()
     assert list(shelf.entries) == [metadata_key("one")]
@@ -136,7 +136,7 @@ def test_names() -> None:
     assert metadata_key("a", "blue") == "mooncake/blue/ram/a"
     shelf = Shelf()
     ours = directory_in(shelf)
-    assert ours.find("nobody") is None
+    assert ours.find("missing") is None
     shelf.entries[metadata_key("odd")] = b"[]"
     with pytest.raises(ProtocolError, match=r"the entry of odd is .*another service"):
         ours.find("odd")

@@ -14,7 +14,7 @@ from mooncake.errors import DeadlineExceeded, InvalidArgument, PeerLost, Unavail
 from mooncake.transfer import Op, Status, TransferEngine, TransferSettings, nvmeof
 
 TARGET = os.environ.get("MOONCAKE_NVMEOF_TARGET", "")
-"""``transport address port nqn`` of a target whose bytes are nobody's; set by the script."""
+"""``transport address port nqn`` of a target whose bytes may be overwritten; set by the script."""
 
 needs_target = pytest.mark.skipif(
     not TARGET,
@@ -22,9 +22,9 @@ needs_target = pytest.mark.skipif(
 )
 
 
-def test_what_the_kernel_is_told() -> None:
-    told = nvmeof.options("tcp", "10.0.0.1", "nqn.2024-01.x:y", 4420, "", 60)
-    assert told == (
+def test_options_for_the_kernel() -> None:
+    options = nvmeof.options("tcp", "10.0.0.1", "nqn.2024-01.x:y", 4420, "", 60)
+    assert options == (
         "transport=tcp,traddr=10.0.0.1,trsvcid=4420,nqn=nqn.2024-01.x:y,ctrl_loss_tmo=60,reconnect_delay=10"
     )
     assert nvmeof.options("rdma", "a", "n", 1, "me", 0).endswith("reconnect_delay=1,hostnqn=me")
@@ -122,4 +122,4 @@ def test_a_namespace_that_is_not_there() -> None:
     with pytest.raises(Unavailable, match="no namespace 9"):
         nvmeof.attach(transport, address, nqn, port=int(port), namespace=9, timeout_s=3)
     with pytest.raises((PeerLost, InvalidArgument, DeadlineExceeded)):
-        nvmeof.attach(transport, address, "nqn.2024-01.nobody:here", port=int(port), timeout_s=5)
+        nvmeof.attach(transport, address, "nqn.2024-01.missing:here", port=int(port), timeout_s=5)

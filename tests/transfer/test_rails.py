@@ -369,17 +369,17 @@ def test_when_the_peer_is_gone_every_rail_says_so(railway: Railway) -> None:
 
 async def test_coroutines_and_queues_take_both_rails(railway: Railway) -> None:
     data = railway.fill(6)
-    told: list[int] = []
+    reported: list[int] = []
     done = await railway.near.transfer(
         Op.WRITE,
         railway.segment,
         [railway.here.address],
         [railway.pool.address],
         [len(data)],
-        progress=told.append,
+        progress=reported.append,
     )
     assert done.status == Status.OK and bytes(railway.pool.view()) == data
-    assert told == sorted(told) and told[0] > 0 and told[-1] < len(data) and len(told) > 1
+    assert reported == sorted(reported) and reported[0] > 0 and reported[-1] < len(data) and len(reported) > 1
     assert railway.cable.num_bytes > MIB
 
 

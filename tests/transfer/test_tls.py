@@ -1,4 +1,4 @@
-"""TLS between two engines of this process: who may talk to whom, and what the others are told."""
+"""TLS between two engines of this process: which pairs may connect, and the reasons that the others get."""
 
 from __future__ import annotations
 
@@ -104,13 +104,13 @@ def test_many_batches_at_once(ours: TransferSettings) -> None:
         assert bytes(pool.view()) == bytes(here.view())
 
 
-def test_a_plain_client_is_told(ours: TransferSettings) -> None:
+def test_a_plain_client_gets_the_reason(ours: TransferSettings) -> None:
     done = try_it(PLAIN, ours)
     assert done.status == Status.PROTOCOL_ERROR
     assert "takes data over TLS only" in done.reason and "`tls`" in done.reason
 
 
-def test_a_client_that_wants_tls_is_told(ours: TransferSettings) -> None:
+def test_a_client_that_wants_tls_gets_the_reason(ours: TransferSettings) -> None:
     done = try_it(ours, PLAIN)
     assert done.status == Status.PROTOCOL_ERROR
     assert "takes plain data only" in done.reason and "`tls`" in done.reason

@@ -169,7 +169,7 @@ OTHER_VERSION, WANTS_TLS, HAS_NO_TLS = 2, 3, 4
         (b"\x16\x03\x01\x02\x00", HAS_NO_TLS),
     ],
 )
-def test_who_is_nearly_right_is_told_what_is_wrong(
+def test_a_nearly_right_greeting_gets_the_reason(
     engine: TransferEngine, greeting: bytes, refusal: int
 ) -> None:
     wire = Wire(engine, greeting)
@@ -201,7 +201,7 @@ def test_a_stranger_learns_nothing(engine: TransferEngine) -> None:
     wire.socket.close()
 
 
-def test_whoever_says_nothing_is_shown_out() -> None:
+def test_a_silent_client_is_disconnected() -> None:
     with TransferEngine(TransferSettings(transports=("tcp",), greeting_timeout_s=0.5)) as engine:
         talker = Wire(engine)
         talker.receive(HELLO_BYTES)
@@ -215,7 +215,7 @@ def test_whoever_says_nothing_is_shown_out() -> None:
 
 @pytest.fixture
 def strict() -> Iterator[TransferEngine]:
-    """Little patience with whoever stalls."""
+    """An engine that soon disconnects clients that stall."""
     with TransferEngine(TransferSettings(transports=("tcp",), stall_timeout_s=0.2)) as engine:
         yield engine
 
@@ -247,12 +247,12 @@ def test_half_a_frame_does_not_stay(strict: TransferEngine) -> None:
     for name, wire in stalled.items():
         assert wire.is_closed(), name
     resting.send(frame(READ, [(pool.address, 4, pool.key)], 9))
-    assert resting.reply() == (Status.OK, 0, 9, 4), "whoever rests between frames stays"
+    assert resting.reply() == (Status.OK, 0, 9, 4), "a client that rests between frames stays"
     resting.socket.close()
 
 
 def test_a_byte_now_and_then_does_not_help(strict: TransferEngine) -> None:
-    """A frame has one time for all of it, so none holds a region for ever."""
+    """A frame has one time for all of it, so none holds a region forever."""
     pool = strict.allocate(1 << 20, huge_pages=False)
     slow = Wire(strict)
     slow.receive(HELLO_BYTES)
