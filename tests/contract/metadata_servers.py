@@ -82,7 +82,7 @@ class MetadataServer:
         return f"{self.kind}://{self.address}" + ("/metadata" if self.kind == "http" else "")
 
     def start(self) -> None:
-        """With nothing in it."""
+        """Start it, empty."""
         self._folder = tempfile.TemporaryDirectory()
         log = open(f"{self._folder.name}/log", "wb")  # noqa: SIM115
         self._process = subprocess.Popen(
@@ -104,7 +104,7 @@ class MetadataServer:
         backend.close()
 
     def stop(self) -> None:
-        """As if its machine had lost power."""
+        """Kill it, as a loss of power would."""
         if self._process is not None:
             self._process.kill()
             self._process.wait()

@@ -1,4 +1,4 @@
-"""A process that lends memory: prints its descriptor, then obeys one-letter lines until stdin ends.
+"""A process that serves memory: prints its descriptor, then obeys one-letter lines until stdin ends.
 
 ``c`` closes the engine, ``u`` unregisters the region; each is answered with a line.
 """
@@ -26,7 +26,7 @@ def engine_with(transport: str, num_streams: int = 0) -> TransferEngine:
 
 
 def lend(engine: TransferEngine, transport: str, size_bytes: int) -> Region:
-    """Memory that peers reach over this transport; for ``file`` and ``tcp-file`` a file."""
+    """Register memory that peers reach over this transport; a file for ``file`` and ``tcp-file``."""
     if transport.endswith("file"):
         descriptor, path = tempfile.mkstemp(prefix="mooncake-region-")
         os.close(descriptor)

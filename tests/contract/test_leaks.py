@@ -31,7 +31,7 @@ SPARE = 3
 
 @dataclass(frozen=True)
 class Held:
-    """What a process holds."""
+    """Resources that a process holds."""
 
     num_descriptors: int
     num_threads: int
@@ -52,7 +52,7 @@ class Held:
 
 
 def assert_nothing_grows(step: Callable[[int], None], num_steps: int, pids: list[int]) -> None:
-    """``step`` many times; what closes a moment later is waited for."""
+    """Run ``step`` many times, and wait for what closes a moment later."""
     for number in range(WARM_UP):
         step(number)
     gc.collect()
@@ -135,7 +135,7 @@ with TransferEngine() as engine:
 
 
 def test_engines_that_are_made_and_closed_under_one_name() -> None:
-    """In a process of its own, so that what is counted is theirs."""
+    """Run in a separate process, so that only its resources are counted."""
     root = str(Path(__file__).parents[2])
     code = RESTARTS.format(root=root, num_steps=500)
     done = subprocess.run([sys.executable, "-c", code], cwd=root, capture_output=True, text=True, timeout=200)

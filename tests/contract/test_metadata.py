@@ -1,4 +1,4 @@
-"""What every way to find peers promises: against real services, and without any (``P2PHANDSHAKE``)."""
+"""The contract of all ways to find peers: with real services, and without any (``P2PHANDSHAKE``)."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ P2P = "P2PHANDSHAKE"
 
 @pytest.fixture(scope="module")
 def servers() -> Iterator[dict[str, MetadataServer]]:
-    """Those that were started, by kind."""
+    """The started services, by kind."""
     started: dict[str, MetadataServer] = {}
     yield started
     for server in started.values():
@@ -67,7 +67,7 @@ def backend(server: MetadataServer) -> Iterator[Backend]:
 
 @pytest.fixture(params=[*KINDS, "p2p"])
 def metadata(request: pytest.FixtureRequest, servers: dict[str, MetadataServer]) -> str:
-    """What ``TransferSettings.metadata`` is set to."""
+    """Value of ``TransferSettings.metadata``."""
     return P2P if request.param == "p2p" else started(request.param, servers).url
 
 
@@ -221,7 +221,7 @@ def test_a_service_that_does_not_answer(kind: str) -> None:
     ],
 )
 def test_another_service_listens_there(kind: str, answer: bytes) -> None:
-    """It ends with an error that names the service, at once, or with a miss."""
+    """The call ends at once with an error that names the service, or with a miss."""
     with socket.create_server(("127.0.0.1", 0)) as other:
 
         def serve() -> None:
@@ -390,7 +390,7 @@ def test_peers_find_each_other(metadata: str) -> None:
 
 
 async def test_memory_registered_later_is_found(metadata: str) -> None:
-    """Published before ``register`` returns; who opened the segment before asks again, once."""
+    """A region is published before ``register`` returns; peers that opened the segment refresh it once."""
     with (
         TransferEngine(settings_of(metadata, name_for(metadata, "far"))) as far,
         TransferEngine(settings_of(metadata, metadata_cache_s=3600)) as near,
@@ -418,7 +418,7 @@ async def test_memory_registered_later_is_found(metadata: str) -> None:
 def restarted(
     metadata: str, buffer: npt.NDArray[np.uint8], at: TransferEngine | None = None
 ) -> TransferEngine:
-    """An engine that lends ``buffer``; ``at`` the ports of another, which is closed before."""
+    """Start an engine that registers ``buffer``, ``at`` the ports of another, which is closed before."""
     ports = {"tcp_port": 0, "handshake_port": 0}
     if at is not None:
         ports = {
@@ -433,7 +433,7 @@ def restarted(
 
 
 async def test_a_restarted_peer_is_never_written_to_by_mistake(metadata: str) -> None:
-    """It comes back at the same name, ports and addresses: what was memory for us is another's now."""
+    """A process restarts with the same name, ports and addresses: its memory is another's."""
     memory = np.zeros(4096, dtype=np.uint8)
     address = int(memory.ctypes.data)
     for way in ("run", "transfer", "submit", "write"):
@@ -601,7 +601,7 @@ def test_a_service_that_restarts_empty_fills_again(server: MetadataServer) -> No
 
 
 def test_an_entry_outlives_its_ttl_and_not_its_process(servers: dict[str, MetadataServer]) -> None:
-    """Put again while the process lives; a killed one's is gone a little later."""
+    """A descriptor is put again while its process lives; that of a killed one is gone a little later."""
     server = started("http", servers)
     peer = subprocess.Popen(
         [sys.executable, "-c", PEER.replace("publish()", "publish(1.2)"), server.url, "mortal", "0", "0"],

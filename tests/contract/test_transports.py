@@ -1,4 +1,4 @@
-"""What every transport promises, whichever it is. ``transports/local.py`` is the definition."""
+"""The contract of all transports. ``transports/local.py`` is its definition."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ PEER = Path(__file__).with_name("peer_process.py")
 
 @dataclasses.dataclass
 class Pair:
-    """Two engines of this process: ``near`` moves, ``far`` lends ``pool``."""
+    """Two engines of this process: ``near`` moves, ``far`` registers ``pool``."""
 
     near: TransferEngine
     far: TransferEngine
@@ -64,7 +64,7 @@ class Pair:
 
 
 class DeviceBytes:
-    """Bytes of device memory as an array would show them, through an engine of their own: also after the
+    """Bytes of device memory as an array would show them, through a separate engine: also after the
     region under test was unregistered."""
 
     def __init__(self, pool: Region, spy: TransferEngine) -> None:
@@ -100,7 +100,7 @@ def bytes_of(pool: Region, spy: TransferEngine) -> npt.NDArray[np.uint8] | Devic
 
 
 def usable(transport: str) -> str:
-    """The transport, or a skip that says why not."""
+    """The transport, or a skip with the reason."""
     if transport == "cuda-double" and not cuda_double.built():
         pytest.skip("no C++ compiler for the test double of the CUDA driver; install g++")
     if transport == "rdma":
@@ -145,7 +145,7 @@ class PeerProcess:
         assert self._line() == b"done\n"
 
     def freeze(self) -> None:
-        """Returns when all its threads have stopped."""
+        """Wait until all its threads have stopped."""
         self.process.send_signal(signal.SIGSTOP)
         os.waitpid(self.process.pid, os.WUNTRACED)
 
@@ -679,7 +679,7 @@ print(status.name, flush=True)
 
 @pytest.mark.processes
 def test_processes_exit_cleanly_without_close(transport: str) -> None:
-    """Interpreter exit with everything open, a forked child's exit, and a child forked with traffic."""
+    """Exit of the interpreter with everything open, of a forked child, and of one forked under traffic."""
     script = """
 import os, sys, numpy as np
 from mooncake.transfer import *

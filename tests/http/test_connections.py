@@ -1,4 +1,4 @@
-"""What each connection may take how long for, and who goes when there are too many."""
+"""The time limits of a connection, and the order in which connections are dropped when there are too many."""
 
 from __future__ import annotations
 

@@ -126,7 +126,7 @@ async def opened(server: HttpServer, said: bytes = b"") -> tuple[asyncio.StreamR
 
 
 async def to_the_end(reader: asyncio.StreamReader) -> bytes:
-    """Whatever comes until the server closes; the test fails if it does not."""
+    """All bytes until the server closes; the test fails if it does not."""
     found = bytearray()
     async with asyncio.timeout(20):
         try:

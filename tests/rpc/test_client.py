@@ -1,4 +1,4 @@
-"""The server and both faces of the client over real sockets on loopback."""
+"""The server and both clients over real sockets on loopback."""
 
 from __future__ import annotations
 
@@ -191,7 +191,7 @@ async def test_a_stranger_is_cut_off(service: Service) -> None:
 
 
 async def test_a_client_that_takes_no_answers_is_read_no_further(service: Service) -> None:
-    """It floods the server with echo requests and never reads; memory must stay bounded."""
+    """A client floods the server with echo requests and never reads; memory must stay bounded."""
     loop = asyncio.get_running_loop()
     sock = socket.create_connection(("127.0.0.1", service.rpc.port))
     sock.setblocking(False)

@@ -41,7 +41,7 @@ def connected(server: RpcServer, opening: bytes = b"") -> socket.socket:
 
 
 async def is_cut(opened: socket.socket) -> bool:
-    """It ends, by being closed or reset, within our patience."""
+    """Whether the connection is closed or reset within the test's time limit."""
 
     def read_to_the_end() -> bool:
         try:
@@ -56,7 +56,7 @@ async def is_cut(opened: socket.socket) -> bool:
 
 
 async def with_server(limits: Limits, test: Callable[[RpcServer], Awaitable[None]]) -> None:
-    """Runs ``test``; a client that was there before it and rests meanwhile is served after it."""
+    """Run ``test``; a client that was connected before it and rests meanwhile is served after it."""
     server = RpcServer({Ask: answer}, limits=limits)
     await server.start("127.0.0.1", 0)
     client = AsyncClient(f"127.0.0.1:{server.port}", [Answer])
@@ -92,7 +92,7 @@ async def test_half_a_frame_does_not_stay(part: int) -> None:
 
 
 async def test_a_byte_now_and_then_does_not_help() -> None:
-    """A slow sender looks busy, but its frame has one time for all of it."""
+    """A slow sender looks busy, but its whole frame has one time limit."""
 
     async def test(server: RpcServer) -> None:
         slow = connected(server, OPEN_GREETING)
@@ -169,7 +169,7 @@ async def test_an_unauthenticated_client_makes_room_and_others_do_not() -> None:
 
 
 async def test_unfinished_requests_of_all_peers_have_one_bound() -> None:
-    """Six peers with most of a large request each: the server keeps no more than it may of all of them."""
+    """Six peers send most of a large request each: the server keeps no more than its limit for all."""
 
     async def test(server: RpcServer) -> None:
         kept = []

@@ -1,4 +1,4 @@
-"""A port that two protocols share."""
+"""One port shared by two protocols."""
 
 from __future__ import annotations
 

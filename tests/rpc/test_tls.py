@@ -128,7 +128,7 @@ async def test_a_silent_server_costs_no_more_than_the_deadline(
 async def test_a_member_cannot_stand_between_a_node_and_its_master(
     tmp_path: Path, server: RpcServer, ours: Identity
 ) -> None:
-    """With a key besides, certificates need no role; but a proof is for the server that showed its own."""
+    """With a key too, certificates need no role; but a proof is valid for one server only."""
     authority = Path(ours.settings.tls_ca).parent
     file = tmp_path / "key"
     file.touch(0o600)

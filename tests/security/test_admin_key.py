@@ -1,4 +1,4 @@
-"""One meaning of the operators' key, set or not."""
+"""The operators' key has one meaning everywhere, set or not."""
 
 from __future__ import annotations
 

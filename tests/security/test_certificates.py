@@ -1,4 +1,4 @@
-"""What a certificate says of its owner."""
+"""The principal that a certificate names."""
 
 from __future__ import annotations
 

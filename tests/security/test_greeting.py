@@ -1,4 +1,4 @@
-"""The greeting: who has the key gets in as what it is, everybody else is asked who he is."""
+"""The greeting: a key admits its principal, every other client is refused as unauthenticated."""
 
 from __future__ import annotations
 
@@ -105,7 +105,7 @@ def test_a_recorded_greeting_cannot_be_replayed() -> None:
 
 
 def test_a_proof_does_not_serve_in_the_other_direction() -> None:
-    """A server that has no key sends the proof of its victim back, or asks a real server for one."""
+    """A server without a key sends its victim's proof back, or obtains one from a real server."""
     credential = derive(SECRET, Role.NODE)
     real = ServerGreeting(RING, nonce(2))
     challenge = real.hello(Hello("node", "", credential.key_id, nonce(7)))

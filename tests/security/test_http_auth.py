@@ -43,7 +43,7 @@ class Server:
 async def ask(
     auth: HttpAuth, headers: dict[str, str], body: bytes = b"", path: str = "/a", certificate: Any = None
 ) -> int:
-    """The status; 0 when nothing was answered."""
+    """Status of the answer; 0 when there is none."""
     scope = {
         "type": "http",
         "method": "POST",

@@ -1,4 +1,4 @@
-"""The cluster key: what is derived from it, and what a file of it may hold."""
+"""The cluster key: the keys derived from it, and the contents of its file."""
 
 from __future__ import annotations
 

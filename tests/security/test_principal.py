@@ -1,4 +1,4 @@
-"""Who may send what."""
+"""The messages that each principal may send."""
 
 from __future__ import annotations
 

@@ -121,7 +121,7 @@ def test_an_engine_with_a_key_gives_no_unauthenticated_client_its_keys(environme
 
 @pytest.mark.parametrize("has_key", [False, True], ids=["without a key", "with a key"])
 def test_idle_strangers_do_not_take_the_place_of_clients(environment: dict[str, str], has_key: bool) -> None:
-    """F11: more of them than the process may open files; half of them have said half of something."""
+    """F11: more connections than the process may open files, half of them with half a greeting."""
     with started(*MASTER, environment=environment if has_key else None, num_files=256) as (_, line):
         host, _, port = master_of(line).rpartition(":")
         strangers = []

@@ -59,7 +59,7 @@ Way = Literal["tls", "key", "both"]
 
 
 class Cluster:
-    """Credentials of one cluster, in ``folder``."""
+    """Credentials of one cluster, stored in ``folder``."""
 
     def __init__(self, folder: Path, way: Way, secret: bytes) -> None:
         self.folder, self.way, self.secret = folder, way, secret
@@ -107,7 +107,7 @@ def theirs(cluster: Cluster, tmp_path: Path) -> Cluster:
 
 
 def direct_server() -> RpcServer:
-    """That of a prefill engine, without the engine."""
+    """The RPC server of a prefill engine, without the engine."""
     return RpcServer(
         {peer_push.PushRequest: nothing, peer_push.PushProbe: nothing}, access=peer_push.ACCESS, name="direct"
     )
@@ -118,7 +118,7 @@ def nothing(message: object, call: Call) -> Failure:
 
 
 class House:
-    """Every RPC server that there is, with handlers that only say that they were reached."""
+    """Every RPC server of the code, with handlers that only record that they were reached."""
 
     def __init__(self) -> None:
         self.master = MasterServer(MasterSettings(port=0))
@@ -164,7 +164,7 @@ class House:
 
 
 def sample(kind: Any) -> Any:
-    """Some value of a type: of a message, one that can be read."""
+    """A value of a type; that of a message can be decoded."""
     origin, arguments = typing.get_origin(kind), typing.get_args(kind)
     if origin is typing.Annotated:
         return sample(arguments[0])
@@ -231,7 +231,7 @@ async def replies_to(port: int, *pieces: bytes) -> bytes:
 
 
 def is_only_a_question(said: bytes) -> bool:
-    """Nothing, an alert of TLS, or "not authenticated?"."""
+    """Whether a reply is empty, a TLS alert, or a refusal as unauthenticated."""
     if not said or said[0] == 21:
         return True
     replies = decoder_for([Challenge])

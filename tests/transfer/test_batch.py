@@ -92,7 +92,7 @@ def test_no_retry_after_the_deadline_or_for_a_refusal() -> None:
 
 
 def test_the_end_waits_for_every_part() -> None:
-    """A failed batch still owns its memory while another part of it moves."""
+    """A failed batch still uses its memory while another part of it moves."""
     batch = Batch(4, {"shm": flags(0, 1, 0, 1), "tcp": None}, 10, NO_PATH)
     batch.handle(StartBatch(), 0)
     assert batch.handle(PartDone(0, DENIED, 1), 1) == []

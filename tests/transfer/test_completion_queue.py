@@ -18,7 +18,7 @@ from mooncake.transfer.transports.tcp import TcpConnection
 
 
 class Scripted(TcpConnection):
-    """Answers every submission with the next status of its script."""
+    """A connection that answers every submission with the next status of its script."""
 
     def __init__(self, *script: Status) -> None:
         self.script = list(script)

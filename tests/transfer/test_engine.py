@@ -1,4 +1,4 @@
-"""What the engine adds to its transports: choice of paths, retries, names, memory, coroutines."""
+"""Behaviour that the engine adds to its transports: choice of paths, retries, names, memory, coroutines."""
 
 from __future__ import annotations
 
@@ -221,7 +221,7 @@ def test_memory_that_is_not_there(near: TransferEngine) -> None:
 
 
 def test_foreign_memory_is_refused(near: TransferEngine) -> None:
-    """When it is registered, and not by a crash when it is used."""
+    """The error comes at registration, not as a crash when the memory is used."""
     mapped = near.allocate(4096, huge_pages=False)
     for address, size in ((1 << 40, 100), (0, 1), (mapped.address, 1 << 45), (1 << 60, 8)):
         with pytest.raises(InvalidArgument, match="memory of this process"):

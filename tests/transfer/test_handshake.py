@@ -1,4 +1,4 @@
-"""What engines say to each other: descriptors, probes, notifications, connection set-up; and its ends."""
+"""Messages between engines: descriptors, probes, notifications, connection set-up; and how they end."""
 
 from __future__ import annotations
 
@@ -207,7 +207,7 @@ def test_descriptors_of_before_the_handshake() -> None:
 
 
 def test_another_program_listens_there(client: HandshakeClient) -> None:
-    """One that hangs up, and one that says nothing."""
+    """One peer closes the connection, another never answers."""
     with socket.create_server(("127.0.0.1", 0)) as other:
 
         def hang_up() -> None:
@@ -238,7 +238,7 @@ def test_bad_addresses(near: TransferEngine) -> None:
 
 
 class Doubling:
-    """A transport that does nothing but be set up."""
+    """A transport that is only set up."""
 
     needs_handshake = True
     endpoint = "here"
@@ -358,7 +358,7 @@ def test_nothing_is_left_behind(client: HandshakeClient) -> None:
 
 
 def test_a_forked_child_lets_go(near: TransferEngine, far: TransferEngine) -> None:
-    """Its parent's port is free when the parent closes, although the child lives on; both can talk."""
+    """The parent's port is free once the parent closes, although the child lives on; both can connect."""
     segment = near.open(far.describe())
     near.notify(segment, "before")
     reading, writing = os.pipe()
@@ -386,7 +386,7 @@ def test_a_forked_child_lets_go(near: TransferEngine, far: TransferEngine) -> No
 
 
 async def test_asked_from_a_loop(far: TransferEngine) -> None:
-    """An engine of this process answers although this thread's loop is busy asking it."""
+    """An engine of this process answers although this thread's loop waits for it."""
     with TransferEngine(TransferSettings(name="near")) as near:
         segment = near.open(far.describe())
         near.notify(segment, "blocking the loop")

@@ -1,4 +1,4 @@
-"""When a descriptor is put, and how often; over a shelf that counts and fails on demand."""
+"""When a descriptor is put, and how often; over a backend that counts and fails on demand."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from mooncake.transfer.name_service import NameService, metadata_key
 
 
 class Shelf:
-    """A metadata service in a dictionary."""
+    """A metadata backend in a dictionary."""
 
     def __init__(self) -> None:
         self.entries: dict[str, bytes] = {}

@@ -73,7 +73,7 @@ def namespace() -> Iterator[nvmeof.Namespace]:
 
 @needs_target
 def test_a_namespace_is_a_file_segment(namespace: nvmeof.Namespace) -> None:
-    """Written here and by a peer, at every alignment; still there after it was attached anew."""
+    """Bytes written here and by a peer, at every alignment, are still there after attaching again."""
     rng = np.random.default_rng(3)
     size = 16 << 20
     model = rng.integers(0, 256, size, dtype=np.uint8)

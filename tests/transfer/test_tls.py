@@ -30,7 +30,7 @@ PLAIN = TransferSettings(transports=("tcp",), num_streams=2)
 
 
 def settings_of(folder: Path, name: str = "node", host: tuple[str, ...] = ("127.0.0.1",)) -> TransferSettings:
-    """Everything over TLS, with a certificate of the authority in ``folder``."""
+    """Settings for TLS everywhere, with a certificate of the authority in ``folder``."""
     if not (folder / f"{name}.pem").exists():
         make(CertsSettings(folder=folder, name=name, host=host))
     return dataclasses.replace(
@@ -87,7 +87,7 @@ def test_bytes_arrive(ours: TransferSettings, size: int) -> None:
 
 
 def test_many_batches_at_once(ours: TransferSettings) -> None:
-    """More than there are lanes, so that sessions are handed from thread to thread."""
+    """More transfers than lanes, so that sessions are passed between threads."""
     with TransferEngine(ours) as near, TransferEngine(ours) as far:
         pool, here = far.allocate(64 << 16), near.allocate(64 << 16)
         here.view()[:] = bytes(range(256)) * (64 << 8)
@@ -149,7 +149,7 @@ def test_the_address_is_checked_when_asked(ours: TransferSettings) -> None:
 def test_handshakes(
     ours: TransferSettings, theirs: TransferSettings, level: Literal["handshake", "all"]
 ) -> None:
-    """Who has a certificate of the authority may ask and notify; others may not."""
+    """Peers with a certificate of the authority may send handshakes and notifications; others may not."""
     settings = dataclasses.replace(ours, tls=level, handshake_port=0)
     with TransferEngine(settings) as near, TransferEngine(settings) as far:
         pool, here = far.allocate(4096), near.allocate(4096)

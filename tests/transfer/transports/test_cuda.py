@@ -34,7 +34,7 @@ def pair(library: str) -> Iterator[tuple[TransferEngine, TransferEngine]]:
 
 
 class DeviceArray:
-    """What cupy, numba and jax show of their arrays."""
+    """The interface of arrays of cupy, numba and jax."""
 
     def __init__(self, address: int, size_bytes: int) -> None:
         self.__cuda_array_interface__ = {
@@ -166,7 +166,7 @@ def test_device_memory_is_a_source_for_tcp(library: str) -> None:
 
 
 def test_device_memory_is_reached_over_tcp(library: str) -> None:
-    """As from another host: the owner's server moves the bytes through pinned staging."""
+    """Over tcp, as from another host: the owner's server moves the bytes through pinned staging."""
     with (
         TransferEngine(TransferSettings(transports=("tcp",))) as near,
         TransferEngine(TransferSettings(transports=("tcp", "cuda"), cuda_library=library)) as far,

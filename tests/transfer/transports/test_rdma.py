@@ -1,4 +1,4 @@
-"""What is particular to rdma. Without a device only what needs none is tested, the rest says so.
+"""Behaviour that only rdma has. Without a device, tests that need one are skipped with the reason.
 
 ``scripts/test-rdma`` runs this file and the contract suite in a small VM that has soft-RoCE devices.
 """

@@ -1,4 +1,4 @@
-"""What shared memory adds to the contract: users, revocation, first touches."""
+"""Behaviour of shared memory beyond the contract: users, revocation, first touches."""
 
 from __future__ import annotations
 

@@ -46,7 +46,7 @@ def frame(
 
 
 class Wire:
-    """A connection that has said hello."""
+    """A connection whose greeting is done."""
 
     def __init__(self, engine: TransferEngine, greeting: bytes | None = None) -> None:
         host, port = engine.describe().endpoints["tcp"].split(":")
@@ -72,7 +72,7 @@ class Wire:
         return status, failed, number, payload
 
     def is_gone(self) -> bool:
-        """The server has let go, whatever lies unread before that."""
+        """Whether the server has closed; unread bytes before that are ignored."""
         state: int = self.socket.getsockopt(socket.IPPROTO_TCP, socket.TCP_INFO, 1)[0]
         return state != 1  # TCP_ESTABLISHED
 
@@ -221,7 +221,7 @@ def strict() -> Iterator[TransferEngine]:
 
 
 def stalls(pool: Region) -> dict[str, bytes]:
-    """Beginnings of conversations that go on no further."""
+    """Requests that stop part-way, by name."""
     write = frame(WRITE, [(pool.address, 4096, pool.key)])
     refused = frame(WRITE, [(pool.address, 4096, 1)])
     return {
@@ -280,7 +280,7 @@ def test_a_peer_that_takes_no_replies_is_cut_off(strict: TransferEngine) -> None
 
 
 def test_closing_a_region_does_not_wait_for_a_stalled_peer(engine: TransferEngine) -> None:
-    """Long before the peer is cut off."""
+    """It returns long before the peer is cut off."""
     pool = engine.allocate(8192)
     stalled = [Wire(engine) for _ in range(3)]
     for wire, sent in zip(stalled, list(stalls(pool).values())[3:6], strict=True):
@@ -297,7 +297,7 @@ def test_closing_a_region_does_not_wait_for_a_stalled_peer(engine: TransferEngin
 
 
 def test_a_thousand_idle_strangers() -> None:
-    """They take no threads, and make room soon for who has something to say, because they are so many."""
+    """They take no threads, and being many, soon make room for clients that greet."""
     room = resource.getrlimit(resource.RLIMIT_NOFILE)[0] - len(os.listdir("/proc/self/fd"))
     small = TransferSettings(transports=("tcp",), max_connections=100, greeting_timeout_s=1)
     with TransferEngine(small) as far:
@@ -368,7 +368,7 @@ def test_idle_peers_are_as_many_as_the_limit(engine: TransferEngine) -> None:
 def test_what_is_said_of_an_odd_server(
     engine: TransferEngine, answer: bytes, status: Status, words: str
 ) -> None:
-    """At once: the deadline is far away."""
+    """It fails at once, long before the deadline."""
     with socket.create_server(("127.0.0.1", 0)) as listener:
 
         def serve() -> None:
