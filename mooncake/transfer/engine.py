@@ -94,12 +94,12 @@ class TransferEngine(TransferMethods):
         peers = PeerTable(settings, self._host, self._transports, self._client)
         super().__init__(settings, peers, discover().matrix() if "rdma" in settings.transports else {})
         self._inbox = NotificationInbox()
-        self._talkers: list[Listener | HandshakeClient | NameService] = [self._client]
+        self._services: list[Listener | HandshakeClient | NameService] = [self._client]
         self._finalizer = weakref.finalize(
             self,
             _shut_down,
             os.getpid(),
-            self._talkers,
+            self._services,
             self._peers,
             self.regions,
             self._owned,
@@ -140,7 +140,7 @@ class TransferEngine(TransferMethods):
                 self.epoch,
                 lambda: engine.describe() if (engine := this()) is not None else None,
             )
-            self._talkers.insert(0, self._peers.name_service)
+            self._services.insert(0, self._peers.name_service)
 
     def __repr__(self) -> str:
         ends = " ".join(f"{path}={transport.endpoint}" for path, transport in self._transports.items())
@@ -480,7 +480,7 @@ class TransferEngine(TransferMethods):
         target = weakref.ref(self)
         first, reached_at = self.listen_host.split(",")[0], self.advertise_host.split(",")[0]
         listener = Listener(first, port, target, self._inbox, self.settings, self.identity)
-        self._talkers.insert(0, listener)
+        self._services.insert(0, listener)
         self.handshake = with_port(reached_at, listener.port)
 
     def map(
@@ -504,7 +504,7 @@ class TransferEngine(TransferMethods):
 
 def _shut_down(
     owner_pid: int,
-    talkers: list[Listener | HandshakeClient | NameService],
+    services: list[Listener | HandshakeClient | NameService],
     peers: PeerTable,
     regions: RegionTable,
     owned: dict[int, Region],
@@ -512,8 +512,8 @@ def _shut_down(
 ) -> None:
     if os.getpid() != owner_pid:
         return  # a forked child: everything here belongs to its parent
-    for talker in talkers:
-        talker.close()
+    for service in services:
+        service.close()
     peers.close()
     regions.remove_all()
     owned.clear()

@@ -438,10 +438,10 @@ def test_ranges_that_wrap_around(pair: Pair) -> None:
 @pytest.mark.parametrize("op", list(Op))
 def test_unregistered_local_memory(pair: Pair, op: Op) -> None:
     data, here = pair.buffer(1000)
-    stranger = np.zeros(1000, dtype=np.uint8)
+    unregistered = np.zeros(1000, dtype=np.uint8)
     remote = [pair.pool.address] * 2
     queue = pair.near.new_queue()
-    for address in (stranger.ctypes.data, here.address + 1):
+    for address in (unregistered.ctypes.data, here.address + 1):
         with pytest.raises(InvalidArgument, match=r"local\[1\]"):
             pair.near.run(op, pair.segment, [here.address, address], remote, [1000, 1000])
         with pytest.raises(InvalidArgument, match=r"local\[1\]"):
@@ -450,18 +450,18 @@ def test_unregistered_local_memory(pair: Pair, op: Op) -> None:
     pair.near.unregister(here)
     with pytest.raises(InvalidArgument, match="register"):
         pair.near.run(op, pair.segment, [here.address], remote[:1], [1000])
-    assert not pair.bytes_there.any() and not stranger.any() and data.any()
+    assert not pair.bytes_there.any() and not unregistered.any() and data.any()
 
 
 def test_read_only_memory_is_read_and_never_written(transport: str) -> None:
     with engine_with(transport) as near, engine_with(transport) as far:
-        treasure = bytes(range(256))
-        registered = far.register(treasure)
+        secret = bytes(range(256))
+        registered = far.register(secret)
         pool = near.allocate(4096)
         segment = near.open(far.describe())
         if transport in ("local", "tcp"):  # the others reach only what they share
             assert is_ok(near.run(Op.READ, segment, [pool.address], [registered.address], [256]), 256)
-            assert bytes(pool.view()[:256]) == treasure
+            assert bytes(pool.view()[:256]) == secret
         done = near.run(Op.WRITE, segment, [pool.address + 1000], [registered.address], [256])
         assert done.status == Status.ACCESS_DENIED
         local = near.register(b"x" * 256)
@@ -470,7 +470,7 @@ def test_read_only_memory_is_read_and_never_written(transport: str) -> None:
         assert is_ok(near.run(Op.WRITE, segment, [local.address], [far_pool.address], [256]), 256)
         with pytest.raises(InvalidArgument, match="writable"):
             near.run(Op.READ, segment, [local.address], [far_pool.address], [256])
-        assert treasure == bytes(range(256))
+        assert secret == bytes(range(256))
 
 
 # Ending --------------------------------------------------------------------------------------------

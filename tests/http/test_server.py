@@ -86,14 +86,14 @@ def _broken() -> FastAPI:
     return FastAPI(lifespan=lifespan)
 
 
-# --- the edge: strangers that send little, much, or read nothing
+# --- the edge: clients that send little, much, or read nothing
 
 QUICK = Deadlines(header_s=0.3, body_s=0.3, send_s=0.3, idle_s=0.3, refused_s=0.3)
 
 
 @asynccontextmanager
-async def edge(application: Any = None, **words: Any) -> AsyncIterator[HttpServer]:
-    server = HttpServer(application or _bodies(), listen("127.0.0.1", 0), grace_s=1.0, **words)
+async def edge(application: Any = None, **options: Any) -> AsyncIterator[HttpServer]:
+    server = HttpServer(application or _bodies(), listen("127.0.0.1", 0), grace_s=1.0, **options)
     await server.start()
     try:
         yield server
@@ -118,9 +118,9 @@ def _bodies(most_bytes: int = 1000) -> FastAPI:
     return made
 
 
-async def opened(server: HttpServer, said: bytes = b"") -> tuple[asyncio.StreamReader, asyncio.StreamWriter]:
+async def opened(server: HttpServer, sent: bytes = b"") -> tuple[asyncio.StreamReader, asyncio.StreamWriter]:
     reader, writer = await asyncio.open_connection("127.0.0.1", server.port)
-    writer.write(said)
+    writer.write(sent)
     await writer.drain()
     return reader, writer
 
@@ -141,25 +141,25 @@ ASK = b"POST / HTTP/1.1\r\nHost: x\r\nContent-Length: %d\r\n\r\n"
 
 
 @pytest.mark.parametrize(
-    "said",
+    "sent",
     [b"", b"GET /he", b"GET /hello HTTP/1.1\r\nHost: x\r\n", ASK % 5 + b"12", b"GET /hello HTTP/1.1\r\n\r\n"],
     ids=["nothing", "half a line", "half a header", "half a body", "no second request"],
 )
-async def test_who_does_not_go_on_is_cut(said: bytes) -> None:
+async def test_who_does_not_go_on_is_cut(sent: bytes) -> None:
     async with edge(deadlines=QUICK) as server:
-        reader, writer = await opened(server, said)
+        reader, writer = await opened(server, sent)
         answer = await to_the_end(reader)
-        assert (b"hello" in answer) == (b"\r\n\r\n" in said and b"GET" in said)
+        assert (b"hello" in answer) == (b"\r\n\r\n" in sent and b"GET" in sent)
         writer.close()
         await until(lambda: not len(server.acceptor.connections))
 
 
 async def test_silent_strangers_make_room_for_who_asks() -> None:
     async with edge(max_connections=4) as server:
-        strangers = [await opened(server, b"GET /") for _ in range(12)]
+        outsiders = [await opened(server, b"GET /") for _ in range(12)]
         assert await asyncio.to_thread(fetch, f"http://127.0.0.1:{server.port}/hello") == b"hello"
         assert len(server.acceptor.connections) <= 4
-        for reader, writer in strangers[:8]:
+        for reader, writer in outsiders[:8]:
             assert await to_the_end(reader) == b""
             writer.close()
 
@@ -246,12 +246,12 @@ async def test_who_reads_nothing_is_cut_and_its_answer_ends() -> None:
         return StreamingResponse(endless())
 
     async with edge(made, deadlines=QUICK) as server:
-        stranger = socket.create_connection(("127.0.0.1", server.port))
-        stranger.sendall(b"GET / HTTP/1.1\r\nHost: x\r\n\r\n")
+        outsider = socket.create_connection(("127.0.0.1", server.port))
+        outsider.sendall(b"GET / HTTP/1.1\r\nHost: x\r\n\r\n")
         async with asyncio.timeout(20):
             await ended.wait()
             await until(lambda: not len(server.acceptor.connections))
-        stranger.close()
+        outsider.close()
 
 
 def test_connections_stay_below_the_limit_of_files(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -152,14 +152,14 @@ async def test_an_unauthenticated_client_makes_room_and_others_do_not() -> None:
     """Connections without a valid greeting are dropped first, the oldest of them first."""
 
     async def test(server: RpcServer) -> None:
-        strangers = [connected(server, opening) for opening in (b"", OPEN_GREETING)]
+        outsiders = [connected(server, opening) for opening in (b"", OPEN_GREETING)]
         await until(lambda: len(server.connections) == 3)
         client = AsyncClient(f"127.0.0.1:{server.port}", [Answer])
         assert await client.call(Ask(3), PATIENCE_S) == Answer(bytes(3))
-        assert await is_cut(strangers[0])
+        assert await is_cut(outsiders[0])
         other = AsyncClient(f"127.0.0.1:{server.port}", [Answer])
         assert await other.call(Ask(3), PATIENCE_S) == Answer(bytes(3))
-        assert await is_cut(strangers[1])
+        assert await is_cut(outsiders[1])
         assert await is_cut(connected(server, OPEN_GREETING)), "all three are clients now"
         assert await client.call(Ask(4), PATIENCE_S) == Answer(bytes(4))
         await client.close()
@@ -177,8 +177,8 @@ async def test_unfinished_requests_of_all_peers_have_one_bound() -> None:
         honest = connected(server, OPEN_GREETING + encode(1, Ask(0)) + part)
         assert await asyncio.to_thread(honest.recv, 1 << 10)
         for _ in range(6):
-            stranger = connected(server, OPEN_GREETING)
-            kept.append(asyncio.create_task(asyncio.to_thread(send_all, stranger, header(900_000, 1, 0))))
+            outsider = connected(server, OPEN_GREETING)
+            kept.append(asyncio.create_task(asyncio.to_thread(send_all, outsider, header(900_000, 1, 0))))
             await asyncio.sleep(0)
         await asyncio.gather(*kept)
         most = 0

@@ -102,10 +102,10 @@ async def test_strangers_are_not_talked_to(server: RpcServer, ours: Identity, tm
     context.check_hostname = False
     context.load_verify_locations(ours.settings.tls_ca)
     without.__dict__["client_tls"], without.has_tls = context, True  # speaks TLS, shows no certificate
-    for identity, words in ((theirs, "verify failed|self.signed|issuer"), (without, "certificate required")):
+    for identity, reason in ((theirs, "verify failed|self.signed|issuer"), (without, "certificate required")):
         client = client_of(server, identity)
         # A reset may overtake the server's alert; then only the advice is left.
-        with pytest.raises((ProtocolError, PeerLost), match=f"({words}|answered nothing).*`tls_ca`"):
+        with pytest.raises((ProtocolError, PeerLost), match=f"({reason}|answered nothing).*`tls_ca`"):
             await asyncio.to_thread(client.call, Echo(b"hello"), 20)
         client.close()
     good = client_of(server, ours)

@@ -35,8 +35,8 @@ def test_the_secret_finds_every_key_of_its_cluster_and_of_no_other() -> None:
         assert ring.find(Role.ADMIN, "", one.key_id) is None
         assert ring.find(Role.CLIENT, "other", one.key_id) is None
     assert ring.credential(Role.NODE) == derive(SECRET, Role.NODE)
-    stranger = derive(b"x" * 32, Role.NODE)
-    assert ring.find(Role.NODE, "", stranger.key_id) is None
+    outsider = derive(b"x" * 32, Role.NODE)
+    assert ring.find(Role.NODE, "", outsider.key_id) is None
 
 
 def test_a_derived_key_finds_only_itself() -> None:

@@ -39,7 +39,7 @@ def environment(tmp_path: Path) -> dict[str, str]:
 
 @contextlib.contextmanager
 def started(
-    *words: str, environment: dict[str, str] | None = None, num_files: int = 0
+    *arguments: str, environment: dict[str, str] | None = None, num_files: int = 0
 ) -> Iterator[tuple[subprocess.Popen[str], str]]:
     """Start a process; yields it and its output until it was ready."""
 
@@ -48,7 +48,7 @@ def started(
             resource.setrlimit(resource.RLIMIT_NOFILE, (num_files, num_files))
 
     process = subprocess.Popen(
-        [sys.executable, *words],
+        [sys.executable, *arguments],
         env=environment,
         stdout=subprocess.PIPE,
         stderr=subprocess.STDOUT,
@@ -96,8 +96,8 @@ def test_a_master_with_a_key_answers_no_unauthenticated_client(environment: dict
 def test_a_program_with_the_key_in_its_environment_is_a_member(environment: dict[str, str]) -> None:
     ask = "from mooncake.store import Store; print('ready', Store({!r}).exists(['key']))"
     with started(*MASTER, environment=environment) as (_, line):
-        with started("-c", ask.format(master_of(line)), environment=environment) as (_, said):
-            assert said == "ready [False]\n"
+        with started("-c", ask.format(master_of(line)), environment=environment) as (_, output):
+            assert output == "ready [False]\n"
         with Store(master_of(line)) as store, pytest.raises(MooncakeError, match="not authenticated"):
             store.connect()
 
@@ -124,25 +124,25 @@ def test_idle_strangers_do_not_take_the_place_of_clients(environment: dict[str, 
     """F11: more connections than the process may open files, half of them with half a greeting."""
     with started(*MASTER, environment=environment if has_key else None, num_files=256) as (_, line):
         host, _, port = master_of(line).rpartition(":")
-        strangers = []
+        outsiders = []
         for number in range(400):
-            stranger = socket.create_connection((host, int(port)), PATIENCE_S)
-            stranger.sendall(PREFACE if number % 2 else PREFACE[:5])
-            strangers.append(stranger)
+            outsider = socket.create_connection((host, int(port)), PATIENCE_S)
+            outsider.sendall(PREFACE if number % 2 else PREFACE[:5])
+            outsiders.append(outsider)
         ask = (
             "from mooncake.rpc import BlockingClient\n"
             "from mooncake.store.ha.standby_replication import Leads, WhoLeads\n"
             f"client = BlockingClient({master_of(line)!r}, (Leads,), is_patient=False)\n"
             "print('ready', client.call(WhoLeads(), 20).is_here)\n"
         )
-        with started("-c", ask, environment=environment if has_key else None) as (_, said):
-            assert said == "ready True\n"
-        for stranger in strangers:
-            stranger.close()
+        with started("-c", ask, environment=environment if has_key else None) as (_, output):
+            assert output == "ready True\n"
+        for outsider in outsiders:
+            outsider.close()
 
 
 @pytest.mark.parametrize(
-    "words",
+    "arguments",
     [
         ("master", "--metrics-port", "0"),
         ("node", "--master", "127.0.0.1:1"),
@@ -151,22 +151,22 @@ def test_idle_strangers_do_not_take_the_place_of_clients(environment: dict[str, 
         ("daemon", "--capacity-dram", "0.01"),
         ("gateway", "--prefill", "127.0.0.1:1", "--decode", "127.0.0.1:2"),
     ],
-    ids=lambda words: words[0],
+    ids=lambda arguments: arguments[0],
 )
-def test_a_role_does_not_listen_to_everybody_without_a_credential(words: tuple[str, ...]) -> None:
-    command = [sys.executable, "-m", "mooncake", *words, "--host", "0.0.0.0", "--port", "0"]
+def test_a_role_does_not_listen_on_all_addresses_without_a_credential(arguments: tuple[str, ...]) -> None:
+    command = [sys.executable, "-m", "mooncake", *arguments, "--host", "0.0.0.0", "--port", "0"]
     process = subprocess.Popen(command, stderr=subprocess.PIPE, text=True)
     try:
-        _, said = process.communicate(timeout=30)
+        _, output = process.communicate(timeout=30)
     except subprocess.TimeoutExpired:
         pytest.fail("it listens on all addresses")
     finally:
         process.kill()
         process.wait(PATIENCE_S)
-    assert process.returncode == 2, said
+    assert process.returncode == 2, output
     for word in ("0.0.0.0", "--tls-cert", "--cluster-key-file", "--insecure"):
-        assert word in said
-    assert "Traceback" not in said
+        assert word in output
+    assert "Traceback" not in output
 
 
 def test_it_listens_there_when_insecure_is_set() -> None:
@@ -175,8 +175,8 @@ def test_it_listens_there_when_insecure_is_set() -> None:
 
 
 def test_a_program_of_the_existing_package_listens_and_warns_once() -> None:
-    words = ("--port=0", "--metrics_port=0", "--rpc_address=0.0.0.0")
-    run = f"from mooncake.compat.programs.master import main; main({list(words)})"
+    arguments = ("--port=0", "--metrics_port=0", "--rpc_address=0.0.0.0")
+    run = f"from mooncake.compat.programs.master import main; main({list(arguments)})"
     with started("-c", run) as (process, seen):
         assert "address=0.0.0.0:" in seen
         assert seen.count("listening_without_credential") == 1

@@ -90,9 +90,9 @@ def test_what_is_remembered_is_bounded_and_nothing_forgotten_is_taken_again(
 
 
 def changed(header: str, place: int, value: object) -> str:
-    words = json.loads(base64.b64decode(header, altchars=b"-_"))
-    words[place] = value
-    return base64.urlsafe_b64encode(json.dumps(words).encode()).decode()
+    fields = json.loads(base64.b64decode(header, altchars=b"-_"))
+    fields[place] = value
+    return base64.urlsafe_b64encode(json.dumps(fields).encode()).decode()
 
 
 @pytest.mark.parametrize(

@@ -123,7 +123,7 @@ class House:
     def __init__(self) -> None:
         self.master = MasterServer(MasterSettings(port=0))
         self.engine = TransferEngine(TransferSettings(handshake_port=0))
-        [listener] = [one for one in self.engine._talkers if hasattr(one, "port")]
+        [listener] = [one for one in self.engine._services if hasattr(one, "port")]
         self.servers: dict[str, RpcServer] = {
             "store/server.py": self.master._rpc,
             "conductor/server.py": ConductorServer(ConductorService(ConductorSettings())).rpc,
@@ -215,27 +215,27 @@ async def test_every_server_of_the_code_is_scanned(cluster: Cluster) -> None:
 async def replies_to(port: int, *pieces: bytes) -> bytes:
     """Everything that a server sends in reply to these bytes before it closes the connection."""
     reader, writer = await asyncio.open_connection("127.0.0.1", port)
-    said = b""
+    received = b""
     try:
         async with asyncio.timeout(PATIENCE_S):
             for piece in pieces:
                 writer.write(piece)
                 await writer.drain()
             while data := await reader.read(1 << 16):
-                said += data
+                received += data
     except ConnectionError:
         pass
     finally:
         writer.close()
-    return said
+    return received
 
 
-def is_only_a_question(said: bytes) -> bool:
+def is_refusal(received: bytes) -> bool:
     """Whether a reply is empty, a TLS alert, or a refusal as unauthenticated."""
-    if not said or said[0] == 21:
+    if not received or received[0] == 21:
         return True
     replies = decoder_for([Challenge])
-    frames = FrameDecoder().feed(said)
+    frames = FrameDecoder().feed(received)
     assert [request_id for request_id, _ in frames] == [GREETING_ID]
     answer = replies.decode(frames[0][1])
     return isinstance(answer, Failure) and answer.code in ("access_denied", "protocol_error")
@@ -243,20 +243,20 @@ def is_only_a_question(said: bytes) -> bool:
 
 async def test_an_unauthenticated_client_is_always_refused(cluster: Cluster, theirs: Cluster) -> None:
     async with House() as house:
-        said = await asyncio.gather(
+        received = await asyncio.gather(
             *(
                 replies_to(server.port, opening + bytes(encode(1, sample(kind))))
                 for server, kind in house.messages()
                 for opening in (OPEN_GREETING, PREFACE)
             )
         )
-        assert len(said) >= 80 and all(is_only_a_question(one) for one in said)
+        assert len(received) >= 80 and all(is_refusal(one) for one in received)
         assert not house.reached
         for server in house.servers.values():
-            for stranger in (Identity(), theirs.member(), theirs.member(Role.ADMIN)):
+            for outsider in (Identity(), theirs.member(), theirs.member(Role.ADMIN)):
                 for kind in server.handlers:
                     client = AsyncClient(
-                        f"127.0.0.1:{server.port}", [], is_patient=False, identity=stranger, servers=EVERYBODY
+                        f"127.0.0.1:{server.port}", [], is_patient=False, identity=outsider, servers=EVERYBODY
                     )
                     with pytest.raises((AccessDenied, ProtocolError, Unavailable)) as caught:
                         await client.call(sample(kind), PATIENCE_S)
@@ -354,16 +354,16 @@ async def test_nothing_of_a_store_is_seen_or_changed(cluster: Cluster, theirs: C
         member = AsyncStore(address, identity=cluster.member())
         assert await member.put("key", b"value") is None
         before = master.master.snapshot()
-        for stranger in (Identity(), theirs.member(Role.ADMIN)):
+        for outsider in (Identity(), theirs.member(Role.ADMIN)):
             with contextlib.closing(
-                TransferEngine(TransferSettings(transports=("tcp",)), identity=stranger)
+                TransferEngine(TransferSettings(transports=("tcp",)), identity=outsider)
             ) as other:
                 with pytest.raises((AccessDenied, ProtocolError, Unavailable)):
                     await asyncio.to_thread(other._client.describe, engine.handshake, PATIENCE_S)
-                thief = AsyncStore(address, other, identity=stranger)
+                their_store = AsyncStore(address, other, identity=outsider)
                 with pytest.raises((AccessDenied, ProtocolError, Unavailable)):
-                    await thief.get("key")
-                await thief.close()
+                    await their_store.get("key")
+                await their_store.close()
         assert bytes(await member.get("key") or b"") == b"value"
         assert master.master.snapshot() == before
         for path in (
@@ -415,12 +415,12 @@ async def test_a_tenants_client_sees_its_own_tenant(cluster: Cluster) -> None:
         assert bytes(await bank.get("key") or b"") == b"the bank's"
         from mooncake.store import StoreSettings
 
-        thief = AsyncStore(
+        their_store = AsyncStore(
             address, settings=StoreSettings(tenant="bank"), identity=cluster.member(Role.CLIENT, "acme")
         )
         with pytest.raises(AccessDenied, match="names tenant 'bank'"):
-            await thief.get("key")
-        for one in (bank, acme, thief):
+            await their_store.get("key")
+        for one in (bank, acme, their_store):
             await one.close()
         await node.close()
 
@@ -462,8 +462,8 @@ async def test_the_metadata_service_asks_who_one_is(cluster: Cluster, theirs: Cl
     member = make_backend(url, tls=ours.client_tls, signer=ours.signer())
     assert await asyncio.to_thread(member.get, "mooncake/ram/node") == b"descriptor"
     await asyncio.to_thread(member.put, "mooncake/ram/other", b"more", 30.0)
-    for stranger in (Identity(), theirs.member()):
-        other = make_backend(url, tls=stranger.client_tls or open_tls(), signer=stranger.signer())
+    for outsider in (Identity(), theirs.member()):
+        other = make_backend(url, tls=outsider.client_tls or open_tls(), signer=outsider.signer())
         for ask in (
             lambda one=other: one.get("mooncake/ram/node"),
             lambda one=other: one.put("mooncake/ram/node", b"mine"),
@@ -539,10 +539,10 @@ async def test_grpc_is_answered_to_members(cluster: Cluster) -> None:
             assert isinstance(await asyncio.to_thread(ask, cluster.member()), bytes)
             other = Cluster(cluster.folder.parent / "third", cluster.way, b"u" * 32)
             tenant = cluster.member(Role.CLIENT, "acme")
-            for stranger in (Identity(), other.member(), tenant):
+            for outsider in (Identity(), other.member(), tenant):
                 for name in (method, "/grpc.reflection.v1alpha.ServerReflection/ServerReflectionInfo"):
                     with pytest.raises(grpc.RpcError) as caught:
-                        await asyncio.to_thread(ask, stranger, name)
+                        await asyncio.to_thread(ask, outsider, name)
                     assert caught.value.code() in (
                         grpc.StatusCode.UNAUTHENTICATED,
                         grpc.StatusCode.UNAVAILABLE,
@@ -564,10 +564,10 @@ async def test_a_stranger_with_a_descriptor_gets_no_memory_without_its_keys(clus
     with socket.create_connection((host, int(port)), PATIENCE_S) as opened:
         opened.settimeout(PATIENCE_S)
         opened.sendall(greeting + bytes(256))
-        said = b""
+        received = b""
         with contextlib.suppress(ConnectionError):
             while data := opened.recv(4096):
-                said += data
-    assert len(said) <= 64, "a refusal, and no memory"
+                received += data
+    assert len(received) <= 64, "a refusal, and no memory"
     assert region.size_bytes == 4096
     await asyncio.to_thread(engine.close)

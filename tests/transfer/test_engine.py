@@ -23,6 +23,7 @@ from mooncake.transfer import (
 )
 from mooncake.transfer.host_address import host_identity, reachable_host
 from mooncake.transfer.name_service import metadata_key
+from tests.transfer.dict_backend import DictBackend
 
 
 @pytest.fixture
@@ -175,38 +176,17 @@ async def test_a_cancelled_coroutine_waits_for_its_memory(near: TransferEngine, 
     assert bytes(pool.view()[-10:]) == b"a" * 10, "the transfer was still under way"
 
 
-class Shelf:
-    """A metadata backend in a dict."""
-
-    def __init__(self) -> None:
-        self.entries: dict[str, bytes] = {}
-
-    def get(self, key: str) -> bytes | None:
-        return self.entries.get(key)
-
-    def put(self, key: str, value: bytes, ttl_s: float | None = None) -> None:
-        self.entries[key] = value
-
-    def remove(self, key: str) -> bool:
-        return self.entries.pop(key, None) is not None
-
-    def list(self, prefix: str) -> list[str]:
-        return sorted(key for key in self.entries if key.startswith(prefix))
-
-    def close(self) -> None: ...
-
-
 def test_peers_find_each_other_by_name() -> None:
-    shelf = Shelf()
+    backend = DictBackend()
     settings = TransferSettings(name="node-1")
-    with TransferEngine(settings, shelf) as far, TransferEngine(backend=shelf) as near:
+    with TransferEngine(settings, backend) as far, TransferEngine(backend=backend) as near:
         assert near.open_name("node-1") is None
         pool, here = far.allocate(4096), near.allocate(4096)
         far.publish(ttl_s=30)
         segment = near.open_name("node-1")
         assert segment is not None and segment.name == "node-1"
         assert near.run(Op.WRITE, segment, [here.address], [pool.address], [10]).status == Status.OK
-        shelf.put(metadata_key("node-2"), b"{}")
+        backend.put(metadata_key("node-2"), b"{}")
         with pytest.raises(ProtocolError):
             near.open_name("node-2")
 

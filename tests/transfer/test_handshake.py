@@ -115,15 +115,15 @@ def test_waiting_for_a_notification(near: TransferEngine, far: TransferEngine) -
 def test_many_threads_notify(near: TransferEngine, far: TransferEngine) -> None:
     segment = near.open(far.describe())
 
-    def tell(number: int) -> None:
+    def send(number: int) -> None:
         for index in range(50):
             near.notify(segment, f"{number}", f"{index}", timeout_s=30)
 
-    tellers = [threading.Thread(target=tell, args=(number,)) for number in range(4)]
-    for teller in tellers:
-        teller.start()
-    for teller in tellers:
-        teller.join()
+    senders = [threading.Thread(target=send, args=(number,)) for number in range(4)]
+    for sender in senders:
+        sender.start()
+    for sender in senders:
+        sender.join()
     received = [(note.name, note.text) for note in far.notifications()]
     assert len(received) == 200
     for number in range(4):

@@ -159,9 +159,9 @@ def test_handshakes(
         near.notify(segment, "done", b"\0\1", timeout_s=20)
         assert [one.message for one in far.notifications(timeout_s=20)] == [b"\0\1"]
         assert near.run(Op.WRITE, segment, [here.address], [pool.address], [64]).status == Status.OK
-        for other, words in ((theirs, "`tls_ca`"), (PLAIN, "`tls`")):
-            with TransferEngine(other) as stranger, pytest.raises((ProtocolError, PeerLost), match=words):
-                stranger.probe(far.handshake, timeout_s=20)
+        for other, reason in ((theirs, "`tls_ca`"), (PLAIN, "`tls`")):
+            with TransferEngine(other) as outsider, pytest.raises((ProtocolError, PeerLost), match=reason):
+                outsider.probe(far.handshake, timeout_s=20)
     plain = TransferEngine(dataclasses.replace(PLAIN, handshake_port=0))
     with plain, TransferEngine(ours) as near, pytest.raises(ProtocolError, match="`tls`"):
         near.probe(plain.handshake, timeout_s=20)
@@ -181,9 +181,9 @@ async def test_metadata_over_https(ours: TransferSettings, theirs: TransferSetti
         found = await asyncio.to_thread(near.open_name, "far")
         assert found is not None and found.descriptor.epoch == far.epoch
         for context in (client_context(theirs, check_host=False), None):
-            stranger = make_backend(url, timeout_s=20, tls=context)
+            outsider = make_backend(url, timeout_s=20, tls=context)
             with pytest.raises(ProtocolError, match="TLS failed"):
-                await asyncio.to_thread(stranger.get, "k")
+                await asyncio.to_thread(outsider.get, "k")
         plain = make_backend(url.replace("https", "http"), timeout_s=20)
         with pytest.raises(PeerLost):
             await asyncio.to_thread(plain.get, "k")
@@ -205,7 +205,7 @@ def test_settings_are_checked(ours: TransferSettings, theirs: TransferSettings, 
             for use in (native_tls, server_context, functools.partial(client_context, check_host=True)):
                 with pytest.raises(InvalidArgument, match=f"^{field} is "):
                     use(wrong)
-    stranger = dataclasses.replace(ours, tls_key=theirs.tls_key)
+    outsider = dataclasses.replace(ours, tls_key=theirs.tls_key)
     with pytest.raises(InvalidArgument, match=r"^tls_key is .* private key of tls_cert .*(?i:mismatch)"):
-        TransferEngine(stranger)
+        TransferEngine(outsider)
     assert client_context(ours, check_host=True).minimum_version == ssl.TLSVersion.TLSv1_3

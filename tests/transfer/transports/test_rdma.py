@@ -107,8 +107,8 @@ def test_only_the_owner_ends_a_lane(engines: tuple[TransferEngine, TransferEngin
     lanes = num_served(far)
     address = rdma_of(near)._address(devices()[0])
     everything = [(devices()[0], pair) for pair in range(1 << 10)]
-    stranger = SetupRequest(devices()[0], 1, address, [], everything, [])
-    rdma_of(far).accept(msgspec.msgpack.encode(stranger))
+    outsider = SetupRequest(devices()[0], 1, address, [], everything, [])
+    rdma_of(far).accept(msgspec.msgpack.encode(outsider))
     assert num_served(far) == lanes
 
 

@@ -203,14 +203,14 @@ def test_a_stranger_learns_nothing(engine: TransferEngine) -> None:
 
 def test_a_silent_client_is_disconnected() -> None:
     with TransferEngine(TransferSettings(transports=("tcp",), greeting_timeout_s=0.5)) as engine:
-        talker = Wire(engine)
-        talker.receive(HELLO_BYTES)
+        greeted = Wire(engine)
+        greeted.receive(HELLO_BYTES)
         for beginning in (b"", hello(engine.epoch)[:23]):
             assert Wire(engine, beginning).is_closed()
-        talker.socket.settimeout(0.05)
+        greeted.socket.settimeout(0.05)
         with pytest.raises(TimeoutError):
-            talker.receive(1)  # an idle connection that has said hello stays
-        talker.socket.close()
+            greeted.receive(1)  # an idle connection that has said hello stays
+        greeted.socket.close()
 
 
 @pytest.fixture
@@ -305,12 +305,12 @@ def test_a_thousand_idle_strangers() -> None:
         with TransferEngine(TransferSettings(transports=("tcp",))) as near:
             here, segment = near.allocate(4096), near.open(far.describe())
             num_threads = len(os.listdir("/proc/self/task"))
-            strangers = [Wire(far, b"") for _ in range(min(1000, room - 300))]
+            silent = [Wire(far, b"") for _ in range(min(1000, room - 300))]
             assert len(os.listdir("/proc/self/task")) == num_threads
             deadline = time.monotonic() + 60
             while near.run(Op.WRITE, segment, [here.address], [pool.address], [99]).status != Status.OK:
                 assert time.monotonic() < deadline
-            for wire in strangers:
+            for wire in silent:
                 assert wire.is_closed()
                 wire.socket.close()
 
@@ -334,7 +334,7 @@ def test_idle_peers_are_as_many_as_the_limit(engine: TransferEngine) -> None:
 
 
 @pytest.mark.parametrize(
-    ("answer", "status", "words"),
+    ("answer", "status", "reason"),
     [
         (
             hello(7, version=3),
@@ -366,7 +366,7 @@ def test_idle_peers_are_as_many_as_the_limit(engine: TransferEngine) -> None:
     ids=["newer", "older", "not one of us", "a refusal of the future", "restarted", "silent"],
 )
 def test_what_is_said_of_an_odd_server(
-    engine: TransferEngine, answer: bytes, status: Status, words: str
+    engine: TransferEngine, answer: bytes, status: Status, reason: str
 ) -> None:
     """It fails at once, long before the deadline."""
     with socket.create_server(("127.0.0.1", 0)) as listener:
@@ -387,7 +387,7 @@ def test_what_is_said_of_an_odd_server(
         peer = SegmentDescriptor("odd", "elsewhere", 7, {"tcp": f"127.0.0.1:{port}"}, [region])
         done = engine.run(Op.READ, engine.open(peer), [here.address], [4096], [9], timeout_s=200)
         assert done.status == status
-        assert re.search(words, done.reason), done.reason
+        assert re.search(reason, done.reason), done.reason
         server.join(30)
 
 
