@@ -15,7 +15,8 @@ import pytest
 
 from mooncake.transfer import Op, RemoteSegment, Status, TransferEngine, TransferSettings
 from tests.contract.peer_process import engine_with
-from tests.contract.test_transports import ACROSS, PeerProcess, start_peer, until
+from tests.contract.test_transports import ACROSS, PeerProcess, start_peer
+from tests.waiting import wait_until
 
 __all__ = ["start_peer"]
 
@@ -67,7 +68,7 @@ def assert_nothing_grows(step: Callable[[int], None], num_steps: int, pids: list
             return not any(Held.by(pid).has_grown_since(then) for pid, then in zip(pids, before, strict=True))
 
         try:
-            return until(nothing_has_grown, "giving everything back", 10.0)
+            return wait_until(nothing_has_grown, "giving everything back", 10.0)
         except AssertionError:
             phases.append((before, [Held.by(pid) for pid in pids]))
     pytest.fail(f"it grew in each phase of {num_steps - WARM_UP} steps: {phases}")
