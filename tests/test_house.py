@@ -40,7 +40,7 @@ FLOORS: list[set[str]] = [
     {"http"},
     {"security"},
     {"config", "driver", "metrics"},
-    {"machine", "clock", "files", "log", "kvlayout"},
+    {"machine", "clock", "files", "file_limit", "log", "kvlayout"},
     {"setting_types", "prefix", "types", "errors"},
     {"_native"},
 ]

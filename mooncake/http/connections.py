@@ -20,23 +20,6 @@ STALLED_S = 0.5
 """Time without bytes of a body after which a connection may be closed for a new one."""
 
 
-RESERVED_FILES = 64
-"""Descriptors that a process needs in addition to its connections: listeners, logs, the store, the model."""
-
-MAX_CONNECTIONS = 1 << 14
-
-
-def connections_within(num_files: int) -> int:
-    """Number of connections for a process that may open ``num_files`` (negative: any number).
-
-    Half of the files are left for answering: a gateway has a connection to a worker for each of its
-    clients.
-    """
-    if num_files < 0:
-        return MAX_CONNECTIONS
-    return min(MAX_CONNECTIONS, max(8, (num_files - RESERVED_FILES) // 2))
-
-
 class ConnectionPhase(StrEnum):
     """Event that a connection waits for."""
 

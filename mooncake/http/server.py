@@ -15,7 +15,6 @@ import asyncio
 import concurrent.futures
 import contextlib
 import errno
-import resource
 import socket
 import ssl
 import sys
@@ -35,13 +34,11 @@ from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
 
 from mooncake import clock, metrics
 from mooncake.errors import AddressInUse, MooncakeError
-from mooncake.http.connections import ConnectionState, ConnectionTable, Deadlines, connections_within
+from mooncake.file_limit import connection_limit
+from mooncake.http.connections import ConnectionState, ConnectionTable, Deadlines
 from mooncake.log import get_logger
 
 log = get_logger(__name__)
-
-MAX_OPEN_FILES = 1 << 16
-"""Value to which the soft limit of files is raised, where the hard limit allows it."""
 
 MAX_PAGE_CONNECTIONS = 64
 """Limit of connections of a server that serves only status pages."""
@@ -157,23 +154,6 @@ def listen(host: str, port: int) -> socket.socket:
         raise
     opened.setblocking(False)
     return opened
-
-
-def connection_limit(wanted: int = 0) -> int:
-    """Limit of a server's connections: ``wanted`` (0: any number), below the process's limit of files.
-
-    The soft limit is raised first, where it is too low.
-    """
-    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
-    if wanted and wanted <= connections_within(soft):
-        return wanted
-    goal = MAX_OPEN_FILES if hard == resource.RLIM_INFINITY else min(hard, MAX_OPEN_FILES)
-    if soft != resource.RLIM_INFINITY and soft < goal:
-        with contextlib.suppress(OSError, ValueError):
-            resource.setrlimit(resource.RLIMIT_NOFILE, (goal, hard))
-            soft = goal
-    room = connections_within(soft)
-    return min(wanted, room) if wanted else room
 
 
 class ConnectionAcceptor:

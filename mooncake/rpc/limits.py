@@ -6,15 +6,12 @@ descriptors can't answer. Refusals are counted, and logged at most once a second
 
 from __future__ import annotations
 
-import contextlib
-import resource
 import time
 from dataclasses import dataclass
 from typing import Any
 
 from prometheus_client import Counter, Gauge
 
-from mooncake.http.connections import connections_within
 from mooncake.log import get_logger
 from mooncake.metrics import registry
 from mooncake.rpc.wire import MAX_BODY_BYTES
@@ -51,25 +48,12 @@ class Limits:
     stall_s: float = 60.0
     "Time for one request to arrive, or replies to be taken, and a second more per MiB."
     max_connections: int = 0
-    "0: what the process's limit of files has room for (``mooncake.http.connections``)."
+    "0: what the process's limit of files has room for (``mooncake.file_limit``)."
     max_body_bytes: int = MAX_BODY_BYTES
     max_pending_bytes: int = 2 * MAX_BODY_BYTES
     "Bytes of unfinished frames of all connections together."
     splice_idle_s: float = 600.0
     "Idle time after which a connection that was forwarded to another server is closed."
-
-
-def default_max_connections() -> int:
-    """About half of the files that this process may open, so that peers can't take them all."""
-    return connections_within(resource.getrlimit(resource.RLIMIT_NOFILE)[0])
-
-
-def raise_file_limit() -> None:
-    """Raise the soft limit of open files to the hard one; only for processes of this package."""
-    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
-    wanted = hard if hard != resource.RLIM_INFINITY else max(soft, 1 << 20)
-    with contextlib.suppress(OSError, ValueError):
-        resource.setrlimit(resource.RLIMIT_NOFILE, (wanted, hard))
 
 
 class RefusalLog:

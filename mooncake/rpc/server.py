@@ -19,6 +19,7 @@ from typing import Any, TypeAlias, cast
 import msgspec
 
 from mooncake.errors import AccessDenied, AddressInUse, InvalidArgument, MooncakeError, ProtocolError
+from mooncake.file_limit import default_max_connections
 from mooncake.log import get_logger
 from mooncake.rpc import adaptive_spin
 from mooncake.rpc.adaptive_spin import AdaptiveSpin
@@ -28,7 +29,6 @@ from mooncake.rpc.limits import (
     PENDING_BYTES,
     Limits,
     RefusalLog,
-    default_max_connections,
 )
 from mooncake.rpc.tcp_forward import TcpForwarder
 from mooncake.rpc.tls import TlsTransport

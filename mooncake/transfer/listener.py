@@ -17,9 +17,9 @@ from collections.abc import Callable
 from typing import Protocol
 
 from mooncake.errors import PeerLost, ProtocolError, Unavailable
+from mooncake.file_limit import default_max_connections
 from mooncake.log import get_logger
 from mooncake.rpc import Call, Limits, RpcServer
-from mooncake.rpc.limits import default_max_connections
 from mooncake.security import Identity
 from mooncake.transfer.descriptor import VERSION, SegmentDescriptor, version_mismatch
 from mooncake.transfer.handshake import (

@@ -2,7 +2,6 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import resource
 import socket
 import threading
 import urllib.request
@@ -23,7 +22,6 @@ from mooncake.http.server import (
     BodyBudgetExceeded,
     BodyTooLarge,
     HttpServer,
-    connection_limit,
     listen,
     read_body,
     serve_metrics,
@@ -252,15 +250,6 @@ async def test_who_reads_nothing_is_cut_and_its_answer_ends() -> None:
             await ended.wait()
             await until(lambda: not len(server.acceptor.connections))
         outsider.close()
-
-
-def test_connections_stay_below_the_limit_of_files(monkeypatch: pytest.MonkeyPatch) -> None:
-    limits = (256, 256)
-    monkeypatch.setattr(resource, "getrlimit", lambda which: limits)
-    assert connection_limit() == 96 and connection_limit(10) == 10 and connection_limit(5000) == 96
-    limits = (1024, 4096)
-    monkeypatch.setattr(resource, "setrlimit", lambda which, wanted: None)
-    assert connection_limit() == (4096 - 64) // 2, "the soft limit is raised first"
 
 
 async def test_tls_handshakes_have_a_deadline_too(tmp_path: Path) -> None:

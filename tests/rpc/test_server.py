@@ -9,8 +9,9 @@ from collections.abc import Awaitable, Callable
 import msgspec
 import pytest
 
+from mooncake.file_limit import default_max_connections
 from mooncake.rpc import AsyncClient, Call, Limits, RpcServer
-from mooncake.rpc.limits import REFUSED, default_max_connections
+from mooncake.rpc.limits import REFUSED
 from mooncake.rpc.wire import OPEN_GREETING, PREFACE, encode, header
 from tests.waiting import until
 
@@ -205,7 +206,7 @@ def send_all(opened: socket.socket, head: bytes) -> None:
 
 
 async def test_more_connections_than_files_are_never_taken(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("mooncake.rpc.limits.resource.getrlimit", lambda which: (256, 256))
+    monkeypatch.setattr("mooncake.file_limit.resource.getrlimit", lambda which: (256, 256))
     assert default_max_connections() == 96
 
     async def test(server: RpcServer) -> None:

@@ -15,7 +15,7 @@ from collections.abc import Sequence
 
 from mooncake import _native
 from mooncake.errors import AddressInUse, InvalidArgument, PeerLost, Unavailable
-from mooncake.rpc.limits import default_max_connections
+from mooncake.file_limit import default_max_connections
 from mooncake.transfer.descriptor import RegionInfo
 from mooncake.transfer.host_address import numeric_host, with_port
 from mooncake.transfer.tls import native_tls
