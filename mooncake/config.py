@@ -331,7 +331,7 @@ def format_size(size_bytes: int) -> str:
 
 
 def _parse_bool(text: str) -> bool:
-    words = {
+    values = {
         "true": True,
         "yes": True,
         "on": True,
@@ -341,9 +341,9 @@ def _parse_bool(text: str) -> bool:
         "off": False,
         "0": False,
     }
-    if text.strip().lower() not in words:
+    if text.strip().lower() not in values:
         raise ValueError(f"{text!r} is neither true nor false")
-    return words[text.strip().lower()]
+    return values[text.strip().lower()]
 
 
 def allowed(option: Option) -> str:
@@ -379,16 +379,16 @@ def _range(option: Option) -> str:
     def write(bound: float) -> str:
         return format_size(int(bound)) if option.has(Size) else str(bound)
 
-    words = ""
+    text = ""
     for mark in _marks(option.annotation):
         if isinstance(mark, Meta):
             bounds = [("from", mark.ge), ("above", mark.gt), ("to", mark.le), ("below", mark.lt)]
-            words += "".join(f" {word} {write(bound)}" for word, bound in bounds if bound is not None)
+            text += "".join(f" {word} {write(bound)}" for word, bound in bounds if bound is not None)
             if mark.min_length:
-                words += f" of at least {mark.min_length} character{'s' if mark.min_length > 1 else ''}"
+                text += f" of at least {mark.min_length} character{'s' if mark.min_length > 1 else ''}"
             if mark.pattern is not None:
-                words += f" matching {mark.pattern}"
-    return words
+                text += f" matching {mark.pattern}"
+    return text
 
 
 def _marks(annotation: Any) -> list[Any]:

@@ -239,8 +239,8 @@ def error_of(failure: Failure, peer: str) -> MooncakeError:
     error = kind.__new__(kind)
     if isinstance(error, NotLeader):
         error.leader = failure.message
-        whose = f"{error.leader} does" if error.leader else "it knows no leader"
-        Exception.__init__(error, f"{peer} does not lead; {whose}")
+        known = f"{error.leader} does" if error.leader else "it knows no leader"
+        Exception.__init__(error, f"{peer} does not lead; {known}")
     else:
         Exception.__init__(error, f"{failure.message} (from {peer})")
     return error

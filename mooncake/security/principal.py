@@ -96,8 +96,8 @@ class Access:
         if kind in self.special:
             allowed = allowed & self.special[kind](message)
         if principal.level not in allowed:
-            who = ", ".join(sorted(allowed)) or "no role"
-            return f"{kind.__name__} may be sent by {who}; the credential is that of {principal}"
+            roles = ", ".join(sorted(allowed)) or "no role"
+            return f"{kind.__name__} may be sent by {roles}; the credential is that of {principal}"
         tenant = getattr(message, "tenant", None)
         if tenant is not None and not principal.may_name(tenant):
             named = tenant or DEFAULT_TENANT

@@ -72,10 +72,10 @@ def attach(
     target = f"nvme-{transport} target {nqn} at {address}:{port}"
     if transport == "tcp":
         _check_reachable(address, port, target, timeout_s)  # the kernel would retry for minutes
-    wishes = options(transport, address, nqn, port, host_nqn, lost_after_s)
+    parameters = options(transport, address, nqn, port, host_nqn, lost_after_s)
     try:
         with open(FABRICS, "r+b", buffering=0) as fabrics:
-            fabrics.write(wishes.encode())
+            fabrics.write(parameters.encode())
             controller = controller_in(fabrics.read(4096).decode())
     except OSError as error:
         raise _refused(target, transport, error) from error
@@ -108,15 +108,15 @@ def detach(namespace: Namespace, timeout_s: float = 10.0) -> None:
 
 def options(transport: str, address: str, nqn: str, port: int, host_nqn: str, lost_after_s: int) -> str:
     """Option string for the kernel."""
-    wishes = {"transport": transport, "traddr": address, "trsvcid": str(port), "nqn": nqn}
-    wishes["ctrl_loss_tmo"] = str(lost_after_s)
-    wishes["reconnect_delay"] = str(max(1, min(10, lost_after_s // 4)))
+    parameters = {"transport": transport, "traddr": address, "trsvcid": str(port), "nqn": nqn}
+    parameters["ctrl_loss_tmo"] = str(lost_after_s)
+    parameters["reconnect_delay"] = str(max(1, min(10, lost_after_s // 4)))
     if host_nqn:
-        wishes["hostnqn"] = host_nqn
-    for name, value in wishes.items():
+        parameters["hostnqn"] = host_nqn
+    for name, value in parameters.items():
         if not value or "," in value or "\n" in value:
             raise InvalidArgument(name, value, "a word without commas")
-    return ",".join(f"{name}={value}" for name, value in wishes.items())
+    return ",".join(f"{name}={value}" for name, value in parameters.items())
 
 
 def controller_in(answer: str) -> str:
