@@ -26,7 +26,7 @@ uint64_t up(uint64_t value, uint64_t unit) { return (value + unit - 1) / unit * 
   throw std::system_error(error, std::generic_category(), step);
 }
 
-// Missing space is an error now and not in the middle of a transfer, where the file system can promise it.
+// Missing space is an error now and not in the middle of a transfer, where the file system can reserve it.
 void extend(int fd, uint64_t from, uint64_t size) {
   if (fallocate(fd, 0, static_cast<off_t>(from), static_cast<off_t>(size - from)) == 0) return;
   if (errno == EOPNOTSUPP && ftruncate(fd, static_cast<off_t>(size)) == 0) return;

@@ -1,7 +1,7 @@
 // Registered memory. Every access, from this process or on behalf of a peer, is checked against a
-// Region and made inside a Touch, so that closing a region can promise: afterwards nothing touches
+// Region and made inside a Touch, so that closing a region can guarantee: afterwards nothing touches
 // its bytes. A touch lasts one system call or one bounded copy, never a wait for a peer; that is why
-// close() is bounded however sick the peer is.
+// close() is bounded whatever a peer does.
 //
 //     Touch touch(region);          // counts in; false when the region is closing
 //     if (!touch) return denied;
@@ -107,7 +107,7 @@ class RegionTable : public std::enable_shared_from_this<RegionTable> {  // as fo
   mutable std::shared_mutex mutex_;
   std::multimap<uint64_t, RegionRef> by_address_;
   std::unordered_map<uint64_t, RegionRef> by_key_;
-  uint64_t largest_ = 0;  // bounds the walk back when ranges overlap
+  uint64_t largest_ = 0;  // bounds the search backwards when ranges overlap
   std::mutex listeners_mutex_;
   std::vector<std::weak_ptr<RegionListener>> listeners_;
 };

@@ -87,7 +87,7 @@ SharingPeer::~SharingPeer() {
   if (own_process()) shutdown(socket_->fd, SHUT_RDWR);
 }
 
-// Asks the owner for a region the first time its key is used.
+// Requests a region from the owner when its key is first used.
 Status SharingPeer::find(uint64_t key, Clock::time_point deadline, const std::atomic<Status>* stop, Mapping& found) {
   std::unique_lock lock(mutex_);
   if (lost_) return Status::kPeerLost;

@@ -104,7 +104,7 @@ class CopyingPeer : public SharingPeer {
     uint64_t key = 0;                  // of the mapped one
     Mapping mapping{};
     std::vector<Slice> slices{};
-    uint32_t* checksums = nullptr;  // of these slices, each to be continued; null: not asked for
+    uint32_t* checksums = nullptr;  // of these slices, each to be continued; null: not requested
   };
 
   // Copies a portion, whose regions are open meanwhile.
@@ -149,7 +149,7 @@ class SharingTransport : public RegionListener {
     Clock::time_point since = Clock::now();
     std::weak_ptr<SharingPeer> peer{};         // outbound
     std::unordered_set<uint64_t> given{};      // inbound: keys of the regions it has mapped
-    std::unordered_set<uint64_t> unrevoked{};  // asked back, not yet confirmed
+    std::unordered_set<uint64_t> unrevoked{};  // revoked, not yet confirmed
   };
 
   void serve();

@@ -39,7 +39,7 @@ struct Completion {
   Status status = Status::kOk;
   int64_t failed_slice = -1;        // the first slice known to have failed, or -1
   uint64_t num_bytes = 0;           // bytes moved when status is kOk
-  std::vector<uint32_t> checksums;  // CRC32C of each slice, when asked for and status is kOk
+  std::vector<uint32_t> checksums;  // CRC32C of each slice, when requested and status is kOk
   int error = 0;                    // with kIoError: the errno
   bool is_partial = false;          // not the end: so many bytes have been moved so far
   std::string reason;               // what is wrong and what to do, where the status alone cannot say

@@ -71,7 +71,7 @@ class TcpConnection {
   // Moves until the socket would block (kWaiting), a fair share is used up (kMore) or it is over.
   Progress advance(bool ending);
   int socket() const { return channel_.socket(); }
-  // Asked now and then: has it used up the time that it may take for what it is doing?
+  // Whether it has used up the time limit of what it is doing; called now and then.
   bool is_overdue(const TcpLimits& limits, Clock::time_point now);
 
  private:
@@ -121,7 +121,7 @@ class TcpConnection {
   Extents payload_;
   std::deque<std::shared_ptr<FrameTask>> due_{};  // frames taken in whose answers wait for media, oldest first
   std::shared_ptr<FrameTask> task_{};             // of the frame whose payload is arriving or being sent
-  std::shared_ptr<Staging::Want> want_{};         // staging for the next frame, asked for
+  std::shared_ptr<Staging::Want> want_{};         // requested staging for the next frame
   uint64_t discard_ = 0;
   Status status_ = Status::kOk;
   uint32_t failed_slice_ = 0;

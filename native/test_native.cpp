@@ -1,5 +1,5 @@
 // Tests below Python, for the sanitizers (scripts/sanitize) and for what Python cannot reach: broken
-// peers, byte soup on the wire, threads that race. Plain asserts; a fixed seed unless one is given.
+// peers, random bytes on the wire, threads that race. Plain asserts; a fixed seed unless one is given.
 //
 //     test_native [seed] [rounds]
 
@@ -268,7 +268,7 @@ void test_ending(bool is_tcp) {
   }
 }
 
-// Byte soup into the server's side of a connection: frames that are nearly right and bytes that are
+// Random bytes into the server's side of a connection: frames that are nearly right and bytes that are
 // not. Whatever comes, memory outside the region stays as it is and the connection ends or waits.
 void test_server_robustness() {
   auto table = std::make_shared<RegionTable>();
@@ -448,7 +448,7 @@ void test_shm_robustness() {
   transport->close();
 }
 
-// Many small chunks of a busy life, in threads: connect, move, close.
+// Many short connections, in threads: connect, move, close.
 void test_coming_and_going() {
   auto far = std::make_shared<RegionTable>();
   const int num_visits = rounds / 30 + 1;

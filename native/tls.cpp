@@ -145,7 +145,7 @@ std::string complaint() {
   return words ? words : "no reason given";
 }
 
-int no_password(char*, int, int, void*) { return 0; }  // else OpenSSL asks at the terminal
+int no_password(char*, int, int, void*) { return 0; }  // else OpenSSL prompts at the terminal
 
 }  // namespace
 
@@ -205,7 +205,7 @@ TlsSession::TlsSession(std::shared_ptr<TlsContext> context, int socket, bool is_
 
 TlsSession::~TlsSession() { library.SSL_free(ssl_); }
 
-// What a call that moved nothing means. Failed sessions stay failed, as OpenSSL asks.
+// What a call that moved nothing means. Failed sessions stay failed, as OpenSSL requires.
 TlsSession::Step TlsSession::judge(int result) {
   switch (library.SSL_get_error(ssl_, result)) {
     case kErrorWantsRead:
