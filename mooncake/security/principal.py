@@ -60,7 +60,7 @@ class Principal:
 
     def __str__(self) -> str:
         if self.is_open:
-            return "anybody"
+            return "any client"
         return f"{self.role} of tenant {self.tenant}" if self.tenant else str(self.role)
 
 
