@@ -1,12 +1,12 @@
 """Mooncake: serving of large language models around a shared KV cache.
 
-A request walks through the rooms of this package from top to bottom::
+A request passes through the subpackages in this order::
 
     client -> gateway -> conductor -> inference (prefill) -> store -> inference (decode) -> client
 
 The gateway speaks the OpenAI protocol; the conductor chooses the pair of workers; prefill computes
-keys and values and parks them, layer by layer, in the store; decode loads them and makes tokens;
-transfer moves the bytes. ``docs/journey.md`` follows one request through all of it.
+keys and values and puts them into the store, layer by layer; decode loads them and generates tokens;
+transfer moves the bytes. ``docs/journey.md`` follows one request all the way.
 
 Importing this package imports nothing heavy.
 """
@@ -19,7 +19,7 @@ __version__ = "0.1.0"
 
 
 def __getattr__(name: str) -> Any:
-    """``from mooncake import MooncakeDistributedStore, ReplicateConfig``, as some programs write it."""
+    """Names that some programs import from here: ``from mooncake import MooncakeDistributedStore``."""
     if name not in ("BufferPool", "MooncakeDistributedStore", "ReplicateConfig"):
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
     import mooncake.store

@@ -13,7 +13,7 @@ import numpy.typing as npt
 from typing_extensions import Buffer
 
 class Op(IntEnum):
-    """One-sided, as the caller sees it."""
+    """Direction of a one-sided operation, seen from the caller."""
 
     WRITE = 1
     "local -> remote"
@@ -21,22 +21,22 @@ class Op(IntEnum):
     "remote -> local"
 
 class Status(IntEnum):
-    """What came of a transfer."""
+    """Outcome of a transfer."""
 
     OK = 0
     PEER_LOST = 1
     "The connection broke or was refused, or the process behind it is gone."
     ACCESS_DENIED = 2
-    "The peer has no such range under that key, or will not be written to there."
+    "The peer has no such range under that key, or the range is read-only."
     CANCELLED = 3
-    "cancel(), close(), or local memory was unregistered meanwhile."
+    "Ended by cancel() or close(), or local memory was unregistered meanwhile."
     TIMED_OUT = 4
     UNREGISTERED = 5
     "Local memory is not registered, or is read-only and was to be written; nothing was moved."
     PROTOCOL_ERROR = 6
-    "The peer sent what it may not send."
+    "The peer violated the protocol."
     IO_ERROR = 7
-    "A file or device refused; the completion's ``reason`` says why."
+    "A file or device failed; the completion's ``reason`` says why."
 
 class Completion:
     """The end of one transfer. After a failure the destination's bytes are undefined."""
@@ -61,98 +61,98 @@ class Completion:
     def num_bytes(self) -> int: ...
     @property
     def is_partial(self) -> bool:
-        """Not the end: ``num_bytes`` have been moved so far."""
+        """True for a progress report: ``num_bytes`` have been moved so far."""
     @property
     def reason(self) -> str:
-        """What is wrong and what to do, where the status alone does not say it; else empty."""
+        """Cause and advice, where the status alone does not suffice; else empty."""
     @property
     def checksums(self) -> npt.NDArray[np.uint32] | None:
-        """CRC32C per slice of the bytes moved, if asked for and status is OK."""
+        """CRC32C per slice of the bytes moved, if requested and status is OK."""
 
 class Region(Buffer):
-    """Registered memory. As a buffer: its bytes, writable unless it was registered read-only.
+    """Registered memory. Its buffer is writable unless it was registered read-only.
 
     The buffer of an allocated region keeps the memory mapped, also after it was unregistered.
     """
 
     owner: object
-    "What the memory belongs to, kept alive by the region; unset for allocated memory."
+    "The object that owns the memory, kept alive by the region; unset for allocated memory."
     path: str
-    "Of a file region, as it was opened."
+    "Path of a file region, as it was opened."
     @property
     def address(self) -> int: ...
     @property
     def size_bytes(self) -> int: ...
     @property
     def key(self) -> int:
-        """64 random bits; whoever shows them may access the region."""
+        """64 random bits; every peer that presents them may access the region."""
     @property
     def kind(self) -> str:
-        """``memory``; or ``file``, ``cuda:0``, … whose addresses stand for bytes that only a medium can move.
+        """``memory``; or ``file``, ``cuda:0``, … whose addresses denote bytes that only a medium can move.
 
-        Such a region is no buffer.
+        A region of such a kind is no buffer.
         """
     @property
     def is_shared(self) -> bool:
-        """Processes of this host and user can reach it: a memfd, a file, or device memory with a handle."""
+        """Whether processes of this host and user can reach it: memfd, file, or exported device memory."""
     @property
     def is_writable(self) -> bool: ...
     @property
     def is_closed(self) -> bool:
-        """Unregistered; nothing enters it any more."""
+        """Whether it is unregistered; then ``enter`` fails."""
     def enter(self) -> bool:
-        """Hold it open for one short step; False when it is closed. Each True needs a ``leave()``."""
+        """Keep it open for one short step; False when it is closed. Each True needs a ``leave()``."""
     def leave(self) -> None: ...
     @property
     def how(self) -> str:
-        """How a file is read and written: ``io_uring, O_DIRECT``, or what there is instead and why."""
+        """How a file is read and written: ``io_uring, O_DIRECT``, or the fallback and its reason."""
     def flush(self) -> None:
-        """Make a file durable; nothing for other kinds. *Unlocked.* OSError when the device refuses."""
+        """Make a file durable; does nothing for other kinds. *Unlocked.* OSError when the device fails."""
     def provide(self, offset: int, size_bytes: int) -> None:
-        """Make sure that the disk has room for these bytes; nothing for other kinds. *Unlocked.*
+        """Reserve disk space for these bytes; does nothing for other kinds. *Unlocked.*
 
-        OSError when it has none. A file system that can't promise it does nothing: writing will tell.
+        OSError when there is none. Does nothing on a file system that cannot reserve: writing may then fail.
         """
     def view(self) -> memoryview:
-        """Its bytes."""
+        """Memory view of its bytes."""
     def read_into(self, buffer: Buffer, offset: int = 0) -> None:
-        """Fill ``buffer`` with its bytes, wherever they are. *Unlocked.* OSError when a medium fails."""
+        """Fill ``buffer`` with its bytes, whatever holds them. *Unlocked.* OSError when a medium fails."""
     def write_from(self, buffer: Buffer, offset: int = 0) -> None: ...
 
 class RegionTable:
-    """What this process has registered. Ranges may overlap."""
+    """The registered regions of this process. Ranges may overlap."""
 
     def __init__(self) -> None: ...
     def allocate(self, size_bytes: int, huge_pages: bool, populate: bool) -> Region:
-        """Shared memory, zeroed. *Unlocked.* MemoryError when the machine will not give it."""
+        """Allocate zeroed shared memory. *Unlocked.* MemoryError when the machine does not have it."""
     def open_file(
         self, path: str, size_bytes: int, is_writable: bool, direct: bool, ring: bool, depth: int
     ) -> Region:
-        """A file or block device as a region, created or extended to ``size_bytes``, or as it is (0).
+        """Open a file or block device as a region, created or extended to ``size_bytes``, or as it is (0).
 
-        ``direct`` and ``ring`` are wishes, see ``Region.how``; ``depth`` reads and writes go at once.
-        *Unlocked.* OSError when it cannot be had.
+        ``direct`` and ``ring`` are preferences, see ``Region.how``; ``depth`` reads and writes go at once.
+        *Unlocked.* OSError when it cannot be opened.
         """
     def add(self, address: int, size_bytes: int, is_writable: bool) -> Region:
-        """Register memory that belongs to somebody else."""
+        """Register memory of another owner."""
     def remove(self, key: int) -> None:
-        """Unregister. When it returns nothing touches the memory, however sick a peer is. *Unlocked.*"""
+        """Unregister. When it returns nothing touches the memory, whatever a peer does. *Unlocked.*"""
     def remove_all(self) -> None: ...
     def all(self) -> list[Region]:
-        """By address."""
+        """All regions, by address."""
 
 class View(Buffer):
-    """Bytes of a peer's region in place, read-only; keeps the mapping."""
+    """Read-only buffer over mapped bytes of a peer's region; keeps the mapping."""
 
 class Queue:
     """Completions of submitted transfers."""
 
     def __init__(self) -> None: ...
     def fileno(self) -> int:
-        """An eventfd, readable while something lies in the queue. Do not read it."""
+        """An eventfd, readable while the queue is not empty. Do not read from it."""
     def push(self, completion: Completion) -> None: ...
     def drain(self, max_items: int = 256, timeout_s: float = 0.0) -> list[Completion]:
-        """Oldest first; waits up to ``timeout_s`` for the first. *Unlocked.*"""
+        """Take completions, oldest first; wait up to ``timeout_s`` for the first. *Unlocked.*"""
 
 class Peer:
     """One remote process over one transport; thread-safe."""
@@ -182,15 +182,15 @@ class Peer:
         priority: int = 0,
         reports: bool = False,
     ) -> int:
-        """Move on a worker thread; -1, or the first unregistered slice and then no completion comes.
+        """Move on a worker thread. Returns -1, or the first unregistered slice; then no completion comes.
 
         The greater priority goes first; a big job goes in pieces of 16 MiB, between which a more urgent one
-        takes its place. With ``reports`` the end of each piece but the last is a partial completion.
+        overtakes it. With ``reports`` the end of each piece but the last is a partial completion.
         """
     def set_remote(self, regions: Sequence[tuple[int, int, int]]) -> None:
-        """The peer's regions: (address, size, key)."""
+        """Set the peer's regions: (address, size, key)."""
     def cancel(self) -> None:
-        """Fail what is queued or under way; afterwards no local memory is touched for it. *Unlocked.*"""
+        """Fail everything queued or under way; afterwards no local memory is touched for it. *Unlocked.*"""
     def close(self) -> None: ...
 
 class ShmPeer(Peer):
@@ -208,10 +208,10 @@ class ShmTransport:
     def close(self) -> None: ...
 
 class TlsContext:
-    """TLS 1.3 for servers and peers: both sides show a certificate of ``authority``. Opens libssl.so.3."""
+    """TLS 1.3 for servers and peers: both sides present a certificate of ``authority``. Opens libssl.so.3."""
 
     def __init__(self, certificate: str, key: str, authority: str, check_host: bool) -> None:
-        """Paths of PEM files. ValueError(field, reason) when one is not what it should be, or no libssl."""
+        """Take paths of PEM files. ValueError(field, reason) when one is invalid, or libssl is missing."""
 
 class CudaDevice:
     @property
@@ -220,34 +220,34 @@ class CudaDevice:
     def name(self) -> str: ...
     @property
     def bus_id(self) -> str:
-        """As in sysfs: ``0000:17:00.0``."""
+        """PCI address as in sysfs: ``0000:17:00.0``."""
     @property
     def size_bytes(self) -> int: ...
 
 class Cuda:
-    """The devices behind a CUDA driver library, started. OSError says why there are none."""
+    """The started devices of a CUDA driver library. OSError when there are none, with the reason."""
 
     def __init__(self, library: str) -> None: ...
     @staticmethod
     def why_not_there(library: str) -> str:
-        """Empty when the library can be loaded; starts nothing."""
+        """Reason why the library cannot be loaded; empty when it can. Starts nothing."""
     @staticmethod
     def is_device_memory(library: str, address: int) -> bool:
-        """Of a driver that this process uses already; loads and starts nothing."""
+        """Whether a driver that this process already uses owns the address. Loads and starts nothing."""
     @property
     def devices(self) -> list[CudaDevice]: ...
     def add(self, regions: RegionTable, address: int, size_bytes: int, is_writable: bool) -> Region:
-        """Register device memory of somebody else. ValueError when it is none."""
+        """Register device memory of another owner. ValueError when it is no device memory."""
     def allocate(self, regions: RegionTable, device: int, size_bytes: int) -> Region:
-        """Zeroed device memory, freed with the region. MemoryError when the device has not that much."""
+        """Allocate zeroed device memory, freed with the region. MemoryError when the device has less left."""
     def pin(self, region: Region) -> None:
-        """Lock main memory until the region is closed. OSError when it cannot be."""
+        """Lock main memory until the region is closed. OSError when the system refuses."""
     def is_pinned(self, region: Region) -> bool: ...
 
 class CudaPeer(Peer): ...
 
 class CudaTransport:
-    """Shows device memory to processes of the same host and user. One thread."""
+    """Exports device memory to processes of the same host and user. One thread."""
 
     def __init__(self, cuda: Cuda, regions: RegionTable, epoch: int, endpoint: str) -> None: ...
     def connect(
@@ -263,10 +263,10 @@ class FilePeer(Peer):
     ) -> None: ...
 
 class SharedFilePeer(Peer):
-    """File regions of another process of this host, opened anew by their descriptors."""
+    """File regions of another process of this host, reopened by their descriptors."""
 
 class SharedFileTransport:
-    """Shows file regions to processes of the same host and user. One thread."""
+    """Exports file regions to processes of the same host and user. One thread."""
 
     def __init__(self, regions: RegionTable, epoch: int, endpoint: str) -> None: ...
     def connect(
@@ -275,7 +275,7 @@ class SharedFileTransport:
     def close(self) -> None: ...
 
 class TcpServer:
-    """Serves all regions over TCP, on every one of ``hosts``. OSError when an address cannot be had."""
+    """Serves all regions over TCP, on every one of ``hosts``. OSError when an address cannot be used."""
 
     def __init__(
         self,
@@ -289,10 +289,10 @@ class TcpServer:
         stall_s: float = 30.0,
         max_connections: int = 4096,
     ) -> None:
-        """A connection has ``greeting_s`` to say who it is, and a frame ``stall_s`` and a second per MiB."""
+        """A greeting may take ``greeting_s``, and a frame ``stall_s`` plus a second per MiB."""
     @property
     def ports(self) -> list[int]:
-        """One per host."""
+        """The ports, one per host."""
     def close(self) -> None: ...
 
 class TcpPeer(Peer):
@@ -307,19 +307,19 @@ class TcpPeer(Peer):
         source_host: str = "",
         tls: TlsContext | None = None,
     ) -> None:
-        """Hosts are numeric. Connects when the first slices need it, from ``source_host`` if given."""
+        """Connects when the first slices need it, from ``source_host`` if given. Hosts are numeric."""
 
 def rdma_devices() -> list[str]:
-    """Names of the RDMA devices of this machine. OSError when libibverbs is not installed."""
+    """List the RDMA devices of this machine. OSError when libibverbs is not installed."""
 
 RdmaAddress = tuple[bytes, int, int, int]
-"""Where a device is: gid, lid, mtu as verbs count it, reads it answers at a time."""
+"""Address of a device: gid, lid, mtu in the units of verbs, number of concurrent reads it answers."""
 
 LaneEnd = tuple[int, int]
-"""A queue pair's number and that of the first packet it sends."""
+"""Number of a queue pair, and of the first packet it sends."""
 
 class RdmaTransport:
-    """Devices of this machine, and what of this process's memory is registered with them.
+    """Devices of this machine, and the memory of this process that is registered with them.
 
     OSError, whose text begins with the device's name, when one cannot be used.
     """
@@ -328,9 +328,9 @@ class RdmaTransport:
         self, regions: RegionTable, devices: Sequence[str], port: int, gid_index: int, traffic_class: int
     ) -> None: ...
     def address(self, device: str) -> RdmaAddress | None:
-        """None when it is not one of ours."""
+        """Address of a device; None when it is not one of ours."""
     def serve(self, device: str, owner: int, peer: RdmaAddress, theirs: Sequence[LaneEnd]) -> list[LaneEnd]:
-        """Our ends for the peer's lanes, ready to answer; only ``owner``, its secret, ends them. *Unlocked.*
+        """Make our ends of the peer's lanes; only its secret, ``owner``, can end them. *Unlocked.*
 
         OSError when the device refuses.
         """
@@ -338,9 +338,9 @@ class RdmaTransport:
         """End a served lane; nothing that travelled through it lands after this. *Unlocked.*"""
     def num_served(self, device: str) -> int: ...
     def grant(self, device: str, keys: Sequence[int]) -> list[tuple[int, int, int, int, bool]]:
-        """Register regions: (key, address, size, the device's key, is writable); size 0 if there is none.
+        """Register regions: (key, address, size, the device's key, is writable); size 0 for an unknown one.
 
-        *Unlocked.* OSError when the device does not take the memory.
+        *Unlocked.* OSError when the device does not accept the memory.
         """
     def connect(
         self,
@@ -350,31 +350,31 @@ class RdmaTransport:
         regions: Sequence[tuple[int, int, int]],
         num_lanes: int,
     ) -> RdmaPeer | None:
-        """None when ``device`` is not one of ours. Has no lanes yet."""
+        """Make a peer without lanes; None when ``device`` is not one of ours."""
     def close(self) -> None:
         """Stop serving. *Unlocked.*"""
 
 class RdmaPeer(Peer):
     @property
     def is_ready(self) -> bool:
-        """All lanes are there, all regions are known, and nothing given up may still land."""
+        """Whether all lanes exist, all regions are known, and no abandoned write may still land."""
     @property
     def is_able(self) -> bool:
-        """As above, but some lanes may be missing."""
+        """Whether it is ready except for some missing lanes."""
     def unknown_keys(self, limit: int) -> list[int]:
-        """Regions the peer has not granted or refused yet."""
+        """Keys of regions that the peer has neither granted nor refused yet."""
     def learn(self, grants: Sequence[tuple[int, int, int, int, bool]]) -> None: ...
     def offer(self) -> list[LaneEnd]:
-        """Our ends of the lanes that are missing. *Unlocked.* OSError when the device has no more."""
+        """Make our ends of the missing lanes. *Unlocked.* OSError when the device has no more."""
     def join(self, peer: RdmaAddress, theirs: Sequence[LaneEnd]) -> None:
-        """What the peer answered to ``offer``. *Unlocked.* OSError when they cannot be connected."""
+        """Connect to the ends in the peer's answer to ``offer``. *Unlocked.* OSError when that fails."""
     def retired(self) -> list[tuple[str, int]]:
-        """The peer's ends (device, queue pair) of lanes that have ended here."""
+        """List the peer's ends (device, queue pair) of lanes that have ended here."""
     def forget_retired(self, lanes: Sequence[tuple[str, int]]) -> None:
-        """They have ended there too."""
+        """Remove lanes that have ended at the peer too from ``retired``."""
 
 def crc32c(data: Buffer, seed: int = 0) -> int:
-    """CRC32C of a contiguous buffer, continuing from ``seed``. *Unlocked.*"""
+    """CRC32C of a contiguous buffer, continued from ``seed``. *Unlocked.*"""
 
 def crc32c_combine(a: int, b: int, length_b: int) -> int:
     """Checksum of A followed by B, from their checksums and B's length."""
@@ -382,7 +382,7 @@ def crc32c_combine(a: int, b: int, length_b: int) -> int:
 def crc32c_columns(
     addresses: npt.NDArray[np.uint64], lengths: npt.NDArray[np.uint64]
 ) -> npt.NDArray[np.uint32]:
-    """CRC32C per row of this process's memory. The caller vouches for the addresses. *Unlocked.*"""
+    """CRC32C per row of this process's memory; addresses are not checked. *Unlocked.*"""
 
 def crc32c_implementation() -> str:
-    """``avx512``, ``sse42`` or ``table``, whichever is the best this processor runs."""
+    """Name of the best implementation that this processor runs: ``avx512``, ``sse42`` or ``table``."""

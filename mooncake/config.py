@@ -1,8 +1,8 @@
-"""Loads a role's settings from flags, environment and file, and says where each value came from.
+"""Loads a role's settings from flags, environment and file, and records where each value came from.
 
-A role's settings are one frozen dataclass in the role's own room: each field has a type, a default and,
+A role's settings are one frozen dataclass in the role's own package: each field has a type, a default and,
 as the string below it, a sentence. Everything else (flags, environment names, file keys, documentation)
-is derived here, so that a new knob is one new field::
+is derived here, so that a new setting is one new field::
 
     @dataclass(frozen=True)
     class NodeSettings:
@@ -10,17 +10,17 @@ is derived here, so that a new knob is one new field::
         "TCP port of the transfer engine; 0 takes a free one."
 
         pool_size_bytes: Annotated[int, Size] = 2 << 30
-        "Memory that this node lends to the store."
+        "Memory that this node contributes to the store."
 
 gives ``--pool-size 2GiB``, ``MOONCAKE_NODE_POOL_SIZE``, the key ``pool_size`` in the table ``[node]`` of a
 TOML or JSON file, and a row in ``docs/configuration.md``. Flags beat the environment, which beats the file,
-which beats the default. A size takes a suffix and therefore drops ``_bytes`` from its outside name;
+which beats the default. A size takes a suffix and therefore drops ``_bytes`` from its external name;
 durations are seconds and keep their ``_s``. Ranges are ``msgspec.Meta``. ``Secret`` values are never printed.
 
-Why not pydantic-settings: it wants its own model class where we want a plain frozen dataclass that a core
-may hold, it does not tell which source a value came from, and it would join the dependencies of processes
-that only use the store. msgspec, already one of those, checks types and ranges. This module knows no role
-and is, with the command line that calls it, the only one that reads the environment.
+Why not pydantic-settings: it needs its own model class instead of a plain frozen dataclass that a core may
+hold, it does not report which source a value came from, and it would become a dependency of processes that
+only use the store. msgspec, which is one already, checks types and ranges. This module knows no role and is,
+with the command line that calls it, the only one that reads the environment.
 """
 
 from __future__ import annotations
@@ -61,7 +61,7 @@ SettingsT = TypeVar("SettingsT")
 
 @dataclass(frozen=True)
 class LogSettings:
-    """What every role says about itself."""
+    """Log output of every role."""
 
     level: Literal["debug", "info", "warning", "error"] = "info"
     "Events below this level are not printed."
@@ -72,7 +72,7 @@ class LogSettings:
 
 @dataclass(frozen=True)
 class Option:
-    """One field of a settings class, as the outside sees it."""
+    """One field of a settings class, with its external names."""
 
     field: str
     name: str
@@ -114,7 +114,7 @@ class Option:
 
 
 def options(settings_class: type) -> tuple[Option, ...]:
-    """The fields of a settings class, in order. A field without default or sentence is a bug."""
+    """The fields of a settings class, in order; each must have a default and a sentence below it."""
     return _options(settings_class)
 
 
@@ -152,16 +152,16 @@ def load(
     known_roles: Iterable[str] = (),
     flags_start: str = "--",
 ) -> tuple[SettingsT, dict[str, str]]:
-    """Settings of one role, and for each field where its value came from.
+    """Load the settings of one role; also return, for each field, where its value came from.
 
     Args:
-        flags: by field name; None means that the flag was not given.
-        file: TOML, or JSON when its name ends in ``.json``.
-        known_roles: names of other tables that ``file`` may hold; when empty, any table may be there.
-        flags_start: what the names of the flags begin with, for the origins.
+        flags: values by field name; None when the flag was not given.
+        file: a TOML file, or JSON when its name ends in ``.json``.
+        known_roles: names of other tables that ``file`` may hold; when empty, any table is allowed.
+        flags_start: prefix of the flags' names, used in the origins.
 
     Raises:
-        InvalidArgument: names the field, where the value came from, the value and what is allowed.
+        InvalidArgument: a value is not allowed; names the field, its origin, the value and what is allowed.
     """
     role = role_of(settings_class)
     table = {} if file is None else _read_table(settings_class, file, known_roles)
@@ -191,7 +191,7 @@ def _find(
     table: Mapping[str, Any],
     file: Path | None,
 ) -> tuple[Any, str]:
-    """The winning raw value of one field and its origin."""
+    """The raw value of one field from its strongest source, and its origin."""
     if flags.get(option.field) is not None:
         return flags[option.field], f"flag {option.flag}"
     for variable in [variable_of(role, option), *option.more_variables]:
@@ -203,7 +203,7 @@ def _find(
 
 
 def _is_service_link(value: str) -> bool:
-    """Kubernetes sets ``MOONCAKE_MASTER_PORT=tcp://10.0.0.1:50051`` for a service named mooncake-master."""
+    """Whether Kubernetes set this for a service, as ``MOONCAKE_MASTER_PORT=tcp://10.0.0.1:50051``."""
     return re.match(r"(tcp|udp)://", value) is not None
 
 
@@ -219,8 +219,8 @@ def _warn_of_misspelt(settings_class: type, environment: Mapping[str, str]) -> N
 
 
 UPSTREAM_NAMES = {"master_server_address": "master", "global_segment_size": "pool_size"}
-"""What the flat ``mooncake.json`` of the existing package calls settings of ours. Its other keys describe
-the client process that reads it, and mean nothing to a role."""
+"""Names in the flat ``mooncake.json`` of the existing package, and those of our settings. Its other keys
+configure the client process that reads it and are ignored here."""
 
 
 # -- files -------------------------------------------------------------------------------------------
@@ -272,7 +272,7 @@ def _one_of(names: list[str], given: str) -> str:
 
 
 def _coerce(option: Option, raw: Any, origin: str) -> Any:
-    """A raw value from outside, as the field's type."""
+    """Convert a raw value to the field's type."""
     try:
         if option.is_optional and isinstance(raw, str) and raw.lower() in ("", "none"):
             return None
@@ -289,7 +289,7 @@ def _coerce(option: Option, raw: Any, origin: str) -> Any:
 
 
 def _prepare(option: Option, raw: Any) -> Any:
-    """Undo what only people write: size suffixes, yes and no, commas, spaces around."""
+    """Parse human notation: size suffixes, yes and no, comma-separated lists, surrounding spaces."""
     if option.takes_many:
         items = raw.split(",") if isinstance(raw, str) else raw
         return [item.strip() if isinstance(item, str) else item for item in items if item != ""]
@@ -311,7 +311,7 @@ def parse_size(text: str) -> int:
     """Bytes from ``4096``, ``64MiB`` (powers of 1024), ``256GB`` or ``1.5 G`` (powers of 1000).
 
     Raises:
-        ValueError: not a size.
+        ValueError: ``text`` is not a size.
     """
     match = re.fullmatch(r"\s*(\d+(?:\.\d+)?|\.\d+)\s*([a-zA-Z]*)\s*", text)
     if match is None or match[2].lower() not in _UNITS:
@@ -331,7 +331,7 @@ def format_size(size_bytes: int) -> str:
 
 
 def _parse_bool(text: str) -> bool:
-    words = {
+    values = {
         "true": True,
         "yes": True,
         "on": True,
@@ -341,13 +341,13 @@ def _parse_bool(text: str) -> bool:
         "off": False,
         "0": False,
     }
-    if text.strip().lower() not in words:
+    if text.strip().lower() not in values:
         raise ValueError(f"{text!r} is neither true nor false")
-    return words[text.strip().lower()]
+    return values[text.strip().lower()]
 
 
 def allowed(option: Option) -> str:
-    """What a field takes, in words: ``an integer from 0 to 65535``."""
+    """Description of the values that a field takes: ``an integer from 0 to 65535``."""
     text = _allowed(option)
     return f"{text}, or none" if option.is_optional else text
 
@@ -365,7 +365,7 @@ def _allowed(option: Option) -> str:
 
 
 def choices_of(base: Any) -> list[str]:
-    """The words that a ``Literal`` or ``StrEnum`` allows; empty for other types."""
+    """The values that a ``Literal`` or ``StrEnum`` allows; empty for other types."""
     if typing.get_origin(base) is Literal:
         return [str(choice) for choice in typing.get_args(base)]
     if isinstance(base, type) and issubclass(base, enum.StrEnum):
@@ -374,25 +374,25 @@ def choices_of(base: Any) -> list[str]:
 
 
 def _range(option: Option) -> str:
-    """`` from 0 to 65535``, out of the field's ``Meta`` marks."""
+    """The field's limits, from its ``Meta`` marks: `` from 0 to 65535``."""
 
     def write(bound: float) -> str:
         return format_size(int(bound)) if option.has(Size) else str(bound)
 
-    words = ""
+    text = ""
     for mark in _marks(option.annotation):
         if isinstance(mark, Meta):
             bounds = [("from", mark.ge), ("above", mark.gt), ("to", mark.le), ("below", mark.lt)]
-            words += "".join(f" {word} {write(bound)}" for word, bound in bounds if bound is not None)
+            text += "".join(f" {word} {write(bound)}" for word, bound in bounds if bound is not None)
             if mark.min_length:
-                words += f" of at least {mark.min_length} character{'s' if mark.min_length > 1 else ''}"
+                text += f" of at least {mark.min_length} character{'s' if mark.min_length > 1 else ''}"
             if mark.pattern is not None:
-                words += f" matching {mark.pattern}"
-    return words
+                text += f" matching {mark.pattern}"
+    return text
 
 
 def _marks(annotation: Any) -> list[Any]:
-    """Everything that ``Annotated`` says about a type, also inside ``| None``."""
+    """All marks in ``Annotated``, also inside ``| None``."""
     marks = list(getattr(annotation, "__metadata__", ()))
     for inner in typing.get_args(_bare(annotation)):
         if typing.get_origin(_bare(annotation)) in (typing.Union, types.UnionType):
@@ -435,7 +435,7 @@ def _sentences(settings_class: type) -> dict[str, str]:
 
 
 def describe(settings: Any, origins: Mapping[str, str]) -> str:
-    """The settings as a TOML table that could be loaded again, each with where it came from."""
+    """Format the settings as a TOML table that can be loaded again, each with its origin."""
     settings_class = type(settings)
     lines = [
         (f"{option.name} = {option.show(getattr(settings, option.field))}", origins[option.field])
@@ -449,7 +449,7 @@ def describe(settings: Any, origins: Mapping[str, str]) -> str:
 
 
 def render_docs(settings_classes: Iterable[type], opening: str) -> str:
-    """Markdown with one section per role and one row per field."""
+    """Render Markdown with one section per role and one row per field."""
     sections = [opening.strip()]
     for settings_class in settings_classes:
         role = role_of(settings_class)

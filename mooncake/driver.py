@@ -1,7 +1,7 @@
 """Runs a core on asyncio: events in, effects performed, one timer re-armed from ``deadline()``.
 
-The driver is the whole distance between a core and the world. It is not thread-safe: everything
-happens on the loop it was made on, which is why a core needs no lock.
+The driver is all that stands between a core and the event loop. It is not thread-safe: everything
+happens on the loop on which it was made, which is why a core needs no lock.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ EffectT = TypeVar("EffectT")
 
 
 class Driver(Generic[EventT, EffectT]):
-    """Feeds one machine; ``perform`` does what an effect says and must not block."""
+    """Runs one machine; ``perform`` carries out an effect and must not block."""
 
     def __init__(
         self,
@@ -39,7 +39,7 @@ class Driver(Generic[EventT, EffectT]):
         self._arm()
 
     def close(self) -> None:
-        """Deliver nothing any more."""
+        """Cancel the timer; no event is delivered after this."""
         if self._timer is not None:
             self._timer.cancel()
             self._timer = None

@@ -1,24 +1,24 @@
 """The one exception tree, and the one shape of a refusal.
 
 A miss is ``None``. A refusal (no space, key is leased, queue is full) is a ``Refusal`` value that the
-caller can look at. A broken world raises from this tree::
+caller can inspect. A failure outside the program raises from this tree::
 
     MooncakeError
-    ├── InvalidArgument      the caller's input; names the field, the value and what is allowed
+    ├── InvalidArgument      invalid input by the caller; names the field, the value and what is allowed
     ├── AccessDenied         no key, a wrong key, or memory that was never registered
     ├── ProtocolError        a peer sent what it may not send, or speaks another version
-    ├── OutOfMemory          the machine would not give the memory that was asked for
-    ├── OutOfSpace           a disk would not give the space that was asked for
-    ├── StorageError         a file or device refused to read or write
+    ├── OutOfMemory          the machine does not have the requested memory
+    ├── OutOfSpace           a disk does not have the requested space
+    ├── StorageError         a file or device failed to read or write
     ├── AddressInUse         a port is taken
     ├── ModelError           a model folder is missing, damaged or of an unknown family
-    └── Unavailable          something that should answer does not; trying again later may help
+    └── Unavailable          a peer or device does not answer; trying again later may help
         ├── PeerLost         the connection broke or was refused
-        ├── NotLeader        of several masters this one does not lead; ``leader`` is who does, if it is known
+        ├── NotLeader        this master is not the leader; ``leader`` is the address of the leader, if known
         └── DeadlineExceeded the peer did not answer in time
 
-A broken program asserts. Every message names the peer or the thing, the operation, and what to do.
-``code`` is the name that travels on wires and in HTTP error objects.
+A bug fails an assert. Every message names the peer or the object, the operation, and what to do.
+``code`` is the name on the wire and in HTTP error objects.
 """
 
 from __future__ import annotations
@@ -27,13 +27,13 @@ import msgspec
 
 
 class MooncakeError(Exception):
-    """Root of everything this package raises for reasons outside the program."""
+    """Base of all errors that this package raises for reasons outside the program."""
 
     code = "internal_error"
 
 
 class InvalidArgument(MooncakeError):
-    """Bad input: ``field`` had ``value``, but only ``allowed`` is."""
+    """Invalid input: ``field`` is ``value``, which is not ``allowed``."""
 
     code = "invalid_argument"
 
@@ -93,7 +93,7 @@ class DeadlineExceeded(Unavailable):
 
 
 class Refusal(msgspec.Struct, frozen=True):
-    """Why something was not done: ``code`` for programs, ``reason`` for people."""
+    """Reason why something was not done: ``code`` for programs, ``reason`` for people."""
 
     code: str
     reason: str

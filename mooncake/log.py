@@ -1,7 +1,7 @@
 """Logs are events with fields, not prose: ``evicted key=kv/… tier=memory reason=watermark``.
 
-``--log-format json`` prints one JSON object per line for machines. Nothing here decides where logs
-go: every role writes to standard error, and whoever started it keeps them.
+``--log-format json`` prints one JSON object per line for machines. Every role writes to standard error;
+storing logs is left to the program that started it.
 """
 
 from __future__ import annotations
@@ -57,7 +57,7 @@ def setup_logging(level: str = "info", log_format: str = "text", role: str = "")
 
 
 def setup_library_logging(role: str) -> None:
-    """In somebody else's process: our events, and only ours, go to standard error with their fields."""
+    """Send the events of this package, and no others, to standard error: for use inside another program."""
     ours = logging.getLogger("mooncake")
     if not ours.handlers:
         handler = logging.StreamHandler(sys.stderr)

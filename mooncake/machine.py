@@ -1,7 +1,7 @@
 """The contract of a core.
 
 A core is a plain class. Events and the present instant go in, effects come out; it opens no socket,
-reads no clock, starts no thread. ``driver.Driver`` runs one on asyncio, ``sim.kernel`` runs the same
+reads no clock and starts no thread. ``driver.Driver`` runs one on asyncio, ``sim.kernel`` runs the same
 object on virtual time, and a test calls it directly::
 
     effects = master.handle(PutStart(...), now)   # [Reply(...)]
@@ -23,10 +23,10 @@ class Wake:
 
 
 class Machine(Protocol[EventT, EffectT]):
-    """What a driver needs of a core."""
+    """Methods of a core that a driver calls."""
 
     def handle(self, event: EventT | Wake, now: float) -> list[EffectT]:
-        """Take one event at instant ``now`` (seconds on a monotonic clock); say what is to be done."""
+        """Handle one event at instant ``now`` (seconds on a monotonic clock); return what is to be done."""
         ...
 
     def deadline(self) -> float | None:
@@ -34,9 +34,9 @@ class Machine(Protocol[EventT, EffectT]):
         ...
 
     def check(self) -> None:
-        """Assert every invariant. Slow is fine: tests and the simulator call it."""
+        """Assert every invariant. It may be slow: only tests and the simulator call it."""
         ...
 
     def story(self, key: str) -> list[str]:
-        """What happened to ``key`` and why, oldest first. Bounded."""
+        """The latest events of ``key`` with their reasons, oldest first; bounded."""
         ...

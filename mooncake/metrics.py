@@ -1,7 +1,7 @@
-"""The process's metrics registry and the text of the page that shows it.
+"""The process's metrics registry and the text of its page.
 
-A metric is declared beside the thing it measures, bound to ``registry``; this module only owns the
-registry and its page. Names: ``mooncake_<room>_<what>_<unit>``, base units, ``_total`` for counters.
+A metric is declared beside the code that it measures, bound to ``registry``; this module only owns the
+registry and its page. Names: ``mooncake_<package>_<what>_<unit>``, base units, ``_total`` for counters.
 """
 
 from __future__ import annotations

@@ -1,10 +1,10 @@
-"""Tokens to chained block hashes; the only place that hashes a prefix.
+"""Chained block hashes of tokens; the only module that hashes a prefix.
 
 A block hash names a *whole prefix*: it is SHA-256 over the parent's hash and the block's tokens, so
 two prompts share a hash exactly when they share every token up to there, the salt and the adapter.
-Conductor, inference and connectors must agree bit for bit, hence the ground floor. What makes the
-bytes of a block valid (weights, dtype, layout) is not in here but in ``kvlayout.KvIdentity``: the
-conductor routes by prefix alone and need not know how a worker lays out its cache.
+Conductor, inference and connectors must agree bit for bit, so all of them import this module. What makes
+the bytes of a block valid (weights, dtype, layout) is not in here but in ``kvlayout.KvIdentity``: the
+conductor routes by prefix alone and does not know how a worker lays out its cache.
 
 SHA-256 rather than a fast hash: a collision would silently give one tenant another's tokens, and a
 128k-token prompt costs under 10 ms.
@@ -20,20 +20,20 @@ BlockHash = bytes
 """32 bytes naming a prefix that ends at a block boundary (or at a partial tail)."""
 
 BlockKey = int
-"""What the conductor knows a block by: the first 64 bits of its hash. A hint may err once in 2**64."""
+"""The first 64 bits of a block's hash, enough for the conductor: a hint may be wrong once in 2**64."""
 
 _VERSION = b"mooncake-prefix-1"
 
 
 def root_hash(salt: str = "", adapter: str = "") -> BlockHash:
-    """The parent of every first block. ``salt`` keeps tenants apart, ``adapter`` names a LoRA."""
+    """The parent of every first block. ``salt`` separates tenants, ``adapter`` names a LoRA."""
     parts = [part.encode() for part in (salt, adapter)]
     framed = b"".join(len(part).to_bytes(4, "little") + part for part in parts)
     return hashlib.sha256(_VERSION + framed).digest()
 
 
 def short_key(block_hash: BlockHash) -> BlockKey:
-    """The key of a block to whoever keeps hints only."""
+    """The key of a block where only hints are kept."""
     return int.from_bytes(block_hash[:8], "little")
 
 

@@ -1,6 +1,6 @@
-"""What the type of a setting may say about it beside its range; ``config.py`` acts on it.
+"""Marks on the type of a setting, beside its range; ``config.py`` evaluates them.
 
-Apart from ``config.py`` because a core may hold its settings but not read any.
+Not in ``config.py``, because a core may hold its settings but not read any.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Nouns that several rooms share and no single room owns."""
+"""Types that several packages share and no single one owns."""
 
 from __future__ import annotations
 
@@ -12,14 +12,14 @@ InstanceId = str
 
 
 class WorkerRole(enum.StrEnum):
-    """What a worker is for."""
+    """The part of a request that a worker computes."""
 
     PREFILL = "prefill"
     DECODE = "decode"
 
 
 class Tier(enum.StrEnum):
-    """Where the bytes of a block lie."""
+    """The kind of memory that holds the bytes of a block."""
 
     DEVICE = "device"
     MEMORY = "memory"

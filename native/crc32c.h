@@ -16,7 +16,7 @@ uint32_t crc32c(const void* data, size_t length, uint32_t seed = 0);
 uint32_t crc32c_combine(uint32_t a, uint32_t b, uint64_t length_b);
 
 // Copies and checksums the source. The ranges must not overlap. `streaming` stores go around the
-// cache: right for a job too big to be found there by whoever reads it next.
+// cache: right for a job too big to be found there by its next reader.
 uint32_t copy_crc32c(void* to, const void* from, size_t length, uint32_t seed, bool streaming);
 
 // Copies: memcpy, or around the cache, which spares reading the destination first.

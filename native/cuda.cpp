@@ -470,7 +470,7 @@ std::string Cuda::pin(Region& region) {
   return "";
 }
 
-// By us or by others (pinned tensors). Asked about both ends, because the driver knows no ranges.
+// Pinned by us or by others (pinned tensors). Checked at both ends, because the driver knows no ranges.
 bool Cuda::is_pinned(const Region& region) {
   auto is_known = [&](uint64_t at) {
     unsigned type = 0;

@@ -127,7 +127,7 @@ class Cuda : public std::enable_shared_from_this<Cuda> {
 
   const std::vector<DeviceInfo>& devices() const { return infos_; }
 
-  // Registers device memory of somebody else; null and `why` when it is none.
+  // Registers device memory that another owner allocated; null and `why` when it is no device memory.
   RegionRef add(RegionTable& table, uint64_t address, uint64_t size, bool is_writable, std::string& why);
   // Zeroed device memory, freed with the region.
   RegionRef allocate(RegionTable& table, int device, uint64_t size, std::string& why);
@@ -137,7 +137,7 @@ class Cuda : public std::enable_shared_from_this<Cuda> {
   // Locks main memory until the region is closed: copies from and to it need no staging. Empty, or why not.
   std::string pin(Region& region);
   bool is_pinned(const Region& region);
-  bool is_pinned_staging(const void* memory);  // of a server or a job; pinned when it is first asked about
+  bool is_pinned_staging(const void* memory);  // of a server or a job; pinned at the first call
 
   // Each returns when the bytes have arrived. `checksums`: CRC32C of each piece, or null.
   Result copy(int device, Toward toward, std::span<const Piece> pieces, bool is_pinned, uint32_t* checksums);

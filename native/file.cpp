@@ -26,7 +26,7 @@ uint64_t up(uint64_t value, uint64_t unit) { return (value + unit - 1) / unit * 
   throw std::system_error(error, std::generic_category(), step);
 }
 
-// Missing space is an error now and not in the middle of a transfer, where the file system can promise it.
+// Missing space is an error now and not in the middle of a transfer, where the file system can reserve it.
 void extend(int fd, uint64_t from, uint64_t size) {
   if (fallocate(fd, 0, static_cast<off_t>(from), static_cast<off_t>(size - from)) == 0) return;
   if (errno == EOPNOTSUPP && ftruncate(fd, static_cast<off_t>(size)) == 0) return;
@@ -44,7 +44,7 @@ uint64_t memory_alignment_of(int fd, uint64_t& unit) {
     return status.stx_dio_mem_align;
   }
 #endif
-  return FileMedium::kPage;  // nobody says: what always does
+  return FileMedium::kPage;  // unknown to the kernel: a page always works
 }
 
 // pread or pwrite of one part to its end.
@@ -62,7 +62,7 @@ Outcome finish(FileIo io) {
 }  // namespace
 
 FileMedium::FileMedium(const std::string& path, uint64_t size, Options options) : options_(options) {
-  // Whoever put a link there would choose what is written over.
+  // The owner of a link at that path would choose which file is overwritten.
   int flags = (options.is_writable ? O_RDWR : O_RDONLY) | O_CLOEXEC | O_NOFOLLOW;
   fd_ = ::open(path.c_str(), flags | (options.is_writable && size ? O_CREAT : 0), 0600);
   if (fd_ < 0) fail(errno, "open");
@@ -116,7 +116,7 @@ void FileMedium::open_ways(const std::string& path) {
   how_ = queue + ", " + direct;
 }
 
-// Addresses that are nobody's memory, so that they mean this file and nothing else.
+// Addresses that are no memory of this process, so that they identify this file only.
 void FileMedium::reserve() {
   void* addresses = mmap(nullptr, up(size_, kPage), PROT_NONE, MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE, -1, 0);
   if (addresses == MAP_FAILED) fail(errno, "reserve addresses");
@@ -188,7 +188,7 @@ Outcome FileMedium::provide(uint64_t offset, uint64_t length) {
   return {};
 }
 
-// The ring that serves event loops: whoever has a part submits it, one thread takes completions out. Owns
+// The ring that serves event loops: any thread submits its parts, one thread takes completions out. Owns
 // itself while that thread runs, so that the medium may end in it.
 class FileMedium::Engine : public std::enable_shared_from_this<Engine> {
  public:
@@ -311,7 +311,7 @@ void FileMedium::start(Op op, uint64_t offset, void* memory, uint64_t length, Do
 
 namespace {
 
-// A ring per thread that moves: nobody else uses it, so nothing is locked and nobody is interrupted.
+// A ring per thread that moves: no other thread uses it, so nothing is locked and none is interrupted.
 Ring* own_ring(int depth) {
   struct Owned {
     std::unique_ptr<Ring> ring;

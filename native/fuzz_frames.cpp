@@ -1,5 +1,5 @@
-// Strangers and sick peers, by the million: what a process reads from sockets before it knows whom it
-// talks to, and what it reads from peers that were fine a moment ago. Each input is a conversation that
+// Unauthenticated and faulty peers, by the million: what a process reads from sockets before the peer has
+// greeted, and what it reads from peers that were sound until then. Each input is a conversation that
 // is nearly right, then damaged: bits flipped, numbers replaced by those at the edges, parts cut,
 // repeated, moved or replaced by noise. The sanitizers say what touches what it must not; the asserts
 // here, that nothing outside a region changes and every connection comes to an end.
@@ -115,7 +115,7 @@ void damage(Bytes& bytes) {
 
 // What the server side works on. Region memory is exactly as large as the region, so that the address
 // sanitizer sees the first byte outside.
-struct Lent {
+struct Exposed {
   std::shared_ptr<RegionTable> table = std::make_shared<RegionTable>();
   std::shared_ptr<Gates> gates = std::make_shared<Gates>();
   Bytes memory = Bytes(18'000, 0), fixed = Bytes(500, 7);
@@ -123,7 +123,7 @@ struct Lent {
   RegionRef read_only = table->add(reinterpret_cast<uint64_t>(fixed.data()), fixed.size(), false);
 };
 
-Bytes requests(const Lent& lent) {
+Bytes requests(const Exposed& exposed) {
   Bytes bytes;
   wire::Hello hello;
   hello.epoch = below(20) ? 7 : rng(), hello.lane = rng() | 1;
@@ -133,7 +133,7 @@ Bytes requests(const Lent& lent) {
     std::vector<wire::WireSlice> slices(below(200) ? below(4) + 1 : wire::kMaxSlices - below(3));
     wire::Frame frame;
     for (auto& slice : slices) {
-      const Region& region = below(6) ? *lent.region : *lent.read_only;
+      const Region& region = below(6) ? *exposed.region : *exposed.read_only;
       slice = {region.address + below(region.size), below(200) + 1, below(12) ? region.key : rng()};
       if (below(25) == 0) slice.address = edge();
       if (below(50) == 0) slice.length = edge();
@@ -172,19 +172,19 @@ void converse(TcpConnection& connection, int near, const Bytes& bytes) {
 }
 
 void fuzz_server() {
-  static Lent lent;
+  static Exposed exposed;
   int ends[2];
   assert(socketpair(AF_UNIX, SOCK_STREAM | SOCK_NONBLOCK, 0, ends) == 0);
-  TcpConnection connection(ends[1], lent.table, lent.gates, 7);
-  converse(connection, ends[0], requests(lent));
-  assert(lent.fixed == Bytes(500, 7));
+  TcpConnection connection(ends[1], exposed.table, exposed.gates, 7);
+  converse(connection, ends[0], requests(exposed));
+  assert(exposed.fixed == Bytes(500, 7));
 }
 
 std::shared_ptr<TlsContext> tls;  // null: this machine cannot make certificates
 
 // A first flight that is nearly right, into a server that speaks TLS; or anything else.
 void fuzz_tls() {
-  static Lent lent;
+  static Exposed exposed;
   static Bytes flight;
   int ends[2];
   if (flight.empty()) {
@@ -195,8 +195,8 @@ void fuzz_tls() {
     close(ends[0]), close(ends[1]);
   }
   assert(socketpair(AF_UNIX, SOCK_STREAM | SOCK_NONBLOCK, 0, ends) == 0);
-  TcpConnection connection(ends[1], lent.table, lent.gates, 7, tls);
-  Bytes bytes = below(10) ? flight : requests(lent);
+  TcpConnection connection(ends[1], exposed.table, exposed.gates, 7, tls);
+  Bytes bytes = below(10) ? flight : requests(exposed);
   damage(bytes);
   if (below(3) == 0) bytes.insert(bytes.end(), flight.begin(), flight.end());
   converse(connection, ends[0], bytes);
@@ -204,14 +204,14 @@ void fuzz_tls() {
 
 // The frames of fuzz_server, but inside a TLS session whose records are sound.
 void fuzz_inside_tls() {
-  static Lent lent;
+  static Exposed exposed;
   static Bytes sink(1 << 16);
   int ends[2];
   assert(socketpair(AF_UNIX, SOCK_STREAM | SOCK_NONBLOCK, 0, ends) == 0);
-  TcpConnection connection(ends[1], lent.table, lent.gates, 7, tls);
+  TcpConnection connection(ends[1], exposed.table, exposed.gates, 7, tls);
   Channel near(ends[0], tls->session(ends[0], false));
   while (near.tls()->handshake() == TlsSession::Step::kWantsRead) connection.advance(false);
-  Bytes bytes = requests(lent);
+  Bytes bytes = requests(exposed);
   std::vector<iovec> parts, back{{sink.data(), sink.size()}};
   for (size_t at = 0; at < bytes.size();) {
     size_t step = std::min<size_t>(bytes.size() - at, below(2) ? bytes.size() : below(900) + 1);
@@ -281,13 +281,13 @@ struct Answers {
 
 void fuzz_client() {
   static auto* answers = new Answers;
-  static Lent lent;
+  static Exposed exposed;
   Op op = below(2) ? Op::kRead : Op::kWrite;
   std::vector<Slice> slices;
   uint64_t num_bytes = 0;
   for (uint64_t i = below(3) + 1; i > 0; i--) {
     uint64_t at = below(9000), length = below(3000);
-    slices.push_back({lent.region->address + at, 5000 + at, length});
+    slices.push_back({exposed.region->address + at, 5000 + at, length});
     num_bytes += length;
   }
   Bytes bytes;
@@ -312,11 +312,11 @@ void fuzz_client() {
     answers->changed.notify_all();
   }
   auto peer =
-      std::make_shared<TcpPeer>(lent.table, std::vector<RemoteRegion>{{5000, 20'000, 3}}, *answers->address, 7, 1);
+      std::make_shared<TcpPeer>(exposed.table, std::vector<RemoteRegion>{{5000, 20'000, 3}}, *answers->address, 7, 1);
   Completion done = peer->run({op, slices, below(2) == 0, Clock::now() + 20s});
   assert(done.status != Status::kTimedOut);
   peer->close();
-  std::unique_lock lock(answers->mutex);  // an empty job connects to nobody
+  std::unique_lock lock(answers->mutex);  // an empty job opens no connection
   answers->changed.wait_for(lock, num_bytes ? 20s : 0s, [&] { return !answers->next.has_value(); });
   assert(!num_bytes || !answers->next.has_value());
 }
@@ -370,7 +370,7 @@ int shown_memory() {
   return fd;
 }
 
-// Strangers at the socket where shared memory is asked for.
+// Unauthenticated clients at the socket for shared memory.
 void fuzz_sharing_owner() {
   static auto table = std::make_shared<RegionTable>();
   static std::string error;

@@ -28,13 +28,13 @@ std::string reason_of(int error) {
     case EDQUOT:
       return "no space is left on the device; make room, or write less";
     case ENODATA:
-      return "the file is shorter than its region; somebody cut it off after it was opened";
+      return "the file is shorter than its region; it was truncated after it was opened";
     default:
       return std::string(std::strerror(error)) + "; see the kernel's log of the host that has the device";
   }
 }
 
-// Threads of one medium: a slow one holds up nobody else's. They own what they need, so that a medium
+// Threads of one medium: a slow one does not delay those of others. They own what they need, so that a medium
 // may end in one of them.
 struct Medium::Workers : std::enable_shared_from_this<Workers> {
   std::mutex mutex;

@@ -1,8 +1,8 @@
 // Bytes that lie where the processor does not reach them by address: in a file, on a device. A region
-// with a medium is addressed like any other (address + offset), but nobody may touch memory there; its
+// with a medium is addressed like any other (address + offset), but there is no memory to touch there; its
 // bytes are moved by its medium, to and from plain memory.
 //
-// Whoever has a socket on the other side needs memory between: Staging is that memory, one fixed block
+// A move between a medium and a socket needs memory between: Staging is that memory, one fixed block
 // per role and process, so that what is in flight is bounded and a medium may register or pin it once.
 #pragma once
 
@@ -60,7 +60,7 @@ class Medium {
   // What was written survives a loss of power.
   virtual Outcome flush() { return {}; }
 
-  // Makes sure that there is room for these bytes; where nobody can promise it, writing will tell.
+  // Makes sure that there is room for these bytes; where the file system cannot reserve it, writing may still fail.
   virtual Outcome provide(uint64_t /*offset*/, uint64_t /*length*/) { return {}; }
 
   // Memory whose address equals the offset modulo this spares a copy. A power of two, at most 4096.
@@ -105,7 +105,7 @@ class Staging {
   };
 
   // A place in the queue for `count` chunks (at most kNumChunks): all of them or none, in order of
-  // asking, so that whoever holds some never waits for more.
+  // asking, so that a holder of some never waits for more.
   struct Want {
     size_t count = 0;
     std::function<void()> wake{};  // called once, from any thread, when `lease` has been filled later
@@ -126,7 +126,7 @@ class Staging {
   uint8_t* base_;
   std::mutex mutex_;
   std::vector<size_t> free_;
-  std::deque<std::weak_ptr<Want>> wants_;  // whoever gave up waiting has expired
+  std::deque<std::weak_ptr<Want>> wants_;  // those that gave up waiting have expired
 };
 
 class Region;

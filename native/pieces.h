@@ -1,5 +1,5 @@
-// A submitted job in pieces, so that a more urgent one can go in between and its submitter can be told
-// how far it is. Each piece is a job of its own to the transport; what came of them is one completion.
+// A submitted job in pieces, so that a more urgent one can go in between and its progress can be
+// reported. Each piece is a job of its own to the transport; what came of them is one completion.
 #pragma once
 
 #include <memory>

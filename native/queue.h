@@ -1,4 +1,4 @@
-// Completions, from native threads to whoever drains them. The eventfd is readable exactly while
+// Completions, from native threads to the thread that drains them. The eventfd is readable exactly while
 // something lies in the queue, so an event loop can wait on it; a thread can also block in drain().
 // Producers never wait and never see Python.
 #pragma once

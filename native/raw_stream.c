@@ -6,8 +6,8 @@
  *     r <size> <count>    the same the other way
  *     p <size> <count>    send a message, wait for one byte, and again
  *
- * and prints the seconds it took. Both sides walk through a window of memory as large as the one
- * the measured program walks through, so neither works from the cache more than the other.
+ * and prints the seconds it took. Both sides cycle through a window of memory as large as the one
+ * the measured program cycles through, so neither works from the cache more than the other.
  */
 #define _GNU_SOURCE
 #include <arpa/inet.h>

@@ -88,7 +88,7 @@ class Conversation {
     skip_empty();
   }
 
-  // False when a lane is not clean any more.
+  // False when a lane is no longer clean.
   bool drive() {
     while (true) {
       bool has_moved = false;
@@ -279,7 +279,7 @@ RdmaPeer::RdmaPeer(std::shared_ptr<RegionTable> local, std::shared_ptr<RdmaDevic
 
 RdmaPeer::~RdmaPeer() { RdmaPeer::release(); }
 
-// The peer's ends stay until the next set-up, or until it notices that nobody answers.
+// The peer's ends stay until the next set-up, or until it notices that no peer answers.
 void RdmaPeer::release() {
   std::vector<RetiredLane> retired;
   for (const auto& lane : idle_) retired.push_back({their_device_, lane->far_end().pair});

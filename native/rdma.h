@@ -5,7 +5,7 @@
 //     RdmaPeer::offer()  ──▶ our ends ─── handshake ──▶  RdmaDevice::serve()   their ends
 //     RdmaPeer::join()   ◀── their ends ── handshake ──  RdmaTransport::grant() keys of their regions
 //
-// A job takes lanes that nobody else uses. One that fails or is stopped ends its lanes: they are destroyed
+// A job takes lanes that no other job uses. One that fails or is stopped ends its lanes: they are destroyed
 // before execute() returns, so the device is done with the job's memory, and the peer's ends are retired
 // at the next set-up, so nothing it had sent lands later. Until then is_ready() is false.
 #pragma once

@@ -19,7 +19,7 @@ namespace {
 using namespace std::chrono_literals;
 
 constexpr uint8_t kTimeout = 14;    // 4.096 us x 2^14: 67 ms until a packet is sent again
-constexpr uint8_t kRetries = 6;     // 7 would be for ever with some devices
+constexpr uint8_t kRetries = 6;     // 7 means without limit on some devices
 constexpr uint8_t kReads = 16;      // under way on one lane
 constexpr auto kProbeEvery = 10s;   // a served lane whose peer may be gone
 constexpr int kServedEntries = 64;  // completions of such probes
@@ -277,7 +277,7 @@ std::vector<LaneEnd> RdmaDevice::serve(uint64_t owner, const RdmaAddress& peer, 
   return ours;
 }
 
-// A peer that was killed says no farewell. An empty write to its end of the lane tells: no answer, no peer.
+// A killed peer does not end its lanes. An empty write to its end of a lane fails when the peer is gone.
 void RdmaDevice::reap() {
   verbs::WorkDone done[16];
   while (int count = std::max(verbs::poll_cq(served_completions_, 16, done), 0)) {

@@ -81,7 +81,7 @@ class RdmaDevice {
   void forget(const Region& region);  // a closed one; returns when no job uses it and no peer reaches it
 
   // Ends for the peer's lanes, ready to answer. Throws std::system_error. `owner` is the peer's secret:
-  // without it nobody ends them.
+  // no other process may end them.
   std::vector<LaneEnd> serve(uint64_t owner, const RdmaAddress& peer, const std::vector<LaneEnd>& theirs);
   void retire(uint64_t owner, uint32_t pair);  // nothing that travelled through it lands after this
   size_t num_served() const;
@@ -123,7 +123,7 @@ class RdmaDevice {
 };
 
 // Our end of a lane. Not thread-safe: one job at a time uses it. When the destructor has returned the
-// device does nothing on its behalf any more.
+// device has stopped working on its behalf.
 class RdmaLane {
  public:
   static constexpr uint32_t kDepth = 64;  // reads or writes under way

@@ -125,7 +125,7 @@ RegionRef RegionTable::allocate(uint64_t size, bool huge_pages, bool populate, s
     error = why("populating the memory", errno);
     return nullptr;
   }
-  // Most systems give shared memory no huge pages by themselves; asked afterwards they do (Linux 6.1), and a
+  // Most systems give shared memory no huge pages by themselves; requested afterwards they do (Linux 6.1), and a
   // peer then maps 2 MiB per fault and a device takes 2 MiB per segment: O_DIRECT is twice as fast into them.
   if (huge_pages && populate) madvise(memory, mapped_size, MADV_COLLAPSE);
   insert(region);

@@ -1,7 +1,7 @@
 // Registered memory. Every access, from this process or on behalf of a peer, is checked against a
-// Region and made inside a Touch, so that closing a region can promise: afterwards nothing touches
+// Region and made inside a Touch, so that closing a region can guarantee: afterwards nothing touches
 // its bytes. A touch lasts one system call or one bounded copy, never a wait for a peer; that is why
-// close() is bounded however sick the peer is.
+// close() is bounded whatever a peer does.
 //
 //     Touch touch(region);          // counts in; false when the region is closing
 //     if (!touch) return denied;
@@ -52,7 +52,7 @@ class Region {
   bool enter();  // false when closing
   void leave();
   void close();  // later touches fail; returns when none is left
-  // Lets `what` go when the region is closed and nothing touches it any more. Before it is closed.
+  // Releases `what` once the region is closed and nothing touches it. To be called before it is closed.
   void hold_while_open(std::shared_ptr<void> what) { held_ = std::move(what); }
 
  private:
@@ -77,7 +77,7 @@ class Touch {
   size_t entered_ = 0;
 };
 
-// Told when a region closes, after new accesses already fail and before close() waits.
+// Notified when a region closes, after new accesses already fail and before close() waits.
 class RegionListener {
  public:
   virtual ~RegionListener() = default;
@@ -89,10 +89,10 @@ class RegionTable : public std::enable_shared_from_this<RegionTable> {  // as fo
   // Shared memory (memfd) of `size` bytes. Returns null and sets `error` when the machine will not
   // give it: populating reports missing memory here instead of as a SIGBUS at the first touch.
   RegionRef allocate(uint64_t size, bool huge_pages, bool populate, std::string& error);
-  RegionRef add(uint64_t address, uint64_t size, bool is_writable);  // somebody else's memory
+  RegionRef add(uint64_t address, uint64_t size, bool is_writable);  // memory of another owner
   RegionRef add_medium(uint64_t address, uint64_t size, bool is_writable, std::string kind,
                        std::shared_ptr<Medium> medium);
-  void remove(uint64_t key);  // returns when nothing touches it any more
+  void remove(uint64_t key);  // returns once nothing touches it
   void remove_all();
 
   RegionRef find_local(uint64_t address, uint64_t length) const;
@@ -107,7 +107,7 @@ class RegionTable : public std::enable_shared_from_this<RegionTable> {  // as fo
   mutable std::shared_mutex mutex_;
   std::multimap<uint64_t, RegionRef> by_address_;
   std::unordered_map<uint64_t, RegionRef> by_key_;
-  uint64_t largest_ = 0;  // bounds the walk back when ranges overlap
+  uint64_t largest_ = 0;  // bounds the search backwards when ranges overlap
   std::mutex listeners_mutex_;
   std::vector<std::weak_ptr<RegionListener>> listeners_;
 };

@@ -3,7 +3,7 @@
 // owner does nothing, and its memory sees no byte. What is shown is the file behind a region that was
 // registered, to processes of the same user that know the region's key; closing the region takes it back.
 //
-// What was handed to the device when the owner died still lands: whoever gives the same file out again after a
+// What was handed to the device when the owner died still lands: a process that gives the same file out again after a
 // crash must wait for the writers of before (readers of it know by their leases).
 #pragma once
 

@@ -23,7 +23,7 @@ namespace {
 constexpr auto kRevocationTime = std::chrono::seconds(1);
 constexpr auto kGreetingTime = std::chrono::seconds(5);
 constexpr auto kLook = std::chrono::milliseconds(1000);  // for those who let it pass
-constexpr size_t kMaxStrangers = 256;
+constexpr size_t kMaxUngreeted = 256;
 
 socklen_t abstract_name(const std::string& name, sockaddr_un& address) {
   address.sun_family = AF_UNIX;
@@ -87,7 +87,7 @@ SharingPeer::~SharingPeer() {
   if (own_process()) shutdown(socket_->fd, SHUT_RDWR);
 }
 
-// Asks the owner for a region the first time its key is used.
+// Requests a region from the owner when its key is first used.
 Status SharingPeer::find(uint64_t key, Clock::time_point deadline, const std::atomic<Status>* stop, Mapping& found) {
   std::unique_lock lock(mutex_);
   if (lost_) return Status::kPeerLost;
@@ -182,7 +182,7 @@ void SharingPeer::given(const SharingMessage& message, int descriptor) {
   {
     std::lock_guard lock(mutex_);
     auto asked = mappings_.find(message.key);
-    if (asked == mappings_.end() || asked->second.is_answered) {  // nobody asked: it would only cost memory
+    if (asked == mappings_.end() || asked->second.is_answered) {  // not requested: it would only cost memory
       if (descriptor >= 0) ::close(descriptor);
       return;
     }
@@ -307,10 +307,10 @@ void SharingTransport::serve() {
   epoll_event events[32];
   auto last_look = Clock::now();
   while (!closing_) {
-    int count = epoll_wait(epoll_, events, 32, num_strangers_ ? static_cast<int>(kLook.count()) : -1);
-    if (num_strangers_ && Clock::now() - last_look > kLook) {
+    int count = epoll_wait(epoll_, events, 32, num_ungreeted_ ? static_cast<int>(kLook.count()) : -1);
+    if (num_ungreeted_ && Clock::now() - last_look > kLook) {
       last_look = Clock::now();
-      drop_strangers();
+      drop_ungreeted();
     }
     for (int i = 0; i < count; i++) {
       int fd = events[i].data.fd;
@@ -345,13 +345,13 @@ void SharingTransport::accept_one() {
   }
   auto link = std::make_unique<Link>();
   link->socket = std::make_shared<SharingSocket>(fd);
-  if (!is_same_user(fd) || num_strangers_ >= kMaxStrangers) return;
-  num_strangers_++;
+  if (!is_same_user(fd) || num_ungreeted_ >= kMaxUngreeted) return;
+  num_ungreeted_++;
   watch(std::move(link));
 }
 
-// Whoever connects and does not say what for.
-void SharingTransport::drop_strangers() {
+// Clients that connect and send no greeting.
+void SharingTransport::drop_ungreeted() {
   std::vector<Link*> overdue;
   {
     std::lock_guard lock(mutex_);
@@ -386,12 +386,12 @@ bool SharingTransport::serve_request(Link& link, const SharingMessage& message) 
   std::lock_guard lock(mutex_);
   SharingMessage answer;
   answer.key = message.key;
-  answer.epoch = message.epoch;  // ours is told to nobody who does not know it
+  answer.epoch = message.epoch;  // the client's own: ours is not revealed
   switch (message.kind) {
     case SharingMessage::Kind::kHello:
       answer.kind = SharingMessage::Kind::kWelcome;
       if (message.epoch != epoch_) return false;
-      if (!link.is_greeted) num_strangers_--;
+      if (!link.is_greeted) num_ungreeted_--;
       link.is_greeted = true;
       return link.socket->send(answer);
     case SharingMessage::Kind::kGet: {
@@ -426,13 +426,13 @@ void SharingTransport::drop(Link* link) {
     shutdown(fd, SHUT_RDWR);
     owned = std::move(links_[fd]);
     links_.erase(fd);
-    if (!owned->is_greeted) num_strangers_--;
+    if (!owned->is_greeted) num_ungreeted_--;
     revoked_.notify_all();
   }
   if (peer) peer->lost();
 }
 
-// Takes the region back from everyone who mapped it. Whoever does not confirm in time hangs or is
+// Takes the region back from all peers that mapped it. One that does not confirm in time hangs or is
 // malicious: the connection is cut, and when it wakes up it finds its peer lost.
 void SharingTransport::region_closed(const Region& region) {
   std::unique_lock lock(mutex_);

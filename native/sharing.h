@@ -89,7 +89,7 @@ class SharingPeer : public Peer {
   std::condition_variable answered_;
 };
 
-// A peer whose mapped regions are memory, which somebody copies portion by portion.
+// A peer whose mapped regions are memory, which a subclass copies portion by portion.
 class CopyingPeer : public SharingPeer {
  public:
   using SharingPeer::SharingPeer;
@@ -104,7 +104,7 @@ class CopyingPeer : public SharingPeer {
     uint64_t key = 0;                  // of the mapped one
     Mapping mapping{};
     std::vector<Slice> slices{};
-    uint32_t* checksums = nullptr;  // of these slices, each to be continued; null: not asked for
+    uint32_t* checksums = nullptr;  // of these slices, each to be continued; null: not requested
   };
 
   // Copies a portion, whose regions are open meanwhile.
@@ -149,13 +149,13 @@ class SharingTransport : public RegionListener {
     Clock::time_point since = Clock::now();
     std::weak_ptr<SharingPeer> peer{};         // outbound
     std::unordered_set<uint64_t> given{};      // inbound: keys of the regions it has mapped
-    std::unordered_set<uint64_t> unrevoked{};  // asked back, not yet confirmed
+    std::unordered_set<uint64_t> unrevoked{};  // revoked, not yet confirmed
   };
 
   void serve();
   void watch(std::unique_ptr<Link> link);
   void accept_one();
-  void drop_strangers();
+  void drop_ungreeted();
   bool handle(Link& link);  // false: the link is over
   bool serve_request(Link& link, const SharingMessage& message);
   void drop(Link* link);
@@ -163,7 +163,7 @@ class SharingTransport : public RegionListener {
   const uint64_t epoch_;
   std::string name_;
   int listener_ = -1, epoll_ = -1, wakeup_ = -1;
-  size_t num_strangers_ = 0;  // links not greeted yet; the thread's own
+  size_t num_ungreeted_ = 0;  // links not greeted yet; the thread's own
   std::mutex mutex_;
   std::condition_variable revoked_;
   std::unordered_map<int, std::unique_ptr<Link>> links_;

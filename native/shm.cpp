@@ -16,7 +16,7 @@ namespace mooncake {
 namespace {
 
 // Jobs from these sizes on are stored around the cache. Writes early: they go to a pool far bigger than
-// any cache, where nobody looks at them soon. Reads late: whoever reads is about to use the bytes.
+// any cache, where they are not read soon. Reads late: the reader is about to use the bytes.
 constexpr uint64_t kStreamingWrite = 1 << 20;
 constexpr uint64_t kStreamingRead = 16 << 20;
 constexpr uint64_t kLong = 32 << 10;    // streaming a shorter slice waits longer than it saves

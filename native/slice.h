@@ -20,7 +20,7 @@ enum class Op : uint8_t {
 enum class Status : uint8_t {
   kOk = 0,
   kPeerLost = 1,       // the connection broke, was refused, or the peer is gone
-  kAccessDenied = 2,   // the target has no such range under that key (any more)
+  kAccessDenied = 2,   // the target has no such range under that key, or no longer
   kCancelled = 3,      // cancel(), close(), or the local memory was unregistered
   kTimedOut = 4,       // the deadline passed first
   kUnregistered = 5,   // local memory of a slice was never registered; nothing was started
@@ -39,7 +39,7 @@ struct Completion {
   Status status = Status::kOk;
   int64_t failed_slice = -1;        // the first slice known to have failed, or -1
   uint64_t num_bytes = 0;           // bytes moved when status is kOk
-  std::vector<uint32_t> checksums;  // CRC32C of each slice, when asked for and status is kOk
+  std::vector<uint32_t> checksums;  // CRC32C of each slice, when requested and status is kOk
   int error = 0;                    // with kIoError: the errno
   bool is_partial = false;          // not the end: so many bytes have been moved so far
   std::string reason;               // what is wrong and what to do, where the status alone cannot say

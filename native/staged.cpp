@@ -12,7 +12,7 @@ namespace {
 
 constexpr size_t kWindowChunks = 16;
 
-// Moves by media under way. Waited for without a deadline: a device can't be told to forget.
+// Moves by media under way. Waited for without a deadline: a device can't abort them.
 class Moves {
  public:
   ~Moves() { wait(); }

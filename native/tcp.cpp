@@ -72,7 +72,7 @@ class Cutter {
   uint64_t offset_ = 0;
 };
 
-// Walks over the pieces of a frame as their bytes move, and checksums them while they are in cache.
+// Iterates over the pieces of a frame as their bytes move, and checksums them while they are in cache.
 class Walker {
  public:
   void begin(const Job& job, const std::vector<Piece>& pieces) {
@@ -132,7 +132,7 @@ class Conversation {
   }
 
   // Moves everything. True: all requests are answered and the lanes are clean, though the peer may
-  // have refused some (status()). False: the lanes are of no use any more.
+  // have refused some (status()). False: the lanes can no longer be used.
   bool drive() {
     while (true) {
       for (bool again = true; again;) {  // one frame per lane in turn, so that lanes share the job
@@ -238,7 +238,7 @@ class Conversation {
 
   // Takes what has arrived on a lane.
   bool receive(Lane& lane) {
-    if (lane.in_flight.empty()) return fail(Status::kPeerLost);  // nothing is due: it hung up
+    if (lane.in_flight.empty()) return fail(Status::kPeerLost);  // nothing is due: the peer closed
     bool has_drained = false;
     while (true) {
       bool goes_on = true;

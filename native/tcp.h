@@ -18,7 +18,7 @@
 #include <unordered_map>
 
 #include "channel.h"
-#include "errand.h"
+#include "frame_task.h"
 #include "transport.h"
 #include "wire.h"
 
@@ -40,7 +40,7 @@ struct TcpAddress {
 class Fences {
  public:
   static std::shared_ptr<Fences> to(uint64_t epoch);
-  static void release(uint64_t epoch, std::shared_ptr<Fences>& fences);  // by who no longer uses it
+  static void release(uint64_t epoch, std::shared_ptr<Fences>& fences);  // by a user that no longer needs it
   void add(const std::vector<uint64_t>& lanes);
   std::vector<uint64_t> pending() const;
   void remove(const std::vector<uint64_t>& lanes);
@@ -50,7 +50,7 @@ class Fences {
   std::vector<uint64_t> pending_;
 };
 
-// What strangers and sick peers can cost a server.
+// The limits of a server against unauthenticated and faulty peers.
 struct TcpLimits {
   std::chrono::milliseconds greeting{5000};  // from accepting a connection to the end of its greeting
   std::chrono::milliseconds stall{30'000};   // for one frame and its reply, and a second more per MiB
@@ -71,7 +71,7 @@ class TcpConnection {
   // Moves until the socket would block (kWaiting), a fair share is used up (kMore) or it is over.
   Progress advance(bool ending);
   int socket() const { return channel_.socket(); }
-  // Asked now and then: has it used up the time that it may take for what it is doing?
+  // Whether it has used up the time limit of what it is doing; called now and then.
   bool is_overdue(const TcpLimits& limits, Clock::time_point now);
 
  private:
@@ -86,9 +86,9 @@ class TcpConnection {
   bool rest();   // between frames
   bool resolve(std::span<const wire::WireSlice> slices);
   bool begin(std::span<const wire::WireSlice> slices);
-  bool begin_errand(std::span<const wire::WireSlice> slices);
+  bool begin_task(std::span<const wire::WireSlice> slices);
   void fence(std::span<const wire::WireSlice> slices);
-  void answer(std::shared_ptr<Errand> errand);
+  void answer(std::shared_ptr<FrameTask> task);
   void defer();
   bool take_payload();
   bool refuse_payload();
@@ -119,9 +119,9 @@ class TcpConnection {
   wire::Frame frame_;
   std::vector<RegionRef> touched_;  // regions of the frame under way
   Extents payload_;
-  std::deque<std::shared_ptr<Errand>> due_{};  // frames taken in whose answers wait for media, oldest first
-  std::shared_ptr<Errand> errand_{};           // of the frame whose payload is arriving or being sent
-  std::shared_ptr<Staging::Want> want_{};      // staging for the next frame, asked for
+  std::deque<std::shared_ptr<FrameTask>> due_{};  // frames taken in whose answers wait for media, oldest first
+  std::shared_ptr<FrameTask> task_{};             // of the frame whose payload is arriving or being sent
+  std::shared_ptr<Staging::Want> want_{};         // requested staging for the next frame
   uint64_t discard_ = 0;
   Status status_ = Status::kOk;
   uint32_t failed_slice_ = 0;

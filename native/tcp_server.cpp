@@ -26,7 +26,7 @@ constexpr size_t kBuffer = 32 << 10;    // holds the largest slice table
 constexpr size_t kFairShare = 8 << 20;  // bytes moved before other connections get their turn
 constexpr size_t kMaxVector = 128;
 constexpr size_t kMaxAhead = 4;                            // frames of a connection whose answers wait for media
-constexpr size_t kSmallBuffer = 512;                       // until the greeting is over: strangers get little
+constexpr size_t kSmallBuffer = 512;                       // until the greeting is over
 constexpr auto kRarely = std::chrono::milliseconds(1000);  // looks for connections that are overdue
 constexpr auto kHurriedGreeting = std::chrono::milliseconds(300);  // when nearly all connections are taken
 static_assert(kBuffer >= sizeof(wire::Frame) + wire::kMaxSlices * sizeof(wire::WireSlice));
@@ -48,7 +48,7 @@ TcpConnection::TcpConnection(int socket, std::shared_ptr<RegionTable> regions, s
 
 TcpConnection::~TcpConnection() { gates_->remove(lane_, gate_); }
 
-// A frame and its reply have a time of their own; between frames a connection may rest for ever. Reads
+// A frame and its reply have a time of their own; between frames a connection may rest forever. Reads
 // the clock only here, so a frame's time counts from the first look that finds it.
 bool TcpConnection::is_overdue(const TcpLimits& limits, Clock::time_point now) {
   if (!is_greeted_) return now - busy_since_ > limits.greeting;
@@ -93,7 +93,7 @@ TcpConnection::Progress TcpConnection::advance(bool ending) {
   return Progress::kClosed;
 }
 
-// A TLS client is known by its first byte. Others are listened to in the plain, to be told what is wrong.
+// A TLS client is known by its first byte. Others are answered in the plain, with the reason.
 bool TcpConnection::look() {
   uint8_t first;
   ssize_t count = recv(channel_.socket(), &first, 1, MSG_PEEK | MSG_DONTWAIT);
@@ -115,7 +115,7 @@ bool TcpConnection::receive() {
   vector_.assign(1, {buffer_.data() + end_, room});
   ssize_t received = channel_.receive(vector_, room, drained_);
   if (received < 0 && would_block()) return false;
-  if (received < 0 && channel_.tls() && !is_greeted_) {  // OpenSSL has told the client why
+  if (received < 0 && channel_.tls() && !is_greeted_) {  // OpenSSL has sent the client an alert
     state_ = State::kRefused;
     shutdown(channel_.socket(), SHUT_WR);
     return true;
@@ -125,7 +125,7 @@ bool TcpConnection::receive() {
   return true;
 }
 
-// Until the refused peer hangs up: closing with its bytes unread would take back what it was told.
+// Waits until the refused peer closes: closing with its bytes unread would discard the refusal.
 bool TcpConnection::outwait() {
   ssize_t received = recv(channel_.socket(), buffer_.data(), buffer_.size(), MSG_DONTWAIT);
   if (received < 0 && would_block()) return false;
@@ -136,7 +136,7 @@ bool TcpConnection::outwait() {
 
 void TcpConnection::refuse(wire::Refusal refusal, uint64_t epoch) {
   wire::Hello answer;
-  answer.refusal = refusal, answer.epoch = epoch;  // theirs: ours is told to nobody who does not know it
+  answer.refusal = refusal, answer.epoch = epoch;  // the client's own: ours is not revealed
   std::memcpy(head_, &answer, sizeof answer);
   head_bytes_ = sizeof answer, head_sent_ = 0;
   is_refused_ = true;
@@ -173,9 +173,9 @@ bool TcpConnection::greet() {
 // Between frames: answers that are due go first, so that what they hold is free for others.
 bool TcpConnection::rest() {
   if (!due_.empty() && due_.front()->is_done()) {
-    auto errand = std::move(due_.front());
+    auto task = std::move(due_.front());
     due_.pop_front();
-    answer(std::move(errand));
+    answer(std::move(task));
     return true;
   }
   if (due_.size() >= kMaxAhead) return false;
@@ -207,7 +207,7 @@ bool TcpConnection::parse() {
 bool TcpConnection::begin(std::span<const wire::WireSlice> slices) {
   if (frame_.kind == wire::Kind::kFence) return fence(slices), true;
   bool has_media = resolve(slices);
-  if (has_media && begin_errand(slices)) return true;
+  if (has_media && begin_task(slices)) return true;
   if (has_media && status_ == Status::kOk) return false;  // there is no staging for it yet
   want_.reset();
   if (!due_.empty()) return false;  // answers go in the order of the frames
@@ -253,30 +253,30 @@ bool TcpConnection::resolve(std::span<const wire::WireSlice> slices) {
 
 // A frame with bytes in media, once there is staging for it: a read starts at once, a write when its
 // bytes have come. False: it must wait, or it is too big (see the status).
-bool TcpConnection::begin_errand(std::span<const wire::WireSlice> slices) {
-  auto errand = std::make_shared<Errand>(frame_, notify_);
-  if (!errand->plan(slices, touched_, failed_slice_)) {
+bool TcpConnection::begin_task(std::span<const wire::WireSlice> slices) {
+  auto task = std::make_shared<FrameTask>(frame_, notify_);
+  if (!task->plan(slices, touched_, failed_slice_)) {
     status_ = Status::kAccessDenied;
     return false;
   }
   if (!want_) {
     want_ = std::make_shared<Staging::Want>();
-    want_->count = errand->num_chunks(), want_->wake = notify_ ? notify_ : [] {};
+    want_->count = task->num_chunks(), want_->wake = notify_ ? notify_ : [] {};
     if (!Staging::serving().take(want_)) return false;
   } else if (!Staging::serving().is_given(want_)) {
     return false;
   }
-  errand->take(std::move(want_->lease), slices);
+  task->take(std::move(want_->lease), slices);
   want_.reset();
   if (frame_.kind == wire::Kind::kRead) {
-    (void)errand->start(UINT64_MAX, lane_, gates_, gate_);
-    errand->seal();
-    due_.push_back(std::move(errand));
+    (void)task->start(UINT64_MAX, lane_, gates_, gate_);
+    task->seal();
+    due_.push_back(std::move(task));
     touched_.clear(), payload_.clear();
     return true;
   }
-  payload_ = std::move(errand->payload);
-  errand_ = std::move(errand);
+  payload_ = std::move(task->payload);
+  task_ = std::move(task);
   discard_ = frame_.payload_bytes;
   state_ = State::kWrite;
   return true;
@@ -284,29 +284,29 @@ bool TcpConnection::begin_errand(std::span<const wire::WireSlice> slices) {
 
 // Writes of these lanes that are on their way to a medium land first, and then nothing of them.
 void TcpConnection::fence(std::span<const wire::WireSlice> slices) {
-  auto errand = std::make_shared<Errand>(frame_, notify_);
-  for (const wire::WireSlice& slice : slices) gates_->cut(slice.address, errand);
-  errand->seal();
-  due_.push_back(std::move(errand));
+  auto task = std::make_shared<FrameTask>(frame_, notify_);
+  for (const wire::WireSlice& slice : slices) gates_->cut(slice.address, task);
+  task->seal();
+  due_.push_back(std::move(task));
 }
 
 // The payload of a write into media has come; its answer waits until it has landed.
 void TcpConnection::defer() {
-  errand_->seal();
-  due_.push_back(std::move(errand_));
-  errand_ = nullptr;
+  task_->seal();
+  due_.push_back(std::move(task_));
+  task_ = nullptr;
   touched_.clear(), payload_.clear();
   state_ = State::kFrame;
 }
 
-void TcpConnection::answer(std::shared_ptr<Errand> errand) {
-  const Outcome& outcome = errand->outcome();
-  frame_ = errand->request;
+void TcpConnection::answer(std::shared_ptr<FrameTask> task) {
+  const Outcome& outcome = task->outcome();
+  frame_ = task->request;
   bool brings_bytes = outcome.status == Status::kOk && frame_.kind == wire::Kind::kRead;
   payload_.clear();
-  if (brings_bytes) payload_ = std::move(errand->payload), touched_ = errand->touched;
-  errand_ = std::move(errand);  // holds the staging until it is sent
-  reply(outcome.status, static_cast<uint32_t>(errand_->failed_slice()), payload_.bytes(), outcome.error);
+  if (brings_bytes) payload_ = std::move(task->payload), touched_ = task->touched;
+  task_ = std::move(task);  // holds the staging until it is sent
+  reply(outcome.status, static_cast<uint32_t>(task_->failed_slice()), payload_.bytes(), outcome.error);
 }
 
 // Payload of a write: what already lies in the buffer is copied, the rest is received in place, and
@@ -316,7 +316,7 @@ bool TcpConnection::take_payload() {
     size_t buffered = std::min<uint64_t>(end_ - begin_, discard_);
     begin_ += buffered, discard_ -= buffered, moved_ += buffered;
     if (discard_ > 0) return receive();
-    if (errand_) defer();
+    if (task_) defer();
     else reply(status_, failed_slice_, 0);
     return true;
   }
@@ -331,11 +331,10 @@ bool TcpConnection::take_payload() {
     begin_ += piece, moved_ += piece;
     payload_.consume(piece);
   }
-  // The gate is closed only for a moment, and the errand looks at it itself.
-  if (errand_ && !errand_->start(frame_.payload_bytes - payload_.bytes(), lane_, gates_, gate_))
-    return over_ = true, false;
+  // The gate is closed only for a moment, and the task looks at it itself.
+  if (task_ && !task_->start(frame_.payload_bytes - payload_.bytes(), lane_, gates_, gate_)) return over_ = true, false;
   if (payload_.bytes() == 0) {
-    if (errand_) defer();
+    if (task_) defer();
     else reply(Status::kOk, 0, 0);
     return true;
   }
@@ -367,7 +366,7 @@ bool TcpConnection::take_payload() {
 bool TcpConnection::refuse_payload() {
   discard_ = payload_.bytes();
   status_ = Status::kAccessDenied, failed_slice_ = 0;
-  if (errand_) errand_->add_step(), errand_->end_step({Status::kAccessDenied}, 0);
+  if (task_) task_->add_step(), task_->end_step({Status::kAccessDenied}, 0);
   state_ = State::kDiscard;
   return true;
 }
@@ -403,7 +402,7 @@ bool TcpConnection::send_reply() {
   moved_ += count;
   if (head_sent_ == head_bytes_ && payload_.bytes() == 0) {
     touched_.clear();
-    errand_ = nullptr;
+    task_ = nullptr;
     num_replies_++;
     state_ = is_refused_ ? State::kRefused : State::kFrame;
     if (is_refused_) shutdown(channel_.socket(), SHUT_WR);
@@ -411,7 +410,7 @@ bool TcpConnection::send_reply() {
   return true;
 }
 
-// How other threads tell a loop that a connection of its has something to do; outlives the loop, because a
+// How other threads notify a loop that one of its connections has something to do; outlives the loop, because a
 // device may still be at work when the server is closed.
 struct Bell {
   const int fd = eventfd(0, EFD_CLOEXEC | EFD_NONBLOCK);
@@ -566,7 +565,7 @@ void TcpServer::serve(Loop& loop) {
   const auto look = std::clamp(std::min(limits_.greeting, limits_.stall) / 4, kRarely / 50, kRarely);
   auto attentive_until = last_look;
   while (!closing_) {
-    // Whoever asked a moment ago often asks again, sooner than a sleeping core wakes up.
+    // A client that sent a request a moment ago often sends another, sooner than a sleeping core wakes up.
     bool is_attentive = !ready.empty() || Clock::now() < attentive_until;
     int count = epoll_wait(loop.epoll, events.data(), static_cast<int>(events.size()),
                            is_attentive ? 0 : static_cast<int>(look.count()));

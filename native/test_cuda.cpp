@@ -3,7 +3,7 @@
 // waits, ranges, lifetimes and what happens between processes, not about a GPU.
 //
 //     test_cuda [seed] [rounds]
-//     test_cuda serve             a process that lends device memory, until its input ends
+//     test_cuda serve             a process that exposes device memory, until its input ends
 
 #include <dlfcn.h>
 #include <sys/wait.h>
@@ -267,7 +267,7 @@ void test_moving() {
   }
 }
 
-// Regions close and jobs are cancelled under traffic: afterwards nobody touches them.
+// Regions close and jobs are cancelled under traffic: afterwards nothing touches them.
 void test_ending() {
   for (int i = 0; i < rounds / 10; i++) {
     Pair pair;
@@ -303,7 +303,7 @@ void test_ending() {
   }
 }
 
-struct Lent {
+struct Exposed {
   char endpoint[64];
   uint64_t address, size, key;
 };
@@ -316,9 +316,9 @@ void serve() {
   RegionRef region = cuda->add(*table, whole->address + 5'000, 100'000, true, why);
   auto end = std::make_shared<CudaTransport>(cuda, table, 7);
   table->listen(end);
-  Lent lent{{}, region->address, region->size, region->key};
-  end->endpoint().copy(lent.endpoint, sizeof lent.endpoint - 1);
-  assert(write(1, &lent, sizeof lent) == sizeof lent);
+  Exposed exposed{{}, region->address, region->size, region->key};
+  end->endpoint().copy(exposed.endpoint, sizeof exposed.endpoint - 1);
+  assert(write(1, &exposed, sizeof exposed) == sizeof exposed);
   char letter;
   while (read(0, &letter, 1) == 1) {
     if (letter == 'u') table->remove(region->key);
@@ -330,7 +330,7 @@ void serve() {
 struct OtherProcess {
   int to[2], from[2];
   pid_t pid;
-  Lent lent;
+  Exposed exposed;
 
   explicit OtherProcess(const char* program) {
     assert(pipe(to) == 0 && pipe(from) == 0);
@@ -342,7 +342,7 @@ struct OtherProcess {
       _exit(1);
     }
     close(to[0]), close(from[1]);
-    assert(read(from[0], &lent, sizeof lent) == sizeof lent);
+    assert(read(from[0], &exposed, sizeof exposed) == sizeof exposed);
   }
   void say(char letter) const { assert(write(to[1], &letter, 1) == 1 && read(from[0], &letter, 1) == 1); }
   ~OtherProcess() {
@@ -362,10 +362,10 @@ void test_processes(const char* program) {
     RegionRef local = near->add(address_of(here.data()), here.size(), true);
     auto end = std::make_shared<CudaTransport>(cuda, near, 8);
     Status status;
-    std::vector<RemoteRegion> remote{{other.lent.address, other.lent.size, other.lent.key}};
-    auto peer = end->connect(other.lent.endpoint, 7, remote, Clock::now() + 5s, status);
+    std::vector<RemoteRegion> remote{{other.exposed.address, other.exposed.size, other.exposed.key}};
+    auto peer = end->connect(other.exposed.endpoint, 7, remote, Clock::now() + 5s, status);
     assert(peer);
-    Slice all{local->address, other.lent.address, 100'000};
+    Slice all{local->address, other.exposed.address, 100'000};
     assert(peer->run(request(Op::kWrite, {all}, true)).status == Status::kOk && held().opened == 1);
     std::fill(here.begin(), here.end(), 0);
     Completion done = peer->run(request(Op::kRead, {all}, true));

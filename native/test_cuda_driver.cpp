@@ -48,7 +48,7 @@ struct Context {
   std::set<int> peers{};
 };
 
-// Bytes of one device, ours or another process's: an address nobody may touch, and where they really are.
+// Bytes of one device, ours or another process's: an address that may not be touched, and where they really are.
 struct Allocation {
   Pointer device_address;
   uint8_t* bytes;

@@ -27,7 +27,7 @@ namespace {
 
 int rounds = 60;
 
-// Bytes in a vector that nobody may reach by the region's addresses; fails or stalls when told to.
+// Bytes in a vector that cannot be reached by the region's addresses; fails or stalls on request.
 class Drawer final : public Medium {
  public:
   Drawer(size_t size, uint64_t alignment) : bytes(size), alignment_(alignment) {}

@@ -1,5 +1,5 @@
 // Tests below Python, for the sanitizers (scripts/sanitize) and for what Python cannot reach: broken
-// peers, byte soup on the wire, threads that race. Plain asserts; a fixed seed unless one is given.
+// peers, random bytes on the wire, threads that race. Plain asserts; a fixed seed unless one is given.
 //
 //     test_native [seed] [rounds]
 
@@ -134,7 +134,7 @@ void test_wire() {
   assert(!wire::is_request(frame));
 }
 
-// Two processes in one: `near` moves, `far` lends a region with untouchable margins.
+// Two processes in one: `near` moves, `far` exposes a region with untouchable margins.
 struct Pair {
   static constexpr uint64_t kSize = 300'000, kMargin = 512;
   std::shared_ptr<RegionTable> near = std::make_shared<RegionTable>(), far = std::make_shared<RegionTable>();
@@ -161,7 +161,7 @@ struct Pair {
       peer = near_shm->connect(far_shm->endpoint(), 7, published(*far), Clock::now() + 5s, status);
       assert(peer && status == Status::kOk);
       assert(!near_shm->connect(far_shm->endpoint(), 6, {}, Clock::now() + 5s, status) && status == Status::kPeerLost);
-      assert(!near_shm->connect("mooncake-nobody", 7, {}, Clock::now() + 5s, status) && status == Status::kPeerLost);
+      assert(!near_shm->connect("mooncake-missing", 7, {}, Clock::now() + 5s, status) && status == Status::kPeerLost);
     }
   }
   ~Pair() {
@@ -268,7 +268,7 @@ void test_ending(bool is_tcp) {
   }
 }
 
-// Byte soup into the server's side of a connection: frames that are nearly right and bytes that are
+// Random bytes into the server's side of a connection: frames that are nearly right and bytes that are
 // not. Whatever comes, memory outside the region stays as it is and the connection ends or waits.
 void test_server_robustness() {
   auto table = std::make_shared<RegionTable>();
@@ -417,7 +417,7 @@ void test_client_robustness() {
   close(listener);
 }
 
-// Strangers at the shared-memory socket.
+// Unauthenticated clients at the shared-memory socket.
 void test_shm_robustness() {
   auto table = std::make_shared<RegionTable>();
   std::string error;
@@ -448,7 +448,7 @@ void test_shm_robustness() {
   transport->close();
 }
 
-// Many small chunks of a busy life, in threads: connect, move, close.
+// Many short connections, in threads: connect, move, close.
 void test_coming_and_going() {
   auto far = std::make_shared<RegionTable>();
   const int num_visits = rounds / 30 + 1;

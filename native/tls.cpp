@@ -145,7 +145,7 @@ std::string complaint() {
   return words ? words : "no reason given";
 }
 
-int no_password(char*, int, int, void*) { return 0; }  // else OpenSSL asks at the terminal
+int no_password(char*, int, int, void*) { return 0; }  // else OpenSSL prompts at the terminal
 
 }  // namespace
 
@@ -166,7 +166,7 @@ std::shared_ptr<TlsContext> TlsContext::make(const TlsFiles& files, bool check_h
   library.SSL_CTX_set_default_read_buffer_len(made, kReadBuffer);
   library.SSL_CTX_set_options(made, kIgnoreUnexpectedEnd);
   library.SSL_CTX_set_ciphersuites(made, "TLS_AES_128_GCM_SHA256:TLS_AES_256_GCM_SHA384:TLS_CHACHA20_POLY1305_SHA256");
-  library.SSL_CTX_set_num_tickets(made, 0);  // a lane at rest must be silent, and nobody resumes
+  library.SSL_CTX_set_num_tickets(made, 0);  // a lane at rest must be silent, and sessions are not resumed
   library.SSL_CTX_set_default_passwd_cb(made, no_password);
   field = "tls_cert";
   if (library.SSL_CTX_use_certificate_chain_file(made, files.certificate.c_str()) != 1)
@@ -205,7 +205,7 @@ TlsSession::TlsSession(std::shared_ptr<TlsContext> context, int socket, bool is_
 
 TlsSession::~TlsSession() { library.SSL_free(ssl_); }
 
-// What a call that moved nothing means. Failed sessions stay failed, as OpenSSL asks.
+// What a call that moved nothing means. Failed sessions stay failed, as OpenSSL requires.
 TlsSession::Step TlsSession::judge(int result) {
   switch (library.SSL_get_error(ssl_, result)) {
     case kErrorWantsRead:

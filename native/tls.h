@@ -2,7 +2,7 @@
 //
 // libssl.so.3 is opened when the first context is made, so nothing is linked and a machine without it
 // runs everything but this. The few functions needed are declared by hand: all types are opaque. A
-// session works on a non-blocking socket that somebody else owns and is used by one thread at a time.
+// session works on a non-blocking socket that its caller owns and is used by one thread at a time.
 #pragma once
 
 #include <sys/types.h>

@@ -176,7 +176,7 @@ Status Peer::submit(QueueRef queue, uint64_t token, Request request, int64_t& fa
   return Status::kOk;
 }
 
-void Peer::Queued::tell() const {
+void Peer::Queued::report() const {
   Completion completion = pieces->completion();
   completion.token = token;
   completion.is_partial = !pieces->is_over();
@@ -212,7 +212,7 @@ bool Peer::carry_pieces(std::unique_lock<std::mutex>& lock, Queued& item) {
       item.pieces->finish(piece.failed(stopped));
       return true;
     }
-    if (request.reports) item.tell();
+    if (request.reports) item.report();
     if (!queued_.empty() && queued_.front().pieces->request().priority > request.priority) return false;
   }
 }
@@ -235,7 +235,7 @@ void Peer::work() {
       continue;
     }
     lock.unlock();
-    next.tell();
+    next.report();
     lock.lock();
   }
   num_workers_--;
@@ -247,7 +247,7 @@ void Peer::fail_queued(Status status) {
     Completion completion;
     completion.status = status;
     item.pieces->finish(std::move(completion));
-    item.tell();
+    item.report();
   }
   queued_.clear();
 }

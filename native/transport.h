@@ -41,7 +41,7 @@ struct Request {
   bool checksum;
   Clock::time_point deadline;
   int priority = 0;      // of submitted requests: a greater one goes first
-  bool reports = false;  // tell the queue how far it is
+  bool reports = false;  // report progress to the queue
 };
 
 // A request under way.
@@ -85,7 +85,7 @@ class Peer : public RegionListener, public std::enable_shared_from_this<Peer> {
   virtual Completion execute(Job& job) = 0;
   // execute() may be given local bytes of this medium for such a request.
   virtual bool takes(const Medium& /*medium*/, const Request& /*request*/) const { return false; }
-  virtual void wake() {}     // called with the mutex held after a job was told to stop
+  virtual void wake() {}     // called with the mutex held after a job's stop was set
   virtual void release() {}  // called with the mutex held when the last job of a closed peer has ended
 
   // For execute(): a socket that must be shut down when the job is stopped; false when it already is.
@@ -104,7 +104,7 @@ class Peer : public RegionListener, public std::enable_shared_from_this<Peer> {
     QueueRef queue;
     uint64_t token;
     std::unique_ptr<Pieces> pieces;
-    void tell() const;  // what came of it, or how far it is
+    void report() const;  // its end, or its progress
   };
 
   bool prepare(Job& job, Completion& completion);

@@ -1,5 +1,5 @@
 // The TCP data protocol: fixed little-endian structs and the checks a receiver makes before it
-// believes any of them. In short:
+// trusts any of them. In short:
 //
 //     client                                server
 //     Hello{epoch, lane}               ──▶
@@ -43,7 +43,7 @@ enum class Kind : uint8_t { kWrite = 1, kRead = 2, kReply = 3, kFence = 4 };
 
 constexpr uint8_t kTlsRecord = 0x16;  // what a TLS client's first byte is
 
-// Why a server will not talk. Numbers on the wire: never change their meaning.
+// Why a server refuses a connection. Numbers on the wire: never change their meaning.
 enum class Refusal : uint8_t { kNone = 0, kOtherProcess = 1, kOtherVersion = 2, kWantsTls = 3, kHasNoTls = 4 };
 
 struct Hello {
@@ -51,7 +51,7 @@ struct Hello {
   uint8_t version = kVersion;
   Refusal refusal = Refusal::kNone;  // in the answer
   uint16_t zero = 0;
-  uint64_t epoch = 0;  // of the process the client believes to talk to
+  uint64_t epoch = 0;  // of the process that the client expects
   uint64_t lane = 0;   // random and never zero: the connection's name in a fence
 };
 static_assert(sizeof(Hello) == 24);
@@ -64,7 +64,7 @@ struct Frame {
   uint32_t num_slices = 0;     // requests
   uint32_t failed_slice = 0;   // replies with a status: which slice of the frame
   uint64_t number = 0;         // replies repeat the request's
-  uint64_t payload_bytes = 0;  // what follows (write, read reply) or is asked for (read)
+  uint64_t payload_bytes = 0;  // what follows (write, read reply) or is requested (read)
 };
 static_assert(sizeof(Frame) == 32);
 

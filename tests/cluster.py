@@ -25,7 +25,7 @@ from typing import Any, TypeVar
 
 from mooncake.cli.local_cluster import security_flags
 from mooncake.security import Identity
-from mooncake.security.caller import HttpClientAuth
+from mooncake.security.http_auth import HttpClientAuth
 
 T = TypeVar("T")
 

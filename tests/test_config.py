@@ -48,7 +48,7 @@ class ProbeSettings:
     "Who else is there."
 
     color: Color = Color.RED
-    "Of the probe."
+    "Color of the probe."
 
     scheduling: Literal["cache_aware", "random"] = "cache_aware"
     """How to choose,

@@ -1,4 +1,4 @@
-"""What only the files of the operating system do; the rest is in ``contract/test_files.py``."""
+"""Behaviour of the operating system's files only; the rest is in ``contract/test_files.py``."""
 
 from __future__ import annotations
 

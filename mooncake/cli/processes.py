@@ -35,7 +35,7 @@ from mooncake.cli.supervisor import (
     TerminateRole,
 )
 from mooncake.driver import Driver
-from mooncake.security.caller import HttpClientAuth
+from mooncake.security.http_auth import HttpClientAuth
 
 PROBE_INTERVAL_S = 0.1
 PROBE_TIMEOUT_S = 5.0

@@ -25,7 +25,7 @@ from typer.core import TyperCommand
 
 from mooncake import config
 from mooncake.config import LogSettings, Option
-from mooncake.rpc.limits import raise_file_limit
+from mooncake.file_limit import raise_file_limit
 from mooncake.security import Identity, SecuritySettings, install_identity
 
 CONFIG_VARIABLE = "MOONCAKE_CONFIG"

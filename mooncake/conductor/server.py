@@ -63,7 +63,7 @@ from mooncake.driver import Driver
 from mooncake.log import get_logger
 from mooncake.rpc import Call, Connection, RpcServer
 from mooncake.security import TRUSTED, Access, check_address
-from mooncake.security.caller import HttpClientAuth
+from mooncake.security.http_auth import HttpClientAuth
 from mooncake.types import InstanceId
 
 log = get_logger(__name__)

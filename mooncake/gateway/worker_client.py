@@ -30,7 +30,7 @@ from mooncake.http.openai import (
     Usage,
 )
 from mooncake.http.sse import EventParser
-from mooncake.security.caller import HttpClientAuth
+from mooncake.security.http_auth import HttpClientAuth
 from mooncake.types import InstanceId
 
 ResultT = TypeVar("ResultT")

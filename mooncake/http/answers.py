@@ -1,6 +1,6 @@
-"""Turns the pieces of an answer into the bodies that the OpenAI API sends: whole or streamed, text or chat.
+"""Writers of OpenAI API response bodies from the pieces of an answer: whole or streamed, text or chat.
 
-A *piece* is what became known of one choice since the last piece. The worker makes pieces from its
+A *piece* is the increment of one choice since the last piece. The worker makes pieces from its
 engine's tokens, the gateway from a worker's stream; both write them through this module, so that the
 formats exist once. It knows no HTTP framework and no model.
 """
@@ -32,7 +32,7 @@ from mooncake.http.openai import (
 
 
 class AnswerPiece(msgspec.Struct):
-    """News of one choice. Text never ends inside a UTF-8 character or a possible stop string."""
+    """Increment of one choice. Text never ends inside a UTF-8 character or a possible stop string."""
 
     index: int = 0
     text: str = ""
@@ -42,7 +42,7 @@ class AnswerPiece(msgspec.Struct):
     stop_reason: str | int | None = None
 
     def join(self, later: AnswerPiece) -> None:
-        """Append what became known later."""
+        """Append a later piece."""
         self.text += later.text
         self.token_ids = self.token_ids + later.token_ids
         if later.logprobs is not None:
@@ -58,7 +58,7 @@ class AnswerPiece(msgspec.Struct):
 
 
 class CompletionWriter:
-    """Bodies of ``/v1/completions``."""
+    """Writer of bodies of ``/v1/completions``."""
 
     def __init__(self, answer_id: str, created: int, model: str, with_token_ids: bool) -> None:
         self._id = answer_id
@@ -67,15 +67,15 @@ class CompletionWriter:
         self._with_token_ids = with_token_ids
 
     def opening(self, num_choices: int) -> bytes:
-        """What a stream begins with: nothing."""
+        """The first bytes of a stream: none."""
         return b""
 
     def chunk(self, piece: AnswerPiece, usage: Usage | None = None) -> bytes:
-        """One server-sent event with a piece; ``usage`` so far if it was asked for."""
+        """One server-sent event with a piece, and ``usage`` so far if it was requested."""
         return to_event(self._response([self._choice(piece)], usage or UNSET))
 
     def usage_chunk(self, usage: Usage, kv_transfer_params: dict[str, Any] | None = None) -> bytes:
-        """The event that ends a stream with ``include_usage``: no choice, only counts."""
+        """The last event of a stream with ``include_usage``: no choice, only counts."""
         return to_event(self._response([], usage, kv_transfer_params or UNSET))
 
     def whole(
@@ -111,7 +111,7 @@ class CompletionWriter:
 
 
 class ChatWriter:
-    """Bodies of ``/v1/chat/completions``; the same calls as ``CompletionWriter``."""
+    """Writer of bodies of ``/v1/chat/completions``; the same methods as ``CompletionWriter``."""
 
     def __init__(self, answer_id: str, created: int, model: str, with_token_ids: bool) -> None:
         self._id = answer_id
@@ -120,7 +120,7 @@ class ChatWriter:
         self._with_token_ids = with_token_ids
 
     def opening(self, num_choices: int) -> bytes:
-        """What a stream begins with: every choice says who speaks."""
+        """The first events of a stream: the role of every choice."""
         opening = (ChatChunkChoice(index, Delta("assistant", "")) for index in range(num_choices))
         return b"".join(to_event(self._chunk([choice], UNSET)) for choice in opening)
 

@@ -1,9 +1,9 @@
-"""Decodes a large JSON object without holding up the other threads of the process for long.
+"""Decoder of a large JSON object that does not block the other threads of the process for long.
 
-A decoder in C does not let go of the interpreter while it runs: a body of 8 MiB with a million token ids
-takes 0.1 s in one go, and the event loop stands still meanwhile, although the decoding runs in a thread of
+A decoder in C does not release the interpreter lock while it runs: a body of 8 MiB with a million token ids
+takes 0.1 s in one call, and the event loop is blocked meanwhile, although the decoding runs in a thread of
 its own. So an object is first cut into its fields, which makes no objects, and large arrays are decoded in
-pieces, between which others run. The result is the same as of one call, whatever is in it.
+pieces, between which other threads run. The result is the same as that of one call, for any content.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from typing import Any
 import msgspec
 
 LARGE_BYTES = 1 << 20
-"""Bodies beyond this size are decoded in a thread, and so."""
+"""Size from which bodies are decoded in a thread, by this module."""
 
 PIECE_BYTES = 128 << 10
 _TRIES = 16
@@ -24,7 +24,7 @@ _decode = msgspec.json.decode
 
 
 def decode(content: bytes) -> Any:
-    """What ``content`` holds.
+    """Decode ``content``.
 
     Raises:
         msgspec.DecodeError: it is not JSON.
@@ -32,7 +32,7 @@ def decode(content: bytes) -> Any:
     try:
         fields = _decode_fields(content)
     except msgspec.ValidationError:
-        return _decode(content)  # no object: whoever asked says so
+        return _decode(content)  # no object: the caller reports that
     found: dict[str, Any] = {}
     for name, raw in fields.items():
         value = bytes(raw)
@@ -41,9 +41,9 @@ def decode(content: bytes) -> Any:
 
 
 def _array(value: bytes) -> Any:
-    """A large value: piece by piece if it is an array of small things, else in one go.
+    """Decode a large value: piece by piece if it is an array of small items, else in one call.
 
-    A cut at a comma is one between two items exactly if what lies before it is an array by itself.
+    A comma separates two items exactly if the text before it is an array by itself.
     """
     if value[:1] != b"[" or value[-1:] != b"]":
         return _decode(value)
@@ -64,7 +64,7 @@ def _array(value: bytes) -> Any:
             return _decode(value)
         items += piece
         start = cut + 1
-        time.sleep(0)  # let others run
+        time.sleep(0)  # releases the interpreter lock
     items += _decode(b"[" + value[start:end] + b"]")
     return items
 

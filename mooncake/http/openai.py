@@ -1,21 +1,21 @@
 """The shapes of the OpenAI HTTP API: requests, answers, errors.
 
-Both our worker and the gateway speak through this file, so that a client cannot tell which of them it
-talks to, and so that a vLLM server can stand where our worker stands. It knows nothing of models,
-tokenizers, HTTP frameworks or KV blocks. Requests are pydantic models, because what arrives from
+The worker and the gateway share these shapes, so that a client sees no difference between them,
+and a vLLM server can replace the worker. The module knows no models,
+tokenizers, HTTP frameworks or KV blocks. Requests are pydantic models, because input from
 outside needs errors that name the field; answers are msgspec structs, because one is encoded per token.
 
-Beside the public API a request carries what moves a sequence between workers: ``cache_salt`` (keeps
-tenants' prefixes apart), ``return_token_ids`` (each choice also carries ``token_ids``, its new
-tokens) and ``kv_transfer_params``, a map that a gateway hands on unread, except for these keys:
+In addition to the public API, a request has fields that move a sequence between workers: ``cache_salt``
+(separates tenants' prefixes), ``return_token_ids`` (each choice also has ``token_ids``, its new
+tokens) and ``kv_transfer_params``, a map that a gateway passes on unread, except for these keys:
 
-``do_remote_decode``    request to prefill: compute the prompt's KV, store it, somebody else decodes
-``do_remote_prefill``   answer of prefill, request to decode: KV of the prompt lies in the pool
-``num_stored_tokens``   how many prompt tokens of KV the pool has
-``turn``                request to prefill: waiting prompts are taken in this order, lower first
-``max_load_tokens``     request to prefill: load no more than so many leading tokens, compute the rest
-``measured``            answer of prefill: how its first token came about (``measured.PromptMeasured``)
-``num_output_tokens``   request to decode: the last so many prompt tokens are output already generated
+``do_remote_decode``    request to prefill: compute the prompt's KV and store it; another worker decodes
+``do_remote_prefill``   answer of prefill, request to decode: KV of the prompt is in the pool
+``num_stored_tokens``   number of prompt tokens whose KV is in the pool
+``turn``                request to prefill: waiting prompts are computed in this order, lower first
+``max_load_tokens``     request to prefill: load at most this many leading tokens, compute the rest
+``measured``            answer of prefill: timings of its first token (``measured.PromptMeasured``)
+``num_output_tokens``   request to decode: this many last prompt tokens are output already generated
                         elsewhere; they count for ``max_tokens``, ``min_tokens``, ``seed`` and ``stop``
 ``output_text_offset``  characters of that output which the client has already received
 """
@@ -35,13 +35,13 @@ from mooncake.errors import MooncakeError
 from mooncake.http import large_json
 
 MAX_LOGPROBS = 20
-"""Alternatives per token that may be asked for, as in the public API."""
+"""Largest number of alternatives per token, as in the public API."""
 
 MAX_CHOICES = 128
 """Largest ``n``."""
 
 MAX_PRIORITY = 1000
-"""How far a client's ``priority`` may be from 0, either way."""
+"""Largest absolute value of a client's ``priority``."""
 
 _MAX_INT = 2**63 - 1
 
@@ -50,7 +50,7 @@ _MAX_INT = 2**63 - 1
 
 
 class ErrorDetail(msgspec.Struct):
-    """What went wrong: ``type`` and ``code`` for programs, ``param`` names the request's field."""
+    """Error object: ``type`` and ``code`` are for programs, ``param`` names the request's field."""
 
     message: str
     type: str
@@ -77,7 +77,7 @@ _ERROR_TYPES = {
 
 
 class ApiError(MooncakeError):
-    """An error that a client sees: HTTP ``status`` and the fields of an OpenAI error object."""
+    """Error returned to a client: HTTP ``status`` and the fields of an OpenAI error object."""
 
     def __init__(
         self,
@@ -98,7 +98,7 @@ class ApiError(MooncakeError):
         return to_json(ErrorResponse(self.detail))
 
     def headers(self) -> dict[str, str]:
-        """``Retry-After`` in whole seconds, at least one, when trying again later may help."""
+        """``Retry-After`` in whole seconds, at least one, when a later retry may succeed."""
         if self.retry_after_s is None:
             return {}
         return {"Retry-After": str(max(1, -int(-self.retry_after_s // 1)))}
@@ -112,9 +112,9 @@ def model_not_found(model: str, served: str) -> ApiError:
 def context_length_exceeded(
     num_tokens: int, max_model_len: int, param: str = "messages", is_at_least: bool = False
 ) -> ApiError:
-    """``num_tokens`` of prompt leave no room for an answer within ``max_model_len``.
+    """Error for a prompt whose ``num_tokens`` leave no room for an answer within ``max_model_len``.
 
-    ``is_at_least``: they were not counted; there are so many at the least.
+    ``is_at_least``: ``num_tokens`` is a lower bound.
     """
     has = f"has at least {num_tokens}" if is_at_least else f"has {num_tokens}"
     message = (
@@ -133,13 +133,13 @@ class _Shape(BaseModel):
 
 
 def _rule(field: str, has: str, allowed: str) -> PydanticCustomError:
-    """A rule over several fields was broken; ``field`` is the one to change."""
+    """Error for a violated rule over several fields; ``field`` is the one to change."""
     return PydanticCustomError(
         "rule", "{field} is {has}; allowed: {allowed}", {"field": field, "has": has, "allowed": allowed}
     )
 
 
-# What the validators below take, for /openapi.json.
+# Input types of the validators below, for /openapi.json.
 _TEXT: dict[str, Any] = {"type": "string", "minLength": 1}
 _TOKENS: dict[str, Any] = {
     "type": "array",
@@ -179,7 +179,7 @@ class StreamOptions(_Shape):
 
 
 class _GenerationRequest(_Shape):
-    """What a completion and a chat completion have in common. None means: the server's default."""
+    """Fields that a completion and a chat completion share. None means the server's default."""
 
     model: str | None = None
     max_tokens: int | None = Field(None, ge=1, le=_MAX_INT)
@@ -224,7 +224,7 @@ class _GenerationRequest(_Shape):
     @field_validator("n", "stream", "min_tokens", "ignore_eos", "return_token_ids", mode="before")
     @classmethod
     def _null_is_default(cls, value: object, info: pydantic.ValidationInfo) -> object:
-        # Clients generated from OpenAI's schema send null for what the user left out.
+        # Clients generated from OpenAI's schema send null for fields that the user left out.
         assert info.field_name is not None
         return cls.model_fields[info.field_name].default if value is None else value
 
@@ -239,7 +239,7 @@ class _GenerationRequest(_Shape):
 
     @property
     def output_limit(self) -> int | None:
-        """The most tokens to generate, or None for the server's default."""
+        """Largest number of tokens to generate, or None for the server's default."""
         return self.max_tokens
 
     @property
@@ -253,7 +253,7 @@ _PROMPT_ALLOWED = "allowed: a string, a list of token ids, a list of strings or 
 
 
 class CompletionRequest(_GenerationRequest):
-    """``POST /v1/completions``. Without ``max_tokens`` 16 tokens are generated, as in the public API."""
+    """Body of ``POST /v1/completions``. By default 16 tokens are generated, as in the public API."""
 
     prompt: Annotated[Any, WithJsonSchema(_PROMPT_SCHEMA)]
     logprobs: int | None = Field(None, ge=0, le=MAX_LOGPROBS)
@@ -328,14 +328,14 @@ _TEMPLATE_ARGUMENTS = (
     "tools",
     "truncation",
 )
-"""Names that mean something to whoever renders a template; a client may only set the template's own. The
-tokenizer refuses besides every name in the signature of what it calls."""
+"""Names that the template renderer uses itself; a client may only set the template's own variables. The
+tokenizer also refuses every name in the signature of the function that it calls."""
 
 _text_parts = pydantic.TypeAdapter(list[TextPart])
 
 
 class ChatMessage(_Shape):
-    """One turn. ``content`` is text, or parts of text that are joined."""
+    """Message of a chat. ``content`` is text, or parts of text that are joined."""
 
     role: Literal["system", "developer", "user", "assistant", "tool"]
     content: Annotated[str | None, WithJsonSchema(_CONTENT_SCHEMA)] = None
@@ -360,7 +360,7 @@ class ChatMessage(_Shape):
 
 
 class ChatCompletionRequest(_GenerationRequest):
-    """``POST /v1/chat/completions``. Without a limit the answer may fill the context."""
+    """Body of ``POST /v1/chat/completions``. Without a limit the answer may fill the context."""
 
     messages: list[ChatMessage] = Field(min_length=1)
     max_completion_tokens: int | None = Field(None, ge=1, le=_MAX_INT)
@@ -397,7 +397,7 @@ RequestT = TypeVar("RequestT", CompletionRequest, ChatCompletionRequest)
 
 
 def parse_request(shape: type[RequestT], body: bytes) -> RequestT:
-    """The request in ``body``.
+    """Parse the request in ``body``.
 
     Raises:
         ApiError: 400 for bytes that are no JSON object, or naming the first wrong field in ``param``.
@@ -432,7 +432,7 @@ def _bad_request(error: pydantic.ValidationError) -> ApiError:
 
 
 def _field_path(location: tuple[int | str, ...]) -> str | None:
-    """``("messages", 0, "role")`` as ``messages[0].role``."""
+    """Format ``("messages", 0, "role")`` as ``messages[0].role``."""
     path = ""
     for part in location:
         path += f"[{part}]" if isinstance(part, int) else f".{part}" if path else part
@@ -448,7 +448,7 @@ class PromptTokensDetails(msgspec.Struct):
 
 
 class Usage(msgspec.Struct):
-    """Token counts. ``cached_tokens``: prompt tokens whose KV was found rather than computed."""
+    """Token counts. ``cached_tokens`` are prompt tokens whose KV was found rather than computed."""
 
     prompt_tokens: int = 0
     completion_tokens: int = 0
@@ -465,7 +465,7 @@ FinishReason = Literal["stop", "length", "abort"]
 
 
 class CompletionLogprobs(msgspec.Struct):
-    """Columns, one element per token. ``text_offset`` counts characters from the answer's start."""
+    """Log probabilities in columns, one element per token. ``text_offset`` counts from the answer's start."""
 
     text_offset: list[int] = []
     token_logprobs: list[float | None] = []
@@ -484,7 +484,7 @@ class CompletionChoice(msgspec.Struct):
 
 
 class CompletionResponse(msgspec.Struct, kw_only=True):
-    """A completion, or with ``stream`` one chunk of it."""
+    """Completion, or with ``stream`` one chunk of it."""
 
     id: str
     object: str = "text_completion"
@@ -575,7 +575,7 @@ class ModelList(msgspec.Struct):
 
 
 class KvEventSource(msgspec.Struct):
-    """Where a worker publishes its KV events (``inference/kv_events.py``)."""
+    """Address at which a worker publishes its KV events (``inference/kv_events.py``)."""
 
     endpoint: str
     replay_endpoint: str | None = None
@@ -583,8 +583,8 @@ class KvEventSource(msgspec.Struct):
 
 
 class KvEventSources(msgspec.Struct):
-    """``GET /kv_event_sources``. ``block_size`` in tokens; ``kv_identity``: the digest under which the
-    worker's blocks lie in the pool, empty without one."""
+    """Answer of ``GET /kv_event_sources``. ``block_size`` is in tokens; ``kv_identity`` is the digest in the
+    keys of the worker's blocks in the pool, empty without one."""
 
     sources: list[KvEventSource]
     block_size: int
@@ -595,14 +595,14 @@ _encoder = msgspec.json.Encoder()
 
 
 def to_json(answer: msgspec.Struct) -> bytes:
-    """An answer, chunk or error as JSON bytes."""
+    """Encode an answer, chunk or error as JSON."""
     return _encoder.encode(answer)
 
 
 def to_event(answer: msgspec.Struct) -> bytes:
-    """A chunk as one server-sent event."""
+    """Encode a chunk as one server-sent event."""
     return b"data: " + _encoder.encode(answer) + b"\n\n"
 
 
 STREAM_END = b"data: [DONE]\n\n"
-"""The last server-sent event of every stream that ended well."""
+"""The last server-sent event of every stream that ended without an error."""

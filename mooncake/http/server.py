@@ -1,12 +1,12 @@
-"""Serves an ASGI application on the loop that is already running, to peers of whom nothing good is expected.
+"""Serves an ASGI application on the loop that is already running, to untrusted peers.
 
-Owns the socket and the edge that all our HTTP servers share: how many connections there may be (below the
-process's limit of files), how long each may take for what (``connections.py``), how large a body may be and
-how many bytes of bodies are held at a time, and that a taken port raises ``AddressInUse`` before anything
-starts. Signals are left to whoever runs the role.
+Owns the socket and the edge that all HTTP servers here share: the limit of connections (below the
+process's limit of files), the deadlines of each (``connections.py``), the size of a body and
+the total of bytes of bodies held at a time, and that a taken port raises ``AddressInUse`` before anything
+starts. Signals are left to the code that runs the role.
 
-uvicorn has no deadline for a header, a body or a reader, and accepts whatever comes; so connections are
-accepted here, and its protocol tells us how far each is.
+uvicorn has no deadline for a header, a body or a reader, and no limit of connections; so they are
+accepted here, and its protocol reports the phase of each.
 """
 
 from __future__ import annotations
@@ -15,7 +15,6 @@ import asyncio
 import concurrent.futures
 import contextlib
 import errno
-import resource
 import socket
 import ssl
 import sys
@@ -35,36 +34,34 @@ from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
 
 from mooncake import clock, metrics
 from mooncake.errors import AddressInUse, MooncakeError
-from mooncake.http.connections import ConnectionState, ConnectionTable, Deadlines, connections_within
+from mooncake.file_limit import connection_limit
+from mooncake.http.connections import ConnectionState, ConnectionTable, Deadlines
 from mooncake.log import get_logger
 
 log = get_logger(__name__)
 
-MAX_OPEN_FILES = 1 << 16
-"""The soft limit of files is raised up to this, where the hard limit allows it."""
-
 MAX_PAGE_CONNECTIONS = 64
-"""Connections of a server that shows pages and nothing else."""
+"""Limit of connections of a server that serves only status pages."""
 
 DEADLINE_CHECK_S = 0.25
-"""How often deadlines are looked at."""
+"""Interval of the check of deadlines."""
 
 CLOSE_GRACE_S = 0.5
-"""How long a server that ends waits for what it has written to be taken."""
+"""Time that a closing server waits for its peers to read what it has written."""
 
 BODY_BUDGET_BYTES = 64 << 20
-"""Bytes of bodies that a server holds at a time, beside the largest that it takes."""
+"""Bytes of bodies that a server holds at a time, in addition to the largest that it accepts."""
 
 CLOSE_EXTENSION = "mooncake.cut"
-"""The extension of the ASGI scope by which an application closes a connection whose peer reads nothing."""
+"""Extension of the ASGI scope by which an application closes a connection whose peer reads nothing."""
 
 _connections = Gauge(
     "mooncake_http_connections", "Open connections of this process's HTTP servers.", registry=metrics.registry
 )
 _cut = Counter(
     "mooncake_http_cut",
-    "Connections closed before their peers did, by what they did not do in time (header, body, idle, unread, "
-    "refused), full for those that made room for others or found none, or large for a header without end.",
+    "Connections closed by the server, by the deadline that they missed (header, body, idle, unread, "
+    "refused), full for those closed at the limit of connections, or large for an oversized header.",
     ["reason"],
     registry=metrics.registry,
 )
@@ -73,7 +70,7 @@ Asgi = Callable[[Any, Any, Any], Awaitable[None]]
 
 
 class BodyTooLarge(MooncakeError):
-    """A body beyond ``most_bytes``; it was not read."""
+    """Error for a body beyond ``most_bytes``; it was not read."""
 
     code = "body_too_large"
 
@@ -83,7 +80,7 @@ class BodyTooLarge(MooncakeError):
 
 
 class BodyBudgetExceeded(MooncakeError):
-    """Other requests' bodies take all the memory that there is for them; come back in a moment."""
+    """Error while other requests' bodies take all the memory for bodies; a later retry may succeed."""
 
     code = "overloaded"
 
@@ -92,14 +89,14 @@ class BodyBudgetExceeded(MooncakeError):
 
 
 class BodyBudget:
-    """The memory for bodies of requests whose answers have not ended."""
+    """Memory for bodies of requests whose answers have not ended."""
 
     def __init__(self, most_bytes: int = BODY_BUDGET_BYTES) -> None:
         self.most_bytes = most_bytes
         self.num_held = 0
 
     def take(self, num_bytes: int) -> None:
-        """Raises BodiesTooMany."""
+        """Reserve memory; raises BodyBudgetExceeded."""
         if self.num_held + num_bytes > self.most_bytes:
             raise BodyBudgetExceeded
         self.num_held += num_bytes
@@ -113,11 +110,11 @@ _BODIES, _HELD = "mooncake.bodies", "mooncake.held"
 
 
 async def read_body(http: Request, most_bytes: int) -> bytes:
-    """The body of a request; a larger one than allowed is refused before it is read.
+    """Read the body of a request; a larger one than allowed is refused before it is read.
 
     Raises:
         BodyTooLarge: it is larger than ``most_bytes``.
-        BodiesTooMany: there are too many bytes of others'.
+        BodyBudgetExceeded: bodies of other requests take the memory.
     """
     announced = http.headers.get("content-length", "")
     if announced.isdecimal() and int(announced) > most_bytes:
@@ -137,7 +134,7 @@ async def read_body(http: Request, most_bytes: int) -> bytes:
 
 
 def listen(host: str, port: int) -> socket.socket:
-    """A listening TCP socket; ``port`` 0 takes a free one.
+    """Open a listening TCP socket; ``port`` 0 takes a free one.
 
     Raises:
         AddressInUse: the port is taken.
@@ -159,25 +156,8 @@ def listen(host: str, port: int) -> socket.socket:
     return opened
 
 
-def connection_limit(wanted: int = 0) -> int:
-    """How many connections a server may have: ``wanted`` (0: any number), below the process's limit of files.
-
-    The soft limit is raised first, where it is too low.
-    """
-    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
-    if wanted and wanted <= connections_within(soft):
-        return wanted
-    goal = MAX_OPEN_FILES if hard == resource.RLIM_INFINITY else min(hard, MAX_OPEN_FILES)
-    if soft != resource.RLIM_INFINITY and soft < goal:
-        with contextlib.suppress(OSError, ValueError):
-            resource.setrlimit(resource.RLIMIT_NOFILE, (goal, hard))
-            soft = goal
-    room = connections_within(soft)
-    return min(wanted, room) if wanted else room
-
-
 class ConnectionAcceptor:
-    """Accepts connections for one listening socket, counts them, and closes those that are overdue."""
+    """Accepts connections of one listening socket, counts them, and closes those that are overdue."""
 
     def __init__(
         self,
@@ -191,25 +171,25 @@ class ConnectionAcceptor:
         self._tls = tls
         self._watched: dict[ConnectionState, CountingTransport | None] = {}
         self._beginning: dict[ConnectionState, socket.socket] = {}
-        """Those that have no transport yet, or whose TLS handshake is not over."""
+        """Connections that have no transport yet, or whose TLS handshake has not ended."""
         self._tasks: dict[asyncio.Task[Any], None] = {}
         self._lifts: list[asyncio.Task[None]] = []
 
     def open(self, factory: Callable[[ConnectionState], asyncio.Protocol]) -> None:
-        """From now on accept; ``factory`` makes the protocol of a connection."""
+        """Start accepting; ``factory`` makes the protocol of a connection."""
         loop = asyncio.get_running_loop()
         self._lifts = [loop.create_task(self._accept(factory)), loop.create_task(self._look())]
 
     def close(self) -> None:
-        """Accept nothing more. Connections that are open go on."""
+        """Stop accepting. Open connections go on."""
         for task in self._lifts[:1]:
             task.cancel()
 
     async def wait_closed(self) -> None:
-        """The rest of ``close``: what uvicorn calls when all connections are gone."""
+        """Complete ``close``; uvicorn calls this when all connections have ended."""
 
     async def end(self) -> None:
-        """Close all that is left; what was written still goes out, to whoever reads it now."""
+        """Close all remaining connections, after giving peers time to read what was written."""
         for watched in list(self._watched.values()):
             if watched is not None:
                 watched.close()
@@ -225,12 +205,12 @@ class ConnectionAcceptor:
             self.closed(one)
 
     def made(self, one: ConnectionState, transport: asyncio.Transport) -> CountingTransport:
-        """A connection's protocol has got its transport, and uses what is returned in its place."""
+        """Register the transport of a connection's protocol, which uses the returned one in its place."""
         watched = CountingTransport(transport, one)
         if one in self._watched:
             self._watched[one] = watched
         else:
-            transport.abort()  # it was given up during its handshake
+            transport.abort()  # the connection was closed during its handshake
         return watched
 
     def closed(self, one: ConnectionState) -> None:
@@ -250,7 +230,7 @@ class ConnectionAcceptor:
             watched.abort()
         elif sock is not None:
             with contextlib.suppress(OSError):
-                sock.shutdown(socket.SHUT_RDWR)  # its handshake fails with that
+                sock.shutdown(socket.SHUT_RDWR)  # makes its handshake fail
 
     async def _accept(self, factory: Callable[[ConnectionState], asyncio.Protocol]) -> None:
         loop = asyncio.get_running_loop()
@@ -261,7 +241,7 @@ class ConnectionAcceptor:
                 if error.errno not in (errno.EMFILE, errno.ENFILE, errno.ENOBUFS, errno.ENOMEM):
                     if self._socket.fileno() < 0:
                         return
-                    continue  # the peer was gone before it was accepted
+                    continue  # the peer had left before it was accepted
                 log.warning("out_of_file_descriptors", reason=str(error), connections=len(self.connections))
                 self._make_room()
                 await asyncio.sleep(DEADLINE_CHECK_S)
@@ -308,7 +288,7 @@ class ConnectionAcceptor:
         return True
 
     def _turn_away(self, sock: socket.socket) -> None:
-        """All connections are busy with somebody."""
+        """Refuse a connection while all others are being served."""
         _cut.labels("full").inc()
         if self._tls is None:
             with contextlib.suppress(OSError):
@@ -332,7 +312,7 @@ class ConnectionAcceptor:
 
 
 class CountingTransport:
-    """A transport that counts what is written to it, so that a peer which reads nothing can be told."""
+    """Transport that counts what is written to it, which reveals a peer that reads nothing."""
 
     def __init__(self, transport: asyncio.Transport, one: ConnectionState) -> None:
         self._transport = transport
@@ -362,9 +342,9 @@ class CountingTransport:
 class TrackedProtocol(asyncio.Protocol):
     """Another server's protocol behind ``ConnectionAcceptor``, for an application that reports its requests.
 
-    Its transport is a ``CountingTransport``: with that application's ``asked``, ``told`` and ``answered`` of
-    ``ConnectionAcceptor.connections`` for ``CountingTransport.one`` a connection has all the deadlines there
-    are.
+    Its transport is a ``CountingTransport``: when that application calls ``header_received``,
+    ``body_received`` and ``response_sent`` of ``ConnectionAcceptor.connections`` for
+    ``CountingTransport.one``, all deadlines apply to a connection.
     """
 
     def __init__(self, acceptor: ConnectionAcceptor, one: ConnectionState, inner: Any) -> None:
@@ -392,10 +372,10 @@ class TrackedProtocol(asyncio.Protocol):
 
 
 class _TrackedUvicornProtocol(HttpToolsProtocol):
-    """uvicorn's, which tells ``ConnectionAcceptor`` how far a connection is."""
+    """uvicorn's protocol, which reports a connection's phase to ``ConnectionAcceptor``."""
 
-    def __init__(self, acceptor: ConnectionAcceptor, one: ConnectionState, **words: Any) -> None:
-        super().__init__(**words)
+    def __init__(self, acceptor: ConnectionAcceptor, one: ConnectionState, **options: Any) -> None:
+        super().__init__(**options)
         self._acceptor, self._one = acceptor, one
 
     def connection_made(self, transport: Any) -> None:
@@ -420,7 +400,7 @@ class _TrackedUvicornProtocol(HttpToolsProtocol):
     def on_message_begin(self) -> None:
         super().on_message_begin()
         self.scope["extensions"] = {CLOSE_EXTENSION: {"now": self._cut}}
-        # Who asks, for whoever judges that (``mooncake.security.http_auth``).
+        # The peer's certificate, for ``mooncake.security.http_auth``.
         self.scope["mooncake.certificate"] = self.transport.get_extra_info("peercert")  # type: ignore[typeddict-unknown-key]
 
     def on_headers_complete(self) -> None:
@@ -436,7 +416,7 @@ class _TrackedUvicornProtocol(HttpToolsProtocol):
         super().on_response_complete()
 
     def _cut(self) -> None:
-        """The answer ends here, and so does the connection."""
+        """End the answer and the connection."""
         if self.cycle is not None:
             self.cycle.disconnected = True
         self._acceptor.cut(self._one, "unread")
@@ -471,20 +451,12 @@ class _UvicornServer(uvicorn.Server):
         self.started = True
 
 
-class _Certified(HttpToolsProtocol):
-    """Puts the certificate of who asks into the scope of each request."""
-
-    def on_message_begin(self) -> None:
-        super().on_message_begin()
-        self.scope["mooncake.certificate"] = self.transport.get_extra_info("peercert")  # type: ignore[typeddict-unknown-key]
-
-
 class HttpServer:
-    """``app`` behind ``listening``; ``close`` lets answers under way end for ``grace_s`` seconds.
+    """Server of ``app`` on ``listening``; ``close`` gives answers under way ``grace_s`` seconds to end.
 
     Args:
-        deadlines: of its connections.
-        max_connections: at most so many, and at most what the limit of files allows; 0: only that.
+        deadlines: deadlines of its connections.
+        max_connections: limit in addition to the one from the limit of files; 0 for no other limit.
     """
 
     def __init__(
@@ -525,14 +497,14 @@ class HttpServer:
             try:
                 await app(scope, receive, send)
             except ClientDisconnect:
-                pass  # it left, or was cut, before its body was complete: nobody is there to be answered
+                pass  # the client left, or was disconnected, before its body was complete
             finally:
                 self.bodies.give_back(sum(held))
 
         return edge
 
     async def start(self) -> None:
-        """Return once requests are taken.
+        """Start, and return once requests are accepted.
 
         Raises:
             RuntimeError: the application's own start failed; the log has the traceback.
@@ -540,16 +512,16 @@ class HttpServer:
         self._task = asyncio.get_running_loop().create_task(self._serve())
         while not self._server.started:
             if self._task.done():
-                raise RuntimeError("the application did not start; the log says why")
+                raise RuntimeError("the application did not start; see the log")
             await asyncio.sleep(0.005)
 
     async def _serve(self) -> None:
-        # uvicorn leaves the process when the application does not start; here that is not its decision.
+        # uvicorn exits the process when the application does not start; here the caller decides.
         with contextlib.suppress(SystemExit):
             await self._server.serve(sockets=[self._socket])
 
     async def wait(self) -> None:
-        """Return when the server has ended."""
+        """Wait until the server has ended."""
         assert self._task is not None
         await asyncio.shield(self._task)
 
@@ -557,14 +529,14 @@ class HttpServer:
         self._server.should_exit = True
         if self._task is not None:
             await self._task
-        if self._server.server_state.tasks:  # cancelled: they say so to their peers
+        if self._server.server_state.tasks:  # cancelled: they write an error to their peers
             await asyncio.wait([*self._server.server_state.tasks], timeout=CLOSE_GRACE_S)
         await self.acceptor.end()
         self._socket.close()
 
 
 class HttpServerThread:
-    """A ``HttpServer`` of pages on a loop of its own, in a thread, for processes without either."""
+    """``HttpServer`` of status pages on a loop of its own, in a thread, for processes without a loop."""
 
     def __init__(self, app: Any, listening: socket.socket, tls: ssl.SSLContext | None = None) -> None:
         self._web = HttpServer(app, listening, tls=tls, max_connections=MAX_PAGE_CONNECTIONS)

@@ -1,7 +1,7 @@
 """Server-sent events: read from a worker, written to a client.
 
-Owns the bytes between ``data:`` and the blank line, and what happens when either side goes away. What an
-event means is not known here.
+Owns the bytes between ``data:`` and the blank line, and the handling of either side's disconnect. It does
+not know the meaning of an event.
 """
 
 from __future__ import annotations
@@ -22,23 +22,23 @@ from mooncake.http.server import CLOSE_EXTENSION
 ResultT = TypeVar("ResultT")
 
 FINAL_EVENT_TIMEOUT_S = 1.0
-"""How long beyond its deadline an answer may take to say that it is over."""
+"""Time beyond its deadline in which an answer may send its final event."""
 
 MAX_EVENT_BYTES = 16 << 20
-"""A worker's event beyond this size is not read on."""
+"""Largest size of a worker's event."""
 
 
 class EventParser:
-    """Cuts a worker's stream into the ``data`` of its events. Feed it whatever arrives."""
+    """Parser of a worker's stream into the ``data`` of its events. Feed it all received bytes."""
 
     def __init__(self) -> None:
         self._rest = b""
 
     def feed(self, data: bytes) -> list[bytes]:
-        """The data of each event that ``data`` completes.
+        """Return the data of each event that ``data`` completes.
 
         Raises:
-            ProtocolError: an event without end.
+            ProtocolError: an event exceeds the size limit.
         """
         *events, self._rest = (self._rest + data).replace(b"\r\n", b"\n").split(b"\n\n")
         if len(self._rest) > MAX_EVENT_BYTES:
@@ -52,11 +52,11 @@ def _data_of(event: bytes) -> bytes:
 
 
 class EventStreamResponse(Response):
-    """A response that writes events as they are made and stops making them when the client leaves.
+    """Response that writes events as they are made and stops making them when the client leaves.
 
-    ``first`` was taken from ``events`` already; ``on_end`` is called once, whatever the end. A server that
-    ends before its answers do cancels them: then the last event is an error. At ``deadline`` the answer ends
-    even if its reader reads nothing: then nothing can be said any more, and the connection is closed.
+    ``first`` was taken from ``events`` already; ``on_end`` is called once in every case. A server that
+    closes before its answers have ended cancels them: then the last event is an error. At ``deadline`` the
+    answer ends even if the client reads nothing: then no error can be sent, and the connection is closed.
     """
 
     media_type = "text/event-stream"
@@ -69,7 +69,7 @@ class EventStreamResponse(Response):
         on_end: Callable[[], None],
         deadline: float = math.inf,
     ) -> None:
-        # A proxy that buffers would turn a stream into one late answer.
+        # A proxy that buffers would delay the stream until its end.
         no_buffering = {"Cache-Control": "no-cache", "X-Accel-Buffering": "no"}
         super().__init__(headers={**no_buffering, **headers})
         self.raw_headers = [pair for pair in self.raw_headers if pair[0] != b"content-length"]
@@ -91,7 +91,7 @@ class EventStreamResponse(Response):
         except asyncio.CancelledError:
             await _cancel(writing)
             if self._is_in_the_middle:
-                error = ApiError(503, "the gateway is stopping; ask again", code="gateway_stopping")
+                error = ApiError(503, "the gateway is stopping; try again", code="gateway_stopping")
                 body = b"data: " + error.body() + b"\n\n"
                 await send({"type": "http.response.body", "body": body, "more_body": False})
             raise
@@ -103,13 +103,13 @@ class EventStreamResponse(Response):
                 scope.get("extensions", {}).get(CLOSE_EXTENSION, {"now": _no_close})["now"]()
 
     async def _until_over(self, writing: asyncio.Future[None], leaving: asyncio.Future[None]) -> bool:
-        """Wait for either. False: the deadline has passed, and the client takes nothing."""
+        """Wait for either task. False when the deadline has passed and the client reads nothing."""
         both = {writing, leaving}
         left_s = max(0.0, self._deadline - clock.monotonic())
         wait_s = None if left_s == math.inf else left_s
         done, _ = await asyncio.wait(both, timeout=wait_s, return_when=asyncio.FIRST_COMPLETED)
         if not done and not self._is_sending:
-            # Its events end at the same deadline, with one that says so.
+            # Its events end at the same deadline, with an error event.
             done, _ = await asyncio.wait(
                 both, timeout=FINAL_EVENT_TIMEOUT_S, return_when=asyncio.FIRST_COMPLETED
             )
@@ -131,14 +131,14 @@ class EventStreamResponse(Response):
 
 
 def _no_close() -> None:
-    """A server without our edge: its connection ends when the application returns."""
+    """Do nothing, for servers other than ``HttpServer``: the connection ends when the application returns."""
 
 
 async def cancel_on_disconnect(http: Request, answer: Awaitable[ResultT]) -> ResultT:
-    """The result of ``answer``, which is cancelled when the client goes away.
+    """Wait for ``answer``, which is cancelled when the client disconnects.
 
     Raises:
-        ApiError: 499 for the log; the client is not there to read it.
+        ApiError: 499, for the log; the client has left.
     """
     answering = asyncio.ensure_future(answer)
     leaving = asyncio.ensure_future(_until_disconnect(http.receive))

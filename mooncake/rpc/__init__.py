@@ -1,7 +1,7 @@
 """Small typed messages between processes: one request, one reply, a deadline on every call.
 
-Message structs belong to the rooms that exchange them (the store's are in ``store/messages.py``);
-this room only frames, sends and dispatches them. Bytes of objects never travel here: they go
+Message structs belong to the packages that exchange them (the store's are in ``store/messages.py``);
+this one only frames, sends and dispatches them. Bytes of objects never travel here: they go
 through ``mooncake.transfer``.
 """
 

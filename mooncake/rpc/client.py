@@ -1,8 +1,8 @@
-"""Two faces of one client: ``AsyncClient`` for loops, ``BlockingClient`` for engine threads.
+"""The two clients: ``AsyncClient`` for event loops, ``BlockingClient`` for threads.
 
 Both connect on first use, again after a loss (with back-off: connecting is always safe to repeat),
-and put a deadline on every call. A request that was sent and not answered is *not* sent again here:
-only its owner knows whether it may run twice; the caller gets ``PeerLost``. The blocking face runs
+and put a deadline on every call. A request that was sent and not answered is *not* sent again here,
+because only the caller knows whether it is idempotent; it gets ``PeerLost``. The blocking client runs
 on a plain socket in the calling thread, because a hop to a loop's thread would double the latency
 of a one-key call.
 """
@@ -52,16 +52,16 @@ FIRST_BACKOFF_S = 0.02
 MAX_BACKOFF_S = 1.0
 SILENT_PEER_HINTS = (
     "; it has answered nothing: if it wants TLS, use the same `tls` settings on both sides",
-    "; it has answered nothing: does it trust us? Both sides need certificates of the same `tls_ca`",
+    "; it has answered nothing: both sides need certificates of the same `tls_ca`",
 )
-"""What may be wrong with a peer that hung up before its first answer, without TLS and with."""
+"""Likely causes when a peer closes the connection before its first answer, without TLS and with it."""
 
 _READ_BYTES = 256 << 10
 _ID_MASK = 0xFFFFFFFF
 
 
 def split_address(address: str) -> tuple[str, int]:
-    """``host:port`` (or ``[v6]:port``) to its parts; raises InvalidArgument."""
+    """Split ``host:port`` (or ``[v6]:port``) into its parts; raises InvalidArgument."""
     host, colon, port = address.rpartition(":")
     if not colon or not host or not port.isdecimal() or not 0 < int(port) < 65536:
         raise InvalidArgument("address", address, "host:port")
@@ -71,10 +71,10 @@ def split_address(address: str) -> tuple[str, int]:
 def check_server(
     certificate: dict[str, Any] | None, servers: frozenset[Level], identity: Identity, peer: str
 ) -> None:
-    """Whether the certificate is that of a server, where no key proves it.
+    """Check that a certificate is a server's, where no key proves it.
 
     Raises:
-        AccessDenied: it is that of somebody who only may connect to servers.
+        AccessDenied: the certificate's role may only connect to servers.
     """
     principal = principal_of(certificate)
     if identity.keys is None and principal.level not in servers:
@@ -96,9 +96,9 @@ class _Wire(asyncio.Protocol):
         self.transport: asyncio.Transport | TlsTransport | None = None
         self.waiting: dict[int, asyncio.Future[Any]] = {}
         self.ready: asyncio.Future[None] = asyncio.get_running_loop().create_future()
-        """The greeting is over; else why it failed."""
+        """Set when the greeting has ended; holds the exception when it failed."""
         self.loss: MooncakeError | None = None
-        """Why the connection is no more."""
+        """Reason of the loss of the connection."""
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
         # A cast: uvloop's transports don't inherit from asyncio's.
@@ -144,7 +144,7 @@ class _Wire(asyncio.Protocol):
             self.lose(str(error), AccessDenied)
         except (ProtocolError, msgspec.MsgspecError) as error:
             kind = PeerLost if self.ready.done() else ProtocolError
-            self.lose(f"it sent what can't be read: {error}", kind)
+            self.lose(f"it sent a frame that can't be decoded: {error}", kind)
 
     def _answer_greeting(self, body: memoryview) -> None:
         answer = client_greeting_reply(self._client_greeting, body)
@@ -156,7 +156,7 @@ class _Wire(asyncio.Protocol):
         self.lose(str(exc) if exc else "it closed the connection")
 
     def lose(self, reason: str, kind: type[MooncakeError] = PeerLost) -> None:
-        """Fail everything that waits. Harmless when called again."""
+        """Fail all waiting calls. Harmless when repeated."""
         if self.transport is None:
             return
         self.transport.abort()
@@ -165,7 +165,7 @@ class _Wire(asyncio.Protocol):
         waiting, self.waiting = self.waiting, {}
         if not self.ready.done():
             self.ready.set_exception(kind(reason))
-            self.ready.exception()  # whoever waits for it gets it; it is no news to asyncio
+            self.ready.exception()  # retrieved, so that asyncio does not log it; waiting calls get it, too
         for future in waiting.values():
             if not future.done():
                 future.set_exception(kind(reason))
@@ -173,9 +173,9 @@ class _Wire(asyncio.Protocol):
 
 
 class AsyncClient:
-    """Calls ``address`` from an event loop. ``replies``: every message type a reply may have.
+    """Client of ``address`` for an event loop. ``replies``: all message types that a reply may have.
 
-    ``name`` says in errors who the peer is ("the master"); the others as in ``BlockingClient``.
+    ``name`` names the peer in errors ("the master"); the other arguments are as in ``BlockingClient``.
     """
 
     def __init__(
@@ -199,9 +199,9 @@ class AsyncClient:
         self._connecting: asyncio.Task[_Wire] | None = None
         self._is_closed = False
         self._why = ""
-        """Why the last attempt to connect failed, where a peer was there."""
+        """Reason why the last attempt to connect failed, where a peer answered."""
         self.lost = asyncio.Event()
-        """Set while there is no connection, for whoever wants to know of a loss before the next call."""
+        """Set while there is no connection; lets callers detect a loss before their next call."""
         self.lost.set()
 
     async def call(self, message: Message, timeout_s: float) -> Any:
@@ -210,7 +210,7 @@ class AsyncClient:
         Raises:
             PeerLost: the connection broke after the request was sent, or the client was closed.
             DeadlineExceeded: no connection or no answer within ``timeout_s``.
-            MooncakeError: the peer answered with a failure; the class its code names.
+            MooncakeError: the peer answered with a failure, as the class that its code names.
         """
         what = type(message).__name__
         future: asyncio.Future[Any] | None = None
@@ -222,7 +222,7 @@ class AsyncClient:
                 request_id = _next_id(self._ids)
                 future = asyncio.get_running_loop().create_future()
                 wire.waiting[request_id] = future
-                if wire.transport is None:  # it was refused as soon as it stood
+                if wire.transport is None:  # refused as soon as it was connected
                     raise wire.loss or PeerLost("it closed the connection")
                 wire.transport.write(encode(request_id, message))
                 reply = await future
@@ -252,7 +252,7 @@ class AsyncClient:
             raise DeadlineExceeded(f"{self.peer} can't be reached within {timeout_s:.3g} s") from None
 
     async def close(self) -> None:
-        """Drop the connection; calls under way raise PeerLost."""
+        """Close the connection; calls under way raise PeerLost."""
         self._is_closed = True
         if self._connecting is not None:
             self._connecting.cancel()
@@ -274,17 +274,17 @@ class AsyncClient:
             self._connecting.add_done_callback(self._connecting_done)
         connecting = self._connecting
         try:
-            # Shielded: a caller whose deadline passes must not cancel the attempt the others wait for.
+            # Shielded: a caller whose deadline passes must not cancel the attempt that others wait for.
             return await asyncio.shield(connecting)
         except asyncio.CancelledError:
-            if connecting.cancelled():  # by close(); nobody else does
+            if connecting.cancelled():  # only close() does that
                 raise PeerLost("the client was closed") from None
             raise
 
     def _connecting_done(self, task: asyncio.Task[_Wire]) -> None:
         self._connecting = None
         if not task.cancelled():
-            task.exception()  # whoever still waits for it gets it; it is no news to asyncio
+            task.exception()  # retrieved, so that asyncio does not log it; waiting calls get it, too
 
     async def _connect(self) -> _Wire:
         loop = asyncio.get_running_loop()
@@ -323,12 +323,12 @@ class AsyncClient:
 
 
 def _next_id(ids: Iterator[int]) -> int:
-    """An id for a request: any but that of greetings."""
+    """Make a request id, which is never that of greetings."""
     return next(ids) & _ID_MASK or next(ids) & _ID_MASK
 
 
 class _Waiter:
-    """A thread that waits for its reply, or for its turn to read the socket for everyone."""
+    """A thread that waits for its reply, or for its turn to read the socket for all waiting threads."""
 
     __slots__ = ("gate", "reply")
 
@@ -360,7 +360,7 @@ class _Socket:
 
 
 def _spin_for_reply(readable: select.poll) -> None:
-    """Wait a moment for something to come, awake."""
+    """Spin for a moment until the socket is readable."""
     # Without sched_yield: on a busy machine that gives the core away for milliseconds.
     until = time.perf_counter() + REPLY_SPIN_S
     while not readable.poll(0) and time.perf_counter() < until:
@@ -368,17 +368,17 @@ def _spin_for_reply(readable: select.poll) -> None:
 
 
 class BlockingClient:
-    """Calls ``address`` from any thread.
+    """Client of ``address`` for any thread.
 
-    Threads share one connection. One waiting thread reads for all of them and hands the reading on
-    when its own reply is in, so a single caller pays no lock hand-over and no second thread.
+    Threads share one connection. One waiting thread reads for all of them and passes the reading on
+    when it has its own reply, so a single caller pays for no lock hand-over and no second thread.
 
     Args:
         is_patient: try to connect until the call's deadline; otherwise the first failure is PeerLost.
-        identity: who this client is, instead of who this process is. A peer that does not prove what it
-            asks for is AccessDenied at once, one that does not speak TLS as we do is ProtocolError.
-        servers: what the certificate of a server may say that it is, where no key proves it. Any others than
-            nodes and administrators, and the server must be made with ``is_peer``.
+        identity: identity of this client, instead of the process's. A peer that fails to authenticate
+            raises AccessDenied at once, one whose TLS settings differ raises ProtocolError.
+        servers: roles that a server's certificate may have, where no key proves its role. With roles other
+            than nodes and administrators, the server must be made with ``is_peer``.
     """
 
     def __init__(
@@ -425,7 +425,7 @@ class BlockingClient:
             raise AccessDenied(f"{self.peer}: {error}") from None
         except (OSError, ProtocolError, msgspec.MsgspecError) as error:
             self._lose(connection, str(error))
-            if isinstance(error, ProtocolError) and not connection.has_answered:  # nor will it next time
+            if isinstance(error, ProtocolError) and not connection.has_answered:  # a retry would, too
                 raise ProtocolError(f"{self.peer}: {error}") from None
             hint = "" if connection.has_answered else SILENT_PEER_HINTS[self._identity.has_tls]
             raise PeerLost(f"lost {self.peer} during {what}: {connection.lost}{hint}") from None
@@ -439,11 +439,11 @@ class BlockingClient:
 
     @property
     def is_cut_off(self) -> bool:
-        """It was connected, and the connection broke."""
+        """Whether the client was connected and the connection broke."""
         return self._socket is not None and self._socket.lost is not None
 
     def close(self) -> None:
-        """Drop the connection; calls under way raise PeerLost."""
+        """Close the connection; calls under way raise PeerLost."""
         self._is_closed = True
         connection = self._socket
         if connection is not None:
@@ -455,7 +455,7 @@ class BlockingClient:
             try:
                 connection.sock.sendall(frame)
             except TimeoutError:
-                # Part of the frame may be out; nothing sensible can follow it on this connection.
+                # Part of the frame may have been sent; no other frame can follow it on this connection.
                 self._lose(connection, "it takes no more requests")
                 raise
 
@@ -476,7 +476,7 @@ class BlockingClient:
                     return waiter.reply
                 if connection.lost is not None:
                     raise PeerLost(connection.lost)
-                if waiter.gate is not None:  # the deadline passed, and nobody made us the reader
+                if waiter.gate is not None:  # the deadline passed before this thread became the reader
                     waiter.gate = None
                     raise TimeoutError
         try:
@@ -498,7 +498,7 @@ class BlockingClient:
             if not data:
                 raise ConnectionResetError("it closed the connection")
             for request_id, body in connection.frames.feed(data):
-                if request_id == GREETING_ID:  # its last word
+                if request_id == GREETING_ID:  # the server's refusal before it closes
                     client_greeting_reply(connection.client_greeting, body)
                 other = connection.waiting.get(request_id)
                 if other is None:
@@ -555,7 +555,7 @@ class BlockingClient:
                     self._socket = opened
 
     def _opened(self, deadline: float) -> _Socket:
-        """A connection whose greeting is over."""
+        """Open a connection and complete its greeting."""
         remaining_s = max(0.001, deadline - time.monotonic())
         plain = socket.create_connection((self._host, self._port), remaining_s)
         sock: socket.socket | TlsSocket = plain
@@ -590,8 +590,8 @@ class BlockingClient:
             if connection.lost is not None:
                 return
             connection.lost = reason
-            # Wakes a reader that sits in recv(); the descriptor is closed by the garbage collector,
-            # after the last thread has let go of it.
+            # Wakes a reader that blocks in recv(); the garbage collector closes the descriptor
+            # after the last thread has dropped it.
             with contextlib.suppress(OSError):
                 connection.sock.shutdown(socket.SHUT_RDWR)
             for other in connection.waiting.values():

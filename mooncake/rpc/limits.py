@@ -1,20 +1,17 @@
-"""How many may come: bounds of a server in connections, bytes and seconds, and how its refusals are told.
+"""Limits of a server in connections, bytes and seconds, and the log of its refusals.
 
-A server's connections are bounded by the files that its process may open, because a process that has none
-left answers nobody. Refusals are counted, and logged at most once a second for each reason.
+A server's connections are bounded by the files that its process may open, because a process without free
+descriptors can't answer. Refusals are counted, and logged at most once a second for each reason.
 """
 
 from __future__ import annotations
 
-import contextlib
-import resource
 import time
 from dataclasses import dataclass
 from typing import Any
 
 from prometheus_client import Counter, Gauge
 
-from mooncake.http.connections import connections_within
 from mooncake.log import get_logger
 from mooncake.metrics import registry
 from mooncake.rpc.wire import MAX_BODY_BYTES
@@ -22,7 +19,7 @@ from mooncake.rpc.wire import MAX_BODY_BYTES
 log = get_logger(__name__)
 
 CROWDED_GREETING_S = 0.3
-"""For a greeting when three quarters of the connections are taken."""
+"""Time limit of a greeting when three quarters of the connections are taken."""
 LOG_EVERY_S = 1.0
 
 CONNECTIONS = Gauge(
@@ -44,44 +41,31 @@ REFUSED = Counter(
 
 @dataclass(frozen=True)
 class Limits:
-    """What strangers and sick clients can cost a server."""
+    """Bounds on what unauthenticated and faulty clients can cost a server."""
 
     greeting_s: float = 10.0
-    "From accepting a connection to the end of its greeting, with TLS of the handshake."
+    "Time from accepting a connection to the end of its greeting, including the TLS handshake."
     stall_s: float = 60.0
-    "For one request to arrive, or replies to be taken, and a second more per MiB."
+    "Time for one request to arrive, or replies to be taken, and a second more per MiB."
     max_connections: int = 0
-    "0: what the process's limit of files has room for (``mooncake.http.connections``)."
+    "0: what the process's limit of files has room for (``mooncake.file_limit``)."
     max_body_bytes: int = MAX_BODY_BYTES
     max_pending_bytes: int = 2 * MAX_BODY_BYTES
-    "Of unfinished frames, of all connections together."
+    "Bytes of unfinished frames of all connections together."
     splice_idle_s: float = 600.0
-    "In which a connection that was handed on to another server must carry something."
-
-
-def default_max_connections() -> int:
-    """About half of the files that this process may open, so that peers can't take them all."""
-    return connections_within(resource.getrlimit(resource.RLIMIT_NOFILE)[0])
-
-
-def raise_file_limit() -> None:
-    """Let this process open as many files as it may let itself; for a process that is our own."""
-    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
-    wanted = hard if hard != resource.RLIM_INFINITY else max(soft, 1 << 20)
-    with contextlib.suppress(OSError, ValueError):
-        resource.setrlimit(resource.RLIMIT_NOFILE, (wanted, hard))
+    "Idle time after which a connection that was forwarded to another server is closed."
 
 
 class RefusalLog:
-    """Tells what a server refused: each time on the metrics page, now and then in the log."""
+    """Log of what a server refused: counts each refusal in metrics, logs at most one a second per reason."""
 
     def __init__(self, server: str) -> None:
         self._server = server
         self._logged: dict[str, tuple[float, int]] = {}
-        """By reason: when it was logged last, and how often it happened since."""
+        """Per reason: time of the last log line, and number of refusals since."""
 
     def add(self, event: str, reason: str, **fields: Any) -> None:
-        """``reason`` is a label: one of few words. Details go into ``fields``."""
+        """Record a refusal. ``reason`` is a metric label with few values; details go into ``fields``."""
         REFUSED.labels(self._server, reason).inc()
         now = time.monotonic()
         logged_at, num_more = self._logged.get(reason, (-LOG_EVERY_S, 0))

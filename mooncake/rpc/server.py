@@ -2,8 +2,8 @@
 
 One ``asyncio.Protocol`` per connection rather than streams: a request that a plain function can
 answer is decoded, handled and answered inside ``data_received``, without a task or a wake-up, which
-is what keeps a one-key call of the store under 50 microseconds. Who owns which state is not known
-here; a handler gets the message and the ``Call`` to answer, now or later.
+is what keeps a one-key call of the store under 50 microseconds. The server knows no application
+state; a handler gets the message and the ``Call`` to answer, now or later.
 """
 
 from __future__ import annotations
@@ -19,6 +19,7 @@ from typing import Any, TypeAlias, cast
 import msgspec
 
 from mooncake.errors import AccessDenied, AddressInUse, InvalidArgument, MooncakeError, ProtocolError
+from mooncake.file_limit import default_max_connections
 from mooncake.log import get_logger
 from mooncake.rpc import adaptive_spin
 from mooncake.rpc.adaptive_spin import AdaptiveSpin
@@ -28,7 +29,6 @@ from mooncake.rpc.limits import (
     PENDING_BYTES,
     Limits,
     RefusalLog,
-    default_max_connections,
 )
 from mooncake.rpc.tcp_forward import TcpForwarder
 from mooncake.rpc.tls import TlsTransport
@@ -53,21 +53,21 @@ MAX_OPEN_CALLS = 1024
 """Calls of one connection that may wait for an answer; beyond it the server stops reading from it."""
 
 DEADLINE_CHECK_S = 0.25
-"""Between looks for connections that take too long."""
+"""Interval of the check for connections that exceed a deadline."""
 
 REFUSAL_GRACE_S = 0.5
-"""For a peer that is refused to hear why, and to hang up."""
+"""Time for a refused peer to read the reason and close."""
 
 BACKLOG = 1024
-"""Connections that the kernel accepts for us meanwhile."""
+"""Backlog of connections that the kernel accepts meanwhile."""
 
 
 Handler: TypeAlias = Callable[[Any, "Call"], Message | Awaitable[Message | None] | None]
-"""``handler(message, call)``: returns the reply, or an awaitable of it, or None to answer later."""
+"""``handler(message, call)`` returns the reply, or an awaitable of it, or None to answer later."""
 
 
 class Call:
-    """One request that waits for its answer. Answer exactly once; a lost connection swallows it."""
+    """One request that waits for its answer. Answer exactly once; on a lost connection that has no effect."""
 
     __slots__ = ("connection", "request_id")
 
@@ -86,10 +86,11 @@ class Call:
 
 
 class Connection(asyncio.Protocol):
-    """One client, as the server sees it. Compared and hashed by identity.
+    """One client's connection. Compared and hashed by identity.
 
-    It begins as a stranger: until its greeting is over nothing else is read of it, and where nothing has to
-    be proven, until its first request that can be understood. Strangers make room for others.
+    It begins as unauthenticated: until its greeting has ended nothing else is read from it. Without
+    authentication it counts as such until its first valid request. Unauthenticated connections make room
+    for others.
     """
 
     def __init__(self, server: RpcServer) -> None:
@@ -107,18 +108,18 @@ class Connection(asyncio.Protocol):
         self._is_read_paused = False
         self._num_taken = 0
         self._is_new = True
-        self._is_stranger = True
+        self._is_unauthenticated = True
         self._is_refused = False
         self._looked_at: tuple[int, bool] | None = None
         self._accepted_at = self._overdue_at = math.inf
         self._pending_bytes = 0
         self._free: frozenset[type] | None = frozenset()
-        """Messages that need no further look; None: all."""
+        """Message types allowed without a further check; None means all."""
         self.principal = OPEN
-        """Who it has proven to be; means nothing before the greeting is over."""
+        """The authenticated principal; undefined before the greeting has ended."""
         self.peer = "unknown"
 
-    # asyncio's side
+    # Protocol methods, called by asyncio
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
         # A cast: uvloop's transports don't inherit from asyncio's.
@@ -126,7 +127,7 @@ class Connection(asyncio.Protocol):
         self._transport = raw
         sock = raw.get_extra_info("socket")
         if sock is not None:
-            # A client whose machine is gone says no goodbye; the kernel finds out.
+            # Without it a client whose machine has failed would stay connected.
             sock.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
         name = raw.get_extra_info("peername")
         self.peer = f"{name[0]}:{name[1]}" if name else "unknown"
@@ -150,7 +151,7 @@ class Connection(asyncio.Protocol):
     def data_received(self, data: bytes) -> None:
         if self._is_refused:
             return
-        # Answers given while this chunk is worked off leave in one write.
+        # Replies made while this chunk is processed are sent in one write.
         self._out = []
         try:
             if self._tls is not None:
@@ -168,20 +169,20 @@ class Connection(asyncio.Protocol):
             out, self._out = self._out, None
             if out and self._transport is not None:
                 self._transport.write(out[0] if len(out) == 1 else b"".join(out))
-            if self._early is None:  # a stranger does not keep us awake
+            if self._early is None:  # an unauthenticated client does not keep the loop awake
                 self._server.stay_awake()
         if self._pending_bytes != self._decoder.kept_bytes:
             self._keep_account(self._decoder.kept_bytes)
 
     def _greet(self, data: bytes) -> bytes:
-        """Hear the greeting; what is left of ``data`` when it is over."""
+        """Process the greeting; return the rest of ``data`` when it has ended."""
         if not data:
             return b""
         if self._is_new:
             self._is_new = False
             if self._server.other is not None and data[:1] != PREFACE[:1]:
                 if self._tls is not None and principal_of(self._tls.certificate).level not in TRUSTED:
-                    raise AccessDenied("who are you? The certificate is of no member that may ask here")
+                    raise AccessDenied("not authenticated: the certificate's role is not admitted here")
                 self._hand_on(self._server.other, data)
                 return b""
         assert self._early is not None
@@ -203,7 +204,7 @@ class Connection(asyncio.Protocol):
         return b""
 
     def _greeted(self, principal: Principal) -> bytes:
-        """The rest of what has come, for the next decoder."""
+        """End the greeting; return the rest of the received bytes, for the next decoder."""
         assert self._early is not None
         rest, self._early, self._greeting = self._early.rest, None, None
         self.principal = principal
@@ -213,21 +214,21 @@ class Connection(asyncio.Protocol):
         return rest
 
     def _known(self) -> None:
-        self._is_stranger = False
+        self._is_unauthenticated = False
         self._server.mark_known(self)
 
     def _refuse(self, error: MooncakeError) -> None:
-        """Say why, if it can be heard, and hang up."""
+        """Send the reason, if the peer can decode it, and close."""
         is_denied = isinstance(error, AccessDenied)
         self._server.refusals.add(
             "connection_refused", "denied" if is_denied else "protocol", peer=self.peer, detail=str(error)
         )
         if self._early is not None and not self._early.is_ours:
-            self.close()  # it speaks something else and would not understand
+            self.close()  # it uses another protocol and could not decode the reason
             return
         if self._transport is not None and (self._tls is None or self._tls.is_ready):
             self._send(encode(GREETING_ID, Failure(error.code, str(error))))
-        # Closed at once it would be reset by what the client sends next, and our word lost on its way.
+        # Closed at once, the connection would be reset by the client's next bytes and the reason lost.
         self._early = self._early or GreetingDecoder()
         self._is_refused = True
         self._overdue_at = asyncio.get_running_loop().time() + REFUSAL_GRACE_S
@@ -239,7 +240,7 @@ class Connection(asyncio.Protocol):
             self._transport.write(frame)
 
     def _keep_account(self, kept_bytes: int) -> None:
-        """Of the bytes of its unfinished frame."""
+        """Update the total of unfinished frames by this connection's bytes."""
         self._server.pending_bytes += kept_bytes - self._pending_bytes
         self._pending_bytes = kept_bytes
         if self._server.pending_bytes > self._server.limits.max_pending_bytes:
@@ -250,7 +251,7 @@ class Connection(asyncio.Protocol):
         return self._pending_bytes
 
     def cut(self, reason: str, detail: str) -> None:
-        """End it at once."""
+        """Abort the connection."""
         self._server.refusals.add("connection_dropped", reason, peer=self.peer, detail=detail)
         self._keep_account(0)
         self._decoder = FrameDecoder(0)
@@ -258,7 +259,7 @@ class Connection(asyncio.Protocol):
             self._transport.abort()
 
     def _hand_on(self, other: TcpForwarder, first: bytes) -> None:
-        """The client speaks another protocol; from now on its connection is none of ours."""
+        """Pass the connection to ``other``, because its client uses another protocol."""
         assert self._transport is not None
         transport, self._transport = self._transport, None
         self._server.dismiss(self)
@@ -273,7 +274,7 @@ class Connection(asyncio.Protocol):
         self._is_write_blocked = False
         self._regulate()
 
-    # the server's side
+    # Methods called by the server
 
     def answer(self, request_id: int, message: Message) -> None:
         """Send the reply to ``request_id``; does nothing when the connection is gone."""
@@ -295,9 +296,9 @@ class Connection(asyncio.Protocol):
             self._transport.close()
 
     def look(self, now: float) -> None:
-        """Cut the connection off if it has used up the time for what it is doing.
+        """Abort the connection if it has exceeded the time for its greeting or for one frame.
 
-        That is its greeting, or one frame; taking replies counts as one. Between frames it may rest.
+        Taking replies counts as a frame. Between frames there is no limit.
         """
         if self._transport is None:
             return
@@ -317,10 +318,10 @@ class Connection(asyncio.Protocol):
             self._looked_at = state if missing_bytes else None
             self._overdue_at = now + self._server.limits.stall_s + missing_bytes / (1 << 20)
         elif now > self._overdue_at:
-            self.cut("stall", "a request or the taking of its replies took too long")
+            self.cut("stall", "receiving a request or sending its replies took too long")
 
     def fileno(self) -> int:
-        """Of its socket; -1 when it is closed."""
+        """Socket's file descriptor, -1 when closed."""
         sock = self._transport.get_extra_info("socket") if self._transport is not None else None
         return -1 if sock is None else int(sock.fileno())
 
@@ -335,7 +336,7 @@ class Connection(asyncio.Protocol):
                 raise ProtocolError(f"{type(message).__name__} is no request")
             if self._free is not None and type(message) not in self._free:
                 self._check(message)
-            if self._is_stranger:
+            if self._is_unauthenticated:
                 self._known()
             result = handler(message, call)
         except Exception as error:
@@ -352,7 +353,7 @@ class Connection(asyncio.Protocol):
             self._regulate()
 
     def _check(self, message: Message) -> None:
-        """Raises AccessDenied: this peer may not ask that."""
+        """Raise AccessDenied if this peer may not send the message."""
         refusal = self._server.access.refusal(message, self.principal)
         if refusal:
             self._server.refusals.add("request_refused", "forbidden", peer=self.peer, detail=refusal)
@@ -371,13 +372,13 @@ class Connection(asyncio.Protocol):
         if isinstance(error, MooncakeError):
             call.fail(error)
         elif isinstance(error, msgspec.MsgspecError):
-            call.fail(ProtocolError(f"the request can't be read: {error}"))
+            call.fail(ProtocolError(f"the request can't be decoded: {error}"))
         else:
             log.exception("handler_failed", peer=self.peer)
             call.fail(MooncakeError(f"the handler failed with {type(error).__name__}; see the server's log"))
 
     def _regulate(self) -> None:
-        """Read only from a client that takes its answers and doesn't flood us with open calls."""
+        """Stop reading from a client that does not take its replies or has too many open calls."""
         wanted = self._is_write_blocked or self._num_open >= MAX_OPEN_CALLS
         if self._transport is None or wanted == self._is_read_paused or self._transport.is_closing():
             return
@@ -392,7 +393,7 @@ class Connection(asyncio.Protocol):
 
 
 class RpcServer:
-    """Serves ``handlers`` (message type -> handler) to any number of connections."""
+    """Server of ``handlers`` (message type -> handler) for any number of connections."""
 
     def __init__(
         self,
@@ -408,11 +409,11 @@ class RpcServer:
     ) -> None:
         """
         Args:
-            access: who may send what, where peers have to prove who they are; without it nobody anything.
-            identity: instead of that of this process.
+            access: which roles may send what, where peers are authenticated; without it all is refused.
+            identity: identity to use instead of the process's.
             other: Unix socket of the server for clients that open with another protocol.
-            name: of this server on the metrics page.
-            is_peer: any process may run such a server; what is proven to it serves at no master or conductor.
+            name: label of this server in metrics.
+            is_peer: any process may run such a server; a proof for it is not valid at masters or conductors.
         """
         self.handlers = dict(handlers)
         self.decoder = decoder_for(self.handlers)
@@ -423,8 +424,8 @@ class RpcServer:
         self.binding = binding_of(is_peer, self.identity.certificate_digest)
         self.refusals = RefusalLog(name)
         self.connections: dict[Connection, None] = {}
-        self._strangers: dict[Connection, None] = {}
-        """Those of ``connections`` that have proven or asked nothing yet, the oldest first."""
+        self._unauthenticated: dict[Connection, None] = {}
+        """Unauthenticated ones of ``connections``, the oldest first."""
         self.limits = limits or Limits()
         self._max_connections = self.limits.max_connections or default_max_connections()
         self.pending_bytes = 0
@@ -432,7 +433,7 @@ class RpcServer:
         self.tls = self.identity.server_tls
         if self.tls is not None and other:
             self.tls = server_context(self.identity.settings)
-            self.tls.set_alpn_protocols(["h2"])  # without which clients of gRPC hang up
+            self.tls.set_alpn_protocols(["h2"])  # required by clients of gRPC
         self._look: asyncio.TimerHandle | None = None
         self.port = 0
         self._server: asyncio.Server | None = None
@@ -441,37 +442,37 @@ class RpcServer:
         self._is_awake = False
 
     def admit(self, connection: Connection) -> bool:
-        """Whether there is room for it. A stranger that has been there for longer makes room."""
+        """Admit a connection if there is room. The oldest unauthenticated one makes room."""
         if self._num_connections >= self._max_connections:
-            if not self._strangers and self.other is not None and self.other.make_room():
-                pass  # nobody here knows who those are
-            elif not self._strangers:
+            if not self._unauthenticated and self.other is not None and self.other.make_room():
+                pass  # forwarded connections are not authenticated here
+            elif not self._unauthenticated:
                 self.refusals.add(
                     "connection_refused", "full", peer=connection.peer, limit=self._max_connections
                 )
                 return False
             else:
-                oldest = next(iter(self._strangers))
+                oldest = next(iter(self._unauthenticated))
                 oldest.cut("crowded", f"all {self._max_connections} connections were taken")
                 self.dismiss(oldest)
         self.connections[connection] = None
-        self._strangers[connection] = None
+        self._unauthenticated[connection] = None
         CONNECTIONS.labels(self.name).inc()
         return True
 
     def dismiss(self, connection: Connection) -> None:
-        """It has ended, or is no longer this server's."""
+        """Remove a connection that has ended or was forwarded."""
         if connection in self.connections:
             del self.connections[connection]
             CONNECTIONS.labels(self.name).dec()
-        self._strangers.pop(connection, None)
+        self._unauthenticated.pop(connection, None)
 
     def mark_known(self, connection: Connection) -> None:
-        """It is no stranger any more."""
-        self._strangers.pop(connection, None)
+        """Mark a connection as authenticated."""
+        self._unauthenticated.pop(connection, None)
 
     def greeting_s(self) -> float:
-        """How long a greeting may take now."""
+        """Time limit of a greeting at the present load."""
         is_crowded = 4 * self._num_connections >= 3 * self._max_connections
         return min(self.limits.greeting_s, CROWDED_GREETING_S) if is_crowded else self.limits.greeting_s
 
@@ -480,11 +481,11 @@ class RpcServer:
         return len(self.connections) + (self.other.num_open if self.other is not None else 0)
 
     def shed_pending_bytes(self) -> None:
-        """Too many bytes of unfinished frames: cut off who has most of them, strangers before others."""
+        """Abort connections with the most bytes of unfinished frames, unauthenticated ones first."""
         while self.pending_bytes > self.limits.max_pending_bytes:
             worst = max(
                 (one for one in self.connections if one.pending_bytes),
-                key=lambda one: (one in self._strangers, one.pending_bytes),
+                key=lambda one: (one in self._unauthenticated, one.pending_bytes),
                 default=None,
             )
             if worst is None:
@@ -492,7 +493,7 @@ class RpcServer:
             worst.cut("bytes", f"unfinished requests of all peers have {self.pending_bytes} bytes")
 
     def stay_awake(self) -> None:
-        """Keep the loop awake for a moment, if that pays: whoever asked just now often asks again."""
+        """Keep the loop spinning for a moment, if that pays: a request is often followed by another."""
         if not self._is_awake and self._spin.is_worthwhile:
             self._is_awake = True
             asyncio.get_running_loop().call_soon(self._stay_awake)
@@ -536,7 +537,7 @@ class RpcServer:
         self._look = loop.call_later(DEADLINE_CHECK_S, self._look_around)
 
     def descriptors(self) -> list[int]:
-        """Numbers of its open sockets, for a forked child that has to let go of them."""
+        """File descriptors of its open sockets, for a forked child that has to release them."""
         listening = self._server.sockets if self._server is not None else ()
         return [sock.fileno() for sock in listening] + [
             number for number in (connection.fileno() for connection in self.connections) if number >= 0

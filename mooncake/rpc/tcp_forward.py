@@ -1,7 +1,7 @@
-"""Hands a connection that speaks another protocol on to the server of that protocol, byte for byte.
+"""Forwards a connection that uses another protocol to the server of that protocol, byte for byte.
 
-So one port can serve our clients and those of gRPC: HTTP/2 opens with other bytes than we do. Neither side
-notices; what one sends faster than the other takes is held back where it comes from.
+So one port can serve clients of this package and those of gRPC: HTTP/2 opens with other bytes. The forwarder
+is transparent to both sides, and passes on backpressure: it reads no faster than the other side takes.
 """
 
 from __future__ import annotations
@@ -18,18 +18,18 @@ from mooncake.rpc.tls import TlsTransport
 log = get_logger(__name__)
 
 OPENING_BYTES = 24
-"""Of what an HTTP/2 client sends before its first frame."""
+"""Length of what an HTTP/2 client sends before its first frame."""
 
 
 class _ForwardedEnd(asyncio.Protocol):
-    """One of two connections that are made one."""
+    """One of two connections that are joined."""
 
     def __init__(self) -> None:
         self.transport: asyncio.Transport | TlsTransport | None = None
         self.other: _ForwardedEnd | None = None
         self.tls: TlsTransport | None = None
         self.num_bytes = 0
-        """That came in from here."""
+        """Bytes received from this end."""
         self.on_lost: Callable[[], object] = lambda: None
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
@@ -62,7 +62,7 @@ class _ForwardedEnd(asyncio.Protocol):
             self.other.transport.resume_reading()
 
     def join(self, other: _ForwardedEnd, there: asyncio.Transport) -> None:
-        """What comes from now on goes ``there``, unless the client left meanwhile."""
+        """Forward all further bytes ``there``, unless the client has left meanwhile."""
         self.other = other
         if self.transport is None:
             there.close()
@@ -81,10 +81,10 @@ class _ForwardedEnd(asyncio.Protocol):
 
 
 class TcpForwarder:
-    """Connections handed on to the server at the Unix socket ``path``: counted, and not for ever.
+    """Connections forwarded to the server at the Unix socket ``path``: counted and limited in time.
 
-    Whoever has not sent what HTTP/2 opens with by the deadline of a greeting, or has sent and been sent
-    nothing for ``Limits.splice_idle_s``, is cut off.
+    A client that has not sent the opening of HTTP/2 by the deadline of a greeting is disconnected, and so is
+    one with no traffic in either direction for ``Limits.splice_idle_s``.
     """
 
     def __init__(self, path: str, limits: Limits, refusals: RefusalLog) -> None:
@@ -93,7 +93,7 @@ class TcpForwarder:
         self._refusals = refusals
         self._tasks: dict[asyncio.Task[None], None] = {}
         self._ends: dict[_ForwardedEnd, _Activity] = {}
-        """Of those that are open, the client's side."""
+        """Client's ends of the open connections."""
 
     @property
     def num_open(self) -> int:
@@ -102,7 +102,7 @@ class TcpForwarder:
     def add(
         self, transport: asyncio.Transport | TlsTransport, first: bytes, tls: TlsTransport | None = None
     ) -> None:
-        """Take ``transport`` over; ``first`` is what came already."""
+        """Take over ``transport``; ``first`` is what it has received already."""
         transport.pause_reading()
         end = _ForwardedEnd()
         end.transport, end.tls, end.num_bytes = transport, tls, len(first)
@@ -115,7 +115,7 @@ class TcpForwarder:
 
     async def _join(self, outer: _ForwardedEnd, first: bytes) -> None:
         inner = _ForwardedEnd()
-        inner.other = outer  # before it connects: some servers speak first
+        inner.other = outer  # before it connects: some servers send first
         try:
             there, _ = await asyncio.get_running_loop().create_unix_connection(lambda: inner, self._path)
         except OSError as error:
@@ -127,14 +127,14 @@ class TcpForwarder:
         outer.join(inner, there)
 
     def make_room(self) -> bool:
-        """Cut off the one for which nothing has gone to and fro for longest; False: there is none."""
+        """Close the connection that has been idle for longest; False when there is none."""
         rested = min(self._ends, key=lambda end: self._ends[end].moved_at, default=None)
         if rested is not None:
             self._cut(rested, "crowded", "all connections were taken")
         return rested is not None
 
     def look(self, now: float) -> None:
-        """Cut off those that have used up their time."""
+        """Close connections that have exceeded a time limit."""
         for end, watch in list(self._ends.items()):
             if end.transport is None:
                 del self._ends[end]
@@ -143,9 +143,9 @@ class TcpForwarder:
             if num_bytes != watch.num_bytes:
                 watch.num_bytes, watch.moved_at = num_bytes, now
             if end.num_bytes < OPENING_BYTES and now > watch.since + self._limits.greeting_s:
-                self._cut(end, "greeting", "it opened with something else than a request")
+                self._cut(end, "greeting", "it did not open with an HTTP/2 request")
             elif now > watch.moved_at + self._limits.splice_idle_s:
-                self._cut(end, "idle", "nothing was said for long")
+                self._cut(end, "idle", "no traffic for too long")
 
     def _cut(self, end: _ForwardedEnd, reason: str, detail: str) -> None:
         self._refusals.add("forward_closed", reason, detail=detail)
@@ -153,7 +153,7 @@ class TcpForwarder:
         end.close()
 
     def close(self) -> None:
-        """Cut all of them off."""
+        """Close all of them."""
         for task in list(self._tasks):
             task.cancel()
         for end in list(self._ends):
@@ -161,7 +161,7 @@ class TcpForwarder:
 
 
 class _Activity:
-    """When something last went over a connection."""
+    """Time of the last traffic on a connection."""
 
     def __init__(self, now: float) -> None:
         self.since = self.moved_at = now

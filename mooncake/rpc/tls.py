@@ -1,11 +1,11 @@
 """TLS for both kinds of clients and for the server, as sessions that work on memory.
 
 ``TlsSocket`` is a blocking socket that one thread may read while another writes. Python's own ``SSLSocket``
-must not be used by two threads at once: below, OpenSSL changes the same session in both directions. Here the
-session is used under a lock, and the waiting is done outside of it on the plain socket. As much of a socket's
-face as ``client.py`` uses. ``TlsTransport`` stands between a protocol of asyncio and its transport: so a
-connection is counted and timed from the moment it is accepted, not from the end of its TLS handshake as with
-asyncio's own TLS. Contexts come from above.
+must not be used by two threads at once: in it, OpenSSL changes the same session in both directions. Here the
+session is used under a lock, and threads wait on the plain socket outside of it. It has only the socket
+methods that ``client.py`` uses. ``TlsTransport`` is a layer between an asyncio protocol and its transport: so
+a connection is counted and timed from the moment it is accepted, not from the end of its TLS handshake as
+with asyncio's own TLS. Callers pass in the contexts.
 """
 
 from __future__ import annotations
@@ -24,11 +24,11 @@ _CHUNK_BYTES = 64 << 10
 
 
 class TlsSocket:
-    """``sock``, connected, after a handshake of at most ``timeout_s``.
+    """TLS on the connected ``sock``, after a handshake of at most ``timeout_s``.
 
     Raises:
         ProtocolError: no TLS there, or a certificate that is not trusted.
-        TimeoutError: the handshake is not over in time.
+        TimeoutError: the handshake did not end in time.
     """
 
     def __init__(self, sock: socket.socket, context: ssl.SSLContext, host: str, timeout_s: float) -> None:
@@ -36,9 +36,9 @@ class TlsSocket:
         self._in, self._out = ssl.MemoryBIO(), ssl.MemoryBIO()
         self._session = context.wrap_bio(self._in, self._out, server_hostname=host)
         self.certificate: dict[str, Any] | None = None
-        """The peer's, as Python's ``ssl`` shows it."""
+        """Peer's certificate, in the form of Python's ``ssl``."""
         self.certificate_digest = b""
-        """The SHA-256 of the peer's."""
+        """SHA-256 of the peer's certificate."""
         self._lock = threading.Lock()
         deadline = time.monotonic() + timeout_s
         while True:
@@ -52,10 +52,10 @@ class TlsSocket:
                 sock.sendall(self._out.read())
                 self._take(deadline)
             except ssl.SSLError as error:
-                raise ProtocolError(_words(error)) from error
+                raise ProtocolError(_reason_of(error)) from error
 
     def _take(self, deadline: float) -> None:
-        """What has arrived, into the session; waits for it."""
+        """Wait for received bytes and feed them to the session."""
         remaining_s = deadline - time.monotonic()
         if remaining_s <= 0:
             raise TimeoutError
@@ -77,14 +77,14 @@ class TlsSocket:
         self._sock.settimeout(timeout_s)
 
     def sendall(self, data: bytes | bytearray) -> None:
-        """The caller sees to it that one thread sends at a time."""
+        """Send all of ``data``; the caller ensures that one thread sends at a time."""
         with self._lock:
             self._session.write(data)
             encrypted = self._out.read()
         self._sock.sendall(encrypted)
 
     def recv(self, size: int) -> bytes:
-        """Up to ``size`` bytes, b"" at the end; raises as a socket's, and ProtocolError."""
+        """Receive up to ``size`` bytes, b"" at the end; raises as a socket does, and ProtocolError."""
         deadline = time.monotonic() + (self._sock.gettimeout() or 0.0)
         while True:
             try:
@@ -95,16 +95,16 @@ class TlsSocket:
             except (ssl.SSLZeroReturnError, ssl.SSLEOFError):
                 return b""
             except ssl.SSLError as error:
-                raise ProtocolError(_words(error)) from error
+                raise ProtocolError(_reason_of(error)) from error
 
     def shutdown(self, how: int) -> None:
         self._sock.shutdown(how)
 
 
 class TlsTransport:
-    """TLS on ``transport``: the protocol above feeds it what arrives, and writes to it.
+    """TLS on ``transport``: the protocol above feeds it received bytes, and writes to it.
 
-    Not thread-safe. ``host`` is the name of the server where this is the client's side.
+    Not thread-safe. ``host`` is the server's name on the client's side.
     """
 
     def __init__(self, transport: asyncio.Transport, context: ssl.SSLContext, host: str | None) -> None:
@@ -112,9 +112,9 @@ class TlsTransport:
         self._in, self._out = ssl.MemoryBIO(), ssl.MemoryBIO()
         self._session = context.wrap_bio(self._in, self._out, server_side=host is None, server_hostname=host)
         self.is_ready = False
-        """The handshake is over."""
+        """Set when the handshake has ended."""
         self.has_ended = False
-        """The peer sends nothing more."""
+        """Set when the peer sends nothing more."""
         if host is not None:
             self.feed(b"")
 
@@ -124,11 +124,11 @@ class TlsTransport:
 
     @property
     def certificate_digest(self) -> bytes:
-        """The SHA-256 of the peer's."""
+        """SHA-256 of the peer's certificate."""
         return _digest_of(self._session)
 
     def feed(self, data: bytes) -> bytes:
-        """What ``data`` says in plain, once the handshake is over.
+        """Decrypt ``data``, once the handshake has ended.
 
         Raises:
             ProtocolError: no TLS there, or a certificate that is not trusted.
@@ -148,7 +148,7 @@ class TlsTransport:
         except (ssl.SSLZeroReturnError, ssl.SSLEOFError):
             self.has_ended = True
         except ssl.SSLError as error:
-            raise ProtocolError(_words(error)) from error
+            raise ProtocolError(_reason_of(error)) from error
         finally:
             self._flush()
         return b"".join(plain)
@@ -164,7 +164,7 @@ class TlsTransport:
             self._transport.write(self._out.read())
 
     def write_eof(self) -> None:
-        """TLS can't be half closed in a way that peers agree on."""
+        """Do nothing: peers differ about half-closed TLS connections."""
         self.close()
 
     def close(self) -> None:
@@ -196,10 +196,10 @@ def _digest_of(session: ssl.SSLObject) -> bytes:
     return hashlib.sha256(session.getpeercert(binary_form=True) or b"").digest()
 
 
-def _words(error: ssl.SSLError) -> str:
+def _reason_of(error: ssl.SSLError) -> str:
     if isinstance(error, ssl.SSLEOFError):
-        return "it hung up during the TLS handshake; use the same `tls` settings on both sides"
+        return "it closed the connection during the TLS handshake; use the same `tls` settings on both sides"
     if error.reason == "WRONG_VERSION_NUMBER":
         return "it does not speak TLS; use the same `tls` settings on both sides"
     why = getattr(error, "verify_message", "") or (error.reason or str(error)).lower().replace("_", " ")
-    return f"no TLS with it: {why}; both sides need certificates of the same `tls_ca`"
+    return f"TLS failed: {why}; both sides need certificates of the same `tls_ca`"

@@ -1,16 +1,16 @@
-"""Framing: bytes in, frames out; and the one message that every peer understands, ``Failure``.
+"""Framing: bytes in, frames out; and the one message that every peer knows, ``Failure``.
 
-A client opens with ``PREFACE``, so that a port scanner or an HTTP client is told apart from a peer
+A client opens with ``PREFACE``, which distinguishes a port scanner or an HTTP client from a peer
 of another version, and a ``Hello`` (``mooncake.security.greeting``), to which a server that has a cluster key
 answers with a challenge; frames of the greeting have the request id 0. Then both sides send frames::
 
     u32 body bytes | u32 request id | u32 CRC-32 of these two | u32 CRC-32 of the body | body
 
 The body is one msgpack array: the message's name, then its fields. TCP's own checksum has 16 bits, and a
-bit that changed in a key on its way would be an answer about another object, with checksums that fit its
-bytes; one that changed in a length would swallow every frame after it.
+bit of a key that is corrupted in transit would result in an answer about another object, with checksums that
+fit its bytes; one that is corrupted in a length would lose every frame after it.
 A reply carries the id of its request, so requests may be pipelined and answered in any order. This
-module opens no socket and knows no message of any room. Sizes are bounded before anything is
+module opens no socket and knows no message of any other package. Sizes are bounded before anything is
 allocated: a length beyond ``MAX_BODY_BYTES`` ends the connection.
 """
 
@@ -35,20 +35,20 @@ _CHECKS = struct.Struct("<II")
 HEADER_BYTES = _FIRST.size + _CHECKS.size
 
 Message: TypeAlias = msgspec.Struct
-"""A tagged, array-like struct. Its tag is its name on the wire."""
+"""Tagged, array-like struct. Its tag is its name on the wire."""
 
 _encoder = msgspec.msgpack.Encoder()
 
 
 class Failure(msgspec.Struct, frozen=True, array_like=True, tag="failure"):
-    """The answer to a request that could not be handled: a broken world, not a refusal."""
+    """The answer to a request that failed with an error, as opposed to a refusal."""
 
     code: str
     message: str
 
 
 def encode(request_id: int, message: Message) -> bytearray:
-    """One frame.
+    """Encode one frame.
 
     Raises:
         InvalidArgument: the message is larger than a peer would accept.
@@ -78,31 +78,31 @@ def decoder_for(messages: Iterable[type[Message]]) -> msgspec.msgpack.Decoder[An
 
 
 GREETING_ID = 0
-"""Request id of the frames of a greeting, and of a server's last word before it hangs up."""
+"""Request id of the frames of a greeting, and of a server's refusal before it closes."""
 
 _from_client = decoder_for([Hello, Proof])
 _from_server = decoder_for([Challenge])
 
 OPEN_GREETING = bytes(PREFACE + encode(GREETING_ID, Hello()))
-"""What a client without a key opens with."""
+"""Opening bytes of a client without a key."""
 
 
 def client_opening(client_greeting: ClientGreeting) -> bytes:
-    """What a client opens with."""
+    """Opening bytes of a client."""
     return bytes(PREFACE + encode(GREETING_ID, client_greeting.hello()))
 
 
 def client_greeting_reply(client_greeting: ClientGreeting, body: memoryview) -> bytes:
-    """What a client answers to a frame of the greeting.
+    """A client's answer to a frame of the greeting.
 
     Raises:
-        AccessDenied: the server refused, or can't prove that it is of the cluster.
-        ProtocolError: it said something else.
+        AccessDenied: the server refused, or can't prove that it belongs to the cluster.
+        ProtocolError: the frame is something else.
     """
     try:
         message = _from_server.decode(body)
     except msgspec.MsgspecError as error:
-        raise ProtocolError(f"its greeting can't be read: {error}") from error
+        raise ProtocolError(f"its greeting can't be decoded: {error}") from error
     if isinstance(message, Challenge):
         return bytes(encode(GREETING_ID, client_greeting.prove(message)))
     if message.code == AccessDenied.code:
@@ -111,9 +111,9 @@ def client_greeting_reply(client_greeting: ClientGreeting, body: memoryview) -> 
 
 
 class GreetingDecoder:
-    """Cuts the frames of a client's greeting off what it sends; whatever follows them is left in ``rest``.
+    """Decoder of the frames of a client's greeting; bytes that follow them are left in ``rest``.
 
-    What a stranger can have kept here is one frame of ``MAX_GREETING_BYTES``.
+    An unauthenticated client can occupy at most one frame of ``MAX_GREETING_BYTES`` here.
     """
 
     def __init__(self) -> None:
@@ -122,11 +122,11 @@ class GreetingDecoder:
 
     @property
     def is_ours(self) -> bool:
-        """It has opened as our clients do."""
+        """Whether the client has opened with this protocol's preface."""
         return not self._expects_preface
 
     def take(self, data: bytes) -> Hello | Proof | None:
-        """The next message of the greeting, if ``data`` completes one; raises ProtocolError."""
+        """Return the next message of the greeting, if ``data`` completes one; raises ProtocolError."""
         self.rest += data
         if self._expects_preface:
             given = self.rest[: len(PREFACE)]
@@ -141,7 +141,7 @@ class GreetingDecoder:
         body_bytes, request_id = _FIRST.unpack_from(self.rest)
         header_checksum, checksum = _CHECKS.unpack_from(self.rest, _FIRST.size)
         if zlib.crc32(self.rest[: _FIRST.size]) != header_checksum:
-            raise ProtocolError("the header of a frame was damaged on its way")
+            raise ProtocolError("the header of a frame was corrupted in transit")
         if body_bytes > MAX_GREETING_BYTES or request_id != GREETING_ID:
             raise ProtocolError(f"a frame of {body_bytes} bytes where a greeting was expected")
         end = HEADER_BYTES + body_bytes
@@ -149,33 +149,33 @@ class GreetingDecoder:
             return None
         body, self.rest = self.rest[HEADER_BYTES:end], self.rest[end:]
         if zlib.crc32(body) != checksum:
-            raise ProtocolError("the greeting was damaged on its way")
+            raise ProtocolError("the greeting was corrupted in transit")
         try:
             message = _from_client.decode(body)
         except msgspec.MsgspecError as error:
-            raise ProtocolError(f"the greeting can't be read: {error}") from error
+            raise ProtocolError(f"the greeting can't be decoded: {error}") from error
         if isinstance(message, Hello | Proof):
             return message
-        raise ProtocolError("the greeting is none")
+        raise ProtocolError("the message is no greeting")
 
 
 class FrameDecoder:
-    """Cuts a stream of bytes into frames. Feed it whatever arrives."""
+    """Decoder of a stream of bytes into frames. Feed it all received bytes."""
 
     def __init__(self, max_body_bytes: int = MAX_BODY_BYTES) -> None:
         self._max_body_bytes = max_body_bytes
         self._pieces: list[bytes] = []
         self.kept_bytes = 0
-        """Of an unfinished frame, that have come."""
+        """Bytes received of an unfinished frame."""
         self._missing_bytes = 0
-        """How much more must arrive before looking again is worth it: keeps large frames linear."""
+        """Bytes that must arrive before the next check: keeps the cost of large frames linear."""
 
     def feed(self, data: bytes) -> list[tuple[int, memoryview]]:
-        """The (request id, body) of each frame that ``data`` completes.
+        """Return (request id, body) of each frame that ``data`` completes.
 
         Raises:
-            ProtocolError: the peer speaks another protocol or exceeds the size limit, or the network
-                changed what it said.
+            ProtocolError: the peer uses another protocol or exceeds the size limit, or the frame was
+                corrupted in transit.
         """
         if self._pieces:
             self._pieces.append(data)
@@ -196,7 +196,7 @@ class FrameDecoder:
             body_bytes, request_id = _FIRST.unpack_from(view, start)
             header_checksum, checksum = _CHECKS.unpack_from(view, start + _FIRST.size)
             if zlib.crc32(view[start : start + _FIRST.size]) != header_checksum:
-                raise ProtocolError("the header of a frame was damaged on its way")
+                raise ProtocolError("the header of a frame was corrupted in transit")
             if body_bytes > self._max_body_bytes:
                 raise ProtocolError(
                     f"a frame of {body_bytes} bytes; at most {self._max_body_bytes} are allowed"
@@ -207,7 +207,7 @@ class FrameDecoder:
                 break
             body = view[start + HEADER_BYTES : stop]
             if zlib.crc32(body) != checksum:
-                raise ProtocolError(f"a frame of {body_bytes} bytes was damaged on its way")
+                raise ProtocolError(f"a frame of {body_bytes} bytes was corrupted in transit")
             frames.append((request_id, body))
             start = stop
         if start < end:
@@ -218,7 +218,7 @@ class FrameDecoder:
 
     @property
     def missing_bytes(self) -> int:
-        """Of the frame of which a part has come; 0 between frames."""
+        """Missing bytes of a partly received frame; 0 between frames."""
         return self._missing_bytes if self._pieces else 0
 
 
@@ -239,8 +239,8 @@ def error_of(failure: Failure, peer: str) -> MooncakeError:
     error = kind.__new__(kind)
     if isinstance(error, NotLeader):
         error.leader = failure.message
-        whose = f"{error.leader} does" if error.leader else "nobody does that it knows of"
-        Exception.__init__(error, f"{peer} does not lead; {whose}")
+        known = f"{error.leader} does" if error.leader else "it knows no leader"
+        Exception.__init__(error, f"{peer} does not lead; {known}")
     else:
         Exception.__init__(error, f"{failure.message} (from {peer})")
     return error

@@ -1,13 +1,13 @@
-"""Who a process is to others of its cluster, and how it proves it: the table ``[security]`` of every role.
+"""Authentication between the processes of a cluster: the table ``[security]`` of every role.
 
-Two ways, alone or together: TLS with certificates of the cluster's authority, or a cluster key that is
-proven by challenge and response before anything else is read. Either of them says in which ``Role`` a peer
-speaks, and for which tenant. ``keys.py`` knows the secrets, ``greeting.py`` the challenge,
-``request_signature.py`` the signature of an HTTP request, ``http_auth.py`` who may ask an HTTP server,
-``certificates.py`` what a certificate says, ``identity.py`` the settings.
+There are two ways, alone or together: TLS with certificates of the cluster's authority, or a cluster key that
+is proven by challenge and response before anything else is read. Either of them determines a peer's ``Role``
+and tenant. ``keys.py`` owns the secrets, ``greeting.py`` the challenge,
+``request_signature.py`` the signature of an HTTP request, ``http_auth.py`` access to an HTTP server,
+``certificates.py`` the name in a certificate, ``identity.py`` the settings.
 
-A process has one identity, and everything that listens or connects in it uses that one unless it is handed
-another: so a server that somebody adds later is closed without anybody having to think of it.
+A process has one identity, and everything that listens or connects in it uses that one unless it is passed
+another: so a server that is added later requires authentication by default.
 """
 
 from mooncake.security.http_auth import HttpAuth

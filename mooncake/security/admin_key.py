@@ -1,7 +1,7 @@
-"""The key for what only operators may do by HTTP: one check, whichever server is asked.
+"""The key for operators' calls over HTTP: one check, shared by all servers.
 
-Without a key set such calls are refused, not allowed: a server that nobody configured changes nothing for
-strangers. Who has proven to be a node or an administrator of the cluster needs no key besides.
+Without a key set such calls are refused, not allowed: an unconfigured server changes nothing for
+unauthenticated clients. An authenticated node or administrator of the cluster needs no key in addition.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from mooncake.security.principal import NODES_AND_ADMINS, Principal
 
 @dataclass(frozen=True)
 class KeyRefusal:
-    """Why a call is refused: an HTTP status, a code for programs, words for people."""
+    """Reason of a refused call: an HTTP status, a code for programs, text for people."""
 
     status: int
     code: str
@@ -23,7 +23,7 @@ class KeyRefusal:
 
 
 class AdminKey:
-    """``key``: what callers must send as ``X-API-Key``, or as ``Authorization: Bearer``; "" refuses all."""
+    """``key`` is what callers must send as ``X-API-Key``, or as ``Authorization: Bearer``; "" refuses all."""
 
     def __init__(self, key: str) -> None:
         self._key = key.encode()
@@ -32,18 +32,18 @@ class AdminKey:
         return f"<AdminKey {'set' if self._key else 'not set'}>"
 
     def matches(self, headers: Mapping[str, str]) -> bool:
-        """Whether the caller has it. Nobody has one that is not set."""
+        """Whether the request has the key. False when no key is set."""
         return bool(self._key) and hmac.compare_digest(_given(headers).encode(), self._key)
 
     def refusal(self, headers: Mapping[str, str], principal: Principal | None = None) -> KeyRefusal | None:
-        """None for who may. ``standing``: what the caller has proven by the cluster's credential."""
+        """Check a call; None allows it. ``principal`` is that of the cluster credential, if any."""
         if principal is not None and not principal.is_open and principal.level in NODES_AND_ADMINS:
             return None
         if self.matches(headers):
             return None
         if not self._key:
             message = (
-                "this is for operators, and no key is set here: start the server with ADMIN_API_KEY "
+                "this call is for operators, and no key is set here: start the server with ADMIN_API_KEY "
                 "(or --admin-api-key) set"
             )
             return KeyRefusal(403, "admin_key_not_set", message)

@@ -1,9 +1,9 @@
-"""What a certificate says of its owner: role and tenant, as the name ``mooncake://<role>/<tenant>``.
+"""Role and tenant in a certificate, as the name ``mooncake://<role>/<tenant>``.
 
 It is one of the certificate's subject alternative names (a URI), which any authority can write. A
-certificate without one counts as a client's: so certificates from elsewhere serve between transfer engines
-and for reading and writing, and nobody becomes a node or an administrator by owning some certificate of the
-authority.
+certificate without one counts as a client's: so certificates made elsewhere work between transfer engines
+and for reading and writing, and a certificate of the authority alone makes no process a node or an
+administrator.
 """
 
 from __future__ import annotations
@@ -20,18 +20,18 @@ SCHEME = "mooncake://"
 
 
 def name_of(role: Role, tenant: str = "") -> str:
-    """The name to write into a certificate."""
+    """Format the name to write into a certificate."""
     return f"{SCHEME}{role}/{quote(tenant, safe='')}" if tenant else f"{SCHEME}{role}"
 
 
 def principal_of(certificate: Mapping[str, Any] | None) -> Principal:
-    """What the certificate (as Python's ``ssl`` shows one that was verified) proves.
+    """The principal of a verified certificate (in the form of Python's ``ssl``).
 
     Raises:
-        AccessDenied: there is none, or its name can't be understood, or it has several.
+        AccessDenied: there is none, or its name is invalid, or it has several.
     """
     if not certificate:
-        raise AccessDenied("who are you? There is no certificate")
+        raise AccessDenied("not authenticated: there is no certificate")
     names = [
         value
         for kind, value in certificate.get("subjectAltName", ())
@@ -40,11 +40,11 @@ def principal_of(certificate: Mapping[str, Any] | None) -> Principal:
     if not names:
         return Principal(Role.CLIENT)
     if len(names) > 1:
-        raise AccessDenied(f"the certificate has several names of ours: {', '.join(names)}")
+        raise AccessDenied(f"the certificate has several names of a role: {', '.join(names)}")
     role, _, tenant = names[0].removeprefix(SCHEME).partition("/")
     tenant = unquote(tenant)
     if role not in [one.value for one in Role]:
-        raise AccessDenied(f"the certificate names the role {role!r}, which there is not")
+        raise AccessDenied(f"the certificate names the role {role!r}, which does not exist")
     trouble = tenant_error(Role(role), tenant)
     if trouble:
         raise AccessDenied(f"the certificate's name {names[0]!r}: {trouble}")

@@ -1,7 +1,7 @@
-"""What stands before an HTTP application: who asks, by certificate and by signature, before it is asked.
+"""Authentication of HTTP requests, by certificate and by signature: ASGI middleware, and the client's side.
 
-An ASGI application around another one. It reads nothing of a request's body until its header has proven who
-sent it, and passes a body on whose digest is the signed one. What it found is in the request's scope, under
+The middleware reads nothing of a request's body until the header has authenticated the sender,
+and passes a body on only if its digest is the signed one. The principal is in the request's scope, under
 ``PRINCIPAL``; the server puts the peer's certificate there under ``CERTIFICATE`` (``mooncake.http.server``).
 """
 
@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import hashlib
 import hmac
+import ssl
 from collections.abc import Awaitable, Callable, Collection, MutableMapping
 from typing import Any
 
@@ -32,12 +33,12 @@ Send = Callable[[Message], Awaitable[None]]
 
 
 class HttpAuth:
-    """``app``, for those of ``levels`` only.
+    """Middleware that admits only principals of ``levels`` to ``app``.
 
     Args:
-        identity: what is asked for; by default as this process's.
-        open_paths: answered to everybody.
-        api_key: whoever brings it (``AdminKey``) counts as an administrator; empty: nobody does.
+        identity: the required credentials; by default those of the process's identity.
+        open_paths: paths that need no authentication.
+        api_key: key with which a request counts as an administrator's (``AdminKey``); empty for none.
     """
 
     def __init__(
@@ -67,16 +68,20 @@ class HttpAuth:
             return
         principal = scope[PRINCIPAL]
         if not principal.is_open and principal.level not in self._levels:
-            await _refuse(send, 403, f"this is for {', '.join(sorted(self._levels))}; you are {principal}")
+            await _refuse(
+                send,
+                403,
+                f"only for {', '.join(sorted(self._levels))}; the credential is that of {principal}",
+            )
             return
         await self._app(scope, receive if digest is None else _checked(receive, digest), send)
 
     def _principal(self, scope: Scope) -> tuple[Principal, bytes | None]:
-        """Who asks, and the digest that the body must have; raises AccessDenied."""
+        """The request's principal, and the digest that the body must have; raises AccessDenied."""
         if self._identity.is_open:
             return OPEN, None
-        said = {key.decode("latin-1"): value.decode("latin-1") for key, value in scope["headers"]}
-        if self._admin_key.matches(said):
+        headers = {key.decode("latin-1"): value.decode("latin-1") for key, value in scope["headers"]}
+        if self._admin_key.matches(headers):
             return Principal(Role.ADMIN), None
         certified = principal_of(scope.get(CERTIFICATE)) if self._identity.has_tls else None
         if self._verifier is None:
@@ -95,7 +100,7 @@ class HttpAuth:
 
 
 def _checked(receive: Receive, digest: bytes) -> Receive:
-    """The body as it comes; if it is another than was signed, the connection ends in place of it."""
+    """Pass the body on; when its digest is not the signed one, disconnect in place of its end."""
     seen = hashlib.sha256()
 
     async def checked() -> Message:
@@ -115,3 +120,24 @@ async def _refuse(send: Send, status: int, reason: str) -> None:
     headers.append((b"connection", b"close"))
     await send({"type": "http.response.start", "status": status, "headers": headers})
     await send({"type": "http.response.body", "body": body})
+
+
+class HttpClientAuth:
+    """A client's side: URL scheme and headers of requests as ``identity`` (by default the process's).
+
+    Args:
+        is_plain: no TLS with any identity, for foreign engines, which have no certificate of the cluster.
+    """
+
+    def __init__(self, identity: Identity | None = None, is_plain: bool = False) -> None:
+        identity = identity or process_identity()
+        self._signer = identity.signer()
+        self.tls: ssl.SSLContext | None = None if is_plain else identity.client_tls
+
+    def url(self, address: str, path: str) -> str:
+        """``address``: ``host:port``."""
+        return f"{'https' if self.tls is not None else 'http'}://{address}{path}"
+
+    def headers(self, method: str, path: str, body: bytes = b"") -> dict[str, str]:
+        """Headers that authenticate the request; ``path`` includes its query, as it is sent."""
+        return {} if self._signer is None else self._signer.headers(method, path, body)

@@ -1,9 +1,9 @@
-"""The settings ``[security]``, what they make of a process, and the one identity that a process has.
+"""The settings ``[security]``, and the identity that a process has from them.
 
-A command installs the identity that its flags, environment and file name. In a process that belongs to
-somebody else (an engine with one of our connectors, a program with the drop-in store) the first use reads
-the environment and the file that ``MOONCAKE_CONFIG`` names. An ``Identity`` may be handed to whatever listens
-or connects, in place of the process's own: tests do so, and programs that use two clusters.
+A command installs the identity that its flags, environment and file name. In a process of another
+program (an engine with a connector, a program with the drop-in store) the first use reads
+the environment and the file that ``MOONCAKE_CONFIG`` names. An ``Identity`` may be passed to each listener
+or client in place of the process's own, as tests do, and programs that use two clusters.
 """
 
 from __future__ import annotations
@@ -33,25 +33,25 @@ CONFIG_VARIABLE = "MOONCAKE_CONFIG"
 
 @dataclass(frozen=True)
 class SecuritySettings:
-    """Who a process is to others of its cluster, and whom it talks to (`docs/security.md`)."""
+    """Credentials of a process in its cluster, and those it requires of others (`docs/security.md`)."""
 
     tls_cert: str = ""
-    "PEM file with this process's certificate and what leads to the authority; with it, TLS on everything."
+    "PEM file with this process's certificate and chain up to the authority; with it, TLS on everything."
 
     tls_key: str = ""
     "PEM file with the certificate's private key, without a password."
 
     tls_ca: str = ""
-    "PEM file with the authority: peers must show a certificate of it, and so do we."
+    "PEM file with the authority, which must have signed the certificates of peers and of this process."
 
     tls_check_host: bool = False
-    "A server's certificate must also name the address it is reached at, not only be of the authority."
+    "Require that a server's certificate also names the address it is reached at."
 
     cluster_key_file: str = ""
-    "File with the cluster's key, or one derived from it: peers must prove that they have it, and so do we."
+    "File with the cluster's key, or one derived from it; both sides of a connection must prove to have it."
 
     insecure: bool = False
-    "Listen beyond loopback without TLS and without a cluster key: for networks in which all are trusted."
+    "Listen beyond loopback without TLS and without a cluster key, for networks in which all are trusted."
 
     def __post_init__(self) -> None:
         files = {"tls_cert": self.tls_cert, "tls_key": self.tls_key, "tls_ca": self.tls_ca}
@@ -61,15 +61,15 @@ class SecuritySettings:
 
 
 class Identity:
-    """What a process proves with, and what it asks of others. Immutable; may be shared by threads.
+    """Credentials of a process, and those it requires of others. Immutable; may be shared by threads.
 
     Args:
         settings: see ``SecuritySettings``.
-        role: in which role it speaks, where its key file holds the cluster's own key.
-        tenant: for a client's role.
+        role: its role, where its key file holds the cluster's own key.
+        tenant: its tenant, for the role of a client.
 
     Raises:
-        InvalidArgument: a file is missing or wrong, or others may read the key file.
+        InvalidArgument: a file is missing or wrong, or other users may read the key file.
     """
 
     def __init__(
@@ -79,7 +79,7 @@ class Identity:
         self.keys = read_key_file(self.settings.cluster_key_file) if self.settings.cluster_key_file else None
         self.credential = self.keys.credential(role, tenant) if self.keys is not None else None
         self.has_tls = bool(self.settings.tls_cert)
-        if self.has_tls:  # what is wrong with the files is said now, not at the first connection
+        if self.has_tls:  # raises errors in the files now, not at the first connection
             _ = self.server_tls, self.client_tls, self.certificate_digest
 
     def __repr__(self) -> str:
@@ -87,12 +87,12 @@ class Identity:
 
     @property
     def is_open(self) -> bool:
-        """It asks for nothing: anybody who reaches its ports is answered."""
+        """True when it requires no authentication: every process that reaches its ports is served."""
         return self.keys is None and not self.has_tls
 
     @property
     def tenant(self) -> str:
-        """That its key is bound to; "" when it is bound to none, or when a certificate says it."""
+        """Tenant that its key is bound to; "" when it is bound to none, or when a certificate names it."""
         return self.credential.tenant if self.credential is not None else ""
 
     @functools.cached_property
@@ -111,25 +111,25 @@ class Identity:
         return certificate_digest(self.settings) if self.has_tls else b""
 
     def client_greeting(self) -> ClientGreeting:
-        """The greeting of a connection that this process opens."""
+        """Make the greeting of a connection that this process opens."""
         return ClientGreeting(self.credential, secrets.token_bytes(NONCE_BYTES))
 
     def server_greeting(self, certified: Principal | None = None, binding: bytes = b"") -> ServerGreeting:
-        """The greeting of a connection that this process accepts."""
+        """Make the greeting of a connection that this process accepts."""
         return ServerGreeting(self.keys, secrets.token_bytes(NONCE_BYTES), certified, binding)
 
     def signer(self) -> Signer | None:
-        """Signs HTTP requests; None without a cluster key."""
+        """Make a signer of HTTP requests; None without a cluster key."""
         if self.credential is None:
             return None
         return Signer(self.credential, secrets.token_bytes, clock.wall)
 
     def verifier(self) -> Verifier | None:
-        """Checks HTTP requests; None without a cluster key. One for each server: it remembers what it saw."""
+        """Make a verifier of HTTP requests, one per server; None without a cluster key."""
         return Verifier(self.keys, clock.wall) if self.keys is not None else None
 
     def with_tls_files(self, cert: str, key: str, ca: str, check_host: bool) -> Identity:
-        """The same keys, but TLS with these files."""
+        """Copy with the same keys, but TLS with these files."""
         other = Identity.__new__(Identity)
         other.settings = SecuritySettings(
             cert, key, ca, check_host, self.settings.cluster_key_file, self.settings.insecure
@@ -141,7 +141,7 @@ class Identity:
 
 
 def read_key_file(path: str) -> KeyRing:
-    """The keys in the file at ``path``.
+    """Read the keys in the file at ``path``.
 
     Raises:
         InvalidArgument: it can't be read, is no key file, or may be read by its group or by others.
@@ -169,14 +169,14 @@ def read_key_file(path: str) -> KeyRing:
 
 
 def check_private(file: IO[bytes], wrong: Callable[[str], InvalidArgument]) -> os.stat_result:
-    """The status of an open file of secrets.
+    """Check and return the status of an open file of secrets.
 
     Raises:
-        InvalidArgument: ``wrong`` of the reason: it is no plain file, or others than its owner may use it.
+        InvalidArgument: ``wrong(reason)``: it is no regular file, or users other than its owner may use it.
     """
     found = os.fstat(file.fileno())
     if not stat.S_ISREG(found.st_mode):
-        raise wrong("it is no plain file")
+        raise wrong("it is no regular file")
     if found.st_mode & 0o077:
         raise wrong(f"its mode is {stat.S_IMODE(found.st_mode):04o}; chmod 600 it")
     return found
@@ -187,10 +187,10 @@ _ours: Identity | None = None
 
 
 def process_identity() -> Identity:
-    """The identity of this process; read from the environment at the first use if nobody installed one.
+    """The identity of this process; read from the environment at the first use if none was installed.
 
     Raises:
-        InvalidArgument: what the environment or the file says can't be.
+        InvalidArgument: a value in the environment or the file is invalid.
     """
     global _ours
     with _lock:
@@ -200,7 +200,7 @@ def process_identity() -> Identity:
 
 
 def from_environment(role: Role = Role.NODE) -> Identity:
-    """What ``MOONCAKE_SECURITY_*`` and the file named by ``MOONCAKE_CONFIG`` say."""
+    """Read the identity from ``MOONCAKE_SECURITY_*`` and the file named by ``MOONCAKE_CONFIG``."""
     named = os.environ.get(CONFIG_VARIABLE)
     file = Path(named).expanduser() if named else None
     settings, _ = config.load(SecuritySettings, {}, os.environ, file)
@@ -208,12 +208,12 @@ def from_environment(role: Role = Role.NODE) -> Identity:
 
 
 def install_identity(identity: Identity | None) -> None:
-    """Make ``identity`` that of this process; None: read it again at the next use."""
+    """Make ``identity`` that of this process; None to read it again at the next use."""
     global _ours
     with _lock:
         _ours = identity
 
 
 def tool_identity() -> Identity:
-    """As ``ours``, but for people's tools: what holds the cluster's own key speaks as an administrator."""
+    """As ``process_identity``, for command-line tools: an administrator with the cluster's own key."""
     return Identity(process_identity().settings, Role.ADMIN)

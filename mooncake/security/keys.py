@@ -1,6 +1,6 @@
-"""The cluster key: secrets, what is derived from them, and the file that holds them.
+"""The cluster key: secrets, the keys derived from them, and the file that holds them.
 
-Whoever has a secret of the cluster can derive the key of every role and tenant; whoever has only such a
+A holder of a secret of the cluster can derive the key of every role and tenant; a holder of only a
 derived key can prove that role and tenant and nothing else. HKDF-SHA256 (RFC 5869), one block. A file may
 hold several secrets: the first is used, all are accepted, which is how they are replaced one host at a time.
 """
@@ -28,7 +28,7 @@ _SALT = b"mooncake cluster key 1"
 
 @dataclass(frozen=True)
 class Credential:
-    """A key with which one role, for clients perhaps one tenant, is proven."""
+    """Key that proves one role and, for clients, possibly one tenant."""
 
     role: Role
     tenant: str
@@ -36,23 +36,23 @@ class Credential:
 
     @property
     def key_id(self) -> bytes:
-        """Names the key without telling it."""
+        """Public identifier of the key, which does not reveal it."""
         return hmac.digest(self.key, b"mooncake key id", "sha256")[:KEY_ID_BYTES]
 
 
 @dataclass(frozen=True)
 class KeyRing:
-    """What a key file holds: secrets of the cluster, or derived keys."""
+    """Content of a key file: secrets of the cluster, or derived keys."""
 
     secrets: tuple[bytes, ...] = field(default=(), repr=False)
     derived: tuple[Credential, ...] = ()
 
     def credential(self, role: Role, tenant: str = "") -> Credential:
-        """What to prove with: derived for ``role`` and ``tenant``, or the derived key that the file holds."""
+        """The key to prove with: derived for ``role`` and ``tenant``, or the derived key in the file."""
         return derive(self.secrets[0], role, tenant) if self.secrets else self.derived[0]
 
     def find(self, role: Role, tenant: str, key_id: bytes) -> Credential | None:
-        """The key that a peer says it has, if it can be known here."""
+        """Find the key that a peer names, if it can be derived here."""
         for secret in self.secrets:
             found = derive(secret, role, tenant)
             if hmac.compare_digest(found.key_id, key_id):
@@ -64,14 +64,14 @@ class KeyRing:
 
 
 def derive(secret: bytes, role: Role, tenant: str = "") -> Credential:
-    """The key of ``role`` (for ``tenant``) in the cluster that has ``secret``."""
+    """Derive the key of ``role`` (for ``tenant``) in the cluster that has ``secret``."""
     pseudorandom = hmac.digest(_SALT, secret, hashlib.sha256)
     info = b"\0".join((b"mooncake", role.value.encode(), tenant.encode()))
     return Credential(role, tenant, hmac.digest(pseudorandom, info + b"\x01", hashlib.sha256))
 
 
 def tenant_error(role: Role, tenant: str) -> str:
-    """Why there can be no credential of ``role`` for ``tenant``; "" when there can."""
+    """Reason why a credential of ``role`` for ``tenant`` is invalid; "" when it is valid."""
     if tenant and role is not Role.CLIENT:
         return "only clients are bound to a tenant"
     if len(tenant.encode()) > MAX_TENANT_BYTES or "\0" in tenant:
@@ -80,46 +80,46 @@ def tenant_error(role: Role, tenant: str) -> str:
 
 
 def format_secret(secret: bytes) -> str:
-    """A secret of the cluster as a line of a key file."""
+    """Format a secret of the cluster as a line of a key file."""
     return f"{_MARK} {_CLUSTER} - {base64.urlsafe_b64encode(secret).decode()}\n"
 
 
 def format_credential(credential: Credential) -> str:
-    """A derived key as a line of a key file."""
+    """Format a derived key as a line of a key file."""
     tenant = quote(credential.tenant, safe="").replace("-", "%2D") or "-"
     return f"{_MARK} {credential.role} {tenant} {base64.urlsafe_b64encode(credential.key).decode()}\n"
 
 
 def parse_key_file(text: str) -> KeyRing:
-    """The keys of a file's content.
+    """Parse the keys of a file's content.
 
     Raises:
-        ValueError: says which line is wrong, and never what a secret is.
+        ValueError: names the wrong line, and never contains a secret.
     """
     secrets: list[bytes] = []
     derived: list[Credential] = []
     for number, line in enumerate(text.splitlines(), 1):
-        words = line.split()
-        if not words or words[0].startswith("#"):
+        columns = line.split()
+        if not columns or columns[0].startswith("#"):
             continue
-        if len(words) != 4 or words[0] != _MARK:
+        if len(columns) != 4 or columns[0] != _MARK:
             raise ValueError(f"line {number} is no key; `mooncake certs --cluster-key` makes one")
         try:
-            key = base64.b64decode(words[3], altchars=b"-_", validate=True)
+            key = base64.b64decode(columns[3], altchars=b"-_", validate=True)
         except (binascii.Error, ValueError):
             raise ValueError(f"line {number} has a key that is not base64") from None
         if len(key) != SECRET_BYTES:
             raise ValueError(f"line {number} has a key of {len(key)} bytes instead of {SECRET_BYTES}")
-        if words[1] == _CLUSTER:
+        if columns[1] == _CLUSTER:
             secrets.append(key)
-        elif words[1] in [role.value for role in Role]:
-            role, tenant = Role(words[1]), "" if words[2] == "-" else unquote(words[2])
+        elif columns[1] in [role.value for role in Role]:
+            role, tenant = Role(columns[1]), "" if columns[2] == "-" else unquote(columns[2])
             trouble = tenant_error(role, tenant)
             if trouble:
                 raise ValueError(f"line {number}: {trouble}")
             derived.append(Credential(role, tenant, key))
         else:
-            raise ValueError(f"line {number} names the role {words[1][:20]!r}")
+            raise ValueError(f"line {number} names the role {columns[1][:20]!r}")
     if not secrets and not derived:
         raise ValueError("it holds no key")
     if secrets and derived:

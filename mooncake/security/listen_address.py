@@ -1,4 +1,4 @@
-"""Where a server without a credential may listen: on loopback, unless somebody says that it is meant.
+"""Check of listen addresses: a server without a credential listens on loopback only, unless overridden.
 
 Roles of ``mooncake`` refuse; programs with the names of the existing package keep its defaults and warn.
 """
@@ -17,11 +17,11 @@ log = get_logger(__name__)
 
 _has_warned = False
 _keeps_defaults = ""
-"""The existing package's program that this process is, if it is one."""
+"""Name of the existing package's program that this process implements, if any."""
 
 
 def keep_upstream_defaults(program: str) -> None:
-    """This process is a program with a name of the existing package: what it listens at is its own affair."""
+    """Mark this process as a program of the existing package, whose default addresses are kept."""
     global _keeps_defaults
     _keeps_defaults = program
 
@@ -32,26 +32,26 @@ CREDENTIAL_OPTIONS = (
 
 
 def is_loopback(host: str) -> bool:
-    """Whether only processes of this host reach what listens at ``host``."""
+    """Whether only processes of this host reach a listener at ``host``."""
     name = host.strip().strip("[]")
     try:
         return ipaddress.ip_address(name.partition("%")[0]).is_loopback
     except ValueError:
         pass
     if not name:
-        return False  # asyncio and others listen everywhere then
+        return False  # asyncio and others then listen on all addresses
     try:
         found = socket.getaddrinfo(name, None, type=socket.SOCK_STREAM)
     except OSError:
-        return True  # nothing can listen there; whoever tries says so
+        return True  # listening there fails with its own error
     return all(ipaddress.ip_address(str(one[4][0]).partition("%")[0]).is_loopback for one in found)
 
 
 def check_address(hosts: str | Iterable[str], identity: Identity | None = None) -> None:
-    """For a role of ``mooncake`` that will listen at ``hosts`` (several: an iterable, or with commas).
+    """Check ``hosts`` (several: an iterable, or with commas) of a role of ``mooncake``.
 
     Raises:
-        InvalidArgument: others can reach it there, and it has no way to know them.
+        InvalidArgument: other hosts can reach it there, and no authentication is configured.
     """
     identity = identity or process_identity()
     if not identity.is_open or identity.settings.insecure:
@@ -70,7 +70,7 @@ def check_address(hosts: str | Iterable[str], identity: Identity | None = None) 
 
 
 def warn_if_open(program: str, hosts: str | Iterable[str], identity: Identity | None = None) -> None:
-    """For a program whose defaults are those of the existing package: one line, if anybody may come in."""
+    """Warn if a program with the existing package's defaults listens without authentication."""
     identity = identity or process_identity()
     listed = hosts.split(",") if isinstance(hosts, str) else list(hosts)
     global _has_warned
@@ -82,6 +82,6 @@ def warn_if_open(program: str, hosts: str | Iterable[str], identity: Identity | 
             "listening_without_credential",
             program=program,
             host=",".join(listed),
-            advice="anybody who reaches it may read, write and remove; set "
+            advice="every process that reaches it may read, write and remove; set "
             "MOONCAKE_SECURITY_CLUSTER_KEY_FILE, or _TLS_CERT, _TLS_KEY and _TLS_CA (docs/security.md)",
         )

@@ -1,6 +1,6 @@
-"""What a peer has proven to be, and what that allows: roles, tenants, and the shape of an access table.
+"""Authenticated principals and their access: roles, tenants, and the access table of a server.
 
-A server has one table from the type of a message to who may send it. What is not in the table is refused.
+The table maps the type of a message to the levels that may send it. Types not in the table are refused.
 """
 
 from __future__ import annotations
@@ -14,36 +14,36 @@ DEFAULT_TENANT = "default"
 
 
 class Role(enum.StrEnum):
-    """In which role a process speaks to others."""
+    """Role of a process in its cluster."""
 
     NODE = "node"
-    "Serves the cluster: masters, nodes, workers, conductors, gateways, engines that lend memory."
+    "Serves the cluster: masters, nodes, workers, conductors, gateways, engines that provide memory."
     CLIENT = "client"
-    "Uses the store. With a tenant, that tenant's part of it."
+    "Uses the store; with a tenant, that tenant's part of it."
     ADMIN = "admin"
-    "Changes what concerns everybody: quotas, drains, removal by force."
+    "Changes the whole cluster: quotas, drains, removal by force."
 
 
 Level: TypeAlias = str
-"""A role's value, or ``TENANT``: what an access table is asked for."""
+"""Key of an access table: a role's value, or ``TENANT``."""
 
 TENANT: Level = "tenant"
-"""A client that is bound to a tenant."""
+"""Level of a client that is bound to a tenant."""
 
 NODES = frozenset({Role.NODE.value})
 ADMINS = frozenset({Role.ADMIN.value})
 NODES_AND_ADMINS = NODES | ADMINS
 TRUSTED = NODES_AND_ADMINS | {Role.CLIENT.value}
-"""Everybody who is not bound to a tenant."""
+"""All levels that are not bound to a tenant."""
 EVERYBODY = TRUSTED | {TENANT}
-"""Everybody who has proven something."""
+"""All authenticated levels."""
 
 
 @dataclass(frozen=True)
 class Principal:
-    """Who a peer has proven to be.
+    """Authenticated role and tenant of a peer.
 
-    ``tenant`` is "" when it is bound to none; ``is_open``: nothing was asked for, so all is allowed.
+    ``tenant`` is "" when it is bound to none; ``is_open`` means no authentication, so all is allowed.
     """
 
     role: Role
@@ -55,28 +55,28 @@ class Principal:
         return TENANT if self.tenant else self.role.value
 
     def may_name(self, tenant: str) -> bool:
-        """Whether a message of this peer may be about ``tenant``; "" and "default" are the same one."""
+        """Whether a message of this peer may name ``tenant``; "" and "default" are the same tenant."""
         return not self.tenant or (tenant or DEFAULT_TENANT) == self.tenant
 
     def __str__(self) -> str:
         if self.is_open:
-            return "anybody"
+            return "any client"
         return f"{self.role} of tenant {self.tenant}" if self.tenant else str(self.role)
 
 
 OPEN = Principal(Role.ADMIN, is_open=True)
-"""Of everybody, where there is no credential."""
+"""Principal of every peer of a server without a credential."""
 
 
 @dataclass(frozen=True)
 class Access:
-    """Which message may be sent by whom. ``special`` narrows what the content of a message decides."""
+    """Access table: levels per message type. ``special`` has the rules that depend on a message's content."""
 
     table: Mapping[type, frozenset[Level]] = field(default_factory=dict)
     special: Mapping[type, Callable[[Any], frozenset[Level]]] = field(default_factory=dict)
 
     def free(self, principal: Principal) -> frozenset[type] | None:
-        """Messages that ``standing`` may send whatever they say; None: all. ``refusal`` judges the others."""
+        """Messages that ``principal`` may send with any content; None means all, else ``refusal`` checks."""
         if principal.is_open:
             return None
         return frozenset(
@@ -88,7 +88,7 @@ class Access:
         )
 
     def refusal(self, message: object, principal: Principal) -> str:
-        """Why ``standing`` may not send ``message``; "" when it may."""
+        """Reason why ``principal`` may not send ``message``; "" when it may."""
         if principal.is_open:
             return ""
         kind = type(message)
@@ -96,8 +96,8 @@ class Access:
         if kind in self.special:
             allowed = allowed & self.special[kind](message)
         if principal.level not in allowed:
-            who = ", ".join(sorted(allowed)) or "nobody"
-            return f"{kind.__name__} may be sent by {who}; the credential is that of {principal}"
+            roles = ", ".join(sorted(allowed)) or "no role"
+            return f"{kind.__name__} may be sent by {roles}; the credential is that of {principal}"
         tenant = getattr(message, "tenant", None)
         if tenant is not None and not principal.may_name(tenant):
             named = tenant or DEFAULT_TENANT

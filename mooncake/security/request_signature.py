@@ -1,8 +1,8 @@
-"""The signature of an HTTP request with the cluster's key, made and checked; a core without I/O.
+"""Signing and verification of HTTP requests with the cluster's key; a core without I/O.
 
-One header says who signs, when, a random number, the digest of the body, and the HMAC over all of that with
-the method and the path (with its query). It can be checked before a byte of the body is read. A request that
-is seen twice, or that is too old, is refused; what has to be remembered for that is bounded. The instants are
+One header has the signer, the time, a random number, the digest of the body, and the HMAC over all of that
+with the method and the path (with its query). It can be checked before a byte of the body is read. A repeated
+request, or one that is too old, is refused; the memory for that is bounded. The instants are
 of the wall clock, because they are compared between hosts.
 """
 
@@ -23,9 +23,9 @@ from mooncake.security.principal import Principal, Role
 
 HEADER = "X-Mooncake-Signature"
 WINDOW_S = 30.0
-"""How far the clocks of two hosts may be apart, with the time that a request takes."""
+"""Largest difference of two hosts' clocks, including the duration of a request."""
 MAX_REMEMBERED = 1 << 17
-"""Requests of one role and tenant."""
+"""Limit of remembered requests of one role and tenant."""
 MAX_HEADER_BYTES = 1024
 _NONCE_BYTES = 16
 
@@ -35,7 +35,7 @@ def digest_of(body: bytes) -> bytes:
 
 
 class Signer:
-    """Signs requests with ``credential``; ``random_bytes(n)`` and ``wall()`` are handed in."""
+    """Signer of requests with ``credential``; ``random_bytes(n)`` and ``wall()`` are passed in."""
 
     def __init__(
         self, credential: Credential, random_bytes: Callable[[int], bytes], wall: Callable[[], float]
@@ -45,30 +45,30 @@ class Signer:
         self._wall = wall
 
     def headers(self, method: str, path: str, body: bytes = b"") -> dict[str, str]:
-        """What to send with the request. ``path`` is as it is sent, with its query."""
+        """Headers to send with the request. ``path`` is as it is sent, with its query."""
         one, at = self._credential, f"{self._wall():.3f}"
         nonce, digest = self._random_bytes(_NONCE_BYTES).hex(), digest_of(body).hex()
-        words = [one.role.value, one.tenant, one.key_id.hex(), at, nonce, digest]
-        words.append(_mac(one, method, path, words).hex())
-        return {HEADER: base64.urlsafe_b64encode(json.dumps(words).encode()).decode()}
+        fields = [one.role.value, one.tenant, one.key_id.hex(), at, nonce, digest]
+        fields.append(_mac(one, method, path, fields).hex())
+        return {HEADER: base64.urlsafe_b64encode(json.dumps(fields).encode()).decode()}
 
 
 @dataclass
 class _Remembered:
-    """The requests of one role and tenant that were seen."""
+    """Remembered requests of one role and tenant."""
 
     seen: set[str] = field(default_factory=set)
     order: deque[tuple[float, float, str]] = field(default_factory=deque)
-    """When they arrived, when they were signed, their random numbers."""
+    """Time of arrival, time of signature and random number of each."""
     floor: float = 0.0
-    """Requests signed before this are refused, because some that were signed then are forgotten."""
+    """Requests signed before this instant are refused, because some of them are no longer remembered."""
 
 
 class Verifier:
-    """Checks requests against ``keys``. ``wall()`` is handed in.
+    """Verifier of requests against ``keys``. ``wall()`` is passed in.
 
-    What it remembers is kept apart for each role and tenant, so that a client which sends more than can be
-    remembered has its own requests refused, and nobody else's.
+    Requests are remembered separately for each role and tenant, so that a client which sends more than can be
+    remembered has only its own requests refused.
     """
 
     def __init__(self, keys: KeyRing, wall: Callable[[], float]) -> None:
@@ -77,25 +77,27 @@ class Verifier:
         self._remembered: dict[Principal, _Remembered] = {}
 
     def check(self, header: str | None, method: str, path: str) -> tuple[Principal, bytes]:
-        """Who signed, and the digest that the body must have (``digest_of``).
+        """Return the signer, and the digest that the body must have (``digest_of``).
 
         Raises:
-            AccessDenied: no signature, not of this cluster, of another request, too old, or seen before.
+            AccessDenied: no signature, not of this cluster, of another request, too old, or repeated.
         """
         if not header:
-            raise AccessDenied(f"who are you? Requests must be signed with the cluster's key ({HEADER})")
-        words = _words(header)
-        role, tenant, key_id, at, nonce, digest, mac = words
+            raise AccessDenied(f"not authenticated: sign requests with the cluster's key ({HEADER})")
+        fields = _parse_header(header)
+        role, tenant, key_id, at, nonce, digest, mac = fields
         try:
             if role not in [one.value for one in Role] or len(tenant.encode()) > MAX_TENANT_BYTES:
-                raise ValueError  # as what ``encode`` raises for half a surrogate pair
+                raise ValueError  # same as ``encode`` raises for half a surrogate pair
             credential = self._keys.find(Role(role), tenant, bytes.fromhex(key_id))
             signed_at, digest_bytes, given = float(at), bytes.fromhex(digest), bytes.fromhex(mac)
         except ValueError:
-            raise AccessDenied("the signature can't be understood") from None
+            raise AccessDenied("the signature is malformed") from None
         if credential is None:
-            raise AccessDenied("who are you? That key is not of this cluster (any more), or not of that role")
-        if not hmac.compare_digest(_mac(credential, method, path, words[:-1]), given):
+            raise AccessDenied(
+                "not authenticated: the key is not (any longer) of this cluster, or not of that role"
+            )
+        if not hmac.compare_digest(_mac(credential, method, path, fields[:-1]), given):
             raise AccessDenied("the signature is not that of this request")
         principal = Principal(credential.role, credential.tenant)
         self._once(principal, signed_at, nonce)
@@ -109,14 +111,14 @@ class Verifier:
                 "do the clocks of both hosts agree?"
             )
         known = self._remembered.setdefault(principal, _Remembered())
-        # Entries are in the order of arrival. Signed later than a window from now nothing is taken, so what
-        # arrived two windows ago can't be taken again.
+        # Entries are in the order of arrival. Requests signed more than a window in the future are refused,
+        # so one that arrived two windows ago can't be accepted again.
         while known.order and known.order[0][0] < now - 2 * WINDOW_S:
             known.seen.discard(known.order.popleft()[2])
         if nonce in known.seen:
-            raise AccessDenied("the request was seen before")
+            raise AccessDenied("the request was received before")
         if signed_at <= known.floor:
-            raise AccessDenied("the request is older than what is remembered; sign it again")
+            raise AccessDenied("the request is older than those remembered; sign it again")
         if len(known.order) >= MAX_REMEMBERED:
             _, forgotten_at, forgotten = known.order.popleft()
             known.seen.discard(forgotten)
@@ -129,18 +131,22 @@ class Verifier:
         return sum(len(one.seen) for one in self._remembered.values())
 
 
-def _words(header: str) -> list[str]:
+def _parse_header(header: str) -> list[str]:
     try:
         if len(header) > MAX_HEADER_BYTES:
             raise ValueError
-        words = json.loads(base64.b64decode(header, altchars=b"-_", validate=True))
+        fields = json.loads(base64.b64decode(header, altchars=b"-_", validate=True))
     except (binascii.Error, ValueError, RecursionError):
-        raise AccessDenied("the signature can't be understood") from None
-    if not isinstance(words, list) or len(words) != 7 or not all(isinstance(word, str) for word in words):
-        raise AccessDenied("the signature can't be understood")
-    return words
+        raise AccessDenied("the signature is malformed") from None
+    if (
+        not isinstance(fields, list)
+        or len(fields) != 7
+        or not all(isinstance(field, str) for field in fields)
+    ):
+        raise AccessDenied("the signature is malformed")
+    return fields
 
 
-def _mac(credential: Credential, method: str, path: str, words: list[str]) -> bytes:
-    said = json.dumps(["mooncake-http-1", method.upper(), path, *words]).encode()
-    return hmac.digest(credential.key, said, "sha256")
+def _mac(credential: Credential, method: str, path: str, fields: list[str]) -> bytes:
+    signed = json.dumps(["mooncake-http-1", method.upper(), path, *fields]).encode()
+    return hmac.digest(credential.key, signed, "sha256")

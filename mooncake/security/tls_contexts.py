@@ -1,8 +1,8 @@
-"""TLS contexts of Python's own, from the files that settings name.
+"""TLS contexts of Python's ``ssl``, from the files that settings name.
 
-They speak TLS 1.3 only and are mutual: who shows no certificate of the authority is not talked to.
-Certificates are made elsewhere (``mooncake certs``, or yours); this module reads them and says which setting
-is wrong.
+They use TLS 1.3 only and are mutual: a peer without a certificate of the authority is refused.
+Certificates are made elsewhere (``mooncake certs``, or other tools); this module reads them and names a
+setting that is wrong.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ _END = "-----END CERTIFICATE-----"
 
 
 def server_context(settings: TlsFiles) -> ssl.SSLContext:
-    """For the side that listens.
+    """Make the context of a server.
 
     Raises:
         InvalidArgument: names the setting whose file is missing or wrong.
@@ -42,7 +42,7 @@ def server_context(settings: TlsFiles) -> ssl.SSLContext:
 
 
 def client_context(settings: TlsFiles, *, check_host: bool) -> ssl.SSLContext:
-    """For the side that connects; raises as ``server_context``."""
+    """Make the context of a client; raises as ``server_context``."""
     context = ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)
     context.check_hostname = check_host
     return _filled(settings, context)
@@ -65,7 +65,7 @@ def _filled(settings: TlsFiles, context: ssl.SSLContext) -> ssl.SSLContext:
 
 
 def certificate_digest(settings: TlsFiles) -> bytes:
-    """SHA-256 of the certificate that its owner shows: the first in its file."""
+    """SHA-256 of the certificate that its owner presents: the first in its file."""
     text = Path(settings.tls_cert).read_text(encoding="ascii", errors="replace")
     first = text[text.index(CERTIFICATE) :].partition(_END)[0] + _END
     try:
@@ -75,7 +75,7 @@ def certificate_digest(settings: TlsFiles) -> bytes:
 
 
 def check_files(settings: TlsFiles) -> None:
-    """What OpenSSL would say less clearly: a file that is not there, or holds something else."""
+    """Check that the files exist and have the expected content, with clearer errors than OpenSSL's."""
     for field, mark in {
         "tls_cert": CERTIFICATE,
         "tls_key": "PRIVATE KEY-----",
@@ -92,7 +92,7 @@ def check_files(settings: TlsFiles) -> None:
 
 
 def wrong_file(settings: TlsFiles, field: str, reason: str) -> InvalidArgument:
-    """The error that names ``field`` and what it needs."""
+    """Make the error that names ``field`` and what it needs."""
     needs = {
         "tls": "only where OpenSSL 3 is installed",
         "tls_cert": "a PEM certificate",

@@ -1,7 +1,7 @@
 """Moves batches of byte ranges between registered memory of any two processes over the best path.
 
-One side registers memory and describes itself; the other opens the description and reads or writes,
-without the first one's doing::
+One side registers memory and describes itself; the other opens the description and reads or writes
+without any action of the first::
 
     pool = engine.allocate(1 << 30)                    # here
     segment = other.open(engine.describe())            # there

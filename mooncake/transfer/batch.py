@@ -1,15 +1,16 @@
-"""A batch's life: slices are dealt to paths, a path that fails is replaced by the next, one end.
+"""One batch's state machine: slices are assigned to paths, a failed path is replaced by the next.
 
-The batch knows only names of paths and which slices each can carry. It moves nothing and reads no
-clock: ``PartDone`` and ``now`` go in, ``Carry`` and ``Finish`` come out. A batch finishes when no part
-of it is under way any more, failed or not, because only then is its memory nobody's business. Moving a
+The batch knows only names of paths and which slices each can carry; the slices themselves are the rows of
+``TransferColumns``, the form that the native side takes. It moves nothing and reads no
+clock: ``PartDone`` and ``now`` go in, ``Carry`` and ``Finish`` come out. A batch finishes when none
+of its parts is under way, failed or not, because only then is its memory unused. Moving a
 slice twice is harmless (the same bytes to the same place), so a retry repeats the whole part.
 
-A big batch to a peer with several rails is dealt in pieces, a few at a time to each rail, so that a
-quick rail takes more of them and a rail that fails costs no more than its pieces::
+A big batch to a peer with several rails is split into pieces, with a few at a time on each rail, so that
+a fast rail takes more of them and a failed rail costs no more than its pieces::
 
-    waiting  p9 p8 p7 p6 ──▶ rail A  p5 p4     the next one goes where it would arrive first
-                         ──▶ rail B  p3        (``rails.py`` knows; a slow rail gets none at the end)
+    waiting  p9 p8 p7 p6 ──▶ rail A  p5 p4     the next goes where it is predicted to arrive first
+                         ──▶ rail B  p3        (``rails.py`` predicts; a slow rail gets none at the end)
 """
 
 from __future__ import annotations
@@ -17,35 +18,39 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 
+from mooncake.errors import InvalidArgument
 from mooncake.machine import Wake
 from mooncake.transfer.descriptor import Column, scheme_of
 from mooncake.transfer.rails import Rails
 
 Indices = npt.NDArray[np.int64]
 Flags = npt.NDArray[np.bool_]
+Addresses = Sequence[int] | npt.NDArray[np.unsignedinteger[Any]] | npt.NDArray[np.signedinteger[Any]]
+"""Numbers, one per slice."""
 
 OK = 0
-"""The status of success. Others are opaque here but for those of ``RETRIED_STATUSES`` and ``TIMED_OUT``."""
+"""The status of success. Others are opaque here except ``RETRIED_STATUSES`` and ``TIMED_OUT``."""
 
 RETRIED_STATUSES = frozenset({1, 6})
 """PEER_LOST and PROTOCOL_ERROR: the path failed, not the request."""
 
 TIMED_OUT = 4
-"""Before the batch's own deadline, this too is the path's failure."""
+"""Before the batch's own deadline, this is the path's failure, too."""
 
 STATUS_REASONS = {1: "peer lost", TIMED_OUT: "too slow", 6: "protocol error"}
-"""A path's failure in words."""
+"""Text for each status of a failed path."""
 
 PARTS_PER_RAIL = 2
-"""Of one batch: one on the wire and one to follow it."""
+"""Pieces of one batch: one on the wire and one to follow it."""
 
 PIECES_PER_RAIL = 8
 MIN_PIECE_BYTES, MAX_PIECE_BYTES = 1 << 20, 16 << 20
-"""Smaller pieces cost more calls, bigger ones more to repeat and a longer tail."""
+"""Smaller pieces cost more calls; bigger ones cost more to repeat and make a longer tail."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -55,16 +60,16 @@ class StartBatch:
 
 @dataclass(frozen=True, slots=True)
 class PartDone:
-    """Event: what ``Carry`` asked for has ended."""
+    """Event: the part that ``Carry`` started has ended."""
 
     part: int
     status: int
     failed_slice: int = -1
-    "Within the part, or -1."
+    "Index within the part, or -1."
     num_bytes: int = 0
     checksums: npt.NDArray[np.uint32] | None = None
     reason: str = ""
-    "For people, where the status does not say it."
+    "Text for log and error, where the status alone does not explain the failure."
 
 
 @dataclass(frozen=True, slots=True)
@@ -74,14 +79,14 @@ class Carry:
     part: int
     path: str
     slices: Indices | None
-    "Rows of the batch's columns; None is all of them."
+    "Rows of the batch's columns; None means all of them."
     deadline: float
-    "Of the part: sooner than the batch's when it could go elsewhere then."
+    "The part's deadline: earlier than the batch's when another path could be tried afterwards."
 
 
 @dataclass(frozen=True, slots=True)
 class Finish:
-    """Effect: the batch is over, and this is what came of it."""
+    """Effect: the batch has ended with this result."""
 
     status: int
     failed_slice: int
@@ -92,13 +97,13 @@ class Finish:
 
 @dataclass(slots=True)
 class _Piece:
-    """Slices that travel together."""
+    """Slices that are moved together."""
 
     slices: Indices | None
     num_bytes: int
     tried: list[str] = field(default_factory=list)
     too_slow: list[str] = field(default_factory=list)
-    "Of those tried, the ones that were given up so that another could have a go."
+    "Those of ``tried`` that ran into the part's deadline, so that another path could be tried."
     cause: tuple[int, int, str] | None = None
     "Status, failed row and reason of the last attempt."
 
@@ -116,13 +121,13 @@ class Batch:
 
     Args:
         num_slices: rows of the columns.
-        paths: per path, in order of preference, a flag for each slice it can carry; None is all.
+        paths: per path, in order of preference, a flag for each slice it can carry; None means all.
         deadline: the instant after which a failed path is not replaced.
         no_path: status when a slice has no path at all.
         lengths: bytes of each slice; needed with ``rails`` only.
-        rails: what is known of the paths; without, the first one that can is taken.
-        piece_bytes: deal the batch in pieces of about so much; 0: in one.
-        ranks: per path, how far it is from the memory that is moved.
+        rails: measurements of the paths; without them, the first path that can carry a slice is used.
+        piece_bytes: approximate size of the pieces that the batch is split into; 0 means one piece.
+        ranks: per path, its distance from the memory that is moved.
     """
 
     def __init__(
@@ -147,7 +152,7 @@ class Batch:
         self._rails = rails
         self._ranks = ranks
         self.is_sprayed = piece_bytes > 0
-        "Dealt in pieces that are under way together."
+        "True when the batch is split into pieces that are under way at the same time."
         self._waiting = deque(self._pieces_of(piece_bytes))
         self._under_way: dict[int, _Part] = {}
         self._next_part = 0
@@ -175,32 +180,32 @@ class Batch:
         return effects
 
     def deadline(self) -> float | None:
-        """None: the parts carry the deadline themselves."""
+        """None, because each part carries its own deadline."""
         return None
 
     def check(self) -> None:
         assert not (self._is_finished and (self._under_way or self._waiting))
-        assert self._under_way or not self._waiting or not self._next_part, "pieces wait for nobody"
+        assert self._under_way or not self._waiting or not self._next_part, "pieces wait, no part runs"
         parts = self._under_way.values()
         assert all(part.path not in part.piece.tried for part in parts)
         pieces = [*(part.piece for part in parts), *self._waiting]
         rows = [row for piece in pieces for row in self._rows(piece.slices)]
-        assert len(rows) == len(dict.fromkeys(rows)), "a slice travels twice at once"
+        assert len(rows) == len(dict.fromkeys(rows)), "a slice is under way twice"
         if self._rails is not None:
             self._rails.check()
 
     def story(self, key: str = "") -> list[str]:
-        """The parts of this batch, the latest ones; ``key`` narrows it to one path."""
+        """The latest parts of this batch; ``key`` restricts them to one path."""
         return [line for line in self._story if key in line]
 
     def take_path_events(self) -> list[tuple[str, str, str]]:
-        """What was learned about paths and nobody has logged: (event, path, reason)."""
+        """Events of paths that were not logged yet: (event, path, reason)."""
         if self._rails is None or not self._rails.path_events:
             return []
         path_events, self._rails.path_events = self._rails.path_events, []
         return path_events
 
-    # What came back
+    # Completed parts
 
     def _ended(self, event: PartDone, now: float) -> None:
         part = self._under_way.pop(event.part)
@@ -236,10 +241,10 @@ class Batch:
         if self._status == OK:
             self._status, self._failed_slice, self._reason = status, failed_slice, reason
 
-    # What goes out
+    # Parts to start
 
     def _deal(self, now: float) -> list[Carry]:
-        """Send what waits as far as there is room; a piece that nobody can carry ends the batch."""
+        """Send waiting pieces while there is room; a piece that no path can carry ends the batch."""
         effects: list[Carry] = []
         held: list[_Piece] = []
         while self._waiting and self._status == OK:
@@ -250,16 +255,16 @@ class Batch:
                 continue
             held.append(piece)
             if not piece.tried:
-                break  # those behind it would find no room either
+                break  # the pieces behind it would find no room either
         self._waiting.extendleft(reversed(held))
         if self._status != OK:
             self._waiting.clear()
         return effects
 
     def _place(self, piece: _Piece, now: float) -> list[Carry] | None:
-        """Every slice goes to the best path that can carry it and has not failed it before.
+        """Send every slice over the best path that can carry it and has not failed it before.
 
-        None: there is a path, but no room on it now.
+        Return None when there is a path but no room on it now.
         """
         effects: list[Carry] = []
         if not self._num_slices:
@@ -286,10 +291,10 @@ class Batch:
         return effects
 
     def _order(self, piece: _Piece, now: float) -> list[str] | None:
-        """Which paths to offer a piece to, best first; None: the best one has no room for it yet."""
+        """Paths to try for a piece, best first; None when the best one has no room for it yet."""
         untried = [[path for path in tier if path not in piece.tried] for tier in self._tiers]
         if piece.too_slow and not any(untried):
-            again = piece.too_slow.pop(0)  # nobody else could: it gets all the time that is left
+            again = piece.too_slow.pop(0)  # no other path is left: it gets all the remaining time
             piece.tried.remove(again)
             untried = [[again]]
         if self._rails is None:
@@ -309,7 +314,7 @@ class Batch:
             elif tier:
                 masked.append(self._rails.first_to_unmask(tier))
         if not chosen and self.is_sprayed and self._under_way:
-            return None  # one at a time where nothing is in order
+            return None  # one part at a time when all rails are masked
         return chosen + masked
 
     def _with_room(self, paths: Sequence[str]) -> list[str]:
@@ -317,7 +322,7 @@ class Batch:
         return [path for path in paths if parts.count(path) < PARTS_PER_RAIL]
 
     def _is_worth_it(self, path: str, tier: Sequence[str], piece: _Piece) -> bool:
-        """False: the other rails would have carried all the rest before this one ended its piece."""
+        """Return False when the other rails would carry all the rest before this one ended its piece."""
         assert self._rails is not None
         others = [other for other in self._rails.in_order(tier) if other != path]
         if not self._under_way or not others:
@@ -333,7 +338,7 @@ class Batch:
         if self._rails is not None:
             others = [other for other in self._paths if other != path and other not in piece.tried]
             if others:
-                until = min(until, now + max(0.0, until - now) / 2)  # past it, nothing is left to halve
+                until = min(until, now + max(0.0, until - now) / 2)  # later there is nothing to halve
             if self._rails.in_order(others):
                 until = min(until, now + self._rails.patience_s(path, mine.num_bytes))
             self._rails.sent(path, mine.num_bytes)
@@ -369,13 +374,64 @@ class Batch:
 
 
 def piece_bytes_of(num_bytes: int, num_rails: int) -> int:
-    """How big the pieces of a batch are that is spread over so many rails."""
+    """Size of the pieces of a batch of ``num_bytes`` that is spread over ``num_rails`` rails."""
     return min(max(num_bytes // (PIECES_PER_RAIL * num_rails), MIN_PIECE_BYTES), MAX_PIECE_BYTES)
 
 
 def _tiers_of(paths: Mapping[str, Flags | None]) -> list[list[str]]:
-    """Paths of one scheme are equals."""
+    """Group paths by scheme; paths of one scheme are equals."""
     tiers: dict[str, list[str]] = {}
     for path in paths:
         tiers.setdefault(scheme_of(path), []).append(path)
     return list(tiers.values())
+
+
+@dataclass(slots=True)
+class TransferColumns:
+    """The rows of a batch."""
+
+    local: Column
+    remote: Column
+    lengths: Column
+    origin: Indices | None = None
+    "After ``cut``: for each row, the row of ``whole`` that it is a part of."
+    whole: TransferColumns | None = None
+
+    def cut(self, max_bytes: int) -> TransferColumns:
+        """The same bytes in rows of at most ``max_bytes``."""
+        if not len(self.lengths) or int(self.lengths.max()) <= max_bytes:
+            return self
+        num_parts = np.maximum(1, -(-self.lengths.astype(np.int64) // max_bytes))
+        origin = np.repeat(np.arange(len(self.lengths)), num_parts)
+        part = np.arange(len(origin)) - np.repeat(np.cumsum(num_parts) - num_parts, num_parts)
+        offset = part.astype(np.uint64) * np.uint64(max_bytes)
+        lengths = np.minimum(self.lengths[origin] - offset, np.uint64(max_bytes))
+        return TransferColumns(
+            self.local[origin] + offset, self.remote[origin] + offset, lengths, origin, self
+        )
+
+    def rows(self, carry: Carry) -> tuple[Column, Column, Column]:
+        if carry.slices is None:
+            return self.local, self.remote, self.lengths
+        return self.local[carry.slices], self.remote[carry.slices], self.lengths[carry.slices]
+
+
+def transfer_columns(local: Addresses, remote: Addresses, lengths: Addresses) -> TransferColumns:
+    """Columns as the native side takes them.
+
+    Raises:
+        InvalidArgument: not one number per slice, or negative ones.
+    """
+    try:
+        columns = TransferColumns(
+            np.asarray(local, dtype=np.uint64),
+            np.asarray(remote, dtype=np.uint64),
+            np.asarray(lengths, dtype=np.uint64),
+        )
+    except (OverflowError, TypeError, ValueError) as error:
+        raise InvalidArgument("columns", error, "integers of 0 to 2**64 - 1, one per slice") from error
+    shape = columns.lengths.shape
+    if len(shape) != 1 or columns.local.shape != shape or columns.remote.shape != shape:
+        shapes = (columns.local.shape, columns.remote.shape, shape)
+        raise InvalidArgument("columns", shapes, "three columns of equal length")
+    return columns

@@ -1,14 +1,18 @@
-"""Submitted batches on their way: from completions of parts to completions of batches.
+"""Queues of submitted batches: completions of parts go in, completions of batches come out.
 
 Most batches are one part on one path and pass straight through. When a path fails, the retry is made
-here, by whoever drains: there is no thread of ours behind it.
+here, by the thread that drains the queue; the queue has no thread of its own. On an event loop the queue's
+eventfd wakes the loop, which hands each completion to the future that waits for it.
 """
 
 from __future__ import annotations
 
+import asyncio
+import contextlib
 import itertools
 import threading
 import time
+import weakref
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Protocol
@@ -18,8 +22,15 @@ from prometheus_client import Counter
 from mooncake.errors import InvalidArgument
 from mooncake.log import get_logger
 from mooncake.metrics import registry
-from mooncake.transfer.batch import Batch, Carry, Finish, Indices, PartDone, StartBatch
-from mooncake.transfer.columns import TransferColumns
+from mooncake.transfer.batch import (
+    Batch,
+    Carry,
+    Finish,
+    Indices,
+    PartDone,
+    StartBatch,
+    TransferColumns,
+)
 from mooncake.transfer.descriptor import Column
 from mooncake.transfer.transports import (
     SCHEMES,
@@ -41,7 +52,7 @@ _moved = {(path, op): _MOVED.labels(path, op.name.lower()) for path in SCHEMES f
 
 
 def count_part(path: str, op: Op, status: Status, num_bytes: int) -> None:
-    """What became of a part. Rails are counted by their local device: there are few of those."""
+    """Count a part by its status. Rails are counted by their local device, of which there are few."""
     if status != Status.OK:
         _FAILED.labels(path.partition(">")[0], status.name.lower()).inc()
         return
@@ -52,16 +63,16 @@ def count_part(path: str, op: Op, status: Status, num_bytes: int) -> None:
 
 
 STALE_DESCRIPTOR_STATUSES = frozenset({Status.PEER_LOST, Status.ACCESS_DENIED})
-"""What comes of using a descriptor that is not true any more, among other things."""
+"""Statuses that may result from an outdated descriptor, among other causes."""
 
 
 class TransferTarget(Protocol):
-    """What a queue needs of a segment."""
+    """What a queue needs from a segment."""
 
     may_be_stale: bool
 
     def connection(self, path: str, timeout_s: float) -> PeerConnection | None:
-        """Whoever carries over ``path``, or None when nobody can."""
+        """The connection over ``path``, or None when there is none."""
         ...
 
 
@@ -76,16 +87,16 @@ class BatchTransfer:
     batch: Batch
     checksum: bool
     priority: int = 0
-    "Among batches to one peer, the greater goes first."
+    "Among batches to one peer, the one with the greater priority goes first."
     progress: Callable[[int], None] | None = None
-    "Told how many bytes have been moved; called by whoever drains."
+    "Called with the number of bytes moved, by the thread that drains the queue."
     moved: dict[int, int] = field(default_factory=dict)
-    "Bytes per part that is under way or well done; kept only for ``progress``."
+    "Bytes per part that is under way or has succeeded; kept only for ``progress``."
     lock: threading.Lock = field(default_factory=threading.Lock)
-    "Of what batches to one peer share: their knowledge of its rails."
+    "Protects the state that batches to one peer share: the measurements of its rails."
 
     def handle(self, event: StartBatch | PartDone) -> list[Carry | Finish]:
-        """Let the batch decide, and log what it learned about paths."""
+        """Let the batch decide, and log its path events."""
         with self.lock:
             effects = self.batch.handle(event, time.monotonic())
             path_events = self.batch.take_path_events()
@@ -104,7 +115,7 @@ class CompletionQueue:
         self._lock = threading.RLock()
 
     def fileno(self) -> int:
-        """A descriptor that is readable while there is something to drain. Do not read it."""
+        """File descriptor that is readable while there is something to drain. Do not read from it."""
         return self._native.fileno()
 
     def __len__(self) -> int:
@@ -112,9 +123,9 @@ class CompletionQueue:
         return len(self._parts)
 
     def drain(self, max_items: int = 256, timeout_s: float = 0.0) -> list[Completion]:
-        """Up to ``max_items`` completions; waits up to ``timeout_s`` for something to happen.
+        """Return up to ``max_items`` completions, after waiting up to ``timeout_s`` for an event.
 
-        What happens may be that a path failed and the batch goes on over the next one; then the list
+        The event may be that a path failed and the batch goes on over the next one; then the list
         is empty although time is left.
         """
         done = self._native.drain(max_items, timeout_s)
@@ -135,7 +146,7 @@ class CompletionQueue:
                 ends = self._follow(move, event)
                 finished += ends
             is_step = move.batch.is_sprayed and part.status == Status.OK and not ends
-            if move.progress is not None and is_step:  # the end is told by the completion
+            if move.progress is not None and is_step:  # the completion itself reports the end
                 move.progress(sum(move.moved.values()))
         return finished
 
@@ -160,7 +171,7 @@ class CompletionQueue:
             for completion in self._follow(move, StartBatch()):
                 if completion.status == Status.UNREGISTERED:
                     raise unregistered_error(move.op, move.columns, completion.failed_slice)
-                number = next(self._numbers)  # over before it began: comes out of drain like any other
+                number = next(self._numbers)  # ended before it began: returned by drain like any other
                 self._parts[number] = completion
                 self._native.push(Completion(number))
 
@@ -180,7 +191,7 @@ class CompletionQueue:
         return finished
 
     def _carry(self, move: BatchTransfer, carry: Carry) -> PartDone | None:
-        """Hands a part to its path; an event when that fails at once."""
+        """Hand a part to its path; return an event when that fails at once."""
         left_s = max(0.0, carry.deadline - time.monotonic())
         connection = move.segment.connection(carry.path, left_s)
         if connection is None:
@@ -227,7 +238,7 @@ def run_parts_in_turn(move: BatchTransfer) -> Completion:
 def run_parts_at_once(move: BatchTransfer) -> Completion:
     """Carry a batch whose parts are under way at the same time, and wait for its end.
 
-    An interrupt (Ctrl-C) is raised only then: until then the memory is in use.
+    An interrupt (Ctrl-C) is raised only after that, because the memory is in use until then.
     """
     queue = CompletionQueue()
     interrupt: KeyboardInterrupt | None = None
@@ -244,7 +255,7 @@ def run_parts_at_once(move: BatchTransfer) -> Completion:
 
 
 def no_connection_status(deadline: float) -> Status:
-    """Status when a path has no carrier: all the time went into looking for one, or there is none."""
+    """Status when a path has no connection: connecting took all the time, or is impossible."""
     return Status.TIMED_OUT if time.monotonic() >= deadline else Status.PEER_LOST
 
 
@@ -253,7 +264,7 @@ def part_done(carry: Carry, part: Completion) -> PartDone:
 
 
 def completion_of(token: int, end: Finish, columns: TransferColumns) -> Completion:
-    """What came of a batch, in rows of the caller's columns."""
+    """The result of a batch, in rows of the caller's columns."""
     sums = [] if end.checksums is None else end.checksums.tolist()
     failed = end.failed_slice
     if columns.origin is not None and columns.whole is not None:
@@ -270,7 +281,49 @@ def _joined(sums: list[int], origin: Indices, lengths: Column, num_rows: int) ->
 
 
 def unregistered_error(op: Op, columns: TransferColumns, row: int) -> InvalidArgument:
-    asked = columns.whole or columns
-    where = f"[{int(asked.local[row]):#x}, +{int(asked.lengths[row])})"
+    rows = columns.whole or columns
+    where = f"[{int(rows.local[row]):#x}, +{int(rows.lengths[row])})"
     need = "registered memory" if op == Op.WRITE else "registered, writable memory"
     return InvalidArgument(f"local[{row}]", where, f"{need}; call register() first")
+
+
+class AsyncCompletionQueue:
+    """Completions of one event loop's transfers, handed to the futures that wait for them."""
+
+    def __init__(self, loop: asyncio.AbstractEventLoop) -> None:
+        self._queue = CompletionQueue()
+        self._loop_ref = weakref.ref(loop)
+        self._futures: dict[int, asyncio.Future[Completion]] = {}
+        self._tokens = itertools.count()
+        loop.add_reader(self._queue.fileno(), self._arrive)
+
+    def expect(self) -> tuple[int, asyncio.Future[Completion]]:
+        token = next(self._tokens)
+        loop = self._loop_ref()
+        assert loop is not None
+        future: asyncio.Future[Completion] = loop.create_future()
+        self._futures[token] = future
+        return token, future
+
+    def forget(self, token: int) -> None:
+        del self._futures[token]
+
+    def start(self, move: BatchTransfer) -> None:
+        self._queue.start(move)
+
+    def _arrive(self) -> None:
+        for completion in self._queue.drain():
+            future = self._futures.pop(completion.token)
+            if not future.done():
+                future.set_result(completion)
+
+
+async def wait_until_done(future: asyncio.Future[Completion]) -> Completion:
+    """The result; a cancellation, and each that follows it, is delivered only when the transfer has ended."""
+    try:
+        return await asyncio.shield(future)
+    except asyncio.CancelledError:
+        while not future.done():
+            with contextlib.suppress(asyncio.CancelledError):
+                await asyncio.wait([future])
+        raise

@@ -1,8 +1,8 @@
-"""What a process offers to its peers: its registered memory and the ways to reach it.
+"""Segment descriptors: the registered memory that a process offers its peers, and how to reach it.
 
-A descriptor travels through a metadata service, the store's master or any message; whoever holds it
-holds the keys in it and may read and write the regions. This module decides which paths two processes
-have in common and which of them can carry a slice. It does no I/O: who we are arrives as arguments.
+A descriptor travels through a metadata service, the store's master or any message. Its holder
+has the keys in it and may read and write the regions. This module decides which paths two processes
+have in common and which of them can carry a slice. It does no I/O: this process's identity is an argument.
 """
 
 from __future__ import annotations
@@ -16,72 +16,72 @@ import numpy.typing as npt
 from mooncake.errors import ProtocolError
 
 Column = npt.NDArray[np.uint64]
-"""One row per slice: addresses, or lengths in bytes."""
+"""Addresses, or lengths in bytes, one per slice."""
 
 VERSION = 1
-"""Of descriptors and the handshake. Peers of different versions refuse each other; a field that is added
+"""Version of descriptors and the handshake. Peers of different versions refuse each other; adding a field
 with a default does not raise it."""
 
 ON_ONE_HOST = frozenset({"local", "shm", "file", "cuda"})
-"""Schemes that end where the host does."""
+"""Schemes that work only within one host."""
 
 IN_ONE_PROCESS = frozenset({"local"})
-"""Schemes that end where the process does."""
+"""Schemes that work only within one process."""
 
 
 def scheme_of(path: str) -> str:
-    """How bytes travel: what stands before the ``@`` of ``tcp@10.0.0.1>10.1.0.2``, or all of ``shm``."""
+    """The part of a path before its ``@``, as in ``tcp@10.0.0.1>10.1.0.2``, or all of it, as in ``shm``."""
     return path.partition("@")[0]
 
 
 def rail_of(path: str) -> str:
-    """Between which two devices: what stands behind the ``@``, or nothing."""
+    """The two devices of a path: the part after its ``@``, or an empty string."""
     return path.partition("@")[2]
 
 
 class RegionInfo(msgspec.Struct, frozen=True):
-    """Registered memory as its owner publishes it."""
+    """Registered memory, as published by its owner."""
 
     address: int
-    "Where it starts in the owner's address space."
+    "Start address in the owner's address space."
     size_bytes: int
     key: int
     "64 random bits; access without it is denied."
     is_shared: bool
-    "Processes on the same host can map it, or open it."
+    "True when processes on the same host can map it, or open it."
     kind: str = "memory"
-    "What holds the bytes: ``memory``, ``file``, ``cuda:<n>``."
+    "Medium that holds the bytes: ``memory``, ``file``, ``cuda:<n>``."
     location: str = "*"
-    "Which part of the machine it is near: ``cpu:<numa node>``, ``cuda:<n>``, or ``*`` for any."
+    "Part of the machine that it is near: ``cpu:<numa node>``, ``cuda:<n>``, or ``*`` for any."
 
 
 class SegmentDescriptor(msgspec.Struct, frozen=True):
-    """How to reach a process and what it has registered."""
+    """Addresses of a process and its registered memory."""
 
     name: str
     host: str
-    "Identity of the kernel and network namespace it runs in; equal means the same host."
+    "Identity of the kernel and network namespace that it runs in; equal means the same host."
     epoch: int
-    "Random per process start, so that a restarted process is never taken for its predecessor."
+    "Random per process start, which distinguishes a restarted process from its predecessor."
     endpoints: dict[str, str]
     "Address per scheme, in the transport's own form: `shm`, `tcp` (`ip:port`, several by commas), `local`."
     regions: list[RegionInfo]
     handshake: str = ""
-    "Where the process answers handshakes (``host:port``); empty when it does not."
+    "Address where the process answers handshakes (``host:port``); empty when it does not."
     version: int = VERSION
     topology: dict[str, tuple[list[str], list[str]]] = {}
-    "Which of its RDMA devices are near which location: (preferred, other); empty when it has no rails."
+    "Its RDMA devices per location, as (preferred, other); empty when it has no rails."
 
     def encode(self) -> bytes:
-        """As JSON, the form that metadata services keep."""
+        """Encode as JSON, the form that metadata services keep."""
         return msgspec.json.encode(self)
 
 
 def decode_descriptor(encoded: bytes) -> SegmentDescriptor:
-    """The descriptor that ``SegmentDescriptor.encode`` wrote.
+    """Decode the bytes that ``SegmentDescriptor.encode`` wrote.
 
     Raises:
-        ProtocolError: these bytes are something else, or of a release that we do not understand.
+        ProtocolError: the bytes are something else, or of an unsupported release.
     """
     try:
         descriptor = msgspec.json.decode(encoded, type=SegmentDescriptor)
@@ -94,23 +94,23 @@ def decode_descriptor(encoded: bytes) -> SegmentDescriptor:
 
 
 def check_version(peer: str, version: int) -> None:
-    """Raises ProtocolError, saying what to do, when ``peer`` speaks another version."""
+    """Raise ProtocolError, with what to do, when ``peer`` speaks another version."""
     if version != VERSION:
         raise ProtocolError(version_mismatch(peer, version, "this process", VERSION))
 
 
 def version_mismatch(one: str, version: int, other: str, others_version: int) -> str:
-    """What is wrong, and what to do."""
+    """Error text for a version mismatch, with what to do."""
     return (
         f"{one} speaks version {version} of the transfer protocol, {other} version {others_version}; "
         "install the same release of mooncake-serving on both"
     )
 
 
-def common_schemes(peer: SegmentDescriptor, host: str, process: str, ours: Sequence[str]) -> tuple[str, ...]:
-    """Schemes by which a process on ``host`` reaches ``peer``, in our order of preference.
+def common_schemes(peer: SegmentDescriptor, host: str, process: str, order: Sequence[str]) -> tuple[str, ...]:
+    """Schemes by which a process on ``host`` reaches ``peer``, in the order of preference ``order``.
 
-    ``process`` is our own endpoint of those in ``IN_ONE_PROCESS``.
+    ``process`` is this process's endpoint of the schemes in ``IN_ONE_PROCESS``.
     """
 
     def leads_there(scheme: str) -> bool:
@@ -118,7 +118,7 @@ def common_schemes(peer: SegmentDescriptor, host: str, process: str, ours: Seque
             return True
         return peer.host == host and (scheme not in IN_ONE_PROCESS or peer.endpoints[scheme] == process)
 
-    return tuple(scheme for scheme in ours if scheme in peer.endpoints and leads_there(scheme))
+    return tuple(scheme for scheme in order if scheme in peer.endpoints and leads_there(scheme))
 
 
 REACHABLE_REGIONS = (
@@ -128,11 +128,11 @@ REACHABLE_REGIONS = (
     ("file", ("file",), True),
     ("local", ("memory",), False),
 )
-"""Schemes that carry only some kinds of regions, and whether these must be shared. Others carry all."""
+"""Kinds of regions that a scheme carries, and whether they must be shared. Other schemes carry all."""
 
 
 class RegionIndex:
-    """The peer's regions, arranged to answer for whole columns which slices a scheme can reach."""
+    """A peer's regions, indexed to find for whole columns which slices a scheme can reach."""
 
     def __init__(self, regions: Sequence[RegionInfo]) -> None:
         self._spans: dict[str, tuple[Column, Column]] = {}
@@ -156,7 +156,7 @@ class RegionIndex:
         return scheme not in self._spans or len(self._spans[scheme][0]) > 0
 
     def carried(self, scheme: str, remote: Column, lengths: Column) -> npt.NDArray[np.bool_]:
-        """One flag per slice. Empty slices lie everywhere."""
+        """One flag per slice: True when ``scheme`` can carry it. Empty slices are always carried."""
         empty: npt.NDArray[np.bool_] = np.equal(lengths, 0)
         starts, ends = self._spans[scheme]
         if not len(starts):

@@ -1,7 +1,7 @@
 """The transfer engine: registers memory, opens segments of peers, moves batches of slices.
 
-It owns the transports of one process, its registered memory and what it knows of its peers; how bytes are
-moved is in ``submission.py``. It knows no keys of objects and no metadata format but its own.
+It owns the transports of one process, its registered memory and its table of peers; moving bytes is in
+``submission.py``. It knows no object keys and no metadata format except its own.
 """
 
 from __future__ import annotations
@@ -16,8 +16,7 @@ from collections.abc import Iterable
 from typing import Any
 
 from mooncake.errors import InvalidArgument, OutOfMemory, Unavailable
-from mooncake.security import Identity
-from mooncake.security import process_identity as ours
+from mooncake.security import Identity, process_identity
 from mooncake.security.tls_contexts import client_context
 from mooncake.transfer.descriptor import RegionInfo, SegmentDescriptor
 from mooncake.transfer.handshake import HandshakeClient, Notification, ProbeReply
@@ -41,7 +40,7 @@ from mooncake.transfer.transports import (
     Transport,
     make_transport,
 )
-from mooncake.transfer.transports.cuda import CudaTransport
+from mooncake.transfer.transports.cuda import DeviceMemoryTransport
 from mooncake.transfer.transports.file import FileTransport, flush, open_file, provide
 
 _numbers = itertools.count()
@@ -52,15 +51,15 @@ class TransferEngine(TransferMethods):
 
     Args:
         settings: see ``TransferSettings``.
-        backend: where names are found, instead of ``settings.metadata``; neither is needed when
-            descriptors travel some other way.
-        identity: who this engine is to others, instead of who this process is. TLS files that the settings
-            name are used in place of its own; its own are used for everything, tcp data included.
+        backend: metadata backend, instead of ``settings.metadata``; neither is needed when
+            descriptors are passed in some other way.
+        identity: identity of this engine towards peers, instead of the process's. TLS files in the settings
+            replace those of the identity, which are otherwise used for everything, tcp data included.
 
     Raises:
         AddressInUse: ``tcp_port`` or ``handshake_port`` is taken.
         InvalidArgument: an address or a transport that does not exist.
-        Unavailable: this machine lacks what a transport needs.
+        Unavailable: this machine lacks something that a transport needs.
     """
 
     def __init__(
@@ -69,7 +68,7 @@ class TransferEngine(TransferMethods):
         backend: Backend | None = None,
         identity: Identity | None = None,
     ) -> None:
-        settings, identity = agree_on_tls(settings or TransferSettings(), identity or ours())
+        settings, identity = agree_on_tls(settings or TransferSettings(), identity or process_identity())
         self.identity = identity
         for scheme in settings.transports:
             if scheme not in SCHEMES:
@@ -87,20 +86,20 @@ class TransferEngine(TransferMethods):
         self._host = host_identity()
         self._owned: dict[int, Region] = {}
         self._brief: dict[int, None] = {}
-        """Keys of those that go as soon as the operation that registered them ends."""
+        """Keys of regions that are unregistered as soon as the operation that registered them ends."""
         self._locations: dict[int, str] = {}
         self._transports: dict[str, Transport] = {}
         self._client = HandshakeClient(identity)
         self.exchange = self._client.exchange
-        neighbours = PeerTable(settings, self._host, self._transports, self._client)
-        super().__init__(settings, neighbours, discover().matrix() if "rdma" in settings.transports else {})
+        peers = PeerTable(settings, self._host, self._transports, self._client)
+        super().__init__(settings, peers, discover().matrix() if "rdma" in settings.transports else {})
         self._inbox = NotificationInbox()
-        self._talkers: list[Listener | HandshakeClient | NameService] = [self._client]
+        self._services: list[Listener | HandshakeClient | NameService] = [self._client]
         self._finalizer = weakref.finalize(
             self,
             _shut_down,
             os.getpid(),
-            self._talkers,
+            self._services,
             self._peers,
             self.regions,
             self._owned,
@@ -109,11 +108,11 @@ class TransferEngine(TransferMethods):
         for scheme in settings.transports:
             try:
                 self._transports[scheme] = make_transport(scheme, self)
-            except Unavailable:  # asked for by name it is an error, as a default it is left out
+            except Unavailable:  # an error if requested by name; a missing default is left out
                 if settings.transports != TransferSettings().transports:
                     raise
         self.handshake = ""
-        "Where this process answers handshakes (``host:port``); empty when it does not."
+        "Address where this process answers handshakes (``host:port``); empty when it does not."
         if backend is None and settings.metadata:
             backend = make_backend(
                 settings.metadata,
@@ -122,7 +121,7 @@ class TransferEngine(TransferMethods):
                 signer=identity.signer(),
             )
         asks_peers = isinstance(backend, PeerBackend)
-        if asks_peers:  # the way this engine asks, with its certificates
+        if asks_peers:  # uses this engine's handshake client, with its certificates
             backend = PeerBackend(self._client.describe, settings.metadata_timeout_s)
         if (
             settings.handshake_port >= 0
@@ -141,7 +140,7 @@ class TransferEngine(TransferMethods):
                 self.epoch,
                 lambda: engine.describe() if (engine := this()) is not None else None,
             )
-            self._talkers.insert(0, self._peers.name_service)
+            self._services.insert(0, self._peers.name_service)
 
     def __repr__(self) -> str:
         ends = " ".join(f"{path}={transport.endpoint}" for path, transport in self._transports.items())
@@ -164,16 +163,16 @@ class TransferEngine(TransferMethods):
         device: str = "cpu",
         location: str = ANYWHERE,
     ) -> Region:
-        """Shared memory of ``size_bytes`` zero bytes, registered: peers reach it over every path.
+        """Allocate and register ``size_bytes`` of zeroed shared memory that peers reach over every path.
 
-        ``huge_pages`` asks for them and does without where there are none. ``populate`` makes the
+        ``huge_pages`` requests huge pages and falls back to normal ones. ``populate`` makes the
         kernel provide all of it now, so that missing memory is an error here and not a crash later.
         With a ``device`` (``cuda:0``) it is that device's memory, freed with the region.
 
         Raises:
-            OutOfMemory: the machine cannot give that much.
+            OutOfMemory: the machine does not have that much.
             InvalidArgument: ``size_bytes`` is not positive, or there is no such device.
-            Unavailable: there is no way to device memory here.
+            Unavailable: device memory cannot be used here.
         """
         if size_bytes <= 0:
             raise InvalidArgument("size_bytes", size_bytes, "more than 0")
@@ -201,18 +200,18 @@ class TransferEngine(TransferMethods):
         ``__cuda_array_interface__``, or ``(address, size_bytes)``, which may lie in device memory. It
         is kept alive until it is unregistered. A read-only buffer may be read from, here and by
         peers, but nothing is moved into it. Transfers do not wait for kernels: synchronise before.
-        ``location`` (``cpu:<numa node>``) says which network cards are near it, if you know.
+        ``location`` (``cpu:<numa node>``), if known, is used to choose network cards near it.
 
         Raises:
-            InvalidArgument: not contiguous, in no memory we can reach, not a buffer, no such location.
-            Unavailable: it is device memory and there is no way to it here.
+            InvalidArgument: not contiguous, in unreachable memory, not a buffer, no such location.
+            Unavailable: it is device memory, which cannot be used here.
         """
         if not is_location(location):
             raise InvalidArgument("location", location, "cpu:<numa node>, cuda:<gpu> or *")
         cuda = self._transports.get("cuda")
-        region = cuda.register(buffer) if isinstance(cuda, CudaTransport) else None
+        region = cuda.register(buffer) if isinstance(cuda, DeviceMemoryTransport) else None
         if region is None and device_span_of(buffer) is not None:
-            self._cuda()  # says why not
+            self._cuda()  # raises with the reason
         if region is None:
             address, size, is_writable = span_of(buffer)
             if size and not is_mapped(address, size):
@@ -237,22 +236,22 @@ class TransferEngine(TransferMethods):
         """Lock a region of main memory until it is unregistered: copies from and to devices get faster.
 
         Raises:
-            InvalidArgument: the system does not let it be locked.
-            Unavailable: there is no way to device memory here.
+            InvalidArgument: the system does not allow it to be locked.
+            Unavailable: device memory cannot be used here.
         """
         self._cuda().pin(region)
 
-    def _cuda(self) -> CudaTransport:
+    def _cuda(self) -> DeviceMemoryTransport:
         if "cuda" not in self.settings.transports:
             raise InvalidArgument("transports", self.settings.transports, "a list with cuda")
         if "cuda" not in self._transports:
-            self._transports["cuda"] = make_transport("cuda", self)  # or it says what is missing
+            self._transports["cuda"] = make_transport("cuda", self)  # or raises with what is missing
         cuda = self._transports["cuda"]
-        assert isinstance(cuda, CudaTransport)
+        assert isinstance(cuda, DeviceMemoryTransport)
         return cuda
 
     def register_all(self, buffers: Iterable[Any]) -> list[Region]:
-        """As ``register`` for each; all of them or none.
+        """Register each buffer as ``register`` does; all of them or none.
 
         Raises:
             InvalidArgument: one of them cannot be registered.
@@ -276,17 +275,17 @@ class TransferEngine(TransferMethods):
         writable: bool = True,
         direct: bool = True,
     ) -> Region:
-        """A file or block device as a region: reached over ``file`` on this host, else over tcp.
+        """Open a file or block device as a region: reached over ``file`` on this host, else over tcp.
 
-        Without ``size_bytes`` it is as long as it is; with it, a file is created or extended to that
-        length. ``direct`` goes around the page cache where that can be. What the machine could not do is
-        in ``region.how`` and in the log. The region is no buffer; what moved is durable after ``flush``.
+        Without ``size_bytes`` its length is left as it is; with it, a file is created or extended to that
+        length. ``direct`` bypasses the page cache where possible. Modes that the machine lacks are named
+        in ``region.how`` and in the log. The region is no buffer; moved bytes are durable after ``flush``.
 
         Raises:
             InvalidArgument: no such file, and no size to create it with; or neither file nor device.
             AccessDenied: this process may not open it, or not for writing.
             OutOfSpace: the disk has no room to extend it.
-            StorageError: the disk refuses.
+            StorageError: the disk reports an error.
         """
         region = open_file(
             self.regions,
@@ -305,29 +304,29 @@ class TransferEngine(TransferMethods):
         return region
 
     def provide(self, region: Region, offset: int, size_bytes: int) -> None:
-        """Have the disk set room aside for a part of a file region that was opened with holes in it.
+        """Reserve disk space for a part of a file region that was opened with holes in it.
 
-        Where no file system can promise that, writing will tell.
+        On file systems that cannot reserve space, a full disk is noticed only when writing.
 
         Raises:
             OutOfSpace: the disk has no room.
-            StorageError: the disk refuses.
+            StorageError: the disk reports an error.
         """
         provide(region, offset, size_bytes)
 
     def flush(self, region: Region) -> None:
-        """What was moved into a file region survives a loss of power when this returns (fdatasync).
+        """Make bytes that were moved into a file region survive a loss of power (fdatasync).
 
         Raises:
             InvalidArgument: the region is no file.
-            StorageError: the device refused; what was written since the last flush may be lost.
+            StorageError: the device reports an error; bytes written since the last flush may be lost.
         """
         flush(region)
 
     def unregister(self, region: Region) -> None:
-        """After it returns nothing touches the memory any more; transfers that did are CANCELLED.
+        """Unregister a region: afterwards nothing accesses its memory, and transfers that did are CANCELLED.
 
-        Bounded: a peer that hangs is cut off. Views of an allocated region stay readable.
+        The wait is bounded: a peer that hangs is disconnected. Views of an allocated region stay readable.
         """
         self.regions.remove(region.key)
         self._owned.pop(region.key, None)
@@ -336,9 +335,9 @@ class TransferEngine(TransferMethods):
         self._changed()
 
     def region_of(self, address: int, size_bytes: int) -> Region | None:
-        """The region that has all of the range, so that it need not be registered again.
+        """The region that contains all of the range, so that it need not be registered again.
 
-        Not one that was registered only for a moment (``is_brief``): it may go before you are done.
+        Regions registered only for one operation (``is_brief``) are left out: they may go too early.
         """
         end = address + size_bytes
         for key, region in list(self._owned.items()):
@@ -348,7 +347,7 @@ class TransferEngine(TransferMethods):
         return None
 
     def deferred_publication(self) -> contextlib.AbstractContextManager[None]:
-        """A ``with`` block whose changes of registered memory are published once, at its end."""
+        """Context manager: changes of registered memory inside are published once, at its end."""
         name_service = self._peers.name_service
         return contextlib.nullcontext() if name_service is None else name_service.deferred_publication()
 
@@ -364,7 +363,7 @@ class TransferEngine(TransferMethods):
     # Peers ----------------------------------------------------------------------------------------
 
     def describe(self) -> SegmentDescriptor:
-        """What peers need to reach this process; stale once more memory is registered. Oldest first."""
+        """What peers need to reach this process; outdated once more memory is registered. Oldest first."""
         regions = [
             RegionInfo(
                 region.address,
@@ -382,7 +381,7 @@ class TransferEngine(TransferMethods):
         )
 
     def open(self, descriptor: SegmentDescriptor) -> RemoteSegment:
-        """The peer behind a descriptor, cached by name and epoch. Connects when first used."""
+        """Open the peer of a descriptor, cached by name and epoch. Connects when first used."""
         return self._peers.open(descriptor)
 
     def forget(self, segment: RemoteSegment) -> None:
@@ -390,13 +389,13 @@ class TransferEngine(TransferMethods):
         self._peers.forget(segment)
 
     def publish(self, ttl_s: float | None = None, *, is_patient: bool = False) -> None:
-        """Let others find this process by its name, from now until it is closed.
+        """Publish this process under its name, from now until the engine is closed.
 
         The descriptor is put again three times within ``ttl_s`` (by default ``metadata_ttl_s``), and
         whenever registered memory changes, before the call that changed it returns.
 
         Args:
-            is_patient: a service that is away is no error; it gets the descriptor when it is back.
+            is_patient: an unreachable service is no error; it gets the descriptor when it is back.
 
         Raises:
             InvalidArgument: the engine was made without metadata.
@@ -407,41 +406,41 @@ class TransferEngine(TransferMethods):
         self._peers.require_name_service().publish(ttl_s, is_patient)
 
     def open_name(self, name: str) -> RemoteSegment | None:
-        """The segment called ``name``, or None when there is none. With ``P2PHANDSHAKE`` a name is the
-        ``host:port`` of the peer's handshake, and the peer itself is asked.
+        """Open the segment called ``name``; None when there is none. With ``P2PHANDSHAKE`` a name is the
+        ``host:port`` of the peer's handshake, and the peer itself is queried.
 
-        The answer is used for ``metadata_cache_s`` and asked for again at once after a transfer has
-        failed. A service that is away does no harm to peers that are known.
+        The answer is cached for ``metadata_cache_s`` and requested again at once after a transfer has
+        failed. While the service is unreachable, peers opened before stay usable.
 
         Raises:
             InvalidArgument: the engine was made without metadata.
             PeerLost, DeadlineExceeded: the service does not answer, or without one the peer.
-            ProtocolError: something else lies under that name, or a peer of another version.
+            ProtocolError: another kind of entry has that name, or the peer has another version.
         """
         return self._peers.open_name(name)
 
     def refresh(self, segment: RemoteSegment, timeout_s: float = 5.0) -> bool:
-        """After a failure: find out what became of the peer. True if trying again makes sense, because the
-        same process publishes something else by now.
+        """Query a peer's current descriptor after a failure. True if a retry makes sense, because the
+        same process has published something else since.
 
-        A process that took its place is never tried: whoever asked meant memory of the first one. Then
+        A process that took its place is never used: the caller meant memory of the first one. Then
         the segment is dead, ``reason`` says so, and ``open_name`` finds the new one.
         """
         return self._peers.refresh(segment, timeout_s)
 
-    # Talking --------------------------------------------------------------------------------------
+    # Handshake ------------------------------------------------------------------------------------
 
     def notify(
         self, segment: RemoteSegment, name: str, message: bytes | str = b"", timeout_s: float = 5.0
     ) -> None:
-        """Tell the peer's program something; it takes it with ``notifications``. At most 1 MiB.
+        """Send a notification to the peer's program, which takes it with ``notifications``. At most 1 MiB.
 
-        Returns when the peer has it. What was written before is seen by whoever takes it.
+        Returns when the peer has it. The receiver sees all bytes that were written before.
 
         Raises:
             InvalidArgument: too large, or the peer does not listen for handshakes.
             PeerLost, DeadlineExceeded: the peer is gone, was restarted, or does not answer.
-            Unavailable: its program does not take its notifications.
+            Unavailable: the peer's program does not take its notifications.
         """
         peer = segment.descriptor
         if not peer.handshake:
@@ -452,28 +451,28 @@ class TransferEngine(TransferMethods):
         self._client.notify(peer.handshake, self.name, name, data, timeout_s, epoch=peer.epoch)
 
     def notifications(self, timeout_s: float = 0.0) -> list[Notification]:
-        """What peers told this process since the last call; waits up to ``timeout_s`` for the first."""
+        """Take the notifications received since the last call; wait up to ``timeout_s`` for the first."""
         return self._inbox.take(timeout_s)
 
     def probe(self, peer: str, timeout_s: float = 5.0) -> ProbeReply | None:
-        """The engine that answers handshakes under the name or the address (``host:port``) ``peer``.
+        """Probe the engine that answers handshakes under the name or address (``host:port``) ``peer``.
 
         None when no segment is published under that name and it is no address either.
 
         Raises:
-            PeerLost, DeadlineExceeded: nobody answers there, or the metadata service does not.
-            ProtocolError: an engine of another version does.
+            PeerLost, DeadlineExceeded: neither an engine nor, if needed, the metadata service answers.
+            ProtocolError: an engine of another version answers.
             Unavailable: the engine of that name does not listen for handshakes.
-            InvalidArgument: ``peer`` is no address, and there is nowhere to look for names.
+            InvalidArgument: ``peer`` is no address, and the engine was made without metadata.
         """
         return self._peers.probe(peer, timeout_s)
 
     def accept(self, scheme: str, payload: bytes) -> bytes:
-        """A peer sets up a connection; called by the listener."""
+        """Answer a peer's connection set-up; called by the listener."""
         accept = getattr(self._transports.get(scheme), "accept", None)
         if accept is None:
-            ours = ", ".join(path for path, other in self._transports.items() if hasattr(other, "accept"))
-            raise InvalidArgument("transport", scheme, f"one that {self.name} sets up: {ours or 'none'}")
+            schemes = ", ".join(path for path, other in self._transports.items() if hasattr(other, "accept"))
+            raise InvalidArgument("transport", scheme, f"one that {self.name} sets up: {schemes or 'none'}")
         answer: bytes = accept(payload)
         return answer
 
@@ -481,15 +480,15 @@ class TransferEngine(TransferMethods):
         target = weakref.ref(self)
         first, reached_at = self.listen_host.split(",")[0], self.advertise_host.split(",")[0]
         listener = Listener(first, port, target, self._inbox, self.settings, self.identity)
-        self._talkers.insert(0, listener)
+        self._services.insert(0, listener)
         self.handshake = with_port(reached_at, listener.port)
 
     def map(
         self, segment: RemoteSegment, address: int, size_bytes: int, timeout_s: float = 5.0
     ) -> memoryview | None:
-        """The peer's bytes in place, read-only, or None when no path can show them.
+        """Map the peer's bytes, read-only; None when no path can map them.
 
-        What the peer does to them meanwhile is seen; they stay mapped while the view lives.
+        Later changes by the peer are visible; the bytes stay mapped while the view lives.
         """
         for path in segment.paths:
             connection = segment.connection(path, timeout_s)
@@ -499,23 +498,23 @@ class TransferEngine(TransferMethods):
         return None
 
     def close(self) -> None:
-        """Cancel everything, take back all memory, stop serving. Harmless when repeated."""
+        """Cancel everything, unregister all memory, stop serving. Harmless when repeated."""
         self._finalizer()
 
 
 def _shut_down(
     owner_pid: int,
-    talkers: list[Listener | HandshakeClient | NameService],
-    neighbours: PeerTable,
+    services: list[Listener | HandshakeClient | NameService],
+    peers: PeerTable,
     regions: RegionTable,
     owned: dict[int, Region],
     transports: dict[str, Transport],
 ) -> None:
     if os.getpid() != owner_pid:
-        return  # a forked child: nothing here is its own
-    for talker in talkers:
-        talker.close()
-    neighbours.close()
+        return  # a forked child: everything here belongs to its parent
+    for service in services:
+        service.close()
+    peers.close()
     regions.remove_all()
     owned.clear()
     for transport in transports.values():

@@ -1,8 +1,8 @@
-"""What engines say to each other: who are you, here is a notification, let us set a connection up.
+"""Handshakes between engines: descriptor, probe, notification, connection set-up.
 
-The messages, and the side that asks; ``listener.py`` is the side that answers. Small messages over
-``mooncake.rpc``; bytes of regions never travel here. Every request names the version of the one who asks
-and the process it believes to talk to, so a peer of another release and a successor at the same address
+This module has the messages and the client; ``listener.py`` is the server. They are small messages over
+``mooncake.rpc``; bytes of regions never travel here. Every request names the version of its sender
+and the process that it is meant for, so a peer of another release and a successor at the same address
 are refused before anything is done.
 """
 
@@ -24,22 +24,22 @@ from mooncake.security import EVERYBODY, TRUSTED, Access, Identity, process_iden
 from mooncake.transfer.descriptor import VERSION, SegmentDescriptor, decode_descriptor
 
 MAX_PAYLOAD_BYTES = 1 << 20
-"""Of a notification or of one step of a connection set-up."""
+"""Limit of a notification and of one step of a connection set-up."""
 
 MAX_PEERS = 256
-"""Connections kept open for the next request; beyond it the one that was unused longest is closed."""
+"""Connections kept open for later requests; beyond it the least recently used one is closed."""
 
 
 class HandshakeRequest(msgspec.Struct, frozen=True, array_like=True):
-    """What every request begins with."""
+    """Fields that every request begins with."""
 
     version: int
     epoch: int
-    "Of the process that is meant; 0 is whoever answers."
+    "Epoch of the process that is meant; 0 for any."
 
 
 class DescribeRequest(HandshakeRequest, frozen=True, array_like=True, tag="describe"):
-    """How do I reach you? Answered by ``Described``."""
+    """Request for the engine's descriptor. Answered by ``DescribeReply``."""
 
 
 class DescribeReply(msgspec.Struct, frozen=True, array_like=True, tag="described"):
@@ -47,21 +47,21 @@ class DescribeReply(msgspec.Struct, frozen=True, array_like=True, tag="described
 
 
 class ProbeRequest(HandshakeRequest, frozen=True, array_like=True, tag="probe"):
-    """Are you there? Answered by ``ProbeReply``."""
+    """Check whether the engine is alive. Answered by ``ProbeReply``."""
 
 
 class ProbeReply(msgspec.Struct, frozen=True, array_like=True, tag="alive"):
-    """An engine that answers."""
+    """The engine that answers."""
 
     name: str
     epoch: int
 
 
 class NotifyRequest(HandshakeRequest, frozen=True, array_like=True, tag="notify"):
-    """Hand this to your program. Answered by ``NotifyReply``; may arrive twice and is handed over once."""
+    """Notification for its program. Answered by ``NotifyReply``; delivered once if received twice."""
 
     number: int
-    "Random; the same when it is sent again."
+    "Random number; the same when the request is sent again."
     sender: str
     name: str
     message: bytes
@@ -79,17 +79,17 @@ class ExchangeReply(msgspec.Struct, frozen=True, array_like=True, tag="exchanged
 
 
 class NotifyReply(msgspec.Struct, frozen=True, array_like=True, tag="done"):
-    """It was done, and there is nothing to say."""
+    """Confirmation without content."""
 
 
 ACCESS = Access(
     {DescribeRequest: EVERYBODY, ProbeRequest: EVERYBODY, ExchangeRequest: EVERYBODY, NotifyRequest: TRUSTED}
 )
-"""Who may ask an engine, where peers have to prove who they are."""
+"""Roles that may send requests to an engine, where peers are authenticated."""
 
 
 class Notification(msgspec.Struct, frozen=True):
-    """What a peer wanted this process's program to know."""
+    """Message from a peer's program to this process's program."""
 
     sender: str
     "Name of the peer's segment."
@@ -107,8 +107,8 @@ REPLIES: tuple[type[Message], ...] = (DescribeReply, ProbeReply, NotifyReply, Ex
 
 
 class HandshakeClient:
-    """Asks other engines; thread-safe. Every call may raise PeerLost (nobody is there, or another process
-    than the one that was meant), DeadlineExceeded, and ProtocolError (a peer of another version)."""
+    """Client of other engines' listeners; thread-safe. Every call may raise PeerLost (no listener, or another
+    process than the one that was meant), DeadlineExceeded, and ProtocolError (a peer of another version)."""
 
     def __init__(self, identity: Identity | None = None) -> None:
         self._identity = identity or process_identity()
@@ -121,18 +121,18 @@ class HandshakeClient:
         return f"<HandshakeClient peers={len(self._clients)}>"
 
     def describe(self, address: str, timeout_s: float, *, epoch: int = 0) -> SegmentDescriptor:
-        """The descriptor of the engine at ``address`` (``host:port``)."""
+        """Get the descriptor of the engine at ``address`` (``host:port``)."""
         answer = self._ask(address, DescribeRequest(VERSION, epoch), DescribeReply, timeout_s)
         return decode_descriptor(answer.descriptor)
 
     def probe(self, address: str, timeout_s: float, *, epoch: int = 0) -> ProbeReply:
-        """Whoever answers at ``address``."""
+        """Probe the engine at ``address``."""
         return self._ask(address, ProbeRequest(VERSION, epoch), ProbeReply, timeout_s)
 
     def notify(
         self, address: str, sender: str, name: str, message: bytes, timeout_s: float, *, epoch: int = 0
     ) -> None:
-        """Returns when the peer has it; its program gets it from ``TransferEngine.notifications``.
+        """Send a notification and wait for its receipt; ``TransferEngine.notifications`` returns it there.
 
         Raises:
             InvalidArgument: larger than ``MAX_PAYLOAD_BYTES``.
@@ -147,9 +147,9 @@ class HandshakeClient:
     def exchange(
         self, address: str, scheme: str, payload: bytes, timeout_s: float, *, epoch: int = 0
     ) -> bytes:
-        """What the peer's transport ``scheme`` returned for ``payload`` (``Transport.accept``).
+        """Return the answer of the peer's transport ``scheme`` to ``payload`` (``Transport.accept``).
 
-        Never sent twice: a connection that breaks leaves open whether the peer accepted.
+        The request is never sent twice: after a broken connection it is unknown whether the peer accepted.
         """
         check_size("payload", len(payload))
         client = self._new_client(address)
@@ -160,7 +160,7 @@ class HandshakeClient:
         return _expected(answer, ExchangeReply, address).payload
 
     def close(self) -> None:
-        """Drop all connections; calls under way raise PeerLost."""
+        """Close all connections; calls under way raise PeerLost."""
         with self._lock:
             self._is_closed = True
             clients, self._clients = list(self._clients.values()), {}
@@ -172,11 +172,11 @@ class HandshakeClient:
         with self._lock:
             client = self._clients.pop(address, None)
             if client is not None:
-                self._clients[address] = client  # used last
+                self._clients[address] = client  # most recently used
         if client is not None:
             try:
                 return _expected(client.call(message, timeout_s), reply, address)
-            except PeerLost:  # perhaps only this connection: whoever listened there was restarted
+            except PeerLost:  # perhaps only this connection, because the peer was restarted
                 self._drop(address, client)
         client = self._new_client(address)
         answer = _first_answer(client, message, max(0.001, deadline - time.monotonic()))
@@ -185,7 +185,7 @@ class HandshakeClient:
 
     def _new_client(self, address: str) -> BlockingClient:
         if self._is_closed:
-            raise PeerLost(f"engine at {address} was not asked: this process's own engine is closed")
+            raise PeerLost(f"engine at {address} was not called: this process's own engine is closed")
         return BlockingClient(
             address,
             REPLIES,
@@ -213,13 +213,13 @@ class HandshakeClient:
         client.close()
 
     def leave_to_parent(self) -> None:
-        """In a forked child: its connections are the parent's."""
+        """Forget all connections in a forked child: they belong to the parent."""
         self._clients = {}
         self._lock = threading.Lock()
 
 
 def _first_answer(client: BlockingClient, message: HandshakeRequest, timeout_s: float) -> Any:
-    """What is answered on a new connection, which another program cuts without a word."""
+    """The answer on a new connection, which a program of another kind closes without a reply."""
     try:
         return client.call(message, timeout_s)
     except PeerLost as error:

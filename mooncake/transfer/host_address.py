@@ -1,4 +1,4 @@
-"""Who this process is to others: the host it runs on, the address it is reached at, how many may come."""
+"""Host and addresses of this process, as its peers see them."""
 
 from __future__ import annotations
 
@@ -11,16 +11,16 @@ from mooncake.errors import InvalidArgument
 
 
 def host_identity() -> str:
-    """The running kernel and our network namespace, in which names of sockets mean the same."""
+    """Identity of the running kernel and network namespace, the scope of abstract socket names."""
     try:
         boot = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
         return f"{boot}/{os.stat('/proc/self/ns/net').st_ino}"
     except OSError:
-        return f"unknown/{secrets.token_hex(8)}"  # shares memory with nobody
+        return f"unknown/{secrets.token_hex(8)}"  # equal to no other host: no memory is shared
 
 
 def reachable_host(listen_host: str) -> str:
-    """The address to tell peers: the one listened on, or that of the default route for a wildcard."""
+    """The address to publish: the one listened on, or that of the default route for a wildcard."""
     if listen_host not in ("0.0.0.0", "::"):
         return listen_host
     family, target = (
@@ -35,7 +35,7 @@ def reachable_host(listen_host: str) -> str:
 
 
 def numeric_host(host: str, field: str) -> str:
-    """The address of a host name, once and for all: resolving may block, and a name may have several."""
+    """Resolve a host name once: resolving may block, and a name may have several addresses."""
     if not host:
         raise InvalidArgument(field, host, "a host name or address")
     try:

@@ -1,8 +1,8 @@
-"""The thread in which an engine answers handshakes, and the notifications that arrived.
+"""The thread in which an engine answers handshakes, and its inbox of notifications.
 
-An engine belongs to programs without an event loop as often as to programs with one, and it must answer
-while its program computes; so it has a loop of its own, in one thread, closed with it. The listener holds
-no reference to its engine: an engine that nobody uses any more is collected, and its listener with it.
+Programs with and without an event loop use engines, and an engine must answer while its program
+computes; so it has a loop of its own, in one thread, closed with it. The listener holds
+no reference to its engine: an unreferenced engine is collected, and its listener with it.
 """
 
 from __future__ import annotations
@@ -17,9 +17,9 @@ from collections.abc import Callable
 from typing import Protocol
 
 from mooncake.errors import PeerLost, ProtocolError, Unavailable
+from mooncake.file_limit import default_max_connections
 from mooncake.log import get_logger
 from mooncake.rpc import Call, Limits, RpcServer
-from mooncake.rpc.limits import default_max_connections
 from mooncake.security import Identity
 from mooncake.transfer.descriptor import VERSION, SegmentDescriptor, version_mismatch
 from mooncake.transfer.handshake import (
@@ -49,7 +49,7 @@ _PATIENCE_S = 10.0
 
 
 class HandshakeTarget(Protocol):
-    """The engine, as far as its peers may ask it."""
+    """The part of an engine that serves requests of peers."""
 
     name: str
     epoch: int
@@ -62,7 +62,7 @@ class HandshakeTarget(Protocol):
 
 
 class NotificationInbox:
-    """Notifications that arrived and were not taken yet. Thread-safe, bounded."""
+    """Notifications that were received and not taken yet. Thread-safe, bounded."""
 
     def __init__(self) -> None:
         self._waiting: list[Notification] = []
@@ -71,7 +71,7 @@ class NotificationInbox:
         self._arrived = threading.Condition()
 
     def put(self, number: int, notification: Notification) -> None:
-        """Once per ``number``. Raises Unavailable when the program does not take what comes."""
+        """Add a notification, once per ``number``. Raises Unavailable when the inbox is full."""
         size_bytes = len(notification.message) + len(notification.name) + len(notification.sender)
         with self._arrived:
             if number in self._seen:
@@ -88,7 +88,7 @@ class NotificationInbox:
             self._arrived.notify_all()
 
     def take(self, timeout_s: float) -> list[Notification]:
-        """All that wait; waits up to ``timeout_s`` for the first."""
+        """Take all notifications; wait up to ``timeout_s`` for the first."""
         with self._arrived:
             if not self._waiting and timeout_s > 0:
                 self._arrived.wait_for(lambda: self._waiting, timeout_s)
@@ -97,10 +97,10 @@ class NotificationInbox:
 
 
 class Listener:
-    """Answers handshakes at ``host:port`` for an engine, in a thread of its own, until closed.
+    """Server of handshakes at ``host:port`` for an engine, in a thread of its own, until closed.
 
     Args:
-        target: the engine, or None when it is no more.
+        target: returns the engine, or None once it has been collected.
 
     Raises:
         AddressInUse: the port is taken.
@@ -141,7 +141,7 @@ class Listener:
             is_peer=True,
         )
         started: concurrent.futures.Future[int] = concurrent.futures.Future()
-        address = numeric_host(host, "listen_host")  # a name may have several; one port fits them all badly
+        address = numeric_host(host, "listen_host")  # a name may have several, with one port for all
         self._thread = threading.Thread(
             target=self._run, args=(address, port, started), name="mooncake-handshake", daemon=True
         )
@@ -161,7 +161,7 @@ class Listener:
         if os.getpid() != self._pid or not self._thread.is_alive():
             return
         self._loop.call_soon_threadsafe(self._stop.set)
-        if threading.current_thread() is not self._thread:  # the last reference may die anywhere
+        if threading.current_thread() is not self._thread:  # the last reference may be dropped in any thread
             self._thread.join(_PATIENCE_S)
 
     def _run(self, host: str, port: int, started: concurrent.futures.Future[int]) -> None:
@@ -184,13 +184,13 @@ class Listener:
     # Answers --------------------------------------------------------------------------------------
 
     def _admitted(self, request: HandshakeRequest) -> HandshakeTarget:
-        """The engine, if it is the one that was meant."""
+        """The engine, if the request is meant for it."""
         host = self._target()
         if host is None:
             raise PeerLost("the engine is closing")
         if request.version != VERSION:
             raise ProtocolError(
-                version_mismatch(host.name, VERSION, "the process that asks", request.version)
+                version_mismatch(host.name, VERSION, "the requesting process", request.version)
             )
         if request.epoch not in (0, host.epoch):
             raise PeerLost(f"segment {host.name} was restarted; open its current descriptor")
@@ -210,21 +210,21 @@ class Listener:
         return NotifyReply()
 
     async def _exchange(self, request: ExchangeRequest, call: Call) -> ExchangeReply:
-        """Off the loop: a transport may take milliseconds, and others ask meanwhile."""
+        """Run off the loop: a transport may take milliseconds, and the loop serves other peers meanwhile."""
         host = self._admitted(request)
         check_size("payload", len(request.payload))
         since = time.monotonic()
         answer = await asyncio.get_running_loop().run_in_executor(
             None, host.accept, request.scheme, request.payload
         )
-        took_s = time.monotonic() - since
-        log.debug("accepted", peer=call.connection.peer, scheme=request.scheme, took_s=round(took_s, 4))
+        took_s = round(time.monotonic() - since, 4)
+        log.debug("transport_set_up", peer=call.connection.peer, scheme=request.scheme, took_s=took_s)
         return ExchangeReply(answer)
 
     def leave_to_parent(self) -> None:
-        """In a forked child: lets go of the sockets, so that they end when the parent's do.
+        """Release the sockets in a forked child, so that they close when the parent's do.
 
-        Their numbers are filled with /dev/null, because objects of the loop, which is no more, own them.
+        Their numbers are filled with /dev/null, because objects of the loop, which is not run here, own them.
         """
         nothing = os.open(os.devnull, os.O_RDWR | os.O_CLOEXEC)
         for number in self._server.descriptors():

@@ -1,6 +1,6 @@
-"""Where a Python buffer lies, and how much memory there is to give.
+"""Address ranges of Python buffers, and the memory that is available.
 
-Knows numpy, torch and the buffer protocol by their behaviour only; imports none of the heavy ones.
+Recognises numpy, torch and the buffer protocol by their behaviour only; imports no heavy library.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ def span_of(buffer: Any) -> tuple[int, int, bool]:
     """(address, size in bytes, is writable) of a contiguous buffer.
 
     ``buffer`` is anything with the buffer protocol, a torch tensor on the CPU, or a tuple
-    ``(address, size_bytes)`` whose memory the caller vouches for.
+    ``(address, size_bytes)`` whose memory the caller guarantees.
 
     Raises:
         InvalidArgument: it is not contiguous, not in main memory, or no buffer at all.
@@ -78,18 +78,18 @@ def _libc() -> ctypes.CDLL:
 
 
 def is_mapped(address: int, size: int) -> bool:
-    """All of the range is memory of this process, of whatever protection."""
+    """Whether all of the range is mapped in this process, with any protection."""
     if address <= 0 or size <= 0 or address + size > 1 << 57:
         return False
     start = address // mmap.PAGESIZE * mmap.PAGESIZE
     length = ctypes.c_size_t(address + size - start)
-    return bool(_libc().msync(ctypes.c_void_p(start), length, 1) == 0)  # MS_ASYNC: looks, writes nothing
+    return bool(_libc().msync(ctypes.c_void_p(start), length, 1) == 0)  # MS_ASYNC: checks, writes nothing
 
 
 def available_bytes() -> int:
-    """Memory that can be had without pushing others out: the kernel's estimate, or less under a cgroup.
+    """Memory available without evicting other processes: the kernel's estimate, or less under a cgroup.
 
-    Asked before memory is populated, because asking the kernel for too much does not fail: it
+    Checked before memory is populated, because requesting too much from the kernel does not fail: it
     kills some process, perhaps this one.
     """
     available = 1 << 62

@@ -1,8 +1,8 @@
-"""Names of segments: puts this process's descriptor where peers look, and looks theirs up.
+"""Names of segments: publishes this process's descriptor in a metadata service and looks up others.
 
-What lies in a metadata service is soft state: it is put again and again by a thread of this module until
-the engine is closed, so a service that restarts empty fills by itself, and what a crashed process left
-expires. Which backend it is, and whether a descriptor still leads anywhere, is not known here.
+Entries in a metadata service are soft state: a thread of this module puts this process's again until
+the engine is closed, so a service that restarts empty is refilled, and entries of a crashed process
+expire. Neither the kind of backend nor the reachability of a descriptor's process is known here.
 """
 
 from __future__ import annotations
@@ -21,11 +21,11 @@ from mooncake.transfer.metadata.p2p import PeerBackend
 log = get_logger(__name__)
 
 RETRY_S = 2.0
-"""At most so long after a failure the descriptor is put again."""
+"""Longest wait after a failure before the descriptor is put again."""
 
 
 def metadata_key(name: str, cluster: str = "") -> str:
-    """Where the descriptor of segment ``name`` lies; ``cluster`` keeps systems that share a service apart."""
+    """Key of segment ``name``'s descriptor; ``cluster`` separates systems that share a service."""
     return f"mooncake/{cluster}/ram/{name}" if cluster else f"mooncake/ram/{name}"
 
 
@@ -33,8 +33,8 @@ class NameService:
     """One process's view of a metadata service. Thread-safe.
 
     Args:
-        name, epoch: of the segment that is published.
-        describe: its current descriptor, or None when it is no more.
+        name, epoch: those of the segment that is published.
+        describe: returns its current descriptor, or None when it has been closed.
     """
 
     def __init__(
@@ -51,7 +51,7 @@ class NameService:
         self._epoch = epoch
         self._describe = describe
         self._pid = os.getpid()
-        self._putting = threading.Lock()  # describing and putting are one step: the last put is the newest
+        self._putting = threading.Lock()  # describe and put are one step, so the last put is the newest
         self._is_closing = False
         self._wake = threading.Event()
         self._keeper: threading.Thread | None = None
@@ -61,19 +61,19 @@ class NameService:
         self._held = threading.local()
 
     def __repr__(self) -> str:
-        return f"<Directory {self.backend!r}{' published' if self._is_published else ''}>"
+        return f"<NameService {self.backend!r}{' published' if self._is_published else ''}>"
 
     @property
     def has_server(self) -> bool:
-        """Otherwise names are addresses, and the peers themselves are asked."""
+        """False when names are addresses and the peers themselves are queried."""
         return not isinstance(self.backend, PeerBackend)
 
     def find(self, name: str) -> SegmentDescriptor | None:
-        """What is published under ``name``, or None.
+        """The descriptor published under ``name``, or None.
 
         Raises:
             PeerLost, DeadlineExceeded: the service (or, without one, the peer) does not answer.
-            ProtocolError: something else lies there, or a descriptor of another version.
+            ProtocolError: the entry is something else, or a descriptor of another version.
         """
         encoded = self.backend.get(metadata_key(name, self._cluster))
         if encoded is None:
@@ -81,16 +81,16 @@ class NameService:
         try:
             return decode_descriptor(encoded)
         except ProtocolError as error:
-            raise ProtocolError(f"under the name {name} lies {error}") from error
+            raise ProtocolError(f"the entry of {name} is {error}") from error
 
     def publish(self, ttl_s: float, is_patient: bool) -> None:
-        """Put the descriptor, and keep it there until ``close``.
+        """Put the descriptor, and renew it until ``close``.
 
         Raises:
             PeerLost, DeadlineExceeded: the service does not answer, and ``is_patient`` is False.
         """
         if not self.has_server:
-            return  # whoever wants to know asks
+            return  # peers query this engine
         self._ttl_s = ttl_s
         try:
             self._put()
@@ -104,9 +104,9 @@ class NameService:
                 self._keeper.start()
 
     def renew(self) -> None:
-        """The descriptor changed: what is published follows before this returns, or soon if that fails."""
+        """Publish a changed descriptor before this returns, or soon after if that fails."""
         if self._keeper is None or self._held.__dict__.get("depth") or self._is_away:
-            return  # nobody finds us, or the change comes with others, or the keeper is trying already
+            return  # not published, or the change is deferred, or the thread is retrying already
         try:
             self._put()
         except MooncakeError as error:
@@ -115,7 +115,7 @@ class NameService:
 
     @contextlib.contextmanager
     def deferred_publication(self) -> Iterator[None]:
-        """What the calling thread changes inside is published once, at the end."""
+        """Context manager: changes that the calling thread makes inside are published once, at the end."""
         depth = self._held.__dict__.get("depth", 0)
         self._held.depth = depth + 1
         try:
@@ -125,7 +125,7 @@ class NameService:
             self.renew()
 
     def close(self) -> None:
-        """Stop putting and take the entry back, if the service answers. Harmless when repeated."""
+        """Stop renewing and remove the entry, if the service answers. Harmless when repeated."""
         if os.getpid() != self._pid or self._is_closing:
             return
         self._is_closing = True
@@ -140,7 +140,7 @@ class NameService:
     def _take_back(self) -> None:
         try:
             found = self.find(self._name)
-            if found is not None and found.epoch == self._epoch:  # else a successor has put its own
+            if found is not None and found.epoch == self._epoch:  # otherwise a successor has put its own
                 self.backend.remove(metadata_key(self._name, self._cluster))
         except MooncakeError as error:
             log.info("descriptor_not_withdrawn", segment=self._name, reason=str(error))
@@ -158,13 +158,13 @@ class NameService:
                 raise
             self._is_published, self._is_away = True, False
         if not was_published:
-            log.info("published", segment=self._name, metadata=repr(self.backend))
+            log.info("descriptor_published", segment=self._name, metadata=repr(self.backend))
 
     def _keep(self) -> None:
-        """Three times within the life of an entry, so that one failure is no gap."""
+        """Renew three times within an entry's time to live, so that one failure makes no gap."""
         while not self._is_closing:
             pause_s = min(RETRY_S, self._ttl_s / 3) if self._is_away else self._ttl_s / 3
-            if self._wake.wait(pause_s):  # the pause is another now
+            if self._wake.wait(pause_s):  # the pause has changed
                 self._wake.clear()
                 continue
             was_published = self._is_published

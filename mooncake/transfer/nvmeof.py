@@ -1,7 +1,7 @@
 """NVMe over Fabrics: another host's namespace as a block device of this one, to be opened as a file segment.
 
-Speaks to the kernel alone (``/dev/nvme-fabrics`` and sysfs), so no tool must be installed; root and the
-module ``nvme-tcp`` or ``nvme-rdma`` are needed. Knows nothing of engines: ``attach`` gives a device, and
+Uses only the kernel (``/dev/nvme-fabrics`` and sysfs), so no tool must be installed; root and the
+module ``nvme-tcp`` or ``nvme-rdma`` are needed. Independent of engines: ``attach`` returns a device, and
 ``engine.open_file(namespace.device)`` makes a region of it.
 """
 
@@ -34,7 +34,7 @@ TRANSPORTS = ("tcp", "rdma")
 
 @dataclass(frozen=True)
 class Namespace:
-    """An attached namespace."""
+    """Attached namespace."""
 
     device: str
     "The block device, for ``TransferEngine.open_file``."
@@ -57,12 +57,12 @@ def attach(
 ) -> Namespace:
     """Connect to the subsystem ``nqn`` at ``address`` and wait for its namespace's device.
 
-    ``host_nqn`` is who we are to the target; empty takes the kernel's own. While the target is away I/O
-    waits; ``lost_after_s`` seconds later it fails.
+    ``host_nqn`` is this host's name for the target; empty uses the kernel's own. While the target is
+    unreachable, I/O waits; after ``lost_after_s`` seconds it fails.
 
     Raises:
-        InvalidArgument: an unknown transport, or what the kernel calls invalid.
-        AccessDenied: not root, or the target admits others only.
+        InvalidArgument: an unknown transport, or an argument that the kernel rejects.
+        AccessDenied: not root, or the target does not admit this host.
         PeerLost, DeadlineExceeded: no target answers there.
         Unavailable: the kernel has no NVMe over Fabrics, or there is no such namespace.
     """
@@ -71,11 +71,11 @@ def attach(
     deadline = time.monotonic() + timeout_s
     target = f"nvme-{transport} target {nqn} at {address}:{port}"
     if transport == "tcp":
-        _check_reachable(address, port, target, timeout_s)  # the kernel would try for minutes
-    wishes = options(transport, address, nqn, port, host_nqn, lost_after_s)
+        _check_reachable(address, port, target, timeout_s)  # the kernel would retry for minutes
+    parameters = options(transport, address, nqn, port, host_nqn, lost_after_s)
     try:
         with open(FABRICS, "r+b", buffering=0) as fabrics:
-            fabrics.write(wishes.encode())
+            fabrics.write(parameters.encode())
             controller = controller_in(fabrics.read(4096).decode())
     except OSError as error:
         raise _refused(target, transport, error) from error
@@ -89,11 +89,11 @@ def attach(
 
 
 def detach(namespace: Namespace, timeout_s: float = 10.0) -> None:
-    """Give a namespace back; close its regions before. Harmless when it is gone already.
+    """Detach a namespace; close its regions before. Harmless when it is already detached.
 
     Raises:
         AccessDenied: not root.
-        DeadlineExceeded: the kernel still has it after ``timeout_s``.
+        DeadlineExceeded: the device is still present after ``timeout_s``.
     """
     _delete(namespace.controller)
     deadline = time.monotonic() + timeout_s
@@ -107,32 +107,32 @@ def detach(namespace: Namespace, timeout_s: float = 10.0) -> None:
 
 
 def options(transport: str, address: str, nqn: str, port: int, host_nqn: str, lost_after_s: int) -> str:
-    """What the kernel is told."""
-    wishes = {"transport": transport, "traddr": address, "trsvcid": str(port), "nqn": nqn}
-    wishes["ctrl_loss_tmo"] = str(lost_after_s)
-    wishes["reconnect_delay"] = str(max(1, min(10, lost_after_s // 4)))
+    """Option string for the kernel."""
+    parameters = {"transport": transport, "traddr": address, "trsvcid": str(port), "nqn": nqn}
+    parameters["ctrl_loss_tmo"] = str(lost_after_s)
+    parameters["reconnect_delay"] = str(max(1, min(10, lost_after_s // 4)))
     if host_nqn:
-        wishes["hostnqn"] = host_nqn
-    for name, value in wishes.items():
+        parameters["hostnqn"] = host_nqn
+    for name, value in parameters.items():
         if not value or "," in value or "\n" in value:
             raise InvalidArgument(name, value, "a word without commas")
-    return ",".join(f"{name}={value}" for name, value in wishes.items())
+    return ",".join(f"{name}={value}" for name, value in parameters.items())
 
 
 def controller_in(answer: str) -> str:
     """The controller's name in the kernel's answer (``instance=0,cntlid=1``).
 
     Raises:
-        Unavailable: it says something else.
+        Unavailable: the answer has another form.
     """
     found = re.search(r"\binstance=(\d+)", answer)
     if not found:
-        raise Unavailable(f"{FABRICS} answered {answer!r}; this kernel is not understood")
+        raise Unavailable(f"{FABRICS} answered {answer!r}; this kernel is not supported")
     return f"nvme{found[1]}"
 
 
 def device_of(controller: str, namespace: int) -> str | None:
-    """The block device of a namespace, or None while there is none.
+    """The block device of a namespace, or None while it does not exist.
 
     With several paths to a subsystem the controller lists ``nvme0c1n1`` and the device is ``nvme0n1``.
     """
@@ -190,8 +190,6 @@ def _refused(target: str, transport: str, error: OSError) -> MooncakeError:
         case errno.ETIMEDOUT:
             return DeadlineExceeded(f"{target}: no answer; is it up?")
         case errno.EINVAL:
-            return InvalidArgument(
-                "target", target, "what this kernel understands; its log says more (dmesg)"
-            )
+            return InvalidArgument("target", target, "what this kernel supports; see its log (dmesg)")
         case _:
-            return PeerLost(f"{target}: {error.strerror}; the kernel's log says more (dmesg)")
+            return PeerLost(f"{target}: {error.strerror}; see the kernel's log (dmesg)")

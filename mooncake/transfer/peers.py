@@ -1,6 +1,6 @@
-"""Who else there is: the segments this process opened, by descriptor and by name, and what became of them.
+"""Table of the segments that this process opened, by descriptor and by name, with their current state.
 
-A segment is one process's promise and never becomes another's. So after a failure the question is not
+A segment belongs to one process and never passes to another. So after a failure the question is not
 how to reach that address again, but whether the process that was meant is still the one that answers.
 """
 
@@ -24,12 +24,12 @@ log = get_logger(__name__)
 
 
 class PeerTable:
-    """Segments of one engine. Thread-safe.
+    """Segments opened by one engine. Thread-safe.
 
     Args:
-        host: identity of the host we run on.
-        transports: ours, by scheme.
-        client: asks other engines.
+        host: identity of this host.
+        transports: the engine's own, by scheme.
+        client: handshake client for queries to other engines.
     """
 
     def __init__(
@@ -40,7 +40,7 @@ class PeerTable:
         client: HandshakeClient,
     ) -> None:
         self.name_service: NameService | None = None
-        "Where names are found, if there is such a place."
+        "Resolves names; None without metadata."
         self._settings = settings
         self._host = host
         self._transports = transports
@@ -59,9 +59,9 @@ class PeerTable:
             segment = self._opened.get(key)
             if segment is None:
                 for known in [known for known in self._opened if known[0] == descriptor.name]:
-                    del self._opened[known]  # it restarted; whoever still holds the old one may
-                ours = tuple(self._transports)
-                schemes = common_schemes(descriptor, self._host, str(os.getpid()), ours)
+                    del self._opened[known]  # it restarted; callers may keep the old one
+                available = tuple(self._transports)
+                schemes = common_schemes(descriptor, self._host, str(os.getpid()), available)
                 segment = self._opened[key] = RemoteSegment(
                     descriptor, schemes, self._transports, self._settings.rail_patience_s
                 )
@@ -77,14 +77,14 @@ class PeerTable:
         segment.close()
 
     def close(self) -> None:
-        """Forget all."""
+        """Forget all segments."""
         for segment in list(self._opened.values()):
             segment.close()
         self._opened.clear()
         self._named.clear()
 
     def require_name_service(self) -> NameService:
-        """Raises InvalidArgument when there is nowhere to look for names."""
+        """Return the name service; raises InvalidArgument when the engine was made without metadata."""
         if self.name_service is None:
             raise InvalidArgument("metadata", "", "P2PHANDSHAKE or the URL of a metadata service")
         return self.name_service
@@ -104,7 +104,7 @@ class PeerTable:
             log.info("name_lookup_failed", name=name, reason=str(error))
             return known
         if descriptor is None:
-            return known  # gone, or the service restarted empty: a transfer will tell
+            return known  # gone, or the service restarted empty: a transfer will show which
         segment = self.open(descriptor)
         segment.source, segment.may_be_stale = name, False
         with self._lock:
@@ -112,7 +112,7 @@ class PeerTable:
         return segment
 
     def can_refresh(self, segment: RemoteSegment) -> bool:
-        """There is somebody to ask what became of it."""
+        """Whether the segment's current descriptor can be queried."""
         return not segment.is_replaced and bool(segment.descriptor.handshake or segment.source)
 
     def refresh(self, segment: RemoteSegment, timeout_s: float) -> bool:
@@ -126,19 +126,19 @@ class PeerTable:
             segment.reason = str(error)
             return False
         if current is None:
-            segment.reason = f"nothing is published under the name {segment.source} any more"
+            segment.reason = f"nothing is published under the name {segment.source} now"
         elif current.epoch != peer.epoch:
             with self._lock:
                 self._opened.pop((peer.name, peer.epoch), None)
             segment.replace(
-                f"{peer.name} was restarted, and addresses in it are not valid any more; "
+                f"{peer.name} was restarted, and addresses in it are no longer valid; "
                 "open it again and ask it for its addresses"
             )
         elif current != peer:
             segment.renew(current)
             return True
         else:
-            segment.reason = ""  # it is as we know it; what failed was something else
+            segment.reason = ""  # unchanged; the failure had another cause
         return False
 
     def probe(self, peer: str, timeout_s: float) -> ProbeReply | None:

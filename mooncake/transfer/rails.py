@@ -1,12 +1,12 @@
-"""What is known of the ways to one peer: how quick each is, what is queued on it, which are out of order.
+"""State of the paths to one peer: measured speed, queued bytes, and which are masked after failures.
 
-A rail that failed is masked for a while that doubles with each failure; after that one part at a time
-is risked on it, and the first that arrives takes it back. How long a part will take is predicted from
-what was measured: latency, bandwidth, and the bytes that wait in front of it. Paths of one scheme are
+A rail that failed is masked for a time that doubles with each failure; after that, one part at a time
+is sent over it as a probe, and the first that arrives unmasks it. The duration of a part is predicted from
+measurements: latency, bandwidth, and the bytes queued in front of it. Paths of one scheme are
 equals and share the work; another scheme is used when none of the better one is left.
 
-This module moves nothing and reads no clock. ``batch.py`` asks it where to send a part and tells it
-what came of it.
+This module moves nothing and reads no clock. ``batch.py`` queries it for where to send a part and
+reports the outcome.
 """
 
 from __future__ import annotations
@@ -22,31 +22,31 @@ MAX_MASK_S = 30.0
 UNMEASURED_BYTES_PER_S = 1e9
 UNMEASURED_LATENCY_S = 50e-6
 NEWEST_WEIGHT = 0.3
-"""Weight of the newest measurement; the rest is what was known."""
+"""Weight of the newest measurement; the rest is the weight of the previous estimate."""
 BIG_BYTES = 256 << 10
 PENALTY_PER_RANK = 0.5
-"""A rail one step farther from the memory is taken for this much slower."""
+"""Factor by which a rail is assumed to be slower for each step farther from the memory."""
 MIN_S_PER_BYTE = 1e-13
 PATIENCE_FACTOR = 8.0
-"""A part is given up, when it could go elsewhere, after so many times the predicted duration."""
+"""Multiple of the predicted duration after which a part is moved to another path, if there is one."""
 
 
 @dataclass(slots=True)
 class Rail:
-    """One path."""
+    """State of one path."""
 
     path: str
     bytes_per_s: float = 0.0
-    "Measured; 0 before the first big part."
+    "Measured bandwidth; 0 before the first big part."
     latency_s: float = UNMEASURED_LATENCY_S
     queued_bytes: int = 0
     num_under_way: int = 0
     last_end: float = 0.0
     masked_at: float | None = None
-    "None: in order."
+    "None when the rail is not masked."
     masked_until: float = 0.0
     num_failures: int = 0
-    "In a row."
+    "Consecutive failures."
     is_being_probed: bool = False
 
     @property
@@ -59,20 +59,20 @@ class Rails:
 
     Args:
         paths: ``scheme`` or ``scheme@rail``.
-        patience_s: the least time a part is given before it is sent elsewhere instead.
-        big_bytes: parts from this size on say something about bandwidth, smaller ones about latency.
+        patience_s: minimum time for a part before it is sent over another path instead.
+        big_bytes: parts from this size on measure bandwidth, smaller ones latency.
     """
 
     def __init__(self, paths: Sequence[str], patience_s: float = 2.0, big_bytes: int = BIG_BYTES) -> None:
         self.rails = {path: Rail(path) for path in paths}
         self.path_events: list[tuple[str, str, str]] = []
-        "(event, path, reason) that nobody has logged yet; whoever does clears it."
+        "(event, path, reason) not logged yet; the logger clears it."
         self._patience_s = patience_s
         self._big_bytes = big_bytes
         self._story: deque[str] = deque(maxlen=64)
 
     def is_open(self, path: str, now: float) -> bool:
-        """In order, or masked for long enough that one part may be risked."""
+        """Whether the path is unmasked, or its mask has expired and one part may be sent as a probe."""
         rail = self.rails[path]
         return not rail.is_masked or (now >= rail.masked_until and not rail.is_being_probed)
 
@@ -80,13 +80,13 @@ class Rails:
         return [path for path in paths if not self.rails[path].is_masked]
 
     def predicted_s(self, path: str, num_bytes: int, rank: int = 0) -> float:
-        """Until the last byte of ``num_bytes`` more would have arrived."""
+        """Predicted time until the last byte of ``num_bytes`` more would arrive."""
         rail = self.rails[path]
         seconds = rail.latency_s + (rail.queued_bytes + num_bytes) / self.bytes_per_s(path)
         return seconds * (1 + PENALTY_PER_RANK * rank)
 
     def bytes_per_s(self, path: str) -> float:
-        """Measured, or before that what its equals show."""
+        """Measured bandwidth, or until there is one the bandwidth of its equals."""
         rail = self.rails[path]
         if rail.bytes_per_s:
             return rail.bytes_per_s
@@ -99,16 +99,16 @@ class Rails:
         return sum(measured) / len(measured) if measured else UNMEASURED_BYTES_PER_S
 
     def together_s(self, paths: Sequence[str], num_bytes: int) -> float:
-        """Until these paths together would have carried what is queued on them and ``num_bytes`` more."""
+        """Predicted time for these paths together to carry their queued bytes and ``num_bytes`` more."""
         queued = sum(self.rails[path].queued_bytes for path in paths)
         return (queued + num_bytes) / sum(self.bytes_per_s(path) for path in paths)
 
     def choose(
         self, paths: Sequence[str], num_bytes: int, now: float, ranks: Mapping[str, int] | None = None
     ) -> str | None:
-        """Where ``num_bytes`` would arrive first, or a rail that is due to be probed; None: all are masked.
+        """The path on which ``num_bytes`` arrive first, or one due for a probe; None when all are masked.
 
-        ``paths`` are equals; ``ranks`` say how far each is from the memory that is moved.
+        ``paths`` are equals; ``ranks`` are their distances from the memory that is moved.
         """
         candidates = []
         for path in paths:
@@ -123,17 +123,17 @@ class Rails:
         return min(candidates, key=lambda path: self.predicted_s(path, num_bytes, ranks.get(path, 0)))
 
     def first_to_unmask(self, paths: Sequence[str]) -> str:
-        """Of masked ones, the one whose mask ends first."""
+        """The path whose mask ends first, among masked ones."""
         return min(paths, key=lambda path: self.rails[path].masked_until)
 
     def patience_s(self, path: str, num_bytes: int) -> float:
-        """How long a part that could go elsewhere may take. A rail on probation gets a quarter."""
+        """Time limit of a part that could go over another path. A rail being probed gets a quarter of it."""
         if self.rails[path].is_masked:
             return self._patience_s / 4
         return max(self._patience_s, PATIENCE_FACTOR * self.predicted_s(path, num_bytes))
 
     def sent(self, path: str, num_bytes: int) -> None:
-        """A part is on its way."""
+        """Record that a part was sent."""
         rail = self.rails[path]
         rail.queued_bytes += num_bytes
         rail.num_under_way += 1
@@ -141,7 +141,7 @@ class Rails:
             rail.is_being_probed = True
 
     def arrived(self, path: str, num_bytes: int, sent_at: float, now: float) -> None:
-        """A part that was sent at ``sent_at`` has arrived."""
+        """Record that a part sent at ``sent_at`` has arrived."""
         rail = self._ended(path, num_bytes)
         seconds = max(0.0, now - max(sent_at, rail.last_end))
         rail.last_end = now
@@ -159,20 +159,20 @@ class Rails:
             rail.latency_s += NEWEST_WEIGHT * (seconds - rail.latency_s)
 
     def failed(self, path: str, num_bytes: int, sent_at: float, now: float, reason: str) -> None:
-        """A part that was sent at ``sent_at`` has not arrived, and the rail is to blame."""
+        """Record that a part sent at ``sent_at`` failed because of the rail."""
         rail = self._ended(path, num_bytes)
         if rail.masked_at is not None and sent_at < rail.masked_at:
-            return  # the same failure, seen by another part
+            return  # the same failure, reported by another part
         rail.is_being_probed = False
         if rail.is_masked and now < rail.masked_until:
-            return  # it was a last hope, and nobody expected more
+            return  # sent only because all others were masked, too
         rail.num_failures += 1
         mask_s = min(FIRST_MASK_S * 2.0 ** (rail.num_failures - 1), MAX_MASK_S)
         rail.masked_at, rail.masked_until = now, now + mask_s
         self._record("rail_masked", path, f"{reason}; tried again in {mask_s:g} s")
 
     def dropped(self, path: str, num_bytes: int) -> None:
-        """A part has ended in a way that says nothing about the rail (cancelled, refused)."""
+        """Record that a part ended for a reason unrelated to the rail (cancelled, refused)."""
         rail = self._ended(path, num_bytes)
         rail.is_being_probed = False
 
@@ -186,7 +186,7 @@ class Rails:
             assert rail.masked_at is None or rail.masked_until - rail.masked_at < MAX_MASK_S + 1, rail
 
     def story(self, key: str = "") -> list[str]:
-        """What became of the rails, oldest first; ``key`` narrows it to one path."""
+        """History of the rails, oldest first; ``key`` restricts it to one path."""
         return [line for line in self._story if key in line]
 
     def __repr__(self) -> str:

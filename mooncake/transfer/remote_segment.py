@@ -1,6 +1,6 @@
-"""A peer as this process reaches it: its descriptor and the carriers that lead there.
+"""A peer's segment, as seen from this process: its descriptor and the connections to it.
 
-Connects when a path is first used and remembers which paths lead nowhere; which path to use, and what
+Connects when a path is first used and remembers which paths are lost; which path to use, and what
 to do when one fails, is decided elsewhere (``batch.py``).
 """
 
@@ -15,8 +15,7 @@ import numpy.typing as npt
 
 from mooncake.errors import AccessDenied, PeerLost, Unavailable
 from mooncake.log import get_logger
-from mooncake.transfer.batch import RETRIED_STATUSES, STATUS_REASONS, TIMED_OUT
-from mooncake.transfer.columns import TransferColumns
+from mooncake.transfer.batch import RETRIED_STATUSES, STATUS_REASONS, TIMED_OUT, TransferColumns
 from mooncake.transfer.descriptor import ON_ONE_HOST, RegionIndex, SegmentDescriptor, rail_of, scheme_of
 from mooncake.transfer.rails import Rails
 from mooncake.transfer.topology import Places
@@ -33,11 +32,11 @@ from mooncake.transfer.transports import (
 log = get_logger(__name__)
 
 ANOTHER_RAIL_STATUSES = RETRIED_STATUSES | {TIMED_OUT}
-"""Statuses for which another rail is tried."""
+"""Statuses after which another rail is tried."""
 
 
 class RemoteSegment:
-    """A peer as this process reaches it. Made by ``TransferEngine.open``; connects when first used."""
+    """A peer's segment. Made by ``TransferEngine.open``; connects when first used."""
 
     def __init__(
         self,
@@ -56,18 +55,18 @@ class RemoteSegment:
         )
         "Usable paths, best first: schemes, and with several devices `scheme@rail` for each of their pairs."
         self.source = ""
-        "The name it was found by, when it was found by name."
+        "The name that it was opened by; empty when it was opened by descriptor."
         self.reason = ""
-        "Why the last transfer that failed did, as far as it was found out."
+        "Reason of the last failure, as far as it is known."
         self.may_be_stale = False
-        "A transfer failed since the descriptor was confirmed."
+        "True when a transfer has failed since the descriptor was confirmed."
         self.is_replaced = False
-        "Its process is no more; its addresses are nobody's, and nothing is moved any more."
+        "True when its process has ended; its addresses are invalid, and every transfer fails."
         self.is_connected = False
-        "The paths that are taken first answered, or lead nowhere: no transfer has to wait for that any more."
+        "True when the first paths to try are connected or lost, so that no transfer has to wait for that."
         elsewhere = [path for path in self.paths if scheme_of(path) not in ON_ONE_HOST]
         self.rails = Rails(self.paths, rail_patience_s) if len(elsewhere) > 1 else None
-        "What is known of the paths, when there is something to choose; use it under `rails_lock`."
+        "Measurements of the paths, when there is a choice; to be used under `rails_lock`."
         self.rails_lock = threading.Lock()
         self._best = [path for path in self.paths if scheme_of(path) == scheme_of(self.paths[0])]
         self._transports = transports
@@ -85,7 +84,7 @@ class RemoteSegment:
         )
 
     def connection(self, path: str, timeout_s: float) -> PeerConnection | None:
-        """Whoever carries over ``path``; connects first if need be. None when it leads nowhere (any more)."""
+        """The connection over ``path``, made first if needed. None when the path is lost."""
         if self.is_replaced:
             return None
         connection = self._connections.get(path)
@@ -100,7 +99,7 @@ class RemoteSegment:
                 return connection
             if path in self._lost or self._is_closed or (connection and scheme_of(path) in ON_ONE_HOST):
                 return None
-            if connection is not None:  # a device came and went; the peer may still be there
+            if connection is not None:  # its device failed; the peer may still be there
                 del self._connections[path]
                 connection.close()
             return self._connect(path, max(0.0, deadline - time.monotonic()))
@@ -108,9 +107,9 @@ class RemoteSegment:
             self._connecting[path].release()
 
     def connect(self, timeout_s: float) -> bool:
-        """Connect as the first transfer would; False: the peer did not answer in time.
+        """Connect as the first transfer would; False when the peer did not answer in time.
 
-        It blocks: who must not wait calls it in a thread where somebody may, and moves bytes then.
+        This blocks: an event loop calls it in a thread, and moves bytes afterwards.
         """
         deadline = time.monotonic() + timeout_s
         for path in self.paths:
@@ -155,7 +154,7 @@ class RemoteSegment:
         return connection
 
     def able(self, path: str, columns: TransferColumns) -> npt.NDArray[np.bool_] | None:
-        """Which slices ``path`` can carry; None is all of them."""
+        """Flags of the slices that ``path`` can carry; None means all of them."""
         scheme = scheme_of(path)
         if self._index.carries_all(scheme):
             return None
@@ -163,17 +162,17 @@ class RemoteSegment:
 
     @property
     def is_uniform(self) -> bool:
-        """The best path carries whatever there is."""
+        """Whether the best path carries every region of the peer."""
         if self.rails is not None and scheme_of(self.paths[0]) not in ON_ONE_HOST:
-            return False  # somebody has to choose
+            return False  # a rail has to be chosen
         return bool(self.paths) and self._index.carries_all(scheme_of(self.paths[0]))
 
     def run_single_part(
         self, op: Op, columns: TransferColumns, num_bytes: int, deadline: float, checksum: bool
     ) -> tuple[str, Completion] | None:
-        """A small batch in one part on the best rail; None when it is not that simple, or the rail failed.
+        """Move a small batch in one part on the best rail; None when not possible, or the rail failed.
 
-        What a ``Batch`` would do at first, without making one: it costs as much as the transfer.
+        Same as the first step of a ``Batch``, without making one, which costs as much as the transfer.
         """
         rails, now = self.rails, time.monotonic()
         if rails is None or self.places or not self._index.carries_all(scheme_of(self._best[0])):
@@ -203,16 +202,16 @@ class RemoteSegment:
                     rails.dropped(path, num_bytes)
 
     def replace(self, reason: str) -> None:
-        """Another process answers in its place: fail what is in flight, and whatever comes."""
+        """Mark the segment as replaced by another process: fail all transfers, now and later."""
         self.reason, self.is_replaced, self.may_be_stale = reason, True, True
         log.warning("segment_replaced", segment=self.name, reason=reason)
         self.close()
 
     def renew(self, descriptor: SegmentDescriptor) -> None:
-        """The same process published other regions."""
+        """Take over the regions that the same process has published since."""
         with self._lock:
             self.descriptor = descriptor
-            self.is_connected = False  # a path that had nothing to carry may have now
+            self.is_connected = False  # a path without reachable regions may have some now
             self._index = RegionIndex(descriptor.regions)
             self.places = Places((r.address, r.size_bytes, r.location) for r in descriptor.regions)
             for connection in self._connections.values():
@@ -223,7 +222,7 @@ class RemoteSegment:
             connection.cancel()
 
     def __del__(self) -> None:
-        """Nobody refers to it any more: its connections end now, not when an idle worker has had enough."""
+        """Close the connections with the last reference, not after an idle worker's timeout."""
         for connection in self._connections.values():
             connection.close()
 

@@ -1,4 +1,4 @@
-"""The knobs of a transfer engine. Knows nothing but their meaning."""
+"""Settings of a transfer engine."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from mooncake.errors import InvalidArgument
 
 @dataclass(frozen=True)
 class TransferSettings:
-    """How this process reaches others and is reached."""
+    """Transfer engine: addresses, paths, limits and metadata of this process."""
 
     name: str = ""
     "Name of this process's segment; empty takes `<host name>-<process id>-<number>`."
@@ -21,13 +21,13 @@ class TransferSettings:
     "Address that the tcp transport listens on, or several by commas: each is a rail of its own."
 
     advertise_host: str = ""
-    "Address peers are told, or as many as listened on; empty: the same, for a wildcard the default route's."
+    "Address to publish, or as many as listened on; empty: the same, for a wildcard the default route's."
 
     tcp_port: Annotated[int, Meta(ge=0, le=65535)] = 0
     "Port of the tcp transport; 0 takes a free one."
 
     handshake_port: Annotated[int, Meta(ge=-1, le=65535)] = -1
-    "Port for handshakes: peers ask, notify, set connections up; 0 takes a free one, -1 none unless needed."
+    "Port for handshakes (descriptors, notifications, set-up); 0 takes a free one, -1 none unless needed."
 
     transports: tuple[str, ...] = ("shm", "file", "cuda", "tcp")
     "Paths by preference: `shm`, `file`, `cuda`, `rdma`, `tcp`, `local`. Of the default, those there are."
@@ -42,37 +42,37 @@ class TransferSettings:
     "Read and write files through io_uring where the kernel allows it; otherwise threads do it."
 
     num_streams: Annotated[int, Meta(ge=0, le=64)] = 0
-    "Connections per rail that a big transfer is spread over, threads that serve; 0: half the cores (1-4)."
+    "Connections per rail for a big transfer, and threads that serve; 0: half the cores (1-4)."
 
     spray_bytes: Annotated[int, Meta(ge=0)] = 4 << 20
-    "Bytes from which on a batch is dealt in pieces to all rails of a peer that has several; 0: never."
+    "Bytes from which on a batch is split into pieces over all rails of a peer that has several; 0: never."
 
     rail_patience_s: Annotated[float, Meta(gt=0)] = 2.0
-    "Seconds that a part of a batch is given at least before it is tried on another rail instead."
+    "Minimum seconds for a part of a batch before it is tried on another rail instead."
 
     tls: Literal["", "handshake", "all"] = ""
     "TLS with peers: empty none, `handshake` for handshakes and metadata, `all` for tcp data, too."
 
     tls_cert: str = ""
-    "PEM file with this process's certificate and what leads to the authority; `mooncake certs` makes one."
+    "PEM file with this process's certificate and chain up to the authority; `mooncake certs` makes one."
 
     tls_key: str = ""
     "PEM file with the certificate's private key, without a password."
 
     tls_ca: str = ""
-    "PEM file with the authority: peers must show a certificate of it, and so do we."
+    "PEM file with the authority, which must have signed the certificates of peers and of this process."
 
     tls_check_host: bool = False
-    "A peer's certificate must also name the address it is reached at, not only be of the authority."
+    "Require that a peer's certificate also names the address it is reached at."
 
     greeting_timeout_s: Annotated[float, Meta(gt=0, le=3600)] = 5.0
-    "Seconds in which whoever connects must have said who it is."
+    "Seconds in which a connecting peer must have completed its greeting."
 
     stall_timeout_s: Annotated[float, Meta(gt=0, le=86400)] = 30.0
-    "Seconds (and one per MiB) after which a peer that has sent or taken half a frame is cut off."
+    "Seconds (and one per MiB) after which a peer that has sent or taken half a frame is disconnected."
 
     max_connections: Annotated[int, Meta(ge=0)] = 0
-    "Connections that peers may have here at once; 0: half the files this process may open, at most 16384."
+    "Connections that peers may have here at once; 0: half of this process's file limit, at most 16384."
 
     rdma_devices: tuple[str, ...] = ()
     "RDMA devices that the rdma transport uses, each a rail of its own; none takes all that are active."
@@ -90,19 +90,19 @@ class TransferSettings:
     "Seconds after which a submitted transfer fails with TIMED_OUT."
 
     metadata: str = ""
-    "How names are found: `P2PHANDSHAKE`, or a service's URL (`http://`, `etcd://`, `redis://`); empty: not."
+    "Metadata for names: `P2PHANDSHAKE`, or a service's URL (`http://`, `etcd://`, `redis://`); empty: none."
 
     metadata_cluster: str = ""
-    "Name that keeps the entries of several systems in one metadata service apart."
+    "Name that separates the entries of several systems in one metadata service."
 
     metadata_ttl_s: Annotated[float, Meta(gt=0)] = 30.0
-    "Seconds that a published descriptor lives unless it is put again, which happens three times as often."
+    "Time to live of a published descriptor in seconds; it is put again three times as often."
 
     metadata_cache_s: Annotated[float, Meta(ge=0)] = 5.0
-    "Seconds that a name's descriptor is used without asking again; one that fails is asked for at once."
+    "Seconds that a name's descriptor is cached; after a failure it is looked up again at once."
 
     metadata_timeout_s: Annotated[float, Meta(gt=0)] = 5.0
-    "Seconds that a metadata service, or a peer that is asked for its descriptor, may take to answer."
+    "Seconds that a metadata service, or a peer queried for its descriptor, may take to answer."
 
     def __post_init__(self) -> None:
         files = {"tls_cert": self.tls_cert, "tls_key": self.tls_key, "tls_ca": self.tls_ca}

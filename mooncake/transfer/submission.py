@@ -1,8 +1,9 @@
 """How the engine moves batches: four ways, one meaning.
 
-``run`` blocks the caller and is quickest, ``submit`` answers through a queue, ``transfer`` is for coroutines,
-``write`` and ``read`` are for people. Bytes and waiting are native, without the interpreter lock; which path
-carries what, and what happens when one fails, is decided by ``batch.Batch``.
+``run`` blocks the caller and is fastest, ``submit`` reports through a queue, ``transfer`` is for coroutines,
+and ``write`` and ``read`` also take names, arrays and notifications, and raise an error that names its cause.
+They move bytes and wait in native code,
+without the interpreter lock; ``batch.Batch`` decides which path carries what and handles failures.
 """
 
 from __future__ import annotations
@@ -12,12 +13,31 @@ import time
 import weakref
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any, Protocol
 
-from mooncake.errors import InvalidArgument
-from mooncake.transfer.batch import RETRIED_STATUSES, Batch, piece_bytes_of
-from mooncake.transfer.columns import Addresses, TransferColumns, transfer_columns
+import numpy as np
+
+from mooncake.errors import (
+    AccessDenied,
+    DeadlineExceeded,
+    InvalidArgument,
+    PeerLost,
+    ProtocolError,
+    StorageError,
+    Unavailable,
+)
+from mooncake.transfer.batch import (
+    RETRIED_STATUSES,
+    Addresses,
+    Batch,
+    TransferColumns,
+    piece_bytes_of,
+    transfer_columns,
+)
 from mooncake.transfer.completion_queue import (
     STALE_DESCRIPTOR_STATUSES,
+    AsyncCompletionQueue,
     BatchTransfer,
     CompletionQueue,
     count_part,
@@ -25,23 +45,40 @@ from mooncake.transfer.completion_queue import (
     run_parts_at_once,
     run_parts_in_turn,
     unregistered_error,
+    wait_until_done,
 )
 from mooncake.transfer.descriptor import scheme_of
-from mooncake.transfer.loop import AsyncCompletionQueue, wait_until_done
-from mooncake.transfer.moves import Memory, Progress, TransferOptions, move
+from mooncake.transfer.memory import device_span_of, span_of
 from mooncake.transfer.peers import PeerTable
 from mooncake.transfer.remote_segment import RemoteSegment
 from mooncake.transfer.settings import TransferSettings
 from mooncake.transfer.topology import Matrix, Places, ranks
-from mooncake.transfer.transports import Completion, Op, Status
+from mooncake.transfer.transports import Completion, Op, Region, Status
+
+Memory = Any
+"""A region, an array, a contiguous tensor, a buffer, or ``(address, size_bytes)``."""
+
+Progress = Callable[[int, int], None]
+"""Callback with (bytes moved, bytes in all)."""
+
+
+@dataclass(frozen=True, slots=True)
+class TransferOptions:
+    """How a move is to be made."""
+
+    priority: int = 0
+    timeout_s: float = 30.0
+    checksum: bool = False
+    notify: tuple[str, bytes | str] | None = None
+    progress: Progress | None = None
 
 
 class TransferMethods(ABC):
-    """The moving half of ``TransferEngine``."""
+    """Methods of ``TransferEngine`` that move bytes."""
 
-    def __init__(self, settings: TransferSettings, neighbours: PeerTable, matrix: Matrix) -> None:
+    def __init__(self, settings: TransferSettings, peers: PeerTable, matrix: Matrix) -> None:
         self.settings = settings
-        self._peers = neighbours
+        self._peers = peers
         self._matrix = matrix
         self._places = Places()
         self._loops: weakref.WeakKeyDictionary[asyncio.AbstractEventLoop, AsyncCompletionQueue] = (
@@ -73,7 +110,7 @@ class TransferMethods(ABC):
         """Move slices and wait for the end. Other Python threads run meanwhile.
 
         Row i moves ``lengths[i]`` bytes between address ``local[i]`` here and ``remote[i]`` in the
-        peer. All is well if ``status`` is OK; after anything else the destination's bytes are
+        peer. All bytes were moved if ``status`` is OK; after any other status the destination's bytes are
         undefined, and a write over tcp may still land until the next operation begins. With ``checksum`` the
         completion has the CRC32C of each slice.
 
@@ -124,7 +161,7 @@ class TransferMethods(ABC):
         )
 
     def _alone(self, segment: RemoteSegment, columns: TransferColumns) -> int | None:
-        """Which path carries all of it, if those before it carry none: then no batch has to be planned."""
+        """Index of the path that carries all slices, if those before it carry none: no batch is planned."""
         if segment.is_uniform:
             return 0
         if segment.rails is not None:
@@ -138,7 +175,7 @@ class TransferMethods(ABC):
         return None
 
     def new_queue(self) -> CompletionQueue:
-        """Where completions of ``submit`` arrive."""
+        """Make a queue for completions of ``submit``."""
         return CompletionQueue()
 
     def submit(
@@ -159,8 +196,8 @@ class TransferMethods(ABC):
 
         The greater ``priority`` goes first among the batches to one peer: it overtakes those that wait,
         and one that is under way when its current piece (16 MiB) is done.
-        A peer that is new is met in the caller's time, up to ``timeout_s``; ``Segment.greet`` does it before.
-        What became of a peer that failed is not asked here: ``refresh`` does, or the next ``open_name``.
+        The first call connects in the caller's thread, up to ``timeout_s``, unless ``RemoteSegment.connect``
+        did before. A failed peer's descriptor is not renewed here, but by ``refresh`` or ``open_name``.
 
         Raises:
             InvalidArgument: as for ``run``; then no completion comes.
@@ -182,7 +219,7 @@ class TransferMethods(ABC):
         priority: int = 0,
         progress: Callable[[int], None] | None = None,
     ) -> Completion:
-        """As ``submit``, for coroutines. Cancelling it waits for the end: the memory is in use until then.
+        """Submit from a coroutine. Cancelling it waits for the end: the memory is in use until then.
 
         ``progress`` is called on the loop with the number of bytes moved, every 16 MiB or so.
         """
@@ -205,7 +242,7 @@ class TransferMethods(ABC):
         priority: int,
         progress: Callable[[int], None] | None,
     ) -> Completion:
-        if not segment.is_connected:  # which may take long, and others wait for this loop
+        if not segment.is_connected:  # connecting may take long and must not block this loop
             left_s = max(0.0, deadline - time.monotonic())
             if not await asyncio.to_thread(segment.connect, left_s):
                 return Completion(status=Status.TIMED_OUT)
@@ -215,12 +252,12 @@ class TransferMethods(ABC):
             queue = self._loops[loop] = AsyncCompletionQueue(loop)
         token, future = queue.expect()
         move = self._move(token, op, segment, columns, segment.paths, deadline, checksum, priority)
-        if progress is not None:  # what it raises is the loop's business
+        if progress is not None:  # the loop handles what it raises
 
-            def tell(num_bytes: int, told: Callable[[int], None] = progress) -> None:
-                loop.call_soon(told, num_bytes)
+            def report(num_bytes: int, callback: Callable[[int], None] = progress) -> None:
+                loop.call_soon(callback, num_bytes)
 
-            move.progress = tell
+            move.progress = report
         try:
             queue.start(move)
         except InvalidArgument:
@@ -249,17 +286,17 @@ class TransferMethods(ABC):
 
         Args:
             segment: the peer, or its name in the metadata service.
-            priority: the greater goes first among the batches to one peer; see ``submit``.
+            priority: the greater one goes first among the batches to one peer; see ``submit``.
             notify: name and message that the peer's program gets once all bytes are in place.
             progress: called on the loop with (bytes moved, bytes in all), every 16 MiB and at the end.
 
         Raises:
             InvalidArgument: the rows do not fit together, or local memory is not registered.
-            PeerLost, AccessDenied, DeadlineExceeded, ProtocolError, Unavailable: nothing or not all was
+            PeerLost, AccessDenied, DeadlineExceeded, ProtocolError, Unavailable: not everything was
                 moved; the destination's bytes are undefined. Or all was, and the notification failed.
         """
-        asked = TransferOptions(priority, timeout_s, checksum, notify, progress)
-        return await move(self, Op.WRITE, segment, local, remote, lengths, asked)
+        options = TransferOptions(priority, timeout_s, checksum, notify, progress)
+        return await move(self, Op.WRITE, segment, local, remote, lengths, options)
 
     async def read(
         self,
@@ -275,12 +312,12 @@ class TransferMethods(ABC):
         progress: Progress | None = None,
     ) -> Completion:
         """Move the peer's memory into registered memory of this process. Everything else as for ``write``;
-        ``notify`` tells the peer that it may use its memory again."""
-        asked = TransferOptions(priority, timeout_s, checksum, notify, progress)
-        return await move(self, Op.READ, segment, local, remote, lengths, asked)
+        ``notify`` informs the peer that it may reuse its memory."""
+        options = TransferOptions(priority, timeout_s, checksum, notify, progress)
+        return await move(self, Op.READ, segment, local, remote, lengths, options)
 
     def cancel(self, segment: RemoteSegment) -> None:
-        """Fail what is in flight to a peer; afterwards no local memory is touched on its behalf."""
+        """Fail what is in flight to a peer; afterwards no local memory is accessed on its behalf."""
         segment.cancel()
 
     def _move(
@@ -328,3 +365,126 @@ class TransferMethods(ABC):
         if done.status == Status.UNREGISTERED:
             raise unregistered_error(op, columns, done.failed_slice)
         return done
+
+
+class TransferInterface(Protocol):
+    """What moving needs of the engine."""
+
+    def open_name(self, name: str) -> RemoteSegment | None: ...
+
+    def notify(self, segment: RemoteSegment, name: str, message: bytes | str, timeout_s: float) -> None: ...
+
+    async def transfer(
+        self,
+        op: Op,
+        segment: RemoteSegment,
+        local: Addresses,
+        remote: Addresses,
+        lengths: Addresses,
+        *,
+        timeout_s: float,
+        checksum: bool,
+        priority: int,
+        progress: Callable[[int], None] | None,
+    ) -> Completion: ...
+
+
+async def move(
+    engine: TransferInterface,
+    op: Op,
+    peer: RemoteSegment | str,
+    local: Addresses | Memory | Sequence[Memory],
+    remote: Addresses | int,
+    lengths: Addresses | None,
+    options: TransferOptions,
+) -> Completion:
+    """See ``TransferEngine.write``."""
+    deadline = time.monotonic() + options.timeout_s
+    rows: tuple[Any, Any, Any] = (local, remote, lengths) if lengths is not None else rows_of(local, remote)
+    segment = await _segment(engine, peer) if isinstance(peer, str) else peer
+    num_bytes = int(np.asarray(rows[2], dtype=np.uint64).sum()) if options.progress is not None else 0
+
+    def report(num_moved: int) -> None:
+        if options.progress is not None:
+            options.progress(num_moved, num_bytes)
+
+    done = await engine.transfer(
+        op,
+        segment,
+        *rows,
+        timeout_s=max(0.0, deadline - time.monotonic()),
+        checksum=options.checksum,
+        priority=options.priority,
+        progress=report if options.progress is not None else None,
+    )
+    if done.status != Status.OK:
+        raise completion_error(op, segment, done, options.timeout_s)
+    report(num_bytes)
+    if options.notify is not None:
+        name, message = options.notify
+        left_s = max(0.001, deadline - time.monotonic())
+        await asyncio.to_thread(engine.notify, segment, name, message, left_s)
+    return done
+
+
+async def _segment(engine: TransferInterface, name: str) -> RemoteSegment:
+    segment = await asyncio.to_thread(engine.open_name, name)
+    if segment is None:
+        raise PeerLost(f"no segment is called {name!r}; is its process running, with the same metadata?")
+    return segment
+
+
+def rows_of(
+    local: Memory | Sequence[Memory], remote: Addresses | int
+) -> tuple[list[int], list[int], list[int]]:
+    """Columns for memory that knows its own length: one piece and one address, or as many of each.
+
+    Raises:
+        InvalidArgument: they are not as many, or something is no contiguous memory.
+    """
+    if isinstance(remote, int | np.integer):
+        local, remote = [local], [int(remote)]
+    pieces, addresses = list(local), list(remote)
+    if len(pieces) != len(addresses):
+        raise InvalidArgument(
+            "remote", f"{len(addresses)} addresses", f"one for each of {len(pieces)} pieces of local memory"
+        )
+    spans = [
+        (piece.address, piece.size_bytes)
+        if isinstance(piece, Region)
+        else (device_span_of(piece) or span_of(piece))[:2]
+        for piece in pieces
+    ]
+    return [address for address, _ in spans], addresses, [size for _, size in spans]
+
+
+def completion_error(op: Op, segment: RemoteSegment, done: Completion, timeout_s: float) -> Exception:
+    """What a completion that is not OK means for its caller."""
+    where = f" (slice {done.failed_slice})" if done.failed_slice >= 0 else ""
+    what = f"{op.name.lower()} {'to' if op == Op.WRITE else 'from'} {segment.name}{where}"
+    match done.status:
+        case Status.ACCESS_DENIED:
+            return AccessDenied(
+                f"{what}: the peer has not registered all of that memory, or not for this; "
+                "compare addresses and lengths with its descriptor, and open the current one"
+            )
+        case Status.TIMED_OUT:
+            return DeadlineExceeded(
+                f"{what}: not done within {timeout_s:g} s; allow more, or see what slows the peer"
+            )
+        case Status.PROTOCOL_ERROR:
+            why = done.reason or "the peer answered nonsense; do both run the same release?"
+            return ProtocolError(f"{what}: {why}")
+        case Status.CANCELLED:
+            return Unavailable(
+                f"{what}: cancelled, because the segment, the engine or the local memory was closed"
+            )
+        case Status.IO_ERROR:
+            return StorageError(f"{what}: {done.reason or 'the device refused'}")
+        case _:
+            why = (
+                (segment.reason if segment.is_replaced else done.reason)
+                or segment.reason
+                or "the peer is gone or cannot be reached; open its current descriptor"
+            )
+            return PeerLost(f"{what}: {why}")

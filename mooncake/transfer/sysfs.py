@@ -1,4 +1,4 @@
-"""Reads the cards of this host from sysfs. Knows where files lie, and decides nothing (``topology.py``)."""
+"""Discovery of this host's devices in sysfs. Knows file paths only; ``topology.py`` decides."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ DISPLAY_CONTROLLERS = ("0x0300", "0x0302")
 
 
 def discover(root: str | Path = "/sys") -> Topology:
-    """The host whose sysfs is mounted at ``root``. What cannot be read is left out."""
+    """Read the topology of the host whose sysfs is mounted at ``root``. Unreadable files are left out."""
     sys = Path(root)
     interfaces = {card.name: card for card in map(_interface, _children(sys / "class/net"))}
     devices = [_rdma(path, interfaces) for path in _children(sys / "class/infiniband")]
@@ -63,7 +63,7 @@ def _rdma(path: Path, interfaces: dict[str, Device]) -> Device:
 
 
 def _bus(device: Path) -> tuple[str, ...]:
-    """The PCI addresses from the host bridge down."""
+    """PCI addresses from the host bridge down."""
     try:
         parts = device.resolve(strict=True).parts
     except OSError:
@@ -82,7 +82,7 @@ def _children(folder: Path) -> list[Path]:
 def _text(file: Path) -> str:
     try:
         return file.read_text(errors="replace").strip()
-    except OSError:  # no such fact here, or (speed of a link that is down) not now
+    except OSError:  # no such file here, or unreadable now (speed of a link that is down)
         return ""
 
 

@@ -1,7 +1,7 @@
 """TLS of a transfer engine: which files it uses, and the native context for its tcp data.
 
 Everything else about certificates is in ``mooncake.security``. An engine uses the files of its own settings
-if these name any, else those of its process, then for all that it says and moves.
+if these name any, else those of its process, in both cases for all its connections.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from mooncake.transfer.settings import TransferSettings
 
 
 def agree_on_tls(settings: TransferSettings, identity: Identity) -> tuple[TransferSettings, Identity]:
-    """Settings and identity of one engine, which agree about TLS.
+    """Return settings and identity of one engine with the same TLS files.
 
     Raises:
         InvalidArgument: names the setting whose file is missing or wrong.
@@ -41,10 +41,10 @@ def agree_on_tls(settings: TransferSettings, identity: Identity) -> tuple[Transf
 
 
 def native_tls(settings: TransferSettings) -> _native.TlsContext:
-    """For tcp data.
+    """Make the TLS context for tcp data.
 
     Raises:
-        InvalidArgument: names the setting whose file is missing or wrong, or says that OpenSSL is.
+        InvalidArgument: names the setting whose file is missing or wrong, or reports that OpenSSL is.
     """
     check_files(settings)
     try:

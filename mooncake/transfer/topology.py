@@ -1,9 +1,9 @@
-"""Which network cards are near which memory: NICs, NUMA nodes and GPUs of a host, ranked for a buffer.
+"""Topology of a host: which network cards are near which memory, by NUMA node and GPU.
 
 A buffer's *location* is ``cpu:<numa node>``, ``cuda:<gpu>`` or ``*`` (anywhere). For each location the
-RDMA devices are split into preferred and other ones; that split is what hosts tell each other (in the
-form that the existing package prints), and from the two of them each rail between a pair of buffers
-gets a rank. Where the facts come from, ``sysfs.py`` knows.
+RDMA devices are split into preferred and other ones. Hosts publish that split (in the
+form that the existing package prints), and from the splits of both hosts each rail between a pair of
+buffers gets a rank. ``sysfs.py`` reads the devices.
 """
 
 from __future__ import annotations
@@ -23,12 +23,12 @@ Matrix = dict[str, tuple[list[str], list[str]]]
 
 
 class Distance(enum.IntEnum):
-    """Between two devices, nearest first; the names that ``nvidia-smi topo`` uses."""
+    """Distance of two devices, nearest first; the names are those of ``nvidia-smi topo``."""
 
     PIX = 0
-    "Behind one PCIe switch."
+    "Below one PCIe switch."
     PXB = 1
-    "Behind several switches of one root port."
+    "Below several switches of one root port."
     PHB = 2
     "Across the host bridge."
     NODE = 3
@@ -38,24 +38,24 @@ class Distance(enum.IntEnum):
 
 
 class Device(msgspec.Struct, frozen=True):
-    """A card."""
+    """Network card or GPU."""
 
     name: str
     kind: str
     "``rdma``, ``net`` or ``gpu``."
     numa: int
-    "Its NUMA node; -1 when the machine does not say."
+    "Its NUMA node; -1 when unknown."
     bus: tuple[str, ...] = ()
-    "From the host bridge to the card; empty for a virtual one."
+    "PCI addresses from the host bridge to the card; empty for a virtual one."
     is_up: bool = True
     gbit_per_s: float = 0.0
-    "0: unknown."
+    "0 when unknown."
     carries: str = ""
-    "Of an RDMA device: the network interface it shares its port with."
+    "Network interface that shares its port, for an RDMA device."
 
 
 class Topology(msgspec.Struct, frozen=True):
-    """One host."""
+    """Devices and NUMA nodes of one host."""
 
     nodes: list[int]
     devices: list[Device]
@@ -64,12 +64,12 @@ class Topology(msgspec.Struct, frozen=True):
         return [device for device in self.devices if device.kind == kind]
 
     def locations(self) -> list[str]:
-        """Where memory can be on this host."""
+        """Locations that memory can have on this host."""
         gpus = self.of_kind("gpu")
         return [f"cpu:{node}" for node in self.nodes] + [f"cuda:{i}" for i in range(len(gpus))]
 
     def split(self, location: str, allowed: Sequence[str] = ()) -> tuple[list[str], list[str]]:
-        """Preferred and other RDMA devices for memory at ``location``, of those ``allowed`` (none: all)."""
+        """Preferred and other RDMA devices for memory at ``location``, among ``allowed`` (empty: all)."""
         cards = [card for card in self.of_kind("rdma") if not allowed or card.name in allowed]
         where, _, number = location.partition(":")
         if where == "cpu" and number.isdigit():
@@ -87,7 +87,7 @@ class Topology(msgspec.Struct, frozen=True):
 
 
 def distance(one: Device, other: Device) -> Distance:
-    """How far two cards are from each other."""
+    """Distance between two cards."""
     shared = 0
     while shared < min(len(one.bus), len(other.bus)) and one.bus[shared] == other.bus[shared]:
         shared += 1
@@ -100,7 +100,7 @@ def distance(one: Device, other: Device) -> Distance:
 
 
 class Places:
-    """Where the memory behind an address is, for those whose place is known."""
+    """Locations of memory ranges, for those whose location is known."""
 
     def __init__(self, spans: Iterable[tuple[int, int, str]] = ()) -> None:
         self._spans = sorted(span for span in spans if span[2] != ANYWHERE)
@@ -119,7 +119,7 @@ class Places:
 
 
 def is_location(text: str) -> bool:
-    """``cpu:<numa node>``, ``cuda:<gpu>`` or ``*``."""
+    """Whether ``text`` is ``cpu:<numa node>``, ``cuda:<gpu>`` or ``*``."""
     kind, _, number = text.partition(":")
     return text == ANYWHERE or (kind in ("cpu", "cuda") and number.isdigit())
 
@@ -127,12 +127,12 @@ def is_location(text: str) -> bool:
 def ranks(
     paths: Iterable[str], here: Matrix, location: str, there: Matrix, remote_location: str
 ) -> dict[str, int]:
-    """How many steps each path is from ideal for a pair of buffers: 0 when both ends are preferred."""
-    ours, theirs = _others(here, location), _others(there, remote_location)
+    """Rank of each path for a pair of buffers: 0 when both ends are preferred, one more per other end."""
+    far_here, far_there = _others(here, location), _others(there, remote_location)
     found = {}
     for path in paths:
         local, _, remote = rail_of(path).partition(">")
-        found[path] = (local in ours) + (remote in theirs)
+        found[path] = (local in far_here) + (remote in far_there)
     return found
 
 

@@ -17,8 +17,7 @@ from mooncake.cli.processes import HttpCheck, Processes, RolePlan, is_serving, l
 from mooncake.cli.supervisor import RoleSpec, RoleState
 from mooncake.http.server import HttpServer, listen
 from mooncake.security import HttpAuth, Identity, SecuritySettings
-from mooncake.security.caller import HttpClientAuth
-from mooncake.security.http_auth import Receive, Scope, Send
+from mooncake.security.http_auth import HttpClientAuth, Receive, Scope, Send
 
 pytestmark = pytest.mark.processes
 

@@ -65,11 +65,11 @@ class StoreConnector:
     def start(self, folder: Path) -> None:
         (port,) = free_ports(HOST, 1, Random())
         self.address = f"{HOST}:{port}"
-        words = ["daemon", "--port", str(port), "--capacity-dram", "0.064", "--no-huge-pages"]
+        arguments = ["daemon", "--port", str(port), "--capacity-dram", "0.064", "--no-huge-pages"]
         log = folder / f"mooncaked-{port}.log"
         with log.open("w") as output:
             self._daemon = subprocess.Popen(
-                [sys.executable, "-m", "mooncake", *words, "--parent", str(os.getpid())],
+                [sys.executable, "-m", "mooncake", *arguments, "--parent", str(os.getpid())],
                 stdout=output,
                 stderr=output,
             )

@@ -17,7 +17,7 @@ LIBRARY = ROOT / "build" / "cuda-double" / "libcuda_double.so"
 
 
 def built() -> bool:
-    """Compiles the double unless that was done; False where there is no compiler."""
+    """Compile the double unless that was done; False where there is no compiler."""
     if LIBRARY.exists() and LIBRARY.stat().st_mtime > SOURCE.stat().st_mtime:
         return True
     compiler = shutil.which(os.environ.get("CXX", "c++"))

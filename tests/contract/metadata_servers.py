@@ -82,7 +82,7 @@ class MetadataServer:
         return f"{self.kind}://{self.address}" + ("/metadata" if self.kind == "http" else "")
 
     def start(self) -> None:
-        """With nothing in it."""
+        """Start it, empty."""
         self._folder = tempfile.TemporaryDirectory()
         log = open(f"{self._folder.name}/log", "wb")  # noqa: SIM115
         self._process = subprocess.Popen(
@@ -97,14 +97,14 @@ class MetadataServer:
                 break
             except (MooncakeError, OSError) as error:
                 if self._process.poll() is not None or time.monotonic() > deadline:
-                    told = open(f"{self._folder.name}/log", errors="replace").read()[-2000:]  # noqa: SIM115
+                    output = open(f"{self._folder.name}/log", errors="replace").read()[-2000:]  # noqa: SIM115
                     self.stop()
-                    raise AssertionError(f"{self.kind} does not start: {error}\n{told}") from error
+                    raise AssertionError(f"{self.kind} does not start: {error}\n{output}") from error
                 time.sleep(0.02)
         backend.close()
 
     def stop(self) -> None:
-        """As if its machine had lost power."""
+        """Kill it, as a loss of power would."""
         if self._process is not None:
             self._process.kill()
             self._process.wait()

@@ -1,4 +1,4 @@
-"""A process that lends memory: prints its descriptor, then obeys one-letter lines until stdin ends.
+"""A process that serves memory: prints its descriptor, then obeys one-letter lines until stdin ends.
 
 ``c`` closes the engine, ``u`` unregisters the region; each is answered with a line.
 """
@@ -26,9 +26,9 @@ def engine_with(transport: str, num_streams: int = 0) -> TransferEngine:
 
 
 def lend(engine: TransferEngine, transport: str, size_bytes: int) -> Region:
-    """Memory that peers reach over this transport; for ``file`` and ``tcp-file`` a file."""
+    """Register memory that peers reach over this transport; a file for ``file`` and ``tcp-file``."""
     if transport.endswith("file"):
-        descriptor, path = tempfile.mkstemp(prefix="mooncake-lent-")
+        descriptor, path = tempfile.mkstemp(prefix="mooncake-region-")
         os.close(descriptor)
         weakref.finalize(engine, Path(path).unlink, missing_ok=True)
         return engine.open_file(path, size_bytes)

@@ -203,9 +203,9 @@ OTHERS: dict[str, dict[str, Any]] = {
 async def test_blocks_of_another_kind_are_never_found(bench: Bench, other: dict[str, Any]) -> None:
     prompt = prompt_of(96)
     await (await bench.engine()).ask(prompt, saves=True)
-    stranger = await (await bench.engine(**other)).ask(prompt)
-    assert stranger.num_loaded_tokens == 0
-    assert stranger.tokens == (await bench.alone(**other).ask(prompt)).tokens
+    other_model = await (await bench.engine(**other)).ask(prompt)
+    assert other_model.num_loaded_tokens == 0
+    assert other_model.tokens == (await bench.alone(**other).ask(prompt)).tokens
 
 
 async def test_this_suite_would_notice_one_wrong_bit(bench: Bench) -> None:

@@ -1,4 +1,4 @@
-"""What ``mooncake/files/__init__.py`` promises, of the operating system's files and of the simulated ones."""
+"""The contract of ``mooncake/files/__init__.py``, for the operating system's files and the simulated ones."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ Make = Callable[[], Directory]
 
 @pytest.fixture(params=["system", "simulated"])
 def make(request: pytest.FixtureRequest, tmp_path: Path) -> Make:
-    """Opens one and the same directory."""
+    """Opens the same directory each time."""
     if request.param == "system":
         return lambda: OsDirectory(tmp_path / "folder", is_private=True)
     simulated = SimDirectory(Random(1))

@@ -15,7 +15,8 @@ import pytest
 
 from mooncake.transfer import Op, RemoteSegment, Status, TransferEngine, TransferSettings
 from tests.contract.peer_process import engine_with
-from tests.contract.test_transports import ACROSS, PeerProcess, start_peer, until
+from tests.contract.test_transports import ACROSS, PeerProcess, start_peer
+from tests.waiting import wait_until
 
 __all__ = ["start_peer"]
 
@@ -31,7 +32,7 @@ SPARE = 3
 
 @dataclass(frozen=True)
 class Held:
-    """What a process holds."""
+    """Resources that a process holds."""
 
     num_descriptors: int
     num_threads: int
@@ -52,7 +53,7 @@ class Held:
 
 
 def assert_nothing_grows(step: Callable[[int], None], num_steps: int, pids: list[int]) -> None:
-    """``step`` many times; what closes a moment later is waited for."""
+    """Run ``step`` many times, and wait for what closes a moment later."""
     for number in range(WARM_UP):
         step(number)
     gc.collect()
@@ -67,7 +68,7 @@ def assert_nothing_grows(step: Callable[[int], None], num_steps: int, pids: list
             return not any(Held.by(pid).has_grown_since(then) for pid, then in zip(pids, before, strict=True))
 
         try:
-            return until(nothing_has_grown, "giving everything back", 10.0)
+            return wait_until(nothing_has_grown, "giving everything back", 10.0)
         except AssertionError:
             phases.append((before, [Held.by(pid) for pid in pids]))
     pytest.fail(f"it grew in each phase of {num_steps - WARM_UP} steps: {phases}")
@@ -135,7 +136,7 @@ with TransferEngine() as engine:
 
 
 def test_engines_that_are_made_and_closed_under_one_name() -> None:
-    """In a process of its own, so that what is counted is theirs."""
+    """Run in a separate process, so that only its resources are counted."""
     root = str(Path(__file__).parents[2])
     code = RESTARTS.format(root=root, num_steps=500)
     done = subprocess.run([sys.executable, "-c", code], cwd=root, capture_output=True, text=True, timeout=200)

@@ -1,4 +1,4 @@
-"""What every way to find peers promises: against real services, and without any (``P2PHANDSHAKE``)."""
+"""The contract of all ways to find peers: with real services, and without any (``P2PHANDSHAKE``)."""
 
 from __future__ import annotations
 
@@ -9,8 +9,7 @@ import socket
 import subprocess
 import sys
 import threading
-import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 
 import msgspec
 import numpy as np
@@ -32,13 +31,14 @@ from mooncake.transfer.metadata import Backend, make_backend
 from mooncake.transfer.metadata.etcd import members_of
 from mooncake.transfer.name_service import metadata_key
 from tests.contract.metadata_servers import KINDS, MetadataServer, free_port, has_ipv6
+from tests.waiting import wait_until
 
 P2P = "P2PHANDSHAKE"
 
 
 @pytest.fixture(scope="module")
 def servers() -> Iterator[dict[str, MetadataServer]]:
-    """Those that were started, by kind."""
+    """The started services, by kind."""
     started: dict[str, MetadataServer] = {}
     yield started
     for server in started.values():
@@ -67,15 +67,8 @@ def backend(server: MetadataServer) -> Iterator[Backend]:
 
 @pytest.fixture(params=[*KINDS, "p2p"])
 def metadata(request: pytest.FixtureRequest, servers: dict[str, MetadataServer]) -> str:
-    """What ``TransferSettings.metadata`` is set to."""
+    """Value of ``TransferSettings.metadata``."""
     return P2P if request.param == "p2p" else started(request.param, servers).url
-
-
-def until(condition: Callable[[], bool], what: str, patience_s: float = 60.0) -> None:
-    deadline = time.monotonic() + patience_s
-    while not condition():
-        assert time.monotonic() < deadline, f"{what} did not happen within {patience_s} s"
-        time.sleep(0.02)
 
 
 # Keys and values -----------------------------------------------------------------------------------
@@ -137,7 +130,7 @@ def test_entries_expire_unless_they_are_put_again(backend: Backend) -> None:
     backend.put("freed", b"1", ttl_s=1)
     backend.put("freed", b"2")
     assert backend.get("gone") in (b"1", None)
-    until(lambda: backend.get("gone") is None, "expiry")
+    wait_until(lambda: backend.get("gone") is None, "expiry")
     assert (backend.get("kept"), backend.get("freed")) == (b"2", b"2")
     assert backend.list("") == ["freed", "kept"]
 
@@ -189,7 +182,7 @@ def test_a_service_that_is_restarted(server: MetadataServer, backend: Backend) -
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_nobody_there(kind: str) -> None:
+def test_no_service_there(kind: str) -> None:
     url = f"{kind}://127.0.0.1:{free_port()}"
     with pytest.raises(PeerLost, match=r"127\.0\.0\.1:\d+.*is it running"):
         make_backend(url).get("k")
@@ -228,7 +221,7 @@ def test_a_service_that_does_not_answer(kind: str) -> None:
     ],
 )
 def test_another_service_listens_there(kind: str, answer: bytes) -> None:
-    """It ends with an error that names the service, at once, or with a miss."""
+    """The call ends at once with an error that names the service, or with a miss."""
     with socket.create_server(("127.0.0.1", 0)) as other:
 
         def serve() -> None:
@@ -362,9 +355,9 @@ def test_probes(metadata: str) -> None:
             assert alive is not None and (alive.name, alive.epoch) == (far.name, far.epoch)
         if metadata == P2P:
             with pytest.raises(InvalidArgument, match="host:port"):
-                near.probe("nobody")
+                near.probe("missing")
         else:
-            assert near.probe("nobody") is None
+            assert near.probe("missing") is None
             near.publish()
             with pytest.raises(Unavailable, match="handshake_port=0"):
                 far.probe(near.name)
@@ -397,7 +390,7 @@ def test_peers_find_each_other(metadata: str) -> None:
 
 
 async def test_memory_registered_later_is_found(metadata: str) -> None:
-    """Published before ``register`` returns; who opened the segment before asks again, once."""
+    """A region is published before ``register`` returns; peers that opened the segment refresh it once."""
     with (
         TransferEngine(settings_of(metadata, name_for(metadata, "far"))) as far,
         TransferEngine(settings_of(metadata, metadata_cache_s=3600)) as near,
@@ -425,7 +418,7 @@ async def test_memory_registered_later_is_found(metadata: str) -> None:
 def restarted(
     metadata: str, buffer: npt.NDArray[np.uint8], at: TransferEngine | None = None
 ) -> TransferEngine:
-    """An engine that lends ``buffer``; ``at`` the ports of another, which is closed before."""
+    """Start an engine that registers ``buffer``, ``at`` the ports of another, which is closed before."""
     ports = {"tcp_port": 0, "handshake_port": 0}
     if at is not None:
         ports = {
@@ -440,7 +433,7 @@ def restarted(
 
 
 async def test_a_restarted_peer_is_never_written_to_by_mistake(metadata: str) -> None:
-    """It comes back at the same name, ports and addresses: what was memory for us is another's now."""
+    """A process restarts with the same name, ports and addresses: its memory is another's."""
     memory = np.zeros(4096, dtype=np.uint8)
     address = int(memory.ctypes.data)
     for way in ("run", "transfer", "submit", "write"):
@@ -468,7 +461,7 @@ async def test_a_restarted_peer_is_never_written_to_by_mistake(metadata: str) ->
                 assert [done.status for done in queue.drain(timeout_s=60)] == [Status.PEER_LOST]
                 assert not near.refresh(segment)
             assert "was restarted" in segment.reason and "open it again" in segment.reason
-            assert near.run(Op.WRITE, segment, *columns).status == Status.PEER_LOST, "and for ever"
+            assert near.run(Op.WRITE, segment, *columns).status == Status.PEER_LOST, "and it stays so"
             assert (memory == 7).all(), "bytes for the first process landed in the second one's memory"
             again = found(near, name)
             assert again is not segment
@@ -535,7 +528,7 @@ def kill_and_come_back(metadata: str, transports: tuple[str, ...]) -> None:
             assert done.status in (Status.PEER_LOST, Status.OK)  # a dead one's memory, while we have it
             return done.status == Status.PEER_LOST
 
-        until(is_lost, "noticing that the peer is gone")
+        wait_until(is_lost, "noticing that the peer is gone")
         second = PeerProcess(metadata, tcp, handshake)
         try:
             for address in (first.address, second.address):
@@ -601,14 +594,14 @@ def test_a_service_that_restarts_empty_fills_again(server: MetadataServer) -> No
             encoded = asker.get(metadata_key("far"))
             return encoded is not None and len(decode_descriptor(encoded).regions) == 2
 
-        until(is_back, "the descriptor to be put again")
+        wait_until(is_back, "the descriptor to be put again")
         here = near.allocate(4096)
         assert near.run(Op.WRITE, segment, [here.address], [late.address], [9]).status == Status.OK
         asker.close()
 
 
 def test_an_entry_outlives_its_ttl_and_not_its_process(servers: dict[str, MetadataServer]) -> None:
-    """Put again while the process lives; a killed one's is gone a little later."""
+    """A descriptor is put again while its process lives; that of a killed one is gone a little later."""
     server = started("http", servers)
     peer = subprocess.Popen(
         [sys.executable, "-c", PEER.replace("publish()", "publish(1.2)"), server.url, "mortal", "0", "0"],
@@ -618,14 +611,16 @@ def test_an_entry_outlives_its_ttl_and_not_its_process(servers: dict[str, Metada
     backend = make_backend(server.url, timeout_s=30)
     try:
         assert peer.stdout is not None and peer.stdout.readline()
-        until(lambda: backend.get(metadata_key("mortal")) is not None, "publishing")
+        wait_until(lambda: backend.get(metadata_key("mortal")) is not None, "publishing")
         backend.put("marker", b"", ttl_s=2.5)
-        until(lambda: backend.get("marker") is None, "the time of more than one life to pass")
-        until(lambda: backend.get(metadata_key("mortal")) is not None, "being there after its first life", 20)
+        wait_until(lambda: backend.get("marker") is None, "the time of more than one life to pass")
+        wait_until(
+            lambda: backend.get(metadata_key("mortal")) is not None, "being there after its first life", 20
+        )
     finally:
         peer.kill()
         peer.communicate()
-    until(lambda: backend.get(metadata_key("mortal")) is None, "expiry")
+    wait_until(lambda: backend.get(metadata_key("mortal")) is None, "expiry")
     backend.close()
 
 
@@ -641,7 +636,7 @@ def test_an_engine_does_not_take_its_successors_entry_back(server: MetadataServe
 
 def test_something_else_lies_under_a_name(server: MetadataServer, backend: Backend) -> None:
     backend.put(metadata_key("odd"), b'{"name": "odd", "protocol": "tcp", "buffers": []}')
-    wanted = r"under the name odd lies .*not a segment descriptor"
+    wanted = "the entry of odd is not a segment descriptor"
     with TransferEngine(settings_of(server.url)) as near, pytest.raises(ProtocolError, match=wanted):
         near.open_name("odd")
 

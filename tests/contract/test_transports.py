@@ -1,4 +1,4 @@
-"""What every transport promises, whichever it is. ``transports/local.py`` is the definition."""
+"""The contract of all transports. ``transports/local.py`` is its definition."""
 
 from __future__ import annotations
 
@@ -9,7 +9,6 @@ import signal
 import subprocess
 import sys
 import threading
-import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
@@ -34,6 +33,7 @@ from mooncake.transfer.transports.cuda import why_unavailable
 from mooncake.transfer.transports.rdma import usable_devices
 from tests.contract import cuda_double
 from tests.contract.peer_process import engine_with, lend
+from tests.waiting import wait_until
 
 NO_GPU = why_unavailable()
 GPU = () if NO_GPU else ("cuda",)
@@ -47,7 +47,7 @@ PEER = Path(__file__).with_name("peer_process.py")
 
 @dataclasses.dataclass
 class Pair:
-    """Two engines of this process: ``near`` moves, ``far`` lends ``pool``."""
+    """Two engines of this process: ``near`` moves, ``far`` registers ``pool``."""
 
     near: TransferEngine
     far: TransferEngine
@@ -64,7 +64,7 @@ class Pair:
 
 
 class DeviceBytes:
-    """Bytes of device memory as an array would show them, through an engine of their own: also after the
+    """Bytes of device memory as an array would show them, through a separate engine: also after the
     region under test was unregistered."""
 
     def __init__(self, pool: Region, spy: TransferEngine) -> None:
@@ -100,7 +100,7 @@ def bytes_of(pool: Region, spy: TransferEngine) -> npt.NDArray[np.uint8] | Devic
 
 
 def usable(transport: str) -> str:
-    """The transport, or a skip that says why not."""
+    """The transport, or a skip with the reason."""
     if transport == "cuda-double" and not cuda_double.built():
         pytest.skip("no C++ compiler for the test double of the CUDA driver; install g++")
     if transport == "rdma":
@@ -145,7 +145,7 @@ class PeerProcess:
         assert self._line() == b"done\n"
 
     def freeze(self) -> None:
-        """Returns when all its threads have stopped."""
+        """Wait until all its threads have stopped."""
         self.process.send_signal(signal.SIGSTOP)
         os.waitpid(self.process.pid, os.WUNTRACED)
 
@@ -166,13 +166,6 @@ def start_peer() -> Iterator[Callable[..., PeerProcess]]:
     yield start
     for peer in started:
         peer.end()
-
-
-def until(condition: Callable[[], bool], what: str, patience_s: float = 10.0) -> None:
-    deadline = time.monotonic() + patience_s
-    while not condition():
-        assert time.monotonic() < deadline, f"{what} did not happen within {patience_s} s"
-        time.sleep(0.002)
 
 
 def is_ok(done: Completion, num_bytes: int) -> bool:
@@ -305,13 +298,13 @@ async def test_coroutines(pair: Pair) -> None:
     assert (pair.bytes_there[:1000] == data).all()
 
 
-async def test_a_big_batch_goes_in_pieces_and_tells_how_far_it_is(transport: str) -> None:
+async def test_a_big_batch_goes_in_pieces_and_reports_progress(transport: str) -> None:
     size = (16 if transport == "local" else 40) * MIB
     with engine_with(transport) as far, engine_with(transport) as near, engine_with(transport) as spy:
         pool, here = lend(far, transport, size), near.allocate(size)
         data = np.random.default_rng(3).integers(0, 256, size, dtype=np.uint8)
         here.view()[:] = data.data
-        told: list[int] = []
+        reported: list[int] = []
         cut = 23 * MIB + 5 if transport != "local" else 7
         done = await near.transfer(
             Op.WRITE,
@@ -321,13 +314,13 @@ async def test_a_big_batch_goes_in_pieces_and_tells_how_far_it_is(transport: str
             [cut, size - cut],
             checksum=True,
             priority=2,
-            progress=told.append,
+            progress=reported.append,
         )
         assert is_ok(done, size) and (bytes_of(pool, spy)[:size] == data).all()
         assert done.checksums is not None
         assert done.checksums.tolist() == [crc32c(data[:cut].data), crc32c(data[cut:].data)]
-        assert told == sorted(told) and all(0 < num_bytes < size for num_bytes in told)
-        assert told or transport == "local"
+        assert reported == sorted(reported) and all(0 < num_bytes < size for num_bytes in reported)
+        assert reported or transport == "local"
 
 
 def test_many_threads(pair: Pair) -> None:
@@ -411,8 +404,8 @@ def test_wrong_key(pair: Pair, op: Op, monkeypatch: pytest.MonkeyPatch) -> None:
     done = pair.near.run(op, guessed, [here.address], [pair.pool.address], [1000])
     assert done.status == Status.ACCESS_DENIED
     assert not pair.bytes_there.any() and bytes(here.view()) == before
-    told = pair.near.open(pair.far.describe())
-    assert is_ok(pair.near.run(Op.WRITE, told, [here.address], [pair.pool.address], [1000]), 1000)
+    described = pair.near.open(pair.far.describe())
+    assert is_ok(pair.near.run(Op.WRITE, described, [here.address], [pair.pool.address], [1000]), 1000)
 
 
 @pytest.mark.parametrize("op", list(Op))
@@ -445,10 +438,10 @@ def test_ranges_that_wrap_around(pair: Pair) -> None:
 @pytest.mark.parametrize("op", list(Op))
 def test_unregistered_local_memory(pair: Pair, op: Op) -> None:
     data, here = pair.buffer(1000)
-    stranger = np.zeros(1000, dtype=np.uint8)
+    unregistered = np.zeros(1000, dtype=np.uint8)
     remote = [pair.pool.address] * 2
     queue = pair.near.new_queue()
-    for address in (stranger.ctypes.data, here.address + 1):
+    for address in (unregistered.ctypes.data, here.address + 1):
         with pytest.raises(InvalidArgument, match=r"local\[1\]"):
             pair.near.run(op, pair.segment, [here.address, address], remote, [1000, 1000])
         with pytest.raises(InvalidArgument, match=r"local\[1\]"):
@@ -457,19 +450,19 @@ def test_unregistered_local_memory(pair: Pair, op: Op) -> None:
     pair.near.unregister(here)
     with pytest.raises(InvalidArgument, match="register"):
         pair.near.run(op, pair.segment, [here.address], remote[:1], [1000])
-    assert not pair.bytes_there.any() and not stranger.any() and data.any()
+    assert not pair.bytes_there.any() and not unregistered.any() and data.any()
 
 
 def test_read_only_memory_is_read_and_never_written(transport: str) -> None:
     with engine_with(transport) as near, engine_with(transport) as far:
-        treasure = bytes(range(256))
-        lent = far.register(treasure)
+        secret = bytes(range(256))
+        registered = far.register(secret)
         pool = near.allocate(4096)
         segment = near.open(far.describe())
         if transport in ("local", "tcp"):  # the others reach only what they share
-            assert is_ok(near.run(Op.READ, segment, [pool.address], [lent.address], [256]), 256)
-            assert bytes(pool.view()[:256]) == treasure
-        done = near.run(Op.WRITE, segment, [pool.address + 1000], [lent.address], [256])
+            assert is_ok(near.run(Op.READ, segment, [pool.address], [registered.address], [256]), 256)
+            assert bytes(pool.view()[:256]) == secret
+        done = near.run(Op.WRITE, segment, [pool.address + 1000], [registered.address], [256])
         assert done.status == Status.ACCESS_DENIED
         local = near.register(b"x" * 256)
         far_pool = lend(far, transport, 4096)
@@ -477,7 +470,7 @@ def test_read_only_memory_is_read_and_never_written(transport: str) -> None:
         assert is_ok(near.run(Op.WRITE, segment, [local.address], [far_pool.address], [256]), 256)
         with pytest.raises(InvalidArgument, match="writable"):
             near.run(Op.READ, segment, [local.address], [far_pool.address], [256])
-        assert treasure == bytes(range(256))
+        assert secret == bytes(range(256))
 
 
 # Ending --------------------------------------------------------------------------------------------
@@ -488,7 +481,7 @@ def test_a_closed_peer_is_lost(pair: Pair) -> None:
     move = (pair.segment, [here.address], [pair.pool.address], [1000])
     assert is_ok(pair.near.run(Op.WRITE, *move), 1000)
     pair.far.close()
-    until(lambda: pair.near.run(Op.WRITE, *move).status == Status.PEER_LOST, "the loss")
+    wait_until(lambda: pair.near.run(Op.WRITE, *move).status == Status.PEER_LOST, "the loss")
 
 
 def test_a_closed_engine_cancels(pair: Pair) -> None:
@@ -505,7 +498,7 @@ def test_a_closed_engine_cancels(pair: Pair) -> None:
 
 
 class Traffic:
-    """Threads that read from a peer into ``landing`` until told to stop, and what they saw."""
+    """Threads that read from a peer into ``landing`` until stopped, and the statuses that they got."""
 
     def __init__(self, pair: Pair, op: Op, num_threads: int = 2) -> None:
         self.landing = np.zeros(4 * MIB, dtype=np.uint8)
@@ -515,7 +508,7 @@ class Traffic:
         self._threads = [threading.Thread(target=self._work, args=(pair, op)) for _ in range(num_threads)]
         for thread in self._threads:
             thread.start()
-        until(lambda: len(self.seen) > 2, "traffic")
+        wait_until(lambda: len(self.seen) > 2, "traffic")
 
     def _work(self, pair: Pair, op: Op) -> None:
         segment = pair.segment
@@ -594,7 +587,7 @@ def test_a_killed_peer_is_lost_soon(transport: str, start_peer: Callable[..., Pe
 
         thread = threading.Thread(target=work)
         thread.start()
-        until(lambda: len(seen) > 1, "traffic")
+        wait_until(lambda: len(seen) > 1, "traffic")
         peer.process.kill()
         thread.join(10)
         assert not thread.is_alive(), "a transfer to a dead process hangs"
@@ -605,7 +598,7 @@ def test_a_killed_peer_is_lost_soon(transport: str, start_peer: Callable[..., Pe
 @pytest.mark.processes
 @pytest.mark.parametrize("transport", ACROSS)
 def test_a_restarted_peer_is_another(transport: str, start_peer: Callable[..., PeerProcess]) -> None:
-    """Old descriptor, new process at the same endpoint: the epoch tells them apart."""
+    """Old descriptor, new process at the same endpoint: the epochs differ."""
     peer, other = start_peer(transport), start_peer(transport)
     place = {"endpoints": other.descriptor.endpoints, "handshake": other.descriptor.handshake}
     stale = msgspec.structs.replace(peer.descriptor, **place)
@@ -686,7 +679,7 @@ print(status.name, flush=True)
 
 @pytest.mark.processes
 def test_processes_exit_cleanly_without_close(transport: str) -> None:
-    """Interpreter exit with everything open, a forked child's exit, and a child forked with traffic."""
+    """Exit of the interpreter with everything open, of a forked child, and of one forked under traffic."""
     script = """
 import os, sys, numpy as np
 from mooncake.transfer import *

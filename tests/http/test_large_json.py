@@ -1,4 +1,4 @@
-"""However a large object is cut, it holds what one call would have found."""
+"""However a large object is cut, the result is that of one call."""
 
 from __future__ import annotations
 
@@ -60,6 +60,6 @@ def test_what_is_no_object_is_itself(text: bytes) -> None:
 
 
 def test_a_long_last_item_ends_the_cutting() -> None:
-    """No comma follows the place of the next cut."""
+    """No comma follows the position of the next cut."""
     items = [*range(100_000), "x" * 400_000]
     assert large_json.decode(json.dumps({"prompt": items}).encode()) == {"prompt": items}

@@ -1,4 +1,4 @@
-"""Requests are read as the public API reads them, and every wrong one names the field that is wrong."""
+"""Requests are parsed as by the public API, and the error of an invalid one names the field."""
 
 from __future__ import annotations
 

@@ -2,7 +2,6 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import resource
 import socket
 import threading
 import urllib.request
@@ -23,12 +22,12 @@ from mooncake.http.server import (
     BodyBudgetExceeded,
     BodyTooLarge,
     HttpServer,
-    connection_limit,
     listen,
     read_body,
     serve_metrics,
 )
 from mooncake.security import Identity, SecuritySettings
+from tests.waiting import until
 
 app = FastAPI()
 
@@ -85,14 +84,14 @@ def _broken() -> FastAPI:
     return FastAPI(lifespan=lifespan)
 
 
-# --- the edge: strangers that send little, much, or read nothing
+# --- the edge: clients that send little, much, or read nothing
 
 QUICK = Deadlines(header_s=0.3, body_s=0.3, send_s=0.3, idle_s=0.3, refused_s=0.3)
 
 
 @asynccontextmanager
-async def edge(application: Any = None, **words: Any) -> AsyncIterator[HttpServer]:
-    server = HttpServer(application or _bodies(), listen("127.0.0.1", 0), grace_s=1.0, **words)
+async def edge(application: Any = None, **options: Any) -> AsyncIterator[HttpServer]:
+    server = HttpServer(application or _bodies(), listen("127.0.0.1", 0), grace_s=1.0, **options)
     await server.start()
     try:
         yield server
@@ -117,15 +116,15 @@ def _bodies(most_bytes: int = 1000) -> FastAPI:
     return made
 
 
-async def opened(server: HttpServer, said: bytes = b"") -> tuple[asyncio.StreamReader, asyncio.StreamWriter]:
+async def opened(server: HttpServer, sent: bytes = b"") -> tuple[asyncio.StreamReader, asyncio.StreamWriter]:
     reader, writer = await asyncio.open_connection("127.0.0.1", server.port)
-    writer.write(said)
+    writer.write(sent)
     await writer.drain()
     return reader, writer
 
 
 async def to_the_end(reader: asyncio.StreamReader) -> bytes:
-    """Whatever comes until the server closes; the test fails if it does not."""
+    """All bytes until the server closes; the test fails if it does not."""
     found = bytearray()
     async with asyncio.timeout(20):
         try:
@@ -140,27 +139,25 @@ ASK = b"POST / HTTP/1.1\r\nHost: x\r\nContent-Length: %d\r\n\r\n"
 
 
 @pytest.mark.parametrize(
-    "said",
+    "sent",
     [b"", b"GET /he", b"GET /hello HTTP/1.1\r\nHost: x\r\n", ASK % 5 + b"12", b"GET /hello HTTP/1.1\r\n\r\n"],
     ids=["nothing", "half a line", "half a header", "half a body", "no second request"],
 )
-async def test_who_does_not_go_on_is_cut(said: bytes) -> None:
+async def test_who_does_not_go_on_is_cut(sent: bytes) -> None:
     async with edge(deadlines=QUICK) as server:
-        reader, writer = await opened(server, said)
+        reader, writer = await opened(server, sent)
         answer = await to_the_end(reader)
-        assert (b"hello" in answer) == (b"\r\n\r\n" in said and b"GET" in said)
+        assert (b"hello" in answer) == (b"\r\n\r\n" in sent and b"GET" in sent)
         writer.close()
-        async with asyncio.timeout(20):
-            while len(server.acceptor.connections):  # noqa: ASYNC110 (the server tells nobody)
-                await asyncio.sleep(0.01)
+        await until(lambda: not len(server.acceptor.connections))
 
 
 async def test_silent_strangers_make_room_for_who_asks() -> None:
     async with edge(max_connections=4) as server:
-        strangers = [await opened(server, b"GET /") for _ in range(12)]
+        outsiders = [await opened(server, b"GET /") for _ in range(12)]
         assert await asyncio.to_thread(fetch, f"http://127.0.0.1:{server.port}/hello") == b"hello"
         assert len(server.acceptor.connections) <= 4
-        for reader, writer in strangers[:8]:
+        for reader, writer in outsiders[:8]:
             assert await to_the_end(reader) == b""
             writer.close()
 
@@ -177,9 +174,7 @@ async def test_who_is_being_served_is_not_cut_for_another() -> None:
     async with edge(made, max_connections=2) as server:
         asked = b"GET /slow HTTP/1.1\r\nHost: x\r\nConnection: close\r\n\r\n"
         served = [await opened(server, asked) for _ in range(2)]
-        async with asyncio.timeout(20):
-            while server.acceptor.connections.count(ConnectionPhase.ANSWER) < 2:  # noqa: ASYNC110
-                await asyncio.sleep(0.01)
+        await until(lambda: server.acceptor.connections.count(ConnectionPhase.ANSWER) >= 2)
         reader, writer = await opened(server, asked)
         assert b"503 Service Unavailable" in await to_the_end(reader)
         writer.close()
@@ -207,9 +202,7 @@ async def test_bodies_share_a_bounded_memory_and_give_it_back() -> None:
     async with edge() as server:
         server.bodies.most_bytes = 2000
         held = [await opened(server, ASK % 901 + b"x" * 900) for _ in range(2)]
-        async with asyncio.timeout(20):
-            while server.bodies.num_held < 1800:  # noqa: ASYNC110
-                await asyncio.sleep(0.01)
+        await until(lambda: server.bodies.num_held >= 1800)
         reader, writer = await opened(server, ASK % 900 + b"x" * 900)
         async with asyncio.timeout(20):
             assert b"503" in await reader.readline()
@@ -219,9 +212,7 @@ async def test_bodies_share_a_bounded_memory_and_give_it_back() -> None:
             async with asyncio.timeout(20):
                 assert b"200" in await reader.readline()
             writer.close()
-        async with asyncio.timeout(20):
-            while server.bodies.num_held:  # noqa: ASYNC110
-                await asyncio.sleep(0.01)
+        await until(lambda: not server.bodies.num_held)
 
 
 async def test_a_header_without_end_is_refused() -> None:
@@ -253,22 +244,12 @@ async def test_who_reads_nothing_is_cut_and_its_answer_ends() -> None:
         return StreamingResponse(endless())
 
     async with edge(made, deadlines=QUICK) as server:
-        stranger = socket.create_connection(("127.0.0.1", server.port))
-        stranger.sendall(b"GET / HTTP/1.1\r\nHost: x\r\n\r\n")
+        outsider = socket.create_connection(("127.0.0.1", server.port))
+        outsider.sendall(b"GET / HTTP/1.1\r\nHost: x\r\n\r\n")
         async with asyncio.timeout(20):
             await ended.wait()
-            while len(server.acceptor.connections):  # noqa: ASYNC110
-                await asyncio.sleep(0.01)
-        stranger.close()
-
-
-def test_connections_stay_below_the_limit_of_files(monkeypatch: pytest.MonkeyPatch) -> None:
-    limits = (256, 256)
-    monkeypatch.setattr(resource, "getrlimit", lambda which: limits)
-    assert connection_limit() == 96 and connection_limit(10) == 10 and connection_limit(5000) == 96
-    limits = (1024, 4096)
-    monkeypatch.setattr(resource, "setrlimit", lambda which, wanted: None)
-    assert connection_limit() == (4096 - 64) // 2, "the soft limit is raised first"
+            await until(lambda: not len(server.acceptor.connections))
+        outsider.close()
 
 
 async def test_tls_handshakes_have_a_deadline_too(tmp_path: Path) -> None:
@@ -279,9 +260,7 @@ async def test_tls_handshakes_have_a_deadline_too(tmp_path: Path) -> None:
         reader, writer = await opened(server)
         assert await to_the_end(reader) == b""
         writer.close()
-        async with asyncio.timeout(20):
-            while len(server.acceptor.connections):  # noqa: ASYNC110
-                await asyncio.sleep(0.01)
+        await until(lambda: not len(server.acceptor.connections))
 
 
 async def test_strangers_in_their_tls_handshakes_make_room(tmp_path: Path) -> None:
@@ -292,8 +271,7 @@ async def test_strangers_in_their_tls_handshakes_make_room(tmp_path: Path) -> No
     async with edge(tls=identity.server_tls, deadlines=patient, max_connections=4) as server:
         idle = [await opened(server) for _ in range(4)]
         async with asyncio.timeout(20):
-            while len(server.acceptor.connections) < 4:  # noqa: ASYNC110
-                await asyncio.sleep(0.01)
+            await until(lambda: len(server.acceptor.connections) >= 4)
             reader, writer = await asyncio.open_connection(
                 "127.0.0.1", server.port, ssl=identity.client_tls, server_hostname="n"
             )

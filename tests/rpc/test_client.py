@@ -1,4 +1,4 @@
-"""The server and both faces of the client over real sockets on loopback."""
+"""The server and both clients over real sockets on loopback."""
 
 from __future__ import annotations
 
@@ -24,6 +24,7 @@ from mooncake.errors import (
 from mooncake.rpc import AsyncClient, BlockingClient, Call, Connection, RpcServer
 from mooncake.rpc.client import split_address
 from mooncake.rpc.wire import OPEN_GREETING, encode
+from tests.waiting import until
 
 
 class Echo(msgspec.Struct, array_like=True, tag="echo"):
@@ -102,13 +103,6 @@ async def client(service: Service) -> AsyncIterator[AsyncClient]:
     await client.close()
 
 
-async def until(condition: object, timeout_s: float = 5.0) -> None:
-    assert callable(condition)
-    async with asyncio.timeout(timeout_s):
-        while not condition():  # noqa: ASYNC110 - a condition that nobody announces
-            await asyncio.sleep(0.001)
-
-
 async def test_answers_at_once_and_from_a_coroutine(client: AsyncClient) -> None:
     assert await client.call(Echo("hello"), 5) == Echo("hello")
     assert await client.call(Break("slow"), 5) == Echo("slow")
@@ -135,7 +129,7 @@ async def test_errors_of_the_handler_arrive_as_their_class(client: AsyncClient) 
         await client.call(Break("memory"), 5)
     with pytest.raises(MooncakeError, match="KeyError"):
         await client.call(Break("bug"), 5)
-    with pytest.raises(ProtocolError, match="can't be read"):
+    with pytest.raises(ProtocolError, match="can't be decoded"):
         await client.call(Unknown(), 5)
     assert await client.call(Echo("still fine"), 5) == Echo("still fine")
 
@@ -156,7 +150,7 @@ async def test_a_lost_connection_fails_the_call_and_the_next_one_reconnects(
     await until(lambda: len(service.lost) == 1)
 
 
-async def test_the_server_hears_of_a_client_that_leaves(client: AsyncClient, service: Service) -> None:
+async def test_the_server_notices_a_client_that_leaves(client: AsyncClient, service: Service) -> None:
     await client.call(Echo("hello"), 5)
     await client.close()
     await until(lambda: len(service.lost) == 1)
@@ -165,7 +159,7 @@ async def test_the_server_hears_of_a_client_that_leaves(client: AsyncClient, ser
 
 
 async def test_closing_while_connecting_is_a_loss_and_no_cancellation() -> None:
-    client = AsyncClient("127.0.0.1:1", [Echo], "nobody")
+    client = AsyncClient("127.0.0.1:1", [Echo], "no server")
     calling = asyncio.create_task(client.call(Echo("x"), 5))
     await asyncio.sleep(0)
     await client.close()
@@ -197,7 +191,7 @@ async def test_a_stranger_is_cut_off(service: Service) -> None:
 
 
 async def test_a_client_that_takes_no_answers_is_read_no_further(service: Service) -> None:
-    """It floods the server with echo requests and never reads; memory must stay bounded."""
+    """A client floods the server with echo requests and never reads; memory must stay bounded."""
     loop = asyncio.get_running_loop()
     sock = socket.create_connection(("127.0.0.1", service.rpc.port))
     sock.setblocking(False)
@@ -275,7 +269,7 @@ async def test_a_loss_reaches_every_waiting_thread(service: Service) -> None:
     client.close()
 
 
-def test_nobody_listens() -> None:
+def test_no_process_listens() -> None:
     with socket.socket() as sock:
         sock.bind(("127.0.0.1", 0))
         port = sock.getsockname()[1]
@@ -295,7 +289,7 @@ def test_good_addresses() -> None:
 
 
 class Deaf:
-    """A peer that accepts connections and reads nothing before it is told to."""
+    """A peer that accepts connections and reads nothing until the test does."""
 
     def __init__(self) -> None:
         self._listening = socket.create_server(("127.0.0.1", 0))
@@ -303,7 +297,7 @@ class Deaf:
         self.address = f"127.0.0.1:{self._listening.getsockname()[1]}"
 
     def accepted(self) -> socket.socket:
-        """The next connection; raises TimeoutError when nobody connects."""
+        """The next connection; raises TimeoutError when none comes."""
         connection, _ = self._listening.accept()
         connection.settimeout(10.0)
         return connection
@@ -334,8 +328,8 @@ def test_a_request_that_went_out_in_part_is_the_last_on_its_connection() -> None
     peer.close()
 
 
-async def test_calls_that_nobody_answered_leave_nothing_behind(client: AsyncClient) -> None:
-    """A peer that is there and does not answer is asked for hours."""
+async def test_unanswered_calls_leave_nothing_behind(client: AsyncClient) -> None:
+    """A peer that is there and does not answer may be called for hours."""
 
     def num_futures() -> int:
         gc.collect()
@@ -363,7 +357,7 @@ async def test_attempts_to_connect_become_rarer(monkeypatch: pytest.MonkeyPatch)
         await really(0)
 
     monkeypatch.setattr("mooncake.rpc.client.asyncio.sleep", wait)
-    client = AsyncClient("127.0.0.1:1", [Echo], "nobody")
+    client = AsyncClient("127.0.0.1:1", [Echo], "no server")
     connecting = asyncio.create_task(client.connect(30))
     async with asyncio.timeout(20):
         while len(waited_s) < len(DOUBLING_S):
@@ -376,7 +370,7 @@ async def test_attempts_to_connect_become_rarer(monkeypatch: pytest.MonkeyPatch)
 
 def test_attempts_of_threads_to_connect_become_rarer(monkeypatch: pytest.MonkeyPatch) -> None:
     waited_s: list[float] = []
-    client = BlockingClient("127.0.0.1:1", [Echo], "nobody")
+    client = BlockingClient("127.0.0.1:1", [Echo], "no server")
 
     def wait(seconds: float) -> None:
         waited_s.append(seconds)

@@ -1,4 +1,4 @@
-"""What strangers and sick clients can cost a server: its limits, over real sockets."""
+"""The limits of a server against unauthenticated and faulty clients, over real sockets."""
 
 from __future__ import annotations
 
@@ -9,9 +9,11 @@ from collections.abc import Awaitable, Callable
 import msgspec
 import pytest
 
+from mooncake.file_limit import default_max_connections
 from mooncake.rpc import AsyncClient, Call, Limits, RpcServer
-from mooncake.rpc.limits import REFUSED, default_max_connections
+from mooncake.rpc.limits import REFUSED
 from mooncake.rpc.wire import OPEN_GREETING, PREFACE, encode, header
+from tests.waiting import until
 
 PATIENCE_S = 30.0
 
@@ -28,13 +30,6 @@ def answer(message: Ask, call: Call) -> Answer:
     return Answer(bytes(message.size))
 
 
-async def until(condition: Callable[[], bool]) -> None:
-    deadline = asyncio.get_running_loop().time() + PATIENCE_S
-    while not condition():
-        assert asyncio.get_running_loop().time() < deadline
-        await asyncio.sleep(0.005)
-
-
 @pytest.fixture(autouse=True)
 def looks_often(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("mooncake.rpc.server.DEADLINE_CHECK_S", 0.02)
@@ -47,7 +42,7 @@ def connected(server: RpcServer, opening: bytes = b"") -> socket.socket:
 
 
 async def is_cut(opened: socket.socket) -> bool:
-    """It ends, by being closed or reset, within our patience."""
+    """Whether the connection is closed or reset within the test's time limit."""
 
     def read_to_the_end() -> bool:
         try:
@@ -62,7 +57,7 @@ async def is_cut(opened: socket.socket) -> bool:
 
 
 async def with_server(limits: Limits, test: Callable[[RpcServer], Awaitable[None]]) -> None:
-    """Runs ``test``; a client that was there before it and rests meanwhile is served after it."""
+    """Run ``test``; a client that was connected before it and rests meanwhile is served after it."""
     server = RpcServer({Ask: answer}, limits=limits)
     await server.start("127.0.0.1", 0)
     client = AsyncClient(f"127.0.0.1:{server.port}", [Answer])
@@ -80,7 +75,7 @@ async def with_server(limits: Limits, test: Callable[[RpcServer], Awaitable[None
 @pytest.mark.parametrize(
     "opening", [b"", PREFACE[:-1], OPEN_GREETING[:-1]], ids=["silent", "half a preface", "half a greeting"]
 )
-async def test_whoever_does_not_greet_is_shown_out(opening: bytes) -> None:
+async def test_a_client_that_does_not_greet_is_disconnected(opening: bytes) -> None:
     async def test(server: RpcServer) -> None:
         assert await is_cut(connected(server, opening))
 
@@ -98,7 +93,7 @@ async def test_half_a_frame_does_not_stay(part: int) -> None:
 
 
 async def test_a_byte_now_and_then_does_not_help() -> None:
-    """A slow sender looks busy, but its frame has one time for all of it."""
+    """A slow sender looks busy, but its whole frame has one time limit."""
 
     async def test(server: RpcServer) -> None:
         slow = connected(server, OPEN_GREETING)
@@ -116,7 +111,7 @@ async def test_a_byte_now_and_then_does_not_help() -> None:
     await with_server(Limits(stall_s=0.3), test)
 
 
-async def test_whoever_takes_no_replies_is_cut_off() -> None:
+async def test_a_client_that_takes_no_replies_is_cut_off() -> None:
     async def test(server: RpcServer) -> None:
         deaf = connected(server, OPEN_GREETING + b"".join(encode(i, Ask(1 << 20)) for i in range(7)))
         await until(lambda: len(server.connections) == 2)
@@ -140,7 +135,7 @@ async def test_sizes_and_numbers_are_bounded() -> None:
     await with_server(Limits(max_body_bytes=1000, max_connections=2), test)
 
 
-async def test_idle_clients_stay_and_hinder_nobody() -> None:
+async def test_idle_clients_stay_and_hinder_no_other() -> None:
     async def test(server: RpcServer) -> None:
         idle = await asyncio.to_thread(lambda: [connected(server, OPEN_GREETING) for _ in range(200)])
         await until(lambda: len(server.connections) == 201)
@@ -154,18 +149,18 @@ async def test_idle_clients_stay_and_hinder_nobody() -> None:
     await with_server(Limits(), test)
 
 
-async def test_a_stranger_makes_room_and_a_client_does_not() -> None:
-    """Whoever has said nothing that can be understood is the first to go, the oldest of them first."""
+async def test_an_unauthenticated_client_makes_room_and_others_do_not() -> None:
+    """Connections without a valid greeting are dropped first, the oldest of them first."""
 
     async def test(server: RpcServer) -> None:
-        strangers = [connected(server, opening) for opening in (b"", OPEN_GREETING)]
+        outsiders = [connected(server, opening) for opening in (b"", OPEN_GREETING)]
         await until(lambda: len(server.connections) == 3)
         client = AsyncClient(f"127.0.0.1:{server.port}", [Answer])
         assert await client.call(Ask(3), PATIENCE_S) == Answer(bytes(3))
-        assert await is_cut(strangers[0])
+        assert await is_cut(outsiders[0])
         other = AsyncClient(f"127.0.0.1:{server.port}", [Answer])
         assert await other.call(Ask(3), PATIENCE_S) == Answer(bytes(3))
-        assert await is_cut(strangers[1])
+        assert await is_cut(outsiders[1])
         assert await is_cut(connected(server, OPEN_GREETING)), "all three are clients now"
         assert await client.call(Ask(4), PATIENCE_S) == Answer(bytes(4))
         await client.close()
@@ -175,7 +170,7 @@ async def test_a_stranger_makes_room_and_a_client_does_not() -> None:
 
 
 async def test_unfinished_requests_of_all_peers_have_one_bound() -> None:
-    """Six peers with most of a large request each: the server keeps no more than it may of all of them."""
+    """Six peers send most of a large request each: the server keeps no more than its limit for all."""
 
     async def test(server: RpcServer) -> None:
         kept = []
@@ -183,8 +178,8 @@ async def test_unfinished_requests_of_all_peers_have_one_bound() -> None:
         honest = connected(server, OPEN_GREETING + encode(1, Ask(0)) + part)
         assert await asyncio.to_thread(honest.recv, 1 << 10)
         for _ in range(6):
-            stranger = connected(server, OPEN_GREETING)
-            kept.append(asyncio.create_task(asyncio.to_thread(send_all, stranger, header(900_000, 1, 0))))
+            outsider = connected(server, OPEN_GREETING)
+            kept.append(asyncio.create_task(asyncio.to_thread(send_all, outsider, header(900_000, 1, 0))))
             await asyncio.sleep(0)
         await asyncio.gather(*kept)
         most = 0
@@ -211,7 +206,7 @@ def send_all(opened: socket.socket, head: bytes) -> None:
 
 
 async def test_more_connections_than_files_are_never_taken(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("mooncake.rpc.limits.resource.getrlimit", lambda which: (256, 256))
+    monkeypatch.setattr("mooncake.file_limit.resource.getrlimit", lambda which: (256, 256))
     assert default_max_connections() == 96
 
     async def test(server: RpcServer) -> None:

@@ -1,4 +1,4 @@
-"""A port that two protocols share."""
+"""One port shared by two protocols."""
 
 from __future__ import annotations
 
@@ -95,15 +95,15 @@ async def test_strangers_that_are_handed_on_leave_room_for_clients(tmp_path: Pat
     other = await asyncio.start_unix_server(echo, path)
     server = RpcServer({Question: answer}, other=path, limits=Limits(max_connections=4))
     port = await server.start("127.0.0.1", 0)
-    strangers = [await asyncio.open_connection("127.0.0.1", port) for _ in range(4)]
-    for reader, writer in strangers:
+    outsiders = [await asyncio.open_connection("127.0.0.1", port) for _ in range(4)]
+    for reader, writer in outsiders:
         writer.write(b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n")
         assert await reader.readexactly(5) == b"hello"
     client = AsyncClient(f"127.0.0.1:{port}", (Reply,))
     assert (await client.call(Question("hello"), 20)).text == "HELLO"
     assert server.other is not None and server.other.num_open == 3
     await client.close()
-    for _, writer in strangers:
+    for _, writer in outsiders:
         writer.close()
     await server.close()
     other.close()

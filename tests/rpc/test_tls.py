@@ -1,4 +1,4 @@
-"""Requests over TLS from many threads, and what each side is told when the other has none."""
+"""Requests over TLS from many threads, and the reason that each side gets when the other has none."""
 
 from __future__ import annotations
 
@@ -78,14 +78,14 @@ async def test_threads_share_a_session(server: RpcServer, ours: Identity) -> Non
         await asyncio.to_thread(client.call, Echo(b"late"), 5)
 
 
-async def test_a_plain_client_is_told(server: RpcServer) -> None:
+async def test_a_plain_client_gets_the_reason(server: RpcServer) -> None:
     client = client_of(server, Identity())
     with pytest.raises(PeerLost, match=r"the test's server at .* if it wants TLS, use the same `tls`"):
         await asyncio.to_thread(client.call, Echo(b"hello"), 20)
     client.close()
 
 
-async def test_a_client_that_wants_tls_is_told(ours: Identity) -> None:
+async def test_a_client_that_wants_tls_gets_the_reason(ours: Identity) -> None:
     server = RpcServer({Echo: echo}, identity=Identity())
     await server.start("127.0.0.1", 0)
     client = client_of(server, ours)
@@ -102,10 +102,10 @@ async def test_strangers_are_not_talked_to(server: RpcServer, ours: Identity, tm
     context.check_hostname = False
     context.load_verify_locations(ours.settings.tls_ca)
     without.__dict__["client_tls"], without.has_tls = context, True  # speaks TLS, shows no certificate
-    for identity, words in ((theirs, "verify failed|self.signed|issuer"), (without, "certificate required")):
+    for identity, reason in ((theirs, "verify failed|self.signed|issuer"), (without, "certificate required")):
         client = client_of(server, identity)
         # A reset may overtake the server's alert; then only the advice is left.
-        with pytest.raises((ProtocolError, PeerLost), match=f"({words}|answered nothing).*`tls_ca`"):
+        with pytest.raises((ProtocolError, PeerLost), match=f"({reason}|answered nothing).*`tls_ca`"):
             await asyncio.to_thread(client.call, Echo(b"hello"), 20)
         client.close()
     good = client_of(server, ours)
@@ -128,7 +128,7 @@ async def test_a_silent_server_costs_no_more_than_the_deadline(
 async def test_a_member_cannot_stand_between_a_node_and_its_master(
     tmp_path: Path, server: RpcServer, ours: Identity
 ) -> None:
-    """With a key besides, certificates need no role; but a proof is for the server that showed its own."""
+    """With a key too, certificates need no role; but a proof is valid for one server only."""
     authority = Path(ours.settings.tls_ca).parent
     file = tmp_path / "key"
     file.touch(0o600)
@@ -164,7 +164,7 @@ async def test_a_member_cannot_stand_between_a_node_and_its_master(
     address = f"127.0.0.1:{between.sockets[0].getsockname()[1]}"
     for kind in (BlockingClient, AsyncClient):
         victim = kind(address, [Echo], "the false master", is_patient=False, identity=honest)
-        with pytest.raises(AccessDenied, match="another than was meant"):
+        with pytest.raises(AccessDenied, match="is it the right server"):
             if isinstance(victim, AsyncClient):
                 await victim.call(Echo(b"x"), 20)
             else:

@@ -110,7 +110,7 @@ def test_a_damaged_length_does_not_swallow_what_comes_after_it() -> None:
         FrameDecoder().feed(bytes(stream))
 
 
-def test_messages_are_told_apart_by_their_tag() -> None:
+def test_messages_are_distinguished_by_their_tag() -> None:
     decode = decoder_for([Ask, Other])
     assert decode.decode(encode(7, Other(5))[HEADER_BYTES:]) == Other(5)
     assert decode.decode(encode(7, Failure("internal_error", "no"))[HEADER_BYTES:]) == Failure(

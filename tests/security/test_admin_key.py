@@ -1,4 +1,4 @@
-"""One meaning of the operators' key, set or not."""
+"""The operators' key has one meaning everywhere, set or not."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ def test_who_has_not_may_not(headers: dict[str, str]) -> None:
 
 
 @pytest.mark.parametrize("headers", [{}, {"x-api-key": ""}, {"x-api-key": "x"}, {"authorization": "Bearer "}])
-def test_where_none_is_set_nobody_may(headers: dict[str, str]) -> None:
+def test_without_a_key_every_call_is_refused(headers: dict[str, str]) -> None:
     refusal = AdminKey("").refusal(headers)
     assert refusal is not None and (refusal.status, refusal.code) == (403, "admin_key_not_set")
     assert "ADMIN_API_KEY" in refusal.message

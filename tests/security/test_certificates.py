@@ -1,4 +1,4 @@
-"""What a certificate says of its owner."""
+"""The principal that a certificate names."""
 
 from __future__ import annotations
 
@@ -41,5 +41,5 @@ def test_a_name_that_makes_no_sense_proves_nothing(names: list[str]) -> None:
 
 
 def test_no_certificate_proves_nothing() -> None:
-    with pytest.raises(AccessDenied, match="who are you"):
+    with pytest.raises(AccessDenied, match="not authenticated"):
         principal_of(None)

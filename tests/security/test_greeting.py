@@ -1,4 +1,4 @@
-"""The greeting: who has the key gets in as what it is, everybody else is asked who he is."""
+"""The greeting: a key admits its principal, every other client is refused as unauthenticated."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ def greeted(client_greeting: ClientGreeting, server_greeting: ServerGreeting) ->
     ("role", "tenant"),
     [(Role.NODE, ""), (Role.ADMIN, ""), (Role.CLIENT, ""), (Role.CLIENT, "acme")],
 )
-def test_whoever_has_the_key_is_what_the_key_is_of(role: Role, tenant: str) -> None:
+def test_a_key_determines_role_and_tenant(role: Role, tenant: str) -> None:
     client_greeting = ClientGreeting(derive(SECRET, role, tenant), nonce(1))
     server_greeting = ServerGreeting(RING, nonce(2))
     assert greeted(client_greeting, server_greeting) == Principal(role, tenant)
@@ -74,7 +74,7 @@ def test_a_client_with_a_key_does_not_trust_a_server_without() -> None:
 )
 def test_a_stranger_is_asked_who_he_is(hello: Hello) -> None:
     server_greeting = ServerGreeting(RING, nonce(2))
-    with pytest.raises(AccessDenied, match="who are you"):
+    with pytest.raises(AccessDenied, match="not authenticated"):
         server_greeting.hello(hello)
     assert server_greeting.principal is None
 
@@ -92,7 +92,7 @@ def test_what_makes_no_sense_is_refused(hello: Hello) -> None:
         ServerGreeting(RING, nonce(2)).hello(hello)
 
 
-def test_whoever_only_heard_a_greeting_cannot_repeat_it() -> None:
+def test_a_recorded_greeting_cannot_be_replayed() -> None:
     credential = derive(SECRET, Role.NODE)
     client_greeting, first = ClientGreeting(credential, nonce(1)), ServerGreeting(RING, nonce(2))
     challenge = first.hello(client_greeting.hello())
@@ -100,17 +100,17 @@ def test_whoever_only_heard_a_greeting_cannot_repeat_it() -> None:
     proof = client_greeting.prove(challenge)
     again = ServerGreeting(RING, nonce(3))
     again.hello(client_greeting.hello())
-    with pytest.raises(AccessDenied, match="no proof"):
+    with pytest.raises(AccessDenied, match="the proof is invalid"):
         again.prove(proof)
 
 
 def test_a_proof_does_not_serve_in_the_other_direction() -> None:
-    """A server that has no key sends the proof of its victim back, or asks a real server for one."""
+    """A server without a key sends its victim's proof back, or obtains one from a real server."""
     credential = derive(SECRET, Role.NODE)
     real = ServerGreeting(RING, nonce(2))
     challenge = real.hello(Hello("node", "", credential.key_id, nonce(7)))
     assert challenge is not None
-    with pytest.raises(AccessDenied, match="no proof"):
+    with pytest.raises(AccessDenied, match="the proof is invalid"):
         real.prove(Proof(challenge.proof))
     victim = ClientGreeting(credential, nonce(1))
     victim.hello()
@@ -176,13 +176,13 @@ def test_a_greeting_is_small() -> None:
         (binding_of(False, b"a" * 32), binding_of(False, b"")),
     ],
 )
-def test_what_is_said_to_one_server_cannot_be_passed_on_to_another(meant: bytes, reached: bytes) -> None:
-    """A node asks an engine of somebody else, who hands every word on to a master, and back."""
+def test_a_greeting_to_one_server_cannot_be_relayed_to_another(meant: bytes, reached: bytes) -> None:
+    """A node connects to another's engine, which relays every message to a master, and back."""
     client_greeting = ClientGreeting(derive(SECRET, Role.NODE), nonce(1), meant)
     master = ServerGreeting(RING, nonce(2), None, reached)
     challenge = master.hello(client_greeting.hello())
     assert challenge is not None
-    with pytest.raises(AccessDenied, match="another than was meant"):
+    with pytest.raises(AccessDenied, match="is it the right server"):
         client_greeting.prove(challenge)
     assert greeted(
         ClientGreeting(derive(SECRET, Role.NODE), nonce(1), meant),

@@ -1,4 +1,4 @@
-"""Who may ask an HTTP server: by signature, by certificate, by the administrator's key."""
+"""Authentication of HTTP requests by signature, certificate or administrator's key, and the client's side."""
 
 from __future__ import annotations
 
@@ -8,8 +8,8 @@ from typing import Any
 
 import pytest
 
-from mooncake.security import TRUSTED, HttpAuth, Identity, Role, SecuritySettings
-from mooncake.security.http_auth import CERTIFICATE, PRINCIPAL
+from mooncake.security import HEADER, TRUSTED, HttpAuth, Identity, Role, SecuritySettings
+from mooncake.security.http_auth import CERTIFICATE, PRINCIPAL, HttpClientAuth
 from mooncake.security.keys import derive, format_credential, format_secret
 
 SECRET = b"s" * 32
@@ -23,7 +23,7 @@ def identity(folder: Path, text: str = format_secret(SECRET)) -> Identity:
 
 
 class Server:
-    """An application that tells what it was asked, and what was answered."""
+    """An application that records its requests."""
 
     def __init__(self) -> None:
         self.asked: list[tuple[Any, bytes]] = []
@@ -41,9 +41,9 @@ class Server:
 
 
 async def ask(
-    door: HttpAuth, headers: dict[str, str], body: bytes = b"", path: str = "/a", certificate: Any = None
+    auth: HttpAuth, headers: dict[str, str], body: bytes = b"", path: str = "/a", certificate: Any = None
 ) -> int:
-    """The status; 0 when nothing was answered."""
+    """Status of the answer; 0 when there is none."""
     scope = {
         "type": "http",
         "method": "POST",
@@ -63,37 +63,39 @@ async def ask(
         if message["type"] == "http.response.start":
             answered.append(message["status"])
 
-    await door(scope, receive, send)
+    await auth(scope, receive, send)
     return answered[0] if answered else 0
 
 
 async def test_a_signed_request_is_let_in_with_the_body_that_was_signed(tmp_path: Path) -> None:
     server, ours = Server(), identity(tmp_path)
-    door, signer = HttpAuth(server, ours, open_paths=("/health",)), ours.signer()
+    auth, signer = HttpAuth(server, ours, open_paths=("/health",)), ours.signer()
     assert signer is not None
-    assert await ask(door, {}) == 401
-    assert await ask(door, {}, path="/health") == 200
-    assert await ask(door, signer.headers("POST", "/a?x=1", b"body"), b"body") == 200
+    assert await ask(auth, {}) == 401
+    assert await ask(auth, {}, path="/health") == 200
+    assert await ask(auth, signer.headers("POST", "/a?x=1", b"body"), b"body") == 200
     assert server.asked[-1][0].role is Role.NODE and server.asked[-1][1] == b"body"
     num_asked = len(server.asked)
-    assert await ask(door, signer.headers("POST", "/a?x=1", b"body"), b"other") == 0
-    assert await ask(door, signer.headers("POST", "/b?x=1", b"body"), b"body") == 401
+    assert await ask(auth, signer.headers("POST", "/a?x=1", b"body"), b"other") == 0
+    assert await ask(auth, signer.headers("POST", "/b?x=1", b"body"), b"body") == 401
     assert len(server.asked) == num_asked
 
 
 async def test_who_may_ask_is_said_by_level(tmp_path: Path) -> None:
     server = Server()
-    door = HttpAuth(server, identity(tmp_path), TRUSTED, api_key="admin")
+    auth = HttpAuth(server, identity(tmp_path), TRUSTED, api_key="admin")
     text = format_credential(derive(SECRET, Role.CLIENT, "acme"))
     (tmp_path / "acme").mkdir()
     signer = identity(tmp_path / "acme", text).signer()
     assert signer is not None
-    assert await ask(door, signer.headers("POST", "/a?x=1")) == 403
-    assert await ask(door, {"X-API-Key": "admin"}) == 200
+    assert await ask(auth, signer.headers("POST", "/a?x=1")) == 403
+    assert await ask(auth, {"X-API-Key": "admin"}) == 200
     assert server.asked[-1][0].role is Role.ADMIN
     for wrong in ("", "Admin", "admin "):
-        assert await ask(door, {"X-API-Key": wrong}) == 401
-    assert await ask(HttpAuth(server, identity(tmp_path)), {"X-API-Key": ""}) == 401, "no key, nobody has it"
+        assert await ask(auth, {"X-API-Key": wrong}) == 401
+    assert await ask(HttpAuth(server, identity(tmp_path)), {"X-API-Key": ""}) == 401, (
+        "no key is set, so none matches"
+    )
 
 
 async def test_with_tls_the_certificate_says_who_it_is(tmp_path: Path) -> None:
@@ -103,8 +105,26 @@ async def test_with_tls_the_certificate_says_who_it_is(tmp_path: Path) -> None:
     make(CertsSettings(folder=tmp_path))
     ours = Identity(SecuritySettings(*(str(tmp_path / name) for name in ("node.pem", "node.key", "ca.pem"))))  # type: ignore[arg-type]
     server = Server()
-    door = HttpAuth(server, ours, TRUSTED)
+    auth = HttpAuth(server, ours, TRUSTED)
     certificate = {"subjectAltName": (("URI", "mooncake://client/acme"),)}
-    assert await ask(door, {}, certificate=certificate) == 403
-    assert await ask(door, {}, certificate={"subjectAltName": (("URI", "mooncake://node"),)}) == 200
-    assert await ask(door, {}) == 401, "a server that does not speak TLS lets nobody in"
+    assert await ask(auth, {}, certificate=certificate) == 403
+    assert await ask(auth, {}, certificate={"subjectAltName": (("URI", "mooncake://node"),)}) == 200
+    assert await ask(auth, {}) == 401, "without TLS there is no certificate"
+
+
+def test_without_a_credential_it_asks_plainly() -> None:
+    client = HttpClientAuth(Identity())
+    assert client.url("host:1", "/ready") == "http://host:1/ready"
+    assert client.headers("GET", "/ready") == {} and client.tls is None
+
+
+def test_with_a_key_it_signs_this_very_request(tmp_path) -> None:  # type: ignore[no-untyped-def]
+    file = tmp_path / "key"
+    file.write_text(format_secret(b"k" * 32))
+    file.chmod(0o600)
+    identity = Identity(SecuritySettings(cluster_key_file=str(file)))
+    client = HttpClientAuth(identity)
+    header = client.headers("POST", "/v1/completions", b"{}")[HEADER]
+    verifier = identity.verifier()
+    assert verifier is not None
+    assert str(verifier.check(header, "POST", "/v1/completions")[0]) == "node"

@@ -45,13 +45,13 @@ def test_without_settings_nothing_is_asked_for() -> None:
     assert process_identity().signer() is None and process_identity().verifier() is None
 
 
-def test_a_process_of_somebody_else_is_told_by_its_environment(
+def test_a_process_takes_its_identity_from_its_environment(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("MOONCAKE_SECURITY_CLUSTER_KEY_FILE", str(key_file(tmp_path)))
     assert process_identity().credential == derive(SECRET, Role.NODE)
     assert tool_identity().credential == derive(SECRET, Role.ADMIN), (
-        "who holds the cluster's own key may do all"
+        "the cluster's own key permits everything"
     )
 
 
@@ -80,7 +80,7 @@ def test_a_key_that_others_may_read_is_refused(tmp_path: Path, mode: int) -> Non
 def test_what_is_no_key_file_is_named(tmp_path: Path) -> None:
     for path, reason in (
         (tmp_path / "missing", "No such file"),
-        (tmp_path, "directory|plain file"),
+        (tmp_path, "directory|regular file"),
         (key_file(tmp_path, "hello"), "line 1 is no key"),
     ):
         with pytest.raises(InvalidArgument, match=reason) as caught:

@@ -1,4 +1,4 @@
-"""The cluster key: what is derived from it, and what a file of it may hold."""
+"""The cluster key: the keys derived from it, and the contents of its file."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ def test_a_key_is_the_one_that_rfc_5869_derives() -> None:
     assert derive(SECRET, Role.CLIENT, "acme").key == theirs
 
 
-def test_whoever_has_the_secret_finds_the_key_of_everybody_and_of_no_other_cluster() -> None:
+def test_the_secret_finds_every_key_of_its_cluster_and_of_no_other() -> None:
     ring = KeyRing((SECRET, OTHER))
     for secret in (SECRET, OTHER):
         one = derive(secret, Role.CLIENT, "acme")
@@ -35,11 +35,11 @@ def test_whoever_has_the_secret_finds_the_key_of_everybody_and_of_no_other_clust
         assert ring.find(Role.ADMIN, "", one.key_id) is None
         assert ring.find(Role.CLIENT, "other", one.key_id) is None
     assert ring.credential(Role.NODE) == derive(SECRET, Role.NODE)
-    stranger = derive(b"x" * 32, Role.NODE)
-    assert ring.find(Role.NODE, "", stranger.key_id) is None
+    outsider = derive(b"x" * 32, Role.NODE)
+    assert ring.find(Role.NODE, "", outsider.key_id) is None
 
 
-def test_whoever_has_a_derived_key_finds_only_that_one() -> None:
+def test_a_derived_key_finds_only_itself() -> None:
     acme = derive(SECRET, Role.CLIENT, "acme")
     ring = parse_key_file(format_credential(acme))
     assert ring.find(Role.CLIENT, "acme", acme.key_id) == acme

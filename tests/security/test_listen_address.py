@@ -1,4 +1,4 @@
-"""Where a server without a credential may listen."""
+"""Addresses on which a server without a credential may listen."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Who may send what."""
+"""The messages that each principal may send."""
 
 from __future__ import annotations
 
@@ -52,7 +52,7 @@ def test_the_table_says_who_may() -> None:
 
 @pytest.mark.parametrize("principal", [ADMIN, NODE, CLIENT, ACME])
 def test_what_is_not_in_the_table_is_refused(principal: Principal) -> None:
-    assert "nobody" in ACCESS.refusal(Unlisted(), principal)
+    assert "no role" in ACCESS.refusal(Unlisted(), principal)
 
 
 def test_a_tenants_client_names_its_tenant_only() -> None:

@@ -1,4 +1,4 @@
-"""Processes with a cluster key in their environment, and a stranger who reaches their ports."""
+"""Processes with a cluster key in their environment, and an unauthenticated client at their ports."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ KEY = "mooncake-key-1 cluster - c3Nzc3Nzc3Nzc3Nzc3Nzc3Nzc3Nzc3Nzc3Nzc3Nzc3M=\n"
 
 @pytest.fixture
 def environment(tmp_path: Path) -> dict[str, str]:
-    """Of a member of the cluster."""
+    """The environment of a member of the cluster."""
     key = tmp_path / "cluster.key"
     key.write_text(KEY)
     key.chmod(0o600)
@@ -39,16 +39,16 @@ def environment(tmp_path: Path) -> dict[str, str]:
 
 @contextlib.contextmanager
 def started(
-    *words: str, environment: dict[str, str] | None = None, num_files: int = 0
+    *arguments: str, environment: dict[str, str] | None = None, num_files: int = 0
 ) -> Iterator[tuple[subprocess.Popen[str], str]]:
-    """A process, and what it has said until it was ready."""
+    """Start a process; yields it and its output until it was ready."""
 
     def limit() -> None:
         if num_files:
             resource.setrlimit(resource.RLIMIT_NOFILE, (num_files, num_files))
 
     process = subprocess.Popen(
-        [sys.executable, *words],
+        [sys.executable, *arguments],
         env=environment,
         stdout=subprocess.PIPE,
         stderr=subprocess.STDOUT,
@@ -77,8 +77,8 @@ def master_of(seen: str) -> str:
 MASTER = ("-m", "mooncake", "master", "--port", "0", "--metrics-port", "0")
 
 
-def test_a_master_with_a_key_answers_no_stranger(environment: dict[str, str]) -> None:
-    """F8: what the credential is for, whoever reaches the port could do."""
+def test_a_master_with_a_key_answers_no_unauthenticated_client(environment: dict[str, str]) -> None:
+    """F8: without the credential, every process that reaches the port could do these things."""
     with started(*MASTER, environment=environment) as (_, line):
         address = master_of(line)
         for message in (
@@ -88,7 +88,7 @@ def test_a_master_with_a_key_answers_no_stranger(environment: dict[str, str]) ->
             m.RemoveMatching("", True),
         ):
             client = BlockingClient(address, m.REPLIES, is_patient=False)
-            with pytest.raises(MooncakeError, match="who are you"):
+            with pytest.raises(MooncakeError, match="not authenticated"):
                 client.call(message, PATIENCE_S)
             client.close()
 
@@ -96,14 +96,14 @@ def test_a_master_with_a_key_answers_no_stranger(environment: dict[str, str]) ->
 def test_a_program_with_the_key_in_its_environment_is_a_member(environment: dict[str, str]) -> None:
     ask = "from mooncake.store import Store; print('ready', Store({!r}).exists(['key']))"
     with started(*MASTER, environment=environment) as (_, line):
-        with started("-c", ask.format(master_of(line)), environment=environment) as (_, said):
-            assert said == "ready [False]\n"
-        with Store(master_of(line)) as store, pytest.raises(MooncakeError, match="who are you"):
+        with started("-c", ask.format(master_of(line)), environment=environment) as (_, output):
+            assert output == "ready [False]\n"
+        with Store(master_of(line)) as store, pytest.raises(MooncakeError, match="not authenticated"):
             store.connect()
 
 
-def test_an_engine_with_a_key_tells_no_stranger_its_keys(environment: dict[str, str]) -> None:
-    """F9: a descriptor is all that it takes to read and write memory."""
+def test_an_engine_with_a_key_gives_no_unauthenticated_client_its_keys(environment: dict[str, str]) -> None:
+    """F9: a descriptor is enough to read and write memory."""
     serve = (
         "import time\n"
         "from mooncake.transfer import TransferEngine, TransferSettings\n"
@@ -114,35 +114,35 @@ def test_an_engine_with_a_key_tells_no_stranger_its_keys(environment: dict[str, 
     )
     with started("-c", serve, environment=environment) as (_, line):
         client = HandshakeClient()
-        with pytest.raises(MooncakeError, match="who are you"):
+        with pytest.raises(MooncakeError, match="not authenticated"):
             client.describe(line.split()[1], PATIENCE_S)
         client.close()
 
 
 @pytest.mark.parametrize("has_key", [False, True], ids=["without a key", "with a key"])
 def test_idle_strangers_do_not_take_the_place_of_clients(environment: dict[str, str], has_key: bool) -> None:
-    """F11: more of them than the process may open files; half of them have said half of something."""
+    """F11: more connections than the process may open files, half of them with half a greeting."""
     with started(*MASTER, environment=environment if has_key else None, num_files=256) as (_, line):
         host, _, port = master_of(line).rpartition(":")
-        strangers = []
+        outsiders = []
         for number in range(400):
-            stranger = socket.create_connection((host, int(port)), PATIENCE_S)
-            stranger.sendall(PREFACE if number % 2 else PREFACE[:5])
-            strangers.append(stranger)
+            outsider = socket.create_connection((host, int(port)), PATIENCE_S)
+            outsider.sendall(PREFACE if number % 2 else PREFACE[:5])
+            outsiders.append(outsider)
         ask = (
             "from mooncake.rpc import BlockingClient\n"
             "from mooncake.store.ha.messages import Leads, WhoLeads\n"
             f"client = BlockingClient({master_of(line)!r}, (Leads,), is_patient=False)\n"
             "print('ready', client.call(WhoLeads(), 20).is_here)\n"
         )
-        with started("-c", ask, environment=environment if has_key else None) as (_, said):
-            assert said == "ready True\n"
-        for stranger in strangers:
-            stranger.close()
+        with started("-c", ask, environment=environment if has_key else None) as (_, output):
+            assert output == "ready True\n"
+        for outsider in outsiders:
+            outsider.close()
 
 
 @pytest.mark.parametrize(
-    "words",
+    "arguments",
     [
         ("master", "--metrics-port", "0"),
         ("node", "--master", "127.0.0.1:1"),
@@ -151,32 +151,32 @@ def test_idle_strangers_do_not_take_the_place_of_clients(environment: dict[str, 
         ("daemon", "--capacity-dram", "0.01"),
         ("gateway", "--prefill", "127.0.0.1:1", "--decode", "127.0.0.1:2"),
     ],
-    ids=lambda words: words[0],
+    ids=lambda arguments: arguments[0],
 )
-def test_a_role_does_not_listen_to_everybody_without_a_credential(words: tuple[str, ...]) -> None:
-    command = [sys.executable, "-m", "mooncake", *words, "--host", "0.0.0.0", "--port", "0"]
+def test_a_role_does_not_listen_on_all_addresses_without_a_credential(arguments: tuple[str, ...]) -> None:
+    command = [sys.executable, "-m", "mooncake", *arguments, "--host", "0.0.0.0", "--port", "0"]
     process = subprocess.Popen(command, stderr=subprocess.PIPE, text=True)
     try:
-        _, said = process.communicate(timeout=30)
+        _, output = process.communicate(timeout=30)
     except subprocess.TimeoutExpired:
-        pytest.fail("it listens to everybody")
+        pytest.fail("it listens on all addresses")
     finally:
         process.kill()
         process.wait(PATIENCE_S)
-    assert process.returncode == 2, said
+    assert process.returncode == 2, output
     for word in ("0.0.0.0", "--tls-cert", "--cluster-key-file", "--insecure"):
-        assert word in said
-    assert "Traceback" not in said
+        assert word in output
+    assert "Traceback" not in output
 
 
-def test_it_does_when_it_is_told_to() -> None:
+def test_it_listens_there_when_insecure_is_set() -> None:
     with started(*MASTER, "--host", "0.0.0.0", "--insecure") as (_, line):
         assert "address=0.0.0.0:" in line
 
 
 def test_a_program_of_the_existing_package_listens_and_warns_once() -> None:
-    words = ("--port=0", "--metrics_port=0", "--rpc_address=0.0.0.0")
-    run = f"from mooncake.compat.programs.master import main; main({list(words)})"
+    arguments = ("--port=0", "--metrics_port=0", "--rpc_address=0.0.0.0")
+    run = f"from mooncake.compat.programs.master import main; main({list(arguments)})"
     with started("-c", run) as (process, seen):
         assert "address=0.0.0.0:" in seen
         assert seen.count("listening_without_credential") == 1

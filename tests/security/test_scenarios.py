@@ -1,7 +1,7 @@
-"""A stranger goes through everything that listens, and says everything that can be said there.
+"""An unauthenticated client sends every message to every server.
 
-What can be said is taken from the code: every handler of every RPC server. Nothing is answered but who he is,
-no handler is reached, and nothing has changed; and each role of a member may say what its table allows.
+The messages are taken from the code: every handler of every RPC server. Each is refused as unauthenticated,
+no handler is reached, and nothing changes; and each role of a member may send what its table allows.
 """
 
 from __future__ import annotations
@@ -61,7 +61,7 @@ Way = Literal["tls", "key", "both"]
 
 
 class Cluster:
-    """Credentials of one cluster, in ``folder``."""
+    """Credentials of one cluster, stored in ``folder``."""
 
     def __init__(self, folder: Path, way: Way, secret: bytes) -> None:
         self.folder, self.way, self.secret = folder, way, secret
@@ -109,7 +109,7 @@ def theirs(cluster: Cluster, tmp_path: Path) -> Cluster:
 
 
 def direct_server() -> RpcServer:
-    """That of a prefill engine, without the engine."""
+    """The RPC server of a prefill engine, without the engine."""
     return RpcServer(
         {peer_push.PushRequest: nothing, peer_push.PushProbe: nothing}, access=peer_push.ACCESS, name="direct"
     )
@@ -120,12 +120,12 @@ def nothing(message: object, call: Call) -> Failure:
 
 
 class House:
-    """Every RPC server that there is, with handlers that only say that they were reached."""
+    """Every RPC server of the code, with handlers that only record that they were reached."""
 
     def __init__(self) -> None:
         self.master = MasterServer(MasterSettings(port=0))
         self.engine = TransferEngine(TransferSettings(handshake_port=0))
-        [listener] = [one for one in self.engine._talkers if hasattr(one, "port")]
+        [listener] = [one for one in self.engine._services if hasattr(one, "port")]
         self.servers: dict[str, RpcServer] = {
             "store/server.py": self.master._rpc,
             "conductor/server.py": ConductorServer(ConductorService(ConductorSettings())).rpc,
@@ -166,7 +166,7 @@ class House:
 
 
 def sample(kind: Any) -> Any:
-    """Some value of a type: of a message, one that can be read."""
+    """A value of a type; that of a message can be decoded."""
     origin, arguments = typing.get_origin(kind), typing.get_args(kind)
     if origin is typing.Annotated:
         return sample(arguments[0])
@@ -195,7 +195,7 @@ def sample(kind: Any) -> Any:
 
 
 async def test_every_server_of_the_code_is_scanned(cluster: Cluster) -> None:
-    """Whoever adds an RPC server adds it to ``House``, and its messages to its table."""
+    """A new RPC server has to be added to ``House``, and its messages to its table."""
     found = {
         str(path.relative_to(ROOT / "mooncake"))
         for path in (ROOT / "mooncake").rglob("*.py")
@@ -211,54 +211,54 @@ async def test_every_server_of_the_code_is_scanned(cluster: Cluster) -> None:
         await asyncio.to_thread(house.engine.close)
 
 
-# What a stranger can do -------------------------------------------------------------------------------
+# What an unauthenticated client can do --------------------------------------------------------------
 
 
-async def heard(port: int, *pieces: bytes) -> bytes:
-    """Everything a server says to these bytes before it hangs up."""
+async def replies_to(port: int, *pieces: bytes) -> bytes:
+    """Everything that a server sends in reply to these bytes before it closes the connection."""
     reader, writer = await asyncio.open_connection("127.0.0.1", port)
-    said = b""
+    received = b""
     try:
         async with asyncio.timeout(PATIENCE_S):
             for piece in pieces:
                 writer.write(piece)
                 await writer.drain()
             while data := await reader.read(1 << 16):
-                said += data
+                received += data
     except ConnectionError:
         pass
     finally:
         writer.close()
-    return said
+    return received
 
 
-def is_only_a_question(said: bytes) -> bool:
-    """Nothing, an alert of TLS, or "who are you?"."""
-    if not said or said[0] == 21:
+def is_refusal(received: bytes) -> bool:
+    """Whether a reply is empty, a TLS alert, or a refusal as unauthenticated."""
+    if not received or received[0] == 21:
         return True
     replies = decoder_for([Challenge])
-    frames = FrameDecoder().feed(said)
+    frames = FrameDecoder().feed(received)
     assert [request_id for request_id, _ in frames] == [GREETING_ID]
     answer = replies.decode(frames[0][1])
     return isinstance(answer, Failure) and answer.code in ("access_denied", "protocol_error")
 
 
-async def test_a_stranger_is_asked_who_he_is_whatever_he_says(cluster: Cluster, theirs: Cluster) -> None:
+async def test_an_unauthenticated_client_is_always_refused(cluster: Cluster, theirs: Cluster) -> None:
     async with House() as house:
-        said = await asyncio.gather(
+        received = await asyncio.gather(
             *(
-                heard(server.port, opening + bytes(encode(1, sample(kind))))
+                replies_to(server.port, opening + bytes(encode(1, sample(kind))))
                 for server, kind in house.messages()
                 for opening in (OPEN_GREETING, PREFACE)
             )
         )
-        assert len(said) >= 80 and all(is_only_a_question(one) for one in said)
+        assert len(received) >= 80 and all(is_refusal(one) for one in received)
         assert not house.reached
         for server in house.servers.values():
-            for stranger in (Identity(), theirs.member(), theirs.member(Role.ADMIN)):
+            for outsider in (Identity(), theirs.member(), theirs.member(Role.ADMIN)):
                 for kind in server.handlers:
                     client = AsyncClient(
-                        f"127.0.0.1:{server.port}", [], is_patient=False, identity=stranger, servers=EVERYBODY
+                        f"127.0.0.1:{server.port}", [], is_patient=False, identity=outsider, servers=EVERYBODY
                     )
                     with pytest.raises((AccessDenied, ProtocolError, Unavailable)) as caught:
                         await client.call(sample(kind), PATIENCE_S)
@@ -267,8 +267,8 @@ async def test_a_stranger_is_asked_who_he_is_whatever_he_says(cluster: Cluster, 
         assert not house.reached
 
 
-async def test_whoever_has_another_key_gets_no_further_with_a_proof_of_his_own(tmp_path: Path) -> None:
-    """He knows the greeting, and even the name of the key."""
+async def test_another_key_gets_no_further_with_its_own_proof(tmp_path: Path) -> None:
+    """The client knows the greeting, and even the id of the key."""
     ours = Cluster(tmp_path / "ours", "key", b"s" * 32)
     install_identity(ours.member())
     try:
@@ -279,7 +279,7 @@ async def test_whoever_has_another_key_gets_no_further_with_a_proof_of_his_own(t
                 hello = bytes(PREFACE + encode(GREETING_ID, Hello("admin", "", key_id, b"n" * 32)))
                 proof = bytes(encode(GREETING_ID, Proof(b"p" * 32)))
                 request = bytes(encode(1, sample(next(iter(server.handlers)))))
-                frames = FrameDecoder().feed(await heard(server.port, hello + proof + request))
+                frames = FrameDecoder().feed(await replies_to(server.port, hello + proof + request))
                 replies = [decoder_for([Challenge]).decode(body) for _, body in frames]
                 assert all(request_id == GREETING_ID for request_id, _ in frames)
                 assert isinstance(replies[-1], Failure)
@@ -343,7 +343,7 @@ async def test_force_and_cancel_are_for_administrators(cluster: Cluster) -> None
 
 
 async def test_nothing_of_a_store_is_seen_or_changed(cluster: Cluster, theirs: Cluster) -> None:
-    """Descriptors and keys of a node's memory are told to members only, by the master and by the node."""
+    """Descriptors and keys of a node's memory are given to members only, by the master and by the node."""
     async with running(SHORT_LEASES, load_http) as master:
         address = f"127.0.0.1:{master.port}"
         engine = await asyncio.to_thread(
@@ -356,16 +356,16 @@ async def test_nothing_of_a_store_is_seen_or_changed(cluster: Cluster, theirs: C
         member = AsyncStore(address, identity=cluster.member())
         assert await member.put("key", b"value") is None
         before = master.master.snapshot()
-        for stranger in (Identity(), theirs.member(Role.ADMIN)):
+        for outsider in (Identity(), theirs.member(Role.ADMIN)):
             with contextlib.closing(
-                TransferEngine(TransferSettings(transports=("tcp",)), identity=stranger)
+                TransferEngine(TransferSettings(transports=("tcp",)), identity=outsider)
             ) as other:
                 with pytest.raises((AccessDenied, ProtocolError, Unavailable)):
                     await asyncio.to_thread(other._client.describe, engine.handshake, PATIENCE_S)
-                thief = AsyncStore(address, other, identity=stranger)
+                their_store = AsyncStore(address, other, identity=outsider)
                 with pytest.raises((AccessDenied, ProtocolError, Unavailable)):
-                    await thief.get("key")
-                await thief.close()
+                    await their_store.get("key")
+                await their_store.close()
         assert bytes(await member.get("key") or b"") == b"value"
         assert master.master.snapshot() == before
         for path in (
@@ -382,7 +382,7 @@ async def test_nothing_of_a_store_is_seen_or_changed(cluster: Cluster, theirs: C
 
 
 async def web_status(master: MasterServer, path: str) -> int:
-    """What the master's HTTP side answers to nobody in particular; 0 when it does not answer."""
+    """Status of the master's HTTP answer to an unauthenticated request; 0 when it does not answer."""
     address = master.web_address
     async with aiohttp.ClientSession() as session:
         try:
@@ -417,12 +417,12 @@ async def test_a_tenants_client_sees_its_own_tenant(cluster: Cluster) -> None:
         assert bytes(await bank.get("key") or b"") == b"the bank's"
         from mooncake.store import StoreSettings
 
-        thief = AsyncStore(
+        their_store = AsyncStore(
             address, settings=StoreSettings(tenant="bank"), identity=cluster.member(Role.CLIENT, "acme")
         )
         with pytest.raises(AccessDenied, match="names tenant 'bank'"):
-            await thief.get("key")
-        for one in (bank, acme, thief):
+            await their_store.get("key")
+        for one in (bank, acme, their_store):
             await one.close()
         await node.close()
 
@@ -464,8 +464,8 @@ async def test_the_metadata_service_asks_who_one_is(cluster: Cluster, theirs: Cl
     member = make_backend(url, tls=ours.client_tls, signer=ours.signer())
     assert await asyncio.to_thread(member.get, "mooncake/ram/node") == b"descriptor"
     await asyncio.to_thread(member.put, "mooncake/ram/other", b"more", 30.0)
-    for stranger in (Identity(), theirs.member()):
-        other = make_backend(url, tls=stranger.client_tls or open_tls(), signer=stranger.signer())
+    for outsider in (Identity(), theirs.member()):
+        other = make_backend(url, tls=outsider.client_tls or open_tls(), signer=outsider.signer())
         for ask in (
             lambda one=other: one.get("mooncake/ram/node"),
             lambda one=other: one.put("mooncake/ram/node", b"mine"),
@@ -477,7 +477,7 @@ async def test_the_metadata_service_asks_who_one_is(cluster: Cluster, theirs: Cl
     client = cluster.member(Role.CLIENT, "acme")
     theirs_of_us = make_backend(url, tls=client.client_tls, signer=client.signer())
     await asyncio.to_thread(theirs_of_us.put, "acme/own", b"1")
-    with pytest.raises((AccessDenied, ProtocolError), match="another's"):
+    with pytest.raises((AccessDenied, ProtocolError), match="another client"):
         await asyncio.to_thread(theirs_of_us.put, "mooncake/ram/node", b"mine")
     assert entries.get("mooncake/ram/node", 0.0) == b"descriptor"
     for one in (member, theirs_of_us):
@@ -541,10 +541,10 @@ async def test_grpc_is_answered_to_members(cluster: Cluster) -> None:
             assert isinstance(await asyncio.to_thread(ask, cluster.member()), bytes)
             other = Cluster(cluster.folder.parent / "third", cluster.way, b"u" * 32)
             tenant = cluster.member(Role.CLIENT, "acme")
-            for stranger in (Identity(), other.member(), tenant):
+            for outsider in (Identity(), other.member(), tenant):
                 for name in (method, "/grpc.reflection.v1alpha.ServerReflection/ServerReflectionInfo"):
                     with pytest.raises(grpc.RpcError) as caught:
-                        await asyncio.to_thread(ask, stranger, name)
+                        await asyncio.to_thread(ask, outsider, name)
                     assert caught.value.code() in (
                         grpc.StatusCode.UNAUTHENTICATED,
                         grpc.StatusCode.UNAVAILABLE,
@@ -558,7 +558,7 @@ async def test_grpc_is_answered_to_members(cluster: Cluster) -> None:
 
 
 async def test_a_stranger_with_a_descriptor_gets_no_memory_without_its_keys(cluster: Cluster) -> None:
-    """The tcp data path takes no slice without the epoch of the process, which only members are told."""
+    """The tcp data path takes no slice without the epoch of the process, which only members get."""
     engine = await asyncio.to_thread(TransferEngine, TransferSettings(transports=("tcp",)))
     region = engine.allocate(4096)
     host, _, port = engine.describe().endpoints["tcp"].rpartition(":")
@@ -566,10 +566,10 @@ async def test_a_stranger_with_a_descriptor_gets_no_memory_without_its_keys(clus
     with socket.create_connection((host, int(port)), PATIENCE_S) as opened:
         opened.settimeout(PATIENCE_S)
         opened.sendall(greeting + bytes(256))
-        said = b""
+        received = b""
         with contextlib.suppress(ConnectionError):
             while data := opened.recv(4096):
-                said += data
-    assert len(said) <= 64, "a refusal, and no memory"
+                received += data
+    assert len(received) <= 64, "a refusal, and no memory"
     assert region.size_bytes == 4096
     await asyncio.to_thread(engine.close)

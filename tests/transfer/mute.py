@@ -1,4 +1,4 @@
-"""A peer that accepts and never says a word: what a process looks like that is stopped as it is met."""
+"""A peer that accepts and never answers, like a process that is stopped while it is connected to."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ PATIENCE_S = 60.0
 
 
 class Mute:
-    """Listens where others' shared memory is asked for."""
+    """Listens at an address of the shm transport."""
 
     def __init__(self) -> None:
         self._name = f"mooncake-mute-{secrets.token_hex(8)}"
@@ -35,21 +35,21 @@ class Mute:
         self.close()
 
     def close(self) -> None:
-        """Gone, for whoever comes and whoever waits."""
+        """Close the listener and the accepted connection."""
         for end in (self._listener, self._met):
             if end is not None:
                 end.close()
 
     def instead_of(self, peer: SegmentDescriptor) -> SegmentDescriptor:
-        """``peer`` as if this were where it answers."""
+        """``peer`` with this listener as its shm endpoint."""
         return msgspec.structs.replace(peer, name=self._name, endpoints={"shm": self._name})
 
     async def met(self) -> None:
-        """Returns when somebody has come."""
+        """Accept the first connection."""
         self._met, _ = await asyncio.to_thread(self._listener.accept)
 
     def is_waited_for(self) -> bool:
-        """Whoever came has not hung up."""
+        """Whether the accepted connection is still open."""
         assert self._met is not None
         with contextlib.suppress(BlockingIOError):
             while self._met.recv(1 << 16, socket.MSG_DONTWAIT):

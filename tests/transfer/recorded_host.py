@@ -1,4 +1,4 @@
-"""Builds a sysfs tree from a recording: ``path = text`` and ``path -> path``, one a line."""
+"""A sysfs tree built from a recording: ``path = text`` and ``path -> path``, one a line."""
 
 from __future__ import annotations
 

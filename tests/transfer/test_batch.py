@@ -19,6 +19,7 @@ from mooncake.transfer.batch import (
     PartDone,
     StartBatch,
     piece_bytes_of,
+    transfer_columns,
 )
 from mooncake.transfer.rails import Rails
 from mooncake.transfer.transports import Status
@@ -91,7 +92,7 @@ def test_no_retry_after_the_deadline_or_for_a_refusal() -> None:
 
 
 def test_the_end_waits_for_every_part() -> None:
-    """A failed batch still owns its memory while another part of it moves."""
+    """A failed batch still uses its memory while another part of it moves."""
     batch = Batch(4, {"shm": flags(0, 1, 0, 1), "tcp": None}, 10, NO_PATH)
     batch.handle(StartBatch(), 0)
     assert batch.handle(PartDone(0, DENIED, 1), 1) == []
@@ -285,7 +286,7 @@ def test_the_size_of_pieces() -> None:
     assert piece_bytes_of(1 << 40, 2) == MAX_PIECE_BYTES
 
 
-def test_whoever_was_too_slow_is_asked_again_when_nobody_else_can() -> None:
+def test_a_rail_that_was_too_slow_is_used_again_when_no_other_works() -> None:
     batch = over_rails(1, Rails([A, B], patience_s=2.0))
     batch.handle(StartBatch(), 0.0)
     (other,) = batch.handle(PartDone(0, TIMED_OUT, 0), 2.0)
@@ -294,3 +295,25 @@ def test_whoever_was_too_slow_is_asked_again_when_nobody_else_can() -> None:
     assert isinstance(again, Carry) and (again.path, again.deadline) == (A, 100.0)
     batch.check()
     assert batch.handle(PartDone(2, PEER_LOST, 0), 2.2) == [Finish(PEER_LOST, 0, 0, None)], "once"
+
+
+def test_rows_are_cut_and_remember_where_they_came_from() -> None:
+    columns = transfer_columns([1000, 2000, 3000, 4000], [1, 2, 3, 4], [25, 10, 0, 11])
+    cut = columns.cut(10)
+    assert cut.local.tolist() == [1000, 1010, 1020, 2000, 3000, 4000, 4010]
+    assert cut.remote.tolist() == [1, 11, 21, 2, 3, 4, 14]
+    assert cut.lengths.tolist() == [10, 10, 5, 10, 0, 10, 1]
+    assert cut.origin is not None and cut.origin.tolist() == [0, 0, 0, 1, 2, 3, 3]
+    assert cut.whole is columns
+    assert {cut.local.dtype, cut.remote.dtype, cut.lengths.dtype} == {np.dtype(np.uint64)}
+
+
+def test_rows_that_are_small_enough_stay() -> None:
+    for columns in (transfer_columns([1], [2], [10]), transfer_columns([], [], [])):
+        assert columns.cut(10) is columns
+
+
+def test_addresses_near_the_end_of_the_world() -> None:
+    cut = transfer_columns([2**64 - 30], [2**63], [30]).cut(16)
+    assert cut.local.tolist() == [2**64 - 30, 2**64 - 14]
+    assert cut.remote.tolist() == [2**63, 2**63 + 16]

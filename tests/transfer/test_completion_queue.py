@@ -1,7 +1,8 @@
-"""Retries that are made while draining, with carriers that fail on demand."""
+"""Retries while draining, with connections that fail on demand; waits for a completion on an event loop."""
 
 from __future__ import annotations
 
+import asyncio
 import dataclasses
 import time
 
@@ -9,16 +10,15 @@ import numpy as np
 import pytest
 
 from mooncake.errors import InvalidArgument
-from mooncake.transfer.batch import Batch
-from mooncake.transfer.columns import TransferColumns
-from mooncake.transfer.completion_queue import BatchTransfer, CompletionQueue
+from mooncake.transfer.batch import Batch, TransferColumns
+from mooncake.transfer.completion_queue import BatchTransfer, CompletionQueue, wait_until_done
 from mooncake.transfer.descriptor import Column
 from mooncake.transfer.transports import Completion, NativeQueue, Op, PeerConnection, Status
 from mooncake.transfer.transports.tcp import TcpConnection
 
 
 class Scripted(TcpConnection):
-    """Answers every submission with the next status of its script."""
+    """A connection that answers every submission with the next status of its script."""
 
     def __init__(self, *script: Status) -> None:
         self.script = list(script)
@@ -100,7 +100,7 @@ def test_when_all_paths_fail_the_last_one_is_blamed() -> None:
     assert outcome(queue) == [(9, Status.TIMED_OUT, 0, 0)]
 
 
-def test_nobody_carries() -> None:
+def test_no_path_has_a_connection() -> None:
     queue = CompletionQueue()
     queue.start(move(Reachable(shm=None, tcp=None)))
     assert outcome(queue) == [(9, Status.PEER_LOST, -1, 0)]
@@ -118,10 +118,30 @@ def test_unregistered_memory_is_an_error_only_when_nothing_was_started() -> None
 
 def test_progress_counts_what_is_done_and_forgets_what_failed() -> None:
     shm, tcp = Scripted(Status.PEER_LOST), Scripted(Status.OK)
-    told: list[int] = []
-    urgent = dataclasses.replace(move(Reachable(shm=shm, tcp=tcp)), priority=3, progress=told.append)
+    reported: list[int] = []
+    urgent = dataclasses.replace(move(Reachable(shm=shm, tcp=tcp)), priority=3, progress=reported.append)
     queue = CompletionQueue()
     queue.start(urgent)
     assert outcome(queue) == [] and shm.asked == tcp.asked == [(3, True)]
     assert outcome(queue) == [(9, Status.OK, -1, 6)]
-    assert urgent.moved == {0: 0, 1: 6} and told == []
+    assert urgent.moved == {0: 0, 1: 6} and reported == []
+
+
+async def test_a_cancelled_wait_ends_when_the_transfer_has() -> None:
+    transfer: asyncio.Future[Completion] = asyncio.get_running_loop().create_future()
+    waiting = asyncio.ensure_future(wait_until_done(transfer))
+    for _ in range(3):
+        await asyncio.sleep(0)
+        waiting.cancel()
+        await asyncio.sleep(0)
+    assert not waiting.done(), "its memory is in use"
+    transfer.set_result(Completion(1))
+    with pytest.raises(asyncio.CancelledError):
+        await waiting
+
+
+async def test_the_completion_is_the_result() -> None:
+    transfer: asyncio.Future[Completion] = asyncio.get_running_loop().create_future()
+    waiting = asyncio.ensure_future(wait_until_done(transfer))
+    transfer.set_result(Completion(7))
+    assert (await waiting).token == 7

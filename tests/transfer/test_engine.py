@@ -1,4 +1,4 @@
-"""What the engine adds to its transports: choice of paths, retries, names, memory, coroutines."""
+"""Behaviour that the engine adds to its transports: choice of paths, retries, names, memory, coroutines."""
 
 from __future__ import annotations
 
@@ -23,6 +23,7 @@ from mooncake.transfer import (
 )
 from mooncake.transfer.host_address import host_identity, reachable_host
 from mooncake.transfer.name_service import metadata_key
+from tests.transfer.dict_backend import DictBackend
 
 
 @pytest.fixture
@@ -40,13 +41,13 @@ def far() -> Iterator[TransferEngine]:
 def test_shared_and_plain_memory_in_one_batch(near: TransferEngine, far: TransferEngine) -> None:
     pool = far.allocate(10_000)
     plain = np.zeros(10_000, dtype=np.uint8)
-    lent = far.register(plain)
+    registered = far.register(plain)
     data = np.random.default_rng(1).integers(1, 256, 10_000, dtype=np.uint8)
     here = near.register(data)
     segment = near.open(far.describe())
     assert {"shm", "tcp"} <= {*segment.paths} and not segment.is_uniform
     local = [here.address + i * 1000 for i in range(10)]
-    remote = [(pool if i % 2 else lent).address + i * 1000 for i in range(10)]
+    remote = [(pool if i % 2 else registered).address + i * 1000 for i in range(10)]
     done = near.run(Op.WRITE, segment, local, remote, [1000] * 10, checksum=True)
     assert (done.status, done.num_bytes) == (Status.OK, 10_000)
     assert done.checksums is not None
@@ -68,7 +69,7 @@ def test_tcp_takes_over_when_shm_leads_nowhere(near: TransferEngine, far: Transf
     here = near.allocate(4096)
     here.view()[:] = b"x" * 4096
     described = far.describe()
-    broken = msgspec.structs.replace(described, endpoints={**described.endpoints, "shm": "mooncake-nobody"})
+    broken = msgspec.structs.replace(described, endpoints={**described.endpoints, "shm": "mooncake-missing"})
     segment = near.open(broken)
     done = near.run(Op.WRITE, segment, [here.address], [pool.address], [4096])
     assert done.status == Status.OK and bytes(pool.view()) == b"x" * 4096
@@ -175,38 +176,17 @@ async def test_a_cancelled_coroutine_waits_for_its_memory(near: TransferEngine, 
     assert bytes(pool.view()[-10:]) == b"a" * 10, "the transfer was still under way"
 
 
-class Shelf:
-    """A metadata backend in a dict."""
-
-    def __init__(self) -> None:
-        self.entries: dict[str, bytes] = {}
-
-    def get(self, key: str) -> bytes | None:
-        return self.entries.get(key)
-
-    def put(self, key: str, value: bytes, ttl_s: float | None = None) -> None:
-        self.entries[key] = value
-
-    def remove(self, key: str) -> bool:
-        return self.entries.pop(key, None) is not None
-
-    def list(self, prefix: str) -> list[str]:
-        return sorted(key for key in self.entries if key.startswith(prefix))
-
-    def close(self) -> None: ...
-
-
 def test_peers_find_each_other_by_name() -> None:
-    shelf = Shelf()
+    backend = DictBackend()
     settings = TransferSettings(name="node-1")
-    with TransferEngine(settings, shelf) as far, TransferEngine(backend=shelf) as near:
+    with TransferEngine(settings, backend) as far, TransferEngine(backend=backend) as near:
         assert near.open_name("node-1") is None
         pool, here = far.allocate(4096), near.allocate(4096)
         far.publish(ttl_s=30)
         segment = near.open_name("node-1")
         assert segment is not None and segment.name == "node-1"
         assert near.run(Op.WRITE, segment, [here.address], [pool.address], [10]).status == Status.OK
-        shelf.put(metadata_key("node-2"), b"{}")
+        backend.put(metadata_key("node-2"), b"{}")
         with pytest.raises(ProtocolError):
             near.open_name("node-2")
 
@@ -221,7 +201,7 @@ def test_memory_that_is_not_there(near: TransferEngine) -> None:
 
 
 def test_foreign_memory_is_refused(near: TransferEngine) -> None:
-    """When it is registered, and not by a crash when it is used."""
+    """The error comes at registration, not as a crash when the memory is used."""
     mapped = near.allocate(4096, huge_pages=False)
     for address, size in ((1 << 40, 100), (0, 1), (mapped.address, 1 << 45), (1 << 60, 8)):
         with pytest.raises(InvalidArgument, match="memory of this process"):
@@ -315,12 +295,12 @@ def test_checksums() -> None:
 
 
 def test_memory_says_where_it_is(near: TransferEngine) -> None:
-    lent = near.register(bytearray(100), "cpu:1")
+    registered = near.register(bytearray(100), "cpu:1")
     pool = near.allocate(4096, location="cpu:0")
     anywhere = near.register(bytearray(100))
     known = {region.key: region.location for region in near.describe().regions}
-    assert known == {lent.key: "cpu:1", pool.key: "cpu:0", anywhere.key: "*"}
+    assert known == {registered.key: "cpu:1", pool.key: "cpu:0", anywhere.key: "*"}
     with pytest.raises(InvalidArgument, match="location"):
         near.register(bytearray(100), "gpu0")
-    near.unregister(lent)
-    assert lent.key not in {region.key for region in near.describe().regions}
+    near.unregister(registered)
+    assert registered.key not in {region.key for region in near.describe().regions}

@@ -118,7 +118,7 @@ WAYS = [(True, True), (True, False), (False, True), (False, False)]
 @pytest.mark.parametrize(("direct", "ring"), WAYS, ids=["direct+ring", "direct", "ring", "neither"])
 @pytest.mark.parametrize("folder", ["disk", "memory"])
 def test_ranges_of_every_alignment(tmp_path: Path, folder: str, direct: bool, ring: bool) -> None:
-    """Against a model: what a range leaves out stays as it was, whichever way the bytes went."""
+    """Against a model: bytes outside a range stay unchanged, by whichever path the range was moved."""
     home = tmp_path if folder == "disk" else Path("/dev/shm")
     path = home / f"mooncake-test-{os.getpid()}-{direct}-{ring}"
     size = 3 * MIB + 1234
@@ -180,7 +180,7 @@ async def test_a_failure_says_what_is_wrong(engine: TransferEngine, path: Path) 
 
 
 def test_from_file_to_file_and_to_a_peer(engine: TransferEngine, tmp_path: Path) -> None:
-    """A file may be the local side of any path: staging memory stands between."""
+    """A file may be the local side of any path, through staging memory."""
     size = 9 * MIB + 77
     data = noise(size)
     (tmp_path / "one").write_bytes(data.tobytes())
@@ -266,7 +266,7 @@ with TransferEngine(TransferSettings(transports=("shm", "file"))) as engine:
 @pytest.mark.processes
 @pytest.mark.parametrize("writable", [True, False])
 def test_another_process_opens_the_file_itself(engine: TransferEngine, path: Path, writable: bool) -> None:
-    """Without tcp: it reads what the owner wrote, writes if it may, and is refused once it is taken back."""
+    """Without tcp, a peer reads what the owner wrote, writes if permitted, and is refused afterwards."""
     content = np.random.default_rng(2).bytes(MIB)
     path.write_bytes(content)
     region = engine.open_file(path, writable=writable)

@@ -1,4 +1,4 @@
-"""What engines say to each other: descriptors, probes, notifications, connection set-up; and its ends."""
+"""Messages between engines: descriptors, probes, notifications, connection set-up; and how they end."""
 
 from __future__ import annotations
 
@@ -53,7 +53,7 @@ def threads() -> list[str]:
     return [thread.name for thread in threading.enumerate() if thread.name.startswith("mooncake")]
 
 
-def test_nobody_listens_unless_asked(near: TransferEngine) -> None:
+def test_no_engine_listens_unless_requested(near: TransferEngine) -> None:
     assert near.handshake == "" and near.describe().handshake == ""
     assert not threads()
 
@@ -67,7 +67,7 @@ def test_an_engine_describes_itself(far: TransferEngine, client: HandshakeClient
     assert (alive.name, alive.epoch) == ("far", far.epoch)
 
 
-def test_peers_are_told_the_address_that_the_user_gave(near: TransferEngine) -> None:
+def test_peers_get_the_address_that_the_user_gave(near: TransferEngine) -> None:
     settings = TransferSettings(listen_host="0.0.0.0", advertise_host="127.0.0.2", handshake_port=0)
     with TransferEngine(settings) as far:
         described = far.describe()
@@ -115,22 +115,22 @@ def test_waiting_for_a_notification(near: TransferEngine, far: TransferEngine) -
 def test_many_threads_notify(near: TransferEngine, far: TransferEngine) -> None:
     segment = near.open(far.describe())
 
-    def tell(number: int) -> None:
+    def send(number: int) -> None:
         for index in range(50):
             near.notify(segment, f"{number}", f"{index}", timeout_s=30)
 
-    tellers = [threading.Thread(target=tell, args=(number,)) for number in range(4)]
-    for teller in tellers:
-        teller.start()
-    for teller in tellers:
-        teller.join()
-    heard = [(note.name, note.text) for note in far.notifications()]
-    assert len(heard) == 200
+    senders = [threading.Thread(target=send, args=(number,)) for number in range(4)]
+    for sender in senders:
+        sender.start()
+    for sender in senders:
+        sender.join()
+    received = [(note.name, note.text) for note in far.notifications()]
+    assert len(received) == 200
     for number in range(4):
-        assert [text for name, text in heard if name == f"{number}"] == [f"{index}" for index in range(50)]
+        assert [text for name, text in received if name == f"{number}"] == [f"{index}" for index in range(50)]
 
 
-def test_a_notification_that_comes_twice_is_heard_once(far: TransferEngine) -> None:
+def test_a_notification_that_comes_twice_is_delivered_once(far: TransferEngine) -> None:
     client = BlockingClient(far.handshake, messages.REPLIES)
     for _ in range(2):
         client.call(messages.NotifyRequest(VERSION, far.epoch, 7, "near", "once", b""), 5)
@@ -139,7 +139,7 @@ def test_a_notification_that_comes_twice_is_heard_once(far: TransferEngine) -> N
     assert [notification.name for notification in far.notifications()] == ["once", "other"]
 
 
-def test_nobody_takes_the_notifications(
+def test_notifications_that_are_not_taken(
     near: TransferEngine, far: TransferEngine, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(listening, "MAX_NOTIFICATIONS", 3)
@@ -182,7 +182,9 @@ def test_a_restarted_peer_is_not_taken_for_its_predecessor(near: TransferEngine)
 
 
 def test_another_version(far: TransferEngine) -> None:
-    wanted = rf"far speaks version {VERSION} .* asks version {VERSION + 1}; install the same release"
+    wanted = (
+        rf"far speaks version {VERSION} .* requesting process version {VERSION + 1}; install the same release"
+    )
     client = BlockingClient(far.handshake, messages.REPLIES)
     for request in (
         messages.DescribeRequest(VERSION + 1, 0),
@@ -205,7 +207,7 @@ def test_descriptors_of_before_the_handshake() -> None:
 
 
 def test_another_program_listens_there(client: HandshakeClient) -> None:
-    """One that hangs up, and one that says nothing."""
+    """One peer closes the connection, another never answers."""
     with socket.create_server(("127.0.0.1", 0)) as other:
 
         def hang_up() -> None:
@@ -236,7 +238,7 @@ def test_bad_addresses(near: TransferEngine) -> None:
 
 
 class Doubling:
-    """A transport that does nothing but be set up."""
+    """A transport that is only set up."""
 
     needs_handshake = True
     endpoint = "here"
@@ -279,7 +281,7 @@ def test_connection_set_up(near: TransferEngine, far: TransferEngine, doubling: 
         near.exchange(far.handshake, "doubling", large + b"x", 5)
 
 
-def test_a_slow_set_up_holds_nobody_up(near: TransferEngine, far: TransferEngine, doubling: Doubling) -> None:
+def test_a_slow_set_up_delays_no_other(near: TransferEngine, far: TransferEngine, doubling: Doubling) -> None:
     doubling.may_go_on.clear()
     answers: list[bytes] = []
     asker = threading.Thread(
@@ -320,7 +322,7 @@ def test_closing_ends_what_is_under_way(far: TransferEngine, doubling: Doubling)
         near.probe("127.0.0.1:1")
 
 
-def test_an_engine_that_nobody_refers_to_is_closed(client: HandshakeClient) -> None:
+def test_an_engine_without_references_is_closed(client: HandshakeClient) -> None:
     engine = TransferEngine(TransferSettings(handshake_port=0))
     address = engine.handshake
     assert client.probe(address, 5).epoch == engine.epoch
@@ -356,7 +358,7 @@ def test_nothing_is_left_behind(client: HandshakeClient) -> None:
 
 
 def test_a_forked_child_lets_go(near: TransferEngine, far: TransferEngine) -> None:
-    """Its parent's port is free when the parent closes, although the child lives on; both can talk."""
+    """The parent's port is free once the parent closes, although the child lives on; both can connect."""
     segment = near.open(far.describe())
     near.notify(segment, "before")
     reading, writing = os.pipe()
@@ -384,7 +386,7 @@ def test_a_forked_child_lets_go(near: TransferEngine, far: TransferEngine) -> No
 
 
 async def test_asked_from_a_loop(far: TransferEngine) -> None:
-    """An engine of this process answers although this thread's loop is busy asking it."""
+    """An engine of this process answers although this thread's loop waits for it."""
     with TransferEngine(TransferSettings(name="near")) as near:
         segment = near.open(far.describe())
         near.notify(segment, "blocking the loop")

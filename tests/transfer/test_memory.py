@@ -46,14 +46,14 @@ def test_what_is_no_buffer(buffer: object) -> None:
 
 
 class OnDevice:
-    """What cupy, numba and jax show of their arrays."""
+    """The interface of arrays of cupy, numba and jax."""
 
     def __init__(self, **described: object) -> None:
         self.__cuda_array_interface__ = {"version": 3, "data": (4096, False), **described}
 
 
 class CudaTensor:
-    """What torch shows of a tensor on a GPU."""
+    """The interface of a torch tensor on a GPU."""
 
     def __init__(self, is_contiguous: bool) -> None:
         self.device = torch.device("cuda:1")

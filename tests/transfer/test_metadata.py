@@ -79,7 +79,7 @@ async def test_the_backend_against_the_service(port: int) -> None:
     await asyncio.to_thread(use)
 
 
-def test_nobody_there() -> None:
+def test_no_service_there() -> None:
     with socket.socket() as unused:
         unused.bind(("127.0.0.1", 0))
         with pytest.raises(PeerLost, match="is it running"):
@@ -147,7 +147,7 @@ def test_an_entry_is_its_owners_until_it_expires() -> None:
 
 
 def test_what_is_put_again_and_again_leaves_nothing_behind() -> None:
-    """Nor does looking get slower: instants that mean nothing any more are swept out."""
+    """Nor does looking up get slower: outdated expiry times are removed."""
     entries = MetadataEntries()
     for number in range(10_000):
         entries.put("a", b"1", 1e6 + number, float(number))

@@ -14,7 +14,7 @@ from mooncake.errors import DeadlineExceeded, InvalidArgument, PeerLost, Unavail
 from mooncake.transfer import Op, Status, TransferEngine, TransferSettings, nvmeof
 
 TARGET = os.environ.get("MOONCAKE_NVMEOF_TARGET", "")
-"""``transport address port nqn`` of a target whose bytes are nobody's; set by the script."""
+"""``transport address port nqn`` of a target whose bytes may be overwritten; set by the script."""
 
 needs_target = pytest.mark.skipif(
     not TARGET,
@@ -22,9 +22,9 @@ needs_target = pytest.mark.skipif(
 )
 
 
-def test_what_the_kernel_is_told() -> None:
-    told = nvmeof.options("tcp", "10.0.0.1", "nqn.2024-01.x:y", 4420, "", 60)
-    assert told == (
+def test_options_for_the_kernel() -> None:
+    options = nvmeof.options("tcp", "10.0.0.1", "nqn.2024-01.x:y", 4420, "", 60)
+    assert options == (
         "transport=tcp,traddr=10.0.0.1,trsvcid=4420,nqn=nqn.2024-01.x:y,ctrl_loss_tmo=60,reconnect_delay=10"
     )
     assert nvmeof.options("rdma", "a", "n", 1, "me", 0).endswith("reconnect_delay=1,hostnqn=me")
@@ -34,7 +34,7 @@ def test_what_the_kernel_is_told() -> None:
 
 def test_what_the_kernel_answers() -> None:
     assert nvmeof.controller_in("instance=12,cntlid=3\n") == "nvme12"
-    with pytest.raises(Unavailable, match="not understood"):
+    with pytest.raises(Unavailable, match="not supported"):
         nvmeof.controller_in("cntlid=3\n")
 
 
@@ -73,7 +73,7 @@ def namespace() -> Iterator[nvmeof.Namespace]:
 
 @needs_target
 def test_a_namespace_is_a_file_segment(namespace: nvmeof.Namespace) -> None:
-    """Written here and by a peer, at every alignment; still there after it was attached anew."""
+    """Bytes written here and by a peer, at every alignment, are still there after attaching again."""
     rng = np.random.default_rng(3)
     size = 16 << 20
     model = rng.integers(0, 256, size, dtype=np.uint8)
@@ -122,4 +122,4 @@ def test_a_namespace_that_is_not_there() -> None:
     with pytest.raises(Unavailable, match="no namespace 9"):
         nvmeof.attach(transport, address, nqn, port=int(port), namespace=9, timeout_s=3)
     with pytest.raises((PeerLost, InvalidArgument, DeadlineExceeded)):
-        nvmeof.attach(transport, address, "nqn.2024-01.nobody:here", port=int(port), timeout_s=5)
+        nvmeof.attach(transport, address, "nqn.2024-01.missing:here", port=int(port), timeout_s=5)

@@ -1,4 +1,4 @@
-"""What is learned of rails, and a peer whose rails come and go."""
+"""Measurements of rails, and a peer whose rails come and go."""
 
 from __future__ import annotations
 
@@ -111,7 +111,7 @@ def test_one_failure_seen_by_two_parts_is_one_failure() -> None:
 
 
 def test_a_part_from_before_a_failure_says_nothing_new_when_it_fails_late() -> None:
-    """Also when the mask is over by then, and another part is on probation."""
+    """The same when the mask has ended by then and another part is on probation."""
     rails = Rails([A, B])
     for _ in range(2):
         rails.sent(A, 1000)  # at 0
@@ -143,7 +143,7 @@ def test_patience_grows_with_the_work_and_is_short_on_probation() -> None:
 
 
 class Cable:
-    """A way to a tcp endpoint that can be cut (resets) or pulled (silence)."""
+    """A forwarder to a tcp endpoint that can be cut (resets) or unplugged (silence)."""
 
     def __init__(self, target: str, host: str) -> None:
         target_host, _, port = target.rpartition(":")
@@ -159,7 +159,7 @@ class Cable:
         threading.Thread(target=self._accept, daemon=True).start()
 
     def cut(self) -> None:
-        """Everything is reset, and new connections too."""
+        """Reset all connections, and new ones too."""
         self.is_cut = True
         for end in self._sockets:
             with contextlib.suppress(OSError):
@@ -203,7 +203,7 @@ class Cable:
 
 @dataclasses.dataclass
 class Railway:
-    """Two engines joined by two rails, of which the second can be broken."""
+    """Two engines with two rails between them, of which the second can be broken."""
 
     near: TransferEngine
     far: TransferEngine
@@ -213,7 +213,7 @@ class Railway:
     here: Region
 
     def move(self, op: Op, num_slices: int = 1, **options: float) -> Status:
-        """Everything, in ``num_slices`` slices."""
+        """Move all bytes in ``num_slices`` slices."""
         size = self.here.size_bytes // num_slices
         offsets = np.arange(num_slices, dtype=np.uint64) * np.uint64(size)
         done = self.near.run(
@@ -369,17 +369,17 @@ def test_when_the_peer_is_gone_every_rail_says_so(railway: Railway) -> None:
 
 async def test_coroutines_and_queues_take_both_rails(railway: Railway) -> None:
     data = railway.fill(6)
-    told: list[int] = []
+    reported: list[int] = []
     done = await railway.near.transfer(
         Op.WRITE,
         railway.segment,
         [railway.here.address],
         [railway.pool.address],
         [len(data)],
-        progress=told.append,
+        progress=reported.append,
     )
     assert done.status == Status.OK and bytes(railway.pool.view()) == data
-    assert told == sorted(told) and told[0] > 0 and told[-1] < len(data) and len(told) > 1
+    assert reported == sorted(reported) and reported[0] > 0 and reported[-1] < len(data) and len(reported) > 1
     assert railway.cable.num_bytes > MIB
 
 

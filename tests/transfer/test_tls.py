@@ -1,4 +1,4 @@
-"""TLS between two engines of this process: who may talk to whom, and what the others are told."""
+"""TLS between two engines of this process: which pairs may connect, and the reasons that the others get."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ PLAIN = TransferSettings(transports=("tcp",), num_streams=2)
 
 
 def settings_of(folder: Path, name: str = "node", host: tuple[str, ...] = ("127.0.0.1",)) -> TransferSettings:
-    """Everything over TLS, with a certificate of the authority in ``folder``."""
+    """Settings for TLS everywhere, with a certificate of the authority in ``folder``."""
     if not (folder / f"{name}.pem").exists():
         make(CertsSettings(folder=folder, name=name, host=host))
     return dataclasses.replace(
@@ -87,7 +87,7 @@ def test_bytes_arrive(ours: TransferSettings, size: int) -> None:
 
 
 def test_many_batches_at_once(ours: TransferSettings) -> None:
-    """More than there are lanes, so that sessions are handed from thread to thread."""
+    """More transfers than lanes, so that sessions are passed between threads."""
     with TransferEngine(ours) as near, TransferEngine(ours) as far:
         pool, here = far.allocate(64 << 16), near.allocate(64 << 16)
         here.view()[:] = bytes(range(256)) * (64 << 8)
@@ -104,13 +104,13 @@ def test_many_batches_at_once(ours: TransferSettings) -> None:
         assert bytes(pool.view()) == bytes(here.view())
 
 
-def test_a_plain_client_is_told(ours: TransferSettings) -> None:
+def test_a_plain_client_gets_the_reason(ours: TransferSettings) -> None:
     done = try_it(PLAIN, ours)
     assert done.status == Status.PROTOCOL_ERROR
     assert "takes data over TLS only" in done.reason and "`tls`" in done.reason
 
 
-def test_a_client_that_wants_tls_is_told(ours: TransferSettings) -> None:
+def test_a_client_that_wants_tls_gets_the_reason(ours: TransferSettings) -> None:
     done = try_it(ours, PLAIN)
     assert done.status == Status.PROTOCOL_ERROR
     assert "takes plain data only" in done.reason and "`tls`" in done.reason
@@ -149,7 +149,7 @@ def test_the_address_is_checked_when_asked(ours: TransferSettings) -> None:
 def test_handshakes(
     ours: TransferSettings, theirs: TransferSettings, level: Literal["handshake", "all"]
 ) -> None:
-    """Who has a certificate of the authority may ask and notify; others may not."""
+    """Peers with a certificate of the authority may send handshakes and notifications; others may not."""
     settings = dataclasses.replace(ours, tls=level, handshake_port=0)
     with TransferEngine(settings) as near, TransferEngine(settings) as far:
         pool, here = far.allocate(4096), near.allocate(4096)
@@ -159,9 +159,9 @@ def test_handshakes(
         near.notify(segment, "done", b"\0\1", timeout_s=20)
         assert [one.message for one in far.notifications(timeout_s=20)] == [b"\0\1"]
         assert near.run(Op.WRITE, segment, [here.address], [pool.address], [64]).status == Status.OK
-        for other, words in ((theirs, "`tls_ca`"), (PLAIN, "`tls`")):
-            with TransferEngine(other) as stranger, pytest.raises((ProtocolError, PeerLost), match=words):
-                stranger.probe(far.handshake, timeout_s=20)
+        for other, reason in ((theirs, "`tls_ca`"), (PLAIN, "`tls`")):
+            with TransferEngine(other) as outsider, pytest.raises((ProtocolError, PeerLost), match=reason):
+                outsider.probe(far.handshake, timeout_s=20)
     plain = TransferEngine(dataclasses.replace(PLAIN, handshake_port=0))
     with plain, TransferEngine(ours) as near, pytest.raises(ProtocolError, match="`tls`"):
         near.probe(plain.handshake, timeout_s=20)
@@ -181,9 +181,9 @@ async def test_metadata_over_https(ours: TransferSettings, theirs: TransferSetti
         found = await asyncio.to_thread(near.open_name, "far")
         assert found is not None and found.descriptor.epoch == far.epoch
         for context in (client_context(theirs, check_host=False), None):
-            stranger = make_backend(url, timeout_s=20, tls=context)
-            with pytest.raises(ProtocolError, match="no TLS with it"):
-                await asyncio.to_thread(stranger.get, "k")
+            outsider = make_backend(url, timeout_s=20, tls=context)
+            with pytest.raises(ProtocolError, match="TLS failed"):
+                await asyncio.to_thread(outsider.get, "k")
         plain = make_backend(url.replace("https", "http"), timeout_s=20)
         with pytest.raises(PeerLost):
             await asyncio.to_thread(plain.get, "k")
@@ -205,7 +205,7 @@ def test_settings_are_checked(ours: TransferSettings, theirs: TransferSettings, 
             for use in (native_tls, server_context, functools.partial(client_context, check_host=True)):
                 with pytest.raises(InvalidArgument, match=f"^{field} is "):
                     use(wrong)
-    stranger = dataclasses.replace(ours, tls_key=theirs.tls_key)
+    outsider = dataclasses.replace(ours, tls_key=theirs.tls_key)
     with pytest.raises(InvalidArgument, match=r"^tls_key is .* private key of tls_cert .*(?i:mismatch)"):
-        TransferEngine(stranger)
+        TransferEngine(outsider)
     assert client_context(ours, check_host=True).minimum_version == ssl.TLSVersion.TLSv1_3

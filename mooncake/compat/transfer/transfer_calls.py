@@ -10,9 +10,9 @@ from mooncake.compat.transfer.host_probe import wait_for_stream
 from mooncake.compat.transfer.public_types import TransferNotify, TransferOpcode
 from mooncake.compat.transfer.temporary_registration import TemporaryRegistrations
 from mooncake.log import get_logger
-from mooncake.transfer.columns import Addresses, TransferColumns, transfer_columns
+from mooncake.transfer.batch import Addresses, TransferColumns, transfer_columns
 from mooncake.transfer.completion_queue import CompletionQueue
-from mooncake.transfer.moves import completion_error
+from mooncake.transfer.submission import completion_error
 from mooncake.transfer.transports import Op, Status
 
 log = get_logger("mooncake.engine")

@@ -23,7 +23,7 @@ from mooncake.conductor.events.subscriber import EventListener, EventReader, Eve
 from mooncake.conductor.messages import POOL, Event, Silent
 from mooncake.conductor.settings import SchedulingSettings
 from mooncake.log import get_logger
-from mooncake.security.caller import HttpClientAuth
+from mooncake.security.http_auth import HttpClientAuth
 from mooncake.types import InstanceId
 
 log = get_logger(__name__)

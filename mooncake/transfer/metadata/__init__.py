@@ -1,7 +1,7 @@
-"""Where descriptors lie so that peers find each other by name.
+"""Metadata backends: key-value services that store descriptors by name.
 
-Entries are soft state: their owner puts them again before they expire, and a service that restarts
-empty is full again a moment later. A backend knows keys and bytes, not what they mean.
+Entries are soft state: their owner puts them again before they expire, so a service that restarts
+empty is soon refilled. A backend knows keys and bytes, not their meaning.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from mooncake.errors import InvalidArgument
 from mooncake.security import Signer
 
 P2P = "P2PHANDSHAKE"
-"""Instead of a URL: no service, peers are asked themselves."""
+"""Value in place of a URL: there is no service, peers are queried directly."""
 
 BACKENDS = {
     "http": "mooncake.transfer.metadata.http:HttpBackend",
@@ -30,15 +30,15 @@ class Backend(Protocol):
     """A small key-value service. Thread-safe. Every call may raise PeerLost or DeadlineExceeded."""
 
     def get(self, key: str) -> bytes | None:
-        """The value, or None when there is none (any more)."""
+        """The value, or None when there is none or it has expired."""
         ...
 
     def put(self, key: str, value: bytes, ttl_s: float | None = None) -> None:
-        """Set or replace; gone after ``ttl_s`` unless put again."""
+        """Set or replace a value, which expires after ``ttl_s`` unless put again."""
         ...
 
     def remove(self, key: str) -> bool:
-        """False when there was none."""
+        """Remove a value; False when there was none."""
         ...
 
     def list(self, prefix: str) -> list[str]:
@@ -46,7 +46,7 @@ class Backend(Protocol):
         ...
 
     def close(self) -> None:
-        """Drop connections; the next call opens them again."""
+        """Close connections; the next call opens them again."""
         ...
 
 
@@ -59,17 +59,17 @@ def make_backend(
     tls: ssl.SSLContext | None = None,
     signer: Signer | None = None,
 ) -> Backend:
-    """The backend for ``url``. Nothing is connected yet: the first call says whether somebody is there.
+    """Make the backend for ``url``. It connects with its first call, which fails if the service is absent.
 
     Args:
         url: as ``TransferSettings.metadata``; ``host:port`` without a scheme is etcd.
-        timeout_s: for each call.
-        password, database: of Redis, where the URL names none.
+        timeout_s: time limit of each call.
+        password, database: for Redis, where the URL names none.
         tls: for https; without it the authorities of this system are trusted.
-        signer: for http and https, where the service asks for the cluster's key.
+        signer: for http and https, where the service requires the cluster's key.
 
     Raises:
-        InvalidArgument: none of the forms.
+        InvalidArgument: ``url`` has none of the known forms.
     """
     if url == P2P:
         from mooncake.transfer.handshake import HandshakeClient

@@ -1,8 +1,8 @@
 """The metadata backend that speaks to etcd (3.4 or newer), over the JSON gateway of its v3 API.
 
-The gateway needs nothing but HTTP, so no gRPC library has to fit the rest of an installation. Keys and
-values are base64 there. An entry that expires hangs on a lease; every put takes a new one, and the old
-one runs out with nothing hanging on it.
+The gateway needs only HTTP, so no gRPC library has to fit the rest of an installation. Keys and
+values are base64 there. An entry that expires is attached to a lease; every put takes a new lease, and the
+old one expires with no entry attached.
 """
 
 from __future__ import annotations
@@ -15,14 +15,14 @@ from typing import Any
 from urllib.parse import urlsplit
 
 from mooncake.errors import InvalidArgument, PeerLost, ProtocolError, Unavailable
-from mooncake.transfer.metadata.connection import HttpConnection
+from mooncake.transfer.metadata.http import HttpConnection
 
 
 class EtcdBackend:
-    """A client of ``url``: ``etcd://host:port``, or several members with ``;`` between them.
+    """Client of ``url``: ``etcd://host:port``, or several members with ``;`` between them.
 
     Args:
-        timeout_s: for each call to one member; the next is asked when one does not answer.
+        timeout_s: time limit of each call to one member; when one does not answer, the next is tried.
 
     Raises:
         InvalidArgument: not an etcd URL.
@@ -52,7 +52,7 @@ class EtcdBackend:
         return int(self._call("kv/deleterange", {"key": _text(key.encode())}).get("deleted", 0)) > 0
 
     def swap(self, key: str, old: bytes | None, new: bytes) -> bool:
-        """Set ``new`` if the value is ``old`` (None: there is none). After an error it may have happened."""
+        """Set ``new`` if the value is ``old`` (None for no value). After an error the outcome is unknown."""
         at = _text(key.encode())
         what = (
             {"target": "VERSION", "version": "0"} if old is None else {"target": "VALUE", "value": _text(old)}
@@ -65,8 +65,8 @@ class EtcdBackend:
 
     def list(self, prefix: str) -> list[str]:
         first = prefix.encode() or b"\0"
-        asked = {"key": _text(first), "range_end": _text(_end_of(prefix.encode())), "keys_only": True}
-        found = self._call("kv/range", asked).get("kvs", [])
+        query = {"key": _text(first), "range_end": _text(_end_of(prefix.encode())), "keys_only": True}
+        found = self._call("kv/range", query).get("kvs", [])
         return sorted(b64decode(entry["key"]).decode(errors="replace") for entry in found)
 
     def close(self) -> None:
@@ -74,7 +74,7 @@ class EtcdBackend:
             member.close()
 
     def _call(self, what: str, message: dict[str, Any]) -> dict[str, Any]:
-        """The answer of the first member that gives one."""
+        """The answer of the first member that answers."""
         body = json.dumps(message).encode()
         with self._lock:
             members = list(self._members)
@@ -89,7 +89,7 @@ class EtcdBackend:
                 with self._lock:
                     self._members.sort(key=lambda other: other is not member)
             return self._checked(member.url, what, status, answer)
-        raise PeerLost(f"{self.url} has no members")  # not reached: there is one at least
+        raise PeerLost(f"{self.url} has no members")  # not reached: there is at least one
 
     def _checked(self, url: str, what: str, status: int, answer: bytes) -> dict[str, Any]:
         try:
@@ -98,9 +98,9 @@ class EtcdBackend:
             decoded = None
         if status == 200 and isinstance(decoded, dict):
             return decoded
-        told = decoded.get("error") if isinstance(decoded, dict) else answer[:100].decode(errors="replace")
+        reason = decoded.get("error") if isinstance(decoded, dict) else answer[:100].decode(errors="replace")
         raise ProtocolError(
-            f"metadata service {url} refused {what}: {status} {told}; is it etcd 3.4 or newer?"
+            f"metadata service {url} refused {what}: {status} {reason}; is it etcd 3.4 or newer?"
         )
 
 
@@ -124,6 +124,6 @@ def _text(data: bytes) -> str:
 
 
 def _end_of(prefix: bytes) -> bytes:
-    """The first key after all that start with ``prefix``; zero means all there are."""
+    """The first key after all that start with ``prefix``; a zero byte means the end of all keys."""
     kept = prefix.rstrip(b"\xff")
     return kept[:-1] + bytes([kept[-1] + 1]) if kept else b"\0"

@@ -1,7 +1,7 @@
 """Metadata without a server: a name is the address where its engine answers handshakes.
 
-``host:port`` is asked directly, so an entry is never stale and nothing has to be put. There is nobody
-who knows all names.
+``host:port`` is queried directly, so an entry is never stale and nothing has to be put. There is no
+list of all names.
 """
 
 from __future__ import annotations
@@ -14,10 +14,10 @@ from mooncake.transfer.descriptor import SegmentDescriptor
 
 
 class PeerBackend:
-    """What ``P2PHANDSHAKE`` stands for. The engine that uses it listens for handshakes.
+    """The backend of ``P2PHANDSHAKE``. The engine that uses it listens for handshakes.
 
     Args:
-        describe: asks the engine at an address for its descriptor (``HandshakeClient.describe``).
+        describe: queries the engine at an address for its descriptor (``HandshakeClient.describe``).
     """
 
     def __init__(self, describe: Callable[[str, float], SegmentDescriptor], timeout_s: float = 5.0) -> None:
@@ -32,8 +32,8 @@ class PeerBackend:
 
         Raises:
             InvalidArgument: that is no ``host:port``.
-            PeerLost, DeadlineExceeded: nobody answers there.
-            ProtocolError: an engine of another version does.
+            PeerLost, DeadlineExceeded: no engine answers there.
+            ProtocolError: an engine of another version answers.
         """
         name = key.rpartition("/")[2]
         try:
@@ -45,7 +45,7 @@ class PeerBackend:
         return self._describe(name, self._timeout_s).encode()
 
     def put(self, key: str, value: bytes, ttl_s: float | None = None) -> None:
-        """Nothing: whoever wants to know asks."""
+        """Do nothing: peers query the engine itself."""
 
     def remove(self, key: str) -> bool:
         return False

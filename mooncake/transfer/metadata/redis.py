@@ -1,6 +1,6 @@
-"""The metadata backend that speaks to Redis (or whatever answers its protocol, RESP2).
+"""The metadata backend of Redis (or any server of its protocol, RESP2).
 
-Eight commands over one socket: less than a client library would bring, and nothing to install. Blocking;
+Eight commands over one socket: less code than a client library, and nothing to install. Blocking;
 one connection, opened again when the service was restarted. Every command here may be repeated.
 """
 
@@ -26,12 +26,12 @@ return 1
 
 
 class RedisBackend:
-    """A client of ``url``: ``redis://[user:password@]host[:port][/database]``.
+    """Client of ``url``: ``redis://[user:password@]host[:port][/database]``.
 
     Args:
-        timeout_s: for each call.
-        password: if the URL has none.
-        database: if the URL has none.
+        timeout_s: time limit of each call.
+        password: used if the URL has none.
+        database: used if the URL has none.
 
     Raises:
         InvalidArgument: not a redis URL.
@@ -76,7 +76,7 @@ class RedisBackend:
         return self._call(b"DEL", key.encode()) == 1
 
     def swap(self, key: str, old: bytes | None, new: bytes) -> bool:
-        """Set ``new`` if the value is ``old`` (None: there is none). After an error it may have happened."""
+        """Set ``new`` if the value is ``old`` (None for no value). After an error the outcome is unknown."""
         if old is None:
             return self._call(b"SET", key.encode(), new, b"NX") is not None
         return self._call(b"EVAL", SWAP, b"1", key.encode(), old, new) == 1
@@ -94,22 +94,22 @@ class RedisBackend:
                 return sorted(key.decode(errors="replace") for key in keys)
 
     def close(self) -> None:
-        """Until the next call."""
+        """Close the connection; the next call opens it again."""
         with self._lock:
             self._hang_up()
 
-    def _call(self, *words: bytes) -> Reply:
-        if os.getpid() != self._pid:  # forked: the connection is the parent's
+    def _call(self, *arguments: bytes) -> Reply:
+        if os.getpid() != self._pid:  # forked: the connection belongs to the parent
             self._begin()
         with self._lock:
             for is_last in (False, True):
                 is_fresh = self._stream is None
                 try:
-                    return self._say(self._stream or self._connect(), *words)
+                    return self._send_command(self._stream or self._connect(), *arguments)
                 except TimeoutError as error:
                     self._hang_up()
                     raise DeadlineExceeded(
-                        f"metadata service {self.url} did not answer {words[0].decode()} within "
+                        f"metadata service {self.url} did not answer {arguments[0].decode()} within "
                         f"{self._timeout_s:g} s; is the address right?"
                     ) from error
                 except OSError as error:
@@ -127,16 +127,16 @@ class RedisBackend:
         self._stream = sock, sock.makefile("rb")
         if self._password:
             user = (self._user.encode(),) if self._user else ()
-            self._say(self._stream, b"AUTH", *user, self._password.encode())
+            self._send_command(self._stream, b"AUTH", *user, self._password.encode())
         if self._database:
-            self._say(self._stream, b"SELECT", b"%d" % self._database)
+            self._send_command(self._stream, b"SELECT", b"%d" % self._database)
         return self._stream
 
-    def _say(self, stream: tuple[socket.socket, BinaryIO], *words: bytes) -> Reply:
+    def _send_command(self, stream: tuple[socket.socket, BinaryIO], *arguments: bytes) -> Reply:
         sock, answers = stream
-        said = [b"$%d\r\n%s\r\n" % (len(word), word) for word in words]
-        sock.sendall(b"".join([b"*%d\r\n" % len(words), *said]))
-        return self._reply(answers, words[0])
+        encoded = [b"$%d\r\n%s\r\n" % (len(one), one) for one in arguments]
+        sock.sendall(b"".join([b"*%d\r\n" % len(arguments), *encoded]))
+        return self._reply(answers, arguments[0])
 
     def _reply(self, answers: BinaryIO, command: bytes, depth: int = 0) -> Reply:
         line = answers.readline(65_536)
@@ -148,14 +148,14 @@ class RedisBackend:
         if kind == b"-":
             raise self._refusal(command, rest.decode(errors="replace"))
         if kind not in b":$*" or not rest.lstrip(b"-").isdigit():
-            raise ProtocolError(f"metadata service {self.url} answered {line[:40]!r}; it is no Redis")
+            raise ProtocolError(f"metadata service {self.url} answered {line[:40]!r}; it is not Redis")
         number = int(rest)
         if kind == b":":
             return number
         if number < 0:
             return None
         if number > (MAX_REPLY_ITEMS if kind == b"*" else MAX_REPLY_BYTES) or depth > 2:
-            raise ProtocolError(f"metadata service {self.url} answers out of all proportion; is it Redis?")
+            raise ProtocolError(f"metadata service {self.url} sent an oversized answer; is it Redis?")
         if kind == b"*":
             return [self._reply(answers, command, depth + 1) for _ in range(number)]
         value = answers.read(number + 2)

@@ -1,12 +1,12 @@
-"""The small HTTP metadata service: descriptors by name, gone when their owners stop putting them.
+"""The small HTTP metadata service: descriptors by name, which expire when their owners stop putting them.
 
-Keeps everything in memory. Nothing is lost for long by a restart, because owners put their entries
-again; nothing stays for long after a crash, because entries put with ``ttl_s`` expire. The answers are
+Keeps everything in memory. A restart loses nothing for long, because owners put their entries
+again; a crashed owner leaves nothing for long, because entries put with ``ttl_s`` expire. The answers are
 those of the metadata service that programs written for the existing package expect.
 
-Where peers prove who they are, an entry is of whoever put it: another client can't replace or remove it.
-Their number and size are bounded, together and per client. Programs of the existing package put entries
-without a time to live and never again, so such entries stay until they are removed.
+Where peers are authenticated, an entry belongs to the client that put it: another one can't replace or
+remove it. The number and size of entries are bounded, in total and per client. Programs of the existing
+package put entries without a time to live and only once, so such entries stay until they are removed.
 """
 
 from __future__ import annotations
@@ -33,11 +33,11 @@ MAX_VALUE_BYTES = 16 << 20
 MAX_KEY_BYTES = 1024
 MAX_ENTRIES = 1 << 16
 MAX_OWNED = 1 << 12
-"""Of one owner that is a client."""
+"""Limit of entries for one owner that is a client."""
 MAX_BYTES = 256 << 20
-"""Of all entries together."""
+"""Limit of all entries together."""
 ENTRY_BYTES = 256
-"""What an entry costs beside its key and value."""
+"""Bytes that an entry takes in addition to its key and value."""
 
 
 @dataclass(frozen=True)
@@ -56,7 +56,7 @@ async def serve(settings: MetadataSettings) -> None:
 
     Raises:
         AddressInUse: the port is taken.
-        InvalidArgument: others can reach it, and nobody has to prove who he is.
+        InvalidArgument: other hosts can reach it, and no authentication is configured.
     """
     identity = process_identity()
     check_address(settings.host, identity)
@@ -74,7 +74,7 @@ async def serve(settings: MetadataSettings) -> None:
 
 @dataclass(frozen=True, slots=True)
 class MetadataEntry:
-    """What lies under a key, whose it is, and until when; ``number`` tells it from what lay there before."""
+    """Value of a key, its owner and its expiry; ``number`` distinguishes it from earlier entries."""
 
     value: bytes
     owner: str
@@ -83,16 +83,16 @@ class MetadataEntry:
 
 
 class MetadataEntries:
-    """Keys, values, owners and instants of expiry; bounded.
+    """Keys, values, owners and expiry instants; bounded.
 
-    An owner is whatever the server knows of who put an entry; "" is anybody. Only the owner and those who
-    serve the cluster (``rules_all``) may replace or remove an entry before it expires.
+    An owner is the authenticated name of the client that put an entry; "" means unowned. Only the owner and
+    members that serve the cluster (``rules_all``) may replace or remove an entry before it expires.
     """
 
     def __init__(self) -> None:
         self._entries: dict[str, MetadataEntry] = {}
         self._expiring: list[tuple[float, int, str]] = []
-        """A heap. An entry that was put again or removed is found out when its old instant comes."""
+        """Heap of expiry instants. One of a replaced or removed entry is skipped when it is due."""
         self._by_owner: dict[str, int] = {}
         self._num_bytes = 0
         self._number = 0
@@ -113,11 +113,11 @@ class MetadataEntries:
         owner: str = "",
         rules_all: bool = True,
     ) -> Refusal | None:
-        """Why it was not put: ``not_owner``, or ``full``."""
+        """Put an entry; returns a refusal if it was not put: ``not_owner``, or ``full``."""
         self._expire(now)
         old = self._entries.get(key)
         if old is not None and not rules_all and old.owner != owner:
-            return Refusal("not_owner", f"{key} is another's; it can be had when it has expired")
+            return Refusal("not_owner", f"{key} belongs to another client; it is free when it has expired")
         freed = 0 if old is None else _size_of(key, old.value)
         if self._num_bytes - freed + _size_of(key, value) > MAX_BYTES:
             return Refusal("full", f"all entries together have at most {MAX_BYTES} bytes")
@@ -145,13 +145,13 @@ class MetadataEntries:
         return None if entry is None else entry.value
 
     def remove(self, key: str, now: float, owner: str = "", rules_all: bool = True) -> bool | Refusal:
-        """False: there was none. A Refusal: it is another's."""
+        """Remove an entry; False when there was none, a Refusal when it belongs to another client."""
         self._expire(now)
         entry = self._entries.get(key)
         if entry is None:
             return False
         if not rules_all and entry.owner != owner:
-            return Refusal("not_owner", f"{key} is another's")
+            return Refusal("not_owner", f"{key} belongs to another client")
         self._forget(key)
         return True
 
@@ -176,7 +176,7 @@ class MetadataEntries:
                 self._forget(key)
 
     def _rebuild(self) -> None:
-        """Without the instants of entries that were put again."""
+        """Rebuild the heap without the instants of entries that were put again."""
         self._expiring = [
             (entry.until, entry.number, key)
             for key, entry in self._entries.items()
@@ -190,7 +190,7 @@ def _size_of(key: str, value: bytes) -> int:
 
 
 def _owner_of(request: Request) -> tuple[str, bool]:
-    """Whose an entry is that this request puts, and whether it may put any."""
+    """Owner of an entry that this request puts, and whether it may change entries of every owner."""
     principal: Principal = request.scope.get(PRINCIPAL, OPEN)
     if principal.is_open:
         return "", True
@@ -198,7 +198,7 @@ def _owner_of(request: Request) -> tuple[str, bool]:
 
 
 def make_app(entries: MetadataEntries | None = None, identity: Identity | None = None) -> HttpAuth:
-    """The service as an ASGI application, for those of whom ``identity`` knows who they are."""
+    """The service as an ASGI application, for clients that ``identity`` authenticates."""
     entries = MetadataEntries() if entries is None else entries
     app = FastAPI(title="Mooncake metadata", docs_url=None, redoc_url=None, openapi_url=None)
 

@@ -1,19 +1,20 @@
-"""What a transport must do, and the table of them by scheme.
+"""The contract of a transport, and the table of transports by scheme.
 
-``local.py`` is the living definition; ``tests/contract/test_transports.py`` holds all of them to it.
-A transport reaches other processes' registered memory; a carrier is one such process as seen by one
-transport. Everything here works on columns and completions; plans and retries are the engine's.
+``local.py`` is the executable definition; ``tests/contract/test_transports.py`` checks all of them against
+it. A transport reaches other processes' registered memory; a ``PeerConnection`` reaches one such process over
+one transport. Everything here works on columns and completions; the engine plans and retries.
 """
 
 from __future__ import annotations
 
 import importlib
-from collections.abc import Sequence
-from typing import Protocol, runtime_checkable
+from collections.abc import Callable, Sequence
+from typing import Protocol, TypeAlias, runtime_checkable
 
 from mooncake._native import (
     Completion,
     Op,
+    Peer,
     Region,
     RegionTable,
     Status,
@@ -31,6 +32,7 @@ __all__ = [
     "Completion",
     "HandshakeExchange",
     "MultiRailTransport",
+    "NativeConnection",
     "NativeQueue",
     "NegotiatedConnection",
     "NegotiatedTransport",
@@ -50,11 +52,11 @@ __all__ = [
 
 
 class PeerConnection(Protocol):
-    """One peer over one transport. Safe to use from many threads."""
+    """Connection to one peer over one transport. Thread-safe."""
 
     @property
     def is_lost(self) -> bool:
-        """The peer is gone for good; nothing more can be moved."""
+        """True when the peer is permanently gone; nothing more can be moved."""
         ...
 
     def run(
@@ -70,7 +72,7 @@ class PeerConnection(Protocol):
 
         ``UNREGISTERED`` names a slice whose local memory is not registered (or, for a read, not
         writable); nothing was moved. After any other failure the destination's bytes are undefined,
-        and a write that was given up may still land until the next operation on this carrier begins.
+        and an abandoned write may still land until the next operation on this connection begins.
         """
         ...
 
@@ -88,37 +90,37 @@ class PeerConnection(Protocol):
         priority: int = 0,
         reports: bool = False,
     ) -> int:
-        """The same on another thread; the completion comes to ``queue``.
+        """Move the slices on another thread; the completion comes to ``queue``.
 
-        The greater ``priority`` goes first, also between the pieces of what is under way already; equals
+        The greater ``priority`` goes first, also between the pieces of a transfer under way; equals
         go in order. With ``reports``, completions that are ``is_partial`` may come before the last.
-        Returns -1, or the first slice whose local memory is not registered; then nothing will come.
+        Returns -1, or the first slice whose local memory is not registered; then no completion comes.
         """
         ...
 
     def view(self, address: int, size_bytes: int, timeout_s: float) -> View | memoryview | None:
-        """The peer's bytes in place, read-only; None when this path cannot."""
+        """Map the peer's bytes, read-only; None when this path cannot."""
         ...
 
     def set_regions(self, regions: Sequence[RegionInfo]) -> None:
-        """The peer published a new list."""
+        """Set the peer's regions to the list that it has published."""
         ...
 
     def cancel(self) -> None:
-        """Fail everything in flight; when it returns no local memory is touched on its behalf."""
+        """Fail everything in flight; afterwards no local memory is accessed on its behalf."""
         ...
 
     def close(self) -> None:
-        """Cancel, and refuse what comes later."""
+        """Cancel, and refuse later operations."""
         ...
 
 
 class Transport(Protocol):
-    """One way to reach and to be reached."""
+    """One kind of path: reaches peers and serves them."""
 
     @property
     def endpoint(self) -> str:
-        """Where peers find this process on this path."""
+        """Address at which peers reach this process on this path."""
         ...
 
     def connect(
@@ -127,14 +129,14 @@ class Transport(Protocol):
         """Reach the process that published ``endpoint`` and ``epoch``.
 
         Raises:
-            PeerLost: nobody is there, or another process by now.
-            DeadlineExceeded: somebody is there and does not answer.
+            PeerLost: no process is there, or another one by now.
+            DeadlineExceeded: a process is there and does not answer.
             AccessDenied: the peer runs as another user.
         """
         ...
 
     def close(self) -> None:
-        """Stop serving. Carriers of this transport are closed before."""
+        """Stop serving. Connections of this transport are closed before."""
         ...
 
 
@@ -149,24 +151,24 @@ class MultiRailTransport(Transport, Protocol):
     def connect(
         self, endpoint: str, epoch: int, regions: Sequence[RegionInfo], timeout_s: float, *, rail: str = ""
     ) -> PeerConnection:
-        """As for every transport, over one of ``rails`` (or any)."""
+        """Connect as every transport does, over one of ``rails`` (or any)."""
         ...
 
 
 @runtime_checkable
 class NegotiatedConnection(PeerConnection, Protocol):
-    """A carrier that must agree with its peer before the first operation."""
+    """Connection that must be negotiated with its peer before the first operation."""
 
     def set_up(self, deadline: float) -> Status:
-        """Do that now, if it was not done; ``run`` and ``submit`` would in their caller."""
+        """Negotiate now, if not done before; else ``run`` and ``submit`` do it in their caller."""
         ...
 
 
 class NegotiatedTransport(Transport, Protocol):
-    """A transport whose connections are set up by a conversation of both engines (``handshake.py``)."""
+    """Transport whose connections are set up by a handshake of both engines (``handshake.py``)."""
 
     needs_handshake: bool
-    "True; the engine then listens for handshakes, and ``connect`` gets the peer's ``handshake`` address."
+    "Always True; the engine then listens for handshakes, and ``connect`` gets the peer's ``handshake``."
 
     def connect(
         self,
@@ -177,14 +179,14 @@ class NegotiatedTransport(Transport, Protocol):
         *,
         handshake: str = "",
     ) -> PeerConnection:
-        """As for every transport; calls ``TransportContext.exchange``."""
+        """Connect as every transport does; calls ``TransportContext.exchange``."""
         ...
 
     def accept(self, payload: bytes) -> bytes:
-        """The peer's side of ``TransportContext.exchange``: take what it sent, return what it needs.
+        """Serve a peer's ``TransportContext.exchange``: take its payload, return the answer.
 
-        Called in a thread of the engine, never twice for one call of ``exchange``. What it raises from
-        ``errors.py`` is raised in the peer.
+        Called in a thread of the engine, never twice for one call of ``exchange``. Errors of
+        ``errors.py`` are raised in the peer.
         """
         ...
 
@@ -195,27 +197,27 @@ class HandshakeExchange(Protocol):
     def __call__(
         self, address: str, scheme: str, payload: bytes, timeout_s: float, *, epoch: int = 0
     ) -> bytes:
-        """What ``accept`` of the transport ``scheme`` returned at the peer that listens at ``address``.
+        """Call ``accept`` of the transport ``scheme`` at the peer that listens at ``address``.
 
-        ``epoch`` is the one that ``connect`` was given: a successor of that process refuses.
+        ``epoch`` is the argument of ``connect``: a successor of that process refuses.
 
         Raises:
-            PeerLost: nobody listens there, it is another process by now, or the connection broke.
+            PeerLost: no process listens there, it is another one by now, or the connection broke.
             DeadlineExceeded, ProtocolError: as usual.
         """
         ...
 
 
 class TransportContext(Protocol):
-    """What a transport needs to know about the engine it works for.
+    """The parts of an engine that its transports use.
 
-    Keep what you need of it, not the site: an engine that nobody refers to is closed.
+    Transports keep these parts, not the context: an engine without references is closed.
     """
 
     regions: RegionTable
     epoch: int
     listen_host: str
-    "One address, or several by commas; `advertise_host` has as many."
+    "One address, or several with commas; `advertise_host` has as many."
     advertise_host: str
     tcp_port: int
     num_streams: int
@@ -224,22 +226,48 @@ class TransportContext(Protocol):
     cuda_library: str
 
 
+RegionFilter: TypeAlias = Callable[[Sequence[RegionInfo]], list[tuple[int, int, int]]]
+"""Picks the regions that a path reaches, as (address, size in bytes, key)."""
+
+
+class NativeConnection:
+    """Connection to one peer through a native one: passes columns down; nothing can be mapped."""
+
+    def __init__(self, peer: Peer, reachable: RegionFilter) -> None:
+        self._peer = peer
+        self._reachable = reachable
+        self.run = peer.run
+        self.submit = peer.submit
+        self.cancel = peer.cancel
+        self.close = peer.close
+
+    @property
+    def is_lost(self) -> bool:
+        return self._peer.is_lost
+
+    def view(self, address: int, size_bytes: int, timeout_s: float) -> View | None:
+        return None
+
+    def set_regions(self, regions: Sequence[RegionInfo]) -> None:
+        self._peer.set_remote(self._reachable(regions))
+
+
 SCHEMES = {
     "file": "mooncake.transfer.transports.file:FileTransport",
     "local": "mooncake.transfer.transports.local:LocalTransport",
-    "rdma": "mooncake.transfer.transports.rdma:RdmaTransport",
-    "shm": "mooncake.transfer.transports.shm:ShmTransport",
-    "cuda": "mooncake.transfer.transports.cuda:CudaTransport",
+    "rdma": "mooncake.transfer.transports.rdma:VerbsTransport",
+    "shm": "mooncake.transfer.transports.shm:SharedMemoryTransport",
+    "cuda": "mooncake.transfer.transports.cuda:DeviceMemoryTransport",
     "tcp": "mooncake.transfer.transports.tcp:TcpTransport",
 }
 
 
 def make_transport(scheme: str, site: TransportContext) -> Transport:
-    """The transport called ``scheme``, serving ``site``.
+    """Make the transport called ``scheme``, serving ``site``.
 
     Raises:
-        Unavailable: this machine lacks what it needs.
-        AddressInUse, InvalidArgument: an address cannot be had.
+        Unavailable: this machine lacks something that it needs.
+        AddressInUse, InvalidArgument: an address is taken or invalid.
     """
     module, name = SCHEMES[scheme].split(":")
     transport: Transport = getattr(importlib.import_module(module), name)(site)

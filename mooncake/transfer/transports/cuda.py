@@ -1,9 +1,9 @@
-"""Device memory: registering it, and reaching that of other processes of this host, device to device.
+"""The cuda transport: registers device memory, and copies device to device within one host.
 
-Thin: ``native/cuda.h`` copies, ``native/cuda_ipc.h`` shows memory to peers. The driver library is loaded
-to see whether it is there; devices are started and the endpoint is served when the first device memory
-is registered or a peer's is reached, so an engine that never does costs a GPU nothing. Over other paths
-device memory travels too, through pinned staging: that is not this module's business.
+A thin layer: ``native/cuda.h`` copies, ``native/cuda_ipc.h`` exports memory to peers. The driver library is
+loaded to check that it exists; devices are started and the endpoint is served when the first device memory
+is registered or a peer's is reached, so an engine that never does uses no GPU resources. Other paths
+also move device memory, through pinned staging, without this module.
 """
 
 from __future__ import annotations
@@ -25,15 +25,14 @@ from mooncake.errors import (
 )
 from mooncake.transfer.descriptor import RegionInfo
 from mooncake.transfer.memory import device_span_of
-from mooncake.transfer.transports import PeerConnection, TransportContext
-from mooncake.transfer.transports.carrier import NativeConnection
+from mooncake.transfer.transports import NativeConnection, PeerConnection, TransportContext
 
 
-class CudaTransport:
-    """The way to device memory.
+class DeviceMemoryTransport:
+    """Transport for device memory.
 
     Raises:
-        Unavailable: the driver library is not there.
+        Unavailable: the driver library is missing.
     """
 
     def __init__(self, site: TransportContext) -> None:
@@ -47,7 +46,7 @@ class CudaTransport:
         self.endpoint = f"mooncake-{secrets.token_hex(8)}"
 
     def register(self, buffer: Any) -> Region | None:
-        """Device memory as a region; None when ``buffer`` is no device memory.
+        """Register device memory; None when ``buffer`` is not device memory.
 
         Raises:
             InvalidArgument: not contiguous, or freed.
@@ -66,11 +65,11 @@ class CudaTransport:
             raise InvalidArgument("buffer", type(buffer), f"device memory of one device ({error})") from error
 
     def allocate(self, size_bytes: int, device: str) -> Region:
-        """Zeroed memory of ``device`` (``cuda:0``), freed when its region and all uses of it are gone.
+        """Allocate zeroed memory of ``device`` (``cuda:0``), freed when its region and all uses have ended.
 
         Raises:
             InvalidArgument: no such device.
-            OutOfMemory: it has not that much left.
+            OutOfMemory: the device has less left.
             Unavailable: the driver does not start.
         """
         cuda = self._start()[0]
@@ -83,7 +82,7 @@ class CudaTransport:
             raise OutOfMemory(f"allocate {size_bytes:,} bytes on {device}: {error}; ask for less") from error
 
     def pin(self, region: Region) -> None:
-        """Raises InvalidArgument when the system does not let this memory be locked."""
+        """Lock main memory; raises InvalidArgument when the system does not allow it."""
         try:
             self._start()[0].pin(region)
         except OSError as error:
@@ -121,7 +120,7 @@ class CudaTransport:
 
 
 def why_unavailable(library: str = "libcuda.so.1") -> str:
-    """Why device memory cannot be used by this process; empty when it can. Starts the driver."""
+    """Reason why this process cannot use device memory; empty when it can. Starts the driver."""
     try:
         _native.Cuda(library)
     except OSError as error:

@@ -1,9 +1,9 @@
 """Files and block devices of this host: io_uring and O_DIRECT between the device and memory.
 
-Thin: ``native/file.h`` moves the bytes, ``native/shared_file.h`` shows a file to processes of the same host
-and user, which then open it themselves. Processes elsewhere reach it over tcp, through the engine that opened
-it. Nothing is served before the first file is opened. Also opens the files and says, in words that help, why
-one could not be opened, given room or made durable.
+A thin layer: ``native/file.h`` moves the bytes, ``native/shared_file.h`` passes a file's descriptor to
+processes of the same host and user, which open it anew. Processes elsewhere reach it over tcp, through the
+engine that opened it. Nothing is served before the first file is opened. The module also opens the files and
+explains why one could not be opened, extended or flushed.
 """
 
 from __future__ import annotations
@@ -29,8 +29,7 @@ from mooncake.errors import (
 )
 from mooncake.log import get_logger
 from mooncake.transfer.descriptor import RegionInfo
-from mooncake.transfer.transports import PeerConnection, TransportContext
-from mooncake.transfer.transports.carrier import NativeConnection
+from mooncake.transfer.transports import NativeConnection, PeerConnection, TransportContext
 
 log = get_logger(__name__)
 
@@ -68,10 +67,10 @@ class FileTransport:
         _engines[site.epoch] = self
 
     def serve(self) -> None:
-        """Be ready to show files to others; called before the first one is published.
+        """Start serving files to other processes; called before the first one is published.
 
         Raises:
-            Unavailable: the system gives no socket.
+            Unavailable: the system provides no socket.
         """
         self._start()
 
@@ -135,10 +134,10 @@ def open_file(
     depth: int,
 ) -> Region:
     """See ``TransferEngine.open_file``."""
-    # Links are the caller's choice here, and followed now; the native core follows none that comes later.
+    # Links in the caller's path are followed here, once; the native core follows none.
     name = os.path.realpath(path)
     if size_bytes is not None and size_bytes <= 0:
-        raise InvalidArgument("size_bytes", size_bytes, "more than 0, or None for the size that it has")
+        raise InvalidArgument("size_bytes", size_bytes, "more than 0, or None for its present size")
     try:
         region = regions.open_file(name, size_bytes or 0, writable, direct, ring, depth)
     except OSError as error:

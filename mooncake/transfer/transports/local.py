@@ -1,9 +1,9 @@
-"""memcpy inside the process: the living definition of what a transport promises.
+"""memcpy inside the process: the executable definition of a transport.
 
-Pure Python and slow on purpose. Every check is made where a reader can see it: local memory must be
+Pure Python and slow on purpose. Every check is visible in this file: local memory must be
 registered here, remote memory must be registered there under the key in the descriptor, a slice is
-moved whole or the completion says which one failed. It reaches other engines of the same process and
-ends where the process does.
+moved whole or the completion names the one that failed. It reaches only other engines of the same
+process.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from mooncake.errors import PeerLost
 from mooncake.transfer.descriptor import Column, RegionInfo
 from mooncake.transfer.transports import PeerConnection, TransportContext
 
-_STEP_BYTES = 1 << 20  # between looks at cancellation and deadline
+_STEP_BYTES = 1 << 20  # between checks of cancellation and deadline
 
 _engines: weakref.WeakValueDictionary[int, LocalTransport] = weakref.WeakValueDictionary()
 
@@ -46,10 +46,10 @@ class LocalConnection:
         rows = list(zip(local.tolist(), remote.tolist(), lengths.tolist(), strict=True))
         for row, (here, _, length) in enumerate(rows):
             if length:
-                ours = _enter(self._ours, here, length, is_write=op == Op.READ)
-                if ours is None:
+                region = _enter(self._ours, here, length, is_write=op == Op.READ)
+                if region is None:
                     return Completion(status=Status.UNREGISTERED, failed_slice=row)
-                ours.leave()
+                region.leave()
         sums = []
         for row, (here, there, length) in enumerate(rows):
             status, checksum_of_row = self._move(op, here, there, length, deadline, generation)
@@ -61,7 +61,7 @@ class LocalConnection:
     def _move(
         self, op: Op, here: int, there: int, length: int, deadline: float, generation: int
     ) -> tuple[Status, int]:
-        """One slice in steps. Regions are entered for a step only, so unregistering never waits long."""
+        """Move one slice in steps, entering the regions per step only, so that unregistering is quick."""
         key = next((r.key for r in self._regions if _covers(r, there, length)), 0)
         done, checksum = 0, 0
         while done < length:
@@ -73,19 +73,19 @@ class LocalConnection:
                     return Status.PEER_LOST, 0
                 if done and time.monotonic() > deadline:
                     return Status.TIMED_OUT, 0
-                theirs = self._peer.enter(key, there, length, is_write=op == Op.WRITE)
-                if theirs is None:
+                remote = self._peer.enter(key, there, length, is_write=op == Op.WRITE)
+                if remote is None:
                     return Status.ACCESS_DENIED, 0
                 try:
-                    ours = _enter(self._ours, here, length, is_write=op == Op.READ)
-                    if ours is None:
+                    region = _enter(self._ours, here, length, is_write=op == Op.READ)
+                    if region is None:
                         return Status.CANCELLED, 0
                     target, source = (there, here) if op == Op.WRITE else (here, there)
                     ctypes.memmove(target + done, source + done, step)
                     checksum = crc32c((ctypes.c_char * step).from_address(source + done), checksum)
-                    ours.leave()
+                    region.leave()
                 finally:
-                    theirs.leave()
+                    remote.leave()
             done += step
         return Status.OK, checksum
 
@@ -103,9 +103,9 @@ class LocalConnection:
         priority: int = 0,
         reports: bool = False,
     ) -> int:
-        """Moves at once, in the caller: the contract asks for a completion, not for another thread.
+        """Move at once, in the caller: the contract requires a completion, not another thread.
 
-        So nothing is ever queued that a ``priority`` could overtake, or half done that could be reported.
+        So nothing is ever queued for a ``priority`` to overtake, or partly done to report.
         """
         done = self.run(op, local, remote, lengths, timeout_s, checksum)
         if done.status == Status.UNREGISTERED:

@@ -1,9 +1,9 @@
-"""RDMA verbs: devices move the bytes, no processor of the peer does.
+"""The rdma transport: verbs, with which devices move the bytes without a processor of the peer.
 
-Thin: ``native/rdma.h`` draws how lanes, grants and retired lanes belong together; here both engines agree
-on them through the handshake. That happens when the first slices need it and again after a failure: every
-operation first asks whether its peer is ready, which costs a look under a lock. Several devices are
-several rails: devices of one name lead to each other, others in order.
+A thin layer: ``native/rdma.h`` describes lanes, grants and retired lanes; here both engines negotiate
+them through the handshake. That happens when the first slices need it and again after a failure: every
+operation first checks whether its peer is ready, which costs one lock. Several devices are
+several rails: devices of the same name are paired, others in order.
 """
 
 from __future__ import annotations
@@ -37,24 +37,24 @@ from mooncake.transfer.transports import PeerConnection, TransportContext
 log = get_logger(__name__)
 
 SET_UP_TIMEOUT_S = 10.0
-"""Longest that an operation waits for its connection to be set up."""
+"""Longest time that an operation waits for its connection to be set up."""
 
 CLOSE_TIMEOUT_S = 1.0
-"""Longest that closing a peer takes when it does not answer; it finds out by itself then."""
+"""Longest time that closing takes when the peer does not answer; it then notices by itself."""
 
 MAX_KEYS = 4096
-"""Regions asked for in one step."""
+"""Regions requested in one step."""
 
 MAX_LANES = 256
-"""Lanes that a peer may ask for in one step."""
+"""Lanes that a peer may request in one step."""
 MAX_SERVED = 16_384
-"""Lanes of all peers together, per device."""
+"""Limit of lanes per device, for all peers together."""
 
 Address = tuple[bytes, int, int, int]
 
 
 class DeviceInfo(msgspec.Struct, frozen=True):
-    """One device as the endpoint names it."""
+    """One device, as listed in the endpoint."""
 
     name: str
     gid: str
@@ -62,12 +62,12 @@ class DeviceInfo(msgspec.Struct, frozen=True):
 
 
 class SetupRequest(msgspec.Struct, frozen=True, array_like=True):
-    """End these lanes of mine, serve those, and tell me your device's keys of these regions."""
+    """Request to end some lanes of the sender, serve new ones, and return the device's keys of regions."""
 
     device: str
-    "Of the one who is asked."
+    "Name of the receiver's device."
     owner: int
-    "Random and secret: only who set a lane up may end it."
+    "Random and secret: only the process that set a lane up may end it."
     address: Address
     lanes: list[tuple[int, int]]
     retired: list[tuple[str, int]]
@@ -75,7 +75,7 @@ class SetupRequest(msgspec.Struct, frozen=True, array_like=True):
 
 
 class SetupReply(msgspec.Struct, frozen=True, array_like=True):
-    """The answer: my ends of the lanes, and the keys."""
+    """Answer with the receiver's ends of the lanes, and the keys."""
 
     address: Address
     lanes: list[tuple[int, int]]
@@ -83,7 +83,7 @@ class SetupReply(msgspec.Struct, frozen=True, array_like=True):
 
 
 class RdmaConnection:
-    is_lost = False  # who does not answer a handshake today may do so tomorrow
+    is_lost = False  # a peer that does not answer a handshake now may do so later
 
     def __init__(
         self,
@@ -124,7 +124,7 @@ class RdmaConnection:
         priority: int = 0,
         reports: bool = False,
     ) -> int:
-        """Sets the connection up in the caller, when that is needed."""
+        """Submit, after setting the connection up in the caller if needed."""
         if not self._peer.is_ready:
             deadline = time.monotonic() + timeout_s
             status = self.set_up(deadline)
@@ -144,14 +144,14 @@ class RdmaConnection:
 
     def close(self) -> None:
         self._peer.close()
-        with contextlib.suppress(MooncakeError):  # whoever does not hear it finds out by itself
+        with contextlib.suppress(MooncakeError):  # a peer that misses the message notices by itself
             retired = self._peer.retired()
             if retired:
                 self._ask(msgspec.structs.replace(self._empty, retired=retired), CLOSE_TIMEOUT_S)
                 self._peer.forget_retired(retired)
 
     def set_up(self, deadline: float) -> Status:
-        """Agree with the peer on lanes and grants, where that was not done."""
+        """Negotiate lanes and grants with the peer, where not done yet."""
         if not self._setting_up.acquire(timeout=max(0.0, deadline - time.monotonic())):
             return Status.TIMED_OUT
         try:
@@ -160,7 +160,7 @@ class RdmaConnection:
             return Status.OK
         except (MooncakeError, OSError) as error:
             if self._peer.is_able:
-                return Status.OK  # fewer lanes than wished for
+                return Status.OK  # fewer lanes than requested
             log.info("rdma_setup_failed", rail=self._rail, reason=str(error))
             if isinstance(error, DeadlineExceeded) and time.monotonic() >= deadline:
                 return Status.TIMED_OUT
@@ -169,20 +169,20 @@ class RdmaConnection:
             self._setting_up.release()
 
     def _step(self, deadline: float) -> None:
-        """One question to the peer, and what follows from its answer."""
+        """Send one request to the peer and apply its answer."""
         left_s = deadline - time.monotonic()
         if left_s <= 0:
-            raise DeadlineExceeded(f"rdma {self._rail}: no time is left to set the connection up")
-        asked = msgspec.structs.replace(
+            raise DeadlineExceeded(f"rdma {self._rail}: no time left to set the connection up")
+        request = msgspec.structs.replace(
             self._empty,
             lanes=self._peer.offer(),
             retired=self._peer.retired(),
             keys=self._peer.unknown_keys(MAX_KEYS),
         )
-        ready = self._ask(asked, min(left_s, SET_UP_TIMEOUT_S))
-        if len(ready.lanes) != len(asked.lanes) or [grant[0] for grant in ready.grants] != asked.keys:
-            raise ProtocolError(f"rdma {self._rail}: the peer answered to something else")
-        self._peer.forget_retired(asked.retired)
+        ready = self._ask(request, min(left_s, SET_UP_TIMEOUT_S))
+        if len(ready.lanes) != len(request.lanes) or [grant[0] for grant in ready.grants] != request.keys:
+            raise ProtocolError(f"rdma {self._rail}: the peer's answer belongs to another request")
+        self._peer.forget_retired(request.retired)
         self._peer.learn(ready.grants)
         self._peer.join(ready.address, ready.lanes)
 
@@ -193,7 +193,7 @@ _STATUS: dict[type[BaseException], Status] = {
 }
 
 
-class RdmaTransport:
+class VerbsTransport:
     needs_handshake = True
 
     def __init__(self, site: TransportContext) -> None:
@@ -250,7 +250,7 @@ class RdmaTransport:
     ) -> PeerConnection:
         pairs = self._pairs(endpoint)
         if not pairs or not handshake:
-            raise PeerLost(f"rdma peer {endpoint!r} tells no device or no handshake address")
+            raise PeerLost(f"rdma peer {endpoint!r} has no device or no handshake address")
         ours, theirs = next((pair for pair in pairs if f"{pair[0]}>{pair[1]}" == rail), pairs[0])
         peer = self._native.connect(ours, theirs, epoch, tuples_of(regions), self._num_lanes)
         assert peer is not None
@@ -269,29 +269,29 @@ class RdmaTransport:
         return RdmaConnection(peer, f"{ours}>{theirs} of {handshake}", ask, first)
 
     def accept(self, payload: bytes) -> bytes:
-        """A peer's set-up. Lanes that it gave up end before anything new begins."""
+        """Serve a peer's set-up. Lanes that it has dropped end before new ones begin."""
         try:
-            asked = msgspec.msgpack.decode(payload, type=SetupRequest)
+            request = msgspec.msgpack.decode(payload, type=SetupRequest)
         except msgspec.MsgspecError as error:
             raise ProtocolError(f"rdma set-up: {error}; is it of another release?") from error
-        if len(asked.lanes) > MAX_LANES or len(asked.keys) > MAX_KEYS:
+        if len(request.lanes) > MAX_LANES or len(request.keys) > MAX_KEYS:
             raise InvalidArgument(
-                "lanes, keys", (len(asked.lanes), len(asked.keys)), f"{MAX_LANES}, {MAX_KEYS}"
+                "lanes, keys", (len(request.lanes), len(request.keys)), f"{MAX_LANES}, {MAX_KEYS}"
             )
-        for device, pair in asked.retired:
-            self._native.retire(device, asked.owner, pair)
-        num_served = self._native.num_served(asked.device)
-        if num_served + len(asked.lanes) > MAX_SERVED:
+        for device, pair in request.retired:
+            self._native.retire(device, request.owner, pair)
+        num_served = self._native.num_served(request.device)
+        if num_served + len(request.lanes) > MAX_SERVED:
             raise OutOfMemory(
-                f"rdma device {asked.device} serves {num_served} lanes; at most {MAX_SERVED} are allowed"
+                f"rdma device {request.device} serves {num_served} lanes; at most {MAX_SERVED} are allowed"
             )
-        address = self._address(asked.device)
+        address = self._address(request.device)
         try:
-            grants = self._native.grant(asked.device, asked.keys)
-            lanes = self._native.serve(asked.device, asked.owner, asked.address, asked.lanes)
+            grants = self._native.grant(request.device, request.keys)
+            lanes = self._native.serve(request.device, request.owner, request.address, request.lanes)
         except OSError as error:
             hint = "; raise its limit of locked memory (ulimit -l)" if error.errno == errno.ENOMEM else ""
-            raise OutOfMemory(f"rdma peer's device {asked.device}: {error}{hint}") from error
+            raise OutOfMemory(f"rdma peer's device {request.device}: {error}{hint}") from error
         return msgspec.msgpack.encode(SetupReply(address, lanes, grants))
 
     def close(self) -> None:
@@ -299,7 +299,7 @@ class RdmaTransport:
 
 
 def pairs_of(ours: Sequence[str], theirs: Sequence[str]) -> list[tuple[str, str]]:
-    """Which of our devices leads to which of theirs."""
+    """Pairs of local and remote devices that form rails."""
     if set(theirs) == set(ours):
         return [(name, name) for name in ours]
     count = max(len(ours), len(theirs)) if theirs else 0
@@ -311,7 +311,7 @@ def tuples_of(regions: Sequence[RegionInfo]) -> list[tuple[int, int, int]]:
 
 
 def usable_devices(wished: Sequence[str], port: int) -> list[str]:
-    """The devices to use: those wished for, or all whose port is active.
+    """The devices to use: those requested, or all whose port is active.
 
     Raises:
         InvalidArgument: a device that does not exist.

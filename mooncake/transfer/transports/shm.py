@@ -1,7 +1,7 @@
 """Shared memory on one host: the caller's thread copies, the target does nothing.
 
-Thin: the native side maps, checks and copies (``native/sharing.h`` draws the conversation). Fits only
-regions that were allocated as shared memory, and only processes of the same user.
+A thin layer: the native side maps, checks and copies (``native/sharing.h`` describes the protocol). Works
+only for regions that were allocated as shared memory, and between processes of the same user.
 """
 
 from __future__ import annotations
@@ -12,8 +12,7 @@ from mooncake import _native
 from mooncake._native import Status, View
 from mooncake.errors import AccessDenied, DeadlineExceeded, PeerLost
 from mooncake.transfer.descriptor import RegionInfo
-from mooncake.transfer.transports import PeerConnection, TransportContext
-from mooncake.transfer.transports.carrier import NativeConnection
+from mooncake.transfer.transports import NativeConnection, PeerConnection, TransportContext
 
 
 class ShmConnection(NativeConnection):
@@ -25,7 +24,7 @@ class ShmConnection(NativeConnection):
         return self._shm.view(address, size_bytes, timeout_s)
 
 
-class ShmTransport:
+class SharedMemoryTransport:
     def __init__(self, site: TransportContext) -> None:
         self._native = _native.ShmTransport(site.regions, site.epoch)
         self.endpoint = self._native.endpoint

@@ -1,10 +1,10 @@
-"""TCP to anywhere: one-sided reads and writes served by native threads, several streams per peer.
+"""The tcp transport: one-sided reads and writes served by native threads, several streams per peer.
 
-Thin: ``native/tcp.h`` moves the bytes, ``native/wire.h`` draws the conversation. Connections are made
+A thin layer: ``native/tcp.h`` moves the bytes, ``native/wire.h`` describes the protocol. Connections are made
 when the first slices need them, so ``connect`` never blocks and never fails for a dead peer: the first
-completion says so.
+completion reports it.
 
-Several addresses are several rails: the first of ours leads to the first of theirs, and so on. One
+Several addresses are several rails: the first local address is paired with the peer's first, and so on. One
 server listens on all of them, and a rail's connections begin at its own local address.
 """
 
@@ -15,7 +15,7 @@ from collections.abc import Sequence
 
 from mooncake import _native
 from mooncake.errors import AddressInUse, InvalidArgument, PeerLost, Unavailable
-from mooncake.rpc.limits import default_max_connections
+from mooncake.file_limit import default_max_connections
 from mooncake.transfer.descriptor import RegionInfo
 from mooncake.transfer.host_address import numeric_host, with_port
 from mooncake.transfer.tls import native_tls
@@ -25,7 +25,7 @@ WILDCARDS = ("0.0.0.0", "::")
 
 
 class TcpConnection:
-    is_lost = False  # a refused connection today may be accepted tomorrow
+    is_lost = False  # a connection refused now may be accepted later
 
     def __init__(self, peer: _native.TcpPeer) -> None:
         self._peer = peer
@@ -99,7 +99,7 @@ class TcpTransport:
             raise PeerLost(f"tcp peer {endpoint!r} is no host:port; its descriptor is damaged")
         try:
             address = numeric_host(host, "endpoint")
-        except InvalidArgument as error:  # perhaps it resolves again in a moment
+        except InvalidArgument as error:  # the name may resolve later
             raise Unavailable(f"tcp peer {endpoint}: {error}") from error
         remote = [(region.address, region.size_bytes, region.key) for region in regions]
         starts_at = "" if source == "*" or (":" in source) != (":" in address) else source

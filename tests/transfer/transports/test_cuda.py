@@ -34,7 +34,7 @@ def pair(library: str) -> Iterator[tuple[TransferEngine, TransferEngine]]:
 
 
 class DeviceArray:
-    """What cupy, numba and jax show of their arrays."""
+    """The interface of arrays of cupy, numba and jax."""
 
     def __init__(self, address: int, size_bytes: int) -> None:
         self.__cuda_array_interface__ = {
@@ -87,8 +87,8 @@ def test_the_default_does_without_and_device_memory_is_refused() -> None:
 def test_device_memory_is_described(pair: tuple[TransferEngine, TransferEngine]) -> None:
     near, far = pair
     region = far.allocate(10_000, device="cuda:1")
-    (told,) = far.describe().regions
-    assert (told.kind, told.is_shared, told.address) == ("cuda:1", True, region.address)
+    (described,) = far.describe().regions
+    assert (described.kind, described.is_shared, described.address) == ("cuda:1", True, region.address)
     assert bytes_of(region) == bytes(10_000)
     with pytest.raises(BufferError, match="cuda:1"):
         memoryview(region)
@@ -155,18 +155,18 @@ def test_device_memory_is_a_source_for_tcp(library: str) -> None:
     settings = TransferSettings(transports=("tcp", "cuda"), cuda_library=library)
     with TransferEngine(settings) as near, TransferEngine(settings) as far:
         plain = np.zeros(1_000_000, dtype=np.uint8)
-        lent = far.register(plain)
+        registered = far.register(plain)
         here = near.allocate(1_000_000, device="cuda:0")
         data = noise(1_000_000)
         here.write_from(data.data)
         segment = near.open(far.describe())
-        done = near.run(Op.WRITE, segment, [here.address], [lent.address], [1_000_000], checksum=True)
+        done = near.run(Op.WRITE, segment, [here.address], [registered.address], [1_000_000], checksum=True)
         assert done.status == Status.OK and (plain == data).all()
         assert done.checksums is not None and done.checksums.tolist() == [crc32c(data.data)]
 
 
 def test_device_memory_is_reached_over_tcp(library: str) -> None:
-    """As from another host: the owner's server moves the bytes through pinned staging."""
+    """Over tcp, as from another host: the owner's server moves the bytes through pinned staging."""
     with (
         TransferEngine(TransferSettings(transports=("tcp",))) as near,
         TransferEngine(TransferSettings(transports=("tcp", "cuda"), cuda_library=library)) as far,

@@ -1,4 +1,4 @@
-"""What is particular to rdma. Without a device only what needs none is tested, the rest says so.
+"""Behaviour that only rdma has. Without a device, tests that need one are skipped with the reason.
 
 ``scripts/test-rdma`` runs this file and the contract suite in a small VM that has soft-RoCE devices.
 """
@@ -18,7 +18,13 @@ import pytest
 from mooncake.errors import InvalidArgument, MooncakeError, Unavailable
 from mooncake.metrics import registry
 from mooncake.transfer import Op, Status, TransferEngine, TransferSettings
-from mooncake.transfer.transports.rdma import MAX_LANES, RdmaTransport, SetupRequest, pairs_of, usable_devices
+from mooncake.transfer.transports.rdma import (
+    MAX_LANES,
+    SetupRequest,
+    VerbsTransport,
+    pairs_of,
+    usable_devices,
+)
 
 MIB = 1 << 20
 
@@ -61,9 +67,9 @@ def engines() -> Iterator[tuple[TransferEngine, TransferEngine]]:
         yield near, far
 
 
-def rdma_of(engine: TransferEngine) -> RdmaTransport:
+def rdma_of(engine: TransferEngine) -> VerbsTransport:
     transport = engine._transports["rdma"]
-    assert isinstance(transport, RdmaTransport)
+    assert isinstance(transport, VerbsTransport)
     return transport
 
 
@@ -101,8 +107,8 @@ def test_only_the_owner_ends_a_lane(engines: tuple[TransferEngine, TransferEngin
     lanes = num_served(far)
     address = rdma_of(near)._address(devices()[0])
     everything = [(devices()[0], pair) for pair in range(1 << 10)]
-    stranger = SetupRequest(devices()[0], 1, address, [], everything, [])
-    rdma_of(far).accept(msgspec.msgpack.encode(stranger))
+    outsider = SetupRequest(devices()[0], 1, address, [], everything, [])
+    rdma_of(far).accept(msgspec.msgpack.encode(outsider))
     assert num_served(far) == lanes
 
 

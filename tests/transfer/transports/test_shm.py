@@ -1,4 +1,4 @@
-"""What shared memory adds to the contract: users, revocation, first touches."""
+"""Behaviour of shared memory beyond the contract: users, revocation, first touches."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ import pytest
 
 from mooncake.errors import PeerLost
 from mooncake.transfer import Op, Status, TransferEngine, TransferSettings
-from mooncake.transfer.transports.shm import ShmTransport
+from mooncake.transfer.transports.shm import SharedMemoryTransport
 
 SHM = TransferSettings(transports=("shm",))
 
@@ -24,9 +24,9 @@ AS_ANOTHER_USER = """
 import os, sys
 from mooncake.transfer import *
 from mooncake.transfer.descriptor import decode_descriptor
-with TransferEngine(TransferSettings(transports=("shm",))) as warm, TransferEngine(warm.settings) as lender:
-    pool, here = lender.allocate(4096), warm.allocate(4096)
-    done = warm.run(Op.READ, warm.open(lender.describe()), [here.address], [pool.address], [4096])
+with TransferEngine(TransferSettings(transports=("shm",))) as warm, TransferEngine(warm.settings) as owner:
+    pool, here = owner.allocate(4096), warm.allocate(4096)
+    done = warm.run(Op.READ, warm.open(owner.describe()), [here.address], [pool.address], [4096])
     assert done.status == Status.OK, done
 os.chdir("/")
 os.setuid(65534)
@@ -54,10 +54,10 @@ def test_another_user_is_refused() -> None:
 
 def test_plain_memory_is_not_shown() -> None:
     with TransferEngine(SHM) as near, TransferEngine(SHM) as far:
-        lent = far.register(np.zeros(100, dtype=np.uint8))
+        registered = far.register(np.zeros(100, dtype=np.uint8))
         here = near.allocate(100)
         segment = near.open(far.describe())
-        done = near.run(Op.READ, segment, [here.address], [lent.address], [100])
+        done = near.run(Op.READ, segment, [here.address], [registered.address], [100])
         assert (done.status, done.failed_slice) == (Status.ACCESS_DENIED, 0)
 
 
@@ -73,10 +73,10 @@ def test_a_region_is_mapped_in_parts_of_any_size() -> None:
             assert bytes(pool.view()) == b"a" * size
 
 
-def test_nobody_at_the_socket() -> None:
+def test_no_process_at_the_socket() -> None:
     with TransferEngine(SHM) as engine:
-        transport = ShmTransport(engine)
-        for endpoint in ("mooncake-nobody", "", "x" * 300):
+        transport = SharedMemoryTransport(engine)
+        for endpoint in ("mooncake-missing", "", "x" * 300):
             with pytest.raises(PeerLost, match="gone"):
                 transport.connect(endpoint, 1, [], 1.0)
         with pytest.raises(PeerLost, match="gone"):

@@ -46,7 +46,7 @@ def frame(
 
 
 class Wire:
-    """A connection that has said hello."""
+    """A connection whose greeting is done."""
 
     def __init__(self, engine: TransferEngine, greeting: bytes | None = None) -> None:
         host, port = engine.describe().endpoints["tcp"].split(":")
@@ -72,7 +72,7 @@ class Wire:
         return status, failed, number, payload
 
     def is_gone(self) -> bool:
-        """The server has let go, whatever lies unread before that."""
+        """Whether the server has closed; unread bytes before that are ignored."""
         state: int = self.socket.getsockopt(socket.IPPROTO_TCP, socket.TCP_INFO, 1)[0]
         return state != 1  # TCP_ESTABLISHED
 
@@ -169,7 +169,7 @@ OTHER_VERSION, WANTS_TLS, HAS_NO_TLS = 2, 3, 4
         (b"\x16\x03\x01\x02\x00", HAS_NO_TLS),
     ],
 )
-def test_who_is_nearly_right_is_told_what_is_wrong(
+def test_a_nearly_right_greeting_gets_the_reason(
     engine: TransferEngine, greeting: bytes, refusal: int
 ) -> None:
     wire = Wire(engine, greeting)
@@ -201,27 +201,27 @@ def test_a_stranger_learns_nothing(engine: TransferEngine) -> None:
     wire.socket.close()
 
 
-def test_whoever_says_nothing_is_shown_out() -> None:
+def test_a_silent_client_is_disconnected() -> None:
     with TransferEngine(TransferSettings(transports=("tcp",), greeting_timeout_s=0.5)) as engine:
-        talker = Wire(engine)
-        talker.receive(HELLO_BYTES)
+        greeted = Wire(engine)
+        greeted.receive(HELLO_BYTES)
         for beginning in (b"", hello(engine.epoch)[:23]):
             assert Wire(engine, beginning).is_closed()
-        talker.socket.settimeout(0.05)
+        greeted.socket.settimeout(0.05)
         with pytest.raises(TimeoutError):
-            talker.receive(1)  # an idle connection that has said hello stays
-        talker.socket.close()
+            greeted.receive(1)  # an idle connection that has said hello stays
+        greeted.socket.close()
 
 
 @pytest.fixture
 def strict() -> Iterator[TransferEngine]:
-    """Little patience with whoever stalls."""
+    """An engine that soon disconnects clients that stall."""
     with TransferEngine(TransferSettings(transports=("tcp",), stall_timeout_s=0.2)) as engine:
         yield engine
 
 
 def stalls(pool: Region) -> dict[str, bytes]:
-    """Beginnings of conversations that go on no further."""
+    """Requests that stop part-way, by name."""
     write = frame(WRITE, [(pool.address, 4096, pool.key)])
     refused = frame(WRITE, [(pool.address, 4096, 1)])
     return {
@@ -247,12 +247,12 @@ def test_half_a_frame_does_not_stay(strict: TransferEngine) -> None:
     for name, wire in stalled.items():
         assert wire.is_closed(), name
     resting.send(frame(READ, [(pool.address, 4, pool.key)], 9))
-    assert resting.reply() == (Status.OK, 0, 9, 4), "whoever rests between frames stays"
+    assert resting.reply() == (Status.OK, 0, 9, 4), "a client that rests between frames stays"
     resting.socket.close()
 
 
 def test_a_byte_now_and_then_does_not_help(strict: TransferEngine) -> None:
-    """A frame has one time for all of it, so none holds a region for ever."""
+    """A frame has one time for all of it, so none holds a region forever."""
     pool = strict.allocate(1 << 20, huge_pages=False)
     slow = Wire(strict)
     slow.receive(HELLO_BYTES)
@@ -280,7 +280,7 @@ def test_a_peer_that_takes_no_replies_is_cut_off(strict: TransferEngine) -> None
 
 
 def test_closing_a_region_does_not_wait_for_a_stalled_peer(engine: TransferEngine) -> None:
-    """Long before the peer is cut off."""
+    """It returns long before the peer is cut off."""
     pool = engine.allocate(8192)
     stalled = [Wire(engine) for _ in range(3)]
     for wire, sent in zip(stalled, list(stalls(pool).values())[3:6], strict=True):
@@ -297,7 +297,7 @@ def test_closing_a_region_does_not_wait_for_a_stalled_peer(engine: TransferEngin
 
 
 def test_a_thousand_idle_strangers() -> None:
-    """They take no threads, and make room soon for who has something to say, because they are so many."""
+    """They take no threads, and being many, soon make room for clients that greet."""
     room = resource.getrlimit(resource.RLIMIT_NOFILE)[0] - len(os.listdir("/proc/self/fd"))
     small = TransferSettings(transports=("tcp",), max_connections=100, greeting_timeout_s=1)
     with TransferEngine(small) as far:
@@ -305,12 +305,12 @@ def test_a_thousand_idle_strangers() -> None:
         with TransferEngine(TransferSettings(transports=("tcp",))) as near:
             here, segment = near.allocate(4096), near.open(far.describe())
             num_threads = len(os.listdir("/proc/self/task"))
-            strangers = [Wire(far, b"") for _ in range(min(1000, room - 300))]
+            silent = [Wire(far, b"") for _ in range(min(1000, room - 300))]
             assert len(os.listdir("/proc/self/task")) == num_threads
             deadline = time.monotonic() + 60
             while near.run(Op.WRITE, segment, [here.address], [pool.address], [99]).status != Status.OK:
                 assert time.monotonic() < deadline
-            for wire in strangers:
+            for wire in silent:
                 assert wire.is_closed()
                 wire.socket.close()
 
@@ -334,7 +334,7 @@ def test_idle_peers_are_as_many_as_the_limit(engine: TransferEngine) -> None:
 
 
 @pytest.mark.parametrize(
-    ("answer", "status", "words"),
+    ("answer", "status", "reason"),
     [
         (
             hello(7, version=3),
@@ -366,9 +366,9 @@ def test_idle_peers_are_as_many_as_the_limit(engine: TransferEngine) -> None:
     ids=["newer", "older", "not one of us", "a refusal of the future", "restarted", "silent"],
 )
 def test_what_is_said_of_an_odd_server(
-    engine: TransferEngine, answer: bytes, status: Status, words: str
+    engine: TransferEngine, answer: bytes, status: Status, reason: str
 ) -> None:
-    """At once: the deadline is far away."""
+    """It fails at once, long before the deadline."""
     with socket.create_server(("127.0.0.1", 0)) as listener:
 
         def serve() -> None:
@@ -387,7 +387,7 @@ def test_what_is_said_of_an_odd_server(
         peer = SegmentDescriptor("odd", "elsewhere", 7, {"tcp": f"127.0.0.1:{port}"}, [region])
         done = engine.run(Op.READ, engine.open(peer), [here.address], [4096], [9], timeout_s=200)
         assert done.status == status
-        assert re.search(words, done.reason), done.reason
+        assert re.search(reason, done.reason), done.reason
         server.join(30)
 
 

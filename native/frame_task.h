@@ -1,8 +1,8 @@
-// What a frame waits for before the server answers it: bytes on their way between staging and a medium, or
-// writes of lanes that were cut. The event loop starts an errand and goes on with others; whoever ends its
-// last step notifies the loop. An errand owns all that its steps touch, so a connection may end before it.
+// The work that must end before the server answers a frame: moves between staging and a medium, or writes
+// of lanes that were cut. The event loop starts a task and goes on with others; the end of its last step
+// notifies the loop. A task owns all that its steps touch, so a connection may end before it.
 //
-//     lane ──frame──▶ errand: move, move, move ──▶ medium
+//     lane ──frame──▶ task: move, move, move ──▶ medium
 //          ◀─reply──  when num_left is 0
 #pragma once
 
@@ -19,10 +19,10 @@
 
 namespace mooncake {
 
-class Errand;
+class FrameTask;
 
 // The connections of a server by lane. Memory is written only with the connection's own gate held, and
-// what is on its way to a medium is counted there, so a cut tells when the last byte of a lane has landed.
+// what is on its way to a medium is counted there, so a cut knows when the last byte of a lane has landed.
 class Gates : public std::enable_shared_from_this<Gates> {
  public:
   struct Gate {
@@ -30,12 +30,12 @@ class Gates : public std::enable_shared_from_this<Gates> {
     bool is_cut = false;
     bool is_gone = false;      // its connection has ended
     size_t num_under_way = 0;  // writes of media
-    std::vector<std::shared_ptr<Errand>> waiting{};
+    std::vector<std::shared_ptr<FrameTask>> waiting{};
   };
   void add(uint64_t lane, std::shared_ptr<Gate> gate);
   void remove(uint64_t lane, const std::shared_ptr<Gate>& gate);
-  // Nothing of the lane begins to land any more; a step of `errand` ends when nothing lands any more.
-  void cut(uint64_t lane, const std::shared_ptr<Errand>& errand);
+  // From now on nothing of the lane begins to land; a step of `task` ends when the last of it has landed.
+  void cut(uint64_t lane, const std::shared_ptr<FrameTask>& task);
   void ended(uint64_t lane, const std::shared_ptr<Gate>& gate);  // a write of a medium
 
  private:
@@ -43,12 +43,12 @@ class Gates : public std::enable_shared_from_this<Gates> {
   std::unordered_map<uint64_t, std::shared_ptr<Gate>> by_lane_;
 };
 
-class Errand : public std::enable_shared_from_this<Errand> {
+class FrameTask : public std::enable_shared_from_this<FrameTask> {
  public:
   // The most staging that one frame may take: its slices in media must fit.
   static constexpr size_t kMaxChunks = 64;
 
-  Errand(const wire::Frame& request, std::function<void()> notify) : request(request), notify_(std::move(notify)) {}
+  FrameTask(const wire::Frame& request, std::function<void()> notify) : request(request), notify_(std::move(notify)) {}
 
   const wire::Frame request;
   std::vector<RegionRef> touched{};

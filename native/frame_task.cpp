@@ -1,4 +1,4 @@
-#include "errand.h"
+#include "frame_task.h"
 
 #include <algorithm>
 
@@ -21,7 +21,7 @@ void Gates::remove(uint64_t lane, const std::shared_ptr<Gate>& gate) {
   if (found != by_lane_.end() && found->second == gate) by_lane_.erase(found);
 }
 
-void Gates::cut(uint64_t lane, const std::shared_ptr<Errand>& errand) {
+void Gates::cut(uint64_t lane, const std::shared_ptr<FrameTask>& task) {
   std::shared_ptr<Gate> gate;
   {
     std::lock_guard lock(mutex_);
@@ -32,12 +32,12 @@ void Gates::cut(uint64_t lane, const std::shared_ptr<Errand>& errand) {
   std::lock_guard lock(gate->mutex);
   gate->is_cut = true;
   if (gate->num_under_way == 0) return;
-  errand->add_step();
-  gate->waiting.push_back(errand);
+  task->add_step();
+  gate->waiting.push_back(task);
 }
 
 void Gates::ended(uint64_t lane, const std::shared_ptr<Gate>& gate) {
-  std::vector<std::shared_ptr<Errand>> waiting;
+  std::vector<std::shared_ptr<FrameTask>> waiting;
   bool is_gone;
   {
     std::lock_guard lock(gate->mutex);
@@ -45,12 +45,12 @@ void Gates::ended(uint64_t lane, const std::shared_ptr<Gate>& gate) {
     waiting.swap(gate->waiting);
     is_gone = gate->is_gone;
   }
-  for (auto& errand : waiting) errand->end_step({}, 0);
+  for (auto& task : waiting) task->end_step({}, 0);
   if (is_gone) remove(lane, gate);
 }
 
-bool Errand::plan(std::span<const wire::WireSlice> slices, const std::vector<RegionRef>& regions,
-                  uint32_t& failed_slice) {
+bool FrameTask::plan(std::span<const wire::WireSlice> slices, const std::vector<RegionRef>& regions,
+                     uint32_t& failed_slice) {
   uint64_t placed = 0;
   touched = regions;
   for (uint32_t i = 0; i < slices.size(); i++) {
@@ -73,7 +73,7 @@ bool Errand::plan(std::span<const wire::WireSlice> slices, const std::vector<Reg
   return true;
 }
 
-void Errand::take(Staging::Lease given, std::span<const wire::WireSlice> slices) {
+void FrameTask::take(Staging::Lease given, std::span<const wire::WireSlice> slices) {
   lease = std::move(given);
   size_t piece = 0;
   for (uint32_t i = 0; i < slices.size(); i++) {
@@ -86,8 +86,8 @@ void Errand::take(Staging::Lease given, std::span<const wire::WireSlice> slices)
   }
 }
 
-bool Errand::start(uint64_t num_bytes, uint64_t lane, const std::shared_ptr<Gates>& gates,
-                   const std::shared_ptr<Gates::Gate>& gate) {
+bool FrameTask::start(uint64_t num_bytes, uint64_t lane, const std::shared_ptr<Gates>& gates,
+                      const std::shared_ptr<Gates::Gate>& gate) {
   Op op = request.kind == wire::Kind::kWrite ? Op::kWrite : Op::kRead;
   for (; num_started_ < ends_.size() && ends_[num_started_] <= num_bytes; num_started_++) {
     const Layout::Move& move = layout_.moves[num_started_];
@@ -114,14 +114,14 @@ bool Errand::start(uint64_t num_bytes, uint64_t lane, const std::shared_ptr<Gate
   return true;
 }
 
-void Errand::add_step() { num_left_.fetch_add(1, std::memory_order_relaxed); }
+void FrameTask::add_step() { num_left_.fetch_add(1, std::memory_order_relaxed); }
 
-void Errand::end_step(Outcome outcome, size_t slice) {
+void FrameTask::end_step(Outcome outcome, size_t slice) {
   if (outcome.status != Status::kOk) {
     std::lock_guard lock(mutex_);
     if (outcome_.status == Status::kOk) outcome_ = outcome, failed_slice_ = slice;
   }
-  auto notify = notify_;  // after the last step the loop may drop this errand
+  auto notify = notify_;  // after the last step the loop may drop this task
   if (num_left_.fetch_sub(1, std::memory_order_acq_rel) == 1 && notify) notify();
 }
 
