@@ -224,13 +224,13 @@ async def test_an_explanation_is_for_whose_request_it_was(house: House) -> None:
 async def test_a_changed_file_counts_at_once_and_a_broken_one_not(house: House, keys: Path) -> None:
     body = {"prompt": PROMPT, "max_tokens": 1}
     written(keys.parent, [{"name": "dora", "key": "sk-dora-0123456789"}])
-    house.gateway.reload_clients(is_asked=False)
+    house.gateway.reload_clients(is_forced=False)
     assert (await house.post(TEXT, body, bearer(ANNA)))[0] == 401
     assert (await house.post(TEXT, body, bearer("sk-dora-0123456789")))[0] == 200
     written(keys.parent, "{")
     house.gateway.reload_clients()
     os.remove(keys)
-    house.gateway.reload_clients(is_asked=False)
+    house.gateway.reload_clients(is_forced=False)
     assert (await house.post(TEXT, body, bearer("sk-dora-0123456789")))[0] == 200
 
 

@@ -1,10 +1,10 @@
 """KV events as engines and stores send them, read into three kinds.
 
-It owns the dialects and refuses to know what block hashes mean. There are four: vLLM's batches are arrays
-whose events are maps with a ``type``; newer ones are maps as a whole; SGLang's events are arrays that begin
-with the type; the existing Mooncake store's are maps with an ``event_type``. Our own workers speak vLLM's,
-our own store its predecessor's, and both add a ``reason`` to what is removed. What a dialect has beside the
-fields below is ignored.
+It owns the dialects and does not interpret block hashes. There are four: vLLM's batches are arrays whose
+events are maps with a ``type``; newer ones are maps as a whole; SGLang's events are arrays that begin with
+the type; the existing Mooncake store's are maps with an ``event_type``. Our own workers speak vLLM's, our own
+store its predecessor's, and both add a ``reason`` to what is removed. What a dialect has beside the fields
+below is ignored.
 """
 
 from __future__ import annotations
@@ -29,11 +29,11 @@ class BlockStored(_ReceivedEvent, frozen=True):
     medium: str | None = None
     lora_name: str | None = None
     extra_keys: list[Any] | None = None
-    "What went into the hash of each block beside its tokens."
+    "Inputs of each block's hash beside its tokens."
     object_key: str | None = None
-    "Of a store: the name of the object that is a block."
+    "Name of the object that is the block, in a store's events."
     seq_hashes: list[int] | None = None
-    "Of a store: the blocks by the standard of ``sequence_hash.py``."
+    "The blocks' ``sequence_hash.py`` hashes, in a store's events."
     tenant_id: str | None = None
     model_name: str | None = None
     additional_salt: str | None = None
@@ -66,7 +66,7 @@ class EventBatch(msgspec.Struct, frozen=True, array_like=True):
 
 _decoder = msgspec.msgpack.Decoder(EventBatch)
 
-# Of events that are arrays: what follows the type.
+# For events that are arrays: the fields after the type.
 _FIELDS = {
     "BlockStored": (
         *("block_hashes", "parent_block_hash", "token_ids", "block_size", "lora_id", "medium"),
@@ -82,7 +82,7 @@ def read_batch(payload: bytes) -> EventBatch:
     """One batch in any dialect.
 
     Raises:
-        msgspec.MsgspecError: it is none.
+        msgspec.MsgspecError: the payload is not a batch.
     """
     try:
         return _decoder.decode(payload)

@@ -1,7 +1,7 @@
-"""Reads what a worker measured of its own steps, as it tells those who ask whether it is ready.
+"""Reads a worker's measurements of its own steps from its answer to ``/ready``.
 
-Owns the reading only; what is learned from it is the predictor's. Any other answer to the same question is
-understood as no measurements.
+Owns the parsing only; the predictor learns from the samples. An answer in another form counts as no
+measurements.
 """
 
 from __future__ import annotations
@@ -15,19 +15,19 @@ from mooncake.types import InstanceId
 
 
 class ReportedSteps(msgspec.Struct):
-    """The latest rows; the counts are of all there ever were."""
+    """The latest rows; the counts include all earlier ones."""
 
     num_chunks: int = 0
     chunks: list[tuple[int, int, float]] = []
-    "First token, tokens, seconds."
+    "First token, number of tokens, seconds."
     num_steps: int = 0
     steps: list[tuple[int, int, float]] = []
-    "Requests, tokens of their contexts, seconds."
+    "Number of requests, tokens of their contexts, seconds."
 
     def since(
         self, before: ReportedSteps | None, instance: InstanceId
     ) -> Iterator[ChunkMeasured | StepMeasured]:
-        """The rows that ``before`` did not have. A worker that was restarted counts from the start again."""
+        """The rows that ``before`` did not have. A restarted worker counts from zero again."""
         if before is None or self.num_chunks < before.num_chunks or self.num_steps < before.num_steps:
             before = ReportedSteps()
         for first, num_tokens, seconds in _newest(self.chunks, self.num_chunks - before.num_chunks):
@@ -41,7 +41,7 @@ class _Ready(msgspec.Struct):
 
 
 def read_reported_steps(body: bytes) -> ReportedSteps | None:
-    """What is in the body of a worker's ``/ready``; None when it measures nothing."""
+    """Parse the body of a worker's ``/ready``; None when it measures nothing."""
     try:
         return msgspec.json.decode(body, type=_Ready).measured
     except msgspec.MsgspecError:
