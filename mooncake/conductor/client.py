@@ -44,7 +44,7 @@ _REFRESH_S = 2.0
 
 
 class ConductorClient(Protocol):
-    """What a gateway needs of a conductor."""
+    """The conductor's interface that a gateway needs."""
 
     async def place(self, request: Place) -> Decision | Refuse: ...
 
@@ -69,7 +69,7 @@ class ConductorClient(Protocol):
     async def story(self, key: str) -> list[str]: ...
 
     async def explain(self, request_id: str) -> Explanation | None:
-        """What is remembered of a request. Raises Unavailable."""
+        """The explanation of a request, if it is remembered. Raises Unavailable."""
         ...
 
 

@@ -623,8 +623,7 @@ class Conductor:
         return effects
 
     def _drop_stale_timers(self) -> None:
-        """Drop timers of ended requests. These end long before they expire, so the heap would hold an hour of
-        them."""
+        """Drop timers of ended requests, of which the heap would otherwise hold an hour."""
         if len(self._timers) < 1024 + 4 * (len(self.placements) + len(self.instances)):
             return
         live = [(one.expires_at, "expiry", key) for key, one in self.placements.items()]

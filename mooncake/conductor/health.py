@@ -90,7 +90,7 @@ class Instance:
             self.detail = reason
 
     def on_probe(self, outcome: ProbeOutcome, detail: str, now: float, settings: SchedulingSettings) -> None:
-        """Take a probe's result and say when the next one is due (``next_probe_at``)."""
+        """Apply a probe's result and set when the next one is due (``next_probe_at``)."""
         is_stale = self.probe_started_at is not None and self.failed_at >= self.probe_started_at
         self.probe_started_at = None
         if outcome is ProbeOutcome.FAILED:

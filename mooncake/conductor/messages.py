@@ -194,7 +194,7 @@ Event = (
 
 
 class Prediction(msgspec.Struct, frozen=True, array_like=True):
-    """What was expected of a request when it was placed."""
+    """Expected times of a request when it was placed."""
 
     queue_s: float = 0.0
     "Seconds until its prompt's turn comes."
@@ -233,7 +233,7 @@ class Decision(msgspec.Struct, frozen=True, array_like=True, tag=True):
     prediction: Prediction | None = None
     fetches: list[Fetch] = []
     turn: float = 0.0
-    "Of the prompts that wait at the prefill instance, the one with the lowest turn is computed next."
+    "Among the prompts that wait at the prefill instance, the one with the lowest turn is computed next."
     policy: str = ""
     "The policy that chose (``SchedulingSettings.scheduling``)."
 
@@ -245,7 +245,7 @@ class Refuse(msgspec.Struct, frozen=True, array_like=True, tag=True):
     refusal: Refusal
     retry_after_s: float
     prediction: Prediction | None = None
-    "What was expected of it on the best instances; None when there were none."
+    "Expected times on the best instances; None when there were none."
 
 
 class Probe(msgspec.Struct, frozen=True, array_like=True, tag=True):

@@ -37,7 +37,7 @@ _MAX_OTHERS = 8
 
 
 class RequestLifecycle:
-    """Admission by the rule of the settings, and the memory of what was decided."""
+    """Admission by the rule of the settings, and the memory of decisions."""
 
     def __init__(self, settings: SchedulingSettings) -> None:
         self.admission = AdmissionController(

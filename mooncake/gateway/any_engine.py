@@ -70,8 +70,7 @@ async def serve_any_engine(gateway: Gateway, http: Request, path: str, content: 
 
 
 async def _accounted(answer: ProxiedRequest, http: Request, slo: Any) -> AsyncGenerator[bytes, None]:
-    """The pieces sent to the client. An error before the first piece raises ApiError; a later one is an
-    event."""
+    """Yield the pieces for the client. An error before the first raises ApiError; a later one is an event."""
     is_complete = has_begun = False
     pieces = answer.answer()
     try:

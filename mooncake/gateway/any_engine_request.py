@@ -37,8 +37,7 @@ from mooncake.http.latency import itl_seconds, ttft_seconds
 from mooncake.http.openai import ApiError, Usage
 
 _PARSED_MARKERS = (b'"usage":{', b'"usage": {', b'"error"', b'"abort"')
-"""Substrings of events that need parsing. Inside a text they can't occur, because its quotation marks are
-escaped."""
+"""Substrings of events that need parsing. A text can't contain them: its quotation marks are escaped."""
 
 
 class _Prefilled(msgspec.Struct):

@@ -93,7 +93,7 @@ async def serve(settings: GatewaySettings) -> None:
 
 
 def check_exposure(settings: GatewaySettings, identity: Identity) -> None:
-    """Check that clients beyond loopback are authenticated, since anyone on the network can be one.
+    """Check that clients beyond loopback are authenticated, since any host on the network can be one.
 
     Raises:
         InvalidArgument: it would serve unauthenticated clients.
@@ -180,9 +180,9 @@ _ERRORS: dict[int | str, dict[str, Any]] = {
     401: {"description": "Clients need a key here, and it is missing or wrong"},
     404: {"description": "No such model"},
     413: {"description": "The body is too large"},
-    429: {"description": "Too many requests at once; `Retry-After` says when to retry"},
+    429: {"description": "Too many requests at once; `Retry-After` is the time to retry"},
     500: {"description": "A fault of this server"},
-    503: {"description": "No instance can serve; `Retry-After` says when to retry"},
+    503: {"description": "No instance can serve; `Retry-After` is the time to retry"},
     504: {"description": "The deadline has passed"},
 }
 

@@ -141,9 +141,7 @@ class Client:
             message = f"the request asks for {num_answers} answers; allowed with this key: at most {most}"
             raise ApiError(400, message, param="n", code="invalid_value")
         if most and self.num_in_flight + num_answers > most:
-            message = (
-                f"{self.num_in_flight} answers are in progress with this key; allowed: at most {most}"
-            )
+            message = f"{self.num_in_flight} answers are in progress with this key; allowed: at most {most}"
             raise ApiError(429, message, code="quota_in_flight", retry_after_s=1.0)
         for bucket, needed, what, per_minute in (
             (self._requests, 1.0, "requests", self.entry.requests_per_minute),
@@ -217,7 +215,7 @@ def read_clients(path: str | Path) -> list[ClientEntry]:
 
     def wrong(reason: str) -> InvalidArgument:
         return InvalidArgument(
-            "api_keys_file", str(path), f"a file of keys as docs/gateway.md shows it ({reason})"
+            "api_keys_file", str(path), f"a file of keys as described in docs/gateway.md ({reason})"
         )
 
     try:

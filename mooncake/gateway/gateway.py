@@ -290,7 +290,7 @@ class Gateway:
     def reload_clients(self, is_forced: bool = True) -> None:
         """Read the file of keys again; with ``is_forced`` false only if it has changed.
 
-        A file that can't be used changes nothing; the log says why.
+        A file that can't be used changes nothing; the log has the reason.
         """
         path = self.settings.api_keys_file
         if self.clients is None:

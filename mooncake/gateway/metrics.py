@@ -61,7 +61,7 @@ def record_answer(
     ):
         _tokens.labels(kind).inc(num_tokens)
     log.info(
-        "answered",
+        "request_completed",
         id=answer_id,
         client=client.name if client is not None else "",
         prefill=route.prefill,

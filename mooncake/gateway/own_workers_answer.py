@@ -126,15 +126,15 @@ class OwnWorkersAnswer:
     async def _merged(self) -> AsyncGenerator[AnswerPiece, None]:
         """Yield pieces of all choices in order of arrival. Raises ApiError, 504 after the deadline."""
         # Bounded: while a client reads nothing, nothing more is read from its workers either.
-        pieces: asyncio.Queue[AnswerPiece | ApiError | None] = asyncio.Queue(MAX_UNREAD_PIECES)
+        queue: asyncio.Queue[AnswerPiece | ApiError | None] = asyncio.Queue(MAX_UNREAD_PIECES)
         tasks = [
-            asyncio.get_running_loop().create_task(self._serve_prompt(number, worker_request, pieces))
+            asyncio.get_running_loop().create_task(self._serve_prompt(number, worker_request, queue))
             for number, worker_request in enumerate(self._worker_requests)
         ]
         num_open = len(tasks)
         try:
             while num_open:
-                piece = await self._before_deadline(pieces)
+                piece = await self._before_deadline(queue)
                 if isinstance(piece, ApiError):
                     raise piece
                 if piece is None:
@@ -149,11 +149,11 @@ class OwnWorkersAnswer:
             await asyncio.gather(*tasks, return_exceptions=True)
 
     async def _before_deadline(
-        self, pieces: asyncio.Queue[AnswerPiece | ApiError | None]
+        self, queue: asyncio.Queue[AnswerPiece | ApiError | None]
     ) -> AnswerPiece | ApiError | None:
         try:
             async with asyncio.timeout(max(0.0, self.deadline - clock.monotonic())):
-                return await pieces.get()
+                return await queue.get()
         except TimeoutError:
             waited_s = clock.monotonic() - self._began
             message = f"no complete answer within {waited_s:.0f} s; ask for fewer tokens or try again later"
@@ -163,7 +163,7 @@ class OwnWorkersAnswer:
         self,
         number: int,
         worker_request: OwnWorkersRequest,
-        pieces: asyncio.Queue[AnswerPiece | ApiError | None],
+        queue: asyncio.Queue[AnswerPiece | ApiError | None],
     ) -> None:
         """Serve one prompt from prefill to the end of its last choice."""
         request = self._request
@@ -174,16 +174,16 @@ class OwnWorkersAnswer:
             async with asyncio.TaskGroup() as group:
                 for choice in self._choices[first : first + request.n]:
                     group.create_task(
-                        self._decode(number, worker_request, choice, choice.index - first, pieces)
+                        self._decode(number, worker_request, choice, choice.index - first, queue)
                     )
             is_complete = True
-            await pieces.put(None)
+            await queue.put(None)
         except* ApiError as errors:
-            await pieces.put(self._in_client_terms(_first(errors)))
+            await queue.put(self._in_client_terms(_first(errors)))
         except* Exception as errors:
             log.exception("answer_failed", error=repr(errors.exceptions[0]))
             message = "the gateway failed while answering; its log has the traceback"
-            await pieces.put(ApiError(500, message, code="internal_error"))
+            await queue.put(ApiError(500, message, code="internal_error"))
         finally:
             num_tokens = max(len(choice.token_ids) for choice in self._choices[first : first + request.n])
             tbt_s = mean_of_longest(self._gaps_s[number])
@@ -197,7 +197,7 @@ class OwnWorkersAnswer:
         worker_request: OwnWorkersRequest,
         choice: AnswerChoice,
         seed_offset: int,
-        pieces: asyncio.Queue[AnswerPiece | ApiError | None],
+        queue: asyncio.Queue[AnswerPiece | ApiError | None],
     ) -> None:
         last: float | None = None
         pieces = worker_request.decode(choice, self._sampling(seed_offset), self._max_tokens(worker_request))
@@ -213,7 +213,7 @@ class OwnWorkersAnswer:
                     itl_seconds.observe(now - last)
                     self._longest_gap_s = max(self._longest_gap_s, now - last)
                 last = now
-                await pieces.put(piece)
+                await queue.put(piece)
 
     def _in_client_terms(self, error: ApiError) -> ApiError:
         """Convert a worker's error about token ids to one about the field that the client sent."""

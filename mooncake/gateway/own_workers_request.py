@@ -27,8 +27,7 @@ from mooncake.http.openai import Usage
 from mooncake.types import InstanceId
 
 RESUME_PATIENCE_S = 30.0
-"""How long an answer that has begun waits for another worker; longer than others, as its client has part of
-it."""
+"""How long an answer that has begun waits for another worker: long, as its client has part of it."""
 
 
 @dataclass

@@ -34,8 +34,7 @@ LONG_TOKEN_CHARS = 8
 """Texts that fit only with longer tokens than this on average are counted before they are tokenized."""
 
 _large = ThreadPoolExecutor(1, "large-requests")
-"""Thread that decodes large bodies and tokenizes long texts, one at a time: other work needs the cores,
-too."""
+"""Thread that decodes large bodies and tokenizes long texts, one at a time to leave other cores free."""
 
 ResultT = TypeVar("ResultT")
 
@@ -139,8 +138,7 @@ def slo_of(http: Request) -> Slo:
 
 
 def request_id_of(http: Request) -> str:
-    """The client's request id, if it is fit for a header and a log, else a generated one; constant per
-    request."""
+    """The client's request id if it is fit for a header and a log, else a generated one."""
     found: str | None = getattr(http.state, "request_id", None)
     if found is None:
         given = http.headers.get("x-request-id", "")

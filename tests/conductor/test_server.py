@@ -1,4 +1,4 @@
-"""The conductor among real sockets: probes, events, and a client that outlives it."""
+"""The conductor with real sockets: probes, events, and a client that outlives it."""
 
 from __future__ import annotations
 
@@ -50,7 +50,7 @@ async def until(condition: Callable[[], Awaitable[bool]]) -> None:
 
 @dataclass
 class Worker:
-    """As much of a worker as a conductor talks to."""
+    """The part of a worker that a conductor uses."""
 
     ready_status: int = 200
     block_size: int = 16
@@ -170,7 +170,7 @@ async def test_block_events_reach_the_decision(service: ConductorService, worker
 
 
 async def test_what_the_store_holds_is_followed(worker: Worker) -> None:
-    """A publisher stands in for the master; ``test_events.py`` follows a real one."""
+    """A publisher stands in for the master; ``events/test_subscriber.py`` follows a real one."""
     source = worker.publisher.source
     assert source is not None
     settings = replace(SETTINGS, pool_events=source.endpoint, pool_events_replay=source.replay_endpoint or "")
@@ -183,7 +183,7 @@ async def test_what_the_store_holds_is_followed(worker: Worker) -> None:
         return service.core.index.matches([short_key(one) for one in HASHES]) == {POOL: 2}
 
     await until(is_known)
-    assert await service.status() == [], "it is no instance that serves"
+    assert await service.status() == [], "the pool serves no requests"
     await service.close()
 
 
@@ -230,7 +230,7 @@ async def test_a_client_outlives_its_conductor(worker: Worker) -> None:
     refused = await remote.place(Place("r3", 64, exclude=[worker.address]))
     assert isinstance(refused, Refuse) and refused.refusal.code == "no_instance"
 
-    # A new one knows nobody; the client registers what it knows.
+    # A new conductor knows no instances; the client registers those that it knows.
     async with served(port) as (service, _):
         await until(is_placed_by_conductor)
         assert await health(service, worker.address) == "ready"
@@ -275,14 +275,14 @@ async def test_a_drain_through_the_client_is_remembered(worker: Worker) -> None:
         await remote.close()
 
 
-async def test_the_metrics_page_compares_predictions_with_what_came(service: ConductorService) -> None:
+async def test_the_metrics_page_compares_predictions_with_measurements(service: ConductorService) -> None:
     service.core.predict.accuracy["ttft_s"].add(1.0, 1.2)
     page = metrics.page().decode()
     assert 'mooncake_conductor_prediction_ratio_bucket{le="1.25",quantity="ttft_s"} 1.0' in page
     assert 'mooncake_conductor_prediction_ratio_bucket{le="1.1",quantity="ttft_s"} 0.0' in page
 
 
-async def test_a_refusal_that_nobody_waited_for_is_not_taken_for_another_s() -> None:
+async def test_an_unawaited_refusal_is_not_returned_to_another_caller() -> None:
     """A fact that is only posted may be answered with a refusal, too."""
     service = ConductorService(replace(SETTINGS, admission="baseline", audit_share=0.0))
     try:

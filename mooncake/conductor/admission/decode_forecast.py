@@ -43,8 +43,8 @@ class DecodeForecast:
     """Requests that decode now, and those that will."""
 
     def __init__(self, first_guess_s: float = _FIRST_GUESS_S) -> None:
-        # Stays are learned from time spent over departures, not from the stays of those who left: at first,
-        # and whenever load grows, those are the short ones.
+        # Stays are learned from time spent over departures, not from the stays of ended requests: at first,
+        # and whenever load grows, these are the short ones.
         self._spent_s = first_guess_s
         self._num_left = 1.0
         # The same by tokens of context; the guess counts as one request like the first.
@@ -169,8 +169,7 @@ class DecodeForecast:
 
     @staticmethod
     def _there(ring: npt.NDArray[np.int64], begin: int, end: int, stay: int) -> npt.NDArray[np.int64]:
-        """Sums of those present in each bucket from ``begin`` to before ``end``, given those that enter in
-        each."""
+        """Numbers present in each bucket from ``begin`` to before ``end``, given those entering in each."""
         present = np.cumsum(np.concatenate([ring[part] for part in _slots(begin - stay + 1, end)]))
         there = present[stay - 1 :].copy()
         there[1:] -= present[: len(there) - 1]

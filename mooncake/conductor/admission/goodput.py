@@ -33,8 +33,7 @@ from mooncake.conductor.admission.result import (
 from mooncake.conductor.admission.shadow_price import ShadowPrice
 
 TARGET_BACKLOG = 0.5
-"""The part of the TTFT SLO that is the target of the queue in overload, with room for errors on both
-sides."""
+"""Target of the queue in overload as a part of the TTFT SLO, with room for errors on both sides."""
 
 TARGET_FILLING = 0.9
 """The part of the decode pool's room that is to be taken in overload."""

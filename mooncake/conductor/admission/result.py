@@ -38,8 +38,7 @@ class AdmissionRequest:
 
 @dataclass(frozen=True, slots=True)
 class PoolCapacity:
-    """The instances of both pools; ``step`` models a decode instance's step, ``kv_tokens`` fit into its
-    memory."""
+    """The instances of both pools; ``step`` models a decode instance's step, ``kv_tokens`` is its memory."""
 
     num_prefill: int
     num_decode: int
@@ -112,8 +111,7 @@ def too_late(request: AdmissionRequest, late_s: float = 0.0) -> AdmissionResult:
 def decode_full(
     num_requests: int, slo_tbt_s: float, step_s: float, memory_load: float, wait_s: float, when: str
 ) -> AdmissionResult:
-    """The rejection for a TBT SLO that can't be met; without memory, a request waits in the middle of its
-    answer."""
+    """The rejection for a TBT SLO that can't be met; without memory, a request waits amid its answer."""
     reason = (
         f"{num_requests} requests {when}, a step with it would take {step_s * 1000:.3g} ms, its TBT SLO is "
         f"{slo_tbt_s * 1000:.3g} ms"

@@ -62,7 +62,7 @@ class ShadowPrice:
         return 0.0 if margin < 0 else float(10.0 ** (margin / _BINS_PER_DECADE + _LOWEST))
 
     def is_paid(self, value: float, cost_s: float, budget: float, now: float) -> bool:
-        """Whether so much value is worth the cost; of those exactly at the price, as many as there is room
+        """Whether a request is worth its cost; of those exactly at the price, as many as there is room
         for."""
         margin, part = self._margin(budget, now)
         own = _bin(value / cost_s)

@@ -3,8 +3,7 @@
 It owns the dialects and does not interpret block hashes. There are four: vLLM's batches are arrays whose
 events are maps with a ``type``; newer ones are maps as a whole; SGLang's events are arrays that begin with
 the type; the existing Mooncake store's are maps with an ``event_type``. Our own workers speak vLLM's, our own
-store its predecessor's, and both add a ``reason`` to what is removed. What a dialect has beside the fields
-below is ignored.
+store its predecessor's, and both add a ``reason`` to removals. Fields beside those below are ignored.
 """
 
 from __future__ import annotations

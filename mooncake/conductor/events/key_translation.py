@@ -152,8 +152,7 @@ class KeyScope(msgspec.Struct, frozen=True):
 
 
 class SequenceKeys:
-    """Translates to names of ``sequence_hash.py``. ``scope`` is the default for fields missing in an
-    event."""
+    """Translates to names of ``sequence_hash.py``. ``scope`` is the default for an event's missing fields."""
 
     def __init__(self, scope: KeyScope, seed: int, *, is_store: bool = False) -> None:
         self._scope, self._seed, self._is_store = scope, seed, is_store

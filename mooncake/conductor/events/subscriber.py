@@ -245,8 +245,7 @@ async def _drained(monitor: zmq.asyncio.Socket) -> bool:
 async def _catch_up(
     context: zmq.asyncio.Context, reader: EventReader, source: EventSource, post: Callable[[Fact], None]
 ) -> None:
-    """Request a replay from the reader's next sequence; give up with a warning when no answer comes in
-    time."""
+    """Request a replay from the reader's next sequence; warn and return if no answer comes in time."""
     if source.replay_endpoint is None:
         return
     dealer = context.socket(zmq.DEALER)

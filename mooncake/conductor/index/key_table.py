@@ -157,7 +157,7 @@ class KeyTable:
             self._size -= 1
 
     def _insert(self, keys: Keys, mixed: Places, values: Values) -> None:
-        """Put each key into the first free place of its bucket; of several that want the same one, one gets
+        """Put each key into the first free place of its bucket; of several for the same place, one gets
         it."""
         flat, flat_values = self._keys.reshape(-1), self._values.reshape(-1)
         while len(keys):
@@ -178,7 +178,7 @@ class KeyTable:
             keys, mixed, values = keys[~has_won], mixed[~has_won], values[~has_won]
 
     def _make_room(self, num_keys: int) -> None:
-        """Begin to double the buckets when they are full enough, and go on while that is under way.
+        """Begin to double the buckets when they are full enough, and go on until that is done.
 
         A few buckets at a time: each moves the keys whose next bit is set to its new other half. Only the
         memory for them is allocated at once.

@@ -159,8 +159,7 @@ class PrefixIndex:
         return num_blocks
 
     def forget(self, instance: InstanceId, reason: str = "lost", now: float = 0.0) -> int:
-        """Remove an instance with its blocks; its slot is free for another. Returns the number of its
-        blocks."""
+        """Remove an instance with its blocks and free its slot. Returns the number of its blocks."""
         num_blocks = self.clear(instance, reason, now)
         slot = self.slots.pop(instance, None)
         if slot is not None:
@@ -181,8 +180,7 @@ class PrefixIndex:
         return {self._instances[slot]: int(leading[slot]) for slot in leading.nonzero()[0].tolist()}
 
     def scopes_of(self, key: BlockKey, prefix: str = "") -> list[str]:
-        """The scopes whose names begin with ``prefix`` and in which some instance holds a block of this
-        key."""
+        """The scopes whose names begin with ``prefix`` in which an instance holds a block of this key."""
         column = np.array([key], np.uint64)
         tables = ((scope, table) for scope, table in self._tables.items() if scope.startswith(prefix))
         return [scope for scope, table in tables if table.find(column).values[0] != NO_HOLDERS]
@@ -213,8 +211,8 @@ class PrefixIndex:
         return keys[self._holders.rows_with(slot, table.find(keys).values)]
 
     def _clean(self, slot: int, scope: str) -> None:
-        """Drop stale entries from a slot's list of blocks when they are half of it, and the list when it
-        becomes long."""
+        """Drop stale entries when they are half of a slot's list of blocks, and the list when it is too
+        long."""
         listed = self._lists[slot].get(scope)
         if listed is None:
             return

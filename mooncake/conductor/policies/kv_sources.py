@@ -32,8 +32,7 @@ class KvSource:
 
 
 def longest_holder(cluster: ClusterView, job: PromptJob) -> tuple[int, float]:
-    """The slot that holds most of the prompt, and its tokens; the least busy one of several; (-1, 0) for
-    none."""
+    """The slot with most of the prompt, and its tokens; the least busy one of several; (-1, 0) for none."""
     sources = cluster.sources
     held = job.cached[sources]
     if not len(held) or not (reach := held.max()):

@@ -2,9 +2,9 @@
 
 It owns the formulas and refuses to know health, membership and the index: the caller has already dropped the
 instances that may not be chosen. A policy weighs *seconds until this prompt is computed*, the one unit in
-which a queue, a cached prefix and a transfer can be compared, divided by the share of work that a newcomer
-should get. The numbers behind a choice travel with it, so that it can be explained. Candidates are an array
-of slots with columns of data: a policy is a dozen operations on arrays, however many there are.
+which a queue, a cached prefix and a transfer can be compared, divided by the share of work that a new
+instance should get. The numbers behind a choice travel with it, so that it can be explained. Candidates are
+an array of slots with columns of data: a policy is a dozen operations on arrays, however many there are.
 """
 
 from __future__ import annotations
@@ -105,7 +105,7 @@ class InstanceChoice:
     fetch_tokens: tuple[int, int] = (0, 0)
     "Range of prompt tokens to load: [first, end)."
     turn: float = 0.0
-    "Of the prompts that wait there, the lowest turn is computed next; 0 for order of arrival."
+    "Among the prompts that wait there, the lowest turn is computed next; 0 for order of arrival."
     considered: CandidateColumns | None = None
 
 
@@ -174,8 +174,7 @@ def decode_by_load(cluster: ClusterView, job: PromptJob, slots: Slots) -> Instan
 
 
 def decode_by_tbt(cluster: ClusterView, job: PromptJob, slots: Slots) -> InstanceChoice:
-    """The instance with the shortest next step including this request, among those whose memory has room for
-    it."""
+    """The instance with the shortest next step including this request, among those with memory for it."""
     loads = cluster.loads
     tokens = job.num_tokens + job.output_tokens
     context = loads.context_tokens.take(slots) + tokens
@@ -211,8 +210,7 @@ def estimates(cluster: ClusterView, job: PromptJob, slots: Slots) -> tuple[Float
 
 
 def shared(cluster: ClusterView, job: PromptJob, slots: Slots, score: Floats) -> Floats:
-    """Scores divided by the share of work: a new instance seems as much more expensive as its share is
-    smaller."""
+    """Scores divided by each instance's share of work, which is smaller for a new one."""
     shares = cluster.loads.shares(slots, job.now, cluster.settings.slow_start_s)
     return score if shares is None else score / shares
 
@@ -228,8 +226,7 @@ def least_used(cluster: ClusterView, slots: Slots, score: Floats) -> int:
 
 
 def ranked(cluster: ClusterView, job: PromptJob, slots: Slots, done: Floats) -> tuple[Floats, int, str]:
-    """Scores, the position of the best, and the reason if the affinity hint chose one that is not the
-    lowest."""
+    """Scores, the position of the best, and the reason if the affinity hint chose another than the lowest."""
     score = shared(cluster, job, slots, done)
     best = least_used(cluster, slots, score)
     if job.affinity:

@@ -195,14 +195,13 @@ class LoadAccounts:
             self.context_tokens[slot] -= num_tokens
             self.num_requests[slot] -= request_id not in self._prompts[slot]
 
-    # --- newcomers
+    # --- new instances
 
     def became_ready(self, slot: int, now: float) -> None:
         self.ready_since[slot] = self.newest_at = now
 
     def shares(self, slots: Slots, now: float, slow_start_s: float) -> Floats | None:
-        """The part of a full share of work that each slot should get now: 0.1 rising to 1; None when all get
-        1."""
+        """The part of a full share of work for each slot now: 0.1 rising to 1; None when all get 1."""
         if now - self.newest_at >= slow_start_s:
             return None
         return np.clip((now - self.ready_since[slots]) / slow_start_s, 0.1, 1.0)

@@ -27,7 +27,7 @@ _KEPT = 0.5 ** (1 / 256)  # part of a sample's weight that is left after the nex
 _RIDGE = 1e-5  # weight of the prior's shape beside all samples
 _OUTLIER = 4.0
 _OFTEN = 16  # the first samples each update the coefficients; later ones do in groups
-_GATHERED = 8  # two roles' instances, and what they were until one of them came or went
+_GATHERED = 8  # two roles' instances, before and after recent changes of membership
 _SHORTEST_S, _LONGEST_S = 1e-9, 1e6
 
 

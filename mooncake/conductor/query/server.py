@@ -198,7 +198,7 @@ def read_registrations(path: str) -> tuple[int | None, list[Register]]:
             for name, fields in file.kvevent_instance.items()
         ]
     except msgspec.MsgspecError as error:
-        raise InvalidArgument("registrations", path, f"a file as docs/conductor.md says ({error})") from error
+        raise InvalidArgument("registrations", path, f"a file as in docs/conductor.md ({error})") from error
     return file.http_server_port, found
 
 

@@ -1,4 +1,4 @@
-"""Four dialects, one meaning."""
+"""Four dialects are read into the same events."""
 
 from __future__ import annotations
 
@@ -76,6 +76,6 @@ def test_a_store_without_the_legacy_fields() -> None:
 @pytest.mark.parametrize(
     "batch", [7, [1.0], {"ts": 1.0}, [1.0, [["Unheard"]]], [1.0, [{"event_type": "unheard"}]], [1.0, [5]]]
 )
-def test_what_is_none_of_them_is_refused(batch: Any) -> None:
+def test_other_payloads_are_refused(batch: Any) -> None:
     with pytest.raises(msgspec.MsgspecError):
         read_batch(msgspec.msgpack.encode(batch))

@@ -1,4 +1,4 @@
-"""A real publisher, real sockets, and a wire between them that loses what the test tells it to lose."""
+"""A real publisher, real sockets, and a wire between them that loses the batches a test chooses."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ def stored(*hashes: bytes, medium: str = "GPU") -> BlockStored:
 
 
 class Follower:
-    """Follows a source into an index, as the conductor does."""
+    """Applies a source's events to an index, as the conductor does."""
 
     def __init__(self, context: zmq.asyncio.Context, source: EventSource) -> None:
         self.index = PrefixIndex()
@@ -113,7 +113,7 @@ class LossyWire:
 async def test_a_dropped_sequence_is_replayed(
     publisher: WorkerKvEventPublisher, context: zmq.asyncio.Context
 ) -> None:
-    publisher.publish([stored(HASHES[0])])  # before anybody listens: comes by the first replay
+    publisher.publish([stored(HASHES[0])])  # before any subscriber: comes by the first replay
     wire = LossyWire(context, publisher)
     follower = Follower(context, wire.source)
     await until(lambda: follower.has(HASHES[0]))
@@ -211,14 +211,14 @@ def test_cleared_clears() -> None:
     assert EventReader("w").read(0, batch({"type": "AllBlocksCleared"})) == [BlocksCleared("w")]
 
 
-def test_what_is_no_batch_is_refused() -> None:
+def test_a_payload_that_is_not_a_batch_is_refused() -> None:
     with pytest.raises(msgspec.MsgspecError):
         EventReader("w").read(0, b"\xc1")
     with pytest.raises(msgspec.MsgspecError):
         EventReader("w").read(0, batch({"type": "Unheard"}))
 
 
-def test_the_publisher_and_the_reader_mean_the_same() -> None:
+def test_the_publisher_and_the_reader_agree() -> None:
     sent: list[KvEvent] = [stored(HASHES[0], medium="disk"), BlockRemoved(block_hashes=[HASHES[1]])]
     payload = msgspec.msgpack.encode([1.0, sent, None])
     assert EventReader("w").read(0, payload) == [

@@ -1,4 +1,4 @@
-"""The formulas give what was published; estimates follow what is measured."""
+"""The formulas give the published values; estimates follow measurements."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What workers tell of their steps, read once each."""
+"""Each of the steps that workers report is read once."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Other routers ask over real HTTP about publishers on real ZeroMQ sockets."""
+"""Queries of other routers over real HTTP about publishers on real ZeroMQ sockets."""
 
 from __future__ import annotations
 
@@ -57,7 +57,7 @@ class Router:
         await self._session.close()
 
     async def post(self, path: str, body: Any, **headers: str) -> tuple[int, Any]:
-        """With the key, unless another is given."""
+        """Post with the key, unless another is given."""
         headers = headers or {"X-API-Key": KEY}
         data = body if isinstance(body, bytes) else json.dumps(body).encode()
         async with self._session.post(self._url + path, data=data, headers=headers) as response:
@@ -164,7 +164,7 @@ async def test_tiers_ranks_and_hashes(router: Router) -> None:
     assert json.loads(await router.get("/health")) == {"status": "ok", "publishers": 2}
 
 
-async def test_tenants_models_adapters_and_salts_are_apart(router: Router) -> None:
+async def test_tenants_models_adapters_and_salts_are_separate(router: Router) -> None:
     scopes: list[dict[str, str]] = [
         {},
         {"tenant_id": "t2"},
@@ -172,12 +172,12 @@ async def test_tenants_models_adapters_and_salts_are_apart(router: Router) -> No
         {"lora_name": "sql"},
         {"cache_salt": "pepper"},
     ]
-    words = {"model": "modelname", "cache_salt": "additionalsalt"}
+    names = {"model": "modelname", "cache_salt": "additionalsalt"}
     async with contextlib.AsyncExitStack() as stack:
         for number, scope in enumerate(scopes):
             publisher = await stack.enter_async_context(publishing())
             publisher.publish([stored(0, 1 + number % 4)])
-            as_registered = {words.get(name, name): value for name, value in scope.items()}
+            as_registered = {names.get(name, name): value for name, value in scope.items()}
             await router.register(source_of(publisher), f"i{number}", **as_registered)
         for number, scope in enumerate(scopes):
 
@@ -196,13 +196,13 @@ async def test_unregistered_is_forgotten(router: Router) -> None:
         await router.register(source_of(publisher))
         await router.register(source_of(publisher), additionalsalt="pepper")
         await until(router.longest)
-        asked = registration(source_of(publisher), "one")
-        del asked["endpoint"], asked["replay_endpoint"]
-        answer = await router.post("/unregister", asked)
+        request = registration(source_of(publisher), "one")
+        del request["endpoint"], request["replay_endpoint"]
+        answer = await router.post("/unregister", request)
         removed = ["one|default|0", "one|default|0"]
         assert answer == (200, {"status": "unregistered successfully", "removed_instances": removed})
         assert await router.query() == {"default": {}}
-        status, answer = await router.post("/unregister", asked)
+        status, answer = await router.post("/unregister", request)
         assert status == 404 and "`instance_id` 'one'" in answer["error"]
 
 
@@ -221,8 +221,8 @@ async def test_a_restarted_publisher_is_followed_again(router: Router) -> None:
         await until(is_new, lambda: publisher.publish([stored(0, 1)]))
 
 
-async def test_a_publisher_that_comes_later_is_heard(router: Router) -> None:
-    """Registered while nobody listens there; the gap since its beginning is replayed."""
+async def test_a_publisher_that_starts_later_is_followed(router: Router) -> None:
+    """Registered before it listens; the gap since its beginning is replayed."""
     with contextlib.closing(listen("127.0.0.1", 0)) as one, contextlib.closing(listen("127.0.0.1", 0)) as two:
         ports = one.getsockname()[1], two.getsockname()[1]
     await router.register(KvEventSource(f"tcp://127.0.0.1:{ports[0]}", f"tcp://127.0.0.1:{ports[1]}", ""))
@@ -335,9 +335,9 @@ async def test_errors_name_the_field(router: Router, path: str, change: dict[str
     assert status == 400 and named in answer["error"], answer
 
 
-async def test_what_is_no_request(router: Router) -> None:
+async def test_bodies_that_are_not_requests(router: Router) -> None:
     status, answer = await router.post("/query", b"{")
-    assert status == 400 and "no JSON" in answer["error"]
+    assert status == 400 and "not JSON" in answer["error"]
     status, answer = await router.post("/query", [1])
     assert status == 400 and "object" in answer["error"]
     status, answer = await router.post("/nowhere", {})
@@ -353,12 +353,12 @@ async def test_changes_need_the_key() -> None:
     assert (await router.post("/register", body, **{"X-API-Key": ""}))[0] == 401
     assert (await router.post("/unregister", body, **{"X-API-Key": "wrong"}))[0] == 401
     assert (await router.post("/register", body, **{"X-API-Key": KEY}))[0] == 200
-    assert await router.query() == {"default": {}}, "asking needs none"
+    assert await router.query() == {"default": {}}, "queries need none"
     await router.close()
     await server.close()
 
 
-async def test_without_a_key_set_nobody_registers_anything() -> None:
+async def test_without_a_key_set_registrations_are_refused() -> None:
     publishers = PublisherSubscriptions(0)
     server = QueryServer(publishers, "127.0.0.1", 0)
     await server.start()
@@ -372,7 +372,7 @@ async def test_without_a_key_set_nobody_registers_anything() -> None:
     await server.close()
 
 
-async def test_a_conductor_follows_what_its_file_says(tmp_path: Path) -> None:
+async def test_a_conductor_follows_the_publishers_in_its_file(tmp_path: Path) -> None:
     async with publishing() as publisher:
         publisher.publish([stored(0, 4)])
         with contextlib.closing(listen("127.0.0.1", 0)) as free:
