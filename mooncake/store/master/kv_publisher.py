@@ -1,9 +1,9 @@
-"""Sends the store's KV events: a PUB socket, and a ROUTER that answers who missed some.
+"""Publishes the store's KV events: a PUB socket, and a ROUTER that replays missed ones.
 
 ::
 
     PUB     [empty topic, sequence (8 bytes, big-endian), msgpack [milliseconds, events, 0]]
-    ROUTER  asked [b"", first sequence] answers [b"", b"", sequence, batch]…, the last with sequence -1
+    ROUTER  request [b"", first sequence], answer [b"", b"", sequence, batch]…, the last with sequence -1
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ LOOK_S = 0.5
 
 
 class MasterKvEventPublisher:
-    """Everything happens on the loop that it is made on. Only a leader's events are sent."""
+    """Runs on the event loop that it is made on. Only a leader's events are sent."""
 
     def __init__(self, context: MasterContext) -> None:
         settings = context.settings
@@ -47,11 +47,11 @@ class MasterKvEventPublisher:
         self.endpoint = self.replay_endpoint = ""
 
     def start(self) -> None:
-        """Listen.
+        """Begin to listen.
 
         Raises:
             AddressInUse: an endpoint is taken.
-            InvalidArgument: an endpoint is none.
+            InvalidArgument: an endpoint is invalid.
         """
         self._pub.setsockopt(zmq.SNDHWM, 100_000)
         for socket in (self._pub, self._router):
@@ -61,7 +61,7 @@ class MasterKvEventPublisher:
         if replay:
             self.replay_endpoint = _bind(self._router, "kv_events_replay_endpoint", replay)
             self._tasks.append(self._loop.create_task(self._serve_replay()))
-        self._tasks.append(self._loop.create_task(self._look()))
+        self._tasks.append(self._loop.create_task(self._follow_master()))
         log.info("kv_events", endpoint=self.endpoint, replay=self.replay_endpoint)
 
     def _attach(self) -> KvEvents:
@@ -80,8 +80,8 @@ class MasterKvEventPublisher:
     def _wake(self) -> None:
         self._loop.call_soon(self._flush)
 
-    async def _look(self) -> None:
-        """A standby may be given another master's state as a whole; whoever listens then asks again."""
+    async def _follow_master(self) -> None:
+        """Attach again when a standby's state was replaced as a whole; subscribers then request a replay."""
         while True:
             await asyncio.sleep(LOOK_S)
             if self._master_context.master is not self._followed:
@@ -156,7 +156,7 @@ def _eight_bytes(number: int) -> bytes:
 
 
 def _bind(socket: zmq.Socket[bytes] | zmq.asyncio.Socket, field: str, endpoint: str) -> str:
-    """Bind and return the endpoint that others connect to."""
+    """Bind the socket; returns the endpoint that others connect to."""
     try:
         socket.bind(endpoint)
     except zmq.ZMQError as error:
