@@ -16,12 +16,13 @@ from mooncake.connectors.memory import HostMemory
 from mooncake.connectors.store_link import StoreLink
 from mooncake.http.connections import Deadlines
 from mooncake.http.server import HttpServer, listen
-from mooncake.inference import kv_events
 from mooncake.inference.api import Api, create_app
 from mooncake.inference.blocks import EVICTED, BlockEvent, PoolBlocksStored
 from mooncake.inference.engine import Engine
 from mooncake.inference.generator import Generator
+from mooncake.inference.kv_events import WorkerKvEventPublisher
 from mooncake.inference.tokenizer import AnyTokenizer
+from mooncake.kv_events.dialects import MEDIUM_DEVICE, BlockRemoved, BlockStored, KvEvent
 from mooncake.kvlayout import KvIdentity
 from mooncake.log import get_logger
 from mooncake.security import NODES_AND_ADMINS, HttpAuth, check_address, process_identity
@@ -82,7 +83,7 @@ async def run_api(
     """``engine`` on its thread, as the ``Api`` of its HTTP server; ``api``: further fields of that."""
     block_tokens = engine.runner.layout.block_tokens
     async with contextlib.AsyncExitStack() as stack:
-        publisher = kv_events.WorkerKvEventPublisher(host)
+        publisher = WorkerKvEventPublisher(host)
         stack.push_async_callback(publisher.close)
         source = await publisher.start(kv_events_port)
 
@@ -96,12 +97,13 @@ async def run_api(
         yield Api(generator, events=source, **api)
 
 
-def _as_kv_event(event: BlockEvent, block_tokens: int) -> kv_events.KvEvent:
+def _as_kv_event(event: BlockEvent, block_tokens: int) -> KvEvent:
     if isinstance(event, PoolBlocksStored):
-        return kv_events.BlockStored(
+        return BlockStored(
             block_hashes=list(event.hashes),
             parent_block_hash=event.parent,
             token_ids=list(event.token_ids),
             block_size=block_tokens,
+            medium=MEDIUM_DEVICE,
         )
-    return kv_events.BlockRemoved(block_hashes=list(event.hashes), reason=EVICTED)
+    return BlockRemoved(block_hashes=list(event.hashes), medium=MEDIUM_DEVICE, reason=EVICTED)

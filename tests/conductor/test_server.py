@@ -27,7 +27,8 @@ from mooncake.conductor.messages import (
 )
 from mooncake.conductor.server import ConductorServer, ConductorService
 from mooncake.conductor.settings import SchedulingSettings
-from mooncake.inference.kv_events import BlockStored, WorkerKvEventPublisher
+from mooncake.inference.kv_events import WorkerKvEventPublisher
+from mooncake.kv_events.dialects import BlockStored
 from mooncake.prefix import block_hashes, root_hash, short_key
 from mooncake.types import WorkerRole
 
@@ -155,7 +156,7 @@ async def test_what_answers_503_is_starting(service: ConductorService, worker: W
 
 
 async def test_block_events_reach_the_decision(service: ConductorService, worker: Worker) -> None:
-    stored = BlockStored(block_hashes=HASHES[:2], parent_block_hash=None, token_ids=[], block_size=16)
+    stored = BlockStored([*HASHES[:2]], None, [], 16, "GPU")
     worker.publisher.publish([stored])
     service.post(AddInstance(worker.address, WorkerRole.PREFILL))
     await until(lambda: is_ready(service, worker.address))
@@ -174,7 +175,7 @@ async def test_what_the_store_holds_is_followed(worker: Worker) -> None:
     source = worker.publisher.source
     assert source is not None
     settings = replace(SETTINGS, pool_events=source.endpoint, pool_events_replay=source.replay_endpoint or "")
-    stored = BlockStored(block_hashes=HASHES[:2], parent_block_hash=None, token_ids=[], block_size=16)
+    stored = BlockStored([*HASHES[:2]], None, [], 16, "GPU")
     worker.publisher.publish([stored])
     service = ConductorService(settings)
     await service.start()
@@ -189,7 +190,7 @@ async def test_what_the_store_holds_is_followed(worker: Worker) -> None:
 
 async def test_blocks_of_another_size_are_not_mixed_in(service: ConductorService, worker: Worker) -> None:
     worker.block_size = 128
-    stored = BlockStored(block_hashes=HASHES[:2], parent_block_hash=None, token_ids=[], block_size=128)
+    stored = BlockStored([*HASHES[:2]], None, [], 128, "GPU")
     worker.publisher.publish([stored])
     service.post(AddInstance(worker.address, WorkerRole.PREFILL))
     await until(lambda: is_ready(service, worker.address))

@@ -15,7 +15,8 @@ from mooncake.conductor.events.key_translation import EngineKeys, Fact
 from mooncake.conductor.events.subscriber import EventReader, EventSource, subscribe
 from mooncake.conductor.index.prefix_index import PrefixIndex
 from mooncake.conductor.messages import BlocksCleared, BlocksRemoved, BlocksStored
-from mooncake.inference.kv_events import BlockRemoved, BlockStored, KvEvent, WorkerKvEventPublisher
+from mooncake.inference.kv_events import WorkerKvEventPublisher
+from mooncake.kv_events.dialects import BlockRemoved, BlockStored, KvEvent
 from mooncake.prefix import block_hashes, root_hash, short_key
 from mooncake.rpc import AsyncClient
 from mooncake.store import messages as m
@@ -120,7 +121,7 @@ async def test_a_dropped_sequence_is_replayed(
     await until(lambda: follower.has(END), lambda: publisher.publish([stored(END)]))  # live now
 
     wire.dropping = True
-    publisher.publish([stored(HASHES[1]), BlockRemoved(block_hashes=[HASHES[0]])])
+    publisher.publish([stored(HASHES[1]), BlockRemoved([HASHES[0]], "GPU")])
     await until(lambda: wire.num_dropped >= 1)
     assert not follower.has(HASHES[1])
     wire.dropping = False
@@ -219,7 +220,7 @@ def test_a_payload_that_is_not_a_batch_is_refused() -> None:
 
 
 def test_the_publisher_and_the_reader_agree() -> None:
-    sent: list[KvEvent] = [stored(HASHES[0], medium="disk"), BlockRemoved(block_hashes=[HASHES[1]])]
+    sent: list[KvEvent] = [stored(HASHES[0], medium="disk"), BlockRemoved([HASHES[1]], "GPU")]
     payload = msgspec.msgpack.encode([1.0, sent, None])
     assert EventReader("w").read(0, payload) == [
         BlocksStored("w", KEYS[:1], Tier.SSD),

@@ -19,7 +19,8 @@ from mooncake.conductor.server import ConductorSettings, serve
 from mooncake.errors import InvalidArgument
 from mooncake.http.openai import KvEventSource
 from mooncake.http.server import listen
-from mooncake.inference.kv_events import AllBlocksCleared, BlockRemoved, BlockStored, WorkerKvEventPublisher
+from mooncake.inference.kv_events import WorkerKvEventPublisher
+from mooncake.kv_events.dialects import AllBlocksCleared, BlockRemoved, BlockStored
 from mooncake.prefix import block_hashes, root_hash
 from mooncake.rpc import AsyncClient
 from mooncake.store import messages as m
@@ -37,7 +38,7 @@ ASKED = {"model": "m", "block_size": 16}
 
 def stored(first: int, end: int, medium: str = "GPU") -> BlockStored:
     return BlockStored(
-        block_hashes=OURS[first:end],
+        block_hashes=[*OURS[first:end]],
         parent_block_hash=OURS[first - 1] if first else root_hash(),
         token_ids=TOKENS[16 * first : 16 * end],
         block_size=16,
@@ -152,7 +153,7 @@ async def test_tiers_ranks_and_hashes(router: Router) -> None:
         assert await router.query(instance_id="two") == {"default": {}}
         assert await router.longest(instance_id="one") == 64
 
-        second.publish([BlockRemoved(block_hashes=OURS[:1])])
+        second.publish([BlockRemoved([*OURS[:1]], "GPU")])
         first.publish([AllBlocksCleared()])
 
         async def is_gone() -> bool:
