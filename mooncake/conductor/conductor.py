@@ -140,11 +140,6 @@ class Conductor:
     def deadline(self) -> float | None:
         return self._timers[0][0] if self._timers else None
 
-    @property
-    def num_timers(self) -> int:
-        """Timers kept, stale ones included."""
-        return len(self._timers)
-
     def status(self) -> list[InstanceStatus]:
         """Every instance, in the order in which they joined."""
         return [

@@ -50,10 +50,6 @@ class PredictionAccuracy:
         self.absolute_error_sum += abs(actual - predicted)
         self.counts[bisect_left(RATIOS, ratio)] += 1
 
-    @property
-    def mean_absolute_error(self) -> float:
-        return self.absolute_error_sum / self.num_seen if self.num_seen else 0.0
-
 
 class Predictor:
     """The estimates of every instance by slot, and their accuracy."""

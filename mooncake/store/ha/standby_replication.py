@@ -157,10 +157,6 @@ class StandbyReplicator:
         return len(self._held)
 
     @property
-    def num_followers(self) -> int:
-        return len(self._followers)
-
-    @property
     def lag(self) -> int:
         """How many numbers the last of the listed ones is behind."""
         return self.number - min((self._acked(who) for who in self.listed), default=self.number)
