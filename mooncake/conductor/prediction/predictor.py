@@ -36,7 +36,6 @@ class PredictionAccuracy:
         self.ratio_sum = 0.0
         self.error_sum = 0.0
         "Sum of actual less predicted: the bias, in the quantity's unit."
-        self.absolute_error_sum = 0.0
         self.counts = [0] * (len(RATIOS) + 1)
 
     def add(self, predicted: float, actual: float) -> None:
@@ -47,7 +46,6 @@ class PredictionAccuracy:
         self.num_seen += 1
         self.ratio_sum += ratio
         self.error_sum += actual - predicted
-        self.absolute_error_sum += abs(actual - predicted)
         self.counts[bisect_left(RATIOS, ratio)] += 1
 
 
