@@ -260,7 +260,7 @@ class Conductor:
         prediction: Prediction,
     ) -> Refuse:
         refuse = refusal_of(event.request_id, verdict, prediction)
-        self._tell(job.now, (event.request_id,), f"rejected {event.request_id}: {refuse.refusal}")
+        self._record_story(job.now, (event.request_id,), f"rejected {event.request_id}: {refuse.refusal}")
         self._note(event, refuse, computing, verdict, job.now, job.matched)
         return refuse
 
@@ -422,7 +422,7 @@ class Conductor:
         keys = (
             (event.request_id, decode_id) if prefill_id is None else (event.request_id, prefill_id, decode_id)
         )
-        self._tell(now, keys, f"placed {event.request_id}: {reason}")
+        self._record_story(now, keys, f"placed {event.request_id}: {reason}")
         for instance in dict.fromkeys((prefill_id or decode_id, decode_id)):
             self._assume(instance, event, now)
         policy = self._settings.scheduling
@@ -475,7 +475,7 @@ class Conductor:
             wait_s = self._settings.suspect_probe_interval_s
             states = ", ".join(f"{one.id} is {one.state}" for one in self.instances.values())
             refusal = Refusal("no_instance", f"no instance can serve: {states or 'none was added'}")
-        self._tell(now, (event.request_id,), f"refused {event.request_id}: {refusal}")
+        self._record_story(now, (event.request_id,), f"refused {event.request_id}: {refusal}")
         refuse = Refuse(event.request_id, refusal, wait_s)
         self._note(event, refuse, None, None, now)
         return refuse
@@ -503,7 +503,7 @@ class Conductor:
         if refuse is not None:
             # The gateway may not receive this and go on: only the end of the request releases the account.
             placement.is_refused = True
-            self._tell(now, (event.request_id,), f"rejected {event.request_id}: {refuse.refusal}")
+            self._record_story(now, (event.request_id,), f"rejected {event.request_id}: {refuse.refusal}")
             return [refuse]
         return self._leave_if_drained(instance, now)
 
@@ -539,7 +539,7 @@ class Conductor:
             accuracy["output_tokens"].add(placement.prediction.output_tokens, event.num_output_tokens)
             self.predict.lengths.add(placement.place.scope, event.num_output_tokens)
         self._mean_duration_s += 0.1 * (now - placement.placed_at - self._mean_duration_s)
-        self._tell(now, (event.request_id,), f"finished {event.request_id}")
+        self._record_story(now, (event.request_id,), f"finished {event.request_id}")
         return self._release(event.request_id, now)
 
     def _release(self, request_id: str, now: float) -> list[Effect]:
@@ -562,7 +562,7 @@ class Conductor:
         if instance is None:
             return []
         keys = (event.instance, event.request_id)
-        self._tell(now, keys, f"failed {event.request_id} on {event.instance}: {event.reason}")
+        self._record_story(now, keys, f"failed {event.request_id} on {event.instance}: {event.reason}")
         before = instance.state
         instance.on_failure(event.reason, now)
         self._choosable.clear()
@@ -585,7 +585,7 @@ class Conductor:
             self._members_changed()
         if instance.health is not health:
             self._choosable.clear()
-            self._tell(now, (instance.id,), f"{instance.id} is {instance.state}: {instance.detail}")
+            self._record_story(now, (instance.id,), f"{instance.id} is {instance.state}: {instance.detail}")
             if instance.health is Health.READY:
                 if health is not Health.SUSPECT:
                     self.loads.became_ready(instance.slot, now)
@@ -612,7 +612,7 @@ class Conductor:
             else:
                 placement = self.placements.get(key)
                 if placement is not None and placement.expires_at == at:
-                    self._tell(now, (key,), f"expired {key}: its end was not reported in time")
+                    self._record_story(now, (key,), f"expired {key}: its end was not reported in time")
                     self.lifecycle.finished(Finished(key), now)
                     effects += self._release(key, now)
         return effects
@@ -646,7 +646,7 @@ class Conductor:
 
     def _blocks_cleared(self, event: BlocksCleared, now: float) -> list[Effect]:
         num_blocks = self.index.clear(event.instance, event.reason, now)
-        self._tell(now, (event.instance,), f"{event.instance} cleared its {num_blocks} blocks")
+        self._record_story(now, (event.instance,), f"{event.instance} cleared its {num_blocks} blocks")
         instance = self.instances.get(event.instance)
         if instance is not None:
             instance.is_silent = False
@@ -682,7 +682,7 @@ class Conductor:
         self.cluster.names[instance.slot] = instance.id
         self.loads.capacity_tokens[instance.slot] = event.kv_tokens or np.inf
         self._members_changed()
-        self._tell(now, (event.instance,), f"added {event.instance} for {event.role}")
+        self._record_story(now, (event.instance,), f"added {event.instance} for {event.role}")
         return [*effects, self._probe(instance, now)]
 
     def _slot_of(self, instance: InstanceId) -> int:
@@ -739,7 +739,7 @@ class Conductor:
         self.predict.forget(instance.slot)
         self._reports_chunks.pop(instance.slot, None)
         self._members_changed()
-        self._tell(now, (instance.id,), f"{instance.id} left: {reason}")
+        self._record_story(now, (instance.id,), f"{instance.id} left: {reason}")
         gone = StateChanged(instance.id, instance.role, instance.state, "gone", reason)
         return [Unwatch(instance.id), gone]
 
@@ -749,5 +749,5 @@ class Conductor:
             return []
         return [StateChanged(instance.id, instance.role, before, after, instance.detail)]
 
-    def _tell(self, now: float, keys: Sequence[str], text: str) -> None:
+    def _record_story(self, now: float, keys: Sequence[str], text: str) -> None:
         self._story.append((now, tuple(keys), text))

@@ -249,7 +249,7 @@ class Refuse(msgspec.Struct, frozen=True, array_like=True, tag=True):
 
 
 class Probe(msgspec.Struct, frozen=True, array_like=True, tag=True):
-    """Ask an instance for its health and report ``Probed``."""
+    """Query an instance's health and report ``Probed``."""
 
     instance: InstanceId
 

@@ -242,14 +242,14 @@ class ConductorService:
     async def _probe(self, instance: InstanceId) -> None:
         outcome, detail, is_engine = ProbeOutcome.FAILED, "the probe was cancelled", False
         try:
-            outcome, detail, is_engine = await self._ask(instance)
+            outcome, detail, is_engine = await self._query_health(instance)
         except TimeoutError:
             detail = f"no answer to a probe within {self.settings.probe_timeout_s:g} s"
         except (aiohttp.ClientError, OSError) as error:
             detail = f"probe failed: {error}"
         self._driver.post(Probed(instance, outcome, detail, is_engine))
 
-    async def _ask(self, instance: InstanceId) -> tuple[ProbeOutcome, str, bool]:
+    async def _query_health(self, instance: InstanceId) -> tuple[ProbeOutcome, str, bool]:
         async with self._get(instance, "/ready") as response:
             if response.status == 200:
                 self._take_measured(instance, await response.read())

@@ -53,7 +53,7 @@ async def serve_any_engine(gateway: Gateway, http: Request, path: str, content: 
         request["cache_salt"] = client.entry.cache_salt
     try:
         adapter = await _settle_model(gateway, request)
-        answer = await _relay_of(gateway, http, path, request, adapter)
+        answer = await _proxied_request_of(gateway, http, path, request, adapter)
         pieces = _accounted(answer, http, slo)
         first = await cancel_on_disconnect(http, anext(pieces))
         headers = {**names_of(http), **answer.route.headers()}
@@ -108,7 +108,7 @@ async def _before(deadline: float, piece: Awaitable[bytes]) -> bytes:
         raise ApiError(504, message, code="deadline_exceeded") from None
 
 
-async def _relay_of(
+async def _proxied_request_of(
     gateway: Gateway, http: Request, path: str, request: dict[str, Any], adapter: str
 ) -> ProxiedRequest:
     settings = gateway.settings

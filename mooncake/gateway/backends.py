@@ -88,7 +88,7 @@ class Backends:
             return EngineEndpoint(host, port)
         port = port or BOOTSTRAP_PORT
         if instance not in self._ranks:
-            self._ranks[instance] = await self._ask_ranks(instance, f"{host}:{port}")
+            self._ranks[instance] = await self._query_ranks(instance, f"{host}:{port}")
         ranks = self._ranks[instance]
         rank = next(self._turns) % len(ranks)
         return EngineEndpoint(host, port, ranks[rank], rank if len(ranks) > 1 else None)
@@ -97,7 +97,7 @@ class Backends:
         """Forget a failed instance: if it comes back, it may be another process."""
         self._ranks.pop(instance, None)
 
-    async def _ask_ranks(self, instance: InstanceId, address: str) -> list[str]:
+    async def _query_ranks(self, instance: InstanceId, address: str) -> list[str]:
         """The engine id of each data-parallel rank."""
         try:
             answer = await self._workers.get(address, "/query")

@@ -146,24 +146,24 @@ class GatewaySettings(SchedulingSettings):
         return self.served_model_name or self.model.rstrip("/").rpartition("/")[2]
 
 
-def read_instances(field: str, words: Sequence[str]) -> list[tuple[InstanceId, int | None]]:
+def read_instances(field: str, items: Sequence[str]) -> list[tuple[InstanceId, int | None]]:
     """Instances with the ports of their connectors, from items such as ``host:8100 8998 http://other:8100``.
 
     Raises:
         InvalidArgument: naming ``field``.
     """
     found: list[tuple[InstanceId, int | None]] = []
-    for word in words:
-        if found and word.isdecimal() and 0 < int(word) < 1 << 16:
-            found[-1] = (found[-1][0], int(word))
+    for item in items:
+        if found and item.isdecimal() and 0 < int(item) < 1 << 16:
+            found[-1] = (found[-1][0], int(item))
             continue
-        if found and word.lower() == "none":
+        if found and item.lower() == "none":
             continue
-        address = word.removeprefix("http://").rstrip("/")
+        address = item.removeprefix("http://").rstrip("/")
         try:
             split_address(address)
         except InvalidArgument as error:
-            raise InvalidArgument(field, word, "host:port, and maybe its connector's port") from error
+            raise InvalidArgument(field, item, "host:port, and maybe its connector's port") from error
         found.append((address, None))
     return found
 

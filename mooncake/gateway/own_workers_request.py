@@ -1,4 +1,4 @@
-"""One prompt on our workers: ask the conductor, run prefill, follow decode; retry, or report the error.
+"""One prompt on our workers: placement, prefill, decode, and retries where one of them fails.
 
 It hides from clients which workers there are and that they fail. The prompt travels as token ids. An answer
 is followed token by token; when its decode worker is lost, the tokens generated so far are appended to the
@@ -26,7 +26,7 @@ from mooncake.http.answers import AnswerPiece
 from mooncake.http.openai import Usage
 from mooncake.types import InstanceId
 
-RESUME_PATIENCE_S = 30.0
+RESUME_TIMEOUT_S = 30.0
 """How long an answer that has begun waits for another worker: long, as its client has part of it."""
 
 
@@ -125,8 +125,8 @@ class OwnWorkersRequest(PlacedRequest):
         attempts = Attempts()
         while not choice.is_finished:
             if decision is None:
-                patience_s = RESUME_PATIENCE_S if choice.token_ids else 0.0
-                decision = await self._place(place_id, attempts, False, patience_s)
+                timeout_s = RESUME_TIMEOUT_S if choice.token_ids else 0.0
+                decision = await self._place(place_id, attempts, False, timeout_s)
                 self.route.decode = decision.decode
                 self.route.degraded = self.route.degraded or decision.degraded
             if len(choice.token_ids) >= max_tokens:

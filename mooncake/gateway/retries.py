@@ -29,7 +29,7 @@ MAX_FAILURES = 4
 MAX_UNREACHABLE = 32
 """Workers that one request may find unreachable before it is refused."""
 
-RETRY_PATIENCE_S = 2.0
+RETRY_TIMEOUT_S = 2.0
 """How long a request whose worker failed waits for another one before it is refused."""
 
 _retries = Counter(
@@ -93,11 +93,11 @@ class PlacedRequest:
         return self._request_id
 
     async def _place(
-        self, place_id: str, attempts: Attempts, needs_prefill: bool, patience_s: float
+        self, place_id: str, attempts: Attempts, needs_prefill: bool, timeout_s: float
     ) -> Decision:
         if attempts.num_failures or attempts.num_unreachable:
-            patience_s = max(patience_s, RETRY_PATIENCE_S)
-        give_up_at = clock.monotonic() + patience_s
+            timeout_s = max(timeout_s, RETRY_TIMEOUT_S)
+        give_up_at = clock.monotonic() + timeout_s
         while True:
             self._placed_ids[place_id] = None
             answer = await self._scheduling.place(
@@ -138,7 +138,7 @@ class PlacedRequest:
         if attempts.num_failures >= MAX_FAILURES or attempts.num_unreachable >= MAX_UNREACHABLE:
             num_tried = attempts.num_failures + attempts.num_unreachable
             message = f"{num_tried} attempts to {stage} failed, the last on {error}"
-            raise ApiError(503, message, code="workers_failed", retry_after_s=RETRY_PATIENCE_S) from error
+            raise ApiError(503, message, code="workers_failed", retry_after_s=RETRY_TIMEOUT_S) from error
 
     def _estimated_prefilled(
         self, decision: Decision, num_tokens: int, num_cached_tokens: int, elapsed_s: float

@@ -121,7 +121,7 @@ class WorkerClient:
     ) -> bytes:
         """The body of an answer that is not streamed. Raises as ``complete``."""
         async with self._post(instance, path, body, headers) as response:
-            return await self._patiently(instance, response.read())
+            return await self._while_alive(instance, response.read())
 
     async def stream(
         self, instance: InstanceId, body: Mapping[str, Any], headers: Mapping[str, str]
@@ -174,9 +174,9 @@ class WorkerClient:
         assert self._session is not None, "open() first"
         data = msgspec.json.encode(body)
         content = {"Content-Type": "application/json", **headers, **self._caller.headers("POST", path, data)}
-        asking = self._session.post(self._caller.url(instance, path), data=data, headers=content)
+        request = self._session.post(self._caller.url(instance, path), data=data, headers=content)
         try:
-            response = await self._patiently(instance, asking)
+            response = await self._while_alive(instance, request)
             async with response:
                 if response.status != 200:
                     await self._refuse(instance, response)
@@ -187,7 +187,7 @@ class WorkerClient:
             raise WorkerFailed(instance, f"the connection broke: {error}") from error
 
     async def _refuse(self, instance: InstanceId, response: aiohttp.ClientResponse) -> None:
-        content = await self._patiently(instance, response.read())
+        content = await self._while_alive(instance, response.read())
         try:
             detail = msgspec.json.decode(content, type=ErrorResponse).error
         except msgspec.MsgspecError:
@@ -203,7 +203,7 @@ class WorkerClient:
             raise answer
         raise WorkerFailed(instance, f"answered {response.status}: {detail.message}")
 
-    async def _patiently(self, instance: InstanceId, call: Awaitable[ResultT]) -> ResultT:
+    async def _while_alive(self, instance: InstanceId, call: Awaitable[ResultT]) -> ResultT:
         """Await ``call`` while the worker seems alive."""
         waiting = asyncio.ensure_future(call)
         waited_s = 0.0
@@ -221,7 +221,7 @@ class WorkerClient:
                 await asyncio.gather(waiting, return_exceptions=True)
 
     async def _next(self, instance: InstanceId, content: aiohttp.StreamReader) -> bytes:
-        """Like ``_patiently``, for reads, which can be cancelled and restarted: no task per token."""
+        """Like ``_while_alive``, for reads, which can be cancelled and restarted: no task per token."""
         waited_s = 0.0
         while True:
             pause_s = self._pause_s(waited_s)

@@ -45,7 +45,7 @@ HASHES = block_hashes(range(64), 16, root_hash())
 
 async def until(condition: Callable[[], Awaitable[bool]]) -> None:
     async with asyncio.timeout(10):
-        while not await condition():  # noqa: ASYNC110 (it asks over sockets)
+        while not await condition():  # noqa: ASYNC110 (the condition is queried over sockets)
             await asyncio.sleep(0.01)
 
 

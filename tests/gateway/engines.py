@@ -21,7 +21,7 @@ from tests.gateway.conftest import Stack, opened
 from tests.gateway.doubles import next_token, text_of
 
 BLOCK = 4
-PUSH_PATIENCE_S = 5.0
+PUSH_TIMEOUT_S = 5.0
 
 
 def words_to_ids(text: str) -> list[int]:
@@ -193,7 +193,7 @@ class Engine:
         if params.get("do_remote_prefill"):
             if "transfer_id" in params:
                 self.wire.waiting[params["transfer_id"]] = params.get("remote_engine_id") or ""
-                async with asyncio.timeout(PUSH_PATIENCE_S):
+                async with asyncio.timeout(PUSH_TIMEOUT_S):
                     received = await self.wire.push(params["transfer_id"])
             else:
                 received = self.wire.kept.pop(params["remote_block_ids"][0])

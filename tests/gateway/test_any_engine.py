@@ -102,12 +102,12 @@ async def test_a_refusal_after_the_prompt_is_computed_reaches_the_client(protoco
         stall = prefill.stall = asyncio.Event()
         decode.stall = asyncio.Event()  # never set: a refused request gets no answer
         body = {"prompt": PROMPT, "max_tokens": 5, "stream": stream}
-        asking = asyncio.ensure_future(front.post(TEXT, body, {"x-slo-tbt-ms": "30"}))
+        pending = asyncio.ensure_future(front.post(TEXT, body, {"x-slo-tbt-ms": "30"}))
         await until(lambda: prefill.calls)
         measure(front, True)
         stall.set()
         async with asyncio.timeout(20):
-            status, answer, headers = await asking
+            status, answer, headers = await pending
         assert (status, answer["error"]["code"]) == (429, "slo_tbt")
         assert "decoding" in answer["error"]["message"] and int(headers["retry-after"]) >= 1
         is_called_at_once = protocol in ("push", "bootstrap")
@@ -197,12 +197,12 @@ async def test_a_conductor_of_its_own_refuses_late_as_well() -> None:
                 service.post(event)
             stall = front.prefill[0].stall = asyncio.Event()
             body = {"prompt": PROMPT, "max_tokens": 5}
-            asking = asyncio.ensure_future(front.post(TEXT, body, {"x-slo-tbt-ms": "30"}))
+            pending = asyncio.ensure_future(front.post(TEXT, body, {"x-slo-tbt-ms": "30"}))
             await until(lambda: front.prefill[0].calls)
             for event in steps(front, True):
                 service.post(event)
             stall.set()
-            status, answer, _ = await asking
+            status, answer, _ = await pending
             assert (status, answer["error"]["code"]) == (429, "slo_tbt")
             await until_free(front)
     finally:

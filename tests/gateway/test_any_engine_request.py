@@ -295,11 +295,11 @@ async def test_a_client_that_disconnects_early_frees_the_engines(side: str) -> N
     async with fronting(protocol="push") as front:
         engine = getattr(front, side)[0]
         engine.stall = asyncio.Event()
-        asking = asyncio.ensure_future(front.complete(PROMPT))
+        pending = asyncio.ensure_future(front.complete(PROMPT))
         async with asyncio.timeout(20):
             while not all(one.calls for one in front.engines):  # noqa: ASYNC110
                 await asyncio.sleep(0.01)
-        asking.cancel()
+        pending.cancel()
         async with asyncio.timeout(20):
             while not engine.num_cancelled:  # noqa: ASYNC110
                 await asyncio.sleep(0.01)

@@ -261,11 +261,11 @@ async def test_a_client_that_disconnects_stops_the_worker(stack: Stack, stream: 
     for worker in stack.decode:
         worker.stall_after = 2
     body = {"prompt": PROMPT, "stream": stream}
-    asking = asyncio.create_task(stack.post(TEXT, body))
+    pending = asyncio.create_task(stack.post(TEXT, body))
     async with asyncio.timeout(10):
         while not any(worker.calls for worker in stack.decode):  # noqa: ASYNC110
             await asyncio.sleep(0.01)
-        asking.cancel()
+        pending.cancel()
         while not any(worker.num_cancelled for worker in stack.decode):  # noqa: ASYNC110
             await asyncio.sleep(0.01)
 

@@ -14,17 +14,17 @@ from mooncake.gateway.handoff import (
 )
 from tests.gateway.test_any_engine import HOSTILE
 
-ASKED = {"prompt": "p", "kv_transfer_params": {**HOSTILE, "kept": 1}}
+REQUEST = {"prompt": "p", "kv_transfer_params": {**HOSTILE, "kept": 1}}
 
 
 def test_a_client_s_transfer_is_dropped() -> None:
-    assert without_transfers(ASKED, are_trusted=False) == {"prompt": "p"}
+    assert without_transfers(REQUEST, are_trusted=False) == {"prompt": "p"}
     assert without_transfers({"prompt": "p"}, are_trusted=False) == {"prompt": "p"}
-    assert ASKED["kv_transfer_params"]["remote_port"] == 666, "it is not modified"  # type: ignore[index]
+    assert REQUEST["kv_transfer_params"]["remote_port"] == 666, "it is not modified"  # type: ignore[index]
 
 
 def test_a_trusted_client_names_neither_a_host_nor_a_transfer() -> None:
-    assert without_transfers(ASKED, are_trusted=True) == {"prompt": "p", "kv_transfer_params": {"kept": 1}}
+    assert without_transfers(REQUEST, are_trusted=True) == {"prompt": "p", "kv_transfer_params": {"kept": 1}}
     assert without_transfers({"kv_transfer_params": HOSTILE}, are_trusted=True) == {}
 
 
@@ -48,7 +48,7 @@ def test_equivalent_fields_are_dropped_too(are_trusted: bool) -> None:
 @pytest.mark.parametrize("port", [None, 8998])
 @pytest.mark.parametrize("protocol", ["pool", "sequential", "push", "bootstrap"])
 def test_no_protocol_leaves_an_address_of_a_client_in_a_body(protocol: Protocol, port: int | None) -> None:
-    request = without_transfers(ASKED, are_trusted=True)
+    request = without_transfers(REQUEST, are_trusted=True)
     handoff = make_handoff(protocol, "t", EngineEndpoint("p", port), EngineEndpoint("d", port))
     for body in (prefill_body(request, handoff.prefill), decode_body(request, handoff.decode or {})):
         found = body.get("kv_transfer_params", {})

@@ -142,7 +142,7 @@ async def test_without_decode_the_prefill_instance_decodes(stack: Stack) -> None
 async def test_no_instance_left_is_a_503_with_a_time_to_retry(
     stack: Stack, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(retries, "RETRY_PATIENCE_S", 0.1)
+    monkeypatch.setattr(retries, "RETRY_TIMEOUT_S", 0.1)
     await stack.complete(PROMPT)
     for worker in [*stack.prefill, *stack.decode]:
         await worker.stop()
@@ -229,7 +229,7 @@ async def test_answers_are_right_whatever_fails(tokenizer: Tokenizer, seed: int)
         for worker in all_workers:
             worker.token_pause_s = 0.002
 
-        async def ask(number: int) -> None:
+        async def complete_one(number: int) -> None:
             prompt = [random.randrange(20, 90) for _ in range(random.randrange(1, 20))]
             num_tokens = random.randrange(1, 30)
             await asyncio.sleep(random.random())
@@ -257,5 +257,5 @@ async def test_answers_are_right_whatever_fails(tokenizer: Tokenizer, seed: int)
 
         async with asyncio.TaskGroup() as group:
             for number in range(30):
-                group.create_task(ask(number))
+                group.create_task(complete_one(number))
             group.create_task(disturb())

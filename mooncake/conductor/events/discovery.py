@@ -47,7 +47,7 @@ class EventSubscriptions:
         self._caller = caller or HttpClientAuth()
         self._tasks: dict[InstanceId, asyncio.Task[None]] = {}
         self._context = zmq.asyncio.Context()
-        self._inboxes: dict[str, EventListener] = {}
+        self._listeners: dict[str, EventListener] = {}
         self._given = read_sources(settings.event_sources)
         self._session: aiohttp.ClientSession | None = None
 
@@ -60,7 +60,7 @@ class EventSubscriptions:
         self._session = session
         settings = self._settings
         if settings.kv_events_listen:
-            self._inboxes[""] = EventListener(self._context, settings.kv_events_listen)
+            self._listeners[""] = EventListener(self._context, settings.kv_events_listen)
         if settings.pool_events:
             source = EventSource(settings.pool_events, settings.pool_events_replay or None)
             self._begin(POOL, subscribe(self._context, EventReader(POOL), source, self._post))
@@ -69,8 +69,8 @@ class EventSubscriptions:
         for task in self._tasks.values():
             task.cancel()
         await asyncio.gather(*self._tasks.values(), return_exceptions=True)
-        for inbox in self._inboxes.values():
-            inbox.close()
+        for listener in self._listeners.values():
+            listener.close()
         self._context.destroy(linger=0)
 
     def follow(self, instance: InstanceId) -> None:
@@ -99,7 +99,7 @@ class EventSubscriptions:
             answer = _Sources([self._given[instance]], is_ours=False)
         else:
             try:
-                answer = await self._ask(instance)
+                answer = await self._query_sources(instance)
             except (aiohttp.ClientError, OSError, TimeoutError, msgspec.MsgspecError) as error:
                 log.info("kv_event_sources_unavailable", instance=instance, reason=str(error))
         self.identities[instance] = answer.kv_identity
@@ -130,32 +130,32 @@ class EventSubscriptions:
             await subscribe(self._context, EventReader(instance), source, self._post)
             return
         reader = EventReader(instance, EngineKeys(self._settings.block_tokens))
-        inbox = self._inbox(source)
-        if inbox is None:
+        listener = self._listener_for(source)
+        if listener is None:
             await subscribe(self._context, reader, source, self._post)
-        elif inbox.expects(source.topic):
+        elif listener.expects(source.topic):
             reason = (
                 f"another engine that connects here has the topic {source.topic!r}, too: give each its own"
             )
             log.warning("kv_events_ignored", instance=instance, reason=reason)
             self._post(Silent(instance))
         else:
-            await inbox.follow(reader, source, self._post)
+            await listener.follow(reader, source, self._post)
 
-    def _inbox(self, source: EventSource) -> EventListener | None:
+    def _listener_for(self, source: EventSource) -> EventListener | None:
         """The listener for a publisher that connects; None when the publisher listens itself."""
         if not source.may_connect:
             return None
-        if "" in self._inboxes:
-            return self._inboxes[""]
-        if source.endpoint not in self._inboxes:
+        if "" in self._listeners:
+            return self._listeners[""]
+        if source.endpoint not in self._listeners:
             try:
-                self._inboxes[source.endpoint] = EventListener(self._context, source.endpoint)
+                self._listeners[source.endpoint] = EventListener(self._context, source.endpoint)
             except zmq.ZMQError:
                 return None  # the publisher has that address
-        return self._inboxes[source.endpoint]
+        return self._listeners[source.endpoint]
 
-    async def _ask(self, instance: InstanceId) -> _Sources:
+    async def _query_sources(self, instance: InstanceId) -> _Sources:
         assert self._session is not None, "start() first"
         path = "/kv_event_sources"
         url, headers = self._caller.url(instance, path), self._caller.headers("GET", path)

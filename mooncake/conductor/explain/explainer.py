@@ -25,7 +25,7 @@ _RECORD_BYTES = 3_000
 
 
 class Explain(msgspec.Struct, frozen=True, array_like=True, tag=True):
-    """Ask for what is known of a request. Answered with ``Explained``."""
+    """Request what is known of a request. Answered with ``Explained``."""
 
     request_id: str
 

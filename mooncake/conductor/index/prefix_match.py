@@ -37,10 +37,10 @@ class PrefixMatch:
         self.num_held = int(ends[-1]) if num_runs else 0
         "Number of leading blocks that any instance holds."
         if num_runs <= _FEW_RUNS:
-            self.leading_memory, self.leading = _walk_few(holders, runs[:num_runs], ends.tolist(), num_slots)
+            self.leading_memory, self.leading = _match_few(holders, runs[:num_runs], ends.tolist(), num_slots)
         else:
             held = holders.reach(self._runs[:num_runs], num_slots >> 6)
-            self.leading_memory, self.leading = _walk_many(held, ends)
+            self.leading_memory, self.leading = _match_many(held, ends)
         """Leading blocks on the device or in memory, and on any tier. One array if both are equal."""
 
     def tiers_of(self, slot: int) -> bytes:
@@ -59,7 +59,7 @@ def _runs(rows: Values) -> tuple[Values, BlockCounts]:
     return rows[last], last + 1
 
 
-def _walk_few(
+def _match_few(
     holders: HolderSets, runs: Sequence[int], ends: Sequence[int], num_slots: int
 ) -> tuple[BlockCounts, BlockCounts]:
     masks = [holders.masks(run) for run in runs]
@@ -99,7 +99,7 @@ def _note(counts: BlockCounts, slots: int, reached: int) -> None:
         slots ^= 1 << slot
 
 
-def _walk_many(held: npt.NDArray[np.uint64], ends: BlockCounts) -> tuple[BlockCounts, BlockCounts]:
+def _match_many(held: npt.NDArray[np.uint64], ends: BlockCounts) -> tuple[BlockCounts, BlockCounts]:
     """Counts for all runs at once, one row per level; ``held``: by run, level and word of slots."""
     num_runs, num_levels, num_words = held.shape
     counts = np.zeros((num_levels, num_words << 6), np.int64)

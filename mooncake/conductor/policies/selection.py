@@ -71,7 +71,7 @@ class PromptJob:
         The turn is the arrival plus a few times the time to compute: a prompt of 20 s may be overtaken by
         short ones for a minute or so, then it is first.
         """
-        return self.now + PATIENCE * compute_s + self.priority * PRIORITY_S
+        return self.now + OVERTAKING_FACTOR * compute_s + self.priority * PRIORITY_S
 
 
 @dataclass(slots=True)
@@ -113,7 +113,7 @@ Policy = Callable[[ClusterView, PromptJob, Slots], InstanceChoice]
 
 NUM_CONSIDERED = 8
 
-PATIENCE = 4.0
+OVERTAKING_FACTOR = 4.0
 """Multiple of its own computing time for which a prompt lets shorter ones go first."""
 
 PRIORITY_S = 1e6

@@ -29,8 +29,8 @@ def test_both_ways_equal_a_plain_search(prompt: list[tuple[set[int], set[int], s
     known = HolderSets()
     rows = np.array([known.move(0, masks_of(sets), 1) for sets in prompt], np.uint32)
     ends = np.arange(len(rows), dtype=np.int64) + 1
-    few = prefix_match._walk_few(known, rows.tolist(), ends.tolist(), NUM_SLOTS)
-    many = prefix_match._walk_many(known.reach(rows, NUM_SLOTS >> 6), ends)
+    few = prefix_match._match_few(known, rows.tolist(), ends.tolist(), NUM_SLOTS)
+    many = prefix_match._match_many(known.reach(rows, NUM_SLOTS >> 6), ends)
     for level in range(2):
         plain = np.zeros(NUM_SLOTS, np.int64)
         for slot in range(NUM_SLOTS):

@@ -105,11 +105,11 @@ def test_another_source_is_used_when_the_best_is_busy() -> None:
 
 def test_a_short_prompt_overtakes_and_its_turn_says_so() -> None:
     pair = cluster(1.0, 1.0)
-    pair.loads.add_prompt(0, "long", 20.0, 1, 1000.0 + selection.PATIENCE * 20.0, 1000.0)
+    pair.loads.add_prompt(0, "long", 20.0, 1, 1000.0 + selection.OVERTAKING_FACTOR * 20.0, 1000.0)
     pair.loads.add_prompt(1, "short", 0.01, 1, 1000.0, 1000.0)
     # On h:0 only the long prompt would wait for it; on h:1 there are 20 s of queue and none that waits.
     choice = overlap.overlap(pair, job(0, 0, num_tokens=100), every("ab"))
-    assert choice.turn == pytest.approx(1000.0 + selection.PATIENCE * 0.1)
+    assert choice.turn == pytest.approx(1000.0 + selection.OVERTAKING_FACTOR * 0.1)
     assert choice.slot == 1 and choice.queue_s == pytest.approx(1.01)
     pair.loads.add_prompt(1, "another", 0.2, 1, 1000.0, 1000.0)
     choice = overlap.overlap(pair, job(0, 0, num_tokens=100), every("ab"))

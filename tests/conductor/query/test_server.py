@@ -33,7 +33,7 @@ KEY = "a key of this test"
 TOKENS = list(range(500, 564))
 OURS = block_hashes(TOKENS, 16, root_hash())
 NAMES = sequence_hashes(TOKENS, 16, 3)
-ASKED = {"model": "m", "block_size": 16}
+QUERY = {"model": "m", "block_size": 16}
 
 
 def stored(first: int, end: int, medium: str = "GPU") -> BlockStored:
@@ -74,7 +74,7 @@ class Router:
         assert answer == (200, {"status": "registered successfully", "instance_id": instance})
 
     async def query(self, **more: Any) -> dict[str, Any]:
-        status, answer = await self.post("/query", {**ASKED, "token_ids": TOKENS, **more})
+        status, answer = await self.post("/query", {**QUERY, "token_ids": TOKENS, **more})
         assert status == 200, answer
         assert isinstance(answer, dict)
         return answer
@@ -143,9 +143,9 @@ async def test_tiers_ranks_and_hashes(router: Router) -> None:
             return await router.query() == {"default": expected}
 
         await until(is_known)
-        by_hash = {**ASKED, "seq_hashes": NAMES}
+        by_hash = {**QUERY, "seq_hashes": NAMES}
         assert await router.post("/query_by_hash", by_hash) == (200, {"default": expected})
-        by_hash = {**ASKED, "block_hash": [*NAMES[:1], 5, *NAMES[1:]]}  # the scan stops at the first miss
+        by_hash = {**QUERY, "block_hash": [*NAMES[:1], 5, *NAMES[1:]]}  # the scan stops at the first miss
         _, answer = await router.post("/query_by_hash", by_hash)
         assert answer["default"]["one"]["longest_matched"] == 16
         assert await router.longest(token_ids=TOKENS[:40]) == 32, "a partial block does not count"
@@ -331,7 +331,7 @@ async def test_the_existing_store_s_events(router: Router) -> None:
 async def test_errors_name_the_field(router: Router, path: str, change: dict[str, Any], named: str) -> None:
     body: dict[str, Any] = registration(KvEventSource("tcp://127.0.0.1:9", None, ""), "one")
     if path.startswith("/query"):
-        body = dict(ASKED) if path.endswith("hash") else {**ASKED, "token_ids": TOKENS}
+        body = dict(QUERY) if path.endswith("hash") else {**QUERY, "token_ids": TOKENS}
     status, answer = await router.post(path, {**body, **change})
     assert status == 400 and named in answer["error"], answer
 
@@ -387,7 +387,7 @@ async def test_a_conductor_follows_the_publishers_in_its_file(tmp_path: Path) ->
         async with aiohttp.ClientSession() as session:
 
             async def is_known() -> bool:
-                body = {**ASKED, "seq_hashes": NAMES}
+                body = {**QUERY, "seq_hashes": NAMES}
                 try:
                     url = f"http://127.0.0.1:{port}/query_by_hash"
                     async with session.post(url, json=body) as response:
