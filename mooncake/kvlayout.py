@@ -9,8 +9,8 @@ store is one block: ``[layer][k|v][token][head][dim]``, without the tokens a par
 K and V of a layer are separate runs of blocks in the pool so that blocks with consecutive ids are
 one contiguous K and one contiguous V matrix, which attention can use without gathering.
 
-Engines that are not ours are ``SlabLayout`` and ``ForeignIdentity``: how many pieces a block has in a
-layer and how long one is, but not what is in them, which is theirs to know.
+Other engines are described by ``SlabLayout`` and ``ForeignIdentity``: the number of pieces of a block in a
+layer and their length, but not their content, which only the engine knows.
 """
 
 from __future__ import annotations
@@ -102,7 +102,7 @@ class KvLayout:
 class KvIdentity:
     """Everything that must be equal for two workers to read each other's blocks.
 
-    A block hash says *which tokens*; the identity says *whose numbers*. Both are in the object's
+    A block hash identifies *which tokens*; the identity *whose numbers*. Both are in the object's
     key, so a block of other weights, dtype or layout can't be found, let alone loaded.
     """
 
@@ -125,7 +125,7 @@ class KvIdentity:
 
 @dataclasses.dataclass(frozen=True)
 class SlabLayout:
-    """The KV cache of an engine whose blocks are moved whole, because only it knows what is in them.
+    """The KV cache of an engine whose blocks are moved whole, because only the engine knows their content.
 
     A block is ``num_slabs`` pieces of ``slab_bytes`` in each layer; an object is all of them, layer by
     layer. There are no partial blocks: a packed slab can't be cut.
@@ -158,15 +158,15 @@ class SlabLayout:
 
 @dataclasses.dataclass(frozen=True)
 class ForeignIdentity:
-    """Everything that must be equal for two engines that are not ours to read each other's blocks.
+    """Everything that must be equal for two engines of another kind to read each other's blocks.
 
-    ``KvIdentity`` says it of our own worker. Another engine has more that decides what the bytes of a
-    block mean: its name and version, the attention backend, how that packs a block, which part of the
-    heads and layers is meant. Whoever connects the engine lists it; anything that differs is a miss.
+    ``KvIdentity`` is the same for our own worker. In another engine more facts determine what the bytes of
+    a block mean: its name and version, the attention backend, how that packs a block, which part of the
+    heads and layers is meant. The connector of the engine lists them; any difference is a miss.
     """
 
     facts: tuple[tuple[str, str], ...]
-    """(what, which), sorted by what."""
+    """Pairs of name and value, sorted by name."""
     layout: SlabLayout
 
     @classmethod
@@ -185,5 +185,5 @@ class ForeignIdentity:
 
 
 def foreign_key(digest: str, block_hash: BlockHash) -> ObjectKey:
-    """The store's key for a block of whoever has this ``ForeignIdentity.digest``."""
+    """The store's key for a block, by the ``ForeignIdentity.digest`` of its engine."""
     return f"kv/{digest}/{block_hash.hex()}"
