@@ -56,19 +56,19 @@ from mooncake.conductor.messages import (
 )
 from mooncake.conductor.policies.registry import POLICIES
 from mooncake.conductor.policies.selection import ClusterView, InstanceChoice, Policy, PromptJob
-from mooncake.conductor.prediction.load import LoadAccounts, Slots
-from mooncake.conductor.prediction.predictor import CostModels, Predictor
-from mooncake.conductor.prediction.regression import TRUSTED_SAMPLES, Floats
+from mooncake.conductor.prediction.cost_models import CostModels
+from mooncake.conductor.prediction.load import LoadAccounts
+from mooncake.conductor.prediction.predictor import Predictor
+from mooncake.conductor.prediction.regression import TRUSTED_SAMPLES, Floats, Slots
 from mooncake.conductor.request_lifecycle import RequestLifecycle, candidates_of, prompt_blocks_of, refusal_of
 from mooncake.conductor.settings import SchedulingSettings
 from mooncake.errors import Refusal
+from mooncake.kvlayout import KEY_PREFIX
 from mooncake.machine import Wake
 from mooncake.types import InstanceId, WorkerRole
 
 _STORY_LENGTH = 4000
 _REMEMBERED_BLOCKS = 1 << 20
-POOL_SCOPE_PREFIX = "kv/"
-"""What the scopes of the store's facts begin with; an identity of weights and layout follows."""
 
 
 class ActivePlacement(msgspec.Struct):
@@ -333,7 +333,7 @@ class Conductor:
     def _in_pool(self, event: Place) -> int:
         """Leading blocks of a prompt that the store has, under the identity with most of them."""
         most = 0
-        for scope in self.index.scopes_of(event.keys[0], POOL_SCOPE_PREFIX) if event.keys else []:
+        for scope in self.index.scopes_of(event.keys[0], KEY_PREFIX) if event.keys else []:
             most = max(most, int(self.index.match(event.keys, scope).leading[self._pool_slot]))
         return most
 

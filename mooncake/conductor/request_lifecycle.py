@@ -16,7 +16,7 @@ import numpy as np
 from mooncake.conductor.admission.controller import AdmissionController
 from mooncake.conductor.admission.result import AdmissionRequest, AdmissionResult, PoolCapacity
 from mooncake.conductor.explain.explainer import CandidateSet, Explainer, Explanation
-from mooncake.conductor.explain.miss_reasons import POOL_SCOPE, PromptBlocks
+from mooncake.conductor.explain.miss_reasons import PromptBlocks
 from mooncake.conductor.index.prefix_index import PrefixIndex
 from mooncake.conductor.index.prefix_match import PrefixMatch
 from mooncake.conductor.messages import (
@@ -31,6 +31,7 @@ from mooncake.conductor.messages import (
 from mooncake.conductor.policies.selection import InstanceChoice
 from mooncake.conductor.settings import SchedulingSettings
 from mooncake.errors import Refusal
+from mooncake.kvlayout import KEY_PREFIX
 from mooncake.types import InstanceId
 
 _MAX_OTHERS = 8
@@ -156,7 +157,7 @@ def prompt_blocks_of(
         best = int(leading.argmax())
         if leading[best]:
             prompt.others[index.instance_at(best)] = int(leading[best])
-    for scope in index.scopes_of(event.keys[0], POOL_SCOPE):
+    for scope in index.scopes_of(event.keys[0], KEY_PREFIX):
         prompt.pools[scope] = index.match(event.keys[:num_blocks], scope).num_held
     return prompt
 

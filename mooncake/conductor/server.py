@@ -55,11 +55,12 @@ from mooncake.conductor.messages import (
     Unwatch,
     Watch,
 )
-from mooncake.conductor.prediction.step_stats import ReportedSteps, read_reported_steps
+from mooncake.conductor.prediction.step_stats import new_samples, read_step_stats
 from mooncake.conductor.query.server import PublisherSubscriptions, QueryServer, read_registrations
 from mooncake.conductor.settings import SchedulingSettings
 from mooncake.config import AlsoFrom, Port, Secret
 from mooncake.driver import Driver
+from mooncake.http.worker_stats import StepStats
 from mooncake.log import get_logger
 from mooncake.rpc import Call, Connection, RpcServer
 from mooncake.security import TRUSTED, Access, check_address
@@ -148,7 +149,7 @@ class ConductorService:
         self._tasks: dict[asyncio.Task[None], None] = {}
         self._caller = HttpClientAuth(is_plain=settings.plain_engines)
         self._followers = EventSubscriptions(settings, self._driver.post, self._caller)
-        self._read: dict[InstanceId, ReportedSteps] = {}  # how far its measurements have been read
+        self._read: dict[InstanceId, StepStats] = {}  # how far its measurements have been read
         self._session: aiohttp.ClientSession | None = None
 
     async def start(self) -> None:
@@ -268,9 +269,9 @@ class ConductorService:
 
     def _take_measured(self, instance: InstanceId, body: bytes) -> None:
         """Post what the instance has measured since the last probe; only our workers report this."""
-        found = read_reported_steps(body)
+        found = read_step_stats(body)
         if found is not None:
-            for event in found.since(self._read.get(instance), instance):
+            for event in new_samples(found, self._read.get(instance), instance):
                 self._driver.post(event)
             self._read[instance] = found
 

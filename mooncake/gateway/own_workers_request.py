@@ -24,6 +24,7 @@ from mooncake.gateway.retries import Attempts, PlacedRequest, Route, as_error
 from mooncake.gateway.worker_client import WorkerBusy, WorkerClient, WorkerFailed
 from mooncake.http.answers import AnswerPiece
 from mooncake.http.openai import Usage
+from mooncake.http.worker_stats import PromptStats
 from mooncake.types import InstanceId
 
 RESUME_TIMEOUT_S = 30.0
@@ -38,17 +39,6 @@ class AnswerChoice:
     token_ids: list[int] = field(default_factory=list)
     num_chars: int = 0
     is_finished: bool = False
-
-
-class _Measured(msgspec.Struct):
-    """The ``measured`` field of a worker's answer to prefill."""
-
-    queued_s: float
-    loaded_s: float
-    computed_s: float
-    num_local_tokens: int
-    num_loaded_tokens: int
-    num_computed_tokens: int
 
 
 class OwnWorkersRequest(PlacedRequest):
@@ -157,7 +147,7 @@ class OwnWorkersRequest(PlacedRequest):
     def _prefilled(self, measured: Any, decision: Decision, elapsed_s: float) -> Prefilled:
         """The worker's measurements; for one that measures nothing, estimates from here."""
         with contextlib.suppress(msgspec.ValidationError):
-            found = msgspec.convert(measured, _Measured)
+            found = msgspec.convert(measured, PromptStats)
             return Prefilled(
                 self._request_id,
                 found.queued_s,

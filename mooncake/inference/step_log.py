@@ -10,38 +10,11 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Sequence
 
-import msgspec
-
+from mooncake.http.worker_stats import PromptStats, StepStats
 from mooncake.inference.request import Request
 from mooncake.inference.step import Chunk
 
 _KEPT = 32
-
-
-class PromptStats(msgspec.Struct, frozen=True):
-    """Durations up to a request's first token."""
-
-    queued_s: float
-    "Time until it had blocks."
-    loaded_s: float
-    "Time from then until its first step: the lookup in the pool, and the load of the first layer."
-    computed_s: float
-    "Time from its first step to its first token."
-    num_local_tokens: int
-    num_loaded_tokens: int
-    num_computed_tokens: int
-
-
-class StepStats(msgspec.Struct):
-    """The latest steps. ``num_chunks`` and ``num_steps`` count all steps since the start, so that a reader
-    knows which of the rows are new to it."""
-
-    num_chunks: int = 0
-    chunks: list[tuple[int, int, float]] = []
-    "First token, tokens, seconds."
-    num_steps: int = 0
-    steps: list[tuple[int, int, float]] = []
-    "Requests, tokens of their contexts, seconds."
 
 
 def prompt_stats_of(request: Request) -> PromptStats | None:

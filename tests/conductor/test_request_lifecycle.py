@@ -7,13 +7,13 @@ from typing import Any
 import numpy as np
 
 from mooncake.conductor.admission.result import AdmissionResult, PoolCapacity
-from mooncake.conductor.explain.miss_reasons import POOL_SCOPE
 from mooncake.conductor.index.prefix_index import PrefixIndex
 from mooncake.conductor.messages import Finished, Place, Prediction, Prefilled
 from mooncake.conductor.policies.selection import CandidateColumns, InstanceChoice
 from mooncake.conductor.prediction.cost_models import DecodeModel
 from mooncake.conductor.request_lifecycle import RequestLifecycle, candidates_of, prompt_blocks_of, refusal_of
 from mooncake.conductor.settings import SchedulingSettings
+from mooncake.kvlayout import KEY_PREFIX
 from mooncake.types import Tier
 
 POOLS = PoolCapacity(1, 1, DecodeModel(0.02, 0.002, 1e-6))
@@ -85,7 +85,7 @@ def test_prompt_blocks_record_the_holders_at_that_time() -> None:
     index.store("computes", keys[:1], Tier.DEVICE)
     index.store("another", keys[:2], Tier.MEMORY)
     index.store("third", keys[:1], Tier.SSD)
-    index.store("pool", keys, Tier.MEMORY, POOL_SCOPE)
+    index.store("pool", keys, Tier.MEMORY, KEY_PREFIX)
     place = Place("r", 48, keys, bare_keys=[1, 2, 3, 4])
     prompt = prompt_blocks_of(place, index.match(keys), index, "computes", 7.0)
     assert list(prompt.tiers) == [1, 0, 0]

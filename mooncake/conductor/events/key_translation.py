@@ -19,6 +19,7 @@ from mooncake.conductor.index.key_table import KeyTable, key_column
 from mooncake.conductor.index.sequence_hash import extend_sequence
 from mooncake.conductor.messages import BlocksCleared, BlocksRemoved, BlocksStored
 from mooncake.kv_events.dialects import BlockRemoved, BlockStored, ForeignHash
+from mooncake.kvlayout import KEY_PREFIX
 from mooncake.prefix import BlockHash, BlockKey, block_hashes, root_hash, short_key
 from mooncake.types import Tier
 
@@ -128,7 +129,7 @@ class EngineKeys:
 def _named_by(key: str) -> Blocks:
     """The block that our own store keeps under ``key`` (``KvIdentity.key``), if the key names a block."""
     scope, _, block = key.rpartition("/")
-    if not scope.startswith("kv/"):
+    if not scope.startswith(KEY_PREFIX):
         return "", []
     try:
         return scope, [short_key(bytes.fromhex(block))]

@@ -24,10 +24,8 @@ import msgspec
 import numpy as np
 
 from mooncake.conductor.index.prefix_index import PrefixIndex
+from mooncake.kvlayout import KEY_PREFIX
 from mooncake.types import InstanceId, Tier
-
-POOL_SCOPE = "kv/"
-"""The pool's blocks are in scopes of this beginning; the digest of their weights and layout follows."""
 
 _TIERS = list(Tier)
 _REMOVAL_VERDICTS = frozenset({"evicted", "cleared", "restarted", "lost"})
@@ -116,7 +114,7 @@ class _Causes:
         self, prompt: PromptBlocks, in_flight: Sequence[PromptBlocks], index: PrefixIndex, identity: str
     ) -> None:
         self._prompt, self._index = prompt, index
-        self._pool = POOL_SCOPE + identity if identity else ""
+        self._pool = KEY_PREFIX + identity if identity else ""
         keys = np.array(prompt.keys, np.uint64)
         self._written: dict[int, InstanceId] = {}
         for other in in_flight:
@@ -146,7 +144,7 @@ class _Causes:
             verdict, rule = _named(last.reason)
             where = last.instance if last.tier is None else f"{last.instance} {last.tier}"
             return BlockVerdict(number, 1, verdict, where, rule, prompt.at - last.at)
-        digests = [scope.removeprefix(POOL_SCOPE) for scope, num in prompt.pools.items() if number < num]
+        digests = [scope.removeprefix(KEY_PREFIX) for scope, num in prompt.pools.items() if number < num]
         if self._pool and digests:
             return BlockVerdict(number, 1, "other_digest", ", ".join(digests))
         if self._salts[number]:

@@ -11,8 +11,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from mooncake.conductor.policies.selection import ClusterView, PromptJob
-from mooncake.conductor.prediction.load import Slots
-from mooncake.conductor.prediction.regression import Floats
+from mooncake.conductor.prediction.regression import Floats, Slots
 
 
 @dataclass(slots=True)

@@ -40,8 +40,7 @@ from mooncake.conductor.policies.selection import (
     estimates,
     ranked,
 )
-from mooncake.conductor.prediction.load import Slots
-from mooncake.conductor.prediction.regression import Floats
+from mooncake.conductor.prediction.regression import Floats, Slots
 
 LOAD_PRICE = 0.1
 """Cost of a second of both cards in seconds of a request's waiting: the delay it causes to other loads."""

@@ -17,9 +17,9 @@ from random import Random
 import numpy as np
 
 from mooncake.conductor.index.prefix_match import PrefixMatch
-from mooncake.conductor.prediction.load import LoadAccounts, Slots
+from mooncake.conductor.prediction.load import LoadAccounts
 from mooncake.conductor.prediction.predictor import Predictor
-from mooncake.conductor.prediction.regression import Floats
+from mooncake.conductor.prediction.regression import Floats, Slots
 from mooncake.conductor.settings import SchedulingSettings
 from mooncake.types import InstanceId
 

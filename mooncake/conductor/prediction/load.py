@@ -18,8 +18,6 @@ import numpy as np
 
 from mooncake.conductor.prediction.regression import Floats, Slots
 
-__all__ = ["LoadAccounts", "Slots"]
-
 
 @dataclass(slots=True)
 class _Prompt:

@@ -11,13 +11,9 @@ from __future__ import annotations
 from bisect import bisect_left
 
 from mooncake.conductor.prediction.bandwidth import BandwidthEstimates
-from mooncake.conductor.prediction.cost_models import CostModels, DecodeModel, LinkModel, PrefillModel
-from mooncake.conductor.prediction.load import Slots
+from mooncake.conductor.prediction.cost_models import CostModels, DecodeModel, PrefillModel
 from mooncake.conductor.prediction.output_length import OutputLengths
-from mooncake.conductor.prediction.regression import FittedColumns, Floats
-
-__all__ = ["CostModels", "DecodeModel", "LinkModel", "PredictionAccuracy", "Predictor", "PrefillModel"]
-
+from mooncake.conductor.prediction.regression import FittedColumns, Floats, Slots
 
 QUANTITIES = ("queue_s", "fetch_s", "prefill_s", "ttft_s", "tbt_s", "output_tokens")
 RATIOS = (0.1, 0.25, 0.5, 0.75, 0.9, 0.95, 1.0, 1.05, 1.1, 1.25, 1.5, 2.0, 4.0, 10.0)

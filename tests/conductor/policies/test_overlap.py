@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from mooncake.conductor.policies import overlap, selection
 from mooncake.conductor.policies.selection import ClusterView, PromptJob
-from mooncake.conductor.prediction.predictor import CostModels, LinkModel
+from mooncake.conductor.prediction.cost_models import CostModels, LinkModel
 from tests.conductor.clusters import COSTS, cluster, every, job
 
 

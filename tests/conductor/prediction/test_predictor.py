@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from mooncake.conductor.prediction.predictor import DecodeModel, LinkModel, PrefillModel
+from mooncake.conductor.prediction.cost_models import DecodeModel, LinkModel, PrefillModel
 
 
 def test_prefill_by_halves_is_a_prefill() -> None:
