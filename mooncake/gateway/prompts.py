@@ -36,8 +36,15 @@ INLINE_CHARS = 4096
 
 _TEXT_ADAPTER = "\0text"
 _OF_CHAT = (
-    *("model", "messages", "add_generation_prompt", "continue_final_message", "add_special_tokens"),
-    *("chat_template", "chat_template_kwargs", "mm_processor_kwargs", "tools"),
+    "model",
+    "messages",
+    "add_generation_prompt",
+    "continue_final_message",
+    "add_special_tokens",
+    "chat_template",
+    "chat_template_kwargs",
+    "mm_processor_kwargs",
+    "tools",
 )
 _OF_TEXT = ("model", "prompt", "add_special_tokens")
 

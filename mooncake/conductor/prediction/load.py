@@ -93,8 +93,14 @@ class LoadAccounts:
         self._decodes: list[dict[str, int]] = []
 
     _COLUMNS = (
-        *("first_ends_at", "queued_tokens", "num_requests", "num_placed"),
-        *("batch_size", "context_tokens", "capacity_tokens", "ready_since"),
+        "first_ends_at",
+        "queued_tokens",
+        "num_requests",
+        "num_placed",
+        "batch_size",
+        "context_tokens",
+        "capacity_tokens",
+        "ready_since",
     )
     _EMPTY = (-math.inf, 0.0, 0.0, 0.0, 0.0, 0.0, math.inf, -math.inf)
 
