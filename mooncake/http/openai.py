@@ -14,7 +14,7 @@ tokens) and ``kv_transfer_params``, a map that a gateway hands on unread, except
 ``num_stored_tokens``   how many prompt tokens of KV the pool has
 ``turn``                request to prefill: waiting prompts are taken in this order, lower first
 ``max_load_tokens``     request to prefill: load no more than so many leading tokens, compute the rest
-``measured``            answer of prefill: how its first token came about (``worker_stats.PromptStats``)
+``measured``            answer of prefill: how its first token came about (``measured.PromptMeasured``)
 ``num_output_tokens``   request to decode: the last so many prompt tokens are output already generated
                         elsewhere; they count for ``max_tokens``, ``min_tokens``, ``seed`` and ``stop``
 ``output_text_offset``  characters of that output which the client has already received

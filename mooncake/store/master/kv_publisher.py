@@ -21,7 +21,7 @@ from mooncake.store.master.kv_events import KvEvents
 log = get_logger(__name__)
 
 REPLAY_BATCHES = 4096
-LOOK_S = 0.5
+CHECK_INTERVAL_S = 0.5
 
 
 class MasterKvEventPublisher:
@@ -71,7 +71,7 @@ class MasterKvEventPublisher:
     async def _follow_master(self) -> None:
         """Attach again when a standby's state was replaced as a whole; subscribers then request a replay."""
         while True:
-            await asyncio.sleep(LOOK_S)
+            await asyncio.sleep(CHECK_INTERVAL_S)
             if self._master_context.master is not self._followed:
                 before = self.events.next_sequence
                 self._kept.clear()

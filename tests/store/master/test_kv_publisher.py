@@ -1,4 +1,4 @@
-"""The master's events over real sockets, and the conductor as their subscriber."""
+"""The master's events over real sockets, and how the conductor hears them."""
 
 from __future__ import annotations
 
@@ -49,7 +49,7 @@ async def house() -> AsyncIterator[House]:
 
 
 async def subscriber(house: House, context: zmq.asyncio.Context) -> zmq.asyncio.Socket:
-    """A connected subscriber: it has received an event of an object put for that purpose."""
+    """Connected: it has heard of an object that was put for that purpose."""
     socket = context.socket(zmq.SUB)
     socket.setsockopt(zmq.LINGER, 0)
     socket.subscribe(b"")
@@ -89,7 +89,7 @@ async def test_frames_and_replay(house: House) -> None:
     context.term()
 
 
-async def test_another_masters_state_is_followed_and_published(house: House) -> None:
+async def test_another_masters_state_is_followed_and_told(house: House) -> None:
     context = zmq.asyncio.Context()
     socket = await subscriber(house, context)
     before = house.publisher.events
@@ -116,7 +116,7 @@ async def test_endpoints_that_are_none_or_taken(house: House) -> None:
     await publisher.close()
 
 
-async def test_a_running_master_publishes_when_configured() -> None:
+async def test_a_running_master_publishes_when_it_is_told_to() -> None:
     async with running(SETTINGS) as server:
         assert server.publisher is not None
         assert server.publisher.status()["endpoint"].startswith("tcp://127.0.0.1:")
