@@ -1,8 +1,8 @@
 """Measured durations: of each request's prompt, and of the engine's latest steps.
 
-It owns the types of these numbers and the list of the latest ones, for a conductor that predicts from
-measurements; it evaluates nothing. Steps are kept only when they measure one thing: one prompt's chunk alone,
-or only decoding, and no load that a layer waited for.
+It owns the list of the latest steps, for a conductor that predicts from measurements; it evaluates nothing.
+The types of these numbers are ``http/worker_stats.py``'s, which both ends share. Steps are kept only when
+they measure one thing: one prompt's chunk alone, or only decoding, and no load that a layer waited for.
 """
 
 from __future__ import annotations
