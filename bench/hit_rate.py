@@ -17,7 +17,7 @@ from collections.abc import Callable, Iterable, Sequence
 from random import Random
 from typing import Literal, Protocol, TypeAlias
 
-from mooncake.conductor.prediction.predictor import PrefillModel
+from mooncake.conductor.prediction.cost_models import PrefillModel
 from mooncake.inference.blocks import BlockPool
 from mooncake.sim.traces.trace_row import TraceRow
 

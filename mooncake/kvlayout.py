@@ -27,6 +27,9 @@ from mooncake.errors import InvalidArgument
 from mooncake.prefix import BlockHash
 from mooncake.types import ObjectKey
 
+KEY_PREFIX = "kv/"
+"""Beginning of the store's key of every block; the digest of its identity follows, then its hash."""
+
 ITEM_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}
 Column = npt.NDArray[np.uint64]
 
@@ -120,7 +123,7 @@ class KvIdentity:
 
     def key(self, block_hash: BlockHash) -> ObjectKey:
         """The store's key for the block that ends the prefix ``block_hash``."""
-        return f"kv/{self.digest}/{block_hash.hex()}"
+        return f"{KEY_PREFIX}{self.digest}/{block_hash.hex()}"
 
 
 @dataclasses.dataclass(frozen=True)
@@ -186,4 +189,4 @@ class ForeignIdentity:
 
 def foreign_key(digest: str, block_hash: BlockHash) -> ObjectKey:
     """The store's key for a block, by the ``ForeignIdentity.digest`` of its engine."""
-    return f"kv/{digest}/{block_hash.hex()}"
+    return f"{KEY_PREFIX}{digest}/{block_hash.hex()}"

@@ -1,1 +1,1 @@
-"""The global scheduler: which instance holds which prefix, how busy each is, who serves a request."""
+"""The global scheduler: which instance holds which prefix, how busy each is, which one serves a request."""

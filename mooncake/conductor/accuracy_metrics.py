@@ -1,6 +1,7 @@
-"""How good the predictions and verdicts of this process's conductors are, for the metrics page.
+"""Accuracy of the predictions and admission results of this process's conductors, for the metrics page.
 
-A core counts and knows no registry; this shows what it counted. Normally one conductor lives in a process.
+A core only counts and knows no registry; this module exports the counts. A process normally runs one
+conductor.
 """
 
 from __future__ import annotations
@@ -17,7 +18,7 @@ from mooncake.conductor.prediction.predictor import QUANTITIES, RATIOS
 
 
 class _AccuracyCollector(Collector):
-    """Reads the counts when somebody scrapes."""
+    """Reads the counts at each scrape."""
 
     def __init__(self) -> None:
         self.shown: dict[int, Conductor] = {}
@@ -29,7 +30,7 @@ class _AccuracyCollector(Collector):
     def _ratios(self) -> HistogramMetricFamily:
         family = HistogramMetricFamily(
             "mooncake_conductor_prediction_ratio",
-            "What came as a multiple of what was predicted, by quantity.",
+            "The measured value as a multiple of the predicted one, by quantity.",
             labels=["quantity"],
         )
         for quantity in QUANTITIES:
@@ -49,7 +50,7 @@ class _AccuracyCollector(Collector):
         )
         audited = CounterMetricFamily(
             "mooncake_conductor_audited",
-            "Rejected requests that were served to see if that was right, by whether they met their SLOs.",
+            "Rejected requests that were served as a check of the rejection, by whether they met their SLOs.",
             labels=["in_slo"],
         )
         found = [core.lifecycle.status() for core in self.shown.values()]
@@ -66,7 +67,7 @@ metrics.registry.register(_collector)
 
 
 def register(core: Conductor) -> None:
-    """From now on what it predicts and rejects is on the page."""
+    """Put the core's predictions and rejections on the metrics page."""
     _collector.shown[id(core)] = core
 
 

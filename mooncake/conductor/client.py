@@ -1,7 +1,7 @@
-"""A gateway's side of the conductor: the face that every conductor has, and the one in another process.
+"""A gateway's side of the conductor: the interface that every conductor has, and the client of a remote one.
 
-While the conductor is unreachable a client serves its known instances in turn, because a late answer helps
-nobody and any worker can do any work. This is the only placing that is decided outside the core.
+While the conductor is unreachable a client uses its known instances in turn, because waiting would only delay
+requests that any worker can serve. This is the only placement that is decided outside the core.
 """
 
 from __future__ import annotations
@@ -38,13 +38,13 @@ from mooncake.types import InstanceId, WorkerRole
 log = get_logger(__name__)
 
 CALL_TIMEOUT_S = 1.0
-"""A conductor answers in microseconds; after so long it is treated as gone."""
+"""A conductor answers in microseconds; one that takes this long is treated as gone."""
 
 _REFRESH_S = 2.0
 
 
 class ConductorClient(Protocol):
-    """What a gateway needs of a conductor."""
+    """The conductor's interface that a gateway needs."""
 
     async def place(self, request: Place) -> Decision | Refuse: ...
 
@@ -63,18 +63,18 @@ class ConductorClient(Protocol):
     async def status(self) -> list[InstanceStatus]: ...
 
     async def admission(self) -> AdmissionStatus:
-        """What became of requests at the door; as it was last known."""
+        """Counts of admitted and rejected requests, as last known."""
         ...
 
     async def story(self, key: str) -> list[str]: ...
 
     async def explain(self, request_id: str) -> Explanation | None:
-        """What is remembered of a request. Raises Unavailable."""
+        """The explanation of a request, if it is remembered. Raises Unavailable."""
         ...
 
 
 class RemoteConductor:
-    """A conductor in another process, and what is done while it is away."""
+    """A conductor in another process, with a fallback while it is unreachable."""
 
     def __init__(self, address: str) -> None:
         self._client = AsyncClient(address, (*REPLIES, Explained), "the conductor")
@@ -124,7 +124,7 @@ class RemoteConductor:
 
     def post(self, event: Event) -> None:
         self._remember(event)
-        # A full queue means a conductor that is long gone: what it misses, it learns by probing.
+        # A full queue means a conductor that is long gone: it recovers the dropped facts by probing.
         with contextlib.suppress(asyncio.QueueFull):
             self._outbox.put_nowait(event)
 
@@ -182,7 +182,7 @@ class RemoteConductor:
         return Decision(request.request_id, prefill, decode, reason, degraded="no conductor")
 
     def _in_turn(self, role: WorkerRole, exclude: list[InstanceId]) -> list[InstanceId]:
-        """Those of a role that were last seen ready; all of it when none was."""
+        """The role's instances that were last seen ready; all of them when none was."""
         pool = [one for one, its_role in self._known.items() if its_role is role and one not in exclude]
         last_ready = {row.instance: None for row in self._rows if row.health == "ready"}
         return [one for one in pool if one in last_ready] or pool
@@ -213,7 +213,7 @@ class RemoteConductor:
     async def _register(self) -> None:
         for instance, role in self._known.items():
             await self._client.call(AddInstance(instance, role), CALL_TIMEOUT_S)
-        # A conductor that was just started believes nobody ready until it has probed them.
+        # A conductor that was just started considers no instance ready until it has probed it.
         for _ in range(20):
             answer = await self._client.call(GetStatus(), CALL_TIMEOUT_S)
             assert isinstance(answer, Status)

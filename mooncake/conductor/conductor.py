@@ -1,10 +1,10 @@
 """The conductor: requests and facts about instances in, placements with their reasons out.
 
-It composes the index, the load accounts and the policies, and owns what joins them: which request is
-placed where, until somebody reports its end or its time is over. It refuses to know HTTP, sockets and
-clocks; ``server.py`` performs its effects. A wrong or missing hint costs speed, never an answer: every
-worker can compute every prompt, so when no instance of a role is ready one of the other role does the work
-("degraded"), and only when nobody is left is a request refused.
+It composes the index, the load accounts and the policies, and owns what joins them: which request is placed
+where, until its end is reported or its lifetime is over. It refuses to know HTTP, sockets and clocks;
+``server.py`` performs its effects. A wrong or missing hint costs speed, never an answer: every worker can
+compute every prompt, so when no instance of a role is ready one of the other role does the work ("degraded"),
+and a request is refused only when no instance is left.
 """
 
 from __future__ import annotations
@@ -56,23 +56,23 @@ from mooncake.conductor.messages import (
 )
 from mooncake.conductor.policies.registry import POLICIES
 from mooncake.conductor.policies.selection import ClusterView, InstanceChoice, Policy, PromptJob
-from mooncake.conductor.prediction.load import LoadAccounts, Slots
-from mooncake.conductor.prediction.predictor import CostModels, Predictor
-from mooncake.conductor.prediction.regression import TRUSTED_SAMPLES, Floats
+from mooncake.conductor.prediction.cost_models import CostModels
+from mooncake.conductor.prediction.load import LoadAccounts
+from mooncake.conductor.prediction.predictor import Predictor
+from mooncake.conductor.prediction.regression import TRUSTED_SAMPLES, Floats, Slots
 from mooncake.conductor.request_lifecycle import RequestLifecycle, candidates_of, prompt_blocks_of, refusal_of
 from mooncake.conductor.settings import SchedulingSettings
 from mooncake.errors import Refusal
+from mooncake.kvlayout import KEY_PREFIX
 from mooncake.machine import Wake
 from mooncake.types import InstanceId, WorkerRole
 
 _STORY_LENGTH = 4000
 _REMEMBERED_BLOCKS = 1 << 20
-POOL_SCOPE_PREFIX = "kv/"
-"""What the scopes of the store's facts begin with; an identity of weights and layout follows."""
 
 
 class ActivePlacement(msgspec.Struct):
-    """A request that was placed and whose end nobody reported."""
+    """A request that was placed and whose end was not reported yet."""
 
     prefill: InstanceId | None
     decode: InstanceId
@@ -85,12 +85,12 @@ class ActivePlacement(msgspec.Struct):
 
 
 class Conductor:
-    """The core. ``random`` serves the policy "random" only; ``costs`` counts until something is measured."""
+    """The core. ``random`` serves the policy "random" only; ``costs`` apply until something is measured."""
 
     def __init__(self, settings: SchedulingSettings, random: Random, costs: CostModels | None = None) -> None:
         self.index = PrefixIndex(_REMEMBERED_BLOCKS if settings.explained_requests else 0)
         self.lifecycle = RequestLifecycle(settings)
-        self._is_told = costs is not None
+        self._has_given_costs = costs is not None
         self.instances: dict[InstanceId, Instance] = {}
         self.predict = Predictor(costs or CostModels())
         self.loads = LoadAccounts()
@@ -103,7 +103,7 @@ class Conductor:
         self._choosable: dict[
             WorkerRole, tuple[Slots, Slots]
         ] = {}  # ready and suspect; dropped at any change
-        self._tells_chunks: dict[int, None] = {}  # slots that measure chunk by chunk
+        self._reports_chunks: dict[int, None] = {}  # slots that measure chunk by chunk
         self._has_prefill = False
         self._pool_slot = -1
         self._mean_duration_s = 1.0
@@ -139,11 +139,6 @@ class Conductor:
 
     def deadline(self) -> float | None:
         return self._timers[0][0] if self._timers else None
-
-    @property
-    def num_timers(self) -> int:
-        """Timers kept, stale ones included."""
-        return len(self._timers)
 
     def status(self) -> list[InstanceStatus]:
         """Every instance, in the order in which they joined."""
@@ -203,7 +198,8 @@ class Conductor:
         job = self._job(event, now)
         prefill_policy, decode_policy = POLICIES[self._settings.scheduling]
         exclude = dict.fromkeys(event.exclude)
-        # Where nobody only prefills, whoever decodes a request is chosen as who computes its prompt.
+        # Without instances that only prefill, the decode instance is chosen as the one that computes the
+        # prompt.
         is_one_pool = event.needs_prefill and not self._has_prefill
         decode = self._choose(
             WorkerRole.DECODE, prefill_policy if is_one_pool else decode_policy, job, exclude
@@ -250,9 +246,9 @@ class Conductor:
 
     @property
     def _is_measured(self) -> tuple[bool, bool]:
-        """Whether what prefill and decode take was told or measured; else it is a guess."""
+        """Whether the times of prefill and of decode were given or measured; else they are guesses."""
         fits = (self.predict.prefill.common, self.predict.decode.common)
-        prefill, decode = (self._is_told or fit.num_samples >= TRUSTED_SAMPLES for fit in fits)
+        prefill, decode = (self._has_given_costs or fit.num_samples >= TRUSTED_SAMPLES for fit in fits)
         return prefill, decode
 
     def _reject(
@@ -264,7 +260,7 @@ class Conductor:
         prediction: Prediction,
     ) -> Refuse:
         refuse = refusal_of(event.request_id, verdict, prediction)
-        self._tell(job.now, (event.request_id,), f"rejected {event.request_id}: {refuse.refusal}")
+        self._record_story(job.now, (event.request_id,), f"rejected {event.request_id}: {refuse.refusal}")
         self._note(event, refuse, computing, verdict, job.now, job.matched)
         return refuse
 
@@ -277,7 +273,7 @@ class Conductor:
         now: float,
         matched: PrefixMatch | None = None,
     ) -> None:
-        """Remember what was decided, for whoever asks."""
+        """Remember the decision for later explanations."""
         if not self.lifecycle.explainer.is_on:
             return
         if matched is None:
@@ -300,7 +296,7 @@ class Conductor:
                 yield one.id, f"{one.state}: {one.detail}"
 
     def _pools_with(self, decode: int) -> PoolCapacity:
-        """What there is to serve with; all decode instances are taken for such as this one."""
+        """The capacity of both pools; every decode instance is assumed to be like this one."""
         ready = {role: len(self._pools_of(role)[0]) for role in WorkerRole}
         step = self.predict.decode_model(decode)
         num_decode = ready[WorkerRole.DECODE] or ready[WorkerRole.PREFILL]
@@ -335,9 +331,9 @@ class Conductor:
         )
 
     def _in_pool(self, event: Place) -> int:
-        """Leading blocks of a prompt that the store has, under whichever identity it has most of them."""
+        """Leading blocks of a prompt that the store has, under the identity with most of them."""
         most = 0
-        for scope in self.index.scopes_of(event.keys[0], POOL_SCOPE_PREFIX) if event.keys else []:
+        for scope in self.index.scopes_of(event.keys[0], KEY_PREFIX) if event.keys else []:
             most = max(most, int(self.index.match(event.keys, scope).leading[self._pool_slot]))
         return most
 
@@ -347,7 +343,7 @@ class Conductor:
         ready = np.array([one.slot for one in pool if one.health is Health.READY], np.int64)
         suspect = np.array([one.slot for one in pool if one.health is not Health.READY], np.int64)
         for slots in (ready, suspect):
-            slots.flags.writeable = False  # what is known of them is remembered together with them
+            slots.flags.writeable = False  # so that values computed for them can be cached with them
         return ready, suspect
 
     def _choose(
@@ -357,7 +353,7 @@ class Conductor:
         limit = self._settings.max_requests_per_instance
         for pool in self._pools_of(role):
             eligible = self._without(pool, exclude)
-            if len(self.placements) >= limit:  # or nobody can have so many
+            if len(self.placements) >= limit:  # with fewer placements no instance can have so many
                 has_room = self.loads.num_requests.take(eligible) < limit
                 if np.count_nonzero(has_room) < len(eligible):
                     eligible = eligible[has_room]
@@ -376,8 +372,8 @@ class Conductor:
         return self._without(self._pools(role)[0], exclude)
 
     def _is_full(self, role: WorkerRole, exclude: dict[InstanceId, None]) -> bool:
-        """Nobody of the role may be chosen only because all have too much: then the other role must not
-        help out, or a rush on one would drag both down."""
+        """Whether no instance of the role may be chosen only because all have too much work. Then the other
+        role must not help out, or overload of one would spread to both."""
         return bool(len(self._ready(role, exclude)))
 
     def _predicted(self, job: PromptJob, prefill: InstanceChoice, decode: int) -> Prediction:
@@ -426,7 +422,7 @@ class Conductor:
         keys = (
             (event.request_id, decode_id) if prefill_id is None else (event.request_id, prefill_id, decode_id)
         )
-        self._tell(now, keys, f"placed {event.request_id}: {reason}")
+        self._record_story(now, keys, f"placed {event.request_id}: {reason}")
         for instance in dict.fromkeys((prefill_id or decode_id, decode_id)):
             self._assume(instance, event, now)
         policy = self._settings.scheduling
@@ -444,7 +440,7 @@ class Conductor:
         )
 
     def _book_fetch(self, event: Place, job: PromptJob, choice: InstanceChoice) -> list[Fetch]:
-        """What the chosen instance is to load; the cards are busy with it from now on."""
+        """Book the network cards for the blocks that the chosen instance is to load, and return these."""
         deepest = int(job.cached.max()) // self._settings.block_tokens if len(job.cached) else 0
         if deepest:
             hot = event.keys[deepest - 1]
@@ -466,7 +462,7 @@ class Conductor:
     def _refuse(
         self, event: Place, exclude: dict[InstanceId, None], full: WorkerRole | None, now: float
     ) -> Refuse:
-        """``full``: the role whose instances all have as many requests as they may; None: nobody is there."""
+        """``full``: the role whose instances all have as many requests as they may; None: none is ready."""
         if full is not None:
             # The next place is free when the first of so many requests ends.
             ready = self._ready(full, exclude)
@@ -479,7 +475,7 @@ class Conductor:
             wait_s = self._settings.suspect_probe_interval_s
             states = ", ".join(f"{one.id} is {one.state}" for one in self.instances.values())
             refusal = Refusal("no_instance", f"no instance can serve: {states or 'none was added'}")
-        self._tell(now, (event.request_id,), f"refused {event.request_id}: {refusal}")
+        self._record_story(now, (event.request_id,), f"refused {event.request_id}: {refusal}")
         refuse = Refuse(event.request_id, refusal, wait_s)
         self._note(event, refuse, None, None, now)
         return refuse
@@ -498,23 +494,23 @@ class Conductor:
         accuracy["queue_s"].add(predicted.queue_s, event.queued_s)
         accuracy["prefill_s"].add(predicted.prefill_s, event.computed_s)
         accuracy["fetch_s"].add(predicted.fetch_s, event.loaded_s)
-        if instance.slot not in self._tells_chunks:
+        if instance.slot not in self._reports_chunks:
             first = event.num_cached_tokens + event.num_loaded_tokens
             self.predict.chunk_measured(instance.slot, first, event.num_computed_tokens, event.computed_s)
         self.loads.end_prompt(instance.slot, event.request_id, now)
         decode = self.instances.get(placement.decode, instance)
         refuse = self.lifecycle.prefilled(event, lambda: self._pools_with(decode.slot), now)
         if refuse is not None:
-            # Whoever asked may not hear of it, and go on: the account is released by the end alone.
+            # The gateway may not receive this and go on: only the end of the request releases the account.
             placement.is_refused = True
-            self._tell(now, (event.request_id,), f"rejected {event.request_id}: {refuse.refusal}")
+            self._record_story(now, (event.request_id,), f"rejected {event.request_id}: {refuse.refusal}")
             return [refuse]
         return self._leave_if_drained(instance, now)
 
     def _chunk_measured(self, event: ChunkMeasured, now: float) -> list[Effect]:
         instance = self.instances.get(event.instance)
         if instance is not None:
-            self._tells_chunks[instance.slot] = None
+            self._reports_chunks[instance.slot] = None
             self.predict.chunk_measured(instance.slot, event.first_token, event.num_tokens, event.seconds)
         return []
 
@@ -543,7 +539,7 @@ class Conductor:
             accuracy["output_tokens"].add(placement.prediction.output_tokens, event.num_output_tokens)
             self.predict.lengths.add(placement.place.scope, event.num_output_tokens)
         self._mean_duration_s += 0.1 * (now - placement.placed_at - self._mean_duration_s)
-        self._tell(now, (event.request_id,), f"finished {event.request_id}")
+        self._record_story(now, (event.request_id,), f"finished {event.request_id}")
         return self._release(event.request_id, now)
 
     def _release(self, request_id: str, now: float) -> list[Effect]:
@@ -566,7 +562,7 @@ class Conductor:
         if instance is None:
             return []
         keys = (event.instance, event.request_id)
-        self._tell(now, keys, f"failed {event.request_id} on {event.instance}: {event.reason}")
+        self._record_story(now, keys, f"failed {event.request_id} on {event.instance}: {event.reason}")
         before = instance.state
         instance.on_failure(event.reason, now)
         self._choosable.clear()
@@ -589,7 +585,7 @@ class Conductor:
             self._members_changed()
         if instance.health is not health:
             self._choosable.clear()
-            self._tell(now, (instance.id,), f"{instance.id} is {instance.state}: {instance.detail}")
+            self._record_story(now, (instance.id,), f"{instance.id} is {instance.state}: {instance.detail}")
             if instance.health is Health.READY:
                 if health is not Health.SUSPECT:
                     self.loads.became_ready(instance.slot, now)
@@ -616,13 +612,13 @@ class Conductor:
             else:
                 placement = self.placements.get(key)
                 if placement is not None and placement.expires_at == at:
-                    self._tell(now, (key,), f"expired {key}: nobody reported its end")
+                    self._record_story(now, (key,), f"expired {key}: its end was not reported in time")
                     self.lifecycle.finished(Finished(key), now)
                     effects += self._release(key, now)
         return effects
 
     def _drop_stale_timers(self) -> None:
-        """Requests end long before they expire: without this the heap would hold an hour of them."""
+        """Drop timers of ended requests, of which the heap would otherwise hold an hour."""
         if len(self._timers) < 1024 + 4 * (len(self.placements) + len(self.instances)):
             return
         live = [(one.expires_at, "expiry", key) for key, one in self.placements.items()]
@@ -650,7 +646,7 @@ class Conductor:
 
     def _blocks_cleared(self, event: BlocksCleared, now: float) -> list[Effect]:
         num_blocks = self.index.clear(event.instance, event.reason, now)
-        self._tell(now, (event.instance,), f"{event.instance} cleared its {num_blocks} blocks")
+        self._record_story(now, (event.instance,), f"{event.instance} cleared its {num_blocks} blocks")
         instance = self.instances.get(event.instance)
         if instance is not None:
             instance.is_silent = False
@@ -664,7 +660,7 @@ class Conductor:
         return []
 
     def _assume(self, instance: InstanceId, event: Place, now: float) -> None:
-        """What it was given it has, if nobody will say so."""
+        """Infer that an instance without KV events holds the blocks of a prompt that it was given."""
         if self.instances[instance].is_silent or event.is_text:
             keys = event.keys[: event.num_tokens // self._settings.block_tokens]
             dropped = self.inferred_blocks.note(instance, keys)
@@ -686,7 +682,7 @@ class Conductor:
         self.cluster.names[instance.slot] = instance.id
         self.loads.capacity_tokens[instance.slot] = event.kv_tokens or np.inf
         self._members_changed()
-        self._tell(now, (event.instance,), f"added {event.instance} for {event.role}")
+        self._record_story(now, (event.instance,), f"added {event.instance} for {event.role}")
         return [*effects, self._probe(instance, now)]
 
     def _slot_of(self, instance: InstanceId) -> int:
@@ -708,7 +704,7 @@ class Conductor:
         self._has_prefill = any(one.role is WorkerRole.PREFILL for one in self.instances.values())
         sources = [one.slot for one in self.instances.values() if self._is_kv_source(one)]
         if self._pool_slot >= 0:
-            sources = [self._pool_slot]  # instances share through the store, and it is known what that has
+            sources = [self._pool_slot]  # instances share through the store, whose contents are known
         self.cluster.sources = np.array(sources, np.int64)
 
     def _is_kv_source(self, instance: Instance) -> bool:
@@ -741,9 +737,9 @@ class Conductor:
         self.cluster.turns[instance.slot] = 0.0
         self.loads.forget(instance.slot)
         self.predict.forget(instance.slot)
-        self._tells_chunks.pop(instance.slot, None)
+        self._reports_chunks.pop(instance.slot, None)
         self._members_changed()
-        self._tell(now, (instance.id,), f"{instance.id} left: {reason}")
+        self._record_story(now, (instance.id,), f"{instance.id} left: {reason}")
         gone = StateChanged(instance.id, instance.role, instance.state, "gone", reason)
         return [Unwatch(instance.id), gone]
 
@@ -753,5 +749,5 @@ class Conductor:
             return []
         return [StateChanged(instance.id, instance.role, before, after, instance.detail)]
 
-    def _tell(self, now: float, keys: Sequence[str], text: str) -> None:
+    def _record_story(self, now: float, keys: Sequence[str], text: str) -> None:
         self._story.append((now, tuple(keys), text))

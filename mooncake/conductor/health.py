@@ -1,4 +1,4 @@
-"""Whether a serving instance is alive, as far as the conductor can know.
+"""The health of a serving instance, as far as the conductor can know it.
 
 It owns the health of an instance and refuses to know prompts, load, policies and the network: probe results
 and failure reports come in as facts. Health moves like this::
@@ -9,9 +9,9 @@ and failure reports come in as facts. Health moves like this::
         │               └───────────────────── ready ──────────────────────────────┤
         └────────────────────── alive, not ready ──────────────────────────────────┘
 
-SUSPECT exists because one lost connection is no proof: such an instance gets no work while a ready one
-exists, and the next probe decides. Draining is a wish of the operator and independent of health. After it
-becomes ready an instance ramps up (slow start), or all traffic would rush to the empty newcomer.
+SUSPECT exists because one lost connection proves little: such an instance gets no work while a ready one
+exists, and the next probe decides. Draining is requested by the operator and independent of health. An
+instance that becomes ready ramps up (slow start), or all traffic would go to the empty new instance.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ class ProbeOutcome(enum.StrEnum):
     "It can serve."
 
     ALIVE = "alive"
-    "It answers but cannot serve yet, or does not want to any more."
+    "It answers but cannot serve yet, or is shutting down."
 
     FAILED = "failed"
     "It did not answer."
@@ -51,15 +51,15 @@ class Instance:
     id: InstanceId
     role: WorkerRole
     slot: int = 0
-    "Its place in the columns."
+    "Its position in the columns."
     is_engine: bool = False
-    "It is no worker of ours."
+    "It is an engine other than this package's worker."
     is_silent: bool = False
-    "It does not tell what blocks it has."
+    "It does not publish which blocks it has."
     health: Health = Health.STARTING
     is_draining: bool = False
     detail: str = "not probed yet"
-    "Why it has this health, in words."
+    "Why it has this health, as text."
 
     failed_probes: int = 0
     "Failed probes in a row."
@@ -79,7 +79,7 @@ class Instance:
 
     @property
     def state(self) -> str:
-        """Health as people see it."""
+        """Health or drain state, as shown to operators."""
         return "draining" if self.is_draining else self.health.value
 
     def on_failure(self, reason: str, now: float) -> None:
@@ -90,7 +90,7 @@ class Instance:
             self.detail = reason
 
     def on_probe(self, outcome: ProbeOutcome, detail: str, now: float, settings: SchedulingSettings) -> None:
-        """Take a probe's result and say when the next one is due (``next_probe_at``)."""
+        """Apply a probe's result and set when the next one is due (``next_probe_at``)."""
         is_stale = self.probe_started_at is not None and self.failed_at >= self.probe_started_at
         self.probe_started_at = None
         if outcome is ProbeOutcome.FAILED:
@@ -101,7 +101,7 @@ class Instance:
             elif self.health is Health.READY:
                 self.health = Health.SUSPECT
         elif is_stale:
-            pass  # asked before the failure: it proves nothing, ask again
+            pass  # sent before the failure: it proves nothing, probe again
         elif outcome is ProbeOutcome.ALIVE:
             self.failed_probes = 0
             self.detail = detail

@@ -1,6 +1,6 @@
-"""What a conductor is told and what it answers: the events and effects of the core, and its wire.
+"""The messages of the conductor: the events and effects of its core, and its RPC messages.
 
-Owns the nouns only. They are msgspec structs because most of them also travel by RPC between a gateway
+Owns the data types only. They are msgspec structs because most of them also travel by RPC between a gateway
 and a conductor of its own process.
 """
 
@@ -15,7 +15,7 @@ from mooncake.security.principal import NODES, NODES_AND_ADMINS, TRUSTED, Level
 from mooncake.types import InstanceId, Tier, WorkerRole
 
 POOL: InstanceId = "pool"
-"""Who holds what the store holds: to the index an instance like others, but one that serves nobody."""
+"""The store as an instance of the index: it holds blocks like others but serves no requests."""
 
 # --- events ------------------------------------------------------------------------------------------
 
@@ -33,7 +33,7 @@ class Place(msgspec.Struct, frozen=True, array_like=True, tag=True):
     needs_prefill: bool = True
     "False when the prompt's KV was computed before and only a decode instance is wanted."
     lifetime_s: float = 3600.0
-    "After so long the placement counts as finished, in case nobody reports it."
+    "After this time the placement counts as finished even if its end was not reported."
     slo_ttft_s: float = 0.0
     "The first token is wanted within this time; 0 for the conductor's setting."
     slo_tbt_s: float = 0.0
@@ -41,13 +41,13 @@ class Place(msgspec.Struct, frozen=True, array_like=True, tag=True):
     priority: int = 0
     "Lower goes first."
     max_output_tokens: int = 0
-    "0 when nobody knows."
+    "Limit on the answer's length; 0 when unknown."
     scope: str = ""
     "Tenant, model and adapter: requests of one scope resemble each other."
     bare_keys: list[BlockKey] = []
-    "The same tokens' blocks without a salt, to tell a miss by salt from others. May be empty."
+    "The same tokens' blocks without a salt, to distinguish a miss by salt from others. May be empty."
     is_text: bool = False
-    "The keys name pieces of text, because nobody could tell the tokens; no instance tells of such blocks."
+    "The keys name pieces of text, because the tokens are unknown; no instance publishes such blocks."
 
 
 class Prefilled(msgspec.Struct, frozen=True, array_like=True, tag=True):
@@ -63,11 +63,11 @@ class Prefilled(msgspec.Struct, frozen=True, array_like=True, tag=True):
     num_loaded_tokens: int = 0
     "Tokens whose KV came from elsewhere."
     has_begun: bool = False
-    "Its answer has begun: it goes on, whatever a rule of admission says now."
+    "Its answer has begun, so admission can't reject it now."
 
 
 class Finished(msgspec.Struct, frozen=True, array_like=True, tag=True):
-    """The request has ended, well or not; its instances are free of it. 0: not measured."""
+    """The request has ended, well or not; its instances no longer work on it. 0: not measured."""
 
     request_id: str
     num_output_tokens: int = 0
@@ -92,7 +92,7 @@ class StepMeasured(msgspec.Struct, frozen=True, array_like=True, tag=True):
     instance: InstanceId
     batch_size: int
     context_tokens: int
-    "Of all requests of the batch together."
+    "Context tokens of all requests of the batch together."
     seconds: float
 
 
@@ -114,13 +114,13 @@ class Failed(msgspec.Struct, frozen=True, array_like=True, tag=True):
 
 
 class Probed(msgspec.Struct, frozen=True, array_like=True, tag=True):
-    """The result of a ``Probe``; ``detail`` in words."""
+    """The result of a ``Probe``; ``detail`` explains it as text."""
 
     instance: InstanceId
     outcome: ProbeOutcome
     detail: str = ""
     is_engine: bool = False
-    "It is no worker of ours, and so has no blocks for others but those in the store."
+    "It is not this package's worker, so others can load only those of its blocks that are in the store."
 
 
 class BlocksStored(msgspec.Struct, frozen=True, array_like=True, tag=True):
@@ -128,7 +128,7 @@ class BlocksStored(msgspec.Struct, frozen=True, array_like=True, tag=True):
     keys: list[BlockKey]
     tier: Tier = Tier.DEVICE
     scope: str = ""
-    "Blocks of different scopes are never the same; empty for our own workers, whose keys say it all."
+    "Blocks of different scopes are never the same; empty for our own workers, whose keys suffice."
 
 
 class BlocksRemoved(msgspec.Struct, frozen=True, array_like=True, tag=True):
@@ -145,7 +145,7 @@ class BlocksCleared(msgspec.Struct, frozen=True, array_like=True, tag=True):
 
 
 class Silent(msgspec.Struct, frozen=True, array_like=True, tag=True):
-    """``instance`` does not tell its blocks: it is taken to have those of the prompts it was given."""
+    """``instance`` publishes no KV events: it is assumed to hold the blocks of the prompts it was given."""
 
     instance: InstanceId
 
@@ -156,11 +156,11 @@ class AddInstance(msgspec.Struct, frozen=True, array_like=True, tag=True):
     instance: InstanceId
     role: WorkerRole
     kv_tokens: int = 0
-    "Tokens whose KV fits into its memory; 0 when it did not say."
+    "Tokens whose KV fits into its memory; 0 when not reported."
 
 
 class RemoveInstance(msgspec.Struct, frozen=True, array_like=True, tag=True):
-    """``instance`` gets no more requests; those under way are not disturbed."""
+    """``instance`` gets no more requests; requests in flight continue."""
 
     instance: InstanceId
 
@@ -194,18 +194,18 @@ Event = (
 
 
 class Prediction(msgspec.Struct, frozen=True, array_like=True):
-    """What was expected of a request when it was placed."""
+    """Expected times of a request when it was placed."""
 
     queue_s: float = 0.0
-    "Until its prompt's turn comes."
+    "Seconds until its prompt's turn comes."
     fetch_s: float = 0.0
-    "What loading its cached blocks from elsewhere takes."
+    "Seconds for loading its cached blocks from elsewhere."
     prefill_s: float = 0.0
-    "What computing the rest takes."
+    "Seconds for computing the rest."
     ttft_s: float = 0.0
-    "Until its first token; no more than the sum of the above, as they overlap."
+    "Seconds until its first token; at most the sum of the above, as they overlap."
     tbt_s: float = 0.0
-    "Between its next tokens."
+    "Seconds between its next tokens."
     output_tokens: int = 0
 
 
@@ -216,7 +216,7 @@ class Fetch(msgspec.Struct, frozen=True, array_like=True):
     first_block: int
     num_blocks: int
     is_replica: bool = False
-    "They are hot: keep them there, whatever becomes of this request."
+    "The blocks are hot: keep them there, however this request ends."
 
 
 class Decision(msgspec.Struct, frozen=True, array_like=True, tag=True):
@@ -229,33 +229,33 @@ class Decision(msgspec.Struct, frozen=True, array_like=True, tag=True):
     num_cached_tokens: int = 0
     "Prompt tokens that the instance which computes the prompt was believed to hold."
     degraded: str = ""
-    "Why this is not the usual walk; empty when it is."
+    "Why this is not the usual path; empty when it is."
     prediction: Prediction | None = None
     fetches: list[Fetch] = []
     turn: float = 0.0
-    "Of the prompts that wait at the prefill instance, the one with the lowest turn is computed next."
+    "Among the prompts that wait at the prefill instance, the one with the lowest turn is computed next."
     policy: str = ""
-    "By which rule (``SchedulingSettings.scheduling``)."
+    "The policy that chose (``SchedulingSettings.scheduling``)."
 
 
 class Refuse(msgspec.Struct, frozen=True, array_like=True, tag=True):
-    """Nobody can take the request now; the next attempt has a chance after ``retry_after_s``."""
+    """No instance can take the request now; a retry may succeed after ``retry_after_s``."""
 
     request_id: str
     refusal: Refusal
     retry_after_s: float
     prediction: Prediction | None = None
-    "What was expected of it where it would have gone; None when nobody was there."
+    "Expected times on the best instances; None when there were none."
 
 
 class Probe(msgspec.Struct, frozen=True, array_like=True, tag=True):
-    """Ask an instance for its health and report ``Probed``."""
+    """Query an instance's health and report ``Probed``."""
 
     instance: InstanceId
 
 
 class Watch(msgspec.Struct, frozen=True, array_like=True, tag=True):
-    """Follow the instance's KV events from the beginning of what it remembers."""
+    """Follow the instance's KV events from the oldest one it can replay."""
 
     instance: InstanceId
 
@@ -267,7 +267,7 @@ class Unwatch(msgspec.Struct, frozen=True, array_like=True, tag=True):
 
 
 class StateChanged(msgspec.Struct, frozen=True, array_like=True, tag=True):
-    """For logs: an instance's state as people see it. "gone" after the last."""
+    """An instance's state for logs; "gone" after its removal."""
 
     instance: InstanceId
     role: WorkerRole
@@ -304,13 +304,13 @@ class GetStatus(msgspec.Struct, frozen=True, array_like=True, tag=True):
 
 
 class AdmissionStatus(msgspec.Struct, frozen=True):
-    """Who was let in lately, for ``/status``."""
+    """Counts of recent admissions and rejections, for ``/status``."""
 
     rule: str = ""
     rejected: dict[str, int] = {}
-    "By the code of the refusal."
+    "Number of rejected requests by the code of the refusal."
     audited: int = 0
-    "Rejected, and served all the same to see whether that was right."
+    "Requests that were rejected and served all the same, to check the rejection."
     audited_ended: int = 0
     audited_in_slo: int = 0
 
@@ -345,6 +345,6 @@ ACCESS: dict[type[msgspec.Struct], frozenset[Level]] = {
     GetStatus: TRUSTED,
     GetStory: TRUSTED,
 }
-"""Who may send what to a conductor, where peers have to prove who they are."""
+"""Which role may send which message to a conductor, where peers are authenticated."""
 
 REPLIES = (Decision, Refuse, Noted, Status, Story)

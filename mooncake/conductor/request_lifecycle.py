@@ -1,7 +1,8 @@
-"""What the conductor remembers of a request beside where it is: whether it was let in, and why it went there.
+"""What the conductor remembers of a request beside its placement: its admission, and the reasons of the
+choice.
 
-Joins admission and explanations to the conductor's events, and owns nothing but their joint. With admission
-"none" and no memory for explanations it costs a comparison, which is what the simulator wants.
+Connects admission and explanations to the conductor's events, and owns nothing but this connection. With
+admission "none" and no memory for explanations it costs one comparison, as the simulator needs.
 """
 
 from __future__ import annotations
@@ -15,7 +16,7 @@ import numpy as np
 from mooncake.conductor.admission.controller import AdmissionController
 from mooncake.conductor.admission.result import AdmissionRequest, AdmissionResult, PoolCapacity
 from mooncake.conductor.explain.explainer import CandidateSet, Explainer, Explanation
-from mooncake.conductor.explain.miss_reasons import POOL_SCOPE, PromptBlocks
+from mooncake.conductor.explain.miss_reasons import PromptBlocks
 from mooncake.conductor.index.prefix_index import PrefixIndex
 from mooncake.conductor.index.prefix_match import PrefixMatch
 from mooncake.conductor.messages import (
@@ -30,13 +31,14 @@ from mooncake.conductor.messages import (
 from mooncake.conductor.policies.selection import InstanceChoice
 from mooncake.conductor.settings import SchedulingSettings
 from mooncake.errors import Refusal
+from mooncake.kvlayout import KEY_PREFIX
 from mooncake.types import InstanceId
 
 _MAX_OTHERS = 8
 
 
 class RequestLifecycle:
-    """Admission by the rule of the settings, and the memory of what was decided."""
+    """Admission by the rule of the settings, and the memory of decisions."""
 
     def __init__(self, settings: SchedulingSettings) -> None:
         self.admission = AdmissionController(
@@ -60,9 +62,9 @@ class RequestLifecycle:
         is_measured: tuple[bool, bool],
         now: float,
     ) -> AdmissionResult | None:
-        """Whether a request is let in; None for one that was already, and only needs another instance.
+        """Whether a request is admitted; None for one that was already, and only needs another instance.
 
-        ``is_measured``: whether predictions of prefill, and of decode, rest on measurements. Nobody is
+        ``is_measured``: whether predictions of prefill, and of decode, rest on measurements. No request is
         rejected because of a guess.
         """
         if not event.needs_prefill or self.admission.knows(event.request_id):
@@ -90,11 +92,11 @@ class RequestLifecycle:
         verdict: AdmissionResult | None,
         now: float,
     ) -> None:
-        """It was placed or refused; see ``Explainer.judged``."""
+        """Record that a request was placed or refused; see ``Explainer.placed``."""
         self.explainer.placed(event, outcome, candidate_set, prompt, self.admission.rule, verdict, now)
 
     def prefilled(self, event: Prefilled, pools: Callable[[], PoolCapacity], now: float) -> Refuse | None:
-        """Its prompt is computed; the paper's rules may still reject it."""
+        """Record that a prompt is computed; the paper's rules may still reject its request."""
         self.explainer.prefilled(event, now)
         if not self.admission.knows(event.request_id):
             return None
@@ -126,14 +128,14 @@ class RequestLifecycle:
 
 
 def refusal_of(request_id: str, verdict: AdmissionResult, prediction: Prediction | None) -> Refuse:
-    """What a rejected request is told."""
+    """The refusal that a rejected request gets."""
     return Refuse(request_id, Refusal(verdict.code, verdict.reason), verdict.retry_after_s, prediction)
 
 
 def prompt_blocks_of(
     event: Place, match: PrefixMatch, index: PrefixIndex, computing: InstanceId, now: float
 ) -> PromptBlocks:
-    """The blocks of a prompt and who has them now; ``computing``: who it was placed on, or ""."""
+    """The blocks of a prompt and their holders now; ``computing``: the instance it was placed on, or ""."""
     num_blocks = len(match.keys)
     prompt = PromptBlocks(
         array("Q", match.keys.tobytes()),
@@ -155,7 +157,7 @@ def prompt_blocks_of(
         best = int(leading.argmax())
         if leading[best]:
             prompt.others[index.instance_at(best)] = int(leading[best])
-    for scope in index.scopes_of(event.keys[0], POOL_SCOPE):
+    for scope in index.scopes_of(event.keys[0], KEY_PREFIX):
         prompt.pools[scope] = index.match(event.keys[:num_blocks], scope).num_held
     return prompt
 
@@ -163,7 +165,7 @@ def prompt_blocks_of(
 def candidates_of(
     names: Sequence[InstanceId], choice: InstanceChoice | None, others: Iterable[tuple[InstanceId, str]]
 ) -> CandidateSet:
-    """The instances that came closest, and some that were not weighed, with the reason."""
+    """The instances that came closest, and some that were not considered, with the reason."""
     not_weighed = list(islice(others, _MAX_OTHERS))
     if choice is None:
         return CandidateSet([], np.empty((5, 0)), not_weighed)

@@ -1,7 +1,7 @@
 """The conductor's shell: the core on a driver, with its probes, event subscriptions and wire.
 
-``ConductorService`` runs the core in this process, ``ConductorServer`` lends it to others by RPC; who
-calls from there is ``client.py``. Nothing here decides where a request goes.
+``ConductorService`` runs the core in this process, ``ConductorServer`` serves it to others by RPC; their side
+is ``client.py``. Nothing here decides where a request goes.
 """
 
 from __future__ import annotations
@@ -55,11 +55,12 @@ from mooncake.conductor.messages import (
     Unwatch,
     Watch,
 )
-from mooncake.conductor.prediction.step_stats import ReportedSteps, read_reported_steps
+from mooncake.conductor.prediction.step_stats import new_samples, read_step_stats
 from mooncake.conductor.query.server import PublisherSubscriptions, QueryServer, read_registrations
 from mooncake.conductor.settings import SchedulingSettings
 from mooncake.config import AlsoFrom, Port, Secret
 from mooncake.driver import Driver
+from mooncake.http.worker_stats import StepStats
 from mooncake.log import get_logger
 from mooncake.rpc import Call, Connection, RpcServer
 from mooncake.security import TRUSTED, Access, check_address
@@ -70,13 +71,13 @@ log = get_logger(__name__)
 
 _placements = Counter(
     "mooncake_conductor_placements",
-    "Placements asked for, by outcome: placed, degraded or the code of the refusal.",
+    "Requested placements, by outcome: placed, degraded or the code of the refusal.",
     ["outcome"],
     registry=metrics.registry,
 )
 _state_changes = Counter(
     "mooncake_conductor_state_changes",
-    "Instances that entered a state.",
+    "State changes of instances, by the new state.",
     ["role", "state"],
     registry=metrics.registry,
 )
@@ -93,10 +94,10 @@ class ConductorSettings(SchedulingSettings):
     "Port to listen on; 0 takes a free one."
 
     http_port: Port = 13333
-    "Port of the index that other routers may register at and ask, and of `/metrics`; 0 takes a free one."
+    "Port of the index that other routers may register at and query, and of `/metrics`; 0 takes a free one."
 
     hash_seed: Annotated[int, Meta(ge=0, le=(1 << 63) - 1), AlsoFrom("CONDUCTOR_SEED")] = 0
-    "Seed of the block hashes (XXH3-64) in which other routers ask; all who compare them need the same."
+    "Seed of the block hashes (XXH3-64) in other routers' queries; all that compare them need the same."
 
     registrations: Annotated[str, AlsoFrom("CONDUCTOR_CONFIG_PATH")] = ""
     "JSON file with publishers of KV events to follow from the start; `docs/conductor.md` shows one."
@@ -110,8 +111,8 @@ async def serve(settings: ConductorSettings) -> None:
 
     Raises:
         AddressInUse: a port is taken.
-        InvalidArgument: the file of registrations can't be used, or others can reach this process and nobody
-            has to prove who he is.
+        InvalidArgument: the file of registrations can't be used, or other hosts can reach this process
+            without authentication.
     """
     check_address(settings.host)
     file_port, registrations = (
@@ -148,7 +149,7 @@ class ConductorService:
         self._tasks: dict[asyncio.Task[None], None] = {}
         self._caller = HttpClientAuth(is_plain=settings.plain_engines)
         self._followers = EventSubscriptions(settings, self._driver.post, self._caller)
-        self._read: dict[InstanceId, ReportedSteps] = {}  # how far its measurements have been read
+        self._read: dict[InstanceId, StepStats] = {}  # how far its measurements have been read
         self._session: aiohttp.ClientSession | None = None
 
     async def start(self) -> None:
@@ -192,7 +193,7 @@ class ConductorService:
 
     def post(self, event: Event) -> None:
         self._driver.post(event)
-        self._answer = None  # nobody waits for one, and the next who does must not take it for theirs
+        self._answer = None  # no caller waits for this one, and the next caller must not receive it
 
     async def change(self, event: AddInstance | RemoveInstance | Drain) -> None:
         self.post(event)
@@ -242,21 +243,21 @@ class ConductorService:
     async def _probe(self, instance: InstanceId) -> None:
         outcome, detail, is_engine = ProbeOutcome.FAILED, "the probe was cancelled", False
         try:
-            outcome, detail, is_engine = await self._ask(instance)
+            outcome, detail, is_engine = await self._query_health(instance)
         except TimeoutError:
             detail = f"no answer to a probe within {self.settings.probe_timeout_s:g} s"
         except (aiohttp.ClientError, OSError) as error:
             detail = f"probe failed: {error}"
         self._driver.post(Probed(instance, outcome, detail, is_engine))
 
-    async def _ask(self, instance: InstanceId) -> tuple[ProbeOutcome, str, bool]:
+    async def _query_health(self, instance: InstanceId) -> tuple[ProbeOutcome, str, bool]:
         async with self._get(instance, "/ready") as response:
             if response.status == 200:
                 self._take_measured(instance, await response.read())
                 return ProbeOutcome.READY, "answers", False
             if response.status != 404:
                 return ProbeOutcome.ALIVE, f"/ready answers {response.status}", False
-        # vLLM has no /ready; there /health tells all.
+        # vLLM has no /ready; there /health is enough.
         async with self._get(instance, "/health") as response:
             if response.status == 200:
                 return ProbeOutcome.READY, "answers", True
@@ -267,10 +268,10 @@ class ConductorService:
         return self._session.get(self._caller.url(instance, path), headers=self._caller.headers("GET", path))
 
     def _take_measured(self, instance: InstanceId, body: bytes) -> None:
-        """Post what the instance has measured since it was last asked; only our workers tell."""
-        found = read_reported_steps(body)
+        """Post what the instance has measured since the last probe; only our workers report this."""
+        found = read_step_stats(body)
         if found is not None:
-            for event in found.since(self._read.get(instance), instance):
+            for event in new_samples(found, self._read.get(instance), instance):
                 self._driver.post(event)
             self._read[instance] = found
 

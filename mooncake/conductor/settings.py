@@ -20,13 +20,13 @@ class SchedulingSettings:
     """How instances are chosen and watched."""
 
     scheduling: Scheduling = "overlap"
-    "How an instance is chosen: soonest done when loads overlap, by the paper, by cache, load, turn, chance."
+    "How instances are chosen: by completion with overlapped loading, the paper, cache, load, turn or chance."
 
     kvcache_balancing_threshold: Annotated[float, Meta(ge=1)] = 1.5
     "`kvcache_centric` transfers a prefix that is longer than an instance's own by more than this factor."
 
     shares_blocks: bool = True
-    "Whether an instance can load blocks that another one holds. Once the store tells what it has, it lends."
+    "Whether instances can load blocks that others hold; from the store, once that publishes what it has."
 
     engines_share_blocks: bool = False
     "Whether engines that are not our workers (vLLM) can load each other's blocks, through the store."
@@ -35,22 +35,22 @@ class SchedulingSettings:
     "Uses in a minute for which a hot prefix deserves one more instance that keeps a copy."
 
     admission: Literal["none", "baseline", "early", "predicted", "goodput"] = "goodput"
-    "Who is let in: all, by each stage for itself, by present load, by predicted load, or by worth and SLO."
+    "Requests admitted: all, by each stage alone, by present or predicted load, or by value and SLO."
 
     slo_ttft_s: Annotated[float, Meta(ge=0)] = 0.0
-    "Time within which the first token is wanted by requests that don't say; 0 for no limit."
+    "Time to the first token wanted by requests that name none; 0 for no limit."
 
     slo_tbt_s: Annotated[float, Meta(ge=0)] = 0.0
-    "Time between tokens that is wanted by requests that don't say; 0 for no limit."
+    "Time between tokens wanted by requests that name none; 0 for no limit."
 
     audit_share: Annotated[float, Meta(ge=0, le=1)] = 0.01
-    "Share of rejected requests that are served all the same, to see how many of them meet their SLOs."
+    "Share of rejected requests that are served all the same, to measure how many of them meet their SLOs."
 
     turn_share: Annotated[float, Meta(gt=0, le=1)] = 0.05
     "Share of the instances' time that `goodput` gives to requests which its price would refuse."
 
     explained_requests: Annotated[int, Meta(ge=0)] = 10_000
-    "So many of the latest requests can be explained; 0 remembers none."
+    "Number of latest requests that can be explained; 0 remembers none."
 
     explained_size_bytes: Annotated[int, Meta(ge=0)] = 128 << 20
     "Memory for these explanations."
@@ -59,43 +59,43 @@ class SchedulingSettings:
     "Tokens per KV block in the workers; prompts are matched in such blocks."
 
     max_requests_per_instance: Annotated[int, Meta(gt=0)] = 256
-    "Requests that one instance may have at a time; beyond that clients are told to come back later."
+    "Requests that one instance may have at a time; beyond that requests are refused with a time to retry."
 
     probe_interval_s: Seconds = 2.0
-    "How often a ready instance is asked for its health."
+    "Interval between health probes of a ready instance."
 
     suspect_probe_interval_s: Seconds = 0.5
-    "How often an instance is asked that is starting, or that failed once."
+    "Interval between health probes of an instance that is starting, or that failed once."
 
     max_probe_interval_s: Seconds = 10.0
-    "The slowest rate at which a lost instance is asked; the interval doubles up to it."
+    "Longest interval between health probes of a lost instance; the interval doubles up to it."
 
     probe_timeout_s: Seconds = 5.0
     "How long an instance may take to answer a probe."
 
     failures_to_down: Annotated[int, Meta(gt=0)] = 3
-    "Failed probes in a row after which an instance counts as lost and its cached blocks as gone."
+    "Consecutive failed probes after which an instance counts as lost and its cached blocks as gone."
 
     slow_start_s: Annotated[float, Meta(ge=0)] = 10.0
-    "How long an instance that just became ready gets less than its share of the work."
+    "Time for which an instance that just became ready gets less than its share of the work."
 
     pool_events: str = ""
     "ZeroMQ endpoint of the store's KV events, such as `tcp://10.0.0.1:5557`; empty: its blocks are unknown."
 
     pool_events_replay: str = ""
-    "Endpoint that replays the store's KV events to those who come late or missed some."
+    "Endpoint that replays the store's KV events to subscribers that joined late or missed some."
 
     kv_events_listen: str = ""
-    "Endpoint for engines whose KV events come by a connection of theirs; empty: the address that they name."
+    "Endpoint for engines that connect here to publish KV events; empty: the address that they name."
 
     event_sources: tuple[str, ...] = ()
     "KV events of engines that name none: `host:port=tcp://host:5557`, and `=tcp://host:5558` for replay."
 
     assumed_tokens: Annotated[int, Meta(ge=0)] = 262_144
-    "Tokens whose KV an instance without KV events is taken to keep of the prompts it was given."
+    "Tokens of its prompts whose KV an instance without KV events is assumed to keep."
 
     plain_engines: bool = False
-    "Engines are asked without TLS although the cluster has it: those of others, which know none of ours."
+    "Probe engines without TLS although the cluster has it: for engines without certificates of this cluster."
 
     def __post_init__(self) -> None:
         for given in self.event_sources:

@@ -1,1 +1,1 @@
-"""The door: the OpenAI API for clients, and behind it the walk from prefill to decode."""
+"""The gateway: the OpenAI API for clients, and each request's path from prefill to decode."""

@@ -1,8 +1,8 @@
-"""Who serves: instances come and go at run time; health, state and numbers for people and probes.
+"""The admin API: instances are added and removed at run time; health, state and metrics are shown.
 
-Owns the admin calls. Whoever lacks the key changes nothing and learns little: that the gateway is alive and
-whether it can serve. Details (``/status``, ``/story``, ``/metrics``) are told to who has the key, and at a
-port of their own (``metrics_port``), which listens on loopback unless told otherwise.
+Owns the admin calls. Clients without the key change nothing and learn little: that the gateway is alive and
+whether it can serve. Details (``/status``, ``/story``, ``/metrics``) need the key, or come from a port of
+their own (``metrics_port``), which listens on loopback by default.
 """
 
 from __future__ import annotations
@@ -33,11 +33,11 @@ class InstanceChange(msgspec.Struct):
     type: Literal["prefill", "decode"]
     instance: Annotated[str, Meta(min_length=3, max_length=300)]
     port: Annotated[int, Meta(gt=0, lt=1 << 16)] | None = None
-    "Where its connector listens, if the other side needs to know."
+    "Port of its connector, if the other side needs it."
 
 
 def add_routes(app: FastAPI, gateway: Gateway, is_inside: bool = False) -> None:
-    """Everything but the OpenAI endpoints. ``is_inside``: who reaches this application is an operator."""
+    """Add all endpoints but OpenAI's. ``is_inside``: every client of this application is an operator."""
 
     @app.get("/health")
     async def health() -> dict[str, str]:
@@ -57,13 +57,13 @@ def add_routes(app: FastAPI, gateway: Gateway, is_inside: bool = False) -> None:
 
     @app.get("/metrics", response_class=PlainTextResponse, responses=_KEY_ERRORS)
     async def metrics_page(http: Request) -> Response:
-        """Prometheus reads it at the port for operators, or sends the key as its bearer token."""
+        """Metrics: Prometheus reads them at the operators' port, or sends the key as its bearer token."""
         _check_key(gateway, http, is_inside)
         return Response(metrics.page(), headers={"Content-Type": metrics.CONTENT_TYPE})
 
     @app.get("/status")
     async def status(http: Request) -> Response:
-        """Who serves, in detail for who has the key; how many to everybody."""
+        """The instances in detail with the key; without it only their number."""
         found = await _status(gateway)
         if not is_inside and gateway.admin_key.refusal(http.headers) is not None:
             found = {name: found[name] for name in _PUBLIC_FIELDS}
@@ -71,7 +71,7 @@ def add_routes(app: FastAPI, gateway: Gateway, is_inside: bool = False) -> None:
 
     @app.get("/story/{key:path}", responses={**_KEY_ERRORS, 404: _ERRORS[404], 503: _ERRORS[503]})
     async def story(http: Request, key: str) -> Response:
-        """What the conductor did for an answer (by its ``id``) or with an instance, and why."""
+        """The conductor's actions for an answer (by its ``id``) or an instance, with reasons."""
         _check_key(gateway, http, is_inside)
         try:
             return _json({"key": key, "story": await gateway.scheduling.story(key)})
@@ -89,7 +89,7 @@ def add_routes(app: FastAPI, gateway: Gateway, is_inside: bool = False) -> None:
 
     @app.post("/instances/remove", openapi_extra=_TAKES_CHANGE, responses=_ERRORS)
     async def remove(http: Request) -> Response:
-        """It gets no more requests, and leaves when those it has are done."""
+        """Stop sending requests to an instance, and remove it when those it has are done."""
         change = await _known(gateway, await _change(gateway, http))
         await _apply(gateway, Drain(change.instance))
         for row in await gateway.scheduling.status():
@@ -100,7 +100,7 @@ def add_routes(app: FastAPI, gateway: Gateway, is_inside: bool = False) -> None:
 
     @app.get("/healthcheck")
     async def healthcheck() -> Response:
-        """As proxies of the existing packages answer."""
+        """Health in the form of the existing packages' proxies."""
         rows = await gateway.scheduling.status()
         counts = {f"{role}_instances": sum(row.role is role for row in rows) for role in WorkerRole}
         return _json({"status": "ok", **counts})
@@ -121,7 +121,7 @@ _ERRORS: dict[int | str, dict[str, Any]] = {
 }
 _KEY_ERRORS: dict[int | str, dict[str, Any]] = {number: _ERRORS[number] for number in (401, 403)}
 _PUBLIC_FIELDS = ("model", "degraded", "prefill_node_count", "decode_node_count")
-"""Of ``/status``, what strangers may know."""
+"""Fields of ``/status`` that clients without the key may see."""
 
 _TAKES_CHANGE: dict[str, Any] = {
     "requestBody": {
@@ -170,7 +170,7 @@ async def _status(gateway: Gateway) -> dict[str, Any]:
 
 
 async def _change(gateway: Gateway, http: Request) -> InstanceChange:
-    """The body of an admin call, once its key was found right.
+    """The body of an admin call after its key was checked.
 
     Raises:
         ApiError: 401 wrong key, 403 no key is set here, 400 naming the wrong field.

@@ -1,8 +1,8 @@
 """The OpenAI endpoints in front of engines that are not our workers.
 
-Owns the way from an HTTP request to a ``ProxiedRequest`` and back. Of the body it reads what it needs (the
-model, the prompt's beginning, whether to stream); all else is between the client and the engine, which says
-best what is wrong with it.
+Owns the conversion of an HTTP request to a ``ProxiedRequest`` and back. It reads only the fields of the body
+that it needs (the model, the prompt's beginning, whether to stream); the engine checks all others and reports
+errors in them.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ _FORWARDED_HEADERS = ("traceparent", "tracestate", "authorization")
 
 
 async def serve_any_engine(gateway: Gateway, http: Request, path: str, content: bytes) -> Response:
-    """The answer to a request, whole or streamed. Raises ApiError."""
+    """Answer a request, whole or streamed. Raises ApiError."""
     request = await decoded(content, partial(_read, "messages" if "chat" in path else "prompt"))
     request = without_transfers(request, gateway.settings.trust_clients)
     slo = slo_of(http)
@@ -53,14 +53,14 @@ async def serve_any_engine(gateway: Gateway, http: Request, path: str, content: 
         request["cache_salt"] = client.entry.cache_salt
     try:
         adapter = await _settle_model(gateway, request)
-        answer = await _relay_of(gateway, http, path, request, adapter)
+        answer = await _proxied_request_of(gateway, http, path, request, adapter)
         pieces = _accounted(answer, http, slo)
         first = await cancel_on_disconnect(http, anext(pieces))
         headers = {**names_of(http), **answer.route.headers()}
         if not request.get("stream"):
             async with contextlib.aclosing(pieces):
                 async for _ in pieces:
-                    raise AssertionError("a whole answer is one piece")
+                    raise AssertionError("an unstreamed answer has one piece")
             leave()
             return Response(first, 200, headers, media_type="application/json")
     except BaseException:
@@ -70,7 +70,7 @@ async def serve_any_engine(gateway: Gateway, http: Request, path: str, content: 
 
 
 async def _accounted(answer: ProxiedRequest, http: Request, slo: Any) -> AsyncGenerator[bytes, None]:
-    """What goes to the client. Before the first piece it raises ApiError; after it, that is an event."""
+    """Yield the pieces for the client. An error before the first raises ApiError; a later one is an event."""
     is_complete = has_begun = False
     pieces = answer.answer()
     try:
@@ -108,14 +108,14 @@ async def _before(deadline: float, piece: Awaitable[bytes]) -> bytes:
         raise ApiError(504, message, code="deadline_exceeded") from None
 
 
-async def _relay_of(
+async def _proxied_request_of(
     gateway: Gateway, http: Request, path: str, request: dict[str, Any], adapter: str
 ) -> ProxiedRequest:
     settings = gateway.settings
     request_id = request_id_of(http)
     answer_id = f"{'chatcmpl' if 'chat' in path else 'cmpl'}-{uuid.uuid4().hex}"
     headers = {**gateway.backends.headers, "X-Request-ID": request_id}
-    # A client's key for this gateway is no business of engines.
+    # A client's key for this gateway must not reach engines.
     handed_on = _FORWARDED_HEADERS if http.state.client is None else _FORWARDED_HEADERS[:2]
     headers |= {name: http.headers[name] for name in handed_on if name in http.headers}
     names = await gateway.prompts.name(request, adapter, headers, gateway.scheduling)
@@ -152,7 +152,7 @@ async def _relay_of(
 
 
 def _read(param: str, content: bytes) -> dict[str, Any]:
-    """The body. Raises ApiError, 400."""
+    """Parse the body. Raises ApiError, 400."""
     try:
         request: Any = large_json.decode(content)
     except msgspec.DecodeError as error:
@@ -183,7 +183,7 @@ def _read(param: str, content: bytes) -> dict[str, Any]:
 
 
 async def _settle_model(gateway: Gateway, request: dict[str, Any]) -> str:
-    """Put the engines' own name of the model into ``asked``; returns that of the adapter, if it is one.
+    """Put the engines' own name of the model into ``request``; returns the adapter's name, if it is one.
 
     Raises:
         ApiError: 404, none of the engines has such a model.
@@ -195,7 +195,7 @@ async def _settle_model(gateway: Gateway, request: dict[str, Any]) -> str:
         return ""
     for card in cards:
         if card.id == wanted:
-            # Several names of one model have one root, an adapter has its own.
+            # All names of one model have the same root, an adapter has its own.
             return card.id if card.root != cards[0].root else ""
     if wanted is None or wanted in aliases:
         request["model"] = cards[0].id

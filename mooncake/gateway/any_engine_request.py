@@ -1,10 +1,10 @@
-"""One request through engines that are not our workers: as it came in, as it comes out.
+"""One request proxied to engines that are not our workers, with its body nearly unchanged.
 
-Owns the order of the calls to the chosen engines (``handoff.py`` says what they are asked), and trying
-again elsewhere while nothing has reached the client. What an engine answers is handed on event by event;
-only the count of cached tokens is put right, since the engine that decodes counts all that was handed over
-to it. An engine that says in its answer that it gave up has failed like one that was lost. An answer that has
-begun cannot move: its end is then an error event. HTTP towards the client is ``any_engine.py``.
+Owns the order of the calls to the chosen engines (``handoff.py`` makes their bodies), and retries elsewhere
+while nothing has reached the client. An engine's answer is forwarded event by event; only the count of cached
+tokens is corrected, since the decoding engine counts all KV that it received. An engine whose answer reports
+that it was aborted counts as failed, like a lost one. An answer that has begun can't move to another engine:
+a failure then becomes an error event. HTTP towards the client is ``any_engine.py``.
 """
 
 from __future__ import annotations
@@ -37,11 +37,11 @@ from mooncake.http.latency import itl_seconds, ttft_seconds
 from mooncake.http.openai import ApiError, Usage
 
 _PARSED_MARKERS = (b'"usage":{', b'"usage": {', b'"error"', b'"abort"')
-"""In events that are more than text. What stands in a text has its quotation marks escaped."""
+"""Substrings of events that need parsing. A text can't contain them: its quotation marks are escaped."""
 
 
 class _Prefilled(msgspec.Struct):
-    """What a prefill answers."""
+    """The answer to a prefill."""
 
     usage: Usage | None = None
     kv_transfer_params: dict[str, Any] | None = None
@@ -58,16 +58,16 @@ class _StreamEvent(msgspec.Struct):
 
     @property
     def failure(self) -> str:
-        """Why the engine gave the answer up; empty if it did not."""
+        """Why the engine aborted the answer; empty if it did not."""
         if self.error:
-            told = self.error.get("message") if isinstance(self.error, dict) else None
-            return f"it gave up: {told or self.error}"
+            reason = self.error.get("message") if isinstance(self.error, dict) else None
+            return f"it aborted: {reason or self.error}"
         is_aborted = any(choice.finish_reason == "abort" for choice in self.choices)
-        return "it gave the answer up" if is_aborted else ""
+        return "it aborted the answer" if is_aborted else ""
 
 
 class ProxiedRequest(PlacedRequest):
-    """The way of one request. Use ``answer``, once, then ``end``."""
+    """One proxied request. Use ``answer``, once, then ``end``."""
 
     def __init__(
         self,
@@ -95,7 +95,7 @@ class ProxiedRequest(PlacedRequest):
         self._num_events = 0
         self._prefill: _Prefilled | None = None
         self._is_computed = False
-        """The conductor knows that the prompt is, or hears it of the engine that was asked for it alone."""
+        """Whether the conductor knows that the prompt is computed, or the prefill engine will report it."""
 
     @property
     def timing(self) -> Timing:
@@ -103,7 +103,7 @@ class ProxiedRequest(PlacedRequest):
 
     @property
     def usage_so_far(self) -> Usage:
-        """The engines' usage; where they tell none, what was seen."""
+        """The engines' usage; without one, what was observed."""
         found = self.usage
         if not found.completion_tokens:
             prefilled = self._prefill.usage if self._prefill and self._prefill.usage else found
@@ -111,7 +111,7 @@ class ProxiedRequest(PlacedRequest):
         return found
 
     async def answer(self) -> AsyncGenerator[bytes, None]:
-        """The data of the answer's events, or its whole body. Raises ApiError."""
+        """Yield the data of the answer's events, or its whole body. Raises ApiError."""
         attempts = Attempts()
         while True:
             decision = await self._place(self._request_id, attempts, True, 0.0)
@@ -132,7 +132,7 @@ class ProxiedRequest(PlacedRequest):
                     raise ApiError(503, message, code="engine_lost", retry_after_s=1.0) from error
 
     def finish(self, is_complete: bool) -> None:
-        """Tell the conductor that the engines are free of this request."""
+        """Report to the conductor that the engines are done with this request."""
         num_tokens = self.usage.completion_tokens or self._num_events
         tbt_s = (self._last - self._began - self._ttft_s) / max(1, num_tokens - 1)
         self.end(Finished(self._request_id, num_tokens, self._ttft_s, tbt_s, is_complete))
@@ -150,11 +150,11 @@ class ProxiedRequest(PlacedRequest):
             decode = EngineEndpoint(
                 decision.decode.rpartition(":")[0], self._backends.ports.get(decision.decode)
             )
-            told = make_handoff(self._protocol, uuid.uuid4().hex, prefill, decode)
-            computing = asyncio.ensure_future(self._compute(decision, told, prefill))
+            handoff = make_handoff(self._protocol, uuid.uuid4().hex, prefill, decode)
+            computing = asyncio.ensure_future(self._compute(decision, handoff, prefill))
             stack.push_async_callback(_cancelled, computing)
-            answered = {} if told.is_concurrent else await computing
-            pieces = self._decode(decision, answered if told.decode is None else told.decode)
+            answered = {} if handoff.is_concurrent else await computing
+            pieces = self._decode(decision, answered if handoff.decode is None else handoff.decode)
             await stack.enter_async_context(contextlib.aclosing(pieces))
             yield await self._first(pieces, computing)
             async for piece in pieces:
@@ -163,7 +163,7 @@ class ProxiedRequest(PlacedRequest):
     async def _first(
         self, pieces: AsyncGenerator[bytes, None], computing: asyncio.Future[dict[str, Any]]
     ) -> bytes:
-        """The first piece of the answer, or what went wrong with the prefill that it waits for."""
+        """The first piece of the answer, or the error of the prefill that it waits for."""
         coming: asyncio.Future[Any] = asyncio.ensure_future(anext(pieces))
         try:
             both: set[asyncio.Future[Any]] = {coming, computing}
@@ -175,14 +175,14 @@ class ProxiedRequest(PlacedRequest):
         finally:
             await _cancelled(coming)
 
-    async def _compute(self, decision: Decision, told: Handoff, side: EngineEndpoint) -> dict[str, Any]:
+    async def _compute(self, decision: Decision, handoff: Handoff, side: EngineEndpoint) -> dict[str, Any]:
         """Have the prompt computed. Returns the engine's ``kv_transfer_params``."""
         assert decision.prefill is not None
         headers = dict(self._headers)
         if side.rank is not None:
             headers["X-data-parallel-rank"] = str(side.rank)
         began = clock.monotonic()
-        body = prefill_body(self._body, told.prefill)
+        body = prefill_body(self._body, handoff.prefill)
         content = await self._workers.whole(decision.prefill, self._path, body, headers)
         try:
             found = self._prefill = msgspec.json.decode(content, type=_Prefilled)
@@ -192,7 +192,7 @@ class ProxiedRequest(PlacedRequest):
         num_tokens = found.usage.prompt_tokens if found.usage else self._place_event.num_tokens
         num_cached = details.cached_tokens if details else decision.num_cached_tokens
         fact = self._estimated_prefilled(decision, num_tokens, num_cached, clock.monotonic() - began)
-        if self._num_events:  # decode was asked at the same time, and answers already
+        if self._num_events:  # decode was called at the same time, and answers already
             self._scheduling.post(msgspec.structs.replace(fact, has_begun=True))
         else:
             refused = await self._scheduling.prefilled(fact)
@@ -219,17 +219,17 @@ class ProxiedRequest(PlacedRequest):
                 has_begun = True
 
     def _computed(self) -> None:
-        """The engine that decodes has said something."""
+        """Note the decoding engine's first event: the prompt is computed."""
         if not self._is_computed:
-            # Nobody was asked for the prompt alone: this engine has computed it.
+            # There was no separate prefill: this engine has computed the prompt.
             self._is_computed = True
             self._scheduling.post(Prefilled(self._request_id, has_begun=True))
 
     def _read(self, decision: Decision, content: bytes) -> bytes:
-        """An answer or event; in its usage, cached is what the engine that computed the prompt found.
+        """An answer or event, with the cached tokens of the prefill engine in its usage.
 
         Raises:
-            WorkerFailed: it says that there will be no whole answer.
+            WorkerFailed: it reports that the answer will not be completed.
         """
         try:
             event = msgspec.json.decode(content, type=_StreamEvent)

@@ -1,8 +1,8 @@
 """The gateway process and its OpenAI endpoints.
 
-Owns the endpoints, and what is counted and said when one fails. A request goes to our workers
-(``own_workers.py``) or to other engines (``any_engine.py``); who serves it is the conductor's choice, which
-runs inside this process or, with ``--conductor``, in one of its own. No torch is needed here: the gateway
+Owns the endpoints, and the metrics and messages of their failures. A request goes to our workers
+(``own_workers.py``) or to other engines (``any_engine.py``); the instances are chosen by the conductor, which
+runs inside this process or, with ``--conductor``, in one of its own. torch is not needed here: the gateway
 must start quickly and fit on a small machine.
 """
 
@@ -58,7 +58,7 @@ async def serve(settings: GatewaySettings) -> None:
     """Run a gateway until cancelled.
 
     Raises:
-        InvalidArgument: it would serve strangers, or a file of keys or certificates can't be used.
+        InvalidArgument: it would serve unauthenticated clients, or a file of keys or certificates is invalid.
         ModelError: the model has no usable tokenizer.
         AddressInUse: the port is taken.
     """
@@ -93,10 +93,10 @@ async def serve(settings: GatewaySettings) -> None:
 
 
 def check_exposure(settings: GatewaySettings, identity: Identity) -> None:
-    """A gateway's clients are strangers by nature: beyond loopback it must know them by something.
+    """Check that clients beyond loopback are authenticated, since any host on the network can be one.
 
     Raises:
-        InvalidArgument: it would serve anybody.
+        InvalidArgument: it would serve unauthenticated clients.
     """
     if not is_loopback(settings.metrics_host) and not settings.admin_api_key:
         raise InvalidArgument(
@@ -112,10 +112,10 @@ def check_exposure(settings: GatewaySettings, identity: Identity) -> None:
 
 
 def tls_of(settings: GatewaySettings, identity: Identity) -> ssl.SSLContext | None:
-    """What clients are served with, as ``settings.public`` says; None without TLS.
+    """The TLS context for clients, according to ``settings.public``; None without TLS.
 
     Raises:
-        InvalidArgument: a file is not what it should be.
+        InvalidArgument: a file is not a valid certificate or key.
     """
     if settings.public(identity) is not Public.HTTPS:
         return identity.server_tls
@@ -132,17 +132,17 @@ def tls_of(settings: GatewaySettings, identity: Identity) -> ssl.SSLContext | No
 
 
 async def _watch_client_keys(gateway: Gateway) -> None:
-    """The file of keys is read again when it changes, and at SIGHUP."""
+    """Reload the file of keys when it changes, and at SIGHUP."""
     if gateway.clients is None:
         return
     asyncio.get_running_loop().add_signal_handler(signal.SIGHUP, gateway.reload_clients)
     while True:
         await asyncio.sleep(KEYS_CHECK_INTERVAL_S)
-        gateway.reload_clients(is_asked=False)
+        gateway.reload_clients(is_forced=False)
 
 
 def create_operator_app(gateway: Gateway) -> FastAPI:
-    """The application of the port for operators; ``create_app`` starts and closes ``gateway``."""
+    """The application of the operators' port; ``create_app`` starts and closes ``gateway``."""
     app = FastAPI(title="Mooncake gateway, for operators", version=mooncake.__version__)
     _answer_errors(app)
     is_inside = is_loopback(gateway.settings.metrics_host)
@@ -152,7 +152,7 @@ def create_operator_app(gateway: Gateway) -> FastAPI:
 
 
 def _load_tokenizer(settings: GatewaySettings) -> PromptTokenizer | None:
-    """None where there is none and engines can do without."""
+    """The model's tokenizer; None where there is none and engines can do without."""
     folder = Path(settings.model)
     try:
         from mooncake.inference.tokenizer import Tokenizer  # late: transformers takes a while
@@ -170,19 +170,19 @@ def _load_tokenizer(settings: GatewaySettings) -> PromptTokenizer | None:
 
 
 MAX_OPERATORS = 64
-"""Connections to the port for operators."""
+"""Most connections to the operators' port."""
 
 KEYS_CHECK_INTERVAL_S = 2.0
-"""How often the file of keys is looked at."""
+"""Interval at which the file of keys is checked for changes."""
 
 _ERRORS: dict[int | str, dict[str, Any]] = {
     400: {"description": "A field is wrong; `error.param` names it"},
-    401: {"description": "Clients need a key here, and there is none or a wrong one"},
+    401: {"description": "Clients need a key here, and it is missing or wrong"},
     404: {"description": "No such model"},
     413: {"description": "The body is too large"},
-    429: {"description": "Too much at once; `Retry-After` says when to come back"},
+    429: {"description": "Too many requests at once; `Retry-After` is the time to retry"},
     500: {"description": "A fault of this server"},
-    503: {"description": "No instance can serve; `Retry-After` says when to come back"},
+    503: {"description": "No instance can serve; `Retry-After` is the time to retry"},
     504: {"description": "The deadline has passed"},
 }
 
@@ -207,7 +207,7 @@ def create_app(gateway: Gateway) -> FastAPI:
 
 
 def _answer_errors(app: FastAPI) -> None:
-    """Whatever goes wrong is said as the public API says it."""
+    """Report every error in the form of the public API."""
 
     @app.exception_handler(ApiError)
     async def _refused(http: Request, error: ApiError) -> Response:
@@ -232,7 +232,7 @@ def _answer_errors(app: FastAPI) -> None:
 
 
 def _add_models(app: FastAPI, gateway: Gateway) -> None:
-    """The public API."""
+    """Add the endpoints of the public API."""
 
     @app.post("/v1/completions", openapi_extra=_takes(CompletionRequest), responses=_ERRORS)
     async def completions(http: Request) -> Response:
@@ -258,7 +258,7 @@ def _add_models(app: FastAPI, gateway: Gateway) -> None:
 
 
 def _takes(shape: type[AnyRequest]) -> dict[str, Any]:
-    """The request's schema for ``/openapi.json``; the body is read by us, for the sake of its errors."""
+    """The request's schema for ``/openapi.json``; we parse the body ourselves, for better errors."""
     schema = shape.model_json_schema(ref_template=f"#/components/schemas/{shape.__name__}/$defs/{{model}}")
     definitions = schema.pop("$defs", {})
     return {
@@ -283,7 +283,7 @@ def _inlined(schema: Any, definitions: Mapping[str, Any]) -> Any:
 async def _dispatch(
     gateway: Gateway, http: Request, parse: Callable[[bytes], CompletionRequest | ChatCompletionRequest]
 ) -> Response:
-    """One answer, by our workers or by other engines."""
+    """Answer one request, by our workers or by other engines."""
     _authenticate(gateway, http)  # before a byte of the body is read
     content = await read_body(http, gateway.settings.max_body_bytes)
     if await gateway.fronts_engines():
@@ -295,12 +295,12 @@ async def _dispatch(
 
 
 def _authenticate(gateway: Gateway, http: Request) -> None:
-    """Remember with the request who sent it. Raises ApiError, 401, where a key is needed and wrong."""
+    """Note the client in the request's state. Raises ApiError, 401, where a key is needed and wrong."""
     http.state.client = None if gateway.clients is None else gateway.clients.of(http.headers)
 
 
 async def _cards(gateway: Gateway) -> list[ModelCard]:
-    """The model by our name of it, and by those of engines that are not ours."""
+    """The model under our name, and under the names of other engines."""
     own = gateway.model_card()
     if not await gateway.fronts_engines():
         return [own]
@@ -309,5 +309,5 @@ async def _cards(gateway: Gateway) -> list[ModelCard]:
 
 
 def _endpoint(http: Request) -> str:
-    """The path as it was declared: a label with few values."""
+    """The path template of the route: a label with few values."""
     return str(getattr(http.scope.get("route"), "path", "unknown"))

@@ -1,7 +1,7 @@
-"""What the gateway has to know of the engines behind it, and asks them once.
+"""Facts about the engines behind the gateway, which are queried once.
 
-Owns which models they serve, whether they are our workers, and where their connectors listen. What an engine
-does not tell is unknown and no error: requests then go through as they came.
+Owns which models they serve, whether they are our workers, and where their connectors listen. A fact that an
+engine does not report is unknown, which is not an error: requests are then forwarded unchanged.
 """
 
 from __future__ import annotations
@@ -22,10 +22,10 @@ from mooncake.types import InstanceId
 log = get_logger(__name__)
 
 BOOTSTRAP_PORT = 8998
-"""Where vLLM's MooncakeConnector has its bootstrap server unless told otherwise."""
+"""Default port of the bootstrap server of vLLM's MooncakeConnector."""
 
 _OURS = "mooncake"
-_ASK_AGAIN_S = 10.0
+_QUERY_INTERVAL_S = 10.0
 _LIST_AGAIN_S = 1.0
 
 
@@ -37,21 +37,21 @@ class Backends:
         self.headers = {"Authorization": f"Bearer {api_key}"} if api_key else {}
         self._workers = workers
         self._cards: list[ModelCard] = []
-        self._asked_at = float("-inf")
+        self._queried_at = float("-inf")
         self._ready: list[InstanceId] = []
         self._listed_at = float("-inf")
         self._ranks: dict[InstanceId, list[str]] = {}
         self._turns = itertools.count()
 
     async def models(self, scheduling: ConductorClient, wanted: str = "") -> list[ModelCard]:
-        """What the first engine that answers serves; empty while none does.
+        """The models of the first engine that answers; empty while none does.
 
-        Asked anew, but not all the time, when ``wanted`` is not among it: adapters come at run time.
+        Queried again, at a limited rate, when ``wanted`` is not among them: adapters are loaded at run time.
         """
         is_known = bool(self._cards) and (not wanted or any(card.id == wanted for card in self._cards))
-        if is_known or (self._cards and clock.monotonic() < self._asked_at + _ASK_AGAIN_S):
+        if is_known or (self._cards and clock.monotonic() < self._queried_at + _QUERY_INTERVAL_S):
             return self._cards
-        self._asked_at = clock.monotonic()
+        self._queried_at = clock.monotonic()
         rows = await scheduling.status()
         for row in sorted(rows, key=lambda row: row.health != "ready"):
             if row.health == "down":
@@ -65,7 +65,7 @@ class Backends:
         return self._cards
 
     async def pick_instance(self, scheduling: ConductorClient) -> InstanceId | None:
-        """An instance that is ready, in turn; None while there is none."""
+        """One of the ready instances, in turn; None while there is none."""
         if clock.monotonic() > self._listed_at + _LIST_AGAIN_S:
             self._ready = [row.instance for row in await scheduling.status() if row.health == "ready"]
             self._listed_at = clock.monotonic()
@@ -73,11 +73,11 @@ class Backends:
 
     @property
     def are_own_workers(self) -> bool | None:
-        """Whether they are workers of this project; None while nobody has told."""
+        """Whether they are workers of this project; None while unknown."""
         return all(card.owned_by == _OURS for card in self._cards) if self._cards else None
 
     async def side(self, instance: InstanceId, protocol: Protocol) -> EngineEndpoint:
-        """As the other side of a transfer needs to know it.
+        """The endpoint of an instance, as the other side of a transfer needs it.
 
         Raises:
             WorkerFailed: its bootstrap server does not answer.
@@ -88,16 +88,16 @@ class Backends:
             return EngineEndpoint(host, port)
         port = port or BOOTSTRAP_PORT
         if instance not in self._ranks:
-            self._ranks[instance] = await self._ask_ranks(instance, f"{host}:{port}")
+            self._ranks[instance] = await self._query_ranks(instance, f"{host}:{port}")
         ranks = self._ranks[instance]
         rank = next(self._turns) % len(ranks)
         return EngineEndpoint(host, port, ranks[rank], rank if len(ranks) > 1 else None)
 
     def forget(self, instance: InstanceId) -> None:
-        """It failed: if it comes back, it may be another process."""
+        """Forget a failed instance: if it comes back, it may be another process."""
         self._ranks.pop(instance, None)
 
-    async def _ask_ranks(self, instance: InstanceId, address: str) -> list[str]:
+    async def _query_ranks(self, instance: InstanceId, address: str) -> list[str]:
         """The engine id of each data-parallel rank."""
         try:
             answer = await self._workers.get(address, "/query")

@@ -1,9 +1,9 @@
-"""The gateway's clients: who has which key, for which tenant, and how much each may ask for.
+"""The gateway's clients: the key, tenant and quotas of each.
 
-Owns the file of keys, in which a key may stand as its SHA-256 only, and the quotas: answers under way,
-requests and tokens a minute. A client's tenant and the salt of its cached blocks come from its key, never
-from what it says. Instants are handed in; reading the file is the only I/O here, and ``gateway.py`` does it
-again when the file has changed. No key is ever shown, logged or counted: metrics and logs have the name.
+Owns the file of keys, which may hold only a key's SHA-256, and the quotas: answers in progress, requests and
+tokens a minute. A client's tenant and the salt of its cached blocks come from its key, never from its
+request. Instants are parameters; reading the file is the only I/O here, and ``gateway.py`` repeats it when
+the file has changed. No key is ever shown, logged or used as a label: metrics and logs have the name.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ _requests = Counter(
 )
 _tokens = Counter(
     "mooncake_gateway_client_tokens",
-    "Tokens of each client's answers that ended well, of prompt and output.",
+    "Prompt and output tokens of each client's completed answers.",
     ["client", "kind"],
     registry=metrics.registry,
 )
@@ -51,14 +51,14 @@ class ClientEntry(msgspec.Struct, forbid_unknown_fields=True, frozen=True):
     key: Annotated[str, Meta(min_length=MIN_KEY_CHARS, max_length=512)] | None = None
     sha256: Annotated[str, Meta(pattern="^[0-9a-fA-F]{64}$")] | None = None
     tenant: Annotated[str, Meta(max_length=255)] = ""
-    "Empty takes the name."
+    "Tenant; empty takes the name."
     salt: Annotated[str, Meta(max_length=1024)] = ""
-    "Empty takes one made of the tenant: keys of one tenant share cached blocks, and nobody else does."
+    "Salt; empty derives one from the tenant: only keys of one tenant share cached blocks."
     max_in_flight: Annotated[int, Meta(ge=0)] = 0
-    "Answers under way at a time; 0 for no limit."
+    "Answers in progress at a time; 0 for no limit."
     requests_per_minute: Annotated[float, Meta(ge=0)] = 0.0
     tokens_per_minute: Annotated[float, Meta(ge=0)] = 0.0
-    "Of prompt and output; an answer that goes beyond is ended, the next one waits."
+    "Prompt and output tokens; an answer that exceeds them is completed, the next one waits."
 
     @property
     def digest(self) -> str:
@@ -81,7 +81,7 @@ class _ClientKeysFile(msgspec.Struct, forbid_unknown_fields=True):
 
 
 class Bucket:
-    """So much a minute, and at most a minute's worth at once. What it is charged may overdraw it."""
+    """A token bucket with ``per_minute`` and at most a minute's worth. Charges may overdraw it."""
 
     def __init__(self, per_minute: float, now: float) -> None:
         self._rate = per_minute / _MINUTE_S
@@ -89,7 +89,7 @@ class Bucket:
         self._at = now
 
     def wait_s(self, needed: float, now: float) -> float:
-        """How long until there is ``needed`` (at most what fits); 0 when it is there."""
+        """Seconds until ``needed`` (at most the capacity) is available; 0 when it is."""
         self._fill(now)
         missing = min(needed, self._most) - self._level
         return max(0.0, missing / self._rate)
@@ -104,7 +104,7 @@ class Bucket:
 
 
 class Client:
-    """Who has a key, and what it has asked for lately."""
+    """The holder of a key, with its current use of the quotas."""
 
     def __init__(self, entry: ClientEntry, now: float) -> None:
         self.entry = entry
@@ -113,17 +113,17 @@ class Client:
         self._tokens = Bucket(entry.tokens_per_minute, now) if entry.tokens_per_minute else None
 
     def __repr__(self) -> str:
-        return f"<Client {self.name}: {self.num_in_flight} answers under way>"
+        return f"<Client {self.name}: {self.num_in_flight} answers in progress>"
 
     @property
     def name(self) -> str:
         return self.entry.name
 
     def enter(self, num_answers: int, now: float) -> None:
-        """Admit a request of so many answers.
+        """Admit a request for ``num_answers`` answers.
 
         Raises:
-            ApiError: 429 with the pause, by which of its quotas; 400 when it never fits.
+            ApiError: 429 naming the quota, with the time to retry; 400 when it never fits.
         """
         try:
             self._check(num_answers, now)
@@ -141,7 +141,7 @@ class Client:
             message = f"the request asks for {num_answers} answers; allowed with this key: at most {most}"
             raise ApiError(400, message, param="n", code="invalid_value")
         if most and self.num_in_flight + num_answers > most:
-            message = f"{self.num_in_flight} answers are under way with this key, at most {most} are allowed"
+            message = f"{self.num_in_flight} answers are in progress with this key; allowed: at most {most}"
             raise ApiError(429, message, code="quota_in_flight", retry_after_s=1.0)
         for bucket, needed, what, per_minute in (
             (self._requests, 1.0, "requests", self.entry.requests_per_minute),
@@ -153,12 +153,12 @@ class Client:
                 raise ApiError(429, message, code=f"quota_{what}", retry_after_s=wait_s)
 
     def leave(self, num_answers: int) -> None:
-        """A request that was admitted has ended."""
+        """Record the end of an admitted request."""
         self.num_in_flight -= num_answers
         assert self.num_in_flight >= 0
 
     def used(self, prompt_tokens: int, output_tokens: int, now: float) -> None:
-        """What an answer took."""
+        """Charge an answer's tokens."""
         _tokens.labels(self.name, "prompt").inc(prompt_tokens)
         _tokens.labels(self.name, "output").inc(output_tokens)
         if self._tokens is not None:
@@ -166,7 +166,7 @@ class Client:
 
 
 class Clients:
-    """Everybody in the file, by key."""
+    """The clients in the file, by key."""
 
     def __init__(self, entries: list[ClientEntry], now: float) -> None:
         self._by_digest: dict[str, Client] = {}
@@ -176,7 +176,7 @@ class Clients:
         return len(self._by_digest)
 
     def replace(self, entries: list[ClientEntry], now: float) -> None:
-        """From now on these. Who is in both lists with the same quotas keeps what it has asked for."""
+        """Replace the clients. One that is in both lists with the same quotas keeps its current use."""
         before = {client.name: client for client in self._by_digest.values()}
         self._by_digest = {}
         for entry in entries:
@@ -184,18 +184,18 @@ class Clients:
             if known is not None and _quotas(known.entry) == _quotas(entry):
                 known.entry = entry
                 self._by_digest[entry.digest] = known
-            else:  # answers under way end at the object that they began with
+            else:  # answers in progress end at the object that they began with
                 self._by_digest[entry.digest] = Client(entry, now)
 
     def of(self, headers: Mapping[str, str]) -> Client:
-        """Whose key the headers have.
+        """The client whose key is in the headers.
 
         Raises:
-            ApiError: 401, as the public API says it.
+            ApiError: 401, in the form of the public API.
         """
         scheme, _, given = headers.get("authorization", "").partition(" ")
         given = given.strip()
-        # Whoever can't make a key's digest learns nothing from how long a lookup takes.
+        # The lookup's duration reveals nothing without the ability to choose a key's digest.
         found = self._by_digest.get(_digest(given)) if scheme.lower() == "bearer" and given else None
         if found is not None:
             return found
@@ -210,19 +210,19 @@ def read_clients(path: str | Path) -> list[ClientEntry]:
     """The rows of a file of keys: TOML, JSON or YAML by its name's ending.
 
     Raises:
-        InvalidArgument: it can't be read, or used, or others than its owner may read it.
+        InvalidArgument: it can't be read or used, or users other than its owner may read it.
     """
 
     def wrong(reason: str) -> InvalidArgument:
         return InvalidArgument(
-            "api_keys_file", str(path), f"a file of keys as docs/gateway.md shows it ({reason})"
+            "api_keys_file", str(path), f"a file of keys as described in docs/gateway.md ({reason})"
         )
 
     try:
         with Path(path).expanduser().open("rb") as file:
             found = check_private(file, wrong)
             if found.st_uid not in (os.geteuid(), 0):
-                raise wrong("it belongs to somebody else")
+                raise wrong("it belongs to another user")
             text = file.read(MAX_FILE_BYTES + 1)
     except OSError as error:
         raise wrong(error.strerror or str(error)) from error

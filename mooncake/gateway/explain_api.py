@@ -1,10 +1,10 @@
-"""``GET /v1/requests/{id}/explain``: why a request was served as it was, for whoever made it.
+"""``GET /v1/requests/{id}/explain``: why a request was served as it was, for its client.
 
-Owns who may ask. An explanation tells what was cached and how busy workers were, so it is for the client of
-that request and for operators. An id that this server made up (of the answer, or a request id that the client
-left to us) can't be guessed: who names it has it from the answer. A request id that a client chose can be
-guessed, so it takes the admin key. Where clients have keys of their own, an explanation is for the key that
-the request came with. Operators may ask for all: with the admin key, or at the gateway's port for them.
+Owns the authorization. An explanation reveals what was cached and how busy workers were, so it is for the
+client of that request and for operators. An id that this server generated (of the answer, or a request id
+that the client omitted) can't be guessed: knowing it proves that one has the answer. A request id that a
+client chose can be guessed, so it needs the admin key. Where clients have keys of their own, an explanation
+is for the key of the request. Operators may query all: with the admin key, or at the operators' port.
 """
 
 from __future__ import annotations
@@ -28,20 +28,20 @@ class ExplainAnswer(msgspec.Struct):
 
 
 def add_routes(app: FastAPI, gateway: Gateway, is_inside: bool = False) -> None:
-    """``is_inside``: who reaches this application is an operator."""
+    """Add the endpoint. ``is_inside``: every client of this application is an operator."""
 
     @app.get("/v1/requests/{name:path}/explain", responses=_ERRORS)
     async def explain(http: Request, name: str) -> Response:
-        """What was weighed, chosen, predicted and measured for a request, and why its blocks missed."""
+        """Candidates, choice, prediction and measurements of a request, and why its blocks missed."""
         names = gateway.request_ids.find(name)
         if is_inside or gateway.admin_key.refusal(http.headers) is None:
             names = names or RequestIds(name, "", True, [name])
         elif gateway.clients is not None:
             client = gateway.clients.of(http.headers)
             if names is None or names.client != client.name:
-                raise _unknown(name)  # as if it did not exist: it may be somebody else's
+                raise _unknown(name)  # as if it did not exist: it may be another client's
         elif names is None:
-            # The conductor may remember what this gateway, lately started, does not.
+            # The conductor may remember a request from before this gateway was started.
             names = RequestIds(name, "", True, [name])
         elif name != names.id and not names.is_secret:
             _check_key(gateway, http)
@@ -57,14 +57,14 @@ def add_routes(app: FastAPI, gateway: Gateway, is_inside: bool = False) -> None:
 
 
 _ERRORS: dict[int | str, dict[str, str]] = {
-    401: {"description": "A request id that its client chose takes the admin key"},
-    404: {"description": "Nothing is remembered of such a request"},
+    401: {"description": "A request id that its client chose needs the admin key"},
+    404: {"description": "No such request is remembered"},
     503: {"description": "The conductor can't be reached"},
 }
 
 
 def _unknown(name: str) -> ApiError:
-    message = f"nothing is remembered of a request {name[:128]!r}; only the latest ones are"
+    message = f"no request {name[:128]!r} is remembered; only the latest ones are"
     return ApiError(404, message, param="id", code="request_not_found")
 
 

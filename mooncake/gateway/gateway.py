@@ -1,4 +1,4 @@
-"""What a gateway is made of, and its settings; one object that endpoints and admin calls share.
+"""The parts of a gateway and its settings, as one object that endpoints and admin calls share.
 
 Owns the order of starting and stopping and the one fact learned from workers, the model's context length.
 It knows no HTTP server.
@@ -41,13 +41,13 @@ log = get_logger(__name__)
 
 
 class Public(StrEnum):
-    """What a gateway's clients speak with it."""
+    """The protocol between a gateway and its clients."""
 
     HTTP = "http"
     HTTPS = "https"
-    "As every server has it: clients show no certificate."
+    "Ordinary HTTPS: clients present no certificate."
     MUTUAL = "mutual"
-    "HTTPS, and clients show a certificate of the cluster's authority."
+    "HTTPS, and clients present a certificate of the cluster's authority."
 
 
 _BY_CACHE = ("overlap", "kvcache_centric", "cache_aware")
@@ -64,13 +64,13 @@ class GatewaySettings(SchedulingSettings):
     "The model's name in the API; empty takes the last part of `model`. Engines' own names serve, too."
 
     protocol: Protocol = "auto"
-    "How engines hand KV over; `workers` are ours, `auto` asks: others are taken for `sequential`."
+    "How engines hand KV over; `workers` are ours; `auto` detects them and uses `sequential` for others."
 
     tokenizing: Tokenizing = "auto"
-    "Who tells the tokens of prompts for other engines: the model's tokenizer, the engine, or text is hashed."
+    "Source of prompts' tokens for other engines: the model's tokenizer or the engine; else text is hashed."
 
     engine_api_key: Annotated[str, Secret] = ""
-    "Key for engines that want one; what clients send in `Authorization` goes before it."
+    "Key for engines that need one; a client's `Authorization` takes precedence."
 
     host: str = "127.0.0.1"
     "Address to listen on."
@@ -88,40 +88,40 @@ class GatewaySettings(SchedulingSettings):
     "`host:port` of a conductor; empty runs one inside this process with the scheduling settings."
 
     metrics_host: str = "127.0.0.1"
-    "Address of the port for operators. On loopback it asks for no key, elsewhere for that of admin calls."
+    "Address of the operators' port. It needs no key on loopback, and the admin key elsewhere."
 
     metrics_port: Port = 0
-    "Port for operators: `/metrics`, `/status`, `/story`, every request's `explain`; 0 takes a free one."
+    "Operators' port: `/metrics`, `/status`, `/story`, every request's `explain`; 0 takes a free one."
 
     api_keys_file: str = ""
     "File with clients' keys, tenants and quotas (`docs/gateway.md`); empty: clients need no key."
 
     https_cert: str = ""
-    "PEM file with a certificate to serve clients over HTTPS with, without asking for theirs."
+    "PEM file with a certificate to serve clients over HTTPS, without client certificates."
 
     https_key: str = ""
     "PEM file with that certificate's private key, without a password."
 
     admin_api_key: Annotated[str, Secret, AlsoFrom("ADMIN_API_KEY")] = ""
-    "What operators must send as X-API-Key to change or see details; empty refuses them all."
+    "Key that operators send as X-API-Key to make changes or see details; empty refuses them all."
 
     trust_clients: bool = False
-    "Whether clients' `kv_transfer_params` reach engines of others; never what names a host or a transfer."
+    "Whether clients' `kv_transfer_params` reach other engines; never fields that name a host or a transfer."
 
     request_timeout_s: Seconds = 600.0
     "How long one answer may take, prefill and decode together."
 
     stall_timeout_s: Seconds = 120.0
-    "A worker that sends nothing for so long counts as failed, even if it answers health probes."
+    "A worker that sends nothing for this long counts as failed, even if it answers health probes."
 
     max_body_bytes: Annotated[int, Size, Meta(ge=1 << 10)] = 8 << 20
     "The largest body of a request; a larger one is refused with 413 before it is read."
 
     max_connections: Annotated[int, Meta(ge=0)] = 0
-    "Most connections of clients; 0, and more than fit: half of the files that the process may open."
+    "Most client connections; at most, and for 0, half of the files that the process may open."
 
     max_in_flight: Annotated[int, Meta(ge=1)] = 1024
-    "Answers under way at a time; beyond that clients are told when to come back."
+    "Answers in progress at a time; beyond that requests are refused with a time to retry."
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -132,10 +132,10 @@ class GatewaySettings(SchedulingSettings):
                 raise InvalidArgument(name, "", f"the path of a PEM file, since {other} is set")
 
     def public(self, identity: Identity) -> Public:
-        """What clients of a gateway with ``identity`` speak.
+        """The protocol for clients of a gateway with ``identity``.
 
-        HTTPS where they have keys or we a certificate for them; else, where the cluster has TLS, with
-        certificates on both sides.
+        HTTPS where they have keys or a certificate is set; else, where the cluster has TLS, with certificates
+        on both sides.
         """
         if self.https_cert or (identity.has_tls and self.api_keys_file):
             return Public.HTTPS
@@ -146,30 +146,30 @@ class GatewaySettings(SchedulingSettings):
         return self.served_model_name or self.model.rstrip("/").rpartition("/")[2]
 
 
-def read_instances(field: str, words: Sequence[str]) -> list[tuple[InstanceId, int | None]]:
-    """Instances with the ports of their connectors, from words such as ``host:8100 8998 http://other:8100``.
+def read_instances(field: str, items: Sequence[str]) -> list[tuple[InstanceId, int | None]]:
+    """Instances with the ports of their connectors, from items such as ``host:8100 8998 http://other:8100``.
 
     Raises:
         InvalidArgument: naming ``field``.
     """
     found: list[tuple[InstanceId, int | None]] = []
-    for word in words:
-        if found and word.isdecimal() and 0 < int(word) < 1 << 16:
-            found[-1] = (found[-1][0], int(word))
+    for item in items:
+        if found and item.isdecimal() and 0 < int(item) < 1 << 16:
+            found[-1] = (found[-1][0], int(item))
             continue
-        if found and word.lower() == "none":
+        if found and item.lower() == "none":
             continue
-        address = word.removeprefix("http://").rstrip("/")
+        address = item.removeprefix("http://").rstrip("/")
         try:
             split_address(address)
         except InvalidArgument as error:
-            raise InvalidArgument(field, word, "host:port, and maybe its connector's port") from error
+            raise InvalidArgument(field, item, "host:port, and maybe its connector's port") from error
         found.append((address, None))
     return found
 
 
 def _stamp(path: str) -> tuple[int, ...]:
-    """Changes when the file does."""
+    """A value that changes when the file does."""
     try:
         found = Path(path).expanduser().stat()
     except OSError:
@@ -178,10 +178,10 @@ def _stamp(path: str) -> tuple[int, ...]:
 
 
 class PromptTokenizer(typing.Protocol):
-    """What a gateway needs of ``mooncake.inference.tokenizer.Tokenizer``."""
+    """The part of ``mooncake.inference.tokenizer.Tokenizer`` that a gateway needs."""
 
     longest_token_chars: int
-    """No token stands for more characters."""
+    """Most characters of a token."""
 
     def encode(self, text: str) -> list[int]: ...
 
@@ -196,19 +196,19 @@ class PromptTokenizer(typing.Protocol):
 
 
 class Gateway:
-    """Everything of the process but its HTTP server. ``start`` and ``close`` it on one loop."""
+    """Everything in the process but its HTTP server. ``start`` and ``close`` it on one loop."""
 
     def __init__(self, settings: GatewaySettings, tokenizer: PromptTokenizer | None) -> None:
-        """Without a ``tokenizer`` all engines are served as those of others are, ours too."""
+        """Without a ``tokenizer`` all engines, ours too, are treated as other engines."""
         self.settings = settings
         self.tokenizer = tokenizer
-        # Engines of others know nothing of our cluster's certificates.
+        # Other engines have no certificates of our cluster.
         is_plain = settings.plain_engines or settings.protocol not in ("auto", "workers")
         self._as_conductor = replace(settings, plain_engines=is_plain)
         self.workers = WorkerClient(settings.stall_timeout_s, HttpClientAuth(is_plain=is_plain))
         self.admin_key = AdminKey(settings.admin_api_key)
         self.clients: Clients | None = None
-        """By their keys; None where clients need none."""
+        """Clients by key; None where clients need none."""
         self._keys_seen: tuple[int, ...] = ()
         if settings.api_keys_file:
             self._keys_seen = _stamp(settings.api_keys_file)
@@ -219,14 +219,14 @@ class Gateway:
         }
         ports = {one: port for pairs in self.instances.values() for one, port in pairs if port is not None}
         self.backends = Backends(self.workers, settings.engine_api_key, ports)
-        # A policy that looks at nobody's cache needs no names of blocks.
+        # A policy that ignores caches needs no block hashes.
         how = settings.tokenizing if settings.scheduling in _BY_CACHE else "none"
         self.prompts = PromptHasher(tokenizer, self.workers, self.backends, settings.block_tokens, how)
         self.limiter = ConcurrencyLimiter(settings.max_in_flight)
         self.request_ids = RequestIdTable()
         self.created = int(clock.wall())
         self.max_model_len: int | None = None
-        """Context of the model; known when a worker has been asked."""
+        """Context length of the model; known after a worker was queried."""
         self._service: ConductorService | RemoteConductor | None = None
 
     @property
@@ -236,7 +236,7 @@ class Gateway:
 
     @property
     def conductor_state(self) -> str:
-        """Where the conductor is, in words."""
+        """The conductor's location and state, as text."""
         if not self.settings.conductor:
             return "inside this gateway"
         assert isinstance(self._service, RemoteConductor)
@@ -245,7 +245,7 @@ class Gateway:
 
     async def start(self) -> None:
         settings = self.settings
-        # Made here: what it holds belongs to the loop that runs now.
+        # Made here: its contents belong to the running loop.
         self._service = (
             RemoteConductor(settings.conductor)
             if settings.conductor
@@ -268,14 +268,14 @@ class Gateway:
         return self.settings.engines_share_blocks or self.protocol == "pool"
 
     async def fronts_engines(self) -> bool:
-        """Whether requests are handed on as they are, rather than done with our workers."""
+        """Whether requests are proxied to other engines rather than served by our workers."""
         if self.tokenizer is not None and self.settings.protocol == "auto":
             await self.backends.models(self.scheduling)
         return self.seems_to_front_engines
 
     @property
     def seems_to_front_engines(self) -> bool:
-        """``fronts_engines`` as far as it is known without asking anybody."""
+        """``fronts_engines`` as far as it is known without a query."""
         settings = self.settings
         return self.tokenizer is None or (
             settings.protocol != "workers"
@@ -287,16 +287,16 @@ class Gateway:
             await self._service.close()
         await self.workers.close()
 
-    def reload_clients(self, is_asked: bool = True) -> None:
-        """Read the file of keys again; with ``is_asked`` false only if it has changed.
+    def reload_clients(self, is_forced: bool = True) -> None:
+        """Read the file of keys again; with ``is_forced`` false only if it has changed.
 
-        A file that can't be used changes nothing; the log says why.
+        A file that can't be used changes nothing; the log has the reason.
         """
         path = self.settings.api_keys_file
         if self.clients is None:
             return
         seen = _stamp(path)
-        if seen == self._keys_seen and not is_asked:
+        if seen == self._keys_seen and not is_forced:
             return
         self._keys_seen = seen
         try:
@@ -312,10 +312,10 @@ class Gateway:
         return ModelCard(id=name, created=self.created, root=name, max_model_len=self.max_model_len)
 
     async def context_length(self) -> int:
-        """Most tokens of prompt and answer together, asked of the workers once.
+        """Most tokens of prompt and answer together, queried from the workers once.
 
         Raises:
-            ApiError: 503, no worker could be asked.
+            ApiError: 503, no worker answered.
         """
         if self.max_model_len is not None:
             return self.max_model_len

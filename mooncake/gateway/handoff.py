@@ -1,17 +1,17 @@
-"""How a prompt's KV gets from the engine that computes it to the one that decodes: what both are asked.
+"""Handoff of a prompt's KV from the engine that computes it to the one that decodes: both request bodies.
 
-Owns the bodies of both requests, for each way in which connectors of engines hand KV over:
+Owns the bodies of both requests, for each protocol by which connectors of engines transfer KV:
 
-``pool``        both share a store: prefill is asked for one token, then decode for the answer; nothing else
-``sequential``  what prefill answers in ``kv_transfer_params`` tells decode where to read (NIXL; our workers)
-``push``        both are asked at the same time with one ``transfer_id``; prefill writes into decode's blocks
-``bootstrap``   the same for vLLM's own MooncakeConnector, whose decode asks prefill's bootstrap server
+``pool``        both share a store: prefill makes one token, then decode the answer; nothing else
+``sequential``  the ``kv_transfer_params`` of prefill's answer tell decode where to read (NIXL; our workers)
+``push``        both are called at the same time with one ``transfer_id``; prefill writes into decode's blocks
+``bootstrap``   the same for vLLM's own MooncakeConnector, whose decode queries prefill's bootstrap server
 
-It sends nothing, and knows neither who was chosen nor why.
+It sends nothing, and knows neither which engines were chosen nor why.
 
-What a client says of transfers never reaches an engine: its ``kv_transfer_params`` name hosts that an engine
-would connect to, and blocks of other requests. ``without_transfers`` takes such fields out; with clients that
-are trusted by a setting, the fields that name neither a host nor a transfer stay.
+A client's transfer fields never reach an engine: ``kv_transfer_params`` name hosts that an engine would
+connect to, and blocks of other requests. ``without_transfers`` removes such fields; for clients that are
+trusted by a setting, the fields that name neither a host nor a transfer stay.
 """
 
 from __future__ import annotations
@@ -25,16 +25,16 @@ Protocol = Literal["auto", "workers", "pool", "sequential", "push", "bootstrap"]
 _ONLY_FOR_DECODE = ("stream_options", "n", "best_of", "min_tokens", "logprobs", "top_logprobs", "echo")
 
 _OF_TRANSFERS = ("data_parallel_rank", "routed_dp_rank")
-"""Fields of a body by which engines are told of the rank that has a prompt's blocks, beside those below."""
+"""Fields of a body that name the rank that has a prompt's blocks, beside those below."""
 
 _OF_TRANSFERS_BEGIN = ("bootstrap_", "disagg_")
-"""Those by which SGLang's engines are told of the other side."""
+"""Prefixes of fields by which SGLang's engines learn of the other side."""
 
 _OF_TRANSFERS_END = "_transfer_params"
-"""Those of vLLM's: of KV, and of what encoders made."""
+"""Suffix of vLLM's fields for transfers of KV and of encoder outputs."""
 
 _NEVER_OF_CLIENTS = ("transfer_id", "tp_size", "dp_rank", "data_parallel_rank")
-"""Keys of ``kv_transfer_params`` that only the gateway sets, beside those that begin as below."""
+"""Keys of ``kv_transfer_params`` that only the gateway sets, beside those with the prefixes below."""
 
 _NEVER_BEGINNINGS = ("remote_", "do_remote_")
 
@@ -42,7 +42,7 @@ Params = dict[str, Any]
 
 
 def without_transfers(request: Mapping[str, Any], are_trusted: bool) -> dict[str, Any]:
-    """``asked`` without what a client says of transfers between engines."""
+    """``request`` without a client's fields for transfers between engines."""
     body = {name: value for name, value in request.items() if not _is_of_transfers(name)}
     given = request.get("kv_transfer_params")
     if are_trusted and isinstance(given, Mapping):
@@ -51,7 +51,7 @@ def without_transfers(request: Mapping[str, Any], are_trusted: bool) -> dict[str
             body["kv_transfer_params"] = kept
     more = body.get("vllm_xargs")
     if isinstance(more, Mapping) and any(map(_is_of_transfers, more)):
-        # vLLM hands these on to the same place.
+        # vLLM merges these into the same parameters.
         body["vllm_xargs"] = {name: value for name, value in more.items() if not _is_of_transfers(name)}
     return body
 
@@ -66,34 +66,34 @@ def _is_ours(name: str) -> bool:
 
 @dataclass(frozen=True)
 class EngineEndpoint:
-    """One engine, as the other one needs to know it."""
+    """One engine, as the other side of a transfer needs to know it."""
 
     host: str
     port: int | None = None
-    "Where its connector listens: for others' transfers, or as bootstrap server."
+    "Port of its connector: for others' transfers, or of its bootstrap server."
     engine_id: str = ""
     rank: int | None = None
-    "Of its data-parallel ranks, the one that computes."
+    "Data-parallel rank that computes."
 
 
 @dataclass(frozen=True)
 class Handoff:
-    """What both engines are told of a transfer."""
+    """The transfer parameters of both engines."""
 
     prefill: Params
     decode: Params | None
-    "None: what prefill answers."
+    "None: those in prefill's answer."
 
     @property
     def is_concurrent(self) -> bool:
-        """Whether both are asked at once."""
+        """Whether both are called at the same time."""
         return bool(self.decode)
 
 
 def make_handoff(
     protocol: Protocol, transfer_id: str, prefill: EngineEndpoint, decode: EngineEndpoint
 ) -> Handoff:
-    """How one prompt goes from ``prefill`` to ``decode``."""
+    """Make the parameters for one prompt's KV from ``prefill`` to ``decode``."""
     if protocol == "pool":
         return Handoff({}, {})
     sends = {"do_remote_decode": True, "do_remote_prefill": False}
@@ -123,7 +123,7 @@ def supports(protocol: Protocol, request: Mapping[str, Any]) -> bool:
 
 
 def prefill_body(request: Mapping[str, Any], params: Params) -> dict[str, Any]:
-    """``asked``, so that only its prompt is computed."""
+    """``request``, changed so that only its prompt is computed."""
     body = {name: value for name, value in request.items() if name not in _ONLY_FOR_DECODE}
     body |= {"stream": False, "max_tokens": 1}
     if "max_completion_tokens" in body:
@@ -132,7 +132,7 @@ def prefill_body(request: Mapping[str, Any], params: Params) -> dict[str, Any]:
 
 
 def decode_body(request: Mapping[str, Any], params: Params) -> dict[str, Any]:
-    """``asked``, with what is known of the prompt's KV."""
+    """``request`` with the transfer parameters of the prompt's KV."""
     return _with(dict(request), params)
 
 

@@ -1,7 +1,7 @@
-"""How many answers may be under way at once, and when to come back when it is too many.
+"""The limit on concurrent answers, and the time to retry when it is reached.
 
-Owns the count and the pause that it computes from how long answers take. It is not the conductor's
-business: the gate protects this process, the conductor the workers.
+Owns the count and the pause, which follows from the duration of answers. It is apart from the conductor's
+limits: this one protects the gateway's process, those protect the workers.
 """
 
 from __future__ import annotations
@@ -14,13 +14,13 @@ from mooncake.http.openai import ApiError
 
 _in_flight = Gauge(
     "mooncake_gateway_requests_in_flight",
-    "Answers under way, one per prompt and choice.",
+    "Answers in progress, one per prompt and choice.",
     registry=metrics.registry,
 )
 
 
 class Permit:
-    """A request's place at the gate and in its client's quota, from ``enter`` to ``leave``."""
+    """A request's share of the limit and of its client's quota, until ``leave``."""
 
     def __init__(
         self, limiter: ConcurrencyLimiter, client: Client | None, num_answers: int, now: float
@@ -37,7 +37,7 @@ class Permit:
         self._is_inside = True
 
     def leave(self, now: float) -> None:
-        """Harmless when repeated."""
+        """Release the share; repeated calls have no effect."""
         if not self._is_inside:
             return
         self._is_inside = False
@@ -47,7 +47,7 @@ class Permit:
 
 
 class ConcurrencyLimiter:
-    """Admits up to ``limit`` answers."""
+    """Admits up to ``limit`` answers at a time."""
 
     def __init__(self, limit: int) -> None:
         self.num_in_flight = 0
@@ -55,7 +55,7 @@ class ConcurrencyLimiter:
         self._mean_duration_s = 1.0
 
     def enter(self, num_answers: int) -> None:
-        """Admit a request that needs so many answers.
+        """Admit a request for ``num_answers`` answers.
 
         Raises:
             ApiError: 400 when it never fits, 429 with the time until enough are expected to have ended.
@@ -65,17 +65,17 @@ class ConcurrencyLimiter:
             raise ApiError(400, message, param="n", code="invalid_value")
         num_missing = self.num_in_flight + num_answers - self._limit
         if num_missing > 0:
-            # A full house empties at limit / mean duration answers a second.
+            # At the limit, answers end at a rate of limit / mean duration.
             wait_s = num_missing * self._mean_duration_s / self._limit
             message = (
-                f"the gateway has {self.num_in_flight} answers under way, at most {self._limit} are allowed"
+                f"the gateway has {self.num_in_flight} answers in progress, at most {self._limit} are allowed"
             )
             raise ApiError(429, message, code="overloaded", retry_after_s=wait_s)
         self.num_in_flight += num_answers
         _in_flight.set(self.num_in_flight)
 
     def leave(self, num_answers: int, duration_s: float) -> None:
-        """A request that was admitted has ended."""
+        """Record the end of an admitted request."""
         self.num_in_flight -= num_answers
         assert self.num_in_flight >= 0
         self._mean_duration_s += 0.1 * (duration_s - self._mean_duration_s)

@@ -1,4 +1,4 @@
-"""What is counted and logged of answers that ended well, whoever made them."""
+"""Metrics and log entries of completed answers, from our workers and other engines."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ log = get_logger(__name__)
 
 _tokens = Counter(
     "mooncake_gateway_tokens",
-    "Tokens of answers that ended well: of prompts, of prompts that were found cached, of output.",
+    "Tokens of completed answers, by kind: prompt, cached part of the prompt, output.",
     ["kind"],
     registry=metrics.registry,
 )
@@ -31,7 +31,7 @@ _slo_outcomes = Counter(
 
 @dataclass(frozen=True)
 class Slo:
-    """What a client wants, in milliseconds; None for no wish."""
+    """A client's SLOs in milliseconds; None where it set none."""
 
     ttft_ms: float | None = None
     tbt_ms: float | None = None
@@ -39,7 +39,7 @@ class Slo:
 
 @dataclass(frozen=True)
 class Timing:
-    """How long an answer took."""
+    """Latencies of an answer."""
 
     ttft_s: float
     longest_gap_s: float
@@ -49,7 +49,7 @@ class Timing:
 def record_answer(
     answer_id: str, route: Route, usage: Usage, timing: Timing, slo: Slo, client: Client | None = None
 ) -> None:
-    """An answer has ended well."""
+    """Record a completed answer."""
     if client is not None:
         client.used(usage.prompt_tokens, usage.completion_tokens, clock.monotonic())
     e2e_seconds.observe(timing.e2e_s)
@@ -61,7 +61,7 @@ def record_answer(
     ):
         _tokens.labels(kind).inc(num_tokens)
     log.info(
-        "answered",
+        "request_completed",
         id=answer_id,
         client=client.name if client is not None else "",
         prefill=route.prefill,

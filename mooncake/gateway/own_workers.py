@@ -1,8 +1,8 @@
 """The OpenAI endpoints in front of our workers.
 
-Owns the way from an HTTP request to an ``Answer`` and back: the prompts' tokens, what the conductor is told
-of each, and the headers. What happens to a prompt then is ``own_workers_request.py``; other engines are
-``any_engine.py``.
+Owns the conversion of an HTTP request to an ``OwnWorkersAnswer`` and back: the prompts' tokens, their
+``Place`` events, and the headers. A prompt's calls to workers are ``own_workers_request.py``; other engines
+are ``any_engine.py``.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from mooncake.prefix import block_hashes, root_hash, short_key
 
 
 async def serve_own_workers(gateway: Gateway, http: Request, request: AnyRequest) -> Response:
-    """The answer to a request, whole or streamed. Raises ApiError."""
+    """Answer a request, whole or streamed. Raises ApiError."""
     settings = gateway.settings
     if request.model is not None and request.model != settings.model_name:
         raise model_not_found(request.model, settings.model_name)
@@ -44,7 +44,7 @@ async def serve_own_workers(gateway: Gateway, http: Request, request: AnyRequest
         request.cache_salt = client.entry.cache_salt
     try:
         max_model_len = await gateway.context_length()
-        assert gateway.tokenizer is not None, "else engines are served as they are"
+        assert gateway.tokenizer is not None, "without a tokenizer requests are proxied"
         prompts = await tokenize(gateway.tokenizer, request, max_model_len)
         answer = _answer(gateway, http, request, prompts, max_model_len, slo)
         if not request.stream:

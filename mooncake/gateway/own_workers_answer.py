@@ -1,7 +1,7 @@
 """One HTTP answer: every prompt of a request with all its choices, whole or as a stream.
 
-Owns the fan-out (a walk per prompt, a decode per choice), the deadline, the counts of ``usage`` and the
-latencies. Formats are ``http/answers.py``, the single walk is ``own_workers_request.py``.
+Owns the fan-out (an ``OwnWorkersRequest`` per prompt, a decode per choice), the deadline, the counts of
+``usage`` and the latencies. Formats are ``http/answers.py``, a single prompt is ``own_workers_request.py``.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from mooncake.log import get_logger
 log = get_logger(__name__)
 
 MAX_UNREAD_PIECES = 256
-"""Pieces of an answer that wait for a client which does not read them."""
+"""Most pieces of an answer that are buffered for a client that does not read them."""
 
 AnyRequest = CompletionRequest | ChatCompletionRequest
 
@@ -52,7 +52,7 @@ _FORWARDED_FIELDS = (
 
 
 class OwnWorkersAnswer:
-    """The answer to ``asked``. Use ``whole`` or ``stream``, once."""
+    """The answer to ``request``. Use ``whole`` or ``stream``, once."""
 
     def __init__(
         self,
@@ -76,17 +76,17 @@ class OwnWorkersAnswer:
         self._client = client
         self._began = clock.monotonic()
         self._num_output_tokens = 0
-        """In the pieces given out so far; workers may be ahead."""
+        """Output tokens in the pieces yielded so far; workers may be ahead."""
         self._longest_gap_s = 0.0
         self._gaps_s: list[list[float]] = [[] for _ in worker_requests]
-        """Of each prompt, what lay between two pieces of its answers."""
+        """By prompt: the times between two pieces of its answers."""
         self._ttfts_s = [0.0] * len(worker_requests)
         self._ttft_s: float | None = None
         writer = ChatWriter if isinstance(request, ChatCompletionRequest) else CompletionWriter
         self._writer = writer(answer_id, int(clock.wall()), model, request.return_token_ids)
 
     def headers(self) -> dict[str, str]:
-        """Who worked for the (first) prompt, as far as it is known now."""
+        """Headers with the instances of the (first) prompt, as far as they are known now."""
         return self._worker_requests[0].route.headers()
 
     async def whole(self) -> msgspec.Struct:
@@ -99,7 +99,7 @@ class OwnWorkersAnswer:
         return self._writer.whole(pieces, self._usage())
 
     async def stream(self) -> AsyncGenerator[bytes, None]:
-        """Server-sent events. The first comes with the first token; before it, raises ApiError."""
+        """Yield server-sent events. The first comes with the first token; errors before it raise ApiError."""
         opening: bytes | None = self._writer.opening(len(self._choices))
         options = self._request.stream_options
         merged = self._merged()
@@ -116,7 +116,7 @@ class OwnWorkersAnswer:
         except ApiError as error:
             if opening is not None:
                 raise
-            # Too late for a status: the error comes as an event, and no [DONE] follows.
+            # Too late for an HTTP status: the error is an event, and no [DONE] follows.
             yield b"data: " + error.body() + b"\n\n"
             return
         if self._request.include_usage:
@@ -124,17 +124,17 @@ class OwnWorkersAnswer:
         yield STREAM_END
 
     async def _merged(self) -> AsyncGenerator[AnswerPiece, None]:
-        """Pieces of all choices as they come. Raises ApiError, 504 after the deadline."""
+        """Yield pieces of all choices in order of arrival. Raises ApiError, 504 after the deadline."""
         # Bounded: while a client reads nothing, nothing more is read from its workers either.
-        news: asyncio.Queue[AnswerPiece | ApiError | None] = asyncio.Queue(MAX_UNREAD_PIECES)
+        queue: asyncio.Queue[AnswerPiece | ApiError | None] = asyncio.Queue(MAX_UNREAD_PIECES)
         tasks = [
-            asyncio.get_running_loop().create_task(self._walk(number, worker_request, news))
+            asyncio.get_running_loop().create_task(self._serve_prompt(number, worker_request, queue))
             for number, worker_request in enumerate(self._worker_requests)
         ]
         num_open = len(tasks)
         try:
             while num_open:
-                piece = await self._before_deadline(news)
+                piece = await self._before_deadline(queue)
                 if isinstance(piece, ApiError):
                     raise piece
                 if piece is None:
@@ -149,23 +149,23 @@ class OwnWorkersAnswer:
             await asyncio.gather(*tasks, return_exceptions=True)
 
     async def _before_deadline(
-        self, news: asyncio.Queue[AnswerPiece | ApiError | None]
+        self, queue: asyncio.Queue[AnswerPiece | ApiError | None]
     ) -> AnswerPiece | ApiError | None:
         try:
             async with asyncio.timeout(max(0.0, self.deadline - clock.monotonic())):
-                return await news.get()
+                return await queue.get()
         except TimeoutError:
             waited_s = clock.monotonic() - self._began
             message = f"no complete answer within {waited_s:.0f} s; ask for fewer tokens or try again later"
             return ApiError(504, message, code="deadline_exceeded")
 
-    async def _walk(
+    async def _serve_prompt(
         self,
         number: int,
         worker_request: OwnWorkersRequest,
-        news: asyncio.Queue[AnswerPiece | ApiError | None],
+        queue: asyncio.Queue[AnswerPiece | ApiError | None],
     ) -> None:
-        """One prompt from prefill to the end of its last choice."""
+        """Serve one prompt from prefill to the end of its last choice."""
         request = self._request
         first = number * request.n
         is_complete = False
@@ -174,16 +174,16 @@ class OwnWorkersAnswer:
             async with asyncio.TaskGroup() as group:
                 for choice in self._choices[first : first + request.n]:
                     group.create_task(
-                        self._decode(number, worker_request, choice, choice.index - first, news)
+                        self._decode(number, worker_request, choice, choice.index - first, queue)
                     )
             is_complete = True
-            await news.put(None)
+            await queue.put(None)
         except* ApiError as errors:
-            await news.put(self._as_asked(_first(errors)))
+            await queue.put(self._in_client_terms(_first(errors)))
         except* Exception as errors:
             log.exception("answer_failed", error=repr(errors.exceptions[0]))
             message = "the gateway failed while answering; its log has the traceback"
-            await news.put(ApiError(500, message, code="internal_error"))
+            await queue.put(ApiError(500, message, code="internal_error"))
         finally:
             num_tokens = max(len(choice.token_ids) for choice in self._choices[first : first + request.n])
             tbt_s = mean_of_longest(self._gaps_s[number])
@@ -197,7 +197,7 @@ class OwnWorkersAnswer:
         worker_request: OwnWorkersRequest,
         choice: AnswerChoice,
         seed_offset: int,
-        news: asyncio.Queue[AnswerPiece | ApiError | None],
+        queue: asyncio.Queue[AnswerPiece | ApiError | None],
     ) -> None:
         last: float | None = None
         pieces = worker_request.decode(choice, self._sampling(seed_offset), self._max_tokens(worker_request))
@@ -213,10 +213,10 @@ class OwnWorkersAnswer:
                     itl_seconds.observe(now - last)
                     self._longest_gap_s = max(self._longest_gap_s, now - last)
                 last = now
-                await news.put(piece)
+                await queue.put(piece)
 
-    def _as_asked(self, error: ApiError) -> ApiError:
-        """A worker sees only token ids; its complaint about them is one about what the client sent."""
+    def _in_client_terms(self, error: ApiError) -> ApiError:
+        """Convert a worker's error about token ids to one about the field that the client sent."""
         if error.detail.param == "prompt" and isinstance(self._request, ChatCompletionRequest):
             error.detail.param = "messages"
         return error
@@ -227,11 +227,11 @@ class OwnWorkersAnswer:
         return room if limit is None else min(limit, room)
 
     def _sampling(self, seed_offset: int) -> Mapping[str, Any]:
-        """The fields that a worker needs to sample one choice."""
+        """The sampling fields of a worker's request for one choice."""
         request = self._request
         given = request.model_dump(include={*_FORWARDED_FIELDS}, exclude_unset=True, exclude_none=True)
         if request.seed is not None:
-            # Wraps like the 64-bit number it is.
+            # The seed is a 64-bit number and wraps.
             given["seed"] = (request.seed + seed_offset + 2**63) % 2**64 - 2**63
         if isinstance(request, CompletionRequest):
             if request.logprobs is not None:

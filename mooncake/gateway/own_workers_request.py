@@ -1,10 +1,10 @@
-"""The walk of one prompt: ask the conductor, run prefill, follow decode; retry, or say why not.
+"""One prompt on our workers: placement, prefill, decode, and retries where one of them fails.
 
-It owns what a client must never notice: which workers there are and that they die. The prompt travels as
-token ids. An answer is followed token by token; when its decode worker is lost, what was generated so far
-joins the prompt and another worker goes on behind it, so that the client sees one uninterrupted answer.
-Correctness never rests on the hand-over: a decode worker that finds no KV computes it. HTTP towards the
-client, and several choices or prompts in one request, are above (``own_workers_answer.py``); calls are below
+It hides from clients which workers there are and that they fail. The prompt travels as token ids. An answer
+is followed token by token; when its decode worker is lost, the tokens generated so far are appended to the
+prompt and another worker continues, so that the client sees one uninterrupted answer. Correctness never
+depends on the transfer of KV: a decode worker that finds no KV computes it. HTTP towards the client, and
+several choices or prompts in one request, are above (``own_workers_answer.py``); calls are below
 (``worker_client.py``).
 """
 
@@ -24,31 +24,21 @@ from mooncake.gateway.retries import Attempts, PlacedRequest, Route, as_error
 from mooncake.gateway.worker_client import WorkerBusy, WorkerClient, WorkerFailed
 from mooncake.http.answers import AnswerPiece
 from mooncake.http.openai import Usage
+from mooncake.http.worker_stats import PromptStats
 from mooncake.types import InstanceId
 
-RESUME_PATIENCE_S = 30.0
-"""How long an answer that has begun waits for a worker to go on: the client has half of it already."""
+RESUME_TIMEOUT_S = 30.0
+"""How long an answer that has begun waits for another worker: long, as its client has part of it."""
 
 
 @dataclass
 class AnswerChoice:
-    """One answer to a prompt, as far as it is known."""
+    """One choice of an answer, as far as it was generated."""
 
     index: int
     token_ids: list[int] = field(default_factory=list)
     num_chars: int = 0
     is_finished: bool = False
-
-
-class _Measured(msgspec.Struct):
-    """``measured`` in a worker's answer to prefill."""
-
-    queued_s: float
-    loaded_s: float
-    computed_s: float
-    num_local_tokens: int
-    num_loaded_tokens: int
-    num_computed_tokens: int
 
 
 class OwnWorkersRequest(PlacedRequest):
@@ -64,11 +54,11 @@ class OwnWorkersRequest(PlacedRequest):
         headers: Mapping[str, str],
         block_tokens: int,
     ) -> None:
-        """``place``: what the conductor is told of the prompt."""
+        """``place``: the event that places the prompt."""
         super().__init__(scheduling, place)
         self.prompt = prompt
         self.num_cached_tokens = 0
-        """Prompt tokens whose KV whoever computed the prompt found in its memory or the pool."""
+        """Prompt tokens whose KV the prefill instance found in its memory or the pool."""
         self._workers = workers
         self._block_tokens = block_tokens
         self._headers = headers
@@ -81,7 +71,7 @@ class OwnWorkersRequest(PlacedRequest):
         """Place the prompt and have its KV computed.
 
         Raises:
-            ApiError: the request was refused, or nobody can serve it.
+            ApiError: the request was refused, or no instance can serve it.
         """
         body: dict[str, Any] = {
             "prompt": self.prompt,
@@ -119,18 +109,18 @@ class OwnWorkersRequest(PlacedRequest):
     async def decode(
         self, choice: AnswerChoice, sampling: Mapping[str, Any], max_tokens: int
     ) -> AsyncGenerator[AnswerPiece, None]:
-        """The pieces of one choice; the last has a ``finish_reason``. Raises as ``prefill``."""
+        """Yield the pieces of one choice; the last has a ``finish_reason``. Raises as ``prefill``."""
         decision, self._decision = self._decision, None
         place_id = self._request_id if decision is not None else f"{self._request_id}/{choice.index}"
         attempts = Attempts()
         while not choice.is_finished:
             if decision is None:
-                patience_s = RESUME_PATIENCE_S if choice.token_ids else 0.0
-                decision = await self._place(place_id, attempts, False, patience_s)
+                timeout_s = RESUME_TIMEOUT_S if choice.token_ids else 0.0
+                decision = await self._place(place_id, attempts, False, timeout_s)
                 self.route.decode = decision.decode
                 self.route.degraded = self.route.degraded or decision.degraded
             if len(choice.token_ids) >= max_tokens:
-                # The worker was lost between its last token and saying that it was the last.
+                # The worker was lost between its last token and its finish reason.
                 choice.is_finished = True
                 yield AnswerPiece(choice.index, finish_reason="length")
                 return
@@ -145,7 +135,7 @@ class OwnWorkersRequest(PlacedRequest):
             decision = None
 
     def _hints(self, decision: Decision) -> dict[str, Any]:
-        """What a prefill worker of ours heeds, and others don't know."""
+        """Fields for our prefill workers that others don't know."""
         hints: dict[str, Any] = {"do_remote_decode": True}
         if decision.turn > 0:
             hints["turn"] = round(decision.turn * 1000)
@@ -155,9 +145,9 @@ class OwnWorkersRequest(PlacedRequest):
         return hints
 
     def _prefilled(self, measured: Any, decision: Decision, elapsed_s: float) -> Prefilled:
-        """What the worker measured; of one that measures nothing, what is seen from here."""
+        """The worker's measurements; for one that measures nothing, estimates from here."""
         with contextlib.suppress(msgspec.ValidationError):
-            found = msgspec.convert(measured, _Measured)
+            found = msgspec.convert(measured, PromptStats)
             return Prefilled(
                 self._request_id,
                 found.queued_s,
@@ -172,7 +162,7 @@ class OwnWorkersRequest(PlacedRequest):
     async def _follow(
         self, instance: InstanceId, choice: AnswerChoice, sampling: Mapping[str, Any], max_tokens: int
     ) -> AsyncGenerator[AnswerPiece, None]:
-        """Pieces from one worker, which goes on after what ``choice`` has."""
+        """Yield pieces from one worker, which continues after the tokens of ``choice``."""
         transfer = dict(self._transfer)
         if choice.token_ids:
             transfer |= {
@@ -195,12 +185,12 @@ class OwnWorkersRequest(PlacedRequest):
                 if chunk.usage is not None and not self._is_prefilled:
                     self._count_cached(chunk.usage)
                 if chunk.choices and not self._is_computed:
-                    # No prefill instance was there: this one has computed the prompt.
+                    # There was no prefill instance: this one has computed the prompt.
                     self._is_computed = True
                     self._scheduling.post(Prefilled(self._request_id, has_begun=True))
                 for part in chunk.choices:
                     if part.finish_reason == "abort":
-                        raise WorkerFailed(instance, "it gave the answer up")
+                        raise WorkerFailed(instance, "it aborted the answer")
                     token_ids = list(part.token_ids or [])
                     choice.token_ids += token_ids
                     choice.num_chars += len(part.text)

@@ -1,9 +1,9 @@
-"""Names the blocks of a prompt that another engine will tokenize, so that its cached prefix can be found.
+"""Block hashes of a prompt that another engine will tokenize, so that its cached prefix can be found.
 
-Owns the question who tells the tokens. The model's tokenizer, when the gateway has it: at once, but it is
+Owns the choice of the source of tokens. First the model's tokenizer, when the gateway has it: it is fast, but
 trusted only after it agreed with an engine about the first prompt of its kind. Else an engine
-(``/tokenize``). Else nobody: then pieces of text are hashed, which finds the same prefixes as long as
-requests come by this gateway, but not what engines tell of their blocks. A wrong name costs speed, never an
+(``/tokenize``). Else pieces of text are hashed, which finds the same prefixes as long as requests come
+through this gateway, but does not match the blocks in engines' KV events. A wrong hash costs speed, never an
 answer.
 """
 
@@ -29,26 +29,33 @@ Tokenizing = Literal["auto", "model", "engine", "text", "none"]
 
 TOKENIZE_TIMEOUT_S = 2.0
 BYTES_PER_TOKEN = 4
-"""Of text whose tokens nobody counts: as many as a token id has."""
+"""Bytes of text that count as one token where tokens are unknown: as many as a token id has."""
 
 INLINE_CHARS = 4096
-"""Shorter texts are tokenized at once; a thread would cost more than it frees."""
+"""Shorter texts are tokenized on the event loop; a thread would cost more than it saves."""
 
 _TEXT_ADAPTER = "\0text"
 _OF_CHAT = (
-    *("model", "messages", "add_generation_prompt", "continue_final_message", "add_special_tokens"),
-    *("chat_template", "chat_template_kwargs", "mm_processor_kwargs", "tools"),
+    "model",
+    "messages",
+    "add_generation_prompt",
+    "continue_final_message",
+    "add_special_tokens",
+    "chat_template",
+    "chat_template_kwargs",
+    "mm_processor_kwargs",
+    "tools",
 )
 _OF_TEXT = ("model", "prompt", "add_special_tokens")
 
 
 class PromptKeys(msgspec.Struct):
-    """A prompt, as far as a conductor needs to know it."""
+    """The block hashes of a prompt, as a conductor needs them."""
 
     num_tokens: int
     keys: list[BlockKey] = []
     bare_keys: list[BlockKey] = []
-    "Without the salt."
+    "Keys without the salt."
     is_text: bool = False
 
 
@@ -57,7 +64,7 @@ class _Tokens(msgspec.Struct):
 
 
 class PromptHasher:
-    """``tokenizer``: of the model, if there is one (``gateway.PromptTokenizer``)."""
+    """Computes ``PromptKeys``. ``tokenizer``: the model's, if there is one (``gateway.PromptTokenizer``)."""
 
     def __init__(
         self, tokenizer: Any, workers: WorkerClient, backends: Backends, block_tokens: int, how: Tokenizing
@@ -67,7 +74,7 @@ class PromptHasher:
         self._block_tokens = block_tokens
         self._how = how
         self._agrees: dict[bool, bool] = {}
-        """Of chats and of texts: whether tokenizer and engine made the same of the first one."""
+        """For chats and for texts: whether tokenizer and engine agreed about the first one."""
         self._engine_tokenizes = how in ("auto", "engine")
 
     async def name(
@@ -77,7 +84,7 @@ class PromptHasher:
         headers: Mapping[str, str],
         scheduling: ConductorClient,
     ) -> PromptKeys:
-        """Names for the (first) prompt of a request."""
+        """Compute the keys of the (first) prompt of a request."""
         salt = str(request.get("cache_salt") or "")
         prompt = _first_prompt(request)
         if self._how == "none":
@@ -87,13 +94,13 @@ class PromptHasher:
             tokens = await self._tokens(request, prompt, headers, scheduling)
         if tokens is None:
             text = _text_of(request, prompt)
-            words = text[: len(text) - len(text) % BYTES_PER_TOKEN]  # each is hashed like a token
-            keys = self._keys(words, self._block_tokens, salt, adapter + _TEXT_ADAPTER)
+            pieces = text[: len(text) - len(text) % BYTES_PER_TOKEN]  # four bytes are hashed like a token
+            keys = self._keys(pieces, self._block_tokens, salt, adapter + _TEXT_ADAPTER)
             return PromptKeys(max(1, len(text) // BYTES_PER_TOKEN), keys, is_text=True)
         try:
             keys = self._keys(tokens, self._block_tokens, salt, adapter)
         except (OverflowError, TypeError):
-            return PromptKeys(max(1, len(tokens)))  # no tokens; the engine will say what is wrong
+            return PromptKeys(max(1, len(tokens)))  # no tokens; the engine will report the error
         bare = self._keys(tokens, self._block_tokens, "", adapter) if salt else []
         return PromptKeys(max(1, len(tokens)), keys, bare)
 
@@ -103,7 +110,7 @@ class PromptHasher:
     async def _tokens(
         self, request: Mapping[str, Any], prompt: Any, headers: Mapping[str, str], scheduling: ConductorClient
     ) -> list[int] | None:
-        """None when nobody can tell."""
+        """The tokens of a prompt; None when unknown."""
         is_chat = "messages" in request
         ours = await self._by_tokenizer(request, prompt) if self._agrees.get(is_chat, True) else None
         if ours is not None and (is_chat in self._agrees or not self._engine_tokenizes):
@@ -141,7 +148,7 @@ class PromptHasher:
         try:
             return in_thread() if len(str(prompt)) < INLINE_CHARS else await asyncio.to_thread(in_thread)
         except (InvalidArgument, TypeError, ValueError):
-            return None  # the engine will say what is wrong
+            return None  # the engine will report the error
 
     async def _by_engine(
         self, request: Mapping[str, Any], prompt: Any, headers: Mapping[str, str], scheduling: ConductorClient
@@ -167,7 +174,7 @@ class PromptHasher:
 
 
 def _first_prompt(request: Mapping[str, Any]) -> Any:
-    """Messages, a text, or token ids; of several prompts the first."""
+    """The first prompt: messages, a text, or token ids."""
     if "messages" in request:
         return request["messages"]
     prompt = request.get("prompt")
@@ -182,7 +189,7 @@ def _text_of(request: Mapping[str, Any], prompt: Any) -> bytes:
     tools = msgspec.json.encode(request["tools"]) if request.get("tools") else b""
     if not all(_is_plain(message) for message in prompt):
         return tools + msgspec.json.encode(prompt)
-    # Little around the texts, or all chats would seem to begin alike.
+    # With as little markup as possible, or all chats would seem to begin alike.
     return tools + "".join(f"{one.get('role')}\n{one['content']}\n" for one in prompt).encode()
 
 

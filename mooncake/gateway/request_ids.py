@@ -1,6 +1,6 @@
-"""Which request was called what: by its client, in its answer, at the conductor.
+"""The ids of each request: its client's, its answer's, and those at the conductor.
 
-Owns a bounded memory of these names and nothing of what they name.
+Owns a bounded memory of these ids and nothing of the requests themselves.
 """
 
 from __future__ import annotations
@@ -13,15 +13,15 @@ _MAX_NAMES = 20_000
 
 
 class RequestIds(msgspec.Struct):
-    """What the prompts of a request are called at the conductor."""
+    """The ids of a request's prompts at the conductor."""
 
     id: str
     request_id: str
     is_secret: bool
-    "The request id was made here."
+    "The request id was generated here."
     place_ids: list[str]
     client: str = ""
-    "Whose key it came with; empty where clients have none."
+    "Client whose key the request had; empty where clients have none."
 
 
 class RequestIdTable:

@@ -1,6 +1,6 @@
-"""Reads requests: body, token ids, and the headers that mean something.
+"""Parsing of requests: body, token ids, and the headers that the gateway uses.
 
-Owns the checks that need no worker; what it refuses never reaches one.
+Owns the checks that need no worker; a request that fails them never reaches one.
 """
 
 from __future__ import annotations
@@ -25,16 +25,16 @@ from mooncake.http import large_json, server
 from mooncake.http.openai import ApiError, ChatCompletionRequest, CompletionRequest, context_length_exceeded
 
 INLINE_CHARS = 4096
-"""Shorter texts are tokenized at once; a thread would cost more than it frees."""
+"""Shorter texts are tokenized on the event loop; a thread would cost more than it saves."""
 
 LARGE_CHARS = 256 << 10
 PIECE_CHARS = 64 << 10
 CUT_TOKENS = 8
 LONG_TOKEN_CHARS = 8
-"""Texts that would need longer tokens than this on average are counted before they are tokenized."""
+"""Texts that fit only with longer tokens than this on average are counted before they are tokenized."""
 
 _large = ThreadPoolExecutor(1, "large-requests")
-"""Where large bodies are decoded and long texts tokenized, one at a time: others need the cores, too."""
+"""Thread that decodes large bodies and tokenizes long texts, one at a time to leave other cores free."""
 
 ResultT = TypeVar("ResultT")
 
@@ -81,7 +81,7 @@ async def tokenize(tokenizer: PromptTokenizer, request: AnyRequest, max_model_le
 
 
 def _check_length(tokenizer: PromptTokenizer, request: AnyRequest, max_model_len: int, param: str) -> None:
-    """Whether a prompt can fit at all, before work is done on it. Raises ApiError, 400."""
+    """Check that a prompt can fit at all, before work is done on it. Raises ApiError, 400."""
     for num_chars in _chars(request):
         num_tokens = num_chars // tokenizer.longest_token_chars
         if num_tokens >= max_model_len:
@@ -100,7 +100,7 @@ def _count(tokenizer: PromptTokenizer, text: str, max_model_len: int, param: str
     """
     num_tokens = 0
     for start in range(0, len(text), PIECE_CHARS):
-        # A cut, and special tokens around a piece, make some more of it than there are.
+        # The cut, and special tokens around a piece, add a few tokens to the true number.
         num_tokens += max(0, len(tokenizer.encode(text[start : start + PIECE_CHARS])) - CUT_TOKENS)
         if num_tokens >= max_model_len:
             raise context_length_exceeded(num_tokens, max_model_len, param, is_at_least=True)
@@ -113,7 +113,7 @@ def _texts(request: AnyRequest) -> list[str]:
 
 
 def _chars(request: AnyRequest) -> list[int]:
-    """How long each prompt's text is."""
+    """The length of each prompt's text in characters."""
     lengths = [len(text) for text in _texts(request)]
     return [sum(lengths)] if isinstance(request, ChatCompletionRequest) else lengths
 
@@ -138,7 +138,7 @@ def slo_of(http: Request) -> Slo:
 
 
 def request_id_of(http: Request) -> str:
-    """The client's, if it is fit for a header and a log, else one of ours; the same all along."""
+    """The client's request id if it is fit for a header and a log, else a generated one."""
     found: str | None = getattr(http.state, "request_id", None)
     if found is None:
         given = http.headers.get("x-request-id", "")
@@ -148,19 +148,19 @@ def request_id_of(http: Request) -> str:
 
 
 def names_of(http: Request) -> dict[str, str]:
-    """The names of a request as headers, under which its explanation can be asked for."""
+    """The ids of a request as headers, under which its explanation can be queried."""
     answer_id = getattr(http.state, "answer_id", None)
     return {"X-Request-ID": request_id_of(http)} | ({"X-Mooncake-ID": answer_id} if answer_id else {})
 
 
 async def read_body(http: Request, most_bytes: int) -> bytes:
-    """The body. Raises ApiError, 413 for one that is too large, 503 when others' take all the memory."""
+    """Read the body. Raises ApiError, 413 for one that is too large, 503 when others' take all the memory."""
     try:
         return await server.read_body(http, most_bytes)
     except server.BodyTooLarge as error:
         raise ApiError(413, str(error), code=error.code) from error
     except ClientDisconnect as error:
-        raise ApiError(499, "the client went away", code="client_closed_request") from error
+        raise ApiError(499, "the client disconnected", code="client_closed_request") from error
     except server.BodyBudgetExceeded as error:
         raise ApiError(503, str(error), code=error.code, retry_after_s=1.0) from error
 

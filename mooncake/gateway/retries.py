@@ -1,9 +1,8 @@
-"""Where a request goes, and where next when that fails.
+"""Placement of a request, and its retries on other instances.
 
-Owns the conversation with the conductor about one request: every placement is told of its end, every instance
-that failed is told on, and a request that fails everywhere is refused. What is asked of an instance is not
-known here; that differs between our workers (``own_workers_request.py``) and other engines
-(``any_engine_request.py``).
+Owns the exchange with the conductor about one request: the end of every placement and every failed instance
+is reported, and a request that fails everywhere is refused. The calls to an instance are not known here; they
+differ between our workers (``own_workers_request.py``) and other engines (``any_engine_request.py``).
 """
 
 from __future__ import annotations
@@ -25,12 +24,12 @@ from mooncake.types import InstanceId
 log = get_logger(__name__)
 
 MAX_FAILURES = 4
-"""Workers that one request may take down before it counts as the cause itself."""
+"""Workers that may fail during one request before the request counts as the cause."""
 
 MAX_UNREACHABLE = 32
-"""Workers that may be found dead before anything was asked of them."""
+"""Workers that one request may find unreachable before it is refused."""
 
-RETRY_PATIENCE_S = 2.0
+RETRY_TIMEOUT_S = 2.0
 """How long a request whose worker failed waits for another one before it is refused."""
 
 _retries = Counter(
@@ -43,7 +42,7 @@ _retries = Counter(
 
 @dataclass
 class Route:
-    """Who worked for a prompt; shown in response headers."""
+    """The instances that served a prompt; shown in response headers."""
 
     prefill: InstanceId | None = None
     decode: InstanceId = ""
@@ -62,20 +61,20 @@ class Route:
 
 @dataclass
 class Attempts:
-    """What a retry must remember."""
+    """The state of a request's retries."""
 
     exclude: dict[InstanceId, None] = field(default_factory=dict)
     num_failures: int = 0
     num_unreachable: int = 0
     busy: ApiError | None = None
-    "What the last busy worker said."
+    "Error of the last busy worker."
 
 
 class PlacedRequest:
     """The placements of one request."""
 
     def __init__(self, scheduling: ConductorClient, place: Place) -> None:
-        """``place``: what the conductor is told of the request."""
+        """``place``: the event that places the request."""
         self.route = Route()
         self._scheduling = scheduling
         self._request_id = place.request_id
@@ -83,7 +82,7 @@ class PlacedRequest:
         self._placed_ids: dict[str, None] = {}
 
     def end(self, finished: Finished) -> None:
-        """Tell the conductor that the workers are free of this prompt, and how it was."""
+        """Report to the conductor that the workers are done with this prompt, and its measurements."""
         for place_id in self._placed_ids:
             is_own = place_id == self._request_id
             self._scheduling.post(finished if is_own else Finished(place_id))
@@ -94,11 +93,11 @@ class PlacedRequest:
         return self._request_id
 
     async def _place(
-        self, place_id: str, attempts: Attempts, needs_prefill: bool, patience_s: float
+        self, place_id: str, attempts: Attempts, needs_prefill: bool, timeout_s: float
     ) -> Decision:
         if attempts.num_failures or attempts.num_unreachable:
-            patience_s = max(patience_s, RETRY_PATIENCE_S)
-        give_up_at = clock.monotonic() + patience_s
+            timeout_s = max(timeout_s, RETRY_TIMEOUT_S)
+        give_up_at = clock.monotonic() + timeout_s
         while True:
             self._placed_ids[place_id] = None
             answer = await self._scheduling.place(
@@ -115,15 +114,15 @@ class PlacedRequest:
                 raise attempts.busy
             if clock.monotonic() >= give_up_at:
                 raise as_error(answer)
-            # Whoever failed may have come back by now: a restarted worker keeps its address.
+            # Failed instances may be back by now: a restarted worker keeps its address.
             attempts.exclude.clear()
             await asyncio.sleep(min(0.25, answer.retry_after_s))
 
     def _note(self, error: WorkerFailed | WorkerBusy, place_id: str, attempts: Attempts, stage: str) -> None:
-        """Remember who failed and tell the conductor.
+        """Note the failed instance and report it to the conductor.
 
         Raises:
-            ApiError: enough is enough.
+            ApiError: the limit of attempts is reached.
         """
         attempts.exclude[error.instance] = None
         _retries.labels(stage).inc()
@@ -139,15 +138,15 @@ class PlacedRequest:
         if attempts.num_failures >= MAX_FAILURES or attempts.num_unreachable >= MAX_UNREACHABLE:
             num_tried = attempts.num_failures + attempts.num_unreachable
             message = f"{num_tried} attempts to {stage} failed, the last on {error}"
-            raise ApiError(503, message, code="workers_failed", retry_after_s=RETRY_PATIENCE_S) from error
+            raise ApiError(503, message, code="workers_failed", retry_after_s=RETRY_TIMEOUT_S) from error
 
     def _estimated_prefilled(
         self, decision: Decision, num_tokens: int, num_cached_tokens: int, elapsed_s: float
     ) -> Prefilled:
-        """What is known of a prompt whose instance measures nothing.
+        """Estimated measurements of a prompt whose instance measures nothing.
 
-        Who waited in a queue there can't be told from who was computed: only a prompt that was expected to
-        begin at once says how long computing takes.
+        Time in the queue can't be distinguished from time of computing: only a prompt that was expected to
+        begin at once is a sample of the latter.
         """
         queue_s = decision.prediction.queue_s if decision.prediction is not None else 0.0
         computed_s = elapsed_s if queue_s < 0.05 * elapsed_s else 0.0
@@ -160,7 +159,7 @@ class PlacedRequest:
 
 
 def as_error(refuse: Refuse) -> ApiError:
-    """What a client reads of a refusal: too much now (429), or nobody there (503)."""
+    """A refusal as the client's error: overload (429), or no instance (503)."""
     status = 503 if refuse.refusal.code == "no_instance" else 429
     return ApiError(
         status, refuse.refusal.reason, code=refuse.refusal.code, retry_after_s=refuse.retry_after_s

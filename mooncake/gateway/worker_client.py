@@ -1,12 +1,12 @@
-"""Calls to workers: prefill a prompt, follow an answer, ask what they serve.
+"""Calls to workers: prefill a prompt, follow an answer, list models.
 
-Owns the distinction that every retry rests on: a worker that *failed* (lost, silent, broken) is not to be
-trusted with this request again, a *busy* one is fine but full, and a request that was *refused* (4xx) would
-be refused everywhere. It does not know which worker is next. Foreign exceptions of the HTTP client are
-translated here and nowhere else.
+Owns the distinction that every retry rests on: a worker that *failed* (lost, silent, broken) must not get
+this request again, a *busy* one is fine but full, and a request that was *refused* (4xx) would be refused
+everywhere. It does not know which worker is next. Foreign exceptions of the HTTP client are translated here
+and nowhere else.
 
-Silence alone does not tell a long prompt from a dead process. After a while without a byte the worker is
-asked for its health beside the call: no answer means failed; an answer buys patience, up to a limit.
+Silence alone does not distinguish a long prompt from a dead process. After a while without a byte the
+worker's health is probed beside the call: no answer means failed; an answer extends the wait, up to a limit.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ _BUSY = (429, 503)
 
 
 class WorkerFailed(MooncakeError):
-    """``instance`` could not do it through its own fault. ``was_reached``: it may have begun."""
+    """A call failed through the fault of ``instance``. ``was_reached``: it may have begun the work."""
 
     code = "worker_failed"
 
@@ -56,7 +56,7 @@ class WorkerFailed(MooncakeError):
 
 
 class WorkerBusy(MooncakeError):
-    """``instance`` takes no more requests now; ``answer`` is what it said."""
+    """``instance`` accepts no more requests now; ``answer`` is its error."""
 
     code = "worker_busy"
 
@@ -86,14 +86,14 @@ class WorkerClient:
     """The HTTP client side of every worker. ``open`` it on the loop where it is used."""
 
     def __init__(self, stall_timeout_s: float, caller: HttpClientAuth | None = None) -> None:
-        """``caller``: how they are asked; by default as this process's identity says."""
+        """``caller``: sends the requests; by default with this process's identity."""
         self._stall_timeout_s = stall_timeout_s
         self._caller = caller or HttpClientAuth()
         self._session: aiohttp.ClientSession | None = None
 
     async def open(self) -> None:
         timeout = aiohttp.ClientTimeout(total=None, sock_connect=CONNECT_TIMEOUT_S)
-        # Shorter than a worker keeps idle connections: a request must not meet a connection that is closing.
+        # Shorter than a worker keeps idle connections: a request must not use a connection that is closing.
         connector = aiohttp.TCPConnector(limit=0, keepalive_timeout=2.0, ssl=self._caller.tls or True)
         self._session = aiohttp.ClientSession(timeout=timeout, connector=connector)
 
@@ -104,7 +104,7 @@ class WorkerClient:
     async def complete(
         self, instance: InstanceId, body: Mapping[str, Any], headers: Mapping[str, str]
     ) -> WholeCompletion:
-        """A completion in one piece.
+        """Request a completion in one piece.
 
         Raises:
             WorkerFailed, WorkerBusy: try elsewhere.
@@ -121,12 +121,12 @@ class WorkerClient:
     ) -> bytes:
         """The body of an answer that is not streamed. Raises as ``complete``."""
         async with self._post(instance, path, body, headers) as response:
-            return await self._patiently(instance, response.read())
+            return await self._while_alive(instance, response.read())
 
     async def stream(
         self, instance: InstanceId, body: Mapping[str, Any], headers: Mapping[str, str]
     ) -> AsyncGenerator[CompletionChunk, None]:
-        """The chunks of a streamed completion, up to its ``[DONE]``. Raises as ``complete``."""
+        """Yield the chunks of a streamed completion, up to its ``[DONE]``. Raises as ``complete``."""
         events = self.events(instance, COMPLETIONS, body, headers)
         async with contextlib.aclosing(events):
             async for event in events:
@@ -137,7 +137,7 @@ class WorkerClient:
     async def events(
         self, instance: InstanceId, path: str, body: Mapping[str, Any], headers: Mapping[str, str]
     ) -> AsyncGenerator[bytes, None]:
-        """The data of a stream's events, up to and with its ``[DONE]``. Raises as ``complete``."""
+        """Yield the data of a stream's events, up to and including its ``[DONE]``. Raises as ``complete``."""
         async with self._post(instance, path, body, headers) as response:
             parser = EventParser()
             while True:
@@ -150,7 +150,7 @@ class WorkerClient:
                         return
 
     async def models(self, instance: InstanceId, headers: Mapping[str, str] | None = None) -> list[ModelCard]:
-        """What the worker serves. Raises WorkerFailed."""
+        """The models that the worker serves. Raises WorkerFailed."""
         content = await self.get(instance, "/v1/models", headers)
         try:
             return msgspec.json.decode(content, type=ModelList).data
@@ -163,20 +163,20 @@ class WorkerClient:
         except msgspec.MsgspecError as error:
             raise WorkerFailed(instance, f"its stream can't be read: {error}") from error
         if chunk.error is not None:
-            raise WorkerFailed(instance, f"it gave up: {chunk.error.message}")
+            raise WorkerFailed(instance, f"it aborted: {chunk.error.message}")
         return chunk
 
     @contextlib.asynccontextmanager
     async def _post(
         self, instance: InstanceId, path: str, body: Mapping[str, Any], headers: Mapping[str, str]
     ) -> AsyncIterator[aiohttp.ClientResponse]:
-        """A response with status 200."""
+        """Post a request and open its response, which has status 200."""
         assert self._session is not None, "open() first"
         data = msgspec.json.encode(body)
         content = {"Content-Type": "application/json", **headers, **self._caller.headers("POST", path, data)}
-        asking = self._session.post(self._caller.url(instance, path), data=data, headers=content)
+        request = self._session.post(self._caller.url(instance, path), data=data, headers=content)
         try:
-            response = await self._patiently(instance, asking)
+            response = await self._while_alive(instance, request)
             async with response:
                 if response.status != 200:
                     await self._refuse(instance, response)
@@ -187,7 +187,7 @@ class WorkerClient:
             raise WorkerFailed(instance, f"the connection broke: {error}") from error
 
     async def _refuse(self, instance: InstanceId, response: aiohttp.ClientResponse) -> None:
-        content = await self._patiently(instance, response.read())
+        content = await self._while_alive(instance, response.read())
         try:
             detail = msgspec.json.decode(content, type=ErrorResponse).error
         except msgspec.MsgspecError:
@@ -203,8 +203,8 @@ class WorkerClient:
             raise answer
         raise WorkerFailed(instance, f"answered {response.status}: {detail.message}")
 
-    async def _patiently(self, instance: InstanceId, call: Awaitable[ResultT]) -> ResultT:
-        """Await ``call`` as long as the worker seems alive."""
+    async def _while_alive(self, instance: InstanceId, call: Awaitable[ResultT]) -> ResultT:
+        """Await ``call`` while the worker seems alive."""
         waiting = asyncio.ensure_future(call)
         waited_s = 0.0
         try:
@@ -214,14 +214,14 @@ class WorkerClient:
                 if done:
                     return waiting.result()
                 waited_s += pause_s
-                await self._judge_silence(instance, waited_s)
+                await self._check_alive(instance, waited_s)
         finally:
             if not waiting.done():
                 waiting.cancel()
                 await asyncio.gather(waiting, return_exceptions=True)
 
     async def _next(self, instance: InstanceId, content: aiohttp.StreamReader) -> bytes:
-        """As ``_patiently``, for reads, which may be cancelled and begun again: no task per token."""
+        """Like ``_while_alive``, for reads, which can be cancelled and restarted: no task per token."""
         waited_s = 0.0
         while True:
             pause_s = self._pause_s(waited_s)
@@ -230,19 +230,19 @@ class WorkerClient:
                     return await content.readany()
             except TimeoutError:
                 waited_s += pause_s
-            await self._judge_silence(instance, waited_s)
+            await self._check_alive(instance, waited_s)
 
     def _pause_s(self, waited_s: float) -> float:
-        # A short limit is its own judge; asking would only come after it.
+        # A limit shorter than the probe's interval decides alone.
         return min(SILENCE_BEFORE_PROBE_S, self._stall_timeout_s - waited_s)
 
-    async def _judge_silence(self, instance: InstanceId, waited_s: float) -> None:
+    async def _check_alive(self, instance: InstanceId, waited_s: float) -> None:
         if waited_s >= self._stall_timeout_s:
             raise WorkerFailed(instance, f"stalled: not a byte for {self._stall_timeout_s:g} s")
         await self.get(instance, "/health")
 
     async def get(self, instance: InstanceId, path: str, headers: Mapping[str, str] | None = None) -> bytes:
-        """The body of what is answered quickly or not at all. Raises WorkerFailed."""
+        """The body of a GET that is answered quickly or fails. Raises WorkerFailed."""
         assert self._session is not None, "open() first"
         url, timeout_s = self._caller.url(instance, path), HEALTH_TIMEOUT_S
         headers = {**(headers or {}), **self._caller.headers("GET", path)}

@@ -16,12 +16,13 @@ from typing import Protocol
 from mooncake import clock
 from mooncake.connectors.kv_link import AnyLink, KvLoad, KvSave
 from mooncake.errors import InvalidArgument, Refusal
+from mooncake.http.worker_stats import PromptStats
 from mooncake.inference.blocks import BlockEvent
 from mooncake.inference.kv_transfers import ActiveSave, KvTransfers
 from mooncake.inference.request import FinishReason, Request
 from mooncake.inference.scheduler import Scheduler, SchedulerSettings
 from mooncake.inference.step import Chunk, Sampled, Step, TokenLogprobs
-from mooncake.inference.step_log import PromptStats, StepLog
+from mooncake.inference.step_log import StepLog
 from mooncake.inference.step_log import prompt_stats_of as measured
 from mooncake.kvlayout import KvLayout
 from mooncake.log import get_logger

@@ -14,11 +14,11 @@ from collections.abc import AsyncGenerator, Callable, Sequence
 from mooncake.errors import MooncakeError, Refusal
 from mooncake.http.answers import AnswerPiece
 from mooncake.http.openai import CompletionLogprobs
+from mooncake.http.worker_stats import PromptStats
 from mooncake.inference.blocks import BlockEvent
 from mooncake.inference.engine import Engine, EngineThread, Output
 from mooncake.inference.request import FinishReason, Request
 from mooncake.inference.step import TokenLogprobs
-from mooncake.inference.step_log import PromptStats
 from mooncake.inference.tokenizer import AnyTokenizer, Detokenizer, StopMatcher
 
 MAX_UNREAD_OUTPUTS = 4096

@@ -1,4 +1,4 @@
-"""Small clusters for the tests of policies: a second for a thousand tokens, a tenth of it to load them."""
+"""Small clusters for tests of policies: a thousand tokens take a second to compute, a tenth of it to load."""
 
 from __future__ import annotations
 
@@ -8,14 +8,9 @@ from typing import Any
 import numpy as np
 
 from mooncake.conductor.policies.selection import ClusterView, PromptJob
+from mooncake.conductor.prediction.cost_models import CostModels, DecodeModel, LinkModel, PrefillModel
 from mooncake.conductor.prediction.load import LoadAccounts
-from mooncake.conductor.prediction.predictor import (
-    CostModels,
-    DecodeModel,
-    LinkModel,
-    Predictor,
-    PrefillModel,
-)
+from mooncake.conductor.prediction.predictor import Predictor
 from mooncake.conductor.settings import SchedulingSettings
 
 COSTS = CostModels(
@@ -24,7 +19,7 @@ COSTS = CostModels(
 
 
 def cluster(*queued_s: float, costs: CostModels = COSTS, **settings: Any) -> ClusterView:
-    """Instances h:0, h:1, ... that have prompts to compute for so long."""
+    """Instances h:0, h:1, ... with queues of these lengths."""
     loads, predict = LoadAccounts(), Predictor(costs)
     loads.grow(len(queued_s))
     predict.grow(len(queued_s))

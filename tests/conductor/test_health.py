@@ -22,7 +22,7 @@ def instance() -> Iterator[Instance]:
 
 def probe(instance: Instance, outcome: ProbeOutcome, now: float, started_at: float | None = None) -> Health:
     instance.probe_started_at, instance.next_probe_at = now if started_at is None else started_at, None
-    instance.on_probe(outcome, "said so", now, SETTINGS)
+    instance.on_probe(outcome, "for a test", now, SETTINGS)
     return instance.health
 
 
@@ -53,7 +53,7 @@ def test_a_probe_sent_before_the_failure_proves_nothing(instance: Instance) -> N
     assert probe(instance, ProbeOutcome.READY, 7.0, started_at=6.5) is Health.READY
 
 
-def test_a_lost_instance_is_asked_less_and_less(instance: Instance) -> None:
+def test_a_lost_instance_is_probed_at_growing_intervals(instance: Instance) -> None:
     probe(instance, ProbeOutcome.READY, 0.0)
     pauses = []
     for _ in range(12):

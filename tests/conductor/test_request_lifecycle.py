@@ -1,4 +1,4 @@
-"""What is remembered of a request: whether it was let in, and why it went where it went."""
+"""What is remembered of a request: its admission, and the reasons of its placement."""
 
 from __future__ import annotations
 
@@ -7,13 +7,13 @@ from typing import Any
 import numpy as np
 
 from mooncake.conductor.admission.result import AdmissionResult, PoolCapacity
-from mooncake.conductor.explain.miss_reasons import POOL_SCOPE
 from mooncake.conductor.index.prefix_index import PrefixIndex
 from mooncake.conductor.messages import Finished, Place, Prediction, Prefilled
 from mooncake.conductor.policies.selection import CandidateColumns, InstanceChoice
 from mooncake.conductor.prediction.cost_models import DecodeModel
 from mooncake.conductor.request_lifecycle import RequestLifecycle, candidates_of, prompt_blocks_of, refusal_of
 from mooncake.conductor.settings import SchedulingSettings
+from mooncake.kvlayout import KEY_PREFIX
 from mooncake.types import Tier
 
 POOLS = PoolCapacity(1, 1, DecodeModel(0.02, 0.002, 1e-6))
@@ -21,7 +21,7 @@ SLOW = Prediction(queue_s=20.0, prefill_s=1.0, ttft_s=21.0, tbt_s=0.03, output_t
 MEASURED, GUESSED = (True, True), (False, False)
 
 
-def judging(**fields: Any) -> RequestLifecycle:
+def lifecycle_with(**fields: Any) -> RequestLifecycle:
     return RequestLifecycle(SchedulingSettings(**{"admission": "early", "slo_ttft_s": 10.0, **fields}))
 
 
@@ -32,72 +32,72 @@ def decide(
     return one.decide(place, SLOW, 1.0, POOLS, is_measured, 0.0)
 
 
-def test_nobody_is_rejected_because_of_a_guess() -> None:
-    assert decide(judging(), GUESSED) == AdmissionResult(True, prefill_load=0.0)
-    verdict = decide(judging(), MEASURED)
+def test_no_request_is_rejected_because_of_a_guess() -> None:
+    assert decide(lifecycle_with(), GUESSED) == AdmissionResult(True, prefill_load=0.0)
+    verdict = decide(lifecycle_with(), MEASURED)
     assert verdict is not None and verdict.code == "slo_ttft"
 
 
-def test_a_request_s_own_objective_is_heard_before_the_setting() -> None:
-    verdict = decide(judging(), slo_ttft_s=60.0)
+def test_a_request_s_own_objective_overrides_the_setting() -> None:
+    verdict = decide(lifecycle_with(), slo_ttft_s=60.0)
     assert verdict is not None and verdict.is_admitted
 
 
-def test_who_was_let_in_only_needs_another_instance() -> None:
-    one = judging()
+def test_an_admitted_request_only_needs_another_instance() -> None:
+    one = lifecycle_with()
     verdict = decide(one, slo_ttft_s=60.0)
     assert verdict is not None and verdict.is_admitted
-    assert decide(one) is None, "its worker failed; the objective does not count any more"
-    assert decide(judging(), needs_prefill=False) is None, "its prompt is computed"
+    assert decide(one) is None, "its worker failed; the objective no longer counts"
+    assert decide(lifecycle_with(), needs_prefill=False) is None, "its prompt is computed"
     one.finished(Finished("r", 10, 1.0, 0.01, True), 5.0)
-    assert decide(one) is not None, "a new request of that name is judged anew"
+    assert decide(one) is not None, "a new request of that name is decided anew"
     one.check()
 
 
-def test_a_prompt_that_is_computed_is_looked_at_again_and_told_why_not() -> None:
-    one = judging(slo_ttft_s=0.0, slo_tbt_s=0.021)
+def test_admission_is_checked_again_when_the_prompt_is_computed() -> None:
+    one = lifecycle_with(slo_ttft_s=0.0, slo_tbt_s=0.021)
     verdict = one.decide(Place("r", 100), SLOW, 1.0, POOLS, (True, False), 0.0)
     assert verdict is not None and verdict.is_admitted, "steps were a guess at that time"
-    # It counts with what it wanted when it was judged: nothing of decode, so it goes on.
+    # Its objectives at admission count: none for decode, so it goes on.
     assert one.prefilled(Prefilled("r"), lambda: POOLS, 1.0) is None
-    strict = judging(admission="baseline", slo_ttft_s=0.0, slo_tbt_s=0.021)
+    strict = lifecycle_with(admission="baseline", slo_ttft_s=0.0, slo_tbt_s=0.021)
     assert strict.decide(Place("r", 100), SLOW, 1.0, POOLS, MEASURED, 0.0) is not None
-    told = strict.prefilled(Prefilled("r"), lambda: POOLS, 1.0)
-    assert told is not None and told.refusal.code == "slo_tbt" and told.retry_after_s > 0
+    refusal = strict.prefilled(Prefilled("r"), lambda: POOLS, 1.0)
+    assert refusal is not None and refusal.refusal.code == "slo_tbt" and refusal.retry_after_s > 0
     assert strict.status().rejected == {"slo_tbt": 1}
-    assert strict.prefilled(Prefilled("r"), lambda: POOLS, 2.0) is None, "it is not there any more"
-    assert one.prefilled(Prefilled("somebody else"), lambda: POOLS, 2.0) is None
+    assert strict.prefilled(Prefilled("r"), lambda: POOLS, 2.0) is None, "it is no longer known"
+    assert one.prefilled(Prefilled("another"), lambda: POOLS, 2.0) is None
 
 
-def test_without_admission_everybody_is_let_in() -> None:
-    assert judging(admission="none").is_admitting_all and not judging().is_admitting_all
+def test_without_admission_all_requests_are_admitted() -> None:
+    assert lifecycle_with(admission="none").is_admitting_all and not lifecycle_with().is_admitting_all
 
 
-def test_a_refusal_says_what_the_verdict_said() -> None:
-    told = refusal_of("r", AdmissionResult(False, "overload", "too dear", 3.0), SLOW)
-    assert (told.request_id, told.refusal.code, told.retry_after_s) == ("r", "overload", 3.0)
-    assert told.refusal.reason == "too dear"
+def test_a_refusal_carries_the_fields_of_the_result() -> None:
+    refuse = refusal_of("r", AdmissionResult(False, "overload", "too expensive", 3.0), SLOW)
+    assert (refuse.request_id, refuse.refusal.code, refuse.retry_after_s) == ("r", "overload", 3.0)
+    assert refuse.refusal.reason == "too expensive"
 
 
-def test_what_is_asked_about_is_who_held_it_then() -> None:
+def test_prompt_blocks_record_the_holders_at_that_time() -> None:
     index = PrefixIndex()
     keys = [11, 12, 13]
     index.store("computes", keys[:1], Tier.DEVICE)
     index.store("another", keys[:2], Tier.MEMORY)
     index.store("third", keys[:1], Tier.SSD)
-    index.store("pool", keys, Tier.MEMORY, POOL_SCOPE)
+    index.store("pool", keys, Tier.MEMORY, KEY_PREFIX)
     place = Place("r", 48, keys, bare_keys=[1, 2, 3, 4])
-    asked = prompt_blocks_of(place, index.match(keys), index, "computes", 7.0)
-    assert list(asked.tiers) == [1, 0, 0]
-    assert asked.others == {"another": 2}, "the one that had most, not the one that computes"
-    assert len(asked.pools) <= 1 and all(held == 3 for held in asked.pools.values())
+    prompt = prompt_blocks_of(place, index.match(keys), index, "computes", 7.0)
+    assert list(prompt.tiers) == [1, 0, 0]
+    assert prompt.others == {"another": 2}, "the one that had most, not the one that computes"
+    assert len(prompt.pools) <= 1 and all(held == 3 for held in prompt.pools.values())
     empty = prompt_blocks_of(Place("r", 5), index.match([]), index, "computes", 7.0)
     assert not empty.tiers and not empty.others and not empty.pools
     nowhere = prompt_blocks_of(place, index.match(keys), index, "", 7.0)
     assert list(nowhere.tiers) == [0, 0, 0] and nowhere.others == {"another": 2}
 
 
-def test_what_was_weighed_is_named_best_first_and_a_few_of_the_others() -> None:
+def test_candidates_are_listed_best_first_with_a_few_of_the_others() -> None:
     names = ["a", "b", "c"]
     others = [(f"x{number}", "draining") for number in range(20)]
     none = candidates_of(names, None, others)

@@ -1,13 +1,13 @@
-"""Scenarios of the conductor as text: what happens, then what it decided. For operators as much as for tests.
+"""Scenarios of the conductor as text: events, then its decisions. For operators as much as for tests.
 
 ``tests/scenarios/conductor_*.txt`` hold blocks like ::
 
     2 place r1 64 A
       prefill p1 (least to compute: 0 of 64 tokens cached, 0 queued); decode d1 (fewest running: 0)
 
-An instant and a command; below it, indented, the decision and what changed. Probes are answered at once by
-how an instance is (``is p1 dead``: ready, alive or dead). With ``--rewrite``, pytest writes down what the
-conductor decides today.
+An instant and a command; below it, indented, the decision and the changes. Probes are answered at once by an
+instance's condition (``is p1 dead``: ready, alive or dead). With ``--rewrite``, pytest replaces the decisions
+by the conductor's present ones.
 """
 
 from __future__ import annotations
@@ -49,7 +49,7 @@ ANSWERS = {"ready": ProbeOutcome.READY, "alive": ProbeOutcome.ALIVE, "dead": Pro
 
 
 def blocks(prompt: str, num_blocks: int) -> list[BlockKey]:
-    """The first blocks of the endless prompt that a letter stands for."""
+    """The first blocks of the endless prompt that a letter denotes."""
     tokens = [ord(prompt)] * (num_blocks * BLOCK_TOKENS)
     return [short_key(one) for one in block_hashes(tokens, BLOCK_TOKENS, root_hash())]
 
@@ -64,35 +64,35 @@ class Stage:
         self._answers: dict[str, str] = {}
 
     def perform(self, line: str) -> list[str]:
-        when, command, *words = line.split()
-        told = self._let_time_pass(float(when))
+        when, command, *arguments = line.split()
+        lines = self._let_time_pass(float(when))
         if command == "is":
-            self._answers[words[0]] = words[1]
+            self._answers[arguments[0]] = arguments[1]
         elif command == "status":
-            told += [
+            lines += [
                 f"{row.instance} {row.role} {row.health}: {row.num_requests} requests, "
                 f"{row.queued_tokens} tokens queued, {row.num_blocks} blocks"
                 for row in self.conductor.status()
             ]
         elif command == "story":
-            told += self.conductor.story(words[0])
+            lines += self.conductor.story(arguments[0])
         elif command != "wait":
-            told += self._handle(self._event(command, words))
+            lines += self._handle(self._event(command, arguments))
         self.conductor.check()
-        return told
+        return lines
 
     def _let_time_pass(self, until: float) -> list[str]:
         assert until >= self.now, "time goes forward"
-        told: list[str] = []
+        lines: list[str] = []
         while (deadline := self.conductor.deadline()) is not None and deadline <= until:
             self.now = max(self.now, deadline)
-            told += [f"at {self.now:g}: {line}" for line in self._handle(Wake())]
+            lines += [f"at {self.now:g}: {line}" for line in self._handle(Wake())]
         self.now = until
-        return told
+        return lines
 
-    def _event(self, command: str, words: list[str]) -> Event:
-        options = dict(word.split("=") for word in words if "=" in word)
-        names = [word for word in words if "=" not in word]
+    def _event(self, command: str, arguments: list[str]) -> Event:
+        options = dict(word.split("=") for word in arguments if "=" in word)
+        names = [word for word in arguments if "=" not in word]
         first = names[0]
         if command == "add":
             return AddInstance(first, WorkerRole(names[1]))
@@ -118,21 +118,21 @@ class Stage:
         return plain[command](first)
 
     def _handle(self, event: Event | Wake) -> list[str]:
-        told: list[str] = []
+        lines: list[str] = []
         for effect in self.conductor.handle(event, self.now):
             match effect:
                 case Decision():
-                    told.append(effect.reason)
+                    lines.append(effect.reason)
                 case Refuse():
-                    told.append(f"refused, {effect.refusal}; again in {effect.retry_after_s:g} s")
+                    lines.append(f"refused, {effect.refusal}; again in {effect.retry_after_s:g} s")
                 case StateChanged():
-                    told.append(f"{effect.instance}: {effect.before} -> {effect.after} ({effect.reason})")
+                    lines.append(f"{effect.instance}: {effect.before} -> {effect.after} ({effect.reason})")
                 case Watch() | Unwatch():
-                    told.append(f"{type(effect).__name__.lower()} {effect.instance}")
+                    lines.append(f"{type(effect).__name__.lower()} {effect.instance}")
                 case Probe():
                     answer = self._answers.get(effect.instance, "ready")
-                    told += self._handle(Probed(effect.instance, ANSWERS[answer], f"it is {answer}"))
-        return told
+                    lines += self._handle(Probed(effect.instance, ANSWERS[answer], f"it is {answer}"))
+        return lines
 
 
 @pytest.mark.parametrize("path", sorted(FOLDER.glob("conductor_*.txt")), ids=lambda path: path.stem)

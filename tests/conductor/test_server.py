@@ -1,4 +1,4 @@
-"""The conductor among real sockets: probes, events, and a client that outlives it."""
+"""The conductor with real sockets: probes, events, and a client that outlives it."""
 
 from __future__ import annotations
 
@@ -27,7 +27,8 @@ from mooncake.conductor.messages import (
 )
 from mooncake.conductor.server import ConductorServer, ConductorService
 from mooncake.conductor.settings import SchedulingSettings
-from mooncake.inference.kv_events import BlockStored, WorkerKvEventPublisher
+from mooncake.inference.kv_events import WorkerKvEventPublisher
+from mooncake.kv_events.dialects import BlockStored
 from mooncake.prefix import block_hashes, root_hash, short_key
 from mooncake.types import WorkerRole
 
@@ -44,13 +45,13 @@ HASHES = block_hashes(range(64), 16, root_hash())
 
 async def until(condition: Callable[[], Awaitable[bool]]) -> None:
     async with asyncio.timeout(10):
-        while not await condition():  # noqa: ASYNC110 (it asks over sockets)
+        while not await condition():  # noqa: ASYNC110 (the condition is queried over sockets)
             await asyncio.sleep(0.01)
 
 
 @dataclass
 class Worker:
-    """As much of a worker as a conductor talks to."""
+    """The part of a worker that a conductor uses."""
 
     ready_status: int = 200
     block_size: int = 16
@@ -155,7 +156,7 @@ async def test_what_answers_503_is_starting(service: ConductorService, worker: W
 
 
 async def test_block_events_reach_the_decision(service: ConductorService, worker: Worker) -> None:
-    stored = BlockStored(block_hashes=HASHES[:2], parent_block_hash=None, token_ids=[], block_size=16)
+    stored = BlockStored([*HASHES[:2]], None, [], 16, "GPU")
     worker.publisher.publish([stored])
     service.post(AddInstance(worker.address, WorkerRole.PREFILL))
     await until(lambda: is_ready(service, worker.address))
@@ -170,11 +171,11 @@ async def test_block_events_reach_the_decision(service: ConductorService, worker
 
 
 async def test_what_the_store_holds_is_followed(worker: Worker) -> None:
-    """A publisher stands in for the master; ``test_events.py`` follows a real one."""
+    """A publisher stands in for the master; ``events/test_subscriber.py`` follows a real one."""
     source = worker.publisher.source
     assert source is not None
     settings = replace(SETTINGS, pool_events=source.endpoint, pool_events_replay=source.replay_endpoint or "")
-    stored = BlockStored(block_hashes=HASHES[:2], parent_block_hash=None, token_ids=[], block_size=16)
+    stored = BlockStored([*HASHES[:2]], None, [], 16, "GPU")
     worker.publisher.publish([stored])
     service = ConductorService(settings)
     await service.start()
@@ -183,13 +184,13 @@ async def test_what_the_store_holds_is_followed(worker: Worker) -> None:
         return service.core.index.matches([short_key(one) for one in HASHES]) == {POOL: 2}
 
     await until(is_known)
-    assert await service.status() == [], "it is no instance that serves"
+    assert await service.status() == [], "the pool serves no requests"
     await service.close()
 
 
 async def test_blocks_of_another_size_are_not_mixed_in(service: ConductorService, worker: Worker) -> None:
     worker.block_size = 128
-    stored = BlockStored(block_hashes=HASHES[:2], parent_block_hash=None, token_ids=[], block_size=128)
+    stored = BlockStored([*HASHES[:2]], None, [], 128, "GPU")
     worker.publisher.publish([stored])
     service.post(AddInstance(worker.address, WorkerRole.PREFILL))
     await until(lambda: is_ready(service, worker.address))
@@ -230,7 +231,7 @@ async def test_a_client_outlives_its_conductor(worker: Worker) -> None:
     refused = await remote.place(Place("r3", 64, exclude=[worker.address]))
     assert isinstance(refused, Refuse) and refused.refusal.code == "no_instance"
 
-    # A new one knows nobody; the client registers what it knows.
+    # A new conductor knows no instances; the client registers those that it knows.
     async with served(port) as (service, _):
         await until(is_placed_by_conductor)
         assert await health(service, worker.address) == "ready"
@@ -275,14 +276,14 @@ async def test_a_drain_through_the_client_is_remembered(worker: Worker) -> None:
         await remote.close()
 
 
-async def test_the_metrics_page_compares_predictions_with_what_came(service: ConductorService) -> None:
+async def test_the_metrics_page_compares_predictions_with_measurements(service: ConductorService) -> None:
     service.core.predict.accuracy["ttft_s"].add(1.0, 1.2)
     page = metrics.page().decode()
     assert 'mooncake_conductor_prediction_ratio_bucket{le="1.25",quantity="ttft_s"} 1.0' in page
     assert 'mooncake_conductor_prediction_ratio_bucket{le="1.1",quantity="ttft_s"} 0.0' in page
 
 
-async def test_a_refusal_that_nobody_waited_for_is_not_taken_for_another_s() -> None:
+async def test_an_unawaited_refusal_is_not_returned_to_another_caller() -> None:
     """A fact that is only posted may be answered with a refusal, too."""
     service = ConductorService(replace(SETTINGS, admission="baseline", audit_share=0.0))
     try:

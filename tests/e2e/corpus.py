@@ -1,4 +1,4 @@
-"""Prompts of natural text for end-to-end tests, cut from the licence that is in every checkout."""
+"""Prompts of natural text for end-to-end tests, cut from the licence in the repository."""
 
 from __future__ import annotations
 

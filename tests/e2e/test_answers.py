@@ -1,4 +1,4 @@
-"""A question through the whole house, and what survives when every worker is killed."""
+"""Answers of a whole cluster, and the cache that survives when every worker is killed."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ def test_paris_by_two_processes_through_the_pool(cluster: Cluster) -> None:
     decode = {roles[name]["address"] for name in roles if name.startswith("decode")}
     assert headers["x-mooncake-prefill"] in prefill
     assert headers["x-mooncake-decode"] in decode
-    # The decode worker got the prompt's KV from the daemon: it loaded bytes and prefilled one token.
+    # The decode worker loaded the prompt's KV from the daemon and prefilled one token.
     role = next(name for name in roles if roles[name]["address"] == headers["x-mooncake-decode"])
     metrics = cluster.get("/metrics", role).body
     loaded = next(

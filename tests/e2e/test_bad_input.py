@@ -1,4 +1,4 @@
-"""Bad input on every surface: an error that names what is wrong, and nothing else is disturbed."""
+"""Bad input on every interface: the error names what is wrong, and nothing else is affected."""
 
 from __future__ import annotations
 
@@ -62,7 +62,7 @@ def test_a_wrong_admin_key_changes_nothing(cluster: Cluster) -> None:
     assert [entry["instance"] for entry in after] == [entry["instance"] for entry in before]
 
 
-def test_instances_come_and_go_with_the_right_key(cluster: Cluster) -> None:
+def test_instances_are_added_and_removed_with_the_right_key(cluster: Cluster) -> None:
     headers = {"X-API-Key": ADMIN_KEY}
     address = cluster.address("decode-1")
     change = {"type": "decode", "instance": address}

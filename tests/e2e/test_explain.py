@@ -1,4 +1,4 @@
-"""Each cause of a miss is brought about on a live cluster and named by ``explain``; so is every rejection.
+"""Each cause of a miss is produced on a live cluster and named by ``explain``; so is every rejection.
 
 One cluster with two small prefill caches and a small pool serves all tests of this module; each uses prompts
 of its own.
@@ -30,7 +30,7 @@ _starts = itertools.count(1000, 400)
 
 @pytest.fixture(scope="module")
 def small() -> Iterator[Cluster]:
-    """28 blocks of 32 tokens fit a worker, about as many the pool."""
+    """A cluster whose workers each have room for 28 blocks of 32 tokens, and the pool for about as many."""
     flags = ("--prefill", "2", "--decode", "1", "--kv-cache-size", "40MiB", "--pool-size", "48MiB")
     settings = {
         "MOONCAKE_CONDUCTOR_ADMISSION": "early",
@@ -39,7 +39,7 @@ def small() -> Iterator[Cluster]:
     }
     with running_cluster(*flags, environment=settings) as cluster:
         cluster.wait_until_routable()
-        # Nobody is rejected before something was measured: some prompts, and some steps.
+        # Nothing is rejected before prompts and steps were measured: make some.
         for _ in range(10):
             assert cluster.complete(fresh(200), 4, min_tokens=4).status == 200
         yield cluster
@@ -52,7 +52,7 @@ def cluster(small: Cluster) -> Cluster:
 
 
 def fresh(num_tokens: int = 128) -> list[int]:
-    """A prompt that nobody has asked before."""
+    """A prompt that was never sent before."""
     first = next(_starts)
     return [first + number % 397 for number in range(num_tokens)]
 
@@ -70,14 +70,14 @@ def explained(cluster: Cluster, name: str) -> dict[str, Any]:
 
 
 def ask(cluster: Cluster, prompt: list[int], **more: Any) -> dict[str, Any]:
-    """Its explanation, once it is answered."""
+    """Send a prompt; the explanation once it is answered."""
     answer = cluster.complete(prompt, 2, min_tokens=2, **more)
     assert answer.status == 200, answer.body
     return explained(cluster, answer.body["id"])
 
 
 def verdicts(found: dict[str, Any]) -> dict[str, int]:
-    """Verdict -> blocks."""
+    """Number of blocks by verdict."""
     counts: dict[str, int] = {}
     for row in found["blocks"]:
         counts[row["verdict"]] = counts.get(row["verdict"], 0) + row["num"]
@@ -120,7 +120,7 @@ def test_another_salt(cluster: Cluster) -> None:
 
 
 def test_another_digest(cluster: Cluster) -> None:
-    """Somebody else's pool objects for the same tokens, by other weights."""
+    """The pool has objects for the same tokens by other weights."""
     prompt = fresh()
     transfer = TransferEngine(TransferSettings(listen_host="127.0.0.1"))
     store = Store(cluster.address("master"), transfer, StoreSettings())
@@ -141,7 +141,7 @@ def _if_other_digest(cluster: Cluster, prompt: list[int]) -> dict[str, Any]:
 
 
 def test_still_being_written(cluster: Cluster) -> None:
-    """Two at once for one long prompt: the second comes while the first is computed."""
+    """Two requests for one long prompt: the second comes while the first is computed."""
     prompt = fresh(600)
     answers: list[Answer] = []
     threads = [
@@ -183,14 +183,14 @@ def test_lost_with_its_instance(cluster: Cluster) -> None:
         cluster.wait_until_restarted(role, pid)
     cluster.wait_until_routable()
     answers = [ask(cluster, prompt) for prompt in prompts]
-    # Until the store's event has come in, the pool is believed to have them still.
+    # Until the store's event has arrived, the pool is still believed to have them.
     known = [found for found in answers if "elsewhere" not in verdicts(found)]
     assert known
     for found in known:
         assert verdicts(found).keys() <= {"lost", "restarted"}, found["blocks"]
 
 
-def test_every_rejection_says_why_and_when_to_come_back(cluster: Cluster) -> None:
+def test_every_rejection_names_the_reason_and_the_time_to_retry(cluster: Cluster) -> None:
     body = {"model": "smollm2", "prompt": fresh(600), "max_tokens": 2}
     answer = cluster.post("/v1/completions", body, {"x-slo-ttft-ms": "1"})
     assert answer.status == 429, answer.body
@@ -212,6 +212,6 @@ def test_the_command_shows_it(cluster: Cluster) -> None:
     as_json = subprocess.run([*command, "--json"], capture_output=True, text=True, timeout=60, check=True)
     assert json.loads(as_json.stdout)["id"] == answer.body["id"]
     unknown = subprocess.run(
-        [*command[:4], "cmpl-nobody", *command[5:]], capture_output=True, text=True, timeout=60, check=False
+        [*command[:4], "cmpl-unknown", *command[5:]], capture_output=True, text=True, timeout=60, check=False
     )
-    assert unknown.returncode == 2 and "cmpl-nobody" in unknown.stderr
+    assert unknown.returncode == 2 and "cmpl-unknown" in unknown.stderr

@@ -1,7 +1,7 @@
-"""Fake engines, 2P+2D, behind a gateway process: by each protocol they speak, and as they are killed.
+"""Fake engines, 2P+2D, behind a gateway process: with each of their protocols, and while they are killed.
 
-An engine that has no store and no gateway tells the truth. One of each side is slow, so that there is time to
-kill it in the middle of its work.
+An engine without store and gateway gives the reference answers. One of each side is slow, so that there is
+time to kill it in the middle of its work.
 """
 
 from __future__ import annotations
@@ -27,12 +27,12 @@ PATH = "/v1/completions"
 PATIENCE_S = 120.0
 SLOW = ("--prefill-token-s", "0.02", "--decode-token-s", "0.2")
 NUM_TOKENS = 48
-"""Of an answer: so many that a slow engine takes ten seconds."""
+"""Tokens of an answer: enough that a slow engine takes ten seconds."""
 
 
 @dataclass
 class Steady:
-    """What outlives the tests: the store, an engine of each side, and the one that is asked for the truth."""
+    """Processes that outlive single tests: the store, an engine of each side, and the reference engine."""
 
     folder: Path
     start: Callable[..., Program]
@@ -41,13 +41,13 @@ class Steady:
     decode: Program
     truth: Program
 
-    def engine(self, role: str, *words: str) -> Program:
-        return self.start("dev", "fake-engine", "--role", role, "--master", self.store.address, *words)
+    def engine(self, role: str, *arguments: str) -> Program:
+        return self.start("dev", "fake-engine", "--role", role, "--master", self.store.address, *arguments)
 
 
 @dataclass
-class House:
-    """A gateway, its engines that will die, and a client."""
+class Stack:
+    """A gateway, its engines that will be killed, and a client."""
 
     gateway: Program
     prefill: Program
@@ -74,17 +74,17 @@ class House:
 class Stream:
     """A streamed answer, read by a task; ``begun`` is set when its first event is there."""
 
-    def __init__(self, house: House, prompt: list[int]) -> None:
+    def __init__(self, stack: Stack, prompt: list[int]) -> None:
         self.prompt = prompt
         self.decode = self.text = ""
         self.error: dict[str, Any] | None = None
         self.is_done = False
         self.begun = asyncio.Event()
-        self.task = asyncio.create_task(self._read(house))
+        self.task = asyncio.create_task(self._read(stack))
 
-    async def _read(self, house: House) -> None:
+    async def _read(self, stack: Stack) -> None:
         body = {"prompt": self.prompt, "max_tokens": NUM_TOKENS, "stream": True}
-        async with house.http.post(house.gateway.url + PATH, json=body) as answer:
+        async with stack.http.post(stack.gateway.url + PATH, json=body) as answer:
             assert answer.status == 200, await answer.text()
             self.decode = answer.headers["x-mooncake-decode"]
             async for line in answer.content:
@@ -113,7 +113,7 @@ def steady(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Steady]:
 
 
 @pytest.mark.parametrize("protocol", ["workers", "pool", "sequential", "push"])
-async def test_answers_are_a_lone_engines_whoever_dies(steady: Steady, protocol: str) -> None:
+async def test_answers_equal_a_single_engine_s_whichever_process_dies(steady: Steady, protocol: str) -> None:
     prefill, decode = steady.engine("prefill", *SLOW), steady.engine("decode", *SLOW)
     gateway = steady.start(
         *("gateway", "--model", str(steady.folder), "--served-model-name", "fake", "--protocol", protocol),
@@ -122,58 +122,58 @@ async def test_answers_are_a_lone_engines_whoever_dies(steady: Steady, protocol:
         *("--scheduling", "round_robin", "--probe-interval-s", "0.2", "--admin-api-key", ADMIN_KEY),
     )
     async with aiohttp.ClientSession(timeout=aiohttp.ClientTimeout(total=2 * PATIENCE_S)) as http:
-        house = House(gateway, prefill, decode, steady.truth, http)
+        stack = Stack(gateway, prefill, decode, steady.truth, http)
 
         def all_ready(status: Any) -> bool:
             return [row["health"] for row in status["instances"]] == ["ready"] * 4
 
-        await house.until(all_ready, f"{gateway.url}/status")
-        await _equal(house, [_prompt(protocol, number) for number in range(4)])
-        await _a_prefill_dies(house, [_prompt(protocol, number, 500) for number in range(4, 8)])
-        await _a_decode_dies(house, [_prompt(protocol, number) for number in range(8, 12)], protocol)
-        await _equal(house, [_prompt(protocol, number) for number in range(12, 14)])
+        await stack.until(all_ready, f"{gateway.url}/status")
+        await _equal(stack, [_prompt(protocol, number) for number in range(4)])
+        await _a_prefill_dies(stack, [_prompt(protocol, number, 500) for number in range(4, 8)])
+        await _a_decode_dies(stack, [_prompt(protocol, number) for number in range(8, 12)], protocol)
+        await _equal(stack, [_prompt(protocol, number) for number in range(12, 14)])
 
 
 def _prompt(protocol: str, number: int, num_tokens: int = 40) -> list[int]:
-    """Token ids, which every tokenizer leaves alone."""
+    """A prompt of token ids, which need no tokenizer."""
     random = Random(f"{protocol} {number}")
     return [random.randrange(256) for _ in range(num_tokens)]
 
 
-async def _equal(house: House, prompts: list[list[int]]) -> None:
-    truth = await asyncio.gather(*(house.ask(house.truth, prompt) for prompt in prompts))
+async def _equal(stack: Stack, prompts: list[list[int]]) -> None:
+    truth = await asyncio.gather(*(stack.ask(stack.truth, prompt) for prompt in prompts))
     for _ in range(2):
-        found = await asyncio.gather(*(house.ask(house.gateway, prompt) for prompt in prompts))
+        found = await asyncio.gather(*(stack.ask(stack.gateway, prompt) for prompt in prompts))
         assert found == truth
 
 
-async def _a_prefill_dies(house: House, prompts: list[list[int]]) -> None:
-    """Nothing has reached a client: nobody notices."""
-    truth = await asyncio.gather(*(house.ask(house.truth, prompt) for prompt in prompts))
-    asking = asyncio.gather(*(house.ask(house.gateway, prompt) for prompt in prompts))
-    await house.until(
-        lambda health: health["num_running"] > 0 or asking.done(), f"{house.prefill.url}/health"
+async def _a_prefill_dies(stack: Stack, prompts: list[list[int]]) -> None:
+    """Kill a prefill: nothing has reached a client, so the retry is hidden."""
+    truth = await asyncio.gather(*(stack.ask(stack.truth, prompt) for prompt in prompts))
+    asking = asyncio.gather(*(stack.ask(stack.gateway, prompt) for prompt in prompts))
+    await stack.until(
+        lambda health: health["num_running"] > 0 or asking.done(), f"{stack.prefill.url}/health"
     )
-    house.prefill.process.kill()
+    stack.prefill.process.kill()
     assert await asking == truth
 
 
-async def _a_decode_dies(house: House, prompts: list[list[int]], protocol: str) -> None:
-    """Who waits for a whole answer does not notice. A stream goes on elsewhere, or says that it broke."""
-    truth = [await house.ask(house.truth, prompt, NUM_TOKENS) for prompt in prompts]
+async def _a_decode_dies(stack: Stack, prompts: list[list[int]], protocol: str) -> None:
+    """Kill a decode: unstreamed answers are retried. A stream continues elsewhere, or reports the failure."""
+    truth = [await stack.ask(stack.truth, prompt, NUM_TOKENS) for prompt in prompts]
     streams: list[Stream] = []
     cut: list[Stream] = []
     async with asyncio.timeout(PATIENCE_S):
         while not cut:
-            streams += [Stream(house, prompt) for prompt in prompts]
+            streams += [Stream(stack, prompt) for prompt in prompts]
             for stream in streams:
                 await stream.begun.wait()
-            cut = [stream for stream in streams if stream.decode == house.decode.address]
-    asking = asyncio.gather(*(house.ask(house.gateway, prompt, NUM_TOKENS) for prompt in prompts))
-    await house.until(
-        lambda health: health["num_running"] > len(cut) or asking.done(), f"{house.decode.url}/health"
+            cut = [stream for stream in streams if stream.decode == stack.decode.address]
+    asking = asyncio.gather(*(stack.ask(stack.gateway, prompt, NUM_TOKENS) for prompt in prompts))
+    await stack.until(
+        lambda health: health["num_running"] > len(cut) or asking.done(), f"{stack.decode.url}/health"
     )
-    house.decode.process.kill()
+    stack.decode.process.kill()
     assert await asking == truth
     await asyncio.gather(*(stream.task for stream in streams))
     for number, stream in enumerate(streams):

@@ -1,4 +1,4 @@
-"""Greedy float32 output equals ``transformers``' token by token, whichever way it was made."""
+"""Greedy float32 output equals ``transformers``' token by token, however it was computed."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A gateway over worker doubles: every test talks to it by HTTP."""
+"""A gateway with worker doubles; tests use it over HTTP."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ ADMIN_KEY = "correct-horse"
 
 
 @dataclass
-class House:
+class Stack:
     """A running gateway with its workers and a client."""
 
     gateway: Gateway
@@ -42,7 +42,7 @@ class House:
             return response.status, await response.json(), found
 
     async def get(self, path: str, headers: dict[str, str] | None = None) -> tuple[int, Any]:
-        """As an operator asks, unless ``headers`` are given."""
+        """Get with an operator's key, unless ``headers`` are given."""
         headers = {"X-API-Key": ADMIN_KEY} if headers is None else headers
         async with self.session.get(self.url + path, headers=headers) as response:
             return response.status, await response.json()
@@ -73,13 +73,13 @@ class House:
         return {row.instance: row.health for row in await self.gateway.scheduling.status()}
 
     async def until(self, condition: Callable[[dict[str, str]], bool]) -> None:
-        """Wait until the instances' health is as wanted."""
+        """Wait until the instances' health fulfils ``condition``."""
         async with asyncio.timeout(10):
-            while not condition(await self.health()):  # noqa: ASYNC110 (it may be asked of another process)
+            while not condition(await self.health()):  # noqa: ASYNC110 (the state is in another process)
                 await asyncio.sleep(0.01)
 
 
-HouseT = TypeVar("HouseT", bound=House)
+StackT = TypeVar("StackT", bound=Stack)
 
 
 @dataclass
@@ -114,9 +114,9 @@ def tokenizer(tmp_path_factory: pytest.TempPathFactory) -> Tokenizer:
 
 @contextlib.asynccontextmanager
 async def opened(
-    kind: type[HouseT], prefill: Sequence[Any], decode: Sequence[Any], tokenizer: Any, /, **settings: Any
-) -> AsyncIterator[HouseT]:
-    """A house whose instances, which run already, are all ready; nothing is left behind in it."""
+    kind: type[StackT], prefill: Sequence[Any], decode: Sequence[Any], tokenizer: Any, /, **settings: Any
+) -> AsyncIterator[StackT]:
+    """A gateway whose running instances are all ready; checks that no answers are left in progress."""
     fields: dict[str, Any] = {
         "model": "/somewhere/tiny",
         "prefill": tuple(one.address for one in prefill),
@@ -132,11 +132,11 @@ async def opened(
     server = HttpServer(create_app(gateway), listen("127.0.0.1", 0), grace_s=1.0)
     await server.start()
     async with aiohttp.ClientSession(timeout=aiohttp.ClientTimeout(total=20)) as session:
-        house = kind(gateway, [*prefill], [*decode], f"http://127.0.0.1:{server.port}", session)
+        stack = kind(gateway, [*prefill], [*decode], f"http://127.0.0.1:{server.port}", session)
         num_instances = len(prefill) + len(decode)
         try:
-            await house.until(lambda health: [*health.values()] == ["ready"] * num_instances)
-            yield house
+            await stack.until(lambda health: [*health.values()] == ["ready"] * num_instances)
+            yield stack
             async with asyncio.timeout(5):  # whatever the test did
                 while gateway.limiter.num_in_flight:  # noqa: ASYNC110
                     await asyncio.sleep(0.01)
@@ -151,16 +151,16 @@ async def opened(
 @contextlib.asynccontextmanager
 async def running(
     tokenizer: Tokenizer, num_prefill: int = 1, num_decode: int = 2, **settings: Any
-) -> AsyncIterator[House]:
-    """A house of worker doubles."""
+) -> AsyncIterator[Stack]:
+    """A gateway with worker doubles."""
     async with (
         doubles(num_prefill, num_decode) as (prefill, decode),
-        opened(House, prefill, decode, tokenizer, **settings) as house,
+        opened(Stack, prefill, decode, tokenizer, **settings) as stack,
     ):
-        yield house
+        yield stack
 
 
 @pytest.fixture
-async def house(tokenizer: Tokenizer) -> AsyncIterator[House]:
-    async with running(tokenizer) as house:
-        yield house
+async def stack(tokenizer: Tokenizer) -> AsyncIterator[Stack]:
+    async with running(tokenizer) as stack:
+        yield stack

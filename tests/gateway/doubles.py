@@ -1,6 +1,7 @@
 """A worker that keeps the HTTP contract and computes nothing: the next token is a function of all before it.
 
-It is a real HTTP server, so that what a test does to it (kill, stall, refuse) is what a process would suffer.
+It is a real HTTP server, so that faults that a test injects (kill, stall, refuse) look like those of a
+process.
 """
 
 from __future__ import annotations
@@ -21,7 +22,7 @@ BLOCK_TOKENS = 4
 
 
 def next_token(token_ids: Sequence[int], seed: int = 0) -> int:
-    # Never one of the first ten, which the tokenizer keeps for its own.
+    # Never one of the first ten, which are the tokenizer's special tokens.
     return 10 + (sum(token_ids) * 31 + len(token_ids) * 7 + seed) % (VOCABULARY - 10)
 
 
@@ -30,7 +31,7 @@ def text_of(token_id: int) -> str:
 
 
 def answer_ids(prompt: Sequence[int], num_tokens: int, seed: int = 0) -> list[int]:
-    """What every worker answers to ``prompt``."""
+    """Every worker's answer to ``prompt``."""
     ids = list(prompt)
     for _ in range(num_tokens):
         ids.append(next_token(ids, seed))
@@ -43,25 +44,25 @@ def answer_text(prompt: Sequence[int], num_tokens: int, seed: int = 0) -> str:
 
 @dataclass
 class WorkerDouble:
-    """Set the fields to make it misbehave; read ``calls`` to see what it was asked."""
+    """A worker double. Set the fields to inject faults; read ``calls`` for its requests."""
 
     pool: dict[tuple[int, ...], None] = field(default_factory=dict)
     "Prefixes whose KV some worker stored; share it between doubles."
 
     die_after: int | None = None
-    "Cut the connection after so many tokens of an answer (0: at once), once."
+    "Cut the connection after this many tokens of an answer (0: at once), once."
 
     stall_after: int | None = None
-    "Say nothing more after so many tokens of an answer, for ever."
+    "Send nothing more after this many tokens of an answer."
 
     abort_after: int | None = None
-    "End the stream with finish_reason abort after so many tokens, once."
+    "End the stream with finish_reason abort after this many tokens, once."
 
     refuse: tuple[int, dict[str, Any]] | None = None
     "Answer every completion with this status and error."
 
     measured: dict[str, Any] | None = None
-    "What it says of how its prompts were computed."
+    "Measurements that it reports of its prompts."
 
     token_pause_s: float = 0.0
     is_ready: bool = True
@@ -87,7 +88,7 @@ class WorkerDouble:
         return int(self.address.rpartition(":")[2] or 0)
 
     async def stop(self) -> None:
-        """As if the process was killed; ``start`` brings it back at the same address."""
+        """Stop as if the process was killed; ``start`` brings it back at the same address."""
         if self._runner is not None:
             await self._runner.cleanup()
             self._runner = None
@@ -230,8 +231,10 @@ def save_tokenizer(folder: Path) -> None:
     from tokenizers.pre_tokenizers import WhitespaceSplit
 
     special = ["<unk>", "<s>", "</s>", "<user>", "<assistant>", "<system>", "s6", "s7", "s8", "s9"]
-    words = [*special, *(f"w{number}" for number in range(10, VOCABULARY))]
-    tokenizer = Tokenizer(WordLevel({word: number for number, word in enumerate(words)}, unk_token="<unk>"))
+    vocabulary = [*special, *(f"w{number}" for number in range(10, VOCABULARY))]
+    tokenizer = Tokenizer(
+        WordLevel({word: number for number, word in enumerate(vocabulary)}, unk_token="<unk>")
+    )
     tokenizer.pre_tokenizer = WhitespaceSplit()
     tokenizer.save(str(folder / "tokenizer.json"))
     template = (

@@ -1,8 +1,8 @@
-"""An engine of others, as a gateway sees one: the OpenAI API with ``kv_transfer_params``, and no model.
+"""A third-party engine as a gateway sees it: the OpenAI API with ``kv_transfer_params``, and no model.
 
-The next token is a function of all before it. Its KV is the prompt's tokens, and a decode only skips
-computing what it has really been handed: by a store that engines share, by what a prefill answered, or by a
-push to a decode that is there at the same time. What the gateway gets wrong shows as tokens computed twice.
+The next token is a function of all before it. Its KV is the prompt's tokens, and a decode skips computing
+only the KV that it received: from a store that engines share, by the parameters in a prefill's answer, or by
+a push to a concurrent decode. Errors of the gateway show as tokens computed twice.
 """
 
 from __future__ import annotations
@@ -17,11 +17,11 @@ from typing import Any
 
 from aiohttp import web
 
-from tests.gateway.conftest import House, opened
+from tests.gateway.conftest import Stack, opened
 from tests.gateway.doubles import next_token, text_of
 
 BLOCK = 4
-PUSH_PATIENCE_S = 5.0
+PUSH_TIMEOUT_S = 5.0
 
 
 def words_to_ids(text: str) -> list[int]:
@@ -30,7 +30,7 @@ def words_to_ids(text: str) -> list[int]:
 
 @dataclass
 class Wire:
-    """What moves KV between engines: the shared store, the blocks kept for a reader, the pushes."""
+    """The means of moving KV between engines: the shared store, the blocks kept for a reader, the pushes."""
 
     store: dict[tuple[int, ...], None] = field(default_factory=dict)
     kept: dict[str, tuple[int, ...]] = field(default_factory=dict)
@@ -53,17 +53,17 @@ class Engine:
 
     refuse: tuple[int, Any] | None = None
     die_after: int | None = None
-    "Cut the connection after so many tokens, once."
+    "Cut the connection after this many tokens, once."
     fail_load: bool = False
     "End a stream, once, with an error before its first token, as vLLM does when KV can't be loaded."
     give_up: tuple[int, str] | None = None
-    "After so many tokens say so, once, and end the stream as if all was well: 'error', or 'abort'."
+    "After this many tokens report 'error' or 'abort', once, and end the stream normally."
     stall: asyncio.Event | None = None
-    "Answers nothing before it is set."
+    "No answer is sent before it is set."
     hold: asyncio.Event | None = None
-    "A prefill has handed its KV over, and answers when it is set."
+    "A prefill that has transferred its KV answers when this is set."
     gate: asyncio.Event | None = None
-    "Held after the first token until it is set."
+    "Answers pause after the first token until it is set."
     has_token_details: bool = True
 
     local: dict[tuple[int, ...], None] = field(default_factory=dict)
@@ -71,7 +71,7 @@ class Engine:
     paths: list[str] = field(default_factory=list)
     headers: list[dict[str, str]] = field(default_factory=list)
     num_computed: list[int] = field(default_factory=list)
-    "Prompt tokens that each call computed."
+    "Number of prompt tokens that each call computed."
     num_tokenized: int = 0
     num_cancelled: int = 0
     address: str = ""
@@ -187,17 +187,17 @@ class Engine:
         return web.json_response(whole)
 
     async def _load(self, ids: list[int], params: dict[str, Any]) -> int:
-        """Returns the tokens that need not be computed, as engines count them."""
+        """Load KV. Returns the tokens that need not be computed, as engines count them."""
         known = [end for end in range(len(ids) + 1) if tuple(ids[:end]) in (self.local | self.wire.store)]
         cached = max(known, default=0)
         if params.get("do_remote_prefill"):
             if "transfer_id" in params:
                 self.wire.waiting[params["transfer_id"]] = params.get("remote_engine_id") or ""
-                async with asyncio.timeout(PUSH_PATIENCE_S):
+                async with asyncio.timeout(PUSH_TIMEOUT_S):
                     received = await self.wire.push(params["transfer_id"])
             else:
                 received = self.wire.kept.pop(params["remote_block_ids"][0])
-            assert received == tuple(ids), "somebody else's blocks"
+            assert received == tuple(ids), "another prompt's blocks"
             cached = len(ids) - 1
         self.num_computed.append(len(ids) - cached)
         return cached
@@ -239,8 +239,8 @@ class Engine:
             if self.give_up is not None and self.give_up[0] == number:
                 (_, how), self.give_up = self.give_up, None
                 end = {"index": 0, "finish_reason": "abort", **self._part("messages" in body, "delta", "")}
-                told = {"choices": [end]} if how == "abort" else {"error": {"message": "boom"}}
-                await self._event(response, {**self._frame(body), **told})
+                ending = {"choices": [end]} if how == "abort" else {"error": {"message": "boom"}}
+                await self._event(response, {**self._frame(body), **ending})
                 break
             part = self._part("messages" in body, "delta", text_of(token))
             choice = {"index": 0, "finish_reason": finish, **part, "of_this_engine": {"only": number}}
@@ -271,8 +271,8 @@ class Engine:
 
 
 @dataclass
-class Front(House):
-    """A gateway in front of engines."""
+class Front(Stack):
+    """A gateway with third-party engines."""
 
     prefill: list[Engine]  # type: ignore[assignment]
     decode: list[Engine]  # type: ignore[assignment]
@@ -286,7 +286,7 @@ class Front(House):
 async def fronting(
     num_prefill: int = 1, num_decode: int = 1, tokenizer: Any = None, engine: Any = None, **settings: Any
 ) -> AsyncIterator[Front]:
-    """A gateway whose engines are all ready. ``engine``: fields of each of them."""
+    """A gateway whose engines are all ready. ``engine``: fields of each engine."""
     wire = Wire()
     engines = [Engine(wire, **(engine or {})) for _ in range(num_prefill + num_decode)]
     for one in engines:

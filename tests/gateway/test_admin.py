@@ -1,4 +1,4 @@
-"""Instances come and go with the right key, and nothing happens without it."""
+"""Instances are added and removed with the right key, and nothing changes without it."""
 
 from __future__ import annotations
 
@@ -14,58 +14,58 @@ from mooncake.http.server import HttpServer, listen
 from mooncake.inference.tokenizer import Tokenizer
 from mooncake.security import Identity, SecuritySettings
 from mooncake.security.keys import format_secret
-from tests.gateway.conftest import ADMIN_KEY, House, running
+from tests.gateway.conftest import ADMIN_KEY, Stack, running
 
 KEY = {"X-API-Key": ADMIN_KEY}
 
 
-async def instances(house: House) -> dict[str, str]:
-    _, status = await house.get("/status")
+async def instances(stack: Stack) -> dict[str, str]:
+    _, status = await stack.get("/status")
     return {row["instance"]: row["role"] for row in status["instances"]}
 
 
-async def test_an_instance_leaves_and_comes_back(house: House) -> None:
-    change = {"type": "decode", "instance": house.decode[0].address}
-    status, answer, _ = await house.post("/instances/remove", change, KEY)
+async def test_an_instance_leaves_and_comes_back(stack: Stack) -> None:
+    change = {"type": "decode", "instance": stack.decode[0].address}
+    status, answer, _ = await stack.post("/instances/remove", change, KEY)
     assert (status, answer["status"]) == (200, "removed")
-    assert house.decode[0].address not in await instances(house)
+    assert stack.decode[0].address not in await instances(stack)
     for _ in range(3):
-        await house.complete([20, 21])
-    assert not house.decode[0].calls
-    status, answer, _ = await house.post("/instances/add", change, KEY)
+        await stack.complete([20, 21])
+    assert not stack.decode[0].calls
+    status, answer, _ = await stack.post("/instances/add", change, KEY)
     assert (status, answer["status"]) == (200, "added")
-    await house.until(lambda health: health.get(house.decode[0].address) == "ready")
+    await stack.until(lambda health: health.get(stack.decode[0].address) == "ready")
     for _ in range(2):
-        await house.complete([20, 21])
-    assert house.decode[0].calls
+        await stack.complete([20, 21])
+    assert stack.decode[0].calls
 
 
-async def test_draining_ends_with_leaving(house: House) -> None:
-    change = {"type": "decode", "instance": house.decode[0].address}
-    status, _, _ = await house.post("/instances/drain", change, KEY)
+async def test_draining_ends_with_leaving(stack: Stack) -> None:
+    change = {"type": "decode", "instance": stack.decode[0].address}
+    status, _, _ = await stack.post("/instances/drain", change, KEY)
     assert status == 200
-    assert house.decode[0].address not in await instances(house)
+    assert stack.decode[0].address not in await instances(stack)
 
 
 @pytest.mark.parametrize("headers", [{}, {"X-API-Key": "wrong"}, {"X-API-Key": ""}])
 @pytest.mark.parametrize("action", ["add", "remove", "drain"])
-async def test_without_the_key_nothing_changes(house: House, action: str, headers: dict[str, str]) -> None:
-    before = await instances(house)
-    for address in ("127.0.0.1:9", house.decode[0].address):
+async def test_without_the_key_nothing_changes(stack: Stack, action: str, headers: dict[str, str]) -> None:
+    before = await instances(stack)
+    for address in ("127.0.0.1:9", stack.decode[0].address):
         body = {"type": "decode", "instance": address}
-        status, answer, _ = await house.post(f"/instances/{action}", body, headers)
+        status, answer, _ = await stack.post(f"/instances/{action}", body, headers)
         assert (status, answer["error"]["code"]) == (401, "invalid_api_key")
-    assert await instances(house) == before
+    assert await instances(stack) == before
 
 
 async def test_without_a_key_set_it_says_how_to_set_one(tokenizer: Tokenizer) -> None:
-    async with running(tokenizer, admin_api_key="") as house:
+    async with running(tokenizer, admin_api_key="") as stack:
         body = {"type": "decode", "instance": "127.0.0.1:9"}
         for headers in ({}, {"X-API-Key": ""}, KEY):
-            status, answer, _ = await house.post("/instances/add", body, headers)
+            status, answer, _ = await stack.post("/instances/add", body, headers)
             assert status == 403
             assert "ADMIN_API_KEY" in answer["error"]["message"]
-        assert len(await house.health()) == 3
+        assert len(await stack.health()) == 3
 
 
 @pytest.mark.parametrize(
@@ -82,100 +82,102 @@ async def test_without_a_key_set_it_says_how_to_set_one(tokenizer: Tokenizer) ->
     ],
 )
 async def test_a_wrong_change_names_the_field(
-    house: House, body: Any, status: int, param: str | None
+    stack: Stack, body: Any, status: int, param: str | None
 ) -> None:
-    found, answer, _ = await house.post("/instances/add", body, KEY)
+    found, answer, _ = await stack.post("/instances/add", body, KEY)
     assert (found, answer["error"]["param"]) == (status, param)
-    assert len(await instances(house)) == 3
+    assert len(await instances(stack)) == 3
 
 
-async def test_removing_what_is_not_there_is_a_404(house: House) -> None:
+async def test_removing_what_is_not_there_is_a_404(stack: Stack) -> None:
     for body in (
         {"type": "decode", "instance": "127.0.0.1:9"},
-        {"type": "prefill", "instance": house.decode[0].address},
+        {"type": "prefill", "instance": stack.decode[0].address},
     ):
-        status, answer, _ = await house.post("/instances/remove", body, KEY)
+        status, answer, _ = await stack.post("/instances/remove", body, KEY)
         assert (status, answer["error"]["code"]) == (404, "no_such_instance")
 
 
-async def test_status_tells_who_serves(house: House) -> None:
-    await house.complete([20, 21])
-    _, status = await house.get("/status")
-    assert status["prefill_nodes"] == [house.prefill[0].address]
+async def test_status_lists_the_instances(stack: Stack) -> None:
+    await stack.complete([20, 21])
+    _, status = await stack.get("/status")
+    assert status["prefill_nodes"] == [stack.prefill[0].address]
     assert status["decode_node_count"] == 2
     assert (status["model"], status["conductor"], status["degraded"]) == ("tiny", "inside this gateway", "")
     [prefill] = [row for row in status["instances"] if row["role"] == "prefill"]
     assert (prefill["health"], prefill["num_placed"]) == ("ready", 1)
 
 
-async def test_the_story_says_why(house: House) -> None:
-    answer = await house.complete([20, 21])
-    _, told = await house.get(f"/story/{answer['id']}")
-    assert any("its turn" in line for line in told["story"])
-    _, told = await house.get(f"/story/{house.decode[0].address}")
-    assert any("is ready" in line for line in told["story"])
+async def test_the_story_says_why(stack: Stack) -> None:
+    answer = await stack.complete([20, 21])
+    _, found = await stack.get(f"/story/{answer['id']}")
+    assert any("its turn" in line for line in found["story"])
+    _, found = await stack.get(f"/story/{stack.decode[0].address}")
+    assert any("is ready" in line for line in found["story"])
 
 
-async def test_health_ready_and_version(house: House) -> None:
+async def test_health_ready_and_version(stack: Stack) -> None:
     for path in ("/health", "/ready", "/version"):
-        status, _ = await house.get(path)
+        status, _ = await stack.get(path)
         assert status == 200
 
 
-# --- what strangers learn
+# --- unauthenticated clients
 
 
 @pytest.mark.parametrize("headers", [{}, {"X-API-Key": "wrong"}, {"Authorization": "Bearer wrong"}])
-async def test_strangers_learn_neither_instances_nor_answers(house: House, headers: dict[str, str]) -> None:
-    answer = await house.complete([20, 21])
-    addresses = [one.address for one in (*house.prefill, *house.decode)]
+async def test_unauthenticated_clients_see_neither_instances_nor_answers(
+    stack: Stack, headers: dict[str, str]
+) -> None:
+    answer = await stack.complete([20, 21])
+    addresses = [one.address for one in (*stack.prefill, *stack.decode)]
     for path in ("/status", "/story/" + addresses[0], "/story/" + answer["id"], "/metrics", "/ready"):
-        async with house.session.get(house.url + path, headers=headers) as response:
+        async with stack.session.get(stack.url + path, headers=headers) as response:
             text = await response.text()
             assert response.status == (200 if path in ("/status", "/ready") else 401), path
         assert not any(address in text for address in addresses) and answer["id"] not in text, path
-    _, status = await house.get("/status", headers)
+    _, status = await stack.get("/status", headers)
     assert status == {"model": "tiny", "degraded": "", "prefill_node_count": 1, "decode_node_count": 2}
 
 
-async def test_operators_learn_all_at_a_port_of_their_own(house: House) -> None:
-    answer = await house.complete([20, 21])
-    desk = HttpServer(create_operator_app(house.gateway), listen("127.0.0.1", 0))
-    await desk.start()
-    url = f"http://127.0.0.1:{desk.port}"
+async def test_operators_see_everything_at_their_port(stack: Stack) -> None:
+    answer = await stack.complete([20, 21])
+    server = HttpServer(create_operator_app(stack.gateway), listen("127.0.0.1", 0))
+    await server.start()
+    url = f"http://127.0.0.1:{server.port}"
     try:
         for path in ("/metrics", "/status", f"/story/{answer['id']}", f"/v1/requests/{answer['id']}/explain"):
-            async with house.session.get(url + path) as response:
+            async with stack.session.get(url + path) as response:
                 assert response.status == 200, path
-        async with house.session.get(url + "/status") as response:
+        async with stack.session.get(url + "/status") as response:
             assert len((await response.json())["instances"]) == 3
-        async with house.session.post(url + "/v1/completions", json={"prompt": "w20"}) as response:
+        async with stack.session.post(url + "/v1/completions", json={"prompt": "w20"}) as response:
             assert response.status == 404, "it serves no clients"
-        change = {"type": "decode", "instance": house.decode[0].address}
-        async with house.session.post(url + "/instances/remove", json=change) as response:
-            assert response.status == 401, "who sees may not change"
+        change = {"type": "decode", "instance": stack.decode[0].address}
+        async with stack.session.post(url + "/instances/remove", json=change) as response:
+            assert response.status == 401, "reading does not allow changes"
     finally:
-        await desk.close()
+        await server.close()
 
 
-async def test_a_scraper_may_send_the_key_as_its_token(house: House) -> None:
+async def test_a_scraper_may_send_the_key_as_bearer_token(stack: Stack) -> None:
     headers = {"Authorization": f"Bearer {ADMIN_KEY}"}
-    async with house.session.get(house.url + "/metrics", headers=headers) as response:
+    async with stack.session.get(stack.url + "/metrics", headers=headers) as response:
         assert response.status == 200 and "mooncake_gateway_requests" in await response.text()
 
 
-async def test_elsewhere_than_on_loopback_operators_need_the_key(tokenizer: Tokenizer) -> None:
-    async with running(tokenizer, metrics_host="0.0.0.0") as house:
-        desk = HttpServer(create_operator_app(house.gateway), listen("127.0.0.1", 0))
-        await desk.start()
+async def test_beyond_loopback_operators_need_the_key(tokenizer: Tokenizer) -> None:
+    async with running(tokenizer, metrics_host="0.0.0.0") as stack:
+        server = HttpServer(create_operator_app(stack.gateway), listen("127.0.0.1", 0))
+        await server.start()
         try:
             for headers, status in (({}, 401), (KEY, 200)):
-                async with house.session.get(
-                    f"http://127.0.0.1:{desk.port}/metrics", headers=headers
+                async with stack.session.get(
+                    f"http://127.0.0.1:{server.port}/metrics", headers=headers
                 ) as response:
                     assert response.status == status
         finally:
-            await desk.close()
+            await server.close()
 
 
 @pytest.mark.parametrize(
@@ -188,7 +190,7 @@ async def test_elsewhere_than_on_loopback_operators_need_the_key(tokenizer: Toke
         ({"metrics_host": "0.0.0.0", "admin_api_key": "k"}, True),
     ],
 )
-def test_beyond_loopback_clients_must_be_known(fields: dict[str, Any], may: bool) -> None:
+def test_beyond_loopback_clients_must_be_authenticated(fields: dict[str, Any], may: bool) -> None:
     settings = GatewaySettings(**fields)
     if may:
         check_exposure(settings, Identity())
@@ -197,7 +199,7 @@ def test_beyond_loopback_clients_must_be_known(fields: dict[str, Any], may: bool
             check_exposure(settings, Identity())
 
 
-def test_the_cluster_s_key_is_none_of_clients(tmp_path: Path) -> None:
+def test_the_cluster_s_key_is_not_a_client_s_key(tmp_path: Path) -> None:
     file = tmp_path / "key"
     file.write_text(format_secret(b"k" * 32))
     file.chmod(0o600)

@@ -1,4 +1,4 @@
-"""From HTTP to other engines: what a client's words do there, and requests that are refused late."""
+"""From HTTP to other engines: clients' transfer fields, and requests that are refused late."""
 
 from __future__ import annotations
 
@@ -31,13 +31,13 @@ HOSTILE: dict[str, Any] = {
 }
 
 
-# --- what a client says of transfers
+# --- clients' transfer fields
 
 
 @pytest.mark.parametrize("are_trusted", [False, True])
 @pytest.mark.parametrize("more", [{}, {"n": 2}])
 @pytest.mark.parametrize("protocol", ["pool", "sequential", "push", "bootstrap"])
-async def test_no_engine_hears_where_a_client_wants_it_to_connect(
+async def test_no_engine_gets_a_client_s_address_to_connect_to(
     protocol: str, more: dict[str, Any], are_trusted: bool
 ) -> None:
     settings = {"trust_clients": True} if are_trusted else {}
@@ -52,18 +52,19 @@ async def test_no_engine_hears_where_a_client_wants_it_to_connect(
             assert found.get("transfer_id") != HOSTILE["transfer_id"]
             assert "10.6.6.6" not in str(found) and found.get("remote_port") != 666
         handed = [(call.get("kv_transfer_params") or {}).get("kept") for call in calls]
-        # What prefill answers is all that decode is told by `sequential`; there it was kept for prefill.
+        # With `sequential` decode gets only the parameters of prefill's answer; there prefill received the
+        # client's.
         assert (1 in handed) is are_trusted
 
 
-# --- a look that comes late
+# --- late refusals
 
 
 QUICK_S, SLOW_S = 0.01, 5.0
 
 
 def steps(front: Any, is_slow: bool) -> list[StepMeasured]:
-    """What decode instances measure that are quick, or become slow bit by bit (outliers are not believed)."""
+    """Steps of decode instances that are quick, or become slow gradually (outliers are damped)."""
     slow = [min(QUICK_S * 1.2 ** (number // 8), SLOW_S) for number in range(400)]
     found = slow if is_slow else slow[::-1]
     return [
@@ -94,24 +95,24 @@ async def accounts(front: Any) -> list[int]:
 
 @pytest.mark.parametrize("stream", [False, True])
 @pytest.mark.parametrize("protocol", ["pool", "sequential", "push", "bootstrap"])
-async def test_who_is_refused_when_the_prompt_is_computed_is_told_so(protocol: str, stream: bool) -> None:
+async def test_a_refusal_after_the_prompt_is_computed_reaches_the_client(protocol: str, stream: bool) -> None:
     async with fronting(protocol=protocol, admission="baseline", audit_share=0.0) as front:
         measure(front, False)
         [prefill], [decode] = front.prefill, front.decode
         stall = prefill.stall = asyncio.Event()
-        decode.stall = asyncio.Event()  # never: who is refused gets nothing of it
+        decode.stall = asyncio.Event()  # never set: a refused request gets no answer
         body = {"prompt": PROMPT, "max_tokens": 5, "stream": stream}
-        asking = asyncio.ensure_future(front.post(TEXT, body, {"x-slo-tbt-ms": "30"}))
+        pending = asyncio.ensure_future(front.post(TEXT, body, {"x-slo-tbt-ms": "30"}))
         await until(lambda: prefill.calls)
         measure(front, True)
         stall.set()
         async with asyncio.timeout(20):
-            status, answer, headers = await asking
+            status, answer, headers = await pending
         assert (status, answer["error"]["code"]) == (429, "slo_tbt")
         assert "decoding" in answer["error"]["message"] and int(headers["retry-after"]) >= 1
-        is_asked_at_once = protocol in ("push", "bootstrap")
-        await until(lambda: decode.num_cancelled == int(is_asked_at_once))
-        assert len(decode.calls) == int(is_asked_at_once)
+        is_called_at_once = protocol in ("push", "bootstrap")
+        await until(lambda: decode.num_cancelled == int(is_called_at_once))
+        assert len(decode.calls) == int(is_called_at_once)
         await until_free(front)
         prefill.stall = decode.stall = None
         measure(front, False)
@@ -126,26 +127,26 @@ async def until_free(front: Any) -> None:
 
 
 async def test_our_own_workers_are_as_strict(tokenizer: Any) -> None:
-    async with running(tokenizer, admission="baseline", audit_share=0.0) as house:
-        measure(house, False)
-        place = house.gateway.scheduling.place
+    async with running(tokenizer, admission="baseline", audit_share=0.0) as stack:
+        measure(stack, False)
+        place = stack.gateway.scheduling.place
 
         async def placed(request: Any) -> Any:
             decision = await place(request)
-            measure(house, True)
+            measure(stack, True)
             return decision
 
-        house.gateway.scheduling.place = placed  # type: ignore[method-assign]
+        stack.gateway.scheduling.place = placed  # type: ignore[method-assign]
         body = {"prompt": IDS, "max_tokens": 5}
-        status, answer, headers = await house.post(TEXT, body, {"x-slo-tbt-ms": "30"})
+        status, answer, headers = await stack.post(TEXT, body, {"x-slo-tbt-ms": "30"})
         assert (status, answer["error"]["code"]) == (429, "slo_tbt") and "retry-after" in headers
-        assert not any(worker.calls for worker in house.decode)
-        await until_free(house)
+        assert not any(worker.calls for worker in stack.decode)
+        await until_free(stack)
 
 
 @pytest.mark.parametrize("has_prefill", [False, True])
 async def test_an_answer_that_has_begun_keeps_its_account(has_prefill: bool) -> None:
-    """Decode answers before prefill has said that it is done, or has computed the prompt itself."""
+    """Decode answers before prefill has reported its end, or has computed the prompt itself."""
     settings = {"protocol": "push", "admission": "baseline", "audit_share": 0.0}
     async with fronting(int(has_prefill), 1, **settings) as front:
         measure(front, False)
@@ -196,12 +197,12 @@ async def test_a_conductor_of_its_own_refuses_late_as_well() -> None:
                 service.post(event)
             stall = front.prefill[0].stall = asyncio.Event()
             body = {"prompt": PROMPT, "max_tokens": 5}
-            asking = asyncio.ensure_future(front.post(TEXT, body, {"x-slo-tbt-ms": "30"}))
+            pending = asyncio.ensure_future(front.post(TEXT, body, {"x-slo-tbt-ms": "30"}))
             await until(lambda: front.prefill[0].calls)
             for event in steps(front, True):
                 service.post(event)
             stall.set()
-            status, answer, _ = await asking
+            status, answer, _ = await pending
             assert (status, answer["error"]["code"]) == (429, "slo_tbt")
             await until_free(front)
     finally:

@@ -1,4 +1,4 @@
-"""Engines that are not ours: handed over by each protocol, answered as by one, tried again elsewhere."""
+"""Third-party engines: each protocol transfers KV, answers are as of one engine, failures are retried."""
 
 from __future__ import annotations
 
@@ -41,38 +41,38 @@ async def test_the_prompt_is_computed_once_and_the_answer_is_the_engine_s(
                 text, usage = answer["choices"][0]["text"], answer["usage"]
             assert text == answer_text(IDS, 5)
             assert usage["completion_tokens"] == 5
-            # What the engine that computes the prompt found, not what was handed to the one that decodes.
+            # The cached tokens of the prefill engine, not those transferred to the decoding one.
             assert usage["prompt_tokens_details"]["cached_tokens"] == 8 * turn
         [prefill], [decode] = front.prefill, front.decode
         assert prefill.num_computed == [10, 2]
         assert decode.num_computed == ([2, 2] if protocol == "pool" else [1, 1])
-        asked = prefill.calls[0]
-        assert (asked["max_tokens"], asked["stream"], "stream_options" in asked) == (1, False, False)
+        request = prefill.calls[0]
+        assert (request["max_tokens"], request["stream"], "stream_options" in request) == (1, False, False)
         assert decode.calls[0]["max_tokens"] == 5
-        told = [call.get("kv_transfer_params") for call in (prefill.calls[0], decode.calls[0])]
+        params = [call.get("kv_transfer_params") for call in (prefill.calls[0], decode.calls[0])]
         if protocol == "pool":
-            assert told == [None, None]
+            assert params == [None, None]
         elif protocol != "sequential":
-            assert told[0] is not None and told[1] is not None
-            assert told[0]["transfer_id"] == told[1]["transfer_id"]
-            assert prefill.calls[1]["kv_transfer_params"]["transfer_id"] != told[0]["transfer_id"]
+            assert params[0] is not None and params[1] is not None
+            assert params[0]["transfer_id"] == params[1]["transfer_id"]
+            assert prefill.calls[1]["kv_transfer_params"]["transfer_id"] != params[0]["transfer_id"]
 
 
-async def test_a_push_is_told_where_the_other_side_listens() -> None:
+async def test_a_push_gets_the_address_of_the_other_side() -> None:
     async with fronting(protocol="push") as front:
         await front.complete(PROMPT)
-        told = front.decode[0].calls[0]["kv_transfer_params"]
-        assert (told["remote_host"], told["remote_port"]) == ("127.0.0.1", front.prefill[0].port)
+        params = front.decode[0].calls[0]["kv_transfer_params"]
+        assert (params["remote_host"], params["remote_port"]) == ("127.0.0.1", front.prefill[0].port)
 
 
-async def test_a_prompt_s_computing_is_told_by_who_was_asked_for_it(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_the_engine_that_computes_a_prompt_reports_its_end(monkeypatch: pytest.MonkeyPatch) -> None:
     async with fronting(protocol="push") as front:
-        told: list[Any] = []
+        events: list[Any] = []
         scheduling = front.gateway.scheduling
         real = scheduling.post
 
         def post(event: Any) -> None:
-            told.append(event)
+            events.append(event)
             real(event)
 
         monkeypatch.setattr(scheduling, "post", post)
@@ -80,10 +80,10 @@ async def test_a_prompt_s_computing_is_told_by_who_was_asked_for_it(monkeypatch:
         async with asyncio.timeout(20):
             streamed = await front.stream(PROMPT, 5)
         assert streamed.text() == answer_text(IDS, 5)
-        assert not [event for event in told if isinstance(event, Prefilled)], "decode did not compute it"
+        assert not [event for event in events if isinstance(event, Prefilled)], "decode did not compute it"
         hold.set()
         await front.complete(PROMPT, 5, n=2)  # no transfer carries it
-        assert len([event for event in told if isinstance(event, Prefilled)]) == 1
+        assert len([event for event in events if isinstance(event, Prefilled)]) == 1
 
 
 async def test_ranks_of_a_prefill_take_turns(caplog: pytest.LogCaptureFixture) -> None:
@@ -94,9 +94,9 @@ async def test_ranks_of_a_prefill_take_turns(caplog: pytest.LogCaptureFixture) -
         ranks = [headers["x-data-parallel-rank"] for headers in prefill.headers]
         assert sorted(ranks) == ["0", "0", "1", "1"]
         for rank, call in zip(ranks, decode.calls, strict=True):
-            told = call["kv_transfer_params"]
-            assert told["remote_engine_id"] == prefill.rank_name(int(rank))
-            assert told["remote_bootstrap_addr"] == f"http://{prefill.address}"
+            params = call["kv_transfer_params"]
+            assert params["remote_engine_id"] == prefill.rank_name(int(rank))
+            assert params["remote_bootstrap_addr"] == f"http://{prefill.address}"
 
 
 @pytest.mark.parametrize("protocol", PROTOCOLS)
@@ -106,7 +106,7 @@ async def test_several_sequences_go_where_they_can_go(protocol: str) -> None:
         assert [one["text"] for one in answer["choices"]] == [answer_text(IDS, 3, seed) for seed in (0, 1)]
         answer = await front.complete([PROMPT, "w50 w51"], 3)
         assert [one["text"] for one in answer["choices"]] == [answer_text(IDS, 3), answer_text([50, 51], 3)]
-        # A transfer moves one sequence to one reader; a store is read as often as one likes.
+        # A transfer moves one sequence to one reader; a store can be read any number of times.
         assert len(front.prefill[0].calls) == (2 if protocol == "pool" else 0)
 
 
@@ -120,10 +120,10 @@ async def test_engines_may_do_both() -> None:
         assert all("kv_transfer_params" not in one.calls[0] for one in front.decode)
 
 
-# --- what clients see
+# --- answers to clients
 
 
-async def test_a_chat_with_tools_goes_through_untouched() -> None:
+async def test_a_chat_with_tools_is_forwarded_unchanged() -> None:
     async with (
         fronting() as front,
         openai.AsyncOpenAI(base_url=f"{front.url}/v1", api_key="k-1", max_retries=0) as client,
@@ -172,8 +172,8 @@ async def test_names_of_models() -> None:
     async with fronting(engine={"models": models}, scheduling="cache_aware") as front:
         for model in (None, "tiny", "/somewhere/tiny", "org/tiny", "alias", "sql"):
             await front.complete(PROMPT, model=model)
-        asked = [call["model"] for call in front.decode[0].calls]
-        assert asked == ["org/tiny", "org/tiny", "org/tiny", "org/tiny", "alias", "sql"]
+        sent = [call["model"] for call in front.decode[0].calls]
+        assert sent == ["org/tiny", "org/tiny", "org/tiny", "org/tiny", "alias", "sql"]
         status, answer, _ = await front.post("/v1/completions", {"prompt": PROMPT, "model": "gpt-7"})
         assert (status, answer["error"]["code"]) == (404, "model_not_found")
         _, listed = await front.get("/v1/models")
@@ -193,17 +193,17 @@ async def test_names_of_models() -> None:
         ({"prompt": "w20", "kv_transfer_params": []}, "kv_transfer_params"),
     ],
 )
-async def test_what_can_t_be_read_is_refused_by_name(body: Any, param: str | None) -> None:
+async def test_an_unreadable_field_is_refused_by_name(body: Any, param: str | None) -> None:
     async with fronting() as front:
         status, answer, _ = await front.post("/v1/completions", body)
         assert (status, answer["error"]["param"]) == (400, param)
         assert not any(one.calls for one in front.engines)
 
 
-# --- what goes wrong
+# --- failures
 
 
-async def test_what_an_engine_refuses_is_refused_as_it_says() -> None:
+async def test_an_engine_s_refusal_reaches_the_client_unchanged() -> None:
     refusal = {"message": "too long", "type": "BadRequestError", "param": "prompt", "code": 400}
     async with fronting(2, 2) as front:
         front.prefill[0].refuse = front.prefill[1].refuse = (400, refusal)
@@ -214,7 +214,7 @@ async def test_what_an_engine_refuses_is_refused_as_it_says() -> None:
 
 @pytest.mark.parametrize("side", ["prefill", "decode"])
 @pytest.mark.parametrize("protocol", PROTOCOLS)
-async def test_who_breaks_before_the_first_token_is_not_noticed(protocol: str, side: str) -> None:
+async def test_a_failure_before_the_first_token_is_hidden(protocol: str, side: str) -> None:
     async with fronting(2, 2, protocol=protocol) as front:
         for number in range(4):
             broken = getattr(front, side)[number % 2]
@@ -248,7 +248,7 @@ async def test_a_lost_prefill_does_not_leave_its_decode_waiting() -> None:
                 await asyncio.sleep(0.01)
 
 
-async def test_an_answer_that_breaks_in_the_middle_says_so() -> None:
+async def test_an_answer_that_breaks_in_the_middle_reports_it() -> None:
     async with fronting() as front:
         front.decode[0].die_after = 1
         gate = front.decode[0].gate = asyncio.Event()
@@ -261,7 +261,7 @@ async def test_an_answer_that_breaks_in_the_middle_says_so() -> None:
 
 
 @pytest.mark.parametrize("how", ["error", "abort"])
-async def test_an_answer_that_its_engine_gives_up_never_looks_whole(how: str) -> None:
+async def test_an_aborted_answer_never_looks_complete(how: str) -> None:
     async with fronting(1, 2) as front:
         for one in front.decode:
             one.give_up = (2, how)
@@ -276,7 +276,7 @@ async def test_an_answer_that_its_engine_gives_up_never_looks_whole(how: str) ->
         assert streamed.text() == answer_text(IDS, 5), "before the first token it is tried elsewhere"
 
 
-async def test_a_fault_of_the_gateway_in_the_middle_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_a_fault_of_the_gateway_in_the_middle_is_reported(monkeypatch: pytest.MonkeyPatch) -> None:
     async with fronting() as front:
 
         async def events(*call: Any) -> AsyncIterator[bytes]:
@@ -291,21 +291,21 @@ async def test_a_fault_of_the_gateway_in_the_middle_says_so(monkeypatch: pytest.
 
 
 @pytest.mark.parametrize("side", ["prefill", "decode"])
-async def test_who_leaves_before_the_answer_is_there_frees_the_engines(side: str) -> None:
+async def test_a_client_that_disconnects_early_frees_the_engines(side: str) -> None:
     async with fronting(protocol="push") as front:
         engine = getattr(front, side)[0]
         engine.stall = asyncio.Event()
-        asking = asyncio.ensure_future(front.complete(PROMPT))
+        pending = asyncio.ensure_future(front.complete(PROMPT))
         async with asyncio.timeout(20):
             while not all(one.calls for one in front.engines):  # noqa: ASYNC110
                 await asyncio.sleep(0.01)
-        asking.cancel()
+        pending.cancel()
         async with asyncio.timeout(20):
             while not engine.num_cancelled:  # noqa: ASYNC110
                 await asyncio.sleep(0.01)
 
 
-async def test_nobody_there_is_a_503() -> None:
+async def test_no_ready_instance_is_a_503() -> None:
     async with fronting() as front:
         for one in front.engines:
             await one.stop()
@@ -318,11 +318,11 @@ async def test_nobody_there_is_a_503() -> None:
         await front.complete(PROMPT)
 
 
-# --- what is learned of an answer
+# --- measurements of answers
 
 
 class Ticking:
-    """A clock that is a second later each time somebody looks at it."""
+    """A clock that advances by a second at each reading."""
 
     def __init__(self) -> None:
         self._now = 0.0
@@ -335,12 +335,12 @@ class Ticking:
 async def test_the_time_between_tokens_is_that_of_the_gaps(monkeypatch: pytest.MonkeyPatch) -> None:
     """The conductor learns from it how full a decode may be: five tokens have four gaps."""
     async with fronting(0, 1) as front:
-        told: list[Any] = []
+        events: list[Any] = []
         scheduling = front.gateway.scheduling
         real = scheduling.post
 
         def post(event: Any) -> None:
-            told.append(event)
+            events.append(event)
             real(event)
 
         monkeypatch.setattr(scheduling, "post", post)
@@ -348,14 +348,14 @@ async def test_the_time_between_tokens_is_that_of_the_gaps(monkeypatch: pytest.M
         streamed = await front.stream(PROMPT, 5, stream_options={"include_usage": True})
         num_events = len(streamed.events)  # five tokens, the usage, and the end
         async with asyncio.timeout(10):
-            while not any(isinstance(event, Finished) for event in told):  # noqa: ASYNC110
+            while not any(isinstance(event, Finished) for event in events):  # noqa: ASYNC110
                 await asyncio.sleep(0.01)
-        [finished] = [event for event in told if isinstance(event, Finished)]
+        [finished] = [event for event in events if isinstance(event, Finished)]
         assert (finished.num_output_tokens, finished.ttft_s) == (5, 1.0)
         assert finished.tbt_s == pytest.approx((num_events - 1) / 4)
 
 
-async def test_a_relayed_answer_is_counted_with_its_time_to_the_first_token() -> None:
+async def test_a_proxied_answer_is_counted_with_its_time_to_the_first_token() -> None:
     def count(name: str) -> float:
         return registry.get_sample_value(f"{name}_count") or 0.0
 
@@ -367,8 +367,8 @@ async def test_a_relayed_answer_is_counted_with_its_time_to_the_first_token() ->
         assert after[1] - before[1] == len(streamed.events) - 1
 
 
-async def test_an_answer_that_no_prefill_helped_counts_what_its_own_engine_found_cached() -> None:
-    """The first attempt's prefill answered, its decode gave up, and nobody could prefill the second."""
+async def test_an_answer_without_prefill_counts_its_own_engine_s_cached_tokens() -> None:
+    """The first attempt's prefill answered, its decode aborted, and no instance could prefill the second."""
     async with fronting(1, 2) as front:
         [prefill] = front.prefill
         for _ in range(2):
@@ -380,7 +380,7 @@ async def test_an_answer_that_no_prefill_helped_counts_what_its_own_engine_found
             save(ids, body)
             prefill.refuse = (500, {"message": "boom", "type": "InternalServerError"})
 
-        def whoever_is_first(one: Engine) -> Any:
+        def fail_first_stream_of(one: Engine) -> Any:
             stream = one._stream
 
             async def fail(*call: Any) -> Any:
@@ -393,16 +393,16 @@ async def test_an_answer_that_no_prefill_helped_counts_what_its_own_engine_found
         failed: list[Engine] = []
         prefill._save = save_and_fail  # type: ignore[method-assign]
         for one in front.decode:
-            one._stream = whoever_is_first(one)  # type: ignore[method-assign]
+            one._stream = fail_first_stream_of(one)  # type: ignore[method-assign]
         streamed = await front.stream(PROMPT, 5, stream_options={"include_usage": True})
         assert streamed.text() == answer_text(IDS, 5)
-        assert len(prefill.calls) >= 2, "it was asked again, in vain"
+        assert len(prefill.calls) >= 2, "it was called again, in vain"
         usage = streamed.chunks[-1]["usage"]
-        assert usage["prompt_tokens_details"]["cached_tokens"] == 8, "not what the lost prefill had found"
+        assert usage["prompt_tokens_details"]["cached_tokens"] == 8, "not the lost prefill's cached tokens"
 
 
-async def test_an_engine_that_failed_is_asked_anew_who_it_is() -> None:
-    """Where it was may be another process now, whose connector waits under another name."""
+async def test_a_failed_engine_s_identity_is_queried_anew() -> None:
+    """Its address may belong to another process now, whose connector waits under another name."""
     async with fronting(1, 1, protocol="bootstrap") as front:
         [prefill], [decode] = front.prefill, front.decode
         await front.complete(PROMPT, 5)
@@ -419,7 +419,7 @@ async def test_an_engine_that_failed_is_asked_anew_who_it_is() -> None:
 # --- membership
 
 
-async def test_an_instance_is_drained_before_it_leaves() -> None:
+async def test_an_instance_is_drained_before_it_is_removed() -> None:
     key = {"X-API-Key": "correct-horse"}
     async with fronting(0, 2) as front:
         leaving, staying = front.decode
@@ -454,7 +454,7 @@ async def test_an_instance_is_drained_before_it_leaves() -> None:
         assert health == {"status": "ok", "prefill_instances": 0, "decode_instances": 2}
 
 
-async def test_auto_knows_other_engines(tokenizer: Any) -> None:
+async def test_auto_detects_other_engines(tokenizer: Any) -> None:
     async with fronting(tokenizer=tokenizer, scheduling="cache_aware") as front:
         answer = await front.complete(PROMPT, 4)
         assert answer["choices"][0]["text"] == answer_text(IDS, 4)

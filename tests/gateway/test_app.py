@@ -12,26 +12,26 @@ import pytest
 from mooncake.errors import InvalidArgument
 from mooncake.gateway.gateway import GatewaySettings
 from mooncake.inference.tokenizer import Tokenizer
-from tests.gateway.conftest import ADMIN_KEY, House, running
+from tests.gateway.conftest import ADMIN_KEY, Stack, running
 from tests.gateway.doubles import MAX_MODEL_LEN, answer_ids, answer_text
 
 PROMPT = list(range(20, 32))
 HELLO: list[Any] = [{"role": "user", "content": "w20 w21"}]
 HELLO_IDS = [3, 20, 21, 4]
-"""HELLO by the template: <user> w20 w21 <assistant>."""
+"""HELLO rendered by the template: <user> w20 w21 <assistant>."""
 
 CHAT, TEXT = "/v1/chat/completions", "/v1/completions"
 
 
-def client_of(house: House) -> openai.AsyncOpenAI:
-    return openai.AsyncOpenAI(base_url=f"{house.url}/v1", api_key="none", max_retries=0)
+def client_of(stack: Stack) -> openai.AsyncOpenAI:
+    return openai.AsyncOpenAI(base_url=f"{stack.url}/v1", api_key="none", max_retries=0)
 
 
 # --- the official client
 
 
-async def test_chat_with_the_official_client(house: House) -> None:
-    async with client_of(house) as client:
+async def test_chat_with_the_official_client(stack: Stack) -> None:
+    async with client_of(stack) as client:
         answer = await client.chat.completions.create(
             model="tiny", messages=HELLO, max_completion_tokens=5, logprobs=True, top_logprobs=1
         )
@@ -46,8 +46,8 @@ async def test_chat_with_the_official_client(house: House) -> None:
     assert answer.id.startswith("chatcmpl-")
 
 
-async def test_streamed_chat_with_the_official_client(house: House) -> None:
-    async with client_of(house) as client:
+async def test_streamed_chat_with_the_official_client(stack: Stack) -> None:
+    async with client_of(stack) as client:
         stream = await client.chat.completions.create(
             model="tiny",
             messages=HELLO,
@@ -63,8 +63,8 @@ async def test_streamed_chat_with_the_official_client(house: House) -> None:
     assert chunks[-1].usage is not None and chunks[-1].usage.completion_tokens == 5
 
 
-async def test_completions_with_the_official_client(house: House) -> None:
-    async with client_of(house) as client:
+async def test_completions_with_the_official_client(stack: Stack) -> None:
+    async with client_of(stack) as client:
         answer = await client.completions.create(model="tiny", prompt="w20 w21", max_tokens=4, logprobs=1)
         models = await client.models.list()
         assert (await client.models.retrieve("tiny")).id == "tiny"
@@ -74,8 +74,8 @@ async def test_completions_with_the_official_client(house: House) -> None:
     assert [model.id for model in models.data] == ["tiny"]
 
 
-async def test_errors_reach_the_official_client_as_its_own(house: House) -> None:
-    async with client_of(house) as client:
+async def test_errors_reach_the_official_client_as_its_own(stack: Stack) -> None:
+    async with client_of(stack) as client:
         with pytest.raises(openai.NotFoundError) as unknown:
             await client.chat.completions.create(model="gpt-7", messages=HELLO)
         with pytest.raises(openai.BadRequestError) as wrong:
@@ -84,36 +84,36 @@ async def test_errors_reach_the_official_client_as_its_own(house: House) -> None
     assert wrong.value.param == "temperature"
 
 
-async def test_a_chat_without_limit_may_fill_the_context(house: House) -> None:
-    _, answer, _ = await house.post(CHAT, {"messages": HELLO})
+async def test_a_chat_without_limit_may_fill_the_context(stack: Stack) -> None:
+    _, answer, _ = await stack.post(CHAT, {"messages": HELLO})
     assert answer["usage"]["total_tokens"] == MAX_MODEL_LEN
 
 
 # --- several answers in one
 
 
-async def test_several_choices_share_one_prefill(house: House) -> None:
-    answer = await house.complete(PROMPT, 4, n=3, seed=5)
+async def test_several_choices_share_one_prefill(stack: Stack) -> None:
+    answer = await stack.complete(PROMPT, 4, n=3, seed=5)
     assert [choice["index"] for choice in answer["choices"]] == [0, 1, 2]
     texts = [choice["text"] for choice in answer["choices"]]
     assert texts == [answer_text(PROMPT, 4, seed) for seed in (5, 6, 7)]
-    assert len(house.prefill[0].calls) == 1
+    assert len(stack.prefill[0].calls) == 1
     assert answer["usage"]["prompt_tokens"] == len(PROMPT)
     assert answer["usage"]["completion_tokens"] == 12
 
 
-async def test_a_batch_of_prompts_is_answered_in_order(house: House) -> None:
-    answer = await house.complete(["w20 w21", "w30"], 3, n=2)
+async def test_a_batch_of_prompts_is_answered_in_order(stack: Stack) -> None:
+    answer = await stack.complete(["w20 w21", "w30"], 3, n=2)
     assert [choice["text"] for choice in answer["choices"]] == [
         answer_text(ids, 3) for ids in ([20, 21], [20, 21], [30], [30])
     ]
-    streamed = await house.stream([[20, 21], [30]], 3)
+    streamed = await stack.stream([[20, 21], [30]], 3)
     assert streamed.token_ids(0) == answer_ids([20, 21], 3)
     assert streamed.token_ids(1) == answer_ids([30], 3)
 
 
-async def test_usage_can_come_with_every_chunk(house: House) -> None:
-    streamed = await house.stream(PROMPT, 3, stream_options={"continuous_usage_stats": True})
+async def test_usage_can_come_with_every_chunk(stack: Stack) -> None:
+    streamed = await stack.stream(PROMPT, 3, stream_options={"continuous_usage_stats": True})
     assert [chunk["usage"]["completion_tokens"] for chunk in streamed.chunks] == [1, 2, 3]
 
 
@@ -148,27 +148,27 @@ BAD: list[tuple[str, str, Any, int, str | None, str | None]] = [
     ("path", "body", "status", "param", "code"), [case[1:] for case in BAD], ids=[case[0] for case in BAD]
 )
 async def test_a_bad_request_is_named(
-    house: House, path: str, body: Any, status: int, param: str | None, code: str | None
+    stack: Stack, path: str, body: Any, status: int, param: str | None, code: str | None
 ) -> None:
-    found, answer, _ = await house.post(path, body)
+    found, answer, _ = await stack.post(path, body)
     assert found == status
     error = answer["error"]
     assert error["message"] and error["type"]
     assert error["param"] == param
     if code is not None:
         assert error["code"] == code
-    assert not house.prefill[0].calls
+    assert not stack.prefill[0].calls
 
 
-async def test_unknown_paths_and_methods_are_error_objects(house: House) -> None:
-    status, answer = await house.get("/v1/nothing")
+async def test_unknown_paths_and_methods_are_error_objects(stack: Stack) -> None:
+    status, answer = await stack.get("/v1/nothing")
     assert (status, answer["error"]["type"]) == (404, "not_found_error")
-    status, answer = await house.get(CHAT)
+    status, answer = await stack.get(CHAT)
     assert status == 405 and answer["error"]["message"]
 
 
-async def test_the_schema_names_the_fields(house: House) -> None:
-    _, schema = await house.get("/openapi.json")
+async def test_the_schema_names_the_fields(stack: Stack) -> None:
+    _, schema = await stack.get("/openapi.json")
     body = schema["paths"][CHAT]["post"]["requestBody"]["content"]["application/json"]["schema"]
     assert "messages" in body["required"]
     assert "role" in json.dumps(body["properties"]["messages"])
@@ -178,26 +178,26 @@ async def test_the_schema_names_the_fields(house: House) -> None:
 # --- headers
 
 
-async def test_request_id_and_trace_travel(house: House) -> None:
+async def test_request_id_and_trace_travel(stack: Stack) -> None:
     trace = "00-0af7651916cd43dd8448eb211c80319c-b7ad6b7169203331-01"
     given = {"X-Request-ID": "mine-1", "traceparent": trace}
-    _, _, headers = await house.post(TEXT, {"prompt": PROMPT}, given)
+    _, _, headers = await stack.post(TEXT, {"prompt": PROMPT}, given)
     assert headers["x-request-id"] == "mine-1"
-    assert house.prefill[0].headers[0]["traceparent"] == trace
-    assert house.prefill[0].headers[0]["X-Request-ID"] == "mine-1"
-    _, _, headers = await house.post(TEXT, {"prompt": 5}, {"X-Request-ID": "not fit for a log"})
+    assert stack.prefill[0].headers[0]["traceparent"] == trace
+    assert stack.prefill[0].headers[0]["X-Request-ID"] == "mine-1"
+    _, _, headers = await stack.post(TEXT, {"prompt": 5}, {"X-Request-ID": "not fit for a log"})
     assert len(headers["x-request-id"]) == 32
 
 
 @pytest.mark.parametrize("value", ["-1", "0", "soon", "nan", "inf"])
-async def test_a_wrong_slo_is_named(house: House, value: str) -> None:
-    status, answer, _ = await house.post(TEXT, {"prompt": PROMPT}, {"x-slo-ttft-ms": value})
+async def test_a_wrong_slo_is_named(stack: Stack, value: str) -> None:
+    status, answer, _ = await stack.post(TEXT, {"prompt": PROMPT}, {"x-slo-ttft-ms": value})
     assert (status, answer["error"]["param"]) == (400, "x-slo-ttft-ms")
 
 
-async def test_slos_are_counted(house: House) -> None:
-    await house.post(TEXT, {"prompt": PROMPT}, {"x-slo-ttft-ms": "60000", "x-slo-tbt-ms": "0.000001"})
-    async with house.session.get(house.url + "/metrics", headers={"X-API-Key": ADMIN_KEY}) as response:
+async def test_slos_are_counted(stack: Stack) -> None:
+    await stack.post(TEXT, {"prompt": PROMPT}, {"x-slo-ttft-ms": "60000", "x-slo-tbt-ms": "0.000001"})
+    async with stack.session.get(stack.url + "/metrics", headers={"X-API-Key": ADMIN_KEY}) as response:
         page = await response.text()
         assert response.headers["Content-Type"].startswith("text/plain; version=0.0.4")
     assert 'mooncake_gateway_slo_total{met="yes",slo="ttft"}' in page
@@ -205,20 +205,20 @@ async def test_slos_are_counted(house: House) -> None:
     assert "vllm:time_to_first_token_seconds_bucket" in page
 
 
-async def test_affinity_brings_a_session_together(tokenizer: Tokenizer) -> None:
-    async with running(tokenizer, num_prefill=4, scheduling="cache_aware") as house:
+async def test_affinity_sends_a_session_to_one_instance(tokenizer: Tokenizer) -> None:
+    async with running(tokenizer, num_prefill=4, scheduling="cache_aware") as stack:
         for session in ("a", "b", "c"):
             found = set()
             for number in range(3):
                 body = {"prompt": [20 + number]}
-                _, _, headers = await house.post(TEXT, body, {"X-Session-Affinity": session})
+                _, _, headers = await stack.post(TEXT, body, {"X-Session-Affinity": session})
                 found.add(headers["x-mooncake-prefill"])
             assert len(found) == 1
 
 
-async def test_the_salt_reaches_both_workers(house: House) -> None:
-    await house.complete(PROMPT, cache_salt="tenant")
-    calls = [call for worker in [*house.prefill, *house.decode] for call in worker.calls]
+async def test_the_salt_reaches_both_workers(stack: Stack) -> None:
+    await stack.complete(PROMPT, cache_salt="tenant")
+    calls = [call for worker in [*stack.prefill, *stack.decode] for call in worker.calls]
     assert [call["cache_salt"] for call in calls] == ["tenant", "tenant"]
 
 
@@ -226,47 +226,47 @@ async def test_the_salt_reaches_both_workers(house: House) -> None:
 
 
 async def test_the_deadline_is_a_504(tokenizer: Tokenizer) -> None:
-    async with running(tokenizer, request_timeout_s=0.3) as house:
-        house.prefill[0].stall_after = 0
-        status, answer, _ = await house.post(TEXT, {"prompt": PROMPT})
+    async with running(tokenizer, request_timeout_s=0.3) as stack:
+        stack.prefill[0].stall_after = 0
+        status, answer, _ = await stack.post(TEXT, {"prompt": PROMPT})
         assert (status, answer["error"]["code"]) == (504, "deadline_exceeded")
 
 
 async def test_a_deadline_in_mid_stream_is_an_event(tokenizer: Tokenizer) -> None:
-    async with running(tokenizer, num_decode=1, request_timeout_s=0.5) as house:
-        house.decode[0].stall_after = 2
-        streamed = await house.stream(PROMPT, 8)
+    async with running(tokenizer, num_decode=1, request_timeout_s=0.5) as stack:
+        stack.decode[0].stall_after = 2
+        streamed = await stack.stream(PROMPT, 8)
         assert json.loads(streamed.events[-1].removeprefix("data: "))["error"]["code"] == "deadline_exceeded"
 
 
-async def test_too_many_at_once_are_told_when_to_come_back(tokenizer: Tokenizer) -> None:
-    async with running(tokenizer, max_in_flight=2) as house:
-        for worker in house.decode:
+async def test_too_many_at_once_are_refused_with_the_time_to_retry(tokenizer: Tokenizer) -> None:
+    async with running(tokenizer, max_in_flight=2) as stack:
+        for worker in stack.decode:
             worker.stall_after = 0
-        waiting = [asyncio.create_task(house.post(TEXT, {"prompt": PROMPT})) for _ in range(2)]
+        waiting = [asyncio.create_task(stack.post(TEXT, {"prompt": PROMPT})) for _ in range(2)]
         async with asyncio.timeout(10):
-            while sum(len(worker.calls) for worker in house.decode) < 2:  # noqa: ASYNC110
+            while sum(len(worker.calls) for worker in stack.decode) < 2:  # noqa: ASYNC110
                 await asyncio.sleep(0.01)
-        status, answer, headers = await house.post(TEXT, {"prompt": PROMPT})
+        status, answer, headers = await stack.post(TEXT, {"prompt": PROMPT})
         assert (status, answer["error"]["code"]) == (429, "overloaded")
         assert int(headers["retry-after"]) >= 1
-        status, answer, _ = await house.post(TEXT, {"prompt": PROMPT, "n": 3})
+        status, answer, _ = await stack.post(TEXT, {"prompt": PROMPT, "n": 3})
         assert (status, answer["error"]["param"]) == (400, "n")
         for task in waiting:
             task.cancel()
 
 
 @pytest.mark.parametrize("stream", [False, True])
-async def test_a_client_that_leaves_stops_the_worker(house: House, stream: bool) -> None:
-    for worker in house.decode:
+async def test_a_client_that_disconnects_stops_the_worker(stack: Stack, stream: bool) -> None:
+    for worker in stack.decode:
         worker.stall_after = 2
     body = {"prompt": PROMPT, "stream": stream}
-    asking = asyncio.create_task(house.post(TEXT, body))
+    pending = asyncio.create_task(stack.post(TEXT, body))
     async with asyncio.timeout(10):
-        while not any(worker.calls for worker in house.decode):  # noqa: ASYNC110
+        while not any(worker.calls for worker in stack.decode):  # noqa: ASYNC110
             await asyncio.sleep(0.01)
-        asking.cancel()
-        while not any(worker.num_cancelled for worker in house.decode):  # noqa: ASYNC110
+        pending.cancel()
+        while not any(worker.num_cancelled for worker in stack.decode):  # noqa: ASYNC110
             await asyncio.sleep(0.01)
 
 

@@ -1,4 +1,4 @@
-"""Clients by their keys: who they are, what they may ask for, and a file that keeps its secrets."""
+"""Clients by their keys: tenants, quotas, and the protection of the file of keys."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from mooncake.gateway.clients import Bucket, ClientEntry, Clients, read_clients
 from mooncake.gateway.gateway import GatewaySettings
 from mooncake.http.openai import ApiError
 from mooncake.inference.tokenizer import Tokenizer
-from tests.gateway.conftest import ADMIN_KEY, House, running
+from tests.gateway.conftest import ADMIN_KEY, Stack, running
 from tests.gateway.engines import fronting
 
 ANNA, BORIS, CLARA = "sk-anna-0123456789", "sk-boris-0123456789", "sk-clara-0123456789"
@@ -48,9 +48,9 @@ def keys(tmp_path: Path) -> Path:
 
 
 @pytest.fixture
-async def house(tokenizer: Tokenizer, keys: Path) -> AsyncIterator[House]:
-    async with running(tokenizer, api_keys_file=str(keys)) as house:
-        yield house
+async def stack(tokenizer: Tokenizer, keys: Path) -> AsyncIterator[Stack]:
+    async with running(tokenizer, api_keys_file=str(keys)) as stack:
+        yield stack
 
 
 # --- the file
@@ -92,7 +92,7 @@ def test_a_file_that_others_may_read_is_refused(tmp_path: Path, mode: int) -> No
         "[]",
     ],
 )
-def test_a_wrong_file_is_refused_and_no_key_is_told(tmp_path: Path, rows: Any) -> None:
+def test_a_wrong_file_is_refused_without_showing_a_key(tmp_path: Path, rows: Any) -> None:
     with pytest.raises(InvalidArgument) as refused:
         read_clients(written(tmp_path, rows))
     assert ANNA not in str(refused.value) and "api_keys_file" in str(refused.value)
@@ -108,11 +108,11 @@ def test_a_bucket_fills_again() -> None:
     assert bucket.wait_s(1.0, 0.0) == pytest.approx(1.0)
     assert bucket.wait_s(1.0, 0.5) == pytest.approx(0.5)
     bucket.charge(100.0, 0.5)
-    assert bucket.wait_s(1.0, 0.5) == pytest.approx(100.5), "what was used beyond it is paid back"
-    assert bucket.wait_s(1000.0, 10_000.0) == 0.0, "a full one has all there can be"
+    assert bucket.wait_s(1.0, 0.5) == pytest.approx(100.5), "the overdraft is refilled first"
+    assert bucket.wait_s(1000.0, 10_000.0) == 0.0, "a full bucket allows its capacity"
 
 
-def test_each_quota_says_when_to_come_back() -> None:
+def test_each_quota_names_the_time_to_retry() -> None:
     rows = [ClientEntry("n", ANNA, max_in_flight=2, requests_per_minute=3, tokens_per_minute=600)]
     clients = Clients(rows, 0.0)
     client = clients.of({"authorization": f"bearer {ANNA}"})
@@ -138,7 +138,7 @@ def test_each_quota_says_when_to_come_back() -> None:
     assert refused.value.retry_after_s == pytest.approx(20.0)
 
 
-def test_a_new_file_keeps_who_is_under_way() -> None:
+def test_a_new_file_keeps_answers_in_progress() -> None:
     clients = Clients([ClientEntry("n", ANNA, max_in_flight=2)], 0.0)
     client = clients.of(bearer_lower(ANNA))
     client.enter(1, 0.0)
@@ -156,20 +156,22 @@ def bearer_lower(key: str) -> dict[str, str]:
 # --- through the gateway
 
 
-@pytest.mark.parametrize("headers", [{}, bearer("sk-nobody-0123456789"), {"Authorization": f"Basic {ANNA}"}])
+@pytest.mark.parametrize("headers", [{}, bearer("sk-unknown-0123456789"), {"Authorization": f"Basic {ANNA}"}])
 @pytest.mark.parametrize("path", ["/v1/models", "/v1/models/tiny", TEXT, "/v1/chat/completions"])
-async def test_without_a_key_there_is_nothing(house: House, path: str, headers: dict[str, str]) -> None:
+async def test_without_a_key_every_request_is_refused(
+    stack: Stack, path: str, headers: dict[str, str]
+) -> None:
     method = "POST" if "completions" in path else "GET"
-    async with house.session.request(method, house.url + path, data=b"{", headers=headers) as response:
+    async with stack.session.request(method, stack.url + path, data=b"{", headers=headers) as response:
         answer = await response.json()
     assert response.status == 401
     assert (answer["error"]["type"], answer["error"]["code"]) == ("authentication_error", "invalid_api_key")
     for open_path in ("/health", "/ready", "/version"):
-        assert (await house.get(open_path, {}))[0] == 200
+        assert (await stack.get(open_path, {}))[0] == 200
 
 
-async def test_the_official_client_is_known_by_its_key(house: House) -> None:
-    async with openai.AsyncOpenAI(base_url=f"{house.url}/v1", api_key=ANNA, max_retries=0) as client:
+async def test_the_official_client_is_known_by_its_key(stack: Stack) -> None:
+    async with openai.AsyncOpenAI(base_url=f"{stack.url}/v1", api_key=ANNA, max_retries=0) as client:
         answer = await client.completions.create(model="tiny", prompt="w20 w21", max_tokens=2)
         assert answer.usage is not None and answer.usage.completion_tokens == 2
         with pytest.raises(openai.AuthenticationError):
@@ -179,17 +181,17 @@ async def test_the_official_client_is_known_by_its_key(house: House) -> None:
     assert ANNA not in page and BORIS not in page
 
 
-async def test_the_salt_comes_from_the_key_whatever_a_client_says(house: House) -> None:
+async def test_the_salt_comes_from_the_key_and_not_from_the_request(stack: Stack) -> None:
     for key in (ANNA, BORIS, CLARA):
         body = {"prompt": PROMPT, "max_tokens": 1, "cache_salt": "of another tenant"}
-        status, _, _ = await house.post(TEXT, body, bearer(key))
+        status, _, _ = await stack.post(TEXT, body, bearer(key))
         assert status == 200
-    salts = [call["cache_salt"] for call in house.prefill[0].calls]
+    salts = [call["cache_salt"] for call in stack.prefill[0].calls]
     assert salts[0] == salts[2] != salts[1], "anna and clara are one tenant"
     assert "of another tenant" not in salts
 
 
-async def test_engines_of_others_get_the_salt_and_not_the_key(keys: Path) -> None:
+async def test_other_engines_get_the_salt_and_not_the_key(keys: Path) -> None:
     async with fronting(api_keys_file=str(keys), engine_api_key="the engines' own") as front:
         body = {"prompt": "w20 w21 w22 w23 w24", "max_tokens": 2, "cache_salt": "x"}
         status, _, _ = await front.post(TEXT, body, bearer(ANNA))
@@ -199,39 +201,39 @@ async def test_engines_of_others_get_the_salt_and_not_the_key(keys: Path) -> Non
             assert one.headers[0]["authorization"] == "Bearer the engines' own"
 
 
-async def test_quotas_are_refused_with_a_pause(house: House) -> None:
+async def test_quotas_are_refused_with_a_pause(stack: Stack) -> None:
     body = {"prompt": PROMPT, "max_tokens": 1}
     for number in range(3):
-        status, answer, headers = await house.post(TEXT, body, bearer(CLARA))
+        status, answer, headers = await stack.post(TEXT, body, bearer(CLARA))
         assert status == (200 if number < 2 else 429)
     assert answer["error"]["code"] == "quota_requests" and int(headers["retry-after"]) >= 1
-    assert (await house.post(TEXT, body, bearer(ANNA)))[0] == 200, "each has its own"
-    status, answer, _ = await house.post(TEXT, {**body, "n": 3}, bearer(BORIS))
+    assert (await stack.post(TEXT, body, bearer(ANNA)))[0] == 200, "each has its own"
+    status, answer, _ = await stack.post(TEXT, {**body, "n": 3}, bearer(BORIS))
     assert (status, answer["error"]["param"]) == (400, "n")
-    assert house.gateway.limiter.num_in_flight == 0
+    assert stack.gateway.limiter.num_in_flight == 0
 
 
-async def test_an_explanation_is_for_whose_request_it_was(house: House) -> None:
-    _, answer, headers = await house.post(TEXT, {"prompt": PROMPT, "max_tokens": 1}, bearer(ANNA))
+async def test_an_explanation_is_only_for_the_client_of_the_request(stack: Stack) -> None:
+    _, answer, headers = await stack.post(TEXT, {"prompt": PROMPT, "max_tokens": 1}, bearer(ANNA))
     for name in (answer["id"], headers["x-request-id"]):
         path = f"/v1/requests/{name}/explain"
-        assert (await house.get(path, bearer(ANNA)))[0] == 200
-        assert (await house.get(path, bearer(BORIS)))[0] == 404, "as if it did not exist"
-        assert (await house.get(path, {}))[0] == 401
-        assert (await house.get(path, {"X-API-Key": ADMIN_KEY}))[0] == 200
+        assert (await stack.get(path, bearer(ANNA)))[0] == 200
+        assert (await stack.get(path, bearer(BORIS)))[0] == 404, "as if it did not exist"
+        assert (await stack.get(path, {}))[0] == 401
+        assert (await stack.get(path, {"X-API-Key": ADMIN_KEY}))[0] == 200
 
 
-async def test_a_changed_file_counts_at_once_and_a_broken_one_not(house: House, keys: Path) -> None:
+async def test_a_changed_file_applies_at_once_and_a_broken_one_does_not(stack: Stack, keys: Path) -> None:
     body = {"prompt": PROMPT, "max_tokens": 1}
     written(keys.parent, [{"name": "dora", "key": "sk-dora-0123456789"}])
-    house.gateway.reload_clients(is_asked=False)
-    assert (await house.post(TEXT, body, bearer(ANNA)))[0] == 401
-    assert (await house.post(TEXT, body, bearer("sk-dora-0123456789")))[0] == 200
+    stack.gateway.reload_clients(is_forced=False)
+    assert (await stack.post(TEXT, body, bearer(ANNA)))[0] == 401
+    assert (await stack.post(TEXT, body, bearer("sk-dora-0123456789")))[0] == 200
     written(keys.parent, "{")
-    house.gateway.reload_clients()
+    stack.gateway.reload_clients()
     os.remove(keys)
-    house.gateway.reload_clients(is_asked=False)
-    assert (await house.post(TEXT, body, bearer("sk-dora-0123456789")))[0] == 200
+    stack.gateway.reload_clients(is_forced=False)
+    assert (await stack.post(TEXT, body, bearer("sk-dora-0123456789")))[0] == 200
 
 
 def test_https_needs_both_files() -> None:

@@ -1,4 +1,4 @@
-"""What engines are told of a transfer is the gateway's alone, whatever a client sends."""
+"""Only the gateway sets engines' transfer parameters, whatever a client sends."""
 
 from __future__ import annotations
 
@@ -14,23 +14,23 @@ from mooncake.gateway.handoff import (
 )
 from tests.gateway.test_any_engine import HOSTILE
 
-ASKED = {"prompt": "p", "kv_transfer_params": {**HOSTILE, "kept": 1}}
+REQUEST = {"prompt": "p", "kv_transfer_params": {**HOSTILE, "kept": 1}}
 
 
 def test_a_client_s_transfer_is_dropped() -> None:
-    assert without_transfers(ASKED, are_trusted=False) == {"prompt": "p"}
+    assert without_transfers(REQUEST, are_trusted=False) == {"prompt": "p"}
     assert without_transfers({"prompt": "p"}, are_trusted=False) == {"prompt": "p"}
-    assert ASKED["kv_transfer_params"]["remote_port"] == 666, "what was sent is not changed"  # type: ignore[index]
+    assert REQUEST["kv_transfer_params"]["remote_port"] == 666, "it is not modified"  # type: ignore[index]
 
 
 def test_a_trusted_client_names_neither_a_host_nor_a_transfer() -> None:
-    assert without_transfers(ASKED, are_trusted=True) == {"prompt": "p", "kv_transfer_params": {"kept": 1}}
+    assert without_transfers(REQUEST, are_trusted=True) == {"prompt": "p", "kv_transfer_params": {"kept": 1}}
     assert without_transfers({"kv_transfer_params": HOSTILE}, are_trusted=True) == {}
 
 
 @pytest.mark.parametrize("are_trusted", [False, True])
-def test_other_ways_to_say_it_are_closed_too(are_trusted: bool) -> None:
-    asked = {
+def test_equivalent_fields_are_dropped_too(are_trusted: bool) -> None:
+    request = {
         "prompt": "p",
         "bootstrap_host": "10.6.6.6",
         "bootstrap_port": 666,
@@ -42,15 +42,15 @@ def test_other_ways_to_say_it_are_closed_too(are_trusted: bool) -> None:
         "ec_transfer_params": HOSTILE,
         "vllm_xargs": {"kv_transfer_params": HOSTILE, "ec_transfer_params": HOSTILE, "a": 1},
     }
-    assert without_transfers(asked, are_trusted) == {"prompt": "p", "vllm_xargs": {"a": 1}}
+    assert without_transfers(request, are_trusted) == {"prompt": "p", "vllm_xargs": {"a": 1}}
 
 
 @pytest.mark.parametrize("port", [None, 8998])
 @pytest.mark.parametrize("protocol", ["pool", "sequential", "push", "bootstrap"])
 def test_no_protocol_leaves_an_address_of_a_client_in_a_body(protocol: Protocol, port: int | None) -> None:
-    asked = without_transfers(ASKED, are_trusted=True)
-    told = make_handoff(protocol, "t", EngineEndpoint("p", port), EngineEndpoint("d", port))
-    for body in (prefill_body(asked, told.prefill), decode_body(asked, told.decode or {})):
+    request = without_transfers(REQUEST, are_trusted=True)
+    handoff = make_handoff(protocol, "t", EngineEndpoint("p", port), EngineEndpoint("d", port))
+    for body in (prefill_body(request, handoff.prefill), decode_body(request, handoff.decode or {})):
         found = body.get("kv_transfer_params", {})
         assert found.get("kept") == 1
         assert found.get("transfer_id") in (None, "t")

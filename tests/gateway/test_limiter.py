@@ -1,4 +1,4 @@
-"""The gate counts, refuses and computes when to come back."""
+"""The limiter counts, refuses and computes the time to retry."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from mooncake.gateway.limiter import ConcurrencyLimiter
 from mooncake.http.openai import ApiError
 
 
-def test_the_pause_grows_with_what_is_missing_and_with_durations() -> None:
+def test_the_pause_grows_with_the_shortage_and_with_durations() -> None:
     limiter = ConcurrencyLimiter(10)
     limiter.enter(10)
     with pytest.raises(ApiError) as one:
@@ -25,7 +25,7 @@ def test_the_pause_grows_with_what_is_missing_and_with_durations() -> None:
     assert later.value.retry_after_s is not None and later.value.retry_after_s > one.value.retry_after_s
 
 
-def test_what_never_fits_is_a_bad_request() -> None:
+def test_a_request_that_never_fits_is_a_bad_request() -> None:
     with pytest.raises(ApiError) as caught:
         ConcurrencyLimiter(2).enter(3)
     assert (caught.value.status, caught.value.detail.param) == (400, "n")

@@ -1,4 +1,4 @@
-"""What is counted of an answer that ended well: its tokens, its times, whether its objectives were met."""
+"""Metrics of a completed answer: its tokens, its times, whether its SLOs were met."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ def test_tokens_are_counted_by_kind_and_the_answer_is_logged(caplog: pytest.LogC
         record_answer("cmpl-1", Route("p:1", "d:1"), Usage.of(100, 7, 64), TIMING, Slo())
     assert [after - was for after, was in zip(tokens(), before, strict=True)] == [100, 64, 7]
     assert value("vllm:e2e_request_latency_seconds_count") == answers + 1
-    assert "answered" in caplog.text
+    assert "request_completed" in caplog.text
 
 
 def test_usage_without_details_has_nothing_cached() -> None:
@@ -55,7 +55,7 @@ def test_usage_without_details_has_nothing_cached() -> None:
         (Slo(ttft_ms=1000.0, tbt_ms=10.0), {"ttft yes": 1, "tbt no": 1}),
     ],
 )
-def test_only_what_was_wished_is_judged(slo: Slo, counted: dict[str, int]) -> None:
+def test_only_requested_slos_are_counted(slo: Slo, counted: dict[str, int]) -> None:
     before = outcomes()
     record_answer("cmpl-3", Route(None, "d:1"), Usage.of(1, 1, 0), TIMING, slo)
     assert {

@@ -1,4 +1,4 @@
-"""Workers die, stall, refuse and come back; the client sees one right answer or one clear error."""
+"""Workers crash, stall, refuse and restart; the client sees one right answer or one clear error."""
 
 from __future__ import annotations
 
@@ -11,18 +11,18 @@ from mooncake.conductor.server import ConductorServer, ConductorService
 from mooncake.conductor.settings import SchedulingSettings
 from mooncake.gateway import retries, worker_client
 from mooncake.inference.tokenizer import Tokenizer
-from tests.gateway.conftest import House, running
+from tests.gateway.conftest import Stack, running
 from tests.gateway.doubles import answer_ids, answer_text
 
 PROMPT = list(range(20, 32))
 
 
-async def test_the_whole_way_goes_through_two_processes(house: House) -> None:
-    answer = await house.complete(PROMPT)
+async def test_an_answer_involves_two_processes(stack: Stack) -> None:
+    answer = await stack.complete(PROMPT)
     assert answer["choices"][0]["text"] == answer_text(PROMPT, 6)
     assert answer["choices"][0]["finish_reason"] == "length"
-    assert answer["headers"]["x-mooncake-prefill"] == house.prefill[0].address
-    [decode] = [worker for worker in house.decode if worker.calls]
+    assert answer["headers"]["x-mooncake-prefill"] == stack.prefill[0].address
+    [decode] = [worker for worker in stack.decode if worker.calls]
     assert answer["headers"]["x-mooncake-decode"] == decode.address
     assert answer["headers"]["x-mooncake-route"] == "prefill, decode"
     [call] = decode.calls
@@ -30,23 +30,23 @@ async def test_the_whole_way_goes_through_two_processes(house: House) -> None:
     assert call["prompt"] == PROMPT
 
 
-async def test_cached_tokens_are_what_prefill_found(house: House) -> None:
-    first = await house.complete(PROMPT)
-    again = await house.complete([*PROMPT, 50])
+async def test_cached_tokens_are_those_of_prefill(stack: Stack) -> None:
+    first = await stack.complete(PROMPT)
+    again = await stack.complete([*PROMPT, 50])
     assert first["usage"]["prompt_tokens_details"]["cached_tokens"] == 0
     assert again["usage"]["prompt_tokens_details"]["cached_tokens"] == 12
     assert (again["usage"]["prompt_tokens"], again["usage"]["completion_tokens"]) == (13, 6)
 
 
 @pytest.mark.parametrize("die_after", [0, 1, 4, 11])
-async def test_a_decode_worker_lost_in_mid_answer_is_not_noticed(house: House, die_after: int) -> None:
-    for worker in house.decode:
+async def test_the_loss_of_a_decode_worker_in_mid_answer_is_hidden(stack: Stack, die_after: int) -> None:
+    for worker in stack.decode:
         worker.die_after = die_after
-    streamed = await house.stream(PROMPT, 12, stream_options={"include_usage": True})
+    streamed = await stack.stream(PROMPT, 12, stream_options={"include_usage": True})
     assert streamed.text() == answer_text(PROMPT, 12)
     assert streamed.token_ids() == answer_ids(PROMPT, 12)
     assert streamed.chunks[-1]["usage"]["completion_tokens"] == 12
-    resumed = [call for worker in house.decode for call in worker.calls][-1]
+    resumed = [call for worker in stack.decode for call in worker.calls][-1]
     if die_after:
         transfer = resumed["kv_transfer_params"]
         assert transfer["num_output_tokens"] == die_after
@@ -56,135 +56,137 @@ async def test_a_decode_worker_lost_in_mid_answer_is_not_noticed(house: House, d
 
 
 async def test_an_answer_moves_more_than_once(tokenizer: Tokenizer) -> None:
-    async with running(tokenizer, num_decode=3) as house:
-        for worker, after in zip(house.decode, (2, 5, 9), strict=True):
+    async with running(tokenizer, num_decode=3) as stack:
+        for worker, after in zip(stack.decode, (2, 5, 9), strict=True):
             worker.die_after = after
-        streamed = await house.stream(PROMPT, 12)
+        streamed = await stack.stream(PROMPT, 12)
         assert streamed.text() == answer_text(PROMPT, 12)
 
 
-async def test_a_stop_string_across_the_move_still_stops(house: House) -> None:
+async def test_a_stop_string_across_the_move_still_stops(stack: Stack) -> None:
     ids = answer_ids(PROMPT, 6)
     stop = f"w{ids[3]} w{ids[4]}"
-    whole = await house.complete(PROMPT, 10, stop=[stop])
-    for worker in house.decode:
+    whole = await stack.complete(PROMPT, 10, stop=[stop])
+    for worker in stack.decode:
         worker.die_after = 4
-    moved = await house.complete(PROMPT, 10, stop=[stop])
+    moved = await stack.complete(PROMPT, 10, stop=[stop])
     assert moved["choices"] == whole["choices"]
     assert whole["choices"][0]["finish_reason"] == "stop"
 
 
-async def test_a_worker_that_gives_up_is_replaced(house: House) -> None:
-    for worker in house.decode:
+async def test_a_worker_that_aborts_is_replaced(stack: Stack) -> None:
+    for worker in stack.decode:
         worker.abort_after = 3
-    assert (await house.stream(PROMPT, 8)).text() == answer_text(PROMPT, 8)
+    assert (await stack.stream(PROMPT, 8)).text() == answer_text(PROMPT, 8)
 
 
-async def test_a_killed_decode_process_is_replaced(house: House) -> None:
-    await house.decode[0].stop()
+async def test_a_killed_decode_process_is_replaced(stack: Stack) -> None:
+    await stack.decode[0].stop()
     for _ in range(4):
-        assert (await house.complete(PROMPT))["choices"][0]["text"] == answer_text(PROMPT, 6)
-    await house.until(lambda health: health[house.decode[0].address] == "down")
-    await house.decode[0].start()
-    await house.until(lambda health: health[house.decode[0].address] == "ready")
+        assert (await stack.complete(PROMPT))["choices"][0]["text"] == answer_text(PROMPT, 6)
+    await stack.until(lambda health: health[stack.decode[0].address] == "down")
+    await stack.decode[0].start()
+    await stack.until(lambda health: health[stack.decode[0].address] == "ready")
 
 
 async def test_a_stalled_worker_counts_as_failed(tokenizer: Tokenizer) -> None:
-    async with running(tokenizer, stall_timeout_s=0.2) as house:
-        house.decode[0].stall_after = 3
+    async with running(tokenizer, stall_timeout_s=0.2) as stack:
+        stack.decode[0].stall_after = 3
         for _ in range(2):  # in turn, so one of them begins at the stalled one
-            assert (await house.stream(PROMPT, 8)).text() == answer_text(PROMPT, 8)
-        assert house.decode[0].num_cancelled == 1
+            assert (await stack.stream(PROMPT, 8)).text() == answer_text(PROMPT, 8)
+        assert stack.decode[0].num_cancelled == 1
 
 
-async def test_a_silent_worker_is_asked_before_it_is_given_up(
-    house: House, monkeypatch: pytest.MonkeyPatch
+async def test_a_silent_worker_is_probed_before_it_counts_as_failed(
+    stack: Stack, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(worker_client, "SILENCE_BEFORE_PROBE_S", 0.05)
-    for worker in house.decode:
+    for worker in stack.decode:
         worker.token_pause_s = 0.2  # slow, but it answers /health
-    answer = await house.complete(PROMPT, 3)
+    answer = await stack.complete(PROMPT, 3)
     assert answer["choices"][0]["text"] == answer_text(PROMPT, 3)
-    assert sum(len(worker.calls) for worker in house.decode) == 1
+    assert sum(len(worker.calls) for worker in stack.decode) == 1
 
 
 async def test_a_prefill_worker_lost_under_a_prompt_is_replaced(tokenizer: Tokenizer) -> None:
-    async with running(tokenizer, num_prefill=2) as house:
-        for worker in house.prefill:
+    async with running(tokenizer, num_prefill=2) as stack:
+        for worker in stack.prefill:
             worker.die_after = 0  # once each: the third attempt is fine
-        answer = await house.complete(PROMPT)
+        answer = await stack.complete(PROMPT)
         assert answer["choices"][0]["text"] == answer_text(PROMPT, 6)
-        assert sum(len(worker.calls) for worker in house.prefill) >= 2
+        assert sum(len(worker.calls) for worker in stack.prefill) >= 2
 
 
-async def test_without_prefill_the_decode_instance_computes_the_prompt(house: House) -> None:
-    await house.prefill[0].stop()
-    answer = await house.complete(PROMPT)
+async def test_without_prefill_the_decode_instance_computes_the_prompt(stack: Stack) -> None:
+    await stack.prefill[0].stop()
+    answer = await stack.complete(PROMPT)
     assert answer["choices"][0]["text"] == answer_text(PROMPT, 6)
     assert "x-mooncake-prefill" not in answer["headers"]
     assert answer["headers"]["x-mooncake-route"] == "degraded: no prefill instance is ready"
-    await house.until(lambda health: health[house.prefill[0].address] == "down")
-    _, status = await house.get("/status")
+    await stack.until(lambda health: health[stack.prefill[0].address] == "down")
+    _, status = await stack.get("/status")
     assert status["degraded"] == "no prefill instance is ready"
 
 
-async def test_without_decode_the_prefill_instance_decodes(house: House) -> None:
-    for worker in house.decode:
+async def test_without_decode_the_prefill_instance_decodes(stack: Stack) -> None:
+    for worker in stack.decode:
         await worker.stop()
-    answer = await house.complete(PROMPT)
+    answer = await stack.complete(PROMPT)
     assert answer["choices"][0]["text"] == answer_text(PROMPT, 6)
-    assert answer["headers"]["x-mooncake-decode"] == house.prefill[0].address
-    await house.until(lambda health: sum(state == "down" for state in health.values()) == 2)
-    _, status = await house.get("/status")
+    assert answer["headers"]["x-mooncake-decode"] == stack.prefill[0].address
+    await stack.until(lambda health: sum(state == "down" for state in health.values()) == 2)
+    _, status = await stack.get("/status")
     assert status["degraded"] == "no decode instance is ready"
 
 
-async def test_nobody_left_is_a_503_that_says_when(house: House, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(retries, "RETRY_PATIENCE_S", 0.1)
-    await house.complete(PROMPT)
-    for worker in [*house.prefill, *house.decode]:
+async def test_no_instance_left_is_a_503_with_a_time_to_retry(
+    stack: Stack, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(retries, "RETRY_TIMEOUT_S", 0.1)
+    await stack.complete(PROMPT)
+    for worker in [*stack.prefill, *stack.decode]:
         await worker.stop()
-    await house.until(lambda health: set(health.values()) == {"down"})
-    status, answer, headers = await house.post("/v1/completions", {"prompt": PROMPT})
+    await stack.until(lambda health: set(health.values()) == {"down"})
+    status, answer, headers = await stack.post("/v1/completions", {"prompt": PROMPT})
     assert status == 503
     assert int(headers["retry-after"]) >= 1
     assert answer["error"]["code"] == "no_instance"
-    assert f"{house.prefill[0].address} is down" in answer["error"]["message"]
-    assert (await house.get("/ready"))[0] == 503
-    assert (await house.get("/health"))[0] == 200
+    assert f"{stack.prefill[0].address} is down" in answer["error"]["message"]
+    assert (await stack.get("/ready"))[0] == 503
+    assert (await stack.get("/health"))[0] == 200
 
 
-async def test_an_answer_under_way_waits_for_a_worker_to_come_back(tokenizer: Tokenizer) -> None:
-    async with running(tokenizer, num_prefill=0, num_decode=1) as house:
-        [worker] = house.decode
-        worker.die_after = 3  # the connection dies, the process lives: it is its own successor
-        assert (await house.stream(PROMPT, 8)).text() == answer_text(PROMPT, 8)
+async def test_an_answer_in_progress_waits_for_a_worker_to_come_back(tokenizer: Tokenizer) -> None:
+    async with running(tokenizer, num_prefill=0, num_decode=1) as stack:
+        [worker] = stack.decode
+        worker.die_after = 3  # the connection breaks, the process lives: the answer continues on it
+        assert (await stack.stream(PROMPT, 8)).text() == answer_text(PROMPT, 8)
 
 
 async def test_a_request_that_kills_every_worker_is_stopped(tokenizer: Tokenizer) -> None:
-    async with running(tokenizer, num_prefill=0, num_decode=6) as house:
-        for worker in house.decode:
+    async with running(tokenizer, num_prefill=0, num_decode=6) as stack:
+        for worker in stack.decode:
             worker.refuse = (500, {"message": "out of luck", "type": "server_error"})
-        status, answer, _ = await house.post("/v1/completions", {"prompt": PROMPT})
+        status, answer, _ = await stack.post("/v1/completions", {"prompt": PROMPT})
         assert (status, answer["error"]["code"]) == (503, "workers_failed")
         assert "out of luck" in answer["error"]["message"]
-        assert sum(len(worker.calls) for worker in house.decode) == retries.MAX_FAILURES
+        assert sum(len(worker.calls) for worker in stack.decode) == retries.MAX_FAILURES
 
 
-async def test_a_busy_worker_is_passed_over_without_blame(house: House) -> None:
+async def test_a_busy_worker_is_skipped_and_does_not_count_as_failed(stack: Stack) -> None:
     error = {"message": "queue is full", "type": "rate_limit_error", "code": "queue_full"}
-    house.decode[0].refuse = (429, error)
+    stack.decode[0].refuse = (429, error)
     for _ in range(2):
-        assert (await house.complete(PROMPT))["choices"][0]["text"] == answer_text(PROMPT, 6)
-    assert set((await house.health()).values()) == {"ready"}
-    for worker in [*house.prefill, *house.decode]:
+        assert (await stack.complete(PROMPT))["choices"][0]["text"] == answer_text(PROMPT, 6)
+    assert set((await stack.health()).values()) == {"ready"}
+    for worker in [*stack.prefill, *stack.decode]:
         worker.refuse = (429, error)
-    status, answer, headers = await house.post("/v1/completions", {"prompt": PROMPT})
+    status, answer, headers = await stack.post("/v1/completions", {"prompt": PROMPT})
     assert (status, answer["error"]["code"], headers["retry-after"]) == (429, "queue_full", "7")
 
 
-async def test_a_refusal_of_the_worker_passes_through(house: House) -> None:
-    status, answer, _ = await house.post("/v1/completions", {"prompt": [20, 10**6]})
+async def test_a_refusal_of_the_worker_passes_through(stack: Stack) -> None:
+    status, answer, _ = await stack.post("/v1/completions", {"prompt": [20, 10**6]})
     assert status == 400
     assert answer["error"] == {
         "message": "no such token",
@@ -192,7 +194,7 @@ async def test_a_refusal_of_the_worker_passes_through(house: House) -> None:
         "param": "prompt",
         "code": "invalid_value",
     }
-    assert set((await house.health()).values()) == {"ready"}
+    assert set((await stack.health()).values()) == {"ready"}
 
 
 async def test_a_conductor_of_its_own_and_its_loss(tokenizer: Tokenizer) -> None:
@@ -200,49 +202,49 @@ async def test_a_conductor_of_its_own_and_its_loss(tokenizer: Tokenizer) -> None
     await service.start()
     server = ConductorServer(service)
     port = await server.start("127.0.0.1", 0)
-    async with running(tokenizer, conductor=f"127.0.0.1:{port}") as house:
+    async with running(tokenizer, conductor=f"127.0.0.1:{port}") as stack:
         async with asyncio.timeout(10):
-            while "(connected)" not in house.gateway.conductor_state:  # noqa: ASYNC110
+            while "(connected)" not in stack.gateway.conductor_state:  # noqa: ASYNC110
                 await asyncio.sleep(0.01)
-        answer = await house.complete(PROMPT)
+        answer = await stack.complete(PROMPT)
         assert answer["choices"][0]["text"] == answer_text(PROMPT, 6)
-        _, story = await house.get(f"/story/{answer['id']}")
+        _, story = await stack.get(f"/story/{answer['id']}")
         assert any(line.split(" ", 1)[1].startswith("placed") for line in story["story"])
         await server.close()
         await service.close()
         for _ in range(3):
-            lost = await house.complete(PROMPT)
+            lost = await stack.complete(PROMPT)
             assert lost["choices"][0]["text"] == answer_text(PROMPT, 6)
         assert lost["headers"]["x-mooncake-route"] == "degraded: no conductor"
-        _, status = await house.get("/status")
+        _, status = await stack.get("/status")
         assert "can't be reached" in status["conductor"]
 
 
 @pytest.mark.parametrize("seed", range(3))
-async def test_answers_are_right_whatever_dies(tokenizer: Tokenizer, seed: int) -> None:
-    """Thirty clients while workers lose connections, give up, are killed and come back."""
+async def test_answers_are_right_whatever_fails(tokenizer: Tokenizer, seed: int) -> None:
+    """Thirty clients while workers lose connections, abort, are killed and restart."""
     random = Random(seed)
-    async with running(tokenizer, num_prefill=3, num_decode=3, scheduling="random") as house:
-        everyone = [*house.prefill, *house.decode]
-        for worker in everyone:
+    async with running(tokenizer, num_prefill=3, num_decode=3, scheduling="random") as stack:
+        all_workers = [*stack.prefill, *stack.decode]
+        for worker in all_workers:
             worker.token_pause_s = 0.002
 
-        async def ask(number: int) -> None:
+        async def complete_one(number: int) -> None:
             prompt = [random.randrange(20, 90) for _ in range(random.randrange(1, 20))]
             num_tokens = random.randrange(1, 30)
             await asyncio.sleep(random.random())
             if number % 2:
-                answer = await house.complete(prompt, num_tokens, return_token_ids=True)
+                answer = await stack.complete(prompt, num_tokens, return_token_ids=True)
                 assert answer["choices"][0]["token_ids"] == answer_ids(prompt, num_tokens)
                 assert answer["choices"][0]["text"] == answer_text(prompt, num_tokens)
             else:
-                streamed = await house.stream(prompt, num_tokens)
+                streamed = await stack.stream(prompt, num_tokens)
                 assert streamed.text() == answer_text(prompt, num_tokens)
 
         async def disturb() -> None:
             for _ in range(12):
                 await asyncio.sleep(0.1)
-                victim = random.choice(everyone)
+                victim = random.choice(all_workers)
                 fault = random.randrange(4)
                 if fault == 0:
                     victim.die_after = random.randrange(6)
@@ -255,5 +257,5 @@ async def test_answers_are_right_whatever_dies(tokenizer: Tokenizer, seed: int) 
 
         async with asyncio.TaskGroup() as group:
             for number in range(30):
-                group.create_task(ask(number))
+                group.create_task(complete_one(number))
             group.create_task(disturb())

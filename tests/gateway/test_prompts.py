@@ -1,4 +1,4 @@
-"""A prompt that an engine has seen goes there again, whoever tells its tokens."""
+"""A prompt that an engine has seen goes there again, with each source of its tokens."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ IDS = list(range(20, 60))
 
 
 async def same_place(front: Front, **fields: Any) -> None:
-    """Two conversations with prefixes of their own each stay where they began."""
+    """Check that two conversations with prefixes of their own each stay where they began."""
     places: dict[str, set[str]] = {}
     for turn in range(4):
         for who in ("w70", "w71", "w72"):
@@ -37,11 +37,11 @@ async def test_later_turns_go_where_the_first_went(how: str, salt: str | None, t
         for engine in front.decode:
             engine.local = {}
         await same_place(front, **({"cache_salt": salt} if salt else {}))
-        num_asked = sum(one.num_tokenized for one in front.decode)
-        assert num_asked == {"engine": 12, "text": 0, "auto": 1, "model": 0}[how]
+        num_queries = sum(one.num_tokenized for one in front.decode)
+        assert num_queries == {"engine": 12, "text": 0, "auto": 1, "model": 0}[how]
 
 
-async def test_without_anybody_to_ask_text_is_compared() -> None:
+async def test_without_a_source_of_tokens_text_is_hashed() -> None:
     async with fronting(0, 3, engine={"has_tokenize": False}, scheduling="cache_aware") as front:
         await same_place(front)
 
@@ -53,7 +53,7 @@ async def test_a_tokenizer_that_disagrees_is_not_used(tokenizer: Tokenizer) -> N
         assert sum(one.num_tokenized for one in front.decode) == 3
 
 
-async def test_what_an_engine_tells_of_its_blocks_decides() -> None:
+async def test_an_engine_s_kv_events_decide() -> None:
     async with fronting(0, 2, scheduling="cache_aware") as front:
         keys = [short_key(one) for one in block_hashes(IDS, 4, root_hash())]
         for engine in (front.decode[1], front.decode[0]):
@@ -67,7 +67,7 @@ async def test_what_an_engine_tells_of_its_blocks_decides() -> None:
                 front.gateway.scheduling.core.index.clear(instance.address)  # type: ignore[attr-defined]
 
 
-async def test_policies_that_look_at_no_cache_ask_nobody() -> None:
+async def test_policies_that_ignore_caches_query_no_engine() -> None:
     async with fronting(0, 2, scheduling="load") as front:
         await front.complete(SYSTEM)
         assert not any(one.num_tokenized for one in front.decode)

@@ -1,4 +1,4 @@
-"""A request is found by either of its names, and the memory of names is bounded."""
+"""A request is found by either of its ids, and the memory of ids is bounded."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ def test_both_names_find_it_and_a_name_used_again_finds_the_latest() -> None:
     named.note(names(2, "same"))
     found = named.find("same")
     assert found is not None and found.id == "cmpl-2"
-    assert named.find("cmpl-1") is not None and named.find("nobody") is None
+    assert named.find("cmpl-1") is not None and named.find("unknown") is None
 
 
 def test_the_oldest_are_forgotten(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -1,4 +1,4 @@
-"""What is refused before work is done on it, and what becomes of readers that read nothing."""
+"""Requests that are refused before work is done on them, and clients that don't read their answers."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from mooncake.gateway.request_parsing import decoded
 from mooncake.http import large_json
 from mooncake.http.openai import MAX_PRIORITY
 from mooncake.inference.tokenizer import Tokenizer
-from tests.gateway.conftest import House, running
+from tests.gateway.conftest import Stack, running
 from tests.gateway.doubles import MAX_MODEL_LEN, WorkerDouble
 from tests.gateway.engines import fronting
 
@@ -22,37 +22,37 @@ TEXT, CHAT = "/v1/completions", "/v1/chat/completions"
 
 
 async def test_a_large_body_is_refused_by_its_size(tokenizer: Tokenizer) -> None:
-    async with running(tokenizer, max_body_bytes=2000) as house:
-        status, answer, _ = await house.post(TEXT, {"prompt": "w20 " * 600})
+    async with running(tokenizer, max_body_bytes=2000) as stack:
+        status, answer, _ = await stack.post(TEXT, {"prompt": "w20 " * 600})
         assert (status, answer["error"]["code"]) == (413, "body_too_large")
-        assert not house.prefill[0].calls and house.gateway.limiter.num_in_flight == 0
+        assert not stack.prefill[0].calls and stack.gateway.limiter.num_in_flight == 0
 
 
 @pytest.mark.parametrize("is_chat", [False, True])
 async def test_a_prompt_that_cannot_fit_is_never_tokenized(
-    house: House, monkeypatch: pytest.MonkeyPatch, is_chat: bool
+    stack: Stack, monkeypatch: pytest.MonkeyPatch, is_chat: bool
 ) -> None:
-    tokenizer = house.gateway.tokenizer
+    tokenizer = stack.gateway.tokenizer
     assert tokenizer is not None
     text = "w20 " * (MAX_MODEL_LEN * tokenizer.longest_token_chars // 4)
 
-    def encode(*words: Any, **more: Any) -> list[int]:
+    def encode(*arguments: Any, **more: Any) -> list[int]:
         raise AssertionError("it was tokenized")
 
     monkeypatch.setattr(tokenizer, "encode", encode)
     monkeypatch.setattr(tokenizer, "chat", encode)
     body: dict[str, Any] = {"messages": [{"role": "user", "content": text}]} if is_chat else {"prompt": text}
-    status, answer, _ = await house.post(CHAT if is_chat else TEXT, body)
+    status, answer, _ = await stack.post(CHAT if is_chat else TEXT, body)
     assert (status, answer["error"]["code"]) == (400, "context_length_exceeded")
     assert "at least" in answer["error"]["message"]
 
 
 async def test_a_prompt_that_likely_does_not_fit_is_counted_no_further_than_needed(
-    house: House, monkeypatch: pytest.MonkeyPatch
+    stack: Stack, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(request_parsing, "LARGE_CHARS", 100)
     monkeypatch.setattr(request_parsing, "PIECE_CHARS", 400)
-    tokenizer = house.gateway.tokenizer
+    tokenizer = stack.gateway.tokenizer
     assert tokenizer is not None
     seen: list[int] = []
     encode = tokenizer.encode
@@ -62,7 +62,7 @@ async def test_a_prompt_that_likely_does_not_fit_is_counted_no_further_than_need
         return encode(text)
 
     monkeypatch.setattr(tokenizer, "encode", counted)
-    status, answer, _ = await house.post(TEXT, {"prompt": "w20 " * 3000})
+    status, answer, _ = await stack.post(TEXT, {"prompt": "w20 " * 3000})
     assert (status, answer["error"]["code"]) == (400, "context_length_exceeded")
     assert seen == [400], "one piece has as many tokens as fit"
 
@@ -77,8 +77,8 @@ async def test_a_large_body_is_decoded_beside_the_loop(monkeypatch: pytest.Monke
 
 
 @pytest.mark.parametrize("priority", [MAX_PRIORITY + 1, -MAX_PRIORITY - 1, 10**18])
-async def test_priority_is_bounded(house: House, priority: int) -> None:
-    status, answer, _ = await house.post(TEXT, {"prompt": "w20", "priority": priority})
+async def test_priority_is_bounded(stack: Stack, priority: int) -> None:
+    status, answer, _ = await stack.post(TEXT, {"prompt": "w20", "priority": priority})
     assert (status, answer["error"]["param"]) == (400, "priority")
     async with fronting() as front:
         status, answer, _ = await front.post(TEXT, {"prompt": "w20", "priority": priority})
@@ -88,35 +88,35 @@ async def test_priority_is_bounded(house: House, priority: int) -> None:
 @pytest.mark.parametrize(
     "name", ["messages", "self", "tokenizer_kwargs", "conversation", "chat_template", "tokenize", "kwargs"]
 )
-async def test_no_variable_of_a_template_is_an_argument_of_who_renders_it(house: House, name: str) -> None:
+async def test_no_variable_of_a_template_is_an_argument_of_its_renderer(stack: Stack, name: str) -> None:
     body = {"messages": [{"role": "user", "content": "w20"}], "chat_template_kwargs": {name: []}}
-    status, answer, _ = await house.post(CHAT, body)
+    status, answer, _ = await stack.post(CHAT, body)
     assert (status, answer["error"]["param"]) == (400, "chat_template_kwargs"), answer
 
 
-async def test_a_template_s_error_tells_nothing_of_the_server(house: House, tmp_path: Any) -> None:
-    tokenizer = house.gateway.tokenizer
+async def test_a_template_s_error_reveals_nothing_of_the_server(stack: Stack, tmp_path: Any) -> None:
+    tokenizer = stack.gateway.tokenizer
     assert isinstance(tokenizer, Tokenizer)
     before = tokenizer._tokenizer.chat_template
     tokenizer._tokenizer.chat_template = None
     try:
         body = {"messages": [{"role": "user", "content": "w20"}]}
-        status, answer, _ = await house.post(CHAT, body)
+        status, answer, _ = await stack.post(CHAT, body)
     finally:
         tokenizer._tokenizer.chat_template = before
     assert status == 400 and "/" not in answer["error"]["message"].replace("and/or", "")
     assert "Tokenizer" not in answer["error"]["message"]
 
 
-# --- readers that read nothing
+# --- clients that don't read
 
 
-def stranger(house: House, body: dict[str, Any]) -> socket.socket:
-    """Asks, and never reads."""
+def unread_request(stack: Stack, body: dict[str, Any]) -> socket.socket:
+    """Send a request on a socket that is never read."""
     content = json.dumps(body).encode()
     opened = socket.socket()
     opened.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
-    opened.connect(("127.0.0.1", int(house.url.rpartition(":")[2])))
+    opened.connect(("127.0.0.1", int(stack.url.rpartition(":")[2])))
     opened.sendall(
         b"POST %s HTTP/1.1\r\nHost: x\r\nContent-Length: %d\r\n\r\n" % (TEXT.encode(), len(content))
     )
@@ -125,7 +125,7 @@ def stranger(house: House, body: dict[str, Any]) -> socket.socket:
 
 
 class Flood(WorkerDouble):
-    """Its answers are larger than what any socket holds."""
+    """A worker whose answers are larger than any socket buffer."""
 
     num_written = 0
 
@@ -136,35 +136,35 @@ class Flood(WorkerDouble):
         self.num_written += 1
 
 
-async def test_a_slot_comes_back_at_the_deadline_of_a_reader_that_reads_nothing(
+async def test_a_slot_comes_back_at_the_deadline_of_a_client_that_does_not_read(
     tokenizer: Tokenizer, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("tests.gateway.doubles.WorkerDouble", Flood)
-    async with running(tokenizer, request_timeout_s=1.5, max_in_flight=2) as house:
+    async with running(tokenizer, request_timeout_s=1.5, max_in_flight=2) as stack:
         worker_max = {"prompt": [20, 21], "max_tokens": 50, "stream": True}
-        for one in house.decode:
+        for one in stack.decode:
             one.token_pause_s = 0.001
             monkeypatch.setattr("tests.gateway.doubles.MAX_MODEL_LEN", 10**6)
-        house.gateway.max_model_len = 10**6
+        stack.gateway.max_model_len = 10**6
         body = {**worker_max, "max_tokens": 100_000}
-        strangers = [stranger(house, body) for _ in range(2)]
+        sockets = [unread_request(stack, body) for _ in range(2)]
         try:
             async with asyncio.timeout(20):
-                while house.gateway.limiter.num_in_flight < 2:  # noqa: ASYNC110
+                while stack.gateway.limiter.num_in_flight < 2:  # noqa: ASYNC110
                     await asyncio.sleep(0.01)
-                status, _, _ = await house.post(TEXT, {"prompt": "w20", "max_tokens": 1})
+                status, _, _ = await stack.post(TEXT, {"prompt": "w20", "max_tokens": 1})
                 assert status == 429
-                while house.gateway.limiter.num_in_flight:  # noqa: ASYNC110
+                while stack.gateway.limiter.num_in_flight:  # noqa: ASYNC110
                     await asyncio.sleep(0.01)
-                while sum(one.num_cancelled for one in house.decode) < 2:  # noqa: ASYNC110
+                while sum(one.num_cancelled for one in stack.decode) < 2:  # noqa: ASYNC110
                     await asyncio.sleep(0.01)
-            most = sum(one.num_written for one in house.decode)  # type: ignore[attr-defined]
+            most = sum(one.num_written for one in stack.decode)  # type: ignore[attr-defined]
             assert most < 2000, f"workers went on: {most} pieces of 64 KiB"
         finally:
-            for opened in strangers:
+            for opened in sockets:
                 opened.close()
 
 
-async def test_a_reader_that_reads_slowly_gets_all_of_it(house: House) -> None:
-    streamed = await house.stream([20, 21], 40)
+async def test_a_client_that_reads_slowly_gets_all_of_it(stack: Stack) -> None:
+    streamed = await stack.stream([20, 21], 40)
     assert len(streamed.token_ids()) == 40

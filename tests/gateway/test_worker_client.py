@@ -1,4 +1,4 @@
-"""What a worker may answer, and which of three things each answer means."""
+"""Each kind of a worker's answer, as one of three outcomes."""
 
 from __future__ import annotations
 
@@ -58,7 +58,7 @@ ERROR = b'{"error": {"message": "m", "type": "t", "param": "p", "code": "c"}}'
         (404, b"no such page", ApiError),
     ],
 )
-async def test_an_answer_means_one_of_three_things(
+async def test_an_answer_is_one_of_three_outcomes(
     workers: WorkerClient, status: int, body: bytes, meaning: type[Exception]
 ) -> None:
     async with answering(status, body) as address:
@@ -70,7 +70,7 @@ async def test_an_answer_means_one_of_three_things(
         assert (caught.value.detail.message, caught.value.detail.param) == ("m", "p")
 
 
-async def test_who_cannot_be_reached_was_not_reached(workers: WorkerClient) -> None:
+async def test_an_unreachable_worker_was_not_reached(workers: WorkerClient) -> None:
     async with answering(200, b"") as address:
         pass
     with pytest.raises(WorkerFailed) as caught:

@@ -1,4 +1,4 @@
-"""The publisher's frames, byte by byte as another engine's subscriber would see them."""
+"""A worker's batches as another engine's subscriber receives them, and their replay."""
 
 from __future__ import annotations
 
@@ -12,13 +12,14 @@ import zmq.asyncio
 
 from mooncake.errors import AddressInUse
 from mooncake.inference import kv_events
-from mooncake.inference.kv_events import AllBlocksCleared, BlockRemoved, BlockStored, WorkerKvEventPublisher
+from mooncake.inference.kv_events import WorkerKvEventPublisher
+from mooncake.kv_events.dialects import MEDIUM_DEVICE, AllBlocksCleared, BlockRemoved, BlockStored
 
 A, B = b"a" * 32, b"b" * 32
 
 
 def stored(block_hash: bytes, parent: bytes | None = None) -> BlockStored:
-    return BlockStored(block_hashes=[block_hash], parent_block_hash=parent, token_ids=[1, 2], block_size=2)
+    return BlockStored([block_hash], parent, [1, 2], 2, MEDIUM_DEVICE)
 
 
 @pytest.fixture
@@ -77,7 +78,7 @@ async def test_replay_gives_what_was_missed(
 ) -> None:
     publisher.publish([stored(A)])
     publisher.publish([])
-    publisher.publish([stored(B, A), BlockRemoved(block_hashes=[A])])
+    publisher.publish([stored(B, A), BlockRemoved([A], MEDIUM_DEVICE)])
     [(sequence, payload)] = await replay(context, publisher, 1)
     assert int.from_bytes(sequence, "big") == 1
     _ts, events, _rank = msgspec.msgpack.decode(payload)
@@ -102,7 +103,7 @@ async def test_what_is_no_longer_kept_is_summed_up(
     monkeypatch.setattr(kv_events, "_KEPT_BATCHES", 2)
     publisher.publish([stored(A)])
     publisher.publish([stored(B, A)])
-    publisher.publish([BlockRemoved(block_hashes=[A])])
+    publisher.publish([BlockRemoved([A], MEDIUM_DEVICE)])
     for _ in range(2):
         publisher.publish([stored(A)])
     answers = await replay(context, publisher, 0)
@@ -112,7 +113,7 @@ async def test_what_is_no_longer_kept_is_summed_up(
     assert events[1]["block_hashes"] == [B]
 
 
-async def test_a_malformed_question_does_not_end_the_replay_service(
+async def test_a_malformed_replay_request_does_not_end_the_replay_service(
     publisher: WorkerKvEventPublisher, context: zmq.asyncio.Context
 ) -> None:
     assert publisher.source is not None and publisher.source.replay_endpoint is not None

@@ -1,21 +1,21 @@
-"""Whether a request is let in, given what is predicted of it.
+"""Admission control: whether a request is accepted, given its predicted times.
 
-It owns the question "is it worth starting?" and the fate of those who were let in, and refuses to know how
-instances are chosen: it is asked when the best pair is known, with the prediction for that pair. Five rules:
+It owns the question "is it worth starting?" and the record of admitted requests, and refuses to know how
+instances are chosen: it decides when the best pair is known, with the prediction for that pair. Five rules:
 
-``none``       everybody is let in.
-``baseline``   (paper §7) each stage looks at itself: prefill at arrival, decode when the prompt is computed.
+``none``       every request is admitted.
+``baseline``   (paper §7) each stage checks its own load: prefill at arrival, decode when the prompt is done.
 ``early``      (paper §7) both are checked at arrival: predicted TTFT against its SLO, and the decode pool's
                *present* TBT against its SLO. The present is not what the request will meet: prefill takes
                seconds, so the load of both pools swings.
 ``predicted``  (paper §7) as ``early``, with the decode load expected when the prefill ends.
 ``goodput``    ours (``goodput.py``).
 
-Under each of the paper's rules decode looks again when the prompt is computed (§3: the load that was
-anticipated may have changed). What it then rejects was computed in vain; ours rejects nobody so late.
-A rejection's ``Retry-After`` is computed from the same forecast: the first instant at which the rule, asked
-again with nothing but time having passed, would say yes. A share of the rejected (``audit_share``) is let in
-all the same and marked: their fate tells how often a rejection was wrong.
+Under each of the paper's rules decode checks again when the prompt is computed (§3: the anticipated load may
+have changed). The prompt of a request rejected then was computed in vain; ours rejects none so late. A
+rejection's ``Retry-After`` is computed from the same forecast: the first instant at which the rule would
+admit the request if nothing else changed. A share of the rejected requests (``audit_share``) is admitted all
+the same and marked: their outcome shows how often a rejection was wrong.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ RECHECKED_RULES: tuple[Rule, ...] = ("baseline", "early", "predicted")
 
 @dataclass(slots=True)
 class Audit:
-    """What became of requests that were let in although they were rejected."""
+    """The outcomes of requests that were admitted although the rule rejected them."""
 
     num_admitted: int = 0
     num_ended: int = 0
@@ -58,7 +58,7 @@ class _AdmittedRequest:
 
 
 class AdmissionController:
-    """One of the rules, and what it must remember."""
+    """One of the rules with its state."""
 
     def __init__(
         self,
@@ -75,19 +75,19 @@ class AdmissionController:
         self.goodput = GoodputRule(self.decode_forecast, horizon_s, turn_share)
         self._audit_share = audit_share
         self._audit_due = 0.0
-        self._promises: dict[str, _AdmittedRequest] = {}
+        self._admitted: dict[str, _AdmittedRequest] = {}
 
     def __repr__(self) -> str:
         return (
-            f"<AdmissionController {self.rule} admitted={len(self._promises)} rejected={self.num_rejected}>"
+            f"<AdmissionController {self.rule} admitted={len(self._admitted)} rejected={self.num_rejected}>"
         )
 
     def knows(self, request_id: str) -> bool:
-        """Whether it was let in and has not ended."""
-        return request_id in self._promises
+        """Whether the request was admitted and has not ended."""
+        return request_id in self._admitted
 
     def decide(self, request: AdmissionRequest, pools: PoolCapacity, now: float) -> AdmissionResult:
-        """Whether ``request`` is let in; if so it counts from now on."""
+        """Decide whether ``request`` is admitted; if so it counts from now on."""
         verdict = self._decide(request, pools, now)
         if not verdict.is_admitted:
             self._count(verdict)
@@ -97,18 +97,19 @@ class AdmissionController:
             self._audit_due -= 1.0
             self.audit.num_admitted += 1
             verdict = dataclasses.replace(verdict, is_admitted=True, is_audited=True)
-        self._promises[request.request_id] = _AdmittedRequest(request, verdict, pools.step.base_s)
+        self._admitted[request.request_id] = _AdmittedRequest(request, verdict, pools.step.base_s)
         self.decode_forecast.expect(request.request_id, now + request.ttft_s, request.num_tokens, now)
         return verdict
 
     def prefilled(
         self, request_id: str, pools: PoolCapacity, now: float, has_begun: bool = False
     ) -> AdmissionResult:
-        """Its prompt is computed. Under the paper's rules decode looks again, and may still reject.
+        """Record that the prompt is computed. Under the paper's rules decode checks again, and may still
+        reject.
 
-        ``has_begun``: its answer is under way, so that nobody can reject it any more.
+        ``has_begun``: its answer has begun, so it can no longer be rejected.
         """
-        promise = self._promises.get(request_id)
+        promise = self._admitted.get(request_id)
         if promise is None or promise.is_prefilled:
             return AdmissionResult(True)
         if self.rule in RECHECKED_RULES and not promise.verdict.is_audited and not has_begun:
@@ -122,8 +123,8 @@ class AdmissionController:
         return AdmissionResult(True)
 
     def finished(self, request_id: str, ttft_s: float, tbt_s: float, is_complete: bool, now: float) -> None:
-        """It has ended; ``ttft_s`` 0: nobody measured."""
-        promise = self._promises.pop(request_id, None)
+        """Record the end of a request; ``ttft_s`` 0: not measured."""
+        promise = self._admitted.pop(request_id, None)
         if promise is None:
             return
         self.decode_forecast.left(request_id, now)
@@ -138,8 +139,8 @@ class AdmissionController:
             self.goodput.learn(ttft_s - request.ttft_s, over_s / room_s if room_s else 0.0)
 
     def forget(self, request_id: str) -> None:
-        """It is placed anew, or not at all: as if it had not been asked about."""
-        self._promises.pop(request_id, None)
+        """Forget a request that is placed anew or not at all, as if it had never arrived."""
+        self._admitted.pop(request_id, None)
         self.decode_forecast.forget(request_id)
 
     def check(self) -> None:
@@ -162,7 +163,7 @@ class AdmissionController:
         return refused or AdmissionResult(True, prefill_load=load)
 
     def _present_decode(self, request: AdmissionRequest, pools: PoolCapacity) -> AdmissionResult | None:
-        """Why the decode pool is too full now; somebody leaves it every ``mean_stay_s / n`` seconds."""
+        """Why the decode pool is too full now; a request leaves it every ``mean_stay_s / n`` seconds."""
         there = self.decode_forecast.decoding
         step_s, memory_load = pools.step_s(there, request), pools.memory_load(there, request)
         if not request.slo_tbt_s or not pools.num_decode:

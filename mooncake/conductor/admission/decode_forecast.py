@@ -1,12 +1,12 @@
-"""How many requests will be decoding at a later instant, from what has been promised.
+"""Forecast of how many requests will be decoding at a later instant, from the admitted ones.
 
-It owns the paper's forecast (§7): a request decodes for ``mean_stay_s`` from the end of its prefill on,
-whoever it is. Those whose prefill ends by ``t`` are there at ``t``, those older than the mean stay are gone.
-Requests that end early stay in the forecast for their time, as those that end late leave it early: arrivals
-times mean stay is the right number of requests (Little's law), arrivals less known departures would be too
-few. The law holds for tokens with the mean stay of a *token*: where long prompts get long answers, contexts
-stay longer than requests do. Time is cut into buckets, so that a question costs two sums at any number of
-requests. It refuses to know instances and SLOs.
+It owns the paper's forecast (§7): every request decodes for ``mean_stay_s`` from the end of its prefill on.
+Those whose prefill ends by ``t`` are there at ``t``, those older than the mean stay are gone. Requests that
+end early stay in the forecast for their time, as those that end late leave it early: arrivals times mean stay
+is the right number of requests (Little's law), arrivals less known departures would be too few. The law holds
+for tokens with the mean stay of a *token*: where long prompts get long answers, contexts stay longer than
+requests do. Time is cut into buckets, so that a query costs two sums at any number of requests. It refuses to
+know instances and SLOs.
 """
 
 from __future__ import annotations
@@ -21,12 +21,12 @@ _NUM_BUCKETS = 1 << 15
 _AHEAD = _NUM_BUCKETS // 2
 _FIRST_GUESS_S = 10.0
 _FORGETS = 0.01
-"""Of what was learned of stays, with each departure."""
+"""The part of the learned stays that is forgotten with each departure."""
 
 
 @dataclass(frozen=True, slots=True)
 class DecodeLoad:
-    """Requests that decode at one instant, and the tokens of their contexts."""
+    """The number of requests that decode at one instant, and the tokens of their contexts."""
 
     num_requests: int
     num_tokens: int
@@ -43,8 +43,8 @@ class DecodeForecast:
     """Requests that decode now, and those that will."""
 
     def __init__(self, first_guess_s: float = _FIRST_GUESS_S) -> None:
-        # Stays are learned from time spent over departures, not from the stays of those who left: at first,
-        # and whenever load grows, those are the short ones.
+        # Stays are learned from time spent over departures, not from the stays of ended requests: at first,
+        # and whenever load grows, these are the short ones.
         self._spent_s = first_guess_s
         self._num_left = 1.0
         # The same by tokens of context; the guess counts as one request like the first.
@@ -55,7 +55,7 @@ class DecodeForecast:
         self._members: dict[str, _Member] = {}
         self._num_decoding = 0
         self._decoding_tokens = 0
-        # By bucket of time, as a ring: who begins to decode then, as far as is known.
+        # By bucket of time, as a ring: requests and tokens that begin to decode then, as far as is known.
         self._starts: npt.NDArray[np.int64] = np.zeros(_NUM_BUCKETS, np.int64)
         self._tokens: npt.NDArray[np.int64] = np.zeros(_NUM_BUCKETS, np.int64)
         self._first = -_AHEAD  # the oldest bucket in the ring
@@ -71,17 +71,17 @@ class DecodeForecast:
 
     @property
     def decoding(self) -> DecodeLoad:
-        """Those whose prefill is known to be over and who have not left."""
+        """The load of requests whose prefill is known to be over and that have not ended."""
         return DecodeLoad(self._num_decoding, self._decoding_tokens)
 
     def expect(self, request_id: str, starts_at: float, num_tokens: int, now: float) -> None:
-        """A request was admitted and should begin to decode at ``starts_at``."""
+        """Add an admitted request that should begin to decode at ``starts_at``."""
         self.forget(request_id)
         self._advance(now)
         self._members[request_id] = self._enter(starts_at, num_tokens)
 
     def started(self, request_id: str, now: float) -> None:
-        """Its prefill is over."""
+        """Record that the request's prefill is over."""
         member = self._members.get(request_id)
         if member is None or member.started_at is not None:
             return
@@ -97,7 +97,7 @@ class DecodeForecast:
             self._tokens_spent_s = member.num_tokens * self._first_guess_s
 
     def left(self, request_id: str, now: float) -> None:
-        """It has ended; one that decoded teaches how long that takes."""
+        """Record that the request has ended; one that decoded is a sample of the stay."""
         member = self._members.get(request_id)
         if member is None or member.started_at is None:
             self.forget(request_id)
@@ -110,14 +110,14 @@ class DecodeForecast:
         self._tokens_left = self._tokens_left * (1.0 - _FORGETS) + member.num_tokens
 
     def forget(self, request_id: str) -> None:
-        """It will not decode, or not here."""
+        """Drop a request that will not decode, or not here."""
         member = self._members.get(request_id)
         if member is not None:
             self._withdraw(member)
             self._no_longer_decodes(request_id, member)
 
     def at(self, instant: float, now: float) -> DecodeLoad:
-        """Who will be decoding at ``instant``, which is not before ``now``."""
+        """The load at ``instant``, which is not before ``now``."""
         self._advance(now)
         end = self._clipped(instant) + 1
         num_requests = sum(int(self._starts[slots].sum()) for slots in _slots(end - self._stay, end))
@@ -125,7 +125,7 @@ class DecodeForecast:
         return DecodeLoad(num_requests, sum(int(self._tokens[slots].sum()) for slots in tokens))
 
     def peak(self, instant: float, now: float) -> DecodeLoad:
-        """The most who will be decoding at some time while one that begins at ``instant`` does."""
+        """The highest load while a request that begins to decode at ``instant`` does so."""
         self._advance(now)
         begin, stay = self._clipped(instant), self._stay
         end = min(begin + stay, self._first + _NUM_BUCKETS)
@@ -137,7 +137,7 @@ class DecodeForecast:
         return DecodeLoad(int(there.max()) + more.num_requests, int(tokens.max()) + more.num_tokens)
 
     def falls_to(self, most_requests: float, instant: float, now: float) -> float:
-        """The first instant from ``instant`` on with at most so many requests, if nobody else comes."""
+        """The first instant from ``instant`` on with at most so many requests, without further arrivals."""
         self._advance(now)
         begin, stay = self._clipped(instant), self._stay
         there = self._there(self._starts, begin, self._first + _NUM_BUCKETS, stay)
@@ -151,7 +151,7 @@ class DecodeForecast:
         assert (self._starts >= 0).all() and (self._tokens >= 0).all()
 
     def _unforeseen(self, instant: float, now: float) -> DecodeLoad:
-        """Those who are decoding now beyond the forecast for now, as far as they may still be there."""
+        """Requests that decode now beyond the forecast for now, as far as they may still be there."""
         foreseen = self.at(now, now)
         part = max(0.0, 1.0 - (instant - now) / (2.0 * max(_BUCKET_S, self.mean_stay_s)))
         num_requests = max(0, self._num_decoding - foreseen.num_requests)
@@ -169,7 +169,7 @@ class DecodeForecast:
 
     @staticmethod
     def _there(ring: npt.NDArray[np.int64], begin: int, end: int, stay: int) -> npt.NDArray[np.int64]:
-        """From who enters in each bucket, who is there in each of those from ``begin`` to before ``end``."""
+        """Numbers present in each bucket from ``begin`` to before ``end``, given those entering in each."""
         present = np.cumsum(np.concatenate([ring[part] for part in _slots(begin - stay + 1, end)]))
         there = present[stay - 1 :].copy()
         there[1:] -= present[: len(there) - 1]
@@ -199,11 +199,11 @@ class DecodeForecast:
             self._tokens[member.bucket % _NUM_BUCKETS] -= member.num_tokens
 
     def _clipped(self, instant: float) -> int:
-        """Its bucket; what is too far away counts at the edge."""
+        """The bucket of an instant; one too far away counts at the edge."""
         return min(self._first + _NUM_BUCKETS - 1, max(self._first, int(instant // _BUCKET_S)))
 
     def _advance(self, now: float) -> None:
-        """Keep as much of the past as of the future."""
+        """Move the ring so that it covers as much time before ``now`` as after."""
         first = int(now // _BUCKET_S) - _AHEAD
         if first <= self._first:
             return

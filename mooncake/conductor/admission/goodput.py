@@ -1,20 +1,20 @@
-"""The admission rule "goodput": let in what brings the most value within its SLOs. Ours.
+"""The admission rule "goodput": admit the requests that bring the most value within their SLOs. Ours.
 
 Value is a request completed within its SLOs; a level of priority is worth a factor of two. Two questions:
 
-*Can it meet its own SLOs?* If not, all of its work would be worth nothing. Asked of forecasts, and forecasts
-err, so what counts is the forecast's own record: how late first tokens came of late (a running quantile of
-seconds), and how far steps went beyond the room (between an empty pool's step and the SLO) that was to be
-filled. For decode the worst moment of its stay counts, not the first: nobody may be let in who breaks a
-promise that was made before. And a context lies whole in one instance: a pool's memory that is left in
-pieces holds nobody.
+*Can it meet its own SLOs?* If not, all of its work would be worth nothing. Forecasts decide this, and
+forecasts err, so their recent error counts: how late first tokens were (a running quantile of seconds), and
+how far steps went beyond the room (between an empty pool's step and the SLO) that was to be filled. For
+decode the worst moment of its stay counts, not the first: no request may be admitted that breaks the SLO of
+one admitted before. And a context lies whole in one instance: memory left in fragments over the pool can't
+hold one.
 
-*Is it worth what it would push out?* In overload somebody must go, and other rules choose whoever comes when
-the queue is full. If a request is worth v and takes c seconds of the bottleneck, taking the largest v / c
-first brings the most: one prompt of 100,000 tokens takes the place of fifty short ones. So prefill seconds
-and decode seconds each have a price (``shadow_price.py``), 0 without overload, and a request must be worth
-its cost at both. A cached prefix makes a request cheap, so sessions that have paid for their history go on.
-Turns keep dear requests from starving.
+*Is it worth what it would displace?* In overload some requests must be rejected, and other rules choose those
+that arrive when the queue is full. If a request is worth v and takes c seconds of the bottleneck, taking the
+largest v / c first brings the most: one prompt of 100,000 tokens takes the place of fifty short ones. So
+prefill seconds and decode seconds each have a price (``shadow_price.py``), 0 without overload, and a request
+must be worth its cost at both. A cached prefix makes a request cheap, so sessions that have paid for their
+history go on. Turns keep expensive requests from starving.
 """
 
 from __future__ import annotations
@@ -33,17 +33,17 @@ from mooncake.conductor.admission.result import (
 from mooncake.conductor.admission.shadow_price import ShadowPrice
 
 TARGET_BACKLOG = 0.5
-"""The part of the TTFT SLO that the queue is steered to in overload: room for errors on both sides."""
+"""Target of the queue in overload as a part of the TTFT SLO, with room for errors on both sides."""
 
 TARGET_FILLING = 0.9
 """The part of the decode pool's room that is to be taken in overload."""
 
 _ON_TIME = 0.9
-"""So many forecasts of first tokens should be kept."""
+"""The part of first tokens that should come no later than forecast."""
 
 _IN_PACE = 0.75
-"""So many answers should stay within the room: a fuller pool spoils some, an emptier one turns more away.
-Chosen among 0.5 to 0.9 on the three traces of ``bench/paper.py``'s overload."""
+"""The part of answers that should stay within the room: a fuller pool makes more late, an emptier one rejects
+more. Chosen among 0.5 to 0.9 on the three traces of ``bench/paper.py``'s overload."""
 
 _NEAR_LIMIT = 0.9
 
@@ -51,7 +51,7 @@ _LEAST_OVER = 1.15
 """A pool that is filled up to the limit exactly goes over it with every second arrival."""
 
 _MOST_OVER = 3.0
-"""A forecast that is worse is no reason to promise even less."""
+"""Even a worse forecast does not lower the limit further."""
 
 
 @dataclass(slots=True)
@@ -69,7 +69,7 @@ class _Quantile:
 
 
 class GoodputRule:
-    """The rule and what it learns."""
+    """The rule with its learned forecast errors."""
 
     def __init__(self, decode_forecast: DecodeForecast, horizon_s: float, turn_share: float) -> None:
         self.prefill_price = ShadowPrice(horizon_s, turn_share)
@@ -83,8 +83,9 @@ class GoodputRule:
         return min(_MOST_OVER, max(_LEAST_OVER, self._over.value))
 
     def decide(self, request: AdmissionRequest, pools: PoolCapacity, now: float) -> AdmissionResult:
-        # Beyond the queue that is aimed at nobody is let in by mistake; below it somebody must be, or a time
-        # of wrong forecasts would end all requests, and with them all that could teach better ones.
+        # Above the target queue no request is admitted by mistake; below it some must be, or a period of
+        # wrong forecasts would reject all requests, and with them all samples that could correct the
+        # forecasts.
         most_s = (1.0 - TARGET_BACKLOG) * request.slo_ttft_s
         late_s = min(max(0.0, self._late_s.value), most_s)
         if request.slo_ttft_s and request.ttft_s + late_s > request.slo_ttft_s:
@@ -93,9 +94,10 @@ class GoodputRule:
         limit_s = pools.step.base_s + room_s
         step_s = time_load = memory_load = 0.0
         if request.slo_tbt_s and pools.num_decode:
-            full, step_s, time_load, memory_load = self._look_at_decode(request, pools, limit_s, now)
+            full, step_s, time_load, memory_load = self._decode_refusal(request, pools, limit_s, now)
             if full is not None:
-                # It asked for decode all the same: a price that only hears of those who fit stays at zero.
+                # It counts as demand for decode all the same: a price that only sees requests that fit stays
+                # at zero.
                 self.decode_price.offer(_value(request), self._decode_cost_s(request, pools, room_s), now)
                 return full
         if request.slo_ttft_s:
@@ -114,15 +116,15 @@ class GoodputRule:
                 return refused
         prefill_load = request.ttft_s / request.slo_ttft_s if request.slo_ttft_s else 0.0
         decode_load = step_s / request.slo_tbt_s if request.slo_tbt_s else 0.0
-        # Where memory is the shorter of both, late answers waited for it: shorter steps would help nobody.
-        said_s = room_s if time_load >= memory_load else 0.0
-        return AdmissionResult(True, "admitted", "", 0.0, prefill_load, decode_load, said_s)
+        # Where memory is the scarcer of both, late answers waited for it: shorter steps would not help.
+        stated_s = room_s if time_load >= memory_load else 0.0
+        return AdmissionResult(True, "admitted", "", 0.0, prefill_load, decode_load, stated_s)
 
     def learn(self, late_s: float, over: float) -> None:
-        """An admitted request was answered: so much later than predicted, in steps that took so many times
-        the room that they were given; 0: they were given none."""
+        """Learn from an answered request: ``late_s`` after the prediction, with steps that took ``over``
+        times the room they were given; 0: they were given none."""
         self._late_s.learn(late_s)
-        if over > _NEAR_LIMIT:  # an empty pool says nothing about a full one
+        if over > _NEAR_LIMIT:  # an empty pool is no sample of a full one
             self._over.learn(max(1.0, over))
 
     def check(self) -> None:
@@ -130,7 +132,7 @@ class GoodputRule:
         self.decode_price.check()
         assert _LEAST_OVER <= self._over_factor <= _MOST_OVER
 
-    def _look_at_decode(
+    def _decode_refusal(
         self, request: AdmissionRequest, pools: PoolCapacity, limit_s: float, now: float
     ) -> tuple[AdmissionResult | None, float, float, float]:
         """Why the decode pool will be too full, or None; the longest step while it decodes; and what parts of
@@ -149,7 +151,7 @@ class GoodputRule:
         return full, step_s, time_load, memory_load
 
     def _decode_cost_s(self, request: AdmissionRequest, pools: PoolCapacity, room_s: float) -> float:
-        """Its part of what a decode instance can hold, in time or in memory, for as long as it stays."""
+        """Seconds of a decode instance that it takes: its part of time or memory, for as long as it stays."""
         stay_s = request.output_tokens * request.tbt_s or self._decode_forecast.mean_stay_s
         part = max(
             pools.added_s(request.num_tokens) / max(1e-9, room_s), request.num_tokens / pools.kv_tokens
@@ -170,7 +172,7 @@ def _at_price(
     budget: float,
     now: float,
 ) -> AdmissionResult | None:
-    """Why the request is not worth its cost; None if it is, or if it is its turn."""
+    """Why the request is not worth its cost; None if it is, or if its class has a turn."""
     if cost_s <= 0 or not capacity:
         return None
     value = _value(request)

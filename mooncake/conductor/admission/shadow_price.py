@@ -2,16 +2,16 @@
 
 Suppose that the arrivals of the last ``horizon_s`` come again. Which of them should be taken, if the resource
 has only so many seconds to give? Those with the most value per second of it, until the seconds are used up:
-the fractional knapsack. The value per second of the last one taken is the price; who brings less is not worth
-what it would push out. Is there enough for all, the price is 0, and a burst alone does not make it rise,
-because what counts is the offered rate, not the queue. The queue comes in through the budget that the caller
-names: it is larger than the capacity while the backlog is short, smaller while it is long, so that errors of
-the forecast correct themselves.
+the fractional knapsack. The value per second of the last one taken is the price; a request that brings less
+is not worth what it would displace. If there is enough for all, the price is 0, and a burst alone does not
+raise it, because what counts is the offered rate, not the queue. The queue comes in through the budget that
+the caller names: it is larger than the capacity while the backlog is short, smaller while it is long, so that
+forecast errors are corrected.
 
 A price alone would let expensive requests starve. So a share of the resource is given by turns: requests are
 sorted into classes by cost (factors of two), each class that was refused lately earns an equal part of that
-share, and a class that has earned the cost of a request may take it at any price. A class whose requests cost
-c is thus never refused by price for longer than ``c * num_classes / (share * capacity)`` seconds on end.
+share, and a class that has earned the cost of a request may take it at any price. Thus a class whose requests
+cost c is never refused by price for longer than ``c * num_classes / (share * capacity)`` seconds.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ _LOWEST = -6.0  # log10 of value per second
 _DECADES = 12
 _NUM_BINS = _BINS_PER_DECADE * _DECADES
 _MOST_AGE = 50.0
-"""After so many horizons nothing is left of what was offered; e to the power of much more is no float."""
+"""After this many horizons nothing is left of old demand; e to the power of much more overflows a float."""
 
 
 class ShadowPrice:
@@ -35,7 +35,7 @@ class ShadowPrice:
     def __init__(self, horizon_s: float, turn_share: float) -> None:
         self.horizon_s = horizon_s
         self._turn_share = turn_share
-        # Seconds of the resource that were asked for, by value per second, fading with age. The unit grows by
+        # Seconds of the resource that were demanded, by value per second, fading with age. The unit grows by
         # the factor e every horizon instead of each entry shrinking.
         self._offered: npt.NDArray[np.float64] = np.zeros(_NUM_BINS)
         self._unit = 1.0
@@ -46,13 +46,13 @@ class ShadowPrice:
         self._earned_until = 0.0
 
     def offer(self, value: float, cost_s: float, now: float) -> None:
-        """Somebody wants ``cost_s`` seconds of the resource."""
+        """Record a request for ``cost_s`` seconds of the resource."""
         self._fade(now)
         if cost_s > 0:
             self._offered[_bin(value / cost_s)] += cost_s * self._unit
 
     def rate(self, now: float) -> float:
-        """Seconds of the resource that are asked for each second."""
+        """Seconds of the resource that are demanded each second."""
         self._fade(now)
         return float(self._offered.sum()) / (self._unit * self.horizon_s)
 
@@ -62,7 +62,7 @@ class ShadowPrice:
         return 0.0 if margin < 0 else float(10.0 ** (margin / _BINS_PER_DECADE + _LOWEST))
 
     def is_paid(self, value: float, cost_s: float, budget: float, now: float) -> bool:
-        """Whether so much value is worth the cost; of those exactly at the price, as many as there is room
+        """Whether a request is worth its cost; of those exactly at the price, as many as there is room
         for."""
         margin, part = self._margin(budget, now)
         own = _bin(value / cost_s)
@@ -111,7 +111,7 @@ class ShadowPrice:
                 del self._refused_at[kind]
                 self._earned.pop(kind, None)
         for kind in self._refused_at:
-            # Not more than two requests' worth: a turn is no savings account.
+            # Two requests' worth at most: turns can't be accumulated.
             most_s = 2.0 * 2.0 ** (kind + 1)
             gain_s = elapsed_s * capacity * self._turn_share / len(self._refused_at)
             self._earned[kind] = min(most_s, self._earned.get(kind, 0.0) + gain_s)

@@ -1,1 +1,1 @@
-"""KV events of engines and of the pool: subscription, dialects, application to the index."""
+"""KV events of engines and of the pool: subscription, translation of block hashes, use in the index."""

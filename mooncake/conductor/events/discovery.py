@@ -1,10 +1,11 @@
-"""Finds out where instances publish KV events, and follows each of them.
+"""Discovery of the instances' KV-event publishers, and a subscription to each of them.
 
 Owns the subscriptions of one conductor: which instance is followed, and how. Our workers and vLLM name their
 publishers at ``GET /kv_event_sources``, each in its own form; for engines that name none the settings can.
-Most publishers are connected to. One whose endpoint names a single address either listens there or connects
-to whoever does: so we listen, if the address is ours and free, and connect if it is not. An instance without
-events is reported (``Silent``), since what it holds must then be guessed from what it was given.
+Most publishers listen and are connected to. One whose endpoint names a single address either listens there or
+connects to a subscriber that does: so we listen, if the address is ours and free, and connect if it is not.
+An instance without events is reported (``Silent``), since its blocks must then be inferred from the prompts
+it was given.
 """
 
 from __future__ import annotations
@@ -38,15 +39,15 @@ class EventSubscriptions:
         post: Callable[[Event], None],
         caller: HttpClientAuth | None = None,
     ) -> None:
-        """``caller``: how instances are asked; by default as this process's identity says."""
+        """``caller``: sends the requests to instances; by default with this process's identity."""
         self.identities: dict[InstanceId, str] = {}
-        """Under which digest an instance's blocks lie in the pool."""
+        """Digest under which each instance's blocks lie in the pool."""
         self._settings = settings
         self._post = post
         self._caller = caller or HttpClientAuth()
         self._tasks: dict[InstanceId, asyncio.Task[None]] = {}
         self._context = zmq.asyncio.Context()
-        self._inboxes: dict[str, EventListener] = {}
+        self._listeners: dict[str, EventListener] = {}
         self._given = read_sources(settings.event_sources)
         self._session: aiohttp.ClientSession | None = None
 
@@ -54,12 +55,12 @@ class EventSubscriptions:
         """Follow the store, if it publishes.
 
         Raises:
-            zmq.ZMQError: engines are to connect to an endpoint that can't be bound.
+            zmq.ZMQError: the endpoint for engines that connect can't be bound.
         """
         self._session = session
         settings = self._settings
         if settings.kv_events_listen:
-            self._inboxes[""] = EventListener(self._context, settings.kv_events_listen)
+            self._listeners[""] = EventListener(self._context, settings.kv_events_listen)
         if settings.pool_events:
             source = EventSource(settings.pool_events, settings.pool_events_replay or None)
             self._begin(POOL, subscribe(self._context, EventReader(POOL), source, self._post))
@@ -68,12 +69,12 @@ class EventSubscriptions:
         for task in self._tasks.values():
             task.cancel()
         await asyncio.gather(*self._tasks.values(), return_exceptions=True)
-        for inbox in self._inboxes.values():
-            inbox.close()
+        for listener in self._listeners.values():
+            listener.close()
         self._context.destroy(linger=0)
 
     def follow(self, instance: InstanceId) -> None:
-        """Follow it from the beginning of what it remembers."""
+        """Follow an instance from the oldest event it can replay."""
         self.unfollow(instance)
         self._begin(instance, self._follow(instance))
 
@@ -83,14 +84,14 @@ class EventSubscriptions:
             task.cancel()
 
     def _begin(self, instance: InstanceId, following: Awaitable[None]) -> None:
-        async def until_it_breaks() -> None:
+        async def run_until_error() -> None:
             try:
                 await following
             except zmq.ZMQError as error:
                 log.warning("kv_events_ignored", instance=instance, reason=str(error))
                 self._post(Silent(instance))
 
-        self._tasks[instance] = asyncio.get_running_loop().create_task(until_it_breaks())
+        self._tasks[instance] = asyncio.get_running_loop().create_task(run_until_error())
 
     async def _follow(self, instance: InstanceId) -> None:
         answer = _Sources([], is_ours=False)
@@ -98,7 +99,7 @@ class EventSubscriptions:
             answer = _Sources([self._given[instance]], is_ours=False)
         else:
             try:
-                answer = await self._ask(instance)
+                answer = await self._query_sources(instance)
             except (aiohttp.ClientError, OSError, TimeoutError, msgspec.MsgspecError) as error:
                 log.info("kv_event_sources_unavailable", instance=instance, reason=str(error))
         self.identities[instance] = answer.kv_identity
@@ -115,7 +116,7 @@ class EventSubscriptions:
         )
 
     async def _gather(self, followings: Sequence[Awaitable[None]]) -> None:
-        """All at once; the first that breaks ends the others."""
+        """Await all concurrently; the first that fails cancels the others."""
         tasks = [asyncio.ensure_future(one) for one in followings]
         try:
             await asyncio.gather(*tasks)
@@ -129,32 +130,32 @@ class EventSubscriptions:
             await subscribe(self._context, EventReader(instance), source, self._post)
             return
         reader = EventReader(instance, EngineKeys(self._settings.block_tokens))
-        inbox = self._inbox(source)
-        if inbox is None:
+        listener = self._listener_for(source)
+        if listener is None:
             await subscribe(self._context, reader, source, self._post)
-        elif inbox.expects(source.topic):
+        elif listener.expects(source.topic):
             reason = (
                 f"another engine that connects here has the topic {source.topic!r}, too: give each its own"
             )
             log.warning("kv_events_ignored", instance=instance, reason=reason)
             self._post(Silent(instance))
         else:
-            await inbox.follow(reader, source, self._post)
+            await listener.follow(reader, source, self._post)
 
-    def _inbox(self, source: EventSource) -> EventListener | None:
-        """Where to wait for a publisher that connects; None when it is the one that waits."""
+    def _listener_for(self, source: EventSource) -> EventListener | None:
+        """The listener for a publisher that connects; None when the publisher listens itself."""
         if not source.may_connect:
             return None
-        if "" in self._inboxes:
-            return self._inboxes[""]
-        if source.endpoint not in self._inboxes:
+        if "" in self._listeners:
+            return self._listeners[""]
+        if source.endpoint not in self._listeners:
             try:
-                self._inboxes[source.endpoint] = EventListener(self._context, source.endpoint)
+                self._listeners[source.endpoint] = EventListener(self._context, source.endpoint)
             except zmq.ZMQError:
                 return None  # the publisher has that address
-        return self._inboxes[source.endpoint]
+        return self._listeners[source.endpoint]
 
-    async def _ask(self, instance: InstanceId) -> _Sources:
+    async def _query_sources(self, instance: InstanceId) -> _Sources:
         assert self._session is not None, "start() first"
         path = "/kv_event_sources"
         url, headers = self._caller.url(instance, path), self._caller.headers("GET", path)
@@ -175,7 +176,7 @@ class EventSubscriptions:
 
 
 class _Sources(msgspec.Struct):
-    """What our worker answers; an engine's answer is brought into this form."""
+    """Our worker's answer; an engine's answer is converted to this form."""
 
     sources: list[EventSource]
     is_ours: bool
@@ -194,7 +195,7 @@ class _EngineSource(msgspec.Struct):
 
     @property
     def may_connect(self) -> bool:
-        """vLLM listens where it has a choice of addresses, and else connects, unless it has just chosen."""
+        """Whether it may connect: vLLM listens on a wildcard address, and mostly connects to a single one."""
         is_tcp = self.endpoint.startswith("tcp://")
         return is_tcp and not any(any_address in self.endpoint for any_address in ("*", "::"))
 

@@ -1,10 +1,10 @@
-"""Block hashes of engines and stores to the keys of an index.
+"""Translation of the block hashes of engines and stores to the keys of an index.
 
 Three translations. For the index that places our requests there are ``OwnKeys`` (our workers' SHA-256 hashes
 as they are, our store's objects by their names) and ``EngineKeys`` (engines with other hashes, by the tokens
-that travel beside them). ``SequenceKeys`` is for the index that other routers ask, in the standard of
-``sequence_hash.py``: stores send that standard, engines send tokens. What can't be translated is left out: a
-hint that is missing costs speed, one that is wrong costs more.
+that travel beside them). ``SequenceKeys`` is for the index that other routers query, by the standard of
+``sequence_hash.py``: stores send such hashes, engines send tokens. What can't be translated is left out: a
+missing hint costs speed, a wrong one costs more.
 """
 
 from __future__ import annotations
@@ -14,16 +14,17 @@ from typing import Protocol
 import msgspec
 import numpy as np
 
-from mooncake.conductor.events.dialects import BlockRemoved, BlockStored, ForeignHash
 from mooncake.conductor.index.holder_sets import PLANE
 from mooncake.conductor.index.key_table import KeyTable, key_column
 from mooncake.conductor.index.sequence_hash import extend_sequence
 from mooncake.conductor.messages import BlocksCleared, BlocksRemoved, BlocksStored
+from mooncake.kv_events.dialects import BlockRemoved, BlockStored, ForeignHash
+from mooncake.kvlayout import KEY_PREFIX
 from mooncake.prefix import BlockHash, BlockKey, block_hashes, root_hash, short_key
 from mooncake.types import Tier
 
 Fact = BlocksStored | BlocksRemoved | BlocksCleared
-"""What an index is told."""
+"""An event of an index."""
 
 Blocks = tuple[str, list[BlockKey]]
 """A scope and blocks in it."""
@@ -31,11 +32,11 @@ Blocks = tuple[str, list[BlockKey]]
 _TIERS = {"gpu": Tier.DEVICE, "cpu": Tier.MEMORY, "disk": Tier.SSD, "storage": Tier.SSD}
 _U64 = (1 << 64) - 1
 _UNKNOWN = 0
-"""Instead of a block's name."""
+"""Placeholder for the name of an unknown block."""
 
 
 class KeyTranslation(Protocol):
-    """What one publisher's events mean. It may remember what it was told."""
+    """Translates one publisher's events; it may keep state from earlier ones."""
 
     def stored(self, event: BlockStored) -> Blocks: ...
 
@@ -49,8 +50,8 @@ def tier_of(event: BlockStored | BlockRemoved) -> Tier:
 
 
 class OwnKeys:
-    """To short keys of our own block hashes. A store's blocks are in the scope of their identity: ``kv/`` and
-    the digest of the ``KvIdentity`` whose numbers they are."""
+    """Translates to short keys of our own block hashes. A store's blocks are in the scope of their identity:
+    ``kv/`` and the digest of the ``KvIdentity`` that they belong to."""
 
     def stored(self, event: BlockStored) -> Blocks:
         if event.object_key is not None:
@@ -76,10 +77,10 @@ class _TranslatedBlock(msgspec.Struct):
 
 
 class EngineKeys:
-    """To short keys of our own block hashes, from the tokens of an engine that hashes in its own way.
+    """Translates to short keys of our own block hashes, from the tokens of an engine that hashes differently.
 
-    Its blocks may be longer or shorter than ours, of ``block_tokens``: one of ours is there when an engine's
-    block completes it, and gone with that one.
+    Its blocks may be longer or shorter than ours, of ``block_tokens``: one of ours is stored when an engine's
+    block completes it, and removed with that one.
     """
 
     def __init__(self, block_tokens: int) -> None:
@@ -91,7 +92,7 @@ class EngineKeys:
         hashes: list[BlockHash] = []
         for number, (foreign, tokens) in enumerate(_with_tokens(event)):
             if before is None or (_salts(event, number) and (number or event.parent_block_hash is not None)):
-                break  # more than tokens from here on, say an image
+                break  # the hash depends on more than tokens from here on, such as an image
             known = self._blocks.get(foreign) or self._completed(before, tokens)
             known.tiers |= 1 << PLANE[tier_of(event)]
             before = self._blocks[foreign] = known
@@ -113,7 +114,7 @@ class EngineKeys:
         self._blocks.clear()
 
     def _before(self, event: BlockStored) -> _TranslatedBlock | None:
-        """What the event's first block follows; None when that is not known."""
+        """The block that the event's first block follows; None when that is not known."""
         if event.parent_block_hash is not None:
             return self._blocks.get(event.parent_block_hash)
         return _TranslatedBlock(root_hash(" ".join(_salts(event, 0)), event.lora_name or ""), [], [])
@@ -126,9 +127,9 @@ class EngineKeys:
 
 
 def _named_by(key: str) -> Blocks:
-    """The block that our own store keeps under ``key`` (``KvIdentity.key``), if it is a block's."""
+    """The block that our own store keeps under ``key`` (``KvIdentity.key``), if the key names a block."""
     scope, _, block = key.rpartition("/")
-    if not scope.startswith("kv/"):
+    if not scope.startswith(KEY_PREFIX):
         return "", []
     try:
         return scope, [short_key(bytes.fromhex(block))]
@@ -137,7 +138,7 @@ def _named_by(key: str) -> Blocks:
 
 
 class KeyScope(msgspec.Struct, frozen=True):
-    """Blocks are the same only within one of these."""
+    """The scope within which equal keys mean equal blocks."""
 
     tenant: str
     model: str
@@ -147,16 +148,16 @@ class KeyScope(msgspec.Struct, frozen=True):
 
     @property
     def name(self) -> str:
-        """As one word."""
+        """The scope as one string."""
         return msgspec.json.encode(msgspec.structs.astuple(self)).decode()
 
 
 class SequenceKeys:
-    """To names of ``sequence_hash.py``. ``scope`` is meant where an event does not say otherwise."""
+    """Translates to names of ``sequence_hash.py``. ``scope`` is the default for an event's missing fields."""
 
     def __init__(self, scope: KeyScope, seed: int, *, is_store: bool = False) -> None:
         self._scope, self._seed, self._is_store = scope, seed, is_store
-        # By scope, as the publisher hashes: names, and the tiers on which it has the block.
+        # By scope and publisher's hash: our name, and the tiers on which the publisher has the block.
         self._names: dict[str, KeyTable] = {}
         self._held: dict[str, KeyTable] = {}
 
@@ -170,7 +171,7 @@ class SequenceKeys:
         names: dict[BlockKey, BlockKey] = {}
         for number, (foreign, tokens) in enumerate(_with_tokens(event, scope.block_tokens)):
             if _salts(event, number) and (number or parent is not None):
-                break  # more than tokens from here on, say an image
+                break  # the hash depends on more than tokens from here on, such as an image
             parent = extend_sequence(parent, tokens, self._seed)
             names[_word(foreign)] = parent
         self._remember(name, names, tier_of(event))
@@ -182,7 +183,7 @@ class SequenceKeys:
             return scope.name, _standard(event)
         foreign = key_column(map(_word, event.block_hashes))
         bit = 1 << PLANE[tier_of(event)]
-        # The event does not say under which adapter or salt they were stored.
+        # The event lacks the adapter and salt under which they were stored.
         for name, table in self._names.items():
             names = table.find(foreign)
             if not names.values.any():
@@ -214,7 +215,7 @@ class SequenceKeys:
         foreign = event.parent_block_hash
         if foreign is None or foreign == root_hash():
             return scope.name, None
-        for name, table in self._names.items():  # only the first block of a prompt says its salt
+        for name, table in self._names.items():  # only the first block of a prompt carries its salt
             parent = int(table.find(key_column([_word(foreign)])).values[0])
             if parent:
                 return name, parent
@@ -234,7 +235,7 @@ class SequenceKeys:
 
 
 def _with_tokens(event: BlockStored, block_tokens: int = 0) -> list[tuple[ForeignHash, list[int]]]:
-    """The event's blocks with their tokens, as far as it has these."""
+    """The event's blocks with their tokens, as far as it has tokens."""
     size, tokens = event.block_size or block_tokens, event.token_ids or []
     if not size:
         return []
@@ -243,13 +244,13 @@ def _with_tokens(event: BlockStored, block_tokens: int = 0) -> list[tuple[Foreig
 
 
 def _salts(event: BlockStored, number: int) -> list[str]:
-    """What went into a block's hash beside its tokens and the adapter."""
+    """Inputs of a block's hash beside its tokens and the adapter."""
     extra = event.extra_keys[number] if event.extra_keys and number < len(event.extra_keys) else None
     return [str(one) for one in extra or () if one != event.lora_name]
 
 
 def _standard(event: BlockStored | BlockRemoved) -> list[BlockKey]:
-    """What a store sends: the standard's names, older ones as signed numbers."""
+    """The standard's names that a store sends, older ones as signed numbers."""
     return [one & _U64 for one in event.seq_hashes or event.block_hashes if isinstance(one, int)]
 
 

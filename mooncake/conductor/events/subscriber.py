@@ -1,8 +1,8 @@
 """Follows the KV events of one instance and turns them into facts for the index.
 
 It owns the subscription: sequence gaps are filled by replay, a restarted publisher is noticed and its old
-blocks are cleared. It refuses to know why an instance is followed and what the facts are good for; how events
-look is ``dialects.py``, what their block hashes mean ``key_translation.py``.
+blocks are cleared. It refuses to know why an instance is followed and how the facts are used; the formats of
+events are ``kv_events/dialects.py``'s, the meaning of their block hashes is ``key_translation.py``'s.
 """
 
 from __future__ import annotations
@@ -17,9 +17,9 @@ import zmq.asyncio
 from prometheus_client import Counter
 
 from mooncake import metrics
-from mooncake.conductor.events.dialects import AllBlocksCleared, BlockStored, read_batch
 from mooncake.conductor.events.key_translation import Fact, KeyTranslation, OwnKeys, tier_of
 from mooncake.conductor.messages import BlocksCleared, BlocksRemoved, BlocksStored
+from mooncake.kv_events.dialects import AllBlocksCleared, BlockStored, read_batch
 from mooncake.log import get_logger
 from mooncake.types import InstanceId
 
@@ -27,18 +27,18 @@ log = get_logger(__name__)
 
 _batches = Counter(
     "mooncake_conductor_kv_event_batches",
-    "Batches of KV events that were read; replayed ones included.",
+    "Batches of KV events that were read, replayed ones included.",
     registry=metrics.registry,
 )
 _gaps = Counter(
     "mooncake_conductor_kv_event_gaps",
-    "Gaps in what publishers sent: replayed, or lost with all that was known of the publisher.",
+    "Gaps in publishers' sequences: filled by replay, or lost with all known blocks of the publisher.",
     ["outcome"],
     registry=metrics.registry,
 )
 _restarts = Counter(
     "mooncake_conductor_kv_event_restarts",
-    "Publishers that began anew, so that what was known of them was forgotten.",
+    "Restarts of publishers, at which all their known blocks were forgotten.",
     registry=metrics.registry,
 )
 
@@ -52,10 +52,10 @@ class EventSource(msgspec.Struct, frozen=True):
     replay_endpoint: str | None = None
     topic: str = ""
     may_connect: bool = False
-    "It may be that the publisher connects there rather than listens."
+    "Whether the publisher may connect there rather than listen."
 
     def with_host_of(self, instance: InstanceId) -> EventSource:
-        """With the instance's host where the worker says "any of my addresses"."""
+        """This source with the instance's host where the worker names a wildcard address."""
         host = instance.rpartition(":")[0]
 
         def reachable(endpoint: str) -> str:
@@ -66,7 +66,7 @@ class EventSource(msgspec.Struct, frozen=True):
 
 
 class EventReader:
-    """Batches of one publisher, in whatever order they arrive, to facts about its instance."""
+    """Converts batches of one publisher, in any order of arrival, to facts about its instance."""
 
     def __init__(self, instance: InstanceId, translation: KeyTranslation | None = None) -> None:
         self.next_sequence = 0
@@ -115,7 +115,7 @@ class EventReader:
 
 
 def _joined(before: Fact, fact: BlocksStored | BlocksRemoved) -> bool:
-    """Whether ``fact`` says the same of more blocks and was added to ``before``."""
+    """Whether ``fact`` was merged into ``before``, because they differ only in their blocks."""
     if isinstance(before, BlocksCleared) or msgspec.structs.replace(fact, keys=before.keys) != before:
         return False
     before.keys.extend(fact.keys)
@@ -123,7 +123,7 @@ def _joined(before: Fact, fact: BlocksStored | BlocksRemoved) -> bool:
 
 
 class GaplessStream:
-    """What arrives of one publisher, in order and whole; gaps are filled by replay."""
+    """The messages of one publisher in order and without gaps, which are filled by replay."""
 
     def __init__(
         self,
@@ -135,12 +135,12 @@ class GaplessStream:
         self._context, self._reader, self._source, self._post = context, reader, source, post
 
     async def begin(self) -> None:
-        """Forget what was known before, and take everything that can be replayed."""
+        """Forget everything known of the publisher, and read all that it can replay."""
         _post_all(self._post, self._reader.restart())
         await _catch_up(self._context, self._reader, self._source, self._post)
 
     async def take(self, frames: list[bytes], was_lost: bool = False) -> None:
-        """One message; ``was_lost``: the connection broke since the one before."""
+        """Read one message; ``was_lost``: the connection broke since the previous one."""
         reader, instance = self._reader, self._reader.instance
         if len(frames) != 3:
             log.warning("kv_event_malformed", instance=instance, reason="not 3 frames")
@@ -156,7 +156,7 @@ class GaplessStream:
                 await _catch_up(self._context, reader, self._source, self._post)
                 is_whole = sequence <= reader.next_sequence
                 _gaps.labels("replayed" if is_whole else "lost").inc()
-                if not is_whole:  # better no hints than stale ones
+                if not is_whole:  # no hints are better than stale ones
                     _post_all(self._post, reader.restart())
             _post_all(self._post, reader.read(sequence, payload))
         except msgspec.MsgspecError as error:
@@ -172,7 +172,7 @@ async def subscribe(
         subscriber.setsockopt(zmq.LINGER, 0)
         subscriber.setsockopt(zmq.RCVHWM, 100_000)
         subscriber.setsockopt_string(zmq.SUBSCRIBE, source.topic)
-        # A publisher that restarts may have counted past our position before we are connected again, so
+        # A publisher that restarts may have counted beyond our position before we are connected again, so
         # that its numbers alone would look like a small gap: a lost connection counts as a restart.
         losses = subscriber.get_monitor_socket(zmq.EVENT_DISCONNECTED)
         subscriber.connect(source.endpoint)
@@ -187,10 +187,10 @@ async def subscribe(
 
 
 class EventListener:
-    """A socket that publishers connect to. Which of them sent a message its topic says."""
+    """A socket that publishers connect to; a message's topic identifies its publisher."""
 
     def __init__(self, context: zmq.asyncio.Context, endpoint: str) -> None:
-        """Raises zmq.ZMQError: that is no address of this host, or it is taken."""
+        """Raises zmq.ZMQError: the address is not one of this host, or is in use."""
         self._context = context
         self._queues: dict[bytes, asyncio.Queue[list[bytes]]] = {}
         self._socket = context.socket(zmq.SUB)
@@ -209,11 +209,11 @@ class EventListener:
         self._socket.close()
 
     def expects(self, topic: str) -> bool:
-        """Whether somebody follows this topic already."""
+        """Whether this topic is followed already."""
         return topic.encode() in self._queues
 
     async def follow(self, reader: EventReader, source: EventSource, post: Callable[[Fact], None]) -> None:
-        """As ``follow``, for the publisher that connects here and sends under the source's topic."""
+        """Like ``subscribe``, for the publisher that connects here and sends under the source's topic."""
         topic = source.topic.encode()
         assert topic not in self._queues
         queue = self._queues[topic] = asyncio.Queue()
@@ -234,7 +234,7 @@ class EventListener:
 
 
 async def _drained(monitor: zmq.asyncio.Socket) -> bool:
-    """Whether the monitor had something to say."""
+    """Whether the monitor had events."""
     was_lost = False
     while await monitor.poll(0):
         await monitor.recv_multipart()
@@ -245,7 +245,7 @@ async def _drained(monitor: zmq.asyncio.Socket) -> bool:
 async def _catch_up(
     context: zmq.asyncio.Context, reader: EventReader, source: EventSource, post: Callable[[Fact], None]
 ) -> None:
-    """Replay from the reader's next sequence; gives up silently when nobody answers in time."""
+    """Request a replay from the reader's next sequence; warn and return if no answer comes in time."""
     if source.replay_endpoint is None:
         return
     dealer = context.socket(zmq.DEALER)

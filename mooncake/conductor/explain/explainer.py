@@ -1,8 +1,8 @@
-"""Why a request went where it went, and what became of it: a bounded memory that people may ask.
+"""Why a request was placed where it was, and how it ended: a bounded memory for operators' queries.
 
-It owns a record per request (what was weighed, chosen, predicted, measured), bounded by number and by bytes,
-and decides nothing. What a request missed and why is found by ``miss_reasons.py`` when somebody asks, because
-nobody asks about most requests.
+It owns a record per request (candidates, choice, prediction, measurements), bounded by number and by bytes,
+and decides nothing. The reasons of a request's misses are computed by ``miss_reasons.py`` on demand, because
+most requests are never queried.
 """
 
 from __future__ import annotations
@@ -21,21 +21,21 @@ from mooncake.conductor.prediction.regression import Floats
 from mooncake.types import InstanceId
 
 _RECORD_BYTES = 3_000
-"""What a record takes beside its blocks, generously."""
+"""Upper estimate of a record's size without its blocks."""
 
 
 class Explain(msgspec.Struct, frozen=True, array_like=True, tag=True):
-    """What is known of a request? Answered with ``Explained``."""
+    """Request what is known of a request. Answered with ``Explained``."""
 
     request_id: str
 
 
 class CandidateInstance(msgspec.Struct, frozen=True):
-    """An instance that was weighed, or why it was not."""
+    """An instance that was considered, or the reason why it was not."""
 
     instance: InstanceId
     score_s: float = 0.0
-    "What the policy compared; lower is better."
+    "Score that the policy compared; lower is better."
     queue_s: float = 0.0
     fetch_s: float = 0.0
     prefill_s: float = 0.0
@@ -45,14 +45,14 @@ class CandidateInstance(msgspec.Struct, frozen=True):
 
 @dataclass(slots=True)
 class CandidateSet:
-    """Candidates as the policy left them: most requests are never asked about."""
+    """Candidates in the policy's columns, converted only on demand: most requests are never queried."""
 
     names: list[InstanceId]
     "Best first."
     columns: Iterable[Floats]
     "Score, queue, fetch and prefill in seconds, and cached tokens."
     not_weighed: list[tuple[InstanceId, str]]
-    "And why not."
+    "Instances that were not considered, with the reason."
 
     def candidates(self) -> list[CandidateInstance]:
         rows = zip(self.names, *(column.tolist() for column in self.columns), strict=True)
@@ -64,7 +64,7 @@ class CandidateSet:
 
 
 class AdmissionOutcome(msgspec.Struct, frozen=True):
-    """The verdict of admission, with the loads it saw as parts of what the SLOs allow."""
+    """The result of admission, with the loads it saw as parts of what the SLOs allow."""
 
     rule: str
     is_admitted: bool
@@ -77,7 +77,7 @@ class AdmissionOutcome(msgspec.Struct, frozen=True):
 
 
 class PredictedTimes(msgspec.Struct, frozen=True):
-    """A ``Prediction``, by names."""
+    """A ``Prediction`` with field names."""
 
     queue_s: float
     fetch_s: float
@@ -88,7 +88,7 @@ class PredictedTimes(msgspec.Struct, frozen=True):
 
 
 class ActualTimes(msgspec.Struct):
-    """What was measured; 0: not (yet)."""
+    """Measured times; 0: not measured yet."""
 
     queue_s: float = 0.0
     prefill_s: float = 0.0
@@ -102,7 +102,7 @@ class ActualTimes(msgspec.Struct):
 
 
 class Explanation(msgspec.Struct):
-    """The answer to "why?"."""
+    """Everything known of one request's placement."""
 
     request_id: str
     seconds_ago: float
@@ -123,7 +123,7 @@ class Explanation(msgspec.Struct):
 
 
 class Explained(msgspec.Struct, array_like=True, tag=True):
-    """``explanation`` is None when nothing is known: never heard of, or too long ago."""
+    """``explanation`` is None when nothing is known: the request never arrived, or was forgotten."""
 
     explanation: Explanation | None
 
@@ -146,7 +146,7 @@ class _Record:
 
 
 class Explainer:
-    """Remembers up to ``max_requests`` requests in up to ``max_bytes``, the latest."""
+    """Remembers the latest requests, up to ``max_requests`` in up to ``max_bytes``."""
 
     def __init__(self, max_requests: int, max_bytes: int, block_tokens: int) -> None:
         self._max_requests, self._max_bytes = max_requests, max_bytes
@@ -171,7 +171,7 @@ class Explainer:
         verdict: AdmissionResult | None,
         now: float,
     ) -> None:
-        """A request was placed or refused; ``asked``: its blocks, as the index knew them then."""
+        """Record a placement or refusal; ``prompt``: its blocks, as the index knew them then."""
         if not self.is_on:
             return
         record = _Record(place, prompt, candidate_set, now, outcome, _admitted(rule, verdict))
@@ -209,7 +209,7 @@ class Explainer:
         record.actual.output_tokens, record.actual.is_complete = event.num_output_tokens, event.is_complete
 
     def rejected_late(self, refuse: Refuse, rule: str, verdict: AdmissionResult, now: float) -> None:
-        """Its prompt was computed in vain."""
+        """Record a rejection after the prompt was computed in vain."""
         record = self._records.get(refuse.request_id)
         if record is not None:
             record.outcome, record.admission = refuse, _admitted(rule, verdict)

@@ -1,17 +1,17 @@
-"""Block by block: was it a hit, and if not, why.
+"""Whether each block of a prompt was a hit, and if not, why.
 
-It owns the verdicts and the order in which causes are looked for, from what is sure to what is likely, and
-refuses to know requests beyond their blocks. What the worker measured beats what the index believed. Runs of
-equal verdicts are one row. The causes of a miss:
+It owns the verdicts and the order in which causes are tested, from certain to likely, and refuses to know
+requests beyond their blocks. The worker's measurements take precedence over the index. Runs of equal verdicts
+are one row. The causes of a miss:
 
 ``hit``            where, on which tier
 ``elsewhere``      another instance has it, and it was not fetched from there
 ``being_written``  another request was computing just this block
-``evicted``        (or ``cleared``, ``restarted``, ``lost``): it was there, and went; when and by which rule
-``removed``        it was taken away for another reason, which is said
+``evicted``        (or ``cleared``, ``restarted``, ``lost``): it was removed; when, and by which rule
+``removed``        it was removed for another reason, which is given
 ``other_digest``   the pool has these tokens, computed by other weights or in another layout
-``other_salt``     the same tokens were asked for under another salt
-``never_stored``   nobody has ever told of it
+``other_salt``     the same tokens were requested under another salt
+``never_stored``   no event ever reported it
 """
 
 from __future__ import annotations
@@ -24,17 +24,15 @@ import msgspec
 import numpy as np
 
 from mooncake.conductor.index.prefix_index import PrefixIndex
+from mooncake.kvlayout import KEY_PREFIX
 from mooncake.types import InstanceId, Tier
-
-POOL_SCOPE = "kv/"
-"""The pool's blocks are in scopes of this beginning; the digest of their weights and layout follows."""
 
 _TIERS = list(Tier)
 _REMOVAL_VERDICTS = frozenset({"evicted", "cleared", "restarted", "lost"})
 
 
 class BlockVerdict(msgspec.Struct, frozen=True):
-    """``num`` blocks from ``first`` on: what became of them."""
+    """The verdict on ``num`` blocks from ``first`` on."""
 
     first: int
     num: int
@@ -42,28 +40,28 @@ class BlockVerdict(msgspec.Struct, frozen=True):
     where: str = ""
     "Instance and tier, salt or digest."
     rule: str = ""
-    "By which it went."
+    "Rule by which it was removed."
     seconds_before: float = 0.0
-    "How long before the request it went."
+    "Seconds from its removal to the request."
 
 
 @dataclass(slots=True)
 class PromptBlocks:
-    """The blocks of a prompt, and what is known of their fate."""
+    """The blocks of a prompt, with what is known of each."""
 
     keys: array[int]
     bare_keys: array[int]
-    "Without salt; empty if there was none."
+    "Keys without salt; empty if there was none."
     tiers: bytes
-    "Of each block: the tiers on which ``instance`` was believed to have it, as bits."
+    "By block: the tiers on which ``instance`` was believed to have it, as bits."
     scope: str
     instance: InstanceId
-    "Who computes the prompt."
+    "Instance that computes the prompt."
     at: float
     others: dict[InstanceId, int] = field(default_factory=dict)
-    "Who else had how many leading blocks."
+    "Number of leading blocks that other instances had."
     pools: dict[str, int] = field(default_factory=dict)
-    "How many leading blocks the pool had, by scope."
+    "Number of leading blocks that the pool had, by scope."
     written_at: float | None = None
     "When its blocks were computed and stored."
     is_measured: bool = False
@@ -79,10 +77,10 @@ def block_verdicts(
     index: PrefixIndex,
     identity: str,
 ) -> list[BlockVerdict]:
-    """What became of every block.
+    """The verdicts on all blocks.
 
     Args:
-        in_flight: prompts that were being computed when it was asked for.
+        in_flight: prompts that were being computed when this one arrived.
         identity: the digest under which the instance's blocks lie in the pool; empty when it has none.
     """
     keys = prompt.keys
@@ -93,7 +91,7 @@ def block_verdicts(
 
 
 def _hits(prompt: PromptBlocks) -> tuple[int, list[BlockVerdict]]:
-    """How many leading blocks were found, and where."""
+    """The number of leading blocks that were found, and where."""
     if prompt.is_measured:
         num_hit = min(len(prompt.keys), prompt.num_cached + prompt.num_loaded)
         local = min(num_hit, prompt.num_cached)
@@ -110,13 +108,13 @@ def _place(prompt: PromptBlocks, number: int) -> str:
 
 
 class _Causes:
-    """Why blocks of one prompt were missing."""
+    """Finds out why blocks of one prompt were missing."""
 
     def __init__(
         self, prompt: PromptBlocks, in_flight: Sequence[PromptBlocks], index: PrefixIndex, identity: str
     ) -> None:
         self._prompt, self._index = prompt, index
-        self._pool = POOL_SCOPE + identity if identity else ""
+        self._pool = KEY_PREFIX + identity if identity else ""
         keys = np.array(prompt.keys, np.uint64)
         self._written: dict[int, InstanceId] = {}
         for other in in_flight:
@@ -146,7 +144,7 @@ class _Causes:
             verdict, rule = _named(last.reason)
             where = last.instance if last.tier is None else f"{last.instance} {last.tier}"
             return BlockVerdict(number, 1, verdict, where, rule, prompt.at - last.at)
-        digests = [scope.removeprefix(POOL_SCOPE) for scope, num in prompt.pools.items() if number < num]
+        digests = [scope.removeprefix(KEY_PREFIX) for scope, num in prompt.pools.items() if number < num]
         if self._pool and digests:
             return BlockVerdict(number, 1, "other_digest", ", ".join(digests))
         if self._salts[number]:
@@ -154,19 +152,19 @@ class _Causes:
         return BlockVerdict(number, 1, "never_stored")
 
     def _holders(self, number: int) -> list[str]:
-        """Who else had it, the pool among them."""
+        """Other holders of the block, including the pool."""
         found = [name for name, num in self._prompt.others.items() if number < num]
         return found + ["pool"] * (number < self._prompt.pools.get(self._pool, 0))
 
 
 def _named(reason: str) -> tuple[str, str]:
-    """``evicted: lru`` is a verdict and a rule; words that are none of ours are a rule."""
+    """The verdict and rule of a removal's reason (``evicted: lru``); an unknown reason is a rule."""
     verdict, _, rule = reason.partition(": ")
     return (verdict, rule) if verdict in _REMOVAL_VERDICTS else ("removed", reason)
 
 
 def _joined(found: Sequence[BlockVerdict]) -> list[BlockVerdict]:
-    """Neighbours of one fate as one row."""
+    """Adjacent blocks with equal verdicts as one row."""
     rows: list[BlockVerdict] = []
     for one in found:
         last = rows[-1] if rows else None

@@ -1,10 +1,10 @@
-"""Who holds a block, on which tiers: sets that many blocks share.
+"""Sets of instances and tiers that hold a block, each shared by many blocks.
 
 It owns the sets and refuses to know blocks. Ten million blocks are held by few different sets of instances:
 most by one, the blocks of a conversation by the same two or three, a system prompt's by nearly all. So a
 block points to a row here, and each row is kept once, as long as a block points to it.
 
-A row is three integers, one for each tier, whose bits are the slots of instances: one AND tells which of a
+A row is three integers, one for each tier, whose bits are the slots of instances: one AND yields which of a
 thousand instances still hold the next block of a prompt.
 """
 
@@ -23,7 +23,7 @@ Words = npt.NDArray[np.uint64]
 
 PLANE = {tier: position for position, tier in enumerate(Tier)}
 NO_HOLDERS = 0
-"""The row of blocks that nobody holds."""
+"""The row of blocks that no instance holds."""
 
 _FEW_ROWS = 24
 _UNPACKED = 4096
@@ -47,7 +47,7 @@ class HolderSets:
         return self._masks[row]
 
     def rows_with(self, slot: int, rows: Values | None = None) -> npt.NDArray[np.bool_]:
-        """Which of ``rows`` hold a slot; or, by row, which of all."""
+        """By element of ``rows`` whether its row contains a slot; without ``rows``, by row of all."""
         if rows is not None:
             several, which = np.unique(rows, return_inverse=True)
             return np.array([self._has(row, slot) for row in several.tolist()], np.bool_)[which]
@@ -58,12 +58,12 @@ class HolderSets:
         return bool((device | memory | ssd) >> slot & 1)
 
     def reach(self, rows: Values, num_words: int) -> Words:
-        """Who holds rows on the device or in memory, and who anywhere: by row, level and word of slots."""
+        """Holders of rows on the device or in memory, and on any tier: by row, level and word of slots."""
         places = self._unpacked.places(rows, self._masks, num_words)
         return self._unpacked.reach.take(places, axis=0)
 
     def tiers(self, rows: Values, slot: int, num_words: int) -> npt.NDArray[np.uint8]:
-        """By row: the tiers on which a slot is in it, as bits in the order of ``Tier``."""
+        """The tiers on which a slot is in each row, as bits in the order of ``Tier``."""
         if len(rows) <= _FEW_ROWS:
             few = [self._masks[row] for row in rows.tolist()]
             found = [
@@ -75,7 +75,7 @@ class HolderSets:
         return ((words >> np.uint64(slot & 63) & np.uint64(1)) @ _TIER_BITS).astype(np.uint8)
 
     def move(self, before: int, masks: Masks, num_blocks: int) -> int:
-        """``num_blocks`` blocks leave the row ``before`` for the row of ``masks``, which is returned."""
+        """Move ``num_blocks`` blocks from the row ``before`` to the row of ``masks``, which is returned."""
         row = self._rows.get(masks)
         if row is None:
             if self._free:
@@ -98,30 +98,30 @@ class HolderSets:
         return row
 
     def check(self, counts: dict[int, int]) -> None:
-        """``counts``: how many blocks point to each row."""
+        """Assert the invariants; ``counts``: how many blocks point to each row."""
         assert counts == {row: self._counts[row] for row in self._rows.values() if row != NO_HOLDERS}
         assert len(self._rows) + len(self._free) == len(self._masks)
         assert all(self._masks[row] == masks for masks, row in self._rows.items())
 
 
 class _Unpacked:
-    """Rows as arrays of words, for prompts that meet many of them: a cache, emptied when it is full."""
+    """Rows as arrays of words, for prompts that meet many rows: a cache, emptied when it is full."""
 
     def __init__(self) -> None:
         self.planes: Words = np.empty((0, 3, 0), np.uint64)
-        """By place and tier."""
+        """Words by place and tier."""
         self.reach: Words = np.empty((0, 2, 0), np.uint64)
-        """By place: on the device or in memory; anywhere."""
+        """Words by place and level: on the device or in memory; on any tier."""
         self._place_of = np.full(64, -1, np.int32)  # by row
         self._num_places = 0
 
     def forget(self, row: int) -> None:
-        """Another set has the row now."""
+        """Drop a row, which another set has now."""
         if row < len(self._place_of):
             self._place_of[row] = -1
 
     def places(self, rows: Values, masks: list[Masks], num_words: int) -> npt.NDArray[np.int32]:
-        """Where each of ``rows`` is; those that were nowhere are put there."""
+        """The place of each of ``rows``; rows that had none get one."""
         if len(masks) > len(self._place_of):
             new = np.full(2 * len(masks) - len(self._place_of), -1, np.int32)
             self._place_of = np.concatenate([self._place_of, new])

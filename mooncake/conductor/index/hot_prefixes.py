@@ -1,10 +1,9 @@
 """Which prefixes are hot, and whether one more instance should keep a copy.
 
-A prefix that many requests begin with makes its only holder's card and processor the bottleneck of all
-of them; a copy on every instance would push out what others need. So copies follow use: a prefix
-deserves one holder for so many uses a minute, gets another when it has fewer than it deserves, and none
-once it has enough. Nothing is taken away here: a copy that is used no more is the first that its
-instance evicts.
+A prefix that many requests begin with makes its only holder's card and processor the bottleneck of all of
+them; a copy on every instance would evict what others need. So copies follow use: a prefix deserves one
+holder per ``uses_per_copy`` uses a minute, gets another when it has fewer than it deserves, and none once it
+has enough. Nothing is removed here: a copy that is no longer used is the first that its instance evicts.
 """
 
 from __future__ import annotations
@@ -22,10 +21,10 @@ class HotPrefixes:
 
     def __init__(self, uses_per_copy: float) -> None:
         self._uses_per_copy = uses_per_copy
-        self._heat: dict[BlockKey, tuple[float, float]] = {}  # uses that count, and as of when; latest last
+        self._heat: dict[BlockKey, tuple[float, float]] = {}  # decayed uses, and their instant; latest last
 
     def note(self, key: BlockKey, now: float) -> None:
-        """A request begins with the prefix that ends in ``key``."""
+        """Record that a request begins with the prefix that ends in ``key``."""
         uses = self.uses(key, now) + 1
         self._heat.pop(key, None)
         self._heat[key] = (uses, now)
@@ -33,7 +32,7 @@ class HotPrefixes:
             del self._heat[next(iter(self._heat))]
 
     def uses(self, key: BlockKey, now: float) -> float:
-        """In the last minute, earlier ones counting ever less."""
+        """Exponentially decayed number of uses; a use counts half after a minute."""
         uses, at = self._heat.get(key, (0.0, now))
         return uses * math.exp2((at - now) / _HALF_LIFE_S)
 

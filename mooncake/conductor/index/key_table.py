@@ -1,10 +1,10 @@
 """A table from 64-bit keys to small numbers, for ten million entries and whole prompts at a time.
 
-It owns how entries lie in memory and refuses to know what a key or a number means. A Python dictionary
-takes 90 bytes an entry and one cache miss after the other: 0.3 ms for the 256 blocks of a prompt among ten
-million. Here eight keys share a bucket, which is one cache line, and numpy looks up all keys of a prompt in
-a few passes, so that the misses overlap: 80 us, and 20 to 35 bytes an entry. What does not fit into its
-bucket (a few in a hundred) goes to an ordinary dictionary.
+It owns the layout of entries in memory and refuses to know what a key or a number means. A Python dictionary
+takes 90 bytes an entry and serialises its cache misses: 0.3 ms for the 256 blocks of a prompt among ten
+million. Here eight keys share a bucket, which is one cache line, and numpy looks up all keys of a prompt in a
+few passes, so that the misses overlap: 80 us, and 20 to 35 bytes an entry. Entries that don't fit into their
+bucket (a few in a hundred) go to an ordinary dictionary.
 """
 
 from __future__ import annotations
@@ -39,22 +39,22 @@ def key_column(keys: Iterable[BlockKey]) -> Keys:
 
 
 class KeyLookup(NamedTuple):
-    """Where keys are, for ``KeyTable.put``."""
+    """Places of keys, for ``KeyTable.put``."""
 
     keys: Keys
     mixed: Places
     places: Places
     values: Values
-    """0 for what is not there."""
+    """Values by key; 0 for absent keys."""
     is_all_new: bool
 
 
 class KeyTable:
-    """Keys to values above 0 of ``value_type``."""
+    """A map from keys to values above 0 of ``value_type``."""
 
     def __init__(self, value_type: type[np.unsignedinteger[Any]] = np.uint32) -> None:
         self._num_buckets = _FIRST_BUCKETS  # a power of two
-        self._num_split = 0  # while they are being doubled: so many have given half of their keys away
+        self._num_split = 0  # while they are being doubled: the number that has been split
         self._keys: Keys = np.zeros((_FIRST_BUCKETS, _BUCKET), np.uint64)
         self._values: Values = np.zeros((_FIRST_BUCKETS, _BUCKET), value_type)
         self._spilled = np.zeros(_FIRST_BUCKETS, np.uint16)  # by bucket before its split: keys in _overflow
@@ -69,7 +69,7 @@ class KeyTable:
             keys = np.where(keys == 0, np.uint64(_INSTEAD_OF_0), keys)
         mixed = _mixed(keys)
         buckets = self._buckets(mixed)
-        # Eight answers are one word in which one byte is 1, or none is.
+        # Eight comparisons are one word in which at most one byte is 1.
         found = (self._keys.take(buckets, axis=0) == keys[:, None]).view(np.uint64).reshape(-1)
         places = ((found * _WHICH_BYTE) >> _TOP_THREE).view(np.int64)
         places += buckets << 3
@@ -90,7 +90,7 @@ class KeyTable:
         return KeyLookup(keys, mixed, places, values, num_here + num_overflown == 0)
 
     def put(self, found: KeyLookup, values: Values) -> None:
-        """Give what was just found (distinct keys) these values; those that get 0 are removed."""
+        """Set the values of keys just looked up (distinct ones); those that get 0 are removed."""
         keys, mixed, places, _, is_all_new = found
         if not is_all_new:
             is_inside = places >= 0
@@ -110,13 +110,13 @@ class KeyTable:
             self._insert(keys, mixed, values)
 
     def keys_with(self, is_wanted: npt.NDArray[np.bool_]) -> Keys:
-        """Every key for whose value ``is_wanted`` says so."""
+        """Every key whose value is marked in ``is_wanted``."""
         inside = self._keys[is_wanted[self._values] & (self._keys != 0)]
         outside = [key for key, value in self._overflow.items() if is_wanted[value]]
         return np.concatenate([inside, np.array(outside, np.uint64)])
 
     def counts(self) -> dict[int, int]:
-        """How many keys have each value."""
+        """The number of keys with each value."""
         inside = self._values[self._values != 0]
         values = np.concatenate([inside, np.fromiter(self._overflow.values(), inside.dtype)])
         found, counts = np.unique(values, return_counts=True)
@@ -157,7 +157,8 @@ class KeyTable:
             self._size -= 1
 
     def _insert(self, keys: Keys, mixed: Places, values: Values) -> None:
-        """Each key to the first free place of its bucket; of several that want the same one, one gets it."""
+        """Put each key into the first free place of its bucket; of several for the same place, one gets
+        it."""
         flat, flat_values = self._keys.reshape(-1), self._values.reshape(-1)
         while len(keys):
             buckets = self._buckets(mixed)
@@ -177,10 +178,10 @@ class KeyTable:
             keys, mixed, values = keys[~has_won], mixed[~has_won], values[~has_won]
 
     def _make_room(self, num_keys: int) -> None:
-        """Begin to double the buckets when they are full enough, and go on while that is under way.
+        """Begin to double the buckets when they are full enough, and go on until that is done.
 
-        A few buckets at a time: each leaves the keys whose next bit is set to its new other half. Only the
-        memory for them comes at once.
+        A few buckets at a time: each moves the keys whose next bit is set to its new other half. Only the
+        memory for them is allocated at once.
         """
         while self._num_split or self._size + num_keys > _MAX_LOAD * _BUCKET * self._num_buckets:
             if not self._num_split:
@@ -208,12 +209,12 @@ class KeyTable:
 
 
 def _all(column: npt.NDArray[Any]) -> bool:
-    """Four times as fast as ``column.all()`` when it is short."""
+    """Whether all are set; four times as fast as ``column.all()`` for short columns."""
     return bool(np.count_nonzero(column) == len(column))
 
 
 def _mixed(keys: Keys) -> Places:
-    """32 bits that are all over the place."""
+    """Well-mixed 32 bits of each key."""
     return ((keys * _MIX) >> _HALF).view(np.int64)
 
 

@@ -1,13 +1,13 @@
 """Block key to the instances and tiers that hold it, and from that the longest cached prefix on each.
 
-It owns this one relation and refuses to know load, health or tokens. What it holds is a hint: an answer
-is never wrong because the index is, so it may keep 64 bits of a hash where correctness would need 256.
+It owns this one relation and refuses to know load, health or tokens. Its contents are hints: a wrong entry
+never makes an answer wrong, so it may keep 64 bits of a hash where correctness would need 256.
 
 Scopes (whatever makes equal keys mean different blocks: tenants, models, adapters) have a table each, from a
-block to a row of ``holder_sets.py``. Instances have slots, small numbers that stay theirs until they are
+block to a row of ``holder_sets.py``. Each instance has a slot, a small number that it keeps until it is
 forgotten; every array "by slot" has ``num_slots`` places. An instance's blocks are also listed, so that
-forgetting it costs its own blocks and no more; the list is cleaned when half of it is stale. Who has a large
-part of all blocks (the pool has) needs no list: looking through the whole table costs no more.
+forgetting it costs its own blocks and no more; the list is cleaned when half of it is stale. An instance with
+a large part of all blocks (such as the pool) needs no list: a scan of the whole table costs no more.
 """
 
 from __future__ import annotations
@@ -27,11 +27,11 @@ from mooncake.types import InstanceId, Tier
 
 _FIRST_SLOTS = 64
 _LISTED = 1 << 16
-_LISTED_PART = 64  # lists are kept up to so many blocks, or such a part of all
+_LISTED_PART = 64  # a list is kept up to 1/64 of all blocks
 
 
 class PrefixIndex:
-    """Which instance holds which blocks. ``remembered``: how many removed blocks ``past`` keeps."""
+    """Which instance holds which blocks. ``remembered``: capacity of ``removal_log`` in blocks."""
 
     def __init__(self, remembered: int = 0) -> None:
         self.slots: dict[InstanceId, int] = {}
@@ -48,14 +48,14 @@ class PrefixIndex:
 
     @property
     def num_blocks(self) -> int:
-        """Distinct blocks held by anyone."""
+        """Number of distinct blocks that any instance holds."""
         return sum(len(table) for table in self._tables.values())
 
     def num_blocks_of(self, instance: InstanceId) -> int:
         return sum(self._num_held.get(self.slots.get(instance, -1), {}).values())
 
     def slot(self, instance: InstanceId) -> int:
-        """The slot of an instance, given to it when it is first asked for."""
+        """The slot of an instance, assigned at the first call."""
         slot = self.slots.get(instance)
         if slot is None:
             # The lowest free one, so that masks stay as short as there are instances.
@@ -78,7 +78,7 @@ class PrefixIndex:
         tier: Tier = Tier.DEVICE,
         scope: str = "",
     ) -> None:
-        """``instance`` now holds these blocks on ``tier``."""
+        """Record that ``instance`` now holds these blocks on ``tier``."""
         column = key_column(keys)
         if not len(column):
             return
@@ -114,7 +114,7 @@ class PrefixIndex:
         reason: str = "evicted",
         now: float = 0.0,
     ) -> None:
-        """``instance`` no longer holds these blocks on ``tier``. Unknown blocks are no news."""
+        """Record that ``instance`` no longer holds these blocks on ``tier``. Unknown blocks are ignored."""
         slot, table = self.slots.get(instance), self._tables.get(scope)
         if slot is None or table is None:
             return
@@ -141,7 +141,7 @@ class PrefixIndex:
             self._drop_if_empty(scope)
 
     def clear(self, instance: InstanceId, reason: str = "cleared", now: float = 0.0) -> int:
-        """An instance holds nothing any more; returns how many blocks they were."""
+        """Record that an instance holds nothing now; returns the number of its blocks."""
         slot = self.slots.get(instance, -1)
         num_blocks = 0
         for scope in list(self._num_held.get(slot, ())):
@@ -159,7 +159,7 @@ class PrefixIndex:
         return num_blocks
 
     def forget(self, instance: InstanceId, reason: str = "lost", now: float = 0.0) -> int:
-        """An instance is no more; its slot is free for another."""
+        """Remove an instance with its blocks and free its slot. Returns the number of its blocks."""
         num_blocks = self.clear(instance, reason, now)
         slot = self.slots.pop(instance, None)
         if slot is not None:
@@ -169,18 +169,18 @@ class PrefixIndex:
     # --- questions
 
     def match(self, keys: Sequence[BlockKey], scope: str = "") -> PrefixMatch:
-        """How much of the beginning of a prompt each slot holds."""
+        """The leading blocks of a prompt that each slot holds."""
         table, column = self._tables.get(scope), np.fromiter(keys, np.uint64, len(keys))
         rows: Values = np.zeros(len(keys), np.uint32) if table is None else table.find(column).values
         return PrefixMatch(self._holders, column, rows, self.num_slots)
 
     def matches(self, keys: Sequence[BlockKey], scope: str = "") -> dict[InstanceId, int]:
-        """Instance -> number of leading blocks that it holds; without any it is absent."""
+        """Number of leading blocks by instance; instances without any are absent."""
         leading = self.match(keys, scope).leading
         return {self._instances[slot]: int(leading[slot]) for slot in leading.nonzero()[0].tolist()}
 
     def scopes_of(self, key: BlockKey, prefix: str = "") -> list[str]:
-        """The scopes of names that begin with ``prefix`` in which somebody holds a block of this key."""
+        """The scopes whose names begin with ``prefix`` in which an instance holds a block of this key."""
         column = np.array([key], np.uint64)
         tables = ((scope, table) for scope, table in self._tables.items() if scope.startswith(prefix))
         return [scope for scope, table in tables if table.find(column).values[0] != NO_HOLDERS]
@@ -211,8 +211,8 @@ class PrefixIndex:
         return keys[self._holders.rows_with(slot, table.find(keys).values)]
 
     def _clean(self, slot: int, scope: str) -> None:
-        """Drop what is stale in the list of a slot's blocks when that is half of it, and the list when it
-        becomes long."""
+        """Drop stale entries when they are half of a slot's list of blocks, and the list when it is too
+        long."""
         listed = self._lists[slot].get(scope)
         if listed is None:
             return
@@ -230,7 +230,7 @@ class PrefixIndex:
 
 
 def _groups(rows: Values) -> Iterator[tuple[int, slice | npt.NDArray[np.bool_], int]]:
-    """(row, where it stands, how often) for each different row."""
+    """(row, its positions, their number) for each different row."""
     first = rows[:1]
     if np.count_nonzero(rows != first) == 0:
         if len(rows):

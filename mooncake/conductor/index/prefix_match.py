@@ -1,9 +1,9 @@
-"""The walk down a prompt: who holds how much of its beginning, given the row of holders of each block.
+"""Prefix matching: how much of a prompt's beginning each slot holds, given the holders' row of each block.
 
-It owns the answer of ``PrefixIndex.match`` and refuses to know how keys are found. Neighbours with equal
-holders are one run. A prompt is mostly a few (what everybody has, what a session's instances have), and
-integers of a thousand bits walk one in a microsecond. What everybody holds to another length has hundreds:
-then all runs are one matrix of bits.
+It owns the answer of ``PrefixIndex.match`` and refuses to know how keys are found. Adjacent blocks with equal
+holders are one run. Most prompts have few runs (the blocks that all have, those that a session's instances
+have), and integers of a thousand bits process one in a microsecond. A prompt that each instance holds to
+another length has hundreds: then all runs are one matrix of bits.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ _FEW_SLOTS = 12
 
 
 class PrefixMatch:
-    """Who holds how much of the beginning of a prompt: numbers of blocks, by slot."""
+    """Numbers of leading blocks of a prompt by slot."""
 
     __slots__ = ("_ends", "_holders", "_runs", "keys", "leading", "leading_memory", "num_held")
 
@@ -35,16 +35,16 @@ class PrefixMatch:
         num_runs = runs.index(NO_HOLDERS) if NO_HOLDERS in runs else len(runs)
         ends = self._ends[:num_runs]
         self.num_held = int(ends[-1]) if num_runs else 0
-        "Leading blocks that anybody holds."
+        "Number of leading blocks that any instance holds."
         if num_runs <= _FEW_RUNS:
-            self.leading_memory, self.leading = _walk_few(holders, runs[:num_runs], ends.tolist(), num_slots)
+            self.leading_memory, self.leading = _match_few(holders, runs[:num_runs], ends.tolist(), num_slots)
         else:
             held = holders.reach(self._runs[:num_runs], num_slots >> 6)
-            self.leading_memory, self.leading = _walk_many(held, ends)
-        """Leading blocks on the device or in memory; anywhere. One array if these are the same."""
+            self.leading_memory, self.leading = _match_many(held, ends)
+        """Leading blocks on the device or in memory, and on any tier. One array if both are equal."""
 
     def tiers_of(self, slot: int) -> bytes:
-        """For each block of the prompt the tiers on which a slot has it, as bits in the order of ``Tier``."""
+        """The tiers on which a slot has each block of the prompt, as bits in the order of ``Tier``."""
         tiers = self._holders.tiers(self._runs, slot, len(self.leading) >> 6)
         lengths = self._ends.copy()
         lengths[1:] -= self._ends[:-1]
@@ -52,14 +52,14 @@ class PrefixMatch:
 
 
 def _runs(rows: Values) -> tuple[Values, BlockCounts]:
-    """Neighbours with equal holders: the row of each run, and where it ends."""
+    """Runs of adjacent blocks with equal holders: the row of each run, and its end."""
     last = (rows[1:] != rows[:-1]).nonzero()[0]
     if len(rows):
         last = np.append(last, len(rows) - 1)
     return rows[last], last + 1
 
 
-def _walk_few(
+def _match_few(
     holders: HolderSets, runs: Sequence[int], ends: Sequence[int], num_slots: int
 ) -> tuple[BlockCounts, BlockCounts]:
     masks = [holders.masks(run) for run in runs]
@@ -72,7 +72,7 @@ def _walk_few(
 
 
 def _leading(masks: Sequence[int], ends: Sequence[int], num_slots: int) -> BlockCounts:
-    """Follow the prompt with everybody; note who stays behind where."""
+    """Intersect the masks run by run; note where each slot drops out."""
     counts = np.zeros(num_slots, np.int64)
     alive, reached = -1, 0
     for mask, end in zip(masks, ends, strict=True):
@@ -88,7 +88,7 @@ def _leading(masks: Sequence[int], ends: Sequence[int], num_slots: int) -> Block
 
 
 def _note(counts: BlockCounts, slots: int, reached: int) -> None:
-    """``slots``, as bits, came so far."""
+    """Set the count of ``slots``, given as bits, to ``reached``."""
     if slots.bit_count() > _FEW_SLOTS:
         packed = np.frombuffer(slots.to_bytes(len(counts) >> 3, "little"), np.uint8)
         counts[np.unpackbits(packed, bitorder="little").view(np.bool_)] = reached
@@ -99,13 +99,13 @@ def _note(counts: BlockCounts, slots: int, reached: int) -> None:
         slots ^= 1 << slot
 
 
-def _walk_many(held: npt.NDArray[np.uint64], ends: BlockCounts) -> tuple[BlockCounts, BlockCounts]:
-    """The same for all runs at once; ``held``: by run, level and word of slots. A row of counts by level."""
+def _match_many(held: npt.NDArray[np.uint64], ends: BlockCounts) -> tuple[BlockCounts, BlockCounts]:
+    """Counts for all runs at once, one row per level; ``held``: by run, level and word of slots."""
     num_runs, num_levels, num_words = held.shape
     counts = np.zeros((num_levels, num_words << 6), np.int64)
     alive = np.bitwise_and.accumulate(held.reshape(num_runs, -1), axis=0)
-    alive[:-1] ^= alive[1:]  # now: those for whom this run was the last
-    # Of many words few have a bit, and of their bytes few.
+    alive[:-1] ^= alive[1:]  # now: the slots for which this run was the last
+    # Few words have a bit set, and few of their bytes.
     words = (alive.reshape(-1) != 0).nonzero()[0]
     octets = alive.reshape(-1)[words].view(np.uint8)
     places = (octets != 0).nonzero()[0]

@@ -1,7 +1,7 @@
-"""What the index lately forgot, and when and why; under which other names the same tokens were asked for.
+"""Recent removals from the index, when and why; and other names under which the same tokens were requested.
 
-It owns a bounded memory for people who ask why a request missed, and decides nothing. What is noted costs
-eight bytes a block and no loop; whoever asks pays for the search, and asks for a request's blocks at once.
+It owns a bounded memory for explanations of misses, and decides nothing. A note costs eight bytes a block and
+no loop; the query pays for the search, and covers all of a request's blocks at once.
 """
 
 from __future__ import annotations
@@ -25,9 +25,9 @@ class Removal(NamedTuple):
     at: float
     instance: InstanceId
     tier: Tier | None
-    "None: on every tier."
+    "Tier it was on; None: every tier."
     reason: str
-    "In the words of whoever removed it (``evicted``, ...), or ``cleared``, ``restarted``, ``lost``."
+    "Reason given by the remover (``evicted``, ...), or ``cleared``, ``restarted``, ``lost``."
 
 
 class RemovalLog:
@@ -50,7 +50,7 @@ class RemovalLog:
             self._num_removed -= len(self._removed.popleft()[1])
 
     def removals(self, keys: Sequence[BlockKey], scope: str = "") -> list[Removal | None]:
-        """For each block the last time that an instance lost it, as far as is remembered."""
+        """The last remembered removal of each block."""
         notes = [(gone, removal) for its_scope, gone, removal in self._removed if its_scope == scope]
         if not notes:
             return [None] * len(keys)
@@ -62,7 +62,7 @@ class RemovalLog:
         return [notes[last[key]][1] if key in last else None for key in keys]
 
     def note_prompt(self, keys: Keys, bare_keys: Sequence[BlockKey] = ()) -> None:
-        """A prompt was asked for; without its salt, if it has one, its blocks would be ``bare_keys``."""
+        """Note a requested prompt; without its salt, if it has one, its blocks would be ``bare_keys``."""
         if len(bare_keys) not in (0, len(keys)) or not 0 < len(keys) <= self._capacity:
             return
         self._prompts.append((keys, np.array(bare_keys, np.uint64) if bare_keys else keys))
@@ -71,17 +71,17 @@ class RemovalLog:
             self._num_prompt_blocks -= len(self._prompts.popleft()[0])
 
     def other_salts(self, keys: Sequence[BlockKey], bare_keys: Sequence[BlockKey]) -> list[list[BlockKey]]:
-        """For each block what else it was called when its tokens were asked for with other salts."""
+        """The other keys of each block, under which its tokens were requested with other salts."""
         if not self._prompts or not len(bare_keys):
             return [[] for _ in keys]
         ours = np.concatenate([prompt[0] for prompt in self._prompts])
         bare = np.concatenate([prompt[1] for prompt in self._prompts])
-        asked, asked_bare = np.array(keys, np.uint64), np.array(bare_keys, np.uint64)
-        [at] = np.isin(bare, asked_bare).nonzero()
+        wanted, wanted_bare = np.array(keys, np.uint64), np.array(bare_keys, np.uint64)
+        [at] = np.isin(bare, wanted_bare).nonzero()
         ours, bare = ours[at], bare[at]
-        order = asked_bare.argsort()
-        is_other = ours != asked[order][np.searchsorted(asked_bare[order], bare)]
+        order = wanted_bare.argsort()
+        is_other = ours != wanted[order][np.searchsorted(wanted_bare[order], bare)]
         others: dict[BlockKey, dict[BlockKey, None]] = {}
         for name, other in zip(bare[is_other].tolist(), ours[is_other].tolist(), strict=True):
             others.setdefault(name, {})[other] = None
-        return [list(others.get(name, ())) for name in asked_bare.tolist()]
+        return [list(others.get(name, ())) for name in wanted_bare.tolist()]

@@ -2,9 +2,9 @@
 
 The hash of a block's tokens (as little-endian u32) is its local hash; the first block's local hash names it,
 and each further block is named by the hash of its predecessor's name and its own local hash (both as
-little-endian u64). A seed is part of every hash, so all who compare names must have the same. Our own workers
-name blocks by SHA-256 (``mooncake.prefix``), because there a collision gives wrong tokens; here it gives a
-wrong hint.
+little-endian u64). A seed is part of every hash, so all parties that compare names must use the same one. Our
+own workers name blocks by SHA-256 (``mooncake.prefix``), because there a collision gives wrong tokens; here
+it gives only a wrong hint.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from mooncake.prefix import BlockKey
 
 
 def extend_sequence(parent: BlockKey | None, tokens: Sequence[int], seed: int) -> BlockKey:
-    """The name of the block with ``tokens`` that follows ``parent`` (None: that opens a prompt)."""
+    """The name of the block with ``tokens`` that follows ``parent`` (None: it is a prompt's first)."""
     local = xxh3_64_intdigest(np.asarray(tokens, "<u4").tobytes(), seed)
     if parent is None:
         return local

@@ -1,7 +1,7 @@
 """Where the blocks of a prompt may come from, and how fast.
 
-It owns the question who lends: the best of the other instances, and each candidate's own SSD. How much of
-what is lent had better be loaded is for ``overlap.py`` to say.
+It owns the choice of the source: the best of the other instances, and each candidate's own SSD. How much of
+the source's blocks should be loaded is decided by ``overlap.py``.
 """
 
 from __future__ import annotations
@@ -11,28 +11,27 @@ from dataclasses import dataclass
 import numpy as np
 
 from mooncake.conductor.policies.selection import ClusterView, PromptJob
-from mooncake.conductor.prediction.load import Slots
-from mooncake.conductor.prediction.regression import Floats
+from mooncake.conductor.prediction.regression import Floats, Slots
 
 
 @dataclass(slots=True)
 class KvSource:
-    """Somebody who has more of the prompt, and how that would come to each candidate."""
+    """A source of more of the prompt, with the time it takes to reach each candidate."""
 
     slot: int
-    "-1: each candidate reads from its own SSD."
+    "Slot of the source; -1: each candidate reads from its own SSD."
     is_on_ssd: bool
     reach: Floats | float
-    "Leading tokens that it has."
+    "Number of leading tokens that it has."
     begun: Floats
-    "Until the first byte comes."
+    "Seconds until the first byte arrives."
     per_token: Floats | float
     rest: Floats
-    "Seconds to compute what it has not."
+    "Seconds to compute what it does not have."
 
 
 def longest_holder(cluster: ClusterView, job: PromptJob) -> tuple[int, float]:
-    """Who holds most of the prompt and how many tokens; the least busy one of several; (-1, 0) for nobody."""
+    """The slot with most of the prompt, and its tokens; the least busy one of several; (-1, 0) for none."""
     sources = cluster.sources
     held = job.cached[sources]
     if not len(held) or not (reach := held.max()):
@@ -44,17 +43,18 @@ def longest_holder(cluster: ClusterView, job: PromptJob) -> tuple[int, float]:
 def best_source(
     cluster: ClusterView, job: PromptJob, slots: Slots, everywhere: Floats, with_ssd: Floats | None
 ) -> KvSource | None:
-    """Who has more of the prompt than others, if anybody has any of it; ``everywhere``: to compute it there
-    with what is in memory; ``with_ssd``: with what is on the SSD, too (None: nobody has more there).
+    """The best source among the other instances; None when none has any of the prompt. ``everywhere``:
+    seconds to compute the prompt on each with its blocks in memory; ``with_ssd``: with those on SSD, too
+    (None: no instance has more there).
 
-    As ``longest``, but less of the prompt from an idle card may be better than all from a busy one, or than
-    all from an SSD.
+    Unlike with ``longest_holder``, less of the prompt from an idle card may be better than all from a busy
+    one, or than all from an SSD.
     """
     predict, sources = cluster.predict, cluster.sources
     per_token_ssd = predict.costs.kv_bytes_per_token / predict.costs.ssd.bytes_per_s
     in_memory = job.in_memory.take(sources)
     least_s, source, reach, is_on_ssd = np.inf, -1, 0.0, False
-    # All are reckoned and some left out: picking some of a column takes longer than a sum over all of it.
+    # Computed for all and masked: selecting part of a column takes longer than a sum over all of it.
     busy_s = np.maximum(predict.links.egress_free_at.take(sources) - job.now, 0.0)
     if num_holders := np.count_nonzero(in_memory):
         cost = busy_s + everywhere.take(sources)
@@ -63,7 +63,7 @@ def best_source(
         best = int(cost.argmin())
         least_s, source, reach = float(cost[best]), int(sources[best]), float(in_memory[best])
     if with_ssd is not None:
-        # Who has no more on its SSD than in memory is no better for being read from there.
+        # An instance with no more on its SSD than in memory gains nothing by being read from SSD.
         on_ssd = job.cached.take(sources)
         has_none = on_ssd <= in_memory
         if np.count_nonzero(has_none) < len(sources):
@@ -87,7 +87,7 @@ def best_source(
 def own_ssd(
     cluster: ClusterView, job: PromptJob, slots: Slots, own: Floats, with_ssd: Floats | None
 ) -> KvSource | None:
-    """How what is on its own SSD comes to each candidate; None where nobody has more there than in memory."""
+    """Each candidate's own SSD as a source; None when none has more there than in memory."""
     if with_ssd is None:
         return None
     reach, links = job.cached.take(slots), cluster.predict.links
@@ -108,7 +108,7 @@ def path(cluster: ClusterView, source: int, slots: Slots) -> tuple[float, Floats
 
 
 def wait_s(cluster: ClusterView, job: PromptJob, source: int, slots: Slots) -> Floats:
-    """Until both cards have moved what they were promised before."""
+    """Seconds until both network cards have moved what was booked before."""
     links = cluster.predict.links
     free_at = np.maximum(links.ingress_free_at.take(slots), links.egress_free_at[source])
     wait: Floats = np.maximum(free_at - job.now, 0.0)

@@ -1,11 +1,11 @@
 """The policies that fetch: a prompt's cached blocks may be loaded from another instance instead of
 computed.
 
-``kvcache_centric`` is Algorithm 1 of the paper: where the best prefix anywhere is longer than the
-candidate's own by more than a factor, all of it is transferred, the time of which is added to queue and
-computing; a transfer is also the only way in which hot blocks get copies.
+``kvcache_centric`` is Algorithm 1 of the paper: where the best prefix anywhere is longer than the candidate's
+own by more than a factor, all of it is transferred, and the transfer time is added to queue and computing; a
+transfer is also the only way in which hot blocks get copies.
 
-``overlap`` is ours. The same sum counts what happens at the same time twice: blocks are loaded while the
+``overlap`` is ours. That sum counts concurrent work twice: blocks are loaded while the
 prompt waits for its turn, and layer by layer while it is computed. So a candidate's prompt is done at ::
 
     done(k) = max( queue + compute(k),                 the processor, if it waited for nothing
@@ -40,15 +40,14 @@ from mooncake.conductor.policies.selection import (
     estimates,
     ranked,
 )
-from mooncake.conductor.prediction.load import Slots
-from mooncake.conductor.prediction.regression import Floats
+from mooncake.conductor.prediction.regression import Floats, Slots
 
 LOAD_PRICE = 0.1
-"""A second of both cards in seconds of a request's waiting: so much, others' loads suffer from it."""
+"""Cost of a second of both cards in seconds of a request's waiting: the delay it causes to other loads."""
 
 
 def kvcache_centric(cluster: ClusterView, job: PromptJob, slots: Slots) -> InstanceChoice:
-    """Algorithm 1: least transfer + queue + prefill."""
+    """Algorithm 1 of the paper: least transfer + queue + prefill."""
     queue, own_prefill = estimates(cluster, job, slots)
     source, reach = longest_holder(cluster, job)
     if source < 0:
@@ -56,7 +55,7 @@ def kvcache_centric(cluster: ClusterView, job: PromptJob, slots: Slots) -> Insta
         reason = f"{why or 'soonest'}: {estimate_text(job, slots[best], queue[best], own_prefill[best])}"
         return chosen_at(cluster, job, slots, best, reason, queue, own_prefill, score)
     own = job.cached.take(slots)
-    # A factor of nothing is more than any: who holds none of it has all of it transferred.
+    # Any factor of zero is exceeded: an instance that holds none of it has all of it transferred.
     transfers = reach > own * cluster.settings.kvcache_balancing_threshold
     transfers &= slots != source
     latency_s, per_token = path(cluster, source, slots)
@@ -77,30 +76,30 @@ def kvcache_centric(cluster: ClusterView, job: PromptJob, slots: Slots) -> Insta
 
 @dataclass(slots=True)
 class _Candidates:
-    """What is known of each without anything being loaded."""
+    """Times of each candidate when nothing is loaded."""
 
     slots: Slots
     own: Floats
-    "Tokens in its memory."
+    "Prompt tokens in its memory."
     prefill: Floats
     queue: Floats
     whole: Floats
-    "Until the prompt is computed."
+    "Seconds until the prompt is computed."
 
 
 @dataclass(slots=True)
 class _Split:
-    """How much of what is lent each candidate had better load, and what comes of that."""
+    """The part of the source's blocks that each candidate should load, with the resulting times."""
 
     part: Floats
     done: Floats
-    "Until the prompt is computed."
+    "Seconds until the prompt is computed."
     moving: Floats
-    "Seconds for which it keeps the cards busy."
+    "Seconds for which loading keeps the cards busy."
     begun: Floats
 
     def improve(self, other: _Split, is_better: NDArray[np.bool_]) -> None:
-        """Those for whom ``other`` is better take that."""
+        """Replace the split by ``other`` for the candidates where that is better."""
         np.copyto(self.part, other.part, where=is_better)
         np.copyto(self.done, other.done, where=is_better)
         np.copyto(self.moving, other.moving, where=is_better)
@@ -108,23 +107,23 @@ class _Split:
 
 
 def overlap(cluster: ClusterView, job: PromptJob, slots: Slots) -> InstanceChoice:
-    """Least time until computed, where loading overlaps waiting and computing."""
+    """Least time until the prompt is computed, where loading overlaps waiting and computing."""
     predict = cluster.predict
     everywhere, with_ssd = predict.prefill_everywhere_s(job.in_memory, job.num_tokens), None
     if job.cached is not job.in_memory:
         with_ssd = predict.prefill_everywhere_s(job.cached, job.num_tokens)
     own, prefill = job.in_memory.take(slots), everywhere.take(slots)
-    lender = best_source(cluster, job, slots, everywhere, with_ssd)
+    source = best_source(cluster, job, slots, everywhere, with_ssd)
     ssd = own_ssd(cluster, job, slots, own, with_ssd)
-    # Its turn is that of a prompt whose cached part is there: nobody is late because of who serves it.
-    turn = job.turn(min(float(one.min()) for one in (prefill, *(one.rest for one in (lender, ssd) if one))))
+    # Its turn is that of a prompt whose cached part is there: the choice of the instance must not delay it.
+    turn = job.turn(min(float(one.min()) for one in (prefill, *(one.rest for one in (source, ssd) if one))))
     queue, num_behind = cluster.loads.queue_s(slots, job.now, turn)
     candidates = _Candidates(slots, own, prefill, queue, queue + prefill)
-    split, reads_ssd = _split(cluster, candidates, lender), np.zeros(len(slots), np.bool_)
+    split, reads_ssd = _split(cluster, candidates, source), np.zeros(len(slots), np.bool_)
     if ssd is not None:
         from_ssd = _split(cluster, candidates, ssd)
         reads_ssd = ssd.reach > own
-        if lender is not None:
+        if source is not None:
             reads_ssd &= from_ssd.done < split.done
         split.improve(from_ssd, reads_ssd)
     done, price = split.done, LOAD_PRICE * split.moving
@@ -134,7 +133,7 @@ def overlap(cluster: ClusterView, job: PromptJob, slots: Slots) -> InstanceChoic
     choice.turn = turn
     part = float(split.part[best])
     if part > 0:
-        chosen = ssd if reads_ssd[best] else lender
+        chosen = ssd if reads_ssd[best] else source
         assert chosen is not None
         _load_part(cluster, job, choice, chosen, best, is_all=part >= 1)
     choice.reason = f"{why or 'soonest'}: {estimate_text(job, choice.slot, choice.queue_s, choice.prefill_s)}"
@@ -143,37 +142,37 @@ def overlap(cluster: ClusterView, job: PromptJob, slots: Slots) -> InstanceChoic
     return choice
 
 
-def _split(cluster: ClusterView, candidates: _Candidates, lender: KvSource | None) -> _Split:
-    """Of each candidate: which part of what is lent it had better load.
+def _split(cluster: ClusterView, candidates: _Candidates, source: KvSource | None) -> _Split:
+    """The part of the source's blocks that each candidate should load.
 
-    Both curves are taken for straight lines between loading nothing and loading all; the split of the one
-    that is chosen is made exact afterwards.
+    Both curves are approximated by straight lines between loading nothing and loading all; the split of the
+    chosen candidate is made exact afterwards.
     """
     prefill, whole = candidates.prefill, candidates.whole
-    if lender is None:
+    if source is None:
         nothing = np.zeros((3, len(whole)))
         return _Split(nothing[0], whole, nothing[1], nothing[2])
-    begun, rest, layers = lender.begun, lender.rest, cluster.predict.costs.num_layers
-    all_s = np.maximum(lender.reach - candidates.own, 0.0) * lender.per_token
-    # How far the card is ahead of the processor when nothing is loaded, and behind when all is.
+    begun, rest, layers = source.begun, source.rest, cluster.predict.costs.num_layers
+    all_s = np.maximum(source.reach - candidates.own, 0.0) * source.per_token
+    # Lead of the card over the processor when nothing is loaded, and its lag when all is.
     lead = whole - begun - prefill / layers
     late = begun + all_s + rest / layers - candidates.queue - rest
     part: Floats = np.minimum(np.maximum(lead / np.maximum(lead + late, 1e-12), 0.0), 1.0)
     np.copyto(part, 1.0, where=late <= 0)
     part *= all_s > 0
-    if lender.is_on_ssd:
-        part[candidates.slots == lender.slot] = 0.0
+    if source.is_on_ssd:
+        part[candidates.slots == source.slot] = 0.0
     return _Split(part, whole - part * (prefill - rest), part * all_s, begun)
 
 
 def _load_part(
-    cluster: ClusterView, job: PromptJob, choice: InstanceChoice, lender: KvSource, at: int, is_all: bool
+    cluster: ClusterView, job: PromptJob, choice: InstanceChoice, source: KvSource, at: int, is_all: bool
 ) -> None:
-    """Put the split of the chosen candidate where both curves meet, at a block's boundary."""
+    """Set the split of the chosen candidate to where both curves meet, at a block's boundary."""
     own, block = int(job.in_memory[choice.slot]), cluster.settings.block_tokens
     model, layers = cluster.predict.prefill_model(choice.slot), cluster.predict.costs.num_layers
-    reach, per_token = _at(lender.reach, at), _at(lender.per_token, at)
-    begun = float(lender.begun[at])
+    reach, per_token = _at(source.reach, at), _at(source.per_token, at)
+    begun = float(source.begun[at])
 
     def curves(num_blocks: int) -> tuple[float, float]:
         end = own + num_blocks * block
@@ -197,7 +196,7 @@ def _load_part(
     choice.busy_s = choice.done_s - choice.queue_s
     choice.card_s = num_blocks * block * per_token
     choice.fetch_s = begun + choice.card_s
-    choice.source = choice.slot if lender.slot < 0 else lender.slot
+    choice.source = choice.slot if source.slot < 0 else source.slot
     choice.fetch_tokens = (own, end)
 
 

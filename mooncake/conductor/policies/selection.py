@@ -1,11 +1,10 @@
-"""Who serves a request: the policies, as plain functions from candidates to a choice with its reason.
+"""The policies that select instances, as plain functions from candidates to a choice with its reason.
 
-It owns the formulas and refuses to know health, membership and the index: whoever calls has already
-dropped the instances that may not be chosen. A policy weighs *seconds until this prompt is computed*,
-the one unit in which a queue, a cached prefix and a transfer can be compared, divided by the share of
-work that a newcomer should get. The numbers behind a choice travel with it, so that "why did it land
-there?" has an answer. Candidates are an array of slots, and what is known of them are columns: a policy
-is a dozen operations on arrays, however many there are.
+It owns the formulas and refuses to know health, membership and the index: the caller has already dropped the
+instances that may not be chosen. A policy weighs *seconds until this prompt is computed*, the one unit in
+which a queue, a cached prefix and a transfer can be compared, divided by the share of work that a new
+instance should get. The numbers behind a choice travel with it, so that it can be explained. Candidates are
+an array of slots with columns of data: a policy is a dozen operations on arrays, however many there are.
 """
 
 from __future__ import annotations
@@ -18,37 +17,37 @@ from random import Random
 import numpy as np
 
 from mooncake.conductor.index.prefix_match import PrefixMatch
-from mooncake.conductor.prediction.load import LoadAccounts, Slots
+from mooncake.conductor.prediction.load import LoadAccounts
 from mooncake.conductor.prediction.predictor import Predictor
-from mooncake.conductor.prediction.regression import Floats
+from mooncake.conductor.prediction.regression import Floats, Slots
 from mooncake.conductor.settings import SchedulingSettings
 from mooncake.types import InstanceId
 
 
 @dataclass(slots=True)
 class ClusterView:
-    """What policies decide over."""
+    """The cluster as policies see it."""
 
     settings: SchedulingSettings
     random: Random
     loads: LoadAccounts
     predict: Predictor
     names: list[InstanceId] = field(default_factory=list)
-    "By slot; empty where there is no instance."
+    "Names by slot; empty where there is no instance."
     sources: Slots = field(default_factory=lambda: np.empty(0, np.int64))
-    "Whose blocks others may fetch."
+    "Slots of instances whose blocks others may fetch."
     turns: Floats = field(default_factory=lambda: np.empty(0))
-    "Credits of ``round_robin``."
+    "Credits of ``round_robin`` by slot."
 
     def estimate(self, job: PromptJob, slot: int) -> tuple[float, float]:
-        """Of one instance: seconds until it has computed what it has, and seconds to compute this prompt."""
+        """Seconds until an instance has computed its queue, and seconds it takes to compute this prompt."""
         [queue_s], [prefill_s] = (one.tolist() for one in estimates(self, job, np.array([slot])))
         return queue_s, prefill_s
 
 
 @dataclass(slots=True)
 class PromptJob:
-    """What is to be placed."""
+    """A prompt to be placed."""
 
     now: float
     num_tokens: int
@@ -56,28 +55,28 @@ class PromptJob:
     cached: Floats
     "Leading tokens of the prompt that each instance holds on any tier, by slot."
     in_memory: Floats
-    "Those that need not be read from its SSD first."
+    "Leading tokens that it need not read from its SSD first, by slot."
     affinity: str = ""
-    "A hint that requests with the same word should meet again; empty for none."
+    "Requests with the same hint should go to the same instance; empty for none."
     output_tokens: int = 0
-    "As long as the answer is expected to be; 0 when nothing is known."
+    "Expected length of the answer; 0 when unknown."
     priority: int = 0
     "Lower goes first."
     matched: PrefixMatch | None = None
-    "Where ``cached`` comes from, block by block."
+    "The match that ``cached`` comes from."
 
     def turn(self, compute_s: float) -> float:
-        """Its turn where shorter prompts overtake longer ones, but nobody is overtaken for ever.
+        """Its turn, by which shorter prompts overtake longer ones, but none waits indefinitely.
 
-        A prompt is as old as it is, and younger by a few times what it takes to compute: one of 20 s may be
-        overtaken by short ones for a minute or so, then it is the oldest.
+        The turn is the arrival plus a few times the time to compute: a prompt of 20 s may be overtaken by
+        short ones for a minute or so, then it is first.
         """
-        return self.now + PATIENCE * compute_s + self.priority * PRIORITY_S
+        return self.now + OVERTAKING_FACTOR * compute_s + self.priority * PRIORITY_S
 
 
 @dataclass(slots=True)
 class CandidateColumns:
-    """The candidates that came closest, best first, as columns; for whoever asks why."""
+    """The candidates that came closest, best first, as columns, for explanations."""
 
     slots: Slots
     score_s: Floats
@@ -93,20 +92,20 @@ class InstanceChoice:
     reason: str
     queue_s: float = 0.0
     prefill_s: float = 0.0
-    "Of computing what is neither cached nor fetched."
+    "Seconds to compute what is neither cached nor fetched."
     done_s: float = 0.0
-    "Until the prompt is computed."
+    "Seconds until the prompt is computed."
     busy_s: float = 0.0
-    "How long that keeps the instance from computing others."
+    "Seconds for which it keeps the instance from computing others."
     fetch_s: float = 0.0
     card_s: float = 0.0
-    "How long loading keeps both cards from moving other things."
+    "Seconds for which loading keeps both network cards busy."
     source: int = -1
-    "Slot of the instance that lends blocks; -1 for none."
+    "Slot of the instance from which blocks are loaded; -1 for none."
     fetch_tokens: tuple[int, int] = (0, 0)
-    "Which of the prompt's: [first, end)."
+    "Range of prompt tokens to load: [first, end)."
     turn: float = 0.0
-    "Of those that wait there, the lowest is computed next; 0 for who comes first."
+    "Among the prompts that wait there, the lowest turn is computed next; 0 for order of arrival."
     considered: CandidateColumns | None = None
 
 
@@ -114,15 +113,15 @@ Policy = Callable[[ClusterView, PromptJob, Slots], InstanceChoice]
 
 NUM_CONSIDERED = 8
 
-PATIENCE = 4.0
-"""How many times its own computing a prompt lets shorter ones go first."""
+OVERTAKING_FACTOR = 4.0
+"""Multiple of its own computing time for which a prompt lets shorter ones go first."""
 
 PRIORITY_S = 1e6
-"""What a step of priority is worth in waiting: more than anybody waits."""
+"""Waiting time that one step of priority is worth: more than any request waits."""
 
 
 def prefill_by_cache(cluster: ClusterView, job: PromptJob, slots: Slots) -> InstanceChoice:
-    """Where the prompt is computed first: the queue there, plus what is not cached there."""
+    """The instance that computes the prompt first: least queue plus uncached part."""
     queue, prefill = estimates(cluster, job, slots)
     score, best, why = ranked(cluster, job, slots, queue + prefill)
     chosen = slots[best]
@@ -131,9 +130,9 @@ def prefill_by_cache(cluster: ClusterView, job: PromptJob, slots: Slots) -> Inst
 
 
 def prefill_by_load(cluster: ClusterView, job: PromptJob, slots: Slots) -> InstanceChoice:
-    """Shortest queue."""
+    """The instance with the shortest queue."""
     queue, prefill = estimates(cluster, job, slots)
-    # What this prompt itself adds counts whole everywhere: a newcomer gets its share of it, too.
+    # This prompt's own time counts in full everywhere: a new instance gets its share of it, too.
     whole = cluster.predict.prefill_s(slots, 0.0, job.num_tokens)
     score = shared(cluster, job, slots, queue + whole)
     best = least_used(cluster, slots, score)
@@ -141,9 +140,10 @@ def prefill_by_load(cluster: ClusterView, job: PromptJob, slots: Slots) -> Insta
 
 
 def round_robin(cluster: ClusterView, job: PromptJob, slots: Slots) -> InstanceChoice:
-    """In turn, newcomers less often.
+    """Instances in turn, new ones less often.
 
-    Smooth weighted round robin as in nginx: everybody gains its share, the richest serves and pays all.
+    Smooth weighted round robin as in nginx: every instance gains its share of credit, the one with most
+    serves and pays the sum.
     """
     shares = cluster.loads.shares(slots, job.now, cluster.settings.slow_start_s)
     gains = np.ones(len(slots)) if shares is None else shares
@@ -163,18 +163,18 @@ def at_random(cluster: ClusterView, job: PromptJob, slots: Slots) -> InstanceCho
 
 
 def decode_by_load(cluster: ClusterView, job: PromptJob, slots: Slots) -> InstanceChoice:
-    """Fewest running requests; among equals the one that already holds most of the prompt."""
+    """The instance with the fewest running requests; among equals the one that holds most of the prompt."""
     running = cluster.loads.num_requests.take(slots)
     score = shared(cluster, job, slots, running + 1)
     equals = (score == score.min()).nonzero()[0]
-    # Both in one number: blocks first, then who served least.
+    # Both in one number: blocks first, then fewest requests served.
     order = job.cached[slots[equals]] * 1e9 - cluster.loads.num_placed[slots[equals]]
     best = int(equals[order.argmax()])
     return InstanceChoice(int(slots[best]), f"fewest running: {running[best]:.0f}")
 
 
 def decode_by_tbt(cluster: ClusterView, job: PromptJob, slots: Slots) -> InstanceChoice:
-    """Shortest next step with this request in it, among those in whose memory it fits."""
+    """The instance with the shortest next step including this request, among those with memory for it."""
     loads = cluster.loads
     tokens = job.num_tokens + job.output_tokens
     context = loads.context_tokens.take(slots) + tokens
@@ -182,7 +182,7 @@ def decode_by_tbt(cluster: ClusterView, job: PromptJob, slots: Slots) -> Instanc
     fits = context <= capacity
     num_fit = np.count_nonzero(fits)
     if not num_fit:
-        # Someone has to wait wherever it goes: where least is promised in excess of what there is.
+        # A request has to wait wherever it goes: choose the least overcommitted memory.
         best = int((context / capacity).argmin())
         return InstanceChoice(
             int(slots[best]), f"no memory anywhere, least wanted: {context[best]:.0f} tokens"
@@ -204,19 +204,19 @@ def decode_by_tbt(cluster: ClusterView, job: PromptJob, slots: Slots) -> Instanc
 
 
 def estimates(cluster: ClusterView, job: PromptJob, slots: Slots) -> tuple[Floats, Floats]:
-    """Of each candidate: seconds until it has computed what it has, and seconds to compute this prompt."""
+    """By candidate: seconds until it has computed its queue, and seconds to compute this prompt."""
     queue, _ = cluster.loads.queue_s(slots, job.now)
     return queue, cluster.predict.prefill_s(slots, job.cached.take(slots), job.num_tokens)
 
 
 def shared(cluster: ClusterView, job: PromptJob, slots: Slots, score: Floats) -> Floats:
-    """A newcomer seems as much more expensive as its share is smaller."""
+    """Scores divided by each instance's share of work, which is smaller for a new one."""
     shares = cluster.loads.shares(slots, job.now, cluster.settings.slow_start_s)
     return score if shares is None else score / shares
 
 
 def least_used(cluster: ClusterView, slots: Slots, score: Floats) -> int:
-    """Position of the best; among equals, who has least to do and served least."""
+    """Position of the best score; among equals, the one with least load that served least."""
     best = int(score.argmin())
     equals = (score <= score[best] * (1 + 1e-9) + 1e-12).nonzero()[0]
     if len(equals) == 1:
@@ -226,7 +226,7 @@ def least_used(cluster: ClusterView, slots: Slots, score: Floats) -> int:
 
 
 def ranked(cluster: ClusterView, job: PromptJob, slots: Slots, done: Floats) -> tuple[Floats, int, str]:
-    """Scores, the position of the best, and why it is not the lowest; the affinity hint is heard."""
+    """Scores, the position of the best, and the reason if the affinity hint chose another than the lowest."""
     score = shared(cluster, job, slots, done)
     best = least_used(cluster, slots, score)
     if job.affinity:
@@ -254,7 +254,7 @@ def chosen_at(
     score: Floats,
     fetch: Floats | None = None,
 ) -> InstanceChoice:
-    """The choice of one candidate; with the few that came closest, if anybody may ask why."""
+    """The choice of one candidate; with the few that came closest, if explanations are on."""
     queue_s, prefill_s = float(queue[best]), float(prefill[best])
     choice = InstanceChoice(int(slots[best]), reason, queue_s, prefill_s, queue_s + prefill_s, prefill_s)
     if cluster.settings.explained_requests:
@@ -276,7 +276,7 @@ def chosen_at(
 
 
 def _alone(cluster: ClusterView, job: PromptJob, slots: Slots, best: int, reason: str) -> InstanceChoice:
-    """A choice that looked at no numbers still comes with its own."""
+    """A choice made without estimates, which still carries those of its instance."""
     slot = int(slots[best])
     queue_s, prefill_s = cluster.estimate(job, slot)
     return InstanceChoice(slot, reason, queue_s, prefill_s, queue_s + prefill_s, prefill_s)

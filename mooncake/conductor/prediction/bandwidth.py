@@ -1,8 +1,8 @@
-"""How fast KV goes from one instance to another, and when a card that others wait for is free.
+"""Bandwidth estimates between instances, and the time at which each network card is free.
 
-What is believed of a path comes from the path itself, else from its source, else from all. Small
-transfers tell the latency, large ones the rate. A source that many read from is busy: what was promised
-to be read from it and by whom is an account of time, like a queue of prompts.
+The estimate of a path comes from the path's own samples, else from its source's, else from all. Small
+transfers yield the latency, large ones the rate. A source that many read from is busy: its booked reads are
+an account of time, like a queue of prompts.
 """
 
 from __future__ import annotations
@@ -46,17 +46,17 @@ class BandwidthEstimates:
         self.egress_free_at = np.append(self.egress_free_at, np.full(added, -math.inf))
         self.ingress_free_at = np.append(self.ingress_free_at, np.full(added, -math.inf))
         self.ssd_free_at = np.append(self.ssd_free_at, np.full(added, -math.inf))
-        self._sources.clear()  # columns of another length: learnt again within a few transfers
+        self._sources.clear()  # columns have another length now: learned again within a few transfers
 
     def forget(self, slot: int) -> None:
-        """Another instance has the slot now."""
+        """Reset a slot, which another instance has now."""
         self._sources.pop(slot, None)
         for source in self._sources.values():
             source.num_samples[slot] = 0
         self.egress_free_at[slot] = self.ingress_free_at[slot] = self.ssd_free_at[slot] = -math.inf
 
     def add(self, source: int, target: int, size_bytes: int, seconds: float) -> None:
-        """Take one transfer; what can't be a duration is ignored."""
+        """Add one transfer as a sample; an impossible duration is ignored."""
         if not 0 < seconds < math.inf or size_bytes <= 0:
             return
         if size_bytes <= _LATENCY_BYTES:
@@ -75,14 +75,14 @@ class BandwidthEstimates:
         known.num_samples[target] += 1
 
     def s_per_byte_from(self, source: int) -> Floats | float:
-        """By target slot, or one for all."""
+        """Seconds per byte by target slot, or one number for all."""
         known = self._sources.get(source)
         if known is None:
             return self.s_per_byte
         return np.where(known.num_samples >= _TRUSTED_SAMPLES, known.path_s_per_byte, known.s_per_byte)
 
     def book(self, source: int, target: int, seconds: float, now: float) -> None:
-        """Both cards, or one instance's SSD, will be busy for so long with what was decided now."""
+        """Book both network cards, or one instance's SSD, for a transfer that was decided now."""
         if source == target:
             self.ssd_free_at[source] = max(now, self.ssd_free_at[source]) + seconds
             return

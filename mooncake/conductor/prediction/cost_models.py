@@ -11,33 +11,33 @@ import msgspec
 
 
 class PrefillModel(msgspec.Struct, frozen=True):
-    """Computing the prompt tokens [first, end) when those before are there."""
+    """Time to compute the prompt tokens [first, end) when the KV of those before is there."""
 
     c0: float
-    "Seconds a prefill costs whatever its length."
+    "Seconds per prefill, whatever its length."
     c1: float
-    "Seconds a token."
+    "Seconds per token."
     c2: float
-    "Seconds a pair of tokens that attend to each other, twice counted."
+    "Seconds per pair of tokens that attend to each other, counted twice."
 
     def seconds(self, first: float, end: float) -> float:
         return self.c0 + self.c1 * (end - first) + self.c2 * (end * end - first * first)
 
 
 class DecodeModel(msgspec.Struct, frozen=True):
-    """One step: a token for every request of a batch."""
+    """Time of one step, which makes a token for every request of a batch."""
 
     base_s: float
     per_request_s: float
     per_token_s: float
-    "Of the context of all requests together."
+    "Seconds per context token of all requests together."
 
     def seconds(self, batch_size: float, context_tokens: float) -> float:
         return self.base_s + self.per_request_s * batch_size + self.per_token_s * context_tokens
 
 
 class LinkModel(msgspec.Struct, frozen=True):
-    """Moving bytes from one instance to another."""
+    """Time to move bytes from one instance to another."""
 
     latency_s: float
     bytes_per_s: float
@@ -47,13 +47,13 @@ class LinkModel(msgspec.Struct, frozen=True):
 
 
 class CostModels(msgspec.Struct, frozen=True):
-    """What is believed of every instance before anything was measured."""
+    """Estimates for every instance before anything was measured."""
 
     prefill: PrefillModel = PrefillModel(0.01, 1e-4, 1e-9)
     decode: DecodeModel = DecodeModel(0.02, 1e-4, 2e-8)
     link: LinkModel = LinkModel(1e-3, 1e10)
     kv_bytes_per_token: int = 131_072
     num_layers: int = 32
-    "A prompt's KV is loaded layer by layer while others are computed."
+    "Layers of the model: a prompt's KV is loaded layer by layer while others are computed."
     ssd: LinkModel = LinkModel(1e-4, 3e9)
-    "Reading blocks from an instance's own SSD."
+    "Reads of blocks from an instance's own SSD."

@@ -1,11 +1,11 @@
 """How much work each instance has, in seconds, as columns.
 
-It owns the accounts of what was placed and not yet reported done, and refuses to know prompts, health
-and policies. An instance's queue is the time until everything placed there is computed: the first prompt
-counts down with the clock, those behind it count whole. Facts correct it: when a prompt is reported
-done, the next one begins then, early or late, so an error of prediction lives no longer than its prompt.
-Columns (one number per instance and slot) because a decision weighs every instance: at a thousand of
-them a loop over objects would take a millisecond, an operation on a column takes a microsecond or two.
+It owns the accounts of what was placed and not yet reported done, and refuses to know prompts, health and
+policies. An instance's queue is the time until everything placed there is computed: the first prompt counts
+down with the clock, those behind it count in full. Reports correct it: when a prompt is reported done, the
+next one begins then, early or late, so a prediction error lasts no longer than its prompt. Columns (one
+number per instance and slot) because a decision weighs every instance: at a thousand of them a loop over
+objects would take a millisecond, an operation on a column takes a microsecond or two.
 """
 
 from __future__ import annotations
@@ -18,8 +18,6 @@ import numpy as np
 
 from mooncake.conductor.prediction.regression import Floats, Slots
 
-__all__ = ["LoadAccounts", "Slots"]
-
 
 @dataclass(slots=True)
 class _Prompt:
@@ -29,7 +27,7 @@ class _Prompt:
 
 
 class _WaitingPrompts:
-    """The prompts that wait behind a first one, of all instances together, as columns without gaps."""
+    """The prompts of all instances that wait behind a first one, as columns without gaps."""
 
     def __init__(self) -> None:
         self.num_prompts = 0
@@ -61,7 +59,7 @@ class _WaitingPrompts:
         self.num_prompts += 1
 
     def remove(self, request_id: str) -> None:
-        """The last row takes the place of the one that goes."""
+        """Remove a row; the last row takes its place."""
         row = self._rows.pop(request_id)
         last = self._ids.pop()
         self.num_prompts -= 1
@@ -76,27 +74,33 @@ class LoadAccounts:
 
     def __init__(self) -> None:
         self.first_ends_at: Floats = np.empty(0)
-        "When the first prompt is done, as predicted; -inf with none."
+        "Predicted instant at which the first prompt is done; -inf with none."
         self.queued_tokens: Floats = np.empty(0)
         self.num_requests: Floats = np.empty(0)
-        "Whose prompt waits or is computed here, or who decodes here or is about to."
+        "Requests whose prompt waits or is computed here, or that decode here or are about to."
         self.num_placed: Floats = np.empty(0)
         "Requests ever placed here, for breaking ties."
         self.batch_size: Floats = np.empty(0)
         self.context_tokens: Floats = np.empty(0)
-        "Of the requests of the batch, those about to join included."
+        "Context tokens of the batch, including requests about to join."
         self.capacity_tokens: Floats = np.empty(0)
-        "What fits into the instance's memory; inf when it did not say."
+        "Tokens that fit into the instance's memory; inf when not reported."
         self.ready_since: Floats = np.empty(0)
         self.newest_at = -math.inf
-        "When the last newcomer became ready."
+        "When the newest instance became ready."
         self._prompts: list[dict[str, _Prompt]] = []
         self._waiting = _WaitingPrompts()
         self._decodes: list[dict[str, int]] = []
 
     _COLUMNS = (
-        *("first_ends_at", "queued_tokens", "num_requests", "num_placed"),
-        *("batch_size", "context_tokens", "capacity_tokens", "ready_since"),
+        "first_ends_at",
+        "queued_tokens",
+        "num_requests",
+        "num_placed",
+        "batch_size",
+        "context_tokens",
+        "capacity_tokens",
+        "ready_since",
     )
     _EMPTY = (-math.inf, 0.0, 0.0, 0.0, 0.0, 0.0, math.inf, -math.inf)
 
@@ -112,7 +116,7 @@ class LoadAccounts:
         self._decodes += [{} for _ in range(added)]
 
     def forget(self, slot: int) -> None:
-        """Another instance has the slot now."""
+        """Reset a slot, which another instance has now."""
         for name, empty in zip(self._COLUMNS, self._EMPTY, strict=True):
             getattr(self, name)[slot] = empty
         for request_id in list(self._prompts[slot])[1:]:
@@ -123,8 +127,8 @@ class LoadAccounts:
     # --- prompts
 
     def queue_s(self, slots: Slots, now: float, turn: float = math.inf) -> tuple[Floats, Floats | None]:
-        """Of each: until it can begin a prompt with this turn, and how many would wait for that one (None:
-        nobody anywhere)."""
+        """Seconds until each slot can begin a prompt with this turn, and the number of prompts that would
+        wait for it (None: no prompt on any)."""
         queue: Floats = np.maximum(self.first_ends_at.take(slots) - now, 0.0)
         waiting = self._waiting
         if not waiting.num_prompts:
@@ -166,7 +170,7 @@ class LoadAccounts:
             self.first_ends_at[slot] = -math.inf
 
     def _begin(self, slot: int, request_id: str, now: float) -> None:
-        """It is computed from now on: first in the order of ``_prompts``."""
+        """Begin to compute a prompt: it becomes first in the order of ``_prompts``."""
         prompts = self._prompts[slot]
         first = prompts.pop(request_id)
         self._prompts[slot] = {request_id: first, **prompts}
@@ -176,7 +180,7 @@ class LoadAccounts:
     # --- decode
 
     def add_decode(self, slot: int, request_id: str, num_tokens: int) -> None:
-        """``num_tokens``: its context, as long as it is expected to be on average."""
+        """Add a request to the batch; ``num_tokens``: its expected average context."""
         assert request_id not in self._decodes[slot]
         self._decodes[slot][request_id] = num_tokens
         self.batch_size[slot] += 1
@@ -184,7 +188,7 @@ class LoadAccounts:
         self._count(slot, request_id not in self._prompts[slot])
 
     def _count(self, slot: int, is_new: bool) -> None:
-        """Who computes a prompt and decodes it has one request of it, not two."""
+        """Count a request once on an instance that both computes its prompt and decodes it."""
         self.num_requests[slot] += is_new
         self.num_placed[slot] += is_new
 
@@ -195,19 +199,19 @@ class LoadAccounts:
             self.context_tokens[slot] -= num_tokens
             self.num_requests[slot] -= request_id not in self._prompts[slot]
 
-    # --- newcomers
+    # --- new instances
 
     def became_ready(self, slot: int, now: float) -> None:
         self.ready_since[slot] = self.newest_at = now
 
     def shares(self, slots: Slots, now: float, slow_start_s: float) -> Floats | None:
-        """The part of a full share of work that each should get now: 0.1 rising to 1; None when all get 1."""
+        """The part of a full share of work for each slot now: 0.1 rising to 1; None when all get 1."""
         if now - self.newest_at >= slow_start_s:
             return None
         return np.clip((now - self.ready_since[slots]) / slow_start_s, 0.1, 1.0)
 
     def prompts_of(self, slot: int) -> list[str]:
-        """Requests whose prompts wait or are computed there, first come first."""
+        """Requests whose prompts wait or are computed there, in order of arrival."""
         return list(self._prompts[slot])
 
     def decodes_of(self, slot: int) -> list[str]:

@@ -1,7 +1,7 @@
-"""How long answers are going to be: running quantiles of the output tokens, scope by scope.
+"""Expected lengths of answers: running quantiles of the output tokens by scope.
 
-A scope's answers are counted in buckets that grow by a fifth, and the counts are halved now and then, so
-that a change of habit is noticed. A scope that has answered little is judged by all of them together.
+A scope's answers are counted in buckets that grow by a fifth, and the counts are halved now and then, so that
+a change in behaviour shows. A scope with few answers is estimated from those of all scopes.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ _MAX_SCOPES = 1024
 
 
 class LengthHistogram:
-    """The lengths that were seen in one scope."""
+    """The answer lengths seen in one scope."""
 
     def __init__(self) -> None:
         self.num_seen = 0.0
@@ -33,7 +33,7 @@ class LengthHistogram:
             self._counts = [count / 2 for count in self._counts]
 
     def quantile(self, part: float) -> int:
-        """So many tokens at most in this part of the answers."""
+        """The number of tokens that this part of the answers does not exceed."""
         wanted, seen = part * sum(self._counts), 0.0
         for bucket, count in enumerate(self._counts):
             seen += count
@@ -43,7 +43,7 @@ class LengthHistogram:
 
 
 class OutputLengths:
-    """All scopes' answers."""
+    """The histograms of all scopes."""
 
     def __init__(self) -> None:
         self._all = LengthHistogram()
@@ -62,6 +62,6 @@ class OutputLengths:
         return known if known is not None and known.num_seen >= _TRUSTED_ANSWERS else self._all
 
     def expected(self, scope: str, at_most: int) -> int:
-        """Tokens of the next answer on average; 0 when nothing is known. ``at_most`` 0: no bound is known."""
+        """Expected tokens of the next answer; 0 when nothing is known. ``at_most`` 0: no bound is known."""
         mean = round(self.of(scope).mean)
         return min(mean or at_most, at_most) if at_most else mean

@@ -1,9 +1,9 @@
-"""What the conductor believes of the future, and how far that was from what came.
+"""The conductor's estimates of times, and their accuracy.
 
 One place for every estimate: how long each instance computes a prompt and makes a step of decode
 (``regression.py``), how fast blocks travel (``bandwidth.py``), how long answers are (``output_length.py``).
 Estimates begin with the cost models that were handed in and follow what is measured. Every prediction that a
-decision rests on is compared with what came.
+decision rests on is compared with the measured value.
 """
 
 from __future__ import annotations
@@ -11,52 +11,42 @@ from __future__ import annotations
 from bisect import bisect_left
 
 from mooncake.conductor.prediction.bandwidth import BandwidthEstimates
-from mooncake.conductor.prediction.cost_models import CostModels, DecodeModel, LinkModel, PrefillModel
-from mooncake.conductor.prediction.load import Slots
+from mooncake.conductor.prediction.cost_models import CostModels, DecodeModel, PrefillModel
 from mooncake.conductor.prediction.output_length import OutputLengths
-from mooncake.conductor.prediction.regression import FittedColumns, Floats
-
-__all__ = ["CostModels", "DecodeModel", "LinkModel", "PredictionAccuracy", "Predictor", "PrefillModel"]
-
+from mooncake.conductor.prediction.regression import FittedColumns, Floats, Slots
 
 QUANTITIES = ("queue_s", "fetch_s", "prefill_s", "ttft_s", "tbt_s", "output_tokens")
 RATIOS = (0.1, 0.25, 0.5, 0.75, 0.9, 0.95, 1.0, 1.05, 1.1, 1.25, 1.5, 2.0, 4.0, 10.0)
-"""Upper bounds of the buckets in which what came is counted, as a multiple of what was predicted."""
+"""Upper bounds of the buckets of the measured value as a multiple of the predicted one."""
 
 _PREFILL_SCALE = (1e-2, 1e-6, 1e-11)
 _DECODE_SCALE = (1e-3, 1e-5, 1e-9)
-"""Coefficients below which no fast machine's are worth telling apart."""
+"""Coefficients below which differences between fast machines don't matter."""
 
 
 class PredictionAccuracy:
-    """What came of one quantity's predictions."""
+    """Accuracy of one quantity's predictions."""
 
     def __init__(self) -> None:
         self.num_seen = 0
         self.ratio_sum = 0.0
         self.error_sum = 0.0
-        "Of actual less predicted: the bias, in the quantity's unit."
-        self.absolute_error_sum = 0.0
+        "Sum of actual less predicted: the bias, in the quantity's unit."
         self.counts = [0] * (len(RATIOS) + 1)
 
     def add(self, predicted: float, actual: float) -> None:
-        """Ignores what was not predicted or not measured."""
+        """Add one pair; values that were not predicted or not measured are ignored."""
         if predicted <= 0 or actual <= 0:
             return
         ratio = actual / predicted
         self.num_seen += 1
         self.ratio_sum += ratio
         self.error_sum += actual - predicted
-        self.absolute_error_sum += abs(actual - predicted)
         self.counts[bisect_left(RATIOS, ratio)] += 1
-
-    @property
-    def mean_absolute_error(self) -> float:
-        return self.absolute_error_sum / self.num_seen if self.num_seen else 0.0
 
 
 class Predictor:
-    """What is believed of every instance, by slot, and how far that was from what came."""
+    """The estimates of every instance by slot, and their accuracy."""
 
     def __init__(self, costs: CostModels) -> None:
         self.costs = costs
@@ -73,17 +63,17 @@ class Predictor:
         self.links.grow(num_slots)
 
     def forget(self, slot: int) -> None:
-        """Another instance has the slot now."""
+        """Reset a slot, which another instance has now."""
         self.prefill.forget(slot)
         self.decode.forget(slot)
         self.links.forget(slot)
 
     def prefill_s(self, slots: Slots, first: Floats | float, end: float) -> Floats:
-        """Computing the prompt tokens [first, end) on each of these instances."""
+        """Seconds to compute the prompt tokens [first, end) on each of these instances."""
         return _prefill_s(self.prefill.of(slots), first, end)
 
     def prefill_everywhere_s(self, first: Floats, end: float) -> Floats:
-        """The same by slot, instances or not."""
+        """The same for every slot, used or not."""
         return _prefill_s(self.prefill.columns, first, end)
 
     def prefill_model(self, slot: int) -> PrefillModel:
@@ -93,7 +83,7 @@ class Predictor:
         return DecodeModel(*self.decode.columns[:, slot].tolist())
 
     def step_s(self, slots: Slots, batch_size: Floats, context_tokens: Floats) -> Floats:
-        """A step of decode on each of these instances with such a batch."""
+        """Seconds of a decode step on each of these instances with such a batch."""
         base, per_request, per_token = self.decode.of(slots)
         seconds: Floats = base + per_request * batch_size + per_token * context_tokens
         return seconds

@@ -1,12 +1,12 @@
 """Coefficients that follow measurements: how many seconds each term of a formula costs on an instance.
 
-A ``Fit`` is least squares that forgets, kept as its normal equations, so that a sample costs the same
-however many came before. Three guards, because what is measured is measured on busy machines. It
-minimises *relative* errors, or one long prompt would outweigh a thousand short ones. Where samples don't
-tell terms apart, the shape of what was believed before stays: prompts of one length tell nothing about
-the square of the length. No coefficient goes below zero, so that no work ever takes less than none. A
-``FittedColumns`` has a fit for every instance and one for all: an instance is judged by its own samples
-when it has some, by everybody's until then, by what was believed when nobody has any.
+``LeastSquares`` forgets old samples and is kept as its normal equations, so that a sample costs the same
+however many came before. Three guards, because measurements come from busy machines. It minimises *relative*
+errors, or one long prompt would outweigh a thousand short ones. Where samples don't separate terms, the ratio
+of the prior coefficients stays: prompts of one length carry no information about the square of the length. No
+coefficient goes below zero, so that no work takes negative time. ``FittedColumns`` has a fit for every
+instance and one for all: an instance is estimated from its own samples when it has some, from those of all
+until then, from the prior when there are none.
 """
 
 from __future__ import annotations
@@ -21,13 +21,13 @@ Floats = NDArray[np.float64]
 Slots = NDArray[np.int64]
 
 TRUSTED_SAMPLES = 8
-"""So many samples of its own, and an instance is judged by them."""
+"""Number of own samples from which on an instance is estimated from them."""
 
-_KEPT = 0.5 ** (1 / 256)  # of a sample's weight, when the next one comes
-_RIDGE = 1e-5  # how much the shape of what was believed before weighs beside all samples
+_KEPT = 0.5 ** (1 / 256)  # part of a sample's weight that is left after the next one
+_RIDGE = 1e-5  # weight of the prior's shape beside all samples
 _OUTLIER = 4.0
-_OFTEN = 16  # samples, each of which moves the coefficients; later ones do together
-_GATHERED = 8  # two roles' instances, and what they were until one of them came or went
+_OFTEN = 16  # the first samples each update the coefficients; later ones do in groups
+_GATHERED = 8  # two roles' instances, before and after recent changes of membership
 _SHORTEST_S, _LONGEST_S = 1e-9, 1e6
 
 
@@ -37,7 +37,7 @@ class LeastSquares:
     def __init__(self, prior: Sequence[float], scale: Sequence[float]) -> None:
         self.coefficients = list(prior)
         self.num_samples = 0
-        # What is believed to cost nothing may turn out to: no term is taken for smaller than it can well be.
+        # A prior of zero may be wrong: no term's scale is smaller than is plausible.
         self._prior = [max(pair) for pair in zip(prior, scale, strict=True)]
         self._gram = [[0.0] * len(prior) for _ in prior]
         self._moment = [0.0] * len(prior)
@@ -46,11 +46,11 @@ class LeastSquares:
         return sum(term * one for term, one in zip(terms, self.coefficients, strict=True))
 
     def add(self, terms: Sequence[float], seconds: float) -> bool:
-        """Take one sample; returns whether the coefficients moved. What can't be a duration is ignored."""
+        """Add one sample; returns whether the coefficients changed. An impossible duration is ignored."""
         expected = self.expected(terms)
         if not (_SHORTEST_S < seconds < _LONGEST_S and expected > 0):
             return False
-        # Errors count as a part of what is expected; of what is measured, while expectations may be far off.
+        # Errors are relative to the expected value; to the measured one while expectations may be far off.
         scale = seconds
         if self.num_samples >= TRUSTED_SAMPLES:
             seconds = min(max(seconds, expected / _OUTLIER), expected * _OUTLIER)
@@ -69,10 +69,10 @@ class LeastSquares:
         return True
 
     def _solve(self) -> None:
-        """Least squares over those coefficients that don't want to be negative.
+        """Solve the least squares over the coefficients that don't become negative.
 
-        Where samples don't tell terms apart, these keep the proportion in which they were believed: an
-        instance is faster or slower as a whole before it is anything else.
+        Where samples don't separate terms, these keep the proportion of the prior: the simplest assumption is
+        that an instance is faster or slower as a whole.
         """
         gram, moment = np.array(self._gram), np.array(self._moment)
         ridge = _RIDGE * gram.trace()
@@ -96,7 +96,7 @@ class LeastSquares:
 
 
 class FittedColumns:
-    """``columns[term, slot]``: what each instance's work costs."""
+    """Coefficients of all instances as ``columns[term, slot]``."""
 
     def __init__(self, prior: Sequence[float], scale: Sequence[float]) -> None:
         self.common = LeastSquares(prior, scale)
@@ -104,16 +104,16 @@ class FittedColumns:
         self._prior, self._scale = tuple(prior), tuple(scale)
         self._own: dict[int, LeastSquares] = {}
         self._is_trusted = np.empty(0, dtype=bool)
-        self._gathered: dict[int, tuple[Slots, Floats]] = {}  # until a coefficient moves
+        self._gathered: dict[int, tuple[Slots, Floats]] = {}  # valid until a coefficient changes
 
     @property
     def _unmeasured(self) -> Floats:
-        """What an instance costs that has told little or nothing."""
+        """Coefficients of an instance with few samples or none."""
         is_known = self.common.num_samples >= TRUSTED_SAMPLES
         return np.array(self.common.coefficients if is_known else self._prior)
 
     def of(self, slots: Slots) -> Floats:
-        """``columns`` of these instances; of an array that nobody can change they are remembered."""
+        """``columns`` of these instances, cached if ``slots`` is a read-only array."""
         known = self._gathered.get(id(slots))
         if known is not None and known[0] is slots:
             return known[1]
@@ -143,7 +143,7 @@ class FittedColumns:
             self.columns[:, slot] = own.coefficients
 
     def forget(self, slot: int) -> None:
-        """Another instance has the slot now."""
+        """Reset a slot, which another instance has now."""
         self._gathered.clear()
         self._own.pop(slot, None)
         self._is_trusted[slot] = False

@@ -1,7 +1,7 @@
-"""Reads what a worker measured of its own steps, as it tells those who ask whether it is ready.
+"""Reads a worker's measurements of its own steps from its answer to ``/ready``.
 
-Owns the reading only; what is learned from it is the predictor's. Any other answer to the same question is
-understood as no measurements.
+Owns the parsing only; the predictor learns from the samples. An answer in another form counts as no
+measurements.
 """
 
 from __future__ import annotations
@@ -11,41 +11,32 @@ from collections.abc import Iterator
 import msgspec
 
 from mooncake.conductor.messages import ChunkMeasured, StepMeasured
+from mooncake.http.worker_stats import StepStats
 from mooncake.types import InstanceId
 
 
-class ReportedSteps(msgspec.Struct):
-    """The latest rows; the counts are of all there ever were."""
-
-    num_chunks: int = 0
-    chunks: list[tuple[int, int, float]] = []
-    "First token, tokens, seconds."
-    num_steps: int = 0
-    steps: list[tuple[int, int, float]] = []
-    "Requests, tokens of their contexts, seconds."
-
-    def since(
-        self, before: ReportedSteps | None, instance: InstanceId
-    ) -> Iterator[ChunkMeasured | StepMeasured]:
-        """The rows that ``before`` did not have. A worker that was restarted counts from the start again."""
-        if before is None or self.num_chunks < before.num_chunks or self.num_steps < before.num_steps:
-            before = ReportedSteps()
-        for first, num_tokens, seconds in _newest(self.chunks, self.num_chunks - before.num_chunks):
-            yield ChunkMeasured(instance, first, num_tokens, seconds)
-        for num_requests, num_tokens, seconds in _newest(self.steps, self.num_steps - before.num_steps):
-            yield StepMeasured(instance, num_requests, num_tokens, seconds)
-
-
 class _Ready(msgspec.Struct):
-    measured: ReportedSteps | None = None
+    measured: StepStats | None = None
 
 
-def read_reported_steps(body: bytes) -> ReportedSteps | None:
-    """What is in the body of a worker's ``/ready``; None when it measures nothing."""
+def read_step_stats(body: bytes) -> StepStats | None:
+    """Parse the body of a worker's ``/ready``; None when it measures nothing."""
     try:
         return msgspec.json.decode(body, type=_Ready).measured
     except msgspec.MsgspecError:
         return None
+
+
+def new_samples(
+    stats: StepStats, before: StepStats | None, instance: InstanceId
+) -> Iterator[ChunkMeasured | StepMeasured]:
+    """The rows that ``before`` did not have. A restarted worker counts from zero again."""
+    if before is None or stats.num_chunks < before.num_chunks or stats.num_steps < before.num_steps:
+        before = StepStats()
+    for first, num_tokens, seconds in _newest(stats.chunks, stats.num_chunks - before.num_chunks):
+        yield ChunkMeasured(instance, first, num_tokens, seconds)
+    for num_requests, num_tokens, seconds in _newest(stats.steps, stats.num_steps - before.num_steps):
+        yield StepMeasured(instance, num_requests, num_tokens, seconds)
 
 
 def _newest(rows: list[tuple[int, int, float]], num: int) -> list[tuple[int, int, float]]:

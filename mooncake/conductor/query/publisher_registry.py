@@ -1,8 +1,9 @@
-"""The index that other routers ask: who registered, what they hold, how much of a prompt that is.
+"""The index that other routers query: the registered publishers, their blocks, and how much of a prompt they
+hold.
 
-It owns the registrations of ``POST /register`` and the answers to ``POST /query``; sockets are
-``server.py``'s and HTTP is ``query/server.py``'s. It is an index beside the one that places our own requests,
-because its blocks have other names (``sequence_hash.py``) and its instances are not ours to use.
+It owns the registrations of ``POST /register`` and the answers to ``POST /query``; sockets and HTTP are
+``query/server.py``'s. It is an index beside the one that places our own requests, because its blocks have
+other names (``sequence_hash.py``) and its instances do not serve our requests.
 
 An instance is registered once for each data-parallel rank (and adapter, and salt); each registration is an
 instance to the index, and the answers put ranks together again.
@@ -53,7 +54,7 @@ class Register(msgspec.Struct, frozen=True):
 
     @property
     def holder(self) -> InstanceId:
-        """What the index calls it."""
+        """The instance's name in the index."""
         return f"{self.instance_id}|{self.dp_rank}|{self.scope.name}"
 
     def __post_init__(self) -> None:
@@ -81,7 +82,7 @@ class Unregister(msgspec.Struct, frozen=True):
 
 
 class QueryBase(msgspec.Struct, frozen=True, kw_only=True):
-    """Of whom a query is."""
+    """The fields that both kinds of query share: the model, and the scope of its blocks."""
 
     model: Name
     block_size: BlockTokens
@@ -117,13 +118,13 @@ class PublisherRegistry:
         self._seed = seed
 
     def register(self, request: Register) -> SequenceKeys:
-        """Enter it, or enter it anew. Returns how its events are to be read."""
+        """Enter a registration, or replace it. Returns the translation of its events."""
         self.index.clear(request.holder)
         self.registered[request.holder] = request
         return SequenceKeys(request.scope, self._seed, is_store=request.type == "Mooncake")
 
     def unregister(self, request: Unregister) -> list[Register]:
-        """Forget it and its blocks. Returns what was forgotten."""
+        """Remove registrations with their blocks. Returns those removed."""
         scope = _scope(request.tenant_id, request.modelname, request.lora_name, request.block_size, None)
         gone = [
             one
@@ -138,7 +139,7 @@ class PublisherRegistry:
         return gone
 
     def take(self, fact: Fact) -> None:
-        """What a publisher said."""
+        """Apply a publisher's event to the index."""
         if fact.instance not in self.registered:
             return
         if isinstance(fact, BlocksCleared):
@@ -149,10 +150,10 @@ class PublisherRegistry:
             self.index.remove(fact.instance, fact.keys, fact.tier, fact.scope)
 
     def answer(self, request: Query | QueryByHash) -> dict[str, dict[str, dict[str, Any]]]:
-        """Tenant to instance to the number of tokens that it has of the prompt's beginning.
+        """The number of leading tokens of the prompt by tenant and instance.
 
-        ``longest_matched`` is that of its best rank; ``GPU``, ``CPU`` and ``DISK`` say from where that rank
-        has them, each block at its fastest; ``DP`` what each rank has. Instances without any are absent.
+        ``longest_matched`` is that of its best rank; ``GPU``, ``CPU`` and ``DISK`` split it by medium, each
+        block at its fastest; ``DP`` is the number of each rank. Instances without any are absent.
         """
         scope = request.scope
         keys = (

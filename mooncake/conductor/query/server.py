@@ -1,8 +1,8 @@
-"""The HTTP side of the index that other routers ask: they register publishers of KV events, and query.
+"""The HTTP side of the index that other routers query and at which they register publishers of KV events.
 
-It owns the subscriptions to registered publishers and the shape of answers and errors; what is known and
-answered is ``registry.py``'s. A publisher that can't be reached is registered all the same: it is heard as
-soon as it is there.
+It owns the subscriptions to registered publishers and the shape of answers and errors; the contents of the
+index and of answers are ``publisher_registry.py``'s. A publisher that can't be reached is registered all the
+same: its events are read as soon as it is reachable.
 """
 
 from __future__ import annotations
@@ -57,7 +57,7 @@ BodyT = TypeVar("BodyT")
 
 
 class PublisherSubscriptions:
-    """Follows who is registered. Use it on one event loop."""
+    """Follows the registered publishers. Use it on one event loop."""
 
     def __init__(self, seed: int) -> None:
         self.registry = PublisherRegistry(seed)
@@ -107,14 +107,12 @@ class PublisherSubscriptions:
 
 
 class QueryServer:
-    """``publishers`` behind HTTP."""
+    """Serves ``publishers`` by HTTP."""
 
     def __init__(self, publishers: PublisherSubscriptions, host: str, port: int, api_key: str = "") -> None:
         self._publishers = publishers
-        door = HttpAuth(
-            make_app(publishers, api_key), None, TRUSTED, open_paths=("/health",), api_key=api_key
-        )
-        self._web = HttpServer(door, listen(host, port), tls=process_identity().server_tls)
+        app = HttpAuth(make_app(publishers, api_key), None, TRUSTED, open_paths=("/health",), api_key=api_key)
+        self._web = HttpServer(app, listen(host, port), tls=process_identity().server_tls)
         self.port = self._web.port
 
     async def start(self) -> None:
@@ -132,7 +130,8 @@ class _Invalid(Exception):
 
 
 def make_app(publishers: PublisherSubscriptions, api_key: str = "") -> FastAPI:
-    """Changing what is registered needs ``api_key`` in the header X-API-Key; without one it is refused."""
+    """Make the HTTP application. Changes of registrations need ``api_key`` in the header X-API-Key; without a
+    configured key they are refused."""
     key = AdminKey(api_key)
     app = FastAPI(title="Mooncake conductor", version=mooncake.__version__, docs_url=None, redoc_url=None)
 
@@ -186,7 +185,7 @@ def read_registrations(path: str) -> tuple[int | None, list[Register]]:
     """The port and the publishers in a file of the existing conductor's form.
 
     Raises:
-        InvalidArgument: it can't be read, or is of another form.
+        InvalidArgument: the file can't be read, or has another form.
     """
     try:
         text = Path(path).expanduser().read_bytes()
@@ -199,7 +198,7 @@ def read_registrations(path: str) -> tuple[int | None, list[Register]]:
             for name, fields in file.kvevent_instance.items()
         ]
     except msgspec.MsgspecError as error:
-        raise InvalidArgument("registrations", path, f"a file as docs/conductor.md says ({error})") from error
+        raise InvalidArgument("registrations", path, f"a file as in docs/conductor.md ({error})") from error
     return file.http_server_port, found
 
 
@@ -225,7 +224,7 @@ async def _body(http: Request, shape: type[BodyT], **aliases: str) -> BodyT:
     except msgspec.ValidationError as error:
         raise _Invalid(400, str(error)) from error
     except msgspec.DecodeError as error:
-        raise _Invalid(400, f"the body is no JSON: {error}") from error
+        raise _Invalid(400, f"the body is not JSON: {error}") from error
 
 
 def _check_key(http: Request, key: AdminKey) -> None:

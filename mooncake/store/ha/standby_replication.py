@@ -117,10 +117,6 @@ class StandbyReplicator:
         return len(self._held)
 
     @property
-    def num_followers(self) -> int:
-        return len(self._followers)
-
-    @property
     def lag(self) -> int:
         """How many numbers the slowest listed standby is behind."""
         return self.number - min((self._acked(who) for who in self.listed), default=self.number)

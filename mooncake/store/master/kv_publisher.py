@@ -1,9 +1,7 @@
-"""Publishes the store's KV events: a PUB socket, and a ROUTER that replays missed ones.
+"""Publishes the store's KV events over the sockets of ``KvEventPublisher``, with an empty topic.
 
-::
-
-    PUB     [empty topic, sequence (8 bytes, big-endian), msgpack [milliseconds, events, 0]]
-    ROUTER  request [b"", first sequence], answer [b"", b"", sequence, batch]…, the last with sequence -1
+It owns the batches that are kept for a replay, and follows the master whose events they are. Batches are
+msgpack ``[milliseconds, events, 0]``, from ``kv_events.py``.
 """
 
 from __future__ import annotations
@@ -11,21 +9,18 @@ from __future__ import annotations
 import asyncio
 import contextlib
 from collections import deque
+from collections.abc import Iterator
 from typing import Any
 
-import zmq
-import zmq.asyncio
-
 from mooncake import clock
-from mooncake.errors import AddressInUse, InvalidArgument
+from mooncake.kv_events.publisher import Batch, KvEventPublisher
 from mooncake.log import get_logger
 from mooncake.store.master.context import MasterContext
-from mooncake.store.master.kv_events import Batch, KvEvents
+from mooncake.store.master.kv_events import KvEvents
 
 log = get_logger(__name__)
 
 REPLAY_BATCHES = 4096
-END_OF_REPLAY = -1
 CHECK_INTERVAL_S = 0.5
 
 
@@ -39,10 +34,7 @@ class MasterKvEventPublisher:
         self.events = self._attach()
         self._kept: deque[Batch] = deque(maxlen=REPLAY_BATCHES)
         self._num_published = 0
-        self._context = zmq.Context()
-        self._pub = self._context.socket(zmq.PUB)
-        self._replay_context = zmq.asyncio.Context()
-        self._router = self._replay_context.socket(zmq.ROUTER)
+        self._publisher = KvEventPublisher("", self._replay)
         self._tasks: list[asyncio.Task[None]] = []
         self.endpoint = self.replay_endpoint = ""
 
@@ -53,14 +45,10 @@ class MasterKvEventPublisher:
             AddressInUse: an endpoint is taken.
             InvalidArgument: an endpoint is invalid.
         """
-        self._pub.setsockopt(zmq.SNDHWM, 100_000)
-        for socket in (self._pub, self._router):
-            socket.setsockopt(zmq.LINGER, 0)
-        self.endpoint = _bind(self._pub, "kv_events_endpoint", self._settings.kv_events_endpoint)
-        replay = self._settings.kv_events_replay_endpoint
+        endpoint, replay = self._settings.kv_events_endpoint, self._settings.kv_events_replay_endpoint
+        self.endpoint = self._publisher.listen("kv_events_endpoint", endpoint)
         if replay:
-            self.replay_endpoint = _bind(self._router, "kv_events_replay_endpoint", replay)
-            self._tasks.append(self._loop.create_task(self._serve_replay()))
+            self.replay_endpoint = self._publisher.serve_replay("kv_events_replay_endpoint", replay)
         self._tasks.append(self._loop.create_task(self._follow_master()))
         log.info("kv_events", endpoint=self.endpoint, replay=self.replay_endpoint)
 
@@ -91,14 +79,14 @@ class MasterKvEventPublisher:
                 self.events.next_sequence = max(self.events.next_sequence, before) + 1
 
     def _flush(self) -> None:
-        if self._pub.closed:
+        if self._publisher.is_closed:
             return
         batches = self.events.take(clock.monotonic())
         if not self._master_context.leadership.is_leader:
             return
         for sequence, payload in batches:
             self._kept.append((sequence, payload))
-            self._pub.send_multipart([b"", _eight_bytes(sequence), payload])
+            self._publisher.send(sequence, payload)
         self._num_published += len(batches)
 
     def status(self) -> dict[str, Any]:
@@ -122,47 +110,11 @@ class MasterKvEventPublisher:
             task.cancel()
             with contextlib.suppress(asyncio.CancelledError):
                 await task
-        self._pub.close()
-        self._router.close()
-        self._context.term()
-        self._replay_context.term()
+        await self._publisher.close()
 
-    async def _serve_replay(self) -> None:
-        while True:
-            frames = await self._router.recv_multipart()
-            if len(frames) != 3 or len(frames[2]) != 8:
-                log.warning(
-                    "replay_request_malformed",
-                    reason="not [identity, empty, 8 bytes]",
-                    num_frames=len(frames),
-                )
-                continue
-            client, start = frames[0], int.from_bytes(frames[2], "big")
-            kept = [batch for batch in self._kept if batch[0] >= start]
-            oldest = self._kept[0][0] if self._kept else self.events.next_sequence
-            if start < oldest:
-                for sequence, payload in self.events.summary(oldest, clock.monotonic()):
-                    await self._answer(client, sequence, payload)
-            for sequence, payload in kept:
-                await self._answer(client, sequence, payload)
-            await self._answer(client, END_OF_REPLAY, b"")
-
-    async def _answer(self, client: bytes, sequence: int, payload: bytes) -> None:
-        await self._router.send_multipart([client, b"", b"", _eight_bytes(sequence), payload])
-
-
-def _eight_bytes(number: int) -> bytes:
-    return number.to_bytes(8, "big", signed=True)
-
-
-def _bind(socket: zmq.Socket[bytes] | zmq.asyncio.Socket, field: str, endpoint: str) -> str:
-    """Bind the socket; returns the endpoint that others connect to."""
-    try:
-        socket.bind(endpoint)
-    except zmq.ZMQError as error:
-        if error.errno == zmq.EADDRINUSE:
-            raise AddressInUse(f"{endpoint} is in use; choose another {field}") from error
-        raise InvalidArgument(field, endpoint, f"an endpoint such as tcp://*:5557 ({error})") from error
-    bound = socket.getsockopt(zmq.LAST_ENDPOINT)
-    assert isinstance(bound, bytes)
-    return bound.rstrip(b"\0").decode()
+    def _replay(self, start: int) -> Iterator[Batch]:
+        kept = [batch for batch in self._kept if batch[0] >= start]
+        oldest = self._kept[0][0] if self._kept else self.events.next_sequence
+        if start < oldest:
+            yield from self.events.summary(oldest, clock.monotonic())
+        yield from kept

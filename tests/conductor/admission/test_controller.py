@@ -1,4 +1,4 @@
-"""The rules at their edges, and against each other in a small world on virtual time."""
+"""The rules at their limits, and compared in a small simulation on virtual time."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ POOLS = PoolCapacity(1, 1, STEP)
 
 
 def applicant(name: str = "r", **fields: Any) -> AdmissionRequest:
-    """It waits 2 s and is computed in 1 s; wants 10 s and steps of 50 ms."""
+    """A request that waits 2 s and is computed in 1 s; its SLOs are 10 s and steps of 50 ms."""
     given = {"queue_s": 2.0, "prefill_s": 1.0, "ttft_s": 3.0, "tbt_s": 0.03}
     return AdmissionRequest(
         name, **{"num_tokens": 1000, "slo_ttft_s": 10.0, "slo_tbt_s": 0.05, **given, **fields}
@@ -26,7 +26,7 @@ def applicant(name: str = "r", **fields: Any) -> AdmissionRequest:
 
 
 def decoding(admission: AdmissionController, num: int, now: float = 0.0) -> None:
-    """So many decode."""
+    """Let ``num`` requests decode."""
     for number in range(num):
         verdict = admission.decide(applicant(f"d{number}", ttft_s=0.0, slo_tbt_s=0.0), POOLS, now)
         assert verdict.is_admitted and admission.prefilled(f"d{number}", POOLS, now).is_admitted
@@ -45,9 +45,9 @@ def test_a_deadline_that_cannot_be_met_is_refused_with_the_time_the_queue_needs(
     assert admission.num_rejected == {"slo_ttft": 1}
 
 
-def test_a_prompt_that_is_too_long_for_its_deadline_is_told_so() -> None:
+def test_a_prompt_too_long_for_its_deadline_is_refused_with_the_reason() -> None:
     verdict = AdmissionController("early").decide(applicant(prefill_s=15.0, ttft_s=17.0), POOLS, 0.0)
-    assert "not even without a queue" in verdict.reason
+    assert "even without a queue" in verdict.reason
     assert verdict.retry_after_s == pytest.approx(2.0), "when the queue is gone"
 
 
@@ -58,7 +58,7 @@ def test_none_admits_everything_and_no_slo_means_no_deadline() -> None:
         assert AdmissionController(rule).decide(wishless, POOLS, 0.0).is_admitted
 
 
-def test_early_looks_at_decode_now() -> None:
+def test_early_checks_decode_now() -> None:
     admission = AdmissionController("early")
     decoding(admission, 9)  # 20 ms + 9 * 3 ms
     assert admission.decide(applicant("fits"), POOLS, 0.0).is_admitted
@@ -85,7 +85,7 @@ def test_memory_is_a_limit_like_time() -> None:
         assert verdict.retry_after_s > 0
 
 
-def test_predicted_looks_at_decode_when_the_prompt_is_computed() -> None:
+def test_predicted_checks_decode_at_the_end_of_prefill() -> None:
     admission = AdmissionController("predicted")
     decoding(admission, 10)
     assert not admission.decide(applicant(ttft_s=3.0), POOLS, 0.0).is_admitted
@@ -93,7 +93,7 @@ def test_predicted_looks_at_decode_when_the_prompt_is_computed() -> None:
     assert admission.decide(applicant(ttft_s=10.0), POOLS, 0.5).is_admitted
 
 
-def test_predicted_sees_who_is_still_being_computed() -> None:
+def test_predicted_includes_requests_still_in_prefill() -> None:
     rules: list[Rule] = ["early", "predicted"]
     admissions = [AdmissionController(rule) for rule in rules]
     for admission in admissions:
@@ -107,8 +107,8 @@ def test_predicted_sees_who_is_still_being_computed() -> None:
 
 
 @pytest.mark.parametrize("rule", ["baseline", "early", "predicted"])
-def test_decode_looks_again_when_the_prompt_is_computed(rule: Rule) -> None:
-    """Others may have come meanwhile, whatever was foreseen."""
+def test_decode_is_checked_again_when_the_prompt_is_computed(rule: Rule) -> None:
+    """More requests than forecast may have arrived meanwhile."""
     admission = AdmissionController(rule)
     assert admission.decide(applicant(), POOLS, 0.0).is_admitted
     decoding(admission, 10)
@@ -120,10 +120,10 @@ def test_decode_looks_again_when_the_prompt_is_computed(rule: Rule) -> None:
 
 
 @pytest.mark.parametrize("rule", ["baseline", "early", "predicted"])
-def test_who_was_let_in_to_audit_a_rejection_is_not_rejected_later(rule: Rule) -> None:
-    """The audit asks what would have become of it; a second look would answer no to everybody."""
+def test_an_audited_request_is_not_rejected_later(rule: Rule) -> None:
+    """The audit measures its outcome without the rejection; the second check would reject every one."""
     admission = AdmissionController(rule, audit_share=1.0)
-    if rule == "baseline":  # which looks at decode only when the prompt is computed
+    if rule == "baseline":  # which checks decode only when the prompt is computed
         late = {"queue_s": 12.0, "ttft_s": 13.0}
     else:
         late = {}
@@ -137,15 +137,15 @@ def test_who_was_let_in_to_audit_a_rejection_is_not_rejected_later(rule: Rule) -
     admission.check()
 
 
-def test_goodput_rejects_nobody_whose_prompt_is_computed() -> None:
+def test_goodput_rejects_no_request_whose_prompt_is_computed() -> None:
     admission = AdmissionController("goodput")
     assert admission.decide(applicant(), POOLS, 0.0).is_admitted
     decoding(admission, 10)
     assert admission.prefilled("r", POOLS, 3.0).is_admitted
 
 
-def test_goodput_asks_for_the_memory_of_one_instance() -> None:
-    """What is left in two of them holds no whole context."""
+def test_goodput_needs_the_memory_of_one_instance() -> None:
+    """Free memory in two of them can't hold one context."""
     pools = PoolCapacity(1, 2, DecodeModel(0.001, 0.0, 0.0), kv_tokens=2_400)
     verdicts = {}
     rules: list[Rule] = ["predicted", "goodput"]
@@ -157,7 +157,7 @@ def test_goodput_asks_for_the_memory_of_one_instance() -> None:
     assert "memory" in verdicts["goodput"].reason
 
 
-def test_steps_do_not_answer_for_what_waits_for_memory() -> None:
+def test_waits_for_memory_do_not_count_as_long_steps() -> None:
     admission = AdmissionController("goodput")
     short_of_memory = PoolCapacity(1, 1, DecodeModel(0.001, 0.001, 0.0), kv_tokens=3_000)
     assert admission.decide(applicant(), short_of_memory, 0.0).tbt_room_s == 0.0
@@ -170,10 +170,10 @@ def test_a_second_report_of_the_same_prefill_changes_nothing() -> None:
     admission.prefilled("r", POOLS, 1.0)
     admission.prefilled("r", POOLS, 2.0)
     assert admission.decode_forecast.decoding.num_requests == 1
-    assert admission.prefilled("never heard of", POOLS, 2.0).is_admitted
+    assert admission.prefilled("unknown", POOLS, 2.0).is_admitted
 
 
-def test_audit_lets_a_share_in_and_keeps_count_of_their_fate() -> None:
+def test_audit_admits_a_share_and_counts_its_outcomes() -> None:
     admission = AdmissionController("early", audit_share=0.25)
     late = [admission.decide(applicant(str(number), ttft_s=20.0), POOLS, 0.0) for number in range(8)]
     audited = [number for number, verdict in enumerate(late) if verdict.is_audited]
@@ -200,8 +200,8 @@ def test_goodput_learns_how_late_its_forecasts_are() -> None:
     admission.check()
 
 
-def test_goodput_goes_on_after_a_time_of_wrong_forecasts() -> None:
-    """Else nobody would be let in whose fate could show that they are right again."""
+def test_goodput_recovers_after_a_time_of_wrong_forecasts() -> None:
+    """Else no request would be admitted whose outcome could show that they are right again."""
     admission = AdmissionController("goodput")
     for number in range(100):
         admission.goodput.learn(3600.0, 0.0)
@@ -212,13 +212,13 @@ def test_goodput_goes_on_after_a_time_of_wrong_forecasts() -> None:
     assert verdict.retry_after_s == pytest.approx(1.0)
 
 
-def test_goodput_prefers_value_per_second_and_says_what_is_given() -> None:
+def test_goodput_prefers_value_per_second_and_reports_the_limit() -> None:
     admission, random = AdmissionController("goodput"), Random(1)
     verdicts: dict[tuple[float, int], list[AdmissionResult]] = {}
     now = 0.0
     for number in range(3000):
         now += 0.1
-        # Almost 6 s of prefill are asked for per second, of one.
+        # Almost 6 s of prefill are demanded per second of one instance.
         cost_s, priority = random.choice([(0.1, 0), (0.8, 0), (0.8, -2)])
         one = applicant(str(number), prefill_s=cost_s, queue_s=5.0, ttft_s=5.0 + cost_s, slo_tbt_s=0.0)
         verdict = admission.decide(AdmissionRequest(**{**_fields(one), "priority": priority}), POOLS, now)
@@ -232,7 +232,7 @@ def test_goodput_prefers_value_per_second_and_says_what_is_given() -> None:
     refused = next(one for one in verdicts[0.8, 0] if not one.is_admitted)
     assert refused.code == "overload" and "0.8 s of the prefill instances" in refused.reason
     assert refused.retry_after_s > 0
-    assert any(one.is_admitted for one in verdicts[0.8, 0]), "nobody starves"
+    assert any(one.is_admitted for one in verdicts[0.8, 0]), "none starves"
 
 
 def _fields(one: AdmissionRequest) -> dict[str, Any]:
@@ -241,7 +241,7 @@ def _fields(one: AdmissionRequest) -> dict[str, Any]:
 
 @dataclass
 class World:
-    """Prefill instances with queues, decode instances whose steps grow with their requests: no more."""
+    """A minimal simulation: prefill instances with queues, decode steps that grow with their requests."""
 
     admission: AdmissionController
     num_prefill: int
@@ -325,7 +325,7 @@ class World:
 
 
 def overload(seed: int, num_requests: int = 2500) -> list[tuple[float, float, int, int]]:
-    """Twice what 4 prefill and 2 decode instances can do: prompts of very different lengths, in waves."""
+    """Twice the capacity of 4 prefill and 2 decode instances: prompts of very different lengths, in waves."""
     random, now, rows = Random(seed), 0.0, []
     for number in range(num_requests):
         rate = 14.0 if number // 250 % 2 else 6.0
@@ -344,15 +344,15 @@ def test_goodput_completes_more_within_its_slos(seed: int) -> None:
     worlds = {rule: World(AdmissionController(rule), 4, 2, 20.0, 0.06, step).run(arrivals) for rule in rules}
     good = {rule: world.num_good for rule, world in worlds.items()}
     assert good["goodput"] > max(good[rule] for rule in rules[:-1]), f"prefill is scarce: {good}"
-    # Where decode is scarce and prefill is not, a late look costs nothing and needs no forecast: the paper's
-    # rules complete more there, and waste what they refuse.
+    # Where decode is scarce and prefill is not, a late check costs nothing and needs no forecast: the paper's
+    # rules complete more there, and waste the prompts they reject.
     worlds = {rule: World(AdmissionController(rule), 4, 1, 20.0, 0.06, step).run(arrivals) for rule in rules}
     assert worlds["goodput"].num_good > 4 * worlds["none"].num_good, "decode is scarce"
     assert worlds["baseline"].wasted_s > worlds["early"].wasted_s > 0 == worlds["goodput"].wasted_s
 
 
-def test_who_finds_decode_full_counts_as_asking_for_it() -> None:
-    """A price that only hears of those who fit is zero in the worst overload."""
+def test_a_request_that_finds_decode_full_counts_as_demand() -> None:
+    """A price that only counts requests that fit is zero in the worst overload."""
     admission = AdmissionController("goodput")
     decoding(admission, 12)
     for number in range(200):
@@ -360,7 +360,7 @@ def test_who_finds_decode_full_counts_as_asking_for_it() -> None:
     assert admission.goodput.decode_price.rate(4.0) > POOLS.num_decode
 
 
-def test_the_price_of_decode_is_of_its_memory_where_that_is_short() -> None:
+def test_the_price_of_decode_is_that_of_its_memory_where_that_is_scarce() -> None:
     """Steps cost next to nothing; a context takes a tenth of the memory for ten seconds: one second."""
     pools = PoolCapacity(1, 1, DecodeModel(0.001, 0.0, 0.0), kv_tokens=10_000)
     admission = AdmissionController("goodput", horizon_s=1.0)
@@ -368,7 +368,7 @@ def test_the_price_of_decode_is_of_its_memory_where_that_is_short() -> None:
     assert admission.goodput.decode_price.rate(0.0) == pytest.approx(1.0, rel=0.05)
 
 
-def test_an_answer_that_has_begun_is_not_rejected_any_more() -> None:
+def test_an_answer_that_has_begun_is_no_longer_rejected() -> None:
     admission = AdmissionController("baseline")
     assert admission.decide(applicant(), POOLS, 0.0).is_admitted
     decoding(admission, 10)

@@ -1,4 +1,4 @@
-"""Who is let in under "goodput": who can keep its objectives, and is worth what it would push out."""
+"""Admission under "goodput": of requests that can meet their SLOs and are worth what they would displace."""
 
 from __future__ import annotations
 
@@ -19,14 +19,14 @@ def rule() -> GoodputRule:
 
 
 def applicant(name: str = "r", **fields: Any) -> AdmissionRequest:
-    """It waits 1 s and is computed in 1 s; wants 10 s and steps of 50 ms."""
+    """A request that waits 1 s and is computed in 1 s; its SLOs are 10 s and steps of 50 ms."""
     given = {"queue_s": 1.0, "prefill_s": 1.0, "ttft_s": 2.0, "tbt_s": 0.03, "output_tokens": 100}
     return AdmissionRequest(
         name, **{"num_tokens": 1000, "slo_ttft_s": 10.0, "slo_tbt_s": 0.05, **given, **fields}
     )
 
 
-def test_who_keeps_its_objectives_is_let_in_and_told_its_part_of_both() -> None:
+def test_a_request_that_meets_its_slos_is_admitted_with_its_part_of_both_loads() -> None:
     verdict = rule().decide(applicant(), POOLS, 0.0)
     assert verdict.is_admitted and verdict.prefill_load == pytest.approx(0.2)
     assert 0 < verdict.decode_load < 1 and verdict.tbt_room_s > 0
@@ -43,8 +43,8 @@ def test_forecasts_that_were_late_are_allowed_for() -> None:
     assert "predictions may be" in verdict.reason
 
 
-def test_however_wrong_they_were_somebody_is_let_in() -> None:
-    """Or nobody would be left to teach better forecasts."""
+def test_some_requests_are_admitted_however_wrong_forecasts_were() -> None:
+    """Else no samples would be left to correct the forecasts."""
     goodput = rule()
     for _ in range(5000):
         goodput.learn(1000.0, 0.0)
@@ -60,7 +60,7 @@ def test_steps_that_went_beyond_the_room_leave_less_of_it() -> None:
     assert later.tbt_room_s < first.tbt_room_s
     before = later.tbt_room_s
     for _ in range(500):
-        goodput.learn(0.0, 0.1)  # an empty pool says nothing about a full one
+        goodput.learn(0.0, 0.1)  # an empty pool is no sample of a full one
     assert goodput.decide(applicant("c"), POOLS, 2.0).tbt_room_s == pytest.approx(before)
     goodput.check()
 
@@ -76,7 +76,7 @@ def test_the_worst_moment_of_its_stay_counts_not_the_first() -> None:
 
 
 def test_a_context_must_lie_whole_in_one_instance() -> None:
-    """Two halves of the memory it needs, in two instances, hold nobody."""
+    """Half of its memory in each of two instances does not hold it."""
     decode_forecast = DecodeForecast()
     pools = PoolCapacity(1, 2, DecodeModel(0.001, 0.0, 0.0), kv_tokens=10_000)
     goodput = GoodputRule(decode_forecast, 30.0, 0.05)
@@ -89,18 +89,18 @@ def test_a_context_must_lie_whole_in_one_instance() -> None:
     assert goodput.decide(applicant(num_tokens=3_000, ttft_s=0.0, output_tokens=1), pools, 0.0).is_admitted
 
 
-def test_in_overload_the_cheap_one_of_equal_worth_goes_first() -> None:
+def test_in_overload_the_cheaper_of_equal_value_goes_first() -> None:
     goodput = rule()
     verdicts = {}
-    for number in range(400):  # ten times what one instance can compute, with a queue as long as is aimed at
+    for number in range(400):  # ten times what one instance can compute, with a queue at its target length
         now = number * 0.1
         cost_s = 0.1 if number % 2 else 2.0
         one = applicant(str(number), prefill_s=cost_s, queue_s=5.0, ttft_s=5.0 + cost_s, slo_tbt_s=0.0)
         verdicts[number] = goodput.decide(one, POOLS, now)
     late = range(300, 400)
     cheap = sum(verdicts[number].is_admitted for number in late if number % 2)
-    dear = sum(verdicts[number].is_admitted for number in late if not number % 2)
-    assert cheap > 40 and 0 <= dear < 10
+    expensive = sum(verdicts[number].is_admitted for number in late if not number % 2)
+    assert cheap > 40 and 0 <= expensive < 10
     refused = next(verdicts[number] for number in late if not verdicts[number].is_admitted)
     assert refused.code == "overload" and refused.retry_after_s > 0
 

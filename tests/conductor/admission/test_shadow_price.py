@@ -1,4 +1,4 @@
-"""What a second is worth, and whose turn it is."""
+"""The price of a second, and the turns of classes."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from mooncake.conductor.admission.shadow_price import ShadowPrice
 def offered(
     cost_rates: dict[float, float], *, horizon_s: float = 30.0, turn_share: float = 0.1
 ) -> ShadowPrice:
-    """A price after five horizons of arrivals: cost -> seconds of the resource a second asked for so."""
+    """A price after five horizons of arrivals, given as cost -> seconds of the resource per second."""
     price = ShadowPrice(horizon_s, turn_share)
     for tick in range(int(5 * horizon_s)):
         for cost_s, rate in cost_rates.items():
@@ -36,7 +36,7 @@ def test_the_clock_may_begin_anywhere_and_nights_may_be_silent(began_at: float) 
         price.check()
 
 
-def test_in_overload_the_dear_ones_are_not_worth_it() -> None:
+def test_in_overload_expensive_requests_are_not_worth_it() -> None:
     price = offered({0.5: 2.0, 2.0: 2.0})
     assert 0.4 < price.per_second(2.5, 150.0) <= 0.5
     paid = {cost: sum(price.is_paid(1.0, cost, 2.5, 150.0) for _ in range(100)) for cost in (0.5, 2.0)}
@@ -58,7 +58,7 @@ def test_old_arrivals_fade() -> None:
     assert price.per_second(4.0, 250.0) == 0.0
 
 
-def test_nobody_starves() -> None:
+def test_no_class_starves() -> None:
     """However high the price, each class gets its share of seconds."""
     price = ShadowPrice(30.0, 0.1)
     taken = {0.5: 0.0, 8.0: 0.0}

@@ -1,4 +1,4 @@
-"""KV events in vLLM's dialect, by sockets that listen and sockets that connect, into the index."""
+"""KV events in vLLM's dialect reach the index, from sockets that listen and sockets that connect."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ KEYS = [short_key(one) for one in block_hashes(TOKENS, 16, root_hash())]
 
 @dataclass
 class Engine:
-    """As much of a vLLM server as a conductor talks to. Its blocks have 32 tokens, ours 16."""
+    """The part of a vLLM server that a conductor uses. Its blocks have 32 tokens, ours 16."""
 
     topic: str = "kv@a"
     can_replay: bool = True
@@ -81,7 +81,7 @@ class Engine:
             await self._pub.send_multipart([self.topic.encode(), sequence.to_bytes(8, "big"), payload])
 
     async def store(self, block: int, lost: bool = False) -> None:
-        """The engine's block of that number is stored; its name is 100 and the number."""
+        """Publish that the engine's block of that number is stored; its hash is 100 plus the number."""
         parent = 100 + block - 1 if block else None
         tokens = TOKENS[block * 32 : block * 32 + 32]
         event = {"type": "BlockStored", "block_hashes": [100 + block], "parent_block_hash": parent}
@@ -139,13 +139,13 @@ async def test_blocks_of_an_engine_are_known_whichever_side_connects(way: str) -
     settings = {"kv_events_listen": endpoint} if way == "connects as set" else {}
     if settings:  # the engine knows the conductor by another name
         engine.config["endpoint"] = "tcp://conductor.example:5557"
-    await engine.store(0)  # before anybody listens: comes by replay
+    await engine.store(0)  # before any subscriber: comes by replay
     async with service_of(engine, **settings) as service:
         await until(lambda: has(service, engine, 2))
         await engine.store(1)
 
         async def all_arrived() -> bool:
-            await engine.publish()  # one that connects may not be connected yet, and then loses what it sends
+            await engine.publish()  # one that connects may not be connected yet, and then loses its messages
             return await has(service, engine, 4)
 
         await until(all_arrived)
@@ -158,7 +158,7 @@ async def test_blocks_of_an_engine_are_known_whichever_side_connects(way: str) -
         await until(lambda: has(service, engine, 0))
 
 
-async def test_two_engines_that_connect_are_told_apart_by_their_topics() -> None:
+async def test_two_engines_that_connect_are_distinguished_by_their_topics() -> None:
     endpoint = free_endpoint()
     engines = [Engine("kv@a"), Engine("kv@b"), Engine("kv@b")]
     for engine in engines:

@@ -1,10 +1,10 @@
-"""Other people's block hashes become the names of ours, or nothing."""
+"""Foreign block hashes are translated to our keys, or left out."""
 
 from __future__ import annotations
 
-from mooncake.conductor.events.dialects import BlockRemoved, BlockStored
 from mooncake.conductor.events.key_translation import EngineKeys, KeyScope, OwnKeys, SequenceKeys
 from mooncake.conductor.index.sequence_hash import sequence_hashes
+from mooncake.kv_events.dialects import BlockRemoved, BlockStored
 from mooncake.prefix import block_hashes, root_hash, short_key
 
 TOKENS = list(range(100, 112))
@@ -21,7 +21,7 @@ def test_an_engine_s_blocks_are_named_by_their_tokens() -> None:
     keys = SequenceKeys(SCOPE, 5)
     assert keys.stored(stored([-1, 22], None, 0)) == (SCOPE.name, NAMES[:2])
     assert keys.stored(stored([b"c" * 32], 22, 8)) == (SCOPE.name, NAMES[2:])
-    assert keys.stored(stored([44], 99, 0))[1] == [], "nobody knows its parent"
+    assert keys.stored(stored([44], 99, 0))[1] == [], "its parent is unknown"
     assert keys.stored(BlockStored([55], None, [1, 2], 2))[1] == [], "blocks of another size"
     assert keys.stored(BlockStored([66], None))[1] == [], "no tokens"
     assert keys.removed(BlockRemoved([-1, 77, b"c" * 32])) == (SCOPE.name, [NAMES[0], NAMES[2]])
@@ -59,7 +59,7 @@ def test_adapters_and_salts_are_scopes() -> None:
     assert keys.stored(with_image)[1] == NAMES[:1], "the same tokens, but not the same block"
 
 
-def test_a_store_speaks_the_standard_and_of_many_tenants() -> None:
+def test_a_store_sends_the_standard_s_names_for_many_tenants() -> None:
     keys = SequenceKeys(SCOPE, 5, is_store=True)
     other = KeyScope("t2", "m", "", 4, "").name
     assert keys.stored(BlockStored(seq_hashes=[2**64 - 1], tenant_id="t2")) == (other, [2**64 - 1])
@@ -81,12 +81,12 @@ def test_our_store_s_blocks_are_in_the_scope_of_their_identity() -> None:
 def test_an_engine_s_blocks_may_be_longer_or_shorter_than_ours() -> None:
     for ours, theirs in ((2, 4), (4, 2), (4, 4), (4, 3), (3, 4)):
         keys = EngineKeys(ours)
-        told: list[int] = []
+        keys_stored: list[int] = []
         for start in range(0, 12, theirs):  # each block by an event of its own
             event = BlockStored([start], start - theirs if start else None, TOKENS[start:][:theirs], theirs)
-            told += keys.stored(event)[1]
+            keys_stored += keys.stored(event)[1]
         expected = [short_key(one) for one in block_hashes(TOKENS, ours, root_hash())]
-        assert told == expected, (ours, theirs)
+        assert keys_stored == expected, (ours, theirs)
         gone = keys.removed(BlockRemoved([*range(0, 12, theirs)]))[1]
         assert gone == expected
         assert keys.stored(BlockStored([99], 0, TOKENS[:theirs], theirs))[1] == [], "its parent is gone"

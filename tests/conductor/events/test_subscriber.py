@@ -1,4 +1,4 @@
-"""A real publisher, real sockets, and a wire between them that loses what the test tells it to lose."""
+"""A real publisher, real sockets, and a wire between them that loses the batches a test chooses."""
 
 from __future__ import annotations
 
@@ -15,7 +15,8 @@ from mooncake.conductor.events.key_translation import EngineKeys, Fact
 from mooncake.conductor.events.subscriber import EventReader, EventSource, subscribe
 from mooncake.conductor.index.prefix_index import PrefixIndex
 from mooncake.conductor.messages import BlocksCleared, BlocksRemoved, BlocksStored
-from mooncake.inference.kv_events import BlockRemoved, BlockStored, KvEvent, WorkerKvEventPublisher
+from mooncake.inference.kv_events import WorkerKvEventPublisher
+from mooncake.kv_events.dialects import BlockRemoved, BlockStored, KvEvent
 from mooncake.prefix import block_hashes, root_hash, short_key
 from mooncake.rpc import AsyncClient
 from mooncake.store import messages as m
@@ -36,7 +37,7 @@ def stored(*hashes: bytes, medium: str = "GPU") -> BlockStored:
 
 
 class Follower:
-    """Follows a source into an index, as the conductor does."""
+    """Applies a source's events to an index, as the conductor does."""
 
     def __init__(self, context: zmq.asyncio.Context, source: EventSource) -> None:
         self.index = PrefixIndex()
@@ -113,14 +114,14 @@ class LossyWire:
 async def test_a_dropped_sequence_is_replayed(
     publisher: WorkerKvEventPublisher, context: zmq.asyncio.Context
 ) -> None:
-    publisher.publish([stored(HASHES[0])])  # before anybody listens: comes by the first replay
+    publisher.publish([stored(HASHES[0])])  # before any subscriber: comes by the first replay
     wire = LossyWire(context, publisher)
     follower = Follower(context, wire.source)
     await until(lambda: follower.has(HASHES[0]))
     await until(lambda: follower.has(END), lambda: publisher.publish([stored(END)]))  # live now
 
     wire.dropping = True
-    publisher.publish([stored(HASHES[1]), BlockRemoved(block_hashes=[HASHES[0]])])
+    publisher.publish([stored(HASHES[1]), BlockRemoved([HASHES[0]], "GPU")])
     await until(lambda: wire.num_dropped >= 1)
     assert not follower.has(HASHES[1])
     wire.dropping = False
@@ -211,15 +212,15 @@ def test_cleared_clears() -> None:
     assert EventReader("w").read(0, batch({"type": "AllBlocksCleared"})) == [BlocksCleared("w")]
 
 
-def test_what_is_no_batch_is_refused() -> None:
+def test_a_payload_that_is_not_a_batch_is_refused() -> None:
     with pytest.raises(msgspec.MsgspecError):
         EventReader("w").read(0, b"\xc1")
     with pytest.raises(msgspec.MsgspecError):
         EventReader("w").read(0, batch({"type": "Unheard"}))
 
 
-def test_the_publisher_and_the_reader_mean_the_same() -> None:
-    sent: list[KvEvent] = [stored(HASHES[0], medium="disk"), BlockRemoved(block_hashes=[HASHES[1]])]
+def test_the_publisher_and_the_reader_agree() -> None:
+    sent: list[KvEvent] = [stored(HASHES[0], medium="disk"), BlockRemoved([HASHES[1]], "GPU")]
     payload = msgspec.msgpack.encode([1.0, sent, None])
     assert EventReader("w").read(0, payload) == [
         BlocksStored("w", KEYS[:1], Tier.SSD),

@@ -1,4 +1,4 @@
-"""The record of requests: bounded, complete, and silent when it is off."""
+"""The record of requests: bounded, complete, and empty when it is off."""
 
 from __future__ import annotations
 
@@ -32,14 +32,14 @@ def decision(name: str = "r") -> Decision:
     return Decision(name, "p1", "d1", "least to compute", 0, "", PREDICTION, policy="overlap")
 
 
-def asked(keys: tuple[int, ...], now: float) -> PromptBlocks:
+def prompt_of(keys: tuple[int, ...], now: float) -> PromptBlocks:
     return PromptBlocks(array("Q", keys), array("Q"), bytes(len(keys)), "", "p1", now)
 
 
 def note(explainer: Explainer, name: str = "r", keys: tuple[int, ...] = (1, 2), now: float = 10.0) -> None:
     place = Place(name, 16 * len(keys), list(keys))
     verdict = AdmissionResult(True, prefill_load=0.2)
-    explainer.placed(place, decision(name), WEIGHED, asked(keys, now), "goodput", verdict, now)
+    explainer.placed(place, decision(name), WEIGHED, prompt_of(keys, now), "goodput", verdict, now)
 
 
 def explained(explainer: Explainer, name: str = "r", now: float = 20.0) -> Explanation:
@@ -48,7 +48,7 @@ def explained(explainer: Explainer, name: str = "r", now: float = 20.0) -> Expla
     return found
 
 
-def test_what_was_weighed_predicted_and_measured() -> None:
+def test_candidates_prediction_and_measurements() -> None:
     explainer = Explainer(10, 1 << 20, 16)
     note(explainer)
     found = explained(explainer)
@@ -71,7 +71,7 @@ def test_a_refusal_is_remembered_with_its_reason() -> None:
     explainer = Explainer(10, 1 << 20, 16)
     refuse = Refuse("r", Refusal("slo_ttft", "too late"), 3.0, PREDICTION)
     verdict = AdmissionResult(False, "slo_ttft", "too late", 3.0)
-    explainer.placed(Place("r", 32, [1, 2]), refuse, WEIGHED, asked((1, 2), 10.0), "early", verdict, 10.0)
+    explainer.placed(Place("r", 32, [1, 2]), refuse, WEIGHED, prompt_of((1, 2), 10.0), "early", verdict, 10.0)
     found = explained(explainer)
     assert (found.state, found.reason) == ("refused", "slo_ttft: too late")
     assert found.admission is not None and found.admission.retry_after_s == 3.0
@@ -81,14 +81,16 @@ def test_a_refusal_is_remembered_with_its_reason() -> None:
 def test_a_retry_keeps_the_verdict_of_the_first_try() -> None:
     explainer = Explainer(10, 1 << 20, 16)
     note(explainer)
-    explainer.placed(Place("r", 32, [1, 2]), decision(), WEIGHED, asked((1, 2), 11.0), "goodput", None, 11.0)
+    explainer.placed(
+        Place("r", 32, [1, 2]), decision(), WEIGHED, prompt_of((1, 2), 11.0), "goodput", None, 11.0
+    )
     found = explained(explainer)
     assert found.num_placements == 2
     assert found.admission is not None and found.admission.rule == "goodput"
     explainer.check()
 
 
-def test_two_requests_for_one_prompt_at_once() -> None:
+def test_two_simultaneous_requests_for_one_prompt() -> None:
     explainer = Explainer(10, 1 << 20, 16)
     note(explainer, "first", (1, 2), now=10.0)
     note(explainer, "second", (1, 2, 3), now=10.1)
@@ -98,7 +100,7 @@ def test_two_requests_for_one_prompt_at_once() -> None:
     ]
     assert explained(explainer, "first").blocks[0].verdict == "never_stored", "it came before"
     explainer.prefilled(Prefilled("first"), 10.5)
-    assert explained(explainer, "second").blocks[0].verdict == "being_written", "it was so when it came"
+    assert explained(explainer, "second").blocks[0].verdict == "being_written", "the first was in progress"
     note(explainer, "third", (1, 2), now=11.0)
     explainer.prefilled(Prefilled("second"), 10.9)
     assert explained(explainer, "third").blocks[0].verdict == "never_stored"

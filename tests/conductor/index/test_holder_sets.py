@@ -1,4 +1,4 @@
-"""Sets that many blocks share: kept as long as a block points to them, found again when they come back."""
+"""Sets shared by many blocks: kept while a block points to them, and found again."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ def test_a_set_is_kept_as_long_as_a_block_points_to_it() -> None:
     one = sets.move(NO_HOLDERS, (1, 0, 0), 3)
     assert sets.move(NO_HOLDERS, (1, 0, 0), 2) == one and len(sets) == 1
     two = sets.move(one, (1, 2, 0), 5)
-    assert len(sets) == 1 and sets.masks(two) == (1, 2, 0), "nobody points to the first any more"
+    assert len(sets) == 1 and sets.masks(two) == (1, 2, 0), "no block points to the first set now"
     sets.check({two: 5})
     assert sets.move(two, (0, 0, 0), 5) == NO_HOLDERS
     assert len(sets) == 0
@@ -35,8 +35,8 @@ def test_a_row_that_is_free_is_given_to_the_next_set() -> None:
 
 
 @pytest.mark.parametrize("num_rows", [3, 100])
-def test_bits_are_those_of_the_masks_however_many_are_asked_for(num_rows: int) -> None:
-    """Few rows are looked at as integers, many as a matrix."""
+def test_bits_are_those_of_the_masks_for_any_number_of_rows(num_rows: int) -> None:
+    """Few rows are processed as integers, many as a matrix."""
     random = Random(num_rows)
     sets = HolderSets()
     masks: dict[int, Masks] = {}

@@ -1,11 +1,11 @@
-"""Copies follow use, and stop."""
+"""The number of copies follows the rate of use."""
 
 from __future__ import annotations
 
 from mooncake.conductor.index.hot_prefixes import HotPrefixes
 
 
-def test_a_copy_for_so_many_uses_a_minute() -> None:
+def test_one_copy_per_number_of_uses_a_minute() -> None:
     balance = HotPrefixes(uses_per_copy=10.0)
     for _ in range(25):
         balance.note(7, 100.0)
@@ -14,7 +14,7 @@ def test_a_copy_for_so_many_uses_a_minute() -> None:
     assert not balance.wants_copy(8, 1, 100.0)
 
 
-def test_what_is_used_no_more_wants_none() -> None:
+def test_an_unused_prefix_wants_no_copy() -> None:
     balance = HotPrefixes(uses_per_copy=10.0)
     for _ in range(25):
         balance.note(7, 100.0)

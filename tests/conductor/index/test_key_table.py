@@ -1,4 +1,4 @@
-"""The table answers like a dictionary, also when buckets overflow and while it grows."""
+"""The table behaves like a dictionary, also when buckets overflow and while it grows."""
 
 from __future__ import annotations
 
@@ -31,8 +31,8 @@ def test_equals_a_dictionary(seed: int) -> None:
         put(table, entries)
         truth |= entries
         table.check()
-        asked = random.sample(keys, 300)
-        assert get(table, *asked) == [truth.get(key, 0) for key in asked], f"seed {seed}"
+        queried = random.sample(keys, 300)
+        assert get(table, *queried) == [truth.get(key, 0) for key in queried], f"seed {seed}"
     assert len(table) == sum(value > 0 for value in truth.values())
 
 

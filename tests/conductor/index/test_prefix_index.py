@@ -1,4 +1,4 @@
-"""The index answers like a plain search over sets, whatever the order of events."""
+"""The index answers like a plain search over sets, in any order of events."""
 
 from __future__ import annotations
 
@@ -50,7 +50,7 @@ def test_clear_forgets_the_blocks_of_one_instance(index: PrefixIndex) -> None:
     assert index.matches(PROMPT) == {"b": 2}
     index.store("c", PROMPT[:5])
     assert index.matches(PROMPT) == {"b": 2, "c": 5}
-    assert index.clear("nobody") == index.forget("nobody") == 0
+    assert index.clear("unknown") == index.forget("unknown") == 0
 
 
 def test_a_slot_is_kept_until_its_instance_is_forgotten(index: PrefixIndex) -> None:
@@ -91,7 +91,7 @@ def test_a_prefix_may_go_from_tier_to_tier(index: PrefixIndex) -> None:
     assert match.num_held == 6
 
 
-def test_scopes_are_apart(index: PrefixIndex) -> None:
+def test_scopes_are_separate(index: PrefixIndex) -> None:
     index.store("a", PROMPT, scope="one")
     index.store("a", PROMPT[:2], scope="two")
     assert index.matches(PROMPT) == {}
@@ -116,7 +116,7 @@ def test_a_scope_ends_with_its_last_block(index: PrefixIndex) -> None:
     assert index.forget("b") == 2
 
 
-def test_what_went_is_remembered_with_its_reason(index: PrefixIndex) -> None:
+def test_removals_are_remembered_with_their_reason(index: PrefixIndex) -> None:
     index.store("a", PROMPT[:4])
     index.store("b", PROMPT[:4])
     index.remove("a", PROMPT[3:4], reason="capacity", now=1.0)
@@ -137,7 +137,7 @@ def test_blocks_that_come_and_go_leave_no_list_behind(index: PrefixIndex) -> Non
     assert index.clear("a") == 100
 
 
-def test_who_has_most_blocks_needs_no_list(index: PrefixIndex) -> None:
+def test_an_instance_with_most_blocks_needs_no_list(index: PrefixIndex) -> None:
     index.store("b", range(5, 400_000, 5))
     index.store("a", range(1, 300_000))
     index.remove("a", range(1, 1000))
@@ -150,7 +150,7 @@ def test_who_has_most_blocks_needs_no_list(index: PrefixIndex) -> None:
     assert len(index._lists[1][""]) == 1
 
 
-def test_what_many_hold_is_right_after_the_arrays_grew(index: PrefixIndex) -> None:
+def test_widely_held_blocks_are_right_after_the_arrays_grew(index: PrefixIndex) -> None:
     for number in range(60):
         index.store(f"i{number}", PROMPT[: 1 + number % 8])
     assert index.matches(PROMPT)["i7"] == 8

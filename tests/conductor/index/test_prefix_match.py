@@ -1,4 +1,4 @@
-"""A walk of many runs, of few, and a plain search agree."""
+"""The match by few runs, by many, and a plain search agree."""
 
 from __future__ import annotations
 
@@ -14,8 +14,8 @@ from mooncake.types import Tier
 
 NUM_SLOTS = 128
 bits = st.sets(st.sampled_from([0, 1, 2, 5, 63, 64, 99, 127]))
-everybody = st.just(set(range(100)))
-holders = st.tuples(bits | everybody, bits, bits)
+all_slots = st.just(set(range(100)))
+holders = st.tuples(bits | all_slots, bits, bits)
 
 
 def masks_of(sets: tuple[set[int], set[int], set[int]]) -> Masks:
@@ -25,12 +25,12 @@ def masks_of(sets: tuple[set[int], set[int], set[int]]) -> Masks:
 
 @settings(deadline=None)
 @given(st.lists(holders, min_size=1, max_size=40))
-def test_both_walks_are_a_plain_search(prompt: list[tuple[set[int], set[int], set[int]]]) -> None:
+def test_both_ways_equal_a_plain_search(prompt: list[tuple[set[int], set[int], set[int]]]) -> None:
     known = HolderSets()
     rows = np.array([known.move(0, masks_of(sets), 1) for sets in prompt], np.uint32)
     ends = np.arange(len(rows), dtype=np.int64) + 1
-    few = prefix_match._walk_few(known, rows.tolist(), ends.tolist(), NUM_SLOTS)
-    many = prefix_match._walk_many(known.reach(rows, NUM_SLOTS >> 6), ends)
+    few = prefix_match._match_few(known, rows.tolist(), ends.tolist(), NUM_SLOTS)
+    many = prefix_match._match_many(known.reach(rows, NUM_SLOTS >> 6), ends)
     for level in range(2):
         plain = np.zeros(NUM_SLOTS, np.int64)
         for slot in range(NUM_SLOTS):
@@ -52,7 +52,7 @@ def index() -> PrefixIndex:
     return index
 
 
-def test_everybody_drops_out_somewhere_else(index: PrefixIndex) -> None:
+def test_each_instance_drops_out_at_another_block(index: PrefixIndex) -> None:
     found = index.match(range(1, 201))
     assert found.leading_memory[:100].tolist() == [number + 1 for number in range(100)]
     assert found.leading[:100].tolist() == [number + 3 for number in range(100)]
@@ -60,7 +60,7 @@ def test_everybody_drops_out_somewhere_else(index: PrefixIndex) -> None:
     assert list(found.tiers_of(7)) == [2] * 8 + [4] * 2 + [0] * 190
 
 
-def test_what_was_unpacked_is_forgotten_with_its_row(index: PrefixIndex) -> None:
+def test_unpacked_rows_are_forgotten_with_their_row(index: PrefixIndex) -> None:
     index.match(range(1, 201))
     index.store("i0", range(1, 201))
     index.remove("i5", range(1, 201), Tier.MEMORY)
@@ -79,7 +79,7 @@ def test_more_rows_than_are_kept_unpacked(index: PrefixIndex, monkeypatch: pytes
     assert index.match(range(1, 201)).leading[99] == 102
 
 
-def test_slots_grow_beyond_what_was_unpacked(index: PrefixIndex) -> None:
+def test_slots_grow_beyond_the_unpacked_words(index: PrefixIndex) -> None:
     index.match(range(1, 201))
     for number in range(200):
         index.store(f"later {number}", range(1, 3))

@@ -10,7 +10,7 @@ import xxhash
 from mooncake.conductor.index.sequence_hash import extend_sequence, sequence_hashes
 
 
-def test_names_are_chained_as_the_standard_says() -> None:
+def test_names_are_chained_by_the_standard() -> None:
     first = xxhash.xxh3_64_intdigest(struct.pack("<4I", 1, 2, 3, 4), seed=7)
     local = xxhash.xxh3_64_intdigest(struct.pack("<4I", 5, 6, 7, 2**32 - 1), seed=7)
     second = xxhash.xxh3_64_intdigest(struct.pack("<2Q", first, local), seed=7)
@@ -20,11 +20,11 @@ def test_names_are_chained_as_the_standard_says() -> None:
 
 
 def test_known_values() -> None:
-    """Written down, so that a change of the library or of ours is noticed."""
+    """Constants, so that a change of the library or of our code is detected."""
     assert sequence_hashes(range(8), 4, 0) == [11660027832386793900, 15795048925959984383]
-    assert extend_sequence(None, [], 0) == 0x2D06800538D394C2  # the published XXH3-64 of nothing
+    assert extend_sequence(None, [], 0) == 0x2D06800538D394C2  # the published XXH3-64 of the empty input
 
 
-def test_a_token_that_is_none_is_refused() -> None:
+def test_an_impossible_token_is_refused() -> None:
     with pytest.raises(OverflowError):
         extend_sequence(None, [-1], 0)

@@ -1,4 +1,4 @@
-"""Who lends the blocks of a prompt: most of it, from a card that is free, from memory before an SSD."""
+"""The source of a prompt's blocks: most of it, from a free card, from memory before an SSD."""
 
 from __future__ import annotations
 
@@ -21,14 +21,14 @@ def prefill(held: Any) -> Any:
     return (1000.0 - np.array(held, dtype=float)) / 1000
 
 
-def lent(trio: ClusterView, held: list[float], on_ssd: list[float] | None = None) -> Any:
+def best_of(trio: ClusterView, held: list[float], on_ssd: list[float] | None = None) -> Any:
     whole = np.array(on_ssd if on_ssd is not None else held, dtype=float)
     given = PromptJob(NOW, 1000, whole, np.array(held, dtype=float))
     with_ssd = None if on_ssd is None else prefill(np.maximum(whole, held))
     return best_source(trio, given, every(held), prefill(held), with_ssd)
 
 
-def test_who_holds_most_lends_and_of_several_whose_card_is_free() -> None:
+def test_the_source_holds_most_and_of_several_has_a_free_card() -> None:
     trio = cluster(0, 0, 0)
     assert longest_holder(trio, job(100, 900, 900)) == (1, 900)
     trio.predict.links.egress_free_at[1] = NOW + 1
@@ -38,29 +38,29 @@ def test_who_holds_most_lends_and_of_several_whose_card_is_free() -> None:
 
 def test_less_from_an_idle_card_may_be_better_than_all_from_a_busy_one() -> None:
     trio = cluster(0, 0, 0)
-    assert lent(trio, [0, 900, 600]).slot == 1
+    assert best_of(trio, [0, 900, 600]).slot == 1
     trio.predict.links.egress_free_at[1] = NOW + 0.2
-    assert lent(trio, [0, 900, 600]).slot == 1, "the queue is shorter than what would have to be computed"
+    assert best_of(trio, [0, 900, 600]).slot == 1, "the queue is shorter than what would have to be computed"
     trio.predict.links.egress_free_at[1] = NOW + 0.4
-    found = lent(trio, [0, 900, 600])
+    found = best_of(trio, [0, 900, 600])
     assert (found.slot, found.reach, found.is_on_ssd) == (2, 600, False)
 
 
-def test_nobody_lends_what_nobody_has() -> None:
-    assert lent(cluster(0, 0), [0, 0]) is None
-    assert lent(cluster(0, 0), [0, 0], [0, 0]) is None
+def test_blocks_that_no_instance_holds_have_no_source() -> None:
+    assert best_of(cluster(0, 0), [0, 0]) is None
+    assert best_of(cluster(0, 0), [0, 0], [0, 0]) is None
 
 
-def test_an_ssd_lends_what_is_worth_its_reading() -> None:
+def test_an_ssd_is_a_source_when_its_reading_pays() -> None:
     trio = cluster(0, 0, 0, costs=SSD)
-    found = lent(trio, [0, 100, 0], [0, 100, 900])
+    found = best_of(trio, [0, 100, 0], [0, 100, 900])
     assert (found.slot, found.reach, found.is_on_ssd) == (2, 900, True)
     assert np.all(np.asarray(found.per_token) >= 0.0005), "no faster than the disk reads"
-    found = lent(trio, [0, 800, 0], [0, 800, 900])
+    found = best_of(trio, [0, 800, 0], [0, 800, 900])
     assert (found.slot, found.is_on_ssd) == (1, False), "0.45 s of reading for 0.1 s of computing"
 
 
-def test_everyone_s_own_ssd_is_read_behind_what_is_read_from_it_now() -> None:
+def test_reads_from_an_own_ssd_wait_for_those_in_progress() -> None:
     pair = cluster(0, 0, costs=SSD)
     pair.predict.links.ssd_free_at[0] = NOW + 0.5
     given = PromptJob(NOW, 1000, np.array([900.0, 0.0]), np.array([100.0, 0.0]))
@@ -77,7 +77,7 @@ def test_a_transfer_waits_for_both_cards() -> None:
     links.egress_free_at[0], links.ingress_free_at[1] = NOW + 1, NOW + 3
     assert list(wait_s(pair, job(0, 0), 0, every("ab"))) == pytest.approx([1.0, 3.0])
     links.egress_free_at[0] = links.ingress_free_at[1] = NOW - 5
-    assert list(wait_s(pair, job(0, 0), 0, every("ab"))) == [0.0, 0.0], "what is over is over"
+    assert list(wait_s(pair, job(0, 0), 0, every("ab"))) == [0.0, 0.0], "finished transfers don't count"
 
 
 def test_a_link_that_was_measured_is_believed() -> None:
@@ -85,6 +85,6 @@ def test_a_link_that_was_measured_is_believed() -> None:
     latency_s, before = path(pair, 0, every("ab"))
     assert latency_s == COSTS.link.latency_s
     for _ in range(200):
-        pair.predict.links.add(0, 1, 1_000_000, 10.0)  # a tenth of what was believed
+        pair.predict.links.add(0, 1, 1_000_000, 10.0)  # a tenth of the prior bandwidth
     _, after = path(pair, 0, every("ab"))
     assert np.asarray(after)[1] > np.asarray(before).max() * 5

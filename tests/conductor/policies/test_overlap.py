@@ -1,4 +1,4 @@
-"""Blocks are fetched when that is sooner, in both policies' own reckoning."""
+"""Blocks are fetched when that is sooner, by each policy's formula."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from mooncake.conductor.policies import overlap, selection
 from mooncake.conductor.policies.selection import ClusterView, PromptJob
-from mooncake.conductor.prediction.predictor import CostModels, LinkModel
+from mooncake.conductor.prediction.cost_models import CostModels, LinkModel
 from tests.conductor.clusters import COSTS, cluster, every, job
 
 
@@ -29,7 +29,7 @@ def test_its_time_counts_beside_queue_and_prefill() -> None:
     assert overlap.kvcache_centric(cluster(0.10, 0), job(900, 0), every("ab")).slot == 1
 
 
-def test_what_is_not_longer_by_the_factor_is_computed() -> None:
+def test_a_prefix_not_longer_by_the_factor_is_computed() -> None:
     there = job(900, 300)
     local = overlap.kvcache_centric(cluster(5, 0, kvcache_balancing_threshold=3.0), there, every("ab"))
     assert (local.slot, local.source) == (1, -1)
@@ -38,7 +38,7 @@ def test_what_is_not_longer_by_the_factor_is_computed() -> None:
     assert (moved.slot, moved.fetch_tokens) == (1, (300, 900))
 
 
-def test_nobody_holds_anything() -> None:
+def test_without_holders_nothing_is_fetched() -> None:
     choice = overlap.kvcache_centric(cluster(0.1, 0), job(0, 0), every("ab"))
     assert (choice.slot, choice.source) == (1, -1)
 
@@ -50,11 +50,11 @@ def test_a_load_that_ends_while_the_prompt_waits_costs_nothing() -> None:
     assert choice.done_s == pytest.approx(5.05)
 
 
-def test_who_holds_it_is_preferred_to_moving_it_for_nothing() -> None:
+def test_the_holder_is_preferred_to_a_useless_transfer() -> None:
     assert overlap.overlap(cluster(0, 0), job(900, 0), every("ab")).source == -1
 
 
-def test_loading_and_computing_share_what_a_slow_card_leaves() -> None:
+def test_loading_and_computing_share_the_prompt_with_a_slow_card() -> None:
     slow = CostModels(COSTS.prefill, COSTS.decode, LinkModel(1e-9, 5e4), 100, 10)
     # Loading takes twice as long as computing: some blocks are loaded while the others are computed.
     choice = overlap.overlap(cluster(50, 0, costs=slow), job(900, 0), every("ab"))
@@ -67,7 +67,7 @@ def test_loading_and_computing_share_what_a_slow_card_leaves() -> None:
         assert choice.done_s <= max(computed_s, loaded_s + computed_s / 10)
 
 
-def test_what_lies_on_its_own_ssd_is_read_while_the_prompt_waits() -> None:
+def test_blocks_on_its_own_ssd_are_read_while_the_prompt_waits() -> None:
     costs = CostModels(COSTS.prefill, COSTS.decode, COSTS.link, 100, 10, LinkModel(1e-9, 1e6))
     pair = cluster(0.05, 0, costs=costs)
     there = PromptJob(1000.0, 1000, np.array([900.0, 0.0]), np.array([100.0, 0.0]))
@@ -81,7 +81,7 @@ def test_what_lies_on_its_own_ssd_is_read_while_the_prompt_waits() -> None:
     assert choice.source == -1
 
 
-def test_the_ssd_of_another_lends_when_nobody_has_it_in_memory() -> None:
+def test_another_s_ssd_is_the_source_when_none_has_it_in_memory() -> None:
     costs = CostModels(COSTS.prefill, COSTS.decode, COSTS.link, 100, 10, LinkModel(1e-9, 2e5))
     there = PromptJob(1000.0, 1000, np.array([900.0, 0.0]), np.array([0.0, 0.0]))
     choice = overlap.overlap(cluster(5.0, 0, costs=costs), there, every("ab"))
@@ -96,20 +96,20 @@ def test_a_busy_card_is_not_waited_for() -> None:
     assert (choice.slot, choice.source) == (1, -1)
 
 
-def test_another_source_lends_when_the_best_is_busy() -> None:
+def test_another_source_is_used_when_the_best_is_busy() -> None:
     trio = cluster(50, 50, 0)
     trio.predict.links.egress_free_at[0] = 1005.0
     choice = overlap.overlap(trio, job(900, 800, 0), every("abc"))
     assert (choice.slot, choice.source, choice.fetch_tokens) == (2, 1, (0, 800))
 
 
-def test_a_short_prompt_overtakes_and_is_told_so() -> None:
+def test_a_short_prompt_overtakes_and_its_turn_says_so() -> None:
     pair = cluster(1.0, 1.0)
-    pair.loads.add_prompt(0, "long", 20.0, 1, 1000.0 + selection.PATIENCE * 20.0, 1000.0)
+    pair.loads.add_prompt(0, "long", 20.0, 1, 1000.0 + selection.OVERTAKING_FACTOR * 20.0, 1000.0)
     pair.loads.add_prompt(1, "short", 0.01, 1, 1000.0, 1000.0)
-    # On h:0 only the long prompt would wait for it; but there are 20 s of nobody's waiting on h:1.
+    # On h:0 only the long prompt would wait for it; on h:1 there are 20 s of queue and none that waits.
     choice = overlap.overlap(pair, job(0, 0, num_tokens=100), every("ab"))
-    assert choice.turn == pytest.approx(1000.0 + selection.PATIENCE * 0.1)
+    assert choice.turn == pytest.approx(1000.0 + selection.OVERTAKING_FACTOR * 0.1)
     assert choice.slot == 1 and choice.queue_s == pytest.approx(1.01)
     pair.loads.add_prompt(1, "another", 0.2, 1, 1000.0, 1000.0)
     choice = overlap.overlap(pair, job(0, 0, num_tokens=100), every("ab"))
@@ -117,7 +117,7 @@ def test_a_short_prompt_overtakes_and_is_told_so() -> None:
 
 
 def plainly(pair: ClusterView, there: PromptJob, slots: list[int]) -> list[tuple[float, int]]:
-    """Of each candidate: its score and from whom it would load (-1: nobody), one number after the other."""
+    """By candidate: its score and the source it would load from (-1: none), computed with scalars."""
     predict, layers = pair.predict, pair.predict.costs.num_layers
     costs, block = predict.costs, pair.settings.block_tokens
     assert block == 10
@@ -126,27 +126,27 @@ def plainly(pair: ClusterView, there: PromptJob, slots: list[int]) -> list[tuple
     def compute_s(slot: int, first: float) -> float:
         return predict.prefill_model(slot).seconds(first, there.num_tokens)
 
-    lenders: list[tuple[float, int, int, float, bool]] = []
+    sources: list[tuple[float, int, int, float, bool]] = []
     for is_ssd, tokens in enumerate((there.in_memory, there.cached)):
         for slot in pair.sources.tolist():
             if tokens[slot] > 0:
                 wait_s = max(predict.links.egress_free_at[slot] - there.now, 0.0)
                 slow_s = tokens[slot] * ssd_s * is_ssd
                 cost = wait_s + slow_s + compute_s(slot, tokens[slot])
-                lenders.append((cost, len(lenders), slot, float(tokens[slot]), bool(is_ssd)))
-    best = min(lenders, default=None)
+                sources.append((cost, len(sources), slot, float(tokens[slot]), bool(is_ssd)))
+    best = min(sources, default=None)
     turn = there.turn(
         min(compute_s(slot, max(there.cached[slot], best[3] if best else 0.0)) for slot in slots)
     )
-    told = []
+    results = []
     for slot in slots:
         [queue_s], behind = pair.loads.queue_s(np.array([slot]), there.now, turn)
         own = float(there.in_memory[slot])
         ways = [(queue_s + compute_s(slot, own), 0.0, -1)]
-        lent = [(slot, float(there.cached[slot]), True)] if there.cached[slot] > own else []
+        options = [(slot, float(there.cached[slot]), True)] if there.cached[slot] > own else []
         if best is not None and best[2] != slot and best[3] > own:
-            lent.insert(0, best[2:])
-        for source, reach, is_ssd in lent:
+            options.insert(0, best[2:])
+        for source, reach, is_ssd in options:
             per_token, free_at = ssd_s, predict.links.ssd_free_at[slot]
             latency_s = costs.ssd.latency_s
             if source != slot:
@@ -162,13 +162,13 @@ def plainly(pair: ClusterView, there: PromptJob, slots: list[int]) -> list[tuple
             ways.append((done, overlap.LOAD_PRICE * part * all_s, source if part else -1))
         done, price, source = min(ways[1:] or ways, key=lambda way: way[0])
         num_behind = 0.0 if behind is None else float(behind[0])
-        told.append((done + num_behind * (done - queue_s) + price, source))
-    return told
+        results.append((done + num_behind * (done - queue_s) + price, source))
+    return results
 
 
 @settings(deadline=None, max_examples=200)
 @given(st.integers(0, 1 << 30))
-def test_the_choice_is_the_best_of_all_reckoned_one_by_one(seed: int) -> None:
+def test_the_choice_is_the_best_of_all_computed_one_by_one(seed: int) -> None:
     random = Random(seed)
     num = random.choice([2, 5, 12])
     costs = CostModels(
@@ -186,13 +186,13 @@ def test_the_choice_is_the_best_of_all_reckoned_one_by_one(seed: int) -> None:
     in_memory = np.minimum(cached, [random.choice([0, 200, 900]) for _ in range(num)])
     there = PromptJob(1000.0, 1000, cached, cached if random.random() < 0.5 else in_memory)
     slots = every(range(num))[random.random() < 0.3 :]
-    told = plainly(many, there, slots.tolist())
+    results = plainly(many, there, slots.tolist())
     choice = overlap.overlap(many, there, slots)
-    score_s, source = told[slots.tolist().index(choice.slot)]
-    assert score_s == pytest.approx(min(told)[0], rel=1e-9, abs=1e-12)
+    score_s, source = results[slots.tolist().index(choice.slot)]
+    assert score_s == pytest.approx(min(results)[0], rel=1e-9, abs=1e-12)
     if choice.source >= 0:
         assert choice.source == source
     considered = choice.considered
     assert considered is not None
     for slot, its_score in zip(considered.slots.tolist(), considered.score_s.tolist(), strict=True):
-        assert its_score == pytest.approx(told[slots.tolist().index(slot)][0], rel=1e-9, abs=1e-12)
+        assert its_score == pytest.approx(results[slots.tolist().index(slot)][0], rel=1e-9, abs=1e-12)

@@ -1,4 +1,4 @@
-"""Every name that the setting allows is a policy that places on an instance it was offered."""
+"""Every name that the setting allows is a policy that chooses among the given instances."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ def test_names_are_those_of_the_setting() -> None:
 
 
 @pytest.mark.parametrize("name", POLICIES)
-def test_both_sides_choose_among_those_that_are_offered(name: str) -> None:
+def test_both_policies_choose_among_the_given_instances(name: str) -> None:
     for policy in POLICIES[name]:
         four = cluster(0.1, 0.2, 0.0, 0.3)
         for offered in ([0, 1, 2, 3], [1, 3], [3]):

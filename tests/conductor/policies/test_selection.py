@@ -1,4 +1,4 @@
-"""Each policy picks what its formula says, and says so."""
+"""Each policy chooses by its formula, and gives that as its reason."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ def test_load_ignores_the_cache() -> None:
     assert choice.slot == 1
 
 
-def test_equals_are_served_by_who_served_least() -> None:
+def test_among_equals_the_one_that_served_least_is_chosen() -> None:
     pair = cluster(0, 0)
     pair.loads.num_placed[0] = 5
     assert selection.prefill_by_cache(pair, job(0, 0), every("ab")).slot == 1
@@ -63,7 +63,7 @@ def test_decode_goes_where_the_next_step_is_shortest_and_fits() -> None:
     assert choice.slot == 0 and choice.reason.startswith("no memory anywhere")
 
 
-def test_round_robin_takes_turns_and_newcomers_come_less_often() -> None:
+def test_round_robin_takes_turns_and_new_instances_come_less_often() -> None:
     trio = cluster(0, 0, 0)
     chosen = [selection.round_robin(trio, job(0, 0, 0), every("abc")).slot for _ in range(6)]
     assert Counter(chosen) == {0: 2, 1: 2, 2: 2}
@@ -82,23 +82,23 @@ def test_random_is_seeded() -> None:
     assert len(set(chosen(1))) == 3
 
 
-def test_a_newcomer_gets_less() -> None:
+def test_a_new_instance_gets_less() -> None:
     pair = cluster(0.5, 0)
     pair.loads.became_ready(1, 1000.0)
     assert selection.prefill_by_load(pair, job(0, 0), every("ab")).slot == 0
 
 
-def test_the_closest_candidates_are_told_best_first() -> None:
+def test_the_closest_candidates_are_listed_best_first() -> None:
     queues = [float(9 - n) for n in range(20)]
     choice = selection.prefill_by_cache(cluster(*np.abs(queues)), job(*[0] * 20), every(queues))
-    told = choice.considered
-    assert told is not None and len(told.slots) == selection.NUM_CONSIDERED
-    assert told.slots[0] == choice.slot == 9
-    assert (np.diff(told.score_s) >= 0).all()
+    considered = choice.considered
+    assert considered is not None and len(considered.slots) == selection.NUM_CONSIDERED
+    assert considered.slots[0] == choice.slot == 9
+    assert (np.diff(considered.score_s) >= 0).all()
 
 
 @pytest.mark.parametrize("policy", [selection.decode_by_load, selection.decode_by_tbt])
-def test_of_equal_decodes_who_holds_more_serves_then_who_served_least(policy: selection.Policy) -> None:
+def test_among_equal_decodes_more_cached_blocks_win_then_fewer_served(policy: selection.Policy) -> None:
     trio = cluster(0, 0, 0)
     trio.loads.num_placed[:] = 7, 2, 5
     assert policy(trio, job(0, 0, 0), every("abc")).slot == 1

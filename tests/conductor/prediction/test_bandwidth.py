@@ -1,4 +1,4 @@
-"""A path is judged by itself, else by its source, else by all; and cards are busy with what was promised."""
+"""A path is estimated from its own samples, else from its source's, else from all; booked cards are busy."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ def from_source(links: BandwidthEstimates, source: int) -> list[float]:
     return [float(one) for one in np.broadcast_to(links.s_per_byte_from(source), 4)]
 
 
-def test_what_was_believed_holds_for_who_told_nothing(links: BandwidthEstimates) -> None:
+def test_the_prior_holds_for_a_source_without_samples(links: BandwidthEstimates) -> None:
     assert from_source(links, 0) == [1e-9] * 4
 
 
@@ -39,21 +39,21 @@ def test_a_path_differs_from_its_source_and_that_from_others(links: BandwidthEst
     assert from_source(links, 3)[0] == pytest.approx(links.s_per_byte)
 
 
-def test_small_transfers_tell_the_latency(links: BandwidthEstimates) -> None:
+def test_small_transfers_yield_the_latency(links: BandwidthEstimates) -> None:
     for _ in range(100):
         links.add(0, 1, 64, 0.02)
     assert links.latency_s == pytest.approx(0.02, rel=0.01)
     assert from_source(links, 0) == [1e-9] * 4
 
 
-def test_what_is_no_duration_is_ignored(links: BandwidthEstimates) -> None:
+def test_an_impossible_duration_is_ignored(links: BandwidthEstimates) -> None:
     for seconds in (0.0, -1.0, float("nan"), float("inf")):
         links.add(0, 1, GB, seconds)
     links.add(0, 1, 0, 1.0)
     assert from_source(links, 0) == [1e-9] * 4
 
 
-def test_a_card_is_busy_with_what_was_promised(links: BandwidthEstimates) -> None:
+def test_a_card_is_busy_with_booked_transfers(links: BandwidthEstimates) -> None:
     links.book(0, 1, 2.0, 10.0)
     links.book(0, 2, 3.0, 10.0)
     assert links.egress_free_at[0] == 15.0

@@ -1,4 +1,4 @@
-"""Tokens become seconds here and nowhere else."""
+"""The formulas that convert tokens to seconds."""
 
 from __future__ import annotations
 
@@ -13,12 +13,12 @@ MODEL = PrefillModel(0.01, 1e-4, 1e-9)
 
 def test_a_prompt_costs_its_length_and_the_square_of_it() -> None:
     assert MODEL.seconds(0, 10_000) == pytest.approx(0.01 + 1.0 + 0.1)
-    assert MODEL.seconds(10_000, 10_000) == pytest.approx(0.01), "nothing to compute costs what a step costs"
+    assert MODEL.seconds(10_000, 10_000) == pytest.approx(0.01), "an empty prefill costs a step's constant"
 
 
 @given(st.integers(0, 200_000), st.integers(0, 200_000), st.integers(0, 200_000))
 def test_computing_in_parts_costs_what_the_whole_costs(first: int, more: int, rest: int) -> None:
-    """But what each part costs whatever its length: attention to what is there is paid once a token."""
+    """Except for each part's constant cost: attention to earlier tokens is paid once per token."""
     middle, end = first + more, first + more + rest
     parts = MODEL.seconds(first, middle) + MODEL.seconds(middle, end)
     assert parts == pytest.approx(MODEL.seconds(first, end) + MODEL.c0)

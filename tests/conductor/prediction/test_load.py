@@ -1,4 +1,4 @@
-"""The accounts add up, and facts correct them."""
+"""The accounts add up, and reports correct them."""
 
 from __future__ import annotations
 
@@ -39,12 +39,12 @@ def test_a_late_prompt_keeps_those_behind_it_waiting(loads: LoadAccounts) -> Non
     loads.end_prompt(1, "a", 20.0)
     assert queue(loads, 1, 21.0) == (2.0, 0.0)
     loads.end_prompt(1, "b", 21.0)
-    loads.end_prompt(1, "b", 21.0)  # told twice
+    loads.end_prompt(1, "b", 21.0)  # reported twice
     assert queue(loads, 1, 21.0) == (0.0, 0.0)
     assert loads.num_requests[1] == 0
 
 
-def test_the_lowest_turn_is_next_whoever_came_first(loads: LoadAccounts) -> None:
+def test_the_lowest_turn_is_next_in_any_order_of_arrival(loads: LoadAccounts) -> None:
     loads.add_prompt(2, "first", 1.0, 1, 10.0, 10.0)
     loads.add_prompt(2, "long", 20.0, 1, 90.0, 10.0)
     loads.add_prompt(2, "short", 0.5, 1, 12.0, 10.0)
@@ -52,7 +52,7 @@ def test_the_lowest_turn_is_next_whoever_came_first(loads: LoadAccounts) -> None
     loads.end_prompt(2, "first", 11.0)
     assert loads.prompts_of(2)[0] == "short"
     assert queue(loads, 2, 11.0) == (20.5, 0.0)
-    loads.end_prompt(2, "long", 11.2)  # given up while it waited
+    loads.end_prompt(2, "long", 11.2)  # cancelled while it waited
     assert queue(loads, 2, 11.2)[0] == pytest.approx(0.3)
 
 
@@ -65,7 +65,7 @@ def test_decode_counts_requests_and_context(loads: LoadAccounts) -> None:
     assert loads.decodes_of(0) == ["b"]
 
 
-def test_a_newcomers_share_rises(loads: LoadAccounts) -> None:
+def test_a_new_instance_s_share_rises(loads: LoadAccounts) -> None:
     slots = np.array([0, 1])
     assert loads.shares(slots, 5.0, 10.0) is None
     loads.became_ready(1, 5.0)
@@ -75,7 +75,7 @@ def test_a_newcomers_share_rises(loads: LoadAccounts) -> None:
     assert loads.shares(slots, 15.0, 10.0) is None
 
 
-def test_a_slot_that_changes_hands_is_empty(loads: LoadAccounts) -> None:
+def test_a_reused_slot_is_empty(loads: LoadAccounts) -> None:
     for request in range(100):
         loads.add_prompt(request % 3, f"r{request}", 1.0, 1, float(request), 0.0)
         loads.add_decode(request % 3, f"r{request}", 7)

@@ -17,7 +17,7 @@ def test_quantiles_are_near() -> None:
         assert 0.85 * exact <= answers.quantile(part) <= 1.25 * exact
 
 
-def test_a_change_of_habit_is_noticed() -> None:
+def test_a_change_of_lengths_is_followed() -> None:
     answers = LengthHistogram()
     for length in (1000, 10):
         for _ in range(20_000):
@@ -26,7 +26,7 @@ def test_a_change_of_habit_is_noticed() -> None:
     assert answers.mean < 200
 
 
-def test_a_new_scope_is_judged_by_all() -> None:
+def test_a_new_scope_is_estimated_from_all() -> None:
     lengths = OutputLengths()
     assert lengths.expected("new", 0) == 0
     assert lengths.expected("new", 128) == 128

@@ -1,10 +1,10 @@
-"""The formulas give what was published; estimates follow what is measured."""
+"""The formulas give the published values; estimates follow measurements."""
 
 from __future__ import annotations
 
 import pytest
 
-from mooncake.conductor.prediction.predictor import DecodeModel, LinkModel, PrefillModel
+from mooncake.conductor.prediction.cost_models import DecodeModel, LinkModel, PrefillModel
 
 
 def test_prefill_by_halves_is_a_prefill() -> None:

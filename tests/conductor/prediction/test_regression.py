@@ -33,7 +33,7 @@ def test_the_truth_is_found_through_noise() -> None:
         assert fit.expected(sample) == pytest.approx(seconds(sample, *truth), rel=0.05)
 
 
-def test_what_was_believed_to_cost_nothing_may_turn_out_to() -> None:
+def test_a_prior_of_zero_may_be_corrected() -> None:
     fit, random = LeastSquares((0.0, 1e-4, 1e-9), SCALE), Random(4)
     for _ in range(300):
         sample = terms(0, random.randrange(100, 20_000))
@@ -41,14 +41,14 @@ def test_what_was_believed_to_cost_nothing_may_turn_out_to() -> None:
     assert fit.expected(terms(0, 200)) == pytest.approx(0.09, rel=0.05)
 
 
-def test_prompts_of_one_length_teach_the_speed_and_keep_the_shape() -> None:
+def test_prompts_of_one_length_change_the_speed_and_keep_the_shape() -> None:
     fit = LeastSquares(PRIOR, SCALE)
     for _ in range(20):
         fit.add(terms(0, 1000), 50 * seconds(terms(0, 1000), *PRIOR))
     assert fit.coefficients == pytest.approx([50 * one for one in PRIOR], rel=0.01)
 
 
-def test_what_becomes_slower_is_noticed() -> None:
+def test_a_slowdown_is_followed() -> None:
     fit, random = LeastSquares(PRIOR, SCALE), Random(2)
     for slower in (1.0, 3.0):
         for _ in range(1000):
@@ -66,14 +66,14 @@ def test_one_absurd_sample_moves_little() -> None:
 
 
 @given(st.lists(st.tuples(st.integers(1, 200_000), st.floats(allow_nan=True)), max_size=60))
-def test_nothing_that_is_measured_makes_work_negative(samples: list[tuple[int, float]]) -> None:
+def test_no_sample_makes_work_negative(samples: list[tuple[int, float]]) -> None:
     fit = LeastSquares(PRIOR, SCALE)
     for length, measured in samples:
         fit.add(terms(0, length), measured)
         fit.check()
 
 
-def test_an_instance_is_judged_by_all_until_it_has_samples() -> None:
+def test_an_instance_is_estimated_from_all_until_it_has_samples() -> None:
     columns = FittedColumns(PRIOR, SCALE)
     columns.grow(3)
     for number in range(TRUSTED_SAMPLES - 1):

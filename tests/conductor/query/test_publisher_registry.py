@@ -35,7 +35,7 @@ def holding(
     registry.take(BlocksStored(one.holder, NAMES[first:count], tier, one.scope.name))
 
 
-def asked(**fields: Any) -> Query:
+def query(**fields: Any) -> Query:
     return Query(**{"model": "m", "block_size": 16, "token_ids": TOKENS, **fields})
 
 
@@ -47,10 +47,10 @@ def test_the_best_rank_of_an_instance_answers_for_it() -> None:
     holding(registry, ranks[0], 1)
     holding(registry, ranks[1], 2)
     holding(registry, ranks[1], 3, Tier.SSD, first=2)
-    row = registry.answer(asked())["default"]["a"]
+    row = registry.answer(query())["default"]["a"]
     assert row == {"longest_matched": 48, "DP": {"0": 16, "1": 48}, "GPU": 32, "CPU": 0, "DISK": 16}
     by_hash = QueryByHash(model="m", block_size=16, seq_hashes=NAMES)
-    assert registry.answer(by_hash) == registry.answer(asked())
+    assert registry.answer(by_hash) == registry.answer(query())
 
 
 def test_scopes_do_not_see_each_other() -> None:
@@ -59,33 +59,33 @@ def test_scopes_do_not_see_each_other() -> None:
         one = registration(instance_id=str(changed), **changed)
         registry.register(one)
         holding(registry, one, 4)
-    assert registry.answer(asked()) == {"default": {}}
-    assert list(registry.answer(asked(tenant_id="t"))["t"]) == [str({"tenant_id": "t"})]
-    assert list(registry.answer(asked(cache_salt="s"))["default"]) == [str({"additionalsalt": "s"})]
+    assert registry.answer(query()) == {"default": {}}
+    assert list(registry.answer(query(tenant_id="t"))["t"]) == [str({"tenant_id": "t"})]
+    assert list(registry.answer(query(cache_salt="s"))["default"]) == [str({"additionalsalt": "s"})]
 
 
-def test_one_instance_may_be_asked_for() -> None:
+def test_a_query_may_name_one_instance() -> None:
     registry = PublisherRegistry(SEED)
     for name in "ab":
         one = registration(instance_id=name)
         registry.register(one)
         holding(registry, one, 2)
-    assert list(registry.answer(asked(instance_id="b"))["default"]) == ["b"]
-    assert {*registry.answer(asked(instance_id=""))["default"]} == {"a", "b"}
-    assert registry.answer(asked(instance_id="c"))["default"] == {}
+    assert list(registry.answer(query(instance_id="b"))["default"]) == ["b"]
+    assert {*registry.answer(query(instance_id=""))["default"]} == {"a", "b"}
+    assert registry.answer(query(instance_id="c"))["default"] == {}
 
 
-def test_who_registers_anew_has_nothing() -> None:
+def test_a_renewed_registration_has_no_blocks() -> None:
     registry = PublisherRegistry(SEED)
     one = registration()
     registry.register(one)
     holding(registry, one, 4)
     registry.register(registration(endpoint="tcp://10.0.0.1:5558"))
-    assert registry.answer(asked()) == {"default": {}}
+    assert registry.answer(query()) == {"default": {}}
     assert len(registry.registered) == 1
 
 
-def test_who_is_unregistered_is_gone_with_every_salt_and_nobody_else_is() -> None:
+def test_unregistering_removes_every_salt_and_no_other_registration() -> None:
     registry = PublisherRegistry(SEED)
     for fields in ({}, {"additionalsalt": "s"}, {"dp_rank": 1}, {"instance_id": "b"}):
         registry.register(registration(**fields))
@@ -95,7 +95,7 @@ def test_who_is_unregistered_is_gone_with_every_salt_and_nobody_else_is() -> Non
     assert registry.unregister(Unregister("vLLM", "m", "a", 16)) == []
     late = BlocksStored(gone[0].holder, NAMES, Tier.DEVICE, gone[0].scope.name)
     registry.take(late)
-    assert registry.answer(asked()) == {"default": {}}, "what a publisher says after its end is not heard"
+    assert registry.answer(query()) == {"default": {}}, "events after the end of a registration are ignored"
 
 
 def test_blocks_come_and_go() -> None:
@@ -104,13 +104,13 @@ def test_blocks_come_and_go() -> None:
     registry.register(one)
     holding(registry, one, 4)
     registry.take(BlocksRemoved(one.holder, NAMES[2:3], Tier.DEVICE, one.scope.name))
-    assert registry.answer(asked())["default"]["a"]["longest_matched"] == 32
+    assert registry.answer(query())["default"]["a"]["longest_matched"] == 32
     registry.take(BlocksCleared(one.holder))
-    assert registry.answer(asked()) == {"default": {}}
+    assert registry.answer(query()) == {"default": {}}
 
 
 @pytest.mark.parametrize("endpoint", ["tcp://*:5557", "tcp://10.0.0.1:0", "tcp://10.0.0.1:70000", "http://x"])
-def test_an_endpoint_that_nobody_can_connect_to_is_named(endpoint: str) -> None:
+def test_an_endpoint_that_can_t_be_connected_to_is_named(endpoint: str) -> None:
     with pytest.raises(ValueError, match="endpoint"):
         registration(endpoint=endpoint)
     body = msgspec.json.encode({
@@ -121,6 +121,6 @@ def test_an_endpoint_that_nobody_can_connect_to_is_named(endpoint: str) -> None:
 
 
 @pytest.mark.parametrize("name", [-1, 1 << 64])
-def test_a_name_that_is_no_hash_is_named(name: int) -> None:
+def test_a_value_that_is_no_hash_is_named(name: int) -> None:
     with pytest.raises(ValueError, match=r"seq_hashes\[1\]"):
         QueryByHash(model="m", block_size=16, seq_hashes=[0, name])

@@ -1,4 +1,4 @@
-"""Other routers ask over real HTTP about publishers on real ZeroMQ sockets."""
+"""Queries of other routers over real HTTP about publishers on real ZeroMQ sockets."""
 
 from __future__ import annotations
 
@@ -19,7 +19,8 @@ from mooncake.conductor.server import ConductorSettings, serve
 from mooncake.errors import InvalidArgument
 from mooncake.http.openai import KvEventSource
 from mooncake.http.server import listen
-from mooncake.inference.kv_events import AllBlocksCleared, BlockRemoved, BlockStored, WorkerKvEventPublisher
+from mooncake.inference.kv_events import WorkerKvEventPublisher
+from mooncake.kv_events.dialects import AllBlocksCleared, BlockRemoved, BlockStored
 from mooncake.prefix import block_hashes, root_hash
 from mooncake.rpc import AsyncClient
 from mooncake.store import messages as m
@@ -32,12 +33,12 @@ KEY = "a key of this test"
 TOKENS = list(range(500, 564))
 OURS = block_hashes(TOKENS, 16, root_hash())
 NAMES = sequence_hashes(TOKENS, 16, 3)
-ASKED = {"model": "m", "block_size": 16}
+QUERY = {"model": "m", "block_size": 16}
 
 
 def stored(first: int, end: int, medium: str = "GPU") -> BlockStored:
     return BlockStored(
-        block_hashes=OURS[first:end],
+        block_hashes=[*OURS[first:end]],
         parent_block_hash=OURS[first - 1] if first else root_hash(),
         token_ids=TOKENS[16 * first : 16 * end],
         block_size=16,
@@ -57,7 +58,7 @@ class Router:
         await self._session.close()
 
     async def post(self, path: str, body: Any, **headers: str) -> tuple[int, Any]:
-        """With the key, unless another is given."""
+        """Post with the key, unless another is given."""
         headers = headers or {"X-API-Key": KEY}
         data = body if isinstance(body, bytes) else json.dumps(body).encode()
         async with self._session.post(self._url + path, data=data, headers=headers) as response:
@@ -73,7 +74,7 @@ class Router:
         assert answer == (200, {"status": "registered successfully", "instance_id": instance})
 
     async def query(self, **more: Any) -> dict[str, Any]:
-        status, answer = await self.post("/query", {**ASKED, "token_ids": TOKENS, **more})
+        status, answer = await self.post("/query", {**QUERY, "token_ids": TOKENS, **more})
         assert status == 200, answer
         assert isinstance(answer, dict)
         return answer
@@ -142,9 +143,9 @@ async def test_tiers_ranks_and_hashes(router: Router) -> None:
             return await router.query() == {"default": expected}
 
         await until(is_known)
-        by_hash = {**ASKED, "seq_hashes": NAMES}
+        by_hash = {**QUERY, "seq_hashes": NAMES}
         assert await router.post("/query_by_hash", by_hash) == (200, {"default": expected})
-        by_hash = {**ASKED, "block_hash": [*NAMES[:1], 5, *NAMES[1:]]}  # the scan stops at the first miss
+        by_hash = {**QUERY, "block_hash": [*NAMES[:1], 5, *NAMES[1:]]}  # the scan stops at the first miss
         _, answer = await router.post("/query_by_hash", by_hash)
         assert answer["default"]["one"]["longest_matched"] == 16
         assert await router.longest(token_ids=TOKENS[:40]) == 32, "a partial block does not count"
@@ -152,7 +153,7 @@ async def test_tiers_ranks_and_hashes(router: Router) -> None:
         assert await router.query(instance_id="two") == {"default": {}}
         assert await router.longest(instance_id="one") == 64
 
-        second.publish([BlockRemoved(block_hashes=OURS[:1])])
+        second.publish([BlockRemoved([*OURS[:1]], "GPU")])
         first.publish([AllBlocksCleared()])
 
         async def is_gone() -> bool:
@@ -164,7 +165,7 @@ async def test_tiers_ranks_and_hashes(router: Router) -> None:
     assert json.loads(await router.get("/health")) == {"status": "ok", "publishers": 2}
 
 
-async def test_tenants_models_adapters_and_salts_are_apart(router: Router) -> None:
+async def test_tenants_models_adapters_and_salts_are_separate(router: Router) -> None:
     scopes: list[dict[str, str]] = [
         {},
         {"tenant_id": "t2"},
@@ -172,12 +173,12 @@ async def test_tenants_models_adapters_and_salts_are_apart(router: Router) -> No
         {"lora_name": "sql"},
         {"cache_salt": "pepper"},
     ]
-    words = {"model": "modelname", "cache_salt": "additionalsalt"}
+    names = {"model": "modelname", "cache_salt": "additionalsalt"}
     async with contextlib.AsyncExitStack() as stack:
         for number, scope in enumerate(scopes):
             publisher = await stack.enter_async_context(publishing())
             publisher.publish([stored(0, 1 + number % 4)])
-            as_registered = {words.get(name, name): value for name, value in scope.items()}
+            as_registered = {names.get(name, name): value for name, value in scope.items()}
             await router.register(source_of(publisher), f"i{number}", **as_registered)
         for number, scope in enumerate(scopes):
 
@@ -196,13 +197,13 @@ async def test_unregistered_is_forgotten(router: Router) -> None:
         await router.register(source_of(publisher))
         await router.register(source_of(publisher), additionalsalt="pepper")
         await until(router.longest)
-        asked = registration(source_of(publisher), "one")
-        del asked["endpoint"], asked["replay_endpoint"]
-        answer = await router.post("/unregister", asked)
+        request = registration(source_of(publisher), "one")
+        del request["endpoint"], request["replay_endpoint"]
+        answer = await router.post("/unregister", request)
         removed = ["one|default|0", "one|default|0"]
         assert answer == (200, {"status": "unregistered successfully", "removed_instances": removed})
         assert await router.query() == {"default": {}}
-        status, answer = await router.post("/unregister", asked)
+        status, answer = await router.post("/unregister", request)
         assert status == 404 and "`instance_id` 'one'" in answer["error"]
 
 
@@ -221,8 +222,8 @@ async def test_a_restarted_publisher_is_followed_again(router: Router) -> None:
         await until(is_new, lambda: publisher.publish([stored(0, 1)]))
 
 
-async def test_a_publisher_that_comes_later_is_heard(router: Router) -> None:
-    """Registered while nobody listens there; the gap since its beginning is replayed."""
+async def test_a_publisher_that_starts_later_is_followed(router: Router) -> None:
+    """Registered before it listens; the gap since its beginning is replayed."""
     with contextlib.closing(listen("127.0.0.1", 0)) as one, contextlib.closing(listen("127.0.0.1", 0)) as two:
         ports = one.getsockname()[1], two.getsockname()[1]
     await router.register(KvEventSource(f"tcp://127.0.0.1:{ports[0]}", f"tcp://127.0.0.1:{ports[1]}", ""))
@@ -330,14 +331,14 @@ async def test_the_existing_store_s_events(router: Router) -> None:
 async def test_errors_name_the_field(router: Router, path: str, change: dict[str, Any], named: str) -> None:
     body: dict[str, Any] = registration(KvEventSource("tcp://127.0.0.1:9", None, ""), "one")
     if path.startswith("/query"):
-        body = dict(ASKED) if path.endswith("hash") else {**ASKED, "token_ids": TOKENS}
+        body = dict(QUERY) if path.endswith("hash") else {**QUERY, "token_ids": TOKENS}
     status, answer = await router.post(path, {**body, **change})
     assert status == 400 and named in answer["error"], answer
 
 
-async def test_what_is_no_request(router: Router) -> None:
+async def test_bodies_that_are_not_requests(router: Router) -> None:
     status, answer = await router.post("/query", b"{")
-    assert status == 400 and "no JSON" in answer["error"]
+    assert status == 400 and "not JSON" in answer["error"]
     status, answer = await router.post("/query", [1])
     assert status == 400 and "object" in answer["error"]
     status, answer = await router.post("/nowhere", {})
@@ -353,12 +354,12 @@ async def test_changes_need_the_key() -> None:
     assert (await router.post("/register", body, **{"X-API-Key": ""}))[0] == 401
     assert (await router.post("/unregister", body, **{"X-API-Key": "wrong"}))[0] == 401
     assert (await router.post("/register", body, **{"X-API-Key": KEY}))[0] == 200
-    assert await router.query() == {"default": {}}, "asking needs none"
+    assert await router.query() == {"default": {}}, "queries need none"
     await router.close()
     await server.close()
 
 
-async def test_without_a_key_set_nobody_registers_anything() -> None:
+async def test_without_a_key_set_registrations_are_refused() -> None:
     publishers = PublisherSubscriptions(0)
     server = QueryServer(publishers, "127.0.0.1", 0)
     await server.start()
@@ -372,7 +373,7 @@ async def test_without_a_key_set_nobody_registers_anything() -> None:
     await server.close()
 
 
-async def test_a_conductor_follows_what_its_file_says(tmp_path: Path) -> None:
+async def test_a_conductor_follows_the_publishers_in_its_file(tmp_path: Path) -> None:
     async with publishing() as publisher:
         publisher.publish([stored(0, 4)])
         with contextlib.closing(listen("127.0.0.1", 0)) as free:
@@ -386,7 +387,7 @@ async def test_a_conductor_follows_what_its_file_says(tmp_path: Path) -> None:
         async with aiohttp.ClientSession() as session:
 
             async def is_known() -> bool:
-                body = {**ASKED, "seq_hashes": NAMES}
+                body = {**QUERY, "seq_hashes": NAMES}
                 try:
                     url = f"http://127.0.0.1:{port}/query_by_hash"
                     async with session.post(url, json=body) as response:

@@ -1,4 +1,4 @@
-"""Four dialects, one meaning."""
+"""Four dialects are read into the same events, and one is written."""
 
 from __future__ import annotations
 
@@ -7,11 +7,12 @@ from typing import Any
 import msgspec
 import pytest
 
-from mooncake.conductor.events.dialects import (
+from mooncake.kv_events.dialects import (
     AllBlocksCleared,
     BlockRemoved,
     BlockStored,
     EventBatch,
+    encode_batch,
     read_batch,
 )
 
@@ -76,6 +77,36 @@ def test_a_store_without_the_legacy_fields() -> None:
 @pytest.mark.parametrize(
     "batch", [7, [1.0], {"ts": 1.0}, [1.0, [["Unheard"]]], [1.0, [{"event_type": "unheard"}]], [1.0, [5]]]
 )
-def test_what_is_none_of_them_is_refused(batch: Any) -> None:
+def test_other_payloads_are_refused(batch: Any) -> None:
     with pytest.raises(msgspec.MsgspecError):
         read_batch(msgspec.msgpack.encode(batch))
+
+
+def test_our_own_batches_are_vllm_s_byte_for_byte() -> None:
+    """The fields that vLLM's subscribers expect are there when they are None, others are not."""
+    assert encode_batch(
+        EventBatch(
+            1.5,
+            [
+                AllBlocksCleared(),
+                BlockStored([b"aaaa", b"bbbb"], None, [7, 8, 9, 300], 2, "GPU"),
+                BlockStored([b"cccc"], b"bbbb", [], 2),
+                BlockRemoved([b"aaaa"], "GPU"),
+                BlockRemoved([b"bbbb"], "CPU", reason="evicted"),
+            ],
+        )
+    ) == bytes.fromhex(
+        "93cb3ff80000000000009581a474797065b0416c6c426c6f636b73436c656172656486a474797065ab426c6f636b53746f"
+        "726564ac626c6f636b5f68617368657392c40461616161c40462626262b1706172656e745f626c6f636b5f68617368c0a9"
+        "746f6b656e5f69647394070809cd012caa626c6f636b5f73697a6502a66d656469756da347505586a474797065ab426c6f"
+        "636b53746f726564ac626c6f636b5f68617368657391c40463636363b1706172656e745f626c6f636b5f68617368c40462"
+        "626262a9746f6b656e5f69647390aa626c6f636b5f73697a6502a66d656469756dc083a474797065ac426c6f636b52656d"
+        "6f766564ac626c6f636b5f68617368657391c40461616161a66d656469756da347505584a474797065ac426c6f636b5265"
+        "6d6f766564ac626c6f636b5f68617368657391c40462626262a66d656469756da3435055a6726561736f6ea76576696374"
+        "6564c0"
+    )
+
+
+def test_what_is_written_is_read_back() -> None:
+    batch = EventBatch(2.0, [STORED, BlockRemoved([b"1"], "CPU", reason="removed"), AllBlocksCleared()], 3)
+    assert read_batch(encode_batch(batch)) == batch

@@ -1,0 +1,35 @@
+"""A worker's reports of its own work: timings of a prompt, and the engine's latest steps.
+
+It owns the shapes only, for both ends: a worker sends ``PromptStats`` with its answer to prefill and
+``StepStats`` with its answer to ``/ready``; a gateway and a conductor read them to predict later requests.
+"""
+
+from __future__ import annotations
+
+import msgspec
+
+
+class PromptStats(msgspec.Struct, frozen=True):
+    """Durations up to a request's first token."""
+
+    queued_s: float
+    "Time until it had blocks."
+    loaded_s: float
+    "Time from then until its first step: the lookup in the pool, and the load of the first layer."
+    computed_s: float
+    "Time from its first step to its first token."
+    num_local_tokens: int
+    num_loaded_tokens: int
+    num_computed_tokens: int
+
+
+class StepStats(msgspec.Struct):
+    """The latest steps. ``num_chunks`` and ``num_steps`` count all steps since the start, so that a reader
+    knows which of the rows are new to it."""
+
+    num_chunks: int = 0
+    chunks: list[tuple[int, int, float]] = []
+    "First token, number of tokens, seconds."
+    num_steps: int = 0
+    steps: list[tuple[int, int, float]] = []
+    "Number of requests, tokens of their contexts, seconds."

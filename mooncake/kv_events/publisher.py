@@ -1,0 +1,115 @@
+"""The sockets of a publisher of KV events, as vLLM's has them, over ZeroMQ.
+
+It owns frames and the replay service. Sequence numbers, payloads and the batches that are kept for a replay
+are its owner's: a worker's cache and a master's catalog keep them differently. Two sockets::
+
+    PUB     [topic, sequence (8 bytes, big-endian), payload]
+    ROUTER  [b"", first sequence] is answered by [b"", topic, sequence, payload]…, the last with sequence -1
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+from collections.abc import Callable, Iterable
+
+import zmq
+import zmq.asyncio
+
+from mooncake.errors import AddressInUse, InvalidArgument
+from mooncake.log import get_logger
+
+log = get_logger(__name__)
+
+END_OF_REPLAY = -1
+
+Batch = tuple[int, bytes]
+"""Sequence number and payload."""
+
+
+class KvEventPublisher:
+    """Sends batches and replays earlier ones. All of it runs on one event loop.
+
+    Args:
+        replay: the batches from a sequence number on. Read one by one, while answers are sent.
+    """
+
+    def __init__(self, topic: str, replay: Callable[[int], Iterable[Batch]]) -> None:
+        self._topic = topic.encode()
+        self._replay = replay
+        self._context = zmq.Context()
+        self._pub = self._context.socket(zmq.PUB)
+        self._replay_context = zmq.asyncio.Context()
+        self._router = self._replay_context.socket(zmq.ROUTER)
+        self._task: asyncio.Task[None] | None = None
+        # A batch that a slow subscriber loses is recovered by replay; an unbounded queue is not.
+        self._pub.setsockopt(zmq.SNDHWM, 100_000)
+        for socket in (self._pub, self._router):
+            socket.setsockopt(zmq.LINGER, 0)
+
+    def listen(self, field: str, endpoint: str) -> str:
+        """Accept subscribers at ``endpoint``; returns the address that they connect to.
+
+        Raises:
+            AddressInUse: the endpoint, which came from ``field``, is taken.
+            InvalidArgument: it is not an endpoint of this host.
+        """
+        return _bind(self._pub, field, endpoint)
+
+    def serve_replay(self, field: str, endpoint: str) -> str:
+        """Answer requests for a replay at ``endpoint``; returns and raises as ``listen`` does."""
+        address = _bind(self._router, field, endpoint)
+        self._task = asyncio.get_running_loop().create_task(self._serve_replay())
+        return address
+
+    @property
+    def is_closed(self) -> bool:
+        return self._pub.closed
+
+    def send(self, sequence: int, payload: bytes) -> None:
+        """Send one batch. Never blocks."""
+        self._pub.send_multipart([self._topic, _eight_bytes(sequence), payload])
+
+    async def close(self) -> None:
+        if self._task is not None:
+            self._task.cancel()
+            with contextlib.suppress(asyncio.CancelledError):
+                await self._task
+        self._pub.close()
+        self._router.close()
+        self._context.term()
+        self._replay_context.term()
+
+    async def _serve_replay(self) -> None:
+        while True:
+            frames = await self._router.recv_multipart()
+            if len(frames) != 3 or len(frames[2]) != 8:
+                log.warning(
+                    "replay_request_malformed",
+                    reason="not [identity, empty, 8 bytes]",
+                    num_frames=len(frames),
+                )
+                continue
+            for sequence, payload in self._replay(int.from_bytes(frames[2], "big")):
+                await self._answer(frames[0], sequence, payload)
+            await self._answer(frames[0], END_OF_REPLAY, b"")
+
+    async def _answer(self, client: bytes, sequence: int, payload: bytes) -> None:
+        await self._router.send_multipart([client, b"", self._topic, _eight_bytes(sequence), payload])
+
+
+def _eight_bytes(number: int) -> bytes:
+    return number.to_bytes(8, "big", signed=True)
+
+
+def _bind(socket: zmq.Socket[bytes] | zmq.asyncio.Socket, field: str, endpoint: str) -> str:
+    """Bind the socket; returns the endpoint that others connect to."""
+    try:
+        socket.bind(endpoint)
+    except zmq.ZMQError as error:
+        if error.errno == zmq.EADDRINUSE:
+            raise AddressInUse(f"{endpoint} is in use; choose another {field}") from error
+        raise InvalidArgument(field, endpoint, f"an endpoint such as tcp://*:5557 ({error})") from error
+    bound = socket.getsockopt(zmq.LAST_ENDPOINT)
+    assert isinstance(bound, bytes)
+    return bound.rstrip(b"\0").decode()
