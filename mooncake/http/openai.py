@@ -14,7 +14,7 @@ tokens) and ``kv_transfer_params``, a map that a gateway passes on unread, excep
 ``num_stored_tokens``   number of prompt tokens whose KV is in the pool
 ``turn``                request to prefill: waiting prompts are computed in this order, lower first
 ``max_load_tokens``     request to prefill: load at most this many leading tokens, compute the rest
-``measured``            answer of prefill: timings of its first token (``measured.PromptMeasured``)
+``measured``            answer of prefill: timings of its first token (``worker_stats.PromptStats``)
 ``num_output_tokens``   request to decode: this many last prompt tokens are output already generated
                         elsewhere; they count for ``max_tokens``, ``min_tokens``, ``seed`` and ``stop``
 ``output_text_offset``  characters of that output which the client has already received

@@ -2,6 +2,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Iterator
+from functools import partial
 
 import msgspec
 import pytest
@@ -90,9 +91,9 @@ def reported(
     nodes: Nodes, *entries: m.SegmentEntry, name: str = "a/ssd", tier: Tier = Tier.SSD, line: int = 0
 ) -> Place:
     """A node that knows these comes to a master that knows nothing."""
-    rest_s = 35.0 if tier is Tier.MEMORY else 0.0
-    more = {"content_id": 5 if tier is Tier.SSD else 0, "entries": list(entries), "rest_s": rest_s}
-    return Place(nodes, name, 1 << 20, tier=tier, line=line, **more)
+    rest_s, content_id = (35.0, 0) if tier is Tier.MEMORY else (0.0, 5)
+    place = partial(Place, nodes, name, 1 << 20, tier=tier, rest_s=rest_s, content_id=content_id)
+    return place(entries=list(entries), line=line)
 
 
 def entry(key: str, object_id: int, offset: int = 0, **more: object) -> m.SegmentEntry:
