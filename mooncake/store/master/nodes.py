@@ -88,8 +88,8 @@ class NodeRequests:
             return Failure("not_found", f"segment {message.segment!r} is not mounted; mount it first")
         settings = self._catalog.settings
         if segment.wants_report and segment.doubt is not Doubt.END:
-            # Any part of it may have been promised; and a report in progress keeps its space. On an SSD only its
-            # node's process writes: where that is a new one, leases of readers are what is left.
+            # Any part of it may have been promised; and a report in progress keeps its space. On an SSD
+            # only its node's process writes: where that is a new one, leases of readers are what is left.
             is_first = message.entries and not segment.reported
             has_no_writers = segment.tier is Tier.SSD and segment.is_fresh
             promised_s = self._catalog.lease_bounds.lease_s if has_no_writers else settings.rest_s
