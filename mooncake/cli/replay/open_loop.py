@@ -1,4 +1,5 @@
-"""A trace against a live endpoint: every request at its time, whatever became of those before (open loop)."""
+"""A trace against a live endpoint: every request at its time, whether earlier ones have ended or not (open
+loop)."""
 
 from __future__ import annotations
 
@@ -18,18 +19,18 @@ from mooncake.sim.traces.trace_row import TraceRow
 
 SAMPLE_S = 1.0
 LATE_S = 0.05
-"""A request that leaves later than that behind its time shows that this machine can't keep up."""
+"""A request sent later than that behind its time shows that this machine can't keep up."""
 
 
 @dataclass
 class ReplayObservations:
-    """What a replay saw besides its outcome."""
+    """What a replay observed besides its results."""
 
     errors: Counter[str] = field(default_factory=Counter)
-    "Why requests failed, and how often."
+    "Reasons of failed requests, with counts."
     rejections: Counter[str] = field(default_factory=Counter)
     num_without_retry_after: int = 0
-    "429 answers that didn't say when to come back."
+    "429 answers without a Retry-After."
     retry_after_s: list[float] = field(default_factory=list)
     num_late: int = 0
     "Requests that this machine sent late."
@@ -71,7 +72,7 @@ class Replay:
                 for number, row in enumerate(rows):
                     first_s = row.timestamp_s if first_s is None else first_s
                     due_s = (row.timestamp_s - first_s) / self._speedup
-                    prompt = self._prompts.tokens(row, number)  # before its time, so that it leaves on time
+                    prompt = self._prompts.tokens(row, number)  # before its time, so that it is sent on time
                     await asyncio.sleep(max(0.0, began + due_s - clock.monotonic()))
                     self._measured.num_late += clock.monotonic() - began - due_s > LATE_S
                     place = self._recorder.add(clock.monotonic() - began, len(prompt), row.num_output)
@@ -137,16 +138,16 @@ def token_intervals(intervals_s: list[float]) -> tuple[float, float]:
 
 @dataclass(frozen=True)
 class ReplayAccuracy:
-    """Predicted beside measured: of the requests that both completed, and of the runs as wholes."""
+    """Predicted against measured: for the requests that both completed, and for the runs as wholes."""
 
     num_compared: int
     ttft_error: float
     "Mean absolute error over the mean measured TTFT."
     tbt_error: float
     hit_rate_error: float
-    "Predicted less measured."
+    "Predicted minus measured."
     goodput_error: float
-    "Predicted over measured, less 1."
+    "Predicted over measured, minus 1."
 
 
 def accuracy(predicted: RunResults, measured: RunResults) -> ReplayAccuracy:

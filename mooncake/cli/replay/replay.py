@@ -42,7 +42,9 @@ from mooncake.sim.traces.trace_row import TraceRow
 def replay_command(
     trace: TraceSpec,
     url: Url = "http://127.0.0.1:8000",
-    model: Annotated[str, typer.Option("--model", help="By default the first that it serves.")] = "",
+    model: Annotated[
+        str, typer.Option("--model", help="Model to use; by default the first that the server lists.")
+    ] = "",
     api_key: ApiKey = "",
     rows: NumRows = 0,
     speedup: Speedup = 1.0,
@@ -55,31 +57,33 @@ def replay_command(
         bool, typer.Option("--tell-slo", help="Send the objectives along, for servers that reject by them.")
     ] = False,
     predict: Annotated[
-        bool, typer.Option("--predict", help="Simulate first; print both and the errors.")
+        bool, typer.Option("--predict", help="Simulate first; print both and the prediction's errors.")
     ] = False,
     costs: Annotated[
-        str, typer.Option("--costs", metavar="NAME|FILE", help="As `mooncake calibrate` wrote them.")
+        str, typer.Option("--costs", metavar="NAME|FILE", help="Costs file from `mooncake calibrate`.")
     ] = "costs.toml",
-    cluster: Annotated[str, typer.Option("--cluster", help="What is live, e.g. 2P2D.")] = "2P2D",
+    cluster: Annotated[str, typer.Option("--cluster", help="The live cluster, e.g. 2P2D.")] = "2P2D",
     policy: Annotated[str, typer.Option("--policy", help="Of the live conductor.")] = "cache_aware",
     admission: Annotated[str, typer.Option("--admission", help="Of the live conductor.")] = "none",
-    seed: Annotated[int, typer.Option("--seed", help="Another one for prompts not sent before.")] = 0,
+    seed: Annotated[
+        int, typer.Option("--seed", help="Seed of the prompts; change it for prompts not sent before.")
+    ] = 0,
     json_file: Annotated[Path | None, typer.Option("--json", metavar="FILE")] = None,
     html_file: Annotated[
-        Path | None, typer.Option("--html", metavar="FILE", help="Report with plots.")
+        Path | None, typer.Option("--html", metavar="FILE", help="HTML report with plots.")
     ] = None,
 ) -> None:
-    """Drive a live cluster with a trace, each request at its time, and report what clients saw.
+    """Replay a trace against a live cluster, each request at its time, and report what clients measured.
 
-    Prompts are made of the trace's block ids, so that what is shared there is shared here. With --predict
-    the same rows first run through the simulator with calibrated costs.
+    Prompts are generated from the trace's block ids, so that they share prefixes as in the trace. With
+    --predict the same rows first run through the simulator with calibrated costs.
     """
     options = TraceOptions(
         format=trace_format, num_rows=rows, divide_lengths=divide_lengths, is_spread=is_spread
     )
     requests = requests_of(trace, options)
     objectives = (slo_ttft_s, slo_tbt_s)
-    # Read whole before the first request is sent: a broken row must not end a run in its middle.
+    # Read whole before the first request is sent: a broken row must not end a run halfway.
     wanted = list(requests)
     runs: list[ClusterRun] = []
     if predict:
@@ -150,9 +154,9 @@ def report(
         least, most = min(measured.retry_after_s), max(measured.retry_after_s)
         console.print(f"Retry-After of the rejected: {least:g} to {most:g} s")
     if measured.num_without_retry_after:
-        console.print(f"{measured.num_without_retry_after} rejections did not say when to come back")
+        console.print(f"{measured.num_without_retry_after} rejections had no Retry-After")
     if measured.num_late:
-        console.print(f"{measured.num_late} requests left late: this machine can't send that fast")
+        console.print(f"{measured.num_late} requests were sent late: this machine can't send that fast")
 
 
 def _json(

@@ -1,7 +1,8 @@
-"""One life of a master among several, as ``server.py`` and ``coordinator.py`` run it, on virtual time.
+"""One incarnation of a master among several, as ``server.py`` and ``coordinator.py`` run it, on virtual time.
 
-It asks the ballot, follows who leads, keeps a log in a directory that outlives it, and sends what its role
-says. What is decided, the same cores decide: ``Election``, ``MasterRole``, ``Followers``, ``Following``.
+It queries the lease store, follows the leader, keeps a log in a directory that outlives it, and sends what
+its role says. The deciding cores are those that ship: ``Election``, ``MasterRole``, ``Followers``,
+``Following``.
 """
 
 from __future__ import annotations
@@ -40,11 +41,11 @@ if TYPE_CHECKING:
     from mooncake.sim.faults.masters_cluster import MastersCluster
 
 EXIT_S = 0.05
-"""Until a process that must not go on has ended."""
+"""How long until a process that must not continue has ended."""
 
 
 class MasterHost:
-    """Args: directory: of its log; None: it keeps none. is_old: it runs an older version."""
+    """Args: directory: of its log; None: it keeps none. is_old: whether it runs an older version."""
 
     def __init__(
         self,
@@ -65,7 +66,7 @@ class MasterHost:
         self._gone: list[ConnectionEnd] = []
         """Connections that were lost while it did not lead."""
         self._numbers: dict[tuple[ConnectionEnd, int], int] = {}
-        """Of each request: the number of the records on which its answer rests."""
+        """Request -> number of the records on which its answer depends."""
         self._driver: SimDriver[Event, Effect] | None = None
         self._driven: Master | None = None
         self._timer: Timer | None = None
@@ -104,7 +105,7 @@ class MasterHost:
 
     @property
     def acts(self) -> bool:
-        """It would answer at this instant."""
+        """Whether it would answer at this instant."""
         is_there = self.process.is_alive and not self.process.stands_still
         return is_there and self.role.is_leading and self.election.leads(self.process.now)
 
@@ -149,7 +150,7 @@ class MasterHost:
                 effect.is_complete, self.election, world.kernel.random.getrandbits(40), self.process.now
             )
         except Unavailable:
-            # Nothing of what a leader does follows, not even a renewal that says it has begun.
+            # No effect of a leader follows, not even a renewal that says that it has begun.
             world.trace_line(f"{self.name} can't write its log, and does not begin")
             world.counts["failed logs"] += 1
             self._end()
@@ -180,7 +181,7 @@ class MasterHost:
             self.world.checkers.ledger.copied(stored.key, extent.segment.node)
 
     def _stepped(self) -> None:
-        if self.world.master is self:  # else another leads, and this one has not noticed yet
+        if self.world.master is self:  # else another one leads, and this one has not noticed yet
             self.world.checkers.master_stepped(self.master)
 
     def _step_down(self, reason: str) -> None:
@@ -196,7 +197,7 @@ class MasterHost:
         self._ends = {}
 
     def resign(self) -> None:
-        """As when it is told to stop."""
+        """As on SIGTERM."""
         if self._resigns or not self.process.is_alive:
             return
         self._resigns = True
@@ -204,7 +205,7 @@ class MasterHost:
         was_leading = self.election.is_leading
         self.role.is_leading = False
         followers = self.role.followers
-        # What was said may still reach everybody.
+        # Messages already sent may still arrive.
         wait_s = self.settings.standby_ack_s if followers is not None and followers.num_held else 0.0
 
         def hand_over() -> None:
@@ -221,7 +222,7 @@ class MasterHost:
             self.process.crash()
 
     def _exit(self) -> None:
-        """It must not go on: a record could not be written down."""
+        """It must not continue: a record could not be logged."""
         self.world.trace_line(f"{self.name} can't write its log")
         self.world.counts["failed logs"] += 1
         for records in self.log.possible:
@@ -358,7 +359,7 @@ class MasterHost:
         self._post_election(el.LeaderLost())
 
     def take(self, following: StandbyCursor, answer: Followed) -> bool:
-        """False: it could not be written down."""
+        """Returns False if it could not be logged."""
         now = self.process.now
         if self.is_old:
             answer = msgspec.structs.replace(answer, records=as_known_to_old(answer.records))

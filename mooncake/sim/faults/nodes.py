@@ -1,7 +1,7 @@
-"""Nodes on the kernel: segments of memory and SSD, each with its membership and its errands.
+"""Nodes on the kernel: segments of memory and SSD, each with its membership and its task agent.
 
-What ``mounted_segment.py`` and ``replica_copier.py`` do with sockets and transfers, is done here on virtual
-time; when to mount, report, poll and copy, the same cores decide.
+What ``mounted_segment.py`` and ``replica_copier.py`` do with sockets and transfers is done here on virtual
+time; when to mount, report, poll and copy is decided by the same cores.
 """
 
 from __future__ import annotations
@@ -29,12 +29,12 @@ if TYPE_CHECKING:
     from mooncake.sim.faults.store_cluster import StoreCluster
 
 NODE_ADDRESS = 1 << 30
-"""Where a segment begins in its node's address space: far from zero, so that offsets are no addresses."""
+"""Where a segment begins in its node's address space: far from zero, so that offsets are not addresses."""
 RETIRED = "it was drained and unmounted"
 RETRY_S = 1.0
 """As in ``mounted_segment.py``."""
 CHANGES = 0
-"""The number of the frames of a segment's membership; polls and reports count on from it."""
+"""Number of the frames of a segment's membership; polls and reports count on from it."""
 
 requests = decoder_for(m.REQUESTS)
 
@@ -51,14 +51,14 @@ def checksum(data: bytes) -> int:
 
 
 def combine(a: int, b: int, length_b: int) -> int:
-    """``checksum(x + y)`` from those of x and y."""
-    # b = P^n + rest, for the leading 1; a * P^n + rest is wanted.
+    """``checksum(x + y)`` from the checksums of x and y."""
+    # b = P^n + rest, for the leading 1; a * P^n + rest is needed.
     power = pow(_PRIME, length_b, 1 << 32)
     return (a * power + b - power) & _MASK
 
 
 class SimNode:
-    """One life of a node: its segments, the process that serves them."""
+    """One incarnation of a node: its segments, the process that serves them."""
 
     def __init__(
         self, cluster: StoreCluster, name: str, host: str, size_bytes: int, disk: SimDisk | None
@@ -70,9 +70,9 @@ class SimNode:
         self.process = Process(kernel, name, cluster.new_clock())
         self.disk = disk
         self.slow_until = 0.0
-        """Every transfer with it takes long; otherwise it is well."""
+        """Every transfer with it takes long; it has no other fault."""
         self.is_retired = False
-        """A master will not have one of its segments again: it was drained and unmounted."""
+        """A master refuses to mount one of its segments again: it was drained and unmounted."""
         self._num_leaving = 0
         self.memory = SimSegment(cluster, self, name, Tier.MEMORY, size_bytes, None)
         self.segments = {name: self.memory}
@@ -90,7 +90,7 @@ class SimNode:
         return self._num_leaving > 0
 
     def leave(self, ended: Callable[[], None]) -> None:
-        """Say so to the master, end when all segments have, and then call ``ended``."""
+        """Announce it to the master, end when all segments have left, and then call ``ended``."""
         self._num_leaving = len(self.segments)
 
         def left() -> None:
@@ -104,7 +104,7 @@ class SimNode:
 
 
 class SimSegment:
-    """What one segment of a node does, and its bytes."""
+    """The behaviour of one segment of a node, and its bytes."""
 
     def __init__(
         self,
@@ -144,7 +144,7 @@ class SimSegment:
         self._is_telling = False
         self._number = CHANGES
         self._waiting: dict[int, Callable[[Any], None]] = {}
-        """What to do with the reply to a frame; with None when there is none in time."""
+        """Callback for the reply to a frame; called with None when there is none in time."""
         self._driver: SimDriver[ms.Event, ms.Effect] = SimDriver(
             self.process, self._membership, self._perform
         )
@@ -157,7 +157,7 @@ class SimSegment:
         self._driver.post(Wake())
 
     def leave(self, left: Callable[[], None]) -> None:
-        """Say to the master that the segment goes away; ``left``: it knows, or can't be told."""
+        """Announce to the master that the segment leaves; ``left``: it knows, or can't be reached."""
         self._left = left
         self._post(ms.Leave())
 
@@ -170,7 +170,7 @@ class SimSegment:
         return self._cluster.kernel.now < self.node.slow_until
 
     def entries(self) -> Iterable[m.SegmentEntry]:
-        """Its journal."""
+        """The segment's journal."""
         return list((self._held if self.disk is None else self.disk.index.entries).values())
 
     # Bytes
@@ -257,7 +257,7 @@ class SimSegment:
 
     def _send(self, message: msgspec.Struct, patience_s: float, answered: Callable[[Any], None]) -> None:
         if self._end is None:
-            return  # it was lost, which whoever asked hears of
+            return  # its loss is noticed by the process that sent the request
         self._number += 1
         number, waiting = self._number, self._waiting
         waiting[number] = answered
@@ -269,7 +269,7 @@ class SimSegment:
 
         self.process.after(patience_s, too_late)
 
-    # Errands
+    # Tasks
 
     def _perform_errand(self, effect: e.Effect) -> None:
         if isinstance(effect, e.SendPoll):
@@ -292,7 +292,7 @@ class SimSegment:
             self._post(ms.ReplyReceived(m.Beat(is_known=False)))
 
     def _look(self, look: e.RunCheck) -> None:
-        """What ``porter.verify`` does, in one instant."""
+        """What ``ReplicaCopier.verify`` does, in one instant."""
         entry, refusal = look.check.entry, None
         expected = np.frombuffer(entry.checksums, dtype="<u4").tolist()
         for start, announced in zip(range(0, entry.size_bytes, entry.chunk_bytes), expected, strict=True):
@@ -348,13 +348,13 @@ class SimSegment:
             self._note_down(self.disk.drop, object_ids)
 
     def _note_down(self, write: Callable[[Any], None], what: Any) -> None:
-        """While the disk refuses, it is tried again, in order."""
+        """Record the changes in order; while the disk refuses, retry."""
         self._owed.append((write, what))
         if len(self._owed) == 1:
             self._pay()
 
     def has_noted_all(self) -> bool:
-        """What went before a task came is noted before what comes with it."""
+        """What was removed before a task came is recorded before what comes with it."""
         self._pay(is_again=False)
         return not self._owed
 
@@ -416,7 +416,7 @@ class SimReplicaCopy:
         if self._target.disk is not None and kernel.chance(faults.slow_disk_chance):
             took_s += kernel.random.uniform(0.0, faults.slow_disk_s)
         if self._source is None:
-            process.after(took_s, lambda: self._end(Refusal("peer_lost", "nobody serves the source")))
+            process.after(took_s, lambda: self._end(Refusal("peer_lost", "no process serves the source")))
             return
         left_s = self._run.deadline - process.now
         fails = kernel.chance(faults.transfer_failure_chance)
@@ -426,7 +426,7 @@ class SimReplicaCopy:
         for number in range(len(self._chunks)):
             at_s = kernel.random.uniform(0.0, took_s)
             if at_s < left_s and not (fails and kernel.chance(0.5)):
-                # Threads that carry bytes go on while the loop is held, and late when they were stopped.
+                # Threads that carry bytes continue while the loop is held, and late when they were stopped.
                 copy = lambda number=number: process.when_running(lambda: self._copy(number))  # noqa: E731
                 kernel.after(process.clock.true_s(at_s), copy)
         if took_s >= left_s:
@@ -457,7 +457,7 @@ class SimReplicaCopy:
         elif (disk := self._target.disk) is None:
             self._end(None)
         else:
-            # Every byte is in place. While they are flushed, another master may hear of them from the index.
+            # Every byte is in place. While they are flushed, another master may learn of them from the index.
             self._cluster.checkers.kept([self._promise])
             try:
                 disk.hold(entry)

@@ -1,7 +1,7 @@
-"""What every simulated cluster has: requests that arrive, a conductor that places them, an outcome.
+"""What every simulated cluster has: requests that arrive, a conductor that places them, results.
 
-It owns the conversation with the conductor: a request's arrival is a ``Place``, everything else a fact at
-the instant at which a real one would be known. A subclass has the nodes and does what a decision says.
+It owns the communication with the conductor: a request's arrival is a ``Place``, everything else a fact at
+the instant at which a real one would be known. A subclass has the nodes and carries out the decisions.
 """
 
 from __future__ import annotations
@@ -40,11 +40,11 @@ from mooncake.sim.traces.trace_row import TraceRow
 from mooncake.types import InstanceId, Tier, WorkerRole
 
 LIFETIME_S = 1e9
-"""Nobody is forgotten: every end is reported."""
+"""No request is ever dropped: every end is reported."""
 
 
 class ServingCluster:
-    """One run. A request waits in no list here: its journey is known to whoever moves it next."""
+    """One run. It keeps no list of requests: each is referenced by whatever moves it next."""
 
     def __init__(
         self,
@@ -78,20 +78,20 @@ class ServingCluster:
         self.check_end()
         return self.recorder.outcome(self.sampler.time_line(), *self._objectives)
 
-    # what a subclass does
+    # implemented by a subclass
 
     def serve(self, journey: SimRequest, decision: Decision) -> None:
         raise NotImplementedError
 
     def caches(self) -> list[NodeCache[Any]]:
-        """Those in which prompts are looked up."""
+        """The caches in which prompts are looked up."""
         raise NotImplementedError
 
     def check_end(self) -> None:
         """Assert that nothing is left of any request."""
         raise NotImplementedError
 
-    # what it uses
+    # used by a subclass
 
     def join(self, instance: InstanceId, role: WorkerRole) -> None:
         self.post(AddInstance(instance, role, self.costs.device_tokens if role is WorkerRole.DECODE else 0))
@@ -105,7 +105,7 @@ class ServingCluster:
         return conductor.handle(event, now)
 
     def post_block_events(self, instance: InstanceId, cache: NodeCache[Any]) -> None:
-        """What came to the node's cache and left it since it was asked last."""
+        """Report blocks that were added to or removed from the node's cache since the last call."""
         if self.cluster.detail == "step":
             cache.left = [short_key(block_hash) for block_hash in cache.left]
             cache.came = [short_key(block_hash) for block_hash in cache.came]
@@ -123,12 +123,12 @@ class ServingCluster:
             cache.ssd_came = []
 
     def post_step(self, instance: InstanceId, batch: DecodeBatch) -> None:
-        """``batch`` is at the end of a step."""
+        """Report a step of ``batch``, which is at the end of one."""
         if self.measures(instance):
             self.post(StepMeasured(instance, len(batch), batch.context, batch.seconds(1)))
 
     def measures(self, instance: InstanceId) -> bool:
-        """Whether it is time again for it to report how long its work takes."""
+        """Whether it is time for the instance to report how long its work takes."""
         now = self.kernel.now
         if now < self._measures_at.get(instance, 0.0):
             return False
@@ -136,7 +136,7 @@ class ServingCluster:
         return True
 
     def done(self, journey: SimRequest, at: float) -> None:
-        """Its last token was made at ``at``."""
+        """The last token was made at ``at``."""
         number, recorder = journey.number, self.recorder
         ttft_s = journey.first_token_at - journey.arrived_at
         recorder.status[number] = DONE
@@ -148,7 +148,7 @@ class ServingCluster:
         self.post(Finished(journey.request_id, journey.num_output, ttft_s, journey.tbt_s, True))
 
     def give_up(self, journey: SimRequest, status: int) -> None:
-        """It ends here, without an answer."""
+        """End the request here, without an answer."""
         self.recorder.status[journey.number] = status
         self.sampler.num_open -= 1
         self.sampler.num_rejected += 1
@@ -179,7 +179,7 @@ class ServingCluster:
                 self.give_up(journey, REJECTED)
 
     def _with_tokens(self, journey: SimRequest) -> list[int]:
-        """Give it a prompt of tokens, and so hashes; their short keys."""
+        """Give the request a prompt of tokens, and so block hashes; return their short keys."""
         block_tokens = self.cluster.block_tokens
         journey.token_ids = prompt_of(journey.keys, journey.num_input, block_tokens, journey.number)
         journey.keys = block_hashes(journey.token_ids, block_tokens, root_hash())

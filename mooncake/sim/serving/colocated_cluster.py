@@ -1,7 +1,7 @@
-"""One pool of nodes that prefill and decode alike: what disaggregated serving is compared with.
+"""One pool of nodes that prefill and decode alike: the baseline of disaggregated serving.
 
-It owns the walk of a request through such a node, and its figures. The conductor chooses the node by its
-decode policy, since there is nobody else to compute the prompt.
+It owns the path of a request through such a node, and its metrics. The conductor chooses the node by its
+decode policy, since there is no separate prefill.
 """
 
 from __future__ import annotations

@@ -1,9 +1,9 @@
-"""A simulated node that prefills and decodes with the same devices, in the ways that one-pool servers do.
+"""A simulated node that prefills and decodes with the same devices, in the ways that colocated servers do.
 
-It owns who goes first. Prompt first (vLLM before chunks): whenever a prompt waits and finds memory, it is
-computed next, and everyone who decodes waits for that. Chunked (Sarathi-Serve): a step has a budget of
-tokens; those who decode take one each and prompts, first come first served, the rest. Memory is the block
-pool of an engine: a request takes blocks for its prompt and its whole answer when it begins.
+It owns the priority between the two. Prefill first (vLLM before chunks): whenever a prompt waits and finds
+memory, it is computed next, and all decoding requests wait for that. Chunked (Sarathi-Serve): a step has a
+budget of tokens; decoding requests take one each and prompts, first come first served, the rest. Memory is
+the block pool of an engine: a request takes blocks for its prompt and its whole answer when it begins.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from mooncake.sim.serving.sim_request import SimRequest
 
 
 class ColocatedNode:
-    """Blocks of prompts are found again if ``keeps_blocks``."""
+    """Blocks of prompts can be found again if ``keeps_blocks``."""
 
     def __init__(
         self,
@@ -56,7 +56,7 @@ class ColocatedNode:
         return not self.batch and not self.waiting
 
     def takes(self, journey: SimRequest) -> bool:
-        """Whether it could ever hold it."""
+        """Whether the request could ever fit."""
         return self._num_blocks(journey) <= self.cache.pool.num_usable
 
     def enqueue(self, journey: SimRequest) -> None:
@@ -66,7 +66,7 @@ class ColocatedNode:
         return -(-(journey.num_input + journey.num_output) // self._block_tokens)
 
     def _admit(self, num_running: int) -> SimRequest | None:
-        """The first that waits, with its blocks; None when there is none or no room for it."""
+        """Return the first waiting request, with its blocks; None when there is none or no room for it."""
         if not self.waiting or num_running >= self._max_batch:
             return None
         journey, pool = self.waiting[0], self.cache.pool
@@ -84,7 +84,7 @@ class ColocatedNode:
         return journey
 
     def _computed(self, journey: SimRequest, at: float) -> None:
-        """Its prompt is there and its first token made."""
+        """The prompt is computed and its first token made."""
         if self._keeps_blocks:
             num_found = -(-journey.cached_tokens // self._block_tokens)
             num_full = len(journey.keys)
@@ -123,7 +123,7 @@ class PrefillFirstNode(ColocatedNode):
         self._next([])
 
     def _next(self, joining: list[SimRequest]) -> None:
-        """At the end of a step or a prompt: what now? ``joining``: prompts computed since decoding paused."""
+        """Decide what comes after a step or a prompt. ``joining``: prompts computed since decoding paused."""
         batch = self.batch
         began_at = max(batch.at, self._kernel.now) if joining or self._is_prefilling else batch.at
         journey = self._admit(len(batch) + len(joining))
@@ -182,9 +182,9 @@ class ChunkedPrefillNode(ColocatedNode):
         )
         self._step_tokens = step_tokens
         self._prompts: deque[SimRequest] = deque()
-        """Begun and not complete."""
+        """Requests whose prompt is begun and not complete."""
         self._steps = 0
-        """How many steps of one kind are under way."""
+        """Number of steps of one kind that are under way."""
         self._pieces: list[tuple[SimRequest, int]] = []
         """What each of them computes of which prompt."""
 
@@ -207,7 +207,7 @@ class ChunkedPrefillNode(ColocatedNode):
         self._plan()
 
     def _plan(self) -> None:
-        """At the end of a step: what the next ones are, and how many of that kind."""
+        """Decide at the end of a step what the next ones are, and how many are of that kind."""
         batch, budget = self.batch, max(1, self._step_tokens - len(self.batch))
         self._pieces = []
         num_same = 1 << 62
@@ -240,7 +240,7 @@ class ChunkedPrefillNode(ColocatedNode):
         return size
 
     def _chunk_s(self) -> tuple[float, float]:
-        """What the prompts' part of the next step takes, and how much more each later one."""
+        """How long the prompts' part of the next step takes, and how much more each later one."""
         model = self._costs.prefill
         seconds = growth = 0.0
         for journey, size in self._pieces:

@@ -1,8 +1,8 @@
-"""A simulated decode instance: who is in its batch, who waits for memory, when they leave.
+"""A simulated decode instance: which requests are in its batch, wait for memory, or leave.
 
-It owns its memory's account and refuses to know where the KV came from. A request takes memory for its
-prompt and its whole answer when it joins, so that nobody is preempted; who finds none waits in order of
-arrival. Between joins and leaves nothing happens (``batch.py``).
+It owns the account of its memory and refuses to know where the KV came from. A request takes memory for its
+prompt and its whole answer when it joins, so that none is preempted; one that finds none waits in order of
+arrival. Between joins and leaves there are no events (``decode_batch.py``).
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from mooncake.sim.serving.sim_request import SimRequest
 
 
 class DecodeNode:
-    """``done(journey, at)`` is told of every answer that is complete, ``stepped(node)`` now and then."""
+    """``done(request, at)`` is called for every complete answer, ``stepped(node)`` repeatedly."""
 
     def __init__(
         self,
@@ -50,17 +50,17 @@ class DecodeNode:
         return not self.batch and not self.used_tokens and not self._waiting
 
     def takes(self, journey: SimRequest) -> bool:
-        """Whether it could ever hold it."""
+        """Whether the request could ever fit."""
         return journey.num_input + journey.num_output <= self._capacity_tokens
 
     def join(self, journey: SimRequest) -> None:
-        """Its KV is here: it decodes from the next step on."""
+        """The KV of a request has arrived: it decodes from the next step on."""
         self._waiting.append(journey)
         batch = self.batch
         if batch:
             num_steps = batch.steps_until(self._kernel.now)
             if num_steps >= batch.next_leave or not self._has_room(self._waiting[0]):
-                return  # whoever leaves lets it in
+                return  # a request that leaves lets it in
             batch.advance(num_steps)
         self._admit()
 

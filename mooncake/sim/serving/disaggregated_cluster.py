@@ -1,9 +1,9 @@
-"""Prefill and decode on instances of their own, with the KV going from one to the other.
+"""Prefill and decode on separate instances, with the KV transferred from one to the other.
 
-It owns a request's way between the nodes: what the decision says is fetched from peers or from SSD is on
-its way at once; the KV of a prompt goes to its decode instance layer by layer while the prompt is computed,
-so that after the last layer only that one's bytes are still to come. A journey ends at its last token, or
-where the conductor refuses it.
+It owns a request's path between the nodes: what the decision fetches from peers or from SSD starts at once;
+the KV of a prompt goes to its decode instance layer by layer while the prompt is computed, so that after the
+last layer only that layer's bytes remain. A request ends at its last token, or where the conductor refuses
+it.
 """
 
 from __future__ import annotations
@@ -25,11 +25,11 @@ from mooncake.sim.serving.step_level import StepDecodeNode, StepPrefillNode
 from mooncake.types import WorkerRole
 
 STEP_TOKENS = 8192
-"""Tokens of a prefill instance's step, where there are steps."""
+"""Tokens of a prefill instance's step, in the step-level mode."""
 
 _Node: TypeAlias = PrefillNode | StepPrefillNode
 _Load: TypeAlias = tuple[SimRequest, _Node, _Node, list[int], int, float]
-"""(for whom, to, from, blocks pinned there, first block, begun at)."""
+"""(request, target, source, blocks pinned there, first block, begun at)."""
 
 
 class DisaggregatedCluster(ServingCluster):
@@ -102,7 +102,7 @@ class DisaggregatedCluster(ServingCluster):
         for decode in self.decode:
             assert decode.is_idle, decode
 
-    # placed
+    # placement
 
     def serve(self, journey: SimRequest, decision: Decision) -> None:
         assert decision.prefill is not None, decision
@@ -141,7 +141,7 @@ class DisaggregatedCluster(ServingCluster):
             self._load(journey, node, source, [], first + len(in_memory), num_on_ssd, ports)
 
     def _read_ssd(self, journey: SimRequest, node: _Node) -> None:
-        """A node reads by itself what it has on its own SSD behind what it has in memory."""
+        """A node reads from its own SSD the blocks that follow those in its memory."""
         first = len(node.cache.match(journey.keys))
         if not journey.loads:
             num_on_ssd = node.cache.num_on_ssd(journey.keys[first:])
@@ -193,7 +193,7 @@ class DisaggregatedCluster(ServingCluster):
         self.sampler.began(journey)
 
     def _planned(self, journey: SimRequest, done_at: float) -> None:
-        """As much of its KV as the layers before the last make goes while they are computed."""
+        """Send the KV of all layers but the last while they are computed."""
         size_bytes = journey.num_input * self.costs.kv_bytes_per_token
         sending_s = size_bytes / self.costs.nic_bytes_per_s * (1 - 1 / self.costs.num_layers)
         if journey.num_output > 1:
@@ -236,7 +236,7 @@ class DisaggregatedCluster(ServingCluster):
 
     def _sent(self, journey: SimRequest) -> None:
         if journey.decode < 0:
-            return  # refused meanwhile
+            return  # rejected meanwhile
         if journey.first_token_at < 0:  # the last byte can't come before the last layer
             self.kernel.call_at(self.kernel.now, self._sent, journey)
             return

@@ -1,6 +1,6 @@
 """A simulated prefill instance: its queue, what it has cached, and when a prompt is computed.
 
-It refuses to choose its prompts and their turns: the conductor did. One prompt computes at a time. Blocks
+It does not choose its prompts or their order: the conductor does. One prompt computes at a time. Blocks
 that come from other nodes or from SSD have been on their way since the decision; computing may begin when
 the first layer is there, and ends no sooner than one layer's work after the last byte::
 
@@ -26,8 +26,8 @@ from mooncake.sim.serving.sim_request import SimRequest
 
 
 class PrefillNode:
-    """``began`` is told when a prompt's computing begins, ``planned`` when its end is known, ``prefilled``
-    at that end."""
+    """``began`` is called when a prompt's computation begins, ``planned`` when its end is known,
+    ``prefilled`` at that end."""
 
     def __init__(
         self,
@@ -73,7 +73,7 @@ class PrefillNode:
             self._next(None)
 
     def fetched(self, journey: SimRequest) -> None:
-        """The last byte of what it loads has come."""
+        """The last byte of what the request loads has arrived."""
         if journey.prefill_began_at >= 0:
             self._run(journey)
 
@@ -89,7 +89,7 @@ class PrefillNode:
         for first, end in journey.loads:
             if first <= num_cached:
                 num_cached = max(num_cached, end)
-        # The last token is always computed: its logits make the first token of the answer.
+        # The last token is always computed: its logits yield the first token of the answer.
         journey.cached_tokens = min(num_cached * self._block_tokens, journey.num_input - 1)
         journey.computed_s = self._costs.prefill_s(journey.cached_tokens, journey.num_input)
         journey.lasted_s = journey.computed_s
@@ -98,7 +98,7 @@ class PrefillNode:
             self._run(journey)
 
     def _run(self, journey: SimRequest) -> None:
-        """Nothing more is to come: when will it be computed?"""
+        """All loads are known: compute when the prompt will be done."""
         began_at, computed_s = journey.prefill_began_at, journey.computed_s
         if len(self._stage_free_at) > 1:
             done_at = self._through_stages(journey)
@@ -118,9 +118,9 @@ class PrefillNode:
         self._prefilled(journey)
 
     def _keep(self, journey: SimRequest) -> None:
-        """What was computed stays here until room is needed."""
+        """What was computed stays in the cache until room is needed."""
         cache, keys, block_ids = self.cache, journey.keys, journey.block_ids
-        if journey.loads:  # what was loaded may have come meanwhile
+        if journey.loads:  # what was loaded may have arrived meanwhile
             more = cache.match(keys[len(block_ids) :])
             cache.pin(more)
             block_ids = block_ids + more
@@ -130,7 +130,8 @@ class PrefillNode:
         journey.block_ids = []
 
     def _through_stages(self, journey: SimRequest) -> float:
-        """Chunk after chunk through the pipeline, behind the prompt before; when the last one is out."""
+        """Compute the times of its chunks through the pipeline, behind the prompt before; return when the
+        last one leaves."""
         costs, free_at, num_stages = self._costs, self._stage_free_at, len(self._stage_free_at)
         began_at = self._kernel.now
         first, end = journey.cached_tokens, journey.num_input

@@ -2,9 +2,9 @@
 
 It owns a loop that stands for an engine's, and refuses to schedule: ``inference.scheduler.Scheduler`` does.
 Prompts become token ids that share blocks exactly where the trace's keys do, blocks have real hashes. It is
-for small traces, and to see that the closed forms of ``batch.py`` tell the same story. What it shows and they
-leave out: a newcomer joins a running batch one step later, after its lookup; blocks fill up and requests are
-preempted; a prompt begins when all that it loads is there, not its first layer.
+for small traces, and to validate the closed forms of ``decode_batch.py``. What it shows and they leave out: a
+new request joins a running batch one step later, after its lookup; blocks fill up and requests are preempted;
+a prompt begins when all that it loads has arrived, not its first layer.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from mooncake.sim.serving.sim_request import SimRequest
 
 
 def prompt_of(keys: Iterable[int], num_input: int, block_tokens: int, number: int) -> list[int]:
-    """Token ids of a prompt: those of a block are its key's, those behind the last key its own."""
+    """Token ids of a prompt: those of a block come from its key, those behind the last key are its own."""
     tokens: list[int] = []
     for key in keys:
         tokens += [key % (1 << 31)] * block_tokens
@@ -33,7 +33,7 @@ def prompt_of(keys: Iterable[int], num_input: int, block_tokens: int, number: in
 
 
 class EngineLoop:
-    """An engine that is always at a step or has nothing to do."""
+    """An engine that either runs a step or is idle."""
 
     def __init__(self, kernel: Kernel, scheduler: Scheduler, costs: NodeCosts) -> None:
         self.scheduler = scheduler
@@ -54,7 +54,7 @@ class EngineLoop:
         now, scheduler = self._kernel.now, self.scheduler
         step = scheduler.schedule(now)
         for lookup in step.lookups:
-            # All of it is here: a decode instance hears of a request when its KV has come.
+            # The whole request is known: a decode instance receives it when its KV has arrived.
             block_ids = scheduler.lookup_finished(lookup.request.id, len(lookup.blocks), now)
             assert block_ids is not None
             scheduler.load_ready(lookup.request.id, now)
@@ -66,7 +66,7 @@ class EngineLoop:
             self._kernel.call_at(now + self._begin(step), self._ended, step)
 
     def _begin(self, step: Step) -> float:
-        """How long it takes."""
+        """Begin a step; return how long it takes."""
         raise NotImplementedError
 
     def _ended(self, step: Step) -> None:
@@ -89,7 +89,7 @@ class EngineLoop:
         raise NotImplementedError
 
     def _prompt_s(self, chunk: Chunk, journey: SimRequest) -> float:
-        """What a chunk of a prompt computes; the first one is told to be the beginning."""
+        """Time to compute a prompt's chunk; the first one includes the fixed cost."""
         model = self._costs.prefill
         seconds = model.seconds(chunk.start, chunk.end)
         if journey.computed_to:
@@ -99,7 +99,7 @@ class EngineLoop:
 
 
 class StepPrefillNode(EngineLoop):
-    """``prefill.PrefillNode`` over a scheduler that runs one prompt at a time."""
+    """``PrefillNode`` over a scheduler that runs one prompt at a time."""
 
     def __init__(
         self,
@@ -158,7 +158,7 @@ class StepPrefillNode(EngineLoop):
 
 
 class StepDecodeNode(EngineLoop):
-    """``decoding.DecodeNode`` over a scheduler; and, with ``prefilled``, a node that does both."""
+    """``DecodeNode`` over a scheduler; with ``prefilled``, a colocated node."""
 
     def __init__(
         self,
@@ -186,14 +186,14 @@ class StepDecodeNode(EngineLoop):
         return journey.num_input + journey.num_output < self.scheduler.max_total_tokens
 
     def join(self, journey: SimRequest) -> None:
-        """Its KV is here and its first token made."""
+        """Add a request whose KV is here and whose first token is made."""
         self._instants[journey.request_id] = [journey.first_token_at]
         sampling = SamplingParams(max_tokens=journey.num_output, ignore_eos=True)
         request = Request(journey.request_id, [*journey.token_ids, 7], sampling, num_prior_output_tokens=1)
         self.add(journey, request)
 
     def enqueue(self, journey: SimRequest) -> None:
-        """All of it is to be computed here."""
+        """Add a request that is to be computed here as a whole."""
         self._instants[journey.request_id] = []
         sampling = SamplingParams(max_tokens=journey.num_output, ignore_eos=True)
         self.add(journey, Request(journey.request_id, journey.token_ids, sampling, salt=journey.request_id))

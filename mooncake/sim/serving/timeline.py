@@ -1,6 +1,6 @@
-"""Samples a run as it goes: queues, batches, hits, rejections, and where the most used blocks are.
+"""Samples of a run: queues, batches, hits, rejections, and where the most used blocks are.
 
-It owns the counters that others move and the rows that become an outcome's time line.
+It owns the counters that others move and the rows that become the timeline of the results.
 """
 
 from __future__ import annotations
@@ -29,9 +29,9 @@ class TimelineSampler:
         progress: Callable[[int, float], None] | None,
     ) -> None:
         self.num_open = 0
-        """Requests that have arrived and not ended."""
+        """Number of requests that have arrived and not ended."""
         self.has_more = True
-        """Whether more are to arrive."""
+        """Whether more arrivals are to come."""
         self.num_running = 0
         self.num_rejected = 0
         self._kernel = kernel

@@ -1,7 +1,7 @@
 """A trace file as lines: plain or gzip, never more than one line of it in memory.
 
-It owns where a reader is (row, bytes) and turns what can go wrong below the format into ``TraceError``:
-no such file, a compressed file that was cut off, a line that never ends, a line without content.
+It owns the reader's position (row, bytes) and turns failures below the format into ``TraceError``: no such
+file, a truncated compressed file, a line without end, an empty line.
 """
 
 from __future__ import annotations
@@ -27,10 +27,10 @@ class TraceFile:
         self.row = 0
         self.size_bytes = 0
         self.read_bytes = 0
-        """Of the file as it lies there, compressed or not: for a progress bar."""
+        """Bytes of the file as stored, compressed or not: for a progress bar."""
 
     def refuse(self, field: str, value: object, allowed: str) -> Never:
-        """The line that was read last is wrong."""
+        """Return the error for the line that was read last."""
         raise TraceError(self.path, self.row, field, value, allowed)
 
     def __iter__(self) -> Iterator[bytes]:
