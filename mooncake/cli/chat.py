@@ -223,10 +223,10 @@ class Conversation:
         return True
 
     def _ask(self, line: str) -> None:
-        asked = [*self.messages, {"role": "user", "content": line}]
+        messages = [*self.messages, {"role": "user", "content": line}]
         answer = ChatAnswer()
         try:
-            for piece in self._server.ask(self._model, asked, answer):
+            for piece in self._server.ask(self._model, messages, answer):
                 self._print(piece)
         except KeyboardInterrupt:
             self._print("\n(interrupted; ask again or /quit)\n")
@@ -234,7 +234,7 @@ class Conversation:
         except (PeerLost, DeadlineExceeded, ProtocolError) as error:
             self._print(f"\nerror: {error}\n")
             return
-        self.messages = [*asked, {"role": "assistant", "content": answer.text}]
+        self.messages = [*messages, {"role": "assistant", "content": answer.text}]
         self._print(f"\n{self._dim(f'[{answer.footer()}]')}\n")
 
     def _print(self, text: str) -> None:

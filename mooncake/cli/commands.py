@@ -181,15 +181,15 @@ def application_for(words: Sequence[str]) -> typer.Typer:
         context_settings={"help_option_names": ["--help", "-h"]},
     )
     application.callback()(_start)
-    asked = next((word for word in words if not word.startswith("-")), None)
+    selected = next((word for word in words if not word.startswith("-")), None)
     for command in COMMANDS:
-        if command.name == asked:
+        if command.name == selected:
             _add(application, command)
         else:
             application.command(command.name, help=command.summary)(_never)
     application.command("config")(_config)
     application.command("topology")(_topology)
-    _add_simulation(application, asked)
+    _add_simulation(application, selected)
     application.command("explain", epilog="Example: mooncake explain cmpl-6f1c --url http://127.0.0.1:8000")(
         _explain
     )
@@ -197,8 +197,8 @@ def application_for(words: Sequence[str]) -> typer.Typer:
     benches.callback()(_start_bench)
     benches.command("transfer", epilog="Example: mooncake bench transfer --quick")(_bench_transfer)
     application.add_typer(benches, name="bench")
-    _add_development(application, asked)
-    if asked == "store":
+    _add_development(application, selected)
+    if selected == "store":
         from mooncake.cli.store.commands import make_application  # imported late, like every package
 
         application.add_typer(make_application(), name="store")
@@ -207,11 +207,11 @@ def application_for(words: Sequence[str]) -> typer.Typer:
     return application
 
 
-def _add_development(application: typer.Typer, asked: str | None) -> None:
+def _add_development(application: typer.Typer, selected: str | None) -> None:
     """Add the tools for integrators: loaded only when selected."""
     tools = typer.Typer(no_args_is_help=True, help="Tools for connecting an engine.")
     tools.callback()(_start_development)
-    if asked == "dev":
+    if selected == "dev":
         _add(tools, FAKE_ENGINE)
     application.add_typer(tools, name="dev")
 
@@ -220,10 +220,10 @@ def _start_development() -> None:
     """Tools for connecting an engine."""
 
 
-def _add_simulation(application: typer.Typer, asked: str | None) -> None:
+def _add_simulation(application: typer.Typer, selected: str | None) -> None:
     """Add commands that take traces; numpy and the simulator are loaded only for the one that runs."""
     for name, module, summary, example in TRACE_COMMANDS:
-        if asked == name:
+        if selected == name:
             found = importlib.import_module(module)
             # Options that may be repeated also take several values at once.
             add = application.command(name, cls=ManyValues, epilog=f"Example: {example}")

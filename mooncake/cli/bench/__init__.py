@@ -37,7 +37,7 @@ QUICK_ROUNDS = 3
 
 
 def bench_transfer(
-    asked: Sequence[str],
+    wanted_names: Sequence[str],
     rounds: int,
     largest: str,
     folder: Path | None,
@@ -56,7 +56,7 @@ def bench_transfer(
     shapes = [shape for shape in SHAPES if shape.num_bytes <= largest_bytes]
     with ExitStack() as stack:
         made = stack.enter_context(tempfile.TemporaryDirectory(dir=folder))
-        report = _measured(asked, rounds, shapes, Path(made), stack)
+        report = _measured(wanted_names, rounds, shapes, Path(made), stack)
     print(render(report), flush=True)
     if json_file is not None:
         json_file.write_text(json.dumps(report.as_json(), indent=1) + "\n")
@@ -65,14 +65,14 @@ def bench_transfer(
 
 
 def _measured(
-    asked: Sequence[str], rounds: int, shapes: Sequence[Shape], folder: Path, stack: ExitStack
+    wanted_names: Sequence[str], rounds: int, shapes: Sequence[Shape], folder: Path, stack: ExitStack
 ) -> BenchReport:
     engines = candidate_engines(folder)
-    subjects, skipped = available(asked, engines)
+    subjects, skipped = available(wanted_names, engines)
     if not subjects or not shapes:
         why = "; ".join(f"{name}: {reason}" for name, reason in skipped.items())
         raise InvalidArgument(
-            "path", list(asked), f"something that is available here ({why or 'nothing to do'})"
+            "path", list(wanted_names), f"something that is available here ({why or 'nothing to do'})"
         )
     window_bytes = min(WINDOW_BYTES, 2 * max(shape.num_bytes for shape in shapes))
     paths = Paths(subjects, window_bytes, engines, folder)
@@ -95,9 +95,9 @@ def _measured(
         ping_us = measure_ping(stream, 4 * KIB, rounds)
     except Unavailable as error:
         skipped["one stream"] = str(error)
-    _tell("ceilings ...")
+    _show_progress("ceilings ...")
     alone = measure_ceilings(ceilings, shapes, rounds)
-    rows = measure_paths(paths, subjects, ceilings, shapes, rounds, _tell)
+    rows = measure_paths(paths, subjects, ceilings, shapes, rounds, _show_progress)
     command = shlex.join(["mooncake", *sys.argv[1:]])
     return BenchReport(describe_machine(), command, rounds, alone, ping_us, rows, skipped)
 
@@ -119,7 +119,7 @@ def _size(text: str) -> int:
         raise InvalidArgument("--largest", text, "a size such as 16MiB") from error
 
 
-def _tell(text: str) -> None:
+def _show_progress(text: str) -> None:
     """Print progress on standard error."""
     if sys.stderr.isatty():
         print(f"\r\033[K{text}", end="" if text.endswith("...") else "\n", file=sys.stderr, flush=True)

@@ -118,12 +118,12 @@ def measure_paths(
     ceilings: Mapping[str, Ceiling],
     shapes: Sequence[Shape],
     rounds: int,
-    tell: Callable[[str], None],
+    show_progress: Callable[[str], None],
 ) -> list[Row]:
     """Measure all subjects, directions and shapes. Every one is verified before it is timed."""
     rows: list[Row] = []
     for shape in shapes:
-        tell(f"{shape} ...")
+        show_progress(f"{shape} ...")
         seen = {(subject, op): _Samples() for subject in subjects for op in (WRITE, READ)}
         for number, (subject, op) in enumerate(seen):
             paths.verify(subject, op, shape.size_bytes, shape.count, seed=len(rows) + number + 1)
@@ -143,10 +143,10 @@ def measure_paths(
 def _turn(
     paths: Paths, subject: Subject, ceiling: Ceiling | None, op: str, shape: Shape, is_first: bool
 ) -> tuple[Sample, Sample | None]:
-    asked = (op, shape.size_bytes, shape.count, shape.num_calls)
-    before = ceiling.move(*asked) if ceiling is not None and not is_first else None
-    ours = paths.move(subject, *asked)
-    after = ceiling.move(*asked) if ceiling is not None and is_first else None
+    arguments = (op, shape.size_bytes, shape.count, shape.num_calls)
+    before = ceiling.move(*arguments) if ceiling is not None and not is_first else None
+    ours = paths.move(subject, *arguments)
+    after = ceiling.move(*arguments) if ceiling is not None and is_first else None
     return ours, before or after
 
 

@@ -77,14 +77,14 @@ def candidate_engines(folder: Path) -> CandidateEngines:
     return engines
 
 
-def available(asked: Sequence[str], engines: CandidateEngines) -> tuple[list[Subject], dict[str, str]]:
+def available(wanted_names: Sequence[str], engines: CandidateEngines) -> tuple[list[Subject], dict[str, str]]:
     """Subjects that are available here, and why the others are not. Empty ``wanted`` is all.
 
     Raises:
         InvalidArgument: there is no path of that name.
     """
     names = [subject.name for subject in SUBJECTS]
-    for name in asked:
+    for name in wanted_names:
         if name not in names:
             raise InvalidArgument("path", name, "some of " + ", ".join(names))
     missing: dict[str, str] = {}
@@ -96,7 +96,7 @@ def available(asked: Sequence[str], engines: CandidateEngines) -> tuple[list[Sub
             missing[name] = str(error)
     if DEVICE not in missing and (why := why_unavailable()):
         missing[DEVICE] = why
-    wanted = [subject for subject in SUBJECTS if not asked or subject.name in asked]
+    wanted = [subject for subject in SUBJECTS if not wanted_names or subject.name in wanted_names]
     skipped = {subject.name: missing[subject.engine] for subject in wanted if subject.engine in missing}
     return [subject for subject in wanted if subject.name not in skipped], skipped
 
@@ -153,11 +153,11 @@ class Paths:
         self, subjects: Sequence[Subject], window_bytes: int, engines: CandidateEngines, folder: Path
     ) -> None:
         names = dict.fromkeys(["shm", *(subject.engine for subject in subjects)])
-        asked = {name: engines[name] for name in names}
+        wanted = {name: engines[name] for name in names}
         self.window_bytes = window_bytes
-        self.engines = engines_of(asked)
+        self.engines = engines_of(wanted)
         has_remote_file = any(subject.remote == FILE and subject.engine != FILE for subject in subjects)
-        self.target = TargetProcess(window_bytes, asked, folder / "remote.dat" if has_remote_file else None)
+        self.target = TargetProcess(window_bytes, wanted, folder / "remote.dat" if has_remote_file else None)
         self.here, self.spare = (register_window(self.engines, window_bytes) for _ in range(2))
         self.windows = {"memory": self.here}
         if DEVICE in self.engines:

@@ -40,11 +40,11 @@ def pattern(seed: int, num_bytes: int) -> Bytes:
     return np.resize(np.roll(_base(), -(seed * 7919 % _PERIOD)), num_bytes)
 
 
-def engines_of(asked: Mapping[str, Mapping[str, Any]]) -> dict[str, TransferEngine]:
+def engines_of(fields_of_engines: Mapping[str, Mapping[str, Any]]) -> dict[str, TransferEngine]:
     """One engine per name, created from the fields of its settings."""
     return {
         name: TransferEngine(msgspec.convert(dict(fields), TransferSettings))
-        for name, fields in asked.items()
+        for name, fields in fields_of_engines.items()
     }
 
 

@@ -45,7 +45,7 @@ class Replay:
         prompts: TracePrompts,
         speedup: float,
         objectives: tuple[float, float],
-        tells_slo: bool = False,
+        sends_slo: bool = False,
         progress: Callable[[int, int], None] | None = None,
     ) -> None:
         self._endpoint = endpoint
@@ -54,7 +54,7 @@ class Replay:
         self._objectives = objectives
         names = ("x-slo-ttft-ms", "x-slo-tbt-ms")
         wanted = {name: f"{s * 1000:g}" for name, s in zip(names, objectives, strict=True) if s}
-        self._headers = wanted if tells_slo else {}
+        self._headers = wanted if sends_slo else {}
         self._progress = progress
         self._recorder = Recorder()
         self._measured = ReplayObservations()
@@ -119,12 +119,23 @@ class Replay:
             await asyncio.sleep(SAMPLE_S)
             status = np.frombuffer(bytes(recorder.status), dtype=np.int8)
             done = status == DONE
-            asked = float(np.array(recorder.num_input)[done].sum())
+            input_tokens = float(np.array(recorder.num_input)[done].sum())
             cached = float(np.array(recorder.cached_tokens)[done].sum())
             num_rejected = float((status == REJECTED).sum())
             now_s = clock.monotonic() - began
             self._samples.append(
-                (now_s, 0, 0, self._num_decoding, len(recorder), num_rejected, asked, cached, 0, 0)
+                (
+                    now_s,
+                    0,
+                    0,
+                    self._num_decoding,
+                    len(recorder),
+                    num_rejected,
+                    input_tokens,
+                    cached,
+                    0,
+                    0,
+                )
             )
 
 

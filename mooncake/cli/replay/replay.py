@@ -53,7 +53,7 @@ def replay_command(
     trace_format: Format = "auto",
     slo_ttft_s: SloTtft = 30.0,
     slo_tbt_s: SloTbt = 0.1,
-    tells_slo: Annotated[
+    sends_slo: Annotated[
         bool, typer.Option("--tell-slo", help="Send the objectives along, for servers that reject by them.")
     ] = False,
     predict: Annotated[
@@ -97,7 +97,7 @@ def replay_command(
         runs.append(ClusterRun("predicted", outcome, outcome.summary(), time.perf_counter() - began))
     began = time.perf_counter()
     outcome, measured = asyncio.run(
-        _drive(wanted, requests, url, model, api_key, speedup, objectives, tells_slo, seed)
+        _drive(wanted, requests, url, model, api_key, speedup, objectives, sends_slo, seed)
     )
     runs.append(ClusterRun("measured", outcome, outcome.summary(), time.perf_counter() - began))
     errors = accuracy(runs[0].outcome, outcome) if predict else None
@@ -116,7 +116,7 @@ async def _drive(
     api_key: str,
     speedup: float,
     objectives: tuple[float, float],
-    tells_slo: bool,
+    sends_slo: bool,
     seed: int,
 ) -> tuple[RunResults, ReplayObservations]:
     columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
@@ -129,7 +129,7 @@ async def _drive(
                 bar.update(task, completed=ended, description=f"{sent - ended} under way")
 
             prompts = TracePrompts(requests.block_tokens, seed)
-            return await Replay(endpoint, prompts, speedup, objectives, tells_slo, show).run(wanted)
+            return await Replay(endpoint, prompts, speedup, objectives, sends_slo, show).run(wanted)
 
 
 def report(

@@ -133,8 +133,8 @@ def _hits(axes: Axes, runs: list[ClusterRun]) -> None:
         """The value over the last tenth of the run's samples, at least six of them."""
         width = max(6, len(line.at_s) // 10)
         cached = line.cached_tokens - np.concatenate([np.zeros(width), line.cached_tokens])[: len(line.at_s)]
-        asked = line.input_tokens - np.concatenate([np.zeros(width), line.input_tokens])[: len(line.at_s)]
-        return cached / np.maximum(asked, 1.0)
+        requested = line.input_tokens - np.concatenate([np.zeros(width), line.input_tokens])[: len(line.at_s)]
+        return cached / np.maximum(requested, 1.0)
 
     _over_time(axes, runs, "recent hit rate of prompt tokens", lately)
 

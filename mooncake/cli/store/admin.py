@@ -152,13 +152,13 @@ def top(
         if once or not console.is_terminal:
             console.print(board(before, before, 0.0), soft_wrap=True)
             return
-        asked_at = time.monotonic()
+        taken_at = time.monotonic()
         with Live(board(before, before, 0.0), console=console, screen=True) as live:
             while True:
                 time.sleep(TOP_EVERY_S)
                 status, now = _status(store), time.monotonic()
-                live.update(board(status, before, now - asked_at))
-                before, asked_at = status, now
+                live.update(board(status, before, now - taken_at))
+                before, taken_at = status, now
 
 
 def _status(store: Store) -> m.MasterStatus:

@@ -261,10 +261,10 @@ class Checkers:
         for node in self._cluster.nodes.values():
             for segment in node.segments.values():
                 known = master.segments.find(segment.name, segment.epoch)
-                is_heard = known is not None and known.is_alive
+                is_live = known is not None and known.is_alive
                 for entry in segment.entries():
                     went_at = self._went.get(entry.object_id)
-                    if went_at is not None and (not is_heard or went_at > self._stepped_at - NODE_NOTICE_S):
+                    if went_at is not None and (not is_live or went_at > self._stepped_at - NODE_NOTICE_S):
                         self._ghosts[entry.object_id] = entry.key
 
     def master_started(self) -> None:

@@ -79,7 +79,7 @@ class SimClient:
         self.process = Process(cluster.kernel, name, cluster.new_clock())
         joined = combine if cluster.faults.has_checksums else lambda a, b, length_b: 0
         self.operations = Operations(host, joined, cluster.kernel.random.getrandbits(62), tenant)
-        self._stock = self.operations.preallocated = WatchedPreallocations(self)
+        self._preallocated = self.operations.preallocated = WatchedPreallocations(self)
         self.memory = bytearray(1 << 20)
         self._allocated = 0
         self._end: ConnectionEnd | None = None
@@ -140,7 +140,7 @@ class SimClient:
     def _ask(self, effect: CallMaster, resume: Callable[[Any], None]) -> None:
         asked_at = self.now
         if isinstance(effect.message, m.PutWritten):
-            self._stock.spent(effect.message.pieces)
+            self._preallocated.spent(effect.message.pieces)
         self._last_id += 1
         request_id = self._last_id
 
@@ -241,12 +241,12 @@ class SimClient:
         reported_s = min(end_s, limit_s)
         sums: list[int] = [0] * len(slices.lengths)
         num_left = len(slices.lengths)
-        is_told = False
+        is_reported = False
 
         def copy(index: int, local: int, remote: int, length: int) -> None:
             nonlocal num_left
             num_left -= 1
-            if not segment.is_alive or (is_told and not effect.is_write):
+            if not segment.is_alive or (is_reported and not effect.is_write):
                 return
             if effect.is_write:
                 data = bytes(self.memory[local : local + length])
@@ -296,8 +296,8 @@ class SimClient:
                 ended(SlicesMoved(np.array(sums, dtype=np.uint32), "", self.now))
 
         def give_up(reason: str) -> None:
-            nonlocal is_told
-            is_told = True
+            nonlocal is_reported
+            is_reported = True
             ended(SlicesMoved(None, reason, self.now))
 
         self.process.after(reported_s, report)

@@ -146,9 +146,9 @@ class SimVoter:
 
         if not rough or random.random() < 0.97:
             self.kernel.after(arrives_s, happens)
-        is_heard = answers_s < self.patience_s and not (rough and random.random() < 0.05)
-        wait_s = answers_s + 1e-6 if is_heard else self.patience_s
-        self.later(wait_s, lambda: self.post(answer[0] if is_heard and answer else NoAnswer("no answer")))
+        is_answered = answers_s < self.patience_s and not (rough and random.random() < 0.05)
+        wait_s = answers_s + 1e-6 if is_answered else self.patience_s
+        self.later(wait_s, lambda: self.post(answer[0] if is_answered and answer else NoAnswer("no answer")))
 
     # A master's work
 
@@ -170,7 +170,7 @@ class SimVoter:
             return
         taken, me, number, term = leader.log, self.election.me, self.log, record.term
 
-        def told() -> None:
+        def reported() -> None:
             if leader.election.is_leading and leader.election.term == term:
                 leader.followers[me.id] = max(number, leader.followers.get(me.id, 0))
                 if leader.followers[me.id] >= self.run.acknowledged:
@@ -185,7 +185,7 @@ class SimVoter:
             is_later = self.taken_in == term and self.log > taken
             self.log = number = self.log if is_later else taken
             self.taken_in = term
-            leader.later(self.kernel.random.expovariate(10), told)
+            leader.later(self.kernel.random.expovariate(10), reported)
 
         self.later(self.kernel.random.expovariate(10), takes)
 

@@ -56,12 +56,12 @@ class SimLeaseStore:
 
         if random.random() >= faults.lease_store_loss_chance:
             world.kernel.after(arrives_s, happens)
-        is_heard = answers_s < patience_s and random.random() >= faults.lease_store_loss_chance
+        is_answered = answers_s < patience_s and random.random() >= faults.lease_store_loss_chance
 
         def ended() -> None:
-            answered(answer[0] if is_heard and answer else el.NoAnswer("no answer"))
+            answered(answer[0] if is_answered and answer else el.NoAnswer("no answer"))
 
-        host.process.after(answers_s + 1e-6 if is_heard else patience_s, ended)
+        host.process.after(answers_s + 1e-6 if is_answered else patience_s, ended)
 
 
 class MastersClient(SimClient):

@@ -106,7 +106,7 @@ class _MasterSearch:
         is_over = False
         link: list[ConnectionEnd] = []
 
-        def heard(answer: Any) -> None:
+        def answered(answer: Any) -> None:
             nonlocal is_over
             if is_over:
                 return
@@ -127,12 +127,12 @@ class _MasterSearch:
                 end.close()
                 return
             link.append(end)
-            end.on_message = lambda frame: heard(frame[1])
-            end.on_closed = heard
+            end.on_message = lambda frame: answered(frame[1])
+            end.on_closed = answered
             end.send((PROBE, over_the_wire(WhoLeads(), requests)))
 
-        timer = self._process.after(PROBE_S, lambda: heard("no answer"))
-        self._network.connect(self._process, address, opened, heard)
+        timer = self._process.after(PROBE_S, lambda: answered("no answer"))
+        self._network.connect(self._process, address, opened, answered)
 
 
 def is_not_leader(reply: Any) -> bool:

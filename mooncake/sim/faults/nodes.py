@@ -138,18 +138,18 @@ class SimSegment:
             node=node.name,
             held=self.entries,
         )
-        self._errands = e.TaskAgent(name, node.epoch)
+        self._task_agent = e.TaskAgent(name, node.epoch)
         self._end: ConnectionEnd | None = None
         self._attempt = 0
-        self._is_telling = False
+        self._is_reporting = False
         self._number = CHANGES
         self._waiting: dict[int, Callable[[Any], None]] = {}
         """Callback for the reply to a frame; called with None when there is none in time."""
         self._driver: SimDriver[ms.Event, ms.Effect] = SimDriver(
             self.process, self._membership, self._perform
         )
-        self._errand_driver: SimDriver[e.Event, e.Effect] = SimDriver(
-            self.process, self._errands, self._perform_errand
+        self._task_driver: SimDriver[e.Event, e.Effect] = SimDriver(
+            self.process, self._task_agent, self._perform_task_effect
         )
         self._owed: deque[tuple[Callable[[Any], None], Any]] = deque()
         """Changes that the index of the SSD has not taken yet."""
@@ -196,10 +196,10 @@ class SimSegment:
 
     def _follow(self) -> None:
         is_mounted = self._membership.phase is ms.MembershipPhase.MOUNTED
-        if is_mounted and not self._errands.is_mounted:
-            self._errand_driver.post(e.SegmentRegistered())
-        elif self._errands.is_mounted and not is_mounted:
-            self._errand_driver.post(e.SegmentUnregistered())
+        if is_mounted and not self._task_agent.is_mounted:
+            self._task_driver.post(e.SegmentRegistered())
+        elif self._task_agent.is_mounted and not is_mounted:
+            self._task_driver.post(e.SegmentUnregistered())
 
     def _perform(self, effect: ms.Effect) -> None:
         if isinstance(effect, ms.Connect):
@@ -210,7 +210,7 @@ class SimSegment:
                 self._end.on_closed = None
                 self._end.close()
                 self._end = None
-            self._told(is_complete=False)
+            self._report_ended(is_complete=False)
             self._follow()
         elif isinstance(effect, ms.Send):
             self._send(effect.message, ms.ANSWER_S, self._answered)
@@ -250,7 +250,7 @@ class SimSegment:
             if attempt == self._attempt:
                 self._end = None
                 self._waiting = {}
-                self._told(is_complete=False)
+                self._report_ended(is_complete=False)
                 self._post(ms.ConnectionClosed(reason))
 
         self._cluster.network.connect(self.process, self._cluster.leader, opened, closed)
@@ -271,13 +271,13 @@ class SimSegment:
 
     # Tasks
 
-    def _perform_errand(self, effect: e.Effect) -> None:
+    def _perform_task_effect(self, effect: e.Effect) -> None:
         if isinstance(effect, e.SendPoll):
             number = effect.number
 
             def polled(reply: Any) -> None:
                 is_polled = isinstance(reply, m.Polled)
-                self._errand_driver.post(e.PollAnswered(number, reply) if is_polled else e.PollFailed(number))
+                self._task_driver.post(e.PollAnswered(number, reply) if is_polled else e.PollFailed(number))
 
             self._send(effect.message, e.PATIENCE_S, polled)
         elif isinstance(effect, e.UpdateJournal):
@@ -287,7 +287,7 @@ class SimSegment:
         elif isinstance(effect, e.RunCheck):
             self.process.after(0.001, lambda: self._look(effect))
         elif isinstance(effect, e.SendReport):
-            self._tell_all(e.reports(self.name, self.epoch, self.entries()))
+            self._send_reports(e.reports(self.name, self.epoch, self.entries()))
         else:
             self._post(ms.ReplyReceived(m.Beat(is_known=False)))
 
@@ -301,33 +301,33 @@ class SimSegment:
             if (checksum(data) if self._cluster.faults.has_checksums else 0) != announced:
                 refusal = Refusal("corrupt", "not what its writer announced")
         self._cluster.kernel.trace_line(f"{self.name}: check of {entry.key}: {refusal}")
-        self._errand_driver.post(e.CheckEnded(look.check.check_id, look.life, refusal))
+        self._task_driver.post(e.CheckEnded(look.check.check_id, look.life, refusal))
 
     def _ended(self, run: e.RunTask, refusal: Refusal | None) -> None:
         self._cluster.kernel.trace_line(
             f"{self.name}: task {run.task.task_id} for {run.task.entry.key}: {refusal}"
         )
-        self._errand_driver.post(e.TaskEnded(run.task.task_id, run.life, refusal))
+        self._task_driver.post(e.TaskEnded(run.task.task_id, run.life, refusal))
 
-    def _tell_all(self, parts: list[m.ReportContents]) -> None:
-        self._is_telling = True
+    def _send_reports(self, parts: list[m.ReportContents]) -> None:
+        self._is_reporting = True
 
         def reported(reply: Any) -> None:
             if not isinstance(reply, m.Reported):
-                self._told(is_complete=False)
+                self._report_ended(is_complete=False)
                 return
             self._drop(reply.unwanted)
             if parts[1:]:
-                self._tell_all(parts[1:])
+                self._send_reports(parts[1:])
             else:
-                self._told(is_complete=True)
+                self._report_ended(is_complete=True)
 
         self._send(parts[0], ms.ANSWER_S, reported)
 
-    def _told(self, is_complete: bool) -> None:
-        if self._is_telling:
-            self._is_telling = False
-            self._errand_driver.post(e.ReportEnded(is_complete))
+    def _report_ended(self, is_complete: bool) -> None:
+        if self._is_reporting:
+            self._is_reporting = False
+            self._task_driver.post(e.ReportEnded(is_complete))
 
     # The journal, as ``mounted_segment.py`` keeps it
 
@@ -371,7 +371,7 @@ class SimSegment:
             self._owed.popleft()
 
     def __repr__(self) -> str:
-        return f"<SimSegment {self.name} {self._membership!r} {self._errands!r}>"
+        return f"<SimSegment {self.name} {self._membership!r} {self._task_agent!r}>"
 
 
 class SimReplicaCopy:

@@ -107,20 +107,20 @@ class ServingCluster:
     def post_block_events(self, instance: InstanceId, cache: NodeCache[Any]) -> None:
         """Report blocks that were added to or removed from the node's cache since the last call."""
         if self.cluster.detail == "step":
-            cache.left = [short_key(block_hash) for block_hash in cache.left]
-            cache.came = [short_key(block_hash) for block_hash in cache.came]
-        if cache.left:
-            self.post(BlocksRemoved(instance, cache.left, Tier.MEMORY))
-            cache.left = []
-        if cache.came:
-            self.post(BlocksStored(instance, cache.came, Tier.MEMORY))
-            cache.came = []
-        if cache.ssd_left:
-            self.post(BlocksRemoved(instance, cache.ssd_left, Tier.SSD))
-            cache.ssd_left = []
-        if cache.ssd_came:
-            self.post(BlocksStored(instance, cache.ssd_came, Tier.SSD))
-            cache.ssd_came = []
+            cache.removed = [short_key(block_hash) for block_hash in cache.removed]
+            cache.stored = [short_key(block_hash) for block_hash in cache.stored]
+        if cache.removed:
+            self.post(BlocksRemoved(instance, cache.removed, Tier.MEMORY))
+            cache.removed = []
+        if cache.stored:
+            self.post(BlocksStored(instance, cache.stored, Tier.MEMORY))
+            cache.stored = []
+        if cache.ssd_removed:
+            self.post(BlocksRemoved(instance, cache.ssd_removed, Tier.SSD))
+            cache.ssd_removed = []
+        if cache.ssd_stored:
+            self.post(BlocksStored(instance, cache.ssd_stored, Tier.SSD))
+            cache.ssd_stored = []
 
     def post_step(self, instance: InstanceId, batch: DecodeBatch) -> None:
         """Report a step of ``batch``, which is at the end of one."""

@@ -50,10 +50,10 @@ class ColocatedCluster(ServingCluster):
             )
         cache = NodeCache(cluster.pool(costs.device_tokens))
         shared = (self.kernel, number, costs, cache)
-        told = (self._began, self._prefilled, self._decoded, self.post_step)
+        callbacks = (self._began, self._prefilled, self._decoded, self.post_step)
         if cluster.mode == "chunked":
-            return ChunkedPrefillNode(*shared, False, cluster.max_batch, *told, cluster.step_tokens)
-        return PrefillFirstNode(*shared, cluster.mode == "prefix", cluster.max_batch, *told)
+            return ChunkedPrefillNode(*shared, False, cluster.max_batch, *callbacks, cluster.step_tokens)
+        return PrefillFirstNode(*shared, cluster.mode == "prefix", cluster.max_batch, *callbacks)
 
     def caches(self) -> list[NodeCache[Any]]:
         return [node.cache for node in self.nodes]

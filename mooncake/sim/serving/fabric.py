@@ -75,8 +75,8 @@ class Fabric:
             self._share(ports)
         return flow
 
-    def _ended(self, told: tuple[Flow, int]) -> None:
-        flow, ticket = told
+    def _ended(self, what: tuple[Flow, int]) -> None:
+        flow, ticket = what
         if flow.ticket != ticket:
             return
         flow.ticket = -1

@@ -14,17 +14,17 @@ from mooncake.inference.blocks import BlockPool, KeyT, PoolBlocksStored
 
 
 class NodeCache(Generic[KeyT]):
-    """``came``, ``left`` and the like are what changed until somebody takes and empties them."""
+    """``stored``, ``removed`` and the like collect the changes until the caller takes and empties them."""
 
-    __slots__ = ("came", "left", "pool", "ssd", "ssd_came", "ssd_left")
+    __slots__ = ("pool", "removed", "ssd", "ssd_removed", "ssd_stored", "stored")
 
     def __init__(self, pool: BlockPool[KeyT], ssd: BlockPool[KeyT] | None = None) -> None:
         self.pool = pool
         self.ssd = ssd
-        self.came: list[KeyT] = []
-        self.left: list[KeyT] = []
-        self.ssd_came: list[KeyT] = []
-        self.ssd_left: list[KeyT] = []
+        self.stored: list[KeyT] = []
+        self.removed: list[KeyT] = []
+        self.ssd_stored: list[KeyT] = []
+        self.ssd_removed: list[KeyT] = []
 
     def __repr__(self) -> str:
         return f"NodeCache({self.pool} ssd={self.ssd})"
@@ -60,9 +60,9 @@ class NodeCache(Generic[KeyT]):
         """Record what the pool did since the last call as events."""
         for event in self.pool.drain_events():
             if isinstance(event, PoolBlocksStored):
-                self.came.extend(event.hashes)
+                self.stored.extend(event.hashes)
             else:
-                self.left.extend(event.hashes)
+                self.removed.extend(event.hashes)
                 if self.ssd is not None:
                     self._demote(event.hashes)
 
@@ -83,9 +83,9 @@ class NodeCache(Generic[KeyT]):
         ssd.free(block_ids)
         for event in ssd.drain_events():
             if isinstance(event, PoolBlocksStored):
-                self.ssd_came.extend(event.hashes)
+                self.ssd_stored.extend(event.hashes)
             else:
-                self.ssd_left.extend(event.hashes)
+                self.ssd_removed.extend(event.hashes)
 
     def check(self) -> None:
         self.pool.check()

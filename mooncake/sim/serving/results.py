@@ -132,7 +132,7 @@ class RunResults:
         counts = np.bincount(self.status.astype(np.int64), minlength=len(STATUSES))
         ends_s = self.arrival_s[done] + self.e2e_s[done]
         span_s = float(ends_s.max() - self.arrival_s[0]) if done.any() else 0.0
-        asked = float(self.num_input[began].sum(dtype=np.float64))
+        requested = float(self.num_input[began].sum(dtype=np.float64))
         cached = float(self.cached_tokens[began].sum(dtype=np.float64))
         good_tokens = (self.num_input[good] + self.num_output[good]).sum(dtype=np.float64)
         return Summary(
@@ -150,7 +150,7 @@ class RunResults:
             ttft_s=_quantiles(self.ttft_s[done]),
             tbt_s=_quantiles(self.tbt_s[done]),
             e2e_s=_quantiles(self.e2e_s[done]),
-            hit_rate=cached / asked if asked else 0.0,
+            hit_rate=cached / requested if requested else 0.0,
             fetched_share=float(self.fetched_tokens[began].sum(dtype=np.float64)) / cached if cached else 0.0,
             prefill_gpu_s=float(self.prefill_gpu_s[began].mean(dtype=np.float64)) if began.any() else 0.0,
         )
