@@ -1,9 +1,9 @@
-"""What a cached block costs the conductor in memory, how long decisions take, how many events it takes.
+"""The conductor's cost: memory per cached block, duration of decisions, rate of events.
 
 ``python -m bench.conductor`` prints two tables for 1,000 instances that hold 10 million different blocks.
 Decisions are of two kinds: ``chat`` prompts continue one of many conversations, whose blocks three instances
-hold in part after a system prompt that everybody holds; the ``worst`` prompt is held by every instance, by
-each to another length, so that all of them drop out of the walk one by one.
+hold in part after a system prompt that all instances hold; the ``worst`` prompt is held by every instance, by
+each to another length, so that all of them drop out of the search one by one.
 """
 
 from __future__ import annotations
@@ -35,7 +35,9 @@ TIERS = list(Tier)
 
 def main() -> None:
     parser = options(__doc__, "bench.conductor")
-    parser.add_argument("--instances", type=int, nargs="+", default=None, help="1,000 unless told")
+    parser.add_argument(
+        "--instances", type=int, nargs="+", default=None, help="number of instances; 1,000 by default"
+    )
     parser.add_argument("--blocks", type=int, default=None, help="different cached blocks in all; 10 million")
     parser.add_argument("--policies", nargs="+", default=["cache_aware", "overlap"])
     given = parser.parse_args()
@@ -84,7 +86,7 @@ def measure(table: Table, num_instances: int, num_blocks: int, policy: str) -> C
 
 
 def _fill(conductor: Conductor, names: list[str], num_blocks: int) -> float:
-    """Every block on one instance, on one of its tiers. Returns the longest time that an event took."""
+    """Store every block on one instance, on one of its tiers. Returns the longest time that an event took."""
     numbers = np.random.default_rng(0)
     longest_s = 0.0
     for position in range(0, num_blocks, 1000):
@@ -159,7 +161,7 @@ def _events(conductor: Conductor, num_blocks: int) -> list[float]:
 
 
 def _resident_bytes() -> int:
-    """What the process has in memory now."""
+    """The process's resident memory."""
     return int(Path("/proc/self/statm").read_text().split()[1]) * resource.getpagesize()
 
 

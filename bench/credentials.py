@@ -1,9 +1,9 @@
-"""What a credential costs a call and a new connection of the RPC: none, a cluster key, TLS, both.
+"""What a credential adds to a call and to a new connection of the RPC: none, a cluster key, TLS, both.
 
     python -m bench.credentials [--calls 20000] [--connections 400] [--rounds 9]
 
-The server is a process of its own. Ways take turns in every round, so that what else the machine does meets
-all of them; printed is the median of the rounds' medians, and how it compares with no credential.
+The server is a process of its own. The kinds take turns in every round, so that other load on the machine
+affects all of them; printed is the median of the rounds' medians, and its ratio to no credential.
 """
 
 from __future__ import annotations

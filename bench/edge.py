@@ -1,9 +1,9 @@
-"""The gateway under peers that send much, little, or read nothing: what other clients notice.
+"""The gateway under peers that send much, little, or read nothing: the effect on other clients.
 
 ``python -m bench.edge`` starts a gateway (with ``ulimit -n 256``) in front of one worker double, attacks it
-in each way for a few seconds, and prints what ``GET /health`` takes for somebody else meanwhile, what the
-gateway's memory grows to, and how many slots are taken when all requests' deadlines have passed. The
-reference is the same gateway left alone.
+in each way for a few seconds, and prints the latency of ``GET /health`` for another client meanwhile, the
+peak of the gateway's memory, and how many slots are taken when all requests' deadlines have passed. The
+reference is the same gateway without an attack.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ HEALTH = b"GET /health HTTP/1.1\r\nHost: x\r\nConnection: close\r\n\r\n"
 
 
 class Endless(WorkerDouble):
-    """Streams large pieces for as long as somebody reads them."""
+    """Streams large pieces for as long as the client reads them."""
 
     async def _event(self, response: Any, fields: dict[str, Any]) -> None:
         if fields["choices"]:
@@ -45,7 +45,7 @@ class Measured:
     """A gateway in a process of its own."""
 
     def __init__(self, folder: Path, worker: str) -> None:
-        self.port, self.desk = free_ports("127.0.0.1", 2, Random())
+        self.port, self.admin = free_ports("127.0.0.1", 2, Random())
         command = [
             sys.executable,
             "-m",
@@ -57,7 +57,7 @@ class Measured:
             str(self.port),
         ]
         command += ["--prefill", worker, "--decode", worker, "--protocol", "workers"]
-        command += ["--metrics-port", str(self.desk), "--request-timeout-s", str(TIMEOUT_S)]
+        command += ["--metrics-port", str(self.admin), "--request-timeout-s", str(TIMEOUT_S)]
         command += ["--max-in-flight", "16", "--log-level", "error"]
 
         def limited() -> None:
@@ -85,7 +85,7 @@ class Measured:
         return time.perf_counter() - began
 
     async def in_flight(self) -> int:
-        reader, writer = await asyncio.open_connection("127.0.0.1", self.desk)
+        reader, writer = await asyncio.open_connection("127.0.0.1", self.admin)
         writer.write(b"GET /status HTTP/1.1\r\nHost: x\r\nConnection: close\r\n\r\n")
         answer = await reader.read()
         writer.close()
@@ -108,7 +108,7 @@ async def posting(gateway: Measured, body: bytes) -> None:
 
 
 async def holding(gateway: Measured, said: bytes, count: int) -> None:
-    """So many connections that say this and nothing more; those that are cut come again."""
+    """This many connections that send ``start`` and nothing more; those that are closed are opened again."""
 
     async def one() -> None:
         while True:

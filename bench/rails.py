@@ -1,4 +1,4 @@
-"""What several rails to one peer are worth: two links of known speed, alone, together, and one going down.
+"""The gain of several rails to one peer: two links of known speed, alone, together, and one going down.
 
 Run ``python -m bench.rails`` as root. Two network namespaces are joined by two links whose speed ``tc``
 limits, so that the reference is known: a batch over both should take as long as their sum allows. Then
@@ -53,7 +53,7 @@ with TransferEngine(TransferSettings(transports=("tcp",), listen_host=sys.argv[1
 
 
 def ended(number: int, frame: FrameType | None) -> None:
-    """SIGTERM is an end like others: what was made is taken away."""
+    """Handle SIGTERM like a normal exit, so that the namespaces are removed."""
     raise SystemExit(128 + number)
 
 
@@ -63,7 +63,7 @@ def ip(*words: str) -> None:
 
 @contextlib.contextmanager
 def links(speeds_mbit: list[int]) -> Iterator[None]:
-    """Two namespaces with a link of each speed between them, which are gone at the end."""
+    """Create two namespaces with a link of each speed between them; remove them at the end."""
     try:
         ip("netns", "add", NEAR)
         ip("netns", "add", FAR)
@@ -94,7 +94,7 @@ def target(hosts: str) -> Iterator[SegmentDescriptor]:
 
 
 class Bench:
-    """The moving side, inside the near namespace."""
+    """The initiating side, inside the near namespace."""
 
     def __init__(self, engine: TransferEngine, descriptor: SegmentDescriptor) -> None:
         self.engine = engine
@@ -109,7 +109,7 @@ class Bench:
         return time.perf_counter() - begin
 
     def speeds(self, op: Op) -> list[float]:
-        """MB/s of some rounds after one to warm up."""
+        """MB/s of several rounds after one to warm up."""
         self.seconds(op)
         return [SIZE / self.seconds(op) / 1e6 for _ in range(ROUNDS)]
 

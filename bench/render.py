@@ -1,7 +1,7 @@
-"""``python -m bench.render [FILE.json]``: the texts beside results, made anew from their JSON.
+"""``python -m bench.render [FILE.json]``: render the texts beside results again from their JSON.
 
-Without files those of ``bench/results/``. ``--check`` writes nothing, and ends with 1 when a text is not
-what its JSON says.
+Without files, those of ``bench/results/``. ``--check`` writes nothing, and exits with 1 when a text differs
+from its JSON.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ def main() -> int:
     for file in asked.files or sorted(SAVED.glob("*.json")):
         text, target = render(decoded(file.read_bytes())), file.with_suffix(".txt")
         if asked.check and (not target.exists() or target.read_text() != text):
-            print(f"{target} is not what {file.name} says; run python -m bench.render", file=sys.stderr)
+            print(f"{target} does not match {file.name}; run python -m bench.render", file=sys.stderr)
             status = 1
         elif not asked.check:
             target.write_text(text)

@@ -1,9 +1,9 @@
-"""How long a master is away that is killed with many objects, and where that time goes.
+"""Downtime of a master that is killed with many objects, and where that time goes.
 
-Run ``python -m bench.restart``. A core puts ``--objects`` objects of 64 KiB; what it would have written down
-becomes a log, once as it grows (two records an object) and once written anew (one). Then this process
+Run ``python -m bench.restart``. A core puts ``--objects`` objects of 64 KiB; what it would have logged
+becomes a log, once as it grows (two records an object) and once compacted (one). Then this process
 enters both (read: the file and its decoding; enter: ``Master.apply``; settle), in CPU time, because a
-restart waits for nothing else; and a master process is started on each and asked until it answers. The
+restart waits for nothing else; and a master process is started on each and polled until it answers. The
 reference is the same process with no object: the interpreter, the imports and the socket.
 
 What it cannot show: nodes that mount again, which takes as long as their connections do.
@@ -42,7 +42,7 @@ REPLIES = (m.Flags,)
 
 
 class Life:
-    """A master's core, and what it asks to be written down."""
+    """A master's core, and the records that it emits."""
 
     def __init__(self, num_objects: int) -> None:
         self.master = Master(MasterSettings())
@@ -71,7 +71,7 @@ class Life:
 
 
 def enter(path: Path) -> tuple[float, float, float]:
-    """Read, enter and settle a log as a master does that starts, in CPU seconds."""
+    """Read, enter and settle a log like a master that starts, in CPU seconds."""
     gc.collect()
     gc.disable()  # as a master that starts does
     began = time.process_time()
@@ -121,7 +121,7 @@ def report(
 
 def main() -> None:
     parser = options(__doc__, "bench.restart")
-    parser.add_argument("--objects", type=int, help="100,000 unless told")
+    parser.add_argument("--objects", type=int, help="number of objects; 100,000 by default")
     given = parser.parse_args()
     num_objects = given.objects or (1000 if given.quick else 100_000)
     rounds = 1 if given.quick else ROUNDS

@@ -1,9 +1,9 @@
 """How fast the simulator is: a trace on 16 instances, and a day of a 1,000-node cluster.
 
-``python -m bench.simulate --requests 300000`` simulates the first so many requests of that day (agents'
-sessions, half of the nodes prefill) and says what one costs in time and memory; ``--requests 10000000`` is
-the whole of it. ``--trace FILE`` runs a trace file on 8 + 8 instances instead. Times are of the processor.
-What is done once (making the nodes, checking their caches at the end) is no part of what a request costs.
+``python -m bench.simulate --requests 300000`` simulates that many first requests of the day (agents'
+sessions, half of the nodes prefill) and prints the time and memory per request; ``--requests 10000000`` is
+the whole day. ``--trace FILE`` runs a trace file on 8 + 8 instances instead. Times are of the processor. What
+is done once (making the nodes, checking their caches at the end) is no part of what a request costs.
 """
 
 from __future__ import annotations
@@ -27,9 +27,9 @@ TRACE_ROWS = 23_000
 
 def main() -> None:
     parser = options(__doc__, "bench.simulate")
-    parser.add_argument("--trace", help="a trace file; without, the day of agents")
-    parser.add_argument("--requests", type=int, help="of the day; 300,000 unless told")
-    parser.add_argument("--nodes", type=int, help="1,000 unless told")
+    parser.add_argument("--trace", help="a trace file; by default the day of agents")
+    parser.add_argument("--requests", type=int, help="number of requests of the day; 300,000 by default")
+    parser.add_argument("--nodes", type=int, help="number of nodes; 1,000 by default")
     parser.add_argument("--block-tokens", type=int, default=512, help="of the day's prompts")
     parser.add_argument("--costs", default="llama3-70b-8xA800")
     parser.add_argument("--scheduling", nargs="+", default=["cache_aware"])
@@ -72,7 +72,7 @@ def main() -> None:
 
 
 def day(num_requests: int, block_tokens: int) -> Agentic:
-    """As many agents at once as make ten million requests a day."""
+    """As many concurrent agents as make ten million requests a day."""
     gap_s = 27.0 + 5.2 * 2.02  # an answer, and the pause behind it on average
     return Agentic(
         sessions=round(DAY_REQUESTS / DAY_S * gap_s),
@@ -96,7 +96,7 @@ def measure(
 
     def sampled(num_arrived: int, now: float) -> None:
         nonlocal last
-        last = time.process_time()  # of the last sample: everybody is served
+        last = time.process_time()  # of the last sample: every request is served
 
     outcome = simulate(drawn(), cluster, scheduling, progress=sampled)
     took_s, served_s = time.process_time() - began, last - first

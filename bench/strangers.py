@@ -1,9 +1,9 @@
-"""What strangers' connections cost a real client: idle ones, and ones that have said half of something.
+"""The cost of unauthenticated connections to a real client: idle ones, and ones with half a message sent.
 
-A master is started with as few files as it is told, without a credential, with a cluster key and with TLS. A
-client asks it again and again, alone and while strangers hold as many connections as they can get; and a new
-client connects now and then. Prints the median and the 99th percentile of both, and how many strangers
-are there.
+A master is started with a given limit of open files, without a credential, with a cluster key and with TLS. A
+client calls it again and again, alone and while strangers hold as many connections as they can get; and a new
+client connects repeatedly. Prints the median and the 99th percentile of both, and how many strangers are
+connected.
 
     python -m bench.strangers --files 256 --strangers 1000
 """
@@ -58,7 +58,7 @@ def settings_of(way: str, folder: Path) -> dict[str, str]:
 
 @contextlib.contextmanager
 def master(settings: dict[str, str], num_files: int) -> Iterator[str]:
-    """Its address."""
+    """Run a master; yield its address."""
     environment = {
         **os.environ,
         **{f"MOONCAKE_SECURITY_{name.upper()}": value for name, value in settings.items()},
@@ -85,7 +85,7 @@ def master(settings: dict[str, str], num_files: int) -> Iterator[str]:
 
 
 class Strangers:
-    """``number`` connections to ``address``, each made again as soon as it is cut off."""
+    """``number`` connections to ``address``, each opened again as soon as it is closed."""
 
     def __init__(self, address: str, number: int) -> None:
         host, _, port = address.rpartition(":")
@@ -164,7 +164,7 @@ def main() -> None:
     parser = options(__doc__, "bench.strangers")
     parser.add_argument("--files", type=int, default=256, help="files that the master may open")
     parser.add_argument("--strangers", type=int, default=1000)
-    parser.add_argument("--seconds", type=float, default=8.0, help="of each measurement")
+    parser.add_argument("--seconds", type=float, default=8.0, help="seconds of each measurement")
     asked = parser.parse_args()
     seconds = min(asked.seconds, 2.0) if asked.quick else asked.seconds
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)

@@ -1,7 +1,7 @@
-"""How close every path of the transfer engine comes to what this machine can do, kept like every result here.
+"""Every path of the transfer engine against the limits of this machine, kept like every result here.
 
 ``python -m bench.transfer`` runs ``mooncake bench transfer``, which measures, in a process of its own; flags
-that are not known here are passed on to it (``--path shm --rounds 3``).
+that are unknown here are passed on to it (``--path shm --rounds 3``).
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Time to first token of two real vLLM servers: what A computed B is spared, over each of our connectors.
+"""Time to first token of two real vLLM servers: B reuses what A computed, over each of our connectors.
 
 Command: ``scripts/test-vllm --python -m bench.vllm``. Each row is a pair of vLLM servers, one core each, in
 bfloat16: A computes a fresh prompt of 1,030 random tokens, then B is asked for the same one (8 blocks of
@@ -46,16 +46,16 @@ NUM_TOKENS = 1030
 ANSWER_TOKENS = 4
 EXISTING = "mooncake-transfer-engine-non-cuda==0.3.13.post1"
 STORED_WITHIN_S = 1.0
-"""How long a prompt's blocks are given to reach the store; none of the packages needs a tenth of it here."""
+"""Time allowed for a prompt's blocks to reach the store; no package needs a tenth of it here."""
 STARTED_WITHIN_S, ANSWERED_WITHIN_S = 240.0, 120.0
-"""Who takes longer has failed, and its rows with it; the others are measured."""
+"""A slower answer counts as failed, and its rows with it; the others are measured."""
 WANTED = 8
-"""How many times sooner than by computing B should answer."""
+"""Target ratio of computing to loading."""
 
 
 @dataclass(frozen=True)
 class Setting:
-    """What each server of a pair is started with."""
+    """The configuration of each server of a pair."""
 
     connectors: list[dict[str, Any] | None]
     environment: dict[str, str]
@@ -160,8 +160,8 @@ def in_tree_on_existing(folder: Path) -> Iterator[Setting]:
 
 
 Asked = list[tuple[Streamed, Streamed, Streamed]]
-"""For each row of a pair of servers: what computed, what was spared it, and the latter's server once more,
-which has the prompt in its own cache by then."""
+"""For each row of a pair of servers: the server that computed, the one that loaded, and the latter once more,
+with the prompt in its own cache by then."""
 
 
 def through_store(first: VllmServer, last: VllmServer, random: Random) -> Asked:
@@ -173,7 +173,7 @@ def through_store(first: VllmServer, last: VllmServer, random: Random) -> Asked:
 
 
 def handed_over(first: VllmServer, last: VllmServer, random: Random) -> Asked:
-    """B asked when A has answered; and, with another prompt, both asked at once."""
+    """B is sent the prompt when A has answered; and, with another prompt, both at once."""
 
     def ask(server: VllmServer, role: str, prompt: list[int], name: str, num_tokens: int) -> Streamed:
         params = {role: True, "transfer_id": name}
@@ -195,7 +195,7 @@ def handed_over(first: VllmServer, last: VllmServer, random: Random) -> Asked:
 
 @dataclass(frozen=True)
 class Case:
-    """A pair of servers and the rows that come of it."""
+    """A pair of servers and its rows."""
 
     names: tuple[str, ...]
     running: Callable[[Path], AbstractContextManager[Setting]]
@@ -242,7 +242,7 @@ def measure(case: Case, setting: Setting, model: Path, folder: Path, rounds: int
             for row, asked in zip(rows, case.ask(first, last, random), strict=True):
                 assert all(one.error is None for one in asked), [one.error for one in asked]
                 row.add(*asked)
-            if last is not first:  # what B takes to compute counts as much: it is B that is saved the work
+            if last is not first:  # B's time to compute is the reference: it is B that is saved the work
                 took_s = last.stream(a_prompt(random), ANSWER_TOKENS).ttft_s
                 for row in rows:
                     row.computed_s.append(took_s)
@@ -255,7 +255,7 @@ def a_prompt(random: Random) -> list[int]:
 
 def main() -> None:
     parser = options(__doc__, "bench.vllm")
-    parser.add_argument("--rounds", type=int, help="prompts per row, 5 unless told; medians are printed")
+    parser.add_argument("--rounds", type=int, help="prompts per row, 5 by default; medians are printed")
     parser.add_argument("--row", action="append", choices=CASES, help="only this one; can be repeated")
     arguments = parser.parse_args()
     if "MOONCAKE_VLLM_ENV" not in os.environ:

@@ -60,7 +60,7 @@ def test_the_master_keeps_its_log_by_the_port_of_the_cluster() -> None:
     assert flag(plans["master"], "--oplog") == "/state/master-8123.oplog"
 
 
-def test_roles_are_told_about_each_other() -> None:
+def test_roles_get_the_addresses_of_each_other() -> None:
     plans = planned(UpSettings(prefill=1, decode=1, pool_size_bytes=64 << 20, scheduling="round_robin"))
     master = plans["master"].address
     assert all(flag(plans[name], "--master") == master for name in ("node", "prefill-0", "decode-0"))
@@ -134,7 +134,7 @@ def test_threads_and_pool_fit_the_machine() -> None:
 
 
 def test_every_role_takes_the_flags_it_gets(capsys: pytest.CaptureFixture[str]) -> None:
-    """The plan writes other rooms' flags down; this notices when one of them was renamed."""
+    """The plan repeats other packages' flags; this detects a renamed one."""
     seen = set()
     for plan in planned(UpSettings()).values():
         if plan.command[3] in seen:

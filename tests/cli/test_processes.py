@@ -46,7 +46,7 @@ def server(name: str, *words: str, after: tuple[str, ...] = (), ready: HttpCheck
 
 
 class World:
-    """Processes and everything that was said about them."""
+    """Processes and all messages about them."""
 
     def __init__(self, folder: Path, *plans: RolePlan) -> None:
         self.said: list[str] = []
@@ -102,7 +102,7 @@ async def test_start_ready_restart_after_sigkill_and_stop(tmp_path: Path) -> Non
     second = world.processes.pid("a")
     assert second is not None
     assert second != first
-    assert "a: died (killed by signal 9); starting again in 0.5 s" in world.said
+    assert "a: died (killed by signal 9); restarting in 0.5 s" in world.said
     assert "a | serving" in world.said
     assert world.num_all_ready == 1
 
@@ -150,7 +150,7 @@ async def test_a_program_that_is_not_there_is_a_death(tmp_path: Path) -> None:
     assert await world.end() == 0
 
 
-async def test_nobody_serves_on_a_free_port() -> None:
+async def test_a_free_port_is_not_serving() -> None:
     [port] = free_ports("127.0.0.1", 1, Random())
     assert not await is_serving("127.0.0.1", port, None, PLAIN)
 
@@ -199,7 +199,7 @@ async def test_roles_with_a_credential_are_asked_as_members_ask(tmp_path: Path) 
             await server.close()
 
 
-async def test_a_public_https_side_is_asked_as_anybody_may(tmp_path: Path) -> None:
+async def test_a_public_https_side_is_checked_without_a_certificate(tmp_path: Path) -> None:
     make(CertsSettings(folder=tmp_path))
     tls = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
     tls.load_cert_chain(tmp_path / "node.pem", tmp_path / "node.key")

@@ -1,4 +1,4 @@
-"""How a replay is summed up."""
+"""The summary of a replay."""
 
 from __future__ import annotations
 

@@ -1,7 +1,7 @@
-"""Bugs that somebody could write, each with the rule of the simulated store that finds it.
+"""Plausible bugs, each with the rule of the simulated store that finds it.
 
-For each rule there is one at least, and a test that says so. The faults and loads of a bug have many of the
-kind that brings it out, so that a few seeds do; without the bug nothing is violated under them.
+Every rule has at least one, and a test checks that. The faults and workload mixes of a bug have many of the
+kind that triggers it, so that a few seeds suffice; without the bug nothing is violated under them.
 """
 
 from __future__ import annotations
@@ -80,7 +80,7 @@ def forgets_what_its_predecessor_promised(patch: pytest.MonkeyPatch) -> None:
 
 
 def never_asks_twice(patch: pytest.MonkeyPatch) -> None:
-    """A put-start whose answer was lost looks, the second time, like somebody else's put."""
+    """A put-start that is repeated because its answer was lost looks like another client's put."""
     reserve = put.PutRequests._reserve
 
     def broken(self: put.PutRequests, put_id: int, *rest: object) -> object:
@@ -98,7 +98,7 @@ def forgets_what_was_removed(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(replay.LogReplay, "_object_gone", lambda self, record, now: None)
 
 
-def never_tells_nodes_what_went(patch: pytest.MonkeyPatch) -> None:
+def never_notifies_nodes_of_removals(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(tasks.Tasks, "extent_left", lambda self, stored, extent, now: None)
 
 
@@ -120,7 +120,7 @@ def lets_nodes_write_late(patch: pytest.MonkeyPatch) -> None:
 
 
 def leaves_half_a_copy(patch: pytest.MonkeyPatch) -> None:
-    """A task that failed keeps its space as if it were under way, and nobody tries again."""
+    """A failed task keeps its space as if it were under way, and is not retried."""
     done, add_extent = tasks.Tasks._done, catalog.Catalog.add_extent
 
     def ignored(self: tasks.Tasks, message: messages.TaskDone, *rest: object) -> None:
@@ -173,7 +173,7 @@ def releases_pieces_at_their_deadline(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(catalog.Catalog, "give_in_advance", broken)
 
 
-def tells_no_successor_of_pieces(patch: pytest.MonkeyPatch) -> None:
+def logs_no_preallocations(patch: pytest.MonkeyPatch) -> None:
     give = catalog.Catalog.give_in_advance
 
     def broken(self: catalog.Catalog, *given: object) -> None:
@@ -183,8 +183,8 @@ def tells_no_successor_of_pieces(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(catalog.Catalog, "give_in_advance", broken)
 
 
-def takes_its_clock_for_everybodys(patch: pytest.MonkeyPatch) -> None:
-    """Deadlines of puts as instants of the master's clock."""
+def takes_its_clock_for_that_of_all(patch: pytest.MonkeyPatch) -> None:
+    """Deadlines of puts are taken as instants of the master's clock."""
     put_start = put.PutRequests.put_start
 
     def broken(self: put.PutRequests, message: messages.PutStart, *rest: object) -> object:
@@ -225,7 +225,7 @@ def says_replaced_and_keeps_the_old_one(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(put.PutRequests, "put_end", broken)
 
 
-def tells_no_successor_of_renewed_space(patch: pytest.MonkeyPatch) -> None:
+def logs_no_renewed_space(patch: pytest.MonkeyPatch) -> None:
     renew = catalog.Catalog.renew
 
     def broken(self: catalog.Catalog, stored: objects.StoredObject, lease_until: float) -> None:
@@ -247,7 +247,7 @@ def never_says_why(patch: pytest.MonkeyPatch) -> None:
 
 
 def leaves_before_it_has_arrived(patch: pytest.MonkeyPatch) -> None:
-    """A drain that takes every replica for one that others have."""
+    """A drain assumes that every replica has a copy elsewhere."""
 
     def broken(
         self: jobs.Jobs,
@@ -312,8 +312,8 @@ def lets_writers_write_for_ever(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(catalog.Catalog, "begin", broken)
 
 
-def keeps_pieces_for_ever(patch: pytest.MonkeyPatch) -> None:
-    """Space given in advance rests without end when nobody has said what is in it."""
+def keeps_pieces_without_end(patch: pytest.MonkeyPatch) -> None:
+    """Preallocated space is quarantined without end when its content was never reported."""
     give = catalog.Catalog.give_in_advance
 
     def broken(self: catalog.Catalog, extents: list[objects.Extent], size_bytes: int, until: float) -> None:
@@ -324,7 +324,7 @@ def keeps_pieces_for_ever(patch: pytest.MonkeyPatch) -> None:
 
 @dataclasses.dataclass(frozen=True)
 class Bug:
-    """One that ``rule`` finds, in some seeds; in others another rule may see it first."""
+    """A bug that ``rule`` finds, in some seeds; in others another rule may detect it first."""
 
     plant: Callable[[pytest.MonkeyPatch], None]
     rule: Invariant
@@ -332,7 +332,7 @@ class Bug:
     """None: what a seed draws."""
     load: WorkloadMix = PLAIN
     begin: int = 0
-    """Where the search begins."""
+    """The first seed of the search."""
 
     @property
     def name(self) -> str:
@@ -355,17 +355,17 @@ BUGS = (
     Bug(says_replaced_and_keeps_the_old_one, Invariant.STALE, ClusterFaults()),
     Bug(reuses_space_at_once, Invariant.LEASE, begin=4),
     Bug(forgets_the_last_master, Invariant.SPACE, dataclasses.replace(LATE, crash_master_every_s=4.0)),
-    Bug(tells_no_successor_of_renewed_space, Invariant.SPACE, QUICK_TAKEOVER, MOVES, begin=20),
+    Bug(logs_no_renewed_space, Invariant.SPACE, QUICK_TAKEOVER, MOVES, begin=20),
     Bug(
         lets_nodes_write_late,
         Invariant.SPACE,
         ClusterFaults(slow_transfer_chance=0.4, slow_disk_chance=0.4, slow_disk_s=20.0),
     ),
     Bug(forgets_what_its_predecessor_promised, Invariant.SPACE, LATE_SUCCESSION),
-    Bug(tells_no_successor_of_pieces, Invariant.SPACE, LATE_SUCCESSION),
+    Bug(logs_no_preallocations, Invariant.SPACE, LATE_SUCCESSION),
     Bug(lets_pieces_be_written_for_ever, Invariant.SPACE),
     Bug(releases_pieces_at_their_deadline, Invariant.SPACE),
-    Bug(takes_its_clock_for_everybodys, Invariant.SPACE),
+    Bug(takes_its_clock_for_that_of_all, Invariant.SPACE),
     Bug(takes_a_restarted_node_for_its_predecessor, Invariant.CAUSE, ClusterFaults(crash_node_every_s=3.0)),
     Bug(never_says_why, Invariant.REASON, ClusterFaults()),
     Bug(leaves_before_it_has_arrived, Invariant.CAUSE, ClusterFaults(), OPERATED),
@@ -386,7 +386,7 @@ BUGS = (
     Bug(forgets_to_write_some_objects_down, Invariant.REASON, SUCCESSION),
     Bug(lets_writers_write_for_ever, Invariant.WRITING, ClusterFaults(crash_client_every_s=3.0)),
     Bug(leaves_half_a_copy, Invariant.COPYING, ClusterFaults(transfer_failure_chance=0.3)),
-    Bug(keeps_pieces_for_ever, Invariant.LEAK, ClusterFaults()),
-    Bug(never_tells_nodes_what_went, Invariant.JOURNAL),
+    Bug(keeps_pieces_without_end, Invariant.LEAK, ClusterFaults()),
+    Bug(never_notifies_nodes_of_removals, Invariant.JOURNAL),
     Bug(never_asks_twice, Invariant.CAUSE, ClusterFaults(break_chance=0.05)),
 )

@@ -1,4 +1,4 @@
-"""The ledger by itself: what it takes for promised after each kind of loss."""
+"""The history checker alone: what it considers promised after each kind of loss."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Every rule of the store's world finds a bug, and what brings the bugs out is harmless without them."""
+"""Every rule of the store's world finds a bug, and what triggers the bugs is harmless without them."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A process that stands still does all of it afterwards, in order, and nothing that was cancelled."""
+"""A paused process does everything afterwards, in order, and nothing that was cancelled."""
 
 from __future__ import annotations
 

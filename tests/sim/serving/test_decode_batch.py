@@ -113,7 +113,7 @@ def test_the_longest_tenth_is_that_of_all_intervals(runs: list[tuple[int, float]
     assert longest_mean(runs, wait_s, len(intervals)) == pytest.approx(expected)
 
 
-def test_runs_that_nobody_needs_are_dropped() -> None:
+def test_runs_that_no_request_needs_are_dropped() -> None:
     batch = DecodeBatch(MODEL)
     for number in range(5000):
         batch.join(journey(number, 1, 2 + number % 3))

@@ -1,4 +1,4 @@
-"""A node's cache: memory in front of an SSD, and the news of both."""
+"""A node's cache: memory in front of an SSD, and the events of both."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ def node(num_blocks: int, num_ssd_blocks: int = 0) -> NodeCache[int]:
 
 
 def keep(cache: NodeCache[int], keys: list[int]) -> None:
-    """As a prefill does: what is here already is used, the rest is stored."""
+    """As a prefill does: cached blocks are used, the rest is stored."""
     found = cache.match(keys)
     cache.pin(found)
     cache.unpin(found + cache.keep(keys[len(found) :]))

@@ -1,4 +1,4 @@
-"""An outcome's columns, its summary and its JSON."""
+"""The columns of a run's results, its summary and its JSON."""
 
 from __future__ import annotations
 
