@@ -19,7 +19,7 @@ from typing import Literal, Protocol, TypeAlias
 
 from mooncake.conductor.prediction.predictor import PrefillModel
 from mooncake.inference.blocks import BlockPool
-from mooncake.sim.traces.trace_row import TraceRow
+from mooncake.sim.traces.trace_file import TraceRow
 
 Policy: TypeAlias = Literal["lru", "lfu", "length_aware"]
 

@@ -18,7 +18,7 @@ from mooncake.sim.serving import ClusterSpec, simulate
 from mooncake.sim.serving.node_costs import load_costs
 from mooncake.sim.traces.generators import Agentic
 from mooncake.sim.traces.trace import TraceOptions, read_trace
-from mooncake.sim.traces.trace_row import TraceRow
+from mooncake.sim.traces.trace_file import TraceRow
 
 DAY_REQUESTS = 10_000_000
 DAY_S = 86_400.0

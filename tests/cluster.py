@@ -23,7 +23,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, TypeVar
 
-from mooncake.cli.local_cluster import security_flags
+from mooncake.cli.up import security_flags
 from mooncake.security import Identity
 from mooncake.security.caller import HttpClientAuth
 

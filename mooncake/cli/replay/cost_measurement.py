@@ -17,7 +17,7 @@ from dataclasses import dataclass, field
 from random import Random
 
 from mooncake.cli.replay.endpoint import Endpoint, TimedAnswer, gather_at_once
-from mooncake.cli.replay.trace_prompts import HIGHEST_TOKEN, LOWEST_TOKEN
+from mooncake.cli.replay.open_loop import HIGHEST_TOKEN, LOWEST_TOKEN
 from mooncake.errors import Unavailable
 from mooncake.sim.serving.calibration import PrefillSample, StepSample
 

@@ -1,5 +1,7 @@
-"""A trace against a live endpoint: every request at its time, whether earlier ones have ended or not (open
-loop)."""
+"""A trace against a live endpoint: every request at its time, whether earlier ones have ended (open loop).
+
+Rows become prompts in which equal keys are equal tokens, so that a real cache hits where the trace does.
+"""
 
 from __future__ import annotations
 
@@ -7,19 +9,44 @@ import asyncio
 from collections import Counter
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
+from random import Random
 
 import numpy as np
 
 from mooncake import clock
 from mooncake.cli.replay.endpoint import Endpoint, TimedAnswer
-from mooncake.cli.replay.trace_prompts import TracePrompts
 from mooncake.sim.serving.decode_batch import longest_mean
 from mooncake.sim.serving.results import DONE, FAILED, REJECTED, Recorder, RunResults, Timeline
-from mooncake.sim.traces.trace_row import TraceRow
+from mooncake.sim.traces.trace_file import TraceRow
 
 SAMPLE_S = 1.0
 LATE_S = 0.05
 """A request sent later than that behind its time shows that this machine can't keep up."""
+LOWEST_TOKEN, HIGHEST_TOKEN = 1000, 30_000
+"""Plain tokens in every common vocabulary; special ones are at the ends."""
+_SALT = 0x5EED
+
+
+class TracePrompts:
+    """Generates token ids from keys: a block's tokens depend on its key alone."""
+
+    def __init__(self, block_tokens: int, seed: int = 0) -> None:
+        self._block_tokens = block_tokens
+        self._seed = seed
+
+    def tokens(self, row: TraceRow, number: int) -> list[int]:
+        """The prompt of row ``number``. Tokens that no key covers are unique to the row."""
+        found: list[int] = []
+        for key in row.keys:
+            found += self._draw(f"{_SALT}/{self._seed}/{key}", self._block_tokens)
+        missing = row.num_input - len(found)
+        if missing > 0:
+            found += self._draw(f"{_SALT}/{self._seed}/row {number}", missing)
+        return found[: row.num_input]
+
+    @staticmethod
+    def _draw(seed: str, num_tokens: int) -> list[int]:
+        return Random(seed).choices(range(LOWEST_TOKEN, HIGHEST_TOKEN), k=num_tokens)
 
 
 @dataclass

@@ -15,8 +15,7 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 
 from mooncake.cli.replay.calibrate import ApiKey, Url
 from mooncake.cli.replay.endpoint import Endpoint
-from mooncake.cli.replay.open_loop import Replay, ReplayAccuracy, ReplayObservations, accuracy
-from mooncake.cli.replay.trace_prompts import TracePrompts
+from mooncake.cli.replay.open_loop import Replay, ReplayAccuracy, ReplayObservations, TracePrompts, accuracy
 from mooncake.cli.simulation.html_report import render_html
 from mooncake.cli.simulation.options import (
     DivideLengths,
@@ -36,7 +35,7 @@ from mooncake.cli.simulation.tables import ClusterRun, table, wide_console, writ
 from mooncake.sim.serving import simulate
 from mooncake.sim.serving.results import RunResults
 from mooncake.sim.traces.trace import TraceOptions
-from mooncake.sim.traces.trace_row import TraceRow
+from mooncake.sim.traces.trace_file import TraceRow
 
 
 def replay_command(

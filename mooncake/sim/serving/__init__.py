@@ -16,7 +16,7 @@ from mooncake.sim.serving.cluster_spec import ClusterSpec
 from mooncake.sim.serving.colocated_cluster import ColocatedCluster
 from mooncake.sim.serving.disaggregated_cluster import DisaggregatedCluster
 from mooncake.sim.serving.results import RunResults
-from mooncake.sim.traces.trace_row import TraceRow
+from mooncake.sim.traces.trace_file import TraceRow
 
 __all__ = ["ClusterSpec", "simulate"]
 

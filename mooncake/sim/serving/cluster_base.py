@@ -36,7 +36,7 @@ from mooncake.sim.serving.results import DONE, REJECTED, Recorder, RunResults
 from mooncake.sim.serving.sim_request import SimRequest
 from mooncake.sim.serving.step_level import prompt_of
 from mooncake.sim.serving.timeline import TimelineSampler
-from mooncake.sim.traces.trace_row import TraceRow
+from mooncake.sim.traces.trace_file import TraceRow
 from mooncake.types import InstanceId, Tier, WorkerRole
 
 LIFETIME_S = 1e9

@@ -20,8 +20,7 @@ from typing import Annotated, Any, Literal, TypeAlias, TypeVar
 import msgspec
 import numpy as np
 
-from mooncake.sim.traces.trace_file import TraceFile
-from mooncake.sim.traces.trace_row import TraceRow
+from mooncake.sim.traces.trace_file import TraceFile, TraceRow
 
 Format: TypeAlias = Literal["mooncake", "sessions", "azure"]
 

@@ -16,8 +16,7 @@ from typing import Literal
 
 from mooncake.errors import InvalidArgument
 from mooncake.sim.traces import formats
-from mooncake.sim.traces.trace_file import TraceFile
-from mooncake.sim.traces.trace_row import TraceError, TraceRow
+from mooncake.sim.traces.trace_file import TraceError, TraceFile, TraceRow
 
 __all__ = ["Trace", "TraceError", "TraceOptions", "TraceRow", "read_trace"]
 
