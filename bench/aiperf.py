@@ -130,12 +130,12 @@ def counted(cluster: Cluster, name: str) -> float:
     return total
 
 
-def run(policy: str, asked: argparse.Namespace, rows: Path, folder: Path) -> list[Cell]:
+def run(policy: str, arguments: argparse.Namespace, rows: Path, folder: Path) -> list[Cell]:
     """Return the row of one policy."""
-    memory = ("--pool-size", "1GiB", "--kv-cache-size", asked.kv_cache_size)
+    memory = ("--pool-size", "1GiB", "--kv-cache-size", arguments.kv_cache_size)
     with running_cluster("--prefill", "2", "--decode", "2", *memory) as cluster:
         with fronting(cluster, policy, folder / "gateway.log") as url:
-            exported = replay(asked.aiperf, url, rows, TRACE_BLOCK // asked.divisor, folder)
+            exported = replay(arguments.aiperf, url, rows, TRACE_BLOCK // arguments.divisor, folder)
         queries = counted(cluster, "vllm:prefix_cache_queries") or 1.0
         local = counted(cluster, "vllm:prefix_cache_hits")
         pool = counted(cluster, "vllm:external_prefix_cache_hits")
@@ -166,28 +166,30 @@ def main() -> None:
     parser.add_argument("--kv-cache-size", default="256MiB")
     parser.add_argument("--keep", type=Path, help="folder for aiperf's results and the logs")
     parser.add_argument("--policies", nargs="+")
-    asked = parser.parse_args()
+    arguments = parser.parse_args()
     own = Path(os.environ.get("MOONCAKE_AIPERF_ENV") or Path.home() / ".cache/mooncake/aiperf") / "bin/aiperf"
-    asked.aiperf = asked.aiperf or (str(own) if own.exists() else shutil.which("aiperf") or "")
-    if not asked.aiperf:
+    arguments.aiperf = arguments.aiperf or (str(own) if own.exists() else shutil.which("aiperf") or "")
+    if not arguments.aiperf:
         not_run("aiperf is not installed: scripts/try-aiperf TRACE.jsonl makes an environment that has it")
-    if asked.trace is None:
+    if arguments.trace is None:
         if (folder := traces_folder(None)) is None or not (folder / "conversation_trace.jsonl").exists():
             not_run("no trace beside or above this project: name one, scripts/try-aiperf TRACE.jsonl")
-        asked.trace = folder / "conversation_trace.jsonl"
-    num_rows = asked.rows or (20 if asked.quick else 200)
-    policies = asked.policies or (["cache_aware"] if asked.quick else ["round_robin", "cache_aware"])
-    command = f"scripts/try-aiperf {asked.trace.name} --rows {num_rows} --policies {' '.join(policies)}"
-    with measured("aiperf", asked, command) as result, tempfile.TemporaryDirectory() as temporary:
+        arguments.trace = folder / "conversation_trace.jsonl"
+    num_rows = arguments.rows or (20 if arguments.quick else 200)
+    policies = arguments.policies or (["cache_aware"] if arguments.quick else ["round_robin", "cache_aware"])
+    command = f"scripts/try-aiperf {arguments.trace.name} --rows {num_rows} --policies {' '.join(policies)}"
+    with measured("aiperf", arguments, command) as result, tempfile.TemporaryDirectory() as temporary:
         table = result.table(*COLUMNS, note="one run a policy, one after the other: differences may be noise")
-        folder = asked.keep or Path(temporary)
+        folder = arguments.keep or Path(temporary)
         folder.mkdir(parents=True, exist_ok=True)
         rows = folder / "trace.jsonl"
-        scaled = scaled_rows(asked.trace, num_rows, asked.divisor, asked.stretch, asked.max_output)
+        scaled = scaled_rows(
+            arguments.trace, num_rows, arguments.divisor, arguments.stretch, arguments.max_output
+        )
         rows.write_text("\n".join(scaled) + "\n")
         for policy in policies:
             (folder / policy).mkdir()
-            table.add(*run(policy, asked, rows, folder / policy))
+            table.add(*run(policy, arguments, rows, folder / policy))
 
 
 if __name__ == "__main__":

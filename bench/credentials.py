@@ -93,9 +93,9 @@ def main() -> None:
     parser.add_argument("--calls", type=int, default=20_000)
     parser.add_argument("--connections", type=int, default=400)
     parser.add_argument("--rounds", type=int, default=9)
-    asked = parser.parse_args()
-    rounds = 1 if asked.quick else asked.rounds
-    with tempfile.TemporaryDirectory() as folder, measured("credentials", asked) as result:
+    arguments = parser.parse_args()
+    rounds = 1 if arguments.quick else arguments.rounds
+    with tempfile.TemporaryDirectory() as folder, measured("credentials", arguments) as result:
         make(CertsSettings(folder=Path(folder)))
         make_cluster_key(Path(folder) / "cluster.key")
         ours, theirs = multiprocessing.Pipe()
@@ -110,8 +110,10 @@ def main() -> None:
         for _ in range(rounds):
             for way in WAYS:
                 address = f"127.0.0.1:{ports[way]}"
-                calls[way].append(seconds_of_calls(address, identities[way], asked.calls // asked.rounds))
-                number = asked.connections // asked.rounds
+                calls[way].append(
+                    seconds_of_calls(address, identities[way], arguments.calls // arguments.rounds)
+                )
+                number = arguments.connections // arguments.rounds
                 connections[way].append(seconds_of_connections(address, identities[way], number))
         server.terminate()
         table = result.table(

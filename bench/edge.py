@@ -107,14 +107,14 @@ async def posting(gateway: Measured, body: bytes) -> None:
             await asyncio.sleep(0.01)
 
 
-async def holding(gateway: Measured, said: bytes, count: int) -> None:
+async def holding(gateway: Measured, start: bytes, count: int) -> None:
     """This many connections that send ``start`` and nothing more; those that are closed are opened again."""
 
     async def one() -> None:
         while True:
             try:
                 reader, writer = await gateway.connect()
-                writer.write(said)
+                writer.write(start)
                 await reader.read()
                 writer.close()
             except OSError:
@@ -191,8 +191,8 @@ async def main(seconds: float, result: Result) -> None:
             def bodies(body: bytes) -> Callable[[], Awaitable[None]]:
                 return lambda: many(2, lambda: posting(gateway, body))
 
-            def connections(said: bytes) -> Callable[[], Awaitable[None]]:
-                return lambda: holding(gateway, said, 1000)
+            def connections(start: bytes) -> Callable[[], Awaitable[None]]:
+                return lambda: holding(gateway, start, 1000)
 
             attacks = [
                 ("left alone (reference)", lambda: asyncio.sleep(seconds)),
@@ -219,6 +219,6 @@ async def many(count: int, one: Callable[[], Awaitable[None]]) -> None:
 if __name__ == "__main__":
     parser = options(__doc__, "bench.edge")
     parser.add_argument("--seconds", type=float, default=6.0, help="of each; longer than a request may take")
-    asked = parser.parse_args()
-    with measured("edge", asked) as result:
-        asyncio.run(main(asked.seconds, result))
+    arguments = parser.parse_args()
+    with measured("edge", arguments) as result:
+        asyncio.run(main(arguments.seconds, result))

@@ -89,13 +89,13 @@ def measure(result: Result, path: Path, size_bytes: int, rounds: int) -> None:
 def main() -> None:
     parser = options(__doc__, "bench.file")
     parser.add_argument("--device", type=Path, help="a block device, which is overwritten, instead of a file")
-    asked = parser.parse_args()
+    arguments = parser.parse_args()
     if shutil.which("fio") is None:
         not_run("fio is not installed (apt-get install fio), which is the reference of this bench")
-    size, rounds = (128 << 20, 3) if asked.quick else (512 << 20, 9)
-    with measured("file", asked) as result:
-        if asked.device:
-            measure(result, asked.device, size, rounds)
+    size, rounds = (128 << 20, 3) if arguments.quick else (512 << 20, 9)
+    with measured("file", arguments) as result:
+        if arguments.device:
+            measure(result, arguments.device, size, rounds)
             return
         with tempfile.NamedTemporaryFile(prefix="mooncake-bench-", dir=os.environ.get("TMPDIR")) as file:
             file.write(os.urandom(1 << 20) * (size >> 20))

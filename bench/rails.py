@@ -163,14 +163,14 @@ def main() -> None:
     parser = options(__doc__, "bench.rails")
     parser.add_argument("--mbit", type=int, nargs=2, default=[800, 800], help="speed of the two links")
     parser.add_argument("--inside", nargs=3, help=argparse.SUPPRESS)
-    asked = parser.parse_args()
+    arguments = parser.parse_args()
     global NEAR, FAR, ROUNDS
-    if asked.quick:
+    if arguments.quick:
         ROUNDS = 1
-    if asked.inside:
-        NEAR, FAR, file = asked.inside
+    if arguments.inside:
+        NEAR, FAR, file = arguments.inside
         result = decoded(Path(file).read_bytes())
-        inside(result, asked.mbit)
+        inside(result, arguments.mbit)
         Path(file).write_bytes(encoded(result))
         return
     if os.geteuid() != 0 or shutil.which("tc") is None:
@@ -178,11 +178,11 @@ def main() -> None:
             "it makes network namespaces, for which it must be root and have ip and tc (Debian: iproute2)"
         )
     signal.signal(signal.SIGTERM, ended)
-    with measured("rails", asked) as result, links(asked.mbit), tempfile.NamedTemporaryFile() as kept:
+    with measured("rails", arguments) as result, links(arguments.mbit), tempfile.NamedTemporaryFile() as kept:
         kept.write(encoded(result))
         kept.flush()
         words = [sys.executable, "-m", "bench.rails", "--inside", NEAR, FAR, kept.name]
-        words += ["--mbit", *map(str, asked.mbit), *(["--quick"] if asked.quick else [])]
+        words += ["--mbit", *map(str, arguments.mbit), *(["--quick"] if arguments.quick else [])]
         with subprocess.Popen(["ip", "netns", "exec", NEAR, *words]) as process:
             try:
                 status = process.wait()

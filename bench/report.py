@@ -97,7 +97,7 @@ def options(doc: str | None, prog: str) -> argparse.ArgumentParser:
 
 
 @contextlib.contextmanager
-def measured(bench: str, asked: argparse.Namespace, command: str | None = None) -> Iterator[Result]:
+def measured(bench: str, arguments: argparse.Namespace, command: str | None = None) -> Iterator[Result]:
     """Run ``bench``: its result is kept and printed at the end. If it raises, nothing is kept."""
     words = shlex.join(word for word in sys.argv[1:] if word not in ("--save", "--json"))
     began = datetime.datetime.now(datetime.UTC)
@@ -112,11 +112,11 @@ def measured(bench: str, asked: argparse.Namespace, command: str | None = None) 
     yield result
     result.load_after = list(os.getloadavg())
     result.seconds = (datetime.datetime.now(datetime.UTC) - began).total_seconds()
-    folder = SAVED if asked.save else KEPT
+    folder = SAVED if arguments.save else KEPT
     folder.mkdir(parents=True, exist_ok=True)
     (folder / f"{bench}.json").write_bytes(encoded(result))
     (folder / f"{bench}.txt").write_text(render(result))
-    print(encoded(result).decode() if asked.json else render(result), end="", flush=True)
+    print(encoded(result).decode() if arguments.json else render(result), end="", flush=True)
 
 
 def not_run(why: str) -> NoReturn:

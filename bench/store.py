@@ -351,7 +351,7 @@ class Bench:
 
 def compare(row: Row, others: dict[tuple[str, str], list[float]], what: str) -> None:
     """The references' times of the same rounds."""
-    row.samples |= {f"{system}_s": times for (system, asked), times in others.items() if asked == what}
+    row.samples |= {f"{system}_s": times for (system, call), times in others.items() if call == what}
     row.package_us, row.redis_us = (
         statistics.median(others[system, what]) * 1e6 if (system, what) in others else None
         for system in ("package", "redis")

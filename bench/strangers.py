@@ -138,7 +138,7 @@ def percentile(times: list[float], share: float) -> float:
     return sorted(times)[min(len(times) - 1, int(share * len(times)))]
 
 
-def asked_for(address: str, identity: Identity, seconds: float) -> tuple[list[float], list[float]]:
+def times_of_a_client(address: str, identity: Identity, seconds: float) -> tuple[list[float], list[float]]:
     """Times of calls on one connection, and of connections with their first call."""
     calls: list[float] = []
     connects: list[float] = []
@@ -165,25 +165,25 @@ def main() -> None:
     parser.add_argument("--files", type=int, default=256, help="files that the master may open")
     parser.add_argument("--strangers", type=int, default=1000)
     parser.add_argument("--seconds", type=float, default=8.0, help="seconds of each measurement")
-    asked = parser.parse_args()
-    seconds = min(asked.seconds, 2.0) if asked.quick else asked.seconds
+    arguments = parser.parse_args()
+    seconds = min(arguments.seconds, 2.0) if arguments.quick else arguments.seconds
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
-    resource.setrlimit(resource.RLIMIT_NOFILE, (max(soft, min(hard, asked.strangers + 200)), hard))
-    with measured("strangers", asked) as result:
+    resource.setrlimit(resource.RLIMIT_NOFILE, (max(soft, min(hard, arguments.strangers + 200)), hard))
+    with measured("strangers", arguments) as result:
         table = result.table(
             *("credential", "strangers there", "made", ("call p50, ms", 3), ("p99", 3)),
             *(("connection and call p50, ms", 3), ("p99", 3)),
-            title=f"{asked.strangers} strangers at a master that may open {asked.files} files",
+            title=f"{arguments.strangers} strangers at a master that may open {arguments.files} files",
         )
         for way in ("none", "key", "tls"):
             with tempfile.TemporaryDirectory() as folder:
                 settings = settings_of(way, Path(folder))
                 identity = Identity(SecuritySettings(**settings))  # type: ignore[arg-type]
-                with master(settings, asked.files) as address:
-                    asked_for(address, identity, 1.0)
-                    add(table, way, 0, 0, asked_for(address, identity, seconds))
-                    with Strangers(address, asked.strangers) as strangers:
-                        found = asked_for(address, identity, seconds)
+                with master(settings, arguments.files) as address:
+                    times_of_a_client(address, identity, 1.0)
+                    add(table, way, 0, 0, times_of_a_client(address, identity, seconds))
+                    with Strangers(address, arguments.strangers) as strangers:
+                        found = times_of_a_client(address, identity, seconds)
                         add(table, way, strangers.num_open, strangers.num_made, found)
 
 

@@ -18,9 +18,9 @@ from bench.report import measured, options
 
 def main() -> int:
     parser = options(__doc__, "bench.transfer")
-    asked, words = parser.parse_known_args()
-    words += ["--quick"] if asked.quick else []
-    with measured("transfer", asked, " ".join(["mooncake bench transfer", *words])) as result:
+    arguments, words = parser.parse_known_args()
+    words += ["--quick"] if arguments.quick else []
+    with measured("transfer", arguments, " ".join(["mooncake bench transfer", *words])) as result:
         with tempfile.TemporaryDirectory() as folder:
             file = Path(folder) / "transfer.json"
             command = [sys.executable, "-m", "mooncake", "bench", "transfer", *words, "--json", str(file)]
@@ -41,9 +41,9 @@ def main() -> int:
             names = ("path", "op", "shape", "gb_s", "ceiling", "ceiling_gb_s", "ratio", "p50_us", "p99_us")
             paths.add(*(row[name] for name in names), row["cpu_s_per_gb"], row["ceiling_cpu_s_per_gb"])
         targets = result.table("target", "wanted", "seen", "is it met", title="Targets")
-        said = {True: "met", False: "NOT MET", None: "not measured"}
+        verdicts = {True: "met", False: "NOT MET", None: "not measured"}
         for target in found["targets"]:
-            targets.add(target["what"], target["wanted"], target["seen"], said[target["is_met"]])
+            targets.add(target["what"], target["wanted"], target["seen"], verdicts[target["is_met"]])
         for path, why in found["skipped"].items():
             result.note(f"NOT RUN: {path}: {why}")
         result.note(found["references"])

@@ -1,12 +1,12 @@
 """Time to first token of two real vLLM servers: B reuses what A computed, over each of our connectors.
 
 Command: ``scripts/test-vllm --python -m bench.vllm``. Each row is a pair of vLLM servers, one core each, in
-bfloat16: A computes a fresh prompt of 1,030 random tokens, then B is asked for the same one (8 blocks of
+bfloat16: A computes a fresh prompt of 1,030 random tokens, then B is streams for the same one (8 blocks of
 128 loaded from one store process, 6 tokens computed), then B computes another. With the direct connector
 there is no store: A writes its blocks, the partial one too, into B's memory when B asks, and B computes one
-token. Of that there are two rows. "A has computed": B is asked when A has answered. "A and B at once", as a
+token. Of that there are two rows. "A has computed": B is streams when A has answered. "A and B at once", as a
 gateway asks them: the client's whole wait, A's computing in it; of their answers the first tokens are
-compared. "own cache" is B asked the same once more, at once, and "added" the median of what the first time
+compared. "own cache" is B streams the same once more, at once, and "added" the median of what the first time
 took longer: how fast the machine computes just then is not in it. References, in the same run, are vLLM
 without a connector (its own prefix cache warm) and the existing package under vLLM's own connector. What it
 can't show: a network (everything is on one host), a GPU (prefill on a CPU is slow, which flatters any cache).
@@ -159,12 +159,12 @@ def in_tree_on_existing(folder: Path) -> Iterator[Setting]:
         yield Setting(in_tree(("theirs-a", "theirs-b")), {**settings, "PYTHONPATH": str(site)}, folder)
 
 
-Asked = list[tuple[Streamed, Streamed, Streamed]]
+Streams = list[tuple[Streamed, Streamed, Streamed]]
 """For each row of a pair of servers: the server that computed, the one that loaded, and the latter once more,
 with the prompt in its own cache by then."""
 
 
-def through_store(first: VllmServer, last: VllmServer, random: Random) -> Asked:
+def through_store(first: VllmServer, last: VllmServer, random: Random) -> Streams:
     prompt = a_prompt(random)
     computed = first.stream(prompt, ANSWER_TOKENS, ANSWERED_WITHIN_S, ignore_eos=True)
     time.sleep(STORED_WITHIN_S)
@@ -172,7 +172,7 @@ def through_store(first: VllmServer, last: VllmServer, random: Random) -> Asked:
     return [(computed, loaded, again)]
 
 
-def handed_over(first: VllmServer, last: VllmServer, random: Random) -> Asked:
+def handed_over(first: VllmServer, last: VllmServer, random: Random) -> Streams:
     """B is sent the prompt when A has answered; and, with another prompt, both at once."""
 
     def ask(server: VllmServer, role: str, prompt: list[int], name: str, num_tokens: int) -> Streamed:
@@ -199,7 +199,7 @@ class Case:
 
     names: tuple[str, ...]
     running: Callable[[Path], AbstractContextManager[Setting]]
-    ask: Callable[[VllmServer, VllmServer, Random], Asked] = through_store
+    ask: Callable[[VllmServer, VllmServer, Random], Streams] = through_store
 
 
 CASES = {
@@ -239,9 +239,9 @@ def measure(case: Case, setting: Setting, model: Path, folder: Path, rounds: int
             case.ask(first, last, random)
         rows = [Row(name) for name in case.names]
         for _ in range(rounds):
-            for row, asked in zip(rows, case.ask(first, last, random), strict=True):
-                assert all(one.error is None for one in asked), [one.error for one in asked]
-                row.add(*asked)
+            for row, streams in zip(rows, case.ask(first, last, random), strict=True):
+                assert all(one.error is None for one in streams), [one.error for one in streams]
+                row.add(*streams)
             if last is not first:  # B's time to compute is the reference: it is B that is saved the work
                 took_s = last.stream(a_prompt(random), ANSWER_TOKENS).ttft_s
                 for row in rows:
@@ -262,7 +262,7 @@ def main() -> None:
         not_run("vLLM is not in this environment: scripts/test-vllm --python -m bench.vllm")
     model = Path(os.environ["MOONCAKE_VLLM_ENV"]) / "model"
     rounds = arguments.rounds or (1 if arguments.quick else 5)
-    asked = arguments.row or (["none", "ours"] if arguments.quick else [*CASES])
+    chosen = arguments.row or (["none", "ours"] if arguments.quick else [*CASES])
     flags = "".join(f" --row {row}" for row in arguments.row or ()) + " --quick" * arguments.quick
     command = f"scripts/test-vllm --python -m bench.vllm --rounds {rounds}{flags}"
     num_failed = 0
@@ -271,7 +271,7 @@ def main() -> None:
             f"vLLM 0.32.0 on CPU, SmolLM2-135M, bfloat16, one core a server, prompts of {NUM_TOKENS} tokens"
         )
         table = result.table(*COLUMNS, title=title)
-        for key in asked:
+        for key in chosen:
             case = CASES[key]
             try:
                 with tempfile.TemporaryDirectory(prefix="mooncake-vllm-") as name, ExitStack() as stack:

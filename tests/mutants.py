@@ -122,10 +122,10 @@ class Tree:
 
     def passes(self, files: Sequence[str], select: str) -> bool:
         """Whether the tests pass without any mutant; run once."""
-        asked = (*files, select)
-        if asked not in self._passed:
-            self._passed[asked] = self.fails(files, select) is False
-        return self._passed[asked]
+        key = (*files, select)
+        if key not in self._passed:
+            self._passed[key] = self.fails(files, select) is False
+        return self._passed[key]
 
     def judge(self, mutant: Mutant) -> tuple[str, str]:
         """The state of a mutant, and a remark."""
@@ -155,21 +155,21 @@ def run(chosen: Sequence[Mutant]) -> Iterator[tuple[Mutant, str, str, float]]:
         tree = Tree(Path(folder))
         for mutant in chosen:
             began = time.monotonic()
-            state, said = tree.judge(mutant)
-            yield mutant, state, said, time.monotonic() - began
+            state, remark = tree.judge(mutant)
+            yield mutant, state, remark, time.monotonic() - began
 
 
 def main() -> int:
     parser = argparse.ArgumentParser(prog="scripts/mutants", description=__doc__)
     parser.add_argument("words", nargs="*", help="only mutants whose name or file holds one of these")
     parser.add_argument("--list", action="store_true", help="show the list, and whether its texts are found")
-    asked = parser.parse_args()
+    arguments = parser.parse_args()
     chosen = [
         one
         for one in mutants()
-        if not asked.words or any(word in one.name or word in one.file for word in asked.words)
+        if not arguments.words or any(word in one.name or word in one.file for word in arguments.words)
     ]
-    if asked.list:
+    if arguments.list:
         num_gone = 0
         for one in chosen:
             try:
@@ -180,10 +180,10 @@ def main() -> int:
             print(f"{state:6} {one.name:44} {one.file}  {one.why}")
         return 1 if num_gone else 0
     counts: dict[str, dict[str, int]] = {}
-    for mutant, state, said, seconds in run(chosen):
+    for mutant, state, remark, seconds in run(chosen):
         counts.setdefault(mutant.sample, {}).setdefault(state, 0)
         counts[mutant.sample][state] += 1
-        print(f"{state:9} {seconds:6.1f} s  {mutant.name:44} {said}", flush=True)
+        print(f"{state:9} {seconds:6.1f} s  {mutant.name:44} {remark}", flush=True)
     for sample, states in counts.items():
         summary = ", ".join(f"{count} {state}" for state, count in states.items())
         print(f"{sample}: {summary}, of {sum(states.values())}")

@@ -186,7 +186,7 @@ def application_for(words: Sequence[str]) -> typer.Typer:
         if command.name == selected:
             _add(application, command)
         else:
-            application.command(command.name, help=command.summary)(_never)
+            application.command(command.name, help=command.summary)(_not_selected)
     application.command("config")(_config)
     application.command("topology")(_topology)
     _add_simulation(application, selected)
@@ -203,7 +203,7 @@ def application_for(words: Sequence[str]) -> typer.Typer:
 
         application.add_typer(make_application(), name="store")
     else:
-        application.command("store", help="Inspect and change the contents of the store.")(_never)
+        application.command("store", help="Inspect and change the contents of the store.")(_not_selected)
     return application
 
 
@@ -229,7 +229,7 @@ def _add_simulation(application: typer.Typer, selected: str | None) -> None:
             add = application.command(name, cls=ManyValues, epilog=f"Example: {example}")
             add(getattr(found, f"{name}_command"))
         else:
-            application.command(name, help=summary)(_never)
+            application.command(name, help=summary)(_not_selected)
 
 
 def _print_version(wanted: bool) -> None:
@@ -319,7 +319,7 @@ def _explain(
     explain(name, url, admin_api_key, as_json)
 
 
-def _never() -> None:
+def _not_selected() -> None:
     raise AssertionError("only the selected command is built in full")
 
 

@@ -230,8 +230,10 @@ class Supervisor:
         if status == STATUS_BAD_SETTINGS and not role.was_ready:
             self.exit_status = STATUS_BAD_SETTINGS
             role.enter(RoleState.STOPPED, now, how)
-            said = Announce(role.spec.name, "refused its settings; stopping everything", show_log=True)
-            return [said, *self._stop_all(now, f"{role.spec.name} refused its settings")]
+            announcement = Announce(
+                role.spec.name, "refused its settings; stopping everything", show_log=True
+            )
+            return [announcement, *self._stop_all(now, f"{role.spec.name} refused its settings")]
         if role.state is RoleState.READY and now - role.since >= QUIET_S:
             role.num_deaths = 0
         if role.is_overdue:

@@ -49,10 +49,10 @@ class ProbeSettings:
     "Addresses of peers."
 
     color: Literal["red", "blue"] = "red"
-    "Of the probe."
+    "Colour of the probe."
 
     ratio: Annotated[float, Meta(gt=0, lt=1)] | None = None
-    "Of something."
+    "Share of the probe."
 
 
 @pytest.fixture(autouse=True)

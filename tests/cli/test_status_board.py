@@ -18,7 +18,7 @@ def some_processes(folder: Path) -> Processes:
         RolePlan(RoleSpec("node", ("master",)), ("true",), "127.0.0.1", 50052),
         RolePlan(RoleSpec("gateway", ("node",)), ("true",), "127.0.0.1", 8000),
     ]
-    processes = Processes(plans, folder, lambda *said: None, lambda: None, lambda: None)
+    processes = Processes(plans, folder, lambda *rest: None, lambda: None, lambda: None)
     for event in (StartAll(), RoleReady("master"), RoleExited("node", 1)):
         processes.supervisor.handle(event, 10.0)  # the core alone: no process is started
     return processes

@@ -257,12 +257,12 @@ def test_any_sequence_ends_with_nothing_running(seed: int) -> None:
             perform(effect)
 
     run(StartAll(), 0.0)
-    asked = False
+    is_stopped = False
     while status is None:
         deadline = probe.core.deadline()
         at_event = events[0][0] if events else None
-        if not asked and min(x for x in (deadline, at_event, 300.0) if x is not None) >= 300.0:
-            asked = True
+        if not is_stopped and min(x for x in (deadline, at_event, 300.0) if x is not None) >= 300.0:
+            is_stopped = True
             run(StopAll(), 300.0)
         elif at_event is not None and (deadline is None or at_event <= deadline):
             at, _, event, incarnation = heapq.heappop(events)

@@ -103,7 +103,6 @@ class CostMeasurement:
             by_instance[answer.headers.get(DECODE_HEADER, "")].append(answer)
         for together in by_instance.values():
             # While all of them decode: after the last one's first token, before the first one's end. Answers
-            # that hardly overlap are timed each by itself: then that was the batch.
             # that hardly overlap are timed each by itself: then that is what the batch was.
             begin = max(answer.token_at_s[0] for answer in together)
             end = min(answer.token_at_s[-1] for answer in together)

@@ -69,7 +69,7 @@ class SpaceGrant:
     start: int
     end: int
     ends_at: float
-    who: str
+    holder: str
     is_write: bool
     life: int
     """The master's incarnation that granted it."""
@@ -171,7 +171,7 @@ class Checkers:
                     start=place.address,
                     end=place.address + grant.size_bytes,
                     ends_at=self._instant(client, grant.expires_at) + late_s,
-                    who=f"{client.name} for {grant.key!r} #{grant.object_id}",
+                    holder=f"{client.name} for {grant.key!r} #{grant.object_id}",
                     is_write=is_write,
                     life=self._life,
                     object_id=grant.object_id,
@@ -201,9 +201,9 @@ class Checkers:
         )
         if ends_at <= self._cluster.kernel.now:
             return None  # returned too late to be written again
-        who = f"{client.name} in advance #{piece.advance_id}"
+        holder = f"{client.name} in advance #{piece.advance_id}"
         end = start + piece.size_bytes
-        promise = SpaceGrant(segment, start, end, ends_at, who, True, self._life, piece.advance_id)
+        promise = SpaceGrant(segment, start, end, ends_at, holder, True, self._life, piece.advance_id)
         self._add(promise)
         self.counts["pieces"] += 1
         return promise
@@ -211,9 +211,9 @@ class Checkers:
     def task_promised(self, segment: SimSegment, task: m.CopyTask, ends_at: float) -> SpaceGrant:
         """A node is going to write a replica; until then no other holder may have the space."""
         start = NODE_ADDRESS + task.entry.offset
-        who = f"{segment.name} for a task about {task.entry.key!r} #{task.entry.object_id}"
+        holder = f"{segment.name} for a task about {task.entry.key!r} #{task.entry.object_id}"
         end = start + task.entry.size_bytes
-        promise = SpaceGrant(segment, start, end, ends_at, who, True, self._life, task.entry.object_id)
+        promise = SpaceGrant(segment, start, end, ends_at, holder, True, self._life, task.entry.object_id)
         self._add(promise)
         return promise
 
@@ -237,8 +237,8 @@ class Checkers:
                 continue
             if other.is_write or promise.is_write:
                 raise Violation(
-                    f"{promise.segment.name}: space promised to {promise.who} is promised to {other.who} "
-                    f"until {other.ends_at:.3f}",
+                    f"{promise.segment.name}: space promised to {promise.holder} is promised to "
+                    f"{other.holder} until {other.ends_at:.3f}",
                     Invariant.SPACE,
                 )
         self._promises.append(promise)

@@ -78,12 +78,12 @@ class SimVoter:
         self.post(Wake())
 
     @property
-    def stands_still(self) -> bool:
+    def is_paused(self) -> bool:
         return self.kernel.now < self.stopped_until
 
     @property
     def acts(self) -> bool:
-        is_there = self.process.is_alive and not self.stands_still
+        is_there = self.process.is_alive and not self.is_paused
         return is_there and self.election.leads(self.process.now)
 
     def post(self, event: Event | Wake) -> None:
@@ -103,7 +103,7 @@ class SimVoter:
         def due() -> None:
             if not process.is_alive:
                 return
-            if self.stands_still:
+            if self.is_paused:
                 self.kernel.after(self.stopped_until - self.kernel.now, due)
             else:
                 action()
@@ -155,8 +155,8 @@ class SimVoter:
     def acknowledge(self) -> None:
         """Take a number at random times; acknowledge the greatest that every possible next leader has."""
         self.log += self.kernel.chance(0.2)
-        others = [who for who in self.election.eligible() if who != self.election.me.id]
-        have = min([self.log, *(self.followers.get(who, -1) for who in others)])
+        others = [one for one in self.election.eligible() if one != self.election.me.id]
+        have = min([self.log, *(self.followers.get(one, -1) for one in others)])
         self.run.counts["acknowledged"] += max(0, have - self.run.acknowledged)
         self.run.acknowledged = max(self.run.acknowledged, have)
 

@@ -100,7 +100,7 @@ class MastersCheckers(Checkers):
             }
             return
         if before is not None:
-            self._find_ghosts(before)
+            self._find_resurrected(before)
         self._readable = {}
         self.ledger.index_lost()
 
@@ -108,7 +108,7 @@ class MastersCheckers(Checkers):
         """Records of granted space were lost with the end of a log that no other master has."""
         self._promises = []
 
-    def _find_ghosts(self, before: Master) -> None:
+    def _find_resurrected(self, before: Master) -> None:
         """Find removed objects that are still in the journals of nodes: the nodes bring them back."""
         for node in self._cluster.nodes.values():
             for segment in node.segments.values():
@@ -160,7 +160,7 @@ class ReplicationChecker:
         number = host.role.followers.number if host.role.followers is not None else 0
         self._states, self._spaces = {number: state}, {number: _space(host)}
 
-    def forgot(self) -> None:
+    def log_end_lost(self) -> None:
         """What was acknowledged is nowhere; the documentation promises no more."""
         self.has_begun = False
 

@@ -178,7 +178,7 @@ class MastersCluster(StoreCluster):
         has_forgotten = has_forgotten and record is not None and not record.standbys
         if has_forgotten:
             self.trace_line(f"{host.name} may have lost the end of its log, and no standby was listed")
-            self.replication.forgot()
+            self.replication.log_end_lost()
             self.checkers.forget_promises()
         before = self._last.master if self._last is not None and self._last is not host else None
         self.replication.led(host, is_complete)

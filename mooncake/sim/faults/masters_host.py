@@ -106,7 +106,7 @@ class MasterHost:
     @property
     def acts(self) -> bool:
         """Whether it would answer at this instant."""
-        is_there = self.process.is_alive and not self.process.stands_still
+        is_there = self.process.is_alive and not self.process.is_suspended
         return is_there and self.role.is_leading and self.election.leads(self.process.now)
 
     @property

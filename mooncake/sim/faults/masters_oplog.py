@@ -90,7 +90,7 @@ class SimOplog:
             self._begin_anew()
             self._copy = Snapshot(catalog)
             self._compact(self._copy)
-        self._stand_still()
+        self._suspend()
 
     def begin_copy(self) -> None:
         self._copy = None
@@ -108,7 +108,7 @@ class SimOplog:
                 self._take_place()
         except OSError as error:
             raise Unavailable(f"the log can't be written: {error}") from error
-        self._stand_still()
+        self._suspend()
 
     def _compact(self, copy: Snapshot) -> None:
         if self._copy is not copy or self._anew is None:
@@ -124,7 +124,7 @@ class SimOplog:
             self._copy = None
         else:
             self._process.after(PAUSE_S, lambda: self._compact(copy))
-        self._stand_still()
+        self._suspend()
 
     def stop_compacting(self) -> None:
         if self._copy is not None:
@@ -162,10 +162,10 @@ class SimOplog:
     def _known(self, records: list[Record]) -> list[Record]:
         return as_known_to_old(records) if self._is_old else records
 
-    def _stand_still(self) -> None:
+    def _suspend(self) -> None:
         late_s = self._directory.take_late_s()
         if late_s:
-            self._process.stand_still(late_s)
+            self._process.suspend(late_s)
 
 
 class NoOplog:

@@ -30,7 +30,7 @@ ROUGH_S = 40.0
 CALM_S = 30.0
 WRITE_BACK_S = 3.0
 """Interval at which the system writes appended log data to disk by itself, without a sync."""
-STEER_S = 1.5
+ADMIN_REQUEST_S = 1.5
 """Mean time between two requests of operators."""
 
 
@@ -186,7 +186,7 @@ class MastersRun:
             (faults.settings_every_s, self._change_settings),
             (faults.cluster.crash_node_every_s, self._crash_node),
             (faults.cluster.crash_client_every_s, self._crash_client),
-            (STEER_S, self._steer),
+            (ADMIN_REQUEST_S, self._make_admin_request),
         ):
             self.kernel.repeat_at_random(every_s, action, lambda: self._is_rough)
         self.kernel.repeat_at_random(WRITE_BACK_S, self._write_back, lambda: True)
@@ -236,7 +236,7 @@ class MastersRun:
         self.world.counts["pauses"] += 1
         seconds = random.expovariate(1 / self.faults.pause_s)
         self.world.trace_line(f"{host.name} is paused for {seconds:.3f} s")
-        host.process.stand_still(seconds)
+        host.process.suspend(seconds)
 
     def _step_clock(self) -> None:
         name, random = self._any_master().name, self.kernel.random
@@ -254,18 +254,18 @@ class MastersRun:
         self.world.network.cut(group, others, self.kernel.chance(self.faults.one_way_chance), seconds)
 
     def _fill_disk(self) -> None:
-        self._spoil(lambda directory: setattr(directory, "capacity_bytes", 0), "is full")
+        self._break_with(lambda directory: setattr(directory, "capacity_bytes", 0), "is full")
 
     def _break_disk(self) -> None:
-        self._spoil(lambda directory: setattr(directory, "write_error", 5), "has errors")
+        self._break_with(lambda directory: setattr(directory, "write_error", 5), "has errors")
 
-    def _spoil(self, spoil: Callable[[SimDirectory], None], what: str) -> None:
+    def _break_with(self, fault: Callable[[SimDirectory], None], what: str) -> None:
         host = self._any_master()
         directory = host.directory
         if directory is None:
             return
         self.world.trace_line(f"the disk of {host.name} {what}")
-        spoil(directory)
+        fault(directory)
 
         def well() -> None:
             directory.capacity_bytes, directory.write_error = None, 0
@@ -317,7 +317,7 @@ class MastersRun:
             self.world.checkers.ledger.client_crashed(self.world.clients[name])
             self._later(self.world.faults.restart_s, lambda: self._start_client(name))
 
-    def _steer(self) -> None:
+    def _make_admin_request(self) -> None:
         """Operators' requests: quotas, and the removal of all of a tenant's objects."""
         client = self.kernel.random.choice(list(self.world.clients.values()))
         if not client.process.is_alive:
@@ -355,7 +355,7 @@ class MastersRun:
             if directory is not None:
                 directory.capacity_bytes, directory.write_error = None, 0
         for host in world.hosts.values():
-            host.process.go_on()
+            host.process.resume()
         for worker in self._workers.values():
             worker.stop()
 

@@ -151,7 +151,7 @@ class SimSegment:
         self._task_driver: SimDriver[e.Event, e.Effect] = SimDriver(
             self.process, self._task_agent, self._perform_task_effect
         )
-        self._owed: deque[tuple[Callable[[Any], None], Any]] = deque()
+        self._unwritten: deque[tuple[Callable[[Any], None], Any]] = deque()
         """Changes that the index of the SSD has not taken yet."""
         self._left: Callable[[], None] | None = None
         self._driver.post(Wake())
@@ -174,7 +174,7 @@ class SimSegment:
         if self.disk is None:
             return list(self._held.values())
         held = dict(self.disk.index.entries)
-        for _, what in self._owed:
+        for _, what in self._unwritten:
             e.changed(held, what if isinstance(what, list) else [what])
         return list(held.values())
 
@@ -344,36 +344,36 @@ class SimSegment:
             if isinstance(change, int):
                 self._drop([change])
             else:
-                self._note_down(self.disk.hold, change)
+                self._record(self.disk.hold, change)
 
     def _drop(self, object_ids: list[int]) -> None:
         if self.disk is None:
             e.changed(self._held, object_ids)
         else:
-            self._note_down(self.disk.drop, object_ids)
+            self._record(self.disk.drop, object_ids)
 
-    def _note_down(self, write: Callable[[Any], None], what: Any) -> None:
-        """Record the changes in order; while the disk refuses, retry."""
-        self._owed.append((write, what))
-        if len(self._owed) == 1:
-            self._pay()
+    def _record(self, write: Callable[[Any], None], what: Any) -> None:
+        """Write a change to the index, in order; while the disk refuses, retry."""
+        self._unwritten.append((write, what))
+        if len(self._unwritten) == 1:
+            self._write_pending()
 
-    def has_noted_all(self) -> bool:
-        """What was removed before a task came is recorded before what comes with it."""
-        self._pay(is_again=False)
-        return not self._owed
+    def has_written_all(self) -> bool:
+        """Whether nothing waits: what was removed before a task came is written before what comes with it."""
+        self._write_pending(is_again=False)
+        return not self._unwritten
 
-    def _pay(self, is_again: bool = True) -> None:
-        while self._owed:
-            write, what = self._owed[0]
+    def _write_pending(self, is_again: bool = True) -> None:
+        while self._unwritten:
+            write, what = self._unwritten[0]
             try:
                 write(what)
             except OutOfSpace as error:
                 self._cluster.kernel.trace_line(f"{self.name}: index_not_written {error}")
                 if is_again:
-                    self.process.after(RETRY_S, self._pay)
+                    self.process.after(RETRY_S, self._write_pending)
                 return
-            self._owed.popleft()
+            self._unwritten.popleft()
 
     def __repr__(self) -> str:
         return f"<SimSegment {self.name} {self._membership!r} {self._task_agent!r}>"
@@ -403,7 +403,7 @@ class SimReplicaCopy:
         ends_at = target.process.clock.instant(run.deadline)
         self._promise = cluster.checkers.task_promised(target, run.task, ends_at)
         try:
-            if not target.has_noted_all():
+            if not target.has_written_all():
                 raise OutOfSpace("the index can't be written")
             if target.disk is not None:
                 target.disk.vacate(entry.offset, entry.size_bytes)

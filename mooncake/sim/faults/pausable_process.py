@@ -21,31 +21,31 @@ class PausableProcess(Process):
         self._waiting: deque[Callable[[], None]] = deque()
 
     @property
-    def stands_still(self) -> bool:
+    def is_suspended(self) -> bool:
         return self.kernel.now < self._until
 
-    def stand_still(self, seconds: float) -> None:
+    def suspend(self, seconds: float) -> None:
         if self.kernel.now + seconds > self._until:
             self._until = self.kernel.now + seconds
-            self.kernel.after(seconds, self._go_on)
+            self.kernel.after(seconds, self._resume)
 
-    def go_on(self) -> None:
+    def resume(self) -> None:
         """Resume at once."""
         self._until = 0.0
-        self._go_on()
+        self._resume()
 
     def do(self, action: Callable[[], None]) -> None:
         """Run ``action`` now, or when it resumes."""
         if not self.is_alive:
             return
-        if self.stands_still or self._unfinished or self._waiting:
+        if self.is_suspended or self._unfinished or self._waiting:
             self._waiting.append(action)
         else:
             action()
 
     def then(self, action: Callable[[], None]) -> None:
         """Run the rest of a step: now, or before everything else when it resumes."""
-        if self.stands_still or self._unfinished:
+        if self.is_suspended or self._unfinished:
             self._unfinished.append(action)
         else:
             action()
@@ -58,9 +58,9 @@ class PausableProcess(Process):
         timer = super().after(delay_s, lambda: self.do(unless_cancelled))
         return timer
 
-    def _go_on(self) -> None:
+    def _resume(self) -> None:
         for queue in (self._unfinished, self._waiting):
-            while queue and self.is_alive and not self.stands_still:
+            while queue and self.is_alive and not self.is_suspended:
                 queue.popleft()()
                 if queue is self._waiting and self._unfinished:
-                    return self._go_on()
+                    return self._resume()

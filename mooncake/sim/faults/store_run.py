@@ -267,9 +267,9 @@ class StoreRun:
             worker.stop()
         if self.load.drain or self.load.quota:
             for share in (0.5, 0.75):  # the requesting process may not have been restarted by then
-                self.kernel.after(share * CALM_S, self._take_back)
+                self.kernel.after(share * CALM_S, self._undo_requests)
 
-    def _take_back(self) -> None:
+    def _undo_requests(self) -> None:
         """Undo operators' requests: drained segments accept objects again, and quotas end."""
         # The number of some is unknown, because the answer was lost; each may have been begun twice.
         for job_id in range(1, 2 * self.cluster.num_jobs + 1):

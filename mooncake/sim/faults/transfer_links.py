@@ -193,11 +193,6 @@ class SimInitiator:
         self._rails: dict[int, Rails] = {}
         self._late: list[LateWrite] = []
 
-    @property
-    def known_rails(self) -> list[Rails]:
-        """What this process has learned about its paths to each target."""
-        return list(self._rails.values())
-
     def rails_to(self, target: SimTarget) -> Rails:
         rails = self._rails.get(target.epoch)
         if rails is None:

@@ -80,7 +80,7 @@ class TransferRun:
         self._areas: list[TargetArea] = []
         self._left = num_batches
         self._is_rough = True
-        self._directory_back_at = 0.0
+        self._name_service_back_at = 0.0
         self._open: dict[int, float] = {}
 
     def run(self) -> None:
@@ -137,7 +137,7 @@ class TransferRun:
         self._now_and_then(self.faults.silent_every_s, lambda: self._outage("silent"))
         self._now_and_then(self.faults.reset_every_s, self._reset)
         self._now_and_then(self.faults.kill_every_s, self._kill)
-        self._now_and_then(self.faults.name_service_outage_every_s, self._directory_away)
+        self._now_and_then(self.faults.name_service_outage_every_s, self._stop_name_service)
 
     def _now_and_then(self, every_s: float, action: Callable[[], None]) -> None:
         self.kernel.repeat_at_random(every_s, action, lambda: self._is_rough)
@@ -169,10 +169,10 @@ class TransferRun:
                 self.kernel.random.expovariate(1 / self.faults.outage_s), lambda: self._start(name)
             )
 
-    def _directory_away(self) -> None:
+    def _stop_name_service(self) -> None:
         away_s = self.kernel.random.expovariate(1 / self.faults.outage_s)
         self.kernel.trace_line(f"the name service is down for {away_s:.2f} s")
-        self._directory_back_at = max(self._directory_back_at, self.kernel.now + away_s)
+        self._name_service_back_at = max(self._name_service_back_at, self.kernel.now + away_s)
 
     # The workload
 
@@ -205,7 +205,7 @@ class TransferRun:
                 self._next(area)
 
         def look() -> None:
-            if self.kernel.now < self._directory_back_at:
+            if self.kernel.now < self._name_service_back_at:
                 if self.kernel.now + 0.1 > deadline:
                     over("the name service is down")
                 else:
@@ -292,7 +292,7 @@ class TransferRun:
         self.kernel.run(self.kernel.now + 60.0)
         for rail in self._rails:
             rail.change("up", self.kernel.now)
-        self._directory_back_at = 0.0
+        self._name_service_back_at = 0.0
         self.kernel.run(self.kernel.now + CALM_S)
         for area in self._areas:
             for _ in range(CALM_BATCHES):

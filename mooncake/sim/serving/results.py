@@ -78,7 +78,7 @@ class Timeline:
     cached_tokens: Floats
     "Tokens of prompts whose prefill has begun; ``input_tokens`` likewise."
     replicas_top10: Floats
-    """mber of prefill instances that hold one of the ten most used blocks, on average; 0 unless watche"""
+    "Mean number of prefill instances with one of the ten most used blocks; 0 unless ``watches_blocks``."
     replicas_top100: Floats
 
 

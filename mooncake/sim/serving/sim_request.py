@@ -87,4 +87,4 @@ class SimRequest:
         self.tbt_s = 0.0
 
     def __repr__(self) -> str:
-        return f"Journey({self.request_id} {self.num_input}+{self.num_output} at {self.arrived_at:.3f})"
+        return f"SimRequest({self.request_id} {self.num_input}+{self.num_output} at {self.arrived_at:.3f})"

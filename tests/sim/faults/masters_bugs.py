@@ -101,14 +101,14 @@ def renews_without_logging_it(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(Catalog, "renew", broken)
 
 
-def takes_its_own_settings_for_everybodys(patch: pytest.MonkeyPatch) -> None:
+def assumes_that_all_have_its_settings(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(LeaseBounds, "heard", lambda self, record: None)
 
 
 # No acknowledged loss
 
 
-def asks_no_standby(patch: pytest.MonkeyPatch) -> None:
+def waits_for_no_standby(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(Election, "eligible", lambda self: {})
 
 
@@ -122,7 +122,7 @@ def forgets_lists_that_may_be_in_the_record_yet(patch: pytest.MonkeyPatch) -> No
     patch.setattr(Election, "eligible", broken)
 
 
-def believes_that_it_has_everything(patch: pytest.MonkeyPatch) -> None:
+def assumes_that_it_has_everything(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(Election, "_is_complete", True)
 
 
@@ -170,7 +170,7 @@ def takes_ids_from_the_wall_clock_only(patch: pytest.MonkeyPatch) -> None:
 # Health, and ends
 
 
-def never_lists_again_who_was_struck(patch: pytest.MonkeyPatch) -> None:
+def never_lists_a_struck_standby_again(patch: pytest.MonkeyPatch) -> None:
     strike, follow = StandbyReplicator._strike, StandbyReplicator.follow
 
     def striking(self: StandbyReplicator, who: str) -> None:
@@ -187,7 +187,7 @@ def never_lists_again_who_was_struck(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(StandbyReplicator, "follow", following)
 
 
-def holds_back_for_ever(patch: pytest.MonkeyPatch) -> None:
+def withholds_answers_without_end(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(StandbyReplicator, "let_go", lambda self: [])
     patch.setattr(StandbyReplicator, "check", lambda self: None)
 
@@ -198,13 +198,13 @@ def never_leads_again(patch: pytest.MonkeyPatch) -> None:
     def broken(self: Election, *given: Any) -> list[Any]:
         self._orphan_s = 0.0
         self._is_whole = False
-        self.me = Standby("nobody", self.me.address)
+        self.me = Standby("unknown", self.me.address)
         return step_down(self, *given)
 
     patch.setattr(Election, "_step_down", broken)
 
 
-def asks_beyond_its_deadline(patch: pytest.MonkeyPatch) -> None:
+def waits_beyond_its_deadline(patch: pytest.MonkeyPatch) -> None:
     ask_again = Operations._ask_again
     patch.setattr(
         Operations,
@@ -225,18 +225,18 @@ BUGS: dict[Bug, str] = {
     copies_without_what_happens_meanwhile: PREFIX,
     copies_without_tenants_that_were_emptied: PREFIX,
     renews_without_logging_it: SPACE,
-    takes_its_own_settings_for_everybodys: SPACE,
-    asks_no_standby: LOST,
+    assumes_that_all_have_its_settings: SPACE,
+    waits_for_no_standby: LOST,
     forgets_lists_that_may_be_in_the_record_yet: LOST,
-    believes_that_it_has_everything: LOST,
+    assumes_that_it_has_everything: LOST,
     trusts_a_log_whose_machine_went_down: LOST,
     answers_upon_what_inherited_standbys_lack: LOST,
     goes_on_after_a_failed_write: f"{LOST}|{PREFIX}",
     takes_ids_from_the_wall_clock_only: "issues ids from",
-    never_lists_again_who_was_struck: "is not in sync with",
-    holds_back_for_ever: "still withholds answers|can't put and get",
+    never_lists_a_struck_standby_again: "is not in sync with",
+    withholds_answers_without_end: "still withholds answers|can't put and get",
     never_leads_again: "leads",
-    asks_beyond_its_deadline: "still waits in",
+    waits_beyond_its_deadline: "still waits in",
 }
 """Each with the text of the rule that is there for it."""
 
@@ -251,7 +251,7 @@ FAULTS: dict[Bug, MastersFaults] = {
         cluster=CALM, pause_every_s=2.0, pause_s=4.0, slow_disk_chance=0.05, slow_disk_s=5.0
     ),
     renews_without_logging_it: MastersFaults(cluster=CALM),
-    takes_its_own_settings_for_everybodys: dataclasses.replace(RESTARTS, settings_every_s=6.0),
+    assumes_that_all_have_its_settings: dataclasses.replace(RESTARTS, settings_every_s=6.0),
     forgets_lists_that_may_be_in_the_record_yet: dataclasses.replace(
         RESTARTS,
         crash_every_s=3.0,
@@ -269,7 +269,7 @@ FAULTS: dict[Bug, MastersFaults] = {
     takes_ids_from_the_wall_clock_only: dataclasses.replace(
         RESTARTS, crash_every_s=3.0, step_every_s=3.0, restart_s=4.0
     ),
-    asks_beyond_its_deadline: MastersFaults(
+    waits_beyond_its_deadline: MastersFaults(
         cluster=dataclasses.replace(CALM, break_chance=0.02), cut_every_s=3.0, cut_s=6.0
     ),
 }

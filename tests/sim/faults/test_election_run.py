@@ -52,11 +52,11 @@ def takes_over_at_once(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(Election, "_may_lead_at", lambda self: self._seen_at)
 
 
-def asks_no_standby(patch: pytest.MonkeyPatch) -> None:
+def waits_for_no_standby(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(Election, "eligible", lambda self: {})
 
 
-def believes_that_it_has_everything(patch: pytest.MonkeyPatch) -> None:
+def assumes_that_it_has_everything(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(Election, "_is_complete", True)
 
 
@@ -65,8 +65,8 @@ def believes_that_it_has_everything(patch: pytest.MonkeyPatch) -> None:
     [
         acts_until_it_is_notified,
         takes_over_at_once,
-        asks_no_standby,
-        believes_that_it_has_everything,
+        waits_for_no_standby,
+        assumes_that_it_has_everything,
         counts_only_its_own_lease,
         forgets_lists_that_may_be_in_the_record_yet,
     ],
