@@ -3,7 +3,7 @@
     python -m bench.credentials [--calls 20000] [--connections 400] [--rounds 9]
 
 The server is a process of its own. The kinds take turns in every round, so that other load on the machine
-affects all of them; printed is the median of the rounds' medians, and its ratio to no credential.
+affects all of them. It prints the median of the rounds' medians, and its ratio to no credential.
 """
 
 from __future__ import annotations

@@ -108,7 +108,7 @@ async def posting(gateway: Measured, body: bytes) -> None:
 
 
 async def holding(gateway: Measured, start: bytes, count: int) -> None:
-    """This many connections that send ``start`` and nothing more; those that are closed are opened again."""
+    """``count`` connections that send ``start`` and nothing more; those that are closed are opened again."""
 
     async def one() -> None:
         while True:
@@ -184,8 +184,8 @@ async def main(seconds: float, result: Result) -> None:
             text = json.dumps({"prompt": "w20 w21 " * 1_000_000}).encode()
             table = result.table(
                 *("attack", ("p50, ms", 1), ("p99, ms", 1), ("max, ms", 1)),
-                *(("answers", 0), ("none", 0), ("memory, MiB", 0), ("slots left taken", 0)),
-                title=f"/health of others; ulimit -n {FILES}, requests end after {TIMEOUT_S:g} s",
+                *(("answers", 0), ("failed", 0), ("memory, MiB", 0), ("slots still taken", 0)),
+                title=f"/health for another client; ulimit -n {FILES}, requests end after {TIMEOUT_S:g} s",
             )
 
             def bodies(body: bytes) -> Callable[[], Awaitable[None]]:
@@ -195,11 +195,11 @@ async def main(seconds: float, result: Result) -> None:
                 return lambda: holding(gateway, start, 1000)
 
             attacks = [
-                ("left alone (reference)", lambda: asyncio.sleep(seconds)),
+                ("no attack (reference)", lambda: asyncio.sleep(seconds)),
                 (f"bodies of {len(ids) >> 20} MiB, 2 clients", bodies(ids)),
                 (f"token ids of {len(below) / 2**20:.1f} MiB, 2 clients", bodies(below)),
                 (f"texts of {len(text) / 2**20:.1f} MiB, 2 clients", bodies(text)),
-                ("1000 connections that say nothing", connections(b"")),
+                ("1000 idle connections", connections(b"")),
                 ("1000 half headers", connections(b"GET /health HTTP/1.1\r\nHost")),
                 ("1000 half bodies", connections(HEAD % 1000 + b"{")),
                 ("16 readers that read nothing", lambda: not_reading(gateway, 16)),

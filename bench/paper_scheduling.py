@@ -80,7 +80,7 @@ def policies(folder: Path) -> Table:
 
 
 POLICIES_NOTE = """\
-The paper's 16 nodes are split in a way that it does not say; ours are 8 + 8. Our waiting times are shorter
+The paper does not state how its 16 nodes are split; ours are 8 + 8. Our waiting times are shorter
 throughout: at this rate prefill is busy to 45-70 %, and an engine's overheads are not in the model. Ratios
 are what the policies make of the same machines. At the trace's own speed Algorithm 1's mean is mostly
 computing, which no policy shortens by waiting less: `computing alone` is the ratio without any queue. At
@@ -163,8 +163,8 @@ speed, rejected by baseline / early / predicted:
   conversation, 8 + 2, arrivals spread                                   239 / 303 / 830
   surrogate, 8 + 3, 65 ms a step, prefill 1.75 times as slow             1,235 / 1,376 / 3,062
   surrogate, 8 + 8, 65 ms a step, prefill 1.75 times as slow             912 / not run / 912
-The rules of the paper look at the pool's memory as a whole. If they asked for a context's memory in one
-instance, and for its answer's, as ours does, `early` would have 10,541 good ones (conversation) and 5,588
+The rules of the paper consider the pool's memory as a whole. If they required a context's memory in one
+instance, and its answer's, as ours does, `early` would have 10,541 good ones (conversation) and 5,588
 (agentic), more than ours: what it decides when a prompt is computed needs no forecast. Ours rejects none
 so late, as a rejection must have cost nothing.
 """

@@ -2,7 +2,7 @@
 
 Run ``python -m bench.rails`` as root. Two network namespaces are joined by two links whose speed ``tc``
 limits, so that the reference is known: a batch over both should take as long as their sum allows. Then
-the second link is taken down in the middle of a batch, which must arrive all the same, and put up again.
+the second link is taken down in the middle of a batch, which must arrive all the same, and brought up again.
 
 What it cannot show: rails faster than this machine copies (two rails over loopback share its cores and
 gain nothing), and real cards.

@@ -2,9 +2,9 @@
 
 Run ``python -m bench.restart``. A core puts ``--objects`` objects of 64 KiB; what it would have logged
 becomes a log, once as it grows (two records an object) and once compacted (one). Then this process
-enters both (read: the file and its decoding; enter: ``Master.apply``; settle), in CPU time, because a
-restart waits for nothing else; and a master process is started on each and polled until it answers. The
-reference is the same process with no object: the interpreter, the imports and the socket.
+replays both (read: the file and its decoding; enter: ``Master.apply``; settle) and measures the CPU time,
+because a restart waits for nothing else; and a master process is started on each and polled until it answers.
+The reference is the same process without objects: the interpreter, the imports and the socket.
 
 What it cannot show: nodes that mount again, which takes as long as their connections do.
 """
@@ -41,7 +41,7 @@ PATIENCE_S = 60.0
 REPLIES = (m.Flags,)
 
 
-class Life:
+class LoggedMaster:
     """A master's core, and the records that it emits."""
 
     def __init__(self, num_objects: int) -> None:
@@ -71,12 +71,12 @@ class Life:
 
 
 def enter(path: Path) -> tuple[float, float, float]:
-    """Read, enter and settle a log like a master that starts, in CPU seconds."""
+    """CPU seconds to read, enter and settle a log like a master that starts."""
     gc.collect()
     gc.disable()  # as a master that starts does
     began = time.process_time()
-    keeping = OplogWriter(str(path))
-    records = keeping.read()
+    writer = OplogWriter(str(path))
+    records = writer.read()
     read = time.process_time()
     master = Master(MasterSettings())
     master.apply(records, 100.0)
@@ -84,7 +84,7 @@ def enter(path: Path) -> tuple[float, float, float]:
     master.settle(100.0)
     settled = time.process_time()
     gc.enable()
-    keeping.close()
+    writer.close()
     return read - began, entered - read, settled - entered
 
 
@@ -132,9 +132,9 @@ def main() -> None:
             note="answers: from the start of a process to its first reply; the rest is CPU time",
         )
         report(table, "none", 0, 0, None, rounds)
-        life = Life(num_objects)
+        logged = LoggedMaster(num_objects)
         with tempfile.TemporaryDirectory() as folder:
-            for what, records in (("as it grew", life.records), ("written anew", life.master.snapshot())):
+            for what, records in (("as it grew", logged.records), ("written anew", logged.master.snapshot())):
                 path = Path(folder) / what.replace(" ", "-")
                 log = Oplog(path)
                 log.read()

@@ -36,7 +36,7 @@ def main() -> None:
     given = parser.parse_args()
     num_requests = given.requests or (1000 if given.quick else 300_000)
     num_nodes = given.nodes or (20 if given.quick else 1000)
-    # Nothing here has cycles worth looking for, and looking through millions of objects takes its time.
+    # Nothing here has cycles worth collecting, and scanning millions of objects takes time.
     gc.disable()
     costs = load_costs(given.costs)
     with measured("simulate", given) as result:

@@ -8,9 +8,9 @@ on the same disk with as many requests under way, which does not flush the disk'
 shown both ways: flushed, as nodes do by default, and not flushed (``--no-ssd-flush``), which does not survive
 a power loss and is what fio does. With ``--reference PYTHON``, an interpreter that has the existing package
 (and ``redis``, if a redis-server is to be compared), its master, node and client run as well, over tcp on
-both paths: it has no shared memory between processes. Redis is asked through its Python client, whose parser
+both paths: it has no shared memory between processes. Redis is used through its Python client, whose parser
 is a large part of a big get. All take turns, because on a shared machine only adjacent measurements can be
-compared. Every source is walked through and every key is new, so nothing comes from the processor's cache.
+compared. Sources are read in a cycle and every key is new, so nothing comes from the processor's cache.
 
 What it cannot show: a real network, many clients at once, NUMA, latency under load, and first touches: the
 pool is written once before the clock starts, because a long-running node's memory has all been used.

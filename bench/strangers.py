@@ -1,9 +1,9 @@
 """The cost of unauthenticated connections to a real client: idle ones, and ones with half a message sent.
 
 A master is started with a given limit of open files, without a credential, with a cluster key and with TLS. A
-client calls it again and again, alone and while strangers hold as many connections as they can get; and a new
-client connects repeatedly. Prints the median and the 99th percentile of both, and how many strangers are
-connected.
+client calls it repeatedly, alone and while unauthenticated clients (the strangers) hold as many connections
+as they can get; and a new client connects repeatedly. Prints the median and the 99th percentile of both, and
+the number of unauthenticated connections.
 
     python -m bench.strangers --files 256 --strangers 1000
 """
@@ -84,7 +84,7 @@ def master(settings: dict[str, str], num_files: int) -> Iterator[str]:
         process.wait(PATIENCE_S)
 
 
-class Strangers:
+class UnauthenticatedConnections:
     """``number`` connections to ``address``, each opened again as soon as it is closed."""
 
     def __init__(self, address: str, number: int) -> None:
@@ -96,7 +96,7 @@ class Strangers:
         self.num_made = 0
         self._thread = threading.Thread(target=self._run)
 
-    def __enter__(self) -> Strangers:
+    def __enter__(self) -> UnauthenticatedConnections:
         self._thread.start()
         until = time.monotonic() + PATIENCE_S
         while self.num_made < self._number and time.monotonic() < until:
@@ -163,7 +163,7 @@ def times_of_a_client(address: str, identity: Identity, seconds: float) -> tuple
 def main() -> None:
     parser = options(__doc__, "bench.strangers")
     parser.add_argument("--files", type=int, default=256, help="files that the master may open")
-    parser.add_argument("--strangers", type=int, default=1000)
+    parser.add_argument("--strangers", type=int, default=1000, help="unauthenticated connections")
     parser.add_argument("--seconds", type=float, default=8.0, help="seconds of each measurement")
     arguments = parser.parse_args()
     seconds = min(arguments.seconds, 2.0) if arguments.quick else arguments.seconds
@@ -171,9 +171,9 @@ def main() -> None:
     resource.setrlimit(resource.RLIMIT_NOFILE, (max(soft, min(hard, arguments.strangers + 200)), hard))
     with measured("strangers", arguments) as result:
         table = result.table(
-            *("credential", "strangers there", "made", ("call p50, ms", 3), ("p99", 3)),
+            *("credential", "strangers connected", "connections made", ("call p50, ms", 3), ("p99", 3)),
             *(("connection and call p50, ms", 3), ("p99", 3)),
-            title=f"{arguments.strangers} strangers at a master that may open {arguments.files} files",
+            title=f"{arguments.strangers} unauthenticated clients, a master with {arguments.files} files",
         )
         for way in ("none", "key", "tls"):
             with tempfile.TemporaryDirectory() as folder:
@@ -182,7 +182,7 @@ def main() -> None:
                 with master(settings, arguments.files) as address:
                     times_of_a_client(address, identity, 1.0)
                     add(table, way, 0, 0, times_of_a_client(address, identity, seconds))
-                    with Strangers(address, arguments.strangers) as strangers:
+                    with UnauthenticatedConnections(address, arguments.strangers) as strangers:
                         found = times_of_a_client(address, identity, seconds)
                         add(table, way, strangers.num_open, strangers.num_made, found)
 

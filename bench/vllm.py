@@ -1,15 +1,15 @@
 """Time to first token of two real vLLM servers: B reuses what A computed, over each of our connectors.
 
 Command: ``scripts/test-vllm --python -m bench.vllm``. Each row is a pair of vLLM servers, one core each, in
-bfloat16: A computes a fresh prompt of 1,030 random tokens, then B is streams for the same one (8 blocks of
-128 loaded from one store process, 6 tokens computed), then B computes another. With the direct connector
-there is no store: A writes its blocks, the partial one too, into B's memory when B asks, and B computes one
-token. Of that there are two rows. "A has computed": B is streams when A has answered. "A and B at once", as a
-gateway asks them: the client's whole wait, A's computing in it; of their answers the first tokens are
-compared. "own cache" is B streams the same once more, at once, and "added" the median of what the first time
-took longer: how fast the machine computes just then is not in it. References, in the same run, are vLLM
-without a connector (its own prefix cache warm) and the existing package under vLLM's own connector. What it
-can't show: a network (everything is on one host), a GPU (prefill on a CPU is slow, which flatters any cache).
+bfloat16: A computes a fresh prompt of 1,030 random tokens, then B gets the same prompt (8 blocks of 128
+loaded from one store process, 6 tokens computed), then B computes another. With the direct connector there is
+no store: A writes its blocks, including the partial one, into B's memory when B requests them, and B computes
+one token. That case has two rows. "A has computed": B gets the prompt when A has answered. "A and B at once",
+as a gateway sends it: the client's whole wait, including A's computing; the first tokens of both answers are
+compared. "own cache": B gets the same prompt once more, directly afterwards; "added": the median of what the
+first time took longer, from which the machine's momentary speed cancels out. References, in the same run, are
+vLLM without a connector (its own prefix cache warm) and the existing package under vLLM's own connector. What
+it can't show: a network (all is on one host), a GPU (prefill on a CPU is slow, which flatters any cache).
 """
 
 from __future__ import annotations
@@ -154,7 +154,7 @@ def in_tree_on_existing(folder: Path) -> Iterator[Setting]:
             process = subprocess.Popen(command, stdout=log, stderr=log, env=environment, cwd=folder)
             stack.callback(process.wait, 30)
             stack.callback(process.terminate)
-            time.sleep(2.0)  # it has no way to say that it is ready
+            time.sleep(2.0)  # it has no readiness check
         settings = store_configuration(folder, f"{HOST}:{rpc}")
         yield Setting(in_tree(("theirs-a", "theirs-b")), {**settings, "PYTHONPATH": str(site)}, folder)
 
@@ -242,7 +242,7 @@ def measure(case: Case, setting: Setting, model: Path, folder: Path, rounds: int
             for row, streams in zip(rows, case.ask(first, last, random), strict=True):
                 assert all(one.error is None for one in streams), [one.error for one in streams]
                 row.add(*streams)
-            if last is not first:  # B's time to compute is the reference: it is B that is saved the work
+            if last is not first:  # B's time to compute is the reference: B is the server that saves the work
                 took_s = last.stream(a_prompt(random), ANSWER_TOKENS).ttft_s
                 for row in rows:
                     row.computed_s.append(took_s)
@@ -256,7 +256,7 @@ def a_prompt(random: Random) -> list[int]:
 def main() -> None:
     parser = options(__doc__, "bench.vllm")
     parser.add_argument("--rounds", type=int, help="prompts per row, 5 by default; medians are printed")
-    parser.add_argument("--row", action="append", choices=CASES, help="only this one; can be repeated")
+    parser.add_argument("--row", action="append", choices=CASES, help="only this row; may be repeated")
     arguments = parser.parse_args()
     if "MOONCAKE_VLLM_ENV" not in os.environ:
         not_run("vLLM is not in this environment: scripts/test-vllm --python -m bench.vllm")
@@ -280,12 +280,14 @@ def main() -> None:
                     rows = measure(case, setting, model, folder, rounds)
                 for row in rows:
                     table.add(*row.cells(), samples=row.samples())
-            except Exception as error:  # the other rows are worth having
+            except Exception as error:  # the other rows are still measured
                 num_failed += 1
                 traceback.print_exc()
                 for name in case.names:
                     result.note(f"{name}: FAILED: {error!r}"[:300])
-        result.note(f"wanted: a ratio of {WANTED} or more, but at once, where A's computing is in the wait")
+        result.note(
+            f"wanted: a ratio of {WANTED} or more, except at once, where the wait includes A's computing"
+        )
         result.note("ours reads over shared memory, the existing package over tcp")
         result.note(
             "can't show: a network between hosts; a GPU (prefill on a CPU is slow: it flatters any cache)"

@@ -70,7 +70,7 @@ def _refused(status: int, body: bytes, name: str, url: str) -> Exception:
 
 
 def show(console: Console, found: dict[str, Any]) -> None:
-    """Print one prompt."""
+    """Print the routing of one prompt."""
     console.print(
         f"[bold]{escape(found['request_id'])}[/bold]  {found['state']}, {found['num_tokens']} tokens, "
         f"placed {found['seconds_ago']:.1f} s ago"

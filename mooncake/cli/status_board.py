@@ -163,9 +163,9 @@ Mooncake serves {model} at {url}
     -d {shlex.quote(json.dumps(question))}
 
   mooncake chat --url {url}{credentials.chat()}
-      talks to it; /status says who serves, /metrics in numbers
+      opens a chat; /status lists the workers, /metrics has the numbers
   X-API-Key: {admin_key}
-      is the header that admin calls (/instances/add, ...) must bring
+      is the header that admin calls (/instances/add, ...) must send
   Store("{master}")
       {from_python}
   {log_folder}

@@ -50,7 +50,7 @@ class RoleSpec:
     name: str
     after: tuple[str, ...] = ()
     """Roles that must have been ready before its first start, and that stop only when it has stopped."""
-    leans_on: tuple[str, ...] = ()
+    stops_before: tuple[str, ...] = ()
     """More roles that stop only when it has stopped, though it may start without them."""
     ready_within_s: float = 60.0
 
@@ -149,7 +149,7 @@ class Supervisor:
         self.roles = {spec.name: RoleStatus(spec) for spec in specs}
         assert len(self.roles) == len(specs), "two roles have one name"
         for spec in specs:
-            assert all(name in self.roles for name in spec.after + spec.leans_on), f"{spec} names no role"
+            assert all(name in self.roles for name in spec.after + spec.stops_before), f"{spec} names no role"
         self.is_stopping = False
         self.exit_status = 0
         self._all_were_ready = False
@@ -274,10 +274,10 @@ class Supervisor:
     def _stop_what_may(self, now: float) -> list[Effect]:
         """Stop roles that no running role depends on: the reverse of the order of starting."""
         running = [role.spec for role in self.roles.values() if role.runs]
-        leaned_on = {name for spec in running for name in spec.after + spec.leans_on}
+        needed = {name for spec in running for name in spec.after + spec.stops_before}
         effects: list[Effect] = []
         for role in self.roles.values():
-            if role.state in (RoleState.STARTING, RoleState.READY) and role.spec.name not in leaned_on:
+            if role.state in (RoleState.STARTING, RoleState.READY) and role.spec.name not in needed:
                 grace_s = GRACE_S if role.state is RoleState.READY else STARTING_GRACE_S
                 role.is_overdue = False
                 role.enter(RoleState.STOPPING, now, "its turn to stop", wake_at=now + grace_s)

@@ -160,11 +160,11 @@ def plan_cluster(
             ["--oplog", str(oplog), "--kv-events-endpoint", events, "--kv-events-replay-endpoint", replay],
             None,
         ),
-        plan(RoleSpec("node", ("master",), leans_on=("metadata",)), "node", node_flags, is_mounted),
+        plan(RoleSpec("node", ("master",), stops_before=("metadata",)), "node", node_flags, is_mounted),
         *(worker(name, "prefill") for name in prefill),
         *(worker(name, "decode") for name in decode),
         plan(
-            RoleSpec("conductor", ("master",), leans_on=(*prefill, *decode)),
+            RoleSpec("conductor", ("master",), stops_before=(*prefill, *decode)),
             "conductor",
             [
                 "--scheduling",

@@ -168,7 +168,7 @@ def test_last_lines_of_a_log(tmp_path: Path) -> None:
     assert last_lines(log, start) == ["a new life"]
 
 
-async def test_roles_with_a_credential_are_asked_as_members_ask(tmp_path: Path) -> None:
+async def test_roles_with_a_credential_are_checked_with_it(tmp_path: Path) -> None:
     make(CertsSettings(folder=tmp_path))
     make_cluster_key(tmp_path / "cluster.key")
     cert, private, ca = (str(tmp_path / name) for name in ("node.pem", "node.key", "ca.pem"))

@@ -153,8 +153,8 @@ def test_stopping_goes_backwards() -> None:
     assert probe.core.deadline() is None
 
 
-def test_one_that_others_lean_on_outlives_them_but_delays_none() -> None:
-    probe = Probe([RoleSpec("worker"), RoleSpec("gateway", leans_on=("worker",))])
+def test_a_role_that_stops_last_delays_no_start() -> None:
+    probe = Probe([RoleSpec("worker"), RoleSpec("gateway", stops_before=("worker",))])
     assert deeds(probe(StartAll())) == [StartRole("worker"), StartRole("gateway")]
     assert deeds(probe(StopAll())) == [TerminateRole("gateway")]
     assert deeds(probe(RoleExited("gateway", 0))) == [TerminateRole("worker")]

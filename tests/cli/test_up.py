@@ -82,7 +82,7 @@ def test_roles_get_the_addresses_of_each_other() -> None:
     assert flag(plans["gateway"], "--conductor") == plans["conductor"].address
 
 
-def test_the_admin_key_travels_unseen() -> None:
+def test_the_admin_key_is_on_no_command_line() -> None:
     plans = planned(UpSettings())
     assert plans["gateway"].environment["ADMIN_API_KEY"] == "swordfish"
     assert not any("swordfish" in word for plan in plans.values() for word in plan.command)
@@ -116,7 +116,7 @@ def test_with_a_certificate_everything_speaks_tls(certified: SecuritySettings) -
 
 
 @pytest.mark.parametrize("has_certificate", [False, True])
-def test_a_gateway_is_asked_as_its_own_settings_say(
+def test_a_gateway_is_checked_as_its_own_settings_require(
     has_certificate: bool, tmp_path: Path, request: pytest.FixtureRequest
 ) -> None:
     if has_certificate:

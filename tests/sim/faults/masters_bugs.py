@@ -274,7 +274,7 @@ FAULTS: dict[Bug, MastersFaults] = {
     ),
 }
 """Faults with many of the kind that triggers the bug, so that few seeds suffice; for the others, what a seed
-draws. Without the bug nothing is violated under these (``test_what_brings_bugs_out_is_borne``)."""
+draws. Without the bug nothing is violated under these (``test_without_the_bug_nothing_is_violated``)."""
 
 
 def first_seed(bug: Bug, patch: pytest.MonkeyPatch, num_seeds: int = 100) -> tuple[int, str] | None:

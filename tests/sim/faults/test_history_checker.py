@@ -42,7 +42,7 @@ def test_the_last_node_that_is_given_up_takes_the_promise_along(ledger: HistoryC
     assert list(ledger.promised()) == ["durable"]
 
 
-def test_who_lost_an_object_that_a_node_still_has_is_named(ledger: HistoryChecker) -> None:
+def test_an_object_lost_while_a_node_has_it_is_found(ledger: HistoryChecker) -> None:
     put(ledger, "k", ["a", "b"])
     ledger.node_crashed("a", has_lost_power=False)
     assert ledger.vanished("k", "a: another process took its name") == ["b"]
@@ -56,7 +56,7 @@ def test_what_left_memory_for_an_ssd_is_lost_with_it(ledger: HistoryChecker) -> 
 
 
 @pytest.mark.parametrize("is_evicted_first", [True, False])
-def test_an_ssd_that_lied_is_not_believed_after_a_loss_of_power(
+def test_an_ssd_that_lied_is_not_trusted_after_a_power_loss(
     ledger: HistoryChecker, is_evicted_first: bool
 ) -> None:
     put(ledger, "k", ["a"], is_durable=True)

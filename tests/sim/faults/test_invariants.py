@@ -33,6 +33,6 @@ def test_a_planted_bug_is_found_by_its_rule(bug: Bug, monkeypatch: pytest.Monkey
 
 
 @pytest.mark.parametrize("number", range(len(MIXES)))
-def test_what_brings_bugs_out_is_borne(number: int) -> None:
+def test_without_the_bug_nothing_is_violated(number: int) -> None:
     faults, load = MIXES[number]
     StoreRun(1000, faults, load).run()

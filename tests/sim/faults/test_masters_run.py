@@ -82,7 +82,7 @@ def test_an_older_version_reads_records_without_their_newest_fields_and_writes_t
 
 
 @pytest.mark.parametrize("bug", FAULTS, ids=lambda bug: bug.__name__)
-def test_what_brings_bugs_out_is_borne(bug: Bug) -> None:
+def test_without_the_bug_nothing_is_violated(bug: Bug) -> None:
     MastersRun(1000, FAULTS[bug]).run()
 
 

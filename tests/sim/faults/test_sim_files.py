@@ -19,7 +19,7 @@ def test_the_end_of_a_process_takes_nothing_but_what_was_open() -> None:
     assert disk.open("log", is_locked=True).read() == b"one"
 
 
-def test_a_loss_of_power_leaves_what_was_synced_and_any_part_of_the_rest() -> None:
+def test_a_power_loss_leaves_what_was_synced_and_any_part_of_the_rest() -> None:
     left: set[bytes] = set()
     for seed in range(300):
         disk = SimDirectory(Random(seed))

@@ -78,7 +78,7 @@ def test_requests_come_and_go_as_in_a_step_by_step_count() -> None:
     assert batch.runs == []
 
 
-def test_a_pause_lengthens_the_next_interval_of_those_who_were_there() -> None:
+def test_a_pause_lengthens_the_next_interval_of_running_requests() -> None:
     batch = DecodeBatch(MODEL)
     old = journey(1, 100, 3)
     batch.join(old)

@@ -53,7 +53,7 @@ def test_what_leaves_memory_lies_on_ssd() -> None:
 
 
 @given(st.lists(st.lists(st.integers(1, 12), unique=True, max_size=6), max_size=30))
-def test_the_news_add_up_to_what_is_there(prompts: list[list[int]]) -> None:
+def test_the_events_add_up_to_the_content(prompts: list[list[int]]) -> None:
     cache = node(5, num_ssd_blocks=4)
     memory: set[int] = set()
     ssd: set[int] = set()
