@@ -74,8 +74,8 @@ class Package:
             at = [target + i * size for i in range(count)]
             seconds = timed(lambda: results.extend(store.batch_get_into(keys, at, sizes)))
         else:
-            wanted = (keys * (count // len(keys) + 1))[:count]
-            seconds = timed(lambda: results.extend(store.batch_is_exist(wanted)))
+            queried = (keys * (count // len(keys) + 1))[:count]
+            seconds = timed(lambda: results.extend(store.batch_is_exist(queried)))
         wanted = {"put": 0, "get": size, "exists": 1}[what]
         expect(all(result == wanted for result in results), (what, results[:4]))
         if what == "get":

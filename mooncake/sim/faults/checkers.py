@@ -98,7 +98,7 @@ class Checkers:
         a master without a log died. Their space may have been reused: only checksums detect that."""
         self._mounted: dict[str, Segment] = {}
         """Memory segments that it had mounted, by node."""
-        self.ledger = HistoryChecker(cluster)
+        self.history = HistoryChecker(cluster)
         self._open: dict[int, tuple[SimClient, str, float]] = {}
         self._num_begun = 0
         self.counts: dict[str, int] = {
@@ -149,7 +149,7 @@ class Checkers:
             raise Violation(
                 f"{how} of {key!r} gave {value[:24]!r}..., which was never put there", Invariant.VALUE
             )
-        wrong = None if look is None else self.ledger.wrong(look, key, value)
+        wrong = None if look is None else self.history.why_wrong(look, key, value)
         if wrong is not None:
             rule, what = wrong
             story = "\n    ".join(self._cluster.master.master.story(key))
@@ -184,7 +184,7 @@ class Checkers:
         """The lease ends later: until then, no other holder may have the bytes that are read."""
         for promise in promises:
             if promise.segment is grant.segment and promise.start == grant.address:
-                self.kept([promise])
+                self.released([promise])
                 promise.ends_at = self._instant(client, grant.expires_at)
                 promise.life = self._life
                 self._add(promise)
@@ -243,7 +243,7 @@ class Checkers:
                 )
         self._promises.append(promise)
 
-    def kept(self, promises: Iterable[SpaceGrant]) -> None:
+    def released(self, promises: Iterable[SpaceGrant]) -> None:
         """The holder has finished with them, and none of its transfers is in flight."""
         for promise in promises:
             if promise in self._promises:
@@ -281,7 +281,7 @@ class Checkers:
         mounted = {s.node: s for s in master.segments.mounted.values() if s.tier is Tier.MEMORY}
         for node, segment in self._mounted.items():
             if mounted.get(node) is not segment:
-                self.ledger.given_up(node)
+                self.history.unmounted(node)
         self._mounted = mounted
         self._stepped_at = self._cluster.kernel.now
         for key, object_id in self._readable.items():
@@ -308,7 +308,7 @@ class Checkers:
             allowed = REQUESTED_LOSSES
         elif self.has_corruption or self.is_resurrected(object_id):
             allowed = (*LOSSES, "a reader found wrong checksums", "its bytes are wrong")
-        left = self.ledger.vanished(key, reasons[-1])
+        left = self.history.dropped(key, reasons[-1])
         if left and not faults.corruption_every_s and not faults.may_write_late:
             what = f"{key!r} #{object_id} was lost ({reasons[-1]}), but was in memory on {left}, too"
             raise Violation(what, Invariant.REPLICA)

@@ -59,7 +59,7 @@ class WatchedPreallocations(PreallocatedPieces):
         self._client.cluster.checkers.counts["written in advance"] += len(pieces)
         for name in pieces:
             promise = self._promises.pop(name, None)
-            self._client.cluster.checkers.kept([promise] if promise is not None else [])
+            self._client.cluster.checkers.released([promise] if promise is not None else [])
 
     def _watch(self, piece: PreallocatedPiece) -> None:
         promise = self._client.cluster.checkers.piece_promised(self._client, piece)

@@ -188,7 +188,7 @@ class HistoryChecker:
 
     # Events that end promises
 
-    def vanished(self, key: str, reason: str) -> list[str]:
+    def dropped(self, key: str, reason: str) -> list[str]:
         """The master has dropped it, with a reason. Returns the nodes that had it in memory and are alive."""
         known = self.of(key)
         left: list[str] = []
@@ -201,7 +201,7 @@ class HistoryChecker:
         known.nodes, known.spared = {}, {}
         return left
 
-    def given_up(self, name: str) -> None:
+    def unmounted(self, name: str) -> None:
         """The master has forgotten that node's memory: the node died, or was silent for too long."""
         for known in self._keys.values():
             if known.nodes.pop(name, "") is None:
@@ -256,7 +256,7 @@ class HistoryChecker:
 
     # Reads
 
-    def look(self, keys: Iterable[str]) -> KeyRead:
+    def begin_read(self, keys: Iterable[str]) -> KeyRead:
         known = {key: self.of(key) for key in keys}
         return KeyRead(
             {key: one.generation for key, one in known.items()},
@@ -264,7 +264,7 @@ class HistoryChecker:
             {key: one.value for key, one in known.items() if one.value is not None},
         )
 
-    def wrong(self, look: KeyRead, key: str, value: bytes) -> tuple[Invariant, str] | None:
+    def why_wrong(self, look: KeyRead, key: str, value: bytes) -> tuple[Invariant, str] | None:
         """Why ``value`` can't be a correct read, if the key has not been changed since ``look``; None if it
         can."""
         known = self.of(key)

@@ -102,7 +102,7 @@ class MastersCheckers(Checkers):
         if before is not None:
             self._find_resurrected(before)
         self._readable = {}
-        self.ledger.index_lost()
+        self.history.index_lost()
 
     def forget_promises(self) -> None:
         """Records of granted space were lost with the end of a log that no other master has."""
@@ -168,7 +168,7 @@ class ReplicationChecker:
         """Some records of the last event were logged, and others not: no answer depended on any of them."""
         self._possible.append(state_of(successor))
 
-    def kept(self, host: MasterHost, records: list[Record]) -> None:
+    def logged(self, host: MasterHost, records: list[Record]) -> None:
         self._last_id = max(self._last_id, host.master.objects.last_id)
         if host is not self._leader or host.role.followers is None:
             return
@@ -187,7 +187,7 @@ class ReplicationChecker:
             raise Violation(f"{host.name} answers although {leader} has begun to lead")
         self._possible = [state for at, state in self._states.items() if at >= number]
 
-    def took(self, host: MasterHost, following: StandbyCursor, answer: Followed) -> None:
+    def applied(self, host: MasterHost, following: StandbyCursor, answer: Followed) -> None:
         leader = self._leader
         if not following.is_in_sync or leader is None or leader.role.followers is None:
             return
@@ -201,7 +201,7 @@ class ReplicationChecker:
         if free is not None:
             raise Violation(f"{host.name} holds no space at {free}, which {leader.name} has allocated")
 
-    def look(self) -> None:
+    def check_leaders(self) -> None:
         acting = [host for host in self._world.hosts.values() if host.acts]
         if len(acting) > 1:
             raise Violation(f"two masters act: {[host.name for host in acting]}")

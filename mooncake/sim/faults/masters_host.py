@@ -170,15 +170,15 @@ class MasterHost:
     def _left(self, stored: Any, extent: Any, _: float) -> None:
         if not self.role.is_leading or extent.segment.tier is not Tier.MEMORY:
             return
-        ledger, catalog = self.world.checkers.ledger, self.master.catalog
+        history, catalog = self.world.checkers.history, self.master.catalog
         if catalog.is_evicting:
-            ledger.evicted(stored.key, extent.segment.node, bool(stored.complete(Tier.SSD)))
+            history.evicted(stored.key, extent.segment.node, bool(stored.complete(Tier.SSD)))
         elif catalog.removal_reason in MOVES:
-            ledger.moved(stored.key, extent.segment.node)
+            history.moved(stored.key, extent.segment.node)
 
     def _completed(self, stored: Any, extent: Any, _: float) -> None:
         if self.role.is_leading and extent.segment.tier is Tier.MEMORY:
-            self.world.checkers.ledger.copied(stored.key, extent.segment.node)
+            self.world.checkers.history.copied(stored.key, extent.segment.node)
 
     def _stepped(self) -> None:
         if self.world.master is self:  # else another one leads, and this one has not noticed yet
@@ -303,7 +303,7 @@ class MasterHost:
             self._exit()
             return
         if isinstance(effect, AppendRecords):
-            self.world.replication.kept(self, effect.records)
+            self.world.replication.logged(self, effect.records)
         self.send(answers)
         if isinstance(effect, Reply) and followers is not None and followers.num_held and self._timer is None:
             self._arm()
@@ -377,7 +377,7 @@ class MasterHost:
         if following.is_in_sync and not was_in_sync:
             self.world.has_forgotten.pop(self.name, None)
             self._post_election(el.CaughtUp())
-        self.world.replication.took(self, following, answer)
+        self.world.replication.applied(self, following, answer)
         return True
 
     def __repr__(self) -> str:

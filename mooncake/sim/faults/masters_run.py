@@ -148,7 +148,7 @@ class MastersRun:
         checked_at = kernel.now
         while kernel.now < end:
             kernel.run_one(end)
-            replication.look()
+            replication.check_leaders()
             if kernel.now >= checked_at + 1.0:
                 checked_at = kernel.now
                 self.world.checkers.check_ends()
@@ -307,14 +307,14 @@ class MastersRun:
         name = self.kernel.random.choice(list(self.world.nodes))
         if self.world.nodes[name].is_alive:
             self.world.nodes[name].process.crash()
-            self.world.checkers.ledger.node_crashed(name, False)
+            self.world.checkers.history.node_crashed(name, False)
             self._later(self.world.faults.restart_s, lambda: self._start_node(name))
 
     def _crash_client(self) -> None:
         name = self.kernel.random.choice(list(self.world.clients))
         if self.world.clients[name].process.is_alive:
             self.world.clients[name].process.crash()
-            self.world.checkers.ledger.client_crashed(self.world.clients[name])
+            self.world.checkers.history.client_crashed(self.world.clients[name])
             self._later(self.world.faults.restart_s, lambda: self._start_client(name))
 
     def _make_admin_request(self) -> None:
@@ -404,9 +404,9 @@ class MastersRun:
     def _prove_promises(self) -> None:
         """Everything that was acknowledged and is still promised can be read."""
         client = next(iter(self.world.clients.values()))
-        ledger = self.world.checkers.ledger
-        for key, value in ledger.promised().items():
-            if key not in ledger.promised():
+        history = self.world.checkers.history
+        for key, value in history.promised().items():
+            if key not in history.promised():
                 continue
             results: list[list[int | None] | None] = []
             deadline = client.now + TIMEOUT_S

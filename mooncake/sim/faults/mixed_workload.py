@@ -115,11 +115,11 @@ class MixedWorkloadClient(WorkloadClient):
 
         def done(reply: object, error: Exception | None) -> None:
             if isinstance(reply, m.Removed) and force:
-                self._checkers.ledger.matching_removed(change, is_all=not pattern)
+                self._checkers.history.matching_removed(change, is_all=not pattern)
             elif error is not None:
-                self._checkers.ledger.failed(change)
+                self._checkers.history.failed(change)
             else:
-                self._checkers.ledger.ended(change)
+                self._checkers.history.ended(change)
             self._next()
 
         message = m.RemoveMatching(pattern, force, self._client.tenant)
@@ -132,9 +132,9 @@ class MixedWorkloadClient(WorkloadClient):
 
         def done(outcomes: list[bool | Refusal] | None, error: Exception | None) -> None:
             if error is not None:
-                self._checkers.ledger.failed(change)
+                self._checkers.history.failed(change)
             else:
-                self._checkers.ledger.ended(change)
+                self._checkers.history.ended(change)
             self._next()
 
         self._client.run(self._client.operations.drop_replicas(keys, segment, deadline), deadline, done)

@@ -463,7 +463,7 @@ class SimReplicaCopy:
             self._end(None)
         else:
             # Every byte is in place. While they are flushed, another master may learn of them from the index.
-            self._cluster.checkers.kept([self._promise])
+            self._cluster.checkers.released([self._promise])
             try:
                 disk.hold(entry)
             except OutOfSpace as error:
@@ -478,5 +478,5 @@ class SimReplicaCopy:
             self._target.process.after(disk.flush_s, flushed)
 
     def _end(self, refusal: Refusal | None) -> None:
-        self._cluster.checkers.kept([self._promise])
+        self._cluster.checkers.released([self._promise])
         self._ended(self._run, refusal)

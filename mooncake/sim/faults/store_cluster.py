@@ -107,17 +107,17 @@ class SimMaster:
         return False
 
     def _left(self, stored: StoredObject, extent: Extent, _: float) -> None:
-        ledger, catalog = self._cluster.checkers.ledger, self.master.catalog
+        history, catalog = self._cluster.checkers.history, self.master.catalog
         if extent.segment.tier is not Tier.MEMORY:
             return
         if catalog.is_evicting:
-            ledger.evicted(stored.key, extent.segment.node, bool(stored.complete(Tier.SSD)))
+            history.evicted(stored.key, extent.segment.node, bool(stored.complete(Tier.SSD)))
         elif catalog.removal_reason in MOVES:
-            ledger.moved(stored.key, extent.segment.node)
+            history.moved(stored.key, extent.segment.node)
 
     def _completed(self, stored: StoredObject, extent: Extent, _: float) -> None:
         if extent.segment.tier is Tier.MEMORY:
-            self._cluster.checkers.ledger.copied(stored.key, extent.segment.node)
+            self._cluster.checkers.history.copied(stored.key, extent.segment.node)
 
     def _accept(self, end: ConnectionEnd) -> None:
         def received(frame: tuple[int, msgspec.Struct]) -> None:
@@ -176,7 +176,7 @@ class StoreCluster:
 
     def start_master(self) -> None:
         self.kernel.trace_line("master starts" if self.standby is None else "the standby leads")
-        self.checkers.ledger.master_crashed()
+        self.checkers.history.master_crashed()
         self.checkers.master_died(self.master.master)
         self.master = SimMaster(self, self.standby)
         self.checkers.master_started()

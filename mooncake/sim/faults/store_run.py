@@ -212,7 +212,7 @@ class StoreRun:
         self.kernel.trace_line(f"{name} leaves")
 
         def left() -> None:
-            self.cluster.checkers.ledger.node_crashed(name, has_lost_power=False)
+            self.cluster.checkers.history.node_crashed(name, has_lost_power=False)
             self._restart_later(lambda: self._start_node(name))
 
         node.leave(left)
@@ -232,14 +232,14 @@ class StoreRun:
             loses_power = name in self.cluster.disks and self.kernel.chance(self.faults.power_loss_chance)
             if loses_power:
                 self.cluster.disks[name].lose_power()
-            self.cluster.checkers.ledger.node_crashed(name, loses_power)
+            self.cluster.checkers.history.node_crashed(name, loses_power)
             self._restart_later(lambda: self._start_node(name))
 
     def _crash_client(self) -> None:
         name = self.kernel.random.choice(list(self.cluster.clients))
         if self.cluster.clients[name].process.is_alive:
             self.cluster.clients[name].process.crash()
-            self.cluster.checkers.ledger.client_crashed(self.cluster.clients[name])
+            self.cluster.checkers.history.client_crashed(self.cluster.clients[name])
             self._restart_later(lambda: self._start_client(name))
 
     def _corrupt(self) -> None:
@@ -283,7 +283,7 @@ class StoreRun:
         for name, node in self.cluster.nodes.items():
             if node.is_retired and node.is_alive:
                 node.process.crash()
-                self.cluster.checkers.ledger.node_crashed(name, has_lost_power=False)
+                self.cluster.checkers.history.node_crashed(name, has_lost_power=False)
                 self._restart_later(lambda name=name: self._start_node(name))  # type: ignore[misc]
 
     def _ask(self, message: msgspec.Struct) -> None:
@@ -318,9 +318,9 @@ class StoreRun:
         if self.faults.corruption_every_s or self.faults.may_write_late:
             return
         clients = {client.tenant: client for client in self.cluster.clients.values()}
-        ledger = self.cluster.checkers.ledger
-        for key, value in ledger.promised().items():
-            if key not in ledger.promised():
+        history = self.cluster.checkers.history
+        for key, value in history.promised().items():
+            if key not in history.promised():
                 continue  # evicted to make room for those that were read before it
             results: list[list[int | None]] = []
             tenant, name = split_scoped(key)

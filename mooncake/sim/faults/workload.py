@@ -108,7 +108,7 @@ class WorkloadClient:
         return scoped(self._client.tenant, key)
 
     def _begin(self, keys: list[str]) -> KeyChange:
-        return self._checkers.ledger.begin(self._client, [self._known(key) for key in keys])
+        return self._checkers.history.begin(self._client, [self._known(key) for key in keys])
 
     def _some_keys(self) -> list[str]:
         return self._kernel.random.sample(self._keys, self._kernel.random.randint(1, 4))
@@ -157,9 +157,9 @@ class WorkloadClient:
 
         def done(outcomes: list[Refusal | None] | None, error: Exception | None) -> None:
             if outcomes is None:
-                self._checkers.ledger.failed(change)
+                self._checkers.history.failed(change)
             for key, value, outcome in zip(keys, values, outcomes or (), strict=False):
-                self._checkers.ledger.put(
+                self._checkers.history.put(
                     change, self._known(key), value, outcome, policy.is_durable, replace
                 )
             self._count_puts(outcomes, error)
@@ -192,9 +192,9 @@ class WorkloadClient:
 
         def done(outcomes: list[Refusal | None] | None, error: Exception | None) -> None:
             if outcomes is None:
-                self._checkers.ledger.failed(change)
+                self._checkers.history.failed(change)
             else:
-                self._checkers.ledger.put(change, self._known(key), value, outcomes[0], False, False)
+                self._checkers.history.put(change, self._known(key), value, outcomes[0], False, False)
             if num_left > 1 and error is None:
                 self._checkers.counts["puts" if outcomes and outcomes[0] is None else "refusals"] += 1
                 pause_s = random.choice((0.0, 0.0, 0.05, 3.0))
@@ -215,7 +215,7 @@ class WorkloadClient:
         keys, deadline = self._some_keys(), self._deadline
         addresses = [self._client.allocate(self._max_bytes) for _ in keys]
         operation = self._client.operations.get_into(keys, addresses, [self._max_bytes] * len(keys), deadline)
-        look = self._checkers.ledger.look([self._known(key) for key in keys])
+        look = self._checkers.history.begin_read([self._known(key) for key in keys])
 
         def done(sizes: list[int | None] | None, error: Exception | None) -> None:
             if error is not None:
@@ -258,7 +258,7 @@ class WorkloadClient:
                     PartialPut(grants, promises, values, change), 0, self._kernel.random.randint(1, 3)
                 )
             else:
-                self._checkers.ledger.failed(change)
+                self._checkers.history.failed(change)
                 self._next()
 
         self._client.run(operation, deadline, started)
@@ -287,7 +287,7 @@ class WorkloadClient:
     def _finish(self, work: PartialPut) -> None:
         choice = self._kernel.random.random()
         deadline = self._deadline
-        self._checkers.ledger.failed(work.change)  # whatever the result
+        self._checkers.history.failed(work.change)  # whatever the result
         if choice < 0.1:
             self._next()
         elif choice < 0.2:
@@ -297,7 +297,7 @@ class WorkloadClient:
                 if grant.failure is None:
                     # All its writes have ended: it no longer needs the space, whatever the result of the end
                     # request.
-                    self._checkers.kept(promise)
+                    self._checkers.released(promise)
             self._client.run(
                 self._client.operations.end_puts(work.grants, deadline), deadline, self._count_puts
             )
@@ -381,9 +381,9 @@ class WorkloadClient:
 
         def done(outcomes: list[bool | Refusal] | None, error: Exception | None) -> None:
             if outcomes is None:
-                self._checkers.ledger.failed(change)
+                self._checkers.history.failed(change)
             for key, outcome in zip(keys, outcomes or (), strict=False):
-                self._checkers.ledger.removed(change, self._known(key), outcome)
+                self._checkers.history.removed(change, self._known(key), outcome)
             self._next()
 
         self._client.run(self._client.operations.remove(keys, force, deadline), deadline, done)

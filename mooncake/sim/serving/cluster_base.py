@@ -80,7 +80,7 @@ class ServingCluster:
 
     # implemented by a subclass
 
-    def serve(self, journey: SimRequest, decision: Decision) -> None:
+    def serve(self, request: SimRequest, decision: Decision) -> None:
         raise NotImplementedError
 
     def caches(self) -> list[NodeCache[Any]]:
@@ -135,21 +135,21 @@ class ServingCluster:
         self._measures_at[instance] = now + self.cluster.measure_s
         return True
 
-    def done(self, journey: SimRequest, at: float) -> None:
+    def done(self, request: SimRequest, at: float) -> None:
         """The last token was made at ``at``."""
-        number, recorder = journey.number, self.recorder
-        ttft_s = journey.first_token_at - journey.arrived_at
+        number, recorder = request.number, self.recorder
+        ttft_s = request.first_token_at - request.arrived_at
         recorder.status[number] = DONE
-        recorder.e2e_s[number] = at - journey.arrived_at
-        recorder.tbt_s[number] = journey.tbt_s
-        num_intervals = journey.num_output - 1
-        recorder.tbt_mean_s[number] = (at - journey.first_token_at) / num_intervals if num_intervals else 0.0
+        recorder.e2e_s[number] = at - request.arrived_at
+        recorder.tbt_s[number] = request.tbt_s
+        num_intervals = request.num_output - 1
+        recorder.tbt_mean_s[number] = (at - request.first_token_at) / num_intervals if num_intervals else 0.0
         self.sampler.num_open -= 1
-        self.post(Finished(journey.request_id, journey.num_output, ttft_s, journey.tbt_s, True))
+        self.post(Finished(request.request_id, request.num_output, ttft_s, request.tbt_s, True))
 
-    def give_up(self, journey: SimRequest, status: int) -> None:
+    def give_up(self, request: SimRequest, status: int) -> None:
         """End the request here, without an answer."""
-        self.recorder.status[journey.number] = status
+        self.recorder.status[request.number] = status
         self.sampler.num_open -= 1
         self.sampler.num_rejected += 1
 
@@ -166,24 +166,24 @@ class ServingCluster:
         self.sampler.num_open += 1
         self.sampler.has_more = following is not None
         keys: Sequence[int] = row.keys[: num_input // self.cluster.block_tokens]
-        journey = SimRequest(number, now, num_input, num_output, keys)
+        request = SimRequest(number, now, num_input, num_output, keys)
         if self.cluster.detail == "step":
-            keys = self._with_tokens(journey)
-        place = Place(journey.request_id, num_input, list(keys), lifetime_s=LIFETIME_S)
+            keys = self._with_tokens(request)
+        place = Place(request.request_id, num_input, list(keys), lifetime_s=LIFETIME_S)
         for effect in self.post(place):
             if isinstance(effect, Decision):
                 self._note_prediction(number, effect)
-                self.serve(journey, effect)
+                self.serve(request, effect)
             elif isinstance(effect, Refuse):
                 self._note_prediction(number, effect)
-                self.give_up(journey, REJECTED)
+                self.give_up(request, REJECTED)
 
-    def _with_tokens(self, journey: SimRequest) -> list[int]:
+    def _with_tokens(self, request: SimRequest) -> list[int]:
         """Give the request a prompt of tokens, and so block hashes; return their short keys."""
         block_tokens = self.cluster.block_tokens
-        journey.token_ids = prompt_of(journey.keys, journey.num_input, block_tokens, journey.number)
-        journey.keys = block_hashes(journey.token_ids, block_tokens, root_hash())
-        return [short_key(block_hash) for block_hash in journey.keys]
+        request.token_ids = prompt_of(request.keys, request.num_input, block_tokens, request.number)
+        request.keys = block_hashes(request.token_ids, block_tokens, root_hash())
+        return [short_key(block_hash) for block_hash in request.keys]
 
     def _note_prediction(self, number: int, effect: Decision | Refuse) -> None:
         prediction = effect.prediction

@@ -64,49 +64,49 @@ class ColocatedNode:
     def is_idle(self) -> bool:
         return not self.batch and not self.waiting
 
-    def takes(self, journey: SimRequest) -> bool:
+    def takes(self, request: SimRequest) -> bool:
         """Whether the request could ever fit."""
-        return self._num_blocks(journey) <= self.cache.pool.num_usable
+        return self._num_blocks(request) <= self.cache.pool.num_usable
 
-    def enqueue(self, journey: SimRequest) -> None:
+    def enqueue(self, request: SimRequest) -> None:
         raise NotImplementedError
 
-    def _num_blocks(self, journey: SimRequest) -> int:
-        return -(-(journey.num_input + journey.num_output) // self._block_tokens)
+    def _num_blocks(self, request: SimRequest) -> int:
+        return -(-(request.num_input + request.num_output) // self._block_tokens)
 
     def _admit(self, num_running: int) -> SimRequest | None:
         """Return the first waiting request, with its blocks; None when there is none or no room for it."""
         if not self.waiting or num_running >= self._max_batch:
             return None
-        journey, pool = self.waiting[0], self.cache.pool
-        found = self.cache.match(journey.keys) if self._keeps_blocks else []
-        num_fresh = self._num_blocks(journey) - len(found)
+        request, pool = self.waiting[0], self.cache.pool
+        found = self.cache.match(request.keys) if self._keeps_blocks else []
+        num_fresh = self._num_blocks(request) - len(found)
         if num_fresh > pool.num_free_after_touch(found):
             return None
         self.waiting.popleft()
         pool.touch(found)
         fresh = pool.allocate(num_fresh)
         assert fresh is not None
-        journey.block_ids = found + fresh
-        journey.cached_tokens = min(len(found) * self._block_tokens, journey.num_input - 1)
-        journey.computed_to = journey.cached_tokens
-        return journey
+        request.block_ids = found + fresh
+        request.cached_tokens = min(len(found) * self._block_tokens, request.num_input - 1)
+        request.computed_to = request.cached_tokens
+        return request
 
-    def _computed(self, journey: SimRequest, at: float) -> None:
+    def _computed(self, request: SimRequest, at: float) -> None:
         """The prompt is computed and its first token made."""
         if self._keeps_blocks:
-            num_found = -(-journey.cached_tokens // self._block_tokens)
-            num_full = len(journey.keys)
-            self.cache.name(journey.block_ids[num_found:num_full], journey.keys[num_found:])
-        journey.first_token_at = at
-        self._prefilled(journey, at)
-        if journey.num_output == 1:
-            self._end(journey, at)
+            num_found = -(-request.cached_tokens // self._block_tokens)
+            num_full = len(request.keys)
+            self.cache.name(request.block_ids[num_found:num_full], request.keys[num_found:])
+        request.first_token_at = at
+        self._prefilled(request, at)
+        if request.num_output == 1:
+            self._end(request, at)
 
-    def _end(self, journey: SimRequest, at: float) -> None:
-        self.cache.unpin(journey.block_ids)
-        journey.block_ids = []
-        self._done(journey, at)
+    def _end(self, request: SimRequest, at: float) -> None:
+        self.cache.unpin(request.block_ids)
+        request.block_ids = []
+        self._done(request, at)
 
 
 class PrefillFirstNode(ColocatedNode):
@@ -117,8 +117,8 @@ class PrefillFirstNode(ColocatedNode):
     def is_idle(self) -> bool:
         return super().is_idle and not self._is_prefilling
 
-    def enqueue(self, journey: SimRequest) -> None:
-        self.waiting.append(journey)
+    def enqueue(self, request: SimRequest) -> None:
+        self.waiting.append(request)
         batch = self.batch
         if self._is_prefilling:
             return
@@ -135,15 +135,15 @@ class PrefillFirstNode(ColocatedNode):
         """Decide what comes after a step or a prompt. ``joining``: prompts computed since decoding paused."""
         batch = self.batch
         began_at = max(batch.at, self._kernel.now) if joining or self._is_prefilling else batch.at
-        journey = self._admit(len(batch) + len(joining))
-        if journey is not None:
+        request = self._admit(len(batch) + len(joining))
+        if request is not None:
             if not self._is_prefilling:
                 self._is_prefilling, self._paused_at = True, batch.at
-            journey.prefill_began_at = began_at
-            journey.computed_s = self._costs.prefill_s(journey.cached_tokens, journey.num_input)
+            request.prefill_began_at = began_at
+            request.computed_s = self._costs.prefill_s(request.cached_tokens, request.num_input)
             self._version += 1
-            self._began(journey)
-            self._kernel.call_at(began_at + journey.computed_s, self._prompt_ended, (journey, joining))
+            self._began(request)
+            self._kernel.call_at(began_at + request.computed_s, self._prompt_ended, (request, joining))
             return
         if self._is_prefilling:
             self._is_prefilling = False
@@ -156,9 +156,9 @@ class PrefillFirstNode(ColocatedNode):
             self._kernel.call_at(at, self._leave, self._version)
 
     def _prompt_ended(self, what: tuple[SimRequest, list[SimRequest]]) -> None:
-        journey, joining = what
-        self._computed(journey, self._kernel.now)
-        self._next([*joining, journey] if journey.num_output > 1 else joining)
+        request, joining = what
+        self._computed(request, self._kernel.now)
+        self._next([*joining, request] if request.num_output > 1 else joining)
 
     def _leave(self, version: int) -> None:
         if version != self._version:
@@ -166,8 +166,8 @@ class PrefillFirstNode(ColocatedNode):
         batch = self.batch
         self._stepped(self.id, batch)
         batch.advance(batch.next_leave)
-        for journey in batch.leave():
-            self._end(journey, batch.at)
+        for request in batch.leave():
+            self._end(request, batch.at)
         self._next([])
 
 
@@ -201,8 +201,8 @@ class ChunkedPrefillNode(ColocatedNode):
     def is_idle(self) -> bool:
         return super().is_idle and not self._prompts
 
-    def enqueue(self, journey: SimRequest) -> None:
-        self.waiting.append(journey)
+    def enqueue(self, request: SimRequest) -> None:
+        self.waiting.append(request)
         batch = self.batch
         if self._prompts:
             return
@@ -220,9 +220,9 @@ class ChunkedPrefillNode(ColocatedNode):
         batch, budget = self.batch, max(1, self._step_tokens - len(self.batch))
         self._pieces = []
         num_same = 1 << 62
-        for journey in self._prompts:
+        for request in self._prompts:
             if budget:
-                budget -= self._add_piece(journey, budget)
+                budget -= self._add_piece(request, budget)
         while budget and (admitted := self._admit(len(batch) + len(self._prompts))) is not None:
             self._prompts.append(admitted)
             admitted.prefill_began_at = batch.at
@@ -236,24 +236,24 @@ class ChunkedPrefillNode(ColocatedNode):
             batch.extra_growth_s = growth if batch.extra_s else 0.0
             num_same = 1
             if len(self._pieces) == 1:
-                journey, size = self._pieces[0]
-                num_same = max(1, (journey.num_input - journey.computed_to - 1) // size)
+                request, size = self._pieces[0]
+                num_same = max(1, (request.num_input - request.computed_to - 1) // size)
         self._steps = min(num_same, batch.next_leave) if batch else num_same
         self._version += 1
         if batch or self._pieces:
             self._kernel.call_at(batch.at + batch.seconds(self._steps), self._stepped_on, self._version)
 
-    def _add_piece(self, journey: SimRequest, budget: int) -> int:
-        size = min(budget, journey.num_input - journey.computed_to)
-        self._pieces.append((journey, size))
+    def _add_piece(self, request: SimRequest, budget: int) -> int:
+        size = min(budget, request.num_input - request.computed_to)
+        self._pieces.append((request, size))
         return size
 
     def _chunk_s(self) -> tuple[float, float]:
         """How long the prompts' part of the next step takes, and how much more each later one."""
         model = self._costs.prefill
         seconds = growth = 0.0
-        for journey, size in self._pieces:
-            seconds += model.seconds(journey.computed_to, journey.computed_to + size)
+        for request, size in self._pieces:
+            seconds += model.seconds(request.computed_to, request.computed_to + size)
             growth += 2 * model.c2 * size * size
         return seconds, growth
 
@@ -265,17 +265,17 @@ class ChunkedPrefillNode(ColocatedNode):
             self._stepped(self.id, batch)
         batch.advance(num_steps)
         model = self._costs.prefill
-        for journey, size in self._pieces:
-            end = journey.computed_to + num_steps * size
-            journey.computed_s += model.seconds(journey.computed_to, end) + (num_steps - 1) * model.c0
-            journey.computed_to = end
-        for journey in batch.leave():
-            self._end(journey, batch.at)
+        for request, size in self._pieces:
+            end = request.computed_to + num_steps * size
+            request.computed_s += model.seconds(request.computed_to, end) + (num_steps - 1) * model.c0
+            request.computed_to = end
+        for request in batch.leave():
+            self._end(request, batch.at)
         while self._prompts and self._prompts[0].computed_to >= self._prompts[0].num_input:
-            journey = self._prompts.popleft()
-            self._computed(journey, batch.at)
-            if journey.num_output > 1:
-                batch.join(journey)
+            request = self._prompts.popleft()
+            self._computed(request, batch.at)
+            if request.num_output > 1:
+                batch.join(request)
         self._plan()
 
 
@@ -322,41 +322,41 @@ class ColocatedCluster(ServingCluster):
             assert node.cache.pool.num_free == node.cache.pool.num_usable, node
             node.cache.check()
 
-    def serve(self, journey: SimRequest, decision: Decision) -> None:
+    def serve(self, request: SimRequest, decision: Decision) -> None:
         node = self._by_id[decision.decode]
-        journey.prefill = journey.decode = node.number
-        self.recorder.prefill_instance[journey.number] = node.number
-        self.recorder.decode_instance[journey.number] = node.number
-        if not node.takes(journey):
-            self.give_up(journey, FAILED)
+        request.prefill = request.decode = node.number
+        self.recorder.prefill_instance[request.number] = node.number
+        self.recorder.decode_instance[request.number] = node.number
+        if not node.takes(request):
+            self.give_up(request, FAILED)
             return
-        journey.estimate_s = self.costs.prefill_s(0, journey.num_input)
-        self.sampler.queued(journey)
-        node.enqueue(journey)
+        request.estimate_s = self.costs.prefill_s(0, request.num_input)
+        self.sampler.queued(request)
+        node.enqueue(request)
 
-    def _began(self, journey: SimRequest) -> None:
-        self.recorder.cached_tokens[journey.number] = journey.cached_tokens
-        self.sampler.began(journey)
+    def _began(self, request: SimRequest) -> None:
+        self.recorder.cached_tokens[request.number] = request.cached_tokens
+        self.sampler.began(request)
 
-    def _prefilled(self, journey: SimRequest, at: float) -> None:
-        number, recorder, node = journey.number, self.recorder, self.nodes[journey.decode]
-        recorder.ttft_s[number] = at - journey.arrived_at
-        recorder.prefill_gpu_s[number] = journey.computed_s
+    def _prefilled(self, request: SimRequest, at: float) -> None:
+        number, recorder, node = request.number, self.recorder, self.nodes[request.decode]
+        recorder.ttft_s[number] = at - request.arrived_at
+        recorder.prefill_gpu_s[number] = request.computed_s
         self.post_block_events(node.id, node.cache)
-        num_computed = journey.num_input - journey.cached_tokens
-        queued_s = journey.prefill_began_at - journey.arrived_at
+        num_computed = request.num_input - request.cached_tokens
+        queued_s = request.prefill_began_at - request.arrived_at
         self.post(
             Prefilled(
-                journey.request_id,
+                request.request_id,
                 queued_s,
-                journey.computed_s,
+                request.computed_s,
                 num_computed,
-                journey.cached_tokens,
+                request.cached_tokens,
                 has_begun=True,
             )
         )
         self.sampler.num_running += 1
 
-    def _decoded(self, journey: SimRequest, at: float) -> None:
+    def _decoded(self, request: SimRequest, at: float) -> None:
         self.sampler.num_running -= 1
-        self.done(journey, at)
+        self.done(request, at)

@@ -104,23 +104,23 @@ class DecodeBatch:
         """Steps until the next request ends. The batch must not be empty."""
         return self.leaving[0][0] - self.step
 
-    def join(self, journey: SimRequest) -> None:
+    def join(self, request: SimRequest) -> None:
         """Add a request that has its first token and gets the second with the next step."""
-        journey.first_run = self.dropped + len(self.runs)
-        journey.wait_s = self.at - journey.first_token_at
-        self.context += journey.num_input + 1
-        heapq.heappush(self.leaving, (self.step + journey.num_output - 1, journey.number, journey))
+        request.first_run = self.dropped + len(self.runs)
+        request.wait_s = self.at - request.first_token_at
+        self.context += request.num_input + 1
+        heapq.heappush(self.leaving, (self.step + request.num_output - 1, request.number, request))
 
     def leave(self) -> list[SimRequest]:
         """Remove the requests that are complete."""
         done: list[SimRequest] = []
         while self.leaving and self.leaving[0][0] <= self.step:
-            journey = heapq.heappop(self.leaving)[2]
-            self.context -= journey.num_input + journey.num_output
-            journey.tbt_s = longest_mean(
-                self.runs[journey.first_run - self.dropped :], journey.wait_s, journey.num_output - 1
+            request = heapq.heappop(self.leaving)[2]
+            self.context -= request.num_input + request.num_output
+            request.tbt_s = longest_mean(
+                self.runs[request.first_run - self.dropped :], request.wait_s, request.num_output - 1
             )
-            done.append(journey)
+            done.append(request)
         if done:
             self._drop_runs()
         return done

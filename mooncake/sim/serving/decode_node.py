@@ -49,13 +49,13 @@ class DecodeNode:
     def is_idle(self) -> bool:
         return not self.batch and not self.used_tokens and not self._waiting
 
-    def takes(self, journey: SimRequest) -> bool:
+    def takes(self, request: SimRequest) -> bool:
         """Whether the request could ever fit."""
-        return journey.num_input + journey.num_output <= self._capacity_tokens
+        return request.num_input + request.num_output <= self._capacity_tokens
 
-    def join(self, journey: SimRequest) -> None:
+    def join(self, request: SimRequest) -> None:
         """The KV of a request has arrived: it decodes from the next step on."""
-        self._waiting.append(journey)
+        self._waiting.append(request)
         batch = self.batch
         if batch:
             num_steps = batch.steps_until(self._kernel.now)
@@ -64,8 +64,8 @@ class DecodeNode:
             batch.advance(num_steps)
         self._admit()
 
-    def _has_room(self, journey: SimRequest) -> bool:
-        needed = journey.num_input + journey.num_output
+    def _has_room(self, request: SimRequest) -> bool:
+        needed = request.num_input + request.num_output
         return self.used_tokens + needed <= self._capacity_tokens and len(self.batch) < self._max_batch
 
     def _admit(self) -> None:
@@ -73,9 +73,9 @@ class DecodeNode:
         if not batch:
             batch.at = max(batch.at, self._kernel.now)
         while waiting and self._has_room(waiting[0]):
-            journey = waiting.popleft()
-            self.used_tokens += journey.num_input + journey.num_output
-            batch.join(journey)
+            request = waiting.popleft()
+            self.used_tokens += request.num_input + request.num_output
+            batch.join(request)
         self._version += 1
         if batch:
             at = batch.at + batch.seconds(batch.next_leave)
@@ -88,8 +88,8 @@ class DecodeNode:
         self._stepped(self.id, batch)
         batch.advance(batch.next_leave)
         done = batch.leave()
-        for journey in done:
-            self.used_tokens -= journey.num_input + journey.num_output
+        for request in done:
+            self.used_tokens -= request.num_input + request.num_output
         self._admit()
-        for journey in done:
-            self._done(journey, batch.at)
+        for request in done:
+            self._done(request, batch.at)

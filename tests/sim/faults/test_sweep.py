@@ -44,7 +44,7 @@ def test_objects_with_several_replicas_outlive_nodes() -> None:
     for seed in range(4):
         run = ReplicasRun(seed, ClusterFaults(crash_node_every_s=10.0))
         run.run()
-        survived += len(run.cluster.checkers.ledger.promised())
+        survived += len(run.cluster.checkers.history.promised())
     assert survived > 8
 
 
