@@ -77,21 +77,21 @@ class MastersClient(SimClient):
         number = self._last_id
         self._frames = {one: frame for one, frame in self._frames.items() if one in self._waiting}
         self._frames[number] = (number, over_the_wire(effect.message, requests))
-        self.process.after(DOUBT_S, lambda: self._doubt(number))
+        self.process.after(DOUBT_S, lambda: self._check_leader(number))
 
-    def _doubt(self, number: int) -> None:
+    def _check_leader(self, number: int) -> None:
         if number in self._waiting and self._end is not None:
-            self._put_again(number, "")
+            self._resend(number, "")
 
     def _replied(self, frame: tuple[int, Any]) -> None:
         number, reply = frame
         if number in self._waiting and is_not_leader(reply):
             assert isinstance(reply, Failure)
-            self._put_again(number, reply.message)
+            self._resend(number, reply.message)
         else:
             super()._replied(frame)
 
-    def _put_again(self, number: int, leader: str) -> None:
+    def _resend(self, number: int, leader: str) -> None:
         """Send again to the current leader. Other requests on the connection are lost with it."""
         network = self.cluster.network
         assert isinstance(network, DirectedNetwork)

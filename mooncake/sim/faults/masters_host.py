@@ -408,36 +408,36 @@ class _FollowLoop:
         attempt, process = self._number, self._host.process
         self.following = StandbyCursor(self._host.election.me, self._record.term)
 
-        def is_meant() -> bool:
+        def is_current() -> bool:
             return not self._is_stopped and attempt == self._number
 
         def opened(end: ConnectionEnd) -> None:
-            if not is_meant():
+            if not is_current():
                 end.close()
                 return
             self._end = end
             end.on_message = lambda frame: process.do(lambda: answered(frame[1]))
-            end.on_closed = lambda reason: process.do(lambda: self._lost() if is_meant() else None)
+            end.on_closed = lambda reason: process.do(lambda: self._lost() if is_current() else None)
             self._ask()
 
         def answered(answer: Any) -> None:
-            if not is_meant():
+            if not is_current():
                 return
             if not isinstance(answer, Followed):
                 self._lost()
             elif self._host.take(self.following, answer):
-                process.do(lambda: self._ask() if is_meant() else None)
+                process.do(lambda: self._ask() if is_current() else None)
 
-        self._be_patient()
-        refused = lambda reason: self._lost() if is_meant() else None  # noqa: E731
+        self._restart_timer()
+        refused = lambda reason: self._lost() if is_current() else None  # noqa: E731
         self._host.world.network.connect(process, self._record.address, opened, refused)
 
     def _ask(self) -> None:
         if self._end is not None:
-            self._be_patient()
+            self._restart_timer()
             self._end.send((0, over_the_wire(self.following.question(), requests)))
 
-    def _be_patient(self) -> None:
+    def _restart_timer(self) -> None:
         if self._timer is not None:
             self._timer.cancel()
         self._timer = self._host.process.after(ANSWER_S, self._lost)
