@@ -150,8 +150,16 @@ def run(policy: str, arguments: argparse.Namespace, rows: Path, folder: Path) ->
 
 
 COLUMNS: list[str | tuple[str, int]] = [
-    *("policy", "answered", "failed", "cached/request", ("hit rate %", 1), ("own memory %", 1)),
-    *(("from the pool %", 1), "TTFT mean ms", "p50", "p90"),
+    "policy",
+    "answered",
+    "failed",
+    "cached/request",
+    ("hit rate %", 1),
+    ("own memory %", 1),
+    ("from the pool %", 1),
+    "TTFT mean ms",
+    "p50",
+    "p90",
 ]
 
 

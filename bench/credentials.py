@@ -117,7 +117,9 @@ def main() -> None:
                 connections[way].append(seconds_of_connections(address, identities[way], number))
         server.terminate()
         table = result.table(
-            *("credential", ("one call, us", 1), ("more than none, %", 1)),
+            "credential",
+            ("one call, us", 1),
+            ("more than none, %", 1),
             ("new connection and a call, us", 0),
             title="RPC on loopback",
         )

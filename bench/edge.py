@@ -183,8 +183,14 @@ async def main(seconds: float, result: Result) -> None:
             below = json.dumps({"prompt": [12345] * 1_100_000}).encode()
             text = json.dumps({"prompt": "w20 w21 " * 1_000_000}).encode()
             table = result.table(
-                *("attack", ("p50, ms", 1), ("p99, ms", 1), ("max, ms", 1)),
-                *(("answers", 0), ("failed", 0), ("memory, MiB", 0), ("slots still taken", 0)),
+                "attack",
+                ("p50, ms", 1),
+                ("p99, ms", 1),
+                ("max, ms", 1),
+                ("answers", 0),
+                ("failed", 0),
+                ("memory, MiB", 0),
+                ("slots still taken", 0),
                 title=f"/health for another client; ulimit -n {FILES}, requests end after {TIMEOUT_S:g} s",
             )
 

@@ -71,7 +71,7 @@ class Ours:
 def measure(result: Result, path: Path, size_bytes: int, rounds: int) -> None:
     ours = Ours(path, size_bytes)
     table = result.table(
-        *("op", "block", "depth", ("fio GB/s", 3), ("ours GB/s", 3), ("ratio", 2)), title=repr(ours.region)
+        "op", "block", "depth", ("fio GB/s", 3), ("ours GB/s", 3), ("ratio", 2), title=repr(ours.region)
     )
     for op in (Op.WRITE, Op.READ):
         for name, block in BLOCKS:

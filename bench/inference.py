@@ -130,7 +130,10 @@ def main() -> None:
                 for name, speed in found.items():
                     samples.setdefault(name, ([], []))[column].append(speed)
         table = result.table(
-            *("tokens per second, the best", "mooncake", "transformers", ("ratio", 2)),
+            "tokens per second, the best",
+            "mooncake",
+            "transformers",
+            ("ratio", 2),
             title=f"SmolLM2-135M-Instruct, {arguments.dtype}, {torch.get_num_threads()} threads",
         )
         for name, (mine, theirs) in samples.items():

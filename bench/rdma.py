@@ -110,7 +110,12 @@ def main() -> None:
     try:
         with measured("rdma", args) as result:
             table = result.table(
-                *("op", "size", "batch", ("mooncake MB/s", 1), ("perftest MB/s", 1), ("share", 2)),
+                "op",
+                "size",
+                "batch",
+                ("mooncake MB/s", 1),
+                ("perftest MB/s", 1),
+                ("share", 2),
                 title=f"{device}: median of {rounds}",
             )
             for op in Op:

@@ -127,8 +127,15 @@ def main() -> None:
     rounds = 1 if given.quick else ROUNDS
     with measured("restart", given) as result:
         table = result.table(
-            *("log", "objects", "records", ("read s", 2), ("enter s", 2), ("settle s", 2), ("all s", 2)),
-            *(("us/record", 1), ("answers s", 2)),
+            "log",
+            "objects",
+            "records",
+            ("read s", 2),
+            ("enter s", 2),
+            ("settle s", 2),
+            ("all s", 2),
+            ("us/record", 1),
+            ("answers s", 2),
             note="answers: from the start of a process to its first reply; the rest is CPU time",
         )
         report(table, "none", 0, 0, None, rounds)

@@ -146,7 +146,10 @@ def whole(result: Result, rounds: int, lengths: Sequence[int]) -> None:
     random = Random(7)
     with running_cluster("--scheduling", "round_robin") as cluster:
         table = result.table(
-            *("prompt tokens", ("TTFT cold, ms", 0), ("TTFT warm, other worker, ms", 0), ("cold/warm", 1)),
+            "prompt tokens",
+            ("TTFT cold, ms", 0),
+            ("TTFT warm, other worker, ms", 0),
+            ("cold/warm", 1),
             "cached tokens",
             title="SmolLM2-135M on CPU, one host",
         )

@@ -41,15 +41,17 @@ def main() -> None:
     costs = load_costs(given.costs)
     with measured("simulate", given) as result:
         table = result.table(
-            *(
-                "scheduling",
-                "requests",
-                ("10^9 tokens", 2),
-                ("virtual h", 2),
-                ("took s", 1),
-                ("of it once s", 1),
-            ),
-            *("us/request", ("memory GiB", 2), ("hit rate", 3), "of", ("all of it, min", 1)),
+            "scheduling",
+            "requests",
+            ("10^9 tokens", 2),
+            ("virtual h", 2),
+            ("took s", 1),
+            ("of it once s", 1),
+            "us/request",
+            ("memory GiB", 2),
+            ("hit rate", 3),
+            "of",
+            ("all of it, min", 1),
             note="all of it: what is done once, and so much for each of so many requests; not measured.",
         )
         for scheduling in given.scheduling:
@@ -106,8 +108,17 @@ def measure(
     peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 2**20
     once_s, each_s = took_s - served_s, served_s / num_requests
     table.add(
-        *(scheduling, num_requests, tokens / 1e9, virtual_s / 3600, took_s, once_s, each_s * 1e6, peak),
-        *(outcome.summary().hit_rate, whole, (once_s + each_s * whole) / 60),
+        scheduling,
+        num_requests,
+        tokens / 1e9,
+        virtual_s / 3600,
+        took_s,
+        once_s,
+        each_s * 1e6,
+        peak,
+        outcome.summary().hit_rate,
+        whole,
+        (once_s + each_s * whole) / 60,
     )
 
 

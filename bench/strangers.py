@@ -171,8 +171,13 @@ def main() -> None:
     resource.setrlimit(resource.RLIMIT_NOFILE, (max(soft, min(hard, arguments.strangers + 200)), hard))
     with measured("strangers", arguments) as result:
         table = result.table(
-            *("credential", "strangers connected", "connections made", ("call p50, ms", 3), ("p99", 3)),
-            *(("connection and call p50, ms", 3), ("p99", 3)),
+            "credential",
+            "strangers connected",
+            "connections made",
+            ("call p50, ms", 3),
+            ("p99", 3),
+            ("connection and call p50, ms", 3),
+            ("p99", 3),
             title=f"{arguments.strangers} unauthenticated clients, a master with {arguments.files} files",
         )
         for way in ("none", "key", "tls"):
