@@ -1,6 +1,6 @@
 # The commands of this project. Everything goes into .venv; nothing else on the machine is touched.
 #
-#   make serve    install, build, start a cluster on this host and print how to ask it something
+#   make serve    install, build, start a cluster on this host and print how to send it a request
 #   make test     install with the tools, run all tests       make test ARGS="tests/store -k lease"
 #   make quick    lint and the tests of the cores, in less than a minute
 #   make check    lint, format, types                         make bench   the benchmarks
@@ -33,7 +33,7 @@ check: $(VENV)/.installed-dev
 bench: $(VENV)/.installed-dev
 	@scripts/bench $(ARGS)
 
-# Python files are used as they are, so only these sources ask for another installation.
+# Python files are used as they are, so only these sources require another installation.
 $(VENV)/.installed-serve: $(BUILT_FROM)
 	@scripts/install serve
 

@@ -1,9 +1,9 @@
 """A Mooncake trace, replayed by ``aiperf`` through the gateway in front of 2 prefill and 2 decode workers.
 
 Prints one table: each policy's failed requests, hit rates and times to the first token. Prompts are the
-trace's with all lengths divided, block by block, so that what was shared is shared; instants are stretched by
-as much as the machine is slower. The workers are served as engines of others are (``--protocol sequential``),
-each policy on a cluster of its own. ``aiperf`` is a program of its own environment (``scripts/try-aiperf``).
+trace's with all lengths divided, block by block, so that shared prefixes stay shared; times are stretched by
+the machine's slowness. The workers are used like third-party engines (``--protocol sequential``), each policy
+on a cluster of its own. ``aiperf`` is a program of its own environment (``scripts/try-aiperf``).
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ TRACE_BLOCK = 512
 
 
 def scaled_rows(trace: Path, num_rows: int, divisor: int, stretch: float, max_output: int) -> list[str]:
-    """The first rows of a trace, made small."""
+    """The first rows of a trace, scaled down."""
     rows: list[str] = []
     with trace.open() as lines:
         for _, line in zip(range(num_rows), lines, strict=False):
@@ -50,7 +50,7 @@ def scaled_rows(trace: Path, num_rows: int, divisor: int, stretch: float, max_ou
 
 
 def _consistent(row: dict[str, Any], block: int) -> str:
-    """Dividing rounds: a row has as many ids as its length needs."""
+    """Division rounds: give a row as many ids as its length needs."""
     needed = -(-row["input_length"] // block)
     row["hash_ids"] = row["hash_ids"][:needed]
     row["input_length"] = min(row["input_length"], len(row["hash_ids"]) * block)
@@ -59,7 +59,7 @@ def _consistent(row: dict[str, Any], block: int) -> str:
 
 @contextmanager
 def fronting(cluster: Cluster, policy: str, log: Path) -> Iterator[str]:
-    """The address of a gateway that hands requests on to the cluster's workers."""
+    """Run a gateway in front of the cluster's workers; yield its address."""
     roles = cluster.status["roles"]
     command = [sys.executable, "-m", "mooncake", "gateway", "--port", "0", "--protocol", "sequential"]
     for side in ("prefill", "decode"):
@@ -75,7 +75,7 @@ def fronting(cluster: Cluster, policy: str, log: Path) -> Iterator[str]:
 
         url = wait_for(address, "the gateway", 120.0)
         assert url is not None
-        time.sleep(2.0)  # all workers have been probed, and their events followed
+        time.sleep(2.0)  # all workers have been probed, and their events are followed
         yield url
     finally:
         process.terminate()
@@ -87,7 +87,7 @@ def _offline() -> dict[str, str]:
 
 
 def as_downloaded(model: Path, cache: Path) -> str:
-    """Lay a local model out as if it had been downloaded: aiperf insists. Returns its name."""
+    """Lay a local model out as if it had been downloaded, as aiperf requires. Returns its name."""
     commit = "0" * 40
     repository = cache / "models--local--model"
     snapshot = repository / "snapshots" / commit
@@ -100,7 +100,7 @@ def as_downloaded(model: Path, cache: Path) -> str:
 
 
 def replay(aiperf: str, url: str, rows: Path, block: int, folder: Path) -> dict[str, Any]:
-    """What aiperf exports of one replay."""
+    """Run one replay; return aiperf's exported results."""
     command = [aiperf, "profile", "--model", "smollm2", "--url", url, "--endpoint-type", "completions"]
     command += ["--streaming", "--custom-dataset-type", "mooncake_trace", "--input-file", str(rows)]
     command += ["--fixed-schedule", "--isl-block-size", str(block), "--ui", "none"]
@@ -120,7 +120,7 @@ def replay(aiperf: str, url: str, rows: Path, block: int, folder: Path) -> dict[
 
 
 def counted(cluster: Cluster, name: str) -> float:
-    """A counter of all prefill workers."""
+    """Sum of a counter over all prefill workers."""
     total = 0.0
     for role in cluster.status["roles"]:
         if role.startswith("prefill"):
@@ -130,12 +130,12 @@ def counted(cluster: Cluster, name: str) -> float:
     return total
 
 
-def run(policy: str, asked: argparse.Namespace, rows: Path, folder: Path) -> list[Cell]:
-    """The row of one policy."""
-    memory = ("--pool-size", "1GiB", "--kv-cache-size", asked.kv_cache_size)
+def run(policy: str, arguments: argparse.Namespace, rows: Path, folder: Path) -> list[Cell]:
+    """Return the row of one policy."""
+    memory = ("--pool-size", "1GiB", "--kv-cache-size", arguments.kv_cache_size)
     with running_cluster("--prefill", "2", "--decode", "2", *memory) as cluster:
         with fronting(cluster, policy, folder / "gateway.log") as url:
-            exported = replay(asked.aiperf, url, rows, TRACE_BLOCK // asked.divisor, folder)
+            exported = replay(arguments.aiperf, url, rows, TRACE_BLOCK // arguments.divisor, folder)
         queries = counted(cluster, "vllm:prefix_cache_queries") or 1.0
         local = counted(cluster, "vllm:prefix_cache_hits")
         pool = counted(cluster, "vllm:external_prefix_cache_hits")
@@ -150,44 +150,54 @@ def run(policy: str, asked: argparse.Namespace, rows: Path, folder: Path) -> lis
 
 
 COLUMNS: list[str | tuple[str, int]] = [
-    *("policy", "answered", "failed", "cached/request", ("hit rate %", 1), ("own memory %", 1)),
-    *(("from the pool %", 1), "TTFT mean ms", "p50", "p90"),
+    "policy",
+    "answered",
+    "failed",
+    "cached/request",
+    ("hit rate %", 1),
+    ("own memory %", 1),
+    ("from the pool %", 1),
+    "TTFT mean ms",
+    "p50",
+    "p90",
 ]
 
 
 def main() -> None:
     parser = options(__doc__, "bench.aiperf")
     parser.add_argument("trace", type=Path, nargs="?", help="data/traces/conversation_trace.jsonl, if found")
-    parser.add_argument("--aiperf", default="", help="the program; that of scripts/try-aiperf unless told")
-    parser.add_argument("--rows", type=int, help="200 unless told")
-    parser.add_argument("--divisor", type=int, default=32, help="of lengths")
-    parser.add_argument("--stretch", type=float, default=3.0, help="of the time between requests")
+    parser.add_argument("--aiperf", default="", help="the program; by default that of scripts/try-aiperf")
+    parser.add_argument("--rows", type=int, help="number of rows; 200 by default")
+    parser.add_argument("--divisor", type=int, default=32, help="divisor of lengths")
+    parser.add_argument("--stretch", type=float, default=3.0, help="factor of the time between requests")
     parser.add_argument("--max-output", type=int, default=8)
     parser.add_argument("--kv-cache-size", default="256MiB")
-    parser.add_argument("--keep", type=Path, help="folder in which aiperf's results and the logs stay")
+    parser.add_argument("--keep", type=Path, help="folder for aiperf's results and the logs")
     parser.add_argument("--policies", nargs="+")
-    asked = parser.parse_args()
+    arguments = parser.parse_args()
     own = Path(os.environ.get("MOONCAKE_AIPERF_ENV") or Path.home() / ".cache/mooncake/aiperf") / "bin/aiperf"
-    asked.aiperf = asked.aiperf or (str(own) if own.exists() else shutil.which("aiperf") or "")
-    if not asked.aiperf:
+    arguments.aiperf = arguments.aiperf or (str(own) if own.exists() else shutil.which("aiperf") or "")
+    if not arguments.aiperf:
         not_run("aiperf is not installed: scripts/try-aiperf TRACE.jsonl makes an environment that has it")
-    if asked.trace is None:
+    if arguments.trace is None:
         if (folder := traces_folder(None)) is None or not (folder / "conversation_trace.jsonl").exists():
             not_run("no trace beside or above this project: name one, scripts/try-aiperf TRACE.jsonl")
-        asked.trace = folder / "conversation_trace.jsonl"
-    num_rows = asked.rows or (20 if asked.quick else 200)
-    policies = asked.policies or (["cache_aware"] if asked.quick else ["round_robin", "cache_aware"])
-    command = f"scripts/try-aiperf {asked.trace.name} --rows {num_rows} --policies {' '.join(policies)}"
-    with measured("aiperf", asked, command) as result, tempfile.TemporaryDirectory() as temporary:
+        arguments.trace = folder / "conversation_trace.jsonl"
+    num_rows = arguments.rows or (20 if arguments.quick else 200)
+    policies = arguments.policies or (["cache_aware"] if arguments.quick else ["round_robin", "cache_aware"])
+    command = f"scripts/try-aiperf {arguments.trace.name} --rows {num_rows} --policies {' '.join(policies)}"
+    with measured("aiperf", arguments, command) as result, tempfile.TemporaryDirectory() as temporary:
         table = result.table(*COLUMNS, note="one run a policy, one after the other: differences may be noise")
-        folder = asked.keep or Path(temporary)
+        folder = arguments.keep or Path(temporary)
         folder.mkdir(parents=True, exist_ok=True)
         rows = folder / "trace.jsonl"
-        scaled = scaled_rows(asked.trace, num_rows, asked.divisor, asked.stretch, asked.max_output)
+        scaled = scaled_rows(
+            arguments.trace, num_rows, arguments.divisor, arguments.stretch, arguments.max_output
+        )
         rows.write_text("\n".join(scaled) + "\n")
         for policy in policies:
             (folder / policy).mkdir()
-            table.add(*run(policy, asked, rows, folder / policy))
+            table.add(*run(policy, arguments, rows, folder / policy))
 
 
 if __name__ == "__main__":

@@ -1,9 +1,9 @@
-"""What a cached block costs the conductor in memory, how long decisions take, how many events it takes.
+"""The conductor's cost: memory per cached block, duration of decisions, rate of events.
 
 ``python -m bench.conductor`` prints two tables for 1,000 instances that hold 10 million different blocks.
 Decisions are of two kinds: ``chat`` prompts continue one of many conversations, whose blocks three instances
-hold in part after a system prompt that everybody holds; the ``worst`` prompt is held by every instance, by
-each to another length, so that all of them drop out of the walk one by one.
+hold in part after a system prompt that all instances hold; the ``worst`` prompt is held by every instance, by
+each to another length, so that all of them drop out of the search one by one.
 """
 
 from __future__ import annotations
@@ -35,15 +35,26 @@ TIERS = list(Tier)
 
 def main() -> None:
     parser = options(__doc__, "bench.conductor")
-    parser.add_argument("--instances", type=int, nargs="+", default=None, help="1,000 unless told")
+    parser.add_argument(
+        "--instances", type=int, nargs="+", default=None, help="number of instances; 1,000 by default"
+    )
     parser.add_argument("--blocks", type=int, default=None, help="different cached blocks in all; 10 million")
     parser.add_argument("--policies", nargs="+", default=["cache_aware", "overlap"])
     given = parser.parse_args()
     num_blocks = given.blocks or (100_000 if given.quick else 10_000_000)
     with measured("conductor", given) as result:
         decisions = result.table(
-            *("instances", "blocks", ("bytes/block", 0), ("longest pause, ms", 0), ("forget one, ms", 1)),
-            *("policy", "prompts", "decision p50, µs", "p99, µs", "of it the index p50, µs", "index p99, µs"),
+            "instances",
+            "blocks",
+            ("bytes/block", 0),
+            ("longest pause, ms", 0),
+            ("remove one, ms", 1),
+            "policy",
+            "prompts",
+            "decision p50, µs",
+            "p99, µs",
+            "of it the index p50, µs",
+            "index p99, µs",
             "decision p99 by the clock, µs",
             title="Decisions",
             note="CPU time, as decisions wait for nothing and neighbours on the machine are not their cost.",
@@ -52,7 +63,11 @@ def main() -> None:
             for policy in given.policies:
                 conductor = measure(decisions, num_instances, num_blocks, policy)
         events = result.table(
-            *("blocks an event", "stored, events/s", "blocks/s", "removed, events/s", "removed, blocks/s"),
+            "blocks an event",
+            "stored, events/s",
+            "blocks/s",
+            "removed, events/s",
+            "removed, blocks/s",
             title="Events",
         )
         for event_blocks in EVENT_BLOCKS:
@@ -73,18 +88,23 @@ def measure(table: Table, num_instances: int, num_blocks: int, policy: str) -> C
     kinds = {"chat": _chats(conductor, names, random), "worst": _worst(conductor, names, random)}
     began = time.thread_time()
     conductor.index.clear(names[-1])
-    forget_s = time.thread_time() - began
+    removal_s = time.thread_time() - began
     for kind, prompts in kinds.items():
         table.add(
-            *(num_instances, conductor.index.num_blocks, block_bytes, longest_s * 1e3, forget_s * 1e3),
-            *(policy, kind),
+            num_instances,
+            conductor.index.num_blocks,
+            block_bytes,
+            longest_s * 1e3,
+            removal_s * 1e3,
+            policy,
+            kind,
             *_decisions(conductor, prompts),
         )
     return conductor
 
 
 def _fill(conductor: Conductor, names: list[str], num_blocks: int) -> float:
-    """Every block on one instance, on one of its tiers. Returns the longest time that an event took."""
+    """Store every block on one instance, on one of its tiers. Returns the longest time that an event took."""
     numbers = np.random.default_rng(0)
     longest_s = 0.0
     for position in range(0, num_blocks, 1000):
@@ -159,7 +179,7 @@ def _events(conductor: Conductor, num_blocks: int) -> list[float]:
 
 
 def _resident_bytes() -> int:
-    """What the process has in memory now."""
+    """The process's resident memory."""
     return int(Path("/proc/self/statm").read_text().split()[1]) * resource.getpagesize()
 
 

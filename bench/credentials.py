@@ -1,9 +1,9 @@
-"""What a credential costs a call and a new connection of the RPC: none, a cluster key, TLS, both.
+"""What a credential adds to a call and to a new connection of the RPC: none, a cluster key, TLS, both.
 
     python -m bench.credentials [--calls 20000] [--connections 400] [--rounds 9]
 
-The server is a process of its own. Ways take turns in every round, so that what else the machine does meets
-all of them; printed is the median of the rounds' medians, and how it compares with no credential.
+The server is a process of its own. The kinds take turns in every round, so that other load on the machine
+affects all of them. It prints the median of the rounds' medians, and its ratio to no credential.
 """
 
 from __future__ import annotations
@@ -93,9 +93,9 @@ def main() -> None:
     parser.add_argument("--calls", type=int, default=20_000)
     parser.add_argument("--connections", type=int, default=400)
     parser.add_argument("--rounds", type=int, default=9)
-    asked = parser.parse_args()
-    rounds = 1 if asked.quick else asked.rounds
-    with tempfile.TemporaryDirectory() as folder, measured("credentials", asked) as result:
+    arguments = parser.parse_args()
+    rounds = 1 if arguments.quick else arguments.rounds
+    with tempfile.TemporaryDirectory() as folder, measured("credentials", arguments) as result:
         make(CertsSettings(folder=Path(folder)))
         make_cluster_key(Path(folder) / "cluster.key")
         ours, theirs = multiprocessing.Pipe()
@@ -110,12 +110,16 @@ def main() -> None:
         for _ in range(rounds):
             for way in WAYS:
                 address = f"127.0.0.1:{ports[way]}"
-                calls[way].append(seconds_of_calls(address, identities[way], asked.calls // asked.rounds))
-                number = asked.connections // asked.rounds
+                calls[way].append(
+                    seconds_of_calls(address, identities[way], arguments.calls // arguments.rounds)
+                )
+                number = arguments.connections // arguments.rounds
                 connections[way].append(seconds_of_connections(address, identities[way], number))
         server.terminate()
         table = result.table(
-            *("credential", ("one call, us", 1), ("more than none, %", 1)),
+            "credential",
+            ("one call, us", 1),
+            ("more than none, %", 1),
             ("new connection and a call, us", 0),
             title="RPC on loopback",
         )

@@ -1,9 +1,9 @@
-"""The gateway under peers that send much, little, or read nothing: what other clients notice.
+"""The gateway under peers that send much, little, or read nothing: the effect on other clients.
 
 ``python -m bench.edge`` starts a gateway (with ``ulimit -n 256``) in front of one worker double, attacks it
-in each way for a few seconds, and prints what ``GET /health`` takes for somebody else meanwhile, what the
-gateway's memory grows to, and how many slots are taken when all requests' deadlines have passed. The
-reference is the same gateway left alone.
+in each way for a few seconds, and prints the latency of ``GET /health`` for another client meanwhile, the
+peak of the gateway's memory, and how many slots are taken when all requests' deadlines have passed. The
+reference is the same gateway without an attack.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ HEALTH = b"GET /health HTTP/1.1\r\nHost: x\r\nConnection: close\r\n\r\n"
 
 
 class Endless(WorkerDouble):
-    """Streams large pieces for as long as somebody reads them."""
+    """Streams large pieces for as long as the client reads them."""
 
     async def _event(self, response: Any, fields: dict[str, Any]) -> None:
         if fields["choices"]:
@@ -45,7 +45,7 @@ class Measured:
     """A gateway in a process of its own."""
 
     def __init__(self, folder: Path, worker: str) -> None:
-        self.port, self.desk = free_ports("127.0.0.1", 2, Random())
+        self.port, self.admin = free_ports("127.0.0.1", 2, Random())
         command = [
             sys.executable,
             "-m",
@@ -57,7 +57,7 @@ class Measured:
             str(self.port),
         ]
         command += ["--prefill", worker, "--decode", worker, "--protocol", "workers"]
-        command += ["--metrics-port", str(self.desk), "--request-timeout-s", str(TIMEOUT_S)]
+        command += ["--metrics-port", str(self.admin), "--request-timeout-s", str(TIMEOUT_S)]
         command += ["--max-in-flight", "16", "--log-level", "error"]
 
         def limited() -> None:
@@ -85,7 +85,7 @@ class Measured:
         return time.perf_counter() - began
 
     async def in_flight(self) -> int:
-        reader, writer = await asyncio.open_connection("127.0.0.1", self.desk)
+        reader, writer = await asyncio.open_connection("127.0.0.1", self.admin)
         writer.write(b"GET /status HTTP/1.1\r\nHost: x\r\nConnection: close\r\n\r\n")
         answer = await reader.read()
         writer.close()
@@ -107,14 +107,14 @@ async def posting(gateway: Measured, body: bytes) -> None:
             await asyncio.sleep(0.01)
 
 
-async def holding(gateway: Measured, said: bytes, count: int) -> None:
-    """So many connections that say this and nothing more; those that are cut come again."""
+async def holding(gateway: Measured, start: bytes, count: int) -> None:
+    """``count`` connections that send ``start`` and nothing more; those that are closed are opened again."""
 
     async def one() -> None:
         while True:
             try:
                 reader, writer = await gateway.connect()
-                writer.write(said)
+                writer.write(start)
                 await reader.read()
                 writer.close()
             except OSError:
@@ -183,23 +183,29 @@ async def main(seconds: float, result: Result) -> None:
             below = json.dumps({"prompt": [12345] * 1_100_000}).encode()
             text = json.dumps({"prompt": "w20 w21 " * 1_000_000}).encode()
             table = result.table(
-                *("attack", ("p50, ms", 1), ("p99, ms", 1), ("max, ms", 1)),
-                *(("answers", 0), ("none", 0), ("memory, MiB", 0), ("slots left taken", 0)),
-                title=f"/health of others; ulimit -n {FILES}, requests end after {TIMEOUT_S:g} s",
+                "attack",
+                ("p50, ms", 1),
+                ("p99, ms", 1),
+                ("max, ms", 1),
+                ("answers", 0),
+                ("failed", 0),
+                ("memory, MiB", 0),
+                ("slots still taken", 0),
+                title=f"/health for another client; ulimit -n {FILES}, requests end after {TIMEOUT_S:g} s",
             )
 
             def bodies(body: bytes) -> Callable[[], Awaitable[None]]:
                 return lambda: many(2, lambda: posting(gateway, body))
 
-            def connections(said: bytes) -> Callable[[], Awaitable[None]]:
-                return lambda: holding(gateway, said, 1000)
+            def connections(start: bytes) -> Callable[[], Awaitable[None]]:
+                return lambda: holding(gateway, start, 1000)
 
             attacks = [
-                ("left alone (reference)", lambda: asyncio.sleep(seconds)),
+                ("no attack (reference)", lambda: asyncio.sleep(seconds)),
                 (f"bodies of {len(ids) >> 20} MiB, 2 clients", bodies(ids)),
                 (f"token ids of {len(below) / 2**20:.1f} MiB, 2 clients", bodies(below)),
                 (f"texts of {len(text) / 2**20:.1f} MiB, 2 clients", bodies(text)),
-                ("1000 connections that say nothing", connections(b"")),
+                ("1000 idle connections", connections(b"")),
                 ("1000 half headers", connections(b"GET /health HTTP/1.1\r\nHost")),
                 ("1000 half bodies", connections(HEAD % 1000 + b"{")),
                 ("16 readers that read nothing", lambda: not_reading(gateway, 16)),
@@ -219,6 +225,6 @@ async def many(count: int, one: Callable[[], Awaitable[None]]) -> None:
 if __name__ == "__main__":
     parser = options(__doc__, "bench.edge")
     parser.add_argument("--seconds", type=float, default=6.0, help="of each; longer than a request may take")
-    asked = parser.parse_args()
-    with measured("edge", asked) as result:
-        asyncio.run(main(asked.seconds, result))
+    arguments = parser.parse_args()
+    with measured("edge", arguments) as result:
+        asyncio.run(main(arguments.seconds, result))

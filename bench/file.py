@@ -1,9 +1,9 @@
-"""How close the path ``file`` comes to fio: the same file, depth and block, taking turns in one run.
+"""The path ``file`` against fio: the same file, depth and block, taking turns in one run.
 
-Run ``python -m bench.file`` (``--device /dev/nvme0n1`` overwrites that device; ``--quick`` for a look). fio
-runs its io_uring engine with O_DIRECT; both keep depth x block bytes of memory busy and no more, because with
-more of it the copies inside the (virtual) device miss the cache, which is no difference between the programs.
-A ratio is one of medians over rounds.
+Run ``python -m bench.file`` (``--device /dev/nvme0n1`` overwrites that device; ``--quick`` for a short run).
+fio runs its io_uring engine with O_DIRECT; both keep depth x block bytes of memory busy and no more, because
+with more of it the copies inside the (virtual) device miss the cache, which is no difference between the
+programs. A ratio is one of medians over rounds.
 
 What it cannot show: real NVMe, several jobs, mixed loads.
 """
@@ -41,7 +41,7 @@ def fio_gb_s(path: Path, size_bytes: int, op: Op, block: int, seconds: float) ->
 
 
 class Ours:
-    """An engine with one file, walked through in batches."""
+    """An engine with one file, read or written sequentially in batches."""
 
     def __init__(self, path: Path, size_bytes: int) -> None:
         self.engine = TransferEngine(TransferSettings(transports=("file",), file_depth=DEPTH))
@@ -71,7 +71,7 @@ class Ours:
 def measure(result: Result, path: Path, size_bytes: int, rounds: int) -> None:
     ours = Ours(path, size_bytes)
     table = result.table(
-        *("op", "block", "depth", ("fio GB/s", 3), ("ours GB/s", 3), ("ratio", 2)), title=repr(ours.region)
+        "op", "block", "depth", ("fio GB/s", 3), ("ours GB/s", 3), ("ratio", 2), title=repr(ours.region)
     )
     for op in (Op.WRITE, Op.READ):
         for name, block in BLOCKS:
@@ -89,13 +89,13 @@ def measure(result: Result, path: Path, size_bytes: int, rounds: int) -> None:
 def main() -> None:
     parser = options(__doc__, "bench.file")
     parser.add_argument("--device", type=Path, help="a block device, which is overwritten, instead of a file")
-    asked = parser.parse_args()
+    arguments = parser.parse_args()
     if shutil.which("fio") is None:
-        not_run("fio is not installed (apt-get install fio), and it is what the path is compared with")
-    size, rounds = (128 << 20, 3) if asked.quick else (512 << 20, 9)
-    with measured("file", asked) as result:
-        if asked.device:
-            measure(result, asked.device, size, rounds)
+        not_run("fio is not installed (apt-get install fio), which is the reference of this bench")
+    size, rounds = (128 << 20, 3) if arguments.quick else (512 << 20, 9)
+    with measured("file", arguments) as result:
+        if arguments.device:
+            measure(result, arguments.device, size, rounds)
             return
         with tempfile.NamedTemporaryFile(prefix="mooncake-bench-", dir=os.environ.get("TMPDIR")) as file:
             file.write(os.urandom(1 << 20) * (size >> 20))

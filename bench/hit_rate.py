@@ -1,12 +1,12 @@
-"""What a cache of prefixes is worth: hit rates of a trace by policy, capacity and placement, without time.
+"""Hit rates of a prefix cache on a trace, by policy, capacity and placement, without time.
 
-The convention is that of the published tables: a request counts the blocks that are there without a gap
-from its first one on, then uses all of its blocks, and they leave one by one.
+The convention is that of the published tables: a request counts the blocks that are cached without a gap
+from its first one on, then uses all of its blocks, and they are evicted one by one.
 
 ``lru`` is an engine's own ``BlockPool``, as in the simulated nodes. The store's ``Eviction`` orders blocks
 alike (a test compares them), but carries leases, pins, tiers and replicas with each block, 100 to 300
-thousand blocks a second, where whole traces at many capacities want more; its ``lfu`` ages, which the
-published LFU does not, and ``length_aware`` is nobody's but the paper's. So these two are here.
+thousand blocks a second, where whole traces at many capacities need more; its ``lfu`` ages, which the
+published LFU does not, and ``length_aware`` exists only in the paper. So these two are here.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from typing import Literal, Protocol, TypeAlias
 
 from mooncake.conductor.prediction.cost_models import PrefillModel
 from mooncake.inference.blocks import BlockPool
-from mooncake.sim.traces.trace_row import TraceRow
+from mooncake.sim.traces.trace_file import TraceRow
 
 Policy: TypeAlias = Literal["lru", "lfu", "length_aware"]
 
@@ -29,17 +29,17 @@ Rank: TypeAlias = tuple[int, int, int]
 
 
 class Cache(Protocol):
-    """Blocks by key."""
+    """A cache of blocks by key."""
 
     def match(self, keys: Sequence[int]) -> int:
-        """How many of ``keys`` are there, up to the first that is not."""
+        """How many of ``keys`` are cached, up to the first that is not."""
 
     def use(self, keys: Sequence[int]) -> None:
-        """A request has all of these, from now on so does the cache, as far as they find room."""
+        """A request uses all of these; the cache keeps them, as far as they fit."""
 
 
 class EndlessCache:
-    """Forgets nothing."""
+    """A cache without eviction."""
 
     def __init__(self) -> None:
         self._keys: set[int] = set()
@@ -55,7 +55,7 @@ class EndlessCache:
 
 
 class PoolCache:
-    """The least recently used block leaves; of one prompt's the first one first, as the convention has it.
+    """Evicts the least recently used block; of one prompt's the first one first, as in the convention.
 
     (An engine frees a prompt's blocks the other way round, which keeps beginnings. It matters only where a
     cache is hardly larger than a prompt.)
@@ -71,7 +71,7 @@ class PoolCache:
         if len(keys) <= self._pool.num_usable:
             self._use_together(keys)
             return
-        # An engine could not run such a prompt. Here its blocks push out each other.
+        # An engine could not run such a prompt. Here its blocks evict each other.
         for key in keys:
             self._use_together((key,))
 
@@ -89,15 +89,14 @@ class PoolCache:
 
 
 class CountingCache:
-    """The block used least often since it came leaves. Of several, ``length_aware`` takes the one that stands
-    farthest back in its prompt, ``lfu``, and ``length_aware`` of those that stand alike, the least recently
-    used one."""
+    """Evicts the block used least often since it was stored. Among several, ``length_aware`` takes the one
+    farthest back in its prompt; ``lfu``, and ``length_aware`` among equals, the least recently used one."""
 
     def __init__(self, num_blocks: int, policy: Policy) -> None:
         self._num_blocks = num_blocks
         self._is_length_aware = policy == "length_aware"
         self._ranks: dict[int, Rank] = {}
-        """Ranks only grow while a block is there, so an entry of the heap is never too late, and one that
+        """Ranks only grow while a block is cached, so an entry of the heap is never too late, and one that
         turns out to be old goes back with the true rank."""
         self._heap: list[tuple[Rank, int]] = []
         self._now = 0
@@ -138,7 +137,7 @@ def make_cache(policy: Policy, num_blocks: int) -> Cache:
 
 @dataclasses.dataclass(slots=True)
 class HitCounts:
-    """What requests found, counted in blocks, in tokens and in full blocks."""
+    """Hits of requests, counted in blocks, in tokens and in full blocks."""
 
     num_rows: int = 0
     num_blocks: int = 0
@@ -182,19 +181,19 @@ class HitCounts:
 def measure(
     rows: Iterable[TraceRow], cache: Cache, block_tokens: int, prefill: PrefillModel | None = None
 ) -> HitCounts:
-    """All requests on one cache."""
-    tally = HitCounts()
+    """Run all requests on one cache."""
+    counts = HitCounts()
     for row in rows:
-        tally.add(row, cache.match(row.keys), block_tokens, prefill)
+        counts.add(row, cache.match(row.keys), block_tokens, prefill)
         cache.use(row.keys)
-    return tally
+    return counts
 
 
 Placement: TypeAlias = Callable[[Sequence[int], Sequence[Cache]], int]
 
 
 def longest_match(keys: Sequence[int], caches: Sequence[Cache]) -> int:
-    """The first of those that have most of the prompt."""
+    """The first of the caches that have most of the prompt."""
     return max(range(len(caches)), key=lambda number: caches[number].match(keys))
 
 
@@ -204,7 +203,7 @@ def random_placement(seed: int) -> Placement:
 
 
 def best_of_two(seed: int) -> Placement:
-    """Of two that are drawn, the one that has more of the prompt."""
+    """Draw two caches; choose the one that has more of the prompt."""
     random = Random(seed)
 
     def place(keys: Sequence[int], caches: Sequence[Cache]) -> int:
@@ -220,10 +219,10 @@ def measure_placed(
     block_tokens: int,
     prefill: PrefillModel | None = None,
 ) -> HitCounts:
-    """Each request on one of several nodes that don't share their caches."""
-    tally = HitCounts()
+    """Run each request on one of several nodes that don't share their caches."""
+    counts = HitCounts()
     for row in rows:
         cache = caches[place(row.keys, caches)]
-        tally.add(row, cache.match(row.keys), block_tokens, prefill)
+        counts.add(row, cache.match(row.keys), block_tokens, prefill)
         cache.use(row.keys)
-    return tally
+    return counts

@@ -11,7 +11,7 @@ import os
 import time
 from typing import Any
 
-os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")  # as workers have it; read when torch is loaded
+os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")  # as workers set it; read when torch is loaded
 
 import torch
 
@@ -107,7 +107,7 @@ class Transformers:
 def main() -> None:
     parser = options(__doc__, "bench.inference")
     parser.add_argument("--dtype", default="float32", choices=("float32", "bfloat16"))
-    parser.add_argument("--rounds", type=int, help="3 unless told; the best is printed")
+    parser.add_argument("--rounds", type=int, help="number of rounds, 3 by default; the best is printed")
     arguments = parser.parse_args()
     rounds = arguments.rounds or (1 if arguments.quick else 3)
     prompt_tokens = CONTEXT_TOKENS if arguments.quick else PROMPT_TOKENS
@@ -130,7 +130,10 @@ def main() -> None:
                 for name, speed in found.items():
                     samples.setdefault(name, ([], []))[column].append(speed)
         table = result.table(
-            *("tokens per second, the best", "mooncake", "transformers", ("ratio", 2)),
+            "tokens per second, the best",
+            "mooncake",
+            "transformers",
+            ("ratio", 2),
             title=f"SmolLM2-135M-Instruct, {arguments.dtype}, {torch.get_num_threads()} threads",
         )
         for name, (mine, theirs) in samples.items():

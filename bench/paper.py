@@ -39,7 +39,7 @@ from mooncake.sim.traces.trace import TraceOptions, TraceRow, read_trace
 
 CONVERSATION, SURROGATE = "conversation_trace.jsonl", "arxiv_surrogate.jsonl"
 PREFILL = PrefillModel(0.0, 1.129e-4, 7.404e-10)
-"""LLaMA3-70B on 8 A800: fitted through five points that were read off FAST'25 Fig 14."""
+"""LLaMA3-70B on 8 A800: fitted to five points that were read off FAST'25 Fig 14."""
 SIZES = (100_000, 50_000, 30_000, 10_000, 1_000)
 HALVED = TraceOptions(is_halved=True)
 
@@ -62,8 +62,8 @@ def ideal_ratios(folder: Path) -> Table:
     }
     checks = []
     for name, values in known.items():
-        tally = ideal(folder / name)
-        ours = (tally.block_ratio, tally.token_ratio, tally.full_block_ratio)
+        hits = ideal(folder / name)
+        ours = (hits.block_ratio, hits.token_ratio, hits.full_block_ratio)
         for kind, paper, own in zip(("block", "token", "full block"), values, ours, strict=True):
             checks.append(exactly(f"{name.split('.')[0]}, {kind}", paper, own, 4))
     agentic = ideal(folder / "agentic_kvct_sample.jsonl.gz").block_ratio
@@ -72,11 +72,11 @@ def ideal_ratios(folder: Path) -> Table:
         "reference: computed once from the same traces by a simulation that shares no code with this;\n"
         "no paper prints these ratios. Synthetic and the full arXiv trace are not at hand."
     )
-    return Table("Ideal hit ratios: a cache that forgets nothing", checks, note, reference="reference")
+    return Table("Ideal hit ratios: a cache without eviction", checks, note, reference="reference")
 
 
 def policies(folder: Path, options: TraceOptions, unit: int, policy: Policy) -> list[float]:
-    """Hit ratios by block, endless and at ``SIZES`` (in 512-token blocks)."""
+    """Hit ratios by block, with an endless cache and at ``SIZES`` (in 512-token blocks)."""
     rows, block_tokens = rows_of(folder / SURROGATE, options), 512 * unit
     caches = [EndlessCache(), *(make_cache(policy, size // unit) for size in SIZES)]
     return [measure(rows, one, block_tokens).block_ratio for one in caches]
@@ -131,8 +131,8 @@ def figure_nine(folder: Path) -> Table:
         rows = rows_of(folder / name, HALVED)
         caches: list[Cache] = [*(PoolCache(tokens // 256) for tokens in FIG9_TOKENS), EndlessCache()]
         for tokens, one, paper in zip((*FIG9_TOKENS, "endless"), caches, values, strict=True):
-            tally = measure(rows, one, 256)
-            checks.append(near(f"{_workload(name)}, {tokens} tokens", paper, tally.block_ratio, 0.015))
+            hits = measure(rows, one, 256)
+            checks.append(near(f"{_workload(name)}, {tokens} tokens", paper, hits.block_ratio, 0.015))
     note = "Read as full 256-token blocks, FAST's own size; the released hashes are coarser, hence the -0.01."
     return Table("FAST'25 Fig 9: hit ratio by capacity in tokens, LRU", checks, note)
 
@@ -214,7 +214,7 @@ def tables(folder: Path, part: str) -> Iterator[Table]:
 def main() -> int:
     parser = options(__doc__, "bench.paper")
     parser.add_argument(
-        "--traces", metavar="DIR", help="where the traces are; without it: data/traces, if found"
+        "--traces", metavar="DIR", help="folder of the traces; by default data/traces, if found"
     )
     parser.add_argument("--part", choices=("all", "caches", "scheduling"), default="all")
     given = parser.parse_args()

@@ -1,6 +1,6 @@
-"""The papers' tables about whole clusters: policies, one-pool serving, overload, for ``bench/paper.py``.
+"""The papers' tables about whole clusters: policies, colocated serving, overload, for ``bench/paper.py``.
 
-Nothing in the simulator was adjusted to them: costs are the fits of FAST'25 Fig 14, links what Fig 12 saw,
+Nothing in the simulator was adjusted to them: costs are the fits of FAST'25 Fig 14, links are as in Fig 12,
 caches 3M tokens a prefill node, and a trace is replayed at its own speed unless a title says otherwise.
 What is not in the papers (the split of 16 nodes, the balancing threshold, objectives of the overload
 runs) is said in the notes.
@@ -36,7 +36,7 @@ def run(
     trace = read_trace(str(path), TraceOptions())
     cluster = dataclasses.replace(cluster, block_tokens=trace.block_tokens)
     was_collecting = gc.isenabled()
-    gc.disable()  # nothing here has cycles; looking for some takes a third of the time
+    gc.disable()  # nothing here has cycles; searching for some takes a third of the time
     try:
         return simulate(trace, cluster, scheduling, admission, **more)
     finally:
@@ -80,7 +80,7 @@ def policies(folder: Path) -> Table:
 
 
 POLICIES_NOTE = """\
-The paper's 16 nodes are split in a way that it does not say; ours are 8 + 8. Our waiting times are shorter
+The paper does not state how its 16 nodes are split; ours are 8 + 8. Our waiting times are shorter
 throughout: at this rate prefill is busy to 45-70 %, and an engine's overheads are not in the model. Ratios
 are what the policies make of the same machines. At the trace's own speed Algorithm 1's mean is mostly
 computing, which no policy shortens by waiting less: `computing alone` is the ratio without any queue. At
@@ -130,9 +130,9 @@ POOLS: tuple[Mode, ...] = ("vllm", "prefix", "chunked")
 SLOW_STEP_S = 0.060
 STEP = {False: "", True: f", step {SLOW_STEP_S * 1000:.0f} ms"}
 POOL_NOTE = """\
-At equal costs the gain is smaller than printed, because our one-pool servers pay only for what the
+At equal costs the gain is smaller than printed, because our colocated servers pay only for what the
 devices compute: a step of 27 ms and, for chunks, 512 tokens a step with no overhead of their own. vLLM
-0.5.1 did not reach that. One number explains most of what was printed: with 60 ms a step, for everybody
+0.5.1 did not reach that. One number explains most of what was printed: with 60 ms a step, for everyone
 (host-side scheduling, sampling and broadcasts between steps; the 2024 paper's own decode ran at 60-70 ms),
 plain and prefix-caching serving come out within ten points of the printed shares at all three limits, and the
 gain over them follows; the disaggregated system loses 2 points at 100 ms and nothing at the others. Chunked
@@ -163,15 +163,15 @@ speed, rejected by baseline / early / predicted:
   conversation, 8 + 2, arrivals spread                                   239 / 303 / 830
   surrogate, 8 + 3, 65 ms a step, prefill 1.75 times as slow             1,235 / 1,376 / 3,062
   surrogate, 8 + 8, 65 ms a step, prefill 1.75 times as slow             912 / not run / 912
-The rules of the paper look at the pool's memory as a whole. If they asked for a context's memory in one
-instance, and for its answer's, as ours does, `early` would have 10,541 good ones (conversation) and 5,588
-(agentic), more than ours: what it decides when a prompt is computed needs no forecast. Ours rejects nobody
+The rules of the paper consider the pool's memory as a whole. If they required a context's memory in one
+instance, and its answer's, as ours does, `early` would have 10,541 good ones (conversation) and 5,588
+(agentic), more than ours: what it decides when a prompt is computed needs no forecast. Ours rejects none
 so late, as a rejection must have cost nothing.
 """
 
 
 def overload(folder: Path) -> Table:
-    """arXiv v3 Table 3: who is rejected at twice the speed; and what the rest is worth."""
+    """arXiv v3 Table 3: rejections at twice the speed, and the value of the rest."""
     published = {"baseline": 4183, "early": 3771, "predicted": 3589}
     checks: list[Check] = []
     for name in (CONVERSATION, SURROGATE, AGENTIC):

@@ -1,6 +1,6 @@
-"""What `python -m bench.paper` prints: tables of reference values beside ours, each with its verdict.
+"""What `python -m bench.paper` prints: tables of reference values beside ours, each with its result.
 
-It owns the form and where the traces are looked for; the tables themselves are made in ``paper.py`` (caches)
+It owns the layout and the search for the traces; the tables themselves are made in ``paper.py`` (caches)
 and ``paper_scheduling.py`` (clusters).
 """
 
@@ -14,7 +14,7 @@ from bench.report import Cell, Result
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class Check:
-    """One value to compare with, and ours. ``low`` and ``high`` bound what passes, else it is only shown.
+    """A reference value and ours. ``low`` and ``high`` bound what passes; without them it is only shown.
 
     ``paper`` is what the paper printed, or, in a table that says so, what an independent simulation of ours
     found.
@@ -27,7 +27,7 @@ class Check:
     high: float | None = None
     digits: int = 3
     is_explained: bool = False
-    "That it is short is known, and the table's note says why: it fails no run."
+    "That it falls short is known, and the table's note explains it: it fails no run."
 
     @property
     def is_short(self) -> bool:
@@ -65,7 +65,7 @@ class Check:
 
 
 def near(what: str, paper: float, ours: float, within: float, digits: int = 3) -> Check:
-    """Ours may be ``within`` off."""
+    """Ours may differ by ``within``."""
     # Rounding must not decide: a value at the bound to the last printed digit is within.
     slack = 0.5 * 10**-digits * 1e-6
     low, high = paper - within - slack, paper + within + slack
@@ -84,11 +84,11 @@ class Table:
     checks: list[Check]
     note: str = ""
     reference: str = "paper"
-    """Whose values stand beside ours: the paper's, or ``reference``: our own independent simulation's."""
+    """Source of the reference values: the paper, or ``reference``, our own independent simulation."""
 
     @property
     def num_short(self) -> int:
-        """Those that nobody explained."""
+        """Values that fall short without an explanation."""
         return sum(check.is_short and not check.is_explained for check in self.checks)
 
     def show(self, result: Result) -> None:
@@ -103,10 +103,10 @@ def _number(value: float, digits: int) -> str:
 
 
 def traces_folder(given: str | None) -> Path | None:
-    """The folder that was named, or the first ``data/traces`` beside this project or above it.
+    """The given folder, or the first ``data/traces`` beside this project or above it.
 
     Raises:
-        SystemExit: the one that was named does not exist.
+        SystemExit: the given folder does not exist.
     """
     if given is not None:
         folder = Path(given)

@@ -1,8 +1,8 @@
-"""What several rails to one peer are worth: two links of known speed, alone, together, and one going down.
+"""The gain of several rails to one peer: two links of known speed, alone, together, and one going down.
 
 Run ``python -m bench.rails`` as root. Two network namespaces are joined by two links whose speed ``tc``
 limits, so that the reference is known: a batch over both should take as long as their sum allows. Then
-the second link is taken down in the middle of a batch, which must arrive all the same, and put up again.
+the second link is taken down in the middle of a batch, which must arrive all the same, and brought up again.
 
 What it cannot show: rails faster than this machine copies (two rails over loopback share its cores and
 gain nothing), and real cards.
@@ -53,7 +53,7 @@ with TransferEngine(TransferSettings(transports=("tcp",), listen_host=sys.argv[1
 
 
 def ended(number: int, frame: FrameType | None) -> None:
-    """SIGTERM is an end like others: what was made is taken away."""
+    """Handle SIGTERM like a normal exit, so that the namespaces are removed."""
     raise SystemExit(128 + number)
 
 
@@ -63,7 +63,7 @@ def ip(*words: str) -> None:
 
 @contextlib.contextmanager
 def links(speeds_mbit: list[int]) -> Iterator[None]:
-    """Two namespaces with a link of each speed between them, which are gone at the end."""
+    """Create two namespaces with a link of each speed between them; remove them at the end."""
     try:
         ip("netns", "add", NEAR)
         ip("netns", "add", FAR)
@@ -94,7 +94,7 @@ def target(hosts: str) -> Iterator[SegmentDescriptor]:
 
 
 class Bench:
-    """The moving side, inside the near namespace."""
+    """The initiating side, inside the near namespace."""
 
     def __init__(self, engine: TransferEngine, descriptor: SegmentDescriptor) -> None:
         self.engine = engine
@@ -109,7 +109,7 @@ class Bench:
         return time.perf_counter() - begin
 
     def speeds(self, op: Op) -> list[float]:
-        """MB/s of some rounds after one to warm up."""
+        """MB/s of several rounds after one to warm up."""
         self.seconds(op)
         return [SIZE / self.seconds(op) / 1e6 for _ in range(ROUNDS)]
 
@@ -163,14 +163,14 @@ def main() -> None:
     parser = options(__doc__, "bench.rails")
     parser.add_argument("--mbit", type=int, nargs=2, default=[800, 800], help="speed of the two links")
     parser.add_argument("--inside", nargs=3, help=argparse.SUPPRESS)
-    asked = parser.parse_args()
+    arguments = parser.parse_args()
     global NEAR, FAR, ROUNDS
-    if asked.quick:
+    if arguments.quick:
         ROUNDS = 1
-    if asked.inside:
-        NEAR, FAR, file = asked.inside
+    if arguments.inside:
+        NEAR, FAR, file = arguments.inside
         result = decoded(Path(file).read_bytes())
-        inside(result, asked.mbit)
+        inside(result, arguments.mbit)
         Path(file).write_bytes(encoded(result))
         return
     if os.geteuid() != 0 or shutil.which("tc") is None:
@@ -178,11 +178,11 @@ def main() -> None:
             "it makes network namespaces, for which it must be root and have ip and tc (Debian: iproute2)"
         )
     signal.signal(signal.SIGTERM, ended)
-    with measured("rails", asked) as result, links(asked.mbit), tempfile.NamedTemporaryFile() as kept:
+    with measured("rails", arguments) as result, links(arguments.mbit), tempfile.NamedTemporaryFile() as kept:
         kept.write(encoded(result))
         kept.flush()
         words = [sys.executable, "-m", "bench.rails", "--inside", NEAR, FAR, kept.name]
-        words += ["--mbit", *map(str, asked.mbit), *(["--quick"] if asked.quick else [])]
+        words += ["--mbit", *map(str, arguments.mbit), *(["--quick"] if arguments.quick else [])]
         with subprocess.Popen(["ip", "netns", "exec", NEAR, *words]) as process:
             try:
                 status = process.wait()

@@ -1,8 +1,8 @@
 """The rdma transport beside perftest, on one device of this machine: scripts/test-rdma bench.
 
-Both move the same sizes between two processes over the same device, one after the other, alternating, so
-that what else runs on the machine hits both. perftest's ``ib_write_bw`` and ``ib_read_bw`` keep as many
-operations under way as a batch here has slices, on one queue pair.
+Both move the same sizes between two processes over the same device, one after the other, alternating, so that
+other load on the machine affects both. perftest's ``ib_write_bw`` and ``ib_read_bw`` keep as many operations
+under way as a batch here has slices, on one queue pair.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ with TransferEngine(TransferSettings(transports=("rdma",), rdma_devices=(sys.arg
 
 
 def perftest(op: Op, device: str, size: int, count: int) -> float:
-    """MB/s that perftest says."""
+    """MB/s that perftest reports."""
     gid = os.environ.get("RDMA_GID", "1")
     depth = str(min(count, 64))
     flags = ["-d", device, "-x", gid, "-s", str(size), "-n", str(max(count, 5)), "-t", depth, "-F", "-q", "1"]
@@ -63,7 +63,7 @@ def perftest(op: Op, device: str, size: int, count: int) -> float:
 
 
 class Ours:
-    """An engine here, and one in another process that lends memory."""
+    """An engine here, and a target in another process."""
 
     def __init__(self, device: str, num_bytes: int) -> None:
         self.target = subprocess.Popen(
@@ -97,7 +97,7 @@ class Ours:
 def main() -> None:
     parser = options(__doc__, "bench.rdma")
     parser.add_argument("--device", default=os.environ.get("RDMA_DEV", ""))
-    parser.add_argument("--rounds", type=int, help="3 unless told")
+    parser.add_argument("--rounds", type=int, help="number of rounds; 3 by default")
     parser.add_argument("--least", type=float, default=0.0, help="fail below this share of perftest")
     args = parser.parse_args()
     rounds = args.rounds or (1 if args.quick else 3)
@@ -110,7 +110,12 @@ def main() -> None:
     try:
         with measured("rdma", args) as result:
             table = result.table(
-                *("op", "size", "batch", ("mooncake MB/s", 1), ("perftest MB/s", 1), ("share", 2)),
+                "op",
+                "size",
+                "batch",
+                ("mooncake MB/s", 1),
+                ("perftest MB/s", 1),
+                ("share", 2),
                 title=f"{device}: median of {rounds}",
             )
             for op in Op:

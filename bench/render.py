@@ -1,7 +1,7 @@
-"""``python -m bench.render [FILE.json]``: the texts beside results, made anew from their JSON.
+"""``python -m bench.render [FILE.json]``: render the texts beside results again from their JSON.
 
-Without files those of ``bench/results/``. ``--check`` writes nothing, and ends with 1 when a text is not
-what its JSON says.
+Without files, those of ``bench/results/``. ``--check`` writes nothing, and exits with 1 when a text differs
+from its JSON.
 """
 
 from __future__ import annotations
@@ -17,14 +17,14 @@ def main() -> int:
     parser = argparse.ArgumentParser(prog="python -m bench.render", description=__doc__)
     parser.add_argument("files", nargs="*", type=Path)
     parser.add_argument("--check", action="store_true")
-    asked = parser.parse_args()
+    arguments = parser.parse_args()
     status = 0
-    for file in asked.files or sorted(SAVED.glob("*.json")):
+    for file in arguments.files or sorted(SAVED.glob("*.json")):
         text, target = render(decoded(file.read_bytes())), file.with_suffix(".txt")
-        if asked.check and (not target.exists() or target.read_text() != text):
-            print(f"{target} is not what {file.name} says; run python -m bench.render", file=sys.stderr)
+        if arguments.check and (not target.exists() or target.read_text() != text):
+            print(f"{target} does not match {file.name}; run python -m bench.render", file=sys.stderr)
             status = 1
-        elif not asked.check:
+        elif not arguments.check:
             target.write_text(text)
     return status
 

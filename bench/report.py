@@ -1,10 +1,10 @@
-"""What a bench found, as JSON with everything one must know to believe it; the text is rendered from that.
+"""Results of a bench, as JSON with everything that is needed to trust them; the text is rendered from that.
 
 Owns the form of results: tables of values with their units, the samples behind them, notes, and the
 circumstances (commit and whether the tree was changed, date, machine, load before and after, command). A run
 is kept in ``build/bench/<name>.json``, with ``--save`` in ``bench/results/``, where results that are quoted
-belong; beside each lies the same as text. ``python -m bench.render`` makes the texts anew. A bench measures,
-and knows of this form only ``table``, ``add`` and ``note``.
+belong; beside each is the same as text. ``python -m bench.render`` renders the texts again. A bench measures,
+and uses only ``table``, ``add`` and ``note`` of this form.
 """
 
 from __future__ import annotations
@@ -47,10 +47,10 @@ class Table(msgspec.Struct):
     title: str = ""
     note: str = ""
     samples: list[dict[str, list[float]]] = []
-    "Of each row: what was measured, by name, in the order of measuring."
+    "For each row: the samples, by name, in the order of measuring."
 
     def add(self, *cells: Cell, samples: Mapping[str, Sequence[float]] | None = None) -> None:
-        """One row, which whoever watches sees at once."""
+        """Add one row, which is also printed at once."""
         assert len(cells) == len(self.columns), (cells, self.columns)
         self.rows.append([*cells])
         self.samples.append({name: [*values] for name, values in (samples or {}).items()})
@@ -65,7 +65,7 @@ class Result(msgspec.Struct):
     command: str
     commit: str
     is_dirty: bool
-    "The tree was not the commit's."
+    "Whether the tree differed from the commit."
     date: str
     machine: str
     load_before: list[float]
@@ -75,7 +75,7 @@ class Result(msgspec.Struct):
     seconds: float = 0.0
 
     def table(self, *columns: str | tuple[str, int], title: str = "", note: str = "") -> Table:
-        """A table that belongs to this result; a column is a name, or a name and its digits."""
+        """Add a table to this result; a column is a name, or a name and its digits."""
         made = [Column(one) if isinstance(one, str) else Column(*one) for one in columns]
         self.tables.append(Table(made, title=title, note=note))
         return self.tables[-1]
@@ -86,21 +86,19 @@ class Result(msgspec.Struct):
 
 
 def options(doc: str | None, prog: str) -> argparse.ArgumentParser:
-    """A parser with what every bench takes."""
+    """A parser with the options of every bench."""
     parser = argparse.ArgumentParser(
         prog=f"python -m {prog}", description=doc, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument(
-        "--quick", action="store_true", help="a short run, for a look: its figures say little"
-    )
+    parser.add_argument("--quick", action="store_true", help="a short run, whose figures are not reliable")
     parser.add_argument("--save", action="store_true", help="keep the result in bench/results/")
     parser.add_argument("--json", action="store_true", help="print JSON instead of text")
     return parser
 
 
 @contextlib.contextmanager
-def measured(bench: str, asked: argparse.Namespace, command: str | None = None) -> Iterator[Result]:
-    """A run of ``bench``: kept and printed at its end. What raises leaves nothing behind."""
+def measured(bench: str, arguments: argparse.Namespace, command: str | None = None) -> Iterator[Result]:
+    """Run ``bench``: its result is kept and printed at the end. If it raises, nothing is kept."""
     words = shlex.join(word for word in sys.argv[1:] if word not in ("--save", "--json"))
     began = datetime.datetime.now(datetime.UTC)
     result = Result(
@@ -114,28 +112,28 @@ def measured(bench: str, asked: argparse.Namespace, command: str | None = None) 
     yield result
     result.load_after = list(os.getloadavg())
     result.seconds = (datetime.datetime.now(datetime.UTC) - began).total_seconds()
-    folder = SAVED if asked.save else KEPT
+    folder = SAVED if arguments.save else KEPT
     folder.mkdir(parents=True, exist_ok=True)
     (folder / f"{bench}.json").write_bytes(encoded(result))
     (folder / f"{bench}.txt").write_text(render(result))
-    print(encoded(result).decode() if asked.json else render(result), end="", flush=True)
+    print(encoded(result).decode() if arguments.json else render(result), end="", flush=True)
 
 
 def not_run(why: str) -> NoReturn:
-    """This bench can't run here."""
+    """Report that this bench can't run here."""
     print(f"NOT RUN: {why}")
     sys.exit(NOT_RUN)
 
 
 def p99(samples: Sequence[float]) -> float | None:
-    """The 99th percentile; None where there are too few samples to have one."""
+    """The 99th percentile; None with too few samples."""
     if len(samples) < LEAST_FOR_P99:
         return None
     return sorted(samples)[int(len(samples) * 0.99)]
 
 
 def commit() -> tuple[str, bool]:
-    """Of this checkout; ("unknown", True) where it is none."""
+    """Commit of this checkout; ("unknown", True) where there is none."""
     git = ["git", "-C", str(ROOT)]
     try:
         head = subprocess.run([*git, "rev-parse", "HEAD"], capture_output=True, text=True, check=True)
@@ -152,7 +150,7 @@ def encoded(result: Result) -> bytes:
 
 
 def decoded(content: bytes) -> Result:
-    """Raises msgspec.ValidationError."""
+    """Decode a result. Raises msgspec.ValidationError."""
     return msgspec.json.decode(content, type=Result)
 
 
@@ -163,7 +161,7 @@ def shown_as(cell: Cell, column: Column) -> str:
 
 
 def render(result: Result) -> str:
-    """The text for people."""
+    """Render the result as text."""
     dirty = ", changed since" if result.is_dirty else ""
     before, after = (
         " ".join(f"{one:.1f}" for one in load) for load in (result.load_before, result.load_after)

@@ -1,10 +1,10 @@
-"""How long a master is away that is killed with many objects, and where that time goes.
+"""Downtime of a master that is killed with many objects, and where that time goes.
 
-Run ``python -m bench.restart``. A core puts ``--objects`` objects of 64 KiB; what it would have written down
-becomes a log, once as it grows (two records an object) and once written anew (one). Then this process
-enters both (read: the file and its decoding; enter: ``Master.apply``; settle), in CPU time, because a
-restart waits for nothing else; and a master process is started on each and asked until it answers. The
-reference is the same process with no object: the interpreter, the imports and the socket.
+Run ``python -m bench.restart``. A core puts ``--objects`` objects of 64 KiB; what it would have logged
+becomes a log, once as it grows (two records an object) and once compacted (one). Then this process
+replays both (read: the file and its decoding; enter: ``Master.apply``; settle) and measures the CPU time,
+because a restart waits for nothing else; and a master process is started on each and polled until it answers.
+The reference is the same process without objects: the interpreter, the imports and the socket.
 
 What it cannot show: nodes that mount again, which takes as long as their connections do.
 """
@@ -41,8 +41,8 @@ PATIENCE_S = 60.0
 REPLIES = (m.Flags,)
 
 
-class Life:
-    """A master's core, and what it asks to be written down."""
+class LoggedMaster:
+    """A master's core, and the records that it emits."""
 
     def __init__(self, num_objects: int) -> None:
         self.master = Master(MasterSettings())
@@ -71,12 +71,12 @@ class Life:
 
 
 def enter(path: Path) -> tuple[float, float, float]:
-    """Read, enter and settle a log as a master does that starts, in CPU seconds."""
+    """CPU seconds to read, enter and settle a log like a master that starts."""
     gc.collect()
     gc.disable()  # as a master that starts does
     began = time.process_time()
-    keeping = OplogWriter(str(path))
-    records = keeping.read()
+    writer = OplogWriter(str(path))
+    records = writer.read()
     read = time.process_time()
     master = Master(MasterSettings())
     master.apply(records, 100.0)
@@ -84,7 +84,7 @@ def enter(path: Path) -> tuple[float, float, float]:
     master.settle(100.0)
     settled = time.process_time()
     gc.enable()
-    keeping.close()
+    writer.close()
     return read - began, entered - read, settled - entered
 
 
@@ -121,20 +121,27 @@ def report(
 
 def main() -> None:
     parser = options(__doc__, "bench.restart")
-    parser.add_argument("--objects", type=int, help="100,000 unless told")
+    parser.add_argument("--objects", type=int, help="number of objects; 100,000 by default")
     given = parser.parse_args()
     num_objects = given.objects or (1000 if given.quick else 100_000)
     rounds = 1 if given.quick else ROUNDS
     with measured("restart", given) as result:
         table = result.table(
-            *("log", "objects", "records", ("read s", 2), ("enter s", 2), ("settle s", 2), ("all s", 2)),
-            *(("us/record", 1), ("answers s", 2)),
+            "log",
+            "objects",
+            "records",
+            ("read s", 2),
+            ("enter s", 2),
+            ("settle s", 2),
+            ("all s", 2),
+            ("us/record", 1),
+            ("answers s", 2),
             note="answers: from the start of a process to its first reply; the rest is CPU time",
         )
         report(table, "none", 0, 0, None, rounds)
-        life = Life(num_objects)
+        logged = LoggedMaster(num_objects)
         with tempfile.TemporaryDirectory() as folder:
-            for what, records in (("as it grew", life.records), ("written anew", life.master.snapshot())):
+            for what, records in (("as it grew", logged.records), ("written anew", logged.master.snapshot())):
                 path = Path(folder) / what.replace(" ", "-")
                 log = Oplog(path)
                 log.read()

@@ -2,13 +2,13 @@
 
 Command: ``python -m bench.serving`` (``--json`` for programs). It starts ``mooncake up`` with round-robin
 scheduling, so that the second time a prompt is sent its prefill lands on the other prefill worker, whose
-memory has none of it: what is warm there came from the pool. The reference, in the same run, is the same
-cluster computing the same number of tokens cold. What it can't show: a network (everything is on one
-host, blocks move through shared memory) and a GPU (prefill on a CPU is slow, which flatters any cache).
+memory has none of it: cached blocks there came from the pool. The reference, in the same run, is the same
+cluster computing the same number of tokens cold. What it can't show: a network (everything is on one host,
+blocks move through shared memory) and a GPU (prefill on a CPU is slow, which flatters any cache).
 
-With ``--tls`` or ``--cluster-key`` it measures what that costs instead, both if both are said: a cluster with
-the credential and one without run side by side, with two prefill workers and one decode worker each, and
-answer the same prompts in turns, so that what else the machine does meets both. "more" is the median, over
+With ``--tls`` or ``--cluster-key`` it measures the cost of that instead, both if both are given: a cluster
+with the credential and one without run side by side, with two prefill workers and one decode worker each, and
+answer the same prompts in turns, so that other load on the machine affects both. "more" is the median, over
 the prompts, of one time divided by the other; "middle half" is between which quartiles these quotients lie.
 """
 
@@ -60,7 +60,7 @@ def decode_speed(cluster: Cluster, random: Random) -> float:
 
 
 def identities(folder: Path, has_tls: bool, has_key: bool) -> dict[str, Identity]:
-    """The credentials that were asked for, as ``mooncake certs`` makes them."""
+    """Create the requested credentials with ``mooncake certs``."""
     made = {}
     if has_key:
         make_cluster_key(folder / "cluster.key")
@@ -80,7 +80,7 @@ def quartiles(values: Sequence[float]) -> tuple[float, float, float]:
 
 
 def compare(result: Result, arguments: argparse.Namespace, rounds: int, lengths: Sequence[int]) -> None:
-    """A table of what each credential costs."""
+    """A table of the cost of each credential."""
     random = Random(7)
     kinds = ("cold", "warm")
     columns: list[str | tuple[str, int]] = ["credential", "prompt tokens", "prompts"]
@@ -125,10 +125,12 @@ def compare(result: Result, arguments: argparse.Namespace, rounds: int, lengths:
 
 def main() -> None:
     parser = options(__doc__, "bench.serving")
-    parser.add_argument("--rounds", type=int, help="prompts per length, 3 unless told; medians are printed")
+    parser.add_argument("--rounds", type=int, help="prompts per length, 3 by default; medians are printed")
     parser.add_argument("--lengths", type=int, nargs="+", help="prompt lengths in tokens")
-    parser.add_argument("--cluster-key", action="store_true", help="what a cluster key on everything costs")
-    parser.add_argument("--tls", action="store_true", help="what TLS on everything costs")
+    parser.add_argument(
+        "--cluster-key", action="store_true", help="measure the cost of a cluster key on everything"
+    )
+    parser.add_argument("--tls", action="store_true", help="measure the cost of TLS on everything")
     arguments = parser.parse_args()
     rounds = arguments.rounds or (1 if arguments.quick else 3)
     lengths = arguments.lengths or (LENGTHS[:1] if arguments.quick else LENGTHS)
@@ -144,7 +146,10 @@ def whole(result: Result, rounds: int, lengths: Sequence[int]) -> None:
     random = Random(7)
     with running_cluster("--scheduling", "round_robin") as cluster:
         table = result.table(
-            *("prompt tokens", ("TTFT cold, ms", 0), ("TTFT warm, other worker, ms", 0), ("cold/warm", 1)),
+            "prompt tokens",
+            ("TTFT cold, ms", 0),
+            ("TTFT warm, other worker, ms", 0),
+            ("cold/warm", 1),
             "cached tokens",
             title="SmolLM2-135M on CPU, one host",
         )

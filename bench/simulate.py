@@ -1,9 +1,9 @@
 """How fast the simulator is: a trace on 16 instances, and a day of a 1,000-node cluster.
 
-``python -m bench.simulate --requests 300000`` simulates the first so many requests of that day (agents'
-sessions, half of the nodes prefill) and says what one costs in time and memory; ``--requests 10000000`` is
-the whole of it. ``--trace FILE`` runs a trace file on 8 + 8 instances instead. Times are of the processor.
-What is done once (making the nodes, checking their caches at the end) is no part of what a request costs.
+``python -m bench.simulate --requests 300000`` simulates that many first requests of the day (agents'
+sessions, half of the nodes prefill) and prints the time and memory per request; ``--requests 10000000`` is
+the whole day. ``--trace FILE`` runs a trace file on 8 + 8 instances instead. Times are of the processor. What
+is done once (making the nodes, checking their caches at the end) is no part of what a request costs.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from mooncake.sim.serving import ClusterSpec, simulate
 from mooncake.sim.serving.node_costs import load_costs
 from mooncake.sim.traces.generators import Agentic
 from mooncake.sim.traces.trace import TraceOptions, read_trace
-from mooncake.sim.traces.trace_row import TraceRow
+from mooncake.sim.traces.trace_file import TraceRow
 
 DAY_REQUESTS = 10_000_000
 DAY_S = 86_400.0
@@ -27,29 +27,31 @@ TRACE_ROWS = 23_000
 
 def main() -> None:
     parser = options(__doc__, "bench.simulate")
-    parser.add_argument("--trace", help="a trace file; without, the day of agents")
-    parser.add_argument("--requests", type=int, help="of the day; 300,000 unless told")
-    parser.add_argument("--nodes", type=int, help="1,000 unless told")
+    parser.add_argument("--trace", help="a trace file; by default the day of agents")
+    parser.add_argument("--requests", type=int, help="number of requests of the day; 300,000 by default")
+    parser.add_argument("--nodes", type=int, help="number of nodes; 1,000 by default")
     parser.add_argument("--block-tokens", type=int, default=512, help="of the day's prompts")
     parser.add_argument("--costs", default="llama3-70b-8xA800")
     parser.add_argument("--scheduling", nargs="+", default=["cache_aware"])
     given = parser.parse_args()
     num_requests = given.requests or (1000 if given.quick else 300_000)
     num_nodes = given.nodes or (20 if given.quick else 1000)
-    # Nothing here has cycles worth looking for, and looking through millions of objects takes its time.
+    # Nothing here has cycles worth collecting, and scanning millions of objects takes time.
     gc.disable()
     costs = load_costs(given.costs)
     with measured("simulate", given) as result:
         table = result.table(
-            *(
-                "scheduling",
-                "requests",
-                ("10^9 tokens", 2),
-                ("virtual h", 2),
-                ("took s", 1),
-                ("of it once s", 1),
-            ),
-            *("us/request", ("memory GiB", 2), ("hit rate", 3), "of", ("all of it, min", 1)),
+            "scheduling",
+            "requests",
+            ("10^9 tokens", 2),
+            ("virtual h", 2),
+            ("took s", 1),
+            ("of it once s", 1),
+            "us/request",
+            ("memory GiB", 2),
+            ("hit rate", 3),
+            "of",
+            ("all of it, min", 1),
             note="all of it: what is done once, and so much for each of so many requests; not measured.",
         )
         for scheduling in given.scheduling:
@@ -72,7 +74,7 @@ def main() -> None:
 
 
 def day(num_requests: int, block_tokens: int) -> Agentic:
-    """As many agents at once as make ten million requests a day."""
+    """As many concurrent agents as make ten million requests a day."""
     gap_s = 27.0 + 5.2 * 2.02  # an answer, and the pause behind it on average
     return Agentic(
         sessions=round(DAY_REQUESTS / DAY_S * gap_s),
@@ -96,7 +98,7 @@ def measure(
 
     def sampled(num_arrived: int, now: float) -> None:
         nonlocal last
-        last = time.process_time()  # of the last sample: everybody is served
+        last = time.process_time()  # of the last sample: every request is served
 
     outcome = simulate(drawn(), cluster, scheduling, progress=sampled)
     took_s, served_s = time.process_time() - began, last - first
@@ -106,8 +108,17 @@ def measure(
     peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 2**20
     once_s, each_s = took_s - served_s, served_s / num_requests
     table.add(
-        *(scheduling, num_requests, tokens / 1e9, virtual_s / 3600, took_s, once_s, each_s * 1e6, peak),
-        *(outcome.summary().hit_rate, whole, (once_s + each_s * whole) / 60),
+        scheduling,
+        num_requests,
+        tokens / 1e9,
+        virtual_s / 3600,
+        took_s,
+        once_s,
+        each_s * 1e6,
+        peak,
+        outcome.summary().hit_rate,
+        whole,
+        (once_s + each_s * whole) / 60,
     )
 
 

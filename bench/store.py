@@ -1,17 +1,16 @@
 """How fast the store is for one client: metadata calls, single objects, batches; the references beside them.
 
-Run ``python -m bench.store`` (``--json`` for programs, ``--quick`` for a look). Master, node and client are
-three processes on this host; the client has one thread. Checksums are on, as always: a put computes them, a
-get verifies them. The ceiling is one thread copying the same bytes between the same kinds of memory; on path
-``ssd``, where durable puts are answered when a copy is on disk and gets find none in memory, it is fio on the
-same disk with as many requests under way, which does not flush the disk's own cache. Durable puts are shown
-both ways: flushed, as nodes do unless told otherwise, and not flushed (``--no-ssd-flush``), which does not
-survive a loss of power and is what fio does. With ``--reference PYTHON``, an interpreter that has the
-existing package (and ``redis``, if a redis-server is to be compared), its master, node and client run as
-well, over tcp on both paths: it has no shared memory between processes. Redis is asked through its Python
-client, whose parser is a large part of a big get. All take turns, because on a shared machine only neighbours
-in time can be compared. Every source is walked through and every key is new, so nothing comes from the
-processor's cache.
+Run ``python -m bench.store`` (``--json`` for programs, ``--quick`` for a short run). Master, node and client
+are three processes on this host; the client has one thread. Checksums are on, as always: a put computes them,
+a get verifies them. The ceiling is one thread copying the same bytes between the same kinds of memory; on
+path ``ssd``, where durable puts are answered when a copy is on disk and gets find none in memory, it is fio
+on the same disk with as many requests under way, which does not flush the disk's own cache. Durable puts are
+shown both ways: flushed, as nodes do by default, and not flushed (``--no-ssd-flush``), which does not survive
+a power loss and is what fio does. With ``--reference PYTHON``, an interpreter that has the existing package
+(and ``redis``, if a redis-server is to be compared), its master, node and client run as well, over tcp on
+both paths: it has no shared memory between processes. Redis is used through its Python client, whose parser
+is a large part of a big get. All take turns, because on a shared machine only adjacent measurements can be
+compared. Sources are read in a cycle and every key is new, so nothing comes from the processor's cache.
 
 What it cannot show: a real network, many clients at once, NUMA, latency under load, and first touches: the
 pool is written once before the clock starts, because a long-running node's memory has all been used.
@@ -50,7 +49,7 @@ LEASE_S = 0.2
 SIZES = [("4 KiB", 4 * KIB), ("64 KiB", 64 * KIB), ("1 MiB", MIB), ("16 MiB", 16 * MIB)]
 BATCH = 128
 IN_A_ROW = 32
-"""A small operation that has just waited for others finds its code in no cache: both ways are shown."""
+"""A small operation that follows a wait for others finds its code in no cache: both cases are shown."""
 
 
 @dataclass
@@ -71,7 +70,7 @@ class Row:
     "In seconds."
 
     def faster_than(self, reference_us: float | None) -> float | None:
-        """How many times; None when the reference did not run."""
+        """Ratio to the reference's time; None when the reference did not run."""
         return None if reference_us is None else reference_us / self.p50_us
 
     @property
@@ -81,7 +80,7 @@ class Row:
 
 @contextmanager
 def running_store(pool_bytes: int, *node_flags: str, lease_s: float = LEASE_S) -> Iterator[str]:
-    """A master and a node; yields the master's address."""
+    """Run a master and a node; yield the master's address."""
     port = free_ports("127.0.0.1", 1, Random())[0]
     address = f"127.0.0.1:{port}"
     # Short leases, so that the bench may overwrite what it has just read.
@@ -130,13 +129,13 @@ class Reference:
         if has_redis:
             start("redis-server", "--port", str(redis_port), "--save", "", "--bind", "127.0.0.1")
         self.systems = ["package", "redis"] if has_redis else ["package"]
-        time.sleep(2.0)  # neither says on a pipe when it is ready
+        time.sleep(2.0)  # neither reports on a pipe that it is ready
         answer_of(start(python, script, master))
         self._client = start(python, script, master, str(redis_port if has_redis else 0))
         answer_of(self._client)
 
     def time(self, system: str, what: str, size: int, count: int, times: int = 1) -> float:
-        """Seconds that one of ``times`` in a row took."""
+        """Seconds per call of ``times`` in a row."""
         assert self._client.stdin is not None
         self._client.stdin.write(f"{system} {what} {size} {count} {times}\n")
         self._client.stdin.flush()
@@ -243,7 +242,7 @@ class Bench:
         return rows
 
     def in_a_row(self, name: str, size: int) -> list[Row]:
-        """Small objects as programs move them: one after the other, not one between two others' turns."""
+        """Small objects as programs move them: many in a row, instead of one per turn."""
         ours: dict[str, list[float]] = {"put": [], "exists": [], "get": []}
         others: dict[tuple[str, str], list[float]] = {}
         for _ in range(self.num_rounds):
@@ -352,7 +351,7 @@ class Bench:
 
 def compare(row: Row, others: dict[tuple[str, str], list[float]], what: str) -> None:
     """The references' times of the same rounds."""
-    row.samples |= {f"{system}_s": times for (system, asked), times in others.items() if asked == what}
+    row.samples |= {f"{system}_s": times for (system, call), times in others.items() if call == what}
     row.package_us, row.redis_us = (
         statistics.median(others[system, what]) * 1e6 if (system, what) in others else None
         for system in ("package", "redis")

@@ -1,4 +1,4 @@
-"""The existing ``mooncake`` package and Redis, timed by whoever asks: the reference of ``bench/store.py``.
+"""The existing ``mooncake`` package and Redis, timed on request: the reference of ``bench/store.py``.
 
 Runs under an interpreter of its own, because the package has our import name. ``store_reference.py MASTER``
 contributes memory and waits; ``store_reference.py MASTER NODE PORT`` is the client: a line ``SYSTEM WHAT
@@ -51,7 +51,7 @@ class Package:
         self._num_keys = 0
         self._keys: list[str] = []
         self._unread: list[list[str]] = []
-        "Of puts that no get has followed yet."
+        "Puts that no get has followed yet."
 
     def time(self, what: str, size: int, count: int) -> float:
         source, target = ctypes.addressof(self._source), ctypes.addressof(self._target)
@@ -74,8 +74,8 @@ class Package:
             at = [target + i * size for i in range(count)]
             seconds = timed(lambda: results.extend(store.batch_get_into(keys, at, sizes)))
         else:
-            asked = (keys * (count // len(keys) + 1))[:count]
-            seconds = timed(lambda: results.extend(store.batch_is_exist(asked)))
+            queried = (keys * (count // len(keys) + 1))[:count]
+            seconds = timed(lambda: results.extend(store.batch_is_exist(queried)))
         wanted = {"put": 0, "get": size, "exists": 1}[what]
         expect(all(result == wanted for result in results), (what, results[:4]))
         if what == "get":
@@ -122,7 +122,7 @@ def main() -> None:
         system, what, size, count, times = line.split()
         each = [systems[system].time(what, int(size), int(count)) for _ in range(int(times))]
         print(sum(each) / len(each), flush=True)
-    os._exit(0)  # its destructors are not what is measured
+    os._exit(0)  # its destructors are not part of the measurement
 
 
 if __name__ == "__main__":

@@ -1,9 +1,9 @@
-"""What strangers' connections cost a real client: idle ones, and ones that have said half of something.
+"""The cost of unauthenticated connections to a real client: idle ones, and ones with half a message sent.
 
-A master is started with as few files as it is told, without a credential, with a cluster key and with TLS. A
-client asks it again and again, alone and while strangers hold as many connections as they can get; and a new
-client connects now and then. Prints the median and the 99th percentile of both, and how many strangers
-are there.
+A master is started with a given limit of open files, without a credential, with a cluster key and with TLS. A
+client calls it repeatedly, alone and while unauthenticated clients (the strangers) hold as many connections
+as they can get; and a new client connects repeatedly. Prints the median and the 99th percentile of both, and
+the number of unauthenticated connections.
 
     python -m bench.strangers --files 256 --strangers 1000
 """
@@ -58,7 +58,7 @@ def settings_of(way: str, folder: Path) -> dict[str, str]:
 
 @contextlib.contextmanager
 def master(settings: dict[str, str], num_files: int) -> Iterator[str]:
-    """Its address."""
+    """Run a master; yield its address."""
     environment = {
         **os.environ,
         **{f"MOONCAKE_SECURITY_{name.upper()}": value for name, value in settings.items()},
@@ -84,8 +84,8 @@ def master(settings: dict[str, str], num_files: int) -> Iterator[str]:
         process.wait(PATIENCE_S)
 
 
-class Strangers:
-    """``number`` connections to ``address``, each made again as soon as it is cut off."""
+class UnauthenticatedConnections:
+    """``number`` connections to ``address``, each opened again as soon as it is closed."""
 
     def __init__(self, address: str, number: int) -> None:
         host, _, port = address.rpartition(":")
@@ -96,7 +96,7 @@ class Strangers:
         self.num_made = 0
         self._thread = threading.Thread(target=self._run)
 
-    def __enter__(self) -> Strangers:
+    def __enter__(self) -> UnauthenticatedConnections:
         self._thread.start()
         until = time.monotonic() + PATIENCE_S
         while self.num_made < self._number and time.monotonic() < until:
@@ -138,7 +138,7 @@ def percentile(times: list[float], share: float) -> float:
     return sorted(times)[min(len(times) - 1, int(share * len(times)))]
 
 
-def asked_for(address: str, identity: Identity, seconds: float) -> tuple[list[float], list[float]]:
+def times_of_a_client(address: str, identity: Identity, seconds: float) -> tuple[list[float], list[float]]:
     """Times of calls on one connection, and of connections with their first call."""
     calls: list[float] = []
     connects: list[float] = []
@@ -163,27 +163,32 @@ def asked_for(address: str, identity: Identity, seconds: float) -> tuple[list[fl
 def main() -> None:
     parser = options(__doc__, "bench.strangers")
     parser.add_argument("--files", type=int, default=256, help="files that the master may open")
-    parser.add_argument("--strangers", type=int, default=1000)
-    parser.add_argument("--seconds", type=float, default=8.0, help="of each measurement")
-    asked = parser.parse_args()
-    seconds = min(asked.seconds, 2.0) if asked.quick else asked.seconds
+    parser.add_argument("--strangers", type=int, default=1000, help="unauthenticated connections")
+    parser.add_argument("--seconds", type=float, default=8.0, help="seconds of each measurement")
+    arguments = parser.parse_args()
+    seconds = min(arguments.seconds, 2.0) if arguments.quick else arguments.seconds
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
-    resource.setrlimit(resource.RLIMIT_NOFILE, (max(soft, min(hard, asked.strangers + 200)), hard))
-    with measured("strangers", asked) as result:
+    resource.setrlimit(resource.RLIMIT_NOFILE, (max(soft, min(hard, arguments.strangers + 200)), hard))
+    with measured("strangers", arguments) as result:
         table = result.table(
-            *("credential", "strangers there", "made", ("call p50, ms", 3), ("p99", 3)),
-            *(("connection and call p50, ms", 3), ("p99", 3)),
-            title=f"{asked.strangers} strangers at a master that may open {asked.files} files",
+            "credential",
+            "strangers connected",
+            "connections made",
+            ("call p50, ms", 3),
+            ("p99", 3),
+            ("connection and call p50, ms", 3),
+            ("p99", 3),
+            title=f"{arguments.strangers} unauthenticated clients, a master with {arguments.files} files",
         )
         for way in ("none", "key", "tls"):
             with tempfile.TemporaryDirectory() as folder:
                 settings = settings_of(way, Path(folder))
                 identity = Identity(SecuritySettings(**settings))  # type: ignore[arg-type]
-                with master(settings, asked.files) as address:
-                    asked_for(address, identity, 1.0)
-                    add(table, way, 0, 0, asked_for(address, identity, seconds))
-                    with Strangers(address, asked.strangers) as strangers:
-                        found = asked_for(address, identity, seconds)
+                with master(settings, arguments.files) as address:
+                    times_of_a_client(address, identity, 1.0)
+                    add(table, way, 0, 0, times_of_a_client(address, identity, seconds))
+                    with UnauthenticatedConnections(address, arguments.strangers) as strangers:
+                        found = times_of_a_client(address, identity, seconds)
                         add(table, way, strangers.num_open, strangers.num_made, found)
 
 

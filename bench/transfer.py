@@ -1,7 +1,7 @@
-"""How close every path of the transfer engine comes to what this machine can do, kept like every result here.
+"""Every path of the transfer engine against the limits of this machine, kept like every result here.
 
 ``python -m bench.transfer`` runs ``mooncake bench transfer``, which measures, in a process of its own; flags
-that are not known here are passed on to it (``--path shm --rounds 3``).
+that are unknown here are passed on to it (``--path shm --rounds 3``).
 """
 
 from __future__ import annotations
@@ -18,22 +18,31 @@ from bench.report import measured, options
 
 def main() -> int:
     parser = options(__doc__, "bench.transfer")
-    asked, words = parser.parse_known_args()
-    words += ["--quick"] if asked.quick else []
-    with measured("transfer", asked, " ".join(["mooncake bench transfer", *words])) as result:
+    arguments, words = parser.parse_known_args()
+    words += ["--quick"] if arguments.quick else []
+    with measured("transfer", arguments, " ".join(["mooncake bench transfer", *words])) as result:
         with tempfile.TemporaryDirectory() as folder:
             file = Path(folder) / "transfer.json"
             command = [sys.executable, "-m", "mooncake", "bench", "transfer", *words, "--json", str(file)]
             subprocess.run(command, check=True, stdout=sys.stderr)
             found: dict[str, Any] = json.loads(file.read_text())
         alone = result.table(
-            *("reference", "op", "size", ("GB/s", 2), ("CPU s/GB", 3)), title="What this machine does alone"
+            "reference", "op", "size", ("GB/s", 2), ("CPU s/GB", 3), title="What this machine does alone"
         )
         for row in found["ceilings"]:
             alone.add(row["name"], row["op"], row["shape"], row["gb_s"], row["cpu_s_per_gb"])
         paths = result.table(
-            *("path", "op", "size", ("GB/s", 2), "reference", ("its GB/s", 2), ("ratio", 2), ("p50 us", 1)),
-            *(("p99 us", 1), ("CPU s/GB", 3), ("its CPU s/GB", 3)),
+            "path",
+            "op",
+            "size",
+            ("GB/s", 2),
+            "reference",
+            ("its GB/s", 2),
+            ("ratio", 2),
+            ("p50 us", 1),
+            ("p99 us", 1),
+            ("CPU s/GB", 3),
+            ("its CPU s/GB", 3),
             title="Ours",
             note=f"median of {found['rounds']} rounds, ours and its reference in turns; every byte compared",
         )
@@ -41,9 +50,9 @@ def main() -> int:
             names = ("path", "op", "shape", "gb_s", "ceiling", "ceiling_gb_s", "ratio", "p50_us", "p99_us")
             paths.add(*(row[name] for name in names), row["cpu_s_per_gb"], row["ceiling_cpu_s_per_gb"])
         targets = result.table("target", "wanted", "seen", "is it met", title="Targets")
-        said = {True: "met", False: "NOT MET", None: "not measured"}
+        verdicts = {True: "met", False: "NOT MET", None: "not measured"}
         for target in found["targets"]:
-            targets.add(target["what"], target["wanted"], target["seen"], said[target["is_met"]])
+            targets.add(target["what"], target["wanted"], target["seen"], verdicts[target["is_met"]])
         for path, why in found["skipped"].items():
             result.note(f"NOT RUN: {path}: {why}")
         result.note(found["references"])

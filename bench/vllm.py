@@ -1,15 +1,15 @@
-"""Time to first token of two real vLLM servers: what A computed B is spared, over each of our connectors.
+"""Time to first token of two real vLLM servers: B reuses what A computed, over each of our connectors.
 
 Command: ``scripts/test-vllm --python -m bench.vllm``. Each row is a pair of vLLM servers, one core each, in
-bfloat16: A computes a fresh prompt of 1,030 random tokens, then B is asked for the same one (8 blocks of
-128 loaded from one store process, 6 tokens computed), then B computes another. With the direct connector
-there is no store: A writes its blocks, the partial one too, into B's memory when B asks, and B computes one
-token. Of that there are two rows. "A has computed": B is asked when A has answered. "A and B at once", as a
-gateway asks them: the client's whole wait, A's computing in it; of their answers the first tokens are
-compared. "own cache" is B asked the same once more, at once, and "added" the median of what the first time
-took longer: how fast the machine computes just then is not in it. References, in the same run, are vLLM
-without a connector (its own prefix cache warm) and the existing package under vLLM's own connector. What it
-can't show: a network (everything is on one host), a GPU (prefill on a CPU is slow, which flatters any cache).
+bfloat16: A computes a fresh prompt of 1,030 random tokens, then B gets the same prompt (8 blocks of 128
+loaded from one store process, 6 tokens computed), then B computes another. With the direct connector there is
+no store: A writes its blocks, including the partial one, into B's memory when B requests them, and B computes
+one token. That case has two rows. "A has computed": B gets the prompt when A has answered. "A and B at once",
+as a gateway sends it: the client's whole wait, including A's computing; the first tokens of both answers are
+compared. "own cache": B gets the same prompt once more, directly afterwards; "added": the median of what the
+first time took longer, from which the machine's momentary speed cancels out. References, in the same run, are
+vLLM without a connector (its own prefix cache warm) and the existing package under vLLM's own connector. What
+it can't show: a network (all is on one host), a GPU (prefill on a CPU is slow, which flatters any cache).
 """
 
 from __future__ import annotations
@@ -46,16 +46,16 @@ NUM_TOKENS = 1030
 ANSWER_TOKENS = 4
 EXISTING = "mooncake-transfer-engine-non-cuda==0.3.13.post1"
 STORED_WITHIN_S = 1.0
-"""How long a prompt's blocks are given to reach the store; none of the packages needs a tenth of it here."""
+"""Time allowed for a prompt's blocks to reach the store; no package needs a tenth of it here."""
 STARTED_WITHIN_S, ANSWERED_WITHIN_S = 240.0, 120.0
-"""Who takes longer has failed, and its rows with it; the others are measured."""
+"""A slower answer counts as failed, and its rows with it; the others are measured."""
 WANTED = 8
-"""How many times sooner than by computing B should answer."""
+"""Target ratio of computing to loading."""
 
 
 @dataclass(frozen=True)
 class Setting:
-    """What each server of a pair is started with."""
+    """The configuration of each server of a pair."""
 
     connectors: list[dict[str, Any] | None]
     environment: dict[str, str]
@@ -86,8 +86,13 @@ class Row:
         times = computed, loaded, min(self.loaded_s), max(self.loaded_s)
         same = f"{self.num_same}/{len(self.loaded_s)}"
         return [
-            *(self.name, *(one * 1e3 for one in times), computed / loaded, again * 1e3, added * 1e3),
-            *(self.num_cached, same),
+            self.name,
+            *(one * 1e3 for one in times),
+            computed / loaded,
+            again * 1e3,
+            added * 1e3,
+            self.num_cached,
+            same,
         ]
 
     def samples(self) -> dict[str, list[float]]:
@@ -95,8 +100,16 @@ class Row:
 
 
 COLUMNS: list[str | tuple[str, int]] = [
-    *("TTFT, medians", "computed ms", "spared it ms", "min", "max", ("ratio", 1), "own cache ms", "added ms"),
-    *("cached", "same answer"),
+    "TTFT, medians",
+    "computed ms",
+    "loaded ms",
+    "min",
+    "max",
+    ("ratio", 1),
+    "own cache ms",
+    "added ms",
+    "cached",
+    "same answer",
 ]
 
 
@@ -154,17 +167,17 @@ def in_tree_on_existing(folder: Path) -> Iterator[Setting]:
             process = subprocess.Popen(command, stdout=log, stderr=log, env=environment, cwd=folder)
             stack.callback(process.wait, 30)
             stack.callback(process.terminate)
-            time.sleep(2.0)  # it has no way to say that it is ready
+            time.sleep(2.0)  # it has no readiness check
         settings = store_configuration(folder, f"{HOST}:{rpc}")
         yield Setting(in_tree(("theirs-a", "theirs-b")), {**settings, "PYTHONPATH": str(site)}, folder)
 
 
-Asked = list[tuple[Streamed, Streamed, Streamed]]
-"""For each row of a pair of servers: what computed, what was spared it, and the latter's server once more,
-which has the prompt in its own cache by then."""
+Streams = list[tuple[Streamed, Streamed, Streamed]]
+"""For each row of a pair of servers: the server that computed, the one that loaded, and the latter once more,
+with the prompt in its own cache by then."""
 
 
-def through_store(first: VllmServer, last: VllmServer, random: Random) -> Asked:
+def through_store(first: VllmServer, last: VllmServer, random: Random) -> Streams:
     prompt = a_prompt(random)
     computed = first.stream(prompt, ANSWER_TOKENS, ANSWERED_WITHIN_S, ignore_eos=True)
     time.sleep(STORED_WITHIN_S)
@@ -172,8 +185,8 @@ def through_store(first: VllmServer, last: VllmServer, random: Random) -> Asked:
     return [(computed, loaded, again)]
 
 
-def handed_over(first: VllmServer, last: VllmServer, random: Random) -> Asked:
-    """B asked when A has answered; and, with another prompt, both asked at once."""
+def handed_over(first: VllmServer, last: VllmServer, random: Random) -> Streams:
+    """B is sent the prompt when A has answered; and, with another prompt, both at once."""
 
     def ask(server: VllmServer, role: str, prompt: list[int], name: str, num_tokens: int) -> Streamed:
         params = {role: True, "transfer_id": name}
@@ -195,11 +208,11 @@ def handed_over(first: VllmServer, last: VllmServer, random: Random) -> Asked:
 
 @dataclass(frozen=True)
 class Case:
-    """A pair of servers and the rows that come of it."""
+    """A pair of servers and its rows."""
 
     names: tuple[str, ...]
     running: Callable[[Path], AbstractContextManager[Setting]]
-    ask: Callable[[VllmServer, VllmServer, Random], Asked] = through_store
+    ask: Callable[[VllmServer, VllmServer, Random], Streams] = through_store
 
 
 CASES = {
@@ -239,10 +252,10 @@ def measure(case: Case, setting: Setting, model: Path, folder: Path, rounds: int
             case.ask(first, last, random)
         rows = [Row(name) for name in case.names]
         for _ in range(rounds):
-            for row, asked in zip(rows, case.ask(first, last, random), strict=True):
-                assert all(one.error is None for one in asked), [one.error for one in asked]
-                row.add(*asked)
-            if last is not first:  # what B takes to compute counts as much: it is B that is saved the work
+            for row, streams in zip(rows, case.ask(first, last, random), strict=True):
+                assert all(one.error is None for one in streams), [one.error for one in streams]
+                row.add(*streams)
+            if last is not first:  # B's time to compute is the reference: B is the server that saves the work
                 took_s = last.stream(a_prompt(random), ANSWER_TOKENS).ttft_s
                 for row in rows:
                     row.computed_s.append(took_s)
@@ -255,14 +268,14 @@ def a_prompt(random: Random) -> list[int]:
 
 def main() -> None:
     parser = options(__doc__, "bench.vllm")
-    parser.add_argument("--rounds", type=int, help="prompts per row, 5 unless told; medians are printed")
-    parser.add_argument("--row", action="append", choices=CASES, help="only this one; can be repeated")
+    parser.add_argument("--rounds", type=int, help="prompts per row, 5 by default; medians are printed")
+    parser.add_argument("--row", action="append", choices=CASES, help="only this row; may be repeated")
     arguments = parser.parse_args()
     if "MOONCAKE_VLLM_ENV" not in os.environ:
         not_run("vLLM is not in this environment: scripts/test-vllm --python -m bench.vllm")
     model = Path(os.environ["MOONCAKE_VLLM_ENV"]) / "model"
     rounds = arguments.rounds or (1 if arguments.quick else 5)
-    asked = arguments.row or (["none", "ours"] if arguments.quick else [*CASES])
+    chosen = arguments.row or (["none", "ours"] if arguments.quick else [*CASES])
     flags = "".join(f" --row {row}" for row in arguments.row or ()) + " --quick" * arguments.quick
     command = f"scripts/test-vllm --python -m bench.vllm --rounds {rounds}{flags}"
     num_failed = 0
@@ -271,7 +284,7 @@ def main() -> None:
             f"vLLM 0.32.0 on CPU, SmolLM2-135M, bfloat16, one core a server, prompts of {NUM_TOKENS} tokens"
         )
         table = result.table(*COLUMNS, title=title)
-        for key in asked:
+        for key in chosen:
             case = CASES[key]
             try:
                 with tempfile.TemporaryDirectory(prefix="mooncake-vllm-") as name, ExitStack() as stack:
@@ -280,12 +293,14 @@ def main() -> None:
                     rows = measure(case, setting, model, folder, rounds)
                 for row in rows:
                     table.add(*row.cells(), samples=row.samples())
-            except Exception as error:  # the other rows are worth having
+            except Exception as error:  # the other rows are still measured
                 num_failed += 1
                 traceback.print_exc()
                 for name in case.names:
                     result.note(f"{name}: FAILED: {error!r}"[:300])
-        result.note(f"wanted: a ratio of {WANTED} or more, but at once, where A's computing is in the wait")
+        result.note(
+            f"wanted: a ratio of {WANTED} or more, except at once, where the wait includes A's computing"
+        )
         result.note("ours reads over shared memory, the existing package over tcp")
         result.note(
             "can't show: a network between hosts; a GPU (prefill on a CPU is slow: it flatters any cache)"

@@ -37,7 +37,8 @@ def main() -> None:
 
 
 async def by_name() -> None:
-    """Peers found by the address of their handshake, arrays instead of columns, a word after the data."""
+    """Peers found by the address of their handshake, arrays instead of columns, a notification after the
+    data."""
     settings = TransferSettings(metadata="P2PHANDSHAKE")
     with TransferEngine(settings) as here, TransferEngine(settings) as there:
         target = there.allocate(8 << 20)
@@ -48,8 +49,8 @@ async def by_name() -> None:
         await here.write(
             there.handshake, layers, addresses, priority=1, notify=("kv", "two layers are there")
         )
-        [told] = there.notifications()
-        print("told:", told.name, told.text)
+        [received] = there.notifications()
+        print("received:", received.name, received.text)
 
 
 if __name__ == "__main__":

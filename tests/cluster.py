@@ -1,7 +1,7 @@
-"""A whole cluster on this host, started the way a user starts it, for end-to-end tests and benches.
+"""A whole cluster on this host, started as a user starts it, for end-to-end tests and benches.
 
-Owns the life of one ``mooncake up`` and the few HTTP calls everybody makes of it. It knows roles only
-by the names and pids in the status file that ``up`` keeps.
+Owns the lifetime of one ``mooncake up`` and the common HTTP calls to it. It knows roles only by the names and
+pids in the status file that ``up`` keeps.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, TypeVar
 
-from mooncake.cli.local_cluster import security_flags
+from mooncake.cli.up import security_flags
 from mooncake.security import Identity
 from mooncake.security.http_auth import HttpClientAuth
 
@@ -56,10 +56,10 @@ class Streamed:
 
 
 class OpenAiServer:
-    """Anything that answers the OpenAI API at ``url``."""
+    """Any server of the OpenAI API at ``url``."""
 
     tls: ssl.SSLContext | None = None
-    """For an https address."""
+    """TLS context for an https address."""
 
     @property
     def url(self) -> str:
@@ -77,7 +77,7 @@ class OpenAiServer:
         headers: dict[str, str] | None = None,
         timeout_s: float = 300.0,
     ) -> Answer:
-        """One request; ``body`` is JSON unless it is bytes. HTTP errors are answers, too."""
+        """Send one request; ``body`` is JSON unless it is bytes. HTTP errors are answers, too."""
         data = body if isinstance(body, bytes | None) else json.dumps(body).encode()
         request = urllib.request.Request((base or self.url) + path, data, method=method)
         request.add_header("Content-Type", "application/json")
@@ -91,7 +91,7 @@ class OpenAiServer:
                 return _answer(error.code, error.headers, error.read())
 
     def complete(self, prompt: str | list[int], max_tokens: int, **more: Any) -> Answer:
-        """A greedy completion, not streamed."""
+        """Request a greedy completion, not streamed."""
         body = {
             "prompt": prompt,
             "max_tokens": max_tokens,
@@ -104,7 +104,7 @@ class OpenAiServer:
     def stream(
         self, prompt: str | list[int], max_tokens: int, timeout_s: float = 300.0, **more: Any
     ) -> Streamed:
-        """A greedy streamed completion, timed on this side."""
+        """Request a greedy streamed completion, timed on this side."""
         body = {
             "model": "smollm2",
             "prompt": prompt,
@@ -160,7 +160,7 @@ class Cluster(OpenAiServer):
 
     @property
     def status(self) -> dict[str, Any]:
-        """What ``up`` says of its roles now."""
+        """The present state of the roles, from ``up``."""
         found: dict[str, Any] = json.loads((self.folder / "status.json").read_text())
         return found
 
@@ -218,7 +218,7 @@ def _answer(status: int, headers: Any, body: bytes) -> Answer:
 
 
 def wait_for(is_true: Callable[[], T], what: str, timeout_s: float) -> T:
-    """Poll until ``is_true()`` is truthy; errors of a server that isn't there yet count as not."""
+    """Poll until ``is_true()`` is truthy; errors of a server that isn't there yet count as false."""
     deadline = time.monotonic() + timeout_s
     problem: object = "false"
     while time.monotonic() < deadline:
@@ -236,9 +236,9 @@ def wait_for(is_true: Callable[[], T], what: str, timeout_s: float) -> T:
 def running_cluster(
     *flags: str, environment: dict[str, str] | None = None, identity: Identity | None = None
 ) -> Iterator[Cluster]:
-    """``mooncake up`` on free ports, ready to answer; stopped, and its files removed, at the end.
+    """Run ``mooncake up`` on free ports until it answers; at the end, stop it and remove its files.
 
-    ``identity``: whose credential all its roles have, and those who ask them here.
+    ``identity``: the credential of all its roles, and of their clients here.
     """
     flags = (*flags, *(security_flags(identity.settings) if identity is not None else ()))
     with tempfile.TemporaryDirectory(prefix="mooncake-cluster-") as folder:

@@ -15,11 +15,11 @@ from tests import skips
 if importlib.util.find_spec("hypothesis") is not None:  # the environment of vLLM lacks it
     from hypothesis import HealthCheck, settings
 
-    # How long an example takes, or is drawn, depends on what else the machine does; no test asserts a speed.
+    # An example's duration depends on other load on the machine; no test asserts a speed.
     UNTIMED = settings(deadline=None, suppress_health_check=[HealthCheck.too_slow])
     settings.register_profile("same", UNTIMED, derandomize=True)
     settings.register_profile("random", UNTIMED, derandomize=False, print_blob=True)
-    settings.load_profile("same")  # --hypothesis-profile is looked at later and wins
+    settings.load_profile("same")  # --hypothesis-profile is read later and takes precedence
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:

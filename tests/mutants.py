@@ -1,11 +1,10 @@
 """``scripts/mutants``: clauses that have a reason, each taken away in a copy of the tree; a test must fail.
 
-Owns the runner; the list is ``tests/mutants.toml``. A mutant says which file is changed, the exact text that
-must be in it once, what stands there instead, which tests are run, and what the mutant would do to a user.
-Where a text is not found, the list is out of date and the run says so: a mutant that is not made proves
-nothing. Before a mutant counts as killed its tests must have passed without it. Code that the tests start in
-processes of their own is not mutated. A mutant that survives is an error unless the list says why that is
-accepted.
+Owns the runner; the list is ``tests/mutants.toml``. A mutant has the file to change, the exact text that must
+be in it once, the replacement, the tests to run, and the effect of the mutant on a user. Where a text is not
+found, the list is out of date and the run reports it: a mutant that is not made proves nothing. Before a
+mutant counts as killed its tests must have passed without it. Code that the tests start in processes of their
+own is not mutated. A mutant that survives is an error unless the list says why that is accepted.
 """
 
 from __future__ import annotations
@@ -40,7 +39,7 @@ sys.exit(pytest.main(sys.argv[2:]))
 
 @dataclasses.dataclass(frozen=True)
 class Mutant:
-    """One clause without which something goes wrong that ``why`` says."""
+    """One clause, with the harm that ``why`` describes when it is missing."""
 
     name: str
     file: str
@@ -52,13 +51,13 @@ class Mutant:
     accepted: str = ""
     "Why it may survive; empty: it may not."
     sample: str = "chosen"
-    "``chosen`` because it hurts, or found by an ``unbiased`` sample."
+    "``chosen`` for its harm, or found by an ``unbiased`` sample."
     select: str = ""
-    "pytest's -k, where the files hold much that has nothing to do with it."
+    "pytest's -k, where the files hold many unrelated tests."
 
 
 def mutants(file: Path = LIST) -> list[Mutant]:
-    """The list. Raises ValueError for a field that is missing or unknown."""
+    """Load the list. Raises ValueError for a field that is missing or unknown."""
     found = []
     for fields in tomllib.loads(file.read_text())["mutant"]:
         try:
@@ -69,7 +68,7 @@ def mutants(file: Path = LIST) -> list[Mutant]:
 
 
 def made(mutant: Mutant, root: Path) -> str:
-    """The file's text with the mutant in it. Raises ValueError when its text is not there exactly once."""
+    """The file's text with the mutant in it. Raises ValueError unless its text is there exactly once."""
     path = root / mutant.file
     text = path.read_text() if path.exists() else ""
     if (count := text.count(mutant.old)) != 1:
@@ -78,7 +77,7 @@ def made(mutant: Mutant, root: Path) -> str:
 
 
 class Tree:
-    """A copy of what git knows of this checkout, and of the native module."""
+    """A copy of the files of this checkout that git knows, and of the native module."""
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder
@@ -117,19 +116,19 @@ class Tree:
                 command, cwd=self.folder, env=environment, capture_output=True, text=True, timeout=TIMEOUT_S
             )
         except subprocess.TimeoutExpired:
-            return True  # it hangs, which the tests' own limits notice later
+            return True  # it hangs, which the tests' own limits detect later
         self.output = done.stdout + done.stderr
         return {0: False, 1: True}.get(done.returncode)
 
     def passes(self, files: Sequence[str], select: str) -> bool:
-        """Whether the tests pass without any mutant; asked once."""
-        asked = (*files, select)
-        if asked not in self._passed:
-            self._passed[asked] = self.fails(files, select) is False
-        return self._passed[asked]
+        """Whether the tests pass without any mutant; run once."""
+        key = (*files, select)
+        if key not in self._passed:
+            self._passed[key] = self.fails(files, select) is False
+        return self._passed[key]
 
     def judge(self, mutant: Mutant) -> tuple[str, str]:
-        """What became of a mutant, and what to say of it."""
+        """The state of a mutant, and a remark."""
         try:
             text = made(mutant, self.folder)
             files = self.files(mutant)
@@ -156,21 +155,21 @@ def run(chosen: Sequence[Mutant]) -> Iterator[tuple[Mutant, str, str, float]]:
         tree = Tree(Path(folder))
         for mutant in chosen:
             began = time.monotonic()
-            state, said = tree.judge(mutant)
-            yield mutant, state, said, time.monotonic() - began
+            state, remark = tree.judge(mutant)
+            yield mutant, state, remark, time.monotonic() - began
 
 
 def main() -> int:
     parser = argparse.ArgumentParser(prog="scripts/mutants", description=__doc__)
     parser.add_argument("words", nargs="*", help="only mutants whose name or file holds one of these")
     parser.add_argument("--list", action="store_true", help="show the list, and whether its texts are found")
-    asked = parser.parse_args()
+    arguments = parser.parse_args()
     chosen = [
         one
         for one in mutants()
-        if not asked.words or any(word in one.name or word in one.file for word in asked.words)
+        if not arguments.words or any(word in one.name or word in one.file for word in arguments.words)
     ]
-    if asked.list:
+    if arguments.list:
         num_gone = 0
         for one in chosen:
             try:
@@ -181,13 +180,13 @@ def main() -> int:
             print(f"{state:6} {one.name:44} {one.file}  {one.why}")
         return 1 if num_gone else 0
     counts: dict[str, dict[str, int]] = {}
-    for mutant, state, said, seconds in run(chosen):
+    for mutant, state, remark, seconds in run(chosen):
         counts.setdefault(mutant.sample, {}).setdefault(state, 0)
         counts[mutant.sample][state] += 1
-        print(f"{state:9} {seconds:6.1f} s  {mutant.name:44} {said}", flush=True)
+        print(f"{state:9} {seconds:6.1f} s  {mutant.name:44} {remark}", flush=True)
     for sample, states in counts.items():
-        told = ", ".join(f"{count} {state}" for state, count in states.items())
-        print(f"{sample}: {told}, of {sum(states.values())}")
+        summary = ", ".join(f"{count} {state}" for state, count in states.items())
+        print(f"{sample}: {summary}, of {sum(states.values())}")
     return 1 if {state for states in counts.values() for state in states} - {"killed", "accepted"} else 0
 
 

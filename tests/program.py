@@ -1,4 +1,4 @@
-"""Processes of ours, started as a user starts them, for tests that need a few and no whole cluster."""
+"""Our processes, started as a user starts them, for tests that need a few and no whole cluster."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ READY_WITHIN_S = 120.0
 
 
 class Program(OpenAiServer):
-    """``mooncake`` with these words, on a port of its own, until it is ended."""
+    """``mooncake`` with these arguments, on a port of its own, until it is ended."""
 
     def __init__(self, folder: Path, *words: str) -> None:
         (port,) = free_ports("127.0.0.1", 1, Random())
@@ -40,7 +40,7 @@ class Program(OpenAiServer):
 
 @contextlib.contextmanager
 def programs(folder: Path) -> Iterator[Callable[..., Program]]:
-    """Starts programs by their words, and ends them all."""
+    """A fixture that starts programs by their arguments, and ends them all."""
     with contextlib.ExitStack() as stack:
 
         def start(*words: str) -> Program:

@@ -2,7 +2,7 @@
 
 A skip is easily overlooked: a server that could not be installed, or a package that is missing, leaves a
 green run that has tested less than it did yesterday. ``ALLOWED`` names every skip that is accepted, by the
-file, by the words of its reason, and by why the test can't run where it is skipped. A run is strict with
+file, by the text of its reason, and by why the test can't run where it is skipped. A run is strict with
 ``--strict-skips`` or where ``CI`` is set in the environment, as ``.ci/run`` does; elsewhere, on a machine
 without the servers, the other skips are listed at the end and the run stays green. It works with xdist: the
 reports of the workers arrive at the process that started them, which alone decides.
@@ -22,13 +22,13 @@ import pytest
 
 @dataclass(frozen=True)
 class Allowed:
-    """Skips of the test files ``files`` (a pattern) whose reason holds ``reason`` (another)."""
+    """Skips of the test files ``files`` (a pattern) whose reason matches ``reason`` (another)."""
 
     files: str
     reason: str
     why: str
     unless: str = ""
-    "The variable of the environment that says that these tests can run here; then they may not be skipped."
+    "The environment variable that declares that these tests can run here; then they may not be skipped."
 
 
 ALLOWED = (
@@ -94,7 +94,7 @@ ALLOWED = (
 
 
 def excuse(file: str, reason: str, environment: Mapping[str, str]) -> Allowed | None:
-    """Why this skip is accepted, or None. ``file`` is relative to the folder ``tests``."""
+    """The reason to accept this skip, or None. ``file`` is relative to the folder ``tests``."""
     for allowed in ALLOWED:
         is_meant = re.fullmatch(allowed.files, file) and re.search(allowed.reason, reason)
         if is_meant and not (allowed.unless and environment.get(allowed.unless)):
@@ -103,7 +103,7 @@ def excuse(file: str, reason: str, environment: Mapping[str, str]) -> Allowed | 
 
 
 class Skips:
-    """The plugin: collects what was skipped; a strict session fails for what is not excused."""
+    """The plugin: collects skips; a strict session fails for those without an excuse."""
 
     def __init__(self, is_strict: bool, tests: Path) -> None:
         self._is_strict = is_strict
@@ -155,7 +155,7 @@ def add_option(parser: pytest.Parser) -> None:
 
 
 def register(config: pytest.Config) -> None:
-    """In the process that reports; a worker of xdist hands its reports on."""
+    """Register in the process that reports; a worker of xdist passes its reports on."""
     if hasattr(config, "workerinput"):
         return
     is_strict = bool(config.getoption("--strict-skips")) or os.environ.get("CI", "") not in ("", "0", "false")

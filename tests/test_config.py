@@ -36,7 +36,7 @@ class ProbeSettings:
     "Port to listen on."
 
     pool_size_bytes: Annotated[int, Size, Meta(ge=4096)] = 2 << 30
-    "Memory that is lent."
+    "Memory of the pool."
 
     timeout_s: Annotated[float, Meta(gt=0)] = 30.0
     "How long to wait."
@@ -255,7 +255,7 @@ def test_docs_have_a_row_per_field() -> None:
     text = config.render_docs([ProbeSettings], "# Settings\n")
     assert text.startswith("# Settings\n\n## [probe]\n\nA role for these tests.\n\n| flag |")
     assert (
-        '| `--pool-size` | `MOONCAKE_PROBE_POOL_SIZE` | `"2GiB"` | Memory that is lent. Takes a size' in text
+        '| `--pool-size` | `MOONCAKE_PROBE_POOL_SIZE` | `"2GiB"` | Memory of the pool. Takes a size' in text
     )
     assert "How to choose, over two lines. Takes cache_aware, random." in text
     assert "Who may ask. Also read from `PROBE_KEY`." in text

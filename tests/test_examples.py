@@ -30,7 +30,7 @@ def test_transfer() -> None:
     out = run("transfer.py")
     assert "write: OK 1048576 bytes" in out
     assert "first of the last quarter: 0 = 0" in out
-    assert "told: kv two layers are there" in out
+    assert "received: kv two layers are there" in out
 
 
 @pytest.fixture

@@ -1,4 +1,4 @@
-"""The list of mutants is whole, and the runner takes no mutant for killed that was never made."""
+"""The list of mutants is complete, and the runner counts no mutant as killed that was never made."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ def test_an_entry_with_an_unknown_field_is_refused(tmp_path: Path) -> None:
 
 
 @pytest.mark.processes
-def test_killed_survived_accepted_and_gone_are_told_apart(tmp_path: Path) -> None:
+def test_killed_survived_accepted_and_gone_are_distinguished(tmp_path: Path) -> None:
     """In a real copy of this tree, with one real core and one real test file."""
     tree = Tree(tmp_path)
     fine = Mutant(

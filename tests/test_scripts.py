@@ -26,7 +26,7 @@ test:
 def ci(
     folder: Path, *steps: str, install: int = 0, check: int = 0, test: int = 0, **parts: str
 ) -> tuple[int, str]:
-    """``.ci/run`` over doubles of what it calls; the exit status, and what it said."""
+    """Run ``.ci/run`` over doubles of what it calls; return the exit status and the output."""
     shutil.copytree(ROOT / ".ci", folder / ".ci")
     (folder / "scripts").mkdir()
     (folder / "Makefile").write_text(MAKEFILE.format(install=install, check=check, test=test))

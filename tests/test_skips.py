@@ -56,7 +56,7 @@ def test_of_a_trace():
 
 
 def ran(folder: Path, *flags: str, ci: str = "", **files: str) -> subprocess.CompletedProcess[str]:
-    """pytest over ``files`` (a test's name and its text), with the plugin and nothing else of ours."""
+    """Run pytest over ``files`` (a test's name and its text), with only this plugin of ours."""
     tests = folder / "tests"
     (tests / "bench").mkdir(parents=True)
     (tests / "conftest.py").write_text(CONFTEST.format(path=str(ROOT / "tests" / "skips.py")))
@@ -71,7 +71,7 @@ def ran(folder: Path, *flags: str, ci: str = "", **files: str) -> subprocess.Com
 
 
 @pytest.mark.parametrize("workers", ["0", "2"])
-def test_a_skip_that_nobody_excused_fails_a_strict_run(tmp_path: Path, workers: str) -> None:
+def test_a_skip_without_an_excuse_fails_a_strict_run(tmp_path: Path, workers: str) -> None:
     done = ran(tmp_path, "--strict-skips", "-n", workers, test_servers=SKIPPING)
     assert done.returncode == 1, done.stdout + done.stderr
     assert "ERROR: skipped and not on the list" in done.stdout

@@ -32,7 +32,7 @@ QUIET = {
     "GLOO_SOCKET_IFNAME": "lo",
     "VLLM_CPU_KVCACHE_SPACE": "1",
 }
-"""What every vLLM process of ours is given: nothing leaves this host, and 1 GiB of KV memory."""
+"""Environment of every vLLM process of ours: no traffic leaves this host, and 1 GiB of KV memory."""
 
 
 def free_port() -> int:
@@ -67,7 +67,7 @@ class VllmServer(OpenAiServer):
         self.start()
 
     def start(self) -> None:
-        """Also again, after ``kill``: another process at the same address."""
+        """Start it; after ``kill`` again, as another process at the same address."""
         with self.log_path.open("a") as log:
             self._process = subprocess.Popen(
                 self._command,
@@ -98,7 +98,7 @@ class VllmServer(OpenAiServer):
         return self.log_path.read_text(errors="replace")
 
     def metric(self, name: str) -> float:
-        """The sum of a metric's samples."""
+        """Sum of a metric's samples."""
         lines = self.request("GET", "/metrics", None).body.splitlines()
         return sum(float(line.rpartition(" ")[2]) for line in lines if line.split("{")[0] == name)
 
@@ -109,7 +109,7 @@ class VllmServer(OpenAiServer):
         self._process.wait(30)
 
     def kill_engine(self) -> None:
-        """SIGKILL to the engine's core alone; the API server above it finds out by itself, and ends."""
+        """SIGKILL to the engine's core alone; the API server above it detects that by itself, and ends."""
         for folder in Path("/proc").glob("[0-9]*"):
             with suppress(ProcessLookupError, FileNotFoundError):
                 is_core = (folder / "comm").read_text().startswith("VLLM::EngineCor")
@@ -117,7 +117,7 @@ class VllmServer(OpenAiServer):
                     os.kill(int(folder.name), signal.SIGKILL)
 
     def wait_until_over(self, timeout_s: float = 60.0) -> None:
-        """Return when none of its processes is left; whoever does not end by itself is killed."""
+        """Return when none of its processes is left; one that does not end by itself is killed."""
         with suppress(subprocess.TimeoutExpired):
             self._process.wait(timeout_s)
         self.kill()
@@ -129,7 +129,7 @@ class VllmServer(OpenAiServer):
 
 @contextmanager
 def running_store(folder: Path, size_gb: float = 1.0) -> Iterator[str]:
-    """``mooncaked``: a master and this much memory in one process; yields its address."""
+    """Run ``mooncaked``: a master and this much memory in one process; yields its address."""
     port = free_port()
     command = [sys.executable, "-m", "mooncake", "daemon", "--port", str(port)]
     command += ["--capacity-dram", str(size_gb)]
@@ -145,7 +145,7 @@ def running_store(folder: Path, size_gb: float = 1.0) -> Iterator[str]:
 
 
 def num_stored(store: str) -> int:
-    """How many blocks it keeps."""
+    """Number of blocks in the store."""
     keys = BlockingClient(store, (m.Keys,)).call(m.ListKeys("", 1000), 10.0)
     assert isinstance(keys, m.Keys)
     return len(keys.keys)
@@ -178,7 +178,7 @@ class Gateway(OpenAiServer):
 
 @contextmanager
 def running_gateway(folder: Path, model: Path, *flags: str) -> Iterator[Gateway]:
-    """``mooncake gateway`` in front of the engines that ``flags`` name; it may begin before they do."""
+    """Run ``mooncake gateway`` in front of the engines in ``flags``; it may start before they do."""
     gateway = Gateway(free_port(), folder / "gateway.log")
     command = [sys.executable, "-m", "mooncake", "gateway", "--model", str(model)]
     command += ["--served-model-name", "smollm2", "--host", HOST, "--port", gateway.url.rpartition(":")[2]]
@@ -202,12 +202,12 @@ def running_gateway(folder: Path, model: Path, *flags: str) -> Iterator[Gateway]
 
 
 def store_connector(store: str, role: str = "kv_both") -> dict[str, Any]:
-    """Our ``MooncakeStoreConnector``."""
+    """Configuration of our ``MooncakeStoreConnector``."""
     return _ours("MooncakeStoreConnector", role, {"mooncake_store_addr": store})
 
 
 def direct_connector(role: str, **extra: Any) -> dict[str, Any]:
-    """Our ``MooncakeConnector``."""
+    """Configuration of our ``MooncakeConnector``."""
     return _ours("MooncakeConnector", role, extra)
 
 
@@ -221,7 +221,8 @@ def _ours(name: str, role: str, extra: dict[str, Any]) -> dict[str, Any]:
 
 
 def store_configuration(folder: Path, master: str) -> dict[str, str]:
-    """The environment that tells vLLM's own store connector of a store whose memory is another process's."""
+    """The environment with which vLLM's own store connector uses a store whose memory is another
+    process's."""
     path = folder / "mooncake.json"
     settings = {
         "metadata_server": "P2PHANDSHAKE",

@@ -1,9 +1,8 @@
-"""The command ``mooncake``: one door to every role, to a whole cluster on one host, and to a chat with it.
+"""The command ``mooncake``: the entry point of every role, of a cluster on one host, and of a chat with it.
 
-This module only finds the words for what went wrong: a broken world (bad settings, a taken port, a model
-that is not there) is one line on standard error and exit status 2, or 1 when trying again later may help;
-only a broken program shows a traceback. ``cli/commands.py`` lists the commands, ``role_command.py`` derives
-their flags.
+This module only words failures: a broken world (bad settings, a taken port, a missing model) is one line on
+standard error and exit status 2, or 1 when trying again later may help; only a broken program shows a
+traceback. ``cli/commands.py`` lists the commands, ``role_command.py`` derives their flags.
 """
 
 from __future__ import annotations
@@ -27,7 +26,9 @@ def main(arguments: Sequence[str] | None = None) -> NoReturn:
     os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
 
     def run() -> None:
-        from mooncake.cli.commands import application_for  # here, so that a missing extra can be explained
+        from mooncake.cli.commands import (
+            application_for,
+        )  # here, so that a missing extra can be reported with advice
 
         application_for(words)(args=words, prog_name="mooncake")
 
@@ -35,7 +36,7 @@ def main(arguments: Sequence[str] | None = None) -> NoReturn:
 
 
 def run_program(run: Callable[[], None]) -> NoReturn:
-    """Run the whole of a program and leave, with one line on what went wrong if something did."""
+    """Run a whole program and exit; a failure is reported in one line."""
     try:
         run()
     except AddressInUse as error:
@@ -45,7 +46,7 @@ def run_program(run: Callable[[], None]) -> NoReturn:
     except ModuleNotFoundError as error:
         if error.name is None or error.name.split(".")[0] == "mooncake":
             raise
-        _fail(f"{error.name} is not installed; `pip install 'mooncake-serving[all]'` brings it", 2)
+        _fail(f"{error.name} is not installed; `pip install 'mooncake-serving[all]'` installs it", 2)
     except OSError as error:
         advice = _address_advice(error)
         if advice is None:
@@ -55,14 +56,15 @@ def run_program(run: Callable[[], None]) -> NoReturn:
 
 
 def daemon_main(arguments: Sequence[str] | None = None) -> NoReturn:
-    """The console script ``mooncaked``: a whole store, or (as it was called before there were) its node."""
+    """The console script ``mooncaked``: a whole store, or a node only, for which the name once stood."""
     words = list(sys.argv[1:] if arguments is None else arguments)
     keep_upstream_defaults("mooncaked")
     main([daemon_role(words, os.environ), *words])
 
 
 def daemon_role(words: Sequence[str], environment: Mapping[str, str]) -> str:
-    """``node`` when a master is named and nothing that only the whole store knows, else ``daemon``."""
+    """Return ``node`` when a master is named and no setting is one of the whole store only, else
+    ``daemon``."""
     names = {word.partition("=")[0] for word in words}
     if any(name.startswith(("--capacity-", "--nvme-path", "--transfer-port", "--oplog")) for name in names):
         return "daemon"
@@ -77,7 +79,7 @@ def _fail(message: str, status: int) -> NoReturn:
 
 
 def _address_advice(error: OSError) -> str | None:
-    """What to do about an address that cannot be listened on; None for any other failure."""
+    """Advice for an address that cannot be listened on; None for any other failure."""
     text = error.strerror or str(error)
     if isinstance(error, socket.gaierror):
         return f"the host to listen on is unknown ({text}); choose another with --host"

@@ -1,6 +1,7 @@
-"""Makes the credentials of a cluster: an authority and its certificates, or a cluster key and what derives.
+"""``mooncake certs``: create the credentials of a cluster: an authority and its certificates, or cluster
+keys.
 
-For who has no authority already; nothing else depends on this module, and certificates from elsewhere
+For users without an authority; nothing else depends on this module, and certificates from elsewhere
 serve as well. The authority's key is all that it takes to join the cluster: it stays where this
 command ran. Written with the library `cryptography`, because the program `openssl` is not everywhere.
 """
@@ -35,28 +36,28 @@ _SKEW = datetime.timedelta(hours=1)  # clocks of a cluster are not all right
 
 @dataclass(frozen=True)
 class CertsSettings:
-    """Make what a cluster's processes prove who they are with: certificates, or a cluster key."""
+    """Create a cluster's credentials: certificates, or a cluster key."""
 
     folder: Path = Path("certs")
-    "Where the files are; an authority (`ca.pem`, `ca.key`) that is there is used, else made."
+    "Folder of the files; an existing authority (`ca.pem`, `ca.key`) is used, else one is created."
 
     name: str = "node"
-    "Name of the files to make: `<name>.pem` and `<name>.key`. Files that exist are never written over."
+    "Name of the files to create: `<name>.pem` and `<name>.key`. Existing files are never overwritten."
 
     host: tuple[str, ...] = ("localhost", "127.0.0.1", "::1")
     "Host names and addresses that the certificate is for."
 
     days: Annotated[int, Meta(ge=1, le=3650)] = 365
-    "Days for which the certificate is good."
+    "Days for which the certificate is valid."
 
     role: Literal["node", "client", "admin"] = "node"
-    "What the owner of the certificate, or of the derived key, is to the cluster."
+    "Role in the cluster of the owner of the certificate or derived key."
 
     tenant: str = ""
-    "The only tenant whose objects a client may name; empty: every one."
+    "The only tenant whose objects a client may name; empty: all tenants."
 
     cluster_key: Path | None = None
-    "Make a cluster key in this file instead of a certificate."
+    "Create a cluster key in this file instead of a certificate."
 
     derive_from: Path | None = None
     "Derive the key of `role` and `tenant` from the cluster key in this file, instead of a certificate."
@@ -77,7 +78,7 @@ def certs(given: Invocation) -> None:
     settings: CertsSettings = given.settings
     if settings.cluster_key is not None:
         make_cluster_key(settings.cluster_key)
-        print(f"made {settings.cluster_key}: whoever has it can join in every role")
+        print(f"made {settings.cluster_key}: its holder can join in every role")
         print(f"cluster_key_file = {settings.cluster_key}")
         return
     if settings.derive_from is not None:
@@ -89,20 +90,20 @@ def certs(given: Invocation) -> None:
     print(f"made {', '.join(str(path) for path in made)}")
     folder = settings.folder
     print(f"tls_cert = {folder / settings.name}.pem\ntls_key = {folder / settings.name}.key")
-    print(f"tls_ca = {folder / 'ca.pem'}\nkeep {folder / 'ca.key'} here: whoever has it can join")
+    print(f"tls_ca = {folder / 'ca.pem'}\nkeep {folder / 'ca.key'} here: its holder can join")
 
 
 def make_cluster_key(path: Path) -> None:
-    """A fresh secret in a new file.
+    """Write a fresh secret to a new file.
 
     Raises:
-        InvalidArgument: the file is there already, or can't be written.
+        InvalidArgument: the file exists, or can't be written.
     """
     _write_secret("cluster_key", path, format_secret(secrets.token_bytes(SECRET_BYTES)))
 
 
 def derive_key(settings: CertsSettings) -> Path:
-    """The file with the key of the settings' role and tenant; raises as ``make_cluster_key``."""
+    """Derive the key of the settings' role and tenant into a file; raises as ``make_cluster_key``."""
     assert settings.derive_from is not None
     ring = read_key_file(str(settings.derive_from))
     if not ring.secrets:
@@ -121,16 +122,16 @@ def _write_secret(field: str, path: Path, text: str) -> None:
         with open(os.open(path, os.O_CREAT | os.O_EXCL | os.O_WRONLY, 0o600), "w") as opened:
             opened.write(text)
     except FileExistsError:
-        raise InvalidArgument(field, str(path), "a file that is not there yet") from None
+        raise InvalidArgument(field, str(path), "a file that does not exist yet") from None
     except OSError as error:
         raise InvalidArgument(field, str(path), f"a file that can be written ({error.strerror})") from error
 
 
 def make(settings: CertsSettings) -> list[Path]:
-    """The files it wrote.
+    """Create certificates; return the files written.
 
     Raises:
-        InvalidArgument: the folder cannot be written, the certificate is there, or half an authority is.
+        InvalidArgument: the folder cannot be written, the certificate exists, or half an authority does.
     """
     folder = settings.folder
     try:
@@ -167,7 +168,7 @@ def make(settings: CertsSettings) -> list[Path]:
 
 
 def _authority(folder: Path) -> tuple[x509.Certificate, ec.EllipticCurvePrivateKey, list[Path]]:
-    """The authority of the folder, and the files made for it."""
+    """Load or create the authority of the folder; also return the files created for it."""
     certificate, key_file = folder / "ca.pem", folder / "ca.key"
     if certificate.exists() != key_file.exists():
         there, missing = (certificate, key_file) if certificate.exists() else (key_file, certificate)

@@ -1,8 +1,8 @@
-"""A chat in the terminal with anything that speaks the OpenAI API.
+"""``mooncake chat``: a terminal chat with any server of the OpenAI API.
 
-Knows HTTP and the terminal only, nothing of the cluster behind the URL. Standard library and rich, so that
-it starts at once. After each answer it shows what this project is about: how much of the prompt was found in
-the cache, and how long the first token took.
+Knows HTTP and the terminal only, nothing of the cluster behind the URL. Standard library and rich, so that it
+starts at once. After each answer it shows how much of the prompt was cached and how long the first token
+took.
 """
 
 from __future__ import annotations
@@ -25,24 +25,24 @@ from mooncake.errors import DeadlineExceeded, InvalidArgument, PeerLost, Protoco
 from mooncake.security import process_identity
 from mooncake.security.tls_contexts import client_context
 
-COMMANDS = "/reset forgets the conversation, /quit leaves"
+COMMANDS = "/reset clears the conversation, /quit exits"
 
 
 @dataclass(frozen=True)
 class ChatSettings:
-    """Talk to a cluster in the terminal."""
+    """Chat with a cluster in the terminal."""
 
     url: str = "http://127.0.0.1:8000"
     "Address of the gateway."
 
     model: str = ""
-    "Model to ask; without it, the first one that the gateway lists."
+    "Model to use; without it, the first one that the gateway lists."
 
     system: str = ""
-    "Instructions that stand before the conversation."
+    "System prompt, placed before the conversation."
 
     max_tokens: Annotated[int, Meta(ge=1)] = 1024
-    "Longest answer, in tokens."
+    "Maximum length of an answer, in tokens."
 
     temperature: Annotated[float, Meta(ge=0, le=2)] = 0.0
     "0 takes the likeliest token each time; higher is more varied."
@@ -51,7 +51,7 @@ class ChatSettings:
     "How long to wait for the next token."
 
     api_key: Annotated[str, Secret] = ""
-    "Sent as the bearer token, for servers that ask for one."
+    "Sent as the bearer token, for servers that require one."
 
     def __post_init__(self) -> None:
         parts = urllib.parse.urlsplit(self.url)
@@ -61,7 +61,7 @@ class ChatSettings:
 
 @dataclass
 class ChatAnswer:
-    """One answer as it grew."""
+    """One answer, updated as it arrives."""
 
     text: str = ""
     ttft_s: float | None = None
@@ -88,7 +88,7 @@ class ChatAnswer:
 
 
 class ChatServer:
-    """The HTTP side: a model list and streamed answers."""
+    """The HTTP client: a model list and streamed answers."""
 
     def __init__(
         self,
@@ -103,7 +103,7 @@ class ChatServer:
         self._now = now
 
     def first_model(self) -> str:
-        """The name of the first model that the server lists."""
+        """Name of the first model that the server lists."""
         with self._request("GET", "/v1/models", None) as response:
             models = json.loads(response.read()).get("data") or []
         if not models:
@@ -111,7 +111,7 @@ class ChatServer:
         return str(models[0]["id"])
 
     def ask(self, model: str, messages: list[dict[str, str]], answer: ChatAnswer) -> Iterator[str]:
-        """Stream one answer; ``answer`` is filled on the way."""
+        """Stream one answer; ``answer`` is filled as it arrives."""
         body = {
             "model": model,
             "messages": messages,
@@ -155,7 +155,7 @@ class ChatServer:
         except ssl.SSLError as error:
             raise ProtocolError(
                 f"no TLS with {self._settings.url} ({error}); a gateway of a cluster with TLS "
-                "wants a certificate: --tls-cert, --tls-key and --tls-ca"
+                "requires a certificate: --tls-cert, --tls-key and --tls-ca"
             ) from error
         except (OSError, http.client.HTTPException) as error:
             raise PeerLost(
@@ -168,7 +168,7 @@ class ChatServer:
 
 
 def _refusal(response: http.client.HTTPResponse, url: str) -> str:
-    """What an OpenAI error object says, or at least the status."""
+    """The message of an OpenAI error object, or at least the status."""
     content = response.read()
     try:
         message = json.loads(content)["error"]["message"]
@@ -188,17 +188,18 @@ def _events(response: http.client.HTTPResponse, url: str) -> Iterator[dict[str, 
                 return
             event = json.loads(data)
             if "error" in event:
-                raise ProtocolError(f"{url} broke off: {event['error'].get('message', event['error'])}")
+                raise ProtocolError(f"{url} aborted: {event['error'].get('message', event['error'])}")
             yield event
     except TimeoutError as error:
         raise DeadlineExceeded(f"{url} stopped in the middle of an answer") from error
     except (OSError, http.client.HTTPException, json.JSONDecodeError) as error:
-        raise PeerLost(f"{url} broke off in the middle of an answer ({error})") from error
-    raise PeerLost(f"{url} broke off before the end of the answer")
+        raise PeerLost(f"{url} lost the connection in the middle of an answer ({error})") from error
+    raise PeerLost(f"{url} ended the stream before the end of the answer")
 
 
 class Conversation:
-    """The loop of questions and answers. A failed question is not remembered, so it can be asked again."""
+    """The loop of questions and answers. A failed question is not kept in the conversation, so it can be
+    repeated."""
 
     def __init__(self, settings: ChatSettings, server: ChatServer, model: str, out: TextIO) -> None:
         self._server = server
@@ -208,13 +209,13 @@ class Conversation:
         self.messages = list(self._opening)
 
     def say(self, line: str) -> bool:
-        """Handle one line from the person; False when they leave."""
+        """Handle one line of input; returns False to quit."""
         line = line.strip()
         if line in ("/quit", "/exit", "/q"):
             return False
         if line == "/reset":
             self.messages = list(self._opening)
-            self._print("(the conversation starts anew)\n")
+            self._print("(conversation cleared)\n")
         elif line.startswith("/"):
             self._print(f"({line} is no command; {COMMANDS})\n")
         elif line:
@@ -222,10 +223,10 @@ class Conversation:
         return True
 
     def _ask(self, line: str) -> None:
-        asked = [*self.messages, {"role": "user", "content": line}]
+        messages = [*self.messages, {"role": "user", "content": line}]
         answer = ChatAnswer()
         try:
-            for piece in self._server.ask(self._model, asked, answer):
+            for piece in self._server.ask(self._model, messages, answer):
                 self._print(piece)
         except KeyboardInterrupt:
             self._print("\n(interrupted; ask again or /quit)\n")
@@ -233,7 +234,7 @@ class Conversation:
         except (PeerLost, DeadlineExceeded, ProtocolError) as error:
             self._print(f"\nerror: {error}\n")
             return
-        self.messages = [*asked, {"role": "assistant", "content": answer.text}]
+        self.messages = [*messages, {"role": "assistant", "content": answer.text}]
         self._print(f"\n{self._dim(f'[{answer.footer()}]')}\n")
 
     def _print(self, text: str) -> None:
@@ -245,11 +246,11 @@ class Conversation:
 
 
 def chat(given: Invocation) -> None:
-    """Talk until /quit, end of input or Ctrl-C at the prompt."""
+    """Chat until /quit, end of input or Ctrl-C at the prompt."""
     settings = given.settings
     assert isinstance(settings, ChatSettings)
     identity = process_identity()
-    # As curl does: a person names the gateway by its address, and any member has a certificate.
+    # As in curl: the gateway is named by its address, and any cluster member has a certificate.
     tls = client_context(identity.settings, check_host=True) if identity.has_tls else None
     server = ChatServer(settings, tls=tls)
     model = settings.model or server.first_model()

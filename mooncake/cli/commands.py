@@ -1,6 +1,6 @@
-"""The commands, and where each finds its settings and its entry point.
+"""The commands, with the module of each one's settings and entry point.
 
-A room is imported only when its command runs: ``mooncake --help`` must not wait for torch.
+A package is imported only when its command runs: ``mooncake --help`` must not wait for torch.
 """
 
 from __future__ import annotations
@@ -53,7 +53,7 @@ COMMANDS = (
     Command(
         "chat",
         "mooncake.cli.chat",
-        "Talk to a cluster in the terminal.",
+        "Chat with a cluster in the terminal.",
         "mooncake chat --url http://127.0.0.1:8000",
         entry="chat",
     ),
@@ -78,7 +78,7 @@ COMMANDS = (
     Command(
         "node",
         "mooncake.store.node.node",
-        "Lend this host's memory and SSD to the store.",
+        "Contribute this host's memory and SSD to the store.",
         "mooncake node --master 127.0.0.1:50051 --pool-size 64GiB",
     ),
     Command(
@@ -90,19 +90,19 @@ COMMANDS = (
     Command(
         "master",
         "mooncake.cli.master",
-        "Keep the store's metadata.",
+        "Run the store's master, which keeps its metadata.",
         "mooncake master --port 50051",
     ),
     Command(
         "metadata",
         "mooncake.transfer.metadata.server",
-        "Keep the addresses of transfer engines.",
+        "Run the metadata service of transfer engines, which keeps their addresses.",
         "mooncake metadata --port 8080",
     ),
     Command(
         "certs",
         "mooncake.cli.certs",
-        "Make what processes prove who they are with: certificates, or a cluster key.",
+        "Create a cluster's credentials: certificates, or a cluster key.",
         "mooncake certs --folder certs --name node-1 --host 10.0.0.1 node-1.example",
         entry="certs",
     ),
@@ -112,7 +112,7 @@ TRACE_COMMANDS = (
     (
         "simulate",
         "mooncake.cli.simulation.simulate",
-        "Replay a trace on virtual time; compare policies.",
+        "Simulate a trace on virtual time; compare policies.",
         "mooncake simulate trace.jsonl --cluster 8P8D --policy overlap random --html report.html",
     ),
     (
@@ -124,13 +124,13 @@ TRACE_COMMANDS = (
     (
         "calibrate",
         "mooncake.cli.replay.calibrate",
-        "Measure what work costs on a live cluster, for the simulator.",
+        "Measure the costs of a live cluster, for the simulator.",
         "mooncake calibrate --url http://127.0.0.1:8000 --out costs.toml",
     ),
     (
         "replay",
         "mooncake.cli.replay.replay",
-        "Drive a live cluster with a trace; compare with the prediction.",
+        "Replay a trace against a live cluster; compare with the prediction.",
         "mooncake replay trace.jsonl --url http://127.0.0.1:8000 --predict --costs costs.toml --cluster 2P2D",
     ),
 )
@@ -138,7 +138,7 @@ TRACE_COMMANDS = (
 FAKE_ENGINE = Command(
     "fake-engine",
     "mooncake.inference.fake.server",
-    "Run an engine without a model: true KV bytes, faults on request.",
+    "Run an engine without a model: real KV bytes, faults on request.",
     "mooncake dev fake-engine --master 127.0.0.1:50051 --port 8101 --fail-load-every 3",
 )
 
@@ -172,7 +172,7 @@ The tables `[log]` and `[security]` are those of every role. The flags of `[secu
 
 
 def application_for(words: Sequence[str]) -> typer.Typer:
-    """The command line, with the full flags of the one command that ``words`` ask for."""
+    """The command line, with the full flags of the one command that ``words`` select."""
     application = typer.Typer(
         epilog="Example: mooncake up --prefill 2 --decode 2 --port 8000",
         add_completion=False,
@@ -181,55 +181,55 @@ def application_for(words: Sequence[str]) -> typer.Typer:
         context_settings={"help_option_names": ["--help", "-h"]},
     )
     application.callback()(_start)
-    asked = next((word for word in words if not word.startswith("-")), None)
+    selected = next((word for word in words if not word.startswith("-")), None)
     for command in COMMANDS:
-        if command.name == asked:
+        if command.name == selected:
             _add(application, command)
         else:
-            application.command(command.name, help=command.summary)(_never)
+            application.command(command.name, help=command.summary)(_not_selected)
     application.command("config")(_config)
     application.command("topology")(_topology)
-    _add_simulation(application, asked)
+    _add_simulation(application, selected)
     application.command("explain", epilog="Example: mooncake explain cmpl-6f1c --url http://127.0.0.1:8000")(
         _explain
     )
-    benches = typer.Typer(no_args_is_help=True, help="Measure this machine and what we make of it.")
+    benches = typer.Typer(no_args_is_help=True, help="Measure transfers against the limits of this machine.")
     benches.callback()(_start_bench)
     benches.command("transfer", epilog="Example: mooncake bench transfer --quick")(_bench_transfer)
     application.add_typer(benches, name="bench")
-    _add_development(application, asked)
-    if asked == "store":
-        from mooncake.cli.store.commands import make_application  # late, like every room
+    _add_development(application, selected)
+    if selected == "store":
+        from mooncake.cli.store.commands import make_application  # imported late, like every package
 
         application.add_typer(make_application(), name="store")
     else:
-        application.command("store", help="Look into the store, and change it.")(_never)
+        application.command("store", help="Inspect and change the contents of the store.")(_not_selected)
     return application
 
 
-def _add_development(application: typer.Typer, asked: str | None) -> None:
-    """What those need who build on this: loaded only when asked for."""
-    tools = typer.Typer(no_args_is_help=True, help="Tools for those who connect an engine.")
+def _add_development(application: typer.Typer, selected: str | None) -> None:
+    """Add the tools for integrators: loaded only when selected."""
+    tools = typer.Typer(no_args_is_help=True, help="Tools for connecting an engine.")
     tools.callback()(_start_development)
-    if asked == "dev":
+    if selected == "dev":
         _add(tools, FAKE_ENGINE)
     application.add_typer(tools, name="dev")
 
 
 def _start_development() -> None:
-    """Tools for those who connect an engine."""
+    """Tools for connecting an engine."""
 
 
-def _add_simulation(application: typer.Typer, asked: str | None) -> None:
-    """Commands that take traces; numpy and the simulator are loaded only for the one that runs."""
+def _add_simulation(application: typer.Typer, selected: str | None) -> None:
+    """Add commands that take traces; numpy and the simulator are loaded only for the one that runs."""
     for name, module, summary, example in TRACE_COMMANDS:
-        if asked == name:
+        if selected == name:
             found = importlib.import_module(module)
-            # Options that may be repeated take several values at once, too.
+            # Options that may be repeated also take several values at once.
             add = application.command(name, cls=ManyValues, epilog=f"Example: {example}")
             add(getattr(found, f"{name}_command"))
         else:
-            application.command(name, help=summary)(_never)
+            application.command(name, help=summary)(_not_selected)
 
 
 def _print_version(wanted: bool) -> None:
@@ -244,31 +244,40 @@ def _start(
         typer.Option("--version", help="Print the version.", callback=_print_version, is_eager=True),
     ] = False,
 ) -> None:
-    """A KVCache-centric serving platform: prefill and decode apart, one shared KV pool."""
+    """A KVCache-centric serving platform: prefill and decode disaggregated, one shared KV pool."""
 
 
 def _start_bench() -> None:
-    """Measure this machine and what we make of it."""
+    """Measure transfers against the limits of this machine."""
 
 
 def _bench_transfer(
     json_file: Annotated[
-        Path | None, typer.Option("--json", metavar="FILE", help="Write everything as one JSON object, too.")
+        Path | None,
+        typer.Option("--json", metavar="FILE", help="Also write the results as a JSON object to this file."),
     ] = None,
     plot_file: Annotated[
-        Path | None, typer.Option("--plot", metavar="FILE.png", help="Draw it (needs the extra `plot`).")
+        Path | None,
+        typer.Option(
+            "--plot", metavar="FILE.png", help="Draw a plot into this file (needs the extra `plot`)."
+        ),
     ] = None,
     quick: Annotated[bool, typer.Option("--quick", help="Three rounds instead of eleven.")] = False,
     paths: Annotated[
-        list[str] | None, typer.Option("--path", help="Measure only this; may be repeated.")
+        list[str] | None, typer.Option("--path", help="Measure only this path; may be repeated.")
     ] = None,
-    largest: Annotated[str, typer.Option("--largest", metavar="SIZE", help="Largest transfer.")] = "128MiB",
+    largest: Annotated[
+        str, typer.Option("--largest", metavar="SIZE", help="Size of the largest transfer.")
+    ] = "128MiB",
     folder: Annotated[
         Path | None,
-        typer.Option("--folder", help="On the disk to be measured; by default that of temporary files."),
+        typer.Option(
+            "--folder", help="Folder on the disk to be measured; by default that of temporary files."
+        ),
     ] = None,
 ) -> None:
-    """Every path between two processes beside what the machine can do: bandwidth, times, processor time."""
+    """Measure every path between two processes beside the limits of this machine: bandwidth, times, processor
+    time."""
     from mooncake.cli.bench import QUICK_ROUNDS, ROUNDS, bench_transfer
 
     bench_transfer(paths or [], QUICK_ROUNDS if quick else ROUNDS, largest, folder, json_file, plot_file)
@@ -279,9 +288,9 @@ def _topology(
         bool, typer.Option("--json", help='Print {"cpu:0": [[preferred], [others]], ...} instead of tables.')
     ] = False,
     devices: Annotated[
-        list[str] | None, typer.Option("--device", help="Only this RDMA device; may be repeated.")
+        list[str] | None, typer.Option("--device", help="Use only this RDMA device; may be repeated.")
     ] = None,
-    root: Annotated[str, typer.Option("--root", metavar="DIR", help="Where sysfs is mounted.")] = "/sys",
+    root: Annotated[str, typer.Option("--root", metavar="DIR", help="Mount point of sysfs.")] = "/sys",
 ) -> None:
     """Show which network cards are near which memory: NICs, NUMA nodes and GPUs of this host."""
     from mooncake.cli.topology import show_topology
@@ -296,18 +305,22 @@ def _explain(
     url: Annotated[str, typer.Option("--url", help="Address of the gateway.")] = "http://127.0.0.1:8000",
     admin_api_key: Annotated[
         str,
-        typer.Option("--admin-api-key", envvar="ADMIN_API_KEY", help="For an id that the client chose."),
+        typer.Option(
+            "--admin-api-key", envvar="ADMIN_API_KEY", help="Needed for an id that the client chose."
+        ),
     ] = "",
-    as_json: Annotated[bool, typer.Option("--json", help="Print the gateway's answer as it is.")] = False,
+    as_json: Annotated[
+        bool, typer.Option("--json", help="Print the gateway's JSON answer unchanged.")
+    ] = False,
 ) -> None:
-    """Why a request was served as it was: what was weighed, predicted and measured, and why blocks missed."""
+    """Explain the routing of a request: what was weighed, predicted and measured, and why blocks missed."""
     from mooncake.cli.explain import explain
 
     explain(name, url, admin_api_key, as_json)
 
 
-def _never() -> None:
-    raise AssertionError("only the command that was asked for is built in full")
+def _not_selected() -> None:
+    raise AssertionError("only the selected command is built in full")
 
 
 def _add(application: typer.Typer, command: Command) -> None:
@@ -324,11 +337,12 @@ def _add(application: typer.Typer, command: Command) -> None:
 
 def _config(
     file: Annotated[
-        str | None, typer.Option("--config", metavar="FILE", help="Read this file as the roles would.")
+        str | None,
+        typer.Option("--config", metavar="FILE", help="Read this configuration file as the roles would."),
     ] = None,
     docs: Annotated[bool, typer.Option("--docs", help="Print docs/configuration.md instead.")] = False,
 ) -> None:
-    """Show every setting of every role and where its value came from; a wrong one is named."""
+    """Show every setting of every role and the source of its value; invalid settings are named."""
     classes = [
         LogSettings,
         SecuritySettings,

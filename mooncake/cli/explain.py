@@ -1,4 +1,4 @@
-"""``mooncake explain ID``: why a request was served as it was, as tables.
+"""``mooncake explain ID``: the routing of a request and its reasons, as tables.
 
 Knows the gateway's HTTP answer and the terminal, nothing of the cluster. Standard library and rich, so that
 it starts at once.
@@ -22,12 +22,12 @@ _TIMEOUT_S = 10.0
 
 
 def explain(name: str, url: str, admin_api_key: str, as_json: bool) -> None:
-    """Ask the gateway at ``url`` and print.
+    """Query the gateway at ``url`` and print.
 
     Raises:
-        InvalidArgument: nothing is remembered of such a request, or the URL is none.
-        AccessDenied: it takes the admin key.
-        PeerLost, ProtocolError: the gateway is away, or none.
+        InvalidArgument: no record of such a request is kept, or the URL is malformed.
+        AccessDenied: the admin key is required.
+        PeerLost, ProtocolError: the gateway is unreachable, or the server is no gateway.
     """
     answer = _ask(name, url.rstrip("/"), admin_api_key)
     if as_json:
@@ -54,23 +54,23 @@ def _ask(name: str, url: str, admin_api_key: str) -> Any:
     except OSError as error:
         raise PeerLost(f"no gateway answers at {url}: {error}; start one or name it with --url") from error
     except ValueError as error:
-        raise ProtocolError(f"{url} did not answer like a gateway of ours: {error}") from error
+        raise ProtocolError(f"{url} did not answer like a Mooncake gateway: {error}") from error
 
 
 def _refused(status: int, body: bytes, name: str, url: str) -> Exception:
     try:
         message = str(json.loads(body)["error"]["message"])
     except (ValueError, KeyError, TypeError):
-        return ProtocolError(f"{url} answered {status}; is it a gateway of ours?")
+        return ProtocolError(f"{url} answered {status}; is it a Mooncake gateway?")
     if status == 404:
-        return InvalidArgument("ID", name, f"the id of a request that is remembered ({message})")
+        return InvalidArgument("ID", name, f"the id of a request that is still recorded ({message})")
     if status in (401, 403):
-        return AccessDenied(f"{message}; with --admin-api-key")
+        return AccessDenied(f"{message}; pass --admin-api-key")
     return PeerLost(f"{url} answered {status}: {message}")
 
 
 def show(console: Console, found: dict[str, Any]) -> None:
-    """One prompt."""
+    """Print the routing of one prompt."""
     console.print(
         f"[bold]{escape(found['request_id'])}[/bold]  {found['state']}, {found['num_tokens']} tokens, "
         f"placed {found['seconds_ago']:.1f} s ago"
@@ -94,7 +94,7 @@ def _show_admission(console: Console, verdict: dict[str, Any] | None) -> None:
         loads = f"load {verdict['prefill_load']:.0%} of TTFT SLO, {verdict['decode_load']:.0%} of TBT SLO"
         console.print(f"admission {verdict['rule']}: admitted, {loads}", highlight=False)
         return
-    outcome = "rejected, let in as an audit" if verdict["is_audited"] else "rejected"
+    outcome = "rejected, admitted as an audit" if verdict["is_audited"] else "rejected"
     reason = f"{verdict['code']}: {escape(verdict['reason'])}; Retry-After {verdict['retry_after_s']:.2f} s"
     console.print(f"admission {verdict['rule']}: [bold]{outcome}[/bold]: {reason}", highlight=False)
 

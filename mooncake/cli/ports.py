@@ -1,4 +1,4 @@
-"""Ports for a cluster on one host: is the wanted one free, and which others are."""
+"""Ports for a cluster on one host: whether a given one is free, and which others are."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from mooncake.errors import AddressInUse, InvalidArgument
 
 
 def check_free(host: str, port: int) -> None:
-    """Raise a clear error when the gateway's address cannot be listened on.
+    """Check that the gateway's address can be listened on.
 
     Raises:
         AddressInUse: the port is taken.
@@ -31,7 +31,7 @@ def check_free(host: str, port: int) -> None:
 
 
 def free_ports(host: str, count: int, random: Random, besides: Iterable[int] = ()) -> list[int]:
-    """``count`` ports that nobody listens on, and that are not among those ``besides``.
+    """Find ``count`` ports without a listener that are not in ``besides``.
 
     They lie below the range from which the kernel takes ports for outgoing connections: a role that died
     must find its port free when it comes back.

@@ -1,9 +1,9 @@
-"""Runs the roles of a one-host cluster as processes: the hands of ``supervise.Supervisor``.
+"""Runs the roles of a one-host cluster as processes: the shell of ``supervisor.Supervisor``.
 
 Every role is a child in a process group of its own, so that Ctrl-C in the terminal reaches the supervisor
-alone, and asks the kernel to be killed when the supervisor dies, however that happens. A role's output goes
-straight into its log file and not through us: a supervisor that is stopped or busy blocks nobody. Readiness
-is asked from outside, the way a client would find out.
+alone, and is killed by the kernel when the supervisor dies, however that happens. A role's output goes
+straight into its log file and not through us: a supervisor that is stopped or busy blocks no role. Readiness
+is checked from outside, as a client would.
 """
 
 from __future__ import annotations
@@ -50,24 +50,24 @@ class HttpCheck:
     path: str
     text: str = ""
     port: int | None = None
-    """When it is not the role's own."""
+    """The address, when it is not the role's own."""
     over: Literal["member", "http", "https"] = "member"
-    """How it is asked: as a member of the cluster asks (TLS with our certificate where the cluster has it,
-    signed where it has a key); without TLS; over HTTPS as anybody may, whoever the certificate is from."""
+    """How to connect: as a cluster member (TLS with our certificate where the cluster has it, signed where it
+    has a key); without TLS; or over HTTPS without verifying the certificate."""
 
 
 @dataclass(frozen=True)
 class RolePlan:
-    """How to run one role, and where to ask whether it serves."""
+    """How to run one role, and how to check whether it serves."""
 
     spec: RoleSpec
     command: tuple[str, ...]
     host: str
     port: int
     ready: HttpCheck | None = None
-    """How the role says that it serves; None when an accepted connection is enough."""
+    """How to check that the role serves; None when an accepted connection is enough."""
     environment: Mapping[str, str] = field(default_factory=dict)
-    """Set in addition to our own environment."""
+    """Environment variables set in addition to our own."""
 
     @property
     def name(self) -> str:
@@ -79,7 +79,7 @@ class RolePlan:
 
 
 class Processes:
-    """The processes of a set of plans, kept running until asked to stop."""
+    """The processes of a set of plans, kept running until they are to stop."""
 
     def __init__(
         self,
@@ -90,9 +90,9 @@ class Processes:
         all_ready: Callable[[], None],
         caller: HttpClientAuth | None = None,
     ) -> None:
-        """``say(role, text, last_log_lines)`` tells people, ``changed()`` is called after every change.
+        """``say(role, text, last_log_lines)`` informs the user, ``changed()`` is called after every change.
 
-        ``caller``: how roles are asked whether they serve; by default as this process's identity says.
+        ``caller``: how to connect for readiness checks; by default with this process's identity.
         """
         self.plans = {plan.name: plan for plan in plans}
         self.supervisor = Supervisor([plan.spec for plan in plans])
@@ -105,11 +105,11 @@ class Processes:
         self._children: dict[str, asyncio.subprocess.Process] = {}
         self._lives: dict[str, asyncio.Task[None]] = {}
         self._signals_to_send: dict[str, signal.Signals] = {}
-        self._log_starts: dict[str, int] = {}  # where in its log the present life of a role begins
+        self._log_starts: dict[str, int] = {}  # offset in its log at which the role's present process begins
         self._finished: asyncio.Future[int] | None = None
 
     async def run(self) -> int:
-        """Start everything and return the exit status once everything has stopped again."""
+        """Start everything and return the exit status once everything has stopped."""
         loop = asyncio.get_running_loop()
         for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
             loop.add_signal_handler(number, self.stop)
@@ -155,7 +155,7 @@ class Processes:
     def _signal(self, name: str, number: signal.Signals) -> None:
         child = self._children.get(name)
         if child is None:
-            self._signals_to_send[name] = number  # it is between Start and its first instruction
+            self._signals_to_send[name] = number  # it is between fork and its first instruction
             return
         with contextlib.suppress(ProcessLookupError):
             if number == signal.SIGKILL:
@@ -164,7 +164,7 @@ class Processes:
                 child.send_signal(number)
 
     async def _live(self, plan: RolePlan) -> None:
-        """One life of a role, from its start to the end of its process."""
+        """One process of a role, from its start to its end."""
         try:
             status = await self._spawn_and_wait(plan)
         except OSError as error:
@@ -226,7 +226,8 @@ def _unverified() -> ssl.SSLContext:
 
 
 _ANYBODYS = _unverified()
-"""For a child of ours with a certificate of any authority: it is told nothing, and its status is read."""
+"""For a child of ours with a certificate of any authority: it is sent no secret, and only its status is
+read."""
 
 
 async def _passes(
@@ -238,11 +239,11 @@ async def _passes(
     status_line = await reader.readline()
     if status_line.split(b" ")[1:2] != [b"200"]:
         return False
-    return not check.text or check.text.encode() in await reader.read()  # to its end
+    return not check.text or check.text.encode() in await reader.read()  # read to its end
 
 
 def last_lines(path: Path, start: int = 0) -> list[str]:
-    """The last few lines of a log after byte ``start``, for when its role died."""
+    """The last few lines of a log after byte ``start``, for a role that died."""
     try:
         with path.open("rb") as log:
             log.seek(0, os.SEEK_END)

@@ -1,7 +1,7 @@
-"""Turns a settings class and what to do with it into a subcommand.
+"""Derives a subcommand from a settings class and an entry point.
 
 There is no second list of options: flags, their help and their errors come from the fields of the settings
-class. Values are passed on as text, because ``config.load`` is the one place that judges them. A role is
+class. Values are passed on as text, because ``config.load`` is the one place that validates them. A role is
 then run until SIGTERM or SIGINT, either of which is a clean stop.
 """
 
@@ -34,7 +34,7 @@ CONFIG_VARIABLE = "MOONCAKE_CONFIG"
 
 @dataclass(frozen=True)
 class Invocation:
-    """What a command was asked to do."""
+    """The parsed invocation of a command."""
 
     settings: Any
     logs: LogSettings
@@ -42,7 +42,7 @@ class Invocation:
 
 
 class ManyValues(TyperCommand):
-    """Lets a repeatable option take several values at once: ``--prefill a:1 b:2`` is said twice."""
+    """Lets a repeatable option take several values at once: ``--prefill a:1 b:2`` counts as two."""
 
     def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
         many = {flag for param in self.params if getattr(param, "multiple", False) for flag in param.opts}
@@ -106,7 +106,7 @@ def add_command(
 
 
 def config_file(named: str | None) -> Path | None:
-    """The configuration file that the flag, or else the environment, names."""
+    """The configuration file from the flag, or else from the environment."""
     name = named or os.environ.get(CONFIG_VARIABLE)
     return Path(name).expanduser() if name else None
 
@@ -124,13 +124,13 @@ def _general(
 def _security(
     given: dict[str, Any], file: Path | None, known_roles: Sequence[str]
 ) -> tuple[SecuritySettings, dict[str, str]]:
-    """Who this process is to others, which every command has."""
+    """The security settings, which every command has."""
     flags = {option.field: given[option.field] for option in config.options(SecuritySettings)}
     return config.load(SecuritySettings, flags, os.environ, file, known_roles)
 
 
 def _parameter(option: Option, panel: str | None = None) -> inspect.Parameter:
-    """A field as a parameter that typer understands. All flags are optional: None means not given."""
+    """A field as a typer parameter. All flags are optional: None means not given."""
     flags = option.flag
     kind: Any = str | None
     if option.base is bool:
@@ -191,7 +191,7 @@ def _general_parameters() -> list[inspect.Parameter]:
                 bool | None,
                 typer.Option(
                     "--print-config",
-                    help="Print every setting and where its value came from, and do nothing else.",
+                    help="Print every setting and the source of its value, and do nothing else.",
                     rich_help_panel=panel,
                     show_default=False,
                 ),
@@ -228,7 +228,7 @@ STOPPING_SIGNALS = (signal.SIGTERM, signal.SIGINT)
 
 
 def run_until_stopped(serve: Callable[[Any], Coroutine[Any, Any, None] | None], settings: Any) -> None:
-    """Run a role's ``serve``, plain or async. SIGTERM and SIGINT end it cleanly and are no error."""
+    """Run a role's ``serve``, plain or async. SIGTERM and SIGINT end it cleanly and are not an error."""
 
     raise_file_limit()
 
@@ -246,7 +246,7 @@ def run_until_stopped(serve: Callable[[Any], Coroutine[Any, Any, None] | None], 
 
 
 async def _until_signal(serving: Coroutine[Any, Any, None]) -> None:
-    """A signal cancels ``serving``, which cleans up in its ``finally`` blocks."""
+    """Cancel ``serving`` on a signal; it cleans up in its ``finally`` blocks."""
     loop = asyncio.get_running_loop()
     task = loop.create_task(serving)
     for number in STOPPING_SIGNALS:
@@ -269,5 +269,5 @@ def die_with(parent: int) -> None:
     """Ask the kernel to kill this process when its parent dies, however that happens (PR_SET_PDEATHSIG)."""
     set_parent_death_signal = 1
     ctypes.CDLL(None, use_errno=True).prctl(set_parent_death_signal, signal.SIGKILL)
-    if os.getppid() != parent:  # it died before we asked
+    if os.getppid() != parent:  # it died before this call
         sys.exit(1)

@@ -1,4 +1,4 @@
-"""What a person sees while a cluster runs: a live table in a terminal, plain lines anywhere else.
+"""The display of a running cluster: a live table in a terminal, plain lines anywhere else.
 
 Reads the supervisor, decides nothing. ``write_status`` is the same for programs: a JSON file that is replaced
 whole at every change.
@@ -34,7 +34,7 @@ STYLES = {
 
 
 class StatusBoard:
-    """Tells people on standard error what the cluster does. Use as a context manager."""
+    """Shows on standard error what the cluster does. Use as a context manager."""
 
     def __init__(self, console: Console | None = None) -> None:
         self.console = console or Console(stderr=True, highlight=False)
@@ -52,7 +52,7 @@ class StatusBoard:
             self._live.stop()
 
     def say(self, role: str, text: str, log_lines: Sequence[str] = ()) -> None:
-        """One line about a role, and the end of its log when it died."""
+        """Print one line about a role, and the end of its log when it died."""
         self.print(f"{role or 'mooncake'}: {text}")
         for line in log_lines:
             self.print(f"    {role} | {line}")
@@ -77,7 +77,7 @@ class StatusBoard:
 
 def _state(role: RoleStatus, now: float) -> str:
     if role.state is RoleState.RESTING and role.wake_at is not None:
-        return f"died, again in {max(0.0, role.wake_at - now):.0f} s"
+        return f"died, restart in {max(0.0, role.wake_at - now):.0f} s"
     return str(role.state)
 
 
@@ -90,7 +90,7 @@ def _age(seconds: float) -> str:
 
 
 def write_status(path: Path, processes: Processes, url: str, is_ready: bool) -> None:
-    """The state of every role as JSON; readers never see half a file."""
+    """Write the state of every role as JSON; readers never see half a file."""
     roles = {
         name: {
             "state": role.state,
@@ -109,11 +109,11 @@ def write_status(path: Path, processes: Processes, url: str, is_ready: bool) -> 
 
 @dataclass(frozen=True)
 class Credentials:
-    """What a person at this host shows to the gateway, and programs to the pool."""
+    """Credentials that a user on this host presents to the gateway, and programs to the pool."""
 
     security: SecuritySettings = field(default_factory=SecuritySettings)
     shows_certificate: bool = False
-    """The gateway's clients show one, too."""
+    """Whether the gateway's clients present a certificate, too."""
 
     def curl(self) -> str:
         """Flags for curl."""
@@ -123,14 +123,14 @@ class Credentials:
         return "".join(f" {flag} {self._file(name)}" for flag, name in files)
 
     def chat(self) -> str:
-        """Flags for a command ``mooncake``."""
+        """Flags for a ``mooncake`` command."""
         if not self.shows_certificate:
             return ""
         files = (("--tls-ca", "tls_ca"), ("--tls-cert", "tls_cert"), ("--tls-key", "tls_key"))
         return "".join(f" {flag} {self._file(name)}" for flag, name in files)
 
     def variables(self) -> str:
-        """The environment of a program that uses the pool."""
+        """Environment variables of a program that uses the pool."""
         fields = ("tls_cert", "tls_key", "tls_ca", "cluster_key_file")
         return " ".join(
             f"MOONCAKE_SECURITY_{name.upper()}={self._file(name)}"
@@ -150,7 +150,7 @@ def welcome(
     log_folder: Path,
     credentials: Credentials | None = None,
 ) -> str:
-    """What can be done now that everything serves."""
+    """The usage hints that are printed once everything serves."""
     credentials = credentials or Credentials()
     variables = credentials.variables()
     from_python = f"is the pool, from Python{' with ' + variables if variables else ''}"
@@ -163,9 +163,9 @@ Mooncake serves {model} at {url}
     -d {shlex.quote(json.dumps(question))}
 
   mooncake chat --url {url}{credentials.chat()}
-      talks to it; /status says who serves, /metrics in numbers
+      opens a chat; /status lists the workers, /metrics has the numbers
   X-API-Key: {admin_key}
-      is the header that admin calls (/instances/add, ...) must bring
+      is the header that admin calls (/instances/add, ...) must send
   Store("{master}")
       {from_python}
   {log_folder}

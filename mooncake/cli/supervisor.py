@@ -1,11 +1,11 @@
 """Decides which role of a one-host cluster starts, restarts and stops, and when.
 
-A role starts once everything it comes ``after`` has been ready; one that dies is started again after a
-delay that doubles with every death in a row and is forgotten after a quiet while. We never give up: a
-cluster that heals by itself at night beats one that waits for a person. The one exception is a role that
-refuses its settings (exit status 2) before it ever served: trying again cannot help, so everything stops.
+A role starts once everything it comes ``after`` has been ready; one that dies is restarted after a delay that
+doubles with every consecutive death and is reset after a stable period. Restarts never end: a cluster that
+heals by itself at night beats one that waits for an operator. The one exception is a role that refuses its
+settings (exit status 2) before it ever served: trying again cannot help, so everything stops.
 
-Knows names and instants only. ``up.py`` starts processes, watches them and reports here.
+Knows names and instants only. ``processes.py`` starts processes, watches them and reports here.
 
     waiting ──▶ starting ──▶ ready
                  ▲   │         │         any of them ──Stop──▶ stopping ──▶ stopped
@@ -29,7 +29,7 @@ QUIET_S = 60.0
 GRACE_S = 10.0
 """How long a role may take to stop after SIGTERM before it is killed."""
 STARTING_GRACE_S = 2.0
-"""The same for one that does not serve yet: it has nothing to lose."""
+"""The same for one that does not serve yet: it has no state to save."""
 STATUS_BAD_SETTINGS = 2
 """Exit status of a role that refused its settings."""
 
@@ -50,7 +50,7 @@ class RoleSpec:
     name: str
     after: tuple[str, ...] = ()
     """Roles that must have been ready before its first start, and that stop only when it has stopped."""
-    leans_on: tuple[str, ...] = ()
+    stops_before: tuple[str, ...] = ()
     """More roles that stop only when it has stopped, though it may start without them."""
     ready_within_s: float = 60.0
 
@@ -98,7 +98,7 @@ class KillRole:
 
 @dataclass(frozen=True)
 class Announce:
-    """Tell people. ``show_log`` asks for the last lines of the role's log as well."""
+    """Show the user a line. ``show_log`` requests the last lines of the role's log as well."""
 
     name: str
     text: str
@@ -112,7 +112,7 @@ class AllReady:
 
 @dataclass(frozen=True)
 class AllStopped:
-    """Nothing runs any more; exit with ``status``."""
+    """No process is left; exit with ``status``."""
 
     status: int
 
@@ -130,7 +130,7 @@ class RoleStatus:
     num_starts: int = 0
     was_ready: bool = False
     is_overdue: bool = False
-    """It was killed because it did not become ready in time."""
+    """Whether it was killed because it did not become ready in time."""
     transitions: deque[str] = field(default_factory=lambda: deque(maxlen=64))
 
     @property
@@ -149,7 +149,7 @@ class Supervisor:
         self.roles = {spec.name: RoleStatus(spec) for spec in specs}
         assert len(self.roles) == len(specs), "two roles have one name"
         for spec in specs:
-            assert all(name in self.roles for name in spec.after + spec.leans_on), f"{spec} names no role"
+            assert all(name in self.roles for name in spec.after + spec.stops_before), f"{spec} names no role"
         self.is_stopping = False
         self.exit_status = 0
         self._all_were_ready = False
@@ -164,7 +164,7 @@ class Supervisor:
             case RoleExited(name, status):
                 return self._exited(self.roles[name], status, now)
             case StopAll():
-                return self._kill_all(now) if self.is_stopping else self._stop_all(now, "asked to stop")
+                return self._kill_all(now) if self.is_stopping else self._stop_all(now, "requested to stop")
             case Wake():
                 return self._wake(now)
 
@@ -209,7 +209,7 @@ class Supervisor:
 
     def _became_ready(self, role: RoleStatus, now: float) -> list[Effect]:
         if role.state is not RoleState.STARTING or role.is_overdue:
-            return []  # it died, or is being stopped, while the answer was on its way
+            return []  # it died, or is being stopped, while the answer was in transit
         took_s = now - role.since
         role.was_ready = True
         role.enter(RoleState.READY, now, f"after {took_s:.1f} s")
@@ -220,7 +220,7 @@ class Supervisor:
             effects.append(AllReady())
         return effects
 
-    # -- dying and resting ---------------------------------------------------------------------------
+    # -- dying and restarting ------------------------------------------------------------------------
 
     def _exited(self, role: RoleStatus, status: int, now: float) -> list[Effect]:
         how = how_it_ended(status)
@@ -230,8 +230,10 @@ class Supervisor:
         if status == STATUS_BAD_SETTINGS and not role.was_ready:
             self.exit_status = STATUS_BAD_SETTINGS
             role.enter(RoleState.STOPPED, now, how)
-            said = Announce(role.spec.name, "refused its settings; stopping everything", show_log=True)
-            return [said, *self._stop_all(now, f"{role.spec.name} refused its settings")]
+            announcement = Announce(
+                role.spec.name, "refused its settings; stopping everything", show_log=True
+            )
+            return [announcement, *self._stop_all(now, f"{role.spec.name} refused its settings")]
         if role.state is RoleState.READY and now - role.since >= QUIET_S:
             role.num_deaths = 0
         if role.is_overdue:
@@ -239,9 +241,9 @@ class Supervisor:
         rest_s = min(FIRST_REST_S * 2**role.num_deaths, LONGEST_REST_S)
         role.num_deaths += 1
         role.is_overdue = False
-        role.enter(RoleState.RESTING, now, f"{how}; rests {rest_s:g} s", wake_at=now + rest_s)
-        row = f", death {role.num_deaths} in a row" if role.num_deaths > 1 else ""
-        return [Announce(role.spec.name, f"died ({how}){row}; starting again in {rest_s:g} s", show_log=True)]
+        role.enter(RoleState.RESTING, now, f"{how}; restart in {rest_s:g} s", wake_at=now + rest_s)
+        row = f", consecutive death {role.num_deaths}" if role.num_deaths > 1 else ""
+        return [Announce(role.spec.name, f"died ({how}){row}; restarting in {rest_s:g} s", show_log=True)]
 
     def _wake(self, now: float) -> list[Effect]:
         effects: list[Effect] = []
@@ -270,12 +272,12 @@ class Supervisor:
         return self._stop_what_may(now)
 
     def _stop_what_may(self, now: float) -> list[Effect]:
-        """Whoever leans on others stops before them: the reverse of the order of starting."""
+        """Stop roles that no running role depends on: the reverse of the order of starting."""
         running = [role.spec for role in self.roles.values() if role.runs]
-        leaned_on = {name for spec in running for name in spec.after + spec.leans_on}
+        needed = {name for spec in running for name in spec.after + spec.stops_before}
         effects: list[Effect] = []
         for role in self.roles.values():
-            if role.state in (RoleState.STARTING, RoleState.READY) and role.spec.name not in leaned_on:
+            if role.state in (RoleState.STARTING, RoleState.READY) and role.spec.name not in needed:
                 grace_s = GRACE_S if role.state is RoleState.READY else STARTING_GRACE_S
                 role.is_overdue = False
                 role.enter(RoleState.STOPPING, now, "its turn to stop", wake_at=now + grace_s)
@@ -299,5 +301,5 @@ class Supervisor:
 
 
 def how_it_ended(status: int) -> str:
-    """An exit status in words."""
+    """An exit status as text."""
     return f"killed by signal {-status}" if status < 0 else f"exit status {status}"

@@ -1,4 +1,4 @@
-"""Which network card is near which memory, for people (a table) and for programs (JSON).
+"""Which network card is near which memory, as a table or (for programs) as JSON.
 
 ``transfer_engine_topology_dump`` is the older name, with the flags that programs pass to it.
 """
@@ -25,7 +25,7 @@ def show_topology(root: str, as_json: bool, device_names: Sequence[str] = ()) ->
     """Print this host's topology.
 
     Raises:
-        InvalidArgument: a name that no RDMA device here has.
+        InvalidArgument: no RDMA device here has that name.
     """
     topology = discover(root)
     matrix = _matrix(topology, device_names)
@@ -46,12 +46,17 @@ def dump_main(arguments: Sequence[str] | None = None) -> NoReturn:
     parser = argparse.ArgumentParser(
         prog="transfer_engine_topology_dump", description="Print which NICs are near which memory, as JSON."
     )
-    _add(parser, "device-name", default="", help="only these devices, by commas")
+    _add(parser, "device-name", default="", help="only these devices, separated by commas")
     _add(
         parser, "backend", default="auto", choices=("auto", "te", "tent"), help="ignored: there is one engine"
     )
     _add(
-        parser, "use-custom-topo", nargs="?", const="true", default="false", help="print a given file instead"
+        parser,
+        "use-custom-topo",
+        nargs="?",
+        const="true",
+        default="false",
+        help="print a topology file instead",
     )
     _add(parser, "custom-topo-json", default="", help="that file")
     parser.add_argument("--root", default="/sys", help="where sysfs is mounted")
@@ -70,7 +75,7 @@ def dump_main(arguments: Sequence[str] | None = None) -> NoReturn:
 
 
 def _add(parser: argparse.ArgumentParser, name: str, **options: object) -> None:
-    """With hyphens or underscores, one dash or two: all are in use."""
+    """Add a flag with hyphens or underscores, one dash or two: all are in use."""
     spelled = dict.fromkeys((name, name.replace("-", "_")))
     flags = [dashes + word for word in spelled for dashes in ("--", "-")]
     parser.add_argument(*flags, dest=name.replace("-", "_"), **options)  # type: ignore[arg-type]

@@ -47,7 +47,7 @@ def main() -> int:
     parser.add_argument(
         "--plain",
         action="store_true",
-        help="store and replicas: puts and gets only, and the faults that seeds of old reports had",
+        help="store and replicas: only puts, gets and the first kinds of faults, as in old reports",
     )
     parser.add_argument("--trace", action="store_true", help="print what happened in each run")
     given = parser.parse_args()
@@ -69,7 +69,7 @@ def main() -> int:
 
 
 def sweep(name: str, world: Callable[[int], FaultRun], first: int, num_seeds: int, is_traced: bool) -> bool:
-    """Run seeds until one fails; False if one did."""
+    """Run seeds until one fails. Returns False if one did."""
     totals: dict[str, int] = {}
     begin = time.monotonic()
     for seed in range(first, first + num_seeds):

@@ -1,10 +1,10 @@
 """Virtual time: an event heap, a clock that jumps, one source of randomness, processes that die.
 
-Two events of the same instant happen in the order in which they were planned (a counter in the
-heap's key), so a seed is a whole history and a failure comes back with it. A process can crash:
-everything it had planned for itself is then void, and what others plan for it is dropped. A process can
-pause, as one that is stopped, that collects garbage or whose machine is given no time: what was due
-meanwhile happens when the pause ends, all of it at that instant and in the order in which it was due.
+Two events of the same instant happen in the order in which they were planned (a counter in the heap's key),
+so a seed is a whole history and a failure comes back with it. A process can crash: everything it had planned
+for itself is then void, and what others plan for it is dropped. A process can pause, like one that is
+stopped, collects garbage or runs on a descheduled virtual machine: what was due meanwhile happens when the
+pause ends, all of it at that instant and in the order in which it was due.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ class Timer:
 
 
 class Kernel:
-    """The clock and what is planned on it."""
+    """The clock and the planned actions."""
 
     def __init__(self, seed: int) -> None:
         self.seed = seed
@@ -43,28 +43,29 @@ class Kernel:
         self.now = 0.0
         self.num_steps = 0
         self.trace: list[str] = []
-        """What happened, for people and for comparing two runs of one seed."""
+        """What happened, for debugging and for comparing two runs of one seed."""
         self._heap: list[tuple[float, int, Callable[[Any], object], Any]] = []
         self._order = itertools.count()
 
     def after(self, delay_s: float, action: Callable[[], None]) -> Timer:
-        """Plan ``action``; a negative delay is none."""
+        """Plan ``action``; a negative delay counts as 0."""
         timer = Timer(action)
         heapq.heappush(self._heap, (self.now + max(0.0, delay_s), next(self._order), _fire, timer))
         return timer
 
     def call_at(self, at: float, action: Callable[[Any], object], what: Any) -> None:
-        """Plan ``action(what)``, for good: what millions of events cost no timer and no closure for."""
+        """Plan ``action(what)`` without a way to cancel it: millions of events need no timer and no
+        closure."""
         heapq.heappush(self._heap, (at, next(self._order), action, what))
 
     def postpone(self, timer: Timer, until: float) -> None:
-        """A planned action that may not happen yet happens then, unless it is cancelled."""
+        """Move a planned action to a later time, unless it is cancelled."""
         heapq.heappush(self._heap, (until, next(self._order), _fire, timer))
 
     def repeat_at_random(
         self, every_s: float, action: Callable[[], None], may_strike: Callable[[], bool]
     ) -> None:
-        """``action`` again and again, ``every_s`` apart on average (0: never), while ``may_strike``."""
+        """Plan ``action`` repeatedly, ``every_s`` apart on average (0: never), while ``may_strike``."""
         if not every_s:
             return
 
@@ -82,7 +83,7 @@ class Kernel:
         self.now = max(self.now, until)
 
     def run_one(self, until: float) -> None:
-        """Let time pass to what is planned next, and that happen; to ``until`` if it comes sooner."""
+        """Run the next planned action at its time; or let time pass to ``until`` if that comes sooner."""
         if not self._heap or self._heap[0][0] > until:
             self.now = max(self.now, until)
             return
@@ -92,7 +93,7 @@ class Kernel:
         action(what)
 
     def run_all(self) -> None:
-        """Let time pass until nothing is planned any more."""
+        """Let time pass until no action is planned."""
         heap, pop = self._heap, heapq.heappop
         while heap:
             at, _, action, what = pop(heap)
@@ -114,27 +115,27 @@ def _fire(timer: Timer) -> None:
 
 
 class SimClock:
-    """What one process takes for the time: begun anywhere, and a little too fast or too slow."""
+    """A process's own clock: it begins anywhere and runs a little too fast or too slow."""
 
     def __init__(self, offset_s: float = 0.0, rate: float = 1.0) -> None:
         self._offset_s = offset_s
         self._rate = rate
 
     def shown(self, instant: float) -> float:
-        """What it shows at an instant of the kernel."""
+        """The clock's reading at an instant of the kernel."""
         return self._offset_s + instant * self._rate
 
     def instant(self, shown: float) -> float:
-        """When it shows that."""
+        """The kernel's instant at which the clock shows that."""
         return (shown - self._offset_s) / self._rate
 
     def true_s(self, shown_s: float) -> float:
-        """How long so many of its seconds are."""
+        """The true length of a duration on this clock."""
         return shown_s / self._rate
 
 
 class Process:
-    """Something that runs on a host, reads a clock of its own, and can crash."""
+    """A process on a host, with a clock of its own; it can crash."""
 
     def __init__(self, kernel: Kernel, name: str, clock: SimClock | None = None) -> None:
         self.kernel = kernel
@@ -142,9 +143,9 @@ class Process:
         self.clock = clock if clock is not None else SimClock()
         self.is_alive = True
         self.paused_until = 0.0
-        """By the kernel's clock: it does nothing before."""
+        """By the kernel's clock: before this time the process does nothing."""
         self.stopped_until = 0.0
-        """The same for its threads that carry bytes, which go on while only its event loop is held."""
+        """The same for its threads that carry bytes, which continue while only its event loop is held."""
         self._on_crash: list[Callable[[], None]] = []
 
     @property
@@ -153,7 +154,8 @@ class Process:
         return self.clock.shown(self.kernel.now)
 
     def after(self, delay_s: float, action: Callable[[], None]) -> Timer:
-        """As ``Kernel.after``, by its own clock, unless the process has died by then, and not in a pause."""
+        """As ``Kernel.after``, by its own clock. Dropped if the process has died by then; postponed by a
+        pause."""
 
         def when_awake() -> None:
             if self.is_alive and self.kernel.now < self.paused_until:
@@ -165,14 +167,14 @@ class Process:
         return timer
 
     def when_awake(self, action: Callable[[], None]) -> None:
-        """Now, or when the pause is over: what comes from others while the process is paused waits for it."""
+        """Run ``action`` now, or when the pause is over: incoming messages wait for that."""
         if self.kernel.now < self.paused_until:
             self.after(0.0, action)
         else:
             action()
 
     def when_running(self, action: Callable[[], None]) -> None:
-        """The same for what its threads that carry bytes do."""
+        """The same for the threads that carry bytes."""
 
         def again() -> None:
             if self.kernel.now < self.stopped_until:
@@ -187,11 +189,11 @@ class Process:
 
     @property
     def stopped_s(self) -> float:
-        """How long its threads that carry bytes stand still from now on."""
+        """How long its threads that carry bytes are stopped from now on."""
         return max(0.0, self.stopped_until - self.kernel.now)
 
     def pause(self, seconds: float, *, is_stopped: bool = False) -> None:
-        """Do nothing for so long. ``is_stopped``: no thread runs; else only its event loop is held."""
+        """Do nothing for ``seconds``. ``is_stopped``: no thread runs; else only the event loop is held."""
         until = self.kernel.now + seconds
         self.paused_until = max(self.paused_until, until)
         if is_stopped:
@@ -201,7 +203,7 @@ class Process:
         self._on_crash.append(action)
 
     def crash(self) -> None:
-        """Die at once, saying goodbye to nobody."""
+        """Die at once, without closing anything in good order."""
         if self.is_alive:
             self.is_alive = False
             self.kernel.trace_line(f"{self.name} crashes")
@@ -213,7 +215,7 @@ class Process:
 
 
 class SimDriver(Generic[EventT, EffectT]):
-    """What ``driver.Driver`` is on asyncio: feeds one machine and wakes it. Checks it at every step."""
+    """The counterpart of ``driver.Driver``: feeds one machine and wakes it. Checks it at every step."""
 
     def __init__(
         self,
@@ -242,7 +244,7 @@ class SimDriver(Generic[EventT, EffectT]):
             self._timer = self._process.after(deadline - now, lambda: self.post(Wake()))
 
     def close(self) -> None:
-        """Wake it no more."""
+        """Stop waking the machine."""
         if self._timer is not None:
             self._timer.cancel()
             self._timer = None

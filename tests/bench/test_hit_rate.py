@@ -24,7 +24,7 @@ from bench.hit_rate import (
 from mooncake.conductor.prediction.cost_models import PrefillModel
 from mooncake.sim.traces.generators import Agentic, Generator, Poisson
 from mooncake.sim.traces.trace import TraceOptions, read_trace
-from mooncake.sim.traces.trace_row import TraceRow
+from mooncake.sim.traces.trace_file import TraceRow
 from mooncake.store.master.eviction import Eviction
 from mooncake.store.master.objects import Extent, Objects
 from mooncake.store.master.segments import Segment
@@ -36,7 +36,7 @@ def row(*keys: int, num_input: int = 0) -> TraceRow:
 
 
 class PlainCache:
-    """The convention, word for word and slowly: what is touched least (``order``) leaves."""
+    """The convention, literally and slowly: the least used by ``order`` is evicted."""
 
     def __init__(self, num_blocks: int, policy: Policy) -> None:
         self._num_blocks, self._policy = num_blocks, policy
@@ -169,11 +169,11 @@ def test_what_leaves_first() -> None:
 
 def test_ratios_count_blocks_tokens_and_full_blocks() -> None:
     rows = [row(1, 2, 3, num_input=1_100), row(1, 2, 3, num_input=1_100), row(1, num_input=200)]
-    tally = measure(rows, EndlessCache(), 512, PrefillModel(0.0, 1.0, 0.0))
-    assert (tally.num_hit_blocks, tally.num_blocks) == (4, 7)
-    assert (tally.num_hit_tokens, tally.num_tokens) == (1_300, 2_400)
-    assert (tally.num_hit_full_blocks, tally.num_full_blocks) == (2, 4)
-    assert tally.mean_prefill_s == pytest.approx((1_100 + 0 + 0) / 3)
+    counts = measure(rows, EndlessCache(), 512, PrefillModel(0.0, 1.0, 0.0))
+    assert (counts.num_hit_blocks, counts.num_blocks) == (4, 7)
+    assert (counts.num_hit_tokens, counts.num_tokens) == (1_300, 2_400)
+    assert (counts.num_hit_full_blocks, counts.num_full_blocks) == (2, 4)
+    assert counts.mean_prefill_s == pytest.approx((1_100 + 0 + 0) / 3)
 
 
 def test_longest_match_sends_a_family_where_it_began_and_a_pool_serves_all() -> None:
@@ -211,8 +211,8 @@ def test_the_ratios_of_the_conversation_trace_are_those_of_an_independent_simula
     folder = traces()
     assert folder is not None
     path = str(folder / "conversation_trace.jsonl")
-    tally = measure(read_trace(path), EndlessCache(), 512)
-    ratios = (tally.block_ratio, tally.token_ratio, tally.full_block_ratio)
+    counts = measure(read_trace(path), EndlessCache(), 512)
+    ratios = (counts.block_ratio, counts.token_ratio, counts.full_block_ratio)
     assert [round(ratio, 4) for ratio in ratios] == [0.3664, 0.3736, 0.3819]
     halved = measure(read_trace(path, TraceOptions(is_halved=True)), PoolCache(3_000_000 // 256), 256)
     assert halved.block_ratio == pytest.approx(0.164, abs=0.01), "FAST'25 Fig 9 at 3M tokens"

@@ -36,7 +36,7 @@ def result() -> Result:
     return made
 
 
-def test_a_text_says_where_its_numbers_come_from() -> None:
+def test_a_text_names_the_circumstances_of_its_numbers() -> None:
     text = render(result())
     for part in ("command: python -m bench.x", "machine: a machine", "0123456789ab, changed since"):
         assert part in text
@@ -79,11 +79,11 @@ def test_results_that_are_kept_are_rendered_from_their_json() -> None:
     for text in report.SAVED.glob("*.txt"):
         is_rendered = text.with_suffix(".json").exists()
         assert is_rendered or text.stem in explained, (
-            f"{text.name} has no JSON, and README.md does not say why"
+            f"{text.name} has no JSON, and README.md does not explain why"
         )
 
 
-def test_whose_values_stand_beside_ours_is_said() -> None:
+def test_the_source_of_reference_values_is_named() -> None:
     made = result()
     Table("of a paper", [exactly("a", 1.0, 1.0, 2), Check(what="b", ours=2.0)]).show(made)
     Table("of ours", [exactly("a", 1.0, 1.2, 2)], reference="reference").show(made)

@@ -1,4 +1,4 @@
-"""Commands in this process: starting one takes ten times as long as what it does."""
+"""Commands run in this process: starting one takes ten times as long as what it does."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ Run = Callable[..., "CompletedProcess[str]"]
 
 @pytest.fixture
 def mooncake(capsys: pytest.CaptureFixture[str]) -> Run:
-    """``mooncake(*words)``: its exit status and what it printed."""
+    """``mooncake(*words)`` runs a command; returns its exit status and output."""
 
     def call(*words: str) -> CompletedProcess[str]:
         with pytest.raises(SystemExit) as exit:

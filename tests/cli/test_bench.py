@@ -1,4 +1,4 @@
-"""The transfer bench: what it concludes from rows, and one small run with two real processes."""
+"""The transfer bench: its report from given rows, and one small run with two real processes."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The authority is made once, certificates are of it, and nothing is written over."""
+"""The authority is created once, it signs the certificates, and nothing is overwritten."""
 
 from __future__ import annotations
 

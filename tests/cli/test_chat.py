@@ -19,11 +19,11 @@ from mooncake.security import Identity, SecuritySettings
 
 
 class OpenAi(http.server.ThreadingHTTPServer):
-    """A server of the OpenAI API whose answers are canned and whose questions are kept."""
+    """A server of the OpenAI API whose answers are canned and whose requests are recorded."""
 
     def __init__(self) -> None:
         super().__init__(("127.0.0.1", 0), Handler)
-        self.asked: list[dict[str, Any]] = []
+        self.requests: list[dict[str, Any]] = []
         self.models = ["smollm2", "other"]
         self.failure: str | None = None
 
@@ -42,7 +42,7 @@ class Handler(http.server.BaseHTTPRequestHandler):
         self._reply(200, json.dumps({"data": [{"id": name} for name in self.server.models]}))
 
     def do_POST(self) -> None:
-        self.server.asked.append(json.loads(self.rfile.read(int(self.headers["Content-Length"]))))
+        self.server.requests.append(json.loads(self.rfile.read(int(self.headers["Content-Length"]))))
         if self.server.failure == "refused":
             self._reply(429, json.dumps({"error": {"message": "too many requests"}}))
             return
@@ -85,62 +85,62 @@ def talk(server: OpenAi, *lines: str, **more: Any) -> tuple[Conversation, str]:
     return conversation, out.getvalue()
 
 
-def test_an_answer_streams_and_says_what_was_cached(openai: OpenAi) -> None:
+def test_an_answer_streams_and_shows_what_was_cached(openai: OpenAi) -> None:
     _, text = talk(openai, "capital?", max_tokens=7)
     assert text == ("Paris.\n[cached 32 of 40 prompt tokens, first token after 1.00 s, 3 tokens at 2.0/s]\n")
-    [asked] = openai.asked
-    assert (asked["model"], asked["max_tokens"], asked["stream"]) == ("smollm2", 7, True)
-    assert asked["stream_options"] == {"include_usage": True}
+    [request] = openai.requests
+    assert (request["model"], request["max_tokens"], request["stream"]) == ("smollm2", 7, True)
+    assert request["stream_options"] == {"include_usage": True}
 
 
-def test_the_conversation_is_remembered_until_reset(openai: OpenAi) -> None:
+def test_the_conversation_is_kept_until_reset(openai: OpenAi) -> None:
     conversation, text = talk(openai, "one", "two", "/reset", "three", system="be brief")
     system = {"role": "system", "content": "be brief"}
     answer = {"role": "assistant", "content": "Paris."}
-    assert openai.asked[1]["messages"] == [
+    assert openai.requests[1]["messages"] == [
         system,
         {"role": "user", "content": "one"},
         answer,
         {"role": "user", "content": "two"},
     ]
-    assert openai.asked[2]["messages"] == [system, {"role": "user", "content": "three"}]
+    assert openai.requests[2]["messages"] == [system, {"role": "user", "content": "three"}]
     assert conversation.messages == [system, {"role": "user", "content": "three"}, answer]
-    assert "(the conversation starts anew)" in text
+    assert "(conversation cleared)" in text
 
 
 def test_quitting_and_unknown_commands(openai: OpenAi) -> None:
     conversation, text = talk(openai, "/help", "   ")
-    assert text == "(/help is no command; /reset forgets the conversation, /quit leaves)\n"
+    assert text == "(/help is no command; /reset clears the conversation, /quit exits)\n"
     assert not conversation.say("/quit")
-    assert openai.asked == []
+    assert openai.requests == []
 
 
 @pytest.mark.parametrize(
     ("failure", "message"),
     [
         ("refused", "answered 429 Too Many Requests: too many requests"),
-        ("error event", "broke off: the worker died"),
-        ("cut off", "broke off before the end of the answer"),
+        ("error event", "aborted: the worker died"),
+        ("cut off", "ended the stream before the end of the answer"),
     ],
 )
-def test_a_failed_question_is_said_and_forgotten(openai: OpenAi, failure: str, message: str) -> None:
+def test_a_failed_question_is_reported_and_dropped(openai: OpenAi, failure: str, message: str) -> None:
     openai.failure = failure
     conversation, text = talk(openai, "capital?")
     assert f"error: {openai.url} {message}\n" in text
     assert conversation.messages == []
     openai.failure = None
     assert conversation.say("capital?")
-    assert len(openai.asked[-1]["messages"]) == 1
+    assert len(openai.requests[-1]["messages"]) == 1
 
 
-def test_the_first_model_is_asked_without_a_name(
+def test_the_first_model_is_used_without_a_name(
     openai: OpenAi, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setattr("sys.stdin", io.StringIO("capital?\n/quit\n"))
     with pytest.raises(SystemExit) as exit:
         main(["chat", "--url", openai.url])
     assert exit.value.code == 0
-    assert openai.asked[0]["model"] == "smollm2"
+    assert openai.requests[0]["model"] == "smollm2"
     assert capsys.readouterr().out.startswith("Paris.\n[cached 32")
 
 
@@ -161,7 +161,7 @@ def test_nothing_listens(openai: OpenAi, capsys: pytest.CaptureFixture[str]) -> 
 
 
 @pytest.mark.parametrize("url", ["127.0.0.1:8000", "ftp://x", "http://", ""])
-def test_a_url_that_is_none(url: str) -> None:
+def test_an_invalid_url(url: str) -> None:
     with pytest.raises(InvalidArgument, match="url"):
         config.load(ChatSettings, {"url": url}, {})
 
@@ -172,7 +172,7 @@ def test_the_footer_of_an_answer_without_usage() -> None:
     )
 
 
-def test_a_gateway_that_wants_certificates_is_shown_ours(openai: OpenAi, tmp_path: Path) -> None:
+def test_a_gateway_that_requires_certificates_gets_ours(openai: OpenAi, tmp_path: Path) -> None:
     make(CertsSettings(folder=tmp_path))
     identity = Identity(
         SecuritySettings(str(tmp_path / "node.pem"), str(tmp_path / "node.key"), str(tmp_path / "ca.pem"))
@@ -183,5 +183,5 @@ def test_a_gateway_that_wants_certificates_is_shown_ours(openai: OpenAi, tmp_pat
     )
     settings = ChatSettings(url=openai.url.replace("http:", "https:"))
     assert ChatServer(settings, tls=identity.client_tls).first_model() == "smollm2"
-    with pytest.raises(ProtocolError, match="wants a certificate: --tls-cert, --tls-key and --tls-ca"):
+    with pytest.raises(ProtocolError, match="requires a certificate: --tls-cert, --tls-key and --tls-ca"):
         ChatServer(settings).first_model()

@@ -45,17 +45,17 @@ def server(name: str, *words: str, after: tuple[str, ...] = (), ready: HttpCheck
 
 
 class World:
-    """Processes and everything that was said about them."""
+    """Processes and all messages about them."""
 
     def __init__(self, folder: Path, *plans: RolePlan) -> None:
-        self.said: list[str] = []
+        self.messages: list[str] = []
         self.num_all_ready = 0
         self.happened = asyncio.Event()
         self.processes = Processes(list(plans), folder, self._say, self.happened.set, self._all_ready)
         self.running = asyncio.create_task(self.processes.run())
 
     def _say(self, role: str, text: str, log_lines: Sequence[str]) -> None:
-        self.said += [f"{role}: {text}", *(f"{role} | {line}" for line in log_lines)]
+        self.messages += [f"{role}: {text}", *(f"{role} | {line}" for line in log_lines)]
 
     def _all_ready(self) -> None:
         self.num_all_ready += 1
@@ -101,14 +101,14 @@ async def test_start_ready_restart_after_sigkill_and_stop(tmp_path: Path) -> Non
     second = world.processes.pid("a")
     assert second is not None
     assert second != first
-    assert "a: died (killed by signal 9); starting again in 0.5 s" in world.said
-    assert "a | serving" in world.said
+    assert "a: died (killed by signal 9); restarting in 0.5 s" in world.messages
+    assert "a | serving" in world.messages
     assert world.num_all_ready == 1
 
     world.processes.stop()
     assert await world.end() == 0
     assert is_gone(second)
-    assert world.said[-2:] == ["b: stopped (exit status 0)", "a: stopped (exit status 0)"]
+    assert world.messages[-2:] == ["b: stopped (exit status 0)", "a: stopped (exit status 0)"]
 
 
 async def test_a_second_stop_kills_what_ignores_the_first(tmp_path: Path) -> None:
@@ -129,27 +129,27 @@ async def test_stopping_while_a_process_is_being_started(tmp_path: Path) -> None
     assert world.processes.pid("a") is None
     world.processes.stop()
     assert await world.end() == 0
-    [said] = world.said
-    assert said.startswith("a: stopped (")
+    [message] = world.messages
+    assert message.startswith("a: stopped (")
 
 
 async def test_refused_settings_stop_the_others_and_are_shown(tmp_path: Path) -> None:
     refuser = RolePlan(RoleSpec("b", ("a",)), (sys.executable, "-S", "-c", REFUSER), "127.0.0.1", 1)
     world = World(tmp_path, server("a"), refuser)
     assert await world.end() == 2
-    assert "b | error: port is 70000; allowed: less" in world.said
-    assert "a: stopped (exit status 0)" in world.said
+    assert "b | error: port is 70000; allowed: less" in world.messages
+    assert "a: stopped (exit status 0)" in world.messages
 
 
 async def test_a_program_that_is_not_there_is_a_death(tmp_path: Path) -> None:
     world = World(tmp_path, RolePlan(RoleSpec("a"), (str(tmp_path / "nothing"),), "127.0.0.1", 1))
     await world.until(lambda: world.processes.supervisor.roles["a"].state is RoleState.RESTING)
-    assert world.said[0].startswith("a: cannot be started (")
+    assert world.messages[0].startswith("a: cannot be started (")
     world.processes.stop()
     assert await world.end() == 0
 
 
-async def test_nobody_serves_on_a_free_port() -> None:
+async def test_a_free_port_is_not_serving() -> None:
     [port] = free_ports("127.0.0.1", 1, Random())
     assert not await is_serving("127.0.0.1", port, None, PLAIN)
 
@@ -167,7 +167,7 @@ def test_last_lines_of_a_log(tmp_path: Path) -> None:
     assert last_lines(log, start) == ["a new life"]
 
 
-async def test_roles_with_a_credential_are_asked_as_members_ask(tmp_path: Path) -> None:
+async def test_roles_with_a_credential_are_checked_with_it(tmp_path: Path) -> None:
     make(CertsSettings(folder=tmp_path))
     make_cluster_key(tmp_path / "cluster.key")
     cert, private, ca = (str(tmp_path / name) for name in ("node.pem", "node.key", "ca.pem"))
@@ -198,7 +198,7 @@ async def test_roles_with_a_credential_are_asked_as_members_ask(tmp_path: Path) 
             await server.close()
 
 
-async def test_a_public_https_side_is_asked_as_anybody_may(tmp_path: Path) -> None:
+async def test_a_public_https_side_is_checked_without_a_certificate(tmp_path: Path) -> None:
     make(CertsSettings(folder=tmp_path))
     tls = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
     tls.load_cert_chain(tmp_path / "node.pem", tmp_path / "node.key")

@@ -31,7 +31,7 @@ from mooncake.errors import InvalidArgument
 
 @dataclass(frozen=True)
 class ProbeSettings:
-    """Do what a test wants.
+    """Do what a test needs.
 
     Long [story].
     """
@@ -40,19 +40,19 @@ class ProbeSettings:
     "Port to [listen] on."
 
     pool_size_bytes: Annotated[int, Size] = 2 << 30
-    "Memory that is lent."
+    "Memory of the pool."
 
     is_loud: bool = False
     "Whether it shouts."
 
     peers: tuple[str, ...] = ()
-    "Who else is there."
+    "Addresses of peers."
 
     color: Literal["red", "blue"] = "red"
-    "Of the probe."
+    "Colour of the probe."
 
     ratio: Annotated[float, Meta(gt=0, lt=1)] | None = None
-    "Of something."
+    "Share of the probe."
 
 
 @pytest.fixture(autouse=True)
@@ -69,7 +69,7 @@ def _clean(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
 
 
 def run(*words: str) -> Invocation | None:
-    """What the command was given; None when it was not run."""
+    """The settings that the command received; None when it was not run."""
     seen: list[Invocation] = []
     application = typer.Typer(pretty_exceptions_enable=False, add_completion=False)
     application.callback()(lambda: None)
@@ -123,7 +123,7 @@ def test_help_comes_from_the_fields(capsys: pytest.CaptureFixture[str]) -> None:
     run("--help")
     text = " ".join(capsys.readouterr().out.split())
     assert "Port to [listen] on. (default: 8000)" in text
-    assert "Memory that is lent. (default: 2GiB)" in text
+    assert "Memory of the pool. (default: 2GiB)" in text
     assert "[red|blue]" in text
     assert "--parent" not in text
     assert text.endswith("Example: mooncake probe --port 1")
@@ -198,7 +198,7 @@ def test_an_error_of_a_role_comes_through() -> None:
         run_until_stopped(serve, 5)
 
 
-# -- the command as people call it -------------------------------------------------------------------
+# -- the command as users call it --------------------------------------------------------------------
 
 
 def outcome(words: list[str], capsys: pytest.CaptureFixture[str]) -> tuple[int | str | None, str, str]:
@@ -269,4 +269,4 @@ time.sleep(600)
         assert process.stdout is not None
         assert process.stdout.readline() == "up\n"
         process.kill()
-        assert process.stdout.read() == "", "end of file: nobody holds the pipe any more"
+        assert process.stdout.read() == "", "end of file: no process holds the pipe"

@@ -18,7 +18,7 @@ def some_processes(folder: Path) -> Processes:
         RolePlan(RoleSpec("node", ("master",)), ("true",), "127.0.0.1", 50052),
         RolePlan(RoleSpec("gateway", ("node",)), ("true",), "127.0.0.1", 8000),
     ]
-    processes = Processes(plans, folder, lambda *said: None, lambda: None, lambda: None)
+    processes = Processes(plans, folder, lambda *rest: None, lambda: None, lambda: None)
     for event in (StartAll(), RoleReady("master"), RoleExited("node", 1)):
         processes.supervisor.handle(event, 10.0)  # the core alone: no process is started
     return processes
@@ -32,17 +32,17 @@ def test_the_table_shows_every_role(tmp_path: Path) -> None:
     lines = {line.split()[0]: line for line in out.getvalue().splitlines() if line.strip()}
     assert "ready" in lines["master"]
     assert "127.0.0.1:50051" in lines["master"]
-    assert "died, again in" in lines["node"]
+    assert "died, restart in" in lines["node"]
     assert "waiting" in lines["gateway"]
 
 
 def test_without_a_terminal_there_are_plain_lines() -> None:
     out = io.StringIO()
     with StatusBoard(Console(file=out, width=20)) as board:
-        board.say("node", "died (exit status 1); starting again in 0.5 s", ["error: [red]no[/red] memory"])
+        board.say("node", "died (exit status 1); restarting in 0.5 s", ["error: [red]no[/red] memory"])
         board.say("", "everything has stopped")
     assert out.getvalue() == (
-        "node: died (exit status 1); starting again in 0.5 s\n"
+        "node: died (exit status 1); restarting in 0.5 s\n"
         "    node | error: [red]no[/red] memory\n"
         "mooncake: everything has stopped\n"
     )

@@ -76,9 +76,7 @@ def test_roles_start_when_those_before_them_are_ready() -> None:
 def test_a_role_that_dies_rests_and_starts_again() -> None:
     probe = Probe().all_ready()
     effects = probe(RoleExited("worker", -9), at=5.0)
-    assert effects == [
-        Announce("worker", "died (killed by signal 9); starting again in 0.5 s", show_log=True)
-    ]
+    assert effects == [Announce("worker", "died (killed by signal 9); restarting in 0.5 s", show_log=True)]
     assert probe.core.deadline() == 5.5
     assert probe(Wake(), at=5.4) == []
     assert probe(Wake(), at=5.5) == [StartRole("worker")]
@@ -97,20 +95,20 @@ def test_rests_double_up_to_a_limit_and_never_end() -> None:
     assert rests == [0.5, 1.0, 2.0, 4.0, 8.0, 16.0, LONGEST_REST_S, LONGEST_REST_S, LONGEST_REST_S]
 
 
-def test_a_quiet_while_forgets_earlier_deaths() -> None:
+def test_a_stable_period_resets_the_count_of_deaths() -> None:
     probe = Probe().all_ready()
     probe(RoleExited("node", 1), at=1.0)
     probe(Wake(), at=1.5)
     probe(RoleReady("node"), at=2.0)
-    [said] = words(probe(RoleExited("node", 1), at=2.0 + QUIET_S - 0.01))
-    assert said == "node: died (exit status 1), death 2 in a row; starting again in 1 s"
+    [text] = words(probe(RoleExited("node", 1), at=2.0 + QUIET_S - 0.01))
+    assert text == "node: died (exit status 1), consecutive death 2; restarting in 1 s"
     probe(Wake(), at=100.0)
     probe(RoleReady("node"), at=100.0)
-    [said] = words(probe(RoleExited("node", 1), at=100.0 + QUIET_S))
-    assert said == "node: died (exit status 1); starting again in 0.5 s"
+    [text] = words(probe(RoleExited("node", 1), at=100.0 + QUIET_S))
+    assert text == "node: died (exit status 1); restarting in 0.5 s"
 
 
-def test_a_restart_waits_for_nobody() -> None:
+def test_a_restart_waits_for_no_other_role() -> None:
     probe = Probe().all_ready()
     probe(RoleExited("master", 1), at=1.0)
     probe(RoleExited("node", 1), at=1.1)
@@ -124,7 +122,7 @@ def test_one_that_is_never_ready_is_killed_and_rests() -> None:
     assert deeds(probe(Wake(), at=60.0)) == [KillRole("master")]
     assert probe(RoleReady("master")) == []
     assert words(probe(RoleExited("master", -9))) == [
-        "master: died (was not ready in time); starting again in 0.5 s"
+        "master: died (was not ready in time); restarting in 0.5 s"
     ]
     assert deeds(probe(Wake(), at=61.0)) == [StartRole("master")]
 
@@ -155,8 +153,8 @@ def test_stopping_goes_backwards() -> None:
     assert probe.core.deadline() is None
 
 
-def test_one_that_others_lean_on_outlives_them_but_holds_up_nobody() -> None:
-    probe = Probe([RoleSpec("worker"), RoleSpec("gateway", leans_on=("worker",))])
+def test_a_role_that_stops_last_delays_no_start() -> None:
+    probe = Probe([RoleSpec("worker"), RoleSpec("gateway", stops_before=("worker",))])
     assert deeds(probe(StartAll())) == [StartRole("worker"), StartRole("gateway")]
     assert deeds(probe(StopAll())) == [TerminateRole("gateway")]
     assert deeds(probe(RoleExited("gateway", 0))) == [TerminateRole("worker")]
@@ -216,13 +214,13 @@ def test_the_story_of_a_role() -> None:
     assert story == [
         "0.000 starting: first start",
         "0.000 ready: after 0.0 s",
-        "4.000 resting: exit status 3; rests 0.5 s",
+        "4.000 resting: exit status 3; restart in 0.5 s",
     ]
-    assert probe.core.story("nobody") == []
+    assert probe.core.story("unknown") == []
 
 
 @pytest.mark.parametrize("seed", range(40))
-def test_any_weather_ends_with_nothing_running(seed: int) -> None:
+def test_any_sequence_ends_with_nothing_running(seed: int) -> None:
     """A small world: processes become ready, die or hang at random; then everything is stopped."""
     random = Random(seed)
     probe = Probe()
@@ -259,12 +257,12 @@ def test_any_weather_ends_with_nothing_running(seed: int) -> None:
             perform(effect)
 
     run(StartAll(), 0.0)
-    asked = False
+    is_stopped = False
     while status is None:
         deadline = probe.core.deadline()
         at_event = events[0][0] if events else None
-        if not asked and min(x for x in (deadline, at_event, 300.0) if x is not None) >= 300.0:
-            asked = True
+        if not is_stopped and min(x for x in (deadline, at_event, 300.0) if x is not None) >= 300.0:
+            is_stopped = True
             run(StopAll(), 300.0)
         elif at_event is not None and (deadline is None or at_event <= deadline):
             at, _, event, incarnation = heapq.heappop(events)

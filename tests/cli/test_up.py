@@ -1,15 +1,155 @@
-"""What ``mooncake up`` refuses before it starts anything."""
+"""The roles of a cluster on one host, and what ``mooncake up`` refuses before it starts anything."""
 
 from __future__ import annotations
 
+import sys
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
+from mooncake.cli import main
 from mooncake.cli.certs import CertsSettings, make
-from mooncake.cli.up import check_certificate
+from mooncake.cli.processes import HttpCheck, RolePlan
+from mooncake.cli.role_command import Invocation
+from mooncake.cli.supervisor import Supervisor
+from mooncake.cli.up import (
+    LARGEST_DEFAULT_POOL_BYTES,
+    UpSettings,
+    check_certificate,
+    default_pool_bytes,
+    plan_cluster,
+    quiet_threads,
+    threads_per_worker,
+)
+from mooncake.config import LogSettings
 from mooncake.errors import InvalidArgument
-from mooncake.security import Identity, SecuritySettings
+from mooncake.security import Identity, SecuritySettings, install_identity
+
+
+def planned(settings: UpSettings, file: Path | None = None) -> dict[str, RolePlan]:
+    given = Invocation(settings, LogSettings(level="debug"), file)
+    return plan_cluster(settings, given, "/models/smollm2", "swordfish", Path("/state"))
+
+
+def flag(plan: RolePlan, name: str) -> str:
+    return plan.command[plan.command.index(name) + 1]
+
+
+def test_every_role_has_its_process_and_its_port() -> None:
+    plans = planned(UpSettings(prefill=3, decode=1, port=8123))
+    assert [*plans] == [
+        *["metadata", "master", "node", "prefill-0", "prefill-1", "prefill-2", "decode-0"],
+        *["conductor", "gateway"],
+    ]
+    assert len({plan.port for plan in plans.values()}) == 9
+    assert plans["gateway"].port == 8123
+    Supervisor([plan.spec for plan in plans.values()]).check()
+
+
+def test_port_0_takes_a_real_one() -> None:
+    gateway = planned(UpSettings(port=0))["gateway"]
+    assert gateway.port >= 20_000
+    assert flag(gateway, "--port") == str(gateway.port)
+
+
+def test_a_gateway_that_listens_everywhere_is_called_here() -> None:
+    plans = planned(UpSettings(host="0.0.0.0"))
+    assert (flag(plans["gateway"], "--host"), plans["gateway"].host) == ("0.0.0.0", "127.0.0.1")
+    assert (flag(plans["master"], "--host"), plans["master"].host) == ("127.0.0.1", "127.0.0.1")
+
+
+def test_the_master_keeps_its_log_by_the_port_of_the_cluster() -> None:
+    plans = planned(UpSettings(port=8123))
+    assert flag(plans["master"], "--oplog") == "/state/master-8123.oplog"
+
+
+def test_roles_get_the_addresses_of_each_other() -> None:
+    plans = planned(UpSettings(prefill=1, decode=1, pool_size_bytes=64 << 20, scheduling="round_robin"))
+    master = plans["master"].address
+    assert all(flag(plans[name], "--master") == master for name in ("node", "prefill-0", "decode-0"))
+    assert flag(plans["node"], "--pool-size") == "64MiB"
+    assert flag(plans["prefill-0"], "--role") == "prefill"
+    assert flag(plans["prefill-0"], "--model") == "/models/smollm2"
+    assert flag(plans["prefill-0"], "--served-model-name") == "smollm2"
+    assert flag(plans["conductor"], "--scheduling") == "round_robin"
+    assert flag(plans["conductor"], "--pool-events") == flag(plans["master"], "--kv-events-endpoint")
+    assert flag(plans["conductor"], "--pool-events-replay") == flag(
+        plans["master"], "--kv-events-replay-endpoint"
+    )
+    assert flag(plans["gateway"], "--prefill") == plans["prefill-0"].address
+    assert flag(plans["gateway"], "--decode") == plans["decode-0"].address
+    assert flag(plans["gateway"], "--conductor") == plans["conductor"].address
+
+
+def test_the_admin_key_is_on_no_command_line() -> None:
+    plans = planned(UpSettings())
+    assert plans["gateway"].environment["ADMIN_API_KEY"] == "swordfish"
+    assert not any("swordfish" in word for plan in plans.values() for word in plan.command)
+
+
+def test_children_log_and_are_configured_as_we_are(tmp_path: Path) -> None:
+    (tmp_path / "m.toml").write_text("[master]\n")
+    for plan in planned(UpSettings(), tmp_path / "m.toml").values():
+        assert plan.command[:3] == (sys.executable, "-m", "mooncake")
+        assert flag(plan, "--log-level") == "debug"
+        assert flag(plan, "--config") == str(tmp_path / "m.toml")
+
+
+@pytest.fixture
+def certified(tmp_path: Path) -> Iterator[SecuritySettings]:
+    """This process has a certificate."""
+    make(CertsSettings(folder=tmp_path))
+    files = SecuritySettings(str(tmp_path / "node.pem"), str(tmp_path / "node.key"), str(tmp_path / "ca.pem"))
+    install_identity(Identity(files))
+    yield files
+    install_identity(None)
+
+
+def test_with_a_certificate_everything_speaks_tls(certified: SecuritySettings) -> None:
+    plans = planned(UpSettings())
+    for plan in plans.values():
+        for name in ("tls_cert", "tls_key", "tls_ca"):
+            assert flag(plan, f"--{name.replace('_', '-')}") == getattr(certified, name)
+        assert plan.ready is None or plan.ready.over == "member", plan.name
+    assert flag(plans["node"], "--metadata") == f"https://{plans['metadata'].address}/metadata"
+
+
+@pytest.mark.parametrize("has_certificate", [False, True])
+def test_a_gateway_is_checked_as_its_own_settings_require(
+    has_certificate: bool, tmp_path: Path, request: pytest.FixtureRequest
+) -> None:
+    if has_certificate:
+        request.getfixturevalue("certified")
+    file = tmp_path / "mooncake.toml"
+    file.write_text('[gateway]\nhttps_cert = "public.pem"\nhttps_key = "public.key"\n')
+    assert [planned(UpSettings(), given)["gateway"].ready for given in (None, file)] == [
+        HttpCheck("/ready", over="member" if has_certificate else "http"),
+        HttpCheck("/ready", over="https"),
+    ]
+
+
+def test_threads_and_pool_fit_the_machine() -> None:
+    assert threads_per_worker(UpSettings(num_threads=3)) == 3
+    assert threads_per_worker(UpSettings(prefill=64, decode=64)) in (1, 2)
+    assert quiet_threads(2)["OMP_WAIT_POLICY"] == "PASSIVE"
+    assert 0 < default_pool_bytes() <= LARGEST_DEFAULT_POOL_BYTES
+    assert default_pool_bytes() % (1 << 20) == 0
+
+
+def test_every_role_takes_the_flags_it_gets(capsys: pytest.CaptureFixture[str]) -> None:
+    """The plan repeats other packages' flags; this detects a renamed one."""
+    seen = set()
+    for plan in planned(UpSettings()).values():
+        if plan.command[3] in seen:
+            continue
+        seen.add(plan.command[3])
+        with pytest.raises(SystemExit) as exit:
+            main([*plan.command[3:], "--print-config"])
+        text = capsys.readouterr()
+        assert exit.value.code == 0, f"{plan.name}: {text.err}"
+        assert f"[{plan.command[3]}]" in text.out
+    assert len(seen) == 6
 
 
 def identity_of(

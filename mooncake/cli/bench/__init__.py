@@ -1,7 +1,7 @@
-"""``mooncake bench transfer``: how close every available path comes to what this machine can do.
+"""``mooncake bench transfer``: how close every available path comes to the limits of this machine.
 
 Two processes on loopback. The machine's ceilings are measured first (``ceilings.py``), then every path beside
-its ceiling in turns (``paths.py``, ``measurements.py``); ``report.py`` words it, ``plot.py`` draws it.
+its ceiling in turns (``paths.py``, ``measurements.py``); ``report.py`` renders it, ``plot.py`` draws it.
 """
 
 from __future__ import annotations
@@ -31,32 +31,32 @@ from mooncake.config import parse_size
 from mooncake.errors import InvalidArgument, Unavailable
 
 WINDOW_BYTES = 256 * MIB
-"""Both sides walk through so much memory, so that nobody works from the cache."""
+"""Both sides cycle through so much memory, so that it does not fit into the cache."""
 ROUNDS = 11
 QUICK_ROUNDS = 3
 
 
 def bench_transfer(
-    asked: Sequence[str],
+    wanted_names: Sequence[str],
     rounds: int,
     largest: str,
     folder: Path | None,
     json_file: Path | None,
     plot_file: Path | None,
 ) -> None:
-    """Measure, print, and write what was asked for. Files to be measured are made in ``folder``.
+    """Measure, print, and write the requested files. Files to be measured are made in ``folder``.
 
     Raises:
         InvalidArgument: a path that does not exist, or nothing to measure.
         ProtocolError: wrong bytes arrived.
     """
     if plot_file is not None:
-        from mooncake.cli.bench.plot import draw  # a missing extra is said before minutes of measuring
+        from mooncake.cli.bench.plot import draw  # a missing extra is reported before minutes of measuring
     largest_bytes = _size(largest)
     shapes = [shape for shape in SHAPES if shape.num_bytes <= largest_bytes]
     with ExitStack() as stack:
         made = stack.enter_context(tempfile.TemporaryDirectory(dir=folder))
-        report = _measured(asked, rounds, shapes, Path(made), stack)
+        report = _measured(wanted_names, rounds, shapes, Path(made), stack)
     print(render(report), flush=True)
     if json_file is not None:
         json_file.write_text(json.dumps(report.as_json(), indent=1) + "\n")
@@ -65,14 +65,14 @@ def bench_transfer(
 
 
 def _measured(
-    asked: Sequence[str], rounds: int, shapes: Sequence[Shape], folder: Path, stack: ExitStack
+    wanted_names: Sequence[str], rounds: int, shapes: Sequence[Shape], folder: Path, stack: ExitStack
 ) -> BenchReport:
     engines = candidate_engines(folder)
-    subjects, skipped = available(asked, engines)
+    subjects, skipped = available(wanted_names, engines)
     if not subjects or not shapes:
         why = "; ".join(f"{name}: {reason}" for name, reason in skipped.items())
         raise InvalidArgument(
-            "path", list(asked), f"something that can be had here ({why or 'nothing to do'})"
+            "path", list(wanted_names), f"something that is available here ({why or 'nothing to do'})"
         )
     window_bytes = min(WINDOW_BYTES, 2 * max(shape.num_bytes for shape in shapes))
     paths = Paths(subjects, window_bytes, engines, folder)
@@ -95,15 +95,15 @@ def _measured(
         ping_us = measure_ping(stream, 4 * KIB, rounds)
     except Unavailable as error:
         skipped["one stream"] = str(error)
-    _tell("ceilings ...")
+    _show_progress("ceilings ...")
     alone = measure_ceilings(ceilings, shapes, rounds)
-    rows = measure_paths(paths, subjects, ceilings, shapes, rounds, _tell)
+    rows = measure_paths(paths, subjects, ceilings, shapes, rounds, _show_progress)
     command = shlex.join(["mooncake", *sys.argv[1:]])
     return BenchReport(describe_machine(), command, rounds, alone, ping_us, rows, skipped)
 
 
 def device_ceilings(paths: Paths, window_bytes: int) -> dict[str, Ceiling]:
-    """The driver alone, between the places that the cuda paths move between."""
+    """The driver's own copies, between the places that the cuda paths move between."""
     library, spare = paths.engines[DEVICE].cuda_library, paths.windows["spare"].address
     places = {"pageable": paths.here, "pinned": paths.windows["pinned"], "device": paths.windows[DEVICE]}
     return {
@@ -119,7 +119,7 @@ def _size(text: str) -> int:
         raise InvalidArgument("--largest", text, "a size such as 16MiB") from error
 
 
-def _tell(text: str) -> None:
-    """Progress, for whoever watches."""
+def _show_progress(text: str) -> None:
+    """Print progress on standard error."""
     if sys.stderr.isatty():
         print(f"\r\033[K{text}", end="" if text.endswith("...") else "\n", file=sys.stderr, flush=True)

@@ -1,4 +1,4 @@
-"""What the machine can do at best: plain copies, a C program's socket stream, fio on a file, a GPU driver.
+"""The limits of the machine: plain copies, a C program's socket stream, fio on a file, a GPU driver.
 
 A ceiling moves the same amount in pieces of the same size as what is measured, so that the two can take
 turns. It knows nothing of the transfer engine. ``native/raw_stream.c`` is the C program; it is built with
@@ -28,7 +28,7 @@ FILE_PIECE_BYTES = 512 << 10
 
 @dataclass(frozen=True)
 class Sample:
-    """What one round took."""
+    """The measurements of one round."""
 
     seconds: float
     cpu_s: float
@@ -47,20 +47,20 @@ class Sample:
 
 
 class Ceiling(Protocol):
-    """Something to be measured against."""
+    """A reference to measure against."""
 
     name: str
 
     def move(self, op: str, size_bytes: int, count: int, num: int) -> Sample:
-        """``num`` times ``count`` pieces of ``size_bytes``."""
+        """Move ``num`` times ``count`` pieces of ``size_bytes``."""
         ...
 
 
 def cpu_s(pid: int) -> float:
-    """Seconds of processor time that a process has used: its CPU clock, whose number is made of the pid.
+    """Seconds of processor time that a process has used: its CPU clock, whose id is derived from the pid.
 
     Raises:
-        Unavailable: there is no such process any more.
+        Unavailable: the process has ended.
     """
     try:
         return time.clock_gettime((~pid << 3) | 2)
@@ -126,7 +126,7 @@ class RawStream:
     """One TCP connection of loopback between two processes of a C program.
 
     Raises:
-        Unavailable: the program is not there.
+        Unavailable: the program is missing.
     """
 
     name = "one stream"
@@ -173,18 +173,18 @@ class RawStream:
 
 
 def raw_stream_program() -> Path:
-    """Where the C program lies: beside the extension it was built with."""
+    """Path of the C program: beside the extension it was built with."""
     found = importlib.util.find_spec("mooncake._native")
     assert found is not None and found.origin is not None
     program = Path(found.origin).with_name("raw_stream")
     if not program.exists():
-        raise Unavailable(f"{program} is not there; install mooncake-serving again to have it built")
+        raise Unavailable(f"{program} is missing; reinstall mooncake-serving to have it built")
     return program
 
 
 class Fio:
-    """fio reads or writes a file with O_DIRECT through io_uring as a batch does: with as many requests at
-    once, and as large ones, as the file transport has under way, and to its end before the next begins.
+    """fio reads or writes a file with O_DIRECT through io_uring as a batch does: with the request size and
+    concurrency of the file transport, and to its end before the next begins.
 
     Raises:
         Unavailable: fio is not installed.
@@ -202,7 +202,7 @@ class Fio:
                 written.write(_MIB)
 
     def move(self, op: str, size_bytes: int, count: int, num: int) -> Sample:
-        """For ``FIO_MS``, because starting fio takes longer than moving ``num`` small batches."""
+        """Run for ``FIO_MS``, because starting fio takes longer than moving ``num`` small batches."""
         block = min(size_bytes, FILE_PIECE_BYTES)
         num_pieces = -(-size_bytes // block) * count
         depth = min(self._depth, num_pieces)

@@ -1,7 +1,7 @@
-"""Rounds of measuring: ours and its ceiling take turns, so that only neighbours in time are compared.
+"""Rounds of measuring: ours and its ceiling take turns, so that only adjacent measurements are compared.
 
-On a machine that others use, too, speed changes within seconds. A ratio is therefore the median of the
-ratios of single rounds, not the ratio of two medians; the order within a round alternates.
+On a shared machine, speed changes within seconds. A ratio is therefore the median of the ratios of single
+rounds, not the ratio of two medians; the order within a round alternates.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ ROUND_BYTES = 32 * MIB
 """One round moves about so much, and at most ``MOST_CALLS`` calls."""
 MOST_CALLS = 1000
 ROUNDS_ALONE = 5
-"""For ceilings by themselves, which is for people to look at."""
+"""For ceilings measured alone, which are shown for information."""
 
 
 @dataclass(frozen=True)
@@ -74,7 +74,7 @@ class Row:
 
 @dataclass(frozen=True)
 class CeilingRow:
-    """What the machine does without us."""
+    """A ceiling measured alone."""
 
     name: str
     op: str
@@ -94,7 +94,7 @@ class _Samples:
 def measure_ceilings(
     ceilings: Mapping[str, Ceiling], shapes: Sequence[Shape], rounds: int
 ) -> list[CeilingRow]:
-    """Every ceiling by itself."""
+    """Measure every ceiling alone."""
     rows = []
     for ceiling in ceilings.values():
         for shape in (shape for shape in shapes if shape.size_bytes >= MIB):
@@ -118,12 +118,12 @@ def measure_paths(
     ceilings: Mapping[str, Ceiling],
     shapes: Sequence[Shape],
     rounds: int,
-    tell: Callable[[str], None],
+    show_progress: Callable[[str], None],
 ) -> list[Row]:
-    """All subjects, directions and shapes. Every one is verified before the clock starts."""
+    """Measure all subjects, directions and shapes. Every one is verified before it is timed."""
     rows: list[Row] = []
     for shape in shapes:
-        tell(f"{shape} ...")
+        show_progress(f"{shape} ...")
         seen = {(subject, op): _Samples() for subject in subjects for op in (WRITE, READ)}
         for number, (subject, op) in enumerate(seen):
             paths.verify(subject, op, shape.size_bytes, shape.count, seed=len(rows) + number + 1)
@@ -143,10 +143,10 @@ def measure_paths(
 def _turn(
     paths: Paths, subject: Subject, ceiling: Ceiling | None, op: str, shape: Shape, is_first: bool
 ) -> tuple[Sample, Sample | None]:
-    asked = (op, shape.size_bytes, shape.count, shape.num_calls)
-    before = ceiling.move(*asked) if ceiling is not None and not is_first else None
-    ours = paths.move(subject, *asked)
-    after = ceiling.move(*asked) if ceiling is not None and is_first else None
+    arguments = (op, shape.size_bytes, shape.count, shape.num_calls)
+    before = ceiling.move(*arguments) if ceiling is not None and not is_first else None
+    ours = paths.move(subject, *arguments)
+    after = ceiling.move(*arguments) if ceiling is not None and is_first else None
     return ours, before or after
 
 

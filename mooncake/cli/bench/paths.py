@@ -1,7 +1,7 @@
-"""The transfer engine as a thing to be measured: every available path between this process and the target.
+"""The transfer engine under measurement: every available path between this process and the target.
 
-A subject is a path with how it is used (``tcp+crc``: with checksums). Which there are is found by trying: a
-transport that cannot be had here is left out, with the reason. What was moved is compared at both ends.
+A subject is a path with its options (``tcp+crc``: with checksums). Which are available is found by trying: a
+transport that is unavailable here is left out, with the reason. What was moved is compared at both ends.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from mooncake.transfer.descriptor import Column, decode_descriptor
 from mooncake.transfer.transports.cuda import why_unavailable
 
 TIMEOUT_S = 60.0
-"""For one call: far more than 128 MiB take on the slowest path."""
+"""Timeout of one call: far more than 128 MiB take on the slowest path."""
 
 
 @dataclass(frozen=True)
@@ -36,14 +36,14 @@ class Subject:
 
     name: str
     engine: str
-    "Which engine carries it, one of those of ``offered``."
+    "Name of the engine that carries it, one of ``candidate_engines``."
     ceiling: str
-    "What it is measured against; empty when there is nothing on this machine."
+    "What it is measured against; empty when this machine has no reference."
     checksum: bool = False
     local: str = "memory"
-    "What the bytes lie in here: `memory`, `pinned` memory or `cuda`."
+    "Kind of memory at this end: `memory`, `pinned` memory or `cuda`."
     remote: str = "memory"
-    "And there: `memory`, `cuda` or a `file`."
+    "Kind of memory at the other end: `memory`, `cuda` or a `file`."
 
 
 SUBJECTS = (
@@ -65,7 +65,7 @@ CandidateEngines = Mapping[str, Mapping[str, Any]]
 
 
 def candidate_engines(folder: Path) -> CandidateEngines:
-    """All engines that there may be: one per transport, and one with TLS, whose certificates are made in
+    """All engines that may be available: one per transport, and one with TLS, whose certificates are made in
     ``folder``."""
     engines: dict[str, dict[str, Any]] = {
         name: {"transports": [name]} for name in dict.fromkeys(subject.engine for subject in SUBJECTS)
@@ -77,14 +77,14 @@ def candidate_engines(folder: Path) -> CandidateEngines:
     return engines
 
 
-def available(asked: Sequence[str], engines: CandidateEngines) -> tuple[list[Subject], dict[str, str]]:
-    """Subjects that can be had here, and why the others cannot. Empty ``asked`` is all.
+def available(wanted_names: Sequence[str], engines: CandidateEngines) -> tuple[list[Subject], dict[str, str]]:
+    """Subjects that are available here, and why the others are not. Empty ``wanted`` is all.
 
     Raises:
         InvalidArgument: there is no path of that name.
     """
     names = [subject.name for subject in SUBJECTS]
-    for name in asked:
+    for name in wanted_names:
         if name not in names:
             raise InvalidArgument("path", name, "some of " + ", ".join(names))
     missing: dict[str, str] = {}
@@ -96,7 +96,7 @@ def available(asked: Sequence[str], engines: CandidateEngines) -> tuple[list[Sub
             missing[name] = str(error)
     if DEVICE not in missing and (why := why_unavailable()):
         missing[DEVICE] = why
-    wanted = [subject for subject in SUBJECTS if not asked or subject.name in asked]
+    wanted = [subject for subject in SUBJECTS if not wanted_names or subject.name in wanted_names]
     skipped = {subject.name: missing[subject.engine] for subject in wanted if subject.engine in missing}
     return [subject for subject in wanted if subject.name not in skipped], skipped
 
@@ -134,7 +134,7 @@ class TargetProcess:
 
     def _ask(self, line: str) -> str:
         assert self._process.stdin is not None and self._process.stdout is not None
-        with contextlib.suppress(BrokenPipeError):  # then there is no answer either
+        with contextlib.suppress(BrokenPipeError):  # then no answer comes either
             self._process.stdin.write(line + "\n")
             self._process.stdin.flush()
         answer = self._process.stdout.readline().strip()
@@ -153,11 +153,11 @@ class Paths:
         self, subjects: Sequence[Subject], window_bytes: int, engines: CandidateEngines, folder: Path
     ) -> None:
         names = dict.fromkeys(["shm", *(subject.engine for subject in subjects)])
-        asked = {name: engines[name] for name in names}
+        wanted = {name: engines[name] for name in names}
         self.window_bytes = window_bytes
-        self.engines = engines_of(asked)
+        self.engines = engines_of(wanted)
         has_remote_file = any(subject.remote == FILE and subject.engine != FILE for subject in subjects)
-        self.target = TargetProcess(window_bytes, asked, folder / "remote.dat" if has_remote_file else None)
+        self.target = TargetProcess(window_bytes, wanted, folder / "remote.dat" if has_remote_file else None)
         self.here, self.spare = (register_window(self.engines, window_bytes) for _ in range(2))
         self.windows = {"memory": self.here}
         if DEVICE in self.engines:
@@ -175,7 +175,7 @@ class Paths:
             self._segments[FILE] = with_file.open(with_file.describe())
 
     def move(self, subject: Subject, op: str, size_bytes: int, count: int, num: int) -> Sample:
-        """``num`` batches of ``count`` slices, one after the other, through the window and again."""
+        """Move ``num`` batches of ``count`` slices, one after the other, cycling through the window."""
         step = size_bytes * count
         lengths = np.full(count, size_bytes, dtype=np.uint64)
         num_places = min(num, self.window_bytes // step)
@@ -197,7 +197,7 @@ class Paths:
         return Sample(sum(calls), used, step * num, calls)
 
     def verify(self, subject: Subject, op: str, size_bytes: int, count: int, seed: int) -> None:
-        """Moves a fresh pattern and compares every byte where it arrived.
+        """Move a fresh pattern and compare every byte at its destination.
 
         Raises:
             ProtocolError: other bytes arrived.

@@ -17,12 +17,12 @@ if TYPE_CHECKING:
 
 CEILING_STYLE = {"one thread": "--", "one stream": ":", "fio": "-."}
 COLOURS = ("#0072b2", "#56b4e9", "#d55e00", "#e69f00", "#009e73", "#cc79a7", "#000000", "#8c6d31")
-"""Told apart also by the colour-blind."""
+"""Colours that colour-blind readers can distinguish."""
 GB_TICKS = (0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1, 2, 5, 10, 20, 50, 100, 200)
 
 
 def draw(report: BenchReport, file: Path) -> None:
-    """Writes ``file``; its suffix says the format.
+    """Write ``file``; its suffix is the format.
 
     Raises:
         ModuleNotFoundError: matplotlib is not installed.

@@ -1,4 +1,4 @@
-"""What a bench says: tables for people, one JSON object for programs, and which targets were met.
+"""The output of a bench: tables, one JSON object for programs, and which targets were met.
 
 Pure: rows come in, lines go out. The targets are those that the transfer engine was built to.
 """
@@ -38,7 +38,7 @@ class Goal:
 
 @dataclass(frozen=True)
 class GoalResult:
-    """What became of a goal."""
+    """The result of one goal."""
 
     what: str
     wanted: str
@@ -60,7 +60,7 @@ GOALS = (
 
 @dataclass(frozen=True)
 class BenchReport:
-    """Everything that one run found out."""
+    """All results of one run."""
 
     machine: str
     command: str
@@ -81,7 +81,7 @@ class BenchReport:
 
 
 def check_goals(rows: Sequence[Row]) -> list[GoalResult]:
-    """Each goal against the row it is about."""
+    """Compare each goal with its row."""
     known = {(row.path, row.op, row.size_bytes, row.count): row for row in rows}
     shapes = {(row.size_bytes, row.count): row.shape for row in rows}
     verdicts = []
@@ -105,7 +105,7 @@ def check_goals(rows: Sequence[Row]) -> list[GoalResult]:
 
 
 def render(report: BenchReport) -> str:
-    """The whole report for people."""
+    """Render the whole report as text lines."""
     lines = [f"machine: {report.machine}", f"command: {report.command}", CANNOT_SHOW, REFERENCES, ""]
     lines += [f"{'reference':12} {'op':6} {'size':>13} {'GB/s':>7} {'CPU s/GB':>9}"]
     lines += [

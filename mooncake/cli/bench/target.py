@@ -1,9 +1,9 @@
-"""The other process of a bench: lends memory over every path, fills it, and says what it holds.
+"""The other process of a bench: registers memory for every path, fills it, and verifies its content.
 
-It is told by one line of JSON on its standard input what to offer (``{"window_bytes": ..., "engines": {name:
-settings}, "file": path or ""}``), answers with the descriptors of its engines and then obeys lines:
+One line of JSON on its standard input defines what it offers (``{"window_bytes": ..., "engines": {name:
+settings}, "file": path or ""}``). It answers with the descriptors of its engines and then obeys lines:
 ``fill <kind> <seed> <bytes>`` and ``holds <kind> <seed> <bytes>``, where the kind is that of a region. The
-pattern of a seed is made here and at the other end, so neither has to believe the other.
+pattern of a seed is generated at both ends, so that neither has to trust the other.
 """
 
 from __future__ import annotations
@@ -23,11 +23,11 @@ from mooncake.transfer import Region, TransferEngine, TransferSettings
 Bytes = npt.NDArray[np.uint8]
 
 DEVICE = "cuda"
-"""The engine that has device memory, and the kind of it."""
+"""The engine that has device memory, and the kind of that memory."""
 FILE = "file"
-"""The kind of a region that is a file; also the engine that reaches its own ones."""
+"""The kind of a region that is a file; also the engine for local files."""
 
-_PERIOD = 16_777_213  # a prime, so that no slice begins twice at the same place of the pattern
+_PERIOD = 16_777_213  # a prime, so that no two slices begin at the same place of the pattern
 
 
 @cache
@@ -36,20 +36,20 @@ def _base() -> Bytes:
 
 
 def pattern(seed: int, num_bytes: int) -> Bytes:
-    """Bytes that differ from those of every other seed."""
+    """A pattern that differs from that of every other seed."""
     return np.resize(np.roll(_base(), -(seed * 7919 % _PERIOD)), num_bytes)
 
 
-def engines_of(asked: Mapping[str, Mapping[str, Any]]) -> dict[str, TransferEngine]:
-    """One engine per name, made from the fields of its settings."""
+def engines_of(fields_of_engines: Mapping[str, Mapping[str, Any]]) -> dict[str, TransferEngine]:
+    """One engine per name, created from the fields of its settings."""
     return {
         name: TransferEngine(msgspec.convert(dict(fields), TransferSettings))
-        for name, fields in asked.items()
+        for name, fields in fields_of_engines.items()
     }
 
 
 def register_window(engines: Mapping[str, TransferEngine], window_bytes: int) -> Region:
-    """One window of memory, registered with all engines. The first allocates it."""
+    """Register one window of memory with all engines. The first allocates it."""
     first, *others = engines.values()
     region = first.allocate(window_bytes)
     for engine in others:
@@ -58,12 +58,12 @@ def register_window(engines: Mapping[str, TransferEngine], window_bytes: int) ->
 
 
 def fill(window: Region, seed: int, num_bytes: int) -> None:
-    """The beginning of a window, wherever it lies, gets the pattern of a seed."""
+    """Fill the beginning of a window, in memory of any kind, with the pattern of a seed."""
     window.write_from(pattern(seed, num_bytes).data)
 
 
 def window_matches(window: Region, seed: int, num_bytes: int) -> bool:
-    """The window begins with the pattern of that seed."""
+    """Whether the window begins with the pattern of that seed."""
     found = np.empty(num_bytes, dtype=np.uint8)
     window.read_into(found.data)
     return np.array_equal(found, pattern(seed, num_bytes))

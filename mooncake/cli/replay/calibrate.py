@@ -21,36 +21,42 @@ from mooncake.sim.serving.calibration import fit_decode, fit_prefill
 from mooncake.sim.serving.node_costs import NodeCosts
 
 IN_TTFT_BYTES_PER_S = 1e12
-"""What moves between instances is inside the measured times; the simulator must not count it again."""
-Url = Annotated[str, typer.Option("--url", help="The server: ours or any other with the OpenAI API.")]
+"""Transfers between instances are inside the measured times; the simulator must not count them again."""
+Url = Annotated[
+    str, typer.Option("--url", help="Address of the server: a gateway or any other server of the OpenAI API.")
+]
 ApiKey = Annotated[str, typer.Option("--api-key", envvar="OPENAI_API_KEY", show_envvar=False)]
 
 
 def calibrate_command(
-    out: Annotated[Path, typer.Option("--out", "-o", metavar="FILE.toml", help="The costs file.")] = Path(
-        "costs.toml"
-    ),
+    out: Annotated[
+        Path, typer.Option("--out", "-o", metavar="FILE.toml", help="Costs file to write.")
+    ] = Path("costs.toml"),
     url: Url = "http://127.0.0.1:8000",
-    model: Annotated[str, typer.Option("--model", help="By default the first that it serves.")] = "",
+    model: Annotated[
+        str, typer.Option("--model", help="Model to use; by default the first that the server lists.")
+    ] = "",
     api_key: ApiKey = "",
     lengths: Annotated[
         list[int] | None, typer.Option("--length", min=8, help="Prompt lengths in tokens; at least three.")
     ] = None,
-    batches: Annotated[list[int] | None, typer.Option("--batch", min=1, help="Answers at once.")] = None,
+    batches: Annotated[list[int] | None, typer.Option("--batch", min=1, help="Concurrent answers.")] = None,
     rounds: Annotated[int, typer.Option("--rounds", min=1)] = 3,
     kv_bytes_per_token: Annotated[int, typer.Option("--kv-bytes-per-token", min=1)] = 46_080,
     num_layers: Annotated[int, typer.Option("--num-layers", min=1)] = 30,
     cache_size: Annotated[
-        int, typer.Option("--cache-tokens", min=0, help="Of KV that a prefill instance keeps.")
+        int, typer.Option("--cache-tokens", min=0, help="Tokens of KV that a prefill instance caches.")
     ] = 11_000,
     device_tokens: Annotated[
-        int, typer.Option("--device-tokens", min=1, help="Of a decode instance.")
+        int, typer.Option("--device-tokens", min=1, help="Tokens of KV that a decode instance holds.")
     ] = 11_000,
-    seed: Annotated[int, typer.Option("--seed", help="Another one for prompts not sent before.")] = 0,
+    seed: Annotated[
+        int, typer.Option("--seed", help="Seed of the prompts; change it for prompts not sent before.")
+    ] = 0,
 ) -> None:
-    """Measure an otherwise idle cluster and write what work costs there, for simulate, plan and replay.
+    """Measure an otherwise idle cluster and write its costs, for simulate, plan and replay.
 
-    What a client can't see (sizes of KV and memory) is taken from the flags; their defaults are
+    What a client can't measure (sizes of KV and memory) is taken from the flags; their defaults are
     SmolLM2-135M's in float32 with 512 MiB a worker.
     """
     sizes = sorted(set(lengths or [64, 256, 512, 1024, 2048]))
@@ -108,7 +114,7 @@ def calibrate_command(
 
 
 def to_toml(costs: NodeCosts) -> str:
-    """A file that ``load_costs`` reads; tables last, as TOML wants them."""
+    """A file that ``load_costs`` reads; tables last, as TOML requires."""
     document: dict[str, Any] = msgspec.to_builtins(costs)
     tables = {name: value for name, value in document.items() if isinstance(value, dict)}
     lines = [f"{name} = {json.dumps(value)}" for name, value in document.items() if name not in tables]

@@ -1,10 +1,10 @@
-"""Measures what work costs on a live cluster, through its own front door.
+"""Measures the costs of a live cluster, through its public API.
 
-Prefill is told from the rest by sending a fresh prompt alone and then several of its length at once: what the
-last of them waits longer is what the others occupied the instance for, whether they were computed one after
-another or in one step; the rest of the time of one alone is the way from the last layer to the client. Of
-several rounds the median counts. Decode is timed in steps of a whole batch. Instances are told apart by the
-response headers of our gateway; a server without them counts as one.
+Prefill is separated from the rest by sending a fresh prompt alone and then several of its length at once: the
+extra time of the last of them is what the others occupied the instance for, whether they were computed one
+after another or in one step; the rest of the time of one alone is the path from the last layer to the client.
+Of several rounds the median counts. Decode is timed in steps of a whole batch. Instances are distinguished by
+the response headers of our gateway; a server without them counts as one.
 """
 
 from __future__ import annotations
@@ -17,14 +17,14 @@ from dataclasses import dataclass, field
 from random import Random
 
 from mooncake.cli.replay.endpoint import Endpoint, TimedAnswer, gather_at_once
-from mooncake.cli.replay.trace_prompts import HIGHEST_TOKEN, LOWEST_TOKEN
+from mooncake.cli.replay.open_loop import HIGHEST_TOKEN, LOWEST_TOKEN
 from mooncake.errors import Unavailable
 from mooncake.sim.serving.calibration import PrefillSample, StepSample
 
 AT_ONCE = 4
 """Prompts sent together, per prefill instance."""
 MIN_PREFILL_S = MIN_STEP_S = 1e-4
-"""Less than that is noise of a machine that does something else."""
+"""Less than that is noise of other work on the machine."""
 STEPS = 24
 """Tokens of each answer when decode is timed."""
 PREFILL_HEADER, DECODE_HEADER = "x-mooncake-prefill", "x-mooncake-decode"
@@ -35,7 +35,7 @@ class Measurements:
     prefill: list[PrefillSample] = field(default_factory=list)
     steps: list[StepSample] = field(default_factory=list)
     first_token_s: list[float] = field(default_factory=list)
-    "From a prompt's last layer to the client."
+    "Time from a prompt's last layer to the client."
     warm: list[tuple[int, int, float]] = field(default_factory=list)
     "(cached tokens, prompt tokens, TTFT) of prompts that were sent before."
 
@@ -69,16 +69,16 @@ class CostMeasurement:
         return self.found
 
     def _prompt(self, length: int) -> list[int]:
-        """One that nobody has seen."""
+        """A prompt that was never sent before."""
         return self._random.choices(range(LOWEST_TOKEN, HIGHEST_TOKEN), k=length)
 
     async def _warm_up(self, length: int) -> int:
-        """The number of prefill instances, as far as the headers tell."""
+        """Warm up; return the number of prefill instances, as far as the headers show."""
         answers = await self._at_once([self._prompt(length) for _ in range(8)], 4)
         return len({answer.headers.get(PREFILL_HEADER, "") for answer in answers})
 
     async def _alone(self, length: int) -> float:
-        """TTFT of a fresh prompt; it is sent again to see what a cached one takes."""
+        """TTFT of a fresh prompt; it is sent again to measure a cached one."""
         prompt = self._prompt(length)
         [cold] = await self._at_once([prompt], 1)
         [warm] = await self._at_once([prompt], 1)

@@ -1,8 +1,8 @@
 """One OpenAI endpoint: what it serves, and one streamed completion with the instants of its tokens.
 
 It owns what "measured at the client" means: a request is sent when the call begins, its first token is there
-with the first event that carries one. What an answer says of itself (cached tokens, which workers) is taken
-from usage and headers where a server gives it.
+with the first event that carries one. What an answer reports (cached tokens, which workers) is taken from
+usage and headers where a server sends it.
 """
 
 from __future__ import annotations
@@ -22,14 +22,14 @@ from mooncake.http.sse import EventParser
 
 @dataclasses.dataclass
 class TimedAnswer:
-    """What came back, and when, in seconds since the request was sent."""
+    """An answer and its times, in seconds since the request was sent."""
 
     status: int = 0
-    """HTTP; 0: none came."""
+    """HTTP status; 0: none came."""
     error: str = ""
     retry_after_s: float | None = None
     token_at_s: list[float] = dataclasses.field(default_factory=list)
-    """Of every token; tokens of one event share an instant."""
+    """Times of all tokens; tokens of one event share an instant."""
     end_s: float = 0.0
     num_cached: int = 0
     headers: Mapping[str, str] = dataclasses.field(default_factory=dict)
@@ -48,7 +48,7 @@ class Endpoint:
     """Use as an async context manager.
 
     Raises on entering:
-        Unavailable: nobody answers there, or it serves nothing.
+        Unavailable: no server answers there, or it lists no model.
     """
 
     def __init__(self, url: str, model: str = "", api_key: str = "", timeout_s: float = 600.0) -> None:
@@ -92,7 +92,8 @@ class Endpoint:
     async def complete(
         self, prompt: Sequence[int], num_output: int, headers: Mapping[str, str] | None = None
     ) -> TimedAnswer:
-        """One greedy completion of exactly ``num_output`` tokens. Failures are in the answer, not raised."""
+        """Request one greedy completion of exactly ``num_output`` tokens. Failures are in the answer, not
+        raised."""
         body = {
             "model": self.model,
             "prompt": list(prompt),
@@ -140,7 +141,7 @@ def _read(event: bytes, answer: TimedAnswer, now_s: float) -> None:
     try:
         chunk: dict[str, Any] = json.loads(event)
     except ValueError as error:
-        raise ProtocolError(f"an event that is no JSON: {event[:80]!r}") from error
+        raise ProtocolError(f"an event that is not JSON: {event[:80]!r}") from error
     if chunk.get("error"):
         answer.error = str(chunk["error"].get("message", chunk["error"]))
     for choice in chunk.get("choices") or ():
@@ -168,5 +169,5 @@ def _seconds(text: str | None) -> float | None:
 async def gather_at_once(
     endpoint: Endpoint, prompts: Sequence[Sequence[int]], num_output: int
 ) -> list[TimedAnswer]:
-    """All of them at the same time."""
+    """Run all of them concurrently."""
     return list(await asyncio.gather(*(endpoint.complete(prompt, num_output) for prompt in prompts)))

@@ -1,4 +1,7 @@
-"""A trace against a live endpoint: every request at its time, whatever became of those before (open loop)."""
+"""A trace against a live endpoint: every request at its time, whether earlier ones have ended (open loop).
+
+Rows become prompts in which equal keys are equal tokens, so that a real cache hits where the trace does.
+"""
 
 from __future__ import annotations
 
@@ -6,30 +9,55 @@ import asyncio
 from collections import Counter
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
+from random import Random
 
 import numpy as np
 
 from mooncake import clock
 from mooncake.cli.replay.endpoint import Endpoint, TimedAnswer
-from mooncake.cli.replay.trace_prompts import TracePrompts
 from mooncake.sim.serving.decode_batch import longest_mean
 from mooncake.sim.serving.results import DONE, FAILED, REJECTED, Recorder, RunResults, Timeline
-from mooncake.sim.traces.trace_row import TraceRow
+from mooncake.sim.traces.trace_file import TraceRow
 
 SAMPLE_S = 1.0
 LATE_S = 0.05
-"""A request that leaves later than that behind its time shows that this machine can't keep up."""
+"""A request sent later than that behind its time shows that this machine can't keep up."""
+LOWEST_TOKEN, HIGHEST_TOKEN = 1000, 30_000
+"""Plain tokens in every common vocabulary; special ones are at the ends."""
+_SALT = 0x5EED
+
+
+class TracePrompts:
+    """Generates token ids from keys: a block's tokens depend on its key alone."""
+
+    def __init__(self, block_tokens: int, seed: int = 0) -> None:
+        self._block_tokens = block_tokens
+        self._seed = seed
+
+    def tokens(self, row: TraceRow, number: int) -> list[int]:
+        """The prompt of row ``number``. Tokens that no key covers are unique to the row."""
+        found: list[int] = []
+        for key in row.keys:
+            found += self._draw(f"{_SALT}/{self._seed}/{key}", self._block_tokens)
+        missing = row.num_input - len(found)
+        if missing > 0:
+            found += self._draw(f"{_SALT}/{self._seed}/row {number}", missing)
+        return found[: row.num_input]
+
+    @staticmethod
+    def _draw(seed: str, num_tokens: int) -> list[int]:
+        return Random(seed).choices(range(LOWEST_TOKEN, HIGHEST_TOKEN), k=num_tokens)
 
 
 @dataclass
 class ReplayObservations:
-    """What a replay saw besides its outcome."""
+    """What a replay observed besides its results."""
 
     errors: Counter[str] = field(default_factory=Counter)
-    "Why requests failed, and how often."
+    "Reasons of failed requests, with counts."
     rejections: Counter[str] = field(default_factory=Counter)
     num_without_retry_after: int = 0
-    "429 answers that didn't say when to come back."
+    "429 answers without a Retry-After."
     retry_after_s: list[float] = field(default_factory=list)
     num_late: int = 0
     "Requests that this machine sent late."
@@ -44,7 +72,7 @@ class Replay:
         prompts: TracePrompts,
         speedup: float,
         objectives: tuple[float, float],
-        tells_slo: bool = False,
+        sends_slo: bool = False,
         progress: Callable[[int, int], None] | None = None,
     ) -> None:
         self._endpoint = endpoint
@@ -53,7 +81,7 @@ class Replay:
         self._objectives = objectives
         names = ("x-slo-ttft-ms", "x-slo-tbt-ms")
         wanted = {name: f"{s * 1000:g}" for name, s in zip(names, objectives, strict=True) if s}
-        self._headers = wanted if tells_slo else {}
+        self._headers = wanted if sends_slo else {}
         self._progress = progress
         self._recorder = Recorder()
         self._measured = ReplayObservations()
@@ -71,7 +99,7 @@ class Replay:
                 for number, row in enumerate(rows):
                     first_s = row.timestamp_s if first_s is None else first_s
                     due_s = (row.timestamp_s - first_s) / self._speedup
-                    prompt = self._prompts.tokens(row, number)  # before its time, so that it leaves on time
+                    prompt = self._prompts.tokens(row, number)  # before its time, so that it is sent on time
                     await asyncio.sleep(max(0.0, began + due_s - clock.monotonic()))
                     self._measured.num_late += clock.monotonic() - began - due_s > LATE_S
                     place = self._recorder.add(clock.monotonic() - began, len(prompt), row.num_output)
@@ -118,12 +146,23 @@ class Replay:
             await asyncio.sleep(SAMPLE_S)
             status = np.frombuffer(bytes(recorder.status), dtype=np.int8)
             done = status == DONE
-            asked = float(np.array(recorder.num_input)[done].sum())
+            input_tokens = float(np.array(recorder.num_input)[done].sum())
             cached = float(np.array(recorder.cached_tokens)[done].sum())
             num_rejected = float((status == REJECTED).sum())
             now_s = clock.monotonic() - began
             self._samples.append(
-                (now_s, 0, 0, self._num_decoding, len(recorder), num_rejected, asked, cached, 0, 0)
+                (
+                    now_s,
+                    0,
+                    0,
+                    self._num_decoding,
+                    len(recorder),
+                    num_rejected,
+                    input_tokens,
+                    cached,
+                    0,
+                    0,
+                )
             )
 
 
@@ -137,16 +176,16 @@ def token_intervals(intervals_s: list[float]) -> tuple[float, float]:
 
 @dataclass(frozen=True)
 class ReplayAccuracy:
-    """Predicted beside measured: of the requests that both completed, and of the runs as wholes."""
+    """Predicted against measured: for the requests that both completed, and for the runs as wholes."""
 
     num_compared: int
     ttft_error: float
     "Mean absolute error over the mean measured TTFT."
     tbt_error: float
     hit_rate_error: float
-    "Predicted less measured."
+    "Predicted minus measured."
     goodput_error: float
-    "Predicted over measured, less 1."
+    "Predicted over measured, minus 1."
 
 
 def accuracy(predicted: RunResults, measured: RunResults) -> ReplayAccuracy:

@@ -15,8 +15,7 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 
 from mooncake.cli.replay.calibrate import ApiKey, Url
 from mooncake.cli.replay.endpoint import Endpoint
-from mooncake.cli.replay.open_loop import Replay, ReplayAccuracy, ReplayObservations, accuracy
-from mooncake.cli.replay.trace_prompts import TracePrompts
+from mooncake.cli.replay.open_loop import Replay, ReplayAccuracy, ReplayObservations, TracePrompts, accuracy
 from mooncake.cli.simulation.html_report import render_html
 from mooncake.cli.simulation.options import (
     DivideLengths,
@@ -36,13 +35,15 @@ from mooncake.cli.simulation.tables import ClusterRun, table, wide_console, writ
 from mooncake.sim.serving import simulate
 from mooncake.sim.serving.results import RunResults
 from mooncake.sim.traces.trace import TraceOptions
-from mooncake.sim.traces.trace_row import TraceRow
+from mooncake.sim.traces.trace_file import TraceRow
 
 
 def replay_command(
     trace: TraceSpec,
     url: Url = "http://127.0.0.1:8000",
-    model: Annotated[str, typer.Option("--model", help="By default the first that it serves.")] = "",
+    model: Annotated[
+        str, typer.Option("--model", help="Model to use; by default the first that the server lists.")
+    ] = "",
     api_key: ApiKey = "",
     rows: NumRows = 0,
     speedup: Speedup = 1.0,
@@ -51,35 +52,37 @@ def replay_command(
     trace_format: Format = "auto",
     slo_ttft_s: SloTtft = 30.0,
     slo_tbt_s: SloTbt = 0.1,
-    tells_slo: Annotated[
+    sends_slo: Annotated[
         bool, typer.Option("--tell-slo", help="Send the objectives along, for servers that reject by them.")
     ] = False,
     predict: Annotated[
-        bool, typer.Option("--predict", help="Simulate first; print both and the errors.")
+        bool, typer.Option("--predict", help="Simulate first; print both and the prediction's errors.")
     ] = False,
     costs: Annotated[
-        str, typer.Option("--costs", metavar="NAME|FILE", help="As `mooncake calibrate` wrote them.")
+        str, typer.Option("--costs", metavar="NAME|FILE", help="Costs file from `mooncake calibrate`.")
     ] = "costs.toml",
-    cluster: Annotated[str, typer.Option("--cluster", help="What is live, e.g. 2P2D.")] = "2P2D",
+    cluster: Annotated[str, typer.Option("--cluster", help="The live cluster, e.g. 2P2D.")] = "2P2D",
     policy: Annotated[str, typer.Option("--policy", help="Of the live conductor.")] = "cache_aware",
     admission: Annotated[str, typer.Option("--admission", help="Of the live conductor.")] = "none",
-    seed: Annotated[int, typer.Option("--seed", help="Another one for prompts not sent before.")] = 0,
+    seed: Annotated[
+        int, typer.Option("--seed", help="Seed of the prompts; change it for prompts not sent before.")
+    ] = 0,
     json_file: Annotated[Path | None, typer.Option("--json", metavar="FILE")] = None,
     html_file: Annotated[
-        Path | None, typer.Option("--html", metavar="FILE", help="Report with plots.")
+        Path | None, typer.Option("--html", metavar="FILE", help="HTML report with plots.")
     ] = None,
 ) -> None:
-    """Drive a live cluster with a trace, each request at its time, and report what clients saw.
+    """Replay a trace against a live cluster, each request at its time, and report what clients measured.
 
-    Prompts are made of the trace's block ids, so that what is shared there is shared here. With --predict
-    the same rows first run through the simulator with calibrated costs.
+    Prompts are generated from the trace's block ids, so that they share prefixes as in the trace. With
+    --predict the same rows first run through the simulator with calibrated costs.
     """
     options = TraceOptions(
         format=trace_format, num_rows=rows, divide_lengths=divide_lengths, is_spread=is_spread
     )
     requests = requests_of(trace, options)
     objectives = (slo_ttft_s, slo_tbt_s)
-    # Read whole before the first request is sent: a broken row must not end a run in its middle.
+    # Read whole before the first request is sent: a broken row must not end a run halfway.
     wanted = list(requests)
     runs: list[ClusterRun] = []
     if predict:
@@ -93,7 +96,7 @@ def replay_command(
         runs.append(ClusterRun("predicted", outcome, outcome.summary(), time.perf_counter() - began))
     began = time.perf_counter()
     outcome, measured = asyncio.run(
-        _drive(wanted, requests, url, model, api_key, speedup, objectives, tells_slo, seed)
+        _drive(wanted, requests, url, model, api_key, speedup, objectives, sends_slo, seed)
     )
     runs.append(ClusterRun("measured", outcome, outcome.summary(), time.perf_counter() - began))
     errors = accuracy(runs[0].outcome, outcome) if predict else None
@@ -112,7 +115,7 @@ async def _drive(
     api_key: str,
     speedup: float,
     objectives: tuple[float, float],
-    tells_slo: bool,
+    sends_slo: bool,
     seed: int,
 ) -> tuple[RunResults, ReplayObservations]:
     columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
@@ -125,7 +128,7 @@ async def _drive(
                 bar.update(task, completed=ended, description=f"{sent - ended} under way")
 
             prompts = TracePrompts(requests.block_tokens, seed)
-            return await Replay(endpoint, prompts, speedup, objectives, tells_slo, show).run(wanted)
+            return await Replay(endpoint, prompts, speedup, objectives, sends_slo, show).run(wanted)
 
 
 def report(
@@ -150,9 +153,9 @@ def report(
         least, most = min(measured.retry_after_s), max(measured.retry_after_s)
         console.print(f"Retry-After of the rejected: {least:g} to {most:g} s")
     if measured.num_without_retry_after:
-        console.print(f"{measured.num_without_retry_after} rejections did not say when to come back")
+        console.print(f"{measured.num_without_retry_after} rejections had no Retry-After")
     if measured.num_late:
-        console.print(f"{measured.num_late} requests left late: this machine can't send that fast")
+        console.print(f"{measured.num_late} requests were sent late: this machine can't send that fast")
 
 
 def _json(

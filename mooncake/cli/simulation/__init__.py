@@ -1,4 +1,4 @@
-"""Commands that ask "what if": replay a trace on virtual time, and look for the cluster that is enough.
+"""Commands for "what if" questions: simulate a trace on virtual time, and find a cluster that suffices.
 
-What runs is ``mooncake.sim``; here is only how people say what they want and how they see what came out.
+What runs is ``mooncake.sim``; this package only parses the options and presents the results.
 """

@@ -1,7 +1,7 @@
 """Runs as one HTML file with plots, which needs nothing but a browser.
 
-The plots are matplotlib's, drawn as SVG into the page. Lines of all runs share each plot, because what people
-ask of a report is "which of them, and when did it go wrong?".
+The plots are matplotlib's, drawn as SVG into the page. Lines of all runs share each plot, because the
+questions to a report are "which of them, and when did it go wrong?".
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ if TYPE_CHECKING:
     from matplotlib.axes import Axes
 
 NUM_POINTS = 1000
-"""Of a curve: more can't be seen and make the file large."""
+"""Points of a curve: more can't be seen and make the file large."""
 
 _STYLE = """
 body { font: 15px/1.45 system-ui, sans-serif; margin: 2rem auto; max-width: 76rem; padding: 0 1rem;
@@ -130,13 +130,13 @@ def _running(axes: Axes, runs: list[ClusterRun]) -> None:
 
 def _hits(axes: Axes, runs: list[ClusterRun]) -> None:
     def lately(line: Any) -> Any:
-        """Over the last tenth of the run's samples, at least six of them."""
+        """The value over the last tenth of the run's samples, at least six of them."""
         width = max(6, len(line.at_s) // 10)
         cached = line.cached_tokens - np.concatenate([np.zeros(width), line.cached_tokens])[: len(line.at_s)]
-        asked = line.input_tokens - np.concatenate([np.zeros(width), line.input_tokens])[: len(line.at_s)]
-        return cached / np.maximum(asked, 1.0)
+        requested = line.input_tokens - np.concatenate([np.zeros(width), line.input_tokens])[: len(line.at_s)]
+        return cached / np.maximum(requested, 1.0)
 
-    _over_time(axes, runs, "hit rate of prompt tokens, lately", lately)
+    _over_time(axes, runs, "recent hit rate of prompt tokens", lately)
 
 
 def _rejections(axes: Axes, runs: list[ClusterRun]) -> None:
@@ -156,7 +156,7 @@ PLOTS: tuple[tuple[Callable[[Axes, list[ClusterRun]], None], str], ...] = (
     (_tbt, "Time between tokens, longest tenth."),
     (_queue, "Load of prefill over time."),
     (_running, "Load of decode over time."),
-    (_hits, "Prompt tokens that were not computed, of those asked for."),
+    (_hits, "Prompt tokens that were not computed, of those requested."),
     (_rejections, "Rejections."),
     (
         _replicas,

@@ -1,5 +1,4 @@
-"""What a command line says about requests, objectives and machines: the options that commands share, and what
-their words mean."""
+"""Options for requests, objectives and machines that commands share, and their interpretation."""
 
 from __future__ import annotations
 
@@ -19,9 +18,9 @@ from mooncake.sim.serving.cluster_spec import ClusterSpec
 from mooncake.sim.serving.node_costs import load_costs
 from mooncake.sim.traces import generators
 from mooncake.sim.traces.trace import Trace, TraceOptions, read_trace
-from mooncake.sim.traces.trace_row import TraceRow
+from mooncake.sim.traces.trace_file import TraceRow
 
-CLUSTER_FORMS = "8P8D (prefill and decode apart), 16xvllm, 16xprefix, 16xchunked (one pool), or a TOML file"
+CLUSTER_FORMS = "8P8D (disaggregated), 16xvllm, 16xprefix, 16xchunked (colocated), or a TOML file"
 
 
 def _above_zero(speedup: float) -> float:
@@ -37,25 +36,30 @@ TraceSpec = Annotated[
     ),
 ]
 Format = Annotated[
-    Literal["auto", "mooncake", "sessions", "azure"], typer.Option("--format", help="Of the trace file.")
+    Literal["auto", "mooncake", "sessions", "azure"],
+    typer.Option("--format", help="Format of the trace file."),
 ]
-NumRows = Annotated[int, typer.Option("--rows", min=0, help="Only the first ones; 0 is all.")]
+NumRows = Annotated[int, typer.Option("--rows", min=0, help="Number of rows to read; 0 is all.")]
 DivideLengths = Annotated[
-    int, typer.Option("--divide-lengths", min=1, help="Prompts and answers that many times shorter.")
+    int, typer.Option("--divide-lengths", min=1, help="Factor by which prompts and answers are shorter.")
 ]
 Spread = Annotated[
     bool,
-    typer.Option("--spread", help="Rows of one instant come evenly until the next: their times are rounded."),
+    typer.Option("--spread", help="Spread rows with equal (rounded) times evenly until the next time."),
 ]
 Speedup = Annotated[
     float,
-    typer.Option("--speedup", help="Requests come that many times as fast.", callback=_above_zero),
+    typer.Option("--speedup", help="Factor by which requests come faster.", callback=_above_zero),
 ]
 SloTtft = Annotated[float, typer.Option("--slo-ttft", metavar="SECONDS", min=0)]
 SloTbt = Annotated[float, typer.Option("--slo-tbt", metavar="SECONDS", min=0)]
 Changes = Annotated[
     list[str] | None,
-    typer.Option("--with", metavar="FIELD=VALUE", help="Of the cluster: cache_tokens=3000000; repeated."),
+    typer.Option(
+        "--with",
+        metavar="FIELD=VALUE",
+        help="Override a field of the cluster: cache_tokens=3000000; may be repeated.",
+    ),
 ]
 
 _DISAGGREGATED = re.compile(r"(\d+)p\+?(\d+)d", re.IGNORECASE)
@@ -69,7 +73,7 @@ class TraceRequests:
     name: str
     rows: Trace | generators.Generator
     num_rows: int
-    """At most so many; 0: all of them."""
+    """Maximum number; 0: all of them."""
 
     def __iter__(self) -> Iterator[TraceRow]:
         rows: Iterable[TraceRow] = self.rows
@@ -83,7 +87,8 @@ class TraceRequests:
         return self.rows.block_tokens
 
     def share(self, num_arrived: int) -> float:
-        """How much of it has arrived: 0 to 1. Of a file, by bytes; nobody counts its rows before."""
+        """The part of it that has arrived: 0 to 1. For a file, by bytes, because its rows are not counted
+        before."""
         if isinstance(self.rows, Trace) and not self.num_rows:
             return self.rows.read_bytes / max(1, self.rows.size_bytes)
         total = self.num_rows or getattr(self.rows, "num_rows", 0)

@@ -53,7 +53,7 @@ FIGURES = (
     "memory",
     "network",
 )
-"""What ``_figures`` gives of a cluster."""
+"""What ``_figures`` returns for a cluster."""
 EXAMPLE_PRICES = {"A100": 1.69, "A800": 1.69, "H100": 2.54, "H200": 3.70}
 
 
@@ -66,23 +66,29 @@ def plan_command(
     ] = 0.9,
     prices_file: Annotated[
         Path | None,
-        typer.Option("--gpu-prices", metavar="FILE.toml", help="Dollars an hour; else example prices."),
+        typer.Option(
+            "--gpu-prices",
+            metavar="FILE.toml",
+            help="Prices in dollars per hour; without it, example prices.",
+        ),
     ] = None,
     costs: Annotated[
         list[str] | None,
         typer.Option("--costs", metavar="NAME|FILE", help="Hardware to try; may be repeated."),
     ] = None,
-    policy: Annotated[str, typer.Option("--policy", help="Of the clusters that are tried.")] = "overlap",
+    policy: Annotated[str, typer.Option("--policy", help="Policy of the simulated clusters.")] = "overlap",
     speedup: Speedup = 1.0,
     is_spread: Spread = False,
     rows: NumRows = 0,
-    ssd_tokens: Annotated[int, typer.Option("--ssd-tokens", min=0, help="SSD per node to consider.")] = 0,
+    ssd_tokens: Annotated[
+        int, typer.Option("--ssd-tokens", min=0, help="Largest SSD per node to consider.")
+    ] = 0,
     changes: Changes = None,
     json_file: Annotated[Path | None, typer.Option("--json", metavar="FILE")] = None,
 ) -> None:
     """Find the smallest and the cheapest cluster that meets the objectives, by simulating candidates.
 
-    Every candidate runs the whole trace. Beside it: the smallest cluster of nodes that do both stages, good
+    Every candidate runs the whole trace. Beside it: the smallest cluster of colocated nodes, good
     requests per dollar of each, and what one step in every direction would change.
     """
     requests = requests_of(trace, TraceOptions(num_rows=rows, is_spread=is_spread))
@@ -128,7 +134,7 @@ def plan_command(
 
 
 def simulator(requests: TraceRequests, policy: str, speedup: float, objectives: Objectives) -> Simulate:
-    """Runs ``requests`` through one candidate."""
+    """A function that runs ``requests`` through one candidate."""
 
     def run(spec: ClusterSpec, load: float) -> tuple[Summary, float, float]:
         outcome = simulate(
@@ -202,7 +208,7 @@ def _sensitivity(best: CandidateCluster, rows: list[CandidateCluster]) -> Table:
     shown = Table(box=box.SIMPLE, title=f"Around the cheapest, {_describe(best)}", title_justify="left")
     for heading in ("change", *FIGURES[:3], "meets", *FIGURES[3:7]):
         shown.add_column(heading, justify="left" if heading == "change" else "right")
-    for one in (msgspec.structs.replace(best, note="as it is"), *rows):
+    for one in (msgspec.structs.replace(best, note="unchanged"), *rows):
         figures = _figures(one)
         shown.add_row(one.note, *figures[:3], "yes" if one.meets else "no", *figures[3:7])
     return shown

@@ -46,29 +46,31 @@ def simulate_command(
         list[str] | None, typer.Option("--cluster", help=f"{CLUSTER_FORMS}; may be repeated.")
     ] = None,
     admissions: Annotated[
-        list[str] | None, typer.Option("--admission", help="Who is rejected early; may be repeated.")
+        list[str] | None, typer.Option("--admission", help="Admission rule; may be repeated.")
     ] = None,
     costs: Annotated[
-        str, typer.Option("--costs", metavar="NAME|FILE", help="What work costs on a node.")
+        str, typer.Option("--costs", metavar="NAME|FILE", help="Costs of a node.")
     ] = "llama3-70b-8xA800",
     slo_ttft_s: SloTtft = 30.0,
     slo_tbt_s: SloTbt = 0.1,
     speedup: Speedup = 1.0,
     rows: NumRows = 0,
-    seed: Annotated[int, typer.Option("--seed", help="Of policies that draw lots.")] = 0,
+    seed: Annotated[int, typer.Option("--seed", help="Seed of random policies.")] = 0,
     changes: Changes = None,
     trace_format: Format = "auto",
     divide_lengths: DivideLengths = 1,
     is_spread: Spread = False,
     json_file: Annotated[
-        Path | None, typer.Option("--json", metavar="FILE", help="Write summaries and time lines.")
+        Path | None, typer.Option("--json", metavar="FILE", help="Write summaries and timelines as JSON.")
     ] = None,
-    with_rows: Annotated[bool, typer.Option("--json-rows", help="And every request.")] = False,
+    with_rows: Annotated[
+        bool, typer.Option("--json-rows", help="Include every request in the JSON.")
+    ] = False,
     html_file: Annotated[
         Path | None, typer.Option("--html", metavar="FILE", help="Write a report with plots (extra `plot`).")
     ] = None,
 ) -> None:
-    """Run a trace through the real conductor and simulated nodes, and say how well it went.
+    """Run a trace through the real conductor and simulated nodes, and print the results.
 
     Nothing is written unless the whole trace was read: a broken row ends the command with its number.
     """
@@ -131,7 +133,7 @@ def _run(
 
 @contextmanager
 def _bar(name: str) -> Iterator[tuple[Progress, TaskID]]:
-    """On standard error, and only where somebody looks at it."""
+    """A progress bar on standard error, shown only in a terminal."""
     columns = (
         TextColumn("{task.description}"),
         BarColumn(),

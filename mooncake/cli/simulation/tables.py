@@ -14,12 +14,12 @@ from mooncake.errors import InvalidArgument
 from mooncake.sim.serving.results import RunResults, Summary
 
 MIN_WIDTH = 130
-"""Of what is printed to a file or a pipe: there nothing is folded to fit a screen."""
+"""Width of output to a file or a pipe: nothing is folded there to fit a screen."""
 
 
 @dataclass(frozen=True)
 class ClusterRun:
-    """What one cluster under one policy made of a trace."""
+    """The run of one trace through one cluster under one policy."""
 
     name: str
     outcome: RunResults
@@ -87,7 +87,7 @@ def wide_console() -> Console:
 
 
 def write_whole(file: Path, text: str) -> None:
-    """The whole file or none. Raises InvalidArgument."""
+    """Write the whole file or none. Raises InvalidArgument."""
     fresh = file.with_name(file.name + ".new")
     try:
         fresh.write_text(text)

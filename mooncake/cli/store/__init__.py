@@ -1,1 +1,1 @@
-"""``mooncake store``: the store for people at a terminal, and for their scripts (``--json``)."""
+"""``mooncake store``: the store on the command line and in scripts (``--json``)."""

@@ -1,4 +1,4 @@
-"""What operators do with a store: drain a node, verify what is stored, repair its files, watch it."""
+"""Operator commands on a store: drain a node, verify what is stored, repair its files, watch it."""
 
 from __future__ import annotations
 
@@ -27,22 +27,24 @@ VERIFY_BATCH_KEYS = 64
 POLL_EVERY_S = 0.2
 TOP_EVERY_S = 1.0
 MAX_SUSPECTS = 5
-"""Machines that are shown because their reports of wrong bytes were refuted."""
+"""Maximum number of hosts shown whose reports of wrong bytes were refuted."""
 
 
 def drain(
-    segments: Annotated[list[str], typer.Argument(metavar="SEGMENT...", help="`top` shows their names.")],
+    segments: Annotated[
+        list[str], typer.Argument(metavar="SEGMENT...", help="Segments to drain; `top` shows their names.")
+    ],
     targets: Annotated[
-        list[str] | None, typer.Option("--to", metavar="SEGMENT", help="Only there; may be repeated.")
+        list[str] | None, typer.Option("--to", metavar="SEGMENT", help="Target segment; may be repeated.")
     ] = None,
-    concurrency: Annotated[int, typer.Option(min=1, max=1024, help="Copies under way at a time.")] = 4,
+    concurrency: Annotated[int, typer.Option(min=1, max=1024, help="Concurrent copies.")] = 4,
     wait: Annotated[
-        bool, typer.Option("--wait/--no-wait", help="Until it is done; Ctrl-C cancels it.")
+        bool, typer.Option("--wait/--no-wait", help="Wait until it is done; Ctrl-C cancels it.")
     ] = True,
     as_json: Json = False,
     master: Master = HERE,
 ) -> None:
-    """Move all that is on segments elsewhere, so that their node can be stopped."""
+    """Move all objects of segments elsewhere, so that their node can be stopped."""
     with opened(master) as store:
         job = store.drain(segments, targets or [], concurrency)
         if isinstance(job, Refusal):
@@ -70,7 +72,7 @@ def _wait(store: Store, job: m.JobStatus) -> m.JobStatus:
                     task, completed=job.num_done, total=job.num_done + job.num_failed + job.num_left
                 )
                 time.sleep(POLL_EVERY_S)
-                job = store.job(job.job_id) or display.fail(f"the master forgot job {job.job_id}")
+                job = store.job(job.job_id) or display.fail(f"the master no longer knows job {job.job_id}")
             progress.update(task, completed=job.num_done, total=max(1, job.num_done + job.num_left))
         except KeyboardInterrupt:
             store.cancel(job.job_id)
@@ -79,14 +81,14 @@ def _wait(store: Store, job: m.JobStatus) -> m.JobStatus:
 
 
 def verify(
-    keys: Annotated[list[str] | None, typer.Argument(metavar="[KEY...]", help="Names of objects.")] = None,
-    prefix: Annotated[str, typer.Option("--prefix", help="All keys that start with it.")] = "",
-    everything: Annotated[bool, typer.Option("--all", help="Everything that the tenant has.")] = False,
+    keys: Annotated[list[str] | None, typer.Argument(metavar="[KEY...]", help="Keys of objects.")] = None,
+    prefix: Annotated[str, typer.Option("--prefix", help="All keys with this prefix.")] = "",
+    everything: Annotated[bool, typer.Option("--all", help="All objects of the tenant.")] = False,
     as_json: Json = False,
     tenant: Tenant = DEFAULT,
     master: Master = HERE,
 ) -> None:
-    """Read every replica of objects and check its bytes. Wrong ones are dropped."""
+    """Read every replica of objects and verify its bytes. Corrupt replicas are dropped."""
     if bool(keys) + bool(prefix) + everything != 1:
         raise InvalidArgument("verify", keys or prefix or "nothing", "keys, or --prefix, or --all")
     with opened(master, tenant, timeout_s=60.0) as store:
@@ -106,20 +108,22 @@ def verify(
         for key in wrong:
             print(f"wrong: {key}")
         for key in missing if keys else ():
-            print(f"not there: {key}")
-        gone = "" if keys else f", {len(missing)} left meanwhile"
+            print(f"not found: {key}")
+        gone = "" if keys else f", {len(missing)} removed meanwhile"
         print(f"{len(verdicts) - len(wrong) - len(missing)} good, {len(wrong)} wrong{gone}")
     if wrong or (keys and missing):
         raise SystemExit(1)
 
 
 def repair(
-    path: Annotated[Path, typer.Argument(help="An oplog of a master, or the directory of a node's SSD.")],
-    does_it: Annotated[bool, typer.Option("--yes", help="Do it; else it is only shown.")] = False,
+    path: Annotated[Path, typer.Argument(help="Oplog of a master, or directory of a node's SSD.")],
+    does_it: Annotated[
+        bool, typer.Option("--yes", help="Repair; without it, the repair is only shown.")
+    ] = False,
 ) -> None:
-    """Show what can be saved of a damaged oplog or index of an SSD, and, with `--yes`, save it.
+    """Show what can be recovered of a damaged oplog or SSD index, and, with `--yes`, repair it.
 
-    The file as it was is kept beside it. Stop the master, or the node, first.
+    The original file is kept beside it. Stop the master, or the node, first.
     """
     what = repairing.plan(path)
     for line in what.lines():
@@ -134,11 +138,11 @@ def repair(
 
 
 def top(
-    once: Annotated[bool, typer.Option("--once", help="Print it once and leave.")] = False,
+    once: Annotated[bool, typer.Option("--once", help="Print it once and exit.")] = False,
     as_json: Json = False,
     master: Master = HERE,
 ) -> None:
-    """The store, live: nodes, tiers, and what clients do. Ctrl-C leaves."""
+    """Show live status: nodes, tiers, and requests of clients. Ctrl-C exits."""
     console = Console()
     with opened(master) as store:
         before = _status(store)
@@ -148,13 +152,13 @@ def top(
         if once or not console.is_terminal:
             console.print(board(before, before, 0.0), soft_wrap=True)
             return
-        asked_at = time.monotonic()
+        taken_at = time.monotonic()
         with Live(board(before, before, 0.0), console=console, screen=True) as live:
             while True:
                 time.sleep(TOP_EVERY_S)
                 status, now = _status(store), time.monotonic()
-                live.update(board(status, before, now - asked_at))
-                before, asked_at = status, now
+                live.update(board(status, before, now - taken_at))
+                before, taken_at = status, now
 
 
 def _status(store: Store) -> m.MasterStatus:
@@ -164,7 +168,7 @@ def _status(store: Store) -> m.MasterStatus:
 
 
 def board(status: m.MasterStatus, before: m.MasterStatus, seconds: float) -> Group:
-    """Everything at a glance; ``before`` was so long ago."""
+    """The status as a renderable; ``before`` was taken so long ago."""
     counts = {name: value - before.counts.get(name, 0) for name, value in status.counts.items()}
 
     def rate(name: str) -> str:
@@ -199,11 +203,11 @@ def board(status: m.MasterStatus, before: m.MasterStatus, seconds: float) -> Gro
     suspects = [one for one in status.reporters if one.num_refuted]
     for suspect in sorted(suspects, key=lambda one: -one.num_refuted)[:MAX_SUSPECTS]:
         what = f"{suspect.num_refuted} of {suspect.num_reports} reports of wrong bytes were refuted"
-        parts.append(Text(f"{suspect.reporter}: {what}: look at its memory", style="yellow"))
+        parts.append(Text(f"{suspect.reporter}: {what}: check its memory", style="yellow"))
     return Group(*parts)
 
 
 def _progress() -> Progress:
-    """On standard error, and only where somebody looks."""
+    """A progress bar on standard error, shown only in a terminal."""
     columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn())
     return Progress(*columns, console=Console(stderr=True), disable=not sys.stderr.isatty(), transient=True)

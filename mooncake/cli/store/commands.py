@@ -1,4 +1,4 @@
-"""The commands on objects, and the table of all of ``mooncake store``."""
+"""The commands on objects, and the list of all of ``mooncake store``."""
 
 from __future__ import annotations
 
@@ -23,27 +23,27 @@ MASTER = typer.Option(
     "--master",
     metavar="HOST:PORT",
     envvar="MOONCAKE_MASTER",
-    help="The store's master; several by commas, or etcd:// or redis:// where masters are elected.",
+    help="Address of the master; several separated by commas; etcd:// or redis:// for elected masters.",
 )
 Master = Annotated[str, MASTER]
-Tenant = Annotated[str, typer.Option("--tenant", help="Name space of the keys.")]
+Tenant = Annotated[str, typer.Option("--tenant", help="Tenant, the namespace of the keys.")]
 Json = Annotated[bool, typer.Option("--json", help="Print JSON, for programs.")]
-Keys = Annotated[list[str], typer.Argument(metavar="KEY...", help="Names of objects.")]
-Force = Annotated[bool, typer.Option("--force", help="Also what readers hold at the moment.")]
+Keys = Annotated[list[str], typer.Argument(metavar="KEY...", help="Keys of objects.")]
+Force = Annotated[bool, typer.Option("--force", help="Also objects that are leased at the moment.")]
 HERE, DEFAULT = "127.0.0.1:50051", "default"
 
 
 @contextmanager
 def opened(master: str, tenant: str = DEFAULT, timeout_s: float = 10.0) -> Iterator[Store]:
     with Store(master, settings=StoreSettings(timeout_s, tenant=tenant), identity=tool_identity()) as store:
-        store.connect()  # a person at a terminal wants to hear at once that nobody listens there
+        store.connect()  # a user at a terminal must learn at once that no master listens there
         yield store
 
 
 def make_application() -> typer.Typer:
     from mooncake.cli.store import admin
 
-    application = typer.Typer(no_args_is_help=True, help="Look into the store, and change it.")
+    application = typer.Typer(no_args_is_help=True, help="Inspect and change the contents of the store.")
     for name, command, example in (
         ("put", put, "mooncake store put greeting hello.txt"),
         ("get", get, "mooncake store get greeting > hello.txt"),
@@ -62,25 +62,27 @@ def make_application() -> typer.Typer:
 
 
 def put(
-    key: Annotated[str, typer.Argument(help="Name of the object.")],
-    file: Annotated[Path, typer.Argument(help="Its content; - reads standard input.")] = Path("-"),
-    replicas: Annotated[int, typer.Option(min=1, max=64, help="Copies in memory, on several nodes.")] = 1,
+    key: Annotated[str, typer.Argument(help="Key of the object.")],
+    file: Annotated[Path, typer.Argument(help="File with its content; - reads standard input.")] = Path("-"),
+    replicas: Annotated[
+        int, typer.Option(min=1, max=64, help="Number of copies in memory, each on another node.")
+    ] = 1,
     durable: Annotated[bool, typer.Option("--durable", help="Return when a copy is on SSD.")] = False,
     pin_for: Annotated[
-        str, typer.Option("--pin", metavar="SPAN", help="Keep it from eviction: 30m, 2h, or `hard`.")
+        str, typer.Option("--pin", metavar="SPAN", help="Protect it from eviction: 30m, 2h, or `hard`.")
     ] = "",
-    replace: Annotated[bool, typer.Option("--replace", help="In the place of what is there.")] = False,
+    replace: Annotated[bool, typer.Option("--replace", help="Replace an existing object.")] = False,
     tenant: Tenant = DEFAULT,
     master: Master = HERE,
 ) -> None:
-    """Store a file, or what comes in, under a key."""
+    """Store a file, or standard input, under a key."""
     is_hard = pin_for == "hard"
     ttl_s = display.read_span(pin_for, "--pin") if pin_for and not is_hard else None
     policy = m.PutPolicy(replicas, soft_pin_ttl_s=ttl_s, is_hard_pinned=is_hard, is_durable=durable)
     content = _content_of(file)
     if not content:
         display.fail(
-            f"there is nothing in {'standard input' if str(file) == '-' else file}; an object has bytes"
+            f"{'standard input' if str(file) == '-' else file} is empty; an object needs at least one byte"
         )
     with opened(master, tenant, timeout_s=60.0) as store:
         is_there = not replace and store.inspect([key])[0] is not None
@@ -88,11 +90,11 @@ def put(
     if refusal is not None:
         display.fail(str(refusal))
     if is_there:
-        print(f"{key} is there already and was left as it is (--replace puts another)", file=sys.stderr)
+        print(f"{key} exists and was left unchanged (--replace overwrites it)", file=sys.stderr)
 
 
 def get(
-    key: Annotated[str, typer.Argument(help="Name of the object.")],
+    key: Annotated[str, typer.Argument(help="Key of the object.")],
     output: Annotated[
         Path, typer.Option("--output", "-o", help="File to write; - is standard output.")
     ] = Path("-"),
@@ -115,9 +117,11 @@ def get(
 
 
 def ls(
-    prefix: Annotated[str, typer.Argument(help="Only keys that start with it.")] = "",
-    limit: Annotated[int, typer.Option(min=1, help="At most so many.")] = 1000,
-    is_long: Annotated[bool, typer.Option("--long", "-l", help="With sizes, places and uses.")] = False,
+    prefix: Annotated[str, typer.Argument(help="Only keys with this prefix.")] = "",
+    limit: Annotated[int, typer.Option(min=1, help="Maximum number of keys.")] = 1000,
+    is_long: Annotated[
+        bool, typer.Option("--long", "-l", help="Also show sizes, replicas and uses.")
+    ] = False,
     as_json: Json = False,
     tenant: Tenant = DEFAULT,
     master: Master = HERE,
@@ -138,7 +142,7 @@ def ls(
 
 
 def stat(keys: Keys, as_json: Json = False, tenant: Tenant = DEFAULT, master: Master = HERE) -> None:
-    """All about objects: where they lie, who holds them, what happened to them."""
+    """Show all about objects: replicas, leases and pins, history."""
     with opened(master, tenant) as store:
         found = dict(zip(keys, store.inspect(keys), strict=True))
         stories = {key: store.ask(m.ObjectStory(key, tenant)).lines for key in keys}
@@ -147,17 +151,17 @@ def stat(keys: Keys, as_json: Json = False, tenant: Tenant = DEFAULT, master: Ma
     else:
         for key, one in found.items():
             print("\n".join([key, *(f"  {line}" for line in _lines(one)), "  story:"]))
-            print("\n".join(f"    {line}" for line in stories[key]) or "    nothing is remembered")
+            print("\n".join(f"    {line}" for line in stories[key]) or "    no history is kept")
     if None in found.values():
         raise SystemExit(1)
 
 
 def rm(
-    keys: Annotated[list[str] | None, typer.Argument(metavar="[KEY...]", help="Names of objects.")] = None,
+    keys: Annotated[list[str] | None, typer.Argument(metavar="[KEY...]", help="Keys of objects.")] = None,
     match: Annotated[
-        str, typer.Option("--match", metavar="REGEX", help="All keys that it is found in.")
+        str, typer.Option("--match", metavar="REGEX", help="All keys that match this regular expression.")
     ] = "",
-    everything: Annotated[bool, typer.Option("--all", help="Everything that the tenant has.")] = False,
+    everything: Annotated[bool, typer.Option("--all", help="All objects of the tenant.")] = False,
     force: Force = False,
     tenant: Tenant = DEFAULT,
     master: Master = HERE,
@@ -184,19 +188,21 @@ def pin(
     keys: Keys,
     span: Annotated[
         str,
-        typer.Option("--for", metavar="SPAN", help="Softly and so long: 30s, 10m, 2h; else until unpinned."),
+        typer.Option(
+            "--for", metavar="SPAN", help="Pin softly for this long: 30s, 10m, 2h; else until unpinned."
+        ),
     ] = "",
     tenant: Tenant = DEFAULT,
     master: Master = HERE,
 ) -> None:
-    """Keep objects from eviction."""
+    """Protect objects from eviction."""
     ttl_s = display.read_span(span, "--for") if span else None
     with opened(master, tenant) as store:
         _say_missing(keys, store.pin(keys, ttl_s))
 
 
 def unpin(keys: Keys, tenant: Tenant = DEFAULT, master: Master = HERE) -> None:
-    """Let objects be evicted again."""
+    """Allow eviction of objects again."""
     with opened(master, tenant) as store:
         _say_missing(keys, store.unpin(keys))
 
@@ -237,12 +243,12 @@ def _table(found: dict[str, m.ObjectStatus]) -> Table:
 
 def _lines(one: m.ObjectStatus | None) -> list[str]:
     if one is None:
-        return ["not there"]
+        return ["not found"]
     lines = [
         f"size: {display.size(one.size_bytes)} ({one.size_bytes} bytes)",
         f"uses: {one.num_uses}; leased: {display.span(one.leased_s)}; pinned: {display.pinned(one)}",
     ]
     lines += [f"group: {one.group}"] if one.group else []
-    lines += [f"after: {one.parent}"] if one.parent else []
+    lines += [f"parent: {one.parent}"] if one.parent else []
     lines += ["being written"] if one.is_writing else []
     return lines + [f"replica: {display.replica(replica)}" for replica in one.replicas]

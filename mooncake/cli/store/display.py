@@ -1,4 +1,4 @@
-"""How sizes, durations and objects are shown to people, and how people write durations."""
+"""Formats of sizes, durations and objects for output, and of durations for input."""
 
 from __future__ import annotations
 
@@ -56,7 +56,7 @@ def print_json(value: Any) -> None:
 
 
 def fail(reason: str) -> NoReturn:
-    """One line on standard error, and status 1."""
+    """Print one line on standard error, and exit with status 1."""
     print(f"error: {reason}", file=sys.stderr, flush=True)
     raise SystemExit(1)
 

@@ -1,8 +1,8 @@
-"""What must hold in the whole cluster at every step, whatever fails. A violation ends the run.
+"""Invariants of the whole cluster, which must hold at every step whatever fails. A violation ends the run.
 
-* A read that succeeds returns a value that somebody put under that key, whole.
-* Until a lease's end its bytes stay what they are, also for a reader who looks without checking.
-* No space is promised to two at once: not by one master, and not by one and its successor.
+* A read that succeeds returns a value that was put under that key, whole.
+* Until a lease ends, its bytes do not change, also for a reader that does not verify checksums.
+* No space is granted twice at a time: not by one master, and not by one master and its successor.
 * What was put stays until it is evicted, removed or replaced, or its node is lost; what that promises to
   clients is in ``history_checker.py``.
 * A put that is granted leaves its tenant within its quota.
@@ -34,13 +34,13 @@ if TYPE_CHECKING:
     from mooncake.sim.faults.store_cluster import StoreCluster
 
 SLACK_S = 0.01
-"""How long after its deadline an operation may take to notice; the network's delays are in it."""
+"""How long after its deadline an operation may take to notice; includes the network's delays."""
 
 CLOCK_SLACK_S = 0.001
-"""How far two clocks with drift may be apart over the length of a promise."""
+"""How far two drifting clocks may diverge over the length of a promise."""
 
 NODE_NOTICE_S = 2.5
-"""How long a node may take to hear of what went: until a silent one is noticed, and a slow message."""
+"""How long until a node learns of a removal: until a silent connection is noticed, plus a slow message."""
 
 LOSSES = (
     "evicted: ",
@@ -55,24 +55,24 @@ LOSSES = (
 )
 
 REQUESTED_LOSSES = ("evicted: ", "removed", "replaced by a newer put", "unmounted: its grace is over")
-"""What takes objects when nothing fails: room for others, and clients and operators."""
+"""Reasons that remove objects when nothing fails: eviction, and requests of clients and operators."""
 
 HARMLESS_UNMOUNT = "unmounted: drained"
-"""A segment that was unmounted because it was empty takes no object along."""
+"""A segment that was unmounted because it was empty takes no object with it."""
 
 
 @dataclasses.dataclass(eq=False)
 class SpaceGrant:
-    """Space that somebody may touch until ``ends_at``."""
+    """Space that its holder may access until ``ends_at``."""
 
     segment: SimSegment
     start: int
     end: int
     ends_at: float
-    who: str
+    holder: str
     is_write: bool
     life: int
-    """Which life of the master made it."""
+    """The master's incarnation that granted it."""
     object_id: int
 
 
@@ -80,25 +80,25 @@ class Checkers:
     def __init__(self, cluster: StoreCluster) -> None:
         self._cluster = cluster
         self._faults = cluster.faults
-        """Those of the rough part; at the calm end they are gone, but not what they caused."""
+        """Faults of the rough part; they have stopped at the calm end, but their consequences remain."""
         self._values: dict[str, list[bytes]] = {}
         """Key -> every value that was ever put under it."""
         self._promises: list[SpaceGrant] = []
         self._life = 0
         self._stepped_at = 0.0
-        """When a master did something last."""
+        """Time of the master's last step."""
         self._readable: dict[str, int] = {}
-        """Key -> object id, as the master had it after its last step."""
+        """Key -> object id, as of the master's last step."""
         self._readable_before: dict[str, int] = {}
-        """And after the one before."""
+        """Key -> object id, as of the step before that."""
         self._went: dict[int, float] = {}
-        """Object id -> when the master had it no more."""
+        """Object id -> time at which the master dropped it."""
         self._ghosts: dict[int, str] = {}
-        """Object id -> key, of what went and is in the journal of a node that had not heard so when a master
-        without a log died. Its space may be another's by now: only checksums tell."""
+        """Object id -> key, of removed objects still in the journal of a node that had not been notified when
+        a master without a log died. Their space may have been reused: only checksums detect that."""
         self._mounted: dict[str, Segment] = {}
-        """What it had mounted of memory, by node."""
-        self.ledger = HistoryChecker(cluster)
+        """Memory segments that it had mounted, by node."""
+        self.history = HistoryChecker(cluster)
         self._open: dict[int, tuple[SimClient, str, float]] = {}
         self._num_begun = 0
         self.counts: dict[str, int] = {
@@ -114,14 +114,14 @@ class Checkers:
 
     @property
     def has_corruption(self) -> bool:
-        """Bytes may change by themselves, be lost before a flush, or be written by a process that was stopped
-        beyond every deadline: only checksums protect then."""
+        """Whether bytes may change spontaneously, be lost before a flush, or be written by a process that was
+        stopped beyond every deadline: only checksums protect then."""
         faults = self._faults
         return faults.corruption_every_s > 0 or faults.power_loss_chance > 0 or faults.may_write_late
 
     @property
     def has_lying_disks(self) -> bool:
-        """Disks acknowledge flushes that they did not do."""
+        """Whether disks acknowledge flushes that they did not do."""
         return self._faults.lying_disk_chance > 0
 
     @property
@@ -134,7 +134,7 @@ class Checkers:
 
     @property
     def last_look_s(self) -> float:
-        """How long before the end of its lease a reader must have looked."""
+        """How long before the end of its lease a reader must have read."""
         return CLOCK_SLACK_S if self._faults.clock_drift else 1e-6
 
     # Values
@@ -147,9 +147,9 @@ class Checkers:
             return
         if value not in self._values.get(key, ()):
             raise Violation(
-                f"{how} of {key!r} gave {value[:24]!r}..., which nobody put there", Invariant.VALUE
+                f"{how} of {key!r} gave {value[:24]!r}..., which was never put there", Invariant.VALUE
             )
-        wrong = None if look is None else self.ledger.wrong(look, key, value)
+        wrong = None if look is None else self.history.why_wrong(look, key, value)
         if wrong is not None:
             rule, what = wrong
             story = "\n    ".join(self._cluster.master.master.story(key))
@@ -158,7 +158,7 @@ class Checkers:
     # Space
 
     def promised(self, client: SimClient, grant: PutGrant | ReadGrant) -> list[SpaceGrant]:
-        """A client was granted space, one stretch per replica; it must not be anybody else's."""
+        """A client was granted space, one extent per replica; no other holder may have it."""
         is_write = isinstance(grant, PutGrant)
         late_s = self._cluster.faults.late_write_s if is_write else 0.0
         promises: list[SpaceGrant] = []
@@ -171,7 +171,7 @@ class Checkers:
                     start=place.address,
                     end=place.address + grant.size_bytes,
                     ends_at=self._instant(client, grant.expires_at) + late_s,
-                    who=f"{client.name} for {grant.key!r} #{grant.object_id}",
+                    holder=f"{client.name} for {grant.key!r} #{grant.object_id}",
                     is_write=is_write,
                     life=self._life,
                     object_id=grant.object_id,
@@ -181,10 +181,10 @@ class Checkers:
         return promises
 
     def renewed(self, client: SimClient, grant: ReadGrant, promises: list[SpaceGrant]) -> None:
-        """The lease ends later: what is looked at must not be anybody else's until then."""
+        """The lease ends later: until then, no other holder may have the bytes that are read."""
         for promise in promises:
             if promise.segment is grant.segment and promise.start == grant.address:
-                self.kept([promise])
+                self.released([promise])
                 promise.ends_at = self._instant(client, grant.expires_at)
                 promise.life = self._life
                 self._add(promise)
@@ -200,20 +200,20 @@ class Checkers:
             self._instant(client, piece.expires_at) + self._cluster.faults.late_write_s,
         )
         if ends_at <= self._cluster.kernel.now:
-            return None  # given back too late to be written again
-        who = f"{client.name} in advance #{piece.advance_id}"
+            return None  # returned too late to be written again
+        holder = f"{client.name} in advance #{piece.advance_id}"
         end = start + piece.size_bytes
-        promise = SpaceGrant(segment, start, end, ends_at, who, True, self._life, piece.advance_id)
+        promise = SpaceGrant(segment, start, end, ends_at, holder, True, self._life, piece.advance_id)
         self._add(promise)
         self.counts["pieces"] += 1
         return promise
 
     def task_promised(self, segment: SimSegment, task: m.CopyTask, ends_at: float) -> SpaceGrant:
-        """A node is going to write a replica; until then nobody else may touch the space."""
+        """A node is going to write a replica; until then no other holder may have the space."""
         start = NODE_ADDRESS + task.entry.offset
-        who = f"{segment.name} for a task about {task.entry.key!r} #{task.entry.object_id}"
+        holder = f"{segment.name} for a task about {task.entry.key!r} #{task.entry.object_id}"
         end = start + task.entry.size_bytes
-        promise = SpaceGrant(segment, start, end, ends_at, who, True, self._life, task.entry.object_id)
+        promise = SpaceGrant(segment, start, end, ends_at, holder, True, self._life, task.entry.object_id)
         self._add(promise)
         return promise
 
@@ -237,14 +237,14 @@ class Checkers:
                 continue
             if other.is_write or promise.is_write:
                 raise Violation(
-                    f"{promise.segment.name}: space promised to {promise.who} is promised to {other.who} "
-                    f"until {other.ends_at:.3f}",
+                    f"{promise.segment.name}: space promised to {promise.holder} is promised to "
+                    f"{other.holder} until {other.ends_at:.3f}",
                     Invariant.SPACE,
                 )
         self._promises.append(promise)
 
-    def kept(self, promises: Iterable[SpaceGrant]) -> None:
-        """The holder is done with them, and nothing of it is under way."""
+    def released(self, promises: Iterable[SpaceGrant]) -> None:
+        """The holder has finished with them, and none of its transfers is in flight."""
         for promise in promises:
             if promise in self._promises:
                 self._promises.remove(promise)
@@ -252,7 +252,7 @@ class Checkers:
     # Objects
 
     def is_resurrected(self, object_id: int) -> bool:
-        """Whether its bytes may be another's, as readers find out by their checksums."""
+        """Whether its bytes may belong to another object, which readers detect by checksums."""
         return object_id in self._ghosts
 
     def master_died(self, master: Master) -> None:
@@ -261,10 +261,10 @@ class Checkers:
         for node in self._cluster.nodes.values():
             for segment in node.segments.values():
                 known = master.segments.find(segment.name, segment.epoch)
-                is_heard = known is not None and known.is_alive
+                is_live = known is not None and known.is_alive
                 for entry in segment.entries():
                     went_at = self._went.get(entry.object_id)
-                    if went_at is not None and (not is_heard or went_at > self._stepped_at - NODE_NOTICE_S):
+                    if went_at is not None and (not is_live or went_at > self._stepped_at - NODE_NOTICE_S):
                         self._ghosts[entry.object_id] = entry.key
 
     def master_started(self) -> None:
@@ -274,14 +274,14 @@ class Checkers:
             self._readable = {}
 
     def master_stepped(self, master: Master) -> None:
-        # Of a durable object that is not durable yet, what it replaced is what was acknowledged.
+        # While a durable object is not durable yet, the acknowledged object is the one that it replaces.
         readable = {
             key: (stored.before or stored).object_id for key, stored in master.objects.readable.items()
         }
         mounted = {s.node: s for s in master.segments.mounted.values() if s.tier is Tier.MEMORY}
         for node, segment in self._mounted.items():
             if mounted.get(node) is not segment:
-                self.ledger.given_up(node)
+                self.history.unmounted(node)
         self._mounted = mounted
         self._stepped_at = self._cluster.kernel.now
         for key, object_id in self._readable.items():
@@ -291,8 +291,8 @@ class Checkers:
         self._readable_before, self._readable = self._readable, readable
 
     def step_was_lost(self) -> None:
-        """The master ended while it wrote down what it did last: some of that may be in the log, and nobody
-        heard of it."""
+        """The master ended while it logged its last step: a part of it may be in the log, and no client was
+        answered."""
         before, after = self._readable_before, self._readable
         self._readable = {key: one for key, one in before.items() if after.get(key) == one}
 
@@ -308,7 +308,7 @@ class Checkers:
             allowed = REQUESTED_LOSSES
         elif self.has_corruption or self.is_resurrected(object_id):
             allowed = (*LOSSES, "a reader found wrong checksums", "its bytes are wrong")
-        left = self.ledger.vanished(key, reasons[-1])
+        left = self.history.dropped(key, reasons[-1])
         if left and not faults.corruption_every_s and not faults.may_write_late:
             what = f"{key!r} #{object_id} was lost ({reasons[-1]}), but was in memory on {left}, too"
             raise Violation(what, Invariant.REPLICA)
@@ -318,7 +318,8 @@ class Checkers:
     # Tenants
 
     def put_handled(self, master: Master, tenant: str, last_id: int) -> None:
-        """After a message about puts of a tenant; objects with larger ids than ``last_id`` were granted."""
+        """Call after a message about puts of a tenant; objects with ids above ``last_id`` were granted by
+        it."""
         name = "" if tenant == "default" else tenant
         account = master.catalog.tenants.accounts.get(name)
         if account is None or account.quota_bytes is None or account.used_bytes <= account.quota_bytes:
@@ -345,7 +346,7 @@ class Checkers:
         return ended
 
     def check_ends(self, patience_s: float = SLACK_S) -> None:
-        """Call at any time: nobody alive waits beyond a deadline."""
+        """Check that no live process waits beyond a deadline. May be called at any time."""
         now = self._cluster.kernel.now
         for client, name, deadline in list(self._open.values()):
             due_at = max(deadline, client.process.paused_until) + patience_s

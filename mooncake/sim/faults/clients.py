@@ -1,4 +1,4 @@
-"""A client on the kernel: runs the operations that ship, on virtual time."""
+"""A client on the kernel: runs the shipped operations on virtual time."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ if TYPE_CHECKING:
 
 
 class WatchedPreallocations(PreallocatedPieces):
-    """Tells the checkers which space this client may write."""
+    """Reports to the checkers which space this client may write."""
 
     def __init__(self, client: SimClient) -> None:
         super().__init__()
@@ -55,11 +55,11 @@ class WatchedPreallocations(PreallocatedPieces):
         self._watch(piece)
 
     def spent(self, pieces: list[tuple[int, int]]) -> None:
-        """All that this client had to write there is written."""
+        """Everything that this client had to write there is written."""
         self._client.cluster.checkers.counts["written in advance"] += len(pieces)
         for name in pieces:
             promise = self._promises.pop(name, None)
-            self._client.cluster.checkers.kept([promise] if promise is not None else [])
+            self._client.cluster.checkers.released([promise] if promise is not None else [])
 
     def _watch(self, piece: PreallocatedPiece) -> None:
         promise = self._client.cluster.checkers.piece_promised(self._client, piece)
@@ -68,7 +68,7 @@ class WatchedPreallocations(PreallocatedPieces):
 
 
 class SimClient:
-    """A client process: runs operations on virtual time."""
+    """A client process that runs operations on virtual time."""
 
     def __init__(self, cluster: StoreCluster, name: str, host: str, tenant: str = "") -> None:
         self.cluster = cluster
@@ -79,13 +79,13 @@ class SimClient:
         self.process = Process(cluster.kernel, name, cluster.new_clock())
         joined = combine if cluster.faults.has_checksums else lambda a, b, length_b: 0
         self.operations = Operations(host, joined, cluster.kernel.random.getrandbits(62), tenant)
-        self._stock = self.operations.preallocated = WatchedPreallocations(self)
+        self._preallocated = self.operations.preallocated = WatchedPreallocations(self)
         self.memory = bytearray(1 << 20)
         self._allocated = 0
         self._end: ConnectionEnd | None = None
         self._is_connecting = False
         self._waiting: dict[int, Callable[[Any], None]] = {}
-        """Request id -> what to do with the reply; with None when the connection is lost."""
+        """Request id -> callback for the reply; called with None when the connection is lost."""
         self._queued: list[tuple[int, Any]] = []
         self._last_id = 0
 
@@ -94,7 +94,8 @@ class SimClient:
         return self.process.now
 
     def allocate(self, length: int) -> int:
-        """An address in this client's memory, in turn; old content is overwritten after a while."""
+        """Return an address in this client's memory, round-robin; old content is overwritten after a
+        while."""
         if self._allocated + length > len(self.memory):
             self._allocated = 0
         self._allocated += length
@@ -103,7 +104,7 @@ class SimClient:
     def run(
         self, operation: Operation[Any], deadline: float, done: Callable[[Any, Exception | None], None]
     ) -> None:
-        """Run to the end, then ``done(result, error)``. The checkers see to it that the end comes."""
+        """Run to the end, then call ``done(result, error)``. The checkers verify that the end comes."""
         ended = self.cluster.checkers.operation_began(self, operation, deadline)
 
         def step(outcome: Any) -> None:
@@ -128,18 +129,18 @@ class SimClient:
         elif isinstance(effect, MoveSlices):
             self._move(effect, resume)
         elif isinstance(effect, OpenSegment):
-            # As in transfer, opening connects to nobody yet.
+            # As in transfer, opening a segment makes no connection yet.
             segment = self.cluster.segment(effect.segment, effect.epoch)
             self.process.after(0.0, lambda: resume(segment))
         else:
             self.process.after(effect.seconds, lambda: resume(None))
 
-    # Asking the master
+    # Requests to the master
 
     def _ask(self, effect: CallMaster, resume: Callable[[Any], None]) -> None:
         asked_at = self.now
         if isinstance(effect.message, m.PutWritten):
-            self._stock.spent(effect.message.pieces)
+            self._preallocated.spent(effect.message.pieces)
         self._last_id += 1
         request_id = self._last_id
 
@@ -218,7 +219,7 @@ class SimClient:
             self._transfer(effect, slices, lambda moved, number=number: ended(number, moved))  # type: ignore[misc]
 
     def _transfer(self, effect: MoveSlices, slices: Slices, ended: Callable[[SlicesMoved], None]) -> None:
-        """Copy each slice at an instant of its own; fail, be slow, or write late as the faults say."""
+        """Copy each slice at its own instant; fail, be slow, or write late as the faults say."""
         segment: SimSegment = slices.handle
         faults, kernel = self.cluster.faults, self.kernel
         took_s = 0.001 * kernel.random.uniform(0.1, 2.0)
@@ -228,7 +229,7 @@ class SimClient:
             took_s += kernel.random.uniform(0.0, faults.slow_disk_s)
         peer = segment.process.name
         start_s = self._delay(peer)
-        # Where only the way back is held, the answer waits.
+        # Where only the return direction is held, the answer waits.
         took_s += max(0.0, self.cluster.network.held_s(peer, self.name) - start_s - took_s)
         fails = kernel.chance(faults.transfer_failure_chance)
         reason = "peer_lost"
@@ -240,12 +241,12 @@ class SimClient:
         reported_s = min(end_s, limit_s)
         sums: list[int] = [0] * len(slices.lengths)
         num_left = len(slices.lengths)
-        is_told = False
+        is_reported = False
 
         def copy(index: int, local: int, remote: int, length: int) -> None:
             nonlocal num_left
             num_left -= 1
-            if not segment.is_alive or (is_told and not effect.is_write):
+            if not segment.is_alive or (is_reported and not effect.is_write):
                 return
             if effect.is_write:
                 data = bytes(self.memory[local : local + length])
@@ -258,7 +259,7 @@ class SimClient:
             sums[index] = checksum(data) if faults.has_checksums else 0
 
         def copy_when_both_run(index: int, local: int, remote: int, length: int) -> None:
-            """A process that is stopped sends and serves nothing, and goes on with it afterwards."""
+            """A process that is stopped sends and serves nothing, and continues afterwards."""
             copying = lambda: copy(index, local, remote, length)  # noqa: E731
             if segment.node.host == self.host:
                 self.process.when_running(copying)  # shared memory: the node has no part in it
@@ -270,11 +271,11 @@ class SimClient:
             at_s = kernel.random.uniform(start_s, end_s)
             if fails or is_late:
                 if not effect.is_write and at_s >= reported_s:
-                    continue  # a reader's memory is left alone once it has been told
+                    continue  # a reader's memory is left alone once it has been notified
                 if effect.is_write:
                     if kernel.chance(0.3):
                         continue
-                    # Already sent, it lands whatever became of the sender.
+                    # Already sent, it lands whatever happened to the sender.
                     at_s = min(at_s, reported_s + kernel.random.uniform(0, faults.late_write_s))
             elif effect.is_write:
                 at_s = min(at_s, self.process.clock.true_s(reported_s))  # its clock may be fast
@@ -284,7 +285,7 @@ class SimClient:
         def report() -> None:
             has_time = self.now < effect.deadline
             if not (fails or is_late) and num_left and segment.is_alive:
-                if has_time:  # the node is stopped: it may go on, until there is no more time for it
+                if has_time:  # the node is stopped: it may continue until no time is left
                     wait_s = min(effect.deadline - self.now, segment.process.stopped_s + 1e-6)
                     self.process.after(wait_s, report)
                 else:
@@ -295,8 +296,8 @@ class SimClient:
                 ended(SlicesMoved(np.array(sums, dtype=np.uint32), "", self.now))
 
         def give_up(reason: str) -> None:
-            nonlocal is_told
-            is_told = True
+            nonlocal is_reported
+            is_reported = True
             ended(SlicesMoved(None, reason, self.now))
 
         self.process.after(reported_s, report)

@@ -15,12 +15,12 @@ class ClusterFaults:
     """Times in seconds, probabilities per event."""
 
     delay_s: float = 0.0002
-    """Typical one-way delay of a message; each one is drawn anew."""
+    """Typical one-way delay of a message; drawn for each message."""
     slow_chance: float = 0.0
-    """That a message is late by up to ``slow_s``."""
+    """Probability that a message is late by up to ``slow_s``."""
     slow_s: float = 0.5
     break_chance: float = 0.0
-    """That a message breaks its connection, before or after it was delivered."""
+    """Probability that a message breaks its connection, before or after it was delivered."""
     partition_every_s: float = 0.0
     """Mean time between partitions of two processes; 0: never."""
     partition_s: float = 4.0
@@ -30,58 +30,62 @@ class ClusterFaults:
     restart_s: float = 1.0
     """Mean time until a crashed process is started again."""
     transfer_failure_chance: float = 0.0
-    """That a transfer fails although the node lives, with some of its writes landing later."""
+    """Probability that a transfer fails although the node is alive, with some of its writes landing later."""
     slow_transfer_chance: float = 0.0
-    """That a transfer takes up to ``slow_transfer_s``."""
+    """Probability that a transfer takes up to ``slow_transfer_s``."""
     slow_transfer_s: float = 8.0
     late_write_s: float = 1.0
-    """How long after its transfer was given up a write may land; less than the master's grace."""
+    """How long after its transfer was abandoned a write may land; less than the master's grace period."""
     corruption_every_s: float = 0.0
-    """Mean time between two bytes of a node's memory or SSD changing by themselves."""
+    """Mean time between corruptions of two bytes of a node's memory or SSD."""
     power_loss_chance: float = 0.0
-    """That a node which crashes takes what its SSD had not flushed with it."""
+    """Probability that the crash of a node also loses what its SSD had not flushed."""
     slow_disk_chance: float = 0.0
-    """That a write, a read or a flush takes up to ``slow_disk_s``."""
+    """Probability that a write, a read or a flush takes up to ``slow_disk_s``."""
     slow_disk_s: float = 5.0
     lying_disk_chance: float = 0.0
-    """That a flush is acknowledged and has done nothing."""
+    """Probability that a flush is acknowledged without having been done."""
     clock_offset_s: float = 0.0
-    """Clocks begin anywhere up to here."""
+    """Upper bound of the initial offset of clocks."""
     clock_drift: float = 0.0
-    """And are too fast or too slow by up to this part."""
+    """Upper bound of the relative rate error of clocks, in either direction."""
     one_way_every_s: float = 0.0
-    """Mean time until one process is not heard by another, which it hears; for ``partition_s``."""
+    """Mean time between one-way partitions of two processes, each for ``partition_s``."""
     split_every_s: float = 0.0
-    """Mean time until the processes part into two groups that don't hear each other."""
+    """Mean time between partitions of the processes into two groups."""
     pause_master_every_s: float = 0.0
-    """Mean time between pauses of the master: its event loop does nothing, and then all that was due."""
+    """Mean time between pauses of the master: its event loop does nothing, then everything that became
+    due."""
     pause_node_every_s: float = 0.0
     pause_client_every_s: float = 0.0
     pause_s: float = 2.0
-    """Mean length of a pause. With checksums it may stop the threads that carry bytes too (SIGSTOP)."""
+    """Mean length of a pause. With checksums it may also stop the threads that carry bytes (SIGSTOP)."""
     overload_every_s: float = 0.0
-    """Mean time between two times in which the master takes ``handler_s`` for each message."""
+    """Mean time between two periods in which the master takes ``handler_s`` for each message."""
     handler_s: float = 0.05
     full_disk_every_s: float = 0.0
-    """Mean time until an SSD takes no record for its index for ``outage_s``."""
+    """Mean time between periods of ``outage_s`` in which an SSD accepts no index record."""
     read_error_chance: float = 0.0
-    """That a read from an SSD fails (EIO)."""
+    """Probability that a read from an SSD fails (EIO)."""
     slow_node_every_s: float = 0.0
-    """Mean time until every transfer with one node takes up to ``slow_transfer_s``, for ``outage_s``."""
+    """Mean time between periods of ``outage_s`` in which every transfer with one node takes up to
+    ``slow_transfer_s``."""
     outage_s: float = 4.0
     leave_node_every_s: float = 0.0
-    """Mean time until a node says that it leaves, ends, and is started again."""
+    """Mean time between orderly exits of a node, which is then started again."""
     torn_append_chance: float = 0.0
-    """That the master ends in the middle of a write to its log: part of it is there, nobody was answered."""
+    """Probability that the master ends in the middle of a log write: a part is there, and no request was
+    answered."""
     slow_append_chance: float = 0.0
-    """That writing to its log takes the master up to ``slow_disk_s``, and everything with it."""
+    """Probability that a log write takes the master up to ``slow_disk_s``, during which it does nothing
+    else."""
     has_checksums: bool = True
     """False: checksums always match, so that only leases and deadlines protect a reader."""
     has_standby: bool = False
-    """A second master applies each record of the first one as it comes, and is its successor."""
+    """Whether a second master applies each record of the first one as it comes, and is its successor."""
 
     has_oplog: bool = False
-    """The master writes its metadata down, and its successor reads it."""
+    """Whether the master logs its metadata, and its successor reads the log."""
 
     @property
     def is_calm(self) -> bool:
@@ -89,7 +93,7 @@ class ClusterFaults:
 
     @property
     def calmed(self) -> ClusterFaults:
-        """What is left when nothing fails any more."""
+        """The faults of a cluster in which nothing fails, with the settings kept."""
         return ClusterFaults(
             has_checksums=self.has_checksums,
             has_oplog=self.has_oplog,
@@ -100,17 +104,17 @@ class ClusterFaults:
 
     @property
     def is_slow_to_answer(self) -> bool:
-        """The master may take long for a message that it has received."""
+        """Whether the master may take long for a message that it has received."""
         return bool(self.pause_master_every_s or self.overload_every_s or self.slow_append_chance)
 
     @property
     def may_write_late(self) -> bool:
-        """A process that was stopped goes on in the middle of a write, whenever that is."""
+        """Whether a process that was stopped may continue in the middle of a write, at any later time."""
         return self.has_checksums and bool(self.pause_node_every_s or self.pause_client_every_s)
 
 
 def draw(random: Random) -> ClusterFaults:
-    """A swarm: each kind of fault is present or absent, and then rare or frequent."""
+    """Draw a swarm: each kind of fault is present or absent, and then rare or frequent."""
 
     def often(choices: tuple[float, ...]) -> float:
         return random.choice(choices) if random.random() < 0.5 else 0.0
@@ -128,7 +132,7 @@ def draw(random: Random) -> ClusterFaults:
         restart_s=random.choice((0.1, 1.0, 8.0)),
         transfer_failure_chance=often((0.02, 0.2)),
         slow_transfer_chance=often((0.02, 0.2)),
-        # Without checksums nobody could notice.
+        # Without checksums, corruption would go unnoticed.
         corruption_every_s=often((2.0, 10.0)) if has_checksums else 0.0,
         has_checksums=has_checksums,
         has_oplog=random.random() < 0.5,
@@ -141,7 +145,7 @@ def draw(random: Random) -> ClusterFaults:
 
 
 def draw_further(faults: ClusterFaults, random: Random) -> ClusterFaults:
-    """``faults`` with further kinds, drawn in the same way from a source of their own."""
+    """``faults`` with further kinds, drawn in the same way from a random source of their own."""
 
     def often(choices: tuple[float, ...], chance: float = 0.35) -> float:
         return random.choice(choices) if random.random() < chance else 0.0

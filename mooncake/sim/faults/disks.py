@@ -1,9 +1,9 @@
-"""A node's SSD: what outlives its process, and what of that a loss of power takes.
+"""A node's SSD: what outlives its process, and what of that a power loss takes.
 
-What was written and not flushed is in the system's cache: the death of a process does no harm to it, a loss
-of power takes any part of it, half of a write and half of a record included. A disk may be slow, and it may
-lie: then a flush that it acknowledged has done nothing, until it happens to write by itself. It may be full:
-then it takes no record for its index, but what was set aside for data can be written.
+What was written and not flushed is in the system's cache: it survives the death of a process, while a power
+loss takes any part of it, including half of a write and half of a record. A disk may be slow, and it may
+lie: then a flush that it acknowledged has done nothing, until the disk happens to write by itself. It may be
+full: then it accepts no index record, but space that was preallocated for data can be written.
 """
 
 from __future__ import annotations
@@ -29,13 +29,13 @@ class SimDisk:
         self.data = bytearray(size_bytes)
         self._log = bytearray()
         self._unflushed: list[tuple[int, bytes]] = []
-        """Data as it was before each write since the last flush: (offset, bytes)."""
+        """Content before each write since the last flush: (offset, bytes)."""
         self._num_flushed = 0
-        """Writes before the first of these."""
+        """Writes with a smaller number than this are flushed."""
         self._flushed_log_bytes = 0
         self._num_compactions = 0
         self.full_until = 0.0
-        """No record is taken before."""
+        """Until this time no record is accepted."""
         self.index = SsdIndex()
 
     def opened(self) -> None:
@@ -84,7 +84,7 @@ class SimDisk:
         return random.uniform(0.0001, 0.002)
 
     def flush(self) -> tuple[int, int, int]:
-        """Begin one; pass what it returns to ``flushed`` when it is over."""
+        """Begin a flush; pass the returned value to ``flushed`` when it has ended."""
         return self._num_flushed + len(self._unflushed), len(self._log), self._num_compactions
 
     def flushed(self, begun: tuple[int, int, int]) -> None:
@@ -110,19 +110,19 @@ class SimDisk:
             self._flushed_log_bytes = len(self._log)
             self._num_compactions += 1
 
-    # What goes wrong
+    # Faults
 
     def fill(self, seconds: float) -> None:
-        """Somebody else takes all its room for so long."""
+        """Another program takes all free space for so long."""
         self.full_until = self._kernel.now + seconds
 
     def fails_to_read(self) -> bool:
-        """Whether the next read does (EIO)."""
+        """Whether the next read fails (EIO)."""
         chance = self.faults.read_error_chance
         return bool(chance) and self._kernel.chance(chance)
 
     def lose_power(self) -> None:
-        """Any of what was not flushed is as it was before, or half of it."""
+        """Revert any of what was not flushed to what it was before, or half of it."""
         random = self._kernel.random
         for offset, before in reversed(self._unflushed):
             if random.random() < 0.5:

@@ -1,11 +1,12 @@
-"""Masters that elect one of them, under one seed: clocks of different speeds, late answers, standing still.
+"""Masters that elect a leader, under one seed: clocks of different speeds, late answers, pauses.
 
-* One of them acts at most, at every instant.
-* Whoever leads has every number that was acknowledged (or says that it begins with nothing).
-* When all is well again, one of them leads.
+* At most one of them acts, at every instant.
+* A new leader has every number that was acknowledged (or declares that it begins with nothing).
+* After everything has healed, one of them leads.
 
-Of a master's work there is the least that can be lost: numbers. A leader has acknowledged what all have who
-may lead next. The record that is changed by compare-and-set answers late, twice in vain, or not at all.
+A master's state is the least that can be lost: numbers. A leader acknowledges a number when every possible
+next leader has it. The record that is changed by compare-and-set answers late, applies a request without
+answering, or is unreachable.
 """
 
 from __future__ import annotations
@@ -34,23 +35,23 @@ from mooncake.store.ha.election import (
 )
 
 LEASES_S = (1.0, 2.0, 4.0)
-"""Masters may be set to different ones, while settings are changed."""
+"""Masters may have different settings while settings are being changed."""
 ORPHAN_S = 6.0
 ROUGH_S, CALM_S = 60.0, 30.0
 STEP_S = 0.02
 
 
 class SimVoter:
-    """A master's election, over its lives."""
+    """A master's election, over its incarnations."""
 
     def __init__(self, run: ElectionRun, name: str, has_log: bool, lease_s: float) -> None:
         self.run, self.kernel, self.name, self.has_log = run, run.kernel, name, has_log
         self.lease_s = lease_s
         self.patience_s = lease_s / 4
-        """For an answer about the record."""
+        """Timeout of a request to the record."""
         self.log = 0
         self.taken_in = 0
-        """The term whose leader it has that from."""
+        """Term of the leader from which that was copied."""
         self.num_lives = 0
         self.stopped_until = -math.inf
         self.start()
@@ -71,18 +72,18 @@ class SimVoter:
             keeps_records=True,
         )
         self.followers: dict[str, int] = {}
-        """Id of each standby that has said so -> what it has."""
+        """Id of each standby that has reported -> what it has."""
         self.listed: dict[str, Standby] = {}
         self._number = 0
         self.post(Wake())
 
     @property
-    def stands_still(self) -> bool:
+    def is_paused(self) -> bool:
         return self.kernel.now < self.stopped_until
 
     @property
     def acts(self) -> bool:
-        is_there = self.process.is_alive and not self.stands_still
+        is_there = self.process.is_alive and not self.is_paused
         return is_there and self.election.leads(self.process.now)
 
     def post(self, event: Event | Wake) -> None:
@@ -96,13 +97,13 @@ class SimVoter:
             self.later(wait_s, lambda: self.post(Wake()) if number == self._number else None)
 
     def later(self, delay_s: float, action: Callable[[], None]) -> None:
-        """In this life, and not while it stands still."""
+        """Plan ``action`` for this incarnation; a pause postpones it."""
         process = self.process
 
         def due() -> None:
             if not process.is_alive:
                 return
-            if self.stands_still:
+            if self.is_paused:
                 self.kernel.after(self.stopped_until - self.kernel.now, due)
             else:
                 action()
@@ -116,7 +117,7 @@ class SimVoter:
             self.run.counts["terms"] += 1
             self.kernel.trace_line(f"{self.name} leads, complete: {effect.is_complete}, has {self.log}")
             if not effect.is_complete:
-                self.log = self.run.acknowledged = 0  # the nodes, which are not here, tell it
+                self.log = self.run.acknowledged = 0  # the nodes, which are not simulated here, report it
             elif self.log < self.run.acknowledged:
                 raise Violation(f"{self.name} leads with {self.log} of {self.run.acknowledged}")
             assert self.election.record is not None
@@ -125,7 +126,7 @@ class SimVoter:
             self.kernel.trace_line(f"{self.name} steps down: {effect.reason}")
 
     def _ask(self, effect: ReadLease | CompareAndSet) -> None:
-        """The record hears of it after a while, or never; and so does this master of the answer."""
+        """The request reaches the record after a delay, or never; likewise the answer."""
         random, rough = self.kernel.random, self.run.is_rough
         arrives_s = (
             random.uniform(0, 4)
@@ -145,22 +146,22 @@ class SimVoter:
 
         if not rough or random.random() < 0.97:
             self.kernel.after(arrives_s, happens)
-        is_heard = answers_s < self.patience_s and not (rough and random.random() < 0.05)
-        wait_s = answers_s + 1e-6 if is_heard else self.patience_s
-        self.later(wait_s, lambda: self.post(answer[0] if is_heard and answer else NoAnswer("no answer")))
+        is_answered = answers_s < self.patience_s and not (rough and random.random() < 0.05)
+        wait_s = answers_s + 1e-6 if is_answered else self.patience_s
+        self.later(wait_s, lambda: self.post(answer[0] if is_answered and answer else NoAnswer("no answer")))
 
-    # Its work
+    # A master's work
 
     def acknowledge(self) -> None:
-        """It takes a number now and then; the greatest that all have who may lead next is acknowledged."""
+        """Take a number at random times; acknowledge the greatest that every possible next leader has."""
         self.log += self.kernel.chance(0.2)
-        others = [who for who in self.election.eligible() if who != self.election.me.id]
-        have = min([self.log, *(self.followers.get(who, -1) for who in others)])
+        others = [one for one in self.election.eligible() if one != self.election.me.id]
+        have = min([self.log, *(self.followers.get(one, -1) for one in others)])
         self.run.counts["acknowledged"] += max(0, have - self.run.acknowledged)
         self.run.acknowledged = max(self.run.acknowledged, have)
 
     def follow(self) -> None:
-        """Catch up with whoever says that it leads; it hears how far this one is."""
+        """Catch up with the leader, and report to it how far this one is."""
         record = self.election.record
         leader = self.run.voters.get(record.address) if record is not None else None
         if record is None or leader is None or leader is self or not leader.election.is_leading:
@@ -169,7 +170,7 @@ class SimVoter:
             return
         taken, me, number, term = leader.log, self.election.me, self.log, record.term
 
-        def told() -> None:
+        def reported() -> None:
             if leader.election.is_leading and leader.election.term == term:
                 leader.followers[me.id] = max(number, leader.followers.get(me.id, 0))
                 if leader.followers[me.id] >= self.run.acknowledged:
@@ -184,12 +185,12 @@ class SimVoter:
             is_later = self.taken_in == term and self.log > taken
             self.log = number = self.log if is_later else taken
             self.taken_in = term
-            leader.later(self.kernel.random.expovariate(10), told)
+            leader.later(self.kernel.random.expovariate(10), reported)
 
         self.later(self.kernel.random.expovariate(10), takes)
 
     def strike(self) -> None:
-        """A standby is not heard any more."""
+        """A standby is no longer reachable."""
         gone = self.kernel.random.choice(list(self.followers))
         del self.followers[gone]
         self.listed.pop(gone, None)
@@ -207,7 +208,7 @@ class ElectionRun:
         self.is_rough = True
         self.voters: dict[str, SimVoter] = {}
         self.late_chance = self.kernel.random.choice((0.1, 0.3))
-        """That the record hears of something seconds later."""
+        """Delay in seconds of a request to the record."""
         lease_s = self.kernel.random.choice(LEASES_S)
         for number in range(self.kernel.random.randint(2, 4)):
             name = f"master{number}"
@@ -216,7 +217,7 @@ class ElectionRun:
             self.voters[name] = SimVoter(self, name, self.kernel.chance(0.7), lease_s)
 
     def run(self) -> None:
-        """Raises Violation (or the assertion of a core) with the seed in its message."""
+        """Raises Violation (or a core's AssertionError) with the seed in its message."""
         try:
             for _ in range(int(ROUGH_S / STEP_S)):
                 self._something()
@@ -229,13 +230,13 @@ class ElectionRun:
                 self.kernel.random.choice(list(self.voters.values())).follow()
                 self._step()
             if not any(voter.acts for voter in self.voters.values()):
-                raise Violation("nobody leads although all is well")
+                raise Violation("no master leads although everything has healed")
         except AssertionError as error:
             last = "\n  ".join(self.kernel.trace[-20:])
             raise Violation(f"seed {self.kernel.seed} at {self.kernel.now:.3f}: {error}\n  {last}") from error
 
     def _step(self) -> None:
-        """Looks at every instant at which something may change, and in between."""
+        """Check at every instant at which something may change, and in between."""
         until = self.kernel.now + STEP_S
         while self.kernel.now < until:
             self.kernel.run_one(until)
@@ -264,8 +265,8 @@ class ElectionRun:
         elif choice < 0.05:
             stops_s = random.uniform(0.5, 4.0)
             voter.stopped_until = kernel.now + stops_s
-            kernel.after(stops_s, lambda: None)  # when it goes on, it may answer before its timers come
-            kernel.trace_line(f"{voter.name} stands still until {voter.stopped_until:.3f}")
+            kernel.after(stops_s, lambda: None)  # when it continues, it may answer before its timers fire
+            kernel.trace_line(f"{voter.name} is paused until {voter.stopped_until:.3f}")
         elif choice < 0.3 and voter.election.is_leading and voter.followers:
             voter.strike()
         else:

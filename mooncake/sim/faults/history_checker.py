@@ -1,15 +1,15 @@
 """What clients were promised about keys, and whether the store keeps to it.
 
-A key is known only while nobody is changing it: a change (put, replace, remove) that overlaps another, has no
-clear answer or was asked twice leaves it unknown until a clear one. Then:
+A key is known only while it is not being changed: a change (put, replace, remove) that overlaps another, has
+no clear answer or was sent twice leaves it unknown until a clear one. Then:
 
-* **No phantom**: after an acknowledged removal nobody reads the key, until somebody begins to put it.
+* **No phantom**: after an acknowledged removal the key is not read until a put of it begins.
 * **No stale value**: after an acknowledged put of a key that was absent, or an acknowledged replacement,
-  nobody reads another value.
+  no other value is read.
 * **No acknowledged loss**: what was put is there at the end, if it is on SSD (durable) or a node that has had
-  it in memory lives on, and the master has not evicted it. So a replica is lost with its node, and no other.
-  A disk that lies deceives the master, too: what it evicted from memory because of a copy on SSD is promised
-  no more once power was lost.
+  it in memory is still alive, and the master has not evicted it. So a replica is lost with its node, and no
+  other. A disk that lies deceives the master, too: what it evicted from memory because of a copy on SSD is no
+  longer promised after a power loss.
 """
 
 from __future__ import annotations
@@ -27,33 +27,33 @@ if TYPE_CHECKING:
     from mooncake.sim.faults.store_cluster import StoreCluster
 
 LATE_S = 15.0
-"""A question whose answer was lost may be in the network for so long, and take effect then."""
+"""How long a request whose answer was lost may stay in the network before it takes effect."""
 
 
 SLOW_S = 45.0
-"""The same where the master may be paused, or so busy that it takes long until it looks at it."""
+"""The same where the master may be paused, or so busy that it handles the request late."""
 
 
 @dataclasses.dataclass(eq=False)
 class KnownKey:
-    """Of one key."""
+    """What is known of one key."""
 
     num_open: int = 0
-    """Changes that are under way."""
+    """Number of changes that are under way."""
     generation: int = 0
-    """Changes that began."""
+    """Number of changes that began."""
     unclear_until: float = 0.0
     has_vanished: bool = False
-    """The master has dropped it since the last change began."""
+    """Whether the master has dropped it since the last change began."""
     is_absent: bool = True
     is_present: bool = False
     value: bytes | None = None
-    """The one that must be read; None: not known."""
+    """The value that must be read; None: not known."""
     is_durable: bool = False
     nodes: dict[str, None] = dataclasses.field(default_factory=dict)
-    """That have it in memory, or had until it was evicted there because it is on SSD."""
+    """Nodes that have it in memory, or had until it was evicted there because it is on SSD."""
     spared: dict[str, None] = dataclasses.field(default_factory=dict)
-    """The latter of them."""
+    """Those of them that evicted it."""
 
     def forget(self) -> None:
         self.is_absent = self.is_present = self.is_durable = False
@@ -68,7 +68,7 @@ class KnownKey:
 
 @dataclasses.dataclass(eq=False)
 class KeyChange:
-    """One that began."""
+    """A change that began."""
 
     client: SimClient
     was_alone: dict[str, bool]
@@ -79,7 +79,7 @@ class KeyChange:
 
 @dataclasses.dataclass(eq=False)
 class KeyRead:
-    """A read that began: what was known then, by key."""
+    """A read that began: what was known at that time, by key."""
 
     generations: dict[str, int]
     absent: dict[str, None]
@@ -92,7 +92,7 @@ class HistoryChecker:
         self._keys: dict[str, KnownKey] = {}
         self._open: dict[KeyChange, None] = {}
         self._doubts_ssds = False
-        """What is said to be there may not be: one of them lied, and has lost its power."""
+        """What is believed to be on an SSD may not be: a disk lied, and has lost its power."""
 
     def of(self, key: str) -> KnownKey:
         return self._keys.setdefault(key, KnownKey())
@@ -114,7 +114,7 @@ class HistoryChecker:
         return change
 
     def failed(self, change: KeyChange) -> None:
-        """It may have happened, and it may still."""
+        """The change may have happened, or may still happen."""
         self._open.pop(change, None)
         held_s = self._cluster.network.held_s(change.client.name, self._cluster.leader)
         for key in change.generations:
@@ -123,7 +123,7 @@ class HistoryChecker:
             self._unclear(known, held_s)
 
     def client_crashed(self, client: SimClient) -> None:
-        """What it had begun has no answer."""
+        """The changes that it had begun have no answer."""
         for change in [one for one in self._open if one.client is client]:
             self.failed(change)
 
@@ -132,19 +132,20 @@ class HistoryChecker:
         known.unclear_until = max(known.unclear_until, self._cluster.kernel.now + held_s + late_s)
 
     def ended(self, change: KeyChange) -> None:
-        """It is over, and nobody can say what there is now."""
+        """The change has ended, and its result is unknown."""
         for key in change.generations:
             self._ended(change, key)
 
     def matching_removed(self, change: KeyChange, is_all: bool) -> None:
-        """All that could be found under these keys is gone; ``is_all``: and what is away with a node."""
+        """Everything found under these keys is removed; ``is_all``: including what is on a node that is
+        away."""
         for key in change.generations:
             known = self._ended(change, key)
             if known is not None:
                 known.is_absent = is_all or change.was_absent[key]
 
     def _ended(self, change: KeyChange, key: str) -> KnownKey | None:
-        """What is known of it, if this change was alone and its answer is clear."""
+        """Update what is known of the key, if this change was alone and its answer is clear."""
         known = self.of(key)
         self._open.pop(change, None)
         known.num_open -= 1
@@ -157,7 +158,7 @@ class HistoryChecker:
     def removed(self, change: KeyChange, key: str, outcome: bool | Refusal) -> None:
         known = self._ended(change, key)
         if known is not None and isinstance(outcome, bool):
-            # False: there was none to be found; that of a node which is away may come back with it.
+            # False: none was found; one on a node that is away may come back with it.
             known.is_absent = outcome or change.was_absent[key]
 
     def put(
@@ -170,7 +171,7 @@ class HistoryChecker:
         replace: bool,
     ) -> None:
         known = self._ended(change, key)
-        if outcome is not None:  # what it reserved may be there for a while, and others are told to wait
+        if outcome is not None:  # its reservation may last for a while, and other writers are made to wait
             self._unclear(self.of(key))
         if known is None or outcome is not None or known.has_vanished:
             return
@@ -185,10 +186,10 @@ class HistoryChecker:
             }
         known.is_present = known.is_durable or bool(known.nodes)
 
-    # What takes promises away
+    # Events that end promises
 
-    def vanished(self, key: str, reason: str) -> list[str]:
-        """The master has it no more, and says why. Returns the nodes that had it in memory and live on."""
+    def dropped(self, key: str, reason: str) -> list[str]:
+        """The master has dropped it, with a reason. Returns the nodes that had it in memory and are alive."""
         known = self.of(key)
         left: list[str] = []
         if reason.startswith(("evicted", "removed", "replaced")) or "wrong" in reason:
@@ -200,8 +201,8 @@ class HistoryChecker:
         known.nodes, known.spared = {}, {}
         return left
 
-    def given_up(self, name: str) -> None:
-        """The master has forgotten what that node had in memory: it died, or was silent for too long."""
+    def unmounted(self, name: str) -> None:
+        """The master has forgotten that node's memory: the node died, or was silent for too long."""
         for known in self._keys.values():
             if known.nodes.pop(name, "") is None:
                 known.is_present &= known.is_durable or bool(known.nodes)
@@ -216,21 +217,22 @@ class HistoryChecker:
             known.is_present &= known.is_durable or bool(known.nodes)
 
     def copied(self, key: str, node: str) -> None:
-        """The master has one more replica of it, in that node's memory."""
+        """The master has an additional replica of it, in that node's memory."""
         known = self.of(key)
         if known.is_present and not known.num_open:
             known.nodes[node] = None
             known.spared.pop(node, None)
 
     def moved(self, key: str, node: str) -> None:
-        """It left a node's memory: others have it, and the node was drained or it is not hot any more."""
+        """It left a node's memory: other nodes have it, and the node was drained or the object is no longer
+        hot."""
         known = self.of(key)
         known.nodes.pop(node, None)
         known.spared.pop(node, None)
         known.is_present &= known.is_durable or bool(known.nodes)
 
     def evicted(self, key: str, node: str, is_on_ssd: bool = True) -> None:
-        """From a node's memory, and the master takes it to be readable elsewhere."""
+        """It was evicted from a node's memory, and the master assumes that it is readable elsewhere."""
         known = self.of(key)
         if not is_on_ssd:
             self.moved(key, node)
@@ -242,19 +244,19 @@ class HistoryChecker:
             known.is_present &= known.is_durable or bool(known.nodes)
 
     def master_crashed(self) -> None:
-        """Without a log, what the nodes say counts; and they hear of changes a moment later."""
+        """Without a log, the nodes' journals count; and the nodes learn of changes a moment later."""
         if not self._cluster.checkers.has_oplog:
             self.index_lost()
 
     def index_lost(self) -> None:
-        """Another master begins with what the nodes say."""
+        """Another master begins with the nodes' journals."""
         for known in self._keys.values():
             known.is_absent, known.nodes, known.value = False, {}, None
             known.is_present &= known.is_durable
 
     # Reads
 
-    def look(self, keys: Iterable[str]) -> KeyRead:
+    def begin_read(self, keys: Iterable[str]) -> KeyRead:
         known = {key: self.of(key) for key in keys}
         return KeyRead(
             {key: one.generation for key, one in known.items()},
@@ -262,8 +264,9 @@ class HistoryChecker:
             {key: one.value for key, one in known.items() if one.value is not None},
         )
 
-    def wrong(self, look: KeyRead, key: str, value: bytes) -> tuple[Invariant, str] | None:
-        """Why ``value`` can't have been read, if nobody has changed the key since ``look``."""
+    def why_wrong(self, look: KeyRead, key: str, value: bytes) -> tuple[Invariant, str] | None:
+        """Why ``value`` can't be a correct read, if the key has not been changed since ``look``; None if it
+        can."""
         known = self.of(key)
         if known.generation != look.generations[key]:
             return None
@@ -274,5 +277,5 @@ class HistoryChecker:
         return None
 
     def promised(self) -> dict[str, bytes | None]:
-        """What must be readable, and the value if it is known."""
+        """Keys that must be readable, with the value where it is known."""
         return {key: known.value for key, known in self._keys.items() if known.is_present}

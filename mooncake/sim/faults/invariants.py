@@ -1,7 +1,7 @@
-"""The names of what must hold in the simulated worlds: one for each rule of each checker.
+"""Names of the invariants of the simulated worlds: one for each rule of each checker.
 
-A violation says which rule it breaks. For each of them ``tests/sim`` has a bug in shipped code that is
-found by exactly this rule, so that no rule is there in name only.
+A violation names the invariant that it breaks. For each of them ``tests/sim`` has a bug in shipped code that
+is found by exactly this rule, so that no rule exists in name only.
 """
 
 from __future__ import annotations
@@ -10,7 +10,7 @@ import enum
 
 
 class Violation(AssertionError):
-    """A rule is broken. Without ``rule``: an invariant that a core checks by itself."""
+    """A broken invariant. Without ``rule``: one that a core checks by itself."""
 
     def __init__(self, message: str, rule: Invariant | None = None) -> None:
         super().__init__(message)
@@ -18,24 +18,24 @@ class Violation(AssertionError):
 
 
 class Invariant(enum.StrEnum):
-    """Of the store's worlds, and then of the transfer world."""
+    """Invariants of the store's worlds, and then of the transfer world."""
 
     CORE = "core"
     """Every core's own check holds after every step."""
     VALUE = "value"
-    """A read that succeeds returns a value that somebody put under that key, whole."""
+    """A read that succeeds returns a value that was put under that key, whole."""
     PHANTOM = "phantom"
-    """After an acknowledged removal nobody reads the key, until somebody begins to put it."""
+    """After an acknowledged removal the key is not read until a put of it begins."""
     STALE = "stale"
-    """After an acknowledged put of an absent key, or a replacement, nobody reads another value."""
+    """After an acknowledged put of an absent key, or a replacement, no other value is read."""
     LEASE = "lease"
-    """Until a lease ends its bytes stay what they are, also for a reader who looks without checking."""
+    """Until a lease ends its bytes do not change, also for a reader that does not verify checksums."""
     SPACE = "space"
-    """No space is promised to two at once, not by a master and its successor either."""
+    """No space is granted twice at a time, not by a master and its successor either."""
     REASON = "reason"
-    """What is not readable any more went for a reason that the master can tell."""
+    """Whatever is no longer readable went for a reason that the master records."""
     CAUSE = "cause"
-    """What went was evicted, removed or replaced, or its nodes were lost, and for nothing else."""
+    """Whatever went was evicted, removed or replaced, or its nodes were lost, and for no other reason."""
     REPLICA = "replica"
     """An object is not lost with one node while another has it in memory."""
     QUOTA = "quota"
@@ -43,27 +43,27 @@ class Invariant(enum.StrEnum):
     DEADLINE = "deadline"
     """Every operation ends by its deadline."""
     HEALTH = "health"
-    """When all is well again, every client can put and get."""
+    """After everything has healed, every client can put and get."""
     PROMISE = "promise"
-    """When all is well again, what was acknowledged and not lost with its nodes can be read."""
+    """After everything has healed, what was acknowledged and not lost with its nodes can be read."""
     WRITING = "writing"
-    """When all is quiet, no object is still being written."""
+    """After everything has settled, no object is still being written."""
     COPYING = "copying"
-    """When all is quiet, no copy is half done, and no task is left."""
+    """After everything has settled, no copy is half done, and no task is left."""
     LEAK = "leak"
-    """When all is quiet, every byte taken is an object's."""
+    """After everything has settled, every allocated byte belongs to an object."""
     JOURNAL = "journal"
-    """When all is quiet, each node's journal says of its segments what the master does."""
+    """After everything has settled, each node's journal agrees with the master about its segments."""
 
     SLICES = "slices"
-    """What a batch that is done was to move lies where it was to go, and is counted."""
+    """The bytes of a completed batch are at their destination, and are counted."""
     KEPT = "kept"
-    """Memory that a batch has written stays as written until the next batch writes it."""
+    """Memory that a batch has written does not change until the next batch writes it."""
     ENDS = "ends"
     """Every batch ends by its deadline."""
     STATUS = "status"
-    """A batch that failed says why."""
+    """A failed batch has a reason."""
     BLAME = "blame"
-    """A batch fails only if every way to its peer failed it, or there was no time; none when all is well."""
+    """A batch fails only if every path to its peer failed or its time ran out; none fails after healing."""
     RETURN = "return"
-    """When all is well again, every rail is taken back."""
+    """After everything has healed, every rail is used again."""

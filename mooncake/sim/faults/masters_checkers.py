@@ -1,12 +1,12 @@
 """Invariants of several masters, besides those of ``checkers.py`` and ``history_checker.py``.
 
 * **One acts**: at no instant two masters would answer, and no answer leaves one after another began to lead.
-* **A prefix**: what a follower that is in step knows after number N is what the leader knew then, and all
-  space that the leader then held for somebody is held there too, for as long as the leader holds it.
-* **No acknowledged loss**: who leads with everything has the state of some instant not before the last on
-  which an answer was given; a process whose machine forgot the end of its log is excused only where nobody
-  else was listed, which the documents say.
-* **Ids grow**: no leader gives out an object id that is not larger than all that were given out before.
+* **A prefix**: what a standby in sync knows after number N is what the leader knew then, and all space that
+  the leader then held for a client is held by it too, for as long as the leader holds it.
+* **No acknowledged loss**: a leader that claims to have everything has the state of some instant not before
+  the last on which an answer was given; a process whose machine lost the end of its log is excused only where
+  no other master was listed, as documented.
+* **Ids grow**: no leader issues an object id that is not larger than all that were issued before.
 """
 
 from __future__ import annotations
@@ -30,16 +30,16 @@ if TYPE_CHECKING:
     from mooncake.sim.faults.masters_host import MasterHost
 
 State: TypeAlias = dict[str, Any]
-"""By a name for people: what a master knows that its successor must know."""
+"""What a master knows and its successor must know too, under readable names."""
 
 Space: TypeAlias = dict[tuple[str, int], tuple[StoredObject, float]]
-"""(segment, offset) -> who has it, and until when it rests."""
+"""(segment, offset) -> its holder, and until when the space is quarantined."""
 
 MAX_STATES = 2000
 
 
 def state_of(master: Master) -> State:
-    """What was written down, whatever was not (leases, who is alive) left out."""
+    """Everything that was logged; what is never logged (leases, liveness) is left out."""
     catalog = master.catalog
     state: State = {"line": catalog.segments.line}
     for segment in catalog.segments.mounted.values():
@@ -55,7 +55,8 @@ def state_of(master: Master) -> State:
 
 
 def _facts(stored: StoredObject) -> tuple[object, ...]:
-    """Of a durable object that is not durable yet: of what it replaced, which is what was acknowledged."""
+    """The acknowledged facts of an object: while a durable one is not durable yet, those of what it
+    replaces."""
     before = stored.before
     if before is not None and before.kept is not None:
         kept = before.kept
@@ -74,16 +75,16 @@ def difference(one: State, other: State) -> str:
 
 
 class MastersCheckers(Checkers):
-    """The checkers of one master, told that another leads now."""
+    """The checkers of one master, which are notified when another one leads."""
 
     def __init__(self, world: MastersCluster) -> None:
         super().__init__(world)
         if world.faults_of_masters != MastersFaults():
-            # What goes wrong with masters is not among the faults that these know.
+            # Faults of masters are not among those that these checkers know.
             self._faults = dataclasses.replace(self._faults, crash_master_every_s=1.0)
 
     def took_over(self, master: Master, is_complete: bool, before: Master | None) -> None:
-        """Objects and space are followed from what the new leader has."""
+        """Follow objects and space from what the new leader has."""
         self._life += 1
         self._mounted = {}
         self._stepped_at = self._cluster.kernel.now
@@ -100,16 +101,16 @@ class MastersCheckers(Checkers):
             }
             return
         if before is not None:
-            self._find_ghosts(before)
+            self._find_resurrected(before)
         self._readable = {}
-        self.ledger.index_lost()
+        self.history.index_lost()
 
     def forget_promises(self) -> None:
-        """Records of space that was promised went with the end of a log, which nobody else has."""
+        """Records of granted space were lost with the end of a log that no other master has."""
         self._promises = []
 
-    def _find_ghosts(self, before: Master) -> None:
-        """What is in the journals of nodes and went before they had heard so: the nodes bring it back."""
+    def _find_resurrected(self, before: Master) -> None:
+        """Find removed objects that are still in the journals of nodes: the nodes bring them back."""
         for node in self._cluster.nodes.values():
             for segment in node.segments.values():
                 for entry in segment.entries():
@@ -119,29 +120,30 @@ class MastersCheckers(Checkers):
 
 
 class ReplicationChecker:
-    """What the leader of each term wrote down and said, and whether its followers have it."""
+    """What the leader of each term logged and acknowledged, and whether its standbys have it."""
 
     def __init__(self, world: MastersCluster) -> None:
         self._world = world
         self._leader: MasterHost | None = None
         self._states: dict[int, State] = {}
-        """Of the leader's term, by number; none before the last one on which an answer was given."""
+        """Snapshots of the leader's term, by number; none before the last one on which an answer was
+        given."""
         self._spaces: dict[int, Space] = {}
         self._possible: list[State] = [{}]
-        """With any of these the next leader is complete."""
+        """With any of these states the next leader is complete."""
         self._rested: dict[tuple[str, int], float] = {}
-        """Space that rested as the term began -> until when. How long promises of predecessors last is a
-        guess, and that of a follower may be better."""
+        """Space that was quarantined when the term began -> until when. How long the predecessors' promises
+        last is an estimate, and a standby's may be better."""
         self._last_id = 0
         self.has_begun = False
 
-    # What happens
+    # Events
 
     def led(self, host: MasterHost, is_complete: bool) -> None:
         state = state_of(host.master)
         last_id = host.master.objects.last_id
         if last_id < self._last_id:
-            raise Violation(f"{host.name} gives out ids from {last_id}, but {self._last_id} was given out")
+            raise Violation(f"{host.name} issues ids from {last_id}, but {self._last_id} was issued")
         self._last_id = last_id
         if is_complete and self.has_begun and state not in self._possible:
             shown = difference(state, self._possible[0])
@@ -159,15 +161,15 @@ class ReplicationChecker:
         number = host.role.followers.number if host.role.followers is not None else 0
         self._states, self._spaces = {number: state}, {number: _space(host)}
 
-    def forgot(self) -> None:
-        """What was said is nowhere; documents promise no more."""
+    def log_end_lost(self) -> None:
+        """What was acknowledged is nowhere; the documentation promises no more."""
         self.has_begun = False
 
     def may_begin_with(self, successor: Master) -> None:
-        """Some records of the last event were written down, and others not: nothing was said upon any."""
+        """Some records of the last event were logged, and others not: no answer depended on any of them."""
         self._possible.append(state_of(successor))
 
-    def kept(self, host: MasterHost, records: list[Record]) -> None:
+    def logged(self, host: MasterHost, records: list[Record]) -> None:
         self._last_id = max(self._last_id, host.master.objects.last_id)
         if host is not self._leader or host.role.followers is None:
             return
@@ -180,13 +182,13 @@ class ReplicationChecker:
                 del states[next(iter(states))]
 
     def acknowledged(self, host: MasterHost, number: int) -> None:
-        """An answer that rests on all records up to ``number`` leaves the leader."""
+        """An answer that depends on all records up to ``number`` leaves the leader."""
         if host is not self._leader:
-            leader = self._leader.name if self._leader is not None else "nobody"
+            leader = self._leader.name if self._leader is not None else "no master"
             raise Violation(f"{host.name} answers although {leader} has begun to lead")
         self._possible = [state for at, state in self._states.items() if at >= number]
 
-    def took(self, host: MasterHost, following: StandbyCursor, answer: Followed) -> None:
+    def applied(self, host: MasterHost, following: StandbyCursor, answer: Followed) -> None:
         leader = self._leader
         if not following.is_in_sync or leader is None or leader.role.followers is None:
             return
@@ -195,19 +197,19 @@ class ReplicationChecker:
         has, should = state_of(host.master), self._states[answer.number]
         if has != should:
             shown = difference(has, should)
-            raise Violation(f"{host.name} has something else than {leader.name} at {answer.number}: {shown}")
+            raise Violation(f"{host.name} differs from {leader.name} at {answer.number}: {shown}")
         free = _not_held(host.master, leader, self._spaces[answer.number], self._rested)
         if free is not None:
-            raise Violation(f"{host.name} holds no space at {free}, which {leader.name} holds for somebody")
+            raise Violation(f"{host.name} holds no space at {free}, which {leader.name} has allocated")
 
-    def look(self) -> None:
+    def check_leaders(self) -> None:
         acting = [host for host in self._world.hosts.values() if host.acts]
         if len(acting) > 1:
             raise Violation(f"two masters act: {[host.name for host in acting]}")
 
 
 def _space(host: MasterHost) -> Space:
-    """What is taken, of all segments."""
+    """The allocated space of all segments."""
     return {
         (segment.name, offset): (stored, _rests_until(stored, segment.name, offset))
         for segment in host.master.segments.mounted.values()
@@ -216,7 +218,7 @@ def _space(host: MasterHost) -> Space:
 
 
 def _rests_until(stored: StoredObject, name: str, offset: int) -> float:
-    """Infinite where it does not only rest."""
+    """The end of the quarantine; infinite for space that is in use."""
     return next(
         (one.release_at for one in stored.resting if (one.segment.name, one.offset) == (name, offset)),
         math.inf,
@@ -226,9 +228,11 @@ def _rests_until(stored: StoredObject, name: str, offset: int) -> float:
 def _not_held(
     master: Master, leader: MasterHost, then: Space, rested: dict[tuple[str, int], float]
 ) -> str | None:
-    """A place that the leader held then, for longer than until now, and holds still; this master does not.
+    """Return a place that the leader held then, for longer than until now, and holds still; this master does
+    not.
 
-    What rested as the term began does so for promises of predecessors: how long they last is a guess.
+    Space that was quarantined when the term began covers promises of predecessors, whose length is an
+    estimate.
     """
     now = leader.process.now
     for (name, offset), (stored, until) in then.items():

@@ -1,7 +1,7 @@
-"""Masters that elect one of them, nodes that lend their memory and SSD to it, clients that use the store.
+"""Masters that elect a leader, nodes that contribute memory and SSD to it, clients that use the store.
 
-Nodes, clients and what is checked of them are those of the store's world; the record that the masters elect
-by answers late, in vain or not at all.
+Nodes, clients and their checkers are those of the store's world; the record that the masters elect by answers
+late, applies a request without answering, or is unreachable.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ from mooncake.store.settings import MasterSettings
 
 
 class SimLeaseStore:
-    """The record, and the service that keeps it."""
+    """The leader's record, and the service that keeps it."""
 
     def __init__(self, world: MastersCluster) -> None:
         self._world = world
@@ -56,16 +56,16 @@ class SimLeaseStore:
 
         if random.random() >= faults.lease_store_loss_chance:
             world.kernel.after(arrives_s, happens)
-        is_heard = answers_s < patience_s and random.random() >= faults.lease_store_loss_chance
+        is_answered = answers_s < patience_s and random.random() >= faults.lease_store_loss_chance
 
         def ended() -> None:
-            answered(answer[0] if is_heard and answer else el.NoAnswer("no answer"))
+            answered(answer[0] if is_answered and answer else el.NoAnswer("no answer"))
 
-        host.process.after(answers_s + 1e-6 if is_heard else patience_s, ended)
+        host.process.after(answers_s + 1e-6 if is_answered else patience_s, ended)
 
 
 class MastersClient(SimClient):
-    """Finds the master that leads, and finds it again."""
+    """Finds the master that leads, and finds it again after a change."""
 
     def __init__(self, cluster: StoreCluster, name: str, host: str, tenant: str = "") -> None:
         super().__init__(cluster, name, host, tenant)
@@ -77,22 +77,22 @@ class MastersClient(SimClient):
         number = self._last_id
         self._frames = {one: frame for one, frame in self._frames.items() if one in self._waiting}
         self._frames[number] = (number, over_the_wire(effect.message, requests))
-        self.process.after(DOUBT_S, lambda: self._doubt(number))
+        self.process.after(DOUBT_S, lambda: self._check_leader(number))
 
-    def _doubt(self, number: int) -> None:
+    def _check_leader(self, number: int) -> None:
         if number in self._waiting and self._end is not None:
-            self._put_again(number, "")
+            self._resend(number, "")
 
     def _replied(self, frame: tuple[int, Any]) -> None:
         number, reply = frame
         if number in self._waiting and is_not_leader(reply):
             assert isinstance(reply, Failure)
-            self._put_again(number, reply.message)
+            self._resend(number, reply.message)
         else:
             super()._replied(frame)
 
-    def _put_again(self, number: int, leader: str) -> None:
-        """To whoever leads now. Other requests on the connection are lost with it."""
+    def _resend(self, number: int, leader: str) -> None:
+        """Send again to the current leader. Other requests on the connection are lost with it."""
         network = self.cluster.network
         assert isinstance(network, DirectedNetwork)
         network.hints[self.name] = leader
@@ -133,10 +133,10 @@ class MastersCluster(StoreCluster):
         self.settings_of = settings
         self.directories: dict[str, SimDirectory | None] = {}
         self.wall_s: dict[str, float] = dict.fromkeys(settings, 0.0)
-        """How far each master's wall clock is off."""
+        """Offset of each master's wall clock."""
         self.is_old: dict[str, bool] = dict.fromkeys(settings, False)
         self.has_forgotten: dict[str, bool] = {}
-        """Masters whose logs have lost their ends, and that have led or followed nobody since."""
+        """Masters whose logs have lost their ends, and that have neither led nor followed since."""
         self._last: MasterHost | None = None
 
     @property
@@ -145,7 +145,7 @@ class MastersCluster(StoreCluster):
 
     @property
     def master(self) -> MasterHost:  # type: ignore[override]
-        """Who led last."""
+        """The master that led last."""
         assert self._last is not None
         return self._last
 
@@ -164,7 +164,7 @@ class MastersCluster(StoreCluster):
         return self.clients[name]
 
     def first_id(self, name: str) -> int:
-        """As ``server.py`` takes it from the wall clock."""
+        """As ``server.py`` derives it from the wall clock."""
         random = self.kernel.random
         wall_s = 1e6 + self.kernel.now + self.wall_s[name]
         return (int(max(0.0, wall_s) * 1000) << 20) + random.getrandbits(20)
@@ -177,8 +177,8 @@ class MastersCluster(StoreCluster):
         has_forgotten = self.has_forgotten.pop(host.name, False) and is_complete
         has_forgotten = has_forgotten and record is not None and not record.standbys
         if has_forgotten:
-            self.trace_line(f"{host.name} may have forgotten the end of its log, and nobody else was listed")
-            self.replication.forgot()
+            self.trace_line(f"{host.name} may have lost the end of its log, and no standby was listed")
+            self.replication.log_end_lost()
             self.checkers.forget_promises()
         before = self._last.master if self._last is not None and self._last is not host else None
         self.replication.led(host, is_complete)
@@ -186,7 +186,7 @@ class MastersCluster(StoreCluster):
         self.checkers.took_over(host.master, is_complete and not has_forgotten, before)
 
     def lost_power(self, host: MasterHost) -> None:
-        """The end of its log may be gone; nobody else has it when nobody else was listed."""
+        """The end of its log may be lost; no other master has it when no standby was listed."""
         self.has_forgotten[host.name] = True
 
     def trace_line(self, line: str) -> None:

@@ -1,6 +1,6 @@
-"""What goes wrong among several masters, how often and for how long; what each of them is set to.
+"""Faults among several masters, how often and for how long; the settings of each of them.
 
-One seed draws one set, as in ``faults.py``, whose faults of messages, nodes and clients are part of it.
+One seed draws one set, as in ``cluster_faults.py``, whose faults of messages, nodes and clients are included.
 """
 
 from __future__ import annotations
@@ -30,48 +30,50 @@ class MastersFaults:
     """Times in seconds, probabilities per event."""
 
     cluster: ClusterFaults = dataclasses.field(default_factory=lambda: ClusterFaults(has_oplog=True))
-    """Of connections, nodes and clients; the master's of that world are not used here."""
+    """Faults of connections, nodes and clients; that world's faults of the master are not used here."""
     crash_every_s: float = 0.0
-    """Mean time between two ends of a master's process."""
+    """Mean time between two deaths of a master's process."""
     power_loss_chance: float = 0.0
-    """That its machine ends with it, and forgets what was not synced."""
+    """Probability that its machine fails with it, and loses what was not synced."""
     restart_s: float = 1.0
     stop_every_s: float = 0.0
     """Mean time between two orders to a master to stop in good order (SIGTERM)."""
     pause_every_s: float = 0.0
-    """Mean time between two masters' standing still: stopped, or a virtual machine that is not run."""
+    """Mean time between two pauses of a master: stopped, or a virtual machine that is not scheduled."""
     pause_s: float = 2.0
     step_every_s: float = 0.0
     """Mean time between two changes of a master's wall clock."""
     step_s: float = 100.0
     cut_every_s: float = 0.0
-    """Mean time between partitions in which one group does not hear the other."""
+    """Mean time between partitions in which one group does not receive from the other."""
     cut_s: float = 3.0
     one_way_chance: float = 0.5
-    """That the others do hear the group."""
+    """Probability that such a partition is one-way: the others still receive from the group."""
     lease_store_loss_chance: float = 0.0
-    """That the service that elects does not answer, although it may have done what it was asked."""
+    """Probability that the lease store does not answer, although it may have applied the request."""
     lease_store_slow_chance: float = 0.0
-    """That it answers late."""
+    """Probability that it answers late."""
     full_every_s: float = 0.0
-    """Mean time between two fillings of the disk under a master's log."""
+    """Mean time between two periods in which the disk under a master's log is full."""
     broken_every_s: float = 0.0
     """The same for errors (EIO) in writing it."""
     bad_disk_s: float = 2.0
     """How long either lasts."""
     slow_disk_chance: float = 0.0
-    """That a write or a sync of the log takes up to ``slow_disk_s``, in which the process does nothing."""
+    """Probability that a write or a sync of the log takes up to ``slow_disk_s``, during which the process
+    does nothing."""
     slow_disk_s: float = 2.0
     settings_every_s: float = 0.0
-    """Mean time between two masters' being started again with other settings, one after the other."""
+    """Mean time between two changes of settings, with which the masters are restarted one after the other."""
     old_chance: float = 0.0
-    """That a master begins as an older version, which knows no optional field that came last."""
+    """Probability that a master begins as an older version, which does not know the latest optional
+    fields."""
     forbids_orphans: bool = False
-    """``orphan_s`` is 0."""
+    """Whether ``orphan_s`` is 0."""
 
 
 def draw(random: Random) -> MastersFaults:
-    """A swarm: each kind of fault is present or absent, and then rare or frequent."""
+    """Draw a swarm: each kind of fault is present or absent, and then rare or frequent."""
 
     def often(choices: tuple[float, ...]) -> float:
         return random.choice(choices) if random.random() < 0.5 else 0.0
@@ -94,7 +96,7 @@ def draw(random: Random) -> MastersFaults:
     return MastersFaults(
         cluster=cluster,
         crash_every_s=often((5.0, 15.0)),
-        # Where nobody may begin with nothing, nobody leads when the only whole log is lost.
+        # Where no master may begin with nothing, none leads when the only whole log is lost.
         power_loss_chance=0.0 if forbids_orphans else often((0.3, 1.0)),
         restart_s=random.choice((0.1, 1.0, 4.0)),
         stop_every_s=often((10.0, 30.0)),
@@ -118,7 +120,7 @@ def draw(random: Random) -> MastersFaults:
 
 
 def other_settings(settings: MasterSettings, random: Random) -> MasterSettings:
-    """What an operator may have changed."""
+    """Settings that an operator may have changed."""
     return dataclasses.replace(
         settings,
         election_lease_s=random.choice((1.0, 2.0, 4.0)),

@@ -1,7 +1,8 @@
-"""One life of a master among several, as ``server.py`` and ``coordinator.py`` run it, on virtual time.
+"""One incarnation of a master among several, as ``server.py`` and ``coordinator.py`` run it, on virtual time.
 
-It asks the ballot, follows who leads, keeps a log in a directory that outlives it, and sends what its role
-says. What is decided, the same cores decide: ``Election``, ``MasterRole``, ``Followers``, ``Following``.
+It queries the lease store, follows the leader, keeps a log in a directory that outlives it, and sends what
+its role says. The deciding cores are those that ship: ``Election``, ``MasterRole``, ``Followers``,
+``Following``.
 """
 
 from __future__ import annotations
@@ -33,11 +34,11 @@ if TYPE_CHECKING:
     from mooncake.sim.faults.masters_cluster import MastersCluster
 
 EXIT_S = 0.05
-"""Until a process that must not go on has ended."""
+"""How long until a process that must not continue has ended."""
 
 
 class MasterHost:
-    """Args: directory: of its log; None: it keeps none. is_old: it runs an older version."""
+    """Args: directory: of its log; None: it keeps none. is_old: whether it runs an older version."""
 
     def __init__(
         self,
@@ -58,7 +59,7 @@ class MasterHost:
         self._gone: list[ConnectionEnd] = []
         """Connections that were lost while it did not lead."""
         self._numbers: dict[tuple[ConnectionEnd, int], int] = {}
-        """Of each request: the number of the records on which its answer rests."""
+        """Request -> number of the records on which its answer depends."""
         self._driver: SimDriver[Event, Effect] | None = None
         self._driven: Master | None = None
         self._timer: Timer | None = None
@@ -97,8 +98,8 @@ class MasterHost:
 
     @property
     def acts(self) -> bool:
-        """It would answer at this instant."""
-        is_there = self.process.is_alive and not self.process.stands_still
+        """Whether it would answer at this instant."""
+        is_there = self.process.is_alive and not self.process.is_suspended
         return is_there and self.role.is_leading and self.election.leads(self.process.now)
 
     @property
@@ -142,7 +143,7 @@ class MasterHost:
                 effect.is_complete, self.election, world.kernel.random.getrandbits(40), self.process.now
             )
         except Unavailable:
-            # Nothing of what a leader does follows, not even a renewal that says it has begun.
+            # No effect of a leader follows, not even a renewal that says that it has begun.
             world.trace_line(f"{self.name} can't write its log, and does not begin")
             world.counts["failed logs"] += 1
             self._end()
@@ -162,18 +163,18 @@ class MasterHost:
     def _left(self, stored: Any, extent: Any, _: float) -> None:
         if not self.role.is_leading or extent.segment.tier is not Tier.MEMORY:
             return
-        ledger, catalog = self.world.checkers.ledger, self.master.catalog
+        history, catalog = self.world.checkers.history, self.master.catalog
         if catalog.is_evicting:
-            ledger.evicted(stored.key, extent.segment.node, bool(stored.complete(Tier.SSD)))
+            history.evicted(stored.key, extent.segment.node, bool(stored.complete(Tier.SSD)))
         elif catalog.removal_reason in MOVES:
-            ledger.moved(stored.key, extent.segment.node)
+            history.moved(stored.key, extent.segment.node)
 
     def _completed(self, stored: Any, extent: Any, _: float) -> None:
         if self.role.is_leading and extent.segment.tier is Tier.MEMORY:
-            self.world.checkers.ledger.copied(stored.key, extent.segment.node)
+            self.world.checkers.history.copied(stored.key, extent.segment.node)
 
     def _stepped(self) -> None:
-        if self.world.master is self:  # else another leads, and this one has not noticed yet
+        if self.world.master is self:  # else another one leads, and this one has not noticed yet
             self.world.checkers.master_stepped(self.master)
 
     def _step_down(self, reason: str) -> None:
@@ -189,7 +190,7 @@ class MasterHost:
         self._ends = {}
 
     def resign(self) -> None:
-        """As when it is told to stop."""
+        """As on SIGTERM."""
         if self._resigns or not self.process.is_alive:
             return
         self._resigns = True
@@ -197,7 +198,7 @@ class MasterHost:
         was_leading = self.election.is_leading
         self.role.is_leading = False
         followers = self.role.followers
-        # What was said may still reach everybody.
+        # Messages already sent may still arrive.
         wait_s = self.settings.standby_ack_s if followers is not None and followers.num_held else 0.0
 
         def hand_over() -> None:
@@ -214,7 +215,7 @@ class MasterHost:
             self.process.crash()
 
     def _exit(self) -> None:
-        """It must not go on: a record could not be written down."""
+        """It must not continue: a record could not be logged."""
         self.world.trace_line(f"{self.name} can't write its log")
         self.world.counts["failed logs"] += 1
         for records in self.log.possible:
@@ -295,7 +296,7 @@ class MasterHost:
             self._exit()
             return
         if isinstance(effect, AppendRecords):
-            self.world.replication.kept(self, effect.records)
+            self.world.replication.logged(self, effect.records)
         self.send(answers)
         if isinstance(effect, Reply) and followers is not None and followers.num_held and self._timer is None:
             self._arm()
@@ -351,7 +352,7 @@ class MasterHost:
         self._post_election(el.LeaderLost())
 
     def take(self, following: StandbyCursor, answer: Followed) -> bool:
-        """False: it could not be written down."""
+        """Returns False if it could not be logged."""
         now = self.process.now
         if self.is_old:
             answer = msgspec.structs.replace(answer, records=as_known_to_old(answer.records))
@@ -369,7 +370,7 @@ class MasterHost:
         if following.is_in_sync and not was_in_sync:
             self.world.has_forgotten.pop(self.name, None)
             self._post_election(el.CaughtUp())
-        self.world.replication.took(self, following, answer)
+        self.world.replication.applied(self, following, answer)
         return True
 
     def __repr__(self) -> str:
@@ -400,36 +401,36 @@ class _FollowLoop:
         attempt, process = self._number, self._host.process
         self.following = StandbyCursor(self._host.election.me, self._record.term)
 
-        def is_meant() -> bool:
+        def is_current() -> bool:
             return not self._is_stopped and attempt == self._number
 
         def opened(end: ConnectionEnd) -> None:
-            if not is_meant():
+            if not is_current():
                 end.close()
                 return
             self._end = end
             end.on_message = lambda frame: process.do(lambda: answered(frame[1]))
-            end.on_closed = lambda reason: process.do(lambda: self._lost() if is_meant() else None)
+            end.on_closed = lambda reason: process.do(lambda: self._lost() if is_current() else None)
             self._ask()
 
         def answered(answer: Any) -> None:
-            if not is_meant():
+            if not is_current():
                 return
             if not isinstance(answer, Followed):
                 self._lost()
             elif self._host.take(self.following, answer):
-                process.do(lambda: self._ask() if is_meant() else None)
+                process.do(lambda: self._ask() if is_current() else None)
 
-        self._be_patient()
-        refused = lambda reason: self._lost() if is_meant() else None  # noqa: E731
+        self._restart_timer()
+        refused = lambda reason: self._lost() if is_current() else None  # noqa: E731
         self._host.world.network.connect(process, self._record.address, opened, refused)
 
     def _ask(self) -> None:
         if self._end is not None:
-            self._be_patient()
+            self._restart_timer()
             self._end.send((0, over_the_wire(self.following.question(), requests)))
 
-    def _be_patient(self) -> None:
+    def _restart_timer(self) -> None:
         if self._timer is not None:
             self._timer.cancel()
         self._timer = self._host.process.after(ANSWER_S, self._lost)

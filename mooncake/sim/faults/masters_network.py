@@ -1,7 +1,7 @@
-"""A network in which a group may not hear another, in one direction or both, and of whose masters one leads.
+"""A network with one-way and two-way partitions between groups, and with several masters of which one leads.
 
 A partition holds messages, as ``network.py`` says. Nodes and clients do not name a master: they connect to
-``MASTERS``, and are connected to whoever says that it leads, found by the search of live processes.
+``MASTERS``, and are connected to the leader, found by the search of live processes.
 """
 
 from __future__ import annotations
@@ -21,20 +21,20 @@ from mooncake.store.ha.messages import Follow, Followed, Leads, WhoLeads
 MASTERS = "masters"
 LEASE_STORE = "ballot"
 PROBE = 1 << 40
-"""Number of the question who leads: far from all others of a connection."""
+"""Id of the leader query: far from all other request ids of a connection."""
 
 requests = decoder_for((*m.REQUESTS, Follow, WhoLeads))
 replies = decoder_for((*m.REPLIES, Followed, Leads))
 
 
 class DirectedNetwork(Network):
-    """Has directions."""
+    """A network with directed partitions."""
 
     def __init__(self, kernel: Kernel, faults: ClusterFaults, masters: list[str]) -> None:
         super().__init__(kernel, faults)
         self.masters = masters
         self.hints: dict[str, str] = {}
-        """Process -> who it was told leads."""
+        """Process -> the leader that it last learned of."""
         self._held_until: dict[tuple[str, str], float] = {}
 
     def connect(
@@ -50,10 +50,10 @@ class DirectedNetwork(Network):
             super().connect(process, name, opened, refused)
 
     def cut(self, group: Iterable[str], others: Iterable[str], one_way: bool, seconds: float) -> None:
-        """The others don't hear the group, and it does not hear them unless ``one_way``."""
+        """The others don't receive from the group, and it does not receive from them unless ``one_way``."""
         until = self.kernel.now + seconds
         group, others = list(group), list(others)
-        way = "are not heard by" if one_way else "and"
+        way = "don't reach" if one_way else "and"
         self.kernel.trace_line(f"cut for {seconds:.2f} s: {group} {way} {others}")
         for one in group:
             for other in others:
@@ -65,7 +65,7 @@ class DirectedNetwork(Network):
         self._held_until.clear()
 
     def held_s(self, one: str, other: str) -> float:
-        """How long until a message of one gets through to the other."""
+        """How long until a message of one reaches the other."""
         names = self.masters if other == MASTERS else [other]
         until = max(self._held_until.get((one, name), 0.0) for name in names)
         return max(0.0, until - self.kernel.now)
@@ -101,12 +101,12 @@ class _MasterSearch:
     def ask_next(self) -> None:
         address = self._search.next()
         if address is None:
-            self._refused("nobody leads")
+            self._refused("no master leads")
             return
         is_over = False
         link: list[ConnectionEnd] = []
 
-        def heard(answer: Any) -> None:
+        def answered(answer: Any) -> None:
             nonlocal is_over
             if is_over:
                 return
@@ -127,12 +127,12 @@ class _MasterSearch:
                 end.close()
                 return
             link.append(end)
-            end.on_message = lambda frame: heard(frame[1])
-            end.on_closed = heard
+            end.on_message = lambda frame: answered(frame[1])
+            end.on_closed = answered
             end.send((PROBE, over_the_wire(WhoLeads(), requests)))
 
-        timer = self._process.after(PROBE_S, lambda: heard("no answer"))
-        self._network.connect(self._process, address, opened, heard)
+        timer = self._process.after(PROBE_S, lambda: answered("no answer"))
+        self._network.connect(self._process, address, opened, answered)
 
 
 def is_not_leader(reply: Any) -> bool:

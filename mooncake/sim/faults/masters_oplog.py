@@ -1,8 +1,8 @@
 """A master's log in a simulated directory: what ``oplog.py`` and ``oplog_writer.py`` do with real files.
 
-Records are appended before anything is said, copied into a new file piece by piece when a leader is followed
-or when the log grew, and read again by the next life of the process. An older version writes records without
-the optional fields that came last, and reads none.
+Records are appended before any answer is sent, copied into a new file piece by piece when a leader is
+followed or when the log has grown, and read again by the next incarnation of the process. An older version
+writes records without the latest optional fields, and reads none of them.
 """
 
 from __future__ import annotations
@@ -26,11 +26,11 @@ NEWEST: dict[type, dict[str, object]] = {
     LineBegan: {"lease_s": 0.0, "rest_s": 0.0},
     SpaceHeld: {"key": "", "object_id": 0},
 }
-"""Of each record the optional fields that came last, as who does not know them takes them."""
+"""The latest optional fields of each record, with the values that a reader without them assumes."""
 
 
 def as_known_to_old(records: list[Record]) -> list[Record]:
-    """What an older version makes of records."""
+    """Records as an older version writes them."""
     return [
         msgspec.structs.replace(record, **NEWEST[type(record)]) if type(record) in NEWEST else record
         for record in records
@@ -38,7 +38,7 @@ def as_known_to_old(records: list[Record]) -> list[Record]:
 
 
 class SimOplog:
-    """As ``role.Log``, for one life of a process."""
+    """Implements ``role.Log`` for one incarnation of a process."""
 
     def __init__(self, process: PausableProcess, directory: SimDirectory, is_old: bool) -> None:
         self._process = process
@@ -47,11 +47,12 @@ class SimOplog:
         self._file = directory.open(NAME, is_locked=True)
         self._anew: SimFile | None = None
         self._copy: Snapshot | None = None
-        """Of this master's own state, while its log is compacted."""
+        """Snapshot of this master's own state, while its log is compacted."""
         self._compacted_bytes = 0
         self.num_compactions = 0
         self.possible: list[list[Record]] = []
-        """What the next life may read, after records could not be written: some of them may have been."""
+        """What the next incarnation may read after records could not be written: some of them may have
+        been."""
         self.id = ""
 
     def read(self) -> list[Record]:
@@ -68,7 +69,7 @@ class SimOplog:
         return self._known(records)
 
     def write_back(self) -> None:
-        """What the system does by itself after a while."""
+        """Write back as the system does by itself after a while."""
         if not self._directory.sync_error:
             self._file.sync()
             self._directory.sync()
@@ -89,7 +90,7 @@ class SimOplog:
             self._begin_anew()
             self._copy = Snapshot(catalog)
             self._compact(self._copy)
-        self._stand_still()
+        self._suspend()
 
     def begin_copy(self) -> None:
         self._copy = None
@@ -107,7 +108,7 @@ class SimOplog:
                 self._take_place()
         except OSError as error:
             raise Unavailable(f"the log can't be written: {error}") from error
-        self._stand_still()
+        self._suspend()
 
     def _compact(self, copy: Snapshot) -> None:
         if self._copy is not copy or self._anew is None:
@@ -123,14 +124,14 @@ class SimOplog:
             self._copy = None
         else:
             self._process.after(PAUSE_S, lambda: self._compact(copy))
-        self._stand_still()
+        self._suspend()
 
     def stop_compacting(self) -> None:
         if self._copy is not None:
             self._give_up()
 
     def _append_anew(self, records: list[Record]) -> bool:
-        """False: the disk does not take it, and the log goes on growing."""
+        """Returns False if the disk refuses it; the log then keeps growing."""
         assert self._anew is not None
         try:
             self._anew.append(encode(self._known(records)))
@@ -161,14 +162,14 @@ class SimOplog:
     def _known(self, records: list[Record]) -> list[Record]:
         return as_known_to_old(records) if self._is_old else records
 
-    def _stand_still(self) -> None:
+    def _suspend(self) -> None:
         late_s = self._directory.take_late_s()
         if late_s:
-            self._process.stand_still(late_s)
+            self._process.suspend(late_s)
 
 
 class NoOplog:
-    """Of a master that keeps nothing."""
+    """The log of a master that keeps none."""
 
     id = ""
     possible: tuple[list[Record], ...] = ()

@@ -1,7 +1,8 @@
 """One run of several masters under one seed: elections, logs, standbys, nodes and clients, and a calm end.
 
-The first part is as rough as the seed says. Then everything heals, and it has to show that one master leads
-and all others are in step with it, that each client can put and get, and that nothing acknowledged is lost.
+The first part is as rough as the seed says. Then everything heals, and the run has to show that one master
+leads and all others are in sync with it, that each client can put and get, and that nothing acknowledged is
+lost.
 """
 
 from __future__ import annotations
@@ -28,13 +29,13 @@ from mooncake.store.client.grants import ReadGrant
 ROUGH_S = 40.0
 CALM_S = 30.0
 WRITE_BACK_S = 3.0
-"""The system writes what was appended to a log to disk so often, whether it is told to or not."""
-STEER_S = 1.5
-"""Mean time between two orders of operators."""
+"""Interval at which the system writes appended log data to disk by itself, without a sync."""
+ADMIN_REQUEST_S = 1.5
+"""Mean time between two requests of operators."""
 
 
 class MastersWorkloadClient(WorkloadClient):
-    """Many small puts and removals, few large ones; views that are kept open for long."""
+    """A client with many small puts and removals, few large ones, and views that stay open for long."""
 
     def __init__(self, *given: Any) -> None:
         self._seen: dict[int, None] = {}
@@ -62,12 +63,12 @@ class MastersWorkloadClient(WorkloadClient):
         super()._look_again(grant, first, promises, num_renewals)
 
     def _move(self, grant: ReadGrant) -> None:
-        """Its replica goes to another node, while it is looked at."""
+        """Move its replica to another node while it is being read."""
         here = grant.segment.node.name
         others = [name for name in self._client.cluster.nodes if name != here]
         world = self._client.cluster
         assert isinstance(world, MastersCluster)
-        if others and not any(world.is_old.values()):  # an older version forgets whose replica it was
+        if others and not any(world.is_old.values()):  # an older version drops the owner of the replica
             message = m.CopyObject(grant.key, [self._kernel.random.choice(others)], grant.segment.name)
             operation = self._client.operations.ask(message, self._deadline)
             self._client.run(operation, self._deadline, lambda result, error: None)
@@ -94,7 +95,7 @@ class MastersRun:
             self.world.directories[name] = directory
             self.world.is_old[name] = random.random() < self.faults.old_chance
         if self.faults.settings_every_s and not any(self.world.is_old.values()):
-            for name in names:  # the last change of settings has come to some of them
+            for name in names:  # the last change of settings has reached some of them
                 if random.random() < 0.5:
                     settings = masters_faults.other_settings(settings, random)
                 self.world.settings_of[name] = settings
@@ -115,7 +116,7 @@ class MastersRun:
         return {**self.world.counts, **self.world.checkers.counts}
 
     def run(self) -> None:
-        """Raises Violation (or the assertion of a core) with the seed in its message."""
+        """Raises Violation (or a core's AssertionError) with the seed in its message."""
         try:
             self._run()
         except AssertionError as error:
@@ -141,13 +142,13 @@ class MastersRun:
         self._prove_promises()
 
     def _let_pass(self, seconds: float) -> None:
-        """Looks at every instant at which something may change."""
+        """Check at every instant at which something may change."""
         kernel, replication = self.kernel, self.world.replication
         end = kernel.now + seconds
         checked_at = kernel.now
         while kernel.now < end:
             kernel.run_one(end)
-            replication.look()
+            replication.check_leaders()
             if kernel.now >= checked_at + 1.0:
                 checked_at = kernel.now
                 self.world.checkers.check_ends()
@@ -185,14 +186,14 @@ class MastersRun:
             (faults.settings_every_s, self._change_settings),
             (faults.cluster.crash_node_every_s, self._crash_node),
             (faults.cluster.crash_client_every_s, self._crash_client),
-            (STEER_S, self._steer),
+            (ADMIN_REQUEST_S, self._make_admin_request),
         ):
             self.kernel.repeat_at_random(every_s, action, lambda: self._is_rough)
         self.kernel.repeat_at_random(WRITE_BACK_S, self._write_back, lambda: True)
         self._look_after_masters()
 
     def _look_after_masters(self) -> None:
-        """Whoever supervises processes starts one that has ended again."""
+        """A supervisor restarts each master that has ended."""
         for name, host in self.world.hosts.items():
             if not host.is_alive and name not in self._restarting:
                 self._restarting[name] = None
@@ -227,15 +228,15 @@ class MastersRun:
 
     def _stop_master(self) -> None:
         host = self._any_master()
-        self.world.trace_line(f"{host.name} is told to stop")
+        self.world.trace_line(f"{host.name} receives SIGTERM")
         host.process.do(host.resign)
 
     def _pause_master(self) -> None:
         host, random = self._any_master(), self.kernel.random
         self.world.counts["pauses"] += 1
         seconds = random.expovariate(1 / self.faults.pause_s)
-        self.world.trace_line(f"{host.name} stands still for {seconds:.3f} s")
-        host.process.stand_still(seconds)
+        self.world.trace_line(f"{host.name} is paused for {seconds:.3f} s")
+        host.process.suspend(seconds)
 
     def _step_clock(self) -> None:
         name, random = self._any_master().name, self.kernel.random
@@ -253,18 +254,18 @@ class MastersRun:
         self.world.network.cut(group, others, self.kernel.chance(self.faults.one_way_chance), seconds)
 
     def _fill_disk(self) -> None:
-        self._spoil(lambda directory: setattr(directory, "capacity_bytes", 0), "is full")
+        self._break_with(lambda directory: setattr(directory, "capacity_bytes", 0), "is full")
 
     def _break_disk(self) -> None:
-        self._spoil(lambda directory: setattr(directory, "write_error", 5), "has errors")
+        self._break_with(lambda directory: setattr(directory, "write_error", 5), "has errors")
 
-    def _spoil(self, spoil: Callable[[SimDirectory], None], what: str) -> None:
+    def _break_with(self, fault: Callable[[SimDirectory], None], what: str) -> None:
         host = self._any_master()
         directory = host.directory
         if directory is None:
             return
         self.world.trace_line(f"the disk of {host.name} {what}")
-        spoil(directory)
+        fault(directory)
 
         def well() -> None:
             directory.capacity_bytes, directory.write_error = None, 0
@@ -278,8 +279,8 @@ class MastersRun:
         return 0.0
 
     def _change_settings(self) -> None:
-        """Each master is stopped and started again with the new ones, one after the other. Where some are of
-        an older version, that is changed first, as the documents say."""
+        """Stop and start each master with the new settings, one after the other. Where some are of an older
+        version, those are upgraded first, as documented."""
         new = masters_faults.other_settings(SETTINGS, self.kernel.random)
         if any(self.world.is_old.values()):
             new = SETTINGS
@@ -306,25 +307,25 @@ class MastersRun:
         name = self.kernel.random.choice(list(self.world.nodes))
         if self.world.nodes[name].is_alive:
             self.world.nodes[name].process.crash()
-            self.world.checkers.ledger.node_crashed(name, False)
+            self.world.checkers.history.node_crashed(name, False)
             self._later(self.world.faults.restart_s, lambda: self._start_node(name))
 
     def _crash_client(self) -> None:
         name = self.kernel.random.choice(list(self.world.clients))
         if self.world.clients[name].process.is_alive:
             self.world.clients[name].process.crash()
-            self.world.checkers.ledger.client_crashed(self.world.clients[name])
+            self.world.checkers.history.client_crashed(self.world.clients[name])
             self._later(self.world.faults.restart_s, lambda: self._start_client(name))
 
-    def _steer(self) -> None:
-        """What operators ask: quotas, and that a tenant is emptied."""
+    def _make_admin_request(self) -> None:
+        """Operators' requests: quotas, and the removal of all of a tenant's objects."""
         client = self.kernel.random.choice(list(self.world.clients.values()))
         if not client.process.is_alive:
             return
         self._numbers += 1
         random, nodes = self.kernel.random, list(self.world.nodes)
         if any(self.world.is_old.values()):
-            nodes = ["none"]  # nothing moves: an older version forgets whose a replica was that moved away
+            nodes = ["none"]  # nothing moves: an older version drops the owner of a replica that was moved
         key = random.choice(random.choice(list(self._own.values())))
         message = random.choice(
             (
@@ -354,7 +355,7 @@ class MastersRun:
             if directory is not None:
                 directory.capacity_bytes, directory.write_error = None, 0
         for host in world.hosts.values():
-            host.process.go_on()
+            host.process.resume()
         for worker in self._workers.values():
             worker.stop()
 
@@ -362,7 +363,9 @@ class MastersRun:
         world = self.world
         acting = [host for host in world.hosts.values() if host.acts]
         if len(acting) != 1:
-            raise Violation(f"all is well, and {[host.name for host in acting] or 'nobody'} leads")
+            raise Violation(
+                f"everything has healed, and {[host.name for host in acting] or 'no master'} leads"
+            )
         leader = acting[0]
         assert leader.election.record is not None
         listed = [one.address for one in leader.election.record.standbys]
@@ -371,11 +374,11 @@ class MastersRun:
                 raise Violation(f"{name} was not started again")
             if host is not leader and not (host.is_in_sync and name in listed):
                 raise Violation(
-                    f"all is well, and {name} is not in step with {leader.name}, which has {listed}"
+                    f"everything has healed, and {name} is not in sync with {leader.name}, which has {listed}"
                 )
         followers = leader.role.followers
         if followers is None or followers.num_held:
-            raise Violation(f"{leader.name} still holds answers back")
+            raise Violation(f"{leader.name} still withholds answers")
         for name, client in world.clients.items():
             self._prove_client(name, client)
 
@@ -401,9 +404,9 @@ class MastersRun:
     def _prove_promises(self) -> None:
         """Everything that was acknowledged and is still promised can be read."""
         client = next(iter(self.world.clients.values()))
-        ledger = self.world.checkers.ledger
-        for key, value in ledger.promised().items():
-            if key not in ledger.promised():
+        history = self.world.checkers.history
+        for key, value in history.promised().items():
+            if key not in history.promised():
                 continue
             results: list[list[int | None] | None] = []
             deadline = client.now + TIMEOUT_S

@@ -1,6 +1,7 @@
-"""What clients and operators ask for beyond puts and gets: drains, copies, quotas, patterns, long views.
+"""Requests of clients and operators beyond puts and gets: drains, copies, quotas, patterns, long views.
 
-How often each is asked for, a ``Load`` says. What they do to keys, the ledger is told like of any change.
+A ``WorkloadMix`` says how often each is made. The history checker records what they do to keys, like any
+change.
 """
 
 from __future__ import annotations
@@ -20,12 +21,12 @@ from mooncake.store import messages as m
 from mooncake.store.client.grants import ReadGrant
 
 RENEWALS = 3
-"""A view renews when this part of what is left of its lease has passed, as ``views.py`` does."""
+"""A view renews when this fraction of the rest of its lease has passed, as ``views.py`` does."""
 MIN_RENEWAL_S = 0.02
 
 
 class MixedWorkloadClient(WorkloadClient):
-    """A worker under a load."""
+    """A client with a workload mix."""
 
     def __init__(
         self,
@@ -39,7 +40,7 @@ class MixedWorkloadClient(WorkloadClient):
     ) -> None:
         self._load = load
         self._patterns = patterns
-        """Which match only keys of its own."""
+        """Patterns that match only keys of its own."""
         has_parents = load.eviction_policy == "chain"
         super().__init__(client, keys, max_bytes, own, policy, has_parents=has_parents)
 
@@ -56,7 +57,7 @@ class MixedWorkloadClient(WorkloadClient):
         return super()._choices() + [(work, weight) for work, weight in further if weight]
 
     def _ask(self, message: msgspec.Struct, then: Callable[[object], None]) -> None:
-        """``then`` gets the reply; without one the worker goes on with something else."""
+        """Send; ``then`` gets the reply. Without one the client continues with another request."""
         deadline = self._client.now + 3.0
         self._client.cluster.num_jobs += isinstance(message, (m.DrainSegments, m.CopyObject))
 
@@ -84,7 +85,7 @@ class MixedWorkloadClient(WorkloadClient):
         self._ask(m.DrainSegments(segments, targets, random.randint(1, 4), unmount_after_s), self._job_begun)
 
     def _copy(self) -> None:
-        """To other segments, or from one where it is to another."""
+        """Copy to other segments, or move from one where the object is to another."""
         random, key = self._kernel.random, self._kernel.random.choice(self._keys)
         stored = self._client.cluster.master.master.objects.readable.get(self._known(key))
         held = [] if stored is None else [extent.segment.name for extent in stored.complete()]
@@ -114,11 +115,11 @@ class MixedWorkloadClient(WorkloadClient):
 
         def done(reply: object, error: Exception | None) -> None:
             if isinstance(reply, m.Removed) and force:
-                self._checkers.ledger.matching_removed(change, is_all=not pattern)
+                self._checkers.history.matching_removed(change, is_all=not pattern)
             elif error is not None:
-                self._checkers.ledger.failed(change)
+                self._checkers.history.failed(change)
             else:
-                self._checkers.ledger.ended(change)
+                self._checkers.history.ended(change)
             self._next()
 
         message = m.RemoveMatching(pattern, force, self._client.tenant)
@@ -131,9 +132,9 @@ class MixedWorkloadClient(WorkloadClient):
 
         def done(outcomes: list[bool | Refusal] | None, error: Exception | None) -> None:
             if error is not None:
-                self._checkers.ledger.failed(change)
+                self._checkers.history.failed(change)
             else:
-                self._checkers.ledger.ended(change)
+                self._checkers.history.ended(change)
             self._next()
 
         self._client.run(self._client.operations.drop_replicas(keys, segment, deadline), deadline, done)
@@ -141,7 +142,8 @@ class MixedWorkloadClient(WorkloadClient):
     # Views that stay open
 
     def _view(self) -> None:
-        """Lease, and look at the node's memory while the lease is renewed, for longer than a master lives."""
+        """Lease an object, and read the node's memory while the lease is renewed, for longer than a master
+        lives."""
 
         def leased(grant: ReadGrant, first: bytes, promises: list[SpaceGrant]) -> None:
             until = self._client.now + self._kernel.random.choice((5.0, 15.0, 40.0))

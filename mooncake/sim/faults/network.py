@@ -1,8 +1,8 @@
 """Connections between simulated processes: ordered, delayed, breakable, and silent in a partition.
 
-A partition loses nothing, it holds: that is what TCP makes of lost packets, until somebody's
-patience ends. It may hold one direction only, and it may part whole groups of processes. A crash breaks the
-connections of a process; the other side hears of it a delay later.
+A partition loses nothing, it holds: that is what TCP makes of lost packets, until a timeout ends. It may hold
+one direction only, and it may split the processes into two groups. A crash breaks the connections of a
+process; the other side notices a delay later.
 """
 
 from __future__ import annotations
@@ -26,14 +26,14 @@ class ConnectionEnd:
         self.on_closed: Callable[[str], None] | None = None
         self.is_open = True
         self.free_at = 0.0
-        """Nothing is delivered here before: keeps the order of messages."""
+        """Earliest delivery time on this side: keeps the order of messages."""
 
     def send(self, message: Any) -> None:
         if self.is_open:
             self.link.carry(self, message)
 
     def close(self) -> None:
-        """Close this side; it hears no more, the other one hears of it."""
+        """Close this side; it receives nothing more, and the other side is notified."""
         if self.is_open:
             self.is_open = False
             self.link.closed(self, "closed by the other side")
@@ -86,7 +86,7 @@ class SimConnection:
 
 
 class Network:
-    """Who listens under which name, and which pairs can't hear each other for a while."""
+    """Which process listens under which name, and which pairs can't communicate for a while."""
 
     def __init__(self, kernel: Kernel, faults: ClusterFaults) -> None:
         self.kernel = kernel
@@ -104,7 +104,7 @@ class Network:
         opened: Callable[[ConnectionEnd], None],
         refused: Callable[[str], None],
     ) -> None:
-        """Connect to whoever listens under ``name`` when the request gets there."""
+        """Connect to the process that listens under ``name`` when the request gets there."""
 
         def arrive() -> None:
             listener = self._listeners.get(name)
@@ -131,18 +131,18 @@ class Network:
         self.kernel.after(self.delay_s(process.name, name), arrive)
 
     def partition(self, one: str, other: str, seconds: float) -> None:
-        self.kernel.trace_line(f"{one} and {other} don't hear each other for {seconds:.2f} s")
+        self.kernel.trace_line(f"{one} and {other} don't reach each other for {seconds:.2f} s")
         self._hold([one], [other], seconds)
         self._hold([other], [one], seconds)
 
     def cut_off(self, senders: list[str], receivers: list[str], seconds: float) -> None:
         """In this direction nothing gets through; in the other one everything does."""
-        self.kernel.trace_line(f"{', '.join(receivers)} don't hear {', '.join(senders)} for {seconds:.2f} s")
+        self.kernel.trace_line(f"{', '.join(senders)} don't reach {', '.join(receivers)} for {seconds:.2f} s")
         self._hold(senders, receivers, seconds)
 
     def split(self, some: list[str], others: list[str], seconds: float) -> None:
-        """Two groups; whoever is in one hears nobody of the other."""
-        self.kernel.trace_line(f"{', '.join(some)} and the others don't hear each other for {seconds:.2f} s")
+        """Two groups; no process of one receives from the other."""
+        self.kernel.trace_line(f"{', '.join(some)} and the others don't reach each other for {seconds:.2f} s")
         self._hold(some, others, seconds)
         self._hold(others, some, seconds)
 
@@ -155,7 +155,7 @@ class Network:
         self._healed_at.clear()
 
     def held_s(self, one: str, other: str) -> float:
-        """How long until a message from one to the other gets through."""
+        """How long until a message from one reaches the other."""
         healed_at = self._healed_at.get((one, other), 0.0)
         return max(0.0, healed_at - self.kernel.now)
 
@@ -167,7 +167,7 @@ class Network:
         return delay_s + self.held_s(sender, receiver)
 
     def plan(self, sender: ConnectionEnd, receiver: ConnectionEnd, action: Callable[[], None]) -> None:
-        """In order after everything that was sent this way before."""
+        """Plan a delivery in order after everything that was sent this way before."""
         now = self.kernel.now
         at = max(now + self.delay_s(sender.process.name, receiver.process.name), receiver.free_at)
         receiver.free_at = at
@@ -175,5 +175,5 @@ class Network:
 
 
 def over_the_wire(message: msgspec.Struct, decoder: msgspec.msgpack.Decoder[Any]) -> Any:
-    """What the other side decodes: catches a message that can't travel."""
+    """The message as the other side decodes it: catches one that can't be encoded."""
     return decoder.decode(msgspec.msgpack.encode(message))

@@ -1,7 +1,7 @@
-"""Nodes on the kernel: segments of memory and SSD, each with its membership and its errands.
+"""Nodes on the kernel: segments of memory and SSD, each with its membership and its task agent.
 
-What ``mounted_segment.py`` and ``replica_copier.py`` do with sockets and transfers, is done here on virtual
-time; when to mount, report, poll and copy, the same cores decide.
+What ``mounted_segment.py`` and ``replica_copier.py`` do with sockets and transfers is done here on virtual
+time; when to mount, report, poll and copy is decided by the same cores.
 """
 
 from __future__ import annotations
@@ -29,12 +29,12 @@ if TYPE_CHECKING:
     from mooncake.sim.faults.store_cluster import StoreCluster
 
 NODE_ADDRESS = 1 << 30
-"""Where a segment begins in its node's address space: far from zero, so that offsets are no addresses."""
+"""Where a segment begins in its node's address space: far from zero, so that offsets are not addresses."""
 RETIRED = "it was drained and unmounted"
 RETRY_S = 1.0
 """As in ``mounted_segment.py``."""
 CHANGES = 0
-"""The number of the frames of a segment's membership; polls and reports count on from it."""
+"""Number of the frames of a segment's membership; polls and reports count on from it."""
 
 requests = decoder_for(m.REQUESTS)
 
@@ -51,14 +51,14 @@ def checksum(data: bytes) -> int:
 
 
 def combine(a: int, b: int, length_b: int) -> int:
-    """``checksum(x + y)`` from those of x and y."""
-    # b = P^n + rest, for the leading 1; a * P^n + rest is wanted.
+    """``checksum(x + y)`` from the checksums of x and y."""
+    # b = P^n + rest, for the leading 1; a * P^n + rest is needed.
     power = pow(_PRIME, length_b, 1 << 32)
     return (a * power + b - power) & _MASK
 
 
 class SimNode:
-    """One life of a node: its segments, the process that serves them."""
+    """One incarnation of a node: its segments, the process that serves them."""
 
     def __init__(
         self, cluster: StoreCluster, name: str, host: str, size_bytes: int, disk: SimDisk | None
@@ -70,9 +70,9 @@ class SimNode:
         self.process = Process(kernel, name, cluster.new_clock())
         self.disk = disk
         self.slow_until = 0.0
-        """Every transfer with it takes long; otherwise it is well."""
+        """Every transfer with it takes long; it has no other fault."""
         self.is_retired = False
-        """A master will not have one of its segments again: it was drained and unmounted."""
+        """A master refuses to mount one of its segments again: it was drained and unmounted."""
         self._num_leaving = 0
         self.memory = SimSegment(cluster, self, name, Tier.MEMORY, size_bytes, None)
         self.segments = {name: self.memory}
@@ -90,7 +90,7 @@ class SimNode:
         return self._num_leaving > 0
 
     def leave(self, ended: Callable[[], None]) -> None:
-        """Say so to the master, end when all segments have, and then call ``ended``."""
+        """Announce it to the master, end when all segments have left, and then call ``ended``."""
         self._num_leaving = len(self.segments)
 
         def left() -> None:
@@ -104,7 +104,7 @@ class SimNode:
 
 
 class SimSegment:
-    """What one segment of a node does, and its bytes."""
+    """The behaviour of one segment of a node, and its bytes."""
 
     def __init__(
         self,
@@ -138,26 +138,26 @@ class SimSegment:
             node=node.name,
             held=self.entries,
         )
-        self._errands = e.TaskAgent(name, node.epoch)
+        self._task_agent = e.TaskAgent(name, node.epoch)
         self._end: ConnectionEnd | None = None
         self._attempt = 0
-        self._is_telling = False
+        self._is_reporting = False
         self._number = CHANGES
         self._waiting: dict[int, Callable[[Any], None]] = {}
-        """What to do with the reply to a frame; with None when there is none in time."""
+        """Callback for the reply to a frame; called with None when there is none in time."""
         self._driver: SimDriver[ms.Event, ms.Effect] = SimDriver(
             self.process, self._membership, self._perform
         )
-        self._errand_driver: SimDriver[e.Event, e.Effect] = SimDriver(
-            self.process, self._errands, self._perform_errand
+        self._task_driver: SimDriver[e.Event, e.Effect] = SimDriver(
+            self.process, self._task_agent, self._perform_task_effect
         )
-        self._owed: deque[tuple[Callable[[Any], None], Any]] = deque()
+        self._unwritten: deque[tuple[Callable[[Any], None], Any]] = deque()
         """Changes that the index of the SSD has not taken yet."""
         self._left: Callable[[], None] | None = None
         self._driver.post(Wake())
 
     def leave(self, left: Callable[[], None]) -> None:
-        """Say to the master that the segment goes away; ``left``: it knows, or can't be told."""
+        """Announce to the master that the segment leaves; ``left``: it knows, or can't be reached."""
         self._left = left
         self._post(ms.Leave())
 
@@ -170,11 +170,11 @@ class SimSegment:
         return self._cluster.kernel.now < self.node.slow_until
 
     def entries(self) -> Iterable[m.SegmentEntry]:
-        """Its journal, with the changes that the index has not taken yet."""
+        """The segment's journal, with the changes that the index has not taken yet."""
         if self.disk is None:
             return list(self._held.values())
         held = dict(self.disk.index.entries)
-        for _, what in self._owed:
+        for _, what in self._unwritten:
             e.changed(held, what if isinstance(what, list) else [what])
         return list(held.values())
 
@@ -201,10 +201,10 @@ class SimSegment:
 
     def _follow(self) -> None:
         is_mounted = self._membership.phase is ms.MembershipPhase.MOUNTED
-        if is_mounted and not self._errands.is_mounted:
-            self._errand_driver.post(e.SegmentRegistered())
-        elif self._errands.is_mounted and not is_mounted:
-            self._errand_driver.post(e.SegmentUnregistered())
+        if is_mounted and not self._task_agent.is_mounted:
+            self._task_driver.post(e.SegmentRegistered())
+        elif self._task_agent.is_mounted and not is_mounted:
+            self._task_driver.post(e.SegmentUnregistered())
 
     def _perform(self, effect: ms.Effect) -> None:
         if isinstance(effect, ms.Connect):
@@ -215,7 +215,7 @@ class SimSegment:
                 self._end.on_closed = None
                 self._end.close()
                 self._end = None
-            self._told(is_complete=False)
+            self._report_ended(is_complete=False)
             self._follow()
         elif isinstance(effect, ms.Send):
             self._send(effect.message, ms.ANSWER_S, self._answered)
@@ -255,14 +255,14 @@ class SimSegment:
             if attempt == self._attempt:
                 self._end = None
                 self._waiting = {}
-                self._told(is_complete=False)
+                self._report_ended(is_complete=False)
                 self._post(ms.ConnectionClosed(reason))
 
         self._cluster.network.connect(self.process, self._cluster.leader, opened, closed)
 
     def _send(self, message: msgspec.Struct, patience_s: float, answered: Callable[[Any], None]) -> None:
         if self._end is None:
-            return  # it was lost, which whoever asked hears of
+            return  # its loss is noticed by the process that sent the request
         self._number += 1
         number, waiting = self._number, self._waiting
         waiting[number] = answered
@@ -274,15 +274,15 @@ class SimSegment:
 
         self.process.after(patience_s, too_late)
 
-    # Errands
+    # Tasks
 
-    def _perform_errand(self, effect: e.Effect) -> None:
+    def _perform_task_effect(self, effect: e.Effect) -> None:
         if isinstance(effect, e.SendPoll):
             number = effect.number
 
             def polled(reply: Any) -> None:
                 is_polled = isinstance(reply, m.Polled)
-                self._errand_driver.post(e.PollAnswered(number, reply) if is_polled else e.PollFailed(number))
+                self._task_driver.post(e.PollAnswered(number, reply) if is_polled else e.PollFailed(number))
 
             self._send(effect.message, e.PATIENCE_S, polled)
         elif isinstance(effect, e.UpdateJournal):
@@ -292,12 +292,12 @@ class SimSegment:
         elif isinstance(effect, e.RunCheck):
             self.process.after(0.001, lambda: self._look(effect))
         elif isinstance(effect, e.SendReport):
-            self._tell_all(e.reports(self.name, self.epoch, self.entries()))
+            self._send_reports(e.reports(self.name, self.epoch, self.entries()))
         else:
             self._post(ms.ReplyReceived(m.Beat(is_known=False)))
 
     def _look(self, look: e.RunCheck) -> None:
-        """What ``porter.verify`` does, in one instant."""
+        """What ``ReplicaCopier.verify`` does, in one instant."""
         entry, refusal = look.check.entry, None
         expected = np.frombuffer(entry.checksums, dtype="<u4").tolist()
         for start, announced in zip(range(0, entry.size_bytes, entry.chunk_bytes), expected, strict=True):
@@ -306,33 +306,33 @@ class SimSegment:
             if (checksum(data) if self._cluster.faults.has_checksums else 0) != announced:
                 refusal = Refusal("corrupt", "not what its writer announced")
         self._cluster.kernel.trace_line(f"{self.name}: check of {entry.key}: {refusal}")
-        self._errand_driver.post(e.CheckEnded(look.check.check_id, look.life, refusal))
+        self._task_driver.post(e.CheckEnded(look.check.check_id, look.life, refusal))
 
     def _ended(self, run: e.RunTask, refusal: Refusal | None) -> None:
         self._cluster.kernel.trace_line(
             f"{self.name}: task {run.task.task_id} for {run.task.entry.key}: {refusal}"
         )
-        self._errand_driver.post(e.TaskEnded(run.task.task_id, run.life, refusal))
+        self._task_driver.post(e.TaskEnded(run.task.task_id, run.life, refusal))
 
-    def _tell_all(self, parts: list[m.ReportContents]) -> None:
-        self._is_telling = True
+    def _send_reports(self, parts: list[m.ReportContents]) -> None:
+        self._is_reporting = True
 
         def reported(reply: Any) -> None:
             if not isinstance(reply, m.Reported):
-                self._told(is_complete=False)
+                self._report_ended(is_complete=False)
                 return
             self._drop(reply.unwanted)
             if parts[1:]:
-                self._tell_all(parts[1:])
+                self._send_reports(parts[1:])
             else:
-                self._told(is_complete=True)
+                self._report_ended(is_complete=True)
 
         self._send(parts[0], ms.ANSWER_S, reported)
 
-    def _told(self, is_complete: bool) -> None:
-        if self._is_telling:
-            self._is_telling = False
-            self._errand_driver.post(e.ReportEnded(is_complete))
+    def _report_ended(self, is_complete: bool) -> None:
+        if self._is_reporting:
+            self._is_reporting = False
+            self._task_driver.post(e.ReportEnded(is_complete))
 
     # The journal, as ``mounted_segment.py`` keeps it
 
@@ -344,39 +344,39 @@ class SimSegment:
             if isinstance(change, int):
                 self._drop([change])
             else:
-                self._note_down(self.disk.hold, change)
+                self._record(self.disk.hold, change)
 
     def _drop(self, object_ids: list[int]) -> None:
         if self.disk is None:
             e.changed(self._held, object_ids)
         else:
-            self._note_down(self.disk.drop, object_ids)
+            self._record(self.disk.drop, object_ids)
 
-    def _note_down(self, write: Callable[[Any], None], what: Any) -> None:
-        """While the disk refuses, it is tried again, in order."""
-        self._owed.append((write, what))
-        if len(self._owed) == 1:
-            self._pay()
+    def _record(self, write: Callable[[Any], None], what: Any) -> None:
+        """Write a change to the index, in order; while the disk refuses, retry."""
+        self._unwritten.append((write, what))
+        if len(self._unwritten) == 1:
+            self._write_pending()
 
-    def has_noted_all(self) -> bool:
-        """What went before a task came is noted before what comes with it."""
-        self._pay(is_again=False)
-        return not self._owed
+    def has_written_all(self) -> bool:
+        """Whether nothing waits: what was removed before a task came is written before what comes with it."""
+        self._write_pending(is_again=False)
+        return not self._unwritten
 
-    def _pay(self, is_again: bool = True) -> None:
-        while self._owed:
-            write, what = self._owed[0]
+    def _write_pending(self, is_again: bool = True) -> None:
+        while self._unwritten:
+            write, what = self._unwritten[0]
             try:
                 write(what)
             except OutOfSpace as error:
                 self._cluster.kernel.trace_line(f"{self.name}: index_not_written {error}")
                 if is_again:
-                    self.process.after(RETRY_S, self._pay)
+                    self.process.after(RETRY_S, self._write_pending)
                 return
-            self._owed.popleft()
+            self._unwritten.popleft()
 
     def __repr__(self) -> str:
-        return f"<SimSegment {self.name} {self._membership!r} {self._errands!r}>"
+        return f"<SimSegment {self.name} {self._membership!r} {self._task_agent!r}>"
 
 
 class SimReplicaCopy:
@@ -403,7 +403,7 @@ class SimReplicaCopy:
         ends_at = target.process.clock.instant(run.deadline)
         self._promise = cluster.checkers.task_promised(target, run.task, ends_at)
         try:
-            if not target.has_noted_all():
+            if not target.has_written_all():
                 raise OutOfSpace("the index can't be written")
             if target.disk is not None:
                 target.disk.vacate(entry.offset, entry.size_bytes)
@@ -421,7 +421,7 @@ class SimReplicaCopy:
         if self._target.disk is not None and kernel.chance(faults.slow_disk_chance):
             took_s += kernel.random.uniform(0.0, faults.slow_disk_s)
         if self._source is None:
-            process.after(took_s, lambda: self._end(Refusal("peer_lost", "nobody serves the source")))
+            process.after(took_s, lambda: self._end(Refusal("peer_lost", "no process serves the source")))
             return
         left_s = self._run.deadline - process.now
         fails = kernel.chance(faults.transfer_failure_chance)
@@ -431,7 +431,7 @@ class SimReplicaCopy:
         for number in range(len(self._chunks)):
             at_s = kernel.random.uniform(0.0, took_s)
             if at_s < left_s and not (fails and kernel.chance(0.5)):
-                # Threads that carry bytes go on while the loop is held, and late when they were stopped.
+                # Threads that carry bytes continue while the loop is held, and late when they were stopped.
                 copy = lambda number=number: process.when_running(lambda: self._copy(number))  # noqa: E731
                 kernel.after(process.clock.true_s(at_s), copy)
         if took_s >= left_s:
@@ -462,8 +462,8 @@ class SimReplicaCopy:
         elif (disk := self._target.disk) is None:
             self._end(None)
         else:
-            # Every byte is in place. While they are flushed, another master may hear of them from the index.
-            self._cluster.checkers.kept([self._promise])
+            # Every byte is in place. While they are flushed, another master may learn of them from the index.
+            self._cluster.checkers.released([self._promise])
             try:
                 disk.hold(entry)
             except OutOfSpace as error:
@@ -478,5 +478,5 @@ class SimReplicaCopy:
             self._target.process.after(disk.flush_s, flushed)
 
     def _end(self, refusal: Refusal | None) -> None:
-        self._cluster.checkers.kept([self._promise])
+        self._cluster.checkers.released([self._promise])
         self._ended(self._run, refusal)

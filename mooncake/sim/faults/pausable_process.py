@@ -1,7 +1,7 @@
-"""A process that may stand still: stopped, in a slow write, or in a virtual machine that is not run.
+"""A process that may be paused: stopped, in a slow write, or in a virtual machine that is not scheduled.
 
-Its clock goes on. Whatever was to happen to it meanwhile (timers, messages) happens when it goes on, all at
-once and in order.
+Its clock continues. Whatever was due meanwhile (timers, messages) happens when it resumes, all at once and in
+order.
 """
 
 from __future__ import annotations
@@ -17,50 +17,50 @@ class PausableProcess(Process):
         super().__init__(kernel, name, clock)
         self._until = 0.0
         self._unfinished: deque[Callable[[], None]] = deque()
-        """What is left of the step in which it came to stand still."""
+        """The rest of the step in which it was paused."""
         self._waiting: deque[Callable[[], None]] = deque()
 
     @property
-    def stands_still(self) -> bool:
+    def is_suspended(self) -> bool:
         return self.kernel.now < self._until
 
-    def stand_still(self, seconds: float) -> None:
+    def suspend(self, seconds: float) -> None:
         if self.kernel.now + seconds > self._until:
             self._until = self.kernel.now + seconds
-            self.kernel.after(seconds, self._go_on)
+            self.kernel.after(seconds, self._resume)
 
-    def go_on(self) -> None:
-        """At once."""
+    def resume(self) -> None:
+        """Resume at once."""
         self._until = 0.0
-        self._go_on()
+        self._resume()
 
     def do(self, action: Callable[[], None]) -> None:
-        """Now, or when it goes on."""
+        """Run ``action`` now, or when it resumes."""
         if not self.is_alive:
             return
-        if self.stands_still or self._unfinished or self._waiting:
+        if self.is_suspended or self._unfinished or self._waiting:
             self._waiting.append(action)
         else:
             action()
 
     def then(self, action: Callable[[], None]) -> None:
-        """The rest of a step: now, or before all else when it goes on."""
-        if self.stands_still or self._unfinished:
+        """Run the rest of a step: now, or before everything else when it resumes."""
+        if self.is_suspended or self._unfinished:
             self._unfinished.append(action)
         else:
             action()
 
     def after(self, delay_s: float, action: Callable[[], None]) -> Timer:
         def unless_cancelled() -> None:
-            if not timer.is_void:  # also while it was due and waited
+            if not timer.is_void:  # also paused while it was due and waited
                 action()
 
         timer = super().after(delay_s, lambda: self.do(unless_cancelled))
         return timer
 
-    def _go_on(self) -> None:
+    def _resume(self) -> None:
         for queue in (self._unfinished, self._waiting):
-            while queue and self.is_alive and not self.stands_still:
+            while queue and self.is_alive and not self.is_suspended:
                 queue.popleft()()
                 if queue is self._waiting and self._unfinished:
-                    return self._go_on()
+                    return self._resume()

@@ -1,10 +1,10 @@
-"""The contract of ``mooncake.files`` in memory, on a disk that fails and that forgets when power is lost.
+"""The contract of ``mooncake.files`` in memory, on a disk that fails and loses unsynced data in a power loss.
 
 What the files hold survives the end of a process (``crash``). A loss of power (``lose_power``) takes from
 every file any part of what was appended or cut since its last sync: the end of it, half a record, or the
-bytes but not the length, which leaves zeros at the end. Of the names that were made, changed or removed
-since the directory was synced, the last ones are as they were before. A sync that failed has lost what it
-was to write, and the next one does not bring it back, as with a real disk.
+bytes but not the length, which leaves zeros at the end. Of the names that were made, changed or removed since
+the directory was synced, the last ones are as they were before. A failed sync loses what it was to write, and
+the next one does not restore it, as with a real disk.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from pathlib import Path
 from random import Random
 
 ZEROS_CHANCE = 0.3
-"""That a file keeps its length in a loss of power, and not all of its bytes."""
+"""Probability that a file keeps its length in a power loss, but not all of its bytes."""
 
 
 class _Inode:
@@ -25,13 +25,13 @@ class _Inode:
     def __init__(self) -> None:
         self.content = bytearray()
         self.synced = bytearray()
-        """What it was at its last sync."""
+        """Content at its last sync."""
         self.changes: list[bytes | int] = []
-        """Since then: bytes that were appended, or the length to which it was cut."""
+        """Changes since then: bytes that were appended, or the length to which it was cut."""
         self.is_lossy = False
-        """A sync has failed: no later one is worth anything."""
+        """A sync has failed: no later one guarantees anything."""
         self.holder: SimFile | None = None
-        """Has the lock."""
+        """The open file that has the lock."""
 
     def change(self, change: bytes | int) -> None:
         _apply(self.content, change)
@@ -108,7 +108,7 @@ class SimFile:
         self._check()
         self._directory.take_time("sync", 0)
         if self._directory.sync_error:
-            self._inode.is_lossy = True  # the system takes the pages for written from now on
+            self._inode.is_lossy = True  # from now on the system considers the pages written
             raise _error(self._directory.sync_error)
         self._inode.sync()
 
@@ -133,12 +133,12 @@ class SimFile:
 
 
 class SimDirectory:
-    """A directory whose files are here only.
+    """A directory whose files exist only here.
 
-    What goes wrong is what its fields say, from when they are set on: ``capacity_bytes`` (None: no bound)
-    makes appends fail with ENOSPC after writing what fits, ``write_error`` and ``sync_error`` are error
-    numbers (0: none), ``delay_s`` says how long a "write" or "sync" of so many bytes takes; ``late_s``
-    adds that up, for a world that lets its process stand still for so long (``take_late_s``).
+    Its fields define the faults, from when they are set: ``capacity_bytes`` (None: no bound) makes appends
+    fail with ENOSPC after writing what fits, ``write_error`` and ``sync_error`` are error numbers (0: none),
+    ``delay_s`` says how long a "write" or "sync" of so many bytes takes; ``late_s`` adds that up, for a world
+    that pauses its process for so long (``take_late_s``).
     """
 
     def __init__(self, random: Random, path: str = "/simulated") -> None:
@@ -150,11 +150,11 @@ class SimDirectory:
         self.late_s = 0.0
         self.num_syncs = 0
         self.life = 0
-        """Goes up when all that was open is closed by force."""
+        """Grows when all that was open is closed by force."""
         self._path = Path(path)
         self._names: dict[str, _Inode] = {}
         self._versions: list[dict[str, _Inode]] = [{}]
-        """Names after the last sync of the directory, and after each change since."""
+        """Names at the last sync of the directory, and after each change since."""
 
     @property
     def path(self) -> Path:
@@ -162,7 +162,7 @@ class SimDirectory:
 
     @property
     def left_bytes(self) -> int | None:
-        """How many may still be written; None: any number."""
+        """Bytes that may still be written; None: no bound."""
         if self.capacity_bytes is None:
             return None
         inodes = {id(inode): inode for inode in self._names.values()}
@@ -201,21 +201,21 @@ class SimDirectory:
         self._versions = [self._names]
 
     def close(self) -> None:
-        """There is nothing to close."""
+        """A directory needs no closing here."""
 
     def take_time(self, what: str, num_bytes: int) -> None:
         self.num_syncs += what == "sync"
         self.late_s += self.delay_s(what, num_bytes)
 
     def take_late_s(self) -> float:
-        """How long the calls since the last question would have taken."""
+        """How long the calls since the last ``take_late_s`` would have taken."""
         late_s, self.late_s = self.late_s, 0.0
         return late_s
 
-    # What goes wrong
+    # Faults
 
     def crash(self) -> None:
-        """The process ends: what is open is closed, and everything that was written is there."""
+        """The process ends: what is open is closed, and everything that was written is kept."""
         self.life += 1
 
     def lose_power(self) -> None:
@@ -233,7 +233,7 @@ class SimDirectory:
         return bytes(self._names[name].content)
 
     def damage(self, name: str, content: bytes) -> None:
-        """The file is this from now on, for good."""
+        """Replace the file's content, as permanent damage."""
         self._names[name].become(content)
 
     def _change(self, names: dict[str, _Inode]) -> None:

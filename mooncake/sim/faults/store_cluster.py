@@ -1,8 +1,8 @@
 """The store's cluster on the kernel: a master, nodes and clients made of the cores that ship.
 
-Simulated are only the shells: a connection carries encoded messages, a pool is a bytearray, a transfer
+Only the shells are simulated: a connection carries encoded messages, a pool is a bytearray, a transfer
 copies slice by slice at instants of its own, so that readers can see torn objects and writes can land
-after their writer gave up. Every process has a clock of its own.
+after their writer has abandoned them. Every process has a clock of its own.
 """
 
 from __future__ import annotations
@@ -37,15 +37,15 @@ from mooncake.types import Tier
 
 MASTER = "master"
 MOVES = ("moved away", "drained, and others have it", "cool again")
-"""Why a replica leaves a segment while others stay."""
+"""Reasons for which a replica leaves a segment while others remain."""
 
 _replies = decoder_for(m.REPLIES)
 
 
 class SimStandby:
-    """A master that applies the records of the one that leads as they come, and answers nobody yet.
+    """A master that applies the leader's records as they come, and answers no request yet.
 
-    How a record gets here, who is elected and what an answer waits for are not simulated: whatever the
+    How a record gets here, the election and the wait for acknowledgements are not simulated: whatever the
     leader has acknowledged is applied here.
     """
 
@@ -62,13 +62,13 @@ class SimStandby:
 
 
 def _fresh(cluster: StoreCluster) -> Master:
-    # As the server does it: later lives begin with larger numbers.
+    # As in the server: later incarnations begin with larger numbers.
     first_object_id = int(cluster.kernel.now * 1000) + 1 << 20 | cluster.kernel.random.getrandbits(20)
     return Master(cluster.settings, first_object_id)
 
 
 class SimMaster:
-    """One life of the master process."""
+    """One incarnation of the master process."""
 
     def __init__(self, cluster: StoreCluster, standby: SimStandby | None = None) -> None:
         clock = cluster.new_clock() if standby is None else standby.process.clock
@@ -76,7 +76,7 @@ class SimMaster:
         self.master = _fresh(cluster) if standby is None else standby.master
         self._cluster = cluster
         self.overloaded_until = 0.0
-        """Every message takes its time."""
+        """Whether every message takes its time."""
         if standby is not None:
             self.master.settle(self.process.now)
             self.master.check()
@@ -92,7 +92,7 @@ class SimMaster:
         cluster.network.listen(MASTER, self.process, self._accept)
 
     def _is_torn(self, content: bytes) -> bool:
-        """Whether this process ends in the middle of the write; or it takes its time."""
+        """Whether this process ends in the middle of the write; otherwise the write may be slow."""
         faults, kernel = self._cluster.faults, self._cluster.kernel
         if faults.torn_append_chance and kernel.chance(faults.torn_append_chance):
             num_bytes = kernel.random.randrange(len(content))
@@ -107,17 +107,17 @@ class SimMaster:
         return False
 
     def _left(self, stored: StoredObject, extent: Extent, _: float) -> None:
-        ledger, catalog = self._cluster.checkers.ledger, self.master.catalog
+        history, catalog = self._cluster.checkers.history, self.master.catalog
         if extent.segment.tier is not Tier.MEMORY:
             return
         if catalog.is_evicting:
-            ledger.evicted(stored.key, extent.segment.node, bool(stored.complete(Tier.SSD)))
+            history.evicted(stored.key, extent.segment.node, bool(stored.complete(Tier.SSD)))
         elif catalog.removal_reason in MOVES:
-            ledger.moved(stored.key, extent.segment.node)
+            history.moved(stored.key, extent.segment.node)
 
     def _completed(self, stored: StoredObject, extent: Extent, _: float) -> None:
         if extent.segment.tier is Tier.MEMORY:
-            self._cluster.checkers.ledger.copied(stored.key, extent.segment.node)
+            self._cluster.checkers.history.copied(stored.key, extent.segment.node)
 
     def _accept(self, end: ConnectionEnd) -> None:
         def received(frame: tuple[int, msgspec.Struct]) -> None:
@@ -134,7 +134,7 @@ class SimMaster:
 
     def _perform(self, effect: Effect) -> None:
         if not self.process.is_alive:
-            return  # it ended while it wrote what comes before this
+            return  # it ended while it logged what comes before this
         if isinstance(effect, Reply):
             end, request_id = effect.origin
             frame = (request_id, over_the_wire(effect.message, _replies))
@@ -160,15 +160,15 @@ class StoreCluster:
         self.settings = settings
         self.network = Network(kernel, faults)
         self.oplog = bytearray()
-        """What the master wrote down, if it does; outlives its process."""
+        """The master's log, if it keeps one; outlives its process."""
         self.nodes: dict[str, SimNode] = {}
         self.disks: dict[str, SimDisk] = {}
-        """By node; they outlive it."""
+        """Disks by node; they outlive it."""
         self.clients: dict[str, SimClient] = {}
         self.on_master_lost: Callable[[], None] = lambda: None
-        """Called when it ended by itself, so that somebody starts it again."""
+        """Called when a node ended by itself, so that it is started again."""
         self.num_jobs = 0
-        """That somebody asked for; each master numbers those that it began, from 1 on."""
+        """Jobs that were requested; each master numbers those that it began, from 1 on."""
         self.checkers = Checkers(self)
         self.standby: SimStandby | None = None
         self.master = SimMaster(self)
@@ -176,7 +176,7 @@ class StoreCluster:
 
     def start_master(self) -> None:
         self.kernel.trace_line("master starts" if self.standby is None else "the standby leads")
-        self.checkers.ledger.master_crashed()
+        self.checkers.history.master_crashed()
         self.checkers.master_died(self.master.master)
         self.master = SimMaster(self, self.standby)
         self.checkers.master_started()
@@ -197,17 +197,17 @@ class StoreCluster:
 
     @property
     def leader(self) -> str:
-        """Whom to connect to."""
+        """The process to connect to."""
         return MASTER
 
     def new_clock(self) -> SimClock:
-        """For one life of a process."""
+        """A clock for one incarnation of a process."""
         random, faults = self.kernel.random, self.faults
         drift = random.uniform(-faults.clock_drift, faults.clock_drift)
         return SimClock(random.uniform(0.0, faults.clock_offset_s), 1.0 + drift)
 
     def segment(self, name: str, epoch: int) -> SimSegment | None:
-        """Whoever serves it, if that is still the one of this epoch."""
+        """The object that serves a segment, if it is still the one of this epoch."""
         node = self.nodes.get(name.partition("/")[0])
         segment = None if node is None else node.segments.get(name)
         return segment if segment is not None and segment.is_alive and segment.epoch == epoch else None

@@ -1,8 +1,8 @@
-"""One run of the store under one seed: the cluster, the work, the faults, and a calm end.
+"""One run of the store under one seed: the cluster, the workload, the faults, and a calm end.
 
-The first part is as rough as the seed says. Then everything heals, operators take back what they have asked
-for, and the cluster has to show that nothing is stuck: every operation has ended, each client can put and
-get, and what was promised is there.
+The first part is as rough as the seed says. Then everything heals, operators undo their requests, and the
+cluster has to show that nothing is stuck: every operation has ended, each client can put and get, and what
+was promised is there.
 """
 
 from __future__ import annotations
@@ -29,18 +29,18 @@ from mooncake.store.master.objects import split_scoped
 
 ROUGH_S = 60.0
 CALM_S = 60.0
-"""More than restarts, give-ups and rests take, one after the other."""
+"""More than restarts, timeouts and quarantines take, one after the other."""
 MAX_PAUSE_S = 15.0
-"""Of one process: a question that arrived then is still known to be one (``ledger.SLOW_S``)."""
+"""For one process: a request that arrived then is still recognised as late (``history_checker.SLOW_S``)."""
 QUIET_S = 20.0
-"""Longer than leases, graces and the master's look at what is left."""
+"""Longer than leases, grace periods and the master's check of what is left."""
 HOSTS = ("left", "right")
 
 
 class StoreRun:
-    """Prepare with a seed, then ``run()``. Faults and load are drawn by the seed unless they are given.
+    """Prepare with a seed, then ``run()``. Faults and mix are drawn by the seed unless they are given.
 
-    ``load_module.PLAIN`` as load, without faults: only faults of the first kinds, as in old reports.
+    ``workload_mix.PLAIN`` as mix, without faults: only faults of the first kinds, as in old reports.
     """
 
     def __init__(
@@ -48,7 +48,7 @@ class StoreRun:
     ) -> None:
         self.kernel = Kernel(seed)
         random = self.kernel.random
-        # What came later is drawn from a source of its own, so that a seed stays what it was without it.
+        # Later kinds are drawn from a source of their own, so that a seed without them stays what it was.
         further = Random(f"{seed} further")
         self.faults = faults if faults is not None else faults_module.draw(random)
         if faults is None and load is None:
@@ -72,11 +72,11 @@ class StoreRun:
 
     @property
     def counts(self) -> dict[str, int]:
-        """What the clients saw."""
+        """The results that the clients saw."""
         return self.cluster.checkers.counts
 
     def run(self) -> None:
-        """Raises Violation (or the assertion of a core) with the seed in its message."""
+        """Raises Violation (or a core's AssertionError) with the seed in its message."""
         try:
             self._run()
         except AssertionError as error:
@@ -87,7 +87,7 @@ class StoreRun:
 
     def _run(self) -> None:
         if len(self._disks) < len(self._sizes) and not self.load.evict_undemoted:
-            # Then memory without an SSD would be full for good.
+            # Otherwise memory without an SSD would stay full.
             self.load = dataclasses.replace(self.load, evict_undemoted=True)
             self.cluster = StoreCluster(self.kernel, self.faults, self.load.settings())
         for name, size_bytes in self._disks.items():
@@ -221,7 +221,7 @@ class StoreRun:
         self.kernel.trace_line(f"{name} leaves")
 
         def left() -> None:
-            self.cluster.checkers.ledger.node_crashed(name, has_lost_power=False)
+            self.cluster.checkers.history.node_crashed(name, has_lost_power=False)
             self._restart_later(lambda: self._start_node(name))
 
         node.leave(left)
@@ -241,14 +241,14 @@ class StoreRun:
             loses_power = name in self.cluster.disks and self.kernel.chance(self.faults.power_loss_chance)
             if loses_power:
                 self.cluster.disks[name].lose_power()
-            self.cluster.checkers.ledger.node_crashed(name, loses_power)
+            self.cluster.checkers.history.node_crashed(name, loses_power)
             self._restart_later(lambda: self._start_node(name))
 
     def _crash_client(self) -> None:
         name = self.kernel.random.choice(list(self.cluster.clients))
         if self.cluster.clients[name].process.is_alive:
             self.cluster.clients[name].process.crash()
-            self.cluster.checkers.ledger.client_crashed(self.cluster.clients[name])
+            self.cluster.checkers.history.client_crashed(self.cluster.clients[name])
             self._restart_later(lambda: self._start_client(name))
 
     def _corrupt(self) -> None:
@@ -256,7 +256,7 @@ class StoreRun:
         segment = self.kernel.random.choice(list(node.segments.values()))
         at = self.kernel.random.randrange(len(segment.bytes))
         segment.bytes[at] ^= 1 << self.kernel.random.randrange(8)
-        self.kernel.trace_line(f"a bit falls at {at} of {segment.name}")
+        self.kernel.trace_line(f"a bit flips at {at} of {segment.name}")
 
     # The calm end
 
@@ -275,12 +275,12 @@ class StoreRun:
         for worker in self._workers.values():
             worker.stop()
         if self.load.drain or self.load.quota:
-            for share in (0.5, 0.75):  # whoever asks may not have been started again by then
-                self.kernel.after(share * CALM_S, self._take_back)
+            for share in (0.5, 0.75):  # the requesting process may not have been restarted by then
+                self.kernel.after(share * CALM_S, self._undo_requests)
 
-    def _take_back(self) -> None:
-        """What operators asked for: segments that are drained take objects again, and quotas end."""
-        # Of some nobody knows the number, because the answer was lost; each may have been begun twice.
+    def _undo_requests(self) -> None:
+        """Undo operators' requests: drained segments accept objects again, and quotas end."""
+        # The number of some is unknown, because the answer was lost; each may have been begun twice.
         for job_id in range(1, 2 * self.cluster.num_jobs + 1):
             self._ask(m.AskJob(job_id, cancel=True))
         for tenant in self.load.tenants:
@@ -288,11 +288,11 @@ class StoreRun:
         self._restart_retired()
 
     def _restart_retired(self) -> None:
-        """A node whose segment was drained and unmounted is started anew; its SSD as it is."""
+        """A node whose segment was drained and unmounted is restarted, with its SSD unchanged."""
         for name, node in self.cluster.nodes.items():
             if node.is_retired and node.is_alive:
                 node.process.crash()
-                self.cluster.checkers.ledger.node_crashed(name, has_lost_power=False)
+                self.cluster.checkers.history.node_crashed(name, has_lost_power=False)
                 self._restart_later(lambda name=name: self._start_node(name))  # type: ignore[misc]
 
     def _ask(self, message: msgspec.Struct) -> None:
@@ -327,10 +327,10 @@ class StoreRun:
         if self.faults.corruption_every_s or self.faults.may_write_late:
             return
         clients = {client.tenant: client for client in self.cluster.clients.values()}
-        ledger = self.cluster.checkers.ledger
-        for key, value in ledger.promised().items():
-            if key not in ledger.promised():
-                continue  # evicted for the sake of those that were read before it
+        history = self.cluster.checkers.history
+        for key, value in history.promised().items():
+            if key not in history.promised():
+                continue  # evicted to make room for those that were read before it
             results: list[list[int | None]] = []
             tenant, name = split_scoped(key)
             client = clients[tenant]
@@ -347,8 +347,8 @@ class StoreRun:
                 )
 
     def _prove_convergence(self) -> None:
-        """Nothing is half done: every copy is finished or given up, every byte taken is an object's, and
-        each node's journal says of its segments what the master does."""
+        """Nothing is half done: every copy is finished or abandoned, every allocated byte belongs to an
+        object, and each node's journal agrees with the master about its segments."""
         master = self.cluster.master.master
         if master.objects.writing:
             raise Violation(
@@ -371,7 +371,7 @@ class StoreRun:
             }
             if owned.keys() != segment.allocator.allocations.keys():
                 lost = segment.allocator.allocations.keys() - owned.keys()
-                raise Violation(f"{segment}: space of nobody at {sorted(lost)}", Invariant.LEAK)
+                raise Violation(f"{segment}: leaked space at {sorted(lost)}", Invariant.LEAK)
             served = self.cluster.segment(segment.name, segment.epoch)
             held = {} if served is None else {one.offset: one.object_id for one in served.entries()}
             if held != owned:
@@ -382,7 +382,7 @@ class StoreRun:
 
 class ReplicasRun(StoreRun):
     """The same where nodes always fail and objects have several replicas, so that they survive it. Each
-    client has keys of its own: the ledger knows what must be there."""
+    client has keys of its own: the history checker knows what must be there."""
 
     def __init__(
         self, seed: int, faults: ClusterFaults | None = None, load: WorkloadMix | None = None

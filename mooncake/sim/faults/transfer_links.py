@@ -1,10 +1,10 @@
-"""Processes that move batches over links which fail: what a carrier does, on virtual time.
+"""Processes that transfer batches over failing links: what a transport does, on virtual time.
 
-The decisions are ``transfer.batch.Batch`` and ``transfer.rails.Rails``, as shipped. Simulated are the
-carriers: a rail serves its parts one after the other; it can refuse, fall silent, be reset or break in
-the middle of a slice. What a carrier promises holds here too: when a part has ended, nothing touches
-local memory on its behalf, and a write that was given up may land later, but not any more once the
-next operation of the same process has begun to move (the *fence* of the tcp wire).
+The decisions are ``transfer.batch.Batch`` and ``transfer.rails.Rails``, as shipped. The transports are
+simulated: a rail serves its parts one after the other; it can refuse, fall silent, be reset or break in
+the middle of a slice. A transport's guarantee holds here too: when a part has ended, nothing accesses
+local memory on its behalf, and a write that was abandoned may land later, but no longer after the next
+operation of the same process has begun to move (the *fence* of the tcp wire).
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ class SimRail:
     state: str = "up"
     "`up`, `down` (refuses) or `silent` (nothing comes through)."
     since: float = 0.0
-    "When it last was not well: the state changed, or a connection was reset."
+    "Time of the last fault: a change of state, or a reset connection."
     free_at: float = 0.0
     attempts: list[PartAttempt] = field(default_factory=list)
 
@@ -54,7 +54,7 @@ class SimRail:
 
 
 class SimTarget:
-    """One life of a process that lends memory."""
+    """One incarnation of a process that registers memory for others."""
 
     def __init__(self, kernel: Kernel, name: str, size_bytes: int) -> None:
         self.name = name
@@ -65,14 +65,14 @@ class SimTarget:
 
 @dataclass(eq=False)
 class LateWrite:
-    """A slice of a write that was given up and is still somewhere on its way."""
+    """A slice of an abandoned write that is still in the network."""
 
     target: SimTarget
     timer: Timer
 
 
 class PartAttempt:
-    """A part on a rail: its slices arrive one after the other, then word of it comes back."""
+    """A part on a rail: its slices arrive one after the other, then the completion comes back."""
 
     def __init__(self, mover: SimInitiator, move: SimTransfer, carry: Carry, rail: SimRail) -> None:
         self.mover, self.move, self.carry, self.rail = mover, move, carry, rail
@@ -93,7 +93,7 @@ class PartAttempt:
 
     def _act(self, action: Callable[[], None]) -> None:
         if self.rail.state == "silent":
-            self._step(0.02, action)  # nothing comes through; it is looked at again
+            self._step(0.02, action)  # nothing comes through; checked again later
         elif self.rail.state == "down" or not self.move.target.process.is_alive:
             self.end(PEER_LOST)
         else:
@@ -130,7 +130,7 @@ class PartAttempt:
             self.end(TIMED_OUT)
 
     def end(self, status: int, num_bytes: int = 0) -> None:
-        """What has not landed may do so later if this was a write, and then it is nobody's wish."""
+        """End it. What has not landed may land later if this was a write, and is then unwanted."""
         if self.is_over:
             return
         self.is_over = True
@@ -146,7 +146,7 @@ class PartAttempt:
 
 
 class SimTransfer:
-    """A batch on its way between the mover's memory and a target's."""
+    """A batch on its way between the initiator's memory and a target's."""
 
     def __init__(
         self,
@@ -189,14 +189,9 @@ class SimInitiator:
         self.kernel, self.name, self.faults = kernel, name, faults
         self.memory = bytearray(size_bytes)
         self.links: dict[str, dict[str, SimRail]] = {}
-        "Target's name -> path -> rail; the cables stay when the process behind them is another."
+        "Target's name -> path -> rail; the links stay when another process takes a target's place."
         self._rails: dict[int, Rails] = {}
         self._late: list[LateWrite] = []
-
-    @property
-    def known_rails(self) -> list[Rails]:
-        """What this process has learned about its ways to each target."""
-        return list(self._rails.values())
 
     def rails_to(self, target: SimTarget) -> Rails:
         rails = self._rails.get(target.epoch)
@@ -220,7 +215,7 @@ class SimInitiator:
                 PartAttempt(self, move, effect, self.links[move.target.name][effect.path])
 
     def late(self, move: SimTransfer, row: int) -> None:
-        """What was in the network when a write was given up: the bytes of then, not of now."""
+        """What was in the network when a write was abandoned: the bytes of then, not of now."""
         target, there = move.target, move.remote[row]
         here, length = move.local[row], move.lengths[row]
         data = bytes(self.memory[here : here + length])
@@ -233,7 +228,7 @@ class SimInitiator:
         self._late.append(LateWrite(target, self.kernel.after(delay_s, land)))
 
     def fence(self, target: SimTarget) -> None:
-        """Before anything moves, what was given up is cut off."""
+        """Before anything moves, abandoned writes are cut off."""
         for late in [late for late in self._late if late.target is target]:
             late.timer.cancel()
             self._late.remove(late)
@@ -251,4 +246,4 @@ class LinkFaults:
     outage_s: float = 1.0
     half_frame_chance: float = 0.0
     late_s: float = 0.5
-    "How long what was given up stays in the network."
+    "How long an abandoned write stays in the network."

@@ -1,9 +1,9 @@
 """One run of the transfer engine's decisions under one seed: batches over links that fail.
 
 * Every batch ends by its deadline: done and right, or failed with a reason.
-* Memory that a batch has written stays as written until the next batch writes it.
-* A batch fails only if every way to its peer failed it, or there was no time.
-* When all is well again, every batch arrives and every rail is taken back.
+* Memory that a batch has written does not change until the next batch writes it.
+* A batch fails only if every path to its peer failed, or its time ran out.
+* After everything has healed, every batch arrives and every rail is used again.
 """
 
 from __future__ import annotations
@@ -28,17 +28,17 @@ from mooncake.transfer.batch import Finish
 
 AREA_BYTES = 96 << 10
 AREAS = 2
-"""Per mover and target: batches on different areas are under way at the same time."""
+"""Areas per initiator and target: batches on different areas are under way at the same time."""
 SLACK_S = 0.05
 PLENTY_S = 10.0
-"""A batch that has so much time when its peer is found fails only if every path failed it."""
+"""A batch with so much time left when its peer is found fails only if every path failed."""
 CALM_BATCHES = 6
 CALM_S = 150.0
 """More than the longest mask and every batch's time."""
 
 
 def draw(random: Random) -> LinkFaults:
-    """A swarm: each kind of fault is present or absent, and then rare or frequent."""
+    """Draw a swarm: each kind of fault is present or absent, and then rare or frequent."""
 
     def often(*choices: float) -> float:
         return random.choice(choices) if random.random() < 0.5 else 0.0
@@ -57,14 +57,14 @@ def draw(random: Random) -> LinkFaults:
 
 @dataclasses.dataclass(eq=False)
 class TargetArea:
-    """A stretch of a target's memory that one mover uses, one batch at a time."""
+    """A stretch of a target's memory that one initiator uses, one batch at a time."""
 
     mover: SimInitiator
     target_name: str
     start: int
     here: int
     known: bytes | None = None
-    "What lies there, if the last batch that wrote it was well done."
+    "What must lie there, if the last batch that wrote it succeeded."
     epoch: int = 0
 
 
@@ -80,11 +80,11 @@ class TransferRun:
         self._areas: list[TargetArea] = []
         self._left = num_batches
         self._is_rough = True
-        self._directory_back_at = 0.0
+        self._name_service_back_at = 0.0
         self._open: dict[int, float] = {}
 
     def run(self) -> None:
-        """Raises Violation (or the assertion of a core) with the seed in its message."""
+        """Raises Violation (or a core's AssertionError) with the seed in its message."""
         try:
             self._run()
         except AssertionError as error:
@@ -102,7 +102,7 @@ class TransferRun:
             self._check_ends()
         self._calm_down()
 
-    # The world
+    # The simulated world
 
     def _build(self) -> None:
         random = self.kernel.random
@@ -137,7 +137,7 @@ class TransferRun:
         self._now_and_then(self.faults.silent_every_s, lambda: self._outage("silent"))
         self._now_and_then(self.faults.reset_every_s, self._reset)
         self._now_and_then(self.faults.kill_every_s, self._kill)
-        self._now_and_then(self.faults.name_service_outage_every_s, self._directory_away)
+        self._now_and_then(self.faults.name_service_outage_every_s, self._stop_name_service)
 
     def _now_and_then(self, every_s: float, action: Callable[[], None]) -> None:
         self.kernel.repeat_at_random(every_s, action, lambda: self._is_rough)
@@ -169,12 +169,12 @@ class TransferRun:
                 self.kernel.random.expovariate(1 / self.faults.outage_s), lambda: self._start(name)
             )
 
-    def _directory_away(self) -> None:
+    def _stop_name_service(self) -> None:
         away_s = self.kernel.random.expovariate(1 / self.faults.outage_s)
-        self.kernel.trace_line(f"the directory is away for {away_s:.2f} s")
-        self._directory_back_at = max(self._directory_back_at, self.kernel.now + away_s)
+        self.kernel.trace_line(f"the name service is down for {away_s:.2f} s")
+        self._name_service_back_at = max(self._name_service_back_at, self.kernel.now + away_s)
 
-    # The work
+    # The workload
 
     def _next(self, area: TargetArea) -> None:
         if self._left <= 0:
@@ -186,7 +186,7 @@ class TransferRun:
         )
 
     def _ask(self, area: TargetArea, timeout_s: float, ended: Callable[[int], None] | None = None) -> None:
-        """One batch: find the peer, move, look at what came of it."""
+        """Run one batch: find the peer, transfer, check the result."""
         self.counts["batches"] += 1
         number = self.counts["batches"]
         deadline = self.kernel.now + timeout_s
@@ -205,9 +205,9 @@ class TransferRun:
                 self._next(area)
 
         def look() -> None:
-            if self.kernel.now < self._directory_back_at:
+            if self.kernel.now < self._name_service_back_at:
                 if self.kernel.now + 0.1 > deadline:
-                    over("the directory is away")
+                    over("the name service is down")
                 else:
                     self.kernel.after(0.1, look)
             else:
@@ -217,7 +217,7 @@ class TransferRun:
 
     def _move(self, area: TargetArea, deadline: float, over: Callable[[str], None]) -> None:
         target, random = self.targets[area.target_name], self.kernel.random
-        begin = self.kernel.now  # what passed before, while the directory was away, no path is to blame for
+        begin = self.kernel.now  # time without a name service, before this, is no path's fault
         if area.epoch != target.epoch:
             area.epoch, area.known = target.epoch, None
         self._check_area(area, target)
@@ -236,13 +236,13 @@ class TransferRun:
                     same = memory[here : here + length] == target.memory[there : there + length]
                     what = f"slice at {there} is not what was moved"
                     _hold(same or not target.process.is_alive, Invariant.SLICES, what)
-                if is_write and lengths:  # a batch of nothing moves nothing, and fences nothing off
+                if is_write and lengths:  # an empty batch moves nothing, and fences nothing off
                     area.known = bytes(target.memory[area.start : area.start + AREA_BYTES])
                 over("done")
                 return
             if is_write:
                 area.known = None
-            _hold(end.status in STATUSES, Invariant.STATUS, f"status {end.status} says nothing")
+            _hold(end.status in STATUSES, Invariant.STATUS, f"status {end.status} has no reason")
             self._check_need(area, target, end.status, begin, deadline)
             over(STATUSES[end.status])
 
@@ -258,10 +258,10 @@ class TransferRun:
             return [0] * random.randint(0, 3)
         return [random.choice((0, 100, 2000, 4096)) for _ in range(random.randint(8, 23))]
 
-    # What must hold
+    # Invariants
 
     def _check_area(self, area: TargetArea, target: SimTarget) -> None:
-        """Nobody but this mover writes there, and what it wrote last was well done."""
+        """Only this initiator writes there, and its last completed write is unchanged."""
         if area.known is not None and target.process.is_alive:
             now = bytes(target.memory[area.start : area.start + AREA_BYTES])
             _hold(now == area.known, Invariant.KEPT, f"{target.name} changed after its write was done")
@@ -269,14 +269,14 @@ class TransferRun:
     def _check_need(
         self, area: TargetArea, target: SimTarget, status: int, begin: float, deadline: float
     ) -> None:
-        """A batch that failed had a reason to."""
+        """A failed batch had a reason to fail."""
         if not target.process.is_alive or target is not self.targets[area.target_name]:
             return
         if status == TIMED_OUT and deadline - begin < PLENTY_S:
             return
         rails = area.mover.links[area.target_name].values()
         well = [rail.path for rail in rails if rail.state == "up" and rail.since < begin]
-        what = f"failed ({STATUSES[status]}) although {', '.join(well)} was well all the time"
+        what = f"failed ({STATUSES[status]}) although {', '.join(well)} had no fault all the time"
         _hold(not well, Invariant.BLAME, what)
 
     def _check_ends(self) -> None:
@@ -285,14 +285,14 @@ class TransferRun:
             _hold(in_time, Invariant.ENDS, f"batch {number} still waits")
 
     def _calm_down(self) -> None:
-        """Everything heals; then all must arrive, and all rails be used again."""
+        """Everything heals; then all batches must arrive, and all rails be used again."""
         self._is_rough = False
         for mover in self.movers:
             mover.faults = LinkFaults(late_s=self.faults.late_s)
         self.kernel.run(self.kernel.now + 60.0)
         for rail in self._rails:
             rail.change("up", self.kernel.now)
-        self._directory_back_at = 0.0
+        self._name_service_back_at = 0.0
         self.kernel.run(self.kernel.now + CALM_S)
         for area in self._areas:
             for _ in range(CALM_BATCHES):
@@ -300,7 +300,7 @@ class TransferRun:
                 self._ask(area, PLENTY_S, results.append)
                 self.kernel.run(self.kernel.now + PLENTY_S + 1.0)
                 rule = Invariant.BLAME if results else Invariant.ENDS
-                _hold(results == [OK], rule, "a batch failed when all was well")
+                _hold(results == [OK], rule, "a batch failed after everything had healed")
         for mover in self.movers:
             for name, target in self.targets.items():
                 rails = mover.rails_to(target)
@@ -316,7 +316,7 @@ def _hold(is_kept: bool, rule: Invariant, what: str) -> None:
 
 
 def _packed(lengths: list[int], order: list[int], start: int) -> list[int]:
-    """Addresses from ``start`` on, one slice behind the other in ``order``."""
+    """Addresses from ``start`` on, one slice after the other in ``order``."""
     addresses = [0] * len(lengths)
     for row in order:
         addresses[row] = start

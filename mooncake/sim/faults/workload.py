@@ -1,8 +1,8 @@
-"""What simulated clients do all day: put, get, look, remove, in whole objects and in parts.
+"""The workload of simulated clients: put, get, read in place, remove, in whole objects and in parts.
 
-What a ``Load`` adds, such as drains, copies and views that stay open, is in ``mixed_workload.py``.
+What a ``WorkloadMix`` adds, such as drains, copies and views that stay open, is in ``mixed_workload.py``.
 
-Every value is unique, so that a reader who gets another object's bytes, or an older version's,
+Every value is unique, so that a reader that gets another object's bytes, or an older version's,
 can't be right by accident.
 """
 
@@ -55,7 +55,7 @@ def several_replicas(random: Random) -> m.PutPolicy:
 class WorkloadClient:
     """One client's endless sequence of operations, until ``stop``.
 
-    It changes only ``own`` keys: if nobody else does, the ledger knows at all times what they must be.
+    It changes only ``own`` keys: if no other client does, the history checker always knows their values.
     """
 
     def __init__(
@@ -91,7 +91,7 @@ class WorkloadClient:
         self._client.process.after(random.uniform(0, MAX_PAUSE_S), work)
 
     def _choices(self) -> list[tuple[Callable[[], None], float]]:
-        """What it may do next, and how often it does."""
+        """The possible next operations, with their weights."""
         return [
             (self._put, 4),
             (self._put_small, 3),
@@ -104,11 +104,11 @@ class WorkloadClient:
         ]
 
     def _known(self, key: str) -> str:
-        """As the master and the checkers call it."""
+        """The key as the master and the checkers name it."""
         return scoped(self._client.tenant, key)
 
     def _begin(self, keys: list[str]) -> KeyChange:
-        return self._checkers.ledger.begin(self._client, [self._known(key) for key in keys])
+        return self._checkers.history.begin(self._client, [self._known(key) for key in keys])
 
     def _some_keys(self) -> list[str]:
         return self._kernel.random.sample(self._keys, self._kernel.random.randint(1, 4))
@@ -157,9 +157,9 @@ class WorkloadClient:
 
         def done(outcomes: list[Refusal | None] | None, error: Exception | None) -> None:
             if outcomes is None:
-                self._checkers.ledger.failed(change)
+                self._checkers.history.failed(change)
             for key, value, outcome in zip(keys, values, outcomes or (), strict=False):
-                self._checkers.ledger.put(
+                self._checkers.history.put(
                     change, self._known(key), value, outcome, policy.is_durable, replace
                 )
             self._count_puts(outcomes, error)
@@ -167,14 +167,14 @@ class WorkloadClient:
         self._client.run(operation, deadline, done)
 
     def _parents(self, keys: list[str]) -> list[str]:
-        """The key before it, of most keys; nothing where eviction does not look at chains."""
+        """The key before it, for most keys; empty where eviction ignores parents."""
         if not self._has_parents:
             return []
         before = {key: self._own[number - 1] for number, key in enumerate(self._own) if number}
         return [before.get(key, "") if self._kernel.chance(0.7) else "" for key in keys]
 
     def _put_small(self) -> None:
-        """A few puts in a row, of objects of one size: what space is given in advance for."""
+        """A few puts in a row, of objects of one size: what space is preallocated for."""
         random = self._kernel.random
         length = min(self._max_bytes, random.choice((40, 64, 200)))
         self._put_next(length, random.randint(1, 8))
@@ -192,9 +192,9 @@ class WorkloadClient:
 
         def done(outcomes: list[Refusal | None] | None, error: Exception | None) -> None:
             if outcomes is None:
-                self._checkers.ledger.failed(change)
+                self._checkers.history.failed(change)
             else:
-                self._checkers.ledger.put(change, self._known(key), value, outcomes[0], False, False)
+                self._checkers.history.put(change, self._known(key), value, outcomes[0], False, False)
             if num_left > 1 and error is None:
                 self._checkers.counts["puts" if outcomes and outcomes[0] is None else "refusals"] += 1
                 pause_s = random.choice((0.0, 0.0, 0.05, 3.0))
@@ -215,7 +215,7 @@ class WorkloadClient:
         keys, deadline = self._some_keys(), self._deadline
         addresses = [self._client.allocate(self._max_bytes) for _ in keys]
         operation = self._client.operations.get_into(keys, addresses, [self._max_bytes] * len(keys), deadline)
-        look = self._checkers.ledger.look([self._known(key) for key in keys])
+        look = self._checkers.history.begin_read([self._known(key) for key in keys])
 
         def done(sizes: list[int | None] | None, error: Exception | None) -> None:
             if error is not None:
@@ -229,10 +229,10 @@ class WorkloadClient:
 
         self._client.run(operation, deadline, done)
 
-    # Parts, with time between them
+    # Puts in parts, with time between them
 
     def _put_parts(self) -> None:
-        """Start, write in pieces with pauses, then end, abort, or forget about it."""
+        """Start, write in pieces with pauses, then end, abort, or abandon it."""
         keys, deadline = self._some_own_keys()[:2], self._deadline
         values = {key: self._new_value(key) for key in keys}
         change = self._begin(keys)
@@ -258,7 +258,7 @@ class WorkloadClient:
                     PartialPut(grants, promises, values, change), 0, self._kernel.random.randint(1, 3)
                 )
             else:
-                self._checkers.ledger.failed(change)
+                self._checkers.history.failed(change)
                 self._next()
 
         self._client.run(operation, deadline, started)
@@ -287,7 +287,7 @@ class WorkloadClient:
     def _finish(self, work: PartialPut) -> None:
         choice = self._kernel.random.random()
         deadline = self._deadline
-        self._checkers.ledger.failed(work.change)  # whatever comes of it
+        self._checkers.history.failed(work.change)  # whatever the result
         if choice < 0.1:
             self._next()
         elif choice < 0.2:
@@ -295,20 +295,21 @@ class WorkloadClient:
         else:
             for grant, promise in zip(work.grants, work.promises, strict=True):
                 if grant.failure is None:
-                    # All its writes have ended: it needs the space no more, whatever comes of the end.
-                    self._checkers.kept(promise)
+                    # All its writes have ended: it no longer needs the space, whatever the result of the end
+                    # request.
+                    self._checkers.released(promise)
             self._client.run(
                 self._client.operations.end_puts(work.grants, deadline), deadline, self._count_puts
             )
 
-    # Looking at memory in place, as a view does
+    # Reads of memory in place, as a view does
 
     def _look(self) -> None:
-        """Lease, and look at the node's memory again and again until just before the lease ends."""
+        """Lease, and read the node's memory again and again until just before the lease ends."""
 
         def leased(grant: ReadGrant, first: bytes, promises: list[SpaceGrant]) -> None:
             if not self._checkers.has_corruption:
-                # A writer that overran its deadline or a bit that fell: only checksums catch those.
+                # A writer that overran its deadline or a flipped bit: only checksums detect those.
                 self._checkers.value_read(self._known(grant.key), first, f"{self._client.name}'s look")
             self._look_again(grant, first, promises, self._kernel.random.randint(0, 2))
 
@@ -333,7 +334,7 @@ class WorkloadClient:
         self._client.run(self._client.operations.open_reads(keys, deadline), deadline, opened)
 
     def _still_there(self, grant: ReadGrant, first: bytes) -> bool:
-        """Whether the lease holds; the bytes then are what they were."""
+        """Whether the lease holds and the bytes are what they were."""
         self._checkers.counts["looks"] += 1
         if grant.expires_at <= self._client.now or not grant.segment.is_alive:
             return False
@@ -359,7 +360,7 @@ class WorkloadClient:
 
             self._client.run(self._client.operations.renew([grant], deadline), deadline, renewed)
             return
-        # The last look is just before the end, by a clock that may be a little slow.
+        # The last read is just before the end, by a clock that may be a little slow.
         last_s = self._checkers.last_look_s
         wait_s = left_s - last_s if left_s < 0.5 else left_s * self._kernel.random.uniform(0.3, 0.95)
         if left_s <= 2 * last_s:
@@ -380,9 +381,9 @@ class WorkloadClient:
 
         def done(outcomes: list[bool | Refusal] | None, error: Exception | None) -> None:
             if outcomes is None:
-                self._checkers.ledger.failed(change)
+                self._checkers.history.failed(change)
             for key, outcome in zip(keys, outcomes or (), strict=False):
-                self._checkers.ledger.removed(change, self._known(key), outcome)
+                self._checkers.history.removed(change, self._known(key), outcome)
             self._next()
 
         self._client.run(self._client.operations.remove(keys, force, deadline), deadline, done)

@@ -1,6 +1,6 @@
-"""What a simulated cluster is set to and asked for beyond puts and gets. One seed draws one load.
+"""Settings and requests of a simulated cluster beyond puts and gets. One seed draws one mix.
 
-As with faults, a seed decides which kinds of requests occur at all. ``PLAIN`` is the load without any.
+As with faults, a seed decides which kinds of requests occur at all. ``PLAIN`` is the mix without any.
 """
 
 from __future__ import annotations
@@ -18,16 +18,16 @@ SETTINGS = MasterSettings(
 
 @dataclasses.dataclass(frozen=True)
 class WorkloadMix:
-    """Weights are relative to those of ``workload.Worker``: a get has 6."""
+    """Weights are relative to those of ``workload.WorkloadClient``: a get has 6."""
 
     eviction_policy: Literal["lru", "lfu", "chain"] = "lru"
     hot_uses_per_s: float = 100.0
-    """Low, what many read is copied to other nodes."""
+    """When low, objects that are read often are copied to other nodes."""
     demote_watermark: float = 0.5
     promote_after_hits: int = 2
     evict_undemoted: bool = True
     drain: float = 0.0
-    """Drain segments, ask how far that is, and cancel it or not."""
+    """Drain segments, query the progress, and cancel it or not."""
     copy: float = 0.0
     """Copy or move one object."""
     quota: float = 0.0
@@ -39,7 +39,7 @@ class WorkloadMix:
     view: float = 0.0
     """Keep a view open for long, with its lease renewed."""
     tenants: tuple[str, ...] = ("",)
-    """Of clients, in turn; "" is the default one."""
+    """Tenants of clients, in turn; "" is the default one."""
 
     def settings(self) -> MasterSettings:
         return dataclasses.replace(
@@ -56,7 +56,7 @@ PLAIN = WorkloadMix()
 
 
 def draw(random: Random) -> WorkloadMix:
-    """A swarm: each kind of request is present or absent, and then rare or frequent."""
+    """Draw a swarm: each kind of request is present or absent, and then rare or frequent."""
 
     def often(choices: tuple[float, ...]) -> float:
         return random.choice(choices) if random.random() < 0.4 else 0.0

@@ -2,7 +2,7 @@
 
 It owns the one call that runs a cluster; what happens on the way is in ``disaggregated_cluster.py`` (prefill
 and decode on instances of their own) and ``colocated_cluster.py`` (every node does both). Runs are
-deterministic by seed and hold no request that has ended, only its row of the outcome.
+deterministic by seed and keep no request that has ended, only its row of the results.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from mooncake.sim.serving.cluster_spec import ClusterSpec
 from mooncake.sim.serving.colocated_cluster import ColocatedCluster
 from mooncake.sim.serving.disaggregated_cluster import DisaggregatedCluster
 from mooncake.sim.serving.results import RunResults
-from mooncake.sim.traces.trace_row import TraceRow
+from mooncake.sim.traces.trace_file import TraceRow
 
 __all__ = ["ClusterSpec", "simulate"]
 
@@ -35,10 +35,10 @@ def simulate(
     settings: SchedulingSettings | None = None,
     progress: Callable[[int, float], None] | None = None,
 ) -> RunResults:
-    """Run ``rows`` through the cluster. ``progress(requests arrived, virtual time)`` is called now and then.
+    """Run ``rows`` through the cluster. ``progress(requests arrived, virtual time)`` is called repeatedly.
 
     ``settings`` are the conductor's, for objectives and thresholds; ``scheduling``, ``admission`` and what
-    only makes sense with real instances (probes, slow start, limits) are overruled.
+    only makes sense with real instances (probes, slow start, limits) are overridden.
     """
     changes: dict[str, Any] = {"scheduling": scheduling, "admission": admission}
     settings = dataclasses.replace(

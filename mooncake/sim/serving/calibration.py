@@ -1,8 +1,8 @@
-"""Measured times of a live cluster to the cost models: least squares whose coefficients are never negative.
+"""Fit the cost models to measured times of a live cluster: least squares with non-negative coefficients.
 
 It owns the fits and refuses to know how something was measured. Relative errors are minimised, because a
 model is used for short prompts as much as for long ones. A coefficient that would be negative is noise
-about something too small to see: it becomes 0 and the others are fitted again.
+about a cost too small to measure: it becomes 0 and the others are fitted again.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from mooncake.errors import InvalidArgument
 
 
 class PrefillSample(msgspec.Struct, frozen=True):
-    """An instance was busy for so long computing prompt tokens [first, end)."""
+    """An instance was busy for ``seconds`` computing prompt tokens [first, end)."""
 
     first: int
     end: int
@@ -33,7 +33,7 @@ class StepSample(msgspec.Struct, frozen=True):
 
 
 class CostFit(msgspec.Struct, frozen=True):
-    """The coefficients and the mean absolute relative error that is left."""
+    """The coefficients and the remaining mean absolute relative error."""
 
     coefficients: tuple[float, ...]
     error: float

@@ -1,12 +1,12 @@
 """The smallest cluster that meets the objectives for a trace, found by simulating candidates.
 
-It owns the search and its notion of enough; it refuses to know traces, files and money's source: whoever
-calls gives a function that simulates one candidate, and prices. How it searches: TTFT depends on the prefill
-pool and TBT on the decode pool, nearly apart. So each pool is first made as small as its own objective
-allows, beside a pool of the other kind that is never short (doubling, then bisection); then both together
-are simulated, and the pool that fails grows by one until nothing fails. From there memory, network and SSD
-shrink as far as the objectives allow. What is found is a local optimum, every step of which was simulated;
-that no smaller split passes is shown by the sensitivity table, not proved.
+It owns the search and its criterion; it refuses to know traces, files and where prices come from: the caller
+passes a function that simulates one candidate, and prices. The search: TTFT depends on the prefill pool and
+TBT on the decode pool, almost independently. So each pool is first made as small as its own objective allows,
+beside a pool of the other kind that is never short (doubling, then bisection); then both together are
+simulated, and the pool that fails grows by one until nothing fails. From there memory, network and SSD shrink
+as far as the objectives allow. The result is a local optimum, every step of which was simulated; that no
+smaller split passes is shown by the sensitivity table, not proved.
 """
 
 from __future__ import annotations
@@ -24,14 +24,14 @@ from mooncake.sim.serving.results import Summary
 MAX_NODES = 4096
 COLOCATED_MODES: tuple[Literal["vllm", "prefix", "chunked"], ...] = ("vllm", "prefix", "chunked")
 _MIN_SHRINK = 1 / 64
-"""Memory and network are not tried below this part of what the node has."""
+"""Memory and network are not tried below this fraction of the node's."""
 
 
 class Prices(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """Dollars an hour. Everything but GPUs is 0 unless said: mostly it comes with them."""
+    """Dollars an hour. Everything but GPUs defaults to 0: usually it is included in their price."""
 
     gpu: dict[str, float]
-    "By the name that costs files use, e.g. H100."
+    "Price by the name that costs files use, e.g. H100."
     dram_tb: float = 0.0
     ssd_tb: float = 0.0
     nic_100gbps: float = 0.0
@@ -52,14 +52,14 @@ class CandidateCluster(msgspec.Struct, frozen=True):
     num_prefill: int
     num_decode: int
     cache_tokens: int
-    "Of a prefill node's memory; ``cache_bytes`` is the same."
+    "Memory of a prefill node; ``cache_bytes`` is the same in bytes."
     cache_bytes: int
     ssd_tokens: int
     nic_bytes_per_s: float
     dollars_per_hour: float
     attainment: float
     ttft_attainment: float
-    "The share with its TTFT in time; ``tbt_attainment`` likewise."
+    "Share of requests with their TTFT in time; ``tbt_attainment`` likewise."
     tbt_attainment: float
     meets: bool
     good_per_dollar: float
@@ -74,18 +74,18 @@ class CandidateCluster(msgspec.Struct, frozen=True):
 
 
 class CapacityPlan(msgspec.Struct, frozen=True):
-    """What was found for one kind of hardware."""
+    """The plan for one kind of hardware."""
 
     best: CandidateCluster | None
     "None: not even ``MAX_NODES`` nodes are enough."
     one_pool: CandidateCluster | None
-    "The smallest cluster of nodes that do both, the best of its kinds; None as above."
+    "The smallest cluster of colocated nodes, the best of its modes; None as above."
     sensitivity: list[CandidateCluster]
     num_simulated: int
 
 
 Simulate = Callable[[ClusterSpec, float], tuple[Summary, float, float]]
-"""A candidate at so many times the load: its summary, and the shares of requests that met TTFT and TBT."""
+"""Summary of a candidate at a multiple of the load, and the shares of requests that met TTFT and TBT."""
 
 
 class CapacityPlanner:
@@ -118,7 +118,7 @@ class CapacityPlanner:
         found = self._candidate(best) if best is not None else None
         return CapacityPlan(found, one_pool, sensitivity, len(self._seen))
 
-    # --- prefill and decode apart
+    # --- disaggregated prefill and decode
 
     def _apart(self) -> ClusterSpec | None:
         plenty = self._plenty()
@@ -133,7 +133,7 @@ class CapacityPlanner:
         )
         spec = dataclasses.replace(plenty, num_prefill=num_prefill, num_decode=num_decode)
         while not (found := self._candidate(spec)).meets:
-            # The pool whose objective is missed more grows.
+            # The pool whose objective is missed by more grows.
             if found.ttft_attainment <= found.tbt_attainment and spec.num_prefill < plenty.num_prefill:
                 spec = dataclasses.replace(spec, num_prefill=spec.num_prefill + 1)
             elif spec.num_decode < plenty.num_decode:
@@ -155,7 +155,7 @@ class CapacityPlanner:
         return None
 
     def _smallest(self, known: int, meets: Callable[[int], bool]) -> int:
-        """The least count up to ``known``, which meets, that meets too."""
+        """The least count up to ``known``, which meets the objectives, that meets them too."""
         least, most = 1, known
         while least < most:
             middle = (least + most) // 2
@@ -186,7 +186,7 @@ class CapacityPlanner:
             spec = dataclasses.replace(spec, nic_bytes_per_s=speed)
         return spec
 
-    # --- nodes that do both
+    # --- colocated nodes
 
     def _one_pool(self) -> CandidateCluster | None:
         found: list[CandidateCluster] = []
@@ -196,7 +196,7 @@ class CapacityPlanner:
             while most <= MAX_NODES and not self._with(base, num_prefill=most).meets:
                 most *= 2
                 if found and most > 2 * min(one.num_nodes for one in found):
-                    break  # another kind is smaller anyway
+                    break  # another mode is smaller anyway
             else:
                 if most > MAX_NODES:
                     continue
@@ -209,7 +209,7 @@ class CapacityPlanner:
     def _meets_with(self, base: ClusterSpec) -> Callable[[int], bool]:
         return lambda num_nodes: self._with(base, num_prefill=num_nodes).meets
 
-    # --- around what was found
+    # --- sensitivity
 
     def _around(self, best: ClusterSpec) -> Iterable[CandidateCluster]:
         """What one step in each direction changes."""
@@ -269,7 +269,7 @@ class CapacityPlanner:
         return found
 
     def _dollars(self, spec: ClusterSpec) -> float:
-        """An hour of the whole cluster. Only nodes that keep a cache pay for its memory and SSD."""
+        """Dollars per hour of the whole cluster. Only nodes that keep a cache pay for its memory and SSD."""
         costs, prices = spec.node_costs, self._prices
         num_nodes = spec.num_prefill + spec.num_decode
         num_caches = spec.num_prefill
@@ -281,7 +281,7 @@ class CapacityPlanner:
 
 
 def _gpu_price(hardware: str, prices: Prices) -> float:
-    """Of the GPU whose name ``hardware`` ends with (``llama3-70b-8xH100``)."""
+    """Price of the GPU whose name ``hardware`` ends with (``llama3-70b-8xH100``)."""
     for name in sorted(prices.gpu, key=len, reverse=True):
         if hardware.lower().endswith(name.lower()):
             price = prices.gpu[name]

@@ -1,7 +1,7 @@
-"""What every simulated cluster has: requests that arrive, a conductor that places them, an outcome.
+"""What every simulated cluster has: requests that arrive, a conductor that places them, results.
 
-It owns the conversation with the conductor: a request's arrival is a ``Place``, everything else a fact at
-the instant at which a real one would be known. A subclass has the nodes and does what a decision says.
+It owns the communication with the conductor: a request's arrival is a ``Place``, everything else a fact at
+the instant at which a real one would be known. A subclass has the nodes and carries out the decisions.
 """
 
 from __future__ import annotations
@@ -36,15 +36,15 @@ from mooncake.sim.serving.results import DONE, REJECTED, Recorder, RunResults
 from mooncake.sim.serving.sim_request import SimRequest
 from mooncake.sim.serving.step_level import prompt_of
 from mooncake.sim.serving.timeline import TimelineSampler
-from mooncake.sim.traces.trace_row import TraceRow
+from mooncake.sim.traces.trace_file import TraceRow
 from mooncake.types import InstanceId, Tier, WorkerRole
 
 LIFETIME_S = 1e9
-"""Nobody is forgotten: every end is reported."""
+"""No request is ever dropped: every end is reported."""
 
 
 class ServingCluster:
-    """One run. A request waits in no list here: its journey is known to whoever moves it next."""
+    """One run. It keeps no list of requests: each is referenced by whatever moves it next."""
 
     def __init__(
         self,
@@ -78,20 +78,20 @@ class ServingCluster:
         self.check_end()
         return self.recorder.outcome(self.sampler.time_line(), *self._objectives)
 
-    # what a subclass does
+    # implemented by a subclass
 
-    def serve(self, journey: SimRequest, decision: Decision) -> None:
+    def serve(self, request: SimRequest, decision: Decision) -> None:
         raise NotImplementedError
 
     def caches(self) -> list[NodeCache[Any]]:
-        """Those in which prompts are looked up."""
+        """The caches in which prompts are looked up."""
         raise NotImplementedError
 
     def check_end(self) -> None:
         """Assert that nothing is left of any request."""
         raise NotImplementedError
 
-    # what it uses
+    # used by a subclass
 
     def join(self, instance: InstanceId, role: WorkerRole) -> None:
         self.post(AddInstance(instance, role, self.costs.device_tokens if role is WorkerRole.DECODE else 0))
@@ -105,51 +105,51 @@ class ServingCluster:
         return conductor.handle(event, now)
 
     def post_block_events(self, instance: InstanceId, cache: NodeCache[Any]) -> None:
-        """What came to the node's cache and left it since it was asked last."""
+        """Report blocks that were added to or removed from the node's cache since the last call."""
         if self.cluster.detail == "step":
-            cache.left = [short_key(block_hash) for block_hash in cache.left]
-            cache.came = [short_key(block_hash) for block_hash in cache.came]
-        if cache.left:
-            self.post(BlocksRemoved(instance, cache.left, Tier.MEMORY))
-            cache.left = []
-        if cache.came:
-            self.post(BlocksStored(instance, cache.came, Tier.MEMORY))
-            cache.came = []
-        if cache.ssd_left:
-            self.post(BlocksRemoved(instance, cache.ssd_left, Tier.SSD))
-            cache.ssd_left = []
-        if cache.ssd_came:
-            self.post(BlocksStored(instance, cache.ssd_came, Tier.SSD))
-            cache.ssd_came = []
+            cache.removed = [short_key(block_hash) for block_hash in cache.removed]
+            cache.stored = [short_key(block_hash) for block_hash in cache.stored]
+        if cache.removed:
+            self.post(BlocksRemoved(instance, cache.removed, Tier.MEMORY))
+            cache.removed = []
+        if cache.stored:
+            self.post(BlocksStored(instance, cache.stored, Tier.MEMORY))
+            cache.stored = []
+        if cache.ssd_removed:
+            self.post(BlocksRemoved(instance, cache.ssd_removed, Tier.SSD))
+            cache.ssd_removed = []
+        if cache.ssd_stored:
+            self.post(BlocksStored(instance, cache.ssd_stored, Tier.SSD))
+            cache.ssd_stored = []
 
     def post_step(self, instance: InstanceId, batch: DecodeBatch) -> None:
-        """``batch`` is at the end of a step."""
+        """Report a step of ``batch``, which is at the end of one."""
         if self.measures(instance):
             self.post(StepMeasured(instance, len(batch), batch.context, batch.seconds(1)))
 
     def measures(self, instance: InstanceId) -> bool:
-        """Whether it is time again for it to report how long its work takes."""
+        """Whether it is time for the instance to report how long its work takes."""
         now = self.kernel.now
         if now < self._measures_at.get(instance, 0.0):
             return False
         self._measures_at[instance] = now + self.cluster.measure_s
         return True
 
-    def done(self, journey: SimRequest, at: float) -> None:
-        """Its last token was made at ``at``."""
-        number, recorder = journey.number, self.recorder
-        ttft_s = journey.first_token_at - journey.arrived_at
+    def done(self, request: SimRequest, at: float) -> None:
+        """The last token was made at ``at``."""
+        number, recorder = request.number, self.recorder
+        ttft_s = request.first_token_at - request.arrived_at
         recorder.status[number] = DONE
-        recorder.e2e_s[number] = at - journey.arrived_at
-        recorder.tbt_s[number] = journey.tbt_s
-        num_intervals = journey.num_output - 1
-        recorder.tbt_mean_s[number] = (at - journey.first_token_at) / num_intervals if num_intervals else 0.0
+        recorder.e2e_s[number] = at - request.arrived_at
+        recorder.tbt_s[number] = request.tbt_s
+        num_intervals = request.num_output - 1
+        recorder.tbt_mean_s[number] = (at - request.first_token_at) / num_intervals if num_intervals else 0.0
         self.sampler.num_open -= 1
-        self.post(Finished(journey.request_id, journey.num_output, ttft_s, journey.tbt_s, True))
+        self.post(Finished(request.request_id, request.num_output, ttft_s, request.tbt_s, True))
 
-    def give_up(self, journey: SimRequest, status: int) -> None:
-        """It ends here, without an answer."""
-        self.recorder.status[journey.number] = status
+    def give_up(self, request: SimRequest, status: int) -> None:
+        """End the request here, without an answer."""
+        self.recorder.status[request.number] = status
         self.sampler.num_open -= 1
         self.sampler.num_rejected += 1
 
@@ -166,24 +166,24 @@ class ServingCluster:
         self.sampler.num_open += 1
         self.sampler.has_more = following is not None
         keys: Sequence[int] = row.keys[: num_input // self.cluster.block_tokens]
-        journey = SimRequest(number, now, num_input, num_output, keys)
+        request = SimRequest(number, now, num_input, num_output, keys)
         if self.cluster.detail == "step":
-            keys = self._with_tokens(journey)
-        place = Place(journey.request_id, num_input, list(keys), lifetime_s=LIFETIME_S)
+            keys = self._with_tokens(request)
+        place = Place(request.request_id, num_input, list(keys), lifetime_s=LIFETIME_S)
         for effect in self.post(place):
             if isinstance(effect, Decision):
                 self._note_prediction(number, effect)
-                self.serve(journey, effect)
+                self.serve(request, effect)
             elif isinstance(effect, Refuse):
                 self._note_prediction(number, effect)
-                self.give_up(journey, REJECTED)
+                self.give_up(request, REJECTED)
 
-    def _with_tokens(self, journey: SimRequest) -> list[int]:
-        """Give it a prompt of tokens, and so hashes; their short keys."""
+    def _with_tokens(self, request: SimRequest) -> list[int]:
+        """Give the request a prompt of tokens, and so block hashes; return their short keys."""
         block_tokens = self.cluster.block_tokens
-        journey.token_ids = prompt_of(journey.keys, journey.num_input, block_tokens, journey.number)
-        journey.keys = block_hashes(journey.token_ids, block_tokens, root_hash())
-        return [short_key(block_hash) for block_hash in journey.keys]
+        request.token_ids = prompt_of(request.keys, request.num_input, block_tokens, request.number)
+        request.keys = block_hashes(request.token_ids, block_tokens, root_hash())
+        return [short_key(block_hash) for block_hash in request.keys]
 
     def _note_prediction(self, number: int, effect: Decision | Refuse) -> None:
         prediction = effect.prediction

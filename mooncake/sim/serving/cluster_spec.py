@@ -1,4 +1,4 @@
-"""What a simulated cluster is made of: its machines, and how they are used."""
+"""The specification of a simulated cluster: its machines, and how they are used."""
 
 from __future__ import annotations
 
@@ -23,28 +23,28 @@ class ClusterSpec:
     """The machines, and how they are used."""
 
     costs: NodeCosts
-    """Of every node."""
+    """Costs of every node."""
     num_prefill: Count = 8
     num_decode: Annotated[int, Meta(ge=0)] = 8
-    """0 only where nodes do both."""
+    """0 only where nodes are colocated."""
     mode: Mode = "disaggregated"
-    """The others are one pool of ``num_prefill + num_decode`` nodes that do both: ``vllm`` computes prompts
-    before it goes on decoding, ``prefix`` also keeps their blocks for later ones, ``chunked`` mixes chunks
-    of prompts into the steps."""
+    """The values other than ``mooncake`` are one pool of ``num_prefill + num_decode`` colocated nodes:
+    ``vllm`` computes prompts before it continues decoding, ``prefix`` also keeps their blocks for later ones,
+    ``chunked`` mixes chunks of prompts into the steps."""
     detail: Literal["flow", "step"] = "flow"
     """``step``: the real batch scheduler, step by step and block by block. For small traces."""
     block_tokens: Count = 512
-    """What a key of the trace stands for."""
+    """Tokens that a key of the trace stands for."""
     cache_tokens: int | None = None
-    """Of a prefill node's DRAM; None: as ``costs`` says."""
+    """Cache of a prefill node in DRAM; None: as in ``costs``."""
     ssd_tokens: int = 0
-    """Of its SSD."""
+    """Cache of a prefill node on its SSD."""
     nic_bytes_per_s: float = 0.0
-    """Of a node in one direction; 0: as ``costs`` says."""
+    """Bandwidth of a node in one direction; 0: as in ``costs``."""
     pipeline_nodes: Count = 1
-    """Prefill nodes that form one instance and compute the chunks of a prompt one behind the other."""
+    """Prefill nodes that form one instance and compute the chunks of a prompt as a pipeline."""
     chunk_tokens: Count = 1024
-    """Of such chunks."""
+    """Tokens of such a chunk."""
     step_tokens: Count = 512
     """Tokens of one step that prompts and answers share (``chunked``, ``step``)."""
     max_batch: Count = 256
@@ -52,15 +52,16 @@ class ClusterSpec:
     obeys_turns: bool = True
     """Whether waiting prompts are computed in the conductor's order, or first come first served."""
     measure_s: float = 10.0
-    """How often an instance reports to the conductor what its work takes; the rest it hears without times."""
+    """Interval of an instance's measurements for the conductor; steps between them are reported without
+    times."""
     sample_s: float = 10.0
-    """The time line's interval."""
+    """The interval of the timeline."""
     watches_blocks: bool = False
-    """Count how often each block is used, and where the most used ones are. Takes memory by the block."""
+    """Count how often each block is used, and where the most used ones are. Needs memory per block."""
 
     def __post_init__(self) -> None:
         if self.mode == "disaggregated" and not self.num_decode:
-            allowed = "1 or more when prefill and decode are apart"
+            allowed = "1 or more when prefill and decode are disaggregated"
             raise InvalidArgument("num_decode", self.num_decode, allowed)
         if self.num_prefill % self.pipeline_nodes:
             allowed = f"a divisor of num_prefill ({self.num_prefill})"
@@ -74,7 +75,7 @@ class ClusterSpec:
     def scheduler(
         self, num_tokens: int, step_tokens: int, max_running: int, *, has_external_cache: bool = False
     ) -> Scheduler:
-        """An engine's, over so many tokens of KV."""
+        """An engine's scheduler, with room for so many tokens of KV."""
         return Scheduler(
             SchedulerSettings(
                 num_blocks=num_tokens // self.block_tokens + 1,
@@ -96,7 +97,7 @@ class ClusterSpec:
 
     @property
     def models(self) -> CostModels:
-        """What the conductor believes of an instance before it has measured anything."""
+        """What the conductor assumes about an instance before any measurement."""
         models, num_nodes = self.node_costs.models, self.pipeline_nodes
         if num_nodes == 1:
             return models
@@ -108,7 +109,7 @@ class ClusterSpec:
 
     @property
     def node_costs(self) -> NodeCosts:
-        """``costs`` with what is said otherwise here."""
+        """``costs`` with this spec's overrides."""
         changes: dict[str, Any] = {}
         if self.cache_tokens is not None:
             changes["cache_tokens"] = self.cache_tokens

@@ -1,10 +1,9 @@
-"""Continuous batching in closed form: what an instance that decodes does between two changes of its batch.
+"""Continuous batching in closed form: a decoding instance between two changes of its batch.
 
-It owns the arithmetic of steps and refuses to know queues, memory and events. A step takes
-``base + per_request * batch + per_token * context``; the context grows by the batch with every step, so
-n steps are a quadratic in n, and neither a step nor a token needs an event of its own. The intervals
-that a request saw are kept as runs (how many steps, how long each on average) from which the mean of
-its longest ones is read when it ends.
+It owns the arithmetic of steps and refuses to know queues, memory and events. A step takes ``base +
+per_request * batch + per_token * context``; the context grows by the batch with every step, so n steps are a
+quadratic in n, and neither a step nor a token needs an event of its own. A request's intervals are kept as
+runs (how many steps, how long each on average) from which the mean of its longest ones is read when it ends.
 
     at                                                    a change at ``now`` takes effect
     ├──────┼──────┼───────┼───────┼───────┤               at the end of the step it falls into
@@ -21,14 +20,14 @@ from mooncake.conductor.prediction.cost_models import DecodeModel
 from mooncake.sim.serving.sim_request import SimRequest
 
 RUNS_KEPT = 2048
-"""Runs after which those that nobody needs any more are dropped."""
+"""Number of runs after which those that no request needs are dropped."""
 
 RUN_SPREAD = 0.02
 RUN_PARTS = 8
-"""A run whose steps differ by more than that share of their mean is split in so many."""
+"""A run whose steps differ by more than that share of their mean is split into this many."""
 
 IntervalRun = tuple[int, float]
-"""So many intervals of so many seconds. None of so many: the next interval is longer by that."""
+"""``num`` intervals of ``seconds`` each. With ``num`` 0, the next interval is longer by ``seconds``."""
 
 
 class DecodeBatch:
@@ -42,15 +41,15 @@ class DecodeBatch:
         """When its last step ended (in the future while one is under way)."""
         self.step = 0
         self.context = 0
-        """Tokens of all requests in it."""
+        """Tokens of all requests in the batch."""
         self.leaving: list[tuple[int, int, SimRequest]] = []
         """A heap of (step after which it ends, number, request)."""
         self.extra_s = 0.0
-        """By how much a chunk of a prompt lengthens the next step, and every later one more."""
+        """How much a chunk of a prompt lengthens the next step, and every later one more."""
         self.extra_growth_s = 0.0
         self.runs: list[IntervalRun] = []
         self.dropped = 0
-        """Runs that were dropped before the first in ``runs``."""
+        """Number of runs that were dropped before the first in ``runs``."""
 
     def __len__(self) -> int:
         return len(self.leaving)
@@ -63,7 +62,7 @@ class DecodeBatch:
         return num_steps * (first + growth * (num_steps - 1) / 2)
 
     def steps_until(self, now: float) -> int:
-        """How many steps end before ``now``, the one that is under way then included."""
+        """How many steps end before ``now``, including the one under way."""
         elapsed = now - self.at
         if elapsed <= 0:
             return 0
@@ -86,7 +85,7 @@ class DecodeBatch:
             self.extra_s += num_steps * self.extra_growth_s
 
     def _add_uneven(self, num_steps: int) -> None:
-        """The last steps take noticeably longer than the first: several runs instead of one."""
+        """The last steps take noticeably longer than the first: add several runs instead of one."""
         begun, begun_s = 0, 0.0
         for part in range(1, RUN_PARTS + 1):
             end = num_steps * part // RUN_PARTS
@@ -96,7 +95,7 @@ class DecodeBatch:
                 begun, begun_s = end, end_s
 
     def pause(self, seconds: float) -> None:
-        """Nobody in it gets a token for so long."""
+        """No request in the batch gets a token for so long."""
         self.runs.append((0, seconds))
         self.at += seconds
 
@@ -105,23 +104,23 @@ class DecodeBatch:
         """Steps until the next request ends. The batch must not be empty."""
         return self.leaving[0][0] - self.step
 
-    def join(self, journey: SimRequest) -> None:
-        """It has its first token and gets the second with the next step."""
-        journey.first_run = self.dropped + len(self.runs)
-        journey.wait_s = self.at - journey.first_token_at
-        self.context += journey.num_input + 1
-        heapq.heappush(self.leaving, (self.step + journey.num_output - 1, journey.number, journey))
+    def join(self, request: SimRequest) -> None:
+        """Add a request that has its first token and gets the second with the next step."""
+        request.first_run = self.dropped + len(self.runs)
+        request.wait_s = self.at - request.first_token_at
+        self.context += request.num_input + 1
+        heapq.heappush(self.leaving, (self.step + request.num_output - 1, request.number, request))
 
     def leave(self) -> list[SimRequest]:
-        """Take out those that are complete."""
+        """Remove the requests that are complete."""
         done: list[SimRequest] = []
         while self.leaving and self.leaving[0][0] <= self.step:
-            journey = heapq.heappop(self.leaving)[2]
-            self.context -= journey.num_input + journey.num_output
-            journey.tbt_s = longest_mean(
-                self.runs[journey.first_run - self.dropped :], journey.wait_s, journey.num_output - 1
+            request = heapq.heappop(self.leaving)[2]
+            self.context -= request.num_input + request.num_output
+            request.tbt_s = longest_mean(
+                self.runs[request.first_run - self.dropped :], request.wait_s, request.num_output - 1
             )
-            done.append(journey)
+            done.append(request)
         if done:
             self._drop_runs()
         return done

@@ -1,8 +1,8 @@
-"""A simulated decode instance: who is in its batch, who waits for memory, when they leave.
+"""A simulated decode instance: which requests are in its batch, wait for memory, or leave.
 
-It owns its memory's account and refuses to know where the KV came from. A request takes memory for its
-prompt and its whole answer when it joins, so that nobody is preempted; who finds none waits in order of
-arrival. Between joins and leaves nothing happens (``batch.py``).
+It owns the account of its memory and refuses to know where the KV came from. A request takes memory for its
+prompt and its whole answer when it joins, so that none is preempted; one that finds none waits in order of
+arrival. Between joins and leaves there are no events (``decode_batch.py``).
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from mooncake.sim.serving.sim_request import SimRequest
 
 
 class DecodeNode:
-    """``done(journey, at)`` is told of every answer that is complete, ``stepped(node)`` now and then."""
+    """``done(request, at)`` is called for every complete answer, ``stepped(node)`` repeatedly."""
 
     def __init__(
         self,
@@ -49,23 +49,23 @@ class DecodeNode:
     def is_idle(self) -> bool:
         return not self.batch and not self.used_tokens and not self._waiting
 
-    def takes(self, journey: SimRequest) -> bool:
-        """Whether it could ever hold it."""
-        return journey.num_input + journey.num_output <= self._capacity_tokens
+    def takes(self, request: SimRequest) -> bool:
+        """Whether the request could ever fit."""
+        return request.num_input + request.num_output <= self._capacity_tokens
 
-    def join(self, journey: SimRequest) -> None:
-        """Its KV is here: it decodes from the next step on."""
-        self._waiting.append(journey)
+    def join(self, request: SimRequest) -> None:
+        """The KV of a request has arrived: it decodes from the next step on."""
+        self._waiting.append(request)
         batch = self.batch
         if batch:
             num_steps = batch.steps_until(self._kernel.now)
             if num_steps >= batch.next_leave or not self._has_room(self._waiting[0]):
-                return  # whoever leaves lets it in
+                return  # a request that leaves lets it in
             batch.advance(num_steps)
         self._admit()
 
-    def _has_room(self, journey: SimRequest) -> bool:
-        needed = journey.num_input + journey.num_output
+    def _has_room(self, request: SimRequest) -> bool:
+        needed = request.num_input + request.num_output
         return self.used_tokens + needed <= self._capacity_tokens and len(self.batch) < self._max_batch
 
     def _admit(self) -> None:
@@ -73,9 +73,9 @@ class DecodeNode:
         if not batch:
             batch.at = max(batch.at, self._kernel.now)
         while waiting and self._has_room(waiting[0]):
-            journey = waiting.popleft()
-            self.used_tokens += journey.num_input + journey.num_output
-            batch.join(journey)
+            request = waiting.popleft()
+            self.used_tokens += request.num_input + request.num_output
+            batch.join(request)
         self._version += 1
         if batch:
             at = batch.at + batch.seconds(batch.next_leave)
@@ -88,8 +88,8 @@ class DecodeNode:
         self._stepped(self.id, batch)
         batch.advance(batch.next_leave)
         done = batch.leave()
-        for journey in done:
-            self.used_tokens -= journey.num_input + journey.num_output
+        for request in done:
+            self.used_tokens -= request.num_input + request.num_output
         self._admit()
-        for journey in done:
-            self._done(journey, batch.at)
+        for request in done:
+            self._done(request, batch.at)

@@ -1,9 +1,9 @@
-"""Prefill and decode on instances of their own, with the KV going from one to the other.
+"""Prefill and decode on separate instances, with the KV transferred from one to the other.
 
-It owns a request's way between the nodes: what the decision says is fetched from peers or from SSD is on
-its way at once; the KV of a prompt goes to its decode instance layer by layer while the prompt is computed,
-so that after the last layer only that one's bytes are still to come. A journey ends at its last token, or
-where the conductor refuses it.
+It owns a request's path between the nodes: what the decision fetches from peers or from SSD starts at once;
+the KV of a prompt goes to its decode instance layer by layer while the prompt is computed, so that after the
+last layer only that layer's bytes remain. A request ends at its last token, or where the conductor refuses
+it.
 """
 
 from __future__ import annotations
@@ -25,11 +25,11 @@ from mooncake.sim.serving.step_level import StepDecodeNode, StepPrefillNode
 from mooncake.types import WorkerRole
 
 STEP_TOKENS = 8192
-"""Tokens of a prefill instance's step, where there are steps."""
+"""Tokens of a prefill instance's step, in the step-level mode."""
 
 _Node: TypeAlias = PrefillNode | StepPrefillNode
 _Load: TypeAlias = tuple[SimRequest, _Node, _Node, list[int], int, float]
-"""(for whom, to, from, blocks pinned there, first block, begun at)."""
+"""(request, target, source, blocks pinned there, first block, begun at)."""
 
 
 class DisaggregatedCluster(ServingCluster):
@@ -102,55 +102,55 @@ class DisaggregatedCluster(ServingCluster):
         for decode in self.decode:
             assert decode.is_idle, decode
 
-    # placed
+    # placement
 
-    def serve(self, journey: SimRequest, decision: Decision) -> None:
+    def serve(self, request: SimRequest, decision: Decision) -> None:
         assert decision.prefill is not None, decision
         node = self._prefill_by_id[decision.prefill]
-        journey.prefill, journey.decode = node.number, self._decode_by_id[decision.decode].number
-        self.recorder.prefill_instance[journey.number] = journey.prefill
-        self.recorder.decode_instance[journey.number] = journey.decode
-        journey.turn = decision.turn
-        if not self.decode[journey.decode].takes(journey):
-            self.give_up(journey, FAILED)
+        request.prefill, request.decode = node.number, self._decode_by_id[decision.decode].number
+        self.recorder.prefill_instance[request.number] = request.prefill
+        self.recorder.decode_instance[request.number] = request.decode
+        request.turn = decision.turn
+        if not self.decode[request.decode].takes(request):
+            self.give_up(request, FAILED)
             return
         num_cached = decision.num_cached_tokens
         for fetch in decision.fetches:
-            self._fetch(journey, node, fetch)
+            self._fetch(request, node, fetch)
         if node.cache.ssd is not None:
-            self._read_ssd(journey, node)
-        num_cached = max(num_cached, journey.loads[-1][1] * self.cluster.block_tokens if journey.loads else 0)
-        journey.estimate_s = self.costs.prefill_s(min(num_cached, journey.num_input - 1), journey.num_input)
-        self.sampler.queued(journey)
-        node.enqueue(journey)
+            self._read_ssd(request, node)
+        num_cached = max(num_cached, request.loads[-1][1] * self.cluster.block_tokens if request.loads else 0)
+        request.estimate_s = self.costs.prefill_s(min(num_cached, request.num_input - 1), request.num_input)
+        self.sampler.queued(request)
+        node.enqueue(request)
 
     # loading what is cached elsewhere
 
-    def _fetch(self, journey: SimRequest, node: _Node, fetch: Fetch) -> None:
+    def _fetch(self, request: SimRequest, node: _Node, fetch: Fetch) -> None:
         source = self._prefill_by_id[fetch.source]
         end = fetch.first_block + fetch.num_blocks
-        keys = journey.keys[fetch.first_block : end]
+        keys = request.keys[fetch.first_block : end]
         in_memory = source.cache.match(keys)
         num_on_ssd = source.cache.num_on_ssd(keys[len(in_memory) :])
         first = fetch.first_block
         if in_memory and source is not node:
             source.cache.pin(in_memory)
-            self._load(journey, node, source, in_memory, first, len(in_memory), (source.out, node.into))
+            self._load(request, node, source, in_memory, first, len(in_memory), (source.out, node.into))
         if num_on_ssd:
             ports = (source.ssd,) if source is node else (source.ssd, source.out, node.into)
-            self._load(journey, node, source, [], first + len(in_memory), num_on_ssd, ports)
+            self._load(request, node, source, [], first + len(in_memory), num_on_ssd, ports)
 
-    def _read_ssd(self, journey: SimRequest, node: _Node) -> None:
-        """A node reads by itself what it has on its own SSD behind what it has in memory."""
-        first = len(node.cache.match(journey.keys))
-        if not journey.loads:
-            num_on_ssd = node.cache.num_on_ssd(journey.keys[first:])
+    def _read_ssd(self, request: SimRequest, node: _Node) -> None:
+        """A node reads from its own SSD the blocks that follow those in its memory."""
+        first = len(node.cache.match(request.keys))
+        if not request.loads:
+            num_on_ssd = node.cache.num_on_ssd(request.keys[first:])
             if num_on_ssd:
-                self._load(journey, node, node, [], first, num_on_ssd, (node.ssd,))
+                self._load(request, node, node, [], first, num_on_ssd, (node.ssd,))
 
     def _load(
         self,
-        journey: SimRequest,
+        request: SimRequest,
         node: _Node,
         source: _Node,
         pinned: list[int],
@@ -158,91 +158,91 @@ class DisaggregatedCluster(ServingCluster):
         num_blocks: int,
         ports: Sequence[Port],
     ) -> None:
-        journey.loads.append((first, first + num_blocks))
-        journey.fetched_tokens += num_blocks * self.cluster.block_tokens
-        if not journey.num_fetching:
-            journey.fetch_began_at = self.kernel.now
-        journey.num_fetching += 1
-        load = (journey, node, source, pinned, first, self.kernel.now)
+        request.loads.append((first, first + num_blocks))
+        request.fetched_tokens += num_blocks * self.cluster.block_tokens
+        if not request.num_fetching:
+            request.fetch_began_at = self.kernel.now
+        request.num_fetching += 1
+        load = (request, node, source, pinned, first, self.kernel.now)
         self.fabric.start(ports, num_blocks * self._block_bytes, self._loaded, load)
 
     def _loaded(self, load: _Load) -> None:
-        journey, node, source, pinned, first, began_at = load
+        request, node, source, pinned, first, began_at = load
         now = self.kernel.now
         source.cache.unpin(pinned)
-        end = next(end for start, end in journey.loads if start == first)
-        keys = journey.keys[first:end]
+        end = next(end for start, end in request.loads if start == first)
+        keys = request.keys[first:end]
         num_known = len(node.cache.match(keys))
         node.cache.unpin(node.cache.keep(keys[num_known:]))
         self.post_block_events(node.id, node.cache)
         if source is not node:
             size_bytes = (end - first) * self._block_bytes
             self.post(TransferMeasured(source.id, node.id, size_bytes, now - began_at))
-        journey.num_fetching -= 1
-        if not journey.num_fetching:
-            journey.fetch_ended_at = now
-            node.fetched(journey)
+        request.num_fetching -= 1
+        if not request.num_fetching:
+            request.fetch_ended_at = now
+            node.fetched(request)
 
     # prefill
 
-    def _began(self, journey: SimRequest) -> None:
-        number, recorder = journey.number, self.recorder
-        recorder.cached_tokens[number] = journey.cached_tokens
-        recorder.fetched_tokens[number] = min(journey.fetched_tokens, journey.cached_tokens)
-        recorder.prefill_gpu_s[number] = journey.computed_s
-        self.sampler.began(journey)
+    def _began(self, request: SimRequest) -> None:
+        number, recorder = request.number, self.recorder
+        recorder.cached_tokens[number] = request.cached_tokens
+        recorder.fetched_tokens[number] = min(request.fetched_tokens, request.cached_tokens)
+        recorder.prefill_gpu_s[number] = request.computed_s
+        self.sampler.began(request)
 
-    def _planned(self, journey: SimRequest, done_at: float) -> None:
-        """As much of its KV as the layers before the last make goes while they are computed."""
-        size_bytes = journey.num_input * self.costs.kv_bytes_per_token
+    def _planned(self, request: SimRequest, done_at: float) -> None:
+        """Send the KV of all layers but the last while they are computed."""
+        size_bytes = request.num_input * self.costs.kv_bytes_per_token
         sending_s = size_bytes / self.costs.nic_bytes_per_s * (1 - 1 / self.costs.num_layers)
-        if journey.num_output > 1:
-            self.kernel.call_at(max(self.kernel.now, done_at - sending_s), self._send, journey)
+        if request.num_output > 1:
+            self.kernel.call_at(max(self.kernel.now, done_at - sending_s), self._send, request)
 
-    def _send(self, journey: SimRequest) -> None:
-        size_bytes = journey.num_input * self.costs.kv_bytes_per_token
-        ports = (self.prefill[journey.prefill].out, self.decode[journey.decode].into)
-        self.fabric.start(ports, size_bytes, self._sent, journey)
+    def _send(self, request: SimRequest) -> None:
+        size_bytes = request.num_input * self.costs.kv_bytes_per_token
+        ports = (self.prefill[request.prefill].out, self.decode[request.decode].into)
+        self.fabric.start(ports, size_bytes, self._sent, request)
 
-    def _prefilled(self, journey: SimRequest) -> None:
-        now, node = self.kernel.now, self.prefill[journey.prefill]
-        journey.first_token_at = now + self.costs.first_token_s
-        self.recorder.ttft_s[journey.number] = journey.first_token_at - journey.arrived_at
+    def _prefilled(self, request: SimRequest) -> None:
+        now, node = self.kernel.now, self.prefill[request.prefill]
+        request.first_token_at = now + self.costs.first_token_s
+        self.recorder.ttft_s[request.number] = request.first_token_at - request.arrived_at
         self.post_block_events(node.id, node.cache)
-        fact = self._measured(journey) if self.measures(node.id) else Prefilled(journey.request_id)
+        fact = self._measured(request) if self.measures(node.id) else Prefilled(request.request_id)
         for effect in self.post(fact):
-            if isinstance(effect, Refuse) and effect.request_id == journey.request_id:
-                self.give_up(journey, REJECTED_AFTER_PREFILL)
-                self.post(Finished(journey.request_id))
-                journey.decode = -1
+            if isinstance(effect, Refuse) and effect.request_id == request.request_id:
+                self.give_up(request, REJECTED_AFTER_PREFILL)
+                self.post(Finished(request.request_id))
+                request.decode = -1
                 return
-        if journey.num_output == 1:
-            self.done(journey, journey.first_token_at)
+        if request.num_output == 1:
+            self.done(request, request.first_token_at)
 
-    def _measured(self, journey: SimRequest) -> Prefilled:
-        loaded_s = journey.fetch_ended_at - journey.fetch_began_at if journey.loads else 0.0
-        num_loaded = min(journey.fetched_tokens, journey.cached_tokens)
+    def _measured(self, request: SimRequest) -> Prefilled:
+        loaded_s = request.fetch_ended_at - request.fetch_began_at if request.loads else 0.0
+        num_loaded = min(request.fetched_tokens, request.cached_tokens)
         return Prefilled(
-            journey.request_id,
-            journey.prefill_began_at - journey.arrived_at,
-            journey.lasted_s,
-            journey.num_input - journey.cached_tokens,
-            journey.cached_tokens - num_loaded,
+            request.request_id,
+            request.prefill_began_at - request.arrived_at,
+            request.lasted_s,
+            request.num_input - request.cached_tokens,
+            request.cached_tokens - num_loaded,
             loaded_s,
             num_loaded,
         )
 
     # decode
 
-    def _sent(self, journey: SimRequest) -> None:
-        if journey.decode < 0:
-            return  # refused meanwhile
-        if journey.first_token_at < 0:  # the last byte can't come before the last layer
-            self.kernel.call_at(self.kernel.now, self._sent, journey)
+    def _sent(self, request: SimRequest) -> None:
+        if request.decode < 0:
+            return  # rejected meanwhile
+        if request.first_token_at < 0:  # the last byte can't come before the last layer
+            self.kernel.call_at(self.kernel.now, self._sent, request)
             return
         self.sampler.num_running += 1
-        self.decode[journey.decode].join(journey)
+        self.decode[request.decode].join(request)
 
-    def _decoded(self, journey: SimRequest, at: float) -> None:
+    def _decoded(self, request: SimRequest, at: float) -> None:
         self.sampler.num_running -= 1
-        self.done(journey, at)
+        self.done(request, at)

@@ -1,6 +1,6 @@
 """Network cards and disks of the simulated nodes: bandwidth that flows share fairly and never exceed.
 
-It owns who gets how much of which port, and refuses to know what the bytes are. A flow goes through
+It owns the shares of each port, and refuses to know what the bytes are. A flow goes through
 one or more ports (a disk, a card outwards, a card inwards); rates are max-min fair, as TCP and RDMA
 congestion control aim at: the port with the least left per flow is shared out first, and so on. Only
 the flows that share ports, directly or through others, with one that begins or ends get new rates; a
@@ -27,14 +27,14 @@ class Port:
         self.bytes_per_s = bytes_per_s
         self.flows: dict[Flow, None] = {}
         self.busy_bytes = 0.0
-        """All that was ever started through it."""
+        """All bytes that were ever started through it."""
 
     def __repr__(self) -> str:
         return f"Port({self.name} {len(self.flows)} flows)"
 
 
 class Flow:
-    """So many bytes on their way through ``ports``. Compared by identity."""
+    """A transfer of ``size`` bytes through ``ports``. Compared by identity."""
 
     __slots__ = ("done", "left_bytes", "ports", "rate", "since", "ticket", "what")
 
@@ -48,7 +48,7 @@ class Flow:
         self.rate = 0.0
         self.since = 0.0
         self.ticket = 0
-        """Of the event that ends it; an older one is void."""
+        """Number of the event that ends it; an older one is void."""
 
 
 class Fabric:
@@ -61,7 +61,7 @@ class Fabric:
     def start(
         self, ports: Sequence[Port], size_bytes: float, done: Callable[[Any], object], what: Any
     ) -> Flow:
-        """Send; ``done(what)`` when the last byte is there."""
+        """Start a flow; ``done(what)`` is called when the last byte has arrived."""
         flow = Flow(ports, size_bytes, done, what)
         flow.since = self._kernel.now
         is_alone = True
@@ -75,8 +75,8 @@ class Fabric:
             self._share(ports)
         return flow
 
-    def _ended(self, told: tuple[Flow, int]) -> None:
-        flow, ticket = told
+    def _ended(self, what: tuple[Flow, int]) -> None:
+        flow, ticket = what
         if flow.ticket != ticket:
             return
         flow.ticket = -1
@@ -101,7 +101,7 @@ class Fabric:
         self._kernel.call_at(ends_at, self._ended, (flow, flow.ticket))
 
     def _share(self, ports: Sequence[Port]) -> None:
-        """New rates for all flows that share ports with each other and with ``ports``."""
+        """Compute new rates for all flows that share ports with each other and with ``ports``."""
         flows: dict[Flow, None] = {}
         left: dict[Port, float] = {}
         counts: dict[Port, int] = {}

@@ -1,8 +1,8 @@
 """The KV cache of one simulated node: blocks in its memory, and behind them those on its SSD.
 
-It owns what happens between the two tiers and the facts that the conductor hears of it; who is evicted
-is the decision of ``inference.blocks.BlockPool``, the same object that an engine has. What leaves memory
-goes to SSD if there is one; what is read from SSD is in memory again.
+It owns what happens between the two tiers and the events that the conductor gets; the order of eviction is
+that of ``inference.blocks.BlockPool``, the same object that an engine has. What leaves memory goes to SSD if
+there is one; what is read from SSD is in memory again.
 """
 
 from __future__ import annotations
@@ -14,17 +14,17 @@ from mooncake.inference.blocks import BlockPool, KeyT, PoolBlocksStored
 
 
 class NodeCache(Generic[KeyT]):
-    """``came``, ``left`` and the like are what changed until somebody takes and empties them."""
+    """``stored``, ``removed`` and the like collect the changes until the caller takes and empties them."""
 
-    __slots__ = ("came", "left", "pool", "ssd", "ssd_came", "ssd_left")
+    __slots__ = ("pool", "removed", "ssd", "ssd_removed", "ssd_stored", "stored")
 
     def __init__(self, pool: BlockPool[KeyT], ssd: BlockPool[KeyT] | None = None) -> None:
         self.pool = pool
         self.ssd = ssd
-        self.came: list[KeyT] = []
-        self.left: list[KeyT] = []
-        self.ssd_came: list[KeyT] = []
-        self.ssd_left: list[KeyT] = []
+        self.stored: list[KeyT] = []
+        self.removed: list[KeyT] = []
+        self.ssd_stored: list[KeyT] = []
+        self.ssd_removed: list[KeyT] = []
 
     def __repr__(self) -> str:
         return f"NodeCache({self.pool} ssd={self.ssd})"
@@ -44,25 +44,25 @@ class NodeCache(Generic[KeyT]):
         self.pool.free(block_ids)
 
     def keep(self, keys: Sequence[KeyT]) -> list[int]:
-        """Keep blocks that are new here, as many from the first on as find room; their ids, pinned."""
+        """Keep new blocks, as many from the first on as find room; return their ids, pinned."""
         block_ids = self.pool.allocate(min(len(keys), self.pool.num_free))
         assert block_ids is not None
         self.name(block_ids, keys[: len(block_ids)])
         return block_ids
 
     def name(self, block_ids: Sequence[int], keys: Sequence[KeyT]) -> None:
-        """These pinned blocks hold that now, and can be found."""
+        """These pinned blocks now hold ``keys``, and can be found."""
         if keys:
             self.pool.publish(block_ids, keys, keys[0])
         self.note_events()
 
     def note_events(self) -> None:
-        """What the pool did since it was asked last is news."""
+        """Record what the pool did since the last call as events."""
         for event in self.pool.drain_events():
             if isinstance(event, PoolBlocksStored):
-                self.came.extend(event.hashes)
+                self.stored.extend(event.hashes)
             else:
-                self.left.extend(event.hashes)
+                self.removed.extend(event.hashes)
                 if self.ssd is not None:
                     self._demote(event.hashes)
 
@@ -70,7 +70,7 @@ class NodeCache(Generic[KeyT]):
         ssd = self.ssd
         assert ssd is not None
         known = [key for key in keys if ssd.match((key,))]
-        for key in known:  # they were used: last in the order again
+        for key in known:  # they were used: move them to the end of the eviction order
             ids = ssd.match((key,))
             ssd.touch(ids)
             ssd.free(ids)
@@ -83,9 +83,9 @@ class NodeCache(Generic[KeyT]):
         ssd.free(block_ids)
         for event in ssd.drain_events():
             if isinstance(event, PoolBlocksStored):
-                self.ssd_came.extend(event.hashes)
+                self.ssd_stored.extend(event.hashes)
             else:
-                self.ssd_left.extend(event.hashes)
+                self.ssd_removed.extend(event.hashes)
 
     def check(self) -> None:
         self.pool.check()

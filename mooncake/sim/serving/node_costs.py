@@ -1,7 +1,7 @@
 """What work costs on a kind of node: named data files, read into the conductor's own models.
 
-It owns the files' form and nothing about how costs are used. A file says in words where its numbers come
-from; ``mooncake calibrate`` writes one from a live cluster.
+It owns the files' form and nothing about how costs are used. A file has a description of where its numbers
+come from; ``mooncake calibrate`` writes one from a live cluster.
 """
 
 from __future__ import annotations
@@ -21,17 +21,17 @@ Count = Annotated[int, Meta(gt=0)]
 
 
 class NodeCosts(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """One node: its times, its memory, its links. A token is one token of KV, in all layers."""
+    """Costs of one node: its times, its memory, its links. A token is one token of KV, in all layers."""
 
     title: str
     source: str
-    "Where the numbers come from, in words."
+    "Description of where the numbers come from."
     kv_bytes_per_token: Count
     num_layers: Count
     prefill: PrefillModel
     decode: DecodeModel
     device_tokens: Count
-    "Tokens of KV that fit beside the weights."
+    "Tokens of KV that fit into device memory beside the weights."
     cache_tokens: Annotated[int, Meta(ge=0)]
     "Tokens of KV that the node's DRAM keeps."
     nic_bytes_per_s: Positive
@@ -41,7 +41,7 @@ class NodeCosts(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     device_load_bytes_per_s: Positive
     "From the node's DRAM to its devices."
     reuse_s: Annotated[float, Meta(ge=0)] = 0.0
-    "What it costs to use a cached prefix at all."
+    "Fixed cost of using a cached prefix."
     first_token_s: Annotated[float, Meta(ge=0)] = 0.0
     "From a prompt's last computed layer to the client's first token; its prefill instance is free by then."
     num_gpus: Count = 1
@@ -52,7 +52,7 @@ class NodeCosts(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
     @property
     def models(self) -> CostModels:
-        """What a conductor believes of such nodes before it has measured anything."""
+        """What a conductor assumes about such nodes before any measurement."""
         return CostModels(
             self.prefill,
             self.decode,
@@ -63,7 +63,7 @@ class NodeCosts(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
         )
 
     def prefill_s(self, num_cached: int, num_tokens: int) -> float:
-        """Computing a prompt behind a cached prefix."""
+        """Time to compute a prompt behind a cached prefix."""
         computed_s = self.prefill.seconds(num_cached, num_tokens)
         if not num_cached:
             return computed_s
@@ -74,13 +74,13 @@ class NodeCosts(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
 
 def builtin_costs() -> list[str]:
-    """What ``load_costs`` knows without a path."""
+    """Names that ``load_costs`` resolves without a path."""
     folder = importlib.resources.files("mooncake.sim") / "data"
     return sorted(one.name.removesuffix(".toml") for one in folder.iterdir() if one.name.endswith(".toml"))
 
 
 def load_costs(name_or_path: str) -> NodeCosts:
-    """A named node type, or a file of your own. Raises InvalidArgument."""
+    """Load a built-in node type by name, or a file. Raises InvalidArgument."""
     text: str
     if name_or_path in builtin_costs():
         text = (importlib.resources.files("mooncake.sim") / "data" / f"{name_or_path}.toml").read_text()

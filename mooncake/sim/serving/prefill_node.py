@@ -1,6 +1,6 @@
 """A simulated prefill instance: its queue, what it has cached, and when a prompt is computed.
 
-It refuses to choose its prompts and their turns: the conductor did. One prompt computes at a time. Blocks
+It does not choose its prompts or their order: the conductor does. One prompt computes at a time. Blocks
 that come from other nodes or from SSD have been on their way since the decision; computing may begin when
 the first layer is there, and ends no sooner than one layer's work after the last byte::
 
@@ -26,8 +26,8 @@ from mooncake.sim.serving.sim_request import SimRequest
 
 
 class PrefillNode:
-    """``began`` is told when a prompt's computing begins, ``planned`` when its end is known, ``prefilled``
-    at that end."""
+    """``began`` is called when a prompt's computation begins, ``planned`` when its end is known,
+    ``prefilled`` at that end."""
 
     def __init__(
         self,
@@ -66,75 +66,76 @@ class PrefillNode:
     def num_queued(self) -> int:
         return len(self._queue)
 
-    def enqueue(self, journey: SimRequest) -> None:
-        turn = journey.turn if self._obeys_turns else 0.0
-        heapq.heappush(self._queue, (turn, journey.number, journey))
+    def enqueue(self, request: SimRequest) -> None:
+        turn = request.turn if self._obeys_turns else 0.0
+        heapq.heappush(self._queue, (turn, request.number, request))
         if not self.is_computing:
             self._next(None)
 
-    def fetched(self, journey: SimRequest) -> None:
-        """The last byte of what it loads has come."""
-        if journey.prefill_began_at >= 0:
-            self._run(journey)
+    def fetched(self, request: SimRequest) -> None:
+        """The last byte of what the request loads has arrived."""
+        if request.prefill_began_at >= 0:
+            self._run(request)
 
     def _next(self, _: object) -> None:
         self.is_computing = bool(self._queue)
         if not self._queue:
             return
-        journey = heapq.heappop(self._queue)[2]
-        journey.prefill_began_at = self._kernel.now
-        journey.block_ids = block_ids = self.cache.match(journey.keys)
+        request = heapq.heappop(self._queue)[2]
+        request.prefill_began_at = self._kernel.now
+        request.block_ids = block_ids = self.cache.match(request.keys)
         self.cache.pin(block_ids)
         num_cached = len(block_ids)
-        for first, end in journey.loads:
+        for first, end in request.loads:
             if first <= num_cached:
                 num_cached = max(num_cached, end)
-        # The last token is always computed: its logits make the first token of the answer.
-        journey.cached_tokens = min(num_cached * self._block_tokens, journey.num_input - 1)
-        journey.computed_s = self._costs.prefill_s(journey.cached_tokens, journey.num_input)
-        journey.lasted_s = journey.computed_s
-        self._began(journey)
-        if not journey.num_fetching:
-            self._run(journey)
+        # The last token is always computed: its logits yield the first token of the answer.
+        request.cached_tokens = min(num_cached * self._block_tokens, request.num_input - 1)
+        request.computed_s = self._costs.prefill_s(request.cached_tokens, request.num_input)
+        request.lasted_s = request.computed_s
+        self._began(request)
+        if not request.num_fetching:
+            self._run(request)
 
-    def _run(self, journey: SimRequest) -> None:
-        """Nothing more is to come: when will it be computed?"""
-        began_at, computed_s = journey.prefill_began_at, journey.computed_s
+    def _run(self, request: SimRequest) -> None:
+        """All loads are known: compute when the prompt will be done."""
+        began_at, computed_s = request.prefill_began_at, request.computed_s
         if len(self._stage_free_at) > 1:
-            done_at = self._through_stages(journey)
-            journey.lasted_s = done_at - self._kernel.now
+            done_at = self._through_stages(request)
+            request.lasted_s = done_at - self._kernel.now
             self._kernel.call_at(self._stage_free_at[0], self._next, None)
         else:
             done_at = began_at + computed_s
-            if journey.fetch_ended_at > began_at:
-                done_at = max(done_at, journey.fetch_ended_at + computed_s / self._costs.num_layers)
-        self._planned(journey, done_at)
-        self._kernel.call_at(done_at, self._done, journey)
+            if request.fetch_ended_at > began_at:
+                done_at = max(done_at, request.fetch_ended_at + computed_s / self._costs.num_layers)
+        self._planned(request, done_at)
+        self._kernel.call_at(done_at, self._done, request)
 
-    def _done(self, journey: SimRequest) -> None:
-        self._keep(journey)
+    def _done(self, request: SimRequest) -> None:
+        self._keep(request)
         if len(self._stage_free_at) == 1:
             self._next(None)
-        self._prefilled(journey)
+        self._prefilled(request)
 
-    def _keep(self, journey: SimRequest) -> None:
-        """What was computed stays here until room is needed."""
-        cache, keys, block_ids = self.cache, journey.keys, journey.block_ids
-        if journey.loads:  # what was loaded may have come meanwhile
+    def _keep(self, request: SimRequest) -> None:
+        """What was computed stays in the cache until room is needed."""
+        cache, keys, block_ids = self.cache, request.keys, request.block_ids
+        if request.loads:  # what was loaded may have arrived meanwhile
             more = cache.match(keys[len(block_ids) :])
             cache.pin(more)
             block_ids = block_ids + more
         if len(block_ids) < len(keys):
             block_ids = block_ids + cache.keep(keys[len(block_ids) :])
         cache.unpin(block_ids)
-        journey.block_ids = []
+        request.block_ids = []
 
-    def _through_stages(self, journey: SimRequest) -> float:
-        """Chunk after chunk through the pipeline, behind the prompt before; when the last one is out."""
+    def _through_stages(self, request: SimRequest) -> float:
+        """Compute the times of its chunks through the pipeline, behind the prompt before; return when the
+        last one leaves."""
         costs, free_at, num_stages = self._costs, self._stage_free_at, len(self._stage_free_at)
         began_at = self._kernel.now
-        first, end = journey.cached_tokens, journey.num_input
-        overhead_s = journey.computed_s - costs.prefill.seconds(first, end)
+        first, end = request.cached_tokens, request.num_input
+        overhead_s = request.computed_s - costs.prefill.seconds(first, end)
         hop_s = costs.nic_latency_s
         leaves_at = began_at
         for start in range(first, end, self._chunk_tokens):

@@ -1,6 +1,6 @@
-"""What a simulated run came to: a row per request, a row per interval of time, and their summary.
+"""Results of a simulated run: a row per request, a row per interval of time, and their summary.
 
-It owns the columns, in the order of arrival, and the definitions of the figures: TBT is the mean of the
+It owns the columns, in the order of arrival, and the definitions of the metrics: TBT is the mean of the
 longest tenth of a request's intervals (as in the FAST'25 paper), goodput counts what was completed within
 both objectives. It refuses to know how the run was made.
 """
@@ -33,12 +33,12 @@ class Quantiles(msgspec.Struct, frozen=True):
 
 
 class Summary(msgspec.Struct, frozen=True):
-    """The figures of one run. Times are of completed requests."""
+    """The summary of one run. Times are of completed requests."""
 
     num_requests: int
     num_done: int
     num_rejected: int
-    "At arrival."
+    "Rejected at arrival."
     num_rejected_after_prefill: int
     num_failed: int
     num_good: int
@@ -54,37 +54,38 @@ class Summary(msgspec.Struct, frozen=True):
     tbt_s: Quantiles
     e2e_s: Quantiles
     hit_rate: float
-    "Prompt tokens that were not computed, of all that were asked for and not rejected."
+    "Share of the prompt tokens of all requests not rejected that were not computed."
     fetched_share: float
-    "Those of them that came from another node or from an SSD."
+    "The part of it that came from another node or from an SSD."
     prefill_gpu_s: float
-    "Mean over requests."
+    "GPU seconds of prefill, mean over requests."
 
 
 @dataclasses.dataclass(frozen=True)
 class Timeline:
-    """What was so every ``every_s`` seconds, and how much had happened by then."""
+    """State every ``every_s`` seconds, and counts up to then."""
 
     every_s: float
     at_s: Floats
     queue_s: Floats
-    "Prefill work that waits, all instances together."
+    "Seconds of queued prefill work, all instances together."
     num_queued: Floats
     num_running: Floats
-    "Requests that are decoded."
+    "Requests that are decoding."
     num_arrived: Floats
     num_rejected: Floats
     input_tokens: Floats
     cached_tokens: Floats
-    "Of prompts whose prefill has begun; ``input_tokens`` likewise."
+    "Tokens of prompts whose prefill has begun; ``input_tokens`` likewise."
     replicas_top10: Floats
-    "How many prefill instances hold one of the ten most used blocks, on average; 0 unless watched."
+    "Mean number of prefill instances with one of the ten most used blocks; 0 unless ``watches_blocks``."
     replicas_top100: Floats
 
 
 @dataclasses.dataclass(frozen=True)
 class RunResults:
-    """One row per request, in the order of arrival. Times that never came are NaN, instances -1."""
+    """One row per request, in the order of arrival. Events that did not happen have time NaN, instances
+    -1."""
 
     arrival_s: Column
     num_input: Column
@@ -131,7 +132,7 @@ class RunResults:
         counts = np.bincount(self.status.astype(np.int64), minlength=len(STATUSES))
         ends_s = self.arrival_s[done] + self.e2e_s[done]
         span_s = float(ends_s.max() - self.arrival_s[0]) if done.any() else 0.0
-        asked = float(self.num_input[began].sum(dtype=np.float64))
+        requested = float(self.num_input[began].sum(dtype=np.float64))
         cached = float(self.cached_tokens[began].sum(dtype=np.float64))
         good_tokens = (self.num_input[good] + self.num_output[good]).sum(dtype=np.float64)
         return Summary(
@@ -149,13 +150,13 @@ class RunResults:
             ttft_s=_quantiles(self.ttft_s[done]),
             tbt_s=_quantiles(self.tbt_s[done]),
             e2e_s=_quantiles(self.e2e_s[done]),
-            hit_rate=cached / asked if asked else 0.0,
+            hit_rate=cached / requested if requested else 0.0,
             fetched_share=float(self.fetched_tokens[began].sum(dtype=np.float64)) / cached if cached else 0.0,
             prefill_gpu_s=float(self.prefill_gpu_s[began].mean(dtype=np.float64)) if began.any() else 0.0,
         )
 
     def to_json(self, *, rows: bool = True) -> str:
-        """The summary, the time line and, unless ``rows`` is False, every column. NaN becomes null."""
+        """The summary, the timeline and, unless ``rows`` is False, every column. NaN becomes null."""
         document: dict[str, object] = {
             "summary": msgspec.to_builtins(self.summary()),
             "time_line": {
@@ -173,7 +174,7 @@ class RunResults:
 
 
 class Recorder:
-    """Grows the columns of an outcome: a row at arrival, its cells when they are known."""
+    """Fills the columns of the results: a row at arrival, its cells when they are known."""
 
     def __init__(self) -> None:
         self.arrival_s = array("d")
@@ -196,7 +197,8 @@ class Recorder:
         return len(self.arrival_s)
 
     def add(self, arrival_s: float, num_input: int, num_output: int) -> int:
-        """A request arrives; the number of its row. Until something else is known, it has failed."""
+        """Add an arriving request; return the number of its row. Until an end is recorded, it counts as
+        failed."""
         nan = float("nan")
         self.arrival_s.append(arrival_s)
         self.num_input.append(num_input)

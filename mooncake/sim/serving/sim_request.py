@@ -1,6 +1,6 @@
-"""One request's way through the simulated cluster: what it asks for, where it is, what it has seen.
+"""One request's path through the simulated cluster: its lengths, its state, its measured times.
 
-A record, moved by those who serve it; it decides nothing.
+A record, moved by the nodes that serve it; it decides nothing.
 """
 
 from __future__ import annotations
@@ -10,7 +10,7 @@ from typing import Any
 
 
 class SimRequest:
-    """Instants are those of the kernel; -1 while they have not come."""
+    """Instants are those of the kernel; -1 while they have not been reached."""
 
     __slots__ = (
         "arrived_at",
@@ -52,26 +52,26 @@ class SimRequest:
         self.num_input = num_input
         self.num_output = num_output
         self.keys = keys
-        """Of its full blocks, as the nodes' caches know them."""
+        """Keys of its full blocks, as the nodes' caches know them."""
         self.token_ids: list[int] = []
-        """Of its prompt; only stepwise."""
+        """Token ids of its prompt; only in the step-level mode."""
         self.turn = 0.0
-        """Of those that wait for the same instance, the lowest is next."""
+        """Among those that wait for the same instance, the lowest is next."""
         self.prefill = -1
         self.decode = -1
         self.predicted_ttft_s = 0.0
         self.predicted_tbt_s = 0.0
         self.estimate_s = 0.0
-        """What its prefill is believed to take while it waits for it."""
+        """Expected duration of its prefill, while it waits."""
         self.num_fetching = 0
-        """Fetches under way."""
+        """Number of fetches under way."""
         self.fetch_began_at = -1.0
         self.fetch_ended_at = -1.0
         self.loads: list[tuple[int, int]] = []
         """Ranges of its blocks (first, end) that come from elsewhere."""
         self.fetched_tokens = 0
         self.cached_tokens = 0
-        """Not computed: found where it was prefilled, or fetched to there."""
+        """Tokens that were not computed: cached where it was prefilled, or fetched to there."""
         self.computed_s = 0.0
         self.lasted_s = 0.0
         """From the first chunk to the last; less than ``computed_s`` in a pipeline of nodes."""
@@ -80,11 +80,11 @@ class SimRequest:
         self.prefill_began_at = -1.0
         self.first_token_at = -1.0
         self.block_ids: list[int] = []
-        """Of the node that prefills it, pinned."""
+        """Its pinned blocks on the node that prefills it."""
         self.first_run = 0
         self.wait_s = 0.0
         """From its first token to the step that makes the second one."""
         self.tbt_s = 0.0
 
     def __repr__(self) -> str:
-        return f"Journey({self.request_id} {self.num_input}+{self.num_output} at {self.arrived_at:.3f})"
+        return f"SimRequest({self.request_id} {self.num_input}+{self.num_output} at {self.arrived_at:.3f})"

@@ -2,9 +2,9 @@
 
 It owns a loop that stands for an engine's, and refuses to schedule: ``inference.scheduler.Scheduler`` does.
 Prompts become token ids that share blocks exactly where the trace's keys do, blocks have real hashes. It is
-for small traces, and to see that the closed forms of ``batch.py`` tell the same story. What it shows and they
-leave out: a newcomer joins a running batch one step later, after its lookup; blocks fill up and requests are
-preempted; a prompt begins when all that it loads is there, not its first layer.
+for small traces, and to validate the closed forms of ``decode_batch.py``. What it shows and they leave out: a
+new request joins a running batch one step later, after its lookup; blocks fill up and requests are preempted;
+a prompt begins when all that it loads has arrived, not its first layer.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from mooncake.sim.serving.sim_request import SimRequest
 
 
 def prompt_of(keys: Iterable[int], num_input: int, block_tokens: int, number: int) -> list[int]:
-    """Token ids of a prompt: those of a block are its key's, those behind the last key its own."""
+    """Token ids of a prompt: those of a block come from its key, those behind the last key are its own."""
     tokens: list[int] = []
     for key in keys:
         tokens += [key % (1 << 31)] * block_tokens
@@ -33,18 +33,18 @@ def prompt_of(keys: Iterable[int], num_input: int, block_tokens: int, number: in
 
 
 class EngineLoop:
-    """An engine that is always at a step or has nothing to do."""
+    """An engine that either runs a step or is idle."""
 
     def __init__(self, kernel: Kernel, scheduler: Scheduler, costs: NodeCosts) -> None:
         self.scheduler = scheduler
         self.cache: NodeCache[BlockHash] = NodeCache(scheduler.pool)
         self.is_computing = False
-        self.journeys: dict[str, SimRequest] = {}
+        self.sim_requests: dict[str, SimRequest] = {}
         self._kernel = kernel
         self._costs = costs
 
-    def add(self, journey: SimRequest, request: Request) -> None:
-        self.journeys[request.id] = journey
+    def add(self, sim_request: SimRequest, request: Request) -> None:
+        self.sim_requests[request.id] = sim_request
         refusal = self.scheduler.add(request, self._kernel.now)
         assert refusal is None, refusal
         if not self.is_computing:
@@ -54,7 +54,7 @@ class EngineLoop:
         now, scheduler = self._kernel.now, self.scheduler
         step = scheduler.schedule(now)
         for lookup in step.lookups:
-            # All of it is here: a decode instance hears of a request when its KV has come.
+            # The whole request is known: a decode instance receives it when its KV has arrived.
             block_ids = scheduler.lookup_finished(lookup.request.id, len(lookup.blocks), now)
             assert block_ids is not None
             scheduler.load_ready(lookup.request.id, now)
@@ -66,7 +66,7 @@ class EngineLoop:
             self._kernel.call_at(now + self._begin(step), self._ended, step)
 
     def _begin(self, step: Step) -> float:
-        """How long it takes."""
+        """Begin a step; return how long it takes."""
         raise NotImplementedError
 
     def _ended(self, step: Step) -> None:
@@ -77,29 +77,29 @@ class EngineLoop:
         finished = self.scheduler.step_finished(step, tokens, (), self._kernel.now)
         self.cache.note_events()
         for request in sampled:
-            self._made_token(self.journeys[request.id])
+            self._made_token(self.sim_requests[request.id])
         for request in finished:
-            self._finished(self.journeys.pop(request.id))
+            self._finished(self.sim_requests.pop(request.id))
         self._next()
 
-    def _made_token(self, journey: SimRequest) -> None:
+    def _made_token(self, sim_request: SimRequest) -> None:
         raise NotImplementedError
 
-    def _finished(self, journey: SimRequest) -> None:
+    def _finished(self, sim_request: SimRequest) -> None:
         raise NotImplementedError
 
-    def _prompt_s(self, chunk: Chunk, journey: SimRequest) -> float:
-        """What a chunk of a prompt computes; the first one is told to be the beginning."""
+    def _prompt_s(self, chunk: Chunk, sim_request: SimRequest) -> float:
+        """Time to compute a prompt's chunk; the first one includes the fixed cost."""
         model = self._costs.prefill
         seconds = model.seconds(chunk.start, chunk.end)
-        if journey.computed_to:
+        if sim_request.computed_to:
             seconds -= model.c0
-        journey.computed_to = chunk.end
+        sim_request.computed_to = chunk.end
         return seconds
 
 
 class StepPrefillNode(EngineLoop):
-    """``prefill.PrefillNode`` over a scheduler that runs one prompt at a time."""
+    """``PrefillNode`` over a scheduler that runs one prompt at a time."""
 
     def __init__(
         self,
@@ -124,41 +124,43 @@ class StepPrefillNode(EngineLoop):
     def num_queued(self) -> int:
         return self.scheduler.num_waiting
 
-    def enqueue(self, journey: SimRequest) -> None:
-        if not journey.num_fetching:
-            self.fetched(journey)
+    def enqueue(self, sim_request: SimRequest) -> None:
+        if not sim_request.num_fetching:
+            self.fetched(sim_request)
 
-    def fetched(self, journey: SimRequest) -> None:
-        turn_ms = int(journey.turn * 1000)
+    def fetched(self, sim_request: SimRequest) -> None:
+        turn_ms = int(sim_request.turn * 1000)
         request = Request(
-            journey.request_id, journey.token_ids, SamplingParams(max_tokens=1), priority=turn_ms
+            sim_request.request_id, sim_request.token_ids, SamplingParams(max_tokens=1), priority=turn_ms
         )
-        self.add(journey, request)
+        self.add(sim_request, request)
 
     def _begin(self, step: Step) -> float:
         seconds = 0.0
         for chunk in step.chunks:
-            journey = self.journeys[chunk.request.id]
-            if journey.prefill_began_at < 0:
-                journey.prefill_began_at = self._kernel.now
-                journey.cached_tokens = chunk.start
-                journey.computed_s = self._costs.prefill_s(chunk.start, journey.num_input)
-                journey.lasted_s = journey.computed_s
-                seconds += journey.computed_s - self._costs.prefill.seconds(chunk.start, journey.num_input)
-                self._began(journey)
-                self._planned(journey, self._kernel.now + journey.computed_s)
-            seconds += self._prompt_s(chunk, journey)
+            sim_request = self.sim_requests[chunk.request.id]
+            if sim_request.prefill_began_at < 0:
+                sim_request.prefill_began_at = self._kernel.now
+                sim_request.cached_tokens = chunk.start
+                sim_request.computed_s = self._costs.prefill_s(chunk.start, sim_request.num_input)
+                sim_request.lasted_s = sim_request.computed_s
+                seconds += sim_request.computed_s - self._costs.prefill.seconds(
+                    chunk.start, sim_request.num_input
+                )
+                self._began(sim_request)
+                self._planned(sim_request, self._kernel.now + sim_request.computed_s)
+            seconds += self._prompt_s(chunk, sim_request)
         return seconds
 
-    def _made_token(self, journey: SimRequest) -> None:
+    def _made_token(self, sim_request: SimRequest) -> None:
         pass
 
-    def _finished(self, journey: SimRequest) -> None:
-        self._prefilled(journey)
+    def _finished(self, sim_request: SimRequest) -> None:
+        self._prefilled(sim_request)
 
 
 class StepDecodeNode(EngineLoop):
-    """``decoding.DecodeNode`` over a scheduler; and, with ``prefilled``, a node that does both."""
+    """``DecodeNode`` over a scheduler; with ``prefilled``, a colocated node."""
 
     def __init__(
         self,
@@ -180,51 +182,56 @@ class StepDecodeNode(EngineLoop):
 
     @property
     def is_idle(self) -> bool:
-        return not self.journeys
+        return not self.sim_requests
 
-    def takes(self, journey: SimRequest) -> bool:
-        return journey.num_input + journey.num_output < self.scheduler.max_total_tokens
+    def takes(self, sim_request: SimRequest) -> bool:
+        return sim_request.num_input + sim_request.num_output < self.scheduler.max_total_tokens
 
-    def join(self, journey: SimRequest) -> None:
-        """Its KV is here and its first token made."""
-        self._instants[journey.request_id] = [journey.first_token_at]
-        sampling = SamplingParams(max_tokens=journey.num_output, ignore_eos=True)
-        request = Request(journey.request_id, [*journey.token_ids, 7], sampling, num_prior_output_tokens=1)
-        self.add(journey, request)
+    def join(self, sim_request: SimRequest) -> None:
+        """Add a request whose KV is here and whose first token is made."""
+        self._instants[sim_request.request_id] = [sim_request.first_token_at]
+        sampling = SamplingParams(max_tokens=sim_request.num_output, ignore_eos=True)
+        request = Request(
+            sim_request.request_id, [*sim_request.token_ids, 7], sampling, num_prior_output_tokens=1
+        )
+        self.add(sim_request, request)
 
-    def enqueue(self, journey: SimRequest) -> None:
-        """All of it is to be computed here."""
-        self._instants[journey.request_id] = []
-        sampling = SamplingParams(max_tokens=journey.num_output, ignore_eos=True)
-        self.add(journey, Request(journey.request_id, journey.token_ids, sampling, salt=journey.request_id))
+    def enqueue(self, sim_request: SimRequest) -> None:
+        """Add a request that is to be computed here as a whole."""
+        self._instants[sim_request.request_id] = []
+        sampling = SamplingParams(max_tokens=sim_request.num_output, ignore_eos=True)
+        self.add(
+            sim_request,
+            Request(sim_request.request_id, sim_request.token_ids, sampling, salt=sim_request.request_id),
+        )
 
     def _begin(self, step: Step) -> float:
         model = self._costs.decode
         decode_s, prompt_s = 0.0, 0.0
         for chunk in step.chunks:
-            journey = self.journeys[chunk.request.id]
-            if chunk.end > journey.num_input:
+            sim_request = self.sim_requests[chunk.request.id]
+            if chunk.end > sim_request.num_input:
                 decode_s += model.per_request_s + model.per_token_s * chunk.end
                 continue
-            if journey.prefill_began_at < 0:
-                journey.prefill_began_at = self._kernel.now
+            if sim_request.prefill_began_at < 0:
+                sim_request.prefill_began_at = self._kernel.now
                 if self._began is not None:
-                    self._began(journey)
-            chunk_s = self._prompt_s(chunk, journey)
-            journey.computed_s += chunk_s
+                    self._began(sim_request)
+            chunk_s = self._prompt_s(chunk, sim_request)
+            sim_request.computed_s += chunk_s
             prompt_s += chunk_s
         return max(model.base_s, prompt_s) + decode_s
 
-    def _made_token(self, journey: SimRequest) -> None:
-        instants = self._instants[journey.request_id]
+    def _made_token(self, sim_request: SimRequest) -> None:
+        instants = self._instants[sim_request.request_id]
         instants.append(self._kernel.now)
         if len(instants) == 1 and self._prefilled is not None:
-            journey.first_token_at = self._kernel.now
-            self._prefilled(journey, self._kernel.now)
+            sim_request.first_token_at = self._kernel.now
+            self._prefilled(sim_request, self._kernel.now)
 
-    def _finished(self, journey: SimRequest) -> None:
-        instants = self._instants.pop(journey.request_id)
+    def _finished(self, sim_request: SimRequest) -> None:
+        instants = self._instants.pop(sim_request.request_id)
         intervals = sorted((b - a for a, b in itertools.pairwise(instants)), reverse=True)
         longest = intervals[: math.ceil(len(intervals) / 10)]
-        journey.tbt_s = sum(longest) / len(longest) if longest else 0.0
-        self._done(journey, self._kernel.now)
+        sim_request.tbt_s = sum(longest) / len(longest) if longest else 0.0
+        self._done(sim_request, self._kernel.now)

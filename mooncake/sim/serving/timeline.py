@@ -1,6 +1,6 @@
-"""Samples a run as it goes: queues, batches, hits, rejections, and where the most used blocks are.
+"""Samples of a run: queues, batches, hits, rejections, and where the most used blocks are.
 
-It owns the counters that others move and the rows that become an outcome's time line.
+It owns the counters that others move and the rows that become the timeline of the results.
 """
 
 from __future__ import annotations
@@ -29,9 +29,9 @@ class TimelineSampler:
         progress: Callable[[int, float], None] | None,
     ) -> None:
         self.num_open = 0
-        """Requests that have arrived and not ended."""
+        """Number of requests that have arrived and not ended."""
         self.has_more = True
-        """Whether more are to arrive."""
+        """Whether more arrivals are to come."""
         self.num_running = 0
         self.num_rejected = 0
         self._kernel = kernel
@@ -50,17 +50,17 @@ class TimelineSampler:
         self._world = world
         self._kernel.call_at(self._every_s, self._sample, None)
 
-    def queued(self, journey: SimRequest) -> None:
-        self._queue_s += journey.estimate_s
+    def queued(self, request: SimRequest) -> None:
+        self._queue_s += request.estimate_s
         self._num_queued += 1
 
-    def began(self, journey: SimRequest) -> None:
-        self._queue_s -= journey.estimate_s
+    def began(self, request: SimRequest) -> None:
+        self._queue_s -= request.estimate_s
         self._num_queued -= 1
-        self._input_tokens += journey.num_input
-        self._cached_tokens += journey.cached_tokens
+        self._input_tokens += request.num_input
+        self._cached_tokens += request.cached_tokens
         if self._world is not None and self._world.cluster.watches_blocks:
-            self._uses.update(journey.keys)
+            self._uses.update(request.keys)
 
     def _sample(self, _: object) -> None:
         now, num_arrived = self._kernel.now, len(self._recorder)

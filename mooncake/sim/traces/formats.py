@@ -1,4 +1,4 @@
-"""The formats of traces, each a generator of rows that believes nothing.
+"""The formats of traces, each a generator of rows that validates everything.
 
 * ``mooncake``: JSON lines ``timestamp`` (ms), ``input_length``, ``output_length``, ``hash_ids``; one id per
   block of 512 tokens, the last of which may be partial.
@@ -20,8 +20,7 @@ from typing import Annotated, Any, Literal, TypeAlias, TypeVar
 import msgspec
 import numpy as np
 
-from mooncake.sim.traces.trace_file import TraceFile
-from mooncake.sim.traces.trace_row import TraceRow
+from mooncake.sim.traces.trace_file import TraceFile, TraceRow
 
 Format: TypeAlias = Literal["mooncake", "sessions", "azure"]
 
@@ -66,13 +65,13 @@ class SessionLine(msgspec.Struct, forbid_unknown_fields=True, gc=False):
 
 
 class BlockParents:
-    """Checks that each id has one parent, for the ids that fit in its table and were seen last.
+    """Checks that each id has one parent, for the most recent ids that fit in its table.
 
     Ids that a trace numbers from 0, as the published ones do, are all remembered up to 4 million blocks.
     """
 
     def __init__(self) -> None:
-        # Plus 1, and 0 is none: zeros take no memory until they are written.
+        # Plus 1, so that 0 is none: zeros take no memory until they are written.
         self._ids = np.zeros(_CHAIN_SLOTS, np.int64)
         self._parents = np.zeros(_CHAIN_SLOTS, np.int64)
 
@@ -99,7 +98,7 @@ def _after(parent: int) -> str:
 
 
 def sniff(path: str) -> Format:
-    """Which format the first line has."""
+    """The format of the first line."""
     lines = TraceFile(path)
     first = next(iter(lines))
     if first.lstrip()[:1] != b"{":
@@ -193,7 +192,7 @@ def _decoded(lines: TraceFile, text: bytes, decode: Callable[[bytes], _Line]) ->
 
 
 def _fault(content: Any, why: str) -> tuple[str, object, str]:
-    """The field that msgspec complains of, its value and what is allowed."""
+    """The field that msgspec rejects, its value and what is allowed."""
     if found := re.search(r"`\$\.([^`]*)`$", why):
         field = found.group(1)
         name, _, index = field.partition("[")
@@ -212,7 +211,7 @@ def _count(lines: TraceFile, ids: list[int], num_blocks: int, why: str) -> None:
 
 
 def _num_shared(before: list[int], now: list[int]) -> int:
-    """How many leading ids are equal. An equal id means equal ones before it."""
+    """Number of equal leading ids. An equal id implies that all before it are equal."""
     low, high = 0, min(len(before), len(now))
     while low < high:
         middle = (low + high + 1) // 2

@@ -1,8 +1,8 @@
-"""Requests that nobody recorded: agents' sessions, Poisson arrivals, bursts.
+"""Synthetic requests: agents' sessions, Poisson arrivals, bursts.
 
 A generator is a frozen description; iterating it makes its rows, the same ones each time, one by one, with
-no more in memory than the sessions that run. Prefixes are small integers made on the way: nobody hashes
-tokens that don't exist. ``parse`` reads what a command line says: ``agentic:sessions=375,turns=30``.
+only the running sessions in memory. Prefixes are small integers made on the way: tokens that don't exist are
+not hashed. ``parse`` reads a command line's text: ``agentic:sessions=375,turns=30``.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from random import Random
 from typing import Any, TypeAlias
 
 from mooncake.errors import InvalidArgument
-from mooncake.sim.traces.trace_row import TraceRow
+from mooncake.sim.traces.trace_file import TraceRow
 
 _TAIL = 1 << 19
 """Set in a session's keys of partial blocks, which no later turn has."""
@@ -26,44 +26,44 @@ MAX_TOKENS = 100_000_000
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class Agentic:
     """Coding agents after the recipe of the vLLM project's Mooncake benchmark of May 2026: a long common
-    prompt, a first input, then turns that append what the last one answered and what its tools said.
+    prompt, a first input, then turns that append the last answer and the results of its tools.
 
     The pause between an answer and the next turn is log-normal, with the median and 99th percentile of the
     sessions that the recipe was made from.
     """
 
     sessions: int = 375
-    """Run at once. When one ends and requests are left, another one begins."""
+    """Sessions that run at once. When one ends and requests are left, another one begins."""
     turns: int = 30
     """Requests of a session."""
     requests: int = 0
-    """In all; 0: every session once."""
+    """Requests in total; 0: every session once."""
     common_tokens: int = 20_000
-    """Of every prompt the beginning."""
+    """Tokens at the beginning of every prompt that are common to all."""
     first_tokens: int = 10_000
-    """Of a session's first input, behind the common ones."""
+    """Tokens of a session's first input, behind the common ones."""
     turn_tokens: int = 2_048
-    """That each further turn adds, besides the answer before it."""
+    """Tokens that each further turn adds, besides the answer before it."""
     output_tokens: int = 900
-    """Of each answer."""
+    """Tokens of each answer."""
     groups: int = 1
-    """Different common prompts: session n has number n modulo this."""
+    """Number of different common prompts: session n has number n modulo this."""
     jitter: float = 0.0
-    """How much a session's turns and lengths differ: drawn within this share of what is said above."""
+    """How much a session's turns and lengths differ: drawn within this fraction of the values above."""
     pause_s: float = 5.2
-    """Median from an answer to the next turn."""
+    """Median time from an answer to the next turn."""
     pause_p99_s: float = 81.4
     answer_s: float = 27.0
-    """From a request to its answer's end, on average: a generator can't know how long it will take."""
+    """Assumed mean time from a request to its answer's end: a generator can't know how long it will take."""
     ramp_s: float = 0.0
-    """In which the first sessions begin, at equal distances; 0: as long as a session takes, so that the
-    load is level from then on."""
+    """Time over which the first sessions begin, at equal distances; 0: as long as a session takes, so that
+    the load is level from then on."""
     block_tokens: int = 512
     seed: int = 0
 
     @property
     def num_rows(self) -> int:
-        """For a progress bar; with ``jitter`` and without ``requests`` about so many."""
+        """Number of rows, for a progress bar; approximate with ``jitter`` and without ``requests``."""
         return self.requests or self.sessions * self.turns
 
     def __iter__(self) -> Iterator[TraceRow]:
@@ -137,21 +137,20 @@ class _Session:
 class Poisson:
     """Independent requests of log-normal lengths, at random times; some share one of a few beginnings.
 
-    With ``peak`` above 1 there are bursts: for ``burst_s`` of each ``period_s`` the rate is so many times as
-    high.
+    With ``peak`` above 1 there are bursts: for ``burst_s`` of each ``period_s`` the rate is multiplied by it.
     """
 
     rate: float = 1.0
     """Requests a second, between bursts."""
     requests: int = 1000
     input_tokens: int = 2_000
-    """Median, shared beginnings included."""
+    """Median tokens of a prompt, shared beginnings included."""
     output_tokens: int = 200
     """Median."""
     spread: float = 0.8
-    """Sigma of the logarithm of both lengths; 0: all alike."""
+    """Sigma of the logarithm of both lengths; 0: all equal."""
     prefixes: int = 0
-    """Different beginnings, the k-th of them 1/k as frequent as the first; 0: nothing is shared."""
+    """Number of different beginnings, the k-th of them 1/k as frequent as the first; 0: nothing is shared."""
     prefix_tokens: int = 1_024
     peak: float = 1.0
     period_s: float = 300.0
@@ -211,7 +210,8 @@ KINDS: dict[str, type[Generator]] = {"agentic": Agentic, "poisson": Poisson, "bu
 
 
 def parse(spec: str) -> Generator | None:
-    """``agentic:sessions=375,turns=30`` as a generator; None if it begins with no generator's name."""
+    """Parse ``agentic:sessions=375,turns=30`` into a generator; None if the text begins with no generator's
+    name."""
     name, _, rest = spec.partition(":")
     kind = KINDS.get(name)
     if kind is None:
@@ -229,12 +229,12 @@ def parse(spec: str) -> Generator | None:
         except ValueError:
             raise InvalidArgument(f"{name}:{field}", text, "a number") from None
     generator = kind(**given)
-    next(iter(generator))  # refuses what is out of range now, not in the middle of a run
+    next(iter(generator))  # refuse what is out of range now, not in the middle of a run
     return generator
 
 
 def _check(generator: Generator, counts: tuple[str, ...], amounts: tuple[str, ...]) -> None:
-    """Named fields at least 1, or more than 0; all others at least 0."""
+    """Check that named fields are at least 1, or more than 0, and all others at least 0."""
     for field in dataclasses.fields(generator):
         value = getattr(generator, field.name)
         if field.name in counts and not 1 <= value <= 10**12:

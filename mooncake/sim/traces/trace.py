@@ -1,9 +1,9 @@
 """Traces: files of requests, read row by row, and the same requests faster, shorter or in other blocks.
 
 ``read_trace`` gives a ``Trace``, which can be iterated again and again; each time it streams the file, so a
-file of any size takes the memory of a row (of the running sessions, where a file has sessions). A row
-that is not what the format says raises ``TraceError`` out of the iteration: whoever consumes the rows
-gets no summary of a part. The formats are in ``formats.py``; times and lengths change here and nowhere else.
+file of any size takes the memory of a row (of the running sessions, where a file has sessions). A row that
+violates the format raises ``TraceError`` out of the iteration, so that no caller summarises a part as the
+whole. The formats are in ``formats.py``; times and lengths change here and nowhere else.
 """
 
 from __future__ import annotations
@@ -16,14 +16,13 @@ from typing import Literal
 
 from mooncake.errors import InvalidArgument
 from mooncake.sim.traces import formats
-from mooncake.sim.traces.trace_file import TraceFile
-from mooncake.sim.traces.trace_row import TraceError, TraceRow
+from mooncake.sim.traces.trace_file import TraceError, TraceFile, TraceRow
 
 __all__ = ["Trace", "TraceError", "TraceOptions", "TraceRow", "read_trace"]
 
 _BLOCK_TOKENS: dict[formats.Format, int] = {"mooncake": 512, "sessions": 64, "azure": 512}
 _EXTRA_HALF = 1 << 62
-"""Marks the key of the half block that everything behind one first block shares (``is_halved``)."""
+"""Bit in the key of the half block that everything behind one first block shares (``is_halved``)."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
@@ -31,30 +30,30 @@ class TraceOptions:
     """How to read a trace."""
 
     format: Literal["auto", "mooncake", "sessions", "azure"] = "auto"
-    """``auto``: by the first line."""
+    """Name of the format; ``auto``: by the first line."""
     block_tokens: int = 0
     """Tokens a key stands for in the file; 0: the format's own (512; sessions: 64)."""
     num_rows: int = 0
-    """Only that many rows, the first ones; 0: all. A file that has fewer is an error."""
+    """Read only the first rows, this many; 0: all. A file that has fewer is an error."""
     speedup: float = 1.0
-    """The requests come that many times as fast."""
+    """Factor by which requests come faster."""
     divide_lengths: int = 1
-    """Prompts, answers and blocks are that many times shorter, for small machines; sharing stays as it is."""
+    """Factor by which prompts, answers and blocks are shorter, for small machines; sharing is unchanged."""
     coarsen: int = 1
-    """That many blocks become one. 2: the 1,024-token blocks of Table 1."""
+    """Number of blocks that become one. 2: the 1,024-token blocks of Table 1."""
     is_halved: bool = False
     """Read full blocks of half the size, and count the half block after the first block as shared by all
     that share the first: the 256-token blocks of FAST'25, whose system prompts end in the second block."""
     max_silence_s: float = 3600.0
-    """A longer time without a request is an error: lost rows, or times in another unit. 0: none is.
+    """A longer time without a request is an error: lost rows, or times in another unit. 0: no limit.
     Between the turns of sessions it is cut to this instead."""
     is_spread: bool = False
     """Rows of one instant come evenly until the next one: where a trace's times are rounded (to 3 s in
     Mooncake's), the arrivals were not."""
     num_concurrent: int = 32
-    """sessions: that many run at once; when one ends the next one begins. Bounds what is in memory."""
+    """sessions: number that run at once; when one ends the next one begins. Bounds the memory."""
     stagger_s: float = 10.0
-    """sessions: the first ones begin so far apart."""
+    """sessions: interval between the starts of the first ones."""
 
 
 class Trace:
@@ -78,7 +77,7 @@ class Trace:
 
     @property
     def size_bytes(self) -> int:
-        """Of the file, for a progress bar; 0 before the first row."""
+        """Size of the file, for a progress bar; 0 before the first row."""
         return self._lines.size_bytes
 
     @property
@@ -97,7 +96,7 @@ class Trace:
             yield changed(row) if changed is not None else row
         if num_rows < self.options.num_rows:
             raise TraceError(
-                self.path, 0, "num_rows", self.options.num_rows, f"1 to {num_rows}, all rows there are"
+                self.path, 0, "num_rows", self.options.num_rows, f"1 to {num_rows}, all its rows"
             )
 
     @property
@@ -139,7 +138,7 @@ class Trace:
             tail = keys[-1:] if self.format != "sessions" and len(keys) % options.coarsen else ()
             keys = keys[options.coarsen - 1 :: options.coarsen] + tail
         if options.divide_lengths > 1:
-            # Rounded as the keys are, so that as many blocks as before have keys.
+            # Rounded like the keys, so that as many blocks as before have keys.
             up = 0 if self.format == "sessions" else options.divide_lengths - 1
             num_input = max(1, (num_input + up) // options.divide_lengths)
             num_output = -(-num_output // options.divide_lengths)
@@ -147,7 +146,7 @@ class Trace:
 
 
 def read_trace(path: str, options: TraceOptions | None = None) -> Trace:
-    """The trace in a file. Its format is known at once, its rows are checked as they are read."""
+    """Open a trace file. Its format is detected at once, its rows are checked as they are read."""
     return Trace(path, options or TraceOptions())
 
 
@@ -169,7 +168,7 @@ def _check(options: TraceOptions) -> None:
 
 
 def _spread(rows: Iterator[TraceRow]) -> Iterator[TraceRow]:
-    """Rows of one instant evenly until the next; the last ones as far as those before them."""
+    """Spread rows of one instant evenly until the next; the last ones as far as those before them."""
     gap_s = 0.0
     now: list[TraceRow] = []
     for row in chain(rows, (None,)):
@@ -194,7 +193,7 @@ def _halved(keys: tuple[int, ...], num_input: int, half_tokens: int) -> tuple[in
 def _side_by_side(
     whole: Iterator[list[TraceRow]], num_concurrent: int, stagger_s: float, max_pause_s: float
 ) -> Iterator[TraceRow]:
-    """Rows of sessions that run at once, in the order of time."""
+    """Interleave the rows of sessions that run at once, in the order of time."""
     numbers = count()
     waiting: list[tuple[float, int, Iterator[TraceRow], TraceRow]] = []
 
@@ -219,7 +218,7 @@ def _side_by_side(
 
 
 def _timed(rows: list[TraceRow], begin_s: float, max_pause_s: float) -> Iterator[TraceRow]:
-    """The session from ``begin_s`` on, its pauses cut."""
+    """The session from ``begin_s`` on, with its pauses cut."""
     now, last_s = begin_s, rows[0].timestamp_s
     for row in rows:
         pause_s = row.timestamp_s - last_s

@@ -1,7 +1,13 @@
-"""A trace file as lines: plain or gzip, never more than one line of it in memory.
+"""The elements of a trace, one request per row, and its file as lines: plain or gzip.
 
-It owns where a reader is (row, bytes) and turns what can go wrong below the format into ``TraceError``:
-no such file, a compressed file that was cut off, a line that never ends, a line without content.
+``TraceRow.keys`` name the row's prefix block by block: an equal key means an equal whole prefix up to the end
+of that block, across all sessions and rows, so that a cache needs nothing but them. They cover the
+input rounded up to whole blocks (the last one may be partial) or rounded down, as the trace has them;
+``Trace.block_tokens`` is the size of a block.
+
+``TraceFile`` holds never more than one line in memory. It owns the reader's position (row, bytes) and turns
+failures below the format into ``TraceError``: no such file, a truncated compressed file, a line without end,
+an empty line.
 """
 
 from __future__ import annotations
@@ -11,12 +17,35 @@ import io
 import os
 import zlib
 from collections.abc import Iterator
-from typing import BinaryIO, Never
+from typing import BinaryIO, NamedTuple, Never
 
-from mooncake.sim.traces.trace_row import TraceError
+from mooncake.errors import InvalidArgument
 
 MAX_LINE_BYTES = 16 << 20
 """A prompt of 100 million tokens in 512-token blocks fits; a file without line ends does not."""
+
+
+class TraceRow(NamedTuple):
+    """One request: its arrival, the lengths of its prompt and answer, and the prefix that it shares with
+    others."""
+
+    timestamp_s: float
+    num_input: int
+    num_output: int
+    keys: tuple[int, ...]
+    session: str | None = None
+
+
+class TraceError(InvalidArgument):
+    """A trace violates its format. Rows read before the error must not be used as the whole trace."""
+
+    def __init__(self, path: str, row: int, field: str, value: object, allowed: str) -> None:
+        super().__init__(field, value, allowed)
+        place = f"{path}, row {row}" if row else path
+        self.args = (f"{place}: {self.args[0]}",)
+        self.path = path
+        self.row = row
+        """Counted from 1, as in an editor; 0: the file as a whole."""
 
 
 class TraceFile:
@@ -27,10 +56,10 @@ class TraceFile:
         self.row = 0
         self.size_bytes = 0
         self.read_bytes = 0
-        """Of the file as it lies there, compressed or not: for a progress bar."""
+        """Bytes of the file as stored, compressed or not: for a progress bar."""
 
     def refuse(self, field: str, value: object, allowed: str) -> Never:
-        """The line that was read last is wrong."""
+        """Return the error for the line that was read last."""
         raise TraceError(self.path, self.row, field, value, allowed)
 
     def __iter__(self) -> Iterator[bytes]:

@@ -1,4 +1,4 @@
-"""An OpenAI endpoint that answers at once, counts what it was asked, and misbehaves where it is told to."""
+"""An OpenAI endpoint that answers at once, counts requests, and misbehaves as configured."""
 
 from __future__ import annotations
 
@@ -13,13 +13,13 @@ from typing import Any
 
 @dataclass
 class Served:
-    """What a test sets, and what it reads afterwards."""
+    """What a test configures, and what it reads afterwards."""
 
     reject_every: int = 0
-    "Every so manieth completion gets a 429."
+    "Every n-th completion gets a 429."
     retry_after: str | None = "7"
     break_prompt_of: int = 0
-    "An answer to a prompt of that length ends in its middle."
+    "An answer to a prompt of that length is cut off halfway."
     models: tuple[str, ...] = ("double",)
     bodies: list[dict[str, Any]] = field(default_factory=list)
     headers: list[dict[str, str]] = field(default_factory=list)
@@ -28,7 +28,7 @@ class Served:
 
 @contextmanager
 def serving(served: Served) -> Iterator[str]:
-    """Its address."""
+    """Run the double; yield its address."""
     lock = threading.Lock()
 
     class Handler(BaseHTTPRequestHandler):

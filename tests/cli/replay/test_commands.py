@@ -37,7 +37,7 @@ def test_every_row_is_sent_as_the_trace_says(mooncake: Run, tmp_path: Path) -> N
     assert sum(run["requests"]["cached_tokens"]) == 599, "as the answer's usage says"
 
 
-def test_rejected_and_broken_answers_are_told_apart(mooncake: Run, tmp_path: Path) -> None:
+def test_rejected_and_broken_answers_are_distinguished(mooncake: Run, tmp_path: Path) -> None:
     document = tmp_path / "r.json"
     with serving(Served(reject_every=4)) as url:
         done = mooncake("replay", LOAD, "--url", url, "--json", str(document))
@@ -53,7 +53,7 @@ def test_rejected_and_broken_answers_are_told_apart(mooncake: Run, tmp_path: Pat
     found = json.loads(document.read_text())
     assert found["runs"][0]["summary"]["num_failed"] == 30
     assert found["num_without_retry_after"] == 10
-    assert "10 rejections did not say when to come back" in done.stdout
+    assert "10 rejections had no Retry-After" in done.stdout
     assert "failed, 30 times" in done.stdout
 
 
@@ -64,8 +64,8 @@ def test_objectives_travel_when_they_are_to(mooncake: Run) -> None:
         assert mooncake("replay", few, "--url", url, "--slo-ttft", "1.5").returncode == 0
         assert not any("x-slo-ttft-ms" in headers for headers in served.headers)
         assert mooncake("replay", few, "--url", url, "--slo-ttft", "1.5", "--tell-slo").returncode == 0
-    told = [(one["x-slo-ttft-ms"], one["x-slo-tbt-ms"]) for one in served.headers[-2:]]
-    assert told == [("1500", "100")] * 2
+    sent = [(one["x-slo-ttft-ms"], one["x-slo-tbt-ms"]) for one in served.headers[-2:]]
+    assert sent == [("1500", "100")] * 2
 
 
 def test_prediction_stands_beside_what_was_measured(mooncake: Run, tmp_path: Path) -> None:

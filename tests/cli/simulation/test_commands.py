@@ -1,4 +1,4 @@
-"""``mooncake simulate`` and ``mooncake plan`` as people call them."""
+"""``mooncake simulate`` and ``mooncake plan`` as users call them."""
 
 from __future__ import annotations
 

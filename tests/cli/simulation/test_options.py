@@ -1,4 +1,4 @@
-"""What a command line says about requests and machines."""
+"""The interpretation of options for requests and machines."""
 
 from __future__ import annotations
 

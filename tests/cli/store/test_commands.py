@@ -1,4 +1,4 @@
-"""``mooncake store`` as people and scripts call it, against a store in another process."""
+"""``mooncake store`` as users and scripts call it, against a store in another process."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ def address() -> Iterator[str]:
 
 @pytest.fixture
 def run(address: str, monkeypatch: pytest.MonkeyPatch, capsysbinary: pytest.CaptureFixture[bytes]) -> Run:
-    """The command in this process: starting one takes ten times as long as what it does."""
+    """Run the command in this process: starting one takes ten times as long as what it does."""
 
     def call(*words: str, content: bytes = b"") -> Done:
         monkeypatch.setattr(sys, "stdin", io.TextIOWrapper(io.BytesIO(content)))
@@ -47,7 +47,7 @@ def run(address: str, monkeypatch: pytest.MonkeyPatch, capsysbinary: pytest.Capt
 
 
 def start(*words: str, content: bytes = b"") -> Done:
-    """The command in a process of its own."""
+    """Run the command in a process of its own."""
     command = [sys.executable, "-m", "mooncake", "store", *words]
     return subprocess.run(command, input=content, capture_output=True, timeout=120)
 
@@ -74,10 +74,10 @@ def test_put_get_ls_stat_rm(run: Run, tmp_path: Path) -> None:
     assert limited.stdout == b"a/1\n" and b"--limit" in limited.stderr
     long = run("ls", "a/", "--long").stdout.decode()
     assert "2.5 KiB" in long and "here [memory]" in long
-    told = run("stat", "a/2").stdout.decode()
-    assert "4 bytes" in told and "replica: here [memory]" in told
-    assert re.search(r"pinned: for (9\.\d+|10) min", told), told
-    assert "readable as" in told
+    shown = run("stat", "a/2").stdout.decode()
+    assert "4 bytes" in shown and "replica: here [memory]" in shown
+    assert re.search(r"pinned: for (9\.\d+|10) min", shown), shown
+    assert "readable as" in shown
     found = json.loads(run("stat", "a/1", "--json").stdout)["a/1"]
     assert found["size_bytes"] == len(content)
     again = run("put", "a/1", content=b"other")
@@ -101,10 +101,10 @@ def test_verify_finds_what_is_wrong(run: Run, address: str) -> None:
     for number in range(3):
         run("put", f"v/{number}", content=b"good")
     found = run("verify", "--prefix", "v/")
-    assert (found.returncode, found.stdout) == (0, b"3 good, 0 wrong, 0 left meanwhile\n")
+    assert (found.returncode, found.stdout) == (0, b"3 good, 0 wrong, 0 removed meanwhile\n")
     assert json.loads(run("verify", "v/0", "--json").stdout) == {"v/0": True}
     missing = run("verify", "v/0", "v/9")
-    assert missing.returncode == 1 and b"not there: v/9" in missing.stdout
+    assert missing.returncode == 1 and b"not found: v/9" in missing.stdout
     with Store(address) as store:
         assert store.remove_matching("^v/", force=True) == 3
 
@@ -133,7 +133,7 @@ def test_a_drained_segment_is_empty(address: str) -> None:
     ("words", "status", "why"),
     [
         (("get", "nothing"), 1, "there is no 'nothing'"),
-        (("put", "empty"), 1, "nothing in standard input"),
+        (("put", "empty"), 1, "standard input is empty"),
         (("put", "k", "/nowhere/at/all"), 2, "FILE"),
         (("put", "k\x7f", "/dev/null"), 1, "/dev/null"),
         (("put", "k" * 2000, "/etc/hostname"), 1, "invalid_key"),

@@ -1,6 +1,7 @@
-"""Bugs that somebody could write, planted one clause at a time: each must be found by the masters' world.
+"""Plausible bugs, planted one clause at a time: each must be found by the masters' world.
 
-``python -m tests.sim.faults.masters_bugs`` prints which seed is the first that finds each, and by which rule.
+``python -m tests.sim.faults.masters_bugs`` prints the first seed that finds each, and the rule that it
+breaks.
 """
 
 from __future__ import annotations
@@ -36,12 +37,12 @@ Bug = Callable[[pytest.MonkeyPatch], None]
 # One acts
 
 
-def acts_until_it_is_told(patch: pytest.MonkeyPatch) -> None:
+def acts_until_it_is_notified(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(Election, "leads", lambda self, now: self.is_leading)
 
 
 def counts_only_its_own_lease(patch: pytest.MonkeyPatch) -> None:
-    """``election.py``, ``ends_at``: the lease in the record, which its leader was set to, is ignored."""
+    """``election.py``, ``ends_at``: the lease in the record, from its leader's settings, is ignored."""
     may_lead_at = Election._may_lead_at
 
     def broken(self: Election) -> float:
@@ -88,8 +89,8 @@ def copies_without_tenants_that_were_emptied(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(Snapshot, "__init__", broken)
 
 
-def renews_without_telling_successors(patch: pytest.MonkeyPatch) -> None:
-    """``catalog.py``, ``renew``: the record that space still is in use is not written."""
+def renews_without_logging_it(patch: pytest.MonkeyPatch) -> None:
+    """``catalog.py``, ``renew``: the record that space is still in use is not written."""
     renew = Catalog.renew
 
     def broken(self: Catalog, stored: StoredObject, lease_until: float) -> None:
@@ -100,14 +101,14 @@ def renews_without_telling_successors(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(Catalog, "renew", broken)
 
 
-def takes_its_own_settings_for_everybodys(patch: pytest.MonkeyPatch) -> None:
+def assumes_that_all_have_its_settings(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(LeaseBounds, "applied", lambda self, record: None)
 
 
 # No acknowledged loss
 
 
-def asks_no_standby(patch: pytest.MonkeyPatch) -> None:
+def waits_for_no_standby(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(Election, "eligible", lambda self: {})
 
 
@@ -121,7 +122,7 @@ def forgets_lists_that_may_be_in_the_record_yet(patch: pytest.MonkeyPatch) -> No
     patch.setattr(Election, "eligible", broken)
 
 
-def believes_that_it_has_everything(patch: pytest.MonkeyPatch) -> None:
+def assumes_that_it_has_everything(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(Election, "_is_complete", True)
 
 
@@ -135,7 +136,7 @@ def trusts_a_log_whose_machine_went_down(patch: pytest.MonkeyPatch) -> None:
 
 
 def answers_upon_what_inherited_standbys_lack(patch: pytest.MonkeyPatch) -> None:
-    """Who was listed in the last term and has not come yet is taken to have everything."""
+    """A standby of the last term that has not connected yet is assumed to have everything."""
     acked = StandbyReplicator._acked
     patch.setattr(
         StandbyReplicator,
@@ -145,7 +146,7 @@ def answers_upon_what_inherited_standbys_lack(patch: pytest.MonkeyPatch) -> None
 
 
 def goes_on_after_a_failed_write(patch: pytest.MonkeyPatch) -> None:
-    """What can't be written down is answered all the same."""
+    """A request is answered although its record could not be written."""
     carry_out = MasterRole.carry_out
 
     def broken(self: MasterRole, effect: Reply | AppendRecords, now: float) -> list[Reply]:
@@ -169,7 +170,7 @@ def takes_ids_from_the_wall_clock_only(patch: pytest.MonkeyPatch) -> None:
 # Health, and ends
 
 
-def never_lists_again_who_was_struck(patch: pytest.MonkeyPatch) -> None:
+def never_lists_a_struck_standby_again(patch: pytest.MonkeyPatch) -> None:
     strike, follow = StandbyReplicator._strike, StandbyReplicator.follow
 
     def striking(self: StandbyReplicator, who: str) -> None:
@@ -186,7 +187,7 @@ def never_lists_again_who_was_struck(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(StandbyReplicator, "follow", following)
 
 
-def holds_back_for_ever(patch: pytest.MonkeyPatch) -> None:
+def withholds_answers_without_end(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(StandbyReplicator, "let_go", lambda self: [])
     patch.setattr(StandbyReplicator, "check", lambda self: None)
 
@@ -197,13 +198,13 @@ def never_leads_again(patch: pytest.MonkeyPatch) -> None:
     def broken(self: Election, *given: Any) -> list[Any]:
         self._orphan_s = 0.0
         self._is_whole = False
-        self.me = Standby("nobody", self.me.address)
+        self.me = Standby("unknown", self.me.address)
         return step_down(self, *given)
 
     patch.setattr(Election, "_step_down", broken)
 
 
-def asks_beyond_its_deadline(patch: pytest.MonkeyPatch) -> None:
+def waits_beyond_its_deadline(patch: pytest.MonkeyPatch) -> None:
     ask_again = Operations._ask_again
     patch.setattr(
         Operations,
@@ -213,44 +214,44 @@ def asks_beyond_its_deadline(patch: pytest.MonkeyPatch) -> None:
 
 
 LOST = "leads without what was acknowledged|was acknowledged and is lost"
-PREFIX = "has something else than"
+PREFIX = "differs from"
 SPACE = "holds no space at|is promised to"
 TWO = "two masters act|answers although .* has begun to lead"
 BUGS: dict[Bug, str] = {
-    acts_until_it_is_told: TWO,
+    acts_until_it_is_notified: TWO,
     counts_only_its_own_lease: TWO,
     answers_without_looking_at_its_lease: "answers although .* has begun to lead",
     forgets_what_was_removed: PREFIX,
     copies_without_what_happens_meanwhile: PREFIX,
     copies_without_tenants_that_were_emptied: PREFIX,
-    renews_without_telling_successors: SPACE,
-    takes_its_own_settings_for_everybodys: SPACE,
-    asks_no_standby: LOST,
+    renews_without_logging_it: SPACE,
+    assumes_that_all_have_its_settings: SPACE,
+    waits_for_no_standby: LOST,
     forgets_lists_that_may_be_in_the_record_yet: LOST,
-    believes_that_it_has_everything: LOST,
+    assumes_that_it_has_everything: LOST,
     trusts_a_log_whose_machine_went_down: LOST,
     answers_upon_what_inherited_standbys_lack: LOST,
     goes_on_after_a_failed_write: f"{LOST}|{PREFIX}",
-    takes_ids_from_the_wall_clock_only: "gives out ids from",
-    never_lists_again_who_was_struck: "is not in step with",
-    holds_back_for_ever: "still holds answers back|can't put and get",
+    takes_ids_from_the_wall_clock_only: "issues ids from",
+    never_lists_a_struck_standby_again: "is not in sync with",
+    withholds_answers_without_end: "still withholds answers|can't put and get",
     never_leads_again: "leads",
-    asks_beyond_its_deadline: "still waits in",
+    waits_beyond_its_deadline: "still waits in",
 }
-"""Each with the words of the rule that is there for it."""
+"""Each with the text of the rule that is there for it."""
 
 CALM = ClusterFaults(has_oplog=True)
 RESTARTS = MastersFaults(cluster=CALM, crash_every_s=4.0, restart_s=1.0)
 FAULTS: dict[Bug, MastersFaults] = {
-    acts_until_it_is_told: MastersFaults(cluster=CALM, pause_every_s=3.0, cut_every_s=5.0, cut_s=6.0),
+    acts_until_it_is_notified: MastersFaults(cluster=CALM, pause_every_s=3.0, cut_every_s=5.0, cut_s=6.0),
     counts_only_its_own_lease: MastersFaults(
         cluster=CALM, settings_every_s=8.0, lease_store_loss_chance=0.1, cut_every_s=4.0, cut_s=4.0
     ),
     answers_without_looking_at_its_lease: MastersFaults(
         cluster=CALM, pause_every_s=2.0, pause_s=4.0, slow_disk_chance=0.05, slow_disk_s=5.0
     ),
-    renews_without_telling_successors: MastersFaults(cluster=CALM),
-    takes_its_own_settings_for_everybodys: dataclasses.replace(RESTARTS, settings_every_s=6.0),
+    renews_without_logging_it: MastersFaults(cluster=CALM),
+    assumes_that_all_have_its_settings: dataclasses.replace(RESTARTS, settings_every_s=6.0),
     forgets_lists_that_may_be_in_the_record_yet: dataclasses.replace(
         RESTARTS,
         crash_every_s=3.0,
@@ -268,12 +269,12 @@ FAULTS: dict[Bug, MastersFaults] = {
     takes_ids_from_the_wall_clock_only: dataclasses.replace(
         RESTARTS, crash_every_s=3.0, step_every_s=3.0, restart_s=4.0
     ),
-    asks_beyond_its_deadline: MastersFaults(
+    waits_beyond_its_deadline: MastersFaults(
         cluster=dataclasses.replace(CALM, break_chance=0.02), cut_every_s=3.0, cut_s=6.0
     ),
 }
-"""Many of the kind that brings it out, so that few seeds do; for the others, what a seed draws. Without the
-bug nothing is violated under these (``test_what_brings_bugs_out_is_borne``)."""
+"""Faults with many of the kind that triggers the bug, so that few seeds suffice; for the others, what a seed
+draws. Without the bug nothing is violated under these (``test_without_the_bug_nothing_is_violated``)."""
 
 
 def first_seed(bug: Bug, patch: pytest.MonkeyPatch, num_seeds: int = 100) -> tuple[int, str] | None:

@@ -1,7 +1,7 @@
-"""Bugs that somebody could write, each with the rule of the simulated store that finds it.
+"""Plausible bugs, each with the rule of the simulated store that finds it.
 
-For each rule there is one at least, and a test that says so. The faults and loads of a bug have many of the
-kind that brings it out, so that a few seeds do; without the bug nothing is violated under them.
+Every rule has at least one, and a test checks that. The faults and workload mixes of a bug have many of the
+kind that triggers it, so that a few seeds suffice; without the bug nothing is violated under them.
 """
 
 from __future__ import annotations
@@ -62,7 +62,7 @@ def takes_a_restarted_node_for_its_predecessor(patch: pytest.MonkeyPatch) -> Non
     patch.setattr(segments.Segments, "mount", broken)
 
 
-def believes_any_bytes(patch: pytest.MonkeyPatch) -> None:
+def accepts_any_bytes(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(operations.Operations, "_mismatches", lambda self, grants, part, checksums: [])
 
 
@@ -79,8 +79,8 @@ def forgets_what_its_predecessor_promised(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(replay.LogReplay, "_space_held", lambda self, record, now: None)
 
 
-def never_asks_twice(patch: pytest.MonkeyPatch) -> None:
-    """A put-start whose answer was lost looks, the second time, like somebody else's put."""
+def never_recognizes_a_repeated_request(patch: pytest.MonkeyPatch) -> None:
+    """A put-start that is repeated because its answer was lost looks like another client's put."""
     reserve = put.PutRequests._reserve
 
     def broken(self: put.PutRequests, put_id: int, *rest: object) -> object:
@@ -98,7 +98,7 @@ def forgets_what_was_removed(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(replay.LogReplay, "_object_gone", lambda self, record, now: None)
 
 
-def never_tells_nodes_what_went(patch: pytest.MonkeyPatch) -> None:
+def never_notifies_nodes_of_removals(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(tasks.Tasks, "extent_left", lambda self, stored, extent, now: None)
 
 
@@ -120,18 +120,18 @@ def lets_nodes_write_late(patch: pytest.MonkeyPatch) -> None:
 
 
 def leaves_half_a_copy(patch: pytest.MonkeyPatch) -> None:
-    """A task that failed keeps its space as if it were under way, and nobody tries again."""
+    """A failed task keeps its space as if it were under way, and is not retried."""
     done, add_extent = tasks.Tasks._done, catalog.Catalog.add_extent
 
     def ignored(self: tasks.Tasks, message: messages.TaskDone, *rest: object) -> None:
         if message.refusal is None:
             done(self, message, *rest)  # type: ignore[arg-type]
 
-    def for_ever(self: catalog.Catalog, *given: object) -> object:
+    def without_end(self: catalog.Catalog, *given: object) -> object:
         return add_extent(self, *given[:-1], given[-1] + 1e4)  # type: ignore[arg-type, operator, call-arg]
 
     patch.setattr(tasks.Tasks, "_done", ignored)
-    patch.setattr(catalog.Catalog, "add_extent", for_ever)
+    patch.setattr(catalog.Catalog, "add_extent", without_end)
 
 
 def loses_an_object_with_any_of_its_nodes(patch: pytest.MonkeyPatch) -> None:
@@ -152,7 +152,7 @@ def loses_an_object_with_any_of_its_nodes(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(catalog.Catalog, "drop_extent", broken)
 
 
-def lets_pieces_be_written_for_ever(patch: pytest.MonkeyPatch) -> None:
+def lets_pieces_be_written_without_end(patch: pytest.MonkeyPatch) -> None:
     add = preallocated.PreallocatedPieces.add
 
     def broken(
@@ -173,7 +173,7 @@ def releases_pieces_at_their_deadline(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(catalog.Catalog, "preallocate", broken)
 
 
-def tells_no_successor_of_pieces(patch: pytest.MonkeyPatch) -> None:
+def logs_no_preallocations(patch: pytest.MonkeyPatch) -> None:
     give = catalog.Catalog.preallocate
 
     def broken(self: catalog.Catalog, *given: object) -> None:
@@ -183,8 +183,8 @@ def tells_no_successor_of_pieces(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(catalog.Catalog, "preallocate", broken)
 
 
-def takes_its_clock_for_everybodys(patch: pytest.MonkeyPatch) -> None:
-    """Deadlines of puts as instants of the master's clock."""
+def takes_its_clock_for_that_of_all(patch: pytest.MonkeyPatch) -> None:
+    """Deadlines of puts are taken as instants of the master's clock."""
     put_start = put.PutRequests.put_start
 
     def broken(self: put.PutRequests, message: messages.PutStart, *rest: object) -> object:
@@ -201,7 +201,7 @@ def loses_count_of_what_a_tenant_uses(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(tenants.Tenants, "discharge", lambda self, stored, extent: None)
 
 
-def says_removed_and_keeps_it(patch: pytest.MonkeyPatch) -> None:
+def answers_removed_and_keeps_it(patch: pytest.MonkeyPatch) -> None:
     remove = removing.RemoveRequests._remove
 
     def broken(self: removing.RemoveRequests, stored: objects.StoredObject | None, *rest: object) -> object:
@@ -212,7 +212,7 @@ def says_removed_and_keeps_it(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(removing.RemoveRequests, "_remove", broken)
 
 
-def says_replaced_and_keeps_the_old_one(patch: pytest.MonkeyPatch) -> None:
+def answers_replaced_and_keeps_the_old_one(patch: pytest.MonkeyPatch) -> None:
     put_end = put.PutRequests.put_end
 
     def broken(self: put.PutRequests, message: messages.PutEnd, *rest: object) -> object:
@@ -225,7 +225,7 @@ def says_replaced_and_keeps_the_old_one(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(put.PutRequests, "put_end", broken)
 
 
-def tells_no_successor_of_renewed_space(patch: pytest.MonkeyPatch) -> None:
+def logs_no_renewed_space(patch: pytest.MonkeyPatch) -> None:
     renew = catalog.Catalog.renew
 
     def broken(self: catalog.Catalog, stored: objects.StoredObject, lease_until: float) -> None:
@@ -236,7 +236,7 @@ def tells_no_successor_of_renewed_space(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(catalog.Catalog, "renew", broken)
 
 
-def never_says_why(patch: pytest.MonkeyPatch) -> None:
+def gives_no_reason(patch: pytest.MonkeyPatch) -> None:
     add_story = catalog.Catalog.add_story
 
     def broken(self: catalog.Catalog, now: float, key: str, what: str, *of: object) -> None:
@@ -247,7 +247,7 @@ def never_says_why(patch: pytest.MonkeyPatch) -> None:
 
 
 def leaves_before_it_has_arrived(patch: pytest.MonkeyPatch) -> None:
-    """A drain that takes every replica for one that others have."""
+    """A drain assumes that every replica has a copy elsewhere."""
 
     def broken(
         self: jobs.Jobs,
@@ -267,7 +267,7 @@ def counts_no_quota(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(tenants.Account, "has_room", lambda self, size_bytes: True)
 
 
-def asks_again_beyond_the_deadline(patch: pytest.MonkeyPatch) -> None:
+def retries_beyond_the_deadline(patch: pytest.MonkeyPatch) -> None:
     ask_again = operations.Operations._ask_again
 
     def broken(
@@ -303,7 +303,7 @@ def never_mounts_again(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(membership.Membership, "_closed", broken)
 
 
-def lets_writers_write_for_ever(patch: pytest.MonkeyPatch) -> None:
+def lets_writers_write_without_end(patch: pytest.MonkeyPatch) -> None:
     begin = catalog.Catalog.begin
 
     def broken(self: catalog.Catalog, *given: object) -> objects.StoredObject:
@@ -312,8 +312,8 @@ def lets_writers_write_for_ever(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(catalog.Catalog, "begin", broken)
 
 
-def keeps_pieces_for_ever(patch: pytest.MonkeyPatch) -> None:
-    """Space given in advance rests without end when nobody has said what is in it."""
+def keeps_pieces_without_end(patch: pytest.MonkeyPatch) -> None:
+    """Preallocated space is quarantined without end when its content was never reported."""
     give = catalog.Catalog.preallocate
 
     def broken(self: catalog.Catalog, extents: list[objects.Extent], size_bytes: int, until: float) -> None:
@@ -324,7 +324,7 @@ def keeps_pieces_for_ever(patch: pytest.MonkeyPatch) -> None:
 
 @dataclasses.dataclass(frozen=True)
 class Bug:
-    """One that ``rule`` finds, in some seeds; in others another rule may see it first."""
+    """A bug that ``rule`` finds, in some seeds; in others another rule may detect it first."""
 
     plant: Callable[[pytest.MonkeyPatch], None]
     rule: Invariant
@@ -332,7 +332,7 @@ class Bug:
     """None: what a seed draws."""
     load: WorkloadMix = PLAIN
     begin: int = 0
-    """Where the search begins."""
+    """The first seed of the search."""
 
     @property
     def name(self) -> str:
@@ -349,25 +349,25 @@ TENANTS = WorkloadMix(quota=2.0, tenants=("shop", "bank"))
 
 BUGS = (
     Bug(loses_count_of_what_a_tenant_uses, Invariant.CORE),
-    Bug(believes_any_bytes, Invariant.VALUE, ClusterFaults(corruption_every_s=0.5)),
+    Bug(accepts_any_bytes, Invariant.VALUE, ClusterFaults(corruption_every_s=0.5)),
     Bug(forgets_what_was_removed, Invariant.VALUE, SUCCESSION),
-    Bug(says_removed_and_keeps_it, Invariant.PHANTOM, ClusterFaults()),
-    Bug(says_replaced_and_keeps_the_old_one, Invariant.STALE, ClusterFaults()),
+    Bug(answers_removed_and_keeps_it, Invariant.PHANTOM, ClusterFaults()),
+    Bug(answers_replaced_and_keeps_the_old_one, Invariant.STALE, ClusterFaults()),
     Bug(reuses_space_at_once, Invariant.LEASE, begin=4),
     Bug(forgets_the_last_master, Invariant.SPACE, dataclasses.replace(LATE, crash_master_every_s=4.0)),
-    Bug(tells_no_successor_of_renewed_space, Invariant.SPACE, QUICK_TAKEOVER, MOVES, begin=20),
+    Bug(logs_no_renewed_space, Invariant.SPACE, QUICK_TAKEOVER, MOVES, begin=20),
     Bug(
         lets_nodes_write_late,
         Invariant.SPACE,
         ClusterFaults(slow_transfer_chance=0.4, slow_disk_chance=0.4, slow_disk_s=20.0),
     ),
     Bug(forgets_what_its_predecessor_promised, Invariant.SPACE, LATE_SUCCESSION),
-    Bug(tells_no_successor_of_pieces, Invariant.SPACE, LATE_SUCCESSION),
-    Bug(lets_pieces_be_written_for_ever, Invariant.SPACE),
+    Bug(logs_no_preallocations, Invariant.SPACE, LATE_SUCCESSION),
+    Bug(lets_pieces_be_written_without_end, Invariant.SPACE),
     Bug(releases_pieces_at_their_deadline, Invariant.SPACE),
-    Bug(takes_its_clock_for_everybodys, Invariant.SPACE),
+    Bug(takes_its_clock_for_that_of_all, Invariant.SPACE),
     Bug(takes_a_restarted_node_for_its_predecessor, Invariant.CAUSE, ClusterFaults(crash_node_every_s=3.0)),
-    Bug(never_says_why, Invariant.REASON, ClusterFaults()),
+    Bug(gives_no_reason, Invariant.REASON, ClusterFaults()),
     Bug(leaves_before_it_has_arrived, Invariant.CAUSE, ClusterFaults(), OPERATED),
     Bug(
         loses_an_object_with_any_of_its_nodes,
@@ -376,7 +376,7 @@ BUGS = (
     ),
     Bug(counts_no_quota, Invariant.QUOTA, ClusterFaults(), TENANTS),
     Bug(
-        asks_again_beyond_the_deadline,
+        retries_beyond_the_deadline,
         Invariant.DEADLINE,
         ClusterFaults(crash_master_every_s=5.0, restart_s=8.0, slow_chance=0.5),
     ),
@@ -384,9 +384,9 @@ BUGS = (
     Bug(never_mounts_again, Invariant.HEALTH, ClusterFaults(crash_master_every_s=15.0)),
     Bug(acknowledges_what_is_not_on_ssd, Invariant.PROMISE, ClusterFaults(crash_node_every_s=2.0), begin=8),
     Bug(forgets_to_write_some_objects_down, Invariant.REASON, SUCCESSION),
-    Bug(lets_writers_write_for_ever, Invariant.WRITING, ClusterFaults(crash_client_every_s=3.0)),
+    Bug(lets_writers_write_without_end, Invariant.WRITING, ClusterFaults(crash_client_every_s=3.0)),
     Bug(leaves_half_a_copy, Invariant.COPYING, ClusterFaults(transfer_failure_chance=0.3)),
-    Bug(keeps_pieces_for_ever, Invariant.LEAK, ClusterFaults()),
-    Bug(never_tells_nodes_what_went, Invariant.JOURNAL),
-    Bug(never_asks_twice, Invariant.CAUSE, ClusterFaults(break_chance=0.05)),
+    Bug(keeps_pieces_without_end, Invariant.LEAK, ClusterFaults()),
+    Bug(never_notifies_nodes_of_removals, Invariant.JOURNAL),
+    Bug(never_recognizes_a_repeated_request, Invariant.CAUSE, ClusterFaults(break_chance=0.05)),
 )

@@ -1,4 +1,4 @@
-"""Masters that elect one of them: a short sweep, and proof that the checkers see."""
+"""Masters that elect a leader: a short sweep, and proof that the checkers detect bugs."""
 
 from __future__ import annotations
 
@@ -41,10 +41,10 @@ def test_a_seed_is_one_history() -> None:
     assert first.kernel.trace == second.kernel.trace and first.counts == second.counts
 
 
-# Each bug is one that somebody could write; a sweep must find it.
+# Each bug is plausible; a sweep must find it.
 
 
-def acts_until_it_is_told(patch: pytest.MonkeyPatch) -> None:
+def acts_until_it_is_notified(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(Election, "leads", lambda self, now: self.is_leading)
 
 
@@ -52,21 +52,21 @@ def takes_over_at_once(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(Election, "_may_lead_at", lambda self: self._seen_at)
 
 
-def asks_no_standby(patch: pytest.MonkeyPatch) -> None:
+def waits_for_no_standby(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(Election, "eligible", lambda self: {})
 
 
-def believes_that_it_has_everything(patch: pytest.MonkeyPatch) -> None:
+def assumes_that_it_has_everything(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(Election, "_is_complete", True)
 
 
 @pytest.mark.parametrize(
     "bug",
     [
-        acts_until_it_is_told,
+        acts_until_it_is_notified,
         takes_over_at_once,
-        asks_no_standby,
-        believes_that_it_has_everything,
+        waits_for_no_standby,
+        assumes_that_it_has_everything,
         counts_only_its_own_lease,
         forgets_lists_that_may_be_in_the_record_yet,
     ],

@@ -1,4 +1,4 @@
-"""The ledger by itself: what it takes for promised after each kind of loss."""
+"""The history checker alone: what it considers promised after each kind of loss."""
 
 from __future__ import annotations
 
@@ -13,73 +13,73 @@ from mooncake.sim.kernel import Kernel
 LIARS = ClusterFaults(power_loss_chance=1.0, lying_disk_chance=1.0, has_oplog=True)
 
 
-def put(ledger: HistoryChecker, key: str, nodes: list[str], is_durable: bool = False) -> None:
+def put(history: HistoryChecker, key: str, nodes: list[str], is_durable: bool = False) -> None:
     """As if its put had been acknowledged with these replicas in memory."""
-    known = ledger.of(key)
+    known = history.of(key)
     known.nodes = dict.fromkeys(nodes)
     known.is_absent, known.is_present, known.is_durable = False, True, is_durable
 
 
 @pytest.fixture
-def ledger() -> HistoryChecker:
-    return StoreCluster(Kernel(1), LIARS, SETTINGS).checkers.ledger
+def history() -> HistoryChecker:
+    return StoreCluster(Kernel(1), LIARS, SETTINGS).checkers.history
 
 
-def test_what_is_in_memory_of_two_nodes_outlives_either(ledger: HistoryChecker) -> None:
-    put(ledger, "k", ["a", "b"])
-    ledger.node_crashed("a", has_lost_power=False)
-    assert ledger.promised() == {"k": None}
-    ledger.node_crashed("b", has_lost_power=False)
-    assert not ledger.promised()
+def test_what_is_in_memory_of_two_nodes_outlives_either(history: HistoryChecker) -> None:
+    put(history, "k", ["a", "b"])
+    history.node_crashed("a", has_lost_power=False)
+    assert history.promised() == {"k": None}
+    history.node_crashed("b", has_lost_power=False)
+    assert not history.promised()
 
 
-def test_the_last_node_that_is_given_up_takes_the_promise_along(ledger: HistoryChecker) -> None:
-    put(ledger, "k", ["a", "b"])
-    put(ledger, "durable", ["a"], is_durable=True)
-    ledger.given_up("a")
-    assert list(ledger.promised()) == ["k", "durable"]
-    ledger.given_up("b")
-    assert list(ledger.promised()) == ["durable"]
+def test_the_unmount_of_the_last_node_ends_the_promise(history: HistoryChecker) -> None:
+    put(history, "k", ["a", "b"])
+    put(history, "durable", ["a"], is_durable=True)
+    history.unmounted("a")
+    assert list(history.promised()) == ["k", "durable"]
+    history.unmounted("b")
+    assert list(history.promised()) == ["durable"]
 
 
-def test_who_lost_an_object_that_a_node_still_has_is_named(ledger: HistoryChecker) -> None:
-    put(ledger, "k", ["a", "b"])
-    ledger.node_crashed("a", has_lost_power=False)
-    assert ledger.vanished("k", "a: another process took its name") == ["b"]
+def test_an_object_lost_while_a_node_has_it_is_found(history: HistoryChecker) -> None:
+    put(history, "k", ["a", "b"])
+    history.node_crashed("a", has_lost_power=False)
+    assert history.dropped("k", "a: another process took its name") == ["b"]
 
 
-def test_what_left_memory_for_an_ssd_is_lost_with_it(ledger: HistoryChecker) -> None:
-    put(ledger, "k", ["a"])
-    ledger.evicted("k", "a")
-    assert list(ledger.promised()) == ["k"]  # an honest disk has it
-    assert ledger.vanished("k", "a/ssd: given up") == []
+def test_what_left_memory_for_an_ssd_is_lost_with_it(history: HistoryChecker) -> None:
+    put(history, "k", ["a"])
+    history.evicted("k", "a")
+    assert list(history.promised()) == ["k"]  # an honest disk has it
+    assert history.dropped("k", "a/ssd: given up") == []
 
 
 @pytest.mark.parametrize("is_evicted_first", [True, False])
-def test_an_ssd_that_lied_is_not_believed_after_a_loss_of_power(
-    ledger: HistoryChecker, is_evicted_first: bool
+def test_an_ssd_that_lied_is_not_trusted_after_a_power_loss(
+    history: HistoryChecker, is_evicted_first: bool
 ) -> None:
-    put(ledger, "k", ["a"], is_durable=True)
-    put(ledger, "stays", ["a"], is_durable=True)
+    put(history, "k", ["a"], is_durable=True)
+    put(history, "stays", ["a"], is_durable=True)
     if is_evicted_first:
-        ledger.evicted("k", "a")
-        ledger.node_crashed("b", has_lost_power=True)
+        history.evicted("k", "a")
+        history.node_crashed("b", has_lost_power=True)
     else:
-        ledger.node_crashed("b", has_lost_power=True)
-        ledger.evicted("k", "a")
-    assert list(ledger.promised()) == ["stays"]
+        history.node_crashed("b", has_lost_power=True)
+        history.evicted("k", "a")
+    assert list(history.promised()) == ["stays"]
 
 
 def test_what_a_client_had_begun_is_unclear_for_a_while_after_it_died() -> None:
     cluster = StoreCluster(Kernel(1), LIARS, SETTINGS)
     client, other = cluster.start_client("client0", "left"), cluster.start_client("client1", "right")
-    ledger, kernel = cluster.checkers.ledger, cluster.kernel
-    ledger.begin(client, ["k"])
-    ledger.client_crashed(client)
+    history, kernel = cluster.checkers.history, cluster.kernel
+    history.begin(client, ["k"])
+    history.client_crashed(client)
 
     def removed() -> bool:
-        ledger.removed(ledger.begin(other, ["k"]), "k", True)
-        return ledger.of("k").is_absent
+        history.removed(history.begin(other, ["k"]), "k", True)
+        return history.of("k").is_absent
 
     assert not removed()
     kernel.now += LATE_S

@@ -1,4 +1,4 @@
-"""Every rule of the store's world finds a bug, and what brings the bugs out is harmless without them."""
+"""Every rule of the store's world finds a bug, and what triggers the bugs is harmless without them."""
 
 from __future__ import annotations
 
@@ -33,6 +33,6 @@ def test_a_planted_bug_is_found_by_its_rule(bug: Bug, monkeypatch: pytest.Monkey
 
 
 @pytest.mark.parametrize("number", range(len(MIXES)))
-def test_what_brings_bugs_out_is_borne(number: int) -> None:
+def test_without_the_bug_nothing_is_violated(number: int) -> None:
     faults, load = MIXES[number]
     StoreRun(1000, faults, load).run()

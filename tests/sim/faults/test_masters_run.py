@@ -1,4 +1,5 @@
-"""Several masters under faults: a short sweep, seeds that once failed, and proof that the checkers see."""
+"""Several masters under faults: a short sweep, seeds that once failed, and proof that the checkers detect
+bugs."""
 
 from __future__ import annotations
 
@@ -22,15 +23,15 @@ def test_seeds(first: int) -> None:
 @pytest.mark.parametrize(
     "seed",
     [
-        9,  # a leader that began with nothing gave out ids that its predecessor had given out
+        9,  # a leader that began with nothing issued ids that its predecessor had issued
         36,  # the same, because its wall clock was set back
-        45,  # a machine lost the end of its log with its power, and led although a standby had all of it
+        45,  # a machine lost the end of its log in a power loss, and led although a standby had all of it
         52,  # the same
-        42,  # space that a reader used was given out: the successor was set to shorter leases
-        112,  # a reply rested on what another listed standby did not have, which then led
-        170,  # a standby copied what its leader could not write down
-        186,  # the end of a log was zeros, which were taken for a record
-        222,  # a view was kept open whose replica had moved away, which the next master did not know
+        42,  # space that a reader used was allocated again: the successor was set to shorter leases
+        112,  # a reply depended on what another listed standby did not have, which then led
+        170,  # a standby copied a record that its leader could not write
+        186,  # the end of a log was zeros, which were decoded as a record
+        222,  # a view stayed open whose replica had moved away, which the next master did not know
         319,  # the same
     ],
 )
@@ -45,7 +46,7 @@ def test_a_seed_is_one_history() -> None:
     assert first.kernel.trace == second.kernel.trace and first.counts == second.counts
 
 
-def test_without_faults_one_leads_and_nobody_hears_an_error() -> None:
+def test_without_faults_one_leads_and_no_client_gets_an_error() -> None:
     totals: dict[str, int] = {}
     for seed in range(3):
         run = MastersRun(seed, MastersFaults())
@@ -69,7 +70,7 @@ def test_the_sweep_has_every_kind_of_fault_and_much_happens_in_it() -> None:
 
 
 def test_an_older_version_reads_records_without_their_newest_fields_and_writes_them_so() -> None:
-    """What the world takes an older version for is what the format does."""
+    """The older version that the world simulates behaves as the format does."""
     assert set(NEWEST) == {LineBegan, SpaceHeld}
     for record in (LineBegan(7, 2.0, 5.0), SpaceHeld([("a", 64)], 64, "key", 9)):
         of_old = as_known_to_old([record])[0]
@@ -81,7 +82,7 @@ def test_an_older_version_reads_records_without_their_newest_fields_and_writes_t
 
 
 @pytest.mark.parametrize("bug", FAULTS, ids=lambda bug: bug.__name__)
-def test_what_brings_bugs_out_is_borne(bug: Bug) -> None:
+def test_without_the_bug_nothing_is_violated(bug: Bug) -> None:
     MastersRun(1000, FAULTS[bug]).run()
 
 

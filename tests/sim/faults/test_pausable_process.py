@@ -1,4 +1,4 @@
-"""A process that stands still does all of it afterwards, in order, and nothing that was cancelled."""
+"""A paused process does everything afterwards, in order, and nothing that was cancelled."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ def test_what_was_to_happen_meanwhile_happens_at_once_and_in_order() -> None:
     process = PausableProcess(kernel, "one")
     done: list[tuple[float, str]] = []
     process.after(1.0, lambda: done.append((kernel.now, "timer")))
-    process.stand_still(3.0)
+    process.suspend(3.0)
     kernel.after(0.5, lambda: process.do(lambda: done.append((kernel.now, "message"))))
     kernel.run(10.0)
     assert done == [(3.0, "message"), (3.0, "timer")]
@@ -22,7 +22,7 @@ def test_a_timer_that_was_cancelled_while_it_was_due_does_nothing() -> None:
     process = PausableProcess(kernel, "one")
     done: list[str] = []
     timer = process.after(1.0, lambda: done.append("timer"))
-    process.stand_still(3.0)
+    process.suspend(3.0)
     kernel.after(2.0, timer.cancel)
     kernel.run(10.0)
     assert done == []
@@ -34,7 +34,7 @@ def test_the_rest_of_a_step_comes_before_all_else() -> None:
     done: list[str] = []
 
     def slow_write() -> None:
-        process.stand_still(1.0)
+        process.suspend(1.0)
         process.then(lambda: done.append("answer"))
 
     process.do(slow_write)
@@ -47,7 +47,7 @@ def test_the_rest_of_a_step_comes_before_all_else() -> None:
 def test_nothing_happens_after_a_crash() -> None:
     kernel = Kernel(1)
     process = PausableProcess(kernel, "one")
-    process.stand_still(1.0)
+    process.suspend(1.0)
     process.do(lambda: (_ for _ in ()).throw(AssertionError("it is dead")))
     process.crash()
     kernel.run(2.0)

@@ -19,7 +19,7 @@ def test_the_end_of_a_process_takes_nothing_but_what_was_open() -> None:
     assert disk.open("log", is_locked=True).read() == b"one"
 
 
-def test_a_loss_of_power_leaves_what_was_synced_and_any_part_of_the_rest() -> None:
+def test_a_power_loss_leaves_what_was_synced_and_any_part_of_the_rest() -> None:
     left: set[bytes] = set()
     for seed in range(300):
         disk = SimDirectory(Random(seed))
@@ -72,7 +72,7 @@ def test_a_rename_without_a_sync_of_the_directory_may_be_undone() -> None:
 
 
 def test_a_renamed_file_that_was_not_synced_may_be_empty() -> None:
-    """Which is why one is synced before it takes another's name."""
+    """Which is why a file is synced before it takes another's name."""
     left: set[bytes] = set()
     for seed in range(50):
         disk = SimDirectory(Random(seed))
@@ -118,7 +118,7 @@ def test_a_disk_with_errors_says_so_and_a_sync_that_failed_is_not_made_good_by_t
     assert {b"", b"yes"} < left
 
 
-def test_slow_writes_add_up_until_somebody_asks() -> None:
+def test_slow_writes_add_up_until_they_are_taken() -> None:
     disk = SimDirectory(Random(1))
     disk.delay_s = lambda what, num_bytes: {"write": 0.5, "sync": 2.0}[what]
     file = disk.open("log")

@@ -1,4 +1,4 @@
-"""The simulated processes by themselves: what they do to bytes, and when they say that it is done."""
+"""The simulated processes alone: what they do to bytes, and when they report it as done."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ def cluster_of(seed: int, faults: ClusterFaults, *, has_disk: bool = False) -> S
 
 
 @pytest.mark.parametrize("seed", range(5))
-def test_a_client_hears_of_the_end_of_its_write_when_all_of_it_has_landed(seed: int) -> None:
+def test_a_client_is_notified_of_the_end_of_its_write_when_all_of_it_has_landed(seed: int) -> None:
     """Also with a clock that is fast."""
     cluster = cluster_of(seed, ClusterFaults(clock_drift=0.3))
     client = cluster.start_client("client0", "right")
@@ -44,8 +44,8 @@ def test_a_client_hears_of_the_end_of_its_write_when_all_of_it_has_landed(seed: 
     assert client.memory[SIZE_BYTES : 2 * SIZE_BYTES] == client.memory[:SIZE_BYTES]
 
 
-def test_a_copy_that_is_being_flushed_is_not_written_any_more() -> None:
-    """So another master, which hears of it from the index, may promise it to readers."""
+def test_a_copy_that_is_being_flushed_is_completely_written() -> None:
+    """So another master, which learns of it from the index, may promise it to readers."""
     cluster = cluster_of(0, ClusterFaults(slow_disk_chance=1.0, slow_disk_s=4.0), has_disk=True)
     client, ssd = cluster.start_client("client0", "right"), cluster.nodes["node0"].segments["node0/ssd"]
     outcomes: list[Any] = []

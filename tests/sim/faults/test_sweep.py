@@ -1,4 +1,4 @@
-"""The store under faults: a short sweep, seeds that once failed, and proof that the checkers see."""
+"""The store under faults: a short sweep, seeds that once failed, and proof that the checkers detect bugs."""
 
 from __future__ import annotations
 
@@ -39,22 +39,22 @@ def test_seeds_with_several_replicas(seed: int) -> None:
 
 
 def test_objects_with_several_replicas_outlive_nodes() -> None:
-    """Else that world would show nothing."""
+    """Otherwise that world would prove nothing."""
     survived = 0
     for seed in range(4):
         run = ReplicasRun(seed, ClusterFaults(crash_node_every_s=10.0))
         run.run()
-        survived += len(run.cluster.checkers.ledger.promised())
+        survived += len(run.cluster.checkers.history.promised())
     assert survived > 8
 
 
 @pytest.mark.parametrize(
     "seed",
     [
-        5054,  # clients that started in the calm part went on working
-        5497,  # a writer counted as writing until it heard of its end
+        5054,  # clients that started in the calm part continued working
+        5497,  # a writer counted as writing until it was notified of its end
         40278,  # a write was begun after its reservation's deadline
-        4124,  # a copy that was only being flushed was taken for one that is still written
+        4124,  # a copy that was only being flushed was considered still being written
         584,  # a write was reported a moment before its last slice had landed, by a clock that was fast
         5238,  # an object left memory because it was on an SSD, which had lied
     ],
@@ -67,7 +67,7 @@ def test_seeds_that_once_failed(seed: int) -> None:
     "seed",
     [
         77,  # the checker: an object on SSD stays until its replacement is there too
-        691,  # a later master heard of objects whose removal a full SSD had not written yet
+        691,  # a later master got reports of objects whose removal a full SSD had not written yet
     ],
 )
 def test_seeds_of_the_usual_world_that_once_failed(seed: int) -> None:
@@ -82,7 +82,7 @@ def test_everything_fails_at_once(seed: int, has_oplog: bool) -> None:
     assert run.cluster.checkers.counts["hits"] > 0
 
 
-def test_without_faults_nothing_is_lost_and_nobody_hears_an_error() -> None:
+def test_without_faults_nothing_is_lost_and_no_client_gets_an_error() -> None:
     totals: dict[str, int] = {}
     for seed in range(3):
         run = StoreRun(seed, CALM)

@@ -114,7 +114,7 @@ def test_sensitivity_says_what_a_step_changes() -> None:
     assert by_note["one prefill node less"].num_nodes == 9
 
 
-def test_what_nobody_can_meet_has_no_plan() -> None:
+def test_unreachable_objectives_have_no_plan() -> None:
     plan = planner(lambda spec: (0.5, 0.5))[0].plan()
     assert plan.best is None and plan.one_pool is None and not plan.sensitivity
 

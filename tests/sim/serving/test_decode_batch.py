@@ -16,7 +16,7 @@ from mooncake.sim.serving.sim_request import SimRequest
 MODEL = DecodeModel(0.02, 0.001, 1e-6)
 
 
-def journey(number: int, num_input: int, num_output: int, first_token_at: float = 0.0) -> SimRequest:
+def sim_request(number: int, num_input: int, num_output: int, first_token_at: float = 0.0) -> SimRequest:
     one = SimRequest(number, 0.0, num_input, num_output, ())
     one.first_token_at = first_token_at
     return one
@@ -37,7 +37,7 @@ def one_by_one(batch: DecodeBatch, num_steps: int) -> float:
 def test_many_steps_are_as_long_as_one_by_one(prompts: list[tuple[int, int]], num_steps: int) -> None:
     batch = DecodeBatch(MODEL)
     for number, (num_input, num_output) in enumerate(prompts):
-        batch.join(journey(number, num_input, num_output))
+        batch.join(sim_request(number, num_input, num_output))
     assert batch.seconds(num_steps) == pytest.approx(one_by_one(batch, num_steps))
 
 
@@ -50,7 +50,7 @@ def test_a_change_takes_effect_at_the_end_of_the_step_it_falls_into(
 ) -> None:
     batch = DecodeBatch(MODEL)
     for number, (num_input, num_output) in enumerate(prompts):
-        batch.join(journey(number, num_input, num_output))
+        batch.join(sim_request(number, num_input, num_output))
     num_steps = batch.steps_until(now)
     assert batch.seconds(num_steps) >= now - 1e-6
     assert num_steps == 0 or batch.seconds(num_steps - 1) < now + 1e-6
@@ -58,7 +58,7 @@ def test_a_change_takes_effect_at_the_end_of_the_step_it_falls_into(
 
 def test_requests_come_and_go_as_in_a_step_by_step_count() -> None:
     batch = DecodeBatch(MODEL)
-    first, second = journey(1, 100, 11), journey(2, 50, 4)
+    first, second = sim_request(1, 100, 11), sim_request(2, 50, 4)
     batch.join(first)
     batch.advance(5)
     second.first_token_at = batch.at - 0.01
@@ -78,12 +78,12 @@ def test_requests_come_and_go_as_in_a_step_by_step_count() -> None:
     assert batch.runs == []
 
 
-def test_a_pause_lengthens_the_next_interval_of_those_who_were_there() -> None:
+def test_a_pause_lengthens_the_next_interval_of_running_requests() -> None:
     batch = DecodeBatch(MODEL)
-    old = journey(1, 100, 3)
+    old = sim_request(1, 100, 3)
     batch.join(old)
     batch.pause(2.0)
-    new = journey(2, 10, 3, first_token_at=1.5)
+    new = sim_request(2, 10, 3, first_token_at=1.5)
     batch.join(new)
     step_s = batch.seconds(1)
     batch.advance(1)
@@ -113,10 +113,10 @@ def test_the_longest_tenth_is_that_of_all_intervals(runs: list[tuple[int, float]
     assert longest_mean(runs, wait_s, len(intervals)) == pytest.approx(expected)
 
 
-def test_runs_that_nobody_needs_are_dropped() -> None:
+def test_runs_that_no_request_needs_are_dropped() -> None:
     batch = DecodeBatch(MODEL)
     for number in range(5000):
-        batch.join(journey(number, 1, 2 + number % 3))
+        batch.join(sim_request(number, 1, 2 + number % 3))
         batch.advance(1)
         batch.leave()
     assert len(batch.runs) < 2100

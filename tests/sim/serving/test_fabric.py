@@ -34,7 +34,7 @@ class World:
         for port in self.ports:
             assert sum(flow.rate for flow in port.flows) <= port.bytes_per_s * (1 + 1e-9)
             for flow in port.flows:
-                # Max-min: somewhere on its way a port is full, and nobody there gets more than it does.
+                # Max-min: somewhere on its path a port is full, and no flow there gets more than it does.
                 assert any(
                     sum(other.rate for other in one.flows) >= one.bytes_per_s * (1 - 1e-9)
                     and all(other.rate <= flow.rate * (1 + 1e-9) for other in one.flows)

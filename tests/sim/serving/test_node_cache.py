@@ -1,4 +1,4 @@
-"""A node's cache: memory in front of an SSD, and the news of both."""
+"""A node's cache: memory in front of an SSD, and the events of both."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ def node(num_blocks: int, num_ssd_blocks: int = 0) -> NodeCache[int]:
 
 
 def keep(cache: NodeCache[int], keys: list[int]) -> None:
-    """As a prefill does: what is here already is used, the rest is stored."""
+    """As a prefill does: cached blocks are used, the rest is stored."""
     found = cache.match(keys)
     cache.pin(found)
     cache.unpin(found + cache.keep(keys[len(found) :]))
@@ -26,8 +26,8 @@ def test_the_longest_unused_leaves_last_blocks_of_a_prompt_first() -> None:
     keep(cache, [1, 2])
     keep(cache, [3, 4])
     keep(cache, [1, 5])
-    assert cache.left == [2]
-    assert cache.came == [1, 2, 3, 4, 5]
+    assert cache.removed == [2]
+    assert cache.stored == [1, 2, 3, 4, 5]
     assert len(cache.match([3, 4])) == 2
     cache.check()
 
@@ -46,24 +46,24 @@ def test_what_leaves_memory_lies_on_ssd() -> None:
     keep(cache, [1, 2])
     keep(cache, [3, 4])
     assert cache.match([1]) == [] and cache.num_on_ssd([1, 2]) == 2
-    assert sorted(cache.ssd_came) == [1, 2] and cache.ssd_left == []
+    assert sorted(cache.ssd_stored) == [1, 2] and cache.ssd_removed == []
     keep(cache, [5, 6])
-    assert len(cache.ssd_left) == 1
+    assert len(cache.ssd_removed) == 1
     cache.check()
 
 
 @given(st.lists(st.lists(st.integers(1, 12), unique=True, max_size=6), max_size=30))
-def test_the_news_add_up_to_what_is_there(prompts: list[list[int]]) -> None:
+def test_the_events_add_up_to_the_content(prompts: list[list[int]]) -> None:
     cache = node(5, num_ssd_blocks=4)
     memory: set[int] = set()
     ssd: set[int] = set()
     for keys in prompts:
         keep(cache, keys)
-        memory = memory - set(cache.left) | set(cache.came)
-        for key in cache.ssd_came:
+        memory = memory - set(cache.removed) | set(cache.stored)
+        for key in cache.ssd_stored:
             ssd.add(key)
-        ssd -= {key for key in cache.ssd_left if not cache.num_on_ssd([key])}
-        cache.came, cache.left, cache.ssd_came, cache.ssd_left = [], [], [], []
+        ssd -= {key for key in cache.ssd_removed if not cache.num_on_ssd([key])}
+        cache.stored, cache.removed, cache.ssd_stored, cache.ssd_removed = [], [], [], []
         assert {key for key in range(1, 13) if cache.match([key])} >= memory - set(keys)
         assert {key for key in range(1, 13) if cache.num_on_ssd([key])} == ssd
     cache.check()

@@ -1,4 +1,4 @@
-"""Files of costs: all that are shipped read, and say what the paper says."""
+"""Cost files: all that are shipped can be read, and match the paper."""
 
 from __future__ import annotations
 

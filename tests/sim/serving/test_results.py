@@ -1,4 +1,4 @@
-"""An outcome's columns, its summary and its JSON."""
+"""The columns of a run's results, its summary and its JSON."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ def test_good_is_what_was_completed_within_both_objectives() -> None:
     assert outcome().is_good(slo_ttft_s=0, slo_tbt_s=0).tolist() == [True, True, True, False, False]
 
 
-def test_the_summary_counts_everyone_once() -> None:
+def test_the_summary_counts_each_request_once() -> None:
     summary = outcome().summary()
     assert (summary.num_done, summary.num_rejected, summary.num_rejected_after_prefill) == (3, 1, 1)
     assert summary.num_failed == 0 and summary.num_good == 1

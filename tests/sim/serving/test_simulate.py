@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from mooncake.sim.serving import ClusterSpec, simulate
 from mooncake.sim.serving.node_costs import load_costs
 from mooncake.sim.serving.results import DONE, REJECTED, REJECTED_AFTER_PREFILL, RunResults
-from mooncake.sim.traces.trace_row import TraceRow
+from mooncake.sim.traces.trace_file import TraceRow
 
 COSTS = load_costs("llama3-70b-8xA800")
 BLOCK = 512
@@ -98,7 +98,7 @@ def test_a_whole_prompt_in_the_cache_still_computes_its_last_token() -> None:
     assert outcome.cached_tokens.tolist() == [0, 5119]
 
 
-def test_what_does_not_fit_fails_and_disturbs_nobody() -> None:
+def test_what_does_not_fit_fails_and_disturbs_no_other() -> None:
     small = ClusterSpec(costs=COSTS, num_prefill=1, num_decode=1)
     too_long = TraceRow(0.0, COSTS.device_tokens, 2, ())
     outcome = simulate([too_long, TraceRow(1.0, 100, 2, ())], small, "load")
@@ -107,7 +107,7 @@ def test_what_does_not_fit_fails_and_disturbs_nobody() -> None:
 
 
 def test_prompts_go_first_and_interrupt_the_others() -> None:
-    """Plain one-pool serving: a long prompt is one long interval for whoever decodes."""
+    """Plain colocated serving: a long prompt is one long interval for all decoding requests."""
     rows = [TraceRow(0.0, 512, 400, (1,)), TraceRow(0.0, 512, 400, (2,)), TraceRow(3.0, 60_000, 2, ())]
     outcome = simulate(rows, spec(num_prefill=1, num_decode=1, mode="vllm"), "round_robin")
     chunked = simulate(rows, spec(num_prefill=1, num_decode=1, mode="chunked"), "round_robin")
@@ -137,7 +137,7 @@ def test_a_pipeline_computes_long_prompts_faster_and_short_ones_not() -> None:
 
 
 @pytest.mark.parametrize("mode", ["disaggregated", "chunked"])
-def test_step_by_step_tells_the_same_story(mode: str) -> None:
+def test_step_by_step_gives_the_same_result(mode: str) -> None:
     rows = conversations(3, 120, rate_per_s=1.5)
     flow = simulate(rows, spec(mode=mode), "round_robin")
     step = simulate(rows, spec(mode=mode, detail="step"), "round_robin")

@@ -9,11 +9,11 @@ from hypothesis import strategies as st
 
 from mooncake.errors import InvalidArgument
 from mooncake.sim.traces.generators import Agentic, Bursts, Generator, Poisson, parse
-from mooncake.sim.traces.trace_row import TraceRow
+from mooncake.sim.traces.trace_file import TraceRow
 
 
 def check(rows: list[TraceRow], block_tokens: int) -> None:
-    """What a consumer may rely on: order of time, keys for all of the prompt, each with one parent."""
+    """Check what a consumer may rely on: order of time, keys for all of the prompt, each with one parent."""
     parents: dict[int, int] = {}
     assert all(before.timestamp_s <= after.timestamp_s for before, after in pairwise(rows))
     for row in rows:
@@ -78,7 +78,7 @@ def test_a_session_shares_the_common_prompt_and_grows_by_answers_and_inputs() ->
 
 
 def test_the_agentic_recipe_reuses_what_its_source_says() -> None:
-    """94.2 % of the tokens were hits there, in sessions of 33 turns; without any eviction a bit more."""
+    """94.2 % of the tokens were hits there, in sessions of 33 turns; without any eviction slightly more."""
     seen: set[int] = set()
     num_hits = num_blocks = 0
     for row in Agentic(sessions=75):
@@ -89,7 +89,7 @@ def test_the_agentic_recipe_reuses_what_its_source_says() -> None:
 
 
 def test_a_day_of_a_thousand_nodes_is_made_row_by_row() -> None:
-    """As many rows as anyone wants, of which nobody has to hold more than the running sessions."""
+    """Any number of rows, of which only the running sessions need to be held."""
     day = Agentic(sessions=4_340, requests=10**12)
     rows = list(islice(day, 30_000))
     check(rows, 512)
