@@ -1,8 +1,8 @@
-"""An engine becomes a process: its link to the store, its thread, its KV events, its HTTP server.
+"""The process around an engine: its link to the store, its thread, its KV events, its HTTP server.
 
-Owns the order in which these start and stop, the same for a worker and for an engine without a model; what
-computes is theirs. An engine starts without its store, too, and finds it when it comes: the pool makes
-answers faster, never possible.
+Owns the order in which these start and stop, the same for a worker and for an engine without a model; both
+bring their own model. An engine also starts without its store and connects when the store is up: the pool
+makes answers faster and is never needed for one.
 """
 
 from __future__ import annotations
@@ -31,10 +31,10 @@ from mooncake.transfer import TransferEngine, TransferSettings
 log = get_logger(__name__)
 
 DEADLINES = Deadlines(send_s=120.0)
-"""A gateway whose client reads slowly reads slowly, too; it is the one that loses patience first."""
+"""A gateway whose client reads slowly reads slowly, too; its own, shorter timeout ends the answer first."""
 
 STORE_PATIENCE_S = 1.0
-"""A store that does not answer in time has no blocks: computing them takes about as long."""
+"""Timeout of a lookup, which then counts as a miss: computing the blocks takes about as long."""
 
 
 async def serve(running: contextlib.AbstractAsyncContextManager[Api], host: str, port: int) -> None:
@@ -42,7 +42,7 @@ async def serve(running: contextlib.AbstractAsyncContextManager[Api], host: str,
     check_address(host)
     listening = listen(host, port)
     async with running as api:
-        # Who asks a worker is a gateway or a conductor: nodes of the cluster.
+        # The clients of a worker are gateways and conductors: nodes of the cluster.
         app = HttpAuth(create_app(api), levels=NODES_AND_ADMINS, open_paths=("/version",))
         tls = process_identity().server_tls
         server = HttpServer(app, listening, tls=tls, deadlines=DEADLINES)
@@ -79,7 +79,7 @@ async def connect_store_link(
 async def run_api(
     engine: Engine, tokenizer: AnyTokenizer, host: str, kv_events_port: int, **api: Any
 ) -> AsyncIterator[Api]:
-    """``engine`` on its thread, and what its HTTP server needs; ``api`` are further fields of that."""
+    """``engine`` on its thread, as the ``Api`` of its HTTP server; ``api``: further fields of that."""
     block_tokens = engine.runner.layout.block_tokens
     async with contextlib.AsyncExitStack() as stack:
         publisher = kv_events.WorkerKvEventPublisher(host)
@@ -91,7 +91,7 @@ async def run_api(
 
         generator = Generator(engine, tokenizer, asyncio.get_running_loop(), publish)
         generator.start()
-        # In a thread: the last saves end with the loop's help.
+        # In a thread: the last saves need this loop to finish.
         stack.push_async_callback(asyncio.to_thread, generator.stop)
         yield Api(generator, events=source, **api)
 

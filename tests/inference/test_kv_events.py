@@ -1,4 +1,4 @@
-"""The publisher's frames, byte by byte as another engine's subscriber would see them."""
+"""The publisher's frames, byte by byte as another engine's subscriber receives them."""
 
 from __future__ import annotations
 
