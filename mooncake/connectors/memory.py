@@ -1,4 +1,4 @@
-"""Where the blocks of an engine lie in memory that transfer can move: addresses, and who may use them when.
+"""The blocks of an engine in memory that transfer can move: their addresses, and when they may be used.
 
 An engine's KV cache is layers; a block has the same number of slabs in each, all of one length::
 
@@ -6,7 +6,7 @@ An engine's KV cache is layers; a block has the same number of slabs in each, al
     layer 1   …                                        (K and V apart: two slabs; together: one)
 
 ``SlabMemory`` is the usual case, memory that is read and written in place. Where bytes must pass
-through other memory first (a device that transfer can't reach), the engine's room brings its own
+through other memory first (a device that transfer can't reach), the engine's package has its own
 ``HostMemory``.
 """
 
@@ -24,9 +24,9 @@ from mooncake.types import ObjectKey
 
 
 class ObjectLayout(Protocol):
-    """What a block is as an object of the store: its chunks, layer by layer, equally long.
+    """Layout of a block as an object of the store: chunks of equal length, layer by layer.
 
-    ``KvLayout`` and ``SlabLayout`` are such.
+    ``KvLayout`` and ``SlabLayout`` implement it.
     """
 
     @property
@@ -43,7 +43,7 @@ class ObjectLayout(Protocol):
 
 
 class CacheIdentity(Protocol):
-    """Whose numbers the blocks are, in the key of each: ``KvIdentity`` or ``ForeignIdentity``."""
+    """Identity of the blocks' contents, part of each key: ``KvIdentity`` or ``ForeignIdentity``."""
 
     @property
     def layout(self) -> ObjectLayout: ...
@@ -52,7 +52,7 @@ class CacheIdentity(Protocol):
 
 
 class DeviceEvent(Protocol):
-    """What is used of ``torch.cuda.Event``."""
+    """The part of ``torch.cuda.Event`` that is used here."""
 
     def query(self) -> bool: ...
 
@@ -66,12 +66,12 @@ class StagedBlocks:
     block_ids: list[int]
     slots: list[int] = dataclasses.field(default_factory=list)
     copied: list[DeviceEvent | None] = dataclasses.field(default_factory=list)
-    """Of a device: one event for each layer that is on its way to the host."""
+    """With a device: one event for each layer that is being copied to the host."""
     is_released: bool = False
 
 
 class HostMemory(Protocol):
-    """The host's side of a KV pool. ``leave`` and ``enter`` are called on the engine's thread."""
+    """The host memory of a KV pool. ``leave`` and ``enter`` are called on the engine's thread."""
 
     @property
     def buffers(self) -> Sequence[Any]:
@@ -87,15 +87,15 @@ class HostMemory(Protocol):
         ...
 
     def leave(self, held: StagedBlocks, layer: int, is_last: bool) -> int:
-        """``layer`` was computed. How many leading layers lie in host memory now; all, if ``is_last``."""
+        """Number of leading layers in host memory, now that ``layer`` was computed; all if ``is_last``."""
         ...
 
     def enter(self, held: StagedBlocks, layer: int) -> None:
-        """``layer`` lies in host memory and is needed in the pool by what is computed next."""
+        """Copy ``layer``, which lies in host memory, into the pool before the next computation reads it."""
         ...
 
     def release(self, held: StagedBlocks) -> None:
-        """Give the memory back. May be said more than once."""
+        """Release the memory. May be called more than once."""
         ...
 
 
@@ -103,9 +103,9 @@ class SlabMemory:
     """Memory that transfer reads and writes in place: nothing to stage.
 
     Args:
-        buffers: what to register; every slab lies in one of them.
-        first_addresses: u64 [layers, slabs]; where the slabs of block 0 begin.
-        strides: bytes from a slab of one block to that of the next; one for all layers, or one each.
+        buffers: memory to register; every slab lies in one of them.
+        first_addresses: u64 [layers, slabs]; addresses of the slabs of block 0.
+        strides: bytes from a slab of one block to that of the next; one for all layers, or one per layer.
     """
 
     def __init__(self, buffers: Sequence[Any], first_addresses: Column, strides: int | Sequence[int]) -> None:
@@ -115,7 +115,7 @@ class SlabMemory:
         self._strides = np.broadcast_to(np.asarray(strides, dtype=np.uint64), (len(first_addresses),))
 
     def description(self) -> tuple[Column, Column]:
-        """First addresses (u64 [layers, slabs]) and strides (u64 [layers]), to tell a peer."""
+        """First addresses (u64 [layers, slabs]) and strides (u64 [layers]), to send to a peer."""
         return self._first, self._strides
 
     def hold(self, block_ids: Sequence[int]) -> StagedBlocks | None:

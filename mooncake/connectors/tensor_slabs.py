@@ -1,8 +1,8 @@
 """The slabs of an engine's KV tensors, from their shapes and strides alone.
 
 A block of a tensor is what one index of its block dimension selects. In memory that is one run of bytes
-or several equal ones, depending on the order of the other dimensions; a run is a slab. What is in it
-(keys, values, packed for some instruction set) nobody needs to know.
+or several equal ones, depending on the order of the other dimensions; a run is a slab. Its contents
+(keys, values, packed for some instruction set) do not matter.
 """
 
 from __future__ import annotations
@@ -21,15 +21,15 @@ from mooncake.kvlayout import SlabLayout
 
 @dataclasses.dataclass(frozen=True)
 class Slabs:
-    """Where in a tensor the slabs of its blocks lie, in bytes."""
+    """Offsets of the slabs of a tensor's blocks, in bytes."""
 
     offsets: tuple[int, ...]
-    """Of each slab of block 0, from the tensor's beginning."""
+    """Offset of each slab of block 0 from the tensor's beginning."""
     slab_bytes: int
     stride: int
-    """From a block to the next."""
+    """Distance from a block to the next."""
     outermost: int | None
-    """The dimension that is around all others inside a block; the block's own if a block is several of it."""
+    """The outermost dimension inside a block; the block dimension if a block is several of its indices."""
 
 
 def slabs_of(shape: Sequence[int], strides: Sequence[int], item_bytes: int, num_blocks: int) -> Slabs:
@@ -63,10 +63,10 @@ def slabs_of(shape: Sequence[int], strides: Sequence[int], item_bytes: int, num_
 
 
 def order_of(strides: Sequence[int]) -> list[int]:
-    """The dimensions from the innermost out.
+    """The dimensions from the innermost to the outermost.
 
-    One of size 1 (a rank's only head) has the stride of what it holds; then the later one is inside, as it is
-    in a tensor of more.
+    One of size 1 (a rank's only head) has the stride of its contents; then the later dimension is inside, as
+    it is in a larger tensor.
     """
     return sorted(range(len(strides)), key=lambda dim: (strides[dim], -dim))
 
@@ -78,10 +78,10 @@ def memory_of(
     num_shards: int = 1,
     heads_dim: int | None = None,
 ) -> tuple[SlabLayout, SlabMemory]:
-    """One block for each of ``num_shards`` equal shards of each block of the tensors, one a layer.
+    """Memory with one block for each of ``num_shards`` equal shards of each block of the layers' tensors.
 
     Args:
-        heads_dim: which dimension is cut into shards; None where that isn't known, and nothing can be.
+        heads_dim: the dimension that is cut into shards; None where it isn't known, and nothing can be cut.
 
     Raises:
         InvalidArgument: the layers differ, or the shards of a block don't follow each other.

@@ -113,7 +113,6 @@ def _parse_config(path: Path, raw: dict[str, Any], family: str) -> ModelConfig:
 
 def _parse_rope(path: Path, raw: dict[str, Any]) -> Rope:
     """Rotary embedding from ``rope_parameters`` or, in older folders, ``rope_theta`` and ``rope_scaling``."""
-
     scaling = raw.get("rope_parameters") or raw.get("rope_scaling") or {}
     kind = scaling.get("rope_type", scaling.get("type", "default"))
     if kind not in ROPE_KINDS:

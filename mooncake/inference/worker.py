@@ -131,7 +131,6 @@ async def running(settings: WorkerSettings) -> AsyncIterator[Api]:
     model = await asyncio.to_thread(load_model, folder, settings.torch_dtype, settings.torch_device)
     # Touched now: a page that is first touched during a request costs it time (a cached prompt of
     # 2,000 tokens took five times as long), and missing memory should be noticed at the start.
-
     pool = new_pool(model, settings.block_tokens, settings.kv_cache_size_bytes).zero_()
     async with contextlib.AsyncExitStack() as stack:
         link, digest = None, ""

@@ -1,4 +1,4 @@
-"""Addresses of slabs, in the order in which they are in an object."""
+"""Addresses of slabs, in their order in an object."""
 
 from __future__ import annotations
 
@@ -16,16 +16,16 @@ def test_addresses_are_block_by_block_and_slab_by_slab() -> None:
     assert memory.addresses(held, 1, [2]).tolist() == [20_200, 70_200]
 
 
-def test_what_a_peer_is_told_says_the_same() -> None:
+def test_the_description_for_a_peer_gives_the_same_addresses() -> None:
     first = np.array([[7], [900]], dtype=np.uint64)
-    told_first, told_strides = SlabMemory([], first, 64).description()
-    other = SlabMemory([], told_first, told_strides.tolist())
+    sent_first, sent_strides = SlabMemory([], first, 64).description()
+    other = SlabMemory([], sent_first, sent_strides.tolist())
     held = other.hold([5])
-    assert held is not None and told_strides.tolist() == [64, 64]
+    assert held is not None and sent_strides.tolist() == [64, 64]
     assert other.addresses(held, 1, [0]).tolist() == [900 + 5 * 64]
 
 
-def test_memory_in_place_is_there_as_soon_as_it_is_computed() -> None:
+def test_memory_in_place_is_readable_as_soon_as_it_is_computed() -> None:
     memory = SlabMemory([], np.zeros((4, 1), dtype=np.uint64), 1)
     held = memory.hold([0])
     assert held is not None and not held.slots, "nothing is staged"

@@ -1,4 +1,4 @@
-"""Slabs cover exactly a block, whatever the order of a tensor's dimensions."""
+"""Slabs cover exactly a block, for every order of a tensor's dimensions."""
 
 from __future__ import annotations
 
@@ -79,7 +79,7 @@ UNCUT: dict[str, tuple[torch.Tensor, int | None]] = {
     "heads inside keys and values": (torch.zeros(NUM_BLOCKS, 2, 4, TOKENS, DIM), 2),
     "heads that two don't divide": (torch.zeros(NUM_BLOCKS, 3, TOKENS, DIM), 1),
     "blocks of a kernel's smaller ones": (torch.zeros(NUM_BLOCKS * 2, 4, TOKENS, DIM), 1),
-    "heads nobody knows": (torch.zeros(NUM_BLOCKS, 4, TOKENS, DIM), None),
+    "unknown heads": (torch.zeros(NUM_BLOCKS, 4, TOKENS, DIM), None),
 }
 
 

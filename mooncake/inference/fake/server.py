@@ -110,7 +110,6 @@ async def serve(settings: FakeEngineSettings) -> None:
 @contextlib.asynccontextmanager
 async def running(settings: FakeEngineSettings) -> AsyncIterator[Api]:
     """Run everything of a fake engine but its HTTP server."""
-
     model = settings.model()
     async with contextlib.AsyncExitStack() as stack:
         link: AnyLink | None = None
