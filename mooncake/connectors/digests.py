@@ -30,7 +30,7 @@ READ_BYTES = 4 << 20
 MAX_THREADS = 8
 SETTLED_S = 2.0
 """A file changed more recently may change again within the same timestamp; its digest is not kept."""
-TOLD_BYTES = 1 << 30
+LOGGED_BYTES = 1 << 30
 """Hashing time of a file beyond which it is logged."""
 
 
@@ -58,7 +58,7 @@ def file_digest(path: Path, cache_dir: Path | None = None) -> str:
         status = os.fstat(file.fileno())
     if _state(path, status) != before:
         raise ModelError(f"{path} changed while it was read; start again when it is complete")
-    if status.st_size >= TOLD_BYTES:
+    if status.st_size >= LOGGED_BYTES:
         seconds = clock.monotonic() - began
         log.info("file_hashed", path=str(path), size_bytes=status.st_size, seconds=round(seconds, 1))
     if clock.wall() - max(status.st_mtime, status.st_ctime) > SETTLED_S:
