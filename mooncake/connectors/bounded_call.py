@@ -93,7 +93,7 @@ class BoundedCall(Generic[ResultT]):
                     break
                 self.give_up()
                 if not self._is_lookup:
-                    self.claim.outlast(self._thread.has_let_go)
+                    self.claim.outlast(self._thread.has_released_memory)
                 break
             except BaseException as error:
                 interrupt, until = error, clock.monotonic()
@@ -118,7 +118,7 @@ class BoundedCall(Generic[ResultT]):
                     await is_free.wait()
             except TimeoutError:
                 self.give_up()
-                if self._is_lookup or self._thread.has_let_go():
+                if self._is_lookup or self._thread.has_released_memory():
                     break
                 if until > self.claim.deadline + ENDING_S:
                     self.claim.log_overdue()

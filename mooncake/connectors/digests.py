@@ -31,7 +31,7 @@ MAX_THREADS = 8
 SETTLED_S = 2.0
 """A file changed more recently may change again within the same timestamp; its digest is not kept."""
 LOGGED_BYTES = 1 << 30
-"""Hashing time of a file beyond which it is logged."""
+"""Size of a file beyond which its hashing time is logged."""
 
 
 def default_cache_dir() -> Path:

@@ -127,7 +127,7 @@ class TransferThread:
         task.add_done_callback(self._tasks.discard)
         return task
 
-    def has_let_go(self) -> bool:
+    def has_released_memory(self) -> bool:
         """Whether nothing that was begun here can touch memory, even if it has not ended.
 
         This holds once all memory is unregistered (``close``): a step that goes on later finds its deadline

@@ -195,4 +195,4 @@ def test_a_session_that_was_closed_while_its_loop_is_blocked_frees_the_memory(
         work = calls.move("load", steps, "miss")
         waiting = engine.submit(work.wait)
         thread.close()
-        assert thread.has_let_go() and waiting.result(LONGEST_S) == "miss"
+        assert thread.has_released_memory() and waiting.result(LONGEST_S) == "miss"

@@ -60,9 +60,9 @@ def test_closing_cancels_what_was_begun_and_waits_for_its_end() -> None:
         ends.append("what it began in the end")
 
     future = thread.start(work())
-    assert has_begun.wait(20.0) and not thread.has_let_go()
+    assert has_begun.wait(20.0) and not thread.has_released_memory()
     thread.close()
-    assert ends == ["work", "what it began in the end"] and future.cancelled() and thread.has_let_go()
+    assert ends == ["work", "what it began in the end"] and future.cancelled() and thread.has_released_memory()
 
 
 def test_without_its_thread_nothing_of_it_touches_memory() -> None:
@@ -70,5 +70,5 @@ def test_without_its_thread_nothing_of_it_touches_memory() -> None:
     thread = TransferThread("127.0.0.1", ("shm",))
     thread.loop.call_soon_threadsafe(thread.loop.stop)
     thread._thread.join(20.0)
-    assert thread.has_let_go()
+    assert thread.has_released_memory()
     thread.loop.close()
