@@ -149,7 +149,9 @@ def _metric(cluster: Cluster, role: str, name: str) -> float:
 
 
 @pytest.mark.parametrize("role", ["master", "conductor", "metadata"])
-def test_a_killed_control_process_fails_none(cluster: Cluster, calm: list[list[int]], role: str) -> None:
+def test_no_request_fails_when_a_control_process_is_killed(
+    cluster: Cluster, calm: list[list[int]], role: str
+) -> None:
     with load(cluster, seed=3) as clients:
         pid = cluster.kill(role)
         clients.wait_for_more(6)
