@@ -1,7 +1,7 @@
 """A real vLLM server, and the store process beside it, for tests of the connectors and benches.
 
-Owns the lifecycle of the processes: the server is started as vLLM's users start it, in a session of its own,
-so that one SIGKILL ends all of its processes. Runs in the environment of ``scripts/test-vllm``.
+Owns the life of the processes: the server is started as vLLM's users start it, in a session of its own, so
+that a SIGKILL takes all of its processes at once. Runs in the environment of ``scripts/test-vllm``.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ QUIET = {
     "GLOO_SOCKET_IFNAME": "lo",
     "VLLM_CPU_KVCACHE_SPACE": "1",
 }
-"""Environment of every vLLM process here: no traffic leaves this host, and KV memory is 1 GiB."""
+"""What every vLLM process of ours is given: nothing leaves this host, and 1 GiB of KV memory."""
 
 
 def free_port() -> int:
@@ -67,7 +67,7 @@ class VllmServer(OpenAiServer):
         self.start()
 
     def start(self) -> None:
-        """Start the process, or after ``kill`` another one at the same address."""
+        """Also again, after ``kill``: another process at the same address."""
         with self.log_path.open("a") as log:
             self._process = subprocess.Popen(
                 self._command,
@@ -103,13 +103,13 @@ class VllmServer(OpenAiServer):
         return sum(float(line.rpartition(" ")[2]) for line in lines if line.split("{")[0] == name)
 
     def kill(self) -> None:
-        """Send SIGKILL to the API server, the engine's core and its workers."""
+        """SIGKILL to the API server, the engine's core and its workers."""
         with suppress(ProcessLookupError):
             os.killpg(self._process.pid, signal.SIGKILL)
         self._process.wait(30)
 
     def kill_engine(self) -> None:
-        """Send SIGKILL to the engine's core alone; the API server notices and ends by itself."""
+        """SIGKILL to the engine's core alone; the API server above it finds out by itself, and ends."""
         for folder in Path("/proc").glob("[0-9]*"):
             with suppress(ProcessLookupError, FileNotFoundError):
                 is_core = (folder / "comm").read_text().startswith("VLLM::EngineCor")
@@ -117,7 +117,7 @@ class VllmServer(OpenAiServer):
                     os.kill(int(folder.name), signal.SIGKILL)
 
     def wait_until_over(self, timeout_s: float = 60.0) -> None:
-        """Return when all of its processes have ended; those that do not end by themselves are killed."""
+        """Return when none of its processes is left; whoever does not end by itself is killed."""
         with suppress(subprocess.TimeoutExpired):
             self._process.wait(timeout_s)
         self.kill()
@@ -129,7 +129,7 @@ class VllmServer(OpenAiServer):
 
 @contextmanager
 def running_store(folder: Path, size_gb: float = 1.0) -> Iterator[str]:
-    """Run ``mooncaked``, a master with this much memory in one process; yields its address."""
+    """``mooncaked``: a master and this much memory in one process; yields its address."""
     port = free_port()
     command = [sys.executable, "-m", "mooncake", "daemon", "--port", str(port)]
     command += ["--capacity-dram", str(size_gb)]
@@ -145,7 +145,7 @@ def running_store(folder: Path, size_gb: float = 1.0) -> Iterator[str]:
 
 
 def num_stored(store: str) -> int:
-    """Number of blocks that the store keeps."""
+    """How many blocks it keeps."""
     keys = BlockingClient(store, (m.Keys,)).call(m.ListKeys("", 1000), 10.0)
     assert isinstance(keys, m.Keys)
     return len(keys.keys)
@@ -163,11 +163,11 @@ class Gateway(OpenAiServer):
         return f"http://{HOST}:{self._port}"
 
     def details(self, path: str) -> Answer:
-        """The answer to ``GET path`` with the admin key."""
+        """``GET path`` as an operator."""
         return self.request("GET", path, None, headers={"X-API-Key": ADMIN_KEY})
 
     def wait_until_routable(self, timeout_s: float = 120.0) -> None:
-        """Return when the gateway reports every engine as ready."""
+        """Return when it counts every engine as ready."""
 
         def all_ready() -> bool:
             rows = self.details("/status").body["instances"]
@@ -178,7 +178,7 @@ class Gateway(OpenAiServer):
 
 @contextmanager
 def running_gateway(folder: Path, model: Path, *flags: str) -> Iterator[Gateway]:
-    """``mooncake gateway`` in front of the engines that ``flags`` name; it may start before they do."""
+    """``mooncake gateway`` in front of the engines that ``flags`` name; it may begin before they do."""
     gateway = Gateway(free_port(), folder / "gateway.log")
     command = [sys.executable, "-m", "mooncake", "gateway", "--model", str(model)]
     command += ["--served-model-name", "smollm2", "--host", HOST, "--port", gateway.url.rpartition(":")[2]]
@@ -202,12 +202,12 @@ def running_gateway(folder: Path, model: Path, *flags: str) -> Iterator[Gateway]
 
 
 def store_connector(store: str, role: str = "kv_both") -> dict[str, Any]:
-    """Configuration of our ``MooncakeStoreConnector``."""
+    """Our ``MooncakeStoreConnector``."""
     return _ours("MooncakeStoreConnector", role, {"mooncake_store_addr": store})
 
 
 def direct_connector(role: str, **extra: Any) -> dict[str, Any]:
-    """Configuration of our ``MooncakeConnector``."""
+    """Our ``MooncakeConnector``."""
     return _ours("MooncakeConnector", role, extra)
 
 
@@ -221,7 +221,7 @@ def _ours(name: str, role: str, extra: dict[str, Any]) -> dict[str, Any]:
 
 
 def store_configuration(folder: Path, master: str) -> dict[str, str]:
-    """Environment that configures vLLM's own store connector for a store with memory in another process."""
+    """The environment that tells vLLM's own store connector of a store whose memory is another process's."""
     path = folder / "mooncake.json"
     settings = {
         "metadata_server": "P2PHANDSHAKE",

@@ -1,4 +1,4 @@
-"""End-to-end tests share one cluster, started as a user starts it; tests that kill wait for the restart."""
+"""End-to-end tests share one cluster, started like a user starts it; tests that kill leave it whole."""
 
 from __future__ import annotations
 

@@ -22,7 +22,7 @@ def licence_tokens(folder: Path) -> list[int]:
 
 
 def prompts(folder: Path) -> list[list[int]]:
-    """One prompt for each of ``LENGTHS``, each starting at another token so that none share a prefix."""
+    """One prompt for each of ``LENGTHS``, each beginning elsewhere so that none shares a prefix."""
     tokens = licence_tokens(folder)
     rolled = [tokens[start:] + 2 * tokens for start in range(0, 37 * len(LENGTHS), 37)]
     return [text[:length] for text, length in zip(rolled, LENGTHS, strict=True)]

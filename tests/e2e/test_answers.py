@@ -1,4 +1,4 @@
-"""A request through the whole cluster, and what survives when every worker is killed."""
+"""A question through the whole house, and what survives when every worker is killed."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Our workers behind the gateway as foreign engines, by their OpenAI interface alone."""
+"""Our workers behind the gateway as if they were somebody else's engines, by their OpenAI surface alone."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ CHAT = [{"role": "user", "content": "What is the capital of France?"}]
 
 @pytest.fixture
 def front(cluster: Cluster) -> Iterator[str]:
-    """The address of a second gateway, which forwards requests to the cluster's workers."""
+    """The address of a second gateway, which hands requests on to the cluster's workers."""
     workers = {
         side: [entry["address"] for name, entry in cluster.status["roles"].items() if name.startswith(side)]
         for side in ("prefill", "decode")
@@ -38,8 +38,8 @@ def front(cluster: Cluster) -> Iterator[str]:
     try:
 
         def is_ready() -> bool:
-            query = urllib.request.Request(f"{url}/status", headers={"X-API-Key": ADMIN_KEY})
-            with urllib.request.urlopen(query, timeout=10) as answer:
+            asking = urllib.request.Request(f"{url}/status", headers={"X-API-Key": ADMIN_KEY})
+            with urllib.request.urlopen(asking, timeout=10) as answer:
                 rows = json.loads(answer.read())["instances"]
                 return all(row["health"] == "ready" for row in rows)
 
@@ -63,10 +63,10 @@ def post(url: str, path: str, **body: Any) -> Any:
 
 def test_answers_are_those_of_the_workers_own_gateway(cluster: Cluster, front: str) -> None:
     own = cluster.complete(PROMPT, 12).body["choices"][0]["text"]
-    request: dict[str, Any] = {"model": "smollm2", "prompt": PROMPT, "max_tokens": 12, "temperature": 0}
-    whole = post(front, "/v1/completions", **request)
+    asked: dict[str, Any] = {"model": "smollm2", "prompt": PROMPT, "max_tokens": 12, "temperature": 0}
+    whole = post(front, "/v1/completions", **asked)
     assert whole["choices"][0]["text"] == own
-    chunks = post(front, "/v1/completions", **request, stream=True, stream_options={"include_usage": True})
+    chunks = post(front, "/v1/completions", **asked, stream=True, stream_options={"include_usage": True})
     assert "".join(choice["text"] for chunk in chunks for choice in chunk["choices"]) == own
     usage = chunks[-1]["usage"]
     # The prefill worker has computed this prompt before.

@@ -1,4 +1,4 @@
-"""Bad input on every surface: an error that names the fault, and no effect on anything else."""
+"""Bad input on every surface: an error that names what is wrong, and nothing else is disturbed."""
 
 from __future__ import annotations
 

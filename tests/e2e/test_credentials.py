@@ -1,4 +1,4 @@
-"""A cluster that demands credentials answers as one without, and refuses clients that have none."""
+"""A cluster in which everything asks for a credential answers as one without, and no stranger is answered."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ def identity_of(way: str, folder: Path) -> Identity:
 
 
 def answers(server: OpenAiServer) -> tuple[str, list[int]]:
-    """Answers to a chat and to a prompt of tokens, sent twice: computed, and from the cache."""
+    """Of a chat, and of tokens that are read twice: computed, and from the cache."""
     body = {"model": "smollm2", "messages": [QUESTION], "temperature": 0, "max_tokens": 12}
     chat = server.post("/v1/chat/completions", body)
     assert chat.status == 200, chat.body
@@ -43,48 +43,48 @@ def answers(server: OpenAiServer) -> tuple[str, list[int]]:
     return chat.body["choices"][0]["message"]["content"], tokens
 
 
-def unauthenticated_reply(address: str, tls: ssl.SSLContext | None = None) -> bytes:
-    """Bytes that the server at ``address`` sends to a client without a credential until it closes."""
+def told_to_a_stranger(address: str, tls: ssl.SSLContext | None = None) -> bytes:
+    """What the server at ``address`` says to who shows nothing, until it hangs up."""
     host, _, port = address.rpartition(":")
-    reply = b""
+    said = b""
     with socket.create_connection((host, int(port)), PATIENCE_S) as plain:
         try:
             stream = plain if tls is None else tls.wrap_socket(plain)
             stream.sendall(REQUEST)
             while data := stream.recv(1 << 16):
-                reply += data
+                said += data
         except (ConnectionError, ssl.SSLError):
             pass
-    return reply
+    return said
 
 
-def unauthenticated_replies(cluster: Cluster, tls: ssl.SSLContext | None = None) -> dict[str, bytes]:
+def told_by(cluster: Cluster, tls: ssl.SSLContext | None = None) -> dict[str, bytes]:
     roles = ("prefill-0", "decode-0", "metadata")
-    return {role: unauthenticated_reply(cluster.address(role), tls) for role in roles}
+    return {role: told_to_a_stranger(cluster.address(role), tls) for role in roles}
 
 
 @pytest.mark.parametrize("way", ["tls", "key"])
-def test_it_answers_as_without_and_refuses_unauthenticated_clients(
+def test_it_answers_as_without_and_tells_a_stranger_nothing(
     way: str, cluster: Cluster, tmp_path: Path
 ) -> None:
     expected = answers(cluster)
-    assert b" 200 " in unauthenticated_replies(cluster)["prefill-0"], "the same request is valid there"
+    assert b" 200 " in told_by(cluster)["prefill-0"], "the stranger's request is a good one elsewhere"
     with running_cluster(*SMALL, identity=identity_of(way, tmp_path)) as closed:
         assert answers(closed) == expected
-        assert closed.get("/ready", "prefill-0").status == 200, "a member of the cluster is answered"
-        replies = unauthenticated_replies(closed)
+        assert closed.get("/ready", "prefill-0").status == 200, "a member is answered"
+        told = told_by(closed)
         if way == "key":
-            assert {role: reply.split(b" ")[1] for role, reply in replies.items()} == {
+            assert {role: said.split(b" ")[1] for role, said in told.items()} == {
                 "prefill-0": b"401",
                 "decode-0": b"401",
                 "metadata": b"401",
             }
             return
-        assert not any(b"HTTP" in reply for reply in replies.values()), replies
+        assert not any(b"HTTP" in said for said in told.values()), told
         without_certificate = ssl.create_default_context()
         without_certificate.check_hostname = False
         without_certificate.verify_mode = ssl.CERT_NONE
-        assert set(unauthenticated_replies(closed, without_certificate).values()) == {b""}
+        assert set(told_by(closed, without_certificate).values()) == {b""}
         roles = [role for role in closed.status["roles"] if role not in ("master", "node", "conductor")]
         addresses = {role: closed.log(role) for role in roles}
         assert all("address=https://" in log for log in addresses.values()), addresses

@@ -1,4 +1,4 @@
-"""Each cause of a miss is provoked on a live cluster and named by ``explain``; so is every rejection.
+"""Each cause of a miss is brought about on a live cluster and named by ``explain``; so is every rejection.
 
 One cluster with two small prefill caches and a small pool serves all tests of this module; each uses prompts
 of its own.
@@ -30,7 +30,7 @@ _starts = itertools.count(1000, 400)
 
 @pytest.fixture(scope="module")
 def small() -> Iterator[Cluster]:
-    """A cluster whose workers hold 28 blocks of 32 tokens each, and whose pool holds about as many."""
+    """28 blocks of 32 tokens fit a worker, about as many the pool."""
     flags = ("--prefill", "2", "--decode", "1", "--kv-cache-size", "40MiB", "--pool-size", "48MiB")
     settings = {
         "MOONCAKE_CONDUCTOR_ADMISSION": "early",
@@ -39,7 +39,7 @@ def small() -> Iterator[Cluster]:
     }
     with running_cluster(*flags, environment=settings) as cluster:
         cluster.wait_until_routable()
-        # No request is rejected before some prompts and some steps were measured.
+        # Nobody is rejected before something was measured: some prompts, and some steps.
         for _ in range(10):
             assert cluster.complete(fresh(200), 4, min_tokens=4).status == 200
         yield cluster
@@ -52,7 +52,7 @@ def cluster(small: Cluster) -> Cluster:
 
 
 def fresh(num_tokens: int = 128) -> list[int]:
-    """A prompt that was not requested before."""
+    """A prompt that nobody has asked before."""
     first = next(_starts)
     return [first + number % 397 for number in range(num_tokens)]
 
@@ -70,14 +70,14 @@ def explained(cluster: Cluster, name: str) -> dict[str, Any]:
 
 
 def ask(cluster: Cluster, prompt: list[int], **more: Any) -> dict[str, Any]:
-    """The explanation of a request for ``prompt``, once it is answered."""
+    """Its explanation, once it is answered."""
     answer = cluster.complete(prompt, 2, min_tokens=2, **more)
     assert answer.status == 200, answer.body
     return explained(cluster, answer.body["id"])
 
 
 def verdicts(found: dict[str, Any]) -> dict[str, int]:
-    """Number of blocks by verdict."""
+    """Verdict -> blocks."""
     counts: dict[str, int] = {}
     for row in found["blocks"]:
         counts[row["verdict"]] = counts.get(row["verdict"], 0) + row["num"]
@@ -96,7 +96,7 @@ def test_never_stored_then_hit_with_what_was_predicted_and_measured(cluster: Clu
     prompt = fresh()
     first = ask(cluster, prompt)
     assert verdicts(first) == {"never_stored": 4}
-    second = wait_for(lambda: _if_hit(ask(cluster, prompt)), "the events to arrive", 20.0)
+    second = wait_for(lambda: _if_hit(ask(cluster, prompt)), "the events to come in", 20.0)
     assert verdicts(second) == {"hit": 4}
     assert second["actual"]["cached_tokens"] + second["actual"]["loaded_tokens"] == 128
     where = row_of(second, "hit")["where"]
@@ -120,14 +120,14 @@ def test_another_salt(cluster: Cluster) -> None:
 
 
 def test_another_digest(cluster: Cluster) -> None:
-    """The pool has objects of another model for the same tokens."""
+    """Somebody else's pool objects for the same tokens, by other weights."""
     prompt = fresh()
     transfer = TransferEngine(TransferSettings(listen_host="127.0.0.1"))
     store = Store(cluster.address("master"), transfer, StoreSettings())
     try:
         for block in block_hashes(prompt, BLOCK_TOKENS, root_hash()):
             store.put(f"kv/0123456789abcdef/{block.hex()}", b"numbers of other weights")
-        found = wait_for(lambda: _if_other_digest(cluster, prompt), "the store's events to arrive", 20.0)
+        found = wait_for(lambda: _if_other_digest(cluster, prompt), "the store's events to come in", 20.0)
     finally:
         store.close()
         transfer.close()
@@ -135,12 +135,13 @@ def test_another_digest(cluster: Cluster) -> None:
 
 
 def _if_other_digest(cluster: Cluster, prompt: list[int]) -> dict[str, Any]:
+
     found = ask(cluster, prompt)
     return found if "other_digest" in verdicts(found) else {}
 
 
 def test_still_being_written(cluster: Cluster) -> None:
-    """Two requests at once for one long prompt: the second arrives while the first is computed."""
+    """Two at once for one long prompt: the second comes while the first is computed."""
     prompt = fresh(600)
     answers: list[Answer] = []
     threads = [
@@ -161,7 +162,7 @@ def test_still_being_written(cluster: Cluster) -> None:
 def test_evicted_when_and_by_which_rule(cluster: Cluster) -> None:
     prompt = fresh()
     ask(cluster, prompt)
-    # 192 blocks, more than both workers and the pool hold; two at a time, so that both workers get some.
+    # 192 blocks, more than both workers and the pool hold; two at a time, so that neither worker is left out.
     with ThreadPoolExecutor(2) as pool:
         for _ in range(8):
             list(pool.map(lambda one: ask(cluster, one), [fresh(400), fresh(400)]))
@@ -176,13 +177,13 @@ def test_lost_with_its_instance(cluster: Cluster) -> None:
     prompts = [fresh() for _ in range(4)]
     for prompt in prompts:
         ask(cluster, prompt)
-    roles = ("node", "prefill-0", "prefill-1", "decode-0")  # the node process is the pool's memory
+    roles = ("node", "prefill-0", "prefill-1", "decode-0")  # the pool's memory, too
     pids = {role: cluster.kill(role) for role in roles}
     for role, pid in pids.items():
         cluster.wait_until_restarted(role, pid)
     cluster.wait_until_routable()
     answers = [ask(cluster, prompt) for prompt in prompts]
-    # Until the store's event has arrived, the conductor assumes that the pool still has them.
+    # Until the store's event has come in, the pool is believed to have them still.
     known = [found for found in answers if "elsewhere" not in verdicts(found)]
     assert known
     for found in known:
@@ -211,6 +212,6 @@ def test_the_command_shows_it(cluster: Cluster) -> None:
     as_json = subprocess.run([*command, "--json"], capture_output=True, text=True, timeout=60, check=True)
     assert json.loads(as_json.stdout)["id"] == answer.body["id"]
     unknown = subprocess.run(
-        [*command[:4], "cmpl-unknown", *command[5:]], capture_output=True, text=True, timeout=60, check=False
+        [*command[:4], "cmpl-nobody", *command[5:]], capture_output=True, text=True, timeout=60, check=False
     )
-    assert unknown.returncode == 2 and "cmpl-unknown" in unknown.stderr
+    assert unknown.returncode == 2 and "cmpl-nobody" in unknown.stderr

@@ -1,7 +1,7 @@
-"""Fake engines, two for prefill and two for decode, behind a gateway process: with each protocol, and killed.
+"""Fake engines, 2P+2D, behind a gateway process: by each protocol they speak, and as they are killed.
 
-An engine without store and gateway computes the expected answers. One engine of each side is slow, so that it
-can be killed in the middle of its work.
+An engine that has no store and no gateway tells the truth. One of each side is slow, so that there is time to
+kill it in the middle of its work.
 """
 
 from __future__ import annotations
@@ -27,32 +27,32 @@ PATH = "/v1/completions"
 PATIENCE_S = 120.0
 SLOW = ("--prefill-token-s", "0.02", "--decode-token-s", "0.2")
 NUM_TOKENS = 48
-"""Length of a long answer, for which a slow engine takes ten seconds."""
+"""Of an answer: so many that a slow engine takes ten seconds."""
 
 
 @dataclass
 class Steady:
-    """Processes shared by the tests: the store, an engine of each side, and one for the expected answers."""
+    """What outlives the tests: the store, an engine of each side, and the one that is asked for the truth."""
 
     folder: Path
     start: Callable[..., Program]
     store: Program
     prefill: Program
     decode: Program
-    reference: Program
+    truth: Program
 
-    def engine(self, role: str, *flags: str) -> Program:
-        return self.start("dev", "fake-engine", "--role", role, "--master", self.store.address, *flags)
+    def engine(self, role: str, *words: str) -> Program:
+        return self.start("dev", "fake-engine", "--role", role, "--master", self.store.address, *words)
 
 
 @dataclass
-class Deployment:
-    """A gateway, those of its engines that will be killed, and a client."""
+class House:
+    """A gateway, its engines that will die, and a client."""
 
     gateway: Program
     prefill: Program
     decode: Program
-    reference: Program
+    truth: Program
     http: aiohttp.ClientSession
 
     async def ask(self, program: Program, prompt: list[int], num_tokens: int = 8, **more: Any) -> Any:
@@ -72,24 +72,24 @@ class Deployment:
 
 
 class Stream:
-    """A streamed answer, read by a task; ``begun`` is set when its first event has arrived."""
+    """A streamed answer, read by a task; ``begun`` is set when its first event is there."""
 
-    def __init__(self, deployment: Deployment, prompt: list[int]) -> None:
+    def __init__(self, house: House, prompt: list[int]) -> None:
         self.prompt = prompt
         self.decode = self.text = ""
         self.error: dict[str, Any] | None = None
         self.is_done = False
         self.begun = asyncio.Event()
-        self.task = asyncio.create_task(self._read(deployment))
+        self.task = asyncio.create_task(self._read(house))
 
-    async def _read(self, deployment: Deployment) -> None:
+    async def _read(self, house: House) -> None:
         body = {"prompt": self.prompt, "max_tokens": NUM_TOKENS, "stream": True}
-        async with deployment.http.post(deployment.gateway.url + PATH, json=body) as answer:
+        async with house.http.post(house.gateway.url + PATH, json=body) as answer:
             assert answer.status == 200, await answer.text()
             self.decode = answer.headers["x-mooncake-decode"]
             async for line in answer.content:
                 data = line.removeprefix(b"data: ").strip()
-                assert not (self.is_done or self.error) or not data, "data after the end of the stream"
+                assert not (self.is_done or self.error) or not data, "something came after the end"
                 if data == b"[DONE]":
                     self.is_done = True
                 elif data:
@@ -113,7 +113,7 @@ def steady(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Steady]:
 
 
 @pytest.mark.parametrize("protocol", ["workers", "pool", "sequential", "push"])
-async def test_answers_equal_those_of_a_single_engine_whichever_dies(steady: Steady, protocol: str) -> None:
+async def test_answers_are_a_lone_engines_whoever_dies(steady: Steady, protocol: str) -> None:
     prefill, decode = steady.engine("prefill", *SLOW), steady.engine("decode", *SLOW)
     gateway = steady.start(
         *("gateway", "--model", str(steady.folder), "--served-model-name", "fake", "--protocol", protocol),
@@ -122,62 +122,62 @@ async def test_answers_equal_those_of_a_single_engine_whichever_dies(steady: Ste
         *("--scheduling", "round_robin", "--probe-interval-s", "0.2", "--admin-api-key", ADMIN_KEY),
     )
     async with aiohttp.ClientSession(timeout=aiohttp.ClientTimeout(total=2 * PATIENCE_S)) as http:
-        deployment = Deployment(gateway, prefill, decode, steady.reference, http)
+        house = House(gateway, prefill, decode, steady.truth, http)
 
         def all_ready(status: Any) -> bool:
             return [row["health"] for row in status["instances"]] == ["ready"] * 4
 
-        await deployment.until(all_ready, f"{gateway.url}/status")
-        await _equal(deployment, [_prompt(protocol, number) for number in range(4)])
-        await _a_prefill_dies(deployment, [_prompt(protocol, number, 500) for number in range(4, 8)])
-        await _a_decode_dies(deployment, [_prompt(protocol, number) for number in range(8, 12)], protocol)
-        await _equal(deployment, [_prompt(protocol, number) for number in range(12, 14)])
+        await house.until(all_ready, f"{gateway.url}/status")
+        await _equal(house, [_prompt(protocol, number) for number in range(4)])
+        await _a_prefill_dies(house, [_prompt(protocol, number, 500) for number in range(4, 8)])
+        await _a_decode_dies(house, [_prompt(protocol, number) for number in range(8, 12)], protocol)
+        await _equal(house, [_prompt(protocol, number) for number in range(12, 14)])
 
 
 def _prompt(protocol: str, number: int, num_tokens: int = 40) -> list[int]:
-    """Token ids, which need no tokenizer."""
+    """Token ids, which every tokenizer leaves alone."""
     random = Random(f"{protocol} {number}")
     return [random.randrange(256) for _ in range(num_tokens)]
 
 
-async def _equal(deployment: Deployment, prompts: list[list[int]]) -> None:
-    reference = await asyncio.gather(*(deployment.ask(deployment.reference, prompt) for prompt in prompts))
+async def _equal(house: House, prompts: list[list[int]]) -> None:
+    truth = await asyncio.gather(*(house.ask(house.truth, prompt) for prompt in prompts))
     for _ in range(2):
-        found = await asyncio.gather(*(deployment.ask(deployment.gateway, prompt) for prompt in prompts))
-        assert found == reference
+        found = await asyncio.gather(*(house.ask(house.gateway, prompt) for prompt in prompts))
+        assert found == truth
 
 
-async def _a_prefill_dies(deployment: Deployment, prompts: list[list[int]]) -> None:
-    """A prefill engine dies before any output reached a client: no client notices."""
-    reference = await asyncio.gather(*(deployment.ask(deployment.reference, prompt) for prompt in prompts))
-    answers = asyncio.gather(*(deployment.ask(deployment.gateway, prompt) for prompt in prompts))
-    await deployment.until(
-        lambda health: health["num_running"] > 0 or answers.done(), f"{deployment.prefill.url}/health"
+async def _a_prefill_dies(house: House, prompts: list[list[int]]) -> None:
+    """Nothing has reached a client: nobody notices."""
+    truth = await asyncio.gather(*(house.ask(house.truth, prompt) for prompt in prompts))
+    asking = asyncio.gather(*(house.ask(house.gateway, prompt) for prompt in prompts))
+    await house.until(
+        lambda health: health["num_running"] > 0 or asking.done(), f"{house.prefill.url}/health"
     )
-    deployment.prefill.process.kill()
-    assert await answers == reference
+    house.prefill.process.kill()
+    assert await asking == truth
 
 
-async def _a_decode_dies(deployment: Deployment, prompts: list[list[int]], protocol: str) -> None:
-    """Clients of whole answers do not notice. A stream goes on at another engine, or ends with an error."""
-    reference = [await deployment.ask(deployment.reference, prompt, NUM_TOKENS) for prompt in prompts]
+async def _a_decode_dies(house: House, prompts: list[list[int]], protocol: str) -> None:
+    """Who waits for a whole answer does not notice. A stream goes on elsewhere, or says that it broke."""
+    truth = [await house.ask(house.truth, prompt, NUM_TOKENS) for prompt in prompts]
     streams: list[Stream] = []
     cut: list[Stream] = []
     async with asyncio.timeout(PATIENCE_S):
         while not cut:
-            streams += [Stream(deployment, prompt) for prompt in prompts]
+            streams += [Stream(house, prompt) for prompt in prompts]
             for stream in streams:
                 await stream.begun.wait()
-            cut = [stream for stream in streams if stream.decode == deployment.decode.address]
-    answers = asyncio.gather(*(deployment.ask(deployment.gateway, prompt, NUM_TOKENS) for prompt in prompts))
-    await deployment.until(
-        lambda health: health["num_running"] > len(cut) or answers.done(), f"{deployment.decode.url}/health"
+            cut = [stream for stream in streams if stream.decode == house.decode.address]
+    asking = asyncio.gather(*(house.ask(house.gateway, prompt, NUM_TOKENS) for prompt in prompts))
+    await house.until(
+        lambda health: health["num_running"] > len(cut) or asking.done(), f"{house.decode.url}/health"
     )
-    deployment.decode.process.kill()
-    assert await answers == reference
+    house.decode.process.kill()
+    assert await asking == truth
     await asyncio.gather(*(stream.task for stream in streams))
     for number, stream in enumerate(streams):
-        whole = reference[number % len(reference)]
+        whole = truth[number % len(truth)]
         if stream.error is None:
             assert (stream.text, stream.is_done) == (whole, True)
         else:

@@ -1,4 +1,4 @@
-"""A pool with hardly any room: puts are refused, blocks are evicted, and every answer is right."""
+"""A pool with no room to speak of: puts are refused, blocks are evicted, and every answer is right."""
 
 from __future__ import annotations
 
