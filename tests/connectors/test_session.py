@@ -62,7 +62,9 @@ def test_closing_cancels_what_was_begun_and_waits_for_its_end() -> None:
     future = thread.start(work())
     assert has_begun.wait(20.0) and not thread.has_released_memory()
     thread.close()
-    assert ends == ["work", "what it began in the end"] and future.cancelled() and thread.has_released_memory()
+    assert (
+        ends == ["work", "what it began in the end"] and future.cancelled() and thread.has_released_memory()
+    )
 
 
 def test_without_its_thread_nothing_of_it_touches_memory() -> None:

@@ -15,9 +15,8 @@ from vllm.v1.core.kv_cache_utils import resolve_kv_cache_block_sizes
 from vllm.v1.kv_cache_interface import FullAttentionSpec
 
 from mooncake.connectors.block_transfer import Shards
-from mooncake.connectors.memory import SlabMemory
+from mooncake.connectors.memory import SlabMemory, memory_of, order_of
 from mooncake.connectors.session import warn_of_unknown_options
-from mooncake.connectors.tensor_slabs import memory_of, order_of
 from mooncake.connectors.vllm.cache_identity import Rank, facts_of, model_weights, num_shards
 from mooncake.errors import InvalidArgument
 from mooncake.kvlayout import ForeignIdentity
