@@ -1,14 +1,14 @@
 """Publishes what a worker's KV cache holds, in vLLM's event format over ZeroMQ.
 
-It owns the wire side only: frames, sequence numbers, the replay of batches that a subscriber missed. It is
-given the events, and does not know its subscribers. Two sockets::
+It owns the wire side only: frames, sequence numbers, the replay of what a subscriber missed. Which blocks
+exist is told to it; who listens it does not know. Two sockets::
 
     PUB     [topic, sequence (8 bytes, big-endian), msgpack [timestamp, events, data-parallel rank]]
-    ROUTER  [b"", first sequence] is answered by [b"", topic, sequence, batch]…, the last with sequence -1
+    ROUTER  asked [b"", first sequence] answers [b"", topic, sequence, batch]…, the last with sequence -1
 
-A subscriber that detects a gap, or connects late, requests a replay. Only the last batches are kept; the
-result of the older ones is kept as a set of blocks and replayed as one batch (cleared, then stored), so that
-a conductor which restarts after days still receives the whole cache.
+A subscriber that sees a gap, or comes late, asks for a replay. Only the last batches are kept; what the
+older ones amounted to is kept as a set of blocks and replayed as one batch (cleared, then stored), so that
+a conductor which restarts after days still learns the whole cache.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ from mooncake.prefix import BlockHash
 log = get_logger(__name__)
 
 MEDIUM_DEVICE = "GPU"
-"""vLLM's name of the worker's own pool, whatever device it is on."""
+"""vLLM's word for the worker's own pool, whatever device it lies on."""
 
 END_OF_REPLAY = -1
 _KEPT_BATCHES = 10_000
@@ -42,7 +42,7 @@ class _PublishedEvent(msgspec.Struct, frozen=True, tag_field="type", tag=True):
 
 
 class BlockStored(_PublishedEvent, frozen=True, kw_only=True):
-    """Consecutive blocks, after ``parent_block_hash`` (None: they begin a prompt)."""
+    """Blocks that follow each other, after ``parent_block_hash`` (None: they open a prompt)."""
 
     block_hashes: list[BlockHash]
     parent_block_hash: BlockHash | None
@@ -57,7 +57,7 @@ class BlockRemoved(_PublishedEvent, frozen=True, kw_only=True):
     block_hashes: list[BlockHash]
     medium: str | None = MEDIUM_DEVICE
     reason: str | msgspec.UnsetType = msgspec.UNSET
-    "Reason as text; vLLM has no such field."
+    "Why, in words; vLLM has no such field."
 
 
 class AllBlocksCleared(_PublishedEvent, frozen=True):
@@ -68,7 +68,7 @@ KvEvent = BlockStored | BlockRemoved | AllBlocksCleared
 
 
 class KvEventBatch(msgspec.Struct, frozen=True, array_like=True):
-    """Events published together at ``ts``, in wall-clock seconds."""
+    """``ts`` is wall-clock seconds."""
 
     ts: float
     events: list[KvEvent]
@@ -80,7 +80,7 @@ _decoder = msgspec.msgpack.Decoder(KvEventBatch)
 
 
 class WorkerKvEventPublisher:
-    """Publishes batches of events. All of it runs on the event loop that called ``start``."""
+    """Publishes batches of events. Everything happens on the event loop that called ``start``."""
 
     def __init__(self, host: str = "127.0.0.1", topic: str = "kv-events") -> None:
         self._host = host
@@ -94,15 +94,15 @@ class WorkerKvEventPublisher:
         self._before: dict[tuple[BlockHash, str | None], int] = {}  # held before _kept[0] -> block size
         self._task: asyncio.Task[None] | None = None
         self.source: KvEventSource | None = None
-        """The addresses to subscribe to; set by ``start``."""
+        """Where to subscribe; known after ``start``."""
 
     async def start(self, port: int = 0, replay_port: int = 0) -> KvEventSource:
-        """Listen on the two ports; 0 selects a free one.
+        """Listen on the two ports; 0 takes a free one.
 
         Raises:
             AddressInUse: a port is taken.
         """
-        # A batch that a slow subscriber loses is recovered by replay; an unbounded queue is not.
+        # A batch that a slow subscriber loses comes back by replay; a queue without bound does not.
         self._pub.setsockopt(zmq.SNDHWM, 100_000)
         for socket in (self._pub, self._router):
             socket.setsockopt(zmq.LINGER, 0)
@@ -156,8 +156,8 @@ class WorkerKvEventPublisher:
                     num_frames=len(frames),
                 )
                 continue
-            client, _, first = frames
-            start = int.from_bytes(first, "big")
+            client, _, asked = frames
+            start = int.from_bytes(asked, "big")
             for sequence, payload in self._replay(start):
                 await self._answer(client, sequence, payload)
             await self._answer(client, END_OF_REPLAY, b"")
@@ -170,7 +170,7 @@ class WorkerKvEventPublisher:
         return batches
 
     def _summary(self) -> bytes:
-        """The result of all batches no longer kept, as one batch. Parents and tokens are not kept."""
+        """What all forgotten batches amount to, as one batch. Parents and tokens are not kept."""
         groups: dict[tuple[str | None, int], list[BlockHash]] = {}
         for (block_hash, medium), block_size in self._before.items():
             groups.setdefault((medium, block_size), []).append(block_hash)
@@ -197,7 +197,7 @@ def _sequence(number: int) -> bytes:
 
 
 def _bind(socket: zmq.Socket[bytes] | zmq.asyncio.Socket, host: str, port: int) -> str:
-    """Bind ``socket`` and return the endpoint that others connect to."""
+    """Bind and return the endpoint that others connect to."""
     try:
         socket.bind(f"tcp://{host}:{port or '*'}")
     except zmq.ZMQError as error:

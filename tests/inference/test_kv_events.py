@@ -1,4 +1,4 @@
-"""The publisher's frames, byte by byte as another engine's subscriber receives them."""
+"""The publisher's frames, byte by byte as another engine's subscriber would see them."""
 
 from __future__ import annotations
 
@@ -112,7 +112,7 @@ async def test_what_is_no_longer_kept_is_summed_up(
     assert events[1]["block_hashes"] == [B]
 
 
-async def test_a_malformed_replay_request_does_not_end_the_replay_service(
+async def test_a_malformed_question_does_not_end_the_replay_service(
     publisher: WorkerKvEventPublisher, context: zmq.asyncio.Context
 ) -> None:
     assert publisher.source is not None and publisher.source.replay_endpoint is not None
