@@ -78,7 +78,7 @@ class Pages:
     def __init__(self, pool: PoolSettings, settings: LinkSettings = DEFAULTS) -> None:
         self._session = PoolSession(pool, settings.lookup_timeout_s)
         self._settings = settings
-        self._asking = BoundedCalls(self._session, settings)
+        self._calls = BoundedCalls(self._session, settings)
         self._memory = LocalMemory(self._session.transfer)
 
     def register(self, spans: Sequence[Span]) -> None:
@@ -97,20 +97,20 @@ class Pages:
     def begin_find(self, keys: Sequence[ObjectKey]) -> BoundedCall[list[bool]]:
         """Begin ``find`` without waiting for its result."""
         store = self._session.store
-        return self._asking.look_up("lookup", lambda end: store.exists(keys, end), [False] * len(keys))
+        return self._calls.look_up("lookup", lambda end: store.exists(keys, end), [False] * len(keys))
 
     def load(self, pages: Sequence[Page]) -> list[bool]:
         """Fill the memory of these pages. False: the contents of a page's memory are undefined."""
-        return self._asking.move("load", lambda end: self._load(pages, end), [False] * len(pages)).wait()
+        return self._calls.move("load", lambda end: self._load(pages, end), [False] * len(pages)).wait()
 
     def open(self, keys: Sequence[ObjectKey]) -> BoundedCall[list[ReadGrant | None]]:
         """Find pages for ``read``, for a caller that allocates memory once it knows their sizes."""
         store = self._session.store
-        return self._asking.look_up("load", lambda end: store.open_reads(keys, end), [None] * len(keys))
+        return self._calls.look_up("load", lambda end: store.open_reads(keys, end), [None] * len(keys))
 
     def read(self, grants: Sequence[ReadGrant], spans: Sequence[Sequence[Span]]) -> BoundedCall[list[bool]]:
         """Fill memory, of the pages' sizes, with opened pages. False: the memory's contents are undefined."""
-        return self._asking.move("load", lambda end: self._read(grants, spans, end), [False] * len(grants))
+        return self._calls.move("load", lambda end: self._read(grants, spans, end), [False] * len(grants))
 
     def save(self, pages: Sequence[Page]) -> list[bool]:
         """Store these pages. True: the store has the page, or another client is writing it."""
@@ -118,23 +118,23 @@ class Pages:
 
     def begin_save(self, pages: Sequence[Page]) -> BoundedCall[list[bool]]:
         """Begin ``save``; the memory of the pages is read until the call is done."""
-        return self._asking.move("save", lambda end: self._save(pages, end), [False] * len(pages))
+        return self._calls.move("save", lambda end: self._save(pages, end), [False] * len(pages))
 
     def remove(self, keys: Sequence[ObjectKey]) -> list[bool]:
         """Remove these pages; whether each existed."""
-        ask = self._asking.look_up("remove", lambda end: self._remove(keys, end), [False] * len(keys))
-        return ask.wait()
+        call = self._calls.look_up("remove", lambda end: self._remove(keys, end), [False] * len(keys))
+        return call.wait()
 
     def forget(self, prefix: str) -> int:
         """Remove all objects whose key begins with ``prefix``; returns their number."""
         pattern = "^" + re.escape(prefix)
         store = self._session.store
-        return self._asking.look_up("forget", lambda _: store.remove_matching(pattern, force=True), 0).wait()
+        return self._calls.look_up("forget", lambda _: store.remove_matching(pattern, force=True), 0).wait()
 
     def close(self) -> None:
         """Stop; nothing touches the engine's memory afterwards. May be called more than once."""
-        if not self._asking.is_closed:
-            self._asking.is_closed = True
+        if not self._calls.is_closed:
+            self._calls.is_closed = True
             self._session.close()
             self._memory.close()
 

@@ -564,28 +564,28 @@ class StoreLink:
         """Submit a move. With a new peer it waits for the handshake; moves with other peers do not."""
         with self._token_lock:
             self._next_token += 1
-            ask = _SegmentMove(self._next_token, op, segment, columns, deadline)
-            self._in_flight[ask.token] = done
+            move = _SegmentMove(self._next_token, op, segment, columns, deadline)
+            self._in_flight[move.token] = done
             waits = segment in self._waiting or not segment.is_connected
             is_first = waits and segment not in self._waiting
             if waits:
-                self._waiting.setdefault(segment, []).append(ask)
+                self._waiting.setdefault(segment, []).append(move)
         if is_first:
-            self._spawn(self._greet(segment))
+            self._spawn(self._handshake(segment))
         elif not waits:
-            self._send(ask)
+            self._send(move)
 
-    def _send(self, ask: _SegmentMove) -> None:
-        timeout_s = ask.deadline - clock.monotonic()
+    def _send(self, move: _SegmentMove) -> None:
+        timeout_s = move.deadline - clock.monotonic()
         status = Status.TIMED_OUT
         if timeout_s > 0:
             try:
                 self._transfer.submit(
                     self._queue,
-                    ask.token,
-                    ask.op,
-                    ask.segment,
-                    *ask.columns,
+                    move.token,
+                    move.op,
+                    move.segment,
+                    *move.columns,
                     checksum=True,
                     timeout_s=timeout_s,
                 )
@@ -594,26 +594,26 @@ class StoreLink:
                 log.error("transfer_refused", reason=str(error))
                 status = Status.UNREGISTERED
         # Not from here: the caller holds the lock that the completion takes.
-        self._loop.call_soon_threadsafe(self._complete, Completion(ask.token, status))
+        self._loop.call_soon_threadsafe(self._complete, Completion(move.token, status))
 
-    async def _greet(self, segment: RemoteSegment) -> None:
+    async def _handshake(self, segment: RemoteSegment) -> None:
         """Submit the moves that wait for ``segment`` after its handshake; those past their deadline fail."""
         while True:
             with self._token_lock:
-                soonest = min(ask.deadline for ask in self._waiting[segment])
+                soonest = min(move.deadline for move in self._waiting[segment])
             left_s = soonest - clock.monotonic()
             has_answered = left_s > 0 and await asyncio.to_thread(segment.connect, left_s)
             now = clock.monotonic()
             with self._token_lock:
-                asks = self._waiting.pop(segment)
-                in_time = [ask for ask in asks if ask.deadline > now]
+                moves = self._waiting.pop(segment)
+                in_time = [move for move in moves if move.deadline > now]
                 if in_time and not has_answered:
                     self._waiting[segment] = in_time
-            for ask in asks:
-                if ask.deadline <= now:
-                    self._complete(Completion(ask.token, Status.TIMED_OUT))
+            for move in moves:
+                if move.deadline <= now:
+                    self._complete(Completion(move.token, Status.TIMED_OUT))
                 elif has_answered:
-                    self._send(ask)
+                    self._send(move)
             if has_answered or not in_time:
                 return
 

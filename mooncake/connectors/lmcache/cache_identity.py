@@ -110,12 +110,12 @@ def engine_facts(owner: str) -> str:
 
     An engine whose facts are unknown shares chunks with ``owner`` only.
     """
-    for name, ask in (("vllm", _vllm_facts), ("sglang", _sglang_facts)):
+    for name, facts_of_engine in (("vllm", _vllm_facts), ("sglang", _sglang_facts)):
         engine = sys.modules.get(name)
         if engine is None:
             continue
         version = f"{name} {getattr(engine, '__version__', '')}"
-        facts = ask()
+        facts = facts_of_engine()
         if facts is None:
             consequence = "chunks are not shared; set engine_facts"
             log.warning("engine_unknown", engine=version, consequence=consequence)

@@ -113,9 +113,9 @@ def facts_of(
 def model_facts(config: Any) -> dict[str, object]:
     """Fields of vLLM's configuration that change the values computed for a prompt, or their layout."""
     model, cache = config.model_config, config.cache_config
-    words = json.dumps(_stable(model.hf_config.to_dict()), sort_keys=True, default=str)
+    text = json.dumps(_stable(model.hf_config.to_dict()), sort_keys=True, default=str)
     return {
-        "config": hashlib.sha256(words.encode()).hexdigest(),
+        "config": hashlib.sha256(text.encode()).hexdigest(),
         "dtype": model.dtype,
         "kv_dtype": cache.cache_dtype,
         "quantization": model.quantization,

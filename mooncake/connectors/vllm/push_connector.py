@@ -217,11 +217,11 @@ class PushSchedulerSide:
         num_full = request.num_prompt_tokens // self._block_tokens
         rest = request.prompt_token_ids[num_full * self._block_tokens :]
         more = [feature.identifier for feature in request.mm_features]
-        words = hashlib.sha256(self._adapters.digest(request.lora_request))
+        digest = hashlib.sha256(self._adapters.digest(request.lora_request))
         for block_hash in request.block_hashes[:num_full][-1:]:
-            words.update(bytes(block_hash))
-        words.update(repr((request.num_prompt_tokens, list(rest), more, request.cache_salt)).encode())
-        return words.digest()
+            digest.update(bytes(block_hash))
+        digest.update(repr((request.num_prompt_tokens, list(rest), more, request.cache_salt)).encode())
+        return digest.digest()
 
     def matched(self, request: Any, num_computed_tokens: int) -> tuple[int, bool]:
         """Tokens to receive: all of the prompt beyond those that are computed."""
