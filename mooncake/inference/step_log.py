@@ -1,8 +1,8 @@
-"""Measured durations: of each request's prompt, and of the engine's latest steps.
+"""What work took: of each request's prompt, and of the engine's latest steps.
 
-It owns the types of these numbers and the list of the latest ones, for a conductor that predicts from
-measurements; it evaluates nothing. Steps are kept only when they measure one thing: one prompt's chunk alone,
-or only decoding, and no load that a layer waited for.
+It owns these numbers' shapes and their short memory, for whoever places requests and predicts from what was
+measured; it judges nothing. Steps are kept only when they say something clean: one prompt's chunk alone, or
+nothing but decoding, and no load that a layer waited for.
 """
 
 from __future__ import annotations
@@ -19,22 +19,22 @@ _KEPT = 32
 
 
 class PromptStats(msgspec.Struct, frozen=True):
-    """Durations up to a request's first token."""
+    """How a request came to its first token."""
 
     queued_s: float
-    "Time until it had blocks."
+    "Until it had blocks."
     loaded_s: float
-    "Time from then until its first step: the lookup in the pool, and the load of the first layer."
+    "From then until its first step: asking the pool, and the first layer from there."
     computed_s: float
-    "Time from its first step to its first token."
+    "From its first step to its first token."
     num_local_tokens: int
     num_loaded_tokens: int
     num_computed_tokens: int
 
 
 class StepStats(msgspec.Struct):
-    """The latest steps. ``num_chunks`` and ``num_steps`` count all steps since the start, so that a reader
-    knows which of the rows are new to it."""
+    """The latest steps. ``num_chunks`` and ``num_steps`` count all that ever were, so that a reader knows
+    which of the rows are new to it."""
 
     num_chunks: int = 0
     chunks: list[tuple[int, int, float]] = []
@@ -45,7 +45,7 @@ class StepStats(msgspec.Struct):
 
 
 def prompt_stats_of(request: Request) -> PromptStats | None:
-    """Prompt durations of a request that has its first token."""
+    """Of a request that has its first token."""
     timings = request.timings
     if timings.admitted is None or timings.started is None or timings.first_token is None:
         return None
@@ -61,7 +61,7 @@ def prompt_stats_of(request: Request) -> PromptStats | None:
 
 
 class StepLog:
-    """Log of the latest steps, written by the engine's thread and read by any."""
+    """Written by the engine's thread, read by any."""
 
     def __init__(self) -> None:
         self._chunks: deque[tuple[int, int, float]] = deque(maxlen=_KEPT)
@@ -69,7 +69,7 @@ class StepLog:
         self._num_chunks = self._num_steps = 0
 
     def note(self, chunks: Sequence[Chunk], seconds: float) -> None:
-        """Record a step that computed ``chunks``."""
+        """A step has computed these."""
         if any(chunk.has_load for chunk in chunks):
             return
         if all(chunk.num_tokens == 1 and chunk.samples for chunk in chunks):
@@ -80,6 +80,6 @@ class StepLog:
             self._num_chunks += 1
 
     def read(self) -> StepStats:
-        # A row that is added between two of these lines is read next time.
+        # A row that comes between two of these lines is read next time.
         num_chunks, num_steps = self._num_chunks, self._num_steps
         return StepStats(num_chunks, list(self._chunks), num_steps, list(self._steps))
