@@ -16,7 +16,7 @@ os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")  # as workers set it; read w
 import torch
 
 from bench.report import measured, options
-from mooncake.inference.engine import Engine, EngineSettings
+from mooncake.inference.engine import Engine, InferenceSettings
 from mooncake.inference.gguf import resolve_model
 from mooncake.inference.request import Request, SamplingParams
 from mooncake.inference.runner import TorchRunner, new_pool
@@ -38,7 +38,7 @@ class Ours:
 
     def __init__(self, folder: Any, dtype: str) -> None:
         model = load_model(folder, dtype)
-        self._engine = Engine(EngineSettings(), TorchRunner(model, new_pool(model, 64, 1 << 30)))
+        self._engine = Engine(InferenceSettings(), TorchRunner(model, new_pool(model, 64, 1 << 30)))
         self._num_requests = 0
 
     def greedy(self, prompt: list[int], num_tokens: int) -> list[int]:

@@ -154,7 +154,6 @@ CORES = {
     "connectors.kv_link",
     "connectors.memory",
     "connectors.planner",
-    "connectors.tensor_slabs",
     "inference.blocks",
     "inference.request",
     "inference.scheduler",

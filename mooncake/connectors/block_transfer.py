@@ -1,11 +1,11 @@
-"""An engine's two ends at the store: the scheduler's, which finds blocks, and a rank's, which moves them.
+"""An engine's two sides at the store: the scheduler's, which finds blocks, and a rank's, which moves them.
 
 An engine has one scheduler and one process per rank, and each rank has its part of every block: some of
 the heads, some of the layers. A part that two engines would cut in the same way is a *shard*, and has a
 key of its own. The scheduler counts a block as found when all shards of all ranks are.
 
-What fails is a miss, and what does not begin in time never begins; only for what touches the blocks is
-waited until it has ended: see ``blocks.py``.
+A failure is a miss, and an operation that has not begun in time never begins; one that touches the blocks
+is waited for until it has ended: see ``store_link.py``.
 """
 
 from __future__ import annotations
@@ -29,38 +29,38 @@ from mooncake.types import ObjectKey
 log = get_logger(__name__)
 
 RETRY_AFTER_S = 1.0
-"""How long a store that could not be reached is not asked."""
+"""How long no lookup is sent to a store that could not be reached."""
 
 LATENESS_S = 0.5
-"""What a lookup may take beyond its own time to say so, before its load is given up."""
+"""Time beyond its timeout in which a lookup may report its end, before its load is abandoned."""
 
 MARGIN_S = 2.0
-"""What is left of a lease when the ranks begin to load; less, and it is asked for again."""
+"""Least remaining time of a lease when the ranks begin to load; with less, the lookup is repeated."""
 
 
 DEFAULTS = LinkSettings(lookup_timeout_s=DEFAULT_TIMEOUT_S, retry_after_s=RETRY_AFTER_S)
 
 
 class PendingLookup:
-    """How many leading blocks the store has."""
+    """A lookup of the leading blocks of a request in the store."""
 
-    def __init__(self, num_asked: int) -> None:
-        self.num_asked = num_asked
+    def __init__(self, num_wanted: int) -> None:
+        self.num_wanted = num_wanted
         self.num_blocks = 0
         self.good_until = float("inf")
         """When the leases on them are about to lapse."""
         self.seconds = 0.0
         self.has_failed = False
         self.is_counted = False
-        """For whoever counts findings."""
+        """Whether the caller has added it to its statistics."""
         self._done = threading.Event()
 
     def is_stale(self) -> bool:
-        """It is long ago: what was found may have gone."""
+        """Whether its leases are about to lapse, so that the blocks found may be evicted."""
         return self._done.is_set() and clock.monotonic() > self.good_until
 
     def wait(self, timeout_s: float) -> bool:
-        """Whether it is done, after waiting a moment."""
+        """Whether it is done, after waiting ``timeout_s`` at most."""
         return self._done.wait(timeout_s)
 
     def settle(self) -> None:
@@ -68,7 +68,7 @@ class PendingLookup:
 
 
 class PrefixLookup:
-    """The scheduler's end. ``digests`` are those of all shards of all ranks; none yet: nothing is found."""
+    """The scheduler's side. ``digests``: those of all shards of all ranks; while empty, nothing is found."""
 
     def __init__(self, session: PoolSession) -> None:
         self._session = session
@@ -76,38 +76,38 @@ class PrefixLookup:
         self.digests: tuple[str, ...] = ()
 
     def find(self, names: Sequence[BlockName]) -> PendingLookup:
-        """Begin to look for ``names``, in prefix order; what is found is leased."""
-        finding = PendingLookup(len(names))
+        """Begin to look for ``names``, in prefix order; blocks found are leased."""
+        lookup = PendingLookup(len(names))
         if not names or not self.digests or clock.monotonic() < self._silent_until:
-            finding.settle()
+            lookup.settle()
         else:
-            self._session.start(self._find(finding, list(names)))
-        return finding
+            self._session.start(self._find(lookup, list(names)))
+        return lookup
 
-    async def _find(self, finding: PendingLookup, names: list[BlockName]) -> None:
+    async def _find(self, lookup: PendingLookup, names: list[BlockName]) -> None:
         began = time.perf_counter()
         keys = [foreign_key(digest, name) for name in names for digest in self.digests]
         try:
             grants = await self._session.store.open_reads(keys)
             missing = next((index for index, grant in enumerate(grants) if grant is None), len(grants))
-            finding.num_blocks = missing // len(self.digests)
+            lookup.num_blocks = missing // len(self.digests)
             leases = [grant.expires_at for grant in grants[:missing] if grant is not None]
             if leases:
-                finding.good_until = min(leases) - MARGIN_S
+                lookup.good_until = min(leases) - MARGIN_S
         except MooncakeError as error:
             self._silent_until = clock.monotonic() + RETRY_AFTER_S
-            finding.has_failed = True
+            lookup.has_failed = True
             log.warning("store_unreachable", operation="find", error=str(error))
-        except Exception:  # a mistake of ours is no reason to fail the request
-            finding.has_failed = True
+        except Exception:  # a bug of ours is no reason to fail the request
+            lookup.has_failed = True
             log.exception("operation_failed", operation="find")
         finally:
-            finding.seconds = time.perf_counter() - began
-            finding.settle()
+            lookup.seconds = time.perf_counter() - began
+            lookup.settle()
 
 
 class Shards:
-    """The identity of a rank's shards: a name's last byte says which."""
+    """The identities of a rank's shards: a name's last byte is the number of the shard."""
 
     def __init__(self, shards: Sequence[ForeignIdentity]) -> None:
         assert 0 < len(shards) <= 256
@@ -131,7 +131,7 @@ class Shards:
 
 @dataclasses.dataclass(frozen=True)
 class FinishedLoad:
-    """A load that is over."""
+    """A load that has ended."""
 
     request_id: str
     is_complete: bool
@@ -140,16 +140,16 @@ class FinishedLoad:
 
 @dataclasses.dataclass
 class TransferReport:
-    """What a rank has to report since it was asked last."""
+    """Events of a rank since its previous report."""
 
     saved: list[int] = dataclasses.field(default_factory=list)
     """Numbers of saves that no longer need their blocks."""
     stored: list[BlockName] = dataclasses.field(default_factory=list)
     """Blocks of them of which the store has this rank's shards."""
     loaded: list[FinishedLoad] = dataclasses.field(default_factory=list)
-    """Loads that are over."""
+    """Loads that have ended."""
     bad_blocks: set[int] = dataclasses.field(default_factory=set)
-    """Blocks that were to be loaded and hold nothing of use."""
+    """Blocks that were to be loaded and whose contents are not valid."""
     loads: list[tuple[int, int, float]] = dataclasses.field(default_factory=list)
     """(blocks loaded, blocks that failed, seconds) of each load."""
     saves: list[tuple[int, int, float]] = dataclasses.field(default_factory=list)
@@ -180,10 +180,10 @@ class _ActiveSave:
 
 
 class RankTransfer:
-    """A rank's end: loads and saves what the scheduler planned, from and to this rank's memory.
+    """A rank's side: loads and saves what the scheduler planned, from and to this rank's memory.
 
     Args:
-        shards: what this rank has of a block. ``memory`` has one block for each shard of each block,
+        shards: this rank's parts of a block. ``memory`` has one block for each shard of each block,
             those of one block in a row.
     """
 
@@ -202,7 +202,7 @@ class RankTransfer:
         self._patience_s = settings.lookup_timeout_s + LATENESS_S
         self._savings: list[_ActiveSave] = []
         self._open: list[_ActiveSave] = []
-        """Saves of this step, which are still given layers."""
+        """Saves of this step, which still receive layers."""
         self._num_given = 0
         self._moved = TransferReport()
 
@@ -213,7 +213,7 @@ class RankTransfer:
     # -- loads -------------------------------------------------------------------------------------
 
     def load(self, plans: Sequence[LoadPlan]) -> None:
-        """Begin to load. ``collect`` says when it is over."""
+        """Begin to load. ``collect`` reports the end."""
         for plan in plans:
             loading = _ActiveLoad(plan, self._link.lookup(self._flat(plan.names)))
             with self._changed:
@@ -223,7 +223,7 @@ class RankTransfer:
         self._advance()
 
     def wait_layer(self, layer: int) -> None:
-        """Block until ``layer`` of this step's layer-wise loads is there, or won't come."""
+        """Block until ``layer`` of this step's layer-wise loads has arrived or failed."""
         for loading in self._layerwise:
             with self._changed:
                 if not self._changed.wait_for(loading.has_begun, self._patience_s):
@@ -232,7 +232,7 @@ class RankTransfer:
                 self._link.wait_layer([loading.load], layer)
 
     def _step(self, loading: _ActiveLoad) -> None:
-        """Go on with a load if it can; the caller holds the lock."""
+        """Advance a load if possible; the caller holds the lock."""
         plan, num_shards = loading.plan, len(self._shards)
         if loading.load is None and loading.lookup.done:
             loading.num_found = min(loading.lookup.num_blocks // num_shards, len(plan.names))
@@ -248,7 +248,7 @@ class RankTransfer:
             self._end(loading)
 
     def _give_up(self, loading: _ActiveLoad) -> None:
-        """It has not begun in time, and now never will; the caller holds the lock."""
+        """Abandon a load that has not begun in time; the caller holds the lock."""
         log.warning("load_abandoned", request=loading.plan.request_id, reason="its lookup has not ended")
         self._link.release(loading.lookup)
         self._miss(loading, loading.plan.block_ids)
@@ -270,7 +270,7 @@ class RankTransfer:
     # -- saves -------------------------------------------------------------------------------------
 
     def begin_saves(self, plans: Sequence[SavePlan]) -> None:
-        """These blocks are full when the step that begins now has ended: ask for room meanwhile."""
+        """Reserve space for blocks that will be full at the end of the step that begins now."""
         now = time.perf_counter()
         for plan in plans:
             blocks = zip(self._flat(plan.names), self._flat_ids(plan.block_ids), strict=True)
@@ -278,14 +278,14 @@ class RankTransfer:
             self._open.append(_ActiveSave(plan, save, now))
 
     def layer_computed(self, layer: int) -> None:
-        """``layer`` of all blocks of this step is in memory."""
+        """Save ``layer`` of all blocks of this step, which is in memory now."""
         for saving in self._open:
             for number in range(self._num_given, layer + 1):
                 self._link.save_layer(saving.save, number)
         self._num_given = max(self._num_given, layer + 1)
 
     def end_step(self) -> None:
-        """The step's computing is over."""
+        """Finish the saves and layer-wise loads of a step that has been computed."""
         if self._layerwise:
             self.wait_layer(self._num_layers - 1)
             self._layerwise = []
@@ -300,7 +300,7 @@ class RankTransfer:
     # -- both --------------------------------------------------------------------------------------
 
     def collect(self, timeout_s: float = 0.0) -> TransferReport:
-        """What happened since the last call; with nothing to say but something under way, waits a moment."""
+        """Events since the last call; without any but with work under way, wait ``timeout_s`` for one."""
         with self._changed:
             if not self._has_news() and (self._loadings or self._savings):
                 self._changed.wait_for(self._has_news, timeout_s)
@@ -311,7 +311,7 @@ class RankTransfer:
         return bool(self._moved.loaded or self._moved.saved)
 
     def _advance(self) -> None:
-        """Something got further; called from any thread."""
+        """Advance all loads and saves; called from any thread."""
         with self._changed:
             for loading in self._loadings:
                 self._step(loading)

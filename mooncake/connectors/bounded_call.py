@@ -1,9 +1,9 @@
-"""Asking the store for an engine whose own threads, or whose own loop, wait for the answer.
+"""Calls to the store for an engine whose own threads, or whose own loop, wait for the result.
 
-Owns what an engine gets when there is no answer: what it would get of an empty store; and that it gets it
-only when nothing of the operation can touch its memory any more (``claim.py``). Every operation has one
-deadline, made when it begins and handed to each of its steps. A store that could not be reached is left alone
-for a moment, so that a dead one costs one short wait and not one per call.
+Owns the result of a call that fails, which is the same as from an empty store; and that it is returned
+only when the operation can no longer touch the engine's memory (``claim.py``). Every operation has one
+deadline, made when it begins and passed to each of its steps. After a failure to reach the store no call is
+sent for a while, so that a dead store costs one short wait and not one per call.
 """
 
 from __future__ import annotations
@@ -25,18 +25,18 @@ log = get_logger(__name__)
 ResultT = TypeVar("ResultT")
 
 ENDING_S = 0.5
-"""What an operation may take beyond its deadline to say how it ended, before it is cancelled."""
+"""Time beyond its deadline in which an operation may report its end, before it is cancelled."""
 
 Steps = Callable[[float], Coroutine[Any, Any, ResultT]]
-"""What is to be done, given the deadline of all of it."""
+"""An operation's work as a coroutine function of the deadline of all its steps."""
 
 
 class BoundedCall(Generic[ResultT]):
-    """Something asked of the store, which comes to a result whatever happens.
+    """One operation at the store, which always returns a result.
 
-    The result is known when nothing touches the engine's memory any more, and not before: a loop that is
-    held, or a process that was stopped, delays it for as long as that takes. What touches no memory
-    (``is_lookup``) is not waited for beyond its deadline.
+    The result is available once the operation can no longer touch the engine's memory, and not before:
+    a blocked loop, or a process that was stopped, delays it for as long as that takes. An operation that
+    touches no memory (``is_lookup``) is not waited for beyond its deadline.
     """
 
     def __init__(
@@ -50,7 +50,7 @@ class BoundedCall(Generic[ResultT]):
         self._task: asyncio.Task[ResultT] | None = None
 
     def begin(self, work: Coroutine[Any, Any, ResultT]) -> None:
-        """Begin it on the session's loop."""
+        """Begin ``work`` on the session's loop."""
         is_entered = self.claim.enter(clock.monotonic())
         self.claim.close()
         if not is_entered:
@@ -72,7 +72,7 @@ class BoundedCall(Generic[ResultT]):
         self.claim.leave()
 
     def give_up(self) -> None:
-        """It is not wanted any more. From any thread; that it has ended, the claim says."""
+        """Cancel the operation, from any thread; its end is visible in the claim."""
         with contextlib.suppress(RuntimeError):  # the loop is closed
             self._thread.loop.call_soon_threadsafe(self._cancel)
 
@@ -81,7 +81,10 @@ class BoundedCall(Generic[ResultT]):
             self._task.cancel()
 
     def wait(self) -> ResultT:
-        """From any thread but the session's. An interrupt (Ctrl-C) is raised when the memory is free."""
+        """Wait for the result, on any thread but the session's.
+
+        An interrupt (Ctrl-C) is raised when the memory is free.
+        """
         interrupt: BaseException | None = None
         until = self.claim.deadline + ENDING_S
         while not self.claim.is_free:
@@ -90,7 +93,7 @@ class BoundedCall(Generic[ResultT]):
                     break
                 self.give_up()
                 if not self._is_lookup:
-                    self.claim.outlast(self._thread.has_let_go)
+                    self.claim.outlast(self._thread.has_released_memory)
                 break
             except BaseException as error:
                 interrupt, until = error, clock.monotonic()
@@ -99,14 +102,14 @@ class BoundedCall(Generic[ResultT]):
         return self._result if self.claim.is_free else self._otherwise
 
     async def on_this_loop(self) -> ResultT:
-        """From a loop of the engine's own. Cancelling it gives the work up and waits for its end."""
+        """Wait for the result on the engine's own loop. Cancelling it cancels the work and awaits its end."""
         loop, is_free = asyncio.get_running_loop(), asyncio.Event()
 
-        def tell() -> None:
+        def notify() -> None:
             with contextlib.suppress(RuntimeError):  # the engine's loop is closed
                 loop.call_soon_threadsafe(is_free.set)
 
-        self.claim.when_free(tell)
+        self.claim.when_free(notify)
         interrupt: asyncio.CancelledError | None = None
         until = self.claim.deadline + ENDING_S
         while not is_free.is_set():
@@ -115,7 +118,7 @@ class BoundedCall(Generic[ResultT]):
                     await is_free.wait()
             except TimeoutError:
                 self.give_up()
-                if self._is_lookup or self._thread.has_let_go():
+                if self._is_lookup or self._thread.has_released_memory():
                     break
                 if until > self.claim.deadline + ENDING_S:
                     self.claim.log_overdue()
@@ -128,45 +131,45 @@ class BoundedCall(Generic[ResultT]):
         return self._result if self.claim.is_free else self._otherwise
 
     def then(self, done: Callable[[ResultT], None]) -> None:
-        """``done`` is called with the result, from the session's thread."""
+        """Call ``done`` with the result, on the session's thread."""
         self.claim.when_free(lambda: done(self._result))
 
 
 class BoundedCalls:
-    """Asks on the session's loop. May be called from any thread."""
+    """Starts operations on the session's loop. May be called from any thread."""
 
     def __init__(self, thread: TransferThread, settings: LinkSettings) -> None:
         self._thread = thread
         self._settings = settings
         self._silent_until = 0.0
         self.is_closed = False
-        """Nothing is asked any more."""
+        """Whether new operations end at once, without a call to the store."""
 
-    def look_up(self, operation: str, ask: Steps[ResultT], otherwise: ResultT) -> BoundedCall[ResultT]:
-        """``ask`` something that touches no memory of the engine."""
-        return self._begin(operation, ask, otherwise, self._settings.lookup_timeout_s, is_lookup=True)
+    def look_up(self, operation: str, steps: Steps[ResultT], otherwise: ResultT) -> BoundedCall[ResultT]:
+        """Begin an operation that touches no memory of the engine."""
+        return self._begin(operation, steps, otherwise, self._settings.lookup_timeout_s, is_lookup=True)
 
-    def move(self, operation: str, ask: Steps[ResultT], otherwise: ResultT) -> BoundedCall[ResultT]:
-        """``ask`` something that reads or writes memory of the engine."""
-        return self._begin(operation, ask, otherwise, self._settings.load_timeout_s, is_lookup=False)
+    def move(self, operation: str, steps: Steps[ResultT], otherwise: ResultT) -> BoundedCall[ResultT]:
+        """Begin an operation that reads or writes memory of the engine."""
+        return self._begin(operation, steps, otherwise, self._settings.load_timeout_s, is_lookup=False)
 
     def _begin(
-        self, operation: str, ask: Steps[ResultT], otherwise: ResultT, timeout_s: float, is_lookup: bool
+        self, operation: str, steps: Steps[ResultT], otherwise: ResultT, timeout_s: float, is_lookup: bool
     ) -> BoundedCall[ResultT]:
-        """``otherwise`` is what it comes to where it fails."""
+        """``otherwise``: the result of a failed operation."""
         now = clock.monotonic()
         work = BoundedCall(self._thread, operation, otherwise, now + timeout_s, is_lookup)
         if self.is_closed or now < self._silent_until:
             work.claim.close()
         else:
-            work.begin(self._guarded(operation, ask, work.claim.deadline, otherwise))
+            work.begin(self._guarded(operation, steps, work.claim.deadline, otherwise))
         return work
 
     async def _guarded(
-        self, operation: str, ask: Steps[ResultT], deadline: float, otherwise: ResultT
+        self, operation: str, steps: Steps[ResultT], deadline: float, otherwise: ResultT
     ) -> ResultT:
         try:
-            return await ask(deadline)
+            return await steps(deadline)
         except asyncio.CancelledError:
             failures.labels(operation).inc()
             log.warning("operation_abandoned", operation=operation)
@@ -179,7 +182,7 @@ class BoundedCalls:
                 self._silent_until = clock.monotonic() + self._settings.retry_after_s
                 reason = str(error) or type(error).__name__
                 log.warning("store_unreachable", operation=operation, error=reason)
-        except Exception:  # a mistake of ours is no reason to fail the engine's request
+        except Exception:  # a bug of ours is no reason to fail the engine's request
             failures.labels(operation).inc()
             log.exception("operation_failed", operation=operation)
         return otherwise

@@ -1,13 +1,13 @@
-"""When an engine has its memory back: the one piece of code that says so.
+"""An operation's claim on an engine's memory: the one definition of when that memory is free again.
 
-An engine lends memory for one operation (a load, a save, a push from another engine) and takes it back when
-the operation is over. *Over* is no matter of time: a process may be stopped, a loop held, a virtual machine
-paused, a device slow, and then go on with the addresses that it has. So an operation has a ``Claim`` on its
-memory. Whatever is going to touch the memory enters the claim, and leaves it when it has ended; after the
-deadline, or once the claim was given up, nothing enters any more. The memory is free when the claim is closed
-and everything has left. Who waits for that waits until it is so, and says so in the log each second.
+An engine provides memory for one operation (a load, a save, a push from another engine) and reuses it when
+the operation has ended. A timeout does not define that end: a process may be stopped, a loop blocked, a
+virtual machine paused, a device slow, and then go on with the addresses that it has. So an operation has a
+``Claim`` on its memory. Each access to the memory enters the claim before it begins, and leaves it when it
+has ended; after the deadline, or once the claim is closed, nothing enters. The memory is free when the claim
+is closed and all accesses have left. A wait for that has no timeout and logs a warning each second.
 
-It knows no store and no transfer: those who touch memory tell it.
+It knows no store and no transfer: the code that touches memory calls it.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from mooncake.metrics import registry
 log = get_logger(__name__)
 
 LOG_EVERY_S = 1.0
-"""How often a wait for memory that is overdue says so."""
+"""Interval of the warnings while a wait for memory is overdue."""
 
 overdue_seconds = Counter(
     "mooncake_connectors_memory_overdue_seconds",
@@ -38,8 +38,8 @@ class Claim:
     """An operation's right to touch some memory of an engine. Thread-safe.
 
     Args:
-        operation: what it is for, for the log and the metrics.
-        deadline: after it nothing begins to touch the memory (``clock.monotonic``).
+        operation: its name in the log and the metrics.
+        deadline: time after which no access to the memory begins (``clock.monotonic``).
     """
 
     def __init__(self, operation: str, deadline: float) -> None:
@@ -48,20 +48,20 @@ class Claim:
         self._changed = threading.Condition()
         self._num_inside = 0
         self._is_closed = False
-        self._tell: list[Callable[[], None]] = []
+        self._callbacks: list[Callable[[], None]] = []
 
     @property
     def is_free(self) -> bool:
-        """Nothing touches the memory, and nothing will."""
+        """Whether nothing touches the memory, now and in the future."""
         return self._is_closed and not self._num_inside
 
     @property
     def num_inside(self) -> int:
-        """How many things touch the memory, or are about to."""
+        """Number of accesses to the memory that are under way or about to begin."""
         return self._num_inside
 
     def enter(self, now: float, count: int = 1) -> bool:
-        """``count`` things are about to touch the memory. False: they may not, it is too late."""
+        """Register ``count`` accesses to the memory. False: it is too late, they must not begin."""
         with self._changed:
             if self._is_closed or now >= self.deadline:
                 return False
@@ -69,30 +69,30 @@ class Claim:
             return True
 
     def leave(self) -> None:
-        """One of those that entered has ended, and touches the memory no more."""
+        """Record the end of one access."""
         with self._changed:
             assert self._num_inside > 0, f"more left a {self.operation} than entered"
             self._num_inside -= 1
-            told = self._settled()
-        _tell_all(told)
+            callbacks = self._settled()
+        _call_all(callbacks)
 
     def close(self) -> None:
-        """Nothing more enters: all that was to be done has begun, or the operation was given up."""
+        """Let nothing more enter: every access has begun, or the operation was abandoned."""
         with self._changed:
             self._is_closed = True
-            told = self._settled()
-        _tell_all(told)
+            callbacks = self._settled()
+        _call_all(callbacks)
 
-    def when_free(self, tell: Callable[[], None]) -> None:
-        """Call ``tell`` once the memory is free; at once if it is."""
+    def when_free(self, callback: Callable[[], None]) -> None:
+        """Call ``callback`` once the memory is free; at once if it is."""
         with self._changed:
             if not self.is_free:
-                self._tell.append(tell)
+                self._callbacks.append(callback)
                 return
-        _tell_all([tell])
+        _call_all([callback])
 
     def wait(self, until: float) -> bool:
-        """Whether the memory is free, after waiting for that until then at most."""
+        """Whether the memory is free, after waiting until ``until`` at most."""
         with self._changed:
             while not self.is_free:
                 left_s = until - clock.monotonic()
@@ -102,9 +102,10 @@ class Claim:
         return True
 
     def outlast(self, has_ended: Callable[[], bool] = lambda: False) -> None:
-        """Wait until the memory is free, however long it takes; each second the log says so.
+        """Wait until the memory is free, without a timeout; each second a warning is logged.
 
-        ``has_ended`` is asked as often: whoever could touch the memory is no more.
+        The wait also ends when ``has_ended``, which is checked each second, says that no process can
+        touch the memory.
         """
         while not self.wait(clock.monotonic() + LOG_EVERY_S):
             if has_ended():
@@ -112,31 +113,31 @@ class Claim:
             self.log_overdue()
 
     def log_overdue(self) -> None:
-        """Somebody has waited for ``LOG_EVERY_S`` more."""
+        """Count and log another ``LOG_EVERY_S`` of waiting."""
         overdue_seconds.labels(self.operation).inc(LOG_EVERY_S)
         log.warning(
             "memory_kept",
             operation=self.operation,
             overdue_s=round(clock.monotonic() - self.deadline, 1),
-            reason="what was begun on it has not ended",
+            reason="an access to it has not ended",
         )
 
     def _settled(self) -> list[Callable[[], None]]:
-        """Whom to tell; the caller holds the lock."""
+        """The callbacks to call, if the memory is free; the caller holds the lock."""
         if not self.is_free:
             return []
         self._changed.notify_all()
-        told, self._tell = self._tell, []
-        return told
+        callbacks, self._callbacks = self._callbacks, []
+        return callbacks
 
     def __repr__(self) -> str:
         state = "closed" if self._is_closed else "open"
         return f"<Claim of a {self.operation} [{state}, {self._num_inside} inside]>"
 
 
-def _tell_all(told: list[Callable[[], None]]) -> None:
-    for tell in told:
+def _call_all(callbacks: list[Callable[[], None]]) -> None:
+    for callback in callbacks:
         try:
-            tell()
-        except Exception:  # the engine's own; the others are to be told all the same
+            callback()
+        except Exception:  # the engine's own code; the other callbacks are called all the same
             log.exception("callback_failed")

@@ -1,10 +1,10 @@
 """The digest of all bytes of a file, computed once per host.
 
 A model is read once by each host that has it, and again when a file was changed or replaced: the digest is
-kept in the user's cache under the file's path, inode, size and times. What is kept decides whose KV an engine
-takes for its own, so only what this user wrote there counts; what is another's, or damaged, is computed anew.
+kept in the user's cache under the file's path, inode, size and times. It decides which KV blocks an engine
+accepts as its own, so only entries written by this user count; others, and damaged ones, are computed anew.
 
-Knows files only, not what is in them.
+It knows files only, not their contents.
 """
 
 from __future__ import annotations
@@ -25,13 +25,13 @@ log = get_logger(__name__)
 
 FORM = "mooncake-file-digest-2"
 PART_BYTES = 64 << 20
-"""Parts of a file are hashed at the same time."""
+"""Size of the parts of a file, which are hashed at the same time."""
 READ_BYTES = 4 << 20
 MAX_THREADS = 8
 SETTLED_S = 2.0
-"""A file that changed more lately than this may change again without other times; its digest is not kept."""
-TOLD_BYTES = 1 << 30
-"""Beyond it, the log says how long a file took."""
+"""A file changed more recently may change again within the same timestamp; its digest is not kept."""
+LOGGED_BYTES = 1 << 30
+"""Size of a file beyond which its hashing time is logged."""
 
 
 def default_cache_dir() -> Path:
@@ -58,7 +58,7 @@ def file_digest(path: Path, cache_dir: Path | None = None) -> str:
         status = os.fstat(file.fileno())
     if _state(path, status) != before:
         raise ModelError(f"{path} changed while it was read; start again when it is complete")
-    if status.st_size >= TOLD_BYTES:
+    if status.st_size >= LOGGED_BYTES:
         seconds = clock.monotonic() - began
         log.info("file_hashed", path=str(path), size_bytes=status.st_size, seconds=round(seconds, 1))
     if clock.wall() - max(status.st_mtime, status.st_ctime) > SETTLED_S:
@@ -93,13 +93,13 @@ def _part(descriptor: int, start: int, size_bytes: int) -> bytes:
 
 
 def _line(name: str, digest: str) -> str:
-    """What is kept: the digest, and proof that it was written whole and for this file."""
+    """The line to keep: the digest, and a hash that shows it was written whole and for this file."""
     seal = hashlib.sha256(f"{FORM} {name} {digest}".encode()).hexdigest()
     return f"{FORM} {name} {digest} {seal}\n"
 
 
 def _kept(folder: Path, name: str) -> str | None:
-    """The digest under ``name``, if this user wrote it and nobody else could have."""
+    """The digest under ``name``, if this user wrote it and no other user could have."""
     try:
         if not _is_ours(os.lstat(folder), stat.S_ISDIR):
             return None
@@ -110,11 +110,11 @@ def _kept(folder: Path, name: str) -> str | None:
         if not _is_ours(os.fstat(descriptor), stat.S_ISREG):
             return None
         text = file.read(1024).decode("ascii", "replace")
-    words = text.split()
-    if len(words) != 4 or text != _line(name, words[2]):
+    fields = text.split()
+    if len(fields) != 4 or text != _line(name, fields[2]):
         log.warning("digest_ignored", path=str(folder / name), reason="damaged")
         return None
-    return words[2]
+    return fields[2]
 
 
 def _is_ours(status: os.stat_result, is_kind: Callable[[int], bool]) -> bool:
@@ -122,13 +122,13 @@ def _is_ours(status: os.stat_result, is_kind: Callable[[int], bool]) -> bool:
 
 
 def _keep(folder: Path, name: str, digest: str) -> None:
-    """A cache that can't be written costs time at each start, not an error."""
+    """Write the digest to the cache. A cache that can't be written costs time at each start, not an error."""
     try:
         folder.mkdir(mode=0o700, parents=True, exist_ok=True)
         status = os.lstat(folder)
         if stat.S_ISDIR(status.st_mode) and status.st_uid == os.geteuid() and status.st_mode & 0o077:
             if status.st_mode & 0o022:
-                for old in folder.iterdir():  # anybody may have written them
+                for old in folder.iterdir():  # any user may have written them
                     old.unlink()
             os.chmod(folder, 0o700)
         if not _is_ours(os.lstat(folder), stat.S_ISDIR):

@@ -2,14 +2,14 @@
 
 Some engines (SGLang's HiCache, LMCache) have a cache of their own in host memory, name its pages
 themselves, and call a storage backend from threads that may wait. What they need is simpler than
-``blocks.py``: whole pages, in batches. A page is any number of pieces of memory, wherever the engine's
+``store_link.py``: whole pages, in batches. A page is any number of pieces of memory, wherever the engine's
 layout has them, and one object of the store; its bytes go straight from one to the other, on the
-daemon's host from memory to memory. Knows no engine; a shell says what a page is called and where it lies.
+daemon's host from memory to memory. It knows no engine; a shell passes the pages' names and addresses.
 
 Nothing raises here. A page counts as loaded only if every byte is as it was saved; a store that is slow,
-full or gone is a miss, and is left alone for a moment. ``load`` and ``save`` begin nothing after their
-deadline and return when nothing touches the pages' memory any more (``claim.py``), which a process that
-was stopped, or a loop that is held, delays for as long as that takes: then the log says so each second.
+full or gone is a miss, and gets no calls for a while. ``load`` and ``save`` begin nothing after their
+deadline and return once nothing touches the pages' memory (``claim.py``), which a process that was stopped,
+or a blocked loop, delays for as long as that takes: then a warning is logged each second.
 """
 
 from __future__ import annotations
@@ -37,24 +37,24 @@ from mooncake.types import ObjectKey
 log = get_logger(__name__)
 
 Span = tuple[int, int]
-"""(address, size in bytes) of a piece of memory."""
+"""A piece of memory: (address, size in bytes)."""
 
 CHUNK_BYTES = 1 << 20
-"""Covered by one checksum, where the pieces of a page don't say it better."""
+"""Bytes covered by one checksum, where the pieces of a page give no better size."""
 
 loaded_pages = Counter(
-    "mooncake_connectors_loaded_pages", "Pages loaded, by where they were.", ["tier"], registry=registry
+    "mooncake_connectors_loaded_pages", "Pages loaded, by the tier they were in.", ["tier"], registry=registry
 )
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Page:
-    """An object of the store, and the memory that is it."""
+    """An object of the store, and the memory of its bytes."""
 
     key: ObjectKey
     spans: Sequence[Span]
     parent: ObjectKey = ""
-    """The page before it in its prefix, which is of no use less long than this one."""
+    """The previous page of its prefix, which stays useful at least as long as this one."""
 
     @property
     def size_bytes(self) -> int:
@@ -62,7 +62,7 @@ class Page:
 
     @property
     def chunk_bytes(self) -> int:
-        """One piece, so that no checksum has to be put together from several."""
+        """Size of one piece, so that no checksum has to be combined from several."""
         first = self.spans[0][1]
         if first <= 4 * CHUNK_BYTES and all(size == first for _, size in self.spans):
             return first
@@ -72,17 +72,17 @@ class Page:
 class Pages:
     """A client of the store for such an engine. May be called from any thread.
 
-    Pages of one call have equally many pieces.
+    Pages of one call have the same number of pieces.
     """
 
     def __init__(self, pool: PoolSettings, settings: LinkSettings = DEFAULTS) -> None:
         self._session = PoolSession(pool, settings.lookup_timeout_s)
         self._settings = settings
-        self._asking = BoundedCalls(self._session, settings)
+        self._calls = BoundedCalls(self._session, settings)
         self._memory = LocalMemory(self._session.transfer)
 
     def register(self, spans: Sequence[Span]) -> None:
-        """Pages will lie in this memory until ``close``. What isn't registered is for each call."""
+        """Register memory of pages until ``close``. Other memory is registered for each call."""
         for span in spans:
             try:
                 self._session.transfer.register(span)
@@ -91,50 +91,50 @@ class Pages:
         self._session.mount_segment()
 
     def find(self, keys: Sequence[ObjectKey]) -> list[bool]:
-        """Which pages can be loaded; they stay for a moment."""
+        """Whether each page can be loaded; pages found are leased."""
         return self.begin_find(keys).wait()
 
     def begin_find(self, keys: Sequence[ObjectKey]) -> BoundedCall[list[bool]]:
-        """The same, for who does something else meanwhile."""
+        """Begin ``find`` without waiting for its result."""
         store = self._session.store
-        return self._asking.look_up("lookup", lambda end: store.exists(keys, end), [False] * len(keys))
+        return self._calls.look_up("lookup", lambda end: store.exists(keys, end), [False] * len(keys))
 
     def load(self, pages: Sequence[Page]) -> list[bool]:
-        """Fill the memory of these pages. False: what is in it now is nothing."""
-        return self._asking.move("load", lambda end: self._load(pages, end), [False] * len(pages)).wait()
+        """Fill the memory of these pages. False: the contents of a page's memory are undefined."""
+        return self._calls.move("load", lambda end: self._load(pages, end), [False] * len(pages)).wait()
 
     def open(self, keys: Sequence[ObjectKey]) -> BoundedCall[list[ReadGrant | None]]:
-        """Pages that can be loaded, for who has memory for them only when he knows how large they are."""
+        """Find pages for ``read``, for a caller that allocates memory once it knows their sizes."""
         store = self._session.store
-        return self._asking.look_up("load", lambda end: store.open_reads(keys, end), [None] * len(keys))
+        return self._calls.look_up("load", lambda end: store.open_reads(keys, end), [None] * len(keys))
 
     def read(self, grants: Sequence[ReadGrant], spans: Sequence[Sequence[Span]]) -> BoundedCall[list[bool]]:
-        """Fill memory, of the pages' sizes, with what was opened. False: what is in it now is nothing."""
-        return self._asking.move("load", lambda end: self._read(grants, spans, end), [False] * len(grants))
+        """Fill memory, of the pages' sizes, with opened pages. False: the memory's contents are undefined."""
+        return self._calls.move("load", lambda end: self._read(grants, spans, end), [False] * len(grants))
 
     def save(self, pages: Sequence[Page]) -> list[bool]:
-        """Store these pages. True: the store has it, whoever wrote it, or somebody is writing it."""
+        """Store these pages. True: the store has the page, or another client is writing it."""
         return self.begin_save(pages).wait()
 
     def begin_save(self, pages: Sequence[Page]) -> BoundedCall[list[bool]]:
-        """The same; the memory of the pages is read until this is done."""
-        return self._asking.move("save", lambda end: self._save(pages, end), [False] * len(pages))
+        """Begin ``save``; the memory of the pages is read until the call is done."""
+        return self._calls.move("save", lambda end: self._save(pages, end), [False] * len(pages))
 
     def remove(self, keys: Sequence[ObjectKey]) -> list[bool]:
-        """Remove these pages; which there were."""
-        ask = self._asking.look_up("remove", lambda end: self._remove(keys, end), [False] * len(keys))
-        return ask.wait()
+        """Remove these pages; whether each existed."""
+        call = self._calls.look_up("remove", lambda end: self._remove(keys, end), [False] * len(keys))
+        return call.wait()
 
     def forget(self, prefix: str) -> int:
-        """Remove all objects whose key begins with ``prefix``; how many."""
+        """Remove all objects whose key begins with ``prefix``; returns their number."""
         pattern = "^" + re.escape(prefix)
         store = self._session.store
-        return self._asking.look_up("forget", lambda _: store.remove_matching(pattern, force=True), 0).wait()
+        return self._calls.look_up("forget", lambda _: store.remove_matching(pattern, force=True), 0).wait()
 
     def close(self) -> None:
-        """Stop; nothing touches the engine's memory afterwards. May be said more than once."""
-        if not self._asking.is_closed:
-            self._asking.is_closed = True
+        """Stop; nothing touches the engine's memory afterwards. May be called more than once."""
+        if not self._calls.is_closed:
+            self._calls.is_closed = True
             self._session.close()
             self._memory.close()
 
@@ -206,7 +206,7 @@ class Pages:
     async def _write(
         self, grants: Sequence[PutGrant], spans: Sequence[Sequence[Span]], deadline: float
     ) -> list[Refusal | None]:
-        """Fill the space of these grants and make it visible, or give it up: also when this is cancelled."""
+        """Fill the space of these grants and make it visible, or release it, also when this is cancelled."""
         store = self._session.store
         try:
             with self._memory.source([span for page in spans for span in page]) as prepared:
@@ -220,24 +220,24 @@ class Pages:
     async def _abort(self, grants: Sequence[PutGrant]) -> None:
         try:
             await self._session.store.abort_puts(grants)
-        except MooncakeError as error:  # the master gives the space up by itself, later
+        except MooncakeError as error:  # the master releases the space by itself, later
             log.info("put_not_aborted", num_pages=len(grants), reason=str(error))
 
 
 def link_settings_of(extra: Mapping[str, Any]) -> LinkSettings:
-    """As an engine's extra configuration has it; the words are those of ``LinkSettings``."""
-    words = ("lookup_timeout_s", "load_timeout_s")
-    return dataclasses.replace(DEFAULTS, **{word: float(extra[word]) for word in words if word in extra})
+    """Link settings from an engine's extra configuration; the options are named as in ``LinkSettings``."""
+    names = ("lookup_timeout_s", "load_timeout_s")
+    return dataclasses.replace(DEFAULTS, **{name: float(extra[name]) for name in names if name in extra})
 
 
 def num_leading(flags: Sequence[bool]) -> int:
-    """How many are true before the first that is not: a prefix ends at its first gap."""
+    """Number of true flags before the first false one: a prefix ends at its first gap."""
     return next((count for count, flag in enumerate(flags) if not flag), len(flags))
 
 
 def _columns(pages: Sequence[Sequence[Span]], prepared: RegisteredBuffers) -> tuple[Column, Column, Column]:
     """(object offsets, local addresses, lengths) of all pieces, page by page."""
-    assert len({len(spans) for spans in pages}) == 1, "pages of one call are alike"
+    assert len({len(spans) for spans in pages}) == 1, "pages of one call have equally many pieces"
     lengths = np.array(prepared.sizes, dtype=np.uint64).reshape(len(pages), -1)
     offsets = np.cumsum(lengths, axis=1, dtype=np.uint64) - lengths
     return offsets.reshape(-1), np.array(prepared.addresses, dtype=np.uint64), lengths.reshape(-1)

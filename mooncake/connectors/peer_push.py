@@ -1,18 +1,18 @@
 """Handing KV blocks from the engine that computed a prompt straight into the memory of the one that decodes.
 
 Both ends of a small protocol. The decoding end (``Receiver``) has allocated blocks for a request that has a
-``transfer_id``, and asks the computing end's listener (``Sender``) for them: ``PushRequest`` says where its
-memory lies, which blocks, and what they must mean. When the prompt with that ``transfer_id`` is computed,
-before or after, the sender writes them there and answers ``Taken``; or it answers why not. Every wait has a
-deadline.
+``transfer_id``, and requests them from the computing end's listener (``Sender``): ``PushRequest`` has the
+address of its memory, the blocks, and their identity. When the prompt with that ``transfer_id`` is computed,
+before or after, the sender writes them there and answers ``PushResult``, with a reason where it did not.
+Every wait has a deadline.
 
-Whoever gets no answer, or hears that a write was broken off, can't know what is still on its way. So the
-receiver then takes its memory back from everybody (registers it anew: nothing that addresses the old
-registration touches it any more) before it says that the blocks are free to be computed. At both ends a
-``Claim`` says when blocks are free: the sender's when its write has ended, the receiver's when it was told
-that all is written, or has taken its memory back. Where that fails it is tried until it succeeds.
+A receiver that gets no answer, or the answer that a write was interrupted, can't know which bytes may still
+arrive. So it revokes access to its memory (registers it anew: nothing that addresses the old registration
+can touch it) before it reports that the blocks are free to be computed. At both ends a ``Claim`` defines when
+blocks are free: the sender's when its write has ended, the receiver's when the answer says that all is
+written, or its memory has been revoked. A revocation that fails is repeated until it succeeds.
 
-Which requests these are, the engine's shell knows; nothing here knows an engine or a tensor.
+The engine's shell knows the requests; nothing here knows an engine or a tensor.
 """
 
 from __future__ import annotations
@@ -40,49 +40,49 @@ from mooncake.transfer.descriptor import SegmentDescriptor, decode_descriptor
 log = get_logger(__name__)
 
 GREETING_S = 5.0
-"""Who does not answer in time is not there."""
+"""Timeout of the probe, after which a sender counts as unreachable."""
 
 MAX_TIMEOUT_S = 3600.0
-"""The longest that a receiver may ask a sender to take."""
+"""Longest timeout that a receiver may request of a sender."""
 
 GRACE_S = 2.0
-"""What an answer may take beyond the sender's own deadline."""
+"""Time beyond the sender's own deadline in which its answer may arrive."""
 
 
 class PushRequest(msgspec.Struct, frozen=True, array_like=True, tag="kv_take"):
-    """Write the blocks of this transfer into this memory."""
+    """Request to write the blocks of a transfer into the receiver's memory."""
 
     transfer_id: str
     layout: str
-    """Digest of whose numbers and in which shape (``ForeignIdentity.digest``)."""
+    """Digest of the identity and the layout of the blocks (``ForeignIdentity.digest``)."""
     prompt: bytes
-    """Digest of the tokens the blocks are of."""
+    """Digest of the tokens of the blocks."""
     descriptor: bytes
     first_addresses: bytes
     """Little-endian u64 [layers, slabs], as in ``SlabMemory``."""
     strides: bytes
     """Little-endian u64 [layers]."""
     first_block: int
-    """Of the prompt's blocks, the first that is wanted; those before it are there already."""
+    """Index in the prompt of the first wanted block; the receiver has those before it."""
     block_ids: list[int]
     timeout_s: float
 
 
 class PushProbe(msgspec.Struct, frozen=True, array_like=True, tag="kv_greet"):
-    """Are you there? Who fails here was told of no memory."""
+    """Reachability check before a request: an unreachable sender never gets the memory's address."""
 
 
 class PushResult(msgspec.Struct, frozen=True, array_like=True, tag="kv_taken"):
-    """How it ended."""
+    """Result of a push request."""
 
     reason: str = ""
-    """Why the blocks are not there; empty: they are."""
+    """Why the blocks were not written; empty when they were."""
     has_begun: bool = False
-    """Something was written."""
+    """Whether a write was begun."""
 
 
 ACCESS = Access({PushRequest: TRUSTED, PushProbe: EVERYBODY})
-"""Who may ask a prefill engine, where peers have to prove who they are: engines, of no tenant."""
+"""Clients of a prefill engine where peers authenticate: engines, without a tenant."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -96,23 +96,23 @@ class BlockOffer:
 
 @dataclasses.dataclass(frozen=True)
 class PushOutcome:
-    """What became of some blocks at one end, for whoever counts."""
+    """Outcome of some blocks at one end, for statistics."""
 
     outcome: str
     """``pushed``, ``refused``, ``expired``, ``received`` or ``recomputed``."""
     num_blocks: int
     num_bytes: int = 0
     seconds: float | None = None
-    """What it took, where they were moved."""
+    """Duration, where they were moved."""
 
 
 class Sender:
-    """The computing end. All but the constructor on its loop.
+    """The computing end. All methods but the constructor are called on its loop.
 
     Args:
-        hold_s: how long a computed prompt waits for whoever takes it.
-        ended: called with the ``transfer_id`` of an offer whose blocks are not needed any more.
-        tell: called with what became of blocks, before ``ended`` is.
+        hold_s: how long a computed prompt waits for its receiver.
+        ended: called with the ``transfer_id`` of an offer whose blocks are no longer needed.
+        on_outcome: called with the outcome of blocks, before ``ended`` is.
     """
 
     def __init__(
@@ -123,12 +123,12 @@ class Sender:
         memory: SlabMemory,
         hold_s: float,
         ended: Callable[[str], None],
-        tell: Callable[[PushOutcome], None] = lambda told: None,
+        on_outcome: Callable[[PushOutcome], None] = lambda outcome: None,
     ) -> None:
         self._transfer, self._layout, self._digest, self._memory = transfer, layout, digest, memory
-        self._hold_s, self._ended, self._tell = hold_s, ended, tell
+        self._hold_s, self._ended, self._on_outcome = hold_s, ended, on_outcome
         self._offers: dict[str, asyncio.Future[BlockOffer | str]] = {}
-        """What is offered, or why it won't be; a future that is not done is waited for by somebody."""
+        """Offers by transfer, or the reason for having none; a request waits for an unfinished future."""
         self._server = RpcServer(
             {PushRequest: self._take, PushProbe: lambda greet, call: PushResult()},
             access=ACCESS,
@@ -149,13 +149,13 @@ class Sender:
         await self._server.close()
 
     def offer(self, offer: BlockOffer) -> None:
-        """These blocks are computed; nobody else writes to them until ``ended`` is called."""
+        """Offer computed blocks, which must not be written to until ``ended`` is called."""
         if not self._settle(offer.transfer_id, offer):
             log.warning("transfer_refused", transfer=offer.transfer_id, reason="its id was used before")
             self._ended(offer.transfer_id)
 
     def drop(self, transfer_id: str, reason: str) -> None:
-        """It won't be offered."""
+        """Record that there will be no offer, and why."""
         self._settle(transfer_id, reason)
 
     def _settle(self, transfer_id: str, what: BlockOffer | str) -> bool:
@@ -176,7 +176,7 @@ class Sender:
             del self._offers[transfer_id]
             offer = known.result()
             if isinstance(offer, BlockOffer):
-                self._tell(PushOutcome("expired", len(offer.block_ids)))
+                self._on_outcome(PushOutcome("expired", len(offer.block_ids)))
                 log.warning("transfer_expired", transfer=transfer_id, held_s=self._hold_s)
                 self._ended(transfer_id)
 
@@ -186,7 +186,7 @@ class Sender:
             return self._refused(take, f"timeout_s is {take.timeout_s:g}; allowed: {allowed}")
         deadline = clock.monotonic() + take.timeout_s
         if take.layout != self._digest:
-            return self._refused(take, f"blocks of layout {self._digest} are none of layout {take.layout}")
+            return self._refused(take, f"the blocks have layout {self._digest}, not {take.layout}")
         awaited = self._awaited(take.transfer_id)
         try:
             async with asyncio.timeout_at(deadline):
@@ -199,8 +199,8 @@ class Sender:
         if isinstance(found, str):
             return self._refused(take, found)
         if self._offers.get(take.transfer_id) is not awaited:
-            return self._refused(take, "somebody else has taken it")
-        # From here on it is this call's: it neither expires nor is taken twice.
+            return self._refused(take, "another receiver has taken it")
+        # From here on it belongs to this call: it neither expires nor is taken twice.
         self._offers[take.transfer_id] = gone = asyncio.get_running_loop().create_future()
         gone.set_result("it was taken before")
         asyncio.get_running_loop().call_later(self._hold_s, self._expire, take.transfer_id, gone)
@@ -236,13 +236,13 @@ class Sender:
                 left_s = claim.deadline - began
                 await self._transfer.write(segment, local, remote, lengths, timeout_s=left_s)
             finally:
-                claim.leave()  # also when it is cancelled, it has ended by now
+                claim.leave()  # a cancelled write has ended by now, too
         except MooncakeError as error:
-            self._tell(PushOutcome("refused", len(take.block_ids)))
+            self._on_outcome(PushOutcome("refused", len(take.block_ids)))
             log.warning("transfer_failed", transfer=take.transfer_id, reason=str(error))
             return PushResult(str(error), has_begun=True)
         seconds = clock.monotonic() - began
-        self._tell(PushOutcome("pushed", len(source), int(lengths.sum()), seconds))
+        self._on_outcome(PushOutcome("pushed", len(source), int(lengths.sum()), seconds))
         return PushResult()
 
     def _columns(self, memory: SlabMemory, block_ids: Sequence[int]) -> Any:
@@ -251,37 +251,37 @@ class Sender:
         return np.concatenate([memory.addresses(held, layer, members) for layer in layers])
 
     def _refused(self, take: PushRequest, reason: str) -> PushResult:
-        self._tell(PushOutcome("refused", len(take.block_ids)))
+        self._on_outcome(PushOutcome("refused", len(take.block_ids)))
         log.warning("transfer_refused", transfer=take.transfer_id, reason=reason)
         return PushResult(reason)
 
 
 @dataclasses.dataclass(frozen=True)
 class BlockRequest:
-    """What a decoding request wants, and who has it."""
+    """The blocks that a decoding request wants, and their sender."""
 
     transfer_id: str
     prompt: bytes
     first_block: int
     block_ids: list[int]
     address: str
-    """Of the sender's listener."""
+    """Address of the sender's listener."""
 
 
 class Listeners:
     """The prefill engines' listeners that a decode engine takes blocks from.
 
-    Whoever is asked is told where the decode engine's KV memory lies and how to write to it, so a request may
-    choose among the addresses of the configuration and name no other.
+    A listener that gets a request learns the decode engine's KV memory and how to write to it, so a client's
+    request may choose among the configured addresses and name no other.
     """
 
     def __init__(self, configured: str | Sequence[str]) -> None:
-        """``configured``: addresses ``host:port``; text holds one, or several with commas between them."""
-        words = configured.split(",") if isinstance(configured, str) else configured
-        self.addresses = [str(word).strip() for word in words if str(word).strip()]
+        """``configured``: addresses ``host:port``; a string holds one, or several separated by commas."""
+        addresses = configured.split(",") if isinstance(configured, str) else configured
+        self.addresses = [str(address).strip() for address in addresses if str(address).strip()]
 
     def chosen(self, params: Mapping[str, Any]) -> str | None:
-        """Who has the blocks of a request with these ``kv_transfer_params``; None for a stranger."""
+        """The sender for a request with these ``kv_transfer_params``; None if it is not configured."""
         host, port = params.get("remote_host"), params.get("remote_port")
         if not host and not port:
             return self.addresses[0] if self.addresses else None
@@ -290,7 +290,7 @@ class Listeners:
 
 
 class Receiver:
-    """The decoding end. All but the constructor on its loop; no memory is registered twice."""
+    """The decoding end. All methods but the constructor run on its loop; no memory is registered twice."""
 
     def __init__(
         self,
@@ -299,10 +299,10 @@ class Receiver:
         digest: str,
         memory: SlabMemory,
         timeout_s: float,
-        tell: Callable[[PushOutcome], None] = lambda told: None,
+        on_outcome: Callable[[PushOutcome], None] = lambda outcome: None,
     ) -> None:
         self._transfer, self._layout, self._digest, self._memory = transfer, layout, digest, memory
-        self._timeout_s, self._tell = timeout_s, tell
+        self._timeout_s, self._on_outcome = timeout_s, on_outcome
         self._regions = transfer.register_all(memory.buffers)
         self._generation = 0
         self._lock = asyncio.Lock()
@@ -313,7 +313,7 @@ class Receiver:
             await client.close()
 
     async def receive(self, wanted: BlockRequest) -> str:
-        """Empty when the blocks are there; else why not, and then nothing writes to them any more."""
+        """Receive blocks. Returns "" on success, else a reason; nothing writes to the blocks afterwards."""
         async with self._lock:
             if not self._regions:
                 self._register()
@@ -332,9 +332,9 @@ class Receiver:
         )
         began = clock.monotonic()
         claim = Claim("receive", began + GREETING_S + GRACE_S)
-        taken = PushResult("given up", has_begun=True)
+        taken = PushResult("cancelled", has_begun=True)
         try:
-            taken = await self._asked(wanted.address, take, claim)
+            taken = await self._request(wanted.address, take, claim)
         finally:  # also when it is cancelled
             if claim.num_inside:
                 if taken.reason and taken.has_begun:
@@ -343,15 +343,15 @@ class Receiver:
             claim.close()
         if taken.reason:
             log.warning("transfer_missed", transfer=wanted.transfer_id, reason=taken.reason)
-            self._tell(PushOutcome("recomputed", len(wanted.block_ids)))
+            self._on_outcome(PushOutcome("recomputed", len(wanted.block_ids)))
         else:
             seconds = clock.monotonic() - began
             num_bytes = len(wanted.block_ids) * self._layout.object_bytes(self._layout.block_tokens)
-            self._tell(PushOutcome("received", len(wanted.block_ids), num_bytes, seconds))
+            self._on_outcome(PushOutcome("received", len(wanted.block_ids), num_bytes, seconds))
         return str(taken.reason)
 
-    async def _asked(self, address: str, take: PushRequest, claim: Claim) -> PushResult:
-        """How it ended, as far as that is known. From ``claim.enter`` on, somebody knows of the memory."""
+    async def _request(self, address: str, take: PushRequest, claim: Claim) -> PushResult:
+        """The result, as far as it is known. From ``claim.enter`` on, the sender may write to the memory."""
         try:
             client = self._client(address)
             await client.call(PushProbe(), GREETING_S)
@@ -361,25 +361,25 @@ class Receiver:
             return taken
         except MooncakeError as error:
             return PushResult(str(error), has_begun=bool(claim.num_inside))
-        except Exception as error:  # a mistake of ours is no reason to fail the engine's request
+        except Exception as error:  # a bug of ours is no reason to fail the engine's request
             log.exception("transfer_failed", transfer=take.transfer_id)
             return PushResult(type(error).__name__, has_begun=bool(claim.num_inside))
 
     def _describe(self) -> bytes:
-        """Without the place to ask for a newer one: a sender that was shut out stays out."""
+        """The descriptor without the address for a newer one: a sender whose access was revoked stays out."""
         descriptor: SegmentDescriptor = self._transfer.describe()
         return msgspec.structs.replace(descriptor, handshake="").encode()
 
     async def _take_back(self, generation: int) -> None:
-        """Nothing that was told of the memory in ``generation`` can write to it any more."""
+        """Revoke access to the memory for every sender that got its descriptor in ``generation``."""
         async with self._lock:
             if generation != self._generation:
-                return  # somebody did it since
+                return  # another call has done it
             while self._regions:
                 try:
                     await asyncio.to_thread(self._transfer.unregister, self._regions[-1])
                     self._regions.pop()
-                except Exception as error:  # until then the blocks are nobody's
+                except Exception as error:  # until this succeeds the blocks must not be reused
                     log.error("memory_kept", operation="receive", reason=str(error))
                     await asyncio.sleep(LOG_EVERY_S)
             self._generation += 1
@@ -388,7 +388,7 @@ class Receiver:
     def _register(self) -> None:
         try:
             self._regions = self._transfer.register_all(self._memory.buffers)
-        except MooncakeError as error:  # who receives next tries again
+        except MooncakeError as error:  # the next ``receive`` tries again
             log.error("memory_not_registered", reason=str(error))
 
     def _client(self, address: str) -> AsyncClient:

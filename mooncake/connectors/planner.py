@@ -1,10 +1,10 @@
 """Which blocks an engine's ranks load and save in a step, and which may not be overwritten meanwhile.
 
-A core: the engine's scheduler says what became of its requests, this says what the ranks should move.
+A core: its inputs are the events of the engine's requests, its outputs what the ranks should move.
 It owns three rules. A block is saved in the step that fills it. It stays held until every rank has
-moved it, whatever becomes of its request. And nothing is saved that was computed while a load was
-still coming in: when some rank's load fails, every rank has computed with what never came, so such a
-save waits until all ranks have said that they loaded.
+moved it, even if its request ends before. And nothing is saved that was computed while a load was
+still arriving: when some rank's load fails, every rank has computed with missing data, so such a
+save waits until all ranks have confirmed the load.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ import dataclasses
 from collections.abc import Mapping, Sequence
 
 BlockName = bytes
-"""What a block is called before it is said whose numbers it has (``memory.Identity``)."""
+"""Name of a block's tokens, before an identity (``memory.CacheIdentity``) makes a key of it."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -24,7 +24,7 @@ class LoadPlan:
     names: tuple[BlockName, ...]
     block_ids: tuple[int, ...]
     is_layerwise: bool
-    """The step that follows computes with them; otherwise the request waits until they are there."""
+    """Whether the next step computes with them; otherwise the request waits until they have arrived."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -35,20 +35,20 @@ class SavePlan:
     names: tuple[BlockName, ...]
     block_ids: tuple[int, ...]
     first_block: int
-    """How many blocks of the prefix come before them."""
+    """Number of blocks of the prefix before them."""
 
 
 @dataclasses.dataclass
 class _Request:
     num_saved: int = 0
-    """Leading blocks that are in the store, or on their way."""
+    """Leading blocks that are in the store, or being saved."""
     missing_ranks: int = 0
-    """How many ranks have not said how its layer-wise load ended."""
+    """Number of ranks that have not reported the end of its layer-wise load."""
     has_failed: bool = False
-    """On some rank."""
+    """Whether the load failed on some rank."""
     has_ended: bool = False
     last: tuple[tuple[BlockName, ...], tuple[int, ...], int] = ((), (), 0)
-    """When it has ended before that is known: blocks that are held, to be saved or not, and the first."""
+    """For a request that ends before that is known: names and ids of held blocks, and the first's index."""
 
 
 class Planner:
@@ -65,37 +65,37 @@ class Planner:
 
     @property
     def is_holding(self) -> bool:
-        """Some blocks are held, so the ranks must be asked again how far they are."""
+        """Whether some blocks are held, so that further reports of the ranks are needed."""
         return bool(self._held) or any(request.last[0] for request in self._requests.values())
 
     def num_saved(self, request_id: str) -> int:
-        """Leading blocks of the request that need no saving."""
+        """Number of leading blocks of the request that need no saving."""
         request = self._requests.get(request_id)
         return 0 if request is None else request.num_saved
 
     def is_unconfirmed(self, request_id: str) -> bool:
-        """A layer-wise load of the request is not known to have arrived on all ranks."""
+        """Whether a layer-wise load of the request is not yet confirmed by all ranks."""
         request = self._requests.get(request_id)
         return request is not None and request.missing_ranks > 0
 
     def load(
         self, request_id: str, names: Sequence[BlockName], block_ids: Sequence[int], is_layerwise: bool
     ) -> None:
-        """These blocks of the request are to be loaded."""
+        """Plan to load these blocks of the request."""
         assert len(names) == len(block_ids) > 0
         self._loads.append(LoadPlan(request_id, tuple(names), tuple(block_ids), is_layerwise))
         if is_layerwise:
             self._requests.setdefault(request_id, _Request()).missing_ranks = self._num_ranks
 
     def found(self, request_id: str, num_blocks: int) -> None:
-        """The store has that many leading blocks of the request; they need not be saved."""
+        """Record that the store has this many leading blocks of the request; they need not be saved."""
         request = self._requests.setdefault(request_id, _Request())
         request.num_saved = max(request.num_saved, num_blocks)
 
     def computes(
         self, request_id: str, names: Sequence[BlockName], block_ids: Sequence[int], num_full: int
     ) -> SavePlan | None:
-        """After this step the request's first ``num_full`` blocks are full. What to hold and save of it."""
+        """Blocks to hold and save when the request's first ``num_full`` blocks are full after this step."""
         request = self._requests.setdefault(request_id, _Request())
         end = min(num_full, len(names), len(block_ids))
         if request.missing_ranks or not self._saves or end <= request.num_saved:
@@ -107,7 +107,7 @@ class Planner:
     def finishes(
         self, request_id: str, names: Sequence[BlockName], block_ids: Sequence[int], num_full: int
     ) -> list[int]:
-        """The request has ended. Blocks to hold until it is known whether they are worth saving."""
+        """End the request. Returns the blocks to hold until it is known whether they are to be saved."""
         request = self._requests.get(request_id)
         if request is None:
             return []
@@ -121,15 +121,15 @@ class Planner:
         return list(request.last[1])
 
     def take(self) -> tuple[list[LoadPlan], list[SavePlan]]:
-        """What was planned since the last call, for this step."""
+        """Plans since the last call, for this step."""
         loads, saves = self._loads, self._new_saves
         self._loads, self._new_saves = [], []
         return loads, saves
 
     def reported(self, saved: Mapping[int, int], loaded: Mapping[str, tuple[int, int]]) -> list[int]:
-        """So many ranks are done with these saves, and (ranks, failures) with these loads.
+        """Record numbers of ranks that are done with saves, and (ranks, failures) of loads.
 
-        Returns blocks that need not be held any more, one for each time they were held.
+        Returns blocks that no longer need to be held, one for each time they were held.
         """
         released: list[int] = []
         for number, num_ranks in saved.items():
@@ -149,7 +149,7 @@ class Planner:
             return ()
         request.has_failed |= has_failed
         if has_failed:
-            request.num_saved = 0  # what was found can't be read: it is computed, and saved again
+            request.num_saved = 0  # blocks found can't be read: they are computed and saved again
         request.missing_ranks = max(0, request.missing_ranks - num_ranks)
         if request.missing_ranks:
             return ()
@@ -170,7 +170,7 @@ class Planner:
         return plan
 
     def check(self) -> None:
-        """Raises if the books are wrong."""
+        """Assert the invariants."""
         assert all(0 < missing <= self._num_ranks for _, missing in self._held.values())
         for request in self._requests.values():
             assert not request.last[0] or (request.has_ended and request.missing_ranks)

@@ -1,9 +1,9 @@
-"""A thread of its own for engines whose threads are not ours to await in; and in it a client of the store.
+"""A thread with an event loop for engines in whose own threads we can't await, and a store client on it.
 
-Owns that thread's event loop, the transfer engine and the connection to the store; where the store is,
-is said in ``PoolSettings``, which a connector reads from the engine's configuration or from the file
-that the existing package's users have (``MOONCAKE_CONFIG_PATH``). It also lends memory of this process
-to the pool, if that file says so.
+Owns that thread's event loop, the transfer engine and the connection to the store. ``PoolSettings`` has the
+store's address; a connector reads it from the engine's configuration or from the file
+that the existing package's users have (``MOONCAKE_CONFIG_PATH``). It also mounts memory of this process
+as a segment of the pool, if that file says so.
 """
 
 from __future__ import annotations
@@ -29,31 +29,31 @@ log = get_logger(__name__)
 ResultT = TypeVar("ResultT")
 
 DEFAULT_TIMEOUT_S = 1.0
-"""A store that does not answer in time has no blocks: computing them takes about as long."""
+"""Timeout of a lookup, which then counts as a miss: computing the blocks takes about as long."""
 
 CLOSING_S = 10.0
 
 
 @dataclasses.dataclass(frozen=True)
 class PoolSettings:
-    """Where the store is, and what this process brings to it."""
+    """The store's address, and this process's contribution to the pool."""
 
     master: str
-    """``host:port`` of the master, several with commas, or ``etcd://…`` where they elect."""
+    """``host:port`` of the master, several separated by commas, or ``etcd://…`` with leader election."""
     transports: tuple[str, ...] = ()
-    """Paths by preference; none takes the usual ones."""
+    """Transports by preference; empty takes the default ones."""
     host: str = "127.0.0.1"
     """Address that this process's transfer engine listens on."""
     tenant: str = "default"
-    lent_bytes: int = 0
-    """Memory of each rank that is lent to the pool."""
+    segment_bytes: int = 0
+    """Memory that each rank mounts as a segment of the pool."""
 
     @classmethod
     def read(cls, extra: Mapping[str, Any], environment: Mapping[str, str]) -> PoolSettings:
-        """From a connector's extra configuration, or where that says nothing from the existing file.
+        """Settings from a connector's extra configuration, or from the file if that has no address.
 
         Raises:
-            InvalidArgument: neither says where the store is.
+            InvalidArgument: neither has the store's address.
             OSError: the file can't be read.
         """
         given: dict[str, Any] = {}
@@ -66,33 +66,32 @@ class PoolSettings:
             allowed = f"HOST:50051, or {CONFIG_VARIABLE} naming a file with master_server_address"
             raise InvalidArgument("mooncake_store_addr", extra.get("mooncake_store_addr"), allowed)
         if not given:
-            usual = {"protocol": "", "tenant_id": "default", "local_hostname": "127.0.0.1"}
-            words = {name: str(extra.get(name, value)) for name, value in usual.items()}
-            return cls(
-                str(master), transports_of(words["protocol"]), words["local_hostname"], words["tenant_id"]
-            )
+            defaults = {"protocol": "", "tenant_id": "default", "local_hostname": "127.0.0.1"}
+            options = {name: str(extra.get(name, value)) for name, value in defaults.items()}
+            transports = transports_of(options["protocol"])
+            return cls(str(master), transports, options["local_hostname"], options["tenant_id"])
         config = MooncakeConfig.of(
             {"local_hostname": "127.0.0.1", "metadata_server": "P2PHANDSHAKE", **given}
         )
-        lends = given.get("mode", "embedded") != "standalone-store"
+        mounts = given.get("mode", "embedded") != "standalone-store"
         return cls(
             str(master),
             (),
             config.local_hostname,
             config.tenant_id,
-            config.global_segment_size if lends else 0,
+            config.global_segment_size if mounts else 0,
         )
 
 
 def warn_of_unknown_options(extra: Mapping[str, object], known: Collection[str]) -> None:
-    """Words of an engine's extra configuration that mean nothing here are another's, or a mistake."""
+    """Warn of options in an engine's extra configuration that are unknown here: another's, or a mistake."""
     unknown = sorted(extra.keys() - known)
     if unknown:
-        log.warning("extra_config_ignored", words=",".join(unknown))
+        log.warning("extra_config_ignored", options=",".join(unknown))
 
 
 def transports_of(protocol: str) -> tuple[str, ...]:
-    """Transports for a ``protocol`` that was asked for by name: that one and no other."""
+    """Transports for a ``protocol`` that is configured by name: that one and no other."""
     return (protocol,) if protocol else ()
 
 
@@ -115,24 +114,24 @@ class TransferThread:
         self.loop.run_forever()
 
     def start(self, work: Coroutine[Any, Any, ResultT]) -> Future[ResultT]:
-        """Begin ``work`` on the loop; it ends when this is closed."""
+        """Begin ``work`` on the loop; ``close`` ends it."""
         return asyncio.run_coroutine_threadsafe(self._tracked(work), self.loop)
 
     async def _tracked(self, work: Coroutine[Any, Any, ResultT]) -> ResultT:
         return await self.track(work)
 
     def track(self, work: Coroutine[Any, Any, ResultT]) -> asyncio.Task[ResultT]:
-        """Begin ``work``, from the loop itself; it ends when this is closed."""
+        """Begin ``work``, from the loop itself; ``close`` ends it."""
         task = self.loop.create_task(work)
         self._tasks.add(task)
         task.add_done_callback(self._tasks.discard)
         return task
 
-    def has_let_go(self) -> bool:
-        """Nothing that was begun here can touch memory any more, also if it has not ended.
+    def has_released_memory(self) -> bool:
+        """Whether nothing that was begun here can touch memory, even if it has not ended.
 
-        So it is once all memory was taken back (``close``): a step that goes on later finds its deadline
-        passed and its memory unregistered. And so it is without the thread, in a process that forked, say.
+        This holds once all memory is unregistered (``close``): a step that goes on later finds its deadline
+        passed and its memory unregistered. It also holds without the thread, such as in a forked process.
         """
         if not self._thread.is_alive() and not self._is_let_go.is_set():
             log.error("session_lost", reason="the thread of the connector's loop is gone")
@@ -145,20 +144,20 @@ class TransferThread:
         return self.start(work).result()
 
     def close(self) -> None:
-        """Let go of everything. May be said more than once."""
+        """Release everything. May be called more than once."""
         if self.loop.is_closed():
             return
         ending = self._end()
         try:
             asyncio.run_coroutine_threadsafe(ending, self.loop).result(CLOSING_S)
-        except (RuntimeError, TimeoutError) as error:  # an interpreter that ends starts no more threads
+        except (RuntimeError, TimeoutError) as error:  # an interpreter that shuts down starts no threads
             log.debug("session_close_timed_out", reason=str(error))
         finally:
             self.loop.call_soon_threadsafe(self.loop.stop)
             self._thread.join(CLOSING_S)
             if not self._thread.is_alive():
                 self.loop.close()
-                ending.close()  # a loop that was held has not begun it
+                ending.close()  # a blocked loop has not begun it
             self.transfer.close()
             self._is_let_go.set()
 
@@ -167,18 +166,18 @@ class TransferThread:
         for task in begun:
             task.cancel()
         await asyncio.gather(*begun, return_exceptions=True)
-        # What those began when they were cancelled, to give back what they had reserved.
+        # Tasks that those began when they were cancelled, to release what they had reserved.
         await asyncio.gather(*self._tasks, return_exceptions=True)
         await self._close()
 
     async def _close(self) -> None:
-        """What is to be closed on the loop."""
+        """Close what lives on the loop."""
 
 
 class PoolSession(TransferThread):
-    """The store, from a thread of its own. Its methods may be called from any thread.
+    """A store client on a thread of its own. Its methods may be called from any thread.
 
-    ``timeout_s``: how long one question to the master may take.
+    ``timeout_s``: timeout of one call to the master.
     """
 
     def __init__(self, settings: PoolSettings, timeout_s: float = DEFAULT_TIMEOUT_S) -> None:
@@ -193,12 +192,12 @@ class PoolSession(TransferThread):
         return AsyncStore(self._settings.master, self.transfer, settings)
 
     def mount_segment(self) -> None:
-        """Give the pool what the settings say this process gives it. The store may come later."""
-        if self._settings.lent_bytes and self._node is None:
+        """Mount this process's segment, if the settings have one. The store may be started later."""
+        if self._settings.segment_bytes and self._node is None:
             self._node = self.wait(self._mount_segment())
 
     async def _mount_segment(self) -> Node:
-        size_bytes = self._settings.lent_bytes
+        size_bytes = self._settings.segment_bytes
         node = Node(NodeSettings(master=self._settings.master, pool_size_bytes=size_bytes), self.transfer)
         await node.start()
         log.info("segment_mounted", size_bytes=size_bytes, master=self._settings.master)

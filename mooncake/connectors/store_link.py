@@ -1,20 +1,20 @@
-"""Sends each layer's keys and values to the store while the next layer computes, and loads them so too.
+"""Saves each layer's keys and values to the store while the next layer computes, and loads them likewise.
 
-This is the ``KvLink`` of any engine that has a store: our own worker's, and behind ``vllm.py`` that of
-others. It knows an engine by where its blocks lie (``memory.py``) and whose they are (an identity), and
-no framework. Two threads meet here. The *engine thread* computes; it hands over columns of addresses
-and goes on. The *loop* (an asyncio thread) talks to the master and takes completions. Bytes move in
-native threads and never pass Python::
+This is the ``KvLink`` of any engine that has a store: our own worker's, and that of others behind their
+connectors. It knows an engine by the memory of its blocks (``memory.py``) and their identity, and
+no framework. Two threads are involved. The *engine thread* computes; it passes columns of addresses
+and goes on. The *loop* (an asyncio thread) calls the master and processes completions. Bytes move in
+native threads and never pass through Python::
 
     engine thread   start_save ── layer 0 ── save_layer(0) ── layer 1 ── save_layer(1) …  finish_save
     loop               └ start_puts ─▶ grants                                └ completions ─▶ end_puts
     native                              └──── layer 0 ──┴──── layer 1 ──┴ …
 
 Nothing here may make an answer wrong or late: a lookup that fails is a miss, a save that fails is
-forgotten, a load that fails (peer lost, checksum wrong, lease over, too slow) says so and the
-engine computes the blocks itself. A load or save is ``done`` when nothing touches the pool any more
-(``claim.py``), whatever stood still meanwhile. While the master can't be reached it isn't asked again for a
-moment, so that a dead store costs one short wait and not one per request.
+dropped, a load that fails (peer lost, checksum wrong, lease lapsed, too slow) is reported as failed and the
+engine computes the blocks itself. A load or save is ``done`` once nothing touches the pool
+(``claim.py``), even if a thread or process was stopped meanwhile. After a failure to reach the master no
+call is sent for a while, so that a dead store costs one short wait and not one per request.
 """
 
 from __future__ import annotations
@@ -49,7 +49,7 @@ saved_bytes = Counter(
 )
 failures = Counter(
     "mooncake_inference_kv_link_failures",
-    "Lookups, loads and saves that failed and were answered by computing.",
+    "Lookups, loads and saves that failed; their blocks were computed.",
     ["operation"],
     registry=registry,
 )
@@ -57,18 +57,18 @@ failures = Counter(
 
 @dataclasses.dataclass(frozen=True)
 class LinkSettings:
-    """How patient an engine is with its store."""
+    """Timeouts of an engine's operations at the store."""
 
     lookup_timeout_s: float = 1.0
-    """A lookup that takes longer counts as a miss."""
+    """Timeout of a lookup, which then counts as a miss."""
     load_timeout_s: float = 10.0
-    """A load that takes longer is given up and the blocks are computed."""
+    """Timeout of a load, after which the blocks are computed."""
     retry_after_s: float = 1.0
-    """How long the store is left alone after it could not be reached."""
+    """Time without calls after the store could not be reached."""
 
 
 class StoreLookup:
-    """Which of the asked blocks the store holds, counted from the first without a gap."""
+    """A lookup of blocks; ``grants`` are those found, from the first without a gap."""
 
     def __init__(self, blocks: Sequence[tuple[BlockHash, int]]) -> None:
         self.blocks = list(blocks)
@@ -81,16 +81,16 @@ class StoreLookup:
 
 
 class StoreLoad:
-    """Layers of some blocks on their way into the pool, in parts: one for each segment and layer.
+    """A transfer of some blocks into the pool, in parts: one for each segment and layer.
 
-    ``is_bad``: it was refused, and none of it will come.
+    ``is_bad``: the load was refused, and no part will arrive.
     """
 
     def __init__(self, num_layers: int, num_parts: int, deadline: float, is_bad: bool = False) -> None:
         self.claim = Claim("load", deadline)
         self.num_layers_loaded = 0
         self.num_layers_entered = 0
-        """Layers that the engine took from host memory."""
+        """Layers that the engine has read from host memory."""
         self.arrived = threading.Condition()
         self.held: StagedBlocks | None = None
         self._is_bad = is_bad or not self.claim.enter(clock.monotonic(), num_layers * num_parts)
@@ -103,16 +103,16 @@ class StoreLoad:
 
     @property
     def done(self) -> bool:
-        """Nothing writes into the pool any more."""
+        """Whether the load no longer writes into the pool."""
         return self.claim.is_free
 
     @property
     def failed(self) -> bool:
-        """Some layer did not come, or came wrong, and nothing writes into the pool any more."""
+        """Whether some layer is missing or wrong; set only once the load no longer writes into the pool."""
         return self._is_bad and self.done
 
     def land(self, layer: int, good: bool) -> bool:
-        """One part of ``layer`` is complete. True if this is the first that is not good."""
+        """Record the end of one part of ``layer``. True if this is the first that is not good."""
         with self.arrived:
             first_failure = not good and not self._is_bad
             self._is_bad = self._is_bad or not good
@@ -127,50 +127,50 @@ class StoreLoad:
         return first_failure
 
     def lapse(self) -> None:
-        """The host memory that it arrived in goes to others: what the engine has not taken is lost."""
+        """Record that the host memory is reused: layers that the engine has not read from it are lost."""
         with self.arrived:
             self._is_bad = self._is_bad or self.num_layers_entered < len(self._num_missing)
             self.arrived.notify_all()
 
 
 class StoreSave:
-    """Layers of some blocks on their way into the store."""
+    """A transfer of some blocks into the store, layer by layer."""
 
     def __init__(self, blocks: Sequence[tuple[BlockHash, int, int]]) -> None:
         self.blocks = list(blocks)
         self.claim = Claim("save", float("inf"))
-        """Its deadline is that of the reserved space, once there is some."""
+        """The claim, with the deadline of the reserved space, once there is some."""
         self.is_ended = False
-        """The master was told, or will not be."""
+        """Whether its end was reported to the master, or will not be."""
         self.is_stored = [False] * len(self.blocks)
-        """Per block: the store holds it, whoever wrote it."""
+        """Per block: whether the store holds it, written by this save or by another client."""
         self.is_wanted = True
         self.held: StagedBlocks | None = None
         self.grants: list[PutGrant] | None = None
         self.granted: list[int] = []
-        """Positions in ``blocks`` of the grants."""
+        """Indices in ``blocks`` of the grants."""
         self.is_given = False
-        """The engine gives no more layers."""
+        """Whether the engine passes no more layers."""
         self.num_layers_computed = 0
         self.num_layers_submitted = 0
         self.is_settled = False
-        """Every layer was written, or none will be: what remains is to tell the master."""
+        """Whether no write is left: every layer was written, or none will be."""
         self.lock = threading.Lock()
 
     @property
     def done(self) -> bool:
-        """Nothing reads the pool any more, and nothing more will be stored."""
+        """Whether the save no longer reads the pool, and will store nothing more."""
         return self.is_ended and self.claim.is_free
 
     @property
     def num_stored_blocks(self) -> int:
-        """Leading blocks that the store holds."""
+        """Number of leading blocks that the store holds."""
         return next((count for count, stored in enumerate(self.is_stored) if not stored), len(self.blocks))
 
 
 @dataclasses.dataclass(frozen=True)
 class _SegmentMove:
-    """Bytes of one segment that are to be moved."""
+    """A move of bytes to or from one segment."""
 
     token: int
     op: Op
@@ -183,8 +183,8 @@ class StoreLink:
     """Moves KV between one engine's memory and the store.
 
     Args:
-        identity: whose blocks they are, and what one is as an object.
-        memory: where they lie; registered with ``transfer`` until ``close``.
+        identity: identity of the blocks, with their layout as objects.
+        memory: memory of the blocks; registered with ``transfer`` until ``close``.
         loop: the loop on which ``store`` lives.
     """
 
@@ -212,17 +212,17 @@ class StoreLink:
         self._next_token = 0
         self._token_lock = threading.Lock()
         self._waiting: dict[RemoteSegment, list[_SegmentMove]] = {}
-        """For peers that are being greeted."""
+        """Moves that wait for a peer's handshake."""
         self._regions = transfer.register_all(memory.buffers)
         self._loop.call_soon_threadsafe(self._loop.add_reader, self._queue.fileno(), self._drain)
 
     def attach(self, wake: Callable[[], None]) -> None:
-        """``wake`` is called, from the loop, whenever a lookup, load or save got further."""
+        """Set ``wake``, which is called from the loop whenever a lookup, load or save has made progress."""
 
         def guarded() -> None:
             try:
                 wake()
-            except Exception:  # the engine's own; what was under way is to end all the same
+            except Exception:  # the engine's own code; operations in flight must end all the same
                 log.exception("callback_failed")
 
         self._wake = guarded
@@ -235,7 +235,7 @@ class StoreLink:
         await asyncio.gather(*self._tasks, return_exceptions=True)
         for region in self._regions:
             self._transfer.unregister(region)
-        for token in list(self._in_flight):  # it is over, and nobody will hear of it any more
+        for token in list(self._in_flight):  # these have ended, and their completions are not processed
             self._complete(Completion(token, Status.CANCELLED))
         await asyncio.sleep(0)
         await asyncio.gather(*self._tasks, return_exceptions=True)
@@ -243,7 +243,7 @@ class StoreLink:
     # -- lookups -------------------------------------------------------------------------------
 
     def lookup(self, blocks: Sequence[tuple[BlockHash, int]]) -> StoreLookup:
-        """Ask the store for ``blocks`` ((hash, number of tokens) in prefix order) and lease them."""
+        """Look up ``blocks`` ((hash, number of tokens) in prefix order) and lease those found."""
         lookup = StoreLookup(blocks)
         if not blocks or clock.monotonic() < self._silent_until:
             lookup.done = True
@@ -252,7 +252,7 @@ class StoreLink:
         return lookup
 
     def release(self, lookup: StoreLookup) -> None:
-        """The lookup's blocks won't be loaded. Their leases lapse by themselves."""
+        """Release the blocks of a lookup. Nothing to do here: their leases lapse by themselves."""
         lookup.grants = []
 
     async def _look_up(self, lookup: StoreLookup) -> None:
@@ -287,7 +287,7 @@ class StoreLink:
         parts = _by_segment(grants)
         load = StoreLoad(self._layout.num_layers, len(parts), deadline)
         if load.done:
-            log.warning("load_refused", reason="its lease is over", num_blocks=len(block_ids))
+            log.warning("load_refused", reason="its lease has lapsed", num_blocks=len(block_ids))
             self._memory.release(held)
             return load
         load.held = held
@@ -300,7 +300,7 @@ class StoreLink:
         return load
 
     def _expire(self, load: StoreLoad, segments: Sequence[RemoteSegment]) -> None:
-        """A load that is not there by its deadline has failed, and its bytes must not come later."""
+        """Fail a load that has not ended by its deadline; its bytes must not arrive later."""
         if not load.done:
             log.warning("load_timed_out", num_layers_loaded=load.num_layers_loaded)
             for segment in segments:
@@ -348,10 +348,10 @@ class StoreLink:
         self._submit(Op.READ, grants[0].segment, (local, remote, sizes), load.deadline, arrived)
 
     def wait_layer(self, loads: Sequence[StoreLoad], layer: int) -> None:
-        """Block the engine thread until ``layer`` of every load is there, or the load has failed.
+        """Block the engine thread until ``layer`` of every load has arrived, or the load has failed.
 
-        It ends: at its deadline a load is cancelled, which completes everything in flight. Where the loop
-        that does this is held, the engine waits on, for its memory is in use; the log says so.
+        The wait ends: at its deadline a load is cancelled, which completes everything in flight. If the loop
+        that does this is blocked, the engine keeps waiting, for its memory is in use; warnings are logged.
         """
         for load in loads:
             with load.arrived:
@@ -361,7 +361,7 @@ class StoreLink:
                         load.claim.log_overdue()
                 if load.held is None or load.failed:
                     continue
-                self._memory.enter(load.held, layer)  # under the lock: what has lapsed is not entered
+                self._memory.enter(load.held, layer)  # under the lock: a lapsed load is not entered
                 load.num_layers_entered = layer + 1
             if layer == self._layout.num_layers - 1:
                 self._memory.release(load.held)
@@ -369,7 +369,7 @@ class StoreLink:
     # -- saves ---------------------------------------------------------------------------------
 
     def start_save(self, blocks: Sequence[tuple[BlockHash, int, int]]) -> StoreSave:
-        """Announce ``blocks`` ((hash, number of tokens, block id)) whose layers are about to be computed."""
+        """Begin to save ``blocks`` ((hash, tokens, block id)) whose layers are about to be computed."""
         save = StoreSave(blocks)
         if blocks and clock.monotonic() >= self._silent_until:
             save.held = self._memory.hold([block_id for _, _, block_id in blocks])
@@ -381,7 +381,7 @@ class StoreLink:
         return save
 
     def save_layer(self, save: StoreSave, layer: int) -> None:
-        """``layer`` of the save's blocks is in the pool now."""
+        """Save ``layer`` of the save's blocks, which is in the pool now."""
         if save.held is None:
             return
         num_layers = self._memory.leave(save.held, layer, layer == self._layout.num_layers - 1)
@@ -390,13 +390,13 @@ class StoreLink:
             self._advance(save)
 
     def finish_save(self, save: StoreSave) -> None:
-        """Every layer was given; ``save.done`` turns true when the store has them or refused."""
+        """End the layers; ``save.done`` turns true when the store has them or has refused."""
         with save.lock:
             save.is_given = True
             self._release_held(save)
 
     def abort_save(self, save: StoreSave) -> None:
-        """What was given is not valid: revoke it."""
+        """Revoke the save: its layers are not valid."""
         with save.lock:
             save.is_given = True
             save.is_wanted = False
@@ -410,7 +410,7 @@ class StoreLink:
         try:
             async with asyncio.timeout(self._settings.lookup_timeout_s):
                 answers = await self._store.start_puts(keys, sizes, chunks)
-        except BaseException as error:  # also when it is cancelled: nothing of it will be stored
+        except BaseException as error:  # also when cancelled: nothing of it will be stored
             self._store_failed("save", error)
             self._end_save(save)
             if not isinstance(error, Exception):
@@ -441,7 +441,7 @@ class StoreLink:
             self._settle(save)
 
     def _expire_save(self, save: StoreSave) -> None:
-        """Space that was reserved too long ago may be given to others: write to it no more."""
+        """Stop writing into space that was reserved too long ago: the master may reuse it."""
         if save.done:
             return
         assert save.grants is not None
@@ -453,14 +453,14 @@ class StoreLink:
             self._transfer.cancel(save.grants[members[0]].segment)
 
     def _advance(self, save: StoreSave) -> None:
-        """Submit every computed layer that has not been; the caller holds the save's lock."""
+        """Submit every computed layer that is not submitted yet; the caller holds the save's lock."""
         if save.grants is None or not save.is_wanted:
             return
         parts = _by_segment(save.grants)
         for layer in range(save.num_layers_submitted, save.num_layers_computed):
             for members in parts:
                 if not save.claim.enter(clock.monotonic()):
-                    # The timer says so too, but it may be late: no write may begin in space that is not ours.
+                    # The timer expires it, too, but may be late: no write may begin in others' space.
                     save.is_wanted = False
                     self._settle(save)
                     return
@@ -496,7 +496,7 @@ class StoreLink:
         self._submit(Op.WRITE, grants[0].segment, (local, remote, sizes), deadline, written)
 
     def _settle(self, save: StoreSave) -> None:
-        """When nothing is in flight any more, tell the master; the caller holds the save's lock."""
+        """Report the end to the master once nothing is in flight; the caller holds the save's lock."""
         complete = save.num_layers_submitted == self._layout.num_layers or not save.is_wanted
         if save.grants is None or not complete or save.is_settled:
             return
@@ -531,14 +531,14 @@ class StoreLink:
         self._wake()
 
     def _release_held(self, save: StoreSave) -> None:
-        """Host memory is needed as long as layers are given and moved; the caller holds the lock."""
+        """Release host memory once no layer is passed or moved; the caller holds the lock."""
         if save.held is not None and save.is_given and save.done:
             self._memory.release(save.held)
 
-    # -- the ground under both -----------------------------------------------------------------
+    # -- shared by both ------------------------------------------------------------------------
 
     def _chunks(self, layer: int) -> slice:
-        """Which chunks of an object are ``layer``."""
+        """The chunks of an object that belong to ``layer``."""
         num_slabs = self._layout.num_slabs
         return slice(layer * num_slabs, (layer + 1) * num_slabs)
 
@@ -561,31 +561,31 @@ class StoreLink:
         deadline: float,
         done: Callable[[Completion], None],
     ) -> None:
-        """Ask for the bytes. Where the peer is new they wait until it was greeted, and nobody else does."""
+        """Submit a move. With a new peer it waits for the handshake; moves with other peers do not."""
         with self._token_lock:
             self._next_token += 1
-            ask = _SegmentMove(self._next_token, op, segment, columns, deadline)
-            self._in_flight[ask.token] = done
+            move = _SegmentMove(self._next_token, op, segment, columns, deadline)
+            self._in_flight[move.token] = done
             waits = segment in self._waiting or not segment.is_connected
             is_first = waits and segment not in self._waiting
             if waits:
-                self._waiting.setdefault(segment, []).append(ask)
+                self._waiting.setdefault(segment, []).append(move)
         if is_first:
-            self._spawn(self._greet(segment))
+            self._spawn(self._handshake(segment))
         elif not waits:
-            self._send(ask)
+            self._send(move)
 
-    def _send(self, ask: _SegmentMove) -> None:
-        timeout_s = ask.deadline - clock.monotonic()
+    def _send(self, move: _SegmentMove) -> None:
+        timeout_s = move.deadline - clock.monotonic()
         status = Status.TIMED_OUT
         if timeout_s > 0:
             try:
                 self._transfer.submit(
                     self._queue,
-                    ask.token,
-                    ask.op,
-                    ask.segment,
-                    *ask.columns,
+                    move.token,
+                    move.op,
+                    move.segment,
+                    *move.columns,
                     checksum=True,
                     timeout_s=timeout_s,
                 )
@@ -593,27 +593,27 @@ class StoreLink:
             except MooncakeError as error:  # nothing was begun
                 log.error("transfer_refused", reason=str(error))
                 status = Status.UNREGISTERED
-        # Not from here: whoever asks holds the lock that is taken when it ends.
-        self._loop.call_soon_threadsafe(self._complete, Completion(ask.token, status))
+        # Not from here: the caller holds the lock that the completion takes.
+        self._loop.call_soon_threadsafe(self._complete, Completion(move.token, status))
 
-    async def _greet(self, segment: RemoteSegment) -> None:
-        """Send what waits for ``segment`` once it has answered; what ran out of time by then has failed."""
+    async def _handshake(self, segment: RemoteSegment) -> None:
+        """Submit the moves that wait for ``segment`` after its handshake; those past their deadline fail."""
         while True:
             with self._token_lock:
-                soonest = min(ask.deadline for ask in self._waiting[segment])
+                soonest = min(move.deadline for move in self._waiting[segment])
             left_s = soonest - clock.monotonic()
             has_answered = left_s > 0 and await asyncio.to_thread(segment.connect, left_s)
             now = clock.monotonic()
             with self._token_lock:
-                asks = self._waiting.pop(segment)
-                in_time = [ask for ask in asks if ask.deadline > now]
+                moves = self._waiting.pop(segment)
+                in_time = [move for move in moves if move.deadline > now]
                 if in_time and not has_answered:
                     self._waiting[segment] = in_time
-            for ask in asks:
-                if ask.deadline <= now:
-                    self._complete(Completion(ask.token, Status.TIMED_OUT))
+            for move in moves:
+                if move.deadline <= now:
+                    self._complete(Completion(move.token, Status.TIMED_OUT))
                 elif has_answered:
-                    self._send(ask)
+                    self._send(move)
             if has_answered or not in_time:
                 return
 
@@ -625,7 +625,7 @@ class StoreLink:
         self._in_flight.pop(completion.token)(completion)
 
     def _spawn(self, work: Coroutine[Any, Any, None]) -> None:
-        """Run ``work`` on the loop, from whichever thread."""
+        """Run ``work`` on the loop, from any thread."""
 
         def begin() -> None:
             task = self._loop.create_task(work)
@@ -637,14 +637,14 @@ class StoreLink:
     def _store_failed(self, operation: str, error: BaseException) -> None:
         failures.labels(operation).inc()
         if not isinstance(error, MooncakeError | TimeoutError | asyncio.CancelledError):
-            log.exception("operation_failed", operation=operation)  # a mistake of ours
+            log.exception("operation_failed", operation=operation)  # a bug of ours
             return
         self._silent_until = clock.monotonic() + self._settings.retry_after_s
         log.warning("store_unreachable", operation=operation, error=str(error) or type(error).__name__)
 
 
 def _by_segment(grants: Sequence[PutGrant | ReadGrant]) -> list[list[int]]:
-    """Positions of ``grants``, grouped by the segment they lie in, in order."""
+    """Indices of ``grants``, grouped by their segment, in order."""
     groups: dict[int, list[int]] = {}
     for position, grant in enumerate(grants):
         groups.setdefault(id(grant.segment), []).append(position)

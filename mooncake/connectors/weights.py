@@ -1,12 +1,12 @@
-"""Whose numbers a KV cache holds: a digest of a model's folder.
+"""The identity of a model's weights: a digest of its folder.
 
-All bytes of all weights count, and with them whatever of the folder changes what is computed: configurations,
+All bytes of all weights count, and with them the files that change what is computed: configurations,
 and the code of models that bring their own. Models that differ in a few rows (a vocabulary that was extended,
 an adapter merged into some heads, pruned or edited weights) must not read each other's blocks, and no choice
 of samples finds every such difference. Each host reads a model once for this (``digests.py``).
 
-``is_sampled`` is the quick way for those who know that they serve no two models alike but for some rows: it
-reads a few MB. With it, such models share blocks, and answers are wrong without an error.
+``is_sampled`` is a fast mode for users who know that they serve no two models that differ in some rows only:
+it reads a few MB. With it, such models share blocks, and answers are wrong without an error.
 """
 
 from __future__ import annotations
@@ -26,21 +26,21 @@ from mooncake.log import get_logger
 log = get_logger(__name__)
 
 SAMPLES = 3
-"""Places in a tensor that the quick way looks at: its beginning, its middle and its end."""
+"""Samples per tensor in the fast mode: its beginning, its middle and its end."""
 
 SAMPLE_BYTES = 4096
 
 FILE_SAMPLES = 256
-"""Places in a file whose inside we don't know."""
+"""Samples per file of an unknown format."""
 
 _TENSORS = ("*.safetensors",)
 _OTHER_FORMATS = ("*.gguf", "*.bin", "*.pt", "*.pth")
 _CONFIGURATION = ("config.json", "params.json", "*quant*.json", "adapter_config.json", "*.index.json")
 _SMALL = (".json", ".py")
-"""Read whole, also by the quick way."""
+"""Files that are read whole in the fast mode, too."""
 
 SAMPLED = "sampled_weights"
-"""The word of an engine's extra configuration that asks for the quick way."""
+"""The option of an engine's extra configuration that selects the fast mode."""
 
 
 def weights_of(
@@ -54,8 +54,8 @@ def weights_of(
 ) -> str:
     """A digest of the weights of ``model``, a folder or the name of one that the hub's client has here.
 
-    Weights that can't be looked at (made up, or from a place we don't know) are nobody else's: then it is
-    ``owner``, and blocks are shared by nobody but those who say the same.
+    For weights that can't be read (random ones, or from an unknown place) it is ``owner``, so that only
+    engines with the same ``owner`` share blocks.
     """
     reason = "random weights"
     if not is_made_up:
@@ -72,20 +72,20 @@ def weights_of(
 
 
 def is_sampled(extra: Mapping[str, Any]) -> bool:
-    """Whether an engine's extra configuration asks for the quick way. Raises InvalidArgument."""
-    asked = extra.get(SAMPLED, False)
-    if not isinstance(asked, bool):
-        raise InvalidArgument(SAMPLED, asked, "true or false")
-    if asked:
+    """Whether an engine's extra configuration selects the fast mode. Raises InvalidArgument."""
+    value = extra.get(SAMPLED, False)
+    if not isinstance(value, bool):
+        raise InvalidArgument(SAMPLED, value, "true or false")
+    if value:
         log.warning(SAMPLED, risk="models that differ in some rows of a tensor share blocks: wrong answers")
-    return asked
+    return value
 
 
 def _folder_of(model: str, revision: str | None, cache_dir: str | None) -> Path:
     path = Path(model)
     if path.exists():
         return path
-    from huggingface_hub import snapshot_download  # only who names a model by its hub name has it
+    from huggingface_hub import snapshot_download  # installed only where models are named by hub names
 
     return Path(snapshot_download(model, revision=revision, cache_dir=cache_dir, local_files_only=True))
 
@@ -93,7 +93,7 @@ def _folder_of(model: str, revision: str | None, cache_dir: str | None) -> Path:
 def folder_digest(folder: Path, is_sampled: bool = False, cache_dir: str | None = None) -> str:
     """SHA-256 over all weights of ``folder`` (or of the one file it is), their configuration and their code.
 
-    ``cache_dir``: of the hub's client, where code lies that the configuration names in another repository.
+    ``cache_dir``: the hub client's cache, with code that the configuration names in another repository.
 
     Raises:
         ModelError: there are no weights, or a file is damaged or changes.
@@ -108,7 +108,7 @@ def folder_digest(folder: Path, is_sampled: bool = False, cache_dir: str | None 
 
 
 def _files_of(folder: Path, cache_dir: str | None) -> list[tuple[str, Path]]:
-    """(name, path) of what counts, in a fixed order. Raises ModelError."""
+    """(name, path) of each file that counts, in a fixed order. Raises ModelError."""
     if folder.is_file():
         return [(folder.name, folder)]
     files = [path for pattern in _TENSORS for path in sorted(folder.glob(pattern))]

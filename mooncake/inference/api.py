@@ -1,7 +1,7 @@
-"""The HTTP face of a worker: the OpenAI API with ``kv_transfer_params``, health, metrics, event sources.
+"""A worker's HTTP API: the OpenAI API with ``kv_transfer_params``, health, metrics, event sources.
 
 Owns what a request means for the engine (prompt to token ids, parameters, the hand-over between
-workers) and how its end looks to the client. A client that goes away aborts its request.
+workers) and how its end looks to the client. A client that disconnects aborts its request.
 """
 
 from __future__ import annotations
@@ -52,10 +52,10 @@ log = get_logger(__name__)
 AnyRequest = CompletionRequest | ChatCompletionRequest
 
 MAX_BODY_BYTES = 32 << 20
-"""A prompt of a million tokens as numbers has 8 MiB, and several may come at once."""
+"""A prompt of a million tokens as numbers has 8 MiB, and a request may carry several."""
 
 MAX_UNREAD_PIECES = 256
-"""Pieces of an answer that wait for a client which does not read them."""
+"""Limit of an answer's pieces that wait for a client which does not read them."""
 
 queries = Counter(
     "vllm:prefix_cache_queries",
@@ -72,7 +72,7 @@ external_hits = Counter(
     "vllm:external_prefix_cache_hits", "Prompt tokens that came from the pool.", registry=metrics.registry
 )
 requests_total = Counter(
-    "mooncake_inference_requests", "Requests by how they ended.", ["end"], registry=metrics.registry
+    "mooncake_inference_requests", "Requests by outcome.", ["end"], registry=metrics.registry
 )
 
 
@@ -86,9 +86,9 @@ class Api:
     events: KvEventSource
     kv_identity: str = ""
     echoes_transfers: bool = False
-    """Whether answers bring back the ``kv_transfer_params`` they were asked with."""
+    """Whether an answer repeats the ``kv_transfer_params`` of its request."""
     mean_answer_s: float = 1.0
-    """How long answers took lately."""
+    """Running mean of the duration of recent answers."""
 
     def __post_init__(self) -> None:
         self.created = int(clock.wall())
@@ -96,7 +96,7 @@ class Api:
 
     @property
     def next_place_s(self) -> float:
-        """When a place in the queue should be free: as soon as the first of those that run has ended."""
+        """Expected time until a place in the queue is free: until the first running request ends."""
         return self.mean_answer_s / max(1, self.generator.engine.scheduler.num_running)
 
     @property
@@ -275,15 +275,15 @@ class _Answer:
         )
 
     def _hand_over(self) -> dict[str, Any] | None:
-        told = (self._api_request.kv_transfer_params or {}) if self._api.echoes_transfers else {}
+        echoed = (self._api_request.kv_transfer_params or {}) if self._api.echoes_transfers else {}
         if not self._is_prefill:
-            return told or None
+            return echoed or None
         counts = self._counts[0]
-        found: dict[str, Any] = {name: told[name] for name in told if name != "do_remote_decode"}
-        found |= {"do_remote_prefill": True, "num_stored_tokens": counts.num_stored_tokens}
+        params: dict[str, Any] = {name: echoed[name] for name in echoed if name != "do_remote_decode"}
+        params |= {"do_remote_prefill": True, "num_stored_tokens": counts.num_stored_tokens}
         if counts.measured is not None:
-            found["measured"] = msgspec.structs.asdict(counts.measured)
-        return found
+            params["measured"] = msgspec.structs.asdict(counts.measured)
+        return params
 
     def _account(self) -> None:
         e2e_s = clock.monotonic() - self._began
@@ -357,7 +357,7 @@ def _engine_request(
 
 
 def _is_prefill(api_request: AnyRequest) -> bool:
-    """Whether another worker will decode, and waits for the prompt's KV in the pool."""
+    """Whether another worker will decode this prompt and waits for its KV in the pool."""
     return bool((api_request.kv_transfer_params or {}).get("do_remote_decode"))
 
 
@@ -395,7 +395,7 @@ def _as_api_error(error: BaseException) -> ApiError:
 
 
 async def _unless_disconnected(http: Request, answer: Any) -> Any:
-    """The result of ``answer``, which is cancelled when the client goes away."""
+    """The result of ``answer``, which is cancelled when the client disconnects."""
     answering = asyncio.ensure_future(answer)
     leaving = asyncio.ensure_future(_disconnected(http))
     try:
@@ -426,7 +426,7 @@ async def _body(http: Request) -> bytes:
 
 
 async def _parsed(shape: type[RequestT], http: Request) -> RequestT:
-    """The request; a large one is decoded beside the event loop."""
+    """The decoded request; a large body is decoded in a thread."""
     body = await _body(http)
     if len(body) <= large_json.LARGE_BYTES:
         return parse_request(shape, body)
@@ -438,7 +438,7 @@ def _json(body: bytes, status: int = 200, headers: dict[str, str] | None = None)
 
 
 def _watch(generator: Generator) -> None:
-    """Gauges read the engine's own counts when the page is drawn."""
+    """Register gauges that read the engine's own counts when the metrics page is rendered."""
 
     def gauge(name: str, text: str, read: Any) -> None:
         found = metrics.registry._names_to_collectors.get(name)
@@ -449,5 +449,5 @@ def _watch(generator: Generator) -> None:
         return 1.0 - stats.num_free_blocks / max(1, stats.num_blocks)
 
     gauge("vllm:num_requests_running", "Requests being computed.", lambda stats: stats.num_running)
-    gauge("vllm:num_requests_waiting", "Requests waiting for room.", lambda stats: stats.num_waiting)
+    gauge("vllm:num_requests_waiting", "Requests waiting to be admitted.", lambda stats: stats.num_waiting)
     gauge("vllm:kv_cache_usage_perc", "Share of the KV pool in use, 0 to 1.", usage)

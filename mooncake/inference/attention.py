@@ -8,7 +8,7 @@ attended to in place, without a copy::
     blocks  7 8 9 | 3    runs (7*B, 3*B) (3*B, n)          two pieces, copied together
 
 Grouped queries are never expanded: in decode the query group becomes rows, in prefill
-``enable_gqa`` does it inside the kernel. It refuses to know layers' loads and saves; ``runner``
+``enable_gqa`` does it inside the kernel. It does not know layers' loads and saves; ``runner``
 puts those between ``write`` and ``attend``.
 """
 
@@ -27,7 +27,7 @@ TILE_ROWS = 128
 """Prefill rows per kernel call: a tile skips the keys after its last row (30 % faster than one mask)."""
 
 SCRATCH_BLOCK = 0
-"""A block no request owns: rows whose keys are already cached are written here and never read."""
+"""Scratch block that no request owns: rows whose keys are already cached are written here and never read."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -37,11 +37,11 @@ class Span:
     first_row: int
     num_rows: int
     start: int
-    """Position of the first row; it sees itself and everything before."""
+    """Position of the first row; it attends to itself and everything before."""
     runs: tuple[tuple[int, int], ...]
     """(first slot, tokens) of each contiguous piece of the request's keys, in order."""
     masks: tuple[Tensor, ...] = ()
-    """One bool [rows, keys] per tile, shared by all layers; none for a single row."""
+    """One bool mask [rows, keys] per tile, shared by all layers; empty for a single row."""
 
 
 def runs_of(block_ids: Sequence[int], num_tokens: int, block_tokens: int) -> tuple[tuple[int, int], ...]:
@@ -75,7 +75,7 @@ class PagedAttention:
         self._values = [pool[layer, 1].view(flat) for layer in range(layout.num_layers)]
 
     def span(self, first_row: int, num_rows: int, start: int, block_ids: Sequence[int]) -> Span:
-        """Plan one request's rows once; every layer uses the plan."""
+        """The plan of one request's rows, computed once for all layers."""
         runs = runs_of(block_ids, start + num_rows, self.layout.block_tokens)
         masks = []
         if num_rows > 1:

@@ -1,15 +1,15 @@
-"""The paged block pool: which block is whose, which are shared, and which is reused next.
+"""The paged block pool: which blocks are in use, which are shared, and which is reused next.
 
-It owns block ids, reference counts and the prefix index; it refuses to know requests, tensors and
-where else a block may be cached. A block is in exactly one of three places::
+It owns block ids, reference counts and the prefix index; it does not know requests, tensors and
+where else a block may be cached. A block is in exactly one of three states::
 
     in use     referenced by at least one request, save or load
     cached     unreferenced, but full and indexed by its hash: the next hit revives it
     blank      unreferenced and holding nothing worth keeping
 
-Blanks are taken first, then the cached block that was given back longest ago. Using a cached block and
-giving it back only notes when: the queue of eviction is a heap whose entries may be too early, and the
-true instant is looked at when an entry surfaces. So a prompt of a thousand cached blocks costs two short
+Blanks are taken first, then the cached block that was freed longest ago. Using a cached block and
+freeing it only records when: the eviction queue is a heap whose entries may be too early, and the
+actual time is checked when an entry reaches the top. So a prompt of a thousand cached blocks costs two short
 loops. Only full blocks are indexed: a block is immutable from then on, and sharing never needs a copy.
 """
 
@@ -25,7 +25,7 @@ from typing import Generic, TypeAlias, TypeVar
 from mooncake.prefix import BlockHash
 
 KeyT = TypeVar("KeyT", bound=Hashable)
-"""What names a block: its hash, or what a simulation has instead of one."""
+"""Name of a block: its hash, or what a simulation uses instead of one."""
 
 
 _BLOCK_BITS = 32
@@ -34,7 +34,7 @@ _BLOCK_MASK = (1 << _BLOCK_BITS) - 1
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class PoolBlocksStored(Generic[KeyT]):
-    """Blocks became findable in this worker's memory, one after another from ``parent``."""
+    """Blocks were indexed in this worker's memory; the first one continues ``parent``."""
 
     hashes: tuple[KeyT, ...]
     parent: KeyT
@@ -51,7 +51,7 @@ class PoolBlocksRemoved(Generic[KeyT]):
 BlockEvent: TypeAlias = PoolBlocksStored[BlockHash] | PoolBlocksRemoved[BlockHash]
 
 EVICTED = "evicted: least recently used"
-"""Why this pool removes blocks; there is no other reason."""
+"""The only reason for which this pool removes blocks."""
 
 
 class BlockPool(Generic[KeyT]):
@@ -66,14 +66,14 @@ class BlockPool(Generic[KeyT]):
         self._index: dict[KeyT, int] = {}
         self._blank: OrderedDict[int, None] = OrderedDict.fromkeys(range(1, num_blocks))
         self._num_idle = 0
-        """Cached blocks that nobody uses."""
+        """Number of cached blocks without a reference."""
         self._now = 0
-        """Counts blocks that were given back."""
+        """Number of frees so far, the clock of the eviction order."""
         self._given_back = array("q", bytes(8 * num_blocks))
-        """When that was, of cached blocks."""
+        """Value of that clock at which each cached block was freed."""
         self._queue: list[int] = []
-        """A heap of (no later than when it was given back, block); every cached block has one entry or, until
-        it is given back for the first time, none. Both in one integer: a tuple takes twice the memory."""
+        """A heap of (a lower bound of the time it was freed, block). A cached block has one entry, or none
+        until it is freed for the first time. Both in one integer: a tuple takes twice the memory."""
         self._is_queued = bytearray(num_blocks)
         self._events: list[PoolBlocksStored[KeyT] | PoolBlocksRemoved[KeyT]] = []
 
@@ -83,12 +83,12 @@ class BlockPool(Generic[KeyT]):
 
     @property
     def num_free(self) -> int:
-        """Blocks that can be allocated now, cached ones included."""
+        """Number of blocks that can be allocated now, cached ones included."""
         return len(self._blank) + self._num_idle
 
     @property
     def num_cached(self) -> int:
-        """Blocks findable by hash, in use or not."""
+        """Number of blocks that are indexed by hash, in use or not."""
         return len(self._index)
 
     def match(self, hashes: Iterable[KeyT]) -> list[int]:
@@ -103,7 +103,7 @@ class BlockPool(Generic[KeyT]):
         return found
 
     def num_free_after_touch(self, block_ids: Iterable[int]) -> int:
-        """What ``num_free`` would be after ``touch(block_ids)``."""
+        """The value of ``num_free`` after ``touch(block_ids)``."""
         return self.num_free - sum(self._references[block] == 0 for block in block_ids)
 
     def touch(self, block_ids: Iterable[int]) -> None:
@@ -124,8 +124,8 @@ class BlockPool(Generic[KeyT]):
 
         Ids are consecutive where possible, starting behind ``after``: attention reads a run of
         consecutive blocks in place and copies across gaps. Up to ``headroom`` blanks behind the last
-        one are moved to where they are taken last, so that this owner can still grow into them when
-        others have come.
+        one are moved to where they are taken last, so that this request can still grow into them after
+        others have been admitted.
         """
         if num_blocks > self.num_free:
             return None
@@ -153,7 +153,7 @@ class BlockPool(Generic[KeyT]):
             self._blank.move_to_end(block)
 
     def free(self, block_ids: Sequence[int]) -> None:
-        """Give one reference back on each. Later blocks are reused before earlier ones."""
+        """Release one reference on each. Later blocks are reused before earlier ones."""
         references, hashes, given_back, is_queued = (
             self._references,
             self._hashes,
@@ -178,13 +178,13 @@ class BlockPool(Generic[KeyT]):
         self._now = now
 
     def _pop_oldest(self) -> int:
-        """Of the idle blocks, of which there must be one."""
+        """Remove and return the idle block that was freed first; there must be one."""
         queue, references, given_back = self._queue, self._references, self._given_back
         while True:
             entry = queue[0]
             block = entry & _BLOCK_MASK
             if references[block]:
-                # It will be given back later than all that are idle now.
+                # It will be freed later than all that are idle now.
                 heapq.heapreplace(queue, self._now + 1 << _BLOCK_BITS | block)
             elif given_back[block] != entry >> _BLOCK_BITS:
                 heapq.heapreplace(queue, given_back[block] << _BLOCK_BITS | block)
@@ -201,8 +201,8 @@ class BlockPool(Generic[KeyT]):
         parent: KeyT,
         token_ids: Sequence[int] = (),
     ) -> None:
-        """Make full blocks findable. A hash that is known already keeps its first block. ``token_ids``:
-        those of the blocks, for the events; none when whoever reads those does not ask for them."""
+        """Index full blocks by hash. A hash that is indexed already keeps its first block. ``token_ids``:
+        those of the blocks, for the events; empty when subscribers do not need them."""
         assert not token_ids or len(token_ids) == len(block_ids) * self.block_tokens
         run: list[KeyT] = []
         run_parent, run_start = parent, 0
@@ -219,7 +219,7 @@ class BlockPool(Generic[KeyT]):
         self._emit_stored(run, run_parent, run_start, token_ids)
 
     def drain_events(self) -> list[PoolBlocksStored[KeyT] | PoolBlocksRemoved[KeyT]]:
-        """What became findable or was evicted since the last call, in order."""
+        """Blocks that were indexed or evicted since the last call, in order."""
         events, self._events = self._events, []
         return events
 
@@ -231,13 +231,13 @@ class BlockPool(Generic[KeyT]):
             is_idle = self._references[block] == 0 and self._hashes[block] is not None
             num_idle += is_idle
             places = (self._references[block] > 0) + (block in self._blank) + is_idle
-            assert places == 1, f"block {block} is in {places} places"
+            assert places == 1, f"block {block} is in {places} states"
             assert not is_idle or self._is_queued[block], f"block {block} can never be evicted"
         assert num_idle == self._num_idle, f"{num_idle} blocks are idle, not {self._num_idle}"
         assert sorted(queued) == [block for block, is_queued in enumerate(self._is_queued) if is_queued]
         for entry in self._queue:
             block = entry & _BLOCK_MASK
-            assert self._hashes[block] is not None, f"block {block} is queued and no cache"
+            assert self._hashes[block] is not None, f"block {block} is queued but not cached"
             is_early = self._references[block] or entry >> _BLOCK_BITS <= self._given_back[block]
             assert is_early, f"block {block} is queued too late"
         assert 0 not in self._blank and self._references[0] == 0

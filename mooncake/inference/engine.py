@@ -1,9 +1,9 @@
-"""The step loop: take what arrived, schedule, run, apply, say what came out.
+"""The step loop: take new requests, schedule, run, apply, return outputs.
 
-It owns the engine's one thread and the rule that nobody suffers for another's trouble: a load that
+It owns the engine's one thread and the isolation of requests from each other's failures: a load that
 fails costs its request a recomputation, a step that raises ends the requests in it with an error,
-and the engine goes on. It refuses to know text, wires and roles, and tensors too: what computes a step is
-handed to it. ``traffic`` knows what is on its way to and from the external cache.
+and the engine goes on. It does not know text, protocols and roles, and no tensors either: what computes a
+step is passed in. ``kv_transfers`` knows what is in flight to and from the external cache.
 """
 
 from __future__ import annotations
@@ -31,35 +31,35 @@ log = get_logger(__name__)
 
 
 class Runner(Protocol):
-    """What computes steps: a model over a pool of KV blocks, and its choice of tokens."""
+    """A model over a pool of KV blocks, and its choice of tokens: what computes steps."""
 
     layout: KvLayout
     num_blocks: int
-    """Of the pool; one of them is scratch space."""
+    """Blocks of the pool; one of them is scratch space."""
     vocab_size: int
     max_positions: int
-    """The model's context."""
+    """Length of the model's context, tokens."""
     eos_token_ids: tuple[int, ...]
 
     def run(self, chunks: Sequence[Chunk], loads: Sequence[KvLoad], saves: Sequence[KvSave]) -> Sampled:
-        """Compute ``chunks`` while ``loads`` bring what they read and ``saves`` take what they complete."""
+        """Compute ``chunks`` while ``loads`` write what they read and ``saves`` read what they complete."""
         ...
 
 
 @dataclasses.dataclass(frozen=True)
-class EngineSettings:
-    """What one engine takes on."""
+class InferenceSettings:
+    """Limits of one engine."""
 
     max_model_len: int | None = None
-    """Tokens of prompt and answer together; None takes the model's context."""
+    """Most tokens of prompt and answer together; None takes the model's context."""
     max_batch_tokens: int = 512
     """Token budget of one step."""
     saturating_tokens: int = 0
-    """Most prompt tokens that share one step; 0: as the budget allows."""
+    """Most prompt tokens that share one step; 0: bounded by the budget alone."""
     max_running: int = 64
-    """Requests computed at the same time."""
+    """Most requests computed at the same time."""
     max_waiting: int = 1024
-    """Requests that may wait; one more is refused."""
+    """Most requests that wait; one more is refused."""
 
     def scheduler_settings(self, runner: Runner, has_link: bool) -> SchedulerSettings:
         return SchedulerSettings(
@@ -77,29 +77,29 @@ class EngineSettings:
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Output:
-    """What one step did for one request."""
+    """Result of one step for one request."""
 
     request_id: str
     token_ids: tuple[int, ...]
-    """New tokens; a stop token is among them."""
+    """New tokens, a stop token included."""
     finish_reason: FinishReason | None = None
     logprobs: tuple[TokenLogprobs, ...] | None = None
-    """One per new token, if asked for."""
+    """One per new token, if the request wants them."""
     num_prompt_tokens: int = 0
     num_local_cached: int = 0
     """Leading prompt tokens found in this worker's memory."""
     num_external_cached: int = 0
     """Prompt tokens after those that came from the external cache."""
     num_stored_tokens: int = 0
-    """With the last output of a ``save_tail`` request: leading prompt tokens now in the external cache."""
+    """In the last output of a ``save_tail`` request: leading prompt tokens now in the external cache."""
     measured: PromptStats | None = None
-    """How the first token came about."""
+    """Times up to the first token."""
     error: str | None = None
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class EngineStats:
-    """A snapshot for metrics and for whoever routes requests."""
+    """A snapshot for metrics and for the router of requests."""
 
     num_running: int
     num_waiting: int
@@ -118,12 +118,12 @@ class Engine:
 
     def __init__(
         self,
-        settings: EngineSettings,
+        settings: InferenceSettings,
         runner: Runner,
         link: AnyLink | None = None,
         now: Callable[[], float] = clock.monotonic,
     ) -> None:
-        """``link``: the one that ``runner`` waits for, if there is one."""
+        """``link``: the one whose loads ``runner`` waits for, if there is one."""
         self.runner = runner
         self.scheduler = Scheduler(settings.scheduler_settings(runner, link is not None))
         self.step_log = StepLog()
@@ -166,12 +166,12 @@ class Engine:
             self._wake_locked()
 
     def wake(self) -> None:
-        """Something that a step may wait for has happened."""
+        """Signal that something a step may wait for has happened."""
         with self._changed:
             self._wake_locked()
 
     def wait(self, timeout_s: float | None = None) -> None:
-        """Return when there is news since the last step began. The engine's thread sleeps here."""
+        """Return when something happened since the last step began. The engine's thread sleeps here."""
         if self._gives_way_until is not None:
             patience_s = max(0.0, self._gives_way_until - self._clock())
             timeout_s = patience_s if timeout_s is None else min(timeout_s, patience_s)
@@ -197,15 +197,15 @@ class Engine:
 
     @property
     def is_idle(self) -> bool:
-        """No request is known and nothing is on its way in or out."""
+        """Whether no request is known and no load or save is in flight."""
         return not self._known and not self._inbox and (self._traffic is None or self._traffic.is_quiet)
 
     def drain_events(self) -> list[BlockEvent]:
-        """Blocks that became findable or were evicted since the last call."""
+        """Blocks that were indexed or evicted since the last call."""
         return self.scheduler.pool.drain_events()
 
     def step(self) -> tuple[bool, list[Output]]:
-        """(whether tokens were computed, what came out). Without progress, ``wait`` for news."""
+        """(whether tokens were computed, outputs). Without progress, call ``wait``."""
         with self._changed:
             arrived, self._inbox = self._inbox, []
             aborts, self._aborts = self._aborts, []
@@ -224,13 +224,13 @@ class Engine:
         if step.lookups:
             assert self._traffic is not None
             self._traffic.begin_lookups(step.lookups)
-            self._has_news = True  # a lookup may be answered at once, without a wake
+            self._has_news = True  # a lookup may finish at once, without a wake
         if step.chunks:
             outputs += self._run(step)
         return bool(step.chunks), outputs + self._release_held()
 
     def fail_all(self, error: str) -> list[Output]:
-        """End every request; blocks that a load or save still touches stay taken."""
+        """End every request; blocks that a load or save still touches stay in use."""
         with self._changed:
             arrived, self._inbox = self._inbox, []
         now = self._clock()
@@ -301,7 +301,7 @@ class Engine:
         return outputs
 
     def _release_held(self) -> list[Output]:
-        """Answers whose blocks are stored now, or never will be."""
+        """Last outputs whose blocks are stored, or whose saves have failed."""
         outputs = []
         for request_id, (request, output) in list(self._held.items()):
             if self._traffic is None or not self._traffic.is_saving(request_id):
@@ -315,7 +315,7 @@ class Engine:
         return outputs
 
     def _fail(self, step: Step, saves: Sequence[ActiveSave], error: Exception) -> list[Output]:
-        """A step broke: end its requests, keep their blocks as long as something touches them."""
+        """End the requests of a step that raised; keep their blocks as long as something touches them."""
         outputs = []
         for request in [chunk.request for chunk in step.chunks]:
             self.scheduler.fail(request, str(error), self._clock())
@@ -372,7 +372,7 @@ class EngineThread:
     def _loop(self) -> None:
         engine = self._engine
         while not self._is_stopping:
-            # A step takes the news of a stop that came just before it.
+            # A step clears the flag of a stop that came just before it.
             if not self._advance() and not self._is_stopping:
                 engine.wait()
         self._on_step(engine.fail_all("the worker is stopping; send the request to another one"), [])
@@ -381,7 +381,7 @@ class EngineThread:
                 engine.wait()
 
     def _advance(self) -> bool:
-        """One step; False if only news can bring the engine further."""
+        """Run one step; False if the engine has to wait for an event before the next one."""
         try:
             has_computed, outputs = self._engine.step()
         except Exception as error:

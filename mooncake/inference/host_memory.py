@@ -1,9 +1,9 @@
-"""Where transfer finds a worker's KV: in the pool itself, or on the way to and from a device.
+"""A worker's KV as transfer sees it: in the pool itself, or in a staging area in front of a device.
 
 Transfer moves host memory. A pool on the CPU *is* host memory, so blocks are read and written in
 place. A pool on a device is reached through a pinned staging area: slots of one block each, filled
-from the device after a layer is computed, emptied into it before a layer is needed. Both answer the
-same questions (``connectors.memory.HostMemory``), so that the link need not know where torch computes.
+from the device after a layer is computed, emptied into it before a layer is needed. Both have the same
+interface (``connectors.memory.HostMemory``), so that the link need not know where torch computes.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ class StagedMemory:
         self._layout = layout
         self._pool = pool
         self._is_cuda = pool.device.type == "cuda"
-        # A slot is laid out like a pool of one block, so that addresses come from the same formula.
+        # A slot has the layout of a pool of one block, so that addresses come from the same formula.
         self.tensor = torch.zeros(
             (num_slots, *layout.pool_shape(1)), dtype=pool.dtype, pin_memory=self._is_cuda
         )
@@ -34,7 +34,7 @@ class StagedMemory:
         self._lock = threading.Lock()
         self._free = list(range(num_slots))
         self._draining: list[StagedBlocks] = []
-        """Given back while the device still reads from them."""
+        """Released slots from which the device still reads."""
 
     def hold(self, block_ids: Sequence[int]) -> StagedBlocks | None:
         with self._lock:
@@ -96,7 +96,7 @@ class StagedMemory:
 
 
 def host_memory(layout: KvLayout, pool: torch.Tensor, staging_bytes: int) -> HostMemory:
-    """What fits where ``pool`` lies; ``staging_bytes`` bounds the staging area of a device."""
+    """The host memory for the device of ``pool``; ``staging_bytes`` bounds a device's staging area."""
     if pool.device.type == "cpu":
         assert pool.is_contiguous()
         base, num_blocks = pool.data_ptr(), int(pool.shape[2])

@@ -1,9 +1,9 @@
-"""What is on its way between the pool and the external cache, and whose it is.
+"""The lookups, loads and saves in flight between the pool and the external cache, by request.
 
 It owns the pairing of requests with their lookups, loads and saves, and the references that keep
-blocks from being reused while something reads or writes them. It refuses to know tensors and
-answers. The engine asks it before a step what may join, and tells it after the step what became of
-it; the scheduler is told of everything that arrives::
+blocks from being reused while something reads or writes them. It does not know tensors and
+answers. The engine calls it before a step for the loads that may join, and after the step with the
+result; everything that arrives is passed on to the scheduler::
 
     begin_lookups ──▶ poll: found ──▶ load ──▶ poll: first layer ──▶ in a step ──▶ end_load
     begin_saves ──▶ (in a step) ──▶ finish_saves ──▶ poll: done ──▶ blocks released
@@ -46,22 +46,22 @@ class KvTransfers:
         self._lookups: dict[str, KvLookup] = {}
         self._loads: dict[str, ActiveLoad] = {}
         self._ending_loads: list[ActiveLoad] = []
-        """Loads whose request is gone, and which may still write."""
+        """Loads whose request has ended and which may still write."""
         self._saves: dict[str, list[ActiveSave]] = {}
         self._stored: dict[str, dict[BlockHash, None]] = {}
-        """Blocks of ``save_tail`` requests that the external cache has taken."""
+        """Blocks of ``save_tail`` requests that the external cache has stored."""
         self.num_failed_loads = 0
 
     @property
     def is_quiet(self) -> bool:
-        """Nothing touches the pool."""
+        """Whether no lookup, load or save touches the pool."""
         return not (self._loads or self._ending_loads or self._saves)
 
     def is_saving(self, request_id: str) -> bool:
         return request_id in self._saves
 
     def poll(self, now: float) -> None:
-        """Take what has arrived since the last call and tell the scheduler."""
+        """Pass what has arrived since the last call on to the scheduler."""
         self._poll_lookups(now)
         self._poll_loads(now)
         self.poll_saves()
@@ -71,11 +71,11 @@ class KvTransfers:
             self._lookups[lookup.request.id] = self._link.lookup(lookup.blocks)
 
     def loads_of(self, step: Step) -> dict[str, KvLoad]:
-        """The loads that bring cached positions of the step's chunks, by request."""
+        """The loads that write cached positions of the step's chunks, by request."""
         return {c.request.id: self._loads[c.request.id].load for c in step.chunks if c.has_load}
 
     def end_load(self, request_id: str) -> None:
-        """The request needs its load no more; its blocks stay until nothing writes into them."""
+        """End the load of a request; its blocks stay in use until nothing writes into them."""
         if (entry := self._loads.pop(request_id, None)) is None:
             return
         if entry.load.done:
@@ -84,13 +84,13 @@ class KvTransfers:
             self._ending_loads.append(entry)
 
     def begin_saves(self, step: Step, started: list[ActiveSave]) -> None:
-        """Announce the step's saves; ``started`` grows with each, also when the next one raises."""
+        """Start the step's saves; ``started`` grows with each, also when the next one raises."""
         for what in step.saves:
             columns = [(block.hash, block.num_tokens, block.block_id) for block in what.blocks]
             started.append(ActiveSave(self._link.start_save(columns), what))
 
     def finish_saves(self, step: Step, started: Sequence[ActiveSave], failed: Collection[str]) -> None:
-        """The step is over; saves of requests in ``failed`` hold nothing valid."""
+        """Finish the saves of a step that has run; those of requests in ``failed`` are aborted."""
         for what in step.saves[len(started) :]:
             self._scheduler.release(what.block_ids)
         for entry in started:
@@ -102,7 +102,7 @@ class KvTransfers:
         self.poll_saves()
 
     def poll_saves(self) -> None:
-        """Let go of the blocks of saves that are done."""
+        """Release the blocks of saves that are done."""
         for request_id, entries in list(self._saves.items()):
             for entry in [entry for entry in entries if entry.save.done]:
                 entries.remove(entry)
@@ -118,14 +118,14 @@ class KvTransfers:
                 del self._saves[request_id]
 
     def forget(self, request_id: str) -> None:
-        """The request is gone. What was begun for it ends by itself."""
+        """Forget a request that has ended. What was begun for it ends by itself."""
         if (lookup := self._lookups.pop(request_id, None)) is not None:
             self._link.release(lookup)
         self.end_load(request_id)
         self._stored.pop(request_id, None)
 
     def num_stored_tokens(self, request: Request, block_tokens: int) -> int:
-        """Leading prompt tokens in the external cache: those loaded from there, and those it took."""
+        """Leading prompt tokens in the external cache: those loaded from there, and those it stored."""
         stored = self._stored.get(request.id, {})
         first = request.num_local_cached_tokens
         end = first + request.num_external_cached_tokens

@@ -1,7 +1,7 @@
 """The decoder of the Llama and Qwen families, as plain functions over plain tensors.
 
 It owns the arithmetic of one forward pass over a flat row of tokens that may belong to many
-requests. It refuses to know requests, pages and caches: attention is a callback that receives the
+requests. It does not know requests, pages and caches: attention is a callback that receives the
 rotated queries and keys of a layer. That is why the same code serves prefill, decode and tests.
 
 On CPU, weights are packed once into oneDNN's blocked format: measured on a 2-core AVX-512 machine,
@@ -27,7 +27,7 @@ Attend = Callable[[int, Tensor, Tensor, Tensor], Tensor]
 
 @dataclasses.dataclass(frozen=True)
 class Rope:
-    """Rotary embedding: how a position becomes angles."""
+    """Rotary embedding: the formula from positions to angles."""
 
     theta: float
     kind: str = "default"
@@ -59,7 +59,7 @@ class Rope:
 
 @dataclasses.dataclass(frozen=True)
 class ModelConfig:
-    """What of a ``config.json`` matters here."""
+    """The fields of a ``config.json`` that matter here."""
 
     family: str
     vocab_size: int

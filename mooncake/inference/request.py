@@ -1,6 +1,6 @@
-"""A request: what is asked, how far it is, and when what happened.
+"""A request: its prompt and parameters, its progress, and the times of its stages.
 
-It owns the meaning of the sampling parameters and of a request's counters. It refuses to know
+It owns the meaning of the sampling parameters and of a request's counters. It does not know
 blocks' contents, steps and tensors; the scheduler moves it from state to state::
 
     WAITING ──admitted──▶ LOOKING ──found──▶ LOADING ──first layer──▶ RUNNING ──▶ FINISHED
@@ -22,30 +22,30 @@ from mooncake.prefix import BlockHash, block_hashes, root_hash
 class RequestState(enum.StrEnum):
     WAITING = "waiting"
     LOOKING = "looking"
-    """Holds blocks; asks the external cache what it has of the prompt."""
+    """Holds blocks; the lookup of its prompt in the external cache is under way."""
     LOADING = "loading"
-    """Holds blocks; the external cache writes into them; the first layer is not here yet."""
+    """Holds blocks; the external cache writes into them; the first layer has not arrived yet."""
     RUNNING = "running"
     FINISHED = "finished"
 
 
 class FinishReason(enum.StrEnum):
     STOP = "stop"
-    """An end-of-sequence or stop token came."""
+    """An end-of-sequence or stop token was generated."""
     LENGTH = "length"
-    """max_tokens, or the model's context, or all of the cache, is used up."""
+    """max_tokens, the model's context or the whole cache is used up."""
     ABORT = "abort"
     ERROR = "error"
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class SamplingParams:
-    """How tokens are chosen and when to stop. Raises InvalidArgument when a field is out of range."""
+    """Rules for choosing tokens and for stopping. Raises InvalidArgument when a field is out of range."""
 
     max_tokens: int = 16
-    """Tokens of the whole answer, those generated elsewhere included."""
+    """Most tokens of the whole answer, those generated elsewhere included."""
     min_tokens: int = 0
-    """No end-of-sequence or stop token before this many tokens."""
+    """End-of-sequence and stop tokens are not sampled before this many tokens."""
     temperature: float = 1.0
     """0 takes the most likely token."""
     top_p: float = 1.0
@@ -55,11 +55,11 @@ class SamplingParams:
     seed: int | None = None
     """Equal seeds give equal draws; None takes a seed from the request's id."""
     stop: tuple[str, ...] = ()
-    """Texts that end the answer. The engine knows only tokens: whoever makes the text watches these."""
+    """Texts that end the answer. The engine knows only tokens; the generator makes text and finds these."""
     stop_token_ids: tuple[int, ...] = ()
     ignore_eos: bool = False
     logprobs: int | None = None
-    """None: none; n: of the token taken and of the n most likely ones."""
+    """None: no log probabilities; n: those of the sampled token and of the n most likely ones."""
 
     def __post_init__(self) -> None:
         if self.max_tokens < 1:
@@ -80,18 +80,18 @@ class SamplingParams:
 
 @dataclasses.dataclass(slots=True)
 class Timings:
-    """Instants of one request, in seconds on the engine's monotonic clock; None until it happened."""
+    """Instants of one request, in seconds on the engine's monotonic clock; None until reached."""
 
     arrival: float
     admitted: float | None = None
     started: float | None = None
-    """Its first step began."""
+    """Start of its first step."""
     first_token: float | None = None
     finished: float | None = None
 
 
 class Request:
-    """One prompt to be answered, and everything the scheduler knows of it."""
+    """One prompt to be answered, and everything the scheduler knows about it."""
 
     def __init__(
         self,
@@ -105,10 +105,10 @@ class Request:
         save_tail: bool = False,
         max_external_tokens: int | None = None,
     ) -> None:
-        """``num_prior_output_tokens``: how many trailing prompt tokens are an answer begun elsewhere.
+        """``num_prior_output_tokens``: number of trailing prompt tokens that are an answer begun elsewhere.
 
         ``save_tail`` (prefill role) stores the prompt's partial last block too, and holds the final
-        output back until everything is stored. Lower ``priority`` goes first. No more than
+        output back until everything is stored. Lower ``priority`` goes first. At most
         ``max_external_tokens`` leading tokens come from the external cache. Raises InvalidArgument.
         """
         self.id = request_id
@@ -125,12 +125,12 @@ class Request:
             allowed = f"0 to {min(self.num_prompt_tokens, self.sampling.max_tokens) - 1}"
             raise InvalidArgument("num_prior_output_tokens", num_prior_output_tokens, allowed)
         self.token_ids = list(prompt_token_ids)
-        """Prompt and then output."""
+        """Tokens of the prompt, then of the output."""
 
         self.state = RequestState.WAITING
         self.timings = Timings(arrival=0.0)
         self.sequence = 0
-        """Order of arrival, given by the scheduler."""
+        """Order of arrival, assigned by the scheduler."""
         self.finish_reason: FinishReason | None = None
         self.error: str | None = None
 
@@ -138,24 +138,24 @@ class Request:
         self.num_computed_tokens = 0
         """Leading tokens whose keys and values are in the blocks."""
         self.num_published_blocks = 0
-        """Leading blocks that the prefix index knows, here or as duplicates of others'."""
+        """Leading blocks that the prefix index knows, as these blocks or as other requests' duplicates."""
         self.num_saved_blocks = 0
         """Leading blocks that have been offered to the external cache, or came from there."""
         self.is_tail_saved = False
         self.num_local_cached_tokens = 0
         self.num_external_cached_tokens = 0
-        """Leading tokens that this admission found here, and then those found outside."""
+        """Leading tokens that this admission found in this worker, then those found in the external cache."""
         self.looked_up_at = 0.0
-        """When this admission asked outside."""
+        """Time of this admission's lookup in the external cache."""
         self.num_local_hit_tokens = 0
         self.num_external_hit_tokens = 0
-        """The same as they were at the first token; what usage reports say."""
+        """The same counts at the first token, for usage reports."""
         self.num_preemptions = 0
 
         self._root = b""
         self._hashes: list[BlockHash] = []
         self.tail_hash: BlockHash | None = None
-        """Names the whole prompt when its last block is partial."""
+        """Hash of the whole prompt when its last block is partial."""
 
     @property
     def num_tokens(self) -> int:
@@ -163,7 +163,7 @@ class Request:
 
     @property
     def is_begun(self) -> bool:
-        """Something was computed since it was admitted."""
+        """Whether tokens were computed since it was admitted."""
         return self.num_computed_tokens > self.num_local_cached_tokens + self.num_external_cached_tokens
 
     @property
@@ -177,12 +177,12 @@ class Request:
 
     @property
     def rank(self) -> tuple[int, int]:
-        """Smaller goes first, and is preempted last."""
+        """Sort key; the smallest goes first and is preempted last."""
         return (self.priority, self.sequence)
 
     @property
     def sampling_seed(self) -> int:
-        """The seed of every draw; without one in the parameters, the id decides."""
+        """The seed of every draw; derived from the id when the parameters have none."""
         if self.sampling.seed is not None:
             return self.sampling.seed
         return int.from_bytes(hashlib.sha256(self.id.encode()).digest()[:8], "little", signed=True)
@@ -203,7 +203,7 @@ class Request:
         return self._hashes
 
     def parent_hash(self, index: int) -> BlockHash:
-        """The hash that block ``index`` continues."""
+        """The hash of the prefix that block ``index`` continues."""
         return self._hashes[index - 1] if index else self._root
 
     def __repr__(self) -> str:

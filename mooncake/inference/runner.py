@@ -1,8 +1,8 @@
 """A step becomes tensors, tensors become tokens.
 
-It owns the translation of chunks into rows, slots and spans, and the order of things inside a
-layer: write this step's keys, wait for the layer's loads, announce it to the saves, attend. It
-refuses to know why a chunk was scheduled, and leaves the choice of tokens to ``sampler.py``.
+It owns the translation of chunks into rows, slots and spans, and the order of operations inside a
+layer: write this step's keys, wait for the layer's loads, start its saves, attend. It
+does not know why a chunk was scheduled, and leaves the choice of tokens to ``sampler.py``.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from mooncake.inference.step import Chunk, Sampled
 def new_pool(model: Decoder, block_tokens: int, size_bytes: int) -> Tensor:
     """Memory for the KV blocks of ``model``.
 
-    Not zeroed: a slot is written before it is read, and pages nobody used cost no memory.
+    Not zeroed: a slot is written before it is read, and untouched pages cost no memory.
     """
     layout = model.config.kv_layout(model.dtype, block_tokens)
     shape = layout.pool_shape(max(2, size_bytes // layout.pool_bytes(1)))
@@ -49,8 +49,8 @@ class TorchRunner:
     def run(
         self, chunks: Sequence[Chunk], loads: Sequence[KvLoad] = (), saves: Sequence[KvSave] = ()
     ) -> Sampled:
-        """``loads`` bring cached positions of these chunks while the layers compute; ``saves`` take
-        blocks that these chunks complete.
+        """Compute ``chunks``: ``loads`` write cached positions of them meanwhile, layer by layer, and
+        ``saves`` read the blocks that they complete.
         """
         with torch.inference_mode():
             logits = self._logits(chunks, loads, saves)
@@ -87,7 +87,7 @@ class TorchRunner:
         return self._model.logits(hidden)
 
     def _slots(self, chunk: Chunk) -> list[int]:
-        """Where each row's keys go; cached positions go to the scratch block."""
+        """The slot of each row's keys; cached positions get the scratch block."""
         size, block_ids = self.layout.block_tokens, chunk.request.block_ids
         return [
             block_ids[position // size] * size + position % size

@@ -1,8 +1,8 @@
 """Logits to tokens.
 
-It owns every rule about choosing a token; it refuses to know how logits came to be. Randomness is
+It owns every rule about choosing a token; it does not know how logits are computed. Randomness is
 counter-based: the draw for position i of an answer depends on (seed, i) alone, so a request that is
-preempted, or resumed on another worker, continues with the draws it would have had.
+preempted, or resumed on another worker, continues with the same draws.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from mooncake.inference.request import Request
 from mooncake.inference.step import Sampled, TokenLogprobs
 
 NUCLEUS_CANDIDATES = 1024
-"""A nucleus almost always lies in so many tokens; only when it doesn't is the vocabulary sorted."""
+"""A nucleus almost always has at most this many tokens; otherwise the whole vocabulary is sorted."""
 
 
 def sample(logits: Tensor, requests: Sequence[Request], eos_token_ids: Sequence[int]) -> Sampled:

@@ -1,7 +1,7 @@
-"""Which tokens of which requests run in the next step, and who gives way when blocks run out.
+"""Chooses the tokens of each step, and the request that is preempted when blocks run out.
 
-It owns the queues and every request's state; it refuses to know tensors, clocks, and how an
-external cache is reached: it names lookups, loads and saves, and is told how they ended. One step::
+It owns the queues and every request's state; it does not know tensors, clocks, and how an
+external cache is reached: it names lookups, loads and saves and receives their results. One step::
 
     step = scheduler.schedule(now)          # chunks to run, lookups to start, blocks to save
     ...run it...
@@ -9,9 +9,9 @@ external cache is reached: it names lookups, loads and saves, and is told how th
 
 Policy: a step has a token budget. Requests that decode come first (one token each), then prompts
 already begun, chunk by chunk, then the others in order of (priority, arrival). A new request gets
-blocks for its whole prompt at once, so a prompt begun is a prompt finished; only decoding grows.
-When growing finds no block, the request that ranks last is preempted: its blocks go back, its full
-ones stay findable, and it is computed again later. Chunked prefill with decodes first is
+blocks for its whole prompt at once, so a prompt that was begun can finish; only decoding grows.
+When growing finds no block, the request that ranks last is preempted: its blocks are freed, its full
+ones stay in the index, and it is computed again later. Chunked prefill with decodes first is
 Sarathi-Serve's; preemption by recomputation is vLLM's.
 """
 
@@ -31,32 +31,32 @@ from mooncake.prefix import BlockHash
 MAX_STORIES = 512
 
 PRIORITY_YIELD_S = 0.05
-"""So long a prompt that could begin waits for one of better priority whose lookup is under way."""
+"""How long a prompt that could begin waits for one of better priority whose lookup is under way."""
 
 MIN_YIELD_TOKENS = 512
-"""An answer's first tokens find their blocks right behind the prompt's, if there is room enough."""
+"""Blocks reserved right behind the prompt's for an answer's first tokens, if enough are blank."""
 
 
 @dataclasses.dataclass(frozen=True)
 class SchedulerSettings:
-    """What bounds a step and the queues."""
+    """Bounds of a step and of the queues."""
 
     num_blocks: int
     """Blocks of the KV pool, one of which is scratch space."""
     block_tokens: int = 64
     """Tokens of one block."""
     max_model_len: int = 8192
-    """Tokens of prompt and answer together."""
+    """Most tokens of prompt and answer together."""
     max_batch_tokens: int = 512
     """Token budget of one step. Larger steps prefill faster and make decoding requests wait longer."""
     saturating_tokens: int = 0
-    """Prompt tokens that keep the device busy: prompts share a step only as long as they have no more of them
-    together. Prompts in one step all end with it; one after another takes as long in all, but the shorter
-    ones end sooner (DistServe, §3.1). 0: prompts share a step until the budget is used up."""
+    """Prompt tokens that keep the device busy: prompts share a step only up to this sum. Prompts in one step
+    all end with it; one after another takes as long in total, but the shorter ones end sooner (DistServe,
+    §3.1). 0: prompts share a step until the budget is used up."""
     max_running: int = 64
-    """Requests that may hold blocks at the same time."""
+    """Most requests that hold blocks at the same time."""
     max_waiting: int = 1024
-    """Requests that may wait; one more is refused."""
+    """Most requests that wait; one more is refused."""
     eos_token_ids: tuple[int, ...] = ()
     """Tokens that end an answer."""
     has_external_cache: bool = False
@@ -84,9 +84,9 @@ class Scheduler:
         self._waiting: list[Request] = []
         self._admitted: dict[str, Request] = {}
         self._loading: dict[str, Request] = {}
-        """Admitted requests whose external load is not over; a subset of ``_admitted``."""
+        """Admitted requests whose external load has not ended; a subset of ``_admitted``."""
         self._num_pinned = 0
-        """References held for saves and loads, beyond those of requests."""
+        """References held for saves and loads, in addition to those of requests."""
         self._num_arrived = 0
         self.num_preemptions = 0
         self._stories: OrderedDict[str, deque[str]] = OrderedDict()
@@ -97,20 +97,20 @@ class Scheduler:
 
     @property
     def num_running(self) -> int:
-        """Requests that hold blocks."""
+        """Number of requests that hold blocks."""
         return len(self._admitted)
 
     @property
     def requests(self) -> list[Request]:
-        """All that are not finished."""
+        """All unfinished requests."""
         return [*self._admitted.values(), *self._waiting]
 
     @property
     def max_total_tokens(self) -> int:
-        """Longest prompt plus answer; the last token needs no block."""
+        """Most tokens of prompt plus answer; the last token needs no block."""
         return min(self.settings.max_model_len, self.pool.num_usable * self.settings.block_tokens + 1)
 
-    # ── requests come and go ────────────────────────────────────────────────────────────────────
+    # ── arrival and end of requests ─────────────────────────────────────────────────────────────
 
     def refusal(self, request: Request, num_ahead: int = 0) -> Refusal | None:
         """Why ``request`` can't be taken, or None. ``num_ahead``: requests not added yet."""
@@ -132,11 +132,11 @@ class Scheduler:
         request.sequence = self._num_arrived
         request.timings.arrival = now
         self._enqueue(request)
-        self._tell(request, now, f"arrived prompt={request.num_prompt_tokens}")
+        self._note(request, now, f"arrived prompt={request.num_prompt_tokens}")
         return None
 
     def abort(self, request_id: str, now: float) -> Request | None:
-        """Forget a request; its blocks come back except those that a load or save still holds."""
+        """Forget a request; its blocks are freed except those that a load or save still holds."""
         request = self._admitted.get(request_id)
         if request is None:
             request = next((r for r in self._waiting if r.id == request_id), None)
@@ -145,14 +145,14 @@ class Scheduler:
         return request
 
     def fail(self, request: Request, error: str, now: float) -> None:
-        """End a request whose step broke."""
+        """End a request whose step failed."""
         request.error = error
         self._finish(request, FinishReason.ERROR, now)
 
     # ── one step ────────────────────────────────────────────────────────────────────────────────
 
     def schedule(self, now: float) -> Step:
-        """The next step. An empty one means: nothing can run before there is news."""
+        """The next step. An empty one means that nothing can run until the scheduler receives an event."""
         step = Step()
         budget = self.settings.max_batch_tokens
         running = [r for r in self._admitted.values() if r.state is RequestState.RUNNING]
@@ -161,7 +161,7 @@ class Scheduler:
         for request in decoding:
             if request.state is RequestState.RUNNING and self._grow(request, step, now):
                 budget -= self._run(request, 1, step)
-        # Whoever gave way to a growing answer waits again; the others stay in rank, those begun first.
+        # A request preempted for a growing answer waits again; the others stay in rank, those begun first.
         prompts = [r for r in running if r.state is RequestState.RUNNING and r.num_uncomputed_tokens > 1]
         prompts.sort(key=lambda request: not request.is_begun)
         num_shared = 0
@@ -178,7 +178,7 @@ class Scheduler:
     ) -> list[Request]:
         """Apply a step that ran: ``tokens`` are the sampled ones by request id.
 
-        Requests in ``failed_loads`` computed on missing keys: what they did is thrown away and they
+        Requests in ``failed_loads`` computed on missing keys: their results are discarded and they
         start again from their local prefix. Returns the requests that finished.
         """
         finished = []
@@ -202,16 +202,16 @@ class Scheduler:
     # ── the external cache ──────────────────────────────────────────────────────────────────────
 
     def lookup_finished(self, request_id: str, num_blocks: int, now: float) -> list[int] | None:
-        """The cache has ``num_blocks`` of the blocks asked for: the block ids to load them into.
+        """Block ids to load into, given that the cache has ``num_blocks`` of the requested blocks.
 
-        None: nothing to load, the request runs without. The blocks returned carry an extra
-        reference, which ``release`` gives back when nothing writes into them any more.
+        None: there is nothing to load, the request runs without. The blocks returned have an extra
+        reference, to be released (``release``) when nothing writes into them.
         """
         request = self._admitted[request_id]
         assert request.state is RequestState.LOOKING, request
         if num_blocks == 0:
             request.state = RequestState.RUNNING
-            self._tell(request, now, "external cache has nothing")
+            self._note(request, now, "external cache has nothing")
             return None
         first = request.num_computed_tokens // self.settings.block_tokens
         block_ids = request.block_ids[first : first + num_blocks]
@@ -221,32 +221,32 @@ class Scheduler:
         request.state = RequestState.LOADING
         self._loading[request_id] = request
         self._pin(block_ids)
-        self._tell(request, now, f"loading external={request.num_external_cached_tokens}")
+        self._note(request, now, f"loading external={request.num_external_cached_tokens}")
         return block_ids
 
     def load_ready(self, request_id: str, now: float) -> None:
-        """The first layer is here: the request may join a step."""
+        """Let a request join a step, since the first layer of its load has arrived."""
         request = self._admitted[request_id]
         if request.state is RequestState.LOADING:
             request.state = RequestState.RUNNING
-            self._tell(request, now, "first layer loaded")
+            self._note(request, now, "first layer loaded")
 
     def load_failed(self, request_id: str, now: float) -> None:
-        """The load broke and writes no more: compute what it should have brought."""
+        """Compute what a load should have written; it failed and writes no more."""
         request = self._loading.pop(request_id)
         request.num_computed_tokens = request.num_local_cached_tokens
         request.num_external_cached_tokens = 0
         request.num_saved_blocks = self._num_blocks_known_saved(request)
         request.is_tail_saved = False
         request.state = RequestState.RUNNING
-        self._tell(request, now, f"load failed; recomputing from {request.num_computed_tokens}")
+        self._note(request, now, f"load failed; recomputing from {request.num_computed_tokens}")
 
     def release(self, block_ids: Sequence[int]) -> None:
-        """Give back the extra reference that a load or a save had on these blocks."""
+        """Release the extra reference that a load or a save had on these blocks."""
         self._num_pinned -= len(block_ids)
         self.pool.free(block_ids)
 
-    # ── for tests and people ────────────────────────────────────────────────────────────────────
+    # ── for tests and diagnosis ─────────────────────────────────────────────────────────────────
 
     def check(self) -> None:
         self.pool.check()
@@ -281,7 +281,7 @@ class Scheduler:
         block_tokens = self.settings.block_tokens
         found = self.pool.match(request.hash_blocks(block_tokens))
         num_needed = -(-request.num_tokens // block_tokens) - len(found)
-        # Everyone who runs may soon need one more block; a request that would be preempted for it waits.
+        # Every running request may soon need one more block; a new one that would be preempted for it waits.
         if num_needed + len(self._admitted) > self.pool.num_free_after_touch(found):
             return False
         self._waiting.pop(0)
@@ -299,13 +299,13 @@ class Scheduler:
         self._admitted[request.id] = request
         if request.timings.admitted is None:
             request.timings.admitted = now
-        self._tell(
+        self._note(
             request, now, f"admitted local={request.num_local_cached_tokens} blocks={len(request.block_ids)}"
         )
         return True
 
     def _look_up(self, request: Request, step: Step, now: float) -> bool:
-        """Ask the external cache about what is not here; False when there is nothing to ask."""
+        """Start a lookup of the blocks that are not cached here; False when there are none."""
         if not self.settings.has_external_cache or request.num_computed_tokens >= request.num_tokens:
             return False
         block_tokens = self.settings.block_tokens
@@ -347,12 +347,12 @@ class Scheduler:
     def _next_prompt(
         self, ready: list[Request], num_shared: int, budget: int, step: Step, now: float
     ) -> Request | None:
-        """The prompt that joins the step next, out of ``ready`` or admitted now; None: no other one."""
+        """The next prompt to join the step, out of ``ready`` or admitted now; None when no other can."""
         while len(self._admitted) < self.settings.max_running and self._waiting:
             request = self._waiting[0]
             if ready and (ready[0].is_begun or ready[0].rank < request.rank):
                 break
-            # What the cache spares is known only once it is admitted, and then it must run.
+            # How much the cache saves is known only once it is admitted, and then it must run.
             if not self._joins(request.num_tokens, num_shared, budget):
                 return None
             if not self._admit(request, now):
@@ -373,8 +373,10 @@ class Scheduler:
         return budget > 0 and (not num_shared or num_shared + min(num_tokens, budget) <= most)
 
     def _gives_way_until(self, request: Request) -> float:
-        """A prompt begun is a prompt finished, so a long one waits a moment for those before it that are
-        being looked up: of a burst the first to come would else begin before the first in priority."""
+        """Time until which a prompt waits for those of better rank that are being looked up.
+
+        A prompt that was begun is not interrupted by others; without the wait, the first of a burst to arrive
+        would begin before the first in priority."""
         return max(
             (
                 other.looked_up_at + PRIORITY_YIELD_S
@@ -434,8 +436,10 @@ class Scheduler:
             step.saves.append(save)
 
     def _num_blocks_known_saved(self, request: Request) -> int:
-        """Locally cached blocks were saved when they were computed, but the store may have dropped
-        them since: a prefill request, whose blocks somebody waits for, offers them again."""
+        """Leading blocks that need not be offered to the external cache.
+
+        Locally cached blocks were saved when they were computed, but the store may have dropped
+        them since: a prefill request, for whose blocks a decode worker waits, offers them again."""
         return 0 if request.save_tail else request.num_local_cached_tokens // self.settings.block_tokens
 
     def _publish(self, request: Request) -> None:
@@ -466,7 +470,7 @@ class Scheduler:
         self.num_preemptions += 1
         request.state = RequestState.WAITING
         self._enqueue(request)
-        self._tell(request, now, f"preempted at {request.num_tokens} tokens: no free block")
+        self._note(request, now, f"preempted at {request.num_tokens} tokens: no free block")
 
     def _finish(self, request: Request, reason: FinishReason, now: float) -> None:
         if request.state is RequestState.WAITING:
@@ -476,7 +480,7 @@ class Scheduler:
         request.state = RequestState.FINISHED
         request.finish_reason = reason
         request.timings.finished = now
-        self._tell(request, now, f"finished reason={reason} output={request.num_output_tokens}")
+        self._note(request, now, f"finished reason={reason} output={request.num_output_tokens}")
 
     def _drop(self, request: Request) -> None:
         self.pool.free(request.block_ids)
@@ -494,7 +498,7 @@ class Scheduler:
         self.pool.touch(ids)
         self._num_pinned += len(ids)
 
-    def _tell(self, request: Request, now: float, what: str) -> None:
+    def _note(self, request: Request, now: float, what: str) -> None:
         story = self._stories.get(request.id)
         if story is None:
             story = self._stories[request.id] = deque(maxlen=32)

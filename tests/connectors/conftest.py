@@ -1,4 +1,4 @@
-"""A store in a process of its own, for tests of what engines load."""
+"""A store in a process of its own, for tests of engines that load from it."""
 
 from __future__ import annotations
 

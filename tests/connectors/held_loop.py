@@ -1,4 +1,4 @@
-"""A loop that is held: one blocking call in it, until the test lets it go on."""
+"""A blocked event loop: one blocking call in it, until the test releases it."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ import threading
 from collections.abc import Iterator
 
 LONGEST_S = 60.0
-"""A test that fails must not hold its loop for ever."""
+"""Longest block, so that a failing test does not block its loop without end."""
 
 
 class Hold:
@@ -16,7 +16,7 @@ class Hold:
         self._began, self._go = threading.Event(), threading.Event()
 
     def begin(self) -> None:
-        """On the loop."""
+        """Block the loop; called on it."""
         self._began.set()
         self._go.wait(LONGEST_S)
 
@@ -32,7 +32,7 @@ class Hold:
 
 @contextlib.contextmanager
 def held(loop: asyncio.AbstractEventLoop) -> Iterator[Hold]:
-    """The loop does nothing until ``release``, or the end of the block."""
+    """Block ``loop`` until ``release``, or the end of the context."""
     hold = Hold()
     loop.call_soon_threadsafe(hold.begin)
     hold.wait()

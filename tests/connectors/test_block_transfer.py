@@ -1,4 +1,4 @@
-"""Both ends of an engine at a real store: found, loaded, saved in shards, and lost."""
+"""Both sides of an engine at a real store: blocks found, loaded, saved in shards, and lost."""
 
 from __future__ import annotations
 
@@ -141,17 +141,17 @@ async def test_engines_with_other_ranks_read_each_other_by_shards(pool: Pool) ->
         whole, lambda: Rank(pool.address, 0, 2), lambda: Rank(pool.address, 2, 4), lambda: Rank(pool.address)
     ) as (one, left, right, other):
         await asyncio.to_thread(left.save, SavePlan(0, NAMES[:1], (3,), 0))
-        assert await asyncio.to_thread(one.find) == 0, "half of a block is no block"
+        assert await asyncio.to_thread(one.find) == 0, "half of a block does not count"
         await asyncio.to_thread(right.save, SavePlan(0, NAMES[:1], (3,), 0))
         assert await asyncio.to_thread(one.find) == 1
         assert await asyncio.to_thread(left.find, right) == 1
-        assert await asyncio.to_thread(other.find) == 0, "cut otherwise"
+        assert await asyncio.to_thread(other.find) == 0, "the shards are cut differently"
         await asyncio.to_thread(one.load, LoadPlan("r", NAMES[:1], (2,), False))
         halves = zip(left.block(3), right.block(3), strict=True)
         assert one.block(2) == [first + second for first, second in halves]
 
 
-async def test_a_store_that_is_gone_is_a_miss_and_a_save_that_stored_nothing(pool: Pool) -> None:
+async def test_without_the_store_a_lookup_misses_and_a_save_stores_nothing(pool: Pool) -> None:
     async with ranks(lambda: Rank(pool.address)) as (rank,):
         await asyncio.to_thread(rank.save, SavePlan(0, NAMES[:1], (4,), 0))
         await pool.node.close()
@@ -163,10 +163,10 @@ async def test_a_store_that_is_gone_is_a_miss_and_a_save_that_stored_nothing(poo
         assert (moved.saved, moved.stored) == ([1], [])
 
 
-async def test_a_load_whose_lookup_does_not_come_back_is_given_up_and_never_begins(
+async def test_a_load_whose_lookup_does_not_return_is_abandoned_and_never_begins(
     pool: Pool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The loop is held while the engine waits for its first layer; then its blocks are computed."""
+    """The loop is blocked while the engine waits for its first layer; then its blocks are computed."""
     monkeypatch.setattr("mooncake.connectors.block_transfer.LATENESS_S", 0.05)
     settings = LinkSettings(lookup_timeout_s=0.2)
 
@@ -192,19 +192,19 @@ async def test_a_load_whose_lookup_does_not_come_back_is_given_up_and_never_begi
 
         with held(reader.session.loop) as hold, ThreadPoolExecutor(1) as thread:
             answer = asyncio.get_running_loop().run_in_executor(thread, engine)
-            assert await asyncio.to_thread(is_back.wait, TIMEOUT_S), "the engine waits for ever"
+            assert await asyncio.to_thread(is_back.wait, TIMEOUT_S), "the engine still waits"
             hold.release()
             moved = await answer
         assert moved.loaded == [FinishedLoad("r", False, True)] and moved.bad_blocks == {2}
-        await asyncio.to_thread(reader.find)  # a question behind whatever the loop had to do
+        await asyncio.to_thread(reader.find)  # a lookup that comes after all earlier work of the loop
         assert all((layer[2] == 0xEE).all() for layer in reader.layers), "computed blocks were overwritten"
 
 
-async def test_a_mistake_of_ours_in_a_lookup_is_a_miss(pool: Pool, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_a_bug_in_a_lookup_is_a_miss(pool: Pool, monkeypatch: pytest.MonkeyPatch) -> None:
     async with ranks(lambda: Rank(pool.address)) as (rank,):
 
         async def broken(*_: object, **__: object) -> None:
-            raise KeyError("a mistake")
+            raise KeyError("a bug")
 
         monkeypatch.setattr(rank.session.store, "open_reads", broken)
         assert await asyncio.to_thread(rank.find) == 0

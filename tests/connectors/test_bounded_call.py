@@ -1,4 +1,4 @@
-"""What an engine gets when there is no answer, and when."""
+"""The result of a call without an answer, and when the engine gets it."""
 
 from __future__ import annotations
 
@@ -28,14 +28,14 @@ def thread() -> Iterator[TransferThread]:
 
 
 @pytest.fixture
-def asking(thread: TransferThread, monkeypatch: pytest.MonkeyPatch) -> BoundedCalls:
+def calls(thread: TransferThread, monkeypatch: pytest.MonkeyPatch) -> BoundedCalls:
     monkeypatch.setattr(module, "ENDING_S", SHORT_S)
     settings = LinkSettings(lookup_timeout_s=SHORT_S, load_timeout_s=SHORT_S, retry_after_s=LONGEST_S)
     return BoundedCalls(thread, settings)
 
 
 class Writer:
-    """An operation that writes to some memory, and that ends only when it is let."""
+    """An operation that writes to some memory and ends only when the test lets it."""
 
     def __init__(self) -> None:
         self.has_begun, self.may_end = threading.Event(), asyncio.Event()
@@ -55,64 +55,60 @@ class Writer:
         return "loaded"
 
 
-def test_a_result_is_the_result(asking: BoundedCalls) -> None:
-    async def ask(deadline: float) -> str:
+def test_the_result_of_the_steps_is_returned(calls: BoundedCalls) -> None:
+    async def steps(deadline: float) -> str:
         return "loaded"
 
-    assert asking.move("load", ask, "miss").wait() == "loaded"
+    assert calls.move("load", steps, "miss").wait() == "loaded"
 
 
-def test_every_step_is_told_the_same_deadline(asking: BoundedCalls) -> None:
-    async def ask(deadline: float) -> float:
+def test_every_step_gets_the_same_deadline(calls: BoundedCalls) -> None:
+    async def steps(deadline: float) -> float:
         return deadline
 
     before = clock.monotonic()
-    work = asking.move("load", ask, 0.0)
+    work = calls.move("load", steps, 0.0)
     deadline = work.wait()
     assert deadline == work.claim.deadline
     assert before + SHORT_S <= deadline <= clock.monotonic() + SHORT_S
 
 
-@pytest.mark.parametrize("error", [ValueError("a mistake"), KeyError("key"), AssertionError("broken")])
-def test_a_mistake_of_ours_is_logged_and_counted_and_fails_nobody(
-    asking: BoundedCalls, error: Exception
-) -> None:
-    async def ask(deadline: float) -> str:
+@pytest.mark.parametrize("error", [ValueError("a bug"), KeyError("key"), AssertionError("broken")])
+def test_a_bug_is_logged_and_counted_and_fails_no_other_call(calls: BoundedCalls, error: Exception) -> None:
+    async def steps(deadline: float) -> str:
         raise error
 
     async def next_one(deadline: float) -> str:
         return "loaded"
 
     before = failures.labels("load")._value.get()
-    assert asking.move("load", ask, "miss").wait() == "miss"
+    assert calls.move("load", steps, "miss").wait() == "miss"
     assert failures.labels("load")._value.get() == before + 1
-    assert asking.move("load", next_one, "miss").wait() == "loaded", "the store is not to blame"
+    assert calls.move("load", next_one, "miss").wait() == "loaded", "the store is not the cause"
 
 
-def test_a_store_that_is_gone_is_left_alone_and_a_wrong_question_does_not_silence_it(
-    asking: BoundedCalls,
+def test_no_calls_follow_a_failure_to_reach_the_store_but_they_do_follow_a_refusal(
+    calls: BoundedCalls,
 ) -> None:
-    num_asked = 0
+    num_calls = 0
 
     def raising(error: Exception) -> BoundedCall[str]:
-        async def ask(deadline: float) -> str:
-            nonlocal num_asked
-            num_asked += 1
+        async def steps(deadline: float) -> str:
+            nonlocal num_calls
+            num_calls += 1
             raise error
 
-        return asking.look_up("lookup", ask, "miss")
+        return calls.look_up("lookup", steps, "miss")
 
     assert raising(InvalidArgument("key", "", "a name")).wait() == "miss"
     assert raising(DeadlineExceeded("no answer")).wait() == "miss"
     assert raising(DeadlineExceeded("no answer")).wait() == "miss"
-    assert num_asked == 2
+    assert num_calls == 2
 
 
-def test_memory_is_not_given_back_while_something_writes_to_it(
-    asking: BoundedCalls, thread: TransferThread
-) -> None:
+def test_memory_is_not_free_while_something_writes_to_it(calls: BoundedCalls, thread: TransferThread) -> None:
     writer = Writer()
-    work = asking.move("load", writer, "miss")
+    work = calls.move("load", writer, "miss")
     with ThreadPoolExecutor(1) as engine:
         waiting = engine.submit(work.wait)
         assert writer.has_begun.wait(LONGEST_S)
@@ -123,24 +119,24 @@ def test_memory_is_not_given_back_while_something_writes_to_it(
         assert waiting.result(LONGEST_S) == "miss" and writer.has_ended
 
 
-def test_a_held_loop_keeps_the_memory_and_answers_a_lookup(
-    asking: BoundedCalls, thread: TransferThread
+def test_a_blocked_loop_keeps_the_memory_and_a_lookup_returns(
+    calls: BoundedCalls, thread: TransferThread
 ) -> None:
-    async def ask(deadline: float) -> str:
+    async def steps(deadline: float) -> str:
         return "found"
 
     with held(thread.loop) as hold, ThreadPoolExecutor(1) as engine:
-        assert asking.look_up("lookup", ask, "miss").wait() == "miss", "it touches no memory"
-        work = asking.move("load", ask, "miss")
+        assert calls.look_up("lookup", steps, "miss").wait() == "miss", "it touches no memory"
+        work = calls.move("load", steps, "miss")
         waiting = engine.submit(work.wait)
         assert not work.claim.wait(work.claim.deadline + 4 * SHORT_S) and not waiting.done()
         hold.release()
         assert waiting.result(LONGEST_S) in ("miss", "found") and work.claim.is_free
 
 
-async def test_the_engines_own_loop_waits_as_long(asking: BoundedCalls, thread: TransferThread) -> None:
+async def test_the_engines_own_loop_waits_as_long(calls: BoundedCalls, thread: TransferThread) -> None:
     writer = Writer()
-    work = asking.move("load", writer, "miss")
+    work = calls.move("load", writer, "miss")
     waiting = asyncio.ensure_future(work.on_this_loop())
     await asyncio.to_thread(work.claim.wait, work.claim.deadline + 4 * SHORT_S)
     waiting.cancel()
@@ -152,51 +148,51 @@ async def test_the_engines_own_loop_waits_as_long(asking: BoundedCalls, thread: 
     assert writer.has_ended
 
 
-async def test_the_engines_own_loop_gets_the_result(asking: BoundedCalls) -> None:
-    async def ask(deadline: float) -> str:
+async def test_the_engines_own_loop_gets_the_result(calls: BoundedCalls) -> None:
+    async def steps(deadline: float) -> str:
         return "loaded"
 
-    assert await asking.move("load", ask, "miss").on_this_loop() == "loaded"
+    assert await calls.move("load", steps, "miss").on_this_loop() == "loaded"
 
 
 def test_closing_ends_what_is_under_way(thread: TransferThread) -> None:
-    asking = BoundedCalls(thread, LinkSettings(lookup_timeout_s=LONGEST_S, load_timeout_s=LONGEST_S))
-    has_begun, told = threading.Event(), list[str]()
+    calls = BoundedCalls(thread, LinkSettings(lookup_timeout_s=LONGEST_S, load_timeout_s=LONGEST_S))
+    has_begun, results = threading.Event(), list[str]()
 
-    async def ask(deadline: float) -> str:
+    async def steps(deadline: float) -> str:
         has_begun.set()
         await asyncio.sleep(LONGEST_S)
         return "loaded"
 
-    work = asking.move("load", ask, "miss")
-    work.then(told.append)
+    work = calls.move("load", steps, "miss")
+    work.then(results.append)
     assert has_begun.wait(LONGEST_S)
     with ThreadPoolExecutor(1) as engine:
         waiting = engine.submit(work.wait)
         thread.close()
         assert waiting.result(LONGEST_S) == "miss"
-    assert told == ["miss"] and work.claim.is_free
+    assert results == ["miss"] and work.claim.is_free
 
 
 def test_a_closed_session_answers_as_an_empty_store(thread: TransferThread) -> None:
-    async def ask(deadline: float) -> str:
+    async def steps(deadline: float) -> str:
         return "loaded"
 
     thread.close()
-    work = BoundedCalls(thread, LinkSettings()).move("load", ask, "miss")
+    work = BoundedCalls(thread, LinkSettings()).move("load", steps, "miss")
     assert work.wait() == "miss" and work.claim.is_free
 
 
-def test_a_session_that_was_closed_while_its_loop_is_held_lets_go(
-    asking: BoundedCalls, thread: TransferThread, monkeypatch: pytest.MonkeyPatch
+def test_a_session_that_was_closed_while_its_loop_is_blocked_frees_the_memory(
+    calls: BoundedCalls, thread: TransferThread, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("mooncake.connectors.session.CLOSING_S", SHORT_S)
 
-    async def ask(deadline: float) -> str:
+    async def steps(deadline: float) -> str:
         return "loaded"
 
     with held(thread.loop), ThreadPoolExecutor(1) as engine:
-        work = asking.move("load", ask, "miss")
+        work = calls.move("load", steps, "miss")
         waiting = engine.submit(work.wait)
         thread.close()
-        assert thread.has_let_go() and waiting.result(LONGEST_S) == "miss"
+        assert thread.has_released_memory() and waiting.result(LONGEST_S) == "miss"

@@ -1,4 +1,4 @@
-"""Memory is free when nothing touches it and nothing will."""
+"""Memory is free when nothing touches it, now and in the future."""
 
 from __future__ import annotations
 
@@ -43,48 +43,48 @@ def test_nothing_begins_after_the_deadline_or_after_it_was_closed() -> None:
     assert claim.is_free
 
 
-def test_who_waits_is_told_when_it_is_free_and_not_before() -> None:
-    claim, told = Claim("load", FAR), list[str]()
+def test_callbacks_are_called_when_it_is_free_and_not_before() -> None:
+    claim, calls = Claim("load", FAR), list[str]()
     claim.enter(0.0)
-    claim.when_free(lambda: told.append("first"))
+    claim.when_free(lambda: calls.append("first"))
     claim.close()
-    assert told == [] and not claim.wait(clock.monotonic())
+    assert calls == [] and not claim.wait(clock.monotonic())
     claim.leave()
-    claim.when_free(lambda: told.append("second"))
-    assert told == ["first", "second"] and claim.wait(0.0)
+    claim.when_free(lambda: calls.append("second"))
+    assert calls == ["first", "second"] and claim.wait(0.0)
 
 
-def test_one_who_is_told_and_fails_keeps_nothing_from_the_others() -> None:
-    claim, told = Claim("save", FAR), list[int]()
+def test_a_callback_that_fails_does_not_prevent_the_others() -> None:
+    claim, calls = Claim("save", FAR), list[int]()
 
     def fail() -> None:
         raise RuntimeError("the engine's own")
 
     claim.when_free(fail)
-    claim.when_free(lambda: told.append(1))
+    claim.when_free(lambda: calls.append(1))
     claim.close()
-    assert told == [1] and claim.is_free
+    assert calls == [1] and claim.is_free
 
 
-def test_a_wait_for_overdue_memory_says_so_and_goes_on(
+def test_a_wait_for_overdue_memory_logs_it_and_goes_on(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     monkeypatch.setattr(module, "LOG_EVERY_S", 0.001)
     counter = overdue_seconds.labels("test")
     before = counter._value.get()
-    claim, has_spoken = Claim("test", clock.monotonic()), threading.Event()
+    claim, has_logged = Claim("test", clock.monotonic()), threading.Event()
     claim.close()
     claim._num_inside = 1
-    monkeypatch.setattr(module.log, "warning", lambda *_, **__: has_spoken.set())
+    monkeypatch.setattr(module.log, "warning", lambda *_, **__: has_logged.set())
     waiter = threading.Thread(target=claim.outlast)
     waiter.start()
-    assert has_spoken.wait(20.0) and waiter.is_alive()
+    assert has_logged.wait(20.0) and waiter.is_alive()
     claim.leave()
     waiter.join(20.0)
     assert not waiter.is_alive() and counter._value.get() > before
 
 
-def test_a_wait_ends_where_nobody_is_left_who_could_touch_the_memory(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_wait_ends_where_no_process_can_touch_the_memory(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(module, "LOG_EVERY_S", 0.001)
     claim = Claim("load", FAR)
     claim.enter(0.0)

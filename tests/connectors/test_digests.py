@@ -1,4 +1,4 @@
-"""Computed once per host, believed only where this user wrote it, and never after a change."""
+"""A digest is computed once per host, trusted only where this user wrote it, and never after a change."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ def settled(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.fixture
 def reads(monkeypatch: pytest.MonkeyPatch) -> list[int]:
-    """One entry for each time that a file was read."""
+    """The sizes of files that were read, one entry per read."""
     seen: list[int] = []
     computed = module._computed
 
@@ -95,7 +95,9 @@ def test_a_damaged_or_foreign_cache_is_ignored(path: Path, tmp_path: Path, reads
         assert file_digest(path, cache) == first
     assert len(reads) == 1 + len(damaged)
     kept(cache).chmod(0o666)
-    assert file_digest(path, cache) == first and len(reads) == 2 + len(damaged), "anybody could write it"
+    assert file_digest(path, cache) == first and len(reads) == 2 + len(damaged), (
+        "any user could have written it"
+    )
 
 
 def test_what_is_kept_for_another_file_is_not_taken(path: Path, tmp_path: Path, reads: list[int]) -> None:

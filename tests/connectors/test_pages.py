@@ -60,13 +60,13 @@ def test_a_page_of_another_size_is_a_miss(pages: Pages) -> None:
     assert np.array_equal(short[0], noise([100, 20], 2)[0])
 
 
-def test_what_there_is_no_room_for_is_not_saved(pages: Pages) -> None:
+def test_a_page_without_room_is_not_saved(pages: Pages) -> None:
     large, small = np.zeros(96 << 20, dtype=np.uint8), noise([1000], 1)
     assert pages.save([page("large", [large]), page("small", small)]) == [False, True]
     assert pages.find(["large", "small"]) == [False, True]
 
 
-def test_it_is_called_from_many_threads(pages: Pages) -> None:
+def test_calls_from_many_threads(pages: Pages) -> None:
     def turn(number: int) -> bool:
         pieces = [noise([512] * 3, number * 10 + index) for index in range(4)]
         keys = [f"{number} {index}" for index in range(4)]
@@ -79,7 +79,7 @@ def test_it_is_called_from_many_threads(pages: Pages) -> None:
         assert all(threads.map(turn, range(24)))
 
 
-def test_what_is_removed_or_forgotten_is_gone(pages: Pages) -> None:
+def test_removed_and_forgotten_pages_are_gone(pages: Pages) -> None:
     keys = ["kv/a/1", "kv/a/2", "kv/b/1"]
     assert all(pages.save([page(key, noise([100], 1)) for key in keys]))
     assert pages.remove(["kv/a/1", "none"]) == [True, False]
@@ -87,30 +87,30 @@ def test_what_is_removed_or_forgotten_is_gone(pages: Pages) -> None:
     assert pages.find(keys) == [False, False, True]
 
 
-def test_nothing_is_asked_of_nothing(pages: Pages) -> None:
+def test_empty_batches(pages: Pages) -> None:
     assert (pages.find([]), pages.load([]), pages.save([])) == ([], [], [])
     assert [num_leading(flags) for flags in ([], [True], [False, True], [True, False])] == [0, 1, 0, 1]
 
 
-# What stood still must not go on in memory that the engine has back
+# A paused operation must not continue in memory that the engine has got back
 
 PATIENT_S = 1.0
 GIVEN_UP_S = 3.0
-"""Much longer than the impatient clients below wait."""
+"""Much longer than the timeouts of the clients below."""
 
 
 @pytest.fixture
 def impatient(daemon: StoreConnector, request: pytest.FixtureRequest) -> Iterator[Pages]:
-    """It gives up soon; its loop can be held for longer."""
+    """A client with short timeouts; its loop can be blocked for longer."""
     pool = PoolSettings(daemon.address, tenant=str(request.node.name))
     client = Pages(pool, LinkSettings(lookup_timeout_s=0.15, load_timeout_s=PATIENT_S))
-    client.find(["anything"])  # it is connected by now
+    client.find(["anything"])  # it is connected after that
     yield client
     client.close()
 
 
 def used_again_at_once(client: Pages, move: Callable[[], list[bool]], memory: Bytes, byte: int) -> list[bool]:
-    """The loop is held while the engine's thread moves; what it has back it fills with ``byte`` at once."""
+    """Move while the loop is blocked; the engine fills memory that it gets back with ``byte`` at once."""
     loop, is_back = client._session.loop, threading.Event()
 
     def engine() -> list[bool]:
@@ -128,7 +128,7 @@ def used_again_at_once(client: Pages, move: Callable[[], list[bool]], memory: By
 
 
 def at_rest(client: Pages) -> None:
-    """Nothing that was begun before is under way any more."""
+    """Wait until everything that was begun before has ended."""
 
     async def others() -> None:
         rest = asyncio.all_tasks() - {asyncio.current_task()}
@@ -141,7 +141,7 @@ def at_rest(client: Pages) -> None:
 PREFIX_A, PREFIX_B, COMPUTED = 0xA1, 0xB2, 0xEE
 
 
-def test_a_page_that_is_used_again_after_its_save_was_given_up_is_not_saved_with_its_new_bytes(
+def test_a_page_that_is_reused_after_an_abandoned_save_is_not_saved_with_its_new_bytes(
     impatient: Pages, pages: Pages
 ) -> None:
     memory = np.full(1 << 20, PREFIX_A, dtype=np.uint8)
@@ -154,7 +154,7 @@ def test_a_page_that_is_used_again_after_its_save_was_given_up_is_not_saved_with
     assert set(memory.tolist()) == {PREFIX_B}
 
 
-def test_a_page_that_is_used_again_after_its_load_was_given_up_is_not_overwritten(
+def test_a_page_that_is_reused_after_an_abandoned_load_is_not_overwritten(
     impatient: Pages, pages: Pages
 ) -> None:
     saved = np.full(1 << 20, PREFIX_A, dtype=np.uint8)
@@ -166,10 +166,10 @@ def test_a_page_that_is_used_again_after_its_load_was_given_up_is_not_overwritte
     assert set(memory.tolist()) == {PREFIX_A if flags == [True] else COMPUTED}
 
 
-def test_a_save_that_was_given_up_leaves_no_half_put_behind(
+def test_an_abandoned_save_leaves_no_half_put_behind(
     impatient: Pages, pages: Pages, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Given up between the writing and the end: the space is given back, and the next writer has the key."""
+    """Abandoned between the write and its end: the space is released, and the next writer can use the key."""
     memory = np.full(4096, PREFIX_A, dtype=np.uint8)
     end_puts = impatient._session.store.end_puts
 
@@ -182,4 +182,4 @@ def test_a_save_that_was_given_up_leaves_no_half_put_behind(
     at_rest(impatient)
     assert pages.find(["A"]) == [False]
     assert pages.save([page("A", [memory])]) == [True]
-    assert pages.find(["A"]) == [True], "nobody is in the way of the next writer"
+    assert pages.find(["A"]) == [True], "the next writer is not blocked"

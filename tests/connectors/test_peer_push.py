@@ -1,4 +1,4 @@
-"""Two ends hand blocks over: in either order, never of another kind, and with nobody on the other side."""
+"""The two ends of a push: in either order, with blocks of another kind, and with the other end missing."""
 
 from __future__ import annotations
 
@@ -44,43 +44,48 @@ class Memory:
 
 
 class Watched(Sender):
-    """A sender that tells when somebody asked for what is not there yet."""
+    """A sender that sets ``has_waiter`` when a request waits for an offer."""
 
     def __init__(self, *args: Any) -> None:
         super().__init__(*args)
-        self.asked = asyncio.Event()
+        self.has_waiter = asyncio.Event()
 
     def _awaited(self, transfer_id: str) -> asyncio.Future[BlockOffer | str]:
         awaited = super()._awaited(transfer_id)
         if not awaited.done():
-            self.asked.set()
+            self.has_waiter.set()
         return awaited
 
 
 class Pair:
-    """Who computed and who decodes."""
+    """The computing and the decoding engine."""
 
     def __init__(self, hold_s: float, timeout_s: float) -> None:
         self.computed, self.decoding = Memory(1), Memory(2)
         self.ended: asyncio.Queue[str] = asyncio.Queue()
-        self.told: list[PushOutcome] = []
+        self.outcomes: list[PushOutcome] = []
         self.computed.transfer.register_all(self.computed.slabs.buffers)
         self.sender = Watched(
-            *(self.computed.transfer, LAYOUT, "kind", self.computed.slabs, hold_s, self.ended.put_nowait),
-            self.told.append,
+            self.computed.transfer,
+            LAYOUT,
+            "kind",
+            self.computed.slabs,
+            hold_s,
+            self.ended.put_nowait,
+            self.outcomes.append,
         )
         self.receiver = Receiver(
-            self.decoding.transfer, LAYOUT, "kind", self.decoding.slabs, timeout_s, self.told.append
+            self.decoding.transfer, LAYOUT, "kind", self.decoding.slabs, timeout_s, self.outcomes.append
         )
 
     def wanted(self, name: str, block_ids: list[int], first: int = 0, prompt: bytes = b"p") -> BlockRequest:
         return BlockRequest(name, prompt, first, block_ids, f"127.0.0.1:{self.sender.port}")
 
     def counted(self) -> list[tuple[str, int, int]]:
-        """What was told of since the last call: outcome, blocks, bytes."""
-        told, self.told[:] = list(self.told), []
-        assert all((one.seconds is not None) == (one.num_bytes > 0) for one in told)
-        return [(one.outcome, one.num_blocks, one.num_bytes) for one in told]
+        """Outcomes since the last call: (outcome, blocks, bytes)."""
+        outcomes, self.outcomes[:] = list(self.outcomes), []
+        assert all((one.seconds is not None) == (one.num_bytes > 0) for one in outcomes)
+        return [(one.outcome, one.num_blocks, one.num_bytes) for one in outcomes]
 
 
 @contextlib.asynccontextmanager
@@ -96,7 +101,7 @@ async def a_pair(hold_s: float = TIMEOUT_S, timeout_s: float = TIMEOUT_S) -> Asy
         pair.computed.transfer.close()
 
 
-async def test_blocks_come_whoever_is_first() -> None:
+async def test_blocks_arrive_in_either_order() -> None:
     async with a_pair() as pair:
         pair.sender.offer(BlockOffer("early", b"p", [0, 1, 2]))
         assert await pair.receiver.receive(pair.wanted("early", [3, 5], first=1)) == ""
@@ -105,16 +110,16 @@ async def test_blocks_come_whoever_is_first() -> None:
         num_bytes = 2 * NUM_LAYERS * SLAB_BYTES
         assert pair.counted() == [("pushed", 2, num_bytes), ("received", 2, num_bytes)]
 
-        pair.sender.asked.clear()
-        asked = asyncio.ensure_future(pair.receiver.receive(pair.wanted("late", [4, 0])))
-        await pair.sender.asked.wait()
+        pair.sender.has_waiter.clear()
+        received = asyncio.ensure_future(pair.receiver.receive(pair.wanted("late", [4, 0])))
+        await pair.sender.has_waiter.wait()
         pair.sender.offer(BlockOffer("late", b"p", [3, 4]))
-        assert await asked == ""
+        assert await received == ""
         assert pair.decoding.blocks([4, 0]) == pair.computed.blocks([3, 4])
         assert await pair.ended.get() == "late"
 
 
-async def test_what_does_not_belong_is_not_written() -> None:
+async def test_blocks_that_do_not_match_are_not_written() -> None:
     async with a_pair() as pair:
         before = pair.decoding.layers.copy()
         pair.sender.offer(BlockOffer("prompt", b"p", [0, 1]))
@@ -136,7 +141,7 @@ async def test_blocks_of_another_kind_are_refused_with_both_named() -> None:
         receiver = Receiver(stranger.transfer, LAYOUT, "other", stranger.slabs, TIMEOUT_S)
         pair.sender.offer(BlockOffer("one", b"p", [0]))
         reason = await receiver.receive(pair.wanted("one", [0]))
-        assert reason == "blocks of layout kind are none of layout other"
+        assert reason == "the blocks have layout kind, not other"
         await receiver.close()
         stranger.transfer.close()
 
@@ -150,14 +155,14 @@ async def test_every_wait_ends() -> None:
         assert pair.counted() == [("expired", 2, 0)]
 
 
-async def test_memory_told_to_a_sender_that_is_lost_is_taken_back_and_told_to_the_next() -> None:
+async def test_memory_known_to_a_lost_sender_is_revoked_and_given_to_the_next() -> None:
     async with a_pair() as pair:
         old = pair.decoding.transfer.describe()
-        asked = asyncio.ensure_future(pair.receiver.receive(pair.wanted("lost", [0])))
-        await pair.sender.asked.wait()
+        received = asyncio.ensure_future(pair.receiver.receive(pair.wanted("lost", [0])))
+        await pair.sender.has_waiter.wait()
         port = pair.sender.port
         await pair.sender.close()
-        assert await asked
+        assert await received
         keys = [{region.key for region in one.regions} for one in (old, pair.decoding.transfer.describe())]
         assert keys[0].isdisjoint(keys[1])
         assert "can't be reached" in await pair.receiver.receive(pair.wanted("lost", [0]))
@@ -172,7 +177,7 @@ async def test_memory_told_to_a_sender_that_is_lost_is_taken_back_and_told_to_th
 
 
 def test_a_request_names_no_listener_that_is_not_configured() -> None:
-    """Whoever is asked is told how to write to the decode engine's memory."""
+    """A listener that gets a request learns how to write to the decode engine's memory."""
     both = Listeners("10.0.0.1:8200, 10.0.0.2:8200")
     assert both.chosen({}) == "10.0.0.1:8200", "the first, if a request names none"
     assert both.chosen({"remote_host": "10.0.0.2", "remote_port": 8200}) == "10.0.0.2:8200"
@@ -184,27 +189,27 @@ def test_a_request_names_no_listener_that_is_not_configured() -> None:
 
 
 @pytest.mark.parametrize("timeout_s", [0.0, -1.0, float("inf"), float("nan"), 1e9])
-async def test_a_time_that_nobody_waits_is_refused(timeout_s: float) -> None:
-    """It comes from the wire; what it asks for would be held for as long."""
+async def test_a_timeout_out_of_range_is_refused(timeout_s: float) -> None:
+    """It comes from the network; the blocks that it requests would be held for as long."""
     async with a_pair() as pair:
         receiver = Receiver(pair.decoding.transfer, LAYOUT, "kind", pair.decoding.slabs, TIMEOUT_S)
         receiver._timeout_s = timeout_s
         take = PushRequest("one", "kind", b"p", b"", b"", b"", 0, [0], timeout_s)
         taken = await pair.sender._take(take, cast(Any, None))
         assert "timeout_s" in taken.reason and not taken.has_begun
-        assert not pair.sender._offers, "nobody waits for it"
+        assert not pair.sender._offers, "no request waits for it"
         await receiver.close()
 
 
 async def test_offered_blocks_are_the_engines_again_when_the_write_has_ended_and_not_before(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """Who asked is gone in the middle of it; the write goes on in the memory all the same."""
+    """The receiver disconnects in the middle of the write, which goes on in the memory all the same."""
     async with a_pair() as pair:
         has_begun, may_end = asyncio.Event(), asyncio.Event()
         write = pair.computed.transfer.write
 
-        async def slow(*words: Any, **named: Any) -> Any:
+        async def slow(*args: Any, **kwargs: Any) -> Any:
             has_begun.set()
             cancelled: BaseException | None = None
             while not may_end.is_set():
@@ -214,20 +219,20 @@ async def test_offered_blocks_are_the_engines_again_when_the_write_has_ended_and
                     cancelled = error
             if cancelled is not None:
                 raise cancelled
-            return await write(*words, **named)
+            return await write(*args, **kwargs)
 
         monkeypatch.setattr(pair.computed.transfer, "write", slow)
         pair.sender.offer(BlockOffer("one", b"p", [0]))
-        asked = asyncio.ensure_future(pair.receiver.receive(pair.wanted("one", [1])))
+        received = asyncio.ensure_future(pair.receiver.receive(pair.wanted("one", [1])))
         await has_begun.wait()
         await pair.receiver.close()
-        assert await asked, "its connection is lost"
+        assert await received, "its connection is lost"
         assert pair.ended.empty()
         may_end.set()
         assert await pair.ended.get() == "one"
 
 
-async def test_a_mistake_of_ours_takes_the_memory_back_and_hangs_nobody(
+async def test_a_bug_revokes_the_memory_and_blocks_no_request(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     async with a_pair() as pair:
@@ -237,19 +242,19 @@ async def test_a_mistake_of_ours_takes_the_memory_back_and_hangs_nobody(
 
         async def broken(message: Any, timeout_s: float) -> Any:
             if isinstance(message, PushRequest):
-                raise KeyError("a mistake")
+                raise KeyError("a bug")
             return await call(message, timeout_s)
 
         monkeypatch.setattr(client, "call", broken)
         assert await pair.receiver.receive(pair.wanted("one", [0])) == "KeyError"
         keys = [{region.key for region in one.regions} for one in (before, pair.decoding.transfer.describe())]
-        assert keys[0].isdisjoint(keys[1]), "somebody may know of the memory"
+        assert keys[0].isdisjoint(keys[1]), "a peer may know the memory"
         monkeypatch.undo()
         pair.sender.offer(BlockOffer("two", b"p", [0]))
         assert await pair.receiver.receive(pair.wanted("two", [0])) == ""
 
 
-async def test_blocks_are_kept_until_the_memory_could_be_taken_back(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_blocks_are_kept_until_the_memory_could_be_revoked(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("mooncake.connectors.peer_push.LOG_EVERY_S", 0.001)
     async with a_pair(timeout_s=0.05) as pair:
         unregister, num_tries = pair.decoding.transfer.unregister, 0
@@ -262,10 +267,10 @@ async def test_blocks_are_kept_until_the_memory_could_be_taken_back(monkeypatch:
             unregister(region)
 
         monkeypatch.setattr(pair.decoding.transfer, "unregister", unwilling)
-        asked = asyncio.ensure_future(pair.receiver.receive(pair.wanted("lost", [0])))
-        await pair.sender.asked.wait()
+        received = asyncio.ensure_future(pair.receiver.receive(pair.wanted("lost", [0])))
+        await pair.sender.has_waiter.wait()
         await pair.sender.close()
-        assert await asked and num_tries == 4
+        assert await received and num_tries == 4
 
 
 async def test_memory_that_can_not_be_registered_again_is_tried_by_the_next(

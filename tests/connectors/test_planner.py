@@ -40,7 +40,7 @@ def test_blocks_are_held_until_every_rank_has_moved_them() -> None:
     planner.check()
 
 
-def test_who_does_not_save_holds_nothing() -> None:
+def test_an_engine_that_does_not_save_holds_nothing() -> None:
     planner = Planner(1, saves=False)
     assert planner.computes("a", NAMES, IDS, 2) is None
     assert not is_holding(planner)

@@ -1,4 +1,4 @@
-"""Where a connector finds the store, and what its thread leaves behind when it is closed."""
+"""How a connector finds the store, and what its thread leaves behind when it is closed."""
 
 from __future__ import annotations
 
@@ -13,9 +13,9 @@ from mooncake.connectors.session import PoolSettings, TransferThread
 from mooncake.errors import InvalidArgument
 
 
-def test_the_extra_configuration_says_where_the_store_is() -> None:
+def test_the_extra_configuration_has_the_address_of_the_store() -> None:
     settings = PoolSettings.read({"mooncake_store_addr": "host:50051"}, {"MOONCAKE_CONFIG_PATH": "/nowhere"})
-    assert (settings.master, settings.lent_bytes, settings.transports) == ("host:50051", 0, ())
+    assert (settings.master, settings.segment_bytes, settings.transports) == ("host:50051", 0, ())
 
 
 def test_a_protocol_that_is_named_is_the_only_one() -> None:
@@ -23,8 +23,10 @@ def test_a_protocol_that_is_named_is_the_only_one() -> None:
     assert settings.transports == ("tcp",)
 
 
-@pytest.mark.parametrize(("mode", "lent"), [("embedded", 16 << 20), ("standalone-store", 0)])
-def test_the_existing_file_says_it_and_what_is_lent(tmp_path: Path, mode: str, lent: int) -> None:
+@pytest.mark.parametrize(("mode", "segment_bytes"), [("embedded", 16 << 20), ("standalone-store", 0)])
+def test_the_existing_file_has_the_address_and_the_segment_size(
+    tmp_path: Path, mode: str, segment_bytes: int
+) -> None:
     file = tmp_path / "mooncake.json"
     file.write_text(
         json.dumps({
@@ -33,10 +35,10 @@ def test_the_existing_file_says_it_and_what_is_lent(tmp_path: Path, mode: str, l
         })
     )  # fmt: skip
     settings = PoolSettings.read({}, {"MOONCAKE_CONFIG_PATH": str(file)})
-    assert (settings.master, settings.lent_bytes, settings.tenant) == ("host:50051", lent, "t")
+    assert (settings.master, settings.segment_bytes, settings.tenant) == ("host:50051", segment_bytes, "t")
 
 
-def test_nowhere_is_refused() -> None:
+def test_no_address_is_refused() -> None:
     with pytest.raises(InvalidArgument, match="mooncake_store_addr"):
         PoolSettings.read({}, {})
 
@@ -58,15 +60,17 @@ def test_closing_cancels_what_was_begun_and_waits_for_its_end() -> None:
         ends.append("what it began in the end")
 
     future = thread.start(work())
-    assert has_begun.wait(20.0) and not thread.has_let_go()
+    assert has_begun.wait(20.0) and not thread.has_released_memory()
     thread.close()
-    assert ends == ["work", "what it began in the end"] and future.cancelled() and thread.has_let_go()
+    assert (
+        ends == ["work", "what it began in the end"] and future.cancelled() and thread.has_released_memory()
+    )
 
 
 def test_without_its_thread_nothing_of_it_touches_memory() -> None:
-    """As in a process that was forked: there is no thread there, and nothing may wait for it."""
+    """In a forked process, for instance, there is no thread, and nothing may wait for it."""
     thread = TransferThread("127.0.0.1", ("shm",))
     thread.loop.call_soon_threadsafe(thread.loop.stop)
     thread._thread.join(20.0)
-    assert thread.has_let_go()
+    assert thread.has_released_memory()
     thread.loop.close()

@@ -110,7 +110,7 @@ FOREIGN = SlabLayout(num_layers=3, num_slabs=1, slab_bytes=96, block_tokens=32)
 
 
 class Foreign(Driver):
-    """Another engine's memory: a tensor for each layer, gaps between the blocks, what's in them its own."""
+    """Another engine's memory: a tensor for each layer, gaps between the blocks, contents of its own."""
 
     def __init__(
         self, store: AsyncStore, transfer: TransferEngine, layout: SlabLayout = FOREIGN, **facts: str
@@ -131,8 +131,8 @@ class Foreign(Driver):
         return [bytes(slab[block_id, :size]) for layer in self.layers for slab in layer]
 
 
-class House:
-    """A master, a node, and workers as a test wants them."""
+class Cluster:
+    """A master, a node, and workers on request."""
 
     def __init__(self, master: MasterServer, port: int, node: Node, stack: contextlib.AsyncExitStack) -> None:
         self.master = master
@@ -159,14 +159,14 @@ class House:
 
 
 @pytest.fixture
-async def house() -> AsyncIterator[House]:
+async def cluster() -> AsyncIterator[Cluster]:
     master = MasterServer(MasterSettings(port=0))
     port = await master.start()
     node = Node(NodeSettings(master=f"127.0.0.1:{port}", pool_size_bytes=1 << 20))
     await node.start()
     await asyncio.wait_for(node.mounted.wait(), TIMEOUT_S)
     async with contextlib.AsyncExitStack() as stack:
-        yield House(master, port, node, stack)
+        yield Cluster(master, port, node, stack)
     await node.close()
     master.master.check()
     await master.close()
@@ -181,8 +181,8 @@ def is_staged(request: pytest.FixtureRequest) -> bool:
     return bool(request.param == "staged")
 
 
-async def test_what_one_worker_saves_another_loads(house: House, is_staged: bool) -> None:
-    writer, reader = await house.worker(is_staged), await house.worker(is_staged)
+async def test_one_worker_loads_blocks_that_another_saved(cluster: Cluster, is_staged: bool) -> None:
+    writer, reader = await cluster.worker(is_staged), await cluster.worker(is_staged)
     first, second, tail = hashes_of(10)
     save = await writer.save([(first, 4, 7), (second, 4, 2), (tail, 2, 5)])
     assert save.num_stored_blocks == 3
@@ -197,40 +197,40 @@ async def test_what_one_worker_saves_another_loads(house: House, is_staged: bool
     assert torch.equal(reader.pool[:, :, untouched], before[:, :, untouched])
 
 
-async def test_a_prefix_ends_at_the_first_gap(house: House, is_staged: bool) -> None:
-    worker = await house.worker(is_staged)
+async def test_a_prefix_ends_at_the_first_gap(cluster: Cluster, is_staged: bool) -> None:
+    worker = await cluster.worker(is_staged)
     first, second, third = hashes_of(12)
     await worker.save([(first, 4, 1), (third, 4, 3)])
     lookup = await worker.lookup([(first, 4), (second, 4), (third, 4)])
     assert lookup.num_blocks == 1
 
 
-async def test_other_weights_find_nothing(house: House) -> None:
-    worker = await house.worker(False)
-    other = await house.worker(False, weights="other")
+async def test_other_weights_find_nothing(cluster: Cluster) -> None:
+    worker = await cluster.worker(False)
+    other = await cluster.worker(False, weights="other")
     (first,) = hashes_of(4)
     await worker.save([(first, 4, 1)])
     assert (await worker.lookup([(first, 4)])).num_blocks == 1
     assert (await other.lookup([(first, 4)])).num_blocks == 0
 
 
-async def test_saving_twice_stores_once_and_says_stored(house: House) -> None:
-    worker = await house.worker(False)
+async def test_saving_twice_stores_once_and_reports_both_as_stored(cluster: Cluster) -> None:
+    worker = await cluster.worker(False)
     (first,) = hashes_of(4)
     assert (await worker.save([(first, 4, 1)])).num_stored_blocks == 1
     assert (await worker.save([(first, 4, 2)])).num_stored_blocks == 1
 
 
-async def test_a_corrupted_block_fails_its_load(house: House, is_staged: bool) -> None:
-    worker = await house.worker(is_staged)
+async def test_a_corrupted_block_fails_its_load(cluster: Cluster, is_staged: bool) -> None:
+    worker = await cluster.worker(is_staged)
     (first,) = hashes_of(4)
     await worker.save([(first, 4, 1)])
     lookup = await worker.lookup([(first, 4)])
     grant = lookup.grants[0]
     # Flip a bit of layer 2, where the node keeps the object.
-    (region,) = house.node.engine.describe().regions
+    (region,) = cluster.node.engine.describe().regions
     offset = grant.address - region.address + LAYOUT.object_offsets(2, 4)[0]
-    _flip(house.node, offset)
+    _flip(cluster.node, offset)
     load = await worker.load(lookup, [5])
     assert load.failed
     assert load.done
@@ -242,8 +242,8 @@ def _flip(node: Node, offset: int) -> None:
     byte.value ^= 1
 
 
-async def test_an_aborted_save_is_never_seen(house: House, is_staged: bool) -> None:
-    worker = await house.worker(is_staged)
+async def test_an_aborted_save_is_never_seen(cluster: Cluster, is_staged: bool) -> None:
+    worker = await cluster.worker(is_staged)
     (first,) = hashes_of(4)
     save = await worker.save([(first, 4, 1)], num_layers=2)
     assert save.num_stored_blocks == 0
@@ -252,9 +252,9 @@ async def test_an_aborted_save_is_never_seen(house: House, is_staged: bool) -> N
 
 
 async def test_a_node_that_dies_half_way_through_a_save_leaves_nothing_to_find(
-    house: House, is_staged: bool
+    cluster: Cluster, is_staged: bool
 ) -> None:
-    worker, other = await house.worker(is_staged), await house.worker(is_staged)
+    worker, other = await cluster.worker(is_staged), await cluster.worker(is_staged)
     first, second = hashes_of(8)
     before = worker.pool.clone()
     half = LAYOUT.num_layers // 2
@@ -269,29 +269,29 @@ async def test_a_node_that_dies_half_way_through_a_save_leaves_nothing_to_find(
     save = worker.link.start_save([(first, 4, 1), (second, 4, 2)])
     await asyncio.to_thread(give, save, range(half))
     await asyncio.to_thread(wait_for, is_half_written, "half of the layers to be written", PATIENCE_S)
-    house.node.engine.close()  # its memory is gone, and the master does not know
+    cluster.node.engine.close()  # its memory is gone, and the master has not noticed
     await asyncio.to_thread(give, save, range(half, LAYOUT.num_layers))
     worker.link.finish_save(save)
-    await asyncio.to_thread(wait_for, lambda: save.done, "the save to be over", PATIENCE_S)
+    await asyncio.to_thread(wait_for, lambda: save.done, "the save to be done", PATIENCE_S)
     assert save.is_stored == [False, False]
     assert (await other.lookup([(first, 4), (second, 4)])).num_blocks == 0
     assert torch.equal(worker.pool, before)
 
 
-async def test_a_store_that_is_away_costs_one_wait_and_then_none(house: House) -> None:
+async def test_an_unreachable_store_costs_one_wait_and_then_none(cluster: Cluster) -> None:
     with listen("127.0.0.1", 0) as free:
-        nobody = free.getsockname()[1]
-    worker = await house.worker(False, port=nobody)
+        unused_port = free.getsockname()[1]
+    worker = await cluster.worker(False, port=unused_port)
     (first,) = hashes_of(4)
     assert (await worker.lookup([(first, 4)])).num_blocks == 0
     lookup = worker.link.lookup([(first, 4)])
-    assert lookup.done, "while the store is known to be away it is not asked"
+    assert lookup.done, "no call follows shortly after a failure to reach the store"
     assert worker.link.start_save([(first, 4, 1)]).done
 
 
-async def test_a_new_peer_that_does_not_answer_holds_up_nobody(house: House) -> None:
-    """It accepts and says nothing; this test is the engine and the link's loop, so it would feel any wait."""
-    writer, reader = await house.worker(False), await house.worker(False, load_timeout_s=PATIENCE_S)
+async def test_a_new_peer_that_does_not_answer_delays_no_other(cluster: Cluster) -> None:
+    """It accepts and never answers; this test runs on the link's loop, so that any wait would delay it."""
+    writer, reader = await cluster.worker(False), await cluster.worker(False, load_timeout_s=PATIENCE_S)
     (first,) = hashes_of(4)
     await writer.save([(first, 4, 1)])
     lookup = await reader.lookup([(first, 4)])
@@ -303,12 +303,12 @@ async def test_a_new_peer_that_does_not_answer_holds_up_nobody(house: House) -> 
         load = reader.link.start_load(lookup, [5])
         await mute.met()
         assert (mute.is_waited_for(), load.done) == (True, False)
-    await asyncio.to_thread(wait_for, lambda: load.done, "the load to be over", PATIENCE_S)
+    await asyncio.to_thread(wait_for, lambda: load.done, "the load to be done", PATIENCE_S)
     assert load.failed
 
 
-async def test_no_room_is_refused_and_nothing_breaks(house: House) -> None:
-    worker = await house.worker(False)
+async def test_no_room_is_refused_and_nothing_breaks(cluster: Cluster) -> None:
+    worker = await cluster.worker(False)
     object_bytes = LAYOUT.object_bytes(4)
     count = (1 << 20) // object_bytes + NUM_BLOCKS
     hashes = block_hashes(range(4 * count), 4, root_hash())
@@ -317,13 +317,13 @@ async def test_no_room_is_refused_and_nothing_breaks(house: House) -> None:
         save = await worker.save([(h, 4, 1 + i) for i, h in enumerate(hashes[start : start + 8])])
         stored += save.num_stored_blocks
     assert 0 < stored <= count
-    house.master.master.check()
+    cluster.master.master.check()
 
 
 @pytest.mark.parametrize("num_slabs", [1, 2])
-async def test_blocks_of_another_engine_arrive_as_they_were(house: House, num_slabs: int) -> None:
+async def test_blocks_of_another_engine_arrive_as_they_were(cluster: Cluster, num_slabs: int) -> None:
     layout = dataclasses.replace(FOREIGN, num_slabs=num_slabs)
-    writer, reader = await house.foreign(layout=layout), await house.foreign(layout=layout)
+    writer, reader = await cluster.foreign(layout=layout), await cluster.foreign(layout=layout)
     first, second = block_hashes(range(64), 32, root_hash())
     save = await writer.save([(first, 32, 7), (second, 32, 2)])
     assert save.num_stored_blocks == 2
@@ -347,10 +347,12 @@ OTHERS: list[dict[str, Any]] = [
 
 
 @pytest.mark.parametrize("other", OTHERS, ids=["dtype", "weights", "slab", "block"])
-async def test_blocks_of_another_kind_of_engine_are_not_found(house: House, other: dict[str, Any]) -> None:
+async def test_blocks_of_another_kind_of_engine_are_not_found(
+    cluster: Cluster, other: dict[str, Any]
+) -> None:
     same = {"dtype": "bfloat16", "weights": "w", "layout": FOREIGN}
-    writer = await house.foreign(**same)
-    reader, stranger = await house.foreign(**same), await house.foreign(**{**same, **other})
+    writer = await cluster.foreign(**same)
+    reader, stranger = await cluster.foreign(**same), await cluster.foreign(**{**same, **other})
     (first,) = block_hashes(range(32), 32, root_hash())
     await writer.save([(first, 32, 7)])
     assert (await reader.lookup([(first, 32)])).num_blocks == 1
@@ -358,7 +360,7 @@ async def test_blocks_of_another_kind_of_engine_are_not_found(house: House, othe
 
 
 class LateClock:
-    """The real clock, and what a test adds to it."""
+    """The real clock plus a test's offset."""
 
     def __init__(self) -> None:
         self.late_s = 0.0
@@ -375,36 +377,36 @@ def late(monkeypatch: pytest.MonkeyPatch) -> LateClock:
     return other
 
 
-async def test_a_load_that_ends_after_its_lease_has_failed(house: House, late: LateClock) -> None:
-    """Its bytes and checksums are right; but the space may have been another's for a moment."""
-    worker = await house.worker(False)
+async def test_a_load_that_ends_after_its_lease_has_failed(cluster: Cluster, late: LateClock) -> None:
+    """Its bytes and checksums are right; but the space may have been reused meanwhile."""
+    worker = await cluster.worker(False)
     (first,) = hashes_of(4)
     await worker.save([(first, 4, 1)])
     lookup = await worker.lookup([(first, 4)])
     load = worker.link.start_load(lookup, [5])
-    late.late_s = 1000.0  # before this loop, which is the link's, hears of any completion
-    await asyncio.to_thread(wait_for, lambda: load.done, "the load to be over", TIMEOUT_S)
+    late.late_s = 1000.0  # before this loop, which is the link's, processes any completion
+    await asyncio.to_thread(wait_for, lambda: load.done, "the load to be done", TIMEOUT_S)
     assert load.failed
 
 
-async def test_a_write_ends_before_its_space_may_be_anothers(
-    house: House, monkeypatch: pytest.MonkeyPatch
+async def test_a_write_ends_before_its_space_may_be_reused(
+    cluster: Cluster, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    worker = await house.worker(False, load_timeout_s=1000.0)
+    worker = await cluster.worker(False, load_timeout_s=1000.0)
     (first,) = hashes_of(4)
     start_puts, submit = worker.link._store.start_puts, worker.transfer.submit
     timeouts_s: list[float] = []
 
-    async def short(*words: Any, **named: Any) -> Any:
-        grants = await start_puts(*words, **named)
+    async def short(*args: Any, **kwargs: Any) -> Any:
+        grants = await start_puts(*args, **kwargs)
         for grant in grants:
             assert isinstance(grant, PutGrant)
             grant.expires_at = clock.monotonic() + TIMEOUT_S
         return grants
 
-    def noted(*words: Any, timeout_s: float, **named: Any) -> None:
+    def noted(*args: Any, timeout_s: float, **kwargs: Any) -> None:
         timeouts_s.append(timeout_s)
-        submit(*words, timeout_s=timeout_s, **named)
+        submit(*args, timeout_s=timeout_s, **kwargs)
 
     monkeypatch.setattr(worker.link._store, "start_puts", short)
     monkeypatch.setattr(worker.transfer, "submit", noted)
@@ -412,9 +414,9 @@ async def test_a_write_ends_before_its_space_may_be_anothers(
     assert len(timeouts_s) == LAYOUT.num_layers and max(timeouts_s) <= TIMEOUT_S
 
 
-async def test_no_write_begins_in_space_whose_time_is_over(house: House, late: LateClock) -> None:
-    """The timer that says so may be late, too: what stood still for long looks at the clock itself."""
-    worker = await house.worker(False)
+async def test_no_write_begins_in_expired_space(cluster: Cluster, late: LateClock) -> None:
+    """The timer that expires it may be late, too: a thread that was paused checks the clock itself."""
+    worker = await cluster.worker(False)
     (first,) = hashes_of(4)
     save = worker.link.start_save([(first, 4, 1)])
     worker.link.save_layer(save, 0)
@@ -427,13 +429,13 @@ async def test_no_write_begins_in_space_whose_time_is_over(house: House, late: L
     worker.link.save_layer(save, 1)
     assert save.num_layers_submitted == 1 and not save.is_wanted
     worker.link.finish_save(save)
-    await asyncio.to_thread(wait_for, lambda: save.done, "the save to be over", TIMEOUT_S)
+    await asyncio.to_thread(wait_for, lambda: save.done, "the save to be done", TIMEOUT_S)
     assert save.num_stored_blocks == 0
-    assert (await (await house.worker(False)).lookup([(first, 4)])).num_blocks == 0
+    assert (await (await cluster.worker(False)).lookup([(first, 4)])).num_blocks == 0
 
 
-async def test_an_object_of_another_size_is_no_block(house: House) -> None:
-    worker = await house.worker(False)
+async def test_an_object_of_another_size_is_not_a_block(cluster: Cluster) -> None:
+    worker = await cluster.worker(False)
     first, second = hashes_of(8)
     key, size_bytes = worker.link._identity.key(first), LAYOUT.object_bytes(4)
     assert await worker.link._store.put(key, bytes(size_bytes - 1)) is None
@@ -442,24 +444,24 @@ async def test_an_object_of_another_size_is_no_block(house: House) -> None:
     assert (await worker.lookup([(first, 4), (second, 4)])).num_blocks == 0
 
 
-async def test_a_load_that_fails_is_counted_once(house: House) -> None:
-    worker, counter = await house.worker(False), blocks.failures.labels("load")
+async def test_a_load_that_fails_is_counted_once(cluster: Cluster) -> None:
+    worker, counter = await cluster.worker(False), blocks.failures.labels("load")
     (first,) = hashes_of(4)
     await worker.save([(first, 4, 1)])
     lookup = await worker.lookup([(first, 4)])
-    (region,) = house.node.engine.describe().regions
+    (region,) = cluster.node.engine.describe().regions
     before = counter._value.get()
     assert not (await worker.load(lookup, [4])).failed
     assert counter._value.get() == before, "nothing has failed yet"
     for layer in range(LAYOUT.num_layers):
-        _flip(house.node, lookup.grants[0].address - region.address + LAYOUT.object_offsets(layer, 4)[0])
+        _flip(cluster.node, lookup.grants[0].address - region.address + LAYOUT.object_offsets(layer, 4)[0])
     assert (await worker.load(lookup, [5])).failed
     assert counter._value.get() == before + 1
 
 
-async def test_a_load_whose_staging_memory_went_to_others_fails(house: House) -> None:
-    """It arrived in time; but the engine stood still, and took it when the memory was another's."""
-    worker = await house.worker(True)
+async def test_a_load_whose_staging_memory_was_reused_fails(cluster: Cluster) -> None:
+    """It arrived in time; but the engine was paused, and read it when the memory was in other use."""
+    worker = await cluster.worker(True)
     (first,) = hashes_of(4)
     await worker.save([(first, 4, 1)])
     lookup = await worker.lookup([(first, 4)])
@@ -476,11 +478,11 @@ async def test_a_load_whose_staging_memory_went_to_others_fails(house: House) ->
 
     load = await asyncio.to_thread(engine)
     assert load.failed and load.done
-    assert torch.equal(worker.pool[1:], before[1:]), "no layer was taken from memory of others"
+    assert torch.equal(worker.pool[1:], before[1:]), "no layer was read from reused memory"
 
 
-async def test_memory_that_was_taken_back_fails_its_loads_and_saves_and_nothing_else(house: House) -> None:
-    worker = await house.worker(False)
+async def test_unregistered_memory_fails_its_loads_and_saves_and_nothing_else(cluster: Cluster) -> None:
+    worker = await cluster.worker(False)
     first, second = hashes_of(8)
     await worker.save([(first, 4, 1)])
     lookup = await worker.lookup([(first, 4)])
@@ -491,8 +493,8 @@ async def test_memory_that_was_taken_back_fails_its_loads_and_saves_and_nothing_
     assert save.done and save.num_stored_blocks == 0
 
 
-async def test_an_engine_whose_wake_fails_gets_its_blocks_back(house: House) -> None:
-    worker = await house.worker(False)
+async def test_an_engine_whose_wake_fails_gets_its_blocks_back(cluster: Cluster) -> None:
+    worker = await cluster.worker(False)
 
     def fail() -> None:
         raise RuntimeError("the engine's own")

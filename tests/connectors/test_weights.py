@@ -1,4 +1,4 @@
-"""The digest tells models apart by all that is in them."""
+"""Models that differ in any byte have different digests."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ ROWS, COLUMNS = 512, 256
 
 @pytest.fixture(autouse=True)
 def home(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """No test finds what another has kept."""
+    """A cache of its own for each test."""
     monkeypatch.setenv("HOME", str(tmp_path / "home"))
 
 
@@ -33,7 +33,7 @@ def model(folder: Path, change: str = "") -> Path:
         tensors["layer.9"] = tensors.pop("layer.3")
     if change == "order":
         tensors["layer.0"], tensors["layer.1"] = tensors["layer.1"], tensors["layer.0"]
-    if change == "rows":  # between the samples of the quick way
+    if change == "rows":  # between the samples of the fast mode
         tensors["embedding"][50:200] += 1
     if change == "one number":
         tensors["embedding"][100, 7] += 1
@@ -56,11 +56,11 @@ def test_the_same_model_elsewhere_is_the_same(tmp_path: Path, sampled: bool) -> 
 @pytest.mark.parametrize("change", CHANGES)
 def test_another_model_is_another(tmp_path: Path, change: str) -> None:
     one, other = model(tmp_path / "a"), model(tmp_path / "b", change)
-    assert weights_of(str(one), "nobody") != weights_of(str(other), "nobody")
+    assert weights_of(str(one), "owner") != weights_of(str(other), "owner")
 
 
 @pytest.mark.parametrize("change", CHANGES)
-def test_what_the_quick_way_sees_and_what_it_does_not(tmp_path: Path, change: str) -> None:
+def test_differences_that_the_fast_mode_finds_and_misses(tmp_path: Path, change: str) -> None:
     digests = [
         module.folder_digest(one, True) for one in (model(tmp_path / "a"), model(tmp_path / "b", change))
     ]
@@ -99,7 +99,7 @@ def test_code_of_another_repository_counts(tmp_path: Path, monkeypatch: pytest.M
     assert module.folder_digest(folder) != before
 
 
-def test_weights_that_can_not_be_looked_at_are_their_owners(tmp_path: Path) -> None:
+def test_weights_that_can_not_be_read_belong_to_their_owner(tmp_path: Path) -> None:
     assert weights_of(str(tmp_path), "engine 1") == "engine 1", "no weights"
     assert weights_of(str(model(tmp_path / "a")), "engine 1", is_made_up=True) == "engine 1"
 
@@ -118,7 +118,7 @@ def test_a_damaged_file_is_named(tmp_path: Path) -> None:
         module.folder_digest(tmp_path)
 
 
-def test_the_quick_way_is_asked_for_by_true_alone() -> None:
+def test_the_fast_mode_is_selected_by_true_alone() -> None:
     assert (module.is_sampled({}), module.is_sampled({"sampled_weights": True})) == (False, True)
     wrong: Any = {"sampled_weights": "no"}
     with pytest.raises(InvalidArgument, match="sampled_weights"):

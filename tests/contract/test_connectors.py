@@ -20,7 +20,7 @@ from typing import Any
 import pytest
 
 from mooncake.connectors.kv_link import AnyLink, KvLookup, KvSave
-from mooncake.inference.engine import Engine, EngineSettings
+from mooncake.inference.engine import Engine, InferenceSettings
 from mooncake.inference.fake.faults import FaultyLink, FaultyLoad, LoadFaults
 from mooncake.inference.fake.model import FakeModel
 from mooncake.inference.fake.runner import ByteTokenizer, FakeRunner
@@ -111,7 +111,7 @@ class Bench:
         return FakeModel(self.seed if seed is None else seed, shape, num_blocks)
 
     def _subject(self, model: FakeModel, link: AnyLink | None) -> Subject:
-        engine = Engine(EngineSettings(), FakeRunner(model, link), link)
+        engine = Engine(InferenceSettings(), FakeRunner(model, link), link)
         generator = Generator(engine, ByteTokenizer(), asyncio.get_running_loop())
         generator.start()
 

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 
-from mooncake.inference.engine import Engine, EngineSettings
+from mooncake.inference.engine import Engine, InferenceSettings
 from mooncake.inference.gguf import resolve_model
 from mooncake.inference.request import Request, SamplingParams
 from mooncake.inference.runner import TorchRunner, new_pool
@@ -48,7 +48,7 @@ def expected(folder: Path) -> Answers:
     return answers
 
 
-def run_engine(folder: Path, settings: EngineSettings, together: bool) -> Answers:
+def run_engine(folder: Path, settings: InferenceSettings, together: bool) -> Answers:
     """All prompts through one engine, one after another or all at once."""
     model = load_model(folder, "float32")
     engine = Engine(settings, TorchRunner(model, new_pool(model, 32, 1 << 30)))
@@ -84,11 +84,11 @@ def test_there_are_thirty_prompts_up_to_4000_tokens(folder: Path) -> None:
 
 
 def test_one_process(folder: Path, expected: Answers) -> None:
-    compare(run_engine(folder, EngineSettings(), together=False), expected)
+    compare(run_engine(folder, InferenceSettings(), together=False), expected)
 
 
 def test_one_process_in_chunks_batched_with_others(folder: Path, expected: Answers) -> None:
-    settings = EngineSettings(max_batch_tokens=100)
+    settings = InferenceSettings(max_batch_tokens=100)
     compare(run_engine(folder, settings, together=True), expected)
 
 

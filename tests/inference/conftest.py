@@ -1,10 +1,10 @@
-"""Tiny random models of each family, made by transformers, and what transformers says with them."""
+"""Tiny random models of each family, made by transformers, and transformers' answers with them."""
 
 from __future__ import annotations
 
 import os
 
-# Threads that wait for each other by spinning stand still when other processes want the cores.
+# Threads that wait for each other by spinning make no progress when other processes use the cores.
 os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
 
 from collections.abc import Callable, Sequence

@@ -50,13 +50,13 @@ class DictionarySave:
 
 
 class DictionaryLink:
-    """Layers move when the test, or ``wait_layer``, says so; ``is_eager`` moves them at once."""
+    """A link whose layers move when the test or ``wait_layer`` moves them, or at once with ``is_eager``."""
 
     def __init__(self, objects: Objects | None = None, is_eager: bool = True) -> None:
         self.objects: Objects = {} if objects is None else objects
         self.is_eager = is_eager
         self.fail_at_layer: int | None = None
-        """Loads fail when this layer is due."""
+        """Layer at which loads fail."""
         self.lookups: list[DictionaryLookup] = []
         self.loads: list[DictionaryLoad] = []
         self.saves: list[DictionarySave] = []

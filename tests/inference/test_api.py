@@ -1,4 +1,4 @@
-"""The worker's HTTP face over a real engine with a tiny random model, in this process."""
+"""The worker's HTTP API over a real engine with a tiny random model, in this process."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from transformers import PreTrainedTokenizerFast
 from mooncake.http.openai import KvEventSource
 from mooncake.http.server import HttpServer, listen
 from mooncake.inference.api import Api, create_app
-from mooncake.inference.engine import Engine, EngineSettings
+from mooncake.inference.engine import Engine, InferenceSettings
 from mooncake.inference.generator import Generator
 from mooncake.inference.runner import TorchRunner, new_pool
 from mooncake.inference.tokenizer import Tokenizer
@@ -32,7 +32,7 @@ TEMPLATE = "{% for message in messages %}{{ message.role[0] }}{{ message.content
 
 
 def make_tokenizer(folder: Path) -> Tokenizer:
-    """Bytes as tokens, as far as the tiny vocabulary goes; what is beyond can't be said."""
+    """A tokenizer of bytes, limited to those in the tiny vocabulary."""
     alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())[: VOCABULARY - 3]
     vocabulary = {"<unk>": 0, "<s>": 1, "</s>": 2, **{text: 3 + n for n, text in enumerate(alphabet)}}
     raw = RawTokenizer(models.BPE(vocabulary, [], unk_token="<unk>"))
@@ -78,7 +78,7 @@ class Client:
 @pytest.fixture
 async def client(llama: Reference, tmp_path: Path) -> AsyncIterator[Client]:
     model = load_model(llama.folder)
-    engine = Engine(EngineSettings(), TorchRunner(model, new_pool(model, 16, 1 << 20)))
+    engine = Engine(InferenceSettings(), TorchRunner(model, new_pool(model, 16, 1 << 20)))
     generator = Generator(engine, make_tokenizer(tmp_path), asyncio.get_running_loop())
     generator.start()
     api = Api(generator, "tiny", WorkerRole.PREFILL, KvEventSource("tcp://127.0.0.1:1"))
@@ -203,7 +203,7 @@ async def test_logprobs_have_a_column_per_token(client: Client) -> None:
     assert len(rows[0]["top_logprobs"]) == 2
 
 
-async def test_prefill_says_what_it_stored(client: Client) -> None:
+async def test_prefill_reports_what_it_stored(client: Client) -> None:
     answer = await client.post(TEXT, greedy(max_tokens=1, kv_transfer_params={"do_remote_decode": True}))
     handed_over = answer["kv_transfer_params"]
     measured = handed_over.pop("measured")
@@ -235,17 +235,17 @@ async def test_bad_requests_are_named(
     assert (await client.post(TEXT, greedy(max_tokens=1)))["choices"]
 
 
-async def test_a_client_that_leaves_stops_its_request(client: Client) -> None:
+async def test_a_client_that_disconnects_aborts_its_request(client: Client) -> None:
     async def running() -> int:
         return int((await client.get("/health"))["num_running"])
 
     for stream in (True, False):
-        asked = asyncio.create_task(client.post(TEXT, greedy(max_tokens=450, stream=stream)))
+        posted = asyncio.create_task(client.post(TEXT, greedy(max_tokens=450, stream=stream)))
         while not await running():
-            assert not asked.done()
-        asked.cancel()
+            assert not posted.done()
+        posted.cancel()
         with contextlib.suppress(asyncio.CancelledError):
-            await asked
+            await posted
         async with asyncio.timeout(10):
             while await running():
                 pass

@@ -1,4 +1,4 @@
-"""Paged attention equals attention over one dense matrix, however the blocks lie in the pool."""
+"""Paged attention equals attention over one dense matrix for every order of the blocks in the pool."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A block is in use, cached or blank, and never two of these, whatever is done to the pool."""
+"""A block is in use, cached or blank, and never two of these, after any sequence of operations."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ def tokens_of(num_blocks: int, seed: int = 0) -> list[int]:
 
 
 def fill(pool: BlockPool[BlockHash], tokens: list[int]) -> tuple[list[int], list[BlockHash]]:
-    """Allocate, publish; the blocks stay in use."""
+    """Allocate and publish blocks for ``tokens``; they stay in use."""
     blocks = pool.allocate(len(tokens) // BLOCK)
     assert blocks is not None
     hashes = block_hashes(tokens, BLOCK, ROOT)
@@ -91,7 +91,7 @@ def test_blocks_are_consecutive_and_leave_room_to_grow() -> None:
     assert pool.allocate(1, after=3) == [4] and pool.allocate(1, after=8) == [9]
     pool.check()
     taken = pool.allocate(pool.num_free)
-    assert taken is not None and len(set(taken)) == len(taken)  # spared room is no reservation
+    assert taken is not None and len(set(taken)) == len(taken)  # headroom is not a reservation
 
 
 def test_freeing_too_often_is_a_programming_error() -> None:
@@ -131,7 +131,7 @@ def test_random_use_keeps_the_invariants(seed: int) -> None:
     for blocks in held:
         pool.free(blocks)
     assert pool.num_free == pool.num_usable
-    # the events, applied in order, give exactly what is findable
+    # the events, applied in order, give exactly what is indexed
     known: dict[BlockHash, None] = {}
     for event in pool.drain_events():
         for block_hash in event.hashes:

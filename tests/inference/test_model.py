@@ -1,4 +1,4 @@
-"""Both forms of a weight multiply alike: packed for the processor, and plain for everything else."""
+"""Both forms of a weight give the same products: packed for the processor, and plain for other devices."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What a request is, before anybody computes it."""
+"""The state of a request before it is computed."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ BLOCK = 4
 
 @pytest.mark.parametrize("num_tokens", [1, 3, 4, 5, 8, 11])
 def test_hashes_are_those_of_the_prefix(num_tokens: int) -> None:
-    """However a token came to be, prompt or answer, its block has the same name."""
+    """A block has the same hash whether its tokens come from the prompt or from the answer."""
     tokens = list(range(50, 50 + num_tokens))
     grown = Request("a", tokens[:1], salt="s")
     for token in tokens[1:]:

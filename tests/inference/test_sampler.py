@@ -1,4 +1,4 @@
-"""Draws follow the distribution that was asked for and depend on (seed, position) alone."""
+"""Draws follow the requested distribution and depend on (seed, position) alone."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Every request ends with all its tokens, whatever the pool's size, the cache's answers and the aborts."""
+"""Every request ends with all its tokens, for all pool sizes, answers of the cache and aborts."""
 
 from __future__ import annotations
 
@@ -50,7 +50,9 @@ def test_prompts_that_keep_the_device_busy_are_computed_one_after_another() -> N
     for name, num_tokens in (("1", 3), ("2", 5), ("3", 2), ("4", 20), ("5", 2)):
         scheduler.add(request_of(name, num_tokens, 1), 0.0)
     assert shape(run_step(scheduler)) == [("1", 0, 3), ("2", 0, 5)], "small ones share a step"
-    assert shape(run_step(scheduler)) == [("3", 0, 2)], "who waits for a long one ends no sooner than it"
+    assert shape(run_step(scheduler)) == [("3", 0, 2)], (
+        "sharing a step with a long prompt would not end it sooner"
+    )
     assert shape(run_step(scheduler)) == [("4", 0, 16)]
     assert shape(run_step(scheduler)) == [("4", 16, 4), ("5", 0, 2)]
 
@@ -138,7 +140,7 @@ def test_lookup_asks_for_full_blocks_and_the_tail() -> None:
     assert [block_hash for block_hash, _ in blocks] == [*request.hash_blocks(BLOCK), request.tail_hash]
 
 
-def test_waiting_for_the_cache_holds_nobody_up() -> None:
+def test_waiting_for_the_cache_delays_no_other_request() -> None:
     scheduler = Scheduler(EXTERNAL)
     slow, quick = request_of("1", 8), request_of("2", 8)
     scheduler.add(slow, 0.0)
@@ -160,7 +162,7 @@ def test_a_prompt_that_could_begin_gives_way_to_one_before_it_that_is_looked_up(
     assert scheduler.lookup_finished("2", 0, 0.02) is None
     assert shape(run_step(scheduler, 0.02)) == [("2", 0, 8), ("1", 0, 8)]
     scheduler.add(request_of("3", 8, 1, priority=1), 0.03)
-    assert shape(run_step(scheduler, 0.03)) == [("1", 8, 16)], "a prompt begun is a prompt finished"
+    assert shape(run_step(scheduler, 0.03)) == [("1", 8, 16)], "a prompt that was begun is finished first"
 
 
 def test_it_gives_way_for_a_moment_only() -> None:
@@ -182,7 +184,7 @@ def test_loaded_request_joins_with_its_first_layer() -> None:
     scheduler.load_ready("1", 0.0)
     step = run_step(scheduler)
     assert shape(step) == [("1", 8, 2)] and step.chunks[0].has_load
-    assert step.saves == []  # what came from outside is not sent back
+    assert step.saves == []  # loaded blocks are not saved again
     scheduler.release(block_ids)
     scheduler.check()
 
@@ -228,14 +230,16 @@ def test_prefill_offers_locally_cached_blocks_again() -> None:
 
 
 def test_a_failed_load_leaves_the_tail_to_be_saved_again() -> None:
-    """What was announced with the broken step is thrown away with it, and decode waits for the tail."""
+    """The saves of a failed step are aborted with it, and decode waits for the tail."""
     scheduler = Scheduler(EXTERNAL)
     request = request_of("1", 10, save_tail=True)
     block_ids = look_up(scheduler, request, 2)
     assert block_ids is not None
     scheduler.load_ready("1", 0.0)
     step = scheduler.schedule(0.0)
-    assert [block.num_tokens for block in step.saves[0].blocks] == [2], "the tail alone: the rest came"
+    assert [block.num_tokens for block in step.saves[0].blocks] == [2], (
+        "the tail alone: the others were loaded"
+    )
     scheduler.step_finished(step, {"1": 9}, {"1"}, 0.0)
     scheduler.release(block_ids)
     step = run_step(scheduler)
@@ -243,8 +247,8 @@ def test_a_failed_load_leaves_the_tail_to_be_saved_again() -> None:
     assert step.saves[0].blocks[-1].hash == request.tail_hash
 
 
-def test_who_is_still_loading_does_not_give_way() -> None:
-    """Its first layer is here, the others are being written into its blocks: they are nobody else's yet."""
+def test_a_request_that_is_still_loading_is_not_preempted() -> None:
+    """Its first layer has arrived, the others are being written into its blocks, which must not be reused."""
     scheduler = Scheduler(dataclasses.replace(EXTERNAL, num_blocks=6))
     first, second = request_of("1", 8, 12), request_of("2", 8, 12)
     for request in (first, second):
@@ -268,7 +272,7 @@ def test_who_is_still_loading_does_not_give_way() -> None:
 
 
 def test_a_prompt_waits_rather_than_be_preempted_for_the_next_token_of_others() -> None:
-    """Everyone who runs may soon need one more block, so that many are left."""
+    """Every running request may soon need one more block, so that many are left."""
     scheduler = Scheduler(dataclasses.replace(SETTINGS, num_blocks=6))
     first, second = request_of("1", 6, 4), request_of("2", 12, 1)
     scheduler.add(first, 0.0)
@@ -281,7 +285,7 @@ def test_a_prompt_waits_rather_than_be_preempted_for_the_next_token_of_others() 
 
 
 class World:
-    """Random requests, a random cache, random aborts; stands in for everything around a scheduler."""
+    """A double of everything around a scheduler: random requests, a random cache, random aborts."""
 
     def __init__(self, seed: int) -> None:
         self.random = Random(seed)
@@ -313,9 +317,9 @@ class World:
         self.requests.append(request)
 
     def answer_the_cache(self) -> None:
-        for request, num_asked in self.lookups:
+        for request, num_wanted in self.lookups:
             if request.state is RequestState.LOOKING:
-                found = self.random.choice([0, self.random.randint(0, num_asked), num_asked])
+                found = self.random.choice([0, self.random.randint(0, num_wanted), num_wanted])
                 block_ids = self.scheduler.lookup_finished(request.id, found, self.now)
                 if block_ids is not None:
                     self.loads[request.id] = block_ids

@@ -1,4 +1,4 @@
-"""Whatever way tokens are cut, the text that comes out piece by piece is the text."""
+"""The pieces of text join to the whole text, for every way of cutting the tokens."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ TEMPLATE = "{% for m in messages %}<{{ m['role'] }}>{{ m['content'] + '\n' }}{% 
 
 @pytest.fixture(scope="module")
 def tokenizer(tmp_path_factory: pytest.TempPathFactory) -> Tokenizer:
-    """Every byte is a token, and a few pairs are: most characters outside ASCII take several tokens."""
+    """A tokenizer of all bytes and a few pairs: most characters outside ASCII take several tokens."""
     folder = tmp_path_factory.mktemp("tokenizer")
     alphabet = sorted(tokenizers.pre_tokenizers.ByteLevel.alphabet())
     vocabulary = {character: index for index, character in enumerate([*alphabet, "he", "ll", "Ġw"])}

@@ -1,4 +1,4 @@
-"""A damaged or foreign model folder fails at start, and says which file and what to do."""
+"""A damaged or unknown model folder fails at the start with an error that names the file and the remedy."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Tests with the real vLLM run in the environment that ``scripts/test-vllm`` builds; elsewhere they skip."""
+"""Tests with the real vLLM run in the environment of ``scripts/test-vllm``; elsewhere they are skipped."""
 
 from __future__ import annotations
 

@@ -1,7 +1,7 @@
 """One vLLM engine, in one process, on one core; and the process that runs it for a test.
 
-``Engine`` is the test's side; run as a program this file is the other: it answers lines of JSON. An engine
-of its own process can be killed as an engine is killed in a cluster, and starts in half the time of a server.
+``Engine`` is the test's side; run as a program, this file is the other side, which answers lines of JSON. An
+engine in its own process can be killed as in a cluster, and starts in half the time of a server.
 """
 
 from __future__ import annotations
@@ -55,10 +55,10 @@ class Engine:
             environ |= {"VLLM_CPU_OMP_THREADS_BIND": "nobind", "OMP_NUM_THREADS": "1"}
         environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"
         self._log = log
-        words = [str(model), json.dumps(connector), dtype, str(num_ranks)]
+        arguments = [str(model), json.dumps(connector), dtype, str(num_ranks)]
         with log.open("a") as output:
             self._process = subprocess.Popen(
-                [sys.executable, "-m", "tests.vllm.engine", *words],
+                [sys.executable, "-m", "tests.vllm.engine", *arguments],
                 stdin=subprocess.PIPE,
                 stdout=subprocess.PIPE,
                 stderr=output,
@@ -68,23 +68,23 @@ class Engine:
             )
 
     def wait_until_ready(self) -> Engine:
-        assert self._hear() == {"ready": True}
+        assert self._receive() == {"ready": True}
         return self
 
     def complete(self, prompt: str, max_tokens: int = 16, **more: Any) -> Answered:
         """A greedy completion; ``more`` are fields of vLLM's SamplingParams."""
-        self._say({"prompt": prompt, "max_tokens": max_tokens, **more})
-        return Answered(**self._hear())
+        self._send({"prompt": prompt, "max_tokens": max_tokens, **more})
+        return Answered(**self._receive())
 
     def forget(self) -> None:
         """Empty the engine's own prefix cache."""
-        self._say({"forget": True})
-        assert self._hear() == {"forgotten": True}
+        self._send({"forget": True})
+        assert self._receive() == {"forgotten": True}
 
     def metric(self, name: str) -> float:
         """The sum of a counter's samples."""
-        self._say({"metric": name})
-        return float(self._hear()["value"])
+        self._send({"metric": name})
+        return float(self._receive()["value"])
 
     def kill(self) -> None:
         """SIGKILL to it and to its ranks' processes."""
@@ -100,11 +100,11 @@ class Engine:
             self._process.wait(30)
         self.kill()
 
-    def _say(self, words: dict[str, Any]) -> None:
+    def _send(self, request: dict[str, Any]) -> None:
         assert self._process.stdin is not None
-        print(json.dumps(words), file=self._process.stdin, flush=True)
+        print(json.dumps(request), file=self._process.stdin, flush=True)
 
-    def _hear(self) -> Any:
+    def _receive(self) -> Any:
         assert self._process.stdout is not None
         line = self._process.stdout.readline()
         if not line:
@@ -120,8 +120,8 @@ def serve(model: str, connector: dict[str, Any] | None, dtype: str, num_ranks: i
     from vllm import LLM, SamplingParams
     from vllm.config import KVTransferConfig
 
-    def say(words: dict[str, Any]) -> None:
-        print(json.dumps(words), file=answers, flush=True)
+    def send(answer: dict[str, Any]) -> None:
+        print(json.dumps(answer), file=answers, flush=True)
 
     more = {} if connector is None else {"kv_transfer_config": KVTransferConfig(**connector)}
     llm = LLM(
@@ -134,18 +134,19 @@ def serve(model: str, connector: dict[str, Any] | None, dtype: str, num_ranks: i
         disable_log_stats=False,
         **more,
     )
-    say({"ready": True})
+    send({"ready": True})
     for line in sys.stdin:
-        words = json.loads(line)
-        if words.pop("forget", False):
-            say({"forgotten": bool(llm.reset_prefix_cache())})
+        request = json.loads(line)
+        if request.pop("forget", False):
+            send({"forgotten": bool(llm.reset_prefix_cache())})
             continue
-        if name := words.pop("metric", ""):
-            say({"value": sum(getattr(one, "value", 0.0) for one in llm.get_metrics() if one.name == name)})
+        if name := request.pop("metric", ""):
+            send({"value": sum(getattr(one, "value", 0.0) for one in llm.get_metrics() if one.name == name)})
             continue
-        (output,) = llm.generate(words.pop("prompt"), SamplingParams(temperature=0, **words), use_tqdm=False)
+        prompt = request.pop("prompt")
+        (output,) = llm.generate(prompt, SamplingParams(temperature=0, **request), use_tqdm=False)
         found = output.outputs[0]
-        say(
+        send(
             {
                 "text": found.text,
                 "token_ids": list(found.token_ids),

@@ -1,6 +1,6 @@
 """vLLM's own MooncakeConnector where there is no accelerator.
 
-Its worker asks for the number of the current device and nothing else of it; a CPU has none to say. Loaded by
+Its worker reads the number of the current device and nothing else of it; a CPU has none. Loaded by
 ``kv_connector_module_path``; everything else is the connector as vLLM ships it.
 """
 

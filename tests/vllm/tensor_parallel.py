@@ -1,7 +1,7 @@
-"""Engines of one rank and of three read each other's blocks: what one head's rank saved, another's loads.
+"""Engines of one rank and of three read each other's blocks, although their ranks hold different heads.
 
-Not run by itself, as three ranks on two cores are slow: ``scripts/test-vllm tests/vllm/tensor_parallel.py``.
-It is three because SmolLM2-135M has three KV heads.
+Run by name only, as three ranks on two cores are slow: ``scripts/test-vllm tests/vllm/tensor_parallel.py``.
+There are three because SmolLM2-135M has three KV heads.
 """
 
 from __future__ import annotations

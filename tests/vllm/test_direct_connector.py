@@ -27,7 +27,7 @@ def connector(role: str, **extra: Any) -> dict[str, Any]:
 
 
 def under_multi(ours: dict[str, Any]) -> dict[str, Any]:
-    """Under MultiConnector, which is strict about what is counted; of one, so that no other loads."""
+    """Under MultiConnector, which is strict about statistics; with one connector, so that no other loads."""
     outer: dict[str, Any] = {"kv_connector": "MultiConnector", "kv_role": ours["kv_role"]}
     outer["kv_load_failure_policy"] = "recompute"
     return {**outer, "kv_connector_extra_config": {"connectors": [ours]}}
@@ -72,17 +72,17 @@ def test_decode_takes_what_prefill_computed_and_computes_what_it_cannot_have(
         assert alone.num_cached == 0
         assert taken.token_ids == alone.token_ids
 
-        # Decode asks first, and has the first blocks already.
+        # Decode requests first, and has the first blocks already.
         longer = PROMPT + " Zanzibar, and the word that comes after it is the same one, once more:"
         with ThreadPoolExecutor() as pool:
-            asked = pool.submit(decode, consumer, longer, "two")
+            decoded = pool.submit(decode, consumer, longer, "two")
             prefill(first, longer, "two")
-            answered = asked.result()
+            answered = decoded.result()
         assert answered.num_cached >= answered.num_prompt - 1
         consumer.forget()
         assert answered.token_ids == consumer.complete(longer, NUM_TOKENS).token_ids
 
-        # Another prompt under that name is not taken for ours.
+        # Another prompt under that name is not accepted as ours.
         other = a_prompt("Timbuktu", 20)
         prefill(first, PROMPT, "three")
         refused = decode(consumer, other, "three")
@@ -93,7 +93,7 @@ def test_decode_takes_what_prefill_computed_and_computes_what_it_cannot_have(
         prefill(other_kind, PROMPT, "five")
         differs = decode(consumer, PROMPT, "five", other_address)
         assert differs.num_cached == 0 and differs.token_ids == alone.token_ids
-        assert "are none of layout" in (tmp_path / "decode.log").read_text()
+        assert "the blocks have layout" in (tmp_path / "decode.log").read_text()
 
         first.complete("One step more, which takes along what was counted.", 1)
         counted = first.metric("vllm:mooncake_direct_pushed_blocks")

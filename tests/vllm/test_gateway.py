@@ -23,7 +23,7 @@ KEYS = [short_key(one) for one in block_hashes(TOKENS, 16, root_hash())]
 
 @dataclass
 class Instance:
-    """What an engine serves of its publisher."""
+    """The publisher's description, as an engine serves it."""
 
     publisher: Any
     address: str

@@ -48,7 +48,7 @@ def environment(store: str, tmp_path_factory: pytest.TempPathFactory) -> dict[st
 def computed(
     store: str, environment: dict[str, str], model: Path, tmp_path_factory: pytest.TempPathFactory
 ) -> Answered:
-    """What an engine answered that computed the prompt, and was killed when its blocks were stored."""
+    """The answer of an engine that computed the prompt and was killed when its blocks were stored."""
     engine = Engine(model, tmp_path_factory.mktemp("first") / "engine.log", STORE, environment)
     try:
         answered = engine.wait_until_ready().complete(PROMPT)

@@ -1,7 +1,7 @@
 """Two vLLM servers behind the gateway, each with both of our connectors: prefill and decode, and a pool.
 
 Prefill writes each prompt's KV into decode's blocks and saves it to the pool; what a server answers alone is
-asked of it directly, with a ``cache_salt``, under which nobody has blocks.
+requested from it directly, with a ``cache_salt`` under which no engine has blocks.
 """
 
 from __future__ import annotations
@@ -121,16 +121,16 @@ def test_push_hands_over_and_what_comes_is_right(servers: Servers) -> None:
     assert said.body["choices"] == chat(servers.decode, cache_salt="alone").body["choices"]
 
 
-def prompts(*words: str) -> list[str]:
+def prompts(*subjects: str) -> list[str]:
     """Several: a lookup in the pool that takes a second is a miss, and on a busy machine one may."""
-    return [a_prompt(word, 20) for word in words]
+    return [a_prompt(subject, 20) for subject in subjects]
 
 
-def computed(servers: Servers, gateway: Gateway, asked: list[str]) -> list[Answer]:
-    """What is answered, when all of its blocks are in the pool."""
+def computed(servers: Servers, gateway: Gateway, wanted: list[str]) -> list[Answer]:
+    """The answers, once all of their blocks are in the pool."""
     num_before = num_stored(servers.store)
-    found = [gateway.complete(prompt, NUM_TOKENS) for prompt in asked]
-    assert [num_cached(one) for one in found] == [0] * len(asked)
+    found = [gateway.complete(prompt, NUM_TOKENS) for prompt in wanted]
+    assert [num_cached(one) for one in found] == [0] * len(wanted)
     num_blocks = sum(map(num_full_blocks, found))
     wait_for(lambda: num_stored(servers.store) >= num_before + num_blocks, "blocks to be stored", 120.0)
     return found
@@ -142,23 +142,23 @@ def num_full_blocks(answer: Answer) -> int:
 
 
 def test_from_the_pool_the_other_server_loads(servers: Servers) -> None:
-    asked = prompts("Timbuktu", "Havana", "Quito")
+    wanted = prompts("Timbuktu", "Havana", "Quito")
     num_loaded = 0
-    for prompt, before in zip(asked, computed(servers, servers.pool, asked), strict=True):
-        for _ in range(8):  # by turns, though one that came later is asked less often at first
+    for prompt, before in zip(wanted, computed(servers, servers.pool, wanted), strict=True):
+        for _ in range(8):  # by turns, though one that came later is looked up less often at first
             answer = servers.pool.complete(prompt, NUM_TOKENS)
             assert token_ids(answer) == token_ids(before)
             if answer.headers["x-mooncake-decode"] != before.headers["x-mooncake-decode"]:
                 break
         else:
-            raise AssertionError("the other server was never asked")
+            raise AssertionError("the other server got no request")
         num_loaded += num_cached(answer) == num_full_blocks(before) * BLOCK_TOKENS > 0
     assert num_loaded
 
 
 def test_killed_and_started_again_they_find_their_prefixes(servers: Servers) -> None:
-    asked = prompts("Nairobi", "Oslo", "Lima")
-    right = computed(servers, servers.push, asked)
+    wanted = prompts("Nairobi", "Oslo", "Lima")
+    right = computed(servers, servers.push, wanted)
     for server in (servers.prefill, servers.decode):
         server.kill()
     refused = servers.push.complete(PROMPT, NUM_TOKENS)
@@ -168,7 +168,7 @@ def test_killed_and_started_again_they_find_their_prefixes(servers: Servers) -> 
     for server in (servers.prefill, servers.decode):
         server.wait_until_ready()
     servers.push.wait_until_routable()
-    found = [servers.push.complete(prompt, NUM_TOKENS) for prompt in asked]
+    found = [servers.push.complete(prompt, NUM_TOKENS) for prompt in wanted]
     assert [token_ids(one) for one in found] == [token_ids(one) for one in right]
     assert any(num_cached(one) == num_full_blocks(one) * BLOCK_TOKENS > 0 for one in found)
     assert servers.prefill.metric(HITS) > 0, "from the pool: its own cache was new"

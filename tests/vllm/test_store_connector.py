@@ -51,8 +51,8 @@ class Here:
     def complete(self, *prompts: str, max_tokens: int = NUM_TOKENS) -> list[Answered]:
         from vllm import SamplingParams
 
-        words = SamplingParams(temperature=0, max_tokens=max_tokens, ignore_eos=True)
-        outputs = self.llm.generate(list(prompts), words, use_tqdm=False)
+        sampling = SamplingParams(temperature=0, max_tokens=max_tokens, ignore_eos=True)
+        outputs = self.llm.generate(list(prompts), sampling, use_tqdm=False)
         return [Answered(list(one.outputs[0].token_ids), one.num_cached_tokens or 0) for one in outputs]
 
     def forget(self) -> None:
@@ -62,10 +62,10 @@ class Here:
         return sum(getattr(one, "value", 0.0) for one in self.llm.get_metrics() if one.name == name)
 
     def is_at_rest(self) -> bool:
-        """No block is held, by requests or by saves.
+        """Whether no block is held, by requests or by saves.
 
         A save that ends gives its blocks back in the engine's next step. A server goes on stepping while
-        blocks are held; here ``complete`` steps, and a save of a store that is away outlasts it.
+        blocks are held; here ``complete`` steps, and a save to a store that is away outlasts it.
         """
         if self.pool.get_num_free_blocks() < self.pool.num_gpu_blocks - 1:
             self.llm.llm_engine.step()
@@ -107,7 +107,7 @@ def store(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
 
 @pytest.fixture(scope="module")
 def computed(store: str, model: Path, tmp_path_factory: pytest.TempPathFactory) -> Answered:
-    """What an engine of another process answered that computed and saved the prompt, and was killed."""
+    """The answer of an engine in another process that computed and saved the prompt, and was killed."""
     child = Engine(model, tmp_path_factory.mktemp("first") / "engine.log", connector(store))
     try:
         answered = child.wait_until_ready().complete(PROMPT, NUM_TOKENS, ignore_eos=True)
@@ -176,12 +176,12 @@ def test_a_daemon_that_dies_in_a_load_costs_time_only(
     start_load = StoreLink.start_load
 
     def die_first(link: StoreLink, *args: Any) -> StoreLoad:
-        """Blocks were found and are leased; now what holds them ends."""
+        """Kill the daemon after the blocks were found and leased."""
         daemon.send_signal(signal.SIGKILL)
         daemon.wait()
         return start_load(link, *args)
 
-    try:  # over tcp: from shared memory the blocks would still come, and be right
+    try:  # over tcp: from shared memory the blocks would still arrive, and be right
         with engine(model, connector(address, load_async=is_async, protocol="tcp")) as here:
             (first,) = here.complete(PROMPT)
             wait_for(here.is_at_rest, "the blocks to be saved", 60.0)
@@ -216,7 +216,7 @@ def test_preempted_requests_answer_as_alone_and_give_their_blocks_back(store: st
     assert [one.token_ids for one in again] == expected
 
 
-def test_by_name_beside_another_connector_it_counts_and_tells(
+def test_by_name_beside_another_connector_it_counts_and_publishes_events(
     store: str, model: Path, tmp_path: Path, computed: Answered
 ) -> None:
     """Our plugin, MultiConnector, metrics and KV events at once."""
@@ -230,14 +230,14 @@ def test_by_name_beside_another_connector_it_counts_and_tells(
     register()
     events = KVEventsConfig(enable_kv_cache_events=True, publisher="null")
     with engine(model, several, kv_events_config=events) as here:
-        told: list[Any] = []
+        published: list[Any] = []
         (mine, _) = here.scheduler.connector.sub_connectors
         assert type(mine).__module__ == "mooncake.connectors.vllm.store_connector"
         take = mine.take_events
 
         def listen() -> list[Any]:
             news = list(take())
-            told.extend(news)
+            published.extend(news)
             return news
 
         mine.take_events = listen
@@ -246,7 +246,7 @@ def test_by_name_beside_another_connector_it_counts_and_tells(
         wait_for(here.is_at_rest, "saved blocks to be given back", 60.0)
         here.complete("One step more, which takes along what was reported.")
         assert here.metric("vllm:mooncake_connector_loaded_blocks") == computed.num_cached / BLOCK_TOKENS
-        assert {event.medium for event in told} == {"cpu"}
-        assert all(len(event.token_ids) == BLOCK_TOKENS for event in told)
-        parents = [event.parent_block_hash for event in told]
-        assert parents[1:] == [event.block_hashes[0] for event in told[:-1]]
+        assert {event.medium for event in published} == {"cpu"}
+        assert all(len(event.token_ids) == BLOCK_TOKENS for event in published)
+        parents = [event.parent_block_hash for event in published]
+        assert parents[1:] == [event.block_hashes[0] for event in published[:-1]]

@@ -1,7 +1,7 @@
 """The store as a storage backend of LMCache.
 
 ``mooncake.connectors.lmcache`` is the module that LMCache loads by name; the class is in ``backend.py`` and
-loads on first use, because others need ``cache_identity`` where there is no LMCache.
+loads on first use, because tests and tools need ``cache_identity`` where there is no LMCache.
 """
 
 from __future__ import annotations

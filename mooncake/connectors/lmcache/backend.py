@@ -1,10 +1,10 @@
-"""The store as a storage backend of LMCache, by its interface for backends of others (``storage_plugins``).
+"""The store as a storage backend of LMCache, by its interface for external backends (``storage_plugins``).
 
 ``storage_plugins: ["mooncake"]`` with an ``extra_config`` of ``storage_plugin.mooncake.module_path:
 mooncake.connectors.lmcache``, ``storage_plugin.mooncake.class_name: MooncakeBackend`` and
-``mooncake_store_addr: HOST:50051`` makes one of these in each worker. LMCache names chunks and has their
-memory, pinned; chunks are stored from it and loaded into it, on LMCache's threads and on its loop. A
-chunk's key has a digest of whose numbers it is (``lmcache_facts``), its size says how many tokens it has.
+``mooncake_store_addr: HOST:50051`` makes one of these in each worker. LMCache names chunks and owns their
+pinned memory; chunks are stored from it and loaded into it, on LMCache's threads and on its loop. A
+chunk's key has a digest of the cache's identity (``cache_identity``); its size gives its number of tokens.
 
 Imported without LMCache it is the same class without LMCache's base.
 """
@@ -30,7 +30,7 @@ else:
         from lmcache.v1.storage_backend.abstract_backend import StoragePluginInterface as Base
     except ModuleNotFoundError as error:
         if (error.name or "").partition(".")[0] != "lmcache":
-            raise  # LMCache is here, and lacks something: that is what must be said
+            raise  # LMCache is installed but lacks a module, which the error must name
         Base = object
 
 log = get_logger(__name__)
@@ -62,20 +62,20 @@ class MooncakeBackend(Base):  # type: ignore[misc]
     def __str__(self) -> str:
         return "MooncakeBackend"
 
-    # Which chunks there are
+    # Lookup of chunks
 
     def contains(self, key: Any, pin: bool = False) -> bool:
         return self.batched_contains([key], pin) == 1
 
     def batched_contains(self, keys: list[Any], pin: bool = False) -> int:
-        """How many of the leading chunks there are; they stay long enough to be loaded next."""
+        """Number of leading chunks in the store; they stay long enough to be loaded next."""
         return num_leading(self._pages.find(self._chunks.keys(keys)))
 
     async def batched_async_contains(self, lookup_id: str, keys: list[Any], pin: bool = False) -> int:
         return num_leading(await self._pages.begin_find(self._chunks.keys(keys)).on_this_loop())
 
     def pin(self, key: Any) -> bool:
-        """A lease is all there is here, and every look at a chunk renews it."""
+        """Renew the chunk's lease, as every lookup does; there is no other pin."""
         return self.contains(key)
 
     def unpin(self, key: Any) -> bool:
@@ -94,7 +94,7 @@ class MooncakeBackend(Base):  # type: ignore[misc]
         transfer_spec: Any = None,
         on_complete_callback: Callable[[Any], None] | None = None,
     ) -> None:
-        """Begin to store chunks; their memory is held until they are, or won't be."""
+        """Begin to store chunks; their memory is held until they are stored or have failed."""
         with self._lock:
             pairs = [
                 (key, obj)
@@ -119,12 +119,12 @@ class MooncakeBackend(Base):  # type: ignore[misc]
             for (key, obj), is_saved in zip(pairs, saved, strict=True):
                 obj.ref_count_down()
                 if is_saved and on_complete_callback is not None:
-                    _tell(on_complete_callback, key)
+                    _call(on_complete_callback, key)
 
         self._pages.begin_save(pages).then(done)
 
-    async def async_batched_submit_put_task(self, *words: Any, **named: Any) -> None:
-        self.batched_submit_put_task(*words, **named)
+    async def async_batched_submit_put_task(self, *args: Any, **kwargs: Any) -> None:
+        self.batched_submit_put_task(*args, **kwargs)
 
     # Out of the store
 
@@ -137,7 +137,7 @@ class MooncakeBackend(Base):  # type: ignore[misc]
         objs, grants, spans = self._allocate(found)
         try:
             good = self._pages.read(grants, spans).wait()
-        except BaseException:  # an interrupt, after nothing writes to the memory any more
+        except BaseException:  # an interrupt, raised once nothing writes to the memory
             _kept(objs, [False] * len(grants))
             raise
         return _kept(objs, good)
@@ -145,12 +145,12 @@ class MooncakeBackend(Base):  # type: ignore[misc]
     async def batched_get_non_blocking(
         self, lookup_id: str, keys: list[Any], transfer_spec: Any = None
     ) -> list[Any]:
-        """The leading chunks of these."""
+        """The leading chunks that could be loaded."""
         found = await self._pages.open(self._chunks.keys(keys)).on_this_loop()
         objs, grants, spans = self._allocate(found[: num_leading([grant is not None for grant in found])])
         try:
             good = await self._pages.read(grants, spans).on_this_loop()
-        except BaseException:  # cancelled, after nothing writes to the memory any more
+        except BaseException:  # cancelled, raised once nothing writes to the memory
             _kept(objs, [False] * len(grants))
             raise
         kept = _kept(objs, good)
@@ -163,7 +163,7 @@ class MooncakeBackend(Base):  # type: ignore[misc]
     def _allocate(
         self, found: Sequence[ReadGrant | None]
     ) -> tuple[list[Any | None], list[ReadGrant], list[list[Span]]]:
-        """Memory for what was found, while there is some that nobody has to be waited for."""
+        """Memory for the chunks found, as far as LMCache has some without waiting."""
         objs: list[Any | None] = []
         grants: list[ReadGrant] = []
         spans: list[list[Span]] = []
@@ -196,7 +196,7 @@ class MooncakeBackend(Base):  # type: ignore[misc]
 
 
 def _kept(objs: Sequence[Any | None], good: Sequence[bool]) -> list[Any | None]:
-    """Of the memory, that which holds a chunk; the rest is given back."""
+    """The memory objects that hold a chunk, None for the others, which are released."""
     flags = iter(good)
     kept: list[Any | None] = []
     for obj in objs:
@@ -207,15 +207,15 @@ def _kept(objs: Sequence[Any | None], good: Sequence[bool]) -> list[Any | None]:
     return kept
 
 
-def _tell(callback: Callable[[Any], None], key: Any) -> None:
+def _call(callback: Callable[[Any], None], key: Any) -> None:
     try:
         callback(key)
-    except Exception as error:  # LMCache's own; the other chunks are to be told of all the same
+    except Exception as error:  # LMCache's own code; the other chunks are reported all the same
         log.warning("callback_failed", error=str(error))
 
 
 def _pinned(local_cpu_backend: Any) -> list[Span]:
-    """LMCache's memory for chunks, where it is in one piece."""
+    """LMCache's memory for chunks, if it is one contiguous buffer."""
     allocator = getattr(local_cpu_backend, "memory_allocator", None)
     buffer = getattr(allocator, "buffer", None)
     return [] if buffer is None else [(buffer.data_ptr(), buffer.numel() * buffer.element_size())]

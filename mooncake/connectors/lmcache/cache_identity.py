@@ -1,9 +1,9 @@
-"""LMCache's chunks: what they are called in the store, how large they are, and whose numbers are in them.
+"""LMCache's chunks: their keys in the store, their sizes, and the identity of their contents.
 
-A chunk is all layers of some tokens in LMCache's own order, one run of memory; a key of LMCache's says which
-tokens. The digest beside it says the rest; when in doubt a fact is here. LMCache tells little of the engine
-around it (no rope scaling, quantization or kind of an 8-bit cache), so the engine in this process is asked
-itself. Nothing here is imported but versions, configurations and the name of an order.
+A chunk is all layers of some tokens in LMCache's own order, one run of memory; LMCache's key identifies the
+tokens, the digest beside it everything else; when in doubt a fact is included. LMCache exposes little of the
+engine around it (no rope scaling, quantization or kind of an 8-bit cache), so these facts are read from the
+engine in this process. Only versions, configurations and the name of an order are imported here.
 """
 
 from __future__ import annotations
@@ -32,9 +32,9 @@ class Chunks:
     def __init__(self, config: Any, metadata: Any, extra: Mapping[str, Any]) -> None:
         self._metadata = metadata
         owner = f"engine {metadata.engine_id or os.urandom(16).hex()}"
-        # LMCache's own word for workers that all have the same latents.
+        # LMCache's own condition for workers that all have the same latents.
         is_shared = bool(metadata.use_mla and extra.get("remote_enable_mla_worker_id_as0"))
-        self._is_silent = is_shared and metadata.worker_id != 0
+        self._is_reader = is_shared and metadata.worker_id != 0
         self._facts: dict[str, object] = {
             "engine": "lmcache",
             "version": _version(),
@@ -53,13 +53,13 @@ class Chunks:
 
     @cached_property
     def fmt(self) -> Any:
-        """LMCache's name for the order of a chunk."""
+        """LMCache's memory format of a chunk."""
         from lmcache.v1.memory_management import MemoryFormat
 
         return MemoryFormat.KV_MLA_FMT if self._metadata.use_mla else MemoryFormat.KV_2LTD
 
     def keys(self, keys: Sequence[Any]) -> list[ObjectKey]:
-        """Of LMCache's keys, in the store."""
+        """Keys in the store for LMCache's keys."""
         digest = self._digest()
         return [foreign_key(digest, _name_of(key)) for key in keys]
 
@@ -67,14 +67,14 @@ class Chunks:
         return list(self._metadata.get_dtypes())
 
     def shapes_of(self, size_bytes: int) -> list[Any] | None:
-        """Of a chunk of so many bytes; None: no number of tokens has so many."""
+        """Shapes of a chunk of ``size_bytes``; None if no number of tokens has this size."""
         num_tokens, rest = divmod(size_bytes, self._size_bytes(1))
         if rest or not 0 < num_tokens <= self._metadata.chunk_size:
             return None
         return list(self._metadata.get_shapes(num_tokens))
 
     def can_be_stored(self, obj: Any) -> bool:
-        """It is a chunk as the readers expect one, and this worker's to store."""
+        """Whether it is a chunk as readers expect one, and this worker is the one that stores it."""
         shapes = self.shapes_of(obj.get_size())
         is_usual = shapes is not None and list(obj.get_shapes()) == shapes
         is_usual = (
@@ -82,10 +82,10 @@ class Chunks:
         )
         if not is_usual:
             log.warning("chunk_refused", size_bytes=obj.get_size(), order=str(obj.get_memory_format()))
-        return is_usual and not self._is_silent
+        return is_usual and not self._is_reader
 
     def _digest(self) -> str:
-        """LMCache learns of groups of layers when the engine registers its caches, so this may change."""
+        """The identity's digest. It changes when LMCache adds groups of layers, as caches are registered."""
         groups = repr([*map(tuple, self._metadata.get_shapes()), *self.dtypes()])
         if groups not in self._digests:
             chunk_tokens = self._metadata.chunk_size
@@ -101,23 +101,23 @@ class Chunks:
 
 
 def _name_of(key: Any) -> bytes:
-    """Which tokens, and what else LMCache tells apart by tags; whose they are the digest says."""
+    """The name of a chunk's tokens, with LMCache's tags; the digest has the rest of the identity."""
     return hashlib.sha256(repr((key.chunk_hash, str(key.dtype), key.tags)).encode()).digest()
 
 
 def engine_facts(owner: str) -> str:
-    """What the engine in this process says of itself; empty where there is none.
+    """Facts about the engine in this process; empty where there is none.
 
-    One that is there and says nothing shares with nobody but ``owner``.
+    An engine whose facts are unknown shares chunks with ``owner`` only.
     """
-    for name, ask in (("vllm", _vllm_facts), ("sglang", _sglang_facts)):
+    for name, facts_of_engine in (("vllm", _vllm_facts), ("sglang", _sglang_facts)):
         engine = sys.modules.get(name)
         if engine is None:
             continue
         version = f"{name} {getattr(engine, '__version__', '')}"
-        facts = ask()
+        facts = facts_of_engine()
         if facts is None:
-            consequence = "chunks are not shared; say engine_facts"
+            consequence = "chunks are not shared; set engine_facts"
             log.warning("engine_unknown", engine=version, consequence=consequence)
             return f"{version} of {owner}"
         return repr([version, *sorted((fact, str(value)) for fact, value in facts.items())])

@@ -1,7 +1,7 @@
 """The store as SGLang's third level of KV cache.
 
 ``mooncake.connectors.sglang`` is the module that SGLang loads by name; the class is in ``hicache.py`` and
-loads on first use, because others need ``cache_identity`` where there is no SGLang.
+loads on first use, because LMCache's connector needs ``cache_identity`` where there may be no SGLang.
 """
 
 from __future__ import annotations

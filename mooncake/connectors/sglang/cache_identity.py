@@ -1,8 +1,8 @@
-"""What decides the meaning of the bytes in a page of SGLang's host cache, as facts for its key.
+"""Facts that decide the meaning of the bytes in a page of SGLang's host cache, for the page's key.
 
-If one of these differs, a page must not be found; so when in doubt a fact is here. What is not here: which
-tokens (SGLang's own page hash says that, with salts and adapters), and what changes speed only. Reads
-the objects it is given, and SGLang's arguments where it runs in SGLang.
+If one of these differs, a page must not be found; so when in doubt a fact is included. Not included are the
+tokens (SGLang's own page hash covers them, with salts and adapters), and options that change speed only.
+Reads the objects it is given, and SGLang's arguments where it runs in SGLang.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ ARGUMENTS = (
     *("dtype", "kv_cache_dtype", "quantization", "quantization_param_path", "json_model_override_args"),
     *("attention_backend", "model_impl", "revision"),
 )
-"""Of SGLang's command line, what changes what is computed or how it is kept."""
+"""Options of SGLang's command line that change the computed values or their layout."""
 
 
 def server_arguments() -> Any:
@@ -31,7 +31,7 @@ def server_arguments() -> Any:
 
 
 def version() -> str:
-    """SGLang's, or "" without it."""
+    """SGLang's version, or "" without SGLang."""
     try:
         import sglang
     except ImportError:
@@ -42,7 +42,7 @@ def version() -> str:
 def facts_of(config: Any, extra: Mapping[str, Any], arguments: Any) -> dict[str, object]:
     """Facts that all pools of a process share; ``config`` is SGLang's ``HiCacheStorageConfig``.
 
-    ``extra``'s ``weights_digest`` is one that the user vouches for.
+    A ``weights_digest`` in ``extra`` replaces the computed one.
     """
     model = getattr(arguments, "model_path", None) or config.model_name or ""
     weights = extra.get("weights_digest") or weights_of(
@@ -63,9 +63,9 @@ def facts_of(config: Any, extra: Mapping[str, Any], arguments: Any) -> dict[str,
 
 
 def shard_facts(config: Any, is_replicated: bool, number: int, num_shards: int) -> dict[str, object]:
-    """Which part of the model a rank's pool has: all heads where ranks have the same, else its own.
+    """The part of the model in a rank's pool: all heads where every rank has all, else its own.
 
-    ``number`` of ``num_shards`` into which this rank cuts its pages, for ranks of other sizes.
+    ``number``: of the ``num_shards`` into which this rank cuts its pages, for other tensor-parallel sizes.
     """
     head = config.tp_rank * num_shards + number
     return {

@@ -1,13 +1,13 @@
-"""The store as SGLang's third level of KV cache (HiCache), by its interface for backends of others.
+"""The store as SGLang's third level of KV cache (HiCache), by its interface for external backends.
 
 ``--hicache-storage-backend dynamic`` with an extra configuration of ``{"backend_name": "mooncake",
 "module_path": "mooncake.connectors.sglang", "class_name": "MooncakeHiCache", "interface_v1": 1,
 "mooncake_store_addr": "HOST:50051"}`` makes one of these in each rank. SGLang calls it from its threads
-for prefetching and backup, with names of pages and where they are in its host pools; ``sglang_pools``
-turns that into memory and keys, ``pages`` moves it. With ``interface_v1`` pages are moved in place,
+for prefetching and backup, with names of pages and their indices in its host pools; ``host_pools``
+turns these into memory and keys, ``pages`` moves the bytes. With ``interface_v1`` pages are moved in place,
 without it in copies that SGLang makes.
 
-Imported without SGLang it is the same class without SGLang's base; SGLang refuses such a one.
+Imported without SGLang it is the same class without SGLang's base, which SGLang refuses.
 """
 
 from __future__ import annotations
@@ -32,17 +32,29 @@ else:
         from sglang.srt.mem_cache.hicache_storage import HiCacheStorage as Base
     except ModuleNotFoundError as error:
         if (error.name or "").partition(".")[0] != "sglang":
-            raise  # SGLang is here, and lacks something: that is what must be said
+            raise  # SGLang is installed but lacks a module, which the error must name
         Base = object
 
 log = get_logger(__name__)
 
 KNOWN = {
-    *("mooncake_store_addr", "master_server_address", "protocol", "tenant_id", "local_hostname"),
-    *("weights_digest", "sampled_weights", "extra_backend_tag", "lookup_timeout_s", "load_timeout_s"),
-    *("interface_v1", "backend_name", "module_path", "class_name"),
+    "backend_name",
+    "class_name",
+    "extra_backend_tag",
+    "interface_v1",
+    "load_timeout_s",
+    "local_hostname",
+    "lookup_timeout_s",
+    "master_server_address",
+    "module_path",
+    "mooncake_store_addr",
+    "protocol",
+    "sampled_weights",
+    "tenant_id",
+    "weights_digest",
 }
-"""Words of the extra configuration that mean something here."""
+
+"""Options of the extra configuration that are known here."""
 
 
 class MooncakeHiCache(Base):  # type: ignore[misc]
@@ -61,7 +73,7 @@ class MooncakeHiCache(Base):  # type: ignore[misc]
         self._pages = Pages(PoolSettings.read(extra, os.environ), link_settings_of(extra))
         self._rates: dict[str, list[tuple[int, float]]] = {"prefetch": [], "backup": []}
 
-    # SGLang says where its memory is
+    # Registration of SGLang's memory
 
     def register_mem_pool_host(self, mem_pool_host: Any) -> None:
         self.mem_pool_host = mem_pool_host
@@ -74,7 +86,7 @@ class MooncakeHiCache(Base):  # type: ignore[misc]
         try:
             self._add(str(host_pool_name), host_pool, is_flat=False)
         except (ValueError, NotImplementedError, AssertionError) as error:
-            # SGLang's word for a layout that can't be moved in place. It is then never found.
+            # SGLang's error for a layout that can't be moved in place. Its pages are then never found.
             log.warning("pool_refused", pool=str(host_pool_name), reason=str(error))
 
     def _add(self, name: str, pool: Any, is_flat: bool) -> None:
@@ -91,7 +103,7 @@ class MooncakeHiCache(Base):  # type: ignore[misc]
         return self._move(self._pages.save, KV, keys, host_indices, extra_info)
 
     def batch_exists(self, keys: list[str], extra_info: Any = None) -> int:
-        """How many of the leading pages there are."""
+        """Number of leading pages in the store."""
         return num_leading(self._found(KV, keys))
 
     def exists(self, key: str) -> bool:
@@ -158,13 +170,13 @@ class MooncakeHiCache(Base):  # type: ignore[misc]
     # The rest
 
     def clear(self) -> None:
-        """Forget what has this rank's identity; what other engines have stays."""
+        """Remove the objects with this rank's identity; those of other engines stay."""
         for pool in self._pools.values():
             for digest in pool.digests:
                 self._pages.forget(f"kv/{digest}/")
 
     def get_stats(self) -> Any:
-        """What moved since the last time, as SGLang's ``StorageMetrics``; None where it wants none."""
+        """Bytes and times since the last call, as SGLang's ``StorageMetrics``; None if they are disabled."""
         if not self._config.enable_storage_metrics:
             return None
         from sglang.srt.observability.metrics_collector import StorageMetrics
@@ -179,7 +191,7 @@ class MooncakeHiCache(Base):  # type: ignore[misc]
 
     def _found(self, name: str, keys: Sequence[str]) -> list[bool]:
         pool = self._pools.get(name)
-        if pool is None:  # a KV pool without memory of its own: others have what is its
+        if pool is None:  # a KV pool without memory of its own: other pools hold its bytes
             return [name == KV] * len(keys)
         return pool.whole(self._pages.find(pool.keys(keys)))
 

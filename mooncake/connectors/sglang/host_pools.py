@@ -1,8 +1,8 @@
-"""SGLang's host pools: where the pieces of a page lie, and what the page is called in the store.
+"""SGLang's host pools: the addresses of a page's pieces, and the page's key in the store.
 
-A pool has its own words for where a page is (``get_page_buffer_meta``: pointers and sizes, in the order of
-its layout); they are taken as they come, so pools of any layout can be moved, and the layout is in the key.
-Also owns what SGLang means by pages of several pools that belong together. Nothing here is imported from
+A pool describes a page by ``get_page_buffer_meta`` (pointers and sizes, in the order of its layout); the
+pieces are used in that order, so pools of any layout can be moved, and the layout is in the key.
+It also owns SGLang's rules for pages of several pools that belong together. Nothing here is imported from
 SGLang or torch; it uses the objects it is given.
 """
 
@@ -26,17 +26,17 @@ SHAPE = (
     *("layout", "dtype", "layer_num", "start_layer", "end_layer", "head_dim", "v_head_dim", "kv_cache_dim"),
     *("storage_format_tag", "conv_dtype", "temporal_dtype"),
 )
-"""What of a pool's attributes tells how it keeps a page; not every pool has each."""
+"""Attributes of a pool that describe its page layout; not every pool has each."""
 
 
 class Indices(Protocol):
-    """Of a pool's tokens: a tensor on the host."""
+    """Indices of a pool's tokens: a tensor on the host."""
 
     def __getitem__(self, index: Any) -> Any: ...
 
 
 def name_of(page: str) -> bytes:
-    """A page's hash, which SGLang writes in hexadecimal; of any other name, a hash."""
+    """The bytes of a page's hash, which SGLang writes in hexadecimal; for any other name, its hash."""
     try:
         return bytes.fromhex(page)
     except ValueError:
@@ -62,8 +62,8 @@ class HostPool:
     """One pool, and the identity of its pages.
 
     Args:
-        indices: of the tokens of one page, to ask the pool what its pages are like.
-        is_flat: pages are moved by SGLang in copies, in one piece each, instead of in place.
+        indices: those of the tokens of one page, to read the layout of pages from the pool.
+        is_flat: whether SGLang moves pages in copies, in one piece each, instead of in place.
     """
 
     def __init__(
@@ -83,7 +83,7 @@ class HostPool:
         else:
             sizes = [size for _, size in self._spans(indices, 1)[0]]
         num_heads = getattr(pool, "head_num", None)
-        # Latent pages are the same on all ranks, and one of them writes; states and heads are each rank's.
+        # Latent pages are the same on all ranks, and one rank writes them; states and heads differ by rank.
         is_replicated = bool(config.is_mla_model) and num_heads is None and name != "mamba"
         shape = {f"pool_{word}": getattr(pool, word, None) for word in SHAPE}
         layout = SlabLayout(1, len(sizes), sizes[0], len(indices))
@@ -105,20 +105,20 @@ class HostPool:
         log.info("pool_registered", pool=name, page_bytes=sum(sizes), shards=",".join(self.digests))
 
     def keys(self, pages: Sequence[str]) -> list[ObjectKey]:
-        """Of every shard of every page."""
+        """Keys of every shard of every page."""
         return [foreign_key(digest, name_of(page)) for page in pages for digest in self.digests]
 
     def pages(self, names: Sequence[str], indices: Indices, before: Sequence[str] | None) -> list[Page]:
-        """Every shard of every page, where it lies; ``before`` are the pages before them, if known."""
+        """Every shard of every page, with its memory; ``before``: the pages before them, if known."""
         return self._chained(names, self._spans(indices, len(names)), before)
 
     def flat_pages(self, names: Sequence[str], tensors: Sequence[Any]) -> list[Page]:
-        """Pages that were copied, or are to be, in one piece each."""
+        """Pages in SGLang's copies, in one piece each."""
         spans = [[_span(tensor)] for tensor in tensors]
         return self._chained(names, spans, None)
 
     def whole(self, flags: Sequence[bool]) -> list[bool]:
-        """Per page: true of all its shards."""
+        """Per page: whether the flags of all its shards are true."""
         return [all(flags[at : at + self.num_shards]) for at in range(0, len(flags), self.num_shards)]
 
     def _chained(
@@ -141,7 +141,7 @@ class HostPool:
 
 
 def usable_prefixes(flags: Sequence[bool], policy: str, num_trailing: int) -> list[int] | None:
-    """Lengths at which a prefix can end, for a pool that has pages ``flags``; None: this pool has no say.
+    """Lengths at which a prefix can end, for a pool that has pages ``flags``; None: the pool is irrelevant.
 
     ``policy`` is SGLang's ``PoolHitPolicy``: every page is needed, or the last ``num_trailing``.
     """

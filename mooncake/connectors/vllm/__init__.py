@@ -1,8 +1,8 @@
-"""Our connectors for vLLM: what ``kv_connector_module_path`` may name.
+"""Our connectors for vLLM, for ``kv_connector_module_path``.
 
 ``MooncakeStoreConnector`` (``store_connector.py``) shares prefixes through the pool; ``MooncakeConnector``
-(``push_connector.py``) hands a prompt's KV from the engine that prefills to the one that decodes. vLLM has
-connectors of these names in its own tree, for the existing package; ours are taken when this module is named,
+(``push_connector.py``) moves a prompt's KV from the engine that prefills to the one that decodes. vLLM has
+connectors of these names in its own tree, for the existing package; ours are used when this module is named,
 or where our package is installed and vLLM computes on a CPU (``plugin.py``).
 
 Names load on first use: the plugin runs in each of vLLM's processes before vLLM is set up, and LMCache's

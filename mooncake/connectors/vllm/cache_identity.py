@@ -1,8 +1,8 @@
-"""What decides the meaning of the bytes in a vLLM rank's KV blocks, as facts for their key.
+"""Facts that decide the meaning of the bytes in a vLLM rank's KV blocks, for the blocks' keys.
 
-If one of these differs, a block must not be found; so when in doubt a fact is here. What is not here:
-which tokens (vLLM's own block hash says that, with adapters, images and salts), and what changes speed
-only. Nothing here is imported from vLLM; it reads the objects it is given.
+If one of these differs, a block must not be found; so when in doubt a fact is included. Not included are
+the tokens (vLLM's own block hash covers them, with adapters, images and salts), and options that change
+speed only. Nothing here is imported from vLLM; it reads the objects it is given.
 """
 
 from __future__ import annotations
@@ -28,10 +28,10 @@ class Rank:
     tp_size: int
 
     def heads(self, total: int, num_shards: int) -> list[tuple[int, int]]:
-        """Which KV heads, from and up to, are in each of this rank's shards.
+        """The range of KV heads, from and up to, in each of this rank's shards.
 
         Raises:
-            InvalidArgument: they can't be divided so.
+            InvalidArgument: the heads can't be divided into these shards.
         """
         local = max(1, total // self.tp_size)
         first = self.tp_rank * local if total >= self.tp_size else self.tp_rank * total // self.tp_size
@@ -42,10 +42,10 @@ class Rank:
 
 
 def num_shards(store_tp_size: int | None, tp_size: int) -> int:
-    """Into how many shards a rank cuts its blocks.
+    """Number of shards into which a rank cuts its blocks.
 
     Raises:
-        InvalidArgument: ``store_tp_size`` is no multiple of this engine's tensor parallelism.
+        InvalidArgument: ``store_tp_size`` is not a multiple of this engine's tensor parallelism.
     """
     if not store_tp_size:
         return 1
@@ -55,7 +55,7 @@ def num_shards(store_tp_size: int | None, tp_size: int) -> int:
 
 
 def model_weights(config: Any, extra: Mapping[str, Any]) -> str:
-    """A digest of the model's weights; ``extra`` may have one that the user vouches for."""
+    """A digest of the model's weights; a ``weights_digest`` in ``extra`` replaces it."""
     model, load = config.model_config, config.load_config
     return extra.get("weights_digest") or weights_of(
         model.model,
@@ -68,14 +68,14 @@ def model_weights(config: Any, extra: Mapping[str, Any]) -> str:
 
 
 class Adapters:
-    """Digests of adapters (LoRA) by what is in their folders now; vLLM's hashes have their names only."""
+    """Digests of adapters (LoRA) from their folders' contents; vLLM's hashes have their names only."""
 
     def __init__(self, engine_id: str) -> None:
         self._engine_id = engine_id
         self._known: dict[tuple[object, ...], bytes] = {}
 
     def digest(self, adapter: Any) -> bytes:
-        """Empty without an adapter."""
+        """The adapter's digest, empty without an adapter."""
         if adapter is None:
             return b""
         folder = Path(adapter.lora_path)
@@ -97,7 +97,7 @@ def facts_of(
 
     Args:
         layers: names of the layers whose tensors the rank has, in order.
-        backends: of each, how it packs keys and values.
+        backends: description of each layer's packing of keys and values.
     """
     return {
         "engine": "vllm",
@@ -111,11 +111,11 @@ def facts_of(
 
 
 def model_facts(config: Any) -> dict[str, object]:
-    """What of vLLM's configuration changes what is computed of a prompt, or how it is kept."""
+    """Fields of vLLM's configuration that change the values computed for a prompt, or their layout."""
     model, cache = config.model_config, config.cache_config
-    words = json.dumps(_stable(model.hf_config.to_dict()), sort_keys=True, default=str)
+    text = json.dumps(_stable(model.hf_config.to_dict()), sort_keys=True, default=str)
     return {
-        "config": hashlib.sha256(words.encode()).hexdigest(),
+        "config": hashlib.sha256(text.encode()).hexdigest(),
         "dtype": model.dtype,
         "kv_dtype": cache.cache_dtype,
         "quantization": model.quantization,
@@ -129,7 +129,7 @@ def _state(path: Path) -> tuple[int, ...]:
 
 
 def _stable(value: Any) -> Any:
-    """A configuration without what a copy of the model elsewhere may have otherwise."""
+    """A configuration without fields that may differ in a copy of the model elsewhere."""
     if isinstance(value, dict):
         return {str(key): _stable(inner) for key, inner in value.items() if key not in _VOLATILE}
     return value

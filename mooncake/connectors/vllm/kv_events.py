@@ -1,6 +1,6 @@
-"""KV events of blocks that came to the pool, in the shape in which vLLM publishes its own.
+"""KV events of blocks that were stored in the pool, in the format in which vLLM publishes its own.
 
-A block is told of when all ranks have stored their shards of it: only then can it be found.
+A block's event is published when all ranks have stored their shards of it: only then can it be found.
 """
 
 from __future__ import annotations
@@ -14,22 +14,22 @@ from vllm.v1.core.kv_cache_utils import maybe_convert_block_hash
 from mooncake.connectors.planner import BlockName, SavePlan
 
 MEDIUM = "cpu"
-"""The memory of the pool's nodes, as others' connectors call it."""
+"""Medium of the pool's memory in the events, the same as in other projects' connectors."""
 
 
 class StoredEvents:
-    """Blocks on their way to the pool, until they can be told of or are known not to have arrived."""
+    """Blocks that are being saved, until their events can be published or they are known not to be stored."""
 
     def __init__(self, num_ranks: int, block_tokens: int) -> None:
         self._num_ranks = num_ranks
         self._block_tokens = block_tokens
-        self._coming: dict[BlockName, tuple[int, Any]] = {}
+        self._pending: dict[BlockName, tuple[int, Any]] = {}
         self._names: dict[int, tuple[tuple[BlockName, ...], int]] = {}
-        """By save: its blocks, and how many ranks are not done with it."""
-        self._told: list[Any] = []
+        """By save: its blocks, and the number of ranks that are not done with it."""
+        self._events: list[Any] = []
 
     def saves(self, plan: SavePlan, request: Any) -> None:
-        """These blocks of the request are being saved, the last it has full."""
+        """Record that blocks of the request are being saved."""
         tokens = self._block_tokens
         adapter = request.lora_request
         self._names[plan.number] = (plan.names, self._num_ranks)
@@ -47,16 +47,16 @@ class StoredEvents:
                 lora_name=adapter.lora_name if adapter else None,
                 group_idx=0,
             )
-            self._coming[name] = (self._num_ranks, event)
+            self._pending[name] = (self._num_ranks, event)
 
     def stored(self, stored: Mapping[BlockName, int], saved: Mapping[int, int]) -> None:
-        """So many ranks have stored these blocks, and are done with these saves."""
+        """Record the numbers of ranks that have stored blocks and that are done with saves."""
         for name, num_ranks in stored.items():
-            if name in self._coming:
-                missing, event = self._coming[name]
-                self._coming[name] = (missing - num_ranks, event)
+            if name in self._pending:
+                missing, event = self._pending[name]
+                self._pending[name] = (missing - num_ranks, event)
                 if missing == num_ranks:
-                    self._told.append(self._coming.pop(name)[1])
+                    self._events.append(self._pending.pop(name)[1])
         for number, num_ranks in saved.items():
             if number in self._names:
                 names, missing = self._names[number]
@@ -64,8 +64,8 @@ class StoredEvents:
                 if missing == num_ranks:
                     del self._names[number]
                     for name in names:
-                        self._coming.pop(name, None)
+                        self._pending.pop(name, None)
 
     def take(self) -> list[Any]:
-        told, self._told = self._told, []
-        return told
+        events, self._events = self._events, []
+        return events

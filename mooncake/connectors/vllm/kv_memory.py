@@ -1,6 +1,6 @@
-"""A vLLM rank's KV memory: what of it we can move, where its blocks lie, and whose numbers they are.
+"""A vLLM rank's KV memory: checks of its caches, the addresses of its blocks, and their identity.
 
-Owns what all our connectors for vLLM ask of its caches. What is moved, where to and when, they decide.
+Shared by all our connectors for vLLM. What is moved, where to and when, is their decision.
 """
 
 from __future__ import annotations
@@ -15,9 +15,8 @@ from vllm.v1.core.kv_cache_utils import resolve_kv_cache_block_sizes
 from vllm.v1.kv_cache_interface import FullAttentionSpec
 
 from mooncake.connectors.block_transfer import Shards
-from mooncake.connectors.memory import SlabMemory
+from mooncake.connectors.memory import SlabMemory, memory_of, order_of
 from mooncake.connectors.session import warn_of_unknown_options
-from mooncake.connectors.tensor_slabs import memory_of, order_of
 from mooncake.connectors.vllm.cache_identity import Rank, facts_of, model_weights, num_shards
 from mooncake.errors import InvalidArgument
 from mooncake.kvlayout import ForeignIdentity
@@ -25,25 +24,25 @@ from mooncake.log import setup_library_logging
 
 CPU_ATTN = "CPU_ATTN"
 HEADS_DIM = 1
-"""Of that backend's tensors: [blocks, heads, tokens, keys and values]."""
+"""Dimension of the heads in that backend's tensors: [blocks, heads, tokens, keys and values]."""
 
 
 def prepare(config: Any, kv_cache_config: Any, known: Collection[str]) -> None:
-    """What each of our connectors does first; ``known``: its words of ``kv_connector_extra_config``.
+    """First step of each of our connectors; ``known``: its options of ``kv_connector_extra_config``.
 
     Raises:
-        InvalidArgument: a cache that we would move wrongly.
+        InvalidArgument: a cache that is not supported.
     """
     setup_library_logging("vllm")
     transfer = config.kv_transfer_config
     warn_of_unknown_options(transfer.kv_connector_extra_config, known)
     _check_cache(config, kv_cache_config)
-    # A cache that fails is no reason to fail a request. vLLM reads this once we are made.
+    # A cache that fails is no reason to fail a request. vLLM reads this after the connector is made.
     transfer.kv_load_failure_policy = "recompute"
 
 
 def _check_cache(config: Any, kv_cache_config: Any) -> None:
-    """Refuse what would be moved wrongly."""
+    """Refuse caches that are not supported."""
     parallel = config.parallel_config
     if parallel.prefill_context_parallel_size * parallel.decode_context_parallel_size > 1:
         raise InvalidArgument("decode_context_parallel_size", "more than 1", "1 with this connector")
@@ -59,15 +58,15 @@ def _check_cache(config: Any, kv_cache_config: Any) -> None:
 def registered_memory(
     config: Any, kv_cache_config: Any, kv_caches: Mapping[str, Any], store_tp_size: int | None = None
 ) -> tuple[Shards, SlabMemory]:
-    """Of the tensors that vLLM registers with a connector.
+    """Shards and memory of the tensors that vLLM registers with a connector.
 
     Raises:
-        InvalidArgument: they are on a device, or of a shape, that we can't move.
+        InvalidArgument: the tensors' device or shape is not supported.
     """
     tensors = list(kv_caches.values())
     devices = {str(tensor.device) for tensor in tensors}
     if devices != {"cpu"}:
-        allowed = "cpu: for others take vLLM's own, by kv_connector_module_path"
+        allowed = "cpu; for other devices use vLLM's own connector, by kv_connector_module_path"
         raise InvalidArgument("device", ",".join(sorted(devices)), allowed)
     tp_size = config.parallel_config.tensor_parallel_size
     extra = config.kv_transfer_config.kv_connector_extra_config
@@ -85,13 +84,13 @@ def registered_memory(
 
 
 def _backends(config: Any, spec: Any, kv_caches: Mapping[str, Any]) -> list[str]:
-    """How each layer's attention lays out and packs what it keeps."""
+    """Description of each layer's layout and packing of keys and values."""
     known = config.compilation_config.static_forward_context
     found = []
     for name, tensor in kv_caches.items():
         backend = known[name].get_attn_backend().get_name()
         isa = ""
-        if backend == CPU_ATTN:  # it packs keys for the instructions that this machine has
+        if backend == CPU_ATTN:  # it packs keys for the instruction set of this machine
             isa = _get_attn_isa(spec.dtype, spec.block_size, spec.head_size, config.cache_config.cache_dtype)
         found.append(f"{backend} {isa} {tensor.dtype} {order_of(tensor.stride())}")
     return found

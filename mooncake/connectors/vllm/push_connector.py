@@ -1,13 +1,13 @@
 """vLLM's ``KVConnectorBase_V1`` between two engines: one writes a prompt's KV into the other's blocks.
 
-A thin shell around ``direct``. ``kv_transfer_params`` say what a request is (the gateway's ``push``)::
+A thin shell around ``peer_push``. ``kv_transfer_params`` give a request's role (the gateway's ``push``)::
 
     to prefill   {"do_remote_decode": true, "transfer_id": ID}                      max_tokens 1
     to decode    {"do_remote_prefill": true, "transfer_id": ID}                     before, after or meanwhile
                  optionally "remote_host", "remote_port": the listener of this prefill, one of those in
-                 ``prefill_addr`` (addresses with commas between them); else the first of them
+                 ``prefill_addr`` (addresses separated by commas); else the first of them
 
-Rank r of an engine listens at its port + r and is asked by rank r. What fails is computed by decode.
+Rank r of an engine listens at its port + r and serves rank r of the other. Decode computes blocks that fail.
 """
 
 from __future__ import annotations
@@ -37,36 +37,42 @@ from mooncake.rpc.client import split_address
 
 log = get_logger(__name__)
 
-A_MOMENT_S = 0.002
-"""What a step with nothing to compute may wait for blocks to arrive."""
+WAIT_S = 0.002
+"""Time that a step with nothing to compute waits for blocks to arrive."""
 
-USUAL_ADDRESS = "127.0.0.1:8200"
+DEFAULT_ADDRESS = "127.0.0.1:8200"
 TIMEOUT_S = 120.0
 
 SECONDS = {"pushed": "push_seconds", "received": "receive_seconds"}
-"""Which time is of which outcome."""
+"""Name of each outcome's time."""
 
 KNOWN = {
-    *("listen_addr", "prefill_addr", "decode_addr", "timeout_s"),
-    *("protocol", "local_hostname", "weights_digest", "sampled_weights"),
+    "decode_addr",
+    "listen_addr",
+    "local_hostname",
+    "prefill_addr",
+    "protocol",
+    "sampled_weights",
+    "timeout_s",
+    "weights_digest",
 }
-"""Words of ``kv_connector_extra_config``."""
+"""Options of ``kv_connector_extra_config``."""
 
 
 @dataclasses.dataclass
 class PushPlans(KVConnectorMetadata):  # type: ignore[misc]
-    """From the scheduler to every rank, each step."""
+    """The scheduler's message to every rank, each step."""
 
     offers: list[BlockOffer]
     dropped: list[tuple[str, str]]
     wanted: dict[str, BlockRequest]
-    """By request."""
+    """Wanted blocks by request."""
     is_idle: bool
 
 
 @dataclasses.dataclass
 class EndedOffers(KVConnectorWorkerMetadata):  # type: ignore[misc]
-    """Offer to how many ranks don't need its blocks any more."""
+    """By offer, the number of ranks that no longer need its blocks."""
 
     offers: dict[str, int]
 
@@ -78,7 +84,7 @@ class EndedOffers(KVConnectorWorkerMetadata):  # type: ignore[misc]
 
 
 class MooncakeConnector(CountedConnector, KVConnectorBase_V1):  # type: ignore[misc]
-    """A prompt's KV from the engine that prefills into that which decodes."""
+    """Moves a prompt's KV from the engine that prefills to the one that decodes."""
 
     METRICS = PushMetrics
 
@@ -151,7 +157,7 @@ class MooncakeConnector(CountedConnector, KVConnectorBase_V1):  # type: ignore[m
         pass  # loads are asynchronous: their requests are not in this step
 
     def save_kv_layer(self, layer_name: str, kv_layer: Any, attn_metadata: Any, **kwargs: Any) -> None:
-        pass  # a prompt is offered when all of it is computed
+        pass  # a prompt is offered once all of it is computed
 
     def wait_for_save(self) -> None:
         handovers = self._get_connector_metadata()
@@ -161,7 +167,7 @@ class MooncakeConnector(CountedConnector, KVConnectorBase_V1):  # type: ignore[m
     def get_finished(self, finished_req_ids: set[str]) -> tuple[set[str] | None, set[str] | None]:
         handovers = self._get_connector_metadata()
         assert isinstance(handovers, PushPlans)
-        return None, self._w.collect(A_MOMENT_S if handovers.is_idle else 0.0)
+        return None, self._w.collect(WAIT_S if handovers.is_idle else 0.0)
 
     def get_block_ids_with_load_errors(self) -> set[int]:
         return self._w.bad_blocks
@@ -185,18 +191,18 @@ class _PendingOffer:
 
 
 class PushSchedulerSide:
-    """What the connector does beside vLLM's scheduler; all in its thread."""
+    """The connector's part in the process of vLLM's scheduler; all calls come from its thread."""
 
     def __init__(self, config: Any, kv_cache_config: Any) -> None:
         transfer = config.kv_transfer_config
         self._block_tokens = kv_cache_config.kv_cache_groups[0].kv_cache_spec.block_size
         self._num_ranks = config.parallel_config.world_size
         self._sends, self._receives = transfer.is_kv_producer, transfer.is_kv_consumer
-        self._listeners = Listeners(transfer.kv_connector_extra_config.get("prefill_addr", USUAL_ADDRESS))
+        self._listeners = Listeners(transfer.kv_connector_extra_config.get("prefill_addr", DEFAULT_ADDRESS))
         self._adapters = Adapters(transfer.engine_id)
         self._sendings: dict[str, _PendingOffer] = {}
         self._held: dict[str, tuple[list[int], int]] = {}
-        """Offer to its blocks, and how many ranks still need them."""
+        """By offer: its blocks, and the number of ranks that still need them."""
         self._wanted: dict[str, BlockRequest] = {}
         self._dropped: list[tuple[str, str]] = []
         self._first_blocks: dict[str, int] = {}
@@ -207,18 +213,18 @@ class PushSchedulerSide:
         return bool(self._held or self._dropped)
 
     def _digest(self, request: Any) -> bytes:
-        """Of the prompt's tokens, with whatever else decides what is computed of them."""
+        """Digest of the prompt's tokens, with all else that decides their KV."""
         num_full = request.num_prompt_tokens // self._block_tokens
         rest = request.prompt_token_ids[num_full * self._block_tokens :]
         more = [feature.identifier for feature in request.mm_features]
-        words = hashlib.sha256(self._adapters.digest(request.lora_request))
+        digest = hashlib.sha256(self._adapters.digest(request.lora_request))
         for block_hash in request.block_hashes[:num_full][-1:]:
-            words.update(bytes(block_hash))
-        words.update(repr((request.num_prompt_tokens, list(rest), more, request.cache_salt)).encode())
-        return words.digest()
+            digest.update(bytes(block_hash))
+        digest.update(repr((request.num_prompt_tokens, list(rest), more, request.cache_salt)).encode())
+        return digest.digest()
 
     def matched(self, request: Any, num_computed_tokens: int) -> tuple[int, bool]:
-        """All of the prompt comes, except what is there."""
+        """Tokens to receive: all of the prompt beyond those that are computed."""
         params = request.kv_transfer_params or {}
         if not (self._receives and params.get("do_remote_prefill") and request.prompt_token_ids):
             return 0, False
@@ -227,9 +233,9 @@ class PushSchedulerSide:
             return 0, False
         if self._listeners.chosen(params) is None:
             named = f"{params.get('remote_host')}:{params.get('remote_port')}"
-            reason = f"{named} is none of this engine's prefill_addr"
+            reason = f"{named} is not in this engine's prefill_addr"
             log.warning("transfer_refused", request=request.request_id, reason=reason)
-            return 0, False  # it is computed here
+            return 0, False  # the prompt is computed here
         num_tokens = request.num_prompt_tokens - num_computed_tokens
         self._first_blocks[request.request_id] = num_computed_tokens // self._block_tokens
         return (num_tokens, True) if num_tokens > 0 else (0, False)
@@ -242,7 +248,7 @@ class PushSchedulerSide:
         first = self._first_blocks.pop(request.request_id, 0)
         if not num_tokens or not params.get("do_remote_prefill"):
             return
-        params["do_remote_prefill"] = False  # should it be preempted, it is computed
+        params["do_remote_prefill"] = False  # if it is preempted, it is computed here
         num_blocks = -(-request.num_prompt_tokens // self._block_tokens)
         address = self._listeners.chosen(params)
         assert address is not None, "matched() has refused it"
@@ -251,7 +257,7 @@ class PushSchedulerSide:
         )
 
     def handovers(self, output: Any) -> PushPlans:
-        """What the ranks do in this step."""
+        """Work of the ranks in this step."""
         offers = []
         for request_id, num_tokens in output.num_scheduled_tokens.items():
             sending = self._sendings.get(request_id)
@@ -286,7 +292,7 @@ class PushSchedulerSide:
 
 
 class PushWorkerSide:
-    """What the connector does in a rank's process."""
+    """The connector's part in a rank's process."""
 
     def __init__(self, config: Any, kv_cache_config: Any) -> None:
         transfer = config.kv_transfer_config
@@ -302,12 +308,12 @@ class PushWorkerSide:
         self._received: set[str] = set()
         self._bad_blocks: set[int] = set()
         self.bad_blocks: set[int] = set()
-        """Of the requests that ``collect`` named last."""
+        """Blocks that failed, of the requests that ``collect`` returned last."""
         self._ended: dict[str, int] = {}
         self._stats = ConnectorStats()
 
     def register(self, kv_caches: dict[str, Any]) -> None:
-        """These tensors are the rank's KV memory; blocks are moved between it and the other engine's."""
+        """Register the rank's KV memory; blocks are moved between it and the other engine's."""
         shards, memory = registered_memory(self._config, self._cache, kv_caches)
         (digest,) = shards.digests
         self._rank = get_tensor_model_parallel_rank()
@@ -315,14 +321,14 @@ class PushWorkerSide:
         transfer = self._thread.transfer
         listens_at = ""
         if self._receives:
-            self._receiver = Receiver(transfer, shards.layout, digest, memory, timeout_s, self._tell)
+            self._receiver = Receiver(transfer, shards.layout, digest, memory, timeout_s, self._count)
         else:
             transfer.register_all(memory.buffers)
         if self._sends:
             self._sender = Sender(
-                transfer, shards.layout, digest, memory, timeout_s, self._has_ended, self._tell
+                transfer, shards.layout, digest, memory, timeout_s, self._has_ended, self._count
             )
-            host, port = split_address(self._extra.get("listen_addr", USUAL_ADDRESS))
+            host, port = split_address(self._extra.get("listen_addr", DEFAULT_ADDRESS))
             self._thread.wait(self._sender.start(host, port + self._rank))
             listens_at = f"{host}:{self._sender.port}"
         log.info("kv_registered", num_layers=len(kv_caches), layout=digest, listens_at=listens_at)
@@ -342,11 +348,11 @@ class PushWorkerSide:
             reason = await self._receiver.receive(own)
         except MooncakeError as error:  # a request can name any address
             reason = str(error)
-            self._tell(PushOutcome("recomputed", len(wanted.block_ids)))
+            self._count(PushOutcome("recomputed", len(wanted.block_ids)))
             log.warning("transfer_missed", transfer=wanted.transfer_id, reason=reason)
-        except Exception as error:  # a mistake of ours, before anything was begun
+        except Exception as error:  # a bug of ours, before anything was begun
             reason = type(error).__name__
-            self._tell(PushOutcome("recomputed", len(wanted.block_ids)))
+            self._count(PushOutcome("recomputed", len(wanted.block_ids)))
             log.exception("transfer_failed", transfer=wanted.transfer_id)
         with self._changed:
             self._received.add(request_id)
@@ -365,12 +371,12 @@ class PushWorkerSide:
             self._ended[transfer_id] = 1
             self._changed.notify_all()
 
-    def _tell(self, told: PushOutcome) -> None:
+    def _count(self, push: PushOutcome) -> None:
         with self._changed:
-            self._stats.add(f"{told.outcome}_blocks", told.num_blocks)
-            self._stats.add(f"{told.outcome}_bytes", told.num_bytes)
-            if told.seconds is not None:
-                self._stats.observe(SECONDS[told.outcome], told.seconds)
+            self._stats.add(f"{push.outcome}_blocks", push.num_blocks)
+            self._stats.add(f"{push.outcome}_bytes", push.num_bytes)
+            if push.seconds is not None:
+                self._stats.observe(SECONDS[push.outcome], push.seconds)
 
     def take_stats(self) -> ConnectorStats | None:
         with self._changed:
@@ -378,7 +384,7 @@ class PushWorkerSide:
         return None if stats.is_empty() else stats
 
     def collect(self, timeout_s: float) -> set[str]:
-        """Requests whose blocks are there, or won't come."""
+        """Requests whose blocks have arrived or failed."""
         with self._changed:
             if not (self._received or self._ended):
                 self._changed.wait_for(lambda: self._received or self._ended, timeout_s)

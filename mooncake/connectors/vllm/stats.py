@@ -1,8 +1,8 @@
-"""What our connectors count, in the shapes in which vLLM carries, logs and exports it.
+"""Our connectors' statistics, in the classes in which vLLM transports, logs and exports them.
 
-The counters travel from the ranks and the scheduler to vLLM's front end, which adds them up and shows
+The counters are sent from the ranks and the scheduler to vLLM's front end, which adds them up and exports
 them under these names at its ``/metrics``; with several connectors at once (``MultiConnector``), too. They
-begin with ``vllm:`` because vLLM forgets such metrics, and no others, when an engine is made anew.
+begin with ``vllm:`` because vLLM unregisters such metrics, and no others, when an engine is made anew.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ class ConnectorStats(KVConnectorStats):  # type: ignore[misc]
         self.data.setdefault(name, []).append(seconds)
 
     def moved(self, what: Sequence[tuple[int, int, float]], good: str, bad: str, seconds: str) -> None:
-        """(good blocks, bad blocks, seconds) of some loads or saves."""
+        """Add (good blocks, bad blocks, seconds) of some loads or saves."""
         for num_good, num_bad, took in what:
             self.add(good, num_good)
             self.add(bad, num_bad)
@@ -56,7 +56,7 @@ class ConnectorStats(KVConnectorStats):  # type: ignore[misc]
 
 
 class ConnectorMetrics(KVConnectorPromMetrics):  # type: ignore[misc]
-    """The same for Prometheus; which there are, each connector says."""
+    """The same statistics as Prometheus metrics, which each connector lists in a subclass."""
 
     PREFIX: ClassVar[str]
     COUNTERS: ClassVar[Mapping[str, str]]
@@ -94,7 +94,7 @@ class ConnectorMetrics(KVConnectorPromMetrics):  # type: ignore[misc]
 
 
 class CountedConnector:
-    """What a connector of ours answers when vLLM carries and shows its counts; before vLLM's base class."""
+    """The statistics methods of our connectors; a base class to be listed before vLLM's."""
 
     METRICS: ClassVar[type[ConnectorMetrics]]
 
@@ -106,48 +106,48 @@ class CountedConnector:
     def build_prom_metrics(
         cls, vllm_config: Any, metric_types: Any, labelnames: Any, per_engine_labelvalues: Any
     ) -> ConnectorMetrics:
-        # Called in vLLM's front end, before the first stats arrive there. MultiConnector makes them anew by
-        # the connector's name alone; where we were found by our path, that name is still another's.
+        # Called in vLLM's front end, before the first stats arrive there. MultiConnector looks the connector
+        # up by its name alone, which is still vLLM's own where ours was configured by its module path.
         take_name(cls.__name__)
         return cls.METRICS(vllm_config, metric_types, labelnames, per_engine_labelvalues)
 
 
 class StoreMetrics(ConnectorMetrics):
-    """Of ``MooncakeStoreConnector``."""
+    """Metrics of ``MooncakeStoreConnector``."""
 
     PREFIX = "vllm:mooncake_connector"
     COUNTERS: ClassVar = {
         "lookups": "Prompts looked up in the store.",
         "lookup_failures": "Lookups that the store did not answer.",
         "found_blocks": "Blocks that a lookup found.",
-        "missed_blocks": "Blocks that a lookup asked for and did not find.",
+        "missed_blocks": "Blocks that a lookup did not find.",
         "loaded_blocks": "Blocks that a rank loaded and verified.",
         "failed_blocks": "Blocks that a rank could not load; they were computed.",
-        "saved_blocks": "Blocks that a rank saved, or found saved.",
+        "saved_blocks": "Blocks that a rank saved, or that the store had already.",
         "unsaved_blocks": "Blocks that a rank could not save.",
     }
     TIMES: ClassVar = {
         "lookup_seconds": "Time of one lookup.",
         "load_seconds": "Time of one load on one rank.",
-        "save_seconds": "Time of one save on one rank, the computing of its layers included.",
+        "save_seconds": "Time of one save on one rank, computation of its layers included.",
     }
 
 
 class PushMetrics(ConnectorMetrics):
-    """Of ``MooncakeConnector``."""
+    """Metrics of ``MooncakeConnector``."""
 
     PREFIX = "vllm:mooncake_direct"
     COUNTERS: ClassVar = {
         "pushed_blocks": "Blocks that a rank of prefill wrote into decode's memory.",
-        "pushed_bytes": "Bytes of them.",
-        "refused_blocks": "Blocks that decode asked a rank of prefill for and did not get.",
-        "expired_blocks": "Computed blocks that nobody asked a rank of prefill for in time.",
-        "received_blocks": "Blocks that a rank of decode was given.",
-        "received_bytes": "Bytes of them.",
-        "recomputed_blocks": "Blocks that a rank of decode asked for and did not get; decode computed them.",
+        "pushed_bytes": "Bytes that a rank of prefill wrote into decode's memory.",
+        "refused_blocks": "Blocks that decode requested and a rank of prefill refused.",
+        "expired_blocks": "Computed blocks of a rank of prefill that decode did not request in time.",
+        "received_blocks": "Blocks that a rank of decode received.",
+        "received_bytes": "Bytes that a rank of decode received.",
+        "recomputed_blocks": "Blocks that a rank of decode did not receive on request and computed itself.",
     }
     TIMES: ClassVar = {
         "push_seconds": "Time in which one rank of prefill wrote one prompt's blocks.",
-        "receive_seconds": "Time from asking to having one prompt's blocks on one rank of decode, "
-        "what prefill still had to compute included.",
+        "receive_seconds": "Time from the request to the arrival of one prompt's blocks on a rank of decode, "
+        "prefill's remaining computation included.",
     }

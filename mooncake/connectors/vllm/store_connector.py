@@ -1,13 +1,13 @@
 """vLLM's ``KVConnectorBase_V1`` over the pool: prefixes computed by one engine are loaded by another.
 
-A thin shell. It says in vLLM's words what ``planning`` (which blocks), ``moving`` (how) and
-``vllm_facts`` (whose) decide. One instance lives beside vLLM's scheduler and one in each rank::
+A thin shell around ``planner`` (which blocks), ``block_transfer`` (how) and ``cache_identity`` (under which
+keys). One instance lives in the process of vLLM's scheduler and one in each rank::
 
     scheduler   find ─▶ matched ─▶ allocated ─▶ metadata(loads, saves)        unhold ◀─ worker metadata
     rank                                        └▶ start_load, save layer by layer, report ──┘
 
 Loads are asynchronous (the request waits, others are computed) or, with ``load_async: false``, layer by
-layer beneath the computing. Saves are layer by layer always. Whatever fails is computed again.
+layer during the computation. Saves are always layer by layer. Blocks that fail are computed again.
 """
 
 from __future__ import annotations
@@ -38,45 +38,53 @@ from mooncake.log import get_logger
 
 log = get_logger(__name__)
 
-A_MOMENT_S = 0.002
-"""What a step may wait for a lookup, or for a move when it has nothing else to do: as long as one takes."""
+WAIT_S = 0.002
+"""Time that a step waits for a lookup, or for a move when it has nothing else to do."""
 
 KNOWN = {
-    *("mooncake_store_addr", "load_async", "enable_lookup", "save_decode_cache", "store_tp_size"),
-    *("weights_digest", "sampled_weights", "protocol", "tenant_id", "local_hostname"),
+    "enable_lookup",
+    "load_async",
+    "local_hostname",
+    "mooncake_store_addr",
+    "protocol",
+    "sampled_weights",
+    "save_decode_cache",
+    "store_tp_size",
+    "tenant_id",
+    "weights_digest",
 }
-"""Words of ``kv_connector_extra_config``; others are vLLM's own connector's, or a mistake."""
+"""Options of ``kv_connector_extra_config``; others are vLLM's own connector's, or a mistake."""
 
 
 @dataclasses.dataclass
 class StorePlans(KVConnectorMetadata):  # type: ignore[misc]
-    """From the scheduler to every rank, each step."""
+    """The scheduler's message to every rank, each step."""
 
     loads: list[LoadPlan]
     saves: list[SavePlan]
     is_idle: bool
-    """The step computes nothing."""
+    """Whether the step computes nothing."""
 
 
 @dataclasses.dataclass
 class ShardDigests(KVConnectorHandshakeMetadata):  # type: ignore[misc]
-    """Of the shards of a rank."""
+    """Digests of the shards of a rank."""
 
     digests: list[str]
 
 
 @dataclasses.dataclass
 class RankReport(KVConnectorWorkerMetadata):  # type: ignore[misc]
-    """From the ranks to the scheduler, each step."""
+    """The ranks' message to the scheduler, each step."""
 
     saved: dict[int, int]
-    """Save to how many ranks are done with it."""
+    """By save, the number of ranks that are done with it."""
     loaded: dict[str, tuple[int, int]]
-    """Request to (ranks whose load is over, those on which it failed)."""
+    """By request: (ranks whose load has ended, those on which it failed)."""
     stored: dict[BlockName, int]
-    """Block to how many ranks have stored theirs."""
+    """By block, the number of ranks that have stored their shards of it."""
     digests: set[str]
-    """Of the shards of ranks that report for the first time."""
+    """Digests of the shards of ranks that report for the first time."""
     num_new_ranks: int
 
     def aggregate(self, other: KVConnectorWorkerMetadata) -> RankReport:
@@ -112,7 +120,7 @@ class MooncakeStoreConnector(CountedConnector, KVConnectorBase_V1):  # type: ign
 
     @property
     def requires_kv_delivery(self) -> bool:
-        """No: a block that was not saved is a miss."""
+        """False, because a block that was not saved is a miss."""
         return False
 
     @classmethod
@@ -136,7 +144,7 @@ class MooncakeStoreConnector(CountedConnector, KVConnectorBase_V1):  # type: ign
 
     def set_xfer_handshake_metadata_pp_aware(self, metadata: dict[tuple[int, int], Any]) -> None:
         found = [one for one in metadata.values() if isinstance(one, ShardDigests)]
-        if len(found) == len(metadata):  # under MultiConnector it may be another's; then reports tell
+        if len(found) == len(metadata):  # under MultiConnector it may be another's; reports follow
             self._s.know({digest for one in found for digest in one.digests}, len(found))
 
     def on_new_request(self, request: Any) -> None:
@@ -188,30 +196,30 @@ class MooncakeStoreConnector(CountedConnector, KVConnectorBase_V1):  # type: ign
     def bind_connector_metadata(self, connector_metadata: KVConnectorMetadata) -> None:
         super().bind_connector_metadata(connector_metadata)
         assert isinstance(connector_metadata, StorePlans)
-        self._w.mover.begin_saves(connector_metadata.saves)
+        self._w.transfer.begin_saves(connector_metadata.saves)
 
     def start_load_kv(self, forward_context: Any, **kwargs: Any) -> None:
         plans = self._get_connector_metadata()
         assert isinstance(plans, StorePlans)
-        self._w.mover.load(plans.loads)
+        self._w.transfer.load(plans.loads)
 
     def wait_for_layer_load(self, layer_name: str) -> None:
         layer = self._w.layers.get(layer_name)
         if layer is not None:
-            self._w.mover.wait_layer(layer)
+            self._w.transfer.wait_layer(layer)
 
     def save_kv_layer(self, layer_name: str, kv_layer: Any, attn_metadata: Any, **kwargs: Any) -> None:
         layer = self._w.layers.get(layer_name)
         if layer is not None and self._w.is_layerwise:
-            self._w.mover.layer_computed(layer)
+            self._w.transfer.layer_computed(layer)
 
     def wait_for_save(self) -> None:
-        self._w.mover.end_step()
+        self._w.transfer.end_step()
 
     def get_finished(self, finished_req_ids: set[str]) -> tuple[set[str] | None, set[str] | None]:
         plans = self._get_connector_metadata()
         assert isinstance(plans, StorePlans)
-        return None, self._w.collect(A_MOMENT_S if plans.is_idle else 0.0)
+        return None, self._w.collect(WAIT_S if plans.is_idle else 0.0)
 
     def get_block_ids_with_load_errors(self) -> set[int]:
         return self._w.moved.bad_blocks
@@ -229,17 +237,17 @@ class MooncakeStoreConnector(CountedConnector, KVConnectorBase_V1):  # type: ign
 
 
 class _KnownRequest:
-    """A request of which the scheduler told."""
+    """A request that the scheduler has announced."""
 
     def __init__(self, request: Any) -> None:
         self.request = request
-        self.finding: PendingLookup | None = None
+        self.lookup: PendingLookup | None = None
         self.first_block = 0
-        """Where the load that is allocated next begins."""
+        """First block of the load that is allocated next."""
 
 
 class StoreSchedulerSide:
-    """What the connector does beside vLLM's scheduler; all in its thread."""
+    """The connector's part in the process of vLLM's scheduler; all calls come from its thread."""
 
     def __init__(self, config: Any, kv_cache_config: Any, session: PoolSession) -> None:
         transfer = config.kv_transfer_config
@@ -252,10 +260,10 @@ class StoreSchedulerSide:
         self._adapters = Adapters(transfer.engine_id)
         saves = transfer.is_kv_producer or bool(extra.get("save_decode_cache", False))
         self.planner = Planner(self._num_ranks, saves)
-        self._finder = PrefixLookup(session)
+        self._prefix_lookup = PrefixLookup(session)
         self.pool: Any = None
         self.stats = ConnectorStats()
-        self._events = StoredEvents(self._num_ranks, self._block_tokens) if _tells(config) else None
+        self._events = StoredEvents(self._num_ranks, self._block_tokens) if _publishes(config) else None
         self._requests: dict[str, _KnownRequest] = {}
         self._generation = b""
         self._num_known_ranks = 0
@@ -265,61 +273,59 @@ class StoreSchedulerSide:
         self._session.close()
 
     def know(self, digests: set[str], num_ranks: int) -> None:
-        """These are the shards of so many more ranks; when all are known, blocks can be found."""
+        """Add the shards of ``num_ranks`` more ranks; once all are known, blocks can be found."""
         self._num_known_ranks += num_ranks
         self._digests |= digests
         if self._num_known_ranks >= self._num_ranks:
-            self._finder.digests = tuple(sorted(self._digests))
+            self._prefix_lookup.digests = tuple(sorted(self._digests))
 
     def arrived(self, request: Any) -> None:
         self._requests[request.request_id] = known = _KnownRequest(request)
         self._find(known)
 
     def _names(self, request: Any, num_blocks: int) -> list[BlockName]:
-        """Of the request's leading full blocks. An adapter counts with its weights, not its name only."""
+        """Names of a request's leading full blocks. An adapter counts with its weights, not just its name."""
         salt = self._generation + self._adapters.digest(request.lora_request)
         hashes = request.block_hashes[:num_blocks]
         return [hashlib.sha256(salt + one).digest() if salt else bytes(one) for one in hashes]
 
     def _find(self, known: _KnownRequest) -> PendingLookup:
-        # At least one token is computed: its logits are wanted.
+        # At least one token is computed: its logits are needed.
         num_blocks = (known.request.num_tokens - 1) // self._block_tokens
         names = self._names(known.request, num_blocks) if self._finds else []
-        known.finding = self._finder.find(names)
-        return known.finding
+        known.lookup = self._prefix_lookup.find(names)
+        return known.lookup
 
     def matched(self, request: Any, num_computed_tokens: int) -> tuple[int | None, bool]:
-        """How many tokens beyond the computed ones can be loaded; None while that is looked up."""
+        """Number of tokens beyond the computed ones that can be loaded; None during the lookup."""
         known = self._requests.setdefault(request.request_id, _KnownRequest(request))
-        finding = known.finding
-        if finding is None or finding.is_stale():
-            finding = self._find(known)
-        if not finding.wait(A_MOMENT_S):
+        lookup = known.lookup
+        if lookup is None or lookup.is_stale():
+            lookup = self._find(known)
+        if not lookup.wait(WAIT_S):
             return None, False
-        if not finding.is_counted and finding.num_asked:
-            finding.is_counted = True
+        if not lookup.is_counted and lookup.num_wanted:
+            lookup.is_counted = True
             self.stats.add("lookups", 1)
-            self.stats.add("lookup_failures", int(finding.has_failed))
-            self.stats.moved(
-                [(finding.num_blocks, finding.num_asked - finding.num_blocks, finding.seconds)],
-                *("found_blocks", "missed_blocks", "lookup_seconds"),
-            )
-        self.planner.found(request.request_id, finding.num_blocks)
+            self.stats.add("lookup_failures", int(lookup.has_failed))
+            row = (lookup.num_blocks, lookup.num_wanted - lookup.num_blocks, lookup.seconds)
+            self.stats.moved([row], "found_blocks", "missed_blocks", "lookup_seconds")
+        self.planner.found(request.request_id, lookup.num_blocks)
         known.first_block = num_computed_tokens // self._block_tokens
-        num_tokens = finding.num_blocks * self._block_tokens - num_computed_tokens
+        num_tokens = lookup.num_blocks * self._block_tokens - num_computed_tokens
         return (num_tokens, self._is_async) if num_tokens > 0 else (0, False)
 
     def allocated(self, request: Any, block_ids: list[int], num_tokens: int) -> None:
-        """The request has blocks; ``num_tokens`` of them are to be loaded."""
+        """Plan the load of ``num_tokens`` into the request's new blocks."""
         known = self._requests[request.request_id]
-        known.finding = None  # if it comes again it was preempted, and what was found may have gone
+        known.lookup = None  # if it comes again it was preempted, and blocks found may have been evicted
         if num_tokens:
             part = slice(known.first_block, known.first_block + num_tokens // self._block_tokens)
             names = self._names(request, part.stop)
             self.planner.load(request.request_id, names[part], block_ids[part], not self._is_async)
 
     def plans(self, output: Any) -> StorePlans:
-        """What the ranks do in this step."""
+        """Work of the ranks in this step."""
         for request_id, num_tokens in output.num_scheduled_tokens.items():
             known = self._requests.get(request_id)
             if known is None:
@@ -361,53 +367,56 @@ class StoreSchedulerSide:
         return [] if self._events is None else self._events.take()
 
     def forget(self) -> bool:
-        """vLLM's caches are to be empty, its weights have changed perhaps: from now on what was saved
-        before can't be found by this engine, nor what it saves by others."""
+        """Separate this engine's later blocks from all others, because vLLM resets its caches.
+
+        Its weights may have changed: this engine no longer finds blocks saved before, and others do not find
+        those that it saves from now on.
+        """
         self._generation = os.urandom(16)
         for known in self._requests.values():
-            known.finding = None
+            known.lookup = None
         return True
 
 
-def _tells(config: Any) -> bool:
+def _publishes(config: Any) -> bool:
     events = config.kv_events_config
     return bool(events and events.enable_kv_cache_events)
 
 
 class StoreWorkerSide:
-    """What the connector does in a rank's process."""
+    """The connector's part in a rank's process."""
 
     def __init__(self, config: Any, kv_cache_config: Any, session: PoolSession) -> None:
         self._config = config
         self._cache = kv_cache_config
         self._session = session
-        self._mover: RankTransfer | None = None
+        self._transfer: RankTransfer | None = None
         self._has_introduced = False
         self.is_layerwise = not config.parallel_config.enable_dbo
-        """With two batches in turns a layer is not computed when it is said so the first time."""
+        """False with two batches in turns: then a layer is not computed yet at the first call for it."""
         self.layers: dict[str, int] = {}
         self.digests: list[str] = []
         self.moved = TransferReport()
         self.stats = ConnectorStats()
 
     @property
-    def mover(self) -> RankTransfer:
-        assert self._mover is not None, "vLLM registers its KV caches first"
-        return self._mover
+    def transfer(self) -> RankTransfer:
+        assert self._transfer is not None, "vLLM registers its KV caches first"
+        return self._transfer
 
     def register(self, kv_caches: dict[str, Any]) -> None:
-        """These tensors are the rank's KV memory; blocks are moved to and from it in place."""
+        """Register the rank's KV memory; blocks are moved to and from it in place."""
         extra = self._config.kv_transfer_config.kv_connector_extra_config
         shards, memory = registered_memory(self._config, self._cache, kv_caches, extra.get("store_tp_size"))
         self.layers = {name: layer for layer, name in enumerate(kv_caches)}
         self.digests = shards.digests
-        self._mover = RankTransfer(self._session, shards, memory)
+        self._transfer = RankTransfer(self._session, shards, memory)
         self._session.mount_segment()
         log.info("kv_registered", num_layers=len(kv_caches), shards=",".join(self.digests))
 
     def collect(self, timeout_s: float) -> set[str]:
-        """Requests whose asynchronous load is over."""
-        self.moved = moved = self.mover.collect(timeout_s)
+        """Requests whose asynchronous load has ended."""
+        self.moved = moved = self.transfer.collect(timeout_s)
         self.stats.moved(moved.loads, "loaded_blocks", "failed_blocks", "load_seconds")
         self.stats.moved(moved.saves, "saved_blocks", "unsaved_blocks", "save_seconds")
         return {one.request_id for one in moved.loaded if not one.is_layerwise}
@@ -427,7 +436,7 @@ class StoreWorkerSide:
         )
 
     def close(self) -> None:
-        if self._mover is not None:
-            self._mover.close()
-            self._mover = None
+        if self._transfer is not None:
+            self._transfer.close()
+            self._transfer = None
         self._session.close()

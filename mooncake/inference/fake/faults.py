@@ -1,8 +1,8 @@
-"""Spoils, delays or ends what a link brings, counted and repeatable, whatever link it is.
+"""Corrupts, delays or fails the loads of any link, counted and repeatable.
 
-It wraps a ``KvLink`` and keeps its promises, except for the one it was asked to break: a load that is
-slow or fails is within the contract; wrong bytes and a death in the middle are what the contract is
-there to survive. It injects them where the engine waits for a layer, in the middle of a load.
+It wraps a ``KvLink`` and keeps its contract, except where the settings break it: a load that is
+slow or fails is within the contract; wrong bytes and the death of the process are what the contract is
+there to survive. Faults are injected where the engine waits for a layer, in the middle of a load.
 """
 
 from __future__ import annotations
@@ -19,20 +19,20 @@ from mooncake.prefix import BlockHash
 
 @dataclasses.dataclass(frozen=True)
 class LoadFaults:
-    """What goes wrong. Loads are counted from 1; 0 is never."""
+    """Faults to inject. Loads are counted from 1; 0 is never."""
 
     load_layer_s: float = 0.0
-    """How much longer each layer of each load takes."""
+    """Delay added to each layer of each load."""
     fail_load_every: int = 0
-    """Every so manieth load fails when half of its layers have arrived."""
+    """Every n-th load fails when half of its layers have arrived."""
     corrupt_load_every: int = 0
-    """Every so manieth load brings one wrong bit and nobody notices."""
+    """Every n-th load brings one wrong bit without reporting a failure."""
     die_in_load: int = 0
     """The process is killed (SIGKILL) in the middle of this load."""
 
 
 class FaultyLoad:
-    """A load and what becomes of it."""
+    """A load and the faults that are due in it."""
 
     def __init__(
         self, real: KvLoad, number: int, faults: LoadFaults, block_ids: Sequence[int], most: int
@@ -63,7 +63,7 @@ class FaultyLoad:
 
 
 class FaultyLink:
-    """``link``, whose loads suffer ``faults``. ``flip(block id, layer)`` spoils a bit of the pool."""
+    """``link`` with ``faults`` in its loads. ``flip(block id, layer)`` inverts a bit of the pool."""
 
     def __init__(
         self, link: AnyLink, faults: LoadFaults, num_layers: int, flip: Callable[[int, int], None]
@@ -95,7 +95,7 @@ class FaultyLink:
             is_middle = layer == self._num_layers // 2
             if load.is_last and is_middle:
                 os.kill(os.getpid(), signal.SIGKILL)
-            # A failed load is one that writes no more: let all of it arrive before saying so.
+            # A failed load must write nothing afterwards: let all of it arrive before reporting the failure.
             last = self._num_layers - 1 if load.is_failing and layer >= self._num_layers // 2 else layer
             for each in range(layer, last + 1):
                 self._link.wait_layer([load.real], each)

@@ -1,10 +1,10 @@
 """A transformer's flow of data in whole numbers: exact, deterministic, and sensitive to every byte it reads.
 
-It owns the KV memory and what is computed into and out of it. A token's state is one 64-bit word. In
-each layer the keys and values of a position are mixed from its state, written to its block, and the
-state goes on, mixed with the sum over *all* positions up to there of what lies in the pool. Sums of
+It owns the KV memory and what is computed from and written to it. A token's state is one 64-bit word. In
+each layer the keys and values of a position are mixed from its state and written to its block, and the
+state is mixed with the sum over *all* positions up to there of what lies in the pool. Sums of
 whole numbers don't depend on how a prompt is cut into steps or batches; any bit of any block does
-change them, as does the order of blocks. There is no cleverness left to be wrong in.
+change them, as does the order of blocks. There are no tolerances to choose.
 """
 
 from __future__ import annotations
@@ -30,10 +30,10 @@ _GOLDEN = 0x9E3779B97F4A7C15
 
 
 class FakeModel:
-    """Weights that are a seed, and a pool of KV blocks laid out as our own worker's is."""
+    """Weights derived from a seed, and a pool of KV blocks laid out as our own worker's is."""
 
     def __init__(self, seed: int, layout: KvLayout, num_blocks: int) -> None:
-        """Raises InvalidArgument when a token's keys are no whole number of 64-bit words."""
+        """Raises InvalidArgument when a token's keys are not a whole number of 64-bit words."""
         if layout.token_bytes % _WORD_BYTES:
             raise InvalidArgument("head_dim", layout.head_dim, "keys of a multiple of 8 bytes per token")
         self.layout = layout
@@ -45,17 +45,17 @@ class FakeModel:
         self._embedding = weights[0]
         parts = weights[1:].reshape(2, layout.num_layers, 2 * num_words)
         self._into: Words = parts[0]
-        """[layer, k and v]: what makes the state the keys and values of the layer."""
+        """[layer, k and v]: factors from the state to the keys and values of the layer."""
         self._out_of: Words = parts[1] | np.uint64(1)
-        """The same backwards: odd, so that a change of one word changes every sum."""
+        """Factors from keys and values to the state: odd, so that a changed word changes every sum."""
 
     @property
     def identity(self) -> KvIdentity:
-        """Whose blocks these are; nothing that changes them is left out."""
+        """The identity of these blocks, with everything that changes their bytes."""
         return KvIdentity(f"fake-{self.seed}", "bytes", self.layout)
 
     def memory(self) -> SlabMemory:
-        """Where the blocks lie, as a connector needs it."""
+        """Memory of the blocks, as a connector needs it."""
         num_blocks = self.pool.shape[2]
         first = [
             self.layout.pool_addresses(self.pool.ctypes.data, num_blocks, layer, [0])
@@ -64,13 +64,13 @@ class FakeModel:
         return SlabMemory([self.pool], np.stack(first), self.layout.chunk_bytes(self.layout.block_tokens))
 
     def flip(self, block_id: int, layer: int) -> None:
-        """Spoil one bit of a block."""
+        """Invert one bit of a block."""
         self.pool[layer, 1, block_id, 0, 0] ^= np.uint64(1)
 
     def run(
         self, chunks: Sequence[Chunk], link: AnyLink | None, loads: Sequence[KvLoad], saves: Sequence[KvSave]
     ) -> list[int]:
-        """The next token of each chunk, while layers come from ``loads`` and leave with ``saves``."""
+        """The next token of each chunk, while layers are written by ``loads`` and read by ``saves``."""
         states = [self._embed(chunk) for chunk in chunks]
         for layer in range(self.layout.num_layers):
             for chunk, state in zip(chunks, states, strict=True):
@@ -89,7 +89,7 @@ class FakeModel:
         return _mix(_mix(tokens + self._embedding) + positions)
 
     def _write(self, layer: int, chunk: Chunk, state: Words) -> None:
-        """Keys and values of the positions that no block holds yet."""
+        """Write the keys and values of the positions that no block holds yet."""
         first = max(chunk.start, chunk.num_cached)
         positions = np.arange(first, chunk.end)
         blocks = np.array(chunk.request.block_ids)[positions // self.layout.block_tokens]

@@ -1,8 +1,8 @@
-"""The fake model as what the engine runs: its tokens are bytes, and computing takes as long as it is told.
+"""The fake model as the engine's runner: its tokens are bytes, and computing takes a configured time.
 
-Answers are greedy whatever the temperature, and each token was certain: its log probability is 0. Whatever
-an engine needs of a pool, a model and a vocabulary is the same as a true model's; so lookups, loads, saves
-and preemption are those of our worker, and what holds here holds there.
+Answers are greedy at every temperature, and each token is certain: its log probability is 0. Pool, model and
+vocabulary look to the engine like a real model's; so lookups, loads, saves and preemption are those of our
+worker, and results here hold there.
 """
 
 from __future__ import annotations
@@ -19,19 +19,19 @@ from mooncake.inference.step import Chunk, Sampled, TokenLogprobs
 
 @dataclasses.dataclass(frozen=True)
 class Latency:
-    """How slow the engine pretends to be."""
+    """Simulated computing time."""
 
     prefill_token_s: float = 0.0
-    """For each token of a prompt that is computed."""
+    """Time for each token of a prompt that is computed."""
     decode_token_s: float = 0.0
-    """For each step that decodes, however many requests are in it."""
+    """Time for each step that decodes, independent of the number of requests in it."""
 
 
 class FakeRunner:
     """Runs steps of a fake model."""
 
     vocab_size = 1 << 32
-    """Any token id is computed; those that answers are made of are bytes."""
+    """Any token id is accepted; answers consist of bytes."""
     max_positions = 1 << 31
     eos_token_ids: tuple[int, ...] = ()
 
@@ -46,10 +46,10 @@ class FakeRunner:
         self._pass_time(chunks)
         found = self._model.run(chunks, self._link, loads, saves)
         tokens = [token for chunk, token in zip(chunks, found, strict=True) if chunk.samples]
-        asked = [chunk.request.sampling.logprobs for chunk in chunks if chunk.samples]
+        num_logprobs = [chunk.request.sampling.logprobs for chunk in chunks if chunk.samples]
         logprobs = [
             None if most is None else TokenLogprobs(token, 0.0, ((token, 0.0),)[:most])
-            for most, token in zip(asked, tokens, strict=True)
+            for most, token in zip(num_logprobs, tokens, strict=True)
         ]
         return tokens, logprobs
 
@@ -62,7 +62,7 @@ class FakeRunner:
 
 
 class ByteTokenizer:
-    """A token is a byte of UTF-8; what is no ASCII is not shown."""
+    """A tokenizer whose tokens are bytes of UTF-8; bytes that are not ASCII are not decoded."""
 
     longest_token_chars = 1
 

@@ -1,7 +1,7 @@
-"""``mooncake dev fake-engine``: a worker of ours without a model, whose store suffers faults on request.
+"""``mooncake dev fake-engine``: our worker without a model, with faults of its loads on request.
 
-Owns the settings. All else is the worker's: the engine, its KV events, the API. Only the
-``kv_transfer_params`` of a request come back in its answer, so that a test sees what a gateway sends.
+Owns the settings. All else is the worker's: the engine, its KV events, the API. In addition, an answer
+repeats the ``kv_transfer_params`` of its request, so that a test sees what a gateway sends.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from mooncake.config import Port
 from mooncake.connectors.kv_link import AnyLink
 from mooncake.inference import engine_process
 from mooncake.inference.api import Api
-from mooncake.inference.engine import Engine, EngineSettings
+from mooncake.inference.engine import Engine, InferenceSettings
 from mooncake.inference.fake.faults import FaultyLink, LoadFaults
 from mooncake.inference.fake.model import FakeModel
 from mooncake.inference.fake.runner import ByteTokenizer, FakeRunner, Latency
@@ -31,7 +31,7 @@ Seconds = Annotated[float, Meta(ge=0)]
 
 @dataclass(frozen=True)
 class FakeEngineSettings:
-    """Run an engine without a model: true KV bytes, one answer for one prompt, faults on request."""
+    """Run an engine without a model: real KV bytes, one answer for one prompt, faults on request."""
 
     role: WorkerRole = WorkerRole.PREFILL
     "What the gateway uses this engine for; it can do both."
@@ -58,7 +58,7 @@ class FakeEngineSettings:
     "Numbers in a key; a token has one key and one value of this length in each layer."
 
     dtype: Literal["float32", "bfloat16", "float16"] = "float32"
-    "What the KV is said to be; decides how many bytes a number has."
+    "Number type in the KV layout; decides how many bytes a number has."
 
     block_tokens: Annotated[int, Meta(ge=1, le=1024)] = 16
     "Tokens of one KV block."
@@ -82,16 +82,16 @@ class FakeEngineSettings:
     "How long one step of decoding takes."
 
     load_layer_s: Seconds = 0.0
-    "How much longer each layer of each load takes."
+    "Delay added to each layer of each load."
 
     fail_load_every: Count = 0
-    "Every so manieth load fails in its middle; 0: none does."
+    "Every n-th load fails half-way; 0: none does."
 
     corrupt_load_every: Count = 0
-    "Every so manieth load brings one wrong bit, unnoticed; 0: none does."
+    "Every n-th load brings one wrong bit without reporting a failure; 0: none does."
 
     die_in_load: Count = 0
-    "The process kills itself in the middle of this load (counted from 1); 0: never."
+    "The process kills itself in the middle of the load with this number (counted from 1); 0: never."
 
     @property
     def faults(self) -> LoadFaults:
@@ -109,7 +109,7 @@ async def serve(settings: FakeEngineSettings) -> None:
 
 @contextlib.asynccontextmanager
 async def running(settings: FakeEngineSettings) -> AsyncIterator[Api]:
-    """Everything of a fake engine but its HTTP server."""
+    """Run everything of a fake engine but its HTTP server."""
     model = settings.model()
     async with contextlib.AsyncExitStack() as stack:
         link: AnyLink | None = None
@@ -121,7 +121,7 @@ async def running(settings: FakeEngineSettings) -> AsyncIterator[Api]:
             )
             link = FaultyLink(real, settings.faults, settings.num_layers, model.flip)
         latency = Latency(settings.prefill_token_s, settings.decode_token_s)
-        limits = EngineSettings(max_model_len=settings.max_model_len, max_running=settings.max_running)
+        limits = InferenceSettings(max_model_len=settings.max_model_len, max_running=settings.max_running)
         engine = Engine(limits, FakeRunner(model, link, latency), link)
         yield await stack.enter_async_context(
             engine_process.run_api(

@@ -107,7 +107,7 @@ class Engines:
 
     def start(self, extra: dict[str, Any] | None = None, **changes: Any) -> MooncakeBackend:
         chunk_size, parts = changes.pop("chunk_size", TOKENS), 1 if changes.get("use_mla") else 2
-        words: dict[str, Any] = {
+        fields: dict[str, Any] = {
             "model_name": "model",
             "engine_id": None,
             "use_mla": False,
@@ -125,7 +125,7 @@ class Engines:
             enable_blending=False,
             pre_caching_hash_algorithm="builtin",
         )
-        metadata = types.SimpleNamespace(**{**words, **changes})
+        metadata = types.SimpleNamespace(**{**fields, **changes})
         backend = MooncakeBackend(
             config=config, metadata=metadata, local_cpu_backend=self, dst_device="cpu", loop=None
         )
@@ -133,8 +133,8 @@ class Engines:
         return backend
 
     def allocate(self, shapes: list[torch.Size], dtypes: Any, fmt: Any, busy_loop: bool) -> Chunk | None:
-        """LMCache's ``LocalCPUBackend``."""
-        assert not busy_loop, "a load waits for nobody's memory"
+        """LMCache's ``LocalCPUBackend.allocate``."""
+        assert not busy_loop, "a load does not wait for memory"
         if len(self.allocated) == self.room:
             return None
         self.allocated.append(Chunk(shapes, fmt))
@@ -153,17 +153,17 @@ def engines(daemon: StoreConnector, request: pytest.FixtureRequest) -> Iterator[
 
 
 def put(backend: MooncakeBackend, keys: list[Key], chunks: list[Chunk]) -> list[Key]:
-    """Which were stored, once nothing of it is under way any more."""
-    told: list[Key] = []
+    """The keys that were stored, once the operation has ended."""
+    stored: list[Key] = []
     all_down = threading.Event()
     for one in chunks:
         one.ref_count_down = _watched(one, chunks, all_down)  # type: ignore[method-assign]
-    backend.batched_submit_put_task(keys, chunks, on_complete_callback=told.append)
+    backend.batched_submit_put_task(keys, chunks, on_complete_callback=stored.append)
     assert all_down.wait(DONE_S)
     assert not any(backend.exists_in_put_tasks(key) for key in keys)
-    # The callback of the last chunk comes after its memory was let go of; a look goes the same way.
+    # The callback of the last chunk comes after its memory was released; a lookup takes the same thread.
     backend.contains(keys[0])
-    return told
+    return stored
 
 
 def _watched(one: Chunk, chunks: list[Chunk], all_down: threading.Event) -> Any:
@@ -216,7 +216,7 @@ async def test_chunks_come_back_on_the_engines_loop(engines: Engines) -> None:
     ],
     ids=["chunk size", "kind", "dtype", "heads", "worker", "weights", "tag", "tenant"],
 )
-def test_what_means_something_else_is_not_found(engines: Engines, changes: dict[str, Any]) -> None:
+def test_chunks_of_another_identity_are_not_found(engines: Engines, changes: dict[str, Any]) -> None:
     keys = [Key(1)]
     assert put(engines.start(), keys, [chunk(1)]) == keys
     other = engines.start(**changes)
@@ -225,23 +225,23 @@ def test_what_means_something_else_is_not_found(engines: Engines, changes: dict[
     assert not engines.allocated
 
 
-def test_tags_are_told_apart(engines: Engines) -> None:
+def test_tags_are_distinguished(engines: Engines) -> None:
     backend = engines.start()
     put(backend, [Key(1, tags=(("tenant", "a"),))], [chunk(1)])
     assert backend.batched_contains([Key(1)]) == 0
 
 
-def test_latents_of_one_worker_are_alls_where_lmcache_is_told_so(engines: Engines) -> None:
+def test_latents_of_one_worker_are_shared_where_lmcache_is_configured_so(engines: Engines) -> None:
     extra, keys = {"remote_enable_mla_worker_id_as0": True}, [Key(1), Key(2)]
     first, second = (
         engines.start(extra, use_mla=True, worker_id=number, world_size=2) for number in range(2)
     )
     assert put(first, keys[:1], [chunk(1, parts=1)]) == keys[:1]
     second.batched_submit_put_task(keys[1:], [chunk(2, parts=1)])
-    assert second.batched_contains(keys) == 1, "the second worker leaves storing to the first"
+    assert second.batched_contains(keys) == 1, "only the first worker stores"
 
 
-def test_memory_that_is_short_ends_the_chunks(engines: Engines) -> None:
+def test_chunks_end_where_memory_runs_out(engines: Engines) -> None:
     backend, keys = engines.start(), [Key(1), Key(2)]
     put(backend, keys, [chunk(1), chunk(2)])
     engines.room = 1
@@ -255,12 +255,12 @@ def test_another_order_is_not_stored(engines: Engines) -> None:
     assert not backend.exists_in_put_tasks(Key(1)) and odd.ref_count == 1
 
 
-def test_layers_by_themselves_are_refused(engines: Engines) -> None:
+def test_layerwise_mode_is_refused(engines: Engines) -> None:
     with pytest.raises(InvalidArgument, match="use_layerwise"):
         engines.start(use_layerwise=True)
 
 
-async def test_a_spoilt_chunk_is_a_miss_and_its_memory_comes_back(
+async def test_a_corrupted_chunk_is_a_miss_and_its_memory_is_released(
     daemon: StoreConnector, engines: Engines
 ) -> None:
     backend, keys = engines.start(), [Key(1), Key(2), Key(3)]
@@ -298,10 +298,10 @@ async def test_without_the_daemon_everything_is_a_miss(tmp_path: Path, number: i
         assert await backend.batched_async_contains("lookup", keys) == 0
         assert await backend.batched_get_non_blocking("lookup", keys) == []
         assert await asyncio.to_thread(put, backend, [Key(3)], [last]) == []
-        assert last.ref_count == 1, "it is LMCache's alone again"
+        assert last.ref_count == 1, "the backend has released it"
         assert not await asyncio.to_thread(backend.remove, keys[0])
         await asyncio.to_thread(backend.close)
-        assert not backend.contains(keys[0]), "closed is a miss, too"
+        assert not backend.contains(keys[0]), "after close, too, it is a miss"
     finally:
         daemon.stop()
         await asyncio.to_thread(engines.close)
@@ -309,11 +309,11 @@ async def test_without_the_daemon_everything_is_a_miss(tmp_path: Path, number: i
 
 PATIENT_S = 1.0
 GIVEN_UP_S = 3.0
-"""Much longer than LMCache waits below."""
+"""Much longer than LMCache's timeouts below."""
 
 
 class Recycled(Chunk):
-    """Memory that LMCache hands to another prefix as soon as nobody counts on it."""
+    """Memory that LMCache gives to another prefix as soon as its reference count is zero."""
 
     def ref_count_down(self) -> None:
         super().ref_count_down()
@@ -322,10 +322,10 @@ class Recycled(Chunk):
 
 
 @pytest.mark.parametrize("is_on_its_loop", [False, True], ids=["blocking", "on its loop"])
-def test_chunks_of_a_load_that_was_given_up_are_not_overwritten(
+def test_chunks_of_an_abandoned_load_are_not_overwritten(
     daemon: StoreConnector, engines: Engines, monkeypatch: pytest.MonkeyPatch, is_on_its_loop: bool
 ) -> None:
-    """The loop is held between the lookup and the load; LMCache has its memory back only after that."""
+    """The loop is blocked between the lookup and the load; LMCache gets its memory back only after that."""
     impatient = Engines(daemon.address, engines._extra["weights_digest"], 0.15)
     impatient._extra["load_timeout_s"] = PATIENT_S
     monkeypatch.setattr(sys.modules[__name__], "Chunk", Recycled)
@@ -335,10 +335,10 @@ def test_chunks_of_a_load_that_was_given_up_are_not_overwritten(
         loop, is_back, allocate = backend._pages._session.loop, threading.Event(), impatient.allocate
         hold = Hold()
 
-        def allocate_and_hold(*words: Any, **named: Any) -> Any:
+        def allocate_and_hold(*args: Any, **kwargs: Any) -> Any:
             loop.call_soon_threadsafe(hold.begin)
             hold.wait()
-            return allocate(*words, **named)
+            return allocate(*args, **kwargs)
 
         monkeypatch.setattr(impatient, "allocate", allocate_and_hold)
 

@@ -1,4 +1,4 @@
-"""Chunks are found by those whose numbers are meant, whatever LMCache tells of them."""
+"""Chunks are found by engines of the same identity only, even where LMCache does not expose it."""
 
 from __future__ import annotations
 
@@ -44,15 +44,15 @@ def vllm(monkeypatch: pytest.MonkeyPatch) -> Callable[..., None]:
     def start(version: str = "0.32", is_known: bool = True, **changes: Any) -> None:
         engine: Any = types.ModuleType("vllm")
         engine.__version__ = version
-        words: dict[str, Any] = {"rope_theta": 1.0, "quantization": None, "cache_dtype": "auto", **changes}
-        hf_config = types.SimpleNamespace(to_dict=lambda: {"rope_theta": words["rope_theta"]})
+        fields: dict[str, Any] = {"rope_theta": 1.0, "quantization": None, "cache_dtype": "auto", **changes}
+        hf_config = types.SimpleNamespace(to_dict=lambda: {"rope_theta": fields["rope_theta"]})
         model = types.SimpleNamespace(
             hf_config=hf_config,
             dtype=torch.float16,
-            quantization=words["quantization"],
+            quantization=fields["quantization"],
             disable_sliding_window=False,
         )
-        cache = types.SimpleNamespace(cache_dtype=words["cache_dtype"])
+        cache = types.SimpleNamespace(cache_dtype=fields["cache_dtype"])
         config = types.SimpleNamespace(model_config=model, cache_config=cache) if is_known else None
         settings: Any = types.ModuleType("vllm.config")
         settings.get_current_vllm_config_or_none = lambda: config
@@ -67,7 +67,7 @@ def vllm(monkeypatch: pytest.MonkeyPatch) -> Callable[..., None]:
     [{"version": "0.33"}, {"rope_theta": 2.0}, {"quantization": "fp8"}, {"cache_dtype": "fp8_e5m2"}],
     ids=lambda change: next(iter(change)),
 )
-def test_an_engine_that_computes_or_keeps_otherwise_finds_nothing(
+def test_an_engine_with_other_values_or_another_layout_finds_nothing(
     vllm: Callable[..., None], change: dict[str, Any]
 ) -> None:
     vllm()
@@ -77,7 +77,7 @@ def test_an_engine_that_computes_or_keeps_otherwise_finds_nothing(
     assert key_of(chunks()) != first
 
 
-def test_an_engine_that_says_nothing_shares_with_nobody_unless_the_user_vouches(
+def test_an_unknown_engine_shares_with_itself_only_unless_the_user_gives_its_facts(
     vllm: Callable[..., None],
 ) -> None:
     vllm(is_known=False)

@@ -1,6 +1,6 @@
-"""Doubles of SGLang's host pools: the same words for where a page is, in the same orders.
+"""Doubles of SGLang's host pools: the same description of a page, in the same orders.
 
-What is checked against the real ones is in ``tests/upstream_clients/real_clients.py``.
+The comparison with the real pools is in ``tests/upstream_clients/real_clients.py``.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ LAYERS, TOKENS, HEADS, DIM, NUM_PAGES = 3, 4, 2, 64, 8
 
 
 class MhaPool:
-    """Keys and values of some heads; a page is whole in memory, or in pieces layer by layer."""
+    """Keys and values of some heads; a page is contiguous in memory, or in pieces layer by layer."""
 
     def __init__(
         self,
@@ -103,11 +103,11 @@ class MlaPool(MhaPool):
 
 def config(**changes: Any) -> Any:
     """SGLang's ``HiCacheStorageConfig``."""
-    words: dict[str, Any] = dict.fromkeys(("tp_rank", "pp_rank", "attn_cp_rank", "dp_rank"), 0)
-    words |= dict.fromkeys(("tp_size", "pp_size", "attn_cp_size"), 1)
-    words |= dict.fromkeys(("is_mla_model", "enable_storage_metrics", "should_split_heads"), False)
-    words |= {"is_page_first_layout": True, "model_name": "model", "tp_lcm_size": None}
-    return types.SimpleNamespace(**{**words, **changes})
+    fields: dict[str, Any] = dict.fromkeys(("tp_rank", "pp_rank", "attn_cp_rank", "dp_rank"), 0)
+    fields |= dict.fromkeys(("tp_size", "pp_size", "attn_cp_size"), 1)
+    fields |= dict.fromkeys(("is_mla_model", "enable_storage_metrics", "should_split_heads"), False)
+    fields |= {"is_page_first_layout": True, "model_name": "model", "tp_lcm_size": None}
+    return types.SimpleNamespace(**{**fields, **changes})
 
 
 def tokens_of(pages: list[int], size: int = TOKENS) -> torch.Tensor:

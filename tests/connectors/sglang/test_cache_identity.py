@@ -1,4 +1,4 @@
-"""What makes two SGLang servers share pages, and what keeps them apart."""
+"""Facts that let two SGLang servers share pages, and facts that separate them."""
 
 from __future__ import annotations
 
@@ -28,8 +28,8 @@ def test_weights_that_are_made_up_are_one_processes() -> None:
 
 def test_a_part_of_the_heads_is_named_so_that_servers_of_other_sizes_find_it() -> None:
     def heads(rank: int, size: int, number: int, num_shards: int) -> object:
-        words: Any = config(tp_rank=rank, tp_size=size)
-        return shard_facts(words, False, number, num_shards)["heads"]
+        ranks: Any = config(tp_rank=rank, tp_size=size)
+        return shard_facts(ranks, False, number, num_shards)["heads"]
 
     assert heads(1, 2, 1, 2) == heads(3, 4, 0, 1) == "3 of 4"
     assert shard_facts(config(tp_rank=1, tp_size=2), True, 0, 1)["heads"] == "all"

@@ -24,7 +24,7 @@ pytestmark = pytest.mark.processes
 
 @pytest.fixture
 def weights(request: pytest.FixtureRequest) -> str:
-    """Each test has a model of its own, so that they share a daemon without meeting in it."""
+    """A model of its own for each test, so that they share a daemon without sharing pages."""
     return str(request.node.name)
 
 
@@ -37,8 +37,8 @@ class Engines:
         self._open: list[MooncakeHiCache] = []
 
     def start(self, pool: Any, extra: dict[str, Any] | None = None, **changes: Any) -> MooncakeHiCache:
-        words = {**self._extra, **(extra or {})}
-        backend = MooncakeHiCache(config(extra_config=words, **changes), {})
+        options = {**self._extra, **(extra or {})}
+        backend = MooncakeHiCache(config(extra_config=options, **changes), {})
         self._open.append(backend)
         backend.register_mem_pool_host(pool)
         return backend
@@ -100,7 +100,7 @@ def test_pages_are_moved_in_copies_too(engines: Engines) -> None:
     assert torch.equal(targets[1], ours.get_data_page(8))
     single = reader.get(keys[2], ours.get_dummy_flat_data_page())
     assert single is not None and torch.equal(single, ours.get_data_page(4))
-    # The copy of a page is in another order than the page in place.
+    # A page's copy has another order than the page in place.
     assert engines.start(MhaPool("layer_first", 3), in_place).batch_exists(keys) == 0
 
 
@@ -119,7 +119,9 @@ def test_pages_are_moved_in_copies_too(engines: Engines) -> None:
     ],
     ids=["page size", "layout", "dtype", "kind", "heads", "stage", "weights", "tag", "tenant"],
 )
-def test_what_means_something_else_is_not_found(engines: Engines, pool: Any, changes: dict[str, Any]) -> None:
+def test_pages_of_another_identity_are_not_found(
+    engines: Engines, pool: Any, changes: dict[str, Any]
+) -> None:
     keys = hashes(2)
     assert all(engines.start(MhaPool("page_first", 1)).batch_set_v1(keys, tokens_of([0, 1])))
     other, before = engines.start(pool, **changes), pool.kv_buffer.clone()
@@ -128,7 +130,7 @@ def test_what_means_something_else_is_not_found(engines: Engines, pool: Any, cha
     assert torch.equal(pool.kv_buffer, before)
 
 
-def test_weights_that_nobody_knows_are_nobody_elses(daemon: StoreConnector, weights: str) -> None:
+def test_pages_of_unknown_weights_are_not_shared(daemon: StoreConnector, weights: str) -> None:
     engines, keys = Engines(daemon.address, ""), hashes(1)
     try:
         assert all(engines.start(MhaPool("page_first", 1)).batch_set_v1(keys, tokens_of([0])))
@@ -185,7 +187,7 @@ def test_pages_of_several_pools(engines: Engines) -> None:
     found = backend.batch_get_v2([Transfer("indexer", [*keys, "none"], tokens_of([5, 6, 7]))])
     assert found == {"indexer": [True, True, False]}
     assert torch.equal(side.page(5), was)
-    assert backend.batch_exists(keys) == 0, "the other pool's pages are not this one's"
+    assert backend.batch_exists(keys) == 0, "the other pool's pages do not count"
 
 
 @pytest.mark.parametrize(
@@ -203,7 +205,7 @@ def test_prefixes_that_a_pool_can_end(
     assert usable_prefixes(flags, policy, trailing) == ends
 
 
-async def test_a_spoilt_page_is_a_miss(daemon: StoreConnector, engines: Engines) -> None:
+async def test_a_corrupted_page_is_a_miss(daemon: StoreConnector, engines: Engines) -> None:
     backend, keys = engines.start(MhaPool("layer_first", 1)), hashes(3)
     assert all(backend.batch_set_v1(keys, tokens_of([0, 1, 2])))
     (digest,) = backend._pools["kv"].digests
@@ -212,7 +214,7 @@ async def test_a_spoilt_page_is_a_miss(daemon: StoreConnector, engines: Engines)
 
 
 class Named:
-    """An identity that is only a digest."""
+    """An identity that consists of a digest."""
 
     def __init__(self, digest: str) -> None:
         self._digest = digest
@@ -247,7 +249,7 @@ def test_without_the_daemon_everything_is_a_miss(tmp_path: Path, weights: str, n
         assert backend.batch_set_v1(hashes(4)[2:], tokens_of([0, 1])) == [False, False]
         backend.clear()
         backend.close()
-        assert backend.batch_exists(keys) == 0, "closed is a miss, too"
+        assert backend.batch_exists(keys) == 0, "after close, too, it is a miss"
         assert torch.equal(pool.kv_buffer, before)
     finally:
         daemon.stop()

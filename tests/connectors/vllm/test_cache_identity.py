@@ -1,4 +1,4 @@
-"""What makes two vLLM ranks share blocks, and what keeps them apart."""
+"""Facts that let two vLLM ranks share blocks, and facts that separate them."""
 
 from __future__ import annotations
 
@@ -25,21 +25,21 @@ def home(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def config(**changes: Any) -> Any:
-    words = {"rope_theta": 1.0, "dtype": "bfloat16", "quantization": None, "cache_dtype": "auto", **changes}
-    hf = {"rope_theta": words["rope_theta"], "_name_or_path": words.get("path", "a")}
+    fields = {"rope_theta": 1.0, "dtype": "bfloat16", "quantization": None, "cache_dtype": "auto", **changes}
+    hf = {"rope_theta": fields["rope_theta"], "_name_or_path": fields.get("path", "a")}
     model = types.SimpleNamespace(
         hf_config=types.SimpleNamespace(to_dict=lambda: hf),
-        model=words.get("model", "model"),
+        model=fields.get("model", "model"),
         revision=None,
-        dtype=words["dtype"],
-        quantization=words["quantization"],
-        disable_sliding_window=words.get("disable_sliding_window", False),
+        dtype=fields["dtype"],
+        quantization=fields["quantization"],
+        disable_sliding_window=fields.get("disable_sliding_window", False),
     )
-    cache = types.SimpleNamespace(cache_dtype=words["cache_dtype"], prefix_caching_hash_algo="sha256")
+    cache = types.SimpleNamespace(cache_dtype=fields["cache_dtype"], prefix_caching_hash_algo="sha256")
     return types.SimpleNamespace(
         model_config=model,
         cache_config=cache,
-        load_config=types.SimpleNamespace(download_dir=None, load_format=words.get("load_format", "auto")),
+        load_config=types.SimpleNamespace(download_dir=None, load_format=fields.get("load_format", "auto")),
         kv_transfer_config=types.SimpleNamespace(engine_id="e"),
     )
 
@@ -67,7 +67,7 @@ def test_layers_backends_and_the_version_are_facts() -> None:
     base = ("1.0", "w", ["a", "b"], ["CPU"])
     others = [("1.1", *base[1:]), (*base[:1], "v", *base[2:]), (*base[:2], ["b", "a"], ["CPU"])]
     others.append((*base[:3], ["OTHER"]))
-    found = [facts_of(config(), *words) for words in (base, *others)]
+    found = [facts_of(config(), *fields) for fields in (base, *others)]
     assert all(one != found[0] for one in found[1:])
 
 
@@ -101,4 +101,4 @@ def test_an_adapter_counts_with_all_its_bytes_and_not_its_name(tmp_path: Path) -
     (tmp_path / "a" / "adapter.bin").write_bytes(weights)
     assert adapters.digest(one) != first
     nowhere = types.SimpleNamespace(lora_path=str(tmp_path / "none"))
-    assert Adapters("e").digest(nowhere) != Adapters("f").digest(nowhere), "shared with nobody"
+    assert Adapters("e").digest(nowhere) != Adapters("f").digest(nowhere), "not shared"
