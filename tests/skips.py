@@ -55,13 +55,13 @@ ALLOWED = (
         unless="MOONCAKE_VLLM_ENV",
     ),
     Allowed(
-        r"compat/test_real_(clients|plugins)\.py",
+        r"upstream_clients/test_real_(clients|plugins)\.py",
         r"MOONCAKE_TEST_CLIENTS names no folder",
         "the published packages are fetched by scripts/test-clients, which runs them, in CI too",
         unless="MOONCAKE_TEST_CLIENTS",
     ),
     Allowed(
-        r"sim/test_hitrate\.py",
+        r"bench/test_hit_rate\.py",
         r"no data/traces beside or above the project",
         "the published traces are not ours to keep in the repository",
     ),
@@ -76,12 +76,12 @@ ALLOWED = (
         "a process that is not root, or a container's, cannot make one",
     ),
     Allowed(
-        r"test_web\.py|contract/test_metadata\.py|transfer/(compat/)?test_engine\.py",
+        r"http/test_server\.py|contract/test_metadata\.py|(compat/)?transfer/test_engine\.py",
         r"no IPv6|no ::1",
         "the kernel of this machine has no IPv6, which no installation changes",
     ),
     Allowed(
-        r"rpc/test_looking\.py",
+        r"rpc/test_adaptive_spin\.py",
         r"no /proc/thread-self/schedstat",
         "the kernel was built without the statistics that the decision reads",
     ),

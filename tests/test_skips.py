@@ -58,10 +58,10 @@ def test_of_a_trace():
 def ran(folder: Path, *flags: str, ci: str = "", **files: str) -> subprocess.CompletedProcess[str]:
     """pytest over ``files`` (a test's name and its text), with the plugin and nothing else of ours."""
     tests = folder / "tests"
-    (tests / "sim").mkdir(parents=True)
+    (tests / "bench").mkdir(parents=True)
     (tests / "conftest.py").write_text(CONFTEST.format(path=str(ROOT / "tests" / "skips.py")))
     for name, text in files.items():
-        (tests / "sim" / f"{name}.py").write_text(text)
+        (tests / "bench" / f"{name}.py").write_text(text)
     (folder / "pytest.ini").write_text("[pytest]\n")
     environment = {name: value for name, value in os.environ.items() if name != "CI"}
     environment |= {"CI": ci} if ci else {}
@@ -75,7 +75,7 @@ def test_a_skip_that_nobody_excused_fails_a_strict_run(tmp_path: Path, workers: 
     done = ran(tmp_path, "--strict-skips", "-n", workers, test_servers=SKIPPING)
     assert done.returncode == 1, done.stdout + done.stderr
     assert "ERROR: skipped and not on the list" in done.stdout
-    assert "tests/sim/test_servers.py::test_needs_a_server" in done.stdout and "NOT TESTED" in done.stdout
+    assert "tests/bench/test_servers.py::test_needs_a_server" in done.stdout and "NOT TESTED" in done.stdout
     assert "1 passed, 1 skipped" in done.stdout
 
 
@@ -91,14 +91,14 @@ def test_a_newcomer_s_run_lists_the_skip_and_stays_green(tmp_path: Path) -> None
 
 @pytest.mark.parametrize("workers", ["0", "2"])
 def test_a_file_that_skips_itself_as_a_whole_is_seen(tmp_path: Path, workers: str) -> None:
-    done = ran(tmp_path, "--strict-skips", "-n", workers, test_absent=WITHOUT_A_MODULE, test_hitrate=EXCUSED)
+    done = ran(tmp_path, "--strict-skips", "-n", workers, test_absent=WITHOUT_A_MODULE, test_hit_rate=EXCUSED)
     assert done.returncode == 1, done.stdout + done.stderr
     assert "no_such_module_at_all is not installed" in done.stdout
 
 
 @pytest.mark.parametrize("workers", ["0", "2"])
 def test_an_excused_skip_is_no_failure(tmp_path: Path, workers: str) -> None:
-    done = ran(tmp_path, "--strict-skips", "-n", workers, test_hitrate=EXCUSED)
+    done = ran(tmp_path, "--strict-skips", "-n", workers, test_hit_rate=EXCUSED)
     assert done.returncode == 0, done.stdout + done.stderr
     assert "not on the list" not in done.stdout
 
@@ -110,10 +110,13 @@ def test_a_failure_stays_a_failure(tmp_path: Path) -> None:
 
 def test_an_excuse_ends_where_the_test_can_run() -> None:
     reason = "MOONCAKE_TEST_CLIENTS names no folder with the clients' packages"
-    assert excuse("compat/test_real_clients.py", reason, {}) is not None
-    assert excuse("compat/test_real_clients.py", reason, {"MOONCAKE_TEST_CLIENTS": "/somewhere"}) is None
+    assert excuse("upstream_clients/test_real_clients.py", reason, {}) is not None
+    assert (
+        excuse("upstream_clients/test_real_clients.py", reason, {"MOONCAKE_TEST_CLIENTS": "/somewhere"})
+        is None
+    )
     assert excuse("store/test_master.py", reason, {}) is None, "the reason of another file excuses nothing"
-    assert excuse("compat/test_real_clients.py", "x", {}) is None
+    assert excuse("upstream_clients/test_real_clients.py", "x", {}) is None
 
 
 def test_every_excuse_is_about_files_that_exist() -> None:

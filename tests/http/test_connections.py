@@ -148,13 +148,16 @@ class AnyOrder(RuleBasedStateMachine):
             self.connections.closed(victim)
         self.known.append(self.connections.opened(self.now))
 
-    @rule(which=st.integers(0, 50), what=st.sampled_from(["asked", "told", "answered", "closed"]))
+    @rule(
+        which=st.integers(0, 50),
+        what=st.sampled_from(["header_received", "body_received", "response_sent", "closed"]),
+    )
     def happen(self, which: int, what: str) -> None:
         if self.known:
             one = self.known[which % len(self.known)]
             if what == "closed":
                 self.connections.closed(one)
-            elif not one.is_over or what != "asked":
+            elif not one.is_over or what != "header_received":
                 getattr(self.connections, what)(one, self.now)
 
     @rule(which=st.integers(0, 50), num=st.integers(0, 200))

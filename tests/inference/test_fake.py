@@ -140,11 +140,11 @@ def test_it_runs_without_torch() -> None:
 import asyncio, sys
 sys.modules["torch"] = sys.modules["transformers"] = None
 from mooncake.inference.fake.server import FakeEngineSettings, running
-from mooncake.inference.generator import Counts
+from mooncake.inference.generator import TokenCounts
 from mooncake.inference.request import Request
 async def main():
     async with running(FakeEngineSettings()) as api:
-        return [piece.text async for piece in api.generator.pieces(Request("r", [1]), Counts())]
+        return [piece.text async for piece in api.generator.pieces(Request("r", [1]), TokenCounts())]
 print(len("".join(asyncio.run(main()))))
 """
     done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=60.0)

@@ -13,7 +13,7 @@ MS = 1_000_000
 
 
 @pytest.mark.parametrize(
-    ("ran", "waited", "times", "pays"),
+    ("ran", "waited", "times", "is_worthwhile"),
     [
         (10 * MS, 0, 50, True),
         (10 * MS, 1 * MS, 10, True),

@@ -37,7 +37,7 @@ async def until(condition: Callable[[], bool]) -> None:
 
 @pytest.fixture(autouse=True)
 def looks_often(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("mooncake.rpc.server.LOOK_S", 0.02)
+    monkeypatch.setattr("mooncake.rpc.server.DEADLINE_CHECK_S", 0.02)
 
 
 def connected(server: RpcServer, opening: bytes = b"") -> socket.socket:

@@ -50,7 +50,7 @@ def test_the_table_says_who_may() -> None:
     assert not ACCESS.refusal(Remove(False), CLIENT)
 
 
-@pytest.mark.parametrize("standing", [ADMIN, NODE, CLIENT, ACME])
+@pytest.mark.parametrize("principal", [ADMIN, NODE, CLIENT, ACME])
 def test_what_is_not_in_the_table_is_refused(principal: Principal) -> None:
     assert "nobody" in ACCESS.refusal(Unlisted(), principal)
 

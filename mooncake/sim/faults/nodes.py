@@ -170,8 +170,13 @@ class SimSegment:
         return self._cluster.kernel.now < self.node.slow_until
 
     def entries(self) -> Iterable[m.SegmentEntry]:
-        """Its journal."""
-        return list((self._held if self.disk is None else self.disk.index.entries).values())
+        """Its journal, with the changes that the index has not taken yet."""
+        if self.disk is None:
+            return list(self._held.values())
+        held = dict(self.disk.index.entries)
+        for _, what in self._owed:
+            e.changed(held, what if isinstance(what, list) else [what])
+        return list(held.values())
 
     # Bytes
 

@@ -348,12 +348,15 @@ class StoreRun:
         for stored in master.objects.readable.values():
             if not all(extent.is_complete for extent in stored.extents):
                 raise Violation(f"{stored} is half copied: {stored.extents}", Invariant.COPYING)
+        readable = list(master.objects.readable.values())
+        # A durable object stays on SSD until its replacement is durable: never, where no SSD has room.
+        superseded = [stored.before for stored in readable if stored.before is not None]
         for segment in master.segments.mounted.values():
             if segment.num_tasks:
                 raise Violation(f"{segment} has {segment.num_tasks} tasks left", Invariant.COPYING)
             owned = {
                 extent.offset: stored.object_id
-                for stored in master.objects.readable.values()
+                for stored in (*readable, *superseded)
                 for extent in stored.extents
                 if extent.segment is segment
             }

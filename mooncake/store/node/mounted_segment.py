@@ -8,10 +8,10 @@ from __future__ import annotations
 
 import asyncio
 import dataclasses
+import itertools
 import math
 from collections import deque
 from collections.abc import Callable, Coroutine, Iterable
-from functools import partial
 from random import Random
 from typing import Any
 
@@ -113,8 +113,8 @@ class MountedSegment:
             self._target = CopyTarget(offer.region, offer.tier, offer.disk, *flushes)
         self._held: dict[int, m.SegmentEntry] = {}
         """The journal of memory."""
-        self._unwritten: deque[Callable[[], None]] = deque()
-        """Changes that the index of the SSD has not taken yet."""
+        self._unwritten: deque[list[m.SegmentEntry] | list[int]] = deque()
+        """Changes that the index of the SSD has not taken yet: an entry, or ids of objects that are gone."""
         self._retry: asyncio.TimerHandle | None = None
         self._left = asyncio.Event()
         self._link: AsyncMasterClient | None = None
@@ -137,8 +137,17 @@ class MountedSegment:
         return self._membership.is_usable
 
     def entries(self) -> Iterable[m.SegmentEntry]:
-        """What the segment holds, as far as this node knows."""
-        held = self._held if self.offer.disk is None else self.offer.disk.index.entries
+        """What the segment holds, as far as this node knows.
+
+        Changes that the index of the SSD has not taken yet count as written: a later master that heard of an
+        object whose removal waits would keep it, and the index would drop it as soon as it can be written.
+        """
+        if self.offer.disk is None:
+            return list(self._held.values())
+        held = self.offer.disk.index.entries
+        if self._unwritten:
+            held = dict(held)
+            e.changed(held, itertools.chain.from_iterable(self._unwritten))
         return list(held.values())
 
     async def ask(self, message: msgspec.Struct) -> Any:
@@ -366,18 +375,18 @@ class MountedSegment:
                 self._drop([change])
                 continue
             # It is there by a task, as a rule; or the master knows better than an index that lost its tail.
-            self._note_down(partial(disk.log.hold, change))
+            self._note_down([change])
 
     def _drop(self, object_ids: list[int]) -> None:
         disk = self.offer.disk
         if disk is None:
             e.changed(self._held, object_ids)
         else:
-            self._note_down(partial(disk.log.drop, object_ids))
+            self._note_down(object_ids)
 
-    def _note_down(self, write: Callable[[], None]) -> None:
+    def _note_down(self, change: list[m.SegmentEntry] | list[int]) -> None:
         """The master takes it for noted: while the disk refuses, it is tried again, in order."""
-        self._unwritten.append(write)
+        self._unwritten.append(change)
         if self._retry is None:
             self._write_pending()
 
@@ -387,7 +396,7 @@ class MountedSegment:
             self._retry = None
         while self._unwritten:
             try:
-                self._unwritten[0]()
+                self._write(self._unwritten[0])
             except MooncakeError as error:
                 fields = {"num_changes": len(self._unwritten), "retry_in_s": RETRY_S}
                 log.error("index_not_written", segment=self.offer.name, reason=str(error), **fields)
@@ -395,6 +404,22 @@ class MountedSegment:
                 break
             self._unwritten.popleft()
         self._compact_if_due()
+
+    def _write(self, change: list[m.SegmentEntry] | list[int]) -> None:
+        """Enter one change in the index of the SSD.
+
+        Raises:
+            OutOfSpace, StorageError: it can't be written.
+        """
+        assert self.offer.disk is not None
+        gone = []
+        for one in change:
+            if isinstance(one, m.SegmentEntry):
+                self.offer.disk.log.hold(one)
+            else:
+                gone.append(one)
+        if gone:
+            self.offer.disk.log.drop(gone)
 
     def _compact_if_due(self) -> None:
         disk = self.offer.disk

@@ -22,7 +22,7 @@ from mooncake.errors import (
 )
 
 STORE = Path(__file__).parents[3] / "mooncake" / "store"
-CORES = [file for file in STORE.glob("*.py") if file.name not in ("server.py", "daemon.py")]
+CORES = [file for file in STORE.rglob("*.py") if file.name not in ("server.py", "daemon.py")]
 NODES_ONLY = {
     *("name_taken", "invalid_name", "invalid_rest", "invalid_id", "corrupt"),
     *("cancelled", "draining", "timed_out", "unmounted"),

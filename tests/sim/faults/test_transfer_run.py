@@ -87,7 +87,7 @@ def fences_nothing_off(patch: pytest.MonkeyPatch) -> None:
 
 def never_takes_a_rail_back(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(rails.Rails, "is_open", lambda self, path, now: not self.rails[path].is_masked)
-    patch.setattr(rails.Rails, "last_hope", lambda self, paths: paths[-1])
+    patch.setattr(rails.Rails, "first_to_unmask", lambda self, paths: paths[-1])
 
 
 def forgets_a_piece_that_failed(patch: pytest.MonkeyPatch) -> None:

@@ -459,7 +459,7 @@ def test_it_is_said_when_the_last_node_was_heard(nodes: Nodes) -> None:
     ssd_again(successor, ssd)
     assert not heard, "the memory of the node was there, too"
     successor.wait(TTL_S + 1.0)
-    assert heard == ["Heard"] and not successor.master.catalog.is_doubted
+    assert heard == ["RecoveryComplete"] and not successor.master.catalog.is_doubted
 
 
 def test_a_node_puts_nothing_into_another_tenants_group(nodes: Nodes) -> None:

@@ -456,6 +456,7 @@ async def test_a_change_that_the_disk_refuses_is_tried_again_and_comes_before_th
         done = await master.run("n/ssd", entry_of(data, 8192, 2), source)
         assert done.refusal is not None and done.refusal.code == "no_space"
         assert list(disk.index.entries) == [1]
+        assert list(node.lent["n/ssd"].entries()) == [], "a later master must not hear of it"
         is_full = False
         async with asyncio.timeout(20):
             await is_noted.wait()
