@@ -72,6 +72,17 @@ def constants_of(tree: ast.Module) -> dict[str, ast.expr]:
     return found
 
 
+def local_texts_of(tree: ast.Module) -> dict[str, ast.expr]:
+    """Names that functions of a module give to a literal string before they pass it on."""
+    return {name: value for node in ast.walk(tree) for name, value in _assigned_texts(node)}
+
+
+def _assigned_texts(node: ast.AST) -> Iterator[tuple[str, ast.expr]]:
+    match node:
+        case ast.Assign(targets=[ast.Name(id=name)], value=ast.Constant(value=str()) as value):
+            yield name, value
+
+
 def cell(text: str) -> str:
     return " ".join(text.split()).replace("|", "\\|").replace("``", "`")
 
@@ -211,7 +222,7 @@ class DocumentedMetric:
 def metrics() -> tuple[DocumentedMetric, ...]:
     found: dict[str, DocumentedMetric] = {}
     for path, tree in trees().items():
-        constants = constants_of(tree)
+        constants = local_texts_of(tree) | constants_of(tree)
         loops = loops_over_constants(tree, constants)
         for call in ast.walk(tree):
             if not isinstance(call, ast.Call) or called_name(call) not in METRIC_KINDS or len(call.args) < 2:
@@ -514,8 +525,50 @@ def render_configuration() -> str:
     return printed.getvalue()
 
 
+EMBEDDED_SETTINGS = (
+    "mooncake.transfer.settings:TransferSettings",
+    "mooncake.compat.transfer.environment:EngineSettings",
+    "mooncake.compat.store.setup_arguments:DropinSettings",
+)
+"""Settings of what runs inside the processes of others, which have no flags and no configuration file."""
+
+
+def render_environment() -> str:
+    parts = [
+        f"# Environment of embedded parts\n\n{GENERATED}",
+        "Classes with the existing package's names run in the processes of other programs, and read these\n"
+        "variables. Our own roles pass the same fields; their flags are in\n"
+        "[configuration.md](../configuration.md), whose table `[security]` applies here, too.\n"
+        "Variables without effect are in [engine.md](../engine.md) and [store.md](../store.md).\n",
+    ]
+    for name in EMBEDDED_SETTINGS:
+        parts.append(environment_section(name))
+    return "\n".join(parts)
+
+
+def environment_section(name: str) -> str:
+    from mooncake import config
+
+    module, _, class_name = name.partition(":")
+    settings_class = getattr(importlib.import_module(module), class_name)
+    role = config.role_of(settings_class)
+    rows = [
+        (
+            f"`{config.variable_of(role, option)}`" + "".join(f", `{one}`" for one in option.more_variables),
+            "not set" if option.default is None else f"`{option.show(option.default)}`",
+            option.sentence,
+        )
+        for option in config.options(settings_class)
+    ]
+    path = module.replace(".", "/")
+    return f"## {class_name}\n\nDeclared in `{path}.py`.\n\n" + table(
+        ("variable", "default", "meaning"), rows
+    )
+
+
 PAGES: dict[str, Callable[[], str]] = {
     "docs/configuration.md": render_configuration,
+    "docs/reference/environment.md": render_environment,
     "docs/reference/commands.md": render_commands,
     "docs/reference/endpoints.md": render_endpoints,
     "docs/reference/log-events.md": render_log_events,
