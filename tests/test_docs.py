@@ -263,3 +263,13 @@ def test_endpoints_that_a_page_names_exist(page: Path) -> None:
     for span in spans(page.read_text()):
         for path in re.findall(r"^(?:[A-Z]+ )?(/[a-z0-9_/{}.-]+)", span):
             assert path in source_text() or path in FOREIGN, f"{name_of(page)} names {path}"
+
+
+def test_the_index_lists_every_page() -> None:
+    index = ROOT / "docs" / "index.md"
+    links = re.findall(r"\]\(([^)#\s]+)\)", index.read_text())
+    listed = {(index.parent / link).resolve() for link in links if ":" not in link}
+    pages = {page for page in PAGES if page != index and page.parent.name != "decisions"}
+    missing = sorted(name_of(page) for page in pages if page.resolve() not in listed)
+    assert not missing, f"docs/index.md does not list {missing}"
+    assert "docs/index.md" in (ROOT / "README.md").read_text()
