@@ -273,3 +273,49 @@ def test_the_index_lists_every_page() -> None:
     missing = sorted(name_of(page) for page in pages if page.resolve() not in listed)
     assert not missing, f"docs/index.md does not list {missing}"
     assert "docs/index.md" in (ROOT / "README.md").read_text()
+
+
+# Requests through the code
+
+
+MOST_STOPS = 14
+STORIES = ("A chat request", "A put", "A block of vLLM")
+
+
+def names_defined_in(path: Path) -> set[str]:
+    """Classes, functions, methods (``Class.method``), constants of a module; all words of a native file."""
+    text = path.read_text()
+    if path.suffix != ".py":
+        return set(re.findall(r"\w+", text))
+    found: set[str] = set()
+    tree = ast.parse(text)
+    for node in ast.walk(tree):
+        if isinstance(node, ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef):
+            found.add(node.name)
+        if isinstance(node, ast.ClassDef):
+            found |= {
+                f"{node.name}.{inner.name}"
+                for inner in node.body
+                if isinstance(inner, ast.FunctionDef | ast.AsyncFunctionDef)
+            }
+    return found | set(reference_docs.constants_of(tree))
+
+
+@pytest.mark.parametrize("page", WRITTEN, ids=name_of)
+def test_names_that_follow_a_file_are_defined_in_it(page: Path) -> None:
+    """A file and, right behind it in backquotes, a name: ``a/b.py`` ``Class.method``. One or several."""
+    text = without_blocks(page.read_text())
+    for path, names in re.findall(r"`([\w./-]+\.(?:py|cpp|h))`((?: (?:and )?`[\w.]+`)+)", text):
+        found = next((base / path for base in (ROOT, ROOT / "mooncake") if (base / path).exists()), None)
+        assert found is not None, f"{name_of(page)} names {path}"
+        for name in re.findall(r"`([\w.]+)`", names):
+            assert name in names_defined_in(found), f"{name_of(page)}: {path} does not define {name}"
+
+
+@pytest.mark.parametrize("story", STORIES)
+def test_a_request_is_followed_in_few_stops(story: str) -> None:
+    section = (ROOT / "CONTRIBUTING.md").read_text().split(f"## {story}\n")[1].split("\n## ")[0]
+    stops = re.findall(r"^\d+\. (.*)$", section, re.M)
+    assert 5 <= len(stops) <= MOST_STOPS
+    for stop in stops:
+        assert re.match(r"`(mooncake|native)/[\w/]+\.(py|cpp)` `[\w.]+`: ", stop), stop
