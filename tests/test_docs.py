@@ -7,13 +7,20 @@ exists. Names of other projects are listed in ``FOREIGN``.
 from __future__ import annotations
 
 import ast
+import asyncio
+import json
 import re
-from collections.abc import Iterator
+import subprocess
+import sys
+from collections.abc import AsyncIterator, Iterator
 from functools import cache
 from pathlib import Path
 
 import pytest
 
+from mooncake.store.node.node import Node, NodeSettings
+from mooncake.store.server import MasterServer
+from mooncake.store.settings import MasterSettings
 from tests import reference_docs
 
 ROOT = Path(__file__).parent.parent
@@ -319,3 +326,57 @@ def test_a_request_is_followed_in_few_stops(story: str) -> None:
     assert 5 <= len(stops) <= MOST_STOPS
     for stop in stops:
         assert re.match(r"`(mooncake|native)/[\w/]+\.(py|cpp)` `[\w.]+`: ", stop), stop
+
+
+# Examples
+
+
+def examples_in(page: Path) -> list[str]:
+    """Python blocks behind the mark ``<!-- runs -->``."""
+    return re.findall(r"^<!-- runs -->\n```python\n(.*?)^```", page.read_text(), re.M | re.S)
+
+
+EXAMPLES = [
+    pytest.param(example, id=f"{name_of(page)}-{number}")
+    for page in WRITTEN
+    for number, example in enumerate(examples_in(page))
+]
+
+
+@pytest.fixture
+async def master() -> AsyncIterator[str]:
+    """Address of a master with one node."""
+    server = MasterServer(MasterSettings(port=0))
+    port = await server.start()
+    node = Node(NodeSettings(master=f"127.0.0.1:{port}", pool_size_bytes=8 << 20))
+    await node.start()
+    await asyncio.wait_for(node.mounted.wait(), 10)
+    yield f"127.0.0.1:{port}"
+    await node.close()
+    await server.close()
+
+
+def test_there_are_examples() -> None:
+    marks = sum(page.read_text().count("<!-- runs -->") for page in WRITTEN)
+    assert len(EXAMPLES) == marks >= 4, "a mark stands directly before its block"
+
+
+@pytest.mark.processes
+@pytest.mark.parametrize("example", EXAMPLES)
+async def test_examples_run_as_they_are_written(example: str, master: str, tmp_path: Path) -> None:
+    """With the address of a master in the place of the usual one, and a trace in the working directory."""
+    rows = [
+        {"timestamp": 500 * number, "input_length": 1100, "output_length": 5, "hash_ids": [0, 1, 2 + number]}
+        for number in range(20)
+    ]
+    (tmp_path / "trace.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    program = example.replace("127.0.0.1:50051", master)
+    done = await asyncio.to_thread(
+        subprocess.run,
+        [sys.executable, "-c", program],
+        capture_output=True,
+        text=True,
+        timeout=120,
+        cwd=tmp_path,
+    )
+    assert done.returncode == 0, done.stderr
