@@ -282,6 +282,16 @@ def test_the_index_lists_every_page() -> None:
     assert "docs/index.md" in (ROOT / "README.md").read_text()
 
 
+def test_every_decision_is_listed_by_its_title() -> None:
+    folder = ROOT / "docs" / "decisions"
+    listed = re.findall(r"^\d+\. \[(.*)\]\((.*)\)$", (folder / "README.md").read_text(), re.M)
+    found = [
+        (re.sub(r"^# \d+\. ", "", page.read_text().splitlines()[0]), page.name)
+        for page in sorted(folder.glob("[0-9]*.md"))
+    ]
+    assert listed == found
+
+
 # Requests through the code
 
 
