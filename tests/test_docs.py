@@ -119,6 +119,11 @@ def test_generated_page_is_what_the_code_says(page: str) -> None:
     assert (ROOT / page).read_text() == reference_docs.PAGES[page](), "run scripts/docs and commit the pages"
 
 
+@pytest.mark.parametrize("page", reference_docs.SECTIONS)
+def test_generated_part_of_a_page_is_what_the_code_says(page: str) -> None:
+    assert (ROOT / page).read_text() == reference_docs.with_section(page), "run scripts/docs"
+
+
 def test_every_settings_class_is_documented() -> None:
     """Classes that ``config.load`` fills have a table in configuration.md or in environment.md."""
     documented = {name.partition(":")[2] for name in reference_docs.EMBEDDED_SETTINGS}
