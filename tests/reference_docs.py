@@ -373,9 +373,12 @@ def declared_endpoints(tree: ast.Module) -> Iterator[Endpoint]:
                 yield Endpoint(verb.upper(), path, name, first_sentence(known))
             case ast.Call(func=ast.Name(id="Route"), args=[ast.Constant(value=str(path)), handler, *_]):
                 yield Endpoint("GET", path, ast.unparse(handler), "")
-            case ast.Assign(targets=[ast.Name(id="answers")], value=ast.Dict(keys=keys, values=handlers)):
-                for key, handler in zip(keys, handlers, strict=True):
-                    yield from (Endpoint("GET", path, ast.unparse(handler), "") for path in texts_of(key, {}))
+            case ast.Assign(targets=[ast.Name()], value=ast.Dict(keys=keys, values=handlers)):
+                paths = [path for key in keys for path in texts_of(key, {}) if path.startswith("/")]
+                if not paths or len(paths) != len(keys):
+                    continue  # no table of routes
+                for path, handler in zip(paths, handlers, strict=True):
+                    yield Endpoint("GET", path, ast.unparse(handler), "")
 
 
 def router_prefixes(tree: ast.Module) -> dict[str, str]:
@@ -406,7 +409,7 @@ def render_endpoints() -> str:
         rows = [
             (one.method, f"`{one.path}`", f"`{one.handler}`", one.text)
             for module in side.modules
-            for one in endpoints()[module]
+            for one in endpoints().get(module, ())
         ]
         modules = ", ".join(f"`mooncake/{module}`" for module in side.modules)
         parts.append(

@@ -320,6 +320,13 @@ def names_defined_in(path: Path) -> set[str]:
                 for inner in node.body
                 if isinstance(inner, ast.FunctionDef | ast.AsyncFunctionDef)
             }
+            found |= {
+                f"{node.name}.{target.id}"
+                for inner in node.body
+                if isinstance(inner, ast.Assign)
+                for target in inner.targets
+                if isinstance(target, ast.Name)
+            }
     return found | set(reference_docs.constants_of(tree))
 
 
