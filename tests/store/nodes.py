@@ -62,15 +62,15 @@ class Place:
         rest_s: float = 0.0,
         entries: list[m.SegmentEntry] | None = None,
         polls: bool = True,
+        line: int = 0,
     ) -> None:
         self.nodes, self.name, self.epoch = nodes, name, epoch
         self.connection = f"node {name} {epoch}"
         self.node = node or name.split("/")[0]
         self.seen = 0
         self.held: dict[int, m.SegmentEntry] = {entry.object_id: entry for entry in entries or []}
-        mount = m.Mount(
-            name, epoch, host or self.node, 1 << 30, size_bytes, b"", rest_s, tier, content_id, self.node
-        )
+        whose = (tier, content_id, self.node, line)
+        mount = m.Mount(name, epoch, host or self.node, 1 << 30, size_bytes, b"", rest_s, *whose)
         self.mounted: m.Mounted = nodes.say(mount, self.connection)
         if self.mounted.refusal is None:
             if self.mounted.wants_report:

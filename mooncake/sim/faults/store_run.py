@@ -152,18 +152,27 @@ class StoreRun:
 
     def _partition(self) -> None:
         one, other = self.kernel.random.sample(self._names, 2)
-        seconds = self.kernel.random.expovariate(1 / self.faults.partition_s)
+        seconds = self._partition_seconds()
         self.cluster.network.partition(one, other, seconds)
+
+    def _partition_seconds(self) -> float:
+        """Draw the length of a partition.
+
+        What it holds arrives when it was to end, even where the calm part heals it, so none outlasts half of
+        that part.
+        """
+        seconds = self.kernel.random.expovariate(1 / self.faults.partition_s)
+        return min(seconds, ROUGH_S + CALM_S / 2 - self.kernel.now)
 
     def _cut_off(self) -> None:
         sender, receiver = self.kernel.random.sample(self._names, 2)
-        seconds = self.kernel.random.expovariate(1 / self.faults.partition_s)
+        seconds = self._partition_seconds()
         self.cluster.network.cut_off([sender], [receiver], seconds)
 
     def _split(self) -> None:
         names = self._names
         some = self.kernel.random.sample(names, self.kernel.random.randint(1, len(names) - 1))
-        seconds = self.kernel.random.expovariate(1 / self.faults.partition_s)
+        seconds = self._partition_seconds()
         self.cluster.network.split(some, [name for name in names if name not in some], seconds)
 
     def _pause(self, process: Process, *, may_stop: bool = False) -> None:

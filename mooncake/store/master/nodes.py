@@ -88,9 +88,12 @@ class NodeRequests:
             return Failure("not_found", f"segment {message.segment!r} is not mounted; mount it first")
         settings = self._catalog.settings
         if segment.wants_report and segment.doubt is not Doubt.END:
-            # Whatever was there may have been promised; and a report that goes on keeps its space.
+            # Whatever was there may have been promised; and a report that goes on keeps its space. On an SSD
+            # only its node's process writes: where that is a new one, leases of readers are what is left.
             is_first = message.entries and not segment.reported
-            rest_s = settings.rest_s if is_first else 0.0 if message.is_last else BETWEEN_REPORTS_S
+            has_no_writers = segment.tier is Tier.SSD and segment.is_fresh
+            promised_s = self._catalog.lease_bounds.lease_s if has_no_writers else settings.rest_s
+            rest_s = promised_s if is_first else 0.0 if message.is_last else BETWEEN_REPORTS_S
             segment.rests_until = max(segment.rests_until, now + rest_s)
         unwanted = []
         for entry in message.entries:

@@ -86,7 +86,11 @@ class SegmentPlacement:
         )
 
     def _has_ssd(self, segment: Segment) -> bool:
-        return any(s.tier is Tier.SSD and s.is_alive for s in self._segments.of(segment.node))
+        """Whether the node's SSD could take a copy: one that rests takes it after the writer has given up."""
+        return any(
+            s.tier is Tier.SSD and s.is_alive and s.rests_until <= self._now
+            for s in self._segments.of(segment.node)
+        )
 
     @property
     def segments(self) -> list[Segment]:

@@ -143,7 +143,7 @@ class PutRequests:
             catalog.must_last |= known is True and policy.is_durable
             return known if isinstance(known, m.Reserved) else None
         if policy.is_durable and not placement.segments:
-            return Refusal("no_ssd", "a durable put needs memory on a node whose SSD is mounted")
+            return self._no_ssd(now)
         room = self._space.make_room(size_bytes, policy.num_replicas, placement, account, now)
         if isinstance(room, Refusal):
             return room
@@ -154,6 +154,14 @@ class PutRequests:
         where = ", ".join(extent.segment.name for extent in room)
         catalog.tell(now, key, "put started as #{} on {}", stored.object_id, where)
         return m.Reserved(stored.object_id, stored.replicas())
+
+    def _no_ssd(self, now: float) -> Refusal:
+        """Why no segment may be tried for a durable put."""
+        rests_s = [ssd.rests_until - now for ssd in self._catalog.alive(Tier.SSD) if ssd.rests_until > now]
+        if not rests_s:
+            return Refusal("no_ssd", "a durable put needs memory on a node whose SSD is mounted")
+        reason = "what lay on the SSD before its node was started may still be read; it takes objects in"
+        return Refusal("no_ssd", f"{reason} {min(rests_s):.3g} s")
 
     def relate(self, stored: StoredObject, message: m.PutStart | m.PutWritten, index: int) -> None:
         """To its group and its parent."""

@@ -70,6 +70,7 @@ class Segment:
         "is_alive",
         "is_confirmed",
         "is_draining",
+        "is_fresh",
         "joined_at",
         "name",
         "node",
@@ -109,6 +110,8 @@ class Segment:
         """How much of what is here those records may lack; until its node has reported."""
         self.is_confirmed = False
         """A heartbeat has come since the mount."""
+        self.is_fresh = False
+        """Its process had no master before this one, so no copy into it is under way."""
         self.gone_at = 0.0
         """When a suspected segment is given up."""
         self.holders: dict[int, StoredObject] = {}
@@ -223,6 +226,7 @@ class Segments:
             self.drop(known)
         segment = Segment(mount, connection, now, self._first_change)
         segment.wants_report = mount.rest_s > 0 or mount.tier is Tier.SSD
+        segment.is_fresh = mount.line == 0
         self._add(segment)
         self._look_by(now + self._patience_s)
         return segment, known

@@ -86,11 +86,13 @@ def test_an_ssd_of_another_size_is_reported_anew(nodes: Nodes) -> None:
     assert where(nodes, "k") == ["a", "a/ssd"]
 
 
-def reported(nodes: Nodes, *entries: m.SegmentEntry, name: str = "a/ssd", tier: Tier = Tier.SSD) -> Place:
+def reported(
+    nodes: Nodes, *entries: m.SegmentEntry, name: str = "a/ssd", tier: Tier = Tier.SSD, line: int = 0
+) -> Place:
     """A node that knows these comes to a master that knows nothing."""
     rest_s = 35.0 if tier is Tier.MEMORY else 0.0
-    content_id = 5 if tier is Tier.SSD else 0
-    return Place(nodes, name, 1 << 20, tier=tier, content_id=content_id, entries=list(entries), rest_s=rest_s)
+    more = {"content_id": 5 if tier is Tier.SSD else 0, "entries": list(entries), "rest_s": rest_s}
+    return Place(nodes, name, 1 << 20, tier=tier, line=line, **more)
 
 
 def entry(key: str, object_id: int, offset: int = 0, **more: object) -> m.SegmentEntry:
@@ -112,13 +114,17 @@ def test_a_master_that_lost_everything_believes_the_nodes(nodes: Nodes) -> None:
     assert successor.objects.readable.keys() == {"k", "n"}
 
 
-def test_what_was_reported_rests_and_new_objects_get_larger_ids(nodes: Nodes) -> None:
-    reported(nodes, entry("k", 1 << 40))
+@pytest.mark.parametrize(("line", "rest_s"), [(0, 10.0), (77, 35.0)], ids=["new process", "earlier master"])
+def test_what_was_reported_rests_and_new_objects_get_larger_ids(
+    nodes: Nodes, line: int, rest_s: float
+) -> None:
+    """A process that had no master before has no copy under way into its SSD: leases are what may be left."""
+    reported(nodes, entry("k", 1 << 40), line=line)
     Place(nodes, "m")
     (place,) = nodes.put("new", host="m")
     assert place.object_id > 1 << 40
     segment = nodes.master.segments.mounted["a/ssd"]
-    assert not segment.takes_objects(nodes.now + 34.9) and segment.takes_objects(nodes.now + 35.0)
+    assert not segment.takes_objects(nodes.now + rest_s - 0.1) and segment.takes_objects(nodes.now + rest_s)
 
 
 def test_nothing_is_given_out_on_an_ssd_before_its_report_is_complete(nodes: Nodes) -> None:

@@ -14,7 +14,7 @@ from mooncake.store.master.log_records import Record
 from mooncake.store.master.master import Master
 from mooncake.types import Tier
 from tests.store.conftest import SETTINGS, Voice
-from tests.store.nodes import Nodes, Place, with_ssd
+from tests.store.nodes import SSD_BYTES, Nodes, Place, with_ssd
 
 TWO = m.PutPolicy(num_replicas=2)
 THREE = m.PutPolicy(num_replicas=3)
@@ -304,6 +304,24 @@ def test_without_an_ssd_a_durable_put_is_refused() -> None:
     assert segments(nodes.start("k", host="a", policy=DURABLE).reserved[0]) == ["b"]
     nodes.lose("node b/ssd 7")
     assert refusal_of(nodes.start("l", host="a", policy=DURABLE)).code == "no_ssd"
+
+
+def test_a_durable_put_goes_where_an_ssd_takes_objects() -> None:
+    """Its writer would give up before an SSD that rests takes a copy."""
+    nodes = Nodes(SETTINGS)
+    memory = Place(nodes, "a")
+    held = [m.SegmentEntry("k", 77, 1000, 1000, b"crc!", 0)]
+    ssd = Place(nodes, "a/ssd", SSD_BYTES, tier=Tier.SSD, content_id=99, entries=held)
+    assert nodes.where("k") == ["a/ssd"], "it says what it holds"
+    refusal = refusal_of(nodes.start("l", host="a", policy=DURABLE))
+    assert refusal.code == "no_ssd" and "it takes objects in 10 s" in refusal.reason
+    with_ssd(nodes, "b")
+    assert segments(nodes.start("l", host="a", policy=DURABLE).reserved[0]) == ["b"]
+    for _ in range(10):
+        nodes.wait(1.0)
+        memory.beat()
+        ssd.beat()
+    assert segments(nodes.start("n", host="a", policy=DURABLE).reserved[0]) == ["a"]
 
 
 def test_a_durable_put_that_takes_too_long_is_refused_and_loses_no_value() -> None:
