@@ -13,7 +13,7 @@ VENV ?= .venv
 ARGS ?=
 export PYTHON VENV
 
-BUILT_FROM := pyproject.toml CMakeLists.txt scripts/install $(wildcard native/*.cpp native/*.h)
+BUILT_FROM := pyproject.toml constraints-tools.txt CMakeLists.txt scripts/install $(wildcard native/*.cpp native/*.h)
 
 .PHONY: serve test quick check bench clean
 .DEFAULT_GOAL := serve

@@ -1,0 +1,58 @@
+"""What stands around the package: its version, the tools' versions, hooks and the workflow of CI."""
+
+from __future__ import annotations
+
+import os
+import re
+import tomllib
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+import mooncake
+
+ROOT = Path(__file__).parent.parent
+
+
+def project() -> dict[str, Any]:
+    with (ROOT / "pyproject.toml").open("rb") as file:
+        return tomllib.load(file)
+
+
+def requirement_names(lines: list[str]) -> set[str]:
+    names = (re.match(r"[A-Za-z0-9_.-]+", line) for line in lines)
+    return {match[0].lower() for match in names if match is not None}
+
+
+def test_the_version_has_one_source() -> None:
+    found = project()
+    assert "version" not in found["project"] and "version" in found["project"]["dynamic"]
+    source = ROOT / found["tool"]["scikit-build"]["metadata"]["version"]["input"]
+    assert f'__version__ = "{mooncake.__version__}"' in source.read_text()
+    assert f"## {mooncake.__version__}" in (ROOT / "CHANGELOG.md").read_text()
+
+
+def test_tools_are_pinned_to_exact_versions() -> None:
+    lines = [line for line in (ROOT / "constraints-tools.txt").read_text().splitlines() if line[:1].isalpha()]
+    assert all(re.fullmatch(r"[\w.-]+==[\w.]+", line) for line in lines)
+    tools = requirement_names(project()["project"]["optional-dependencies"]["dev"])
+    assert {"mypy", "pytest", "ruff"} <= requirement_names(lines) <= tools
+
+
+def test_supported_pythons_are_those_that_ci_runs() -> None:
+    workflow = yaml.safe_load((ROOT / ".github/workflows/ci.yml").read_text())
+    job = workflow["jobs"]["run"]
+    versions = job["strategy"]["matrix"]["python"]
+    classified = re.findall(r"Python :: (3\.\d+)$", "\n".join(project()["project"]["classifiers"]), re.M)
+    assert versions == classified
+    assert project()["project"]["requires-python"] == f">={versions[0]}"
+    assert [step["run"] for step in job["steps"] if "run" in step] == [".ci/run", "scripts/test-wheel"]
+
+
+def test_hooks_call_scripts_of_this_repository() -> None:
+    repositories = yaml.safe_load((ROOT / ".pre-commit-config.yaml").read_text())["repos"]
+    assert [one["repo"] for one in repositories] == ["local"], "hooks fetch nothing"
+    for hook in repositories[0]["hooks"]:
+        script = ROOT / hook["entry"].split()[0]
+        assert hook["language"] == "system" and os.access(script, os.X_OK), hook["id"]
