@@ -22,8 +22,9 @@ from mooncake.store import messages as m
 from tests.kill.journal import Book, Line, content
 from tests.kill.processes import PATIENCE_S, Cluster
 
-RECOVERY_S = 20.0
-"""Time after a kill within which all promised objects must be found again, on a busy machine."""
+RECOVERY_S = 120.0
+"""Time after a kill within which all promised objects must be found again. On a busy machine the start of a
+process alone has taken 17 s; how long it all takes is measured, not asserted."""
 SHOWN = 20
 
 

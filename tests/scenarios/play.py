@@ -30,7 +30,7 @@ def performed(stage: Stage, text: str) -> str:
             continue
         lines.append(line)
         if line and not line.startswith("#"):
-            lines += [f"  {told}" for told in stage.perform(line)]
+            lines += [f"  {decided}" for decided in stage.perform(line)]
     return "\n".join(lines) + "\n"
 
 

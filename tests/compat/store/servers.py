@@ -12,7 +12,8 @@ from mooncake.compat.store.store import MooncakeDistributedStore
 from mooncake.store.server import MasterServer
 from mooncake.store.settings import MasterSettings
 
-SETTINGS = MasterSettings(port=0, lease_s=0.2, put_s=5.0, grace_s=0.0, heartbeat_s=0.05)
+SETTINGS = MasterSettings(port=0, lease_s=0.2, put_s=5.0, grace_s=0.0)
+"""Short leases. Heartbeats are as usual: a node that a busy host stops for a moment is not suspected."""
 
 LONG_LEASES = MasterSettings(port=0, lease_s=10.0, grace_s=0.0)
 """Settings with long leases, for tests that do not depend on time and may run on a loaded host."""
