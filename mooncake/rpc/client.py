@@ -60,6 +60,20 @@ _READ_BYTES = 256 << 10
 _ID_MASK = 0xFFFFFFFF
 
 
+_closed_at_once: set[str] = set()
+"""Addresses that closed the last connection without an answer, as a server of version 2 does: the next one is
+opened in that version. For the whole process, because many clients live for one connection only."""
+_MAX_CLOSED_AT_ONCE = 4096
+
+
+def _toggle_version(address: str) -> None:
+    """Open the next connection in the other version: a server that was only stopped accepts both."""
+    if address in _closed_at_once:
+        _closed_at_once.discard(address)
+    elif len(_closed_at_once) < _MAX_CLOSED_AT_ONCE:
+        _closed_at_once.add(address)
+
+
 def split_address(address: str) -> tuple[str, int]:
     """Split ``host:port`` (or ``[v6]:port``) into its parts; raises InvalidArgument."""
     host, colon, port = address.rpartition(":")
@@ -93,6 +107,7 @@ class _Wire(asyncio.Protocol):
         self._client_greeting = client.identity.client_greeting()
         self._tls: TlsTransport | None = None
         self._has_greeted = False
+        self._has_answered = False
         self.transport: asyncio.Transport | TlsTransport | None = None
         self.waiting: dict[int, asyncio.Future[Any]] = {}
         self.ready: asyncio.Future[None] = asyncio.get_running_loop().create_future()
@@ -115,7 +130,7 @@ class _Wire(asyncio.Protocol):
         self._has_greeted = True
         shown = self._tls.certificate_digest if self._tls is not None else b""
         self._client_greeting.binding = binding_of(self._client.servers != NODES_AND_ADMINS, shown)
-        self.transport.write(client_opening(self._client_greeting))
+        self.transport.write(client_opening(self._client_greeting, self._client.address in _closed_at_once))
         if self._client_greeting.is_over:
             self._begin()
 
@@ -132,6 +147,7 @@ class _Wire(asyncio.Protocol):
                     check_server(self._tls.certificate, client.servers, client.identity, client.peer)
                     self._greet()
             for request_id, body in self._frames.feed(data) if data else ():
+                self._has_answered = True
                 if request_id == GREETING_ID:
                     self._answer_greeting(body)
                     continue
@@ -162,6 +178,8 @@ class _Wire(asyncio.Protocol):
         self.transport.abort()
         self.transport = None
         self.loss = kind(reason)
+        if self._has_greeted and not self._has_answered:
+            _toggle_version(self._client.address)
         waiting, self.waiting = self.waiting, {}
         if not self.ready.done():
             self.ready.set_exception(kind(reason))
@@ -188,6 +206,7 @@ class AsyncClient:
         identity: Identity | None = None,
         servers: frozenset[Level] = NODES_AND_ADMINS,
     ) -> None:
+        self.address = address
         self.host, self._port = split_address(address)
         self._is_patient = is_patient
         self.identity = identity or process_identity()
@@ -391,6 +410,7 @@ class BlockingClient:
         identity: Identity | None = None,
         servers: frozenset[Level] = NODES_AND_ADMINS,
     ) -> None:
+        self._address = address
         self._host, self._port = split_address(address)
         self.peer = f"{name} at {address}"
         self._is_patient = is_patient
@@ -567,7 +587,7 @@ class BlockingClient:
             client_greeting, frames = self._identity.client_greeting(), FrameDecoder()
             shown = sock.certificate_digest if isinstance(sock, TlsSocket) else b""
             client_greeting.binding = binding_of(self._servers != NODES_AND_ADMINS, shown)
-            sock.sendall(client_opening(client_greeting))
+            sock.sendall(client_opening(client_greeting, self._address in _closed_at_once))
             while not client_greeting.is_over:
                 remaining_s = deadline - time.monotonic()
                 if remaining_s <= 0:
@@ -590,6 +610,8 @@ class BlockingClient:
             if connection.lost is not None:
                 return
             connection.lost = reason
+            if not connection.has_answered:
+                _toggle_version(self._address)
             # Wakes a reader that blocks in recv(); the garbage collector closes the descriptor
             # after the last thread has dropped it.
             with contextlib.suppress(OSError):

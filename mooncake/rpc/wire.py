@@ -29,6 +29,8 @@ from mooncake.errors import AccessDenied, InvalidArgument, MooncakeError, NotLea
 from mooncake.security.greeting import MAX_GREETING_BYTES, VERSION, Challenge, ClientGreeting, Hello, Proof
 
 PREFACE = VERSION + b"\r\n"
+OLD_PREFACE = b"mooncake-rpc-2\r\n"
+"""Opening of version 2, which is the same without a greeting: for upgrades one process at a time."""
 MAX_BODY_BYTES = 64 << 20
 _FIRST = struct.Struct("<II")
 _CHECKS = struct.Struct("<II")
@@ -87,8 +89,10 @@ OPEN_GREETING = bytes(PREFACE + encode(GREETING_ID, Hello()))
 """Opening bytes of a client without a key."""
 
 
-def client_opening(client_greeting: ClientGreeting) -> bytes:
-    """Opening bytes of a client."""
+def client_opening(client_greeting: ClientGreeting, is_old: bool = False) -> bytes:
+    """Opening of a client. ``is_old``: that of version 2, for a client that has no key to prove."""
+    if is_old and client_greeting.is_over:
+        return OLD_PREFACE
     return bytes(PREFACE + encode(GREETING_ID, client_greeting.hello()))
 
 
@@ -130,12 +134,16 @@ class GreetingDecoder:
         self.rest += data
         if self._expects_preface:
             given = self.rest[: len(PREFACE)]
-            if given != PREFACE[: len(given)]:
+            if not PREFACE.startswith(given) and not OLD_PREFACE.startswith(given):
                 raise ProtocolError(f"the peer opened with {given!r} instead of {PREFACE!r}")
             if len(given) < len(PREFACE):
                 return None
             self._expects_preface = False
             self.rest = self.rest[len(PREFACE) :]
+            if (
+                given == OLD_PREFACE
+            ):  # has no key, so a server that has one refuses it like any client without
+                return Hello()
         if len(self.rest) < HEADER_BYTES:
             return None
         body_bytes, request_id = _FIRST.unpack_from(self.rest)

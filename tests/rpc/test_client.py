@@ -8,6 +8,7 @@ import socket
 import threading
 from collections.abc import AsyncIterator, Awaitable
 from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
 
 import msgspec
 import pytest
@@ -23,7 +24,9 @@ from mooncake.errors import (
 )
 from mooncake.rpc import AsyncClient, BlockingClient, Call, Connection, RpcServer
 from mooncake.rpc.client import split_address
-from mooncake.rpc.wire import OPEN_GREETING, encode
+from mooncake.rpc.wire import OLD_PREFACE, OPEN_GREETING, FrameDecoder, encode
+from mooncake.security import EVERYBODY, Access, Identity, SecuritySettings
+from mooncake.security.keys import format_secret
 from tests.waiting import until
 
 
@@ -202,6 +205,54 @@ async def test_a_client_that_takes_no_answers_is_read_no_further(service: Servic
             for _ in range(512):
                 await loop.sock_sendall(sock, frame)
     sock.close()
+
+
+async def old_server(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+    """Serve one connection as version 2 does: no greeting, and nothing is said to others."""
+    frames = FrameDecoder()
+    if await reader.readexactly(len(OLD_PREFACE)) == OLD_PREFACE:
+        while data := await reader.read(4096):
+            for request_id, _ in frames.feed(data):
+                writer.write(encode(request_id, Echo("old")))
+    writer.close()
+
+
+async def test_clients_reach_a_server_of_version_2_at_their_second_connection() -> None:
+    server = await asyncio.start_server(old_server, "127.0.0.1", 0)
+    address = f"127.0.0.1:{server.sockets[0].getsockname()[1]}"
+    async with server:
+        first = AsyncClient(address, [Echo], is_patient=False)
+        with pytest.raises(PeerLost):
+            await first.call(Echo("new"), 5)
+        await first.close()
+        another = AsyncClient(address, [Echo])  # as a node does, whose clients live for one connection
+        assert await another.call(Echo("new"), 5) == Echo("old")
+        await another.close()
+        blocking = BlockingClient(address, [Echo])
+        assert await asyncio.to_thread(blocking.call, Echo("new"), 5) == Echo("old")
+        blocking.close()
+
+
+async def test_a_server_serves_clients_of_version_2_where_no_key_is_required(
+    service: Service, tmp_path: Path
+) -> None:
+    reader, writer = await asyncio.open_connection("127.0.0.1", service.rpc.port)
+    writer.write(OLD_PREFACE + encode(7, Echo("old")))
+    ((request_id, body),) = FrameDecoder().feed(await reader.read(4096))
+    assert request_id == 7 and msgspec.msgpack.decode(body, type=Echo) == Echo("old")
+    writer.close()
+    path = tmp_path / "key"
+    path.write_text(format_secret(b"s" * 32))
+    path.chmod(0o600)
+    identity = Identity(SecuritySettings(cluster_key_file=str(path)))
+    keyed = RpcServer({Echo: service.echo}, access=Access({Echo: EVERYBODY}), identity=identity)
+    await keyed.start("127.0.0.1", 0)
+    reader, writer = await asyncio.open_connection("127.0.0.1", keyed.port)
+    writer.write(OLD_PREFACE + encode(7, Echo("old")))
+    answered = await reader.read()
+    assert b"not authenticated" in answered and b"old" not in answered
+    writer.close()
+    await keyed.close()
 
 
 async def test_blocking_calls_from_many_threads_share_a_connection(service: Service) -> None:

@@ -10,6 +10,7 @@ from mooncake.rpc.wire import (
     GREETING_ID,
     HEADER_BYTES,
     MAX_BODY_BYTES,
+    OLD_PREFACE,
     OPEN_GREETING,
     PREFACE,
     Failure,
@@ -53,11 +54,21 @@ def test_frames_survive_any_cutting_of_the_stream(texts: list[str], cuts: list[i
     assert seen == list(enumerate(texts))
 
 
+def test_a_client_of_version_2_greets_as_one_without_a_key() -> None:
+    frame = bytes(encode(7, Ask("hello")))
+    stream = OLD_PREFACE + frame
+    for cut in range(len(stream)):
+        early = GreetingDecoder()
+        first = early.take(stream[:cut])
+        assert (first or early.take(stream[cut:])) == Hello()
+        assert early.rest == (stream[:cut] if first else stream)[len(OLD_PREFACE) :]
+
+
 def test_a_foreign_protocol_is_refused_at_its_first_byte() -> None:
     with pytest.raises(ProtocolError, match="GET"):
         GreetingDecoder().take(b"GET / HTTP/1.1\r\n")
-    with pytest.raises(ProtocolError, match="mooncake-rpc-2"):
-        GreetingDecoder().take(b"mooncake-rpc-2\r\n")
+    with pytest.raises(ProtocolError, match="mooncake-rpc-1"):
+        GreetingDecoder().take(b"mooncake-rpc-1\r\n")
     early = GreetingDecoder()
     assert early.take(PREFACE[:3]) is None
     assert not early.is_ours
