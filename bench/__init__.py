@@ -1,1 +1,2 @@
+# SPDX-License-Identifier: Apache-2.0
 """Benchmarks. Each prints one table, its command, the machine, and the reference it is measured against."""

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """A Mooncake trace, replayed by ``aiperf`` through the gateway in front of 2 prefill and 2 decode workers.
 
 Prints one table: each policy's failed requests, hit rates and times to the first token. Prompts are the

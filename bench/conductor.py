@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The conductor's cost: memory per cached block, duration of decisions, rate of events.
 
 ``python -m bench.conductor`` prints two tables for 1,000 instances that hold 10 million different blocks.

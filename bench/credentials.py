@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """What a credential adds to a call and to a new connection of the RPC: none, a cluster key, TLS, both.
 
     python -m bench.credentials [--calls 20000] [--connections 400] [--rounds 9]

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The gateway under peers that send much, little, or read nothing: the effect on other clients.
 
 ``python -m bench.edge`` starts a gateway (with ``ulimit -n 256``) in front of one worker double, attacks it

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The path ``file`` against fio: the same file, depth and block, taking turns in one run.
 
 Run ``python -m bench.file`` (``--device /dev/nvme0n1`` overwrites that device; ``--quick`` for a short run).

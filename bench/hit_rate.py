@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Hit rates of a prefix cache on a trace, by policy, capacity and placement, without time.
 
 The convention is that of the published tables: a request counts the blocks that are cached without a gap

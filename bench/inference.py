@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Prefill and decode speed of one engine, beside transformers' with the same weights, threads and dtype.
 
 Command: ``python -m bench.inference`` (``--dtype bfloat16``, ``--json``). Rounds alternate between the two

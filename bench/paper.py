@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The papers' tables, computed by this project beside the values that were printed.
 
 Two tables compare with something else, and their column says ``reference``: ideal hit ratios, which no paper

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The papers' tables about whole clusters: policies, colocated serving, overload, for ``bench/paper.py``.
 
 Nothing in the simulator was adjusted to them: costs are the fits of FAST'25 Fig 14, links are as in Fig 12,

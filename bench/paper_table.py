@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """What `python -m bench.paper` prints: tables of reference values beside ours, each with its result.
 
 It owns the layout and the search for the traces; the tables themselves are made in ``paper.py`` (caches)

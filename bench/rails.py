@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The gain of several rails to one peer: two links of known speed, alone, together, and one going down.
 
 Run ``python -m bench.rails`` as root. Two network namespaces are joined by two links whose speed ``tc``

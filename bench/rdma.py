@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The rdma transport beside perftest, on one device of this machine: scripts/test-rdma bench.
 
 Both move the same sizes between two processes over the same device, one after the other, alternating, so that

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """``python -m bench.render [FILE.json]``: render the texts beside results again from their JSON.
 
 Without files, those of ``bench/results/``. ``--check`` writes nothing, and exits with 1 when a text differs

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Results of a bench, as JSON with everything that is needed to trust them; the text is rendered from that.
 
 Owns the form of results: tables of values with their units, the samples behind them, notes, and the

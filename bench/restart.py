@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Downtime of a master that is killed with many objects, and where that time goes.
 
 Run ``python -m bench.restart``. A core puts ``--objects`` objects of 64 KiB; what it would have logged

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Time to first token, cold and warm from another worker, and decode speed, of a whole cluster on this host.
 
 Command: ``python -m bench.serving`` (``--json`` for programs). It starts ``mooncake up`` with round-robin

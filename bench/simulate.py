@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """How fast the simulator is: a trace on 16 instances, and a day of a 1,000-node cluster.
 
 ``python -m bench.simulate --requests 300000`` simulates that many first requests of the day (agents'

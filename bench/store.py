@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """How fast the store is for one client: metadata calls, single objects, batches; the references beside them.
 
 Run ``python -m bench.store`` (``--json`` for programs, ``--quick`` for a short run). Master, node and client

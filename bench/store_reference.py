@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The existing ``mooncake`` package and Redis, timed on request: the reference of ``bench/store.py``.
 
 Runs under an interpreter of its own, because the package has our import name. ``store_reference.py MASTER``

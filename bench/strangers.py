@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The cost of unauthenticated connections to a real client: idle ones, and ones with half a message sent.
 
 A master is started with a given limit of open files, without a credential, with a cluster key and with TLS. A

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Every path of the transfer engine against the limits of this machine, kept like every result here.
 
 ``python -m bench.transfer`` runs ``mooncake bench transfer``, which measures, in a process of its own; flags

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Put, get and view objects in the pool. Start a cluster first (``make serve``), then:
 
 .venv/bin/python examples/store.py 127.0.0.1:PORT     # the master's address, which `up` printed

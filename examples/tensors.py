@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Tensors in the pool: by their memory with our own API, by their keys with the existing package's calls.
 
 .venv/bin/python examples/tensors.py 127.0.0.1:PORT     # the master's address, which `up` printed

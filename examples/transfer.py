@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """One-sided writes and reads between two engines, here in one process; between hosts it is the same.
 
 .venv/bin/python examples/transfer.py

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Mooncake: serving of large language models around a shared KV cache.
 
 A request passes through the subpackages in this order::

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """``python -m mooncake``: the command ``mooncake`` without its console script."""
 
 from mooncake.cli import main

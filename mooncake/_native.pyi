@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The contract of the native core: bytes in columns, completions out in batches.
 
 Only ``mooncake.transfer.transports`` (and ``mooncake.transfer``, which re-exports) imports this. Methods

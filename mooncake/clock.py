@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The real clocks. The simulated one is in ``sim/kernel.py``; cores get neither, only ``now``."""
 
 from __future__ import annotations

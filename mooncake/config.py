@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Loads a role's settings from flags, environment and file, and records where each value came from.
 
 A role's settings are one frozen dataclass in the role's own package: each field has a type, a default and,

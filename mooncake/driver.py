@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Runs a core on asyncio: events in, effects performed, one timer re-armed from ``deadline()``.
 
 The driver is all that stands between a core and the event loop. It is not thread-safe: everything

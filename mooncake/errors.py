@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The one exception tree, and the one shape of a refusal.
 
 A miss is ``None``. A refusal (no space, key is leased, queue is full) is a ``Refusal`` value that the

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Limits of connections that follow from the number of files that the process may open.
 
 A process without free descriptors can't answer, so every server keeps its connections below this limit.

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Where the keys and values of a token lie in memory; the only place that knows KV tensor shapes.
 
 A worker's paged pool is one tensor ``[layer][k|v][block][token][head][dim]``. A KV *object* in the

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Logs are events with fields, not prose: ``evicted key=kv/… tier=memory reason=watermark``.
 
 ``--log-format json`` prints one JSON object per line for machines. Every role writes to standard error;

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The contract of a core.
 
 A core is a plain class. Events and the present instant go in, effects come out; it opens no socket,

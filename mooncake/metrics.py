@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The process's metrics registry and the text of its page.
 
 A metric is declared beside the code that it measures, bound to ``registry``; this module only owns the

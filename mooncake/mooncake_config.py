@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Upstream's ``mooncake.mooncake_config``, by its name; see ``compat/config_file.py``."""
 
 from mooncake.compat.config_file import (

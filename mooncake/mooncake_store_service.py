@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Upstream's ``mooncake.mooncake_store_service``, also with ``python -m``; see ``compat/rest_service.py``."""
 
 from mooncake.compat.rest_service import MooncakeStoreService, main

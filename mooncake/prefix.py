@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Chained block hashes of tokens; the only module that hashes a prefix.
 
 A block hash names a *whole prefix*: it is SHA-256 over the parent's hash and the block's tokens, so

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Marks on the type of a setting, beside its range; ``config.py`` evaluates them.
 
 Not in ``config.py``, because a core may hold its settings but not read any.

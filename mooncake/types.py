@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Types that several packages share and no single one owns."""
 
 from __future__ import annotations

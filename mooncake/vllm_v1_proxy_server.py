@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The existing package's ``mooncake.vllm_v1_proxy_server``: its flags in front of our gateway."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // The whole Python surface; mooncake/_native.pyi documents it. Columns come in as numpy arrays and are
 // copied before the interpreter lock is dropped; whatever may block or copies bytes runs without the
 // lock, and no native thread ever takes it.

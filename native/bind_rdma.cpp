@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // The Python surface of the rdma transport; mooncake/_native.pyi documents it. Calls that ask the device
 // for something run without the interpreter lock.
 

@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // One connection's bytes, plain or encrypted, behind the two calls that both kinds need: take what has
 // arrived, hand over what fits. Neither waits. The plain kind is the system call itself behind one
 // branch, so it costs what it cost before there was another.

@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // CRC32C (Castagnoli), alone and fused with a copy. A checksummed copy reads the source once: the
 // bytes are folded into the checksum while they are in registers, so it costs hardly more than the
 // copy. The widest implementation the processor has is chosen once, at start.

@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // Device memory: which memory it is, how bytes get in and out of it, how another process opens it.
 //
 // Between device and main memory bytes go on streams of our own, which wait for no other work of the

@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // The CUDA driver as far as we use it: libcuda.so.1, opened when a process first touches device memory
 // and never linked, so that one build runs on machines with and without a GPU. The declarations are our
 // own, of the driver's stable binary interface (the versioned names that every driver since 11.2

@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // Device memory of processes of this host: an owner shows a handle (sharing.h draws the conversation), the
 // peer opens it and copies there and from there by itself, device to device without passing main memory.
 // One engine reaches another of the same process in the same way, but by address: a driver does not open

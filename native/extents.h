@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // Memory still to be moved, front first: what is left of a payload after each system call.
 #pragma once
 

@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // Regions whose bytes lie in a file or on a block device, and the path that moves them to and from memory
 // of the same process.
 //

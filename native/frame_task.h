@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // The work that must end before the server answers a frame: moves between staging and a medium, or writes
 // of lanes that were cut. The event loop starts a task and goes on with others; the end of its last step
 // notifies the loop. A task owns all that its steps touch, so a connection may end before it.

@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // Unauthenticated and faulty peers, by the million: what a process reads from sockets before the peer has
 // greeted, and what it reads from peers that were sound until then. Each input is a conversation that
 // is nearly right, then damaged: bits flipped, numbers replaced by those at the edges, parts cut,

@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // Bytes that lie where the processor does not reach them by address: in a file, on a device. A region
 // with a medium is addressed like any other (address + offset), but there is no memory to touch there; its
 // bytes are moved by its medium, to and from plain memory.

@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // A submitted job in pieces, so that a more urgent one can go in between and its progress can be
 // reported. Each piece is a job of its own to the transport; what came of them is one completion.
 #pragma once

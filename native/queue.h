@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // Completions, from native threads to the thread that drains them. The eventfd is readable exactly while
 // something lies in the queue, so an event loop can wait on it; a thread can also block in drain().
 // Producers never wait and never see Python.

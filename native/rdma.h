@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // RDMA between registered regions: the device reads or writes the peer's memory, the peer's processor
 // does nothing. Connections are set up in Python, by a conversation of both engines
 // (transfer/transports/rdma.py); here is what they are made of.

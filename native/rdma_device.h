@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // One RDMA device of this machine: its address on the fabric, the regions registered with it and the
 // queue pairs that belong to it. A lane is a reliable connection to one queue pair of a peer's device:
 // ours is an RdmaLane, used by one job at a time; the peer's end is served, which means that it only

@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // Registered memory. Every access, from this process or on behalf of a peer, is checked against a
 // Region and made inside a Touch, so that closing a region can guarantee: afterwards nothing touches
 // its bytes. A touch lasts one system call or one bounded copy, never a wait for a peer; that is why

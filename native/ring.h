@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // io_uring by its system calls: reads and writes that a file's device works on while the caller goes on.
 // Containers often forbid it; then open() says so and the caller uses threads.
 #pragma once

@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // Files of other processes of this host: the owner shows a descriptor (sharing.h draws the conversation), the
 // peer opens the file anew by it and moves the bytes by its own ring, as if it had opened the file itself. The
 // owner does nothing, and its memory sees no byte. What is shown is the file behind a region that was

@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // Regions shown to other processes of this host. A SOCK_SEQPACKET connection over an abstract Unix socket
 // stands for the relationship. Showing a region's key gets what is needed to map it here; closing the
 // region revokes it and waits until the peers say that they have stopped; a peer that died is seen by the

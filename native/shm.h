@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // Reads and writes on the same host: the peer's shared memory is mapped here (sharing.h draws the
 // conversation) and copied by the caller's own thread, so the target process does nothing at all. Where the
 // local bytes are in device memory, the device copies them, through pinned staging of the caller.

@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // A slice: so many bytes here and so many bytes there. It knows no transport, no key and no object;
 // everything that travels through this extension is columns of slices going in and completions
 // coming out. These numbers are also the numbers Python sees, so they never change meaning.

@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // One-sided reads and writes over TCP.
 //
 // The caller's thread (or a worker of the peer) sends and receives on the client's side itself; the

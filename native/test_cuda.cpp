@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // Tests of device memory below Python, for the sanitizers. The driver is a double over main memory
 // (test_cuda_driver.cpp says what it shows and what it cannot): these tests are about our side, plans,
 // waits, ranges, lifetimes and what happens between processes, not about a GPU.

@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // A test double of the CUDA driver: a shared library with libcuda's interface over main memory, built
 // for tests only and never installed. Where the real driver is lenient it is strict: device addresses
 // cannot be touched by the processor (their pages have no access), copies run late and on another

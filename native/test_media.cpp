@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // Tests of media below Python, for the sanitizers: staging, layouts, and transfers whose local or remote
 // bytes lie in a medium. A fixed seed unless one is given.
 //

@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // Tests below Python, for the sanitizers (scripts/sanitize) and for what Python cannot reach: broken
 // peers, random bytes on the wire, threads that race. Plain asserts; a fixed seed unless one is given.
 //

@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // Submitted jobs in pieces, without a transport: what is cut, what overtakes what, what a cancellation
 // leaves behind. For scripts/sanitize. Plain asserts.
 //

@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // What the tests below Python have in common: seeded noise, requests with a deadline, and a main() that
 // names each test before it runs.
 //

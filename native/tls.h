@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // TLS 1.3 between members of one cluster: both sides show a certificate of the same authority.
 //
 // libssl.so.3 is opened when the first context is made, so nothing is linked and a machine without it

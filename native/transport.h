@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // What a transport must do, and everything it need not do itself.
 //
 // A Peer is one remote process as one transport sees it. The base class checks slices against

@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // The part of libibverbs' stable binary interface that the rdma transport uses, declared here so that the
 // extension builds without its headers and runs without the library: load() opens it at run time, and
 // must open the system's own, because the drivers of the devices are plugins of that one. The names are

@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // Compares verbs.h with the header of libibverbs-dev. Compiled by scripts/test-rdma, never linked.
 #include <infiniband/verbs.h>
 

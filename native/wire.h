@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // The TCP data protocol: fixed little-endian structs and the checks a receiver makes before it
 // trusts any of them. In short:
 //

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """A whole cluster on this host, started as a user starts it, for end-to-end tests and benches.
 
 Owns the lifetime of one ``mooncake up`` and the common HTTP calls to it. It knows roles only by the names and

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Options and plugins of the whole suite: which skips are accepted, and that random examples stay the same.
 
 Tests with random examples draw the same ones in every run, so that a failure is caused by a change. New

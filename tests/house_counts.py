@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Counts facts about the package: modules, lines, names, circles, and words that STYLE.md rules out.
 
 ``python -m tests.house_counts`` prints them with every finding; ``tests/test_language.py`` asserts them.

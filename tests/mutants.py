@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """``scripts/mutants``: clauses that have a reason, each taken away in a copy of the tree; a test must fail.
 
 Owns the runner; the list is ``tests/mutants.toml``. A mutant has the file to change, the exact text that must

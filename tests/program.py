@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Our processes, started as a user starts them, for tests that need a few and no whole cluster."""
 
 from __future__ import annotations

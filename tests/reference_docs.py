@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Generates the reference pages in docs/ from the code, so that they can't differ from it.
 
 ``scripts/docs`` writes them, ``tests/test_docs.py`` compares them. Nothing is started: commands and settings

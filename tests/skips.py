@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Which tests may be skipped, for which reason; a run that is strict fails when any other test is skipped.
 
 A skip is easily overlooked: a server that could not be installed, or a package that is missing, leaves a

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Keeps the documentation true: generated pages, links, and what pages name.
 
 A page may name a file, a setting, a metric, a command, an endpoint, a log event or a function only if it

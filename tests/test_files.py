@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Behaviour of the operating system's files only; the rest is in ``contract/test_files.py``."""
 
 from __future__ import annotations

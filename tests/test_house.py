@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Draws the map of the house and holds the code to it.
 
 Floors, cores and the glossary are facts about the whole tree, so no single module can keep them;

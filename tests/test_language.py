@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Keeps the language of the house: names stand once, modules are nouns, and prose is plain technical English.
 
 Right after the modules were moved there were 454 of them, with 5 class names that stood twice, 206 docstrings

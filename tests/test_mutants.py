@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The list of mutants is complete, and the runner counts no mutant as killed that was never made."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """What stands around the package: its version, the tools' versions, hooks and the workflow of CI."""
 
 from __future__ import annotations
@@ -56,3 +57,21 @@ def test_hooks_call_scripts_of_this_repository() -> None:
     for hook in repositories[0]["hooks"]:
         script = ROOT / hook["entry"].split()[0]
         assert hook["language"] == "system" and os.access(script, os.X_OK), hook["id"]
+
+
+def test_every_source_names_its_licence() -> None:
+    """As the REUSE specification has it, so that a file that is copied elsewhere still says what it is."""
+    folders = ("mooncake", "tests", "bench", "examples", "native", "scripts", ".ci")
+    files = [path for folder in folders for path in (ROOT / folder).rglob("*") if path.is_file()]
+    sources = [
+        path
+        for path in files
+        if path.suffix in {".py", ".pyi", ".cpp", ".h"} or path.parent.name == "scripts"
+    ]
+    assert len(sources) > 900
+    bare = [
+        str(path.relative_to(ROOT))
+        for path in sources
+        if path.stat().st_size and "SPDX-License-Identifier: Apache-2.0" not in path.read_text()[:200]
+    ]
+    assert not bare

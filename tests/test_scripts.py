@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The scripts of CI and of the night: every part runs, the worst decides, the end says what was tested."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """A strict run fails for a skip that is not on the list, with xdist and without; other runs list it."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """A real vLLM server, and the store process beside it, for tests of the connectors and benches.
 
 Owns the life of the processes: the server is started as vLLM's users start it, in a session of its own, so

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Waits for conditions that nothing announces, by polling: in a coroutine and in a thread."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The command ``mooncake``: the entry point of every role, of a cluster on one host, and of a chat with it.
 
 This module only words failures: a broken world (bad settings, a taken port, a missing model) is one line on

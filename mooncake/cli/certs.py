@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """``mooncake certs``: create the credentials of a cluster: an authority and its certificates, or cluster
 keys.
 

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """``mooncake chat``: a terminal chat with any server of the OpenAI API.
 
 Knows HTTP and the terminal only, nothing of the cluster behind the URL. Standard library and rich, so that it

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The commands, with the module of each one's settings and entry point.
 
 A package is imported only when its command runs: ``mooncake --help`` must not wait for torch.

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The command ``daemon``: a whole store in one process, with the existing package's HTTP interface."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """``mooncake explain ID``: the routing of a request and its reasons, as tables.
 
 Knows the gateway's HTTP answer and the terminal, nothing of the cluster. Standard library and rich, so that

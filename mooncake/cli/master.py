@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The command ``master``: the store's master, with the existing package's HTTP interface."""
 
 from __future__ import annotations

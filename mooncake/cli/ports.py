@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Ports for a cluster on one host: whether a given one is free, and which others are."""
 
 from __future__ import annotations

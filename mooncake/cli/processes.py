@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Runs the roles of a one-host cluster as processes: the shell of ``supervisor.Supervisor``.
 
 Every role is a child in a process group of its own, so that Ctrl-C in the terminal reaches the supervisor

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Derives a subcommand from a settings class and an entry point.
 
 There is no second list of options: flags, their help and their errors come from the fields of the settings

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The display of a running cluster: a live table in a terminal, plain lines anywhere else.
 
 Reads the supervisor, decides nothing. ``write_status`` is the same for programs: a JSON file that is replaced

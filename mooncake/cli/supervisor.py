@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Decides which role of a one-host cluster starts, restarts and stops, and when.
 
 A role starts once everything it comes ``after`` has been ready; one that dies is restarted after a delay that

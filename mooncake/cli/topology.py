@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Which network card is near which memory, as a table or (for programs) as JSON.
 
 ``transfer_engine_topology_dump`` is the older name, with the flags that programs pass to it.

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """``mooncake up``: a whole cluster on one host.
 
 This module defines the roles: their flags, their ports, their order of starting; it is the only place that

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The existing package's ``MooncakeConfig``: the flat JSON file named in ``MOONCAKE_CONFIG_PATH``.
 
 Holds the arguments of ``MooncakeDistributedStore.setup``. Programs read its fields and call its helpers by

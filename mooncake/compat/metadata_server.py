@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The existing package's ``mooncake.http_metadata_server``: the HTTP metadata service in a thread.
 
 ``mooncake_http_metadata_server --port 8080 --host 0.0.0.0`` runs it as a program. Unlike the existing one it

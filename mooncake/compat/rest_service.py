@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The existing package's ``mooncake.mooncake_store_service``: a store client behind a small REST API.
 
 ``mc_store_rest_server``, or ``python -m mooncake.mooncake_store_service``: values are put as text and read as

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Accuracy of the predictions and admission results of this process's conductors, for the metrics page.
 
 A core only counts and knows no registry; this module exports the counts. A process normally runs one

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """A gateway's side of the conductor: the interface that every conductor has, and the client of a remote one.
 
 While the conductor is unreachable a client uses its known instances in turn, because waiting would only delay

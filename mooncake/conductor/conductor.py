@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The conductor: requests and facts about instances in, placements with their reasons out.
 
 It composes the index, the load accounts and the policies, and owns what joins them: which request is placed

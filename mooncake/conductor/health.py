@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The health of a serving instance, as far as the conductor can know it.
 
 It owns the health of an instance and refuses to know prompts, load, policies and the network: probe results

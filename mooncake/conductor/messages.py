@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The messages of the conductor: the events and effects of its core, and its RPC messages.
 
 Owns the data types only. They are msgspec structs because most of them also travel by RPC between a gateway

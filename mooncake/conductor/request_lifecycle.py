@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """What the conductor remembers of a request beside its placement: its admission, and the reasons of the
 choice.
 

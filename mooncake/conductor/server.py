@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The conductor's shell: the core on a driver, with its probes, event subscriptions and wire.
 
 ``ConductorService`` runs the core in this process, ``ConductorServer`` serves it to others by RPC; their side

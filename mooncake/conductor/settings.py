@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The settings of the conductor: how instances are chosen and watched."""
 
 from __future__ import annotations

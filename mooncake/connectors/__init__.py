@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The layer between an engine's KV memory and the store, for our engine and for others.
 
 ``kv_link`` has the contract (what any engine may expect of a KV cache outside its process), ``memory`` says

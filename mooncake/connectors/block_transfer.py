@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """An engine's two sides at the store: the scheduler's, which finds blocks, and a rank's, which moves them.
 
 An engine has one scheduler and one process per rank, and each rank has its part of every block: some of

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Calls to the store for an engine whose own threads, or whose own loop, wait for the result.
 
 Owns the result of a call that fails, which is the same as from an empty store; and that it is returned

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """An operation's claim on an engine's memory: the one definition of when that memory is free again.
 
 An engine provides memory for one operation (a load, a save, a push from another engine) and reuses it when

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The digest of all bytes of a file, computed once per host.
 
 A model is read once by each host that has it, and again when a file was changed or replaced: the digest is

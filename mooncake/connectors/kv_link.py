@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The contract between the engine and a KV cache outside its process.
 
 It owns interfaces only; ``store_link.py`` implements them over the store, tests over a

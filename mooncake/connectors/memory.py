@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The blocks of an engine in memory that transfer can move: their addresses, and when they may be used.
 
 An engine's KV cache is layers; a block has the same number of slabs in each, all of one length::

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Pages of a cache that an engine keeps in host memory: found, loaded and saved by name while it waits.
 
 Some engines (SGLang's HiCache, LMCache) have a cache of their own in host memory, name its pages

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Handing KV blocks from the engine that computed a prompt straight into the memory of the one that decodes.
 
 Both ends of a small protocol. The decoding end (``Receiver``) has allocated blocks for a request that has a

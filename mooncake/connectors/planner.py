@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Which blocks an engine's ranks load and save in a step, and which may not be overwritten meanwhile.
 
 A core: its inputs are the events of the engine's requests, its outputs what the ranks should move.

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """A thread with an event loop for engines in whose own threads we can't await, and a store client on it.
 
 Owns that thread's event loop, the transfer engine and the connection to the store. ``PoolSettings`` has the

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Saves each layer's keys and values to the store while the next layer computes, and loads them likewise.
 
 This is the ``KvLink`` of any engine that has a store: our own worker's, and that of others behind their

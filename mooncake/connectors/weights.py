@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The identity of a model's weights: a digest of its folder.
 
 All bytes of all weights count, and with them the files that change what is computed: configurations,

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Files that must survive a crash: a directory, and files in it that are appended to, truncated or replaced.
 
 Written data survives the end of the process. It survives a loss of power once the file was synced; a created,

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Records in an append-only file: their framing with lengths and checksums, the file's header, and damage.
 
 A process killed in the middle of a write, and a loss of power, leave a *torn tail*: a record that reaches or

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """A directory that one process owns: its lock, and files that are replaced atomically.
 
 It is refused unless it belongs to this user and no other may write to it (``mooncake/files``). Errors of

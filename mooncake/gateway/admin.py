@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The admin API: instances are added and removed at run time; health, state and metrics are shown.
 
 Owns the admin calls. Clients without the key change nothing and learn little: that the gateway is alive and

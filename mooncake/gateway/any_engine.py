@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The OpenAI endpoints in front of engines that are not our workers.
 
 Owns the conversion of an HTTP request to a ``ProxiedRequest`` and back. It reads only the fields of the body

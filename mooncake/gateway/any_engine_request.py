@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """One request proxied to engines that are not our workers, with its body nearly unchanged.
 
 Owns the order of the calls to the chosen engines (``handoff.py`` makes their bodies), and retries elsewhere

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The gateway process and its OpenAI endpoints.
 
 Owns the endpoints, and the metrics and messages of their failures. A request goes to our workers

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Facts about the engines behind the gateway, which are queried once.
 
 Owns which models they serve, whether they are our workers, and where their connectors listen. A fact that an

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The gateway's clients: the key, tenant and quotas of each.
 
 Owns the file of keys, which may hold only a key's SHA-256, and the quotas: answers in progress, requests and

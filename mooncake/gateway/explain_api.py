@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """``GET /v1/requests/{id}/explain``: why a request was served as it was, for its client.
 
 Owns the authorization. An explanation reveals what was cached and how busy workers were, so it is for the

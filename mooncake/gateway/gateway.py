@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The parts of a gateway and its settings, as one object that endpoints and admin calls share.
 
 Owns the order of starting and stopping and the one fact learned from workers, the model's context length.

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Handoff of a prompt's KV from the engine that computes it to the one that decodes: both request bodies.
 
 Owns the bodies of both requests, for each protocol by which connectors of engines transfer KV:

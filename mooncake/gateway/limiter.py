@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The limit on concurrent answers, and the time to retry when it is reached.
 
 Owns the count and the pause, which follows from the duration of answers. It is apart from the conductor's

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Metrics and log entries of completed answers, from our workers and other engines."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The OpenAI endpoints in front of our workers.
 
 Owns the conversion of an HTTP request to an ``OwnWorkersAnswer`` and back: the prompts' tokens, their

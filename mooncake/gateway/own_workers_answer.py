@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """One HTTP answer: every prompt of a request with all its choices, whole or as a stream.
 
 Owns the fan-out (an ``OwnWorkersRequest`` per prompt, a decode per choice), the deadline, the counts of

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """One prompt on our workers: placement, prefill, decode, and retries where one of them fails.
 
 It hides from clients which workers there are and that they fail. The prompt travels as token ids. An answer

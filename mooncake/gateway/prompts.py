@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Block hashes of a prompt that another engine will tokenize, so that its cached prefix can be found.
 
 Owns the choice of the source of tokens. First the model's tokenizer, when the gateway has it: it is fast, but

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The ids of each request: its client's, its answer's, and those at the conductor.
 
 Owns a bounded memory of these ids and nothing of the requests themselves.

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Parsing of requests: body, token ids, and the headers that the gateway uses.
 
 Owns the checks that need no worker; a request that fails them never reaches one.

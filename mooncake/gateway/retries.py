@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Placement of a request, and its retries on other instances.
 
 Owns the exchange with the conductor about one request: the end of every placement and every failed instance

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Calls to workers: prefill a prompt, follow an answer, list models.
 
 Owns the distinction that every retry rests on: a worker that *failed* (lost, silent, broken) must not get

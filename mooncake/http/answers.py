@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Writers of OpenAI API response bodies from the pieces of an answer: whole or streamed, text or chat.
 
 A *piece* is the increment of one choice since the last piece. The worker makes pieces from its

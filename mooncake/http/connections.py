@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The connections of an HTTP server: deadlines of each phase, and which one to close when there are too many.
 
 A connection waits for a request's header, for its body, for the end of the answer, or idles between two

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Decoder of a large JSON object that does not block the other threads of the process for long.
 
 A decoder in C does not release the interpreter lock while it runs: a body of 8 MiB with a million token ids

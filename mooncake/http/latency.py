@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Latency metrics of answers, under the names that dashboards read from vLLM.
 
 A worker and a gateway both measure them, each at its own API, and both may run in one process (in a

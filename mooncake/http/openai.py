@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The shapes of the OpenAI HTTP API: requests, answers, errors.
 
 The worker and the gateway share these shapes, so that a client sees no difference between them,

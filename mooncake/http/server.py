@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Serves an ASGI application on the loop that is already running, to untrusted peers.
 
 Owns the socket and the edge that all HTTP servers here share: the limit of connections (below the

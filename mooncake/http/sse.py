@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Server-sent events: read from a worker, written to a client.
 
 Owns the bytes between ``data:`` and the blank line, and the handling of either side's disconnect. It does

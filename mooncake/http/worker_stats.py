@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """A worker's reports of its own work: timings of a prompt, and the engine's latest steps.
 
 It owns the shapes only, for both ends: a worker sends ``PromptStats`` with its answer to prefill and

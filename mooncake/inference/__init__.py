@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The package where tokens are computed: a small continuous-batching engine over a paged KV cache.
 
 Read it in this order: ``request`` (prompt, parameters, progress), ``blocks`` (where its KV lies),

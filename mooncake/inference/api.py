@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """A worker's HTTP API: the OpenAI API with ``kv_transfer_params``, health, metrics, event sources.
 
 Owns what a request means for the engine (prompt to token ids, parameters, the hand-over between

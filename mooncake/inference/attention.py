@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Paged attention in plain torch: the pool, and reading and writing it for one step.
 
 A step's rows are one flat column; each request owns a slice of it and a list of blocks. Blocks with

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The paged block pool: which blocks are in use, which are shared, and which is reused next.
 
 It owns block ids, reference counts and the prefix index; it does not know requests, tensors and

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The step loop: take new requests, schedule, run, apply, return outputs.
 
 It owns the engine's one thread and the isolation of requests from each other's failures: a load that

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The process around an engine: its link to the store, its thread, its KV events, its HTTP server.
 
 Owns the order in which these start and stop, the same for a worker and for an engine without a model; both

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """From a request to the pieces of its answer, on asyncio.
 
 Owns the boundary between the engine's thread, which makes tokens, and the loop, on which each

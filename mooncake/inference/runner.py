@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """A step becomes tensors, tensors become tokens.
 
 It owns the translation of chunks into rows, slots and spans, and the order of operations inside a

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Logits to tokens.
 
 It owns every rule about choosing a token; it does not know how logits are computed. Randomness is

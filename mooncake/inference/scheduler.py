@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Chooses the tokens of each step, and the request that is preempted when blocks run out.
 
 It owns the queues and every request's state; it does not know tensors, clocks, and how an

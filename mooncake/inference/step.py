@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """One step of the engine, as the scheduler decided it: what to compute, to save and to look up.
 
 It owns these types and the result type of a runner, so that runners and the transfers from and to the

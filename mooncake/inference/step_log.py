@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Measured durations: of each request's prompt, and of the engine's latest steps.
 
 It owns the list of the latest steps, for a conductor that predicts from measurements; it evaluates nothing.

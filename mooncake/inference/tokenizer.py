@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Text to token ids and back, one token at a time.
 
 It owns the chat template, the incremental detokenizer and the search for stop strings. It does not

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """A Hugging Face folder on disk becomes a ``Decoder``, or a ``ModelError`` that names the fault.
 
 It owns the names and shapes of checkpoints, and the digests that name their contents. Tensors are

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The worker process: a model in an engine, behind HTTP.
 
 Owns the settings and the loading of the model. ``engine_process.py`` runs it as a process, ``api.py`` has

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The three KV events, and the dialects in which engines and stores send them.
 
 It owns types and dialects and does not interpret block hashes. There are four: vLLM's batches are arrays

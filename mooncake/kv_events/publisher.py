@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The sockets of a publisher of KV events, as vLLM's has them, over ZeroMQ.
 
 It owns frames and the replay service. Sequence numbers, payloads and the batches that are kept for a replay

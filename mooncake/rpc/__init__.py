@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Small typed messages between processes: one request, one reply, a deadline on every call.
 
 Message structs belong to the packages that exchange them (the store's are in ``store/messages.py``);

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Adaptive spinning: whether to poll for the next message for a moment instead of sleeping at once.
 
 Waking an idle core of a virtual machine takes about 25 us on each side, and a small request is answered in

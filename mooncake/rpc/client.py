@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The two clients: ``AsyncClient`` for event loops, ``BlockingClient`` for threads.
 
 Both connect on first use, again after a loss (with back-off: connecting is always safe to repeat),

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Limits of a server in connections, bytes and seconds, and the log of its refusals.
 
 A server's connections are bounded by the files that its process may open, because a process without free

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The asyncio server: connections, dispatch by message type, backpressure.
 
 One ``asyncio.Protocol`` per connection rather than streams: a request that a plain function can

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Forwards a connection that uses another protocol to the server of that protocol, byte for byte.
 
 So one port can serve clients of this package and those of gRPC: HTTP/2 opens with other bytes. The forwarder

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """TLS for both kinds of clients and for the server, as sessions that work on memory.
 
 ``TlsSocket`` is a blocking socket that one thread may read while another writes. Python's own ``SSLSocket``

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Framing: bytes in, frames out; and the one message that every peer knows, ``Failure``.
 
 A client opens with ``PREFACE``, which distinguishes a port scanner or an HTTP client from a peer

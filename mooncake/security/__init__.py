@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Authentication between the processes of a cluster: the table ``[security]`` of every role.
 
 There are two ways, alone or together: TLS with certificates of the cluster's authority, or a cluster key that

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The key for operators' calls over HTTP: one check, shared by all servers.
 
 Without a key set such calls are refused, not allowed: an unconfigured server changes nothing for

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Role and tenant in a certificate, as the name ``mooncake://<role>/<tenant>``.
 
 It is one of the certificate's subject alternative names (a URI), which any authority can write. A

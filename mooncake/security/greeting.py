@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The greeting of a connection: challenge and response in both directions, as a core without I/O.
 
 The client sends the id of its key and a fresh random number; the server answers with

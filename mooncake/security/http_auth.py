@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Authentication of HTTP requests, by certificate and by signature: ASGI middleware, and the client's side.
 
 The middleware reads nothing of a request's body until the header has authenticated the sender,

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The settings ``[security]``, and the identity that a process has from them.
 
 A command installs the identity that its flags, environment and file name. In a process of another

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The cluster key: secrets, the keys derived from them, and the file that holds them.
 
 A holder of a secret of the cluster can derive the key of every role and tenant; a holder of only a

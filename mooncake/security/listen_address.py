@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Check of listen addresses: a server without a credential listens on loopback only, unless overridden.
 
 Roles of ``mooncake`` refuse; programs with the names of the existing package keep its defaults and warn.

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Authenticated principals and their access: roles, tenants, and the access table of a server.
 
 The table maps the type of a message to the levels that may send it. Types not in the table are refused.

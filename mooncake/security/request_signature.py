@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Signing and verification of HTTP requests with the cluster's key; a core without I/O.
 
 One header has the signer, the time, a random number, the digest of the body, and the HMAC over all of that

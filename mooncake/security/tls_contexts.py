@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """TLS contexts of Python's ``ssl``, from the files that settings name.
 
 They use TLS 1.3 only and are mutual: a peer without a certificate of the authority is refused.

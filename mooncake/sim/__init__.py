@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The cluster on virtual time: the real cores, a simulated network, and faults drawn from a seed.
 
 No shell is imported here. What a socket, a transfer or a clock would do, ``kernel.py``, ``network.py``

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """``python -m mooncake.sim --seeds 100``: many runs, each under faults of its own seed.
 
 Five worlds: the store's cluster (``store``), the same with several replicas of each object (``replicas``),

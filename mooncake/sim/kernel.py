@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Virtual time: an event heap, a clock that jumps, one source of randomness, processes that die.
 
 Two events of the same instant happen in the order in which they were planned (a counter in the heap's key),

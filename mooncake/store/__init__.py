@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The store: immutable objects in the memory of all nodes, and a master that knows where each object lies.
 
 Names load on first use, because a process that only needs a core (the simulator) or a message (a dashboard)

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Allocator of offsets within one segment: allocate, free, coalesce. Knows sizes, not objects.
 
 A two-level segregated fit (after Masmano et al., "TLSF: a new dynamic memory allocator for

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """``mooncaked``: a whole store in one process, or this host's part of one.
 
 A master (unless ``--master`` names another), a node with its pools, and the status service for gRPC, all on

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Status of the store over gRPC: ``MooncakeStoreService.GetPoolStatus``, with server reflection.
 
 The messages are described here and built at run time, so that there is no generated code to keep in sync.

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Messages between clients, nodes and the master. Only their structure; other modules decide their content.
 
 Every request takes many keys and its reply answers them in the same order. A miss is None, a

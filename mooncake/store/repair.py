@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Repair of a damaged oplog or SSD index: a plan that says what would be done, and the repair itself.
 
 Starting a master with ``--oplog-repair``, or a node with ``--ssd-repair``, repairs without a plan.

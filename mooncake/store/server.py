@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The master's process: connections, the core's driver, the operation log, leadership. Decides nothing.
 
 All requests are handled on one loop, in the order in which they arrive, by plain function calls;

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Settings of a master: what an operator may choose, and what follows from it."""
 
 from __future__ import annotations

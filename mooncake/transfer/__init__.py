@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Moves batches of byte ranges between registered memory of any two processes over the best path.
 
 One side registers memory and describes itself; the other opens the description and reads or writes

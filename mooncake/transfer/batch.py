@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """One batch's state machine: slices are assigned to paths, a failed path is replaced by the next.
 
 The batch knows only names of paths and which slices each can carry; the slices themselves are the rows of

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Queues of submitted batches: completions of parts go in, completions of batches come out.
 
 Most batches are one part on one path and pass straight through. When a path fails, the retry is made

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Segment descriptors: the registered memory that a process offers its peers, and how to reach it.
 
 A descriptor travels through a metadata service, the store's master or any message. Its holder

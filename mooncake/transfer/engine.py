@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The transfer engine: registers memory, opens segments of peers, moves batches of slices.
 
 It owns the transports of one process, its registered memory and its table of peers; moving bytes is in

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Handshakes between engines: descriptor, probe, notification, connection set-up.
 
 This module has the messages and the client; ``listener.py`` is the server. They are small messages over

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Host and addresses of this process, as its peers see them."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The thread in which an engine answers handshakes, and its inbox of notifications.
 
 Programs with and without an event loop use engines, and an engine must answer while its program

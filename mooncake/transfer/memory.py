@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Address ranges of Python buffers, and the memory that is available.
 
 Recognises numpy, torch and the buffer protocol by their behaviour only; imports no heavy library.

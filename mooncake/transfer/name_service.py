@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Names of segments: publishes this process's descriptor in a metadata service and looks up others.
 
 Entries in a metadata service are soft state: a thread of this module puts this process's again until

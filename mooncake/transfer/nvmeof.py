@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """NVMe over Fabrics: another host's namespace as a block device of this one, to be opened as a file segment.
 
 Uses only the kernel (``/dev/nvme-fabrics`` and sysfs), so no tool must be installed; root and the

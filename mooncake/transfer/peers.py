@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Table of the segments that this process opened, by descriptor and by name, with their current state.
 
 A segment belongs to one process and never passes to another. So after a failure the question is not

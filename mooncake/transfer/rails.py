@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """State of the paths to one peer: measured speed, queued bytes, and which are masked after failures.
 
 A rail that failed is masked for a time that doubles with each failure; after that, one part at a time

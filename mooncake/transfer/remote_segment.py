@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """A peer's segment, as seen from this process: its descriptor and the connections to it.
 
 Connects when a path is first used and remembers which paths are lost; which path to use, and what

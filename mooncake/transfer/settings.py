@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Settings of a transfer engine."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """How the engine moves batches: four ways, one meaning.
 
 ``run`` blocks the caller and is fastest, ``submit`` reports through a queue, ``transfer`` is for coroutines,

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Discovery of this host's devices in sysfs. Knows file paths only; ``topology.py`` decides."""
 
 from __future__ import annotations

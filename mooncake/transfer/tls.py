@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """TLS of a transfer engine: which files it uses, and the native context for its tcp data.
 
 Everything else about certificates is in ``mooncake.security``. An engine uses the files of its own settings

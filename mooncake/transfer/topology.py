@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Topology of a host: which network cards are near which memory, by NUMA node and GPU.
 
 A buffer's *location* is ``cpu:<numa node>``, ``cuda:<gpu>`` or ``*`` (anywhere). For each location the

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Results as JSON and as text, and that every bench can be run."""
 
 from __future__ import annotations

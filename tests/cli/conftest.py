@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Commands run in this process: starting one takes ten times as long as what it does."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The transfer bench: its report from given rows, and one small run with two real processes."""
 
 from __future__ import annotations

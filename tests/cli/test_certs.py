@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The authority is created once, it signs the certificates, and nothing is overwritten."""
 
 from __future__ import annotations

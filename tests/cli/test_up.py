@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The roles of a cluster on one host, and what ``mooncake up`` refuses before it starts anything."""
 
 from __future__ import annotations

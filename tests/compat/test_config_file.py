@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """``MooncakeConfig`` from files and the environment, and the errors of invalid ones."""
 
 from __future__ import annotations

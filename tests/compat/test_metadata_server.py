@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The metadata service under the existing package's names."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The REST service: its responses with a fake store, and once with a real one."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Small clusters for tests of policies: a thousand tokens take a second to compute, a tenth of it to load."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Placement, failure and membership, as events and their effects."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """An instance's health moves only on evidence, and its accounts add up."""
 
 from __future__ import annotations

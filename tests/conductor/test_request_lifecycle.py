@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """What is remembered of a request: its admission, and the reasons of its placement."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Scenarios of the conductor as text: events, then its decisions. For operators as much as for tests.
 
 ``tests/scenarios/conductor_*.txt`` hold blocks like ::

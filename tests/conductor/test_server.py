@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The conductor with real sockets: probes, events, and a client that outlives it."""
 
 from __future__ import annotations

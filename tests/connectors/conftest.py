@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """A store in a process of its own, for tests of engines that load from it."""
 
 from __future__ import annotations

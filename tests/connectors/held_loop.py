@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """A blocked event loop: one blocking call in it, until the test releases it."""
 
 from __future__ import annotations

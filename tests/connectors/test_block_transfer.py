@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Both sides of an engine at a real store: blocks found, loaded, saved in shards, and lost."""
 
 from __future__ import annotations

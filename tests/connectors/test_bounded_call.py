@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The result of a call without an answer, and when the engine gets it."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Memory is free when nothing touches it, now and in the future."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """A digest is computed once per host, trusted only where this user wrote it, and never after a change."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Addresses of slabs, in their order in an object, and slabs that cover exactly a block of any tensor."""
 
 from __future__ import annotations

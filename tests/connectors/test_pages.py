@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Pages of any number of pieces, in one object each."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The two ends of a push: in either order, with blocks of another kind, and with the other end missing."""
 
 from __future__ import annotations

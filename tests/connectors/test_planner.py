@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Which blocks are loaded and saved, and what is held meanwhile."""
 
 from __future__ import annotations

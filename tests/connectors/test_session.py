@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """How a connector finds the store, and what its thread leaves behind when it is closed."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The link between an engine's memory and a real store (master and node in this process).
 
 Over our own worker's pool, in place and staged, and over memory laid out as other engines lay it out.

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The connectors that ``test_connectors.py`` holds to their contract: yours is one more class and line.
 
 A connector brings the blocks of an engine to a cache outside its process and back. The suite starts the

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The test double of the CUDA driver, compiled when a test first needs it (``native/test_cuda_driver.cpp``).
 
 It shows that our side of device memory is right: plans, waits, ranges, lifetimes, processes. It is no

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Real metadata services for tests: started on a free port, killed, started again with nothing in them."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """A process that serves memory: prints its descriptor, then obeys one-letter lines until stdin ends.
 
 ``c`` closes the engine, ``u`` unregisters the region; each is answered with a line.

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """What every connector owes an engine, seen by an engine whose answer depends on every byte it is brought.
 
 The truth is always the same: the answer of an engine that computes everything itself. An engine's seed

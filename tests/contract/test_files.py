@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The contract of ``mooncake/files/__init__.py``, for the operating system's files and the simulated ones."""
 
 from __future__ import annotations

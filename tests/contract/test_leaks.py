@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Peers come and go a thousand times: descriptors, threads and memory of both sides do not grow."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The contract of all ways to find peers: with real services, and without any (``P2PHANDSHAKE``)."""
 
 from __future__ import annotations

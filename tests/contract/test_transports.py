@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The contract of all transports. ``transports/local.py`` is its definition."""
 
 from __future__ import annotations

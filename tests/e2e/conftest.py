@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """End-to-end tests share one cluster, started as a user starts it; tests that kill processes restore it."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Prompts of natural text for end-to-end tests, cut from the licence in the repository."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Answers of a whole cluster, and the cache that survives when every worker is killed."""
 
 from __future__ import annotations

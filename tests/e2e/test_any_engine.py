@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Our workers behind the gateway as if they were third-party engines, used by their OpenAI API alone."""
 
 from __future__ import annotations

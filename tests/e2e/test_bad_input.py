@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Bad input on every interface: the error names what is wrong, and nothing else is affected."""
 
 from __future__ import annotations

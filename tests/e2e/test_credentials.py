@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """A cluster with credentials everywhere answers as one without, and refuses unauthenticated clients."""
 
 from __future__ import annotations

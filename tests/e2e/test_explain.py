@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Each cause of a miss is produced on a live cluster and named by ``explain``; so is every rejection.
 
 One cluster with two small prefill caches and a small pool serves all tests of this module; each uses prompts

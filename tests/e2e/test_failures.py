@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Every process is killed once, under load: answers stay right, nothing hangs, no cleanup is needed."""
 
 from __future__ import annotations

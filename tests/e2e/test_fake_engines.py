@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Fake engines, 2P+2D, behind a gateway process: with each of their protocols, and while they are killed.
 
 An engine without store and gateway gives the reference answers. One of each side is slow, so that there is

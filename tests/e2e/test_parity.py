@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Greedy float32 output equals ``transformers``' token by token, however it was computed."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """A pool with hardly any room: puts are refused, blocks are evicted, and every answer is right."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """``scripts/faults``: real processes under seeded faults. Exit status 1: a guarantee was violated."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """A process that serves memory and publishes itself behind a proxy, configured by its argument (JSON).
 
 Answers lines on its standard input: ``[[offset, length], ...]`` with the CRC-32 (of zlib, not ours) of each

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Plan of a seed: its processes, the batches that they move, and the times of its faults.
 
 All of it is drawn before the start, so a seed determines the plan; only the interleaving of threads and

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The other processes of a fault run: peers and a metadata service, killed, stopped and started again."""
 
 from __future__ import annotations

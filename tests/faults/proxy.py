@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """A TCP proxy in a thread that can reset connections, truncate frames, flip bits and stop forwarding."""
 
 from __future__ import annotations

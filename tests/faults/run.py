@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """One seed with real processes: workers move batches while faults occur; every batch is verified.
 
 A batch must end done-and-right or failed-with-a-reason before its deadline, plus the time that a busy machine

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """A short slice of ``scripts/faults``: a few seeds that between them have every kind of fault."""
 
 from __future__ import annotations

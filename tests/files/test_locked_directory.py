@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The directory of an SSD: its required owner and mode, and the files in it that are not opened."""
 
 from __future__ import annotations

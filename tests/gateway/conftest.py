@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """A gateway with worker doubles; tests use it over HTTP."""
 
 from __future__ import annotations

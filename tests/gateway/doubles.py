@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """A worker that keeps the HTTP contract and computes nothing: the next token is a function of all before it.
 
 It is a real HTTP server, so that faults that a test injects (kill, stall, refuse) look like those of a

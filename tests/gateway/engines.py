@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """A third-party engine as a gateway sees it: the OpenAI API with ``kv_transfer_params``, and no model.
 
 The next token is a function of all before it. Its KV is the prompt's tokens, and a decode skips computing

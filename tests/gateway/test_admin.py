@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Instances are added and removed with the right key, and nothing changes without it."""
 
 from __future__ import annotations

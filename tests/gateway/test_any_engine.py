@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """From HTTP to other engines: clients' transfer fields, and requests that are refused late."""
 
 from __future__ import annotations

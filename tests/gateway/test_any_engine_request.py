@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Third-party engines: each protocol transfers KV, answers are as of one engine, failures are retried."""
 
 from __future__ import annotations

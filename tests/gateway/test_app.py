@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The OpenAI API as clients use it: the official client, every kind of bad request, headers, limits."""
 
 from __future__ import annotations

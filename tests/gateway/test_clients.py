@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Clients by their keys: tenants, quotas, and the protection of the file of keys."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Explanations of requests by the gateway, and the errors of rejected ones."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Only the gateway sets engines' transfer parameters, whatever a client sends."""
 
 from __future__ import annotations

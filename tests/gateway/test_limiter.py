@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The limiter counts, refuses and computes the time to retry."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Metrics of a completed answer: its tokens, its times, whether its SLOs were met."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Workers crash, stall, refuse and restart; the client sees one right answer or one clear error."""
 
 from __future__ import annotations

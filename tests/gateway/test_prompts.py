@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """A prompt that an engine has seen goes there again, with each source of its tokens."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """A request is found by either of its ids, and the memory of ids is bounded."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Requests that are refused before work is done on them, and clients that don't read their answers."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Each kind of a worker's answer, as one of three outcomes."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The time limits of a connection, and the order in which connections are dropped when there are too many."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """However a large object is cut, the result is that of one call."""
 
 from __future__ import annotations

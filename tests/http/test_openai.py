@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Requests are parsed as by the public API, and the error of an invalid one names the field."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """However the bytes are cut, the events are the same."""
 
 from __future__ import annotations

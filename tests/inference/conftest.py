@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Tiny random models of each family, made by transformers, and transformers' answers with them."""
 
 from __future__ import annotations

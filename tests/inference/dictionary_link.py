@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """A ``KvLink`` over a dictionary of bytes: the contract at its simplest, with faults on request.
 
 The dictionary is keyed by block hash alone, so a test shares one only between engines of one model.

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The worker's HTTP API over a real engine with a tiny random model, in this process."""
 
 from __future__ import annotations

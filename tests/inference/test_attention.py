@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Paged attention equals attention over one dense matrix for every order of the blocks in the pool."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """A block is in use, cached or blank, and never two of these, after any sequence of operations."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The engine's answers equal transformers' greedy answers, token by token, in every mode of computation."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The fake engine: its answer is a function of weights and prompt alone; its HTTP API."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Names become folders; the bundled model answers as it does in transformers."""
 
 from __future__ import annotations

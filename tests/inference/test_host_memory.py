@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Tests of the staging area of a device's pool."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """A worker's batches as another engine's subscriber receives them, and their replay."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Both forms of a weight give the same products: packed for the processor, and plain for other devices."""
 
 from __future__ import annotations

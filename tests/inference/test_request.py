@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The state of a request before it is computed."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Draws follow the requested distribution and depend on (seed, position) alone."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Every request ends with all its tokens, for all pool sizes, answers of the cache and aborts."""
 
 from __future__ import annotations

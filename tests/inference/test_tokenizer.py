@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The pieces of text join to the whole text, for every way of cutting the tokens."""
 
 from __future__ import annotations

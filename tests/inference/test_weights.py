@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """A damaged or unknown model folder fails at the start with an error that names the file and the remedy."""
 
 from __future__ import annotations

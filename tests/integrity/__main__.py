@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """``scripts/integrity``: bit flips in memory, on SSD, on the wire and in a master's log; and lost power.
 
 Exits 1 if a flipped bit was read as good, or an object is gone that was acknowledged as durable.

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Bit flips in memory, on SSD and on the wire, one at a time, and the result of reads after each.
 
 Allowed are the right bytes, a miss, and an error; never another value. A flip in a node's memory or file

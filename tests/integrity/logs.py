@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """A master's log that is damaged or truncated, and lost power: objects acknowledged as durable survive.
 
 In one process and on virtual time, so that thousands of restarts take minutes: the real master, membership,

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """A node that publishes the address of a proxy, its first argument, instead of its own.
 
 The other arguments are ``NodeSettings`` as JSON.

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Result of a run: the number of damages, the results of reads afterwards, and the violations."""
 
 from __future__ import annotations

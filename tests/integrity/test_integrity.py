@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """A tenth of ``scripts/integrity``."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """``scripts/kill``: SIGKILL under load, and a check of every acknowledged object. Exits 1 if one is lost."""
 
 from __future__ import annotations

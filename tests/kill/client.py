@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The journaling client: puts, gets and removes under load, and records requests and replies in order.
 
 A separate process, configured by its argument (JSON). Every intention is in the journal before the request

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """``scripts/kill-vllm``: real vLLM servers behind our gateway, killed at random while they answer.
 
 First a server without a connector answers every request; these are the undisturbed answers. Then clients

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Journal of a client's actions and replies, written line by line before its next action; and its evaluation.
 
 The journal is a file to which every line is one ``write``: data that the kernel has accepted survives the

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Mixed requests for any server of OpenAI's API, and the verdict on an answer that was disturbed.
 
 Greedy, so that whatever happens meanwhile there is one right answer. A disturbed answer must be that one, or

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The processes of a kill run: a master, nodes, a journaling client, each to be killed and started again."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Rounds of one scenario: load, SIGKILL, recovery, and a check of everything that was acknowledged.
 
 Lost is an acknowledged object that was promised (``journal.Book``) and is not found within ``RECOVERY_S`` of

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """``scripts/kill-requests``: mixed requests while workers are killed at random, and a check of every answer.
 
 A cluster of built-in workers (2 prefill, 2 decode) answers each request undisturbed, and then again, half of

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """A short slice of ``scripts/kill``, and tests that its book detects violations."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The check of disturbed answers detects violations, and the requests are mixed."""
 
 from __future__ import annotations

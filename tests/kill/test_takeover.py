@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Masters as real processes, elected through etcd, Redis or a file: killed, stopped and replaced under load.
 
 ``scripts/kill`` measures frequency and duration; here each event happens once. Acknowledged objects are

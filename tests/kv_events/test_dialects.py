@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Four dialects are read into the same events, and one is written."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The publisher's frames, byte by byte, and its replay service."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Builds the tests below Python without sanitizers and runs them; ``scripts/sanitize`` runs them with."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """``scripts/pauses``: engines paused during saves and loads. Exits 1 if memory was reused too early."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Engines that save and load through our connectors, each with the calls of the engine that it simulates.
 
 An engine has a few blocks of memory. ``save`` and ``load`` return when the connector has released them, and

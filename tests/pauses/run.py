@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Points at which an engine is paused, and a check of its memory and of what it left in the store.
 
 Three kinds of pause: the engine's process is stopped (``stop``), the loop of its connector is blocked while

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The process that is paused: an engine that saves and loads on command, and reuses its memory at once.
 
 It reads one command a line (JSON) and answers with one line. The point of its pause is a number of calls and

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Spinning is worthwhile while no other thread waits for the core."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The server and both clients over real sockets on loopback."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The limits of a server against unauthenticated and faulty clients, over real sockets."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """One port shared by two protocols."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Requests over TLS from many threads, and the reason that each side gets when the other has none."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Plays text scenarios of cores: a line is a command, the indented lines below it are what was decided.
 
 The rooms' tests bring the stage that understands their commands; how a scenario is read, compared and

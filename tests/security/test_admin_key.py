@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The operators' key has one meaning everywhere, set or not."""
 
 from __future__ import annotations

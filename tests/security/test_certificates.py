@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The principal that a certificate names."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The greeting: a key admits its principal, every other client is refused as unauthenticated."""
 
 from __future__ import annotations

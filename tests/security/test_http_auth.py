@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Authentication of HTTP requests by signature, certificate or administrator's key, and the client's side."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The settings [security], the key file, and the one identity of a process."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The cluster key: the keys derived from it, and the contents of its file."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Addresses on which a server without a credential may listen."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The messages that each principal may send."""
 
 from __future__ import annotations

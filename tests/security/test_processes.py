@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Processes with a cluster key in their environment, and an unauthenticated client at their ports."""
 
 from __future__ import annotations

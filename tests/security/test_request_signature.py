@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Signed HTTP requests: only those of the cluster, each once, and only for a while."""
 
 from __future__ import annotations

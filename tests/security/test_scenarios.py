@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """An unauthenticated client sends every message to every server.
 
 The messages are taken from the code: every handler of every RPC server. Each is refused as unauthenticated,

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Fixtures: a master whose invariants are checked after every test, and a ``Voice`` that sends it
 messages."""
 

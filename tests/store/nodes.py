@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Nodes that run the master's tasks, for tests of its cores. They move no bytes."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """A master that mounts every node and sends what the test orders: parks Polls, keeps reports."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """A whole store in one process: clients of the store and of gRPC on one port, old flags, invalid flags."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Durability in one process: master, node and SSD, with lost, damaged and full files."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Real processes on loopback: typical use, and behaviour when one is killed."""
 
 from __future__ import annotations

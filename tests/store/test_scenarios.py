@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Scenarios of the master as text: commands and its decisions. For operators as much as for tests.
 
 ``tests/scenarios/master_*.txt`` hold blocks like ::

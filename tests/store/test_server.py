@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The master's shell in this process: metrics, malformed requests, connections that are lost."""
 
 from __future__ import annotations

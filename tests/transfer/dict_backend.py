@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """A metadata backend in a dictionary, which counts its calls and fails on demand."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """A peer that accepts and never answers, like a process that is stopped while it is connected to."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """A sysfs tree built from a recording: ``path = text`` and ``path -> path``, one a line."""
 
 from __future__ import annotations

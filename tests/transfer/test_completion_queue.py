@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Retries while draining, with connections that fail on demand; waits for a completion on an event loop."""
 
 from __future__ import annotations

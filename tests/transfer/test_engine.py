@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Behaviour that the engine adds to its transports: choice of paths, retries, names, memory, coroutines."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Messages between engines: descriptors, probes, notifications, connection set-up; and how they end."""
 
 from __future__ import annotations

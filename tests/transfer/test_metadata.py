@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The metadata service and its client, over real sockets."""
 
 from __future__ import annotations

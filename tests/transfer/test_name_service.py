@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """When a descriptor is put, and how often; over a backend that counts and fails on demand."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The parts that need no kernel target; ``scripts/test-nvmeof`` runs the rest in a VM that has one."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Measurements of rails, and a peer whose rails come and go."""
 
 from __future__ import annotations

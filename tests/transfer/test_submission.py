@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """When a batch is planned; arguments, reports and errors of ``write`` and ``read``."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """TLS between two engines of this process: which pairs may connect, and the reasons that the others get."""
 
 from __future__ import annotations

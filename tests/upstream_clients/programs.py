@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Calls that programs of the ecosystem make to the store, in their order and with their own checks.
 
 Each function is one process: ``python programs.py NAME MASTER``. It prints what it found as JSON lines and

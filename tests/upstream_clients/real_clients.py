@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The connectors of real packages, as they are published, on our store: one function is one process.
 
 ``python real_clients.py NAME MASTER FOLDER``; FOLDER holds the packages without their dependencies. Modules

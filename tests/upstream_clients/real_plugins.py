@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Our plugins in the published engines that load them: one function is one process.
 
 ``python -m tests.upstream_clients.real_plugins NAME FOLDER``; FOLDER holds the packages without their

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Programs written for the existing package work unchanged, each in a process of its own."""
 
 from __future__ import annotations

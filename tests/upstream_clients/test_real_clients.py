@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The published connectors themselves, on our store.
 
 Their packages cannot be distributed with this one: ``scripts/test-clients`` fetches them, without their

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Our plugins, loaded by the published engines themselves; see ``test_real_clients.py`` for the folder."""
 
 from __future__ import annotations

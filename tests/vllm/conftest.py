@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Tests with the real vLLM run in the environment of ``scripts/test-vllm``; elsewhere they are skipped."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """One vLLM engine, in one process, on one core; and the process that runs it for a test.
 
 ``Engine`` is the test's side; run as a program, this file is the other side, which answers lines of JSON. An

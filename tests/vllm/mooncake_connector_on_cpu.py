@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """vLLM's own MooncakeConnector where there is no accelerator.
 
 Its worker reads the number of the current device and nothing else of it; a CPU has none. Loaded by

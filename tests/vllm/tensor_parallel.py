@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Engines of one rank and of three read each other's blocks, although their ranks hold different heads.
 
 Run by name only, as three ranks on two cores are slow: ``scripts/test-vllm tests/vllm/tensor_parallel.py``.

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Our MooncakeConnector in the real vLLM: prefill writes into decode's blocks, and what fails is computed."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """vLLM's own publisher of KV events, listening and connecting, is followed into the conductor's index."""
 
 from __future__ import annotations

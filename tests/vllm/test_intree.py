@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """vLLM's own Mooncake connectors, unmodified, on our ``mooncake.store`` and ``mooncake.engine``."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Two vLLM servers behind the gateway, each with both of our connectors: prefill and decode, and a pool.
 
 Prefill writes each prompt's KV into decode's blocks and saves it to the pool; what a server answers alone is

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Our ``MooncakeStoreConnector`` in the real vLLM: what is loaded is right, and what fails is computed.
 
 One engine at a time in this process (scheduler, rank and connector in it, float32), so that a test can

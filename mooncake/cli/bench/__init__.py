@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """``mooncake bench transfer``: how close every available path comes to the limits of this machine.
 
 Two processes on loopback. The machine's ceilings are measured first (``ceilings.py``), then every path beside

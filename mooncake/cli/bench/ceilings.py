@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The limits of the machine: plain copies, a C program's socket stream, fio on a file, a GPU driver.
 
 A ceiling moves the same amount in pieces of the same size as what is measured, so that the two can take

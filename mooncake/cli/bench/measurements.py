@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Rounds of measuring: ours and its ceiling take turns, so that only adjacent measurements are compared.
 
 On a shared machine, speed changes within seconds. A ratio is therefore the median of the ratios of single

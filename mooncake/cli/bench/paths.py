@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The transfer engine under measurement: every available path between this process and the target.
 
 A subject is a path with its options (``tcp+crc``: with checksums). Which are available is found by trying: a

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The report as a picture: bandwidth by size in both directions, and the time of one call.
 
 Needs matplotlib (the extra ``plot``), which is imported only here.

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The output of a bench: tables, one JSON object for programs, and which targets were met.
 
 Pure: rows come in, lines go out. The targets are those that the transfer engine was built to.

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The other process of a bench: registers memory for every path, fills it, and verifies its content.
 
 One line of JSON on its standard input defines what it offers (``{"window_bytes": ..., "engines": {name:

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """``mooncake calibrate``: a costs file for the simulator, measured on a live cluster."""
 
 from __future__ import annotations

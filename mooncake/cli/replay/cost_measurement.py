@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Measures the costs of a live cluster, through its public API.
 
 Prefill is separated from the rest by sending a fresh prompt alone and then several of its length at once: the

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """One OpenAI endpoint: what it serves, and one streamed completion with the instants of its tokens.
 
 It owns what "measured at the client" means: a request is sent when the call begins, its first token is there

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """A trace against a live endpoint: every request at its time, whether earlier ones have ended (open loop).
 
 Rows become prompts in which equal keys are equal tokens, so that a real cache hits where the trace does.

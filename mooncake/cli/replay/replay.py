@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """``mooncake replay``: a trace against a live endpoint, and the simulator's prediction beside it."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Runs as one HTML file with plots, which needs nothing but a browser.
 
 The plots are matplotlib's, drawn as SVG into the page. Lines of all runs share each plot, because the

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Options for requests, objectives and machines that commands share, and their interpretation."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """``mooncake plan``: which cluster meets the objectives for a trace, and what it costs."""
 
 from __future__ import annotations

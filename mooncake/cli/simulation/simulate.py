@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """``mooncake simulate``: a trace through one or more clusters and policies, side by side."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Runs as a table, one column per figure and one row per run; and reports as files."""
 
 from __future__ import annotations

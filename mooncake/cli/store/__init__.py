@@ -1,1 +1,2 @@
+# SPDX-License-Identifier: Apache-2.0
 """``mooncake store``: the store on the command line and in scripts (``--json``)."""

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Operator commands on a store: drain a node, verify what is stored, repair its files, watch it."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The commands on objects, and the list of all of ``mooncake store``."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Formats of sizes, durations and objects for output, and of durations for input."""
 
 from __future__ import annotations

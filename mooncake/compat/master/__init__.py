@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The master's HTTP side, for people, dashboards and scripts: paths and shapes of the existing package.
 
 Decides nothing: every response comes from the core by a message, or is read from its state. It runs on the

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The application: health, leadership, metrics; ``query_routes`` and ``operator_routes`` add the rest."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The metrics page's part with the existing master's names, so that its dashboards go on working.
 
 Written out here and not by prometheus-client, because some of these counters do not end in ``_total``.

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Changes that operators make by HTTP: drain segments, set quotas, remove all objects."""
 
 from __future__ import annotations

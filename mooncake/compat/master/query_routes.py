@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Queries by HTTP: keys, their locations, segments. They grant no lease and do not count as uses."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Responses of the existing package's HTTP side: its statuses, error numbers and names for our codes."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """``mooncake_client``: one process per host that contributes memory and SSD, and gives workers an address.
 
 The existing program's flags and defaults. That program also holds its workers' memory and moves their

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Flags in the forms that the existing package's programs accept, and the types of their values.
 
 ``-f=v``, ``--f=v``, ``--f v``, hyphens or underscores, ``--f`` and ``--nof`` for booleans, ``--flagfile``,

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """``mooncake_master``: our master behind the existing program's flags, defaults and log lines.
 
 Only translates: flags, a flag file and ``--config_path`` become ``MasterSettings``. A flag without effect

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Every flag of the existing ``mooncake_master``: its default, its type, and its meaning here.
 
 A flag either sets a field of ``MasterSettings`` (``field``), is used by ``master.py`` (``TRANSLATED``), or

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """``vllm_v1_proxy_server`` and ``mooncake_proxy``: the proxies that demos of disaggregated serving start.
 
 Their flags, defaults and endpoints, in front of the gateway. The first takes hosts and ports separately and

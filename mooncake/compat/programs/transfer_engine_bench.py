@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """``transfer_engine_bench``: the existing package's benchmark under its name, with its flags and last line.
 
 A target registers memory and serves it; an initiator moves batches of blocks from several threads for

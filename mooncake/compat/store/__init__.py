@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The surface of the existing package's ``mooncake.store``, on this store.
 
 Programs written for that package keep their calls and their numbers. Where it returns a bare number,

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Checks of arguments as in the existing package's bindings: a wrong type raises TypeError.
 
 A wrong value does not: its own key gets an error number, and the other keys of a batch are not affected.

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The existing package's asyncio store: each ``async_<call>`` runs ``<call>`` in the loop's thread pool.
 
 New programs are better served by ``mooncake.store.AsyncStore``, which needs no thread.

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Batches with good and bad items: the good ones are processed, in parts that a deadline can cover."""
 
 from __future__ import annotations

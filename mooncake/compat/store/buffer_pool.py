@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Memory for programs: what ``get_buffer`` returns, and pools of registered buffers with leases.
 
 Leases use the local buffer whose size ``setup`` was given, which is allocated with the first lease;

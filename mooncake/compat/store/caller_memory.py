@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """A program's own memory: registered by the program, or for the duration of one call.
 
 Pointers that were never registered work, as programs expect, and so do device pointers where there is a

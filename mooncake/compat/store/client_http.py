@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The HTTP side of a client: health and metrics, for load balancers and scrapers.
 
 ``/health`` (200 or 503), ``/metrics`` in Prometheus' format with the existing package's names beside ours,

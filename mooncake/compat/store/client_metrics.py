@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Bytes that a drop-in client has moved and durations of its calls, under the existing package's names.
 
 That package's dashboards read these; ours read the process's registry, which counts within the same store.

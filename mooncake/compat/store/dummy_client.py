@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """How a process finds the store through the ``mooncake_client`` of its host.
 
 In the existing package that process owns all memory and workers are its clients. Here memory is shared

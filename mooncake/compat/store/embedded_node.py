@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """A node in a program's own process: its segments are the program's memory, its loop has its own thread.
 
 The existing package works that way; here it is the exception, because ``mooncaked`` keeps data that would

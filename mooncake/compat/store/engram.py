@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Embedding tables in the store: one object per head, looked up by rows.
 
 A lookup reads the rows that it needs, each once, under a session that stays open from the first lookup on:

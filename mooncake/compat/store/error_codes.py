@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Error numbers of the existing package, and the number for each of our refusals and errors.
 
 Programs compare these integers. vLLM goes further: a number outside a short list makes it keep its

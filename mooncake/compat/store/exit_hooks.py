@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Sessions that a program leaves open when it ends: closed at the interpreter's exit, unmounted on a signal.
 
 A signal is only handled where the program has no handler: its own handler stays, and one that is set

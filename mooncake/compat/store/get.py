@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The calls that read objects and query them: whole, to pointers, in fragments.
 
 A miss, or any other failure of one key, is that key's number (or empty bytes, or None); the other keys of

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Functions of the existing package for this host's memory: allocators and NUMA binding."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The lifecycle of a ``MooncakeDistributedStore``: no session, then one with a master, then none again.
 
 Every call goes through ``_do``, which turns failures into numbers, so that no call raises or crashes before

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Sessions on objects: found or reserved once, then read or written in ranges without the master.
 
 A get session holds a lease that is kept alive until the session ends; a put session holds a reservation,

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """How a program describes the ranks that share a tensor, and the keys that follow from it.
 
 Only tensor parallelism (TP) divides a tensor. Data parallel (DP) ranks hold the same one, so they share its

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Partition of a tensor: the box of each rank, and a wanted box from stored ones.
 
 A dimension is cut as torch's ``chunk`` cuts it: equal parts, the last ones shorter or empty. Several cuts

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Value types of the existing package: enumerations, options of a write, descriptions of replicas.
 
 Types are checked when a value is set, as the existing package's bindings do, and an attribute that

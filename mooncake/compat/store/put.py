@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The calls that store objects: from bytes, from pointers, whole or in parts, new or as a replacement.
 
 All of them use ``store_parts``: per key the spans of its bytes, and one number per key as the result.

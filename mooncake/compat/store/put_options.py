@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Translation of a ``ReplicateConfig`` to the store's own options."""
 
 from __future__ import annotations

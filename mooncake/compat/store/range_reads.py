@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Reads parts of objects under leases to addresses, by the plans of ``read_plan.py``.
 
 Shared by all calls that read less than an object, or do not know its size before: sessions, fragments,

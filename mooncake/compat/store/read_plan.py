@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Plans reads of parts of an object: directly to their destination, or through whole chunks.
 
 Part of a chunk cannot be verified, so the store reads whole chunks only. Parts that make up whole chunks

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The calls that remove objects."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The calls for single replicas of objects: to describe, copy, move and drop them."""
 
 from __future__ import annotations

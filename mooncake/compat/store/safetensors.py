@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Tensors between the store and safetensors files. The calls import the safetensors library."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The calls that mount further memory in the store, and unmount it.
 
 A segment's id is two numbers joined by a hyphen, as programs expect; its name at the master is this

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Steps that open a session: engine, name, contact with the master, segments.
 
 A step that fails leaves nothing behind.

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The arguments of ``setup``, in all their forms, and the environment variables of a drop-in client.
 
 Nothing is guessed silently: an unknown key causes a warning, an invalid value is refused by name. Knows

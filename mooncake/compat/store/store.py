@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """``MooncakeDistributedStore``: the existing package's store, composed of its kinds of calls."""
 
 from __future__ import annotations

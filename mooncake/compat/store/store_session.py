@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """State that one ``setup`` creates: an engine, a client of the master, possibly segments of this process.
 
 Every call enters and leaves the session, so that closing it waits for calls in progress instead of

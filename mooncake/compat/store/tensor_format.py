@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """A tensor as an object: a header of 304 bytes, then its elements.
 
 The format is the existing package's, so that a program can read with ``get_into`` and its own arithmetic

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Assembles the part of a tensor that a reader wants from the parts that were stored.
 
 Looks first for exactly this part, then for the other layouts under the key: the whole tensor, the parts

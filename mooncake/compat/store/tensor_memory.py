@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """torch's tensors and their memory. The only module of the store that imports torch, when it is called.
 
 A tensor that is read lies where its bytes arrived: the whole object with its header is fetched to fresh

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The calls for tensors that several ranks write and read in parts.
 
 A put of a whole tensor with tensor parallelism stores every part of it, so that the order of ranks does

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Splits a whole tensor into the objects of its ranks or writers."""
 
 from __future__ import annotations

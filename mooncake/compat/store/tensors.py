@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The calls that put and get torch's tensors, whole or as the parts of tensor parallel ranks.
 
 A put sends the header and the elements from where they are, as one object of two spans; a get fetches the

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The surface of the existing package's ``mooncake.engine``, on this engine.
 
 Programs written for that package keep their calls, their numbers and their sessions. Where it answers

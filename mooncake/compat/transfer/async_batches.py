@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Asynchronous batches by number, for programs that poll.
 
 Ids count from 1, because clients treat 0 and anything from 2**63 on as failure. Completions come from one

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """``TransferEngine`` as programs written for the existing package know it: addresses in, numbers out.
 
 No call raises when the environment fails: the number says that it failed and the log says why. All methods

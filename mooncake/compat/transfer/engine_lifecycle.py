@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """A drop-in engine from ``initialize`` on: its settings, its transfer engine, its peers."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The engine module of the existing package, by its name: ``from mooncake.engine import TransferEngine``.
 
 Only the names are here; other modules of this package define the classes. New programs are better

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The ``MC_*`` variables: those that are honoured, and for the others the reason why they are not.
 
 A variable that is set and has no effect causes one warning, because it was set for a purpose.

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Error numbers of the existing engine, and the number for each of this package's errors."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """What the drop-in needs to know of this host: transports, devices, ports, memory, CUDA streams."""
 
 from __future__ import annotations

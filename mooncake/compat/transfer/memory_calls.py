@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The calls for memory: registration, managed buffers, reads and writes by address."""
 
 from __future__ import annotations

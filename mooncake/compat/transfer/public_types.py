@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Types of the existing engine that programs use directly."""
 
 from __future__ import annotations

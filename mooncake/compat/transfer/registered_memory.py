@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Memory that a program has registered, by the rules of the existing engine: no overlaps, found by address.
 
 Also its managed buffers: memory that the engine provides in power-of-two sizes out of slabs that are

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """``RpcInterface``: bytes and tensors from one program to a callback in another.
 
 A convenience of the existing engine for data that is not worth registering memory for. Messages travel over

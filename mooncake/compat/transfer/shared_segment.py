@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """``SharedSegment``: memory that the ranks of one host share, mapped by each of them.
 
 The owner creates it and each rank publishes a blob; a rank that has all blobs maps the owner's memory

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Local memory that a program moves without having registered it.
 
 The existing engine moves such memory over tcp, and programs rely on it. Here it is registered for as long

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The calls that move bytes: blocking, asynchronous, or in the order of a CUDA stream."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """What the four arguments of ``initialize`` select: transports, addresses, metadata service.
 
 Only decides; facts about this host, such as its devices, are arguments.

@@ -1,1 +1,2 @@
+# SPDX-License-Identifier: Apache-2.0
 """Admission: whether a request is accepted, refused early or refused late, and shadow prices."""

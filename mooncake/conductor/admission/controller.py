@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Admission control: whether a request is accepted, given its predicted times.
 
 It owns the question "is it worth starting?" and the record of admitted requests, and refuses to know how

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Forecast of how many requests will be decoding at a later instant, from the admitted ones.
 
 It owns the paper's forecast (§7): every request decodes for ``mean_stay_s`` from the end of its prefill on.

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The admission rule "goodput": admit the requests that bring the most value within their SLOs. Ours.
 
 Value is a request completed within its SLOs; a level of priority is worth a factor of two. Two questions:

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Requests to admission and its results, as numbers and as text.
 
 Owns the data types and the texts of refusals, so that every rule words the same reason in the same way. It

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """What a second of a scarce resource is worth now: the shadow price behind the admission rule "goodput".
 
 Suppose that the arrivals of the last ``horizon_s`` come again. Which of them should be taken, if the resource

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Discovery of the instances' KV-event publishers, and a subscription to each of them.
 
 Owns the subscriptions of one conductor: which instance is followed, and how. Our workers and vLLM name their

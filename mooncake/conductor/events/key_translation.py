@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Translation of the block hashes of engines and stores to the keys of an index.
 
 Three translations. For the index that places our requests there are ``OwnKeys`` (our workers' SHA-256 hashes

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Follows the KV events of one instance and turns them into facts for the index.
 
 It owns the subscription: sequence gaps are filled by replay, a restarted publisher is noticed and its old

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Why a request was placed where it was, and how it ended: a bounded memory for operators' queries.
 
 It owns a record per request (candidates, choice, prediction, measurements), bounded by number and by bytes,

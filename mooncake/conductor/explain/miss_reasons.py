@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Whether each block of a prompt was a hit, and if not, why.
 
 It owns the verdicts and the order in which causes are tested, from certain to likely, and refuses to know

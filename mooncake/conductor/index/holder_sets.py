@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Sets of instances and tiers that hold a block, each shared by many blocks.
 
 It owns the sets and refuses to know blocks. Ten million blocks are held by few different sets of instances:

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Which prefixes are hot, and whether one more instance should keep a copy.
 
 A prefix that many requests begin with makes its only holder's card and processor the bottleneck of all of

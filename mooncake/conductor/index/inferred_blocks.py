@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Blocks that instances without KV events are assumed to hold: those of their prompts, latest first.
 
 Owns the guess and its bound. It may be wrong, since an engine evicts by its own rules, and the index that it

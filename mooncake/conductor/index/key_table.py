@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """A table from 64-bit keys to small numbers, for ten million entries and whole prompts at a time.
 
 It owns the layout of entries in memory and refuses to know what a key or a number means. A Python dictionary

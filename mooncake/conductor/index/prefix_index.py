@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Block key to the instances and tiers that hold it, and from that the longest cached prefix on each.
 
 It owns this one relation and refuses to know load, health or tokens. Its contents are hints: a wrong entry

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Prefix matching: how much of a prompt's beginning each slot holds, given the holders' row of each block.
 
 It owns the answer of ``PrefixIndex.match`` and refuses to know how keys are found. Adjacent blocks with equal

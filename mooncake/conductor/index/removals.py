@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Recent removals from the index, when and why; and other names under which the same tokens were requested.
 
 It owns a bounded memory for explanations of misses, and decides nothing. A note costs eight bytes a block and

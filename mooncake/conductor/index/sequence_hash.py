@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The block hashes that routers and stores of this ecosystem agree on: XXH3-64, chained.
 
 The hash of a block's tokens (as little-endian u32) is its local hash; the first block's local hash names it,

@@ -1,1 +1,2 @@
+# SPDX-License-Identifier: Apache-2.0
 """Scheduling policies: how the instances for a request are chosen."""

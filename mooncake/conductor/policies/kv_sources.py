@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Where the blocks of a prompt may come from, and how fast.
 
 It owns the choice of the source: the best of the other instances, and each candidate's own SSD. How much of

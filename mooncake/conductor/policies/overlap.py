@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The policies that fetch: a prompt's cached blocks may be loaded from another instance instead of
 computed.
 

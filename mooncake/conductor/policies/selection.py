@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The policies that select instances, as plain functions from candidates to a choice with its reason.
 
 It owns the formulas and refuses to know health, membership and the index: the caller has already dropped the

@@ -1,1 +1,2 @@
+# SPDX-License-Identifier: Apache-2.0
 """Predictions of queueing, transfer, prefill and decode times, and their accuracy."""

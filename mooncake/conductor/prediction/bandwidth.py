@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Bandwidth estimates between instances, and the time at which each network card is free.
 
 The estimate of a path comes from the path's own samples, else from its source's, else from all. Small

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """How long work takes: the formulas for a prefill, a step of decode and a transfer.
 
 They are the one place where tokens become seconds; the conductor predicts with them, the simulator computes

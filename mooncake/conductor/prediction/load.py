@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """How much work each instance has, in seconds, as columns.
 
 It owns the accounts of what was placed and not yet reported done, and refuses to know prompts, health and

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Expected lengths of answers: running quantiles of the output tokens by scope.
 
 A scope's answers are counted in buckets that grow by a fifth, and the counts are halved now and then, so that

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The conductor's estimates of times, and their accuracy.
 
 One place for every estimate: how long each instance computes a prompt and makes a step of decode

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Coefficients that follow measurements: how many seconds each term of a formula costs on an instance.
 
 ``LeastSquares`` forgets old samples and is kept as its normal equations, so that a sample costs the same

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Reads a worker's measurements of its own steps from its answer to ``/ready``.
 
 Owns the parsing only; the predictor learns from the samples. An answer in another form counts as no

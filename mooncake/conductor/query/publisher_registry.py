@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The index that other routers query: the registered publishers, their blocks, and how much of a prompt they
 hold.
 

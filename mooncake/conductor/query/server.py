@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The HTTP side of the index that other routers query and at which they register publishers of KV events.
 
 It owns the subscriptions to registered publishers and the shape of answers and errors; the contents of the

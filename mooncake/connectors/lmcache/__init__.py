@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The store as a storage backend of LMCache.
 
 ``mooncake.connectors.lmcache`` is the module that LMCache loads by name; the class is in ``backend.py`` and

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The store as a storage backend of LMCache, by its interface for external backends (``storage_plugins``).
 
 ``storage_plugins: ["mooncake"]`` with an ``extra_config`` of ``storage_plugin.mooncake.module_path:

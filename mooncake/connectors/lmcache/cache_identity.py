@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """LMCache's chunks: their keys in the store, their sizes, and the identity of their contents.
 
 A chunk is all layers of some tokens in LMCache's own order, one run of memory; LMCache's key identifies the

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The store as SGLang's third level of KV cache.
 
 ``mooncake.connectors.sglang`` is the module that SGLang loads by name; the class is in ``hicache.py`` and

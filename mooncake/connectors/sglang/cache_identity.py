@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Facts that decide the meaning of the bytes in a page of SGLang's host cache, for the page's key.
 
 If one of these differs, a page must not be found; so when in doubt a fact is included. Not included are the

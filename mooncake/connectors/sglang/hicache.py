@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The store as SGLang's third level of KV cache (HiCache), by its interface for external backends.
 
 ``--hicache-storage-backend dynamic`` with an extra configuration of ``{"backend_name": "mooncake",

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """SGLang's host pools: the addresses of a page's pieces, and the page's key in the store.
 
 A pool describes a page by ``get_page_buffer_meta`` (pointers and sizes, in the order of its layout); the

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Our connectors for vLLM, for ``kv_connector_module_path``.
 
 ``MooncakeStoreConnector`` (``store_connector.py``) shares prefixes through the pool; ``MooncakeConnector``

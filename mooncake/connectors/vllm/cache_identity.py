@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Facts that decide the meaning of the bytes in a vLLM rank's KV blocks, for the blocks' keys.
 
 If one of these differs, a block must not be found; so when in doubt a fact is included. Not included are

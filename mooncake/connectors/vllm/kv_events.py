@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """KV events of blocks that were stored in the pool, in the format in which vLLM publishes its own.
 
 A block's event is published when all ranks have stored their shards of it: only then can it be found.

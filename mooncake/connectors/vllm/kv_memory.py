@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """A vLLM rank's KV memory: checks of its caches, the addresses of its blocks, and their identity.
 
 Shared by all our connectors for vLLM. What is moved, where to and when, is their decision.

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """vLLM's entry point (``vllm.general_plugins``): registers our connectors in each of its processes.
 
 vLLM's own tree has connectors of these names, for the existing package. Where ours have the same features,

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """vLLM's ``KVConnectorBase_V1`` between two engines: one writes a prompt's KV into the other's blocks.
 
 A thin shell around ``peer_push``. ``kv_transfer_params`` give a request's role (the gateway's ``push``)::

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Our connectors' statistics, in the classes in which vLLM transports, logs and exports them.
 
 The counters are sent from the ranks and the scheduler to vLLM's front end, which adds them up and exports

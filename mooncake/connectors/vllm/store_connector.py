@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """vLLM's ``KVConnectorBase_V1`` over the pool: prefixes computed by one engine are loaded by another.
 
 A thin shell around ``planner`` (which blocks), ``block_transfer`` (how) and ``cache_identity`` (under which

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """An engine without a model, a fast and exact test of a connection between engine and cache.
 
 ``model`` computes with whole numbers what a transformer computes with tensors: every layer's keys and values

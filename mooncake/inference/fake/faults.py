@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Corrupts, delays or fails the loads of any link, counted and repeatable.
 
 It wraps a ``KvLink`` and keeps its contract, except where the settings break it: a load that is

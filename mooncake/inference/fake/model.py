@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """A transformer's flow of data in whole numbers: exact, deterministic, and sensitive to every byte it reads.
 
 It owns the KV memory and what is computed from and written to it. A token's state is one 64-bit word. In

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The fake model as the engine's runner: its tokens are bytes, and computing takes a configured time.
 
 Answers are greedy at every temperature, and each token is certain: its log probability is 0. Pool, model and

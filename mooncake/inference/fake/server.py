@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """``mooncake dev fake-engine``: our worker without a model, with faults of its loads on request.
 
 Owns the settings. All else is the worker's: the engine, its KV events, the API. In addition, an answer

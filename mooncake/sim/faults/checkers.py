@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Invariants of the whole cluster, which must hold at every step whatever fails. A violation ends the run.
 
 * A read that succeeds returns a value that was put under that key, whole.

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """A client on the kernel: runs the shipped operations on virtual time."""
 
 from __future__ import annotations

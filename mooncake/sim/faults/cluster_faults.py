@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """What goes wrong, how often and for how long. One seed draws one set, from mild to hostile.
 
 Faults are probabilities and durations rather than scripts, and a seed decides which kinds occur at

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """A node's SSD: what outlives its process, and what of that a power loss takes.
 
 What was written and not flushed is in the system's cache: it survives the death of a process, while a power

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Masters that elect a leader, under one seed: clocks of different speeds, late answers, pauses.
 
 * At most one of them acts, at every instant.

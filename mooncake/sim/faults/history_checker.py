@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """What clients were promised about keys, and whether the store keeps to it.
 
 A key is known only while it is not being changed: a change (put, replace, remove) that overlaps another, has

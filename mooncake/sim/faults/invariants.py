@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Names of the invariants of the simulated worlds: one for each rule of each checker.
 
 A violation names the invariant that it breaks. For each of them ``tests/sim`` has a bug in shipped code that

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Invariants of several masters, besides those of ``checkers.py`` and ``history_checker.py``.
 
 * **One acts**: at no instant two masters would answer, and no answer leaves one after another began to lead.

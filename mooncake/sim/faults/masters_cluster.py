@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Masters that elect a leader, nodes that contribute memory and SSD to it, clients that use the store.
 
 Nodes, clients and their checkers are those of the store's world; the record that the masters elect by answers

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Faults among several masters, how often and for how long; the settings of each of them.
 
 One seed draws one set, as in ``cluster_faults.py``, whose faults of messages, nodes and clients are included.

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """One incarnation of a master among several, as ``server.py`` and ``coordinator.py`` run it, on virtual time.
 
 It queries the lease store, follows the leader, keeps a log in a directory that outlives it, and sends what

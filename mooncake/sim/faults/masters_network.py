@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """A network with one-way and two-way partitions between groups, and with several masters of which one leads.
 
 A partition holds messages, as ``network.py`` says. Nodes and clients do not name a master: they connect to

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """A master's log in a simulated directory: what ``oplog.py`` and ``oplog_writer.py`` do with real files.
 
 Records are appended before any answer is sent, copied into a new file piece by piece when a leader is

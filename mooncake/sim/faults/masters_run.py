@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """One run of several masters under one seed: elections, logs, standbys, nodes and clients, and a calm end.
 
 The first part is as rough as the seed says. Then everything heals, and the run has to show that one master

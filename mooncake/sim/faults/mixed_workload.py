@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Requests of clients and operators beyond puts and gets: drains, copies, quotas, patterns, long views.
 
 A ``WorkloadMix`` says how often each is made. The history checker records what they do to keys, like any

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Connections between simulated processes: ordered, delayed, breakable, and silent in a partition.
 
 A partition loses nothing, it holds: that is what TCP makes of lost packets, until a timeout ends. It may hold

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Nodes on the kernel: segments of memory and SSD, each with its membership and its task agent.
 
 What ``mounted_segment.py`` and ``replica_copier.py`` do with sockets and transfers is done here on virtual

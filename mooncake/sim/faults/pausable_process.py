@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """A process that may be paused: stopped, in a slow write, or in a virtual machine that is not scheduled.
 
 Its clock continues. Whatever was due meanwhile (timers, messages) happens when it resumes, all at once and in

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The contract of ``mooncake.files`` in memory, on a disk that fails and loses unsynced data in a power loss.
 
 What the files hold survives the end of a process (``crash``). A loss of power (``lose_power``) takes from

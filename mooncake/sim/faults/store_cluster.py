@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The store's cluster on the kernel: a master, nodes and clients made of the cores that ship.
 
 Only the shells are simulated: a connection carries encoded messages, a pool is a bytearray, a transfer

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """One run of the store under one seed: the cluster, the workload, the faults, and a calm end.
 
 The first part is as rough as the seed says. Then everything heals, operators undo their requests, and the

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Processes that transfer batches over failing links: what a transport does, on virtual time.
 
 The decisions are ``transfer.batch.Batch`` and ``transfer.rails.Rails``, as shipped. The transports are

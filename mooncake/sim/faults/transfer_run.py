@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """One run of the transfer engine's decisions under one seed: batches over links that fail.
 
 * Every batch ends by its deadline: done and right, or failed with a reason.

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The workload of simulated clients: put, get, read in place, remove, in whole objects and in parts.
 
 What a ``WorkloadMix`` adds, such as drains, copies and views that stay open, is in ``mixed_workload.py``.

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Settings and requests of a simulated cluster beyond puts and gets. One seed draws one mix.
 
 As with faults, a seed decides which kinds of requests occur at all. ``PLAIN`` is the mix without any.

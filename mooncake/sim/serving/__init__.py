@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Simulate a serving cluster: a trace's requests through the real conductor and simulated nodes.
 
 It owns the one call that runs a cluster; what happens on the way is in ``disaggregated_cluster.py`` (prefill

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Fit the cost models to measured times of a live cluster: least squares with non-negative coefficients.
 
 It owns the fits and refuses to know how something was measured. Relative errors are minimised, because a

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The smallest cluster that meets the objectives for a trace, found by simulating candidates.
 
 It owns the search and its criterion; it refuses to know traces, files and where prices come from: the caller

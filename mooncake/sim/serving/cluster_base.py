@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """What every simulated cluster has: requests that arrive, a conductor that places them, results.
 
 It owns the communication with the conductor: a request's arrival is a ``Place``, everything else a fact at

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The specification of a simulated cluster: its machines, and how they are used."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """One pool of nodes that prefill and decode alike: the baseline of disaggregated serving.
 
 It owns the path of a request through such a node, its metrics, and the priority between prefill and decode.

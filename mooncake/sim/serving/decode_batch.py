@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Continuous batching in closed form: a decoding instance between two changes of its batch.
 
 It owns the arithmetic of steps and refuses to know queues, memory and events. A step takes ``base +

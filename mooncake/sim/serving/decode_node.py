@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """A simulated decode instance: which requests are in its batch, wait for memory, or leave.
 
 It owns the account of its memory and refuses to know where the KV came from. A request takes memory for its

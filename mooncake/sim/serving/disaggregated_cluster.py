@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Prefill and decode on separate instances, with the KV transferred from one to the other.
 
 It owns a request's path between the nodes: what the decision fetches from peers or from SSD starts at once;

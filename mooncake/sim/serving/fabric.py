@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Network cards and disks of the simulated nodes: bandwidth that flows share fairly and never exceed.
 
 It owns the shares of each port, and refuses to know what the bytes are. A flow goes through

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The KV cache of one simulated node: blocks in its memory, and behind them those on its SSD.
 
 It owns what happens between the two tiers and the events that the conductor gets; the order of eviction is

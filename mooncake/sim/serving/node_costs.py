@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """What work costs on a kind of node: named data files, read into the conductor's own models.
 
 It owns the files' form and nothing about how costs are used. A file has a description of where its numbers

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """A simulated prefill instance: its queue, what it has cached, and when a prompt is computed.
 
 It does not choose its prompts or their order: the conductor does. One prompt computes at a time. Blocks

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Results of a simulated run: a row per request, a row per interval of time, and their summary.
 
 It owns the columns, in the order of arrival, and the definitions of the metrics: TBT is the mean of the

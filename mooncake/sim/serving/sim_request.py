@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """One request's path through the simulated cluster: its lengths, its state, its measured times.
 
 A record, moved by the nodes that serve it; it decides nothing.

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The same instances in full detail: the engine's own batch scheduler and block pool, step by step.
 
 It owns a loop that stands for an engine's, and refuses to schedule: ``inference.scheduler.Scheduler`` does.

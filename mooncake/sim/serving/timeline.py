@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Samples of a run: queues, batches, hits, rejections, and where the most used blocks are.
 
 It owns the counters that others move and the rows that become the timeline of the results.

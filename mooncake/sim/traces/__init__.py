@@ -1,1 +1,2 @@
+# SPDX-License-Identifier: Apache-2.0
 """Traces of requests: recorded in files of several formats, or generated from a description."""

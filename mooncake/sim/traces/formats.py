@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The formats of traces, each a generator of rows that validates everything.
 
 * ``mooncake``: JSON lines ``timestamp`` (ms), ``input_length``, ``output_length``, ``hash_ids``; one id per

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Synthetic requests: agents' sessions, Poisson arrivals, bursts.
 
 A generator is a frozen description; iterating it makes its rows, the same ones each time, one by one, with

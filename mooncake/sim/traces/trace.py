@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Traces: files of requests, read row by row, and the same requests faster, shorter or in other blocks.
 
 ``read_trace`` gives a ``Trace``, which can be iterated again and again; each time it streams the file, so a

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The elements of a trace, one request per row, and its file as lines: plain or gzip.
 
 ``TraceRow.keys`` name the row's prefix block by block: an equal key means an equal whole prefix up to the end

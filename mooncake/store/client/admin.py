@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Requests to a master besides put and get: copies, jobs, quotas, patterns.
 
 They are operations, so that the blocking and the asyncio client share them.

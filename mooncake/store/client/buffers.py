@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Makes the memory of callers accessible to transfer, which uses registered memory only.
 
 Large buffers are registered for the duration of one operation (cheap: no page is touched or pinned on

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The calls of a client of the store, written once for ``Store`` and ``AsyncStore``.
 
 A call is a generator, or returns one, like the operations that it consists of: it prepares the caller's

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Slices as columns: index of the grant, offset in its object, local address, length.
 
 Batches of thousands of slices are cut at the borders of chunks, filtered and checked here, vectorized where

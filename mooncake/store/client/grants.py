@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Grants of the master to a client: space to write an object's replicas to, or an object under a lease.
 
 A grant records where the bytes are, until when they may be accessed, and which chunks have been written. The

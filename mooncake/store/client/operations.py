@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Client operations (put, get and the rest) as generators of effects, written once for all clients.
 
 An operation decides (what to send, where to move bytes, whether to trust them, when to give up) and performs

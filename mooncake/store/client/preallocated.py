@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Pool of preallocated space of a client, and how much more it requests.
 
 A piece stays in the pool until a put of its size takes it. A piece has one user at a time: it is taken and

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The client of the store: ``Store`` blocks, ``AsyncStore`` awaits. Same calls, same results.
 
 The calls are defined in ``calls.py`` as generators, and documented there; the decisions are made in

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Views of objects without a copy: a memoryview of the node's memory, under a lease that is renewed.
 
 A view is valid only while its lease is: afterwards the master may give the space to another object. An open

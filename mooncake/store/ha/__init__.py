@@ -1,1 +1,2 @@
+# SPDX-License-Identifier: Apache-2.0
 """High availability: leader election, standby replication, and how clients find the leading master."""

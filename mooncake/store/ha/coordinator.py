@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Shell of the leader election: queries the lease store, follows the leader, informs its server.
 
 ``election.py`` decides when to lead and when to stop; ``standby_replication.py`` is the leader's side of

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Leader election among several masters: one record that is only ever changed by compare-and-set.
 
 The record names the leader, its term and the standbys that have everything it acknowledged. It counts its

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """One search for the leading master: which address to query next, and what each one answered.
 
 Several masters are tried in turn; one that does not lead names the leader. It sends nothing itself: where

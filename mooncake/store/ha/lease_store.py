@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Stores of the leader record: etcd, Redis, or a file for two masters on one host.
 
 An election needs only two operations of a service: read one value, and replace it if it is unchanged.

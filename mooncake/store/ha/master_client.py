@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Client side of failover: find the leading master, and find it again; blocking and on asyncio.
 
 A master is named by its address, by those of all that may lead, or by the lease store of their election

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Messages of several masters: replication from a leader to its standbys, and the query for the leader.
 
 They are not among the store's messages, because they carry the master's log records, which those do not know.

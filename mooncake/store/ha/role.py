@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """A master's role among several: it leads and answers, or it follows and enters the leader's records.
 
 Owns the order that makes an answer safe: records are written down, then sent to the standbys, and a reply

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The leader's side of replication to standbys: what each one has, and which replies may therefore be sent.
 
 Every record the master writes down gets a number and goes to every standby: first a snapshot of the whole

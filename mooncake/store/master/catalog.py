@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """A master's state and the few ways in which it may change, shared by the parts of ``master.py``.
 
 Segments, objects and the order of eviction belong together: an object or a replica that becomes

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Log of what was added to a segment and removed from it, numbered, until its node has noted it.
 
 A node keeps a journal of what its segments hold, so that a master that lost everything can request

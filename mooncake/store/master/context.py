@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """What the HTTP server needs of the master's process."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Put-ends that are answered when a copy is on SSD.
 
 The object is readable at once; only its writer waits, because an answer means that the bytes

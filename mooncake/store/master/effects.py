@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Events and effects of a master: the types between the core and its shells."""
 
 from __future__ import annotations

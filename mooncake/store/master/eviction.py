@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Order in which replicas leave a segment. Never a leased object, never a hard-pinned one.
 
 Each segment has three orders, and evicts first from the first: replicas whose object stays readable

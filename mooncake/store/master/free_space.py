@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Space for puts: free, or freed by eviction; never more of it than the tenant's quota allows."""
 
 from __future__ import annotations

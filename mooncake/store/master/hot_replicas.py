@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Extra replicas in memory for objects read by many clients at once, removed when demand falls.
 
 Lookups pay nothing for it: they count uses anyway, and leave the list of keys of the last requests.

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The master's handlers for operators and dashboards: contents, their histories, and tenants' quotas."""
 
 from __future__ import annotations

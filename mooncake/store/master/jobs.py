@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Replicas that users and operators request: copies, moves, and segments that are emptied.
 
 A job is a list of *units* (one object to one segment), some of them under way as tasks; its status can be

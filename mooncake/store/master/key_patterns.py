@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Patterns for keys: regular expressions that are matched in bounded time.
 
 The expression is the client's, the thread that matches it is the master's only one. So it is RE2, which

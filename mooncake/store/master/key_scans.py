@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Requests that examine every key, a slice at a time, so that others are answered in between.
 
 A scan begins with a list of the keys that are readable then, and examines each in turn, with its state at

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """KV events of the store in the existing master's format, an extension of vLLM's.
 
 One event for each medium (``cpu``, ``disk``, ``gpu``) on which an object becomes readable, and one when its

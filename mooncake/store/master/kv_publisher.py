@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Publishes the store's KV events over the sockets of ``KvEventPublisher``, with an empty topic.
 
 It owns the batches that are kept for a replay, and follows the master whose events they are. Batches are

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Upper bounds of the promises made by masters of this line, this one and those before it.
 
 A successor assumes the longest promise that could exist: every object is leased, space that was held rests.

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Records that the master writes down for its successor, and their encoding.
 
 Few facts suffice: a segment was mounted or removed, an object became readable or was removed, a

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The master's handlers for readers: locations of objects, and the leases and pins that keep them."""
 
 from __future__ import annotations

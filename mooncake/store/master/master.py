@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The master: which objects exist, where their bytes are, and when space may be used again.
 
 It composes the other cores of this room behind ``handle``: a client's or node's message and the

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Metrics of a master's process by our names; ``compat/master/master_metrics.py`` has the existing ones."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The master's handlers for nodes: segments are mounted, served and unmounted, and their content is reported.
 
 A report on a segment whose content this master does not know is trusted: that is how an index is rebuilt

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """An object's life: put-start, put-end, lease, pin, remove. Allocates no space and reads no clock.
 
 ::

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The master's operation log: appended to before anything is acknowledged, compacted when it has grown.
 
 Appended records survive the death of the process. They survive a loss of power once they were flushed, which

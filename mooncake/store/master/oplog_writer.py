@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Writes the master's records to the operation log, if there is one: appends, flushes, compaction.
 
 A log that has grown is compacted by writing a snapshot to a new file, a piece at a time between requests;

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Placement of a new object: the preferred segments, the writer's own host, then those with most room.
 
 Local first, because a block is most often read again where it was written, and a local read is a

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Preallocated space for writers, so that a small put takes one request instead of two.
 
 For a put of a few KiB two requests would take longer than the transfer. So a writer of many may get a

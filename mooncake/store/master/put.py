@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The master's handlers for writers: space is reserved, written by clients, and becomes an object or none.
 
 A small put takes one request: its bytes are already in preallocated space (``preallocation.py``).

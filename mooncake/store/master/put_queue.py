@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Puts that wait for space which demotion is about to free.
 
 Where objects without a copy on SSD may not be evicted (``evict_undemoted`` off), full memory is not full for

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The master's handlers for the removal of objects and replicas."""
 
 from __future__ import annotations

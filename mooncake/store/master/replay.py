@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Replay of another master's records into this one: after a restart, or while following a leader.
 
 A record changes tables, allocators and orders just as the event that caused it, but makes no promise,

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Counts requests and their outcomes by the existing master's names.
 
 A request with one key counts as the plain request of its name, one with several as the batch. A lookup

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Mounted segments and the processes that own them: alive, suspected, gone.
 
 ::

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Snapshot of a master's state as records: all at once, or piece by piece while it runs.
 
 This is the only module that defines what belongs to a master's state. Compaction of the log, a new standby,

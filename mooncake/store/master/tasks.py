@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Tasks: one more replica of one object each, copied by the node that owns the target space.
 
 ::

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Accounts of tenants: how many bytes of memory each uses, and its quota.
 
 An account counts the memory of its tenant's objects, written or being written, once for each

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """YAML file with the tenants' quotas, in the existing master's format: read at start, rewritten on change.
 
 ::

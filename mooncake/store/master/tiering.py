@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Movement between memory and SSD: down ahead of need, up when objects are wanted again.
 
 ::

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Verification of a replica whose bytes a reader found wrong: its own node reads it again, and decides.
 
 ::

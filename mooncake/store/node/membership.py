@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Membership of a segment in the store: mount, heartbeat, mount again after any loss, leave.
 
 ::

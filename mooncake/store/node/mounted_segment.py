@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """One mounted segment of a node: its membership, its tasks for the master, and its journal.
 
 ``membership.py`` and ``task_agent.py`` decide; this module has the connection to the master that both share,

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The node: owns this host's memory, SSD and device pools and contributes them to the store.
 
 Memory is shared memory that transfer serves from native threads, so this process does almost no work per

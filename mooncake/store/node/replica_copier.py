@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Copies replicas into space of a segment of this node, as tasks require, and verifies every copy.
 
 Bytes go directly between the source (another node, or another tier of this one) and the target's memory or

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """A directory on an SSD as a segment whose content survives the process.
 
 ::

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Index of an SSD segment: entries and tombstones, replayed from a log and encoded for it.
 
 The log survives the process: an entry is appended after its bytes are in place (with flushed copies: after

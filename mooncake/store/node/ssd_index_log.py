@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The log file of an SSD's index: append, recovery after a crash, and compaction.
 
 An append is one ``write``: data that the kernel has accepted survives the end of the process; ``flush`` makes

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Task agent of one segment: polls the master for tasks, runs some at a time, and reports their outcomes.
 
 ::

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Metadata backends: key-value services that store descriptors by name.
 
 Entries are soft state: their owner puts them again before they expire, so a service that restarts

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The metadata backend that speaks to etcd (3.4 or newer), over the JSON gateway of its v3 API.
 
 The gateway needs only HTTP, so no gRPC library has to fit the rest of an installation. Keys and

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The metadata backend of the HTTP metadata service (``server.py``, or any with the same answers).
 
 ``HttpConnection`` is also the etcd backend's way to its JSON gateway.

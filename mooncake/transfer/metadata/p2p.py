@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Metadata without a server: a name is the address where its engine answers handshakes.
 
 ``host:port`` is queried directly, so an entry is never stale and nothing has to be put. There is no

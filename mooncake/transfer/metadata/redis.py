@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The metadata backend of Redis (or any server of its protocol, RESP2).
 
 Eight commands over one socket: less code than a client library, and nothing to install. Blocking;

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The small HTTP metadata service: descriptors by name, which expire when their owners stop putting them.
 
 Keeps everything in memory. A restart loses nothing for long, because owners put their entries

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The contract of a transport, and the table of transports by scheme.
 
 ``local.py`` is the executable definition; ``tests/contract/test_transports.py`` checks all of them against

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The cuda transport: registers device memory, and copies device to device within one host.
 
 A thin layer: ``native/cuda.h`` copies, ``native/cuda_ipc.h`` exports memory to peers. The driver library is

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Files and block devices of this host: io_uring and O_DIRECT between the device and memory.
 
 A thin layer: ``native/file.h`` moves the bytes, ``native/shared_file.h`` passes a file's descriptor to

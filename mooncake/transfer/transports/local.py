@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """memcpy inside the process: the executable definition of a transport.
 
 Pure Python and slow on purpose. Every check is visible in this file: local memory must be

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The rdma transport: verbs, with which devices move the bytes without a processor of the peer.
 
 A thin layer: ``native/rdma.h`` describes lanes, grants and retired lanes; here both engines negotiate

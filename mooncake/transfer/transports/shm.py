@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Shared memory on one host: the caller's thread copies, the target does nothing.
 
 A thin layer: the native side maps, checks and copies (``native/sharing.h`` describes the protocol). Works

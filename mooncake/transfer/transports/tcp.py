@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The tcp transport: one-sided reads and writes served by native threads, several streams per peer.
 
 A thin layer: ``native/tcp.h`` moves the bytes, ``native/wire.h`` describes the protocol. Connections are made

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """An OpenAI endpoint that answers at once, counts requests, and misbehaves as configured."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """``mooncake replay`` and ``mooncake calibrate`` against an endpoint whose answers are known."""
 
 from __future__ import annotations

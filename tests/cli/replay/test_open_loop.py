@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Equal keys make equal tokens, and nothing else does; the summary of a replay."""
 
 from __future__ import annotations

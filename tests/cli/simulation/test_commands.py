@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """``mooncake simulate`` and ``mooncake plan`` as users call them."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The interpretation of options for requests and machines."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """``mooncake store`` as users and scripts call it, against a store in another process."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """A master with its HTTP side on a real socket, for the tests of this folder."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The master's HTTP side over a real socket: every path, the shape of its response, and its errors."""
 
 from __future__ import annotations

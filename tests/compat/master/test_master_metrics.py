@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The page has every metric of the existing master's dashboards, with its name and kind."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """``mooncake_client``, and workers that find the store through it."""
 
 from __future__ import annotations

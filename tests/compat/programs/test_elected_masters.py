@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Two ``mooncake_master`` processes: what the leader and the standby answer by HTTP, and the failover."""
 
 from __future__ import annotations

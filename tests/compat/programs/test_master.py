@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The existing master's command line: every flag, every form of one, and the setting that it becomes."""
 
 from __future__ import annotations

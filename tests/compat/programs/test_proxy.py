@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The flags of the demos' proxies become the gateway's."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """``transfer_engine_bench``, with the flags that scripts for the existing package pass."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """One master for a module, and a store that contributes memory to it."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """A master in a thread of the test's process, for clients that block."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Every call has an awaitable variant."""
 
 from __future__ import annotations

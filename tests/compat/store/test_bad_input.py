@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Bad input of every kind gives its own key an error number, and never crashes the process."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Leases from the local buffer or with memory of their own, and their release."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Health and metrics of a client over HTTP."""
 
 from __future__ import annotations

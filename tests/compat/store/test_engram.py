@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Lookups return the stored rows, whichever process stored them."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The table of numbers is complete, and ordinary failures have numbers that vLLM tolerates."""
 
 from __future__ import annotations

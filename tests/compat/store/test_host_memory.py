@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Allocation of host memory by address, and NUMA binding."""
 
 from __future__ import annotations

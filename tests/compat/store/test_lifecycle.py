@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Calls before ``setup``, after ``close``, without a master, at the end of the process: they never crash."""
 
 from __future__ import annotations

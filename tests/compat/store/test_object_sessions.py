@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Any ranges, in any order, of objects that were found or reserved once."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Descriptions of ranks that share a tensor, and the keys that follow, as in the existing package."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Boxes are those of torch's chunks, and any box can be assembled from any partition."""
 
 from __future__ import annotations

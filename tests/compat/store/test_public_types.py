@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Value types behave as the existing package's bindings do."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Objects are stored and read by every call."""
 
 from __future__ import annotations

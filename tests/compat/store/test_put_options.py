@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Translation of configurations, and refusal of invalid ones."""
 
 from __future__ import annotations

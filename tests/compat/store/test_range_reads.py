@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Large reads are split, and bytes staged for a device reach it by a transfer."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Every wanted byte is read, and only whole chunks are."""
 
 from __future__ import annotations

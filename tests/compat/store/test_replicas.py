@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Single replicas: described, copied, moved and dropped."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Tensors are saved to files and loaded from them."""
 
 from __future__ import annotations

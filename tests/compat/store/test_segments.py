@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Segments of new memory and of files, mounted and unmounted."""
 
 from __future__ import annotations

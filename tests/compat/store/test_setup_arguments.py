@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The arguments of ``setup`` and the environment variables, and their rows in ``docs/store.md``."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """A program's own SSD tier: acknowledged objects survive the program."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Every name and signature of the existing package's ``mooncake.store`` exists here, or is listed as missing.
 
 ``surface.txt`` is a recording of that package's own introspection; ``argN`` is a parameter that it does

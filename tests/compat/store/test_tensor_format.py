@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The bytes are where the format defines them, and data that is not a tensor is refused."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Every reader gets the part that torch would cut from the whole, however the tensor was written."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Tensors of every type and shape are stored and read unchanged; other values are refused."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Two programs for two processes: one written for the existing package, one for ``mooncake.transfer``.
 
 Run as ``python programs.py existing|own``. They exchange addresses over standard input and output, one JSON

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Methods of the drop-in engine: what they return, in every case that has an error number of its own."""
 
 from __future__ import annotations

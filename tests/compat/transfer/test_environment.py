@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """``MC_*`` variables: honoured, or the subject of one warning."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The error number of each error."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """A program written for the existing package and one written for ``mooncake.transfer``, in two processes."""
 
 from __future__ import annotations

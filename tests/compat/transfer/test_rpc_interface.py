@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """``RpcInterface``: bytes and tensors from one program to another's callback."""
 
 from __future__ import annotations

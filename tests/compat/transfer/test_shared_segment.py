@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """``SharedSegment``: memory that every rank of a host maps."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """What the arguments of ``initialize`` select."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The rules at their limits, and compared in a small simulation on virtual time."""
 
 from __future__ import annotations

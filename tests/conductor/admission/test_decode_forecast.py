@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The forecast of the number of decoding requests."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Admission under "goodput": of requests that can meet their SLOs and are worth what they would displace."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The price of a second, and the turns of classes."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """KV events in vLLM's dialect reach the index, from sockets that listen and sockets that connect."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Foreign block hashes are translated to our keys, or left out."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """A real publisher, real sockets, and a wire between them that loses the batches a test chooses."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The record of requests: bounded, complete, and empty when it is off."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Each cause of a miss, and which one is named when several apply."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Sets shared by many blocks: kept while a block points to them, and found again."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The number of copies follows the rate of use."""
 
 from __future__ import annotations

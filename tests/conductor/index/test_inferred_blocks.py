@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The inferred blocks are bounded, and a prefix is kept longer than what follows it."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The table behaves like a dictionary, also when buckets overflow and while it grows."""
 
 from __future__ import annotations

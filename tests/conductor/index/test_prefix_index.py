@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The index answers like a plain search over sets, in any order of events."""
 
 from __future__ import annotations

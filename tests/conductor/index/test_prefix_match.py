@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The match by few runs, by many, and a plain search agree."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The removal log remembers recent removals, up to its capacity."""
 
 from __future__ import annotations

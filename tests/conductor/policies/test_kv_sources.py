@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The source of a prompt's blocks: most of it, from a free card, from memory before an SSD."""
 
 from __future__ import annotations

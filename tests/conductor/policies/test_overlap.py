@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Blocks are fetched when that is sooner, by each policy's formula."""
 
 from __future__ import annotations

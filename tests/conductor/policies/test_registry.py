@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Every name that the setting allows is a policy that chooses among the given instances."""
 
 from __future__ import annotations

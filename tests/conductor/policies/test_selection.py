@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Each policy chooses by its formula, and gives that as its reason."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """A path is estimated from its own samples, else from its source's, else from all; booked cards are busy."""
 
 from __future__ import annotations

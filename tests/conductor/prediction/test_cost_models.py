@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The formulas that convert tokens to seconds."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The accounts add up, and reports correct them."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Answers are expected to be as long as those of their scope were."""
 
 from __future__ import annotations

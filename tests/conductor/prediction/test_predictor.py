@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The formulas give the published values; estimates follow measurements."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Coefficients are found from few samples, follow change, and never go below zero."""
 
 from __future__ import annotations

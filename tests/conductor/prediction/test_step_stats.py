@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Each of the steps that workers report is read once."""
 
 from __future__ import annotations

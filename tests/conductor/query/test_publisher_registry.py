@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Registrations of publishers and the answers to other routers, without sockets."""
 
 from __future__ import annotations

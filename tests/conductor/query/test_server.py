@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Queries of other routers over real HTTP about publishers on real ZeroMQ sockets."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The store behind LMCache, called as LMCache calls it, on doubles of its memory and its keys.
 
 With LMCache's own modules: ``tests/upstream_clients/test_real_plugins.py``, which needs them.

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Chunks are found by engines of the same identity only, even where LMCache does not expose it."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Doubles of SGLang's host pools: the same description of a page, in the same orders.
 
 The comparison with the real pools is in ``tests/upstream_clients/real_clients.py``.

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Facts that let two SGLang servers share pages, and facts that separate them."""
 
 from __future__ import annotations

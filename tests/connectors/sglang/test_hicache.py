@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The store behind SGLang, called as SGLang calls it, on doubles of its pools.
 
 With SGLang's own modules: ``tests/upstream_clients/test_real_clients.py``, which needs them.

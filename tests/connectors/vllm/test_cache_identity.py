@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Facts that let two vLLM ranks share blocks, and facts that separate them."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Plausible bugs, planted one clause at a time: each must be found by the masters' world.
 
 ``python -m tests.sim.faults.masters_bugs`` prints the first seed that finds each, and the rule that it

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Plausible bugs, each with the rule of the simulated store that finds it.
 
 Every rule has at least one, and a test checks that. The faults and workload mixes of a bug have many of the

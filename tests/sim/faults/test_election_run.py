@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Masters that elect a leader: a short sweep, and proof that the checkers detect bugs."""
 
 from __future__ import annotations

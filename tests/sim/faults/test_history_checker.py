@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The history checker alone: what it considers promised after each kind of loss."""
 
 from __future__ import annotations

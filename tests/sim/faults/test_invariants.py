@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Every rule of the store's world finds a bug, and what triggers the bugs is harmless without them."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Several masters under faults: a short sweep, seeds that once failed, and proof that the checkers detect
 bugs."""
 

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """A paused process does everything afterwards, in order, and nothing that was cancelled."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The simulated processes alone: what they do to bytes, and when they report it as done."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Fits give back the model that made the samples."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The search finds the smallest cluster of a world whose limits are known."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The closed form against counting step by step."""
 
 from __future__ import annotations

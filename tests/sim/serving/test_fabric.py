@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Bandwidth is shared fairly and never exceeded, and every byte arrives."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """A node's cache: memory in front of an SSD, and the events of both."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Cost files: all that are shipped can be read, and match the paper."""
 
 from __future__ import annotations

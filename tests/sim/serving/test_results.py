@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The columns of a run's results, its summary and its JSON."""
 
 from __future__ import annotations

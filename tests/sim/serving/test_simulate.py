@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The serving simulator as a whole: nothing is lost, runs repeat, both levels of detail agree."""
 
 from __future__ import annotations

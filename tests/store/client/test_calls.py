@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The calls that both clients share: their list, the release of memory, parts of a large durable batch."""
 
 from __future__ import annotations

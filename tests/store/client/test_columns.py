@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Slices as columns: cut at chunks, checked against their objects. The reference is a loop over bytes."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Outcome of a put, replica by replica; order in which a reader tries replicas."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The operations against a real master, with all effects performed, or failed, by the test."""
 
 from __future__ import annotations

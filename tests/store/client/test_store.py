@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The blocking and the asyncio client against real processes: everything beyond put and get."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Several masters in this process, a file as the lease store: elections, successors' state, answers."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """One master's part in the election, step by step. Several of them, with clocks of different
 speeds and late messages, are in ``tests/sim``: ``test_election_run.py``, ``test_masters_run.py``."""
 

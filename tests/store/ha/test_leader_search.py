@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Search for the leader: which address is next, and the effect of each answer."""
 
 from __future__ import annotations

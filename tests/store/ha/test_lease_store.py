@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Lease stores behave the same on etcd, Redis and a file."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Clients find the leading master by every form of its address, and find its successor."""
 
 from __future__ import annotations

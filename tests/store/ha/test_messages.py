@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Messages between masters: their encoding, and which clients may send them."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Which replies a master may send, in which order, and which state is its own: without I/O and clocks."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Which replies a leader sends, and after whose acknowledgement; a standby's state equals the leader's."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Replicas that are added and removed; any sequence of requests keeps the invariants."""
 
 from __future__ import annotations

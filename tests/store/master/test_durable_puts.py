@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Put-ends that wait for a copy on SSD: when they are answered, and with what."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Space for puts: found, freed by evicting no more than a budget, and never beyond a tenant's quota."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Introspection for operators and dashboards, which changes nothing, and tenants' quotas."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Scans of all keys run in slices: other requests are served between them. Counts slices, not seconds."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The store's KV events: fields, media, bounds, gaps, and the summary for late subscribers."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The master's events over real sockets, and the conductor as their subscriber."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Upper bounds of promises in a line of masters with different settings."""
 
 from __future__ import annotations

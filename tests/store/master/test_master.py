@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The master's promises, one per test. Times: lease 10 s, put 30 s, grace 5 s, ttl 5 s."""
 
 from __future__ import annotations

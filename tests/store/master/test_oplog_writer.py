@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The log on disk of a working master: compacted between requests, intact after failures."""
 
 from __future__ import annotations

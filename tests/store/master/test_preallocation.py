@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Preallocated space. Times as in ``test_master.py``: 30 s to write, 5 s of grace."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Policies of a put: replicas, places, pins, durability, replacement; puts into preallocated space.
 
 Times as in ``test_master.py``.

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Durable puts while memory is full of objects that are being copied to SSD."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """A follower that applies every record equals a successor, at every step."""
 
 from __future__ import annotations

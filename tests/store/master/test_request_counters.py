@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Requests are counted by the existing master's names."""
 
 from __future__ import annotations

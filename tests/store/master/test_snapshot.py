@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The one enumerator of a master's state: a successor that applies its records has the same state."""
 
 from __future__ import annotations

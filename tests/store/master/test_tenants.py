@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Accounts of tenants: what is counted, which objects are victims, which accounts are removed."""
 
 from __future__ import annotations

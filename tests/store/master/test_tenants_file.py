@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The file of quotas: its content, its errors, and that it follows changes."""
 
 from __future__ import annotations

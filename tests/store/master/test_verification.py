@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """A reader's report deletes nothing: the replica's own node reads it again."""
 
 from __future__ import annotations

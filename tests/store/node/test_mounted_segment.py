@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Tasks and journals of a real node with all its tiers, for a master whose replies the test defines."""
 
 from __future__ import annotations

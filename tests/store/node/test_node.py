@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The node against a master in this process: mounting, mounting again, leaving, failing starts."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The directory of an SSD segment: what survives, and what is refused with which message."""
 
 from __future__ import annotations

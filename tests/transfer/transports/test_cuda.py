@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Device memory through the engine, over the test double of the driver; what the double cannot show is
 said in ``native/test_cuda_driver.cpp``, and ``scripts/test-cuda`` runs the contract suite on a real GPU."""
 

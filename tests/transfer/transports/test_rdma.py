@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Behaviour that only rdma has. Without a device, tests that need one are skipped with the reason.
 
 ``scripts/test-rdma`` runs this file and the contract suite in a small VM that has soft-RoCE devices.

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Behaviour of shared memory beyond the contract: users, revocation, first touches."""
 
 from __future__ import annotations

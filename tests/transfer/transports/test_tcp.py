@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The server's side of the wire, spoken to byte by byte (``native/wire.h``)."""
 
 from __future__ import annotations
