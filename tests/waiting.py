@@ -4,18 +4,34 @@
 from __future__ import annotations
 
 import asyncio
+import inspect
 import time
 from collections.abc import Callable
 
 PATIENCE_S = 60.0
 
 
-async def until(condition: Callable[[], object], what: str = "it", timeout_s: float = PATIENCE_S) -> None:
-    """Return once ``condition()`` is true; fail after ``timeout_s``, saying that ``what`` did not happen."""
+async def until(
+    condition: Callable[[], object],
+    what: str = "it",
+    timeout_s: float = PATIENCE_S,
+    poke: Callable[[], object] | None = None,
+) -> None:
+    """Return once ``condition()``, which may be a coroutine function, is true; else fail after ``timeout_s``.
+
+    ``what`` is said not to have happened; ``poke`` is called between two attempts.
+    """
     deadline = time.monotonic() + timeout_s
-    while not condition():
+    while True:
+        found = condition()
+        if inspect.isawaitable(found):
+            found = await found
+        if found:
+            return
         assert time.monotonic() < deadline, f"{what} did not happen within {timeout_s:g} s"
-        await asyncio.sleep(0.002)
+        if poke is not None:
+            poke()
+        await asyncio.sleep(0.002 if poke is None else 0.01)
 
 
 def wait_until(condition: Callable[[], object], what: str = "it", timeout_s: float = PATIENCE_S) -> None:

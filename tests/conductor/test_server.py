@@ -3,9 +3,8 @@
 
 from __future__ import annotations
 
-import asyncio
 import contextlib
-from collections.abc import AsyncIterator, Awaitable, Callable
+from collections.abc import AsyncIterator
 from dataclasses import dataclass, field, replace
 
 import pytest
@@ -32,6 +31,7 @@ from mooncake.inference.kv_events import WorkerKvEventPublisher
 from mooncake.kv_events.dialects import BlockStored
 from mooncake.prefix import block_hashes, root_hash, short_key
 from mooncake.types import WorkerRole
+from tests.waiting import until
 
 SETTINGS = SchedulingSettings(
     block_tokens=16,
@@ -42,12 +42,6 @@ SETTINGS = SchedulingSettings(
     probe_timeout_s=5.0,
 )
 HASHES = block_hashes(range(64), 16, root_hash())
-
-
-async def until(condition: Callable[[], Awaitable[bool]]) -> None:
-    async with asyncio.timeout(10):
-        while not await condition():  # noqa: ASYNC110 (the condition is queried over sockets)
-            await asyncio.sleep(0.01)
 
 
 @dataclass

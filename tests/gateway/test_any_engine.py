@@ -15,6 +15,7 @@ from mooncake.conductor.settings import SchedulingSettings
 from tests.gateway.conftest import running
 from tests.gateway.doubles import answer_text
 from tests.gateway.engines import fronting
+from tests.waiting import until
 
 PROMPT = "w20 w21 w22 w23 w24 w25 w26 w27 w28 w29"
 IDS = list(range(20, 30))
@@ -78,12 +79,6 @@ def steps(front: Any, is_slow: bool) -> list[StepMeasured]:
 def measure(front: Any, is_slow: bool) -> None:
     for event in steps(front, is_slow):
         front.gateway.scheduling.post(event)
-
-
-async def until(condition: Any) -> None:
-    async with asyncio.timeout(20):
-        while not condition():  # noqa: ASYNC110 (engines are other servers)
-            await asyncio.sleep(0.01)
 
 
 async def state_of(front: Any, name: str) -> str:

@@ -29,7 +29,7 @@ from mooncake.store import Store, StoreSettings
 from mooncake.store.ha.election import LeaderLease, decode_lease
 from mooncake.store.ha.lease_store import make_lease_store
 from tests.contract.metadata_servers import MetadataServer, skip_without
-from tests.store.test_processes import until
+from tests.waiting import wait_until
 
 pytestmark = pytest.mark.processes
 
@@ -73,7 +73,7 @@ class Load:
 
     def wait_for(self, more: int) -> None:
         first = len(self.journal)
-        until(lambda: len(self.journal) >= first + more)
+        wait_until(lambda: len(self.journal) >= first + more)
 
     def stop(self) -> None:
         self._is_over.set()
@@ -138,7 +138,7 @@ class Masters:
             number = self.ports.index(int(lease.address.rpartition(":")[2]))
             return f"m{number}" if f"m{number}" != besides else ""
 
-        until(name)
+        wait_until(name)
         return name()
 
     def wait_for_standbys(self, count: int) -> None:
@@ -146,7 +146,7 @@ class Masters:
             lease = self.lease()
             return lease is not None and len(lease.standbys) == count
 
-        until(has_them)
+        wait_until(has_them)
 
     def send(self, name: str, number: signal.Signals) -> int:
         process = self.running.pop(name)
@@ -204,7 +204,7 @@ def test_the_leader_is_killed_under_load(masters: Masters) -> None:
         killed_at = clock.monotonic()
         masters.send(leader, signal.SIGKILL)
         masters.leader(besides=leader)
-        until(lambda: load.store.get(f"k{load.journal[0]}") is not None)
+        wait_until(lambda: load.store.get(f"k{load.journal[0]}") is not None)
         print(f"read again after {clock.monotonic() - killed_at:.2f} s")
         load.wait_for(50)
         print(f"puts paused for {load.longest_pause_s:.2f} s")

@@ -16,7 +16,8 @@ from mooncake.conductor.server import ConductorService
 from mooncake.prefix import block_hashes, root_hash, short_key
 from mooncake.types import WorkerRole
 from tests.conductor.events.test_discovery import free_endpoint
-from tests.conductor.test_server import SETTINGS, until
+from tests.conductor.test_server import SETTINGS
+from tests.waiting import until
 
 TOKENS = [*range(1000, 1256)]
 KEYS = [short_key(one) for one in block_hashes(TOKENS, 16, root_hash())]

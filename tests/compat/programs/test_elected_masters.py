@@ -9,7 +9,6 @@ import re
 import signal
 import subprocess
 import sys
-import time
 import urllib.error
 import urllib.request
 from collections.abc import Iterator
@@ -19,6 +18,7 @@ import pytest
 
 from mooncake.compat.programs.master import main
 from tests.contract.metadata_servers import MetadataServer
+from tests.waiting import wait_until
 
 pytestmark = pytest.mark.processes
 PATIENCE_S = 30.0
@@ -76,10 +76,10 @@ def test_one_leads_and_the_other_takes_over(flags: list[str]) -> None:
     first = Program(*flags)
     second = None
     try:
-        until(lambda: first.ask("/role") == (200, "leader"))
+        wait_until(lambda: first.ask("/role") == (200, "leader"))
         second = Program(*flags)
-        until(lambda: second.ask("/leader")[1]["leader_address"] == first.address)
-        until(lambda: second.ask("/ha_status")[1] == "standby")
+        wait_until(lambda: second.ask("/leader")[1]["leader_address"] == first.address)
+        wait_until(lambda: second.ask("/ha_status")[1] == "standby")
         _, health = second.ask("/health")
         assert (health["status"], health["role"], health["service_ready"]) == ("ok", "standby", False)
         assert second.ask("/role") == (200, "standby")
@@ -89,17 +89,10 @@ def test_one_leads_and_the_other_takes_over(flags: list[str]) -> None:
         assert second.ask("/metrics")[0] == 200
         assert first.ask("/api/v1/remove_all", "POST")[0] == 200
         first.process.send_signal(signal.SIGKILL)
-        until(lambda: second.ask("/role") == (200, "leader"))
+        wait_until(lambda: second.ask("/role") == (200, "leader"))
         assert second.ask("/api/v1/remove_all", "POST")[0] == 200
         assert second.ask("/leader")[1]["leader_address"] == second.address
     finally:
         first.stop()
         if second is not None:
             second.stop()
-
-
-def until(condition: Any) -> None:
-    deadline = time.monotonic() + PATIENCE_S
-    while not condition():
-        assert time.monotonic() < deadline, "it didn't happen in time"
-        time.sleep(0.05)

@@ -22,7 +22,8 @@ from mooncake.conductor.settings import SchedulingSettings
 from mooncake.errors import InvalidArgument
 from mooncake.prefix import block_hashes, root_hash, short_key
 from mooncake.types import WorkerRole
-from tests.conductor.test_server import SETTINGS, until
+from tests.conductor.test_server import SETTINGS
+from tests.waiting import until
 
 TOKENS = [*range(500, 564)]
 KEYS = [short_key(one) for one in block_hashes(TOKENS, 16, root_hash())]

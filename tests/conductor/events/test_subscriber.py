@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-from collections.abc import AsyncIterator, Callable, Iterator
+from collections.abc import AsyncIterator, Iterator
 
 import msgspec
 import pytest
@@ -25,6 +25,7 @@ from mooncake.store.master.kv_publisher import MasterKvEventPublisher as StoreEv
 from mooncake.store.server import MasterServer
 from mooncake.store.settings import MasterSettings
 from mooncake.types import Tier
+from tests.waiting import until
 
 HASHES = block_hashes(range(64), 16, root_hash())
 KEYS = [short_key(one) for one in HASHES]
@@ -63,13 +64,6 @@ class Follower:
         self.task.cancel()
         with contextlib.suppress(asyncio.CancelledError):
             await self.task
-
-
-async def until(condition: Callable[[], object], poke: Callable[[], None] = lambda: None) -> None:
-    async with asyncio.timeout(10):
-        while not condition():
-            poke()
-            await asyncio.sleep(0.01)
 
 
 @pytest.fixture
@@ -119,7 +113,7 @@ async def test_a_dropped_sequence_is_replayed(
     wire = LossyWire(context, publisher)
     follower = Follower(context, wire.source)
     await until(lambda: follower.has(HASHES[0]))
-    await until(lambda: follower.has(END), lambda: publisher.publish([stored(END)]))  # live now
+    await until(lambda: follower.has(END), poke=lambda: publisher.publish([stored(END)]))  # live now
 
     wire.dropping = True
     publisher.publish([stored(HASHES[1]), BlockRemoved([HASHES[0]], "GPU")])
@@ -139,7 +133,7 @@ async def test_a_gap_that_cannot_be_filled_clears_the_hints(
 ) -> None:
     wire = LossyWire(context, publisher)
     follower = Follower(context, EventSource(wire.source.endpoint, None, "kv-events"))
-    await until(lambda: follower.has(END), lambda: publisher.publish([stored(END)]))
+    await until(lambda: follower.has(END), poke=lambda: publisher.publish([stored(END)]))
     wire.dropping = True
     publisher.publish([stored(HASHES[1])])
     await until(lambda: wire.num_dropped >= 1)
@@ -160,12 +154,12 @@ async def test_a_restarted_publisher_starts_over(context: zmq.asyncio.Context) -
     follower = Follower(context, EventSource(source.endpoint, source.replay_endpoint, source.topic))
     for _ in range(5):
         first.publish([stored(HASHES[0])])
-    await until(lambda: follower.has(END), lambda: first.publish([stored(END)]))
+    await until(lambda: follower.has(END), poke=lambda: first.publish([stored(END)]))
     await first.close()
     second = WorkerKvEventPublisher()
     await second.start(*ports)
     second.publish([stored(HASHES[1])])
-    await until(lambda: follower.has(HASHES[2]), lambda: second.publish([stored(HASHES[2])]))
+    await until(lambda: follower.has(HASHES[2]), poke=lambda: second.publish([stored(HASHES[2])]))
     assert follower.has(HASHES[1]) and not follower.has(HASHES[0])
     await follower.stop()
     await second.close()

@@ -6,7 +6,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import json
-from collections.abc import AsyncIterator, Awaitable, Callable
+from collections.abc import AsyncIterator
 from pathlib import Path
 from typing import Any
 
@@ -29,6 +29,7 @@ from mooncake.store.master.kv_publisher import MasterKvEventPublisher as StoreEv
 from mooncake.store.server import MasterServer
 from mooncake.store.settings import MasterSettings
 from tests.conductor.events.test_subscriber import LossyWire
+from tests.waiting import until
 
 KEY = "a key of this test"
 TOKENS = list(range(500, 564))
@@ -116,13 +117,6 @@ async def publishing(port: int = 0, replay_port: int = 0) -> AsyncIterator[Worke
     await publisher.start(port, replay_port)
     yield publisher
     await publisher.close()
-
-
-async def until(condition: Callable[[], Awaitable[object]], poke: Callable[[], None] = lambda: None) -> None:
-    async with asyncio.timeout(20):
-        while not await condition():
-            poke()
-            await asyncio.sleep(0.01)
 
 
 def source_of(publisher: WorkerKvEventPublisher) -> KvEventSource:
@@ -220,7 +214,7 @@ async def test_a_restarted_publisher_is_followed_again(router: Router) -> None:
         async def is_new() -> bool:
             return await router.longest() == 16
 
-        await until(is_new, lambda: publisher.publish([stored(0, 1)]))
+        await until(is_new, poke=lambda: publisher.publish([stored(0, 1)]))
 
 
 async def test_a_publisher_that_starts_later_is_followed(router: Router) -> None:
@@ -235,7 +229,7 @@ async def test_a_publisher_that_starts_later_is_followed(router: Router) -> None
         async def is_known() -> bool:
             return await router.longest() == 64
 
-        await until(is_known, lambda: publisher.publish([stored(3, 4)]))
+        await until(is_known, poke=lambda: publisher.publish([stored(3, 4)]))
 
 
 async def test_a_gap_is_replayed(router: Router) -> None:
@@ -244,7 +238,7 @@ async def test_a_gap_is_replayed(router: Router) -> None:
         wire = LossyWire(context, publisher)
         source = KvEventSource(wire.source.endpoint, wire.source.replay_endpoint, "")
         await router.register(source)
-        await until(router.longest, lambda: publisher.publish([stored(0, 1)]))
+        await until(router.longest, poke=lambda: publisher.publish([stored(0, 1)]))
         wire.dropping = True
         publisher.publish([stored(1, 2)])
 

@@ -17,7 +17,8 @@ from mooncake.store import AsyncStore, PutGrant, PutPolicy, Refusal, Store, Stor
 from mooncake.store import messages as m
 from mooncake.store.client.operations import CallMaster, MoveSlices, Slices
 from mooncake.transfer import Completion
-from tests.store.test_processes import Processes, num_writable, until
+from tests.store.test_processes import Processes, num_writable
+from tests.waiting import wait_until
 
 pytestmark = pytest.mark.processes
 
@@ -42,7 +43,7 @@ def connected(processes: Processes, tenant: str = "default", verify_local: bool 
 @pytest.fixture
 def store(processes: Processes) -> Iterator[Store]:
     with connected(processes) as store:
-        until(lambda: num_writable(store) == 2)
+        wait_until(lambda: num_writable(store) == 2)
         yield store
         store.remove_all(force=True)
 
@@ -117,11 +118,11 @@ def test_copies_and_moves_are_jobs(store: Store) -> None:
     assert segments(store, "k") == ["one"]
     job = store.copy("k", ["two"])
     assert not isinstance(job, Refusal)
-    until(lambda: segments(store, "k") == ["one", "two"])
-    until(lambda: (status := store.job(job.job_id)) is not None and status.state == "done")
+    wait_until(lambda: segments(store, "k") == ["one", "two"])
+    wait_until(lambda: (status := store.job(job.job_id)) is not None and status.state == "done")
     moved = store.move("k", "one", "two")
     if not isinstance(moved, Refusal):
-        until(lambda: segments(store, "k") == ["two"])
+        wait_until(lambda: segments(store, "k") == ["two"])
     assert store.get("k") == VALUE
     refusal = store.copy("none", ["two"])
     assert isinstance(refusal, Refusal) and refusal.code == "not_found"
@@ -156,7 +157,7 @@ def test_an_object_outlives_one_of_its_nodes(store: Store, processes: Processes)
     processes.kill("two")
     assert store.get_batch([f"k{n}" for n in range(8)]) == [VALUE] * 8
     processes.start_node("two")
-    until(lambda: num_writable(store) == 2)
+    wait_until(lambda: num_writable(store) == 2)
 
 
 class Slow:

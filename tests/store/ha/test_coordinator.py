@@ -4,7 +4,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator
 from pathlib import Path
 from typing import Any
 
@@ -18,15 +18,10 @@ from mooncake.store import messages as m
 from mooncake.store.ha.messages import Leads, WhoLeads
 from mooncake.store.server import MasterServer
 from mooncake.store.settings import MasterSettings
+from tests.waiting import until
 
 LEASE_S = 1.0
 REPLIES: tuple[type[msgspec.Struct], ...] = (*m.REPLIES, Leads)
-
-
-async def until(condition: Callable[[], object], timeout_s: float = 15.0) -> None:
-    async with asyncio.timeout(timeout_s):
-        while not condition():  # noqa: ASYNC110
-            await asyncio.sleep(0.005)
 
 
 class Masters:
@@ -156,7 +151,7 @@ async def test_a_leader_that_is_closed_hands_over_without_waiting_for_its_lease(
     masters.running.remove(first)
     await first.close()
     record = second._coordinator.election.record if second._coordinator else None
-    await until(lambda: second.leadership.is_leader, LEASE_S * 0.8)
+    await until(lambda: second.leadership.is_leader, timeout_s=LEASE_S * 0.8)
     assert record is not None and second.leadership.term > record.term
     client = masters.client(second)
     await mount(client)
@@ -219,7 +214,7 @@ async def test_a_leader_that_comes_back_with_its_log_leads_with_all_of_it(master
         await put(client, number)
     await masters.kill(first)
     again = await masters.start("one")
-    await until(lambda: again.leadership.is_leader, LEASE_S * 0.8)
+    await until(lambda: again.leadership.is_leader, timeout_s=LEASE_S * 0.8)
     assert again.leadership.term == 2
     client = masters.client(again)
     await mount(client)

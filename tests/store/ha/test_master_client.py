@@ -19,7 +19,8 @@ from mooncake.store import messages as m
 from mooncake.store.ha import master_client
 from mooncake.store.ha.master_client import AsyncMasterClient, BlockingMasterClient, MasterResolver
 from mooncake.store.server import MasterServer
-from tests.store.ha.test_coordinator import Masters, until
+from tests.store.ha.test_coordinator import Masters
+from tests.waiting import until
 
 
 @pytest.fixture

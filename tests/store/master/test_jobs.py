@@ -13,7 +13,8 @@ from mooncake.types import Tier
 from tests.store.conftest import LEASE_S, SETTINGS
 from tests.store.master.test_tiering import put_durable, where, work
 from tests.store.nodes import Nodes, Place, with_ssd
-from tests.store.test_processes import MIB, Processes, content, num_writable, until
+from tests.store.test_processes import MIB, Processes, content, num_writable
+from tests.waiting import wait_until
 
 
 @pytest.fixture
@@ -278,11 +279,11 @@ def test_a_node_is_drained_under_reads_and_unmounted() -> None:
         processes.start_master()
         processes.start_node("one")
         with Store(processes.address, settings=StoreSettings(timeout_s=20.0)) as store:
-            until(lambda: num_writable(store) == 1)
+            wait_until(lambda: num_writable(store) == 1)
             for number, key in enumerate(keys):
                 assert store.put(key, content(number, MIB)) is None
             processes.start_node("two")
-            until(lambda: num_writable(store) == 2)
+            wait_until(lambda: num_writable(store) == 2)
             job = store.ask(m.DrainSegments(["one"], [], unmount_after_s=60.0)).status
 
             def is_done() -> bool:
@@ -292,7 +293,7 @@ def test_a_node_is_drained_under_reads_and_unmounted() -> None:
                 assert status is not None and status.state not in ("failed", "cancelled"), status
                 return status.state == "done"
 
-            until(is_done)
+            wait_until(is_done)
             assert store.job(job.job_id).moved_bytes == len(keys) * MIB  # type: ignore[union-attr]
             assert [one.segment for one in store.ask(m.GetMasterStatus()).segments] == ["two"]
             processes.kill("one")

@@ -14,7 +14,8 @@ from mooncake.store.settings import MasterSettings
 from mooncake.types import Tier
 from tests.store.conftest import SETTINGS
 from tests.store.nodes import SSD_BYTES, Nodes, Place, with_ssd
-from tests.store.test_processes import MIB, Processes, content, num_writable, until
+from tests.store.test_processes import MIB, Processes, content, num_writable
+from tests.waiting import wait_until
 
 
 def settings(**changed: float) -> MasterSettings:
@@ -296,9 +297,9 @@ def test_more_than_fits_into_memory_is_kept_and_what_is_read_again_comes_back(tm
         ssd = ("--ssd-path", str(tmp_path / "ssd"), "--ssd-size", "128MiB")
         processes.start_node("node", "12MiB", *ssd)
         with Store(processes.address, settings=StoreSettings(timeout_s=20.0)) as store:
-            until(lambda: num_writable(store) == 2)
+            wait_until(lambda: num_writable(store) == 2)
             for number, key in enumerate(keys):
-                until(lambda: store.put(key, content(number, MIB + number)) is None)  # noqa: B023
+                wait_until(lambda: store.put(key, content(number, MIB + number)) is None)  # noqa: B023
             assert store.put("durable", content(99, MIB), m.PutPolicy(is_durable=True)) is None
             for number, key in enumerate(keys):
                 assert store.get(key) == content(number, MIB + number), key
@@ -312,7 +313,7 @@ def test_more_than_fits_into_memory_is_kept_and_what_is_read_again_comes_back(tm
                 assert store.get("k0") == content(0, MIB)
                 return Tier.MEMORY in tiers()
 
-            until(is_back)
+            wait_until(is_back)
             counts = store.ask(m.GetMasterStatus()).counts
             assert counts["demoted_objects"] >= 28 and counts["promoted_objects"] >= 1, counts
             assert counts["evicted_objects"] == 0 and counts["failed_tasks"] == 0, counts
