@@ -11,6 +11,7 @@ import importlib.util
 
 import pytest
 
+from mooncake.state_table import Faults
 from tests import skips
 
 if importlib.util.find_spec("hypothesis") is not None:  # the environment of vLLM lacks it
@@ -33,4 +34,5 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 
 
 def pytest_configure(config: pytest.Config) -> None:
+    Faults.raises = True  # an unexpected event of a state machine fails the test
     skips.register(config)

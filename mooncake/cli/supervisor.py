@@ -6,22 +6,19 @@ doubles with every consecutive death and is reset after a stable period. Restart
 heals by itself at night beats one that waits for an operator. The one exception is a role that refuses its
 settings (exit status 2) before it ever served: trying again cannot help, so everything stops.
 
-Knows names and instants only. ``processes.py`` starts processes, watches them and reports here.
-
-    waiting ──▶ starting ──▶ ready
-                 ▲   │         │         any of them ──Stop──▶ stopping ──▶ stopped
-                 │   └──died───┤
-                 └─ resting ◀──┘
+Knows names and instants only. ``processes.py`` starts processes, watches them and reports here. A role's
+states and moves are in ``ROLE_MOVES`` at the end, drawn in docs/reference/state-machines.md.
 """
 
 from __future__ import annotations
 
 import enum
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 
 from mooncake.machine import Wake
+from mooncake.state_table import Move, StateTable, move
 
 FIRST_REST_S = 0.5
 LONGEST_REST_S = 30.0
@@ -118,6 +115,10 @@ class AllStopped:
     status: int
 
 
+MAY_START, MAY_STOP, STOP, KILL = "may start", "may stop", "stop all", "kill all"
+"""Events of one role that follow from those of others, and from StopAll."""
+
+RoleEvent = RoleReady | RoleExited | Wake | str
 Effect = StartRole | TerminateRole | KillRole | Announce | AllReady | AllStopped
 
 
@@ -160,10 +161,8 @@ class Supervisor:
         match event:
             case StartAll():
                 return self._start_what_may(now)
-            case RoleReady(name):
-                return self._became_ready(self.roles[name], now)
-            case RoleExited(name, status):
-                return self._exited(self.roles[name], status, now)
+            case RoleReady(name) | RoleExited(name):
+                return self._move(self.roles[name], event, now)
             case StopAll():
                 return self._kill_all(now) if self.is_stopping else self._stop_all(now, "requested to stop")
             case Wake():
@@ -191,6 +190,12 @@ class Supervisor:
         states = " ".join(f"{name}={role.state}" for name, role in self.roles.items())
         return f"<Supervisor {states}>"
 
+    def _move(self, role: RoleStatus, event: RoleEvent, now: float) -> list[Effect]:
+        state = role.state
+        effects: list[Effect] = ROLE_MOVES.dispatch(state, event)(self, role, event, now)
+        ROLE_MOVES.check_move(state, event, role.state)
+        return effects
+
     # -- starting ------------------------------------------------------------------------------------
 
     def _start_what_may(self, now: float) -> list[Effect]:
@@ -199,18 +204,19 @@ class Supervisor:
             if role.state is RoleState.WAITING and all(
                 self.roles[name].was_ready for name in role.spec.after
             ):
-                effects += self._start(role, now, "first start")
+                effects += self._move(role, MAY_START, now)
         return effects
 
-    def _start(self, role: RoleStatus, now: float, why: str) -> list[Effect]:
+    def _start(self, role: RoleStatus, _: RoleEvent, now: float) -> list[Effect]:
+        why = f"start {role.num_starts + 1}" if role.num_starts else "first start"
         role.num_starts += 1
         role.is_overdue = False
         role.enter(RoleState.STARTING, now, why, wake_at=now + role.spec.ready_within_s)
         return [StartRole(role.spec.name)]
 
-    def _became_ready(self, role: RoleStatus, now: float) -> list[Effect]:
-        if role.state is not RoleState.STARTING or role.is_overdue:
-            return []  # it died, or is being stopped, while the answer was in transit
+    def _became_ready(self, role: RoleStatus, _: RoleEvent, now: float) -> list[Effect]:
+        if role.is_overdue:
+            return []  # it was killed while the answer was in transit
         took_s = now - role.since
         role.was_ready = True
         role.enter(RoleState.READY, now, f"after {took_s:.1f} s")
@@ -223,11 +229,15 @@ class Supervisor:
 
     # -- dying and restarting ------------------------------------------------------------------------
 
-    def _exited(self, role: RoleStatus, status: int, now: float) -> list[Effect]:
-        how = how_it_ended(status)
+    def _stopped(self, role: RoleStatus, event: RoleExited, now: float) -> list[Effect]:
+        how = how_it_ended(event.status)
+        role.enter(RoleState.STOPPED, now, how)
+        return [Announce(role.spec.name, f"stopped ({how})"), *self._stop_what_may(now)]
+
+    def _died(self, role: RoleStatus, event: RoleExited, now: float) -> list[Effect]:
         if self.is_stopping:
-            role.enter(RoleState.STOPPED, now, how)
-            return [Announce(role.spec.name, f"stopped ({how})"), *self._stop_what_may(now)]
+            return self._stopped(role, event, now)
+        status, how = event.status, how_it_ended(event.status)
         if status == STATUS_BAD_SETTINGS and not role.was_ready:
             self.exit_status = STATUS_BAD_SETTINGS
             role.enter(RoleState.STOPPED, now, how)
@@ -251,17 +261,12 @@ class Supervisor:
         for role in self.roles.values():
             if role.wake_at is None or role.wake_at > now:
                 continue
-            match role.state:
-                case RoleState.RESTING:
-                    effects += self._start(role, now, f"start {role.num_starts + 1}")
-                case RoleState.STARTING:
-                    role.is_overdue, role.wake_at = True, None
-                    text = f"not ready after {role.spec.ready_within_s:g} s; killing it"
-                    effects += [Announce(role.spec.name, text), KillRole(role.spec.name)]
-                case RoleState.STOPPING:
-                    text = f"did not stop within {now - role.since:.0f} s; killing it"
-                    effects += [Announce(role.spec.name, text), *self._kill(role)]
+            effects += self._move(role, Wake(), now)
         return effects
+
+    def _not_ready(self, role: RoleStatus, _: RoleEvent, now: float) -> list[Effect]:
+        text = f"not ready after {role.spec.ready_within_s:g} s; killing it"
+        return [Announce(role.spec.name, text), *self._kill(role)]
 
     # -- stopping ------------------------------------------------------------------------------------
 
@@ -269,7 +274,7 @@ class Supervisor:
         self.is_stopping = True
         for role in self.roles.values():
             if not role.runs:
-                role.enter(RoleState.STOPPED, now, why)
+                role.enter(ROLE_MOVES.next(role.state, STOP), now, why)
         return self._stop_what_may(now)
 
     def _stop_what_may(self, now: float) -> list[Effect]:
@@ -279,22 +284,32 @@ class Supervisor:
         effects: list[Effect] = []
         for role in self.roles.values():
             if role.state in (RoleState.STARTING, RoleState.READY) and role.spec.name not in needed:
-                grace_s = GRACE_S if role.state is RoleState.READY else STARTING_GRACE_S
-                role.is_overdue = False
-                role.enter(RoleState.STOPPING, now, "its turn to stop", wake_at=now + grace_s)
-                effects.append(TerminateRole(role.spec.name))
+                effects += self._move(role, MAY_STOP, now)
         if not self._is_finished and not any(role.runs for role in self.roles.values()):
             self._is_finished = True
             effects.append(AllStopped(self.exit_status))
         return effects
 
+    def _terminate(self, role: RoleStatus, _: RoleEvent, now: float) -> list[Effect]:
+        grace_s = GRACE_S if role.state is RoleState.READY else STARTING_GRACE_S
+        role.is_overdue = False
+        role.enter(RoleState.STOPPING, now, "its turn to stop", wake_at=now + grace_s)
+        return [TerminateRole(role.spec.name)]
+
+    def _not_stopped(self, role: RoleStatus, _: RoleEvent, now: float) -> list[Effect]:
+        text = f"did not stop within {now - role.since:.0f} s; killing it"
+        return [Announce(role.spec.name, text), *self._kill(role)]
+
     def _kill_all(self, now: float) -> list[Effect]:
         effects: list[Effect] = []
         for role in self.roles.values():
             if role.runs:
-                role.enter(RoleState.STOPPING, now, "killed")
-                effects += self._kill(role)
+                effects += self._move(role, KILL, now)
         return effects
+
+    def _kill_now(self, role: RoleStatus, _: RoleEvent, now: float) -> list[Effect]:
+        role.enter(RoleState.STOPPING, now, "killed")
+        return self._kill(role)
 
     def _kill(self, role: RoleStatus) -> list[Effect]:
         role.is_overdue, role.wake_at = True, None
@@ -304,3 +319,26 @@ class Supervisor:
 def how_it_ended(status: int) -> str:
     """An exit status as text."""
     return f"killed by signal {-status}" if status < 0 else f"exit status {status}"
+
+
+def _moves() -> Iterator[tuple[tuple[RoleState, type | str], Move[RoleState]]]:
+    waiting, starting, ready = RoleState.WAITING, RoleState.STARTING, RoleState.READY
+    resting, stopping, stopped = RoleState.RESTING, RoleState.STOPPING, RoleState.STOPPED
+    yield (waiting, MAY_START), move(starting, by=Supervisor._start)
+    yield (starting, RoleReady), move(ready, starting, by=Supervisor._became_ready)
+    yield (starting, Wake), move(starting, by=Supervisor._not_ready, meaning="not ready in time")
+    yield (resting, Wake), move(starting, by=Supervisor._start, meaning="rest over")
+    yield (stopping, Wake), move(stopping, by=Supervisor._not_stopped, meaning="not stopped in time")
+    yield (stopping, RoleExited), move(stopped, by=Supervisor._stopped)
+    for state in (starting, ready):
+        yield (state, RoleExited), move(resting, stopped, by=Supervisor._died)
+        yield (state, MAY_STOP), move(stopping, by=Supervisor._terminate)
+    for state in (starting, ready, stopping):
+        yield (state, KILL), move(stopping, by=Supervisor._kill_now)
+    for state in (waiting, resting, stopped):
+        yield (state, STOP), move(stopped)
+    for state in (resting, stopping, stopped):
+        yield (state, RoleReady), move(state, meaning="ready too late")
+
+
+ROLE_MOVES: StateTable[RoleState] = StateTable("role of mooncake up", RoleState, dict(_moves()))

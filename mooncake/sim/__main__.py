@@ -21,6 +21,7 @@ from mooncake.sim.faults.store_run import ReplicasRun, StoreRun
 from mooncake.sim.faults.transfer_run import TransferRun
 from mooncake.sim.faults.workload_mix import PLAIN
 from mooncake.sim.kernel import Kernel
+from mooncake.state_table import Faults
 
 
 class FaultRun(Protocol):
@@ -35,6 +36,7 @@ class FaultRun(Protocol):
 
 
 def main() -> int:
+    Faults.raises = True
     parser = argparse.ArgumentParser(prog="python -m mooncake.sim", description=__doc__)
     parser.add_argument(
         "--world",

@@ -1,11 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Membership of a segment in the store: mount, heartbeat, mount again after any loss, leave.
 
-::
-
-    WAITING ──back-off over──▶ CONNECTING ──opened──▶ MOUNTING ──Mounted──▶ MOUNTED ⟲ heartbeats
-       ▲                           │                     │  └▶ REPORTING ──▶──┤
-       └──────────── refused, closed, or no answer in time (Disconnect) ──────┘
+docs/reference/state-machines.md has the diagram, drawn from ``MOVES`` at the end of this module.
 
 A master that does not know the segment's content receives a report of it before the first heartbeat
 (REPORTING). The memory and its epoch outlive every connection: a master that knows them finds its objects
@@ -17,13 +13,14 @@ from __future__ import annotations
 
 import dataclasses
 import enum
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
 from random import Random
 from typing import Any
 
 import msgspec
 
 from mooncake.machine import Wake
+from mooncake.state_table import Move, StateTable, move
 from mooncake.store import messages as m
 from mooncake.store.node.task_agent import reports
 from mooncake.types import Tier
@@ -35,7 +32,7 @@ ANSWER_S = 3.0
 
 
 class MembershipPhase(enum.StrEnum):
-    """Phase of the membership, as in the diagram above."""
+    """Phase of the membership."""
 
     WAITING = "waiting"
     CONNECTING = "connecting"
@@ -161,17 +158,12 @@ class Membership:
         return self._mount.rest_s
 
     def handle(self, event: Event | Wake, now: float) -> list[Effect]:
-        if self.phase is MembershipPhase.LEFT:
+        if isinstance(event, Wake) and (self._wake_at is None or self._wake_at > now):
             return []
-        if isinstance(event, Wake):
-            return self._wake(now) if self._wake_at is not None and self._wake_at <= now else []
-        if isinstance(event, Leave):
-            return self._leave(now)
-        if isinstance(event, ConnectionClosed):
-            return self._closed(event.reason, now)
-        if isinstance(event, ConnectionOpened):
-            return self._send_mount(now) if self.phase is MembershipPhase.CONNECTING else []
-        return self._answered(event.message, now)
+        phase = self.phase
+        effects: list[Effect] = MOVES.dispatch(phase, event)(self, event, now)
+        MOVES.check_move(phase, event, self.phase)
+        return effects
 
     def deadline(self) -> float | None:
         return self._wake_at
@@ -184,49 +176,58 @@ class Membership:
         """Last phases of the membership; ``key`` is the name of the segment."""
         return list(self._lines) if key == self._mount.segment else []
 
-    def _wake(self, now: float) -> list[Effect]:
-        if self.phase is MembershipPhase.WAITING:
-            self._enter(MembershipPhase.CONNECTING, now, ANSWER_S)
-            return [Connect()]
-        if self.phase is MembershipPhase.MOUNTED and not self._is_beat_open:
-            self._is_beat_open = True
-            self._wake_at = now + ANSWER_S
-            return [Send(m.Heartbeat(self._mount.segment, self._mount.epoch))]
-        if self.phase is MembershipPhase.LEAVING:
-            return self._left(now)
-        return [Disconnect(), *self._closed(f"no answer within {ANSWER_S} s", now)]
+    def _connect(self, _: Wake, now: float) -> list[Effect]:
+        self._enter(MembershipPhase.CONNECTING, now, ANSWER_S)
+        return [Connect()]
 
-    def _answered(self, message: msgspec.Struct, now: float) -> list[Effect]:
-        if self.phase is MembershipPhase.LEAVING:
-            return self._left(now)
-        if isinstance(message, m.Mounted) and self.phase is MembershipPhase.MOUNTING:
-            if message.refusal is not None:
-                reason = str(message.refusal)
-                return [Disconnect(), *self._closed(f"mount refused: {reason}", now)]
-            self._heartbeat_s = message.heartbeat_s
-            rest_s = max(message.rest_s, self._mount.rest_s)
-            self._mount = msgspec.structs.replace(self._mount, rest_s=rest_s, line=message.line)
-            self._note_largest_id(message.last_id)
-            self._backoff_s = FIRST_BACKOFF_S
-            fields = {"segment": self._mount.segment, "num_objects": message.num_objects}
-            if message.wants_report:
-                self._reports = reports(self._mount.segment, self._mount.epoch, self._held())[::-1]
-                return [LogEvent("mounted", fields), *self._report(now)]
-            return [LogEvent("mounted", fields), *self._settle(now)]
-        if isinstance(message, m.Reported) and self.phase is MembershipPhase.REPORTING:
-            dropped = [DropObjects(message.unwanted)] if message.unwanted else []
-            return [*dropped, *(self._report(now) if self._reports else self._settle(now))]
-        if isinstance(message, m.Beat) and self.phase is MembershipPhase.MOUNTED:
-            self._is_beat_open = False
-            self._wake_at = now + self._heartbeat_s
-            self._is_confirmed = message.is_known
-            self._note_largest_id(message.last_id)
-            if not message.is_known:
-                return [
-                    LogEvent("segment_unknown_to_master", {"segment": self._mount.segment}),
-                    *self._send_mount(now),
-                ]
-        return []
+    def _opened(self, _: ConnectionOpened, now: float) -> list[Effect]:
+        return self._send_mount(now)
+
+    def _mount_answered(self, event: ReplyReceived, now: float) -> list[Effect]:
+        message = event.message
+        if not isinstance(message, m.Mounted):
+            return []
+        if message.refusal is not None:
+            return [Disconnect(), *self._back_off(f"mount refused: {message.refusal}", now)]
+        self._heartbeat_s = message.heartbeat_s
+        rest_s = max(message.rest_s, self._mount.rest_s)
+        self._mount = msgspec.structs.replace(self._mount, rest_s=rest_s, line=message.line)
+        self._note_largest_id(message.last_id)
+        self._backoff_s = FIRST_BACKOFF_S
+        fields = {"segment": self._mount.segment, "num_objects": message.num_objects}
+        if message.wants_report:
+            self._reports = reports(self._mount.segment, self._mount.epoch, self._held())[::-1]
+            return [LogEvent("mounted", fields), *self._report(now)]
+        return [LogEvent("mounted", fields), *self._settle(now)]
+
+    def _report_answered(self, event: ReplyReceived, now: float) -> list[Effect]:
+        message = event.message
+        if not isinstance(message, m.Reported):
+            return []
+        dropped = [DropObjects(message.unwanted)] if message.unwanted else []
+        return [*dropped, *(self._report(now) if self._reports else self._settle(now))]
+
+    def _beat(self, event: Wake, now: float) -> list[Effect]:
+        if self._is_beat_open:
+            return self._timed_out(event, now)
+        self._is_beat_open = True
+        self._wake_at = now + ANSWER_S
+        return [Send(m.Heartbeat(self._mount.segment, self._mount.epoch))]
+
+    def _beat_answered(self, event: ReplyReceived, now: float) -> list[Effect]:
+        message = event.message
+        if not isinstance(message, m.Beat):
+            return []
+        self._is_beat_open = False
+        self._wake_at = now + self._heartbeat_s
+        self._is_confirmed = message.is_known
+        self._note_largest_id(message.last_id)
+        if message.is_known:
+            return []
+        return [
+            LogEvent("segment_unknown_to_master", {"segment": self._mount.segment}),
+            *self._send_mount(now),
+        ]
 
     def _report(self, now: float) -> list[Effect]:
         self._enter(MembershipPhase.REPORTING, now, ANSWER_S)
@@ -249,9 +250,13 @@ class Membership:
         if object_id > self._mount.largest_id:
             self._mount = msgspec.structs.replace(self._mount, largest_id=object_id)
 
-    def _closed(self, reason: str, now: float) -> list[Effect]:
-        if self.phase is MembershipPhase.LEAVING:
-            return self._left(now)
+    def _closed(self, event: ConnectionClosed, now: float) -> list[Effect]:
+        return self._back_off(event.reason, now)
+
+    def _timed_out(self, _: Wake, now: float) -> list[Effect]:
+        return [Disconnect(), *self._back_off(f"no answer within {ANSWER_S} s", now)]
+
+    def _back_off(self, reason: str, now: float) -> list[Effect]:
         delay_s = self._backoff_s * self._random.uniform(0.75, 1.25)
         self._backoff_s = min(2 * self._backoff_s, MAX_BACKOFF_S)
         was = self.phase
@@ -261,16 +266,14 @@ class Membership:
         fields = {"segment": self._mount.segment, "reason": reason, "retry_in_s": round(delay_s, 3)}
         return [LogEvent("master_lost" if was is MembershipPhase.MOUNTED else "mount_failed", fields)]
 
-    def _leave(self, now: float) -> list[Effect]:
+    def _leave(self, event: Leave, now: float) -> list[Effect]:
         if self._mount.tier is Tier.SSD:
             # An SSD keeps its content: the next process that serves it finds it unchanged.
-            return self._left(now)
-        if self.phase not in (MembershipPhase.MOUNTED, MembershipPhase.MOUNTING, MembershipPhase.REPORTING):
-            return self._left(now)
+            return self._left(event, now)
         self._enter(MembershipPhase.LEAVING, now, ANSWER_S)
         return [Send(m.Unmount(self._mount.segment, self._mount.epoch))]
 
-    def _left(self, now: float) -> list[Effect]:
+    def _left(self, _: Event | Wake, now: float) -> list[Effect]:
         self._enter(MembershipPhase.LEFT, now, 0.0)
         self._wake_at = None
         return [Disconnect(), Left()]
@@ -283,3 +286,39 @@ class Membership:
 
     def __repr__(self) -> str:
         return f"<Membership of {self._mount.segment!r} [{self.phase}]>"
+
+
+def _moves() -> Iterator[tuple[tuple[MembershipPhase, type], Move[MembershipPhase]]]:
+    waiting, connecting, mounting = (
+        MembershipPhase.WAITING,
+        MembershipPhase.CONNECTING,
+        MembershipPhase.MOUNTING,
+    )
+    reporting, mounted = MembershipPhase.REPORTING, MembershipPhase.MOUNTED
+    leaving, left = MembershipPhase.LEAVING, MembershipPhase.LEFT
+    yield (waiting, Wake), move(connecting, by=Membership._connect, meaning="back-off over")
+    yield (connecting, ConnectionOpened), move(mounting, by=Membership._opened)
+    yield (
+        (mounting, ReplyReceived),
+        move(mounting, mounted, reporting, waiting, by=Membership._mount_answered),
+    )
+    yield (reporting, ReplyReceived), move(reporting, mounted, by=Membership._report_answered)
+    yield (mounted, Wake), move(mounted, waiting, by=Membership._beat, meaning="heartbeat due, or unanswered")
+    yield (mounted, ReplyReceived), move(mounted, mounting, by=Membership._beat_answered)
+    for phase in (connecting, mounting, reporting):
+        yield (phase, Wake), move(waiting, by=Membership._timed_out, meaning="no answer in time")
+    for phase in (waiting, connecting, mounting, reporting, mounted):
+        yield (phase, ConnectionClosed), move(waiting, by=Membership._closed)
+    for phase in (waiting, connecting, leaving):
+        yield (phase, Leave), move(left, by=Membership._left)
+    yield (waiting, ConnectionOpened), move(waiting, meaning="opened too late")
+    for phase in (mounting, reporting, mounted):
+        yield (phase, Leave), move(leaving, left, by=Membership._leave)
+    late: tuple[type, ...] = (ConnectionClosed, ReplyReceived)
+    for event in (Wake, *late):
+        yield (leaving, event), move(left, by=Membership._left)
+    for event in (Leave, ConnectionOpened, *late):
+        yield (left, event), move(left, meaning="too late")
+
+
+MOVES: StateTable[MembershipPhase] = StateTable("membership", MembershipPhase, dict(_moves()))

@@ -293,15 +293,15 @@ def never_gives_a_drained_segment_back(patch: pytest.MonkeyPatch) -> None:
 
 def never_mounts_again(patch: pytest.MonkeyPatch) -> None:
     """A node that has lost its master twice waits for it without end."""
-    closed = membership.Membership._closed
+    back_off = membership.Membership._back_off
 
     def broken(self: membership.Membership, reason: str, now: float) -> object:
-        effects = closed(self, reason, now)
+        effects = back_off(self, reason, now)
         if self.phase is membership.MembershipPhase.WAITING:
             self._wake_at = now + 1e6
         return effects
 
-    patch.setattr(membership.Membership, "_closed", broken)
+    patch.setattr(membership.Membership, "_back_off", broken)
 
 
 def lets_writers_write_without_end(patch: pytest.MonkeyPatch) -> None:
