@@ -23,11 +23,14 @@ meant for, so it needs no special care, with one exception: a leader keeps count
 from __future__ import annotations
 
 import dataclasses
+import enum
 import math
+from collections.abc import Iterator
 
 import msgspec
 
 from mooncake.machine import Wake
+from mooncake.state_table import Move, StateTable, move
 
 MARGIN = 0.1
 """The largest relative difference in clock speed, and the delay in noticing, that a leader allows for."""
@@ -159,8 +162,20 @@ class Resigned:
     successor: Standby | None
 
 
+LEASE_ENDED, DUE = "lease ended", "due"
+"""Events that follow from the time: the leader's lease was not renewed; the next request is due."""
+
 Event = LeaseRead | CompareAndSetDone | NoAnswer | LeaderLost | InSync | CaughtUp | Resign
 Effect = ReadLease | CompareAndSet | Lead | StepDown | LeaderChanged | Resigned
+
+
+class ElectionPhase(enum.StrEnum):
+    FOLLOWING = "following"
+    """Another master leads, or none; this one reads the record, and replaces it when it may."""
+    LEADING = "leading"
+    RESIGNING = "resigning"
+    """It no longer leads, and names its successor."""
+    OVER = "over"
 
 
 class Election:
@@ -204,9 +219,8 @@ class Election:
         self._has_looked = False
         self._must_read = True
         self._acts_until = -math.inf
-        self._is_leading = False
-        self._resigns_until: float | None = None
-        self._is_over = False
+        self._phase = ElectionPhase.FOLLOWING
+        self._resigns_until = -math.inf
         self._wanted: list[Standby] = []
         self._pending: ReadLease | CompareAndSet | None = None
         self._requested_at = -math.inf
@@ -217,11 +231,11 @@ class Election:
 
     def leads(self, now: float) -> bool:
         """Whether this master may act at this instant; to be called before everything it sends."""
-        return self._is_leading and now < self._acts_until
+        return self.is_leading and now < self._acts_until
 
     @property
     def is_leading(self) -> bool:
-        return self._is_leading
+        return self._phase is ElectionPhase.LEADING
 
     def eligible(self) -> dict[str, None]:
         """Ids of all masters that may lead next: nothing may be acknowledged before they have it."""
@@ -232,43 +246,23 @@ class Election:
 
     def handle(self, event: Event | Wake, now: float) -> list[Effect]:
         effects: list[Effect] = []
-        if self._is_over:
-            return effects
-        if self._is_leading and now >= self._acts_until:
-            effects += self._step_down("the lease could not be renewed in time", now)
-        if isinstance(event, LeaseRead):
-            self._pending, self._must_read = None, False
-            effects += self._seen(event.content, now)
-        elif isinstance(event, CompareAndSetDone):
-            effects += self._swapped(event.is_done, now)
-        elif isinstance(event, NoAnswer):
-            self._pending, self._must_read = None, True
-            self._next_at = now + self._lease_s / 20
-            self._log(now, f"no answer: {event.reason}")
-        elif isinstance(event, LeaderLost):
-            self._must_read, self._next_at = not self._is_leading, now
-        elif isinstance(event, InSync):
-            self._wanted = list(event.standbys)
-            self._wait(now)
-        elif isinstance(event, CaughtUp):
-            self._is_whole = True
-            self._wait(now)
-        elif isinstance(event, Resign):
-            self._resign(now)
+        if self.is_leading and now >= self._acts_until:
+            effects += self._move(LEASE_ENDED, now)
+        effects += self._move(event, now)
         if self._pending is None and now >= self._next_at and not self._is_over:
-            effects += self._act(now)
+            effects += self._request(ReadLease(), now) if self._must_read else self._move(DUE, now)
         return effects
 
     def deadline(self) -> float | None:
         if self._is_over:
             return None
-        wakes = [self._acts_until] if self._is_leading else []
+        wakes = [self._acts_until] if self.is_leading else []
         if self._pending is None:
             wakes.append(self._next_at)
         return min(wakes, default=None)
 
     def check(self) -> None:
-        if self._is_leading:
+        if self.is_leading:
             assert self.record is not None and self.record.leader == self.me.id, self.record
             assert self.record.term == self.term
         assert self._pending is not None or self._is_over or self._next_at < math.inf
@@ -277,24 +271,31 @@ class Election:
         """The last events; ``key`` is this master's address."""
         return list(self._lines) if key == self.me.address else []
 
+    @property
+    def _is_over(self) -> bool:
+        return self._phase is ElectionPhase.OVER
+
+    def _move(self, event: Event | Wake | str, now: float) -> list[Effect]:
+        phase = self._phase
+        effects: list[Effect] = MOVES.dispatch(phase, event)(self, event, now)
+        MOVES.check_move(phase, event, self._phase)
+        return effects
+
     # What to do while no request is pending
 
-    def _act(self, now: float) -> list[Effect]:
-        if self._must_read:
-            return self._request(ReadLease(), now)
-        if self._resigns_until is not None:
-            return self._hand_over(now)
-        if self._is_leading:
-            assert self.record is not None
-            record = LeaderLease(
-                self.me.id,
-                self.me.address,
-                self.term,
-                self.record.beat + 1,
-                self._lease_s,
-                list(self._wanted),
-            )
-            return self._replace_by(record, now)
+    def _renew(self, _: str, now: float) -> list[Effect]:
+        assert self.record is not None
+        record = LeaderLease(
+            self.me.id,
+            self.me.address,
+            self.term,
+            self.record.beat + 1,
+            self._lease_s,
+            list(self._wanted),
+        )
+        return self._replace_by(record, now)
+
+    def _read_or_replace(self, _: str, now: float) -> list[Effect]:
         if now < self._may_lead_at():
             return self._request(ReadLease(), now)
         is_complete = self._is_complete
@@ -339,7 +340,7 @@ class Election:
 
     def _wait(self, now: float) -> None:
         """Wait until the next renewal, or the next reading of the record."""
-        if self._is_leading:
+        if self.is_leading:
             record = self.record
             is_right = record is not None and record.standbys == self._wanted and not record.begins_empty
             is_due = not is_right or self._content is None
@@ -357,7 +358,9 @@ class Election:
 
     # Answers of the lease store
 
-    def _seen(self, content: bytes | None, now: float) -> list[Effect]:
+    def _lease_read(self, event: LeaseRead, now: float) -> list[Effect]:
+        self._pending, self._must_read = None, False
+        content = event.content
         effects: list[Effect] = []
         try:
             record = None if content is None else decode_lease(content)
@@ -371,21 +374,21 @@ class Election:
         self._content = content
         if record is not None:
             self.record = record
-            if self._is_leading and (record.leader, record.term) != (self.me.id, self.term):
+            if self.is_leading and (record.leader, record.term) != (self.me.id, self.term):
                 effects += self._step_down(f"{record.address} leads in term {record.term}", now)
             if was is None or (was.leader, was.term) != (record.leader, record.term):
                 self._log(now, f"sees {record.address} lead in term {record.term}")
                 effects.append(LeaderChanged(record))
         # A leader whose record was lost writes it again; no other master does before its lease is over.
         self._wait(now)
-        if self._is_leading:
+        if self.is_leading:
             self._next_at = now
         return effects
 
-    def _swapped(self, is_done: bool, now: float) -> list[Effect]:
+    def _compare_and_set_done(self, event: CompareAndSetDone, now: float) -> list[Effect]:
         swap, self._pending = self._pending, None
         assert isinstance(swap, CompareAndSet)
-        if not is_done:
+        if not event.is_done:
             # Another master was quicker; or the service applied the first of two tries, and this is the
             # second.
             self._must_read, self._next_at = True, now
@@ -396,7 +399,7 @@ class Election:
         if self.record.leader != self.me.id:
             named = Standby(self.record.leader, self.record.address) if self.record.leader else None
             return self._resigned(named, now)
-        if self._resigns_until is not None:
+        if self._phase is ElectionPhase.RESIGNING:
             self._next_at = now
             return []
         self._acts_until = self._requested_at + self._lease_s * (1 - MARGIN)
@@ -404,8 +407,8 @@ class Election:
             self._next_at = now
             return []
         effects: list[Effect] = []
-        if not self._is_leading:
-            self._is_leading = self._is_whole = True
+        if not self.is_leading:
+            self._phase, self._is_whole = ElectionPhase.LEADING, True
             self.term, self._wanted = self.record.term, self.record.standbys
             is_complete = not self.record.begins_empty
             self._log(now, f"leads in term {self.term}{'' if is_complete else ', with nothing'}")
@@ -413,24 +416,51 @@ class Election:
         self._wait(now)
         return effects
 
+    def _no_answer(self, event: NoAnswer, now: float) -> list[Effect]:
+        self._pending, self._must_read = None, True
+        self._next_at = now + self._lease_s / 20
+        self._log(now, f"no answer: {event.reason}")
+        return []
+
+    # Reports of this master's other parts
+
+    def _leader_lost(self, _: LeaderLost, now: float) -> list[Effect]:
+        self._must_read, self._next_at = not self.is_leading, now
+        return []
+
+    def _in_sync(self, event: InSync, now: float) -> list[Effect]:
+        self._wanted = list(event.standbys)
+        self._wait(now)
+        return []
+
+    def _caught_up(self, _: CaughtUp, now: float) -> list[Effect]:
+        self._is_whole = True
+        self._wait(now)
+        return []
+
+    # The end of leading
+
+    def _lease_ended(self, _: str, now: float) -> list[Effect]:
+        return self._step_down("the lease could not be renewed in time", now)
+
     def _step_down(self, reason: str, now: float) -> list[Effect]:
-        self._is_leading = False
+        self._phase = ElectionPhase.FOLLOWING
         self._acts_until = -math.inf
         self._must_read, self._next_at = True, now
         self._log(now, f"steps down: {reason}")
         return [StepDown(reason)]
 
-    def _resign(self, now: float) -> None:
+    def _resign(self, _: Resign, now: float) -> list[Effect]:
         self._resigns_until = now + self._lease_s
-        self._is_leading = False
+        self._phase = ElectionPhase.RESIGNING
         self._acts_until = -math.inf
         self._next_at = now
         self._log(now, "resigns")
+        return []
 
-    def _hand_over(self, now: float) -> list[Effect]:
+    def _hand_over(self, _: str, now: float) -> list[Effect]:
         record = self.record
         is_mine = record is not None and (record.leader, record.term) == (self.me.id, self.term)
-        assert self._resigns_until is not None
         if record is None or not is_mine or now >= self._resigns_until:
             return self._resigned(None, now)
         if not record.standbys:
@@ -443,7 +473,7 @@ class Election:
         )
 
     def _resigned(self, successor: Standby | None, now: float) -> list[Effect]:
-        self._is_over = True
+        self._phase = ElectionPhase.OVER
         self._log(now, f"resigned; successor: {successor.address if successor else 'none'}")
         return [Resigned(successor)]
 
@@ -452,5 +482,32 @@ class Election:
         del self._lines[:-STORY_LINES]
 
     def __repr__(self) -> str:
-        state = "leads" if self._is_leading else "follows"
-        return f"<Election of {self.me.address} [{state}, last seen {self.record}]>"
+        return f"<Election of {self.me.address} [{self._phase}, last seen {self.record}]>"
+
+
+def _moves() -> Iterator[tuple[tuple[ElectionPhase, type | str], Move[ElectionPhase]]]:
+    following, leading = ElectionPhase.FOLLOWING, ElectionPhase.LEADING
+    resigning, over = ElectionPhase.RESIGNING, ElectionPhase.OVER
+    yield (following, DUE), move(following, by=Election._read_or_replace)
+    yield (leading, DUE), move(leading, by=Election._renew)
+    yield (leading, LEASE_ENDED), move(following, by=Election._lease_ended)
+    yield (resigning, DUE), move(resigning, over, by=Election._hand_over)
+    yield (following, CompareAndSetDone), move(following, leading, by=Election._compare_and_set_done)
+    yield (leading, CompareAndSetDone), move(leading, by=Election._compare_and_set_done)
+    yield (resigning, CompareAndSetDone), move(resigning, over, by=Election._compare_and_set_done)
+    yield (leading, LeaseRead), move(leading, following, by=Election._lease_read)
+    for phase in (following, resigning):
+        yield (phase, LeaseRead), move(phase, by=Election._lease_read)
+    for phase in (following, leading, resigning):
+        yield (phase, NoAnswer), move(phase, by=Election._no_answer)
+        yield (phase, LeaderLost), move(phase, by=Election._leader_lost)
+        yield (phase, InSync), move(phase, by=Election._in_sync)
+        yield (phase, CaughtUp), move(phase, by=Election._caught_up)
+        yield (phase, Resign), move(resigning, by=Election._resign)
+        yield (phase, Wake), move(phase)
+    late = (LeaseRead, CompareAndSetDone, NoAnswer, LeaderLost, InSync, CaughtUp, Resign, Wake)
+    for event in late:
+        yield (over, event), move(over, meaning="too late")
+
+
+MOVES: StateTable[ElectionPhase] = StateTable("election", ElectionPhase, dict(_moves()))
