@@ -76,6 +76,10 @@ class StateTable(Generic[StateT]):
         assert all(entry.to for entry in self.moves.values()), f"{self.name}: a move leads to no state"
         TABLES[self.name] = self
 
+    @property
+    def all_states(self) -> list[StateT]:
+        return [*self.states]
+
     def dispatch(self, state: StateT, event: object) -> Method:
         """The method for this event in this state; one that returns [] if there is none."""
         entry = self._entry(state, event)

@@ -7,6 +7,7 @@ A package is imported only when its command runs: ``mooncake --help`` must not w
 from __future__ import annotations
 
 import importlib
+import inspect
 import os
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -25,7 +26,10 @@ from mooncake.security import SecuritySettings
 
 @dataclass(frozen=True)
 class Command:
-    """A subcommand: ``module`` has ``<Name>Settings`` and the function ``entry``."""
+    """A subcommand: ``module`` has ``<Name>Settings`` and the function ``entry``.
+
+    A coroutine function takes the settings and serves until it is cancelled; another one takes the invocation.
+    """
 
     name: str
     module: str
@@ -84,15 +88,17 @@ COMMANDS = (
     ),
     Command(
         "daemon",
-        "mooncake.cli.daemon",
+        "mooncake.cli.store_roles",
         "Run a whole store in one process: master, memory, SSD (also called mooncaked).",
         "mooncake daemon --port 50051 --capacity-dram 256 --capacity-nvme 2000 --nvme-path /mnt/nvme",
+        entry="serve_daemon",
     ),
     Command(
         "master",
-        "mooncake.cli.master",
+        "mooncake.cli.store_roles",
         "Run the store's master, which keeps its metadata.",
         "mooncake master --port 50051",
+        entry="serve_master",
     ),
     Command(
         "metadata",
@@ -328,7 +334,7 @@ def _add(application: typer.Typer, command: Command) -> None:
     def run(given: Invocation) -> None:
         setup_logging(given.logs.level, given.logs.format, role=command.name)
         entry = command.entry_point()
-        if command.entry == "serve":
+        if inspect.iscoroutinefunction(entry):
             run_until_stopped(entry, given.settings)
         else:
             entry(given)

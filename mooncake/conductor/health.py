@@ -2,13 +2,8 @@
 """The health of a serving instance, as far as the conductor can know it.
 
 It owns the health of an instance and refuses to know prompts, load, policies and the network: probe results
-and failure reports come in as facts. Health moves like this::
-
-              ready                    failure                  failures_to_down
-    STARTING ───────▶ READY ─────────────────────▶ SUSPECT ─────────────────────▶ DOWN
-        ▲               ▲ ◀───────── ready ───────────┘                            │
-        │               └───────────────────── ready ──────────────────────────────┤
-        └────────────────────── alive, not ready ──────────────────────────────────┘
+and failure reports come in as facts. ``HEALTH_MOVES`` says how health moves, and
+docs/reference/state-machines.md draws it.
 
 SUSPECT exists because one lost connection proves little: such an instance gets no work while a ready one
 exists, and the next probe decides. Draining is requested by the operator and independent of health. An
@@ -21,6 +16,7 @@ import enum
 from dataclasses import dataclass
 
 from mooncake.conductor.settings import SchedulingSettings
+from mooncake.state_table import StateTable, move
 from mooncake.types import InstanceId, WorkerRole
 
 
@@ -41,6 +37,34 @@ class ProbeOutcome(enum.StrEnum):
     FAILED = "failed"
     "It did not answer."
 
+
+READY, ALIVE = "ready", "alive but not ready"
+REQUEST_FAILED, PROBE_FAILED, PROBES_FAILED = (
+    "request failed",
+    "probe failed",
+    "failures_to_down probes failed",
+)
+
+HEALTH_MOVES: StateTable[Health] = StateTable(
+    "health of an instance",
+    Health,
+    {
+        **{(health, READY): move(Health.READY) for health in Health},
+        **{(health, ALIVE): move(Health.STARTING) for health in Health},
+        (Health.STARTING, REQUEST_FAILED): move(Health.STARTING),
+        (Health.STARTING, PROBE_FAILED): move(Health.STARTING),
+        (Health.STARTING, PROBES_FAILED): move(Health.STARTING),
+        (Health.READY, REQUEST_FAILED): move(Health.SUSPECT),
+        (Health.READY, PROBE_FAILED): move(Health.SUSPECT),
+        (Health.READY, PROBES_FAILED): move(Health.DOWN),
+        (Health.SUSPECT, REQUEST_FAILED): move(Health.SUSPECT),
+        (Health.SUSPECT, PROBE_FAILED): move(Health.SUSPECT),
+        (Health.SUSPECT, PROBES_FAILED): move(Health.DOWN),
+        (Health.DOWN, REQUEST_FAILED): move(Health.DOWN),
+        (Health.DOWN, PROBE_FAILED): move(Health.DOWN),
+        (Health.DOWN, PROBES_FAILED): move(Health.DOWN),
+    },
+)
 
 _CHOOSABLE = (Health.READY, Health.SUSPECT)
 
@@ -86,8 +110,8 @@ class Instance:
     def on_failure(self, reason: str, now: float) -> None:
         """A request failed there through the instance's fault."""
         self.failed_at = now
-        if self.health in (Health.READY, Health.SUSPECT):
-            self.health = Health.SUSPECT
+        self.health = HEALTH_MOVES.next(self.health, REQUEST_FAILED)
+        if self.health is Health.SUSPECT:
             self.detail = reason
 
     def on_probe(self, outcome: ProbeOutcome, detail: str, now: float, settings: SchedulingSettings) -> None:
@@ -97,21 +121,19 @@ class Instance:
         if outcome is ProbeOutcome.FAILED:
             self.failed_probes += 1
             self.detail = detail
-            if self.failed_probes >= settings.failures_to_down and self.health is not Health.STARTING:
-                self.health = Health.DOWN
-            elif self.health is Health.READY:
-                self.health = Health.SUSPECT
+            is_enough = self.failed_probes >= settings.failures_to_down
+            self.health = HEALTH_MOVES.next(self.health, PROBES_FAILED if is_enough else PROBE_FAILED)
         elif is_stale:
             pass  # sent before the failure: it proves nothing, probe again
         elif outcome is ProbeOutcome.ALIVE:
             self.failed_probes = 0
             self.detail = detail
-            self.health = Health.STARTING
+            self.health = HEALTH_MOVES.next(self.health, ALIVE)
         else:
             if self.health is not Health.READY:
                 self.detail = detail
             self.failed_probes = 0
-            self.health = Health.READY
+            self.health = HEALTH_MOVES.next(self.health, READY)
         self.next_probe_at = now + self._probe_pause_s(settings)
 
     def _probe_pause_s(self, settings: SchedulingSettings) -> float:

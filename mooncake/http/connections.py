@@ -15,6 +15,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 from enum import StrEnum
 
+from mooncake.state_table import StateTable, move
+
 MIB = 1 << 20
 
 STALLED_S = 0.5
@@ -31,6 +33,29 @@ class ConnectionPhase(StrEnum):
     """The next request, if there is one."""
     REFUSED = "refused"
     """The end of a body that was answered before it was read; received bytes are discarded for a moment."""
+
+
+BYTES, HEADER_RECEIVED, BODY_RECEIVED, ANSWERED = (
+    "bytes received",
+    "header received",
+    "body received",
+    "last answer sent",
+)
+PHASE_MOVES: StateTable[ConnectionPhase] = StateTable(
+    "connection of an HTTP server",
+    ConnectionPhase,
+    {
+        # The HTTP library reports in any order, so that every pair has an entry.
+        **{(phase, BYTES): move(phase) for phase in ConnectionPhase},
+        **{(phase, HEADER_RECEIVED): move(ConnectionPhase.BODY) for phase in ConnectionPhase},
+        **{(phase, BODY_RECEIVED): move(phase) for phase in ConnectionPhase},
+        **{(phase, ANSWERED): move(ConnectionPhase.IDLE) for phase in ConnectionPhase},
+        (ConnectionPhase.IDLE, BYTES): move(ConnectionPhase.HEADER),
+        (ConnectionPhase.BODY, BODY_RECEIVED): move(ConnectionPhase.ANSWER),
+        (ConnectionPhase.REFUSED, BODY_RECEIVED): move(ConnectionPhase.IDLE),
+        (ConnectionPhase.BODY, ANSWERED): move(ConnectionPhase.REFUSED),
+    },
+)
 
 
 @dataclass(frozen=True)
@@ -136,8 +161,7 @@ class ConnectionTable:
 
     def received(self, one: ConnectionState, num_bytes: int, now: float) -> bool:
         """Record received bytes. Returns False when the header is too large."""
-        if one.phase is ConnectionPhase.IDLE:
-            self._enter(one, ConnectionPhase.HEADER, now)
+        self._move(one, BYTES, now)
         one.num_received += num_bytes
         if num_bytes:
             one.received_at = now
@@ -146,23 +170,18 @@ class ConnectionTable:
     def header_received(self, one: ConnectionState, now: float) -> None:
         """Record that a header is complete."""
         one.num_open += 1
-        self._enter(one, ConnectionPhase.BODY, now)
+        self._move(one, HEADER_RECEIVED, now)
 
     def body_received(self, one: ConnectionState, now: float) -> None:
         """Record that a body is complete."""
-        if one.phase is ConnectionPhase.BODY:
-            self._enter(one, ConnectionPhase.ANSWER, now)
-        elif one.phase is ConnectionPhase.REFUSED:
-            self._enter(one, ConnectionPhase.IDLE, now)
+        self._move(one, BODY_RECEIVED, now)
 
     def response_sent(self, one: ConnectionState, now: float) -> None:
         """Record that an answer has ended."""
         one.num_open = max(0, one.num_open - 1)
         if one.num_open:
             return  # the next request was received already
-        self._enter(
-            one, ConnectionPhase.REFUSED if one.phase is ConnectionPhase.BODY else ConnectionPhase.IDLE, now
-        )
+        self._move(one, ANSWERED, now)
 
     def read(self, one: ConnectionState, num_read: int, num_unread: int, now: float) -> None:
         """Record how much its peer has read since it connected, and how much it has not read yet."""
@@ -195,8 +214,11 @@ class ConnectionTable:
             for one in them:
                 assert one.phase is phase and not one.is_over, one
 
-    def _enter(self, one: ConnectionState, phase: ConnectionPhase, now: float) -> None:
+    def _move(self, one: ConnectionState, event: str, now: float) -> None:
         if one.is_over:
+            return
+        phase = PHASE_MOVES.next(one.phase, event)
+        if phase is one.phase:
             return
         del self._by_phase[one.phase][one]
         one.phase, one.since, one.num_received = phase, now, 0

@@ -2,12 +2,8 @@
 """A request: its prompt and parameters, its progress, and the times of its stages.
 
 It owns the meaning of the sampling parameters and of a request's counters. It does not know
-blocks' contents, steps and tensors; the scheduler moves it from state to state::
-
-    WAITING ──admitted──▶ LOOKING ──found──▶ LOADING ──first layer──▶ RUNNING ──▶ FINISHED
-       ▲ │                   └───────────nothing found─────────────────▶│
-       │ └─(no external cache)──────────────────────────────────────────▶│
-       └──────────────────────────preempted─────────────────────────────┘
+blocks' contents, steps and tensors; the scheduler moves it from state to state by ``STATE_MOVES``, which
+docs/reference/state-machines.md draws.
 """
 
 from __future__ import annotations
@@ -18,6 +14,7 @@ import hashlib
 
 from mooncake.errors import InvalidArgument
 from mooncake.prefix import BlockHash, block_hashes, root_hash
+from mooncake.state_table import StateTable, move
 
 
 class RequestState(enum.StrEnum):
@@ -28,6 +25,34 @@ class RequestState(enum.StrEnum):
     """Holds blocks; the external cache writes into them; the first layer has not arrived yet."""
     RUNNING = "running"
     FINISHED = "finished"
+
+
+LOOK_UP, NOT_LOOKED_UP, NOTHING_FOUND, FOUND = "looked up", "not looked up", "nothing found", "found"
+FIRST_LAYER_LOADED, LOAD_FAILED, PREEMPTED, FINISHED = (
+    "first layer loaded",
+    "load failed",
+    "preempted",
+    "finished",
+)
+STATE_MOVES: StateTable[RequestState] = StateTable(
+    "request of an inference engine",
+    RequestState,
+    {
+        (RequestState.WAITING, LOOK_UP): move(RequestState.LOOKING),
+        (RequestState.WAITING, NOT_LOOKED_UP): move(RequestState.RUNNING),
+        (RequestState.LOOKING, NOTHING_FOUND): move(RequestState.RUNNING),
+        (RequestState.LOOKING, FOUND): move(RequestState.LOADING),
+        (RequestState.LOADING, FIRST_LAYER_LOADED): move(RequestState.RUNNING),
+        (RequestState.LOADING, LOAD_FAILED): move(RequestState.RUNNING),
+        (RequestState.RUNNING, LOAD_FAILED): move(RequestState.RUNNING),
+        (RequestState.RUNNING, PREEMPTED): move(RequestState.WAITING),
+        **{
+            (state, FINISHED): move(RequestState.FINISHED)
+            for state in RequestState
+            if state is not RequestState.FINISHED
+        },
+    },
+)
 
 
 class FinishReason(enum.StrEnum):
@@ -187,6 +212,10 @@ class Request:
         if self.sampling.seed is not None:
             return self.sampling.seed
         return int.from_bytes(hashlib.sha256(self.id.encode()).digest()[:8], "little", signed=True)
+
+    def move(self, event: str) -> None:
+        """Enter the state that follows ``event``."""
+        self.state = STATE_MOVES.next(self.state, event)
 
     def hash_blocks(self, block_tokens: int) -> list[BlockHash]:
         """Hashes of all full blocks of the tokens so far; sets ``tail_hash`` the first time."""

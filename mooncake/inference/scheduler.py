@@ -25,7 +25,19 @@ from collections.abc import Collection, Iterable, Mapping, Sequence
 
 from mooncake.errors import InvalidArgument, Refusal
 from mooncake.inference.blocks import BlockPool
-from mooncake.inference.request import FinishReason, Request, RequestState
+from mooncake.inference.request import (
+    FINISHED,
+    FIRST_LAYER_LOADED,
+    FOUND,
+    LOAD_FAILED,
+    LOOK_UP,
+    NOT_LOOKED_UP,
+    NOTHING_FOUND,
+    PREEMPTED,
+    FinishReason,
+    Request,
+    RequestState,
+)
 from mooncake.inference.step import CacheLookup, Chunk, SaveBlocks, SavedBlock, Step
 from mooncake.prefix import BlockHash
 
@@ -209,9 +221,8 @@ class Scheduler:
         reference, to be released (``release``) when nothing writes into them.
         """
         request = self._admitted[request_id]
-        assert request.state is RequestState.LOOKING, request
         if num_blocks == 0:
-            request.state = RequestState.RUNNING
+            request.move(NOTHING_FOUND)
             self._note(request, now, "external cache has nothing")
             return None
         first = request.num_computed_tokens // self.settings.block_tokens
@@ -219,7 +230,7 @@ class Scheduler:
         covered = min((first + num_blocks) * self.settings.block_tokens, request.num_tokens)
         request.num_external_cached_tokens = covered - request.num_computed_tokens
         request.num_computed_tokens = covered
-        request.state = RequestState.LOADING
+        request.move(FOUND)
         self._loading[request_id] = request
         self._pin(block_ids)
         self._note(request, now, f"loading external={request.num_external_cached_tokens}")
@@ -229,7 +240,7 @@ class Scheduler:
         """Let a request join a step, since the first layer of its load has arrived."""
         request = self._admitted[request_id]
         if request.state is RequestState.LOADING:
-            request.state = RequestState.RUNNING
+            request.move(FIRST_LAYER_LOADED)
             self._note(request, now, "first layer loaded")
 
     def load_failed(self, request_id: str, now: float) -> None:
@@ -239,7 +250,7 @@ class Scheduler:
         request.num_external_cached_tokens = 0
         request.num_saved_blocks = self._num_blocks_known_saved(request)
         request.is_tail_saved = False
-        request.state = RequestState.RUNNING
+        request.move(LOAD_FAILED)
         self._note(request, now, f"load failed; recomputing from {request.num_computed_tokens}")
 
     def release(self, block_ids: Sequence[int]) -> None:
@@ -320,7 +331,7 @@ class Scheduler:
             ]
         if not blocks:
             return False
-        request.state = RequestState.LOOKING
+        request.move(LOOK_UP)
         request.looked_up_at = now
         step.lookups.append(CacheLookup(request, tuple(blocks)))
         return True
@@ -359,7 +370,7 @@ class Scheduler:
             if not self._admit(request, now):
                 break
             if not self._look_up(request, step, now):
-                request.state = RequestState.RUNNING
+                request.move(NOT_LOOKED_UP)
                 return request
         if not ready or not self._joins(ready[0].num_uncomputed_tokens, num_shared, budget):
             return None
@@ -469,7 +480,7 @@ class Scheduler:
         self._drop(request)
         request.num_preemptions += 1
         self.num_preemptions += 1
-        request.state = RequestState.WAITING
+        request.move(PREEMPTED)
         self._enqueue(request)
         self._note(request, now, f"preempted at {request.num_tokens} tokens: no free block")
 
@@ -478,7 +489,7 @@ class Scheduler:
             self._waiting.remove(request)
         else:
             self._drop(request)
-        request.state = RequestState.FINISHED
+        request.move(FINISHED)
         request.finish_reason = reason
         request.timings.finished = now
         self._note(request, now, f"finished reason={reason} output={request.num_output_tokens}")

@@ -1,11 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Mounted segments and the processes that own them: alive, suspected, gone.
 
-::
-
-    mount ──▶ ALIVE ──connection lost, or no heartbeat for 3──▶ SUSPECTED ──ttl passed──▶ GONE
-                ▲                                                   │
-                └───────── mounted again with the same epoch ───────┘
+``STATE_MOVES`` has the moves, drawn in docs/reference/state-machines.md.
 
 A suspected segment keeps its objects but hides them at once: better a miss now than a reader that
 waits for a dead node. The epoch identifies one run of the owning process, hence one content of the
@@ -32,6 +28,7 @@ from collections.abc import Hashable, Iterable
 from typing import TYPE_CHECKING
 
 from mooncake.errors import Refusal
+from mooncake.state_table import StateTable, move
 from mooncake.store.allocator import ALIGNMENT_BYTES, PAGE_BYTES, Allocator
 from mooncake.store.master.change_log import ChangeLog
 from mooncake.store.master.log_records import Doubt
@@ -49,6 +46,31 @@ class SegmentState(enum.StrEnum):
     ALIVE = "alive"
     SUSPECTED = "suspected"
     GONE = "gone"
+
+
+RESTORED, MOUNTED, BEAT, LOST, SILENT, DROPPED = (
+    "known from an earlier master",
+    "mounted",
+    "heartbeat",
+    "connection lost",
+    "heartbeats missing",
+    "given up, replaced or unmounted",
+)
+STATE_MOVES: StateTable[SegmentState] = StateTable(
+    "segment, as the master sees it",
+    SegmentState,
+    {
+        (SegmentState.ALIVE, RESTORED): move(SegmentState.SUSPECTED),
+        (SegmentState.SUSPECTED, RESTORED): move(SegmentState.SUSPECTED),
+        (SegmentState.ALIVE, MOUNTED): move(SegmentState.ALIVE),
+        (SegmentState.ALIVE, LOST): move(SegmentState.SUSPECTED),
+        (SegmentState.ALIVE, SILENT): move(SegmentState.SUSPECTED),
+        (SegmentState.ALIVE, DROPPED): move(SegmentState.GONE),
+        (SegmentState.SUSPECTED, MOUNTED): move(SegmentState.ALIVE),
+        (SegmentState.SUSPECTED, BEAT): move(SegmentState.ALIVE),
+        (SegmentState.SUSPECTED, DROPPED): move(SegmentState.GONE),
+    },
+)
 
 
 class Segment:
@@ -157,11 +179,12 @@ class Segment:
         self.connection = connection
         self.last_heartbeat_at = now
         self.was_restored = self.is_confirmed = self.polls = False
-        self.set_state(SegmentState.ALIVE)
+        self.move(MOUNTED)
 
-    def set_state(self, state: SegmentState) -> None:
-        self.state = state
-        self.is_alive = state is SegmentState.ALIVE
+    def move(self, event: str) -> None:
+        """Enter the state that follows ``event``."""
+        self.state = STATE_MOVES.next(self.state, event)
+        self.is_alive = self.state is SegmentState.ALIVE
 
     def __repr__(self) -> str:
         return f"<Segment {self.name!r} epoch {self.epoch:x} {self.state} {self.allocator!r}>"
@@ -207,7 +230,7 @@ class Segments:
                 if known.was_restored:
                     known.was_restored = False
                     known.rests_until = max(known.rests_until, now + self._rest_s(known, mount))
-                known.set_state(SegmentState.ALIVE)
+                known.move(MOUNTED)
                 self._expire_by(now + self._patience_s)
                 return known, None
             if known.is_alive:
@@ -237,7 +260,7 @@ class Segments:
         segment = Segment(mount, None, now, self._first_change)
         segment.was_restored = True
         self._add(segment)
-        self._suspect(segment, now)
+        self._suspect(segment, RESTORED, now)
         return segment
 
     def _elsewhere(self, mount: Mount) -> Segment | None:
@@ -266,7 +289,7 @@ class Segments:
                 segment.doubt = Doubt.ANY  # the earlier master had no report of it either
             elif doubt >= (Doubt.END if segment.tier is Tier.SSD else Doubt.PROMISES):
                 segment.doubt, segment.wants_report = doubt, True
-            self._suspect(segment, now)
+            self._suspect(segment, RESTORED, now)
 
     def _rest_s(self, segment: Segment, mount: Mount) -> float:
         """How long a segment rests that this master knows from its predecessors.
@@ -290,7 +313,7 @@ class Segments:
         segment.last_heartbeat_at = now
         segment.is_confirmed = True
         if not segment.is_alive:
-            segment.set_state(SegmentState.ALIVE)
+            segment.move(BEAT)
             self._expire_by(now + self._patience_s)
         return segment
 
@@ -310,7 +333,7 @@ class Segments:
         """Suspect everything that was mounted over ``connection``; returns what is newly suspected."""
         lost = [s for s in self.mounted.values() if s.connection == connection and s.is_alive]
         for segment in lost:
-            self._suspect(segment, now)
+            self._suspect(segment, LOST, now)
         return lost
 
     def expire(self, now: float) -> tuple[list[Segment], list[Segment]]:
@@ -321,7 +344,7 @@ class Segments:
             return silent, gone
         for segment in list(self.mounted.values()):
             if segment.is_alive and segment.last_heartbeat_at + self._patience_s <= now:
-                self._suspect(segment, now)
+                self._suspect(segment, SILENT, now)
                 silent.append(segment)
             elif not segment.is_alive and segment.gone_at <= now:
                 self.drop(segment)
@@ -338,7 +361,7 @@ class Segments:
             if not index[name]:
                 del index[name]
         self.num_ssds -= segment.tier is Tier.SSD
-        segment.set_state(SegmentState.GONE)
+        segment.move(DROPPED)
 
     def retire(self, segment: Segment) -> None:
         """Remove it, and refuse further mounts of its process in this epoch. The caller must empty it."""
@@ -358,8 +381,8 @@ class Segments:
         if self._expire_at is None or instant < self._expire_at:
             self._expire_at = instant
 
-    def _suspect(self, segment: Segment, now: float) -> None:
-        segment.set_state(SegmentState.SUSPECTED)
+    def _suspect(self, segment: Segment, event: str, now: float) -> None:
+        segment.move(event)
         segment.gone_at = now + self._ttl_s
         self._expire_by(segment.gone_at)
 

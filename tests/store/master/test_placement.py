@@ -2,7 +2,7 @@
 from __future__ import annotations
 
 from mooncake.store.master.placement import SegmentPlacement
-from mooncake.store.master.segments import Segment, Segments, SegmentState
+from mooncake.store.master.segments import LOST, Segment, Segments
 from mooncake.store.messages import Mount, PutPolicy
 
 
@@ -60,7 +60,7 @@ def test_a_hole_elsewhere_is_found_when_the_emptiest_is_in_pieces() -> None:
 def test_only_segments_that_take_objects_count() -> None:
     room = Room()
     dead, resting, _, good = (room.add(name, 1024 * (4 - i)) for i, name in enumerate("abcd"))
-    dead.set_state(SegmentState.SUSPECTED)
+    dead.move(LOST)
     resting.rests_until = 10.0
     placement = room.placement("c", now=5.0)
     assert placement.largest_bytes == 1024
