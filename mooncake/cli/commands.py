@@ -28,7 +28,7 @@ from mooncake.security import SecuritySettings
 class Command:
     """A subcommand: ``module`` has ``<Name>Settings`` and the function ``entry``.
 
-    A coroutine function takes the settings and serves until it is cancelled; another one takes the invocation.
+    A coroutine function takes the settings and serves until cancelled; another one takes the invocation.
     """
 
     name: str
