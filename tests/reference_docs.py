@@ -357,6 +357,11 @@ def declared_endpoints(tree: ast.Module) -> Iterator[Endpoint]:
         node.name: node for node in ast.walk(tree) if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef)
     }
     prefixes = router_prefixes(tree)
+
+    def meaning(handler: str) -> str:
+        known = functions.get(handler)
+        return "" if known is None else first_sentence(ast.get_docstring(known))
+
     for node in functions.values():
         for decorator in node.decorator_list:
             match decorator:
@@ -372,16 +377,15 @@ def declared_endpoints(tree: ast.Module) -> Iterator[Endpoint]:
                 args=[ast.Constant(value=str(path)), handler],
             ) if verb in METHODS:
                 name = ast.unparse(handler).rpartition(".")[2]
-                known = ast.get_docstring(functions[name]) if name in functions else ""
-                yield Endpoint(verb.upper(), path, name, first_sentence(known))
+                yield Endpoint(verb.upper(), path, name, meaning(name))
             case ast.Call(func=ast.Name(id="Route"), args=[ast.Constant(value=str(path)), handler, *_]):
-                yield Endpoint("GET", path, ast.unparse(handler), "")
+                yield Endpoint("GET", path, ast.unparse(handler), meaning(ast.unparse(handler)))
             case ast.Assign(targets=[ast.Name()], value=ast.Dict(keys=keys, values=handlers)):
                 paths = [path for key in keys for path in texts_of(key, {}) if path.startswith("/")]
                 if not paths or len(paths) != len(keys):
                     continue  # no table of routes
                 for path, handler in zip(paths, handlers, strict=True):
-                    yield Endpoint("GET", path, ast.unparse(handler), "")
+                    yield Endpoint("GET", path, ast.unparse(handler), meaning(ast.unparse(handler)))
 
 
 def router_prefixes(tree: ast.Module) -> dict[str, str]:

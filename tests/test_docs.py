@@ -156,6 +156,13 @@ def test_every_endpoint_has_a_server_on_the_page() -> None:
     )
 
 
+def test_every_endpoint_has_a_meaning() -> None:
+    """The handler's docstring has it."""
+    for module, found in reference_docs.endpoints().items():
+        for one in found:
+            assert one.text, f"mooncake/{module}: {one.handler} of {one.path} has no docstring"
+
+
 def test_every_metric_has_a_name_and_a_meaning_that_can_be_read() -> None:
     for path, tree in reference_docs.trees().items():
         constants = reference_docs.local_texts_of(tree) | reference_docs.constants_of(tree)

@@ -222,6 +222,7 @@ class MooncakeStoreService:
     # Objects
 
     async def handle_put(self, request: web.Request) -> web.Response:
+        """Put a value, given as text in JSON."""
         try:
             body = await _body(request)
             key, value = body.get("key"), body.get("value")
@@ -234,6 +235,7 @@ class MooncakeStoreService:
         return _done() if code == 0 else _error(f"PUT operation failed ({code})", 500)
 
     async def handle_get(self, request: web.Request) -> web.Response:
+        """Get a value as bytes."""
         key = request.match_info["key"]
         content = await self._run(lambda: self.store.get(key))
         if not content:
@@ -241,6 +243,7 @@ class MooncakeStoreService:
         return web.Response(body=bytes(content), content_type="application/octet-stream")
 
     async def handle_exist(self, request: web.Request) -> web.Response:
+        """Whether there is an object."""
         key = request.match_info["key"]
         code = await self._run(lambda: self.store.is_exist(key))
         if code < 0:
@@ -248,6 +251,7 @@ class MooncakeStoreService:
         return web.json_response({"exists": code == 1})
 
     async def handle_remove(self, request: web.Request) -> web.Response:
+        """Remove an object."""
         key = request.match_info["key"]
         code = await self._run(lambda: self.store.remove(key))
         if code == NOT_FOUND:
@@ -255,12 +259,14 @@ class MooncakeStoreService:
         return _done() if code == 0 else _error(f"REMOVE operation failed ({code})", 500)
 
     async def handle_remove_all(self, request: web.Request) -> web.Response:
+        """Remove all objects that no lease protects."""
         count = await self._run(lambda: self.store.remove_all())
         if count < 0:
             return _error(f"REMOVE_ALL operation failed ({count})", 500)
         return web.json_response({"status": f"success removed {count} keys"})
 
     async def handle_health(self, request: web.Request) -> web.Response:
+        """Whether the store is connected, and its health code."""
         code = 0 if self.store is None else await self._run(lambda: self.store.health_check())
         return web.json_response({"status": "ok" if self.store is not None else "no store", "health": code})
 
@@ -290,9 +296,11 @@ class MooncakeStoreService:
         return _mounted(outcome, allocated_size=outcome.get("allocated_size", 0))
 
     async def handle_unmount_shm(self, request: web.Request) -> web.Response:
+        """Unmount shared memory of this host."""
         return await self._handle_unmount(request, lambda: self.store.unmount_segment)
 
     async def handle_unmount(self, request: web.Request) -> web.Response:
+        """Unmount segments and free their memory."""
         return await self._handle_unmount(request, lambda: self.store.unmount_and_free_segment)
 
     async def _handle_unmount(
@@ -308,6 +316,7 @@ class MooncakeStoreService:
         return _error("Failed to unmount segments", 500, failed_segment_ids=failed) if failed else _done()
 
     async def handle_unmount_local_disk(self, request: web.Request) -> web.Response:
+        """Unmount the segment on the local SSD."""
         try:
             grace_s = _grace(await _body(request))
             code = await self._run(lambda: self.store.unmount_local_disk_segment(grace_s))

@@ -42,10 +42,12 @@ def add_routes(app: FastAPI, gateway: Gateway, is_inside: bool = False) -> None:
 
     @app.get("/health")
     async def health() -> dict[str, str]:
+        """Whether the gateway's process answers."""
         return {"status": "ok"}
 
     @app.get("/ready", responses={503: {"description": "No instance is ready"}})
     async def ready() -> dict[str, str]:
+        """Whether a request can be served: 503 while no instance is ready."""
         rows = await gateway.scheduling.status()
         if not any(row.health == "ready" for row in rows):
             states = ", ".join(f"one is {row.health}" for row in rows) or "none was added"
@@ -54,6 +56,7 @@ def add_routes(app: FastAPI, gateway: Gateway, is_inside: bool = False) -> None:
 
     @app.get("/version")
     async def version() -> dict[str, str]:
+        """Version of the program."""
         return {"version": mooncake.__version__}
 
     @app.get("/metrics", response_class=PlainTextResponse, responses=_KEY_ERRORS)
@@ -81,6 +84,7 @@ def add_routes(app: FastAPI, gateway: Gateway, is_inside: bool = False) -> None:
 
     @app.post("/instances/add", openapi_extra=_TAKES_CHANGE, responses=_ERRORS)
     async def add(http: Request) -> Response:
+        """Add an instance, or change its role; needs the admin key."""
         change = await _change(gateway, http)
         if change.port is not None:
             gateway.backends.ports[change.instance] = change.port
@@ -108,6 +112,7 @@ def add_routes(app: FastAPI, gateway: Gateway, is_inside: bool = False) -> None:
 
     @app.post("/instances/drain", openapi_extra=_TAKES_CHANGE, responses=_ERRORS)
     async def drain(http: Request) -> Response:
+        """Send an instance no more requests and keep it in the table; needs the admin key."""
         change = await _known(gateway, await _change(gateway, http))
         await _apply(gateway, Drain(change.instance))
         return _json({"message": f"draining {change.instance}", "status": "draining"})

@@ -237,19 +237,23 @@ def _add_models(app: FastAPI, gateway: Gateway) -> None:
 
     @app.post("/v1/completions", openapi_extra=_takes(CompletionRequest), responses=_ERRORS)
     async def completions(http: Request) -> Response:
+        """Complete one or more prompts, whole or as server-sent events."""
         return await _dispatch(gateway, http, partial(parse_request, CompletionRequest))
 
     @app.post("/v1/chat/completions", openapi_extra=_takes(ChatCompletionRequest), responses=_ERRORS)
     async def chat_completions(http: Request) -> Response:
+        """Answer a chat, whole or as server-sent events."""
         return await _dispatch(gateway, http, partial(parse_request, ChatCompletionRequest))
 
     @app.get("/v1/models")
     async def models(http: Request) -> Response:
+        """List the model, or the models of the engines behind the gateway."""
         _authenticate(gateway, http)
         return Response(to_json(ModelList(await _cards(gateway))), media_type="application/json")
 
     @app.get("/v1/models/{model:path}", responses={404: _ERRORS[404]})
     async def model(http: Request, model: str) -> Response:
+        """Describe one model."""
         _authenticate(gateway, http)
         cards = await _cards(gateway)
         for card in cards:

@@ -581,6 +581,7 @@ def serve_metrics(host: str, port: int, tls: ssl.SSLContext | None = None) -> Ht
     """
 
     def page(_: Request) -> Response:
+        """Metrics in the text format of Prometheus."""
         return Response(metrics.page(), headers={"Content-Type": metrics.CONTENT_TYPE})
 
     return HttpServerThread(Starlette(routes=[Route("/{path:path}", page)]), listen(host, port), tls)

@@ -118,35 +118,42 @@ def create_app(api: Api) -> FastAPI:
 
     @app.post("/v1/completions")
     async def completions(request: Request) -> Response:
+        """Complete one or more prompts; the gateway's requests carry which part this worker computes."""
         return await _answer(api, request, await _parsed(CompletionRequest, request))
 
     @app.post("/v1/chat/completions")
     async def chat_completions(request: Request) -> Response:
+        """Answer a chat; the gateway's requests carry which part of it this worker computes."""
         return await _answer(api, request, await _parsed(ChatCompletionRequest, request))
 
     @app.get("/v1/models")
     async def models() -> Response:
+        """Describe the model that is loaded."""
         card = ModelCard(id=api.model, created=api.created, root=api.model, max_model_len=api.max_model_len)
         return _json(to_json(ModelList([card])))
 
     @app.get("/kv_event_sources")
     async def kv_event_sources() -> Response:
+        """The ports at which this worker publishes its KV events, and the identity of its KV cache."""
         block_tokens = api.generator.engine.runner.layout.block_tokens
         return _json(to_json(KvEventSources([api.events], block_tokens, api.kv_identity)))
 
     @app.get("/health")
     @app.get("/ready")
     async def health() -> dict[str, Any]:
+        """The role, the load and the latest measured steps; answered as soon as the model is loaded."""
         engine = api.generator.engine
         steps = msgspec.structs.asdict(engine.step_log.read())
         return {"status": "ok", "role": api.role, **dataclasses.asdict(engine.stats()), "measured": steps}
 
     @app.get("/version")
     async def version() -> dict[str, str]:
+        """Version of the program."""
         return {"version": mooncake.__version__}
 
     @app.get("/metrics")
     async def metrics_page() -> Response:
+        """Metrics in the text format of Prometheus."""
         return Response(metrics.page(), headers={"Content-Type": metrics.CONTENT_TYPE})
 
     return app

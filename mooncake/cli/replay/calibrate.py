@@ -26,7 +26,15 @@ IN_TTFT_BYTES_PER_S = 1e12
 Url = Annotated[
     str, typer.Option("--url", help="Address of the server: a gateway or any other server of the OpenAI API.")
 ]
-ApiKey = Annotated[str, typer.Option("--api-key", envvar="OPENAI_API_KEY", show_envvar=False)]
+ApiKey = Annotated[
+    str,
+    typer.Option(
+        "--api-key",
+        envvar="OPENAI_API_KEY",
+        show_envvar=False,
+        help="Key of the server's API; by default OPENAI_API_KEY.",
+    ),
+]
 
 
 def calibrate_command(

@@ -68,7 +68,9 @@ def replay_command(
     seed: Annotated[
         int, typer.Option("--seed", help="Seed of the prompts; change it for prompts not sent before.")
     ] = 0,
-    json_file: Annotated[Path | None, typer.Option("--json", metavar="FILE")] = None,
+    json_file: Annotated[
+        Path | None, typer.Option("--json", metavar="FILE", help="Write the results as JSON.")
+    ] = None,
     html_file: Annotated[
         Path | None, typer.Option("--html", metavar="FILE", help="HTML report with plots.")
     ] = None,

@@ -52,8 +52,12 @@ Speedup = Annotated[
     float,
     typer.Option("--speedup", help="Factor by which requests come faster.", callback=_above_zero),
 ]
-SloTtft = Annotated[float, typer.Option("--slo-ttft", metavar="SECONDS", min=0)]
-SloTbt = Annotated[float, typer.Option("--slo-tbt", metavar="SECONDS", min=0)]
+SloTtft = Annotated[
+    float, typer.Option("--slo-ttft", metavar="SECONDS", min=0, help="Objective of the time to first token.")
+]
+SloTbt = Annotated[
+    float, typer.Option("--slo-tbt", metavar="SECONDS", min=0, help="Objective of the time between tokens.")
+]
 Changes = Annotated[
     list[str] | None,
     typer.Option(

@@ -85,7 +85,9 @@ def plan_command(
         int, typer.Option("--ssd-tokens", min=0, help="Largest SSD per node to consider.")
     ] = 0,
     changes: Changes = None,
-    json_file: Annotated[Path | None, typer.Option("--json", metavar="FILE")] = None,
+    json_file: Annotated[
+        Path | None, typer.Option("--json", metavar="FILE", help="Write the results as JSON.")
+    ] = None,
 ) -> None:
     """Find the smallest and the cheapest cluster that meets the objectives, by simulating candidates.
 

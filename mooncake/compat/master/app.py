@@ -48,6 +48,7 @@ def make_app(context: MasterContext) -> FastAPI:
 
     @app.get("/health")
     async def health() -> Response:
+        """State of this master and the leader's address; 200 on a standby as well."""
         lead = context.leadership
         return json(
             {
@@ -68,18 +69,22 @@ def make_app(context: MasterContext) -> FastAPI:
 
     @app.get("/version")
     async def version() -> Response:
+        """Version of the program."""
         return json({"version": mooncake.__version__})
 
     @app.get("/role")
     async def role() -> Response:
+        """`leader` or `standby`."""
         return PlainTextResponse("leader" if context.leadership.is_leader else "standby")
 
     @app.get("/ha_status")
     async def ha_status() -> Response:
+        """State in the election, as one word."""
         return PlainTextResponse(context.leadership.state)
 
     @app.get("/leader")
     async def leader() -> Response:
+        """Address and term of the leader, as far as this master knows."""
         lead = context.leadership
         known = {"present": bool(lead.leader), "leader_address": lead.leader, "view_version": lead.term}
         return json(known)
@@ -92,6 +97,7 @@ def make_app(context: MasterContext) -> FastAPI:
 
     @app.get("/metrics")
     async def page() -> Response:
+        """Metrics of this program, and those of the existing master under their names."""
         status = master_metrics.local_status(context)
         quotas = await context.ask(m.AskQuotas())
         existing = master_metrics.page(context, status, quotas.quotas if isinstance(quotas, m.Quotas) else [])
@@ -99,10 +105,12 @@ def make_app(context: MasterContext) -> FastAPI:
 
     @app.get("/metrics/summary")
     async def summary() -> Response:
+        """The state of the store in one line."""
         return PlainTextResponse(master_metrics.summary(context, master_metrics.local_status(context)) + "\n")
 
     @app.get("/kv_events/status")
     async def kv_events() -> Response:
+        """Whether this master publishes KV events, where, and how many."""
         return json({"enabled": False} if context.publisher is None else context.publisher.status())
 
     app.include_router(query_routes.router(context))

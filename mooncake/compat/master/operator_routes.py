@@ -42,6 +42,7 @@ def router(context: MasterContext) -> APIRouter:
 
     @routes.post("/drain_jobs")
     async def drain(http: Request) -> Response:
+        """Begin to move the objects of segments elsewhere; needs the admin key."""
         check_key(http, key)
         body: DrainRequest = await read_body(http, DrainRequest)
         message = m.DrainSegments(body.segments, body.target_segments, body.max_concurrency)
@@ -50,15 +51,18 @@ def router(context: MasterContext) -> APIRouter:
 
     @routes.get("/drain_jobs/query")
     async def query(job_id: JobNumber) -> Response:
+        """Progress of a drain."""
         return json(_job(unwrap_reply(await context.ask(m.AskJob(job_id)), "unknown_job")))
 
     @routes.post("/drain_jobs/cancel")
     async def cancel(http: Request, job_id: JobNumber) -> Response:
+        """End a drain early; needs the admin key."""
         check_key(http, key)
         return json(_job(unwrap_reply(await context.ask(m.AskJob(job_id, cancel=True)), "unknown_job")))
 
     @routes.get("/tenant_quotas")
     async def quotas(tenant_id: str = "") -> Response:
+        """Quota and use of one tenant or of all."""
         found = [_quota(one) for one in unwrap_reply(await context.ask(m.AskQuotas())).quotas]
         if not tenant_id:
             return json({"success": True, "tenant_quotas": found})
@@ -69,17 +73,20 @@ def router(context: MasterContext) -> APIRouter:
 
     @routes.put("/tenant_quotas")
     async def set_quota(http: Request, tenant_id: TenantName) -> Response:
+        """Set the quota of a tenant, and write it to the tenants file; needs the admin key."""
         check_key(http, key)
         body: QuotaRequest = await read_body(http, QuotaRequest)
         return await _set(context, tenant_id, body.requested_quota_bytes)
 
     @routes.delete("/tenant_quotas")
     async def remove_quota(http: Request, tenant_id: TenantName) -> Response:
+        """Remove the quota of a tenant; needs the admin key."""
         check_key(http, key)
         return await _set(context, tenant_id, None)
 
     @routes.post("/remove_all")
     async def remove_all(http: Request, force: bool = False, tenant_id: str = "") -> Response:
+        """Remove all objects of a tenant that no lease protects; needs the admin key."""
         check_key(http, key)
         removed: m.Removed = unwrap_reply(await context.ask(m.RemoveMatching("", force, tenant_id)))
         answer = {"removed_count": removed.num_removed, "leased_count": removed.num_leased}

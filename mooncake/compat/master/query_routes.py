@@ -113,15 +113,18 @@ def router(context: MasterContext) -> APIRouter:
 
     @routes.get("/get_all_keys")
     async def get_all_keys(tenant_id: str = "") -> Response:
+        """List the readable keys of a tenant, one per line."""
         return StreamingResponse(_lines(context.master.objects.readable, tenant_id), media_type="text/plain")
 
     @routes.get("/get_all_segments")
     async def get_all_segments() -> Response:
+        """List the segments that serve, one per line."""
         names = [one.segment for one in (await queries.status()).segments if one.state == "alive"]
         return PlainTextResponse("".join(f"{name}\n" for name in names))
 
     @routes.get("/query_key")
     async def query_key(key: Annotated[str, Query(min_length=1)], tenant_id: str = "") -> Response:
+        """Where the replicas of an object are."""
         found = (await queries.inspect([key], tenant_id))[0]
         if found is None or found.is_writing:
             raise HttpRefusal("not_found")
@@ -131,6 +134,7 @@ def router(context: MasterContext) -> APIRouter:
 
     @routes.get("/batch_query_keys")
     async def batch_query_keys(keys: Annotated[str, Query(min_length=1)], tenant_id: str = "") -> Response:
+        """Where the replicas of several objects are; the keys are separated by commas."""
         names = [key for key in keys.split(",") if key]
         answers: dict[str, dict[str, Any]] = {}
         for name, found in zip(names, await queries.inspect(names, tenant_id), strict=True):
@@ -142,6 +146,7 @@ def router(context: MasterContext) -> APIRouter:
 
     @routes.get("/query_segment")
     async def query_segment(segment: Annotated[str, Query(min_length=1)]) -> Response:
+        """Used bytes and size of a segment, as text."""
         try:
             one = await queries.segment(segment)
         except HttpRefusal as error:
@@ -151,11 +156,13 @@ def router(context: MasterContext) -> APIRouter:
 
     @routes.get("/get_segments_detail")
     async def get_segments_detail() -> Response:
+        """Every segment with its address, tier, state and use."""
         segments = [queries.detail(one) for one in (await queries.status()).segments]
         return json({"total_segments": len(segments), "segments": segments})
 
     @routes.get("/api/v1/segments/status")
     async def segment_status(segment: Annotated[str, Query(min_length=1)]) -> Response:
+        """State of one segment: OK, DRAINING, DRAINED or UNDEFINED."""
         one = await queries.segment(segment)
         return json({"success": True, "segment": segment, "status": state_of(one)})
 

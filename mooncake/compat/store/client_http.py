@@ -57,16 +57,20 @@ class ClientHttpServer:
 
 def _app(health: Callable[[], int], client_metrics: ClientMetrics) -> Starlette:
     async def state(_: Request) -> Response:
+        """Health of the client; 503 unless it is healthy."""
         found = STATES[await asyncio.to_thread(health)]
         return JSONResponse({"status": found}, 200 if found == STATES[0] else 503)
 
     def metrics(_: Request) -> Response:
+        """Metrics in the text format of Prometheus."""
         return Response(page() + client_metrics.page(), headers={"Content-Type": CONTENT_TYPE})
 
     def summary(_: Request) -> Response:
+        """Counts and latencies of the client's operations, as text."""
         return PlainTextResponse(client_metrics.summary())
 
     def not_found(_: Request) -> Response:
+        """404 with the paths that there are."""
         return PlainTextResponse("not found: /health, /metrics or /metrics/summary\n", 404)
 
     routes = {"/health": state, "/metrics": metrics, "/metrics/summary": summary, "/{path:path}": not_found}

@@ -146,6 +146,7 @@ def make_app(publishers: PublisherSubscriptions, api_key: str = "") -> FastAPI:
 
     @app.post("/register")
     async def register(http: Request) -> Response:
+        """Subscribe to the KV events of an instance; needs the key."""
         _check_key(http, key)
         request = await _body(http, Register)
         publishers.register(request)
@@ -153,6 +154,7 @@ def make_app(publishers: PublisherSubscriptions, api_key: str = "") -> FastAPI:
 
     @app.post("/unregister")
     async def unregister(http: Request) -> Response:
+        """End subscriptions, and forget the blocks that they reported; needs the key."""
         _check_key(http, key)
         request = await _body(http, Unregister)
         gone = publishers.unregister(request)
@@ -163,20 +165,24 @@ def make_app(publishers: PublisherSubscriptions, api_key: str = "") -> FastAPI:
 
     @app.post("/query")
     async def query(http: Request) -> Response:
+        """How many tokens of a prompt each instance has cached."""
         return _answer(http, publishers.registry.answer(await _body(http, Query)))
 
     @app.post("/query_by_hash")
     async def query_by_hash(http: Request) -> Response:
+        """The same for a sequence of block hashes."""
         return _answer(
             http, publishers.registry.answer(await _body(http, QueryByHash, block_hash="seq_hashes"))
         )
 
     @app.get("/health")
     async def health() -> Response:
+        """Whether it serves, and the number of registered publishers."""
         return _json({"status": "ok", "publishers": len(publishers.registry.registered)})
 
     @app.get("/metrics")
     async def page() -> Response:
+        """Metrics in the text format of Prometheus."""
         return Response(metrics.page(), media_type=metrics.CONTENT_TYPE)
 
     return app

@@ -209,6 +209,7 @@ def make_app(entries: MetadataEntries | None = None, identity: Identity | None =
         key: str = "",
         ttl_s: Annotated[float | None, Query(gt=0, le=31_536_000)] = None,
     ) -> Response:
+        """Read, replace or delete the value of a key; a value belongs to the credential that wrote it."""
         if not key:
             return PlainTextResponse("metadata key is required", 400)
         if len(key.encode()) > MAX_KEY_BYTES:
@@ -240,10 +241,12 @@ def make_app(entries: MetadataEntries | None = None, identity: Identity | None =
 
     @app.get("/metadata/list")
     async def listing(prefix: str = "") -> Response:
+        """List the keys with a prefix."""
         return JSONResponse(entries.list(prefix, clock.monotonic()))
 
     @app.get("/health")
     async def health() -> Response:
+        """Whether it serves."""
         return PlainTextResponse("OK")
 
     return HttpAuth(app, identity, open_paths=("/health",))
