@@ -4,6 +4,7 @@
 #   make test     install with the tools, run all tests       make test ARGS="tests/store -k lease"
 #   make quick    lint and the tests of the cores, in less than a minute
 #   make check    lint, format, types                         make bench   the benchmarks
+#   make coverage the lines that tests run
 #   make clean    remove .venv and everything that was built
 #
 # PYTHON=python3.12, CXX=g++-12 and VENV=/big/disk/venv choose others than the usual ones.
@@ -15,7 +16,7 @@ export PYTHON VENV
 
 BUILT_FROM := pyproject.toml constraints-tools.txt CMakeLists.txt scripts/install $(wildcard native/*.cpp native/*.h)
 
-.PHONY: serve test quick check bench clean
+.PHONY: serve test quick check bench coverage clean
 .DEFAULT_GOAL := serve
 
 serve: $(VENV)/.installed-serve
@@ -32,6 +33,9 @@ check: $(VENV)/.installed-dev
 
 bench: $(VENV)/.installed-dev
 	@scripts/bench $(ARGS)
+
+coverage: $(VENV)/.installed-dev
+	@scripts/coverage $(ARGS)
 
 # Python files are used as they are, so only these sources require another installation.
 $(VENV)/.installed-serve: $(BUILT_FROM)
