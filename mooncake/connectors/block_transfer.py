@@ -20,7 +20,14 @@ from mooncake import clock
 from mooncake.connectors.memory import HostMemory
 from mooncake.connectors.planner import BlockName, LoadPlan, SavePlan
 from mooncake.connectors.session import DEFAULT_TIMEOUT_S, PoolSession
-from mooncake.connectors.store_link import LinkSettings, StoreLink, StoreLoad, StoreLookup, StoreSave
+from mooncake.connectors.store_link import (
+    CircuitBreaker,
+    LinkSettings,
+    StoreLink,
+    StoreLoad,
+    StoreLookup,
+    StoreSave,
+)
 from mooncake.errors import MooncakeError
 from mooncake.kvlayout import ForeignIdentity, SlabLayout, foreign_key
 from mooncake.log import get_logger
@@ -73,13 +80,13 @@ class PrefixLookup:
 
     def __init__(self, session: PoolSession) -> None:
         self._session = session
-        self._silent_until = 0.0
+        self._breaker = CircuitBreaker(RETRY_AFTER_S)
         self.digests: tuple[str, ...] = ()
 
     def find(self, names: Sequence[BlockName]) -> PendingLookup:
         """Begin to look for ``names``, in prefix order; blocks found are leased."""
         lookup = PendingLookup(len(names))
-        if not names or not self.digests or clock.monotonic() < self._silent_until:
+        if not names or not self.digests or self._breaker.is_open:
             lookup.settle()
         else:
             self._session.start(self._find(lookup, list(names)))
@@ -96,9 +103,8 @@ class PrefixLookup:
             if leases:
                 lookup.good_until = min(leases) - MARGIN_S
         except MooncakeError as error:
-            self._silent_until = clock.monotonic() + RETRY_AFTER_S
+            self._breaker.trip("find", error)
             lookup.has_failed = True
-            log.warning("store_unreachable", operation="find", error=str(error))
         except Exception:  # a bug of ours is no reason to fail the request
             lookup.has_failed = True
             log.exception("operation_failed", operation="find")

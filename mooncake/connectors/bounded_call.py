@@ -3,8 +3,7 @@
 
 Owns the result of a call that fails, which is the same as from an empty store; and that it is returned
 only when the operation can no longer touch the engine's memory (``claim.py``). Every operation has one
-deadline, made when it begins and passed to each of its steps. After a failure to reach the store no call is
-sent for a while, so that a dead store costs one short wait and not one per call.
+deadline, made when it begins and passed to each of its steps.
 """
 
 from __future__ import annotations
@@ -17,7 +16,7 @@ from typing import Any, Generic, TypeVar
 from mooncake import clock
 from mooncake.connectors.claim import LOG_EVERY_S, Claim
 from mooncake.connectors.session import TransferThread
-from mooncake.connectors.store_link import LinkSettings, failures
+from mooncake.connectors.store_link import CircuitBreaker, LinkSettings, failures
 from mooncake.errors import InvalidArgument, MooncakeError
 from mooncake.log import get_logger
 
@@ -142,7 +141,7 @@ class BoundedCalls:
     def __init__(self, thread: TransferThread, settings: LinkSettings) -> None:
         self._thread = thread
         self._settings = settings
-        self._silent_until = 0.0
+        self._breaker = CircuitBreaker(settings.retry_after_s)
         self.is_closed = False
         """Whether new operations end at once, without a call to the store."""
 
@@ -160,7 +159,7 @@ class BoundedCalls:
         """``otherwise``: the result of a failed operation."""
         now = clock.monotonic()
         work = BoundedCall(self._thread, operation, otherwise, now + timeout_s, is_lookup)
-        if self.is_closed or now < self._silent_until:
+        if self.is_closed or self._breaker.is_open:
             work.claim.close()
         else:
             work.begin(self._guarded(operation, steps, work.claim.deadline, otherwise))
@@ -180,9 +179,7 @@ class BoundedCalls:
             if isinstance(error, InvalidArgument):
                 log.error("operation_refused", operation=operation, error=str(error))
             else:
-                self._silent_until = clock.monotonic() + self._settings.retry_after_s
-                reason = str(error) or type(error).__name__
-                log.warning("store_unreachable", operation=operation, error=reason)
+                self._breaker.trip(operation, error)
         except Exception:  # a bug of ours is no reason to fail the engine's request
             failures.labels(operation).inc()
             log.exception("operation_failed", operation=operation)

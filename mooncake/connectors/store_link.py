@@ -68,6 +68,31 @@ class LinkSettings:
     """Time without calls after the store could not be reached."""
 
 
+class CircuitBreaker:
+    """Circuit breaker of one caller of the store; its threads may share it.
+
+    After a failure to reach the store no call is made for ``retry_after_s``, so that a dead store costs one
+    short wait and not one per call. The first call after that is the probe.
+    """
+
+    def __init__(self, retry_after_s: float) -> None:
+        self._retry_after_s = retry_after_s
+        self._open_until = 0.0
+
+    @property
+    def is_open(self) -> bool:
+        """Whether the store is not to be called now."""
+        return clock.monotonic() < self._open_until
+
+    def trip(self, operation: str, error: BaseException) -> None:
+        """Record that the store could not be reached."""
+        self._open_until = clock.monotonic() + self._retry_after_s
+        log.warning("store_unreachable", operation=operation, error=str(error) or type(error).__name__)
+
+    def __repr__(self) -> str:
+        return f"<CircuitBreaker {'open' if self.is_open else 'closed'}>"
+
+
 class StoreLookup:
     """A lookup of blocks; ``grants`` are those found, from the first without a gap."""
 
@@ -206,7 +231,7 @@ class StoreLink:
         self._settings = settings
         self._memory = memory
         self._wake: Callable[[], None] = lambda: None
-        self._silent_until = 0.0
+        self._breaker = CircuitBreaker(settings.retry_after_s)
         self._tasks: set[asyncio.Task[None]] = set()
         self._queue = transfer.new_queue()
         self._in_flight: dict[int, Callable[[Completion], None]] = {}
@@ -246,7 +271,7 @@ class StoreLink:
     def lookup(self, blocks: Sequence[tuple[BlockHash, int]]) -> StoreLookup:
         """Look up ``blocks`` ((hash, number of tokens) in prefix order) and lease those found."""
         lookup = StoreLookup(blocks)
-        if not blocks or clock.monotonic() < self._silent_until:
+        if not blocks or self._breaker.is_open:
             lookup.done = True
         else:
             self._spawn(self._look_up(lookup))
@@ -372,7 +397,7 @@ class StoreLink:
     def start_save(self, blocks: Sequence[tuple[BlockHash, int, int]]) -> StoreSave:
         """Begin to save ``blocks`` ((hash, tokens, block id)) whose layers are about to be computed."""
         save = StoreSave(blocks)
-        if blocks and clock.monotonic() >= self._silent_until:
+        if blocks and not self._breaker.is_open:
             save.held = self._memory.hold([block_id for _, _, block_id in blocks])
         if save.held is None:
             save.claim.close()
@@ -640,8 +665,7 @@ class StoreLink:
         if not isinstance(error, MooncakeError | TimeoutError | asyncio.CancelledError):
             log.exception("operation_failed", operation=operation)  # a bug of ours
             return
-        self._silent_until = clock.monotonic() + self._settings.retry_after_s
-        log.warning("store_unreachable", operation=operation, error=str(error) or type(error).__name__)
+        self._breaker.trip(operation, error)
 
 
 def _by_segment(grants: Sequence[PutGrant | ReadGrant]) -> list[list[int]]:

@@ -20,7 +20,14 @@ import torch
 from mooncake import clock
 from mooncake.connectors import store_link as blocks
 from mooncake.connectors.memory import CacheIdentity, HostMemory, SlabMemory
-from mooncake.connectors.store_link import LinkSettings, StoreLink, StoreLoad, StoreLookup, StoreSave
+from mooncake.connectors.store_link import (
+    CircuitBreaker,
+    LinkSettings,
+    StoreLink,
+    StoreLoad,
+    StoreLookup,
+    StoreSave,
+)
 from mooncake.http.server import listen
 from mooncake.inference.host_memory import StagedMemory, host_memory
 from mooncake.kvlayout import ForeignIdentity, KvIdentity, KvLayout, SlabLayout
@@ -505,3 +512,20 @@ async def test_an_engine_whose_wake_fails_gets_its_blocks_back(cluster: Cluster)
     assert (await worker.save([(first, 4, 1)])).num_stored_blocks == 1
     lookup = await worker.lookup([(first, 4)])
     assert not (await worker.load(lookup, [5])).failed
+
+
+def test_no_call_is_made_for_a_while_after_the_store_could_not_be_reached(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    instants = [100.0]
+    monkeypatch.setattr(clock, "monotonic", lambda: instants[-1])
+    breaker = CircuitBreaker(retry_after_s=2.0)
+
+    def is_open(at: float) -> bool:
+        instants.append(at)
+        return breaker.is_open
+
+    assert not is_open(at=100.0)
+    breaker.trip("load", TimeoutError())
+    assert is_open(at=100.0) and is_open(at=101.9)
+    assert not is_open(at=102.1)
