@@ -4,10 +4,10 @@
 A machine whose reaction depends on its state declares the table as a constant beside its class, and calls it
 for every event::
 
-    MOVES: StateTable[Door] = StateTable("door", Door, {(Door.CLOSED, Opened): move(Door.OPEN, on_opened)})
+    MOVES: StateTable[Door] = StateTable("door", Door, {(Door.CLOSED, Opened): move(Door.OPEN, by=on_opened)})
 
     def handle(self, event: Event, now: float) -> list[Effect]:
-        return MOVES.dispatch(self.state, event)(self, event, now)
+        return MOVES.handle(lambda: self.state, event, self, event, now)
 
 An event is an instance of a class, or a name where the machine distinguishes cases itself. A pair without an
 entry and a state that the entry does not list are faults of the program: they raise where ``raises`` is set,
@@ -80,6 +80,13 @@ class StateTable(Generic[StateT]):
     def all_states(self) -> list[StateT]:
         return [*self.states]
 
+    def handle(self, read_state: Callable[[], StateT], event: object, *arguments: object) -> list[Any]:
+        """Call the method for ``event`` with ``arguments``; the table must have the move that it makes."""
+        state = read_state()
+        effects = self.dispatch(state, event)(*arguments)
+        self.check_move(state, event, read_state())
+        return effects
+
     def dispatch(self, state: StateT, event: object) -> Method:
         """The method for this event in this state; one that returns [] if there is none."""
         entry = self._entry(state, event)
@@ -93,12 +100,8 @@ class StateTable(Generic[StateT]):
         (to,) = entry.to
         return to
 
-    def has(self, state: StateT, event: object) -> bool:
-        """Whether there is an entry for this event in this state."""
-        return (state, _key(event)) in self.moves
-
     def check_move(self, state: StateT, event: object, new: StateT) -> None:
-        """Require that ``event`` may lead from ``state`` to ``new``; to be called after its method."""
+        """Require that ``event`` may lead from ``state`` to ``new``."""
         entry = self.moves.get((state, _key(event)))
         if entry is not None and new not in entry.to:
             self._fault(state, f"{name_of(event)} to {new.name}")

@@ -39,10 +39,7 @@ class House:
         return [f"opened at {now}"]
 
     def handle(self, table: StateTable[Door], event: Pushed | str, now: float) -> list[str]:
-        door = self.door
-        effects: list[str] = table.dispatch(door, event)(self, event, now)
-        table.check_move(door, event, self.door)
-        return effects
+        return table.handle(lambda: self.door, event, self, event, now)
 
 
 @pytest.fixture
@@ -76,7 +73,7 @@ def test_a_move_without_a_method_leads_to_its_state(table: StateTable[Door]) -> 
 
 
 def test_an_unexpected_event_raises_in_tests(table: StateTable[Door]) -> None:
-    assert not table.has(Door.OPEN, Pushed(1))
+    assert (Door.OPEN, Pushed) not in table.moves
     with pytest.raises(UnexpectedEvent, match="door of a test: Pushed in state OPEN"):
         table.dispatch(Door.OPEN, Pushed(1))
     with pytest.raises(UnexpectedEvent, match="key turned in state OPEN"):

@@ -9,7 +9,7 @@ import time
 from collections.abc import Callable
 
 PATIENCE_S = 60.0
-UNHURRIED_S = 60.0
+LONG_HEARTBEAT_S = 60.0
 """Interval of heartbeats for tests that mount a segment themselves and send one: after three missed ones the
 master suspects it, and a test takes that long on a busy machine."""
 

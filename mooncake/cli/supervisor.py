@@ -191,10 +191,7 @@ class Supervisor:
         return f"<Supervisor {states}>"
 
     def _move(self, role: RoleStatus, event: RoleEvent, now: float) -> list[Effect]:
-        state = role.state
-        effects: list[Effect] = ROLE_MOVES.dispatch(state, event)(self, role, event, now)
-        ROLE_MOVES.check_move(state, event, role.state)
-        return effects
+        return ROLE_MOVES.handle(lambda: role.state, event, self, role, event, now)
 
     # -- starting ------------------------------------------------------------------------------------
 

@@ -112,7 +112,7 @@ def add_routes(app: FastAPI, gateway: Gateway, is_inside: bool = False) -> None:
 
     @app.post("/instances/drain", openapi_extra=_TAKES_CHANGE, responses=_ERRORS)
     async def drain(http: Request) -> Response:
-        """Send an instance no more requests and keep it in the table; needs the admin key."""
+        """Send an instance no more requests; it leaves when those it has are done. Needs the admin key."""
         change = await _known(gateway, await _change(gateway, http))
         await _apply(gateway, Drain(change.instance))
         return _json({"message": f"draining {change.instance}", "status": "draining"})

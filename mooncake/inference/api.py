@@ -141,7 +141,7 @@ def create_app(api: Api) -> FastAPI:
     @app.get("/health")
     @app.get("/ready")
     async def health() -> dict[str, Any]:
-        """The role, the load and the latest measured steps; answered as soon as the model is loaded."""
+        """The role, the load and the latest measured steps."""
         engine = api.generator.engine
         steps = msgspec.structs.asdict(engine.step_log.read())
         return {"status": "ok", "role": api.role, **dataclasses.asdict(engine.stats()), "measured": steps}

@@ -18,12 +18,12 @@ from mooncake.store.ha.messages import Leads, WhoLeads
 from mooncake.store.master.log_records import ObjectReadable
 from mooncake.store.server import MasterServer
 from mooncake.store.settings import MasterSettings
-from tests.waiting import UNHURRIED_S
+from tests.waiting import LONG_HEARTBEAT_S
 
 
 @pytest.fixture
 async def server() -> AsyncIterator[MasterServer]:
-    server = MasterServer(MasterSettings(port=0, heartbeat_s=UNHURRIED_S))
+    server = MasterServer(MasterSettings(port=0, heartbeat_s=LONG_HEARTBEAT_S))
     await server.start()
     yield server
     await server.close()

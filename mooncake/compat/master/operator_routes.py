@@ -86,7 +86,7 @@ def router(context: MasterContext) -> APIRouter:
 
     @routes.post("/remove_all")
     async def remove_all(http: Request, force: bool = False, tenant_id: str = "") -> Response:
-        """Remove all objects of a tenant that no lease protects; needs the admin key."""
+        """Remove all objects of a tenant, leased ones only with ``force``; needs the admin key."""
         check_key(http, key)
         removed: m.Removed = unwrap_reply(await context.ask(m.RemoveMatching("", force, tenant_id)))
         answer = {"removed_count": removed.num_removed, "leased_count": removed.num_leased}

@@ -170,7 +170,7 @@ def make_app(publishers: PublisherSubscriptions, api_key: str = "") -> FastAPI:
 
     @app.post("/query_by_hash")
     async def query_by_hash(http: Request) -> Response:
-        """The same for a sequence of block hashes."""
+        """How many tokens of a prompt, given as its block hashes, each instance has cached."""
         return _answer(
             http, publishers.registry.answer(await _body(http, QueryByHash, block_hash="seq_hashes"))
         )

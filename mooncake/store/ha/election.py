@@ -276,10 +276,7 @@ class Election:
         return self._phase is ElectionPhase.OVER
 
     def _move(self, event: Event | Wake | str, now: float) -> list[Effect]:
-        phase = self._phase
-        effects: list[Effect] = MOVES.dispatch(phase, event)(self, event, now)
-        MOVES.check_move(phase, event, self._phase)
-        return effects
+        return MOVES.handle(lambda: self._phase, event, self, event, now)
 
     # What to do while no request is pending
 

@@ -160,10 +160,7 @@ class Membership:
     def handle(self, event: Event | Wake, now: float) -> list[Effect]:
         if isinstance(event, Wake) and (self._wake_at is None or self._wake_at > now):
             return []
-        phase = self.phase
-        effects: list[Effect] = MOVES.dispatch(phase, event)(self, event, now)
-        MOVES.check_move(phase, event, self.phase)
-        return effects
+        return MOVES.handle(lambda: self.phase, event, self, event, now)
 
     def deadline(self) -> float | None:
         return self._wake_at

@@ -15,7 +15,7 @@ from mooncake.rpc import AsyncClient
 from mooncake.store import messages as m
 from mooncake.store.server import MasterServer
 from mooncake.store.settings import MasterSettings
-from tests.waiting import UNHURRIED_S
+from tests.waiting import LONG_HEARTBEAT_S
 
 KEY = "a key of this test"
 
@@ -61,12 +61,12 @@ async def opened(settings: MasterSettings) -> AsyncIterator[MasterWithHttp]:
 
 @pytest.fixture
 async def served() -> AsyncIterator[MasterWithHttp]:
-    async for one in opened(MasterSettings(port=0, admin_api_key=KEY, heartbeat_s=UNHURRIED_S)):
+    async for one in opened(MasterSettings(port=0, admin_api_key=KEY, heartbeat_s=LONG_HEARTBEAT_S)):
         yield one
 
 
 @pytest.fixture
 async def keyless() -> AsyncIterator[MasterWithHttp]:
     """A master without a key."""
-    async for one in opened(MasterSettings(port=0, heartbeat_s=UNHURRIED_S)):
+    async for one in opened(MasterSettings(port=0, heartbeat_s=LONG_HEARTBEAT_S)):
         yield one

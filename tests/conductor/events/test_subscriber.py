@@ -25,7 +25,7 @@ from mooncake.store.master.kv_publisher import MasterKvEventPublisher as StoreEv
 from mooncake.store.server import MasterServer
 from mooncake.store.settings import MasterSettings
 from mooncake.types import Tier
-from tests.waiting import UNHURRIED_S, until
+from tests.waiting import LONG_HEARTBEAT_S, until
 
 HASHES = block_hashes(range(64), 16, root_hash())
 KEYS = [short_key(one) for one in HASHES]
@@ -228,7 +228,7 @@ async def test_a_master_of_the_store_is_followed_like_a_worker(context: zmq.asyn
         port=0,
         kv_events_endpoint="tcp://127.0.0.1:*",
         kv_events_replay_endpoint="tcp://127.0.0.1:*",
-        heartbeat_s=UNHURRIED_S,
+        heartbeat_s=LONG_HEARTBEAT_S,
     )
     server = MasterServer(settings)
     client = AsyncClient(f"127.0.0.1:{await server.start()}", m.REPLIES)

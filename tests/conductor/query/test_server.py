@@ -29,7 +29,7 @@ from mooncake.store.master.kv_publisher import MasterKvEventPublisher as StoreEv
 from mooncake.store.server import MasterServer
 from mooncake.store.settings import MasterSettings
 from tests.conductor.events.test_subscriber import LossyWire
-from tests.waiting import UNHURRIED_S, until
+from tests.waiting import LONG_HEARTBEAT_S, until
 
 KEY = "a key of this test"
 TOKENS = list(range(500, 564))
@@ -265,7 +265,7 @@ async def test_the_existing_store_s_events(router: Router) -> None:
         kv_events_endpoint="tcp://127.0.0.1:*",
         kv_events_replay_endpoint="tcp://127.0.0.1:*",
         kv_events_legacy=False,
-        heartbeat_s=UNHURRIED_S,
+        heartbeat_s=LONG_HEARTBEAT_S,
     )
     server = MasterServer(settings)
     client = AsyncClient(f"127.0.0.1:{await server.start()}", m.REPLIES)

@@ -18,13 +18,13 @@ from mooncake.store import messages as m
 from mooncake.store.master.kv_publisher import MasterKvEventPublisher
 from mooncake.store.server import MasterServer, running
 from mooncake.store.settings import MasterSettings
-from tests.waiting import UNHURRIED_S
+from tests.waiting import LONG_HEARTBEAT_S
 
 SETTINGS = MasterSettings(
     port=0,
     kv_events_endpoint="tcp://127.0.0.1:*",
     kv_events_replay_endpoint="tcp://127.0.0.1:*",
-    heartbeat_s=UNHURRIED_S,
+    heartbeat_s=LONG_HEARTBEAT_S,
 )
 
 
