@@ -21,7 +21,7 @@ __version__ = "0.1.0"
 
 def __getattr__(name: str) -> Any:
     """Names that some programs import from here: ``from mooncake import MooncakeDistributedStore``."""
-    if name not in ("BufferPool", "MooncakeDistributedStore", "ReplicateConfig"):
+    if name not in ("BufferPool", "MooncakeDistributedStore", "RegisteredBufferPool", "ReplicateConfig"):
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
     import mooncake.store
 

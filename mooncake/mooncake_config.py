@@ -5,8 +5,9 @@ from mooncake.compat.config_file import (
     DEFAULT_GLOBAL_SEGMENT_SIZE,
     DEFAULT_LOCAL_BUFFER_SIZE,
     MooncakeConfig,
+    logger,
 )
 from mooncake.compat.config_file import _parse_bool as _parse_bool
 from mooncake.compat.config_file import _parse_segment_size as _parse_segment_size
 
-__all__ = ["DEFAULT_GLOBAL_SEGMENT_SIZE", "DEFAULT_LOCAL_BUFFER_SIZE", "MooncakeConfig"]
+__all__ = ["DEFAULT_GLOBAL_SEGMENT_SIZE", "DEFAULT_LOCAL_BUFFER_SIZE", "MooncakeConfig", "logger"]

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import difflib
 import json
+import logging
 import os
 from dataclasses import dataclass
 from pathlib import Path
@@ -21,6 +22,8 @@ from mooncake.errors import InvalidArgument
 from mooncake.log import get_logger
 
 log = get_logger("mooncake.config")
+logger = logging.getLogger("mooncake.config")
+"""The same, for programs that set the level of the existing package's module."""
 
 DEFAULT_GLOBAL_SEGMENT_SIZE = 3_355_443_200
 DEFAULT_LOCAL_BUFFER_SIZE = 1_073_741_824
@@ -76,10 +79,10 @@ class MooncakeConfig:
             if not isinstance(value, str) or not value.strip():
                 raise ValueError(f"Missing required config field: {field}")
         if not isinstance(self.protocol, str) or not self.protocol.strip():
-            raise ValueError(f"protocol must be a non-empty string, not {self.protocol!r}")
+            raise ValueError(f"Invalid protocol: {self.protocol!r}; a non-empty string is expected")
         self.protocol = self.protocol.strip().lower()
         if self.protocol not in PROTOCOLS and self.protocol not in UNSUPPORTED_PROTOCOLS:
-            log.warning(f"protocol {self.protocol!r} is unknown; known are {', '.join(PROTOCOLS)}")
+            log.warning(f"Unrecognised protocol {self.protocol!r}; known are {', '.join(PROTOCOLS)}")
         for field in ("global_segment_size", "local_buffer_size"):
             if getattr(self, field) < 0:
                 raise ValueError(f"{field} must be 0 or more, not {getattr(self, field)}")
@@ -154,7 +157,7 @@ _VARIABLES = {
 def _config_from(given: dict[str, Any]) -> MooncakeConfig:
     def read(field: str, default: Any, parse: Any) -> Any:
         try:
-            return parse(given[field]) if field in given else default
+            return default if given.get(field) is None else parse(given[field])
         except (ValueError, TypeError, InvalidArgument) as error:
             raise ValueError(f"{field}: {error}") from error
 

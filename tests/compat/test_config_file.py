@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 from pathlib import Path
 from typing import Any
@@ -15,6 +16,7 @@ from mooncake.compat.config_file import (
     MooncakeConfig,
     _parse_bool,
     _parse_segment_size,
+    logger,
 )
 
 MINIMUM = {"local_hostname": "a", "metadata_server": "P2PHANDSHAKE", "master_server_address": "m:50051"}
@@ -63,6 +65,17 @@ def test_a_minimal_file_has_defaults(tmp_path: Path) -> None:
     assert config.local_buffer_size == DEFAULT_LOCAL_BUFFER_SIZE == 1 << 30
     assert (config.protocol, config.device_name, config.tenant_id) == ("tcp", "", "default")
     assert (config.enable_ssd_offload, config.client_http_port) == (False, 9300)
+
+
+def test_null_is_the_default_of_every_field_that_has_one(tmp_path: Path) -> None:
+    names = {field.name for field in dataclasses.fields(MooncakeConfig)} - set(MINIMUM)
+    config = MooncakeConfig.from_file(write(tmp_path, MINIMUM | dict.fromkeys(names)))
+    assert config == MooncakeConfig.from_file(write(tmp_path, MINIMUM)) and len(names) > 8
+
+
+def test_an_unknown_protocol_is_a_warning(caplog: pytest.LogCaptureFixture, tmp_path: Path) -> None:
+    assert MooncakeConfig.from_file(write(tmp_path, MINIMUM | {"protocol": "rmda"})).protocol == "rmda"
+    assert "Unrecognised protocol 'rmda'" in caplog.text and caplog.records[0].name == logger.name
 
 
 def test_a_file_with_everything(tmp_path: Path) -> None:

@@ -3,15 +3,19 @@
 
 Leases use the local buffer whose size ``setup`` was given, which is allocated with the first lease;
 a lease that does not fit there gets registered memory of its own. Memory is only reused when nothing
-refers to it: a view of a lease's bytes makes ``release`` fail.
+refers to it: a view of a lease's bytes makes ``release`` fail. A lease that is dropped without ``release``
+is returned when its last view is gone. Errors are ``RuntimeError``, as in the existing package.
 """
 
 from __future__ import annotations
 
 import array
+import math
 import mmap
 import threading
+import time
 import weakref
+from collections import deque
 from types import TracebackType
 from typing import Any
 
@@ -24,6 +28,10 @@ from mooncake.transfer import Region, TransferEngine
 
 MIN_SIZE_CLASS = 64 << 10
 ALIGNMENT = 8 << 20
+MOST_BYTES = 1 << 46
+"""Largest lease: half of the addresses of a process."""
+COLLECTED_S = 0.05
+"""How often a waiting ``acquire`` looks for leases that were dropped without ``release``."""
 
 
 class BufferHandle(array.array):  # type: ignore[type-arg]
@@ -92,15 +100,21 @@ class BufferLeaseView:
         self.buffer = buffer
 
 
+class BufferPoolTimeout(RuntimeError, TimeoutError):
+    """No memory was released in time."""
+
+
 class BufferLease:
-    """Memory for exclusive use until ``release``, or until its ``with`` block ends."""
+    """Memory for exclusive use: until ``release``, the end of a ``with`` block, or its last reference."""
 
     def __init__(self, pool: BufferPool, memory: npt.NDArray[np.uint8], size: int) -> None:
         self._pool = pool
         self._memory: npt.NDArray[np.uint8] | None = memory
-        self._view: memoryview | None = memory[:size].data
         self._ptr = memory.ctypes.data
         self._size = size
+        # The array outlives the lease for as long as a view of it exists, and so does its memory.
+        returned = weakref.finalize(memory, pool._returned.append, (self._ptr, memory.nbytes))
+        returned.atexit = False
 
     @property
     def ptr(self) -> int:
@@ -114,33 +128,28 @@ class BufferLease:
 
     @property
     def buffer(self) -> memoryview:
-        """Writable view of the bytes."""
-        return self._held()
+        """Writable view of the bytes. The memory cannot be released while the view exists."""
+        return self._held()[: self._size].data
 
     def release(self) -> None:
         """Return the memory to the pool. Idempotent.
 
         Raises:
-            BufferError: a view of it still exists.
+            RuntimeError: a view of it still exists.
         """
-        if self._view is None or self._memory is None:
+        if self._memory is None:
             return
-        self._view.release()  # BufferError when an array was made of it
         reference = weakref.ref(self._memory)
-        capacity = self._memory.nbytes
-        keep = self._memory
-        self._view = self._memory = None
-        del keep
-        left = reference()
-        if left is not None:  # a slice of the view references it
-            self._memory, self._view = left, left[: self._size].data
-            raise BufferError("release: a view of this lease's bytes is still in use")
-        self._pool._take_back(self._ptr, capacity)
+        self._memory = None
+        self._memory = reference()
+        if self._memory is not None:
+            raise RuntimeError("release: exported views of this lease's bytes are still in use")
+        self._pool._settle()
 
-    def _held(self) -> memoryview:
-        if self._view is None:
+    def _held(self) -> npt.NDArray[np.uint8]:
+        if self._memory is None:
             raise RuntimeError("this lease was released")
-        return self._view
+        return self._memory
 
     def __enter__(self) -> BufferLease:
         return self
@@ -151,7 +160,7 @@ class BufferLease:
         self.release()
 
     def __repr__(self) -> str:
-        state = "released" if self._view is None else f"at {self._ptr:#x}"
+        state = "released" if self._memory is None else f"at {self._ptr:#x}"
         return f"<BufferLease {self._size} bytes {state}>"
 
 
@@ -164,7 +173,7 @@ class BufferPool:
         max_size_class: largest size that is a power of two; larger ones are rounded to pages.
         alignment: alignment of memory that is allocated for one lease.
         block_on_exhaustion: wait for a release, for ``default_timeout`` seconds if that is given.
-        max_regions: most leases with memory of their own; None is no limit.
+        max_regions: most leases at a time; None is no limit.
     """
 
     def __init__(
@@ -181,12 +190,12 @@ class BufferPool:
         prewarm_count: int = 0,
     ) -> None:
         if max_bytes < 0 or min_size_class < 1 or alignment < 1 or alignment & (alignment - 1):
-            raise ValueError(
+            raise RuntimeError(
                 f"BufferPool: max_bytes ({max_bytes}) must not be negative, min_size_class "
                 f"({min_size_class}) must be positive, alignment ({alignment}) a power of two"
             )
         if max_size_class is not None and max_size_class < min_size_class:
-            raise ValueError(f"BufferPool: max_size_class {max_size_class} is below {min_size_class}")
+            raise RuntimeError(f"BufferPool: max_size_class {max_size_class} is below {min_size_class}")
         self._store = store
         self._local: LocalBuffer | None = getattr(store, "_local_buffer", lambda: None)()
         self._max_bytes = max_bytes
@@ -197,6 +206,9 @@ class BufferPool:
         self._timeout_s = default_timeout
         self._max_regions = max_regions
         self._changed = threading.Condition()
+        self._returned: deque[tuple[int, int]] = deque()
+        """Address and size of memory that nothing refers to any longer. The garbage collector appends to it
+        at any moment, in any thread, and therefore without the lock."""
         self._leased_bytes = 0
         self._num_leases = 0
         self._own: dict[int, mmap.mmap] = {}
@@ -209,30 +221,31 @@ class BufferPool:
         """Acquire a lease on ``size`` bytes.
 
         Raises:
-            ValueError: the size is not positive, or larger than the pool.
-            TimeoutError: nothing was released in time.
-            MemoryError: the pool is exhausted and may not wait, or the host has no more memory.
+            TypeError: the size is negative.
+            RuntimeError: the size exceeds the pool's capacity; the pool is closed, or is exhausted and may
+                not wait.
+            BufferPoolTimeout: nothing was released in time.
+            MemoryError: the host has no more memory.
         """
-        if size < 1 or (self._max_bytes and self._class_of(size) > self._max_bytes):
-            raise ValueError(f"acquire: size {size}; 1 to {self._max_bytes or 'any number of'} bytes")
+        if size < 0:
+            raise TypeError(f"acquire: size {size} is negative")
+        if size > MOST_BYTES or (self._max_bytes and self._class_of(size) > self._max_bytes):
+            most = self._max_bytes or MOST_BYTES
+            raise RuntimeError(f"acquire: size {size} exceeds the capacity of the pool, {most} bytes")
         waits = self._blocks if block is None else block
+        timeout_s = self._timeout_s if timeout is None else timeout
+        until = None if timeout_s is None else time.monotonic() + timeout_s
         with self._changed:
-            memory = self._find(size)
-            if memory is None and waits:
-                timeout_s = self._timeout_s if timeout is None else timeout
-                found: list[npt.NDArray[np.uint8]] = []
-
-                def is_there() -> bool:
-                    now = self._find(size)
-                    if now is not None:
-                        found.append(now)
-                    return now is not None
-
-                if not self._changed.wait_for(is_there, timeout_s):
-                    raise TimeoutError(f"acquire: no {size} bytes were released within {timeout_s} s")
-                memory = found[0]
-            if memory is None:
-                raise MemoryError(f"acquire: {self._leased_bytes} bytes are leased, no {size} are free")
+            while (memory := self._find(size)) is None:
+                if not waits:
+                    leased = self._leased_bytes
+                    raise RuntimeError(
+                        f"acquire: the pool is exhausted: {leased} bytes are leased, {size} asked"
+                    )
+                left_s = math.inf if until is None else until - time.monotonic()
+                if left_s <= 0:
+                    raise BufferPoolTimeout(f"acquire: no {size} bytes were released within {timeout_s} s")
+                self._changed.wait(min(left_s, COLLECTED_S))
             self._leased_bytes += memory.nbytes
             self._num_leases += 1
         return BufferLease(self, memory, size)
@@ -255,29 +268,31 @@ class BufferPool:
             RuntimeError: leases are open.
         """
         with self._changed:
+            self._settle()
             if self._num_leases:
-                raise RuntimeError(f"close: {self._num_leases} leases are open; release them first")
+                raise RuntimeError(f"close: {self._num_leases} active leases; release them first")
             self._is_closed = True
 
     def _class_of(self, size: int) -> int:
-        size_class = max(self._min_size_class, 1 << (size - 1).bit_length())
+        size_class = max(self._min_size_class, 1 << max(size - 1, 0).bit_length())
         if self._max_size_class is not None and size_class > self._max_size_class:
             size_class = size
         return -(-size_class // PAGE_BYTES) * PAGE_BYTES
 
     def _find(self, size: int) -> npt.NDArray[np.uint8] | None:
         """Allocate memory for a lease, if any is available now."""
+        self._settle()
         if self._is_closed:
             raise RuntimeError("acquire: this pool is closed")
         room = self._class_of(size)
         if self._max_bytes and self._leased_bytes + room > self._max_bytes:
             return None
+        if self._max_regions is not None and self._num_leases >= self._max_regions:
+            return None
         memory = None if self._local is None else self._local.take(room)
         return self._allocate(room) if memory is None else memory
 
-    def _allocate(self, room: int) -> npt.NDArray[np.uint8] | None:
-        if self._max_regions is not None and len(self._own) >= self._max_regions:
-            return None
+    def _allocate(self, room: int) -> npt.NDArray[np.uint8]:
         try:
             owner = mmap.mmap(-1, room + self._alignment)
         except (OSError, ValueError, OverflowError) as error:
@@ -291,15 +306,18 @@ class BufferPool:
         self._own[memory.ctypes.data] = owner
         return memory
 
-    def _take_back(self, address: int, room: int) -> None:
+    def _settle(self) -> None:
+        """Free the memory that was returned since, and wake those that wait for it."""
         with self._changed:
-            if self._own.pop(address, None) is not None:
-                self._store.unregister_buffer(address)
-            elif self._local is not None:
-                self._local.give_back(address)
-            self._leased_bytes -= room
-            self._num_leases -= 1
-            self._changed.notify_all()
+            while self._returned:
+                address, room = self._returned.popleft()
+                if self._own.pop(address, None) is not None:
+                    self._store.unregister_buffer(address)
+                elif self._local is not None:
+                    self._local.give_back(address)
+                self._leased_bytes -= room
+                self._num_leases -= 1
+                self._changed.notify_all()
 
 
 RegisteredBufferLease = BufferLease

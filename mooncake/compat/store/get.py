@@ -9,9 +9,11 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Sequence
+from itertools import zip_longest
 from typing import Any
 
 from mooncake.compat.store.arguments import (
+    MAX_ADDRESS,
     Span,
     check_key,
     check_keys,
@@ -92,7 +94,8 @@ class ReadCalls(BufferRegistrationCalls):
     ) -> list[list[list[int]]]:
         """Read fragments of objects ``all_keys[i][j]`` to ``buffer_ptrs[i]``: for each its size, or a code.
 
-        -704 for a miss, -600 for a fragment that does not lie in its object, or lists of unequal lengths.
+        -704 for a miss; -600 for a fragment that does not lie in its object, or not in the registered buffer
+        that its pointer points to, and for all fragments of lists of unequal lengths.
         """
         what = "get_into_ranges"
         pointers = numbers(what, "buffer_ptrs", buffer_ptrs)
@@ -106,7 +109,11 @@ class ReadCalls(BufferRegistrationCalls):
             )
         ]
         shape = [[len(sizes) for sizes in row] for row in columns[2]]
-        bad = [[[INVALID] * num for num in row] for row in shape]
+        longest = [
+            [max(map(len, of_key)) for of_key in zip_longest(*of_buffer, fillvalue=())]
+            for of_buffer in zip_longest(*columns, fillvalue=())
+        ]
+        bad = [[[INVALID] * num for num in row] for row in longest]
         if len(pointers) != len(keys) or [len(row) for row in keys] != [len(row) for row in shape]:
             return bad
         if any([[len(sizes) for sizes in row] for row in column] != shape for column in columns):
@@ -115,11 +122,14 @@ class ReadCalls(BufferRegistrationCalls):
         def get(session: StoreSession) -> list[list[list[int]]]:
             places = [(i, j) for i, row in enumerate(keys) for j in range(len(row))]
             grants = open_reads(session, [keys[i][j] for i, j in places])
+            ends = [session.registered.end_of(pointer) or MAX_ADDRESS for pointer in pointers]
+
+            def fragment(i: int, target: int, source: int, size: int) -> Part:
+                is_inside = 0 <= target <= ends[i] - pointers[i] - size
+                return source if is_inside else -1, pointers[i] + target, size
+
             fragments = [
-                [
-                    (source, pointers[i] + target, size)
-                    for target, source, size in zip(*(column[i][j] for column in columns), strict=True)
-                ]
+                [fragment(i, *of) for of in zip(*(column[i][j] for column in columns), strict=True)]
                 for i, j in places
             ]
             found = iter(read_fragments(session, grants, fragments))

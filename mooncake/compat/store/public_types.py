@@ -75,6 +75,14 @@ def _exactly(kind: type) -> _Check:
     return check
 
 
+def _count(value: Any) -> int:
+    """An unsigned number of 64 bits."""
+    number: int = _exactly(int)(value)
+    if not 0 <= number < 1 << 64:
+        raise TypeError(f"expected 0 to 2**64 - 1, not {number}")
+    return number
+
+
 def _optional(check: _Check) -> _Check:
     return lambda value: None if value is None else check(value)
 
@@ -92,11 +100,11 @@ def _list_of(kind: type) -> _Check:
 
 
 _FIELDS: dict[str, tuple[Callable[[], Any], _Check]] = {
-    "replica_num": (lambda: 1, _exactly(int)),
-    "nof_replica_num": (lambda: 0, _exactly(int)),
-    "dfs_replica_num": (lambda: 0, _exactly(int)),
+    "replica_num": (lambda: 1, _count),
+    "nof_replica_num": (lambda: 0, _count),
+    "dfs_replica_num": (lambda: 0, _count),
     "soft_pin_action": (lambda: SoftPinAction.PRESERVE, SoftPinAction),
-    "soft_pin_ttl_ms": (lambda: None, _optional(_exactly(int))),
+    "soft_pin_ttl_ms": (lambda: None, _optional(_count)),
     "with_hard_pin": (lambda: False, _exactly(bool)),
     "preferred_segments": (list, _list_of(str)),
     "preferred_segment": (str, _exactly(str)),

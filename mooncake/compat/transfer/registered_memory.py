@@ -106,6 +106,15 @@ class RegisteredMemory:
             at = bisect.bisect_right(self._starts, address) - 1
             return at >= 0 and address + size <= self._starts[at] + self._regions[self._starts[at]].size_bytes
 
+    def end_of(self, address: int) -> int | None:
+        """Address after the region in which ``address`` lies; None when that is not registered."""
+        with self._lock:
+            at = bisect.bisect_right(self._starts, address) - 1
+            if at < 0:
+                return None
+            end = self._starts[at] + self._regions[self._starts[at]].size_bytes
+            return end if address < end else None
+
     def first(self) -> int:
         """Address of the oldest registered memory; 0 without any."""
         with self._lock:

@@ -112,7 +112,8 @@ def test_lists_of_unequal_lengths(store: MooncakeDistributedStore) -> None:
     assert store.batch_put_from_multi_buffers(["a", "b"], [[at]], [[1]]) == [-600] * 2
     assert store.batch_get_into_multi_buffers(["a"], [[at]], [[1, 1]]) == [-600]
     assert store.put_batch(["a"], []) == store.put_batch([], [b"v"]) == -600
-    assert store.get_into_ranges([at], [["a"]], [[[0]]], [[[0, 1]]], [[[1]]]) == [[[-600]]]
+    assert store.get_into_ranges([at], [["a"]], [[[0]]], [[[0, 1]]], [[[1]]]) == [[[-600, -600]]]
+    assert store.get_into_ranges([at], [["a"]], [[[0]]], [[[0, 1]]], [[[]]]) == [[[-600, -600]]]
     assert store.get_into_ranges([at, at], [["a"]], [[[0]]], [[[0]]], [[[1]]]) == [[[-600]]]
     assert (store.put_batch([], []), store.batch_put_from([], [], []), store.batch_is_exist([])) == (
         0,
@@ -174,6 +175,18 @@ def test_fragments(store: MooncakeDistributedStore) -> None:
     assert read == [[[10, 2 * MIB, 5, -600, -600]]]
     assert (out[:10] == value[:10]).all() and (out[100 : 2 * MIB + 100] == value[MIB - 7 : 3 * MIB - 7]).all()
     assert (out[2 * MIB + 500 :][:5] == value[-5:]).all()
+
+
+def test_fragments_end_where_their_buffer_does(store: MooncakeDistributedStore) -> None:
+    """What lies behind the buffer is the program's own, and mapped, but not for these bytes."""
+    out = np.full(64, ord("_"), np.uint8)
+    assert store.put("ranged", b"0123456789") == 0
+    assert store.register_buffer(here(out), 32) == 0
+    targets, sizes = [[[28, 29, 31, -1]]], [[[4, 4, 1, 1]]]
+    read = store.get_into_ranges([here(out)], [["ranged"]], targets, [[[0, 0, 9, 0]]], sizes)
+    assert read == [[[4, -600, 1, -600]]]
+    assert bytes(out) == b"_" * 28 + b"0129" + b"_" * 32
+    assert store.unregister_buffer(here(out)) == 0
 
 
 def test_removal(store: MooncakeDistributedStore, master: RunningMaster) -> None:

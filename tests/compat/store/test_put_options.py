@@ -54,12 +54,10 @@ def test_soft_pins() -> None:
 
 BAD: list[dict[str, Any]] = [
     {"replica_num": 0},
-    {"replica_num": -1},
     {"nof_replica_num": 1},
     {"dfs_replica_num": 2},
     {"replica_num": 2, "prefer_alloc_in_same_node": True},
     {"soft_pin_ttl_ms": 1000},
-    {"soft_pin_action": SoftPinAction.ENABLE, "soft_pin_ttl_ms": -1},
     {"soft_pin_action": SoftPinAction.ENABLE, "soft_pin_ttl_ms": 86_400_001},
     {"group_ids": ["one", "too many"]},
     {"session_ids": []},
@@ -73,6 +71,13 @@ def test_invalid_configurations(store: MooncakeDistributedStore, fields: dict[st
     assert store.put("bad", b"v", config(**fields)) == -600
     assert store.batch_put_from_multi_buffers(["bad"], [[1]], [[1]], config(**fields)) == [-600]
     assert store.is_exist("bad") == 0
+
+
+@pytest.mark.parametrize("field", ["soft_pin_ttl_ms", "replica_num", "nof_replica_num"])
+@pytest.mark.parametrize("value", [-1, 1 << 64, True, 1.0])
+def test_counts_are_unsigned_numbers(field: str, value: Any) -> None:
+    with pytest.raises(TypeError, match=field):
+        config(**{field: value})
 
 
 def test_an_upsert_inherits_pins_and_groups(store: MooncakeDistributedStore) -> None:
