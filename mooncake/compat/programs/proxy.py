@@ -3,8 +3,8 @@
 
 Their flags, defaults and endpoints, in front of the gateway. The first takes hosts and ports separately and
 forwards what a prefill engine answers; the second takes ``--prefill URL [BOOTSTRAP_PORT]`` as vLLM's proxy
-for its MooncakeConnector does, or ``--prefill host:port ...`` as the XpYd demo does. Other flags are passed
-to the gateway.
+for its MooncakeConnector does, or ``--prefill host:port ...`` as the XpYd demo does. In that form other hosts
+reach it, as they reach those demos; the first form listens on loopback. Other flags are passed to the gateway.
 """
 
 from __future__ import annotations
@@ -31,10 +31,11 @@ def gateway_flags(given: Sequence[str], api_key: str = "") -> list[str]:
     parsed, rest = _parser().parse_known_args(given)
     prefill = [one for group in parsed.prefill or [] for one in group]
     decode = [one for group in parsed.decode or [] for one in group]
+    host = parsed.host or ("0.0.0.0" if prefill or decode else "127.0.0.1")
     if not prefill and not decode:
         prefill = _paired("prefiller", parsed.prefiller_hosts, parsed.prefiller_ports)
         decode = _paired("decoder", parsed.decoder_hosts, parsed.decoder_ports)
-    flags = ["--model", parsed.model, "--host", parsed.host, "--port", str(parsed.port)]
+    flags = ["--model", parsed.model, "--host", host, "--port", str(parsed.port)]
     flags += ["--scheduling", parsed.scheduling]
     if not any(flag.startswith("--protocol") for flag in rest):
         has_bootstrap = any(one.isdecimal() or one.startswith("http://") for one in prefill)
@@ -60,7 +61,7 @@ def _parser() -> argparse.ArgumentParser:
         description="A proxy in front of engines that prefill and engines that decode.",
         epilog="Further flags are those of `mooncake gateway`, which this starts.",
     )
-    parser.add_argument("--host", default="127.0.0.1")
+    parser.add_argument("--host", help="default: 0.0.0.0 with --prefill or --decode, else 127.0.0.1")
     parser.add_argument("--port", type=int, default=8000)
     parser.add_argument("--model", "-m", default="model", help="model name; engines' own names work, too")
     parser.add_argument("--scheduling", default="round_robin")

@@ -67,6 +67,12 @@ def test_flags_of_both_vllm_proxies() -> None:
     assert flags_of("-p", "a:1", "-d", "c:2", "--protocol", "push")["--protocol"] == ["push"]
 
 
+def test_it_listens_where_the_demo_with_these_flags_does() -> None:
+    assert flags_of()["--host"] == flags_of("--decoder-host", "c")["--host"] == ["127.0.0.1"]
+    assert flags_of("-p", "a:1", "-d", "c:2")["--host"] == flags_of("-d", "c:2")["--host"] == ["0.0.0.0"]
+    assert flags_of("-p", "a:1", "-d", "c:2", "--host", "127.0.0.2")["--host"] == ["127.0.0.2"]
+
+
 def test_the_module_starts_a_gateway_with_them() -> None:
     command = [
         sys.executable,
