@@ -146,7 +146,7 @@ def our_store_connector(folder: Path) -> Iterator[Setting]:
 def our_direct_connector(folder: Path) -> Iterator[Setting]:
     listener = f"{HOST}:{free_port()}"
     prefill = direct_connector("kv_producer", listen_addr=listener)
-    yield Setting([prefill, direct_connector("kv_consumer", prefill_addr=listener)], {})
+    yield Setting([prefill, direct_connector("kv_consumer", prefill_addr=listener, listener_offset=0)], {})
 
 
 @contextmanager

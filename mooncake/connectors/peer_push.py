@@ -30,13 +30,15 @@ import numpy as np
 from mooncake import clock
 from mooncake.connectors.claim import LOG_EVERY_S, Claim
 from mooncake.connectors.memory import SlabMemory, StagedBlocks
-from mooncake.errors import MooncakeError
+from mooncake.errors import InvalidArgument, MooncakeError
 from mooncake.kvlayout import SlabLayout
 from mooncake.log import get_logger
 from mooncake.rpc import AsyncClient, Call, RpcServer
-from mooncake.security import EVERYBODY, TRUSTED, Access
+from mooncake.rpc.client import split_address
+from mooncake.security import EVERYBODY, TRUSTED, Access, is_loopback
 from mooncake.transfer import TransferEngine
 from mooncake.transfer.descriptor import SegmentDescriptor, decode_descriptor
+from mooncake.transfer.host_address import host_towards, numeric_host, with_port
 
 log = get_logger(__name__)
 
@@ -45,6 +47,9 @@ GREETING_S = 5.0
 
 MAX_TIMEOUT_S = 3600.0
 """Longest timeout that a receiver may request of a sender."""
+
+LISTENER_OFFSET = 1000
+"""Default difference of a sender's port to the port of its engine's HTTP server."""
 
 GRACE_S = 2.0
 """Time beyond the sender's own deadline in which its answer may arrive."""
@@ -114,6 +119,7 @@ class Sender:
         hold_s: how long a computed prompt waits for its receiver.
         ended: called with the ``transfer_id`` of an offer whose blocks are no longer needed.
         on_outcome: called with the outcome of blocks, before ``ended`` is.
+        accepts: whether a request from that address is accepted.
     """
 
     def __init__(
@@ -125,9 +131,11 @@ class Sender:
         hold_s: float,
         ended: Callable[[str], None],
         on_outcome: Callable[[PushOutcome], None] = lambda outcome: None,
+        accepts: Callable[[str], bool] = lambda peer: True,
     ) -> None:
         self._transfer, self._layout, self._digest, self._memory = transfer, layout, digest, memory
         self._hold_s, self._ended, self._on_outcome = hold_s, ended, on_outcome
+        self._accepts = accepts
         self._offers: dict[str, asyncio.Future[BlockOffer | str]] = {}
         """Offers by transfer, or the reason for having none; a request waits for an unfinished future."""
         self._server = RpcServer(
@@ -182,6 +190,8 @@ class Sender:
                 self._ended(transfer_id)
 
     async def _take(self, take: PushRequest, call: Call) -> PushResult:
+        if not self._accepts(call.connection.peer):
+            return self._refused(take, f"{call.connection.peer} is not in this engine's decode_addr")
         if not (math.isfinite(take.timeout_s) and 0 < take.timeout_s <= MAX_TIMEOUT_S):
             allowed = f"more than 0, at most {MAX_TIMEOUT_S:g}"
             return self._refused(take, f"timeout_s is {take.timeout_s:g}; allowed: {allowed}")
@@ -276,18 +286,111 @@ class Listeners:
     request may choose among the configured addresses and name no other.
     """
 
-    def __init__(self, configured: str | Sequence[str]) -> None:
-        """``configured``: addresses ``host:port``; a string holds one, or several separated by commas."""
-        addresses = configured.split(",") if isinstance(configured, str) else configured
-        self.addresses = [str(address).strip() for address in addresses if str(address).strip()]
+    def __init__(self, configured: str | Sequence[str], offset: int = 0) -> None:
+        """Configure the prefill engines.
+
+        Args:
+            configured: addresses ``host:port``; a string holds one, or several separated by commas.
+            offset: difference of a listener's port to the configured one.
+
+        Raises:
+            InvalidArgument: not an address, or no port has that offset.
+        """
+        engines = [split_address(address) for address in _listed(configured)]
+        self._engines = [(host, port, _listener_port(host, port, offset)) for host, port in engines]
+
+    @property
+    def addresses(self) -> list[str]:
+        """Addresses of the listeners."""
+        return [with_port(host, listener) for host, _, listener in self._engines]
+
+    @property
+    def hosts(self) -> list[str]:
+        return [host for host, _, _ in self._engines]
 
     def chosen(self, params: Mapping[str, Any]) -> str | None:
-        """The sender for a request with these ``kv_transfer_params``; None if it is not configured."""
+        """The sender for a request with these ``kv_transfer_params``; None if it is not configured.
+
+        ``remote_host`` and ``remote_port`` are an engine's configured address, or its listener's. A host may
+        be spelt otherwise than here, or not at all, if no other engine has that port.
+        """
         host, port = params.get("remote_host"), params.get("remote_port")
         if not host and not port:
-            return self.addresses[0] if self.addresses else None
-        named = f"{host}:{port}"
-        return named if named in self.addresses else None
+            return self.addresses[0] if self._engines else None
+        same_port = [
+            address
+            for address, engine in zip(self.addresses, self._engines, strict=True)
+            if str(port) in map(str, engine[1:])
+        ]
+        named = [address for address in same_port if split_address(address)[0] == str(host).strip("[]")]
+        found = named or same_port
+        return found[0] if len(found) == 1 else None
+
+
+def _listener_port(host: str, port: int, offset: int) -> int:
+    if not 0 < port + offset < 1 << 16:
+        allowed = f"a port of an engine whose listener's, {offset} more, is 1 to 65535"
+        raise InvalidArgument("address", with_port(host, port), allowed)
+    return port + offset
+
+
+@dataclasses.dataclass(frozen=True)
+class PushAddresses:
+    """Where an engine listens, where it connects, and from where it accepts requests of blocks.
+
+    Engines are named by the addresses of their HTTP servers (``prefill_addr``, ``decode_addr``); a sender's
+    listener has that server's port plus ``offset``.
+    """
+
+    listen_host: str
+    listen_port: int
+    transfer_host: str
+    """Address at which this engine's memory is reached."""
+    listeners: Listeners
+    accepted: frozenset[str] | None
+    """Hosts that may request blocks; None for every host."""
+
+    @classmethod
+    def read(cls, extra: Mapping[str, Any], own_port: int) -> PushAddresses:
+        """Derive the addresses from a connector's options and the port of the engine's own HTTP server.
+
+        Raises:
+            InvalidArgument: names the option.
+        """
+        offset = _offset_of(extra)
+        listeners = Listeners(extra.get("prefill_addr", ""), offset)
+        decodes = [host for host, _ in map(split_address, _listed(extra.get("decode_addr", "")))]
+        accepted = frozenset(numeric_host(host, "decode_addr") for host in decodes)
+        peers = [*listeners.hosts, *decodes]
+        own_host = str(extra.get("local_hostname", "")) or (host_towards(peers[0]) if peers else "127.0.0.1")
+        if "listen_addr" in extra:
+            host, port = split_address(str(extra["listen_addr"]))
+        else:
+            host = own_host if all(map(is_loopback, (own_host, *accepted))) else "0.0.0.0"
+            port = _listener_port(own_host, own_port, offset)
+        return cls(host, port, own_host, listeners, accepted or None)
+
+    @property
+    def listener_host(self) -> str:
+        """Host of the listener, as decode engines can name it."""
+        return self.transfer_host if self.listen_host in ("0.0.0.0", "::") else self.listen_host
+
+    def accepts(self, peer: str) -> bool:
+        """Whether a request from ``peer`` (``host:port``) is accepted."""
+        host = peer.rpartition(":")[0].removeprefix("::ffff:")
+        return self.accepted is None or host in self.accepted or is_loopback(host)
+
+
+def _listed(addresses: str | Sequence[str]) -> list[str]:
+    parts = addresses.split(",") if isinstance(addresses, str) else addresses
+    return [str(address).strip() for address in parts if str(address).strip()]
+
+
+def _offset_of(extra: Mapping[str, Any]) -> int:
+    given = extra.get("listener_offset", LISTENER_OFFSET)
+    if isinstance(given, bool) or not isinstance(given, int) or abs(given) >= 1 << 16:
+        raise InvalidArgument("listener_offset", given, "a whole number between -65535 and 65535")
+    return given
 
 
 class Receiver:

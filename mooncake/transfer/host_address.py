@@ -35,6 +35,17 @@ def reachable_host(listen_host: str) -> str:
             return "127.0.0.1" if family == socket.AF_INET else "::1"
 
 
+def host_towards(peer: str) -> str:
+    """Address of this host on the route to ``peer``; the default route's if the name does not resolve."""
+    try:
+        family, kind, _, _, address = socket.getaddrinfo(peer, 9, type=socket.SOCK_DGRAM)[0]
+        with socket.socket(family, kind) as probe:
+            probe.connect(address)  # sends nothing: the kernel only picks a source address
+            return str(probe.getsockname()[0])
+    except OSError:
+        return reachable_host("::" if ":" in peer else "0.0.0.0")
+
+
 def numeric_host(host: str, field: str) -> str:
     """Resolve a host name once: resolving may block, and a name may have several addresses."""
     if not host:

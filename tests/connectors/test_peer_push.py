@@ -6,6 +6,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 from collections.abc import AsyncIterator
+from types import SimpleNamespace
 from typing import Any, cast
 
 import numpy as np
@@ -16,6 +17,7 @@ from mooncake.connectors.peer_push import (
     BlockOffer,
     BlockRequest,
     Listeners,
+    PushAddresses,
     PushOutcome,
     PushRequest,
     Receiver,
@@ -189,6 +191,63 @@ def test_a_request_names_no_listener_that_is_not_configured() -> None:
     assert Listeners(["h:1"]).chosen({}) == "h:1" and Listeners("").chosen({}) is None
 
 
+def test_engines_are_named_by_their_http_servers_and_reached_at_their_listeners() -> None:
+    several = Listeners("10.0.0.1:8200, 10.0.0.1:8201,[fd00::1]:8202", 1000)
+    assert several.addresses == ["10.0.0.1:9200", "10.0.0.1:9201", "[fd00::1]:9202"]
+    for port in (8201, 9201, "8201"):
+        for host in ("10.0.0.1", "localhost", "", None):  # a gateway on that host names it otherwise
+            assert several.chosen({"remote_host": host, "remote_port": port}) == "10.0.0.1:9201"
+    assert several.chosen({"remote_host": "fd00::1", "remote_port": 9202}) == "[fd00::1]:9202"
+    assert several.chosen({"remote_host": "10.0.0.1", "remote_port": 8203}) is None
+    alike = Listeners("10.0.0.1:8200,10.0.0.2:8200", 1000)
+    assert alike.chosen({"remote_host": "10.0.0.2", "remote_port": 9200}) == "10.0.0.2:9200"
+    assert alike.chosen({"remote_host": "10.0.0.3", "remote_port": 9200}) is None
+    with pytest.raises(InvalidArgument, match="1 to 65535"):
+        Listeners("10.0.0.1:65000", 1000)
+
+
+def test_addresses_of_the_two_commands_of_a_deployment() -> None:
+    """A prefill at 8200 and a decode at 8201, each told of the other's HTTP server only."""
+    prefill = PushAddresses.read({"decode_addr": "127.0.0.1:8201"}, own_port=8200)
+    decode = PushAddresses.read({"prefill_addr": "127.0.0.1:8200"}, own_port=8201)
+    assert (prefill.listen_host, prefill.listen_port) == ("127.0.0.1", 9200)
+    assert decode.listeners.chosen({}) == "127.0.0.1:9200" and decode.transfer_host == "127.0.0.1"
+    params = {"remote_host": prefill.listener_host, "remote_port": prefill.listen_port}
+    assert decode.listeners.chosen(params) == "127.0.0.1:9200"
+
+    apart = PushAddresses.read({"decode_addr": "192.0.2.9:8201, 192.0.2.10:8201"}, own_port=8200)
+    assert (apart.listen_host, apart.listen_port) == ("0.0.0.0", 9200)
+    accepted = ("192.0.2.9:4711", "192.0.2.10:1", "127.0.0.1:5", "::ffff:192.0.2.9:4711")
+    assert all(map(apart.accepts, accepted)) and not apart.accepts("192.0.2.11:4711")
+    assert apart.listener_host not in ("0.0.0.0", "")
+    assert PushAddresses.read({}, own_port=8200).listen_host == "127.0.0.1"
+    assert PushAddresses.read({}, own_port=8200).accepts("192.0.2.11:4711")
+
+
+def test_addresses_that_are_set() -> None:
+    extra = {"listen_addr": "10.0.0.1:7000", "local_hostname": "10.0.0.5", "listener_offset": 0}
+    addresses = PushAddresses.read({**extra, "prefill_addr": "10.0.0.1:7000"}, own_port=8200)
+    assert (addresses.listen_host, addresses.listen_port) == ("10.0.0.1", 7000)
+    assert addresses.transfer_host == "10.0.0.5" and addresses.listeners.addresses == ["10.0.0.1:7000"]
+    for bad in ({"listener_offset": "x"}, {"listener_offset": True}, {"prefill_addr": "nowhere"}):
+        with pytest.raises(InvalidArgument):
+            PushAddresses.read(bad, own_port=8200)
+    with pytest.raises(InvalidArgument, match="decode_addr"):
+        PushAddresses.read({"decode_addr": "no-such-host.invalid:8201"}, own_port=8200)
+    with pytest.raises(InvalidArgument, match="1 to 65535"):
+        PushAddresses.read({}, own_port=65000)
+
+
+async def test_only_configured_decodes_get_blocks() -> None:
+    async with a_pair() as pair:
+        pair.sender._accepts = PushAddresses.read({"decode_addr": "192.0.2.9:8201"}, 8200).accepts
+        call = SimpleNamespace(connection=SimpleNamespace(peer="192.0.2.66:1234"))
+        take = PushRequest("one", "kind", b"p", b"", b"", b"", 0, [0], 1.0)
+        refused = await pair.sender._take(take, cast(Any, call))
+        assert "192.0.2.66:1234 is not in this engine's decode_addr" in refused.reason
+        assert not refused.has_begun
+
+
 @pytest.mark.parametrize("timeout_s", [0.0, -1.0, float("inf"), float("nan"), 1e9])
 async def test_a_timeout_out_of_range_is_refused(timeout_s: float) -> None:
     """It comes from the network; the blocks that it requests would be held for as long."""
@@ -196,7 +255,8 @@ async def test_a_timeout_out_of_range_is_refused(timeout_s: float) -> None:
         receiver = Receiver(pair.decoding.transfer, LAYOUT, "kind", pair.decoding.slabs, TIMEOUT_S)
         receiver._timeout_s = timeout_s
         take = PushRequest("one", "kind", b"p", b"", b"", b"", 0, [0], timeout_s)
-        taken = await pair.sender._take(take, cast(Any, None))
+        call = SimpleNamespace(connection=SimpleNamespace(peer="127.0.0.1:1"))
+        taken = await pair.sender._take(take, cast(Any, call))
         assert "timeout_s" in taken.reason and not taken.has_begun
         assert not pair.sender._offers, "no request waits for it"
         await receiver.close()

@@ -75,7 +75,7 @@ class Fleet:
                 elif role == "prefill":
                     connector = direct_connector("kv_producer", listen_addr=f"{HOST}:{ports[number]}")
                 else:
-                    connector = direct_connector("kv_consumer", prefill_addr=listeners)
+                    connector = direct_connector("kv_consumer", prefill_addr=listeners, listener_offset=0)
                 core = len(self.servers) % (os.cpu_count() or 1)
                 server = VllmServer(f"{role}-{number}", model, folder, connector, core, "float32")
                 stack.callback(server.close)

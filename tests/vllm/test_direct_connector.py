@@ -56,7 +56,9 @@ def test_decode_takes_what_prefill_computed_and_computes_what_it_cannot_have(
     """One pair of engines for all of it: they take long to start."""
     address, other_address = f"{HOST}:{free_port()}", f"{HOST}:{free_port()}"
     first = producer(model, tmp_path / "prefill.log", address)
-    ours = connector("kv_consumer", prefill_addr=f"{address},{other_address}", timeout_s=60)
+    ours = connector(
+        "kv_consumer", prefill_addr=f"{address},{other_address}", listener_offset=0, timeout_s=60
+    )
     consumer = Engine(model, tmp_path / "decode.log", under_multi(ours), core=1)
     other_kind = producer(model, tmp_path / "bfloat16.log", other_address, "bfloat16")
     engines = [first, consumer, other_kind]

@@ -64,7 +64,7 @@ def servers(model: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[S
         store = stack.enter_context(running_store(folder))
         connectors = [
             both("kv_producer", store, listen_addr=f"{HOST}:{port}"),
-            both("kv_consumer", store, prefill_addr=f"{HOST}:{port}"),
+            both("kv_consumer", store, prefill_addr=f"{HOST}:{port}", listener_offset=0),
         ]
         pair: list[VllmServer] = []
         for core, (name, connector) in enumerate(zip(("prefill", "decode"), connectors, strict=True)):

@@ -4,7 +4,7 @@
 Their flags, defaults and endpoints, in front of the gateway. The first takes hosts and ports separately and
 forwards what a prefill engine answers; the second takes ``--prefill URL [BOOTSTRAP_PORT]`` as vLLM's proxy
 for its MooncakeConnector does, or ``--prefill host:port ...`` as the XpYd demo does. In that form other hosts
-reach it, as they reach those demos; the first form listens on loopback. Other flags are passed to the gateway.
+reach it, as they do those demos; the first form listens on loopback. Other flags are passed to the gateway.
 """
 
 from __future__ import annotations

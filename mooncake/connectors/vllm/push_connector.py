@@ -5,17 +5,25 @@ A thin shell around ``peer_push``. ``kv_transfer_params`` give a request's role 
 
     to prefill   {"do_remote_decode": true, "transfer_id": ID}                      max_tokens 1
     to decode    {"do_remote_prefill": true, "transfer_id": ID}                     before, after or meanwhile
-                 optionally "remote_host", "remote_port": the listener of this prefill, one of those in
-                 ``prefill_addr`` (addresses separated by commas); else the first of them
+                 optionally "remote_host", "remote_port": this prefill's HTTP server or listener, one of
+                 those in ``prefill_addr``; else the first of them
 
-Rank r of an engine listens at its port + r and serves rank r of the other. Decode computes blocks that fail.
+A request to prefill without ``transfer_id`` gets one, and prefill's answer has the parameters for decode, as
+proxies that call one engine after the other expect (the gateway's ``sequential``).
+
+A listener's port is that of the engine's HTTP server + ``listener_offset``. Rank r of an engine listens at
+that port + r and serves rank r of the other. Decode computes blocks that fail.
 """
 
 from __future__ import annotations
 
+import argparse
 import dataclasses
 import hashlib
+import sys
 import threading
+import uuid
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -27,7 +35,14 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import (
     KVConnectorWorkerMetadata,
 )
 
-from mooncake.connectors.peer_push import BlockOffer, BlockRequest, Listeners, PushOutcome, Receiver, Sender
+from mooncake.connectors.peer_push import (
+    BlockOffer,
+    BlockRequest,
+    PushAddresses,
+    PushOutcome,
+    Receiver,
+    Sender,
+)
 from mooncake.connectors.session import TransferThread, transports_of
 from mooncake.connectors.vllm.cache_identity import Adapters
 from mooncake.connectors.vllm.kv_memory import prepare, registered_memory
@@ -35,13 +50,17 @@ from mooncake.connectors.vllm.stats import ConnectorStats, CountedConnector, Pus
 from mooncake.errors import InvalidArgument, MooncakeError
 from mooncake.log import get_logger
 from mooncake.rpc.client import split_address
+from mooncake.security import warn_if_open
+from mooncake.transfer.host_address import with_port
 
 log = get_logger(__name__)
 
 WAIT_S = 0.002
 """Time that a step with nothing to compute waits for blocks to arrive."""
 
-DEFAULT_ADDRESS = "127.0.0.1:8200"
+VLLM_PORT = 8000
+"""Port of vLLM's HTTP server without ``--port``."""
+
 TIMEOUT_S = 120.0
 
 SECONDS = {"pushed": "push_seconds", "received": "receive_seconds"}
@@ -50,6 +69,7 @@ SECONDS = {"pushed": "push_seconds", "received": "receive_seconds"}
 KNOWN = {
     "decode_addr",
     "listen_addr",
+    "listener_offset",
     "local_hostname",
     "prefill_addr",
     "protocol",
@@ -58,6 +78,16 @@ KNOWN = {
     "weights_digest",
 }
 """Options of ``kv_connector_extra_config``."""
+
+
+def http_port(command_line: Sequence[str]) -> int:
+    """Port of vLLM's HTTP server, by the command line that its processes share; connectors are not told."""
+    parser = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
+    parser.add_argument("--port", type=int, default=VLLM_PORT)
+    try:
+        return int(parser.parse_known_args(list(command_line))[0].port)
+    except SystemExit:  # vLLM has refused it, or the program is another
+        return VLLM_PORT
 
 
 @dataclasses.dataclass
@@ -130,8 +160,7 @@ class MooncakeConnector(CountedConnector, KVConnectorBase_V1):  # type: ignore[m
             self._s.ended(ended.offers)
 
     def request_finished(self, request: Any, block_ids: list[int]) -> tuple[bool, dict[str, Any] | None]:
-        self._s.finished(request)
-        return False, None
+        return False, self._s.finished(request)
 
     def has_pending_push_work(self) -> bool:
         return self._s.is_busy
@@ -189,6 +218,8 @@ class _PendingOffer:
     request: Any
     transfer_id: str
     is_offered: bool = False
+    is_named_here: bool = False
+    """Whether its ``transfer_id`` is this engine's: prefill's answer has the parameters for decode."""
 
 
 class PushSchedulerSide:
@@ -199,7 +230,8 @@ class PushSchedulerSide:
         self._block_tokens = kv_cache_config.kv_cache_groups[0].kv_cache_spec.block_size
         self._num_ranks = config.parallel_config.world_size
         self._sends, self._receives = transfer.is_kv_producer, transfer.is_kv_consumer
-        self._listeners = Listeners(transfer.kv_connector_extra_config.get("prefill_addr", DEFAULT_ADDRESS))
+        self._addresses = PushAddresses.read(transfer.kv_connector_extra_config, http_port(sys.argv))
+        self._listeners = self._addresses.listeners
         self._adapters = Adapters(transfer.engine_id)
         self._sendings: dict[str, _PendingOffer] = {}
         self._held: dict[str, tuple[list[int], int]] = {}
@@ -233,8 +265,8 @@ class PushSchedulerSide:
             log.warning("transfer_without_id", request=request.request_id)
             return 0, False
         if self._listeners.chosen(params) is None:
-            named = f"{params.get('remote_host')}:{params.get('remote_port')}"
-            reason = f"{named} is not in this engine's prefill_addr"
+            named = f"{params.get('remote_host', '')}:{params.get('remote_port', '')}".strip(":")
+            reason = f"{named} is not in this engine's prefill_addr" if named else "prefill_addr is empty"
             log.warning("transfer_refused", request=request.request_id, reason=reason)
             return 0, False  # the prompt is computed here
         num_tokens = request.num_prompt_tokens - num_computed_tokens
@@ -244,8 +276,11 @@ class PushSchedulerSide:
     def allocated(self, request: Any, block_ids: list[int], num_tokens: int) -> None:
         params = request.kv_transfer_params or {}
         transfer_id = params.get("transfer_id")
-        if transfer_id and params.get("do_remote_decode") and self._sends and request.prompt_token_ids:
-            self._sendings.setdefault(request.request_id, _PendingOffer(request, str(transfer_id)))
+        if params.get("do_remote_decode") and self._sends and request.prompt_token_ids:
+            pending = _PendingOffer(
+                request, str(transfer_id or uuid.uuid4().hex), is_named_here=not transfer_id
+            )
+            self._sendings.setdefault(request.request_id, pending)
         first = self._first_blocks.pop(request.request_id, 0)
         if not num_tokens or not params.get("do_remote_prefill"):
             return
@@ -285,11 +320,24 @@ class PushSchedulerSide:
             else:
                 self.pool.free_blocks(self.pool.blocks[block_id] for block_id in reversed(block_ids))
 
-    def finished(self, request: Any) -> None:
+    def finished(self, request: Any) -> dict[str, Any] | None:
+        """The request has ended; parameters for decode, if they are prefill's to name."""
         self._first_blocks.pop(request.request_id, None)
         sending = self._sendings.pop(request.request_id, None)
-        if sending is not None and not sending.is_offered:
+        if sending is None:
+            return None
+        if not sending.is_offered:
             self._dropped.append((sending.transfer_id, "prefill's request ended before it was computed"))
+            return None
+        if not sending.is_named_here:
+            return None
+        return {
+            "do_remote_decode": False,
+            "do_remote_prefill": True,
+            "transfer_id": sending.transfer_id,
+            "remote_host": self._addresses.listener_host,
+            "remote_port": self._addresses.listen_port,
+        }
 
 
 class PushWorkerSide:
@@ -300,8 +348,9 @@ class PushWorkerSide:
         self._config, self._cache = config, kv_cache_config
         self._extra = extra = transfer.kv_connector_extra_config
         self._sends, self._receives = transfer.is_kv_producer, transfer.is_kv_consumer
-        host = str(extra.get("local_hostname", "127.0.0.1"))
-        self._thread = TransferThread(host, transports_of(str(extra.get("protocol", ""))))
+        self._addresses = PushAddresses.read(extra, http_port(sys.argv))
+        transports = transports_of(str(extra.get("protocol", "")))
+        self._thread = TransferThread(self._addresses.transfer_host, transports)
         self._sender: Sender | None = None
         self._receiver: Receiver | None = None
         self._rank = 0
@@ -326,12 +375,14 @@ class PushWorkerSide:
         else:
             transfer.register_all(memory.buffers)
         if self._sends:
+            accepts = self._addresses.accepts
             self._sender = Sender(
-                transfer, shards.layout, digest, memory, timeout_s, self._has_ended, self._count
+                transfer, shards.layout, digest, memory, timeout_s, self._has_ended, self._count, accepts
             )
-            host, port = split_address(self._extra.get("listen_addr", DEFAULT_ADDRESS))
-            self._thread.wait(self._sender.start(host, port + self._rank))
-            listens_at = f"{host}:{self._sender.port}"
+            host, port = self._addresses.listen_host, self._addresses.listen_port + self._rank
+            warn_if_open("MooncakeConnector", host)
+            self._thread.wait(self._sender.start(host, port))
+            listens_at = with_port(host, self._sender.port)
         log.info("kv_registered", num_layers=len(kv_caches), layout=digest, listens_at=listens_at)
 
     def begin(self, handovers: PushPlans) -> None:
