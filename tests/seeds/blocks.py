@@ -1,11 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
 """The command blocks of the documents that this project was made from, verbatim, and what becomes of each.
 
-``000`` is a deployment guide, ``002`` a build-and-run post, ``004`` a guide to the store's connector; ``001`` and
-``003`` have no commands. A block is run by a test here, by one in ``tests/vllm`` where it starts vLLM, by
-``scripts/test-wheel`` where it installs our wheel, or has the reason why it is not run. ``python -m
-tests.seeds.blocks`` prints the table; a test compares the list with the documents where they are at hand
-(``MOONCAKE_SEED_DOCUMENTS`` names their folder).
+``000`` is a deployment guide, ``002`` a build-and-run post, ``004`` a guide to the store's connector; ``001``
+and ``003`` have no commands. A block is run by a test here, by one in ``tests/vllm`` where it starts vLLM, by
+``scripts/test-wheel`` where it installs our wheel, or has the reason why it is not run. Commands that install
+what is not ours are shortened. ``python -m tests.seeds.blocks`` prints the table; a test compares it with the
+documents where they are at hand (``MOONCAKE_SEED_DOCUMENTS`` names their folder).
 """
 
 from __future__ import annotations
@@ -69,7 +69,8 @@ python3 -m vllm.entrypoints.openai.api_server \\
 
 
 def _vllm_004(device: str, port: int, role: str) -> str:
-    return f"""{device}MOONCAKE_CONFIG_PATH=./mooncake.json VLLM_USE_V1=0 python3 -m vllm.entrypoints.openai.api_server \\
+    variables = f"{device}MOONCAKE_CONFIG_PATH=./mooncake.json VLLM_USE_V1=0"
+    return f"""{variables} python3 -m vllm.entrypoints.openai.api_server \\
     --model Qwen/Qwen2.5-7B-Instruct-GPTQ-Int4 \\
     --port {port} \\
     --max-model-len 10000 \\
@@ -181,7 +182,7 @@ BLOCKS = [
     ),
     Block("000", "blocks", 'tail -f mooncaked.log | grep "block_write\\|block_read"\n', HERE),
     # 002: a build-and-run post
-    Block("002", "uv", "curl -LsSf https://astral.sh/uv/install.sh | sh\n", why_not=OTHERS),
+    Block("002", "uv", "curl … | sh\n", why_not=OTHERS),
     Block(
         "002",
         "environment",
@@ -192,12 +193,7 @@ BLOCKS = [
     Block(
         "002",
         "build vllm",
-        """git clone -b v0.8.5 https://github.com/vllm-project/vllm.git --recursive
-cd vllm
-python use_existing_torch.py
-uv pip install -r requirements/build.txt
-uv pip install --no-build-isolation -e .
-""",
+        "git clone …\ncd vllm\npython use_existing_torch.py\nuv pip install --no-build-isolation -e .\n",
         why_not=OTHERS,
     ),
     Block(
@@ -220,7 +216,7 @@ uv pip install --no-build-isolation -e .
     Block(
         "002",
         "model",
-        'git lfs install\ngit clone "https://huggingface.co/Qwen/Qwen2.5-7B-Instruct-GPTQ-Int4"\n',
+        "git lfs install\ngit clone …\n",
         why_not=OTHERS,
     ),
     Block(
@@ -292,7 +288,7 @@ sudo kill <PID1> <PID2> ...
     ),
     # 004: a guide to the store's connector
     Block("004", "install", "pip3 install mooncake-transfer-engine\n", WHEEL),
-    Block("004", "vllm", "git clone git@github.com:vllm-project/vllm.git\n", why_not=OTHERS),
+    Block("004", "vllm", "git clone …\ncd vllm\npip3 install -e .\n", why_not=OTHERS),
     Block(
         "004",
         "rdma",

@@ -3,8 +3,8 @@
 
 vLLM's own tree has connectors of these names, for the existing package. Where ours have the same features,
 they replace those, so that a command line that names one works as soon as this package is installed. The
-tree's remain available by ``kv_connector_module_path``, and ``VLLM_PLUGINS`` turns this off. On a device that
-our connectors do not support yet, the tree's stay.
+tree's remain available by ``kv_connector_module_path``, and ``VLLM_PLUGINS`` turns this off. On a device
+whose memory our connectors do not move yet, the tree's stay; the store's then takes the options of ours.
 """
 
 from __future__ import annotations
@@ -14,18 +14,19 @@ NAMES = ("MooncakeStoreConnector", "MooncakeConnector")
 
 
 def register() -> None:
-    """Register our connectors if vLLM computes on a CPU; called by vLLM."""
+    """Register our connectors for the device on which vLLM computes; called by vLLM."""
     from vllm.platforms import current_platform
 
     if not current_platform.is_cpu():
+        take_name("MooncakeStoreConnector", f"{MODULE}.device_store_connector")
         return
     for name in NAMES:
         take_name(name)
 
 
-def take_name(name: str) -> None:
-    """Register our connector under ``name`` in this process."""
+def take_name(name: str, module: str = MODULE) -> None:
+    """Register the connector ``name`` of ``module`` in this process."""
     from vllm.distributed.kv_transfer.kv_connector.factory import KVConnectorFactory
 
     KVConnectorFactory._registry.pop(name, None)
-    KVConnectorFactory.register_connector(name, MODULE, name)
+    KVConnectorFactory.register_connector(name, module, name)
