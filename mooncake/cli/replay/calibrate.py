@@ -18,8 +18,7 @@ from mooncake.cli.replay.cost_measurement import CostMeasurement, Measurements
 from mooncake.cli.replay.endpoint import Endpoint
 from mooncake.cli.simulation.tables import write_whole
 from mooncake.errors import InvalidArgument
-from mooncake.sim.serving.calibration import fit_decode, fit_prefill
-from mooncake.sim.serving.node_costs import NodeCosts
+from mooncake.sim.serving.node_costs import NodeCosts, fit_decode, fit_prefill
 
 IN_TTFT_BYTES_PER_S = 1e12
 """Transfers between instances are inside the measured times; the simulator must not count them again."""

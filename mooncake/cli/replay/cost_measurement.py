@@ -20,7 +20,7 @@ from random import Random
 from mooncake.cli.replay.endpoint import Endpoint, TimedAnswer, gather_at_once
 from mooncake.cli.replay.open_loop import HIGHEST_TOKEN, LOWEST_TOKEN
 from mooncake.errors import Unavailable
-from mooncake.sim.serving.calibration import PrefillSample, StepSample
+from mooncake.sim.serving.node_costs import PrefillSample, StepSample
 
 AT_ONCE = 4
 """Prompts sent together, per prefill instance."""

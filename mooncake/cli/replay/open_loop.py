@@ -16,9 +16,9 @@ import numpy as np
 
 from mooncake import clock
 from mooncake.cli.replay.endpoint import Endpoint, TimedAnswer
-from mooncake.sim.serving.decode_batch import longest_mean
+from mooncake.sim.serving.nodes import longest_mean
 from mooncake.sim.serving.results import DONE, FAILED, REJECTED, Recorder, RunResults, Timeline
-from mooncake.sim.traces.trace_file import TraceRow
+from mooncake.sim.traces.trace import TraceRow
 
 SAMPLE_S = 1.0
 LATE_S = 0.05

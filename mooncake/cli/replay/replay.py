@@ -35,8 +35,7 @@ from mooncake.cli.simulation.options import (
 from mooncake.cli.simulation.tables import ClusterRun, table, wide_console, write_whole
 from mooncake.sim.serving import simulate
 from mooncake.sim.serving.results import RunResults
-from mooncake.sim.traces.trace import TraceOptions
-from mooncake.sim.traces.trace_file import TraceRow
+from mooncake.sim.traces.trace import TraceOptions, TraceRow
 
 
 def replay_command(

@@ -38,7 +38,7 @@ from mooncake.sim.serving.capacity_planner import (
     Prices,
     Simulate,
 )
-from mooncake.sim.serving.cluster_spec import ClusterSpec
+from mooncake.sim.serving.cluster import ClusterSpec
 from mooncake.sim.serving.results import Summary
 from mooncake.sim.traces.trace import TraceOptions
 

@@ -34,7 +34,7 @@ from mooncake.cli.simulation.options import (
 )
 from mooncake.cli.simulation.tables import ClusterRun, table, wide_console, write_whole
 from mooncake.sim.serving import simulate
-from mooncake.sim.serving.cluster_spec import ClusterSpec
+from mooncake.sim.serving.cluster import ClusterSpec
 from mooncake.sim.traces.trace import TraceOptions
 
 
