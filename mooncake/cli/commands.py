@@ -144,7 +144,7 @@ TRACE_COMMANDS = (
 
 FAKE_ENGINE = Command(
     "fake-engine",
-    "mooncake.inference.fake.server",
+    "mooncake.inference.fake_engine",
     "Run an engine without a model: real KV bytes, faults on request.",
     "mooncake dev fake-engine --master 127.0.0.1:50051 --port 8101 --fail-load-every 3",
 )

@@ -15,8 +15,7 @@ import math
 from collections.abc import Callable, Iterable
 
 from mooncake.inference.request import Request, SamplingParams
-from mooncake.inference.scheduler import Scheduler
-from mooncake.inference.step import Chunk, Step
+from mooncake.inference.scheduler import Chunk, Scheduler, Step
 from mooncake.prefix import BlockHash
 from mooncake.sim.kernel import Kernel
 from mooncake.sim.serving.fabric import Port
