@@ -206,7 +206,7 @@ def application_for(words: Sequence[str]) -> typer.Typer:
     application.add_typer(benches, name="bench")
     _add_development(application, selected)
     if selected == "store":
-        from mooncake.cli.store.commands import make_application  # imported late, like every package
+        from mooncake.cli.store import make_application  # imported late, like every package
 
         application.add_typer(make_application(), name="store")
     else:

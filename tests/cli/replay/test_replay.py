@@ -5,7 +5,8 @@ from __future__ import annotations
 
 import pytest
 
-from mooncake.cli.replay.open_loop import HIGHEST_TOKEN, LOWEST_TOKEN, TracePrompts, token_intervals
+from mooncake.cli.replay.endpoint import HIGHEST_TOKEN, LOWEST_TOKEN
+from mooncake.cli.replay.replay import TracePrompts, token_intervals
 from mooncake.sim.traces.trace import TraceRow
 
 
