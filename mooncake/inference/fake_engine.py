@@ -31,7 +31,6 @@ import os
 import signal
 import time
 from collections.abc import AsyncIterator, Callable, Mapping, Sequence
-from dataclasses import dataclass
 from typing import Annotated, Any, Literal
 
 import numpy as np
@@ -326,7 +325,7 @@ Positive = Annotated[int, Meta(ge=1)]
 Seconds = Annotated[float, Meta(ge=0)]
 
 
-@dataclass(frozen=True)
+@dataclasses.dataclass(frozen=True)
 class FakeEngineSettings:
     """Run an engine without a model: real KV bytes, one answer for one prompt, faults on request."""
 

@@ -177,7 +177,7 @@ def draw_further(faults: ClusterFaults, random: Random) -> ClusterFaults:
     )
 
 
-SETTINGS = MasterSettings(
+MASTERS_SETTINGS = MasterSettings(
     lease_s=4.0,
     put_s=2.5,
     grace_s=1.5,

@@ -39,11 +39,11 @@ from mooncake.types import Tier
 if TYPE_CHECKING:
     from mooncake.sim.faults.masters_run import MastersCluster
 
-NAME, NEXT = "oplog", "oplog.new"
+LOG_NAME, NEXT_LOG_NAME = "oplog", "oplog.new"
 HEADER_BYTES = 16
-PIECE = 5
+PIECE_OBJECTS = 5
 """Objects copied at a time: few, so that much happens in between."""
-PAUSE_S = 0.01
+PIECE_PAUSE_S = 0.01
 COMPACTION_BYTES = 8192
 NEWEST: dict[type, dict[str, object]] = {
     LineBegan: {"lease_s": 0.0, "rest_s": 0.0},
@@ -67,7 +67,7 @@ class SimOplog:
         self._process = process
         self._directory = directory
         self._is_old = is_old
-        self._file = directory.open(NAME, is_locked=True)
+        self._file = directory.open(LOG_NAME, is_locked=True)
         self._anew: SimFile | None = None
         self._copy: Snapshot | None = None
         """Snapshot of this master's own state, while its log is compacted."""
@@ -136,7 +136,7 @@ class SimOplog:
     def _compact(self, copy: Snapshot) -> None:
         if self._copy is not copy or self._anew is None:
             return
-        if not self._append_anew(copy.piece(PIECE)):
+        if not self._append_anew(copy.piece(PIECE_OBJECTS)):
             return
         if copy.is_over:
             try:
@@ -146,7 +146,7 @@ class SimOplog:
                 self._give_up()
             self._copy = None
         else:
-            self._process.after(PAUSE_S, lambda: self._compact(copy))
+            self._process.after(PIECE_PAUSE_S, lambda: self._compact(copy))
         self._suspend()
 
     def stop_compacting(self) -> None:
@@ -170,14 +170,14 @@ class SimOplog:
     def _begin_anew(self) -> None:
         if self._anew is not None:
             self._anew.close()
-        self._anew = self._directory.open(NEXT)
+        self._anew = self._directory.open(NEXT_LOG_NAME)
         self._anew.truncate(0)
         self._anew.append(f"{self.id}\n".encode())
 
     def _take_place(self) -> None:
         assert self._anew is not None
         self._anew.sync()
-        self._directory.rename(NEXT, NAME)
+        self._directory.rename(NEXT_LOG_NAME, LOG_NAME)
         self._directory.sync()
         self._file, self._anew = self._anew, None
         self._compacted_bytes = self._file.size_bytes

@@ -19,7 +19,7 @@ from typing import Any
 from mooncake.rpc.wire import Failure
 from mooncake.sim.faults import cluster_faults
 from mooncake.sim.faults.clients import SimClient
-from mooncake.sim.faults.cluster_faults import SETTINGS, MastersFaults
+from mooncake.sim.faults.cluster_faults import MASTERS_SETTINGS, MastersFaults
 from mooncake.sim.faults.disks import SimDirectory, SimDisk
 from mooncake.sim.faults.invariants import SpaceGrant, Violation
 from mooncake.sim.faults.masters_checkers import MastersCheckers, ReplicationChecker
@@ -268,7 +268,7 @@ class MastersRun:
         random = self.kernel.random
         self.faults = faults if faults is not None else cluster_faults.draw_among_masters(random)
         names = [f"master{number}" for number in range(random.choice((2, 3, 3)))]
-        settings = SETTINGS
+        settings = MASTERS_SETTINGS
         if self.faults.forbids_orphans:
             settings = dataclasses.replace(settings, orphan_s=0.0)
         self.world = MastersCluster(self.kernel, self.faults, dict.fromkeys(names, settings))
@@ -467,9 +467,9 @@ class MastersRun:
     def _change_settings(self) -> None:
         """Stop and start each master with the new settings, one after the other. Where some are of an older
         version, those are upgraded first, as documented."""
-        new = cluster_faults.other_settings(SETTINGS, self.kernel.random)
+        new = cluster_faults.other_settings(MASTERS_SETTINGS, self.kernel.random)
         if any(self.world.is_old.values()):
-            new = SETTINGS
+            new = MASTERS_SETTINGS
         if self.faults.forbids_orphans:
             new = dataclasses.replace(new, orphan_s=0.0)
         self.world.trace_line(f"new settings: {new.election_lease_s} {new.standby_ack_s} {new.rest_s}")

@@ -15,7 +15,6 @@ operation of the same process has begun to move (the *fence* of the tcp wire).
 
 from __future__ import annotations
 
-import dataclasses
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from random import Random
@@ -287,7 +286,7 @@ def draw(random: Random) -> LinkFaults:
     )
 
 
-@dataclasses.dataclass(eq=False)
+@dataclass(eq=False)
 class TargetArea:
     """A stretch of a target's memory that one initiator uses, one batch at a time."""
 
