@@ -20,7 +20,7 @@ from typing import Literal, Protocol, TypeAlias
 
 from mooncake.conductor.prediction.cost_models import PrefillModel
 from mooncake.inference.blocks import BlockPool
-from mooncake.sim.traces.trace_file import TraceRow
+from mooncake.sim.traces.trace import TraceRow
 
 Policy: TypeAlias = Literal["lru", "lfu", "length_aware"]
 

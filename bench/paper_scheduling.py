@@ -19,7 +19,7 @@ import msgspec
 
 from bench.paper_table import Check, Table
 from mooncake.sim.serving import ClusterSpec, simulate
-from mooncake.sim.serving.cluster_spec import Mode
+from mooncake.sim.serving.cluster import Mode
 from mooncake.sim.serving.node_costs import load_costs
 from mooncake.sim.serving.results import RunResults
 from mooncake.sim.traces.trace import TraceOptions, read_trace

@@ -18,8 +18,7 @@ from bench.report import Table, measured, options
 from mooncake.sim.serving import ClusterSpec, simulate
 from mooncake.sim.serving.node_costs import load_costs
 from mooncake.sim.traces.generators import Agentic
-from mooncake.sim.traces.trace import TraceOptions, read_trace
-from mooncake.sim.traces.trace_file import TraceRow
+from mooncake.sim.traces.trace import TraceOptions, TraceRow, read_trace
 
 DAY_REQUESTS = 10_000_000
 DAY_S = 86_400.0

@@ -18,10 +18,10 @@ from tests.house_counts import Counts, Finding, circles, count
 EXCEPTIONS = {
     ("docs/wire.md", "told"): "wire tag of StoryLines",
     ("mooncake/store/messages.py", "told"): "wire tag of StoryLines",
-    ("mooncake/sim/faults/masters_network.py", "ballot"): "a host of the simulator, which seeds draw by name",
+    ("mooncake/sim/faults/network.py", "ballot"): "a host of the simulator, which seeds draw by name",
 }
 
-MOST_MODULES = 441
+MOST_MODULES = 404
 """Fewer is better; a new module should be an idea of its own."""
 LARGEST = 1000
 """Lines of the largest module."""

@@ -144,7 +144,7 @@ TRACE_COMMANDS = (
 
 FAKE_ENGINE = Command(
     "fake-engine",
-    "mooncake.inference.fake.server",
+    "mooncake.inference.fake_engine",
     "Run an engine without a model: real KV bytes, faults on request.",
     "mooncake dev fake-engine --master 127.0.0.1:50051 --port 8101 --fail-load-every 3",
 )
@@ -206,7 +206,7 @@ def application_for(words: Sequence[str]) -> typer.Typer:
     application.add_typer(benches, name="bench")
     _add_development(application, selected)
     if selected == "store":
-        from mooncake.cli.store.commands import make_application  # imported late, like every package
+        from mooncake.cli.store import make_application  # imported late, like every package
 
         application.add_typer(make_application(), name="store")
     else:

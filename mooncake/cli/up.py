@@ -1,36 +1,42 @@
 # SPDX-License-Identifier: Apache-2.0
-"""``mooncake up``: a whole cluster on one host.
+"""``mooncake up``: a whole cluster on one host, and its display.
 
 This module defines the roles: their flags, their ports, their order of starting; it is the only place that
-knows every role's flags together. ``supervisor.py`` decides when they run, ``processes.py`` runs them,
-``status_board.py`` shows them; ``up`` connects these and prepares the disk. A convenience for one host and no
-more: on many hosts the same roles are started by whatever places processes there.
+knows every role's flags together. ``supervisor.py`` decides when they run, ``processes.py`` runs them; ``up``
+connects these and prepares the disk. A ``StatusBoard`` shows the running cluster as a live table in a
+terminal, as plain lines anywhere else: it reads the supervisor and decides nothing. ``write_status`` is the
+same for programs: a JSON file that is replaced whole at every change. A convenience for one host and no more:
+on many hosts the same roles are started by whatever places processes there.
 """
 
 from __future__ import annotations
 
 import asyncio
 import contextlib
+import json
 import os
 import secrets
+import shlex
 import ssl
 import subprocess
 import sys
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from random import Random
 from typing import TYPE_CHECKING, Annotated, Literal
 
 from msgspec import Meta
+from rich.console import Console
+from rich.live import Live
+from rich.table import Table
+from rich.text import Text
 
-from mooncake import config
-from mooncake.cli import status_board
+from mooncake import clock, config
 from mooncake.cli.ports import check_free, free_ports
 from mooncake.cli.processes import HttpCheck, Processes, RolePlan
 from mooncake.cli.role_command import Invocation
-from mooncake.cli.status_board import Credentials, StatusBoard
-from mooncake.cli.supervisor import RoleSpec
+from mooncake.cli.supervisor import RoleSpec, RoleState, RoleStatus
 from mooncake.conductor.settings import Scheduling
 from mooncake.config import AlsoFrom, Port, Secret, Size, format_size
 from mooncake.errors import InvalidArgument
@@ -295,15 +301,13 @@ async def _run(settings: UpSettings, given: Invocation, model_folder: str, log_f
 
         def changed() -> None:
             if settings.json_status is not None:
-                status_board.write_status(settings.json_status, processes, url, is_ready)
+                write_status(settings.json_status, processes, url, is_ready)
 
         def all_ready() -> None:
             nonlocal is_ready
             is_ready = True
             screen.print(
-                status_board.welcome(
-                    url, settings.model_name, master.address, admin_key, log_folder, credentials
-                )
+                welcome(url, settings.model_name, master.address, admin_key, log_folder, credentials)
             )
 
         processes = Processes(list(plans.values()), log_folder, screen.say, changed, all_ready)
@@ -348,3 +352,153 @@ def prepare_log_folder(wanted: Path | None) -> Path:
     except OSError as error:
         raise InvalidArgument("log_dir", str(folder), f"a folder that can be written to ({error})") from error
     return folder.absolute()
+
+
+STYLES = {
+    RoleState.WAITING: "dim",
+    RoleState.STARTING: "yellow",
+    RoleState.READY: "green",
+    RoleState.RESTING: "red",
+    RoleState.STOPPING: "yellow",
+    RoleState.STOPPED: "dim",
+}
+
+
+class StatusBoard:
+    """Shows on standard error what the cluster does. Use as a context manager."""
+
+    def __init__(self, console: Console | None = None) -> None:
+        self.console = console or Console(stderr=True, highlight=False)
+        self.processes: Processes | None = None
+        self._live: Live | None = None
+
+    def __enter__(self) -> StatusBoard:
+        if self.console.is_terminal:
+            self._live = Live(get_renderable=self.table, console=self.console, refresh_per_second=2)
+            self._live.start()
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        if self._live is not None:
+            self._live.stop()
+
+    def say(self, role: str, text: str, log_lines: Sequence[str] = ()) -> None:
+        """Print one line about a role, and the end of its log when it died."""
+        self.print(f"{role or 'mooncake'}: {text}")
+        for line in log_lines:
+            self.print(f"    {role} | {line}")
+
+    def print(self, text: str) -> None:
+        self.console.print(Text(text), soft_wrap=True)
+
+    def table(self) -> Table:
+        table = Table(box=None, padding=(0, 2, 0, 0), title_justify="left")
+        for heading in ("role", "state", "for", "address", "pid", "starts"):
+            table.add_column(heading, no_wrap=True)
+        if self.processes is not None:
+            now = clock.monotonic()
+            for name, role in self.processes.supervisor.roles.items():
+                plan = self.processes.plans[name]
+                pid = self.processes.pid(name)
+                state = Text(_state(role, now), style=STYLES[role.state])
+                starts = str(role.num_starts) if role.num_starts > 1 else ""
+                table.add_row(name, state, _age(now - role.since), plan.address, str(pid or ""), starts)
+        return table
+
+
+def _state(role: RoleStatus, now: float) -> str:
+    if role.state is RoleState.RESTING and role.wake_at is not None:
+        return f"died, restart in {max(0.0, role.wake_at - now):.0f} s"
+    return str(role.state)
+
+
+def _age(seconds: float) -> str:
+    if seconds < 60:
+        return f"{seconds:.0f} s"
+    if seconds < 3600:
+        return f"{seconds // 60:.0f} min"
+    return f"{seconds / 3600:.1f} h"
+
+
+def write_status(path: Path, processes: Processes, url: str, is_ready: bool) -> None:
+    """Write the state of every role as JSON; readers never see half a file."""
+    roles = {
+        name: {
+            "state": role.state,
+            "pid": processes.pid(name),
+            "address": processes.plans[name].address,
+            "num_starts": role.num_starts,
+            "log": str(processes.log_path(name)),
+        }
+        for name, role in processes.supervisor.roles.items()
+    }
+    status = {"url": url, "is_ready": is_ready, "pid": os.getpid(), "roles": roles}
+    fresh = path.with_name(path.name + ".new")
+    fresh.write_text(json.dumps(status, indent=1))
+    fresh.replace(path)
+
+
+@dataclass(frozen=True)
+class Credentials:
+    """Credentials that a user on this host presents to the gateway, and programs to the pool."""
+
+    security: SecuritySettings = field(default_factory=SecuritySettings)
+    shows_certificate: bool = False
+    """Whether the gateway's clients present a certificate, too."""
+
+    def curl(self) -> str:
+        """Flags for curl."""
+        if not self.shows_certificate:
+            return ""
+        files = (("--cacert", "tls_ca"), ("--cert", "tls_cert"), ("--key", "tls_key"))
+        return "".join(f" {flag} {self._file(name)}" for flag, name in files)
+
+    def chat(self) -> str:
+        """Flags for a ``mooncake`` command."""
+        if not self.shows_certificate:
+            return ""
+        files = (("--tls-ca", "tls_ca"), ("--tls-cert", "tls_cert"), ("--tls-key", "tls_key"))
+        return "".join(f" {flag} {self._file(name)}" for flag, name in files)
+
+    def variables(self) -> str:
+        """Environment variables of a program that uses the pool."""
+        fields = ("tls_cert", "tls_key", "tls_ca", "cluster_key_file")
+        return " ".join(
+            f"MOONCAKE_SECURITY_{name.upper()}={self._file(name)}"
+            for name in fields
+            if getattr(self.security, name)
+        )
+
+    def _file(self, name: str) -> str:
+        return shlex.quote(str(Path(getattr(self.security, name)).expanduser().absolute()))
+
+
+def welcome(
+    url: str,
+    model: str,
+    master: str,
+    admin_key: str,
+    log_folder: Path,
+    credentials: Credentials | None = None,
+) -> str:
+    """The usage hints that are printed once everything serves."""
+    credentials = credentials or Credentials()
+    variables = credentials.variables()
+    from_python = f"is the pool, from Python{' with ' + variables if variables else ''}"
+    message = {"role": "user", "content": "What is the capital of France?"}
+    question = {"model": model, "temperature": 0, "messages": [message]}
+    return f"""
+Mooncake serves {model} at {url}
+
+  curl -s{credentials.curl()} {url}/v1/chat/completions -H 'Content-Type: application/json' \\
+    -d {shlex.quote(json.dumps(question))}
+
+  mooncake chat --url {url}{credentials.chat()}
+      opens a chat; /status lists the workers, /metrics has the numbers
+  X-API-Key: {admin_key}
+      is the header that admin calls (/instances/add, ...) must send
+  Store("{master}")
+      {from_python}
+  {log_folder}
+      has the logs; Ctrl-C stops everything
+"""

@@ -3,7 +3,7 @@
 
 Written data survives the end of the process. It survives a loss of power once the file was synced; a created,
 renamed or removed name does once its directory was synced. ``Directory`` and ``File`` are protocols because
-``sim/faults/sim_files.py`` implements the same contract on virtual time, with disks that fail and lose data.
+``sim/faults/disks.py`` implements the same contract on virtual time, with disks that fail and lose data.
 All calls are synchronous and raise ``OSError`` with the error number of the operating system. The content of
 the files is defined by other modules.
 

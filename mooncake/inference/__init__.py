@@ -3,7 +3,7 @@
 
 Read it in this order: ``request`` (prompt, parameters, progress), ``blocks`` (where its KV lies),
 ``scheduler`` (what runs in the next step), ``engine`` (the step loop), ``runner`` (a step becomes
-tensors), ``model`` and ``attention`` (tensors become logits), ``sampler`` (logits become tokens). The
+tensors, logits become tokens), ``model`` (tensors become logits). The
 first three are cores without torch. Nothing here knows the client, the protocol it used, or where cached
 blocks of other machines lie: an engine reaches those only through a ``KvLink``.
 

@@ -1,34 +1,40 @@
 # SPDX-License-Identifier: Apache-2.0
 """The step loop: take new requests, schedule, run, apply, return outputs.
 
-It owns the engine's one thread and the isolation of requests from each other's failures: a load that
-fails costs its request a recomputation, a step that raises ends the requests in it with an error,
-and the engine goes on. It does not know text, protocols and roles, and no tensors either: what computes a
-step is passed in. ``kv_transfers`` knows what is in flight to and from the external cache.
+It owns the engine's one thread and the isolation of requests from each other's failures: a load that fails
+costs its request a recomputation, a step that raises ends the requests in it with an error, and the engine
+goes on. It does not know text, protocols and roles, and no tensors either: what computes a step is passed in.
+``kv_transfers`` knows what is in flight to and from the external cache.
+
+``StepLog`` has the durations of the latest steps, for a conductor that predicts from measurements; it
+evaluates nothing. The types of these numbers are ``http/worker_stats.py``'s, which both ends share. Steps are
+kept only when they measure one thing: one prompt's chunk alone, or only decoding, and no load that a layer
+waited for.
 """
 
 from __future__ import annotations
 
 import dataclasses
 import threading
+from collections import deque
 from collections.abc import Callable, Sequence
 from typing import Protocol
 
 from mooncake import clock
 from mooncake.connectors.kv_link import AnyLink, KvLoad, KvSave
 from mooncake.errors import InvalidArgument, Refusal
-from mooncake.http.worker_stats import PromptStats
+from mooncake.http.worker_stats import PromptStats, StepStats
 from mooncake.inference.blocks import BlockEvent
 from mooncake.inference.kv_transfers import ActiveSave, KvTransfers
 from mooncake.inference.request import FinishReason, Request
-from mooncake.inference.scheduler import Scheduler, SchedulerSettings
-from mooncake.inference.step import Chunk, Sampled, Step, TokenLogprobs
-from mooncake.inference.step_log import StepLog
-from mooncake.inference.step_log import prompt_stats_of as measured
+from mooncake.inference.scheduler import Chunk, Sampled, Scheduler, SchedulerSettings, Step, TokenLogprobs
 from mooncake.kvlayout import KvLayout
 from mooncake.log import get_logger
 
 log = get_logger(__name__)
+
+_KEPT = 32
+"""Number of the latest steps whose durations are kept, of each kind."""
 
 
 class Runner(Protocol):
@@ -112,6 +118,47 @@ class EngineStats:
     num_decode_tokens: int
     num_preemptions: int
     num_failed_loads: int
+
+
+def prompt_stats_of(request: Request) -> PromptStats | None:
+    """Prompt durations of a request that has its first token."""
+    timings = request.timings
+    if timings.admitted is None or timings.started is None or timings.first_token is None:
+        return None
+    num_found = request.num_local_hit_tokens + request.num_external_hit_tokens
+    return PromptStats(
+        timings.admitted - timings.arrival,
+        timings.started - timings.admitted,
+        timings.first_token - timings.started,
+        request.num_local_hit_tokens,
+        request.num_external_hit_tokens,
+        max(1, request.num_prompt_tokens - num_found),
+    )
+
+
+class StepLog:
+    """Log of the latest steps, written by the engine's thread and read by any."""
+
+    def __init__(self) -> None:
+        self._chunks: deque[tuple[int, int, float]] = deque(maxlen=_KEPT)
+        self._steps: deque[tuple[int, int, float]] = deque(maxlen=_KEPT)
+        self._num_chunks = self._num_steps = 0
+
+    def note(self, chunks: Sequence[Chunk], seconds: float) -> None:
+        """Record a step that computed ``chunks``."""
+        if any(chunk.has_load for chunk in chunks):
+            return
+        if all(chunk.num_tokens == 1 and chunk.samples for chunk in chunks):
+            self._steps.append((len(chunks), sum(chunk.end for chunk in chunks), seconds))
+            self._num_steps += 1
+        elif len(chunks) == 1:
+            self._chunks.append((chunks[0].start, chunks[0].num_tokens, seconds))
+            self._num_chunks += 1
+
+    def read(self) -> StepStats:
+        # A row that is added between two of these lines is read next time.
+        num_chunks, num_steps = self._num_chunks, self._num_steps
+        return StepStats(num_chunks, list(self._chunks), num_steps, list(self._steps))
 
 
 class Engine:
@@ -290,7 +337,7 @@ class Engine:
                 num_prompt_tokens=request.num_prompt_tokens,
                 num_local_cached=request.num_local_hit_tokens,
                 num_external_cached=request.num_external_hit_tokens,
-                measured=measured(request),
+                measured=prompt_stats_of(request),
             )
             if request.finish_reason is None:
                 outputs.append(output)

@@ -19,7 +19,7 @@ from mooncake.http.worker_stats import PromptStats
 from mooncake.inference.blocks import BlockEvent
 from mooncake.inference.engine import Engine, EngineThread, Output
 from mooncake.inference.request import FinishReason, Request
-from mooncake.inference.step import TokenLogprobs
+from mooncake.inference.scheduler import TokenLogprobs
 from mooncake.inference.tokenizer import AnyTokenizer, Detokenizer, StopMatcher
 
 MAX_UNREAD_OUTPUTS = 4096

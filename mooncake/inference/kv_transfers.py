@@ -17,8 +17,7 @@ from collections.abc import Collection, Sequence
 
 from mooncake.connectors.kv_link import AnyLink, KvLoad, KvLookup, KvSave
 from mooncake.inference.request import FinishReason, Request
-from mooncake.inference.scheduler import Scheduler
-from mooncake.inference.step import CacheLookup, SaveBlocks, Step
+from mooncake.inference.scheduler import CacheLookup, SaveBlocks, Scheduler, Step
 from mooncake.prefix import BlockHash
 
 

@@ -1,19 +1,20 @@
 # SPDX-License-Identifier: Apache-2.0
 """Chooses the tokens of each step, and the request that is preempted when blocks run out.
 
-It owns the queues and every request's state; it does not know tensors, clocks, and how an
-external cache is reached: it names lookups, loads and saves and receives their results. One step::
+It owns the queues and every request's state; it does not know tensors, clocks, and how an external cache is
+reached: it names lookups, loads and saves and receives their results. A ``Step`` is what it decided: what to
+compute, to save and to look up, as requests and block ids. One step::
 
     step = scheduler.schedule(now)          # chunks to run, lookups to start, blocks to save
     ...run it...
     scheduler.step_finished(step, tokens, failed_loads, now)
 
-Policy: a step has a token budget. Requests that decode come first (one token each), then prompts
-already begun, chunk by chunk, then the others in order of (priority, arrival). A new request gets
-blocks for its whole prompt at once, so a prompt that was begun can finish; only decoding grows.
-When growing finds no block, the request that ranks last is preempted: its blocks are freed, its full
-ones stay in the index, and it is computed again later. Chunked prefill with decodes first is
-Sarathi-Serve's; preemption by recomputation is vLLM's.
+Policy: a step has a token budget. Requests that decode come first (one token each), then prompts already
+begun, chunk by chunk, then the others in order of (priority, arrival). A new request gets blocks for its
+whole prompt at once, so a prompt that was begun can finish; only decoding grows. When growing finds no block,
+the request that ranks last is preempted: its blocks are freed, its full ones stay in the index, and it is
+computed again later. Chunked prefill with decodes first is Sarathi-Serve's; preemption by recomputation is
+vLLM's.
 """
 
 from __future__ import annotations
@@ -38,8 +39,86 @@ from mooncake.inference.request import (
     Request,
     RequestState,
 )
-from mooncake.inference.step import CacheLookup, Chunk, SaveBlocks, SavedBlock, Step
 from mooncake.prefix import BlockHash
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Chunk:
+    """Positions ``[start, start + num_tokens)`` of one request, to be computed in one step."""
+
+    request: Request
+    start: int
+    num_tokens: int
+    num_cached: int
+    """Positions below this one are in the cache already and must not be written again."""
+    samples: bool
+    """Whether the last position's logits are needed."""
+    has_load: bool
+    """Whether some of the cached positions are still arriving, layer by layer."""
+
+    @property
+    def end(self) -> int:
+        return self.start + self.num_tokens
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class SavedBlock:
+    """A block to be offered to the external cache."""
+
+    hash: BlockHash
+    num_tokens: int
+    block_id: int
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class SaveBlocks:
+    """Blocks of one request that are complete once this step has run."""
+
+    request: Request
+    blocks: tuple[SavedBlock, ...]
+
+    @property
+    def block_ids(self) -> list[int]:
+        return [block.block_id for block in self.blocks]
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class CacheLookup:
+    """A lookup of leading blocks in the external cache; the last may be partial."""
+
+    request: Request
+    blocks: tuple[tuple[BlockHash, int], ...]
+    """(hash, tokens) of each block."""
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class TokenLogprobs:
+    """Natural logarithms of probabilities before temperature and truncation."""
+
+    token_id: int
+    logprob: float
+    top: tuple[tuple[int, float], ...]
+    """The most likely (token id, logprob), best first."""
+
+
+Sampled = tuple[list[int], list[TokenLogprobs | None]]
+"""A token, with its log probabilities if wanted, for each chunk that samples, in the order of the chunks."""
+
+
+@dataclasses.dataclass(slots=True)
+class Step:
+    """Work of one step."""
+
+    chunks: list[Chunk] = dataclasses.field(default_factory=list)
+    saves: list[SaveBlocks] = dataclasses.field(default_factory=list)
+    lookups: list[CacheLookup] = dataclasses.field(default_factory=list)
+    gives_way_until: float | None = None
+    """Time until which a prompt that could run waits for others whose lookups are under way."""
+
+    @property
+    def num_tokens(self) -> int:
+        return sum(chunk.num_tokens for chunk in self.chunks)
+
 
 MAX_STORIES = 512
 

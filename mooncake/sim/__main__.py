@@ -19,7 +19,7 @@ from mooncake.sim.faults.invariants import Violation
 from mooncake.sim.faults.masters_run import MastersRun
 from mooncake.sim.faults.store_run import ReplicasRun, StoreRun
 from mooncake.sim.faults.transfer_run import TransferRun
-from mooncake.sim.faults.workload_mix import PLAIN
+from mooncake.sim.faults.workload import PLAIN
 from mooncake.sim.kernel import Kernel
 from mooncake.state_table import Faults
 

@@ -24,8 +24,7 @@ from bench.hit_rate import (
 )
 from mooncake.conductor.prediction.cost_models import PrefillModel
 from mooncake.sim.traces.generators import Agentic, Generator, Poisson
-from mooncake.sim.traces.trace import TraceOptions, read_trace
-from mooncake.sim.traces.trace_file import TraceRow
+from mooncake.sim.traces.trace import TraceOptions, TraceRow, read_trace
 from mooncake.store.master.eviction import Eviction
 from mooncake.store.master.objects import Extent, Objects
 from mooncake.store.master.segments import Segment

@@ -22,9 +22,14 @@ import pytest
 
 from mooncake.connectors.kv_link import AnyLink, KvLookup, KvSave
 from mooncake.inference.engine import Engine, InferenceSettings
-from mooncake.inference.fake.faults import FaultyLink, FaultyLoad, LoadFaults
-from mooncake.inference.fake.model import FakeModel
-from mooncake.inference.fake.runner import ByteTokenizer, FakeRunner
+from mooncake.inference.fake_engine import (
+    ByteTokenizer,
+    FakeModel,
+    FakeRunner,
+    FaultyLink,
+    FaultyLoad,
+    LoadFaults,
+)
 from mooncake.inference.generator import Generator, TokenCounts
 from mooncake.inference.request import Request, SamplingParams
 from mooncake.kvlayout import KvLayout

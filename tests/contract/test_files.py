@@ -11,7 +11,7 @@ from random import Random
 import pytest
 
 from mooncake.files import Directory, OsDirectory
-from mooncake.sim.faults.sim_files import SimDirectory
+from mooncake.sim.faults.disks import SimDirectory
 
 Make = Callable[[], Directory]
 

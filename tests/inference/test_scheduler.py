@@ -10,8 +10,7 @@ import pytest
 
 from mooncake.errors import InvalidArgument, Refusal
 from mooncake.inference.request import FinishReason, Request, RequestState, SamplingParams
-from mooncake.inference.scheduler import PRIORITY_YIELD_S, Scheduler, SchedulerSettings
-from mooncake.inference.step import Chunk, Step
+from mooncake.inference.scheduler import PRIORITY_YIELD_S, Chunk, Scheduler, SchedulerSettings, Step
 
 BLOCK = 4
 SETTINGS = SchedulerSettings(num_blocks=33, block_tokens=BLOCK, max_batch_tokens=16, max_running=8)

@@ -18,7 +18,7 @@ import msgspec
 from mooncake.errors import InvalidArgument
 from mooncake.files.locked_directory import LockedDirectory
 from mooncake.machine import Wake
-from mooncake.sim.faults.sim_files import SimDirectory
+from mooncake.sim.faults.disks import SimDirectory
 from mooncake.store import messages as m
 from mooncake.store.master.effects import AppendRecords, Effect, Received, RecoveryComplete, Reply
 from mooncake.store.master.master import Master

@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 from typer.testing import CliRunner
 
-from mooncake.cli.store.commands import make_application
+from mooncake.cli.store import make_application
 from mooncake.errors import InvalidArgument
 from mooncake.files.locked_directory import LockedDirectory
 from mooncake.store.master.log_records import Doubt, ObjectGone

@@ -2,7 +2,7 @@
 """``mooncake bench transfer``: how close every available path comes to the limits of this machine.
 
 Two processes on loopback. The machine's ceilings are measured first (``ceilings.py``), then every path beside
-its ceiling in turns (``paths.py``, ``measurements.py``); ``report.py`` renders it, ``plot.py`` draws it.
+its ceiling in turns (``paths.py``, ``measurements.py``); ``report.py`` renders and draws it.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from mooncake.cli.bench.measurements import (
     measure_ping,
 )
 from mooncake.cli.bench.paths import Paths, available, candidate_engines
-from mooncake.cli.bench.report import BenchReport, describe_machine, render
+from mooncake.cli.bench.report import BenchReport, describe_machine, draw, render
 from mooncake.cli.bench.target import DEVICE, FILE
 from mooncake.config import parse_size
 from mooncake.errors import InvalidArgument, Unavailable
@@ -52,7 +52,7 @@ def bench_transfer(
         ProtocolError: wrong bytes arrived.
     """
     if plot_file is not None:
-        from mooncake.cli.bench.plot import draw  # a missing extra is reported before minutes of measuring
+        import matplotlib  # noqa: F401 - a missing extra is reported before minutes of measuring
     largest_bytes = _size(largest)
     shapes = [shape for shape in SHAPES if shape.num_bytes <= largest_bytes]
     with ExitStack() as stack:

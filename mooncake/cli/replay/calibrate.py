@@ -1,40 +1,156 @@
 # SPDX-License-Identifier: Apache-2.0
-"""``mooncake calibrate``: a costs file for the simulator, measured on a live cluster."""
+"""``mooncake calibrate``: a costs file for the simulator, measured on a live cluster through its public API.
+
+Prefill is separated from the rest by sending a fresh prompt alone and then several of its length at once: the
+extra time of the last of them is what the others occupied the instance for, whether they were computed one
+after another or in one step; the rest of the time of one alone is the path from the last layer to the client.
+Of several rounds the median counts. Decode is timed in steps of a whole batch. Instances are distinguished by
+the response headers of our gateway; a server without them counts as one.
+"""
 
 from __future__ import annotations
 
 import asyncio
 import datetime
 import json
+import math
 import statistics
+from collections import defaultdict
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
 from pathlib import Path
+from random import Random
 from typing import Annotated, Any
 
 import msgspec
 import typer
 from rich.console import Console
 
-from mooncake.cli.replay.cost_measurement import CostMeasurement, Measurements
-from mooncake.cli.replay.endpoint import Endpoint
-from mooncake.cli.simulation.tables import write_whole
-from mooncake.errors import InvalidArgument
-from mooncake.sim.serving.calibration import fit_decode, fit_prefill
-from mooncake.sim.serving.node_costs import NodeCosts
+from mooncake.cli.replay.endpoint import (
+    HIGHEST_TOKEN,
+    LOWEST_TOKEN,
+    ApiKey,
+    Endpoint,
+    TimedAnswer,
+    Url,
+    gather_at_once,
+)
+from mooncake.cli.simulation.report import write_whole
+from mooncake.errors import InvalidArgument, Unavailable
+from mooncake.sim.serving.node_costs import NodeCosts, PrefillSample, StepSample, fit_decode, fit_prefill
+
+AT_ONCE = 4
+"""Prompts sent together, per prefill instance."""
+MIN_PREFILL_S = MIN_STEP_S = 1e-4
+"""Less than that is noise of other work on the machine."""
+STEPS = 24
+"""Tokens of each answer when decode is timed."""
+PREFILL_HEADER, DECODE_HEADER = "x-mooncake-prefill", "x-mooncake-decode"
+
+
+@dataclass
+class Measurements:
+    prefill: list[PrefillSample] = field(default_factory=list)
+    steps: list[StepSample] = field(default_factory=list)
+    first_token_s: list[float] = field(default_factory=list)
+    "Time from a prompt's last layer to the client."
+    warm: list[tuple[int, int, float]] = field(default_factory=list)
+    "(cached tokens, prompt tokens, TTFT) of prompts that were sent before."
+
+
+class CostMeasurement:
+    """``say(text)`` is called before each part. Raises Unavailable where requests fail."""
+
+    def __init__(self, endpoint: Endpoint, say: Callable[[str], None], seed: int) -> None:
+        self._endpoint = endpoint
+        self._say = say
+        self._random = Random(seed)
+        self.found = Measurements()
+
+    async def run(self, lengths: Sequence[int], batches: Sequence[int], rounds: int) -> Measurements:
+        self._say("warming up")
+        num_instances = await self._warm_up(lengths[0])
+        for length in lengths:
+            occupied_s, alone_s = [], []
+            for number in range(rounds):
+                self._say(f"prefill of {length} tokens, round {number + 1} of {rounds}")
+                alone_s.append(await self._alone(length))
+                occupied_s.append(await self._together(length, AT_ONCE * num_instances, alone_s[-1]))
+            seconds = max(MIN_PREFILL_S, statistics.median(occupied_s))
+            self.found.prefill.append(PrefillSample(0, length, seconds))
+            self.found.first_token_s.append(max(0.0, statistics.median(alone_s) - seconds))
+        for batch in batches:
+            for length in (lengths[0], lengths[len(lengths) // 2]):
+                self._say(f"decode of {batch} at once, {length} tokens each")
+                for _ in range(rounds):
+                    await self._decode(length, batch)
+        return self.found
+
+    def _prompt(self, length: int) -> list[int]:
+        """A prompt that was never sent before."""
+        return self._random.choices(range(LOWEST_TOKEN, HIGHEST_TOKEN), k=length)
+
+    async def _warm_up(self, length: int) -> int:
+        """Warm up; return the number of prefill instances, as far as the headers show."""
+        answers = await self._at_once([self._prompt(length) for _ in range(8)], 4)
+        return len({answer.headers.get(PREFILL_HEADER, "") for answer in answers})
+
+    async def _alone(self, length: int) -> float:
+        """TTFT of a fresh prompt; it is sent again to measure a cached one."""
+        prompt = self._prompt(length)
+        [cold] = await self._at_once([prompt], 1)
+        [warm] = await self._at_once([prompt], 1)
+        if warm.num_cached:
+            self.found.warm.append((warm.num_cached, length, warm.token_at_s[0]))
+        return cold.token_at_s[0]
+
+    async def _together(self, length: int, count: int, alone_s: float) -> float:
+        """How long each of ``count`` prompts occupies its instance."""
+        answers = await self._at_once([self._prompt(length) for _ in range(count)], 1)
+        by_instance: dict[str, list[float]] = defaultdict(list)
+        for answer in answers:
+            by_instance[answer.headers.get(PREFILL_HEADER, "")].append(answer.token_at_s[0])
+        return statistics.median(
+            (max(ttfts) - alone_s) / max(1, len(ttfts) - 1) for ttfts in by_instance.values()
+        )
+
+    async def _decode(self, length: int, batch: int) -> None:
+        answers = await self._at_once([self._prompt(length) for _ in range(batch)], STEPS)
+        by_instance: dict[str, list[TimedAnswer]] = defaultdict(list)
+        for answer in answers:
+            by_instance[answer.headers.get(DECODE_HEADER, "")].append(answer)
+        for together in by_instance.values():
+            # While all of them decode: after the last one's first token, before the first one's end. Answers
+            # that hardly overlap are timed each by itself: then that is what the batch was.
+            begin = max(answer.token_at_s[0] for answer in together)
+            end = min(answer.token_at_s[-1] for answer in together)
+            steps = _steps(together, begin, end)
+            size = len(together)
+            if len(steps) < STEPS // 4:
+                size, steps = 1, _steps(together, 0.0, math.inf)
+            seconds = max(MIN_STEP_S, statistics.median(steps))
+            self.found.steps.append(StepSample(size, size * (length + STEPS // 2), seconds))
+
+    async def _at_once(self, prompts: Sequence[list[int]], num_output: int) -> list[TimedAnswer]:
+        answers = await gather_at_once(self._endpoint, prompts, num_output)
+        for answer in answers:
+            if not answer.is_complete:
+                raise Unavailable(f"{self._endpoint.url} failed a request: {answer.status} {answer.error}")
+        return answers
+
+
+def _steps(answers: Sequence[TimedAnswer], begin: float, end: float) -> list[float]:
+    """The intervals between tokens that lie within that time."""
+    return [
+        later - earlier
+        for answer in answers
+        for earlier, later in zip(answer.token_at_s, answer.token_at_s[1:], strict=False)
+        if earlier >= begin and later <= end
+    ]
+
 
 IN_TTFT_BYTES_PER_S = 1e12
 """Transfers between instances are inside the measured times; the simulator must not count them again."""
-Url = Annotated[
-    str, typer.Option("--url", help="Address of the server: a gateway or any other server of the OpenAI API.")
-]
-ApiKey = Annotated[
-    str,
-    typer.Option(
-        "--api-key",
-        envvar="OPENAI_API_KEY",
-        show_envvar=False,
-        help="Key of the server's API; by default OPENAI_API_KEY.",
-    ),
-]
 
 
 def calibrate_command(

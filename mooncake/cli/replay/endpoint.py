@@ -3,7 +3,7 @@
 
 It owns what "measured at the client" means: a request is sent when the call begins, its first token is there
 with the first event that carries one. What an answer reports (cached tokens, which workers) is taken from
-usage and headers where a server sends it.
+usage and headers where a server sends it. The options that name an endpoint are here, too.
 """
 
 from __future__ import annotations
@@ -12,13 +12,30 @@ import asyncio
 import dataclasses
 import json
 from collections.abc import Mapping, Sequence
-from typing import Any
+from typing import Annotated, Any
 
 import aiohttp
+import typer
 
 from mooncake import clock
 from mooncake.errors import InvalidArgument, ProtocolError, Unavailable
 from mooncake.http.sse import EventParser
+
+Url = Annotated[
+    str, typer.Option("--url", help="Address of the server: a gateway or any other server of the OpenAI API.")
+]
+ApiKey = Annotated[
+    str,
+    typer.Option(
+        "--api-key",
+        envvar="OPENAI_API_KEY",
+        show_envvar=False,
+        help="Key of the server's API; by default OPENAI_API_KEY.",
+    ),
+]
+
+LOWEST_TOKEN, HIGHEST_TOKEN = 1000, 30_000
+"""Plain tokens in every common vocabulary; special ones are at the ends."""
 
 
 @dataclasses.dataclass

@@ -1,23 +1,30 @@
 # SPDX-License-Identifier: Apache-2.0
-"""``mooncake replay``: a trace against a live endpoint, and the simulator's prediction beside it."""
+"""``mooncake replay``: a trace against a live endpoint, and the simulator's prediction beside it.
+
+Every request is sent at its time, whether earlier ones have ended or not (open loop). Rows become prompts in
+which equal keys are equal tokens, so that a real cache hits where the trace does.
+"""
 
 from __future__ import annotations
 
 import asyncio
 import json
 import time
+from collections import Counter
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass, field
 from pathlib import Path
+from random import Random
 from typing import Annotated
 
 import msgspec
+import numpy as np
 import typer
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 
-from mooncake.cli.replay.calibrate import ApiKey, Url
-from mooncake.cli.replay.endpoint import Endpoint
-from mooncake.cli.replay.open_loop import Replay, ReplayAccuracy, ReplayObservations, TracePrompts, accuracy
-from mooncake.cli.simulation.html_report import render_html
+from mooncake import clock
+from mooncake.cli.replay.endpoint import HIGHEST_TOKEN, LOWEST_TOKEN, ApiKey, Endpoint, TimedAnswer, Url
 from mooncake.cli.simulation.options import (
     DivideLengths,
     Format,
@@ -32,11 +39,198 @@ from mooncake.cli.simulation.options import (
     known_settings,
     requests_of,
 )
-from mooncake.cli.simulation.tables import ClusterRun, table, wide_console, write_whole
+from mooncake.cli.simulation.report import ClusterRun, render_html, table, wide_console, write_whole
 from mooncake.sim.serving import simulate
-from mooncake.sim.serving.results import RunResults
-from mooncake.sim.traces.trace import TraceOptions
-from mooncake.sim.traces.trace_file import TraceRow
+from mooncake.sim.serving.nodes import longest_mean
+from mooncake.sim.serving.results import DONE, FAILED, REJECTED, Recorder, RunResults, Timeline
+from mooncake.sim.traces.trace import TraceOptions, TraceRow
+
+SAMPLE_S = 1.0
+LATE_S = 0.05
+"""A request sent later than that behind its time shows that this machine can't keep up."""
+_SALT = 0x5EED
+
+
+class TracePrompts:
+    """Generates token ids from keys: a block's tokens depend on its key alone."""
+
+    def __init__(self, block_tokens: int, seed: int = 0) -> None:
+        self._block_tokens = block_tokens
+        self._seed = seed
+
+    def tokens(self, row: TraceRow, number: int) -> list[int]:
+        """The prompt of row ``number``. Tokens that no key covers are unique to the row."""
+        found: list[int] = []
+        for key in row.keys:
+            found += self._draw(f"{_SALT}/{self._seed}/{key}", self._block_tokens)
+        missing = row.num_input - len(found)
+        if missing > 0:
+            found += self._draw(f"{_SALT}/{self._seed}/row {number}", missing)
+        return found[: row.num_input]
+
+    @staticmethod
+    def _draw(seed: str, num_tokens: int) -> list[int]:
+        return Random(seed).choices(range(LOWEST_TOKEN, HIGHEST_TOKEN), k=num_tokens)
+
+
+@dataclass
+class ReplayObservations:
+    """What a replay observed besides its results."""
+
+    errors: Counter[str] = field(default_factory=Counter)
+    "Reasons of failed requests, with counts."
+    rejections: Counter[str] = field(default_factory=Counter)
+    num_without_retry_after: int = 0
+    "429 answers without a Retry-After."
+    retry_after_s: list[float] = field(default_factory=list)
+    num_late: int = 0
+    "Requests that this machine sent late."
+
+
+class Replay:
+    """One run. ``progress(sent, ended)`` is called at every change."""
+
+    def __init__(
+        self,
+        endpoint: Endpoint,
+        prompts: TracePrompts,
+        speedup: float,
+        objectives: tuple[float, float],
+        sends_slo: bool = False,
+        progress: Callable[[int, int], None] | None = None,
+    ) -> None:
+        self._endpoint = endpoint
+        self._prompts = prompts
+        self._speedup = speedup
+        self._objectives = objectives
+        names = ("x-slo-ttft-ms", "x-slo-tbt-ms")
+        wanted = {name: f"{s * 1000:g}" for name, s in zip(names, objectives, strict=True) if s}
+        self._headers = wanted if sends_slo else {}
+        self._progress = progress
+        self._recorder = Recorder()
+        self._measured = ReplayObservations()
+        self._num_ended = 0
+        self._num_decoding = 0
+        self._samples: list[tuple[float, ...]] = []
+
+    async def run(self, rows: Iterable[TraceRow]) -> tuple[RunResults, ReplayObservations]:
+        """Send everything, wait for every end. A broken row raises and nothing is measured."""
+        began = clock.monotonic()
+        first_s: float | None = None
+        sampling = asyncio.create_task(self._sample(began))
+        try:
+            async with asyncio.TaskGroup() as group:
+                for number, row in enumerate(rows):
+                    first_s = row.timestamp_s if first_s is None else first_s
+                    due_s = (row.timestamp_s - first_s) / self._speedup
+                    prompt = self._prompts.tokens(row, number)  # before its time, so that it is sent on time
+                    await asyncio.sleep(max(0.0, began + due_s - clock.monotonic()))
+                    self._measured.num_late += clock.monotonic() - began - due_s > LATE_S
+                    place = self._recorder.add(clock.monotonic() - began, len(prompt), row.num_output)
+                    group.create_task(self._one(place, prompt, row.num_output))
+        finally:
+            sampling.cancel()
+        columns = np.array(self._samples, dtype=np.float64).reshape(-1, 10).T
+        outcome = self._recorder.outcome(Timeline(SAMPLE_S, *columns), *self._objectives)
+        return outcome, self._measured
+
+    async def _one(self, place: int, prompt: list[int], num_output: int) -> None:
+        self._num_decoding += 1
+        answer = await self._endpoint.complete(prompt, num_output, self._headers)
+        self._num_decoding -= 1
+        self._num_ended += 1
+        self._note(place, answer, num_output)
+        if self._progress is not None:
+            self._progress(len(self._recorder), self._num_ended)
+
+    def _note(self, place: int, answer: TimedAnswer, num_output: int) -> None:
+        recorder, measured = self._recorder, self._measured
+        if answer.status == 429:
+            recorder.status[place] = REJECTED
+            measured.rejections[answer.error] += 1
+            if answer.retry_after_s is None:
+                measured.num_without_retry_after += 1
+            else:
+                measured.retry_after_s.append(answer.retry_after_s)
+            return
+        if not answer.is_complete or len(answer.token_at_s) != num_output:
+            recorder.status[place] = FAILED
+            short = f"{len(answer.token_at_s)} of {num_output} tokens came"
+            measured.errors[answer.error or short] += 1
+            return
+        recorder.status[place] = DONE
+        recorder.ttft_s[place] = answer.token_at_s[0]
+        recorder.tbt_s[place], recorder.tbt_mean_s[place] = token_intervals(answer.intervals_s)
+        recorder.e2e_s[place] = answer.end_s
+        recorder.cached_tokens[place] = answer.num_cached
+
+    async def _sample(self, began: float) -> None:
+        recorder = self._recorder
+        while True:
+            await asyncio.sleep(SAMPLE_S)
+            status = np.frombuffer(bytes(recorder.status), dtype=np.int8)
+            done = status == DONE
+            input_tokens = float(np.array(recorder.num_input)[done].sum())
+            cached = float(np.array(recorder.cached_tokens)[done].sum())
+            num_rejected = float((status == REJECTED).sum())
+            now_s = clock.monotonic() - began
+            self._samples.append(
+                (
+                    now_s,
+                    0,
+                    0,
+                    self._num_decoding,
+                    len(recorder),
+                    num_rejected,
+                    input_tokens,
+                    cached,
+                    0,
+                    0,
+                )
+            )
+
+
+def token_intervals(intervals_s: list[float]) -> tuple[float, float]:
+    """Mean of the longest tenth, as in the simulator, and mean of all; 0 without any."""
+    if not intervals_s:
+        return 0.0, 0.0
+    longest_s = longest_mean([(1, seconds) for seconds in intervals_s], 0.0, len(intervals_s))
+    return longest_s, sum(intervals_s) / len(intervals_s)
+
+
+@dataclass(frozen=True)
+class ReplayAccuracy:
+    """Predicted against measured: for the requests that both completed, and for the runs as wholes."""
+
+    num_compared: int
+    ttft_error: float
+    "Mean absolute error over the mean measured TTFT."
+    tbt_error: float
+    hit_rate_error: float
+    "Predicted minus measured."
+    goodput_error: float
+    "Predicted over measured, minus 1."
+
+
+def accuracy(predicted: RunResults, measured: RunResults) -> ReplayAccuracy:
+    """Compare two runs of the same rows."""
+    assert len(predicted) == len(measured), (len(predicted), len(measured))
+    both = predicted.is_done & measured.is_done
+
+    def error(name: str) -> float:
+        ours = getattr(predicted, name)[both].astype(np.float64)
+        theirs = getattr(measured, name)[both].astype(np.float64)
+        mean = float(theirs.mean()) if len(theirs) else 0.0
+        return float(np.abs(ours - theirs).mean()) / mean if mean else 0.0
+
+    ours, theirs = predicted.summary(), measured.summary()
+    return ReplayAccuracy(
+        num_compared=int(both.sum()),
+        ttft_error=error("ttft_s"),
+        tbt_error=error("tbt_mean_s"),
+        hit_rate_error=ours.hit_rate - theirs.hit_rate,
+        goodput_error=ours.goodput_per_s / theirs.goodput_per_s - 1 if theirs.goodput_per_s else 0.0,
+    )
 
 
 def replay_command(

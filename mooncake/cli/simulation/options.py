@@ -15,11 +15,10 @@ import typer
 
 from mooncake.conductor.settings import SchedulingSettings
 from mooncake.errors import InvalidArgument
-from mooncake.sim.serving.cluster_spec import ClusterSpec
+from mooncake.sim.serving.cluster import ClusterSpec
 from mooncake.sim.serving.node_costs import load_costs
 from mooncake.sim.traces import generators
-from mooncake.sim.traces.trace import Trace, TraceOptions, read_trace
-from mooncake.sim.traces.trace_file import TraceRow
+from mooncake.sim.traces.trace import Trace, TraceOptions, TraceRow, read_trace
 
 CLUSTER_FORMS = "8P8D (disaggregated), 16xvllm, 16xprefix, 16xchunked (colocated), or a TOML file"
 

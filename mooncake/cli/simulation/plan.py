@@ -27,7 +27,7 @@ from mooncake.cli.simulation.options import (
     known_settings,
     requests_of,
 )
-from mooncake.cli.simulation.tables import wide_console, write_whole
+from mooncake.cli.simulation.report import wide_console, write_whole
 from mooncake.errors import InvalidArgument
 from mooncake.sim.serving import simulate
 from mooncake.sim.serving.capacity_planner import (
@@ -38,7 +38,7 @@ from mooncake.sim.serving.capacity_planner import (
     Prices,
     Simulate,
 )
-from mooncake.sim.serving.cluster_spec import ClusterSpec
+from mooncake.sim.serving.cluster import ClusterSpec
 from mooncake.sim.serving.results import Summary
 from mooncake.sim.traces.trace import TraceOptions
 

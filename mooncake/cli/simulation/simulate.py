@@ -15,7 +15,6 @@ import typer
 from rich.console import Console
 from rich.progress import BarColumn, Progress, TaskID, TaskProgressColumn, TextColumn, TimeRemainingColumn
 
-from mooncake.cli.simulation.html_report import render_html
 from mooncake.cli.simulation.options import (
     CLUSTER_FORMS,
     Changes,
@@ -32,9 +31,9 @@ from mooncake.cli.simulation.options import (
     known_settings,
     requests_of,
 )
-from mooncake.cli.simulation.tables import ClusterRun, table, wide_console, write_whole
+from mooncake.cli.simulation.report import ClusterRun, render_html, table, wide_console, write_whole
 from mooncake.sim.serving import simulate
-from mooncake.sim.serving.cluster_spec import ClusterSpec
+from mooncake.sim.serving.cluster import ClusterSpec
 from mooncake.sim.traces.trace import TraceOptions
 
 

@@ -10,7 +10,7 @@ import numpy as np
 
 from mooncake.errors import DeadlineExceeded, PeerLost
 from mooncake.rpc.wire import Failure, error_of
-from mooncake.sim.faults.checkers import SpaceGrant
+from mooncake.sim.faults.invariants import SpaceGrant
 from mooncake.sim.faults.network import ConnectionEnd, over_the_wire
 from mooncake.sim.faults.nodes import SimSegment, checksum, combine, requests
 from mooncake.sim.kernel import Process
@@ -29,7 +29,7 @@ from mooncake.store.client.operations import (
 from mooncake.store.client.preallocated import PreallocatedPiece, PreallocatedPieces
 
 if TYPE_CHECKING:
-    from mooncake.sim.faults.store_cluster import StoreCluster
+    from mooncake.sim.faults.store_run import StoreCluster
 
 
 class WatchedPreallocations(PreallocatedPieces):

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Invariants of several masters, besides those of ``checkers.py`` and ``history_checker.py``.
+"""Invariants of several masters, besides those of ``invariants.py``.
 
 * **One acts**: at no instant two masters would answer, and no answer leaves one after another began to lead.
 * **A prefix**: what a standby in sync knows after number N is what the leader knew then, and all space that
@@ -16,9 +16,8 @@ import dataclasses
 import math
 from typing import TYPE_CHECKING, Any, TypeAlias
 
-from mooncake.sim.faults.checkers import Checkers
-from mooncake.sim.faults.invariants import Violation
-from mooncake.sim.faults.masters_faults import MastersFaults
+from mooncake.sim.faults.cluster_faults import MastersFaults
+from mooncake.sim.faults.invariants import Checkers, Violation
 from mooncake.store.ha.messages import Followed
 from mooncake.store.ha.standby_replication import StandbyCursor
 from mooncake.store.master.log_records import Record
@@ -27,8 +26,8 @@ from mooncake.store.master.objects import StoredObject
 from mooncake.types import Tier
 
 if TYPE_CHECKING:
-    from mooncake.sim.faults.masters_cluster import MastersCluster
     from mooncake.sim.faults.masters_host import MasterHost
+    from mooncake.sim.faults.masters_run import MastersCluster
 
 State: TypeAlias = dict[str, Any]
 """What a master knows and its successor must know too, under readable names."""

@@ -27,7 +27,7 @@ from mooncake.store.node import task_agent as e
 from mooncake.types import Tier
 
 if TYPE_CHECKING:
-    from mooncake.sim.faults.store_cluster import StoreCluster
+    from mooncake.sim.faults.store_run import StoreCluster
 
 NODE_ADDRESS = 1 << 30
 """Where a segment begins in its node's address space: far from zero, so that offsets are not addresses."""

@@ -13,11 +13,11 @@ from collections.abc import Callable, Iterable
 from typing import Any
 
 from mooncake.conductor.settings import SchedulingSettings
-from mooncake.sim.serving.cluster_spec import ClusterSpec
+from mooncake.sim.serving.cluster import ClusterSpec
 from mooncake.sim.serving.colocated_cluster import ColocatedCluster
 from mooncake.sim.serving.disaggregated_cluster import DisaggregatedCluster
 from mooncake.sim.serving.results import RunResults
-from mooncake.sim.traces.trace_file import TraceRow
+from mooncake.sim.traces.trace import TraceRow
 
 __all__ = ["ClusterSpec", "simulate"]
 

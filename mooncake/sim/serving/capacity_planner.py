@@ -19,7 +19,7 @@ from typing import Literal
 import msgspec
 
 from mooncake.errors import InvalidArgument
-from mooncake.sim.serving.cluster_spec import ClusterSpec
+from mooncake.sim.serving.cluster import ClusterSpec
 from mooncake.sim.serving.results import Summary
 
 MAX_NODES = 4096

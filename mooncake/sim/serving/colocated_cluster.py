@@ -18,13 +18,10 @@ from typing import Any
 from mooncake.conductor.messages import Decision, Prefilled
 from mooncake.conductor.settings import SchedulingSettings
 from mooncake.sim.kernel import Kernel
-from mooncake.sim.serving.cluster_base import ServingCluster
-from mooncake.sim.serving.cluster_spec import ClusterSpec
-from mooncake.sim.serving.decode_batch import DecodeBatch
-from mooncake.sim.serving.node_cache import NodeCache
+from mooncake.sim.serving.cluster import ClusterSpec, ServingCluster
 from mooncake.sim.serving.node_costs import NodeCosts
+from mooncake.sim.serving.nodes import DecodeBatch, NodeCache, SimRequest
 from mooncake.sim.serving.results import FAILED
-from mooncake.sim.serving.sim_request import SimRequest
 from mooncake.sim.serving.step_level import StepDecodeNode
 from mooncake.types import WorkerRole
 

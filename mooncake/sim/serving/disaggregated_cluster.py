@@ -14,14 +14,10 @@ from typing import Any, TypeAlias
 
 from mooncake.conductor.messages import Decision, Fetch, Finished, Prefilled, Refuse, TransferMeasured
 from mooncake.conductor.settings import SchedulingSettings
-from mooncake.sim.serving.cluster_base import ServingCluster
-from mooncake.sim.serving.cluster_spec import ClusterSpec
-from mooncake.sim.serving.decode_node import DecodeNode
+from mooncake.sim.serving.cluster import ClusterSpec, ServingCluster
 from mooncake.sim.serving.fabric import Fabric, Port
-from mooncake.sim.serving.node_cache import NodeCache
-from mooncake.sim.serving.prefill_node import PrefillNode
+from mooncake.sim.serving.nodes import DecodeNode, NodeCache, PrefillNode, SimRequest
 from mooncake.sim.serving.results import FAILED, REJECTED_AFTER_PREFILL
-from mooncake.sim.serving.sim_request import SimRequest
 from mooncake.sim.serving.step_level import StepDecodeNode, StepPrefillNode
 from mooncake.types import WorkerRole
 

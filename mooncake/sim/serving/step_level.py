@@ -3,7 +3,7 @@
 
 It owns a loop that stands for an engine's, and refuses to schedule: ``inference.scheduler.Scheduler`` does.
 Prompts become token ids that share blocks exactly where the trace's keys do, blocks have real hashes. It is
-for small traces, and to validate the closed forms of ``decode_batch.py``. What it shows and they leave out: a
+for small traces, and to validate the closed forms of ``nodes.py``. What it shows and they leave out: a
 new request joins a running batch one step later, after its lookup; blocks fill up and requests are preempted;
 a prompt begins when all that it loads has arrived, not its first layer.
 """
@@ -15,14 +15,12 @@ import math
 from collections.abc import Callable, Iterable
 
 from mooncake.inference.request import Request, SamplingParams
-from mooncake.inference.scheduler import Scheduler
-from mooncake.inference.step import Chunk, Step
+from mooncake.inference.scheduler import Chunk, Scheduler, Step
 from mooncake.prefix import BlockHash
 from mooncake.sim.kernel import Kernel
 from mooncake.sim.serving.fabric import Port
-from mooncake.sim.serving.node_cache import NodeCache
 from mooncake.sim.serving.node_costs import NodeCosts
-from mooncake.sim.serving.sim_request import SimRequest
+from mooncake.sim.serving.nodes import NodeCache, SimRequest
 
 
 def prompt_of(keys: Iterable[int], num_input: int, block_tokens: int, number: int) -> list[int]:

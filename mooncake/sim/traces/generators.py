@@ -16,7 +16,7 @@ from random import Random
 from typing import Any, TypeAlias
 
 from mooncake.errors import InvalidArgument
-from mooncake.sim.traces.trace_file import TraceRow
+from mooncake.sim.traces.trace import TraceRow
 
 _TAIL = 1 << 19
 """Set in a session's keys of partial blocks, which no later turn has."""

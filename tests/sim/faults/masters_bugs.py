@@ -17,9 +17,8 @@ import msgspec
 import pytest
 
 from mooncake.errors import Unavailable
-from mooncake.sim.faults.cluster_faults import ClusterFaults
+from mooncake.sim.faults.cluster_faults import ClusterFaults, MastersFaults
 from mooncake.sim.faults.invariants import Violation
-from mooncake.sim.faults.masters_faults import MastersFaults
 from mooncake.sim.faults.masters_run import MastersRun
 from mooncake.store.client.operations import Operations
 from mooncake.store.ha import role as role_module

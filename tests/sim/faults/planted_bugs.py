@@ -15,7 +15,7 @@ import pytest
 
 from mooncake.sim.faults.cluster_faults import ClusterFaults
 from mooncake.sim.faults.invariants import Invariant
-from mooncake.sim.faults.workload_mix import PLAIN, WorkloadMix
+from mooncake.sim.faults.workload import PLAIN, WorkloadMix
 from mooncake.store import messages
 from mooncake.store.client import operations, preallocated
 from mooncake.store.master import (

@@ -7,9 +7,9 @@ from __future__ import annotations
 import msgspec
 import pytest
 
-from mooncake.sim.faults import masters_faults
-from mooncake.sim.faults.masters_faults import MastersFaults
-from mooncake.sim.faults.masters_oplog import NEWEST, as_known_to_old
+from mooncake.sim.faults import cluster_faults
+from mooncake.sim.faults.cluster_faults import MastersFaults
+from mooncake.sim.faults.masters_host import NEWEST, as_known_to_old
 from mooncake.sim.faults.masters_run import MastersRun
 from mooncake.store.master.log_records import LineBegan, Record, SpaceHeld
 from tests.sim.faults.masters_bugs import BUGS, FAULTS, Bug, first_seed
@@ -60,7 +60,7 @@ def test_without_faults_one_leads_and_no_client_gets_an_error() -> None:
 
 def test_the_sweep_has_every_kind_of_fault_and_much_happens_in_it() -> None:
     drawn = [MastersRun(seed).faults for seed in range(40)]
-    for field in masters_faults.MastersFaults.__dataclass_fields__:
+    for field in cluster_faults.MastersFaults.__dataclass_fields__:
         assert len({getattr(faults, field) for faults in drawn}) > 1 or field == "bad_disk_s", field
     runs = [MastersRun(seed) for seed in (3, 4, 14, 15)]
     for run in runs:

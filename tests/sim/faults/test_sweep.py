@@ -9,7 +9,7 @@ import pytest
 
 from mooncake.sim.faults.cluster_faults import ClusterFaults
 from mooncake.sim.faults.store_run import ReplicasRun, StoreRun
-from mooncake.sim.faults.workload_mix import PLAIN
+from mooncake.sim.faults.workload import PLAIN
 
 CALM = ClusterFaults()
 ROUGH = ClusterFaults(

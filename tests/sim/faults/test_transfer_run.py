@@ -8,10 +8,9 @@ from collections.abc import Callable
 
 import pytest
 
-from mooncake.sim.faults import transfer_links, transfer_run
+from mooncake.sim.faults import transfer_run
 from mooncake.sim.faults.invariants import Invariant, Violation
-from mooncake.sim.faults.transfer_links import LinkFaults
-from mooncake.sim.faults.transfer_run import TransferRun
+from mooncake.sim.faults.transfer_run import LinkFaults, TransferRun
 from mooncake.transfer import batch, rails
 
 CALM = LinkFaults()
@@ -58,9 +57,9 @@ def test_links_answer_for_the_time_since_the_peer_was_found(left_s: float, is_bl
     target, now = run.targets[area.target_name], run.kernel.now
     if is_blamed:
         with pytest.raises(AssertionError, match="had no fault all the time"):
-            run._check_need(area, target, transfer_links.TIMED_OUT, now, now + left_s)
+            run._check_need(area, target, transfer_run.TIMED_OUT, now, now + left_s)
     else:
-        run._check_need(area, target, transfer_links.TIMED_OUT, now, now + left_s)
+        run._check_need(area, target, transfer_run.TIMED_OUT, now, now + left_s)
 
 
 def test_without_faults_every_batch_arrives() -> None:
@@ -84,7 +83,7 @@ def test_a_seed_is_one_history() -> None:
 
 
 def fences_nothing_off(patch: pytest.MonkeyPatch) -> None:
-    patch.setattr(transfer_links.SimInitiator, "fence", lambda self, target: None)
+    patch.setattr(transfer_run.SimInitiator, "fence", lambda self, target: None)
 
 
 def never_takes_a_rail_back(patch: pytest.MonkeyPatch) -> None:

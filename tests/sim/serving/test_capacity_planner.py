@@ -10,7 +10,7 @@ import pytest
 
 from mooncake.errors import InvalidArgument
 from mooncake.sim.serving.capacity_planner import CapacityPlanner, Objectives, Prices
-from mooncake.sim.serving.cluster_spec import ClusterSpec
+from mooncake.sim.serving.cluster import ClusterSpec
 from mooncake.sim.serving.node_costs import load_costs
 from mooncake.sim.serving.results import Quantiles, Summary
 

@@ -1,14 +1,25 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Cost files: all that are shipped can be read, and match the paper."""
+"""Cost files: all that are shipped can be read, and match the paper; fits give back the model that made the
+samples.
+"""
 
 from __future__ import annotations
 
 from pathlib import Path
+from random import Random
 
 import pytest
 
+from mooncake.conductor.prediction.cost_models import DecodeModel, PrefillModel
 from mooncake.errors import InvalidArgument
-from mooncake.sim.serving.node_costs import builtin_costs, load_costs
+from mooncake.sim.serving.node_costs import (
+    PrefillSample,
+    StepSample,
+    builtin_costs,
+    fit_decode,
+    fit_prefill,
+    load_costs,
+)
 
 
 def test_every_shipped_file_is_whole() -> None:
@@ -42,3 +53,46 @@ def test_a_file_of_your_own(tmp_path: Path) -> None:
         load_costs(str(path))
     with pytest.raises(InvalidArgument, match="llama3-70b-8xA800"):
         load_costs("llama4")
+
+
+def test_prefill_is_found_again() -> None:
+    model = PrefillModel(0.02, 1.5e-4, 3e-9)
+    spans = [(0, 100), (0, 1000), (500, 4000), (0, 16000), (8000, 9000)]
+    samples = [PrefillSample(first, end, model.seconds(first, end)) for first, end in spans]
+    found, error = fit_prefill(samples)
+    assert error < 1e-9
+    assert (found.c0, found.c1, found.c2) == pytest.approx((model.c0, model.c1, model.c2), rel=1e-6)
+
+
+def test_decode_is_found_again() -> None:
+    model = DecodeModel(0.026, 1.4e-4, 3.5e-8)
+    samples = [
+        StepSample(size, size * length, model.seconds(size, size * length))
+        for size in (1, 4, 16)
+        for length in (500, 8000)
+    ]
+    found, error = fit_decode(samples)
+    assert error < 1e-9
+    assert found.per_token_s == pytest.approx(model.per_token_s, rel=1e-6)
+
+
+def test_noise_never_makes_a_cost_negative() -> None:
+    random = Random(3)
+    for _ in range(50):
+        samples = [
+            PrefillSample(0, end, 1e-4 * end * random.uniform(0.5, 1.5)) for end in (64, 128, 512, 2048)
+        ]
+        found, error = fit_prefill(samples)
+        assert min(found.c0, found.c1, found.c2) >= 0 < found.seconds(0, 512)
+        assert error < 0.6
+
+
+@pytest.mark.parametrize("samples", [[], [PrefillSample(0, 64, 1.0)] * 5])
+def test_too_few_lengths_are_refused(samples: list[PrefillSample]) -> None:
+    with pytest.raises(InvalidArgument, match="three different"):
+        fit_prefill(samples)
+
+
+def test_times_must_have_passed() -> None:
+    with pytest.raises(InvalidArgument, match="seconds is 0"):
+        fit_decode([StepSample(1, 1, 0.1), StepSample(2, 1, 0.0), StepSample(3, 1, 0.1)])

@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from mooncake.sim.serving import ClusterSpec, simulate
 from mooncake.sim.serving.node_costs import load_costs
 from mooncake.sim.serving.results import DONE, REJECTED, REJECTED_AFTER_PREFILL, RunResults
-from mooncake.sim.traces.trace_file import TraceRow
+from mooncake.sim.traces.trace import TraceRow
 
 COSTS = load_costs("llama3-70b-8xA800")
 BLOCK = 512

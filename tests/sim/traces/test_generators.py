@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 from mooncake.errors import InvalidArgument
 from mooncake.sim.traces.generators import Agentic, Bursts, Generator, Poisson, parse
-from mooncake.sim.traces.trace_file import TraceRow
+from mooncake.sim.traces.trace import TraceRow
 
 
 def check(rows: list[TraceRow], block_tokens: int) -> None:

@@ -13,8 +13,14 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from mooncake.errors import InvalidArgument
-from mooncake.sim.traces.trace import TraceError, TraceOptions, TraceRow, read_trace
-from mooncake.sim.traces.trace_file import MAX_LINE_BYTES, TraceFile
+from mooncake.sim.traces.trace import (
+    MAX_LINE_BYTES,
+    TraceError,
+    TraceFile,
+    TraceOptions,
+    TraceRow,
+    read_trace,
+)
 
 ROWS: list[dict[str, Any]] = [
     {"timestamp": 0, "input_length": 1100, "output_length": 5, "hash_ids": [0, 1, 2]},

@@ -9,7 +9,7 @@ import pytest
 
 from mooncake.errors import InvalidArgument
 from mooncake.files import frames
-from mooncake.sim.faults.sim_files import SimDirectory
+from mooncake.sim.faults.disks import SimDirectory
 from mooncake.store.master import oplog
 from mooncake.store.master.log_records import Doubt, IdsGiven, LineBegan, ObjectGone, Record, encode
 from mooncake.store.master.oplog import Oplog

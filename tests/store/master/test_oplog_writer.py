@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 
 from mooncake.metrics import page
-from mooncake.sim.faults.sim_files import SimDirectory
+from mooncake.sim.faults.disks import SimDirectory
 from mooncake.store.master import oplog, oplog_writer
 from mooncake.store.master.effects import AppendRecords
 from mooncake.store.master.log_records import Doubt, Record

@@ -1,4 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
+"""The simulated directory: what the end of a process and a power loss take from its files."""
+
 from __future__ import annotations
 
 import errno
@@ -6,7 +8,7 @@ from random import Random
 
 import pytest
 
-from mooncake.sim.faults.sim_files import SimDirectory
+from mooncake.sim.faults.disks import SimDirectory
 
 
 def test_the_end_of_a_process_takes_nothing_but_what_was_open() -> None:

@@ -18,7 +18,7 @@ import pytest
 
 from mooncake.http.server import HttpServer, listen
 from mooncake.inference.api import create_app
-from mooncake.inference.fake.server import FakeEngineSettings, running
+from mooncake.inference.fake_engine import FakeEngineSettings, running
 from tests.program import programs
 
 PROMPT = "the same prompt, a few blocks long, sent to each of all the engines"
@@ -140,7 +140,7 @@ def test_it_runs_without_torch() -> None:
     program = """
 import asyncio, sys
 sys.modules["torch"] = sys.modules["transformers"] = None
-from mooncake.inference.fake.server import FakeEngineSettings, running
+from mooncake.inference.fake_engine import FakeEngineSettings, running
 from mooncake.inference.generator import TokenCounts
 from mooncake.inference.request import Request
 async def main():

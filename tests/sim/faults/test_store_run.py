@@ -9,8 +9,8 @@ import pytest
 
 from mooncake.sim.faults.cluster_faults import ClusterFaults
 from mooncake.sim.faults.disks import SimDisk
-from mooncake.sim.faults.store_cluster import StoreCluster
-from mooncake.sim.faults.workload_mix import SETTINGS
+from mooncake.sim.faults.store_run import StoreCluster
+from mooncake.sim.faults.workload import SETTINGS
 from mooncake.sim.kernel import Kernel
 from mooncake.store import messages as m
 from mooncake.types import Tier

@@ -5,8 +5,9 @@ from __future__ import annotations
 
 import pytest
 
-from mooncake.cli.replay.open_loop import HIGHEST_TOKEN, LOWEST_TOKEN, TracePrompts, token_intervals
-from mooncake.sim.traces.trace_file import TraceRow
+from mooncake.cli.replay.endpoint import HIGHEST_TOKEN, LOWEST_TOKEN
+from mooncake.cli.replay.replay import TracePrompts, token_intervals
+from mooncake.sim.traces.trace import TraceRow
 
 
 def row(num_input: int, *keys: int) -> TraceRow:

@@ -1,0 +1,504 @@
+# SPDX-License-Identifier: Apache-2.0
+"""``mooncake store``: the store on the command line and in scripts (``--json``).
+
+The commands on objects (put, get, list, pin, remove), and those of operators: drain a node, verify what is
+stored, repair its files, watch it. At the end the formats of sizes, durations and objects for output, and of
+durations for input.
+"""
+
+from __future__ import annotations
+
+import re
+import sys
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from itertools import islice
+from pathlib import Path
+from typing import Annotated, Any, NoReturn
+
+import msgspec
+import typer
+from rich.console import Console, Group
+from rich.live import Live
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
+from rich.table import Table
+from rich.text import Text
+
+from mooncake.errors import InvalidArgument, Refusal
+from mooncake.security import tool_identity
+from mooncake.store import Store, StoreSettings
+from mooncake.store import messages as m
+from mooncake.store import repair as repairing
+
+MASTER = typer.Option(
+    "--master",
+    metavar="HOST:PORT",
+    envvar="MOONCAKE_MASTER",
+    help="Address of the master; several separated by commas; etcd:// or redis:// for elected masters.",
+)
+Master = Annotated[str, MASTER]
+Tenant = Annotated[str, typer.Option("--tenant", help="Tenant, the namespace of the keys.")]
+Json = Annotated[bool, typer.Option("--json", help="Print JSON, for programs.")]
+Keys = Annotated[list[str], typer.Argument(metavar="KEY...", help="Keys of objects.")]
+Force = Annotated[bool, typer.Option("--force", help="Also objects that are leased at the moment.")]
+HERE, DEFAULT = "127.0.0.1:50051", "default"
+
+
+@contextmanager
+def opened(master: str, tenant: str = DEFAULT, timeout_s: float = 10.0) -> Iterator[Store]:
+    with Store(master, settings=StoreSettings(timeout_s, tenant=tenant), identity=tool_identity()) as store:
+        store.connect()  # a user at a terminal must learn at once that no master listens there
+        yield store
+
+
+def make_application() -> typer.Typer:
+    application = typer.Typer(no_args_is_help=True, help="Inspect and change the contents of the store.")
+    for name, command, example in (
+        ("put", put, "mooncake store put greeting hello.txt"),
+        ("get", get, "mooncake store get greeting > hello.txt"),
+        ("ls", ls, "mooncake store ls kv/ --long"),
+        ("stat", stat, "mooncake store stat greeting"),
+        ("rm", rm, "mooncake store rm --match '^kv/old-'"),
+        ("pin", pin, "mooncake store pin greeting --for 30m"),
+        ("unpin", unpin, "mooncake store unpin greeting"),
+        ("drain", drain, "mooncake store drain node-1 --to node-2"),
+        ("verify", verify, "mooncake store verify --prefix kv/"),
+        ("repair", repair, "mooncake store repair /var/lib/mooncake/master.oplog"),
+        ("top", top, "mooncake store top"),
+    ):
+        application.command(name, epilog=f"Example: {example}")(command)
+    return application
+
+
+def put(
+    key: Annotated[str, typer.Argument(help="Key of the object.")],
+    file: Annotated[Path, typer.Argument(help="File with its content; - reads standard input.")] = Path("-"),
+    replicas: Annotated[
+        int, typer.Option(min=1, max=64, help="Number of copies in memory, each on another node.")
+    ] = 1,
+    durable: Annotated[bool, typer.Option("--durable", help="Return when a copy is on SSD.")] = False,
+    pin_for: Annotated[
+        str, typer.Option("--pin", metavar="SPAN", help="Protect it from eviction: 30m, 2h, or `hard`.")
+    ] = "",
+    replace: Annotated[bool, typer.Option("--replace", help="Replace an existing object.")] = False,
+    tenant: Tenant = DEFAULT,
+    master: Master = HERE,
+) -> None:
+    """Store a file, or standard input, under a key."""
+    is_hard = pin_for == "hard"
+    ttl_s = read_span(pin_for, "--pin") if pin_for and not is_hard else None
+    policy = m.PutPolicy(replicas, soft_pin_ttl_s=ttl_s, is_hard_pinned=is_hard, is_durable=durable)
+    content = _content_of(file)
+    if not content:
+        fail(f"{'standard input' if str(file) == '-' else file} is empty; an object needs at least one byte")
+    with opened(master, tenant, timeout_s=60.0) as store:
+        is_there = not replace and store.inspect([key])[0] is not None
+        refusal = store.put(key, content, policy, replace=replace)
+    if refusal is not None:
+        fail(str(refusal))
+    if is_there:
+        print(f"{key} exists and was left unchanged (--replace overwrites it)", file=sys.stderr)
+
+
+def get(
+    key: Annotated[str, typer.Argument(help="Key of the object.")],
+    output: Annotated[
+        Path, typer.Option("--output", "-o", help="File to write; - is standard output.")
+    ] = Path("-"),
+    tenant: Tenant = DEFAULT,
+    master: Master = HERE,
+) -> None:
+    """Fetch an object."""
+    with opened(master, tenant, timeout_s=60.0) as store:
+        content = store.get(key)
+    if content is None:
+        fail(f"there is no {key!r}")
+    if str(output) == "-":
+        sys.stdout.buffer.write(content)
+        sys.stdout.buffer.flush()
+        return
+    try:
+        output.write_bytes(content)
+    except OSError as error:
+        raise InvalidArgument("--output", str(output), f"a file that can be written ({error})") from error
+
+
+def ls(
+    prefix: Annotated[str, typer.Argument(help="Only keys with this prefix.")] = "",
+    limit: Annotated[int, typer.Option(min=1, help="Maximum number of keys.")] = 1000,
+    is_long: Annotated[
+        bool, typer.Option("--long", "-l", help="Also show sizes, replicas and uses.")
+    ] = False,
+    as_json: Json = False,
+    tenant: Tenant = DEFAULT,
+    master: Master = HERE,
+) -> None:
+    """List keys."""
+    with opened(master, tenant) as store:
+        keys = store.ask(m.ListKeys(prefix, limit + 1, tenant)).keys
+        has_more, keys = len(keys) > limit, keys[:limit]
+        found = _inspect(store, keys) if is_long else {}
+    if as_json:
+        print_json(found if is_long else keys)
+    elif is_long:
+        Console(soft_wrap=True).print(_table(found))
+    else:
+        sys.stdout.write("".join(f"{key}\n" for key in keys))
+    if has_more:
+        print(f"there are more than {limit}; --limit shows more", file=sys.stderr)
+
+
+def stat(keys: Keys, as_json: Json = False, tenant: Tenant = DEFAULT, master: Master = HERE) -> None:
+    """Show all about objects: replicas, leases and pins, history."""
+    with opened(master, tenant) as store:
+        found = dict(zip(keys, store.inspect(keys), strict=True))
+        stories = {key: store.ask(m.ObjectStory(key, tenant)).lines for key in keys}
+    if as_json:
+        print_json(found)
+    else:
+        for key, one in found.items():
+            print("\n".join([key, *(f"  {line}" for line in _lines(one)), "  story:"]))
+            print("\n".join(f"    {line}" for line in stories[key]) or "    no history is kept")
+    if None in found.values():
+        raise SystemExit(1)
+
+
+def rm(
+    keys: Annotated[list[str] | None, typer.Argument(metavar="[KEY...]", help="Keys of objects.")] = None,
+    match: Annotated[
+        str, typer.Option("--match", metavar="REGEX", help="All keys that match this regular expression.")
+    ] = "",
+    everything: Annotated[bool, typer.Option("--all", help="All objects of the tenant.")] = False,
+    force: Force = False,
+    tenant: Tenant = DEFAULT,
+    master: Master = HERE,
+) -> None:
+    """Remove objects."""
+    if bool(keys) + bool(match) + everything != 1:
+        raise InvalidArgument("rm", keys or match or "nothing", "keys, or --match, or --all")
+    with opened(master, tenant) as store:
+        if not keys:
+            removed = store.remove_all(force) if everything else store.remove_matching(match, force)
+            print(f"{removed} removed")
+            return
+        outcomes = store.remove(keys, force)
+    for key, outcome in zip(keys, outcomes, strict=True):
+        if outcome is False:
+            print(f"there is no {key!r}", file=sys.stderr)
+        elif isinstance(outcome, Refusal):
+            print(f"{key}: {outcome}" + ("" if force else "; --force removes it"), file=sys.stderr)
+    if any(outcome is not True for outcome in outcomes):
+        raise SystemExit(1)
+
+
+def pin(
+    keys: Keys,
+    span: Annotated[
+        str,
+        typer.Option(
+            "--for", metavar="SPAN", help="Pin softly for this long: 30s, 10m, 2h; else until unpinned."
+        ),
+    ] = "",
+    tenant: Tenant = DEFAULT,
+    master: Master = HERE,
+) -> None:
+    """Protect objects from eviction."""
+    ttl_s = read_span(span, "--for") if span else None
+    with opened(master, tenant) as store:
+        _say_missing(keys, store.pin(keys, ttl_s))
+
+
+def unpin(keys: Keys, tenant: Tenant = DEFAULT, master: Master = HERE) -> None:
+    """Allow eviction of objects again."""
+    with opened(master, tenant) as store:
+        _say_missing(keys, store.unpin(keys))
+
+
+def _say_missing(keys: list[str], are_there: list[bool]) -> None:
+    missing = [key for key, is_there in zip(keys, are_there, strict=True) if not is_there]
+    if missing:
+        fail(f"there is no {', '.join(map(repr, missing))}")
+
+
+def _content_of(file: Path) -> bytes:
+    try:
+        return sys.stdin.buffer.read() if str(file) == "-" else file.read_bytes()
+    except OSError as error:
+        raise InvalidArgument("FILE", str(file), f"a file that can be read ({error})") from error
+
+
+def _inspect(store: Store, keys: list[str]) -> dict[str, m.ObjectStatus]:
+    found: dict[str, m.ObjectStatus] = {}
+    for start in range(0, len(keys), m.MAX_KEYS):
+        part = keys[start : start + m.MAX_KEYS]
+        known = zip(part, store.inspect(part), strict=True)
+        found |= {key: one for key, one in known if one is not None}
+    return found
+
+
+def _table(found: dict[str, m.ObjectStatus]) -> Table:
+    table = Table(box=None, pad_edge=False)
+    for name in ("size", "uses", "pinned", "leased", "replicas", "key"):
+        table.add_column(name, justify="right" if name in ("size", "uses") else "left", no_wrap=True)
+    for key, one in found.items():
+        places = ", ".join(f"{replica.segment} [{replica.tier}]" for replica in one.replicas)
+        leased = span_text(one.leased_s) if one.leased_s else "-"
+        cells: list[Any] = [size_text(one.size_bytes), str(one.num_uses), pin_text(one), leased]
+        table.add_row(*cells, Text(places), Text(key))
+    return table
+
+
+def _lines(one: m.ObjectStatus | None) -> list[str]:
+    if one is None:
+        return ["not found"]
+    lines = [
+        f"size: {size_text(one.size_bytes)} ({one.size_bytes} bytes)",
+        f"uses: {one.num_uses}; leased: {span_text(one.leased_s)}; pinned: {pin_text(one)}",
+    ]
+    lines += [f"group: {one.group}"] if one.group else []
+    lines += [f"parent: {one.parent}"] if one.parent else []
+    lines += ["being written"] if one.is_writing else []
+    return lines + [f"replica: {replica_text(replica)}" for replica in one.replicas]
+
+
+VERIFY_BATCH_KEYS = 64
+POLL_EVERY_S = 0.2
+TOP_EVERY_S = 1.0
+MAX_SUSPECTS = 5
+"""Maximum number of hosts shown whose reports of wrong bytes were refuted."""
+
+
+def drain(
+    segments: Annotated[
+        list[str], typer.Argument(metavar="SEGMENT...", help="Segments to drain; `top` shows their names.")
+    ],
+    targets: Annotated[
+        list[str] | None, typer.Option("--to", metavar="SEGMENT", help="Target segment; may be repeated.")
+    ] = None,
+    concurrency: Annotated[int, typer.Option(min=1, max=1024, help="Concurrent copies.")] = 4,
+    wait: Annotated[
+        bool, typer.Option("--wait/--no-wait", help="Wait until it is done; Ctrl-C cancels it.")
+    ] = True,
+    as_json: Json = False,
+    master: Master = HERE,
+) -> None:
+    """Move all objects of segments elsewhere, so that their node can be stopped."""
+    with opened(master) as store:
+        job = store.drain(segments, targets or [], concurrency)
+        if isinstance(job, Refusal):
+            fail(str(job))
+        if wait:
+            job = _wait(store, job)
+        if as_json:
+            print_json(job)
+        elif not wait:
+            print(f"job {job.job_id} is under way")
+        elif job.state == "done":
+            print(f"drained {job.about}: {job.num_done} moved, {size_text(job.moved_bytes)}")
+        if wait and job.state != "done":
+            fail(f"job {job.job_id} {job.state}: {job.num_failed} failed, {job.num_left} left {job.reason}")
+
+
+def _wait(store: Store, job: m.JobStatus) -> m.JobStatus:
+    with _progress() as progress:
+        task = progress.add_task(f"draining {job.about}", total=None)
+        try:
+            while job.state in ("waiting", "running"):
+                progress.update(
+                    task, completed=job.num_done, total=job.num_done + job.num_failed + job.num_left
+                )
+                time.sleep(POLL_EVERY_S)
+                job = store.job(job.job_id) or fail(f"the master no longer knows job {job.job_id}")
+            progress.update(task, completed=job.num_done, total=max(1, job.num_done + job.num_left))
+        except KeyboardInterrupt:
+            store.cancel(job.job_id)
+            raise
+    return job
+
+
+def verify(
+    keys: Annotated[list[str] | None, typer.Argument(metavar="[KEY...]", help="Keys of objects.")] = None,
+    prefix: Annotated[str, typer.Option("--prefix", help="All keys with this prefix.")] = "",
+    everything: Annotated[bool, typer.Option("--all", help="All objects of the tenant.")] = False,
+    as_json: Json = False,
+    tenant: Tenant = DEFAULT,
+    master: Master = HERE,
+) -> None:
+    """Read every replica of objects and verify its bytes. Corrupt replicas are dropped."""
+    if bool(keys) + bool(prefix) + everything != 1:
+        raise InvalidArgument("verify", keys or prefix or "nothing", "keys, or --prefix, or --all")
+    with opened(master, tenant, timeout_s=60.0) as store:
+        names = list(keys or store.ask(m.ListKeys(prefix, 1 << 31, tenant)).keys)
+        verdicts: dict[str, bool | None] = {}
+        waiting = iter(names)
+        with _progress() as progress:
+            task = progress.add_task("verifying", total=len(names))
+            while part := list(islice(waiting, VERIFY_BATCH_KEYS)):
+                verdicts |= zip(part, store.verify(part), strict=True)
+                progress.update(task, advance=len(part))
+    wrong = [key for key, verdict in verdicts.items() if verdict is False]
+    missing = [key for key, verdict in verdicts.items() if verdict is None]
+    if as_json:
+        print_json(verdicts)
+    else:
+        for key in wrong:
+            print(f"wrong: {key}")
+        for key in missing if keys else ():
+            print(f"not found: {key}")
+        gone = "" if keys else f", {len(missing)} removed meanwhile"
+        print(f"{len(verdicts) - len(wrong) - len(missing)} good, {len(wrong)} wrong{gone}")
+    if wrong or (keys and missing):
+        raise SystemExit(1)
+
+
+def repair(
+    path: Annotated[Path, typer.Argument(help="Oplog of a master, or directory of a node's SSD.")],
+    does_it: Annotated[
+        bool, typer.Option("--yes", help="Repair; without it, the repair is only shown.")
+    ] = False,
+) -> None:
+    """Show what can be recovered of a damaged oplog or SSD index, and, with `--yes`, repair it.
+
+    The original file is kept beside it. Stop the master, or the node, first.
+    """
+    what = repairing.plan(path)
+    for line in what.lines():
+        print(line)
+    if not what.is_damaged:
+        return
+    if not does_it:
+        print(f"nothing was changed; `mooncake store repair {path} --yes` does this")
+        raise SystemExit(1)
+    repairing.repair(path)
+    print("repaired")
+
+
+def top(
+    once: Annotated[bool, typer.Option("--once", help="Print it once and exit.")] = False,
+    as_json: Json = False,
+    master: Master = HERE,
+) -> None:
+    """Show live status: nodes, tiers, and requests of clients. Ctrl-C exits."""
+    console = Console()
+    with opened(master) as store:
+        before = _status(store)
+        if as_json:
+            print_json(msgspec.structs.asdict(before))
+            return
+        if once or not console.is_terminal:
+            console.print(board(before, before, 0.0), soft_wrap=True)
+            return
+        taken_at = time.monotonic()
+        with Live(board(before, before, 0.0), console=console, screen=True) as live:
+            while True:
+                time.sleep(TOP_EVERY_S)
+                status, now = _status(store), time.monotonic()
+                live.update(board(status, before, now - taken_at))
+                before, taken_at = status, now
+
+
+def _status(store: Store) -> m.MasterStatus:
+    status = store.ask(m.GetMasterStatus())
+    assert isinstance(status, m.MasterStatus)
+    return status
+
+
+def board(status: m.MasterStatus, before: m.MasterStatus, seconds: float) -> Group:
+    """The status as a renderable; ``before`` was taken so long ago."""
+    counts = {name: value - before.counts.get(name, 0) for name, value in status.counts.items()}
+
+    def rate(name: str) -> str:
+        return f"{counts.get(name, 0) / seconds:.4g}/s" if seconds else f"{status.counts.get(name, 0)}"
+
+    hits, lookups = counts.get("lookup_hits", 0), counts.get("lookups", 0)
+    head = (
+        f"{status.num_objects} objects, {status.num_writing} being written; "
+        f"memory {size_text(status.allocated_bytes)} of {size_text(status.capacity_bytes)} "
+        f"({share_text(status.allocated_bytes, status.capacity_bytes)})\n"
+        f"puts {rate('puts')}, lookups {rate('lookups')} (hits {share_text(hits, lookups)}), "
+        f"evicted {rate('evicted_objects')}, removed {rate('removed_objects')}, lost {rate('lost_objects')}"
+    )
+    table = Table(box=None, pad_edge=False)
+    for name in ("segment", "tier", "state", "host", "objects", "used", "size", "full", "tasks"):
+        is_number = name in ("objects", "used", "size", "full", "tasks")
+        table.add_column(name, justify="right" if is_number else "left", no_wrap=True)
+    for one in status.segments:
+        state = "draining" if one.is_draining else "resting" if one.rests_s else one.state
+        table.add_row(
+            Text(one.segment),
+            one.tier,
+            Text(state, style="" if state == "alive" else "yellow"),
+            Text(one.host[:12]),
+            str(one.num_objects),
+            size_text(one.allocated_bytes),
+            size_text(one.size_bytes),
+            share_text(one.allocated_bytes, one.size_bytes),
+            str(one.num_tasks),
+        )
+    parts = [Text(head), Text(""), table if status.segments else Text("no node is mounted")]
+    suspects = [one for one in status.reporters if one.num_refuted]
+    for suspect in sorted(suspects, key=lambda one: -one.num_refuted)[:MAX_SUSPECTS]:
+        what = f"{suspect.num_refuted} of {suspect.num_reports} reports of wrong bytes were refuted"
+        parts.append(Text(f"{suspect.reporter}: {what}: check its memory", style="yellow"))
+    return Group(*parts)
+
+
+def _progress() -> Progress:
+    """A progress bar on standard error, shown only in a terminal."""
+    columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn())
+    return Progress(*columns, console=Console(stderr=True), disable=not sys.stderr.isatty(), transient=True)
+
+
+_UNITS_S = {"": 1.0, "s": 1.0, "m": 60.0, "h": 3600.0, "d": 86400.0}
+
+
+def size_text(size_bytes: float) -> str:
+    """``1.5 MiB``: three digits at most, in powers of 1024."""
+    for unit in ("B", "KiB", "MiB", "GiB", "TiB"):
+        if size_bytes < 1000 or unit == "TiB":
+            break
+        size_bytes /= 1024
+    return f"{size_bytes:.3g} {unit}"
+
+
+def span_text(seconds: float) -> str:
+    """``2.5 s``, ``10 min``, ``3.2 h``."""
+    for bound, divisor, unit in ((120, 1, "s"), (7200, 60, "min"), (172_800, 3600, "h")):
+        if seconds < bound:
+            return f"{seconds / divisor:.3g} {unit}"
+    return f"{seconds / 86_400:.3g} d"
+
+
+def read_span(text: str, field: str) -> float:
+    """Seconds in ``30``, ``5s``, ``30m``, ``1.5h`` or ``1d``."""
+    match = re.fullmatch(r"(\d+(?:\.\d+)?)\s*([smhd]?)", text.strip().lower())
+    if match is None or not float(match[1]):
+        raise InvalidArgument(field, text, "a duration such as 30s, 10m, 2h or 1d")
+    return float(match[1]) * _UNITS_S[match[2]]
+
+
+def pin_text(found: m.ObjectStatus) -> str:
+    if found.pinned_s is None:
+        return "hard"
+    return f"for {span_text(found.pinned_s)}" if found.pinned_s else "no"
+
+
+def replica_text(one: m.ReplicaDetail) -> str:
+    trouble = "" if one.is_complete else " (being written)"
+    trouble += "" if one.is_alive else " (its node does not answer)"
+    return f"{one.segment} [{one.tier}] at {one.address:#x}{trouble}"
+
+
+def print_json(value: Any) -> None:
+    sys.stdout.write(msgspec.json.format(msgspec.json.encode(value)).decode() + "\n")
+
+
+def fail(reason: str) -> NoReturn:
+    """Print one line on standard error, and exit with status 1."""
+    print(f"error: {reason}", file=sys.stderr, flush=True)
+    raise SystemExit(1)
+
+
+def share_text(used: int, total: int) -> str:
+    return f"{100 * used / total:.0f}%" if total else "-"
