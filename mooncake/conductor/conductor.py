@@ -55,8 +55,7 @@ from mooncake.conductor.messages import (
     Unwatch,
     Watch,
 )
-from mooncake.conductor.policies.registry import POLICIES
-from mooncake.conductor.policies.selection import ClusterView, InstanceChoice, Policy, PromptJob
+from mooncake.conductor.policies import POLICIES, ClusterView, InstanceChoice, Policy, PromptJob
 from mooncake.conductor.prediction.cost_models import CostModels
 from mooncake.conductor.prediction.load import LoadAccounts
 from mooncake.conductor.prediction.predictor import Predictor

@@ -29,7 +29,7 @@ from mooncake.conductor.messages import (
     Prefilled,
     Refuse,
 )
-from mooncake.conductor.policies.selection import InstanceChoice
+from mooncake.conductor.policies import InstanceChoice
 from mooncake.conductor.settings import SchedulingSettings
 from mooncake.errors import Refusal
 from mooncake.kvlayout import KEY_PREFIX
