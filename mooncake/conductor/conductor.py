@@ -26,6 +26,7 @@ from mooncake.conductor.index.hot_prefixes import HotPrefixes
 from mooncake.conductor.index.inferred_blocks import InferredBlocks
 from mooncake.conductor.index.prefix_index import PrefixIndex
 from mooncake.conductor.index.prefix_match import PrefixMatch
+from mooncake.conductor.load import LoadAccounts
 from mooncake.conductor.messages import (
     POOL,
     AddInstance,
@@ -56,10 +57,7 @@ from mooncake.conductor.messages import (
     Watch,
 )
 from mooncake.conductor.policies import POLICIES, ClusterView, InstanceChoice, Policy, PromptJob
-from mooncake.conductor.prediction.cost_models import CostModels
-from mooncake.conductor.prediction.load import LoadAccounts
-from mooncake.conductor.prediction.predictor import Predictor
-from mooncake.conductor.prediction.regression import TRUSTED_SAMPLES, Floats, Slots
+from mooncake.conductor.prediction import TRUSTED_SAMPLES, CostModels, Floats, Predictor, Slots
 from mooncake.conductor.request_lifecycle import RequestLifecycle, candidates_of, prompt_blocks_of, refusal_of
 from mooncake.conductor.settings import SchedulingSettings
 from mooncake.errors import Refusal

@@ -35,9 +35,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from mooncake.conductor.index.prefix_match import PrefixMatch
-from mooncake.conductor.prediction.load import LoadAccounts
-from mooncake.conductor.prediction.predictor import Predictor
-from mooncake.conductor.prediction.regression import Floats, Slots
+from mooncake.conductor.load import LoadAccounts
+from mooncake.conductor.prediction import Floats, Predictor, Slots
 from mooncake.conductor.settings import SchedulingSettings
 from mooncake.types import InstanceId
 

@@ -23,7 +23,7 @@ from mooncake.conductor.policies import (
     path,
     wait_s,
 )
-from mooncake.conductor.prediction.cost_models import CostModels, LinkModel
+from mooncake.conductor.prediction import CostModels, LinkModel
 from mooncake.conductor.settings import SchedulingSettings
 from tests.conductor.clusters import COSTS, cluster, every, job
 

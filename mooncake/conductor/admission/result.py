@@ -11,7 +11,7 @@ import math
 from dataclasses import dataclass
 
 from mooncake.conductor.admission.decode_forecast import DecodeLoad
-from mooncake.conductor.prediction.cost_models import DecodeModel
+from mooncake.conductor.prediction import DecodeModel
 
 CODES = ("slo_ttft", "slo_tbt", "overload")
 """Why requests are rejected."""

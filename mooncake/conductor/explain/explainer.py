@@ -18,7 +18,7 @@ from mooncake.conductor.admission.result import AdmissionResult
 from mooncake.conductor.explain.miss_reasons import BlockVerdict, PromptBlocks, block_verdicts
 from mooncake.conductor.index.prefix_index import PrefixIndex
 from mooncake.conductor.messages import Decision, Finished, Place, Prediction, Prefilled, Refuse
-from mooncake.conductor.prediction.regression import Floats
+from mooncake.conductor.prediction import Floats
 from mooncake.types import InstanceId
 
 _RECORD_BYTES = 3_000

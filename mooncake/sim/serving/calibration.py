@@ -13,7 +13,7 @@ from collections.abc import Sequence
 import msgspec
 import numpy as np
 
-from mooncake.conductor.prediction.cost_models import DecodeModel, PrefillModel
+from mooncake.conductor.prediction import DecodeModel, PrefillModel
 from mooncake.errors import InvalidArgument
 
 

@@ -9,7 +9,7 @@ from typing import Annotated, Any, Literal, TypeAlias
 import msgspec
 from msgspec import Meta
 
-from mooncake.conductor.prediction.cost_models import CostModels, LinkModel, PrefillModel
+from mooncake.conductor.prediction import CostModels, LinkModel, PrefillModel
 from mooncake.errors import InvalidArgument
 from mooncake.inference.blocks import BlockPool
 from mooncake.inference.scheduler import Scheduler, SchedulerSettings

@@ -17,7 +17,7 @@ import heapq
 import math
 from collections.abc import Iterable
 
-from mooncake.conductor.prediction.cost_models import DecodeModel
+from mooncake.conductor.prediction import DecodeModel
 from mooncake.sim.serving.sim_request import SimRequest
 
 RUNS_KEPT = 2048

@@ -14,7 +14,7 @@ from typing import Annotated
 import msgspec
 from msgspec import Meta
 
-from mooncake.conductor.prediction.cost_models import CostModels, DecodeModel, LinkModel, PrefillModel
+from mooncake.conductor.prediction import CostModels, DecodeModel, LinkModel, PrefillModel
 from mooncake.errors import InvalidArgument
 
 Positive = Annotated[float, Meta(gt=0)]

@@ -12,7 +12,7 @@ import pytest
 
 from mooncake.conductor.admission.controller import AdmissionController, Rule
 from mooncake.conductor.admission.result import AdmissionRequest, AdmissionResult, PoolCapacity
-from mooncake.conductor.prediction.cost_models import DecodeModel
+from mooncake.conductor.prediction import DecodeModel
 
 STEP = DecodeModel(0.02, 0.002, 1e-6)
 POOLS = PoolCapacity(1, 1, STEP)

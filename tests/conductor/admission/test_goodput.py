@@ -10,7 +10,7 @@ import pytest
 from mooncake.conductor.admission.decode_forecast import DecodeForecast
 from mooncake.conductor.admission.goodput import TARGET_BACKLOG, GoodputRule
 from mooncake.conductor.admission.result import AdmissionRequest, PoolCapacity
-from mooncake.conductor.prediction.cost_models import DecodeModel
+from mooncake.conductor.prediction import DecodeModel
 
 POOLS = PoolCapacity(1, 1, DecodeModel(0.02, 0.002, 1e-6))
 

@@ -7,7 +7,7 @@ from random import Random
 
 import pytest
 
-from mooncake.conductor.prediction.cost_models import DecodeModel, PrefillModel
+from mooncake.conductor.prediction import DecodeModel, PrefillModel
 from mooncake.errors import InvalidArgument
 from mooncake.sim.serving.calibration import PrefillSample, StepSample, fit_decode, fit_prefill
 

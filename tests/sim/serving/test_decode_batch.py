@@ -10,7 +10,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from mooncake.conductor.prediction.cost_models import DecodeModel
+from mooncake.conductor.prediction import DecodeModel
 from mooncake.sim.serving.decode_batch import DecodeBatch, longest_mean
 from mooncake.sim.serving.sim_request import SimRequest
 

@@ -9,7 +9,7 @@ from collections.abc import Iterator
 import numpy as np
 import pytest
 
-from mooncake.conductor.prediction.load import LoadAccounts
+from mooncake.conductor.load import LoadAccounts
 
 
 @pytest.fixture

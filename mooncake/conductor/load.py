@@ -17,7 +17,7 @@ from typing import Any
 
 import numpy as np
 
-from mooncake.conductor.prediction.regression import Floats, Slots
+from mooncake.conductor.prediction import Floats, Slots
 
 
 @dataclass(slots=True)
