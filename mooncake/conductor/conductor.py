@@ -19,8 +19,8 @@ from random import Random
 import msgspec
 import numpy as np
 
-from mooncake.conductor.admission.result import AdmissionResult, PoolCapacity
-from mooncake.conductor.explain.explainer import Explanation
+from mooncake.conductor.admission import AdmissionResult, PoolCapacity
+from mooncake.conductor.explanation import Explanation
 from mooncake.conductor.health import Health, Instance, ProbeOutcome
 from mooncake.conductor.index.hot_prefixes import HotPrefixes
 from mooncake.conductor.index.inferred_blocks import InferredBlocks

@@ -14,10 +14,8 @@ from itertools import islice
 
 import numpy as np
 
-from mooncake.conductor.admission.controller import AdmissionController
-from mooncake.conductor.admission.result import AdmissionRequest, AdmissionResult, PoolCapacity
-from mooncake.conductor.explain.explainer import CandidateSet, Explainer, Explanation
-from mooncake.conductor.explain.miss_reasons import PromptBlocks
+from mooncake.conductor.admission import AdmissionController, AdmissionRequest, AdmissionResult, PoolCapacity
+from mooncake.conductor.explanation import CandidateSet, Explainer, Explanation, PromptBlocks
 from mooncake.conductor.index.prefix_index import PrefixIndex
 from mooncake.conductor.index.prefix_match import PrefixMatch
 from mooncake.conductor.messages import (

@@ -22,10 +22,10 @@ from prometheus_client.core import CounterMetricFamily, HistogramMetricFamily
 from prometheus_client.registry import Collector
 
 from mooncake import clock, metrics
-from mooncake.conductor.admission.result import CODES
+from mooncake.conductor.admission import CODES
 from mooncake.conductor.conductor import Conductor
 from mooncake.conductor.events.discovery import EventSubscriptions
-from mooncake.conductor.explain.explainer import Explain, Explained, Explanation
+from mooncake.conductor.explanation import Explain, Explained, Explanation
 from mooncake.conductor.health import ProbeOutcome
 from mooncake.conductor.messages import (
     ACCESS,

@@ -13,7 +13,7 @@ from __future__ import annotations
 import msgspec
 from fastapi import FastAPI, Request, Response
 
-from mooncake.conductor.explain.explainer import Explanation
+from mooncake.conductor.explanation import Explanation
 from mooncake.errors import MooncakeError
 from mooncake.gateway.gateway import Gateway
 from mooncake.gateway.request_ids import RequestIds

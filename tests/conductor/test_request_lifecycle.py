@@ -7,7 +7,7 @@ from typing import Any
 
 import numpy as np
 
-from mooncake.conductor.admission.result import AdmissionResult, PoolCapacity
+from mooncake.conductor.admission import AdmissionResult, PoolCapacity
 from mooncake.conductor.index.prefix_index import PrefixIndex
 from mooncake.conductor.messages import Finished, Place, Prediction, Prefilled
 from mooncake.conductor.policies import CandidateColumns, InstanceChoice

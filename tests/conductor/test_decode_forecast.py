@@ -7,7 +7,7 @@ from random import Random
 
 import pytest
 
-from mooncake.conductor.admission.decode_forecast import DecodeForecast, DecodeLoad
+from mooncake.conductor.decode_forecast import DecodeForecast, DecodeLoad
 
 
 def test_admitted_requests_decode_for_the_mean_stay_from_the_end_of_their_prefill_on() -> None:

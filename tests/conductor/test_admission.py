@@ -1,5 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The rules at their limits, and compared in a small simulation on virtual time."""
+"""The rules of admission at their limits, and compared in a small simulation on virtual time.
+
+Under "goodput", of the requests that can meet their SLOs those are admitted that are worth what they would
+displace: the price of a second, and the turns of classes.
+"""
 
 from __future__ import annotations
 
@@ -10,8 +14,17 @@ from typing import Any
 
 import pytest
 
-from mooncake.conductor.admission.controller import AdmissionController, Rule
-from mooncake.conductor.admission.result import AdmissionRequest, AdmissionResult, PoolCapacity
+from mooncake.conductor.admission import (
+    TARGET_BACKLOG,
+    AdmissionController,
+    AdmissionRequest,
+    AdmissionResult,
+    GoodputRule,
+    PoolCapacity,
+    Rule,
+    ShadowPrice,
+)
+from mooncake.conductor.decode_forecast import DecodeForecast
 from mooncake.conductor.prediction import DecodeModel
 
 STEP = DecodeModel(0.02, 0.002, 1e-6)
@@ -377,3 +390,180 @@ def test_an_answer_that_has_begun_is_no_longer_rejected() -> None:
     assert admission.decode_forecast.decoding.num_requests == 11, "it decodes with the others"
     assert not admission.num_rejected
     admission.check()
+
+
+# --- the rule "goodput"
+
+
+def rule() -> GoodputRule:
+    return GoodputRule(DecodeForecast(), 30.0, 0.05)
+
+
+def one_ahead(name: str = "r", **fields: Any) -> AdmissionRequest:
+    """A request that waits 1 s and is computed in 1 s; its SLOs are 10 s and steps of 50 ms."""
+    given = {"queue_s": 1.0, "prefill_s": 1.0, "ttft_s": 2.0, "tbt_s": 0.03, "output_tokens": 100}
+    return AdmissionRequest(
+        name, **{"num_tokens": 1000, "slo_ttft_s": 10.0, "slo_tbt_s": 0.05, **given, **fields}
+    )
+
+
+def test_a_request_that_meets_its_slos_is_admitted_with_its_part_of_both_loads() -> None:
+    verdict = rule().decide(one_ahead(), POOLS, 0.0)
+    assert verdict.is_admitted and verdict.prefill_load == pytest.approx(0.2)
+    assert 0 < verdict.decode_load < 1 and verdict.tbt_room_s > 0
+
+
+def test_forecasts_that_were_late_are_allowed_for() -> None:
+    goodput = rule()
+    nearly = one_ahead(ttft_s=9.0)
+    assert goodput.decide(nearly, POOLS, 0.0).is_admitted
+    for _ in range(500):
+        goodput.learn(3.0, 0.0)
+    verdict = goodput.decide(nearly, POOLS, 1.0)
+    assert (verdict.is_admitted, verdict.code) == (False, "slo_ttft")
+    assert "predictions may be" in verdict.reason
+
+
+def test_some_requests_are_admitted_however_wrong_forecasts_were() -> None:
+    """Else no samples would be left to correct the forecasts."""
+    goodput = rule()
+    for _ in range(5000):
+        goodput.learn(1000.0, 0.0)
+    assert goodput.decide(one_ahead(ttft_s=TARGET_BACKLOG * 10.0), POOLS, 1.0).is_admitted
+
+
+def test_steps_that_went_beyond_the_room_leave_less_of_it() -> None:
+    goodput = rule()
+    first = goodput.decide(one_ahead("a"), POOLS, 0.0)
+    for _ in range(500):
+        goodput.learn(0.0, 2.5)
+    later = goodput.decide(one_ahead("b"), POOLS, 1.0)
+    assert later.tbt_room_s < first.tbt_room_s
+    before = later.tbt_room_s
+    for _ in range(500):
+        goodput.learn(0.0, 0.1)  # an empty pool is no sample of a full one
+    assert goodput.decide(one_ahead("c"), POOLS, 2.0).tbt_room_s == pytest.approx(before)
+    goodput.check()
+
+
+def test_the_worst_moment_of_its_stay_counts_not_the_first() -> None:
+    decode_forecast = DecodeForecast()
+    goodput = GoodputRule(decode_forecast, 30.0, 0.05)
+    for number in range(12):  # they decode from 4 s on, and this one from 1 s
+        decode_forecast.expect(f"d{number}", 4.0, 1000, 0.0)
+    verdict = goodput.decide(one_ahead(ttft_s=1.0), POOLS, 0.0)
+    assert (verdict.is_admitted, verdict.code) == (False, "slo_tbt")
+    assert verdict.retry_after_s > 0
+
+
+def test_a_context_must_lie_whole_in_one_instance() -> None:
+    """Half of its memory in each of two instances does not hold it."""
+    decode_forecast = DecodeForecast()
+    pools = PoolCapacity(1, 2, DecodeModel(0.001, 0.0, 0.0), kv_tokens=10_000)
+    goodput = GoodputRule(decode_forecast, 30.0, 0.05)
+    for number in range(2):
+        decode_forecast.expect(f"d{number}", 0.0, 6_000, 0.0)
+        decode_forecast.started(f"d{number}", 0.0)
+    wide = one_ahead(num_tokens=6_000, ttft_s=0.0, output_tokens=1)
+    verdict = goodput.decide(wide, pools, 0.0)
+    assert (verdict.is_admitted, verdict.code) == (False, "slo_tbt") and "memory" in verdict.reason
+    assert goodput.decide(one_ahead(num_tokens=3_000, ttft_s=0.0, output_tokens=1), pools, 0.0).is_admitted
+
+
+def test_in_overload_the_cheaper_of_equal_value_goes_first() -> None:
+    goodput = rule()
+    verdicts = {}
+    for number in range(400):  # ten times what one instance can compute, with a queue at its target length
+        now = number * 0.1
+        cost_s = 0.1 if number % 2 else 2.0
+        one = one_ahead(str(number), prefill_s=cost_s, queue_s=5.0, ttft_s=5.0 + cost_s, slo_tbt_s=0.0)
+        verdicts[number] = goodput.decide(one, POOLS, now)
+    late = range(300, 400)
+    cheap = sum(verdicts[number].is_admitted for number in late if number % 2)
+    expensive = sum(verdicts[number].is_admitted for number in late if not number % 2)
+    assert cheap > 40 and 0 <= expensive < 10
+    refused = next(verdicts[number] for number in late if not verdicts[number].is_admitted)
+    assert refused.code == "overload" and refused.retry_after_s > 0
+
+
+def test_a_level_of_priority_is_worth_twice_as_much() -> None:
+    goodput = rule()
+    admitted = {0: 0, -1: 0}
+    for number in range(800):
+        now, priority = number * 0.1, -(number % 2)
+        one = one_ahead(str(number), prefill_s=0.5, queue_s=5.0, ttft_s=5.5, slo_tbt_s=0.0, priority=priority)
+        admitted[priority] += goodput.decide(one, POOLS, now).is_admitted and number >= 400
+    assert admitted[-1] > 2 * admitted[0]
+
+
+# --- what a scarce resource is worth
+
+
+def offered(
+    cost_rates: dict[float, float], *, horizon_s: float = 30.0, turn_share: float = 0.1
+) -> ShadowPrice:
+    """A price after five horizons of arrivals, given as cost -> seconds of the resource per second."""
+    price = ShadowPrice(horizon_s, turn_share)
+    for tick in range(int(5 * horizon_s)):
+        for cost_s, rate in cost_rates.items():
+            for _ in range(round(rate / cost_s)):
+                price.offer(1.0, cost_s, float(tick))
+    return price
+
+
+def test_without_overload_nothing_has_a_price() -> None:
+    price = offered({0.5: 2.0, 2.0: 2.0})
+    assert price.rate(150.0) == pytest.approx(4.0, rel=0.05)
+    assert price.per_second(4.5, 150.0) == 0.0
+
+
+@pytest.mark.parametrize("began_at", [0.0, 1e5, 1e9])
+def test_the_clock_may_begin_anywhere_and_nights_may_be_silent(began_at: float) -> None:
+    price = ShadowPrice(30.0, 0.1)
+    for evening in (began_at, began_at + 8 * 3600.0, began_at + 30 * 86400.0):
+        for second in range(150):
+            price.offer(1.0, 2.0, evening + second)
+        assert price.rate(evening + 150.0) == pytest.approx(2.0, rel=0.05)
+        assert price.per_second(1.0, evening + 150.0) > 0.0
+        price.check()
+
+
+def test_in_overload_expensive_requests_are_not_worth_it() -> None:
+    price = offered({0.5: 2.0, 2.0: 2.0})
+    assert 0.4 < price.per_second(2.5, 150.0) <= 0.5
+    paid = {cost: sum(price.is_paid(1.0, cost, 2.5, 150.0) for _ in range(100)) for cost in (0.5, 2.0)}
+    assert paid[0.5] == 100
+    assert paid[2.0] == pytest.approx(25, abs=5), "half a second of two is left for those at the price"
+    assert price.is_paid(4.0, 2.0, 2.5, 150.0), "four times the value makes up for four times the cost"
+
+
+def test_a_long_backlog_leaves_room_for_the_cheapest_only() -> None:
+    price = offered({0.25: 1.0, 0.5: 1.0, 2.0: 2.0})
+    assert price.per_second(0.9, 150.0) > 1 / 0.5
+    assert not price.is_paid(1.0, 0.5, 0.9, 150.0)
+    assert not price.is_paid(1.0, 0.25, 0.0, 150.0)
+
+
+def test_old_arrivals_fade() -> None:
+    price = offered({1.0: 8.0})
+    assert price.per_second(4.0, 150.0) > 0.0
+    assert price.per_second(4.0, 250.0) == 0.0
+
+
+def test_no_class_starves() -> None:
+    """However high the price, each class gets its share of seconds."""
+    price = ShadowPrice(30.0, 0.1)
+    taken = {0.5: 0.0, 8.0: 0.0}
+    waited: dict[float, list[float]] = {0.5: [0.0], 8.0: [0.0]}
+    for tick in range(20_000):
+        now = tick / 10
+        for cost_s in taken:
+            bound_s = price.turn_in_s(cost_s, 4)
+            if price.take_turn(cost_s, 4, now):
+                taken[cost_s] += cost_s
+                waited[cost_s].append(now)
+            elif waited[cost_s][-1]:
+                assert bound_s <= cost_s * 2 / (0.1 * 4) + 0.1
+    assert taken[0.5] == pytest.approx(2000 * 4 * 0.1 / 2, rel=0.1)
+    assert taken[8.0] == pytest.approx(2000 * 4 * 0.1 / 2, rel=0.1)
+    price.check()
