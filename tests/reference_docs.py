@@ -318,7 +318,7 @@ HTTP_SIDES = (
         ("gateway/app.py", "gateway/admin.py", "gateway/explain_api.py"),
     ),
     HttpSide("Worker", "gateway.md", ("inference/api.py",)),
-    HttpSide("Conductor, for other routers", "conductor.md", ("conductor/query/server.py",)),
+    HttpSide("Conductor, for other routers", "conductor.md", ("conductor/query_server.py",)),
     HttpSide(
         "Master",
         "servers.md",

@@ -27,9 +27,9 @@ import msgspec
 import numpy as np
 
 from mooncake.conductor.admission import AdmissionResult
-from mooncake.conductor.index.prefix_index import PrefixIndex
 from mooncake.conductor.messages import Decision, Finished, Place, Prediction, Prefilled, Refuse
 from mooncake.conductor.prediction import Floats
+from mooncake.conductor.prefix_index import PrefixIndex
 from mooncake.kvlayout import KEY_PREFIX
 from mooncake.types import InstanceId, Tier
 

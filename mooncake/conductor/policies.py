@@ -34,9 +34,9 @@ from random import Random
 import numpy as np
 from numpy.typing import NDArray
 
-from mooncake.conductor.index.prefix_match import PrefixMatch
 from mooncake.conductor.load import LoadAccounts
 from mooncake.conductor.prediction import Floats, Predictor, Slots
+from mooncake.conductor.prefix_index import PrefixMatch
 from mooncake.conductor.settings import SchedulingSettings
 from mooncake.types import InstanceId
 

@@ -16,8 +16,6 @@ import numpy as np
 
 from mooncake.conductor.admission import AdmissionController, AdmissionRequest, AdmissionResult, PoolCapacity
 from mooncake.conductor.explanation import CandidateSet, Explainer, Explanation, PromptBlocks
-from mooncake.conductor.index.prefix_index import PrefixIndex
-from mooncake.conductor.index.prefix_match import PrefixMatch
 from mooncake.conductor.messages import (
     AdmissionStatus,
     Decision,
@@ -28,6 +26,7 @@ from mooncake.conductor.messages import (
     Refuse,
 )
 from mooncake.conductor.policies import InstanceChoice
+from mooncake.conductor.prefix_index import PrefixIndex, PrefixMatch
 from mooncake.conductor.settings import SchedulingSettings
 from mooncake.errors import Refusal
 from mooncake.kvlayout import KEY_PREFIX

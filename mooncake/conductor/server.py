@@ -24,7 +24,7 @@ from prometheus_client.registry import Collector
 from mooncake import clock, metrics
 from mooncake.conductor.admission import CODES
 from mooncake.conductor.conductor import Conductor
-from mooncake.conductor.events.discovery import EventSubscriptions
+from mooncake.conductor.event_subscriptions import EventSubscriptions
 from mooncake.conductor.explanation import Explain, Explained, Explanation
 from mooncake.conductor.health import ProbeOutcome
 from mooncake.conductor.messages import (
@@ -60,7 +60,7 @@ from mooncake.conductor.messages import (
     Watch,
 )
 from mooncake.conductor.prediction import QUANTITIES, RATIOS
-from mooncake.conductor.query.server import PublisherSubscriptions, QueryServer, read_registrations
+from mooncake.conductor.query_server import PublisherSubscriptions, QueryServer, read_registrations
 from mooncake.conductor.settings import SchedulingSettings
 from mooncake.config import AlsoFrom, Port, Secret
 from mooncake.driver import Driver

@@ -22,9 +22,9 @@ from mooncake.conductor.explanation import (
     PromptBlocks,
     block_verdicts,
 )
-from mooncake.conductor.index.key_table import key_column
-from mooncake.conductor.index.prefix_index import PrefixIndex
+from mooncake.conductor.key_table import key_column
 from mooncake.conductor.messages import Decision, Finished, Place, Prediction, Prefilled, Refuse
+from mooncake.conductor.prefix_index import PrefixIndex
 from mooncake.errors import Refusal
 from mooncake.types import Tier
 

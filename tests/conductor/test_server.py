@@ -168,7 +168,7 @@ async def test_block_events_reach_the_decision(service: ConductorService, worker
 
 
 async def test_what_the_store_holds_is_followed(worker: Worker) -> None:
-    """A publisher stands in for the master; ``events/test_subscriber.py`` follows a real one."""
+    """A publisher stands in for the master; ``test_event_subscriptions.py`` follows a real one."""
     source = worker.publisher.source
     assert source is not None
     settings = replace(SETTINGS, pool_events=source.endpoint, pool_events_replay=source.replay_endpoint or "")

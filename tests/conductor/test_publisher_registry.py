@@ -8,9 +8,9 @@ from typing import Any
 import msgspec
 import pytest
 
-from mooncake.conductor.index.sequence_hash import sequence_hashes
+from mooncake.conductor.key_translation import sequence_hashes
 from mooncake.conductor.messages import BlocksCleared, BlocksRemoved, BlocksStored
-from mooncake.conductor.query.publisher_registry import (
+from mooncake.conductor.publisher_registry import (
     PublisherRegistry,
     Query,
     QueryByHash,

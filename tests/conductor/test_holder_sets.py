@@ -8,7 +8,7 @@ from random import Random
 import numpy as np
 import pytest
 
-from mooncake.conductor.index.holder_sets import NO_HOLDERS, HolderSets, Masks, with_plane, without_slot
+from mooncake.conductor.holder_sets import NO_HOLDERS, HolderSets, Masks, with_plane, without_slot
 
 
 def test_a_set_is_kept_as_long_as_a_block_points_to_it() -> None:

@@ -21,8 +21,8 @@ from starlette.exceptions import HTTPException
 
 import mooncake
 from mooncake import metrics
-from mooncake.conductor.events.subscriber import EventReader, EventSource, subscribe
-from mooncake.conductor.query.publisher_registry import (
+from mooncake.conductor.event_subscriptions import EventReader, EventSource, subscribe
+from mooncake.conductor.publisher_registry import (
     PublisherRegistry,
     Query,
     QueryByHash,

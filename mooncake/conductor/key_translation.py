@@ -3,26 +3,57 @@
 
 Three translations. For the index that places our requests there are ``OwnKeys`` (our workers' SHA-256 hashes
 as they are, our store's objects by their names) and ``EngineKeys`` (engines with other hashes, by the tokens
-that travel beside them). ``SequenceKeys`` is for the index that other routers query, by the standard of
-``sequence_hash.py``: stores send such hashes, engines send tokens. What can't be translated is left out: a
-missing hint costs speed, a wrong one costs more.
+that travel beside them). ``SequenceKeys`` is for the index that other routers query, by the block hashes that
+routers and stores of this ecosystem agree on: stores send such hashes, engines send tokens. What can't be
+translated is left out: a missing hint costs speed, a wrong one costs more.
+
+Those hashes are XXH3-64, chained. The hash of a block's tokens (as little-endian u32) is its local hash; the
+first block's local hash names it, and each further block is named by the hash of its predecessor's name and
+its own local hash (both as little-endian u64). A seed is part of every hash, so all parties that compare
+names must use the same one. Our own workers name blocks by SHA-256 (``mooncake.prefix``), because there a
+collision gives wrong tokens; here it gives only a wrong hint.
 """
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Protocol
 
 import msgspec
 import numpy as np
+from xxhash import xxh3_64_intdigest
 
-from mooncake.conductor.index.holder_sets import PLANE
-from mooncake.conductor.index.key_table import KeyTable, key_column
-from mooncake.conductor.index.sequence_hash import extend_sequence
+from mooncake.conductor.holder_sets import PLANE
+from mooncake.conductor.key_table import KeyTable, key_column
 from mooncake.conductor.messages import BlocksCleared, BlocksRemoved, BlocksStored
 from mooncake.kv_events.dialects import BlockRemoved, BlockStored, ForeignHash
 from mooncake.kvlayout import KEY_PREFIX
 from mooncake.prefix import BlockHash, BlockKey, block_hashes, root_hash, short_key
 from mooncake.types import Tier
+
+# --- the standard's hashes
+
+
+def extend_sequence(parent: BlockKey | None, tokens: Sequence[int], seed: int) -> BlockKey:
+    """The name of the block with ``tokens`` that follows ``parent`` (None: it is a prompt's first)."""
+    local = xxh3_64_intdigest(np.asarray(tokens, "<u4").tobytes(), seed)
+    if parent is None:
+        return local
+    return xxh3_64_intdigest(parent.to_bytes(8, "little") + local.to_bytes(8, "little"), seed)
+
+
+def sequence_hashes(tokens: Sequence[int], block_tokens: int, seed: int) -> list[BlockKey]:
+    """The names of all full blocks of a prompt, in order."""
+    names: list[BlockKey] = []
+    parent = None
+    for start in range(0, len(tokens) - block_tokens + 1, block_tokens):
+        parent = extend_sequence(parent, tokens[start : start + block_tokens], seed)
+        names.append(parent)
+    return names
+
+
+# --- translations
+
 
 Fact = BlocksStored | BlocksRemoved | BlocksCleared
 """An event of an index."""
@@ -154,7 +185,7 @@ class KeyScope(msgspec.Struct, frozen=True):
 
 
 class SequenceKeys:
-    """Translates to names of ``sequence_hash.py``. ``scope`` is the default for an event's missing fields."""
+    """Translates to names by ``extend_sequence``. ``scope`` is the default for an event's missing fields."""
 
     def __init__(self, scope: KeyScope, seed: int, *, is_store: bool = False) -> None:
         self._scope, self._seed, self._is_store = scope, seed, is_store

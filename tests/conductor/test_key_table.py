@@ -8,7 +8,7 @@ from random import Random
 import numpy as np
 import pytest
 
-from mooncake.conductor.index.key_table import KeyTable, key_column
+from mooncake.conductor.key_table import KeyTable, key_column
 
 
 def put(table: KeyTable, entries: dict[int, int]) -> None:

@@ -14,8 +14,8 @@ import aiohttp
 import pytest
 import zmq.asyncio
 
-from mooncake.conductor.index.sequence_hash import sequence_hashes
-from mooncake.conductor.query.server import PublisherSubscriptions, QueryServer, read_registrations
+from mooncake.conductor.key_translation import sequence_hashes
+from mooncake.conductor.query_server import PublisherSubscriptions, QueryServer, read_registrations
 from mooncake.conductor.server import ConductorSettings, serve
 from mooncake.errors import InvalidArgument
 from mooncake.http.openai import KvEventSource
@@ -28,7 +28,7 @@ from mooncake.store import messages as m
 from mooncake.store.master.kv_publisher import MasterKvEventPublisher as StoreEvents
 from mooncake.store.server import MasterServer
 from mooncake.store.settings import MasterSettings
-from tests.conductor.events.test_subscriber import LossyWire
+from tests.conductor.test_event_subscriptions import LossyWire
 from tests.waiting import LONG_HEARTBEAT_S, until
 
 KEY = "a key of this test"

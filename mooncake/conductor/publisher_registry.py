@@ -3,8 +3,8 @@
 hold.
 
 It owns the registrations of ``POST /register`` and the answers to ``POST /query``; sockets and HTTP are
-``query/server.py``'s. It is an index beside the one that places our own requests, because its blocks have
-other names (``sequence_hash.py``) and its instances do not serve our requests.
+``query_server.py``'s. It is an index beside the one that places our own requests, because its blocks have
+other names (``sequence_hashes``) and its instances do not serve our requests.
 
 An instance is registered once for each data-parallel rank (and adapter, and salt); each registration is an
 instance to the index, and the answers put ranks together again.
@@ -18,11 +18,9 @@ from typing import Annotated, Any, Literal
 import msgspec
 from msgspec import Meta
 
-from mooncake.conductor.events.key_translation import Fact, KeyScope, SequenceKeys
-from mooncake.conductor.index.prefix_index import PrefixIndex
-from mooncake.conductor.index.prefix_match import PrefixMatch
-from mooncake.conductor.index.sequence_hash import sequence_hashes
+from mooncake.conductor.key_translation import Fact, KeyScope, SequenceKeys, sequence_hashes
 from mooncake.conductor.messages import BlocksCleared, BlocksStored
+from mooncake.conductor.prefix_index import PrefixIndex, PrefixMatch
 from mooncake.types import InstanceId
 
 DEFAULT_TENANT = "default"

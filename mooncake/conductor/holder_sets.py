@@ -14,7 +14,7 @@ from __future__ import annotations
 import numpy as np
 import numpy.typing as npt
 
-from mooncake.conductor.index.key_table import Values
+from mooncake.conductor.key_table import Values
 from mooncake.types import Tier
 
 Masks = tuple[int, int, int]

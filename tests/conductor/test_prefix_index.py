@@ -1,16 +1,22 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The index answers like a plain search over sets, in any order of events."""
+"""The index answers like a plain search over sets, in any order of events.
+
+The match by few runs, by many, and a plain search agree. The removal log and the inferred blocks are bounded.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Iterator
 
+import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from mooncake.conductor.index.prefix_index import PrefixIndex
-from mooncake.conductor.index.removals import Removal
+from mooncake.conductor import prefix_index
+from mooncake.conductor.holder_sets import HolderSets, Masks
+from mooncake.conductor.key_table import key_column
+from mooncake.conductor.prefix_index import InferredBlocks, PrefixIndex, Removal, RemovalLog
 from mooncake.prefix import BlockKey, block_hashes, root_hash, short_key
 from mooncake.types import Tier
 
@@ -206,3 +212,144 @@ def test_equals_a_search_over_sets(steps: list[tuple[str, str, list[BlockKey], T
         slot = index.slot(instance)
         assert match.leading_memory[slot] == leading(instance, Tier.DEVICE, Tier.MEMORY)
         assert match.leading[slot] == leading(instance, *Tier)
+
+
+# --- how much of a prompt each slot holds
+
+
+NUM_SLOTS = 128
+bits = st.sets(st.sampled_from([0, 1, 2, 5, 63, 64, 99, 127]))
+all_slots = st.just(set(range(100)))
+holders = st.tuples(bits | all_slots, bits, bits)
+
+
+def masks_of(sets: tuple[set[int], set[int], set[int]]) -> Masks:
+    device, memory, ssd = (sum(1 << slot for slot in slots) for slots in sets)
+    return device, memory, ssd
+
+
+@settings(deadline=None)
+@given(st.lists(holders, min_size=1, max_size=40))
+def test_both_ways_equal_a_plain_search(prompt: list[tuple[set[int], set[int], set[int]]]) -> None:
+    known = HolderSets()
+    rows = np.array([known.move(0, masks_of(sets), 1) for sets in prompt], np.uint32)
+    ends = np.arange(len(rows), dtype=np.int64) + 1
+    few = prefix_index._match_few(known, rows.tolist(), ends.tolist(), NUM_SLOTS)
+    many = prefix_index._match_many(known.reach(rows, NUM_SLOTS >> 6), ends)
+    for level in range(2):
+        plain = np.zeros(NUM_SLOTS, np.int64)
+        for slot in range(NUM_SLOTS):
+            held = [any(slot in tier for tier in sets[: level + 2]) for sets in prompt]
+            plain[slot] = [*held, False].index(False)
+        assert (few[level] == plain).all() and (many[level] == plain).all()
+    for slot in (0, 64, 127):
+        tiers = [sum((slot in tier) << bit for bit, tier in enumerate(sets)) for sets in prompt]
+        assert known.tiers(rows, slot, NUM_SLOTS >> 6).tolist() == tiers
+
+
+@pytest.fixture
+def staggered() -> PrefixIndex:
+    """Instance n has n + 1 of a prompt's 200 blocks, the last ones on another tier."""
+    staggered = PrefixIndex()
+    for number in range(100):
+        staggered.store(f"i{number}", range(1, number + 2), Tier.MEMORY)
+        staggered.store(f"i{number}", range(number + 2, number + 4), Tier.SSD)
+    return staggered
+
+
+def test_each_instance_drops_out_at_another_block(staggered: PrefixIndex) -> None:
+    found = staggered.match(range(1, 201))
+    assert found.leading_memory[:100].tolist() == [number + 1 for number in range(100)]
+    assert found.leading[:100].tolist() == [number + 3 for number in range(100)]
+    assert found.num_held == 102
+    assert list(found.tiers_of(7)) == [2] * 8 + [4] * 2 + [0] * 190
+
+
+def test_unpacked_rows_are_forgotten_with_their_row(staggered: PrefixIndex) -> None:
+    staggered.match(range(1, 201))
+    staggered.store("i0", range(1, 201))
+    staggered.remove("i5", range(1, 201), Tier.MEMORY)
+    staggered.store("one more", [3])
+    found = staggered.match(range(1, 201))
+    assert found.leading[:7].tolist() == [200, 4, 5, 6, 7, 0, 9]
+    assert set(found.tiers_of(0)[3:]) == {1}
+
+
+def test_more_rows_than_are_kept_unpacked(staggered: PrefixIndex, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("mooncake.conductor.holder_sets._UNPACKED", 40)
+    for first in (1, 30, 60, 1):
+        found = staggered.match(range(first, first + 31))
+        assert found.leading[90] == 31
+        assert found.leading[first + 5] == min(31, 9)
+    assert staggered.match(range(1, 201)).leading[99] == 102
+
+
+def test_slots_grow_beyond_the_unpacked_words(staggered: PrefixIndex) -> None:
+    staggered.match(range(1, 201))
+    for number in range(200):
+        staggered.store(f"later {number}", range(1, 3))
+    found = staggered.match(range(1, 201))
+    assert len(found.leading) == 512
+    assert found.leading[staggered.slot("later 199")] == 2 and found.leading[99] == 102
+
+
+# --- recent removals
+
+
+def test_the_last_removal_counts() -> None:
+    removals = RemovalLog(10)
+    first = Removal(1.0, "a", Tier.DEVICE, "evicted")
+    then = Removal(2.0, "b", None, "lost")
+    removals.note_removed("", key_column([1, 2, 3]), first)
+    removals.note_removed("", key_column([3, 4]), then)
+    removals.note_removed("another", key_column([1]), then)
+    assert removals.removals([1, 3, 4, 5]) == [first, then, then, None]
+
+
+def test_it_is_bounded() -> None:
+    removals = RemovalLog(4)
+    removal = Removal(1.0, "a", None, "cleared")
+    removals.note_removed("", key_column([1, 2, 3]), removal)
+    removals.note_removed("", key_column([4, 5]), removal)
+    assert removals.removals([3, 5]) == [None, removal]
+    removals.note_removed("", key_column(range(10, 20)), removal)
+    assert removals.removals([5, 15, 16, 19]) == [None, None, removal, removal]
+    nothing = RemovalLog(0)
+    nothing.note_removed("", key_column([1]), removal)
+    nothing.note_prompt(key_column([1]), [2])
+    assert nothing.removals([1]) == [None] and nothing.other_salts([3], [2]) == [[]]
+
+
+def test_the_same_tokens_under_other_salts() -> None:
+    removals = RemovalLog(6)
+    removals.note_prompt(key_column([11, 12]), [1, 2])
+    removals.note_prompt(key_column([21, 22]), [1, 2])
+    removals.note_prompt(key_column([31]), [1, 2])  # of another length: not the same blocks
+    assert removals.other_salts([11, 12], [1, 2]) == [[21], [22]]
+    assert removals.other_salts([42, 9, 41], [2, 7, 1]) == [[12, 22], [], [11, 21]]
+    assert removals.other_salts([11], []) == [[]]
+    removals.note_prompt(key_column([41, 42, 43, 44]), [1, 2, 3, 4])
+    assert removals.other_salts([51], [1]) == [[21, 41]]
+    removals.note_prompt(key_column([1, 2]))
+    assert removals.other_salts([51], [1]) == [[41, 1]]
+
+
+# --- instances without KV events
+
+
+def test_the_latest_prompts_are_remembered_from_their_beginning() -> None:
+    inferred = InferredBlocks(4)
+    assert inferred.note("a", [1, 2, 3]) == []
+    assert inferred.note("a", [1, 9]) == []
+    assert inferred.note("a", [1, 8]) == [3], "the end of the oldest prompt"
+    assert inferred.note("b", [7, 7, 7]) == []
+    assert inferred.note("a", [5]) == [2]
+
+
+def test_only_the_beginning_of_a_too_long_prompt_is_kept() -> None:
+    inferred = InferredBlocks(2)
+    assert inferred.note("a", [1, 2, 3, 4]) == []
+    assert inferred.note("a", [1, 2]) == []
+    inferred.forget("a")
+    assert inferred.note("a", [5, 6]) == []
+    assert InferredBlocks(0).note("a", [1]) == []

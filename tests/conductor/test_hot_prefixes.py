@@ -3,7 +3,7 @@
 
 from __future__ import annotations
 
-from mooncake.conductor.index.hot_prefixes import HotPrefixes
+from mooncake.conductor.hot_prefixes import HotPrefixes
 
 
 def test_one_copy_per_number_of_uses_a_minute() -> None:

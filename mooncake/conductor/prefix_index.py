@@ -1,8 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """Block key to the instances and tiers that hold it, and from that the longest cached prefix on each.
 
-It owns this one relation and refuses to know load, health or tokens. Its contents are hints: a wrong entry
-never makes an answer wrong, so it may keep 64 bits of a hash where correctness would need 256.
+It owns this one relation, the memory of what was removed from it and the guess for instances that publish no
+events; it refuses to know load, health or tokens. Its contents are hints: a wrong entry never makes an answer
+wrong, so it may keep 64 bits of a hash where correctness would need 256.
 
 Scopes (whatever makes equal keys mean different blocks: tenants, models, adapters) have a table each, from a
 block to a row of ``holder_sets.py``. Each instance has a slot, a small number that it keeps until it is
@@ -14,15 +15,15 @@ a large part of all blocks (such as the pool) needs no list: a scan of the whole
 from __future__ import annotations
 
 from array import array
+from collections import OrderedDict, deque
 from collections.abc import Iterable, Iterator, Sequence
+from typing import NamedTuple
 
 import numpy as np
 import numpy.typing as npt
 
-from mooncake.conductor.index.holder_sets import NO_HOLDERS, PLANE, HolderSets, with_plane, without_slot
-from mooncake.conductor.index.key_table import Keys, KeyTable, Values, key_column
-from mooncake.conductor.index.prefix_match import PrefixMatch
-from mooncake.conductor.index.removals import Removal, RemovalLog
+from mooncake.conductor.holder_sets import NO_HOLDERS, PLANE, HolderSets, with_plane, without_slot
+from mooncake.conductor.key_table import Keys, KeyTable, Values, key_column
 from mooncake.prefix import BlockKey
 from mooncake.types import InstanceId, Tier
 
@@ -246,3 +247,219 @@ def _slots_in(mask: int) -> Iterator[int]:
         lowest = mask & -mask
         yield lowest.bit_length() - 1
         mask ^= lowest
+
+
+# --- how much of a prompt each slot holds
+
+
+BlockCounts = npt.NDArray[np.int64]
+
+_FEW_RUNS = 24
+_FEW_SLOTS = 12
+
+
+class PrefixMatch:
+    """Numbers of leading blocks of a prompt by slot, given the holders' row of each block.
+
+    Adjacent blocks with equal holders are one run. Most prompts have few runs (the blocks that all have,
+    those that a session's instances have), and integers of a thousand bits process one in a microsecond. A
+    prompt that each instance holds to another length has hundreds: then all runs are one matrix of bits.
+    """
+
+    __slots__ = ("_ends", "_holders", "_runs", "keys", "leading", "leading_memory", "num_held")
+
+    def __init__(self, holders: HolderSets, keys: Keys, rows: Values, num_slots: int) -> None:
+        self.keys = keys
+        self._holders = holders
+        self._runs, self._ends = _runs(rows)
+        runs = self._runs.tolist()
+        num_runs = runs.index(NO_HOLDERS) if NO_HOLDERS in runs else len(runs)
+        ends = self._ends[:num_runs]
+        self.num_held = int(ends[-1]) if num_runs else 0
+        "Number of leading blocks that any instance holds."
+        if num_runs <= _FEW_RUNS:
+            self.leading_memory, self.leading = _match_few(holders, runs[:num_runs], ends.tolist(), num_slots)
+        else:
+            held = holders.reach(self._runs[:num_runs], num_slots >> 6)
+            self.leading_memory, self.leading = _match_many(held, ends)
+        """Leading blocks on the device or in memory, and on any tier. One array if both are equal."""
+
+    def tiers_of(self, slot: int) -> bytes:
+        """The tiers on which a slot has each block of the prompt, as bits in the order of ``Tier``."""
+        tiers = self._holders.tiers(self._runs, slot, len(self.leading) >> 6)
+        lengths = self._ends.copy()
+        lengths[1:] -= self._ends[:-1]
+        return tiers.repeat(lengths).tobytes()
+
+
+def _runs(rows: Values) -> tuple[Values, BlockCounts]:
+    """Runs of adjacent blocks with equal holders: the row of each run, and its end."""
+    last = (rows[1:] != rows[:-1]).nonzero()[0]
+    if len(rows):
+        last = np.append(last, len(rows) - 1)
+    return rows[last], last + 1
+
+
+def _match_few(
+    holders: HolderSets, runs: Sequence[int], ends: Sequence[int], num_slots: int
+) -> tuple[BlockCounts, BlockCounts]:
+    masks = [holders.masks(run) for run in runs]
+    in_memory = [device | memory for device, memory, _ in masks]
+    leading_memory = _leading(in_memory, ends, num_slots)
+    if not any(ssd for _, _, ssd in masks):
+        return leading_memory, leading_memory
+    anywhere = [fast | ssd for fast, (_, _, ssd) in zip(in_memory, masks, strict=True)]
+    return leading_memory, _leading(anywhere, ends, num_slots)
+
+
+def _leading(masks: Sequence[int], ends: Sequence[int], num_slots: int) -> BlockCounts:
+    """Intersect the masks run by run; note where each slot drops out."""
+    counts = np.zeros(num_slots, np.int64)
+    alive, reached = -1, 0
+    for mask, end in zip(masks, ends, strict=True):
+        still = alive & mask
+        if still != alive and reached:
+            _note(counts, alive ^ still, reached)
+        alive, reached = still, end
+        if not alive:
+            return counts
+    if reached:
+        _note(counts, alive, reached)
+    return counts
+
+
+def _note(counts: BlockCounts, slots: int, reached: int) -> None:
+    """Set the count of ``slots``, given as bits, to ``reached``."""
+    if slots.bit_count() > _FEW_SLOTS:
+        packed = np.frombuffer(slots.to_bytes(len(counts) >> 3, "little"), np.uint8)
+        counts[np.unpackbits(packed, bitorder="little").view(np.bool_)] = reached
+        return
+    while slots:
+        slot = slots.bit_length() - 1
+        counts[slot] = reached
+        slots ^= 1 << slot
+
+
+def _match_many(held: npt.NDArray[np.uint64], ends: BlockCounts) -> tuple[BlockCounts, BlockCounts]:
+    """Counts for all runs at once, one row per level; ``held``: by run, level and word of slots."""
+    num_runs, num_levels, num_words = held.shape
+    counts = np.zeros((num_levels, num_words << 6), np.int64)
+    alive = np.bitwise_and.accumulate(held.reshape(num_runs, -1), axis=0)
+    alive[:-1] ^= alive[1:]  # now: the slots for which this run was the last
+    # Few words have a bit set, and few of their bytes.
+    words = (alive.reshape(-1) != 0).nonzero()[0]
+    octets = alive.reshape(-1)[words].view(np.uint8)
+    places = (octets != 0).nonzero()[0]
+    bits = np.unpackbits(octets[places], bitorder="little").view(np.bool_).nonzero()[0]
+    places = places[bits >> 3]
+    words = words[places >> 3]
+    width = num_levels * num_words  # a power of two
+    run, word = words >> (width.bit_length() - 1), words & (width - 1)
+    counts.reshape(-1)[(word << 6) + ((places & 7) << 3) + (bits & 7)] = ends[run]
+    leading_memory, leading = counts
+    return leading_memory, leading
+
+
+# --- recent removals
+
+
+_MAX_NOTES = 20_000
+
+
+class Removal(NamedTuple):
+    """Why an instance no longer holds a block."""
+
+    at: float
+    instance: InstanceId
+    tier: Tier | None
+    "Tier it was on; None: every tier."
+    reason: str
+    "Reason given by the remover (``evicted``, ...), or ``cleared``, ``restarted``, ``lost``."
+
+
+class RemovalLog:
+    """Remembers the last ``capacity`` removed blocks, and as many blocks of prompts, to explain misses.
+
+    Of a removal it knows when and why; of prompts, the other names under which the same tokens were
+    requested. A note costs eight bytes a block and no loop; the query pays for the search, and covers all of
+    a request's blocks at once.
+    """
+
+    def __init__(self, capacity: int) -> None:
+        self._capacity = capacity
+        self._removed: deque[tuple[str, Keys, Removal]] = deque()
+        self._num_removed = 0
+        self._prompts: deque[tuple[Keys, Keys]] = deque()
+        self._num_prompt_blocks = 0
+
+    def note_removed(self, scope: str, keys: Keys, removal: Removal) -> None:
+        keys = keys[-self._capacity :] if self._capacity else keys[:0]
+        if not len(keys):
+            return
+        self._removed.append((scope, keys, removal))
+        self._num_removed += len(keys)
+        while self._num_removed > self._capacity or len(self._removed) > _MAX_NOTES:
+            self._num_removed -= len(self._removed.popleft()[1])
+
+    def removals(self, keys: Sequence[BlockKey], scope: str = "") -> list[Removal | None]:
+        """The last remembered removal of each block."""
+        notes = [(gone, removal) for its_scope, gone, removal in self._removed if its_scope == scope]
+        if not notes:
+            return [None] * len(keys)
+        gone = np.concatenate([gone for gone, _ in notes])
+        ends = np.cumsum([len(gone) for gone, _ in notes])
+        [at] = np.isin(gone, key_column(keys)).nonzero()
+        note_of = np.searchsorted(ends, at, side="right")
+        last = dict(zip(gone[at].tolist(), note_of.tolist(), strict=True))
+        return [notes[last[key]][1] if key in last else None for key in keys]
+
+    def note_prompt(self, keys: Keys, bare_keys: Sequence[BlockKey] = ()) -> None:
+        """Note a requested prompt; without its salt, if it has one, its blocks would be ``bare_keys``."""
+        if len(bare_keys) not in (0, len(keys)) or not 0 < len(keys) <= self._capacity:
+            return
+        self._prompts.append((keys, np.array(bare_keys, np.uint64) if bare_keys else keys))
+        self._num_prompt_blocks += len(keys)
+        while self._num_prompt_blocks > self._capacity or len(self._prompts) > _MAX_NOTES:
+            self._num_prompt_blocks -= len(self._prompts.popleft()[0])
+
+    def other_salts(self, keys: Sequence[BlockKey], bare_keys: Sequence[BlockKey]) -> list[list[BlockKey]]:
+        """The other keys of each block, under which its tokens were requested with other salts."""
+        if not self._prompts or not len(bare_keys):
+            return [[] for _ in keys]
+        ours = np.concatenate([prompt[0] for prompt in self._prompts])
+        bare = np.concatenate([prompt[1] for prompt in self._prompts])
+        wanted, wanted_bare = np.array(keys, np.uint64), np.array(bare_keys, np.uint64)
+        [at] = np.isin(bare, wanted_bare).nonzero()
+        ours, bare = ours[at], bare[at]
+        order = wanted_bare.argsort()
+        is_other = ours != wanted[order][np.searchsorted(wanted_bare[order], bare)]
+        others: dict[BlockKey, dict[BlockKey, None]] = {}
+        for name, other in zip(bare[is_other].tolist(), ours[is_other].tolist(), strict=True):
+            others.setdefault(name, {})[other] = None
+        return [list(others.get(name, ())) for name in wanted_bare.tolist()]
+
+
+# --- instances without KV events
+
+
+class InferredBlocks:
+    """Blocks that instances without KV events are assumed to hold: those of their prompts, latest first.
+
+    Up to ``limit_blocks`` of each instance. The guess may be wrong, since an engine evicts by its own rules;
+    but it makes the second turn of a session go where the first one went.
+    """
+
+    def __init__(self, limit_blocks: int) -> None:
+        self._limit_blocks = limit_blocks
+        self._blocks: dict[InstanceId, OrderedDict[BlockKey, None]] = {}
+
+    def note(self, instance: InstanceId, keys: Sequence[BlockKey]) -> list[BlockKey]:
+        """Record a prompt given to an instance. Returns the blocks it is assumed to have evicted for it."""
+        blocks = self._blocks.setdefault(instance, OrderedDict())
+        for key in reversed(keys[: self._limit_blocks]):  # a prefix is evicted after what follows it
+            blocks[key] = None
+            blocks.move_to_end(key)
+        return [blocks.popitem(last=False)[0] for _ in range(len(blocks) - self._limit_blocks)]
+
+    def forget(self, instance: InstanceId) -> None:
+        self._blocks.pop(instance, None)
