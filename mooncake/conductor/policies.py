@@ -375,10 +375,10 @@ def best_source(
                 source, reach, is_on_ssd = int(sources[best]), float(on_ssd[best]), True
     if source < 0:
         return None
-    latency_s, per_token = path(cluster, source, slots)
+    latency_s, per_token = path_costs(cluster, source, slots)
     if is_on_ssd:
         per_token = np.maximum(per_token, per_token_ssd)
-    begun = wait_s(cluster, job, source, slots) + latency_s
+    begun = cards_wait_s(cluster, job, source, slots) + latency_s
     return KvSource(
         source, is_on_ssd, reach, begun, per_token, predict.prefill_s(slots, reach, job.num_tokens)
     )
@@ -398,7 +398,7 @@ def own_ssd(
     return KvSource(-1, False, reach, begun, per_token, with_ssd.take(slots))
 
 
-def path(cluster: ClusterView, source: int, slots: Slots) -> tuple[float, Floats | float]:
+def path_costs(cluster: ClusterView, source: int, slots: Slots) -> tuple[float, Floats | float]:
     """Latency, and seconds per token of KV to each of these instances."""
     links, per_token_bytes = cluster.predict.links, cluster.predict.costs.kv_bytes_per_token
     s_per_byte = links.s_per_byte_from(source)
@@ -407,7 +407,7 @@ def path(cluster: ClusterView, source: int, slots: Slots) -> tuple[float, Floats
     return links.latency_s, s_per_byte * per_token_bytes
 
 
-def wait_s(cluster: ClusterView, job: PromptJob, source: int, slots: Slots) -> Floats:
+def cards_wait_s(cluster: ClusterView, job: PromptJob, source: int, slots: Slots) -> Floats:
     """Seconds until both network cards have moved what was booked before."""
     links = cluster.predict.links
     free_at = np.maximum(links.ingress_free_at.take(slots), links.egress_free_at[source])
@@ -434,9 +434,9 @@ def kvcache_centric(cluster: ClusterView, job: PromptJob, slots: Slots) -> Insta
     # Any factor of zero is exceeded: an instance that holds none of it has all of it transferred.
     transfers = reach > own * cluster.settings.kvcache_balancing_threshold
     transfers &= slots != source
-    latency_s, per_token = path(cluster, source, slots)
+    latency_s, per_token = path_costs(cluster, source, slots)
     moving = (reach - own) * per_token
-    fetch = np.where(transfers, wait_s(cluster, job, source, slots) + latency_s + moving, 0.0)
+    fetch = np.where(transfers, cards_wait_s(cluster, job, source, slots) + latency_s + moving, 0.0)
     prefill = np.where(transfers, cluster.predict.prefill_s(slots, reach, job.num_tokens), own_prefill)
     score, best, why = ranked(cluster, job, slots, queue + fetch + prefill)
     reason = f"{why or 'soonest'}: {estimate_text(job, slots[best], queue[best], prefill[best])}"

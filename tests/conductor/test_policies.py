@@ -18,10 +18,10 @@ from mooncake.conductor.policies import (
     ClusterView,
     PromptJob,
     best_source,
+    cards_wait_s,
     longest_holder,
     own_ssd,
-    path,
-    wait_s,
+    path_costs,
 )
 from mooncake.conductor.prediction import CostModels, LinkModel
 from mooncake.conductor.settings import SchedulingSettings
@@ -198,18 +198,18 @@ def test_a_transfer_waits_for_both_cards() -> None:
     pair = cluster(0, 0)
     links = pair.predict.links
     links.egress_free_at[0], links.ingress_free_at[1] = NOW + 1, NOW + 3
-    assert list(wait_s(pair, job(0, 0), 0, every("ab"))) == pytest.approx([1.0, 3.0])
+    assert list(cards_wait_s(pair, job(0, 0), 0, every("ab"))) == pytest.approx([1.0, 3.0])
     links.egress_free_at[0] = links.ingress_free_at[1] = NOW - 5
-    assert list(wait_s(pair, job(0, 0), 0, every("ab"))) == [0.0, 0.0], "finished transfers don't count"
+    assert list(cards_wait_s(pair, job(0, 0), 0, every("ab"))) == [0.0, 0.0], "finished transfers don't count"
 
 
 def test_a_link_that_was_measured_is_believed() -> None:
     pair = cluster(0, 0)
-    latency_s, before = path(pair, 0, every("ab"))
+    latency_s, before = path_costs(pair, 0, every("ab"))
     assert latency_s == COSTS.link.latency_s
     for _ in range(200):
         pair.predict.links.add(0, 1, 1_000_000, 10.0)  # a tenth of the prior bandwidth
-    _, after = path(pair, 0, every("ab"))
+    _, after = path_costs(pair, 0, every("ab"))
     assert np.asarray(after)[1] > np.asarray(before).max() * 5
 
 
