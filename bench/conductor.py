@@ -21,8 +21,8 @@ import numpy as np
 from bench.report import Table, measured, options
 from mooncake.conductor.conductor import Conductor
 from mooncake.conductor.health import ProbeOutcome
-from mooncake.conductor.index.prefix_index import PrefixIndex
 from mooncake.conductor.messages import AddInstance, BlocksRemoved, BlocksStored, Finished, Place, Probed
+from mooncake.conductor.prefix_index import PrefixIndex
 from mooncake.conductor.settings import SchedulingSettings
 from mooncake.types import Tier, WorkerRole
 

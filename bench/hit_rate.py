@@ -18,7 +18,7 @@ from collections.abc import Callable, Iterable, Sequence
 from random import Random
 from typing import Literal, Protocol, TypeAlias
 
-from mooncake.conductor.prediction.cost_models import PrefillModel
+from mooncake.conductor.prediction import PrefillModel
 from mooncake.inference.blocks import BlockPool
 from mooncake.sim.traces.trace import TraceRow
 

@@ -35,7 +35,7 @@ from bench.hit_rate import (
 )
 from bench.paper_table import Check, Table, exactly, near, traces_folder
 from bench.report import measured, not_run, options
-from mooncake.conductor.prediction.cost_models import PrefillModel
+from mooncake.conductor.prediction import PrefillModel
 from mooncake.sim.traces.trace import TraceOptions, TraceRow, read_trace
 
 CONVERSATION, SURROGATE = "conversation_trace.jsonl", "arxiv_surrogate.jsonl"

@@ -315,10 +315,10 @@ HTTP_SIDES = (
     HttpSide(
         "Gateway",
         "gateway.md",
-        ("gateway/app.py", "gateway/admin.py", "gateway/explain_api.py"),
+        ("gateway/app.py", "gateway/admin.py"),
     ),
     HttpSide("Worker", "gateway.md", ("inference/api.py",)),
-    HttpSide("Conductor, for other routers", "conductor.md", ("conductor/query/server.py",)),
+    HttpSide("Conductor, for other routers", "conductor.md", ("conductor/query_server.py",)),
     HttpSide(
         "Master",
         "servers.md",

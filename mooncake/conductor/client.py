@@ -13,7 +13,7 @@ from typing import Protocol
 
 import msgspec
 
-from mooncake.conductor.explain.explainer import Explain, Explained, Explanation
+from mooncake.conductor.explanation import Explain, Explained, Explanation
 from mooncake.conductor.messages import (
     REPLIES,
     AddInstance,

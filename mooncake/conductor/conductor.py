@@ -19,13 +19,11 @@ from random import Random
 import msgspec
 import numpy as np
 
-from mooncake.conductor.admission.result import AdmissionResult, PoolCapacity
-from mooncake.conductor.explain.explainer import Explanation
+from mooncake.conductor.admission import AdmissionResult, PoolCapacity
+from mooncake.conductor.explanation import Explanation
 from mooncake.conductor.health import Health, Instance, ProbeOutcome
-from mooncake.conductor.index.hot_prefixes import HotPrefixes
-from mooncake.conductor.index.inferred_blocks import InferredBlocks
-from mooncake.conductor.index.prefix_index import PrefixIndex
-from mooncake.conductor.index.prefix_match import PrefixMatch
+from mooncake.conductor.hot_prefixes import HotPrefixes
+from mooncake.conductor.load import LoadAccounts
 from mooncake.conductor.messages import (
     POOL,
     AddInstance,
@@ -55,12 +53,9 @@ from mooncake.conductor.messages import (
     Unwatch,
     Watch,
 )
-from mooncake.conductor.policies.registry import POLICIES
-from mooncake.conductor.policies.selection import ClusterView, InstanceChoice, Policy, PromptJob
-from mooncake.conductor.prediction.cost_models import CostModels
-from mooncake.conductor.prediction.load import LoadAccounts
-from mooncake.conductor.prediction.predictor import Predictor
-from mooncake.conductor.prediction.regression import TRUSTED_SAMPLES, Floats, Slots
+from mooncake.conductor.policies import POLICIES, ClusterView, InstanceChoice, Policy, PromptJob
+from mooncake.conductor.prediction import TRUSTED_SAMPLES, CostModels, Floats, Predictor, Slots
+from mooncake.conductor.prefix_index import InferredBlocks, PrefixIndex, PrefixMatch
 from mooncake.conductor.request_lifecycle import RequestLifecycle, candidates_of, prompt_blocks_of, refusal_of
 from mooncake.conductor.settings import SchedulingSettings
 from mooncake.errors import Refusal

@@ -14,12 +14,8 @@ from itertools import islice
 
 import numpy as np
 
-from mooncake.conductor.admission.controller import AdmissionController
-from mooncake.conductor.admission.result import AdmissionRequest, AdmissionResult, PoolCapacity
-from mooncake.conductor.explain.explainer import CandidateSet, Explainer, Explanation
-from mooncake.conductor.explain.miss_reasons import PromptBlocks
-from mooncake.conductor.index.prefix_index import PrefixIndex
-from mooncake.conductor.index.prefix_match import PrefixMatch
+from mooncake.conductor.admission import AdmissionController, AdmissionRequest, AdmissionResult, PoolCapacity
+from mooncake.conductor.explanation import CandidateSet, Explainer, Explanation, PromptBlocks
 from mooncake.conductor.messages import (
     AdmissionStatus,
     Decision,
@@ -29,7 +25,8 @@ from mooncake.conductor.messages import (
     Prefilled,
     Refuse,
 )
-from mooncake.conductor.policies.selection import InstanceChoice
+from mooncake.conductor.policies import InstanceChoice
+from mooncake.conductor.prefix_index import PrefixIndex, PrefixMatch
 from mooncake.conductor.settings import SchedulingSettings
 from mooncake.errors import Refusal
 from mooncake.kvlayout import KEY_PREFIX

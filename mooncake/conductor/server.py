@@ -2,13 +2,14 @@
 """The conductor's shell: the core on a driver, with its probes, event subscriptions and wire.
 
 ``ConductorService`` runs the core in this process, ``ConductorServer`` serves it to others by RPC; their side
-is ``client.py``. Nothing here decides where a request goes.
+is ``client.py``. A worker's answer to a probe carries the measurements of its own steps, from which the core
+learns; an answer in another form counts as no measurements. Nothing here decides where a request goes.
 """
 
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Coroutine
+from collections.abc import Coroutine, Iterator
 from dataclasses import dataclass
 from random import Random
 from typing import Annotated, Any
@@ -17,12 +18,14 @@ import aiohttp
 import msgspec
 from msgspec import Meta
 from prometheus_client import Counter
+from prometheus_client.core import CounterMetricFamily, HistogramMetricFamily
+from prometheus_client.registry import Collector
 
 from mooncake import clock, metrics
-from mooncake.conductor import accuracy_metrics
+from mooncake.conductor.admission import CODES
 from mooncake.conductor.conductor import Conductor
-from mooncake.conductor.events.discovery import EventSubscriptions
-from mooncake.conductor.explain.explainer import Explain, Explained, Explanation
+from mooncake.conductor.event_subscriptions import EventSubscriptions
+from mooncake.conductor.explanation import Explain, Explained, Explanation
 from mooncake.conductor.health import ProbeOutcome
 from mooncake.conductor.messages import (
     ACCESS,
@@ -56,8 +59,8 @@ from mooncake.conductor.messages import (
     Unwatch,
     Watch,
 )
-from mooncake.conductor.prediction.step_stats import new_samples, read_step_stats
-from mooncake.conductor.query.server import PublisherSubscriptions, QueryServer, read_registrations
+from mooncake.conductor.prediction import QUANTITIES, RATIOS
+from mooncake.conductor.query_server import PublisherSubscriptions, QueryServer, read_registrations
 from mooncake.conductor.settings import SchedulingSettings
 from mooncake.config import AlsoFrom, Port, Secret
 from mooncake.driver import Driver
@@ -154,7 +157,7 @@ class ConductorService:
         self._session: aiohttp.ClientSession | None = None
 
     async def start(self) -> None:
-        accuracy_metrics.register(self.core)
+        _collector.shown[id(self.core)] = self.core
         timeout = aiohttp.ClientTimeout(total=self.settings.probe_timeout_s)
         connector = aiohttp.TCPConnector(ssl=self._caller.tls or True)
         self._session = aiohttp.ClientSession(timeout=timeout, connector=connector)
@@ -162,7 +165,7 @@ class ConductorService:
 
     async def close(self) -> None:
         self._driver.close()
-        accuracy_metrics.unregister(self.core)
+        _collector.shown.pop(id(self.core), None)
         for task in self._tasks:
             task.cancel()
         await asyncio.gather(*self._tasks, return_exceptions=True)
@@ -275,6 +278,95 @@ class ConductorService:
             for event in new_samples(found, self._read.get(instance), instance):
                 self._driver.post(event)
             self._read[instance] = found
+
+
+# --- the measurements of workers
+
+
+class _Ready(msgspec.Struct):
+    measured: StepStats | None = None
+
+
+def read_step_stats(body: bytes) -> StepStats | None:
+    """Parse the body of a worker's ``/ready``; None when it measures nothing."""
+    try:
+        return msgspec.json.decode(body, type=_Ready).measured
+    except msgspec.MsgspecError:
+        return None
+
+
+def new_samples(
+    stats: StepStats, before: StepStats | None, instance: InstanceId
+) -> Iterator[ChunkMeasured | StepMeasured]:
+    """The rows that ``before`` did not have. A restarted worker counts from zero again."""
+    if before is None or stats.num_chunks < before.num_chunks or stats.num_steps < before.num_steps:
+        before = StepStats()
+    for first, num_tokens, seconds in _newest(stats.chunks, stats.num_chunks - before.num_chunks):
+        yield ChunkMeasured(instance, first, num_tokens, seconds)
+    for num_requests, num_tokens, seconds in _newest(stats.steps, stats.num_steps - before.num_steps):
+        yield StepMeasured(instance, num_requests, num_tokens, seconds)
+
+
+def _newest(rows: list[tuple[int, int, float]], num: int) -> list[tuple[int, int, float]]:
+    return rows[-num:] if num > 0 else []
+
+
+# --- accuracy, for the metrics page
+
+
+class _AccuracyCollector(Collector):
+    """Accuracy of the predictions and admission results of this process's conductors, read at each scrape.
+
+    A core only counts and knows no registry. A process normally runs one conductor.
+    """
+
+    def __init__(self) -> None:
+        self.shown: dict[int, Conductor] = {}
+
+    def collect(self) -> Iterator[HistogramMetricFamily | CounterMetricFamily]:
+        yield self._ratios()
+        yield from self._verdicts()
+
+    def _ratios(self) -> HistogramMetricFamily:
+        family = HistogramMetricFamily(
+            "mooncake_conductor_prediction_ratio",
+            "The measured value as a multiple of the predicted one, by quantity.",
+            labels=["quantity"],
+        )
+        for quantity in QUANTITIES:
+            counted = [core.predict.accuracy[quantity] for core in self.shown.values()]
+            buckets, seen = [], 0
+            for position, bound in enumerate([*RATIOS, float("inf")]):
+                seen += sum(one.counts[position] for one in counted)
+                buckets.append(("+Inf" if bound == float("inf") else f"{bound:g}", float(seen)))
+            family.add_metric([quantity], buckets, sum(one.ratio_sum for one in counted))
+        return family
+
+    def _verdicts(self) -> Iterator[CounterMetricFamily]:
+        rejected = CounterMetricFamily(
+            "mooncake_conductor_rejected",
+            "Requests that admission rejected, by reason; audited ones are among them.",
+            labels=["code"],
+        )
+        audited = CounterMetricFamily(
+            "mooncake_conductor_audited",
+            "Rejected requests that were served as a check of the rejection, by whether they met their SLOs.",
+            labels=["in_slo"],
+        )
+        found = [core.lifecycle.status() for core in self.shown.values()]
+        for code in CODES:
+            rejected.add_metric([code], float(sum(one.rejected.get(code, 0) for one in found)))
+        num_met = sum(one.audited_in_slo for one in found)
+        audited.add_metric(["yes"], float(num_met))
+        audited.add_metric(["no"], float(sum(one.audited_ended for one in found) - num_met))
+        yield from (rejected, audited)
+
+
+_collector = _AccuracyCollector()
+metrics.registry.register(_collector)
+
+
+# --- the wire
 
 
 _FACTS = (

@@ -1,9 +1,14 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The OpenAI endpoints in front of engines that are not our workers.
+"""Requests to engines that are not our workers: the OpenAI endpoints, and the calls of each request.
 
-Owns the conversion of an HTTP request to a ``ProxiedRequest`` and back. It reads only the fields of the body
-that it needs (the model, the prompt's beginning, whether to stream); the engine checks all others and reports
-errors in them.
+The endpoints read only the fields of the body that they need (the model, the prompt's beginning, whether to
+stream); the engine checks all others and reports errors in them.
+
+``ProxiedRequest`` owns the order of the calls to the chosen engines (``handoff.py`` makes their bodies), and
+retries elsewhere while nothing has reached the client. An engine's answer is forwarded event by event; only
+the count of cached tokens is corrected, since the decoding engine counts all KV that it received. An engine
+whose answer reports that it was aborted counts as failed, like a lost one. An answer that has begun can't
+move to another engine: a failure then becomes an error event.
 """
 
 from __future__ import annotations
@@ -11,7 +16,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import uuid
-from collections.abc import AsyncGenerator, Awaitable
+from collections.abc import AsyncGenerator, Awaitable, Mapping
 from functools import partial
 from typing import Any
 
@@ -19,17 +24,30 @@ import msgspec
 from fastapi import Request, Response
 
 from mooncake import clock
-from mooncake.conductor.messages import Place
-from mooncake.gateway.any_engine_request import ProxiedRequest
+from mooncake.conductor.client import ConductorClient
+from mooncake.conductor.messages import Decision, Finished, Place, Prefilled
+from mooncake.gateway.backends import Backends
 from mooncake.gateway.clients import Client
 from mooncake.gateway.gateway import Gateway
-from mooncake.gateway.handoff import without_transfers
+from mooncake.gateway.handoff import (
+    EngineEndpoint,
+    Handoff,
+    Protocol,
+    decode_body,
+    make_handoff,
+    prefill_body,
+    supports,
+    without_transfers,
+)
 from mooncake.gateway.limiter import Permit
-from mooncake.gateway.metrics import record_answer
+from mooncake.gateway.metrics import Timing, record_answer
 from mooncake.gateway.request_ids import RequestIds
 from mooncake.gateway.request_parsing import decoded, names_of, request_id_of, slo_of
+from mooncake.gateway.retries import Attempts, PlacedRequest, Route, as_error
+from mooncake.gateway.worker_client import DONE, WorkerBusy, WorkerClient, WorkerFailed
 from mooncake.http import large_json
-from mooncake.http.openai import MAX_PRIORITY, ApiError, model_not_found
+from mooncake.http.latency import itl_seconds, ttft_seconds
+from mooncake.http.openai import MAX_PRIORITY, ApiError, Usage, model_not_found
 from mooncake.http.sse import EventStreamResponse, cancel_on_disconnect
 from mooncake.log import get_logger
 
@@ -213,3 +231,234 @@ def _num_answers(request: dict[str, Any]) -> int:
 def _int_of(request: dict[str, Any], name: str) -> int:
     found = request.get(name)
     return found if isinstance(found, int) and abs(found) < 1 << 31 else 0
+
+
+# --- one request
+
+
+_PARSED_MARKERS = (b'"usage":{', b'"usage": {', b'"error"', b'"abort"')
+"""Substrings of events that need parsing. A text can't contain them: its quotation marks are escaped."""
+
+
+class _Prefilled(msgspec.Struct):
+    """The answer to a prefill."""
+
+    usage: Usage | None = None
+    kv_transfer_params: dict[str, Any] | None = None
+
+
+class _Ending(msgspec.Struct):
+    finish_reason: Any = None
+
+
+class _StreamEvent(msgspec.Struct):
+    usage: Usage | None = None
+    error: Any = None
+    choices: list[_Ending] = []
+
+    @property
+    def failure(self) -> str:
+        """Why the engine aborted the answer; empty if it did not."""
+        if self.error:
+            reason = self.error.get("message") if isinstance(self.error, dict) else None
+            return f"it aborted: {reason or self.error}"
+        is_aborted = any(choice.finish_reason == "abort" for choice in self.choices)
+        return "it aborted the answer" if is_aborted else ""
+
+
+class ProxiedRequest(PlacedRequest):
+    """One proxied request. Use ``answer``, once, then ``end``."""
+
+    def __init__(
+        self,
+        scheduling: ConductorClient,
+        workers: WorkerClient,
+        backends: Backends,
+        *,
+        protocol: Protocol,
+        path: str,
+        request: Mapping[str, Any],
+        place: Place,
+        headers: Mapping[str, str],
+        deadline: float,
+    ) -> None:
+        super().__init__(scheduling, place)
+        self.usage = Usage(prompt_tokens=place.num_tokens)
+        self._workers, self._backends = workers, backends
+        self._protocol = protocol
+        self._path, self._body, self._headers = path, request, headers
+        self.is_stream = bool(request.get("stream"))
+        self.deadline = deadline
+        self._began = self._last = clock.monotonic()
+        self._ttft_s = 0.0
+        self._longest_gap_s = 0.0
+        self._num_events = 0
+        self._prefill: _Prefilled | None = None
+        self._is_computed = False
+        """Whether the conductor knows that the prompt is computed, or the prefill engine will report it."""
+
+    @property
+    def timing(self) -> Timing:
+        return Timing(self._ttft_s, self._longest_gap_s, clock.monotonic() - self._began)
+
+    @property
+    def usage_so_far(self) -> Usage:
+        """The engines' usage; without one, what was observed."""
+        found = self.usage
+        if not found.completion_tokens:
+            prefilled = self._prefill.usage if self._prefill and self._prefill.usage else found
+            found = msgspec.structs.replace(prefilled, completion_tokens=self._num_events)
+        return found
+
+    async def answer(self) -> AsyncGenerator[bytes, None]:
+        """Yield the data of the answer's events, or its whole body. Raises ApiError."""
+        attempts = Attempts()
+        while True:
+            decision = await self._place(self._request_id, attempts, True, 0.0)
+            self.route = Route(decision.prefill, decision.decode, decision.degraded)
+            pieces = self._attempt(decision)
+            try:
+                async with contextlib.aclosing(pieces):
+                    async for piece in pieces:
+                        self._note_time()
+                        yield piece
+                return
+            except (WorkerFailed, WorkerBusy) as error:
+                self._backends.forget(error.instance)
+                stage = "prefill" if error.instance == decision.prefill else "decode"
+                self._note(error, self._request_id, attempts, stage)
+                if self._num_events:
+                    message = f"the engine was lost in the middle of the answer: {error}"
+                    raise ApiError(503, message, code="engine_lost", retry_after_s=1.0) from error
+
+    def finish(self, is_complete: bool) -> None:
+        """Report to the conductor that the engines are done with this request."""
+        num_tokens = self.usage.completion_tokens or self._num_events
+        tbt_s = (self._last - self._began - self._ttft_s) / max(1, num_tokens - 1)
+        self.end(Finished(self._request_id, num_tokens, self._ttft_s, tbt_s, is_complete))
+
+    async def _attempt(self, decision: Decision) -> AsyncGenerator[bytes, None]:
+        self._prefill = None
+        if decision.prefill is None or not supports(self._protocol, self._body):
+            self._is_computed = False
+            async for piece in self._decode(decision, {}):
+                yield piece
+            return
+        self._is_computed = True
+        async with contextlib.AsyncExitStack() as stack:
+            prefill = await self._backends.side(decision.prefill, self._protocol)
+            decode = EngineEndpoint(
+                decision.decode.rpartition(":")[0], self._backends.ports.get(decision.decode)
+            )
+            handoff = make_handoff(self._protocol, uuid.uuid4().hex, prefill, decode)
+            computing = asyncio.ensure_future(self._compute(decision, handoff, prefill))
+            stack.push_async_callback(_cancelled, computing)
+            answered = {} if handoff.is_concurrent else await computing
+            pieces = self._decode(decision, answered if handoff.decode is None else handoff.decode)
+            await stack.enter_async_context(contextlib.aclosing(pieces))
+            yield await self._first(pieces, computing)
+            async for piece in pieces:
+                yield piece
+
+    async def _first(
+        self, pieces: AsyncGenerator[bytes, None], computing: asyncio.Future[dict[str, Any]]
+    ) -> bytes:
+        """The first piece of the answer, or the error of the prefill that it waits for."""
+        coming: asyncio.Future[Any] = asyncio.ensure_future(anext(pieces))
+        try:
+            both: set[asyncio.Future[Any]] = {coming, computing}
+            await asyncio.wait(both, return_when=asyncio.FIRST_COMPLETED)
+            if not coming.done():
+                await computing
+            first: bytes = await coming
+            return first
+        finally:
+            await _cancelled(coming)
+
+    async def _compute(self, decision: Decision, handoff: Handoff, side: EngineEndpoint) -> dict[str, Any]:
+        """Have the prompt computed. Returns the engine's ``kv_transfer_params``."""
+        assert decision.prefill is not None
+        headers = dict(self._headers)
+        if side.rank is not None:
+            headers["X-data-parallel-rank"] = str(side.rank)
+        began = clock.monotonic()
+        body = prefill_body(self._body, handoff.prefill)
+        content = await self._workers.whole(decision.prefill, self._path, body, headers)
+        try:
+            found = self._prefill = msgspec.json.decode(content, type=_Prefilled)
+        except msgspec.MsgspecError as error:
+            raise WorkerFailed(decision.prefill, f"its answer can't be read: {error}") from error
+        details = found.usage.prompt_tokens_details if found.usage else None
+        num_tokens = found.usage.prompt_tokens if found.usage else self._place_event.num_tokens
+        num_cached = details.cached_tokens if details else decision.num_cached_tokens
+        fact = self._estimated_prefilled(decision, num_tokens, num_cached, clock.monotonic() - began)
+        if self._num_events:  # decode was called at the same time, and answers already
+            self._scheduling.post(msgspec.structs.replace(fact, has_begun=True))
+        else:
+            refused = await self._scheduling.prefilled(fact)
+            if refused is not None:
+                raise as_error(refused)
+        return found.kv_transfer_params or {}
+
+    async def _decode(self, decision: Decision, params: dict[str, Any]) -> AsyncGenerator[bytes, None]:
+        body = decode_body(self._body, params)
+        has_begun = False
+        if not self.is_stream:
+            content = await self._workers.whole(decision.decode, self._path, body, self._headers)
+            self._computed()
+            yield self._read(decision, content)
+            return
+        events = self._workers.events(decision.decode, self._path, body, self._headers)
+        async with contextlib.aclosing(events):
+            async for event in events:
+                self._computed()
+                if event == DONE and not has_begun:
+                    raise WorkerFailed(decision.decode, "its stream ended before it began")
+                is_plain = event == DONE or not any(mark in event for mark in _PARSED_MARKERS)
+                yield event if is_plain else self._read(decision, event)
+                has_begun = True
+
+    def _computed(self) -> None:
+        """Note the decoding engine's first event: the prompt is computed."""
+        if not self._is_computed:
+            # There was no separate prefill: this engine has computed the prompt.
+            self._is_computed = True
+            self._scheduling.post(Prefilled(self._request_id, has_begun=True))
+
+    def _read(self, decision: Decision, content: bytes) -> bytes:
+        """An answer or event, with the cached tokens of the prefill engine in its usage.
+
+        Raises:
+            WorkerFailed: it reports that the answer will not be completed.
+        """
+        try:
+            event = msgspec.json.decode(content, type=_StreamEvent)
+        except msgspec.MsgspecError:
+            return content
+        if event.failure:
+            raise WorkerFailed(decision.decode, event.failure)
+        if event.usage is None:
+            return content
+        self.usage = event.usage
+        if self._prefill is None or self._prefill.usage is None:
+            return content
+        self.usage.prompt_tokens_details = self._prefill.usage.prompt_tokens_details
+        whole = msgspec.json.decode(content)
+        whole["usage"]["prompt_tokens_details"] = msgspec.to_builtins(self.usage.prompt_tokens_details)
+        return msgspec.json.encode(whole)
+
+    def _note_time(self) -> None:
+        now = clock.monotonic()
+        if not self._num_events:
+            self._ttft_s = now - self._began
+            ttft_seconds.observe(self._ttft_s)
+        else:
+            self._longest_gap_s = max(self._longest_gap_s, now - self._last)
+            itl_seconds.observe(now - self._last)
+        self._num_events += 1
+        self._last = now
+
+
+async def _cancelled(task: asyncio.Future[Any]) -> None:
+    task.cancel()
+    await asyncio.gather(task, return_exceptions=True)

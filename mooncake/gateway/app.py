@@ -25,13 +25,13 @@ from starlette.exceptions import HTTPException
 import mooncake
 from mooncake import metrics
 from mooncake.errors import InvalidArgument, ModelError
-from mooncake.gateway import admin, explain_api
+from mooncake.gateway import admin
 from mooncake.gateway.any_engine import serve_any_engine
 from mooncake.gateway.gateway import Gateway, GatewaySettings, PromptTokenizer, Public
 from mooncake.gateway.own_workers import serve_own_workers
-from mooncake.gateway.own_workers_answer import AnyRequest
 from mooncake.gateway.request_parsing import decoded, names_of, read_body, request_id_of
 from mooncake.http.openai import (
+    AnyRequest,
     ApiError,
     ChatCompletionRequest,
     CompletionRequest,
@@ -148,7 +148,6 @@ def create_operator_app(gateway: Gateway) -> FastAPI:
     _answer_errors(app)
     is_inside = is_loopback(gateway.settings.metrics_host)
     admin.add_routes(app, gateway, is_inside)
-    explain_api.add_routes(app, gateway, is_inside)
     return app
 
 
@@ -203,7 +202,6 @@ def create_app(gateway: Gateway) -> FastAPI:
     _answer_errors(app)
     _add_models(app, gateway)
     admin.add_routes(app, gateway)
-    explain_api.add_routes(app, gateway)
     return app
 
 

@@ -1,30 +1,59 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The OpenAI endpoints in front of our workers.
+"""Requests to our workers: the OpenAI endpoints, the whole answer, and the calls of each prompt.
 
-Owns the conversion of an HTTP request to an ``OwnWorkersAnswer`` and back: the prompts' tokens, their
-``Place`` events, and the headers. A prompt's calls to workers are ``own_workers_request.py``; other engines
-are ``any_engine.py``.
+The endpoint converts an HTTP request to an ``OwnWorkersAnswer`` and back: the prompts' tokens, their
+``Place`` events, and the headers. The answer owns the fan-out (an ``OwnWorkersRequest`` per prompt, a decode
+per choice), the deadline, the counts of ``usage`` and the latencies; formats are ``http/answers.py``.
+
+``OwnWorkersRequest`` hides from clients which workers there are and that they fail. The prompt travels as
+token ids. An answer is followed token by token; when its decode worker is lost, the tokens generated so far
+are appended to the prompt and another worker continues, so that the client sees one uninterrupted answer.
+Correctness never depends on the transfer of KV: a decode worker that finds no KV computes it. Calls are
+``worker_client.py``.
 """
 
 from __future__ import annotations
 
+import asyncio
+import contextlib
 import uuid
+from collections.abc import AsyncGenerator, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
 
+import msgspec
 from fastapi import Request, Response
 
 from mooncake import clock
-from mooncake.conductor.messages import Place
+from mooncake.conductor.client import ConductorClient
+from mooncake.conductor.messages import Decision, Finished, Place, Prefilled
 from mooncake.gateway.clients import Client
 from mooncake.gateway.gateway import Gateway
 from mooncake.gateway.limiter import Permit
-from mooncake.gateway.metrics import Slo
-from mooncake.gateway.own_workers_answer import AnyRequest, OwnWorkersAnswer
-from mooncake.gateway.own_workers_request import OwnWorkersRequest
+from mooncake.gateway.metrics import Slo, Timing, record_answer
 from mooncake.gateway.request_ids import RequestIds
 from mooncake.gateway.request_parsing import names_of, request_id_of, slo_of, tokenize
-from mooncake.http.openai import ChatCompletionRequest, CompletionRequest, model_not_found, to_json
+from mooncake.gateway.retries import Attempts, PlacedRequest, Route, as_error
+from mooncake.gateway.worker_client import WorkerBusy, WorkerClient, WorkerFailed
+from mooncake.http.answers import AnswerPiece, ChatWriter, CompletionWriter
+from mooncake.http.latency import itl_seconds, mean_of_longest, ttft_seconds
+from mooncake.http.openai import (
+    STREAM_END,
+    AnyRequest,
+    ApiError,
+    ChatCompletionRequest,
+    CompletionRequest,
+    Usage,
+    model_not_found,
+    to_json,
+)
 from mooncake.http.sse import EventStreamResponse, cancel_on_disconnect
+from mooncake.http.worker_stats import PromptStats
+from mooncake.log import get_logger
 from mooncake.prefix import block_hashes, root_hash, short_key
+from mooncake.types import InstanceId
+
+log = get_logger(__name__)
 
 
 async def serve_own_workers(gateway: Gateway, http: Request, request: AnyRequest) -> Response:
@@ -123,3 +152,429 @@ def _answer(
         slo=slo,
         client=http.state.client,
     )
+
+
+# --- one HTTP answer
+
+
+MAX_UNREAD_PIECES = 256
+"""Most pieces of an answer that are buffered for a client that does not read them."""
+
+_FORWARDED_FIELDS = (
+    "temperature",
+    "top_p",
+    "top_k",
+    "min_p",
+    "presence_penalty",
+    "frequency_penalty",
+    "repetition_penalty",
+    "logit_bias",
+    "seed",
+    "stop",
+    "stop_token_ids",
+    "include_stop_str_in_output",
+    "ignore_eos",
+    "skip_special_tokens",
+    "min_tokens",
+    "cache_salt",
+    "user",
+)
+
+
+class OwnWorkersAnswer:
+    """The answer to ``request``. Use ``whole`` or ``stream``, once."""
+
+    def __init__(
+        self,
+        request: AnyRequest,
+        worker_requests: Sequence[OwnWorkersRequest],
+        *,
+        answer_id: str,
+        model: str,
+        max_model_len: int,
+        deadline: float,
+        slo: Slo,
+        client: Client | None = None,
+    ) -> None:
+        self._request = request
+        self._answer_id = answer_id
+        self._worker_requests = worker_requests
+        self._choices = [AnswerChoice(index) for index in range(len(worker_requests) * request.n)]
+        self._max_model_len = max_model_len
+        self.deadline = deadline
+        self._slo = slo
+        self._client = client
+        self._began = clock.monotonic()
+        self._num_output_tokens = 0
+        """Output tokens in the pieces yielded so far; workers may be ahead."""
+        self._longest_gap_s = 0.0
+        self._gaps_s: list[list[float]] = [[] for _ in worker_requests]
+        """By prompt: the times between two pieces of its answers."""
+        self._ttfts_s = [0.0] * len(worker_requests)
+        self._ttft_s: float | None = None
+        writer = ChatWriter if isinstance(request, ChatCompletionRequest) else CompletionWriter
+        self._writer = writer(answer_id, int(clock.wall()), model, request.return_token_ids)
+
+    def headers(self) -> dict[str, str]:
+        """Headers with the instances of the (first) prompt, as far as they are known now."""
+        return self._worker_requests[0].route.headers()
+
+    async def whole(self) -> msgspec.Struct:
+        """The body of an answer that is not streamed. Raises ApiError."""
+        pieces = [AnswerPiece(choice.index) for choice in self._choices]
+        merged = self._merged()
+        async with contextlib.aclosing(merged):
+            async for piece in merged:
+                pieces[piece.index].join(piece)
+        return self._writer.whole(pieces, self._usage())
+
+    async def stream(self) -> AsyncGenerator[bytes, None]:
+        """Yield server-sent events. The first comes with the first token; errors before it raise ApiError."""
+        opening: bytes | None = self._writer.opening(len(self._choices))
+        options = self._request.stream_options
+        merged = self._merged()
+        try:
+            async with contextlib.aclosing(merged):
+                async for piece in merged:
+                    if not (piece.text or piece.token_ids or piece.finish_reason):
+                        continue
+                    if opening:
+                        yield opening
+                    opening = None
+                    with_usage = options is not None and options.continuous_usage_stats
+                    yield self._writer.chunk(piece, self._usage() if with_usage else None)
+        except ApiError as error:
+            if opening is not None:
+                raise
+            # Too late for an HTTP status: the error is an event, and no [DONE] follows.
+            yield b"data: " + error.body() + b"\n\n"
+            return
+        if self._request.include_usage:
+            yield self._writer.usage_chunk(self._usage())
+        yield STREAM_END
+
+    async def _merged(self) -> AsyncGenerator[AnswerPiece, None]:
+        """Yield pieces of all choices in order of arrival. Raises ApiError, 504 after the deadline."""
+        # Bounded: while a client reads nothing, nothing more is read from its workers either.
+        queue: asyncio.Queue[AnswerPiece | ApiError | None] = asyncio.Queue(MAX_UNREAD_PIECES)
+        tasks = [
+            asyncio.get_running_loop().create_task(self._serve_prompt(number, worker_request, queue))
+            for number, worker_request in enumerate(self._worker_requests)
+        ]
+        num_open = len(tasks)
+        try:
+            while num_open:
+                piece = await self._before_deadline(queue)
+                if isinstance(piece, ApiError):
+                    raise piece
+                if piece is None:
+                    num_open -= 1
+                else:
+                    self._num_output_tokens += len(piece.token_ids)
+                    yield piece
+            self._account()
+        finally:
+            for task in tasks:
+                task.cancel()
+            await asyncio.gather(*tasks, return_exceptions=True)
+
+    async def _before_deadline(
+        self, queue: asyncio.Queue[AnswerPiece | ApiError | None]
+    ) -> AnswerPiece | ApiError | None:
+        try:
+            async with asyncio.timeout(max(0.0, self.deadline - clock.monotonic())):
+                return await queue.get()
+        except TimeoutError:
+            waited_s = clock.monotonic() - self._began
+            message = f"no complete answer within {waited_s:.0f} s; ask for fewer tokens or try again later"
+            return ApiError(504, message, code="deadline_exceeded")
+
+    async def _serve_prompt(
+        self,
+        number: int,
+        worker_request: OwnWorkersRequest,
+        queue: asyncio.Queue[AnswerPiece | ApiError | None],
+    ) -> None:
+        """Serve one prompt from prefill to the end of its last choice."""
+        request = self._request
+        first = number * request.n
+        is_complete = False
+        try:
+            await worker_request.prefill(request.cache_salt)
+            async with asyncio.TaskGroup() as group:
+                for choice in self._choices[first : first + request.n]:
+                    group.create_task(
+                        self._decode(number, worker_request, choice, choice.index - first, queue)
+                    )
+            is_complete = True
+            await queue.put(None)
+        except* ApiError as errors:
+            await queue.put(self._in_client_terms(_first(errors)))
+        except* Exception as errors:
+            log.exception("answer_failed", error=repr(errors.exceptions[0]))
+            message = "the gateway failed while answering; its log has the traceback"
+            await queue.put(ApiError(500, message, code="internal_error"))
+        finally:
+            num_tokens = max(len(choice.token_ids) for choice in self._choices[first : first + request.n])
+            tbt_s = mean_of_longest(self._gaps_s[number])
+            worker_request.end(
+                Finished(worker_request.place_id, num_tokens, self._ttfts_s[number], tbt_s, is_complete)
+            )
+
+    async def _decode(
+        self,
+        number: int,
+        worker_request: OwnWorkersRequest,
+        choice: AnswerChoice,
+        seed_offset: int,
+        queue: asyncio.Queue[AnswerPiece | ApiError | None],
+    ) -> None:
+        last: float | None = None
+        pieces = worker_request.decode(choice, self._sampling(seed_offset), self._max_tokens(worker_request))
+        async with contextlib.aclosing(pieces):
+            async for piece in pieces:
+                now = clock.monotonic()
+                if last is None:
+                    ttft_seconds.observe(now - self._began)
+                    self._ttft_s = max(self._ttft_s or 0.0, now - self._began)
+                    self._ttfts_s[number] = max(self._ttfts_s[number], now - self._began)
+                else:
+                    self._gaps_s[number].append(now - last)
+                    itl_seconds.observe(now - last)
+                    self._longest_gap_s = max(self._longest_gap_s, now - last)
+                last = now
+                await queue.put(piece)
+
+    def _in_client_terms(self, error: ApiError) -> ApiError:
+        """Convert a worker's error about token ids to one about the field that the client sent."""
+        if error.detail.param == "prompt" and isinstance(self._request, ChatCompletionRequest):
+            error.detail.param = "messages"
+        return error
+
+    def _max_tokens(self, worker_request: OwnWorkersRequest) -> int:
+        room = self._max_model_len - len(worker_request.prompt)
+        limit = self._request.output_limit
+        return room if limit is None else min(limit, room)
+
+    def _sampling(self, seed_offset: int) -> Mapping[str, Any]:
+        """The sampling fields of a worker's request for one choice."""
+        request = self._request
+        given = request.model_dump(include={*_FORWARDED_FIELDS}, exclude_unset=True, exclude_none=True)
+        if request.seed is not None:
+            # The seed is a 64-bit number and wraps.
+            given["seed"] = (request.seed + seed_offset + 2**63) % 2**64 - 2**63
+        if isinstance(request, CompletionRequest):
+            if request.logprobs is not None:
+                given["logprobs"] = request.logprobs
+        elif request.logprobs:
+            given["logprobs"] = request.top_logprobs or 0
+        return given
+
+    def _usage(self) -> Usage:
+        return Usage.of(
+            sum(len(worker_request.prompt) for worker_request in self._worker_requests),
+            self._num_output_tokens,
+            sum(worker_request.num_cached_tokens for worker_request in self._worker_requests),
+        )
+
+    def _account(self) -> None:
+        timing = Timing(self._ttft_s or 0.0, self._longest_gap_s, clock.monotonic() - self._began)
+        record_answer(
+            self._answer_id, self._worker_requests[0].route, self._usage(), timing, self._slo, self._client
+        )
+
+
+def _first(errors: BaseExceptionGroup[ApiError]) -> ApiError:
+    """The first error in a group of groups."""
+    error: BaseException = errors
+    while isinstance(error, BaseExceptionGroup):
+        error = error.exceptions[0]
+    assert isinstance(error, ApiError)
+    return error
+
+
+# --- one prompt
+
+
+RESUME_TIMEOUT_S = 30.0
+"""How long an answer that has begun waits for another worker: long, as its client has part of it."""
+
+
+@dataclass
+class AnswerChoice:
+    """One choice of an answer, as far as it was generated."""
+
+    index: int
+    token_ids: list[int] = field(default_factory=list)
+    num_chars: int = 0
+    is_finished: bool = False
+
+
+class OwnWorkersRequest(PlacedRequest):
+    """One prompt: ``prefill`` once, then ``decode`` once per choice, then ``end``."""
+
+    def __init__(
+        self,
+        scheduling: ConductorClient,
+        workers: WorkerClient,
+        *,
+        place: Place,
+        prompt: list[int],
+        headers: Mapping[str, str],
+        block_tokens: int,
+    ) -> None:
+        """``place``: the event that places the prompt."""
+        super().__init__(scheduling, place)
+        self.prompt = prompt
+        self.num_cached_tokens = 0
+        """Prompt tokens whose KV the prefill instance found in its memory or the pool."""
+        self._workers = workers
+        self._block_tokens = block_tokens
+        self._headers = headers
+        self._transfer: dict[str, Any] = {}
+        self._is_prefilled = False
+        self._is_computed = False
+        self._decision: Decision | None = None
+
+    async def prefill(self, cache_salt: str | None) -> None:
+        """Place the prompt and have its KV computed.
+
+        Raises:
+            ApiError: the request was refused, or no instance can serve it.
+        """
+        body: dict[str, Any] = {
+            "prompt": self.prompt,
+            "max_tokens": 1,
+            "temperature": 0.0,
+            "stream": False,
+        }
+        if cache_salt is not None:
+            body["cache_salt"] = cache_salt
+        attempts = Attempts()
+        while True:
+            decision = await self._place(self._request_id, attempts, True, 0.0)
+            self._decision = decision
+            self.route = Route(decision.prefill, decision.decode, decision.degraded)
+            if decision.prefill is None:
+                return
+            body["kv_transfer_params"] = self._hints(decision)
+            began = clock.monotonic()
+            try:
+                answer = await self._workers.complete(decision.prefill, body, self._headers)
+            except (WorkerFailed, WorkerBusy) as error:
+                self._note(error, self._request_id, attempts, "prefill")
+                continue
+            self._transfer = answer.kv_transfer_params or {}
+            measured = self._transfer.pop("measured", None)
+            self._is_prefilled = self._is_computed = True
+            if answer.usage is not None:
+                self._count_cached(answer.usage)
+            fact = self._prefilled(measured, decision, clock.monotonic() - began)
+            refused = await self._scheduling.prefilled(fact)
+            if refused is not None:
+                raise as_error(refused)
+            return
+
+    async def decode(
+        self, choice: AnswerChoice, sampling: Mapping[str, Any], max_tokens: int
+    ) -> AsyncGenerator[AnswerPiece, None]:
+        """Yield the pieces of one choice; the last has a ``finish_reason``. Raises as ``prefill``."""
+        decision, self._decision = self._decision, None
+        place_id = self._request_id if decision is not None else f"{self._request_id}/{choice.index}"
+        attempts = Attempts()
+        while not choice.is_finished:
+            if decision is None:
+                timeout_s = RESUME_TIMEOUT_S if choice.token_ids else 0.0
+                decision = await self._place(place_id, attempts, False, timeout_s)
+                self.route.decode = decision.decode
+                self.route.degraded = self.route.degraded or decision.degraded
+            if len(choice.token_ids) >= max_tokens:
+                # The worker was lost between its last token and its finish reason.
+                choice.is_finished = True
+                yield AnswerPiece(choice.index, finish_reason="length")
+                return
+            pieces = self._follow(decision.decode, choice, sampling, max_tokens)
+            try:
+                async with contextlib.aclosing(pieces):
+                    async for piece in pieces:
+                        yield piece
+            except (WorkerFailed, WorkerBusy) as error:
+                if not choice.is_finished:
+                    self._note(error, place_id, attempts, "resumed" if choice.token_ids else "decode")
+            decision = None
+
+    def _hints(self, decision: Decision) -> dict[str, Any]:
+        """Fields for our prefill workers that others don't know."""
+        hints: dict[str, Any] = {"do_remote_decode": True}
+        if decision.turn > 0:
+            hints["turn"] = round(decision.turn * 1000)
+        if decision.fetches:
+            end = max(fetch.first_block + fetch.num_blocks for fetch in decision.fetches)
+            hints["max_load_tokens"] = end * self._block_tokens
+        return hints
+
+    def _prefilled(self, measured: Any, decision: Decision, elapsed_s: float) -> Prefilled:
+        """The worker's measurements; for one that measures nothing, estimates from here."""
+        with contextlib.suppress(msgspec.ValidationError):
+            found = msgspec.convert(measured, PromptStats)
+            return Prefilled(
+                self._request_id,
+                found.queued_s,
+                found.computed_s,
+                found.num_computed_tokens,
+                found.num_local_tokens,
+                found.loaded_s,
+                found.num_loaded_tokens,
+            )
+        return self._estimated_prefilled(decision, len(self.prompt), self.num_cached_tokens, elapsed_s)
+
+    async def _follow(
+        self, instance: InstanceId, choice: AnswerChoice, sampling: Mapping[str, Any], max_tokens: int
+    ) -> AsyncGenerator[AnswerPiece, None]:
+        """Yield pieces from one worker, which continues after the tokens of ``choice``."""
+        transfer = dict(self._transfer)
+        if choice.token_ids:
+            transfer |= {
+                "num_output_tokens": len(choice.token_ids),
+                "output_text_offset": choice.num_chars,
+            }
+        body: dict[str, Any] = {
+            **sampling,
+            "prompt": self.prompt + choice.token_ids,
+            "max_tokens": max_tokens,
+            "stream": True,
+            "stream_options": {"include_usage": True},
+            "return_token_ids": True,
+        }
+        if transfer:
+            body["kv_transfer_params"] = transfer
+        chunks = self._workers.stream(instance, body, self._headers)
+        async with contextlib.aclosing(chunks):
+            async for chunk in chunks:
+                if chunk.usage is not None and not self._is_prefilled:
+                    self._count_cached(chunk.usage)
+                if chunk.choices and not self._is_computed:
+                    # There was no prefill instance: this one has computed the prompt.
+                    self._is_computed = True
+                    self._scheduling.post(Prefilled(self._request_id, has_begun=True))
+                for part in chunk.choices:
+                    if part.finish_reason == "abort":
+                        raise WorkerFailed(instance, "it aborted the answer")
+                    token_ids = list(part.token_ids or [])
+                    choice.token_ids += token_ids
+                    choice.num_chars += len(part.text)
+                    choice.is_finished = part.finish_reason is not None
+                    yield AnswerPiece(
+                        choice.index,
+                        part.text,
+                        token_ids,
+                        part.logprobs,
+                        part.finish_reason,
+                        part.stop_reason,
+                    )
+        if not choice.is_finished:
+            raise WorkerFailed(instance, "its stream ended before the answer did")
+
+    def _count_cached(self, usage: Usage) -> None:
+        if usage.prompt_tokens_details is not None:
+            self.num_cached_tokens = usage.prompt_tokens_details.cached_tokens

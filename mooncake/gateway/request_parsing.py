@@ -21,9 +21,14 @@ from starlette.requests import ClientDisconnect
 from mooncake.errors import InvalidArgument
 from mooncake.gateway.gateway import PromptTokenizer
 from mooncake.gateway.metrics import Slo
-from mooncake.gateway.own_workers_answer import AnyRequest
 from mooncake.http import large_json, server
-from mooncake.http.openai import ApiError, ChatCompletionRequest, CompletionRequest, context_length_exceeded
+from mooncake.http.openai import (
+    AnyRequest,
+    ApiError,
+    ChatCompletionRequest,
+    CompletionRequest,
+    context_length_exceeded,
+)
 
 INLINE_CHARS = 4096
 """Shorter texts are tokenized on the event loop; a thread would cost more than it saves."""

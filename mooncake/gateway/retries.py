@@ -3,7 +3,7 @@
 
 Owns the exchange with the conductor about one request: the end of every placement and every failed instance
 is reported, and a request that fails everywhere is refused. The calls to an instance are not known here; they
-differ between our workers (``own_workers_request.py``) and other engines (``any_engine_request.py``).
+differ between our workers (``own_workers.py``) and other engines (``any_engine.py``).
 """
 
 from __future__ import annotations

@@ -394,6 +394,8 @@ class ChatCompletionRequest(_GenerationRequest):
         return self.max_tokens if self.max_completion_tokens is None else self.max_completion_tokens
 
 
+AnyRequest = CompletionRequest | ChatCompletionRequest
+
 RequestT = TypeVar("RequestT", CompletionRequest, ChatCompletionRequest)
 
 

@@ -22,7 +22,7 @@ from bench.hit_rate import (
     measure_placed,
     random_placement,
 )
-from mooncake.conductor.prediction.cost_models import PrefillModel
+from mooncake.conductor.prediction import PrefillModel
 from mooncake.sim.traces.generators import Agentic, Generator, Poisson
 from mooncake.sim.traces.trace import TraceOptions, TraceRow, read_trace
 from mooncake.store.master.eviction import Eviction

@@ -8,10 +8,9 @@ from typing import Any
 
 import numpy as np
 
-from mooncake.conductor.policies.selection import ClusterView, PromptJob
-from mooncake.conductor.prediction.cost_models import CostModels, DecodeModel, LinkModel, PrefillModel
-from mooncake.conductor.prediction.load import LoadAccounts
-from mooncake.conductor.prediction.predictor import Predictor
+from mooncake.conductor.load import LoadAccounts
+from mooncake.conductor.policies import ClusterView, PromptJob
+from mooncake.conductor.prediction import CostModels, DecodeModel, LinkModel, Predictor, PrefillModel
 from mooncake.conductor.settings import SchedulingSettings
 
 COSTS = CostModels(

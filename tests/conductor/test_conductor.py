@@ -38,7 +38,7 @@ from mooncake.conductor.messages import (
     Unwatch,
     Watch,
 )
-from mooncake.conductor.prediction.cost_models import CostModels, DecodeModel
+from mooncake.conductor.prediction import CostModels, DecodeModel
 from mooncake.conductor.settings import SchedulingSettings
 from mooncake.machine import Wake
 from mooncake.prefix import block_hashes, root_hash, short_key

@@ -7,11 +7,11 @@ from typing import Any
 
 import numpy as np
 
-from mooncake.conductor.admission.result import AdmissionResult, PoolCapacity
-from mooncake.conductor.index.prefix_index import PrefixIndex
+from mooncake.conductor.admission import AdmissionResult, PoolCapacity
 from mooncake.conductor.messages import Finished, Place, Prediction, Prefilled
-from mooncake.conductor.policies.selection import CandidateColumns, InstanceChoice
-from mooncake.conductor.prediction.cost_models import DecodeModel
+from mooncake.conductor.policies import CandidateColumns, InstanceChoice
+from mooncake.conductor.prediction import DecodeModel
+from mooncake.conductor.prefix_index import PrefixIndex
 from mooncake.conductor.request_lifecycle import RequestLifecycle, candidates_of, prompt_blocks_of, refusal_of
 from mooncake.conductor.settings import SchedulingSettings
 from mooncake.kvlayout import KEY_PREFIX

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The conductor with real sockets: probes, events, and a client that outlives it."""
+"""The conductor with real sockets: probes, events, workers' measurements, and a client that outlives it."""
 
 from __future__ import annotations
 
@@ -16,6 +16,7 @@ from mooncake.conductor.health import ProbeOutcome
 from mooncake.conductor.messages import (
     POOL,
     AddInstance,
+    ChunkMeasured,
     Decision,
     Drain,
     Finished,
@@ -25,8 +26,9 @@ from mooncake.conductor.messages import (
     Refuse,
     StepMeasured,
 )
-from mooncake.conductor.server import ConductorServer, ConductorService
+from mooncake.conductor.server import ConductorServer, ConductorService, new_samples, read_step_stats
 from mooncake.conductor.settings import SchedulingSettings
+from mooncake.http.worker_stats import StepStats
 from mooncake.inference.kv_events import WorkerKvEventPublisher
 from mooncake.kv_events.dialects import BlockStored
 from mooncake.prefix import block_hashes, root_hash, short_key
@@ -166,7 +168,7 @@ async def test_block_events_reach_the_decision(service: ConductorService, worker
 
 
 async def test_what_the_store_holds_is_followed(worker: Worker) -> None:
-    """A publisher stands in for the master; ``events/test_subscriber.py`` follows a real one."""
+    """A publisher stands in for the master; ``test_event_subscriptions.py`` follows a real one."""
     source = worker.publisher.source
     assert source is not None
     settings = replace(SETTINGS, pool_events=source.endpoint, pool_events_replay=source.replay_endpoint or "")
@@ -297,3 +299,36 @@ async def test_an_unawaited_refusal_is_not_returned_to_another_caller() -> None:
         assert service.prefilled_now(Prefilled("fine")) is None
     finally:
         await service.close()
+
+
+# --- the measurements of workers
+
+
+BODY = b"""{"status": "ok", "measured": {
+    "num_chunks": 3, "chunks": [[0, 512, 0.5], [512, 100, 0.2]], "num_steps": 1, "steps": [[4, 900, 0.03]]
+}}"""
+
+
+def test_rows_are_read_once() -> None:
+    first = read_step_stats(BODY)
+    assert first is not None
+    assert list(new_samples(first, None, "p")) == [
+        ChunkMeasured("p", 0, 512, 0.5),
+        ChunkMeasured("p", 512, 100, 0.2),
+        StepMeasured("p", 4, 900, 0.03),
+    ]
+    assert list(new_samples(first, first, "p")) == []
+    later = StepStats(4, [*first.chunks, (0, 7, 0.1)], 1, first.steps)
+    assert list(new_samples(later, first, "p")) == [ChunkMeasured("p", 0, 7, 0.1)]
+
+
+def test_a_restarted_worker_counts_from_the_start() -> None:
+    restarted = StepStats(1, [(0, 7, 0.1)], 0, [])
+    assert list(new_samples(restarted, StepStats(50, [(0, 1, 0.1)], 9, []), "p")) == [
+        ChunkMeasured("p", 0, 7, 0.1)
+    ]
+
+
+def test_other_servers_measure_nothing() -> None:
+    for body in (b"", b"OK", b"[]", b"{}", b'{"measured": 3}', b'{"measured": {"chunks": [[1]]}}'):
+        assert read_step_stats(body) is None

@@ -207,7 +207,7 @@ def test_engines_are_named_by_their_http_servers_and_reached_at_their_listeners(
 
 
 def test_addresses_of_the_two_commands_of_a_deployment() -> None:
-    """A prefill at 8200 and a decode at 8201, each told of the other's HTTP server only."""
+    """A prefill at 8200 and a decode at 8201, each configured with the other's HTTP server only."""
     prefill = PushAddresses.read({"decode_addr": "127.0.0.1:8201"}, own_port=8200)
     decode = PushAddresses.read({"prefill_addr": "127.0.0.1:8200"}, own_port=8201)
     assert (prefill.listen_host, prefill.listen_port) == ("127.0.0.1", 9200)

@@ -1,24 +1,475 @@
 # SPDX-License-Identifier: Apache-2.0
-"""From HTTP to other engines: clients' transfer fields, and requests that are refused late."""
+"""Third-party engines: each protocol transfers KV, answers are as of one engine, failures are retried."""
 
 from __future__ import annotations
 
 import asyncio
+from collections.abc import AsyncIterator
 from typing import Any
 
+import openai
 import pytest
 
 from mooncake.conductor.client import RemoteConductor
-from mooncake.conductor.messages import StepMeasured
+from mooncake.conductor.messages import Finished, Prefilled, StepMeasured
 from mooncake.conductor.server import ConductorServer, ConductorService
 from mooncake.conductor.settings import SchedulingSettings
+from mooncake.gateway import any_engine
+from mooncake.metrics import registry
 from tests.gateway.conftest import running
 from tests.gateway.doubles import answer_text
-from tests.gateway.engines import fronting
+from tests.gateway.engines import Engine, Front, fronting
 from tests.waiting import until
 
 PROMPT = "w20 w21 w22 w23 w24 w25 w26 w27 w28 w29"
 IDS = list(range(20, 30))
+CHAT: list[Any] = [{"role": "user", "content": PROMPT}]
+CHAT_IDS = [3, *IDS, 4]
+PROTOCOLS = ["pool", "sequential", "push", "bootstrap"]
+
+
+# --- protocols
+
+
+@pytest.mark.parametrize("stream", [False, True])
+@pytest.mark.parametrize("protocol", PROTOCOLS)
+async def test_the_prompt_is_computed_once_and_the_answer_is_the_engine_s(
+    protocol: str, stream: bool
+) -> None:
+    async with fronting(protocol=protocol) as front:
+        for turn in range(2):
+            if stream:
+                streamed = await front.stream(PROMPT, 5, stream_options={"include_usage": True})
+                text, usage = streamed.text(), streamed.chunks[-1]["usage"]
+                assert streamed.chunks[0]["choices"][0]["of_this_engine"] == {"only": 0}
+            else:
+                answer = await front.complete(PROMPT, 5)
+                text, usage = answer["choices"][0]["text"], answer["usage"]
+            assert text == answer_text(IDS, 5)
+            assert usage["completion_tokens"] == 5
+            # The cached tokens of the prefill engine, not those transferred to the decoding one.
+            assert usage["prompt_tokens_details"]["cached_tokens"] == 8 * turn
+        [prefill], [decode] = front.prefill, front.decode
+        assert prefill.num_computed == [10, 2]
+        assert decode.num_computed == ([2, 2] if protocol == "pool" else [1, 1])
+        request = prefill.calls[0]
+        assert (request["max_tokens"], request["stream"], "stream_options" in request) == (1, False, False)
+        assert decode.calls[0]["max_tokens"] == 5
+        params = [call.get("kv_transfer_params") for call in (prefill.calls[0], decode.calls[0])]
+        if protocol == "pool":
+            assert params == [None, None]
+        elif protocol != "sequential":
+            assert params[0] is not None and params[1] is not None
+            assert params[0]["transfer_id"] == params[1]["transfer_id"]
+            assert prefill.calls[1]["kv_transfer_params"]["transfer_id"] != params[0]["transfer_id"]
+
+
+async def test_a_push_gets_the_address_of_the_other_side() -> None:
+    async with fronting(protocol="push") as front:
+        await front.complete(PROMPT)
+        params = front.decode[0].calls[0]["kv_transfer_params"]
+        assert (params["remote_host"], params["remote_port"]) == ("127.0.0.1", front.prefill[0].port)
+
+
+async def test_the_engine_that_computes_a_prompt_reports_its_end(monkeypatch: pytest.MonkeyPatch) -> None:
+    async with fronting(protocol="push") as front:
+        events: list[Any] = []
+        scheduling = front.gateway.scheduling
+        real = scheduling.post
+
+        def post(event: Any) -> None:
+            events.append(event)
+            real(event)
+
+        monkeypatch.setattr(scheduling, "post", post)
+        hold = front.prefill[0].hold = asyncio.Event()
+        async with asyncio.timeout(20):
+            streamed = await front.stream(PROMPT, 5)
+        assert streamed.text() == answer_text(IDS, 5)
+        assert not [event for event in events if isinstance(event, Prefilled)], "decode did not compute it"
+        hold.set()
+        await front.complete(PROMPT, 5, n=2)  # no transfer carries it
+        assert len([event for event in events if isinstance(event, Prefilled)]) == 1
+
+
+async def test_ranks_of_a_prefill_take_turns(caplog: pytest.LogCaptureFixture) -> None:
+    async with fronting(protocol="bootstrap", engine={"num_ranks": 2}) as front:
+        for _ in range(4):
+            await front.complete(PROMPT)
+        [prefill], [decode] = front.prefill, front.decode
+        ranks = [headers["x-data-parallel-rank"] for headers in prefill.headers]
+        assert sorted(ranks) == ["0", "0", "1", "1"]
+        for rank, call in zip(ranks, decode.calls, strict=True):
+            params = call["kv_transfer_params"]
+            assert params["remote_engine_id"] == prefill.rank_name(int(rank))
+            assert params["remote_bootstrap_addr"] == f"http://{prefill.address}"
+
+
+@pytest.mark.parametrize("protocol", PROTOCOLS)
+async def test_several_sequences_go_where_they_can_go(protocol: str) -> None:
+    async with fronting(protocol=protocol) as front:
+        answer = await front.complete(PROMPT, 3, n=2)
+        assert [one["text"] for one in answer["choices"]] == [answer_text(IDS, 3, seed) for seed in (0, 1)]
+        answer = await front.complete([PROMPT, "w50 w51"], 3)
+        assert [one["text"] for one in answer["choices"]] == [answer_text(IDS, 3), answer_text([50, 51], 3)]
+        # A transfer moves one sequence to one reader; a store can be read any number of times.
+        assert len(front.prefill[0].calls) == (2 if protocol == "pool" else 0)
+
+
+async def test_engines_may_do_both() -> None:
+    async with fronting(0, 2) as front:
+        for _ in range(2):
+            answer = await front.complete(PROMPT, 4)
+            assert answer["choices"][0]["text"] == answer_text(IDS, 4)
+            assert answer["headers"]["x-mooncake-route"] == "decode"
+        assert [len(one.calls) for one in front.decode] == [1, 1]
+        assert all("kv_transfer_params" not in one.calls[0] for one in front.decode)
+
+
+# --- answers to clients
+
+
+async def test_a_chat_with_tools_is_forwarded_unchanged() -> None:
+    async with (
+        fronting() as front,
+        openai.AsyncOpenAI(base_url=f"{front.url}/v1", api_key="k-1", max_retries=0) as client,
+    ):
+        tools: Any = [{"type": "function", "function": {"name": "f", "parameters": {"type": "object"}}}]
+        answer = await client.chat.completions.create(
+            model="org/tiny",
+            messages=CHAT,
+            max_completion_tokens=4,
+            tools=tools,
+            response_format={"type": "json_object"},
+            extra_body={"guided": "x"},
+        )
+        assert answer.choices[0].message.content == answer_text(CHAT_IDS, 4)
+        [call] = front.decode[0].calls
+        assert (call["tools"], call["guided"]) == (tools, "x")
+        assert call["response_format"] == {"type": "json_object"}
+        assert front.prefill[0].calls[0]["max_completion_tokens"] == 1
+        assert front.prefill[0].paths == ["/v1/chat/completions"]
+        assert all(one.headers[0]["authorization"] == "Bearer k-1" for one in front.engines)
+        stream = await client.chat.completions.create(
+            model="tiny", messages=CHAT, max_tokens=4, stream=True, stream_options={"include_usage": True}
+        )
+        chunks = [chunk async for chunk in stream]
+        text = "".join(chunk.choices[0].delta.content or "" for chunk in chunks if chunk.choices)
+        assert text == answer_text(CHAT_IDS, 4)
+        assert front.decode[0].calls[1]["model"] == "org/tiny", "the engine's name for it"
+
+
+async def test_a_stream_is_not_buffered_and_an_abort_reaches_the_engine() -> None:
+    async with fronting() as front:
+        front.decode[0].gate = asyncio.Event()
+        body = {"prompt": PROMPT, "max_tokens": 5, "stream": True}
+        async with front.session.post(front.url + "/v1/completions", json=body) as response:
+            first = await response.content.readuntil(b"\n\n")
+            assert b"of_this_engine" in first and not front.decode[0].gate.is_set()
+            assert front.decode[0].num_cancelled == 0
+        # The client has left in the middle.
+        async with asyncio.timeout(5):
+            while not front.decode[0].num_cancelled:  # noqa: ASYNC110
+                await asyncio.sleep(0.01)
+
+
+async def test_names_of_models() -> None:
+    models = (("org/tiny", "r"), ("alias", "r"), ("sql", "adapters/sql"))
+    async with fronting(engine={"models": models}, scheduling="cache_aware") as front:
+        for model in (None, "tiny", "/somewhere/tiny", "org/tiny", "alias", "sql"):
+            await front.complete(PROMPT, model=model)
+        sent = [call["model"] for call in front.decode[0].calls]
+        assert sent == ["org/tiny", "org/tiny", "org/tiny", "org/tiny", "alias", "sql"]
+        status, answer, _ = await front.post("/v1/completions", {"prompt": PROMPT, "model": "gpt-7"})
+        assert (status, answer["error"]["code"]) == (404, "model_not_found")
+        _, listed = await front.get("/v1/models")
+        assert [card["id"] for card in listed["data"]] == ["org/tiny", "alias", "sql", "tiny"]
+
+
+@pytest.mark.parametrize(
+    ("body", "param"),
+    [
+        (b"{", None),
+        (b"[]", None),
+        ({}, "prompt"),
+        ({"prompt": ""}, "prompt"),
+        ({"prompt": 7}, "prompt"),
+        ({"prompt": "w20", "stream": "yes"}, "stream"),
+        ({"prompt": "w20", "n": "many"}, "n"),
+        ({"prompt": "w20", "kv_transfer_params": []}, "kv_transfer_params"),
+    ],
+)
+async def test_an_unreadable_field_is_refused_by_name(body: Any, param: str | None) -> None:
+    async with fronting() as front:
+        status, answer, _ = await front.post("/v1/completions", body)
+        assert (status, answer["error"]["param"]) == (400, param)
+        assert not any(one.calls for one in front.engines)
+
+
+# --- failures
+
+
+async def test_an_engine_s_refusal_reaches_the_client_unchanged() -> None:
+    refusal = {"message": "too long", "type": "BadRequestError", "param": "prompt", "code": 400}
+    async with fronting(2, 2) as front:
+        front.prefill[0].refuse = front.prefill[1].refuse = (400, refusal)
+        status, answer, _ = await front.post("/v1/completions", {"prompt": PROMPT})
+        assert (status, answer["error"]) == (400, refusal)
+        assert sum(len(one.calls) for one in front.engines) == 1, "it would be refused everywhere"
+
+
+@pytest.mark.parametrize("side", ["prefill", "decode"])
+@pytest.mark.parametrize("protocol", PROTOCOLS)
+async def test_a_failure_before_the_first_token_is_hidden(protocol: str, side: str) -> None:
+    async with fronting(2, 2, protocol=protocol) as front:
+        for number in range(4):
+            broken = getattr(front, side)[number % 2]
+            if number < 2:
+                broken.die_after = 0
+            else:
+                broken.refuse = (500, {"message": "boom", "type": "InternalServerError"})
+            streamed = await front.stream(PROMPT, 5)
+            assert streamed.text() == answer_text(IDS, 5)
+            broken.refuse = broken.die_after = None
+            await front.until(lambda health: set(health.values()) == {"ready"})
+
+
+async def test_kv_that_can_t_be_loaded_is_computed_elsewhere() -> None:
+    async with fronting(1, 2) as front:
+        front.decode[0].fail_load = front.decode[1].fail_load = True
+        streamed = await front.stream(PROMPT, 5)
+        assert streamed.text() == answer_text(IDS, 5)
+
+
+async def test_a_lost_prefill_does_not_leave_its_decode_waiting() -> None:
+    async with fronting(1, 1, protocol="push") as front:
+        front.prefill[0].refuse = (500, {"message": "boom", "type": "InternalServerError"})
+        answer = await front.complete(PROMPT, 5)
+        assert answer["choices"][0]["text"] == answer_text(IDS, 5)
+        assert "degraded" in answer["headers"]["x-mooncake-route"]
+        waited, alone = front.decode[0].calls
+        assert waited["kv_transfer_params"]["transfer_id"] and "kv_transfer_params" not in alone
+        async with asyncio.timeout(5):
+            while not front.decode[0].num_cancelled:  # noqa: ASYNC110
+                await asyncio.sleep(0.01)
+
+
+async def test_an_answer_that_breaks_in_the_middle_reports_it() -> None:
+    async with fronting() as front:
+        front.decode[0].die_after = 1
+        gate = front.decode[0].gate = asyncio.Event()
+        body = {"prompt": PROMPT, "max_tokens": 5, "stream": True}
+        async with front.session.post(front.url + "/v1/completions", json=body) as response:
+            assert b"of_this_engine" in await response.content.readuntil(b"\n\n")
+            gate.set()
+            rest = (await response.read()).decode()
+        assert "engine_lost" in rest and "[DONE]" not in rest
+
+
+@pytest.mark.parametrize("how", ["error", "abort"])
+async def test_an_aborted_answer_never_looks_complete(how: str) -> None:
+    async with fronting(1, 2) as front:
+        for one in front.decode:
+            one.give_up = (2, how)
+        body = {"prompt": PROMPT, "max_tokens": 5, "stream": True}
+        async with front.session.post(front.url + "/v1/completions", json=body) as response:
+            text = (await response.read()).decode()
+        assert "engine_lost" in text.strip().split("\n\n")[-1] and "[DONE]" not in text
+        await front.until(lambda health: set(health.values()) == {"ready"})
+        for one in front.decode:
+            one.give_up = (0, how)
+        streamed = await front.stream(PROMPT, 5)
+        assert streamed.text() == answer_text(IDS, 5), "before the first token it is tried elsewhere"
+
+
+async def test_a_fault_of_the_gateway_in_the_middle_is_reported(monkeypatch: pytest.MonkeyPatch) -> None:
+    async with fronting() as front:
+
+        async def events(*call: Any) -> AsyncIterator[bytes]:
+            yield b"{}"
+            raise RuntimeError("a bug")
+
+        monkeypatch.setattr(front.gateway.workers, "events", events)
+        body = {"prompt": PROMPT, "max_tokens": 5, "stream": True}
+        async with front.session.post(front.url + "/v1/completions", json=body) as response:
+            first, last = (await response.read()).decode().strip().split("\n\n")
+        assert first == "data: {}" and "internal_error" in last
+
+
+@pytest.mark.parametrize("side", ["prefill", "decode"])
+async def test_a_client_that_disconnects_early_frees_the_engines(side: str) -> None:
+    async with fronting(protocol="push") as front:
+        engine = getattr(front, side)[0]
+        engine.stall = asyncio.Event()
+        pending = asyncio.ensure_future(front.complete(PROMPT))
+        async with asyncio.timeout(20):
+            while not all(one.calls for one in front.engines):  # noqa: ASYNC110
+                await asyncio.sleep(0.01)
+        pending.cancel()
+        async with asyncio.timeout(20):
+            while not engine.num_cancelled:  # noqa: ASYNC110
+                await asyncio.sleep(0.01)
+
+
+async def test_no_ready_instance_is_a_503() -> None:
+    async with fronting() as front:
+        for one in front.engines:
+            await one.stop()
+        await front.until(lambda health: "ready" not in health.values())
+        status, answer, headers = await front.post("/v1/completions", {"prompt": PROMPT})
+        assert status == 503 and answer["error"]["message"] and "retry-after" in headers
+        for one in front.engines:
+            await one.start()
+        await front.until(lambda health: set(health.values()) == {"ready"})
+        await front.complete(PROMPT)
+
+
+# --- measurements of answers
+
+
+class Ticking:
+    """A clock that advances by half a second at each reading: two for an event, its deadline and its time."""
+
+    def __init__(self) -> None:
+        self._now = 0.0
+
+    def monotonic(self) -> float:
+        self._now += 0.5
+        return self._now
+
+
+async def test_the_time_between_tokens_is_that_of_the_gaps(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The conductor learns from it how full a decode may be: five tokens have four gaps."""
+    async with fronting(0, 1) as front:
+        events: list[Any] = []
+        scheduling = front.gateway.scheduling
+        real = scheduling.post
+
+        def post(event: Any) -> None:
+            events.append(event)
+            real(event)
+
+        monkeypatch.setattr(scheduling, "post", post)
+        monkeypatch.setattr(any_engine, "clock", Ticking())
+        streamed = await front.stream(PROMPT, 5, stream_options={"include_usage": True})
+        num_events = len(streamed.events)  # five tokens, the usage, and the end
+        async with asyncio.timeout(10):
+            while not any(isinstance(event, Finished) for event in events):  # noqa: ASYNC110
+                await asyncio.sleep(0.01)
+        [finished] = [event for event in events if isinstance(event, Finished)]
+        assert (finished.num_output_tokens, finished.ttft_s) == (5, 1.0)
+        assert finished.tbt_s == pytest.approx((num_events - 1) / 4)
+
+
+async def test_a_proxied_answer_is_counted_with_its_time_to_the_first_token() -> None:
+    def count(name: str) -> float:
+        return registry.get_sample_value(f"{name}_count") or 0.0
+
+    async with fronting() as front:
+        before = count("vllm:time_to_first_token_seconds"), count("vllm:inter_token_latency_seconds")
+        streamed = await front.stream(PROMPT, 5)
+        after = count("vllm:time_to_first_token_seconds"), count("vllm:inter_token_latency_seconds")
+        assert after[0] - before[0] == 1, "one first token, however many follow"
+        assert after[1] - before[1] == len(streamed.events) - 1
+
+
+async def test_an_answer_without_prefill_counts_its_own_engine_s_cached_tokens() -> None:
+    """The first attempt's prefill answered, its decode aborted, and no instance could prefill the second."""
+    async with fronting(1, 2) as front:
+        [prefill] = front.prefill
+        for _ in range(2):
+            await front.complete(PROMPT, 5, n=2)  # which a decode computes alone: both know the prompt now
+        assert not prefill.calls and all(one.local for one in front.decode)
+        save = prefill._save
+
+        def save_and_fail(ids: list[int], body: dict[str, Any]) -> None:
+            save(ids, body)
+            prefill.refuse = (500, {"message": "boom", "type": "InternalServerError"})
+
+        def fail_first_stream_of(one: Engine) -> Any:
+            stream = one._stream
+
+            async def fail(*call: Any) -> Any:
+                one.fail_load = not failed
+                failed.append(one)
+                return await stream(*call)
+
+            return fail
+
+        failed: list[Engine] = []
+        prefill._save = save_and_fail  # type: ignore[method-assign]
+        for one in front.decode:
+            one._stream = fail_first_stream_of(one)  # type: ignore[method-assign]
+        streamed = await front.stream(PROMPT, 5, stream_options={"include_usage": True})
+        assert streamed.text() == answer_text(IDS, 5)
+        assert len(prefill.calls) >= 2, "it was called again, in vain"
+        usage = streamed.chunks[-1]["usage"]
+        assert usage["prompt_tokens_details"]["cached_tokens"] == 8, "not the lost prefill's cached tokens"
+
+
+async def test_a_failed_engine_s_identity_is_queried_anew() -> None:
+    """Its address may belong to another process now, whose connector waits under another name."""
+    async with fronting(1, 1, protocol="bootstrap") as front:
+        [prefill], [decode] = front.prefill, front.decode
+        await front.complete(PROMPT, 5)
+        assert decode.calls[0]["kv_transfer_params"]["remote_engine_id"] == prefill.rank_name(0)
+        prefill.refuse = (500, {"message": "boom", "type": "InternalServerError"})
+        await front.complete(PROMPT, 5)  # by the decode alone
+        prefill.refuse, prefill.name = None, "started anew"
+        async with asyncio.timeout(20):
+            while decode.calls[-1].get("kv_transfer_params") is None:
+                await front.complete(PROMPT, 5)
+        assert decode.calls[-1]["kv_transfer_params"]["remote_engine_id"] == prefill.rank_name(0)
+
+
+# --- membership
+
+
+async def test_an_instance_is_drained_before_it_is_removed() -> None:
+    key = {"X-API-Key": "correct-horse"}
+    async with fronting(0, 2) as front:
+        leaving, staying = front.decode
+        for one in front.decode:
+            one.gate = asyncio.Event()
+        body = {"prompt": PROMPT, "max_tokens": 3, "stream": True}
+        async with (
+            front.session.post(front.url + "/v1/completions", json=body) as first,
+            front.session.post(front.url + "/v1/completions", json=body) as second,
+        ):
+            change = {"type": "decode", "instance": leaving.address}
+            status, _, _ = await front.post("/instances/remove", change, {"X-API-Key": "wrong"})
+            assert status == 401 and (await front.health())[leaving.address] == "ready"
+            status, answer, _ = await front.post("/instances/remove", change, key)
+            assert (status, answer["status"]) == (200, "draining")
+            assert (await front.health())[leaving.address] == "draining"
+            for one in front.decode:
+                assert one.gate is not None
+                one.gate.set()
+            for response in (first, second):
+                assert (await response.read()).endswith(b"data: [DONE]\n\n")
+        await front.until(lambda health: leaving.address not in health)
+        for _ in range(2):
+            await front.complete(PROMPT)
+        assert (len(leaving.calls), len(staying.calls)) == (1, 3)
+        status, answer, _ = await front.post("/instances/add", {**change, "port": 8998}, key)
+        assert (status, answer["status"]) == (200, "added")
+        await front.until(lambda health: health.get(leaving.address) == "ready")
+        _, status_page = await front.get("/status")
+        assert (status_page["protocol"], status_page["decode_node_count"]) == ("sequential", 2)
+        _, health = await front.get("/healthcheck")
+        assert health == {"status": "ok", "prefill_instances": 0, "decode_instances": 2}
+
+
+async def test_auto_detects_other_engines(tokenizer: Any) -> None:
+    async with fronting(tokenizer=tokenizer, scheduling="cache_aware") as front:
+        answer = await front.complete(PROMPT, 4)
+        assert answer["choices"][0]["text"] == answer_text(IDS, 4)
+        assert isinstance(front, Front) and front.decode[0].calls[0]["prompt"] == PROMPT, "not its tokens"
+
+
+# --- late refusals and hostile fields
+
+
 TEXT = "/v1/completions"
 
 HOSTILE: dict[str, Any] = {

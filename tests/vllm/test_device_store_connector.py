@@ -76,7 +76,7 @@ def test_one_engine_loads_what_another_has_saved(model: Path, tmp_path: Path) ->
     prompt = a_prompt("Samarkand")
     with running_store(tmp_path) as store:
         connector = {
-            "kv_connector": "MooncakeStoreConnector",
+            "kv_connector": "DeviceStoreConnector",
             "kv_connector_module_path": MODULE,
             "kv_role": "kv_both",
             "kv_connector_extra_config": {"mooncake_store_addr": store},

@@ -15,7 +15,7 @@ from mooncake.conductor.messages import AddInstance
 from mooncake.conductor.server import ConductorService
 from mooncake.prefix import block_hashes, root_hash, short_key
 from mooncake.types import WorkerRole
-from tests.conductor.events.test_discovery import free_endpoint
+from tests.conductor.test_event_subscriptions import free_endpoint
 from tests.conductor.test_server import SETTINGS
 from tests.waiting import until
 

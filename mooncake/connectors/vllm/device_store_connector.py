@@ -66,7 +66,7 @@ def configure(extra: MutableMapping[str, Any], environment: MutableMapping[str, 
     log.info("store_connector_configured", file=path, master=extra["mooncake_store_addr"])
 
 
-class MooncakeStoreConnector(of_vllm.MooncakeStoreConnector):  # type: ignore[misc]
+class DeviceStoreConnector(of_vllm.MooncakeStoreConnector):  # type: ignore[misc]
     """vLLM's connector; ``mooncake_store_addr`` names the store."""
 
     def __init__(self, vllm_config: Any, role: Any, kv_cache_config: Any = None) -> None:

@@ -18,15 +18,15 @@ def register() -> None:
     from vllm.platforms import current_platform
 
     if not current_platform.is_cpu():
-        take_name("MooncakeStoreConnector", f"{MODULE}.device_store_connector")
+        take_name("MooncakeStoreConnector", f"{MODULE}.device_store_connector", "DeviceStoreConnector")
         return
     for name in NAMES:
         take_name(name)
 
 
-def take_name(name: str, module: str = MODULE) -> None:
-    """Register the connector ``name`` of ``module`` in this process."""
+def take_name(name: str, module: str = MODULE, class_name: str = "") -> None:
+    """Register a class of ``module``, by default that of the same name, under ``name`` in this process."""
     from vllm.distributed.kv_transfer.kv_connector.factory import KVConnectorFactory
 
     KVConnectorFactory._registry.pop(name, None)
-    KVConnectorFactory.register_connector(name, module, name)
+    KVConnectorFactory.register_connector(name, module, class_name or name)

@@ -81,7 +81,7 @@ KNOWN = {
 
 
 def http_port(command_line: Sequence[str]) -> int:
-    """Port of vLLM's HTTP server, by the command line that its processes share; connectors are not told."""
+    """Port of vLLM's HTTP server, by the command line that its processes share; connectors do not get it."""
     parser = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
     parser.add_argument("--port", type=int, default=VLLM_PORT)
     try:

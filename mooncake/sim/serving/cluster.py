@@ -32,7 +32,7 @@ from mooncake.conductor.messages import (
     Refuse,
     StepMeasured,
 )
-from mooncake.conductor.prediction.cost_models import CostModels, LinkModel, PrefillModel
+from mooncake.conductor.prediction import CostModels, LinkModel, PrefillModel
 from mooncake.conductor.settings import SchedulingSettings
 from mooncake.errors import InvalidArgument
 from mooncake.inference.blocks import BlockPool

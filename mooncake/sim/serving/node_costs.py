@@ -20,7 +20,7 @@ import msgspec
 import numpy as np
 from msgspec import Meta
 
-from mooncake.conductor.prediction.cost_models import CostModels, DecodeModel, LinkModel, PrefillModel
+from mooncake.conductor.prediction import CostModels, DecodeModel, LinkModel, PrefillModel
 from mooncake.errors import InvalidArgument
 
 Positive = Annotated[float, Meta(gt=0)]

@@ -40,7 +40,7 @@ from collections import deque
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any, Generic
 
-from mooncake.conductor.prediction.cost_models import DecodeModel
+from mooncake.conductor.prediction import DecodeModel
 from mooncake.inference.blocks import BlockPool, KeyT, PoolBlocksStored
 from mooncake.sim.kernel import Kernel
 from mooncake.sim.serving.fabric import Port

@@ -10,7 +10,7 @@ from random import Random
 
 import pytest
 
-from mooncake.conductor.prediction.cost_models import DecodeModel, PrefillModel
+from mooncake.conductor.prediction import DecodeModel, PrefillModel
 from mooncake.errors import InvalidArgument
 from mooncake.sim.serving.node_costs import (
     PrefillSample,

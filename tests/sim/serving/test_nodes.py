@@ -12,7 +12,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from mooncake.conductor.prediction.cost_models import DecodeModel
+from mooncake.conductor.prediction import DecodeModel
 from mooncake.inference.blocks import BlockPool
 from mooncake.sim.serving.nodes import DecodeBatch, NodeCache, SimRequest, longest_mean
 

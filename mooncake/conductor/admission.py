@@ -1,0 +1,623 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Admission control: whether a request is accepted, given its predicted times.
+
+It owns the question "is it worth starting?", the record of admitted requests and the texts of refusals, so
+that every rule words the same reason in the same way. It refuses to know how instances are chosen: it
+decides when the best pair is known, with the prediction for that pair. Five rules:
+
+``none``       every request is admitted.
+``baseline``   (paper §7) each stage checks its own load: prefill at arrival, decode when the prompt is done.
+``early``      (paper §7) both are checked at arrival: predicted TTFT against its SLO, and the decode pool's
+               *present* TBT against its SLO. The present is not what the request will meet: prefill takes
+               seconds, so the load of both pools swings.
+``predicted``  (paper §7) as ``early``, with the decode load expected when the prefill ends.
+``goodput``    ours (``GoodputRule``).
+
+Under each of the paper's rules decode checks again when the prompt is computed (§3: the anticipated load may
+have changed). The prompt of a request rejected then was computed in vain; ours rejects none so late. A
+rejection's ``Retry-After`` is computed from the same forecast: the first instant at which the rule would
+admit the request if nothing else changed. A share of the rejected requests (``audit_share``) is admitted all
+the same and marked: their outcome shows how often a rejection was wrong.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from dataclasses import dataclass
+from typing import Literal
+
+import numpy as np
+import numpy.typing as npt
+
+from mooncake.conductor.decode_forecast import DecodeForecast, DecodeLoad
+from mooncake.conductor.prediction import DecodeModel
+
+CODES = ("slo_ttft", "slo_tbt", "overload")
+"""Why requests are rejected."""
+
+SOONEST_RETRY_S = 0.05
+
+
+@dataclass(frozen=True, slots=True)
+class AdmissionRequest:
+    """A request to be decided, with its predicted times on the best pair of instances."""
+
+    request_id: str
+    num_tokens: int
+    queue_s: float
+    prefill_s: float
+    "Seconds that its prompt takes on the prefill instance."
+    ttft_s: float
+    tbt_s: float
+    output_tokens: int = 0
+    slo_ttft_s: float = 0.0
+    "0: none."
+    slo_tbt_s: float = 0.0
+    priority: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class PoolCapacity:
+    """The instances of both pools; ``step`` models a decode instance's step, ``kv_tokens`` is its memory."""
+
+    num_prefill: int
+    num_decode: int
+    step: DecodeModel
+    kv_tokens: float = math.inf
+
+    def step_s(self, load: DecodeLoad, one_more: AdmissionRequest | None = None) -> float:
+        """Seconds of a step when the load (and one more request) is spread evenly."""
+        num_requests, num_tokens = load.num_requests, load.num_tokens
+        if one_more is not None:
+            num_requests, num_tokens = num_requests + 1, num_tokens + one_more.num_tokens
+        # No request decodes in half a batch: an average below 1 is a batch of 1.
+        share = max(1, min(self.num_decode, num_requests))
+        return self.step.seconds(num_requests / share, num_tokens / share)
+
+    def memory_load(self, load: DecodeLoad, one_more: AdmissionRequest) -> float:
+        """The part of the decode instances' memory that the contexts take."""
+        return (load.num_tokens + one_more.num_tokens) / (max(1, self.num_decode) * self.kv_tokens)
+
+    def whole_memory_load(self, load: DecodeLoad, one_more: AdmissionRequest) -> float:
+        """The part of an instance's memory that is taken with this request in it: its context can't be spread
+        over several, and every request needs room for its answer, too."""
+        answer = one_more.output_tokens
+        each = (load.num_tokens + load.num_requests * answer) / max(1, self.num_decode)
+        return (each + one_more.num_tokens + answer) / self.kv_tokens
+
+    def most_requests(self, load: DecodeLoad, step_s: float) -> float:
+        """How many requests with contexts like those in ``load`` fit, and keep a step that short."""
+        mean_tokens = load.num_tokens / max(1, load.num_requests)
+        in_time = max(0.0, step_s - self.step.base_s) / max(1e-9, self.added_s(mean_tokens))
+        return self.num_decode * min(in_time, self.kv_tokens / max(1.0, mean_tokens))
+
+    def added_s(self, context_tokens: float) -> float:
+        """Seconds that a request adds to every step."""
+        return self.step.per_request_s + self.step.per_token_s * context_tokens
+
+
+@dataclass(frozen=True, slots=True)
+class AdmissionResult:
+    """The result. The loads are expected ones, as parts of what the SLOs allow."""
+
+    is_admitted: bool
+    code: str = "admitted"
+    reason: str = ""
+    retry_after_s: float = 0.0
+    prefill_load: float = 0.0
+    decode_load: float = 0.0
+    tbt_room_s: float = 0.0
+    "Seconds by which its steps may exceed those of an empty pool, if later results are right; 0: not given."
+    is_audited: bool = False
+    "It was rejected, and is admitted to check whether that was right."
+
+
+def too_late(request: AdmissionRequest, late_s: float = 0.0) -> AdmissionResult:
+    """The rejection for a TTFT SLO that can't be met; ``late_s``: how much later than predicted it may be."""
+    over_s = request.ttft_s + late_s - request.slo_ttft_s
+    reason = (
+        f"its first token would come after {request.ttft_s:.3g} s (queue {request.queue_s:.3g} s, prompt "
+        f"{request.prefill_s:.3g} s), its TTFT SLO is {request.slo_ttft_s:.3g} s"
+    )
+    if late_s:
+        reason += f", and predictions may be {late_s:.3g} s short"
+    if over_s > request.queue_s:
+        # An empty queue is the most that waiting can bring.
+        reason += "; it could not be met even without a queue"
+    wait_s = max(SOONEST_RETRY_S, min(over_s, request.queue_s))
+    return AdmissionResult(False, "slo_ttft", reason, wait_s, request.ttft_s / request.slo_ttft_s)
+
+
+def decode_full(
+    num_requests: int, slo_tbt_s: float, step_s: float, memory_load: float, wait_s: float, when: str
+) -> AdmissionResult:
+    """The rejection for a TBT SLO that can't be met; without memory, a request waits amid its answer."""
+    reason = (
+        f"{num_requests} requests {when}, a step with it would take {step_s * 1000:.3g} ms, its TBT SLO is "
+        f"{slo_tbt_s * 1000:.3g} ms"
+    )
+    if memory_load > 1.0:
+        reason += f"; with it they would need {memory_load:.0%} of the decode instances' memory"
+    wait_s = max(SOONEST_RETRY_S, wait_s)
+    return AdmissionResult(False, "slo_tbt", reason, wait_s, decode_load=max(step_s / slo_tbt_s, memory_load))
+
+
+def too_expensive(
+    resource: str, cost_s: float, most_s: float, demand_rate: float, capacity: int, wait_s: float
+) -> AdmissionResult:
+    """The rejection of a request that is worth less than what it would displace."""
+    reason = (
+        f"overload: it would take {cost_s:.3g} s of the {resource} instances, and at most {most_s:.3g} s are "
+        f"given now to a request of its priority ({demand_rate:.3g} s are demanded per second, there are "
+        f"{capacity})"
+    )
+    return AdmissionResult(False, "overload", reason, max(SOONEST_RETRY_S, wait_s))
+
+
+# --- what a scarce resource is worth
+
+
+_BINS_PER_DECADE = 16
+_LOWEST = -6.0  # log10 of value per second
+_DECADES = 12
+_NUM_BINS = _BINS_PER_DECADE * _DECADES
+_MOST_AGE = 50.0
+"""After this many horizons nothing is left of old demand; e to the power of much more overflows a float."""
+
+
+class ShadowPrice:
+    """What a second of one scarce resource is worth now, as value per second of it.
+
+    Suppose that the arrivals of the last ``horizon_s`` come again. Which of them should be taken, if the
+    resource has only so many seconds to give? Those with the most value per second of it, until the seconds
+    are used up: the fractional knapsack. The value per second of the last one taken is the price; a request
+    that brings less is not worth what it would displace. If there is enough for all, the price is 0, and a
+    burst alone does not raise it, because what counts is the offered rate, not the queue. The queue comes in
+    through the budget that the caller names: it is larger than the capacity while the backlog is short,
+    smaller while it is long, so that forecast errors are corrected.
+
+    A price alone would let expensive requests starve. So a share of the resource is given by turns: requests
+    are sorted into classes by cost (factors of two), each class that was refused lately earns an equal part
+    of that share, and a class that has earned the cost of a request may take it at any price. Thus a class
+    whose requests cost c is never refused by price for longer than ``c * num_classes / (share * capacity)``
+    seconds.
+    """
+
+    def __init__(self, horizon_s: float, turn_share: float) -> None:
+        self.horizon_s = horizon_s
+        self._turn_share = turn_share
+        # Seconds of the resource that were demanded, by value per second, fading with age. The unit grows by
+        # the factor e every horizon instead of each entry shrinking.
+        self._offered: npt.NDArray[np.float64] = np.zeros(_NUM_BINS)
+        self._unit = 1.0
+        self._faded_at = 0.0
+        self._at_margin = 0.0
+        self._earned: dict[int, float] = {}  # class of cost -> seconds it may take out of turn
+        self._refused_at: dict[int, float] = {}
+        self._earned_until = 0.0
+
+    def offer(self, value: float, cost_s: float, now: float) -> None:
+        """Record a request for ``cost_s`` seconds of the resource."""
+        self._fade(now)
+        if cost_s > 0:
+            self._offered[_bin(value / cost_s)] += cost_s * self._unit
+
+    def rate(self, now: float) -> float:
+        """Seconds of the resource that are demanded each second."""
+        self._fade(now)
+        return float(self._offered.sum()) / (self._unit * self.horizon_s)
+
+    def per_second(self, budget: float, now: float) -> float:
+        """The price when ``budget`` seconds of the resource can be given each second."""
+        margin, _ = self._margin(budget, now)
+        return 0.0 if margin < 0 else float(10.0 ** (margin / _BINS_PER_DECADE + _LOWEST))
+
+    def is_paid(self, value: float, cost_s: float, budget: float, now: float) -> bool:
+        """Whether a request is worth its cost; of those exactly at the price, as many as there is room
+        for."""
+        margin, part = self._margin(budget, now)
+        own = _bin(value / cost_s)
+        if own != margin:
+            return own > margin
+        self._at_margin += part
+        is_in = self._at_margin >= 1.0
+        self._at_margin -= is_in
+        return is_in
+
+    def take_turn(self, cost_s: float, capacity: float, now: float) -> bool:
+        """Whether a request that the price refuses may go all the same, because it is its class's turn."""
+        kind = _class(cost_s)
+        self._earn(capacity, now)
+        self._refused_at[kind] = now
+        if self._earned.get(kind, 0.0) < cost_s:
+            return False
+        self._earned[kind] -= cost_s
+        return True
+
+    def turn_in_s(self, cost_s: float, capacity: float) -> float:
+        """How long until the class of such a request has earned one."""
+        missing_s = cost_s - self._earned.get(_class(cost_s), 0.0)
+        return max(0.0, missing_s) / (self._turn_share * capacity / max(1, len(self._refused_at)) or 1e-9)
+
+    def check(self) -> None:
+        assert (self._offered >= 0).all()
+        assert all(seconds >= 0 for seconds in self._earned.values())
+
+    def _margin(self, budget: float, now: float) -> tuple[int, float]:
+        """The bin at which the budget ends, and how much of it is within; (-1, 0): enough for all."""
+        self._fade(now)
+        room = max(0.0, budget) * self._unit * self.horizon_s
+        from_best = np.cumsum(self._offered[::-1])
+        if from_best[-1] <= room:
+            return -1, 0.0
+        position = int(np.searchsorted(from_best, room, side="right"))
+        before = float(from_best[position - 1]) if position else 0.0
+        return _NUM_BINS - 1 - position, (room - before) / float(from_best[position] - before)
+
+    def _earn(self, capacity: float, now: float) -> None:
+        elapsed_s = min(now - self._earned_until, self.horizon_s)
+        self._earned_until = now
+        for kind, at in list(self._refused_at.items()):
+            if now - at > 2 * self.horizon_s:
+                del self._refused_at[kind]
+                self._earned.pop(kind, None)
+        for kind in self._refused_at:
+            # Two requests' worth at most: turns can't be accumulated.
+            most_s = 2.0 * 2.0 ** (kind + 1)
+            gain_s = elapsed_s * capacity * self._turn_share / len(self._refused_at)
+            self._earned[kind] = min(most_s, self._earned.get(kind, 0.0) + gain_s)
+
+    def _fade(self, now: float) -> None:
+        age = max(0.0, now - self._faded_at) / self.horizon_s
+        self._faded_at = max(self._faded_at, now)
+        if age > _MOST_AGE:
+            self._offered[:] = 0.0
+            return
+        self._unit *= math.exp(age)
+        if self._unit > 1e100:
+            self._offered /= self._unit
+            self._unit = 1.0
+
+
+def _bin(density: float) -> int:
+    position = math.floor((math.log10(density) - _LOWEST) * _BINS_PER_DECADE)
+    return min(_NUM_BINS - 1, max(0, position))
+
+
+def _class(cost_s: float) -> int:
+    return math.floor(math.log2(max(cost_s, 1e-6)))
+
+
+# --- the rule "goodput"
+
+
+TARGET_BACKLOG = 0.5
+"""Target of the queue in overload as a part of the TTFT SLO, with room for errors on both sides."""
+
+TARGET_FILLING = 0.9
+"""The part of the decode pool's room that is to be taken in overload."""
+
+_ON_TIME = 0.9
+"""The part of first tokens that should come no later than forecast."""
+
+_IN_PACE = 0.75
+"""The part of answers that should stay within the room: a fuller pool makes more late, an emptier one rejects
+more. Chosen among 0.5 to 0.9 on the three traces of ``bench/paper.py``'s overload."""
+
+_NEAR_LIMIT = 0.9
+
+_LEAST_OVER = 1.15
+"""A pool that is filled up to the limit exactly goes over it with every second arrival."""
+
+_MOST_OVER = 3.0
+"""Even a worse forecast does not lower the limit further."""
+
+
+@dataclass(slots=True)
+class _Quantile:
+    """A running quantile: a part ``share`` of what was learned lately lies below ``value``."""
+
+    share: float
+    value: float
+    spread: float = 0.0
+
+    def learn(self, found: float) -> None:
+        # Up by q, down by 1 - q of a step: there it rests.
+        self.spread += 0.05 * (abs(found - self.value) - self.spread)
+        self.value += 0.1 * self.spread * (self.share if found > self.value else self.share - 1.0)
+
+
+class GoodputRule:
+    """The rule "goodput": admit the requests that bring the most value within their SLOs. Ours.
+
+    Value is a request completed within its SLOs; a level of priority is worth a factor of two. Two questions:
+
+    *Can it meet its own SLOs?* If not, all of its work would be worth nothing. Forecasts decide this, and
+    forecasts err, so their recent error counts: how late first tokens were (a running quantile of seconds),
+    and how far steps went beyond the room (between an empty pool's step and the SLO) that was to be filled.
+    For decode the worst moment of its stay counts, not the first: no request may be admitted that breaks the
+    SLO of one admitted before. And a context lies whole in one instance: memory left in fragments over the
+    pool can't hold one.
+
+    *Is it worth what it would displace?* In overload some requests must be rejected, and other rules choose
+    those that arrive when the queue is full. If a request is worth v and takes c seconds of the bottleneck,
+    taking the largest v / c first brings the most: one prompt of 100,000 tokens takes the place of fifty
+    short ones. So prefill seconds and decode seconds each have a price (``ShadowPrice``), 0 without
+    overload, and a request must be worth its cost at both. A cached prefix makes a request cheap, so
+    sessions that have paid for their history go on. Turns keep expensive requests from starving.
+    """
+
+    def __init__(self, decode_forecast: DecodeForecast, horizon_s: float, turn_share: float) -> None:
+        self.prefill_price = ShadowPrice(horizon_s, turn_share)
+        self.decode_price = ShadowPrice(horizon_s, turn_share)
+        self._decode_forecast = decode_forecast
+        self._late_s = _Quantile(_ON_TIME, 0.0)
+        self._over = _Quantile(_IN_PACE, _LEAST_OVER)
+
+    @property
+    def _over_factor(self) -> float:
+        return min(_MOST_OVER, max(_LEAST_OVER, self._over.value))
+
+    def decide(self, request: AdmissionRequest, pools: PoolCapacity, now: float) -> AdmissionResult:
+        # Above the target queue no request is admitted by mistake; below it some must be, or a period of
+        # wrong forecasts would reject all requests, and with them all samples that could correct the
+        # forecasts.
+        most_s = (1.0 - TARGET_BACKLOG) * request.slo_ttft_s
+        late_s = min(max(0.0, self._late_s.value), most_s)
+        if request.slo_ttft_s and request.ttft_s + late_s > request.slo_ttft_s:
+            return too_late(request, late_s)
+        room_s = max(0.0, request.slo_tbt_s - pools.step.base_s) / self._over_factor
+        limit_s = pools.step.base_s + room_s
+        step_s = time_load = memory_load = 0.0
+        if request.slo_tbt_s and pools.num_decode:
+            full, step_s, time_load, memory_load = self._decode_refusal(request, pools, limit_s, now)
+            if full is not None:
+                # It counts as demand for decode all the same: a price that only sees requests that fit stays
+                # at zero.
+                self.decode_price.offer(_value(request), self._decode_cost_s(request, pools, room_s), now)
+                return full
+        if request.slo_ttft_s:
+            price, num = self.prefill_price, pools.num_prefill
+            short_s = TARGET_BACKLOG * request.slo_ttft_s - request.queue_s
+            budget = num * (1.0 + short_s / price.horizon_s)
+            refused = _at_price("prefill", price, request.prefill_s, request, num, budget, now)
+            if refused is not None:
+                return refused
+        if step_s:
+            price, num = self.decode_price, pools.num_decode
+            budget = num * (1.0 + TARGET_FILLING - max(time_load, memory_load))
+            cost_s = self._decode_cost_s(request, pools, room_s)
+            refused = _at_price("decode", price, cost_s, request, num, budget, now)
+            if refused is not None:
+                return refused
+        prefill_load = request.ttft_s / request.slo_ttft_s if request.slo_ttft_s else 0.0
+        decode_load = step_s / request.slo_tbt_s if request.slo_tbt_s else 0.0
+        # Where memory is the scarcer of both, late answers waited for it: shorter steps would not help.
+        stated_s = room_s if time_load >= memory_load else 0.0
+        return AdmissionResult(True, "admitted", "", 0.0, prefill_load, decode_load, stated_s)
+
+    def learn(self, late_s: float, over: float) -> None:
+        """Learn from an answered request: ``late_s`` after the prediction, with steps that took ``over``
+        times the room they were given; 0: they were given none."""
+        self._late_s.learn(late_s)
+        if over > _NEAR_LIMIT:  # an empty pool is no sample of a full one
+            self._over.learn(max(1.0, over))
+
+    def check(self) -> None:
+        self.prefill_price.check()
+        self.decode_price.check()
+        assert _LEAST_OVER <= self._over_factor <= _MOST_OVER
+
+    def _decode_refusal(
+        self, request: AdmissionRequest, pools: PoolCapacity, limit_s: float, now: float
+    ) -> tuple[AdmissionResult | None, float, float, float]:
+        """Why the decode pool will be too full, or None; the longest step while it decodes; and what parts of
+        the pool's time and memory are taken."""
+        instant = now + request.ttft_s
+        there = self._decode_forecast.peak(instant, now)
+        step_s, memory_load = pools.step_s(there, request), pools.whole_memory_load(there, request)
+        base_s = pools.step.base_s
+        time_load = (step_s - base_s) / max(1e-9, limit_s - base_s)
+        if step_s <= limit_s and memory_load <= 1.0:
+            return None, step_s, time_load, memory_load
+        most = pools.most_requests(there, limit_s)
+        wait_s = self._decode_forecast.falls_to(most - 1, instant, now) - instant
+        when = f"will be decoding while it does, from {request.ttft_s:.3g} s on"
+        full = decode_full(there.num_requests, request.slo_tbt_s, step_s, memory_load, wait_s, when)
+        return full, step_s, time_load, memory_load
+
+    def _decode_cost_s(self, request: AdmissionRequest, pools: PoolCapacity, room_s: float) -> float:
+        """Seconds of a decode instance that it takes: its part of time or memory, for as long as it stays."""
+        stay_s = request.output_tokens * request.tbt_s or self._decode_forecast.mean_stay_s
+        part = max(
+            pools.added_s(request.num_tokens) / max(1e-9, room_s), request.num_tokens / pools.kv_tokens
+        )
+        return part * stay_s
+
+
+def _value(request: AdmissionRequest) -> float:
+    return 2.0 ** -max(-20, min(20, request.priority))
+
+
+def _at_price(
+    resource: str,
+    price: ShadowPrice,
+    cost_s: float,
+    request: AdmissionRequest,
+    capacity: int,
+    budget: float,
+    now: float,
+) -> AdmissionResult | None:
+    """Why the request is not worth its cost; None if it is, or if its class has a turn."""
+    if cost_s <= 0 or not capacity:
+        return None
+    value = _value(request)
+    price.offer(value, cost_s, now)
+    if price.is_paid(value, cost_s, budget, now) or price.take_turn(cost_s, capacity, now):
+        return None
+    wait_s = price.turn_in_s(cost_s, capacity)
+    most_s = value / price.per_second(budget, now)
+    return too_expensive(resource, cost_s, most_s, price.rate(now), capacity, wait_s)
+
+
+# --- all rules
+
+
+Rule = Literal["none", "baseline", "early", "predicted", "goodput"]
+
+RECHECKED_RULES: tuple[Rule, ...] = ("baseline", "early", "predicted")
+"""Under the paper's rules (§3) decode checks the TBT SLO once more when a prompt is computed."""
+
+
+@dataclass(slots=True)
+class Audit:
+    """The outcomes of requests that were admitted although the rule rejected them."""
+
+    num_admitted: int = 0
+    num_ended: int = 0
+    num_in_slo: int = 0
+
+
+@dataclass(slots=True)
+class _AdmittedRequest:
+    request: AdmissionRequest
+    verdict: AdmissionResult
+    base_s: float
+    is_prefilled: bool = False
+
+
+class AdmissionController:
+    """One of the rules with its state."""
+
+    def __init__(
+        self,
+        rule: Rule,
+        *,
+        audit_share: float = 0.0,
+        turn_share: float = 0.05,
+        horizon_s: float = 30.0,
+    ) -> None:
+        self.rule = rule
+        self.audit = Audit()
+        self.num_rejected: dict[str, int] = {}
+        self.decode_forecast = DecodeForecast()
+        self.goodput = GoodputRule(self.decode_forecast, horizon_s, turn_share)
+        self._audit_share = audit_share
+        self._audit_due = 0.0
+        self._admitted: dict[str, _AdmittedRequest] = {}
+
+    def __repr__(self) -> str:
+        return (
+            f"<AdmissionController {self.rule} admitted={len(self._admitted)} rejected={self.num_rejected}>"
+        )
+
+    def knows(self, request_id: str) -> bool:
+        """Whether the request was admitted and has not ended."""
+        return request_id in self._admitted
+
+    def decide(self, request: AdmissionRequest, pools: PoolCapacity, now: float) -> AdmissionResult:
+        """Decide whether ``request`` is admitted; if so it counts from now on."""
+        verdict = self._decide(request, pools, now)
+        if not verdict.is_admitted:
+            self._count(verdict)
+            self._audit_due += self._audit_share
+            if self._audit_due < 1.0:
+                return verdict
+            self._audit_due -= 1.0
+            self.audit.num_admitted += 1
+            verdict = dataclasses.replace(verdict, is_admitted=True, is_audited=True)
+        self._admitted[request.request_id] = _AdmittedRequest(request, verdict, pools.step.base_s)
+        self.decode_forecast.expect(request.request_id, now + request.ttft_s, request.num_tokens, now)
+        return verdict
+
+    def prefilled(
+        self, request_id: str, pools: PoolCapacity, now: float, has_begun: bool = False
+    ) -> AdmissionResult:
+        """Record that the prompt is computed. Under the paper's rules decode checks again, and may still
+        reject.
+
+        ``has_begun``: its answer has begun, so it can no longer be rejected.
+        """
+        promise = self._admitted.get(request_id)
+        if promise is None or promise.is_prefilled:
+            return AdmissionResult(True)
+        if self.rule in RECHECKED_RULES and not promise.verdict.is_audited and not has_begun:
+            verdict = self._present_decode(promise.request, pools)
+            if verdict is not None:
+                self._count(verdict)
+                self.forget(request_id)
+                return verdict
+        promise.is_prefilled = True
+        self.decode_forecast.started(request_id, now)
+        return AdmissionResult(True)
+
+    def finished(self, request_id: str, ttft_s: float, tbt_s: float, is_complete: bool, now: float) -> None:
+        """Record the end of a request; ``ttft_s`` 0: not measured."""
+        promise = self._admitted.pop(request_id, None)
+        if promise is None:
+            return
+        self.decode_forecast.left(request_id, now)
+        request, is_answered = promise.request, is_complete and ttft_s > 0
+        if promise.verdict.is_audited:
+            self.audit.num_ended += 1
+            in_time = not request.slo_ttft_s or ttft_s <= request.slo_ttft_s
+            in_pace = not request.slo_tbt_s or tbt_s <= request.slo_tbt_s
+            self.audit.num_in_slo += is_answered and in_time and in_pace
+        elif is_answered:
+            room_s, over_s = promise.verdict.tbt_room_s, tbt_s - promise.base_s
+            self.goodput.learn(ttft_s - request.ttft_s, over_s / room_s if room_s else 0.0)
+
+    def forget(self, request_id: str) -> None:
+        """Forget a request that is placed anew or not at all, as if it had never arrived."""
+        self._admitted.pop(request_id, None)
+        self.decode_forecast.forget(request_id)
+
+    def check(self) -> None:
+        self.decode_forecast.check()
+        self.goodput.check()
+        assert 0.0 <= self._audit_due < 1.0
+        assert self.audit.num_in_slo <= self.audit.num_ended <= self.audit.num_admitted
+
+    def _decide(self, request: AdmissionRequest, pools: PoolCapacity, now: float) -> AdmissionResult:
+        if self.rule == "goodput":
+            return self.goodput.decide(request, pools, now)
+        load = request.ttft_s / request.slo_ttft_s if request.slo_ttft_s else 0.0
+        if self.rule != "none" and load > 1.0:
+            return too_late(request)
+        refused = None
+        if self.rule == "early":
+            refused = self._present_decode(request, pools)
+        elif self.rule == "predicted":
+            refused = self._predicted_decode(request, pools, now)
+        return refused or AdmissionResult(True, prefill_load=load)
+
+    def _present_decode(self, request: AdmissionRequest, pools: PoolCapacity) -> AdmissionResult | None:
+        """Why the decode pool is too full now; a request leaves it every ``mean_stay_s / n`` seconds."""
+        there = self.decode_forecast.decoding
+        step_s, memory_load = pools.step_s(there, request), pools.memory_load(there, request)
+        if not request.slo_tbt_s or not pools.num_decode:
+            return None
+        if step_s <= request.slo_tbt_s and memory_load <= 1.0:
+            return None
+        num_over = max(1.0, there.num_requests + 1 - pools.most_requests(there, request.slo_tbt_s))
+        wait_s = num_over * self.decode_forecast.mean_stay_s / max(1, there.num_requests)
+        return decode_full(there.num_requests, request.slo_tbt_s, step_s, memory_load, wait_s, "are decoding")
+
+    def _predicted_decode(
+        self, request: AdmissionRequest, pools: PoolCapacity, now: float
+    ) -> AdmissionResult | None:
+        instant = now + request.ttft_s
+        there = self.decode_forecast.at(instant, now)
+        step_s, memory_load = pools.step_s(there, request), pools.memory_load(there, request)
+        if not request.slo_tbt_s or not pools.num_decode:
+            return None
+        if step_s <= request.slo_tbt_s and memory_load <= 1.0:
+            return None
+        most = pools.most_requests(there, request.slo_tbt_s)
+        wait_s = self.decode_forecast.falls_to(most - 1, instant, now) - instant
+        when = f"will be decoding in {request.ttft_s:.3g} s when its prompt is computed"
+        return decode_full(there.num_requests, request.slo_tbt_s, step_s, memory_load, wait_s, when)
+
+    def _count(self, verdict: AdmissionResult) -> None:
+        self.num_rejected[verdict.code] = self.num_rejected.get(verdict.code, 0) + 1

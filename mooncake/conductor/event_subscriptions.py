@@ -1,0 +1,468 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Subscriptions to KV events: discovery of the publishers, and their events as facts for the index.
+
+Owns which instance is followed and how. Our workers and vLLM name their publishers at
+``GET /kv_event_sources``, each in its own form; for engines that name none the settings can. Most publishers
+listen and are connected to. One whose endpoint names a single address either listens there or connects to a
+subscriber that does: so we listen, if the address is ours and free, and connect if it is not. An instance
+without events is reported (``Silent``), since its blocks must then be inferred from the prompts it was given.
+
+Sequence gaps are filled by replay, a restarted publisher is noticed and its old blocks are cleared. It
+refuses to know how the facts are used; the formats of events are ``kv_events/dialects.py``'s, the meaning of
+their block hashes is ``key_translation.py``'s.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import re
+from collections.abc import Awaitable, Callable, Mapping, Sequence
+from typing import Any
+
+import aiohttp
+import msgspec
+import zmq
+import zmq.asyncio
+from prometheus_client import Counter
+
+from mooncake import metrics
+from mooncake.conductor.key_translation import EngineKeys, Fact, KeyTranslation, OwnKeys, tier_of
+from mooncake.conductor.messages import POOL, BlocksCleared, BlocksRemoved, BlocksStored, Event, Silent
+from mooncake.conductor.settings import SchedulingSettings
+from mooncake.kv_events.dialects import AllBlocksCleared, BlockStored, read_batch
+from mooncake.log import get_logger
+from mooncake.security.http_auth import HttpClientAuth
+from mooncake.types import InstanceId
+
+log = get_logger(__name__)
+
+# --- one publisher
+
+
+_batches = Counter(
+    "mooncake_conductor_kv_event_batches",
+    "Batches of KV events that were read, replayed ones included.",
+    registry=metrics.registry,
+)
+_gaps = Counter(
+    "mooncake_conductor_kv_event_gaps",
+    "Gaps in publishers' sequences: filled by replay, or lost with all known blocks of the publisher.",
+    ["outcome"],
+    registry=metrics.registry,
+)
+_restarts = Counter(
+    "mooncake_conductor_kv_event_restarts",
+    "Restarts of publishers, at which all their known blocks were forgotten.",
+    registry=metrics.registry,
+)
+
+REPLAY_TIMEOUT_S = 3.0
+
+
+class EventSource(msgspec.Struct, frozen=True):
+    """One entry of a worker's ``GET /kv_event_sources``."""
+
+    endpoint: str
+    replay_endpoint: str | None = None
+    topic: str = ""
+    may_connect: bool = False
+    "Whether the publisher may connect there rather than listen."
+
+    def with_host_of(self, instance: InstanceId) -> EventSource:
+        """This source with the instance's host where the worker names a wildcard address."""
+        host = instance.rpartition(":")[0]
+
+        def reachable(endpoint: str) -> str:
+            return re.sub(r"^tcp://(\*|0\.0\.0\.0|\[::\]):", lambda _: f"tcp://{host}:", endpoint)
+
+        replay = None if self.replay_endpoint is None else reachable(self.replay_endpoint)
+        return EventSource(reachable(self.endpoint), replay, self.topic, self.may_connect)
+
+
+class EventReader:
+    """Converts batches of one publisher, in any order of arrival, to facts about its instance."""
+
+    def __init__(self, instance: InstanceId, translation: KeyTranslation | None = None) -> None:
+        self.next_sequence = 0
+        self.instance = instance
+        self._latest_ts = 0.0
+        self._translation = translation or OwnKeys()
+
+    def is_restart(self, sequence: int, payload: bytes) -> bool:
+        """Whether the publisher counts from the start again (a late duplicate has an old timestamp)."""
+        return sequence < self.next_sequence and read_batch(payload).ts > self._latest_ts
+
+    def restart(self) -> list[Fact]:
+        """Forget everything."""
+        self.next_sequence = 0
+        self._translation.clear()
+        return [BlocksCleared(self.instance, "restarted")]
+
+    def read(self, sequence: int, payload: bytes) -> list[Fact]:
+        """The facts in one batch, those of equal kind together; none when it was read before.
+
+        Raises:
+            msgspec.MsgspecError: not a batch of events.
+        """
+        if sequence < self.next_sequence:
+            return []
+        batch = read_batch(payload)
+        _batches.inc()
+        self.next_sequence = sequence + 1
+        self._latest_ts = max(self._latest_ts, batch.ts)
+        facts: list[Fact] = []
+        for event in batch.events:
+            fact: Fact
+            if isinstance(event, AllBlocksCleared):
+                self._translation.clear()
+                facts.append(BlocksCleared(self.instance))
+                continue
+            if isinstance(event, BlockStored):
+                scope, keys = self._translation.stored(event)
+                fact = BlocksStored(self.instance, keys, tier_of(event), scope)
+            else:
+                scope, keys = self._translation.removed(event)
+                fact = BlocksRemoved(self.instance, keys, tier_of(event), scope, event.reason or "evicted")
+            if keys and not (facts and _joined(facts[-1], fact)):
+                facts.append(fact)
+        return facts
+
+
+def _joined(before: Fact, fact: BlocksStored | BlocksRemoved) -> bool:
+    """Whether ``fact`` was merged into ``before``, because they differ only in their blocks."""
+    if isinstance(before, BlocksCleared) or msgspec.structs.replace(fact, keys=before.keys) != before:
+        return False
+    before.keys.extend(fact.keys)
+    return True
+
+
+class GaplessStream:
+    """The messages of one publisher in order and without gaps, which are filled by replay."""
+
+    def __init__(
+        self,
+        context: zmq.asyncio.Context,
+        reader: EventReader,
+        source: EventSource,
+        post: Callable[[Fact], None],
+    ) -> None:
+        self._context, self._reader, self._source, self._post = context, reader, source, post
+
+    async def begin(self) -> None:
+        """Forget everything known of the publisher, and read all that it can replay."""
+        _post_all(self._post, self._reader.restart())
+        await _catch_up(self._context, self._reader, self._source, self._post)
+
+    async def take(self, frames: list[bytes], was_lost: bool = False) -> None:
+        """Read one message; ``was_lost``: the connection broke since the previous one."""
+        reader, instance = self._reader, self._reader.instance
+        if len(frames) != 3:
+            log.warning("kv_event_malformed", instance=instance, reason="not 3 frames")
+            return
+        sequence, payload = int.from_bytes(frames[1], "big"), frames[2]
+        try:
+            if was_lost or reader.is_restart(sequence, payload):
+                log.info("kv_events_restarted", instance=instance)
+                _restarts.inc()
+                _post_all(self._post, reader.restart())
+            if sequence > reader.next_sequence:
+                log.info("kv_events_gap", instance=instance, first=reader.next_sequence, last=sequence - 1)
+                await _catch_up(self._context, reader, self._source, self._post)
+                is_whole = sequence <= reader.next_sequence
+                _gaps.labels("replayed" if is_whole else "lost").inc()
+                if not is_whole:  # no hints are better than stale ones
+                    _post_all(self._post, reader.restart())
+            _post_all(self._post, reader.read(sequence, payload))
+        except msgspec.MsgspecError as error:
+            log.warning("kv_event_malformed", instance=instance, reason=str(error))
+
+
+async def subscribe(
+    context: zmq.asyncio.Context, reader: EventReader, source: EventSource, post: Callable[[Fact], None]
+) -> None:
+    """Follow one publisher until cancelled, beginning with everything it can replay."""
+    subscriber = context.socket(zmq.SUB)
+    try:
+        subscriber.setsockopt(zmq.LINGER, 0)
+        subscriber.setsockopt(zmq.RCVHWM, 100_000)
+        subscriber.setsockopt_string(zmq.SUBSCRIBE, source.topic)
+        # A publisher that restarts may have counted beyond our position before we are connected again, so
+        # that its numbers alone would look like a small gap: a lost connection counts as a restart.
+        losses = subscriber.get_monitor_socket(zmq.EVENT_DISCONNECTED)
+        subscriber.connect(source.endpoint)
+        following = GaplessStream(context, reader, source, post)
+        await following.begin()
+        while True:
+            frames = await subscriber.recv_multipart()
+            await following.take(frames, await _drained(losses))
+    finally:
+        subscriber.disable_monitor()
+        subscriber.close()
+
+
+class EventListener:
+    """A socket that publishers connect to; a message's topic identifies its publisher."""
+
+    def __init__(self, context: zmq.asyncio.Context, endpoint: str) -> None:
+        """Raises zmq.ZMQError: the address is not one of this host, or is in use."""
+        self._context = context
+        self._queues: dict[bytes, asyncio.Queue[list[bytes]]] = {}
+        self._socket = context.socket(zmq.SUB)
+        self._socket.setsockopt(zmq.LINGER, 0)
+        self._socket.setsockopt(zmq.RCVHWM, 100_000)
+        self._socket.subscribe(b"")
+        try:
+            self._socket.bind(endpoint)
+        except zmq.ZMQError:
+            self._socket.close()
+            raise
+        self._task = asyncio.get_running_loop().create_task(self._sort())
+
+    def close(self) -> None:
+        self._task.cancel()
+        self._socket.close()
+
+    def expects(self, topic: str) -> bool:
+        """Whether this topic is followed already."""
+        return topic.encode() in self._queues
+
+    async def follow(self, reader: EventReader, source: EventSource, post: Callable[[Fact], None]) -> None:
+        """Like ``subscribe``, for the publisher that connects here and sends under the source's topic."""
+        topic = source.topic.encode()
+        assert topic not in self._queues
+        queue = self._queues[topic] = asyncio.Queue()
+        try:
+            following = GaplessStream(self._context, reader, source, post)
+            await following.begin()
+            while True:
+                await following.take(await queue.get())
+        finally:
+            del self._queues[topic]
+
+    async def _sort(self) -> None:
+        while True:
+            frames = await self._socket.recv_multipart()
+            queue = self._queues.get(frames[0])
+            if queue is not None:
+                queue.put_nowait(frames)
+
+
+async def _drained(monitor: zmq.asyncio.Socket) -> bool:
+    """Whether the monitor had events."""
+    was_lost = False
+    while await monitor.poll(0):
+        await monitor.recv_multipart()
+        was_lost = True
+    return was_lost
+
+
+async def _catch_up(
+    context: zmq.asyncio.Context, reader: EventReader, source: EventSource, post: Callable[[Fact], None]
+) -> None:
+    """Request a replay from the reader's next sequence; warn and return if no answer comes in time."""
+    if source.replay_endpoint is None:
+        return
+    dealer = context.socket(zmq.DEALER)
+    try:
+        dealer.setsockopt(zmq.LINGER, 0)
+        dealer.connect(source.replay_endpoint)
+        await dealer.send_multipart([b"", reader.next_sequence.to_bytes(8, "big")])
+        while True:
+            async with asyncio.timeout(REPLAY_TIMEOUT_S):
+                frames = await dealer.recv_multipart()
+            sequence = int.from_bytes(frames[-2], "big", signed=True)
+            if sequence < 0:
+                return
+            _post_all(post, reader.read(sequence, frames[-1]))
+    except TimeoutError:
+        log.warning("kv_event_replay_timed_out", endpoint=source.replay_endpoint)
+    finally:
+        dealer.close()
+
+
+def _post_all(post: Callable[[Fact], None], facts: list[Fact]) -> None:
+    for fact in facts:
+        post(fact)
+
+
+# --- all publishers of one conductor
+
+
+class EventSubscriptions:
+    """One task per followed instance. Use it on one event loop."""
+
+    def __init__(
+        self,
+        settings: SchedulingSettings,
+        post: Callable[[Event], None],
+        caller: HttpClientAuth | None = None,
+    ) -> None:
+        """``caller``: sends the requests to instances; by default with this process's identity."""
+        self.identities: dict[InstanceId, str] = {}
+        """Digest under which each instance's blocks lie in the pool."""
+        self._settings = settings
+        self._post = post
+        self._caller = caller or HttpClientAuth()
+        self._tasks: dict[InstanceId, asyncio.Task[None]] = {}
+        self._context = zmq.asyncio.Context()
+        self._listeners: dict[str, EventListener] = {}
+        self._given = read_sources(settings.event_sources)
+        self._session: aiohttp.ClientSession | None = None
+
+    async def start(self, session: aiohttp.ClientSession) -> None:
+        """Follow the store, if it publishes.
+
+        Raises:
+            zmq.ZMQError: the endpoint for engines that connect can't be bound.
+        """
+        self._session = session
+        settings = self._settings
+        if settings.kv_events_listen:
+            self._listeners[""] = EventListener(self._context, settings.kv_events_listen)
+        if settings.pool_events:
+            source = EventSource(settings.pool_events, settings.pool_events_replay or None)
+            self._begin(POOL, subscribe(self._context, EventReader(POOL), source, self._post))
+
+    async def close(self) -> None:
+        for task in self._tasks.values():
+            task.cancel()
+        await asyncio.gather(*self._tasks.values(), return_exceptions=True)
+        for listener in self._listeners.values():
+            listener.close()
+        self._context.destroy(linger=0)
+
+    def follow(self, instance: InstanceId) -> None:
+        """Follow an instance from the oldest event it can replay."""
+        self.unfollow(instance)
+        self._begin(instance, self._follow(instance))
+
+    def unfollow(self, instance: InstanceId) -> None:
+        task = self._tasks.pop(instance, None)
+        if task is not None:
+            task.cancel()
+
+    def _begin(self, instance: InstanceId, following: Awaitable[None]) -> None:
+        async def run_until_error() -> None:
+            try:
+                await following
+            except zmq.ZMQError as error:
+                log.warning("kv_events_ignored", instance=instance, reason=str(error))
+                self._post(Silent(instance))
+
+        self._tasks[instance] = asyncio.get_running_loop().create_task(run_until_error())
+
+    async def _follow(self, instance: InstanceId) -> None:
+        answer = _Sources([], is_ours=False)
+        if instance in self._given:
+            answer = _Sources([self._given[instance]], is_ours=False)
+        else:
+            try:
+                answer = await self._query_sources(instance)
+            except (aiohttp.ClientError, OSError, TimeoutError, msgspec.MsgspecError) as error:
+                log.info("kv_event_sources_unavailable", instance=instance, reason=str(error))
+        self.identities[instance] = answer.kv_identity
+        ours = self._settings.block_tokens
+        if answer.is_ours and answer.sources and answer.block_size != ours:
+            reason = f"its blocks have {answer.block_size} tokens, ours {ours}"
+            log.warning("kv_events_ignored", instance=instance, reason=reason)
+            answer.sources.clear()
+        if not answer.sources:
+            self._post(Silent(instance))
+            return
+        await self._gather(
+            [self._one(instance, source.with_host_of(instance), answer.is_ours) for source in answer.sources]
+        )
+
+    async def _gather(self, followings: Sequence[Awaitable[None]]) -> None:
+        """Await all concurrently; the first that fails cancels the others."""
+        tasks = [asyncio.ensure_future(one) for one in followings]
+        try:
+            await asyncio.gather(*tasks)
+        finally:
+            for task in tasks:
+                task.cancel()
+            await asyncio.gather(*tasks, return_exceptions=True)
+
+    async def _one(self, instance: InstanceId, source: EventSource, is_ours: bool) -> None:
+        if is_ours:
+            await subscribe(self._context, EventReader(instance), source, self._post)
+            return
+        reader = EventReader(instance, EngineKeys(self._settings.block_tokens))
+        listener = self._listener_for(source)
+        if listener is None:
+            await subscribe(self._context, reader, source, self._post)
+        elif listener.expects(source.topic):
+            reason = (
+                f"another engine that connects here has the topic {source.topic!r}, too: give each its own"
+            )
+            log.warning("kv_events_ignored", instance=instance, reason=reason)
+            self._post(Silent(instance))
+        else:
+            await listener.follow(reader, source, self._post)
+
+    def _listener_for(self, source: EventSource) -> EventListener | None:
+        """The listener for a publisher that connects; None when the publisher listens itself."""
+        if not source.may_connect:
+            return None
+        if "" in self._listeners:
+            return self._listeners[""]
+        if source.endpoint not in self._listeners:
+            try:
+                self._listeners[source.endpoint] = EventListener(self._context, source.endpoint)
+            except zmq.ZMQError:
+                return None  # the publisher has that address
+        return self._listeners[source.endpoint]
+
+    async def _query_sources(self, instance: InstanceId) -> _Sources:
+        assert self._session is not None, "start() first"
+        path = "/kv_event_sources"
+        url, headers = self._caller.url(instance, path), self._caller.headers("GET", path)
+        async with self._session.get(url, headers=headers) as response:
+            body = await response.read()
+            if response.status != 200:
+                return _Sources([], is_ours=False)
+        found: Mapping[str, Any] = msgspec.json.decode(body, type=dict[str, Any])
+        if "sources" in found:
+            return msgspec.convert({**found, "is_ours": True}, _Sources)
+        ranks = msgspec.convert([*found.values()], list[_EngineSource])
+        sources = [
+            EventSource(one.endpoint, one.replay_endpoint, one.topic, may_connect=one.may_connect)
+            for one in ranks
+            if one.publisher == "zmq" and one.enable_kv_cache_events
+        ]
+        return _Sources(sources, is_ours=False)
+
+
+class _Sources(msgspec.Struct):
+    """Our worker's answer; an engine's answer is converted to this form."""
+
+    sources: list[EventSource]
+    is_ours: bool
+    block_size: int = 0
+    kv_identity: str = ""
+
+
+class _EngineSource(msgspec.Struct):
+    """vLLM's configuration of one data-parallel rank."""
+
+    endpoint: str
+    enable_kv_cache_events: bool = False
+    publisher: str | None = None
+    replay_endpoint: str | None = None
+    topic: str = ""
+
+    @property
+    def may_connect(self) -> bool:
+        """Whether it may connect: vLLM listens on a wildcard address, and mostly connects to a single one."""
+        is_tcp = self.endpoint.startswith("tcp://")
+        return is_tcp and not any(any_address in self.endpoint for any_address in ("*", "::"))
+
+
+def read_sources(given: Sequence[str]) -> dict[InstanceId, EventSource]:
+    """``host:port=endpoint[=replay endpoint]`` by instance."""
+    found: dict[InstanceId, EventSource] = {}
+    for one in given:
+        instance, _, endpoints = one.partition("=")
+        endpoint, _, replay = endpoints.partition("=")
+        found[instance] = EventSource(endpoint, replay or None)
+    return found

@@ -1,0 +1,230 @@
+# SPDX-License-Identifier: Apache-2.0
+"""How much work each instance has, in seconds, as columns.
+
+It owns the accounts of what was placed and not yet reported done, and refuses to know prompts, health and
+policies. An instance's queue is the time until everything placed there is computed: the first prompt counts
+down with the clock, those behind it count in full. Reports correct it: when a prompt is reported done, the
+next one begins then, early or late, so a prediction error lasts no longer than its prompt. Columns (one
+number per instance and slot) because a decision weighs every instance: at a thousand of them a loop over
+objects would take a millisecond, an operation on a column takes a microsecond or two.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+from mooncake.conductor.prediction import Floats, Slots
+
+
+@dataclass(slots=True)
+class _Prompt:
+    seconds: float
+    num_tokens: int
+    turn: float
+
+
+class _WaitingPrompts:
+    """The prompts of all instances that wait behind a first one, as columns without gaps."""
+
+    def __init__(self) -> None:
+        self.num_prompts = 0
+        self._rows: dict[str, int] = {}
+        self._ids: list[str] = []
+        self._slots: Slots = np.empty(64, np.int64)
+        self._columns: Floats = np.empty((2, 64))
+
+    @property
+    def slots(self) -> Slots:
+        return self._slots[: self.num_prompts]
+
+    @property
+    def seconds(self) -> Floats:
+        return self._columns[0, : self.num_prompts]
+
+    @property
+    def turns(self) -> Floats:
+        return self._columns[1, : self.num_prompts]
+
+    def add(self, request_id: str, slot: int, seconds: float, turn: float) -> None:
+        row = self.num_prompts
+        if row == len(self._slots):
+            self._slots = np.append(self._slots, self._slots)
+            self._columns = np.hstack([self._columns, self._columns])
+        self._slots[row], self._columns[0, row], self._columns[1, row] = slot, seconds, turn
+        self._rows[request_id] = row
+        self._ids.append(request_id)
+        self.num_prompts += 1
+
+    def remove(self, request_id: str) -> None:
+        """Remove a row; the last row takes its place."""
+        row = self._rows.pop(request_id)
+        last = self._ids.pop()
+        self.num_prompts -= 1
+        if last != request_id:
+            self._slots[row] = self._slots[self.num_prompts]
+            self._columns[:, row] = self._columns[:, self.num_prompts]
+            self._ids[row], self._rows[last] = last, row
+
+
+class LoadAccounts:
+    """The accounts of all instances, by slot."""
+
+    def __init__(self) -> None:
+        self.first_ends_at: Floats = np.empty(0)
+        "Predicted instant at which the first prompt is done; -inf with none."
+        self.queued_tokens: Floats = np.empty(0)
+        self.num_requests: Floats = np.empty(0)
+        "Requests whose prompt waits or is computed here, or that decode here or are about to."
+        self.num_placed: Floats = np.empty(0)
+        "Requests ever placed here, for breaking ties."
+        self.batch_size: Floats = np.empty(0)
+        self.context_tokens: Floats = np.empty(0)
+        "Context tokens of the batch, including requests about to join."
+        self.capacity_tokens: Floats = np.empty(0)
+        "Tokens that fit into the instance's memory; inf when not reported."
+        self.ready_since: Floats = np.empty(0)
+        self.newest_at = -math.inf
+        "When the newest instance became ready."
+        self._prompts: list[dict[str, _Prompt]] = []
+        self._waiting = _WaitingPrompts()
+        self._decodes: list[dict[str, int]] = []
+
+    _COLUMNS = (
+        "first_ends_at",
+        "queued_tokens",
+        "num_requests",
+        "num_placed",
+        "batch_size",
+        "context_tokens",
+        "capacity_tokens",
+        "ready_since",
+    )
+    _EMPTY = (-math.inf, 0.0, 0.0, 0.0, 0.0, 0.0, math.inf, -math.inf)
+
+    @property
+    def num_slots(self) -> int:
+        return len(self._prompts)
+
+    def grow(self, num_slots: int) -> None:
+        added = num_slots - self.num_slots
+        for name, empty in zip(self._COLUMNS, self._EMPTY, strict=True):
+            setattr(self, name, np.append(getattr(self, name), np.full(added, empty)))
+        self._prompts += [{} for _ in range(added)]
+        self._decodes += [{} for _ in range(added)]
+
+    def forget(self, slot: int) -> None:
+        """Reset a slot, which another instance has now."""
+        for name, empty in zip(self._COLUMNS, self._EMPTY, strict=True):
+            getattr(self, name)[slot] = empty
+        for request_id in list(self._prompts[slot])[1:]:
+            self._waiting.remove(request_id)
+        self._prompts[slot] = {}
+        self._decodes[slot] = {}
+
+    # --- prompts
+
+    def queue_s(self, slots: Slots, now: float, turn: float = math.inf) -> tuple[Floats, Floats | None]:
+        """Seconds until each slot can begin a prompt with this turn, and the number of prompts that would
+        wait for it (None: no prompt on any)."""
+        queue: Floats = np.maximum(self.first_ends_at.take(slots) - now, 0.0)
+        waiting = self._waiting
+        if not waiting.num_prompts:
+            return queue, None
+        is_ahead = waiting.turns <= turn
+        ahead_s: Any = np.bincount(waiting.slots, waiting.seconds * is_ahead, self.num_slots)
+        queue += ahead_s.take(slots)
+        if np.count_nonzero(is_ahead) == len(is_ahead):
+            return queue, None
+        num_behind: Any = np.bincount(waiting.slots, 1.0 - is_ahead, self.num_slots)
+        return queue, num_behind.take(slots)
+
+    def add_prompt(
+        self, slot: int, request_id: str, seconds: float, num_tokens: int, turn: float, now: float
+    ) -> None:
+        prompts = self._prompts[slot]
+        assert request_id not in prompts
+        if prompts:
+            self._waiting.add(request_id, slot, seconds, turn)
+        else:
+            self.first_ends_at[slot] = now + seconds
+        prompts[request_id] = _Prompt(seconds, num_tokens, turn)
+        self.queued_tokens[slot] += num_tokens
+        self._count(slot, request_id not in self._decodes[slot])
+
+    def end_prompt(self, slot: int, request_id: str, now: float) -> None:
+        prompts = self._prompts[slot]
+        if request_id not in prompts:
+            return
+        was_first = next(iter(prompts)) == request_id
+        ended = prompts.pop(request_id)
+        self.queued_tokens[slot] -= ended.num_tokens
+        self.num_requests[slot] -= request_id not in self._decodes[slot]
+        if not was_first:
+            self._waiting.remove(request_id)
+        elif prompts:
+            self._begin(slot, min(prompts, key=lambda one: prompts[one].turn), now)
+        else:
+            self.first_ends_at[slot] = -math.inf
+
+    def _begin(self, slot: int, request_id: str, now: float) -> None:
+        """Begin to compute a prompt: it becomes first in the order of ``_prompts``."""
+        prompts = self._prompts[slot]
+        first = prompts.pop(request_id)
+        self._prompts[slot] = {request_id: first, **prompts}
+        self._waiting.remove(request_id)
+        self.first_ends_at[slot] = now + first.seconds
+
+    # --- decode
+
+    def add_decode(self, slot: int, request_id: str, num_tokens: int) -> None:
+        """Add a request to the batch; ``num_tokens``: its expected average context."""
+        assert request_id not in self._decodes[slot]
+        self._decodes[slot][request_id] = num_tokens
+        self.batch_size[slot] += 1
+        self.context_tokens[slot] += num_tokens
+        self._count(slot, request_id not in self._prompts[slot])
+
+    def _count(self, slot: int, is_new: bool) -> None:
+        """Count a request once on an instance that both computes its prompt and decodes it."""
+        self.num_requests[slot] += is_new
+        self.num_placed[slot] += is_new
+
+    def end_decode(self, slot: int, request_id: str) -> None:
+        num_tokens = self._decodes[slot].pop(request_id, None)
+        if num_tokens is not None:
+            self.batch_size[slot] -= 1
+            self.context_tokens[slot] -= num_tokens
+            self.num_requests[slot] -= request_id not in self._prompts[slot]
+
+    # --- new instances
+
+    def became_ready(self, slot: int, now: float) -> None:
+        self.ready_since[slot] = self.newest_at = now
+
+    def shares(self, slots: Slots, now: float, slow_start_s: float) -> Floats | None:
+        """The part of a full share of work for each slot now: 0.1 rising to 1; None when all get 1."""
+        if now - self.newest_at >= slow_start_s:
+            return None
+        return np.clip((now - self.ready_since[slots]) / slow_start_s, 0.1, 1.0)
+
+    def prompts_of(self, slot: int) -> list[str]:
+        """Requests whose prompts wait or are computed there, in order of arrival."""
+        return list(self._prompts[slot])
+
+    def decodes_of(self, slot: int) -> list[str]:
+        return list(self._decodes[slot])
+
+    def check(self) -> None:
+        for slot, (prompts, decodes) in enumerate(zip(self._prompts, self._decodes, strict=True)):
+            [queue_s], _ = self.queue_s(np.array([slot]), math.inf)
+            assert math.isclose(queue_s, sum([one.seconds for one in prompts.values()][1:]), abs_tol=1e-6)
+            assert (self.first_ends_at[slot] > -math.inf) == bool(prompts)
+            assert self.queued_tokens[slot] == sum(one.num_tokens for one in prompts.values())
+            assert self.batch_size[slot] == len(decodes)
+            assert self.context_tokens[slot] == sum(decodes.values())
+            assert self.num_requests[slot] == len(prompts.keys() | decodes.keys())
+            assert all(one.seconds >= 0 for one in prompts.values())

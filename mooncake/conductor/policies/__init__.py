@@ -1,2 +1,0 @@
-# SPDX-License-Identifier: Apache-2.0
-"""Scheduling policies: how the instances for a request are chosen."""

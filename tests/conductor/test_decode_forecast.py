@@ -1,0 +1,108 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The forecast of the number of decoding requests."""
+
+from __future__ import annotations
+
+from random import Random
+
+import pytest
+
+from mooncake.conductor.decode_forecast import DecodeForecast, DecodeLoad
+
+
+def test_admitted_requests_decode_for_the_mean_stay_from_the_end_of_their_prefill_on() -> None:
+    forecast = DecodeForecast(first_guess_s=4.0)
+    for number, starts_at in enumerate((101.0, 102.0, 103.0)):
+        forecast.expect(str(number), starts_at, 1000, 100.0)
+    assert [forecast.at(100.0 + after, 100.0).num_requests for after in (0.5, 1.5, 2.5, 3.5)] == [
+        0,
+        1,
+        2,
+        3,
+    ]
+    assert forecast.at(103.5, 100.0).num_tokens == 3000
+    assert forecast.at(106.5, 100.0).num_requests == 1
+    assert forecast.peak(100.5, 100.0).num_requests == 3
+    forecast.check()
+
+
+def test_a_request_computed_early_decodes_early() -> None:
+    forecast = DecodeForecast()
+    forecast.expect("r", 150.0, 10, 100.0)
+    assert forecast.decoding == DecodeLoad(0, 0)
+    forecast.started("r", 103.0)
+    assert forecast.decoding == DecodeLoad(1, 10) == forecast.at(104.0, 103.0)
+    forecast.left("r", 105.0)
+    assert forecast.decoding == DecodeLoad(0, 0)
+    assert forecast.mean_stay_s == pytest.approx((10.0 + 2.0) / 2.0, rel=0.02), "the guess and one stay"
+
+
+def test_the_forgotten_never_decode() -> None:
+    forecast = DecodeForecast()
+    forecast.expect("a", 101.0, 10, 100.0)
+    forecast.forget("a")
+    forecast.expect("b", 101.0, 10, 100.0)
+    forecast.left("b", 100.5)  # it ended before its prompt was computed
+    assert forecast.at(101.5, 100.5) == DecodeLoad(0, 0)
+    forecast.check()
+
+
+def test_the_instant_at_which_it_falls_to_a_number() -> None:
+    forecast = DecodeForecast(first_guess_s=10.0)
+    for number in range(5):
+        forecast.expect(str(number), 100.0 + number, 10, 100.0)
+    assert forecast.at(104.5, 100.0).num_requests == 5
+    assert forecast.falls_to(5, 104.5, 100.0) == 104.5
+    assert forecast.falls_to(3, 104.5, 100.0) == pytest.approx(111.0, abs=0.2)
+    assert forecast.falls_to(0, 104.5, 100.0) == pytest.approx(114.0, abs=0.2)
+
+
+def test_it_agrees_with_a_plain_list_over_hours() -> None:
+    random, forecast, now = Random(5), DecodeForecast(), 1000.0
+    starts: dict[str, float] = {}
+    for number in range(3000):
+        now += random.expovariate(0.5)
+        starts[str(number)] = now + random.random() * 20
+        forecast.expect(str(number), starts[str(number)], 1, now)
+        if random.random() < 0.1:
+            gone = random.choice(list(starts))
+            forecast.forget(gone)
+            del starts[gone]
+        instant, stay_s = now + random.random() * 20, forecast.mean_stay_s
+        sure = sum(instant - stay_s + 0.1 < start <= instant - 0.1 for start in starts.values())
+        perhaps = sum(instant - stay_s - 0.1 < start <= instant + 0.1 for start in starts.values())
+        assert sure <= forecast.at(instant, now).num_requests <= perhaps
+        for key in [key for key, start in starts.items() if start < now - 500]:
+            del starts[key]
+    forecast.check()
+
+
+def test_stays_are_learned_from_requests_still_decoding_too() -> None:
+    """One of ten leaves after a second, nine stay: the mean stay is not a second."""
+    forecast = DecodeForecast()
+    for number in range(10):
+        forecast.expect(str(number), 100.0, 10, 100.0)
+        forecast.started(str(number), 100.0)
+    forecast.left("0", 101.0)
+    assert forecast.mean_stay_s == pytest.approx((10.0 + 10.0) / 2.0, rel=0.02)
+
+
+def test_long_contexts_that_stay_longer_are_still_there() -> None:
+    """Half of the requests have ten times the context and stay nine times as long: by the mean stay of a
+    request 40 % of their tokens would be forgotten."""
+    forecast, ends = DecodeForecast(), dict[str, float]()
+    for tick in range(2000):
+        now = 100.0 + tick * 0.5
+        for key in [key for key, end in ends.items() if end <= now]:
+            forecast.left(key, now)
+            del ends[key]
+        is_long = tick % 2 == 0
+        forecast.expect(str(tick), now, 10_000 if is_long else 1000, now)
+        forecast.started(str(tick), now)
+        ends[str(tick)] = now + (18.0 if is_long else 2.0)
+    foreseen, there = forecast.at(now, now), forecast.decoding
+    assert foreseen.num_requests == pytest.approx(there.num_requests, rel=0.1)
+    assert foreseen.num_tokens == pytest.approx(there.num_tokens, rel=0.1)
+    assert forecast.peak(now, now).num_tokens == pytest.approx(there.num_tokens, rel=0.1)
+    assert forecast.mean_token_stay_s > 1.5 * forecast.mean_stay_s
+    forecast.check()

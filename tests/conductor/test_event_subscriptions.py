@@ -1,0 +1,483 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Real publishers and sockets, with a wire between them that loses the batches a test chooses.
+
+KV events in vLLM's dialect reach the index, from sockets that listen and sockets that connect.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import time
+from collections.abc import AsyncIterator, Iterator
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+import msgspec
+import pytest
+import zmq
+import zmq.asyncio
+from aiohttp import web
+
+from mooncake.conductor.event_subscriptions import EventReader, EventSource, subscribe
+from mooncake.conductor.key_translation import EngineKeys, Fact
+from mooncake.conductor.messages import (
+    AddInstance,
+    BlocksCleared,
+    BlocksRemoved,
+    BlocksStored,
+    RemoveInstance,
+)
+from mooncake.conductor.prefix_index import PrefixIndex
+from mooncake.conductor.server import ConductorService
+from mooncake.conductor.settings import SchedulingSettings
+from mooncake.errors import InvalidArgument
+from mooncake.inference.kv_events import WorkerKvEventPublisher
+from mooncake.kv_events.dialects import BlockRemoved, BlockStored, KvEvent
+from mooncake.prefix import block_hashes, root_hash, short_key
+from mooncake.rpc import AsyncClient
+from mooncake.store import messages as m
+from mooncake.store.master.kv_publisher import MasterKvEventPublisher as StoreEvents
+from mooncake.store.server import MasterServer
+from mooncake.store.settings import MasterSettings
+from mooncake.types import Tier, WorkerRole
+from tests.conductor.test_server import SETTINGS
+from tests.waiting import LONG_HEARTBEAT_S, until
+
+# --- one publisher
+
+
+HASHES = block_hashes(range(64), 16, root_hash())
+KEYS = [short_key(one) for one in HASHES]
+END = b"e" * 32
+
+
+def stored(*hashes: bytes, medium: str = "GPU") -> BlockStored:
+    return BlockStored(
+        block_hashes=list(hashes), parent_block_hash=None, token_ids=[], block_size=16, medium=medium
+    )
+
+
+class Follower:
+    """Applies a source's events to an index, as the conductor does."""
+
+    def __init__(self, context: zmq.asyncio.Context, source: EventSource) -> None:
+        self.index = PrefixIndex()
+        self.num_clears = 0
+        self.task = asyncio.get_running_loop().create_task(
+            subscribe(context, EventReader("w"), source, self.take)
+        )
+
+    def take(self, fact: Fact) -> None:
+        if isinstance(fact, BlocksStored):
+            self.index.store(fact.instance, fact.keys, fact.tier, fact.scope)
+        elif isinstance(fact, BlocksRemoved):
+            self.index.remove(fact.instance, fact.keys, fact.tier, fact.scope, fact.reason)
+        else:
+            self.num_clears += 1
+            self.index.clear(fact.instance)
+
+    def has(self, *hashes: bytes, scope: str = "") -> bool:
+        return all(self.index.matches([short_key(one)], scope) for one in hashes)
+
+    async def stop(self) -> None:
+        self.task.cancel()
+        with contextlib.suppress(asyncio.CancelledError):
+            await self.task
+
+
+@pytest.fixture
+def context() -> Iterator[zmq.asyncio.Context]:
+    context = zmq.asyncio.Context()
+    yield context
+    context.destroy(linger=0)
+
+
+@pytest.fixture
+async def publisher() -> AsyncIterator[WorkerKvEventPublisher]:
+    publisher = WorkerKvEventPublisher()
+    await publisher.start()
+    yield publisher
+    await publisher.close()
+
+
+class LossyWire:
+    """Forwards a publisher's live batches, except those that the test drops."""
+
+    def __init__(self, context: zmq.asyncio.Context, publisher: WorkerKvEventPublisher) -> None:
+        assert publisher.source is not None
+        self.dropping = False
+        self.num_forwarded = 0
+        self.num_dropped = 0
+        self._sub, self._pub = context.socket(zmq.SUB), context.socket(zmq.PUB)
+        self._sub.subscribe("")
+        self._sub.connect(publisher.source.endpoint)
+        port = self._pub.bind_to_random_port("tcp://127.0.0.1")
+        self.source = EventSource(f"tcp://127.0.0.1:{port}", publisher.source.replay_endpoint, "kv-events")
+        self.task = asyncio.get_running_loop().create_task(self._run())
+
+    async def _run(self) -> None:
+        while True:
+            frames = await self._sub.recv_multipart()
+            if self.dropping:
+                self.num_dropped += 1
+            else:
+                self.num_forwarded += 1
+                await self._pub.send_multipart(frames)
+
+
+async def test_a_dropped_sequence_is_replayed(
+    publisher: WorkerKvEventPublisher, context: zmq.asyncio.Context
+) -> None:
+    publisher.publish([stored(HASHES[0])])  # before any subscriber: comes by the first replay
+    wire = LossyWire(context, publisher)
+    follower = Follower(context, wire.source)
+    await until(lambda: follower.has(HASHES[0]))
+    await until(lambda: follower.has(END), poke=lambda: publisher.publish([stored(END)]))  # live now
+
+    wire.dropping = True
+    publisher.publish([stored(HASHES[1]), BlockRemoved([HASHES[0]], "GPU")])
+    await until(lambda: wire.num_dropped >= 1)
+    assert not follower.has(HASHES[1])
+    wire.dropping = False
+    publisher.publish([stored(HASHES[2])])
+    await until(lambda: follower.has(HASHES[2]))
+    assert follower.has(HASHES[1]) and not follower.has(HASHES[0])
+    assert follower.num_clears == 1  # only the one at the beginning
+    await follower.stop()
+    wire.task.cancel()
+
+
+async def test_a_gap_that_cannot_be_filled_clears_the_hints(
+    publisher: WorkerKvEventPublisher, context: zmq.asyncio.Context
+) -> None:
+    wire = LossyWire(context, publisher)
+    follower = Follower(context, EventSource(wire.source.endpoint, None, "kv-events"))
+    await until(lambda: follower.has(END), poke=lambda: publisher.publish([stored(END)]))
+    wire.dropping = True
+    publisher.publish([stored(HASHES[1])])
+    await until(lambda: wire.num_dropped >= 1)
+    wire.dropping = False
+    publisher.publish([stored(HASHES[2])])
+    await until(lambda: follower.has(HASHES[2]))
+    assert not follower.has(END)
+    await follower.stop()
+    wire.task.cancel()
+
+
+async def test_a_restarted_publisher_starts_over(context: zmq.asyncio.Context) -> None:
+    first = WorkerKvEventPublisher()
+    source = await first.start()
+    ports = [
+        int((endpoint or "").rpartition(":")[2]) for endpoint in (source.endpoint, source.replay_endpoint)
+    ]
+    follower = Follower(context, EventSource(source.endpoint, source.replay_endpoint, source.topic))
+    for _ in range(5):
+        first.publish([stored(HASHES[0])])
+    await until(lambda: follower.has(END), poke=lambda: first.publish([stored(END)]))
+    await first.close()
+    second = WorkerKvEventPublisher()
+    await second.start(*ports)
+    second.publish([stored(HASHES[1])])
+    await until(lambda: follower.has(HASHES[2]), poke=lambda: second.publish([stored(HASHES[2])]))
+    assert follower.has(HASHES[1]) and not follower.has(HASHES[0])
+    await follower.stop()
+    await second.close()
+
+
+# --- the reader alone
+
+
+def batch(*tagged: dict[str, object], ts: float = 1.0) -> bytes:
+    return msgspec.msgpack.encode([ts, list(tagged), 0])
+
+
+def test_a_worker_on_all_addresses_is_reached_at_its_own() -> None:
+    source = EventSource("tcp://0.0.0.0:5557", "tcp://*:5558", "t")
+    assert source.with_host_of("10.0.0.7:8100") == EventSource(
+        "tcp://10.0.0.7:5557", "tcp://10.0.0.7:5558", "t"
+    )
+    plain = EventSource("tcp://10.0.0.9:5557")
+    assert plain.with_host_of("10.0.0.7:8100") == plain
+
+
+def test_duplicates_are_read_once() -> None:
+    reader = EventReader("w")
+    payload = batch({"type": "BlockStored", "block_hashes": [HASHES[0]], "medium": "cpu"})
+    assert reader.read(0, payload) == [BlocksStored("w", KEYS[:1], Tier.MEMORY)]
+    assert reader.read(0, payload) == []
+    assert not reader.is_restart(0, payload)
+    assert reader.is_restart(0, batch(ts=2.0))
+
+
+def test_foreign_hashes_are_translated_by_their_tokens() -> None:
+    reader = EventReader("w", EngineKeys(16))
+    fields: dict[str, object] = {"type": "BlockStored", "block_size": 16, "group_idx": 0, "lora_id": None}
+    first = {**fields, "block_hashes": [11, 22], "parent_block_hash": None, "token_ids": [*range(32)]}
+    then = {**fields, "block_hashes": [33], "parent_block_hash": 22, "token_ids": [*range(32, 48)]}
+    orphan = {**fields, "block_hashes": [44], "parent_block_hash": 99, "token_ids": [*range(16)]}
+    facts = reader.read(0, batch(first, then, orphan, {"type": "BlockRemoved", "block_hashes": [22, 77]}))
+    assert facts == [BlocksStored("w", KEYS[:3]), BlocksRemoved("w", KEYS[1:2])]
+    salted = {**first, "block_hashes": [55, 66], "extra_keys": [["salt"], None]}
+    keys = [short_key(one) for one in block_hashes(range(32), 16, root_hash("salt"))]
+    assert reader.read(1, batch(salted)) == [BlocksStored("w", keys)]
+
+
+def test_cleared_clears() -> None:
+    assert EventReader("w").read(0, batch({"type": "AllBlocksCleared"})) == [BlocksCleared("w")]
+
+
+def test_a_payload_that_is_not_a_batch_is_refused() -> None:
+    with pytest.raises(msgspec.MsgspecError):
+        EventReader("w").read(0, b"\xc1")
+    with pytest.raises(msgspec.MsgspecError):
+        EventReader("w").read(0, batch({"type": "Unheard"}))
+
+
+def test_the_publisher_and_the_reader_agree() -> None:
+    sent: list[KvEvent] = [stored(HASHES[0], medium="disk"), BlockRemoved([HASHES[1]], "GPU")]
+    payload = msgspec.msgpack.encode([1.0, sent, None])
+    assert EventReader("w").read(0, payload) == [
+        BlocksStored("w", KEYS[:1], Tier.SSD),
+        BlocksRemoved("w", KEYS[1:2]),
+    ]
+
+
+async def test_a_master_of_the_store_is_followed_like_a_worker(context: zmq.asyncio.Context) -> None:
+    settings = MasterSettings(
+        port=0,
+        kv_events_endpoint="tcp://127.0.0.1:*",
+        kv_events_replay_endpoint="tcp://127.0.0.1:*",
+        heartbeat_s=LONG_HEARTBEAT_S,
+    )
+    server = MasterServer(settings)
+    client = AsyncClient(f"127.0.0.1:{await server.start()}", m.REPLIES)
+    await client.call(m.Mount("a", 1, "h", 0, 1 << 20, b"", 0.0), 5)
+    await client.call(m.Heartbeat("a", 1), 5)
+
+    async def put(*keys: str) -> None:
+        sizes = [100] * len(keys)
+        started = await client.call(m.PutStart(1, "h", list(keys), sizes, sizes), 5)
+        ids = [one.object_id for one in started.reserved]
+        await client.call(m.PutEnd(list(keys), ids, [b"crc!"] * len(keys)), 5)
+
+    scope = "kv/0123456789abcdef"
+    before, live = f"{scope}/{HASHES[0].hex()}", f"{scope}/{HASHES[1].hex()}"
+    await put(before, "17", "no block's", "kv/0123456789abcdef/no hash")
+    events = StoreEvents(server)
+    events.start()
+    follower = Follower(context, EventSource(events.endpoint, events.replay_endpoint))
+    try:
+        await until(
+            lambda: follower.has(HASHES[0], scope=scope)
+        )  # from the replay: it was there before the first event
+        await put(live)
+        await until(lambda: follower.has(HASHES[0], HASHES[1], scope=scope))
+        await client.call(m.Remove([live], True), 5)
+        await until(lambda: not follower.has(HASHES[1], scope=scope))
+        assert follower.has(HASHES[0], scope=scope)
+    finally:
+        await follower.stop()
+        await events.close()
+        await client.close()
+        await server.close()
+
+
+# --- all publishers of one conductor
+
+
+ENGINE_TOKENS = [*range(500, 564)]
+ENGINE_KEYS = [short_key(one) for one in block_hashes(ENGINE_TOKENS, 16, root_hash())]
+
+
+@dataclass
+class Engine:
+    """The part of a vLLM server that a conductor uses. Its blocks have 32 tokens, ours 16."""
+
+    topic: str = "kv@a"
+    can_replay: bool = True
+    names_sources: bool = True
+    address: str = ""
+    config: dict[str, Any] = field(default_factory=dict)
+    sent: list[tuple[int, bytes]] = field(default_factory=list)
+    context: zmq.asyncio.Context = field(default_factory=zmq.asyncio.Context)
+    _runner: web.AppRunner | None = None
+
+    async def start(self, connect_to: str = "") -> None:
+        app = web.Application()
+        app.router.add_get("/health", self._health)
+        if self.names_sources:
+            app.router.add_get("/kv_event_sources", self._sources)
+        self._runner = web.AppRunner(app)
+        await self._runner.setup()
+        await web.TCPSite(self._runner, "127.0.0.1", 0).start()
+        self.address = f"127.0.0.1:{self._runner.addresses[0][1]}"
+        self._pub = self.context.socket(zmq.PUB)
+        self._replay = self.context.socket(zmq.ROUTER)
+        if connect_to:
+            self._pub.connect(connect_to)
+            endpoint = connect_to
+        else:
+            endpoint = f"tcp://*:{self._pub.bind_to_random_port('tcp://127.0.0.1')}"
+        port = self._replay.bind_to_random_port("tcp://127.0.0.1")
+        self._task = asyncio.get_running_loop().create_task(self._answer())
+        self.config = {
+            "enable_kv_cache_events": True,
+            "publisher": "zmq",
+            "endpoint": endpoint,
+            "replay_endpoint": f"tcp://*:{port}" if self.can_replay else None,
+            "buffer_steps": 10_000,
+            "topic": self.topic,
+        }
+
+    async def stop(self) -> None:
+        self._task.cancel()
+        self.context.destroy(linger=0)
+        assert self._runner is not None
+        await self._runner.cleanup()
+
+    async def publish(self, *events: dict[str, Any], lost: bool = False) -> None:
+        payload = msgspec.msgpack.encode([time.time(), events, 0])
+        sequence = len(self.sent)
+        self.sent.append((sequence, payload))
+        if not lost:
+            await self._pub.send_multipart([self.topic.encode(), sequence.to_bytes(8, "big"), payload])
+
+    async def store(self, block: int, lost: bool = False) -> None:
+        """Publish that the engine's block of that number is stored; its hash is 100 plus the number."""
+        parent = 100 + block - 1 if block else None
+        tokens = ENGINE_TOKENS[block * 32 : block * 32 + 32]
+        event = {"type": "BlockStored", "block_hashes": [100 + block], "parent_block_hash": parent}
+        await self.publish({**event, "token_ids": tokens, "block_size": 32, "medium": "GPU"}, lost=lost)
+
+    async def _answer(self) -> None:
+        while True:
+            who, _, start = await self._replay.recv_multipart()
+            for sequence, payload in self.sent[int.from_bytes(start, "big") :]:
+                await self._replay.send_multipart(
+                    [who, b"", self.topic.encode(), sequence.to_bytes(8, "big"), payload]
+                )
+            end = (-1).to_bytes(8, "big", signed=True)
+            await self._replay.send_multipart([who, b"", self.topic.encode(), end, b""])
+
+    async def _health(self, request: web.Request) -> web.Response:
+        return web.Response()
+
+    async def _sources(self, request: web.Request) -> web.Response:
+        return web.json_response({"0": self.config})
+
+
+@contextlib.asynccontextmanager
+async def service_of(*engines: Engine, **settings: Any) -> AsyncIterator[ConductorService]:
+    service = ConductorService(replace(SETTINGS, **settings))
+    await service.start()
+    try:
+        for engine in engines:
+            service.post(AddInstance(engine.address, WorkerRole.DECODE))
+        yield service
+        service.core.check()
+    finally:
+        await service.close()
+        for engine in engines:
+            await engine.stop()
+
+
+async def has(service: ConductorService, engine: Engine, num_blocks: int) -> bool:
+    return service.core.index.matches(ENGINE_KEYS).get(engine.address, 0) == num_blocks
+
+
+def free_endpoint() -> str:
+    context = zmq.Context()
+    with context.socket(zmq.PUB) as taken:
+        port = taken.bind_to_random_port("tcp://127.0.0.1")
+    context.destroy()
+    return f"tcp://127.0.0.1:{port}"
+
+
+@pytest.mark.parametrize("way", ["listens", "connects", "connects as set"])
+async def test_blocks_of_an_engine_are_known_whichever_side_connects(way: str) -> None:
+    endpoint = free_endpoint()
+    engine = Engine()
+    await engine.start("" if way == "listens" else endpoint)
+    settings = {"kv_events_listen": endpoint} if way == "connects as set" else {}
+    if settings:  # the engine knows the conductor by another name
+        engine.config["endpoint"] = "tcp://conductor.example:5557"
+    await engine.store(0)  # before any subscriber: comes by replay
+    async with service_of(engine, **settings) as service:
+        await until(lambda: has(service, engine, 2))
+        await engine.store(1)
+
+        async def all_arrived() -> bool:
+            await engine.publish()  # one that connects may not be connected yet, and then loses its messages
+            return await has(service, engine, 4)
+
+        await until(all_arrived)
+        await engine.publish({"type": "BlockRemoved", "block_hashes": [101], "medium": "GPU"})
+        await until(lambda: has(service, engine, 2))
+        await engine.store(1, lost=True)
+        await engine.publish()  # the gap is seen, and filled
+        await until(lambda: has(service, engine, 4))
+        await engine.publish({"type": "AllBlocksCleared"})
+        await until(lambda: has(service, engine, 0))
+
+
+async def test_two_engines_that_connect_are_distinguished_by_their_topics() -> None:
+    endpoint = free_endpoint()
+    engines = [Engine("kv@a"), Engine("kv@b"), Engine("kv@b")]
+    for engine in engines:
+        await engine.start(endpoint)
+    first, second, third = engines
+    await first.store(0)
+    await second.store(0)
+    await second.store(1)
+    await third.store(0)
+    async with service_of(first, second) as service:
+        await until(lambda: has(service, first, 2))
+        await until(lambda: has(service, second, 4))
+        service.post(AddInstance(third.address, WorkerRole.DECODE))  # it has the second's topic: not followed
+        instance = service.core.instances[third.address]
+
+        async def is_silent() -> bool:
+            return instance.is_silent
+
+        await until(is_silent)
+        assert await has(service, third, 0)
+        service.post(RemoveInstance(first.address))
+        await second.publish({"type": "AllBlocksCleared"})
+
+        async def has_cleared() -> bool:
+            await second.publish()
+            return await has(service, second, 0)
+
+        await until(has_cleared)
+    await third.stop()
+
+
+async def test_an_engine_without_events_is_known_to_be_silent() -> None:
+    dumb, off = Engine(names_sources=False), Engine()
+    await dumb.start()
+    await off.start()
+    off.config |= {"enable_kv_cache_events": False, "publisher": "null"}
+    async with service_of(dumb, off) as service:
+
+        async def are_silent() -> bool:
+            return all(one.is_silent and one.is_engine for one in service.core.instances.values())
+
+        await until(are_silent)
+
+
+async def test_where_an_engine_publishes_can_be_set() -> None:
+    engine = Engine(names_sources=False)
+    await engine.start()
+    endpoint, replay = (
+        engine.config[name].replace("*", "127.0.0.1") for name in ("endpoint", "replay_endpoint")
+    )
+    await engine.store(0)
+    async with service_of(engine, event_sources=(f"{engine.address}={endpoint}={replay}",)) as service:
+        await until(lambda: has(service, engine, 2))
+
+
+@pytest.mark.parametrize("given", ["tcp://a:1", "a=tcp://a:1", "a:1", "a:1=5557"])
+def test_a_source_that_can_t_be_read_is_refused(given: str) -> None:
+    with pytest.raises(InvalidArgument, match="event_sources"):
+        SchedulingSettings(event_sources=(given,))

@@ -1,0 +1,416 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Each policy chooses by its formula and gives that as its reason; loads are split where that is best."""
+
+from __future__ import annotations
+
+from collections import Counter
+from random import Random
+from typing import Any, get_args, get_type_hints
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from mooncake.conductor import policies
+from mooncake.conductor.policies import (
+    POLICIES,
+    ClusterView,
+    PromptJob,
+    best_source,
+    cards_wait_s,
+    longest_holder,
+    own_ssd,
+    path_costs,
+)
+from mooncake.conductor.prediction import CostModels, LinkModel
+from mooncake.conductor.settings import SchedulingSettings
+from tests.conductor.clusters import COSTS, cluster, every, job
+
+
+def test_cache_outweighs_a_shorter_queue_until_it_does_not() -> None:
+    choice = policies.prefill_by_cache(cluster(0, 0.5), job(0, 900), every("ab"))
+    assert choice.slot == 1
+    assert "900 of 1000 tokens cached, 0.500 s queued, 0.100 s to compute" in choice.reason
+    assert choice.done_s == pytest.approx(0.6)
+    assert policies.prefill_by_cache(cluster(0, 0.901), job(0, 900), every("ab")).slot == 0
+
+
+def test_load_ignores_the_cache() -> None:
+    choice = policies.prefill_by_load(cluster(0.1, 0, 0.2), job(0, 0, 1000), every("abc"))
+    assert choice.slot == 1
+
+
+def test_among_equals_the_one_that_served_least_is_chosen() -> None:
+    pair = cluster(0, 0)
+    pair.loads.num_placed[0] = 5
+    assert policies.prefill_by_cache(pair, job(0, 0), every("ab")).slot == 1
+
+
+def test_affinity_is_followed_until_it_would_cost_more_than_the_prompt() -> None:
+    choices = [
+        policies.prefill_by_cache(cluster(0, 0, 0), job(0, 0, 0, affinity=f"s{n}"), every("abc"))
+        for n in range(30)
+    ]
+    assert len({choice.slot for choice in choices}) == 3
+    hinted = job(0, 0, 0, affinity="s0")
+    again = policies.prefill_by_cache(cluster(0.1, 0.1, 0.1), hinted, every("abc"))
+    assert again.slot == choices[0].slot
+    assert again.reason.startswith("affinity")
+    queues = [5.0 if slot == again.slot else 0.0 for slot in range(3)]
+    assert policies.prefill_by_cache(cluster(*queues), hinted, every("abc")).slot != again.slot
+
+
+def test_decode_goes_where_fewest_run() -> None:
+    assert policies.decode_by_load(cluster(5, 0, 5), job(0, 0, 0), every("abc")).slot == 1
+    assert policies.decode_by_load(cluster(0, 0), job(0, 60), every("ab")).slot == 1
+
+
+def test_decode_goes_where_the_next_step_is_shortest_and_fits() -> None:
+    trio = cluster(0, 0, 0)
+    trio.loads.add_decode(0, "long", 50_000)
+    trio.loads.add_decode(1, "a", 100)
+    trio.loads.add_decode(1, "b", 100)
+    assert policies.decode_by_tbt(trio, job(0, 0, 0), np.array([0, 1])).slot == 1
+    trio.loads.capacity_tokens[:] = 60_000, 1_100, 900
+    assert policies.decode_by_tbt(trio, job(0, 0, 0), every("abc")).slot == 0
+    trio.loads.capacity_tokens[:] = 50_500, 1_100, 900
+    choice = policies.decode_by_tbt(trio, job(0, 0, 0), every("abc"))
+    assert choice.slot == 0 and choice.reason.startswith("no memory anywhere")
+
+
+def test_round_robin_takes_turns_and_new_instances_come_less_often() -> None:
+    trio = cluster(0, 0, 0)
+    chosen = [policies.round_robin(trio, job(0, 0, 0), every("abc")).slot for _ in range(6)]
+    assert Counter(chosen) == {0: 2, 1: 2, 2: 2}
+    trio.loads.became_ready(2, 1000.0)  # a tenth of a share
+    chosen = [policies.round_robin(trio, job(0, 0, 0), every("abc")).slot for _ in range(21)]
+    assert Counter(chosen) == {0: 10, 1: 10, 2: 1}
+
+
+def test_random_is_seeded() -> None:
+    def chosen(seed: int) -> list[int]:
+        trio = cluster(0, 0, 0)
+        trio.random = Random(seed)
+        return [policies.at_random(trio, job(0, 0, 0), every("abc")).slot for _ in range(50)]
+
+    assert chosen(1) == chosen(1)
+    assert len(set(chosen(1))) == 3
+
+
+def test_a_new_instance_gets_less() -> None:
+    pair = cluster(0.5, 0)
+    pair.loads.became_ready(1, 1000.0)
+    assert policies.prefill_by_load(pair, job(0, 0), every("ab")).slot == 0
+
+
+def test_the_closest_candidates_are_listed_best_first() -> None:
+    queues = [float(9 - n) for n in range(20)]
+    choice = policies.prefill_by_cache(cluster(*np.abs(queues)), job(*[0] * 20), every(queues))
+    considered = choice.considered
+    assert considered is not None and len(considered.slots) == policies.NUM_CONSIDERED
+    assert considered.slots[0] == choice.slot == 9
+    assert (np.diff(considered.score_s) >= 0).all()
+
+
+@pytest.mark.parametrize("policy", [policies.decode_by_load, policies.decode_by_tbt])
+def test_among_equal_decodes_more_cached_blocks_win_then_fewer_served(policy: policies.Policy) -> None:
+    trio = cluster(0, 0, 0)
+    trio.loads.num_placed[:] = 7, 2, 5
+    assert policy(trio, job(0, 0, 0), every("abc")).slot == 1
+    assert policy(trio, job(100, 0, 100), every("abc")).slot == 2, "of those that hold it"
+
+
+def test_the_expected_answer_must_fit_into_a_decode_s_memory_too() -> None:
+    pair = cluster(0, 0)
+    pair.loads.add_decode(1, "other", 100)  # its steps are longer
+    pair.loads.capacity_tokens[:] = 1_200, 2_000
+    assert policies.decode_by_tbt(pair, job(0, 0), every("ab")).slot == 0
+    assert policies.decode_by_tbt(pair, job(0, 0, output_tokens=200), every("ab")).slot == 0, (
+        "to the last one"
+    )
+    assert policies.decode_by_tbt(pair, job(0, 0, output_tokens=201), every("ab")).slot == 1
+
+
+# --- sources of a prompt's blocks
+
+
+NOW = 1000.0  # of ``job``
+SSD = CostModels(COSTS.prefill, COSTS.decode, COSTS.link, 100, 10, LinkModel(0.001, 2e5))  # 0.5 ms a token
+
+
+def prefill(held: Any) -> Any:
+    """Seconds to compute what is not held, a second for a thousand tokens."""
+    return (1000.0 - np.array(held, dtype=float)) / 1000
+
+
+def best_of(trio: ClusterView, held: list[float], on_ssd: list[float] | None = None) -> Any:
+    whole = np.array(on_ssd if on_ssd is not None else held, dtype=float)
+    given = PromptJob(NOW, 1000, whole, np.array(held, dtype=float))
+    with_ssd = None if on_ssd is None else prefill(np.maximum(whole, held))
+    return best_source(trio, given, every(held), prefill(held), with_ssd)
+
+
+def test_the_source_holds_most_and_of_several_has_a_free_card() -> None:
+    trio = cluster(0, 0, 0)
+    assert longest_holder(trio, job(100, 900, 900)) == (1, 900)
+    trio.predict.links.egress_free_at[1] = NOW + 1
+    assert longest_holder(trio, job(100, 900, 900)) == (2, 900)
+    assert longest_holder(trio, job(0, 0, 0)) == (-1, 0.0)
+
+
+def test_less_from_an_idle_card_may_be_better_than_all_from_a_busy_one() -> None:
+    trio = cluster(0, 0, 0)
+    assert best_of(trio, [0, 900, 600]).slot == 1
+    trio.predict.links.egress_free_at[1] = NOW + 0.2
+    assert best_of(trio, [0, 900, 600]).slot == 1, "the queue is shorter than what would have to be computed"
+    trio.predict.links.egress_free_at[1] = NOW + 0.4
+    found = best_of(trio, [0, 900, 600])
+    assert (found.slot, found.reach, found.is_on_ssd) == (2, 600, False)
+
+
+def test_blocks_that_no_instance_holds_have_no_source() -> None:
+    assert best_of(cluster(0, 0), [0, 0]) is None
+    assert best_of(cluster(0, 0), [0, 0], [0, 0]) is None
+
+
+def test_an_ssd_is_a_source_when_its_reading_pays() -> None:
+    trio = cluster(0, 0, 0, costs=SSD)
+    found = best_of(trio, [0, 100, 0], [0, 100, 900])
+    assert (found.slot, found.reach, found.is_on_ssd) == (2, 900, True)
+    assert np.all(np.asarray(found.per_token) >= 0.0005), "no faster than the disk reads"
+    found = best_of(trio, [0, 800, 0], [0, 800, 900])
+    assert (found.slot, found.is_on_ssd) == (1, False), "0.45 s of reading for 0.1 s of computing"
+
+
+def test_reads_from_an_own_ssd_wait_for_those_in_progress() -> None:
+    pair = cluster(0, 0, costs=SSD)
+    pair.predict.links.ssd_free_at[0] = NOW + 0.5
+    given = PromptJob(NOW, 1000, np.array([900.0, 0.0]), np.array([100.0, 0.0]))
+    own = own_ssd(pair, given, every("ab"), given.in_memory, prefill([900, 0]))
+    assert own is not None and own.slot == -1
+    assert list(own.begun) == pytest.approx([0.501, 0.001]) and own.per_token == pytest.approx(0.0005)
+    assert own_ssd(pair, given, every("ab"), given.cached, prefill([900, 0])) is None, "nothing more there"
+    assert own_ssd(pair, given, every("ab"), given.in_memory, None) is None
+
+
+def test_a_transfer_waits_for_both_cards() -> None:
+    pair = cluster(0, 0)
+    links = pair.predict.links
+    links.egress_free_at[0], links.ingress_free_at[1] = NOW + 1, NOW + 3
+    assert list(cards_wait_s(pair, job(0, 0), 0, every("ab"))) == pytest.approx([1.0, 3.0])
+    links.egress_free_at[0] = links.ingress_free_at[1] = NOW - 5
+    assert list(cards_wait_s(pair, job(0, 0), 0, every("ab"))) == [0.0, 0.0], "finished transfers don't count"
+
+
+def test_a_link_that_was_measured_is_believed() -> None:
+    pair = cluster(0, 0)
+    latency_s, before = path_costs(pair, 0, every("ab"))
+    assert latency_s == COSTS.link.latency_s
+    for _ in range(200):
+        pair.predict.links.add(0, 1, 1_000_000, 10.0)  # a tenth of the prior bandwidth
+    _, after = path_costs(pair, 0, every("ab"))
+    assert np.asarray(after)[1] > np.asarray(before).max() * 5
+
+
+# --- policies that load blocks from other instances
+
+
+def test_a_longer_prefix_elsewhere_is_transferred() -> None:
+    # Own prefix nowhere on h:1; all of h:0's 900 tokens take 0.09 s, then 100 are computed.
+    choice = policies.kvcache_centric(cluster(0.5, 0), job(900, 0), every("ab"))
+    assert (choice.slot, choice.source, choice.fetch_tokens) == (1, 0, (0, 900))
+    assert choice.fetch_s == pytest.approx(0.09) and choice.prefill_s == pytest.approx(0.1)
+    assert choice.done_s == pytest.approx(0.19)
+    assert "900 tokens from h:0 in 0.090 s" in choice.reason
+
+
+def test_its_time_counts_beside_queue_and_prefill() -> None:
+    assert policies.kvcache_centric(cluster(0.08, 0), job(900, 0), every("ab")).slot == 0
+    assert policies.kvcache_centric(cluster(0.10, 0), job(900, 0), every("ab")).slot == 1
+
+
+def test_a_prefix_not_longer_by_the_factor_is_computed() -> None:
+    there = job(900, 300)
+    local = policies.kvcache_centric(cluster(5, 0, kvcache_balancing_threshold=3.0), there, every("ab"))
+    assert (local.slot, local.source) == (1, -1)
+    assert local.prefill_s == pytest.approx(0.7)
+    moved = policies.kvcache_centric(cluster(5, 0, kvcache_balancing_threshold=2.9), there, every("ab"))
+    assert (moved.slot, moved.fetch_tokens) == (1, (300, 900))
+
+
+def test_without_holders_nothing_is_fetched() -> None:
+    choice = policies.kvcache_centric(cluster(0.1, 0), job(0, 0), every("ab"))
+    assert (choice.slot, choice.source) == (1, -1)
+
+
+def test_a_load_that_ends_while_the_prompt_waits_costs_nothing() -> None:
+    # Both queues are longer than the load: the transfer's 0.09 s are not added.
+    choice = policies.overlap(cluster(5.0, 4.95), job(900, 0), every("ab"))
+    assert (choice.slot, choice.source) == (1, 0)
+    assert choice.done_s == pytest.approx(5.05)
+
+
+def test_the_holder_is_preferred_to_a_useless_transfer() -> None:
+    assert policies.overlap(cluster(0, 0), job(900, 0), every("ab")).source == -1
+
+
+def test_loading_and_computing_share_the_prompt_with_a_slow_card() -> None:
+    slow = CostModels(COSTS.prefill, COSTS.decode, LinkModel(1e-9, 5e4), 100, 10)
+    # Loading takes twice as long as computing: some blocks are loaded while the others are computed.
+    choice = policies.overlap(cluster(50, 0, costs=slow), job(900, 0), every("ab"))
+    first, end = choice.fetch_tokens
+    assert choice.slot == 1 and first == 0 and 0 < end < 900 and end % 10 == 0
+    computed_s, loaded_s = (1000 - end) * 1e-3, end * 2e-3
+    assert choice.done_s == pytest.approx(max(computed_s, loaded_s + computed_s / 10))
+    for other in (end - 10, end + 10):
+        computed_s, loaded_s = (1000 - other) * 1e-3, other * 2e-3
+        assert choice.done_s <= max(computed_s, loaded_s + computed_s / 10)
+
+
+def test_blocks_on_its_own_ssd_are_read_while_the_prompt_waits() -> None:
+    costs = CostModels(COSTS.prefill, COSTS.decode, COSTS.link, 100, 10, LinkModel(1e-9, 1e6))
+    pair = cluster(0.05, 0, costs=costs)
+    there = PromptJob(1000.0, 1000, np.array([900.0, 0.0]), np.array([100.0, 0.0]))
+    pair.sources = np.array([], dtype=np.int64)
+    choice = policies.overlap(pair, there, every("ab"))
+    assert (choice.slot, choice.source, choice.fetch_tokens) == (0, 0, (100, 900))
+    # 0.08 s to read from now on, 0.1 s to compute from 0.05 s on.
+    assert choice.done_s == pytest.approx(0.15)
+    pair.predict.links.book(0, 0, 5.0, 1000.0)
+    choice = policies.overlap(pair, there, every("ab"))
+    assert choice.source == -1
+
+
+def test_another_s_ssd_is_the_source_when_none_has_it_in_memory() -> None:
+    costs = CostModels(COSTS.prefill, COSTS.decode, COSTS.link, 100, 10, LinkModel(1e-9, 2e5))
+    there = PromptJob(1000.0, 1000, np.array([900.0, 0.0]), np.array([0.0, 0.0]))
+    choice = policies.overlap(cluster(5.0, 0, costs=costs), there, every("ab"))
+    assert (choice.slot, choice.source) == (1, 0)
+    assert choice.card_s == pytest.approx(choice.fetch_tokens[1] * 5e-4)
+
+
+def test_a_busy_card_is_not_waited_for() -> None:
+    pair = cluster(50, 0)
+    pair.predict.links.book(0, 1, 10.0, 1000.0)
+    choice = policies.overlap(pair, job(900, 0), every("ab"))
+    assert (choice.slot, choice.source) == (1, -1)
+
+
+def test_another_source_is_used_when_the_best_is_busy() -> None:
+    trio = cluster(50, 50, 0)
+    trio.predict.links.egress_free_at[0] = 1005.0
+    choice = policies.overlap(trio, job(900, 800, 0), every("abc"))
+    assert (choice.slot, choice.source, choice.fetch_tokens) == (2, 1, (0, 800))
+
+
+def test_a_short_prompt_overtakes_and_its_turn_says_so() -> None:
+    pair = cluster(1.0, 1.0)
+    pair.loads.add_prompt(0, "long", 20.0, 1, 1000.0 + policies.OVERTAKING_FACTOR * 20.0, 1000.0)
+    pair.loads.add_prompt(1, "short", 0.01, 1, 1000.0, 1000.0)
+    # On h:0 only the long prompt would wait for it; on h:1 there are 20 s of queue and none that waits.
+    choice = policies.overlap(pair, job(0, 0, num_tokens=100), every("ab"))
+    assert choice.turn == pytest.approx(1000.0 + policies.OVERTAKING_FACTOR * 0.1)
+    assert choice.slot == 1 and choice.queue_s == pytest.approx(1.01)
+    pair.loads.add_prompt(1, "another", 0.2, 1, 1000.0, 1000.0)
+    choice = policies.overlap(pair, job(0, 0, num_tokens=100), every("ab"))
+    assert choice.slot == 0 and choice.queue_s == pytest.approx(1.0)
+
+
+def plainly(pair: ClusterView, there: PromptJob, slots: list[int]) -> list[tuple[float, int]]:
+    """By candidate: its score and the source it would load from (-1: none), computed with scalars."""
+    predict, layers = pair.predict, pair.predict.costs.num_layers
+    costs, block = predict.costs, pair.settings.block_tokens
+    assert block == 10
+    ssd_s = costs.kv_bytes_per_token / costs.ssd.bytes_per_s
+
+    def compute_s(slot: int, first: float) -> float:
+        return predict.prefill_model(slot).seconds(first, there.num_tokens)
+
+    sources: list[tuple[float, int, int, float, bool]] = []
+    for is_ssd, tokens in enumerate((there.in_memory, there.cached)):
+        for slot in pair.sources.tolist():
+            if tokens[slot] > 0:
+                wait_s = max(predict.links.egress_free_at[slot] - there.now, 0.0)
+                slow_s = tokens[slot] * ssd_s * is_ssd
+                cost = wait_s + slow_s + compute_s(slot, tokens[slot])
+                sources.append((cost, len(sources), slot, float(tokens[slot]), bool(is_ssd)))
+    best = min(sources, default=None)
+    turn = there.turn(
+        min(compute_s(slot, max(there.cached[slot], best[3] if best else 0.0)) for slot in slots)
+    )
+    results = []
+    for slot in slots:
+        [queue_s], behind = pair.loads.queue_s(np.array([slot]), there.now, turn)
+        own = float(there.in_memory[slot])
+        ways = [(queue_s + compute_s(slot, own), 0.0, -1)]
+        options = [(slot, float(there.cached[slot]), True)] if there.cached[slot] > own else []
+        if best is not None and best[2] != slot and best[3] > own:
+            options.insert(0, best[2:])
+        for source, reach, is_ssd in options:
+            per_token, free_at = ssd_s, predict.links.ssd_free_at[slot]
+            latency_s = costs.ssd.latency_s
+            if source != slot:
+                card_s = predict.links.s_per_byte * costs.kv_bytes_per_token
+                per_token, latency_s = max(card_s, ssd_s) if is_ssd else card_s, predict.links.latency_s
+                free_at = max(predict.links.egress_free_at[source], predict.links.ingress_free_at[slot])
+            begun = max(free_at - there.now, 0.0) + latency_s
+            all_s, rest = (reach - own) * per_token, compute_s(slot, reach)
+            lead = ways[0][0] - begun - compute_s(slot, own) / layers
+            late = begun + all_s + rest / layers - queue_s - rest
+            part = 1.0 if late <= 0 else min(max(lead / max(lead + late, 1e-12), 0.0), 1.0)
+            done = ways[0][0] - part * (compute_s(slot, own) - rest)
+            ways.append((done, policies.LOAD_PRICE * part * all_s, source if part else -1))
+        done, price, source = min(ways[1:] or ways, key=lambda way: way[0])
+        num_behind = 0.0 if behind is None else float(behind[0])
+        results.append((done + num_behind * (done - queue_s) + price, source))
+    return results
+
+
+@settings(deadline=None, max_examples=200)
+@given(st.integers(0, 1 << 30))
+def test_the_choice_is_the_best_of_all_computed_one_by_one(seed: int) -> None:
+    random = Random(seed)
+    num = random.choice([2, 5, 12])
+    costs = CostModels(
+        COSTS.prefill, COSTS.decode, COSTS.link, 100, 10, LinkModel(1e-9, random.choice([2e5, 5e6]))
+    )
+    many = cluster(*(random.choice([0.0, random.random()]) for _ in range(num)), costs=costs)
+    for number in range(random.choice([0, 10])):
+        turn = 1000.0 + random.random()
+        many.loads.add_prompt(random.randrange(num), f"w{number}", random.random(), 1, turn, 1000.0)
+    for _ in range(random.choice([0, 4])):
+        many.predict.links.book(random.randrange(num), random.randrange(num), random.random(), 1000.0)
+    if random.random() < 0.5:
+        many.sources = many.sources[random.random() < 0.5 :: 2]
+    cached = np.array([random.choice([0, 0, 10, 300, 310, 900]) for _ in range(num)], float)
+    in_memory = np.minimum(cached, [random.choice([0, 200, 900]) for _ in range(num)])
+    there = PromptJob(1000.0, 1000, cached, cached if random.random() < 0.5 else in_memory)
+    slots = every(range(num))[random.random() < 0.3 :]
+    results = plainly(many, there, slots.tolist())
+    choice = policies.overlap(many, there, slots)
+    score_s, source = results[slots.tolist().index(choice.slot)]
+    assert score_s == pytest.approx(min(results)[0], rel=1e-9, abs=1e-12)
+    if choice.source >= 0:
+        assert choice.source == source
+    considered = choice.considered
+    assert considered is not None
+    for slot, its_score in zip(considered.slots.tolist(), considered.score_s.tolist(), strict=True):
+        assert its_score == pytest.approx(results[slots.tolist().index(slot)][0], rel=1e-9, abs=1e-12)
+
+
+# --- policies by name
+
+
+def test_names_are_those_of_the_setting() -> None:
+    allowed = get_args(get_type_hints(SchedulingSettings, include_extras=False)["scheduling"])
+    assert {*allowed} == POLICIES.keys()
+
+
+@pytest.mark.parametrize("name", POLICIES)
+def test_both_policies_choose_among_the_given_instances(name: str) -> None:
+    for policy in POLICIES[name]:
+        four = cluster(0.1, 0.2, 0.0, 0.3)
+        for offered in ([0, 1, 2, 3], [1, 3], [3]):
+            choice = policy(four, job(900, 0, 300, 0), every("abcd")[offered])
+            assert choice.slot in offered and choice.reason
