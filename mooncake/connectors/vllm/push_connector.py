@@ -27,9 +27,9 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import (
     KVConnectorWorkerMetadata,
 )
 
+from mooncake.connectors.cache_identity import Adapters
 from mooncake.connectors.peer_push import BlockOffer, BlockRequest, Listeners, PushOutcome, Receiver, Sender
 from mooncake.connectors.session import TransferThread, transports_of
-from mooncake.connectors.vllm.cache_identity import Adapters
 from mooncake.connectors.vllm.kv_memory import prepare, registered_memory
 from mooncake.connectors.vllm.stats import ConnectorStats, CountedConnector, PushMetrics
 from mooncake.errors import InvalidArgument, MooncakeError
