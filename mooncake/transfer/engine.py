@@ -20,15 +20,13 @@ from mooncake.errors import InvalidArgument, OutOfMemory, Unavailable
 from mooncake.security import Identity, process_identity
 from mooncake.security.tls_contexts import client_context
 from mooncake.transfer.descriptor import RegionInfo, SegmentDescriptor
-from mooncake.transfer.handshake import HandshakeClient, Notification, ProbeReply
+from mooncake.transfer.handshake import HandshakeClient, Listener, Notification, NotificationInbox, ProbeReply
 from mooncake.transfer.host_address import host_identity, reachable_host, with_port
-from mooncake.transfer.listener import Listener, NotificationInbox
 from mooncake.transfer.memory import available_bytes, device_span_of, is_mapped, span_of
 from mooncake.transfer.metadata import Backend, make_backend
 from mooncake.transfer.metadata.p2p import PeerBackend
 from mooncake.transfer.name_service import NameService
-from mooncake.transfer.peers import PeerTable
-from mooncake.transfer.remote_segment import RemoteSegment
+from mooncake.transfer.peers import PeerTable, RemoteSegment
 from mooncake.transfer.settings import TransferSettings
 from mooncake.transfer.submission import TransferMethods
 from mooncake.transfer.sysfs import discover

@@ -131,7 +131,7 @@ class House:
             "store/server.py": self.master._rpc,
             "conductor/server.py": ConductorServer(ConductorService(ConductorSettings())).rpc,
             "connectors/peer_push.py": direct_server(),
-            "transfer/listener.py": listener._server,  # type: ignore[union-attr]
+            "transfer/handshake.py": listener._server,  # type: ignore[union-attr]
             "compat/transfer/rpc_interface.py": RpcServer(
                 {compat_rpc.MessagePart: nothing}, access=compat_rpc.ACCESS
             ),
@@ -156,7 +156,7 @@ class House:
 
     async def __aexit__(self, *_: object) -> None:
         for name, server in self.servers.items():
-            if name != "transfer/listener.py":
+            if name != "transfer/handshake.py":
                 await server.close()
         await asyncio.to_thread(self.engine.close)
 

@@ -29,7 +29,7 @@ from mooncake.errors import AddressInUse, InvalidArgument, MooncakeError, PeerLo
 from mooncake.log import get_logger
 from mooncake.transfer.engine import TransferEngine as Engine
 from mooncake.transfer.host_address import numeric_host
-from mooncake.transfer.remote_segment import RemoteSegment
+from mooncake.transfer.peers import RemoteSegment
 from mooncake.transfer.settings import TransferSettings
 from mooncake.transfer.transports import Completion, Status
 
