@@ -396,7 +396,7 @@ def test_tests_mirror_modules() -> None:
         folder = ".".join(rooms)
         candidates = {
             f"{folder}.{subject}",
-            *(f"{folder}.{mid}.{subject}" for mid in ("transports", "metadata")),
+            f"{folder}.transports.{subject}",
         }
         whole_room = {
             "commands",

@@ -23,8 +23,7 @@ from mooncake.transfer.descriptor import RegionInfo, SegmentDescriptor
 from mooncake.transfer.handshake import HandshakeClient, Listener, Notification, NotificationInbox, ProbeReply
 from mooncake.transfer.host_address import host_identity, reachable_host, with_port
 from mooncake.transfer.memory import available_bytes, device_span_of, is_mapped, span_of
-from mooncake.transfer.metadata import Backend, make_backend
-from mooncake.transfer.metadata.p2p import PeerBackend
+from mooncake.transfer.metadata import Backend, PeerBackend, make_backend
 from mooncake.transfer.name_service import NameService
 from mooncake.transfer.peers import PeerTable, RemoteSegment
 from mooncake.transfer.settings import TransferSettings

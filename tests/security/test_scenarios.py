@@ -43,7 +43,7 @@ from mooncake.store.server import MasterServer, running
 from mooncake.store.settings import MasterSettings
 from mooncake.transfer import TransferEngine, TransferSettings
 from mooncake.transfer.metadata import make_backend
-from mooncake.transfer.metadata.server import MetadataEntries, make_app
+from mooncake.transfer.metadata_server import MetadataEntries, make_app
 
 pytest.importorskip("cryptography", reason="makes the certificates: pip install 'mooncake-serving[tls]'")
 
