@@ -57,7 +57,7 @@ CORES = {
     "kvlayout",
     "machine",
     "state_table",
-    "kv_events.dialects",
+    "kv_events",
     "http.connections",
     "rpc.wire",
     "security.certificates",

@@ -19,7 +19,7 @@ from mooncake.conductor.index.holder_sets import PLANE
 from mooncake.conductor.index.key_table import KeyTable, key_column
 from mooncake.conductor.index.sequence_hash import extend_sequence
 from mooncake.conductor.messages import BlocksCleared, BlocksRemoved, BlocksStored
-from mooncake.kv_events.dialects import BlockRemoved, BlockStored, ForeignHash
+from mooncake.kv_events import BlockRemoved, BlockStored, ForeignHash
 from mooncake.kvlayout import KEY_PREFIX
 from mooncake.prefix import BlockHash, BlockKey, block_hashes, root_hash, short_key
 from mooncake.types import Tier

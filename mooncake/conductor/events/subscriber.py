@@ -3,7 +3,7 @@
 
 It owns the subscription: sequence gaps are filled by replay, a restarted publisher is noticed and its old
 blocks are cleared. It refuses to know why an instance is followed and how the facts are used; the formats of
-events are ``kv_events/dialects.py``'s, the meaning of their block hashes is ``key_translation.py``'s.
+events are those of ``mooncake.kv_events``, the meaning of their block hashes is ``key_translation.py``'s.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from prometheus_client import Counter
 from mooncake import metrics
 from mooncake.conductor.events.key_translation import Fact, KeyTranslation, OwnKeys, tier_of
 from mooncake.conductor.messages import BlocksCleared, BlocksRemoved, BlocksStored
-from mooncake.kv_events.dialects import AllBlocksCleared, BlockStored, read_batch
+from mooncake.kv_events import AllBlocksCleared, BlockStored, read_batch
 from mooncake.log import get_logger
 from mooncake.types import InstanceId
 

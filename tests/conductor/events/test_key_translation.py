@@ -5,7 +5,7 @@ from __future__ import annotations
 
 from mooncake.conductor.events.key_translation import EngineKeys, KeyScope, OwnKeys, SequenceKeys
 from mooncake.conductor.index.sequence_hash import sequence_hashes
-from mooncake.kv_events.dialects import BlockRemoved, BlockStored
+from mooncake.kv_events import BlockRemoved, BlockStored
 from mooncake.prefix import block_hashes, root_hash, short_key
 
 TOKENS = list(range(100, 112))

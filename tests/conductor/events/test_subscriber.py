@@ -17,7 +17,7 @@ from mooncake.conductor.events.subscriber import EventReader, EventSource, subsc
 from mooncake.conductor.index.prefix_index import PrefixIndex
 from mooncake.conductor.messages import BlocksCleared, BlocksRemoved, BlocksStored
 from mooncake.inference.kv_events import WorkerKvEventPublisher
-from mooncake.kv_events.dialects import BlockRemoved, BlockStored, KvEvent
+from mooncake.kv_events import BlockRemoved, BlockStored, KvEvent
 from mooncake.prefix import block_hashes, root_hash, short_key
 from mooncake.rpc import AsyncClient
 from mooncake.store import messages as m
