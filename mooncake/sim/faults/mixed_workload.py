@@ -22,7 +22,7 @@ from mooncake.store import messages as m
 from mooncake.store.client.grants import ReadGrant
 
 RENEWALS = 3
-"""A view renews when this fraction of the rest of its lease has passed, as ``views.py`` does."""
+"""A view renews when this fraction of the rest of its lease has passed, as ``LeaseKeeper`` does."""
 MIN_RENEWAL_S = 0.02
 
 
