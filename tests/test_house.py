@@ -407,6 +407,7 @@ def test_tests_mirror_modules() -> None:
             "bad_input",
             "surface",
             "ssd",
+            "tls",
             "programs",
             "elected_masters",
             "simulate",

@@ -115,7 +115,7 @@ class MasterServer:
             return self.settings.advertise or (
                 f"[{host}]:{self.port}" if ":" in host else f"{host}:{self.port}"
             )
-        from mooncake.transfer.host_address import (  # late: transfer takes long to load
+        from mooncake.transfer.host import (  # late: transfer takes long to load
             reachable_host,
             with_port,
         )

@@ -32,7 +32,7 @@ from mooncake.rpc import BlockingClient, Call, Limits, RpcServer
 from mooncake.rpc.wire import Message
 from mooncake.security import EVERYBODY, TRUSTED, Access, Identity, process_identity
 from mooncake.transfer.descriptor import VERSION, SegmentDescriptor, decode_descriptor, version_mismatch
-from mooncake.transfer.host_address import numeric_host
+from mooncake.transfer.host import numeric_host
 from mooncake.transfer.settings import TransferSettings
 
 MAX_PAYLOAD_BYTES = 1 << 20

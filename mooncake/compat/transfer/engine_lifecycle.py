@@ -28,7 +28,7 @@ from mooncake.config import load
 from mooncake.errors import AddressInUse, InvalidArgument, MooncakeError, PeerLost, ProtocolError, Unavailable
 from mooncake.log import get_logger
 from mooncake.transfer.engine import TransferEngine as Engine
-from mooncake.transfer.host_address import numeric_host
+from mooncake.transfer.host import numeric_host
 from mooncake.transfer.peers import RemoteSegment
 from mooncake.transfer.settings import TransferSettings
 from mooncake.transfer.transports import Completion, Status
