@@ -85,7 +85,6 @@ CORES = {
     "store.ha.election",
     "store.node.task_agent",
     "store.master.eviction",
-    "store.ha.messages",
     "store.ha.standby_replication",
     "files.frames",
     "store.master.hot_replicas",

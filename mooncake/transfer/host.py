@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""This host as the operating system describes it: its identity, its addresses for peers, its devices in sysfs.
+"""This host as the operating system describes it: its identity, addresses for peers, and devices in sysfs.
 
 It knows system calls and file paths only; ``topology.py`` decides which devices are near to each other.
 """

@@ -23,9 +23,9 @@ from mooncake.sim.faults.sim_files import SimDirectory
 from mooncake.sim.faults.store_cluster import MOVES
 from mooncake.sim.kernel import SimDriver, Timer
 from mooncake.store.ha import election as el
-from mooncake.store.ha.messages import Follow, Followed, Leads, WhoLeads
+from mooncake.store.ha.leader_search import Leads, WhoLeads
 from mooncake.store.ha.role import MasterRole, not_leader
-from mooncake.store.ha.standby_replication import ANSWER_S, RETRY_S, StandbyCursor
+from mooncake.store.ha.standby_replication import ANSWER_S, RETRY_S, Follow, Followed, StandbyCursor
 from mooncake.store.master.effects import AppendRecords, ConnectionLost, Effect, Event, Received, Reply
 from mooncake.store.master.master import Master
 from mooncake.store.settings import MasterSettings
