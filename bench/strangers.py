@@ -30,7 +30,7 @@ from mooncake.cli.certs import CertsSettings, make, make_cluster_key
 from mooncake.rpc import BlockingClient
 from mooncake.rpc.wire import OPEN_GREETING, PREFACE, header
 from mooncake.security import Identity, SecuritySettings
-from mooncake.store.ha.messages import Leads, WhoLeads
+from mooncake.store.ha.leader_search import Leads, WhoLeads
 
 OPENINGS = (
     b"",

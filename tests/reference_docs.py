@@ -324,7 +324,7 @@ HTTP_SIDES = (
         "servers.md",
         ("compat/master/app.py", "compat/master/query_routes.py", "compat/master/operator_routes.py"),
     ),
-    HttpSide("Metadata service", "wire.md", ("transfer/metadata/server.py",)),
+    HttpSide("Metadata service", "wire.md", ("transfer/metadata_server.py",)),
     HttpSide("`mc_store_rest_server`", "servers.md", ("compat/rest_service.py",)),
     HttpSide("Client of the drop-in store", "store.md", ("compat/store/client_http.py",)),
     HttpSide("Metrics page of a node or another role", "metrics.md", ("http/server.py",)),

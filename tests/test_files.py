@@ -1,15 +1,22 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Behaviour of the operating system's files only; the rest is in ``contract/test_files.py``."""
+"""Directories and their files: owner, mode, names and locks; the rest is in ``contract/test_files.py``."""
 
 from __future__ import annotations
 
 import os
 import stat
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
+from mooncake.errors import InvalidArgument
 from mooncake.files import OsDirectory, UntrustedFile, check_file
+from mooncake.store.node.ssd import Disk
+from mooncake.transfer import TransferEngine, TransferSettings
+
+MIB = 1 << 20
+FILES = ("mooncake.data", "mooncake.index", "mooncake.ssd", "mooncake.lock")
 
 
 def mode(path: Path) -> int:
@@ -95,3 +102,78 @@ def test_a_file_that_others_may_write_to_is_refused(tmp_path: Path) -> None:
         OsDirectory(tmp_path).open("log")
     with pytest.raises(UntrustedFile):
         check_file(path, path.stat())
+
+
+@pytest.fixture
+def engine() -> Iterator[TransferEngine]:
+    with TransferEngine(TransferSettings(transports=("file",))) as engine:
+        yield engine
+
+
+def test_the_directory_and_its_files_are_accessible_by_their_owner_only(
+    engine: TransferEngine, tmp_path: Path
+) -> None:
+    path = tmp_path / "ssd"
+    Disk(engine, path, MIB).close()
+    assert mode(path) == 0o700 and {mode(path / name) for name in FILES} == {0o600}
+
+
+@pytest.mark.parametrize("name", FILES)
+def test_a_link_in_the_place_of_a_file_is_not_followed(
+    engine: TransferEngine, tmp_path: Path, name: str
+) -> None:
+    """The user who made the link would choose a file to be extended, made private and overwritten."""
+    path, victim = tmp_path / "ssd", tmp_path / "victim"
+    path.mkdir(0o700)
+    victim.write_bytes(b"precious")
+    victim.chmod(0o644)
+    (path / name).symlink_to(victim)
+    with pytest.raises(InvalidArgument, match="is a link"):
+        Disk(engine, path, MIB)
+    assert victim.read_bytes() == b"precious" and mode(victim) == 0o644
+
+
+@pytest.mark.parametrize("bits", [0o777, 0o1777, 0o770])
+def test_a_directory_that_others_may_write_to_is_refused(
+    engine: TransferEngine, tmp_path: Path, bits: int
+) -> None:
+    path = tmp_path / "ssd"
+    path.mkdir()
+    path.chmod(bits)
+    with pytest.raises(InvalidArgument, match="chmod go-w"):
+        Disk(engine, path, MIB)
+    assert not list(path.iterdir())
+
+
+@pytest.mark.skipif(os.geteuid() != 0, reason="only root can give files away")
+def test_a_directory_and_a_file_of_another_user_are_refused(engine: TransferEngine, tmp_path: Path) -> None:
+    path = tmp_path / "ssd"
+    Disk(engine, path, MIB).close()
+    os.chown(path / "mooncake.data", 12345, -1)
+    with pytest.raises(InvalidArgument, match="of user 12345"):
+        Disk(engine, path, MIB)
+    os.chown(path / "mooncake.data", 0, -1)
+    os.chown(path, 12345, -1)
+    with pytest.raises(InvalidArgument, match="of user 12345"):
+        Disk(engine, path, MIB)
+
+
+def test_a_world_writable_parent_must_be_sticky(engine: TransferEngine, tmp_path: Path) -> None:
+    tmp_path.chmod(0o1777)
+    Disk(engine, tmp_path / "ssd", MIB).close()
+    tmp_path.chmod(0o777)
+    with pytest.raises(InvalidArgument, match="others may not write to"):
+        Disk(engine, tmp_path / "ssd", MIB)
+    tmp_path.chmod(0o700)
+
+
+def test_the_native_core_follows_no_link_made_after_the_check(
+    engine: TransferEngine, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    victim, link = tmp_path / "victim", tmp_path / "link"
+    victim.write_bytes(b"precious")
+    link.symlink_to(victim)
+    monkeypatch.setattr(os.path, "realpath", lambda path, **more: str(path))
+    with pytest.raises(Exception, match="Too many levels of symbolic links"):
+        engine.open_file(link, MIB)
+    assert victim.read_bytes() == b"precious"

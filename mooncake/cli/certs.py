@@ -27,9 +27,9 @@ from msgspec import Meta
 from mooncake.cli.role_command import Invocation
 from mooncake.errors import InvalidArgument
 from mooncake.security import Role
-from mooncake.security.certificates import name_of
 from mooncake.security.identity import read_key_file
-from mooncake.security.keys import SECRET_BYTES, derive, format_credential, format_secret, tenant_error
+from mooncake.security.keys import SECRET_BYTES, derive, format_credential, format_secret
+from mooncake.security.principal import certificate_name, tenant_error
 
 AUTHORITY_DAYS = 3650
 _SKEW = datetime.timedelta(hours=1)  # clocks of a cluster are not all right
@@ -151,7 +151,7 @@ def make(settings: CertsSettings) -> list[Path]:
             x509.SubjectAlternativeName(
                 [
                     *(_alternative(host) for host in settings.host),
-                    x509.UniformResourceIdentifier(name_of(Role(settings.role), settings.tenant)),
+                    x509.UniformResourceIdentifier(certificate_name(Role(settings.role), settings.tenant)),
                 ]
             ),
             False,

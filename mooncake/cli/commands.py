@@ -102,7 +102,7 @@ COMMANDS = (
     ),
     Command(
         "metadata",
-        "mooncake.transfer.metadata.server",
+        "mooncake.transfer.metadata_server",
         "Run the metadata service of transfer engines, which keeps their addresses.",
         "mooncake metadata --port 8080",
     ),

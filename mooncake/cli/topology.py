@@ -18,7 +18,7 @@ from rich.console import Console
 from rich.table import Table
 
 from mooncake.errors import InvalidArgument, MooncakeError
-from mooncake.transfer.sysfs import discover
+from mooncake.transfer.host import host_topology
 from mooncake.transfer.topology import Device, Matrix, Topology, distance
 
 
@@ -28,7 +28,7 @@ def show_topology(root: str, as_json: bool, device_names: Sequence[str] = ()) ->
     Raises:
         InvalidArgument: no RDMA device here has that name.
     """
-    topology = discover(root)
+    topology = host_topology(root)
     matrix = _matrix(topology, device_names)
     if as_json:
         print(json.dumps(matrix))
@@ -67,7 +67,7 @@ def dump_main(arguments: Sequence[str] | None = None) -> NoReturn:
         if given.use_custom_topo.lower() in ("true", "1", "yes", "y", "t"):
             matrix = _custom(given.custom_topo_json)
         else:
-            matrix = _matrix(discover(given.root), names)
+            matrix = _matrix(host_topology(given.root), names)
     except MooncakeError as error:
         print(f"error: {error}", file=sys.stderr)
         sys.exit(2)

@@ -19,7 +19,7 @@ from mooncake.errors import AddressInUse, MooncakeError
 from mooncake.http.server import HttpServer, listen
 from mooncake.log import get_logger, setup_logging
 from mooncake.security import process_identity, warn_if_open
-from mooncake.transfer.metadata.server import make_app
+from mooncake.transfer.metadata_server import make_app
 
 log = get_logger(__name__)
 

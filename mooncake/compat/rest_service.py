@@ -29,8 +29,8 @@ from mooncake.http.connections import Deadlines
 from mooncake.http.server import ConnectionAcceptor, CountingTransport, TrackedProtocol, listen
 from mooncake.log import get_logger, setup_logging
 from mooncake.security import TRUSTED, process_identity, warn_if_open
-from mooncake.security.admin_key import AdminKey
-from mooncake.security.certificates import principal_of
+from mooncake.security.http_auth import AdminKey
+from mooncake.security.principal import principal_of
 from mooncake.store import MooncakeDistributedStore
 
 log = get_logger(__name__)

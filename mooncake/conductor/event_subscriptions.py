@@ -8,7 +8,7 @@ subscriber that does: so we listen, if the address is ours and free, and connect
 without events is reported (``Silent``), since its blocks must then be inferred from the prompts it was given.
 
 Sequence gaps are filled by replay, a restarted publisher is noticed and its old blocks are cleared. It
-refuses to know how the facts are used; the formats of events are ``kv_events/dialects.py``'s, the meaning of
+refuses to know how the facts are used; the formats of events are ``kv_events/__init__.py``'s, the meaning of
 their block hashes is ``key_translation.py``'s.
 """
 
@@ -29,7 +29,7 @@ from mooncake import metrics
 from mooncake.conductor.key_translation import EngineKeys, Fact, KeyTranslation, OwnKeys, tier_of
 from mooncake.conductor.messages import POOL, BlocksCleared, BlocksRemoved, BlocksStored, Event, Silent
 from mooncake.conductor.settings import SchedulingSettings
-from mooncake.kv_events.dialects import AllBlocksCleared, BlockStored, read_batch
+from mooncake.kv_events import AllBlocksCleared, BlockStored, read_batch
 from mooncake.log import get_logger
 from mooncake.security.http_auth import HttpClientAuth
 from mooncake.types import InstanceId

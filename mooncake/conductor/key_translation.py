@@ -26,7 +26,7 @@ from xxhash import xxh3_64_intdigest
 from mooncake.conductor.holder_sets import PLANE
 from mooncake.conductor.key_table import KeyTable, key_column
 from mooncake.conductor.messages import BlocksCleared, BlocksRemoved, BlocksStored
-from mooncake.kv_events.dialects import BlockRemoved, BlockStored, ForeignHash
+from mooncake.kv_events import BlockRemoved, BlockStored, ForeignHash
 from mooncake.kvlayout import KEY_PREFIX
 from mooncake.prefix import BlockHash, BlockKey, block_hashes, root_hash, short_key
 from mooncake.types import Tier

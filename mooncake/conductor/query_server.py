@@ -34,8 +34,7 @@ from mooncake.http import server
 from mooncake.http.server import HttpServer, listen
 from mooncake.log import get_logger
 from mooncake.security import TRUSTED, HttpAuth, process_identity
-from mooncake.security.admin_key import AdminKey
-from mooncake.security.http_auth import PRINCIPAL
+from mooncake.security.http_auth import PRINCIPAL, AdminKey
 from mooncake.types import InstanceId
 
 log = get_logger(__name__)

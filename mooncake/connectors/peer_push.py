@@ -38,7 +38,7 @@ from mooncake.rpc.client import split_address
 from mooncake.security import EVERYBODY, TRUSTED, Access, is_loopback
 from mooncake.transfer import TransferEngine
 from mooncake.transfer.descriptor import SegmentDescriptor, decode_descriptor
-from mooncake.transfer.host_address import host_towards, numeric_host, with_port
+from mooncake.transfer.host import host_towards, numeric_host, with_port
 
 log = get_logger(__name__)
 

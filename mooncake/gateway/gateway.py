@@ -34,8 +34,7 @@ from mooncake.http.openai import ApiError, ModelCard
 from mooncake.log import get_logger
 from mooncake.rpc.client import split_address
 from mooncake.security import Identity
-from mooncake.security.admin_key import AdminKey
-from mooncake.security.http_auth import HttpClientAuth
+from mooncake.security.http_auth import AdminKey, HttpClientAuth
 from mooncake.types import InstanceId, WorkerRole
 
 log = get_logger(__name__)

@@ -23,7 +23,7 @@ from mooncake.inference.engine import Engine
 from mooncake.inference.generator import Generator
 from mooncake.inference.kv_events import WorkerKvEventPublisher
 from mooncake.inference.tokenizer import AnyTokenizer
-from mooncake.kv_events.dialects import MEDIUM_DEVICE, BlockRemoved, BlockStored, KvEvent
+from mooncake.kv_events import MEDIUM_DEVICE, BlockRemoved, BlockStored, KvEvent
 from mooncake.kvlayout import KvIdentity
 from mooncake.log import get_logger
 from mooncake.security import NODES_AND_ADMINS, HttpAuth, check_address, process_identity

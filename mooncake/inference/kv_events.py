@@ -14,7 +14,7 @@ from collections.abc import Sequence
 
 from mooncake import clock
 from mooncake.http.openai import KvEventSource
-from mooncake.kv_events.dialects import (
+from mooncake.kv_events import (
     AllBlocksCleared,
     BlockStored,
     EventBatch,

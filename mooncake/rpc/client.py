@@ -45,9 +45,8 @@ from mooncake.rpc.wire import (
     error_of,
 )
 from mooncake.security import NODES_AND_ADMINS, Identity, process_identity
-from mooncake.security.certificates import principal_of
 from mooncake.security.greeting import ClientGreeting, binding_of
-from mooncake.security.principal import Level
+from mooncake.security.principal import Level, principal_of
 
 FIRST_BACKOFF_S = 0.02
 MAX_BACKOFF_S = 1.0

@@ -44,8 +44,8 @@ from mooncake.rpc.wire import (
     encode,
 )
 from mooncake.security import OPEN, TRUSTED, Access, Identity, Principal, process_identity
-from mooncake.security.certificates import principal_of
 from mooncake.security.greeting import Hello, ServerGreeting, binding_of
+from mooncake.security.principal import principal_of
 from mooncake.security.tls_contexts import server_context
 
 log = get_logger(__name__)

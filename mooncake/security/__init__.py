@@ -5,7 +5,7 @@ There are two ways, alone or together: TLS with certificates of the cluster's au
 is proven by challenge and response before anything else is read. Either of them determines a peer's ``Role``
 and tenant. ``keys.py`` owns the secrets, ``greeting.py`` the challenge,
 ``request_signature.py`` the signature of an HTTP request, ``http_auth.py`` access to an HTTP server,
-``certificates.py`` the name in a certificate, ``identity.py`` the settings.
+``principal.py`` roles and the name in a certificate, ``identity.py`` the settings.
 
 A process has one identity, and everything that listens or connects in it uses that one unless it is passed
 another: so a server that is added later requires authentication by default.
@@ -15,12 +15,15 @@ from mooncake.security.http_auth import HttpAuth
 from mooncake.security.identity import (
     Identity,
     SecuritySettings,
+    check_address,
     install_identity,
+    is_loopback,
+    keep_upstream_defaults,
     process_identity,
     tool_identity,
+    warn_if_open,
 )
 from mooncake.security.keys import Credential, KeyRing
-from mooncake.security.listen_address import check_address, is_loopback, keep_upstream_defaults, warn_if_open
 from mooncake.security.principal import (
     ADMINS,
     EVERYBODY,

@@ -17,8 +17,8 @@ import hmac
 import msgspec
 
 from mooncake.errors import AccessDenied, ProtocolError
-from mooncake.security.keys import MAX_TENANT_BYTES, Credential, KeyRing
-from mooncake.security.principal import OPEN, Principal, Role
+from mooncake.security.keys import Credential, KeyRing
+from mooncake.security.principal import MAX_TENANT_BYTES, OPEN, Principal, Role
 
 MAX_GREETING_BYTES = 512
 """Limit of each frame before the greeting has ended."""

@@ -1,9 +1,13 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Authentication of HTTP requests, by certificate and by signature: ASGI middleware, and the client's side.
+"""Authentication of HTTP requests, by certificate, signature or key: ASGI middleware, and the client's side.
 
 The middleware reads nothing of a request's body until the header has authenticated the sender,
 and passes a body on only if its digest is the signed one. The principal is in the request's scope, under
 ``PRINCIPAL``; the server puts the peer's certificate there under ``CERTIFICATE`` (``mooncake.http.server``).
+
+The key for operators' calls is one check, shared by all servers. Without a key set such calls are refused,
+not allowed: an unconfigured server changes nothing for unauthenticated clients. An authenticated node or
+administrator of the cluster needs no key in addition.
 """
 
 from __future__ import annotations
@@ -11,15 +15,22 @@ from __future__ import annotations
 import hashlib
 import hmac
 import ssl
-from collections.abc import Awaitable, Callable, Collection, MutableMapping
+from collections.abc import Awaitable, Callable, Collection, Mapping, MutableMapping
+from dataclasses import dataclass
 from typing import Any
 
 from mooncake.errors import AccessDenied
 from mooncake.log import get_logger
-from mooncake.security.admin_key import AdminKey
-from mooncake.security.certificates import principal_of
 from mooncake.security.identity import Identity, process_identity
-from mooncake.security.principal import EVERYBODY, OPEN, Level, Principal, Role
+from mooncake.security.principal import (
+    EVERYBODY,
+    NODES_AND_ADMINS,
+    OPEN,
+    Level,
+    Principal,
+    Role,
+    principal_of,
+)
 from mooncake.security.request_signature import HEADER
 
 log = get_logger(__name__)
@@ -142,3 +153,47 @@ class HttpClientAuth:
     def headers(self, method: str, path: str, body: bytes = b"") -> dict[str, str]:
         """Headers that authenticate the request; ``path`` includes its query, as it is sent."""
         return {} if self._signer is None else self._signer.headers(method, path, body)
+
+
+@dataclass(frozen=True)
+class KeyRefusal:
+    """Reason of a refused call: an HTTP status, a code for programs, text for people."""
+
+    status: int
+    code: str
+    message: str
+
+
+class AdminKey:
+    """``key`` is what callers must send as ``X-API-Key``, or as ``Authorization: Bearer``; "" refuses all."""
+
+    def __init__(self, key: str) -> None:
+        self._key = key.encode()
+
+    def __repr__(self) -> str:
+        return f"<AdminKey {'set' if self._key else 'not set'}>"
+
+    def matches(self, headers: Mapping[str, str]) -> bool:
+        """Whether the request has the key. False when no key is set."""
+        return bool(self._key) and hmac.compare_digest(_given_key(headers).encode(), self._key)
+
+    def refusal(self, headers: Mapping[str, str], principal: Principal | None = None) -> KeyRefusal | None:
+        """Check a call; None allows it. ``principal`` is that of the cluster credential, if any."""
+        if principal is not None and not principal.is_open and principal.level in NODES_AND_ADMINS:
+            return None
+        if self.matches(headers):
+            return None
+        if not self._key:
+            message = (
+                "this call is for operators, and no key is set here: start the server with ADMIN_API_KEY "
+                "(or --admin-api-key) set"
+            )
+            return KeyRefusal(403, "admin_key_not_set", message)
+        what = "is wrong" if _given_key(headers) else "is missing"
+        return KeyRefusal(401, "invalid_api_key", f"the header X-API-Key {what}; nothing was done")
+
+
+def _given_key(headers: Mapping[str, str]) -> str:
+    scheme, _, bearer = headers.get("authorization", "").partition(" ")
+    is_bearer = scheme.lower() == "bearer"
+    return headers.get("x-api-key", "") or (bearer.strip() if is_bearer else "")

@@ -1,35 +1,50 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The settings ``[security]``, and the identity that a process has from them.
+"""The settings ``[security]``, the identity that a process has from them, and where it may listen with it.
 
 A command installs the identity that its flags, environment and file name. In a process of another
 program (an engine with a connector, a program with the drop-in store) the first use reads
 the environment and the file that ``MOONCAKE_CONFIG`` names. An ``Identity`` may be passed to each listener
 or client in place of the process's own, as tests do, and programs that use two clusters.
+
+A server without a credential listens on loopback only, unless overridden. Roles of ``mooncake`` refuse;
+programs with the names of the existing package keep its defaults and warn.
 """
 
 from __future__ import annotations
 
 import functools
+import ipaddress
 import os
 import secrets
+import socket
 import ssl
 import stat
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import IO
 
 from mooncake import clock, config
 from mooncake.errors import InvalidArgument
+from mooncake.log import get_logger
 from mooncake.security.greeting import NONCE_BYTES, ClientGreeting, ServerGreeting
 from mooncake.security.keys import KeyRing, parse_key_file
 from mooncake.security.principal import Principal, Role
 from mooncake.security.request_signature import Signer, Verifier
 from mooncake.security.tls_contexts import certificate_digest, client_context, server_context
 
+log = get_logger(__name__)
+
 MAX_KEY_FILE_BYTES = 64 << 10
 CONFIG_VARIABLE = "MOONCAKE_CONFIG"
+CREDENTIAL_OPTIONS = (
+    "TLS (--tls-cert, --tls-key, --tls-ca), a cluster key (--cluster-key-file), or --insecure"
+)
+
+_has_warned = False
+_keeps_defaults = ""
+"""Name of the existing package's program that this process implements, if any."""
 
 
 @dataclass(frozen=True)
@@ -218,3 +233,65 @@ def install_identity(identity: Identity | None) -> None:
 def tool_identity() -> Identity:
     """As ``process_identity``, for command-line tools: an administrator with the cluster's own key."""
     return Identity(process_identity().settings, Role.ADMIN)
+
+
+def keep_upstream_defaults(program: str) -> None:
+    """Mark this process as a program of the existing package, whose default addresses are kept."""
+    global _keeps_defaults
+    _keeps_defaults = program
+
+
+def is_loopback(host: str) -> bool:
+    """Whether only processes of this host reach a listener at ``host``."""
+    name = host.strip().strip("[]")
+    try:
+        return ipaddress.ip_address(name.partition("%")[0]).is_loopback
+    except ValueError:
+        pass
+    if not name:
+        return False  # asyncio and others then listen on all addresses
+    try:
+        found = socket.getaddrinfo(name, None, type=socket.SOCK_STREAM)
+    except OSError:
+        return True  # listening there fails with its own error
+    return all(ipaddress.ip_address(str(one[4][0]).partition("%")[0]).is_loopback for one in found)
+
+
+def check_address(hosts: str | Iterable[str], identity: Identity | None = None) -> None:
+    """Check ``hosts`` (several: an iterable, or with commas) of a role of ``mooncake``.
+
+    Raises:
+        InvalidArgument: other hosts can reach it there, and no authentication is configured.
+    """
+    identity = identity or process_identity()
+    if not identity.is_open or identity.settings.insecure:
+        return
+    for host in hosts.split(",") if isinstance(hosts, str) else hosts:
+        if not is_loopback(host):
+            if _keeps_defaults:
+                warn_if_open(_keeps_defaults, host, identity)
+                return
+            raise InvalidArgument(
+                "--host",
+                host,
+                "a loopback address without a credential; "
+                f"for others use {CREDENTIAL_OPTIONS}: docs/security.md",
+            )
+
+
+def warn_if_open(program: str, hosts: str | Iterable[str], identity: Identity | None = None) -> None:
+    """Warn if a program with the existing package's defaults listens without authentication."""
+    identity = identity or process_identity()
+    listed = hosts.split(",") if isinstance(hosts, str) else list(hosts)
+    global _has_warned
+    if _has_warned:
+        return
+    if identity.is_open and not identity.settings.insecure and not all(is_loopback(host) for host in listed):
+        _has_warned = True
+        log.warning(
+            "listening_without_credential",
+            program=program,
+            host=",".join(listed),
+            advice="every process that reaches it may read, write and remove; set "
+            "MOONCAKE_SECURITY_CLUSTER_KEY_FILE, or _TLS_CERT, _TLS_KEY and _TLS_CA (docs/security.md)",
+        )

@@ -16,11 +16,10 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from urllib.parse import quote, unquote
 
-from mooncake.security.principal import Role
+from mooncake.security.principal import Role, tenant_error
 
 SECRET_BYTES = 32
 MAX_SECRETS = 8
-MAX_TENANT_BYTES = 255
 KEY_ID_BYTES = 8
 _MARK = "mooncake-key-1"
 _CLUSTER = "cluster"
@@ -69,15 +68,6 @@ def derive(secret: bytes, role: Role, tenant: str = "") -> Credential:
     pseudorandom = hmac.digest(_SALT, secret, hashlib.sha256)
     info = b"\0".join((b"mooncake", role.value.encode(), tenant.encode()))
     return Credential(role, tenant, hmac.digest(pseudorandom, info + b"\x01", hashlib.sha256))
-
-
-def tenant_error(role: Role, tenant: str) -> str:
-    """Reason why a credential of ``role`` for ``tenant`` is invalid; "" when it is valid."""
-    if tenant and role is not Role.CLIENT:
-        return "only clients are bound to a tenant"
-    if len(tenant.encode()) > MAX_TENANT_BYTES or "\0" in tenant:
-        return f"a tenant has at most {MAX_TENANT_BYTES} bytes, and no NUL"
-    return ""
 
 
 def format_secret(secret: bytes) -> str:

@@ -1,7 +1,12 @@
 # SPDX-License-Identifier: Apache-2.0
 """Authenticated principals and their access: roles, tenants, and the access table of a server.
 
-The table maps the type of a message to the levels that may send it. Types not in the table are refused.
+A certificate names role and tenant as ``mooncake://<role>/<tenant>``, one of its subject alternative names (a
+URI), which any authority can write. A certificate without one counts as a client's: so certificates made
+elsewhere work between transfer engines and for reading and writing, and a certificate of the authority alone
+makes no process a node or an administrator.
+
+The access table maps the type of a message to the levels that may send it; types not in it are refused.
 """
 
 from __future__ import annotations
@@ -10,8 +15,14 @@ import enum
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any, TypeAlias
+from urllib.parse import quote, unquote
+
+from mooncake.errors import AccessDenied
 
 DEFAULT_TENANT = "default"
+MAX_TENANT_BYTES = 255
+
+CERTIFICATE_SCHEME = "mooncake://"
 
 
 class Role(enum.StrEnum):
@@ -67,6 +78,47 @@ class Principal:
 
 OPEN = Principal(Role.ADMIN, is_open=True)
 """Principal of every peer of a server without a credential."""
+
+
+def tenant_error(role: Role, tenant: str) -> str:
+    """Reason why a credential of ``role`` for ``tenant`` is invalid; "" when it is valid."""
+    if tenant and role is not Role.CLIENT:
+        return "only clients are bound to a tenant"
+    if len(tenant.encode()) > MAX_TENANT_BYTES or "\0" in tenant:
+        return f"a tenant has at most {MAX_TENANT_BYTES} bytes, and no NUL"
+    return ""
+
+
+def certificate_name(role: Role, tenant: str = "") -> str:
+    """Format the name to write into a certificate, as one of its subject alternative names (a URI)."""
+    return f"{CERTIFICATE_SCHEME}{role}/{quote(tenant, safe='')}" if tenant else f"{CERTIFICATE_SCHEME}{role}"
+
+
+def principal_of(certificate: Mapping[str, Any] | None) -> Principal:
+    """The principal of a verified certificate (in the form of Python's ``ssl``).
+
+    Raises:
+        AccessDenied: there is none, or its name is invalid, or it has several.
+    """
+    if not certificate:
+        raise AccessDenied("not authenticated: there is no certificate")
+    names = [
+        value
+        for kind, value in certificate.get("subjectAltName", ())
+        if kind == "URI" and value.startswith(CERTIFICATE_SCHEME)
+    ]
+    if not names:
+        return Principal(Role.CLIENT)
+    if len(names) > 1:
+        raise AccessDenied(f"the certificate has several names of a role: {', '.join(names)}")
+    role, _, tenant = names[0].removeprefix(CERTIFICATE_SCHEME).partition("/")
+    tenant = unquote(tenant)
+    if role not in [one.value for one in Role]:
+        raise AccessDenied(f"the certificate names the role {role!r}, which does not exist")
+    trouble = tenant_error(Role(role), tenant)
+    if trouble:
+        raise AccessDenied(f"the certificate's name {names[0]!r}: {trouble}")
+    return Principal(Role(role), tenant)
 
 
 @dataclass(frozen=True)

@@ -19,8 +19,8 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 
 from mooncake.errors import AccessDenied
-from mooncake.security.keys import MAX_TENANT_BYTES, Credential, KeyRing
-from mooncake.security.principal import Principal, Role
+from mooncake.security.keys import Credential, KeyRing
+from mooncake.security.principal import MAX_TENANT_BYTES, Principal, Role
 
 HEADER = "X-Mooncake-Signature"
 WINDOW_S = 30.0

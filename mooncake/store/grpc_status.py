@@ -22,7 +22,7 @@ from grpc_reflection.v1alpha import reflection
 from mooncake.errors import AccessDenied, AddressInUse, MooncakeError
 from mooncake.rpc.wire import Failure
 from mooncake.security import HEADER, TRUSTED, Identity, Verifier, process_identity
-from mooncake.security.certificates import principal_of
+from mooncake.security.principal import principal_of
 from mooncake.store import messages as m
 from mooncake.types import Tier
 

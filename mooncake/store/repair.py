@@ -11,8 +11,8 @@ from collections import Counter
 from pathlib import Path
 
 from mooncake.errors import InvalidArgument
+from mooncake.files import LockedDirectory
 from mooncake.files.frames import Scan
-from mooncake.files.locked_directory import LockedDirectory
 from mooncake.store.master.log_records import records_of
 from mooncake.store.master.oplog import Oplog
 from mooncake.store.node.ssd_index_log import NAME as INDEX

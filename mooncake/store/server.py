@@ -32,12 +32,12 @@ from mooncake.rpc.client import split_address
 from mooncake.rpc.wire import Failure
 from mooncake.security import TRUSTED, Access, HttpAuth, Identity, Role, check_address, process_identity
 from mooncake.store import messages as m
-from mooncake.store.ha import messages as ha_messages
+from mooncake.store.ha import leader_search, standby_replication
 from mooncake.store.ha.coordinator import Coordinator
 from mooncake.store.ha.election import Election, Standby
-from mooncake.store.ha.messages import Follow, Followed, Leads, WhoLeads
+from mooncake.store.ha.leader_search import Leads, WhoLeads
 from mooncake.store.ha.role import MasterRole, not_leader
-from mooncake.store.ha.standby_replication import StandbyReplicator
+from mooncake.store.ha.standby_replication import Follow, Followed, StandbyReplicator
 from mooncake.store.master import tenants_file
 from mooncake.store.master.context import EventPublisher, Leadership, LoadHttp, MasterHttp
 from mooncake.store.master.effects import (
@@ -78,7 +78,7 @@ class MasterServer:
         self._rpc = RpcServer(
             {**handlers, Follow: self._follow, WhoLeads: self._who_leads},
             self._connection_lost,
-            access=Access({**m.ACCESS, **ha_messages.ACCESS}, m.SPECIAL),
+            access=Access({**m.ACCESS, **leader_search.ACCESS, **standby_replication.ACCESS}, m.SPECIAL),
             identity=self.identity,
             other=other,
             name="master",
@@ -115,7 +115,7 @@ class MasterServer:
             return self.settings.advertise or (
                 f"[{host}]:{self.port}" if ":" in host else f"{host}:{self.port}"
             )
-        from mooncake.transfer.host_address import (  # late: transfer takes long to load
+        from mooncake.transfer.host import (  # late: transfer takes long to load
             reachable_host,
             with_port,
         )

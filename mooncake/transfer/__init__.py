@@ -16,7 +16,7 @@ from mooncake.transfer.completion_queue import CompletionQueue
 from mooncake.transfer.descriptor import RegionInfo, SegmentDescriptor
 from mooncake.transfer.engine import TransferEngine
 from mooncake.transfer.handshake import Notification
-from mooncake.transfer.remote_segment import RemoteSegment
+from mooncake.transfer.peers import RemoteSegment
 from mooncake.transfer.settings import TransferSettings
 from mooncake.transfer.transports import (
     Completion,

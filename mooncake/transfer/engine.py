@@ -8,6 +8,7 @@ It owns the transports of one process, its registered memory and its table of pe
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import itertools
 import os
 import secrets
@@ -20,19 +21,14 @@ from mooncake.errors import InvalidArgument, OutOfMemory, Unavailable
 from mooncake.security import Identity, process_identity
 from mooncake.security.tls_contexts import client_context
 from mooncake.transfer.descriptor import RegionInfo, SegmentDescriptor
-from mooncake.transfer.handshake import HandshakeClient, Notification, ProbeReply
-from mooncake.transfer.host_address import host_identity, reachable_host, with_port
-from mooncake.transfer.listener import Listener, NotificationInbox
+from mooncake.transfer.handshake import HandshakeClient, Listener, Notification, NotificationInbox, ProbeReply
+from mooncake.transfer.host import host_identity, host_topology, reachable_host, with_port
 from mooncake.transfer.memory import available_bytes, device_span_of, is_mapped, span_of
-from mooncake.transfer.metadata import Backend, make_backend
-from mooncake.transfer.metadata.p2p import PeerBackend
+from mooncake.transfer.metadata import Backend, PeerBackend, make_backend
 from mooncake.transfer.name_service import NameService
-from mooncake.transfer.peers import PeerTable
-from mooncake.transfer.remote_segment import RemoteSegment
+from mooncake.transfer.peers import PeerTable, RemoteSegment
 from mooncake.transfer.settings import TransferSettings
 from mooncake.transfer.submission import TransferMethods
-from mooncake.transfer.sysfs import discover
-from mooncake.transfer.tls import agree_on_tls
 from mooncake.transfer.topology import ANYWHERE, Places, is_location
 from mooncake.transfer.transports import (
     SCHEMES,
@@ -93,7 +89,7 @@ class TransferEngine(TransferMethods):
         self._client = HandshakeClient(identity)
         self.exchange = self._client.exchange
         peers = PeerTable(settings, self._host, self._transports, self._client)
-        super().__init__(settings, peers, discover().matrix() if "rdma" in settings.transports else {})
+        super().__init__(settings, peers, host_topology().matrix() if "rdma" in settings.transports else {})
         self._inbox = NotificationInbox()
         self._services: list[Listener | HandshakeClient | NameService] = [self._client]
         self._finalizer = weakref.finalize(
@@ -520,3 +516,31 @@ def _shut_down(
     owned.clear()
     for transport in transports.values():
         transport.close()
+
+
+def agree_on_tls(settings: TransferSettings, identity: Identity) -> tuple[TransferSettings, Identity]:
+    """Return settings and identity of one engine with the same TLS files.
+
+    They are those of the settings if these name any, else those of the identity.
+
+    Raises:
+        InvalidArgument: names the setting whose file is missing or wrong.
+    """
+    if settings.tls:
+        return settings, identity.with_tls_files(
+            settings.tls_cert, settings.tls_key, settings.tls_ca, settings.tls_check_host
+        )
+    if not identity.has_tls:
+        return settings, identity
+    files = identity.settings
+    return (
+        dataclasses.replace(
+            settings,
+            tls="all",
+            tls_cert=files.tls_cert,
+            tls_key=files.tls_key,
+            tls_ca=files.tls_ca,
+            tls_check_host=files.tls_check_host,
+        ),
+        identity,
+    )

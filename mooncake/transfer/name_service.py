@@ -16,8 +16,7 @@ from collections.abc import Callable, Iterator
 from mooncake.errors import MooncakeError, ProtocolError, Unavailable
 from mooncake.log import get_logger
 from mooncake.transfer.descriptor import SegmentDescriptor, decode_descriptor
-from mooncake.transfer.metadata import Backend
-from mooncake.transfer.metadata.p2p import PeerBackend
+from mooncake.transfer.metadata import Backend, PeerBackend
 
 log = get_logger(__name__)
 

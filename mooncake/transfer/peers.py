@@ -1,8 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Table of the segments that this process opened, by descriptor and by name, with their current state.
+"""Segments of peers that this process opened: connections and lost paths, and the table of them by name.
 
-A segment belongs to one process and never passes to another. So after a failure the question is not
-how to reach that address again, but whether the process that was meant is still the one that answers.
+A remote segment connects when a path is first used and remembers which paths are lost; which path to use, and
+what to do when one fails, is decided elsewhere (``batch.py``). It belongs to one process and never passes to
+another. So after a failure the question is not how to reach that address again, but whether the process
+that was meant is still the one that answers.
 """
 
 from __future__ import annotations
@@ -10,18 +12,245 @@ from __future__ import annotations
 import os
 import threading
 import time
+from collections.abc import Sequence
 
-from mooncake.errors import InvalidArgument, MooncakeError, Unavailable
+import numpy as np
+import numpy.typing as npt
+
+from mooncake.errors import AccessDenied, InvalidArgument, MooncakeError, PeerLost, Unavailable
 from mooncake.log import get_logger
 from mooncake.rpc.client import split_address
-from mooncake.transfer.descriptor import SegmentDescriptor, common_schemes
+from mooncake.transfer.batch import RETRIED_STATUSES, STATUS_REASONS, TIMED_OUT, TransferColumns
+from mooncake.transfer.descriptor import (
+    ON_ONE_HOST,
+    RegionIndex,
+    SegmentDescriptor,
+    common_schemes,
+    rail_of,
+    scheme_of,
+)
 from mooncake.transfer.handshake import HandshakeClient, ProbeReply
 from mooncake.transfer.name_service import NameService
-from mooncake.transfer.remote_segment import RemoteSegment
+from mooncake.transfer.rails import Rails
 from mooncake.transfer.settings import TransferSettings
-from mooncake.transfer.transports import Transport
+from mooncake.transfer.topology import Places
+from mooncake.transfer.transports import (
+    Completion,
+    MultiRailTransport,
+    NegotiatedConnection,
+    Op,
+    PeerConnection,
+    Status,
+    Transport,
+)
 
 log = get_logger(__name__)
+
+ANOTHER_RAIL_STATUSES = RETRIED_STATUSES | {TIMED_OUT}
+"""Statuses after which another rail is tried."""
+
+
+class RemoteSegment:
+    """A peer's segment. Made by ``TransferEngine.open``; connects when first used."""
+
+    def __init__(
+        self,
+        descriptor: SegmentDescriptor,
+        schemes: Sequence[str],
+        transports: dict[str, Transport],
+        rail_patience_s: float = 2.0,
+    ) -> None:
+        self._connections: dict[str, PeerConnection] = {}
+        self.descriptor = descriptor
+        self.name = descriptor.name
+        self.paths = tuple(
+            path
+            for scheme in schemes
+            for path in _paths_of(scheme, transports[scheme], descriptor.endpoints[scheme])
+        )
+        "Usable paths, best first: schemes, and with several devices `scheme@rail` for each of their pairs."
+        self.source = ""
+        "The name that it was opened by; empty when it was opened by descriptor."
+        self.reason = ""
+        "Reason of the last failure, as far as it is known."
+        self.may_be_stale = False
+        "True when a transfer has failed since the descriptor was confirmed."
+        self.is_replaced = False
+        "True when its process has ended; its addresses are invalid, and every transfer fails."
+        self.is_connected = False
+        "True when the first paths to try are connected or lost, so that no transfer has to wait for that."
+        elsewhere = [path for path in self.paths if scheme_of(path) not in ON_ONE_HOST]
+        self.rails = Rails(self.paths, rail_patience_s) if len(elsewhere) > 1 else None
+        "Measurements of the paths, when there is a choice; to be used under `rails_lock`."
+        self.rails_lock = threading.Lock()
+        self._best = [path for path in self.paths if scheme_of(path) == scheme_of(self.paths[0])]
+        self._transports = transports
+        self._index = RegionIndex(descriptor.regions)
+        self.places = Places((r.address, r.size_bytes, r.location) for r in descriptor.regions)
+        self._lost: dict[str, str] = {}
+        self._lock = threading.Lock()
+        self._connecting = {path: threading.Lock() for path in self.paths}
+        self._is_closed = False
+
+    def __repr__(self) -> str:
+        lost = "".join(f" {path} lost: {why}" for path, why in self._lost.items())
+        return (
+            f"<Segment {self.name} paths={','.join(self.paths)} regions={len(self.descriptor.regions)}{lost}>"
+        )
+
+    def connection(self, path: str, timeout_s: float) -> PeerConnection | None:
+        """The connection over ``path``, made first if needed. None when the path is lost."""
+        if self.is_replaced:
+            return None
+        connection = self._connections.get(path)
+        if connection is not None and not connection.is_lost:
+            return connection
+        deadline = time.monotonic() + timeout_s
+        if not self._connecting[path].acquire(timeout=timeout_s):
+            return None
+        try:
+            connection = self._connections.get(path)
+            if connection is not None and not connection.is_lost:
+                return connection
+            if path in self._lost or self._is_closed or (connection and scheme_of(path) in ON_ONE_HOST):
+                return None
+            if connection is not None:  # its device failed; the peer may still be there
+                del self._connections[path]
+                connection.close()
+            return self._connect(path, max(0.0, deadline - time.monotonic()))
+        finally:
+            self._connecting[path].release()
+
+    def connect(self, timeout_s: float) -> bool:
+        """Connect as the first transfer would; False when the peer did not answer in time.
+
+        This blocks: an event loop calls it in a thread, and moves bytes afterwards.
+        """
+        deadline = time.monotonic() + timeout_s
+        for path in self.paths:
+            scheme = scheme_of(path)
+            if not self._index.carries_any(scheme):
+                continue
+            connection = self.connection(path, max(0.0, deadline - time.monotonic()))
+            if isinstance(connection, NegotiatedConnection):
+                connection.set_up(deadline)
+            if time.monotonic() >= deadline:
+                return False
+            if connection is not None and self._index.carries_all(scheme):
+                break
+        self.is_connected = True
+        return True
+
+    def _connect(self, path: str, timeout_s: float) -> PeerConnection | None:
+        peer = self.descriptor
+        scheme, rail = scheme_of(path), rail_of(path)
+        transport = self._transports[scheme]
+        extra = {"handshake": peer.handshake} if getattr(transport, "needs_handshake", False) else {}
+        if rail:
+            extra["rail"] = rail
+        try:
+            connection = transport.connect(
+                peer.endpoints[scheme], peer.epoch, peer.regions, timeout_s, **extra
+            )
+        except (PeerLost, AccessDenied) as error:
+            if scheme in ON_ONE_HOST or self.rails is None:
+                self._lost[path] = str(error)  # the same epoch does not come back
+            log.info("path_lost", segment=self.name, path=path, reason=str(error))
+            return None
+        except Unavailable as error:
+            log.info("path_timed_out", segment=self.name, path=path, reason=str(error))
+            return None
+        with self._lock:
+            self._connections[path] = connection
+            if self.descriptor is not peer:
+                connection.set_regions(self.descriptor.regions)
+            if self._is_closed:
+                connection.close()
+        return connection
+
+    def able(self, path: str, columns: TransferColumns) -> npt.NDArray[np.bool_] | None:
+        """Flags of the slices that ``path`` can carry; None means all of them."""
+        scheme = scheme_of(path)
+        if self._index.carries_all(scheme):
+            return None
+        return self._index.carried(scheme, columns.remote, columns.lengths)
+
+    @property
+    def is_uniform(self) -> bool:
+        """Whether the best path carries every region of the peer."""
+        if self.rails is not None and scheme_of(self.paths[0]) not in ON_ONE_HOST:
+            return False  # a rail has to be chosen
+        return bool(self.paths) and self._index.carries_all(scheme_of(self.paths[0]))
+
+    def run_single_part(
+        self, op: Op, columns: TransferColumns, num_bytes: int, deadline: float, checksum: bool
+    ) -> tuple[str, Completion] | None:
+        """Move a small batch in one part on the best rail; None when not possible, or the rail failed.
+
+        Same as the first step of a ``Batch``, without making one, which costs as much as the transfer.
+        """
+        rails, now = self.rails, time.monotonic()
+        if rails is None or self.places or not self._index.carries_all(scheme_of(self._best[0])):
+            return None
+        with self.rails_lock:
+            path = rails.choose(self._best, num_bytes, now)
+            if path is None or rails.rails[path].is_masked:
+                return None
+            patience_s = min(rails.patience_s(path, num_bytes), (deadline - now) / 2)
+            rails.sent(path, num_bytes)
+        status = Status.CANCELLED
+        try:
+            connection = self.connection(path, patience_s)
+            if connection is None:
+                status = Status.PEER_LOST
+                return None
+            done = connection.run(op, columns.local, columns.remote, columns.lengths, patience_s, checksum)
+            status = done.status
+            return None if status in ANOTHER_RAIL_STATUSES else (path, done)
+        finally:
+            with self.rails_lock:
+                if status == Status.OK:
+                    rails.arrived(path, num_bytes, now, time.monotonic())
+                elif status in ANOTHER_RAIL_STATUSES:
+                    rails.failed(path, num_bytes, now, time.monotonic(), STATUS_REASONS[int(status)])
+                else:
+                    rails.dropped(path, num_bytes)
+
+    def replace(self, reason: str) -> None:
+        """Mark the segment as replaced by another process: fail all transfers, now and later."""
+        self.reason, self.is_replaced, self.may_be_stale = reason, True, True
+        log.warning("segment_replaced", segment=self.name, reason=reason)
+        self.close()
+
+    def renew(self, descriptor: SegmentDescriptor) -> None:
+        """Take over the regions that the same process has published since."""
+        with self._lock:
+            self.descriptor = descriptor
+            self.is_connected = False  # a path without reachable regions may have some now
+            self._index = RegionIndex(descriptor.regions)
+            self.places = Places((r.address, r.size_bytes, r.location) for r in descriptor.regions)
+            for connection in self._connections.values():
+                connection.set_regions(descriptor.regions)
+
+    def cancel(self) -> None:
+        for connection in list(self._connections.values()):
+            connection.cancel()
+
+    def __del__(self) -> None:
+        """Close the connections with the last reference, not after an idle worker's timeout."""
+        for connection in self._connections.values():
+            connection.close()
+
+    def close(self) -> None:
+        with self._lock:
+            self._is_closed = True
+        for connection in list(self._connections.values()):
+            connection.close()
+
+
+def _paths_of(scheme: str, transport: Transport, endpoint: str) -> list[str]:
+    rails = transport.rails(endpoint) if isinstance(transport, MultiRailTransport) else []
+    return [f"{scheme}@{rail}" for rail in rails] or [scheme]
 
 
 class PeerTable:

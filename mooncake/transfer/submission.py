@@ -50,8 +50,7 @@ from mooncake.transfer.completion_queue import (
 )
 from mooncake.transfer.descriptor import scheme_of
 from mooncake.transfer.memory import device_span_of, span_of
-from mooncake.transfer.peers import PeerTable
-from mooncake.transfer.remote_segment import RemoteSegment
+from mooncake.transfer.peers import PeerTable, RemoteSegment
 from mooncake.transfer.settings import TransferSettings
 from mooncake.transfer.topology import Matrix, Places, ranks
 from mooncake.transfer.transports import Completion, Op, Region, Status

@@ -4,7 +4,7 @@
 A buffer's *location* is ``cpu:<numa node>``, ``cuda:<gpu>`` or ``*`` (anywhere). For each location the
 RDMA devices are split into preferred and other ones. Hosts publish that split (in the
 form that the existing package prints), and from the splits of both hosts each rail between a pair of
-buffers gets a rank. ``sysfs.py`` reads the devices.
+buffers gets a rank. ``host.py`` reads the devices.
 """
 
 from __future__ import annotations

@@ -22,7 +22,7 @@ from mooncake.compat import rest_service
 from mooncake.compat.rest_service import MooncakeStoreService
 from mooncake.errors import AddressInUse, InvalidArgument
 from mooncake.security import Identity
-from mooncake.security.admin_key import AdminKey
+from mooncake.security.http_auth import AdminKey
 from mooncake.security.keys import KeyRing
 
 CONFIG = {

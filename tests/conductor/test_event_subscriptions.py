@@ -33,7 +33,7 @@ from mooncake.conductor.server import ConductorService
 from mooncake.conductor.settings import SchedulingSettings
 from mooncake.errors import InvalidArgument
 from mooncake.inference.kv_events import WorkerKvEventPublisher
-from mooncake.kv_events.dialects import BlockRemoved, BlockStored, KvEvent
+from mooncake.kv_events import BlockRemoved, BlockStored, KvEvent
 from mooncake.prefix import block_hashes, root_hash, short_key
 from mooncake.rpc import AsyncClient
 from mooncake.store import messages as m

@@ -16,7 +16,7 @@ from mooncake.conductor.key_translation import (
     extend_sequence,
     sequence_hashes,
 )
-from mooncake.kv_events.dialects import BlockRemoved, BlockStored
+from mooncake.kv_events import BlockRemoved, BlockStored
 from mooncake.prefix import block_hashes, root_hash, short_key
 
 # --- the standard's hashes

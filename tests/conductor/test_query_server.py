@@ -21,7 +21,7 @@ from mooncake.errors import InvalidArgument
 from mooncake.http.openai import KvEventSource
 from mooncake.http.server import listen
 from mooncake.inference.kv_events import WorkerKvEventPublisher
-from mooncake.kv_events.dialects import AllBlocksCleared, BlockRemoved, BlockStored
+from mooncake.kv_events import AllBlocksCleared, BlockRemoved, BlockStored
 from mooncake.prefix import block_hashes, root_hash
 from mooncake.rpc import AsyncClient
 from mooncake.store import messages as m

@@ -30,7 +30,7 @@ from mooncake.conductor.server import ConductorServer, ConductorService, new_sam
 from mooncake.conductor.settings import SchedulingSettings
 from mooncake.http.worker_stats import StepStats
 from mooncake.inference.kv_events import WorkerKvEventPublisher
-from mooncake.kv_events.dialects import BlockStored
+from mooncake.kv_events import BlockStored
 from mooncake.prefix import block_hashes, root_hash, short_key
 from mooncake.types import WorkerRole
 from tests.waiting import until

@@ -15,7 +15,7 @@ from collections.abc import Sequence
 import pytest
 
 from mooncake.errors import MooncakeError
-from mooncake.transfer.host_address import with_port
+from mooncake.transfer.host import with_port
 from mooncake.transfer.metadata import Backend, make_backend
 
 KINDS = ("http", "etcd", "redis")

@@ -28,10 +28,10 @@ from mooncake.errors import (
 )
 from mooncake.transfer import Op, RemoteSegment, Status, TransferEngine, TransferSettings
 from mooncake.transfer.descriptor import VERSION, decode_descriptor
-from mooncake.transfer.metadata import Backend, make_backend
-from mooncake.transfer.metadata.etcd import members_of
+from mooncake.transfer.metadata import Backend, make_backend, members_of
 from mooncake.transfer.name_service import metadata_key
 from tests.contract.metadata_servers import KINDS, MetadataServer, free_port, has_ipv6
+from tests.transfer.next_release import use_next_version
 from tests.waiting import wait_until
 
 P2P = "P2PHANDSHAKE"
@@ -563,7 +563,7 @@ def test_a_peer_that_is_gone(metadata: str) -> None:
 
 def test_a_peer_of_another_version(metadata: str, monkeypatch: pytest.MonkeyPatch) -> None:
     with TransferEngine(settings_of(metadata, name_for(metadata, "newer"))) as far:
-        monkeypatch.setattr("mooncake.transfer.handshake.VERSION", VERSION + 1)
+        use_next_version(monkeypatch)
         if metadata != P2P:
             described = msgspec.structs.replace(far.describe(), version=VERSION + 1)
             make_backend(metadata).put(metadata_key("newer"), described.encode(), ttl_s=60)

@@ -6,7 +6,7 @@ from __future__ import annotations
 import pytest
 
 from mooncake.transfer import TransferEngine
-from mooncake.transfer.metadata.http import HttpBackend
+from mooncake.transfer.metadata import HttpBackend
 from mooncake.transfer.name_service import metadata_key
 from tests.cluster import Cluster, wait_for
 

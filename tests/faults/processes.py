@@ -78,7 +78,7 @@ class MetadataService:
     def _start(self) -> Process:
         code = (
             "import asyncio\n"
-            "from mooncake.transfer.metadata.server import MetadataSettings, serve\n"
+            "from mooncake.transfer.metadata_server import MetadataSettings, serve\n"
             f"asyncio.run(serve(MetadataSettings(port={self.port})))"
         )
         return Process(["-c", code])

@@ -14,7 +14,7 @@ import zmq.asyncio
 from mooncake.errors import AddressInUse
 from mooncake.inference import kv_events
 from mooncake.inference.kv_events import WorkerKvEventPublisher
-from mooncake.kv_events.dialects import MEDIUM_DEVICE, AllBlocksCleared, BlockRemoved, BlockStored
+from mooncake.kv_events import MEDIUM_DEVICE, AllBlocksCleared, BlockRemoved, BlockStored
 
 A, B = b"a" * 32, b"b" * 32
 

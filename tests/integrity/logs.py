@@ -16,7 +16,7 @@ from typing import Any
 import msgspec
 
 from mooncake.errors import InvalidArgument
-from mooncake.files.locked_directory import LockedDirectory
+from mooncake.files import LockedDirectory
 from mooncake.machine import Wake
 from mooncake.sim.faults.disks import SimDirectory
 from mooncake.store import messages as m

@@ -33,7 +33,7 @@ from mooncake.connectors.session import PoolSession, PoolSettings, TransferThrea
 from mooncake.connectors.store_link import LinkSettings
 from mooncake.kvlayout import ForeignIdentity, SlabLayout
 from mooncake.prefix import BlockHash
-from tests.connectors.sglang.pool_doubles import MhaPool, config, tokens_of
+from tests.connectors.sglang_pools import MhaPool, storage_config, tokens_of
 
 Bytes = npt.NDArray[np.uint8]
 
@@ -157,7 +157,7 @@ class SglangEngine(Engine):
         self._pool = MhaPool("page_first", 1, tokens=64)
         extra: dict[str, Any] = {"mooncake_store_addr": address, "weights_digest": "w", "interface_v1": 1}
         extra |= {"lookup_timeout_s": patience.lookup_s, "load_timeout_s": patience.load_s}
-        self._client = MooncakeHiCache(config(extra_config=extra))
+        self._client = MooncakeHiCache(storage_config(extra_config=extra))
         self._client.register_mem_pool_host(self._pool)
         self.loop = self._client._pages._session.loop
         self.block_bytes = self.block(0).nbytes

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The settings [security], the key file, and the one identity of a process."""
+"""The settings [security], the key file, the one identity of a process, and where it may listen."""
 
 from __future__ import annotations
 
@@ -14,10 +14,13 @@ from mooncake.security import (
     Identity,
     Role,
     SecuritySettings,
+    check_address,
     install_identity,
+    is_loopback,
     process_identity,
     tool_identity,
 )
+from mooncake.security import identity as module
 from mooncake.security.identity import read_key_file
 from mooncake.security.keys import derive, format_credential, format_secret
 
@@ -29,6 +32,8 @@ def _afresh(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     for name in list(os.environ):
         if name.startswith("MOONCAKE_"):
             monkeypatch.delenv(name)
+    monkeypatch.setattr(module, "_keeps_defaults", "")
+    monkeypatch.setattr(module, "_has_warned", False)
     install_identity(None)
     yield
     install_identity(None)
@@ -102,3 +107,28 @@ def test_nothing_shows_the_key(tmp_path: Path) -> None:
     shown = f"{identity!r} {identity.keys!r} {identity.settings!r}"
     for secret in (SECRET, identity.credential.key):
         assert repr(secret)[2:-1] not in shown
+
+
+@pytest.mark.parametrize("host", ["127.0.0.1", "127.1.2.3", "::1", "[::1]", "localhost"])
+def test_loopback_needs_nothing(host: str) -> None:
+    assert is_loopback(host)
+    check_address(host, Identity())
+
+
+@pytest.mark.parametrize("host", ["0.0.0.0", "::", "", "10.0.0.1", "127.0.0.1,10.0.0.1", "fe80::1%eth0"])
+def test_the_rest_needs_a_credential(host: str, tmp_path: Path) -> None:
+    with pytest.raises(InvalidArgument, match=r"--tls-cert.*--cluster-key-file.*--insecure"):
+        check_address(host, Identity())
+    check_address(host, Identity(SecuritySettings(insecure=True)))
+    key = tmp_path / "key"
+    key.write_text(format_secret(b"s" * 32))
+    key.chmod(0o600)
+    check_address(host, Identity(SecuritySettings(cluster_key_file=str(key))))
+
+
+def test_a_program_of_the_existing_package_warns_once(caplog: pytest.LogCaptureFixture) -> None:
+    module.keep_upstream_defaults("mooncake_master")
+    for host in ("127.0.0.1", "0.0.0.0", "0.0.0.0"):
+        check_address(host, Identity())
+    assert [one.getMessage() for one in caplog.records] == ["listening_without_credential"]
+    assert caplog.records[0].__dict__["fields"]["program"] == "mooncake_master"

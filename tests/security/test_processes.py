@@ -132,7 +132,7 @@ def test_idle_strangers_do_not_take_the_place_of_clients(environment: dict[str, 
             outsiders.append(outsider)
         ask = (
             "from mooncake.rpc import BlockingClient\n"
-            "from mooncake.store.ha.messages import Leads, WhoLeads\n"
+            "from mooncake.store.ha.leader_search import Leads, WhoLeads\n"
             f"client = BlockingClient({master_of(line)!r}, (Leads,), is_patient=False)\n"
             "print('ready', client.call(WhoLeads(), 20).is_here)\n"
         )

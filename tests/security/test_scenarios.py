@@ -43,7 +43,7 @@ from mooncake.store.server import MasterServer, running
 from mooncake.store.settings import MasterSettings
 from mooncake.transfer import TransferEngine, TransferSettings
 from mooncake.transfer.metadata import make_backend
-from mooncake.transfer.metadata.server import MetadataEntries, make_app
+from mooncake.transfer.metadata_server import MetadataEntries, make_app
 
 pytest.importorskip("cryptography", reason="makes the certificates: pip install 'mooncake-serving[tls]'")
 
@@ -131,7 +131,7 @@ class House:
             "store/server.py": self.master._rpc,
             "conductor/server.py": ConductorServer(ConductorService(ConductorSettings())).rpc,
             "connectors/peer_push.py": direct_server(),
-            "transfer/listener.py": listener._server,  # type: ignore[union-attr]
+            "transfer/handshake.py": listener._server,  # type: ignore[union-attr]
             "compat/transfer/rpc_interface.py": RpcServer(
                 {compat_rpc.MessagePart: nothing}, access=compat_rpc.ACCESS
             ),
@@ -156,7 +156,7 @@ class House:
 
     async def __aexit__(self, *_: object) -> None:
         for name, server in self.servers.items():
-            if name != "transfer/listener.py":
+            if name != "transfer/handshake.py":
                 await server.close()
         await asyncio.to_thread(self.engine.close)
 

@@ -8,7 +8,7 @@ from typer.testing import CliRunner
 
 from mooncake.cli.store import make_application
 from mooncake.errors import InvalidArgument
-from mooncake.files.locked_directory import LockedDirectory
+from mooncake.files import LockedDirectory
 from mooncake.store.master.log_records import Doubt, ObjectGone
 from mooncake.store.master.oplog import Oplog
 from mooncake.store.messages import SegmentEntry

@@ -14,7 +14,7 @@ from mooncake.errors import AddressInUse, InvalidArgument
 from mooncake.metrics import page
 from mooncake.rpc import AsyncClient
 from mooncake.store import messages as m
-from mooncake.store.ha.messages import Leads, WhoLeads
+from mooncake.store.ha.leader_search import Leads, WhoLeads
 from mooncake.store.master.log_records import ObjectReadable
 from mooncake.store.server import MasterServer
 from mooncake.store.settings import MasterSettings

@@ -22,7 +22,7 @@ from mooncake.transfer import (
     crc32c_columns,
     crc32c_combine,
 )
-from mooncake.transfer.host_address import host_identity, reachable_host
+from mooncake.transfer.host import host_identity, reachable_host
 from mooncake.transfer.name_service import metadata_key
 from tests.transfer.dict_backend import DictBackend
 

@@ -26,7 +26,6 @@ from mooncake.errors import (
 from mooncake.rpc import BlockingClient
 from mooncake.transfer import Op, Status, TransferEngine, TransferSettings
 from mooncake.transfer import handshake as messages
-from mooncake.transfer import listener as listening
 from mooncake.transfer.descriptor import VERSION, decode_descriptor
 from mooncake.transfer.handshake import MAX_PAYLOAD_BYTES, HandshakeClient
 
@@ -143,8 +142,8 @@ def test_a_notification_that_comes_twice_is_delivered_once(far: TransferEngine) 
 def test_notifications_that_are_not_taken(
     near: TransferEngine, far: TransferEngine, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(listening, "MAX_NOTIFICATIONS", 3)
-    monkeypatch.setattr(listening, "MAX_NOTIFIED_BYTES", 100)
+    monkeypatch.setattr(messages, "MAX_NOTIFICATIONS", 3)
+    monkeypatch.setattr(messages, "MAX_NOTIFIED_BYTES", 100)
     segment = near.open(far.describe())
     with pytest.raises(Unavailable, match="call notifications"):
         near.notify(segment, "large", b"x" * 101)

@@ -12,9 +12,9 @@ import pytest
 
 from mooncake.errors import DeadlineExceeded, InvalidArgument, PeerLost, ProtocolError
 from mooncake.http.server import HttpServer, listen
-from mooncake.transfer.metadata import server as metadata_server
-from mooncake.transfer.metadata.http import HttpBackend
-from mooncake.transfer.metadata.server import MAX_VALUE_BYTES, MetadataEntries, make_app
+from mooncake.transfer import metadata_server
+from mooncake.transfer.metadata import HttpBackend
+from mooncake.transfer.metadata_server import MAX_VALUE_BYTES, MetadataEntries, make_app
 
 
 @pytest.fixture

@@ -20,8 +20,8 @@ from mooncake.http.server import HttpServer, listen
 from mooncake.security.tls_contexts import client_context, server_context
 from mooncake.transfer import Completion, Op, Status, TransferEngine, TransferSettings
 from mooncake.transfer.metadata import make_backend
-from mooncake.transfer.metadata.server import make_app
-from mooncake.transfer.tls import native_tls
+from mooncake.transfer.metadata_server import make_app
+from mooncake.transfer.transports.tcp import native_tls
 
 pytest.importorskip("cryptography", reason="makes the certificates: pip install 'mooncake-serving[tls]'")
 

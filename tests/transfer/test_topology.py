@@ -3,7 +3,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from mooncake.transfer.sysfs import discover
+from mooncake.transfer.host import host_topology
 from mooncake.transfer.topology import (
     Device,
     Distance,
@@ -22,7 +22,7 @@ def card(name: str, *bus: str, numa: int = 0, kind: str = "rdma") -> Device:
 
 
 def test_the_matrix_of_a_server(tmp_path: Path) -> None:
-    topology = discover(build("two_sockets", tmp_path))
+    topology = host_topology(build("two_sockets", tmp_path))
     assert topology.matrix() == {
         "cpu:0": (["mlx5_0", "mlx5_1"], ["mlx5_2"]),
         "cpu:1": (["mlx5_2"], ["mlx5_0", "mlx5_1"]),
@@ -52,7 +52,7 @@ def test_distances_as_people_know_them() -> None:
 
 
 def test_rails_are_ranked_for_a_pair_of_buffers(tmp_path: Path) -> None:
-    here = discover(build("two_sockets", tmp_path)).matrix()
+    here = host_topology(build("two_sockets", tmp_path)).matrix()
     paths = ["rdma@mlx5_0>mlx5_0", "rdma@mlx5_2>mlx5_2", "rdma@mlx5_0>mlx5_2", "tcp"]
     assert list(ranks(paths, here, "cpu:0", here, "cuda:1").values()) == [1, 1, 0, 0]
     assert list(ranks(paths, here, "cuda:1", here, "cuda:1").values()) == [2, 0, 1, 0]

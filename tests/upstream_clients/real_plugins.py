@@ -23,7 +23,7 @@ from unittest import mock
 import torch
 
 from tests.cluster import wait_for
-from tests.connectors.sglang.pool_doubles import tokens_of
+from tests.connectors.sglang_pools import tokens_of
 from tests.contract.connectors import StoreConnector
 from tests.upstream_clients import real_clients
 

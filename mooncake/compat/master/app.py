@@ -14,7 +14,7 @@ from mooncake import metrics
 from mooncake.compat.master import master_metrics, operator_routes, query_routes
 from mooncake.compat.master.responses import HttpRefusal, check_key, json
 from mooncake.errors import StorageError
-from mooncake.security.admin_key import AdminKey
+from mooncake.security.http_auth import AdminKey
 from mooncake.store import messages as m
 from mooncake.store.master.context import MasterContext
 

@@ -10,7 +10,7 @@ from fastapi import APIRouter, Query, Request, Response
 from msgspec import Meta
 
 from mooncake.compat.master.responses import HttpRefusal, check_key, json, read_body, unwrap_reply
-from mooncake.security.admin_key import AdminKey
+from mooncake.security.http_auth import AdminKey
 from mooncake.store import messages as m
 from mooncake.store.master import tenants_file
 from mooncake.store.master.context import MasterContext

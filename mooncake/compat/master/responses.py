@@ -11,8 +11,7 @@ from fastapi import Request, Response
 from mooncake.errors import Refusal
 from mooncake.http import server
 from mooncake.rpc.wire import Failure
-from mooncake.security.admin_key import AdminKey
-from mooncake.security.http_auth import PRINCIPAL
+from mooncake.security.http_auth import PRINCIPAL, AdminKey
 
 MAX_BODY_BYTES = 1 << 20
 

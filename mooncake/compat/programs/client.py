@@ -123,7 +123,7 @@ async def _serve(options: ClientOptions) -> None:
     from mooncake.compat.store.session_setup import open_session
     from mooncake.compat.transfer.transport_choice import split_host
     from mooncake.rpc import RpcServer
-    from mooncake.transfer.host_address import reachable_host
+    from mooncake.transfer.host import reachable_host
 
     host, fixed = split_host(options.arguments.local_hostname)
     check_address(host)

@@ -83,8 +83,8 @@ async def _serve(options: MasterOptions) -> None:
         async with asyncio.TaskGroup() as group:
             group.create_task(serve(options.settings, load_http))
             if options.metadata is not None:
-                from mooncake.transfer.metadata.server import MetadataSettings
-                from mooncake.transfer.metadata.server import serve as serve_metadata
+                from mooncake.transfer.metadata_server import MetadataSettings
+                from mooncake.transfer.metadata_server import serve as serve_metadata
 
                 group.create_task(_naming_its_port(serve_metadata(MetadataSettings(*options.metadata))))
     except BaseExceptionGroup as errors:

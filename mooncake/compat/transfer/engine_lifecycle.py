@@ -28,8 +28,8 @@ from mooncake.config import load
 from mooncake.errors import AddressInUse, InvalidArgument, MooncakeError, PeerLost, ProtocolError, Unavailable
 from mooncake.log import get_logger
 from mooncake.transfer.engine import TransferEngine as Engine
-from mooncake.transfer.host_address import numeric_host
-from mooncake.transfer.remote_segment import RemoteSegment
+from mooncake.transfer.host import numeric_host
+from mooncake.transfer.peers import RemoteSegment
 from mooncake.transfer.settings import TransferSettings
 from mooncake.transfer.transports import Completion, Status
 

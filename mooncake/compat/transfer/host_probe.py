@@ -11,9 +11,8 @@ from functools import cache
 from pathlib import Path
 
 from mooncake.errors import InvalidArgument
-from mooncake.transfer.host_address import numeric_host
+from mooncake.transfer.host import host_topology, numeric_host
 from mooncake.transfer.memory import is_mapped
-from mooncake.transfer.sysfs import discover
 from mooncake.transfer.transports import SCHEMES
 
 INFINIBAND = Path("/sys/class/infiniband")
@@ -99,4 +98,4 @@ def wait_for_stream(stream: int) -> None:
 
 def local_topology(device_name: str) -> str:
     """JSON with each memory location's preferred network cards and the others."""
-    return json.dumps(discover().matrix([name for name in device_name.split(",") if name]))
+    return json.dumps(host_topology().matrix([name for name in device_name.split(",") if name]))

@@ -24,7 +24,7 @@ from mooncake.log import get_logger
 from mooncake.rpc import BlockingClient, Call, Connection, RpcServer
 from mooncake.rpc.client import split_address
 from mooncake.security import TRUSTED, Access
-from mooncake.transfer.host_address import numeric_host
+from mooncake.transfer.host import numeric_host
 from mooncake.transfer.memory import span_of
 
 log = get_logger("mooncake.engine")

@@ -6,8 +6,7 @@
 connectors of these names in its own tree, for the existing package; ours are used when this module is named,
 or where our package is installed and vLLM computes on a CPU (``plugin.py``).
 
-Names load on first use: the plugin runs in each of vLLM's processes before vLLM is set up, and LMCache's
-connector needs ``cache_identity`` where there may be no vLLM.
+Names load on first use, because the plugin runs in each of vLLM's processes before vLLM is set up.
 """
 
 from __future__ import annotations

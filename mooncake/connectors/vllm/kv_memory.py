@@ -16,9 +16,9 @@ from vllm.v1.core.kv_cache_utils import resolve_kv_cache_block_sizes
 from vllm.v1.kv_cache_interface import FullAttentionSpec
 
 from mooncake.connectors.block_transfer import Shards
+from mooncake.connectors.cache_identity import Rank, model_weights, num_shards, rank_facts
 from mooncake.connectors.memory import SlabMemory, memory_of, order_of
 from mooncake.connectors.session import warn_of_unknown_options
-from mooncake.connectors.vllm.cache_identity import Rank, facts_of, model_weights, num_shards
 from mooncake.errors import InvalidArgument
 from mooncake.kvlayout import ForeignIdentity
 from mooncake.log import setup_library_logging
@@ -77,7 +77,7 @@ def registered_memory(
     heads_dim = HEADS_DIM if all(name.startswith(CPU_ATTN) for name in backends) else None
     layout, memory = memory_of(tensors, kv_cache_config.num_blocks, spec.block_size, count, heads_dim)
     weights = model_weights(config, extra)
-    facts = facts_of(config, vllm_version, weights, list(kv_caches), backends)
+    facts = rank_facts(config, vllm_version, weights, list(kv_caches), backends)
     total = 1 if config.model_config.use_mla else config.model_config.get_total_num_kv_heads()
     heads = Rank(get_tensor_model_parallel_rank(), tp_size).heads(total, count)
     shards = [ForeignIdentity.of(layout, heads=f"{first}:{end} of {total}", **facts) for first, end in heads]

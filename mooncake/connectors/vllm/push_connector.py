@@ -35,6 +35,7 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import (
     KVConnectorWorkerMetadata,
 )
 
+from mooncake.connectors.cache_identity import Adapters
 from mooncake.connectors.peer_push import (
     BlockOffer,
     BlockRequest,
@@ -44,14 +45,13 @@ from mooncake.connectors.peer_push import (
     Sender,
 )
 from mooncake.connectors.session import TransferThread, transports_of
-from mooncake.connectors.vllm.cache_identity import Adapters
 from mooncake.connectors.vllm.kv_memory import prepare, registered_memory
 from mooncake.connectors.vllm.stats import ConnectorStats, CountedConnector, PushMetrics
 from mooncake.errors import InvalidArgument, MooncakeError
 from mooncake.log import get_logger
 from mooncake.rpc.client import split_address
 from mooncake.security import warn_if_open
-from mooncake.transfer.host_address import with_port
+from mooncake.transfer.host import with_port
 
 log = get_logger(__name__)
 

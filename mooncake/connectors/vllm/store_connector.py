@@ -8,7 +8,9 @@ keys). One instance lives in the process of vLLM's scheduler and one in each ran
     rank                                        └▶ start_load, save layer by layer, report ──┘
 
 Loads are asynchronous (the request waits, others are computed) or, with ``load_async: false``, layer by
-layer during the computation. Saves are always layer by layer. Blocks that fail are computed again.
+layer during the computation. Saves are always layer by layer. Blocks that fail are computed again. KV events
+of stored blocks have the format of vLLM's own; a block's is published when all ranks have stored their shards
+of it, because only then can it be found.
 """
 
 from __future__ import annotations
@@ -16,10 +18,11 @@ from __future__ import annotations
 import dataclasses
 import hashlib
 import os
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 import torch
+from vllm.distributed.kv_events import BlockStored
 from vllm.distributed.kv_transfer.kv_connector.v1.base import (
     KVConnectorBase_V1,
     KVConnectorHandshakeMetadata,
@@ -27,12 +30,12 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import (
     KVConnectorRole,
     KVConnectorWorkerMetadata,
 )
+from vllm.v1.core.kv_cache_utils import maybe_convert_block_hash
 
 from mooncake.connectors.block_transfer import PendingLookup, PrefixLookup, RankTransfer, TransferReport
+from mooncake.connectors.cache_identity import Adapters
 from mooncake.connectors.planner import BlockName, LoadPlan, Planner, SavePlan
 from mooncake.connectors.session import PoolSession, PoolSettings
-from mooncake.connectors.vllm.cache_identity import Adapters
-from mooncake.connectors.vllm.kv_events import StoredEvents
 from mooncake.connectors.vllm.kv_memory import prepare, registered_memory
 from mooncake.connectors.vllm.stats import ConnectorStats, CountedConnector, StoreMetrics
 from mooncake.log import get_logger
@@ -55,6 +58,9 @@ KNOWN = {
     "weights_digest",
 }
 """Options of ``kv_connector_extra_config``; others are vLLM's own connector's, or a mistake."""
+
+MEDIUM = "cpu"
+"""Medium of the pool's memory in the events, the same as in other projects' connectors."""
 
 
 @dataclasses.dataclass
@@ -441,3 +447,57 @@ class StoreWorkerSide:
             self._transfer.close()
             self._transfer = None
         self._session.close()
+
+
+class StoredEvents:
+    """Blocks that are being saved, until their events can be published or they are known not to be stored."""
+
+    def __init__(self, num_ranks: int, block_tokens: int) -> None:
+        self._num_ranks = num_ranks
+        self._block_tokens = block_tokens
+        self._pending: dict[BlockName, tuple[int, Any]] = {}
+        self._names: dict[int, tuple[tuple[BlockName, ...], int]] = {}
+        """By save: its blocks, and the number of ranks that are not done with it."""
+        self._events: list[Any] = []
+
+    def saves(self, plan: SavePlan, request: Any) -> None:
+        """Record that blocks of the request are being saved."""
+        tokens = self._block_tokens
+        adapter = request.lora_request
+        self._names[plan.number] = (plan.names, self._num_ranks)
+        for name, index in zip(
+            plan.names, range(plan.first_block, plan.first_block + len(plan.names)), strict=True
+        ):
+            hashes = request.block_hashes
+            event = BlockStored(
+                block_hashes=[maybe_convert_block_hash(hashes[index])],
+                parent_block_hash=maybe_convert_block_hash(hashes[index - 1]) if index else None,
+                token_ids=list(request.all_token_ids[index * tokens : (index + 1) * tokens]),
+                block_size=tokens,
+                lora_id=adapter.adapter_id if adapter else None,
+                medium=MEDIUM,
+                lora_name=adapter.lora_name if adapter else None,
+                group_idx=0,
+            )
+            self._pending[name] = (self._num_ranks, event)
+
+    def stored(self, stored: Mapping[BlockName, int], saved: Mapping[int, int]) -> None:
+        """Record the numbers of ranks that have stored blocks and that are done with saves."""
+        for name, num_ranks in stored.items():
+            if name in self._pending:
+                missing, event = self._pending[name]
+                self._pending[name] = (missing - num_ranks, event)
+                if missing == num_ranks:
+                    self._events.append(self._pending.pop(name)[1])
+        for number, num_ranks in saved.items():
+            if number in self._names:
+                names, missing = self._names[number]
+                self._names[number] = (names, missing - num_ranks)
+                if missing == num_ranks:
+                    del self._names[number]
+                    for name in names:
+                        self._pending.pop(name, None)
+
+    def take(self) -> list[Any]:
+        events, self._events = self._events, []
+        return events

@@ -18,8 +18,7 @@ from typing import TYPE_CHECKING, Any, TypeAlias
 
 from mooncake.sim.faults.cluster_faults import MastersFaults
 from mooncake.sim.faults.invariants import Checkers, Violation
-from mooncake.store.ha.messages import Followed
-from mooncake.store.ha.standby_replication import StandbyCursor
+from mooncake.store.ha.standby_replication import Followed, StandbyCursor
 from mooncake.store.master.log_records import Record
 from mooncake.store.master.master import Master
 from mooncake.store.master.objects import StoredObject

@@ -25,9 +25,9 @@ from mooncake.sim.faults.network import ConnectionEnd, over_the_wire, replies, r
 from mooncake.sim.faults.store_run import MOVES
 from mooncake.sim.kernel import PausableProcess, SimDriver, Timer
 from mooncake.store.ha import election as el
-from mooncake.store.ha.messages import Follow, Followed, Leads, WhoLeads
+from mooncake.store.ha.leader_search import Leads, WhoLeads
 from mooncake.store.ha.role import MasterRole, not_leader
-from mooncake.store.ha.standby_replication import ANSWER_S, RETRY_S, StandbyCursor
+from mooncake.store.ha.standby_replication import ANSWER_S, RETRY_S, Follow, Followed, StandbyCursor
 from mooncake.store.master.catalog import Catalog
 from mooncake.store.master.effects import AppendRecords, ConnectionLost, Effect, Event, Received, Reply
 from mooncake.store.master.log_records import LineBegan, Record, SpaceHeld, decode, encode

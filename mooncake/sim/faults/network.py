@@ -21,8 +21,8 @@ from mooncake.rpc.wire import Failure, decoder_for
 from mooncake.sim.faults.cluster_faults import ClusterFaults
 from mooncake.sim.kernel import Kernel, Process
 from mooncake.store import messages as m
-from mooncake.store.ha.leader_search import PROBE_S, LeaderSearch
-from mooncake.store.ha.messages import Follow, Followed, Leads, WhoLeads
+from mooncake.store.ha.leader_search import PROBE_S, LeaderSearch, Leads, WhoLeads
+from mooncake.store.ha.standby_replication import Follow, Followed
 
 
 class ConnectionEnd:

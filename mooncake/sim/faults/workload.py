@@ -467,7 +467,7 @@ class WorkloadClient:
 
 
 RENEWALS = 3
-"""A view renews when this fraction of the rest of its lease has passed, as ``views.py`` does."""
+"""A view renews when this fraction of the rest of its lease has passed, as ``LeaseKeeper`` does."""
 MIN_RENEWAL_S = 0.02
 
 

@@ -24,23 +24,21 @@ import numpy.typing as npt
 
 from mooncake.errors import DeadlineExceeded, InvalidArgument, MooncakeError, PeerLost, Refusal
 from mooncake.store import messages as m
-from mooncake.store.client.columns import (
-    Addresses,
-    SliceColumns,
-    check_bounds,
-    check_whole_chunks,
-    columns_of,
-    distinct,
-    whole,
-)
 from mooncake.store.client.grants import (
+    Addresses,
     Checksums,
     Place,
     PutGrant,
     PutTarget,
     ReadGrant,
+    SliceColumns,
+    check_bounds,
+    check_whole_chunks,
+    columns_of,
+    distinct,
     peer_lost,
     put_grant,
+    whole_objects,
 )
 from mooncake.store.client.preallocated import MAX_SMALL_BYTES, PreallocatedPieces, piece_bytes
 from mooncake.store.master.objects import DEFAULT_POLICY
@@ -269,12 +267,12 @@ class Operations:
         self, grants: Sequence[ReadGrant], addresses: Sequence[int], deadline: float
     ) -> Operation[list[bool]]:
         """Read the whole object of each grant to its address; which of them arrived and are right."""
-        return (yield from self._read(grants, whole(grants, addresses), deadline))
+        return (yield from self._read(grants, whole_objects(grants, addresses), deadline))
 
     def _write_whole(
         self, grants: Sequence[PutGrant], addresses: Sequence[int], deadline: float
     ) -> Operation[None]:
-        yield from self._write(grants, whole(grants, addresses), deadline)
+        yield from self._write(grants, whole_objects(grants, addresses), deadline)
 
     # Fast path for one object of one chunk and one replica: without columns of slices, which would cost more
     # than moving its bytes. In all other cases the general path continues from that point.
@@ -615,7 +613,7 @@ class Operations:
         for number in range(max(map(len, replicas), default=0)):
             held = [index for index, each in enumerate(replicas) if number < len(each)]
             some = [replicas[index][number] for index in held]
-            columns = whole(some, [addresses[index] for index in held])
+            columns = whole_objects(some, [addresses[index] for index in held])
             arrived = yield from self._read(some, columns, deadline, is_checked=True)
             for index, is_good in zip(held, arrived, strict=True):
                 are_good[index] &= is_good

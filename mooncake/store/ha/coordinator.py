@@ -39,8 +39,7 @@ from mooncake.store.ha.election import (
     Standby,
     StepDown,
 )
-from mooncake.store.ha.messages import Followed
-from mooncake.store.ha.standby_replication import ANSWER_S, RETRY_S, StandbyCursor
+from mooncake.store.ha.standby_replication import ANSWER_S, RETRY_S, Followed, StandbyCursor
 
 if TYPE_CHECKING:
     from mooncake.store.ha.lease_store import LeaseStore  # which brings transfer, and takes long to load

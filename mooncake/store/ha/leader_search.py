@@ -9,8 +9,10 @@ from __future__ import annotations
 
 from typing import Protocol
 
+import msgspec
+
 from mooncake.errors import DeadlineExceeded, MooncakeError
-from mooncake.store.ha.messages import Leads
+from mooncake.security.principal import EVERYBODY, Level
 
 PROBE_S = 1.0
 """How long one of several masters may take to name the leader."""
@@ -18,6 +20,24 @@ PAUSE_S = 0.05
 """Pause between two rounds over all addresses."""
 DOUBT_S = 3.0
 """Time without an answer until the other masters are queried for a new leader."""
+
+
+class WhoLeads(msgspec.Struct, frozen=True, array_like=True, tag="who_leads"):
+    """Query for the leader, which any client may send to any master."""
+
+
+class Leads(msgspec.Struct, frozen=True, array_like=True, tag="leads"):
+    """Reply to ``WhoLeads``."""
+
+    address: str
+    """Address of the leader; "" when it is not known."""
+    term: int
+    is_here: bool
+    """The master that answers is the leader."""
+
+
+ACCESS: dict[type[msgspec.Struct], frozenset[Level]] = {WhoLeads: EVERYBODY}
+"""Permitted senders, as in ``store.messages.ACCESS``."""
 
 
 class LeaderHint(Protocol):

@@ -13,7 +13,7 @@ from typing import Protocol
 
 from mooncake.errors import InvalidArgument, StorageError
 from mooncake.store.settings import ELECTIONS
-from mooncake.transfer.metadata import etcd, redis
+from mooncake.transfer.metadata import EtcdBackend, RedisBackend
 
 DEFAULT_CLUSTER = "mooncake_cluster"
 
@@ -51,9 +51,9 @@ def make_lease_store(url: str, cluster: str = DEFAULT_CLUSTER, timeout_s: float 
         return FileLeaseStore(Path(url.removeprefix("file://")) / f"{cluster}.leader")
     key = f"mooncake/{cluster}/master"
     if scheme == "etcd":
-        return ServiceLeaseStore(etcd.EtcdBackend(url, timeout_s), key, keeps_records=True)
+        return ServiceLeaseStore(EtcdBackend(url, timeout_s), key, keeps_records=True)
     if scheme == "redis":
-        return ServiceLeaseStore(redis.RedisBackend(url, timeout_s), key, keeps_records=False)
+        return ServiceLeaseStore(RedisBackend(url, timeout_s), key, keeps_records=False)
     raise InvalidArgument("election", url, ", ".join(f"{scheme}://" for scheme in ELECTIONS))
 
 

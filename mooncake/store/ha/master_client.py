@@ -22,9 +22,8 @@ from mooncake.rpc import AsyncClient, BlockingClient
 from mooncake.rpc.client import split_address
 from mooncake.security import Identity, process_identity
 from mooncake.store.ha import election
-from mooncake.store.ha.leader_search import DOUBT_S, PAUSE_S, PROBE_S, LeaderSearch
+from mooncake.store.ha.leader_search import DOUBT_S, PAUSE_S, PROBE_S, LeaderSearch, Leads, WhoLeads
 from mooncake.store.ha.lease_store import LeaseStore, make_lease_store
-from mooncake.store.ha.messages import Leads, WhoLeads
 from mooncake.store.settings import ELECTIONS
 
 ADDRESS_FORMS = (

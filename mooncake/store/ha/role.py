@@ -16,8 +16,7 @@ from typing import Any, Protocol
 from mooncake.errors import Unavailable
 from mooncake.rpc.wire import Failure
 from mooncake.store.ha.election import Election
-from mooncake.store.ha.messages import Follow, Followed
-from mooncake.store.ha.standby_replication import StandbyReplicator
+from mooncake.store.ha.standby_replication import Follow, Followed, StandbyReplicator
 from mooncake.store.master.catalog import Catalog
 from mooncake.store.master.effects import AppendRecords, Reply
 from mooncake.store.master.log_records import Doubt, Record

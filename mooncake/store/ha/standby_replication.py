@@ -6,6 +6,8 @@ state, then each record. A standby sends ``Follow`` with the number it has; the 
 records. The master's replies wait as well, until every master that may lead next has the records they rest
 on. A standby that is too slow, or lost, is first removed from the leader record's list; until that is done,
 no reply is sent. A new standby goes the other way: replies wait for it first, and then it is listed.
+
+The messages are not among the store's, because they carry the master's log records, which those do not know.
 """
 
 from __future__ import annotations
@@ -15,8 +17,10 @@ from collections import deque
 from collections.abc import Callable, Hashable
 from typing import Any
 
+import msgspec
+
+from mooncake.security.principal import NODES, Level
 from mooncake.store.ha.election import Standby
-from mooncake.store.ha.messages import Follow, Followed
 from mooncake.store.master.catalog import Catalog
 from mooncake.store.master.effects import Reply
 from mooncake.store.master.log_records import Record
@@ -32,6 +36,33 @@ ANSWER_S = 4 * IDLE_S
 """How long a leader may take to answer a Follow, which it does every ``IDLE_S``."""
 RETRY_S = 0.1
 """How long a standby that has lost its leader waits before it tries again."""
+
+
+class Follow(msgspec.Struct, frozen=True, array_like=True, tag="follow"):
+    """A standby has everything up to ``have`` of ``session`` (0: nothing) and wants what comes next."""
+
+    standby: str
+    address: str
+    term: int
+    session: int
+    have: int
+
+
+class Followed(msgspec.Struct, frozen=True, array_like=True, tag="followed"):
+    """With these records, the standby has everything up to ``number``, if ``is_complete``.
+
+    A ``session`` other than the requested one means that a new snapshot begins.
+    """
+
+    session: int
+    number: int
+    records: list[Record]
+    is_complete: bool
+
+
+ACCESS: dict[type[msgspec.Struct], frozenset[Level]] = {Follow: NODES}
+"""Permitted senders, as in ``store.messages.ACCESS``. Only nodes may follow: a standby gets a copy of the
+whole state, and replies wait for it."""
 
 
 class StandbyCursor:

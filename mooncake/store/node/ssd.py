@@ -22,8 +22,8 @@ from pathlib import Path
 import msgspec
 
 from mooncake.errors import InvalidArgument, MooncakeError, OutOfSpace
+from mooncake.files import LockedDirectory
 from mooncake.files.frames import framed, unframed
-from mooncake.files.locked_directory import LockedDirectory
 from mooncake.log import get_logger
 from mooncake.store.node.ssd_index import SsdIndex
 from mooncake.store.node.ssd_index_log import NAME as INDEX

@@ -20,7 +20,7 @@ from collections.abc import Iterable
 import msgspec
 
 from mooncake.errors import MooncakeError
-from mooncake.files import File, keep_copy
+from mooncake.files import File, LockedDirectory, keep_copy
 from mooncake.files.frames import (
     PLAIN,
     UNBEGUN_BYTES,
@@ -33,7 +33,6 @@ from mooncake.files.frames import (
     headers_in,
     is_unbegun,
 )
-from mooncake.files.locked_directory import LockedDirectory
 from mooncake.log import get_logger
 from mooncake.store.messages import SegmentEntry
 from mooncake.store.node.ssd_index import SsdIndex, compacted

@@ -17,9 +17,10 @@ from collections.abc import Sequence
 from mooncake import _native
 from mooncake.errors import AddressInUse, InvalidArgument, PeerLost, Unavailable
 from mooncake.file_limit import default_max_connections
+from mooncake.security.tls_contexts import check_files, wrong_file
 from mooncake.transfer.descriptor import RegionInfo
-from mooncake.transfer.host_address import numeric_host, with_port
-from mooncake.transfer.tls import native_tls
+from mooncake.transfer.host import numeric_host, with_port
+from mooncake.transfer.settings import TransferSettings
 from mooncake.transfer.transports import PeerConnection, TransportContext
 
 WILDCARDS = ("0.0.0.0", "::")
@@ -112,3 +113,19 @@ class TcpTransport:
 
     def close(self) -> None:
         self._server.close()
+
+
+def native_tls(settings: TransferSettings) -> _native.TlsContext:
+    """Make the TLS context for tcp data.
+
+    Raises:
+        InvalidArgument: names the setting whose file is missing or wrong, or reports that OpenSSL is.
+    """
+    check_files(settings)
+    try:
+        return _native.TlsContext(
+            settings.tls_cert, settings.tls_key, settings.tls_ca, settings.tls_check_host
+        )
+    except ValueError as error:
+        field, reason = error.args
+        raise wrong_file(settings, field, reason) from error

@@ -17,11 +17,12 @@ import pytest
 
 from mooncake.compat.transfer.host_probe import rdma_devices
 from mooncake.engine import Read, TransferEngine, TransferNotify, TransferOpcode, Write
-from mooncake.transfer import Op, TransferSettings, descriptor
+from mooncake.transfer import Op, TransferSettings
 from mooncake.transfer import TransferEngine as OwnEngine
 from mooncake.transfer.metadata import make_backend
 from mooncake.transfer.name_service import metadata_key
 from tests.contract.metadata_servers import KINDS, MetadataServer
+from tests.transfer.next_release import use_next_version
 
 P2P = "P2PHANDSHAKE"
 Bytes = npt.NDArray[np.uint8]
@@ -439,7 +440,7 @@ def test_probes_without_a_metadata_server(
     assert near.engine.send_probe(far.session) == 0
     assert near.engine.send_probe("127.0.0.1:1") == -102 and "is it running" in logged()
     assert near.engine.send_probe("no-such-host.invalid:15000") == -101 and "resolves" in logged()
-    monkeypatch.setattr("mooncake.transfer.handshake.VERSION", descriptor.VERSION + 1)
+    use_next_version(monkeypatch)
     assert near.engine.send_probe(far.session) == -104
     assert "version" in logged()
 

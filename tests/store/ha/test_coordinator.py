@@ -15,7 +15,7 @@ from mooncake.errors import NotLeader, Unavailable
 from mooncake.metrics import page, registry
 from mooncake.rpc import AsyncClient
 from mooncake.store import messages as m
-from mooncake.store.ha.messages import Leads, WhoLeads
+from mooncake.store.ha.leader_search import Leads, WhoLeads
 from mooncake.store.server import MasterServer
 from mooncake.store.settings import MasterSettings
 from tests.waiting import until

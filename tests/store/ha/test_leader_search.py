@@ -4,8 +4,7 @@
 from __future__ import annotations
 
 from mooncake.errors import PeerLost
-from mooncake.store.ha.leader_search import LeaderSearch
-from mooncake.store.ha.messages import Leads
+from mooncake.store.ha.leader_search import LeaderSearch, Leads
 
 
 class Known:

@@ -9,8 +9,8 @@ import pytest
 
 from mooncake.errors import Unavailable
 from mooncake.store import messages as m
-from mooncake.store.ha.messages import Followed
 from mooncake.store.ha.role import MasterRole
+from mooncake.store.ha.standby_replication import Followed
 from mooncake.store.master.catalog import Catalog
 from mooncake.store.master.effects import AppendRecords, Received, Reply
 from mooncake.store.master.log_records import IdsGiven, LineBegan, Record

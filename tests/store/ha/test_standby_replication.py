@@ -6,14 +6,18 @@ from __future__ import annotations
 from random import Random
 from typing import Any
 
+import msgspec
 import pytest
 
+from mooncake.rpc.wire import HEADER_BYTES, decoder_for, encode
+from mooncake.security.principal import EVERYBODY, NODES
 from mooncake.store import messages as m
+from mooncake.store.ha import leader_search, standby_replication
 from mooncake.store.ha.election import Standby
-from mooncake.store.ha.messages import Follow, Followed
-from mooncake.store.ha.standby_replication import IDLE_S, StandbyReplicator
+from mooncake.store.ha.leader_search import Leads, WhoLeads
+from mooncake.store.ha.standby_replication import IDLE_S, Follow, Followed, StandbyReplicator
 from mooncake.store.master.effects import AppendRecords, Received, Reply
-from mooncake.store.master.log_records import ObjectGone, ObjectReadable, Record
+from mooncake.store.master.log_records import ObjectGone, ObjectReadable, QuotaSet, Record
 from mooncake.store.master.master import Master
 from mooncake.store.master.snapshot import Snapshot
 from tests.store.conftest import SETTINGS
@@ -281,3 +285,23 @@ def test_a_copy_made_while_the_master_works_is_what_the_master_knows(seed: int) 
     assert follower.segments.line == master.segments.line
     follower.settle(now)
     follower.check()
+
+
+@pytest.mark.parametrize(
+    "message",
+    [
+        Follow("b", "b:1", 3, 70, 5),
+        Followed(70, 6, [ObjectGone("k", 9), QuotaSet("red", None)], True),
+        WhoLeads(),
+        Leads("a:1", 3, False),
+    ],
+)
+def test_a_message_is_decoded_as_it_was_encoded(message: msgspec.Struct) -> None:
+    """Also beside all messages of the store, which share the connection: no two have the same tag."""
+    everything = decoder_for((*m.REQUESTS, *m.REPLIES, Follow, Followed, WhoLeads, Leads))
+    assert everything.decode(bytes(encode(1, message))[HEADER_BYTES:]) == message
+
+
+def test_only_nodes_may_copy_the_state_and_every_client_may_ask_for_the_leader() -> None:
+    assert standby_replication.ACCESS[Follow] == NODES and leader_search.ACCESS[WhoLeads] == EVERYBODY
+    assert not {Follow, WhoLeads} & m.ACCESS.keys()

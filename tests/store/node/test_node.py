@@ -18,7 +18,7 @@ from mooncake.store.node.node import Node, NodeSettings
 from mooncake.store.server import MasterServer
 from mooncake.store.settings import MasterSettings
 from mooncake.transfer import TransferEngine, TransferSettings
-from mooncake.transfer.metadata.server import make_app
+from mooncake.transfer.metadata_server import make_app
 from tests.contract.metadata_servers import free_port
 
 SETTINGS = MasterSettings(port=0, lease_s=0.1, put_s=0.1, grace_s=0.0, heartbeat_s=0.02)

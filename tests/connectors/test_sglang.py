@@ -15,9 +15,8 @@ from typing import Any
 import pytest
 import torch
 
-from mooncake.connectors.sglang import MooncakeHiCache
-from mooncake.connectors.sglang.host_pools import usable_prefixes
-from tests.connectors.sglang.pool_doubles import MhaPool, MlaPool, config, tokens_of
+from mooncake.connectors.sglang import MooncakeHiCache, usable_prefixes
+from tests.connectors.sglang_pools import MhaPool, MlaPool, storage_config, tokens_of
 from tests.contract.connectors import StoreConnector
 
 pytestmark = pytest.mark.processes
@@ -39,7 +38,7 @@ class Engines:
 
     def start(self, pool: Any, extra: dict[str, Any] | None = None, **changes: Any) -> MooncakeHiCache:
         options = {**self._extra, **(extra or {})}
-        backend = MooncakeHiCache(config(extra_config=options, **changes), {})
+        backend = MooncakeHiCache(storage_config(extra_config=options, **changes), {})
         self._open.append(backend)
         backend.register_mem_pool_host(pool)
         return backend

@@ -8,7 +8,7 @@ from typing import Any
 import msgspec
 import pytest
 
-from mooncake.kv_events.dialects import (
+from mooncake.kv_events import (
     AllBlocksCleared,
     BlockRemoved,
     BlockStored,

@@ -13,7 +13,7 @@ import signal
 import sys
 import threading
 import types
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
@@ -21,15 +21,15 @@ from typing import Any
 import pytest
 import torch
 
-from mooncake.connectors.lmcache import MooncakeBackend
+from mooncake.connectors.lmcache import Chunks, MooncakeBackend
 from mooncake.errors import InvalidArgument
 from tests.connectors.held_loop import Hold, held
 from tests.contract.connectors import StoreConnector
 
-pytestmark = pytest.mark.processes
-
 LAYERS, TOKENS, HIDDEN = 3, 16, 64
 DONE_S = 60.0
+
+SHAPE = torch.Size((2, 3, 16, 64))
 
 
 class MemoryFormat(enum.Enum):
@@ -176,6 +176,7 @@ def _watched(one: Chunk, chunks: list[Chunk], all_down: threading.Event) -> Any:
     return down
 
 
+@pytest.mark.processes
 def test_chunks_come_back(engines: Engines) -> None:
     writer, reader = engines.start(), engines.start()
     keys = [Key(number) for number in range(3)]
@@ -193,6 +194,7 @@ def test_chunks_come_back(engines: Engines) -> None:
     assert reader.remove(keys[0]) and not reader.contains(keys[0])
 
 
+@pytest.mark.processes
 async def test_chunks_come_back_on_the_engines_loop(engines: Engines) -> None:
     backend, keys = engines.start(), [Key(number) for number in range(4)]
     chunks = [chunk(number + 1) for number in range(3)]
@@ -203,6 +205,7 @@ async def test_chunks_come_back_on_the_engines_loop(engines: Engines) -> None:
     assert all(torch.equal(one.tensor, was.tensor) for one, was in zip(found, chunks, strict=False))
 
 
+@pytest.mark.processes
 @pytest.mark.parametrize(
     "changes",
     [
@@ -226,12 +229,14 @@ def test_chunks_of_another_identity_are_not_found(engines: Engines, changes: dic
     assert not engines.allocated
 
 
+@pytest.mark.processes
 def test_tags_are_distinguished(engines: Engines) -> None:
     backend = engines.start()
     put(backend, [Key(1, tags=(("tenant", "a"),))], [chunk(1)])
     assert backend.batched_contains([Key(1)]) == 0
 
 
+@pytest.mark.processes
 def test_latents_of_one_worker_are_shared_where_lmcache_is_configured_so(engines: Engines) -> None:
     extra, keys = {"remote_enable_mla_worker_id_as0": True}, [Key(1), Key(2)]
     first, second = (
@@ -242,6 +247,7 @@ def test_latents_of_one_worker_are_shared_where_lmcache_is_configured_so(engines
     assert second.batched_contains(keys) == 1, "only the first worker stores"
 
 
+@pytest.mark.processes
 def test_chunks_end_where_memory_runs_out(engines: Engines) -> None:
     backend, keys = engines.start(), [Key(1), Key(2)]
     put(backend, keys, [chunk(1), chunk(2)])
@@ -250,17 +256,20 @@ def test_chunks_end_where_memory_runs_out(engines: Engines) -> None:
     assert [one is not None for one in found] == [True, False]
 
 
+@pytest.mark.processes
 def test_another_order_is_not_stored(engines: Engines) -> None:
     backend, odd = engines.start(), Chunk(shapes(), MemoryFormat.KV_T2D, 1)
     backend.batched_submit_put_task([Key(1)], [odd])
     assert not backend.exists_in_put_tasks(Key(1)) and odd.ref_count == 1
 
 
+@pytest.mark.processes
 def test_layerwise_mode_is_refused(engines: Engines) -> None:
     with pytest.raises(InvalidArgument, match="use_layerwise"):
         engines.start(use_layerwise=True)
 
 
+@pytest.mark.processes
 async def test_a_corrupted_chunk_is_a_miss_and_its_memory_is_released(
     daemon: StoreConnector, engines: Engines
 ) -> None:
@@ -285,6 +294,7 @@ class Named:
         return self._key
 
 
+@pytest.mark.processes
 @pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGSTOP])
 async def test_without_the_daemon_everything_is_a_miss(tmp_path: Path, number: int) -> None:
     daemon = StoreConnector()
@@ -322,6 +332,7 @@ class Recycled(Chunk):
             self.tensor.fill_(-1.0)
 
 
+@pytest.mark.processes
 @pytest.mark.parametrize("is_on_its_loop", [False, True], ids=["blocking", "on its loop"])
 def test_chunks_of_an_abandoned_load_are_not_overwritten(
     daemon: StoreConnector, engines: Engines, monkeypatch: pytest.MonkeyPatch, is_on_its_loop: bool
@@ -369,6 +380,7 @@ def test_chunks_of_an_abandoned_load_are_not_overwritten(
         impatient.close()
 
 
+@pytest.mark.processes
 def test_chunks_of_a_save_that_takes_longer_than_lmcache_waits_are_kept_until_it_has_ended(
     daemon: StoreConnector, engines: Engines
 ) -> None:
@@ -389,3 +401,91 @@ def test_chunks_of_a_save_that_takes_longer_than_lmcache_waits_are_kept_until_it
         assert found is None or torch.equal(found.tensor, chunk(1).tensor)
     finally:
         impatient.close()
+
+
+def chunks_of(**extra: Any) -> Chunks:
+    config = types.SimpleNamespace(pre_caching_hash_algorithm="builtin", enable_blending=False)
+    metadata = types.SimpleNamespace(
+        model_name="model",
+        engine_id="e",
+        use_mla=False,
+        worker_id=0,
+        world_size=1,
+        kv_dtype=torch.float32,
+        kv_shape=(3, 2, 16, 1, 64),
+        chunk_size=16,
+        get_shapes=lambda num_tokens=16: [torch.Size((2, 3, num_tokens, 64))],
+        get_dtypes=lambda: [torch.float32],
+    )
+    return Chunks(config, metadata, {"weights_digest": "w", **extra})
+
+
+def key_of(some: Chunks) -> str:
+    (name,) = some.keys([types.SimpleNamespace(chunk_hash=1, dtype=torch.float32, tags=None)])
+    return name
+
+
+@pytest.fixture
+def vllm(monkeypatch: pytest.MonkeyPatch) -> Callable[..., None]:
+    """vLLM in this process, with a configuration or without."""
+
+    def start(version: str = "0.32", is_known: bool = True, **changes: Any) -> None:
+        engine: Any = types.ModuleType("vllm")
+        engine.__version__ = version
+        fields: dict[str, Any] = {"rope_theta": 1.0, "quantization": None, "cache_dtype": "auto", **changes}
+        hf_config = types.SimpleNamespace(to_dict=lambda: {"rope_theta": fields["rope_theta"]})
+        model = types.SimpleNamespace(
+            hf_config=hf_config,
+            dtype=torch.float16,
+            quantization=fields["quantization"],
+            disable_sliding_window=False,
+        )
+        cache = types.SimpleNamespace(cache_dtype=fields["cache_dtype"])
+        config = types.SimpleNamespace(model_config=model, cache_config=cache) if is_known else None
+        settings: Any = types.ModuleType("vllm.config")
+        settings.get_current_vllm_config_or_none = lambda: config
+        monkeypatch.setitem(sys.modules, "vllm", engine)
+        monkeypatch.setitem(sys.modules, "vllm.config", settings)
+
+    return start
+
+
+@pytest.mark.parametrize(
+    "change",
+    [{"version": "0.33"}, {"rope_theta": 2.0}, {"quantization": "fp8"}, {"cache_dtype": "fp8_e5m2"}],
+    ids=lambda change: next(iter(change)),
+)
+def test_an_engine_with_other_values_or_another_layout_finds_nothing(
+    vllm: Callable[..., None], change: dict[str, Any]
+) -> None:
+    vllm()
+    first = key_of(chunks_of())
+    assert key_of(chunks_of()) == first
+    vllm(**change)
+    assert key_of(chunks_of()) != first
+
+
+def test_an_unknown_engine_shares_with_itself_only_unless_the_user_gives_its_facts(
+    vllm: Callable[..., None],
+) -> None:
+    vllm(is_known=False)
+    one, other = chunks_of(), chunks_of()
+    assert key_of(one) == key_of(other), "the ranks of one engine"
+    other._metadata.engine_id = "f"
+    assert key_of(one) != key_of(Chunks(_config(), other._metadata, {"weights_digest": "w"}))
+    vouched = [
+        key_of(Chunks(_config(), some._metadata, {"weights_digest": "w", "engine_facts": "ours"}))
+        for some in (one, other)
+    ]
+    assert vouched[0] == vouched[1]
+
+
+def _config() -> Any:
+    return types.SimpleNamespace(pre_caching_hash_algorithm="builtin", enable_blending=False)
+
+
+def test_a_size_that_no_number_of_tokens_has_is_no_chunk() -> None:
+    some, row_bytes = chunks_of(), 2 * 3 * 64 * 4
+    assert some.shapes_of(5 * row_bytes) == [torch.Size((2, 3, 5, 64))]
+    assert some.shapes_of(5 * row_bytes + 4) is None
+    assert some.shapes_of(0) is None and some.shapes_of(17 * row_bytes) is None

@@ -1,15 +1,17 @@
 # SPDX-License-Identifier: Apache-2.0
+"""Devices of hosts, from recordings of their sysfs."""
+
 from __future__ import annotations
 
 from pathlib import Path
 
-from mooncake.transfer.sysfs import discover
+from mooncake.transfer.host import host_topology
 from mooncake.transfer.topology import Device, Distance, Topology, distance
 from tests.transfer.recorded_host import build
 
 
 def test_a_server_with_gpus(tmp_path: Path) -> None:
-    topology = discover(build("two_sockets", tmp_path))
+    topology = host_topology(build("two_sockets", tmp_path))
     assert topology.nodes == [0, 1]
     assert [card.name for card in topology.of_kind("gpu")] == ["0000:18:00.0", "0000:9d:00.0"]
     first, second, third = topology.of_kind("rdma")
@@ -28,7 +30,7 @@ def test_a_server_with_gpus(tmp_path: Path) -> None:
 
 
 def test_devices_in_software(tmp_path: Path) -> None:
-    topology = discover(build("soft_roce", tmp_path))
+    topology = host_topology(build("soft_roce", tmp_path))
     first, second = topology.of_kind("rdma")
     assert (first.carries, first.bus, first.numa) == ("eth0", ("pci0000:00", "0000:00:03.0"), -1)
     assert (second.carries, second.bus, second.is_up) == ("", (), True)
@@ -36,10 +38,10 @@ def test_devices_in_software(tmp_path: Path) -> None:
 
 
 def test_a_host_that_says_nothing(tmp_path: Path) -> None:
-    assert discover(tmp_path / "nothing") == Topology([0], [])
+    assert host_topology(tmp_path / "nothing") == Topology([0], [])
 
 
 def test_this_host() -> None:
-    topology = discover()
+    topology = host_topology()
     assert topology.nodes and all(isinstance(card, Device) for card in topology.devices)
     assert "cpu:0" in topology.matrix()

@@ -102,7 +102,7 @@ class MlaPool(MhaPool):
         return self.kv_buffer.narrow(dim, start, self.page_size).clone()
 
 
-def config(**changes: Any) -> Any:
+def storage_config(**changes: Any) -> Any:
     """SGLang's ``HiCacheStorageConfig``."""
     fields: dict[str, Any] = dict.fromkeys(("tp_rank", "pp_rank", "attn_cp_rank", "dp_rank"), 0)
     fields |= dict.fromkeys(("tp_size", "pp_size", "attn_cp_size"), 1)

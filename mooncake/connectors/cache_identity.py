@@ -1,0 +1,363 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The identity of cached KV: facts that decide the meaning of an engine's bytes, for the keys of its blocks.
+
+If one of these facts differs, a block or page must not be found; so when in doubt a fact is included. Not
+included are the tokens (the engine's own hash covers them, with adapters, images and salts), and options that
+change speed only. Nothing here needs an engine: the functions read the objects they are given, and SGLang's
+arguments where it runs in SGLang.
+
+The identity of a model's weights is a digest of its folder. All bytes of all weights count, and with them the
+files that change what is computed: configurations, and the code of models that bring their own. Models that
+differ in a few rows (a vocabulary that was extended, an adapter merged into some heads, pruned or edited
+weights) must not read each other's blocks, and no choice of samples finds every such difference. Each host
+reads a model once for this (``digests.py``). ``is_sampled`` is a fast mode for users who know that they serve
+no two models that differ in some rows only: it reads a few MB. With it, such models share blocks, and answers
+are wrong without an error.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import hashlib
+import json
+import os
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from mooncake import clock
+from mooncake.connectors.digests import file_digest
+from mooncake.errors import InvalidArgument, ModelError
+from mooncake.log import get_logger
+
+log = get_logger(__name__)
+
+SAMPLES = 3
+"""Samples per tensor in the fast mode: its beginning, its middle and its end."""
+
+SAMPLE_BYTES = 4096
+
+FILE_SAMPLES = 256
+"""Samples per file of an unknown format."""
+
+_TENSORS = ("*.safetensors",)
+_OTHER_FORMATS = ("*.gguf", "*.bin", "*.pt", "*.pth")
+_CONFIGURATION = ("config.json", "params.json", "*quant*.json", "adapter_config.json", "*.index.json")
+_SMALL = (".json", ".py")
+"""Files that are read whole in the fast mode, too."""
+
+SAMPLED = "sampled_weights"
+"""The option of an engine's extra configuration that selects the fast mode."""
+
+_VOLATILE = {"_name_or_path", "name_or_path", "transformers_version", "_attn_implementation"}
+"""Fields of a model's configuration that may differ in a copy of the model elsewhere."""
+
+SGLANG_ARGUMENTS = (
+    *("dtype", "kv_cache_dtype", "quantization", "quantization_param_path", "json_model_override_args"),
+    *("attention_backend", "model_impl", "revision"),
+)
+"""Options of SGLang's command line that change the computed values or their layout."""
+
+
+def weights_of(
+    model: str,
+    owner: str,
+    *,
+    revision: str | None = None,
+    cache_dir: str | None = None,
+    is_made_up: bool = False,
+    is_sampled: bool = False,
+) -> str:
+    """A digest of the weights of ``model``, a folder or the name of one that the hub's client has here.
+
+    For weights that can't be read (random ones, or from an unknown place) it is ``owner``, so that only
+    engines with the same ``owner`` share blocks.
+    """
+    reason = "random weights"
+    if not is_made_up:
+        try:
+            began = clock.monotonic()
+            digest = folder_digest(_folder_of(model, revision, cache_dir), is_sampled, cache_dir)
+            seconds = round(clock.monotonic() - began, 2)
+            log.info("weights_hashed", model=model, digest=digest[:16], sampled=is_sampled, seconds=seconds)
+            return digest
+        except (ModelError, OSError, ValueError, ImportError) as error:
+            reason = str(error)
+    log.warning("weights_unknown", model=model, reason=reason, consequence="blocks are not shared")
+    return owner
+
+
+def is_sampled(extra: Mapping[str, Any]) -> bool:
+    """Whether an engine's extra configuration selects the fast mode. Raises InvalidArgument."""
+    value = extra.get(SAMPLED, False)
+    if not isinstance(value, bool):
+        raise InvalidArgument(SAMPLED, value, "true or false")
+    if value:
+        log.warning(SAMPLED, risk="models that differ in some rows of a tensor share blocks: wrong answers")
+    return value
+
+
+def _folder_of(model: str, revision: str | None, cache_dir: str | None) -> Path:
+    path = Path(model)
+    if path.exists():
+        return path
+    from huggingface_hub import snapshot_download  # installed only where models are named by hub names
+
+    return Path(snapshot_download(model, revision=revision, cache_dir=cache_dir, local_files_only=True))
+
+
+def folder_digest(folder: Path, is_sampled: bool = False, cache_dir: str | None = None) -> str:
+    """SHA-256 over all weights of ``folder`` (or of the one file it is), their configuration and their code.
+
+    ``cache_dir``: the hub client's cache, with code that the configuration names in another repository.
+
+    Raises:
+        ModelError: there are no weights, or a file is damaged or changes.
+        OSError: a file can't be read.
+    """
+    kind = "sampled" if is_sampled else "all"
+    total = hashlib.sha256(f"mooncake-weights-2 {kind}\n".encode())
+    for name, path in _files_of(folder, cache_dir):
+        digest = _sampled(path) if is_sampled else file_digest(path)
+        total.update(f"{name}\0{digest}\n".encode())
+    return total.hexdigest()
+
+
+def _files_of(folder: Path, cache_dir: str | None) -> list[tuple[str, Path]]:
+    """(name, path) of each file that counts, in a fixed order. Raises ModelError."""
+    if folder.is_file():
+        return [(folder.name, folder)]
+    files = [path for pattern in _TENSORS for path in sorted(folder.glob(pattern))]
+    if not files:
+        files = [path for pattern in _OTHER_FORMATS for path in sorted(folder.glob(pattern))]
+    if not files:
+        raise ModelError(f"{folder} has no weights ({', '.join(_TENSORS + _OTHER_FORMATS)})")
+    files += [path for pattern in _CONFIGURATION for path in sorted(folder.glob(pattern))]
+    named = {path.name: path for path in files}
+    named |= {path.relative_to(folder).as_posix(): path for path in sorted(folder.rglob("*.py"))}
+    for repository in _code_of_others(folder):
+        elsewhere = _folder_of(repository, None, cache_dir)
+        named |= {f"{repository}/{path.name}": path for path in sorted(elsewhere.rglob("*.py"))}
+    return list(named.items())
+
+
+def _code_of_others(folder: Path) -> list[str]:
+    """Repositories whose code ``config.json`` names (``auto_map: {AutoModel: owner/name--file.Class}``)."""
+    path = folder / "config.json"
+    if not path.is_file():
+        return []
+    try:
+        config = json.loads(path.read_text(encoding="utf-8"))
+    except ValueError as error:
+        raise ModelError(f"{path} is not readable JSON ({error}); fetch the model again") from error
+    named = config.get("auto_map") if isinstance(config, dict) else None
+    values = list(named.values()) if isinstance(named, dict) else []
+    flat = [one for value in values for one in (value if isinstance(value, list) else [value])]
+    return sorted({one.partition("--")[0] for one in flat if isinstance(one, str) and "--" in one})
+
+
+def _sampled(path: Path) -> str:
+    total = hashlib.sha256()
+    with path.open("rb") as file:
+        size = os.fstat(file.fileno()).st_size
+        total.update(f"{size}\n".encode())
+        if path.suffix in _SMALL:
+            total.update(file.read())
+            return total.hexdigest()
+        spans = _tensors(path, size) if path.suffix == ".safetensors" else [(0, size, FILE_SAMPLES)]
+        for start, length, samples in spans:
+            for offset in _places(length, samples):
+                total.update(os.pread(file.fileno(), SAMPLE_BYTES, start + offset))
+    return total.hexdigest()
+
+
+def _places(length: int, samples: int) -> list[int]:
+    """Offsets, evenly from the beginning to the last full sample."""
+    last = max(0, length - SAMPLE_BYTES)
+    return sorted({last * index // (samples - 1) for index in range(samples)})
+
+
+def _tensors(path: Path, size: int) -> list[tuple[int, int, int]]:
+    """(offset, bytes, samples) of the header and of each tensor of a safetensors file."""
+    with path.open("rb") as file:
+        header_bytes = int.from_bytes(file.read(8), "little")
+        if not 0 < header_bytes <= size - 8:
+            raise ModelError(f"{path} is damaged: its header says {header_bytes} of {size} bytes")
+        header = json.loads(file.read(header_bytes))
+    start = 8 + header_bytes
+    spans = [(0, start, -(-start // SAMPLE_BYTES) + 1)]  # all of it
+    for name, tensor in header.items():
+        if name != "__metadata__":
+            begin, end = tensor["data_offsets"]
+            spans.append((start + begin, end - begin, SAMPLES))
+    return spans
+
+
+@dataclasses.dataclass(frozen=True)
+class Rank:
+    """A rank's place among those of its engine."""
+
+    tp_rank: int
+    tp_size: int
+
+    def heads(self, total: int, num_shards: int) -> list[tuple[int, int]]:
+        """The range of KV heads, from and up to, in each of this rank's shards.
+
+        Raises:
+            InvalidArgument: the heads can't be divided into these shards.
+        """
+        local = max(1, total // self.tp_size)
+        first = self.tp_rank * local if total >= self.tp_size else self.tp_rank * total // self.tp_size
+        if local % num_shards:
+            raise InvalidArgument("store_tp_size", num_shards * self.tp_size, f"a divisor of {total} heads")
+        width = local // num_shards
+        return [(first + shard * width, first + (shard + 1) * width) for shard in range(num_shards)]
+
+
+def num_shards(store_tp_size: int | None, tp_size: int) -> int:
+    """Number of shards into which a rank cuts its blocks.
+
+    Raises:
+        InvalidArgument: ``store_tp_size`` is not a multiple of this engine's tensor parallelism.
+    """
+    if not store_tp_size:
+        return 1
+    if store_tp_size < 1 or store_tp_size % tp_size:
+        raise InvalidArgument("store_tp_size", store_tp_size, f"a multiple of {tp_size}")
+    return store_tp_size // tp_size
+
+
+def model_weights(config: Any, extra: Mapping[str, Any]) -> str:
+    """A digest of the model's weights; a ``weights_digest`` in ``extra`` replaces it."""
+    model, load = config.model_config, config.load_config
+    return extra.get("weights_digest") or weights_of(
+        model.model,
+        f"engine {config.kv_transfer_config.engine_id}",
+        revision=model.revision,
+        cache_dir=load.download_dir,
+        is_made_up=load.load_format == "dummy",
+        is_sampled=is_sampled(extra),
+    )
+
+
+class Adapters:
+    """Digests of adapters (LoRA) from their folders' contents; vLLM's hashes have their names only."""
+
+    def __init__(self, engine_id: str) -> None:
+        self._engine_id = engine_id
+        self._known: dict[tuple[object, ...], bytes] = {}
+
+    def digest(self, adapter: Any) -> bytes:
+        """The adapter's digest, empty without an adapter."""
+        if adapter is None:
+            return b""
+        folder = Path(adapter.lora_path)
+        files = sorted(folder.iterdir()) if folder.is_dir() else []
+        state = (str(folder), *((path.name, *_state(path)) for path in files))
+        if state not in self._known:
+            try:
+                found = folder_digest(folder)
+            except (ModelError, OSError):
+                found = f"{adapter.lora_path} of engine {self._engine_id}"
+            self._known[state] = hashlib.sha256(found.encode()).digest()
+        return self._known[state]
+
+
+def rank_facts(
+    config: Any, version: str, weights: str, layers: Sequence[str], backends: Sequence[str]
+) -> dict[str, object]:
+    """Facts that all shards of a rank share.
+
+    Args:
+        layers: names of the layers whose tensors the rank has, in order.
+        backends: description of each layer's packing of keys and values.
+    """
+    return {
+        "engine": "vllm",
+        "version": version,
+        "weights": weights,
+        **model_facts(config),
+        "hash": config.cache_config.prefix_caching_hash_algo,
+        "layers": ",".join(layers),
+        "backends": ",".join(sorted(set(backends))),
+    }
+
+
+def model_facts(config: Any) -> dict[str, object]:
+    """Fields of vLLM's configuration that change the values computed for a prompt, or their layout."""
+    model, cache = config.model_config, config.cache_config
+    text = json.dumps(_stable(model.hf_config.to_dict()), sort_keys=True, default=str)
+    return {
+        "config": hashlib.sha256(text.encode()).hexdigest(),
+        "dtype": model.dtype,
+        "kv_dtype": cache.cache_dtype,
+        "quantization": model.quantization,
+        "disable_sliding_window": model.disable_sliding_window,
+    }
+
+
+def _state(path: Path) -> tuple[int, ...]:
+    status = path.stat()
+    return status.st_ino, status.st_size, status.st_mtime_ns, status.st_ctime_ns
+
+
+def _stable(value: Any) -> Any:
+    """A configuration without fields that may differ in a copy of the model elsewhere."""
+    if isinstance(value, dict):
+        return {str(key): _stable(inner) for key, inner in value.items() if key not in _VOLATILE}
+    return value
+
+
+def sglang_arguments() -> Any:
+    """SGLang's arguments in this process, or None where there are none (a test, an older SGLang)."""
+    try:
+        from sglang.srt.runtime_context import get_server_args
+
+        return get_server_args()
+    except (ImportError, ValueError):
+        return None
+
+
+def sglang_version() -> str:
+    """SGLang's version, or "" without SGLang."""
+    try:
+        import sglang
+    except ImportError:
+        return ""
+    return str(getattr(sglang, "__version__", ""))
+
+
+def pool_facts(config: Any, extra: Mapping[str, Any], arguments: Any) -> dict[str, object]:
+    """Facts that all pools of a process share; ``config`` is SGLang's ``HiCacheStorageConfig``.
+
+    A ``weights_digest`` in ``extra`` replaces the computed one.
+    """
+    model = getattr(arguments, "model_path", None) or config.model_name or ""
+    weights = extra.get("weights_digest") or weights_of(
+        model,
+        f"process {os.urandom(16).hex()}",
+        revision=getattr(arguments, "revision", None),
+        cache_dir=getattr(arguments, "download_dir", None),
+        is_made_up=getattr(arguments, "load_format", None) == "dummy",
+        is_sampled=is_sampled(extra),
+    )
+    return {
+        "engine": "sglang",
+        "version": sglang_version(),
+        "weights": weights,
+        "tag": extra.get("extra_backend_tag", ""),
+        **{f"asked_{name}": getattr(arguments, name, None) for name in SGLANG_ARGUMENTS},
+    }
+
+
+def shard_facts(config: Any, is_replicated: bool, number: int, num_shards: int) -> dict[str, object]:
+    """The part of the model in a rank's pool: all heads where every rank has all, else its own.
+
+    ``number``: of the ``num_shards`` into which this rank cuts its pages, for other tensor-parallel sizes.
+    """
+    head = config.tp_rank * num_shards + number
+    return {
+        "heads": "all" if is_replicated else f"{head} of {config.tp_size * num_shards}",
+        "stage": f"{config.pp_rank} of {config.pp_size}",
+        "context": f"{config.attn_cp_rank} of {config.attn_cp_size}",
+    }
