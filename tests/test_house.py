@@ -74,6 +74,7 @@ CORES = {
     "store.master.replay",
     "store.master.introspection",
     "store.master.catalog",
+    "store.master.catalog_events",
     "store.master.snapshot",
     "store.master.change_log",
     "store.client.columns",

@@ -21,6 +21,7 @@ from typing import TYPE_CHECKING
 
 from mooncake.errors import Refusal
 from mooncake.sim.faults.invariants import Invariant
+from mooncake.store.master.catalog_events import ReplicaCompleted, ReplicaRemoved
 from mooncake.types import Tier
 
 if TYPE_CHECKING:
@@ -216,6 +217,19 @@ class HistoryChecker:
             if has_lied:
                 known.doubt_ssds()
             known.is_present &= known.is_durable or bool(known.nodes)
+
+    def replica_completed(self, event: ReplicaCompleted) -> None:
+        if event.extent.segment.tier is Tier.MEMORY:
+            self.copied(event.stored.key, event.extent.segment.node)
+
+    def replica_removed(self, event: ReplicaRemoved) -> None:
+        stored, segment = event.stored, event.extent.segment
+        if segment.tier is not Tier.MEMORY:
+            return
+        if event.is_evicted and stored.is_readable:
+            self.evicted(stored.key, segment.node, bool(stored.complete(Tier.SSD)))
+        elif event.is_moved:
+            self.moved(stored.key, segment.node)
 
     def copied(self, key: str, node: str) -> None:
         """The master has an additional replica of it, in that node's memory."""

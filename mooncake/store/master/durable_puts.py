@@ -2,10 +2,10 @@
 """Put-ends that are answered when a copy is on SSD.
 
 The object is readable at once; only its writer waits, because an answer means that the bytes
-outlive the process. Another part plans the copy when the object becomes readable
-(``catalog.ObjectObserver.readable``). A writer that would wait too long is refused, and the object stays
-in memory; a durable one that it replaced is kept until it is on SSD, or restored when it is lost
-(``catalog.confirm``). The next durable put of the key is refused, as it is not on SSD (``put.py``).
+outlive the process. ``tiering.py`` plans the copy when the object becomes readable, and retries it if it
+fails. A writer that would wait too long is refused, and the object stays in memory; a durable one that it
+replaced is kept until it is on SSD, or restored when it is lost (``catalog.confirm``). The next durable put
+of the key is refused, as it is not on SSD (``put.py``).
 """
 
 from __future__ import annotations
@@ -15,8 +15,9 @@ import dataclasses
 from mooncake.errors import Refusal
 from mooncake.store import messages as m
 from mooncake.store.master.catalog import Catalog
+from mooncake.store.master.catalog_events import ObjectRemoved, ReplicaCompleted
 from mooncake.store.master.effects import Received, Reply
-from mooncake.store.master.objects import Extent, StoredObject
+from mooncake.store.master.objects import StoredObject
 from mooncake.types import Tier
 
 
@@ -34,15 +35,14 @@ class PendingPutEnd:
 
 
 class DurablePuts:
-    """Holds those answers. An observer and a clock of the catalog."""
+    """Holds those answers. A clock of the catalog."""
 
     def __init__(self, catalog: Catalog) -> None:
         self._catalog = catalog
         self._parked: list[PendingPutEnd] = []
         """In order of their deadlines."""
-        catalog.watchers.append(self)
         catalog.clocks.append(self)
-        catalog.on_complete.append(self._completed)
+        catalog.observe({ReplicaCompleted: self._completed, ObjectRemoved: self._removed})
 
     def is_awaited(self, stored: StoredObject) -> bool:
         """Whether its put-end must wait."""
@@ -58,14 +58,15 @@ class DurablePuts:
         deadline = now + self._catalog.settings.put_s
         self._parked.append(PendingPutEnd(event, outcomes, places, objects, deadline))
 
-    def _completed(self, stored: StoredObject, extent: Extent, now: float) -> None:
-        if extent.segment.tier is Tier.SSD and stored.policy.is_durable:
-            self._catalog.confirm(stored, now)
-            self._end(stored, None)
+    def _completed(self, event: ReplicaCompleted) -> None:
+        if event.extent.segment.tier is Tier.SSD and event.stored.policy.is_durable:
+            self._catalog.confirm(event.stored, event.now)
+            self._end(event.stored, None)
 
-    def gone(self, stored: StoredObject, now: float) -> None:
-        if stored.policy.is_durable:
-            self._end(stored, Refusal("no_ssd", "the object was removed before a copy of it was on SSD"))
+    def _removed(self, event: ObjectRemoved) -> None:
+        if event.stored.policy.is_durable:
+            reason = "the object was removed before a copy of it was on SSD"
+            self._end(event.stored, Refusal("no_ssd", reason))
 
     def _end(self, stored: StoredObject, refusal: Refusal | None) -> None:
         for parked in self._parked:
@@ -76,15 +77,6 @@ class DurablePuts:
                 answer = m.Outcomes(parked.outcomes)
                 self._catalog.replies.append(Reply(parked.event.origin, answer, must_last=True))
         self._parked = [parked for parked in self._parked if parked.waiting]
-
-    def readable(self, stored: StoredObject, now: float) -> None:
-        """No action: its put-end parks it."""
-
-    def cold_hit(self, stored: StoredObject, now: float) -> None:
-        """No action: it is on SSD, so no put-end waits for it."""
-
-    def extent_gone(self, stored: StoredObject, extent: Extent, now: float) -> None:
-        """No action: failed copies are retried by their planner."""
 
     def deadline(self) -> float | None:
         return self._parked[0].deadline if self._parked else None

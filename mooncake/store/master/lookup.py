@@ -9,6 +9,7 @@ from mooncake.errors import Refusal
 from mooncake.rpc.wire import Failure
 from mooncake.store import messages as m
 from mooncake.store.master.catalog import Catalog
+from mooncake.store.master.catalog_events import ColdHit
 from mooncake.store.master.effects import Received
 from mooncake.store.master.objects import StoredObject, replica_of, scoped_all
 from mooncake.types import Tier
@@ -63,8 +64,7 @@ class LookupRequests:
         if found.replicas[0].tier is Tier.SSD:
             self._catalog.counts.cold_hits += 1
             self._catalog.counts.cold_hit_bytes += found.size_bytes
-            for watcher in self._catalog.watchers:
-                watcher.cold_hit(stored, now)
+            self._catalog.emit(ColdHit(stored, now))
         return found
 
     def exists(self, message: m.Exists, _: Received, now: float) -> m.Flags:

@@ -84,7 +84,6 @@ class Master:
         self.hot = HotReplicas(self.catalog, self.tasks)
         self._key_scans = KeyScans(self.catalog)
         self.verification = Verification(self.catalog, self.tasks)
-        self.catalog.watchers += [self.tasks, self.tiers]
         # Tasks last: tasks that the others plan in a step are sent in the same one.
         self.catalog.clocks += [
             self._preallocations,
@@ -96,8 +95,6 @@ class Master:
         self.catalog.clocks += [self._key_scans, self.tasks, self.put_queue]
         self.tiers.on_demoted = self.put_queue.demoted
         self.put_queue.on_end = self.request_counters.add
-        self.catalog.on_complete.append(self.tiers.completed)
-        self.catalog.on_left.append(self.tasks.extent_left)
         self._key_scans.on_end = self.request_counters.add
         remove, nodes = RemoveRequests(self.catalog, self._key_scans), NodeRequests(self.catalog, self.tasks)
         self.introspection = introspection = Introspection(

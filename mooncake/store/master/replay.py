@@ -67,10 +67,10 @@ class LogReplay:
         }
 
     def apply(self, records: Sequence[Record], now: float) -> None:
-        watchers, self._catalog.watchers = self._catalog.watchers, []
+        self._catalog.is_replaying = True
         for record in _without_kept(records):
             self._how[type(record)](record, now)
-        self._catalog.watchers = watchers
+        self._catalog.is_replaying = False
         self._catalog.records = []
         self._catalog.notes = []
 

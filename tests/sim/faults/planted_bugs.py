@@ -100,7 +100,13 @@ def forgets_what_was_removed(patch: pytest.MonkeyPatch) -> None:
 
 
 def never_notifies_nodes_of_removals(patch: pytest.MonkeyPatch) -> None:
-    patch.setattr(tasks.Tasks, "extent_left", lambda self, stored, extent, now: None)
+    note = tasks.Tasks.note
+
+    def broken(self: tasks.Tasks, segment: segments.Segment, change: object, now: float) -> None:
+        if not isinstance(change, int):
+            note(self, segment, change, now)  # type: ignore[arg-type]
+
+    patch.setattr(tasks.Tasks, "note", broken)
 
 
 def lets_nodes_write_late(patch: pytest.MonkeyPatch) -> None:

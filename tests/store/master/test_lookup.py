@@ -3,6 +3,7 @@ from __future__ import annotations
 
 from mooncake.rpc.wire import Failure
 from mooncake.store import messages as m
+from mooncake.store.master.catalog_events import ColdHit
 from mooncake.store.settings import MasterSettings
 from mooncake.types import Tier
 from tests.store.conftest import SETTINGS, Voice
@@ -15,8 +16,7 @@ class Watched(Nodes):
     def __init__(self) -> None:
         super().__init__(SETTINGS)
         self.cold: list[str] = []
-        for watcher in self.master.catalog.watchers:
-            watcher.cold_hit = lambda stored, now: self.cold.append(stored.key)  # type: ignore[method-assign]
+        self.master.catalog.observe({ColdHit: lambda event: self.cold.append(event.stored.key)})
 
 
 def test_memory_is_named_before_ssd_and_what_is_on_ssd_alone_is_a_cold_hit() -> None:
