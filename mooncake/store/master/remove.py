@@ -10,8 +10,7 @@ from mooncake.rpc.wire import Failure
 from mooncake.store import messages as m
 from mooncake.store.master.catalog import Catalog
 from mooncake.store.master.effects import Received
-from mooncake.store.master.key_patterns import compiled
-from mooncake.store.master.key_scans import KeyScans
+from mooncake.store.master.key_scans import KeyScans, compiled
 from mooncake.store.master.log_records import ObjectGone
 from mooncake.store.master.objects import StoredObject, scoped_all, split_scoped
 from mooncake.store.master.tenants import check_tenant
