@@ -36,7 +36,6 @@ from mooncake.store.master.effects import (
     Reply,
 )
 from mooncake.store.master.eviction import Eviction
-from mooncake.store.master.free_space import FreeSpace
 from mooncake.store.master.hot_replicas import HotReplicas
 from mooncake.store.master.introspection import Introspection, QuotaRequests
 from mooncake.store.master.jobs import Jobs
@@ -45,6 +44,7 @@ from mooncake.store.master.log_records import Doubt, Record
 from mooncake.store.master.lookup import LookupRequests
 from mooncake.store.master.nodes import NodeRequests
 from mooncake.store.master.objects import Objects
+from mooncake.store.master.placement import FreeSpace
 from mooncake.store.master.preallocation import Preallocations
 from mooncake.store.master.put import PreallocatedPuts, PutRequests
 from mooncake.store.master.put_queue import PutQueue

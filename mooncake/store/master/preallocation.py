@@ -18,9 +18,8 @@ import dataclasses
 from mooncake.errors import Refusal
 from mooncake.store import messages as m
 from mooncake.store.master.catalog import Catalog
-from mooncake.store.master.free_space import FreeSpace
 from mooncake.store.master.objects import Extent, replica_of
-from mooncake.store.master.placement import SegmentPlacement
+from mooncake.store.master.placement import FreeSpace, SegmentPlacement
 from mooncake.store.master.segments import Segment
 
 MAX_PIECES = 64

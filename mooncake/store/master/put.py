@@ -12,9 +12,7 @@ from mooncake.errors import Refusal
 from mooncake.rpc.wire import Failure
 from mooncake.store import messages as m
 from mooncake.store.master.catalog import Catalog
-from mooncake.store.master.durable_puts import DurablePuts
 from mooncake.store.master.effects import Received
-from mooncake.store.master.free_space import FreeSpace
 from mooncake.store.master.objects import (
     ObjectState,
     StoredObject,
@@ -23,9 +21,9 @@ from mooncake.store.master.objects import (
     scoped,
     scoped_all,
 )
-from mooncake.store.master.placement import SegmentPlacement
+from mooncake.store.master.placement import FreeSpace, SegmentPlacement
 from mooncake.store.master.preallocation import Preallocations
-from mooncake.store.master.put_queue import PutQueue
+from mooncake.store.master.put_queue import DurablePuts, PutQueue
 from mooncake.store.master.tenants import Account, check_tenant
 from mooncake.types import ObjectKey, Tier
 

@@ -20,11 +20,11 @@ from mooncake.store import messages
 from mooncake.store.client import operations, preallocated
 from mooncake.store.master import (
     catalog,
-    durable_puts,
     jobs,
     log_records,
     objects,
     put,
+    put_queue,
     replay,
     segments,
     tasks,
@@ -91,7 +91,7 @@ def never_recognizes_a_repeated_request(patch: pytest.MonkeyPatch) -> None:
 
 
 def acknowledges_what_is_not_on_ssd(patch: pytest.MonkeyPatch) -> None:
-    patch.setattr(durable_puts.DurablePuts, "is_awaited", lambda self, stored: False)
+    patch.setattr(put_queue.DurablePuts, "is_awaited", lambda self, stored: False)
     patch.setattr(tiering.Tiering, "_make_durable", lambda self, stored, now: None)
 
 
