@@ -3,7 +3,7 @@
 
 A part passes functions by type of event to ``Catalog.observe``. They are called synchronously and in the
 order of registration, when the catalog's own state is up to date. An event holds what the observers need
-to know, so that none of them reads how the catalog came to it. Of another master's records (``replay.py``)
+to know, so that none of them reads how the catalog came to it. Of another master's records (``snapshot.py``)
 only removals are reported.
 """
 

@@ -218,7 +218,7 @@ class Segment:
         self.is_draining = False
         """No new objects may be placed here."""
         self.preallocated_bytes = 0
-        """Preallocated for writers and not used yet (``preallocation.py``)."""
+        """Preallocated for writers and not used yet (``put.py``)."""
         self.polls = False
         """Its node has polled for tasks, so it can run some."""
         self.num_tasks = 0

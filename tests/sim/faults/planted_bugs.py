@@ -22,16 +22,16 @@ from mooncake.store.master import (
     catalog,
     jobs,
     log_records,
+    object_requests,
     objects,
     put,
     put_queue,
-    replay,
     segments,
+    snapshot,
     tasks,
     tenants,
     tiering,
 )
-from mooncake.store.master import remove as removing
 from mooncake.store.node import membership, task_agent
 
 
@@ -77,7 +77,7 @@ def forgets_to_write_some_objects_down(patch: pytest.MonkeyPatch) -> None:
 
 
 def forgets_what_its_predecessor_promised(patch: pytest.MonkeyPatch) -> None:
-    patch.setattr(replay.LogReplay, "_space_held", lambda self, record, now: None)
+    patch.setattr(snapshot.LogReplay, "_space_held", lambda self, record, now: None)
 
 
 def never_recognizes_a_repeated_request(patch: pytest.MonkeyPatch) -> None:
@@ -96,7 +96,7 @@ def acknowledges_what_is_not_on_ssd(patch: pytest.MonkeyPatch) -> None:
 
 
 def forgets_what_was_removed(patch: pytest.MonkeyPatch) -> None:
-    patch.setattr(replay.LogReplay, "_object_gone", lambda self, record, now: None)
+    patch.setattr(snapshot.LogReplay, "_object_gone", lambda self, record, now: None)
 
 
 def never_notifies_nodes_of_removals(patch: pytest.MonkeyPatch) -> None:
@@ -209,14 +209,16 @@ def loses_count_of_what_a_tenant_uses(patch: pytest.MonkeyPatch) -> None:
 
 
 def answers_removed_and_keeps_it(patch: pytest.MonkeyPatch) -> None:
-    remove = removing.RemoveRequests._remove
+    remove = object_requests.RemoveRequests._remove
 
-    def broken(self: removing.RemoveRequests, stored: objects.StoredObject | None, *rest: object) -> object:
+    def broken(
+        self: object_requests.RemoveRequests, stored: objects.StoredObject | None, *rest: object
+    ) -> object:
         if stored is not None and stored.is_readable and stored.object_id % 2:
             return True
         return remove(self, stored, *rest)  # type: ignore[arg-type]
 
-    patch.setattr(removing.RemoveRequests, "_remove", broken)
+    patch.setattr(object_requests.RemoveRequests, "_remove", broken)
 
 
 def answers_replaced_and_keeps_the_old_one(patch: pytest.MonkeyPatch) -> None:

@@ -15,9 +15,8 @@ from mooncake.store import messages as m
 from mooncake.store.master.master import Master
 from mooncake.store.master.objects import Extent
 from mooncake.types import Tier
-from tests.store.conftest import SETTINGS, Voice
+from tests.store.conftest import SETTINGS, Voice, contents, follower
 from tests.store.master.test_catalog_events import Observer
-from tests.store.master.test_replay import contents, follower
 from tests.store.nodes import Nodes, Place, with_ssd
 
 
