@@ -240,7 +240,7 @@ class RemoveMatching(msgspec.Struct, frozen=True, array_like=True, tag="remove_m
     """Remove every object of the tenant whose key contains a match of the regular expression; "" matches all.
 
     Answered by Removed. Leased ones are left unless ``force``, and later puts always. The expressions are
-    RE2's (``key_patterns.py``).
+    RE2's (``key_scans.py``).
     """
 
     pattern: str

@@ -16,7 +16,7 @@ from mooncake.store import messages as m
 from mooncake.store.master.effects import AppendRecords, ConnectionLost, OperatorEvent, Received, Reply
 from mooncake.store.master.log_records import Record
 from mooncake.store.master.master import Master
-from mooncake.store.master.objects import DEFAULT_POLICY
+from mooncake.store.master.objects import DEFAULT_POLICY, StoredObject
 from mooncake.store.master.tasks import entry_of
 from mooncake.store.settings import MasterSettings
 
@@ -210,6 +210,26 @@ class Voice:
 SETTINGS = MasterSettings(
     lease_s=LEASE_S, put_s=PUT_S, grace_s=GRACE_S, heartbeat_s=1.0, segment_ttl_s=TTL_S, high_watermark=1.0
 )
+
+
+def follower(records: list[Record]) -> Master:
+    """Apply one record after the other, with a check of the invariants after each."""
+    master = Master(SETTINGS)
+    for record in records:
+        master.apply([record], 100.0)
+        master.check()
+    return master
+
+
+def contents(master: Master) -> dict[str, tuple[int, list[tuple[str, int]]]]:
+    """The acknowledged versions: while a durable object waits for its copy, the one that it replaces
+    (``Catalog.show``)."""
+    versions = {key: stored.before or stored for key, stored in master.objects.readable.items()}
+    return {key: (stored.object_id, places_of(stored)) for key, stored in versions.items() if stored.extents}
+
+
+def places_of(stored: StoredObject) -> list[tuple[str, int]]:
+    return sorted((extent.segment.name, extent.offset) for extent in stored.complete())
 
 
 @pytest.fixture

@@ -18,7 +18,8 @@ def register() -> None:
     from vllm.platforms import current_platform
 
     if not current_platform.is_cpu():
-        take_name("MooncakeStoreConnector", f"{MODULE}.device_store_connector", "DeviceStoreConnector")
+        module = "mooncake.connectors.vllm.device_store_connector"
+        take_name("MooncakeStoreConnector", module, "DeviceStoreConnector")
         return
     for name in NAMES:
         take_name(name)

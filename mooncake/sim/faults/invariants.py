@@ -38,6 +38,7 @@ from mooncake.store import messages as m
 from mooncake.store.client.grants import PutGrant, ReadGrant
 from mooncake.store.client.operations import Operation
 from mooncake.store.client.preallocated import PreallocatedPiece
+from mooncake.store.master.catalog_events import ReplicaCompleted, ReplicaRemoved
 from mooncake.store.master.master import Master
 from mooncake.store.master.segments import Segment
 from mooncake.types import Tier
@@ -297,6 +298,19 @@ class HistoryChecker:
             if has_lied:
                 known.doubt_ssds()
             known.is_present &= known.is_durable or bool(known.nodes)
+
+    def replica_completed(self, event: ReplicaCompleted) -> None:
+        if event.extent.segment.tier is Tier.MEMORY:
+            self.copied(event.stored.key, event.extent.segment.node)
+
+    def replica_removed(self, event: ReplicaRemoved) -> None:
+        stored, segment = event.stored, event.extent.segment
+        if segment.tier is not Tier.MEMORY:
+            return
+        if event.is_evicted and stored.is_readable:
+            self.evicted(stored.key, segment.node, bool(stored.complete(Tier.SSD)))
+        elif event.is_moved:
+            self.moved(stored.key, segment.node)
 
     def copied(self, key: str, node: str) -> None:
         """The master has an additional replica of it, in that node's memory."""

@@ -22,19 +22,18 @@ from mooncake.machine import Wake
 from mooncake.rpc.wire import Failure
 from mooncake.sim.faults.disks import SimDirectory, SimFile
 from mooncake.sim.faults.network import ConnectionEnd, over_the_wire, replies, requests
-from mooncake.sim.faults.store_run import MOVES
 from mooncake.sim.kernel import PausableProcess, SimDriver, Timer
 from mooncake.store.ha import election as el
 from mooncake.store.ha.leader_search import Leads, WhoLeads
 from mooncake.store.ha.role import MasterRole, not_leader
 from mooncake.store.ha.standby_replication import ANSWER_S, RETRY_S, Follow, Followed, StandbyCursor
 from mooncake.store.master.catalog import Catalog
+from mooncake.store.master.catalog_events import ReplicaCompleted, ReplicaRemoved
 from mooncake.store.master.effects import AppendRecords, ConnectionLost, Effect, Event, Received, Reply
 from mooncake.store.master.log_records import LineBegan, Record, SpaceHeld, decode, encode
 from mooncake.store.master.master import Master
 from mooncake.store.master.snapshot import Snapshot
 from mooncake.store.settings import MasterSettings
-from mooncake.types import Tier
 
 if TYPE_CHECKING:
     from mooncake.sim.faults.masters_run import MastersCluster
@@ -330,26 +329,20 @@ class MasterHost:
         self._numbers = {}
         self._driver = SimDriver(self.process, self.master, self._perform)
         self._driven = self.master
-        self.master.catalog.on_left.append(self._left)
-        self.master.catalog.on_complete.append(self._completed)
+        self.master.catalog.observe({ReplicaRemoved: self._removed, ReplicaCompleted: self._completed})
         self._driver.after_step = self._stepped
         gone, self._gone = self._gone, []
         self._post(Wake())
         for end in gone:
             self._post(ConnectionLost(end))
 
-    def _left(self, stored: Any, extent: Any, _: float) -> None:
-        if not self.role.is_leading or extent.segment.tier is not Tier.MEMORY:
-            return
-        history, catalog = self.world.checkers.history, self.master.catalog
-        if catalog.is_evicting:
-            history.evicted(stored.key, extent.segment.node, bool(stored.complete(Tier.SSD)))
-        elif catalog.removal_reason in MOVES:
-            history.moved(stored.key, extent.segment.node)
+    def _removed(self, event: ReplicaRemoved) -> None:
+        if self.role.is_leading:
+            self.world.checkers.history.replica_removed(event)
 
-    def _completed(self, stored: Any, extent: Any, _: float) -> None:
-        if self.role.is_leading and extent.segment.tier is Tier.MEMORY:
-            self.world.checkers.history.copied(stored.key, extent.segment.node)
+    def _completed(self, event: ReplicaCompleted) -> None:
+        if self.role.is_leading:
+            self.world.checkers.history.replica_completed(event)
 
     def _stepped(self) -> None:
         if self.world.master is self:  # else another one leads, and this one has not noticed yet

@@ -38,6 +38,7 @@ from mooncake.sim.faults.workload import (
 )
 from mooncake.sim.kernel import Kernel, Process, SimClock, SimDriver
 from mooncake.store import messages as m
+from mooncake.store.master.catalog_events import ReplicaCompleted, ReplicaRemoved
 from mooncake.store.master.effects import (
     AppendRecords,
     ConnectionLost,
@@ -49,13 +50,10 @@ from mooncake.store.master.effects import (
 )
 from mooncake.store.master.log_records import Record, decode, encode
 from mooncake.store.master.master import Master
-from mooncake.store.master.objects import Extent, StoredObject, split_scoped
+from mooncake.store.master.objects import split_scoped
 from mooncake.store.settings import MasterSettings
-from mooncake.types import Tier
 
 MASTER = "master"
-MOVES = ("moved away", "drained, and others have it", "cool again")
-"""Reasons for which a replica leaves a segment while others remain."""
 
 _replies = decoder_for(m.REPLIES)
 
@@ -105,8 +103,7 @@ class SimMaster:
             self.master.check()
         self._driver: SimDriver[Event, Effect] = SimDriver(self.process, self.master, self._perform)
         self._driver.after_step = lambda: cluster.checkers.master_stepped(self.master)
-        self.master.catalog.on_left.append(self._left)
-        self.master.catalog.on_complete.append(self._completed)
+        self.master.catalog.observe({ReplicaRemoved: self._removed, ReplicaCompleted: self._completed})
         cluster.network.listen(MASTER, self.process, self._accept)
 
     def _is_torn(self, content: bytes) -> bool:
@@ -124,18 +121,11 @@ class SimMaster:
             self.process.pause(kernel.random.uniform(0.0, faults.slow_disk_s))
         return False
 
-    def _left(self, stored: StoredObject, extent: Extent, _: float) -> None:
-        history, catalog = self._cluster.checkers.history, self.master.catalog
-        if extent.segment.tier is not Tier.MEMORY:
-            return
-        if catalog.is_evicting:
-            history.evicted(stored.key, extent.segment.node, bool(stored.complete(Tier.SSD)))
-        elif catalog.removal_reason in MOVES:
-            history.moved(stored.key, extent.segment.node)
+    def _removed(self, event: ReplicaRemoved) -> None:
+        self._cluster.checkers.history.replica_removed(event)
 
-    def _completed(self, stored: StoredObject, extent: Extent, _: float) -> None:
-        if extent.segment.tier is Tier.MEMORY:
-            self._cluster.checkers.history.copied(stored.key, extent.segment.node)
+    def _completed(self, event: ReplicaCompleted) -> None:
+        self._cluster.checkers.history.replica_completed(event)
 
     def _accept(self, end: ConnectionEnd) -> None:
         def received(frame: tuple[int, msgspec.Struct]) -> None:

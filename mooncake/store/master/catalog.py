@@ -17,11 +17,19 @@ import dataclasses
 import heapq
 import itertools
 from collections import deque
-from collections.abc import Callable, Generator, Iterable
-from typing import Any, Protocol
+from collections.abc import Callable, Generator, Iterable, Mapping
+from typing import Any, Protocol, get_args
 
 import msgspec
 
+from mooncake.store.master.catalog_events import (
+    EVICTED,
+    CatalogEvent,
+    ObjectRemoved,
+    ObjectShown,
+    ReplicaCompleted,
+    ReplicaRemoved,
+)
 from mooncake.store.master.effects import OperatorEvent, Reply
 from mooncake.store.master.eviction import Eviction
 from mooncake.store.master.lease_bounds import LeaseBounds
@@ -92,22 +100,6 @@ class TimedPart(Protocol):
     def expire(self, now: float) -> None: ...
 
 
-class ObjectObserver(Protocol):
-    """A part that follows what happens to objects. None of these is called for replayed records."""
-
-    def readable(self, stored: StoredObject, now: float) -> None:
-        """Handle a put-end: ``stored.policy`` has the writer's wishes."""
-
-    def cold_hit(self, stored: StoredObject, now: float) -> None:
-        """Handle a lookup that found the object, but not in memory or faster."""
-
-    def gone(self, stored: StoredObject, now: float) -> None:
-        """Handle the removal of a readable object with all its replicas."""
-
-    def extent_gone(self, stored: StoredObject, extent: Extent, now: float) -> None:
-        """Handle the removal of one replica (perhaps an incomplete one); the object has others."""
-
-
 class Catalog:
     """State of one master."""
 
@@ -120,17 +112,13 @@ class Catalog:
         self.counts = MasterCounts()
         self.lease_bounds = LeaseBounds(settings, lambda record: self.records.append(record))
         self.clocks: list[TimedPart] = [self.lease_bounds]
-        self.watchers: list[ObjectObserver] = []
-        self.on_complete: list[Callable[[StoredObject, Extent, float], None]] = []
-        """Called when a further replica of a readable object has become complete."""
-        self.on_left: list[Callable[[StoredObject, Extent, float], None]] = []
-        """Called when a replica of a readable object was removed, for whatever reason."""
-        self.removal_reason = ""
-        """The reason, for those callbacks."""
+        self._observers: dict[type[CatalogEvent], list[Callable[[Any], None]]] = {
+            kind: [] for kind in get_args(CatalogEvent)
+        }
+        self.is_replaying = False
+        """Another master's records are being entered."""
         self.recent: deque[list[ObjectKey]] = deque(maxlen=256)
         """The keys of the last lookups, a list each; ``hot_replicas.py`` samples them periodically."""
-        self.is_evicting = False
-        """Lets observers distinguish evictions from other removals."""
         self.tombstones: dict[ObjectKey, tuple[int, int]] = {}
         """For each of the last removed keys: the least object id that counts as new (a returning node's
         report of an older one is out of date), and the value of ``cleared`` for its tenant at that time."""
@@ -159,6 +147,17 @@ class Catalog:
         """The key of each line, oldest first."""
         self._lines: dict[ObjectKey, list[tuple[float, str, tuple[object, ...]]]] = {}
         """Lines by key: (instant, format, its arguments), formatted only when they are read."""
+
+    # Observers
+
+    def observe(self, handlers: Mapping[type[CatalogEvent], Callable[[Any], None]]) -> None:
+        """Call these functions with each event of their type, after those of earlier observers."""
+        for kind, handler in handlers.items():
+            self._observers[kind].append(handler)
+
+    def emit(self, event: CatalogEvent) -> None:
+        for handler in self._observers[type(event)]:
+            handler(event)
 
     # Space
 
@@ -220,12 +219,9 @@ class Catalog:
         if not staying or is_promised:
             self.counts.evicted_objects += 1
             self.counts.evicted_bytes += stored.size_bytes
-            return self.unlink(stored, f"evicted: {reason}", now)
+            return self.unlink(stored, f"{EVICTED}{reason}", now)
         self.counts.evicted_replicas += len(leaving)
-        self.is_evicting = True
-        released_bytes = sum(self.drop_extent(stored, one, f"evicted: {reason}", now) for one in leaving)
-        self.is_evicting = False
-        return released_bytes
+        return sum(self.drop_extent(stored, one, f"{EVICTED}{reason}", now) for one in leaving)
 
     # Objects
 
@@ -266,8 +262,7 @@ class Catalog:
         self.tombstones.pop(stored.key, None)
         if stored.before is None:
             self.records.append(record_of(stored))
-        for watcher in self.watchers:
-            watcher.readable(stored, now)
+        self.emit(ObjectShown(stored, now))
 
     def adopt(self, record: ObjectReadable, extents: list[Extent], now: float) -> StoredObject:
         """Enter an object of another master; its extents have been taken."""
@@ -299,10 +294,9 @@ class Catalog:
         self.add_story(now, stored.key, "#{} unlinked: {}", stored.object_id, reason)
         released_bytes = sum(self._rest(stored, extent, leased_until, now) for extent in extents)
         if was_readable:
-            self._left(stored, extents, reason, now)
+            self._removed(stored, extents, reason, now)
             self._may_free_its_parent(stored, now)
-            for watcher in self.watchers:
-                watcher.gone(stored, now)
+            self.emit(ObjectRemoved(stored, now))
             before, stored.before = stored.before, None
             if before is not None:
                 self._bring_back(before, now)
@@ -346,7 +340,7 @@ class Catalog:
     def let_go(self, before: StoredObject, now: float) -> None:
         """Remove an object that was set aside, once it can't be restored any longer."""
         extents, before.extents = before.extents, []
-        self._left(before, extents, "replaced by a newer put", now)
+        self._removed(before, extents, "replaced by a newer put", now)
         for extent in extents:
             self._rest(before, extent, before.lease_until, now)
 
@@ -451,8 +445,7 @@ class Catalog:
         self.eviction.changed(stored, now)
         self.records.append(ReplicaAdded(stored.key, stored.object_id, extent.segment.name, extent.offset))
         self.add_story(now, stored.key, "#{} readable on {} too", stored.object_id, extent.segment.name)
-        for completed in self.on_complete:
-            completed(stored, extent, now)
+        self.emit(ReplicaCompleted(stored, extent, now))
 
     def adopt_extent(self, stored: StoredObject, extent: Extent, now: float) -> None:
         """Enter a replica of another master; its space has been taken."""
@@ -483,9 +476,7 @@ class Catalog:
         leased_until = stored.leased_until if extent.is_complete else 0.0
         released_bytes = self._rest(stored, extent, leased_until, now)
         if is_readable:
-            self._left(stored, [extent], reason, now)
-            for watcher in self.watchers:
-                watcher.extent_gone(stored, extent, now)
+            self._removed(stored, [extent], reason, now)
         return released_bytes
 
     def hold(self, extent: Extent, until: float) -> None:
@@ -515,11 +506,17 @@ class Catalog:
             places = [(extent.segment.name, extent.offset) for extent in stored.resting]
             self.records.append(SpaceHeld(places, stored.size_bytes, stored.key, stored.object_id))
 
-    def _left(self, stored: StoredObject, extents: list[Extent], reason: str, now: float) -> None:
-        self.removal_reason = reason
-        for left in self.on_left:
-            for extent in extents:
-                left(stored, extent, now)
+    def _removed(self, stored: StoredObject, extents: list[Extent], reason: str, now: float) -> None:
+        """Note and report that these replicas of an object that was readable were removed."""
+        is_readable = stored.is_readable
+        for extent in extents:
+            if not is_readable:
+                # A lost object may come back itself, a removed one not. An incomplete copy implies neither.
+                is_removed = extent.is_complete and extent.segment.is_mounted
+                self.forget_before(stored.key, stored.object_id + is_removed)
+                if self.is_doubted and not extent.segment.is_mounted:
+                    self.lost[stored.object_id] = None
+            self.emit(ReplicaRemoved(stored, extent, reason, now, self.is_replaying))
 
     def _cut(self, stored: StoredObject, extent: Extent, now: float) -> None:
         """Remove ``extent`` from an object that has others."""

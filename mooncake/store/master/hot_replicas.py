@@ -16,6 +16,7 @@ import itertools
 
 from mooncake.errors import Refusal
 from mooncake.store.master.catalog import Catalog
+from mooncake.store.master.catalog_events import COOLED
 from mooncake.store.master.objects import StoredObject
 from mooncake.store.master.segments import Segment
 from mooncake.store.master.tasks import PlannedCopy, Tasks
@@ -127,7 +128,7 @@ class HotReplicas:
             extent = stored.on(segment)
             others = [one for one in stored.complete() if one is not extent and one.segment.is_alive]
             if extent is not None and extent.is_complete and others:
-                self._catalog.drop_extent(stored, extent, "cool again", now)
+                self._catalog.drop_extent(stored, extent, COOLED, now)
 
     def check(self) -> None:
         for object_id, hot in self._hot.items():

@@ -21,6 +21,7 @@ from collections.abc import Iterable
 from mooncake.errors import Refusal
 from mooncake.store import messages as m
 from mooncake.store.master.catalog import Catalog
+from mooncake.store.master.catalog_events import DRAINED, MOVED
 from mooncake.store.master.effects import Received
 from mooncake.store.master.objects import Extent, StoredObject, scoped
 from mooncake.store.master.segments import Segment
@@ -278,7 +279,7 @@ class Jobs:
         extent = stored.on(segment) if stored.is_readable else None
         others = [one for one in stored.complete() if one is not extent and not one.segment.is_draining]
         if extent is not None and extent.is_complete and others and _is_durable_without(stored, extent):
-            self._catalog.drop_extent(stored, extent, "moved away", now)
+            self._catalog.drop_extent(stored, extent, MOVED, now)
 
     def _end_if_over(self, job: ReplicationJob, now: float) -> None:
         if job.is_running and not job.num_left:
@@ -384,7 +385,7 @@ class Jobs:
         elsewhere = [one for one in stored.complete() if not one.segment.is_draining]
         if any(one.segment.is_alive for one in elsewhere) and _is_durable_without(stored, extent):
             job.num_done += 1
-            self._catalog.drop_extent(stored, extent, "drained, and others have it", now)
+            self._catalog.drop_extent(stored, extent, DRAINED, now)
             return
         job.failures[stored.object_id] = job.failures.get(stored.object_id, 0) + 1
         job.reason = f"{stored.key}: no other segment has room for {stored.size_bytes} bytes"

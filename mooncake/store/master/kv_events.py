@@ -18,7 +18,8 @@ from typing import Any
 import msgspec
 
 from mooncake.store.master.catalog import Catalog
-from mooncake.store.master.objects import Extent, ObjectState, StoredObject
+from mooncake.store.master.catalog_events import ObjectShown, ReplicaCompleted, ReplicaRemoved
+from mooncake.store.master.objects import ObjectState, StoredObject
 from mooncake.types import Tier
 
 BATCH_EVENTS = 64
@@ -58,45 +59,38 @@ class KvEvents:
         self.num_stored = self.num_removed = self.num_dropped = 0
         # Low numbers are left for the summary of what was there before the first event.
         self.next_sequence = -(-len(MEDIA) * len(catalog.objects.readable) // BATCH_EVENTS)
-        catalog.watchers.append(self)
-        catalog.on_complete.append(self._completed)
-        catalog.on_left.append(self._left)
+        catalog.observe(
+            {ObjectShown: self._shown, ReplicaCompleted: self._completed, ReplicaRemoved: self._removed}
+        )
 
     # Events of the catalog
 
-    def readable(self, stored: StoredObject, now: float) -> None:
-        for medium in _media(stored):
-            self._add(stored, medium, True, now)
+    def _shown(self, event: ObjectShown) -> None:
+        for medium in _media(event.stored):
+            self._add(event.stored, medium, None, event.now)
 
-    def cold_hit(self, stored: StoredObject, now: float) -> None:
-        """No action: no replica is added or removed by it."""
-
-    gone = cold_hit
-
-    def extent_gone(self, stored: StoredObject, extent: Extent, now: float) -> None:
-        """No action: ``_left`` handles it."""
-
-    def _completed(self, stored: StoredObject, extent: Extent, now: float) -> None:
-        medium = MEDIA[extent.segment.tier]
-        others = [e for e in stored.extents if e.is_complete and e is not extent]
+    def _completed(self, event: ReplicaCompleted) -> None:
+        medium = MEDIA[event.extent.segment.tier]
+        others = [e for e in event.stored.extents if e.is_complete and e is not event.extent]
         if all(MEDIA[e.segment.tier] != medium for e in others):
-            self._add(stored, medium, True, now)
+            self._add(event.stored, medium, None, event.now)
 
-    def _left(self, stored: StoredObject, extent: Extent, now: float) -> None:
+    def _removed(self, event: ReplicaRemoved) -> None:
+        stored, extent = event.stored, event.extent
         medium = MEDIA[extent.segment.tier]
         if not extent.is_complete or medium in _media(stored):
             return
         if stored.state is ObjectState.UNLINKED and self._last_gone == (stored.object_id, medium):
             return  # two replicas there were removed at once
         self._last_gone = (stored.object_id, medium)
-        self._add(stored, medium, False, now)
+        self._add(stored, medium, event.reason, event.now)
 
     # Events
 
-    def _add(self, stored: StoredObject, medium: str, is_stored: bool, now: float) -> None:
-        self.num_stored += is_stored
-        self.num_removed += not is_stored
-        event = self._event(stored, medium, is_stored, now)
+    def _add(self, stored: StoredObject, medium: str, reason: str | None, now: float) -> None:
+        self.num_stored += reason is None
+        self.num_removed += reason is not None
+        event = self._event(stored, medium, reason, now)
         event["event_id"] = self.num_stored + self.num_removed
         if len(self._queue) >= self._capacity:
             self._queue.popleft()
@@ -106,7 +100,9 @@ class KvEvents:
         if len(self._queue) == 1:
             self._wake()
 
-    def _event(self, stored: StoredObject, medium: str, is_stored: bool, now: float) -> dict[str, Any]:
+    def _event(self, stored: StoredObject, medium: str, reason: str | None, now: float) -> dict[str, Any]:
+        """The event of a removal for that reason; None: the object became readable."""
+        is_stored = reason is None
         tenant, _, key = stored.key.rpartition("\0")
         hashes = [int(key, 0 if key[:2].lower() == "0x" else 10)] if _NUMBER.fullmatch(key) else []
         hashes = [number for number in hashes if number < 1 << 64]
@@ -129,7 +125,7 @@ class KvEvents:
         if is_stored:
             event |= {"parent_hash": None, "token_ids": None}
         else:
-            event["reason"] = self._catalog.removal_reason
+            event["reason"] = reason
         if self._has_object_key:
             event["object_key"] = key
         if self._is_legacy:
@@ -183,7 +179,7 @@ class KvEvents:
             stored = self._catalog.objects.readable.get(key)
             if stored is not None:
                 for medium in _media(stored):
-                    yield self._event(stored, medium, True, now)
+                    yield self._event(stored, medium, None, now)
 
     def _encode(self, events: list[dict[str, Any]], now: float) -> bytes:
         return _encoder.encode([self._milliseconds(now), events, 0])

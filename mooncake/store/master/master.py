@@ -11,7 +11,7 @@ process; nodes and clients connect to it. Its invariants, whatever is lost or la
   that is removed while promised is *unlinked* at once and its space *released* later.
 * What it acknowledged can be written down first (``AppendRecords``), and a successor that reads it
   (``restore``) has every object again, and knows which space was promised. Leases are not written down:
-  the successor assumes that every object is leased (``master/replay.py``).
+  the successor assumes that every object is leased (``master/snapshot.py``).
 """
 
 from __future__ import annotations
@@ -36,23 +36,20 @@ from mooncake.store.master.effects import (
     Reply,
 )
 from mooncake.store.master.eviction import Eviction
-from mooncake.store.master.free_space import FreeSpace
 from mooncake.store.master.hot_replicas import HotReplicas
 from mooncake.store.master.introspection import Introspection, QuotaRequests
 from mooncake.store.master.jobs import Jobs
 from mooncake.store.master.key_scans import KeyScans
 from mooncake.store.master.log_records import Doubt, Record
-from mooncake.store.master.lookup import LookupRequests
 from mooncake.store.master.nodes import NodeRequests
+from mooncake.store.master.object_requests import LookupRequests, RemoveRequests
 from mooncake.store.master.objects import Objects
-from mooncake.store.master.preallocation import Preallocations
-from mooncake.store.master.put import PreallocatedPuts, PutRequests
+from mooncake.store.master.placement import FreeSpace
+from mooncake.store.master.put import PreallocatedPuts, Preallocations, PutRequests
 from mooncake.store.master.put_queue import PutQueue
-from mooncake.store.master.remove import RemoveRequests
-from mooncake.store.master.replay import LogReplay
 from mooncake.store.master.request_counters import RequestCounters
 from mooncake.store.master.segments import Segments
-from mooncake.store.master.snapshot import Snapshot
+from mooncake.store.master.snapshot import LogReplay, Snapshot
 from mooncake.store.master.tasks import Tasks
 from mooncake.store.master.tiering import Tiering
 from mooncake.store.master.verification import Verification
@@ -84,7 +81,6 @@ class Master:
         self.hot = HotReplicas(self.catalog, self.tasks)
         self._key_scans = KeyScans(self.catalog)
         self.verification = Verification(self.catalog, self.tasks)
-        self.catalog.watchers += [self.tasks, self.tiers]
         # Tasks last: tasks that the others plan in a step are sent in the same one.
         self.catalog.clocks += [
             self._preallocations,
@@ -96,8 +92,6 @@ class Master:
         self.catalog.clocks += [self._key_scans, self.tasks, self.put_queue]
         self.tiers.on_demoted = self.put_queue.demoted
         self.put_queue.on_end = self.request_counters.add
-        self.catalog.on_complete.append(self.tiers.completed)
-        self.catalog.on_left.append(self.tasks.extent_left)
         self._key_scans.on_end = self.request_counters.add
         remove, nodes = RemoveRequests(self.catalog, self._key_scans), NodeRequests(self.catalog, self.tasks)
         self.introspection = introspection = Introspection(

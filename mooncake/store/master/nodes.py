@@ -19,6 +19,7 @@ from mooncake.rpc.wire import Failure
 from mooncake.store import messages as m
 from mooncake.store.allocator import ALIGNMENT_BYTES, PAGE_BYTES
 from mooncake.store.master.catalog import Catalog, record_of_segment
+from mooncake.store.master.catalog_events import ReplicaCompleted
 from mooncake.store.master.effects import OperatorEvent, Received
 from mooncake.store.master.log_records import Doubt, ObjectReadable, ReplicaAdded
 from mooncake.store.master.objects import MAX_ID, Extent, StoredObject, check_put, is_of, split_scoped
@@ -37,7 +38,6 @@ class NodeRequests:
     def __init__(self, catalog: Catalog, tasks: Tasks) -> None:
         self._catalog = catalog
         self._tasks = tasks
-        catalog.on_left.append(self._left)
 
     def mount(self, message: m.Mount, event: Received, now: float) -> m.Mounted:
         settings = self._catalog.settings
@@ -182,14 +182,6 @@ class NodeRequests:
         extent = None if stored is None or stored.object_id != entry.object_id else stored.on(segment)
         return extent is not None and extent.offset == entry.offset
 
-    def _left(self, stored: StoredObject, extent: Extent, now: float) -> None:
-        if not stored.is_readable:
-            # A lost object may come back itself, a removed one not. An incomplete copy implies neither.
-            is_removed = extent.is_complete and extent.segment.is_mounted
-            self._catalog.forget_before(stored.key, stored.object_id + is_removed)
-            if self._catalog.is_doubted and not extent.segment.is_mounted:
-                self._catalog.lost[stored.object_id] = None
-
     def _adopt(self, segment: Segment, entry: m.SegmentEntry, now: float) -> bool:
         """Enter an object that the node reports on its segment."""
         if not _is_sound(entry):
@@ -202,8 +194,7 @@ class NodeRequests:
                 return False
             extent = Extent(segment, entry.offset, is_complete=True)
             self._catalog.adopt_extent(stored, extent, now)
-            for completed in self._catalog.on_complete:
-                completed(stored, extent, now)
+            self._catalog.emit(ReplicaCompleted(stored, extent, now))
             added = ReplicaAdded(stored.key, stored.object_id, segment.name, entry.offset)
             self._catalog.records.append(added)
             self._catalog.add_story(now, stored.key, "#{} reported on {} too", *_what(entry, segment))

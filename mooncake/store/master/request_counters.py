@@ -19,7 +19,8 @@ from mooncake.errors import Refusal
 from mooncake.rpc.wire import Failure
 from mooncake.store import messages as m
 from mooncake.store.master.catalog import Catalog
-from mooncake.store.master.objects import Extent, StoredObject, scoped_all
+from mooncake.store.master.catalog_events import ObjectRemoved, ObjectShown
+from mooncake.store.master.objects import StoredObject, scoped_all
 
 SIZE_BOUNDS = (4096, 65536, 262144, 1 << 20, 4 << 20, 16 << 20, 64 << 20, 256 << 20, 1 << 30)
 """Bucket bounds, in bytes, of the histogram of object sizes."""
@@ -35,7 +36,7 @@ class RequestCounters:
         self._catalog = catalog
         self._soft_pinned: dict[int, StoredObject] = {}
         """By object id; some may no longer be pinned."""
-        catalog.watchers.append(self)
+        catalog.observe({ObjectShown: self._shown, ObjectRemoved: self._removed})
         self.counts: defaultdict[str, int] = defaultdict(int)
         self.num_by_size = [0] * (len(SIZE_BOUNDS) + 1)
         self.put_bytes = 0
@@ -70,19 +71,13 @@ class RequestCounters:
             m.AskJob: lambda _, reply: self._one("query_task", isinstance(reply, m.JobReply)),
         }
 
-    def readable(self, stored: StoredObject, now: float) -> None:
-        if stored.soft_pin_until:
-            self._soft_pinned[stored.object_id] = stored
+    def _shown(self, event: ObjectShown) -> None:
+        if event.stored.soft_pin_until:
+            self._soft_pinned[event.stored.object_id] = event.stored
 
-    def cold_hit(self, stored: StoredObject, now: float) -> None:
-        """Counted by ``_lookup``."""
-
-    def gone(self, stored: StoredObject, now: float) -> None:
+    def _removed(self, event: ObjectRemoved) -> None:
         if self._soft_pinned:
-            self._soft_pinned.pop(stored.object_id, None)
-
-    def extent_gone(self, stored: StoredObject, extent: Extent, now: float) -> None:
-        """Not counted: the object has other replicas."""
+            self._soft_pinned.pop(event.stored.object_id, None)
 
     def num_soft_pinned(self, now: float) -> int:
         still = [one for one in self._soft_pinned.values() if one.is_readable and one.soft_pin_until > now]

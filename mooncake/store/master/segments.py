@@ -19,27 +19,95 @@ under the same name *rebases* the segment, and its objects are back at another a
 does not know the content requests a report from the node (``wants_report``), and allocates nothing
 there before it has come: on SSD however long that takes, in memory while it rests, because objects in
 memory are not promised to last.
+
+A change log has what was added to a segment and removed from it, numbered, until its node has noted it. A
+node keeps a journal of what its segments hold, so that a master that lost everything can request it. This is
+the master's end of that stream: changes wait here until a Poll acknowledges them (``seen``). It is bounded: a
+node that lags too far finds that numbers are missing (``Polled.first``) and reports what it holds instead of
+catching up. Numbers start at ``first``, which differs for each run of a master: a node with a number from an
+earlier run must never appear to be up to date.
 """
 
 from __future__ import annotations
 
 import enum
+import itertools
+from collections import deque
 from collections.abc import Hashable, Iterable
 from typing import TYPE_CHECKING
 
 from mooncake.errors import Refusal
 from mooncake.state_table import StateTable, move
 from mooncake.store.allocator import ALIGNMENT_BYTES, PAGE_BYTES, Allocator
-from mooncake.store.master.change_log import ChangeLog
 from mooncake.store.master.log_records import Doubt
-from mooncake.store.messages import Mount
+from mooncake.store.messages import Mount, SegmentEntry
 from mooncake.types import Tier
 
 if TYPE_CHECKING:
     from mooncake.store.master.objects import StoredObject
 
+MAX_WAITING_CHANGES = 1 << 16
+"""Changes that wait for one node."""
 MISSED_BEATS = 3
 MAX_RETIRED = 10_000
+
+
+class ChangeLog:
+    """``first`` is the number of the oldest waiting change."""
+
+    def __init__(self, first: int) -> None:
+        self.first = first
+        self._waiting: deque[SegmentEntry | int] = deque()
+        self._last_gone = first - 1
+
+    def __len__(self) -> int:
+        return len(self._waiting)
+
+    @property
+    def last(self) -> int:
+        """The number of the newest change so far."""
+        return self.first + len(self._waiting) - 1
+
+    def add(self, change: SegmentEntry | int) -> None:
+        """Add a ``SegmentEntry`` (it is held now) or an object's id (its replica here was removed)."""
+        self._waiting.append(change)
+        if isinstance(change, int):
+            self._last_gone = self.last
+        if len(self._waiting) > MAX_WAITING_CHANGES:
+            self._waiting.popleft()
+            self.first += 1
+
+    @property
+    def has_gone(self) -> bool:
+        """A removal is among the waiting changes."""
+        return self._last_gone >= self.first
+
+    def skip(self) -> None:
+        """Skip a number: something changed while the node does not poll."""
+        self.first = self.last + 2
+        self._waiting.clear()
+
+    def noted(self, seen: int) -> bool:
+        """The node has everything up to ``seen``. False: some that it lacks are no longer here."""
+        if seen > self.last:
+            # A number of another run, larger by accident.
+            self.miss(seen)
+            return False
+        while self._waiting and self.first <= seen:
+            self._waiting.popleft()
+            self.first += 1
+        return self.first == seen + 1
+
+    def miss(self, seen: int) -> None:
+        """Skip enough numbers for a node that has noted ``seen`` to notice a gap."""
+        self.first = seen + 2
+
+    def take(self, limit: int) -> list[SegmentEntry | int]:
+        """The oldest changes; they stay until they are noted."""
+        return list(itertools.islice(self._waiting, limit))
+
+    def __repr__(self) -> str:
+        return f"<ChangeLog {self.first} to {self.last}>"
 
 
 class SegmentState(enum.StrEnum):
@@ -150,7 +218,7 @@ class Segment:
         self.is_draining = False
         """No new objects may be placed here."""
         self.preallocated_bytes = 0
-        """Preallocated for writers and not used yet (``preallocation.py``)."""
+        """Preallocated for writers and not used yet (``put.py``)."""
         self.polls = False
         """Its node has polled for tasks, so it can run some."""
         self.num_tasks = 0

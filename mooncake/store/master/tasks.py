@@ -27,6 +27,7 @@ from typing import Any, Protocol, TypeAlias
 from mooncake.errors import Refusal
 from mooncake.store import messages as m
 from mooncake.store.master.catalog import Catalog
+from mooncake.store.master.catalog_events import ObjectRemoved, ObjectShown, ReplicaRemoved
 from mooncake.store.master.effects import Received, Reply
 from mooncake.store.master.objects import Extent, StoredObject, replica_of
 from mooncake.store.master.segments import Segment
@@ -102,7 +103,7 @@ class _PendingPoll:
 
 
 class Tasks:
-    """Answers Poll. A clock and an observer of the catalog, which also enforces the deadlines."""
+    """Answers Poll. A clock of the catalog, which also enforces the deadlines."""
 
     def __init__(self, catalog: Catalog) -> None:
         self._catalog = catalog
@@ -124,6 +125,13 @@ class Tasks:
         self._check_at: float | None = None
         self.checking: ReplicaVerifier | None = None
         """Its checks are sent along with tasks."""
+        catalog.observe(
+            {
+                ObjectShown: self._shown,
+                ReplicaRemoved: self._replica_removed,
+                ObjectRemoved: self._object_removed,
+            }
+        )
 
     def plan(
         self,
@@ -361,35 +369,31 @@ class Tasks:
             line.urgent.pop(task.task_id, None)
             line.others.pop(task.task_id, None)
 
-    # An observer of the catalog
+    # Events of the catalog
 
-    def readable(self, stored: StoredObject, now: float) -> None:
+    def _shown(self, event: ObjectShown) -> None:
         """Note the object in the journals of its segments."""
-        for extent in stored.extents:
+        for extent in event.stored.extents:
             if not extent.segment.polls:
                 extent.segment.changes.skip()
             elif extent.is_complete:
-                self.note(extent.segment, entry_of(stored, extent.offset), now)
+                self.note(extent.segment, entry_of(event.stored, extent.offset), event.now)
 
-    def cold_hit(self, stored: StoredObject, now: float) -> None:
-        pass
-
-    def gone(self, stored: StoredObject, now: float) -> None:
-        for task in self.of(stored):
-            self._give_up(task, Refusal("not_found", "the object is gone"), now)
-
-    def extent_gone(self, stored: StoredObject, extent: Extent, now: float) -> None:
-        task = self.find(stored, extent.segment)
-        if task is not None and task.extent is extent:
+    def _replica_removed(self, event: ReplicaRemoved) -> None:
+        """Remove the replica from its node's journal, and end the task that was writing it."""
+        stored, segment, now = event.stored, event.extent.segment, event.now
+        self.note(segment, stored.object_id, now)
+        task = self.find(stored, segment) if stored.is_readable else None
+        if task is not None and task.extent is event.extent:
             task.extent = None
-            if extent.segment.is_mounted:
+            if segment.is_mounted:
                 self._failed(task, Refusal("timed_out", "the node missed the deadline"), now)
             else:
-                self._give_up(task, Refusal("peer_lost", f"{extent.segment.name} is gone"), now)
+                self._give_up(task, Refusal("peer_lost", f"{segment.name} is gone"), now)
 
-    def extent_left(self, stored: StoredObject, extent: Extent, now: float) -> None:
-        """Remove the replica from its node's journal."""
-        self.note(extent.segment, stored.object_id, now)
+    def _object_removed(self, event: ObjectRemoved) -> None:
+        for task in self.of(event.stored):
+            self._give_up(task, Refusal("not_found", "the object is gone"), event.now)
 
     def note(self, segment: Segment, change: m.SegmentEntry | int, now: float) -> None:
         """Queue a change for the journal of the segment's node."""

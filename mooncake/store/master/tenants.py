@@ -3,7 +3,7 @@
 
 An account counts the memory of its tenant's objects, written or being written, once for each
 replica. SSD is not counted: a demoted object has left the quota. An object's scoped key names its
-tenant (``objects.py``). ``free_space.py`` decides what follows from a full account.
+tenant (``objects.py``). ``placement.py`` decides what follows from a full account.
 """
 
 from __future__ import annotations

@@ -30,7 +30,14 @@ from collections.abc import Callable
 
 from mooncake.errors import Refusal
 from mooncake.store.master.catalog import Catalog
-from mooncake.store.master.objects import Extent, StoredObject
+from mooncake.store.master.catalog_events import (
+    ColdHit,
+    ObjectRemoved,
+    ObjectShown,
+    ReplicaCompleted,
+    ReplicaRemoved,
+)
+from mooncake.store.master.objects import StoredObject
 from mooncake.store.master.segments import Segment
 from mooncake.store.master.tasks import PlannedCopy, Tasks
 from mooncake.types import Tier
@@ -84,7 +91,7 @@ class Frequency:
 
 
 class Tiering:
-    """A clock and an observer of the catalog."""
+    """Plans those copies. A clock of the catalog."""
 
     def __init__(self, catalog: Catalog, tasks: Tasks) -> None:
         self._catalog = catalog
@@ -103,6 +110,15 @@ class Tiering:
         self._frequency = Frequency()
         self.on_demoted: Callable[[], None] = lambda: None
         """Called when a demotion has ended, with or without success."""
+        catalog.observe(
+            {
+                ObjectShown: self._shown,
+                ColdHit: self._cold_hit,
+                ReplicaCompleted: self._replica_completed,
+                ReplicaRemoved: self._replica_removed,
+                ObjectRemoved: self._object_removed,
+            }
+        )
 
     @property
     def is_freeing(self) -> bool:
@@ -224,7 +240,8 @@ class Tiering:
 
     # Up
 
-    def cold_hit(self, stored: StoredObject, now: float) -> None:
+    def _cold_hit(self, event: ColdHit) -> None:
+        stored, now = event.stored, event.now
         counts, after_hits = self._catalog.counts, self._catalog.settings.promote_after_hits
         if any(task.target.tier is Tier.MEMORY for task in self._tasks.of(stored)):
             return
@@ -267,9 +284,10 @@ class Tiering:
                     break
         return stored.is_readable and _fits(memory, stored, limit_bytes)
 
-    # An observer of the catalog
+    # Events of the catalog
 
-    def readable(self, stored: StoredObject, now: float) -> None:
+    def _shown(self, event: ObjectShown) -> None:
+        stored, now = event.stored, event.now
         if stored.policy.is_durable:
             self._make_durable(stored, now)
         if self._catalog.segments.num_ssds:
@@ -277,28 +295,28 @@ class Tiering:
             if not self._catalog.settings.demote_watermark:
                 self._demote_at_once(stored, now)
 
-    def completed(self, stored: StoredObject, extent: Extent, now: float) -> None:
-        """Handle a new complete replica."""
-        if extent.segment.tier is Tier.SSD:
-            self._owed.pop(stored.object_id, None)
-            self._note_clean(stored)
+    def _replica_completed(self, event: ReplicaCompleted) -> None:
+        if event.extent.segment.tier is Tier.SSD:
+            self._owed.pop(event.stored.object_id, None)
+            self._note_clean(event.stored)
         else:
-            self._note_dirty(stored, now)
+            self._note_dirty(event.stored, event.now)
 
-    def gone(self, stored: StoredObject, now: float) -> None:
-        self._owed.pop(stored.object_id, None)
-        self._note_clean(stored)
-        self._frequency.forget(stored.object_id)
+    def _object_removed(self, event: ObjectRemoved) -> None:
+        self._owed.pop(event.stored.object_id, None)
+        self._note_clean(event.stored)
+        self._frequency.forget(event.stored.object_id)
 
-    def extent_gone(self, stored: StoredObject, extent: Extent, now: float) -> None:
-        if not extent.is_complete:
-            return
+    def _replica_removed(self, event: ReplicaRemoved) -> None:
+        stored, extent, now = event.stored, event.extent, event.now
+        if not (stored.is_readable and extent.is_complete) or event.is_replayed:
+            return  # nothing to copy: no replica of the object is left, or another master leads
         known = self._dirty.get(stored.object_id)
         if known is not None and known[0].segment is extent.segment:
             self._note_clean(stored)
         if extent.segment.tier is not Tier.SSD:
             self._note_dirty(stored, now)
-        elif not self._catalog.is_evicting and not stored.complete(Tier.SSD):
+        elif not event.is_evicted and not stored.complete(Tier.SSD):
             # Its bytes were corrupt, or its node is gone.
             self._note_dirty(stored, now)
             if stored.policy.is_durable:

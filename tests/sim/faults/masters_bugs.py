@@ -29,8 +29,7 @@ from mooncake.store.master.catalog import Catalog
 from mooncake.store.master.effects import AppendRecords, Reply
 from mooncake.store.master.lease_bounds import LeaseBounds
 from mooncake.store.master.objects import StoredObject
-from mooncake.store.master.replay import LogReplay
-from mooncake.store.master.snapshot import Snapshot
+from mooncake.store.master.snapshot import LogReplay, Snapshot
 
 Bug = Callable[[pytest.MonkeyPatch], None]
 

@@ -20,18 +20,18 @@ from mooncake.store import messages
 from mooncake.store.client import operations, preallocated
 from mooncake.store.master import (
     catalog,
-    durable_puts,
     jobs,
     log_records,
+    object_requests,
     objects,
     put,
-    replay,
+    put_queue,
     segments,
+    snapshot,
     tasks,
     tenants,
     tiering,
 )
-from mooncake.store.master import remove as removing
 from mooncake.store.node import membership, task_agent
 
 
@@ -77,7 +77,7 @@ def forgets_to_write_some_objects_down(patch: pytest.MonkeyPatch) -> None:
 
 
 def forgets_what_its_predecessor_promised(patch: pytest.MonkeyPatch) -> None:
-    patch.setattr(replay.LogReplay, "_space_held", lambda self, record, now: None)
+    patch.setattr(snapshot.LogReplay, "_space_held", lambda self, record, now: None)
 
 
 def never_recognizes_a_repeated_request(patch: pytest.MonkeyPatch) -> None:
@@ -91,16 +91,22 @@ def never_recognizes_a_repeated_request(patch: pytest.MonkeyPatch) -> None:
 
 
 def acknowledges_what_is_not_on_ssd(patch: pytest.MonkeyPatch) -> None:
-    patch.setattr(durable_puts.DurablePuts, "is_awaited", lambda self, stored: False)
+    patch.setattr(put_queue.DurablePuts, "is_awaited", lambda self, stored: False)
     patch.setattr(tiering.Tiering, "_make_durable", lambda self, stored, now: None)
 
 
 def forgets_what_was_removed(patch: pytest.MonkeyPatch) -> None:
-    patch.setattr(replay.LogReplay, "_object_gone", lambda self, record, now: None)
+    patch.setattr(snapshot.LogReplay, "_object_gone", lambda self, record, now: None)
 
 
 def never_notifies_nodes_of_removals(patch: pytest.MonkeyPatch) -> None:
-    patch.setattr(tasks.Tasks, "extent_left", lambda self, stored, extent, now: None)
+    note = tasks.Tasks.note
+
+    def broken(self: tasks.Tasks, segment: segments.Segment, change: object, now: float) -> None:
+        if not isinstance(change, int):
+            note(self, segment, change, now)  # type: ignore[arg-type]
+
+    patch.setattr(tasks.Tasks, "note", broken)
 
 
 def lets_nodes_write_late(patch: pytest.MonkeyPatch) -> None:
@@ -203,14 +209,16 @@ def loses_count_of_what_a_tenant_uses(patch: pytest.MonkeyPatch) -> None:
 
 
 def answers_removed_and_keeps_it(patch: pytest.MonkeyPatch) -> None:
-    remove = removing.RemoveRequests._remove
+    remove = object_requests.RemoveRequests._remove
 
-    def broken(self: removing.RemoveRequests, stored: objects.StoredObject | None, *rest: object) -> object:
+    def broken(
+        self: object_requests.RemoveRequests, stored: objects.StoredObject | None, *rest: object
+    ) -> object:
         if stored is not None and stored.is_readable and stored.object_id % 2:
             return True
         return remove(self, stored, *rest)  # type: ignore[arg-type]
 
-    patch.setattr(removing.RemoveRequests, "_remove", broken)
+    patch.setattr(object_requests.RemoveRequests, "_remove", broken)
 
 
 def answers_replaced_and_keeps_the_old_one(patch: pytest.MonkeyPatch) -> None:

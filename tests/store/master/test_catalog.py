@@ -12,33 +12,12 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from mooncake.store import messages as m
-from mooncake.store.master.catalog import Catalog
 from mooncake.store.master.master import Master
-from mooncake.store.master.objects import Extent, StoredObject
+from mooncake.store.master.objects import Extent
 from mooncake.types import Tier
-from tests.store.conftest import SETTINGS, Voice
-from tests.store.master.test_replay import contents, follower
+from tests.store.conftest import SETTINGS, Voice, contents, follower
+from tests.store.master.test_catalog_events import Observer
 from tests.store.nodes import Nodes, Place, with_ssd
-
-
-class Watcher:
-    """Records its calls."""
-
-    def __init__(self, catalog: Catalog) -> None:
-        self.calls: list[str] = []
-        catalog.watchers.append(self)
-
-    def readable(self, stored: StoredObject, now: float) -> None:
-        self.calls.append(f"readable {stored.key}")
-
-    def cold_hit(self, stored: StoredObject, now: float) -> None:
-        self.calls.append(f"cold {stored.key}")
-
-    def gone(self, stored: StoredObject, now: float) -> None:
-        self.calls.append(f"gone {stored.key}")
-
-    def extent_gone(self, stored: StoredObject, extent: Extent, now: float) -> None:
-        self.calls.append(f"{stored.key} left {extent.segment.name}")
 
 
 class Room:
@@ -50,7 +29,7 @@ class Room:
         self.voice.mount("b", host="other")
         self.voice.put("k")
         self.catalog = self.voice.master.catalog
-        self.watcher = Watcher(self.catalog)
+        self.observer = Observer(self.catalog)
         self.stored = self.catalog.objects.readable["k"]
         self.b = self.catalog.segments.mounted["b"]
 
@@ -93,7 +72,7 @@ def test_a_replica_that_is_not_completed_in_time_is_dropped_and_rests() -> None:
     room.add(until=4.0)
     room.voice.keep_alive(4, "a", "b")
     assert room.stored.on(room.b) is None and room.taken_bytes == 1024
-    assert room.watcher.calls == ["k left b"]
+    assert room.observer.lines == ["ReplicaRemoved k b: not written in time"]
     room.voice.keep_alive(5, "a", "b")
     assert room.taken_bytes == 0
 
@@ -126,7 +105,12 @@ def test_with_its_last_complete_replica_the_object_goes() -> None:
     room = Room()
     room.add()
     assert room.drop(room.stored.extents[0]) == 1024
-    assert room.voice.inspect("k") is None and room.watcher.calls == ["gone k"]
+    assert room.voice.inspect("k") is None
+    assert room.observer.lines == [
+        "ReplicaRemoved k a: the test",
+        "ReplicaRemoved k b: the test",
+        "ObjectRemoved k",
+    ]
     assert room.taken_bytes == 1024, "someone may still write it"
     room.voice.keep_alive(15, "a", "b")
     assert room.taken_bytes == 0

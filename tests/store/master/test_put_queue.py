@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Durable puts while memory is full of objects that are being copied to SSD."""
+"""Puts that wait: for space while objects are being copied to SSD, and for their own copy there."""
 
 from __future__ import annotations
 
@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 
+from mooncake.errors import Refusal
 from mooncake.store import messages as m
 from mooncake.store.master.effects import Reply
 from mooncake.store.master.put_queue import MAX_WAITING
@@ -16,6 +17,7 @@ from tests.store.nodes import Nodes, Place, with_ssd
 
 DURABLE = m.PutPolicy(is_durable=True)
 KEEPS = dataclasses.replace(SETTINGS, evict_undemoted=False, demote_watermark=0.0)
+DURABLE = m.PutPolicy(is_durable=True)
 
 
 class Scene:
@@ -212,3 +214,87 @@ def test_a_put_that_became_durable_while_it_waited_must_last() -> None:
     assert reply.must_last, "the record that it is on SSD may not be flushed yet"
     started = scene.answer("a")
     assert started is not None and started.reserved[0] is None and not started.refusals
+
+
+class DurableScene:
+    def __init__(self) -> None:
+        self.nodes = Nodes(SETTINGS)
+        self.memory, self.ssd = with_ssd(self.nodes)
+
+    def begin(self, *keys: str, policy: m.PutPolicy = DURABLE) -> list[int]:
+        reserved = self.nodes.start(*keys, host="a", policy=policy).reserved
+        return [place.object_id for place in reserved if place is not None]
+
+    def end(self, keys: list[str], ids: list[int], origin: str = "end") -> None:
+        self.nodes.post(m.PutEnd(keys, ids, [b"crc!"] * len(keys)), "client", origin)
+
+    def answer(self, origin: str = "end") -> list[Any] | None:
+        replies = self.nodes.late.pop(origin, [])
+        assert len(replies) <= 1
+        return replies[0].outcomes if replies else None
+
+    def live(self, seconds: float) -> None:
+        for _ in range(int(seconds)):
+            self.nodes.wait(1.0)
+            self.memory.beat()
+            self.ssd.beat()
+
+
+@pytest.fixture
+def durable_scene() -> DurableScene:
+    return DurableScene()
+
+
+def test_a_durable_put_is_readable_at_once_and_answered_when_it_is_on_ssd(
+    durable_scene: DurableScene,
+) -> None:
+    durable_scene.end(["k"], durable_scene.begin("k"))
+    assert durable_scene.answer() is None and durable_scene.nodes.where("k") == ["a"]
+    durable_scene.ssd.work()
+    assert durable_scene.answer() == [True]
+
+
+def test_the_answer_waits_for_all_objects_of_a_request(durable_scene: DurableScene) -> None:
+    durable_scene.end(["k", "l"], durable_scene.begin("k", "l"))
+    first, second = durable_scene.ssd.poll()
+    durable_scene.ssd.poll(m.TaskDone(first.task_id, None))
+    assert durable_scene.answer() is None
+    durable_scene.ssd.poll(m.TaskDone(second.task_id, None))
+    assert durable_scene.answer() == [True, True]
+
+
+def test_a_put_that_need_not_wait_is_answered_at_once(durable_scene: DurableScene) -> None:
+    durable_scene.end(["k"], durable_scene.begin("k", policy=m.PutPolicy()))
+    assert durable_scene.answer() == [True]
+
+
+def test_a_put_that_would_wait_too_long_is_refused_and_the_object_stays(durable_scene: DurableScene) -> None:
+    durable_scene.end(["k"], durable_scene.begin("k"))
+    durable_scene.live(PUT_S - 1)
+    assert durable_scene.answer() is None
+    durable_scene.live(1)
+    (outcome,) = durable_scene.answer() or [None]
+    assert isinstance(outcome, Refusal) and outcome.code == "no_ssd"
+    assert durable_scene.nodes.where("k") == ["a"]
+
+
+def test_an_object_that_goes_before_is_refused(durable_scene: DurableScene) -> None:
+    ids = durable_scene.begin("k", "l")
+    durable_scene.end(["k", "l"], ids)
+    durable_scene.nodes.say(m.Remove(["k"], True))
+    assert durable_scene.answer() is None, "the other is waited for"
+    durable_scene.ssd.work()
+    outcomes = durable_scene.answer()
+    assert outcomes is not None and outcomes[1] is True
+    assert isinstance(outcomes[0], Refusal) and "was removed" in outcomes[0].reason
+
+
+def test_a_repeated_put_end_waits_too(durable_scene: DurableScene) -> None:
+    """Its connection broke; both are answered, and the second answer says that it was done already."""
+    ids = durable_scene.begin("k")
+    durable_scene.end(["k"], ids)
+    durable_scene.end(["k"], ids, "again")
+    assert durable_scene.answer("again") is None
+    durable_scene.ssd.work()
+    assert durable_scene.answer() == [True] and durable_scene.answer("again") == [False]
+    assert isinstance(durable_scene.memory, Place)

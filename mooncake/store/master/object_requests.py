@@ -1,7 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The master's handlers for readers: locations of objects, and the leases and pins that keep them."""
+"""The master's handlers for objects that exist: their locations, leases and pins, and their removal."""
 
 from __future__ import annotations
+
+from typing import cast
 
 import msgspec
 
@@ -9,9 +11,16 @@ from mooncake.errors import Refusal
 from mooncake.rpc.wire import Failure
 from mooncake.store import messages as m
 from mooncake.store.master.catalog import Catalog
+from mooncake.store.master.catalog_events import ColdHit
 from mooncake.store.master.effects import Received
-from mooncake.store.master.objects import StoredObject, replica_of, scoped_all
-from mooncake.types import Tier
+from mooncake.store.master.key_scans import KeyScans, compiled
+from mooncake.store.master.log_records import ObjectGone
+from mooncake.store.master.objects import StoredObject, replica_of, scoped_all, split_scoped
+from mooncake.store.master.tenants import check_tenant
+from mooncake.types import ObjectKey, Tier
+
+REMOVAL_COST = 30
+"""Cost of a removal in microseconds, roughly (``key_scans.py``)."""
 
 
 class LookupRequests:
@@ -63,8 +72,7 @@ class LookupRequests:
         if found.replicas[0].tier is Tier.SSD:
             self._catalog.counts.cold_hits += 1
             self._catalog.counts.cold_hit_bytes += found.size_bytes
-            for watcher in self._catalog.watchers:
-                watcher.cold_hit(stored, now)
+            self._catalog.emit(ColdHit(stored, now))
         return found
 
     def exists(self, message: m.Exists, _: Received, now: float) -> m.Flags:
@@ -111,3 +119,97 @@ def _keeps(stored: StoredObject, replica: m.Replica) -> bool:
     """Whether that replica is still the object's, or rests for its readers."""
     held = (*stored.complete(), *stored.resting)
     return any(extent.segment.is_mounted and replica_of(extent) == replica for extent in held)
+
+
+class RemoveRequests:
+    """Answers Remove, RemoveMatching and DropReplicas."""
+
+    def __init__(self, catalog: Catalog, scans: KeyScans) -> None:
+        self._catalog = catalog
+        self._scans = scans
+
+    def remove(self, message: m.Remove, _: Received, now: float) -> m.Outcomes:
+        readable = self._catalog.objects.readable
+        outcomes: list[bool | Refusal] = []
+        for key in scoped_all(message.tenant, message.keys):
+            stored = readable.get(key)
+            if stored is None:
+                self._catalog.remove_absent(key)
+            outcomes.append(self._remove(stored, message.force, now))
+        return m.Outcomes(outcomes)
+
+    def remove_matching(
+        self, message: m.RemoveMatching, event: Received, now: float
+    ) -> m.Removed | Failure | None:
+        """Remove all matching objects that exist now; later puts stay, under the same keys too."""
+        refusal = check_tenant(message.tenant)
+        if refusal is not None:
+            return Failure("invalid_argument", refusal.reason)
+        pattern = compiled(message.pattern)
+        if isinstance(pattern, Failure):
+            return pattern
+        tenant = "" if message.tenant == "default" else message.tenant
+        before = self._catalog.objects.last_id + 1
+        removed = m.Removed(0, 0)
+
+        def visit(key: ObjectKey, now: float) -> int:
+            nonlocal removed
+            owner, name = split_scoped(key)
+            if owner != tenant:
+                return 1
+            cost = pattern.cost(name)
+            stored = self._catalog.objects.readable.get(key)
+            if stored is None or stored.object_id >= before or not pattern.is_found_in(name):
+                return cost
+            is_removed = self._remove(stored, message.force, now) is True
+            removed = m.Removed(removed.num_removed + is_removed, removed.num_leased + (not is_removed))
+            return cost + REMOVAL_COST
+
+        def end(now: float) -> m.Removed:
+            self._catalog.must_last |= not message.pattern
+            return removed
+
+        answer = cast("m.Removed | Failure | None", self._scans.begin(event, visit, end, now))
+        if not message.pattern and not isinstance(answer, Failure):
+            # At once, because objects that a node brings back during the scan are not among its keys.
+            self._catalog.clear_before(tenant, before)
+        return answer
+
+    def _remove(self, stored: StoredObject | None, force: bool, now: float) -> bool | Refusal:
+        if stored is None or not stored.is_readable:
+            return False
+        if stored.lease_until > now and not force:
+            return _leased(stored.lease_until - now)
+        self._catalog.counts.removed_objects += 1
+        # A replica on SSD would come back after a loss of power.
+        self._catalog.must_last |= stored.before is not None or bool(stored.complete(Tier.SSD))
+        if stored.before is not None:
+            gone = ObjectGone(stored.key, stored.before.object_id, stored.object_id + 1)
+            self._catalog.records.append(gone)
+            self._catalog.let_go(stored.before, now)
+            stored.before = None
+        self._catalog.unlink(stored, "removed by force" if force else "removed", now)
+        return True
+
+    def drop_replicas(self, message: m.DropReplicas, _: Received, now: float) -> m.Outcomes:
+        outcomes: list[bool | Refusal] = []
+        for key in scoped_all(message.tenant, message.keys):
+            stored = self._catalog.objects.readable.get(key)
+            extents = [] if stored is None else stored.complete()
+            if message.segment:
+                extents = [extent for extent in extents if extent.segment.name == message.segment]
+            else:
+                extents = [extent for extent in extents if extent.segment.tier is Tier.MEMORY]
+            if stored is None or not extents:
+                outcomes.append(False)
+            elif stored.lease_until > now:
+                outcomes.append(_leased(stored.lease_until - now))
+            else:
+                for extent in extents:
+                    self._catalog.drop_extent(stored, extent, "removed from there", now)
+                outcomes.append(True)
+        return m.Outcomes(outcomes)
+
+
+def _leased(left_s: float) -> Refusal:
+    return Refusal("leased", f"a reader may hold it for another {left_s:.3g} s")
