@@ -60,7 +60,15 @@ def daemon_main(arguments: Sequence[str] | None = None) -> NoReturn:
     """The console script ``mooncaked``: a whole store, or a node only, for which the name once stood."""
     words = list(sys.argv[1:] if arguments is None else arguments)
     keep_upstream_defaults("mooncaked")
-    main([daemon_role(words, os.environ), *words])
+    role = daemon_role(words, os.environ)
+    main([role, *words, *(() if role == "node" else _open_host(words, os.environ))])
+
+
+def _open_host(words: Sequence[str], environment: Mapping[str, str]) -> Sequence[str]:
+    """The flag with which other hosts reach the daemon, as its users expect, unless an address is set."""
+    is_set = {"MOONCAKE_CONFIG", "MOONCAKE_DAEMON_HOST"} & environment.keys()
+    is_set |= {"--config", "--host"} & {word.partition("=")[0] for word in words}
+    return () if is_set else ("--host", "0.0.0.0")
 
 
 def daemon_role(words: Sequence[str], environment: Mapping[str, str]) -> str:

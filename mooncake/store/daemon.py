@@ -77,7 +77,7 @@ class DaemonSettings:
     "Device that the memory is allocated on."
 
     log_blocks: bool = True
-    "Log every block that is written to a tier or copied to another (`block_write`, `block_read`)."
+    "Log every block that is written, read or copied to another tier (`block_write`, `block_read`)."
 
     metadata: str = ""
     "URL of a metadata service (`http://`, `etcd://`, `redis://`) where others find this node by its name."
@@ -120,6 +120,7 @@ class DaemonSettings:
             hbm_size_bytes=_bytes_of(self.capacity_hbm),
             hbm_device=self.hbm_device,
             log_blocks=self.log_blocks,
+            log_writes=bool(self.master),  # a master in this process logs them, with the client's address
             metadata=self.metadata,
             ssd_repair=self.repair,
         )
@@ -134,6 +135,7 @@ class DaemonSettings:
             admin_api_key=self.admin_api_key,
             oplog=self.oplog or beside,
             oplog_repair=self.repair,
+            log_blocks=self.log_blocks,
         )
 
 

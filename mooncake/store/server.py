@@ -15,7 +15,7 @@ import functools
 import gc
 import secrets
 import socket
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator, Callable, Sequence
 from typing import Any
 
 import msgspec
@@ -52,6 +52,7 @@ from mooncake.store.master.effects import (
 )
 from mooncake.store.master.master import Master
 from mooncake.store.master.metrics import MasterMetrics
+from mooncake.store.master.objects import scoped
 from mooncake.store.master.oplog_writer import OplogWriter
 from mooncake.store.settings import MasterSettings
 
@@ -236,7 +237,10 @@ class MasterServer:
     def _received(self, message: msgspec.Struct, call: Call) -> None:
         if isinstance(message, m.Unmount | m.DrainSegments) and call.connection.principal.role is Role.NODE:
             self._check_owner(message, call)
-        self._take(Received(call, call.connection, message))
+        origin: Call | _LoggedCall = call
+        if self.settings.log_blocks and isinstance(message, _BLOCK_REQUESTS):
+            origin = _LoggedCall(call, message, self.master)
+        self._take(Received(origin, call.connection, message))
 
     def _take(self, event: Received) -> None:
         if not self._role.is_leading or self._driver is None:
@@ -463,6 +467,47 @@ def _first_id() -> int:
 def _send(replies: list[Reply]) -> None:
     for reply in replies:
         reply.origin.reply(reply.message)
+
+
+class _LoggedCall:
+    """A client's call whose answer is logged by block: what it has written, and what it may read now.
+
+    Bytes move between a client and the nodes without the master, so a lease is all that is seen of a read.
+    """
+
+    def __init__(
+        self, call: Call, request: m.LookupObjects | m.PutEnd | m.PutWritten, master: Master
+    ) -> None:
+        self._call, self._request, self._master = call, request, master
+
+    def reply(self, message: msgspec.Struct) -> None:
+        self._call.reply(message)
+        keys = self._request.keys
+        if isinstance(message, m.LookupReply):
+            for key, found in zip(keys, message.objects, strict=True):
+                if found is not None:
+                    self._log("block_read", key, found, found.replicas[:1])
+        elif isinstance(message, m.Outcomes | m.PutsWritten):
+            for key, outcome in zip(keys, message.outcomes, strict=True):
+                stored = self._master.catalog.objects.readable.get(scoped(self._request.tenant, key))
+                if outcome is True and stored is not None and stored.stored is not None:
+                    self._log("block_write", key, stored.stored, stored.stored.replicas)
+
+    def _log(self, event: str, key: str, found: m.Stored, replicas: Sequence[m.Replica]) -> None:
+        fields = {"tenant": self._request.tenant} if self._request.tenant else {}
+        for replica in replicas:
+            log.info(
+                event,
+                key=key,
+                bytes=found.size_bytes,
+                tier=str(replica.tier),
+                node=replica.segment,
+                peer=self._call.connection.peer,
+                **fields,
+            )
+
+
+_BLOCK_REQUESTS = (m.LookupObjects, m.PutEnd, m.PutWritten)
 
 
 class _LocalCall:

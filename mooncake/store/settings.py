@@ -114,6 +114,9 @@ class MasterSettings:
     max_pin_s: Seconds = 3600.0
     "Seconds that a soft pin may last; longer ones are shortened."
 
+    log_blocks: bool = False
+    "Log every object that a client writes or may read (`block_write`, `block_read`), with its address."
+
     report_s: Annotated[float, msgspec.Meta(ge=0)] = 0.0
     "Seconds between two summaries in the log; 0: none."
 

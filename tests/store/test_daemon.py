@@ -14,7 +14,7 @@ from typing import Any
 
 import pytest
 
-from mooncake.cli import daemon_role
+from mooncake.cli import _open_host, daemon_role
 from mooncake.errors import InvalidArgument
 from mooncake.store import Store
 from mooncake.store.daemon import DaemonSettings
@@ -84,11 +84,19 @@ def test_blocks_are_logged(tmp_path: Path) -> None:
     flags = ["--capacity-dram", "0.016", "--capacity-nvme", "0.064", "--nvme-path", str(tmp_path)]
     with daemon(*flags) as (address, _, process), Store(address) as store:
         assert store.put("logged", b"value", PutPolicy(is_durable=True)) is None
+        with Store(address) as reader:
+            assert reader.get("logged") == b"value" and reader.get("absent") is None
         process.send_signal(signal.SIGTERM)
         assert process.stderr is not None
         output = process.stderr.read()
         assert re.search(r"block_write .*tier=ssd", output), output
-        assert "logged" in output
+        lines = re.findall(r"block_\w+ .* peer=.*", output)
+        fields = [dict(re.findall(r"(\w+)=(\S+)", line)) for line in lines]
+        assert [line.split()[0] for line in lines] == ["block_write", "block_write", "block_read"], output
+        assert all(found["key"] == "logged" and found["bytes"] == "5" for found in fields)
+        assert [found["tier"] for found in fields] == ["memory", "ssd", "memory"]
+        assert fields[0]["peer"] == fields[1]["peer"] != fields[2]["peer"], "the writer and the reader"
+        assert "absent" not in output
 
 
 def test_reflection_finds_the_service(tmp_path: Path) -> None:
@@ -130,6 +138,17 @@ def test_a_daemon_joins_the_store_of_another() -> None:
 )
 def test_old_flags_mean_what_they_meant(flags: str, role: str) -> None:
     assert daemon_role(flags.split(), {}) == role
+
+
+def test_other_hosts_reach_the_program_unless_an_address_is_set() -> None:
+    assert _open_host(["--port", "50051"], {}) == ("--host", "0.0.0.0")
+    for words, environment in (
+        (["--host=127.0.0.1"], {}),
+        (["--host", "::1"], {}),
+        (["--config", "f.toml"], {}),
+        ([], {"MOONCAKE_DAEMON_HOST": "127.0.0.1"}),
+    ):
+        assert _open_host(words, environment) == ()
 
 
 def test_the_environment_of_a_node_is_read() -> None:

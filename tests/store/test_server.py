@@ -57,6 +57,43 @@ async def test_requests_reach_the_core_and_its_counts_the_page(client: AsyncClie
         assert line in text
 
 
+async def test_blocks_are_logged_with_their_clients(caplog: pytest.LogCaptureFixture) -> None:
+    """Preallocated and ordinary puts, and reads; refused puts and misses are no blocks."""
+    caplog.set_level("INFO")
+    server = MasterServer(MasterSettings(port=0, heartbeat_s=LONG_HEARTBEAT_S, log_blocks=True))
+    await server.start()
+    client = AsyncClient(f"127.0.0.1:{server.port}", m.REPLIES, "the master")
+    try:
+        await client.call(m.Mount("a", 1, "h", 0, 1 << 20, b"", 0.0), 5)
+        await client.call(m.Heartbeat("a", 1), 5)
+        start = m.PutStart(1, "h", ["k"], [100], [100], tenant="t", num_pieces=2, piece_bytes=64)
+        started = await client.call(start, 5)
+        assert not [r for r in caplog.records if r.getMessage().startswith("block_")], (
+            "nothing is written yet"
+        )
+        await client.call(m.PutEnd(["k"], [started.reserved[0].object_id], [b"crc!"], tenant="t"), 5)
+        pieces = [(started.advance.advance_id, 0)]
+        await client.call(m.PutWritten(9, "h", ["small"], [64], [b"crc!"], pieces, tenant="t"), 5)
+        await client.call(m.PutWritten(10, "h", ["late"], [64], [b"crc!"], [(7, 7)], tenant="t"), 5)
+        await client.call(m.LookupObjects(["k", "none", "small"], "t"), 5)
+        await client.call(m.LookupObjects(["k"]), 5)  # of another tenant
+        blocks = [r for r in caplog.records if r.getMessage().startswith("block_")]
+        fields = [r.__dict__["fields"] for r in blocks]
+        assert [
+            (r.getMessage(), one["key"], one["bytes"]) for r, one in zip(blocks, fields, strict=True)
+        ] == [
+            ("block_write", "k", 100),
+            ("block_write", "small", 64),
+            ("block_read", "k", 100),
+            ("block_read", "small", 64),
+        ]
+        assert {one["peer"].rpartition(":")[0] for one in fields} == {"127.0.0.1"}
+        assert {(one["node"], one["tier"], one["tenant"]) for one in fields} == {("a", "memory", "t")}
+    finally:
+        await client.close()
+        await server.close()
+
+
 async def test_losing_the_nodes_connection_hides_its_objects(
     server: MasterServer, client: AsyncClient
 ) -> None:

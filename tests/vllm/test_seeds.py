@@ -24,6 +24,7 @@ pytestmark = [pytest.mark.processes, pytest.mark.timeout(1500)]
 READY_WITHIN_S = 600.0
 PROMPT = "Summarize the state of KV cache disaggregation in 2026."
 LONG = " ".join(f"Item {number} of the list is {number * 7 % 101}." for number in range(40))
+METRICS = "--metrics_port 0"
 LLAMA, QWEN = "meta-llama/Llama-3.1-70B-Instruct", "/home/vllm/Qwen2.5-7B-Instruct-GPTQ-Int4"
 
 
@@ -112,12 +113,14 @@ def test_the_guide_s_store_in_six_steps(shell: Shell, model: Path) -> None:
     assert answered(shell, model, decode, LONG) == text
     assert second.metric("vllm:mooncake_connector_loaded_blocks_total") > 0
     lines = shell.run(replaced(block("000", "blocks"), ("tail -f", "cat"))).splitlines()
-    written = [line for line in lines if "block_write" in line]
-    read = [line for line in lines if "block_read" in line]
-    assert written and read and all(f"peer={HOST}:" in line for line in lines), lines
+    written, read = (
+        [line for line in lines if event in line and f"peer={HOST}:" in line]
+        for event in ("block_write", "block_read")
+    )
+    assert written and read, lines
     # Both nodes are in the log: what one wrote, another read.
     peers = [{line.split("peer=")[1].split()[0] for line in some} for some in (written, read)]
-    assert peers[0].isdisjoint(peers[1])
+    assert peers[0].isdisjoint(peers[1]), lines
 
 
 def test_the_guide_s_store_without_a_variable(shell: Shell, model: Path) -> None:
@@ -161,36 +164,41 @@ def test_the_guide_s_pair_without_a_store_behind_the_proxy(shell: Shell, model: 
 
 def test_the_post_s_master_and_file(shell: Shell, model: Path) -> None:
     """The existing package's way: memory of the engines themselves, by mooncake.json."""
-    master, prefill, decode = free_port(), free_port(), free_port()
     shell.run("mkdir -p logs data")
-    shell.start(
-        replaced(
-            block("002", "master"), ("10001", str(master)), ("/mnt/mooncake_data", str(shell.folder / "data"))
-        )
+    data = ("/mnt/mooncake_data", str(shell.folder / "data"))
+    master = free_port()
+    shell.start(replaced(block("002", "master"), ("--port 10001", METRICS + f" --port {master}"), data))
+    file = replaced(block("002", "mooncake.json"), ("10.1.222.133", HOST), ("10001", str(master)), data)
+    (shell.folder / "mooncake.json").write_text(replaced(file, ("274877906944", str(256 << 20))))
+    less = ("--gpu-memory-utilization 0.4", "--dtype float32"), (QWEN, str(model))
+    pair_by_file(
+        shell, model, replaced(block("002", "prefill"), *less), replaced(block("002", "decode"), *less)
     )
-    file = replaced(
-        block("002", "mooncake.json"),
-        ("10.1.222.133", HOST),
-        ("274877906944", str(256 << 20)),
-        ("10001", str(master)),
-        ("/mnt/mooncake_data", str(shell.folder / "data")),
-    )
+
+
+def test_the_connector_guide_s_master_and_file(shell: Shell, model: Path) -> None:
+    shell.run("mkdir -p logs")
+    master = free_port()
+    shell.start(f"({replaced(block('004', 'master'), ('50001', f'{master} {METRICS}'))}) &> master.log")
+    file = replaced(block("004", "tcp"), ("192.168.0.137", HOST), ("50001", str(master)))
     (shell.folder / "mooncake.json").write_text(file)
+    less = (
+        ("--gpu-memory-utilization 0.8", "--dtype float32"),
+        ("Qwen/Qwen2.5-7B-Instruct-GPTQ-Int4", str(model)),
+    )
+    prefill, decode = (replaced(block("004", name), *less) for name in ("prefill 8100", "decode 8200"))
+    pair_by_file(shell, model, f"({prefill}) &> logs/prefill-0.txt", f"({decode}) &> logs/decode-0.txt")
 
-    def of_002(name: str, port: int) -> str:
-        text = replaced(
-            block("002", name), (QWEN, str(model)), ("--max-model-len 10000", "--max-model-len 2048")
-        )
-        text = replaced(text, ("--gpu-memory-utilization 0.4 \\\n", "--dtype float32 \\\n"))
-        old = "8100" if "--port 8100" in text else "8200"
-        return replaced(text, (f"--port {old}", f"--port {port}"))
 
-    shell.start(of_002("prefill", prefill))
-    first = Server(prefill)
-    wait_until_healthy(shell, ("logs/prefill-0.txt", first))
-    text = answered(shell, model, prefill, LONG)
-    shell.start(of_002("decode", decode))
-    second = Server(decode)
-    wait_until_healthy(shell, ("logs/decode-0.txt", second))
-    assert answered(shell, model, decode, LONG) == text
-    assert second.metric("vllm:mooncake_connector_loaded_blocks_total") > 0
+def pair_by_file(shell: Shell, model: Path, first: str, second: str) -> None:
+    """Start both commands one after the other, and have the second load what the first computed."""
+    lengths = ("--max-model-len 10000", "--max-model-len 2048")
+    answers = []
+    for command, old, log in ((first, "8100", "prefill-0.txt"), (second, "8200", "decode-0.txt")):
+        port = free_port()
+        shell.start(replaced(command, lengths, (f"--port {old}", f"--port {port}")))
+        server = Server(port)
+        wait_until_healthy(shell, (f"logs/{log}", server))
+        answers.append(answered(shell, model, port, LONG))
+    assert answers[0] == answers[1]
+    assert server.metric("vllm:mooncake_connector_loaded_blocks_total") > 0

@@ -67,6 +67,8 @@ class SegmentConfig:
     is_flushed: bool = False
     """A copy on SSD is made durable before it is announced."""
     log_blocks: bool = False
+    log_writes: bool = True
+    """Whether ``log_blocks`` includes what clients write."""
     """Log every block that is written or read at level info instead of debug."""
 
 
@@ -367,7 +369,7 @@ class MountedSegment:
         if disk is None:
             e.changed(self._held, changes)
             for change in changes:
-                if isinstance(change, m.SegmentEntry):
+                if self.config.log_writes and isinstance(change, m.SegmentEntry):
                     self._log_block("block_write", change, self.config.tier, self.config.name)
             return
         for change in changes:

@@ -99,6 +99,9 @@ class NodeSettings:
     log_blocks: bool = False
     "Log every block that is written to a tier or copied to another (`block_write`, `block_read`)."
 
+    log_writes: bool = True
+    "With `log_blocks`: also those that clients write to memory; the master can log these with their address."
+
     metadata: str = ""
     "URL of a metadata service (`http://`, `etcd://`, `redis://`) where others find this node by its name."
 
@@ -252,7 +255,9 @@ class Node:
         return self._disk
 
     def _mount(self, config: SegmentConfig) -> MountedSegment:
-        config = dataclasses.replace(config, log_blocks=self.settings.log_blocks)
+        config = dataclasses.replace(
+            config, log_blocks=self.settings.log_blocks, log_writes=self.settings.log_writes
+        )
         segment = MountedSegment(
             config, self.engine, self.settings.master, self.name, self._own, self._changed
         )
