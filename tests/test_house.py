@@ -44,7 +44,7 @@ FLOORS: list[set[str]] = [
     {"state_table"},
     {"config", "driver", "metrics"},
     {"machine", "clock", "files", "file_limit", "log", "kvlayout"},
-    {"setting_types", "prefix", "types", "errors"},
+    {"setting_types", "prefix", "types", "errors", "installation"},
     {"_native"},
 ]
 
