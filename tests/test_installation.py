@@ -89,6 +89,39 @@ def test_an_alias_is_no_other_distribution(site: Path) -> None:
     assert imported(site, "mooncake.store") == (0, f"{site}/mooncake/store/__init__.py")
 
 
+TRANSFER = ("mooncake.transfer", "mooncake.transfer.transports.tcp", "mooncake.engine")
+
+
+@pytest.mark.parametrize("module", TRANSFER)
+def test_no_native_extension_and_no_checkout(site: Path, module: str) -> None:
+    status, error = imported(site, module)
+    assert status == 1 and error == (
+        f"ImportError: mooncake was imported from {site}/mooncake, which has no native extension. {REINSTALL}"
+    )
+
+
+def test_an_extension_for_another_python(site: Path) -> None:
+    (site / "mooncake" / "_native.cpython-399-x86_64-linux-gnu.so").write_bytes(b"")
+    status, error = imported(site, "mooncake.transfer")
+    assert status == 1 and "(_native.cpython-399-x86_64-linux-gnu.so) is built for another Python" in error
+    assert sys.implementation.cache_tag in error and REINSTALL in error
+
+
+def test_a_checkout_that_is_not_built(site: Path, tmp_path: Path) -> None:
+    (site / "CMakeLists.txt").touch()
+    installed = tmp_path / "installed" / "mooncake"
+    installed.mkdir(parents=True)
+    (installed / "_native.cpython-311-x86_64-linux-gnu.so").touch()
+    status, error = imported(site, "mooncake.transfer", installed.parent)
+    assert status == 1 and f"imported from the checkout {site}, in which" in error
+    assert f"that is installed in {installed}, start Python in another folder, or as `python -P`" in error
+    assert f"run `make serve` or scripts/install in it, then {site}/.venv/bin/python" in error
+
+
+def test_what_needs_no_native_extension_imports_without(site: Path) -> None:
+    assert imported(site, "mooncake.sim")[0] == 0
+
+
 def test_the_check_imports_nothing_that_is_slow() -> None:
     script = "import sys; import mooncake.installation; print(*sys.modules)"
     words = [sys.executable, "-S", "-c", script]
