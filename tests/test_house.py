@@ -194,6 +194,7 @@ DOORS = {
     "compat.programs.client",
     "compat.programs.master",
     "compat.programs.transfer_engine_bench",
+    "compat.transfer.vllm_adaptor",
     "vllm_v1_proxy_server",
     "connectors.lmcache",
     "connectors.vllm.plugin",

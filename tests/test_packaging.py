@@ -65,7 +65,8 @@ def test_hooks_call_scripts_of_this_repository() -> None:
 
 def test_every_source_names_its_licence() -> None:
     """As the REUSE specification has it, so that a file that is copied elsewhere still says what it is."""
-    folders = ("mooncake", "tests", "bench", "examples", "native", "scripts", "aliases", ".ci")
+    folders = ["mooncake", "mooncake_vllm_adaptor", "tests", "bench", "examples", "native", "scripts"]
+    folders += ["aliases", ".ci"]
     files = [path for folder in folders for path in (ROOT / folder).rglob("*") if path.is_file()]
     sources = [
         path
