@@ -29,6 +29,8 @@ GLOO = "gloo"
 COMPARED_PATHS = ("shm", "tcp")
 SIZES = (4 * KIB, 16 * KIB, 64 * KIB, 256 * KIB, MIB, 4 * MIB, 16 * MIB, 64 * MIB)
 MOST_IN_FLIGHT = 16
+LEAST_CALLS = 4
+"""In a round, so that a second in which the machine is busy does not decide the median of the largest size."""
 PROGRAM = (
     "import sys; from mooncake.cli.bench.gloo_process import main; "
     "main(int(sys.argv[1]), sys.argv[2], int(sys.argv[3]))"
@@ -115,11 +117,12 @@ def compare_with_gloo(
     for size_bytes in (size for size in SIZES if size <= largest_bytes):
         depth = max(1, min(MOST_IN_FLIGHT, paths.window_bytes // 2 // size_bytes))
         alone, together = Shape(size_bytes), Shape(size_bytes, depth)
+        num_alone, num_together = (max(LEAST_CALLS, shape.num_calls) for shape in (alone, together))
         show_progress(f"gloo {alone} ...")
-        one = partial(gloo.one_by_one, size_bytes, alone.num_calls)
-        several = partial(gloo.in_flight, size_bytes, depth, together.num_calls)
-        times = _samples(paths, subjects, one, alone, rounds)
-        speeds = _samples(paths, subjects, several, together, rounds)
+        one = partial(gloo.one_by_one, size_bytes, num_alone)
+        several = partial(gloo.in_flight, size_bytes, depth, num_together)
+        times = _samples(paths, subjects, one, alone, num_alone, rounds)
+        speeds = _samples(paths, subjects, several, together, num_together, rounds)
         p50_us = {name: median_call_s(samples) * 1e6 for name, samples in times.items()}
         gb_s = {name: together.num_bytes / median_call_s(samples) / 1e9 for name, samples in speeds.items()}
         rows.append(GlooRow(str(alone), p50_us, depth, gb_s))
@@ -132,14 +135,19 @@ def median_call_s(samples: Sequence[Sample]) -> float:
 
 
 def _samples(
-    paths: Paths, subjects: Sequence[Subject], theirs: Callable[[], Sample], shape: Shape, rounds: int
+    paths: Paths,
+    subjects: Sequence[Subject],
+    theirs: Callable[[], Sample],
+    shape: Shape,
+    num: int,
+    rounds: int,
 ) -> dict[str, list[Sample]]:
     """Samples of all rounds, in which gloo and the paths take turns."""
     arguments = (WRITE, shape.size_bytes, shape.count)
     turns: dict[str, Callable[[], Sample]] = {}
     for seed, subject in enumerate(subjects, 1):
         paths.verify(subject, *arguments, seed)
-        turns[subject.name] = partial(paths.move, subject, *arguments, shape.num_calls)
+        turns[subject.name] = partial(paths.move, subject, *arguments, num)
     turns[GLOO] = theirs
     names = list(turns)
     samples: dict[str, list[Sample]] = {name: [] for name in names}
