@@ -30,7 +30,7 @@ COMPARED_PATHS = ("shm", "tcp")
 SIZES = (4 * KIB, 16 * KIB, 64 * KIB, 256 * KIB, MIB, 4 * MIB, 16 * MIB, 64 * MIB)
 MOST_IN_FLIGHT = 16
 LEAST_CALLS = 4
-"""In a round, so that a second in which the machine is busy does not decide the median of the largest size."""
+"""In a round, so that one busy second of the machine does not decide the median of the largest size."""
 PROGRAM = (
     "import sys; from mooncake.cli.bench.gloo_process import main; "
     "main(int(sys.argv[1]), sys.argv[2], int(sys.argv[3]))"
