@@ -38,6 +38,13 @@ def test_the_version_has_one_source() -> None:
     assert f"## {mooncake.__version__}" in (ROOT / "CHANGELOG.md").read_text()
 
 
+def test_the_wheel_has_the_module_beside_the_package() -> None:
+    """`scripts/test-wheel` imports it from there."""
+    packages = project()["tool"]["scikit-build"]["wheel"]["packages"]
+    assert packages == ["mooncake", "mooncake_vllm_adaptor"]
+    assert all((ROOT / package / "__init__.py").exists() for package in packages)
+
+
 def test_tools_are_pinned_to_exact_versions() -> None:
     lines = [line for line in (ROOT / "constraints-tools.txt").read_text().splitlines() if line[:1].isalpha()]
     assert all(re.fullmatch(r"[\w.-]+==[\w.]+", line) for line in lines)
