@@ -16,6 +16,8 @@ from __future__ import annotations
 
 from typing import Any
 
+from mooncake.installation import check_folder
+
 __version__ = "0.1.0"
 
 
@@ -26,3 +28,6 @@ def __getattr__(name: str) -> Any:
     import mooncake.store
 
     return getattr(mooncake.store, name)
+
+
+check_folder()

@@ -28,7 +28,7 @@ ROOT = Path(__file__).parent.parent
 PAGES = sorted([*ROOT.glob("*.md"), *(ROOT / "docs").rglob("*.md")])
 GENERATED = {ROOT / page for page in reference_docs.PAGES}
 WRITTEN = [page for page in PAGES if page not in GENERATED]
-SOURCES = ("mooncake", "native", "tests", "bench", "examples", "scripts", ".ci", ".github")
+SOURCES = ("mooncake", "native", "tests", "bench", "examples", "aliases", "scripts", ".ci", ".github")
 SOURCE_SUFFIXES = {".py", ".pyi", ".cpp", ".h", ".toml", ".txt", ".sh", ".yml", ".yaml", ""}
 
 # What pages name of other projects: vLLM, SGLang, LMCache, checkpoint-engine, modules of the existing package
@@ -48,8 +48,10 @@ FOREIGN = {
     "enable-hierarchical-cache",
     "enable_scheduler_bypass_lookup",
     "external_lookup_client",
+    "extra-index-url",
     "hicache-mem-layout",
     "hicache-storage-backend-extra-config",
+    "index-url",
     "launch_server",
     "mem_cache/storage/mooncake_store/mooncake_store.py",
     "mooncake.MooncakeStoreService/GetPoolStatus",

@@ -5,13 +5,17 @@ from __future__ import annotations
 
 import os
 import re
+import subprocess
+import sys
 import tomllib
+from importlib import metadata
 from pathlib import Path
 from typing import Any
 
 import yaml
 
 import mooncake
+from aliases import wheels
 
 ROOT = Path(__file__).parent.parent
 
@@ -32,6 +36,13 @@ def test_the_version_has_one_source() -> None:
     source = ROOT / found["tool"]["scikit-build"]["metadata"]["version"]["input"]
     assert f'__version__ = "{mooncake.__version__}"' in source.read_text()
     assert f"## {mooncake.__version__}" in (ROOT / "CHANGELOG.md").read_text()
+
+
+def test_the_wheel_has_the_module_beside_the_package() -> None:
+    """`scripts/test-wheel` imports it from there."""
+    packages = project()["tool"]["scikit-build"]["wheel"]["packages"]
+    assert packages == ["mooncake", "mooncake_vllm_adaptor"]
+    assert all((ROOT / package / "__init__.py").exists() for package in packages)
 
 
 def test_tools_are_pinned_to_exact_versions() -> None:
@@ -61,7 +72,8 @@ def test_hooks_call_scripts_of_this_repository() -> None:
 
 def test_every_source_names_its_licence() -> None:
     """As the REUSE specification has it, so that a file that is copied elsewhere still says what it is."""
-    folders = ("mooncake", "tests", "bench", "examples", "native", "scripts", ".ci")
+    folders = ["mooncake", "mooncake_vllm_adaptor", "tests", "bench", "examples", "native", "scripts"]
+    folders += ["aliases", ".ci"]
     files = [path for folder in folders for path in (ROOT / folder).rglob("*") if path.is_file()]
     sources = [
         path
@@ -75,3 +87,38 @@ def test_every_source_names_its_licence() -> None:
         if path.stat().st_size and "SPDX-License-Identifier: Apache-2.0" not in path.read_text()[:200]
     ]
     assert not bare
+
+
+def test_the_existing_names_install_this_package(tmp_path: Path) -> None:
+    """With a stand-in for our own wheel; `scripts/test-wheel` does it with the real one."""
+    dist, target = tmp_path / "dist", tmp_path / "target"
+    dist.mkdir()
+    wheels.write_aliases(dist)
+    wheels.write_wheel(dist, "mooncake-serving", mooncake.__version__, [])
+    lines = ["mooncake-transfer-engine>=0.3.9", f"mooncake-transfer-engine-non-cuda=={wheels.LEVEL}"]
+    words = ["--disable-pip-version-check", "--no-index", "--find-links", str(dist), "--target", str(target)]
+    done = subprocess.run(
+        [sys.executable, "-m", "pip", "install", "--no-cache-dir", *words, *lines],
+        env={**os.environ, "PIP_CONFIG_FILE": os.devnull},
+        capture_output=True, text=True, timeout=120,
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr
+    found = {one.name: one.version for one in metadata.distributions(path=[str(target)])}
+    alias = f"{wheels.LEVEL}+serving.{mooncake.__version__}"
+    assert found == {
+        "mooncake-serving": mooncake.__version__,
+        "mooncake-transfer-engine": alias,
+        "mooncake-transfer-engine-non-cuda": alias,
+    }
+    assert not (target / "mooncake").exists(), "an alias has no module"
+
+
+def test_an_alias_names_the_level_that_the_benches_compare_with() -> None:
+    assert f'"mooncake-transfer-engine-non-cuda=={wheels.LEVEL}"' in (ROOT / "bench/vllm.py").read_text()
+
+
+def test_aliases_of_another_level_are_the_same_bytes_each_time(tmp_path: Path) -> None:
+    first = [path.read_bytes() for path in wheels.write_aliases(tmp_path, "0.3.10.post2")]
+    again = wheels.write_aliases(tmp_path, "0.3.10.post2")
+    assert first == [path.read_bytes() for path in again] and len(again) == len(wheels.NAMES)
+    assert all("-0.3.10.post2+serving." in path.name for path in again)

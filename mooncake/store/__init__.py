@@ -11,6 +11,8 @@ from __future__ import annotations
 import importlib
 from typing import TYPE_CHECKING, Any
 
+from mooncake.installation import check_folder
+
 if TYPE_CHECKING:
     from mooncake.compat.store.buffer_pool import BufferHandle
     from mooncake.compat.store.parallelism import ParallelAxis, ReadTarget, TensorParallelism
@@ -20,6 +22,8 @@ if TYPE_CHECKING:
     from mooncake.store.client.calls import StoreSettings
     from mooncake.store.client.grants import PutGrant, ReadGrant
     from mooncake.store.client.store import AsyncStore, Store
+
+check_folder()  # again: mooncake/__init__.py may be that of another distribution
 
 __all__ = [
     "AsyncStore",

@@ -11,6 +11,15 @@ without any action of the first::
 
 from __future__ import annotations
 
+from mooncake.installation import why_no_native
+
+try:
+    import mooncake._native  # noqa: F401  every transport needs it; what is missing is said once, here
+except ModuleNotFoundError as error:
+    if error.name != "mooncake._native":
+        raise
+    raise ImportError(why_no_native(), name=error.name) from None
+
 from mooncake.transfer import nvmeof
 from mooncake.transfer.completion_queue import CompletionQueue
 from mooncake.transfer.descriptor import RegionInfo, SegmentDescriptor

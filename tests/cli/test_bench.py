@@ -11,7 +11,8 @@ from pathlib import Path
 import pytest
 
 from mooncake.cli import main
-from mooncake.cli.bench import device_ceilings
+from mooncake.cli.bench import device_ceilings, gloo
+from mooncake.cli.bench.gloo import Gloo, GlooRow
 from mooncake.cli.bench.measurements import KIB, MIB, SHAPES, CeilingRow, Row, Shape, measure_paths
 from mooncake.cli.bench.paths import SUBJECTS, Paths, Subject, candidate_engines
 from mooncake.cli.bench.report import GOALS, BenchReport, check_goals, render
@@ -118,6 +119,60 @@ def test_a_small_run_measures_verifies_writes_and_draws(
     )
     assert picture.read_bytes().startswith(b"\x89PNG")
     assert "tcp write 4 KiB" in capsys.readouterr().out
+
+
+def test_the_report_says_where_gloo_is_ahead() -> None:
+    rows = [
+        GlooRow("4 KiB", {"shm": 3.0, "tcp": 12.0, "gloo": 70.0}, 16, {"shm": 9.0, "tcp": 1.5, "gloo": 0.1}),
+        GlooRow("64 MiB", {"shm": 3.0, "tcp": 12.0, "gloo": 9.0}, 2, {"shm": 9.0, "tcp": 4.0, "gloo": 4.1}),
+    ]
+    lines = render(BenchReport("a machine", "a command", 3, [], None, [ROW], {}, rows)).splitlines()
+    small, large = (next(line for line in lines if line.strip().startswith(row.size)) for row in rows)
+    assert small.split()[:4] == ["4", "KiB", "3.0", "12.0"] and small.endswith("  nothing")
+    assert large.endswith("  time of tcp, GB/s of tcp")
+
+
+def test_without_torch_gloo_is_skipped_with_the_reason(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(gloo, "find_spec", lambda _: None)
+    words = ["bench", "transfer", "--quick", "--path", "gloo", "--largest", "4KiB", "--folder", str(tmp_path)]
+    with pytest.raises(SystemExit) as exit:
+        main(words)
+    assert exit.value.code == 0
+    assert "skipped: gloo: torch is not installed (pip install" in capsys.readouterr().out
+
+
+@pytest.mark.processes
+def test_both_are_measured_beside_each_other(tmp_path: Path) -> None:
+    pytest.importorskip("torch", reason="torch is not installed: pip install torch")
+    report = tmp_path / "b.json"
+    words = ["bench", "transfer", "--quick", "--path", "gloo", "--largest", "64KiB"]
+    with pytest.raises(SystemExit) as exit:
+        main([*words, "--folder", str(tmp_path), "--json", str(report)])
+    assert exit.value.code == 0
+    found = json.loads(report.read_text())
+    assert not found["rows"] and "gloo" not in found["skipped"]
+    rows = [GlooRow(**row) for row in found["beside_gloo"]]
+    assert [(row.size, row.num_in_flight) for row in rows] == [("4 KiB", 16), ("16 KiB", 4), ("64 KiB", 1)]
+    for row in rows:
+        assert row.p50_us.keys() == row.gb_s.keys() == {"shm", "tcp", "gloo"}
+        assert all(value > 0 for value in [*row.p50_us.values(), *row.gb_s.values()])
+
+
+@pytest.mark.processes
+def test_a_lost_process_of_gloo_is_an_error_with_words(tmp_path: Path) -> None:
+    pytest.importorskip("torch", reason="torch is not installed: pip install torch")
+    pair = Gloo(64 * KIB, tmp_path)
+    try:
+        assert pair.one_by_one(4 * KIB, 3).num_bytes == 3 * 4 * KIB
+        assert len(pair.in_flight(4 * KIB, 4, 5).calls_s) == 5
+        pair._other.kill()
+        pair._other.wait()
+        with pytest.raises(Unavailable, match="has ended"):
+            pair.in_flight(4 * KIB, 4, 5)
+    finally:
+        pair.close()
 
 
 def test_an_unknown_path_is_named(capsys: pytest.CaptureFixture[str]) -> None:

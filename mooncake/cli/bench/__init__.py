@@ -2,7 +2,8 @@
 """``mooncake bench transfer``: how close every available path comes to the limits of this machine.
 
 Two processes on loopback. The machine's ceilings are measured first (``ceilings.py``), then every path beside
-its ceiling in turns (``paths.py``, ``measurements.py``); ``report.py`` renders and draws it.
+its ceiling in turns (``paths.py``, ``measurements.py``), then writes beside gloo's sends (``gloo.py``);
+``report.py`` renders and draws it.
 """
 
 from __future__ import annotations
@@ -16,6 +17,7 @@ from contextlib import ExitStack
 from pathlib import Path
 
 from mooncake.cli.bench.ceilings import Ceiling, DriverCopy, Fio, Memcpy, RawStream
+from mooncake.cli.bench.gloo import COMPARED_PATHS, GLOO, Gloo, GlooRow, compare_with_gloo
 from mooncake.cli.bench.measurements import (
     KIB,
     MIB,
@@ -69,7 +71,9 @@ def _measured(
     wanted_names: Sequence[str], rounds: int, shapes: Sequence[Shape], folder: Path, stack: ExitStack
 ) -> BenchReport:
     engines = candidate_engines(folder)
-    subjects, skipped = available(wanted_names, engines)
+    wanted_paths = [name for name in wanted_names if name != GLOO]
+    only_gloo = bool(wanted_names) and not wanted_paths
+    subjects, skipped = available(COMPARED_PATHS if only_gloo else wanted_paths, engines)
     if not subjects or not shapes:
         why = "; ".join(f"{name}: {reason}" for name, reason in skipped.items())
         raise InvalidArgument(
@@ -97,10 +101,20 @@ def _measured(
     except Unavailable as error:
         skipped["one stream"] = str(error)
     _show_progress("ceilings ...")
-    alone = measure_ceilings(ceilings, shapes, rounds)
-    rows = measure_paths(paths, subjects, ceilings, shapes, rounds, _show_progress)
+    alone = [] if only_gloo else measure_ceilings(ceilings, shapes, rounds)
+    rows = [] if only_gloo else measure_paths(paths, subjects, ceilings, shapes, rounds, _show_progress)
+    beside_gloo: list[GlooRow] = []
+    compared = [subject for subject in subjects if subject.name in COMPARED_PATHS]
+    if compared and (not wanted_names or GLOO in wanted_names):
+        largest_bytes = max(shape.size_bytes for shape in shapes)
+        try:
+            gloo = Gloo(window_bytes, folder)
+            stack.callback(gloo.close)
+            beside_gloo = compare_with_gloo(paths, compared, gloo, largest_bytes, rounds, _show_progress)
+        except Unavailable as error:
+            skipped[GLOO] = str(error)
     command = shlex.join(["mooncake", *sys.argv[1:]])
-    return BenchReport(describe_machine(), command, rounds, alone, ping_us, rows, skipped)
+    return BenchReport(describe_machine(), command, rounds, alone, ping_us, rows, skipped, beside_gloo)
 
 
 def device_ceilings(paths: Paths, window_bytes: int) -> dict[str, Ceiling]:

@@ -87,7 +87,7 @@ def available(wanted_names: Sequence[str], engines: CandidateEngines) -> tuple[l
     names = [subject.name for subject in SUBJECTS]
     for name in wanted_names:
         if name not in names:
-            raise InvalidArgument("path", name, "some of " + ", ".join(names))
+            raise InvalidArgument("path", name, "some of " + ", ".join([*names, "gloo"]))
     missing: dict[str, str] = {}
     for name, fields in engines.items():
         try:

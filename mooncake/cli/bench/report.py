@@ -11,10 +11,11 @@ from __future__ import annotations
 import os
 import platform
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from mooncake.cli.bench.gloo import GLOO, GlooRow
 from mooncake.cli.bench.measurements import KIB, MIB, CeilingRow, Row
 
 if TYPE_CHECKING:
@@ -27,6 +28,11 @@ REFERENCES = (
 CANNOT_SHOW = (
     "cannot show: a real network (loopback has no wire and both ends share the cores), many clients at once, "
     "NUMA, latency under load"
+)
+
+GLOO_TIMES = (
+    "medians of all calls of all rounds; a time of gloo is half of a message there and an equal one back, "
+    "one of ours includes the acknowledgement; in flight: one batch of ours, as many sends of gloo"
 )
 
 
@@ -76,6 +82,7 @@ class BenchReport:
     "Round trip of 4 KiB and one byte back, of a C program."
     rows: list[Row]
     skipped: dict[str, str]
+    beside_gloo: list[GlooRow] = field(default_factory=list)
 
     def as_json(self) -> dict[str, Any]:
         return {
@@ -112,7 +119,18 @@ def check_goals(rows: Sequence[Row]) -> list[GoalResult]:
 
 def render(report: BenchReport) -> str:
     """Render the whole report as text lines."""
-    lines = [f"machine: {report.machine}", f"command: {report.command}", CANNOT_SHOW, REFERENCES, ""]
+    lines = [f"machine: {report.machine}", f"command: {report.command}", CANNOT_SHOW]
+    if report.rows:
+        lines += _beside_references(report)
+    lines += _beside_gloo(report.beside_gloo)
+    lines += [f"skipped: {path}: {why}" for path, why in report.skipped.items()]
+    if report.rows:
+        lines += _targets(report.rows)
+    return "\n".join(lines)
+
+
+def _beside_references(report: BenchReport) -> list[str]:
+    lines = [REFERENCES, ""]
     lines += [f"{'reference':12} {'op':6} {'size':>13} {'GB/s':>7} {'CPU s/GB':>9}"]
     lines += [
         f"{row.name:12} {row.op:6} {row.shape:>13} {row.gb_s:7.2f} {row.cpu_s_per_gb:9.3f}"
@@ -120,7 +138,8 @@ def render(report: BenchReport) -> str:
     ]
     if report.ping_us is not None:
         lines += [f"round trip of 4 KiB over one raw socket: {report.ping_us:.1f} us"]
-    lines += [
+    return [
+        *lines,
         "",
         f"{'path':8} {'op':6} {'size':>13} {'GB/s':>7} {'reference GB/s':>18} {'ratio':>6}"
         f" {'p50 us':>10} {'p99 us':>10} {'CPU s/GB':>9} {'of it':>10}",
@@ -128,14 +147,38 @@ def render(report: BenchReport) -> str:
         "",
         f"each row: median of {report.rounds} rounds, ours and its reference in turns; every byte compared",
     ]
-    lines += [f"skipped: {path}: {why}" for path, why in report.skipped.items()]
-    lines += ["", "targets:"]
+
+
+def _targets(rows: Sequence[Row]) -> list[str]:
     words: Mapping[bool | None, str] = {True: "met", False: "NOT MET", None: "not measured"}
-    lines += [
-        f"  {verdict.what:24} {verdict.wanted:20} {verdict.seen:>9}  {words[verdict.is_met]}"
-        for verdict in check_goals(report.rows)
+    return [
+        "",
+        "targets:",
+        *(
+            f"  {verdict.what:24} {verdict.wanted:20} {verdict.seen:>9}  {words[verdict.is_met]}"
+            for verdict in check_goals(rows)
+        ),
     ]
-    return "\n".join(lines)
+
+
+def _beside_gloo(rows: Sequence[GlooRow]) -> list[str]:
+    if not rows:
+        return []
+    ours = [name for name in rows[0].p50_us if name != GLOO]
+    names = "".join(f" {name:>9}" for name in (*ours, GLOO))
+    lines = [
+        "",
+        "writes of ours beside send and recv of torch.distributed's gloo, two processes on loopback:",
+        f"{'size':>8} {'us of one:':>10}{names} {'in flight':>10} {'GB/s:':>6}{names}  gloo is ahead in",
+    ]
+    for row in rows:
+        times = "".join(f" {row.p50_us[name]:9.1f}" for name in (*ours, GLOO))
+        speeds = "".join(f" {row.gb_s[name]:9.2f}" for name in (*ours, GLOO))
+        behind = [f"time of {name}" for name in ours if row.p50_us[name] > row.p50_us[GLOO]]
+        behind += [f"GB/s of {name}" for name in ours if row.gb_s[name] < row.gb_s[GLOO]]
+        ahead = ", ".join(behind) or "nothing"
+        lines.append(f"{row.size:>8} {'':10}{times} {row.num_in_flight:>10} {'':6}{speeds}  {ahead}")
+    return [*lines, GLOO_TIMES, ""]
 
 
 def _line(row: Row) -> str:
