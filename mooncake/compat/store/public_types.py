@@ -150,9 +150,20 @@ class ReplicateConfig:
         raise AttributeError(f"'ReplicateConfig' object has no attribute {name!r}")
 
     def _items(self) -> Iterator[str]:
+        """Fields in the existing package's form; the optional ones only when they are set."""
         for name in _FIELDS:
             value = getattr(self, name)
-            yield f"{name}: {value if isinstance(value, _Enum) else repr(value)}"
+            if name == "soft_pin_ttl_ms" and value is None:
+                value = "default"
+            elif name in ("preferred_segment", "group_ids", "session_ids") and not value:
+                continue
+            if isinstance(value, _Enum):
+                value = value.name
+            elif isinstance(value, bool):
+                value = int(value)
+            elif isinstance(value, list):
+                value = f"[{', '.join(value)}]"
+            yield f"{name + ' (deprecated)' if name == 'preferred_segment' else name}: {value}"
 
     def __str__(self) -> str:
         return f"ReplicateConfig: {{ {', '.join(self._items())} }}"
