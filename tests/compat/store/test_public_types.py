@@ -41,7 +41,13 @@ def test_attributes_of_a_configuration() -> None:
     for probe in ("group_ids", "session_ids", "with_soft_pin", "preferred_segment"):
         assert hasattr(config, probe)
     shown = str(config)
-    for field in ("replica_num: 2", "data_type: WEIGHT", "soft_pin_ttl_ms: default", "[a, b]", "with_hard_pin: 1"):
+    for field in (
+        "replica_num: 2",
+        "data_type: WEIGHT",
+        "soft_pin_ttl_ms: default",
+        "[a, b]",
+        "with_hard_pin: 1",
+    ):
         assert field in shown
     with pytest.raises(TypeError):
         ReplicateConfig(replica_num=2)  # type: ignore[call-arg]
