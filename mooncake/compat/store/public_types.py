@@ -169,6 +169,21 @@ class ReplicateConfig:
         return f"ReplicateConfig: {{ {', '.join(self._items())} }}"
 
 
+class ExistOptions:
+    """Options of ``is_exist``, of newer versions: attributes, no arguments."""
+
+    __slots__ = ("prefetch_to_memory",)
+
+    prefetch_to_memory: bool
+    """Start to copy an object that is only on an SSD to the memory of the same process."""
+
+    def __init__(self) -> None:
+        self.prefetch_to_memory = False
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        object.__setattr__(self, name, _exactly(bool)(value))
+
+
 class Descriptor:
     """Location of a replica's bytes, as transfers name it."""
 
