@@ -345,10 +345,7 @@ class MooncakeStoreService:
 
     @_answered
     async def handle_reconfigure(self, request: web.Request) -> web.Response:
-        """Mount a shared segment for ``decode``, before the last one is unmounted; none for ``prefill``.
-
-        Without the new segment the last one is unmounted as well, as the existing package does.
-        """
+        """Mount a shared segment for ``decode``, before the last one is unmounted; none for ``prefill``."""
         body = await _body(request)
         mode = body.get("mode")
         if mode not in ("decode", "prefill"):
@@ -357,18 +354,16 @@ class MooncakeStoreService:
         segment = _shared_segment(body, "path", self.config.protocol) if mode == "decode" else None
         async with self._state_lock:
             before, fresh = list(self.mounted_segment_ids), list[str]()
-            is_mounted = True
             if segment is not None:
                 outcome = await self._mount_shared(segment)
-                is_mounted = outcome["ret"] == 0
-                fresh = list(outcome["segment_ids"]) if is_mounted else []
+                if outcome["ret"] != 0:
+                    why = f"Mount failed ({outcome['ret']}); keeping previous {self.current_mode} segments"
+                    return _error(why, 500, mode=self.current_mode)
+                fresh = list(outcome["segment_ids"])
             self.mounted_segment_ids += fresh
             failed = await self._unmount_shared(before, grace_s)
             if fresh:
                 self.current_mode, self.last_mount_info = "decode", dict(segment or {})
-        if not is_mounted:
-            why = "rolled back to prefill" if not failed else "the last segment could not be unmounted either"
-            return _error(f"Mount failed; {why}", 500, mode=self.current_mode, failed_segment_ids=failed)
         if failed:
             return _error("Unmount failed", 500, failed_segment_ids=failed, segment_ids=fresh)
         return web.json_response({"status": "success", "mode": mode, "segment_ids": fresh})

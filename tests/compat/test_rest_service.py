@@ -320,10 +320,9 @@ async def test_reconfigure_mounts_the_new_segment_first(rest: RunningService) ->
     assert rest.store.unmounted == [("id-1", 0)]
     rest.store.code = -1
     status, answer = await rest.ask("POST", "/api/reconfigure", decode)
-    assert (status, answer["mode"]) == (500, "prefill") and "rolled back to prefill" in answer["error"]
-    assert rest.store.unmounted == [("id-1", 0), ("id-2", 0)]
+    assert (status, answer["mode"]) == (500, "decode") and "keeping previous" in answer["error"]
+    assert rest.store.unmounted == [("id-1", 0)] and rest.service.mounted_segment_ids == ["id-2"]
     rest.store.code = 0
-    assert (await rest.ask("POST", "/api/reconfigure", decode))[0] == 200
     assert (rest.service.current_mode, rest.service.last_mount_info["path"]) == ("decode", "/dev/shm/kv")
     (mounted,) = rest.service.mounted_segment_ids
     rest.store.stuck = [mounted]
