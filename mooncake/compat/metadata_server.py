@@ -10,6 +10,7 @@ from __future__ import annotations
 import argparse
 import asyncio
 import enum
+import errno
 import signal
 import sys
 import threading
@@ -43,20 +44,29 @@ class KVBootstrapServer:
         self._stopping: asyncio.Event | None = None
         self._is_ready = threading.Event()
 
-    def run(self) -> None:
-        """Listen; returns when requests are accepted. Idempotent.
+    @property
+    def thread(self) -> threading.Thread | None:
+        """The thread that serves; None before ``run``."""
+        return self._thread
+
+    def run(self) -> threading.Thread:
+        """Listen; returns the serving thread when requests are accepted. Idempotent.
 
         Raises:
-            AddressInUse: the port is in use.
+            OSError: the port is in use.
         """
         if self._thread is not None:
-            return
-        listening = listen(self.host, self.port)
+            return self._thread
+        try:
+            listening = listen(self.host, self.port)
+        except AddressInUse as error:
+            raise OSError(errno.EADDRINUSE, str(error)) from error
         self.port = listening.getsockname()[1]
         web = HttpServer(make_app(), listening, tls=process_identity().server_tls)
-        self._thread = threading.Thread(target=lambda: asyncio.run(self._serve(web)), daemon=True)
-        self._thread.start()
+        self._thread = thread = threading.Thread(target=lambda: asyncio.run(self._serve(web)), daemon=True)
+        thread.start()
         self._is_ready.wait()
+        return thread
 
     def poll(self) -> KVPoll:
         """``Success`` while it serves, ``Bootstrapping`` before, ``Failed`` when it has ended."""
@@ -106,9 +116,6 @@ def main(arguments: Sequence[str] | None = None) -> None:
         signal.signal(number, lambda *_: stop.set())
     try:
         server.run()
-    except AddressInUse as error:
-        print(f"error: {error}: --port", file=sys.stderr, flush=True)
-        sys.exit(2)
     except (MooncakeError, OSError) as error:
         print(f"error: {parsed.host}:{parsed.port}: {error}: --host, --port", file=sys.stderr, flush=True)
         sys.exit(2)

@@ -10,20 +10,21 @@ from __future__ import annotations
 
 import argparse
 import asyncio
+import functools
 import ipaddress
 import json
 import os
 import signal
 import socket
 import sys
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Coroutine, Mapping, Sequence
 from pathlib import Path
 from typing import Any, TypeVar
 
 from aiohttp import web
 
 from mooncake import clock
-from mooncake.compat.config_file import MooncakeConfig, _config_from, _parse_segment_size
+from mooncake.compat.config_file import MooncakeConfig, _config_from
 from mooncake.errors import AccessDenied, AddressInUse, InvalidArgument, MooncakeError, Unavailable
 from mooncake.http.connections import Deadlines
 from mooncake.http.server import ConnectionAcceptor, CountingTransport, TrackedProtocol, listen
@@ -60,6 +61,26 @@ class _BadRequest(Exception):
     """Error of a request, with a message for its sender."""
 
 
+def _answered(
+    handle: Callable[[Any, web.Request], Coroutine[Any, Any, web.Response]],
+) -> Callable[[Any, web.Request], Coroutine[Any, Any, web.Response]]:
+    """Make errors of a handler its response: 400 for the request's, 500 for the store's."""
+
+    @functools.wraps(handle)
+    async def answered(self: Any, request: web.Request) -> web.Response:
+        try:
+            return await handle(self, request)
+        except _BadRequest as error:
+            return _error(str(error), 400)
+        except web.HTTPException:
+            raise
+        except Exception as error:
+            log.exception("request_failed", path=handle.__name__)
+            return _error(f"{type(error).__name__}: {error}", 500)
+
+    return answered
+
+
 class MooncakeStoreService:
     """One store client and its REST API.
 
@@ -88,9 +109,12 @@ class MooncakeStoreService:
         self._runner: web.AppRunner | None = None
         self._acceptor: ConnectionAcceptor | None = None
         self._listening: socket.socket | None = None
-        self._shared: list[str] = []
+        self.current_mode = "prefill"
+        self.mounted_segment_ids: list[str] = []
         """Ids of the segments that ``reconfigure`` has mounted."""
-        self._reconfiguring = asyncio.Lock()
+        self.last_mount_info: dict[str, Any] = {}
+        """Path, size, offset, protocol and location of the last one."""
+        self._state_lock = asyncio.Lock()
 
     # Start and stop
 
@@ -221,19 +245,18 @@ class MooncakeStoreService:
 
     # Objects
 
+    @_answered
     async def handle_put(self, request: web.Request) -> web.Response:
         """Put a value, given as text in JSON."""
-        try:
-            body = await _body(request)
-            key, value = body.get("key"), body.get("value")
-            if not key or not value:
-                return _error("Missing key or value", 400)
-            content = _text("value", value).encode()
-            code = await self._run(lambda: self.store.put(_text("key", key), content))
-        except _BadRequest as error:
-            return _error(str(error), 400)
+        body = await _body(request)
+        key, value = body.get("key"), body.get("value")
+        if not key or not value:
+            return _error("Missing key or value", 400)
+        name, content = _text("key", key), _text("value", value).encode()
+        code = await self._run(lambda: self.store.put(name, content))
         return _done() if code == 0 else _error(f"PUT operation failed ({code})", 500)
 
+    @_answered
     async def handle_get(self, request: web.Request) -> web.Response:
         """Get a value as bytes."""
         key = request.match_info["key"]
@@ -242,29 +265,33 @@ class MooncakeStoreService:
             return _error("Key not found", 404)
         return web.Response(body=bytes(content), content_type="application/octet-stream")
 
+    @_answered
     async def handle_exist(self, request: web.Request) -> web.Response:
         """Whether there is an object."""
         key = request.match_info["key"]
         code = await self._run(lambda: self.store.is_exist(key))
         if code < 0:
-            return _error(f"EXIST operation failed ({code})", 500)
+            return _error(f"Exist operation failed ({code})", 500)
         return web.json_response({"exists": code == 1})
 
+    @_answered
     async def handle_remove(self, request: web.Request) -> web.Response:
         """Remove an object."""
         key = request.match_info["key"]
         code = await self._run(lambda: self.store.remove(key))
         if code == NOT_FOUND:
             return _error("Key not found", 404)
-        return _done() if code == 0 else _error(f"REMOVE operation failed ({code})", 500)
+        return _done() if code == 0 else _error(f"Remove operation failed ({code})", 500)
 
+    @_answered
     async def handle_remove_all(self, request: web.Request) -> web.Response:
         """Remove all objects that no lease protects."""
         count = await self._run(lambda: self.store.remove_all())
         if count < 0:
-            return _error(f"REMOVE_ALL operation failed ({count})", 500)
+            return _error(f"RemoveAll operation failed ({count})", 500)
         return web.json_response({"status": f"success removed {count} keys"})
 
+    @_answered
     async def handle_health(self, request: web.Request) -> web.Response:
         """Whether the store is connected, and its health code."""
         code = 0 if self.store is None else await self._run(lambda: self.store.health_check())
@@ -272,94 +299,89 @@ class MooncakeStoreService:
 
     # Segments
 
+    @_answered
     async def handle_mount_shm(self, request: web.Request) -> web.Response:
         """Mount shared memory of this host."""
-        try:
-            body = await _body(request)
-            outcome = await self._mount_shared(body, "name")
-        except _BadRequest as error:
-            return _error(str(error), 400)
-        return _mounted(outcome)
+        segment = _shared_segment(await _body(request), "name", self.config.protocol)
+        return _mounted(await self._mount_shared(segment))
 
+    @_answered
     async def handle_mount(self, request: web.Request) -> web.Response:
         """Mount new memory of this process."""
-        try:
-            body = await _body(request)
-            size, protocol, location = (
-                _size(body),
-                _text_field(body, "protocol", "tcp"),
-                _text_field(body, "location", ""),
-            )
-            outcome = await self._run(lambda: self.store.allocate_and_mount_segment(size, protocol, location))
-        except _BadRequest as error:
-            return _error(str(error), 400)
+        body = await _body(request)
+        size = _size(body)
+        if size is None:
+            raise _BadRequest(f"Invalid size {body.get('size')!r}; allowed: a whole number of bytes above 0")
+        protocol = _text_field(body, "protocol", self.config.protocol)
+        location = _text_field(body, "location", "")
+        outcome = await self._run(lambda: self.store.allocate_and_mount_segment(size, protocol, location))
         return _mounted(outcome, allocated_size=outcome.get("allocated_size", 0))
 
+    @_answered
     async def handle_unmount_shm(self, request: web.Request) -> web.Response:
         """Unmount shared memory of this host."""
-        return await self._handle_unmount(request, lambda: self.store.unmount_segment)
+        body = await _body(request)
+        ids, grace_s = _ids(body), _grace(body)
+        async with self._state_lock:
+            return _unmounted(await self._unmount_shared(ids, grace_s))
 
+    @_answered
     async def handle_unmount(self, request: web.Request) -> web.Response:
         """Unmount segments and free their memory."""
-        return await self._handle_unmount(request, lambda: self.store.unmount_and_free_segment)
+        body = await _body(request)
+        ids, grace_s = _ids(body), _grace(body)
+        return _unmounted(
+            await self._run(
+                lambda: [one for one in ids if self.store.unmount_and_free_segment([one], grace_s) != 0]
+            )
+        )
 
-    async def _handle_unmount(
-        self, request: web.Request, choose: Callable[[], Callable[[list[str], int], int]]
-    ) -> web.Response:
-        try:
-            body = await _body(request)
-            ids, grace_s = _ids(body), _grace(body)
-            failed = await self._run(lambda: [one for one in ids if choose()([one], grace_s) != 0])
-        except _BadRequest as error:
-            return _error(str(error), 400)
-        self._shared = [one for one in self._shared if one in failed or one not in ids]
-        return _error("Failed to unmount segments", 500, failed_segment_ids=failed) if failed else _done()
-
+    @_answered
     async def handle_unmount_local_disk(self, request: web.Request) -> web.Response:
         """Unmount the segment on the local SSD."""
-        try:
-            grace_s = _grace(await _body(request))
-            code = await self._run(lambda: self.store.unmount_local_disk_segment(grace_s))
-        except _BadRequest as error:
-            return _error(str(error), 400)
-        return _done() if code == 0 else _error(f"Failed to unmount the local disk ({code})", 500)
+        grace_s = _grace(await _body(request))
+        code = await self._run(lambda: self.store.unmount_local_disk_segment(grace_s))
+        return _done() if code == 0 else _error(f"Unmount failed for the local disk ({code})", 500)
 
+    @_answered
     async def handle_reconfigure(self, request: web.Request) -> web.Response:
         """Mount a shared segment for ``decode``, before the last one is unmounted; none for ``prefill``."""
-        try:
-            body = await _body(request)
-            mode = body.get("mode")
-            if mode not in ("decode", "prefill"):
-                raise _BadRequest(f"mode is {mode!r}; allowed: decode, prefill")
-            grace_s = _grace(body)
-            async with self._reconfiguring:
-                before, fresh = self._shared, list[str]()
-                if mode == "decode":
-                    outcome = await self._mount_shared(body, "path")
-                    if outcome["ret"] != 0:
-                        return _error("Failed to mount the segment; nothing was changed", 500)
-                    fresh = list(outcome["segment_ids"])
-                failed = await self._run(
-                    lambda: [one for one in before if self.store.unmount_segment([one], grace_s) != 0]
-                )
-                self._shared = fresh + failed
-        except _BadRequest as error:
-            return _error(str(error), 400)
+        body = await _body(request)
+        mode = body.get("mode")
+        if mode not in ("decode", "prefill"):
+            raise _BadRequest(f"Invalid mode {mode!r}; allowed: decode, prefill")
+        grace_s = _grace(body)
+        segment = _shared_segment(body, "path", self.config.protocol) if mode == "decode" else None
+        async with self._state_lock:
+            before, fresh = list(self.mounted_segment_ids), list[str]()
+            if segment is not None:
+                outcome = await self._mount_shared(segment)
+                if outcome["ret"] != 0:
+                    why = f"Mount failed ({outcome['ret']}); keeping previous {self.current_mode} segments"
+                    return _error(why, 500, mode=self.current_mode)
+                fresh = list(outcome["segment_ids"])
+            self.mounted_segment_ids += fresh
+            failed = await self._unmount_shared(before, grace_s)
+            if fresh:
+                self.current_mode, self.last_mount_info = "decode", dict(segment or {})
         if failed:
-            return _error("Failed to unmount segments", 500, failed_segment_ids=failed, segment_ids=fresh)
+            return _error("Unmount failed", 500, failed_segment_ids=failed, segment_ids=fresh)
         return web.json_response({"status": "success", "mode": mode, "segment_ids": fresh})
 
-    async def _mount_shared(self, body: dict[str, Any], field: str) -> dict[str, Any]:
-        name = body.get(field)
-        if not name:
-            raise _BadRequest(f"Missing {field}")
-        path = str(SHARED_MEMORY / _shared_name(field, _text(field, name)))
-        size, offset = _size(body), _whole(body, "offset", 0, 1 << 62)
-        protocol, location = _text_field(body, "protocol", "tcp"), _text_field(body, "location", "")
-        outcome: dict[str, Any] = await self._run(
-            lambda: self.store.mount_segment(path, size, offset, protocol, location)
-        )
+    async def _mount_shared(self, segment: dict[str, Any]) -> dict[str, Any]:
+        outcome: dict[str, Any] = await self._run(lambda: self.store.mount_segment(*segment.values()))
         return outcome
+
+    async def _unmount_shared(self, ids: Sequence[str], grace_s: int) -> list[str]:
+        """Unmount shared memory, and note what ``reconfigure`` has left; the ids that failed."""
+        failed = await self._run(
+            lambda: [one for one in ids if self.store.unmount_segment([one], grace_s) != 0]
+        )
+        left = [one for one in self.mounted_segment_ids if one in failed or one not in ids]
+        self.mounted_segment_ids = left
+        if not left:
+            self.current_mode, self.last_mount_info = "prefill", {}
+        return failed
 
     async def _run(self, call: Callable[[], ResultT]) -> ResultT:
         return await asyncio.to_thread(call)
@@ -384,14 +406,30 @@ def _text(field: str, value: Any) -> str:
     return value
 
 
-def _shared_name(field: str, text: str) -> str:
-    """Name of shared memory: as ``shm_open`` takes it, or with the folder before it; nothing else."""
-    name = text.removeprefix(f"{SHARED_MEMORY}/").removeprefix("/")
+def _shm_name_to_path(name: Any) -> str | None:
+    """Path of shared memory named as ``shm_open`` takes it, or with the folder before it; else None."""
+    if not isinstance(name, str):
+        return None
+    name = name.removeprefix(f"{SHARED_MEMORY}/").removeprefix("/")
     if not name or name in (".", "..") or "/" in name or "\0" in name or len(name.encode()) > 255:
-        raise _BadRequest(
-            f"{field} is {text[:100]!r}; allowed: the name of shared memory under {SHARED_MEMORY}"
-        )
-    return name
+        return None
+    return str(SHARED_MEMORY / name)
+
+
+def _shared_segment(body: dict[str, Any], field: str, protocol: str) -> dict[str, Any]:
+    """Arguments of ``mount_segment``, in their order."""
+    path, size = _shm_name_to_path(body.get(field)), _size(body)
+    if path is None or size is None:
+        given = f"{field} {str(body.get(field))[:100]!r}, size {str(body.get('size'))[:100]!r}"
+        allowed = f"the name of shared memory under {SHARED_MEMORY} and a whole number of bytes above 0"
+        raise _BadRequest(f"Missing {field} or size, or invalid: {given}; allowed: {allowed}")
+    return {
+        "path": path,
+        "size": size,
+        "offset": _whole(body, "offset", 0, 1 << 62),
+        "protocol": _text_field(body, "protocol", protocol),
+        "location": _text_field(body, "location", ""),
+    }
 
 
 def _text_field(body: dict[str, Any], field: str, default: str) -> str:
@@ -409,17 +447,10 @@ def _grace(body: dict[str, Any]) -> int:
     return _whole(body, "grace_period_seconds", 0, MAX_GRACE_S)
 
 
-def _size(body: dict[str, Any]) -> int:
-    value = body.get("size")
-    if value is None:
-        raise _BadRequest("Missing size")
-    try:
-        size = _parse_segment_size(value)
-    except ValueError as error:
-        raise _BadRequest(f"size is {value!r}; allowed: bytes, or a size such as 1GB") from error
-    if size <= 0:
-        raise _BadRequest(f"size is {value!r}; allowed: more than 0")
-    return size
+def _size(body: dict[str, Any]) -> int | None:
+    """Bytes above 0; None when the field is missing or something else."""
+    size = body.get("size")
+    return size if isinstance(size, int) and not isinstance(size, bool) and size > 0 else None
 
 
 def _ids(body: dict[str, Any]) -> list[str]:
@@ -456,9 +487,13 @@ def _done() -> web.Response:
     return web.json_response({"status": "success"})
 
 
+def _unmounted(failed: list[str]) -> web.Response:
+    return _error("Unmount failed", 500, failed_segment_ids=failed) if failed else _done()
+
+
 def _mounted(outcome: dict[str, Any], **more: Any) -> web.Response:
     if outcome["ret"] != 0:
-        return _error(f"Failed to mount the segment ({outcome['ret']})", 500)
+        return _error(f"Mount failed ({outcome['ret']})", 500)
     return web.json_response({"status": "success", "segment_ids": outcome["segment_ids"], **more})
 
 

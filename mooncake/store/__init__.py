@@ -42,7 +42,15 @@ __all__ = [
 
 _VALUES = (
     *("Descriptor", "DiskDescriptor", "MemoryDescriptor", "ObjectDataType", "QueryTaskResponse"),
-    *("ReplicaDescriptor", "ReplicaStatus", "ReplicateConfig", "SoftPinAction", "TaskStatus", "TaskType"),
+    *(
+        "ExistOptions",
+        "ReplicaDescriptor",
+        "ReplicaStatus",
+        "ReplicateConfig",
+        "SoftPinAction",
+        "TaskStatus",
+        "TaskType",
+    ),
     *("UNKNOWN", "KVCACHE", "TENSOR", "WEIGHT", "SAMPLE", "ACTIVATION", "GRADIENT", "OPTIMIZER_STATE"),
     *("METADATA", "GENERAL", "UNDEFINED", "INITIALIZED", "PROCESSING", "COMPLETE", "REMOVED", "FAILED"),
     *("REPLICA_COPY", "REPLICA_MOVE", "PENDING", "SUCCESS"),

@@ -210,6 +210,7 @@ def make_app(entries: MetadataEntries | None = None, identity: Identity | None =
         ttl_s: Annotated[float | None, Query(gt=0, le=31_536_000)] = None,
     ) -> Response:
         """Read, replace or delete the value of a key; a value belongs to the credential that wrote it."""
+        key = key.strip()
         if not key:
             return PlainTextResponse("metadata key is required", 400)
         if len(key.encode()) > MAX_KEY_BYTES:

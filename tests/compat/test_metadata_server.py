@@ -11,7 +11,6 @@ import urllib.request
 
 import pytest
 
-from mooncake.errors import AddressInUse
 from mooncake.http_metadata_server import KVBootstrapServer, KVPoll
 
 
@@ -26,23 +25,25 @@ def ask(url: str, method: str = "GET", body: bytes | None = None) -> tuple[int, 
 def test_it_serves_from_run_to_close() -> None:
     server = KVBootstrapServer(0, "127.0.0.1")
     assert server.poll() is KVPoll.Bootstrapping
-    server.run()
-    server.run()
+    thread = server.run()
+    assert server.run() is thread is server.thread and thread.is_alive()
     assert server.poll() is KVPoll.Success
     url = f"http://127.0.0.1:{server.port}/metadata"
     key = "?key=mooncake/rpc_meta/a"
-    assert ask(url) == (400, b"metadata key is required")
+    for missing in ("", "?key=", "?key=%20%20"):
+        for method in ("GET", "PUT", "DELETE"):
+            assert ask(url + missing, method, b"v") == (400, b"metadata key is required")
     assert ask(url + key) == (404, b"metadata not found")
     for body in (b"1", b"2"):  # the second, as after a restart of its owner, replaces the first
         assert ask(url + key, "PUT", body) == (200, b"metadata updated")
         assert ask(url + key) == (200, body)
     assert ask(url + key, "DELETE") == (200, b"metadata deleted")
     assert ask(url + key, "POST", b"")[0] == 405
-    with pytest.raises(AddressInUse):
+    with pytest.raises(OSError, match="in use"):
         KVBootstrapServer(server.port, "127.0.0.1").run()
     server.close()
     server.close()
-    assert server.poll() is KVPoll.Failed
+    assert server.poll() is KVPoll.Failed and not thread.is_alive()
 
 
 def test_closing_before_run() -> None:

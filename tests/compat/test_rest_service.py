@@ -141,19 +141,21 @@ async def test_missing_fields(rest: RunningService, body: dict[str, str]) -> Non
         ("PUT", "/api/put", [1], "object"),
         ("PUT", "/api/put", {"key": 1, "value": "v"}, "key"),
         ("PUT", "/api/put", {"key": "k", "value": 7}, "value"),
-        ("POST", "/api/mount", {}, "Missing size"),
-        ("POST", "/api/mount", {"size": "lots"}, "size"),
+        ("POST", "/api/mount", {}, "Invalid size"),
+        ("POST", "/api/mount", {"size": "1MB"}, "Invalid size"),
+        ("POST", "/api/mount", {"size": 1.5}, "Invalid size"),
+        ("POST", "/api/mount", {"size": True}, "Invalid size"),
         ("POST", "/api/mount", {"size": -1}, "size"),
         ("POST", "/api/mount", {"size": 4096, "protocol": 1}, "protocol"),
         ("POST", "/api/mount_shm", {"size": 4096}, "Missing name"),
-        ("POST", "/api/mount_shm", {"name": "x"}, "Missing size"),
+        ("POST", "/api/mount_shm", {"name": "x"}, "Missing name or size"),
         ("POST", "/api/mount_shm", {"name": "x", "size": 4096, "offset": -1}, "offset"),
         ("POST", "/api/unmount", {}, "Missing segment_ids"),
         ("POST", "/api/unmount", {"segment_ids": [1]}, "segment_ids"),
         ("POST", "/api/unmount_shm", {"segment_ids": "x", "grace_period_seconds": 3601}, "3600"),
         ("POST", "/api/unmount_local_disk", {"grace_period_seconds": True}, "grace_period_seconds"),
         ("POST", "/api/reconfigure", {"mode": "both"}, "decode, prefill"),
-        ("POST", "/api/reconfigure", {"mode": "decode"}, "Missing path"),
+        ("POST", "/api/reconfigure", {"mode": "decode"}, "Missing path or size"),
     ],
 )
 async def test_bad_input_is_named(rest: RunningService, method: str, path: str, body: Any, why: str) -> None:
@@ -188,7 +190,7 @@ async def test_a_failed_store_call_is_a_500(rest: RunningService, method: str, p
 
 
 async def test_segments_are_mounted_and_unmounted(rest: RunningService) -> None:
-    status, answer = await rest.ask("POST", "/api/mount", {"size": "1MB"})
+    status, answer = await rest.ask("POST", "/api/mount", {"size": 1 << 20})
     assert (status, answer["status"], answer["segment_ids"]) == (200, "success", ["id-1"])
     assert answer["allocated_size"] == rest.store.mounted[0][0] > 0
     status, answer = await rest.ask("POST", "/api/mount_shm", {"name": "seg", "size": 4096, "offset": 8})
@@ -317,12 +319,32 @@ async def test_reconfigure_mounts_the_new_segment_first(rest: RunningService) ->
     assert (await rest.ask("POST", "/api/reconfigure", decode))[1]["segment_ids"] == ["id-2"]
     assert rest.store.unmounted == [("id-1", 0)]
     rest.store.code = -1
-    assert (await rest.ask("POST", "/api/reconfigure", decode))[0] == 500
-    assert rest.store.unmounted == [("id-1", 0)]
+    status, answer = await rest.ask("POST", "/api/reconfigure", decode)
+    assert (status, answer["mode"]) == (500, "decode") and "keeping previous" in answer["error"]
+    assert rest.store.unmounted == [("id-1", 0)] and rest.service.mounted_segment_ids == ["id-2"]
     rest.store.code = 0
+    assert (rest.service.current_mode, rest.service.last_mount_info["path"]) == ("decode", "/dev/shm/kv")
+    (mounted,) = rest.service.mounted_segment_ids
+    rest.store.stuck = [mounted]
+    status, answer = await rest.ask("POST", "/api/reconfigure", {"mode": "prefill"})
+    assert (status, answer["failed_segment_ids"]) == (500, [mounted])
+    assert rest.service.current_mode == "decode"
+    rest.store.stuck = []
     status, answer = await rest.ask("POST", "/api/reconfigure", {"mode": "prefill"})
     assert (status, answer["segment_ids"]) == (200, [])
-    assert rest.store.unmounted == [("id-1", 0), ("id-2", 0)]
+    assert (rest.service.current_mode, rest.service.last_mount_info) == ("prefill", {})
+    assert rest.service.mounted_segment_ids == []
+
+
+async def test_an_exception_of_the_store_is_a_500(
+    rest: RunningService, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def raise_error(key: str) -> bytes:
+        raise RuntimeError("the store is gone")
+
+    monkeypatch.setattr(rest.store, "get", raise_error)
+    status, answer = await rest.ask("GET", "/api/get/k")
+    assert status == 500 and "the store is gone" in answer["error"]
 
 
 async def test_a_taken_port_and_a_master_that_does_not_answer(rest: RunningService) -> None:
@@ -376,7 +398,7 @@ def test_with_a_real_store(tmp_path: Path) -> None:
             put = urllib.request.Request(f"{url}/api/put", b'{"key": "k", "value": "v"}', method="PUT")
             assert urllib.request.urlopen(put, timeout=20).status == 200
             assert urllib.request.urlopen(f"{url}/api/get/k", timeout=20).read() == b"v"
-            mount = urllib.request.Request(f"{url}/api/mount", b'{"size": "4MB"}', method="POST")
+            mount = urllib.request.Request(f"{url}/api/mount", b'{"size": 4194304}', method="POST")
             mounted = json.load(urllib.request.urlopen(mount, timeout=20))
             body = json.dumps({"segment_ids": mounted["segment_ids"]}).encode()
             unmount = urllib.request.Request(f"{url}/api/unmount", body, method="POST")

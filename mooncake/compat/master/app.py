@@ -111,7 +111,8 @@ def make_app(context: MasterContext) -> FastAPI:
     @app.get("/kv_events/status")
     async def kv_events() -> Response:
         """Whether this master publishes KV events, where, and how many."""
-        return json({"enabled": False} if context.publisher is None else context.publisher.status())
+        off = {"enabled": False, "published_batches": 0, "published_events": 0, "dropped_events": 0}
+        return json(off if context.publisher is None else context.publisher.status())
 
     app.include_router(query_routes.router(context))
     app.include_router(operator_routes.router(context))

@@ -12,7 +12,6 @@ from fastapi import APIRouter, Query, Response
 from fastapi.responses import PlainTextResponse, StreamingResponse
 
 from mooncake.compat.master.responses import HttpRefusal, json, unwrap_reply
-from mooncake.config import format_size
 from mooncake.errors import ProtocolError
 from mooncake.store import messages as m
 from mooncake.store.master.context import MasterContext
@@ -20,6 +19,9 @@ from mooncake.transfer.descriptor import decode_descriptor
 from mooncake.types import Tier
 
 KEYS_PER_CHUNK = 4096
+_KINDS = ("values", "disk_values", "local_disk_values", "nof_values")
+_STATES = ("UNDEFINED", "OK", "DRAINING", "DRAINED")
+"""States of a segment, in the order of the existing package's numbers."""
 _VALUES = {Tier.MEMORY: "values", Tier.DEVICE: "values", Tier.SSD: "local_disk_values"}
 
 
@@ -87,9 +89,9 @@ class StoreQueries:
             "segment_name": one.segment,
             "segment_id": str(uuid.UUID(int=one.epoch % (1 << 128))),
             "client_id": one.node or one.segment,
-            "base_address": one.address,
+            "base_address": hex(one.address),
             "size_bytes": one.size_bytes,
-            "size_human": format_size(one.size_bytes),
+            "size_human": f"{one.size_bytes / (1 << 30):g} GiB",
             "te_endpoint": endpoint,
             "protocol": protocol,
             "tier": one.tier,
@@ -139,9 +141,9 @@ def router(context: MasterContext) -> APIRouter:
         answers: dict[str, dict[str, Any]] = {}
         for name, found in zip(names, await queries.inspect(names, tenant_id), strict=True):
             if found is None or found.is_writing:
-                answers[name] = {"ok": False, "error": "OBJECT_NOT_FOUND"}
+                answers[name] = {"ok": False, "error": "OBJECT_NOT_FOUND", **dict.fromkeys(_KINDS)}
             else:
-                answers[name] = {"ok": True, **queries.places(found)}
+                answers[name] = {"ok": True, "error": None, **dict.fromkeys(_KINDS), **queries.places(found)}
         return json({"success": True, "data": answers})
 
     @routes.get("/query_segment")
@@ -151,7 +153,7 @@ def router(context: MasterContext) -> APIRouter:
             one = await queries.segment(segment)
         except HttpRefusal as error:
             return PlainTextResponse(f"Failed to query segment: {error.reason}", 500)
-        text = f"{one.segment}\nUsed(bytes): {one.allocated_bytes}\nCapacity(bytes): {one.size_bytes}\n"
+        text = f"{one.segment}\nUsed(bytes): {one.allocated_bytes}\nCapacity(bytes) : {one.size_bytes}\n"
         return PlainTextResponse(text)
 
     @routes.get("/get_segments_detail")
@@ -164,7 +166,11 @@ def router(context: MasterContext) -> APIRouter:
     async def segment_status(segment: Annotated[str, Query(min_length=1)]) -> Response:
         """State of one segment: OK, DRAINING, DRAINED or UNDEFINED."""
         one = await queries.segment(segment)
-        return json({"success": True, "segment": segment, "status": state_of(one)})
+        state = state_of(one)
+        return json(
+            {"success": True, "segment": segment, "status": _STATES.index(state), "status_name": state}
+            | {"error_code": 0, "error_message": ""}
+        )
 
     return routes
 

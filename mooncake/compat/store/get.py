@@ -26,14 +26,18 @@ from mooncake.compat.store.batches import cut, pick
 from mooncake.compat.store.buffer_pool import BufferHandle
 from mooncake.compat.store.caller_memory import BufferRegistrationCalls, are_accessible, is_accessible
 from mooncake.compat.store.error_codes import StoreCode
+from mooncake.compat.store.public_types import ExistOptions
 from mooncake.compat.store.range_reads import open_reads, read_parts
 from mooncake.compat.store.read_plan import Part
 from mooncake.compat.store.store_session import StoreSession
-from mooncake.errors import InvalidArgument
+from mooncake.errors import InvalidArgument, MooncakeError
 from mooncake.store.client.grants import ReadGrant
+from mooncake.types import Tier
 
 INVALID = int(StoreCode.INVALID_PARAMS)
 MISS = int(StoreCode.OBJECT_NOT_FOUND)
+MAX_PREFETCHES = 128
+"""Most copies to memory that one call starts; further ones are left to the reads."""
 
 
 class ReadCalls(BufferRegistrationCalls):
@@ -149,21 +153,24 @@ class ReadCalls(BufferRegistrationCalls):
 
         return self._in_session("get_size", query, int)
 
-    def is_exist(self, key: str, /) -> int:
+    def is_exist(self, key: str, /, options: ExistOptions | None = None) -> int:
         """Return 1 or 0; negative on failure. A key that exists is leased, so that a get finds it."""
         check_key("is_exist", key)
-        return self._exist("is_exist", [key])[0]
+        return self._exist("is_exist", [key], options)[0]
 
-    def batch_is_exist(self, keys: Sequence[str]) -> list[int]:
+    def batch_is_exist(self, keys: Sequence[str], options: ExistOptions | None = None) -> list[int]:
         """As ``is_exist`` of each."""
-        return self._exist("batch_is_exist", check_keys("batch_is_exist", keys))
+        return self._exist("batch_is_exist", check_keys("batch_is_exist", keys), options)
 
-    def _exist(self, what: str, keys: list[str]) -> list[int]:
+    def _exist(self, what: str, keys: list[str], options: ExistOptions | None) -> list[int]:
         def query(session: StoreSession) -> list[int]:
             at = [i for i, key in enumerate(keys) if is_good_key(key)]
             flags = [0] * len(keys)
             for i, flag in zip(at, session.store.exists(pick(keys, at)), strict=True):
                 flags[i] = int(flag)
+            if options is not None and options.prefetch_to_memory:
+                with contextlib.suppress(MooncakeError):  # the answer stands without it
+                    _start_prefetch(session, [key for key, flag in zip(keys, flags, strict=True) if flag])
             return flags
 
         return self._in_session(what, query, lambda code: [code] * len(keys))
@@ -281,3 +288,15 @@ def read_fragments(
         if not is_good:
             codes[at] = [MISS if code >= 0 else code for code in codes[at]]
     return codes
+
+
+def _start_prefetch(session: StoreSession, keys: Sequence[str]) -> None:
+    """Start copies of objects that are only on an SSD, each to the memory of the SSD's process."""
+    left = MAX_PREFETCHES
+    for key, status in zip(keys, session.store.inspect(list(keys)), strict=True):
+        readable = (
+            [] if status is None else [one for one in status.replicas if one.is_alive and one.is_complete]
+        )
+        if left and readable and all(one.tier is Tier.SSD for one in readable):
+            session.store.copy(key, [readable[0].segment.removesuffix("/ssd")])
+            left -= 1

@@ -41,6 +41,8 @@ class StoreLifecycle:
     def __init__(self) -> None:
         self._life_lock = threading.Lock()
         self._session: StoreSession | None = None
+        self._has_failed = False
+        """Whether ``setup`` failed and ``close`` was not called since."""
         self._finalizer: weakref.finalize[..., StoreLifecycle] | None = None
 
     @property
@@ -58,6 +60,10 @@ class StoreLifecycle:
             if self._session is not None and self._session.is_usable:
                 log.error("setup: this store is already set up; close() it first")
                 return int(StoreCode.INVALID_PARAMS)
+            if self._has_failed:
+                log.error("setup: the last setup of this store failed; close() it before the next")
+                return int(StoreCode.INVALID_PARAMS)
+            self._has_failed = True
             try:
                 session = open_session(arguments().checked())
                 opened(session)
@@ -68,6 +74,7 @@ class StoreLifecycle:
             except MooncakeError as error:
                 log.error(f"setup: {error}")
                 return -1 if isinstance(error, Unavailable) else code_of_error(error)
+            self._has_failed = False
             self._finalizer = weakref.finalize(self, _close_in_thread, session)
             self._finalizer.atexit = False  # exit_hooks.py closes the session at exit
             return int(StoreCode.OK)
@@ -75,7 +82,7 @@ class StoreLifecycle:
     def close(self) -> int:
         """Close the session; always 0. Calls in progress end first, or fail."""
         with self._life_lock:
-            session, self._session = self._session, None
+            session, self._session, self._has_failed = self._session, None, False
             if self._finalizer is not None:
                 self._finalizer.detach()
                 self._finalizer = None

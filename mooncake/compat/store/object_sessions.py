@@ -172,7 +172,7 @@ class ObjectSessionCalls(ReadCalls, WriteCalls):
     def batch_put_from_multi_buffer_ranges(
         self, keys: Sequence[str], all_buffer_ptrs: Rows, all_sizes: Rows, all_dst_offsets: Rows
     ) -> list[int]:
-        """Write ranges: 0 for each key whose ranges were written; -600 without a session or out of bounds."""
+        """Write ranges: their bytes for each key; -600 without a session or out of bounds."""
         what = "batch_put_from_multi_buffer_ranges"
         keys = check_keys(what, keys)
         given = _parts(what, keys, all_dst_offsets, all_buffer_ptrs, all_sizes)
@@ -190,9 +190,10 @@ class ObjectSessionCalls(ReadCalls, WriteCalls):
                     columns = columns_of([parts for _, _, parts in some])
                     outcomes = session.store.write_ranges([grant for _, grant, _ in some], *columns)
                 for (number, _, parts), outcome in zip(some, outcomes, strict=True):
-                    results[number] = _code(outcome)
+                    num_bytes = sum(length for _, _, length in parts)
+                    results[number] = num_bytes if outcome is None else _code(outcome)
                     if outcome is None:
-                        session.client_metrics.count_bytes("write", sum(length for _, _, length in parts))
+                        session.client_metrics.count_bytes("write", num_bytes)
             return results
 
         return self._in_session("batch_put_from_multi_buffer_ranges", act, self._failed(keys))

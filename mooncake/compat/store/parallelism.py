@@ -1,20 +1,25 @@
 # SPDX-License-Identifier: Apache-2.0
 """How a program describes the ranks that share a tensor, and the keys that follow from it.
 
-Only tensor parallelism (TP) divides a tensor. Data parallel (DP) ranks hold the same one, so they share its
-keys: a second put finds it stored. Experts (EP) and stages (PP) have tensors of their own under one name,
-distinguished by a suffix. The classes are the existing package's: attributes are checked when they are set,
-and one that does not exist is an AttributeError.
+Only tensor parallelism (TP) divides a tensor, into equal parts. Ranks of data parallelism (DP), experts (EP)
+and stages (PP) have tensors of their own under one name, distinguished by a suffix. The classes are the
+existing package's: attributes are checked when they are set, and one that does not exist is an
+AttributeError. An object with the same attributes serves as well.
 
-    key                          the whole tensor
-    key_tp_1                     part 1 of it
-    key__parallelism_manifest    how many parts there are, and along which dimension
-    key__writer_1of4_sd0         what writer 1 of 4 contributed
-    key__writer_manifest         how many writers there are
+    key                                  the whole tensor
+    key_tp_1                             part 1 of it
+    key__parallelism_manifest            how many parts there are, and along which dimension
+    key__dp_0of2                         the whole tensor of data parallel rank 0 of 2
+    key__dp_0of2__tp_1of4_sd0            part 1 of 4 of it, along dimension 0
+    key__dp_0of2__parallelism_manifest   how many parts it has
+    key__ep_0of2_eid7, key__pp_1of2_sid3 the tensor of expert 7, or of stage 3
+    key__writer_1of4_sd0                 what writer 1 of 4 contributed
+    key__writer_manifest                 how many writers there are
 """
 
 from __future__ import annotations
 
+import operator
 from collections.abc import Sequence
 from typing import Any
 
@@ -22,17 +27,27 @@ from mooncake.compat.store.partition import Cut, axes_with, box_of, cuts_of, sha
 from mooncake.compat.store.tensor_format import MAX_AXES, Axis, AxisKind, TensorHeader
 
 MODES = ("as_stored", "shard", "full")
-_SUFFIXES = {AxisKind.TP: "tp", AxisKind.EP: "ep", AxisKind.PP: "pp"}
+_ORDER = (AxisKind.DP, AxisKind.TP, AxisKind.EP, AxisKind.PP)
+"""Order of the axes in a key, whatever their order in the program."""
+_PARTITION = operator.attrgetter("rank", "size", "split_dim")
 
 
 class ParallelAxis:
     """One way in which a job is divided, and this process's place in it."""
 
-    __slots__ = ("_kind", "expert_id", "rank", "size", "split_dim", "stage_id")
+    __slots__ = ("expert_id", "kind", "rank", "size", "split_dim", "stage_id")
+
+    kind: str
+    """Kind of parallelism: tp, dp, ep or pp."""
+    rank: int
+    size: int
+    split_dim: int | None
+    expert_id: int | None
+    stage_id: int | None
 
     def __init__(
         self,
-        kind: str = "tp",
+        kind: str = "",
         rank: int = 0,
         size: int = 1,
         split_dim: int | None = None,
@@ -46,16 +61,12 @@ class ParallelAxis:
         self.expert_id = expert_id
         self.stage_id = stage_id
 
-    @property
-    def kind(self) -> str:
-        """Kind of parallelism: tp, dp, ep or pp."""
-        return self._kind
-
-    @kind.setter
-    def kind(self, value: str) -> None:
-        if value not in ("tp", "dp", "ep", "pp"):
-            raise RuntimeError(f"kind {value!r}: tp, dp, ep or pp")
-        self._kind = value
+    def __setattr__(self, name: str, value: Any) -> None:
+        if name == "kind" and not isinstance(value, str):
+            raise TypeError(f"kind {value!r}: a str")
+        if name in ("rank", "size") or (name != "kind" and value is not None):
+            value = operator.index(value)
+        object.__setattr__(self, name, value)
 
     def __repr__(self) -> str:
         return f"<ParallelAxis {self.kind} {self.rank} of {self.size}>"
@@ -104,48 +115,56 @@ def axes_of(parallelism: Any) -> tuple[Axis, ...]:
     """
     if parallelism is None:
         return ()
-    if not isinstance(parallelism, TensorParallelism) or len(parallelism.axes) > MAX_AXES:
-        raise ValueError(f"parallelism {parallelism!r}: a TensorParallelism of at most {MAX_AXES} axes")
-    return tuple(_axis_of(axis) for axis in parallelism.axes)
+    given = getattr(parallelism, "axes", None)
+    if not isinstance(given, list | tuple) or not 1 <= len(given) <= MAX_AXES:
+        raise ValueError(f"parallelism {parallelism!r}: a TensorParallelism of 1 to {MAX_AXES} axes")
+    axes = tuple(_axis_of(axis) for axis in given)
+    if len({axis.kind for axis in axes}) != len(axes):
+        raise ValueError(f"parallelism {parallelism!r}: one axis of a kind")
+    return axes
 
 
-def _axis_of(axis: Any) -> Axis:
-    if not isinstance(axis, ParallelAxis):
-        raise ValueError(f"axis {axis!r}: a ParallelAxis")
-    if not 0 <= axis.rank < axis.size:
-        raise ValueError(f"{axis!r}: the rank is from 0 to one less than the size")
-    kind = AxisKind[axis.kind.upper()]
-    member = {AxisKind.EP: axis.expert_id, AxisKind.PP: axis.stage_id}.get(kind)
-    split_dim = (axis.split_dim or 0) if kind == AxisKind.TP else -1
-    return Axis(kind, axis.rank, axis.size, split_dim, -1 if member is None else member)
-
-
-def tp_axes(rank: int, size: int, split_dim: int) -> tuple[Axis, ...]:
-    """Axes for the calls ``..._with_tp``; none when ``size`` is 1.
+def _axis_of(given: Any) -> Axis:
+    """Check an axis.
 
     Raises:
-        ValueError: there is no such rank.
+        ValueError: it is not one, or has a field that its kind does not have, or lacks one that it needs.
     """
-    if size <= 1:
-        return ()
-    if not 0 <= rank < size:
-        raise ValueError(f"tp_rank {rank} of {size}: the rank is from 0 to one less than the size")
-    return (Axis(AxisKind.TP, rank, size, split_dim),)
+    try:
+        axis = ParallelAxis(given.kind, given.rank, given.size, given.split_dim)
+        axis.expert_id, axis.stage_id = given.expert_id, given.stage_id
+        kind = AxisKind[axis.kind.upper()]
+    except (AttributeError, TypeError, KeyError):
+        raise ValueError(f"axis {given!r}: a ParallelAxis of kind tp, dp, ep or pp") from None
+    if not 0 <= axis.rank < axis.size:
+        raise ValueError(f"{axis!r}: the rank is from 0 to one less than the size")
+    if (kind == AxisKind.TP) != (axis.split_dim is not None):
+        raise ValueError(f"{axis!r}: a split_dim for tp, and for no other kind")
+    member = {AxisKind.EP: axis.expert_id, AxisKind.PP: axis.stage_id}.get(kind, 0)
+    if member is None:
+        raise ValueError(f"{axis!r}: an expert_id for ep, a stage_id for pp")
+    return Axis(kind, axis.rank, axis.size, -1 if axis.split_dim is None else axis.split_dim, member)
+
+
+def tp_axes(size: int, split_dim: int) -> tuple[Axis, ...]:
+    """Axes of the first part for the calls ``..._with_tp``; none when ``size`` is 1."""
+    return (Axis(AxisKind.TP, 0, size, split_dim),) if size > 1 else ()
 
 
 def writer_cut(partition: Any, ndim: int) -> Cut:
-    """Cut for ``(rank, size, split_dim)`` of a tensor with ``ndim`` dimensions.
+    """Cut for an object with ``rank``, ``size`` and ``split_dim``, or a tuple of them.
 
     Raises:
-        ValueError: it is not such a tuple, or is out of range.
+        ValueError: it is neither, or is out of range.
     """
     try:
-        rank, size, split_dim = (int(number) for number in partition)
-    except (TypeError, ValueError):
-        raise ValueError(f"writer_partition {partition!r}: (rank, size, split_dim)") from None
-    if not 0 <= rank < size or not -ndim <= split_dim < ndim:
+        fields = partition if isinstance(partition, list | tuple) else _PARTITION(partition)
+        rank, size, split_dim = (operator.index(number) for number in fields)
+    except (TypeError, ValueError, AttributeError):
+        raise ValueError(f"writer_partition {partition!r}: rank, size and split_dim") from None
+    if not 0 <= rank < size or not 0 <= split_dim < ndim:
         raise ValueError(f"writer_partition {partition!r}: no such rank, or no such dimension of {ndim}")
-    return Cut(rank, size, split_dim % ndim)
+    return Cut(rank, size, split_dim)
 
 
 def shard_header(whole: TensorHeader, axes: Sequence[Axis]) -> TensorHeader:
@@ -160,15 +179,15 @@ def shard_header(whole: TensorHeader, axes: Sequence[Axis]) -> TensorHeader:
 
 
 def group_key(key: str, axes: Sequence[Axis]) -> str:
-    """Key of the tensor that these ranks share, with suffixes for expert and stage."""
-    own = [axis for axis in axes if axis.kind in (AxisKind.EP, AxisKind.PP)]
-    return key + "".join(f"_{_SUFFIXES[axis.kind]}_{_member(axis)}" for axis in own)
+    """Key of the tensor that the ranks of tensor parallelism share."""
+    return part_key(key, [axis for axis in axes if axis.kind != AxisKind.TP])
 
 
 def part_key(key: str, axes: Sequence[Axis]) -> str:
     """Key of the part of exactly these ranks."""
-    ranks = "".join(f"_tp_{axis.rank}" for axis in axes if axis.kind == AxisKind.TP)
-    return group_key(key, axes) + ranks
+    if [axis.kind for axis in axes] == [AxisKind.TP]:
+        return f"{key}_tp_{axes[0].rank}"
+    return key + "".join(_suffix(axis) for axis in sorted(axes, key=lambda axis: _ORDER.index(axis.kind)))
 
 
 def tp_key(key: str, rank: int, size: int) -> str:
@@ -188,5 +207,11 @@ def parallelism_manifest_key(key: str) -> str:
     return key + "__parallelism_manifest"
 
 
-def _member(axis: Axis) -> int:
-    return axis.rank if axis.member_id < 0 else axis.member_id
+def _suffix(axis: Axis) -> str:
+    number = {
+        AxisKind.DP: "",
+        AxisKind.TP: f"_sd{axis.split_dim}",
+        AxisKind.EP: f"_eid{axis.member_id}",
+        AxisKind.PP: f"_sid{axis.member_id}",
+    }[axis.kind]
+    return f"__{axis.kind.name.lower()}_{axis.rank}of{axis.count}{number}"

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Partition of a tensor: the box of each rank, and a wanted box from stored ones.
 
-A dimension is cut as torch's ``chunk`` cuts it: equal parts, the last ones shorter or empty. Several cuts
+A dimension is cut into equal parts; one that is not a multiple of their number cannot be cut. Several cuts
 are applied in order, each to the result of the one before. Knows shapes and ranks only;
 ``tensor_parallel.py`` knows where the parts are stored and how they are read.
 """
@@ -40,28 +40,23 @@ class BoxOverlap:
     """Box within the wanted box."""
 
 
-def extent_of(length: int, rank: int, count: int) -> tuple[int, int]:
-    """Pair (start, stop) of part ``rank``."""
-    step = -(-length // count)
-    start = min(length, rank * step)
-    return start, min(length, start + step)
-
-
 def box_of(shape: Sequence[int], cuts: Sequence[Cut]) -> Box:
     """Box that ``cuts`` select from ``shape``.
 
     Raises:
-        ValueError: there is no such rank or no such dimension.
+        ValueError: there is no such rank or no such dimension, or its length is not a multiple of the count.
     """
     box = [(0, length) for length in shape]
     for cut in cuts:
         if cut.count < 1 or not 0 <= cut.rank < cut.count:
             raise ValueError(f"rank {cut.rank} of {cut.count}: from 0 to one less than the size")
-        if not -len(box) <= cut.dim < len(box):
+        if not 0 <= cut.dim < len(box):
             raise ValueError(f"split_dim {cut.dim}: the tensor has {len(box)} dimensions")
         start, stop = box[cut.dim]
-        first, last = extent_of(stop - start, cut.rank, cut.count)
-        box[cut.dim] = (start + first, start + last)
+        length, rest = divmod(stop - start, cut.count)
+        if rest:
+            raise ValueError(f"split_dim {cut.dim}: {stop - start} is not a multiple of {cut.count}")
+        box[cut.dim] = (start + cut.rank * length, start + (cut.rank + 1) * length)
     return tuple(box)
 
 
@@ -146,9 +141,8 @@ def axes_with(axes: Sequence[Axis], cuts: Sequence[Cut], shape: Sequence[int]) -
     for axis in axes:
         if axis.kind == AxisKind.TP:
             made.append(next(left))
-            dim = made[-1].dim % max(1, len(shape))
-            start, stop = box_of(shape, made)[dim]
-            axis = dataclasses.replace(axis, rank=made[-1].rank, split_dim=dim, extent=stop - start)
+            start, stop = box_of(shape, made)[made[-1].dim]
+            axis = dataclasses.replace(axis, rank=made[-1].rank, extent=stop - start)
         described.append(axis)
     return tuple(described)
 

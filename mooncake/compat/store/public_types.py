@@ -150,12 +150,38 @@ class ReplicateConfig:
         raise AttributeError(f"'ReplicateConfig' object has no attribute {name!r}")
 
     def _items(self) -> Iterator[str]:
+        """Fields in the existing package's form; the optional ones only when they are set."""
         for name in _FIELDS:
             value = getattr(self, name)
-            yield f"{name}: {value if isinstance(value, _Enum) else repr(value)}"
+            if name == "soft_pin_ttl_ms" and value is None:
+                value = "default"
+            elif name in ("preferred_segment", "group_ids", "session_ids") and not value:
+                continue
+            if isinstance(value, _Enum):
+                value = value.name
+            elif isinstance(value, bool):
+                value = int(value)
+            elif isinstance(value, list):
+                value = f"[{', '.join(value)}]"
+            yield f"{name + ' (deprecated)' if name == 'preferred_segment' else name}: {value}"
 
     def __str__(self) -> str:
         return f"ReplicateConfig: {{ {', '.join(self._items())} }}"
+
+
+class ExistOptions:
+    """Options of ``is_exist``, of newer versions: attributes, no arguments."""
+
+    __slots__ = ("prefetch_to_memory",)
+
+    prefetch_to_memory: bool
+    """Start to copy an object that is only on an SSD to the memory of the same process."""
+
+    def __init__(self) -> None:
+        self.prefetch_to_memory = False
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        object.__setattr__(self, name, _exactly(bool)(value))
 
 
 class Descriptor:

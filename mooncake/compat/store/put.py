@@ -227,7 +227,7 @@ def _check_part(part: Any) -> None:
     try:
         view = memoryview(part)
     except TypeError:
-        raise RuntimeError("parts must be 1-D bytes-like") from None
+        raise TypeError(f"parts must be 1-D bytes-like, not {type(part).__name__}") from None
     if view.ndim != 1:
         raise RuntimeError("parts must be 1-D bytes-like")
 

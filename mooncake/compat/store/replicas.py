@@ -6,7 +6,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Sequence
 
-from mooncake.compat.store.arguments import check_key, check_keys, is_good_key
+from mooncake.compat.store.arguments import check_key, check_keys, is_good_key, number
 from mooncake.compat.store.batches import pick
 from mooncake.compat.store.error_codes import StoreCode, code_of_refusal
 from mooncake.compat.store.lifecycle import StoreLifecycle
@@ -21,13 +21,13 @@ from mooncake.compat.store.public_types import (
     TaskType,
 )
 from mooncake.compat.store.store_session import StoreSession
-from mooncake.errors import Refusal
+from mooncake.errors import InvalidArgument, Refusal
 from mooncake.store.messages import JobStatus, ObjectStatus
 from mooncake.types import Tier
 
 NO_TASK = (0, 0)
-_FIRST_HALF = 1
-"""First of the two numbers of a task's id; (0, 0) is not a task."""
+_FIRST_HALF = int.from_bytes(b"mooncake")
+"""First of the two numbers of a task's id, so that one that a program makes up is unknown."""
 
 _STATES = {
     "waiting": TaskStatus.PENDING,
@@ -63,19 +63,38 @@ class ReplicaCalls(StoreLifecycle):
 
     def create_copy_task(self, key: str, targets: Sequence[str]) -> tuple[tuple[int, int], int]:
         """Create a task that copies to each of ``targets``: (id, 0), or ((0, 0), code)."""
-        check_key("create_copy_task", key)
-        segments = check_keys("create_copy_task", targets)
-        return self._begin_task("create_copy_task", lambda session: session.store.copy(key, segments))
+        what = "create_copy_task"
+        check_key(what, key)
+        segments = check_keys(what, targets)
+
+        def begin(session: StoreSession) -> JobStatus | Refusal:
+            if not segments:
+                raise InvalidArgument("targets", segments, "at least one segment")
+            return session.store.copy(key, segments)
+
+        return self._begin_task(what, begin)
 
     def create_move_task(self, key: str, source: str, target: str) -> tuple[tuple[int, int], int]:
-        """As ``create_copy_task``, for a replica that is moved from ``source``."""
+        """As ``create_copy_task``, for a replica that is moved from ``source``; -600 if it has none there."""
+        what = "create_move_task"
         for name in (key, source, target):
-            check_key("create_move_task", name)
-        return self._begin_task("create_move_task", lambda session: session.store.move(key, source, target))
+            check_key(what, name)
+
+        def begin(session: StoreSession) -> JobStatus | Refusal:
+            outcome = session.store.move(key, source, target) if source and source != target else None
+            if outcome is None or (isinstance(outcome, Refusal) and outcome.code == "not_found"):
+                if session.store.inspect([key])[0] is not None:
+                    raise InvalidArgument("source", source, "another segment than target, with a replica")
+                return Refusal("not_found", f"there is no {key!r}")
+            return outcome
+
+        return self._begin_task(what, begin)
 
     def query_task(self, task_id: tuple[int, int]) -> tuple[QueryTaskResponse | None, int]:
         """State of a task: (response, 0), or (None, -1400) for an unknown or forgotten one."""
-        first, job_id = task_id
+        if not isinstance(task_id, tuple | list) or len(task_id) != 2:
+            raise TypeError(f"query_task(): task_id must be a pair of int, not {task_id!r}")
+        first, job_id = (number("query_task", "task_id", half) for half in task_id)
         unknown: tuple[QueryTaskResponse | None, int] = (None, int(StoreCode.TASK_NOT_FOUND))
 
         def query(session: StoreSession) -> tuple[QueryTaskResponse | None, int]:
@@ -136,5 +155,6 @@ def _response(status: JobStatus) -> QueryTaskResponse:
     response.status = _STATES[status.state]
     response.created_at_ms_epoch = int(now_ms - 1000 * status.age_s)
     response.last_updated_at_ms_epoch = int(now_ms - 1000 * status.idle_s)
-    response.message = status.reason
+    is_done = response.status is TaskStatus.SUCCESS and not status.reason
+    response.message = "Task completed successfully" if is_done else status.reason
     return response

@@ -15,24 +15,22 @@ from mooncake.log import get_logger
 
 log = get_logger("mooncake.store")
 
-SUFFIX = ".safetensors"
-
 
 class SafetensorCalls(TensorCalls):
     """Files that hold a tensor under the name of its key."""
 
     def save_tensor_to_safetensor(self, key: str, file_name: str | None = None) -> int:
-        """Write the tensor ``key`` to a file, ``<key>.safetensors`` by default; 0, -704, or -1 on failure."""
+        """Write the tensor ``key`` to a file, named as the key by default; 0, -1100 for a miss, or -600."""
         check_key("save_tensor_to_safetensor", key)
         tensor = self.get_tensor(key)
         if tensor is None:
-            return int(StoreCode.OBJECT_NOT_FOUND)
-        path = Path(key + SUFFIX if file_name is None else file_name)
+            return int(StoreCode.FILE_NOT_FOUND)
+        path = Path(key if file_name is None else file_name)
         try:
             _library().save_file({key: tensor}, path)
         except _errors() as error:
             log.error(f"save_tensor_to_safetensor of {key!r} to {path}: {error}")
-            return int(StoreCode.INTERNAL_ERROR)
+            return int(StoreCode.INVALID_PARAMS)
         return int(StoreCode.OK)
 
     def load_tensor_from_safetensor(self, key: str | None = None, file_name: str = "") -> Tensor | None:

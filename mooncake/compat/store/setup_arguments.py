@@ -94,6 +94,8 @@ _warned: set[str] = set()
 def read_environment(environment: Mapping[str, str] | None = None) -> DropinSettings:
     """Read the settings; warn once per process of each known variable that has no effect.
 
+    An empty variable counts as not set, as with the existing store.
+
     Raises:
         InvalidArgument: a variable's value is not allowed, or the ports are in the wrong order.
     """
@@ -102,7 +104,7 @@ def read_environment(environment: Mapping[str, str] | None = None) -> DropinSett
         if variable in environment and variable not in _warned:
             _warned.add(variable)
             log.warning(f"environment variable {variable} is not honoured: {reason}")
-    settings, _ = load(DropinSettings, {}, environment)
+    settings, _ = load(DropinSettings, {}, {name: value for name, value in environment.items() if value})
     if settings.min_port > settings.max_port:
         raise InvalidArgument(
             "MC_STORE_CLIENT_MIN_PORT", settings.min_port, f"at most {settings.max_port}, the highest port"

@@ -22,15 +22,14 @@ MANIFEST_MAGIC = 0x574D414E
 VERSION = 1
 MAX_DIMS = 8
 MAX_AXES = 4
+MAX_PARTS = 1 << 16
 
 _FIXED = struct.Struct("<IHHiiIIQQ8q8qII")
 _AXIS = struct.Struct("<6iq")
-_MANIFEST = struct.Struct("<IIIiiiII8q")
+_MANIFEST = struct.Struct("<IHHiiiIQ8q")
 
 HEADER_BYTES = _FIXED.size + MAX_AXES * _AXIS.size
 MANIFEST_BYTES = _MANIFEST.size
-_AXIS_COUNT = struct.Struct("<II")
-PARALLELISM_MANIFEST_BYTES = MANIFEST_BYTES + _AXIS_COUNT.size + MAX_AXES * _AXIS.size
 
 DTYPES: dict[str, tuple[int, int]] = {
     "float32": (0, 4),
@@ -74,8 +73,8 @@ class Axis:
     rank: int
     count: int
     split_dim: int = -1
-    member_id: int = -1
-    """Number of the expert (EP) or the stage (PP); -1 for the other kinds."""
+    member_id: int = 0
+    """Number of the expert (EP) or the stage (PP); 0 for the other kinds."""
     extent: int = 0
     """Length of the part along ``split_dim``."""
 
@@ -111,8 +110,6 @@ class TensorManifest:
     shape: tuple[int, ...]
     split_dim: int
     count: int
-    axes: tuple[Axis, ...] = ()
-    """Axes of the first part that was stored; empty for the parts of writers."""
 
 
 def encode(header: TensorHeader) -> bytes:
@@ -129,7 +126,7 @@ def encode(header: TensorHeader) -> bytes:
         HEADER_BYTES,
         number,
         len(header.shape),
-        Layout.SHARD if header.is_shard else Layout.FULL,
+        Layout.SHARD if header.axes else Layout.FULL,
         0,
         HEADER_BYTES,
         header.data_bytes,
@@ -167,17 +164,12 @@ def decode(head: bytes | bytearray | memoryview, size_bytes: int) -> TensorHeade
 
 
 def encode_manifest(manifest: TensorManifest) -> bytes:
-    """Encode the manifest to 96 bytes, and 136 more if it has axes."""
+    """Encode the manifest to 96 bytes."""
     number, _ = DTYPES[manifest.dtype]
-    size = PARALLELISM_MANIFEST_BYTES if manifest.axes else MANIFEST_BYTES
-    shape = _padded(manifest.shape)
-    ndim = len(manifest.shape)
-    head = _MANIFEST.pack(
-        MANIFEST_MAGIC, VERSION, size, number, ndim, manifest.split_dim, manifest.count, 0, *shape
+    shape, ndim = _padded(manifest.shape), len(manifest.shape)
+    return _MANIFEST.pack(
+        MANIFEST_MAGIC, VERSION, MANIFEST_BYTES, number, ndim, manifest.split_dim, manifest.count, 0, *shape
     )
-    if not manifest.axes:
-        return head
-    return head + _AXIS_COUNT.pack(len(manifest.axes), 0) + _axes_bytes(manifest.axes)
 
 
 def decode_manifest(data: bytes) -> TensorManifest:
@@ -191,15 +183,9 @@ def decode_manifest(data: bytes) -> TensorManifest:
     magic, version, size, number, ndim, split_dim, count, _, *shape = _MANIFEST.unpack_from(data)
     if magic != MANIFEST_MAGIC or version != VERSION or size != len(data) or number not in _BY_NUMBER:
         raise ValueError(f"not a manifest: magic {magic:#x}, version {version}, {size} bytes, dtype {number}")
-    if not 0 <= ndim <= MAX_DIMS or count < 1 or not -1 <= split_dim < max(ndim, 1):
+    if not 0 <= ndim <= MAX_DIMS or not 1 <= count <= MAX_PARTS or not -1 <= split_dim < max(ndim, 1):
         raise ValueError(f"not a manifest: {count} parts along {split_dim} of {ndim} dimensions")
-    axes: tuple[Axis, ...] = ()
-    if size == PARALLELISM_MANIFEST_BYTES:
-        num_axes, _ = _AXIS_COUNT.unpack_from(data, MANIFEST_BYTES)
-        if num_axes > MAX_AXES:
-            raise ValueError(f"not a manifest: {num_axes} axes")
-        axes = _axes_in(data, MANIFEST_BYTES + _AXIS_COUNT.size, num_axes)
-    return TensorManifest(_BY_NUMBER[number][0], tuple(shape[:ndim]), split_dim, count, axes)
+    return TensorManifest(_BY_NUMBER[number][0], tuple(shape[:ndim]), split_dim, count)
 
 
 def _check(header: TensorHeader) -> None:

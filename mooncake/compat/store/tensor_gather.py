@@ -20,7 +20,6 @@ from mooncake.compat.store.parallelism import (
     group_key,
     parallelism_manifest_key,
     part_key,
-    tp_key,
     writer_key,
     writer_manifest_key,
 )
@@ -44,6 +43,7 @@ from mooncake.compat.store.store_session import StoreSession
 from mooncake.compat.store.tensor_format import (
     HEADER_BYTES,
     Axis,
+    AxisKind,
     TensorHeader,
     TensorManifest,
     decode,
@@ -83,8 +83,7 @@ class WantedShard:
         cuts = self.cuts()
         if not cuts:
             return not header.is_shard
-        ndim = len(header.shape)
-        return cuts_of(header.axes) == [Cut(cut.rank, cut.count, cut.dim % max(1, ndim)) for cut in cuts]
+        return cuts_of(header.axes) == cuts
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -145,18 +144,22 @@ class TensorGatherCalls(TensorCalls):
 
     def _assemble(self, what: str, wanted: WantedShard) -> TensorWithHeader | None:
         base = group_key(wanted.key, wanted.axes)
-        whole, first = self._read_headers(what, [base, tp_key(base, 0, 2)])
+        others = tuple(axis for axis in wanted.axes if axis.kind != AxisKind.TP)
+        divided = [axis for axis in wanted.axes if axis.kind == AxisKind.TP] or [Axis(AxisKind.TP, 0, 1)]
+        first_key = part_key(wanted.key, (*others, dataclasses.replace(divided[0], rank=0)))
+        whole, first = self._read_headers(what, [base, first_key])
         manifests = [writer_manifest_key(wanted.key), parallelism_manifest_key(base)]
         of_writers, of_ranks = map(_manifest, self._fetch(what, manifests))
         layouts: list[StoredLayout] = []
         if whole is not None and not whole.is_shard:
             layouts.append(StoredLayout(whole.dtype, whole.shape, [base], [box_of(whole.shape, [])]))
         if of_writers is not None:
-            layouts.append(_layout_of_writers(wanted.key, of_writers))
+            layouts += _layout_of_writers(wanted.key, of_writers)
         if of_ranks is not None:
-            layouts.append(_layout_of_axes(wanted.key, of_ranks.dtype, of_ranks.shape, of_ranks.axes))
+            axes = (*others, Axis(AxisKind.TP, 0, of_ranks.count, of_ranks.split_dim))
+            layouts += _layout_of_axes(wanted.key, of_ranks.dtype, of_ranks.shape, axes)
         if first is not None and first.is_shard:
-            layouts.append(_layout_of_axes(wanted.key, first.dtype, first.global_shape, first.axes))
+            layouts += _layout_of_axes(wanted.key, first.dtype, first.global_shape, first.axes)
         for layout in layouts:
             found = self._from_layout(what, wanted, layout)
             if found is not None:
@@ -256,9 +259,14 @@ def _wanted_shards(what: str, keys: Sequence[str], targets: Any) -> list[WantedS
 def _wanted_shard(key: str, target: Any) -> WantedShard:
     if target is None:
         return WantedShard(key, "full", ())
-    if not isinstance(target, ReadTarget):
-        raise ValueError(f"target {target!r}: a ReadTarget")
-    return WantedShard(key, target.mode, axes_of(target.parallelism))
+    try:
+        checked = ReadTarget(target.mode, target.parallelism)
+    except (AttributeError, RuntimeError):
+        raise ValueError(f"target {target!r}: a ReadTarget") from None
+    axes = axes_of(checked.parallelism)
+    if checked.mode == "shard" and not axes:
+        raise ValueError("a shard is named by a parallelism")
+    return WantedShard(key, checked.mode, axes)
 
 
 def _with_header(what: str, key: str, fresh: FetchedObject) -> TensorWithHeader | None:
@@ -273,13 +281,19 @@ def _manifest(fresh: FetchedObject | None) -> TensorManifest | None:
         return None
 
 
-def _layout_of_writers(key: str, manifest: TensorManifest) -> StoredLayout:
+def _layout_of_writers(key: str, manifest: TensorManifest) -> list[StoredLayout]:
     cuts = [Cut(rank, manifest.count, manifest.split_dim) for rank in range(manifest.count)]
-    boxes = [box_of(manifest.shape, [cut]) for cut in cuts]
-    return StoredLayout(manifest.dtype, manifest.shape, [writer_key(key, cut) for cut in cuts], boxes)
+    try:
+        boxes = [box_of(manifest.shape, [cut]) for cut in cuts]
+    except ValueError:
+        return []  # no writer stores such a manifest
+    return [StoredLayout(manifest.dtype, manifest.shape, [writer_key(key, cut) for cut in cuts], boxes)]
 
 
-def _layout_of_axes(key: str, dtype: str, shape: tuple[int, ...], axes: Sequence[Axis]) -> StoredLayout:
-    every = [axes_with(axes, cuts, shape) for cuts in all_cuts(cuts_of(axes))]
-    boxes = [box_of(shape, cuts_of(own)) for own in every]
-    return StoredLayout(dtype, shape, [part_key(key, own) for own in every], boxes)
+def _layout_of_axes(key: str, dtype: str, shape: tuple[int, ...], axes: Sequence[Axis]) -> list[StoredLayout]:
+    try:
+        every = [axes_with(axes, cuts, shape) for cuts in all_cuts(cuts_of(axes))]
+        boxes = [box_of(shape, cuts_of(own)) for own in every]
+    except ValueError:
+        return []  # no rank stores such a header or manifest
+    return [StoredLayout(dtype, shape, [part_key(key, own) for own in every], boxes)]

@@ -1,9 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
 """The calls for tensors that several ranks write and read in parts.
 
-A put of a whole tensor with tensor parallelism stores every part of it, so that the order of ranks does
-not matter; a writer of a writer partition stores its own part only. A reader gets the part that it names,
-if it was stored so; any other part, and the whole, is assembled from the stored parts.
+The calls with ``tp`` take the whole tensor and store every part of it. With a parallelism each rank stores
+its own part: with tensor parallelism alone it passes that part; with other axes besides, or as the writer of
+a writer partition, it passes the whole tensor. The calls ``_from`` memory of the caller take the whole and
+store every part. A tensor is divided into equal parts only. A reader gets the part that it names, if it was
+stored so; any other part, and the whole, is assembled from the stored parts.
 """
 
 from __future__ import annotations
@@ -16,7 +18,6 @@ from mooncake.compat.store.public_types import ReplicateConfig
 from mooncake.compat.store.tensor_gather import TensorGatherCalls
 from mooncake.compat.store.tensor_memory import Tensor
 from mooncake.compat.store.tensor_split import TensorSplitCalls, tensors_at
-from mooncake.compat.store.tensors import INVALID
 
 __all__ = ["ParallelAxis", "ReadTarget", "TensorParallelCalls", "TensorParallelism"]
 
@@ -30,7 +31,7 @@ class TensorParallelCalls(TensorSplitCalls, TensorGatherCalls):
         self, key: str, tensor: Tensor, tp_rank: int = 0, tp_size: int = 1, split_dim: int = 0
     ) -> int:
         """Store every part of the whole ``tensor``; 0 or a code. ``tp_size`` 1 stores it whole."""
-        return self._put_tp("put_tensor_with_tp", [key], [tensor], None, tp_rank, tp_size, split_dim)[0]
+        return self._put_tp("put_tensor_with_tp", [key], [tensor], None, tp_size, split_dim)[0]
 
     def batch_put_tensor_with_tp(
         self,
@@ -41,7 +42,7 @@ class TensorParallelCalls(TensorSplitCalls, TensorGatherCalls):
         split_dim: int = 0,
     ) -> list[int]:
         what = "batch_put_tensor_with_tp"
-        return self._put_tp(what, base_keys, tensors_list, None, tp_rank, tp_size, split_dim)
+        return self._put_tp(what, base_keys, tensors_list, None, tp_size, split_dim)
 
     def pub_tensor_with_tp(
         self,
@@ -53,7 +54,7 @@ class TensorParallelCalls(TensorSplitCalls, TensorGatherCalls):
         split_dim: int = 0,
     ) -> int:
         """As ``put_tensor_with_tp``, with a configuration for the objects."""
-        return self._put_tp("pub_tensor_with_tp", [key], [tensor], config, tp_rank, tp_size, split_dim)[0]
+        return self._put_tp("pub_tensor_with_tp", [key], [tensor], config, tp_size, split_dim)[0]
 
     def batch_pub_tensor_with_tp(
         self,
@@ -65,7 +66,7 @@ class TensorParallelCalls(TensorSplitCalls, TensorGatherCalls):
         split_dim: int = 0,
     ) -> list[int]:
         what = "batch_pub_tensor_with_tp"
-        return self._put_tp(what, base_keys, tensors_list, config, tp_rank, tp_size, split_dim)
+        return self._put_tp(what, base_keys, tensors_list, config, tp_size, split_dim)
 
     def put_tensor_with_tp_from(
         self,
@@ -90,7 +91,7 @@ class TensorParallelCalls(TensorSplitCalls, TensorGatherCalls):
     ) -> list[int]:
         what = "batch_put_tensor_with_tp_from"
         tensors = tensors_at(what, base_keys, buffer_ptrs, sizes)
-        return self._put_tp(what, base_keys, tensors, None, tp_rank, tp_size, split_dim)
+        return self._put_tp(what, base_keys, tensors, None, tp_size, split_dim)
 
     def get_tensor_with_tp(
         self, key: str, tp_rank: int = 0, tp_size: int = 1, split_dim: int = 0
@@ -136,11 +137,12 @@ class TensorParallelCalls(TensorSplitCalls, TensorGatherCalls):
         tensor: Tensor,
         parallelism: TensorParallelism | None = None,
         config: ReplicateConfig | None = None,
-        writer_partition: tuple[int, int, int] | None = None,
+        writer_partition: Any = None,
     ) -> int:
-        """Store the whole ``tensor`` in the parts that ``parallelism`` names, or this writer's part of it.
+        """Store this rank's part, or this writer's part of the whole ``tensor``; without either, the whole.
 
-        0 or a code; -600 when both are given or one is invalid. Without either it is stored whole.
+        With one axis of tensor parallelism ``tensor`` is the part itself, else the part is cut from it.
+        Returns 0 or a code; -600 when both are given or one is invalid.
         """
         what = "put_tensor_with_parallelism"
         return self._put_parallel(what, [key], [tensor], [parallelism], config, [writer_partition])[0]
@@ -151,7 +153,7 @@ class TensorParallelCalls(TensorSplitCalls, TensorGatherCalls):
         tensor: Tensor,
         parallelism: TensorParallelism | None = None,
         config: ReplicateConfig | None = None,
-        writer_partition: tuple[int, int, int] | None = None,
+        writer_partition: Any = None,
     ) -> int:
         """As the put call, replacing an existing object."""
         what = "upsert_tensor_with_parallelism"
@@ -163,7 +165,7 @@ class TensorParallelCalls(TensorSplitCalls, TensorGatherCalls):
         tensors_list: Sequence[Tensor],
         parallelisms: Sequence[TensorParallelism | None] | None = None,
         config: ReplicateConfig | None = None,
-        writer_partitions: Sequence[tuple[int, int, int] | None] | None = None,
+        writer_partitions: Sequence[Any] | None = None,
     ) -> list[int]:
         what = "batch_put_tensor_with_parallelism"
         return self._put_parallel(what, keys, tensors_list, parallelisms, config, writer_partitions)
@@ -174,7 +176,7 @@ class TensorParallelCalls(TensorSplitCalls, TensorGatherCalls):
         tensors_list: Sequence[Tensor],
         parallelisms: Sequence[TensorParallelism | None] | None = None,
         config: ReplicateConfig | None = None,
-        writer_partitions: Sequence[tuple[int, int, int] | None] | None = None,
+        writer_partitions: Sequence[Any] | None = None,
     ) -> list[int]:
         what = "batch_upsert_tensor_with_parallelism"
         return self._put_parallel(what, keys, tensors_list, parallelisms, config, writer_partitions, True)
@@ -186,9 +188,9 @@ class TensorParallelCalls(TensorSplitCalls, TensorGatherCalls):
         size: int,
         parallelism: TensorParallelism | None = None,
         config: ReplicateConfig | None = None,
-        writer_partition: tuple[int, int, int] | None = None,
+        writer_partition: Any = None,
     ) -> int:
-        """As ``put_tensor_with_parallelism`` of the whole tensor whose object lies at ``buffer_ptr``."""
+        """Store every part of the whole tensor whose object lies at ``buffer_ptr``, or this writer's part."""
         return self.batch_put_tensor_with_parallelism_from(
             [key], [buffer_ptr], [size], [parallelism], config, [writer_partition]
         )[0]
@@ -200,7 +202,7 @@ class TensorParallelCalls(TensorSplitCalls, TensorGatherCalls):
         size: int,
         parallelism: TensorParallelism | None = None,
         config: ReplicateConfig | None = None,
-        writer_partition: tuple[int, int, int] | None = None,
+        writer_partition: Any = None,
     ) -> int:
         """As the put call, replacing an existing object."""
         return self.batch_upsert_tensor_with_parallelism_from(
@@ -214,11 +216,11 @@ class TensorParallelCalls(TensorSplitCalls, TensorGatherCalls):
         sizes: Sequence[int],
         parallelisms: Sequence[TensorParallelism | None] | None = None,
         config: ReplicateConfig | None = None,
-        writer_partitions: Sequence[tuple[int, int, int] | None] | None = None,
+        writer_partitions: Sequence[Any] | None = None,
     ) -> list[int]:
         what = "batch_put_tensor_with_parallelism_from"
         tensors = tensors_at(what, keys, buffer_ptrs, sizes)
-        return self._put_parallel(what, keys, tensors, parallelisms, config, writer_partitions)
+        return self._put_parallel(what, keys, tensors, parallelisms, config, writer_partitions, False, True)
 
     def batch_upsert_tensor_with_parallelism_from(
         self,
@@ -227,11 +229,11 @@ class TensorParallelCalls(TensorSplitCalls, TensorGatherCalls):
         sizes: Sequence[int],
         parallelisms: Sequence[TensorParallelism | None] | None = None,
         config: ReplicateConfig | None = None,
-        writer_partitions: Sequence[tuple[int, int, int] | None] | None = None,
+        writer_partitions: Sequence[Any] | None = None,
     ) -> list[int]:
         what = "batch_upsert_tensor_with_parallelism_from"
         tensors = tensors_at(what, keys, buffer_ptrs, sizes)
-        return self._put_parallel(what, keys, tensors, parallelisms, config, writer_partitions, True)
+        return self._put_parallel(what, keys, tensors, parallelisms, config, writer_partitions, True, True)
 
     def get_tensor_with_parallelism(self, key: str, target: ReadTarget | None = None) -> Tensor | None:
         """Part that ``target`` selects; without one, the whole tensor, in whatever parts it was stored."""
@@ -258,5 +260,5 @@ class TensorParallelCalls(TensorSplitCalls, TensorGatherCalls):
     ) -> list[Any]:
         what = "batch_get_tensor_with_parallelism_into"
         if not len(keys) == len(buffer_ptrs) == len(sizes):
-            return [INVALID] * len(keys)
+            return [None] * len(keys)
         return self._read_parallel_into(what, keys, buffer_ptrs, sizes, targets)

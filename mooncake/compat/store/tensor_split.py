@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Splits a whole tensor into the objects of its ranks or writers."""
+"""Makes the objects of ranks or writers from a whole tensor, or from the part that a rank has."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from mooncake.compat.store.parallelism import (
     writer_key,
     writer_manifest_key,
 )
-from mooncake.compat.store.partition import Cut, all_cuts, axes_with, box_of, cuts_of, slices_of
+from mooncake.compat.store.partition import all_cuts, axes_with, box_of, cuts_of, slices_of
 from mooncake.compat.store.public_types import ReplicateConfig
 from mooncake.compat.store.tensor_format import Axis, AxisKind, TensorHeader, TensorManifest, encode_manifest
 from mooncake.compat.store.tensor_memory import Tensor, header_of, in_memory, tensor_at
@@ -38,14 +38,13 @@ class TensorSplitCalls(TensorCalls):
         keys: Sequence[str],
         tensors: Sequence[Tensor],
         config: ReplicateConfig | None,
-        rank: int,
         size: int,
         split_dim: int,
     ) -> list[int]:
         if len(keys) != len(tensors):
             return [INVALID] * len(keys)
         objects = [
-            or_none(what, key, _for_tp, key, tensor, rank, size, split_dim)
+            or_none(what, key, split_tensor, key, tensor, tp_axes(size, split_dim))
             for key, tensor in zip(keys, tensors, strict=True)
         ]
         return self._put_objects(what, objects, config, False)
@@ -59,12 +58,13 @@ class TensorSplitCalls(TensorCalls):
         config: ReplicateConfig | None,
         partitions: Any,
         replace: bool = False,
+        is_from: bool = False,
     ) -> list[int]:
         ways, writers = per_key(parallelisms, len(keys)), per_key(partitions, len(keys))
         if not len(keys) == len(tensors) == len(ways) == len(writers):
             return [INVALID] * len(keys)
         objects = [
-            or_none(what, key, _parts_of, key, tensor, way, writer)
+            or_none(what, key, _parts_of, key, tensor, way, writer, is_from)
             for key, tensor, way, writer in zip(keys, tensors, ways, writers, strict=True)
         ]
         return self._put_objects(what, objects, config, replace)
@@ -107,20 +107,48 @@ def split_tensor(key: str, tensor: Tensor, axes: Sequence[Axis]) -> list[TensorO
     ]
 
 
-def _for_tp(key: str, tensor: Tensor, rank: int, size: int, split_dim: int) -> list[TensorObject]:
-    return split_tensor(key, tensor, tp_axes(rank, size, split_dim))
+def _parts_of(
+    key: str, tensor: Tensor, parallelism: Any, partition: Any, is_from: bool
+) -> list[TensorObject]:
+    """Objects of one put.
 
-
-def _parts_of(key: str, tensor: Tensor, parallelism: Any, partition: Any) -> list[TensorObject]:
+    What the tensor is follows the existing package: with tensor parallelism alone, the part of that rank;
+    with other axes besides, the whole, of which this rank's part is stored; in the caller's memory
+    (``is_from``), the whole, of which all parts are stored.
+    """
     if partition is not None:
         if parallelism is not None:
             raise ValueError("a writer_partition excludes a parallelism")
         return _of_writer(key, in_memory(tensor), partition)
-    axes = axes_of(parallelism)
-    parts = split_tensor(key, tensor, axes)
-    if cuts_of(axes):
-        parts.append(TensorObject(parallelism_manifest_key(group_key(key, axes)), _manifest(tensor, axes)))
-    return parts
+    axes, held = axes_of(parallelism), in_memory(tensor)
+    given = header_of(held)
+    if not cuts_of(axes):
+        return split_tensor(key, held, axes)
+    if is_from:
+        whole, parts = given, split_tensor(key, held, axes)
+    elif len(axes) == 1:
+        whole = _whole_of(given, axes)
+        parts = [tensor_object(part_key(key, axes), held, shard_header(whole, axes))]
+    else:
+        whole, parts = given, [_part(part_key(key, axes), held, given, axes)]
+    cut = cuts_of(axes)[0]
+    manifest = TensorManifest(whole.dtype, whole.shape, cut.dim, cut.count)
+    name = parallelism_manifest_key(group_key(key, axes))
+    return [*parts, TensorObject(name, encode_manifest(manifest))]
+
+
+def _whole_of(part: TensorHeader, axes: Sequence[Axis]) -> TensorHeader:
+    """Header of the tensor of which each rank has a part like this one.
+
+    Raises:
+        ValueError: there is no such dimension.
+    """
+    shape = list(part.shape)
+    for cut in cuts_of(axes):
+        if not 0 <= cut.dim < len(shape):
+            raise ValueError(f"split_dim {cut.dim}: the tensor has {len(shape)} dimensions")
+        shape[cut.dim] *= cut.count
+    return TensorHeader(part.dtype, tuple(shape), tuple(shape))
 
 
 def _of_writer(key: str, held: Tensor, partition: Any) -> list[TensorObject]:
@@ -137,11 +165,3 @@ def _of_writer(key: str, held: Tensor, partition: Any) -> list[TensorObject]:
 def _part(key: str, held: Tensor, whole: TensorHeader, axes: Sequence[Axis]) -> TensorObject:
     box = box_of(whole.shape, cuts_of(axes))
     return tensor_object(key, held[slices_of(box)], shard_header(whole, axes))
-
-
-def _manifest(tensor: Tensor, axes: Sequence[Axis]) -> bytes:
-    whole = header_of(tensor)
-    cuts: list[Cut] = cuts_of(axes)
-    own = axes_with(axes, cuts, whole.shape)
-    first = cuts_of(own)[0]
-    return encode_manifest(TensorManifest(whole.dtype, whole.shape, first.dim, first.count, own))

@@ -144,7 +144,7 @@ class TensorCalls(ReadCalls, WriteCalls):
         return self._get_into_memory("batch_get_tensor_into", keys, buffer_ptrs, sizes)
 
     def get_tensor_into_cuda(self, key: str, tensor: Tensor) -> int:
-        """Fill ``tensor`` on any device; its size in bytes, -704, or -600 when shape or type differ."""
+        """Fill the contiguous ``tensor`` on any device; its bytes, -704, or -600 if shape or type differ."""
         return self.batch_get_tensor_into_cuda([key], [tensor])[0]
 
     def batch_get_tensor_into_cuda(self, keys: Sequence[str], tensors_list: Sequence[Tensor]) -> list[int]:
@@ -298,6 +298,8 @@ def _filled(target: Tensor, source: Tensor | None) -> int:
     if source is None:
         return int(StoreCode.OBJECT_NOT_FOUND)
     if getattr(target, "dtype", None) != source.dtype or target.shape != source.shape:
+        return INVALID
+    if not target.is_contiguous():
         return INVALID
     target.copy_(source)
     return int(source.numel() * source.element_size())

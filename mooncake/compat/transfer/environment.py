@@ -147,6 +147,8 @@ _warned: set[str] = set()
 def read_environment(environment: Mapping[str, str] | None = None) -> EngineSettings:
     """Read the settings; warn once per process of each ``MC_*`` variable that has no effect.
 
+    An empty variable counts as not set, as with the existing engine.
+
     Raises:
         InvalidArgument: a variable's value is not allowed; the message names the variable.
     """
@@ -156,7 +158,7 @@ def read_environment(environment: Mapping[str, str] | None = None) -> EngineSett
         if reason and variable not in _warned:
             _warned.add(variable)
             log.warning(f"environment variable {variable} is not honoured: {reason}")
-    settings, _ = load(EngineSettings, {}, environment)
+    settings, _ = load(EngineSettings, {}, {name: value for name, value in environment.items() if value})
     return settings
 
 

@@ -33,9 +33,9 @@ class SharedSegment:
             os.close(self._memory)
 
     @staticmethod
-    def supported(mmap: bool = True, host_register: bool = False) -> bool:
-        """Whether this kind is supported: plain mappings are, memory pinned for a GPU is not."""
-        return mmap and not host_register
+    def supported(mmap: bool = True, host_register: bool = False, hugetlb: bool = False) -> bool:
+        """Whether this kind is supported: mappings, also of huge pages; memory pinned for a GPU is not."""
+        return mmap and not host_register and (not hugetlb or hasattr(os, "MFD_HUGETLB"))
 
     @staticmethod
     def create(
@@ -47,14 +47,17 @@ class SharedSegment:
         device_id: int = 0,
         mmap: bool = True,
         host_register: bool = False,
+        hugetlb: bool = False,
     ) -> tuple[SharedSegment, bytes]:
         """Make this rank's segment, and the blob that the other ranks need.
+
+        With ``hugetlb`` the memory is made of huge pages of the host's pool, which must have enough.
 
         Raises:
             RuntimeError: not ``supported``.
             InvalidArgument: invalid sizes or ranks.
         """
-        if not SharedSegment.supported(mmap, host_register):
+        if not SharedSegment.supported(mmap, host_register, hugetlb):
             raise RuntimeError(
                 "SharedSegment: only mmap=True, host_register=False is supported; "
                 "register the memory with cudaHostRegister yourself if a GPU is to use it"
@@ -67,8 +70,10 @@ class SharedSegment:
             )
         memory = -1
         if rank_id == owner_rank:
-            memory = os.memfd_create(f"mooncake-{name}"[:200], os.MFD_CLOEXEC)
-            os.ftruncate(memory, size)
+            flags = os.MFD_CLOEXEC | (os.MFD_HUGETLB if hugetlb else 0)
+            memory = os.memfd_create(f"mooncake-{name}"[:200], flags)
+            page = os.fstat(memory).st_blksize  # of huge pages, a file has only whole ones
+            os.ftruncate(memory, -(-size // page) * page)
         segment = SharedSegment(name, size, world_size, owner_rank, memory)
         blob = {
             "name": name,
@@ -100,7 +105,7 @@ class SharedSegment:
                 "blobs", list(blobs), f"{self._world_size}, one from each rank's create() of {self._name!r}"
             )
         if self._memory >= 0:
-            self._map = mmap.mmap(self._memory, self._size)
+            self._map = self._mapped(self._memory)
             return
         try:
             theirs = os.open(path, os.O_RDWR | os.O_CLOEXEC)
@@ -111,13 +116,22 @@ class SharedSegment:
             ) from error
         try:
             is_it = f"mooncake-{self._name}"[:200] in os.readlink(path)
-            if not is_it or os.fstat(theirs).st_size != self._size:
+            if not is_it or os.fstat(theirs).st_size < self._size:
                 raise RuntimeError(
                     f"SharedSegment {self._name!r}: the owner has ended and another process has its id"
                 )
-            self._map = mmap.mmap(theirs, self._size)
+            self._map = self._mapped(theirs)
         finally:
             os.close(theirs)
+
+    def _mapped(self, memory: int) -> mmap.mmap:
+        try:
+            return mmap.mmap(memory, os.fstat(memory).st_size)
+        except OSError as error:
+            raise RuntimeError(
+                f"SharedSegment {self._name!r}: {self._size} bytes cannot be mapped ({error.strerror}); "
+                "for huge pages, raise vm.nr_hugepages"
+            ) from error
 
     def ready(self) -> bool:
         """Whether the memory is mapped."""

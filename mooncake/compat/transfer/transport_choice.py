@@ -142,7 +142,7 @@ def _transports(
     needed = PROTOCOLS[protocol]
     if not needed:
         return (), ""
-    if settings.force_tcp:
+    if settings.force_tcp and (needed != "cuda" or needed in schemes):  # without a GPU NVLink is an error
         return ("tcp",), ""
     wanted = tuple(
         scheme for scheme in BEST_FIRST if scheme in schemes and (scheme != "rdma" or scheme == needed)
@@ -152,7 +152,7 @@ def _transports(
     device = DEVICES.get(needed, f"{needed} transport")
     if needed != "rdma" or settings.force_hca:
         raise EngineCodeError(
-            EngineCode.DEVICE_NOT_FOUND,
+            EngineCode.DEVICE_NOT_FOUND if needed == "rdma" else EngineCode.INVALID_ARGUMENT,
             f"protocol {protocol!r}: this host has no {device}; use 'tcp', or install its drivers",
         )
     return wanted, (

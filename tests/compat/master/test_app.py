@@ -33,16 +33,21 @@ async def test_segments_appear_when_they_are_mounted(served: MasterWithHttp) -> 
     assert await served.ask("/get_all_segments") == (200, "a\n")
     assert await served.ask("/query_segment?segment=a") == (
         200,
-        "a\nUsed(bytes): 0\nCapacity(bytes): 1048576\n",
+        "a\nUsed(bytes): 0\nCapacity(bytes) : 1048576\n",
     )
     status, text = await served.ask("/query_segment?segment=b")
     assert status == 500 and "'b'" in text
     _, detail = await served.ask("/get_segments_detail")
     assert detail["total_segments"] == 1
     segment = detail["segments"][0]
-    assert segment["segment_name"] == "a" and segment["status"] == "OK" and segment["size_human"] == "1MiB"
-    assert segment["allocator_usage_percent"] == 0
-    assert (await served.ask("/api/v1/segments/status?segment=a"))[1]["status"] == "OK"
+    assert (
+        segment["segment_name"] == "a"
+        and segment["status"] == "OK"
+        and segment["size_human"].endswith(" GiB")
+    )
+    assert segment["allocator_usage_percent"] == 0 and int(segment["base_address"], 16) > 0
+    state = (await served.ask("/api/v1/segments/status?segment=a"))[1]
+    assert (state["status"], state["status_name"], state["error_code"]) == (1, "OK", 0)
     assert (await served.ask("/api/v1/segments/status?segment=b"))[0] == 404
 
 
@@ -129,7 +134,10 @@ async def test_without_a_configured_key_all_changes_are_refused(
 
 
 async def test_kv_events_are_off_by_default(served: MasterWithHttp) -> None:
-    assert await served.ask("/kv_events/status") == (200, {"enabled": False})
+    assert await served.ask("/kv_events/status") == (
+        200,
+        {"enabled": False, "published_batches": 0, "published_events": 0, "dropped_events": 0},
+    )
 
 
 async def test_locations_of_keys(served: MasterWithHttp) -> None:
@@ -149,7 +157,9 @@ async def test_locations_of_keys(served: MasterWithHttp) -> None:
     assert found == {"success": False, "error_code": -704, "error_message": "OBJECT_NOT_FOUND"}
     _, batch = await served.ask("/batch_query_keys?keys=a,c")
     assert batch["success"] and batch["data"]["a"]["ok"] and batch["data"]["a"]["values"] == [place]
-    assert batch["data"]["c"] == {"ok": False, "error": "OBJECT_NOT_FOUND"}
+    assert batch["data"]["a"]["error"] is None and batch["data"]["a"]["local_disk_values"] is None
+    missing = batch["data"]["c"]
+    assert (missing["ok"], missing["error"], missing["values"]) == (False, "OBJECT_NOT_FOUND", None)
     outcomes = (await served.rpc.call(m.Remove(["a", "b"], False), 5)).outcomes
     assert outcomes == [True, True], "a query grants no lease"
 
@@ -195,7 +205,7 @@ async def test_a_segment_is_drained_by_a_job(served: MasterWithHttp) -> None:
     assert (status, job["status"]) == (200, "CREATED")
     _, reply = await served.ask(f"/api/v1/drain_jobs/query?job_id={job['job_id']}")
     assert (reply["status"], reply["failed_units"], reply["active_units"]) == ("SUCCEEDED", 0, 0)
-    assert (await served.ask("/api/v1/segments/status?segment=a"))[1]["status"] == "DRAINED"
+    assert (await served.ask("/api/v1/segments/status?segment=a"))[1]["status_name"] == "DRAINED"
     status, answer = await served.ask("/api/v1/drain_jobs", "POST", data='{"segments": ["c"]}')
     assert (status, answer["error_code"]) == (404, -101)
     for path, method in (("query", "GET"), ("cancel", "POST")):
@@ -210,7 +220,7 @@ async def test_a_running_drain_is_cancelled(served: MasterWithHttp) -> None:
     _, job = await served.ask("/api/v1/drain_jobs", "POST", data='{"segments": ["a"]}')
     _, reply = await served.ask(f"/api/v1/drain_jobs/query?job_id={job['job_id']}")
     assert reply["status"] in ("CREATED", "RUNNING") and reply["succeeded_units"] == 0
-    assert (await served.ask("/api/v1/segments/status?segment=a"))[1]["status"] == "DRAINING"
+    assert (await served.ask("/api/v1/segments/status?segment=a"))[1]["status_name"] == "DRAINING"
     _, reply = await served.ask(f"/api/v1/drain_jobs/cancel?job_id={job['job_id']}", "POST")
     assert reply["status"] == "CANCELED"
 

@@ -54,7 +54,7 @@ def test_invalid_values(store: MooncakeDistributedStore) -> None:
     for value in (None, 7, "text", object(), ["a"]):
         with pytest.raises(TypeError, match="put"):
             store.put("wrong", value)
-    with pytest.raises(RuntimeError, match="parts must be 1-D bytes-like"):
+    with pytest.raises(TypeError, match="parts must be 1-D bytes-like"):
         store.put_parts("wrong", b"a", "b")
     with pytest.raises(RuntimeError, match="parts must be 1-D bytes-like"):
         store.put_parts("wrong", np.zeros((2, 2), np.uint8))

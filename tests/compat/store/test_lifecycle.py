@@ -160,6 +160,8 @@ def test_a_name_is_used_once(master: RunningMaster) -> None:
         taken = MooncakeDistributedStore()
         others = ("P2PHANDSHAKE", MIB, MIB, "tcp", "", master.address)
         assert taken.setup(first.get_hostname(), *others) == -600
+        assert taken.setup(f"127.0.0.1:{port}", *others) == -600, "a failed setup is closed first"
+        assert taken.close() == 0
         assert taken.setup(f"127.0.0.1:{port}", *others) == 0
         assert taken.get_hostname() == f"127.0.0.1:{port}"
         taken.close()
@@ -170,6 +172,7 @@ def test_with_an_engine(master: RunningMaster) -> None:
     assert engine.initialize("127.0.0.1", "P2PHANDSHAKE", "tcp", "") == 0
     store = MooncakeDistributedStore()
     assert store.setup("127.0.0.1", "P2PHANDSHAKE", MIB, MIB, "tcp", "", master.address, object()) == -600
+    assert store.close() == 0
     assert (
         store.setup("127.0.0.1", "P2PHANDSHAKE", MIB, MIB, "tcp", "", master.address, engine.get_engine())
         == 0
@@ -191,6 +194,7 @@ def test_other_forms_of_a_host(master: RunningMaster, hostname: str, shown: str)
 def test_several_master_addresses(master: RunningMaster) -> None:
     store = MooncakeDistributedStore()
     assert store.setup(*WORDS, "k8s://default/mooncake") == -600
+    assert store.close() == 0
     assert store.setup(*WORDS, f"127.0.0.1:{free_port()},{master.address}") == 0
     assert store.health_check() == 0
     store.close()

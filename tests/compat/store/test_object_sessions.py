@@ -58,7 +58,9 @@ def test_any_ranges_of_any_object(store: MooncakeDistributedStore, size: int, da
         pointers = [content.ctypes.data + offset for offset, _ in some]
         lengths, offsets = [n for _, n in some], [offset for offset, _ in some]
         assert store.is_exist(key) == 0, "it is not visible before the end"
-        assert store.batch_put_from_multi_buffer_ranges([key], [pointers], [lengths], [offsets]) == [0]
+        assert store.batch_put_from_multi_buffer_ranges([key], [pointers], [lengths], [offsets]) == [
+            sum(lengths)
+        ]
     assert store.batch_put_session_end([key]) == [0]
     assert store.get(key) == content.tobytes()
     assert store.batch_get_session_start([key]) == [0]
@@ -128,7 +130,7 @@ def test_refused_and_incomplete_puts(store: MooncakeDistributedStore) -> None:
     source = np.arange(8, dtype=np.uint8)
     at = source.ctypes.data
     assert store.batch_put_from_multi_buffer_ranges([other], [[at]], [[9]], [[0]]) == [-600]
-    assert store.batch_put_from_multi_buffer_ranges([other], [[at]], [[4]], [[0]]) == [0]
+    assert store.batch_put_from_multi_buffer_ranges([other], [[at]], [[4]], [[0]]) == [4]
     (code,) = store.batch_put_session_end([other])
     assert code < 0, "half of it is missing"
     assert store.is_exist(other) == 0
@@ -147,7 +149,7 @@ def test_pages_of_a_put_session_are_read_one_by_one(store: MooncakeDistributedSt
     assert store.batch_put_session_start([key], [content.size]) == [0]
     pointers = [content.ctypes.data + n * page for n in range(3)]
     offsets = [[n * page for n in range(3)]]
-    assert store.batch_put_from_multi_buffer_ranges([key], [pointers], [[page] * 3], offsets) == [0]
+    assert store.batch_put_from_multi_buffer_ranges([key], [pointers], [[page] * 3], offsets) == [3 * page]
     assert store.batch_put_session_end([key]) == [0]
     assert store.batch_get_session_start([key]) == [0]
     assert read(store, key, [(page, page)]) == (page, content[page : 2 * page].tobytes())

@@ -73,15 +73,24 @@ def test_copy_and_move(pair: tuple[MooncakeDistributedStore, MooncakeDistributed
     assert code == 0 and finish(one, task_id) is TaskStatus.SUCCESS
     response, _ = one.query_task(task_id)
     assert response is not None and response.type is TaskType.REPLICA_MOVE and "SUCCESS" in repr(response)
+    assert response.message == "Task completed successfully"
     assert segments_of(one, "m") == [there]
     assert other.get("m") == b"value"
 
 
 def test_invalid_tasks(pair: tuple[MooncakeDistributedStore, MooncakeDistributedStore]) -> None:
-    one, _ = pair
+    one, other = pair
     assert one.put("k", b"value") == 0
     assert one.create_copy_task("k", ["nowhere"]) == ((0, 0), -600)
     assert one.create_copy_task("none", [one.get_hostname()]) == ((0, 0), -704)
-    assert one.create_move_task("k", "nowhere", one.get_hostname())[1] < 0
+    assert one.create_copy_task("k", []) == ((0, 0), -600)
+    here = segments_of(one, "k")[0]
+    elsewhere = next(name for name in (one.get_hostname(), other.get_hostname()) if name != here)
+    for source, target in (("nowhere", here), (here, here), (elsewhere, here), ("", elsewhere), (here, "no")):
+        assert one.create_move_task("k", source, target) == ((0, 0), -600)
+    assert one.create_move_task("none", here, elsewhere) == ((0, 0), -704)
+    for wrong in ("x", 5, (1, 2, 3), (1, "a")):
+        with pytest.raises(TypeError):
+            one.query_task(wrong)  # type: ignore[arg-type]
     for unknown in ((1, 10**6), (0, 0), (7, 7), (1, -1), (1, 1 << 70)):
         assert one.query_task(unknown) == (None, -1400)

@@ -67,6 +67,7 @@ def test_the_environment(caplog: pytest.LogCaptureFixture) -> None:
         read_environment({"MC_STORE_CLIENT_MIN_PORT": "20000"})
     with pytest.raises(InvalidArgument, match="MC_STORE_CLIENT_SETUP_RETRIES"):
         read_environment({"MC_STORE_CLIENT_SETUP_RETRIES": "many"})
+    assert read_environment({"MC_STORE_CLIENT_SETUP_RETRIES": ""}) == read_environment({})
 
 
 def test_every_variable_is_documented() -> None:

@@ -8,8 +8,9 @@ from pathlib import Path
 
 import pytest
 
-from mooncake.store import MooncakeDistributedStore, ReplicateConfig
+from mooncake.store import ExistOptions, MooncakeDistributedStore, ReplicateConfig
 from tests.compat.store.servers import RunningMaster, a_store
+from tests.waiting import wait_until
 
 MIB = 1 << 20
 
@@ -44,6 +45,28 @@ def test_objects_survive_a_restart(tmp_path: Path) -> None:
 
 
 @pytest.mark.usefixtures("small")
+def test_a_query_may_start_a_copy_to_memory(tmp_path: Path) -> None:
+    master = RunningMaster()
+    value = os.urandom(300_000)
+    with a_store(master, enable_ssd_offload=True, ssd_offload_path=str(tmp_path)) as store:
+        assert store.put("cold", value, durable()) == 0
+        assert store.batch_replica_clear(["cold"], store.get_hostname()) == ["cold"]
+
+        def kinds() -> list[bool]:
+            return sorted(copy.is_memory_replica() for copy in store.get_replica_desc("cold"))
+
+        options = ExistOptions()
+        assert store.is_exist("cold", options) == 1 and kinds() == [False]
+        options.prefetch_to_memory = True
+        assert store.batch_is_exist(["cold", "none"], options) == [1, 0]
+        wait_until(lambda: kinds() == [False, True])
+        assert store.is_exist("cold", options) == 1 and store.get("cold") == value
+        with pytest.raises(TypeError):
+            options.prefetch_to_memory = 1
+    master.close()
+
+
+@pytest.mark.usefixtures("small")
 def test_the_environment_enables_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("MOONCAKE_OFFLOAD_ENABLED", "1")
     monkeypatch.setenv("MOONCAKE_OFFLOAD_FILE_STORAGE_PATH", str(tmp_path / "ssd"))
@@ -68,6 +91,7 @@ def test_an_invalid_path(master: RunningMaster, tmp_path: Path, caplog: pytest.L
     for path in (str(file), str(file / "below"), "/proc/nowhere"):
         assert store.setup(*arguments, enable_ssd_offload=True, ssd_offload_path=path) == -600
         assert path in caplog.text
+        assert store.close() == 0
         caplog.clear()
     assert store.setup(*arguments) == 0
     store.close()

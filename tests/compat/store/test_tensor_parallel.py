@@ -34,9 +34,22 @@ def tp(rank: int, size: int, dim: int = 0) -> TensorParallelism:
 
 
 def part(tensor: torch.Tensor, rank: int, size: int, dim: int) -> torch.Tensor:
-    """Part as torch cuts it; empty for a rank beyond the last chunk."""
-    chunks = tensor.chunk(size, dim)
-    return chunks[rank] if rank < len(chunks) else tensor.narrow(dim, 0, 0)
+    """One of equal parts."""
+    length = tensor.shape[dim] // size
+    return tensor.narrow(dim, rank * length, length)
+
+
+def put_parts(
+    store: MooncakeDistributedStore,
+    key: str,
+    tensor: torch.Tensor,
+    size: int,
+    dim: int,
+    replace: bool = False,
+) -> list[int]:
+    """Every rank puts its part."""
+    put = store.upsert_tensor_with_parallelism if replace else store.put_tensor_with_parallelism
+    return [put(key, part(tensor, rank, size, dim), tp(rank, size, dim)) for rank in range(size)]
 
 
 def equal(found: Any, tensor: torch.Tensor) -> bool:
@@ -51,8 +64,10 @@ def tensors(draw: st.DrawFn) -> torch.Tensor:
 
 
 @st.composite
-def divisions(draw: st.DrawFn, ndim: int) -> tuple[int, int]:
-    return draw(st.integers(1, 4)), draw(st.integers(0, ndim - 1))
+def divisions(draw: st.DrawFn, shape: tuple[int, ...]) -> tuple[int, int]:
+    """Number of equal parts, and the dimension along which they lie."""
+    dim = draw(st.integers(0, len(shape) - 1))
+    return draw(st.sampled_from([size for size in range(1, 5) if shape[dim] % size == 0])), dim
 
 
 @settings(max_examples=60, deadline=None)
@@ -62,21 +77,20 @@ def test_every_reader_gets_its_part_of_every_layout(
 ) -> None:
     key = new_key()
     writer = data.draw(st.sampled_from(["whole", "with_tp", "parallelism", "writers"]))
-    size, dim = data.draw(divisions(tensor.ndim))
+    size, dim = data.draw(divisions(tuple(tensor.shape)))
     if writer == "whole":
         assert store.put_tensor(key, tensor) == 0
     elif writer == "with_tp":
         assert store.put_tensor_with_tp(key, tensor, 0, size, dim) == 0
     elif writer == "parallelism":
-        rank = data.draw(st.integers(0, size - 1))
-        assert store.put_tensor_with_parallelism(key, tensor, tp(rank, size, dim)) == 0
+        assert put_parts(store, key, tensor, size, dim) == [0] * size
     else:
         for rank in data.draw(st.permutations(range(size))):
             partition = (rank, size, dim)
             assert store.put_tensor_with_parallelism(key, tensor, writer_partition=partition) == 0
 
     with mock.patch.object(tensor_gather, "MAX_RUNS", data.draw(st.sampled_from([0, 4096]))):
-        check_readers(store, key, tensor, *data.draw(divisions(tensor.ndim)))
+        check_readers(store, key, tensor, *data.draw(divisions(tuple(tensor.shape))))
 
 
 def check_readers(
@@ -99,27 +113,30 @@ def check_readers(
         assert not tensor_there.numel() or tensor_there.data_ptr() == address + 304
 
 
-@settings(max_examples=30, deadline=None)
-@given(tensors(), st.data())
-def test_two_splits_in_sequence(
-    store: MooncakeDistributedStore, tensor: torch.Tensor, data: st.DataObject
-) -> None:
-    key = new_key()
-    sizes = [data.draw(st.integers(1, 3)) for _ in range(2)]
-    dims = [data.draw(st.integers(0, tensor.ndim - 1)) for _ in range(2)]
-    axes = [ParallelAxis("tp", 0, size, dim) for size, dim in zip(sizes, dims, strict=True)]
-    assert store.put_tensor_with_parallelism(key, tensor, TensorParallelism(axes)) == 0
-    assert equal(store.get_tensor_with_parallelism(key), tensor)
-    for ranks in itertools.product(*map(range, sizes)):
-        for axis, rank in zip(axes, ranks, strict=True):
-            axis.rank = rank
-        first = part(tensor, ranks[0], sizes[0], dims[0])
-        wanted = part(first, ranks[1], sizes[1], dims[1])
-        for mode in ("as_stored", "shard"):
-            assert equal(
-                store.get_tensor_with_parallelism(key, ReadTarget(mode, TensorParallelism(axes))), wanted
-            )
-    assert equal(store.get_tensor_with_parallelism(key, ReadTarget("shard", tp(0, 2))), part(tensor, 0, 2, 0))
+def test_a_rank_of_tensor_parallelism_stores_the_part_that_it_passes(store: MooncakeDistributedStore) -> None:
+    key, tensor = new_key(), torch.arange(24).reshape(4, 6)
+    assert store.put_tensor_with_parallelism(key, part(tensor, 0, 3, 1), tp(0, 3, 1)) == 0
+    assert equal(store.get_tensor_with_tp(key, 0, 3), part(tensor, 0, 3, 1))
+    assert store.get_tensor_with_tp(key, 1, 3) is None
+    assert store.get_tensor_with_parallelism(key, ReadTarget("shard", tp(1, 3, 1))) is None
+    assert store.get_tensor_with_parallelism(key, ReadTarget("full", tp(0, 3, 1))) is None
+    assert put_parts(store, key, tensor, 3, 1) == [0, 0, 0]
+    assert equal(store.get_tensor_with_parallelism(key, ReadTarget("full")), tensor)
+    assert equal(
+        store.get_tensor_with_parallelism(key, ReadTarget("shard", tp(1, 2, 1))), part(tensor, 1, 2, 1)
+    )
+    manifest = decode_manifest(store.get(f"{key}__parallelism_manifest"))
+    assert (manifest.shape, manifest.split_dim, manifest.count) == ((4, 6), 1, 3)
+
+
+def test_a_dimension_is_divided_into_equal_parts_only(store: MooncakeDistributedStore) -> None:
+    key, tensor = new_key(), torch.arange(24).reshape(4, 6)
+    assert store.put_tensor_with_tp(key, tensor, 0, 4, 1) == -600
+    assert store.put_tensor_with_parallelism(key, tensor, writer_partition=(0, 3, 0)) == -600
+    dp_tp = TensorParallelism([ParallelAxis("dp", 0, 2), ParallelAxis("tp", 0, 4, 1)])
+    assert store.put_tensor_with_parallelism(key, tensor, dp_tp) == -600
+    assert put_parts(store, key, tensor, 3, 1) == [0, 0, 0]
+    assert store.get_tensor_with_parallelism(key, ReadTarget("shard", tp(1, 4, 1))) is None
 
 
 def test_parts_have_the_keys_of_the_existing_package(store: MooncakeDistributedStore) -> None:
@@ -140,30 +157,57 @@ def test_parts_have_the_keys_of_the_existing_package(store: MooncakeDistributedS
 
 
 def test_writers_have_the_keys_and_the_manifest_of_the_format(store: MooncakeDistributedStore) -> None:
-    key, tensor = new_key(), torch.arange(10.0)
+    key, tensor = new_key(), torch.arange(24.0)
     assert store.put_tensor_with_parallelism(key, tensor, writer_partition=(1, 4, 0)) == 0
     assert equal(store.get_tensor(f"{key}__writer_1of4_sd0"), part(tensor, 1, 4, 0))
     manifest = decode_manifest(store.get(f"{key}__writer_manifest"))
-    assert (manifest.shape, manifest.split_dim, manifest.count) == ((10,), 0, 4)
+    assert (manifest.shape, manifest.split_dim, manifest.count) == ((24,), 0, 4)
     assert store.get_tensor_with_parallelism(key) is None, "three writers have not stored their parts yet"
     assert equal(
-        store.get_tensor_with_parallelism(key, ReadTarget("shard", tp(2, 5))), part(tensor, 2, 5, 0)
+        store.get_tensor_with_parallelism(key, ReadTarget("shard", tp(3, 8))), part(tensor, 3, 8, 0)
     ), "this part lies within that of writer 1"
 
 
-def test_data_parallel_ranks_share_a_tensor_and_experts_do_not(store: MooncakeDistributedStore) -> None:
+def dp_tp(dp_rank: int, rank: int, size: int, dim: int) -> TensorParallelism:
+    return TensorParallelism([ParallelAxis("dp", dp_rank, 2), ParallelAxis("tp", rank, size, dim)])
+
+
+def test_with_several_axes_a_rank_stores_its_part_of_the_whole(store: MooncakeDistributedStore) -> None:
+    key, tensor = new_key(), torch.arange(24).reshape(4, 6)
+    get = store.get_tensor_with_parallelism
+    assert store.put_tensor_with_parallelism(key, tensor, dp_tp(1, 0, 2, 1)) == 0
+    assert equal(store.get_tensor(f"{key}__dp_1of2__tp_0of2_sd1"), part(tensor, 0, 2, 1))
+    assert get(key, ReadTarget("full", dp_tp(1, 0, 2, 1))) is None, "the other rank has not stored its part"
+    assert store.put_tensor_with_parallelism(key, tensor, dp_tp(1, 1, 2, 1)) == 0
+    other_order = TensorParallelism(list(reversed(dp_tp(1, 1, 2, 1).axes)))
+    for way in (dp_tp(1, 1, 2, 1), other_order):
+        assert equal(get(key, ReadTarget("shard", way)), part(tensor, 1, 2, 1))
+        assert equal(get(key, ReadTarget("full", way)), tensor)
+    assert equal(get(key, ReadTarget("shard", dp_tp(1, 2, 3, 1))), part(tensor, 2, 3, 1))
+    assert equal(get(key, ReadTarget("shard", dp_tp(1, 1, 2, 0))), part(tensor, 1, 2, 0))
+    assert get(key, ReadTarget("shard", dp_tp(0, 1, 2, 1))) is None, "another data parallel rank's"
+    assert get(key, ReadTarget("full")) is None
+
+
+def test_ranks_experts_and_stages_have_tensors_of_their_own(store: MooncakeDistributedStore) -> None:
     key = new_key()
-    for rank in range(2):
-        axes = TensorParallelism([ParallelAxis("dp", rank, 2), ParallelAxis("tp", rank, 2, 0)])
-        assert store.put_tensor_with_parallelism(key, torch.arange(4), axes) == 0
-        found = store.get_tensor_with_parallelism(key, ReadTarget("as_stored", axes))
-        assert equal(found, part(torch.arange(4), rank, 2, 0))
-    for expert in range(2):
-        axes = TensorParallelism([ParallelAxis("ep", 0, 1, expert_id=expert), ParallelAxis("pp", 1, 2)])
-        tensor = torch.full((3,), expert)
-        assert store.put_tensor_with_parallelism(key, tensor, axes) == 0
-        assert equal(store.get_tensor_with_parallelism(key, ReadTarget("full", axes)), tensor)
-    assert equal(store.get_tensor_with_parallelism(key), torch.arange(4))
+    ways = [
+        TensorParallelism([axis])
+        for axis in (
+            ParallelAxis("dp", 0, 2),
+            ParallelAxis("dp", 1, 2),
+            ParallelAxis("ep", 0, 2, expert_id=3),
+            ParallelAxis("ep", 0, 2, expert_id=4),
+            ParallelAxis("pp", 1, 2, stage_id=0),
+        )
+    ]
+    for number, way in enumerate(ways):
+        assert store.put_tensor_with_parallelism(key, torch.full((3,), number), way) == 0
+    for number, way in enumerate(ways):
+        for mode in ("shard", "full", "as_stored"):
+            found = store.get_tensor_with_parallelism(key, ReadTarget(mode, way))
+            assert equal(found, torch.full((3,), number))
+    assert store.get_tensor_with_parallelism(key) is None
 
 
 def test_puts_from_memory_in_the_format(store: MooncakeDistributedStore) -> None:
@@ -182,9 +226,11 @@ def test_puts_from_memory_in_the_format(store: MooncakeDistributedStore) -> None
     assert found.data_ptr() == target.ctypes.data + 304
     found = store.batch_get_tensor_with_tp_into([key, "missing"], [target.ctypes.data] * 2, [400] * 2, 1, 2)
     assert equal(found[0], part(tensor, 1, 2, 1)) and found[1] is None
-    assert store.put_tensor_with_parallelism_from(key + "p", address, size, tp(0, 3, 0)) == 0
+    assert store.put_tensor_with_parallelism_from(key + "p", address, size, tp(0, 2, 0)) == 0
     assert equal(store.get_tensor_with_parallelism(key + "p", ReadTarget("full")), tensor)
-    assert store.put_tensor_with_parallelism_from(key + "q", address, 300, tp(0, 3, 0)) == -600
+    assert store.put_tensor_with_parallelism_from(key + "m", address, size, dp_tp(0, 1, 3, 1)) == 0
+    assert equal(store.get_tensor_with_parallelism(key + "m", ReadTarget("full", dp_tp(0, 0, 3, 1))), tensor)
+    assert store.put_tensor_with_parallelism_from(key + "q", address, 300, tp(0, 2, 0)) == -600
     assert store.batch_put_tensor_with_tp_from([key], [address], []) == [-600]
 
 
@@ -199,7 +245,7 @@ def test_batches(store: MooncakeDistributedStore) -> None:
     writers = [None, None, (0, 1, 0)]
     codes = store.batch_put_tensor_with_parallelism(more, tensors, ways, writer_partitions=writers)
     assert codes == [0, 0, 0]
-    found = store.batch_get_tensor_with_parallelism(more)
+    found = store.batch_get_tensor_with_parallelism(more, [None, ReadTarget("shard", tp(0, 2)), None])
     assert all(equal(a, b) for a, b in zip(found, tensors, strict=True))
     assert store.batch_put_tensor_with_parallelism(more, tensors, ways[:2]) == [-600] * 3
     assert store.batch_get_tensor_with_parallelism(more, [None]) == [None] * 3
@@ -207,9 +253,9 @@ def test_batches(store: MooncakeDistributedStore) -> None:
 
 
 def test_an_upsert_replaces_every_part(store: MooncakeDistributedStore) -> None:
-    key, tensor = new_key(), torch.arange(12).reshape(3, 4)
-    for new, way in ((tensor, tp(0, 2, 0)), (tensor + 1, tp(1, 3, 1)), (tensor + 2, tp(0, 2, 1))):
-        assert store.upsert_tensor_with_parallelism(key, new, way) == 0
+    key, tensor = new_key(), torch.arange(24).reshape(4, 6)
+    for new, size, dim in ((tensor, 2, 0), (tensor + 1, 3, 1), (tensor + 2, 2, 1)):
+        assert put_parts(store, key, new, size, dim, replace=True) == [0] * size
         assert equal(store.get_tensor_with_parallelism(key), new)
         assert equal(store.get_tensor_with_parallelism(key, ReadTarget("shard", tp(1, 2))), new[2:])
     other = new_key()
@@ -231,8 +277,8 @@ def test_groups_reach_every_part(store: MooncakeDistributedStore) -> None:
     config, keys = ReplicateConfig(), [new_key(), new_key()]
     config.group_ids = ["a", "b"]
     tensors = [torch.arange(4)] * 2
-    assert store.batch_pub_tensor_with_tp(keys, tensors, config, 0, 3) == [0, 0]
-    assert store.pub_tensor_with_tp(new_key(), tensors[0], config, 0, 3) == -600, "two groups for one"
+    assert store.batch_pub_tensor_with_tp(keys, tensors, config, 0, 2) == [0, 0]
+    assert store.pub_tensor_with_tp(new_key(), tensors[0], config, 0, 2) == -600, "two groups for one"
     assert config.group_ids == ["a", "b"]
 
 
@@ -245,9 +291,9 @@ def test_invalid_arguments(store: MooncakeDistributedStore) -> None:
     assert put(new_key(), tensor, tp(0, 2), writer_partition=(0, 2, 0)) == -600
     assert put(new_key(), tensor, "tp") == -600  # type: ignore[arg-type]
     for partition in [(2, 2, 0), (0, 2, 1), (0, 2), "abc", (None, 2, 0)]:
-        assert put(new_key(), tensor, writer_partition=partition) == -600  # type: ignore[arg-type]
+        assert put(new_key(), tensor, writer_partition=partition) == -600
     assert put(new_key(), tensor, TensorParallelism([ParallelAxis("dp")] * 5)) == -600
-    assert store.put_tensor_with_tp(new_key(), tensor, 2, 2) == -600
+    assert store.put_tensor_with_tp(new_key(), tensor, 2, 2) == 0, "the rank does not matter"
     assert store.put_tensor_with_tp(new_key(), tensor, 0, 2, 1) == -600
     key = new_key()
     assert store.put_tensor(key, tensor) == 0
@@ -262,8 +308,8 @@ def test_invalid_arguments(store: MooncakeDistributedStore) -> None:
 def test_attributes_are_checked_when_they_are_set() -> None:
     with pytest.raises(RuntimeError):
         ReadTarget().mode = "whole"
-    with pytest.raises(RuntimeError):
-        ParallelAxis().kind = "cp"
+    with pytest.raises(TypeError):
+        ParallelAxis().rank = None  # type: ignore[assignment]
     for thing in (ParallelAxis(), TensorParallelism(), ReadTarget()):
         with pytest.raises(AttributeError):
             thing.other = 1  # type: ignore[union-attr]

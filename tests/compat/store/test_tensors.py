@@ -183,6 +183,7 @@ def test_a_tensor_of_the_caller_is_filled(store: MooncakeDistributedStore) -> No
     assert same(target, torch.ones(3, 4))
     assert store.batch_get_tensor_into_cuda(["missing", key], [target, target[0]]) == [-704, -600]
     assert store.batch_get_tensor_into_cuda([key], []) == [-600]
+    assert store.get_tensor_into_cuda(key, torch.empty(tuple(reversed(target.shape))).t()) == -600
 
 
 def test_functions_of_the_module() -> None:

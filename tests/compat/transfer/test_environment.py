@@ -54,6 +54,10 @@ def test_other_variables_cause_one_warning(
     assert all(record.levelno == logging.WARNING for record in caplog.records)
 
 
+def test_an_empty_variable_counts_as_not_set() -> None:
+    assert read_environment({"MC_MIN_RPC_PORT": "", "MC_FORCE_TCP": ""}) == read_environment({})
+
+
 def test_a_bad_value_names_its_variable() -> None:
     with pytest.raises(InvalidArgument, match="MC_TRANSFER_TIMEOUT"):
         read_environment({"MC_TRANSFER_TIMEOUT": "soon"})

@@ -7,6 +7,7 @@ import ctypes
 import json
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 
@@ -65,3 +66,16 @@ def test_unsupported_kinds_are_refused() -> None:
     segment.complete([blob])
     with pytest.raises(RuntimeError, match="base_addr"):
         segment.device_addr()
+
+
+def test_huge_pages_are_those_of_the_hosts_pool() -> None:
+    assert SharedSegment.supported(hugetlb=True) and not SharedSegment.supported(mmap=False, hugetlb=True)
+    lines = Path("/proc/meminfo").read_text().splitlines()
+    free = next(line for line in lines if line.startswith("HugePages_Free"))
+    segment, blob = SharedSegment.create("huge", 4096, 1, 0, hugetlb=True)
+    if int(free.split()[1]):
+        segment.complete([blob])
+        assert segment.ready() and segment.size() == 4096
+    else:
+        with pytest.raises(RuntimeError, match="nr_hugepages"):
+            segment.complete([blob])

@@ -65,6 +65,9 @@ def test_without_the_device() -> None:
     assert refused.value.number == EngineCode.DEVICE_NOT_FOUND
     with pytest.raises(EngineCodeError, match="no CUDA device"):
         choice(protocol="nvlink", schemes=few)
+    with pytest.raises(EngineCodeError, match="no CUDA device"):
+        choice(protocol="nvlink", schemes=few, force_tcp=True)
+    assert choice(protocol="nvlink", force_tcp=True).flags["transports"] == ("tcp",)
     for protocol in ("", "TCP", "xgmi", "efa", "anything"):
         with pytest.raises(InvalidArgument, match="allowed: tcp"):
             choice(protocol=protocol)
