@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Upstream's ``mooncake.structured_object_store``, by its name; see ``compat/objects/``."""
 
-from mooncake.compat.objects.surface import (
+from mooncake.compat.objects.transfer import (
     DATAPROTO_REF_HANDLE_TYPE,
     DATAPROTO_REF_HANDLE_VERSION,
     DEFAULT_BUNDLE_CHUNK_BYTES,

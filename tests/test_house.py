@@ -29,10 +29,12 @@ FLOORS: list[set[str]] = [
     {
         "async_store",
         "buffer_pool",
+        "dataproto_catalog",
         "engine",
         "http_metadata_server",
         "mooncake_config",
         "mooncake_store_service",
+        "structured_object_store",
     },
     {"compat"},
     {"store"},
@@ -77,6 +79,8 @@ CORES = {
     "store.master.snapshot",
     "store.master.change_log",
     "store.client.columns",
+    "compat.objects.catalog",
+    "compat.objects.manifest",
     "compat.store.parallelism",
     "compat.store.partition",
     "compat.store.read_plan",
@@ -189,6 +193,7 @@ WORLDLY = {
 # no module here needs to import them.
 DOORS = {
     *("async_store", "buffer_pool", "mooncake_config"),
+    *("dataproto_catalog", "structured_object_store"),
     "__main__",
     "cli",
     "compat.programs.client",

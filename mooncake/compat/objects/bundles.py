@@ -17,8 +17,7 @@ import numpy as np
 
 from mooncake.compat.objects import manifest
 from mooncake.compat.objects.chunk_reader import ChunkReader, MemberRead, whole
-from mooncake.compat.objects.chunk_removal import remove_keys
-from mooncake.compat.objects.chunk_writer import ChunkWriter
+from mooncake.compat.objects.chunk_writer import ChunkWriter, remove_keys
 from mooncake.compat.objects.manifest import BundleManifest, RemoteBundleRef, StoredMember
 from mooncake.compat.objects.values import BundleTransferPolicy
 

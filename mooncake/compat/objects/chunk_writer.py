@@ -17,7 +17,6 @@ from typing import Any, TypeAlias
 import numpy as np
 import numpy.typing as npt
 
-from mooncake.compat.objects.chunk_removal import remove_keys
 from mooncake.compat.objects.manifest import StoredChunk, StoredMember
 from mooncake.compat.objects.storage_group import for_keys
 from mooncake.compat.objects.values import BundleTransferPolicy, TensorObjectBuffer
@@ -27,11 +26,12 @@ log = get_logger("mooncake.store")
 
 Bytes: TypeAlias = npt.NDArray[np.uint8]
 
-DEFAULT_CHUNK_BYTES = 64 << 20
+DEFAULT_BUNDLE_CHUNK_BYTES = 64 << 20
 SMALL_BYTES = 1 << 20
 """Members below this size are put by value: registering memory costs more than copying it."""
 MAX_COLLECTED_BYTES = 64 << 20
 ALREADY_REGISTERED = -600
+GONE = -704
 
 
 @dataclass(frozen=True, slots=True)
@@ -290,3 +290,20 @@ def registered(store: Any, address: int, size: int) -> Iterator[bool]:
     finally:
         if code == 0:
             store.unregister_buffer(address)
+
+
+def remove_keys(store: Any, keys: Sequence[str]) -> None:
+    """Remove objects, leased ones too. What is already gone, by eviction or by another process, is no error.
+
+    Raises:
+        RuntimeError: some are still there.
+    """
+    left = list(dict.fromkeys(keys))
+    batch_remove = getattr(store, "batch_remove", None)
+    if callable(batch_remove) and left:
+        codes = batch_remove(left, True)
+        left = [key for key, code in zip(left, codes, strict=True) if code not in (0, GONE)]
+    failed = {key: code for key in left if (code := store.remove(key, True)) not in (0, GONE)}
+    if failed:
+        key, code = next(iter(failed.items()))
+        raise RuntimeError(f"remove failed for {len(failed)} keys, one is {key}: {code}")

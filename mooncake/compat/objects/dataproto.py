@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """The fields of a DataProto: their sections, their number of rows, and how they become members.
 
-A DataProto is any object with ``batch``, ``non_tensor_batch`` and ``meta_info``, which are mappings. Fields of
-``batch`` are members as they are; those of ``non_tensor_batch`` too, unless they are Python objects, which a
-codec encodes. Knows no store.
+A DataProto is any object with ``batch``, ``non_tensor_batch`` and ``meta_info``, which are mappings. Fields
+of ``batch`` are members as they are; those of ``non_tensor_batch`` too, unless they are Python objects, which
+a codec encodes. Knows no store.
 """
 
 from __future__ import annotations

@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """Arrays in a lease of the program's buffer pool, and the return of such leases.
 
-The lease of a result goes back to the pool when ``release_result`` is called with it, or else when
-no array refers to its memory any more. After ``release_result`` the result must not be used: the pool
-may have given its memory to another one.
+The lease of a result goes back to the pool when ``release_result`` is called with it, or else with the last
+array that refers to its memory. After ``release_result`` the result must not be used: the pool may have
+given its memory to another one.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ OWNER = "_mooncake_pool_owner"
 
 
 class PoolLease:
-    """A lease that is released once, by whoever comes first."""
+    """A lease that is released once, by the first of several calls."""
 
     def __init__(self, lease: Any) -> None:
         self._lease = lease

@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """``MooncakeBundleTransfer``: structured objects and DataProto in a store, by the existing package's calls.
 
+Also the place from which ``mooncake.structured_object_store`` takes its public names.
 The calls check their arguments and put together what the modules beside this one do. An object is written
 once and never changed: fields that are appended go to new objects, and the reference that an append returns
 is the only one that has them.
@@ -16,7 +17,7 @@ from typing import Any, Literal
 
 from mooncake.compat.objects.bundles import Bundles
 from mooncake.compat.objects.chunk_reader import MemberPlan, carry_out
-from mooncake.compat.objects.chunk_writer import DEFAULT_CHUNK_BYTES
+from mooncake.compat.objects.chunk_writer import DEFAULT_BUNDLE_CHUNK_BYTES
 from mooncake.compat.objects.columns import read_column
 from mooncake.compat.objects.dataproto import (
     DataSections,
@@ -28,9 +29,15 @@ from mooncake.compat.objects.dataproto import (
 )
 from mooncake.compat.objects.dataproto_ref import (
     BATCH,
+    DATAPROTO_REF_HANDLE_TYPE,
+    DATAPROTO_REF_HANDLE_VERSION,
     DataProtoRefLike,
     MooncakeDataProtoRef,
+    StructuredFieldLocation,
     dataproto_ref,
+    export_dataproto_ref,
+    import_dataproto_ref,
+    is_dataproto_ref_handle,
 )
 from mooncake.compat.objects.leased_arrays import release_leases
 from mooncake.compat.objects.manifest import BundleManifest, RemoteBundleRef, StoredMember
@@ -45,10 +52,40 @@ from mooncake.compat.objects.values import (
     StructuredObjectPayload,
     StructuredObjectReadSpec,
     StructuredObjectResult,
+    raw_destination,
+    tensor_object_buffer,
 )
 from mooncake.log import get_logger
 
 log = get_logger("mooncake.store")
+
+__all__ = [
+    "DATAPROTO_REF_HANDLE_TYPE",
+    "DATAPROTO_REF_HANDLE_VERSION",
+    "DEFAULT_BUNDLE_CHUNK_BYTES",
+    "BundleStore",
+    "BundleTransferPolicy",
+    "DataProtoRefLike",
+    "FieldSchema",
+    "MooncakeBundleTransfer",
+    "MooncakeDataProtoRef",
+    "RemoteBundleRef",
+    "StructuredFieldLocation",
+    "StructuredMemberSlice",
+    "StructuredObjectPayload",
+    "StructuredObjectReadSpec",
+    "StructuredObjectResult",
+    "export_dataproto_ref",
+    "export_ref",
+    "import_dataproto_ref",
+    "import_ref",
+    "is_dataproto_ref_handle",
+    "raw_destination",
+    "tensor_object_buffer",
+]
+
+export_ref = export_dataproto_ref
+import_ref = import_dataproto_ref
 
 WRAPPED = "__mooncake_wrapped_object__"
 PAYLOAD_TYPES = ("dataproto", "dict")
@@ -67,7 +104,7 @@ class MooncakeBundleTransfer:
         self,
         store: BundleStore,
         key_prefix: str = "bundle",
-        default_chunk_bytes: int = DEFAULT_CHUNK_BYTES,
+        default_chunk_bytes: int = DEFAULT_BUNDLE_CHUNK_BYTES,
         buffer_pool: Any = None,
     ) -> None:
         self._bundles = Bundles(store, key_prefix, default_chunk_bytes, buffer_pool)
