@@ -95,7 +95,7 @@ class BundleManifest:
             "buffers": {name: member.document() for name, member in self.members.items()},
         }
         if self.other_ids:
-            found["buffer_object_ids"] = list(self.other_ids)
+            found["buffer_object_ids"] = [self.object_id, *self.other_ids]
         if self.replaced_keys:
             found["cleanup_keys"] = list(self.replaced_keys)
         return found
@@ -142,7 +142,8 @@ def check(manifest: Mapping[str, Any], manifest_key: str, prefix: str) -> Bundle
         kind = (manifest.get("version"), manifest.get("layout"))
         raise ValueError(f"unsupported bundle manifest: version and layout {kind}, not {(VERSION, LAYOUT)}")
     object_id = _object_id(manifest.get("object_id"))
-    other_ids = tuple(_object_id(other) for other in _list(manifest, "buffer_object_ids"))
+    known_ids = [_object_id(other) for other in _list(manifest, "buffer_object_ids")]
+    other_ids = tuple(other for other in known_ids if other != object_id)
     roots = tuple(f"{prefix}/{known}/" for known in (object_id, *other_ids))
     if manifest_key != f"{prefix}/{object_id}/manifest":
         raise ValueError(

@@ -40,6 +40,13 @@ def test_a_manifest_comes_back_as_it_was_written() -> None:
     assert found.document() == a_manifest()
     assert found.keys(KEY)[0] == KEY
     assert len(found.keys(KEY)) == 5
+    appended = a_manifest() | {
+        "buffer_object_ids": ["train/1", "train/0"],
+        "cleanup_keys": ["rl/train/0/manifest"],
+    }
+    found = check(appended, KEY, "rl")
+    assert found.document() == appended and found.other_ids == ("train/0",)
+    assert found.keys(KEY)[-1] == "rl/train/0/manifest"
 
 
 @pytest.mark.parametrize(
