@@ -29,10 +29,12 @@ FLOORS: list[set[str]] = [
     {
         "async_store",
         "buffer_pool",
+        "dataproto_catalog",
         "engine",
         "http_metadata_server",
         "mooncake_config",
         "mooncake_store_service",
+        "structured_object_store",
     },
     {"compat"},
     {"store"},
@@ -74,6 +76,8 @@ CORES = {
     "store.master.catalog_events",
     "store.master.snapshot",
     "store.client.grants",
+    "compat.objects.catalog",
+    "compat.objects.manifest",
     "compat.store.parallelism",
     "compat.store.partition",
     "compat.store.read_plan",
@@ -164,6 +168,7 @@ WORLDLY = {
 # no module here needs to import them.
 DOORS = {
     *("async_store", "buffer_pool", "mooncake_config"),
+    *("dataproto_catalog", "structured_object_store"),
     "__main__",
     "cli",
     "cli.bench.gloo_process",

@@ -30,7 +30,7 @@ class FetchedObject:
     __slots__ = ("_memory", "address", "size_bytes")
 
     def __init__(self, size_bytes: int) -> None:
-        self._memory = _torch().empty(_LEAD_BYTES + size_bytes, dtype=_torch().uint8)
+        self._memory = load_torch().empty(_LEAD_BYTES + size_bytes, dtype=load_torch().uint8)
         self.address: int = self._memory.data_ptr() + _LEAD_BYTES
         self.size_bytes = size_bytes
 
@@ -67,9 +67,9 @@ def tensor_at(address: int, size_bytes: int) -> Tensor:
         raise ValueError(f"{size_bytes} bytes at {address:#x} are not in main memory")
     header = decode(ctypes.string_at(address, min(HEADER_BYTES, size_bytes)), size_bytes)
     if not header.data_bytes:
-        return _shaped(_torch().empty(0, dtype=_torch().uint8), header)
+        return _shaped(load_torch().empty(0, dtype=load_torch().uint8), header)
     memory = (ctypes.c_uint8 * header.data_bytes).from_address(address + HEADER_BYTES)
-    return _shaped(_torch().frombuffer(memory, dtype=_torch().uint8), header)
+    return _shaped(load_torch().frombuffer(memory, dtype=load_torch().uint8), header)
 
 
 def place(tensor: Tensor, header: TensorHeader, address: int, size_bytes: int) -> Tensor:
@@ -105,7 +105,7 @@ def in_memory(tensor: Tensor) -> Tensor:
     Raises:
         ValueError: it is not a dense tensor.
     """
-    torch = _torch()
+    torch = load_torch()
     if not isinstance(tensor, torch.Tensor) or tensor.layout != torch.strided or tensor.is_quantized:
         raise ValueError(f"{type(tensor).__name__} is not a dense torch.Tensor")
     return tensor.detach().resolve_conj().resolve_neg().to("cpu").contiguous()
@@ -129,15 +129,16 @@ def header_of(tensor: Tensor) -> TensorHeader:
 
 
 def empty(dtype: str, shape: tuple[int, ...]) -> Tensor:
-    return _torch().empty(shape, dtype=getattr(_torch(), dtype))
+    return load_torch().empty(shape, dtype=getattr(load_torch(), dtype))
 
 
 def _shaped(memory: Tensor, header: TensorHeader) -> Tensor:
-    dtype = getattr(_torch(), header.dtype)
+    dtype = getattr(load_torch(), header.dtype)
     if not header.data_bytes:
-        return _torch().empty(header.shape, dtype=dtype)
+        return load_torch().empty(header.shape, dtype=dtype)
     return memory.view(dtype).view(header.shape)
 
 
-def _torch() -> Any:
+def load_torch() -> Any:
+    """The module ``torch``, imported with the first call that needs it."""
     return importlib.import_module("torch")

@@ -1,0 +1,207 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Columns of a DataProto that are Python objects: their description in a handle, and how they are read.
+
+``row_codecs.py`` and ``nested_rows.py`` know the codecs; this module reads the arrays of a column first, and
+then only the bytes of the rows that are wanted.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, TypeAlias
+
+import numpy as np
+
+from mooncake.compat.objects import media_rows, row_codecs
+from mooncake.compat.objects.chunk_reader import ChunkReader, MemberPlan, MemberRead, together, whole
+from mooncake.compat.objects.manifest import StoredMember
+from mooncake.compat.objects.members import array_layout, read_member
+from mooncake.compat.objects.nested_rows import assemble, check_tree, encode_nested, node_arrays
+from mooncake.compat.objects.row_codecs import EncodedRows
+from mooncake.compat.objects.rows import RowSelection
+from mooncake.compat.objects.values import FieldSchema
+
+Access: TypeAlias = Callable[[str], tuple[Any, StoredMember]]
+"""Specification and place of a member of the column, by its name in the column."""
+
+
+def encode_column(path: str, values: Sequence[Any], schema: FieldSchema | None) -> EncodedRows:
+    """Encode a column by its schema, or with the codec that fits its values.
+
+    Raises:
+        AttributeError, TypeError, ValueError: a value does not fit, or no codec stores them.
+    """
+    if schema is not None and not schema.nullable and any(value is None for value in values):
+        raise ValueError(f"FieldSchema for {path!r} is not nullable")
+    if schema is not None and schema.codec != "auto":
+        keys = schema.metadata.get("keys")
+        return row_codecs.encode_rows(schema.codec, values, schema.metadata.get("dtype"), keys)
+    codec = row_codecs.infer_codec(values)
+    if codec is None:
+        raise ValueError(f"unsupported structured non-tensor field {path}: unable to infer a safe codec")
+    if codec == row_codecs.RECURSIVE:
+        return encode_nested(path, values)
+    return row_codecs.encode_rows(codec, values)
+
+
+def read_column(
+    reader: ChunkReader, document: Any, num_rows: int, access: Access, selected: RowSelection | None
+) -> MemberPlan:
+    """Plan to read the rows of a column that ``document`` describes.
+
+    Raises:
+        ValueError: the description is wrong, or its members do not fit it.
+    """
+    codec = document.get("codec") if isinstance(document, Mapping) else None
+    metadata = document.get("metadata") if isinstance(document, Mapping) else None
+    if not isinstance(metadata, Mapping) or document.get("rows") != num_rows:
+        raise ValueError(f"column of codec {codec!r} does not describe {num_rows} rows")
+    column = _Column(reader, num_rows, access, selected)
+    if codec == row_codecs.RECURSIVE:
+        return column.nested(metadata)
+    if codec == row_codecs.TENSOR_DICT:
+        return column.tensor_dicts(metadata)
+    return column.leaf(str(codec), metadata, "")
+
+
+class _Column:
+    """Plans for the members of one column."""
+
+    def __init__(
+        self, reader: ChunkReader, num_rows: int, access: Access, selected: RowSelection | None
+    ) -> None:
+        self._reader = reader
+        self._num_rows = num_rows
+        self._access = access
+        self._selected = selected
+        self._num_selected = num_rows if selected is None else len(selected)
+
+    def leaf(self, codec: str, metadata: Mapping[str, Any], prefix: str) -> MemberPlan:
+        if codec in row_codecs.ROW_BYTES or codec == "media_bytes":
+            return self._ragged(codec, metadata, prefix)
+        if codec in row_codecs.TYPED:
+            return self._typed(codec, metadata, prefix)
+        if codec == "ndarray":
+            return self._fixed(prefix)
+        if codec == "media_list_ragged":
+            return self._media_lists(metadata, prefix)
+        raise ValueError(f"unsupported codec: {codec!r}")
+
+    def nested(self, metadata: Mapping[str, Any]) -> MemberPlan:
+        check_tree(metadata)
+        leaves = metadata["leaves"]
+        names = [*node_arrays(metadata["nodes"]), *(f"leaf.{n}.missing" for n in range(len(leaves)))]
+        plans = {name: self._array(name) for name in names}
+        for number, leaf in enumerate(leaves):
+            if not isinstance(leaf, Mapping) or not isinstance(leaf.get("metadata"), Mapping):
+                raise ValueError(f"leaf {number} is no column")
+            plans[f"leaf.{number}"] = self.leaf(str(leaf.get("codec")), leaf["metadata"], f"leaf.{number}.")
+        found = yield from together(plans)
+        columns = [found[f"leaf.{number}"] for number in range(len(leaves))]
+        return assemble(metadata, found, columns, self._num_selected)
+
+    def tensor_dicts(self, metadata: Mapping[str, Any]) -> MemberPlan:
+        keys, codecs = metadata.get("keys"), metadata.get("key_codecs")
+        if not isinstance(keys, list) or not isinstance(codecs, Mapping) or codecs.keys() != set(keys):
+            raise ValueError(f"{row_codecs.TENSOR_DICT}: no keys")
+        plans = {"null_mask": self._array("null_mask")}
+        plans |= {f"{key}.": self.leaf("ragged_tensor", codecs[key], f"{key}.") for key in keys}
+        found = yield from together(plans)
+        nulls = found["null_mask"]
+        row_codecs.check_nulls(row_codecs.TENSOR_DICT, nulls, self._num_selected)
+        return [
+            None
+            if is_null
+            else {key: found[f"{key}."][row] for key in keys if found[f"{key}."][row] is not None}
+            for row, is_null in enumerate(nulls.tolist())
+        ]
+
+    def _array(self, name: str, rows: bool = True) -> MemberPlan:
+        spec, member = self._access(name)
+        if not isinstance(spec, Mapping) or spec.get("encoding") != "ndarray":
+            raise ValueError(f"member {name} of a column is no array")
+        _, shape = array_layout(name, spec, member.size_bytes)
+        if rows and (not shape or shape[0] != self._num_rows):
+            raise ValueError(f"member {name} of a column does not have {self._num_rows} rows")
+        return read_member(self._reader, name, spec, member, rows=self._selected if rows else None)
+
+    def _whole_arrays(self, prefix: str, names: Sequence[str]) -> MemberPlan:
+        found = yield from together({name: self._array(f"{prefix}{name}", rows=False) for name in names})
+        return found
+
+    def _ragged(self, codec: str, metadata: Mapping[str, Any], prefix: str) -> MemberPlan:
+        _, member = self._access(f"{prefix}data")
+        index = yield from self._whole_arrays(prefix, row_codecs.RAGGED_INDEX)
+        row_codecs.check_index(codec, index, self._num_rows, member.size_bytes)
+        data = yield from _bytes(member, self._runs(index["offsets"], 1, member))
+        values = row_codecs.decode_ragged(codec, self._pick(index), data)
+        if codec != "media_bytes":
+            return values
+        return media_rows.decode(values, self._pick_list(metadata.get("media_encodings")))
+
+    def _typed(self, codec: str, metadata: Mapping[str, Any], prefix: str) -> MemberPlan:
+        spec, member = self._access(f"{prefix}data")
+        dtype, shape = array_layout(f"{prefix}data", spec, member.size_bytes)
+        index = yield from self._whole_arrays(prefix, row_codecs.TYPED_INDEX)
+        if len(shape) != 1 or dtype.kind not in row_codecs.NUMBERS:
+            raise ValueError(f"{codec}: data is {dtype} of {shape}")
+        row_codecs.check_index(codec, index, self._num_rows, shape[0])
+        data = yield from _bytes(member, self._runs(index["offsets"], dtype.itemsize, member))
+        if metadata.get("row_format") == "mixed":
+            metadata = {**metadata, "ndarray_rows": self._pick_list(metadata.get("ndarray_rows"))}
+        return row_codecs.decode_typed(codec, metadata, self._pick(index), data.view(dtype))
+
+    def _fixed(self, prefix: str) -> MemberPlan:
+        plans = {name: self._array(f"{prefix}{name}") for name in ("nulls", "data")}
+        found = yield from together(plans)
+        row_codecs.check_nulls("ndarray", found["nulls"], self._num_selected)
+        return row_codecs.decode_fixed(found["nulls"], found["data"])
+
+    def _media_lists(self, metadata: Mapping[str, Any], prefix: str) -> MemberPlan:
+        _, member = self._access(f"{prefix}data")
+        index = yield from self._whole_arrays(prefix, ("row_offsets", "byte_offsets", "nulls"))
+        ends, nulls = index["byte_offsets"], index["nulls"]
+        num_items = len(ends) - 1
+        row_codecs.check_offsets("media_list_ragged", ends, num_items, member.size_bytes)
+        row_codecs.check_offsets("media_list_ragged", index["row_offsets"], self._num_rows, num_items)
+        row_codecs.check_nulls("media_list_ragged", nulls, self._num_rows)
+        rows = np.arange(self._num_rows) if self._selected is None else self._selected.indices
+        firsts, lasts = index["row_offsets"][rows].tolist(), index["row_offsets"][rows + 1].tolist()
+        places = [place for first, last in zip(firsts, lasts, strict=True) for place in range(first, last)]
+        items = RowSelection(np.array(places, dtype=np.int64))
+        data = (yield from _bytes(member, items.ragged_runs(ends, 1))).tobytes()
+        bounds = row_codecs.offsets_of((ends[items.indices + 1] - ends[items.indices]).tolist()).tolist()
+        encodings = metadata.get("media_encodings")
+        if isinstance(encodings, list) and len(encodings) == num_items:
+            encodings = [encodings[place] for place in places]
+        found = media_rows.decode([data[bounds[i] : bounds[i + 1]] for i in range(len(places))], encodings)
+        sizes = row_codecs.offsets_of(
+            last - first for first, last in zip(firsts, lasts, strict=True)
+        ).tolist()
+        return [
+            None if is_null else found[sizes[row] : sizes[row + 1]]
+            for row, is_null in enumerate(nulls[rows].tolist())
+        ]
+
+    def _runs(self, offsets: Any, unit: int, member: StoredMember) -> list[tuple[int, int]]:
+        return whole(member) if self._selected is None else self._selected.ragged_runs(offsets, unit)
+
+    def _pick(self, index: Mapping[str, Any]) -> dict[str, Any]:
+        """Arrays of the selected rows."""
+        if self._selected is None:
+            return dict(index)
+        rows = self._selected.indices
+        found = {name: array[rows] for name, array in index.items() if name != "offsets"}
+        lengths = np.diff(index["offsets"])[rows]
+        return found | {"offsets": row_codecs.offsets_of(lengths.tolist())}
+
+    def _pick_list(self, values: Any) -> Any:
+        if self._selected is None or not isinstance(values, list) or len(values) != self._num_rows:
+            return values
+        return [values[row] for row in self._selected.indices.tolist()]
+
+
+def _bytes(member: StoredMember, runs: list[tuple[int, int]]) -> MemberPlan:
+    memory = np.empty(sum(length for _, length in runs), dtype=np.uint8)
+    yield [MemberRead(member, runs, int(memory.ctypes.data), memory.nbytes, by_chunk=runs == whole(member))]
+    return memory
