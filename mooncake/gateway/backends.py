@@ -83,8 +83,10 @@ class Backends:
         Raises:
             WorkerFailed: its bootstrap server does not answer.
         """
-        host = instance.rpartition(":")[0]
+        host, _, http_port = instance.rpartition(":")
         port = self.ports.get(instance)
+        if protocol == "push" and port is None and http_port.isdecimal():
+            port = int(http_port)  # our connector derives the port of its listener from this one
         if protocol != "bootstrap":
             return EngineEndpoint(host, port)
         port = port or BOOTSTRAP_PORT

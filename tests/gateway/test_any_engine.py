@@ -71,6 +71,15 @@ async def test_a_push_gets_the_address_of_the_other_side() -> None:
         assert (params["remote_host"], params["remote_port"]) == ("127.0.0.1", front.prefill[0].port)
 
 
+async def test_without_a_port_of_its_connector_an_engine_is_named_by_its_http_server() -> None:
+    async with fronting(protocol="push") as front:
+        front.gateway.backends.ports = {}
+        await front.complete(PROMPT)
+        params = front.decode[0].calls[0]["kv_transfer_params"]
+        http_port = int(front.prefill[0].address.rpartition(":")[2])
+        assert (params["remote_host"], params["remote_port"]) == ("127.0.0.1", http_port)
+
+
 async def test_the_engine_that_computes_a_prompt_reports_its_end(monkeypatch: pytest.MonkeyPatch) -> None:
     async with fronting(protocol="push") as front:
         events: list[Any] = []
