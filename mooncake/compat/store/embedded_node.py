@@ -18,6 +18,7 @@ from typing import Any, TypeVar
 from mooncake.errors import MooncakeError, Unavailable
 from mooncake.log import get_logger
 from mooncake.store.node.node import Node, NodeSettings
+from mooncake.store.node.shared_directory import ADVICE
 from mooncake.transfer import Region, TransferEngine
 
 log = get_logger("mooncake.store")
@@ -46,6 +47,7 @@ class EmbeddedNode:
             self._wait(self._node.start(), timeout_s + CLOSE_S)
             if self._node.segments:
                 self._wait(self._mounted(), timeout_s + CLOSE_S)
+                self._warn_of_root_fs_dir()
         except BaseException:
             self.close()
             raise
@@ -71,6 +73,11 @@ class EmbeddedNode:
                 raise
 
         self._wait(mount_segment(), self._timeout_s + CLOSE_S)
+
+    def _warn_of_root_fs_dir(self) -> None:
+        """Warn in prose: a program's own log format shows no fields of the node's event."""
+        if (error := self._node.root_fs_dir_error) is not None:
+            log.warning(f"setup: {error}; {ADVICE}")
 
     def unmount(self, name: str, grace_s: float = 0.0) -> None:
         """Unmount a segment; readers that hold a lease may go on for ``grace_s``.
