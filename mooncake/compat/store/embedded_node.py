@@ -47,7 +47,6 @@ class EmbeddedNode:
             self._wait(self._node.start(), timeout_s + CLOSE_S)
             if self._node.segments:
                 self._wait(self._mounted(), timeout_s + CLOSE_S)
-                self._warn_of_root_fs_dir()
         except BaseException:
             self.close()
             raise
@@ -74,11 +73,6 @@ class EmbeddedNode:
 
         self._wait(mount_segment(), self._timeout_s + CLOSE_S)
 
-    def _warn_of_root_fs_dir(self) -> None:
-        """Warn in prose: a program's own log format shows no fields of the node's event."""
-        if (error := self._node.root_fs_dir_error) is not None:
-            log.warning(f"setup: {error}; {ADVICE}")
-
     def unmount(self, name: str, grace_s: float = 0.0) -> None:
         """Unmount a segment; readers that hold a lease may go on for ``grace_s``.
 
@@ -96,6 +90,9 @@ class EmbeddedNode:
                 f"the master at {self._node.settings.master} did not accept {', '.join(self._node.segments)} "
                 f"within {self._timeout_s:g} s; is a name in use?"
             ) from None
+        error, self._node.root_fs_dir_error = self._node.root_fs_dir_error, None
+        if error is not None:  # in prose: a program's own log format shows no fields of the node's event
+            log.warning(f"setup: {error}; {ADVICE}")
 
     def close(self) -> None:
         """Unmount the segments and release the memory. Idempotent."""

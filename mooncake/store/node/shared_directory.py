@@ -33,7 +33,10 @@ SHARE = 0.9
 """Largest fraction of the free space of a file system that a new folder may take."""
 MAX_FOLDERS = 256
 """Largest number of processes of one host."""
-ADVICE = "this process goes on without an SSD tier; correct it on this host and start the process again"
+ADVICE = (
+    "this process goes on without an SSD tier; make that directory usable on this host (it exists, belongs "
+    "to this user or root, has room) and start the process again"
+)
 
 _FOLDER_NAME = re.compile("[A-Za-z0-9_][A-Za-z0-9_.-]{0,254}")
 

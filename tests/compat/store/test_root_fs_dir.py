@@ -3,6 +3,8 @@
 
 from __future__ import annotations
 
+import contextlib
+import functools
 import json
 import os
 import socket
@@ -42,34 +44,72 @@ def durable() -> ReplicateConfig:
     return config
 
 
-PUTS = """
-import sys, time
-from mooncake.store import MooncakeDistributedStore, ReplicateConfig
-store, config = MooncakeDistributedStore(), ReplicateConfig()
-config.dfs_replica_num = 1
-assert store.setup("127.0.0.1", "P2PHANDSHAKE", 16 << 20, 16 << 20, "tcp", "", sys.argv[1]) == 0
-for number in range(20):
-    assert store.put(f"k{number}", bytes([number]) * 100_000, config) == 0
-print("put", flush=True)
+STORE = """
+import json, sys
+from mooncake.store import MooncakeDistributedStore
+store = MooncakeDistributedStore()
+assert store.setup(json.load(open(sys.argv[1]))) == 0
 sys.stdin.read()
 """
+CONNECTOR = """
+import sys
+from mooncake.connectors.session import PoolSession, PoolSettings
+session = PoolSession(PoolSettings.read({}, {"MOONCAKE_CONFIG_PATH": sys.argv[1]}))
+session.mount_segment()
+sys.stdin.read()
+"""
+CONTRIBUTORS = {
+    "store": ("-c", STORE, "FILE"),
+    "connector": ("-c", CONNECTOR, "FILE"),
+    "node": ("-m", "mooncake", "node", "--config", "FILE"),
+    "client": (
+        *("-m", "mooncake.compat.programs.client", "--global_segment_size=16MB", "--port=0"),
+        *("--host=127.0.0.1", "--master_server_address=MASTER"),
+    ),
+}
+
+
+@contextlib.contextmanager
+def process(*words: str) -> Iterator[subprocess.Popen[str]]:
+    """A process of Python, killed at the end."""
+    pipe = subprocess.PIPE
+    with subprocess.Popen([sys.executable, *words], stdin=pipe, stderr=pipe, text=True) as running:
+        try:
+            yield running
+        finally:
+            running.kill()
 
 
 @pytest.mark.processes
-def test_content_survives_a_killed_process(master: RunningMaster, tmp_path: Path) -> None:
-    command = [sys.executable, "-c", PUTS, master.address]
-    process = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
-    try:
-        assert process.stdout is not None and process.stdout.readline() == "put\n"
-    finally:
-        process.kill()
-        process.communicate(timeout=30)
-    with a_store(master) as store:
-        wait_until(lambda: store.is_exist("k19") == 1, "the content's return")
-        for number in range(20):
-            assert store.get(f"k{number}") == bytes([number]) * 100_000
-    assert os.listdir(tmp_path / "c") == [HOST]
-    assert (tmp_path / "c" / HOST).stat().st_mode & 0o777 == 0o700
+@pytest.mark.parametrize("kind", CONTRIBUTORS)
+def test_content_survives_a_killed_process(kind: str, tmp_path: Path) -> None:
+    """With the existing program's flags, and its file for those contributors that read it."""
+    program = "from mooncake.compat.programs.master import main; main()"
+    flags = ("--port=0", "--metrics_port=0", "--rpc_address=127.0.0.1", "--root_fs_dir", str(tmp_path))
+    sizes = ("--global_file_segment_size=64MB", "--default_kv_lease_ttl=100")
+    with process("-c", program, *flags, "--cluster_id", "mooncake_cluster", *sizes) as master:
+        assert master.stderr is not None
+        port = next(line for line in master.stderr if "Master service started" in line).split()[-1]
+        address, file = f"127.0.0.1:{port}", tmp_path / "mooncake.json"
+        config = {"local_hostname": "127.0.0.1", "metadata_server": "etcd://127.0.0.1:2379"}
+        config |= {"master_server_address": address, "cluster_id": "", "root_fs_dir": ""}
+        file.write_text(json.dumps({**config, "global_segment_size": 16 * MIB, "local_buffer_size": MIB}))
+        store = MooncakeDistributedStore()
+        assert store.setup("127.0.0.1", "P2PHANDSHAKE", 0, 16 * MIB, "tcp", "", address) == 0
+        filled = {"FILE": str(file), "MASTER": address}
+        words = [filled.get(word, word.replace("MASTER", address)) for word in CONTRIBUTORS[kind]]
+        with process(*words):
+            wait_until(lambda: store.put("k0", bytes(100_000), durable()) == 0, "the SSD tier")
+            for number in range(1, 20):
+                assert store.put(f"k{number}", bytes([number]) * 100_000, durable()) == 0
+        wait_until(lambda: store.is_exist("k19") == 0, "the process's loss")
+        with process(*words):
+            wait_until(lambda: store.is_exist("k19") == 1, "the content's return")
+            for number in range(20):
+                assert store.get(f"k{number}") == bytes([number]) * 100_000
+        store.close()
+    assert os.listdir(tmp_path / "mooncake_cluster") == [HOST]
+    assert (tmp_path / "mooncake_cluster" / HOST).stat().st_mode & 0o777 == 0o700
 
 
 def test_content_survives_the_master_and_the_store(master: RunningMaster, tmp_path: Path) -> None:
@@ -86,8 +126,12 @@ def test_objects_are_read_from_it_after_memory_is_full(tmp_path: Path, shared: M
     """Ordinary puts are copied there, as to any SSD tier, before they leave memory."""
     master = RunningMaster(replace(shared, demote_watermark=0.0, evict_undemoted=False))
     with a_store(master, 8 * MIB) as store:
+
+        def is_put(number: int) -> bool:
+            return bool(store.put(f"k{number}", bytes([number]) * MIB) == 0)
+
         for number in range(24):  # three times the memory
-            wait_until(lambda number=number: store.put(f"k{number}", bytes([number]) * MIB) == 0, "room")
+            wait_until(functools.partial(is_put, number), "room")
         for number in range(24):
             assert store.get(f"k{number}") == bytes([number]) * MIB
     master.close()
