@@ -17,7 +17,6 @@ from pathlib import Path
 import pytest
 
 from mooncake.store import MooncakeDistributedStore, ReplicateConfig
-from mooncake.store.node.node import NodeSettings
 from mooncake.store.settings import MasterSettings
 from tests.compat.store.servers import SETTINGS, RunningMaster, a_store
 from tests.waiting import wait_until
@@ -93,6 +92,8 @@ def test_content_survives_a_killed_process(kind: str, tmp_path: Path) -> None:
         address, file = f"127.0.0.1:{port}", tmp_path / "mooncake.json"
         config = {"local_hostname": "127.0.0.1", "metadata_server": "etcd://127.0.0.1:2379"}
         config |= {"master_server_address": address, "cluster_id": "", "root_fs_dir": ""}
+        if kind == "store":  # one that names both, as people do; the others learn them from the master
+            config |= {"cluster_id": "mooncake_cluster", "root_fs_dir": str(tmp_path)}
         file.write_text(json.dumps({**config, "global_segment_size": 16 * MIB, "local_buffer_size": MIB}))
         store = MooncakeDistributedStore()
         assert store.setup("127.0.0.1", "P2PHANDSHAKE", 0, 16 * MIB, "tcp", "", address) == 0
@@ -229,7 +230,3 @@ def test_invalid_settings_of_a_store(master: RunningMaster, caplog: pytest.LogCa
         assert MooncakeDistributedStore().setup({**config, **wrong}) == -600
         assert f"{next(iter(wrong))} is" in caplog.text
         caplog.clear()
-
-
-def test_a_node_has_the_same_default_as_a_store() -> None:
-    assert NodeSettings().accept_root_fs_dir and not NodeSettings().root_fs_dir
