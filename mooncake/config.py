@@ -219,7 +219,12 @@ def _warn_of_misspelt(settings_class: type, environment: Mapping[str, str]) -> N
                 log.warning("unknown_environment_variable", name=variable, did_you_mean=close[0])
 
 
-UPSTREAM_NAMES = {"master_server_address": "master", "global_segment_size": "pool_size"}
+UPSTREAM_NAMES = {
+    "master_server_address": "master",
+    "global_segment_size": "pool_size",
+    "root_fs_dir": "root_fs_dir",
+    "cluster_id": "cluster_id",
+}
 """Names in the flat ``mooncake.json`` of the existing package, and those of our settings. Its other keys
 configure the client process that reads it and are ignored here."""
 
@@ -233,7 +238,7 @@ def _read_table(settings_class: type, file: Path, known_roles: Iterable[str]) ->
     role = role_of(settings_class)
     names = [option.name for option in options(settings_class)]
     if "master_server_address" in content:
-        theirs = {ours: content[name] for name, ours in UPSTREAM_NAMES.items() if name in content}
+        theirs = {ours: content[name] for name, ours in UPSTREAM_NAMES.items() if content.get(name, "") != ""}
         return {name: value for name, value in theirs.items() if name in names}
     roles = [*known_roles]
     for name in content:

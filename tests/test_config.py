@@ -16,6 +16,8 @@ from msgspec import Meta
 from mooncake import config
 from mooncake.config import AlsoFrom, Port, Secret, Size
 from mooncake.errors import InvalidArgument
+from mooncake.store.node.node import NodeSettings
+from mooncake.store.settings import MasterSettings
 
 
 class Color(enum.StrEnum):
@@ -144,6 +146,18 @@ def test_the_existing_flat_json_gives_what_it_knows(tmp_path: Path) -> None:
     settings, origins = load(file=written(tmp_path, json.dumps(content), "mooncake.json"))
     assert settings == ProbeSettings(pool_size_bytes=4 * 10**9)
     assert origins["pool_size_bytes"].startswith("file ")
+
+
+@pytest.mark.parametrize(("name", "expected"), [("c", ("/mnt/x", "c")), ("", ("/mnt/x", ""))])
+def test_the_existing_flat_json_names_the_shared_directory(
+    tmp_path: Path, name: str, expected: tuple[str, str]
+) -> None:
+    content = {"master_server_address": "m:1", "root_fs_dir": "/mnt/x", "cluster_id": name}
+    file = written(tmp_path, json.dumps(content), "mooncake.json")
+    settings, _ = config.load(NodeSettings, {}, {}, file)
+    assert (settings.root_fs_dir, settings.cluster_id) == expected
+    master, _ = config.load(MasterSettings, {}, {}, file)
+    assert (master.root_fs_dir, master.cluster_id) == ("/mnt/x", name or "mooncake_cluster")
 
 
 def test_none_unsets_what_may_be_unset(tmp_path: Path) -> None:

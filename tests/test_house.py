@@ -391,6 +391,7 @@ def test_tests_mirror_modules() -> None:
             "bad_input",
             "surface",
             "ssd",
+            "root_fs_dir",
             "tls",
             "programs",
             "elected_masters",

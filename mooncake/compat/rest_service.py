@@ -136,6 +136,8 @@ class MooncakeStoreService:
                 config.enable_ssd_offload,
                 config.ssd_offload_path,
                 config.tenant_id,
+                root_fs_dir=config.root_fs_dir,
+                cluster_id=config.cluster_id,
             )
             if code == 0:
                 self.store = store

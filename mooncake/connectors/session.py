@@ -48,6 +48,10 @@ class PoolSettings:
     tenant: str = "default"
     segment_bytes: int = 0
     """Memory that each rank mounts as a segment of the pool."""
+    root_fs_dir: str = ""
+    """Directory of the SSD tier beside that memory; empty takes the master's."""
+    cluster_id: str = ""
+    """Name of the cluster's folder there; empty takes the master's."""
 
     @classmethod
     def read(cls, extra: Mapping[str, Any], environment: Mapping[str, str]) -> PoolSettings:
@@ -81,6 +85,8 @@ class PoolSettings:
             config.local_hostname,
             config.tenant_id,
             config.global_segment_size if mounts else 0,
+            config.root_fs_dir,
+            config.cluster_id,
         )
 
 
@@ -198,8 +204,14 @@ class PoolSession(TransferThread):
             self._node = self.wait(self._mount_segment())
 
     async def _mount_segment(self) -> Node:
-        size_bytes = self._settings.segment_bytes
-        node = Node(NodeSettings(master=self._settings.master, pool_size_bytes=size_bytes), self.transfer)
+        settings, size_bytes = self._settings, self._settings.segment_bytes
+        node_settings = NodeSettings(
+            master=settings.master,
+            pool_size_bytes=size_bytes,
+            root_fs_dir=settings.root_fs_dir,
+            cluster_id=settings.cluster_id,
+        )
+        node = Node(node_settings, self.transfer)
         await node.start()
         log.info("segment_mounted", size_bytes=size_bytes, master=self._settings.master)
         return node

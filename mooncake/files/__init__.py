@@ -118,6 +118,10 @@ class UntrustedFile(PermissionError):
         """What is required and what was found, for the message about the setting that chose the path."""
 
 
+class DirectoryInUse(InvalidArgument):
+    """Another process has the lock of the directory."""
+
+
 class OsFile:
     """A file of the operating system, made by ``OsDirectory.open``."""
 
@@ -316,13 +320,19 @@ class LockedDirectory:
         return self._directory
 
     def take(self) -> None:
-        """Create the directory if it does not exist, and lock it. Raises OSError, InvalidArgument."""
+        """Create the directory if it does not exist, and lock it.
+
+        Raises:
+            DirectoryInUse: another process has the lock.
+            OSError: the directory can't be created, trusted or locked.
+        """
         if self._directory is None:
             self._directory = OsDirectory(self.path, is_private=True)
         try:
             self._lock = self._directory.open(LOCK, is_locked=True)
         except BlockingIOError:
-            raise self.wrong("a directory that no other process uses") from None
+            allowed = "a directory that no other process uses"
+            raise DirectoryInUse(self._field, str(self.path), allowed) from None
 
     def close(self) -> None:
         if self._lock is not None:

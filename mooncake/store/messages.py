@@ -427,6 +427,12 @@ class Mounted(msgspec.Struct, frozen=True, array_like=True, tag="mounted"):
     """Identifies the line of masters that know each other's promises; to be sent in the next Mount."""
     last_id: int = 0
     """The largest object id so far; to be sent in the next Mount."""
+    cluster_id: str = ""
+    """Name of the cluster; "": a master that doesn't send it."""
+    root_fs_dir: str = ""
+    """Directory in which nodes without an SSD tier get one; "": none."""
+    root_fs_size_bytes: int = 0
+    """Limit of each process's SSD tier there; 0: as much as the node considers right."""
 
 
 class Heartbeat(msgspec.Struct, frozen=True, array_like=True, tag="heartbeat"):

@@ -4,14 +4,18 @@
 from __future__ import annotations
 
 import dataclasses
+import re
 from typing import Annotated, Literal
 
 import msgspec
 
 from mooncake.errors import InvalidArgument
-from mooncake.setting_types import AlsoFrom, Port, Secret
+from mooncake.setting_types import AlsoFrom, Port, Secret, Size
 
 Seconds = Annotated[float, msgspec.Meta(gt=0)]
+
+CLUSTER_ID = "^[A-Za-z0-9_-][A-Za-z0-9_.-]{0,63}$"
+"""Names of clusters. One is also the name of a folder, so it is neither ``..`` nor contains a slash."""
 
 ELECTIONS = ("etcd", "redis", "file")
 """Services and files through which masters may elect a leader."""
@@ -48,8 +52,14 @@ class MasterSettings:
     election: str = ""
     "`etcd://host:port[;host:port]`, `redis://host:port` or `file:///path` for elections; empty: no others."
 
-    cluster_id: Annotated[str, msgspec.Meta(pattern="^[A-Za-z0-9_.-]{1,64}$")] = "mooncake_cluster"
-    "Name of a group of masters, where several clusters elect through one server."
+    cluster_id: Annotated[str, msgspec.Meta(pattern=CLUSTER_ID)] = "mooncake_cluster"
+    "Name of this cluster, where several elect through one server or have folders in one `root_fs_dir`."
+
+    root_fs_dir: str = ""
+    "Directory on each host in which nodes without an SSD tier have one (`docs/servers.md`); empty: none."
+
+    root_fs_size_bytes: Annotated[int, Size, msgspec.Meta(ge=0)] = 0
+    "Limit of each process's SSD tier there; 0: 90 % of what is free on that file system."
 
     advertise: str = ""
     "`host:port` at which clients, nodes and standbys reach this master; empty takes `host` and the port."
@@ -146,6 +156,8 @@ class MasterSettings:
         if self.election and not (found and rest and scheme in ELECTIONS):
             allowed = "etcd://host:port[;host:port], redis://host:port, file:///path, or nothing"
             raise InvalidArgument("election", self.election, allowed)
+        check_cluster_id(self.cluster_id)
+        check_root_fs_dir(self.root_fs_dir)
         if self.eviction_ratio >= self.high_watermark:
             raise InvalidArgument("eviction_ratio", self.eviction_ratio, "less than high_watermark")
 
@@ -153,3 +165,24 @@ class MasterSettings:
     def rest_s(self) -> float:
         """How long after the last reply of this master its promises may still be in use."""
         return max(self.lease_s, self.put_s + self.grace_s)
+
+
+def check_cluster_id(name: str) -> None:
+    """Check the name of a cluster.
+
+    Raises:
+        InvalidArgument: it can't be used as the name of a folder.
+    """
+    if re.fullmatch(CLUSTER_ID, name) is None or not name.isprintable():
+        allowed = "1 to 64 of letters, digits, `_`, `-` and, after the first, `.`"
+        raise InvalidArgument("cluster_id", name, allowed)
+
+
+def check_root_fs_dir(path: str) -> None:
+    """Check the path of a ``root_fs_dir``; an empty one is allowed.
+
+    Raises:
+        InvalidArgument: it is relative, has a part ``..``, or a character that can't be printed.
+    """
+    if path and (not path.startswith("/") or ".." in path.split("/") or not path.isprintable()):
+        raise InvalidArgument("root_fs_dir", path, "an absolute path without `..`")

@@ -42,7 +42,7 @@ class FakeStore:
         self.code = 0
         self.stuck: list[str] = []
 
-    def setup(self, *_: Any) -> int:
+    def setup(self, *_: Any, **__: Any) -> int:
         return self.code
 
     def close(self) -> int:

@@ -33,10 +33,12 @@ def test_the_existing_file_has_the_address_and_the_segment_size(
         json.dumps({
             "metadata_server": "P2PHANDSHAKE", "master_server_address": "host:50051", "protocol": "tcp",
             "device_name": "", "mode": mode, "global_segment_size": "16MB", "tenant_id": "t",
+            "root_fs_dir": "/mnt/x", "cluster_id": "c",
         })
     )  # fmt: skip
     settings = PoolSettings.read({}, {"MOONCAKE_CONFIG_PATH": str(file)})
     assert (settings.master, settings.segment_bytes, settings.tenant) == ("host:50051", segment_bytes, "t")
+    assert (settings.root_fs_dir, settings.cluster_id) == ("/mnt/x", "c")
 
 
 def test_no_address_is_refused() -> None:

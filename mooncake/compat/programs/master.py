@@ -21,7 +21,7 @@ from mooncake import config
 from mooncake.cli import run_program
 from mooncake.cli.role_command import run_until_stopped
 from mooncake.compat.programs.gflags import split_flags
-from mooncake.compat.programs.master_flags import BOOLEANS, FLAGS, TRANSLATED
+from mooncake.compat.programs.master_flags import BOOLEANS, FLAGS, TRANSLATED, UNLIMITED_BYTES
 from mooncake.errors import AddressInUse, InvalidArgument
 from mooncake.log import get_logger, setup_logging
 from mooncake.security import keep_upstream_defaults
@@ -180,8 +180,10 @@ def _translate(
     _translate_tiers(values, given, fields, warnings)
     if values["enable_ha"]:
         fields["election"] = _election(values)
-    else:
-        fields["cluster_id"] = None
+    if values["global_file_segment_size"] < UNLIMITED_BYTES:
+        fields["root_fs_size_bytes"] = values["global_file_segment_size"]
+        if not values["root_fs_dir"]:
+            warnings.append("--global_file_segment_size: used only with --root_fs_dir")
     if not values["kv_events_backend_id"]:
         fields["kv_events_backend"] = None
     if not values["enable_kv_events"]:

@@ -27,6 +27,7 @@ from mooncake.compat.programs.gflags import (
 
 TRANSLATED = "used"
 COUNT = whole(0)
+UNLIMITED_BYTES = (1 << 63) - 1
 
 
 @dataclass(frozen=True)
@@ -94,12 +95,15 @@ FLAGS: dict[str, Flag] = {
     **_without_effect("there is one allocator", memory_allocator=("offset", choice("offset", "cachelib"))),
     # SSD
     **_without_effect(
-        "nodes that have an SSD tier always use it (mooncaked --nvme-path)",
+        "nodes that have an SSD tier always use it (--root_fs_dir, mooncaked --nvme-path)",
         enable_offload=("false", BOOLEAN),
         offload_on_evict=("false", BOOLEAN),
-        root_fs_dir=("", TEXT),
-        global_file_segment_size=("9223372036854775807", SIZE),
-        enable_disk_eviction=("true", BOOLEAN),
+    ),
+    "root_fs_dir": Flag("", TEXT, "root_fs_dir"),
+    "global_file_segment_size": Flag(str(UNLIMITED_BYTES), SIZE, TRANSLATED),
+    **_without_effect("a full SSD tier always evicts", enable_disk_eviction=("true", BOOLEAN)),
+    **_without_effect(
+        "--global_file_segment_size limits what each process keeps in --root_fs_dir",
         quota_bytes=("0", SIZE),
     ),
     "offload_force_evict": Flag("false", BOOLEAN, TRANSLATED),

@@ -18,6 +18,7 @@ from typing import Any, TypeVar
 from mooncake.errors import MooncakeError, Unavailable
 from mooncake.log import get_logger
 from mooncake.store.node.node import Node, NodeSettings
+from mooncake.store.node.shared_directory import ADVICE
 from mooncake.transfer import Region, TransferEngine
 
 log = get_logger("mooncake.store")
@@ -89,6 +90,9 @@ class EmbeddedNode:
                 f"the master at {self._node.settings.master} did not accept {', '.join(self._node.segments)} "
                 f"within {self._timeout_s:g} s; is a name in use?"
             ) from None
+        error, self._node.root_fs_dir_error = self._node.root_fs_dir_error, None
+        if error is not None:  # in prose: a program's own log format shows no fields of the node's event
+            log.warning(f"setup: {error}; {ADVICE}")
 
     def close(self) -> None:
         """Unmount the segments and release the memory. Idempotent."""

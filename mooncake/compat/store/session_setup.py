@@ -33,7 +33,6 @@ from mooncake.config import load
 from mooncake.errors import AddressInUse, InvalidArgument
 from mooncake.log import get_logger
 from mooncake.store import messages as m
-from mooncake.store.node.node import NodeSettings
 from mooncake.transfer import TransferEngine, TransferSettings
 
 log = get_logger("mooncake.store")
@@ -137,12 +136,8 @@ def _mount(session: StoreSession) -> None:
     has_ssd = arguments.enable_ssd_offload or settings.ssd_offload
     if not arguments.global_segment_size and not has_ssd:
         return
-    memory_only = NodeSettings(
-        master=arguments.master_server_addr,
-        name=session.hostname,
-        huge_pages=settings.huge_pages,
-        pool_size_bytes=arguments.global_segment_size
-        and max(arguments.global_segment_size, MIN_SEGMENT_BYTES),
+    memory_only = session.node_settings(
+        arguments.global_segment_size and max(arguments.global_segment_size, MIN_SEGMENT_BYTES)
     )
     if not has_ssd:
         session.node(memory_only)

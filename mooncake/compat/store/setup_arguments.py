@@ -61,6 +61,15 @@ class DropinSettings:
     ssd_size_bytes: Annotated[int, Meta(ge=1), AlsoFrom("MOONCAKE_OFFLOAD_TOTAL_SIZE_LIMIT_BYTES")] = 2 << 40
     "Largest size of the SSD tier; less where the file system has less."
 
+    root_fs_dir: Annotated[str, AlsoFrom("MOONCAKE_ROOT_FS_DIR")] = ""
+    "Directory for an SSD tier where none is requested; empty takes the `--root_fs_dir` of the master."
+
+    cluster_id: Annotated[str, AlsoFrom("MOONCAKE_CLUSTER_ID")] = ""
+    "Name of the cluster's folder in that directory; empty takes the `--cluster_id` of the master."
+
+    accept_root_fs_dir: bool = True
+    "Whether the `--root_fs_dir` of the master is used."
+
     timeout_s: Annotated[float, Meta(gt=0)] = 5.0
     "Seconds that one call may take, including a search for the master; large batches are split."
 
@@ -129,12 +138,14 @@ class SetupArguments:
     tenant_id: str = DEFAULT_TENANT
     enable_client_http_server: bool = False
     client_http_port: int = DEFAULT_HTTP_PORT
+    root_fs_dir: str = ""
+    cluster_id: str = ""
 
     def __post_init__(self) -> None:
         for field in ("local_hostname", "metadata_server", "protocol", "rdma_devices", "master_server_addr"):
             if not isinstance(getattr(self, field), str):
                 raise TypeError(f"setup(): {field} must be str, not {type(getattr(self, field)).__name__}")
-        for field in ("ssd_offload_path", "tenant_id"):
+        for field in ("ssd_offload_path", "tenant_id", "root_fs_dir", "cluster_id"):
             if not isinstance(getattr(self, field), str):
                 raise TypeError(f"setup(): {field} must be str, not {type(getattr(self, field)).__name__}")
         for field in ("global_segment_size", "local_buffer_size", "client_http_port"):
@@ -173,7 +184,15 @@ _DEFAULTS: dict[str, Any] = {
 _SIZES = ("global_segment_size", "local_buffer_size")
 _BOOLEANS = ("enable_ssd_offload", "enable_client_http_server")
 _REQUIRED = ("local_hostname", "metadata_server")
-_STRINGS = ("protocol", "rdma_devices", "master_server_addr", "ssd_offload_path", "tenant_id")
+_STRINGS = (
+    "protocol",
+    "rdma_devices",
+    "master_server_addr",
+    "ssd_offload_path",
+    "tenant_id",
+    "root_fs_dir",
+    "cluster_id",
+)
 _IGNORED = ("ipc_socket_path",)
 KEYS = (*_REQUIRED, *_SIZES, *_STRINGS, *_BOOLEANS, "client_http_port", *_IGNORED)
 

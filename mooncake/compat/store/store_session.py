@@ -111,11 +111,22 @@ class StoreSession:
         """
         with self._node_lock:
             if self._node is None:
-                no_memory = NodeSettings(
-                    master=self.arguments.master_server_addr, name=self.hostname, pool_size_bytes=0
-                )
-                self._node = EmbeddedNode(settings or no_memory, self.engine, self.settings.setup_timeout_s)
+                settings = settings or self.node_settings(0)
+                self._node = EmbeddedNode(settings, self.engine, self.settings.setup_timeout_s)
             return self._node
+
+    def node_settings(self, pool_size_bytes: int) -> NodeSettings:
+        """Settings of this process's node, without an SSD tier of its own."""
+        arguments, settings = self.arguments, self.settings
+        return NodeSettings(
+            master=arguments.master_server_addr,
+            name=self.hostname,
+            huge_pages=settings.huge_pages,
+            pool_size_bytes=pool_size_bytes,
+            root_fs_dir=arguments.root_fs_dir or settings.root_fs_dir,
+            cluster_id=arguments.cluster_id or settings.cluster_id,
+            accept_root_fs_dir=settings.accept_root_fs_dir,
+        )
 
     def is_on_node(self) -> bool:
         """Whether the caller runs on the thread of this process's node."""

@@ -68,7 +68,8 @@ class NodeRequests:
         rest_s = max(0.0, segment.rests_until - now)
         self._catalog.note(what, segment, num_objects=num_objects, rest_s=rest_s)
         what_next = (segment.wants_report, self._catalog.segments.line, self._catalog.objects.last_id)
-        return m.Mounted(None, num_objects, settings.heartbeat_s, settings.rest_s, *what_next)
+        directory = (settings.cluster_id, settings.root_fs_dir, settings.root_fs_size_bytes)
+        return m.Mounted(None, num_objects, settings.heartbeat_s, settings.rest_s, *what_next, *directory)
 
     def _rebased(self, segment: Segment, now: float) -> None:
         """Another process serves the content: its objects are readable at other addresses."""

@@ -75,7 +75,8 @@ class SegmentConfig:
 class MountedSegment:
     """A segment that is kept mounted with the master from ``start`` until ``close``.
 
-    ``own`` finds the region of a segment of the same node; ``on_change`` is called on mount and loss.
+    ``own`` finds the region of a segment of the same node; ``on_change`` is called on mount and loss;
+    ``on_mounted`` receives each reply with which the master mounts the segment, before ``on_change``.
     """
 
     def __init__(
@@ -86,12 +87,14 @@ class MountedSegment:
         node: str,
         own: Callable[[str], Region | None],
         on_change: Callable[[], None],
+        on_mounted: Callable[[m.Mounted], None],
     ) -> None:
         self.config = config
         self._engine = engine
         self._master = master
         self._resolver = MasterResolver(master)
         self._on_change = on_change
+        self._on_mounted = on_mounted
         descriptor = engine.describe()
         self._membership = ms.Membership(
             segment=config.name,
@@ -242,6 +245,8 @@ class MountedSegment:
                 log.warning("mount_denied", segment=self.config.name, reason=str(error))
             self._report(link, ms.ConnectionClosed(str(error)))
         else:
+            if isinstance(reply, m.Mounted) and reply.refusal is None and link is self._link:
+                self._on_mounted(reply)
             self._report(link, ms.ReplyReceived(reply))
 
     def _report(self, link: AsyncMasterClient, event: ms.Event) -> None:

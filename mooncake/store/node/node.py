@@ -25,8 +25,11 @@ from mooncake.log import get_logger
 from mooncake.metrics import registry
 from mooncake.security import Identity, check_address, process_identity
 from mooncake.store import messages as m
+from mooncake.store.node import shared_directory
 from mooncake.store.node.mounted_segment import MountedSegment, SegmentConfig
+from mooncake.store.node.shared_directory import SharedDirectory
 from mooncake.store.node.ssd import Disk
+from mooncake.store.settings import check_cluster_id, check_root_fs_dir
 from mooncake.transfer import Region, TransferEngine, TransferSettings
 from mooncake.types import Tier
 
@@ -48,6 +51,8 @@ IS_MOUNTED = Gauge(
 
 
 MIN_BYTES = 4096
+OPEN_S = 3.0
+"""Time that a node waits for the file system of the shared directory; it goes on without it meanwhile."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -81,6 +86,15 @@ class NodeSettings:
     ssd_size_bytes: Annotated[int, Size, Meta(ge=0)] = 0
     "Capacity of that directory; may grow from one start to the next, not shrink."
 
+    root_fs_dir: str = ""
+    "Directory with a folder of this host as its SSD tier where `ssd_path` is empty; empty: the master's."
+
+    cluster_id: str = ""
+    "Name of the cluster's folder in `root_fs_dir`; empty takes the master's."
+
+    accept_root_fs_dir: bool = True
+    "Whether the `root_fs_dir` that the master names is used, if it exists on this host."
+
     ssd_flush: bool = True
     "Announce a copy on SSD only when it survives a loss of power, not only the end of the process."
 
@@ -111,6 +125,9 @@ class NodeSettings:
     def __post_init__(self) -> None:
         if bool(self.ssd_path) != bool(self.ssd_size_bytes):
             raise InvalidArgument("ssd_size_bytes", self.ssd_size_bytes, "more than 0 with ssd_path, else 0")
+        check_root_fs_dir(self.root_fs_dir)
+        if self.cluster_id:
+            check_cluster_id(self.cluster_id)
         for field in ("pool_size_bytes", "ssd_size_bytes", "hbm_size_bytes"):
             if 0 < getattr(self, field) < MIN_BYTES:
                 raise InvalidArgument(field, getattr(self, field), f"0, or at least {MIN_BYTES}")
@@ -151,6 +168,12 @@ class Node:
         self.mounted = asyncio.Event()
         """Set while the master has mounted every segment and allocates space on it."""
         self._disk: Disk | None = None
+        self._shared: asyncio.Task[None] | None = None
+        """Opens the folder in the shared directory, once the master has mounted a segment."""
+        self.root_fs_dir_error: MooncakeError | None = None
+        """Why this node has no SSD tier in the shared directory although one is named."""
+        self._is_opening = False
+        """``mounted`` waits for the shared directory."""
         self._regions: list[Region] = []
 
     async def start(self) -> None:
@@ -227,6 +250,9 @@ class Node:
         """Unmount all segments and release their memory."""
         if self.settings.drain_s:
             await self.drain(self.settings.drain_s)
+        if self._shared is not None:
+            await asyncio.wait([self._shared], timeout=OPEN_S)
+            self._shared.cancel()
         await asyncio.gather(*(segment.close() for segment in self.segments.values()))
         self.segments.clear()
         if self._disk is not None:
@@ -259,19 +285,63 @@ class Node:
             config, log_blocks=self.settings.log_blocks, log_writes=self.settings.log_writes
         )
         segment = MountedSegment(
-            config, self.engine, self.settings.master, self.name, self._own, self._changed
+            config, self.engine, self.settings.master, self.name, self._own, self._changed, self._mounted
         )
         self.segments[config.name] = segment
         self._changed()
         segment.start()
         return segment
 
+    def _mounted(self, reply: m.Mounted) -> None:
+        """Begin to open the shared directory, at most once and not beside an SSD tier of the node's own."""
+        settings = self.settings
+        if settings.ssd_path or self._shared is not None:
+            return
+        own = settings.root_fs_dir, settings.cluster_id
+        place = shared_directory.choose(*own, settings.accept_root_fs_dir, reply)
+        if place is not None:
+            self._is_opening = True
+            self._shared = asyncio.create_task(self._mount_shared(place))
+
+    async def _mount_shared(self, place: SharedDirectory | InvalidArgument) -> None:
+        """Mount the folder of this process, or warn and go on without one."""
+        opening: asyncio.Task[Disk] | None = None
+        try:
+            if isinstance(place, InvalidArgument):
+                raise place
+            work = asyncio.to_thread(
+                shared_directory.open_folder, self.engine, place, self.settings.ssd_repair
+            )
+            opening = asyncio.create_task(work)
+            await asyncio.wait([opening], timeout=OPEN_S)
+            if not opening.done():  # a file system of another host that does not answer
+                log.warning("root_fs_dir_slow", path=place.path, waited_s=OPEN_S)
+                self._is_opening = False
+                self._changed()
+            disk = await asyncio.shield(opening)
+        except MooncakeError as error:
+            self.root_fs_dir_error = error
+            log.warning("root_fs_dir_unusable", reason=str(error), action=shared_directory.ADVICE)
+        except asyncio.CancelledError:
+            if opening is not None:
+                opening.add_done_callback(_close_late)
+            raise
+        else:
+            self._disk = disk
+            self._regions.append(disk.region)
+            name, is_flushed = f"{self.name}/ssd", self.settings.ssd_flush
+            self._mount(SegmentConfig(name, disk.region, Tier.SSD, disk, is_flushed=is_flushed))
+        finally:
+            self._is_opening = False
+            self._changed()
+
     def _own(self, name: str) -> Region | None:
         segment = self.segments.get(name)
         return None if segment is None else segment.config.region
 
     def _changed(self) -> None:
-        is_mounted = bool(self.segments) and all(one.is_usable for one in self.segments.values())
+        is_usable = bool(self.segments) and all(one.is_usable for one in self.segments.values())
+        is_mounted = is_usable and not self._is_opening
         IS_MOUNTED.set(is_mounted)
         for tier in Tier:
             configs = [one.config for one in self.segments.values() if one.config.tier is tier]
@@ -283,6 +353,12 @@ class Node:
             self.mounted.set()
         else:
             self.mounted.clear()
+
+
+def _close_late(opening: asyncio.Task[Disk]) -> None:
+    """Close a directory that was opened after the node."""
+    if not opening.cancelled() and opening.exception() is None:
+        opening.result().close()
 
 
 async def serve(settings: NodeSettings) -> None:

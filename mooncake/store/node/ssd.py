@@ -54,15 +54,28 @@ class Disk:
         size_bytes: the capacity; may grow from one start to the next (the content then gets a new id,
             so that a master requests a report of it), not shrink.
         repairs: recover the whole records of a damaged index.
+        field: the setting that chose ``path``, for error messages.
+        keeps_larger: keep the capacity of a directory that is larger than ``size_bytes``.
 
     Raises:
-        InvalidArgument: not a directory, not writable, in use, of another version, damaged, or larger.
+        DirectoryInUse: another process serves it.
+        InvalidArgument: not a directory, not writable, of another version, damaged, or larger.
         OutOfSpace, StorageError: the disk refuses.
     """
 
-    def __init__(self, engine: TransferEngine, path: Path, size_bytes: int, repairs: bool = False) -> None:
+    def __init__(
+        self,
+        engine: TransferEngine,
+        path: Path,
+        size_bytes: int,
+        repairs: bool = False,
+        *,
+        field: str = "ssd_path",
+        keeps_larger: bool = False,
+    ) -> None:
         self._engine = engine
-        self._folder = LockedDirectory(path, "ssd_path")
+        self._folder = LockedDirectory(path, field)
+        self._keeps_larger = keeps_larger
         self._provided: dict[int, None] = {}
         """Steps whose space is allocated."""
         self._closers = contextlib.ExitStack()
@@ -147,6 +160,8 @@ class Disk:
             folder.replace(HEADER, content)
             return fresh
         header = self._read_header(folder.read(HEADER))
+        if size_bytes < header.size_bytes and self._keeps_larger:
+            return header
         if size_bytes < header.size_bytes:
             allowed = f"at least {header.size_bytes}, as when {folder.path} was made; or another directory"
             raise InvalidArgument("ssd_size", size_bytes, allowed)

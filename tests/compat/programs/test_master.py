@@ -156,6 +156,17 @@ def test_what_flags_become(line: str, field: str, value: Any) -> None:
     assert getattr(options(line).settings, field) == value
 
 
+def test_the_shared_directory_is_a_setting() -> None:
+    line = "--port 10001 --root_fs_dir /mnt/mooncake_data --cluster_id other"
+    found = options(line)
+    settings = found.settings
+    assert (settings.root_fs_dir, settings.cluster_id) == ("/mnt/mooncake_data", "other")
+    assert settings.root_fs_size_bytes == 0 and not found.warnings
+    assert options(f"{line} --global_file_segment_size=4GB").settings.root_fs_size_bytes == 4 * 10**9
+    (warning,) = options("--global_file_segment_size=4GB").warnings
+    assert "used only with --root_fs_dir" in warning
+
+
 def test_command_lines_of_known_launchers() -> None:
     sglang = options("--enable_http_metadata_server=true --eviction_high_watermark_ratio=0.95")
     assert sglang.metadata == ("0.0.0.0", 8080) and not sglang.warnings
@@ -194,6 +205,10 @@ def test_flags_without_effect_cause_a_warning_with_the_reason() -> None:
         ("--config_path=/nowhere/at.all", "readable"),
         ("--flagfile=/nowhere/at.all", "readable"),
         ("--fromenv=port", "FLAGS_port"),
+        ("--root_fs_dir=relative", "absolute"),
+        ("--root_fs_dir=/mnt/../etc", "without `..`"),
+        ("--root_fs_dir=/mnt --cluster_id=a/b", "cluster_id"),
+        ("--cluster_id=..", "cluster_id"),
     ],
 )
 def test_invalid_flags(line: str, why: str) -> None:
