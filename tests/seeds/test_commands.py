@@ -140,6 +140,7 @@ def test_the_post_s_master_and_configuration(shell: Shell, monkeypatch: pytest.M
     store = connected(json.loads((shell.folder / "mooncake.json").read_text()))
     try:
         assert store.put("key", b"value") == 0 and store.get("key") == b"value"
+        assert list((data / "mooncake_cluster").iterdir()), "the directory of this host's objects"
     finally:
         store.close()
 
