@@ -222,6 +222,10 @@ LIFETIME_S = 1e9
 """No request is ever dropped: every end is reported."""
 
 
+class _MissedTooOften(Exception):
+    """The rest of the run can't change its verdict."""
+
+
 class ServingCluster:
     """One run. It keeps no list of requests: each is referenced by whatever moves it next."""
 
@@ -246,6 +250,9 @@ class ServingCluster:
         self._first_s = 0.0
         self._measures_at: dict[InstanceId, float] = {}
         self.num_interruptions = 0
+        self.max_missed: int | None = None
+        """The run ends early when more requests than so many missed an objective."""
+        self._num_missed = 0
 
     def run(self, rows: Iterable[TraceRow], speedup: float) -> RunResults:
         self._rows = iter(rows)
@@ -255,8 +262,12 @@ class ServingCluster:
             self._first_s = first.timestamp_s
             self.kernel.call_at(0.0, self._arrive, first)
             self.sampler.start(self)
-            self.kernel.run_all()
-        self.check_end()
+            try:
+                self.kernel.run_all()
+            except _MissedTooOften:
+                pass  # the rows of requests that have not ended count as failed
+            else:
+                self.check_end()
         return self.recorder.outcome(self.sampler.time_line(), *self._objectives, self.num_interruptions)
 
     # implemented by a subclass
@@ -330,12 +341,21 @@ class ServingCluster:
         recorder.tbt_mean_s[number] = (at - request.first_token_at) / num_intervals if num_intervals else 0.0
         self.sampler.num_open -= 1
         self.post(Finished(request.request_id, request.num_output, ttft_s, request.tbt_s, True))
+        slo_ttft_s, slo_tbt_s = self._objectives
+        if (slo_ttft_s and ttft_s > slo_ttft_s) or (slo_tbt_s and request.tbt_s > slo_tbt_s):
+            self._note_missed()
 
     def give_up(self, request: SimRequest, status: int) -> None:
         """End the request here, without an answer."""
         self.recorder.status[request.number] = status
         self.sampler.num_open -= 1
         self.sampler.num_rejected += 1
+        self._note_missed()
+
+    def _note_missed(self) -> None:
+        self._num_missed += 1
+        if self.max_missed is not None and self._num_missed > self.max_missed:
+            raise _MissedTooOften
 
     # arrivals
 

@@ -71,7 +71,7 @@ class Summary(msgspec.Struct, frozen=True):
     prefill_gpu_s: float
     "GPU seconds of prefill, mean over requests."
     num_interruptions: int = 0
-    "Of spot instances, until the last request ended."
+    "Interruptions of spot instances, until the last request ended."
     num_retries: int = 0
     "Prefills that an interruption ended and that began anew."
 
