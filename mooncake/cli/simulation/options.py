@@ -103,11 +103,17 @@ class TraceRequests:
         if not isinstance(self.rows, generators.Agentic):
             return self, load
         agents = self.rows
-        sessions = max(1, round(agents.sessions * load))
+        sessions = self.num_sessions(load)
         requests = round(agents.requests * sessions / agents.sessions)
         return dataclasses.replace(
             self, rows=dataclasses.replace(agents, sessions=sessions, requests=requests)
         ), 1.0
+
+    def num_sessions(self, load: float) -> int:
+        """Sessions at once at a multiple of the load; 0 where requests are not made as sessions."""
+        if not isinstance(self.rows, generators.Agentic):
+            return 0
+        return max(1, round(self.rows.sessions * load))
 
     @property
     def num_known(self) -> int:

@@ -66,21 +66,19 @@ FIGURES = (
     "network",
 )
 """What ``_figures`` returns for a cluster."""
-COST_FIGURES = ("relative throughput", "$/h per unit", "$ per 1,000 good")
+COST_FIGURES = ("relative\nthroughput", "$/h per\nunit", "$ / 1,000\ngood")
 """What ``_costs_of`` returns."""
 COMPARED = (
-    "cluster",
-    "$/h",
-    "load",
     "good/s",
     *COST_FIGURES,
     "good",
-    "TTFT p90 s",
-    "TBT p90 ms",
-    "hit rate",
-    "interruptions",
-    "good lost to them",
+    "TTFT\np90 s",
+    "TBT\np90 ms",
+    "hit\nrate",
+    "inter-\nruptions",
+    "good lost\nto them",
 )
+"""Figures of a cluster that is compared, at the load that it carries."""
 EXAMPLE_PRICES = Prices(
     gpu={"A100": 1.69, "A800": 1.69, "H100": 2.54, "H200": 3.70},
     spot={"A100": 0.79, "H100": 1.43, "H200": 3.31},
@@ -345,13 +343,9 @@ def _dollars(amount: float | None) -> str:
 def _compared(clusters: list[ComparedCluster], baseline: str, requests: TraceRequests) -> PlainTable:
     rows: list[tuple[str, ...]] = []
     for one in clusters:
-        at_load, faster = requests.at_load(one.load)
-        sessions = getattr(at_load.rows, "sessions", 0)
-        interruptions = f"{one.num_interruptions:,}" + (
-            f" ({one.num_retries:,} retries)" if one.num_retries else ""
-        )
+        num_sessions = requests.num_sessions(one.load)
         figures = (
-            f"{sessions:,} sessions" if sessions and faster == 1.0 else f"{one.load:.2f}x",
+            f"{num_sessions:,}" if num_sessions else f"{one.load:.2f}x",
             f"{one.good_per_s:.2f}",
             f"{one.relative_throughput:.2f}x",
             _dollars(one.dollars_per_unit),
@@ -360,16 +354,17 @@ def _compared(clusters: list[ComparedCluster], baseline: str, requests: TraceReq
             f"{one.ttft_p90_s:.2f}",
             f"{one.tbt_p90_s * 1000:.1f}",
             f"{one.hit_rate:.3f}",
-            interruptions,
+            f"{one.num_interruptions:,}",
             f"{one.num_good_lost:,}",
         )
-        none = ("none is carried", *[""] * (len(figures) - 1))
+        none = ("none", *["-"] * (len(figures) - 1))
         rows.append((one.name, f"{one.dollars_per_hour:.2f}", *(figures if one.load else none)))
     caption = (
-        f"Each at the largest load that it carries. Relative throughput: good/s divided by that of "
+        "Each cluster at the largest load that it carries. Relative throughput: good/s divided by that of "
         f"{baseline}. $/h per unit: $/h divided by relative throughput."
     )
-    return PlainTable("", COMPARED, rows, caption)
+    headings = ("cluster", "$/h", "sessions" if requests.num_sessions(1.0) else "load", *COMPARED)
+    return PlainTable("", headings, rows, caption)
 
 
 def _sensitivity(best: CandidateCluster, rows: list[CandidateCluster]) -> PlainTable:

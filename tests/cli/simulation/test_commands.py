@@ -92,7 +92,7 @@ def test_plan_compares_the_cost_per_unit_of_throughput(mooncake: Run, tmp_path: 
         assert f"{row['dollars_per_unit']:.2f}" in done.stdout
     assert rows[2]["num_interruptions"] > 0 == rows[1]["num_interruptions"]
     html = page.read_text()
-    for heading in ("relative throughput", "$/h per unit", "$ per 1,000 good", "good lost to them"):
+    for heading in ("relative\nthroughput", "$/h per\nunit", "$ / 1,000\ngood", "good lost\nto them"):
         assert heading in html
     assert "sessions" in done.stdout
 
@@ -111,7 +111,7 @@ def test_plan_tries_each_pair_of_kinds(mooncake: Run, tmp_path: Path) -> None:
     assert (best["hardware"], best["decode_hardware"]) == kinds
     assert best["dollars_per_hour"] == pytest.approx(best["num_prefill"] * 2.54 + best["num_decode"] * 3.70)
     assert plans[f"{first}+{second}"]["one_pool"] is None
-    assert "$/h per unit" in page.read_text() and f"{first}+{second}" in page.read_text()
+    assert "$/h per\nunit" in page.read_text() and f"{first}+{second}" in page.read_text()
 
 
 @pytest.mark.parametrize(
