@@ -76,7 +76,7 @@ COMPARED = (
     "TBT\np90 ms",
     "hit\nrate",
     "inter-\nruptions",
-    "good lost\nto them",
+    "good\nlost",
 )
 """Figures of a cluster that is compared, at the load that it carries."""
 EXAMPLE_PRICES = Prices(
