@@ -8,7 +8,7 @@ import re
 import tomllib
 from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
-from typing import Annotated, Any, Literal, get_args, get_type_hints
+from typing import Annotated, Any, Literal, NamedTuple, get_args, get_type_hints
 
 import msgspec
 import typer
@@ -16,11 +16,16 @@ import typer
 from mooncake.conductor.settings import SchedulingSettings
 from mooncake.errors import InvalidArgument
 from mooncake.sim.serving.cluster import ClusterSpec
+from mooncake.sim.serving.cost_comparison import ClusterOffer
 from mooncake.sim.serving.node_costs import load_costs
 from mooncake.sim.traces import generators
 from mooncake.sim.traces.trace import Trace, TraceOptions, TraceRow, read_trace
 
-CLUSTER_FORMS = "8P8D (disaggregated), 16xvllm, 16xprefix, 16xchunked (colocated), or a TOML file"
+CLUSTER_FORMS = (
+    "8P8D (disaggregated), 8P8D1S (with a store node), 16xvllm, 16xprefix, 16xchunked, 16xchunked_prefix "
+    "(colocated), each with @COSTS and ,FIELD=VALUE where wanted, or a TOML file"
+)
+COSTS_FORMS = "NAME|FILE, or PREFILL+DECODE where these nodes differ"
 
 
 def _above_zero(speedup: float) -> float:
@@ -66,8 +71,10 @@ Changes = Annotated[
     ),
 ]
 
-_DISAGGREGATED = re.compile(r"(\d+)p\+?(\d+)d", re.IGNORECASE)
-_COLOCATED = re.compile(r"(\d+)x(vllm|prefix|chunked)", re.IGNORECASE)
+_DISAGGREGATED = re.compile(r"(\d+)p\+?(\d+)d(?:\+?(\d+)s)?", re.IGNORECASE)
+_COLOCATED = re.compile(r"(\d+)x(vllm|prefix|chunked_prefix|chunked)", re.IGNORECASE)
+_NAMED = re.compile(r"([^=,@]+)=(.*)", re.DOTALL)
+_SPOT = ":spot"
 
 
 @dataclasses.dataclass(frozen=True)
@@ -89,6 +96,30 @@ class TraceRequests:
     @property
     def block_tokens(self) -> int:
         return self.rows.block_tokens
+
+    def at_load(self, load: float) -> tuple[TraceRequests, float]:
+        """``load`` times as many requests in the same time, and the factor by which they must come faster for
+        that: more agents at once where agents are generated, else 1 becomes ``load``."""
+        if not isinstance(self.rows, generators.Agentic):
+            return self, load
+        agents = self.rows
+        sessions = self.num_sessions(load)
+        requests = round(agents.requests * sessions / agents.sessions)
+        return dataclasses.replace(
+            self, rows=dataclasses.replace(agents, sessions=sessions, requests=requests)
+        ), 1.0
+
+    def num_sessions(self, load: float) -> int:
+        """Sessions at once at a multiple of the load; 0 where requests are not made as sessions."""
+        if not isinstance(self.rows, generators.Agentic):
+            return 0
+        return max(1, round(self.rows.sessions * load))
+
+    @property
+    def num_known(self) -> int:
+        """The number of requests, 0 where it is not known before."""
+        num_made = 0 if isinstance(self.rows, Trace) else getattr(self.rows, "requests", 0)
+        return min(num_made, self.num_rows or num_made)
 
     def share(self, num_arrived: int) -> float:
         """The part of it that has arrived: 0 to 1. For a file, by bytes, because its rows are not counted
@@ -116,19 +147,22 @@ def requests_of(spec: str, options: TraceOptions) -> TraceRequests:
 
 def cluster_of(text: str, costs: str, changes: Sequence[str], block_tokens: int) -> ClusterSpec:
     """A cluster by its short form or its file, with ``field=value`` changes. Raises InvalidArgument."""
-    fields: dict[str, Any]
-    if match := _DISAGGREGATED.fullmatch(text):
-        fields = {"num_prefill": int(match[1]), "num_decode": int(match[2])}
-    elif match := _COLOCATED.fullmatch(text):
-        num_nodes = int(match[1])
-        fields = {"num_prefill": num_nodes, "num_decode": 0, "mode": match[2].lower()}
-    elif Path(text).is_file():
-        fields = _file(text)
-        costs = str(fields.pop("costs", costs))
-    else:
-        raise InvalidArgument("--cluster", text, CLUSTER_FORMS)
-    known_settings = {field.name for field in dataclasses.fields(ClusterSpec)} - {"costs"}
-    for change in changes:
+    return offer_of(text, costs, changes, block_tokens).spec
+
+
+def offer_of(text: str, costs: str, changes: Sequence[str], block_tokens: int) -> ClusterOffer:
+    """The same with its name (``NAME=`` before it, else the whole text) and that of its hardware."""
+    named = None if Path(text).is_file() else _NAMED.fullmatch(text)
+    title, form = (named[1].strip(), named[2]) if named else (text, text)
+    own_changes: list[str] = []
+    if not Path(form).is_file():
+        form, *own_changes = form.split(",")
+        form, is_given, given = form.partition("@")
+        costs = given if is_given else costs
+    fields, costs = _fields_of(form, costs)
+    hardware = _hardware_of(costs)
+    known_settings = {field.name for field in dataclasses.fields(ClusterSpec)} - {"costs", "decode_costs"}
+    for change in [*changes, *own_changes]:
         name, is_pair, value = change.partition("=")
         name = name.strip().replace("-", "_")
         if not is_pair or name not in known_settings:
@@ -138,9 +172,53 @@ def cluster_of(text: str, costs: str, changes: Sequence[str], block_tokens: int)
         fields[name] = value.strip()
     for name in fields:
         if name not in known_settings:
-            raise InvalidArgument(text, name, f"one of {', '.join(sorted(known_settings | {'costs'}))}")
+            raise InvalidArgument(form, name, f"one of {', '.join(sorted(known_settings | {'costs'}))}")
     fields.setdefault("block_tokens", block_tokens)
-    return _checked(text, {**fields, "costs": load_costs(costs)})
+    if hardware.is_spot:
+        fields["spot"] = "prefill"
+    fields["costs"] = load_costs(hardware.prefill)
+    if hardware.decode != hardware.prefill:
+        fields["decode_costs"] = load_costs(hardware.decode)
+    return ClusterOffer(
+        title, _checked(form, fields), hardware_name(hardware.prefill), hardware_name(hardware.decode)
+    )
+
+
+def _fields_of(form: str, costs: str) -> tuple[dict[str, Any], str]:
+    """The fields of a cluster, and its costs."""
+    if match := _DISAGGREGATED.fullmatch(form):
+        fields = {"num_prefill": int(match[1]), "num_decode": int(match[2]), "num_store": int(match[3] or 0)}
+        return fields, costs
+    if match := _COLOCATED.fullmatch(form):
+        return {"num_prefill": int(match[1]), "num_decode": 0, "mode": match[2].lower()}, costs
+    if Path(form).is_file():
+        fields = _file(form)
+        return fields, str(fields.pop("costs", costs))
+    raise InvalidArgument("--cluster", form, CLUSTER_FORMS)
+
+
+class _Hardware(NamedTuple):
+    prefill: str
+    decode: str
+    is_spot: bool
+
+
+def _hardware_of(costs: str) -> _Hardware:
+    """``PREFILL``, ``PREFILL+DECODE``, and ``:spot`` behind the first."""
+    if Path(costs).is_file():
+        return _Hardware(costs, costs, False)
+    prefill, _, decode = costs.partition("+")
+    if decode.endswith(_SPOT):
+        allowed = "spot instances only for prefill: what a decode node has in memory ends with it"
+        raise InvalidArgument("--costs", costs, allowed)
+    is_spot = prefill.endswith(_SPOT)
+    prefill = prefill.removesuffix(_SPOT)
+    return _Hardware(prefill, decode or prefill, is_spot)
+
+
+def hardware_name(costs: str) -> str:
+    """Name of the hardware of a costs file; a built-in one is its own."""
+    return Path(costs).stem if Path(costs).is_file() else costs
 
 
 def _file(path: str) -> dict[str, Any]:

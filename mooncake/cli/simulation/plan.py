@@ -1,8 +1,12 @@
 # SPDX-License-Identifier: Apache-2.0
-"""``mooncake plan``: which cluster meets the objectives for a trace, and what it costs."""
+"""``mooncake plan``: which cluster meets the objectives for a trace, and what it costs; or what a unit of
+throughput costs on each of some clusters.
+"""
 
 from __future__ import annotations
 
+import dataclasses
+import itertools
 import json
 from pathlib import Path
 from typing import Annotated
@@ -10,11 +14,11 @@ from typing import Annotated
 import msgspec
 import numpy as np
 import typer
-from rich import box
 from rich.console import Console
-from rich.table import Table
 
 from mooncake.cli.simulation.options import (
+    CLUSTER_FORMS,
+    COSTS_FORMS,
     Changes,
     NumRows,
     SloTbt,
@@ -23,11 +27,11 @@ from mooncake.cli.simulation.options import (
     Spread,
     TraceRequests,
     TraceSpec,
-    cluster_of,
     known_settings,
+    offer_of,
     requests_of,
 )
-from mooncake.cli.simulation.report import wide_console, write_whole
+from mooncake.cli.simulation.report import PlainTable, render_tables, wide_console, write_whole
 from mooncake.errors import InvalidArgument
 from mooncake.sim.serving import simulate
 from mooncake.sim.serving.capacity_planner import (
@@ -39,6 +43,13 @@ from mooncake.sim.serving.capacity_planner import (
     Simulate,
 )
 from mooncake.sim.serving.cluster import ClusterSpec
+from mooncake.sim.serving.cost_comparison import (
+    ClusterOffer,
+    ComparedCluster,
+    CostComparison,
+    dollars_per_1000_good,
+    dollars_per_unit,
+)
 from mooncake.sim.serving.results import Summary
 from mooncake.sim.traces.trace import TraceOptions
 
@@ -55,7 +66,23 @@ FIGURES = (
     "network",
 )
 """What ``_figures`` returns for a cluster."""
-EXAMPLE_PRICES = {"A100": 1.69, "A800": 1.69, "H100": 2.54, "H200": 3.70}
+COST_FIGURES = ("relative\nthroughput", "$/h per\nunit", "$ / 1,000\ngood")
+"""What ``_costs_of`` returns."""
+COMPARED = (
+    "good/s",
+    *COST_FIGURES,
+    "good",
+    "TTFT\np90 s",
+    "TBT\np90 ms",
+    "hit\nrate",
+    "inter-\nruptions",
+    "good\nlost",
+)
+"""Figures of a cluster that is compared, at the load that it carries."""
+EXAMPLE_PRICES = Prices(
+    gpu={"A100": 1.69, "A800": 1.69, "H100": 2.54, "H200": 3.70},
+    spot={"A100": 0.79, "H100": 1.43, "H200": 3.31},
+)
 
 
 def plan_command(
@@ -75,8 +102,29 @@ def plan_command(
     ] = None,
     costs: Annotated[
         list[str] | None,
-        typer.Option("--costs", metavar="NAME|FILE", help="Hardware to try; may be repeated."),
+        typer.Option(
+            "--costs",
+            metavar="NAME|FILE",
+            help=f"Hardware to try: {COSTS_FORMS}; may be repeated, and each pair of kinds is tried, too.",
+        ),
     ] = None,
+    clusters: Annotated[
+        list[str] | None,
+        typer.Option(
+            "--cluster",
+            metavar="[NAME=]CLUSTER",
+            help="Compare such clusters at the largest load that each carries, instead of searching for one; "
+            f"may be repeated: {CLUSTER_FORMS}; `:spot` behind the costs of prefill makes these nodes spot.",
+        ),
+    ] = None,
+    baseline: Annotated[
+        str,
+        typer.Option(
+            "--baseline",
+            metavar="NAME",
+            help="Cluster (or hardware) whose throughput is 1; without it, the first.",
+        ),
+    ] = "",
     policy: Annotated[str, typer.Option("--policy", help="Policy of the simulated clusters.")] = "overlap",
     speedup: Speedup = 1.0,
     is_spread: Spread = False,
@@ -85,50 +133,67 @@ def plan_command(
         int, typer.Option("--ssd-tokens", min=0, help="Largest SSD per node to consider.")
     ] = 0,
     changes: Changes = None,
+    seed: Annotated[int, typer.Option("--seed", help="Seed of random policies and of interruptions.")] = 0,
     json_file: Annotated[
         Path | None, typer.Option("--json", metavar="FILE", help="Write the results as JSON.")
+    ] = None,
+    html_file: Annotated[
+        Path | None, typer.Option("--html", metavar="FILE", help="Write the tables as a page.")
     ] = None,
 ) -> None:
     """Find the smallest and the cheapest cluster that meets the objectives, by simulating candidates.
 
     Every candidate runs the whole trace. Beside it: the smallest cluster of colocated nodes, good
-    requests per dollar of each, and what one step in every direction would change.
+    requests per dollar of each, and what one step in every direction would change. With --cluster, compare
+    these clusters by the cost per unit of throughput.
     """
     requests = requests_of(trace, TraceOptions(num_rows=rows, is_spread=is_spread))
     known_settings("policy", "scheduling", [policy])
     objectives = Objectives(slo_ttft_s, slo_tbt_s, attainment)
     prices = read_prices(prices_file)
-    console, progress = wide_console(), Console(stderr=True)
-    plans: dict[str, CapacityPlan] = {}
-    for hardware in costs or DEFAULT_COSTS:
-        base = cluster_of(
-            "1P1D", hardware, [f"ssd_tokens={ssd_tokens}", *(changes or [])], requests.block_tokens
-        )
-        planner = CapacityPlanner(
-            base,
-            Path(hardware).stem if Path(hardware).is_file() else hardware,
-            objectives,
-            prices,
-            simulator(requests, policy, speedup, objectives),
-            lambda one: progress.print(f"[dim]tried {_describe(one)}: {one.attainment:.1%} good[/dim]"),
-        )
-        plans[hardware] = planner.plan()
     wanted = f"TTFT <= {slo_ttft_s:g} s, TBT <= {slo_tbt_s * 1000:g} ms"
-    console.print(f"{requests.name}: {attainment:.0%} of requests with {wanted}")
-    console.print(_found(plans))
-    cheapest = min(
-        (plan for plan in plans.values() if plan.best is not None),
-        key=lambda plan: plan.best.dollars_per_hour if plan.best is not None else 0.0,
-        default=None,
-    )
-    if cheapest is not None and cheapest.best is not None:
-        console.print(_sensitivity(cheapest.best, cheapest.sensitivity))
+    title = f"{requests.name}: {attainment:.0%} of requests with {wanted}"
+    given = [f"ssd_tokens={ssd_tokens}", *(changes or [])]
+    document: dict[str, object] = {"trace": requests.name}
+    plans: dict[str, CapacityPlan] = {}
+    if clusters:
+        if costs and len(costs) > 1:
+            raise InvalidArgument("--costs", costs, "given once with --cluster: the costs of forms without @")
+        given = given[1:] if not ssd_tokens else given
+        default_costs = costs[0] if costs else DEFAULT_COSTS[0]
+        offers = [offer_of(one, default_costs, given, requests.block_tokens) for one in clusters]
+        run = simulator(requests, policy, speedup, objectives, seed, scales_sessions=True)
+        compared = CostComparison(
+            offers, baseline or offers[0].name, objectives, prices, run, _show_load
+        ).compare()
+        tables = [_compared(compared, baseline or offers[0].name, requests)]
+        document["clusters"] = msgspec.to_builtins(compared)
+    else:
+        run = simulator(requests, policy, speedup, objectives, seed)
+        bases = _bases(costs, given, requests.block_tokens)
+        if baseline and baseline not in bases:
+            raise InvalidArgument("--baseline", baseline, f"hardware that is tried: {', '.join(bases)}")
+        for hardware, base in bases.items():
+            plans[hardware] = CapacityPlanner(
+                base.spec,
+                base.hardware,
+                objectives,
+                prices,
+                run,
+                _show_tried,
+                "" if base.spec.decode_costs is None else base.decode_hardware,
+            ).plan()
+        tables = _planned(plans, baseline)
+        document["plans"] = msgspec.to_builtins(plans)
+    console = wide_console()
+    console.print(title)
+    for table in tables:
+        console.print(table.on_console())
     if json_file is not None:
-        write_whole(
-            json_file,
-            json.dumps({"trace": requests.name, "plans": msgspec.to_builtins(plans)}, indent=1) + "\n",
-        )
-    if cheapest is None:
+        write_whole(json_file, json.dumps(document, indent=1) + "\n")
+    if html_file is not None:
+        write_whole(html_file, render_tables(title, tables))
+    if plans and all(plan.best is None for plan in plans.values()):
         raise InvalidArgument(
             "--slo-ttft, --slo-tbt",
             [slo_ttft_s, slo_tbt_s],
@@ -136,17 +201,57 @@ def plan_command(
         )
 
 
-def simulator(requests: TraceRequests, policy: str, speedup: float, objectives: Objectives) -> Simulate:
-    """A function that runs ``requests`` through one candidate."""
+def _bases(costs: list[str] | None, changes: list[str], block_tokens: int) -> dict[str, ClusterOffer]:
+    """A cluster of each kind of hardware, and, of kinds that were asked for, one of each pair whose nodes
+    can read each other's KV."""
+    alike = {one: offer_of("1P1D", one, changes, block_tokens) for one in costs or DEFAULT_COSTS}
+    bases = dict(alike)
+    for prefill, decode in itertools.permutations(costs or (), 2):
+        first, second = alike[prefill].spec, alike[decode].spec
+        kv, other_kv = ((one.costs.kv_bytes_per_token, one.costs.num_layers) for one in (first, second))
+        if kv == other_kv and first.decode_costs is None and second.decode_costs is None:
+            spec = dataclasses.replace(first, decode_costs=second.costs)
+            hardware, decode_hardware = alike[prefill].hardware, alike[decode].decode_hardware
+            name = f"{prefill}+{decode}"
+            bases[name] = ClusterOffer(name, spec, hardware, decode_hardware)
+    return bases
+
+
+def _show_tried(one: CandidateCluster) -> None:
+    Console(stderr=True).print(f"[dim]tried {_describe(one)}: {one.attainment:.1%} good[/dim]")
+
+
+def _show_load(name: str, load: float, summary: Summary) -> None:
+    good = summary.num_good / max(1, summary.num_requests)
+    Console(stderr=True).print(f"[dim]{name} at {load:.3g} times the load: {good:.1%} good[/dim]")
+
+
+def simulator(
+    requests: TraceRequests,
+    policy: str,
+    speedup: float,
+    objectives: Objectives,
+    seed: int = 0,
+    *,
+    scales_sessions: bool = False,
+) -> Simulate:
+    """A function that runs ``requests`` through one candidate. More load: all of them faster, or, with
+    ``scales_sessions``, more sessions at once where they are generated."""
 
     def run(spec: ClusterSpec, load: float) -> tuple[Summary, float, float]:
+        rows, faster = requests.at_load(load) if scales_sessions else (requests, load)
+        # Overloaded runs take longest, and what they would still show is not needed to find a limit.
+        stops_early = scales_sessions and rows.num_known
+        max_missed = int((1 - objectives.attainment) * rows.num_known + 1e-6)
         outcome = simulate(
-            requests,
+            rows,
             spec,
             policy,
-            speedup=speedup * load,
+            seed=seed,
+            speedup=speedup * faster,
             slo_ttft_s=objectives.ttft_s,
             slo_tbt_s=objectives.tbt_s,
+            max_missed=max_missed if stops_early else None,
         )
         shares = [
             float(np.sum(outcome.is_good(ttft_s, tbt_s))) / max(1, len(outcome))
@@ -160,7 +265,7 @@ def simulator(requests: TraceRequests, policy: str, speedup: float, objectives: 
 def read_prices(file: Path | None) -> Prices:
     """Raises InvalidArgument."""
     if file is None:
-        return Prices(gpu=EXAMPLE_PRICES)
+        return EXAMPLE_PRICES
     try:
         return msgspec.toml.decode(file.read_bytes(), type=Prices)
     except (OSError, UnicodeDecodeError, msgspec.MsgspecError) as error:
@@ -169,28 +274,43 @@ def read_prices(file: Path | None) -> Prices:
 
 
 def _describe(one: CandidateCluster) -> str:
+    stores = f"{one.num_store}S" if one.num_store else ""
     nodes = (
-        f"{one.num_prefill}P{one.num_decode}D"
+        f"{one.num_prefill}P{one.num_decode}D{stores}"
         if one.mode == "disaggregated"
         else f"{one.num_nodes} x {one.mode}"
     )
-    return f"{nodes} {one.hardware}"
+    spot = ":spot" if one.spot == "prefill" else ""
+    decode = f"+{one.decode_hardware}" if one.decode_hardware else ""
+    return f"{nodes} {one.hardware}{spot}{decode}"
 
 
-def _found(plans: dict[str, CapacityPlan]) -> Table:
-    shown = Table(
-        caption="Memory and network are per node. Every row was simulated over the whole trace.",
-        caption_justify="left",
-    )
-    for heading in ("cluster", *FIGURES):
-        shown.add_column(heading, justify="left" if heading == "cluster" else "right")
+def _planned(plans: dict[str, CapacityPlan], baseline: str) -> list[PlainTable]:
+    """The clusters that were found, and what is around the cheapest."""
+    base = _baseline_of(plans, baseline)
+    rows: list[tuple[str, ...]] = []
     for hardware, plan in plans.items():
         for one, kind in ((plan.best, "apart"), (plan.one_pool, "one pool")):
-            if one is None:
-                shown.add_row(f"{hardware}, {kind}: no cluster meets the objectives")
-            else:
-                shown.add_row(_describe(one), *_figures(one))
-    return shown
+            if one is not None:
+                rows.append((_describe(one), *_figures(one), *_costs_of(one, base)))
+            elif kind == "apart" or "+" not in hardware:
+                empty = [""] * len((*FIGURES, *COST_FIGURES))
+                rows.append((f"{hardware}, {kind}: no cluster meets the objectives", *empty))
+    caption = "Memory and network are per node. Every row was simulated over the whole trace."
+    if base is not None:
+        caption += f" Relative throughput: good requests per second divided by those of {_describe(base)}."
+    tables = [PlainTable("", ("cluster", *FIGURES, *COST_FIGURES), rows, caption)]
+    found = [plan for plan in plans.values() if plan.best is not None]
+    cheapest = min(found, key=lambda plan: plan.best.dollars_per_hour if plan.best else 0.0, default=None)
+    if cheapest is not None and cheapest.best is not None:
+        tables.append(_sensitivity(cheapest.best, cheapest.sensitivity))
+    return tables
+
+
+def _baseline_of(plans: dict[str, CapacityPlan], baseline: str) -> CandidateCluster | None:
+    """The colocated cluster of the named hardware, else its other one; without a name, the first found."""
+    named = [plans[baseline]] if baseline else list(plans.values())
+    return next((one for plan in named for one in (plan.one_pool, plan.best) if one is not None), None)
 
 
 def _figures(one: CandidateCluster) -> tuple[str, ...]:
@@ -207,11 +327,50 @@ def _figures(one: CandidateCluster) -> tuple[str, ...]:
     )
 
 
-def _sensitivity(best: CandidateCluster, rows: list[CandidateCluster]) -> Table:
-    shown = Table(box=box.SIMPLE, title=f"Around the cheapest, {_describe(best)}", title_justify="left")
-    for heading in ("change", *FIGURES[:3], "meets", *FIGURES[3:7]):
-        shown.add_column(heading, justify="left" if heading == "change" else "right")
+def _costs_of(one: CandidateCluster, base: CandidateCluster | None) -> tuple[str, ...]:
+    relative = one.good_per_s / base.good_per_s if base is not None and base.good_per_s else 0.0
+    return (
+        f"{relative:.2f}x",
+        _dollars(dollars_per_unit(one.dollars_per_hour, relative)),
+        _dollars(dollars_per_1000_good(one.dollars_per_hour, one.good_per_s)),
+    )
+
+
+def _dollars(amount: float | None) -> str:
+    return "-" if amount is None else f"{amount:.2f}"
+
+
+def _compared(clusters: list[ComparedCluster], baseline: str, requests: TraceRequests) -> PlainTable:
+    rows: list[tuple[str, ...]] = []
+    for one in clusters:
+        num_sessions = requests.num_sessions(one.load)
+        figures = (
+            f"{num_sessions:,}" if num_sessions else f"{one.load:.2f}x",
+            f"{one.good_per_s:.2f}",
+            f"{one.relative_throughput:.2f}x",
+            _dollars(one.dollars_per_unit),
+            _dollars(one.dollars_per_1000_good),
+            f"{one.attainment:.1%}",
+            f"{one.ttft_p90_s:.2f}",
+            f"{one.tbt_p90_s * 1000:.1f}",
+            f"{one.hit_rate:.3f}",
+            f"{one.num_interruptions:,}",
+            f"{one.num_good_lost:,}",
+        )
+        none = ("none", *["-"] * (len(figures) - 1))
+        rows.append((one.name, f"{one.dollars_per_hour:.2f}", *(figures if one.load else none)))
+    caption = (
+        "Each cluster at the largest load that it carries. Relative throughput: good/s divided by that of "
+        f"{baseline}. $/h per unit: $/h divided by relative throughput."
+    )
+    headings = ("cluster", "$/h", "sessions" if requests.num_sessions(1.0) else "load", *COMPARED)
+    return PlainTable("", headings, rows, caption)
+
+
+def _sensitivity(best: CandidateCluster, rows: list[CandidateCluster]) -> PlainTable:
+    shown: list[tuple[str, ...]] = []
     for one in (msgspec.structs.replace(best, note="unchanged"), *rows):
         figures = _figures(one)
-        shown.add_row(one.note, *figures[:3], "yes" if one.meets else "no", *figures[3:7])
-    return shown
+        shown.append((one.note, *figures[:3], "yes" if one.meets else "no", *figures[3:7]))
+    headings = ("change", *FIGURES[:3], "meets", *FIGURES[3:7])
+    return PlainTable(f"Around the cheapest, {_describe(best)}", headings, shown)

@@ -111,6 +111,44 @@ def write_whole(file: Path, text: str) -> None:
         raise InvalidArgument("file", str(file), f"a file that can be written ({error.strerror})") from error
 
 
+@dataclass(frozen=True)
+class PlainTable:
+    """A table of text, for the terminal and for a page."""
+
+    title: str
+    headings: tuple[str, ...]
+    rows: list[tuple[str, ...]]
+    caption: str = ""
+
+    def on_console(self) -> Table:
+        shown = Table(title=self.title or None, caption=self.caption or None, box=box.SIMPLE)
+        shown.title_justify = shown.caption_justify = "left"
+        for number, heading in enumerate(self.headings):
+            shown.add_column(heading, justify="right" if number else "left")
+        for row in self.rows:
+            shown.add_row(*row)
+        return shown
+
+    def in_html(self) -> str:
+        heading = "".join(f"<th>{html.escape(one)}</th>" for one in self.headings)
+        rows = "".join(
+            "<tr>" + "".join(f"<td>{html.escape(cell)}</td>" for cell in row) + "</tr>" for row in self.rows
+        )
+        title = f"<h2>{html.escape(self.title)}</h2>\n" if self.title else ""
+        caption = f"<p>{html.escape(self.caption)}</p>\n" if self.caption else ""
+        return f"{title}<table><tr>{heading}</tr>{rows}</table>\n{caption}"
+
+
+def render_tables(title: str, tables: list[PlainTable]) -> str:
+    """A page of tables without plots."""
+    return f"""<!doctype html>
+<html lang="en"><meta charset="utf-8"><meta name="viewport" content="width=device-width">
+<title>{html.escape(title)}</title><style>{_STYLE}</style>
+<h1>{html.escape(title)}</h1>
+{"".join(one.in_html() for one in tables)}</html>
+"""
+
+
 NUM_POINTS = 1000
 """Points of a curve: more can't be seen and make the file large."""
 

@@ -17,6 +17,7 @@ from rich.progress import BarColumn, Progress, TaskID, TaskProgressColumn, TextC
 
 from mooncake.cli.simulation.options import (
     CLUSTER_FORMS,
+    COSTS_FORMS,
     Changes,
     DivideLengths,
     Format,
@@ -49,7 +50,7 @@ def simulate_command(
         list[str] | None, typer.Option("--admission", help="Admission rule; may be repeated.")
     ] = None,
     costs: Annotated[
-        str, typer.Option("--costs", metavar="NAME|FILE", help="Costs of a node.")
+        str, typer.Option("--costs", metavar="NAME|FILE", help=f"Costs of a node: {COSTS_FORMS}.")
     ] = "llama3-70b-8xA800",
     slo_ttft_s: SloTtft = 30.0,
     slo_tbt_s: SloTbt = 0.1,

@@ -35,11 +35,13 @@ def simulate(
     slo_tbt_s: float = 0.1,
     settings: SchedulingSettings | None = None,
     progress: Callable[[int, float], None] | None = None,
+    max_missed: int | None = None,
 ) -> RunResults:
     """Run ``rows`` through the cluster. ``progress(requests arrived, virtual time)`` is called repeatedly.
 
     ``settings`` are the conductor's, for objectives and thresholds; ``scheduling``, ``admission`` and what
-    only makes sense with real instances (probes, slow start, limits) are overridden.
+    only makes sense with real instances (probes, slow start, limits) are overridden. ``max_missed`` ends the
+    run when more requests than so many missed an objective; those that have not ended then count as failed.
     """
     changes: dict[str, Any] = {"scheduling": scheduling, "admission": admission}
     settings = dataclasses.replace(
@@ -54,4 +56,6 @@ def simulate(
         slow_start_s=0.0,
     )
     world = DisaggregatedCluster if cluster.mode == "disaggregated" else ColocatedCluster
-    return world(cluster, settings, (slo_ttft_s, slo_tbt_s), seed, progress).run(rows, speedup)
+    run = world(cluster, settings, (slo_ttft_s, slo_tbt_s), seed, progress)
+    run.max_missed = max_missed
+    return run.run(rows, speedup)

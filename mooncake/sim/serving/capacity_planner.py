@@ -20,10 +20,16 @@ import msgspec
 
 from mooncake.errors import InvalidArgument
 from mooncake.sim.serving.cluster import ClusterSpec
+from mooncake.sim.serving.node_costs import NodeCosts
 from mooncake.sim.serving.results import Summary
 
 MAX_NODES = 4096
-COLOCATED_MODES: tuple[Literal["vllm", "prefix", "chunked"], ...] = ("vllm", "prefix", "chunked")
+COLOCATED_MODES: tuple[Literal["vllm", "prefix", "chunked", "chunked_prefix"], ...] = (
+    "vllm",
+    "prefix",
+    "chunked",
+    "chunked_prefix",
+)
 _MIN_SHRINK = 1 / 64
 """Memory and network are not tried below this fraction of the node's."""
 
@@ -33,9 +39,45 @@ class Prices(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
     gpu: dict[str, float]
     "Price by the name that costs files use, e.g. H100."
+    spot: dict[str, float] = {}
+    "The same of spot instances."
     dram_tb: float = 0.0
     ssd_tb: float = 0.0
     nic_100gbps: float = 0.0
+    store_node: float = 0.0
+    "A CPU node of the store, without its memory and SSD."
+
+    def cluster(self, spec: ClusterSpec, hardware: str, decode_hardware: str) -> float:
+        """Dollars per hour of the whole cluster. Only nodes that keep a cache, or a part of the pool, pay for
+        its memory and SSD."""
+        costs, decode_costs = spec.node_costs, spec.decode_node_costs
+        prefill = costs.num_gpus * self.of_gpu(hardware, spec.spot == "prefill") + self._nic(costs)
+        decode = decode_costs.num_gpus * self.of_gpu(decode_hardware) + self._nic(decode_costs)
+        caches = spec.num_prefill * self._storage(costs, costs.cache_tokens, spec.ssd_tokens)
+        pool = spec.num_pool_nodes * self._storage(costs, spec.pool_tokens, spec.store_ssd_tokens)
+        stores = spec.num_store * (self.store_node + self._nic(costs))
+        return spec.num_prefill * prefill + spec.num_decode * decode + caches + pool + stores
+
+    def of_gpu(self, hardware: str, is_spot: bool = False) -> float:
+        """Price of the GPU whose name ``hardware`` ends with (``llama3-70b-8xH100``)."""
+        table, prices = ("spot", self.spot) if is_spot else ("gpu", self.gpu)
+        for name in sorted(prices, key=len, reverse=True):
+            if hardware.lower().endswith(name.lower()):
+                price = prices[name]
+                if not price > 0:
+                    raise InvalidArgument(f"{table}.{name}", price, "more than 0 dollars an hour")
+                return price
+        if is_spot:
+            priced = ", ".join(prices) or "none"
+            raise InvalidArgument("--gpu-prices", hardware, f"a name with a spot price: {priced}")
+        raise InvalidArgument("--costs", hardware, f"a name that ends in a priced GPU: {', '.join(prices)}")
+
+    def _nic(self, costs: NodeCosts) -> float:
+        return costs.nic_bytes_per_s * 8 / 100e9 * self.nic_100gbps
+
+    def _storage(self, costs: NodeCosts, num_tokens: int, num_ssd_tokens: int) -> float:
+        size_tb = costs.kv_bytes_per_token / 1e12
+        return num_tokens * size_tb * self.dram_tb + num_ssd_tokens * size_tb * self.ssd_tb
 
 
 class Objectives(msgspec.Struct, frozen=True):
@@ -43,6 +85,11 @@ class Objectives(msgspec.Struct, frozen=True):
     tbt_s: float
     attainment: float
     "The share of all requests that must be completed within both."
+
+    def check(self) -> None:
+        """Raises InvalidArgument."""
+        if not 0 < self.attainment <= 1:
+            raise InvalidArgument("attainment", self.attainment, "above 0, up to 1")
 
 
 class CandidateCluster(msgspec.Struct, frozen=True):
@@ -68,10 +115,16 @@ class CandidateCluster(msgspec.Struct, frozen=True):
     tbt_p90_s: float
     hit_rate: float
     note: str = ""
+    decode_hardware: str = ""
+    "Empty: as ``hardware``."
+    num_store: int = 0
+    spot: str = "none"
+    good_per_s: float = 0.0
+    num_interruptions: int = 0
 
     @property
     def num_nodes(self) -> int:
-        return self.num_prefill + self.num_decode
+        return self.num_prefill + self.num_decode + self.num_store
 
 
 class CapacityPlan(msgspec.Struct, frozen=True):
@@ -80,7 +133,7 @@ class CapacityPlan(msgspec.Struct, frozen=True):
     best: CandidateCluster | None
     "None: not even ``MAX_NODES`` nodes are enough."
     one_pool: CandidateCluster | None
-    "The smallest cluster of colocated nodes, the best of its modes; None as above."
+    "The smallest cluster of colocated nodes, the best of its modes; None as above, and with unlike nodes."
     sensitivity: list[CandidateCluster]
     num_simulated: int
 
@@ -90,7 +143,7 @@ Simulate = Callable[[ClusterSpec, float], tuple[Summary, float, float]]
 
 
 class CapacityPlanner:
-    """The search for one kind of hardware."""
+    """The search for one kind of hardware, or for one kind that prefills and another that decodes."""
 
     def __init__(
         self,
@@ -100,21 +153,22 @@ class CapacityPlanner:
         prices: Prices,
         simulate: Simulate,
         progress: Callable[[CandidateCluster], None] | None = None,
+        decode_hardware: str = "",
     ) -> None:
-        if not 0 < objectives.attainment <= 1:
-            raise InvalidArgument("attainment", objectives.attainment, "above 0, up to 1")
+        objectives.check()
         self._base = base
         self._hardware = hardware
+        self._decode_hardware = decode_hardware
         self._objectives = objectives
-        self._gpu_price = _gpu_price(hardware, prices)
         self._prices = prices
+        prices.cluster(base, hardware, decode_hardware or hardware)  # refuses what has no price now
         self._simulate = simulate
         self._progress = progress
         self._seen: dict[tuple[ClusterSpec, float], CandidateCluster] = {}
 
     def plan(self) -> CapacityPlan:
         best = self._apart()
-        one_pool = self._one_pool()
+        one_pool = self._one_pool() if self._base.decode_costs is None else None
         sensitivity = list(self._around(best)) if best is not None else []
         found = self._candidate(best) if best is not None else None
         return CapacityPlan(found, one_pool, sensitivity, len(self._seen))
@@ -192,7 +246,16 @@ class CapacityPlanner:
     def _one_pool(self) -> CandidateCluster | None:
         found: list[CandidateCluster] = []
         for mode in COLOCATED_MODES:
-            base = dataclasses.replace(self._base, mode=mode, num_decode=0, ssd_tokens=0)
+            base = dataclasses.replace(
+                self._base,
+                mode=mode,
+                num_decode=0,
+                ssd_tokens=0,
+                num_store=0,
+                store_tokens=None,
+                store_ssd_tokens=0,
+                spot="none",
+            )
             most = 1
             while most <= MAX_NODES and not self._with(base, num_prefill=most).meets:
                 most *= 2
@@ -244,7 +307,8 @@ class CapacityPlanner:
             return known
         summary, ttft_share, tbt_share = self._simulate(spec, load)
         attainment = summary.num_good / max(1, summary.num_requests)
-        costs, dollars = spec.node_costs, self._dollars(spec)
+        costs = spec.node_costs
+        dollars = self._prices.cluster(spec, self._hardware, self._decode_hardware or self._hardware)
         found = CandidateCluster(
             hardware=self._hardware,
             mode=spec.mode,
@@ -263,30 +327,13 @@ class CapacityPlanner:
             ttft_p90_s=summary.ttft_s.p90,
             tbt_p90_s=summary.tbt_s.p90,
             hit_rate=summary.hit_rate,
+            decode_hardware=self._decode_hardware,
+            num_store=spec.num_store,
+            spot=spec.spot,
+            good_per_s=summary.goodput_per_s,
+            num_interruptions=summary.num_interruptions,
         )
         self._seen[spec, load] = found
         if self._progress is not None:
             self._progress(found)
         return found
-
-    def _dollars(self, spec: ClusterSpec) -> float:
-        """Dollars per hour of the whole cluster. Only nodes that keep a cache pay for its memory and SSD."""
-        costs, prices = spec.node_costs, self._prices
-        num_nodes = spec.num_prefill + spec.num_decode
-        num_caches = spec.num_prefill
-        bytes_per_token = costs.kv_bytes_per_token
-        each = costs.num_gpus * self._gpu_price + costs.nic_bytes_per_s * 8 / 100e9 * prices.nic_100gbps
-        memory = costs.cache_tokens * bytes_per_token / 1e12 * prices.dram_tb
-        ssd = spec.ssd_tokens * bytes_per_token / 1e12 * prices.ssd_tb
-        return num_nodes * each + num_caches * (memory + ssd)
-
-
-def _gpu_price(hardware: str, prices: Prices) -> float:
-    """Price of the GPU whose name ``hardware`` ends with (``llama3-70b-8xH100``)."""
-    for name in sorted(prices.gpu, key=len, reverse=True):
-        if hardware.lower().endswith(name.lower()):
-            price = prices.gpu[name]
-            if not price > 0:
-                raise InvalidArgument(f"gpu.{name}", price, "more than 0 dollars an hour")
-            return price
-    raise InvalidArgument("--costs", hardware, f"a name that ends in a priced GPU: {', '.join(prices.gpu)}")

@@ -20,6 +20,7 @@ from msgspec import Meta
 from mooncake.conductor.conductor import Conductor
 from mooncake.conductor.health import ProbeOutcome
 from mooncake.conductor.messages import (
+    POOL,
     AddInstance,
     BlocksRemoved,
     BlocksStored,
@@ -37,6 +38,7 @@ from mooncake.conductor.settings import SchedulingSettings
 from mooncake.errors import InvalidArgument
 from mooncake.inference.blocks import BlockPool
 from mooncake.inference.scheduler import Scheduler, SchedulerSettings
+from mooncake.kvlayout import KEY_PREFIX
 from mooncake.machine import Wake
 from mooncake.prefix import block_hashes, root_hash, short_key
 from mooncake.sim.kernel import Kernel
@@ -48,7 +50,7 @@ from mooncake.sim.traces.trace import TraceRow
 from mooncake.types import InstanceId, Tier, WorkerRole
 
 Count = Annotated[int, Meta(gt=0)]
-Mode: TypeAlias = Literal["disaggregated", "vllm", "prefix", "chunked"]
+Mode: TypeAlias = Literal["disaggregated", "vllm", "prefix", "chunked", "chunked_prefix"]
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -56,14 +58,16 @@ class ClusterSpec:
     """The machines, and how they are used."""
 
     costs: NodeCosts
-    """Costs of every node."""
+    """Costs of every node, or of every prefill node."""
+    decode_costs: NodeCosts | None = None
+    """Costs of a decode node; None: as ``costs``."""
     num_prefill: Count = 8
     num_decode: Annotated[int, Meta(ge=0)] = 8
     """0 only where nodes are colocated."""
     mode: Mode = "disaggregated"
-    """The values other than ``mooncake`` are one pool of ``num_prefill + num_decode`` colocated nodes:
+    """The values other than ``disaggregated`` are one pool of ``num_prefill + num_decode`` colocated nodes:
     ``vllm`` computes prompts before it continues decoding, ``prefix`` also keeps their blocks for later ones,
-    ``chunked`` mixes chunks of prompts into the steps."""
+    ``chunked`` mixes chunks of prompts into the steps, ``chunked_prefix`` does both."""
     detail: Literal["flow", "step"] = "flow"
     """``step``: the real batch scheduler, step by step and block by block. For small traces."""
     block_tokens: Count = 512
@@ -72,6 +76,20 @@ class ClusterSpec:
     """Cache of a prefill node in DRAM; None: as in ``costs``."""
     ssd_tokens: int = 0
     """Cache of a prefill node on its SSD."""
+    num_store: Annotated[int, Meta(ge=0)] = 0
+    """CPU nodes that compute nothing: their memory and SSD are a pool of blocks. Prefill nodes write every
+    block to the pool and load from it, no longer from each other."""
+    store_tokens: Annotated[int, Meta(ge=0)] | None = None
+    """Memory of the pool on each store node (None: as a prefill node's), or, if there is no store node, on
+    each decode node (None: no pool)."""
+    store_ssd_tokens: Annotated[int, Meta(ge=0)] = 0
+    """SSD of the pool on each of them."""
+    spot: Literal["none", "prefill"] = "none"
+    """``prefill``: prefill nodes are spot instances, interrupted at times, and back with empty memory."""
+    interruptions_per_hour: Annotated[float, Meta(ge=0)] = 0.5
+    """Mean number of interruptions of one spot instance in an hour in which it runs."""
+    restart_s: Annotated[float, Meta(gt=0)] = 300.0
+    """Time from an interruption until a new instance has loaded the weights."""
     nic_bytes_per_s: float = 0.0
     """Bandwidth of a node in one direction; 0: as in ``costs``."""
     pipeline_nodes: Count = 1
@@ -96,6 +114,15 @@ class ClusterSpec:
         if self.mode == "disaggregated" and not self.num_decode:
             allowed = "1 or more when prefill and decode are disaggregated"
             raise InvalidArgument("num_decode", self.num_decode, allowed)
+        if self.mode != "disaggregated":
+            for field in ("decode_costs", "num_store", "store_tokens", "store_ssd_tokens", "spot"):
+                if getattr(self, field) not in (None, 0, "none"):
+                    allowed = f"left out when mode is {self.mode}: nodes are colocated"
+                    raise InvalidArgument(field, _shown(getattr(self, field)), allowed)
+        self._check_decode_costs()
+        if self.store_ssd_tokens and not self.has_pool:
+            allowed = "0 without num_store or store_tokens"
+            raise InvalidArgument("store_ssd_tokens", self.store_ssd_tokens, allowed)
         if self.num_prefill % self.pipeline_nodes:
             allowed = f"a divisor of num_prefill ({self.num_prefill})"
             raise InvalidArgument("pipeline_nodes", self.pipeline_nodes, allowed)
@@ -104,6 +131,18 @@ class ClusterSpec:
                 raise InvalidArgument("detail", self.detail, f"flow when mode is {self.mode}")
             if self.pipeline_nodes > 1 or self.ssd_tokens:
                 raise InvalidArgument("detail", self.detail, "flow with pipelines or SSDs")
+            if self.has_pool or self.spot != "none":
+                raise InvalidArgument("detail", self.detail, "flow with a pool or spot instances")
+
+    def _check_decode_costs(self) -> None:
+        """Decode nodes must be able to read what prefill nodes write."""
+        if self.decode_costs is None:
+            return
+        for field in ("kv_bytes_per_token", "num_layers"):
+            wanted, found = getattr(self.costs, field), getattr(self.decode_costs, field)
+            if wanted != found:
+                allowed = f"{wanted} as of {self.costs.title!r}, whose nodes prefill"
+                raise InvalidArgument(f"{field} of {self.decode_costs.title!r}", found, allowed)
 
     def scheduler(
         self, num_tokens: int, step_tokens: int, max_running: int, *, has_external_cache: bool = False
@@ -125,6 +164,20 @@ class ClusterSpec:
         return BlockPool(num_tokens // self.block_tokens + 1, self.block_tokens)
 
     @property
+    def has_pool(self) -> bool:
+        return bool(self.num_store or self.store_tokens)
+
+    @property
+    def num_pool_nodes(self) -> int:
+        """Nodes on which the pool is."""
+        return (self.num_store or self.num_decode) if self.has_pool else 0
+
+    @property
+    def pool_tokens(self) -> int:
+        """Memory of the pool on each of them."""
+        return self.node_costs.cache_tokens if self.store_tokens is None else self.store_tokens
+
+    @property
     def num_prefill_instances(self) -> int:
         return self.num_prefill // self.pipeline_nodes
 
@@ -132,6 +185,7 @@ class ClusterSpec:
     def models(self) -> CostModels:
         """What the conductor assumes about an instance before any measurement."""
         models, num_nodes = self.node_costs.models, self.pipeline_nodes
+        models = msgspec.structs.replace(models, decode=self.decode_node_costs.decode)
         if num_nodes == 1:
             return models
         one = models.prefill
@@ -143,16 +197,33 @@ class ClusterSpec:
     @property
     def node_costs(self) -> NodeCosts:
         """``costs`` with this spec's overrides."""
+        return self._overridden(self.costs)
+
+    @property
+    def decode_node_costs(self) -> NodeCosts:
+        """The same for a decode node."""
+        return self._overridden(self.decode_costs or self.costs)
+
+    def _overridden(self, costs: NodeCosts) -> NodeCosts:
         changes: dict[str, Any] = {}
         if self.cache_tokens is not None:
             changes["cache_tokens"] = self.cache_tokens
         if self.nic_bytes_per_s:
             changes["nic_bytes_per_s"] = self.nic_bytes_per_s
-        return msgspec.structs.replace(self.costs, **changes)
+        return msgspec.structs.replace(costs, **changes)
 
 
+def _shown(value: object) -> object:
+    return value.title if isinstance(value, NodeCosts) else value
+
+
+POOL_SCOPE = f"{KEY_PREFIX}sim"
 LIFETIME_S = 1e9
 """No request is ever dropped: every end is reported."""
+
+
+class _MissedTooOften(Exception):
+    """The rest of the run can't change its verdict."""
 
 
 class ServingCluster:
@@ -168,6 +239,7 @@ class ServingCluster:
     ) -> None:
         self.cluster = cluster
         self.costs = cluster.node_costs
+        self.decode_costs = cluster.decode_node_costs
         self.kernel = Kernel(seed)
         self.conductor = Conductor(settings, Random(seed), cluster.models)
         self.recorder = Recorder()
@@ -177,6 +249,10 @@ class ServingCluster:
         self._speedup = 1.0
         self._first_s = 0.0
         self._measures_at: dict[InstanceId, float] = {}
+        self.num_interruptions = 0
+        self.max_missed: int | None = None
+        """The run ends early when more requests than so many missed an objective."""
+        self._num_missed = 0
 
     def run(self, rows: Iterable[TraceRow], speedup: float) -> RunResults:
         self._rows = iter(rows)
@@ -186,9 +262,13 @@ class ServingCluster:
             self._first_s = first.timestamp_s
             self.kernel.call_at(0.0, self._arrive, first)
             self.sampler.start(self)
-            self.kernel.run_all()
-        self.check_end()
-        return self.recorder.outcome(self.sampler.time_line(), *self._objectives)
+            try:
+                self.kernel.run_all()
+            except _MissedTooOften:
+                pass  # the rows of requests that have not ended count as failed
+            else:
+                self.check_end()
+        return self.recorder.outcome(self.sampler.time_line(), *self._objectives, self.num_interruptions)
 
     # implemented by a subclass
 
@@ -206,7 +286,8 @@ class ServingCluster:
     # used by a subclass
 
     def join(self, instance: InstanceId, role: WorkerRole) -> None:
-        self.post(AddInstance(instance, role, self.costs.device_tokens if role is WorkerRole.DECODE else 0))
+        kv_tokens = self.decode_costs.device_tokens if role is WorkerRole.DECODE else 0
+        self.post(AddInstance(instance, role, kv_tokens))
         self.post(Probed(instance, ProbeOutcome.READY))
 
     def post(self, event: Event) -> list[Effect]:
@@ -217,21 +298,23 @@ class ServingCluster:
         return conductor.handle(event, now)
 
     def post_block_events(self, instance: InstanceId, cache: NodeCache[Any]) -> None:
-        """Report blocks that were added to or removed from the node's cache since the last call."""
+        """Report blocks that were added to or removed from the node's cache since the last call. Those of the
+        pool have a scope of their own, as the store's have."""
+        scope = POOL_SCOPE if instance == POOL else ""
         if self.cluster.detail == "step":
             cache.removed = [short_key(block_hash) for block_hash in cache.removed]
             cache.stored = [short_key(block_hash) for block_hash in cache.stored]
         if cache.removed:
-            self.post(BlocksRemoved(instance, cache.removed, Tier.MEMORY))
+            self.post(BlocksRemoved(instance, cache.removed, Tier.MEMORY, scope))
             cache.removed = []
         if cache.stored:
-            self.post(BlocksStored(instance, cache.stored, Tier.MEMORY))
+            self.post(BlocksStored(instance, cache.stored, Tier.MEMORY, scope))
             cache.stored = []
         if cache.ssd_removed:
-            self.post(BlocksRemoved(instance, cache.ssd_removed, Tier.SSD))
+            self.post(BlocksRemoved(instance, cache.ssd_removed, Tier.SSD, scope))
             cache.ssd_removed = []
         if cache.ssd_stored:
-            self.post(BlocksStored(instance, cache.ssd_stored, Tier.SSD))
+            self.post(BlocksStored(instance, cache.ssd_stored, Tier.SSD, scope))
             cache.ssd_stored = []
 
     def post_step(self, instance: InstanceId, batch: DecodeBatch) -> None:
@@ -258,12 +341,21 @@ class ServingCluster:
         recorder.tbt_mean_s[number] = (at - request.first_token_at) / num_intervals if num_intervals else 0.0
         self.sampler.num_open -= 1
         self.post(Finished(request.request_id, request.num_output, ttft_s, request.tbt_s, True))
+        slo_ttft_s, slo_tbt_s = self._objectives
+        if (slo_ttft_s and ttft_s > slo_ttft_s) or (slo_tbt_s and request.tbt_s > slo_tbt_s):
+            self._note_missed()
 
     def give_up(self, request: SimRequest, status: int) -> None:
         """End the request here, without an answer."""
         self.recorder.status[request.number] = status
         self.sampler.num_open -= 1
         self.sampler.num_rejected += 1
+        self._note_missed()
+
+    def _note_missed(self) -> None:
+        self._num_missed += 1
+        if self.max_missed is not None and self._num_missed > self.max_missed:
+            raise _MissedTooOften
 
     # arrivals
 
@@ -278,10 +370,13 @@ class ServingCluster:
         self.sampler.num_open += 1
         self.sampler.has_more = following is not None
         keys: Sequence[int] = row.keys[: num_input // self.cluster.block_tokens]
-        request = SimRequest(number, now, num_input, num_output, keys)
-        if self.cluster.detail == "step":
-            keys = self._with_tokens(request)
-        place = Place(request.request_id, num_input, list(keys), lifetime_s=LIFETIME_S)
+        self.place(SimRequest(number, now, num_input, num_output, keys))
+
+    def place(self, request: SimRequest) -> None:
+        """Have the conductor choose where the request is served, again if it was served before."""
+        number = request.number
+        keys = self._with_tokens(request) if self.cluster.detail == "step" else request.keys
+        place = Place(request.request_id, request.num_input, list(keys), lifetime_s=LIFETIME_S)
         for effect in self.post(place):
             if isinstance(effect, Decision):
                 self._note_prediction(number, effect)

@@ -307,8 +307,11 @@ class ColocatedCluster(ServingCluster):
         cache = NodeCache(cluster.pool(costs.device_tokens))
         shared = (self.kernel, number, costs, cache)
         callbacks = (self._began, self._prefilled, self._decoded, self.post_step)
-        if cluster.mode == "chunked":
-            return ChunkedPrefillNode(*shared, False, cluster.max_batch, *callbacks, cluster.step_tokens)
+        if cluster.mode in ("chunked", "chunked_prefix"):
+            keeps_blocks = cluster.mode == "chunked_prefix"
+            return ChunkedPrefillNode(
+                *shared, keeps_blocks, cluster.max_batch, *callbacks, cluster.step_tokens
+            )
         return PrefillFirstNode(*shared, cluster.mode == "prefix", cluster.max_batch, *callbacks)
 
     def caches(self) -> list[NodeCache[Any]]:

@@ -63,9 +63,11 @@ class SimRequest:
         "fetched_tokens",
         "first_run",
         "first_token_at",
+        "is_abandoned",
         "keys",
         "lasted_s",
         "loads",
+        "lost_s",
         "num_fetching",
         "num_input",
         "num_output",
@@ -123,9 +125,22 @@ class SimRequest:
         self.wait_s = 0.0
         """From its first token to the step that makes the second one."""
         self.tbt_s = 0.0
+        self.is_abandoned = False
+        """Its node was interrupted, and another ``SimRequest`` has its place."""
+        self.lost_s = 0.0
+        """What earlier ones had computed of its prompt."""
 
     def __repr__(self) -> str:
         return f"SimRequest({self.request_id} {self.num_input}+{self.num_output} at {self.arrived_at:.3f})"
+
+    def begin_anew(self, now: float) -> SimRequest:
+        """Abandon this one; return one that has still to be placed."""
+        self.is_abandoned = True
+        again = SimRequest(self.number, self.arrived_at, self.num_input, self.num_output, self.keys)
+        again.lost_s = self.lost_s
+        if self.prefill_began_at >= 0:
+            again.lost_s += min(self.computed_s, now - self.prefill_began_at)
+        return again
 
 
 class NodeCache(Generic[KeyT]):
@@ -208,6 +223,30 @@ class NodeCache(Generic[KeyT]):
             self.ssd.check()
 
 
+class StorePool:
+    """The store's memory and SSD on all nodes where it has some, as one cache: objects are spread evenly over
+    them, so every transfer uses all their cards alike."""
+
+    def __init__(self, cache: NodeCache[Any], num_nodes: int, costs: NodeCosts) -> None:
+        self.cache = cache
+        self.out = Port("pool out", costs.nic_bytes_per_s * num_nodes)
+        self.into = Port("pool in", costs.nic_bytes_per_s * num_nodes)
+        self.ssd = Port("pool ssd", costs.ssd_bytes_per_s * num_nodes)
+
+    def __repr__(self) -> str:
+        return f"StorePool({self.cache})"
+
+    def num_missing(self, keys: Sequence[Any]) -> int:
+        """How many blocks of a prompt a prefill node writes: those not in memory, also where SSD has them."""
+        return len(keys) - len(self.cache.match(keys))
+
+    def put(self, keys: Sequence[Any]) -> None:
+        """The blocks of a prompt are here: those that were, too, move to the end of the eviction order."""
+        known = self.cache.match(keys)
+        self.cache.pin(known)
+        self.cache.unpin(known + self.cache.keep(keys[len(known) :]))
+
+
 class PrefillNode:
     """``began`` is called when a prompt's computation begins, ``planned`` when its end is known,
     ``prefilled`` at that end."""
@@ -233,8 +272,13 @@ class PrefillNode:
         self.into = Port(f"{self.id} in", costs.nic_bytes_per_s * num_stages)
         self.ssd = Port(f"{self.id} ssd", costs.ssd_bytes_per_s * num_stages)
         self.is_computing = False
+        self.is_interrupted = False
+        """It is gone for good; what comes back is another node of this number."""
         self._kernel = kernel
         self._costs = costs
+        self._capacity_tokens = costs.device_tokens * num_stages
+        self._begun: dict[int, SimRequest] = {}
+        """Requests whose prompt is begun and not computed, by number."""
         self._block_tokens = cache.pool.block_tokens
         self._chunk_tokens = chunk_tokens
         self._obeys_turns = obeys_turns
@@ -249,6 +293,17 @@ class PrefillNode:
     def num_queued(self) -> int:
         return len(self._queue)
 
+    def takes(self, request: SimRequest) -> bool:
+        """Whether the KV of its prompt fits into device memory: prompts are computed one at a time."""
+        return request.num_input <= self._capacity_tokens
+
+    def interrupt(self) -> list[SimRequest]:
+        """End the node; return the requests whose prompt it has not computed, those that are begun first."""
+        self.is_interrupted = True
+        left = [*self._begun.values(), *(entry[2] for entry in sorted(self._queue))]
+        self._begun, self._queue, self.is_computing = {}, [], False
+        return left
+
     def enqueue(self, request: SimRequest) -> None:
         turn = request.turn if self._obeys_turns else 0.0
         heapq.heappush(self._queue, (turn, request.number, request))
@@ -261,11 +316,14 @@ class PrefillNode:
             self._run(request)
 
     def _next(self, _: object) -> None:
+        if self.is_interrupted:
+            return
         self.is_computing = bool(self._queue)
         if not self._queue:
             return
         request = heapq.heappop(self._queue)[2]
         request.prefill_began_at = self._kernel.now
+        self._begun[request.number] = request
         request.block_ids = block_ids = self.cache.match(request.keys)
         self.cache.pin(block_ids)
         num_cached = len(block_ids)
@@ -295,6 +353,9 @@ class PrefillNode:
         self._kernel.call_at(done_at, self._done, request)
 
     def _done(self, request: SimRequest) -> None:
+        if request.is_abandoned:
+            return
+        del self._begun[request.number]
         self._keep(request)
         if len(self._stage_free_at) == 1:
             self._next(None)

@@ -70,6 +70,10 @@ class Summary(msgspec.Struct, frozen=True):
     "The part of it that came from another node or from an SSD."
     prefill_gpu_s: float
     "GPU seconds of prefill, mean over requests."
+    num_interruptions: int = 0
+    "Interruptions of spot instances, until the last request ended."
+    num_retries: int = 0
+    "Prefills that an interruption ended and that began anew."
 
 
 @dataclasses.dataclass(frozen=True)
@@ -112,12 +116,15 @@ class RunResults:
     prefill_instance: Column
     decode_instance: Column
     prefill_gpu_s: Column
+    "Including what an interruption undid."
+    num_retries: Column
     predicted_ttft_s: Column
     predicted_tbt_s: Column
     time_line: Timeline
     slo_ttft_s: float
     slo_tbt_s: float
     "The objectives of the run; 0 is none."
+    num_interruptions: int = 0
 
     def __len__(self) -> int:
         return len(self.arrival_s)
@@ -164,6 +171,8 @@ class RunResults:
             hit_rate=cached / requested if requested else 0.0,
             fetched_share=float(self.fetched_tokens[began].sum(dtype=np.float64)) / cached if cached else 0.0,
             prefill_gpu_s=float(self.prefill_gpu_s[began].mean(dtype=np.float64)) if began.any() else 0.0,
+            num_interruptions=self.num_interruptions,
+            num_retries=int(self.num_retries.sum(dtype=np.int64)),
         )
 
     def to_json(self, *, rows: bool = True) -> str:
@@ -200,6 +209,7 @@ class Recorder:
         self.prefill_instance = array("h")
         self.decode_instance = array("h")
         self.prefill_gpu_s = array("f")
+        self.num_retries = array("h")
         self.predicted_ttft_s = array("f")
         self.predicted_tbt_s = array("f")
         self.status = array("b")
@@ -222,18 +232,27 @@ class Recorder:
         self.prefill_instance.append(-1)
         self.decode_instance.append(-1)
         self.prefill_gpu_s.append(0.0)
+        self.num_retries.append(0)
         self.predicted_ttft_s.append(nan)
         self.predicted_tbt_s.append(nan)
         return len(self.arrival_s) - 1
 
-    def outcome(self, time_line: Timeline, slo_ttft_s: float, slo_tbt_s: float) -> RunResults:
+    def outcome(
+        self, time_line: Timeline, slo_ttft_s: float, slo_tbt_s: float, num_interruptions: int = 0
+    ) -> RunResults:
         columns = {
             name: np.frombuffer(column, dtype=column.typecode)
             if len(column)
             else np.empty(0, column.typecode)
             for name, column in vars(self).items()
         }
-        return RunResults(**columns, time_line=time_line, slo_ttft_s=slo_ttft_s, slo_tbt_s=slo_tbt_s)
+        return RunResults(
+            **columns,
+            time_line=time_line,
+            slo_ttft_s=slo_ttft_s,
+            slo_tbt_s=slo_tbt_s,
+            num_interruptions=num_interruptions,
+        )
 
 
 def _quantiles(values: Column) -> Quantiles:
@@ -282,6 +301,11 @@ class TimelineSampler:
     def queued(self, request: SimRequest) -> None:
         self._queue_s += request.estimate_s
         self._num_queued += 1
+
+    def withdrawn(self, request: SimRequest) -> None:
+        """It is no longer queued, and was not begun."""
+        self._queue_s -= request.estimate_s
+        self._num_queued -= 1
 
     def began(self, request: SimRequest) -> None:
         self._queue_s -= request.estimate_s

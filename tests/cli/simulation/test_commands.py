@@ -62,6 +62,79 @@ def test_plan_finds_a_cluster_and_what_it_costs(mooncake: Run, tmp_path: Path) -
     assert "Around the cheapest" in done.stdout
 
 
+AGENTS = (
+    "agentic:sessions=20,turns=4,requests=100,common_tokens=4000,first_tokens=2000,turn_tokens=410,"
+    "output_tokens=180,block_tokens=256"
+)
+POOL = "store_tokens=1500000,store_ssd_tokens=12000000"
+TABLE = [
+    *("--cluster", "2 x H100=1xchunked_prefix@llama3-70b-fp8-2xH100"),
+    *("--cluster", f"H100 + H200=1P1D@llama3-70b-fp8-1xH100+llama3-70b-fp8-1xH200,{POOL}"),
+    *("--cluster", f"spot H100 + H200=1P1D@llama3-70b-fp8-1xH100:spot+llama3-70b-fp8-1xH200,{POOL}"),
+]
+
+
+def test_plan_compares_the_cost_per_unit_of_throughput(mooncake: Run, tmp_path: Path) -> None:
+    page, document = tmp_path / "p.html", tmp_path / "p.json"
+    # Within three minutes of trace, interruptions must be frequent to strike at all; with strict objectives
+    # few requests are enough to find the limits.
+    spot = ["--with", "interruptions_per_hour=100", "--with", "restart_s=2"]
+    strict = ["--slo-ttft", "1", "--slo-tbt", "0.027"]
+    done = mooncake("plan", AGENTS, *TABLE, *spot, *strict, "--html", str(page), "--json", str(document))
+    assert done.returncode == 0, done.stderr
+    rows = json.loads(document.read_text())["clusters"]
+    assert [row["name"] for row in rows] == ["2 x H100", "H100 + H200", "spot H100 + H200"]
+    assert [round(row["dollars_per_hour"], 2) for row in rows] == [5.08, 6.24, 5.13]
+    for row in rows:
+        assert row["attainment"] >= 0.9 and row["load"] > 0
+        assert row["relative_throughput"] == pytest.approx(row["good_per_s"] / rows[0]["good_per_s"])
+        assert row["dollars_per_unit"] == pytest.approx(row["dollars_per_hour"] / row["relative_throughput"])
+        assert f"{row['dollars_per_unit']:.2f}" in done.stdout
+    assert rows[2]["num_interruptions"] > 0 == rows[1]["num_interruptions"]
+    html = page.read_text()
+    for heading in ("relative\nthroughput", "$/h per\nunit", "$ / 1,000\ngood", "good\nlost"):
+        assert heading in html
+    assert "sessions" in done.stdout
+
+
+def test_plan_tries_each_pair_of_kinds(mooncake: Run, tmp_path: Path) -> None:
+    page, document = tmp_path / "p.html", tmp_path / "p.json"
+    kinds = ("llama3-70b-fp8-1xH100", "llama3-70b-fp8-1xH200")
+    words = ["--costs", kinds[0], "--costs", kinds[1], "--baseline", kinds[1], "--json", str(document)]
+    load = "poisson:rate=1,requests=40,input_tokens=2000,spread=0.3"
+    done = mooncake("plan", load, *words, "--html", str(page))
+    assert done.returncode == 0, done.stderr
+    plans = json.loads(document.read_text())["plans"]
+    first, second = kinds
+    assert list(plans) == [first, second, f"{first}+{second}", f"{second}+{first}"]
+    best = plans[f"{first}+{second}"]["best"]
+    assert (best["hardware"], best["decode_hardware"]) == kinds
+    assert best["dollars_per_hour"] == pytest.approx(best["num_prefill"] * 2.54 + best["num_decode"] * 3.70)
+    assert plans[f"{first}+{second}"]["one_pool"] is None
+    assert "$/h per\nunit" in page.read_text() and f"{first}+{second}" in page.read_text()
+
+
+@pytest.mark.parametrize(
+    ("words", "named"),
+    [
+        (["--cluster", "1P1D", "--baseline", "x"], "--baseline is 'x'"),
+        (["--baseline", "x"], "--baseline is 'x'"),
+        (["--cluster", "1P1D@abacus"], "costs is 'abacus'"),
+        (["--cluster", "1P1D@llama3-70b-8xH100+llama3-70b-fp8-1xH200"], "kv_bytes_per_token of"),
+        (["--cluster", "1P1D@llama3-70b-8xH100+llama3-70b-8xH200:spot"], "spot instances only for prefill"),
+        (["--cluster", "1xvllm@llama3-70b-8xH100:spot"], "spot is 'prefill'"),
+        (["--cluster", "1P1D,speed=1"], "--with is 'speed=1'"),
+        (["--cluster", "1P1D", "--costs", "llama3-70b-8xA800:spot"], "--gpu-prices is 'llama3-70b-8xA800'"),
+        (["--cluster", "1P1D", "--costs", "a", "--costs", "b"], "--costs is ['a', 'b']"),
+        (["--cluster", "a=1P1D", "--cluster", "a=2P1D"], "--cluster is 'a'"),
+    ],
+)
+def test_bad_comparisons_are_one_line(mooncake: Run, words: list[str], named: str) -> None:
+    done = mooncake("plan", LOAD, *words)
+    assert done.returncode == 2
+    assert named in done.stderr and len(done.stderr.splitlines()) == 1, done.stderr
+
+
 @pytest.mark.parametrize(
     ("words", "named"),
     [

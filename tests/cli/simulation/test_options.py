@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from mooncake.cli.simulation.options import cluster_of, requests_of
+from mooncake.cli.simulation.options import cluster_of, offer_of, requests_of
 from mooncake.errors import InvalidArgument
 from mooncake.sim.traces.trace import TraceOptions
 
@@ -20,6 +20,27 @@ def test_short_forms_of_clusters() -> None:
     assert (apart.node_costs.cache_tokens, apart.detail, apart.block_tokens) == (1_000_000, "step", 64)
     pool = cluster_of("16xchunked", COSTS, [], 512)
     assert (pool.num_prefill + pool.num_decode, pool.mode) == (16, "chunked")
+
+
+def test_names_costs_and_fields_of_one_cluster() -> None:
+    costs = "llama3-70b-fp8-1xH100:spot+llama3-70b-fp8-1xH200"
+    one = offer_of(f"mixed=2P1D1S@{costs},store_tokens=7,restart_s=60", COSTS, ["restart_s=5"], 64)
+    assert (one.name, one.hardware, one.decode_hardware) == ("mixed", *costs.replace(":spot", "").split("+"))
+    spec = one.spec
+    assert (spec.num_prefill, spec.num_decode, spec.num_store, spec.store_tokens) == (2, 1, 1, 7)
+    assert spec.spot == "prefill" and spec.restart_s == 60
+    assert spec.node_costs.device_tokens < spec.decode_node_costs.device_tokens
+    plain = offer_of("1xchunked_prefix", COSTS, [], 64)
+    assert (plain.name, plain.hardware, plain.decode_hardware) == ("1xchunked_prefix", COSTS, COSTS)
+    assert plain.spec.decode_costs is None and plain.spec.mode == "chunked_prefix"
+
+
+def test_more_load_is_more_agents() -> None:
+    agents = requests_of("agentic:sessions=10,turns=5,requests=100", TraceOptions())
+    more, faster = agents.at_load(1.5)
+    assert faster == 1 and len(list(more)) == 150 and len({row.session for row in more}) >= 15
+    other = requests_of("poisson:requests=50", TraceOptions())
+    assert other.at_load(1.5) == (other, 1.5)
 
 
 def test_a_file_of_a_cluster(tmp_path: Path) -> None:

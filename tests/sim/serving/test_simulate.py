@@ -204,3 +204,16 @@ def test_a_late_refusal_wastes_a_prefill_and_an_early_one_nothing() -> None:
     late_ones = [int((one.status == REJECTED_AFTER_PREFILL).sum()) for one in (late, early, ours)]
     assert late_ones[0] > late_ones[1] >= late_ones[2] == 0, late_ones
     assert late.time_line.num_rejected[-1] == (late.status != DONE).sum()
+
+
+def test_a_run_that_missed_too_often_ends_early() -> None:
+    rows = conversations(5, 200, rate_per_s=20.0)
+    whole = simulate(rows, spec(), slo_ttft_s=1.0)
+    num_missed = int((~whole.is_good()).sum())
+    assert num_missed > 50
+    enough = simulate(rows, spec(), slo_ttft_s=1.0, max_missed=num_missed)
+    assert same(whole, enough)
+    early = simulate(rows, spec(), slo_ttft_s=1.0, max_missed=20)
+    ended = early.is_done
+    assert int((ended & ~early.is_good()).sum()) == 21
+    assert (early.status[~ended] == 3).all() and not ended.all()
