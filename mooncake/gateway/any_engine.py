@@ -42,7 +42,16 @@ from mooncake.gateway.handoff import (
 from mooncake.gateway.limiter import Permit
 from mooncake.gateway.metrics import Timing, record_answer
 from mooncake.gateway.request_ids import RequestIds
-from mooncake.gateway.request_parsing import decoded, names_of, request_id_of, slo_of
+from mooncake.gateway.request_parsing import (
+    PRIORITY_HEADER,
+    RANK_HEADER,
+    decoded,
+    names_of,
+    priority_of,
+    rank_of,
+    request_id_of,
+    slo_of,
+)
 from mooncake.gateway.retries import Attempts, PlacedRequest, Route, as_error
 from mooncake.gateway.worker_client import DONE, WorkerBusy, WorkerClient, WorkerFailed
 from mooncake.http import large_json
@@ -53,7 +62,7 @@ from mooncake.log import get_logger
 
 log = get_logger(__name__)
 
-_FORWARDED_HEADERS = ("traceparent", "tracestate", "authorization")
+_FORWARDED_HEADERS = ("traceparent", "tracestate", "x-session-id", "authorization")
 
 
 async def serve_any_engine(gateway: Gateway, http: Request, path: str, content: bytes) -> Response:
@@ -135,8 +144,12 @@ async def _proxied_request_of(
     answer_id = f"{'chatcmpl' if 'chat' in path else 'cmpl'}-{uuid.uuid4().hex}"
     headers = {**gateway.backends.headers, "X-Request-ID": request_id}
     # A client's key for this gateway must not reach engines.
-    handed_on = _FORWARDED_HEADERS if http.state.client is None else _FORWARDED_HEADERS[:2]
+    handed_on = _FORWARDED_HEADERS if http.state.client is None else _FORWARDED_HEADERS[:-1]
     headers |= {name: http.headers[name] for name in handed_on if name in http.headers}
+    priority, rank = request.get("priority"), rank_of(http)
+    if priority is None and (priority := priority_of(http)) is not None:
+        # Not beside a priority in the body: engines would prefer the header.
+        headers[PRIORITY_HEADER] = str(priority)
     names = await gateway.prompts.name(request, adapter, headers, gateway.scheduling)
     slo = slo_of(http)
     place = Place(
@@ -147,8 +160,8 @@ async def _proxied_request_of(
         lifetime_s=settings.request_timeout_s + 60.0,
         slo_ttft_s=(slo.ttft_ms or 0.0) / 1000.0,
         slo_tbt_s=(slo.tbt_ms or 0.0) / 1000.0,
-        priority=_int_of(request, "priority"),
-        max_output_tokens=_int_of(request, "max_completion_tokens") or _int_of(request, "max_tokens"),
+        priority=_as_int(priority),
+        max_output_tokens=_as_int(request.get("max_completion_tokens")) or _as_int(request.get("max_tokens")),
         scope=adapter,
         bare_keys=names.bare_keys,
         is_text=names.is_text,
@@ -166,6 +179,7 @@ async def _proxied_request_of(
         request=request,
         place=place,
         headers=headers,
+        rank_header={} if rank is None else {RANK_HEADER: str(rank)},
         deadline=clock.monotonic() + settings.request_timeout_s,
     )
 
@@ -228,8 +242,7 @@ def _num_answers(request: dict[str, Any]) -> int:
     return max(1, request.get("n") or 1) * (len(prompt) if is_batch and isinstance(prompt, list) else 1)
 
 
-def _int_of(request: dict[str, Any], name: str) -> int:
-    found = request.get(name)
+def _as_int(found: object) -> int:
     return found if isinstance(found, int) and abs(found) < 1 << 31 else 0
 
 
@@ -280,13 +293,16 @@ class ProxiedRequest(PlacedRequest):
         request: Mapping[str, Any],
         place: Place,
         headers: Mapping[str, str],
+        rank_header: Mapping[str, str],
         deadline: float,
     ) -> None:
+        """``rank_header``: the client's data-parallel rank, for an engine that serves the request alone."""
         super().__init__(scheduling, place)
         self.usage = Usage(prompt_tokens=place.num_tokens)
         self._workers, self._backends = workers, backends
         self._protocol = protocol
         self._path, self._body, self._headers = path, request, headers
+        self._rank_header = rank_header
         self.is_stream = bool(request.get("stream"))
         self.deadline = deadline
         self._began = self._last = clock.monotonic()
@@ -341,7 +357,7 @@ class ProxiedRequest(PlacedRequest):
         self._prefill = None
         if decision.prefill is None or not supports(self._protocol, self._body):
             self._is_computed = False
-            async for piece in self._decode(decision, {}):
+            async for piece in self._decode(decision, {}, {**self._headers, **self._rank_header}):
                 yield piece
             return
         self._is_computed = True
@@ -354,7 +370,8 @@ class ProxiedRequest(PlacedRequest):
             computing = asyncio.ensure_future(self._compute(decision, handoff, prefill))
             stack.push_async_callback(_cancelled, computing)
             answered = {} if handoff.is_concurrent else await computing
-            pieces = self._decode(decision, answered if handoff.decode is None else handoff.decode)
+            params = answered if handoff.decode is None else handoff.decode
+            pieces = self._decode(decision, params, self._headers)
             await stack.enter_async_context(contextlib.aclosing(pieces))
             yield await self._first(pieces, computing)
             async for piece in pieces:
@@ -380,7 +397,7 @@ class ProxiedRequest(PlacedRequest):
         assert decision.prefill is not None
         headers = dict(self._headers)
         if side.rank is not None:
-            headers["X-data-parallel-rank"] = str(side.rank)
+            headers[RANK_HEADER] = str(side.rank)
         began = clock.monotonic()
         body = prefill_body(self._body, handoff.prefill)
         content = await self._workers.whole(decision.prefill, self._path, body, headers)
@@ -400,15 +417,17 @@ class ProxiedRequest(PlacedRequest):
                 raise as_error(refused)
         return found.kv_transfer_params or {}
 
-    async def _decode(self, decision: Decision, params: dict[str, Any]) -> AsyncGenerator[bytes, None]:
+    async def _decode(
+        self, decision: Decision, params: dict[str, Any], headers: Mapping[str, str]
+    ) -> AsyncGenerator[bytes, None]:
         body = decode_body(self._body, params)
         has_begun = False
         if not self.is_stream:
-            content = await self._workers.whole(decision.decode, self._path, body, self._headers)
+            content = await self._workers.whole(decision.decode, self._path, body, headers)
             self._computed()
             yield self._read(decision, content)
             return
-        events = self._workers.events(decision.decode, self._path, body, self._headers)
+        events = self._workers.events(decision.decode, self._path, body, headers)
         async with contextlib.aclosing(events):
             async for event in events:
                 self._computed()

@@ -23,6 +23,7 @@ from mooncake.gateway.gateway import PromptTokenizer
 from mooncake.gateway.metrics import Slo
 from mooncake.http import large_json, server
 from mooncake.http.openai import (
+    MAX_PRIORITY,
     AnyRequest,
     ApiError,
     ChatCompletionRequest,
@@ -41,6 +42,10 @@ LONG_TOKEN_CHARS = 8
 
 _large = ThreadPoolExecutor(1, "large-requests")
 """Thread that decodes large bodies and tokenizes long texts, one at a time to leave other cores free."""
+
+PRIORITY_HEADER = "X-Vllm-Priority"
+RANK_HEADER = "X-data-parallel-rank"
+MAX_RANK = 9999
 
 ResultT = TypeVar("ResultT")
 
@@ -141,6 +146,26 @@ def slo_of(http: Request) -> Slo:
             raise ApiError(400, message, param=name, code="invalid_value")
         found[field.name] = value
     return Slo(**found)
+
+
+def priority_of(http: Request) -> int | None:
+    """The priority in the request's header, for a body without one. Raises ApiError, 400."""
+    return _number_of(http, PRIORITY_HEADER, -MAX_PRIORITY, MAX_PRIORITY)
+
+
+def rank_of(http: Request) -> int | None:
+    """The data-parallel rank that a client wants its engine to use. Raises ApiError, 400."""
+    return _number_of(http, RANK_HEADER, 0, MAX_RANK)
+
+
+def _number_of(http: Request, name: str, least: int, most: int) -> int | None:
+    text = http.headers.get(name)
+    if text is None:
+        return None
+    if re.fullmatch(r"-?[0-9]{1,6}", text) and least <= int(text) <= most:
+        return int(text)
+    message = f"header {name} is {text[:40]!r}; allowed: a number from {least} to {most}"
+    raise ApiError(400, message, param=name, code="invalid_value")
 
 
 def request_id_of(http: Request) -> str:
