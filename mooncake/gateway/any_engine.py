@@ -45,11 +45,14 @@ from mooncake.gateway.request_ids import RequestIds
 from mooncake.gateway.request_parsing import (
     PRIORITY_HEADER,
     RANK_HEADER,
+    SESSION_HEADERS,
+    affinity_of,
     decoded,
     names_of,
     priority_of,
     rank_of,
     request_id_of,
+    session_of,
     slo_of,
 )
 from mooncake.gateway.retries import Attempts, PlacedRequest, Route, as_error
@@ -62,7 +65,7 @@ from mooncake.log import get_logger
 
 log = get_logger(__name__)
 
-_FORWARDED_HEADERS = ("traceparent", "tracestate", "x-session-id", "authorization")
+_FORWARDED_HEADERS = ("traceparent", "tracestate", "authorization")
 
 
 async def serve_any_engine(gateway: Gateway, http: Request, path: str, content: bytes) -> Response:
@@ -146,6 +149,11 @@ async def _proxied_request_of(
     # A client's key for this gateway must not reach engines.
     handed_on = _FORWARDED_HEADERS if http.state.client is None else _FORWARDED_HEADERS[:-1]
     headers |= {name: http.headers[name] for name in handed_on if name in http.headers}
+    session = session_of(http, request, settings.session_header)
+    if session:
+        headers[SESSION_HEADERS[0]] = session
+    if isinstance(request.get("session_id"), str) and request["session_id"] != session:
+        del request["session_id"]  # engines would prefer it to the header
     priority, rank = request.get("priority"), rank_of(http)
     if priority is None and (priority := priority_of(http)) is not None:
         # Not beside a priority in the body: engines would prefer the header.
@@ -156,7 +164,7 @@ async def _proxied_request_of(
         answer_id,
         names.num_tokens,
         names.keys,
-        http.headers.get("x-session-affinity", "")[:256],
+        affinity_of(http, session),
         lifetime_s=settings.request_timeout_s + 60.0,
         slo_ttft_s=(slo.ttft_ms or 0.0) / 1000.0,
         slo_tbt_s=(slo.tbt_ms or 0.0) / 1000.0,

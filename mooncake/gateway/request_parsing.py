@@ -11,14 +11,15 @@ import dataclasses
 import math
 import re
 import uuid
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from concurrent.futures import ThreadPoolExecutor
-from typing import TypeVar
+from typing import Any, TypeVar
 
 from fastapi import Request
 from starlette.requests import ClientDisconnect
 
 from mooncake.errors import InvalidArgument
+from mooncake.gateway.clients import Client
 from mooncake.gateway.gateway import PromptTokenizer
 from mooncake.gateway.metrics import Slo
 from mooncake.http import large_json, server
@@ -46,6 +47,22 @@ _large = ThreadPoolExecutor(1, "large-requests")
 PRIORITY_HEADER = "X-Vllm-Priority"
 RANK_HEADER = "X-data-parallel-rank"
 MAX_RANK = 9999
+
+SESSION_HEADERS = (
+    "X-Session-ID",
+    "X-Session-Affinity",
+    "X-Claude-Code-Session-ID",
+    "Session-ID",
+    "session_id",
+    "X-SMG-Routing-Key",
+    "X-Dynamo-Session-ID",
+)
+"""Headers in which programs name the session of a request, in the order in which they are read."""
+
+LAST_SESSION_HEADER = "X-Correlation-ID"
+"""Read after all other names: some programs make a new one for each request."""
+
+MAX_SESSION_CHARS = 256
 
 ResultT = TypeVar("ResultT")
 
@@ -146,6 +163,31 @@ def slo_of(http: Request) -> Slo:
             raise ApiError(400, message, param=name, code="invalid_value")
         found[field.name] = value
     return Slo(**found)
+
+
+def session_of(http: Request, body: Mapping[str, Any], operator_header: str) -> str:
+    """The name of the request's session; empty without one that is fit for a header.
+
+    The operator's header comes first, then the body's ``session_id``, because engines prefer it to headers.
+    A name is a client's claim: it may only decide where a request goes.
+    """
+    names = (operator_header,) if operator_header else ()
+    given = [http.headers.get(name) for name in names]
+    given.append(body.get("session_id"))
+    given += [http.headers.get(name) for name in SESSION_HEADERS]
+    given += [body.get("prompt_cache_key"), http.headers.get(LAST_SESSION_HEADER)]
+    return next((one for one in given if isinstance(one, str) and _is_session(one)), "")
+
+
+def affinity_of(http: Request, session: str) -> str:
+    """The conductor's name of a session: equal names of different tenants are different sessions."""
+    client: Client | None = http.state.client
+    # No session has a space in it.
+    return f"{session} {client.entry.tenant_name}" if client is not None and session else session
+
+
+def _is_session(name: str) -> bool:
+    return re.fullmatch(rf"[\x21-\x7e]{{1,{MAX_SESSION_CHARS}}}", name) is not None
 
 
 def priority_of(http: Request) -> int | None:

@@ -234,6 +234,26 @@ async def test_a_wrong_number_in_a_header_reaches_no_engine(name: str, value: st
         assert not front.decode[0].calls
 
 
+async def session_at_engine(front: Any, headers: dict[str, str], **fields: Any) -> tuple[Any, Any]:
+    """The session's name at an engine: in the header, in the body."""
+    status, answer, _ = await front.post(TEXT, {"prompt": PROMPT, **fields}, headers)
+    assert status == 200, answer
+    [engine] = front.decode
+    return engine.headers[-1].get("x-session-id"), engine.calls[-1].get("session_id")
+
+
+async def test_an_engine_gets_one_session() -> None:
+    async with fronting(0, 1, session_header="X-Mine") as front:
+        assert await session_at_engine(front, {}) == (None, None)
+        assert await session_at_engine(front, {"x-claude-code-session-id": "c"}) == ("c", None)
+        assert await session_at_engine(front, {"X-Session-ID": "h"}, session_id="b") == ("b", "b")
+        assert await session_at_engine(front, {"X-Mine": "m"}, session_id="b") == ("m", None)
+        assert await session_at_engine(front, {"X-Session-ID": "h"}, session_id="b" * 257) == ("h", None)
+        hostile = "s\r\nX-data-parallel-rank: 3"
+        assert await session_at_engine(front, {}, session_id=hostile) == (None, None)
+        assert await session_at_engine(front, {}, prompt_cache_key="key") == ("key", None)
+
+
 async def test_names_of_models() -> None:
     models = (("org/tiny", "r"), ("alias", "r"), ("sql", "adapters/sql"))
     async with fronting(engine={"models": models}, scheduling="cache_aware") as front:

@@ -9,9 +9,18 @@ import socket
 from typing import Any
 
 import pytest
+from fastapi import Request
 
 from mooncake.gateway import request_parsing
-from mooncake.gateway.request_parsing import decoded
+from mooncake.gateway.clients import ClientEntry, Clients
+from mooncake.gateway.request_parsing import (
+    LAST_SESSION_HEADER,
+    MAX_SESSION_CHARS,
+    SESSION_HEADERS,
+    affinity_of,
+    decoded,
+    session_of,
+)
 from mooncake.http import large_json
 from mooncake.http.openai import MAX_PRIORITY
 from mooncake.inference.tokenizer import Tokenizer
@@ -169,3 +178,42 @@ async def test_a_slot_comes_back_at_the_deadline_of_a_client_that_does_not_read(
 async def test_a_client_that_reads_slowly_gets_all_of_it(stack: Stack) -> None:
     streamed = await stack.stream([20, 21], 40)
     assert len(streamed.token_ids()) == 40
+
+
+# --- names of sessions
+
+
+def http_with(headers: dict[str, str], client: Any = None) -> Request:
+    encoded = [(name.lower().encode(), value.encode()) for name, value in headers.items()]
+    http = Request({"type": "http", "headers": encoded})
+    http.state.client = client
+    return http
+
+
+def test_the_first_of_a_session_s_names_counts() -> None:
+    headers = {name: f"of {name}".replace(" ", "-") for name in (*SESSION_HEADERS, LAST_SESSION_HEADER)}
+    body = {"session_id": "b", "prompt_cache_key": "k"}
+    assert session_of(http_with({**headers, "X-Mine": "m"}), body, "X-Mine") == "m"
+    assert session_of(http_with({**headers, "X-Mine": "m"}), body, "") == "b"
+    del body["session_id"]
+    for name in SESSION_HEADERS:
+        assert session_of(http_with(headers), body, "") == headers.pop(name)
+    assert session_of(http_with(headers), body, "") == "k"
+    assert session_of(http_with(headers), {}, "") == headers[LAST_SESSION_HEADER]
+    assert session_of(http_with({}), {}, "X-Mine") == ""
+
+
+@pytest.mark.parametrize("unfit", ["", "a b", "a\nb", "é", "s" * (MAX_SESSION_CHARS + 1), 7, None, ["s"]])
+def test_a_name_that_is_not_fit_for_a_header_is_ignored(unfit: object) -> None:
+    assert session_of(http_with({}), {"session_id": unfit}, "") == ""
+    assert session_of(http_with({"X-Session-Affinity": "s"}), {"session_id": unfit}, "") == "s"
+
+
+def test_equal_names_of_two_tenants_are_two_sessions() -> None:
+    entries = [ClientEntry(name=name, key=f"{name}-{'k' * 20}") for name in "ab"]
+    clients = Clients(entries, 0.0)
+    of_both = [
+        affinity_of(http_with({}, clients.of({"authorization": f"Bearer {one.key}"})), "s") for one in entries
+    ]
+    assert len({*of_both, affinity_of(http_with({}), "s")}) == 3
+    assert affinity_of(http_with({}, clients.of({"authorization": f"Bearer {entries[0].key}"})), "") == ""
