@@ -7,7 +7,6 @@ Owns the checks that need no worker; a request that fails them never reaches one
 from __future__ import annotations
 
 import asyncio
-import dataclasses
 import math
 import re
 import uuid
@@ -47,6 +46,12 @@ _large = ThreadPoolExecutor(1, "large-requests")
 PRIORITY_HEADER = "X-Vllm-Priority"
 RANK_HEADER = "X-data-parallel-rank"
 MAX_RANK = 9999
+
+SLO_HEADERS = {
+    "ttft_ms": ("x-slo-ttft-ms", "x-llm-d-slo-ttft-ms"),
+    "tbt_ms": ("x-slo-tbt-ms", "x-slo-tpot-ms", "x-llm-d-slo-tpot-ms"),
+}
+"""Headers of each SLO; of several in one request the first of this list counts."""
 
 SESSION_HEADERS = (
     "X-Session-ID",
@@ -148,21 +153,23 @@ def _chars(request: AnyRequest) -> list[int]:
 
 def slo_of(http: Request) -> Slo:
     """The SLOs in the request's headers. Raises ApiError, 400 naming the header."""
-    found: dict[str, float] = {}
-    for field in dataclasses.fields(Slo):
-        name = f"x-slo-{field.name.replace('_', '-')}"
-        text = http.headers.get(name)
-        if text is None:
-            continue
-        try:
-            value = float(text)
-        except ValueError:
-            value = math.nan
-        if not (math.isfinite(value) and value > 0):
-            message = f"header {name} is {text[:40]!r}; allowed: a number of milliseconds above 0"
-            raise ApiError(400, message, param=name, code="invalid_value")
-        found[field.name] = value
-    return Slo(**found)
+    return Slo(**{field: _milliseconds_of(http, names) for field, names in SLO_HEADERS.items()})
+
+
+def _milliseconds_of(http: Request, names: tuple[str, ...]) -> float | None:
+    """The value of the first of these headers that the request has."""
+    name = next((one for one in names if one in http.headers), None)
+    if name is None:
+        return None
+    text = http.headers[name]
+    try:
+        value = float(text)
+    except ValueError:
+        value = math.nan
+    if not (math.isfinite(value) and value > 0):
+        message = f"header {name} is {text[:40]!r}; allowed: a number of milliseconds above 0"
+        raise ApiError(400, message, param=name, code="invalid_value")
+    return value
 
 
 def session_of(http: Request, body: Mapping[str, Any], operator_header: str) -> str:
