@@ -1,12 +1,15 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Requests to engines that are not our workers: the OpenAI endpoints, and the calls of each request.
+"""Requests to engines that are not our workers: the endpoints, and the calls of each request.
 
 The endpoints read only the fields of the body that they need (the model, the prompt's beginning, whether to
-stream); the engine checks all others and reports errors in them.
+stream); the engine checks all others and reports errors in them. APIs differ in ``engine_apis.py``. A request
+that generates nothing (embeddings, tokens) is one call to any ready engine, and is not placed.
 
 ``ProxiedRequest`` owns the order of the calls to the chosen engines (``handoff.py`` makes their bodies), and
-retries elsewhere while nothing has reached the client. An engine's answer is forwarded event by event; only
-the count of cached tokens is corrected, since the decoding engine counts all KV that it received. An engine
+retries elsewhere while nothing has reached the client. An engine's answer is forwarded event by event; in
+completions and chats the count of cached tokens is corrected, since the decoding engine counts all KV that it
+received. Events with names are forwarded as they were sent; those that an engine sends before the first token
+wait for it, or the request could not be retried. An engine
 whose answer reports that it was aborted counts as failed, like a lost one. An answer that has begun can't
 move to another engine: a failure then becomes an error event.
 """
@@ -25,9 +28,19 @@ from fastapi import Request, Response
 
 from mooncake import clock
 from mooncake.conductor.client import ConductorClient
-from mooncake.conductor.messages import Decision, Finished, Place, Prefilled
+from mooncake.conductor.messages import Decision, Failed, Finished, Place, Prefilled
 from mooncake.gateway.backends import Backends
 from mooncake.gateway.clients import Client
+from mooncake.gateway.engine_apis import (
+    EngineApi,
+    EngineUsage,
+    as_chat,
+    failure_in,
+    read_object,
+    read_request,
+    reason_of,
+    usage_in,
+)
 from mooncake.gateway.gateway import Gateway
 from mooncake.gateway.handoff import (
     EngineEndpoint,
@@ -42,26 +55,40 @@ from mooncake.gateway.handoff import (
 from mooncake.gateway.limiter import Permit
 from mooncake.gateway.metrics import Timing, record_answer
 from mooncake.gateway.request_ids import RequestIds
-from mooncake.gateway.request_parsing import decoded, names_of, request_id_of, slo_of
-from mooncake.gateway.retries import Attempts, PlacedRequest, Route, as_error
+from mooncake.gateway.request_parsing import (
+    PRIORITY_HEADER,
+    RANK_HEADER,
+    SESSION_HEADERS,
+    affinity_of,
+    decoded,
+    names_of,
+    priority_of,
+    rank_of,
+    request_id_of,
+    session_of,
+    slo_of,
+)
+from mooncake.gateway.retries import MAX_FAILURES, Attempts, PlacedRequest, Route, as_error
 from mooncake.gateway.worker_client import DONE, WorkerBusy, WorkerClient, WorkerFailed
-from mooncake.http import large_json
 from mooncake.http.latency import itl_seconds, ttft_seconds
-from mooncake.http.openai import MAX_PRIORITY, ApiError, Usage, model_not_found
-from mooncake.http.sse import EventStreamResponse, cancel_on_disconnect
+from mooncake.http.openai import ApiError, Usage, model_not_found
+from mooncake.http.sse import EventStreamResponse, cancel_on_disconnect, data_of, name_of
 from mooncake.log import get_logger
+from mooncake.types import InstanceId
 
 log = get_logger(__name__)
+
+EMBEDDINGS = "/v1/embeddings"
 
 _FORWARDED_HEADERS = ("traceparent", "tracestate", "authorization")
 
 
-async def serve_any_engine(gateway: Gateway, http: Request, path: str, content: bytes) -> Response:
+async def serve_any_engine(gateway: Gateway, http: Request, api: EngineApi, content: bytes) -> Response:
     """Answer a request, whole or streamed. Raises ApiError."""
-    request = await decoded(content, partial(_read, "messages" if "chat" in path else "prompt"))
+    request = await decoded(content, partial(read_request, api))
     request = without_transfers(request, gateway.settings.trust_clients)
     slo = slo_of(http)
-    num_answers = _num_answers(request)
+    num_answers = 1 if api.has_named_events else _num_answers(request)
     client: Client | None = http.state.client
     entry = Permit(gateway.limiter, client, num_answers, clock.monotonic())
 
@@ -72,7 +99,7 @@ async def serve_any_engine(gateway: Gateway, http: Request, path: str, content: 
         request["cache_salt"] = client.entry.cache_salt
     try:
         adapter = await _settle_model(gateway, request)
-        answer = await _proxied_request_of(gateway, http, path, request, adapter)
+        answer = await _proxied_request_of(gateway, http, api, request, adapter)
         pieces = _accounted(answer, http, slo)
         first = await cancel_on_disconnect(http, anext(pieces))
         headers = {**names_of(http), **answer.route.headers()}
@@ -85,7 +112,50 @@ async def serve_any_engine(gateway: Gateway, http: Request, path: str, content: 
     except BaseException:
         leave()
         raise
-    return EventStreamResponse(first, pieces, headers, leave, answer.deadline)
+    return EventStreamResponse(first, pieces, headers, leave, answer.deadline, api.error_event)
+
+
+async def serve_call(gateway: Gateway, http: Request, path: str, content: bytes) -> Response:
+    """Answer a request that generates nothing, by any ready engine. Raises ApiError."""
+    request = await decoded(content, read_object)
+    request = without_transfers(request, gateway.settings.trust_clients)
+    client: Client | None = http.state.client
+    permit = Permit(gateway.limiter, client, 1, clock.monotonic())
+    try:
+        if client is not None and path == EMBEDDINGS:
+            request["cache_salt"] = client.entry.cache_salt
+        await _settle_model(gateway, request)
+        headers = _headers_for_engines(gateway, http)
+        deadline = clock.monotonic() + gateway.settings.request_timeout_s
+        calling = _before(deadline, _call(gateway, path, request, headers))
+        answer = await cancel_on_disconnect(http, calling)
+        found = usage_in(answer) if client is not None else None
+        if client is not None and found is not None:
+            client.used(found.prompt_tokens, 0, clock.monotonic())
+    finally:
+        permit.leave(clock.monotonic())
+    return Response(answer, 200, names_of(http), media_type="application/json")
+
+
+async def _call(gateway: Gateway, path: str, request: Mapping[str, Any], headers: Mapping[str, str]) -> bytes:
+    """The answer of the first engine that gives one. Raises ApiError."""
+    tried: dict[InstanceId, None] = {}
+    refusal = ApiError(503, "no instance is ready", code="no_instance", retry_after_s=1.0)
+    while len(tried) < MAX_FAILURES:
+        instance = await gateway.backends.pick_instance(gateway.scheduling, tried)
+        if instance is None:
+            break
+        tried[instance] = None
+        try:
+            return await gateway.workers.whole(instance, path, request, headers)
+        except WorkerBusy as error:
+            refusal = error.answer
+        except WorkerFailed as error:
+            log.warning("call_failed", instance=instance, path=path, reason=error.reason)
+            gateway.scheduling.post(Failed(instance, error.reason))
+            message = f"{len(tried)} attempts failed, the last on {error}"
+            refusal = ApiError(503, message, code="workers_failed", retry_after_s=1.0)
+    raise refusal
 
 
 async def _accounted(answer: ProxiedRequest, http: Request, slo: Any) -> AsyncGenerator[bytes, None]:
@@ -99,7 +169,7 @@ async def _accounted(answer: ProxiedRequest, http: Request, slo: Any) -> AsyncGe
                     piece = await _before(answer.deadline, anext(pieces))
                 except StopAsyncIteration:
                     break
-                yield b"data: " + piece + b"\n\n" if answer.is_stream else piece
+                yield answer.api.framed(piece) if answer.is_stream else piece
                 has_begun = True
         is_complete = True
         record_answer(
@@ -113,7 +183,7 @@ async def _accounted(answer: ProxiedRequest, http: Request, slo: Any) -> AsyncGe
             message = "the gateway failed while answering; its log has the traceback"
             error = ApiError(500, message, code="internal_error")
         log.warning("stream_interrupted", id=http.state.answer_id, reason=str(error))
-        yield b"data: " + error.body() + b"\n\n"
+        yield answer.api.error_event(error)
     finally:
         answer.finish(is_complete)
 
@@ -127,28 +197,42 @@ async def _before(deadline: float, piece: Awaitable[bytes]) -> bytes:
         raise ApiError(504, message, code="deadline_exceeded") from None
 
 
+def _headers_for_engines(gateway: Gateway, http: Request) -> dict[str, str]:
+    """The headers of every call to an engine for this request."""
+    headers = {**gateway.backends.headers, "X-Request-ID": request_id_of(http)}
+    # A client's key for this gateway must not reach engines.
+    handed_on = _FORWARDED_HEADERS if http.state.client is None else _FORWARDED_HEADERS[:-1]
+    return headers | {name: http.headers[name] for name in handed_on if name in http.headers}
+
+
 async def _proxied_request_of(
-    gateway: Gateway, http: Request, path: str, request: dict[str, Any], adapter: str
+    gateway: Gateway, http: Request, api: EngineApi, request: dict[str, Any], adapter: str
 ) -> ProxiedRequest:
     settings = gateway.settings
     request_id = request_id_of(http)
-    answer_id = f"{'chatcmpl' if 'chat' in path else 'cmpl'}-{uuid.uuid4().hex}"
-    headers = {**gateway.backends.headers, "X-Request-ID": request_id}
-    # A client's key for this gateway must not reach engines.
-    handed_on = _FORWARDED_HEADERS if http.state.client is None else _FORWARDED_HEADERS[:2]
-    headers |= {name: http.headers[name] for name in handed_on if name in http.headers}
-    names = await gateway.prompts.name(request, adapter, headers, gateway.scheduling)
+    answer_id = f"{api.answer_prefix}-{uuid.uuid4().hex}"
+    headers = _headers_for_engines(gateway, http)
+    session = session_of(http, request, settings.session_header)
+    if session:
+        headers[SESSION_HEADERS[0]] = session
+    if isinstance(request.get("session_id"), str) and request["session_id"] != session:
+        del request["session_id"]  # engines would prefer it to the header
+    priority, rank = request.get("priority"), rank_of(http)
+    if priority is None and (priority := priority_of(http)) is not None:
+        # Not beside a priority in the body: engines would prefer the header.
+        headers[PRIORITY_HEADER] = str(priority)
+    names = await gateway.prompts.name(as_chat(api, request), adapter, headers, gateway.scheduling)
     slo = slo_of(http)
     place = Place(
         answer_id,
         names.num_tokens,
         names.keys,
-        http.headers.get("x-session-affinity", "")[:256],
+        affinity_of(http, session),
         lifetime_s=settings.request_timeout_s + 60.0,
         slo_ttft_s=(slo.ttft_ms or 0.0) / 1000.0,
         slo_tbt_s=(slo.tbt_ms or 0.0) / 1000.0,
-        priority=_int_of(request, "priority"),
-        max_output_tokens=_int_of(request, "max_completion_tokens") or _int_of(request, "max_tokens"),
+        priority=_as_int(priority),
+        max_output_tokens=_as_int(api.max_output_tokens(request)),
         scope=adapter,
         bare_keys=names.bare_keys,
         is_text=names.is_text,
@@ -162,43 +246,13 @@ async def _proxied_request_of(
         gateway.workers,
         gateway.backends,
         protocol=gateway.protocol,
-        path=path,
+        api=api,
         request=request,
         place=place,
         headers=headers,
+        rank_header={} if rank is None else {RANK_HEADER: str(rank)},
         deadline=clock.monotonic() + settings.request_timeout_s,
     )
-
-
-def _read(param: str, content: bytes) -> dict[str, Any]:
-    """Parse the body. Raises ApiError, 400."""
-    try:
-        request: Any = large_json.decode(content)
-    except msgspec.DecodeError as error:
-        raise ApiError(400, f"the body is not valid JSON: {error}", code="invalid_json") from error
-    if not isinstance(request, dict):
-        raise ApiError(400, "the body must be a JSON object", code="invalid_type")
-    if request.get(param) is None:
-        raise ApiError(400, f"{param} is missing", param=param, code="missing_required_parameter")
-    kinds: tuple[tuple[str, type | tuple[type, ...], str], ...] = (
-        (param, list if param == "messages" else (str, list), "a list" if param == "messages" else "text"),
-        ("model", str, "a string"),
-        ("stream", bool, "true or false"),
-        ("n", int, "a number"),
-        ("kv_transfer_params", dict, "an object"),
-    )
-    for name, kind, allowed in kinds:
-        found = request.get(name)
-        if found is not None and not isinstance(found, kind):
-            message = f"{name} is {str(found)[:100]!r}; allowed: {allowed}"
-            raise ApiError(400, message, param=name, code="invalid_type")
-    priority = request.get("priority")
-    if isinstance(priority, int) and abs(priority) > MAX_PRIORITY:
-        message = f"priority is {str(priority)[:100]}; allowed: {-MAX_PRIORITY} to {MAX_PRIORITY}"
-        raise ApiError(400, message, param="priority", code="invalid_value")
-    if not request[param]:
-        raise ApiError(400, f"{param} may not be empty", param=param, code="invalid_value")
-    return request
 
 
 async def _settle_model(gateway: Gateway, request: dict[str, Any]) -> str:
@@ -228,8 +282,7 @@ def _num_answers(request: dict[str, Any]) -> int:
     return max(1, request.get("n") or 1) * (len(prompt) if is_batch and isinstance(prompt, list) else 1)
 
 
-def _int_of(request: dict[str, Any], name: str) -> int:
-    found = request.get(name)
+def _as_int(found: object) -> int:
     return found if isinstance(found, int) and abs(found) < 1 << 31 else 0
 
 
@@ -243,7 +296,7 @@ _PARSED_MARKERS = (b'"usage":{', b'"usage": {', b'"error"', b'"abort"')
 class _Prefilled(msgspec.Struct):
     """The answer to a prefill."""
 
-    usage: Usage | None = None
+    usage: EngineUsage | None = None
     kv_transfer_params: dict[str, Any] | None = None
 
 
@@ -260,8 +313,7 @@ class _StreamEvent(msgspec.Struct):
     def failure(self) -> str:
         """Why the engine aborted the answer; empty if it did not."""
         if self.error:
-            reason = self.error.get("message") if isinstance(self.error, dict) else None
-            return f"it aborted: {reason or self.error}"
+            return reason_of(self.error)
         is_aborted = any(choice.finish_reason == "abort" for choice in self.choices)
         return "it aborted the answer" if is_aborted else ""
 
@@ -276,24 +328,29 @@ class ProxiedRequest(PlacedRequest):
         backends: Backends,
         *,
         protocol: Protocol,
-        path: str,
+        api: EngineApi,
         request: Mapping[str, Any],
         place: Place,
         headers: Mapping[str, str],
+        rank_header: Mapping[str, str],
         deadline: float,
     ) -> None:
+        """``rank_header``: the client's data-parallel rank, for an engine that serves the request alone."""
         super().__init__(scheduling, place)
         self.usage = Usage(prompt_tokens=place.num_tokens)
         self._workers, self._backends = workers, backends
         self._protocol = protocol
-        self._path, self._body, self._headers = path, request, headers
+        self.api = api
+        self._path, self._body, self._headers = api.path, request, headers
+        self._rank_header = rank_header
         self.is_stream = bool(request.get("stream"))
         self.deadline = deadline
         self._began = self._last = clock.monotonic()
         self._ttft_s = 0.0
         self._longest_gap_s = 0.0
         self._num_events = 0
-        self._prefill: _Prefilled | None = None
+        self._prefill: Usage | None = None
+        """The prefill engine's usage."""
         self._is_computed = False
         """Whether the conductor knows that the prompt is computed, or the prefill engine will report it."""
 
@@ -306,8 +363,7 @@ class ProxiedRequest(PlacedRequest):
         """The engines' usage; without one, what was observed."""
         found = self.usage
         if not found.completion_tokens:
-            prefilled = self._prefill.usage if self._prefill and self._prefill.usage else found
-            found = msgspec.structs.replace(prefilled, completion_tokens=self._num_events)
+            found = msgspec.structs.replace(self._prefill or found, completion_tokens=self._num_events)
         return found
 
     async def answer(self) -> AsyncGenerator[bytes, None]:
@@ -341,7 +397,7 @@ class ProxiedRequest(PlacedRequest):
         self._prefill = None
         if decision.prefill is None or not supports(self._protocol, self._body):
             self._is_computed = False
-            async for piece in self._decode(decision, {}):
+            async for piece in self._decode(decision, {}, {**self._headers, **self._rank_header}):
                 yield piece
             return
         self._is_computed = True
@@ -354,7 +410,8 @@ class ProxiedRequest(PlacedRequest):
             computing = asyncio.ensure_future(self._compute(decision, handoff, prefill))
             stack.push_async_callback(_cancelled, computing)
             answered = {} if handoff.is_concurrent else await computing
-            pieces = self._decode(decision, answered if handoff.decode is None else handoff.decode)
+            params = answered if handoff.decode is None else handoff.decode
+            pieces = self._decode(decision, params, self._headers)
             await stack.enter_async_context(contextlib.aclosing(pieces))
             yield await self._first(pieces, computing)
             async for piece in pieces:
@@ -380,16 +437,17 @@ class ProxiedRequest(PlacedRequest):
         assert decision.prefill is not None
         headers = dict(self._headers)
         if side.rank is not None:
-            headers["X-data-parallel-rank"] = str(side.rank)
+            headers[RANK_HEADER] = str(side.rank)
         began = clock.monotonic()
-        body = prefill_body(self._body, handoff.prefill)
+        body = prefill_body(self._body, handoff.prefill, self.api.limits)
         content = await self._workers.whole(decision.prefill, self._path, body, headers)
         try:
-            found = self._prefill = msgspec.json.decode(content, type=_Prefilled)
+            found = msgspec.json.decode(content, type=_Prefilled)
         except msgspec.MsgspecError as error:
             raise WorkerFailed(decision.prefill, f"its answer can't be read: {error}") from error
-        details = found.usage.prompt_tokens_details if found.usage else None
-        num_tokens = found.usage.prompt_tokens if found.usage else self._place_event.num_tokens
+        usage = self._prefill = found.usage.counted() if found.usage else None
+        details = usage.prompt_tokens_details if usage else None
+        num_tokens = usage.prompt_tokens if usage else self._place_event.num_tokens
         num_cached = details.cached_tokens if details else decision.num_cached_tokens
         fact = self._estimated_prefilled(decision, num_tokens, num_cached, clock.monotonic() - began)
         if self._num_events:  # decode was called at the same time, and answers already
@@ -400,15 +458,23 @@ class ProxiedRequest(PlacedRequest):
                 raise as_error(refused)
         return found.kv_transfer_params or {}
 
-    async def _decode(self, decision: Decision, params: dict[str, Any]) -> AsyncGenerator[bytes, None]:
+    async def _decode(
+        self, decision: Decision, params: dict[str, Any], headers: Mapping[str, str]
+    ) -> AsyncGenerator[bytes, None]:
         body = decode_body(self._body, params)
         has_begun = False
         if not self.is_stream:
-            content = await self._workers.whole(decision.decode, self._path, body, self._headers)
+            content = await self._workers.whole(decision.decode, self._path, body, headers)
             self._computed()
             yield self._read(decision, content)
             return
-        events = self._workers.events(decision.decode, self._path, body, self._headers)
+        if self.api.has_named_events:
+            named = self._decode_named(decision, body, headers)
+            async with contextlib.aclosing(named):
+                async for event in named:
+                    yield event
+            return
+        events = self._workers.events(decision.decode, self._path, body, headers)
         async with contextlib.aclosing(events):
             async for event in events:
                 self._computed()
@@ -417,6 +483,45 @@ class ProxiedRequest(PlacedRequest):
                 is_plain = event == DONE or not any(mark in event for mark in _PARSED_MARKERS)
                 yield event if is_plain else self._read(decision, event)
                 has_begun = True
+
+    async def _decode_named(
+        self, decision: Decision, body: Mapping[str, Any], headers: Mapping[str, str]
+    ) -> AsyncGenerator[bytes, None]:
+        """Yield whole events; the first piece has all up to the first token."""
+        held: list[bytes] | None = []
+        has_ended = False
+        events = self._workers.named_events(decision.decode, self._path, body, headers)
+        try:
+            async with contextlib.aclosing(events):
+                async for event in events:
+                    name = name_of(event)
+                    if name in self.api.failures:
+                        reason = failure_in(data_of(event)) or "it aborted the answer"
+                        raise WorkerFailed(decision.decode, reason)
+                    self._note_usage(usage_in(data_of(event)))
+                    has_ended = has_ended or name in self.api.endings
+                    if held is not None and (not name or name in self.api.openings):
+                        held.append(event)
+                        continue
+                    self._computed()
+                    yield b"".join([*(held or ()), event])
+                    held = None
+        except WorkerFailed:
+            if not has_ended:
+                raise
+        if not has_ended:
+            raise WorkerFailed(decision.decode, "its stream ended before the answer did")
+
+    def _note_usage(self, usage: Usage | None) -> None:
+        """Note the usage of an API with named events, which is sent in parts. The answer has the engine's."""
+        if usage is None:
+            return
+        details = usage.prompt_tokens_details or self.usage.prompt_tokens_details
+        if self._prefill is not None:
+            details = self._prefill.prompt_tokens_details
+        num_prompt = usage.prompt_tokens or self.usage.prompt_tokens
+        num_output = usage.completion_tokens
+        self.usage = Usage(num_prompt, num_output, num_prompt + num_output, details)
 
     def _computed(self) -> None:
         """Note the decoding engine's first event: the prompt is computed."""
@@ -431,6 +536,11 @@ class ProxiedRequest(PlacedRequest):
         Raises:
             WorkerFailed: it reports that the answer will not be completed.
         """
+        if self.api.has_named_events:
+            if reason := failure_in(content):
+                raise WorkerFailed(decision.decode, reason)
+            self._note_usage(usage_in(content))
+            return content
         try:
             event = msgspec.json.decode(content, type=_StreamEvent)
         except msgspec.MsgspecError:
@@ -440,9 +550,9 @@ class ProxiedRequest(PlacedRequest):
         if event.usage is None:
             return content
         self.usage = event.usage
-        if self._prefill is None or self._prefill.usage is None:
+        if self._prefill is None:
             return content
-        self.usage.prompt_tokens_details = self._prefill.usage.prompt_tokens_details
+        self.usage.prompt_tokens_details = self._prefill.prompt_tokens_details
         whole = msgspec.json.decode(content)
         whole["usage"]["prompt_tokens_details"] = msgspec.to_builtins(self.usage.prompt_tokens_details)
         return msgspec.json.encode(whole)

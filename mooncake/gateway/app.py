@@ -13,7 +13,7 @@ import asyncio
 import contextlib
 import signal
 import ssl
-from collections.abc import AsyncIterator, Callable, Mapping
+from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -26,7 +26,8 @@ import mooncake
 from mooncake import metrics
 from mooncake.errors import InvalidArgument, ModelError
 from mooncake.gateway import admin
-from mooncake.gateway.any_engine import serve_any_engine
+from mooncake.gateway.any_engine import EMBEDDINGS, serve_any_engine, serve_call
+from mooncake.gateway.engine_apis import CHAT, COMPLETIONS, MESSAGES, RESPONSES
 from mooncake.gateway.gateway import Gateway, GatewaySettings, PromptTokenizer, Public
 from mooncake.gateway.own_workers import serve_own_workers
 from mooncake.gateway.request_parsing import decoded, names_of, read_body, request_id_of
@@ -212,7 +213,8 @@ def _answer_errors(app: FastAPI) -> None:
     async def _refused(http: Request, error: ApiError) -> Response:
         _requests.labels(_endpoint(http), error.status).inc()
         headers = {**error.headers(), **names_of(http)}
-        return Response(error.body(), error.status, headers, media_type="application/json")
+        body = MESSAGES.error_body(error) if _is_of_messages(http) else error.body()
+        return Response(body, error.status, headers, media_type="application/json")
 
     @app.exception_handler(HTTPException)
     async def _not_served(http: Request, error: HTTPException) -> Response:
@@ -242,6 +244,36 @@ def _add_models(app: FastAPI, gateway: Gateway) -> None:
     async def chat_completions(http: Request) -> Response:
         """Answer a chat, whole or as server-sent events."""
         return await _dispatch(gateway, http, partial(parse_request, ChatCompletionRequest))
+
+    @app.post("/v1/messages", openapi_extra=_TAKES_OBJECT, responses=_ERRORS)
+    async def messages(http: Request) -> Response:
+        """Answer a chat in the form of Anthropic's API, by an engine that has it."""
+        return await _relay(gateway, http, partial(serve_any_engine, gateway, http, MESSAGES))
+
+    @app.post("/v1/responses", openapi_extra=_TAKES_OBJECT, responses=_ERRORS)
+    async def engine_responses(http: Request) -> Response:
+        """Answer in the form of OpenAI's responses, by an engine that has them."""
+        return await _relay(gateway, http, partial(serve_any_engine, gateway, http, RESPONSES))
+
+    @app.post(EMBEDDINGS, openapi_extra=_TAKES_OBJECT, responses=_ERRORS)
+    async def embeddings(http: Request) -> Response:
+        """Embeddings of texts, by any ready engine that has the endpoint."""
+        return await _relay(gateway, http, partial(serve_call, gateway, http, EMBEDDINGS))
+
+    @app.post("/tokenize", openapi_extra=_TAKES_OBJECT, responses=_ERRORS)
+    async def engine_tokens(http: Request) -> Response:
+        """The tokens of a text or chat, by any ready engine that has the endpoint."""
+        return await _relay(gateway, http, partial(serve_call, gateway, http, "/tokenize"))
+
+    @app.post("/detokenize", openapi_extra=_TAKES_OBJECT, responses=_ERRORS)
+    async def engine_text(http: Request) -> Response:
+        """The text of tokens, by any ready engine that has the endpoint."""
+        return await _relay(gateway, http, partial(serve_call, gateway, http, "/detokenize"))
+
+    @app.post(_COUNT_TOKENS, openapi_extra=_TAKES_OBJECT, responses=_ERRORS)
+    async def count_tokens(http: Request) -> Response:
+        """The number of tokens of a message of Anthropic's API, by any ready engine that has the endpoint."""
+        return await _relay(gateway, http, partial(serve_call, gateway, http, _COUNT_TOKENS))
 
     @app.get("/v1/models")
     async def models(http: Request) -> Response:
@@ -283,6 +315,30 @@ def _inlined(schema: Any, definitions: Mapping[str, Any]) -> Any:
     return {name: _inlined(value, definitions) for name, value in schema.items()}
 
 
+_COUNT_TOKENS = "/v1/messages/count_tokens"
+_TAKES_OBJECT: dict[str, Any] = {
+    "requestBody": {"required": True, "content": {"application/json": {"schema": {"type": "object"}}}}
+}
+
+
+async def _relay(gateway: Gateway, http: Request, serve: Callable[[bytes], Awaitable[Response]]) -> Response:
+    """Answer one request by other engines. Raises ApiError, 404 where only our workers are."""
+    _authenticate(gateway, http)
+    content = await read_body(http, gateway.settings.max_body_bytes)
+    if not await gateway.fronts_engines():
+        if gateway.settings.protocol == "auto" and gateway.backends.are_own_workers is None:
+            message = "no instance has answered yet, so the APIs that they have are unknown"
+            raise ApiError(503, message, code="no_instance", retry_after_s=1.0)
+        message = (
+            f"{_endpoint(http)} is not served: the workers behind this gateway are mooncake workers, which "
+            "have /v1/completions and /v1/chat/completions; other engines, such as vLLM, may have more"
+        )
+        raise ApiError(404, message, code="endpoint_not_served")
+    response = await serve(content)
+    _requests.labels(_endpoint(http), 200).inc()
+    return response
+
+
 async def _dispatch(
     gateway: Gateway, http: Request, parse: Callable[[bytes], CompletionRequest | ChatCompletionRequest]
 ) -> Response:
@@ -290,7 +346,8 @@ async def _dispatch(
     _authenticate(gateway, http)  # before a byte of the body is read
     content = await read_body(http, gateway.settings.max_body_bytes)
     if await gateway.fronts_engines():
-        response = await serve_any_engine(gateway, http, _endpoint(http), content)
+        api = CHAT if _endpoint(http) == CHAT.path else COMPLETIONS
+        response = await serve_any_engine(gateway, http, api, content)
     else:
         response = await serve_own_workers(gateway, http, await decoded(content, parse))
     _requests.labels(_endpoint(http), 200).inc()
@@ -299,7 +356,12 @@ async def _dispatch(
 
 def _authenticate(gateway: Gateway, http: Request) -> None:
     """Note the client in the request's state. Raises ApiError, 401, where a key is needed and wrong."""
-    http.state.client = None if gateway.clients is None else gateway.clients.of(http.headers)
+    clients = gateway.clients
+    http.state.client = None if clients is None else clients.of(http.headers, _is_of_messages(http))
+
+
+def _is_of_messages(http: Request) -> bool:
+    return _endpoint(http).startswith(MESSAGES.path)
 
 
 async def _cards(gateway: Gateway) -> list[ModelCard]:

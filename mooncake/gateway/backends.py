@@ -8,6 +8,7 @@ engine does not report is unknown, which is not an error: requests are then forw
 from __future__ import annotations
 
 import itertools
+from collections.abc import Collection
 from typing import Any
 
 import msgspec
@@ -65,12 +66,15 @@ class Backends:
                 break
         return self._cards
 
-    async def pick_instance(self, scheduling: ConductorClient) -> InstanceId | None:
-        """One of the ready instances, in turn; None while there is none."""
+    async def pick_instance(
+        self, scheduling: ConductorClient, exclude: Collection[InstanceId] = ()
+    ) -> InstanceId | None:
+        """One of the ready instances that are not in ``exclude``, in turn; None while there is none."""
         if clock.monotonic() > self._listed_at + _LIST_AGAIN_S:
             self._ready = [row.instance for row in await scheduling.status() if row.health == "ready"]
             self._listed_at = clock.monotonic()
-        return self._ready[next(self._turns) % len(self._ready)] if self._ready else None
+        ready = [one for one in self._ready if one not in exclude] if exclude else self._ready
+        return ready[next(self._turns) % len(ready)] if ready else None
 
     @property
     def are_own_workers(self) -> bool | None:

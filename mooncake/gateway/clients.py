@@ -188,13 +188,17 @@ class Clients:
             else:  # answers in progress end at the object that they began with
                 self._by_digest[entry.digest] = Client(entry, now)
 
-    def of(self, headers: Mapping[str, str]) -> Client:
+    def of(self, headers: Mapping[str, str], may_be_x_api_key: bool = False) -> Client:
         """The client whose key is in the headers.
+
+        ``may_be_x_api_key``: without ``Authorization``, read X-API-Key, as Anthropic's API does.
 
         Raises:
             ApiError: 401, in the form of the public API.
         """
         scheme, _, given = headers.get("authorization", "").partition(" ")
+        if may_be_x_api_key and not given:
+            scheme, given = "bearer", headers.get("x-api-key", "")
         given = given.strip()
         # The lookup's duration reveals nothing without the ability to choose a key's digest.
         found = self._by_digest.get(_digest(given)) if scheme.lower() == "bearer" and given else None

@@ -7,6 +7,7 @@ It knows no HTTP server.
 
 from __future__ import annotations
 
+import re
 import typing
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -108,6 +109,9 @@ class GatewaySettings(SchedulingSettings):
     trust_clients: bool = False
     "Whether clients' `kv_transfer_params` reach other engines; never fields that name a host or a transfer."
 
+    session_header: str = ""
+    "A header of your own that names a request's session, read before all others (`docs/gateway.md`)."
+
     request_timeout_s: Seconds = 600.0
     "How long one answer may take, prefill and decode together."
 
@@ -127,6 +131,8 @@ class GatewaySettings(SchedulingSettings):
         super().__post_init__()
         for name in ("prefill", "decode"):
             read_instances(name, getattr(self, name))
+        if not re.fullmatch(r"[A-Za-z0-9_-]{0,64}", self.session_header):
+            raise InvalidArgument("session_header", self.session_header, "a header's name")
         for name, other in (("https_cert", "https_key"), ("https_key", "https_cert")):
             if getattr(self, other) and not getattr(self, name):
                 raise InvalidArgument(name, "", f"the path of a PEM file, since {other} is set")

@@ -117,18 +117,38 @@ def _address(side: EngineEndpoint) -> Params:
 
 
 def supports(protocol: Protocol, request: Mapping[str, Any]) -> bool:
-    """Whether a transfer can serve this request: it moves one sequence, to one reader."""
+    """Whether two engines can serve this request: a transfer moves one sequence, to one reader.
+
+    A conversation that one engine stores, and tools that it calls by itself, are known to no other engine.
+    """
     prompt = request.get("prompt")
     is_batch = isinstance(prompt, list) and len(prompt) > 1 and not isinstance(prompt[0], int)
-    return protocol == "pool" or not (is_batch or (request.get("n") or 1) > 1)
+    if request.get("previous_response_id") or any(map(_is_called_by_engine, _list(request.get("tools")))):
+        return False
+    if protocol == "pool":
+        # vLLM refuses a budget for thinking above the limit of one token, except beside a transfer.
+        thinking = request.get("thinking")
+        return not (isinstance(thinking, Mapping) and thinking.get("budget_tokens"))
+    return not (is_batch or (request.get("n") or 1) > 1)
 
 
-def prefill_body(request: Mapping[str, Any], params: Params) -> dict[str, Any]:
-    """``request``, changed so that only its prompt is computed."""
+def _is_called_by_engine(tool: object) -> bool:
+    return isinstance(tool, Mapping) and tool.get("type", "function") not in ("function", "custom")
+
+
+def _list(found: object) -> list[Any]:
+    return found if isinstance(found, list) else []
+
+
+def prefill_body(
+    request: Mapping[str, Any], params: Params, limits: tuple[str, ...] = ("max_tokens",)
+) -> dict[str, Any]:
+    """``request``, changed so that only its prompt is computed. ``limits``: fields that limit the answer."""
     body = {name: value for name, value in request.items() if name not in _ONLY_FOR_DECODE}
-    body |= {"stream": False, "max_tokens": 1}
-    if "max_completion_tokens" in body:
-        body["max_completion_tokens"] = 1
+    body |= {"stream": False, limits[-1]: 1}
+    body |= {name: 1 for name in limits if name in body}
+    if "input" in body:
+        body["store"] = False  # engines store responses unless they are asked not to
     return _with(body, params)
 
 

@@ -32,7 +32,15 @@ from mooncake.gateway.gateway import Gateway
 from mooncake.gateway.limiter import Permit
 from mooncake.gateway.metrics import Slo, Timing, record_answer
 from mooncake.gateway.request_ids import RequestIds
-from mooncake.gateway.request_parsing import names_of, request_id_of, slo_of, tokenize
+from mooncake.gateway.request_parsing import (
+    affinity_of,
+    names_of,
+    priority_of,
+    request_id_of,
+    session_of,
+    slo_of,
+    tokenize,
+)
 from mooncake.gateway.retries import Attempts, PlacedRequest, Route, as_error
 from mooncake.gateway.worker_client import WorkerBusy, WorkerClient, WorkerFailed
 from mooncake.http.answers import AnswerPiece, ChatWriter, CompletionWriter
@@ -106,6 +114,9 @@ def _answer(
         if name in http.headers:
             passed_on[name] = http.headers[name]
     salt = request.cache_salt or ""
+    in_body = {"session_id": request.session_id, "prompt_cache_key": request.prompt_cache_key}
+    session = session_of(http, in_body, settings.session_header)
+    priority = priority_of(http) if request.priority is None else request.priority
 
     def place_of(number: int, prompt: list[int]) -> Place:
         hashes = block_hashes(prompt, settings.block_tokens, root_hash(salt))
@@ -114,11 +125,11 @@ def _answer(
             answer_id if len(prompts) == 1 else f"{answer_id}/p{number}",
             len(prompt),
             [short_key(block_hash) for block_hash in hashes],
-            http.headers.get("x-session-affinity", "")[:256],
+            affinity_of(http, session),
             lifetime_s=settings.request_timeout_s + 60.0,
             slo_ttft_s=(slo.ttft_ms or 0.0) / 1000.0,
             slo_tbt_s=(slo.tbt_ms or 0.0) / 1000.0,
-            priority=request.priority or 0,
+            priority=priority or 0,
             max_output_tokens=request.output_limit or 0,
             bare_keys=[short_key(block_hash) for block_hash in bare],
         )

@@ -150,6 +150,18 @@ class WorkerClient:
                     if event == DONE:
                         return
 
+    async def named_events(
+        self, instance: InstanceId, path: str, body: Mapping[str, Any], headers: Mapping[str, str]
+    ) -> AsyncGenerator[bytes, None]:
+        """Yield a stream's events as they were sent, until the engine ends it. Raises as ``complete``."""
+        async with self._post(instance, path, body, headers) as response:
+            parser = EventParser()
+            while data := await self._next(instance, response.content):
+                for event in parser.whole(data):
+                    yield event
+            if parser.rest:
+                yield parser.rest
+
     async def models(self, instance: InstanceId, headers: Mapping[str, str] | None = None) -> list[ModelCard]:
         """The models that the worker serves. Raises WorkerFailed."""
         content = await self.get(instance, "/v1/models", headers)
@@ -200,7 +212,8 @@ class WorkerClient:
             answer.retry_after_s = float(response.headers.get("Retry-After", ""))
         if response.status in _BUSY:
             raise WorkerBusy(instance, answer)
-        if 400 <= response.status < 499:
+        if 400 <= response.status < 499 or response.status == 501:
+            # Engines answer 501 for an API that their model can't serve, which is no fault of theirs.
             raise answer
         raise WorkerFailed(instance, f"answered {response.status}: {detail.message}")
 

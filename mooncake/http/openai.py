@@ -205,6 +205,8 @@ class _GenerationRequest(_Shape):
     user: str | None = None
     priority: int | None = Field(None, ge=-MAX_PRIORITY, le=MAX_PRIORITY)
     cache_salt: str | None = Field(None, min_length=1, max_length=1024)
+    session_id: Any = None
+    prompt_cache_key: Any = None
     kv_transfer_params: dict[str, Any] | None = None
     return_token_ids: bool = False
 

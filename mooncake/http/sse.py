@@ -1,14 +1,16 @@
 # SPDX-License-Identifier: Apache-2.0
 """Server-sent events: read from a worker, written to a client.
 
-Owns the bytes between ``data:`` and the blank line, and the handling of either side's disconnect. It does
-not know the meaning of an event.
+Owns the bytes between two blank lines, and the handling of either side's disconnect. It does not know the
+meaning of an event.
 """
 
 from __future__ import annotations
 
 import asyncio
+import itertools
 import math
+import re
 from collections.abc import AsyncGenerator, Awaitable, Callable, Mapping
 from typing import Any, TypeVar
 
@@ -28,12 +30,31 @@ FINAL_EVENT_TIMEOUT_S = 1.0
 MAX_EVENT_BYTES = 16 << 20
 """Largest size of a worker's event."""
 
+_BLANK_LINE = re.compile(rb"\r\n\r\n|\n\n")
+
 
 class EventParser:
-    """Parser of a worker's stream into the ``data`` of its events. Feed it all received bytes."""
+    """Parser of a worker's stream: feed all received bytes to ``feed``, or all of them to ``whole``."""
 
     def __init__(self) -> None:
         self._rest = b""
+
+    def whole(self, data: bytes) -> list[bytes]:
+        """Return each event that ``data`` completes as it was sent, with its name and its blank line.
+
+        Raises:
+            ProtocolError: an event exceeds the size limit.
+        """
+        received = self._rest + data
+        ends = [0, *(found.end() for found in _BLANK_LINE.finditer(received))]
+        self._rest = received[ends[-1] :]
+        self._check_size()
+        return [received[begin:end] for begin, end in itertools.pairwise(ends)]
+
+    @property
+    def rest(self) -> bytes:
+        """The bytes after the last complete event."""
+        return self._rest
 
     def feed(self, data: bytes) -> list[bytes]:
         """Return the data of each event that ``data`` completes.
@@ -42,14 +63,29 @@ class EventParser:
             ProtocolError: an event exceeds the size limit.
         """
         *events, self._rest = (self._rest + data).replace(b"\r\n", b"\n").split(b"\n\n")
+        self._check_size()
+        return [found for event in events if (found := data_of(event))]
+
+    def _check_size(self) -> None:
         if len(self._rest) > MAX_EVENT_BYTES:
             raise ProtocolError(f"a server-sent event of more than {MAX_EVENT_BYTES} bytes")
-        return [found for event in events if (found := _data_of(event))]
 
 
-def _data_of(event: bytes) -> bytes:
+def data_of(event: bytes) -> bytes:
+    """The data of an event; empty without any."""
     lines = [line[5:].strip() for line in event.split(b"\n") if line.startswith(b"data:")]
     return b"\n".join(lines)
+
+
+def name_of(event: bytes) -> str:
+    """The name of an event; empty without one."""
+    lines = [line[6:].strip() for line in event.split(b"\n") if line.startswith(b"event:")]
+    return lines[-1].decode(errors="replace") if lines else ""
+
+
+def unnamed_error(error: ApiError) -> bytes:
+    """The event of an error in a stream whose events have no names."""
+    return b"data: " + error.body() + b"\n\n"
 
 
 class EventStreamResponse(Response):
@@ -69,6 +105,7 @@ class EventStreamResponse(Response):
         headers: Mapping[str, str],
         on_end: Callable[[], None],
         deadline: float = math.inf,
+        error_event: Callable[[ApiError], bytes] = unnamed_error,
     ) -> None:
         # A proxy that buffers would delay the stream until its end.
         no_buffering = {"Cache-Control": "no-cache", "X-Accel-Buffering": "no"}
@@ -79,6 +116,7 @@ class EventStreamResponse(Response):
         self._on_end = on_end
         self._is_in_the_middle = False
         self._deadline = deadline
+        self._error_event = error_event
         self._is_sending = False
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
@@ -93,7 +131,7 @@ class EventStreamResponse(Response):
             await _cancel(writing)
             if self._is_in_the_middle:
                 error = ApiError(503, "the gateway is stopping; try again", code="gateway_stopping")
-                body = b"data: " + error.body() + b"\n\n"
+                body = self._error_event(error)
                 await send({"type": "http.response.body", "body": body, "more_body": False})
             raise
         finally:

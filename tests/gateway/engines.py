@@ -12,7 +12,7 @@ import asyncio
 import contextlib
 import json
 import uuid
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Awaitable, Callable
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -66,6 +66,12 @@ class Engine:
     gate: asyncio.Event | None = None
     "Answers pause after the first token until it is set."
     has_token_details: bool = True
+    has_named_apis: bool = True
+    "Whether it serves messages and responses."
+    plain: dict[str, Callable[[web.Request], Awaitable[web.Response]]] = field(default_factory=dict)
+    "Answers of other endpoints, by path."
+    sent: list[bytes] = field(default_factory=list)
+    "The bodies and streams of its messages and responses."
 
     local: dict[tuple[int, ...], None] = field(default_factory=dict)
     calls: list[dict[str, Any]] = field(default_factory=list)
@@ -89,8 +95,12 @@ class Engine:
         app.router.add_get("/query", self._query)
         app.router.add_post("/v1/completions", self._generate)
         app.router.add_post("/v1/chat/completions", self._generate)
+        if self.has_named_apis:
+            app.router.add_post("/v1/messages", self._generate)
+            app.router.add_post("/v1/responses", self._generate)
         if self.has_tokenize:
             app.router.add_post("/tokenize", self._tokenize)
+        app.router.add_route("*", "/{path:.*}", self._plain)
         self._runner = web.AppRunner(app, handler_cancellation=True, shutdown_timeout=0.1)
         await self._runner.setup()
         await web.TCPSite(self._runner, "127.0.0.1", int(self.address.rpartition(":")[2] or 0)).start()
@@ -107,6 +117,11 @@ class Engine:
 
     async def _health(self, request: web.Request) -> web.Response:
         return web.Response()
+
+    async def _plain(self, request: web.Request) -> web.Response:
+        if request.path not in self.plain:
+            return web.json_response({"detail": "Not Found"}, status=404)
+        return await self.plain[request.path](request)
 
     async def _models(self, request: web.Request) -> web.Response:
         cards = [
@@ -126,7 +141,12 @@ class Engine:
 
     def _ids(self, body: dict[str, Any]) -> list[int]:
         if "messages" in body:
-            return [3, *words_to_ids(" ".join(str(one["content"]) for one in body["messages"])), 4]
+            texts = [body.get("system"), *(one["content"] for one in body["messages"])]
+            return [3, *words_to_ids(" ".join(map(_flat, texts))), 4]
+        if "input" in body:
+            items = body["input"] if isinstance(body["input"], list) else [{"content": body["input"]}]
+            texts = [body.get("instructions"), *(one["content"] for one in items)]
+            return [3, *words_to_ids(" ".join(map(_flat, texts))), 4]
         prompt = body["prompt"]
         return words_to_ids(prompt) if isinstance(prompt, str) else list(prompt)
 
@@ -141,6 +161,8 @@ class Engine:
         try:
             if self.stall is not None:
                 await self.stall.wait()
+            if request.path in ("/v1/messages", "/v1/responses"):
+                return await self._answer_named(request, body)
             return await self._answer(request, body)
         except (asyncio.CancelledError, ConnectionResetError):
             self.num_cancelled += 1
@@ -186,6 +208,45 @@ class Engine:
             if self.hold is not None:
                 await self.hold.wait()
         return web.json_response(whole)
+
+    async def _answer_named(self, request: web.Request, body: dict[str, Any]) -> web.StreamResponse:
+        ids = self._ids(body)
+        cached = await self._load(ids, body.get("kv_transfer_params") or {})
+        out = list(ids)
+        for _ in range(body.get("max_tokens") or body.get("max_output_tokens") or 16):
+            out.append(next_token(out))
+        self._save(ids, body)
+        if self.die_after == 0:
+            self._die(request)
+        texts = [text_of(token) for token in out[len(ids) :]]
+        make = message_events if request.path == "/v1/messages" else response_events
+        whole, events = make(body["model"], texts, len(ids), cached)
+        if not body.get("stream"):
+            if (body.get("kv_transfer_params") or {}).get("do_remote_decode"):
+                whole["kv_transfer_params"] = self._handed_over(body)
+            self.sent.append(json.dumps(whole).encode())
+            return web.Response(body=self.sent[-1], content_type="application/json")
+        response = web.StreamResponse(headers={"Content-Type": "text/event-stream"})
+        await response.prepare(request)
+        self.sent.append(b"")
+        num_sent = 0
+        for event in events:
+            if self.give_up is not None and self.give_up[0] == num_sent:
+                self.give_up = None
+                event = {"type": "error", "error": {"type": "internal_error", "message": "boom"}}
+            line = f"event: {event['type']}\ndata: {json.dumps(event)}\n\n".encode()
+            self.sent[-1] += line
+            for piece in (line[:7], line[7:]):
+                await response.write(piece)
+            if event["type"] == "error":
+                break
+            if "delta" in event["type"]:
+                num_sent += 1
+                if self.gate is not None:
+                    await self.gate.wait()
+                if self.die_after == num_sent:
+                    self._die(request)
+        return response
 
     async def _load(self, ids: list[int], params: dict[str, Any]) -> int:
         """Load KV. Returns the tokens that need not be computed, as engines count them."""
@@ -269,6 +330,81 @@ class Engine:
 
     async def _event(self, response: web.StreamResponse, fields: dict[str, Any]) -> None:
         await response.write(b"data: " + json.dumps(fields).encode() + b"\n\n")
+
+
+def _flat(content: Any) -> str:
+    """The text of strings and of blocks in which there is text."""
+    if isinstance(content, list):
+        return " ".join(map(_flat, content))
+    return _flat(content.get("text")) if isinstance(content, dict) else str(content or "")
+
+
+def message_events(
+    model: str, texts: list[str], num_prompt: int, cached: int
+) -> tuple[dict[str, Any], list[dict[str, Any]]]:
+    """An answer of Anthropic's API, whole and as the events of its stream."""
+    counts = {"input_tokens": num_prompt - cached, "cache_read_input_tokens": cached}
+    frame = {"id": "msg_x", "type": "message", "role": "assistant", "model": model, "stop_sequence": None}
+    end = {"stop_reason": "max_tokens", "stop_sequence": None}
+    content = [{"type": "text", "text": "".join(texts)}]
+    whole = {**frame, **end, "content": content, "usage": {**counts, "output_tokens": len(texts)}}
+    start: dict[str, Any] = {
+        **frame,
+        "content": [],
+        "stop_reason": None,
+        "usage": {**counts, "output_tokens": 0},
+    }
+    events: list[dict[str, Any]] = [
+        {"type": "message_start", "message": start},
+        {"type": "content_block_start", "index": 0, "content_block": {"type": "text", "text": ""}},
+    ]
+    for text in texts:
+        delta = {"type": "text_delta", "text": text}
+        events.append({"type": "content_block_delta", "index": 0, "delta": delta})
+    events.append({"type": "content_block_stop", "index": 0})
+    events.append({"type": "message_delta", "delta": end, "usage": {"output_tokens": len(texts)}})
+    return whole, [*events, {"type": "message_stop"}]
+
+
+def response_events(
+    model: str, texts: list[str], num_prompt: int, cached: int
+) -> tuple[dict[str, Any], list[dict[str, Any]]]:
+    """An answer of OpenAI's responses, whole and as the events of its stream."""
+    frame: dict[str, Any] = {
+        "id": "resp_x",
+        "object": "response",
+        "created_at": 1,
+        "model": model,
+        "error": None,
+        "parallel_tool_calls": True,
+        "tool_choice": "auto",
+        "tools": [],
+    }
+    usage = {
+        "input_tokens": num_prompt,
+        "input_tokens_details": {"cached_tokens": cached},
+        "output_tokens": len(texts),
+        "output_tokens_details": {"reasoning_tokens": 0},
+        "total_tokens": num_prompt + len(texts),
+    }
+    part = {"type": "output_text", "text": "".join(texts), "annotations": []}
+    item = {"type": "message", "id": "m", "role": "assistant", "status": "completed", "content": [part]}
+    whole = {**frame, "status": "completed", "output": [item], "usage": usage}
+    place = {"item_id": "m", "output_index": 0, "content_index": 0}
+    begun = {**frame, "status": "in_progress", "output": [], "usage": None}
+    opened = {**item, "status": "in_progress", "content": []}
+    events: list[dict[str, Any]] = [
+        {"type": "response.created", "response": begun},
+        {"type": "response.in_progress", "response": begun},
+        {"type": "response.output_item.added", "output_index": 0, "item": opened},
+        {"type": "response.content_part.added", **place, "part": {**part, "text": ""}},
+        *({"type": "response.output_text.delta", **place, "delta": text} for text in texts),
+        {"type": "response.output_text.done", **place, "text": part["text"]},
+        {"type": "response.content_part.done", **place, "part": part},
+        {"type": "response.output_item.done", "output_index": 0, "item": item},
+        {"type": "response.completed", "response": whole},
+    ]
+    return whole, [{**event, "sequence_number": number} for number, event in enumerate(events)]
 
 
 @dataclass

@@ -26,6 +26,7 @@ IDS = list(range(20, 30))
 CHAT: list[Any] = [{"role": "user", "content": PROMPT}]
 CHAT_IDS = [3, *IDS, 4]
 PROTOCOLS = ["pool", "sequential", "push", "bootstrap"]
+TEXT = "/v1/completions"
 
 
 # --- protocols
@@ -180,6 +181,86 @@ async def test_a_stream_is_not_buffered_and_an_abort_reaches_the_engine() -> Non
         async with asyncio.timeout(5):
             while not front.decode[0].num_cancelled:  # noqa: ASYNC110
                 await asyncio.sleep(0.01)
+
+
+# --- headers that engines read
+
+
+READ_BY_ENGINES = {
+    "X-Session-ID": "session-1",
+    "X-Vllm-Priority": "-5",
+    "X-data-parallel-rank": "3",
+    "traceparent": "00-0af7651916cd43dd8448eb211c80319c-b7ad6b7169203331-01",
+    "tracestate": "a=b",
+}
+
+
+async def test_an_engine_that_serves_alone_gets_every_header_that_it_reads() -> None:
+    async with fronting(0, 1) as front:
+        status, _, _ = await front.post(TEXT, {"prompt": PROMPT}, READ_BY_ENGINES)
+        assert status == 200
+        [headers] = front.decode[0].headers
+        assert {name: headers.get(name.lower()) for name in READ_BY_ENGINES} == READ_BY_ENGINES
+
+
+@pytest.mark.parametrize("protocol", PROTOCOLS)
+async def test_a_client_chooses_no_rank_of_a_pair(protocol: str) -> None:
+    async with fronting(protocol=protocol, engine={"num_ranks": 2}) as front:
+        for number in range(2):
+            status, _, _ = await front.post(TEXT, {"prompt": f"w{20 + number} {PROMPT}"}, READ_BY_ENGINES)
+            assert status == 200
+        [prefill], [decode] = front.prefill, front.decode
+        chosen = ["0", "1"] if protocol == "bootstrap" else [None, None]
+        assert [headers.get("x-data-parallel-rank") for headers in prefill.headers] == chosen
+        assert not any("x-data-parallel-rank" in headers for headers in decode.headers)
+        for headers in (*prefill.headers, *decode.headers):
+            assert (headers["x-session-id"], headers["x-vllm-priority"]) == ("session-1", "-5")
+
+
+async def test_a_body_s_priority_is_not_overridden() -> None:
+    """vLLM prefers the header; the conductor and the engine must see the same one."""
+    async with fronting(0, 1) as front:
+        status, _, _ = await front.post(TEXT, {"prompt": PROMPT, "priority": 7}, READ_BY_ENGINES)
+        assert status == 200
+        [headers], [call] = front.decode[0].headers, front.decode[0].calls
+        assert call["priority"] == 7 and "x-vllm-priority" not in headers
+
+
+@pytest.mark.parametrize(
+    ("name", "value"),
+    [
+        ("X-Vllm-Priority", "soon"),
+        ("X-Vllm-Priority", "1001"),
+        ("X-Vllm-Priority", "9" * 5000),
+        ("X-data-parallel-rank", "-1"),
+        ("X-data-parallel-rank", "0x1"),
+    ],
+)
+async def test_a_wrong_number_in_a_header_reaches_no_engine(name: str, value: str) -> None:
+    async with fronting(0, 1) as front:
+        status, answer, _ = await front.post(TEXT, {"prompt": PROMPT}, {name: value})
+        assert (status, answer["error"]["param"]) == (400, name)
+        assert not front.decode[0].calls
+
+
+async def session_at_engine(front: Any, headers: dict[str, str], **fields: Any) -> tuple[Any, Any]:
+    """The session's name at an engine: in the header, in the body."""
+    status, answer, _ = await front.post(TEXT, {"prompt": PROMPT, **fields}, headers)
+    assert status == 200, answer
+    [engine] = front.decode
+    return engine.headers[-1].get("x-session-id"), engine.calls[-1].get("session_id")
+
+
+async def test_an_engine_gets_one_session() -> None:
+    async with fronting(0, 1, session_header="X-Mine") as front:
+        assert await session_at_engine(front, {}) == (None, None)
+        assert await session_at_engine(front, {"x-claude-code-session-id": "c"}) == ("c", None)
+        assert await session_at_engine(front, {"X-Session-ID": "h"}, session_id="b") == ("b", "b")
+        assert await session_at_engine(front, {"X-Mine": "m"}, session_id="b") == ("m", None)
+        assert await session_at_engine(front, {"X-Session-ID": "h"}, session_id="b" * 257) == ("h", None)
+        hostile = "s\r\nX-data-parallel-rank: 3"
+        assert await session_at_engine(front, {}, session_id=hostile) == (None, None)
+        assert await session_at_engine(front, {}, prompt_cache_key="key") == ("key", None)
 
 
 async def test_names_of_models() -> None:
@@ -478,8 +559,6 @@ async def test_auto_detects_other_engines(tokenizer: Any) -> None:
 
 # --- late refusals and hostile fields
 
-
-TEXT = "/v1/completions"
 
 HOSTILE: dict[str, Any] = {
     "remote_host": "10.6.6.6",

@@ -217,6 +217,16 @@ async def test_affinity_sends_a_session_to_one_instance(tokenizer: Tokenizer) ->
             assert len(found) == 1
 
 
+async def test_a_session_in_the_body_is_followed_as_one_in_a_header(tokenizer: Tokenizer) -> None:
+    async with running(tokenizer, num_prefill=4, scheduling="cache_aware") as stack:
+        found = set()
+        for number in range(4):
+            body = {"prompt": [20 + number], **({} if number % 2 else {"session_id": "s"})}
+            _, _, headers = await stack.post(TEXT, body, {"Session-ID": "s"} if number % 2 else {})
+            found.add(headers["x-mooncake-prefill"])
+        assert len(found) == 1
+
+
 async def test_the_salt_reaches_both_workers(stack: Stack) -> None:
     await stack.complete(PROMPT, cache_salt="tenant")
     calls = [call for worker in [*stack.prefill, *stack.decode] for call in worker.calls]

@@ -6,12 +6,26 @@ from __future__ import annotations
 import asyncio
 import json
 import socket
+from dataclasses import replace
 from typing import Any
 
 import pytest
+from fastapi import Request
 
+from mooncake.conductor.messages import Place
 from mooncake.gateway import request_parsing
-from mooncake.gateway.request_parsing import decoded
+from mooncake.gateway.clients import ClientEntry, Clients
+from mooncake.gateway.metrics import Slo
+from mooncake.gateway.request_parsing import (
+    LAST_SESSION_HEADER,
+    MAX_SESSION_CHARS,
+    SESSION_HEADERS,
+    SLO_HEADERS,
+    affinity_of,
+    decoded,
+    session_of,
+    slo_of,
+)
 from mooncake.http import large_json
 from mooncake.http.openai import MAX_PRIORITY
 from mooncake.inference.tokenizer import Tokenizer
@@ -169,3 +183,80 @@ async def test_a_slot_comes_back_at_the_deadline_of_a_client_that_does_not_read(
 async def test_a_client_that_reads_slowly_gets_all_of_it(stack: Stack) -> None:
     streamed = await stack.stream([20, 21], 40)
     assert len(streamed.token_ids()) == 40
+
+
+# --- names of sessions
+
+
+def http_with(headers: dict[str, str], client: Any = None) -> Request:
+    encoded = [(name.lower().encode(), value.encode()) for name, value in headers.items()]
+    http = Request({"type": "http", "headers": encoded})
+    http.state.client = client
+    return http
+
+
+def test_the_first_of_a_session_s_names_counts() -> None:
+    headers = {name: f"of {name}".replace(" ", "-") for name in (*SESSION_HEADERS, LAST_SESSION_HEADER)}
+    body = {"session_id": "b", "prompt_cache_key": "k"}
+    assert session_of(http_with({**headers, "X-Mine": "m"}), body, "X-Mine") == "m"
+    assert session_of(http_with({**headers, "X-Mine": "m"}), body, "") == "b"
+    del body["session_id"]
+    for name in SESSION_HEADERS:
+        assert session_of(http_with(headers), body, "") == headers.pop(name)
+    assert session_of(http_with(headers), body, "") == "k"
+    assert session_of(http_with(headers), {}, "") == headers[LAST_SESSION_HEADER]
+    assert session_of(http_with({}), {}, "X-Mine") == ""
+
+
+@pytest.mark.parametrize("unfit", ["", "a b", "a\nb", "é", "s" * (MAX_SESSION_CHARS + 1), 7, None, ["s"]])
+def test_a_name_that_is_not_fit_for_a_header_is_ignored(unfit: object) -> None:
+    assert session_of(http_with({}), {"session_id": unfit}, "") == ""
+    assert session_of(http_with({"X-Session-Affinity": "s"}), {"session_id": unfit}, "") == "s"
+
+
+def test_equal_names_of_two_tenants_are_two_sessions() -> None:
+    entries = [ClientEntry(name=name, key=f"{name}-{'k' * 20}") for name in "ab"]
+    clients = Clients(entries, 0.0)
+    of_both = [
+        affinity_of(http_with({}, clients.of({"authorization": f"Bearer {one.key}"})), "s") for one in entries
+    ]
+    assert len({*of_both, affinity_of(http_with({}), "s")}) == 3
+    assert affinity_of(http_with({}, clients.of({"authorization": f"Bearer {entries[0].key}"})), "") == ""
+
+
+# --- names of SLOs
+
+
+@pytest.mark.parametrize("field", ["ttft_ms", "tbt_ms"])
+def test_the_first_of_an_slo_s_names_counts(field: str) -> None:
+    headers = {name: str(10.0 * number) for number, name in enumerate(SLO_HEADERS[field], 1)}
+    for number, name in enumerate(SLO_HEADERS[field], 1):
+        assert slo_of(http_with(headers)) == replace(Slo(), **{field: 10.0 * number})
+        assert name == f"x-slo-{field.replace('_', '-')}" or number > 1, "ours is the first"
+        del headers[name]
+    assert slo_of(http_with(headers)) == Slo()
+
+
+@pytest.mark.parametrize("name", ["x-slo-tpot-ms", "x-llm-d-slo-ttft-ms", "x-llm-d-slo-tpot-ms"])
+async def test_a_wrong_slo_is_named_as_the_client_named_it(stack: Stack, name: str) -> None:
+    status, answer, _ = await stack.post(TEXT, {"prompt": "w20"}, {name: "soon"})
+    assert (status, answer["error"]["param"]) == (400, name)
+
+
+async def test_headers_reach_the_conductor(stack: Stack) -> None:
+    places: list[Place] = []
+    place = stack.gateway.scheduling.place
+
+    async def placed(request: Place) -> Any:
+        places.append(request)
+        return await place(request)
+
+    stack.gateway.scheduling.place = placed  # type: ignore[method-assign]
+    headers = {"x-llm-d-slo-ttft-ms": "60000", "x-slo-tpot-ms": "5000", "X-Vllm-Priority": "-7"}
+    status, answer, _ = await stack.post(TEXT, {"prompt": "w20"}, headers)
+    assert status == 200, answer
+    assert [(one.slo_ttft_s, one.slo_tbt_s, one.priority) for one in places] == [(60.0, 5.0, -7)] * len(
+        places
+    )
+    await stack.post(TEXT, {"prompt": "w20", "priority": 3}, headers)
+    assert places[-1].priority == 3

@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 from mooncake.errors import ProtocolError
 from mooncake.http import sse
 from mooncake.http.server import HttpServer, listen
-from mooncake.http.sse import EventParser, EventStreamResponse
+from mooncake.http.sse import EventParser, EventStreamResponse, data_of, name_of
 
 
 @given(st.lists(st.integers(1, 9), max_size=20), st.sampled_from([b"\n", b"\r\n"]))
@@ -30,10 +30,27 @@ def test_cuts_do_not_matter(cuts: list[int], newline: bytes) -> None:
     assert found == [b'{"a": 1}', b"x\nb", b"one\ntwo", b"[DONE]"]
 
 
+@given(st.lists(st.integers(1, 9), max_size=20), st.sampled_from([b"\n", b"\r\n"]))
+def test_whole_events_are_the_bytes_that_were_sent(cuts: list[int], newline: bytes) -> None:
+    events = [b"event: a|data: 1||", b": ping||", b"data: x|data:b||", b"event:b|data: []||"]
+    events = [event.replace(b"|", newline) for event in events]
+    wire = b"".join(events) + b"event: c"
+    parser, found = EventParser(), []
+    for size in cuts:
+        found += parser.whole(wire[:size])
+        wire = wire[size:]
+    found += parser.whole(wire)
+    assert (found, parser.rest) == (events, b"event: c")
+    assert [name_of(event) for event in found] == ["a", "", "", "b"]
+    assert [data_of(event) for event in found] == [b"1", b"", b"x\nb", b"[]"]
+
+
 def test_an_event_without_end_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(sse, "MAX_EVENT_BYTES", 100)
     with pytest.raises(ProtocolError):
         EventParser().feed(b"data: " + b"x" * 200)
+    with pytest.raises(ProtocolError):
+        EventParser().whole(b"data: " + b"x" * 200)
 
 
 async def test_a_stream_that_is_cut_by_the_end_of_its_server_says_so() -> None:
