@@ -42,6 +42,7 @@ from mooncake.conductor.messages import (
     Place,
     Prediction,
     Prefilled,
+    PrefixWindows,
     Probe,
     Probed,
     Refuse,
@@ -119,6 +120,7 @@ class Conductor:
             BlocksStored: self._blocks_stored,
             BlocksRemoved: self._blocks_removed,
             BlocksCleared: self._blocks_cleared,
+            PrefixWindows: self._prefix_windows,
             Silent: self._silent,
             AddInstance: self._add,
             RemoveInstance: self._remove,
@@ -647,6 +649,12 @@ class Conductor:
         if instance is not None:
             instance.is_silent = False
             self.inferred_blocks.forget(instance.id)
+        return []
+
+    def _prefix_windows(self, event: PrefixWindows, now: float) -> list[Effect]:
+        if event.instance in self.instances:
+            self.index.set_windows(event.instance, event.windows)
+            self._grow()
         return []
 
     def _silent(self, event: Silent, now: float) -> list[Effect]:

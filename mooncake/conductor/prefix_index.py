@@ -10,6 +10,10 @@ block to a row of ``holder_sets.py``. Each instance has a slot, a small number t
 forgotten; every array "by slot" has ``num_slots`` places. An instance's blocks are also listed, so that
 forgetting it costs its own blocks and no more; the list is cleaned when half of it is stale. An instance with
 a large part of all blocks (such as the pool) needs no list: a scan of the whole table costs no more.
+
+An instance may be able to use only some of the prefixes whose blocks it holds (``cache_groups.py``). What is
+needed beside the blocks is stored like blocks, in scopes of its own (``window_scope``), and the number of
+leading blocks of such instances is reduced by a second look-up. Other instances pay nothing for it.
 """
 
 from __future__ import annotations
@@ -24,12 +28,19 @@ import numpy.typing as npt
 
 from mooncake.conductor.holder_sets import NO_HOLDERS, PLANE, HolderSets, with_plane, without_slot
 from mooncake.conductor.key_table import Keys, KeyTable, Values, key_column
+from mooncake.conductor.messages import Window
 from mooncake.prefix import BlockKey
 from mooncake.types import InstanceId, Tier
 
 _FIRST_SLOTS = 64
 _LISTED = 1 << 16
 _LISTED_PART = 64  # a list is kept up to 1/64 of all blocks
+_WINDOW = "\x1fwindow "
+
+
+def window_scope(scope: str, num_blocks: int) -> str:
+    """The scope of the blocks of ``scope`` that count for the ``Window`` of ``num_blocks``."""
+    return f"{scope}{_WINDOW}{num_blocks}"
 
 
 class PrefixIndex:
@@ -44,6 +55,7 @@ class PrefixIndex:
         self._holders = HolderSets()
         self._num_held: dict[int, dict[str, int]] = {}  # slot -> scope -> blocks
         self._lists: dict[int, dict[str, array[int]]] = {}  # slot -> scope -> its keys, some stale
+        self._windows: dict[int, list[Window]] = {}  # slot -> conditions on the prefixes that it can use
 
     def __repr__(self) -> str:
         return f"<PrefixIndex {len(self.slots)} instances, {self.num_blocks} blocks>"
@@ -51,10 +63,11 @@ class PrefixIndex:
     @property
     def num_blocks(self) -> int:
         """Number of distinct blocks that any instance holds."""
-        return sum(len(table) for table in self._tables.values())
+        return sum(len(table) for scope, table in self._tables.items() if _WINDOW not in scope)
 
     def num_blocks_of(self, instance: InstanceId) -> int:
-        return sum(self._num_held.get(self.slots.get(instance, -1), {}).values())
+        num_held = self._num_held.get(self.slots.get(instance, -1), {})
+        return sum(count for scope, count in num_held.items() if _WINDOW not in scope)
 
     def slot(self, instance: InstanceId) -> int:
         """The slot of an instance, assigned at the first call."""
@@ -153,7 +166,7 @@ class PrefixIndex:
             for row, which, count in _groups(found.values):
                 rows[which] = self._holders.move(row, without_slot(self._holders.masks(row), slot), count)
             table.put(found, rows)
-            num_blocks += len(rows)
+            num_blocks += 0 if _WINDOW in scope else len(rows)
             self.removal_log.note_removed(scope, found.keys, Removal(now, instance, None, reason))
             del self._num_held[slot][scope]
             self._lists[slot].pop(scope, None)
@@ -166,7 +179,14 @@ class PrefixIndex:
         slot = self.slots.pop(instance, None)
         if slot is not None:
             del self._instances[slot]
+            self._windows.pop(slot, None)
         return num_blocks
+
+    def set_windows(self, instance: InstanceId, windows: Sequence[Window]) -> None:
+        """Replace the conditions on the prefixes that an instance can use."""
+        self._windows.pop(self.slots.get(instance, -1), None)
+        if windows:
+            self._windows[self.slot(instance)] = list(windows)
 
     # --- questions
 
@@ -174,7 +194,10 @@ class PrefixIndex:
         """The leading blocks of a prompt that each slot holds."""
         table, column = self._tables.get(scope), np.fromiter(keys, np.uint64, len(keys))
         rows: Values = np.zeros(len(keys), np.uint32) if table is None else table.find(column).values
-        return PrefixMatch(self._holders, column, rows, self.num_slots)
+        match = PrefixMatch(self._holders, column, rows, self.num_slots)
+        if self._windows:
+            self._reduce(match, scope)
+        return match
 
     def matches(self, keys: Sequence[BlockKey], scope: str = "") -> dict[InstanceId, int]:
         """Number of leading blocks by instance; instances without any are absent."""
@@ -205,6 +228,31 @@ class PrefixIndex:
         for slot, scope in known:
             assert len(self._held_by(slot, scope)) == known[slot, scope]
 
+    def _reduce(self, match: PrefixMatch, scope: str) -> None:
+        """Reduce numbers of leading blocks to those of prefixes that their instances can use."""
+        keys = match.keys[: match.num_held]
+        rows_of: dict[int, Values] = {}  # of a window's scope, by its number of blocks
+        for slot, windows in self._windows.items():
+            if not match.leading[slot]:
+                continue
+            marked: list[tuple[Window, npt.NDArray[np.uint8]]] = []
+            for window in windows:
+                size = window.num_blocks
+                if size not in rows_of:
+                    table = self._tables.get(window_scope(scope, size))
+                    none: Values = np.zeros(len(keys), np.uint32)
+                    rows_of[size] = none if table is None else table.find(keys).values
+                runs, ends = _runs(rows_of[size])
+                tiers = self._holders.tiers(runs, slot, self.num_slots >> 6)
+                marked.append((window, tiers.repeat(np.diff(ends, prepend=0))))
+            levels = [(match.leading_memory, _MEMORY)]
+            if match.leading is not match.leading_memory:
+                levels.append((match.leading, _MEMORY | 1 << PLANE[Tier.SSD]))
+            for leading, mask in levels:
+                held = [(window, (bits & mask) > 0) for window, bits in marked]
+                leading[slot] = _usable(int(leading[slot]), held)
+            match.reduced[slot] = None
+
     def _held_by(self, slot: int, scope: str) -> Keys:
         listed, table = self._lists[slot].get(scope), self._tables[scope]
         if listed is None:
@@ -229,6 +277,24 @@ class PrefixIndex:
             for slot, num_held in self._num_held.items():
                 num_held.pop(scope, None)
                 self._lists[slot].pop(scope, None)
+
+
+_MEMORY = 1 << PLANE[Tier.DEVICE] | 1 << PLANE[Tier.MEMORY]
+
+
+def _usable(num_leading: int, marked: Sequence[tuple[Window, npt.NDArray[np.bool_]]]) -> int:
+    """The longest prefix of at most ``num_leading`` blocks that fulfils all conditions, given the marks of
+    each. A prefix reduced by one condition may no longer fulfil an earlier one, so all are tried again."""
+    before = -1
+    while num_leading and num_leading != before:
+        before = num_leading
+        for window, marks in marked:
+            missing = np.flatnonzero(~marks[:num_leading])
+            starts = np.concatenate([[0], missing + 1])
+            ends = np.concatenate([missing, [num_leading]]) // window.step * window.step
+            usable = ends[(ends - starts >= window.num_blocks) | (starts == 0)]
+            num_leading = int(usable[-1]) if len(usable) else 0
+    return num_leading
 
 
 def _groups(rows: Values) -> Iterator[tuple[int, slice | npt.NDArray[np.bool_], int]]:
@@ -266,11 +332,13 @@ class PrefixMatch:
     prompt that each instance holds to another length has hundreds: then all runs are one matrix of bits.
     """
 
-    __slots__ = ("_ends", "_holders", "_runs", "keys", "leading", "leading_memory", "num_held")
+    __slots__ = ("_ends", "_holders", "_runs", "keys", "leading", "leading_memory", "num_held", "reduced")
 
     def __init__(self, holders: HolderSets, keys: Keys, rows: Values, num_slots: int) -> None:
         self.keys = keys
         self._holders = holders
+        self.reduced: dict[int, None] = {}
+        "Slots that may be unable to use blocks which they hold."
         self._runs, self._ends = _runs(rows)
         runs = self._runs.tolist()
         num_runs = runs.index(NO_HOLDERS) if NO_HOLDERS in runs else len(runs)
@@ -289,7 +357,10 @@ class PrefixMatch:
         tiers = self._holders.tiers(self._runs, slot, len(self.leading) >> 6)
         lengths = self._ends.copy()
         lengths[1:] -= self._ends[:-1]
-        return tiers.repeat(lengths).tobytes()
+        column = tiers.repeat(lengths)
+        if slot in self.reduced:
+            column[int(self.leading[slot]) :] = 0
+        return column.tobytes()
 
 
 def _runs(rows: Values) -> tuple[Values, BlockCounts]:

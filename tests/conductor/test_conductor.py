@@ -27,6 +27,7 @@ from mooncake.conductor.messages import (
     Finished,
     Place,
     Prefilled,
+    PrefixWindows,
     Probe,
     Probed,
     Refuse,
@@ -37,8 +38,10 @@ from mooncake.conductor.messages import (
     TransferMeasured,
     Unwatch,
     Watch,
+    Window,
 )
 from mooncake.conductor.prediction import CostModels, DecodeModel
+from mooncake.conductor.prefix_index import window_scope
 from mooncake.conductor.settings import SchedulingSettings
 from mooncake.machine import Wake
 from mooncake.prefix import block_hashes, root_hash, short_key
@@ -224,6 +227,20 @@ def test_hot_blocks_are_fetched_to_keep(conductor: Conductor) -> None:
         conductor.handle(Prefilled(f"r{number}"), 1.0)
         conductor.handle(Finished(f"r{number}"), 1.0)
     assert kept and not kept[0] and kept[-1]
+
+
+def test_a_prefix_whose_window_is_gone_is_not_cached(conductor: Conductor) -> None:
+    add(conductor, "p1", "d1")
+    conductor.handle(PrefixWindows("p1", [Window(2, 1)]), 0.0)
+    conductor.handle(BlocksStored("p1", KEYS), 0.0)
+    assert decided(conductor, "r1", keys=KEYS, num_tokens=64_000).num_cached_tokens == 0
+    conductor.handle(BlocksStored("p1", KEYS[1:3], scope=window_scope("", 2)), 0.0)
+    assert decided(conductor, "r2", keys=KEYS, num_tokens=64_000).num_cached_tokens == 48
+    conductor.handle(BlocksStored("p1", KEYS[2:], Tier.SSD, window_scope("", 2)), 0.0)
+    conductor.handle(PrefixWindows("p1", []), 0.0)
+    assert decided(conductor, "r3", keys=KEYS, num_tokens=64_000).num_cached_tokens == 64
+    conductor.handle(PrefixWindows("gone", [Window(2, 1)]), 0.0)
+    conductor.check()
 
 
 def test_what_the_store_has_need_not_be_computed(conductor: Conductor) -> None:
