@@ -232,8 +232,6 @@ class Fetch(msgspec.Struct, frozen=True, array_like=True):
     source: InstanceId
     first_block: int
     num_blocks: int
-    is_replica: bool = False
-    "The blocks are hot: keep them there, however this request ends."
 
 
 class Decision(msgspec.Struct, frozen=True, array_like=True, tag=True):
