@@ -55,7 +55,9 @@ class PrefixIndex:
         self._holders = HolderSets()
         self._num_held: dict[int, dict[str, int]] = {}  # slot -> scope -> blocks
         self._lists: dict[int, dict[str, array[int]]] = {}  # slot -> scope -> its keys, some stale
-        self._windows: dict[int, list[Window]] = {}  # slot -> conditions on the prefixes that it can use
+        self._windows: dict[
+            int, tuple[Window, ...]
+        ] = {}  # slot -> conditions on the prefixes that it can use
 
     def __repr__(self) -> str:
         return f"<PrefixIndex {len(self.slots)} instances, {self.num_blocks} blocks>"
@@ -186,7 +188,7 @@ class PrefixIndex:
         """Replace the conditions on the prefixes that an instance can use."""
         self._windows.pop(self.slots.get(instance, -1), None)
         if windows:
-            self._windows[self.slot(instance)] = list(windows)
+            self._windows[self.slot(instance)] = tuple(windows)
 
     # --- questions
 
@@ -230,28 +232,29 @@ class PrefixIndex:
 
     def _reduce(self, match: PrefixMatch, scope: str) -> None:
         """Reduce numbers of leading blocks to those of prefixes that their instances can use."""
-        keys = match.keys[: match.num_held]
-        rows_of: dict[int, Values] = {}  # of a window's scope, by its number of blocks
+        alike: dict[tuple[Window, ...], list[int]] = {}
         for slot, windows in self._windows.items():
-            if not match.leading[slot]:
-                continue
-            marked: list[tuple[Window, npt.NDArray[np.uint8]]] = []
+            if match.leading[slot]:
+                alike.setdefault(windows, []).append(slot)
+                match.reduced[slot] = None
+        keys = match.keys[: match.num_held]
+        for windows, some in alike.items():
+            slots = np.array(some)
+            runs = []
             for window in windows:
-                size = window.num_blocks
-                if size not in rows_of:
-                    table = self._tables.get(window_scope(scope, size))
-                    none: Values = np.zeros(len(keys), np.uint32)
-                    rows_of[size] = none if table is None else table.find(keys).values
-                runs, ends = _runs(rows_of[size])
-                tiers = self._holders.tiers(runs, slot, self.num_slots >> 6)
-                marked.append((window, tiers.repeat(np.diff(ends, prepend=0))))
-            levels = [(match.leading_memory, _MEMORY)]
+                table = self._tables.get(window_scope(scope, window.num_blocks))
+                rows: Values = np.zeros(len(keys), np.uint32) if table is None else table.find(keys).values
+                runs.append(_runs(rows))
+            levels = [(match.leading_memory, 0)]
             if match.leading is not match.leading_memory:
-                levels.append((match.leading, _MEMORY | 1 << PLANE[Tier.SSD]))
-            for leading, mask in levels:
-                held = [(window, (bits & mask) > 0) for window, bits in marked]
-                leading[slot] = _usable(int(leading[slot]), held)
-            match.reduced[slot] = None
+                levels.append((match.leading, 1))
+            for leading, level in levels:
+                marked = []
+                for window, (which, ends) in zip(windows, runs, strict=True):
+                    words = self._holders.reach(which, self.num_slots >> 6)[:, level][:, slots >> 6]
+                    marks = (words >> (slots & 63).astype(np.uint64) & np.uint64(1)).astype(np.bool_)
+                    marked.append((window, marks.repeat(np.diff(ends, prepend=0), axis=0)))
+                leading[slots] = _usable(leading[slots], marked)
 
     def _held_by(self, slot: int, scope: str) -> Keys:
         listed, table = self._lists[slot].get(scope), self._tables[scope]
@@ -279,22 +282,19 @@ class PrefixIndex:
                 self._lists[slot].pop(scope, None)
 
 
-_MEMORY = 1 << PLANE[Tier.DEVICE] | 1 << PLANE[Tier.MEMORY]
-
-
-def _usable(num_leading: int, marked: Sequence[tuple[Window, npt.NDArray[np.bool_]]]) -> int:
-    """The longest prefix of at most ``num_leading`` blocks that fulfils all conditions, given the marks of
-    each. A prefix reduced by one condition may no longer fulfil an earlier one, so all are tried again."""
-    before = -1
-    while num_leading and num_leading != before:
-        before = num_leading
+def _usable(leading: BlockCounts, marked: Sequence[tuple[Window, npt.NDArray[np.bool_]]]) -> BlockCounts:
+    """The longest prefixes of at most ``leading`` blocks that fulfil all conditions, given the marks of each
+    by block and slot. A prefix reduced by one may no longer fulfil an earlier one, so all are tried again."""
+    while True:
+        before = leading
         for window, marks in marked:
-            missing = np.flatnonzero(~marks[:num_leading])
-            starts = np.concatenate([[0], missing + 1])
-            ends = np.concatenate([missing, [num_leading]]) // window.step * window.step
-            usable = ends[(ends - starts >= window.num_blocks) | (starts == 0)]
-            num_leading = int(usable[-1]) if len(usable) else 0
-    return num_leading
+            ends = np.arange(1, len(marks) + 1)[:, None]
+            begins = np.maximum.accumulate(np.where(marks, 0, ends), axis=0)  # of the marked blocks before
+            usable = (ends - begins >= window.num_blocks) | (begins == 0)
+            usable &= (ends % window.step == 0) & (ends <= leading)
+            leading = np.where(usable, ends, 0).max(axis=0, initial=0)
+        if np.array_equal(leading, before):
+            return leading
 
 
 def _groups(rows: Values) -> Iterator[tuple[int, slice | npt.NDArray[np.bool_], int]]:
