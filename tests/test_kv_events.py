@@ -18,7 +18,17 @@ from mooncake.kv_events import (
 )
 
 STORED = BlockStored([1, 2], None, [7, 8, 9, 10], 2, "GPU")
+OF_A_GROUP = msgspec.structs.replace(
+    STORED,
+    group_idx=1,
+    kv_cache_spec_kind="sliding_window",
+    kv_cache_spec_sliding_window=512,
+    locality="LOCAL",
+)
 EXPECTED = EventBatch(1.5, [STORED, BlockRemoved([1], "GPU"), AllBlocksCleared()], 3)
+EXPECTED_OF_A_GROUP = EventBatch(
+    1.5, [OF_A_GROUP, BlockRemoved([1], "GPU", group_idx=1, locality="REMOTE"), AllBlocksCleared()], 3
+)
 MAPS: list[dict[str, Any]] = [
     {
         "type": "BlockStored",
@@ -28,10 +38,14 @@ MAPS: list[dict[str, Any]] = [
         "block_size": 2,
         "lora_id": None,
         "medium": "GPU",
-        "group_idx": 0,
-        "kv_cache_spec_kind": "full_attention",
+        "group_idx": 1,
+        "kv_cache_spec_kind": "sliding_window",
+        "kv_cache_spec_sliding_window": 512,
+        "locality": "LOCAL",
+        "ownership": "tier",
+        "session_id": "s",
     },
-    {"type": "BlockRemoved", "block_hashes": [1], "medium": "GPU", "group_idx": 0},
+    {"type": "BlockRemoved", "block_hashes": [1], "medium": "GPU", "group_idx": 1, "locality": "REMOTE"},
     {"type": "AllBlocksCleared"},
 ]
 ARRAYS: list[list[Any]] = [
@@ -39,19 +53,25 @@ ARRAYS: list[list[Any]] = [
     ["BlockRemoved", [1], "GPU"],
     ["AllBlocksCleared"],
 ]
+ARRAYS_OF_A_GROUP: list[list[Any]] = [
+    [*ARRAYS[0], None, None, 1, "sliding_window", 512, "LOCAL", "tier", "s"],
+    [*ARRAYS[1], 1, "REMOTE", "tier"],
+    ARRAYS[2],
+]
 
 
 @pytest.mark.parametrize(
-    "batch",
+    ("batch", "expected"),
     [
-        [1.5, MAPS, 3],
-        {"ts": 1.5, "events": MAPS, "data_parallel_rank": 3},
-        [1.5, ARRAYS, 3],
+        ([1.5, MAPS, 3], EXPECTED_OF_A_GROUP),
+        ({"ts": 1.5, "events": MAPS, "data_parallel_rank": 3}, EXPECTED_OF_A_GROUP),
+        ([1.5, ARRAYS, 3], EXPECTED),
+        ([1.5, ARRAYS_OF_A_GROUP, 3], EXPECTED_OF_A_GROUP),
     ],
-    ids=["vLLM", "vLLM, newer", "SGLang"],
+    ids=["vLLM", "vLLM, newer", "SGLang", "vLLM, older"],
 )
-def test_engines(batch: Any) -> None:
-    assert read_batch(msgspec.msgpack.encode(batch)) == EXPECTED
+def test_engines(batch: Any, expected: EventBatch) -> None:
+    assert read_batch(msgspec.msgpack.encode(batch)) == expected
 
 
 def test_the_first_sglang_without_medium_and_rank() -> None:

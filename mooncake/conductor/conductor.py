@@ -22,7 +22,6 @@ import numpy as np
 from mooncake.conductor.admission import AdmissionResult, PoolCapacity
 from mooncake.conductor.explanation import Explanation
 from mooncake.conductor.health import Health, Instance, ProbeOutcome
-from mooncake.conductor.hot_prefixes import HotPrefixes
 from mooncake.conductor.load import LoadAccounts
 from mooncake.conductor.messages import (
     POOL,
@@ -42,6 +41,7 @@ from mooncake.conductor.messages import (
     Place,
     Prediction,
     Prefilled,
+    PrefixWindows,
     Probe,
     Probed,
     Refuse,
@@ -90,7 +90,6 @@ class Conductor:
         self.instances: dict[InstanceId, Instance] = {}
         self.predict = Predictor(costs or CostModels())
         self.loads = LoadAccounts()
-        self.hot_prefixes = HotPrefixes(settings.uses_per_copy)
         self.inferred_blocks = InferredBlocks(settings.assumed_tokens // settings.block_tokens)
         self.cluster = ClusterView(settings, random, self.loads, self.predict)
         self._grow()
@@ -119,6 +118,7 @@ class Conductor:
             BlocksStored: self._blocks_stored,
             BlocksRemoved: self._blocks_removed,
             BlocksCleared: self._blocks_cleared,
+            PrefixWindows: self._prefix_windows,
             Silent: self._silent,
             AddInstance: self._add,
             RemoveInstance: self._remove,
@@ -437,10 +437,6 @@ class Conductor:
 
     def _book_fetch(self, event: Place, job: PromptJob, choice: InstanceChoice) -> list[Fetch]:
         """Book the network cards for the blocks that the chosen instance is to load, and return these."""
-        deepest = int(job.cached.max()) // self._settings.block_tokens if len(job.cached) else 0
-        if deepest:
-            hot = event.keys[deepest - 1]
-            self.hot_prefixes.note(hot, job.now)
         if choice.source < 0:
             return []
         first, end = choice.fetch_tokens
@@ -448,12 +444,8 @@ class Conductor:
         links.book(choice.source, choice.slot, choice.card_s, job.now)
         if choice.source == self._pool_slot:
             links.egress_free_at[self._pool_slot] = -np.inf  # it has many cards
-        num_holders = int(np.count_nonzero(job.cached >= end))
-        is_replica = self._settings.scheduling == "kvcache_centric" or self.hot_prefixes.wants_copy(
-            hot, num_holders, job.now
-        )
         source = self.cluster.names[choice.source]
-        return [Fetch(source, first // block_tokens, (end - first) // block_tokens, is_replica)]
+        return [Fetch(source, first // block_tokens, (end - first) // block_tokens)]
 
     def _refuse(
         self, event: Place, exclude: dict[InstanceId, None], full: WorkerRole | None, now: float
@@ -647,6 +639,12 @@ class Conductor:
         if instance is not None:
             instance.is_silent = False
             self.inferred_blocks.forget(instance.id)
+        return []
+
+    def _prefix_windows(self, event: PrefixWindows, now: float) -> list[Effect]:
+        if event.instance in self.instances:
+            self.index.set_windows(event.instance, event.windows)
+            self._grow()
         return []
 
     def _silent(self, event: Silent, now: float) -> list[Effect]:

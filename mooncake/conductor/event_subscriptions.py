@@ -26,10 +26,11 @@ import zmq.asyncio
 from prometheus_client import Counter
 
 from mooncake import metrics
+from mooncake.conductor.cache_groups import CacheGroups
 from mooncake.conductor.key_translation import EngineKeys, Fact, KeyTranslation, OwnKeys, tier_of
 from mooncake.conductor.messages import POOL, BlocksCleared, BlocksRemoved, BlocksStored, Event, Silent
 from mooncake.conductor.settings import SchedulingSettings
-from mooncake.kv_events import AllBlocksCleared, BlockStored, read_batch
+from mooncake.kv_events import AllBlocksCleared, BlockRemoved, BlockStored, KvEvent, read_batch
 from mooncake.log import get_logger
 from mooncake.security.http_auth import HttpClientAuth
 from mooncake.types import InstanceId
@@ -53,6 +54,12 @@ _gaps = Counter(
 _restarts = Counter(
     "mooncake_conductor_kv_event_restarts",
     "Restarts of publishers, at which all their known blocks were forgotten.",
+    registry=metrics.registry,
+)
+_unjudged = Counter(
+    "mooncake_conductor_kv_event_groups_unjudged",
+    "Times that a publisher's KV cache groups were such that its blocks count as unknown, by reason.",
+    ["reason"],
     registry=metrics.registry,
 )
 
@@ -87,6 +94,8 @@ class EventReader:
         self.instance = instance
         self._latest_ts = 0.0
         self._translation = translation or OwnKeys()
+        self._groups = CacheGroups(instance, self._translation)
+        self._warned: set[str] = set()
 
     def is_restart(self, sequence: int, payload: bytes) -> bool:
         """Whether the publisher counts from the start again (a late duplicate has an old timestamp)."""
@@ -95,7 +104,7 @@ class EventReader:
     def restart(self) -> list[Fact]:
         """Forget everything."""
         self.next_sequence = 0
-        self._translation.clear()
+        self._groups.restart()
         return [BlocksCleared(self.instance, "restarted")]
 
     def read(self, sequence: int, payload: bytes) -> list[Fact]:
@@ -110,27 +119,49 @@ class EventReader:
         _batches.inc()
         self.next_sequence = sequence + 1
         self._latest_ts = max(self._latest_ts, batch.ts)
-        facts: list[Fact] = []
-        for event in batch.events:
-            fact: Fact
+        facts = self._learn(batch.events)
+        groups = self._groups
+        for event in batch.events if groups.is_plain else groups.ordered(batch.events):
             if isinstance(event, AllBlocksCleared):
-                self._translation.clear()
+                groups.clear()
                 facts.append(BlocksCleared(self.instance))
-                continue
-            if isinstance(event, BlockStored):
-                scope, keys = self._translation.stored(event)
-                fact = BlocksStored(self.instance, keys, tier_of(event), scope)
+                if groups.refusal:
+                    facts.append(Silent(self.instance))
+            elif event.locality == "REMOTE" or groups.refusal:
+                pass  # what lies elsewhere is that store's to publish
+            elif groups.is_plain:
+                fact = self._plain_fact(event)
+                if fact.keys and not (facts and _joined(facts[-1], fact)):
+                    facts.append(fact)
             else:
-                scope, keys = self._translation.removed(event)
-                fact = BlocksRemoved(self.instance, keys, tier_of(event), scope, event.reason or "evicted")
-            if keys and not (facts and _joined(facts[-1], fact)):
-                facts.append(fact)
+                facts += groups.facts(event)
         return facts
+
+    def _learn(self, events: Sequence[KvEvent]) -> list[Fact]:
+        """What follows for the index from the KV cache groups that a batch names."""
+        before = self._groups.refusal
+        facts = self._groups.learn(events)
+        reason = self._groups.refusal
+        if reason and reason != before:
+            _unjudged.labels(reason).inc()
+            if reason not in self._warned:
+                self._warned.add(reason)
+                log.warning("kv_event_groups_unjudged", instance=self.instance, reason=reason)
+        return facts
+
+    def _plain_fact(self, event: BlockStored | BlockRemoved) -> BlocksStored | BlocksRemoved:
+        if isinstance(event, BlockStored):
+            scope, keys = self._translation.stored(event)
+            return BlocksStored(self.instance, keys, tier_of(event), scope)
+        scope, keys = self._translation.removed(event)
+        return BlocksRemoved(self.instance, keys, tier_of(event), scope, event.reason or "evicted")
 
 
 def _joined(before: Fact, fact: BlocksStored | BlocksRemoved) -> bool:
     """Whether ``fact`` was merged into ``before``, because they differ only in their blocks."""
-    if isinstance(before, BlocksCleared) or msgspec.structs.replace(fact, keys=before.keys) != before:
+    if not isinstance(before, BlocksStored | BlocksRemoved):
+        return False
+    if msgspec.structs.replace(fact, keys=before.keys) != before:
         return False
     before.keys.extend(fact.keys)
     return True

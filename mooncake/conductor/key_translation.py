@@ -25,7 +25,7 @@ from xxhash import xxh3_64_intdigest
 
 from mooncake.conductor.holder_sets import PLANE
 from mooncake.conductor.key_table import KeyTable, key_column
-from mooncake.conductor.messages import BlocksCleared, BlocksRemoved, BlocksStored
+from mooncake.conductor.messages import BlocksCleared, BlocksRemoved, BlocksStored, PrefixWindows, Silent
 from mooncake.kv_events import BlockRemoved, BlockStored, ForeignHash
 from mooncake.kvlayout import KEY_PREFIX
 from mooncake.prefix import BlockHash, BlockKey, block_hashes, root_hash, short_key
@@ -55,8 +55,8 @@ def sequence_hashes(tokens: Sequence[int], block_tokens: int, seed: int) -> list
 # --- translations
 
 
-Fact = BlocksStored | BlocksRemoved | BlocksCleared
-"""An event of an index."""
+Fact = BlocksStored | BlocksRemoved | BlocksCleared | PrefixWindows | Silent
+"""What a publisher's events say about its instance."""
 
 Blocks = tuple[str, list[BlockKey]]
 """A scope and blocks in it."""
@@ -69,6 +69,9 @@ _UNKNOWN = 0
 
 class KeyTranslation(Protocol):
     """Translates one publisher's events; it may keep state from earlier ones."""
+
+    block_tokens: int
+    "Tokens of a block that a key names; 0 where events name our blocks themselves."
 
     def stored(self, event: BlockStored) -> Blocks: ...
 
@@ -84,6 +87,8 @@ def tier_of(event: BlockStored | BlockRemoved) -> Tier:
 class OwnKeys:
     """Translates to short keys of our own block hashes. A store's blocks are in the scope of their identity:
     ``kv/`` and the digest of the ``KvIdentity`` that they belong to."""
+
+    block_tokens = 0
 
     def stored(self, event: BlockStored) -> Blocks:
         if event.object_key is not None:
@@ -116,7 +121,7 @@ class EngineKeys:
     """
 
     def __init__(self, block_tokens: int) -> None:
-        self._block_tokens = block_tokens
+        self.block_tokens = block_tokens
         self._blocks: dict[ForeignHash, _TranslatedBlock] = {}
 
     def stored(self, event: BlockStored) -> Blocks:
@@ -153,8 +158,8 @@ class EngineKeys:
 
     def _completed(self, before: _TranslatedBlock, tokens: list[int]) -> _TranslatedBlock:
         together = before.tail + tokens
-        hashes = block_hashes(together, self._block_tokens, before.parent)
-        tail = together[len(hashes) * self._block_tokens :]
+        hashes = block_hashes(together, self.block_tokens, before.parent)
+        tail = together[len(hashes) * self.block_tokens :]
         return _TranslatedBlock(hashes[-1] if hashes else before.parent, tail, hashes)
 
 
@@ -189,6 +194,7 @@ class SequenceKeys:
 
     def __init__(self, scope: KeyScope, seed: int, *, is_store: bool = False) -> None:
         self._scope, self._seed, self._is_store = scope, seed, is_store
+        self.block_tokens = scope.block_tokens
         # By scope and publisher's hash: our name, and the tiers on which the publisher has the block.
         self._names: dict[str, KeyTable] = {}
         self._held: dict[str, KeyTable] = {}

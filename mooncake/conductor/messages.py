@@ -145,6 +145,21 @@ class BlocksCleared(msgspec.Struct, frozen=True, array_like=True, tag=True):
     reason: str = "cleared"
 
 
+class Window(msgspec.Struct, frozen=True, array_like=True):
+    """A condition on prefixes that an instance can use: the last ``num_blocks`` blocks are marked, or all."""
+
+    num_blocks: int
+    step: int
+    "And the prefix has a multiple of this number of blocks."
+
+
+class PrefixWindows(msgspec.Struct, frozen=True, array_like=True, tag=True):
+    """``instance`` can use a prefix only if it fulfils all these conditions; see ``cache_groups.py``."""
+
+    instance: InstanceId
+    windows: list[Window]
+
+
 class Silent(msgspec.Struct, frozen=True, array_like=True, tag=True):
     """``instance`` publishes no KV events: it is assumed to hold the blocks of the prompts it was given."""
 
@@ -184,6 +199,7 @@ Event = (
     | BlocksStored
     | BlocksRemoved
     | BlocksCleared
+    | PrefixWindows
     | Silent
     | AddInstance
     | RemoveInstance
@@ -216,8 +232,6 @@ class Fetch(msgspec.Struct, frozen=True, array_like=True):
     source: InstanceId
     first_block: int
     num_blocks: int
-    is_replica: bool = False
-    "The blocks are hot: keep them there, however this request ends."
 
 
 class Decision(msgspec.Struct, frozen=True, array_like=True, tag=True):

@@ -10,6 +10,10 @@ block to a row of ``holder_sets.py``. Each instance has a slot, a small number t
 forgotten; every array "by slot" has ``num_slots`` places. An instance's blocks are also listed, so that
 forgetting it costs its own blocks and no more; the list is cleaned when half of it is stale. An instance with
 a large part of all blocks (such as the pool) needs no list: a scan of the whole table costs no more.
+
+An instance may be able to use only some of the prefixes whose blocks it holds (``cache_groups.py``). What is
+needed beside the blocks is stored like blocks, in scopes of its own (``window_scope``), and the number of
+leading blocks of such instances is reduced by a second look-up. Other instances pay nothing for it.
 """
 
 from __future__ import annotations
@@ -24,12 +28,19 @@ import numpy.typing as npt
 
 from mooncake.conductor.holder_sets import NO_HOLDERS, PLANE, HolderSets, with_plane, without_slot
 from mooncake.conductor.key_table import Keys, KeyTable, Values, key_column
+from mooncake.conductor.messages import Window
 from mooncake.prefix import BlockKey
 from mooncake.types import InstanceId, Tier
 
 _FIRST_SLOTS = 64
 _LISTED = 1 << 16
 _LISTED_PART = 64  # a list is kept up to 1/64 of all blocks
+_WINDOW = "\x1fwindow "
+
+
+def window_scope(scope: str, num_blocks: int) -> str:
+    """The scope of the blocks of ``scope`` that count for the ``Window`` of ``num_blocks``."""
+    return f"{scope}{_WINDOW}{num_blocks}"
 
 
 class PrefixIndex:
@@ -44,6 +55,9 @@ class PrefixIndex:
         self._holders = HolderSets()
         self._num_held: dict[int, dict[str, int]] = {}  # slot -> scope -> blocks
         self._lists: dict[int, dict[str, array[int]]] = {}  # slot -> scope -> its keys, some stale
+        self._windows: dict[
+            int, tuple[Window, ...]
+        ] = {}  # slot -> conditions on the prefixes that it can use
 
     def __repr__(self) -> str:
         return f"<PrefixIndex {len(self.slots)} instances, {self.num_blocks} blocks>"
@@ -51,10 +65,11 @@ class PrefixIndex:
     @property
     def num_blocks(self) -> int:
         """Number of distinct blocks that any instance holds."""
-        return sum(len(table) for table in self._tables.values())
+        return sum(len(table) for scope, table in self._tables.items() if _WINDOW not in scope)
 
     def num_blocks_of(self, instance: InstanceId) -> int:
-        return sum(self._num_held.get(self.slots.get(instance, -1), {}).values())
+        num_held = self._num_held.get(self.slots.get(instance, -1), {})
+        return sum(count for scope, count in num_held.items() if _WINDOW not in scope)
 
     def slot(self, instance: InstanceId) -> int:
         """The slot of an instance, assigned at the first call."""
@@ -153,7 +168,7 @@ class PrefixIndex:
             for row, which, count in _groups(found.values):
                 rows[which] = self._holders.move(row, without_slot(self._holders.masks(row), slot), count)
             table.put(found, rows)
-            num_blocks += len(rows)
+            num_blocks += 0 if _WINDOW in scope else len(rows)
             self.removal_log.note_removed(scope, found.keys, Removal(now, instance, None, reason))
             del self._num_held[slot][scope]
             self._lists[slot].pop(scope, None)
@@ -166,7 +181,14 @@ class PrefixIndex:
         slot = self.slots.pop(instance, None)
         if slot is not None:
             del self._instances[slot]
+            self._windows.pop(slot, None)
         return num_blocks
+
+    def set_windows(self, instance: InstanceId, windows: Sequence[Window]) -> None:
+        """Replace the conditions on the prefixes that an instance can use."""
+        self._windows.pop(self.slots.get(instance, -1), None)
+        if windows:
+            self._windows[self.slot(instance)] = tuple(windows)
 
     # --- questions
 
@@ -174,7 +196,10 @@ class PrefixIndex:
         """The leading blocks of a prompt that each slot holds."""
         table, column = self._tables.get(scope), np.fromiter(keys, np.uint64, len(keys))
         rows: Values = np.zeros(len(keys), np.uint32) if table is None else table.find(column).values
-        return PrefixMatch(self._holders, column, rows, self.num_slots)
+        match = PrefixMatch(self._holders, column, rows, self.num_slots)
+        if self._windows:
+            self._reduce(match, scope)
+        return match
 
     def matches(self, keys: Sequence[BlockKey], scope: str = "") -> dict[InstanceId, int]:
         """Number of leading blocks by instance; instances without any are absent."""
@@ -205,6 +230,32 @@ class PrefixIndex:
         for slot, scope in known:
             assert len(self._held_by(slot, scope)) == known[slot, scope]
 
+    def _reduce(self, match: PrefixMatch, scope: str) -> None:
+        """Reduce numbers of leading blocks to those of prefixes that their instances can use."""
+        alike: dict[tuple[Window, ...], list[int]] = {}
+        for slot, windows in self._windows.items():
+            if match.leading[slot]:
+                alike.setdefault(windows, []).append(slot)
+                match.reduced[slot] = None
+        keys = match.keys[: match.num_held]
+        for windows, some in alike.items():
+            slots = np.array(some)
+            runs = []
+            for window in windows:
+                table = self._tables.get(window_scope(scope, window.num_blocks))
+                rows: Values = np.zeros(len(keys), np.uint32) if table is None else table.find(keys).values
+                runs.append(_runs(rows))
+            levels = [(match.leading_memory, 0)]
+            if match.leading is not match.leading_memory:
+                levels.append((match.leading, 1))
+            for leading, level in levels:
+                marked = []
+                for window, (which, ends) in zip(windows, runs, strict=True):
+                    words = self._holders.reach(which, self.num_slots >> 6)[:, level][:, slots >> 6]
+                    marks = (words >> (slots & 63).astype(np.uint64) & np.uint64(1)).astype(np.bool_)
+                    marked.append((window, marks.repeat(np.diff(ends, prepend=0), axis=0)))
+                leading[slots] = _usable(leading[slots], marked)
+
     def _held_by(self, slot: int, scope: str) -> Keys:
         listed, table = self._lists[slot].get(scope), self._tables[scope]
         if listed is None:
@@ -229,6 +280,21 @@ class PrefixIndex:
             for slot, num_held in self._num_held.items():
                 num_held.pop(scope, None)
                 self._lists[slot].pop(scope, None)
+
+
+def _usable(leading: BlockCounts, marked: Sequence[tuple[Window, npt.NDArray[np.bool_]]]) -> BlockCounts:
+    """The longest prefixes of at most ``leading`` blocks that fulfil all conditions, given the marks of each
+    by block and slot. A prefix reduced by one may no longer fulfil an earlier one, so all are tried again."""
+    while True:
+        before = leading
+        for window, marks in marked:
+            ends = np.arange(1, len(marks) + 1)[:, None]
+            begins = np.maximum.accumulate(np.where(marks, 0, ends), axis=0)  # of the marked blocks before
+            usable = (ends - begins >= window.num_blocks) | (begins == 0)
+            usable &= (ends % window.step == 0) & (ends <= leading)
+            leading = np.where(usable, ends, 0).max(axis=0, initial=0)
+        if np.array_equal(leading, before):
+            return leading
 
 
 def _groups(rows: Values) -> Iterator[tuple[int, slice | npt.NDArray[np.bool_], int]]:
@@ -266,11 +332,13 @@ class PrefixMatch:
     prompt that each instance holds to another length has hundreds: then all runs are one matrix of bits.
     """
 
-    __slots__ = ("_ends", "_holders", "_runs", "keys", "leading", "leading_memory", "num_held")
+    __slots__ = ("_ends", "_holders", "_runs", "keys", "leading", "leading_memory", "num_held", "reduced")
 
     def __init__(self, holders: HolderSets, keys: Keys, rows: Values, num_slots: int) -> None:
         self.keys = keys
         self._holders = holders
+        self.reduced: dict[int, None] = {}
+        "Slots that may be unable to use blocks which they hold."
         self._runs, self._ends = _runs(rows)
         runs = self._runs.tolist()
         num_runs = runs.index(NO_HOLDERS) if NO_HOLDERS in runs else len(runs)
@@ -289,7 +357,10 @@ class PrefixMatch:
         tiers = self._holders.tiers(self._runs, slot, len(self.leading) >> 6)
         lengths = self._ends.copy()
         lengths[1:] -= self._ends[:-1]
-        return tiers.repeat(lengths).tobytes()
+        column = tiers.repeat(lengths)
+        if slot in self.reduced:
+            column[int(self.leading[slot]) :] = 0
+        return column.tobytes()
 
 
 def _runs(rows: Values) -> tuple[Values, BlockCounts]:

@@ -19,7 +19,7 @@ import msgspec
 from msgspec import Meta
 
 from mooncake.conductor.key_translation import Fact, KeyScope, SequenceKeys, sequence_hashes
-from mooncake.conductor.messages import BlocksCleared, BlocksStored
+from mooncake.conductor.messages import BlocksCleared, BlocksRemoved, BlocksStored, PrefixWindows
 from mooncake.conductor.prefix_index import PrefixIndex, PrefixMatch
 from mooncake.types import InstanceId
 
@@ -145,7 +145,9 @@ class PublisherRegistry:
             self.index.clear(fact.instance)
         elif isinstance(fact, BlocksStored):
             self.index.store(fact.instance, fact.keys, fact.tier, fact.scope)
-        else:
+        elif isinstance(fact, PrefixWindows):
+            self.index.set_windows(fact.instance, fact.windows)
+        elif isinstance(fact, BlocksRemoved):
             self.index.remove(fact.instance, fact.keys, fact.tier, fact.scope)
 
     def answer(self, request: Query | QueryByHash) -> dict[str, dict[str, dict[str, Any]]]:

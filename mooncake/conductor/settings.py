@@ -32,9 +32,6 @@ class SchedulingSettings:
     engines_share_blocks: bool = False
     "Whether engines that are not our workers (vLLM) can load each other's blocks, through the store."
 
-    uses_per_copy: Annotated[float, Meta(gt=0)] = 10.0
-    "Uses in a minute for which a hot prefix deserves one more instance that keeps a copy."
-
     admission: Literal["none", "baseline", "early", "predicted", "goodput"] = "goodput"
     "Requests admitted: all, by each stage alone, by present or predicted load, or by value and SLO."
 

@@ -44,6 +44,14 @@ class BlockStored(_Event, frozen=True):
     tenant_id: str | None = None
     model_name: str | None = None
     additional_salt: str | None = None
+    group_idx: int | None = None
+    "The engine's KV cache group that has the blocks: some of the layers. None: the blocks are whole."
+    kv_cache_spec_kind: str | None = None
+    "The kind of attention of the group's layers."
+    kv_cache_spec_sliding_window: int | None = None
+    "Tokens that a layer with a sliding window attends to, the current one included."
+    locality: str | None = None
+    "``REMOTE``: not in the publisher's own memory or disk."
 
 
 class BlockRemoved(_Event, frozen=True):
@@ -57,6 +65,9 @@ class BlockRemoved(_Event, frozen=True):
     additional_salt: str | None = None
     reason: str | None = None
     "Reason as text; vLLM has no such field."
+    group_idx: int | None = None
+    "None: from all groups."
+    locality: str | None = None
 
 
 class AllBlocksCleared(_Event, frozen=True):
@@ -88,8 +99,12 @@ _ARRAY_FIELDS = {
         "medium",
         "lora_name",
         "extra_keys",
+        "group_idx",
+        "kv_cache_spec_kind",
+        "kv_cache_spec_sliding_window",
+        "locality",
     ],
-    "BlockRemoved": ["block_hashes", "medium"],
+    "BlockRemoved": ["block_hashes", "medium", "group_idx", "locality"],
     "AllBlocksCleared": [],
 }
 # The fields that vLLM's subscribers expect even when they are None.

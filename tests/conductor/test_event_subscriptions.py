@@ -26,6 +26,7 @@ from mooncake.conductor.messages import (
     BlocksCleared,
     BlocksRemoved,
     BlocksStored,
+    PrefixWindows,
     RemoveInstance,
 )
 from mooncake.conductor.prefix_index import PrefixIndex
@@ -217,7 +218,8 @@ def test_foreign_hashes_are_translated_by_their_tokens() -> None:
     then = {**fields, "block_hashes": [33], "parent_block_hash": 22, "token_ids": [*range(32, 48)]}
     orphan = {**fields, "block_hashes": [44], "parent_block_hash": 99, "token_ids": [*range(16)]}
     facts = reader.read(0, batch(first, then, orphan, {"type": "BlockRemoved", "block_hashes": [22, 77]}))
-    assert facts == [BlocksStored("w", KEYS[:3]), BlocksRemoved("w", KEYS[1:2])]
+    no_windows = PrefixWindows("w", [])
+    assert facts == [no_windows, BlocksStored("w", KEYS[:3]), BlocksRemoved("w", KEYS[1:2])]
     salted = {**first, "block_hashes": [55, 66], "extra_keys": [["salt"], None]}
     keys = [short_key(one) for one in block_hashes(range(32), 16, root_hash("salt"))]
     assert reader.read(1, batch(salted)) == [BlocksStored("w", keys)]

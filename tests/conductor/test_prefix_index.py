@@ -7,6 +7,7 @@ The match by few runs, by many, and a plain search agree. The removal log and th
 from __future__ import annotations
 
 from collections.abc import Iterator
+from random import Random
 
 import numpy as np
 import pytest
@@ -16,7 +17,8 @@ from hypothesis import strategies as st
 from mooncake.conductor import prefix_index
 from mooncake.conductor.holder_sets import HolderSets, Masks
 from mooncake.conductor.key_table import key_column
-from mooncake.conductor.prefix_index import InferredBlocks, PrefixIndex, Removal, RemovalLog
+from mooncake.conductor.messages import Window
+from mooncake.conductor.prefix_index import InferredBlocks, PrefixIndex, Removal, RemovalLog, window_scope
 from mooncake.prefix import BlockKey, block_hashes, root_hash, short_key
 from mooncake.types import Tier
 
@@ -353,3 +355,27 @@ def test_only_the_beginning_of_a_too_long_prompt_is_kept() -> None:
     inferred.forget("a")
     assert inferred.note("a", [5, 6]) == []
     assert InferredBlocks(0).note("a", [1]) == []
+
+
+def test_windows_of_many_instances_and_tiers() -> None:
+    """Instances in several words of slots, with and without windows, each with its own blocks and marks."""
+    random = Random(7)
+    index = PrefixIndex()
+    keys = list(range(1, 25))
+    expected: dict[str, int] = {}
+    for number in range(150):
+        name, held = f"w{number}", random.randint(1, 24)
+        index.store(name, keys[:held], random.choice([*Tier]))
+        expected[name] = held
+        if number % 3:
+            window = Window(random.choice([2, 4]), random.choice([1, 2]))
+            marked = [key for key in keys if random.random() < 0.7]
+            index.set_windows(name, [window])
+            index.store(name, marked, scope=window_scope("", window.num_blocks))
+            expected[name] = max(
+                end
+                for end in range(0, held + 1, window.step)
+                if set(keys[max(0, end - window.num_blocks) : end]).issubset(marked)
+            )
+    assert index.matches(keys) == {name: num for name, num in expected.items() if num}
+    index.check()

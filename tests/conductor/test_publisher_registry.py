@@ -8,6 +8,7 @@ from typing import Any
 import msgspec
 import pytest
 
+from mooncake.conductor.event_subscriptions import EventReader
 from mooncake.conductor.key_translation import sequence_hashes
 from mooncake.conductor.messages import BlocksCleared, BlocksRemoved, BlocksStored
 from mooncake.conductor.publisher_registry import (
@@ -17,6 +18,7 @@ from mooncake.conductor.publisher_registry import (
     Register,
     Unregister,
 )
+from mooncake.kv_events import BlockRemoved, BlockStored, EventBatch, KvEvent, encode_batch
 from mooncake.types import Tier
 
 SEED = 3
@@ -84,6 +86,29 @@ def test_a_renewed_registration_has_no_blocks() -> None:
     registry.register(registration(endpoint="tcp://10.0.0.1:5558"))
     assert registry.answer(query()) == {"default": {}}
     assert len(registry.registered) == 1
+
+
+def test_a_publisher_of_a_hybrid_model_may_be_followed_by_one_of_another() -> None:
+    registry = PublisherRegistry(SEED)
+    one = registration()
+
+    def publish(*groups: int) -> Any:
+        reader = EventReader(one.holder, registry.register(one))
+        kinds = ["full_attention", "mamba"]
+        events: list[KvEvent] = [
+            BlockStored([7, 8], None, TOKENS[:32], 16, group_idx=at, kv_cache_spec_kind=kinds[at])
+            for at in groups
+        ]
+        for fact in reader.read(0, encode_batch(EventBatch(1.0, events))):
+            registry.take(fact)
+        if len(groups) > 1:
+            gone = EventBatch(2.0, [BlockRemoved([8], group_idx=1)])
+            for fact in reader.read(1, encode_batch(gone)):
+                registry.take(fact)
+        return registry.answer(query())["default"]["a"]["longest_matched"]
+
+    assert publish(0, 1) == 16
+    assert publish(0) == 32
 
 
 def test_unregistering_removes_every_salt_and_no_other_registration() -> None:

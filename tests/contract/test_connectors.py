@@ -21,6 +21,7 @@ from typing import Any
 import pytest
 
 from mooncake.connectors.kv_link import AnyLink, KvLookup, KvSave
+from mooncake.inference.blocks import BlockEvent, PoolBlocksStored
 from mooncake.inference.engine import Engine, InferenceSettings
 from mooncake.inference.fake_engine import (
     ByteTokenizer,
@@ -61,7 +62,8 @@ class Answer:
 class Subject:
     """An engine and the ways a test asks it."""
 
-    def __init__(self, generator: Generator, model: FakeModel) -> None:
+    def __init__(self, generator: Generator, model: FakeModel, events: list[BlockEvent]) -> None:
+        self.events = events
         self.engine = generator.engine
         self.model = model
         self._generator = generator
@@ -118,7 +120,8 @@ class Bench:
 
     def _subject(self, model: FakeModel, link: AnyLink | None) -> Subject:
         engine = Engine(InferenceSettings(), FakeRunner(model, link), link)
-        generator = Generator(engine, ByteTokenizer(), asyncio.get_running_loop())
+        events: list[BlockEvent] = []
+        generator = Generator(engine, ByteTokenizer(), asyncio.get_running_loop(), events.extend)
         generator.start()
 
         async def close() -> None:
@@ -126,7 +129,7 @@ class Bench:
             engine.check()
 
         self._stack.push_async_callback(close)
-        return Subject(generator, model)
+        return Subject(generator, model, events)
 
 
 @pytest.fixture(scope="module", params=CONNECTORS, ids=lambda one: one.__name__)
@@ -175,6 +178,18 @@ async def test_what_one_engine_computes_another_loads(bench: Bench, num_tokens: 
     loaded = await (await bench.engine()).ask(prompt)
     assert loaded.tokens == truth.tokens
     assert loaded.num_loaded_tokens == num_tokens
+
+
+async def test_what_an_engine_loaded_stays_in_its_own_memory(bench: Bench) -> None:
+    """So a fetch that the conductor decides makes a copy, and hot prefixes need no order of their own."""
+    prompt = prompt_of(96)
+    await (await bench.engine()).ask(prompt, saves=True)
+    other = await bench.engine()
+    assert (await other.ask(prompt)).counts.num_local_tokens == 0
+    again = await other.ask(prompt)
+    assert (again.num_loaded_tokens, again.counts.num_local_tokens) == (0, 96)
+    published = [one for event in other.events if isinstance(event, PoolBlocksStored) for one in event.hashes]
+    assert published[:6] == hashes_of(prompt), "so the conductor knows"
 
 
 async def test_a_prefix_is_loaded_and_the_rest_computed(bench: Bench) -> None:
