@@ -1,6 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """Upstream's ``mooncake.structured_object_store``, by its name; see ``compat/objects/``."""
 
+from mooncake.compat.objects.nested_rows import MISSING, infer_structure
+from mooncake.compat.objects.nested_rows import escape_key as _escape_key
+from mooncake.compat.objects.row_codecs import choose_leaf_codec as _choose_leaf_codec
 from mooncake.compat.objects.transfer import (
     DATAPROTO_REF_HANDLE_TYPE,
     DATAPROTO_REF_HANDLE_VERSION,
@@ -30,6 +33,7 @@ __all__ = [
     "DATAPROTO_REF_HANDLE_TYPE",
     "DATAPROTO_REF_HANDLE_VERSION",
     "DEFAULT_BUNDLE_CHUNK_BYTES",
+    "MISSING",
     "BundleStore",
     "BundleTransferPolicy",
     "DataProtoRefLike",
@@ -42,10 +46,13 @@ __all__ = [
     "StructuredObjectPayload",
     "StructuredObjectReadSpec",
     "StructuredObjectResult",
+    "_choose_leaf_codec",
+    "_escape_key",
     "export_dataproto_ref",
     "export_ref",
     "import_dataproto_ref",
     "import_ref",
+    "infer_structure",
     "is_dataproto_ref_handle",
     "raw_destination",
     "tensor_object_buffer",

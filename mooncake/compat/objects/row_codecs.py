@@ -75,13 +75,14 @@ ROW_BYTES = {
 TYPED = ("typed_ragged", "ragged_tensor")
 MEDIA = ("media_bytes", "media_list_ragged")
 TENSOR_DICT = "ragged_tensor_dict"
-RECURSIVE = "structured_recursive"
+DEFAULT = "msgpack_ragged"
+NO_VALUES = "no values"
 
 
 def encode_rows(
     codec: str, values: Sequence[Any], dtype: Any = None, keys: Iterable[str] | None = None
 ) -> EncodedRows:
-    """Encode a column with a codec other than the recursive one.
+    """Encode a column with a codec that stores it as a whole.
 
     Raises:
         AttributeError, TypeError, ValueError: a value does not fit, or there is no such codec.
@@ -104,26 +105,54 @@ def encode_rows(
     raise ValueError(f"unsupported schema codec: {codec!r}")
 
 
-def infer_codec(values: Sequence[Any]) -> str | None:
-    """Codec that returns these values unchanged; None if there is none, not even the recursive one."""
+@dataclass(frozen=True, slots=True)
+class CodecDecision:
+    """The codec for a column, and whether it returns the values of the column unchanged.
+
+    A column without values decides nothing: it is not ``accepted``, but the codec stores its Nones.
+    """
+
+    codec: str
+    accepted: bool
+    reason: str
+
+    @property
+    def can_store(self) -> bool:
+        return self.accepted or self.reason == NO_VALUES
+
+
+def choose_leaf_codec(values: Sequence[Any]) -> CodecDecision:
+    """Choose the codec of a column that is stored as a whole, by all its values."""
     there = [value for value in values if value is not None]
+    if not there:
+        return CodecDecision(DEFAULT, False, NO_VALUES)
+    if all(is_tensor(value) for value in there):
+        dtypes = sorted({str(value.dtype) for value in there})
+        if len(dtypes) > 1:
+            return CodecDecision("ragged_tensor", False, f"mixed tensor dtype: {', '.join(dtypes)}")
+        return CodecDecision("ragged_tensor", True, "tensors of one dtype")
+    if all(isinstance(value, np.ndarray) for value in there):
+        kinds = sorted({value.dtype.kind for value in there} - set(NUMBERS))
+        reason = f"arrays of kind {', '.join(kinds)}" if kinds else "arrays of numbers"
+        return CodecDecision("typed_ragged", not kinds, reason)
+    codec = _codec_of(there)
+    if codec is None:
+        return CodecDecision(DEFAULT, False, "no codec returns the values unchanged")
+    return CodecDecision(codec, True, "all values are of its type")
+
+
+def _codec_of(there: Sequence[Any]) -> str | None:
     if all(isinstance(value, str) for value in there):
-        return "utf8_ragged" if there else "msgpack_ragged"
+        return "utf8_ragged"
     if all(isinstance(value, bytes | bytearray | memoryview) for value in there):
         return "bytes_ragged"
-    if all(is_tensor(value) for value in there):
-        return "ragged_tensor"
     if all(media_rows.is_image(value) for value in there):
         return "media_bytes"
     if _are_numbers(there):
         return "ndarray"
-    if all(isinstance(value, np.ndarray) for value in there):
-        return "typed_ragged" if all(value.dtype.kind in NUMBERS for value in there) else None
     if all(isinstance(value, list | tuple) for value in there):
-        return _infer_for_lists(there)
-    if all(is_plain(value) for value in there):
-        return "msgpack_ragged"
-    return RECURSIVE if all(isinstance(value, dict) for value in there) else None
+        return _codec_of_lists(there)
+    return DEFAULT if all(is_plain(value) for value in there) else None
 
 
 def is_plain(value: Any, with_bytes: bool = False, depth: int = 0) -> bool:
@@ -375,15 +404,13 @@ def _are_numbers(values: Sequence[Any]) -> bool:
     return len({isinstance(value, bool | np.bool_) for value in values}) == 1
 
 
-def _infer_for_lists(rows: Sequence[Any]) -> str | None:
+def _codec_of_lists(rows: Sequence[Any]) -> str | None:
     items = [item for row in rows for item in row]
     if items and all(isinstance(row, list) for row in rows) and all(media_rows.is_media(i) for i in items):
         return "media_list_ragged"
     if items and all(_is_numeric_list(row) for row in rows if len(row)):
         return "typed_ragged"
-    if all(is_plain(row) for row in rows):
-        return "msgpack_ragged"
-    return RECURSIVE if all(isinstance(row, list) for row in rows) else None
+    return DEFAULT if all(is_plain(row) for row in rows) else None
 
 
 def _is_numeric_list(row: Any) -> bool:
