@@ -27,6 +27,8 @@ log = get_logger("mooncake.store")
 Bytes: TypeAlias = npt.NDArray[np.uint8]
 
 DEFAULT_BUNDLE_CHUNK_BYTES = 64 << 20
+AUTO_PARALLEL_MIN_BYTES = DEFAULT_BUNDLE_CHUNK_BYTES
+"""Larger members are several chunks, which the store sends side by side."""
 SMALL_BYTES = 1 << 20
 """Members below this size are put by value: registering memory costs more than copying it."""
 MAX_COLLECTED_BYTES = 64 << 20

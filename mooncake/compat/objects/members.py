@@ -40,15 +40,28 @@ class BytesMember:
 
 
 @dataclass(frozen=True, slots=True)
-class ScatteredArray:
-    """One-dimensional array of elements that lie in several arrays, not joined before they are written."""
+class ScatteredBuffers:
+    """A member whose bytes lie in several buffers, not joined before they are written.
 
-    parts: tuple[np.ndarray[Any, Any], ...]
-    dtype: np.dtype[Any]
+    With a ``dtype`` it is read as an array of ``shape``, otherwise as bytes. ``owners`` are referenced while
+    the value is, so that the memory of the buffers stays.
+    """
 
-    @property
-    def shape(self) -> tuple[int, ...]:
-        return (sum(part.size for part in self.parts),)
+    buffers: tuple[Any, ...]
+    owners: tuple[Any, ...] = ()
+    dtype: str | None = None
+    shape: tuple[int, ...] | None = None
+
+    def encoded(self, name: str) -> tuple[dict[str, Any], BytesMember]:
+        """Specification and source of the member."""
+        source = ByteSource(tuple(span for part in self.buffers for span in source_of(part).spans))
+        if self.dtype is None:
+            return {"encoding": "bytes"}, BytesMember(source)
+        dtype = np.dtype(self.dtype)
+        shape = (source.size_bytes // (dtype.itemsize or 1),) if self.shape is None else tuple(self.shape)
+        if prod(shape) * dtype.itemsize != source.size_bytes:
+            raise ValueError(f"{name}: {source.size_bytes} bytes are no {dtype} of {shape}")
+        return _array_spec(dtype, shape), BytesMember(source)
 
 
 def encode_member(name: str, value: Any) -> tuple[dict[str, Any], Any]:
@@ -56,14 +69,14 @@ def encode_member(name: str, value: Any) -> tuple[dict[str, Any], Any]:
 
     Raises:
         TypeError: a value of a type that cannot be stored.
+        ValueError: buffers of another size than their array.
     """
     if isinstance(value, TensorObjectBuffer):
         return tensor_object_source(value)
     if is_tensor(value):
         return tensor_source(value)
-    if isinstance(value, ScatteredArray):
-        spans = tuple(np.ascontiguousarray(part).reshape(-1).view(np.uint8) for part in value.parts)
-        return _array_spec(value.dtype, value.shape), BytesMember(ByteSource(spans))
+    if isinstance(value, ScatteredBuffers):
+        return value.encoded(name)
     if isinstance(value, np.ndarray | np.generic):
         array = np.asarray(value)
         if array.dtype.hasobject or array.dtype.kind == "V":

@@ -16,7 +16,7 @@ import msgspec
 import numpy as np
 
 from mooncake.compat.objects import media_rows
-from mooncake.compat.objects.members import ScatteredArray
+from mooncake.compat.objects.members import ScatteredBuffers
 from mooncake.compat.objects.tensor_members import is_tensor
 from mooncake.compat.store.tensor_memory import load_torch
 
@@ -325,7 +325,9 @@ def _encode_typed(
         "physical_layout": "contiguous_flat",
     }
     payload = {
-        "data": ScatteredArray(tuple(array for array in held if array is not None), wanted),
+        "data": ScatteredBuffers(
+            tuple(np.ascontiguousarray(array) for array in held if array is not None), dtype=wanted.str
+        ),
         "offsets": offsets_of(0 if array is None else array.size for array in held),
         "shapes": shapes,
         "ndims": ndims,
