@@ -12,14 +12,13 @@ from typing import Any, TypeAlias
 
 import numpy as np
 
-from mooncake.compat.objects import media_rows, row_codecs
-from mooncake.compat.objects.chunk_reader import ChunkReader, MemberPlan, MemberRead, together, whole
+from mooncake.compat.objects import row_codecs
+from mooncake.compat.objects.bundles import ChunkReader, MemberPlan, MemberRead, together, whole
 from mooncake.compat.objects.manifest import StoredMember
 from mooncake.compat.objects.members import array_layout, read_member
 from mooncake.compat.objects.nested_rows import RECURSIVE, assemble, encode_nested, stored_nodes
 from mooncake.compat.objects.row_codecs import EncodedRows
-from mooncake.compat.objects.rows import RowSelection
-from mooncake.compat.objects.values import FieldSchema
+from mooncake.compat.objects.values import FieldSchema, RowSelection
 
 Access: TypeAlias = Callable[[str], tuple[Any, StoredMember]]
 """Specification and place of a member of the column, by its name in the column."""
@@ -147,7 +146,7 @@ class _Column:
         values = row_codecs.decode_ragged(codec, self._pick(index), data)
         if codec != "media_bytes":
             return values
-        return media_rows.decode(values, self._pick_list(metadata.get("media_encodings")))
+        return row_codecs.decode_media(values, self._pick_list(metadata.get("media_encodings")))
 
     def _typed(self, codec: str, metadata: Mapping[str, Any], prefix: str) -> MemberPlan:
         spec, member = self._access(f"{prefix}data")
@@ -184,7 +183,9 @@ class _Column:
         encodings = metadata.get("media_encodings")
         if isinstance(encodings, list) and len(encodings) == num_items:
             encodings = [encodings[place] for place in places]
-        found = media_rows.decode([data[bounds[i] : bounds[i + 1]] for i in range(len(places))], encodings)
+        found = row_codecs.decode_media(
+            [data[bounds[i] : bounds[i + 1]] for i in range(len(places))], encodings
+        )
         sizes = row_codecs.offsets_of(
             last - first for first, last in zip(firsts, lasts, strict=True)
         ).tolist()

@@ -2,12 +2,16 @@
 """Codecs of columns of Python objects: the bytes of all rows, and arrays that say where each row lies.
 
 Owns the codecs and their choice for a column. What is decoded may come from anyone: offsets must ascend
-within the data and shapes must fit their rows, or the column is refused. No codec pickles.
+within the data and shapes must fit their rows, or the column is refused. No codec pickles. An image of
+Pillow is stored as its pixels, and made again from them: no decoder of image files runs on what was read
+from the store. Pillow is imported only when an image is read.
 """
 
 from __future__ import annotations
 
+import importlib
 import json
+import sys
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, TypeAlias
@@ -15,10 +19,109 @@ from typing import Any, TypeAlias
 import msgspec
 import numpy as np
 
-from mooncake.compat.objects import media_rows
-from mooncake.compat.objects.members import ScatteredBuffers
-from mooncake.compat.objects.tensor_members import is_tensor
+from mooncake.compat.objects.members import ScatteredBuffers, is_tensor
 from mooncake.compat.store.tensor_memory import load_torch
+
+# Media --------------------------------------------------------------------------------------------------
+
+PIXEL_BYTES = {"L": 1, "P": 1, "LA": 2, "RGB": 3, "YCbCr": 3, "LAB": 3, "HSV": 3, "RGBA": 4, "CMYK": 4} | {
+    "RGBX": 4,
+    "I": 4,
+    "F": 4,
+    "I;16": 2,
+    "PA": 2,
+    "RGBa": 4,
+    "La": 2,
+}
+"""Modes of Pillow whose pixels are stored, with the bytes of one; mode "1" has eight in a byte."""
+
+
+def is_image(value: Any) -> bool:
+    pillow = sys.modules.get("PIL.Image")
+    return pillow is not None and isinstance(value, pillow.Image)
+
+
+def is_media(value: Any) -> bool:
+    return isinstance(value, bytes | bytearray | memoryview) or is_image(value)
+
+
+def encode_media(items: Sequence[Any]) -> tuple[list[Any], dict[str, Any]]:
+    """Bytes of each item (None for None), and the metadata that describes them.
+
+    Raises:
+        TypeError, ValueError: an item that is no media.
+    """
+    found: list[Any] = []
+    encodings: list[dict[str, Any]] = []
+    for item in items:
+        if item is None:
+            found.append(None)
+            encodings.append({"kind": "null"})
+        elif is_image(item):
+            found.append(item.tobytes())
+            encodings.append(_describe_image(item))
+        elif is_media(item):
+            found.append(bytes(item))
+            encodings.append({"kind": "bytes"})
+        else:
+            raise TypeError(f"media codec: {type(item).__name__} is neither bytes nor an image")
+    metadata: dict[str, Any] = {"encode_source": "raw_pixels_from_object", "media_encodings": encodings}
+    if any(encoding["kind"] == "pil_raw" for encoding in encodings):
+        metadata["media_types"] = ["image/raw"]
+    return found, metadata
+
+
+def decode_media(items: Sequence[bytes | None], encodings: Any) -> list[Any]:
+    """Items from their bytes.
+
+    Raises:
+        ValueError: a description does not fit its bytes.
+    """
+    if encodings is None:
+        return list(items)
+    if not isinstance(encodings, list) or len(encodings) != len(items):
+        raise ValueError(f"media codec: no descriptions of {len(items)} items")
+    return [
+        None if item is None else _decode_media(item, encoding)
+        for item, encoding in zip(items, encodings, strict=True)
+    ]
+
+
+def _describe_image(image: Any) -> dict[str, Any]:
+    if image.mode != "1" and image.mode not in PIXEL_BYTES:
+        raise ValueError(f"media codec: an image of mode {image.mode} cannot be stored; convert it")
+    found = {"kind": "pil_raw", "mode": image.mode, "size": list(image.size), "format": image.format}
+    if image.mode in ("P", "PA"):
+        found["palette"] = image.getpalette()
+    return found
+
+
+def _decode_media(item: bytes, encoding: Any) -> Any:
+    kind = encoding.get("kind") if isinstance(encoding, Mapping) else None
+    if kind == "bytes":
+        return item
+    if kind != "pil_raw":
+        raise ValueError(f"media codec: unknown kind {kind!r}")
+    mode, size, palette = encoding.get("mode"), encoding.get("size"), encoding.get("palette")
+    is_size = (
+        isinstance(size, list) and len(size) == 2 and all(type(n) is int and 0 <= n < 1 << 31 for n in size)
+    )
+    if not is_size or (mode != "1" and mode not in PIXEL_BYTES):
+        raise ValueError(f"media codec: no image of mode {mode!r} and size {size!r}")
+    width, height = size
+    wanted = -(-width // 8) * height if mode == "1" else width * height * PIXEL_BYTES[mode]
+    if wanted != len(item):
+        raise ValueError(f"media codec: {len(item)} bytes are no image of mode {mode} and size {size}")
+    image = importlib.import_module("PIL.Image").frombytes(mode, (width, height), item)
+    if palette is not None:
+        if not isinstance(palette, list) or not all(type(n) is int and 0 <= n < 256 for n in palette):
+            raise ValueError("media codec: the palette is no list of bytes")
+        image.putpalette(palette)
+    image.format = encoding.get("format")
+    return image
+
+
+# Columns ------------------------------------------------------------------------------------------------
 
 Array: TypeAlias = np.ndarray[Any, Any]
 Payload: TypeAlias = dict[str, Any]
@@ -98,7 +201,7 @@ def encode_rows(
     if codec == TENSOR_DICT:
         return _encode_tensor_dicts(values, keys)
     if codec == "media_bytes":
-        items, metadata = media_rows.encode(values)
+        items, metadata = encode_media(values)
         return EncodedRows(codec, len(values), _encode_ragged(items, bytes), metadata)
     if codec == "media_list_ragged":
         return _encode_media_lists(values)
@@ -146,7 +249,7 @@ def _codec_of(there: Sequence[Any]) -> str | None:
         return "utf8_ragged"
     if all(isinstance(value, bytes | bytearray | memoryview) for value in there):
         return "bytes_ragged"
-    if all(media_rows.is_image(value) for value in there):
+    if all(is_image(value) for value in there):
         return "media_bytes"
     if _are_numbers(there):
         return "ndarray"
@@ -387,7 +490,7 @@ def _encode_tensor_dicts(values: Sequence[Any], keys: Iterable[str] | None) -> E
 
 
 def _encode_media_lists(values: Sequence[Any]) -> EncodedRows:
-    items, metadata = media_rows.encode([item for row in values if row is not None for item in row])
+    items, metadata = encode_media([item for row in values if row is not None for item in row])
     payload = {
         "data": b"".join(items),
         "row_offsets": offsets_of(0 if row is None else len(row) for row in values),
@@ -408,7 +511,7 @@ def _are_numbers(values: Sequence[Any]) -> bool:
 
 def _codec_of_lists(rows: Sequence[Any]) -> str | None:
     items = [item for row in rows for item in row]
-    if items and all(isinstance(row, list) for row in rows) and all(media_rows.is_media(i) for i in items):
+    if items and all(isinstance(row, list) for row in rows) and all(is_media(i) for i in items):
         return "media_list_ragged"
     if items and all(_is_numeric_list(row) for row in rows if len(row)):
         return "typed_ragged"

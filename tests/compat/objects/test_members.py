@@ -11,8 +11,7 @@ import pytest
 import torch
 
 from mooncake.compat.objects import manifest
-from mooncake.compat.objects.leased_arrays import OWNER
-from mooncake.compat.objects.members import SPECS, ScatteredBuffers
+from mooncake.compat.objects.members import OWNER, SPECS, ScatteredBuffers
 from mooncake.compat.objects.transfer import (
     MooncakeBundleTransfer,
     StructuredObjectPayload,
