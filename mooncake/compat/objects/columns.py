@@ -88,8 +88,11 @@ class _Column:
         nodes = stored_nodes(metadata)
         names = [name for node in nodes for name in node.arrays.values()]
         plans = {f"node.{name}": self._array(name) for name in names}
-        for number, leaf in enumerate(metadata["leaves"]):
-            part = self._part(leaf)
+        parts = [self._part(leaf) for leaf in metadata["leaves"]]
+        names_of_leaves = [n for leaf in metadata["leaves"] for n in leaf["payload_members"].values()]
+        if len({*names, *names_of_leaves}) < len(names) + len(names_of_leaves):
+            raise ValueError(f"{RECURSIVE}: a member is named twice")  # so a short text reads no member often
+        for number, (leaf, part) in enumerate(zip(metadata["leaves"], parts, strict=True)):
             plans[f"leaf.{number}"] = part.leaf(str(leaf.get("codec")), leaf["metadata"], "")
             plans[f"missing.{number}"] = part._array("missing")
         found = yield from together(plans)
@@ -102,8 +105,11 @@ class _Column:
         if not isinstance(leaf.get("metadata"), Mapping) or not isinstance(members, Mapping):
             raise ValueError(f"leaf {leaf.get('path')!r} is no column")
 
+        if not all(isinstance(name, str) for name in members.values()):
+            raise ValueError(f"leaf {leaf.get('path')!r} names a member that is no text")
+
         def access(name: str) -> tuple[Any, StoredMember]:
-            if not isinstance(members.get(name), str):
+            if name not in members:
                 raise ValueError(f"leaf {leaf.get('path')!r} has no member {name!r}")
             return self._access(members[name])
 

@@ -186,6 +186,7 @@ def test_arrays_that_point_elsewhere_are_refused(change: dict[str, Any]) -> None
         ("dicts", lambda m: m["nodes"][1].__setitem__("lengths_payload", "none")),
         ("dicts", lambda m: m["leaves"][0]["payload_members"].pop("missing")),
         ("dicts", lambda m: m["leaves"][0].__setitem__("metadata", None)),
+        ("dicts", lambda m: m["leaves"][0]["payload_members"].__setitem__("nulls", 1)),
         ("dicts", lambda m: m["nodes"][0]["children"].pop()),
         ("dicts", lambda m: m["leaves"].append({"codec": "utf8_ragged", "metadata": {}})),
         ("dicts", lambda m: m["leaves"][0].__setitem__("codec", "pickle")),
@@ -201,4 +202,13 @@ def test_a_damaged_description_is_refused(transfer: MooncakeBundleTransfer, name
     ref = transfer.put_dataproto({"batch": {}, "non_tensor_batch": {name: values}})
     change(ref.encoded_non_tensor[name]["metadata"])
     with pytest.raises(ValueError, match=r"."):
+        transfer.get_dataproto(ref)
+
+
+def test_a_leaf_cannot_name_the_members_of_another(transfer: MooncakeBundleTransfer) -> None:
+    values = object_array(COLUMNS["dotted"][1])
+    ref = transfer.put_dataproto({"batch": {}, "non_tensor_batch": {"x": values}})
+    leaves = ref.encoded_non_tensor["x"]["metadata"]["leaves"]
+    leaves[1]["payload_members"] = leaves[0]["payload_members"]
+    with pytest.raises(ValueError, match="named twice"):
         transfer.get_dataproto(ref)
