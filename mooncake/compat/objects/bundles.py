@@ -1,25 +1,592 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Bundles in a store: metadata and named members under one manifest.
+"""Bundles in a store: metadata and named members under one manifest, written and read in chunks.
 
 The manifest is written last and removed first, so a bundle is found complete or not at all. An
 interrupted put removes what it wrote. A bundle may be put on top of another: its manifest then also has the
-members of that one, whose objects stay where they are and are removed with the new bundle.
+members of that one, whose objects stay where they are and are removed with the new bundle. All objects of a
+bundle may be in one group of the store, and are then evicted together.
+
+A member is a list of spans that are stored one after the other. Small ones are collected and put by value in
+one call, large ones are put from where they are; spans that must be joined first go through a lease of the
+pool or through fresh memory, one chunk at a time. Every key is noted before it is written, so that ``undo``
+removes all that an interrupted write may have left. The parts of many members are read in one call. Sizes
+were checked with the manifest and places are checked here, so no byte is written outside the memory of a
+read; a chunk that is lost, or has another size than the manifest says, is an error.
 """
 
 from __future__ import annotations
 
+import copy
+import ctypes
 import uuid
-from collections.abc import Iterable, Mapping
-from dataclasses import replace
-from typing import Any, Protocol
+from collections.abc import Generator, Iterable, Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass, replace
+from typing import Any, Protocol, TypeAlias
 
 import numpy as np
+import numpy.typing as npt
 
 from mooncake.compat.objects import manifest
-from mooncake.compat.objects.chunk_reader import ChunkReader, MemberRead, whole
-from mooncake.compat.objects.chunk_writer import ChunkWriter, remove_keys
-from mooncake.compat.objects.manifest import BundleManifest, RemoteBundleRef, StoredMember
-from mooncake.compat.objects.values import BundleTransferPolicy
+from mooncake.compat.objects.manifest import (
+    BundleManifest,
+    RemoteBundleRef,
+    StoredChunk,
+    StoredMember,
+    runs_in_chunks,
+)
+from mooncake.compat.objects.values import BundleTransferPolicy, TensorObjectBuffer
+from mooncake.compat.store.public_types import ReplicateConfig
+from mooncake.log import get_logger
+
+# Groups of the store ------------------------------------------------------------------------------------
+
+
+def new_group() -> str:
+    return f"structured-{uuid.uuid4().hex}"
+
+
+def group_of(config: Any) -> str | None:
+    """Group that a configuration names: None if it names none, "" if it asks for no group.
+
+    Raises:
+        ValueError: several groups, or one that is not a string.
+    """
+    ids = getattr(config, "group_ids", None)
+    if ids is None or isinstance(ids, str):
+        return ids
+    ids = list(ids)
+    if not all(isinstance(group, str) for group in ids):
+        raise ValueError("config.group_ids must contain strings")
+    if len(ids) > 1:
+        raise ValueError(f"config.group_ids names {len(ids)} groups; a structured object has one")
+    return ids[0] if ids else None
+
+
+def in_group(config: Any, group: str | None) -> Any:
+    """``config`` with this group; without one, ``config`` itself."""
+    if group is None:
+        return config
+    changed = ReplicateConfig() if config is None else copy.copy(config)
+    changed.group_ids = [group]
+    return changed
+
+
+def for_keys(config: Any, num_keys: int) -> Any:
+    """Configuration of a call with ``num_keys`` keys, which has a group for each of them."""
+    if config is None or not hasattr(config, "group_ids"):
+        return config
+    group = group_of(config)
+    wanted = None if group is None else [group] * num_keys
+    if config.group_ids == wanted:
+        return config
+    changed = copy.copy(config)
+    changed.group_ids = wanted
+    return changed
+
+
+# Writing ------------------------------------------------------------------------------------------------
+
+log = get_logger("mooncake.store")
+
+Bytes: TypeAlias = npt.NDArray[np.uint8]
+
+DEFAULT_BUNDLE_CHUNK_BYTES = 64 << 20
+AUTO_PARALLEL_MIN_BYTES = DEFAULT_BUNDLE_CHUNK_BYTES
+"""Larger members are several chunks, which the store sends side by side."""
+SMALL_BYTES = 1 << 20
+"""Members below this size are put by value: registering memory costs more than copying it."""
+MAX_COLLECTED_BYTES = 64 << 20
+ALREADY_REGISTERED = -600
+GONE = -704
+
+
+@dataclass(frozen=True, slots=True)
+class ByteSource:
+    """A member's bytes: ``spans`` one after the other."""
+
+    spans: tuple[Bytes, ...]
+
+    @property
+    def size_bytes(self) -> int:
+        return sum(span.nbytes for span in self.spans)
+
+
+def source_of(value: Any) -> ByteSource:
+    """Bytes of a contiguous buffer."""
+    view = np.frombuffer(value, dtype=np.uint8) if memoryview(value).nbytes else np.empty(0, np.uint8)
+    return ByteSource((view,))
+
+
+class ChunkWriter:
+    """Writes one bundle with one policy and configuration; ``flush`` or ``undo`` ends it."""
+
+    def __init__(
+        self, store: Any, pool: Any, chunk_bytes: int, policy: BundleTransferPolicy, config: Any
+    ) -> None:
+        policy.check()
+        if type(chunk_bytes) is not int or chunk_bytes < 1:
+            raise ValueError(f"chunk_bytes must be positive, not {chunk_bytes!r}")
+        self._store = store
+        self._pool = pool
+        self._chunk_bytes = chunk_bytes
+        self._policy = policy
+        self._config = config
+        self._keys: list[str] = []
+        self._collected: list[tuple[str, Bytes]] = []
+        self._collected_bytes = 0
+        self._can_register = all(
+            callable(getattr(store, name, None))
+            for name in ("batch_put_from", "register_buffer", "unregister_buffer")
+        )
+
+    def put(self, key: str, source: ByteSource) -> StoredMember:
+        """Write a member.
+
+        Raises:
+            RuntimeError: the store refused, or a copy would be needed and is not allowed.
+        """
+        size = source.size_bytes
+        if self._policy.copy_mode == "zero_copy" and (len(source.spans) != 1 or not self._can_register):
+            raise RuntimeError(
+                f"zero-copy put of {key}: needs one span of memory and a store with batch_put_from"
+            )
+        chunks = self._chunks_of(key, size)
+        if chunks:
+            self._keys.extend(chunk.key for chunk in chunks)
+            self._put_chunks(chunks, source)
+        return StoredMember(key, size, chunks)
+
+    def refuse_zero_copy(self, key: str) -> None:
+        """Refuse a plain tensor, which has no header in front of it, in a put that must not copy.
+
+        Raises:
+            ValueError: this is one.
+        """
+        if self._policy.copy_mode == "zero_copy":
+            raise ValueError(
+                f"zero-copy put of {key}: a tensor must lie in a BufferPool tensor-object buffer"
+            )
+
+    def put_by_value(self, key: str, value: bytes) -> StoredMember:
+        """Write metadata, which is small and always copied."""
+        chunks = self._chunks_of(key, len(value))
+        view = np.frombuffer(value, dtype=np.uint8)
+        self._keys.extend(chunk.key for chunk in chunks)
+        for number, chunk in enumerate(chunks):
+            start = number * self._chunk_bytes
+            self._collect(chunk.key, view[start : start + chunk.size_bytes])
+        return StoredMember(key, len(value), chunks)
+
+    def put_tensor(self, key: str, tensor: Any) -> bool:
+        """Write a tensor with the store's own calls; False when it has none that take the configuration."""
+        name = "put_tensor" if self._config is None else "pub_tensor"
+        call = getattr(self._store, name, None)
+        if not callable(call):
+            return False
+        self._keys.append(key)
+        code = call(key, tensor) if self._config is None else call(key, tensor, config=self._for(1))
+        if code:
+            raise RuntimeError(f"{name} failed for {key}: {code}")
+        return True
+
+    def put_tensor_object(self, key: str, value: TensorObjectBuffer) -> StoredMember:
+        """Write a tensor object from registered memory, as one chunk."""
+        self._keys.append(key)
+        call = getattr(self._store, "put_tensor_from", None)
+        if self._config is None and callable(call):
+            code = call(key, value.ptr, value.size)
+        elif callable(getattr(self._store, "batch_put_from", None)):
+            code = self._batch_put_from([key], [value.ptr], [value.size])[0]
+        else:
+            raise RuntimeError(
+                f"zero-copy put of {key}: the store has neither put_tensor_from nor batch_put_from"
+            )
+        if code:
+            raise RuntimeError(f"put of a tensor object failed for {key}: {code}")
+        return StoredMember(key, value.size, (StoredChunk(key, value.size),) if value.size else ())
+
+    def flush(self) -> None:
+        """Write what was collected. Afterwards everything is stored."""
+        collected, self._collected, self._collected_bytes = self._collected, [], 0
+        if not collected:
+            return
+        keys = [key for key, _ in collected]
+        put_batch = getattr(self._store, "put_batch", None)
+        if len(keys) > 1 and callable(put_batch):
+            code = put_batch(keys, [value.data for _, value in collected], **self._keyword(len(keys)))
+            if code:
+                raise RuntimeError(f"put_batch of {len(keys)} keys failed: {code}")
+            return
+        for key, value in collected:
+            code = self._store.put(key, value.data, **self._keyword(1))
+            if code:
+                raise RuntimeError(f"put failed for {key}: {code}")
+
+    def put_manifest(self, key: str, value: bytes) -> None:
+        """Write the manifest, after everything else was written."""
+        assert not self._collected, "flush first: the manifest is written last"
+        self._keys.insert(0, key)
+        self._collect(key, np.frombuffer(value, dtype=np.uint8))
+        self.flush()
+
+    def undo(self) -> None:
+        """Remove everything that may have been written. An error is logged: another one is the reason."""
+        self._collected.clear()
+        try:
+            remove_keys(self._store, self._keys)
+        except Exception as error:  # any store's; the caller's own error must be seen
+            log.warning("bundle_undo_failed", keys=len(self._keys), error=str(error))
+
+    def _chunks_of(self, key: str, size: int) -> tuple[StoredChunk, ...]:
+        if size <= self._chunk_bytes:
+            return (StoredChunk(key, size),) if size else ()
+        starts = range(0, size, self._chunk_bytes)
+        return tuple(
+            StoredChunk(f"{key}/chunk/{number}", min(self._chunk_bytes, size - start))
+            for number, start in enumerate(starts)
+        )
+
+    def _put_chunks(self, chunks: Sequence[StoredChunk], source: ByteSource) -> None:
+        size = source.size_bytes
+        by_address = self._policy.put_mode != "auto" or self._policy.copy_mode == "zero_copy"
+        if self._policy.copy_mode == "copy" or not self._can_register:
+            self._put_values(chunks, source)
+        elif len(source.spans) == 1 and (by_address or size >= SMALL_BYTES):
+            self._put_in_place(chunks, source.spans[0])
+        elif self._pool is not None:
+            self._put_leased(chunks, source)
+        elif size < SMALL_BYTES:
+            self._put_values(chunks, source)
+        else:
+            for chunk, part in zip(chunks, _joined(chunks, source), strict=True):
+                self._put_in_place([chunk], part)
+
+    def _put_values(self, chunks: Sequence[StoredChunk], source: ByteSource) -> None:
+        for chunk, part in zip(chunks, _joined(chunks, source), strict=True):
+            self._collect(chunk.key, part)
+
+    def _collect(self, key: str, value: Bytes) -> None:
+        self._collected.append((key, value))
+        self._collected_bytes += value.nbytes
+        if self._collected_bytes >= MAX_COLLECTED_BYTES:
+            self.flush()
+
+    def _put_in_place(self, chunks: Sequence[StoredChunk], memory: Bytes) -> None:
+        start = int(memory.ctypes.data)
+        with registered(self._store, start, memory.nbytes) as is_registered:
+            if not is_registered:
+                if self._policy.copy_mode == "zero_copy":
+                    raise RuntimeError(f"zero-copy put of {chunks[0].key}: register_buffer failed")
+                self._put_values(chunks, ByteSource((memory,)))
+                return
+            addresses, sizes = [], [chunk.size_bytes for chunk in chunks]
+            for size in sizes:
+                addresses.append(start)
+                start += size
+            self._put_addresses(chunks, addresses)
+
+    def _put_leased(self, chunks: Sequence[StoredChunk], source: ByteSource) -> None:
+        cursor = _Cursor(source.spans)
+        for chunk in chunks:
+            lease = self._pool.acquire(chunk.size_bytes)
+            try:
+                cursor.copy_to(np.frombuffer(lease.buffer, dtype=np.uint8, count=chunk.size_bytes))
+                self._put_addresses([chunk], [int(lease.ptr)])
+            finally:
+                lease.release()
+
+    def _put_addresses(self, chunks: Sequence[StoredChunk], addresses: list[int]) -> None:
+        keys = [chunk.key for chunk in chunks]
+        codes = self._batch_put_from(keys, addresses, [chunk.size_bytes for chunk in chunks])
+        for key, code in zip(keys, codes, strict=True):
+            if code:
+                raise RuntimeError(f"batch_put_from failed for {key}: {code}")
+
+    def _batch_put_from(self, keys: list[str], addresses: list[int], sizes: list[int]) -> list[int]:
+        found: list[int] = self._store.batch_put_from(keys, addresses, sizes, **self._keyword(len(keys)))
+        return found
+
+    def _for(self, num_keys: int) -> Any:
+        return for_keys(self._config, num_keys)
+
+    def _keyword(self, num_keys: int) -> dict[str, Any]:
+        """The ``config`` argument, left out without one: not every store has it."""
+        return {} if self._config is None else {"config": self._for(num_keys)}
+
+
+class _Cursor:
+    """Position in a list of spans that are copied in order."""
+
+    def __init__(self, spans: Sequence[Bytes]) -> None:
+        self._spans = iter([span for span in spans if span.nbytes])
+        self._rest: Bytes = np.empty(0, dtype=np.uint8)
+
+    def copy_to(self, target: Bytes) -> None:
+        done = 0
+        while done < target.nbytes:
+            if not self._rest.nbytes:
+                self._rest = next(self._spans)
+            size = min(self._rest.nbytes, target.nbytes - done)
+            target[done : done + size] = self._rest[:size]
+            self._rest = self._rest[size:]
+            done += size
+
+
+def _joined(chunks: Sequence[StoredChunk], source: ByteSource) -> Iterator[Bytes]:
+    """Bytes of each chunk, copied only if they lie in several spans."""
+    if len(source.spans) == 1:
+        start = 0
+        for chunk in chunks:
+            yield source.spans[0][start : start + chunk.size_bytes]
+            start += chunk.size_bytes
+        return
+    cursor = _Cursor(source.spans)
+    for chunk in chunks:
+        part = np.empty(chunk.size_bytes, dtype=np.uint8)
+        cursor.copy_to(part)
+        yield part
+
+
+@contextmanager
+def registered(store: Any, address: int, size: int) -> Iterator[bool]:
+    """Register memory for the block, unless it is registered already; False when the store refuses."""
+    code = store.register_buffer(address, size)
+    try:
+        yield code in (0, ALREADY_REGISTERED)
+    finally:
+        if code == 0:
+            store.unregister_buffer(address)
+
+
+def remove_keys(store: Any, keys: Sequence[str]) -> None:
+    """Remove objects, leased ones too. What is already gone, by eviction or by another process, is no error.
+
+    Raises:
+        RuntimeError: some are still there.
+    """
+    left = list(dict.fromkeys(keys))
+    batch_remove = getattr(store, "batch_remove", None)
+    if callable(batch_remove) and left:
+        codes = batch_remove(left, True)
+        left = [key for key, code in zip(left, codes, strict=True) if code not in (0, GONE)]
+    failed = {key: code for key in left if (code := store.remove(key, True)) not in (0, GONE)}
+    if failed:
+        key, code = next(iter(failed.items()))
+        raise RuntimeError(f"remove failed for {len(failed)} keys, one is {key}: {code}")
+
+
+# Reading ------------------------------------------------------------------------------------------------
+
+Runs: TypeAlias = list[tuple[int, int]]
+"""(start, length) in a member's bytes, which arrive in memory one after the other."""
+
+
+@dataclass(frozen=True, slots=True)
+class MemberRead:
+    """``runs`` of ``member`` to ``address``, where ``size_bytes`` belong to the reader."""
+
+    member: StoredMember
+    runs: Runs
+    address: int
+    size_bytes: int
+    is_registered: bool = False
+    is_callers: bool = False
+    """The memory was given by the caller of this package."""
+    by_chunk: bool = False
+    """All chunks are read as whole objects."""
+
+    def check(self) -> None:
+        """Check that the runs lie in the member and fit in the memory.
+
+        Raises:
+            ValueError: they do not.
+        """
+        limit = self.member.size_bytes
+        if any(start < 0 or length < 0 or start + length > limit for start, length in self.runs):
+            raise ValueError(f"read of {self.member.key}: outside its {limit} bytes")
+        wanted = sum(length for _, length in self.runs)
+        if wanted > self.size_bytes:
+            raise ValueError(f"read of {self.member.key}: {wanted} bytes do not fit in {self.size_bytes}")
+
+
+MemberPlan: TypeAlias = Generator[Sequence[MemberRead], None, Any]
+"""Steps to read a value: yields what must be in memory before it goes on, returns the value."""
+
+
+def whole(member: StoredMember) -> Runs:
+    return [(0, member.size_bytes)]
+
+
+def together(plans: Mapping[str, MemberPlan]) -> MemberPlan:
+    """Plan of several plans, whose steps are taken together; its value is a dict of theirs."""
+    values: dict[str, Any] = {}
+    active = dict(plans)
+    try:
+        while active:
+            reads: list[MemberRead] = []
+            for name, plan in list(active.items()):
+                try:
+                    reads.extend(next(plan))
+                except StopIteration as end:
+                    values[name] = end.value
+                    del active[name]
+            if reads:
+                yield reads
+    finally:
+        for plan in active.values():
+            plan.close()
+    return {name: values[name] for name in plans}
+
+
+def carry_out(reader: ChunkReader, plans: Mapping[str, MemberPlan]) -> dict[str, Any]:
+    """Run plans, the reads of a step in one call of the store; returns their values."""
+    steps = together(plans)
+    while True:
+        try:
+            reads = next(steps)
+        except StopIteration as end:
+            values: dict[str, Any] = end.value
+            return values
+        try:
+            reader.read(reads)
+        except BaseException:
+            steps.close()
+            raise
+
+
+class ChunkReader:
+    """Reads with the fastest calls that the store has."""
+
+    def __init__(self, store: Any) -> None:
+        self._store = store
+        can_register = self._has("register_buffer") and self._has("unregister_buffer")
+        self._has_ranges = can_register and self._has("get_into_ranges")
+        self._has_get_into = can_register and self._has("get_into")
+        self._has_batch = can_register and self._has("batch_get_into")
+
+    def read_manifest(self, key: str) -> bytes:
+        """Bytes of a manifest, whose size is not known.
+
+        Raises:
+            RuntimeError: there is none.
+        """
+        found = self._store.get(key)
+        if not found:
+            raise RuntimeError(f"bundle manifest {key} is not in the store; it was removed or evicted")
+        return bytes(found)
+
+    def get_tensor(self, key: str) -> Any:
+        """Tensor that the store's own call wrote.
+
+        Raises:
+            RuntimeError: it is lost, or this store cannot read tensors.
+        """
+        if not self._has("get_tensor"):
+            raise RuntimeError(f"read of {key}: the store does not support get_tensor")
+        tensor = self._store.get_tensor(key)
+        if tensor is None:
+            raise RuntimeError(f"get_tensor failed for {key}: it is not in the store")
+        return tensor
+
+    def read(self, reads: Iterable[MemberRead]) -> None:
+        """Carry out reads.
+
+        Raises:
+            RuntimeError: a chunk is lost.
+            ValueError: a read is outside its member or its memory.
+        """
+        by_chunk: list[MemberRead] = []
+        in_ranges: list[MemberRead] = []
+        for read in reads:
+            read.check()
+            if any(length for _, length in read.runs):
+                (by_chunk if read.by_chunk else in_ranges).append(read)
+        if by_chunk and not (self._has_batch and self._with_registration(by_chunk, self._read_chunks)):
+            self._copy(by_chunk)
+        if in_ranges and not (self._has_ranges and self._with_registration(in_ranges, self._read_ranges)):
+            self._copy(in_ranges)
+
+    def _with_registration(self, reads: list[MemberRead], act: Any) -> bool:
+        with ExitStack() as stack:
+            for read in reads:
+                if not read.is_registered and not stack.enter_context(
+                    registered(self._store, read.address, read.size_bytes)
+                ):
+                    return False
+            act(reads)
+        return True
+
+    def _read_chunks(self, reads: list[MemberRead]) -> None:
+        chunks: list[StoredChunk] = []
+        addresses: list[int] = []
+        for read in reads:
+            address = read.address
+            for chunk in read.member.chunks:
+                chunks.append(chunk)
+                addresses.append(address)
+                address += chunk.size_bytes
+        keys, sizes = [chunk.key for chunk in chunks], [chunk.size_bytes for chunk in chunks]
+        for chunk, got in zip(chunks, self._store.batch_get_into(keys, addresses, sizes), strict=True):
+            _expect("batch_get_into", chunk, got)
+
+    def _read_ranges(self, reads: list[MemberRead]) -> None:
+        if self._has_get_into and len(reads) == 1 and _is_one_object(reads[0]):
+            chunk = reads[0].member.chunks[0]
+            _expect("get_into", chunk, self._store.get_into(chunk.key, reads[0].address, chunk.size_bytes))
+            return
+        keys: list[list[str]] = []
+        places: list[list[list[int]]] = []
+        sources: list[list[list[int]]] = []
+        sizes: list[list[list[int]]] = []
+        for read in reads:
+            of_chunk: dict[int, tuple[list[int], list[int], list[int]]] = {}
+            for number, source, place, length in runs_in_chunks(read.member.chunks, read.runs):
+                row = of_chunk.setdefault(number, ([], [], []))
+                row[0].append(place)
+                row[1].append(source)
+                row[2].append(length)
+            keys.append([read.member.chunks[number].key for number in of_chunk])
+            places.append([row[0] for row in of_chunk.values()])
+            sources.append([row[1] for row in of_chunk.values()])
+            sizes.append([row[2] for row in of_chunk.values()])
+        found = self._store.get_into_ranges([read.address for read in reads], keys, places, sources, sizes)
+        for keys_of_read, wanted, got in zip(keys, sizes, found, strict=True):
+            for key, lengths, results in zip(keys_of_read, wanted, got, strict=True):
+                if list(results) != lengths:
+                    raise RuntimeError(
+                        f"get_into_ranges failed for {key}: expected {lengths[:4]}, got {results[:4]}"
+                    )
+
+    def _copy(self, reads: list[MemberRead]) -> None:
+        """Read with ``get``."""
+        for read in reads:
+            held: tuple[int, bytes] = (-1, b"")
+            for number, source, place, length in runs_in_chunks(read.member.chunks, read.runs):
+                if held[0] != number:
+                    held = (number, self._get(read.member.chunks[number]))
+                part = np.frombuffer(held[1], dtype=np.uint8, count=length, offset=source)
+                ctypes.memmove(read.address + place, part.ctypes.data, length)
+
+    def _get(self, chunk: StoredChunk) -> bytes:
+        found = self._store.get(chunk.key)
+        _expect("get", chunk, len(found))
+        return bytes(found)
+
+    def _has(self, name: str) -> bool:
+        return callable(getattr(self._store, name, None))
+
+
+def _is_one_object(read: MemberRead) -> bool:
+    return len(read.member.chunks) == 1 and not read.is_callers and read.runs == whole(read.member)
+
+
+def _expect(call: str, chunk: StoredChunk, got: int) -> None:
+    if got != chunk.size_bytes:
+        raise RuntimeError(f"{call} failed for {chunk.key}: expected {chunk.size_bytes} bytes, got {got}")
+
+
+# Bundles ------------------------------------------------------------------------------------------------
 
 
 class MemberSource(Protocol):

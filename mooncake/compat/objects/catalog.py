@@ -15,7 +15,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, TypeAlias
 
-from mooncake.compat.objects.dataproto_ref import (
+from mooncake.compat.objects.dataproto import (
     MooncakeDataProtoRef,
     export_dataproto_ref,
     import_dataproto_ref,

@@ -14,7 +14,7 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from mooncake.compat.objects.catalog import REJECTED, DataProtoCatalog, name_of, names_of, tags_of
-from mooncake.compat.objects.dataproto_ref import export_dataproto_ref, import_dataproto_ref
+from mooncake.compat.objects.dataproto import export_dataproto_ref, import_dataproto_ref
 from mooncake.log import get_logger
 
 log = get_logger("mooncake.store")

@@ -12,14 +12,13 @@ from typing import Any, TypeAlias
 
 import numpy as np
 
-from mooncake.compat.objects import media_rows, row_codecs
-from mooncake.compat.objects.chunk_reader import ChunkReader, MemberPlan, MemberRead, together, whole
+from mooncake.compat.objects import row_codecs
+from mooncake.compat.objects.bundles import ChunkReader, MemberPlan, MemberRead, together, whole
 from mooncake.compat.objects.manifest import StoredMember
 from mooncake.compat.objects.members import array_layout, read_member
-from mooncake.compat.objects.nested_rows import assemble, check_tree, encode_nested, node_arrays
+from mooncake.compat.objects.nested_rows import RECURSIVE, assemble, encode_nested, stored_nodes
 from mooncake.compat.objects.row_codecs import EncodedRows
-from mooncake.compat.objects.rows import RowSelection
-from mooncake.compat.objects.values import FieldSchema
+from mooncake.compat.objects.values import FieldSchema, RowSelection
 
 Access: TypeAlias = Callable[[str], tuple[Any, StoredMember]]
 """Specification and place of a member of the column, by its name in the column."""
@@ -36,12 +35,10 @@ def encode_column(path: str, values: Sequence[Any], schema: FieldSchema | None) 
     if schema is not None and schema.codec != "auto":
         keys = schema.metadata.get("keys")
         return row_codecs.encode_rows(schema.codec, values, schema.metadata.get("dtype"), keys)
-    codec = row_codecs.infer_codec(values)
-    if codec is None:
-        raise ValueError(f"unsupported structured non-tensor field {path}: unable to infer a safe codec")
-    if codec == row_codecs.RECURSIVE:
-        return encode_nested(path, values)
-    return row_codecs.encode_rows(codec, values)
+    decision = row_codecs.choose_leaf_codec(values)
+    return (
+        row_codecs.encode_rows(decision.codec, values) if decision.can_store else encode_nested(path, values)
+    )
 
 
 def read_column(
@@ -57,7 +54,7 @@ def read_column(
     if not isinstance(metadata, Mapping) or document.get("rows") != num_rows:
         raise ValueError(f"column of codec {codec!r} does not describe {num_rows} rows")
     column = _Column(reader, num_rows, access, selected)
-    if codec == row_codecs.RECURSIVE:
+    if codec == RECURSIVE:
         return column.nested(metadata)
     if codec == row_codecs.TENSOR_DICT:
         return column.tensor_dicts(metadata)
@@ -88,17 +85,35 @@ class _Column:
         raise ValueError(f"unsupported codec: {codec!r}")
 
     def nested(self, metadata: Mapping[str, Any]) -> MemberPlan:
-        check_tree(metadata)
-        leaves = metadata["leaves"]
-        names = [*node_arrays(metadata["nodes"]), *(f"leaf.{n}.missing" for n in range(len(leaves)))]
-        plans = {name: self._array(name) for name in names}
-        for number, leaf in enumerate(leaves):
-            if not isinstance(leaf, Mapping) or not isinstance(leaf.get("metadata"), Mapping):
-                raise ValueError(f"leaf {number} is no column")
-            plans[f"leaf.{number}"] = self.leaf(str(leaf.get("codec")), leaf["metadata"], f"leaf.{number}.")
+        nodes = stored_nodes(metadata)
+        names = [name for node in nodes for name in node.arrays.values()]
+        plans = {f"node.{name}": self._array(name) for name in names}
+        parts = [self._part(leaf) for leaf in metadata["leaves"]]
+        names_of_leaves = [n for leaf in metadata["leaves"] for n in leaf["payload_members"].values()]
+        if len({*names, *names_of_leaves}) < len(names) + len(names_of_leaves):
+            raise ValueError(f"{RECURSIVE}: a member is named twice")  # so a short text reads no member often
+        for number, (leaf, part) in enumerate(zip(metadata["leaves"], parts, strict=True)):
+            plans[f"leaf.{number}"] = part.leaf(str(leaf.get("codec")), leaf["metadata"], "")
+            plans[f"missing.{number}"] = part._array("missing")
         found = yield from together(plans)
-        columns = [found[f"leaf.{number}"] for number in range(len(leaves))]
-        return assemble(metadata, found, columns, self._num_selected)
+        leaves = [(found[f"leaf.{n}"], found[f"missing.{n}"]) for n in range(len(metadata["leaves"]))]
+        return assemble(nodes, {name: found[f"node.{name}"] for name in names}, leaves, self._num_selected)
+
+    def _part(self, leaf: Mapping[str, Any]) -> _Column:
+        """A leaf as a column: its members have names in the whole column's."""
+        members = leaf.get("payload_members")
+        if not isinstance(leaf.get("metadata"), Mapping) or not isinstance(members, Mapping):
+            raise ValueError(f"leaf {leaf.get('path')!r} is no column")
+
+        if not all(isinstance(name, str) for name in members.values()):
+            raise ValueError(f"leaf {leaf.get('path')!r} names a member that is no text")
+
+        def access(name: str) -> tuple[Any, StoredMember]:
+            if name not in members:
+                raise ValueError(f"leaf {leaf.get('path')!r} has no member {name!r}")
+            return self._access(members[name])
+
+        return _Column(self._reader, self._num_rows, access, self._selected)
 
     def tensor_dicts(self, metadata: Mapping[str, Any]) -> MemberPlan:
         keys, codecs = metadata.get("keys"), metadata.get("key_codecs")
@@ -137,7 +152,7 @@ class _Column:
         values = row_codecs.decode_ragged(codec, self._pick(index), data)
         if codec != "media_bytes":
             return values
-        return media_rows.decode(values, self._pick_list(metadata.get("media_encodings")))
+        return row_codecs.decode_media(values, self._pick_list(metadata.get("media_encodings")))
 
     def _typed(self, codec: str, metadata: Mapping[str, Any], prefix: str) -> MemberPlan:
         spec, member = self._access(f"{prefix}data")
@@ -174,7 +189,9 @@ class _Column:
         encodings = metadata.get("media_encodings")
         if isinstance(encodings, list) and len(encodings) == num_items:
             encodings = [encodings[place] for place in places]
-        found = media_rows.decode([data[bounds[i] : bounds[i + 1]] for i in range(len(places))], encodings)
+        found = row_codecs.decode_media(
+            [data[bounds[i] : bounds[i + 1]] for i in range(len(places))], encodings
+        )
         sizes = row_codecs.offsets_of(
             last - first for first, last in zip(firsts, lasts, strict=True)
         ).tolist()

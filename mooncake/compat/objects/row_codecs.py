@@ -2,12 +2,16 @@
 """Codecs of columns of Python objects: the bytes of all rows, and arrays that say where each row lies.
 
 Owns the codecs and their choice for a column. What is decoded may come from anyone: offsets must ascend
-within the data and shapes must fit their rows, or the column is refused. No codec pickles.
+within the data and shapes must fit their rows, or the column is refused. No codec pickles. An image of
+Pillow is stored as its pixels, and made again from them: no decoder of image files runs on what was read
+from the store. Pillow is imported only when an image is read.
 """
 
 from __future__ import annotations
 
+import importlib
 import json
+import sys
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, TypeAlias
@@ -15,10 +19,109 @@ from typing import Any, TypeAlias
 import msgspec
 import numpy as np
 
-from mooncake.compat.objects import media_rows
-from mooncake.compat.objects.members import ScatteredArray
-from mooncake.compat.objects.tensor_members import is_tensor
+from mooncake.compat.objects.members import ScatteredBuffers, is_tensor
 from mooncake.compat.store.tensor_memory import load_torch
+
+# Media --------------------------------------------------------------------------------------------------
+
+PIXEL_BYTES = {"L": 1, "P": 1, "LA": 2, "RGB": 3, "YCbCr": 3, "LAB": 3, "HSV": 3, "RGBA": 4, "CMYK": 4} | {
+    "RGBX": 4,
+    "I": 4,
+    "F": 4,
+    "I;16": 2,
+    "PA": 2,
+    "RGBa": 4,
+    "La": 2,
+}
+"""Modes of Pillow whose pixels are stored, with the bytes of one; mode "1" has eight in a byte."""
+
+
+def is_image(value: Any) -> bool:
+    pillow = sys.modules.get("PIL.Image")
+    return pillow is not None and isinstance(value, pillow.Image)
+
+
+def is_media(value: Any) -> bool:
+    return isinstance(value, bytes | bytearray | memoryview) or is_image(value)
+
+
+def encode_media(items: Sequence[Any]) -> tuple[list[Any], dict[str, Any]]:
+    """Bytes of each item (None for None), and the metadata that describes them.
+
+    Raises:
+        TypeError, ValueError: an item that is no media.
+    """
+    found: list[Any] = []
+    encodings: list[dict[str, Any]] = []
+    for item in items:
+        if item is None:
+            found.append(None)
+            encodings.append({"kind": "null"})
+        elif is_image(item):
+            found.append(item.tobytes())
+            encodings.append(_describe_image(item))
+        elif is_media(item):
+            found.append(bytes(item))
+            encodings.append({"kind": "bytes"})
+        else:
+            raise TypeError(f"media codec: {type(item).__name__} is neither bytes nor an image")
+    metadata: dict[str, Any] = {"encode_source": "raw_pixels_from_object", "media_encodings": encodings}
+    if any(encoding["kind"] == "pil_raw" for encoding in encodings):
+        metadata["media_types"] = ["image/raw"]
+    return found, metadata
+
+
+def decode_media(items: Sequence[bytes | None], encodings: Any) -> list[Any]:
+    """Items from their bytes.
+
+    Raises:
+        ValueError: a description does not fit its bytes.
+    """
+    if encodings is None:
+        return list(items)
+    if not isinstance(encodings, list) or len(encodings) != len(items):
+        raise ValueError(f"media codec: no descriptions of {len(items)} items")
+    return [
+        None if item is None else _decode_media(item, encoding)
+        for item, encoding in zip(items, encodings, strict=True)
+    ]
+
+
+def _describe_image(image: Any) -> dict[str, Any]:
+    if image.mode != "1" and image.mode not in PIXEL_BYTES:
+        raise ValueError(f"media codec: an image of mode {image.mode} cannot be stored; convert it")
+    found = {"kind": "pil_raw", "mode": image.mode, "size": list(image.size), "format": image.format}
+    if image.mode in ("P", "PA"):
+        found["palette"] = image.getpalette()
+    return found
+
+
+def _decode_media(item: bytes, encoding: Any) -> Any:
+    kind = encoding.get("kind") if isinstance(encoding, Mapping) else None
+    if kind == "bytes":
+        return item
+    if kind != "pil_raw":
+        raise ValueError(f"media codec: unknown kind {kind!r}")
+    mode, size, palette = encoding.get("mode"), encoding.get("size"), encoding.get("palette")
+    is_size = (
+        isinstance(size, list) and len(size) == 2 and all(type(n) is int and 0 <= n < 1 << 31 for n in size)
+    )
+    if not is_size or (mode != "1" and mode not in PIXEL_BYTES):
+        raise ValueError(f"media codec: no image of mode {mode!r} and size {size!r}")
+    width, height = size
+    wanted = -(-width // 8) * height if mode == "1" else width * height * PIXEL_BYTES[mode]
+    if wanted != len(item):
+        raise ValueError(f"media codec: {len(item)} bytes are no image of mode {mode} and size {size}")
+    image = importlib.import_module("PIL.Image").frombytes(mode, (width, height), item)
+    if palette is not None:
+        if not isinstance(palette, list) or not all(type(n) is int and 0 <= n < 256 for n in palette):
+            raise ValueError("media codec: the palette is no list of bytes")
+        image.putpalette(palette)
+    image.format = encoding.get("format")
+    return image
+
+
+# Columns ------------------------------------------------------------------------------------------------
 
 Array: TypeAlias = np.ndarray[Any, Any]
 Payload: TypeAlias = dict[str, Any]
@@ -75,13 +178,14 @@ ROW_BYTES = {
 TYPED = ("typed_ragged", "ragged_tensor")
 MEDIA = ("media_bytes", "media_list_ragged")
 TENSOR_DICT = "ragged_tensor_dict"
-RECURSIVE = "structured_recursive"
+DEFAULT = "msgpack_ragged"
+NO_VALUES = "no values"
 
 
 def encode_rows(
     codec: str, values: Sequence[Any], dtype: Any = None, keys: Iterable[str] | None = None
 ) -> EncodedRows:
-    """Encode a column with a codec other than the recursive one.
+    """Encode a column with a codec that stores it as a whole.
 
     Raises:
         AttributeError, TypeError, ValueError: a value does not fit, or there is no such codec.
@@ -97,33 +201,61 @@ def encode_rows(
     if codec == TENSOR_DICT:
         return _encode_tensor_dicts(values, keys)
     if codec == "media_bytes":
-        items, metadata = media_rows.encode(values)
+        items, metadata = encode_media(values)
         return EncodedRows(codec, len(values), _encode_ragged(items, bytes), metadata)
     if codec == "media_list_ragged":
         return _encode_media_lists(values)
     raise ValueError(f"unsupported schema codec: {codec!r}")
 
 
-def infer_codec(values: Sequence[Any]) -> str | None:
-    """Codec that returns these values unchanged; None if there is none, not even the recursive one."""
+@dataclass(frozen=True, slots=True)
+class CodecDecision:
+    """The codec for a column, and whether it returns the values of the column unchanged.
+
+    A column without values decides nothing: it is not ``accepted``, but the codec stores its Nones.
+    """
+
+    codec: str
+    accepted: bool
+    reason: str
+
+    @property
+    def can_store(self) -> bool:
+        return self.accepted or self.reason == NO_VALUES
+
+
+def choose_leaf_codec(values: Sequence[Any]) -> CodecDecision:
+    """Choose the codec of a column that is stored as a whole, by all its values."""
     there = [value for value in values if value is not None]
+    if not there:
+        return CodecDecision(DEFAULT, False, NO_VALUES)
+    if all(is_tensor(value) for value in there):
+        dtypes = sorted({str(value.dtype) for value in there})
+        if len(dtypes) > 1:
+            return CodecDecision("ragged_tensor", False, f"mixed tensor dtype: {', '.join(dtypes)}")
+        return CodecDecision("ragged_tensor", True, "tensors of one dtype")
+    if all(isinstance(value, np.ndarray) for value in there):
+        kinds = sorted({value.dtype.kind for value in there} - set(NUMBERS))
+        reason = f"arrays of kind {', '.join(kinds)}" if kinds else "arrays of numbers"
+        return CodecDecision("typed_ragged", not kinds, reason)
+    codec = _codec_of(there)
+    if codec is None:
+        return CodecDecision(DEFAULT, False, "no codec returns the values unchanged")
+    return CodecDecision(codec, True, "all values are of its type")
+
+
+def _codec_of(there: Sequence[Any]) -> str | None:
     if all(isinstance(value, str) for value in there):
-        return "utf8_ragged" if there else "msgpack_ragged"
+        return "utf8_ragged"
     if all(isinstance(value, bytes | bytearray | memoryview) for value in there):
         return "bytes_ragged"
-    if all(is_tensor(value) for value in there):
-        return "ragged_tensor"
-    if all(media_rows.is_image(value) for value in there):
+    if all(is_image(value) for value in there):
         return "media_bytes"
     if _are_numbers(there):
         return "ndarray"
-    if all(isinstance(value, np.ndarray) for value in there):
-        return "typed_ragged" if all(value.dtype.kind in NUMBERS for value in there) else None
     if all(isinstance(value, list | tuple) for value in there):
-        return _infer_for_lists(there)
-    if all(is_plain(value) for value in there):
-        return "msgpack_ragged"
-    return RECURSIVE if all(isinstance(value, dict) for value in there) else None
+        return _codec_of_lists(there)
+    return DEFAULT if all(is_plain(value) for value in there) else None
 
 
 def is_plain(value: Any, with_bytes: bool = False, depth: int = 0) -> bool:
@@ -296,7 +428,9 @@ def _encode_typed(
         "physical_layout": "contiguous_flat",
     }
     payload = {
-        "data": ScatteredArray(tuple(array for array in held if array is not None), wanted),
+        "data": ScatteredBuffers(
+            tuple(np.ascontiguousarray(array) for array in held if array is not None), dtype=wanted.str
+        ),
         "offsets": offsets_of(0 if array is None else array.size for array in held),
         "shapes": shapes,
         "ndims": ndims,
@@ -356,7 +490,7 @@ def _encode_tensor_dicts(values: Sequence[Any], keys: Iterable[str] | None) -> E
 
 
 def _encode_media_lists(values: Sequence[Any]) -> EncodedRows:
-    items, metadata = media_rows.encode([item for row in values if row is not None for item in row])
+    items, metadata = encode_media([item for row in values if row is not None for item in row])
     payload = {
         "data": b"".join(items),
         "row_offsets": offsets_of(0 if row is None else len(row) for row in values),
@@ -375,15 +509,13 @@ def _are_numbers(values: Sequence[Any]) -> bool:
     return len({isinstance(value, bool | np.bool_) for value in values}) == 1
 
 
-def _infer_for_lists(rows: Sequence[Any]) -> str | None:
+def _codec_of_lists(rows: Sequence[Any]) -> str | None:
     items = [item for row in rows for item in row]
-    if items and all(isinstance(row, list) for row in rows) and all(media_rows.is_media(i) for i in items):
+    if items and all(isinstance(row, list) for row in rows) and all(is_media(i) for i in items):
         return "media_list_ragged"
     if items and all(_is_numeric_list(row) for row in rows if len(row)):
         return "typed_ragged"
-    if all(is_plain(row) for row in rows):
-        return "msgpack_ragged"
-    return RECURSIVE if all(isinstance(row, list) for row in rows) else None
+    return DEFAULT if all(is_plain(row) for row in rows) else None
 
 
 def _is_numeric_list(row: Any) -> bool:

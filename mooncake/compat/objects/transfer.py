@@ -15,35 +15,36 @@ from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import Any, Literal
 
-from mooncake.compat.objects.bundles import Bundles
-from mooncake.compat.objects.chunk_reader import MemberPlan, carry_out
-from mooncake.compat.objects.chunk_writer import DEFAULT_BUNDLE_CHUNK_BYTES
+from mooncake.compat.objects.bundles import (
+    DEFAULT_BUNDLE_CHUNK_BYTES,
+    Bundles,
+    MemberPlan,
+    carry_out,
+    group_of,
+    in_group,
+    new_group,
+)
 from mooncake.compat.objects.columns import read_column
 from mooncake.compat.objects.dataproto import (
-    DataSections,
-    construct,
-    encode_fields,
-    object_array,
-    sections_of,
-    sections_of_dict,
-)
-from mooncake.compat.objects.dataproto_ref import (
     BATCH,
     DATAPROTO_REF_HANDLE_TYPE,
     DATAPROTO_REF_HANDLE_VERSION,
     DataProtoRefLike,
+    DataSections,
     MooncakeDataProtoRef,
     StructuredFieldLocation,
+    construct,
     dataproto_ref,
+    encode_fields,
     export_dataproto_ref,
     import_dataproto_ref,
     is_dataproto_ref_handle,
+    object_array,
+    sections_of,
+    sections_of_dict,
 )
-from mooncake.compat.objects.leased_arrays import release_leases
 from mooncake.compat.objects.manifest import BundleManifest, RemoteBundleRef, StoredMember
-from mooncake.compat.objects.members import SPECS, encode_member, read_member
-from mooncake.compat.objects.rows import select_rows
-from mooncake.compat.objects.storage_group import group_of, in_group, new_group
+from mooncake.compat.objects.members import SPECS, encode_member, read_member, release_leases
 from mooncake.compat.objects.values import (
     BundleStore,
     BundleTransferPolicy,
@@ -53,6 +54,7 @@ from mooncake.compat.objects.values import (
     StructuredObjectReadSpec,
     StructuredObjectResult,
     raw_destination,
+    select_rows,
     tensor_object_buffer,
 )
 from mooncake.log import get_logger

@@ -11,7 +11,7 @@ import torch
 from PIL import Image
 
 from mooncake.compat.objects.dataproto import object_array
-from mooncake.compat.objects.row_codecs import check_index, infer_codec
+from mooncake.compat.objects.row_codecs import check_index, choose_leaf_codec
 from mooncake.compat.objects.transfer import FieldSchema, MooncakeBundleTransfer
 from tests.compat.objects.plain_store import PlainStore
 
@@ -136,9 +136,11 @@ def test_integers_of_numpy_stay_integers(transfer: MooncakeBundleTransfer) -> No
 
 
 def test_a_codec_is_never_guessed_from_nothing() -> None:
-    assert infer_codec([None]) == "msgpack_ragged"
-    assert infer_codec([True, 1]) == "msgpack_ragged"
-    assert infer_codec([object()]) is None
+    nothing = choose_leaf_codec([None])
+    assert (nothing.codec, nothing.accepted, nothing.can_store) == ("msgpack_ragged", False, True)
+    assert choose_leaf_codec([True, 1]).codec == "msgpack_ragged"
+    assert not choose_leaf_codec([object()]).can_store
+    assert "mixed tensor dtype" in choose_leaf_codec([torch.zeros(1), torch.zeros(1).long()]).reason
 
 
 GOOD = {
@@ -179,9 +181,12 @@ def test_arrays_that_point_elsewhere_are_refused(change: dict[str, Any]) -> None
 @pytest.mark.parametrize(
     ("name", "change"),
     [
-        ("dicts", lambda m: m["nodes"][0]["child_refs"].__setitem__(0, ["node", 0])),
-        ("dicts", lambda m: m["nodes"][0]["child_refs"].__setitem__(0, ["leaf", 99])),
-        ("dicts", lambda m: m["nodes"][0]["child_refs"].__setitem__(1, m["nodes"][0]["child_refs"][0])),
+        ("dicts", lambda m: m["nodes"][0].__setitem__("row_mask_payload", "node.1.lengths")),
+        ("dicts", lambda m: m["nodes"][0].__setitem__("row_mask_payload", "leaf.0.data")),
+        ("dicts", lambda m: m["nodes"][1].__setitem__("lengths_payload", "none")),
+        ("dicts", lambda m: m["leaves"][0]["payload_members"].pop("missing")),
+        ("dicts", lambda m: m["leaves"][0].__setitem__("metadata", None)),
+        ("dicts", lambda m: m["leaves"][0]["payload_members"].__setitem__("nulls", 1)),
         ("dicts", lambda m: m["nodes"][0]["children"].pop()),
         ("dicts", lambda m: m["leaves"].append({"codec": "utf8_ragged", "metadata": {}})),
         ("dicts", lambda m: m["leaves"][0].__setitem__("codec", "pickle")),
@@ -197,4 +202,13 @@ def test_a_damaged_description_is_refused(transfer: MooncakeBundleTransfer, name
     ref = transfer.put_dataproto({"batch": {}, "non_tensor_batch": {name: values}})
     change(ref.encoded_non_tensor[name]["metadata"])
     with pytest.raises(ValueError, match=r"."):
+        transfer.get_dataproto(ref)
+
+
+def test_a_leaf_cannot_name_the_members_of_another(transfer: MooncakeBundleTransfer) -> None:
+    values = object_array(COLUMNS["dotted"][1])
+    ref = transfer.put_dataproto({"batch": {}, "non_tensor_batch": {"x": values}})
+    leaves = ref.encoded_non_tensor["x"]["metadata"]["leaves"]
+    leaves[1]["payload_members"] = leaves[0]["payload_members"]
+    with pytest.raises(ValueError, match="named twice"):
         transfer.get_dataproto(ref)

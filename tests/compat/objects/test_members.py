@@ -11,8 +11,7 @@ import pytest
 import torch
 
 from mooncake.compat.objects import manifest
-from mooncake.compat.objects.leased_arrays import OWNER
-from mooncake.compat.objects.members import SPECS
+from mooncake.compat.objects.members import OWNER, SPECS, ScatteredBuffers
 from mooncake.compat.objects.transfer import (
     MooncakeBundleTransfer,
     StructuredObjectPayload,
@@ -218,3 +217,23 @@ def test_a_leased_array_goes_back_to_its_pool(store: MooncakeDistributedStore) -
     assert getattr(again["x"], OWNER) is not None
     del again, found, rows  # a lease also ends with the last array
     pool.close()
+
+
+def test_scattered_buffers_are_one_member(plain: PlainStore) -> None:
+    transfer = MooncakeBundleTransfer(plain, default_chunk_bytes=5)
+    parts = (np.arange(3, dtype=np.int32), np.arange(3, 6, dtype=np.int32))
+    buffers = {
+        "array": ScatteredBuffers(buffers=parts, dtype="<i4", shape=(2, 3)),
+        "bytes": ScatteredBuffers((b"ab", bytearray(b"cde"), b"")),
+    }
+    ref = transfer.put_structured_object(StructuredObjectPayload({}, buffers))
+    found = transfer.materialize(transfer.read_spec(ref)).objects
+    assert found["array"].tolist() == [[0, 1, 2], [3, 4, 5]]
+    assert bytes(found["bytes"]) == b"abcde"
+
+
+def test_scattered_buffers_that_are_no_such_array_are_refused(plain: PlainStore) -> None:
+    value = ScatteredBuffers((b"12345678",), dtype="<i4", shape=(3,))
+    with pytest.raises(ValueError, match="8 bytes are no int32"):
+        MooncakeBundleTransfer(plain).put_structured_object(StructuredObjectPayload({}, {"x": value}))
+    assert plain.objects == {}

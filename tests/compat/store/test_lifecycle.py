@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import gc
 import inspect
 import os
 import signal
@@ -319,3 +320,39 @@ def test_a_program_that_is_killed(master: RunningMaster, store: MooncakeDistribu
         pass
     assert store.get("on the killed node") == b""
     assert store.put("after it", b"v", config) == 0, "it is placed on another segment"
+
+
+def collect(store_of: list[MooncakeDistributedStore], on_its_node: bool) -> None:
+    """Drop the only reference to a store, here or on the thread of its node, which ends with the session."""
+    session = store_of[0]._session
+    assert session is not None and session._node is not None
+    loop, thread = session._node._loop, session._node._thread
+    del session
+    if on_its_node:
+        loop.call_soon_threadsafe(store_of.clear)
+        thread.join(20)
+    else:
+        store_of.clear()
+        gc.collect()
+    assert not store_of and not thread.is_alive()
+
+
+@pytest.mark.parametrize("on_its_node", [False, True])
+def test_after_a_store_is_collected_nothing_lands_in_its_segment(
+    master: RunningMaster, on_its_node: bool
+) -> None:
+    """An embedded segment that ends takes its objects with it, and only those."""
+    with a_store(master, segment_bytes=8 * MIB) as stays:
+        going = [MooncakeDistributedStore()]
+        arguments = ("127.0.0.1", "P2PHANDSHAKE", 8 * MIB, MIB, "tcp", "", master.address)
+        assert going[0].setup(*arguments) == 0
+        name = going[0].get_hostname()
+        there = ReplicateConfig()
+        there.preferred_segment = name
+        assert stays.put("before", b"x" * 1000, there) == 0
+        assert segments_of(stays, "before") == [name]
+        collect(going, on_its_node)
+        assert stays.is_exist("before") == 0 and stays.get("before") == b""
+        keys = [f"after-{number}" for number in range(50)]
+        assert [stays.put(key, key.encode(), there) for key in keys] == [0] * len(keys)
+        assert [stays.get(key) for key in keys] == [key.encode() for key in keys]
