@@ -292,7 +292,7 @@ class MastersRun:
         self._disks = {name: 4 * pool_bytes for name in self._sizes if random.random() < 0.5}
         self._max_bytes = random.choice((200, 700))
         # From a source of its own, so that a seed without device memory stays what it was.
-        self._device_bytes = Random(f"{seed} devices").choice((0, 0, 1024, 4096))
+        self._device_bytes = Random(f"{seed} devices").choice((0, 0, 0, 1024))
         self._own = {
             f"client{client}": [f"key{number} of {client}" for number in range(6)] for client in range(2)
         }
