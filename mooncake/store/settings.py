@@ -106,6 +106,15 @@ class MasterSettings:
     max_hot_replicas: Annotated[int, msgspec.Meta(ge=1)] = 3
     "Replicas in memory that a hot object may have."
 
+    device_uses_per_s: Annotated[float, msgspec.Meta(ge=0)] = 5.0
+    "Lookups per second above which an object gets a copy in device memory of its host; 0: it never does."
+
+    device_hot_s: Annotated[float, msgspec.Meta(ge=0)] = 2.0
+    "Seconds that it must be looked up that often before it gets that copy."
+
+    device_cool_s: Annotated[float, msgspec.Meta(ge=0)] = 30.0
+    "Seconds that it must be looked up less than a quarter as often until that copy is removed."
+
     poll_s: Seconds = 10.0
     "Seconds after which a node that waits for tasks gets an empty answer."
 

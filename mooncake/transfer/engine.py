@@ -343,6 +343,11 @@ class TransferEngine(TransferMethods):
                 return region
         return None
 
+    def is_on_one_device(self, segment: RemoteSegment, remote_address: int, local_address: int) -> bool:
+        """Whether both are memory of the same device of this host, by its name in both processes."""
+        here = _kind_at(list(self._owned.values()), local_address)
+        return here.startswith("cuda") and here == _kind_at(segment.descriptor.regions, remote_address)
+
     def deferred_publication(self) -> contextlib.AbstractContextManager[None]:
         """Context manager: changes of registered memory inside are published once, at its end."""
         name_service = self._peers.name_service
@@ -516,6 +521,11 @@ def _shut_down(
     owned.clear()
     for transport in transports.values():
         transport.close()
+
+
+def _kind_at(regions: Iterable[Region] | Iterable[RegionInfo], address: int) -> str:
+    """The medium of the region that contains ``address``; empty when none does."""
+    return next((r.kind for r in regions if r.address <= address < r.address + r.size_bytes), "")
 
 
 def agree_on_tls(settings: TransferSettings, identity: Identity) -> tuple[TransferSettings, Identity]:

@@ -79,7 +79,13 @@ class SimClient:
         self.name = name
         self.process = Process(cluster.kernel, name, cluster.new_clock())
         joined = combine if cluster.faults.has_checksums else lambda a, b, length_b: 0
-        self.operations = Operations(host, joined, cluster.kernel.random.getrandbits(62), tenant)
+        self.operations = Operations(
+            host,
+            joined,
+            cluster.kernel.random.getrandbits(62),
+            tenant,
+            is_on_one_device=lambda segment, remote, local: local % 2 == 0,  # in half of the reads
+        )
         self._preallocated = self.operations.preallocated = WatchedPreallocations(self)
         self.memory = bytearray(1 << 20)
         self._allocated = 0

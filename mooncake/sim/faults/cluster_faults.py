@@ -188,6 +188,9 @@ MASTERS_SETTINGS = MasterSettings(
     standby_ack_s=1.0,
     orphan_s=6.0,
     poll_s=4.0,
+    device_uses_per_s=0.5,
+    device_hot_s=0.0,
+    device_cool_s=3.0,
 )
 
 

@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Callable
+from random import Random
 from typing import Any
 
 from mooncake.rpc.wire import Failure
@@ -290,6 +291,8 @@ class MastersRun:
         self._sizes = {f"node{number}": pool_bytes for number in range(random.randint(1, 2))}
         self._disks = {name: 4 * pool_bytes for name in self._sizes if random.random() < 0.5}
         self._max_bytes = random.choice((200, 700))
+        # From a source of its own, so that a seed without device memory stays what it was.
+        self._device_bytes = Random(f"{seed} devices").choice((0, 0, 0, 1024))
         self._own = {
             f"client{client}": [f"key{number} of {client}" for number in range(6)] for client in range(2)
         }
@@ -342,7 +345,7 @@ class MastersRun:
     # Starting
 
     def _start_node(self, name: str) -> None:
-        self.world.start_node(name, f"host of {name}", self._sizes[name])
+        self.world.start_node(name, f"host of {name}", self._sizes[name], self._device_bytes)
 
     def _start_client(self, name: str) -> None:
         client = self.world.start_client(name, f"host of node{int(name[-1]) % len(self._sizes)}")

@@ -62,7 +62,13 @@ class SimNode:
     """One incarnation of a node: its segments, the process that serves them."""
 
     def __init__(
-        self, cluster: StoreCluster, name: str, host: str, size_bytes: int, disk: SimDisk | None
+        self,
+        cluster: StoreCluster,
+        name: str,
+        host: str,
+        size_bytes: int,
+        disk: SimDisk | None,
+        device_bytes: int = 0,
     ) -> None:
         kernel = cluster.kernel
         self.name = name
@@ -81,6 +87,9 @@ class SimNode:
             disk.opened()
             ssd = f"{name}/ssd"
             self.segments[ssd] = SimSegment(cluster, self, ssd, Tier.SSD, len(disk.data), disk)
+        if device_bytes:
+            device = f"{name}/hbm"
+            self.segments[device] = SimSegment(cluster, self, device, Tier.DEVICE, device_bytes, None)
 
     @property
     def is_alive(self) -> bool:

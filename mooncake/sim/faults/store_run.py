@@ -194,9 +194,9 @@ class StoreCluster:
         """Another standby follows from now on, if there is to be one."""
         self.standby = SimStandby(self, self.master.master.snapshot()) if self.faults.has_standby else None
 
-    def start_node(self, name: str, host: str, size_bytes: int) -> None:
+    def start_node(self, name: str, host: str, size_bytes: int, device_bytes: int = 0) -> None:
         self.kernel.trace_line(f"{name} starts")
-        self.nodes[name] = SimNode(self, name, host, size_bytes, self.disks.get(name))
+        self.nodes[name] = SimNode(self, name, host, size_bytes, self.disks.get(name), device_bytes)
 
     def start_client(self, name: str, host: str, tenant: str = "") -> SimClient:
         self.kernel.trace_line(f"{name} starts")
@@ -305,7 +305,7 @@ class StoreRun:
 
     def _start_node(self, name: str) -> None:
         host = HOSTS[int(name[-1]) % len(HOSTS)]
-        self.cluster.start_node(name, host, self._sizes[name])
+        self.cluster.start_node(name, host, self._sizes[name], self.load.device_bytes)
 
     def _start_client(self, name: str) -> None:
         number, tenants = int(name[-1]), self.load.tenants

@@ -58,6 +58,10 @@ class WorkloadMix:
     tenants: tuple[str, ...] = ("",)
     """Tenants of clients, in turn; "" is the default one."""
 
+    device_bytes: int = 0
+    """Device memory of each node."""
+    device_uses_per_s: float = 5.0
+
     def settings(self) -> MasterSettings:
         return dataclasses.replace(
             SETTINGS,
@@ -66,6 +70,9 @@ class WorkloadMix:
             demote_watermark=self.demote_watermark,
             promote_after_hits=self.promote_after_hits,
             evict_undemoted=self.evict_undemoted,
+            device_uses_per_s=self.device_uses_per_s,
+            device_hot_s=0.0,
+            device_cool_s=3.0,
         )
 
 
@@ -91,6 +98,9 @@ def draw_mix(random: Random) -> WorkloadMix:
         drop_replicas=often((0.2, 1.0)),
         view=often((1.0, 4.0)),
         tenants=random.choice((("",), ("",), ("", "bank"), ("shop", "bank"))),
+        # Drawn last: seeds without device memory stay what they were.
+        device_bytes=random.choice((0, 0, 1024, 8192)),
+        device_uses_per_s=random.choice((0.2, 1.0)),
     )
 
 

@@ -142,9 +142,19 @@ class ReadGrant:
         self.address = self.replica.address
         return True
 
+    @property
+    def places(self) -> list[tuple[m.Replica, Any]]:
+        """(replica, transfer handle) of the replica in use and of those to try next."""
+        return [(self.replica, self.segment), *self.others]
+
+    def use(self, places: list[tuple[m.Replica, Any]]) -> None:
+        """Read from the first of ``places``, and try the others after it."""
+        (self.replica, self.segment), *self.others = places
+        self.address = self.replica.address
+
     def each(self) -> list[ReadGrant]:
         """One grant per replica."""
-        places = [(self.replica, self.segment), *self.others]
+        places = self.places
         return [
             dataclasses.replace(self, replica=replica, segment=handle, address=replica.address, others=[])
             for replica, handle in places

@@ -152,9 +152,12 @@ class Operations:
         verify_local: bool = True,
         reporter: str = "",
         patience_s: float = 0.0,
+        is_on_one_device: Callable[[Any, int, int], bool] = lambda handle, remote, local: False,
     ) -> None:
         """``reporter``: name of this machine, sent with reports of corrupt bytes. ``patience_s``: how long a
-        durable put may wait for space; less than the timeout of an operation."""
+        durable put may wait for space; less than the timeout of an operation. ``is_on_one_device``: whether
+        an address behind a transfer handle and a local one are memory of the same device."""
+        self._is_on_one_device = is_on_one_device
         self._patience_s = patience_s
         self._host = host
         self._reporter = reporter or host
@@ -746,6 +749,7 @@ class Operations:
         the same replica, before another is tried and the replica is reported to the master. ``is_checked``:
         verify also what is read from memory on this host.
         """
+        self._prefer_devices(grants, columns)
         is_good = [True] * len(grants)
         wrong: list[tuple[ReadGrant, str]] = []
         doubted: dict[int, str] = {}
@@ -892,6 +896,32 @@ class Operations:
             replica=replica,
             others=places[1:],
         )
+
+    def _prefer_devices(self, grants: Sequence[ReadGrant], columns: SliceColumns) -> None:
+        """Read a replica in device memory first where the bytes go to that device; elsewhere memory is."""
+        choices = [
+            index
+            for index, grant in enumerate(grants)
+            if grant.others and any(replica.tier is Tier.DEVICE for replica, _ in grant.places)
+        ]
+        if not choices:
+            return
+        numbers, first = np.unique(columns.grant, return_index=True)
+        addresses = dict(zip(numbers.tolist(), columns.local[first].tolist(), strict=True))
+        for index in choices:
+            if index in addresses:
+                local = addresses[index]
+                places = grants[index].places
+                ranked = [
+                    (not self._is_beside(replica, handle, local), *self._distance(replica), number)
+                    for number, (replica, handle) in enumerate(places)
+                ]
+                grants[index].use([places[rank[-1]] for rank in sorted(ranked)])
+
+    def _is_beside(self, replica: m.Replica, handle: Any, local: int) -> bool:
+        """Whether ``replica`` is in memory of the device on this host that has the address ``local``."""
+        is_candidate = replica.tier is Tier.DEVICE and self._hosts.get(replica.segment) == self._host
+        return is_candidate and self._is_on_one_device(handle, replica.address, local)
 
     def _must_be_checked(self, replica: m.Replica) -> bool:
         """Whether reads from ``replica`` are verified: always if the bytes leave a machine or an SSD."""

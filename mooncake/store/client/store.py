@@ -131,6 +131,7 @@ class _StoreBase:
             settings.verify_local,
             socket.gethostname(),
             settings.timeout_s / 2,
+            self.engine.is_on_one_device,
         )
         self._memory = LocalMemory(self.engine)
         self._calls = ClientCalls(self.operations, self._memory, settings)

@@ -89,6 +89,12 @@ class MasterCounts:
     promotions_failed: int = 0
     promotions_too_rare: int = 0
     promotions_no_room: int = 0
+    device_copied_objects: int = 0
+    device_copied_bytes: int = 0
+    device_dropped_replicas: int = 0
+    device_dropped_bytes: int = 0
+    device_copies_failed: int = 0
+    device_copies_no_room: int = 0
     reported_objects: int = 0
 
 
@@ -210,7 +216,7 @@ class Catalog:
     def _evict(self, stored: StoredObject, extent: Extent, reason: str, now: float) -> int:
         tier = extent.segment.tier
         leaving = stored.complete(tier)
-        staying = [e for e in stored.complete() if e.segment.tier is not tier]
+        staying = [e for e in stored.complete() if e.segment.tier is not tier and not e.is_extra]
         if not leaving:
             return 0
         if extent in leaving and len(leaving) > stored.policy.num_replicas:
@@ -219,6 +225,9 @@ class Catalog:
         if not staying or is_promised:
             self.counts.evicted_objects += 1
             self.counts.evicted_bytes += stored.size_bytes
+            if self.segments.num_devices and tier is not Tier.DEVICE:
+                for one in stored.complete(Tier.DEVICE):  # its bytes do not count as released
+                    self.drop_extent(stored, one, f"{EVICTED}{reason}", now)
             return self.unlink(stored, f"{EVICTED}{reason}", now)
         self.counts.evicted_replicas += len(leaving)
         return sum(self.drop_extent(stored, one, f"{EVICTED}{reason}", now) for one in leaving)
@@ -478,6 +487,11 @@ class Catalog:
         if is_readable:
             self._removed(stored, [extent], reason, now)
         return released_bytes
+
+    def drop_extras(self, stored: StoredObject, reason: str, now: float) -> None:
+        """Remove the object if only extra replicas are left after others were removed."""
+        if stored.is_readable and not stored.lasting():
+            self.unlink(stored, reason, now)
 
     def hold(self, extent: Extent, until: float) -> None:
         """Protect a replica that a task reads: its space is not reused before ``until``, nor is it

@@ -24,6 +24,8 @@ MOVED = "moved away"
 DRAINED = "drained, and others have it"
 COOLED = "cool again"
 """A hot object's further replica is no longer needed."""
+DISPLACED = "displaced by a hotter object"
+"""An extra replica left device memory; others have the object."""
 
 
 class ObjectShown(msgspec.Struct, frozen=True):
@@ -71,7 +73,7 @@ class ReplicaRemoved(msgspec.Struct, frozen=True):
     @property
     def is_moved(self) -> bool:
         """Whether it was removed because others have the object, and suffice."""
-        return self.reason in (MOVED, DRAINED, COOLED)
+        return self.reason in (MOVED, DRAINED, COOLED, DISPLACED)
 
 
 class ObjectRemoved(msgspec.Struct, frozen=True):

@@ -13,10 +13,12 @@ from __future__ import annotations
 
 import dataclasses
 import itertools
+import math
 
 from mooncake.errors import Refusal
 from mooncake.store.master.catalog import Catalog
 from mooncake.store.master.catalog_events import COOLED
+from mooncake.store.master.device_tier import DeviceTier
 from mooncake.store.master.objects import StoredObject
 from mooncake.store.master.segments import Segment
 from mooncake.store.master.tasks import PlannedCopy, Tasks
@@ -46,21 +48,24 @@ class HotReplicas:
     def __init__(self, catalog: Catalog, tasks: Tasks) -> None:
         self._catalog = catalog
         self._tasks = tasks
+        self.devices = DeviceTier(catalog, tasks)
+        """Decides with the rates that are measured here."""
         self._uses: dict[int, int] = {}
         """Number of lookups of each object on the lists of the last examination, by object id."""
         self._hot: dict[int, _HotObject] = {}
         self._checked_at = 0.0
 
     def deadline(self) -> float | None:
-        is_idle = not (self._hot or self._catalog.recent)
-        if is_idle or not self._catalog.settings.hot_uses_per_s:
+        is_idle = not (self._hot or self._catalog.recent or self.devices.holds_copies)
+        if is_idle or not (self._catalog.settings.hot_uses_per_s or self.devices.is_used):
             return None
         return self._checked_at + CHECK_INTERVAL_S
 
     def expire(self, now: float) -> None:
         elapsed_s = now - self._checked_at
         self._checked_at = now
-        threshold = self._catalog.settings.hot_uses_per_s
+        threshold = self._catalog.settings.hot_uses_per_s or math.inf
+        feeds_devices = self.devices.is_used
         keys = dict.fromkeys(itertools.islice(itertools.chain(*self._catalog.recent), MAX_KEYS))
         self._catalog.recent.clear()
         uses, self._uses = self._uses, {}
@@ -75,6 +80,10 @@ class HotReplicas:
                 rate = (stored.num_uses - before) / elapsed_s
                 if rate >= threshold:
                     self._heat(stored, rate, now)
+                if feeds_devices:
+                    self.devices.found(stored, rate)
+        if feeds_devices or self.devices.holds_copies:
+            self.devices.examine(now)
         for hot in list(self._hot.values()):
             self._cool(hot, elapsed_s, now)
 
@@ -126,11 +135,12 @@ class HotReplicas:
         del self._hot[stored.object_id]
         for segment in hot.added:
             extent = stored.on(segment)
-            others = [one for one in stored.complete() if one is not extent and one.segment.is_alive]
+            others = [one for one in stored.lasting() if one is not extent and one.segment.is_alive]
             if extent is not None and extent.is_complete and others:
                 self._catalog.drop_extent(stored, extent, COOLED, now)
 
     def check(self) -> None:
+        self.devices.check()
         for object_id, hot in self._hot.items():
             assert hot.stored.object_id == object_id
 

@@ -167,7 +167,7 @@ class Jobs:
         for target in targets:
             extent = stored.on(target)
             if extent is not None and extent.is_complete:
-                self._arrived(job, stored, 0, now)
+                self._arrived(job, stored, target, 0, now)
             elif job.is_running:
                 self._begin(job, stored, target, job.kind, now)
         self._end_if_over(job, now)
@@ -235,7 +235,7 @@ class Jobs:
         self, job: ReplicationJob, stored: StoredObject, target: Segment, why: str, now: float
     ) -> None:
         def ended(task: PlannedCopy, refusal: Refusal | None, now: float) -> None:
-            self._ended(job, number, stored, refusal, now)
+            self._ended(job, number, stored, target, refusal, now)
 
         # A named target is to have the object; a drain only uses free space.
         makes_room = isinstance(job, CopyJob)
@@ -244,13 +244,19 @@ class Jobs:
         job.tasks[number] = task
 
     def _ended(
-        self, job: ReplicationJob, number: int, stored: StoredObject, refusal: Refusal | None, now: float
+        self,
+        job: ReplicationJob,
+        number: int,
+        stored: StoredObject,
+        target: Segment,
+        refusal: Refusal | None,
+        now: float,
     ) -> None:
         if job.tasks.pop(number, None) is None or not job.is_running:
             return
         job.touched_at = now
         if refusal is None:
-            self._arrived(job, stored, stored.size_bytes, now)
+            self._arrived(job, stored, target, stored.size_bytes, now)
         elif isinstance(job, DrainJob):
             if stored.is_readable:
                 job.failures[stored.object_id] = job.failures.get(stored.object_id, 0) + 1
@@ -264,8 +270,13 @@ class Jobs:
         else:
             self._end_if_over(job, now)
 
-    def _arrived(self, job: ReplicationJob, stored: StoredObject, moved_bytes: int, now: float) -> None:
+    def _arrived(
+        self, job: ReplicationJob, stored: StoredObject, target: Segment, moved_bytes: int, now: float
+    ) -> None:
         """Handle a new replica where it was wanted: the one that it replaces may be removed."""
+        arrived = stored.on(target)
+        if arrived is not None:
+            arrived.is_requested = True
         job.num_done += 1
         job.moved_bytes += moved_bytes
         if isinstance(job, DrainJob):
@@ -277,7 +288,7 @@ class Jobs:
 
     def _leave(self, stored: StoredObject, segment: Segment, now: float) -> None:
         extent = stored.on(segment) if stored.is_readable else None
-        others = [one for one in stored.complete() if one is not extent and not one.segment.is_draining]
+        others = [one for one in stored.lasting() if one is not extent and not one.segment.is_draining]
         if extent is not None and extent.is_complete and others and _is_durable_without(stored, extent):
             self._catalog.drop_extent(stored, extent, MOVED, now)
 
@@ -378,11 +389,15 @@ class Jobs:
         extent = stored.on(segment) if stored.is_readable else None
         if extent is None or not extent.is_complete:
             return
+        if extent.is_extra and any(one.segment.is_alive for one in stored.lasting()):
+            job.num_done += 1
+            self._catalog.drop_extent(stored, extent, DRAINED, now)
+            return
         target = self._target(job, stored, segment, now)
         if target is not None:
             self._begin(job, stored, target, job.kind, now)
             return
-        elsewhere = [one for one in stored.complete() if not one.segment.is_draining]
+        elsewhere = [one for one in stored.lasting() if not one.segment.is_draining]
         if any(one.segment.is_alive for one in elsewhere) and _is_durable_without(stored, extent):
             job.num_done += 1
             self._catalog.drop_extent(stored, extent, DRAINED, now)

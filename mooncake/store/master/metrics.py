@@ -13,6 +13,7 @@ from prometheus_client.registry import Collector
 from mooncake.store import messages as m
 from mooncake.store.master.context import Leadership
 from mooncake.store.master.master import Master
+from mooncake.types import Tier
 
 
 class MasterProcess(Protocol):
@@ -33,6 +34,8 @@ _GAUGES = {
     "objects_writing": "Objects being written",
     "capacity_bytes": "Memory of the nodes that are alive",
     "allocated_bytes": "Memory of the nodes that are alive, in use or reserved",
+    "device_capacity_bytes": "Device memory of the nodes that are alive",
+    "device_allocated_bytes": "Device memory of the nodes that are alive, in use or reserved",
     "segments": "Nodes' segments that are alive",
     "ha_leads": "1 while this master leads",
     "ha_term": "Term of the leader; 0 where masters are not elected",
@@ -67,6 +70,12 @@ _COUNTERS = {
     "promotions_failed": "Such copies that were given up",
     "promotions_too_rare": "Lookups that found an object only on SSD, and too rarely",
     "promotions_no_room": "Lookups that found an object only on SSD, and no memory for it",
+    "device_copied_objects": "Objects copied to device memory because they are looked up often",
+    "device_copied_bytes": "Bytes copied to device memory because they are looked up often",
+    "device_dropped_replicas": "Such copies removed for hotter objects, or because they were cool",
+    "device_dropped_bytes": "Bytes of the copies removed for hotter objects, or because they were cool",
+    "device_copies_failed": "Such copies that were given up",
+    "device_copies_no_room": "Times that an object was hot enough, and everything in device memory as hot",
     "reported_objects": "Objects known from their node's report",
 }
 
@@ -86,11 +95,14 @@ class MasterMetrics(Collector):
 
     def collect(self) -> Generator[Metric, None, None]:
         master, lead = self._process.master, self._process.leadership
+        devices = master.catalog.alive(Tier.DEVICE)
         gauges = {
             "objects": len(master.objects.readable),
             "objects_writing": len(master.objects.writing),
             "capacity_bytes": master.capacity_bytes,
             "allocated_bytes": master.allocated_bytes,
+            "device_capacity_bytes": sum(one.allocator.size_bytes for one in devices),
+            "device_allocated_bytes": sum(one.allocator.allocated_bytes for one in devices),
             "segments": sum(segment.is_alive for segment in master.segments.mounted.values()),
             "ha_leads": lead.is_leader,
             "ha_term": lead.term,

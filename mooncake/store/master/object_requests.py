@@ -207,6 +207,7 @@ class RemoveRequests:
             else:
                 for extent in extents:
                     self._catalog.drop_extent(stored, extent, "removed from there", now)
+                self._catalog.drop_extras(stored, "removed from where it lasts", now)
                 outcomes.append(True)
         return m.Outcomes(outcomes)
 

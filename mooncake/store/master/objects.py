@@ -49,6 +49,7 @@ class Extent:
     __slots__ = (
         "held_until",
         "is_complete",
+        "is_requested",
         "is_resting",
         "offset",
         "place",
@@ -66,11 +67,18 @@ class Extent:
         self.held_until = 0.0
         """The space is not reused before, whatever becomes of the object: a writer may still write it, or a
         task read it."""
+        self.is_requested = False
+        """A user or an operator wants it here; not known of an earlier master's replicas."""
         self.is_resting = False
         """No longer a replica; the space waits for ``release_at``."""
         self.release_at = 0.0
         self.place: Any = None
         """Its entry in the order of eviction."""
+
+    @property
+    def is_extra(self) -> bool:
+        """Whether it only makes reads faster (``device_tier.py``): what must stay readable needs another."""
+        return self.segment.tier is Tier.DEVICE and not self.is_requested
 
     def __repr__(self) -> str:
         how = "resting" if self.is_resting else "complete" if self.is_complete else "being written"
@@ -223,6 +231,10 @@ class StoredObject:
     def complete(self, tier: Tier | None = None) -> list[Extent]:
         """Replicas that can be read, or could be if their node were alive."""
         return [e for e in self.extents if e.is_complete and (tier is None or e.segment.tier is tier)]
+
+    def lasting(self) -> list[Extent]:
+        """The complete replicas that are not extra."""
+        return [extent for extent in self.extents if extent.is_complete and not extent.is_extra]
 
     def has_slower(self, extent: Extent) -> bool:
         """Whether it stays readable, from a slower tier, when it leaves the tier of ``extent``."""

@@ -270,6 +270,8 @@ class Segments:
         self.mounted: dict[str, Segment] = {}
         self.num_ssds = 0
         """Number of SSD segments."""
+        self.num_devices = 0
+        """Number of device segments."""
         self._by_host: dict[str, dict[str, Segment]] = {}
         """The same segments, by host and name: a put tries its own host first, and rarely another."""
         self._by_node: dict[str, dict[str, Segment]] = {}
@@ -372,6 +374,7 @@ class Segments:
         self._by_host.setdefault(segment.host, {})[segment.name] = segment
         self._by_node.setdefault(segment.node, {})[segment.name] = segment
         self.num_ssds += segment.tier is Tier.SSD
+        self.num_devices += segment.tier is Tier.DEVICE
 
     def beat(self, name: str, epoch: int, connection: Hashable, now: float) -> Segment | None:
         """Enter a heartbeat; None when the sender must mount again."""
@@ -429,6 +432,7 @@ class Segments:
             if not index[name]:
                 del index[name]
         self.num_ssds -= segment.tier is Tier.SSD
+        self.num_devices -= segment.tier is Tier.DEVICE
         segment.move(DROPPED)
 
     def retire(self, segment: Segment) -> None:
@@ -459,6 +463,7 @@ class Segments:
             indexed = [segment for segments in index.values() for segment in segments.values()]
             assert {id(segment) for segment in indexed} == {id(segment) for segment in self.mounted.values()}
         assert self.num_ssds == sum(one.tier is Tier.SSD for one in self.mounted.values())
+        assert self.num_devices == sum(one.tier is Tier.DEVICE for one in self.mounted.values())
         for name, segment in self.mounted.items():
             assert segment.name == name and segment.is_mounted, segment
             assert segment.is_alive == (segment.state is SegmentState.ALIVE)

@@ -307,7 +307,8 @@ class Tasks:
         def merit(extent: Extent) -> tuple[bool, ...]:
             segment = extent.segment
             is_near = segment.node == target.node, segment.host == target.host
-            return segment not in task.failed_sources, *is_near, segment.tier is not Tier.SSD
+            is_fast = segment.tier is not Tier.SSD, segment.tier is Tier.MEMORY
+            return segment not in task.failed_sources, *is_near, *is_fast
 
         alive = [extent for extent in task.stored.complete() if extent.segment.is_alive]
         return max(alive, key=merit, default=None)

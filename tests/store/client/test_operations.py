@@ -29,6 +29,7 @@ from mooncake.store.client.operations import (
     SlicesMoved,
 )
 from mooncake.store.master.objects import DEFAULT_POLICY
+from mooncake.types import Tier
 from tests.store.conftest import SETTINGS, Voice
 
 BASE = 1 << 20
@@ -550,6 +551,39 @@ def test_the_nearest_replica_is_read() -> None:
     other = Operations("far", combine, 5)
     (grant,) = world.run(other.open_reads(["k0"], world.deadline))
     assert grant.replica.segment == "b" and [one.segment for one, _ in grant.others] == ["a"]
+
+
+def test_a_replica_on_a_device_is_read_first_only_into_memory_of_that_device() -> None:
+    world = two()
+    world.nodes["hbm"] = bytearray(4096)
+    device = m.Mount("hbm", 7, "h", BASE, 4096, b"how", 0.0, Tier.DEVICE)
+    world.voice.say(device, "node hbm")
+    world.voice.say(m.Heartbeat("hbm", 7), "node hbm")
+    put_twice(world, b"value", b"other")
+    catalog = world.voice.master.catalog
+    stored = catalog.objects.readable["k0"]
+    extent = catalog.add_extent(stored, catalog.segments.mounted["hbm"], world.voice.now, 1e9)
+    assert extent is not None
+    world.nodes["hbm"][extent.offset : extent.offset + 5] = b"value"
+    catalog.complete_extent(stored, extent, world.voice.now)
+    asked: list[tuple[Any, int, int]] = []
+
+    def is_on_one_device(handle: Any, remote: int, local: int) -> bool:
+        asked.append((handle, remote, local))
+        return local >= 1000
+
+    reader = Operations("h", combine, 5, is_on_one_device=is_on_one_device)
+    grants = world.run(reader.open_reads(["k0", "k1"], world.deadline))
+    for local, names in ((0, ["a", "hbm", "b"]), (1000, ["hbm", "a", "b"]), (0, ["a", "hbm", "b"])):
+        assert world.run(reader.read_whole(grants, [local, local + 10], world.deadline)) == [True, True]
+        assert world.local[local : local + 5] == b"value"
+        assert [replica.segment for replica, _ in grants[0].places] == names
+        assert asked.pop() == ("hbm", BASE + extent.offset, local)
+    assert not asked, "nothing is asked about an object without a replica on a device"
+    far = Operations("far", combine, 9, is_on_one_device=is_on_one_device)
+    grants = world.run(far.open_reads(["k0"], world.deadline))
+    world.run(far.read_whole(grants, [1000], world.deadline))
+    assert not asked and grants[0].replica.segment == "b", "the device is another host's"
 
 
 @pytest.mark.parametrize("fault", ["reset", "wrong"])
