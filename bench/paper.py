@@ -210,6 +210,8 @@ def tables(folder: Path, part: str) -> Iterator[Table]:
             yield make(folder)
     if part in ("all", "scheduling"):
         yield from importlib.import_module("bench.paper_scheduling").tables(folder)
+    if part in ("all", "experiments"):
+        yield from importlib.import_module("bench.paper_experiments").tables(folder)
 
 
 def main() -> int:
@@ -217,7 +219,7 @@ def main() -> int:
     parser.add_argument(
         "--traces", metavar="DIR", help="folder of the traces; by default data/traces, if found"
     )
-    parser.add_argument("--part", choices=("all", "caches", "scheduling"), default="all")
+    parser.add_argument("--part", choices=("all", "caches", "scheduling", "experiments"), default="all")
     given = parser.parse_args()
     folder = traces_folder(given.traces)
     if folder is None:

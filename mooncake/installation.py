@@ -24,12 +24,20 @@ REINSTALL = (
 
 
 def check_folder(folder: str = FOLDER) -> None:
-    """Check that the files are ours.
+    """Check that the files are ours, where they are files.
+
+    Modules that lie in an archive (a zip file, a program made by PyInstaller), or in a folder that may not
+    be listed, were not installed by pip into that folder: nothing is checked.
 
     Raises:
         ImportError: those of another distribution are among them, or took some of ours when they went.
     """
-    names = os.listdir(folder)
+    try:
+        names = os.listdir(folder)
+    except OSError:
+        return
+    if not any(name.startswith("installation.") for name in names):
+        return
     foreign = [name for name in names if name.startswith(FOREIGN_MODULES) and name.endswith(".so")]
     if foreign:
         raise ImportError(_mixed(folder, sorted(foreign)))
@@ -90,6 +98,8 @@ def why_no_native(folder: str = FOLDER) -> str:
 
 
 def _extensions(folder: str) -> list[str]:
-    if not os.path.isdir(folder):
+    try:
+        names = os.listdir(folder)
+    except OSError:
         return []
-    return sorted(name for name in os.listdir(folder) if name.startswith("_native.") and name.endswith(".so"))
+    return sorted(name for name in names if name.startswith("_native.") and name.endswith(".so"))

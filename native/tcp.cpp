@@ -617,34 +617,58 @@ std::string words_of(const wire::Hello& answer) {
 
 }  // namespace
 
-// TLS on a connected socket. A server that has none answers in the plain, which is seen before OpenSSL is.
+// The server's answer to a greeting. kProtocolError: it is none of this version, and the reason is noted.
+Status TcpPeer::receive_answer(Job& job, Lane& lane, wire::Hello& answer) {
+  Status received = receive_exactly(*lane.channel, &answer, offsetof(wire::Hello, epoch), job.request.deadline);
+  if (received != Status::kOk) return received;
+  if (wire::is_hello_of_other_version(answer))
+    return fail_greeting(Status::kProtocolError, "the peer speaks version " + std::to_string(answer.version) +
+                                                     " of the data protocol and we " + std::to_string(wire::kVersion) +
+                                                     "; install the same version on both sides");
+  if (!wire::is_hello(answer))
+    return fail_greeting(Status::kProtocolError, "something other than a transfer engine answers at this address");
+  size_t head = offsetof(wire::Hello, epoch);
+  return receive_exactly(*lane.channel, reinterpret_cast<uint8_t*>(&answer) + head, sizeof answer - head,
+                         job.request.deadline);
+}
+
+// TLS on a connected socket. A server that has none answers in the plain. That is seen by the first byte of its
+// answer, before which OpenSSL must read nothing: it would take a part of the answer and give no reason.
 Status TcpPeer::encrypt(Job& job, Lane& lane) {
   int socket = lane.channel->socket();
   std::unique_ptr<TlsSession> session = tls_->session(socket, false, address_.host());
   bool has_looked = false;
+  session->allow_reads(false);
   while (true) {
-    if (!has_looked) {
-      wire::Hello answer;
-      ssize_t count = recv(socket, &answer, sizeof answer, MSG_PEEK | MSG_DONTWAIT);
-      if (count == sizeof answer && answer.magic == wire::kMagic)
-        return fail_greeting(Status::kProtocolError, words_of(answer));
-      has_looked = count > 0 && (count >= 4 && answer.magic != wire::kMagic);
+    TlsSession::Step step = session->handshake();
+    if (step == TlsSession::Step::kDone) {
+      lane.channel->encrypt(std::move(session));
+      return Status::kOk;
     }
-    switch (session->handshake()) {
-      case TlsSession::Step::kDone:
-        lane.channel->encrypt(std::move(session));
-        return Status::kOk;
-      case TlsSession::Step::kWantsRead:
-        if (!wait_for(socket, POLLIN, job.request.deadline)) return Status::kTimedOut;
-        continue;
-      case TlsSession::Step::kWantsWrite:
-        if (!wait_for(socket, POLLOUT, job.request.deadline)) return Status::kTimedOut;
-        continue;
-      case TlsSession::Step::kFailed:
-        if (job.stop.load() != Status::kOk) return job.stop.load();
-        std::string why = session->trouble().empty() ? "the peer ended it" : session->trouble();
-        return fail_greeting(Status::kProtocolError, "no TLS with the peer: " + why +
-                                                         "; check `tls`, `tls_ca` and the certificates of both sides");
+    if (step == TlsSession::Step::kWantsWrite) {
+      if (!wait_for(socket, POLLOUT, job.request.deadline)) return Status::kTimedOut;
+      continue;
+    }
+    if (step == TlsSession::Step::kWantsRead && !wait_for(socket, POLLIN, job.request.deadline))
+      return Status::kTimedOut;
+    if (!has_looked) {
+      uint8_t first = 0;
+      ssize_t count = recv(socket, &first, sizeof first, MSG_PEEK | MSG_DONTWAIT);
+      if (count == 1 && first == static_cast<uint8_t>(wire::kMagic)) {
+        wire::Hello answer;
+        Status received = receive_answer(job, lane, answer);
+        if (received == Status::kOk) return fail_greeting(Status::kProtocolError, words_of(answer));
+        if (received != Status::kPeerLost || job.stop.load() != Status::kOk) return received;
+        return fail_greeting(Status::kPeerLost, "the peer closed the connection during the greeting");
+      }
+      has_looked = count >= 0 || (errno != EAGAIN && errno != EWOULDBLOCK && errno != EINTR);
+      session->allow_reads(has_looked);
+    }
+    if (step == TlsSession::Step::kFailed) {
+      if (job.stop.load() != Status::kOk) return job.stop.load();
+      std::string why = session->trouble().empty() ? "the peer ended it" : session->trouble();
+      return fail_greeting(Status::kProtocolError, "no TLS with the peer: " + why +
+                                                       "; check `tls`, `tls_ca` and the certificates of both sides");
     }
   }
 }
@@ -662,18 +686,9 @@ Status TcpPeer::greet(Job& job, Lane& lane) {
   hello.epoch = epoch_, hello.lane = lane.name;
   (void)send_whole(*lane.channel, &hello, sizeof hello);  // a peer that refuses us may be gone and have said why
   wire::Hello answer;
-  Status received = receive_exactly(*lane.channel, &answer, offsetof(wire::Hello, epoch), job.request.deadline);
-  if (received == Status::kOk && wire::is_hello_of_other_version(answer))
-    return fail_greeting(Status::kProtocolError, "the peer speaks version " + std::to_string(answer.version) +
-                                                     " of the data protocol and we " + std::to_string(wire::kVersion) +
-                                                     "; install the same version on both sides");
-  if (received == Status::kOk && !wire::is_hello(answer))
-    return fail_greeting(Status::kProtocolError, "something other than a transfer engine answers at this address");
-  size_t head = offsetof(wire::Hello, epoch);
-  if (received == Status::kOk)
-    received = receive_exactly(*lane.channel, reinterpret_cast<uint8_t*>(&answer) + head, sizeof answer - head,
-                               job.request.deadline);
-  if (received == Status::kTimedOut || job.stop.load() != Status::kOk) return received;
+  Status received = receive_answer(job, lane, answer);
+  if (received == Status::kTimedOut || received == Status::kProtocolError || job.stop.load() != Status::kOk)
+    return received;
   if (received != Status::kOk) {
     const TlsSession* tls = lane.channel->tls();
     if (tls && !tls->trouble().empty())

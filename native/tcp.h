@@ -185,6 +185,7 @@ class TcpPeer final : public Peer {
   Status connect(Job& job, Lane& lane);
   Status greet(Job& job, Lane& lane);
   Status encrypt(Job& job, Lane& lane);
+  Status receive_answer(Job& job, Lane& lane, wire::Hello& answer);
   Status fail_greeting(Status status, std::string reason);
 
   const TcpAddress address_;

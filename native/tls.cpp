@@ -93,6 +93,7 @@ int bio_write(void* bio, const char* bytes, int size) {
 
 int bio_read(void* bio, char* into, int size) {
   library.BIO_clear_flags(bio, kBioRead | kBioWrite | kBioRetry);
+  if (!socket_of(bio).may_read) return library.BIO_set_flags(bio, kBioRead | kBioRetry), -1;
   ssize_t received = ::recv(socket_of(bio).fd, into, static_cast<size_t>(size), MSG_DONTWAIT);
   if (received < 0 && (errno == EAGAIN || errno == EWOULDBLOCK)) library.BIO_set_flags(bio, kBioRead | kBioRetry);
   if (received == 0) socket_of(bio).has_ended = true;

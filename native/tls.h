@@ -27,6 +27,7 @@ class TlsSession;
 struct TlsSocket {
   int fd = -1;
   bool has_ended = false;  // the peer closed its side
+  bool may_read = true;    // else a read finds nothing yet
 };
 
 // What all connections of a process have in common. Shared by threads.
@@ -58,6 +59,8 @@ class TlsSession {
   enum class Step { kDone, kWantsRead, kWantsWrite, kFailed };
   // The handshake; a server need not call it, the first receive() does it.
   Step handshake();
+  // Whether the handshake may read: what the session has read can't be looked at by others any longer.
+  void allow_reads(bool allowed) { socket_.may_read = allowed; }
 
   ssize_t receive(const iovec* parts, size_t count, bool& drained);  // as Channel's
   ssize_t send(const iovec* parts, size_t count);

@@ -317,7 +317,7 @@ HTTP_SIDES = (
         "gateway.md",
         ("gateway/app.py", "gateway/admin.py"),
     ),
-    HttpSide("Worker", "gateway.md", ("inference/api.py",)),
+    HttpSide("Worker", "gateway.md", ("inference/api.py", "inference/weight_versions.py")),
     HttpSide("Conductor, for other routers", "conductor.md", ("conductor/query_server.py",)),
     HttpSide(
         "Master",
@@ -474,15 +474,16 @@ def program_meaning(target: str) -> str:
 
 
 def render_commands() -> str:
-    from mooncake.cli.commands import COMMANDS, FAKE_ENGINE
+    from mooncake.cli.commands import COMMANDS, FAKE_ENGINE, P2P_SERVE
 
-    roles = {command.name: command for command in COMMANDS} | {f"dev {FAKE_ENGINE.name}": FAKE_ENGINE}
+    roles = {command.name: command for command in COMMANDS}
+    roles |= {f"dev {FAKE_ENGINE.name}": FAKE_ENGINE, "p2p serve": P2P_SERVE}
     parts = [f"# Commands\n\n{GENERATED}", "`mooncake COMMAND --help` prints the same.\n"]
     for words, command in sorted(commands().items()):
         parts.append(f"## mooncake {words}\n\n{flat(command.help)}\n")
         if words in roles:
             parts.append(f"```sh\n{roles[words].example}\n```\n")
-            name = words.rpartition(" ")[2].replace("-", "")
+            name = roles[words].name.replace("-", "")
             parts.append(
                 f"Flags: [`[{name}]`](../configuration.md), and those of `[log]` and `[security]`.\n"
             )

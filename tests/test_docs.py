@@ -41,6 +41,7 @@ FOREIGN = {
     "PS_P2P_STORE_RDMA_DEVICES",
     "checkpoint_engine/p2p_store.py",
     "cluster key",
+    "cross_encoder_cache",
     "disaggregation-mode",
     "disaggregation/mooncake/conn.py",
     "distributed/device_communicators/mooncake_transfer_engine.py",
@@ -52,6 +53,7 @@ FOREIGN = {
     "hicache-storage-backend-extra-config",
     "index-url",
     "launch_server",
+    "mem_cache/embedding_cache_controller.py",
     "mem_cache/storage/mooncake_store/mooncake_store.py",
     "mooncake.MooncakeStoreService/GetPoolStatus",
     "mooncake_client_rpc_",
@@ -267,7 +269,7 @@ def test_flags_and_commands_that_a_page_names_exist(page: Path) -> None:
             words = {flag.replace("-", "_"), flag.removeprefix("no-").replace("-", "_")}
             exists = f"--{flag}" in source_text() or flag in source_text() or words & source_words()
             assert exists or flag in FOREIGN, f"{name_of(page)} names --{flag}"
-        for called in re.findall(r"(?:^|bin/)mooncake ([a-z][a-z-]*(?: [a-z][a-z-]*)?)", line):
+        for called in re.findall(r"(?:^|bin/)mooncake ([a-z][a-z0-9-]*(?: [a-z][a-z-]*)?)", line):
             if called in FOREIGN:
                 continue
             first, *rest = called.split()

@@ -37,7 +37,7 @@ FLOORS: list[set[str]] = [
         "structured_object_store",
     },
     {"compat"},
-    {"store"},
+    {"store", "p2p"},
     {"transfer"},
     {"rpc"},
     {"http"},
@@ -70,6 +70,14 @@ CORES = {
     "transfer.rails",
     "transfer.descriptor",
     "transfer.topology",
+    "p2p.delta",
+    "p2p.download",
+    "p2p.manifest",
+    "p2p.messages",
+    "p2p.settings",
+    "p2p.swarm_peers",
+    "p2p.token_bucket",
+    "p2p.upload",
     "store.allocator",
     "store.master.introspection",
     "store.master.catalog",
@@ -134,10 +142,13 @@ CORES = {
     "conductor.key_translation",
     "conductor.settings",
     "gateway.handoff",
+    "connectors.encoder_cache",
+    "connectors.encoder_output",
     "connectors.kv_link",
     "connectors.memory",
     "connectors.planner",
     "inference.blocks",
+    "inference.pipeline",
     "inference.request",
     "inference.scheduler",
     "cli.supervisor",
@@ -312,7 +323,7 @@ def _modules_named_in_strings() -> set[str]:
     for module in MODULES:
         for node in ast.walk(tree_of(module)):
             if isinstance(node, ast.Constant) and isinstance(node.value, str):
-                names.update(re.findall(r"^mooncake\.([a-z_.]+)(?::\w+)?$", node.value))
+                names.update(re.findall(r"^mooncake\.([a-z0-9_.]+)(?::\w+)?$", node.value))
     return names
 
 

@@ -6,6 +6,7 @@ Every import runs in a process of its own, over a copy of the package, without w
 
 from __future__ import annotations
 
+import errno
 import os
 import shutil
 import subprocess
@@ -16,7 +17,7 @@ import pytest
 
 import mooncake
 from aliases import wheels
-from mooncake.installation import REINSTALL
+from mooncake.installation import REINSTALL, check_folder, why_no_native
 
 PACKAGE = Path(mooncake.__file__).parent
 THEIRS = "mooncake-transfer-engine-non-cuda"
@@ -87,6 +88,32 @@ def test_an_alias_is_no_other_distribution(site: Path) -> None:
         shutil.unpack_archive(made, site, "zip")
     assert list(site.glob("mooncake_transfer_engine-*.dist-info"))
     assert imported(site, "mooncake.store") == (0, f"{site}/mooncake/store/__init__.py")
+
+
+def test_a_package_in_a_zip_file_is_not_checked(site: Path, tmp_path: Path) -> None:
+    shutil.make_archive(str(tmp_path / "bundle"), "zip", site)
+    archive = tmp_path / "bundle.zip"
+    shutil.rmtree(site / "mooncake")
+    status, where = imported(site, "mooncake", archive)
+    assert (status, where) == (0, f"{archive}/mooncake/__init__.py")
+
+
+def test_a_bundle_s_folder_without_modules_is_not_checked(tmp_path: Path) -> None:
+    """As PyInstaller makes it: the modules are in an archive, extensions and data in the folder."""
+    (tmp_path / "_native.cpython-311-x86_64-linux-gnu.so").touch()
+    (tmp_path / "sim").mkdir()
+    check_folder(str(tmp_path))
+
+
+def test_a_folder_that_can_not_be_listed_is_not_checked(site: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    check_folder(str(site / "missing"))
+
+    def refused(folder: str) -> list[str]:
+        raise PermissionError(errno.EACCES, "Permission denied", folder)
+
+    monkeypatch.setattr(os, "listdir", refused)
+    check_folder(str(site / "mooncake"))
+    assert "which has no native extension" in why_no_native(str(site / "mooncake"))
 
 
 TRANSFER = ("mooncake.transfer", "mooncake.transfer.transports.tcp", "mooncake.engine")

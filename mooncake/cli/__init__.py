@@ -36,6 +36,15 @@ def main(arguments: Sequence[str] | None = None) -> NoReturn:
     run_program(run)
 
 
+def print_and_exit(text: str) -> NoReturn:
+    """Print a program's help or version and exit, also where the reader has ended (``| head``)."""
+    try:
+        print(text, flush=True)
+    except BrokenPipeError:  # the interpreter would try to write the rest at its end
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+    sys.exit(0)
+
+
 def run_program(run: Callable[[], None]) -> NoReturn:
     """Run a whole program and exit; a failure is reported in one line."""
     try:

@@ -149,7 +149,14 @@ FAKE_ENGINE = Command(
     "mooncake dev fake-engine --master 127.0.0.1:50051 --port 8101 --fail-load-every 3",
 )
 
-KNOWN_ROLES = ["log", "security", *(command.name for command in COMMANDS), "fakeengine"]
+P2P_SERVE = Command(
+    "p2p",
+    "mooncake.p2p.daemon",
+    "Serve checkpoints and weights to peers, and load them from peers, without a master.",
+    "mooncake p2p serve --root /models --host 10.0.0.2 --peers 10.0.0.1:7300 --limit-rate 500MB",
+)
+
+KNOWN_ROLES = ["log", "security", *(command.name for command in COMMANDS), "fakeengine", "p2p"]
 """Tables that a configuration file may have."""
 
 DOCS_OPENING = """\
@@ -211,6 +218,7 @@ def application_for(words: Sequence[str]) -> typer.Typer:
         application.add_typer(make_application(), name="store")
     else:
         application.command("store", help="Inspect and change the contents of the store.")(_not_selected)
+    _add_p2p(application, selected)
     return application
 
 
@@ -221,6 +229,16 @@ def _add_development(application: typer.Typer, selected: str | None) -> None:
     if selected == "dev":
         _add(tools, FAKE_ENGINE)
     application.add_typer(tools, name="dev")
+
+
+def _add_p2p(application: typer.Typer, selected: str | None) -> None:
+    if selected == "p2p":
+        tools = importlib.import_module("mooncake.cli.p2p").make_application()
+        _add(tools, P2P_SERVE, "serve")
+        application.add_typer(tools, name="p2p")
+    else:
+        summary = "Spread checkpoints and weights between hosts, without a master."
+        application.command("p2p", help=summary)(_not_selected)
 
 
 def _start_development() -> None:
@@ -330,7 +348,9 @@ def _not_selected() -> None:
     raise AssertionError("only the selected command is built in full")
 
 
-def _add(application: typer.Typer, command: Command) -> None:
+def _add(application: typer.Typer, command: Command, name: str = "") -> None:
+    """Add a command, under another ``name`` if it belongs to a group."""
+
     def run(given: Invocation) -> None:
         setup_logging(given.logs.level, given.logs.format, role=command.name)
         entry = command.entry_point()
@@ -339,7 +359,8 @@ def _add(application: typer.Typer, command: Command) -> None:
         else:
             entry(given)
 
-    add_command(application, command.name, command.settings_class(), run, command.example, KNOWN_ROLES)
+    name = name or command.name
+    add_command(application, name, command.settings_class(), run, command.example, KNOWN_ROLES)
 
 
 def _config(
@@ -353,7 +374,7 @@ def _config(
     classes = [
         LogSettings,
         SecuritySettings,
-        *(command.settings_class() for command in (*COMMANDS, FAKE_ENGINE)),
+        *(command.settings_class() for command in (*COMMANDS, FAKE_ENGINE, P2P_SERVE)),
     ]
     if docs:
         print(config.render_docs(classes, DOCS_OPENING), end="")

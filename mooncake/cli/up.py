@@ -40,6 +40,7 @@ from mooncake.cli.supervisor import RoleSpec, RoleState, RoleStatus
 from mooncake.conductor.settings import Scheduling
 from mooncake.config import AlsoFrom, Port, Secret, Size, format_size
 from mooncake.errors import InvalidArgument
+from mooncake.inference.pipeline import MAX_STAGES
 from mooncake.security import Identity, SecuritySettings, check_address, process_identity
 from mooncake.security.tls_contexts import client_context
 
@@ -63,8 +64,11 @@ class UpSettings:
     port: Port = 8000
     "Port at which the gateway listens."
 
-    prefill: Annotated[int, Meta(ge=1, le=64)] = 2
+    prefill: Annotated[int, Meta(ge=0, le=64)] = 2
     "Number of prefill workers."
+
+    prefill_group: Annotated[str, Meta(pattern="^([1-9][0-9]?x)?[0-9]{0,2}$")] = ""
+    "Prefill groups beside these: `2` is one of two stages, `3x2` are three; each stage has some layers."
 
     decode: Annotated[int, Meta(ge=1, le=64)] = 2
     "Number of decode workers."
@@ -99,6 +103,29 @@ class UpSettings:
     admin_api_key: Annotated[str, Secret, AlsoFrom("ADMIN_API_KEY")] = ""
     "Key that admin calls must send; without it, a fresh one is generated and printed."
 
+    def __post_init__(self) -> None:
+        num_groups, num_stages = self.groups
+        if self.prefill_group and not 2 <= num_stages <= MAX_STAGES:
+            raise InvalidArgument(
+                "prefill_group", self.prefill_group, f"groups x stages, with 2 to {MAX_STAGES} stages"
+            )
+        if not self.prefill and not num_groups:
+            raise InvalidArgument("prefill", self.prefill, "1 or more, unless prefill_group is set")
+
+    @property
+    def groups(self) -> tuple[int, int]:
+        """Number of prefill groups, and of the stages of each."""
+        if not self.prefill_group:
+            return 0, 0
+        num_groups, _, num_stages = self.prefill_group.rpartition("x")
+        return int(num_groups or 1), int(num_stages or 0)
+
+    @property
+    def num_computing(self) -> int:
+        """Number of processes that compute a model."""
+        num_groups, num_stages = self.groups
+        return self.prefill + self.decode + num_groups * num_stages
+
     @property
     def model_name(self) -> str:
         """Name of the model for clients."""
@@ -109,9 +136,15 @@ def plan_cluster(
     settings: UpSettings, given: Invocation, model_folder: str, admin_key: str, folder: Path
 ) -> dict[str, RolePlan]:
     """Every role with its flags, in the order in which they are shown. ``folder``: for persistent files."""
-    prefill = [f"prefill-{number}" for number in range(settings.prefill)]
+    num_groups, num_stages = settings.groups
+    groups = {
+        f"prefill-group-{number}": [f"prefill-group-{number}-stage-{stage}" for stage in range(1, num_stages)]
+        for number in range(num_groups)
+    }
+    prefill = [*(f"prefill-{number}" for number in range(settings.prefill)), *groups]
     decode = [f"decode-{number}" for number in range(settings.decode)]
-    names = ["metadata", "master", "node", *prefill, *decode, "conductor", "gateway"]
+    stages = [stage for group in groups.values() for stage in group]
+    names = ["metadata", "master", "node", *stages, *prefill, *decode, "conductor", "gateway"]
     ports = dict(zip(names, free_ports(INSIDE, len(names), Random()), strict=True))
     ports["gateway"] = settings.port or ports["gateway"]
     at = {name: f"{INSIDE}:{port}" for name, port in ports.items()}
@@ -154,10 +187,17 @@ def plan_cluster(
     instances = ["--prefill", *(at[name] for name in prefill), "--decode", *(at[name] for name in decode)]
 
     def worker(name: str, stage: str) -> RolePlan:
-        spec = RoleSpec(name, after=("master", "node"), ready_within_s=WORKER_READY_WITHIN_S)
-        return plan(
-            spec, "worker", ["--role", stage, *compute], HttpCheck("/ready"), quiet_threads(num_threads)
-        )
+        peers = groups.get(name, [])
+        spec = RoleSpec(name, after=("master", "node", *peers), ready_within_s=WORKER_READY_WITHIN_S)
+        flags = ["--role", stage, *compute]
+        for peer in peers:
+            flags += ["--pipeline-peers", at[peer]]
+        return plan(spec, "worker", flags, HttpCheck("/ready"), quiet_threads(num_threads))
+
+    def further_stage(name: str, number: int) -> RolePlan:
+        spec = RoleSpec(name, ready_within_s=WORKER_READY_WITHIN_S)
+        flags = [*compute, "--pipeline-stage", str(number), "--pipeline-stages", str(num_stages)]
+        return plan(spec, "worker", flags, None, quiet_threads(num_threads))
 
     plans = [
         plan(RoleSpec("metadata"), "metadata", [], HttpCheck("/health")),
@@ -168,6 +208,7 @@ def plan_cluster(
             None,
         ),
         plan(RoleSpec("node", ("master",), stops_before=("metadata",)), "node", node_flags, is_mounted),
+        *(further_stage(name, n) for group in groups.values() for n, name in enumerate(group, 1)),
         *(worker(name, "prefill") for name in prefill),
         *(worker(name, "decode") for name in decode),
         plan(
@@ -248,7 +289,7 @@ def default_pool_bytes() -> int:
 def threads_per_worker(settings: UpSettings) -> int:
     """The cores divided among the workers; at least two, because few of them compute at the same time."""
     num_cores = len(os.sched_getaffinity(0))
-    share = num_cores // (settings.prefill + settings.decode)
+    share = num_cores // settings.num_computing
     return settings.num_threads or max(share, min(2, num_cores))
 
 

@@ -41,7 +41,7 @@ from mooncake.conductor.messages import (
     Window,
 )
 from mooncake.conductor.prefix_index import window_scope
-from mooncake.kv_events import AllBlocksCleared, BlockRemoved, BlockStored, ForeignHash, KvEvent
+from mooncake.kv_events import BlockRemoved, BlockStored, ForeignHash, KvEvent
 from mooncake.prefix import BlockKey
 from mooncake.types import InstanceId, Tier
 
@@ -103,6 +103,8 @@ class CacheGroups:
         # An earlier publisher of this instance may have announced windows; our own workers have none.
         self._announced: tuple[Window, ...] | None = None if translation.block_tokens else ()
         self._blocks: dict[ForeignHash, _Block] = {}
+        self._added: dict[tuple[ForeignHash, int], int] = {}
+        """Bits that stores of the batch at hand have added, by block and tier."""
 
     @property
     def is_plain(self) -> bool:
@@ -138,49 +140,49 @@ class CacheGroups:
             self._announced = windows
         return [*facts, Silent(self._instance)] if self._view.refusal else facts
 
-    def ordered(self, events: Sequence[KvEvent]) -> list[KvEvent]:
-        """A batch with full-attention groups first: their events have the tokens by which other groups'
-        blocks are known. Events of different groups are independent, those of one stay in order."""
-        done: list[KvEvent] = []
-        later: list[KvEvent] = []
-        is_cleared = False
-        for event in events:
-            if isinstance(event, AllBlocksCleared):
-                done += [*later, event]
-                later = []
-                is_cleared = True
-            elif isinstance(event, BlockStored) and not is_cleared and self._is_report(event):
-                pass
-            elif self._may_have_tokens(event):
-                done.append(event)
-            else:
-                later.append(event)
-        return done + later
+    def facts(self, events: Sequence[BlockStored | BlockRemoved]) -> list[Fact]:
+        """What changes for the index by events of a hybrid model, those of one batch without a clear in it.
 
-    def facts(self, event: BlockStored | BlockRemoved) -> list[Fact]:
-        """What changes for the index by an event of a hybrid model."""
+        They are applied in the publisher's order: a block may be removed and stored again in one batch. Only
+        the tokens are read in advance, because an engine may store a block for a window before the group
+        with full attention, whose event has the tokens. So a block is forgotten at the end of the events.
+        """
         assert self._view is not None and not self._view.is_plain and not self._view.refusal
+        for event in events:
+            if isinstance(event, BlockStored) and self._may_have_tokens(event):
+                self._translate(event)
+        self._added.clear()
+        facts: list[Fact] = []
+        empty: dict[ForeignHash, None] = {}
+        for event in events:
+            if isinstance(event, BlockRemoved) or not self._is_report(event):
+                facts += self._applied(event, empty)
+        dead = [foreign for foreign in empty if not any(self._blocks[foreign].groups)]
+        for foreign in dead:
+            del self._blocks[foreign]
+        if dead:
+            self._translation.removed(BlockRemoved(dead))
+        return facts
+
+    def _applied(self, event: BlockStored | BlockRemoved, empty: dict[ForeignHash, None]) -> list[Fact]:
+        """Apply an event; blocks that no group has any longer are entered in ``empty``."""
         plane = PLANE[tier_of(event)]
         bit = _WHOLE if event.group_idx is None else self._bits.get(event.group_idx, 0)
         changed: dict[tuple[str, bool], list[BlockKey]] = {}
-        dead: list[ForeignHash] = []
-        if isinstance(event, BlockStored) and self._may_have_tokens(event):
-            self._translate(event)
         for foreign in event.block_hashes:
             block = self._blocks.get(foreign)
             if block is None:
                 continue
             before = block.groups[plane]
             after = block.groups[plane] = _after(block, event, plane, bit)
+            if new := after & ~before:
+                self._added[foreign, plane] = self._added.get((foreign, plane), 0) | new
             for scope, mask in self._scopes(block.scope):
                 was, is_held = _has(before, mask), _has(after, mask)
                 if was != is_held:
                     changed.setdefault((scope, is_held), []).extend(block.keys)
             if not any(block.groups):
-                del self._blocks[foreign]
-                dead.append(foreign)
-        if dead:
-            self._translation.removed(BlockRemoved(dead))
+                empty[foreign] = None
         tier = tier_of(event)
         return [self._fact(event, keys, tier, scope, is_held) for (scope, is_held), keys in changed.items()]
 
@@ -254,18 +256,23 @@ class CacheGroups:
 
     def _is_report(self, event: BlockStored) -> bool:
         """Whether an event names blocks that were reused, from the first of a prompt on: they could be used
-        as they were. (vLLM then names blocks of a window, too, that are gone.)"""
+        as they were. (vLLM then names blocks of a window, too, that are gone.) Stores of the same batch don't
+        count: a computed block is stored for one group after the other."""
         if event.parent_block_hash is not None or event.group_idx is None or not self._is_dense(event):
             return False
         assert self._view is not None
         plane, width = PLANE[tier_of(event)], self._view.windows[0][0].step if self._view.windows else 1
-        found = [self._blocks.get(foreign) for foreign in event.block_hashes]
-        groups = [0 if block is None else block.groups[plane] for block in found]
+        groups = [self._earlier(foreign, plane) for foreign in event.block_hashes]
         return all(_has(one, self._view.full) for one in groups) and all(
             _has(one, bits)
             for window, bits in self._view.windows
             for one in groups[-(window.num_blocks // width) :]
         )
+
+    def _earlier(self, foreign: ForeignHash, plane: int) -> int:
+        """The bits of a block without those that stores of this batch have added."""
+        block = self._blocks.get(foreign)
+        return 0 if block is None else block.groups[plane] & ~self._added.get((foreign, plane), 0)
 
     def _is_dense(self, event: BlockStored) -> bool:
         """Whether the event has the tokens of each of its blocks, and no others."""

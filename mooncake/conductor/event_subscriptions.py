@@ -15,6 +15,7 @@ their block hashes is ``key_translation.py``'s.
 from __future__ import annotations
 
 import asyncio
+import itertools
 import re
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from typing import Any
@@ -121,20 +122,24 @@ class EventReader:
         self._latest_ts = max(self._latest_ts, batch.ts)
         facts = self._learn(batch.events)
         groups = self._groups
-        for event in batch.events if groups.is_plain else groups.ordered(batch.events):
-            if isinstance(event, AllBlocksCleared):
+        for is_clear, run in itertools.groupby(batch.events, lambda one: isinstance(one, AllBlocksCleared)):
+            if is_clear:
                 groups.clear()
                 facts.append(BlocksCleared(self.instance))
                 if groups.refusal:
                     facts.append(Silent(self.instance))
-            elif event.locality == "REMOTE" or groups.refusal:
-                pass  # what lies elsewhere is that store's to publish
-            elif groups.is_plain:
+                continue
+            if groups.refusal:
+                continue
+            blocks = [one for one in run if not isinstance(one, AllBlocksCleared)]
+            events = [one for one in blocks if one.locality != "REMOTE"]  # that store publishes these itself
+            if not groups.is_plain:
+                facts += groups.facts(events)
+                continue
+            for event in events:
                 fact = self._plain_fact(event)
                 if fact.keys and not (facts and _joined(facts[-1], fact)):
                     facts.append(fact)
-            else:
-                facts += groups.facts(event)
         return facts
 
     def _learn(self, events: Sequence[KvEvent]) -> list[Fact]:

@@ -7,6 +7,10 @@ key of its own. The scheduler counts a block as found when all shards of all ran
 
 A failure is a miss, and an operation that has not begun in time never begins; one that touches the blocks
 is waited for until it has ended: see ``store_link.py``.
+
+Where blocks pass through a bounded staging area (``staged_memory.py``), a plan is moved in pieces that fit in
+it. A piece for which there is no room yet waits: a load's until an earlier one has ended, a save's until the
+step is computed and an earlier one has ended, since the scheduler keeps its blocks.
 """
 
 from __future__ import annotations
@@ -17,7 +21,7 @@ import time
 from collections.abc import Sequence
 
 from mooncake import clock
-from mooncake.connectors.memory import HostMemory
+from mooncake.connectors.memory import DeviceEvent, HostMemory
 from mooncake.connectors.planner import BlockName, LoadPlan, SavePlan
 from mooncake.connectors.session import DEFAULT_TIMEOUT_S, PoolSession
 from mooncake.connectors.store_link import (
@@ -27,6 +31,7 @@ from mooncake.connectors.store_link import (
     StoreLoad,
     StoreLookup,
     StoreSave,
+    failures,
 )
 from mooncake.errors import MooncakeError
 from mooncake.kvlayout import ForeignIdentity, SlabLayout, foreign_key
@@ -41,6 +46,9 @@ RETRY_AFTER_S = 1.0
 
 LATENESS_S = 0.5
 """Time beyond its timeout in which a lookup may report its end, before its load is abandoned."""
+
+RETRY_ROOM_S = 0.05
+"""Interval at which an engine that needs a layer looks itself whether the rest of its load can begin."""
 
 MARGIN_S = 2.0
 """Least remaining time of a lease when the ranks begin to load; with less, the lookup is repeated."""
@@ -164,26 +172,43 @@ class TransferReport:
 
 
 class _ActiveLoad:
-    """A load, from its plan to its end."""
+    """A load, from its plan to its end. ``after``: the engine's work that may still use its blocks."""
 
-    def __init__(self, plan: LoadPlan, lookup: StoreLookup) -> None:
+    def __init__(self, plan: LoadPlan, lookup: StoreLookup, after: DeviceEvent | None) -> None:
         self.plan = plan
         self.lookup = lookup
+        self.after = after
         self.began = time.perf_counter()
-        self.load: StoreLoad | None = None
-        self.num_found = 0
+        self.pieces: list[StoreLoad] = []
+        self.parts: list[tuple[int, ...]] = []
+        """By piece: the blocks that it loads."""
+        self.num_found: int | None = None
+        """Number of leading blocks to load; None during the lookup."""
+        self.num_begun = 0
         self.num_bad = 0
         self.is_over = False
 
+    def is_found(self) -> bool:
+        return self.num_found is not None or self.is_over
+
     def has_begun(self) -> bool:
-        return self.load is not None or self.is_over
+        """Whether no piece is left that has not begun."""
+        return self.num_begun == self.num_found or self.is_over
 
 
-@dataclasses.dataclass(eq=False)
 class _ActiveSave:
-    plan: SavePlan
-    save: StoreSave
-    began: float
+    """A save, from its plan to its end. ``blocks``: (name, tokens, block id) of every shard."""
+
+    def __init__(self, plan: SavePlan, blocks: list[tuple[BlockHash, int, int]]) -> None:
+        self.plan = plan
+        self.blocks = blocks
+        self.began = time.perf_counter()
+        self.pieces: list[StoreSave] = []
+        self.num_begun = 0
+        self.computed: DeviceEvent | None = None
+        """The end of the step that fills the blocks, once the engine has begun all of it."""
+        self.deadline = float("inf")
+        """When pieces that have not begun are dropped."""
 
 
 class RankTransfer:
@@ -207,10 +232,13 @@ class RankTransfer:
         self._loadings: list[_ActiveLoad] = []
         self._layerwise: list[_ActiveLoad] = []
         self._patience_s = settings.lookup_timeout_s + LATENESS_S
+        self._save_patience_s = settings.load_timeout_s
         self._savings: list[_ActiveSave] = []
         self._open: list[_ActiveSave] = []
         """Saves of this step, which still receive layers."""
         self._num_given = 0
+        self._before_step: DeviceEvent | None = None
+        """The end of the work that the engine had begun before this step."""
         self._moved = TransferReport()
 
     def close(self) -> None:
@@ -221,8 +249,9 @@ class RankTransfer:
 
     def load(self, plans: Sequence[LoadPlan]) -> None:
         """Begin to load. ``collect`` reports the end."""
+        after = self._before_step or (self._link.computed() if plans else None)
         for plan in plans:
-            loading = _ActiveLoad(plan, self._link.lookup(self._flat(plan.names)))
+            loading = _ActiveLoad(plan, self._link.lookup(self._flat(plan.names)), after)
             with self._changed:
                 self._loadings.append(loading)
                 if plan.is_layerwise:
@@ -230,29 +259,62 @@ class RankTransfer:
         self._advance()
 
     def wait_layer(self, layer: int) -> None:
-        """Block until ``layer`` of this step's layer-wise loads has arrived or failed."""
+        """Block until ``layer`` of this step's layer-wise loads has arrived or failed.
+
+        On a device the work that this thread begins afterwards waits until it is in the pool.
+        """
         for loading in self._layerwise:
             with self._changed:
-                if not self._changed.wait_for(loading.has_begun, self._patience_s):
+                if not self._changed.wait_for(loading.is_found, self._patience_s):
                     self._give_up(loading)
-            if loading.load is not None:
-                self._link.wait_layer([loading.load], layer)
+            self._wait_pieces(loading, layer)
 
-    def _step(self, loading: _ActiveLoad) -> None:
-        """Advance a load if possible; the caller holds the lock."""
+    def _wait_pieces(self, loading: _ActiveLoad, layer: int) -> None:
+        """Wait for ``layer`` of all pieces. Those that have not begun wait for the room of earlier ones."""
+        index = 0
+        while True:
+            with self._changed:
+                pieces = loading.pieces[index:]
+                if not pieces:
+                    if loading.has_begun():
+                        return
+                    self._changed.wait(RETRY_ROOM_S)
+            if pieces:
+                self._link.wait_layer(pieces, layer)
+                index += len(pieces)
+            else:
+                self._advance()
+
+    def _step(self, loading: _ActiveLoad, has_room: bool) -> bool:
+        """Advance a load if possible; the caller holds the lock.
+
+        ``has_room``, and the result: whether there may be room for the loads after it.
+        """
         plan, num_shards = loading.plan, len(self._shards)
-        if loading.load is None and loading.lookup.done:
+        if loading.num_found is None:
+            if not loading.lookup.done:
+                return has_room
             loading.num_found = min(loading.lookup.num_blocks // num_shards, len(plan.names))
             self._miss(loading, plan.block_ids[loading.num_found :])
-            if loading.num_found:
-                block_ids = self._flat_ids(plan.block_ids[: loading.num_found])
-                loading.load = self._link.start_load(loading.lookup, block_ids)
-            else:
-                self._end(loading)
-        if loading.load is not None and loading.load.done:
-            if loading.load.failed:
-                self._miss(loading, plan.block_ids[: loading.num_found])
+        if any(piece.failed for piece in loading.pieces):  # what follows a gap is of no use
+            self._miss(loading, plan.block_ids[loading.num_begun : loading.num_found])
+            loading.num_found = loading.num_begun
+        while has_room and loading.num_begun < loading.num_found:
+            most = max(1, self._link.most_blocks // num_shards)
+            part = plan.block_ids[loading.num_begun : min(loading.num_begun + most, loading.num_found)]
+            has_room = self._link.has_room(len(part) * num_shards, "load")
+            if has_room:
+                first = loading.num_begun * num_shards
+                ids = self._flat_ids(part)
+                loading.pieces.append(self._link.load_part(loading.lookup, first, ids, loading.after))
+                loading.parts.append(part)
+                loading.num_begun += len(part)
+        if loading.has_begun() and all(piece.done for piece in loading.pieces):
+            for piece, part in zip(loading.pieces, loading.parts, strict=True):
+                if piece.failed:
+                    self._miss(loading, part)
             self._end(loading)
+        return has_room
 
     def _give_up(self, loading: _ActiveLoad) -> None:
         """Abandon a load that has not begun in time; the caller holds the lock."""
@@ -276,33 +338,69 @@ class RankTransfer:
 
     # -- saves -------------------------------------------------------------------------------------
 
-    def begin_saves(self, plans: Sequence[SavePlan]) -> None:
-        """Reserve space for blocks that will be full at the end of the step that begins now."""
-        now = time.perf_counter()
-        for plan in plans:
-            blocks = zip(self._flat(plan.names), self._flat_ids(plan.block_ids), strict=True)
-            save = self._link.start_save([(name, tokens, block) for (name, tokens), block in blocks])
-            self._open.append(_ActiveSave(plan, save, now))
+    def begin_step(self, plans: Sequence[SavePlan]) -> None:
+        """Begin a step; reserve space for blocks that will be full at its end.
+
+        Called when the engine has begun whatever precedes the step's loads and its computation, such as
+        clearing new blocks.
+        """
+        self._before_step, self._num_given = self._link.computed(), 0
+        with self._changed:
+            for plan in plans:
+                blocks = zip(self._flat(plan.names), self._flat_ids(plan.block_ids), strict=True)
+                saving = _ActiveSave(plan, [(name, tokens, block) for (name, tokens), block in blocks])
+                self._begin_pieces(saving)
+                self._open.append(saving)
+
+    def _begin_pieces(self, saving: _ActiveSave) -> list[StoreSave]:
+        """Begin pieces for which there is room; the caller holds the lock."""
+        begun = []
+        while saving.num_begun < len(saving.blocks):
+            part = saving.blocks[saving.num_begun : saving.num_begun + self._link.most_blocks]
+            if not self._link.has_room(len(part), "save"):
+                break
+            begun.append(self._link.start_save(part))
+            saving.num_begun += len(part)
+        saving.pieces += begun
+        return begun
 
     def layer_computed(self, layer: int) -> None:
-        """Save ``layer`` of all blocks of this step, which is in memory now."""
+        """Save ``layer`` of all blocks of this step, whose computation has been begun."""
+        computed = self._link.computed() if self._open else None
         for saving in self._open:
-            for number in range(self._num_given, layer + 1):
-                self._link.save_layer(saving.save, number)
+            for piece in saving.pieces:
+                for number in range(self._num_given, layer + 1):
+                    self._link.save_computed(piece, number, computed)
         self._num_given = max(self._num_given, layer + 1)
 
     def end_step(self) -> None:
-        """Finish the saves and layer-wise loads of a step that has been computed."""
+        """Finish the saves and layer-wise loads of a step whose computation has been begun."""
         if self._layerwise:
             self.wait_layer(self._num_layers - 1)
             self._layerwise = []
         self.layer_computed(self._num_layers - 1)
+        computed = self._link.computed() if self._open else None
         for saving in self._open:
-            self._link.finish_save(saving.save)
+            for piece in saving.pieces:
+                self._link.finish_save(piece)
+            saving.computed = computed
+            saving.deadline = clock.monotonic() + self._save_patience_s
         with self._changed:
             self._savings += self._open
-        self._open, self._num_given = [], 0
+        self._open, self._num_given, self._before_step = [], 0, None
         self._advance()
+
+    def _save_rest(self, saving: _ActiveSave) -> None:
+        """Save pieces of a computed step for which there was no room before; the caller holds the lock."""
+        for piece in self._begin_pieces(saving):
+            for layer in range(self._num_layers):
+                self._link.save_computed(piece, layer, saving.computed)
+            self._link.finish_save(piece)
+        if saving.num_begun < len(saving.blocks) and clock.monotonic() >= saving.deadline:
+            num_blocks = len(saving.blocks) - saving.num_begun
+            failures.labels("save").inc()
+            log.warning("save_dropped", reason="no staging memory", num_blocks=num_blocks)
+            saving.num_begun = len(saving.blocks)
 
     # -- both --------------------------------------------------------------------------------------
 
@@ -320,17 +418,21 @@ class RankTransfer:
     def _advance(self) -> None:
         """Advance all loads and saves; called from any thread."""
         with self._changed:
+            has_room = True
             for loading in self._loadings:
-                self._step(loading)
+                has_room = self._step(loading, has_room)
             self._loadings = [loading for loading in self._loadings if not loading.is_over]
-            for saving in [saving for saving in self._savings if saving.save.done]:
-                self._savings.remove(saving)
-                self._saved(saving)
+            for saving in list(self._savings):
+                self._save_rest(saving)
+                if saving.num_begun == len(saving.blocks) and all(piece.done for piece in saving.pieces):
+                    self._savings.remove(saving)
+                    self._saved(saving)
             self._changed.notify_all()
 
     def _saved(self, saving: _ActiveSave) -> None:
         num_shards = len(self._shards)
-        is_stored = saving.save.is_stored
+        is_stored = [stored for piece in saving.pieces for stored in piece.is_stored]
+        is_stored += [False] * (len(saving.blocks) - len(is_stored))  # dropped
         stored = [
             name
             for index, name in enumerate(saving.plan.names)

@@ -46,6 +46,14 @@ _CONFIGURATION = ("config.json", "params.json", "*quant*.json", "adapter_config.
 _SMALL = (".json", ".py")
 """Files that are read whole in the fast mode, too."""
 
+_PROCESSOR = ("*processor_config.json", "*preprocessor*.json", "*feature_extractor*.json")
+
+ENCODER_OPTIONS = (
+    *("mm_processor_kwargs", "mm_encoder_attn_backend", "mm_encoder_attn_dtype", "mm_encoder_fp8_scale_path"),
+    *("mm_device_do_normalize", "video_pruning_rate"),
+)
+"""Fields of vLLM's multimodal configuration that change what its processor and its encoder compute."""
+
 SAMPLED = "sampled_weights"
 """The option of an engine's extra configuration that selects the fast mode."""
 
@@ -227,12 +235,15 @@ def num_shards(store_tp_size: int | None, tp_size: int) -> int:
     return store_tp_size // tp_size
 
 
-def model_weights(config: Any, extra: Mapping[str, Any]) -> str:
-    """A digest of the model's weights; a ``weights_digest`` in ``extra`` replaces it."""
+def model_weights(config: Any, extra: Mapping[str, Any], engine_id: str = "") -> str:
+    """A digest of the model's weights; a ``weights_digest`` in ``extra`` replaces it.
+
+    ``engine_id``: owner of weights that can't be read, by default that of the KV connector's configuration.
+    """
     model, load = config.model_config, config.load_config
     return extra.get("weights_digest") or weights_of(
         model.model,
-        f"engine {config.kv_transfer_config.engine_id}",
+        f"engine {engine_id or config.kv_transfer_config.engine_id}",
         revision=model.revision,
         cache_dir=load.download_dir,
         is_made_up=load.load_format == "dummy",
@@ -248,17 +259,21 @@ class Adapters:
         self._known: dict[tuple[object, ...], bytes] = {}
 
     def digest(self, adapter: Any) -> bytes:
-        """The adapter's digest, empty without an adapter."""
+        """The adapter's digest, empty without an adapter; one of this engine's own if it can't be read."""
         if adapter is None:
             return b""
         folder = Path(adapter.lora_path)
-        files = sorted(folder.iterdir()) if folder.is_dir() else []
-        state = (str(folder), *((path.name, *_state(path)) for path in files))
+        own = f"{adapter.lora_path} of engine {self._engine_id}"
+        try:
+            files = sorted(folder.iterdir()) if folder.is_dir() else []
+            state = (str(folder), *((path.name, *_state(path)) for path in files))
+        except OSError:  # such as a link to nowhere, or a file that is removed now
+            return hashlib.sha256(own.encode()).digest()
         if state not in self._known:
             try:
                 found = folder_digest(folder)
             except (ModelError, OSError):
-                found = f"{adapter.lora_path} of engine {self._engine_id}"
+                found = own
             self._known[state] = hashlib.sha256(found.encode()).digest()
         return self._known[state]
 
@@ -286,14 +301,53 @@ def rank_facts(
 def model_facts(config: Any) -> dict[str, object]:
     """Fields of vLLM's configuration that change the values computed for a prompt, or their layout."""
     model, cache = config.model_config, config.cache_config
-    text = json.dumps(_stable(model.hf_config.to_dict()), sort_keys=True, default=str)
     return {
-        "config": hashlib.sha256(text.encode()).hexdigest(),
+        "config": _config_digest(model),
         "dtype": model.dtype,
         "kv_dtype": cache.cache_dtype,
         "quantization": model.quantization,
         "disable_sliding_window": model.disable_sliding_window,
     }
+
+
+def _config_digest(model: Any) -> str:
+    text = json.dumps(_stable(model.hf_config.to_dict()), sort_keys=True, default=str)
+    return hashlib.sha256(text.encode()).hexdigest()
+
+
+def encoder_facts(config: Any, version: str, weights: str) -> dict[str, object]:
+    """Fields of vLLM's configuration that change what a multimodal encoder computes for an item.
+
+    The weights are those of the whole model: where an encoder ends, and its projector, only the model's code
+    knows. Tensor parallelism is not among the facts, because every rank has the whole output.
+    """
+    model = config.model_config
+    multimodal = model.multimodal_config
+    return {
+        "engine": "vllm",
+        "version": version,
+        "weights": weights,
+        "config": _config_digest(model),
+        "dtype": model.dtype,
+        "quantization": model.quantization,
+        "processor": processor_digest(model.model, model.revision, config.load_config.download_dir),
+        **{name: getattr(multimodal, name, None) for name in ENCODER_OPTIONS},
+    }
+
+
+def processor_digest(model: str, revision: str | None = None, cache_dir: str | None = None) -> str:
+    """SHA-256 of the files that configure a model's processor; "none" where they can't be read.
+
+    With a folder that can't be read, the weights are not shared either (``weights_of``).
+    """
+    try:
+        folder = _folder_of(model, revision, cache_dir)
+        total = hashlib.sha256()
+        for path in sorted({path for pattern in _PROCESSOR for path in folder.glob(pattern)}):
+            total.update(f"{path.name}\0{hashlib.sha256(path.read_bytes()).hexdigest()}\n".encode())
+    except (OSError, ValueError, ImportError):
+        return "none"
+    return total.hexdigest()
 
 
 def _state(path: Path) -> tuple[int, ...]:

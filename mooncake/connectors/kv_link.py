@@ -2,7 +2,8 @@
 """The contract between the engine and a KV cache outside its process.
 
 It owns interfaces only; ``store_link.py`` implements them over the store, tests over a
-dictionary. Every call comes from the engine's thread. Only ``wait_layer`` may block, and every
+dictionary. Every call comes from the engine's thread; ``start_load`` and ``release`` may also come from the
+thread that called ``wake``, while the engine computes a step. Only ``wait_layer`` may block, and every
 wait has a deadline of the link's own: with a cache that is slow or gone, an operation ends as a miss, a
 failed load or a save that stored nothing. Whenever ``done``, ``num_layers_loaded`` or ``failed`` of an
 operation changes, the link calls the ``wake`` it was attached with, from any thread.

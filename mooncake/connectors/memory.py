@@ -6,9 +6,8 @@ An engine's KV cache is layers; a block has the same number of slabs in each, al
     layer 0   slab 0: block 0, block 1, block 2 …      slab 1: block 0, block 1, block 2 …
     layer 1   …                                        (K and V apart: two slabs; together: one)
 
-``SlabMemory`` is the usual case, memory that is read and written in place. Where bytes must pass
-through other memory first (a device that transfer can't reach), the engine's package has its own
-``HostMemory``.
+``SlabMemory`` is the usual case, memory that is read and written in place. Where bytes pass through other
+memory first (blocks on a device), ``staged_memory.py`` has another ``HostMemory``.
 
 The slabs of an engine's tensors follow from their shapes and strides alone. A block of a tensor is what one
 index of its block dimension selects. In memory that is one run of bytes or several equal ones, depending on
@@ -20,8 +19,9 @@ from __future__ import annotations
 
 import dataclasses
 import itertools
+import sys
 from collections.abc import Sequence
-from typing import Any, Protocol
+from typing import Any, Literal, Protocol
 
 import numpy as np
 
@@ -60,11 +60,19 @@ class CacheIdentity(Protocol):
 
 
 class DeviceEvent(Protocol):
-    """The part of ``torch.cuda.Event`` that is used here."""
+    """An instant in the work of a device: whether it has been reached. May be called from any thread."""
 
-    def query(self) -> bool: ...
+    def query(self) -> bool:
+        """Whether everything before the event has been done."""
+        ...
 
-    def synchronize(self) -> None: ...
+    def synchronize(self) -> None:
+        """Block until it has."""
+        ...
+
+
+Purpose = Literal["load", "save"]
+"""What blocks are held for."""
 
 
 @dataclasses.dataclass(eq=False)
@@ -73,37 +81,64 @@ class StagedBlocks:
 
     block_ids: list[int]
     slots: list[int] = dataclasses.field(default_factory=list)
-    copied: list[DeviceEvent | None] = dataclasses.field(default_factory=list)
-    """With a device: one event for each layer that is being copied to the host."""
+    purpose: Purpose = "save"
+    after: DeviceEvent | None = None
+    """For a load: work of the device that may still use the blocks, and ends before they are written."""
+    entered: dict[int, DeviceEvent] = dataclasses.field(default_factory=dict)
+    """For a load: by layer, the end of its copies into the pool that were begun."""
+    indices: dict[tuple[int, ...], Any] = dataclasses.field(default_factory=dict)
+    """Ids of some of the blocks, by their positions in ``block_ids``, as the device reads them."""
     is_released: bool = False
 
 
 class HostMemory(Protocol):
-    """The host memory of a KV pool. ``leave`` and ``enter`` are called on the engine's thread."""
+    """The host memory of a KV pool, and the copies between both where they are not the same."""
 
     @property
     def buffers(self) -> Sequence[Any]:
         """The host memory, to be registered with transfer."""
         ...
 
-    def hold(self, block_ids: Sequence[int]) -> StagedBlocks | None:
-        """Host memory for these blocks, or None when there is none left."""
+    @property
+    def most_blocks(self) -> int:
+        """Number of blocks that one load or save should hold at most; more are moved one after the other."""
+        ...
+
+    def has_room(self, num_blocks: int, purpose: Purpose) -> bool:
+        """Whether ``hold`` has memory for so many blocks now."""
+        ...
+
+    def hold(
+        self, block_ids: Sequence[int], purpose: Purpose, after: DeviceEvent | None = None
+    ) -> StagedBlocks | None:
+        """Host memory for these blocks, or None when there is none left. ``after``: see ``StagedBlocks``."""
         ...
 
     def addresses(self, held: StagedBlocks, layer: int, members: Sequence[int]) -> Column:
         """Addresses of the slabs of ``layer`` of some of the blocks: u64 [slabs * n], block by block."""
         ...
 
-    def leave(self, held: StagedBlocks, layer: int, is_last: bool) -> int:
-        """Number of leading layers in host memory, now that ``layer`` was computed; all if ``is_last``."""
+    def computed(self) -> DeviceEvent | None:
+        """The end of all work that the calling thread, the engine's, has begun so far. None: it has ended."""
         ...
 
-    def enter(self, held: StagedBlocks, layer: int) -> None:
-        """Copy ``layer``, which lies in host memory, into the pool before the next computation reads it."""
+    def leave(self, held: StagedBlocks, layer: int, computed: DeviceEvent | None) -> DeviceEvent | None:
+        """Begin to copy ``layer`` into host memory, after ``computed``. Its end; None: it is there."""
+        ...
+
+    def enter(self, held: StagedBlocks, layer: int, members: Sequence[int]) -> DeviceEvent | None:
+        """Begin to copy ``layer`` of some of the blocks from host memory into the pool, after ``held.after``.
+
+        The end of that; None: it is there.
+        """
+        ...
+
+    def compute_after(self, held: StagedBlocks, layer: int) -> None:
+        """Let work that the calling thread, the engine's, begins now wait for ``enter`` of a layer."""
         ...
 
     def release(self, held: StagedBlocks) -> None:
-        """Release the memory. May be called more than once."""
+        """Release the memory, which nothing reads or writes any longer. May be called more than once."""
         ...
 
 
@@ -126,18 +161,33 @@ class SlabMemory:
         """First addresses (u64 [layers, slabs]) and strides (u64 [layers]), to send to a peer."""
         return self._first, self._strides
 
-    def hold(self, block_ids: Sequence[int]) -> StagedBlocks | None:
-        return StagedBlocks(list(block_ids))
+    @property
+    def most_blocks(self) -> int:
+        return sys.maxsize
+
+    def has_room(self, num_blocks: int, purpose: Purpose) -> bool:
+        return True
+
+    def hold(
+        self, block_ids: Sequence[int], purpose: Purpose, after: DeviceEvent | None = None
+    ) -> StagedBlocks | None:
+        return StagedBlocks(list(block_ids), purpose=purpose)
 
     def addresses(self, held: StagedBlocks, layer: int, members: Sequence[int]) -> Column:
         ids = np.array([held.block_ids[index] for index in members], dtype=np.uint64)
         column: Column = self._first[layer][None, :] + (ids * self._strides[layer])[:, None]
         return column.reshape(-1)
 
-    def leave(self, held: StagedBlocks, layer: int, is_last: bool) -> int:
-        return layer + 1
+    def computed(self) -> DeviceEvent | None:
+        return None
 
-    def enter(self, held: StagedBlocks, layer: int) -> None:
+    def leave(self, held: StagedBlocks, layer: int, computed: DeviceEvent | None) -> DeviceEvent | None:
+        return None
+
+    def enter(self, held: StagedBlocks, layer: int, members: Sequence[int]) -> DeviceEvent | None:
+        return None
+
+    def compute_after(self, held: StagedBlocks, layer: int) -> None:
         pass
 
     def release(self, held: StagedBlocks) -> None:
@@ -157,11 +207,18 @@ class Slabs:
     """The outermost dimension inside a block; the block dimension if a block is several of its indices."""
 
 
-def slabs_of(shape: Sequence[int], strides: Sequence[int], item_bytes: int, num_blocks: int) -> Slabs:
+def slabs_of(
+    shape: Sequence[int],
+    strides: Sequence[int],
+    item_bytes: int,
+    num_blocks: int,
+    block_stride: int | None = None,
+) -> Slabs:
     """The slabs of a tensor with these dimensions; ``strides`` in items.
 
-    The block dimension is the first whose size is a multiple of ``num_blocks``: a kernel may cut the
-    engine's block into several of its own, which follow each other.
+    The size of the block dimension is a multiple of ``num_blocks``: a kernel may cut the engine's block into
+    several of its own, which follow each other. Other dimensions may have such a size by chance; where the
+    engine says how far its blocks are apart (``block_stride``, in bytes), that decides, else the first does.
 
     Raises:
         InvalidArgument: there is no such dimension, or the blocks overlap.
@@ -169,6 +226,14 @@ def slabs_of(shape: Sequence[int], strides: Sequence[int], item_bytes: int, num_
     dims = [dim for dim, size in enumerate(shape) if size % num_blocks == 0]
     if not dims:
         raise InvalidArgument("shape", tuple(shape), f"a dimension of {num_blocks} blocks")
+    if block_stride is not None:
+        found = {dim: strides[dim] * (shape[dim] // num_blocks) * item_bytes for dim in dims}
+        dims = [dim for dim in dims if found[dim] == block_stride]
+        if not dims:
+            what = (
+                f"shape {tuple(shape)}, strides {tuple(strides)}, blocks {sorted(found.values())} bytes apart"
+            )
+            raise InvalidArgument("kv_caches", what, f"{num_blocks} blocks {block_stride} bytes apart")
     block_dim = dims[0]
     pieces = shape[block_dim] // num_blocks
     others = [(size, strides[dim], dim) for dim, size in enumerate(shape) if dim != block_dim]
@@ -202,16 +267,21 @@ def memory_of(
     block_tokens: int,
     num_shards: int = 1,
     heads_dim: int | None = None,
+    block_strides: Sequence[int | None] | None = None,
 ) -> tuple[SlabLayout, SlabMemory]:
     """Memory with one block for each of ``num_shards`` equal shards of each block of the layers' tensors.
 
     Args:
         heads_dim: the dimension that is cut into shards; None where it isn't known, and nothing can be cut.
+        block_strides: by tensor, how many bytes its blocks are apart; None where the engine does not say it.
 
     Raises:
         InvalidArgument: the layers differ, or the shards of a block don't follow each other.
     """
-    found = [slabs_of(tensor.shape, tensor.stride(), tensor.element_size(), num_blocks) for tensor in tensors]
+    found = [
+        slabs_of(tensor.shape, tensor.stride(), tensor.element_size(), num_blocks, block_stride)
+        for tensor, block_stride in zip(tensors, block_strides or [None] * len(tensors), strict=True)
+    ]
     first = found[0]
     if any(
         (len(slabs.offsets), slabs.slab_bytes) != (len(first.offsets), first.slab_bytes) for slabs in found

@@ -13,6 +13,11 @@ can touch it) before it reports that the blocks are free to be computed. At both
 blocks are free: the sender's when its write has ended, the receiver's when the answer says that all is
 written, or its memory has been revoked. A revocation that fails is repeated until it succeeds.
 
+The memory may be a device's: transfer moves it, within a host directly where processes can open it, else
+through staging memory or the network card. What transfer moves has no order with the work of the device, so
+both ends wait for an event first: the sender until the prompt is computed, the receiver until nothing of its
+engine's earlier work uses the blocks.
+
 The engine's shell knows the requests; nothing here knows an engine or a tensor.
 """
 
@@ -20,7 +25,9 @@ from __future__ import annotations
 
 import asyncio
 import dataclasses
+import ipaddress
 import math
+from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
@@ -29,7 +36,8 @@ import numpy as np
 
 from mooncake import clock
 from mooncake.connectors.claim import LOG_EVERY_S, Claim
-from mooncake.connectors.memory import SlabMemory, StagedBlocks
+from mooncake.connectors.device_streams import POLL_S, reached
+from mooncake.connectors.memory import DeviceEvent, SlabMemory, StagedBlocks
 from mooncake.errors import InvalidArgument, MooncakeError
 from mooncake.kvlayout import SlabLayout
 from mooncake.log import get_logger
@@ -38,7 +46,7 @@ from mooncake.rpc.client import split_address
 from mooncake.security import EVERYBODY, TRUSTED, Access, is_loopback
 from mooncake.transfer import TransferEngine
 from mooncake.transfer.descriptor import SegmentDescriptor, decode_descriptor
-from mooncake.transfer.host import host_towards, numeric_host, with_port
+from mooncake.transfer.host import canonical_host, has_ipv6, host_towards, numeric_hosts, with_port
 
 log = get_logger(__name__)
 
@@ -137,7 +145,9 @@ class Sender:
         self._hold_s, self._ended, self._on_outcome = hold_s, ended, on_outcome
         self._accepts = accepts
         self._offers: dict[str, asyncio.Future[BlockOffer | str]] = {}
-        """Offers by transfer, or the reason for having none; a request waits for an unfinished future."""
+        """Offers by transfer, or the reason for having none; requests wait for an unfinished future."""
+        self._num_waiting: Counter[str] = Counter()
+        """By transfer: the requests that wait for its future."""
         self._server = RpcServer(
             {PushRequest: self._take, PushProbe: lambda greet, call: PushResult()},
             access=ACCESS,
@@ -157,8 +167,11 @@ class Sender:
     async def close(self) -> None:
         await self._server.close()
 
-    def offer(self, offer: BlockOffer) -> None:
-        """Offer computed blocks, which must not be written to until ``ended`` is called."""
+    def offer(self, offer: BlockOffer, computed: DeviceEvent | None = None) -> None:
+        """Offer blocks, which are not written to until ``ended`` is called, once ``computed`` is reached."""
+        if computed is not None and not computed.query():
+            asyncio.get_running_loop().call_later(POLL_S, self.offer, offer, computed)
+            return
         if not self._settle(offer.transfer_id, offer):
             log.warning("transfer_refused", transfer=offer.transfer_id, reason="its id was used before")
             self._ended(offer.transfer_id)
@@ -199,14 +212,18 @@ class Sender:
         if take.layout != self._digest:
             return self._refused(take, f"the blocks have layout {self._digest}, not {take.layout}")
         awaited = self._awaited(take.transfer_id)
+        self._num_waiting[take.transfer_id] += 1
         try:
             async with asyncio.timeout_at(deadline):
                 found = await asyncio.shield(awaited)
         except TimeoutError:
             return self._refused(take, f"not computed within {take.timeout_s:g} s")
         finally:
-            if not awaited.done() and self._offers.get(take.transfer_id) is awaited:
-                del self._offers[take.transfer_id]
+            self._num_waiting[take.transfer_id] -= 1
+            if not self._num_waiting[take.transfer_id]:  # another one may still get an answer
+                del self._num_waiting[take.transfer_id]
+                if not awaited.done() and self._offers.get(take.transfer_id) is awaited:
+                    del self._offers[take.transfer_id]
         if isinstance(found, str):
             return self._refused(take, found)
         if self._offers.get(take.transfer_id) is not awaited:
@@ -287,7 +304,7 @@ class Listeners:
     """
 
     def __init__(self, configured: str | Sequence[str], offset: int = 0) -> None:
-        """Configure the prefill engines.
+        """Configure the prefill engines. Their names are resolved once, so it may block.
 
         Args:
             configured: addresses ``host:port``; a string holds one, or several separated by commas.
@@ -297,34 +314,69 @@ class Listeners:
             InvalidArgument: not an address, or no port has that offset.
         """
         engines = [split_address(address) for address in _listed(configured)]
-        self._engines = [(host, port, _listener_port(host, port, offset)) for host, port in engines]
+        self._engines = [
+            _PrefillEngine(host, port, _listener_port(host, port, offset), _spellings(host))
+            for host, port in engines
+        ]
 
     @property
     def addresses(self) -> list[str]:
         """Addresses of the listeners."""
-        return [with_port(host, listener) for host, _, listener in self._engines]
+        return [one.address for one in self._engines]
 
     @property
     def hosts(self) -> list[str]:
-        return [host for host, _, _ in self._engines]
+        return [one.host for one in self._engines]
 
     def chosen(self, params: Mapping[str, Any]) -> str | None:
         """The sender for a request with these ``kv_transfer_params``; None if it is not configured.
 
-        ``remote_host`` and ``remote_port`` are an engine's configured address, or its listener's. A host may
-        be spelt otherwise than here, or not at all, if no other engine has that port.
+        ``remote_host`` and ``remote_port`` are an engine's configured address, or its listener's; a port that
+        is one engine's listener and another's HTTP server on that host is the listener. The host may be an
+        address of the configured name. It may be spelt otherwise, or be absent, if no other engine has that
+        port. A name in a request is not resolved: a client could make this process wait for it.
         """
         host, port = params.get("remote_host"), params.get("remote_port")
         if not host and not port:
             return self.addresses[0] if self._engines else None
+        named = canonical_host(str(host)) if host else ""
         same_port = [
-            address
-            for address, engine in zip(self.addresses, self._engines, strict=True)
-            if str(port) in map(str, engine[1:])
+            [one for one in self._engines if str(one.listener) == str(port)],
+            [one for one in self._engines if str(one.port) == str(port)],
         ]
-        named = [address for address in same_port if split_address(address)[0] == str(host).strip("[]")]
-        found = named or same_port
-        return found[0] if len(found) == 1 else None
+        for engines in same_port:
+            found = [one for one in engines if named in one.spellings]
+            if found:
+                return found[0].address
+        for engines in same_port:
+            others = list(dict.fromkeys(one.address for one in engines))
+            if others:
+                return others[0] if len(others) == 1 else None
+        return None
+
+
+@dataclasses.dataclass(frozen=True)
+class _PrefillEngine:
+    """A configured prefill engine: its HTTP server's address, its listener's port, and what it is called."""
+
+    host: str
+    port: int
+    listener: int
+    spellings: frozenset[str]
+    """The host's name and addresses, as ``canonical_host`` gives them."""
+
+    @property
+    def address(self) -> str:
+        """Address of the listener."""
+        return with_port(self.host, self.listener)
+
+
+def _spellings(host: str) -> frozenset[str]:
+    try:
+        addresses = numeric_hosts(host, "prefill_addr")
+    except InvalidArgument:  # it may be started later: connecting resolves the name again
+        addresses = []
+    return frozenset(map(canonical_host, (host, *addresses)))
 
 
 def _listener_port(host: str, port: int, offset: int) -> int:
@@ -343,6 +395,7 @@ class PushAddresses:
     """
 
     listen_host: str
+    """Empty: all addresses of both families."""
     listen_port: int
     transfer_host: str
     """Address at which this engine's memory is reached."""
@@ -360,25 +413,47 @@ class PushAddresses:
         offset = _offset_of(extra)
         listeners = Listeners(extra.get("prefill_addr", ""), offset)
         decodes = [host for host, _ in map(split_address, _listed(extra.get("decode_addr", "")))]
-        accepted = frozenset(numeric_host(host, "decode_addr") for host in decodes)
+        accepted = frozenset(
+            canonical_host(address) for host in decodes for address in numeric_hosts(host, "decode_addr")
+        )
         peers = [*listeners.hosts, *decodes]
         own_host = str(extra.get("local_hostname", "")) or (host_towards(peers[0]) if peers else "127.0.0.1")
         if "listen_addr" in extra:
             host, port = split_address(str(extra["listen_addr"]))
         else:
-            host = own_host if all(map(is_loopback, (own_host, *accepted))) else "0.0.0.0"
+            host = _listen_host(own_host, accepted)
             port = _listener_port(own_host, own_port, offset)
         return cls(host, port, own_host, listeners, accepted or None)
 
     @property
     def listener_host(self) -> str:
         """Host of the listener, as decode engines can name it."""
-        return self.transfer_host if self.listen_host in ("0.0.0.0", "::") else self.listen_host
+        return self.transfer_host if self.listen_host in ("", "0.0.0.0", "::") else self.listen_host
 
     def accepts(self, peer: str) -> bool:
         """Whether a request from ``peer`` (``host:port``) is accepted."""
-        host = peer.rpartition(":")[0].removeprefix("::ffff:")
+        host = canonical_host(peer.rpartition(":")[0])
         return self.accepted is None or host in self.accepted or is_loopback(host)
+
+
+def _listen_host(own_host: str, accepted: frozenset[str]) -> str:
+    """Where a listener without ``listen_addr`` listens: beyond this host only for decodes that are named."""
+    if is_loopback(own_host) and all(map(is_loopback, accepted)):
+        return own_host
+    if not accepted:
+        return "127.0.0.1"
+    named = [host for host in (canonical_host(own_host), *accepted) if not is_loopback(host)]
+    families = {address.version for address in map(_address, named) if address is not None}
+    if families == {4, 6}:
+        return "" if has_ipv6() else "0.0.0.0"
+    return "::" if families == {6} else "0.0.0.0"
+
+
+def _address(host: str) -> ipaddress.IPv4Address | ipaddress.IPv6Address | None:
+    try:
+        return ipaddress.ip_address(host)
+    except ValueError:
+        return None  # a name
 
 
 def _listed(addresses: str | Sequence[str]) -> list[str]:
@@ -416,8 +491,12 @@ class Receiver:
         for client in self._clients.values():
             await client.close()
 
-    async def receive(self, wanted: BlockRequest) -> str:
-        """Receive blocks. Returns "" on success, else a reason; nothing writes to the blocks afterwards."""
+    async def receive(self, wanted: BlockRequest, after: DeviceEvent | None = None) -> str:
+        """Receive blocks. Returns "" on success, else a reason; nothing writes to the blocks afterwards.
+
+        Nothing is written to them before ``after`` is reached.
+        """
+        await reached(after)
         async with self._lock:
             if not self._regions:
                 self._register()

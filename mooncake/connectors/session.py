@@ -10,11 +10,12 @@ as a segment of the pool, if that file says so.
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import dataclasses
 import json
 import threading
 from collections.abc import Collection, Coroutine, Mapping
-from concurrent.futures import Future
+from concurrent.futures import CancelledError, Future
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -112,6 +113,8 @@ class TransferThread:
         self.transfer = TransferEngine(transfer)
         self.loop = asyncio.new_event_loop()
         self._tasks: set[asyncio.Task[Any]] = set()
+        self._unbegun: set[Coroutine[Any, Any, Any]] = set()
+        """Work that another thread has passed and the loop has not begun."""
         self._is_let_go = threading.Event()
         self._thread = threading.Thread(target=self._run, name="mooncake-connector", daemon=True)
         self._thread.start()
@@ -119,12 +122,21 @@ class TransferThread:
     def _run(self) -> None:
         asyncio.set_event_loop(self.loop)
         self.loop.run_forever()
+        # A loop that was blocked while it was closed has tasks that never began. They begin with their end.
+        for task in asyncio.all_tasks(self.loop):
+            task.cancel()
+        with contextlib.suppress(RuntimeError):  # closed once more
+            self.loop.run_until_complete(asyncio.sleep(0))
+        for work in list(self._unbegun):
+            work.close()
 
     def start(self, work: Coroutine[Any, Any, ResultT]) -> Future[ResultT]:
         """Begin ``work`` on the loop; ``close`` ends it."""
+        self._unbegun.add(work)
         return asyncio.run_coroutine_threadsafe(self._tracked(work), self.loop)
 
     async def _tracked(self, work: Coroutine[Any, Any, ResultT]) -> ResultT:
+        self._unbegun.discard(work)
         return await self.track(work)
 
     def track(self, work: Coroutine[Any, Any, ResultT]) -> asyncio.Task[ResultT]:
@@ -157,7 +169,9 @@ class TransferThread:
         ending = self._end()
         try:
             asyncio.run_coroutine_threadsafe(ending, self.loop).result(CLOSING_S)
-        except (RuntimeError, TimeoutError) as error:  # an interpreter that shuts down starts no threads
+        # An interpreter that shuts down starts no threads; a loop that was blocked during an earlier call of
+        # this method, and goes on during this one, ends by cancelling what it has.
+        except (RuntimeError, TimeoutError, CancelledError) as error:
             log.debug("session_close_timed_out", reason=str(error))
         finally:
             self.loop.call_soon_threadsafe(self.loop.stop)

@@ -16,6 +16,10 @@ dropped, a load that fails (peer lost, checksum wrong, lease lapsed, too slow) i
 engine computes the blocks itself. A load or save is ``done`` once nothing touches the pool
 (``claim.py``), even if a thread or process was stopped meanwhile. After a failure to reach the master no
 call is sent for a while, so that a dead store costs one short wait and not one per request.
+
+Where the pool is a device's, copies between it and host memory come before a layer is stored and after one is
+loaded (``staged_memory.py``). They count as accesses to the pool: the loop looks at their events, and only
+then is a save or load ``done``.
 """
 
 from __future__ import annotations
@@ -23,6 +27,7 @@ from __future__ import annotations
 import asyncio
 import dataclasses
 import threading
+from collections import deque
 from collections.abc import Callable, Coroutine, Sequence
 from typing import Any
 
@@ -31,13 +36,15 @@ from prometheus_client import Counter
 
 from mooncake import clock
 from mooncake.connectors.claim import LOG_EVERY_S, Claim
-from mooncake.connectors.memory import CacheIdentity, HostMemory, StagedBlocks
+from mooncake.connectors.device_streams import POLL_S
+from mooncake.connectors.memory import CacheIdentity, DeviceEvent, HostMemory, Purpose, StagedBlocks
 from mooncake.errors import MooncakeError
 from mooncake.kvlayout import Column
 from mooncake.log import get_logger
 from mooncake.metrics import registry
 from mooncake.prefix import BlockHash
 from mooncake.store import AsyncStore, PutGrant, ReadGrant
+from mooncake.store.client.grants import Checksums
 from mooncake.transfer import Completion, Op, RemoteSegment, Status, TransferEngine
 
 log = get_logger(__name__)
@@ -115,8 +122,7 @@ class StoreLoad:
     def __init__(self, num_layers: int, num_parts: int, deadline: float, is_bad: bool = False) -> None:
         self.claim = Claim("load", deadline)
         self.num_layers_loaded = 0
-        self.num_layers_entered = 0
-        """Layers that the engine has read from host memory."""
+        """Leading layers in the pool, or on their way there on the device, which can wait for them."""
         self.arrived = threading.Condition()
         self.held: StagedBlocks | None = None
         self._is_bad = is_bad or not self.claim.enter(clock.monotonic(), num_layers * num_parts)
@@ -133,12 +139,17 @@ class StoreLoad:
         return self.claim.is_free
 
     @property
+    def is_bad(self) -> bool:
+        """Whether some layer is missing or wrong; the load may still write into the pool."""
+        return self._is_bad
+
+    @property
     def failed(self) -> bool:
         """Whether some layer is missing or wrong; set only once the load no longer writes into the pool."""
         return self._is_bad and self.done
 
     def land(self, layer: int, good: bool) -> bool:
-        """Record the end of one part of ``layer``. True if this is the first that is not good."""
+        """Record the arrival of one part of ``layer``. True if this is the first that is not good."""
         with self.arrived:
             first_failure = not good and not self._is_bad
             self._is_bad = self._is_bad or not good
@@ -148,14 +159,13 @@ class StoreLoad:
                 and not self._num_missing[self.num_layers_loaded]
             ):
                 self.num_layers_loaded += 1
-            self.claim.leave()
             self.arrived.notify_all()
         return first_failure
 
-    def lapse(self) -> None:
-        """Record that the host memory is reused: layers that the engine has not read from it are lost."""
+    def leave(self) -> None:
+        """Record that one part writes nothing more."""
+        self.claim.leave()
         with self.arrived:
-            self._is_bad = self._is_bad or self.num_layers_entered < len(self._num_missing)
             self.arrived.notify_all()
 
 
@@ -239,8 +249,24 @@ class StoreLink:
         self._token_lock = threading.Lock()
         self._waiting: dict[RemoteSegment, list[_SegmentMove]] = {}
         """Moves that wait for a peer's handshake."""
+        self._copies: dict[Purpose, deque[tuple[DeviceEvent, Callable[[], None]]]] = {
+            "load": deque(),
+            "save": deque(),
+        }
+        """Copies of the device that were begun: the event of their end, and what follows it; in order."""
+        self._is_polling = False
+        self._is_closed = False
+        """Whether what the device has copied is stored no longer."""
         self._regions = transfer.register_all(memory.buffers)
         self._loop.call_soon_threadsafe(self._loop.add_reader, self._queue.fileno(), self._drain)
+
+    def replace_identity(self, identity: CacheIdentity) -> None:
+        """Look up and save blocks under another identity, of the same layout, from now on.
+
+        No lookup, load or save may be under way: blocks are named when their operation begins.
+        """
+        assert identity.layout == self._layout, "blocks of another layout need another link"
+        self._identity = identity
 
     def attach(self, wake: Callable[[], None]) -> None:
         """Set ``wake``, which is called from the loop whenever a lookup, load or save has made progress."""
@@ -261,6 +287,11 @@ class StoreLink:
         await asyncio.gather(*self._tasks, return_exceptions=True)
         for region in self._regions:
             self._transfer.unregister(region)
+        self._is_closed = True
+        for copies in self._copies.values():
+            while copies:
+                await asyncio.to_thread(copies[0][0].synchronize)
+                self._poll_copies()
         for token in list(self._in_flight):  # these have ended, and their completions are not processed
             self._complete(Completion(token, Status.CANCELLED))
         await asyncio.sleep(0)
@@ -299,14 +330,36 @@ class StoreLink:
 
     # -- loads ---------------------------------------------------------------------------------
 
+    def computed(self) -> DeviceEvent | None:
+        """The end of the engine's work so far, on whose thread this is called; None: it has ended."""
+        return self._memory.computed()
+
+    @property
+    def most_blocks(self) -> int:
+        """Number of blocks that one load or save should have at most."""
+        return self._memory.most_blocks
+
+    def has_room(self, num_blocks: int, purpose: Purpose) -> bool:
+        """Whether there is host memory for so many blocks now."""
+        return self._memory.has_room(num_blocks, purpose)
+
     def start_load(self, lookup: StoreLookup, block_ids: Sequence[int]) -> StoreLoad:
         """Load the first ``len(block_ids)`` blocks of ``lookup`` into the pool, layer by layer."""
-        grants = lookup.grants[: len(block_ids)]
+        return self.load_part(lookup, 0, block_ids, self.computed())
+
+    def load_part(
+        self, lookup: StoreLookup, first: int, block_ids: Sequence[int], after: DeviceEvent | None
+    ) -> StoreLoad:
+        """Load blocks of ``lookup`` from ``first`` on. To be called from any thread.
+
+        ``after``: ``computed`` when nothing of the engine's later work used the blocks.
+        """
+        grants = lookup.grants[first : first + len(block_ids)]
         assert len(grants) == len(block_ids), "more blocks than were found"
         patience_s = min(grant.expires_at for grant in grants) - clock.monotonic()
         patience_s = max(0.0, min(patience_s, self._settings.load_timeout_s))
         deadline = clock.monotonic() + patience_s
-        held = self._memory.hold(block_ids)
+        held = self._memory.hold(block_ids, "load", after)
         if held is None:
             log.warning("load_refused", reason="no staging memory", num_blocks=len(block_ids))
             return StoreLoad(0, 0, deadline, is_bad=True)
@@ -317,13 +370,36 @@ class StoreLink:
             self._memory.release(held)
             return load
         load.held = held
-        lengths = [tokens for _, tokens in lookup.blocks[: len(block_ids)]]
-        for layer in range(self._layout.num_layers):
-            for members in parts:
-                self._submit_load(load, layer, members, grants, lengths)
-        segments = [grants[members[0]].segment for members in parts]
-        self._loop.call_soon_threadsafe(self._loop.call_later, patience_s, self._expire, load, segments)
+        load.claim.when_free(lambda: self._memory.release(held))
+        lengths = [num_tokens for _, num_tokens in lookup.blocks[first : first + len(block_ids)]]
+        # On the loop: the columns of a long prefix take milliseconds, in which the engine computes.
+        self._loop.call_soon_threadsafe(self._begin_load, load, parts, grants, lengths)
         return load
+
+    def _begin_load(
+        self,
+        load: StoreLoad,
+        parts: Sequence[Sequence[int]],
+        grants: Sequence[ReadGrant],
+        lengths: Sequence[int],
+    ) -> None:
+        """Submit all parts of a load, first layer first."""
+        left = [(layer, members) for layer in range(self._layout.num_layers) for members in parts]
+        left.reverse()
+        try:
+            checksums = np.stack([grant.checksums for grant in grants])
+            while left:
+                self._submit_load(load, *left[-1], grants, lengths, checksums)
+                left.pop()
+        except Exception:  # a bug of ours; the load must end all the same
+            log.exception("operation_failed", operation="load")
+            failures.labels("load").inc()
+            for layer, _ in left:
+                load.land(layer, False)
+                load.leave()
+            self._wake()
+        segments = [grants[members[0]].segment for members in parts]
+        self._loop.call_later(max(0.0, load.deadline - clock.monotonic()), self._expire, load, segments)
 
     def _expire(self, load: StoreLoad, segments: Sequence[RemoteSegment]) -> None:
         """Fail a load that has not ended by its deadline; its bytes must not arrive later."""
@@ -331,12 +407,6 @@ class StoreLink:
             log.warning("load_timed_out", num_layers_loaded=load.num_layers_loaded)
             for segment in segments:
                 self._transfer.cancel(segment)
-        assert load.held is not None
-        held = load.held
-        if held.slots:
-            load.lapse()
-            self._wake()
-        load.claim.when_free(lambda: self._memory.release(held))
 
     def _submit_load(
         self,
@@ -345,14 +415,15 @@ class StoreLink:
         members: Sequence[int],
         all_grants: Sequence[ReadGrant],
         all_lengths: Sequence[int],
+        all_checksums: Checksums,
     ) -> None:
         grants = [all_grants[index] for index in members]
         lengths = [all_lengths[index] for index in members]
-        assert load.held is not None
-        local = self._memory.addresses(load.held, layer, members)
+        held = load.held
+        assert held is not None
+        local = self._memory.addresses(held, layer, members)
         remote, sizes = self._columns(layer, lengths, [grant.address for grant in grants])
-        chunks = self._chunks(layer)
-        expected = np.concatenate([grant.checksums[chunks] for grant in grants])
+        expected = all_checksums[list(members), self._chunks(layer)].reshape(-1)
         num_bytes = int(sizes.sum())
 
         def arrived(completion: Completion) -> None:
@@ -366,9 +437,24 @@ class StoreLink:
                     reason = f"checksum of {grants[int(wrong[0]) // self._layout.num_slabs].key}"
                 else:
                     loaded_bytes.inc(num_bytes)
+            copied: DeviceEvent | None = None
+            if good:
+                try:
+                    copied = self._memory.enter(held, layer, members)
+                except Exception as error:  # such as a device without memory for it
+                    log.exception("operation_failed", operation="load")
+                    good, reason = False, str(error)
             if load.land(layer, good):
                 failures.labels("load").inc()
                 log.warning("load_failed", layer=layer, reason=reason)
+            if copied is None:
+                left()
+            else:
+                self._wake()
+                self._when_copied("load", copied, left)
+
+        def left() -> None:
+            load.leave()
             self._wake()
 
         self._submit(Op.READ, grants[0].segment, (local, remote, sizes), load.deadline, arrived)
@@ -376,21 +462,20 @@ class StoreLink:
     def wait_layer(self, loads: Sequence[StoreLoad], layer: int) -> None:
         """Block the engine thread until ``layer`` of every load has arrived, or the load has failed.
 
+        On a device the work that this thread begins afterwards waits for the copy into the pool.
+
         The wait ends: at its deadline a load is cancelled, which completes everything in flight. If the loop
         that does this is blocked, the engine keeps waiting, for its memory is in use; warnings are logged.
         """
         for load in loads:
             with load.arrived:
-                while load.num_layers_loaded <= layer and not load.failed:
+                # A bad load counts as failed at its end only, and the step must not end before.
+                while (load.num_layers_loaded <= layer or load.is_bad) and not load.failed:
                     is_overdue = clock.monotonic() >= load.deadline
                     if not load.arrived.wait(LOG_EVERY_S) and is_overdue:
                         load.claim.log_overdue()
-                if load.held is None or load.failed:
-                    continue
-                self._memory.enter(load.held, layer)  # under the lock: a lapsed load is not entered
-                load.num_layers_entered = layer + 1
-            if layer == self._layout.num_layers - 1:
-                self._memory.release(load.held)
+            if load.held is not None and not load.failed:
+                self._memory.compute_after(load.held, layer)
 
     # -- saves ---------------------------------------------------------------------------------
 
@@ -398,7 +483,7 @@ class StoreLink:
         """Begin to save ``blocks`` ((hash, tokens, block id)) whose layers are about to be computed."""
         save = StoreSave(blocks)
         if blocks and not self._breaker.is_open:
-            save.held = self._memory.hold([block_id for _, _, block_id in blocks])
+            save.held = self._memory.hold([block_id for _, _, block_id in blocks], "save")
         if save.held is None:
             save.claim.close()
             save.is_ended = True
@@ -407,18 +492,53 @@ class StoreLink:
         return save
 
     def save_layer(self, save: StoreSave, layer: int) -> None:
-        """Save ``layer`` of the save's blocks, which is in the pool now."""
+        """Save ``layer`` of the save's blocks, which the engine's thread has computed."""
+        self.save_computed(save, layer, None if save.held is None else self.computed())
+
+    def save_computed(self, save: StoreSave, layer: int, computed: DeviceEvent | None) -> None:
+        """Save ``layer``, which is in the pool once ``computed`` is reached. To be called from any thread."""
         if save.held is None:
             return
-        num_layers = self._memory.leave(save.held, layer, layer == self._layout.num_layers - 1)
         with save.lock:
-            save.num_layers_computed = num_layers
+            if not save.is_wanted or not save.claim.enter(clock.monotonic()):
+                # Also when it is too late: the timer expires it, too, but may be late itself.
+                save.is_wanted = False
+                self._settle(save)
+                return
+        try:
+            copied = self._memory.leave(save.held, layer, computed)
+        except Exception:  # such as a device without memory for it
+            log.exception("operation_failed", operation="save")
+            failures.labels("save").inc()
+            with save.lock:
+                save.is_wanted = False
+                save.claim.leave()
+                self._settle(save)
+                self._release_held(save)
+            return
+        if copied is None:
+            self._left(save, layer + 1)
+        else:
+            self._when_copied("save", copied, lambda: self._left(save, layer + 1))
+
+    def _left(self, save: StoreSave, num_layers: int) -> None:
+        """Submit layers, of which ``num_layers`` are in host memory now."""
+        with save.lock:
+            save.claim.leave()
+            save.is_wanted = save.is_wanted and not self._is_closed
+            save.num_layers_computed = max(save.num_layers_computed, num_layers)
             self._advance(save)
+            self._settle(save)
+            self._release_held(save)
+            is_done = save.done
+        if is_done:  # it had ended before, and the copy was the last access to the pool
+            self._wake()
 
     def finish_save(self, save: StoreSave) -> None:
         """End the layers; ``save.done`` turns true when the store has them or has refused."""
         with save.lock:
             save.is_given = True
+            self._settle(save)
             self._release_held(save)
 
     def abort_save(self, save: StoreSave) -> None:
@@ -523,7 +643,9 @@ class StoreLink:
 
     def _settle(self, save: StoreSave) -> None:
         """Report the end to the master once nothing is in flight; the caller holds the save's lock."""
-        complete = save.num_layers_submitted == self._layout.num_layers or not save.is_wanted
+        # Until ``finish_save`` it may be aborted: a load of the same step may turn out wrong.
+        is_whole = save.is_given and save.num_layers_submitted == self._layout.num_layers
+        complete = is_whole or not save.is_wanted
         if save.grants is None or not complete or save.is_settled:
             return
         save.claim.close()
@@ -563,6 +685,27 @@ class StoreLink:
 
     # -- shared by both ------------------------------------------------------------------------
 
+    def _when_copied(self, purpose: Purpose, copied: DeviceEvent, then: Callable[[], None]) -> None:
+        """Call ``then`` from the loop once a copy of the device has ended."""
+        with self._token_lock:
+            self._copies[purpose].append((copied, then))
+            is_polling, self._is_polling = self._is_polling, True
+        if not is_polling:
+            self._loop.call_soon_threadsafe(self._poll_copies)
+
+    def _poll_copies(self) -> None:
+        for copies in self._copies.values():
+            while copies and copies[0][0].query():
+                then = copies.popleft()[1]
+                try:
+                    then()
+                except Exception:  # a bug of ours; the others are processed all the same
+                    log.exception("operation_failed", operation="copy")
+        with self._token_lock:
+            self._is_polling = any(self._copies.values())
+            if self._is_polling:
+                self._loop.call_later(POLL_S, self._poll_copies)
+
     def _chunks(self, layer: int) -> slice:
         """The chunks of an object that belong to ``layer``."""
         num_slabs = self._layout.num_slabs
@@ -570,14 +713,16 @@ class StoreLink:
 
     def _columns(self, layer: int, lengths: Sequence[int], addresses: Sequence[int]) -> tuple[Column, Column]:
         """(remote addresses, sizes) of the slabs of ``layer`` of objects, object by object."""
-        shape = (len(addresses), self._layout.num_slabs)
-        remote = np.empty(shape, dtype=np.uint64)
-        sizes = np.empty(shape, dtype=np.uint64)
-        for row, (num_tokens, address) in enumerate(zip(lengths, addresses, strict=True)):
-            offsets = self._layout.object_offsets(layer, num_tokens)
-            remote[row] = [address + offset for offset in offsets]
-            sizes[row] = self._layout.chunk_bytes(num_tokens)
-        return remote.reshape(-1), sizes.reshape(-1)
+        # Whole blocks are alike, and a prefix has many: what depends on the length is computed once for each.
+        layout = self._layout
+        offsets = {
+            num_tokens: layout.object_offsets(layer, num_tokens) for num_tokens in dict.fromkeys(lengths)
+        }
+        chunks = {num_tokens: layout.chunk_bytes(num_tokens) for num_tokens in offsets}
+        first = np.array(addresses, dtype=np.uint64)[:, None]
+        remote = first + np.array([offsets[num_tokens] for num_tokens in lengths], dtype=np.uint64)
+        sizes = np.array([chunks[num_tokens] for num_tokens in lengths], dtype=np.uint64)
+        return remote.reshape(-1), sizes.repeat(layout.num_slabs)
 
     def _submit(
         self,
@@ -645,7 +790,10 @@ class StoreLink:
 
     def _drain(self) -> None:
         for completion in self._queue.drain():
-            self._complete(completion)
+            try:
+                self._complete(completion)
+            except Exception:  # a bug of ours; the others are processed all the same
+                log.exception("operation_failed", operation="completion")
 
     def _complete(self, completion: Completion) -> None:
         self._in_flight.pop(completion.token)(completion)

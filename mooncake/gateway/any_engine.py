@@ -65,13 +65,14 @@ from mooncake.gateway.request_parsing import (
     priority_of,
     rank_of,
     request_id_of,
+    session_at_engines,
     session_of,
     slo_of,
 )
 from mooncake.gateway.retries import MAX_FAILURES, Attempts, PlacedRequest, Route, as_error
-from mooncake.gateway.worker_client import DONE, WorkerBusy, WorkerClient, WorkerFailed
+from mooncake.gateway.worker_client import DONE, WeightsReplaced, WorkerBusy, WorkerClient, WorkerFailed
 from mooncake.http.latency import itl_seconds, ttft_seconds
-from mooncake.http.openai import ApiError, Usage, model_not_found
+from mooncake.http.openai import WEIGHTS_REPLACED, ApiError, Usage, model_not_found
 from mooncake.http.sse import EventStreamResponse, cancel_on_disconnect, data_of, name_of
 from mooncake.log import get_logger
 from mooncake.types import InstanceId
@@ -214,9 +215,12 @@ async def _proxied_request_of(
     headers = _headers_for_engines(gateway, http)
     session = session_of(http, request, settings.session_header)
     if session:
-        headers[SESSION_HEADERS[0]] = session
-    if isinstance(request.get("session_id"), str) and request["session_id"] != session:
-        del request["session_id"]  # engines would prefer it to the header
+        headers[SESSION_HEADERS[0]] = session_at_engines(http, session)
+    if isinstance(request.get("session_id"), str):  # engines prefer it to the header
+        if request["session_id"] == session:
+            request["session_id"] = headers[SESSION_HEADERS[0]]
+        else:
+            del request["session_id"]
     priority, rank = request.get("priority"), rank_of(http)
     if priority is None and (priority := priority_of(http)) is not None:
         # Not beside a priority in the body: engines would prefer the header.
@@ -308,6 +312,11 @@ class _StreamEvent(msgspec.Struct):
     usage: Usage | None = None
     error: Any = None
     choices: list[_Ending] = []
+
+    @property
+    def has_new_weights(self) -> bool:
+        """Whether the answer ends because the engine's weights were replaced."""
+        return isinstance(self.error, Mapping) and self.error.get("code") == WEIGHTS_REPLACED
 
     @property
     def failure(self) -> str:
@@ -534,7 +543,7 @@ class ProxiedRequest(PlacedRequest):
         """An answer or event, with the cached tokens of the prefill engine in its usage.
 
         Raises:
-            WorkerFailed: it reports that the answer will not be completed.
+            WorkerFailed, WeightsReplaced: it reports that the answer will not be completed.
         """
         if self.api.has_named_events:
             if reason := failure_in(content):
@@ -546,6 +555,8 @@ class ProxiedRequest(PlacedRequest):
         except msgspec.MsgspecError:
             return content
         if event.failure:
+            if event.has_new_weights:
+                raise WeightsReplaced(event.failure)
             raise WorkerFailed(decision.decode, event.failure)
         if event.usage is None:
             return content

@@ -133,8 +133,9 @@ def read_request(api: EngineApi, content: bytes) -> dict[str, Any]:
     _check_kind(request, "stream", bool, "true or false")
     _check_kind(request, "n", int, "a number")
     _check_kind(request, "kv_transfer_params", dict, "an object")
+    _check_kind(request, "priority", int, "a whole number")  # engines would read one in text as well
     priority = request.get("priority")
-    if isinstance(priority, int) and abs(priority) > MAX_PRIORITY:
+    if priority is not None and abs(priority) > MAX_PRIORITY:
         message = f"priority is {str(priority)[:100]}; allowed: {-MAX_PRIORITY} to {MAX_PRIORITY}"
         raise ApiError(400, message, param="priority", code="invalid_value")
     if not request[param]:

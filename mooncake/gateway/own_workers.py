@@ -7,7 +7,9 @@ per choice), the deadline, the counts of ``usage`` and the latencies; formats ar
 
 ``OwnWorkersRequest`` hides from clients which workers there are and that they fail. The prompt travels as
 token ids. An answer is followed token by token; when its decode worker is lost, the tokens generated so far
-are appended to the prompt and another worker continues, so that the client sees one uninterrupted answer.
+are appended to the prompt and another worker continues, so that the client sees one uninterrupted answer. An
+answer whose worker's weights were replaced is not continued, which would mix two versions: it begins again if
+nothing of it was passed on, and ends with that error otherwise.
 Correctness never depends on the transfer of KV: a decode worker that finds no KV computes it. Calls are
 ``worker_client.py``.
 """
@@ -42,7 +44,7 @@ from mooncake.gateway.request_parsing import (
     tokenize,
 )
 from mooncake.gateway.retries import Attempts, PlacedRequest, Route, as_error
-from mooncake.gateway.worker_client import WorkerBusy, WorkerClient, WorkerFailed
+from mooncake.gateway.worker_client import WeightsReplaced, WorkerBusy, WorkerClient, WorkerFailed
 from mooncake.http.answers import AnswerPiece, ChatWriter, CompletionWriter
 from mooncake.http.latency import itl_seconds, mean_of_longest, ttft_seconds
 from mooncake.http.openai import (
@@ -475,6 +477,9 @@ class OwnWorkersRequest(PlacedRequest):
             except (WorkerFailed, WorkerBusy) as error:
                 self._note(error, self._request_id, attempts, "prefill")
                 continue
+            except WeightsReplaced as error:
+                self._note_replaced(error, attempts, "prefill")
+                continue
             self._transfer = answer.kv_transfer_params or {}
             measured = self._transfer.pop("measured", None)
             self._is_prefilled = self._is_computed = True
@@ -512,6 +517,12 @@ class OwnWorkersRequest(PlacedRequest):
             except (WorkerFailed, WorkerBusy) as error:
                 if not choice.is_finished:
                     self._note(error, place_id, attempts, "resumed" if choice.token_ids else "decode")
+            except WeightsReplaced as error:
+                if choice.token_ids or choice.num_chars:
+                    if not choice.is_finished:
+                        raise
+                else:
+                    self._note_replaced(error, attempts, "decode")
             decision = None
 
     def _hints(self, decision: Decision) -> dict[str, Any]:

@@ -7,6 +7,7 @@ Owns the checks that need no worker; a request that fails them never reaches one
 from __future__ import annotations
 
 import asyncio
+import hashlib
 import math
 import re
 import uuid
@@ -191,6 +192,17 @@ def affinity_of(http: Request, session: str) -> str:
     client: Client | None = http.state.client
     # No session has a space in it.
     return f"{session} {client.entry.tenant_name}" if client is not None and session else session
+
+
+def session_at_engines(http: Request, session: str) -> str:
+    """The name of a session as engines get it, which is different for each tenant as well.
+
+    It ends in a digest of the tenant, of fixed length, so that no tenant can choose a name of another's.
+    """
+    client: Client | None = http.state.client
+    if client is None or not session:
+        return session
+    return f"{session}.{hashlib.sha256(client.entry.tenant_name.encode()).hexdigest()[:16]}"
 
 
 def _is_session(name: str) -> bool:

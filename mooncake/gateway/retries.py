@@ -17,7 +17,7 @@ from prometheus_client import Counter
 from mooncake import clock, metrics
 from mooncake.conductor.client import ConductorClient
 from mooncake.conductor.messages import Decision, Failed, Finished, Place, Prefilled, Refuse
-from mooncake.gateway.worker_client import WorkerBusy, WorkerFailed
+from mooncake.gateway.worker_client import WeightsReplaced, WorkerBusy, WorkerFailed
 from mooncake.http.openai import ApiError
 from mooncake.log import get_logger
 from mooncake.types import InstanceId
@@ -140,6 +140,17 @@ class PlacedRequest:
             num_tried = attempts.num_failures + attempts.num_unreachable
             message = f"{num_tried} attempts to {stage} failed, the last on {error}"
             raise ApiError(503, message, code="workers_failed", retry_after_s=RETRY_TIMEOUT_S) from error
+
+    def _note_replaced(self, error: WeightsReplaced, attempts: Attempts, stage: str) -> None:
+        """Note that a worker's weights were replaced. It did not fail, and serves the request with new ones.
+
+        Raises:
+            WeightsReplaced: the limit of attempts is reached.
+        """
+        _retries.labels(stage).inc()
+        attempts.num_failures += 1
+        if attempts.num_failures >= MAX_FAILURES:
+            raise error
 
     def _estimated_prefilled(
         self, decision: Decision, num_tokens: int, num_cached_tokens: int, elapsed_s: float

@@ -2,9 +2,9 @@
 """Calls to workers: prefill a prompt, follow an answer, list models.
 
 Owns the distinction that every retry rests on: a worker that *failed* (lost, silent, broken) must not get
-this request again, a *busy* one is fine but full, and a request that was *refused* (4xx) would be refused
-everywhere. It does not know which worker is next. Foreign exceptions of the HTTP client are translated here
-and nowhere else.
+this request again, a *busy* one is fine but full, one whose *weights were replaced* is fine but what it has
+sent may not be continued, and a request that was *refused* (4xx) would be refused everywhere. It does not
+know which worker is next. Foreign exceptions of the HTTP client are translated here and nowhere else.
 
 Silence alone does not distinguish a long prompt from a dead process. After a while without a byte the
 worker's health is probed beside the call: no answer means failed; an answer extends the wait, up to a limit.
@@ -22,6 +22,7 @@ import msgspec
 
 from mooncake.errors import MooncakeError, ProtocolError
 from mooncake.http.openai import (
+    WEIGHTS_REPLACED,
     ApiError,
     CompletionChoice,
     ErrorDetail,
@@ -67,6 +68,13 @@ class WorkerBusy(MooncakeError):
         self.answer = answer
 
 
+class WeightsReplaced(ApiError):
+    """The worker's weights were replaced under the request: it can only be computed from its beginning."""
+
+    def __init__(self, message: str) -> None:
+        super().__init__(409, message, code=WEIGHTS_REPLACED)
+
+
 class CompletionChunk(msgspec.Struct):
     """One event of a completion's stream."""
 
@@ -109,6 +117,7 @@ class WorkerClient:
 
         Raises:
             WorkerFailed, WorkerBusy: try elsewhere.
+            WeightsReplaced: try from the beginning, if nothing of the answer has been passed on.
             ApiError: the request itself was refused.
         """
         content = await self.whole(instance, COMPLETIONS, body, headers)
@@ -176,6 +185,8 @@ class WorkerClient:
         except msgspec.MsgspecError as error:
             raise WorkerFailed(instance, f"its stream can't be read: {error}") from error
         if chunk.error is not None:
+            if chunk.error.code == WEIGHTS_REPLACED:
+                raise WeightsReplaced(chunk.error.message)
             raise WorkerFailed(instance, f"it aborted: {chunk.error.message}")
         return chunk
 
@@ -206,6 +217,8 @@ class WorkerClient:
         except msgspec.MsgspecError:
             text = content[:200].decode(errors="replace")
             detail = ErrorDetail(f"worker {instance} answered {response.status}: {text}", "server_error")
+        if response.status == 409 and detail.code == WEIGHTS_REPLACED:
+            raise WeightsReplaced(detail.message)
         answer = ApiError(response.status, detail.message)
         answer.detail = detail
         with contextlib.suppress(ValueError):

@@ -4,7 +4,8 @@
 A decoder in C does not release the interpreter lock while it runs: a body of 8 MiB with a million token ids
 takes 0.1 s in one call, and the event loop is blocked meanwhile, although the decoding runs in a thread of
 its own. So an object is first cut into its fields, which makes no objects, and large arrays are decoded in
-pieces, between which other threads run. The result is the same as that of one call, for any content.
+pieces, between which other threads run. The result is the same as that of one call, for any content but one
+with values inside values too deep to be walked by recursion.
 """
 
 from __future__ import annotations
@@ -18,6 +19,8 @@ LARGE_BYTES = 1 << 20
 """Size from which bodies are decoded in a thread, by this module."""
 
 PIECE_BYTES = 128 << 10
+MAX_NESTING = 200
+"""Levels of arrays and objects: far from the interpreter's limit, since the values are walked later."""
 _TRIES = 16
 
 _decode_fields = msgspec.json.Decoder(dict[str, msgspec.Raw]).decode
@@ -28,8 +31,21 @@ def decode(content: bytes) -> Any:
     """Decode ``content``.
 
     Raises:
-        msgspec.DecodeError: it is not JSON.
+        msgspec.DecodeError: it is not JSON, or nested deeper than ``MAX_NESTING``.
     """
+    try:
+        found = _decode_whole(content)
+    except RecursionError:
+        is_too_deep = True
+    else:
+        num_opened = content.count(b"[") + content.count(b"{")
+        is_too_deep = num_opened > MAX_NESTING and _is_nested_deeper(found, MAX_NESTING)
+    if is_too_deep:
+        raise msgspec.DecodeError(f"arrays and objects are nested more than {MAX_NESTING} levels deep")
+    return found
+
+
+def _decode_whole(content: bytes) -> Any:
     try:
         fields = _decode_fields(content)
     except msgspec.ValidationError:
@@ -39,6 +55,16 @@ def decode(content: bytes) -> Any:
         value = bytes(raw)
         found[name] = _array(value) if len(value) > PIECE_BYTES else _decode(value)
     return found
+
+
+def _is_nested_deeper(value: Any, most: int) -> bool:
+    level = [value]
+    for _ in range(most + 1):
+        if not level:
+            return False
+        inner = (one.values() if type(one) is dict else one for one in level)
+        level = [one for items in inner for one in items if type(one) is list or type(one) is dict]
+    return True
 
 
 def _array(value: bytes) -> Any:

@@ -63,12 +63,17 @@ class ErrorResponse(msgspec.Struct):
     error: ErrorDetail
 
 
+WEIGHTS_REPLACED = "weights_replaced"
+"""Code of the error (409) of an answer that ends because its worker's weights were replaced. What was
+computed of it may not be continued: the rest would be another version's."""
+
 _ERROR_TYPES = {
     400: "invalid_request_error",
     401: "authentication_error",
     403: "permission_error",
     404: "not_found_error",
     405: "invalid_request_error",
+    409: "conflict_error",
     413: "invalid_request_error",
     415: "invalid_request_error",
     429: "rate_limit_error",

@@ -16,7 +16,7 @@ class PromptStats(msgspec.Struct, frozen=True):
     queued_s: float
     "Time until it had blocks."
     loaded_s: float
-    "Time from then until its first step: the lookup in the pool, and the load of the first layer."
+    "Time from then until its first step: the lookup in the pool, and the load."
     computed_s: float
     "Time from its first step to its first token."
     num_local_tokens: int

@@ -11,7 +11,7 @@ import asyncio
 import contextlib
 import dataclasses
 import uuid
-from collections.abc import AsyncGenerator, AsyncIterator, Sequence
+from collections.abc import AsyncGenerator, AsyncIterator, Callable, Sequence
 from typing import Any
 
 import msgspec
@@ -27,6 +27,7 @@ from mooncake.http.answers import AnswerPiece, ChatWriter, CompletionWriter
 from mooncake.http.latency import e2e_seconds, itl_seconds, ttft_seconds
 from mooncake.http.openai import (
     STREAM_END,
+    WEIGHTS_REPLACED,
     ApiError,
     ChatCompletionRequest,
     CompletionRequest,
@@ -88,6 +89,8 @@ class Api:
     kv_identity: str = ""
     echoes_transfers: bool = False
     """Whether an answer repeats the ``kv_transfer_params`` of its request."""
+    add_routes: Callable[[FastAPI], None] | None = None
+    """Adds endpoints that this kind of worker has besides."""
     mean_answer_s: float = 1.0
     """Running mean of the duration of recent answers."""
 
@@ -156,6 +159,8 @@ def create_app(api: Api) -> FastAPI:
         """Metrics in the text format of Prometheus."""
         return Response(metrics.page(), headers={"Content-Type": metrics.CONTENT_TYPE})
 
+    if api.add_routes is not None:
+        api.add_routes(app)
     return app
 
 
@@ -395,7 +400,8 @@ def _as_api_error(error: BaseException) -> ApiError:
         return ApiError(400, str(error), param=error.field, code="invalid_value")
     requests_total.labels("failed").inc()
     if isinstance(error, GenerationFailed):
-        return ApiError(500, str(error), code=error.code)
+        status = 409 if error.code == WEIGHTS_REPLACED else 500
+        return ApiError(status, str(error), code=error.code)
     log.error("answer_failed", error=repr(error))
     return ApiError(
         500, "the worker failed while answering; its log has the traceback", code="internal_error"

@@ -219,6 +219,16 @@ class BlockPool(Generic[KeyT]):
             run.append(block_hash)
         self._emit_stored(run, run_parent, run_start, token_ids)
 
+    def clear(self) -> None:
+        """Forget the content of every block; none may be in use."""
+        assert self.num_free == self.num_usable, "a block is in use"
+        cached = [block for block, block_hash in enumerate(self._hashes) if block_hash is not None]
+        self._forget(cached)
+        self._blank.update(dict.fromkeys(cached))
+        self._queue.clear()
+        self._is_queued = bytearray(self.num_blocks)
+        self._num_idle = 0
+
     def drain_events(self) -> list[PoolBlocksStored[KeyT] | PoolBlocksRemoved[KeyT]]:
         """Blocks that were indexed or evicted since the last call, in order."""
         events, self._events = self._events, []

@@ -8,16 +8,16 @@ goes on. It does not know text, protocols and roles, and no tensors either: what
 
 ``StepLog`` has the durations of the latest steps, for a conductor that predicts from measurements; it
 evaluates nothing. The types of these numbers are ``http/worker_stats.py``'s, which both ends share. Steps are
-kept only when they measure one thing: one prompt's chunk alone, or only decoding, and no load that a layer
-waited for.
+kept only when they measure one thing: one prompt's chunk alone, or only decoding, and no wait for a load.
 """
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import threading
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from typing import Protocol
 
 from mooncake import clock
@@ -26,7 +26,8 @@ from mooncake.errors import InvalidArgument, Refusal
 from mooncake.http.worker_stats import PromptStats, StepStats
 from mooncake.inference.blocks import BlockEvent
 from mooncake.inference.kv_transfers import ActiveSave, KvTransfers
-from mooncake.inference.request import FinishReason, Request
+from mooncake.inference.pipeline import ChunkPlan
+from mooncake.inference.request import FinishReason, Request, RequestState
 from mooncake.inference.scheduler import Chunk, Sampled, Scheduler, SchedulerSettings, Step, TokenLogprobs
 from mooncake.kvlayout import KvLayout
 from mooncake.log import get_logger
@@ -48,8 +49,43 @@ class Runner(Protocol):
     """Length of the model's context, tokens."""
     eos_token_ids: tuple[int, ...]
 
-    def run(self, chunks: Sequence[Chunk], loads: Sequence[KvLoad], saves: Sequence[KvSave]) -> Sampled:
-        """Compute ``chunks`` while ``loads`` write what they read and ``saves`` read what they complete."""
+    def run(
+        self, chunks: Sequence[Chunk], loads: Sequence[KvLoad], saves: Sequence[KvSave]
+    ) -> Sampled | None:
+        """Compute ``chunks`` while ``loads`` write what they read and ``saves`` read what they complete.
+
+        None: a pipeline has begun them, and ``collect`` returns what they sample.
+        """
+        ...
+
+
+class PipelineRunner(Runner, Protocol):
+    """A runner whose steps overlap: the first stage is free again while later stages compute."""
+
+    def collect(self) -> list[Sampled]:
+        """The samples of the steps that have ended since the last call, in the order of the steps.
+
+        Raises Unavailable when a stage is lost: then no step will end.
+        """
+        ...
+
+    def attach(self, wake: Callable[[], None]) -> None:
+        """Set the callback for the end of a step, and for the loss of a stage; called from any thread."""
+        ...
+
+
+class QuietChange(Protocol):
+    """A change for which no request may be computed and no block may be in use."""
+
+    ends_requests: Refusal | None
+    """Why requests that are known are ended; None to let them end by themselves first."""
+
+    def apply(self) -> None:
+        """Make the change; on the engine's thread. Must not fail, and should be short."""
+        ...
+
+    def applied(self) -> None:
+        """Called after it, on the engine's thread, when requests may be computed again."""
         ...
 
 
@@ -67,6 +103,8 @@ class InferenceSettings:
     """Most requests computed at the same time."""
     max_waiting: int = 1024
     """Most requests that wait; one more is refused."""
+    chunk_plan: ChunkPlan | None = None
+    """How prompts are cut for a pipeline of stages."""
 
     def scheduler_settings(self, runner: Runner, has_link: bool) -> SchedulerSettings:
         return SchedulerSettings(
@@ -78,6 +116,7 @@ class InferenceSettings:
             max_running=min(self.max_running, self.max_batch_tokens),
             max_waiting=self.max_waiting,
             eos_token_ids=runner.eos_token_ids,
+            chunk_plan=self.chunk_plan,
             has_external_cache=has_link,
         )
 
@@ -102,6 +141,8 @@ class Output:
     measured: PromptStats | None = None
     """Times up to the first token."""
     error: str | None = None
+    error_code: str | None = None
+    """Kind of ``error``, where a program must tell it from a failure."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -118,6 +159,16 @@ class EngineStats:
     num_decode_tokens: int
     num_preemptions: int
     num_failed_loads: int
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class BegunStep:
+    """A step in a pipeline."""
+
+    step: Step
+    failed: Collection[str]
+    """Requests whose load failed, so that they have begun again."""
+    began: float
 
 
 def prompt_stats_of(request: Request) -> PromptStats | None:
@@ -144,9 +195,10 @@ class StepLog:
         self._steps: deque[tuple[int, int, float]] = deque(maxlen=_KEPT)
         self._num_chunks = self._num_steps = 0
 
-    def note(self, chunks: Sequence[Chunk], seconds: float) -> None:
-        """Record a step that computed ``chunks``."""
-        if any(chunk.has_load for chunk in chunks):
+    def note(self, step: Step, seconds: float) -> None:
+        """Record a step that took ``seconds``."""
+        chunks = step.chunks
+        if step.awaits_layers:
             return
         if all(chunk.num_tokens == 1 and chunk.samples for chunk in chunks):
             self._steps.append((len(chunks), sum(chunk.end for chunk in chunks), seconds))
@@ -170,25 +222,42 @@ class Engine:
         runner: Runner,
         link: AnyLink | None = None,
         now: Callable[[], float] = clock.monotonic,
+        pipeline: PipelineRunner | None = None,
     ) -> None:
-        """``link``: the one whose loads ``runner`` waits for, if there is one."""
+        """
+        Args:
+            link: the one whose loads ``runner`` waits for, if there is one.
+            pipeline: ``runner`` itself, if its steps overlap.
+        """
         self.runner = runner
         self.scheduler = Scheduler(settings.scheduler_settings(runner, link is not None))
         self.step_log = StepLog()
         self._clock = now
         self._traffic = KvTransfers(link, self.scheduler) if link is not None else None
+        self._pipeline = pipeline
+        self._begun: deque[BegunStep] = deque()
+        """Steps in the pipeline that sample, oldest first."""
         self._held: dict[str, tuple[Request, Output]] = {}
         """Last outputs of ``save_tail`` requests, until their saves are done."""
 
+        self._computing = threading.RLock()
+        """Guards ``_is_computing``; while that is set, the one who holds it may begin loads."""
+        self._is_computing = False
+        self._begin_loads_error: Exception | None = None
         self._changed = threading.Condition()
         self._inbox: list[Request] = []
         self._aborts: list[str] = []
         self._known: set[str] = set()
         self._has_news = False
         self._gives_way_until: float | None = None
+        self._change: QuietChange | None = None
+        self._unreported: list[Output] = []
+        """Outputs of a step that has not ended: when it raises, ``fail_all`` returns them."""
         self._num_steps = self._num_prefill = self._num_decode = 0
         if link is not None:
             link.attach(self.wake)
+        if pipeline is not None:
+            pipeline.attach(self.wake)
 
     # ── from any thread ─────────────────────────────────────────────────────────────────────────
 
@@ -214,7 +283,17 @@ class Engine:
             self._wake_locked()
 
     def wake(self) -> None:
-        """Signal that something a step may wait for has happened."""
+        """Signal that something a step may wait for has happened.
+
+        While a step is computed, the loads of lookups that have ended begin at once: after it they would be a
+        step late."""
+        if self._traffic is not None:
+            with self._computing:
+                if self._is_computing:
+                    try:
+                        self._traffic.begin_loads(self._clock())
+                    except Exception as error:  # the engine's thread fails the requests
+                        self._begin_loads_error = error
         with self._changed:
             self._wake_locked()
 
@@ -225,6 +304,26 @@ class Engine:
             timeout_s = patience_s if timeout_s is None else min(timeout_s, patience_s)
         with self._changed:
             self._changed.wait_for(lambda: self._has_news, timeout_s)
+
+    def change_when_quiet(self, change: QuietChange) -> None:
+        """Call ``change.apply`` on the engine's thread, between two steps, when no request is known to the
+        scheduler and no load or save is under way. Requests that arrive meanwhile wait for it.
+
+        Raises:
+            InvalidArgument: another change is waiting.
+        """
+        with self._changed:
+            if self._change is not None:
+                raise InvalidArgument("change", "a second one", "one at a time; wait for the first")
+            self._change = change
+            self._wake_locked()
+
+    def withdraw_change(self) -> bool:
+        """Forget a change that was not applied yet; False when there is none."""
+        with self._changed:
+            found, self._change = self._change, None
+            self._wake_locked()
+            return found is not None
 
     def stats(self) -> EngineStats:
         pool = self.scheduler.pool
@@ -254,12 +353,19 @@ class Engine:
 
     def step(self) -> tuple[bool, list[Output]]:
         """(whether tokens were computed, outputs). Without progress, call ``wait``."""
+        if self._begin_loads_error is not None:
+            error, self._begin_loads_error = self._begin_loads_error, None
+            raise error
         with self._changed:
-            arrived, self._inbox = self._inbox, []
+            change = self._change
             aborts, self._aborts = self._aborts, []
+            held = [r for r in self._inbox if r.id not in aborts] if change is not None else []
+            arrived, self._inbox = [r for r in self._inbox if r not in held], held
             self._has_news = False
         now = self._clock()
-        outputs: list[Output] = []
+        outputs = self._unreported
+        if change is not None:
+            outputs += self._prepare_change(change, now)
         for request in arrived:
             if (refused := self.scheduler.add(request, now)) is not None:
                 outputs.append(self._last(request, FinishReason.ERROR, str(refused)))
@@ -267,6 +373,11 @@ class Engine:
             outputs += self._abort(request_id, now)
         if self._traffic is not None:
             self._traffic.poll(now)
+        outputs += self._collect()
+        if change is not None and self._is_quiet:
+            self._apply_change(change)
+            self._unreported = []
+            return True, outputs
         step = self.scheduler.schedule(now)
         self._gives_way_until = step.gives_way_until
         if step.lookups:
@@ -275,19 +386,53 @@ class Engine:
             self._has_news = True  # a lookup may finish at once, without a wake
         if step.chunks:
             outputs += self._run(step)
-        return bool(step.chunks), outputs + self._release_held()
+        outputs += self._release_held()
+        if change is not None and self._is_quiet:
+            self._has_news = True  # nothing else would wake this thread
+        self._unreported = []
+        return bool(step.chunks), outputs
+
+    @property
+    def _is_quiet(self) -> bool:
+        """Whether nothing touches the pool, so that its content may become invalid."""
+        traffic = self._traffic
+        is_moving = traffic is not None and not (traffic.is_quiet and not traffic.is_looking_up)
+        return not (self.scheduler.requests or self._held or self._begun or is_moving)
+
+    def _prepare_change(self, change: QuietChange, now: float) -> list[Output]:
+        """End the requests that must not see the change."""
+        reason = change.ends_requests
+        return [] if reason is None else self._end_known(reason.reason, now, reason.code)
+
+    def _apply_change(self, change: QuietChange) -> None:
+        with self._changed:
+            if self._change is not change:
+                return  # withdrawn
+            self._change = None
+            self._wake_locked()  # for the requests that have waited
+        # First: if it fails, no block of the old content may be found by what computes with the new.
+        self.scheduler.pool.clear()
+        change.apply()
+        eos_token_ids = self.runner.eos_token_ids
+        self.scheduler.settings = dataclasses.replace(self.scheduler.settings, eos_token_ids=eos_token_ids)
+        change.applied()
 
     def fail_all(self, error: str) -> list[Output]:
         """End every request; blocks that a load or save still touches stay in use."""
         with self._changed:
             arrived, self._inbox = self._inbox, []
-        now = self._clock()
+        ended, self._unreported = self._unreported, []
+        ended += [self._last(request, FinishReason.ERROR, error) for request in arrived]
+        return ended + self._end_known(error, self._clock())
+
+    def _end_known(self, error: str, now: float, code: str | None = None) -> list[Output]:
+        """End every request but those that have just arrived."""
         held = [request for request, _ in self._held.values()]
         self._held.clear()
         running = self.scheduler.requests
         for request in running:
             self.scheduler.fail(request, error, now)
-        return [self._last(request, FinishReason.ERROR, error) for request in arrived + running + held]
+        return [self._last(request, FinishReason.ERROR, error, code) for request in running + held]
 
     def check(self) -> None:
         self.scheduler.check()
@@ -302,26 +447,67 @@ class Engine:
         try:
             if traffic is not None:
                 traffic.begin_saves(step, saves)
-            tokens, logprobs = self.runner.run(
-                step.chunks, list(loads.values()), [entry.save for entry in saves]
-            )
+            with self._computes():
+                sampled_rows = self.runner.run(
+                    step.chunks, list(loads.values()), [entry.save for entry in saves]
+                )
         except Exception as error:
             log.exception("step_failed", requests=len(step.chunks), error=error)
             return self._fail(step, saves, error)
         failed = {request_id: None for request_id, load in loads.items() if load.failed}
-        sampling = [c.request for c in step.chunks if c.samples]
-        sampled = {request.id: token for request, token in zip(sampling, tokens, strict=True)}
-        self.scheduler.step_finished(step, sampled, failed, self._clock())
+        outputs: list[Output] = []
+        if sampled_rows is None:
+            self.scheduler.step_begun(step, failed, self._clock())
+        else:
+            outputs = self._apply(step, sampled_rows, failed)
         if traffic is not None:
             traffic.num_failed_loads += len(failed)
             traffic.finish_saves(step, saves, failed)
             for request_id in loads:
                 traffic.end_load(request_id)
         self._count(step)
-        if not failed:
-            self.step_log.note(step.chunks, self._clock() - began)
+        if sampled_rows is None and any(chunk.samples for chunk in step.chunks):
+            self._begun.append(BegunStep(step, failed, began))
+        elif not failed:
+            self.step_log.note(step, self._clock() - began)
+        return outputs
+
+    def _apply(self, step: Step, sampled_rows: Sampled, failed: Collection[str]) -> list[Output]:
+        """Apply what a step has sampled."""
+        tokens, logprobs = sampled_rows
+        sampling = [c.request for c in step.chunks if c.samples]
+        sampled = {request.id: token for request, token in zip(sampling, tokens, strict=True)}
         extras = {request.id: found for request, found in zip(sampling, logprobs, strict=True)}
-        return self._outputs([r for r in sampling if r.id not in failed], sampled, extras)
+        # In a pipeline a request may have been aborted, or its load have failed, since the step began.
+        present = [r for r in sampling if r.state is RequestState.RUNNING and r.id not in failed]
+        self.scheduler.step_finished(step, sampled, failed, self._clock())
+        return self._outputs(present, sampled, extras)
+
+    def _collect(self) -> list[Output]:
+        """Apply the steps of the pipeline that have ended."""
+        outputs: list[Output] = []
+        for sampled_rows in self._pipeline.collect() if self._pipeline is not None else ():
+            begun = self._begun.popleft()
+            rows = zip((c for c in begun.step.chunks if c.samples), *sampled_rows, strict=True)
+            kept = [row for row in rows if row[0].request.id not in begun.failed]
+            step = Step([chunk for chunk, _, _ in kept])
+            outputs += self._apply(step, ([row[1] for row in kept], [row[2] for row in kept]), ())
+            if not begun.failed:
+                self.step_log.note(begun.step, self._clock() - begun.began)
+        return outputs
+
+    @contextlib.contextmanager
+    def _computes(self) -> Iterator[None]:
+        """Let ``wake`` begin loads: meanwhile nothing else decides."""
+        with self._computing:
+            if self._traffic is not None:  # of lookups that ended since the step was chosen
+                self._traffic.begin_loads(self._clock())
+            self._is_computing = True
+        try:
+            yield
+        finally:
+            with self._computing:
+                self._is_computing = False
 
     def _outputs(
         self, sampling: Sequence[Request], tokens: dict[str, int], logprobs: dict[str, TokenLogprobs | None]
@@ -373,11 +559,14 @@ class Engine:
             self._traffic.finish_saves(step, saves, {output.request_id for output in outputs})
         return outputs
 
-    def _last(self, request: Request, reason: FinishReason, error: str | None = None) -> Output:
+    def _last(
+        self, request: Request, reason: FinishReason, error: str | None = None, code: str | None = None
+    ) -> Output:
         if self._traffic is not None:
             self._traffic.forget(request.id)
         self._known.discard(request.id)
-        return Output(request.id, (), reason, num_prompt_tokens=request.num_prompt_tokens, error=error)
+        num_tokens = request.num_prompt_tokens
+        return Output(request.id, (), reason, num_prompt_tokens=num_tokens, error=error, error_code=code)
 
     def _abort(self, request_id: str, now: float) -> list[Output]:
         request, _ = self._held.pop(request_id, (None, None))

@@ -10,11 +10,12 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import AsyncIterator, Callable, Sequence
 from typing import Any
 
 from mooncake.connectors.memory import HostMemory
 from mooncake.connectors.store_link import StoreLink
+from mooncake.errors import MooncakeError
 from mooncake.http.connections import Deadlines
 from mooncake.http.server import HttpServer, listen
 from mooncake.inference.api import Api, create_app
@@ -39,8 +40,20 @@ STORE_PATIENCE_S = 1.0
 """Timeout of a lookup, which then counts as a miss: computing the blocks takes about as long."""
 
 
-async def serve(running: contextlib.AbstractAsyncContextManager[Api], host: str, port: int) -> None:
-    """Serve an engine's API until cancelled. Raises AddressInUse when the port is taken."""
+ANSWER_GRACE_S = 0.5
+"""Time in which the errors of failed requests are sent before the process ends."""
+
+
+async def serve(
+    running: contextlib.AbstractAsyncContextManager[Api],
+    host: str,
+    port: int,
+    lost: asyncio.Future[MooncakeError] | None = None,
+) -> None:
+    """Serve an engine's API until cancelled, or until ``lost``, whose error it raises.
+
+    Raises AddressInUse when the port is taken.
+    """
     check_address(host)
     listening = listen(host, port)
     async with running as api:
@@ -56,22 +69,35 @@ async def serve(running: contextlib.AbstractAsyncContextManager[Api], host: str,
                 address=f"{'https' if tls else 'http'}://{host}:{server.port}",
                 model=api.model,
             )
-            await server.wait()
+            waiting = asyncio.ensure_future(server.wait())
+            ends: list[asyncio.Future[Any]] = [waiting] if lost is None else [waiting, lost]
+            try:
+                await asyncio.wait(ends, return_when=asyncio.FIRST_COMPLETED)
+                if lost is not None and lost.done():
+                    await asyncio.sleep(ANSWER_GRACE_S)
+                    raise lost.result()
+                waiting.result()
+            finally:
+                waiting.cancel()
         finally:
             await server.close()
 
 
 @contextlib.asynccontextmanager
 async def connect_store_link(
-    master: str, host: str, identity: KvIdentity, memory: HostMemory
+    master: str,
+    host: str,
+    identity: KvIdentity,
+    memory: HostMemory,
+    make: Callable[..., StoreLink] = StoreLink,
 ) -> AsyncIterator[StoreLink]:
-    """The link between ``memory`` and the store of ``master``."""
+    """The link between ``memory`` and the store of ``master``; ``make`` is called as ``StoreLink`` is."""
     async with contextlib.AsyncExitStack() as stack:
         transfer = TransferEngine(TransferSettings(listen_host=host))
         stack.callback(transfer.close)
         store = AsyncStore(master, transfer, StoreSettings(timeout_s=STORE_PATIENCE_S))
         stack.push_async_callback(store.close)
-        link = StoreLink(store, transfer, identity, memory, asyncio.get_running_loop())
+        link = make(store, transfer, identity, memory, asyncio.get_running_loop())
         stack.push_async_callback(link.close)
         log.info("store_connected", master=master, identity=identity.digest)
         yield link

@@ -27,9 +27,13 @@ MAX_UNREAD_OUTPUTS = 4096
 
 
 class GenerationFailed(MooncakeError):
-    """A step of the engine failed while it computed the request."""
+    """The engine ended the request with an error while it computed it; ``code`` is its kind."""
 
     code = "generation_failed"
+
+    def __init__(self, reason: str, code: str | None = None) -> None:
+        super().__init__(reason)
+        self.code = code or self.code
 
 
 class GenerationRefused(MooncakeError):
@@ -112,7 +116,7 @@ class Generator:
                     raise GenerationFailed("the answer was aborted: its client did not read it for too long")
                 ended = output.finish_reason is not None
                 if output.error is not None:
-                    raise GenerationFailed(output.error)
+                    raise GenerationFailed(output.error, output.error_code)
                 counts.num_output_tokens += len(output.token_ids)
                 cached = output.num_local_cached + output.num_external_cached
                 counts.num_cached_tokens = min(cached, counts.num_prompt_tokens)

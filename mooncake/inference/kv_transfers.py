@@ -6,7 +6,7 @@ blocks from being reused while something reads or writes them. It does not know 
 answers. The engine calls it before a step for the loads that may join, and after the step with the
 result; everything that arrives is passed on to the scheduler::
 
-    begin_lookups ──▶ poll: found ──▶ load ──▶ poll: first layer ──▶ in a step ──▶ end_load
+    begin_lookups ──▶ poll: found ──▶ load ──▶ poll: loaded ──▶ in a step ──▶ end_load
     begin_saves ──▶ (in a step) ──▶ finish_saves ──▶ poll: done ──▶ blocks released
 """
 
@@ -38,7 +38,7 @@ class ActiveSave:
 
 
 class KvTransfers:
-    """Lookups, loads and saves of one engine; every call comes from its thread."""
+    """Lookups, loads and saves of one engine; every call but ``begin_loads`` comes from its thread."""
 
     def __init__(self, link: AnyLink, scheduler: Scheduler) -> None:
         self._link = link
@@ -57,18 +57,40 @@ class KvTransfers:
         """Whether no lookup, load or save touches the pool."""
         return not (self._loads or self._ending_loads or self._saves)
 
+    @property
+    def is_looking_up(self) -> bool:
+        """Whether an answer to a lookup is awaited."""
+        return bool(self._lookups)
+
     def is_saving(self, request_id: str) -> bool:
         return request_id in self._saves
 
     def poll(self, now: float) -> None:
         """Pass what has arrived since the last call on to the scheduler."""
-        self._poll_lookups(now)
+        self.begin_loads(now)
         self._poll_loads(now)
         self.poll_saves()
 
     def begin_lookups(self, lookups: Sequence[CacheLookup]) -> None:
         for lookup in lookups:
             self._lookups[lookup.request.id] = self._link.lookup(lookup.blocks)
+
+    def begin_loads(self, now: float) -> None:
+        """Begin the loads of lookups that have ended. Called on any thread while a step is computed."""
+        for request_id, lookup in list(self._lookups.items()):
+            # Gone when a link answered at once, and its wake came here again.
+            if not lookup.done or self._lookups.pop(request_id, None) is None:
+                continue
+            block_ids = self._scheduler.lookup_finished(request_id, lookup.num_blocks, now)
+            if block_ids is None:
+                self._link.release(lookup)
+            else:
+                try:
+                    load = self._link.start_load(lookup, block_ids)
+                except Exception:
+                    self._scheduler.release(block_ids)  # nothing was begun
+                    raise
+                self._loads[request_id] = ActiveLoad(load, block_ids)
 
     def loads_of(self, step: Step) -> dict[str, KvLoad]:
         """The loads that write cached positions of the step's chunks, by request."""
@@ -141,25 +163,16 @@ class KvTransfers:
         assert self._lookups.keys().isdisjoint(self._loads.keys())
         assert all(self._saves.values()), "an empty list of saves was kept"
 
-    def _poll_lookups(self, now: float) -> None:
-        for request_id, lookup in list(self._lookups.items()):
-            if not lookup.done:
-                continue
-            del self._lookups[request_id]
-            block_ids = self._scheduler.lookup_finished(request_id, lookup.num_blocks, now)
-            if block_ids is None:
-                self._link.release(lookup)
-            else:
-                self._loads[request_id] = ActiveLoad(self._link.start_load(lookup, block_ids), block_ids)
-
     def _poll_loads(self, now: float) -> None:
         for request_id, entry in list(self._loads.items()):
             if entry.load.failed:
                 self.num_failed_loads += 1
                 self._scheduler.load_failed(request_id, now)
                 self.end_load(request_id)
-            elif entry.load.num_layers_loaded > 0:
+            elif entry.load.done:
                 self._scheduler.load_ready(request_id, now)
+            elif entry.load.num_layers_loaded > 0:
+                self._scheduler.first_layer_loaded(request_id)
         ended = [entry for entry in self._ending_loads if entry.load.done]
         for entry in ended:
             self._ending_loads.remove(entry)

@@ -23,7 +23,7 @@ from torch import Tensor
 from mooncake.kvlayout import KvLayout
 
 Attend = Callable[[int, Tensor, Tensor, Tensor], Tensor]
-"""(layer, q [rows, q heads, dim], k [rows, kv heads, dim], v the same) -> [rows, q heads * dim]."""
+"""(layer of the model, q [rows, q heads, dim], k and v [rows, kv heads, dim]) -> [rows, q heads * dim]."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -162,23 +162,45 @@ class DecoderLayer:
 
 
 class Decoder:
-    """Weights and arithmetic of one model on one device."""
+    """Weights and arithmetic of one model, or of a range of its layers, on one device."""
 
-    def __init__(self, config: ModelConfig, tensors: Mapping[str, Tensor]) -> None:
+    def __init__(
+        self, config: ModelConfig, tensors: Mapping[str, Tensor], layers: range | None = None
+    ) -> None:
         """``tensors`` by their Hugging Face names, on one device; ``weights.py`` checks them.
 
-        One dtype too, but for the embedding, whose rows are converted when they are looked up.
+        One dtype too, but for the embedding, whose rows are converted when they are looked up. ``layers``:
+        those of one stage of a pipeline. The first stage has the embedding, the last one the norm and head.
         """
         self.config = config
+        self.layers = range(config.num_layers) if layers is None else layers
         norm = tensors["model.norm.weight"]
         self.dtype, self.device = norm.dtype, norm.device
-        self._embedding = tensors["model.embed_tokens.weight"]
-        self._layers = [DecoderLayer(config, layer, tensors) for layer in range(config.num_layers)]
+        self._embedding: Tensor | None = None
+        if self.is_first:
+            self._embedding = tensors["model.embed_tokens.weight"]
+        self._layers = [DecoderLayer(config, layer, tensors) for layer in self.layers]
         self._norm = RmsNorm(norm, config.norm_eps)
-        self._head = Linear(
-            self._embedding.to(self.dtype) if config.has_tied_embeddings else tensors["lm_head.weight"]
-        )
+        self._head: Linear | None = None
+        if self.is_last:
+            tied = tensors["model.embed_tokens.weight"] if config.has_tied_embeddings else None
+            self._head = Linear(tensors["lm_head.weight"] if tied is None else tied.to(self.dtype))
         self._frequencies = config.rope.inverse_frequencies(config.head_dim).to(self.device)
+
+    @property
+    def is_first(self) -> bool:
+        """Whether it has the embedding."""
+        return self.layers.start == 0
+
+    @property
+    def is_last(self) -> bool:
+        """Whether it has the final norm and the head."""
+        return self.layers.stop == self.config.num_layers
+
+    def kv_layout(self, block_tokens: int) -> KvLayout:
+        """The layout of the KV blocks of its own layers."""
+        whole = self.config.kv_layout(self.dtype, block_tokens)
+        return dataclasses.replace(whole, num_layers=len(self.layers))
 
     def _angles(self, positions: Tensor) -> tuple[Tensor, Tensor]:
         """Factors [rows, 1, dim] such that rotating x is ``x * cos + roll(x, dim / 2) * sin``.
@@ -192,7 +214,15 @@ class Decoder:
 
     def forward(self, token_ids: Tensor, positions: Tensor, attend: Attend) -> Tensor:
         """Hidden states [rows, hidden] of int64 [rows] tokens at int64 [rows] positions."""
-        hidden = F.embedding(token_ids, self._embedding).to(self.dtype)
+        return self.forward_hidden(self.embed(token_ids), positions, attend)
+
+    def embed(self, token_ids: Tensor) -> Tensor:
+        """Hidden states [rows, hidden] before the first layer, of int64 [rows] tokens."""
+        assert self._embedding is not None, "only the first stage has the embedding"
+        return F.embedding(token_ids, self._embedding).to(self.dtype)
+
+    def forward_hidden(self, hidden: Tensor, positions: Tensor, attend: Attend) -> Tensor:
+        """Hidden states behind its last layer; ``hidden``, those before its first one, is changed."""
         cos, sin = self._angles(positions)
         for layer in self._layers:
             hidden = hidden.add_(layer.attention(hidden, cos, sin, attend))
@@ -201,6 +231,7 @@ class Decoder:
 
     def logits(self, hidden: Tensor) -> Tensor:
         """float32 [rows, vocabulary] for the rows given: pass only those that need them."""
+        assert self._head is not None, "only the last stage has the head"
         return self._head(self._norm(hidden)).float()
 
 

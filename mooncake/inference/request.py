@@ -22,14 +22,16 @@ class RequestState(enum.StrEnum):
     LOOKING = "looking"
     """Holds blocks; the lookup of its prompt in the external cache is under way."""
     LOADING = "loading"
-    """Holds blocks; the external cache writes into them; the first layer has not arrived yet."""
+    """Holds blocks; the external cache writes into them. It runs when all have arrived, or, while no other
+    request is there, when their first layer has."""
     RUNNING = "running"
     FINISHED = "finished"
 
 
 LOOK_UP, NOT_LOOKED_UP, NOTHING_FOUND, FOUND = "looked up", "not looked up", "nothing found", "found"
-FIRST_LAYER_LOADED, LOAD_FAILED, PREEMPTED, FINISHED = (
-    "first layer loaded",
+LOADED, FIRST_LAYER_LOADED, LOAD_FAILED, PREEMPTED, FINISHED = (
+    "loaded",
+    "first layer loaded, alone",
     "load failed",
     "preempted",
     "finished",
@@ -42,6 +44,7 @@ STATE_MOVES: StateTable[RequestState] = StateTable(
         (RequestState.WAITING, NOT_LOOKED_UP): move(RequestState.RUNNING),
         (RequestState.LOOKING, NOTHING_FOUND): move(RequestState.RUNNING),
         (RequestState.LOOKING, FOUND): move(RequestState.LOADING),
+        (RequestState.LOADING, LOADED): move(RequestState.RUNNING),
         (RequestState.LOADING, FIRST_LAYER_LOADED): move(RequestState.RUNNING),
         (RequestState.LOADING, LOAD_FAILED): move(RequestState.RUNNING),
         (RequestState.RUNNING, LOAD_FAILED): move(RequestState.RUNNING),
@@ -171,6 +174,8 @@ class Request:
         self.num_local_cached_tokens = 0
         self.num_external_cached_tokens = 0
         """Leading tokens that this admission found in this worker, then those found in the external cache."""
+        self.awaits_token = False
+        """Whether its next token is being computed by a step that is not finished (in a pipeline)."""
         self.looked_up_at = 0.0
         """Time of this admission's lookup in the external cache."""
         self.num_local_hit_tokens = 0

@@ -1,9 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
 """A step becomes tensors, tensors become tokens: the runner, paged attention in plain torch, and sampling.
 
-``TorchRunner`` owns the translation of chunks into rows, slots and spans, and the order of operations inside
-a layer: write this step's keys, wait for the layer's loads, start its saves, attend. It does not know why a
-chunk was scheduled.
+``LayerRunner`` owns the translation of a step's rows into positions, slots and spans, for all layers of a
+model or for those of one stage of a pipeline. ``TorchRunner`` owns the order of operations inside a layer:
+write this step's keys, wait for the layer's loads, start its saves, attend. Neither knows why a chunk was
+scheduled.
 
 ``PagedAttention`` owns the reading and writing of the pool for one step. A step's rows are one flat column;
 each request owns a slice of it and a list of blocks. Blocks with consecutive ids are one contiguous matrix in
@@ -25,7 +26,7 @@ from __future__ import annotations
 import dataclasses
 import hashlib
 import itertools
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import torch
 import torch.nn.functional as F
@@ -33,6 +34,7 @@ from torch import Tensor
 
 from mooncake.connectors.kv_link import AnyLink, KvLoad, KvSave
 from mooncake.inference.model import Decoder
+from mooncake.inference.pipeline import ChunkRows
 from mooncake.inference.request import Request
 from mooncake.inference.scheduler import Chunk, Sampled, TokenLogprobs
 from mooncake.kvlayout import KvLayout
@@ -148,9 +150,86 @@ def new_pool(model: Decoder, block_tokens: int, size_bytes: int) -> Tensor:
 
     Not zeroed: a slot is written before it is read, and untouched pages cost no memory.
     """
-    layout = model.config.kv_layout(model.dtype, block_tokens)
+    layout = model.kv_layout(block_tokens)
     shape = layout.pool_shape(max(2, size_bytes // layout.pool_bytes(1)))
     return torch.empty(shape, dtype=model.dtype, device=model.device)
+
+
+def rows_of(chunks: Sequence[Chunk], block_tokens: int) -> list[ChunkRows]:
+    """The rows of a step, without what only the scheduler knows of their requests."""
+    return [
+        ChunkRows(
+            chunk.start,
+            chunk.num_tokens,
+            chunk.num_cached,
+            chunk.samples,
+            chunk.request.block_ids[: -(-chunk.end // block_tokens)],
+        )
+        for chunk in chunks
+    ]
+
+
+class LayerRunner:
+    """The layers of one decoder over the KV pool of these layers."""
+
+    def __init__(self, model: Decoder, pool: Tensor) -> None:
+        """``pool``: as ``new_pool`` makes it."""
+        self.layout = model.kv_layout(pool.shape[3])
+        self.model = model
+        self._attention = PagedAttention(pool, self.layout, model.config.num_heads)
+
+    def forward(
+        self, rows: Sequence[ChunkRows], hidden: Tensor, before_attention: Callable[[int], None]
+    ) -> Tensor:
+        """Hidden states [rows, hidden] behind the last layer of those before the first one.
+
+        ``hidden`` is changed. ``before_attention(layer)`` is called when the step's keys of a layer of the
+        model are in the pool.
+        """
+        attention, first_layer = self._attention, self.model.layers.start
+        first_rows = itertools.accumulate((one.num_tokens for one in rows), initial=0)
+        spans = [
+            attention.span(row, one.num_tokens, one.start, one.block_ids)
+            for row, one in zip(first_rows, rows, strict=False)
+        ]
+        slots = self._column([slot for one in rows for slot in self._slots(one)])
+
+        def attend(layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+            attention.write(layer - first_layer, slots, k, v)
+            before_attention(layer)
+            return attention.attend(layer - first_layer, q, spans)
+
+        positions = [position for one in rows for position in range(one.start, one.end)]
+        return self.model.forward_hidden(hidden, self._column(positions), attend)
+
+    def embed(self, chunks: Sequence[Chunk]) -> Tensor:
+        """Hidden states [rows, hidden] of a step before the first layer."""
+        token_ids = [token for c in chunks for token in c.request.token_ids[c.start : c.end]]
+        return self.model.embed(self._column(token_ids))
+
+    def logits(self, rows: Sequence[ChunkRows], hidden: Tensor) -> Tensor:
+        """float32 logits [rows that sample, vocabulary], in order, of hidden states behind the last layer."""
+        ends = itertools.accumulate(one.num_tokens for one in rows)
+        sampled = [end - 1 for end, one in zip(ends, rows, strict=True) if one.samples]
+        # A step of unfinished prompts has no row to multiply with the vocabulary.
+        if not sampled:
+            return torch.empty(0, self.model.config.vocab_size)
+        if len(sampled) != hidden.shape[0]:
+            hidden = hidden[self._column(sampled)]
+        return self.model.logits(hidden)
+
+    def _slots(self, rows: ChunkRows) -> list[int]:
+        """The slot of each row's keys; cached positions get the scratch block."""
+        size, block_ids = self.layout.block_tokens, rows.block_ids
+        return [
+            block_ids[position // size] * size + position % size
+            if position >= rows.num_cached
+            else SCRATCH_BLOCK * size
+            for position in range(rows.start, rows.end)
+        ]
+
+    def _column(self, values: list[int]) -> Tensor:
+        return torch.tensor(values, dtype=torch.int64, device=self.model.device)
 
 
 class TorchRunner:
@@ -159,15 +238,21 @@ class TorchRunner:
     def __init__(self, model: Decoder, pool: Tensor, link: AnyLink | None = None) -> None:
         """``pool``: as ``new_pool`` makes it."""
         config = model.config
-        self.layout = config.kv_layout(model.dtype, pool.shape[3])
+        self._layers = LayerRunner(model, pool)
+        self.layout = self._layers.layout
         self.num_blocks = pool.shape[2]
         self.vocab_size = config.vocab_size
         self.max_positions = config.max_positions
         self.eos_token_ids = config.eos_token_ids
         self.pool = pool
-        self._model = model
-        self._attention = PagedAttention(pool, self.layout, config.num_heads)
         self._link = link
+
+    def replace_model(self, model: Decoder) -> None:
+        """Compute with other weights from the next step on; shapes, type and device are the same."""
+        assert model.config.kv_layout(model.dtype, self.layout.block_tokens) == self.layout
+        assert model.config.vocab_size == self.vocab_size and model.device == self._layers.model.device
+        self._layers.model = model
+        self.eos_token_ids = model.config.eos_token_ids
 
     def run(
         self, chunks: Sequence[Chunk], loads: Sequence[KvLoad] = (), saves: Sequence[KvSave] = ()
@@ -181,46 +266,17 @@ class TorchRunner:
 
     def _logits(self, chunks: Sequence[Chunk], loads: Sequence[KvLoad], saves: Sequence[KvSave]) -> Tensor:
         """float32 logits [chunks that sample, vocabulary], in the order of ``chunks``."""
-        attention, link = self._attention, self._link
-        first_rows = list(itertools.accumulate((chunk.num_tokens for chunk in chunks), initial=0))
-        spans = [
-            attention.span(row, chunk.num_tokens, chunk.start, chunk.request.block_ids)
-            for row, chunk in zip(first_rows, chunks, strict=False)
-        ]
-        slots = self._column([slot for chunk in chunks for slot in self._slots(chunk)])
+        rows, link = rows_of(chunks, self.layout.block_tokens), self._link
 
-        def attend(layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-            attention.write(layer, slots, k, v)
+        def before_attention(layer: int) -> None:
             if link is not None:
                 if loads:
                     link.wait_layer(loads, layer)
                 for save in saves:
                     link.save_layer(save, layer)
-            return attention.attend(layer, q, spans)
 
-        token_ids = [token for c in chunks for token in c.request.token_ids[c.start : c.end]]
-        positions = [position for c in chunks for position in range(c.start, c.end)]
-        hidden = self._model.forward(self._column(token_ids), self._column(positions), attend)
-        rows = [row + c.num_tokens - 1 for row, c in zip(first_rows, chunks, strict=False) if c.samples]
-        if len(rows) != hidden.shape[0]:
-            hidden = hidden[self._column(rows)]
-        # A step of unfinished prompts has no row to multiply with the vocabulary.
-        if not rows:
-            return torch.empty(0, self.vocab_size)
-        return self._model.logits(hidden)
-
-    def _slots(self, chunk: Chunk) -> list[int]:
-        """The slot of each row's keys; cached positions get the scratch block."""
-        size, block_ids = self.layout.block_tokens, chunk.request.block_ids
-        return [
-            block_ids[position // size] * size + position % size
-            if position >= chunk.num_cached
-            else SCRATCH_BLOCK * size
-            for position in range(chunk.start, chunk.end)
-        ]
-
-    def _column(self, values: list[int]) -> Tensor:
-        return torch.tensor(values, dtype=torch.int64, device=self._model.device)
+        hidden = self._layers.forward(rows, self._layers.embed(chunks), before_attention)
+        return self._layers.logits(rows, hidden)
 
 
 NUCLEUS_CANDIDATES = 1024

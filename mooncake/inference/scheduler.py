@@ -26,11 +26,13 @@ from collections.abc import Collection, Iterable, Mapping, Sequence
 
 from mooncake.errors import InvalidArgument, Refusal
 from mooncake.inference.blocks import BlockPool
+from mooncake.inference.pipeline import ChunkPlan
 from mooncake.inference.request import (
     FINISHED,
     FIRST_LAYER_LOADED,
     FOUND,
     LOAD_FAILED,
+    LOADED,
     LOOK_UP,
     NOT_LOOKED_UP,
     NOTHING_FOUND,
@@ -54,7 +56,7 @@ class Chunk:
     samples: bool
     """Whether the last position's logits are needed."""
     has_load: bool
-    """Whether some of the cached positions are still arriving, layer by layer."""
+    """Whether this is the first step after some of the cached positions were loaded, or while they are."""
 
     @property
     def end(self) -> int:
@@ -114,6 +116,8 @@ class Step:
     lookups: list[CacheLookup] = dataclasses.field(default_factory=list)
     gives_way_until: float | None = None
     """Time until which a prompt that could run waits for others whose lookups are under way."""
+    awaits_layers: bool = False
+    """Whether its only request is computed while its load arrives, layer by layer."""
 
     @property
     def num_tokens(self) -> int:
@@ -151,6 +155,8 @@ class SchedulerSettings:
     """Most requests that wait; one more is refused."""
     eos_token_ids: tuple[int, ...] = ()
     """Tokens that end an answer."""
+    chunk_plan: ChunkPlan | None = None
+    """How a prompt is cut for a pipeline of stages; None: into chunks as long as the budget."""
     has_external_cache: bool = False
     """Whether prompts are looked up in, and blocks saved to, a cache outside this process."""
 
@@ -176,7 +182,9 @@ class Scheduler:
         self._waiting: list[Request] = []
         self._admitted: dict[str, Request] = {}
         self._loading: dict[str, Request] = {}
-        """Admitted requests whose external load has not ended; a subset of ``_admitted``."""
+        """Admitted requests that are loaded and have run no step since; a subset of ``_admitted``."""
+        self._has_first_layer: set[str] = set()
+        """Those of them whose first layer has arrived, and maybe not the others."""
         self._num_pinned = 0
         """References held for saves and loads, in addition to those of requests."""
         self._num_arrived = 0
@@ -245,9 +253,11 @@ class Scheduler:
 
     def schedule(self, now: float) -> Step:
         """The next step. An empty one means that nothing can run until the scheduler receives an event."""
-        step = Step()
+        step = Step(awaits_layers=self._runs_while_it_loads(now))
         budget = self.settings.max_batch_tokens
-        running = [r for r in self._admitted.values() if r.state is RequestState.RUNNING]
+        running = [
+            r for r in self._admitted.values() if r.state is RequestState.RUNNING and not r.awaits_token
+        ]
         running.sort(key=lambda request: request.rank)
         decoding = [request for request in running if request.num_uncomputed_tokens <= 1]
         for request in decoding:
@@ -265,6 +275,22 @@ class Scheduler:
                 chunk.request.timings.started = now
         return step
 
+    def step_begun(self, step: Step, failed_loads: Collection[str], now: float) -> None:
+        """Apply a step of a pipeline, whose later stages compute it in the order of the steps.
+
+        Chunks that don't sample count as computed: whatever uses their blocks comes later in every stage.
+        Those that sample wait for ``step_finished``. Requests in ``failed_loads`` start again.
+        """
+        for chunk in step.chunks:
+            request = chunk.request
+            if request.id in failed_loads:
+                self.load_failed(request.id, now)
+                continue
+            self._loading.pop(request.id, None)
+            request.num_computed_tokens = max(request.num_computed_tokens, chunk.end)
+            request.awaits_token = chunk.samples
+            self._publish(request)
+
     def step_finished(
         self, step: Step, tokens: Mapping[str, int], failed_loads: Collection[str], now: float
     ) -> list[Request]:
@@ -276,12 +302,13 @@ class Scheduler:
         finished = []
         for chunk in step.chunks:
             request = chunk.request
+            request.awaits_token = False
             if request.state is not RequestState.RUNNING:
                 continue
             if request.id in failed_loads:
                 self.load_failed(request.id, now)
                 continue
-            self._loading.pop(request.id, None)
+            self._end_load(request.id)
             request.num_computed_tokens = max(request.num_computed_tokens, chunk.end)
             self._publish(request)
             if chunk.samples:
@@ -315,16 +342,25 @@ class Scheduler:
         self._note(request, now, f"loading external={request.num_external_cached_tokens}")
         return block_ids
 
+    def first_layer_loaded(self, request_id: str) -> None:
+        """Let a request run while the other layers of its load arrive, as long as it is alone.
+
+        A step waits for every layer in turn, and all of its requests with it: so a request that is not alone
+        waits for ``load_ready``."""
+        if self._admitted[request_id].state is RequestState.LOADING:
+            self._has_first_layer.add(request_id)
+
     def load_ready(self, request_id: str, now: float) -> None:
-        """Let a request join a step, since the first layer of its load has arrived."""
+        """Let a request join a step, since all layers of its load have arrived."""
         request = self._admitted[request_id]
         if request.state is RequestState.LOADING:
-            request.move(FIRST_LAYER_LOADED)
-            self._note(request, now, "first layer loaded")
+            request.move(LOADED)
+            self._note(request, now, "loaded")
 
     def load_failed(self, request_id: str, now: float) -> None:
         """Compute what a load should have written; it failed and writes no more."""
-        request = self._loading.pop(request_id)
+        request = self._loading[request_id]
+        self._end_load(request_id)
         request.num_computed_tokens = request.num_local_cached_tokens
         request.num_external_cached_tokens = 0
         request.num_saved_blocks = self._num_blocks_known_saved(request)
@@ -356,6 +392,7 @@ class Scheduler:
             assert request.state is RequestState.WAITING and not request.block_ids, request
         assert sum(self.pool._references) == num_references, "references do not add up"
         assert self._loading.keys() <= self._admitted.keys()
+        assert self._has_first_layer <= self._loading.keys()
         assert len(self._admitted) <= self.settings.max_running
 
     def story(self, request_id: str) -> list[str]:
@@ -395,6 +432,21 @@ class Scheduler:
         )
         return True
 
+    def _runs_while_it_loads(self, now: float) -> bool:
+        """Let the only request there is run with the first layer of its load; False if it doesn't."""
+        if self._waiting or len(self._admitted) != 1:
+            return False
+        [request] = self._admitted.values()
+        if request.state is not RequestState.LOADING or request.id not in self._has_first_layer:
+            return False
+        request.move(FIRST_LAYER_LOADED)
+        self._note(request, now, "first layer loaded; alone")
+        return True
+
+    def _end_load(self, request_id: str) -> None:
+        self._loading.pop(request_id, None)
+        self._has_first_layer.discard(request_id)
+
     def _look_up(self, request: Request, step: Step, now: float) -> bool:
         """Start a lookup of the blocks that are not cached here; False when there are none."""
         if not self.settings.has_external_cache or request.num_computed_tokens >= request.num_tokens:
@@ -425,6 +477,7 @@ class Scheduler:
                 other
                 for other in self._admitted.values()
                 if other.state is RequestState.RUNNING
+                and not other.awaits_token
                 and other.id not in in_step
                 and other.id not in self._loading
             ]
@@ -483,6 +536,10 @@ class Scheduler:
         # A prompt that is cached to its last token still needs that token's logits.
         start = min(request.num_computed_tokens, request.num_tokens - 1)
         num_tokens = min(budget, request.num_tokens - start)
+        if self.settings.chunk_plan is not None:
+            first = min(request.num_local_cached_tokens + request.num_external_cached_tokens, start)
+            planned = self.settings.chunk_plan.chunk_end(first, start, request.num_tokens)
+            num_tokens = min(num_tokens, planned - start)
         chunk = Chunk(
             request=request,
             start=start,
@@ -579,7 +636,7 @@ class Scheduler:
         request.num_computed_tokens = 0
         request.num_published_blocks = 0
         self._admitted.pop(request.id)
-        self._loading.pop(request.id, None)
+        self._end_load(request.id)
 
     def _enqueue(self, request: Request) -> None:
         bisect.insort(self._waiting, request, key=lambda queued: queued.rank)

@@ -34,10 +34,13 @@ FAMILIES = {
 ROPE_KINDS = ("default", "linear", "llama3")
 
 
-def load_model(folder: Path, dtype: str = "float32", device: str = "cpu") -> Decoder:
+def load_model(
+    folder: Path, dtype: str = "float32", device: str = "cpu", layers: range | None = None
+) -> Decoder:
     """The decoder in ``folder`` with its weights in ``dtype`` on ``device``.
 
-    Raises ModelError when the folder, its configuration or its tensors are not usable.
+    ``layers``: load the weights of these only. Raises ModelError when the folder, its configuration or its
+    tensors are not usable.
     """
     config = read_config(folder)
     files = Checkpoint(folder, DTYPES[dtype], torch.device(device))
@@ -46,7 +49,7 @@ def load_model(folder: Path, dtype: str = "float32", device: str = "cpu") -> Dec
     for name, shape in expected_shapes(config).items():
         files.require(name, shape)
     with torch.inference_mode():
-        return Decoder(config, files)
+        return Decoder(config, files, layers)
 
 
 def read_config(folder: Path) -> ModelConfig:

@@ -1,35 +1,46 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The worker process: a model in an engine, behind HTTP.
+"""The worker process: a model in an engine, behind HTTP; or a stage of a prefill group, with some layers.
 
 Owns the settings and the loading of the model. ``engine_process.py`` runs it as a process, ``api.py`` has
-the endpoints, ``generator.py`` the way from request to tokens.
+the endpoints, ``generator.py`` the way from request to tokens, ``prefill_group.py`` a group's first stage and
+``stage.py`` the others.
 """
 
 from __future__ import annotations
 
 import asyncio
 import contextlib
-from collections.abc import AsyncIterator
+import dataclasses
+import functools
+from collections.abc import AsyncIterator, Callable
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Annotated, Literal
 
 import torch
+from fastapi import FastAPI
 from msgspec import Meta
 
-from mooncake.config import Port, Size
+from mooncake.config import AlsoFrom, Port, Secret, Size
+from mooncake.connectors.store_link import StoreLink
+from mooncake.errors import InvalidArgument, MooncakeError
 from mooncake.inference import engine_process
 from mooncake.inference.api import Api
 from mooncake.inference.engine import Engine, InferenceSettings
 from mooncake.inference.gguf import resolve_model
+from mooncake.inference.group_link import GroupLink
 from mooncake.inference.host_memory import host_memory
+from mooncake.inference.model import Decoder
+from mooncake.inference.pipeline import MAX_STAGES, layer_ranges
+from mooncake.inference.prefill_group import GroupRunner, GroupSettings, PrefillGroup, chunk_plan
 from mooncake.inference.runner import TorchRunner, new_pool
+from mooncake.inference.stage import STAGING_BYTES, Stage, serve_stage, stage_transfer
 from mooncake.inference.tokenizer import Tokenizer
-from mooncake.inference.weights import load_model, tokenizer_digest, weights_digest
+from mooncake.inference.weight_versions import LoadedWeights, WeightVersions, add_weight_routes
+from mooncake.inference.weights import load_model, read_config, tokenizer_digest, weights_digest
 from mooncake.kvlayout import KvIdentity
+from mooncake.security.http_auth import AdminKey
 from mooncake.types import WorkerRole
-
-STAGING_BYTES = 512 << 20
-"""Pinned host memory through which the blocks of a device pass; unused on a CPU."""
 
 
 @dataclass(frozen=True)
@@ -84,8 +95,34 @@ class WorkerSettings:
     max_waiting: Annotated[int, Meta(ge=1)] = 256
     "Most requests that wait; one more is answered with 429."
 
+    admin_api_key: Annotated[str, Secret, AlsoFrom("ADMIN_API_KEY")] = ""
+    "Key that calls which replace the weights must send as X-API-Key; empty refuses them all."
+
     kv_events_port: Port = 0
     "Port where KV events are published (ZeroMQ); 0 takes a free one."
+
+    pipeline_peers: tuple[str, ...] = ()
+    "`host:port` of the further stages of a prefill group, in order; this worker becomes its first stage."
+
+    pipeline_stage: Annotated[int, Meta(ge=0, lt=MAX_STAGES)] = 0
+    "Number of this further stage of a prefill group, from 1; 0: none, or the first stage."
+
+    pipeline_stages: Annotated[int, Meta(ge=0, le=MAX_STAGES)] = 0
+    "Number of stages of the prefill group that this further stage belongs to."
+
+    def __post_init__(self) -> None:
+        if self.pipeline_stage and self.pipeline_peers:
+            raise InvalidArgument(
+                "pipeline_peers",
+                self.pipeline_peers,
+                "none where pipeline_stage is set",
+            )
+        if self.pipeline_stage and self.pipeline_stage >= self.pipeline_stages:
+            raise InvalidArgument(
+                "pipeline_stages", self.pipeline_stages, f"more than pipeline_stage ({self.pipeline_stage})"
+            )
+        if self.pipeline_stages and not self.pipeline_stage:
+            raise InvalidArgument("pipeline_stages", self.pipeline_stages, "0 where pipeline_stage is 0")
 
     def engine_settings(self) -> InferenceSettings:
         return InferenceSettings(
@@ -114,38 +151,66 @@ class WorkerSettings:
 
 
 async def serve(settings: WorkerSettings) -> None:
-    """Run a worker until cancelled.
+    """Run a worker, or a stage of a prefill group, until cancelled.
 
     Raises:
         ModelError: the model folder is missing, damaged or of an unknown family.
         AddressInUse: a port is taken.
+        InvalidArgument: the stages of a group don't fit together.
+        PeerLost: a stage of the group was lost; the group begins anew when the worker is started again.
     """
-    await engine_process.serve(running(settings), settings.host, settings.port)
+    if settings.pipeline_stage:
+        await serve_as_stage(settings)
+        return
+    lost: asyncio.Future[MooncakeError] = asyncio.get_running_loop().create_future()
+    await engine_process.serve(running(settings, lost), settings.host, settings.port, lost)
 
 
 @contextlib.asynccontextmanager
-async def running(settings: WorkerSettings) -> AsyncIterator[Api]:
-    """Run everything of a worker but its HTTP server."""
-    if settings.num_threads:
-        torch.set_num_threads(settings.num_threads)
-    folder = await asyncio.to_thread(resolve_model, settings.model)
-    model = await asyncio.to_thread(load_model, folder, settings.torch_dtype, settings.torch_device)
-    # Touched now: a page that is first touched during a request costs it time (a cached prompt of
-    # 2,000 tokens took five times as long), and missing memory should be noticed at the start.
-    pool = new_pool(model, settings.block_tokens, settings.kv_cache_size_bytes).zero_()
+async def running(
+    settings: WorkerSettings, lost: asyncio.Future[MooncakeError] | None = None
+) -> AsyncIterator[Api]:
+    """Run everything of a worker but its HTTP server; ``lost`` gets the error that ends a prefill group."""
+    num_stages = len(settings.pipeline_peers) + 1
+    folder, model = await asyncio.to_thread(_load, settings, 0, num_stages)
+    pool = _touched_pool(settings, model)
+    limits = settings.engine_settings()
     async with contextlib.AsyncExitStack() as stack:
-        link, digest = None, ""
-        if settings.master:
-            layout = model.config.kv_layout(model.dtype, settings.block_tokens)
-            weights = await asyncio.to_thread(weights_digest, folder)
-            identity = KvIdentity(weights, tokenizer_digest(folder), layout)
-            memory = host_memory(layout, pool, STAGING_BYTES)
+        weights = await asyncio.to_thread(_described, settings, folder, folder, model)
+        group: PrefillGroup | None = None
+        if settings.pipeline_peers:
+            group = await stack.enter_async_context(_formed_group(settings, model, weights.digest))
+            limits = dataclasses.replace(limits, chunk_plan=chunk_plan(model, group.settings))
+            if lost is not None:
+                group.lost.add_done_callback(lambda ended: _settle(lost, ended.result()))
+        link: StoreLink | None = None
+        if weights.identity is not None:
+            memory = host_memory(model.kv_layout(settings.block_tokens), pool, STAGING_BYTES)
+            make = StoreLink if group is None else functools.partial(GroupLink, group=group)
             link = await stack.enter_async_context(
-                engine_process.connect_store_link(settings.master, settings.host, identity, memory)
+                engine_process.connect_store_link(
+                    settings.master, settings.host, weights.identity, memory, make
+                )
             )
-            digest = identity.digest
-        engine = Engine(settings.engine_settings(), TorchRunner(model, pool, link), link)
-        yield await stack.enter_async_context(
+        add_routes: Callable[[FastAPI], None] | None = None
+        if group is not None:
+            group_runner = GroupRunner(model, pool, group, link)
+            engine = Engine(limits, group_runner, link, pipeline=group_runner)
+        else:
+            runner = TorchRunner(model, pool, link)
+            engine = Engine(limits, runner, link)
+
+            def load(other: Path) -> LoadedWeights:
+                found = load_model(other, settings.torch_dtype, settings.torch_device)
+                return _described(settings, other, folder, found)
+
+            def on_active(weights: LoadedWeights) -> None:
+                api.kv_identity = weights.identity.digest if weights.identity is not None else ""
+
+            versions = WeightVersions(engine, runner, link, weights, load, on_active)
+            key = AdminKey(settings.admin_api_key)
+            add_routes = functools.partial(add_weight_routes, versions=versions, key=key)
+        api = await stack.enter_async_context(
             engine_process.run_api(
                 engine,
                 Tokenizer(folder),
@@ -153,6 +218,72 @@ async def running(settings: WorkerSettings) -> AsyncIterator[Api]:
                 settings.kv_events_port,
                 model=settings.model_name,
                 role=settings.role,
-                kv_identity=digest,
+                kv_identity=weights.identity.digest if weights.identity is not None else "",
+                add_routes=add_routes,
             )
         )
+        yield api
+
+
+@contextlib.asynccontextmanager
+async def _formed_group(
+    settings: WorkerSettings, model: Decoder, weights: str
+) -> AsyncIterator[PrefillGroup]:
+    transfer = stage_transfer(settings.host)
+    with contextlib.closing(transfer):
+        limits = GroupSettings(
+            addresses=settings.pipeline_peers,
+            weights=weights,
+            block_tokens=settings.block_tokens,
+            max_rows=settings.max_batch_tokens,
+            max_samples=min(settings.max_running, settings.max_batch_tokens),
+        )
+        group = PrefillGroup(model, limits, transfer)
+        try:
+            await group.form()
+            yield group
+        finally:
+            await group.close()
+
+
+async def serve_as_stage(settings: WorkerSettings) -> None:
+    """Run a further stage of a prefill group until cancelled. Raises as ``serve`` does."""
+    folder, model = await asyncio.to_thread(
+        _load, settings, settings.pipeline_stage, settings.pipeline_stages
+    )
+    weights = await asyncio.to_thread(weights_digest, folder)
+    with contextlib.closing(stage_transfer(settings.host)) as transfer:
+        stage = Stage(model, _touched_pool(settings, model), weights, transfer)
+        await serve_stage(stage, settings.host, settings.port)
+
+
+def _settle(future: asyncio.Future[MooncakeError], error: MooncakeError) -> None:
+    if not future.done():
+        future.set_result(error)
+
+
+def _load(settings: WorkerSettings, stage: int, num_stages: int) -> tuple[Path, Decoder]:
+    """The model's folder, and the layers of one stage of ``num_stages``."""
+    if settings.num_threads:
+        torch.set_num_threads(settings.num_threads)
+    folder = resolve_model(settings.model)
+    layers = layer_ranges(read_config(folder).num_layers, num_stages)[stage]
+    return folder, load_model(folder, settings.torch_dtype, settings.torch_device, layers)
+
+
+def _described(
+    settings: WorkerSettings, folder: Path, tokenizer_folder: Path, model: Decoder
+) -> LoadedWeights:
+    """The weights of ``folder`` by their digest, with the identity of their KV if there is a store."""
+    digest = weights_digest(folder)
+    identity: KvIdentity | None = None
+    if settings.master:
+        layout = model.config.kv_layout(model.dtype, settings.block_tokens)
+        identity = KvIdentity(digest, tokenizer_digest(tokenizer_folder), layout)
+    return LoadedWeights(str(folder), digest, model, identity)
+
+
+def _touched_pool(settings: WorkerSettings, model: Decoder) -> torch.Tensor:
+    # Touched now: a page that is first touched during a request costs it time (a cached prompt of
+    # 2,000 tokens took five times as long), and missing memory should be noticed at the start.
+    return new_pool(model, settings.block_tokens, settings.kv_cache_size_bytes).zero_()

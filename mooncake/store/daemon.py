@@ -9,6 +9,10 @@ from __future__ import annotations
 
 import asyncio
 import dataclasses
+import os
+import shutil
+import socket
+import stat
 import tempfile
 from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import AsyncExitStack, asynccontextmanager
@@ -18,6 +22,7 @@ from typing import Annotated, Any
 import msgspec
 from msgspec import Meta
 
+from mooncake import clock
 from mooncake.config import AlsoFrom, Port, Secret
 from mooncake.errors import InvalidArgument
 from mooncake.files import OsDirectory, UntrustedFile
@@ -34,6 +39,9 @@ log = get_logger(__name__)
 
 Gigabytes = Annotated[float, Meta(ge=0, le=1e9)]
 ANSWER_S = 10.0
+FOLDER_PREFIX, SOCKET = "mooncaked-", "grpc"
+LEFT_AFTER_S = 86400.0
+"""Age from which a folder without a listener counts as left behind: a daemon that starts is younger."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -169,10 +177,11 @@ async def serve(settings: DaemonSettings, load_http: LoadHttp) -> None:
         else:
             if settings.nvme_path:
                 _make_folder(settings.nvme_path)
-            folder = stack.enter_context(tempfile.TemporaryDirectory(prefix="mooncaked-"))
-            socket = f"{folder}/grpc"
-            server = await stack.enter_async_context(running(settings.of_master(), load_http, socket))
-            await stack.enter_async_context(_status_service(server.ask, f"unix:{socket}"))
+            remove_left_folders(Path(tempfile.gettempdir()), clock.wall())
+            folder = stack.enter_context(tempfile.TemporaryDirectory(prefix=FOLDER_PREFIX))
+            path = f"{folder}/{SOCKET}"
+            server = await stack.enter_async_context(running(settings.of_master(), load_http, path))
+            await stack.enter_async_context(_status_service(server.ask, f"unix:{path}"))
             failed, master = server.failed, f"{_reachable(settings.host)}:{server.port}"
             address = f"{settings.host}:{server.port}"
         node = Node(settings.of_node(master))
@@ -181,6 +190,34 @@ async def serve(settings: DaemonSettings, load_http: LoadHttp) -> None:
         await node.mounted.wait()
         log.info("ready", role="daemon", address=address, master=master, segment=node.name)
         await failed
+
+
+def remove_left_folders(parent: Path, now: float) -> None:
+    """Remove the folders of daemons that were killed: nothing listens at the sockets in them.
+
+    A process id would not do: the directory may be common to containers, each with ids of its own.
+    """
+    for folder in parent.glob(f"{FOLDER_PREFIX}*"):
+        try:
+            found = folder.lstat()
+            is_ours = stat.S_ISDIR(found.st_mode) and found.st_uid == os.geteuid()
+            if is_ours and found.st_mtime + LEFT_AFTER_S <= now and not _is_listened_at(folder / SOCKET):
+                shutil.rmtree(folder)
+                log.info("left_folder_removed", path=str(folder))
+        except OSError:
+            continue  # another daemon has removed it, or it is no folder of ours
+
+
+def _is_listened_at(path: Path) -> bool:
+    with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as probe:
+        probe.setblocking(False)
+        try:
+            probe.connect(str(path))
+        except (ConnectionRefusedError, FileNotFoundError):
+            return False
+        except OSError:
+            return True  # its queue is full, or it can't be known
+    return True
 
 
 def _make_folder(path: str) -> None:

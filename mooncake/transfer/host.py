@@ -6,6 +6,7 @@ It knows system calls and file paths only; ``topology.py`` decides which devices
 
 from __future__ import annotations
 
+import ipaddress
 import os
 import secrets
 import socket
@@ -56,12 +57,46 @@ def host_towards(peer: str) -> str:
 
 def numeric_host(host: str, field: str) -> str:
     """Resolve a host name once: resolving may block, and a name may have several addresses."""
+    return numeric_hosts(host, field)[0]
+
+
+def numeric_hosts(host: str, field: str) -> list[str]:
+    """Resolve a host name to all its addresses, of both families; blocks.
+
+    Raises:
+        InvalidArgument: names ``field``; the name does not resolve.
+    """
     if not host:
         raise InvalidArgument(field, host, "a host name or address")
     try:
-        return str(socket.getaddrinfo(host.strip("[]"), None, type=socket.SOCK_STREAM)[0][4][0])
+        found = socket.getaddrinfo(host.strip("[]"), None, type=socket.SOCK_STREAM)
     except OSError as error:
         raise InvalidArgument(field, host, f"a host name or address that resolves ({error})") from error
+    return list(dict.fromkeys(str(one[4][0]) for one in found))
+
+
+def canonical_host(host: str) -> str:
+    """One spelling of an address: no brackets, no scope, IPv4 without the prefix that IPv6 gives it.
+
+    A name becomes lower case.
+    """
+    name = host.strip("[]")
+    try:
+        address = ipaddress.ip_address(name.partition("%")[0])
+    except ValueError:
+        return name.lower()
+    mapped = address.ipv4_mapped if isinstance(address, ipaddress.IPv6Address) else None
+    return str(mapped or address)
+
+
+def has_ipv6() -> bool:
+    """Whether a listener of this host may have IPv6 addresses."""
+    try:
+        with socket.socket(socket.AF_INET6, socket.SOCK_STREAM) as probe:
+            probe.bind(("::", 0))
+    except OSError:
+        return False
+    return True
 
 
 def with_port(host: str, port: int) -> str:

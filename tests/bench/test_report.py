@@ -22,7 +22,16 @@ from bench.report import LEAST_FOR_P99, Result, decoded, encoded, measured, p99,
 from tests.cluster import wait_for
 
 ROOT = Path(__file__).parents[2]
-LIBRARIES = {"__init__", "hit_rate", "paper_scheduling", "paper_table", "render", "report", "store_reference"}
+LIBRARIES = {
+    "__init__",
+    "hit_rate",
+    "paper_experiments",
+    "paper_scheduling",
+    "paper_table",
+    "render",
+    "report",
+    "store_reference",
+}
 ASKED = argparse.Namespace(save=False, json=False, quick=True)
 
 

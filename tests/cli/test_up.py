@@ -55,6 +55,32 @@ def test_every_role_has_its_process_and_its_port() -> None:
     Supervisor([plan.spec for plan in plans.values()]).check()
 
 
+def test_a_prefill_group_is_a_process_per_stage_and_one_instance() -> None:
+    plans = planned(UpSettings(prefill=0, decode=1, prefill_group="2x3", num_threads=1))
+    first, second, third = (plans[f"prefill-group-1{end}"] for end in ("", "-stage-1", "-stage-2"))
+    peers = [word for word in first.command if word in (second.address, third.address)]
+    assert peers == [second.address, third.address] and first.command.count("--pipeline-peers") == 2
+    assert [flag(one, "--pipeline-stage") for one in (second, third)] == ["1", "2"]
+    assert flag(third, "--pipeline-stages") == "3"
+    assert {second.name, third.name} < {*first.spec.after}
+    at = plans["gateway"].command.index("--prefill")
+    assert plans["gateway"].command[at + 1 : at + 4] == (
+        *(plans[name].address for name in ("prefill-group-0", "prefill-group-1")),
+        "--decode",
+    )
+    assert UpSettings(prefill_group="2").groups == (1, 2)
+    assert UpSettings(prefill=1, decode=2, prefill_group="2x3").num_computing == 9
+    Supervisor([plan.spec for plan in plans.values()]).check()
+
+
+@pytest.mark.parametrize("group", ["1", "2x1", "2x", "3x65"])
+def test_a_group_of_fewer_than_two_stages_is_refused(group: str) -> None:
+    with pytest.raises(InvalidArgument, match="prefill_group"):
+        UpSettings(prefill_group=group)
+    with pytest.raises(InvalidArgument, match="unless prefill_group is set"):
+        UpSettings(prefill=0)
+
+
 def test_port_0_takes_a_real_one() -> None:
     gateway = planned(UpSettings(port=0))["gateway"]
     assert gateway.port >= 20_000

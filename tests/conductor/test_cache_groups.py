@@ -179,6 +179,8 @@ def test_the_index_claims_what_the_rule_allows(seed: int) -> None:
         events: list[dict[str, Any]] = []
         tokens = random.choice(prompts)
         names = hashes(tokens)
+        if random.random() < 0.3:  # space is made for what is computed, perhaps by the same blocks
+            events += [_evicted(random, group, names, held) for group in range(len(kinds))]
         match random.random():
             case chance if chance < 0.5:  # the engine computes what it can't use, though it may have it
                 end = random.randint(0, len(names))
@@ -190,11 +192,7 @@ def test_the_index_claims_what_the_rule_allows(seed: int) -> None:
                 if first and random.random() < 0.3:
                     events += [one.stored(group, tokens, 0, first) for group in range(len(kinds))]
             case chance if chance < 0.97:
-                group = random.randrange(len(kinds))
-                some = random.sample(names, random.randint(1, min(8, len(names))))
-                gone = [name for name in some if held[group][name]]
-                held[group].subtract(gone)
-                events.append(removed(group, gone))
+                events.append(_evicted(random, random.randrange(len(kinds)), names, held))
             case _:
                 for blocks in held:
                     blocks.clear()
@@ -203,6 +201,13 @@ def test_the_index_claims_what_the_rule_allows(seed: int) -> None:
         for tokens in prompts:
             expected = _usable(hashes(tokens), kinds, held) * SIZE
             assert one.has(tokens) == expected, (seed, step, kinds)
+
+
+def _evicted(random: Random, group: int, names: list[int], held: list[Counter[int]]) -> dict[str, Any]:
+    some = random.sample(names, random.randint(1, min(8, len(names))))
+    gone = [name for name in some if held[group][name]]
+    held[group].subtract(gone)
+    return removed(group, gone)
 
 
 def _tree(random: Random) -> list[list[int]]:
@@ -269,6 +274,35 @@ def test_a_report_of_reused_blocks_adds_nothing() -> None:
     assert (one.has(PROMPT), one.has(PROMPT[: 8 * SIZE])) == (10 * SIZE, 0)
     one.publish(removed(0, hashes(PROMPT)[9:]))
     assert one.has(PROMPT) == 0
+
+
+@pytest.mark.parametrize("kinds", [[FULL, sliding(2 * SIZE)], [sliding(2 * SIZE), FULL]])
+@pytest.mark.parametrize("medium", ["GPU", "CPU"])
+def test_a_block_that_is_removed_and_stored_in_one_batch_is_there(kinds: Any, medium: str) -> None:
+    """Computing a prompt evicts its own blocks, which the same batch of events then stores again."""
+    one = Publisher(kinds)
+    one.publish(*(one.stored(group, [7] * SIZE, 0, 1) for group in (0, 1)))  # has the size of blocks
+    stored = [one.stored(group, PROMPT, 0, 4, medium=medium) for group in (0, 1)]
+    gone = [removed(group, hashes(PROMPT)[:4], medium=medium) for group in (0, 1)]
+    one.publish(*stored)
+    one.publish(*gone, *stored)
+    assert one.has(PROMPT) == 4 * SIZE
+    one.publish(*stored, *gone)
+    assert one.has(PROMPT) == 0, "a report of reused blocks, and then they were removed"
+    one.publish(*stored, *gone, *stored)
+    assert one.has(PROMPT) == 4 * SIZE
+    one.publish(*gone)
+    assert (one.has(PROMPT), len(one.reader._groups._blocks)) == (0, 1)
+
+
+def test_a_window_may_be_stored_before_the_tokens_are_known() -> None:
+    one = Publisher([sliding(2 * SIZE), FULL])
+    one.publish(one.stored(0, PROMPT, 0, 10, only=[8, 9]), one.stored(1, PROMPT, 0, 10))
+    assert one.has(PROMPT) == 10 * SIZE
+    one.publish(removed(0, hashes(PROMPT)[8:]))
+    one.publish(one.stored(0, PROMPT, 0, 10), one.stored(1, PROMPT, 0, 10))  # computed again
+    one.publish(removed(1, hashes(PROMPT)))
+    assert one.has(PROMPT) == 10 * SIZE, "it has them twice"
 
 
 def test_tiers_are_counted_by_themselves() -> None:

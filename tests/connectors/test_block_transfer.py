@@ -5,12 +5,16 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import ctypes
 import threading
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator, Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 
 import numpy as np
+import numpy.typing as npt
 import pytest
+import torch
 
 from mooncake.connectors.block_transfer import (
     FinishedLoad,
@@ -22,12 +26,14 @@ from mooncake.connectors.block_transfer import (
 from mooncake.connectors.memory import SlabMemory
 from mooncake.connectors.planner import LoadPlan, SavePlan
 from mooncake.connectors.session import PoolSession, PoolSettings
+from mooncake.connectors.staged_memory import staged
 from mooncake.connectors.store_link import LinkSettings
 from mooncake.kvlayout import ForeignIdentity, SlabLayout
 from mooncake.store.node.node import Node, NodeSettings
 from mooncake.store.server import MasterServer
 from mooncake.store.settings import MasterSettings
 from tests.connectors.held_loop import held
+from tests.connectors.late_device import LateDevice
 
 NUM_BLOCKS, NUM_LAYERS, HEADS, HEAD_BYTES = 6, 3, 4, 64
 TIMEOUT_S = 20.0
@@ -59,7 +65,7 @@ class Rank:
         return [layer[block_id].tobytes() for layer in self.layers]
 
     def save(self, plan: SavePlan) -> TransferReport:
-        self.mover.begin_saves([plan])
+        self.mover.begin_step([plan])
         for layer in range(NUM_LAYERS):
             self.mover.layer_computed(layer)
         self.mover.end_step()
@@ -211,3 +217,174 @@ async def test_a_bug_in_a_lookup_is_a_miss(pool: Pool, monkeypatch: pytest.Monke
         assert await asyncio.to_thread(rank.find) == 0
         moved = await asyncio.to_thread(rank.load, LoadPlan("r", NAMES[:1], (0,), True))
         assert moved.loaded == [FinishedLoad("r", False, True)]
+
+
+Bytes = npt.NDArray[np.uint8]
+
+
+class DeviceRank(Rank):
+    """A rank whose layers are a device's, behind ``num_slots`` blocks of staging memory.
+
+    Its engine computes as an engine on a device does: it begins work and does not wait for it.
+    """
+
+    def __init__(self, address: str, seed: int, num_slots: int, settings: LinkSettings | None = None) -> None:
+        super().__init__(address)
+        self.mover.close()
+        self.device = LateDevice(seed)
+        tensors = [torch.from_numpy(layer) for layer in self.layers]
+        slab_bytes = self.shards.layout.slab_bytes
+        area = num_slots * slab_bytes * NUM_LAYERS
+        memory = staged(self.device, tensors, self.memory, NUM_BLOCKS, slab_bytes, area)
+        more = () if settings is None else (settings,)
+        self.mover = RankTransfer(self.session, self.shards, memory, *more)
+
+    def fill(self, layer: int, block_ids: Sequence[int], content: Bytes) -> None:
+        """Begin to compute a layer of some blocks: u8 [blocks, bytes]."""
+        self.device.compute(lambda: self.layers[layer].__setitem__(list(block_ids), content))
+
+    def step(self, plan: SavePlan, content: Bytes) -> None:
+        """Begin a step that fills the plan's blocks with ``content``: u8 [layers, blocks, bytes]."""
+        self.mover.begin_step([plan])
+        for layer in range(NUM_LAYERS):
+            self.fill(layer, plan.block_ids, content[layer])
+            self.mover.layer_computed(layer)
+        self.mover.end_step()
+
+    def save_and_reuse(self, plan: SavePlan, content: Bytes) -> TransferReport:
+        """Save blocks; once the save says that it does not need them, they have other contents at once."""
+        self.step(plan, content)
+        moved = self.mover.collect(TIMEOUT_S)
+        for layer in self.layers:
+            layer[list(plan.block_ids)] = 0xAA
+        return moved
+
+    def _see(self, layer: int, block_ids: list[int], seen: list[Bytes]) -> None:
+        seen.append(self.layers[layer][block_ids].copy())
+
+    def read(self, plan: LoadPlan, saving: SavePlan | None = None) -> tuple[TransferReport, Bytes]:
+        """Load blocks that an earlier request's last work still writes to; what the engine reads of them."""
+        ids = list(plan.block_ids)
+        for layer in range(NUM_LAYERS):
+            self.fill(layer, ids, np.full((len(ids), HEADS * HEAD_BYTES), 0xEE, dtype=np.uint8))
+        seen: list[Bytes] = []
+        self.mover.begin_step([] if saving is None else [saving])
+        self.mover.load([plan])
+        for layer in range(NUM_LAYERS if plan.is_layerwise else 0):
+            self.mover.wait_layer(layer)
+            self.device.compute(partial(self._see, layer, ids, seen))
+            self.mover.layer_computed(layer)
+        self.mover.end_step()
+        moved = self.mover.collect(TIMEOUT_S)
+        while not moved.loaded:
+            more = self.mover.collect(TIMEOUT_S)
+            moved.loaded, moved.saved = more.loaded, moved.saved + more.saved
+            moved.bad_blocks |= more.bad_blocks
+        if not plan.is_layerwise:  # the request is computed after the report, in order with nothing
+            seen = [layer[ids].copy() for layer in self.layers]
+        self.device.finish_all()
+        return moved, np.array(seen)
+
+
+def noise(num_blocks: int, seed: int) -> Bytes:
+    shape = (NUM_LAYERS, num_blocks, HEADS * HEAD_BYTES)
+    return np.random.default_rng(seed).integers(0, 256, shape, dtype=np.uint8)
+
+
+@pytest.mark.parametrize("num_slots", [4, 2 * NUM_BLOCKS], ids=["in pieces", "at once"])
+@pytest.mark.parametrize("is_layerwise", [False, True], ids=["async", "layerwise"])
+@pytest.mark.parametrize("seed", range(4))
+async def test_a_device_s_blocks_are_read_as_they_were_computed(
+    pool: Pool, seed: int, is_layerwise: bool, num_slots: int
+) -> None:
+    content = noise(3, seed)
+
+    def rank() -> DeviceRank:
+        return DeviceRank(pool.address, seed, num_slots)
+
+    async with ranks(rank, rank) as (writer, reader):
+        assert isinstance(writer, DeviceRank) and isinstance(reader, DeviceRank)
+        moved = await asyncio.to_thread(writer.save_and_reuse, SavePlan(7, NAMES, (4, 1, 3), 0), content)
+        assert (moved.saved, moved.stored) == ([7], list(NAMES))
+        moved, seen = await asyncio.to_thread(reader.read, LoadPlan("r", NAMES, (0, 5, 2), is_layerwise))
+        assert moved.loaded == [FinishedLoad("r", True, is_layerwise)] and not moved.bad_blocks
+        assert np.array_equal(seen, content), f"{reader.device} read other bytes"
+
+
+@pytest.mark.parametrize("seed", range(2))
+async def test_a_layerwise_load_of_many_pieces_does_not_wait_for_the_saves_of_its_own_step(
+    pool: Pool, seed: int
+) -> None:
+    """The saves hold all of their room until the step is computed, and that needs the load."""
+    content = noise(3, seed)
+    async with ranks(lambda: DeviceRank(pool.address, seed, 2 * NUM_BLOCKS)) as (writer,):
+        assert isinstance(writer, DeviceRank)
+        await asyncio.to_thread(writer.save_and_reuse, SavePlan(0, NAMES, (4, 1, 3), 0), content)
+    async with ranks(lambda: DeviceRank(pool.address, seed + 10, 2)) as (reader,):
+        assert isinstance(reader, DeviceRank)
+        others = tuple(bytes([number]) * 32 for number in range(10, 13))
+        saving = SavePlan(1, others, (3, 4, 5), 3)
+        moved, seen = await asyncio.to_thread(reader.read, LoadPlan("r", NAMES, (0, 1, 2), True), saving)
+        assert moved.loaded == [FinishedLoad("r", True, True)]
+        assert np.array_equal(seen, content), f"{reader.device} read other bytes"
+        while not moved.saved:
+            moved = await asyncio.to_thread(reader.mover.collect, TIMEOUT_S)
+        assert (moved.saved, moved.stored) == ([1], list(others))
+
+
+async def test_a_load_in_pieces_ends_at_the_piece_that_fails(pool: Pool) -> None:
+    content = noise(3, 1)
+    async with ranks(lambda: DeviceRank(pool.address, 1, 2), lambda: DeviceRank(pool.address, 2, 2)) as (
+        writer,
+        reader,
+    ):
+        assert isinstance(writer, DeviceRank) and isinstance(reader, DeviceRank)
+        await asyncio.to_thread(writer.save_and_reuse, SavePlan(0, NAMES, (4, 1, 3), 0), content)
+        opened = reader.session.start(reader.session.store.open_reads([reader.shards.key(NAMES[1] + b"\0")]))
+        (grant,) = await asyncio.wrap_future(opened)
+        assert grant is not None
+        ctypes.c_ubyte.from_address(grant.address).value ^= 1
+        moved, seen = await asyncio.to_thread(reader.read, LoadPlan("r", NAMES, (0, 1, 2), False))
+        assert moved.loaded == [FinishedLoad("r", False, False)]
+        assert moved.bad_blocks == {1, 2}, "what follows a gap is not loaded"
+        assert np.array_equal(seen[:, 0], content[:, 0])
+
+
+@pytest.mark.parametrize("seed", range(4))
+async def test_a_save_that_waits_for_room_is_copied_after_its_computation(pool: Pool, seed: int) -> None:
+    content = noise(2, seed)
+    async with ranks(lambda: DeviceRank(pool.address, seed, 2), lambda: Rank(pool.address)) as (rank, other):
+        assert isinstance(rank, DeviceRank)
+
+        def engine() -> TransferReport:
+            link = rank.mover._link
+            taken = link.start_save([(b"\x77" * 32 + b"\0", 16, 5)])
+            rank.step(SavePlan(4, NAMES[:2], (0, 1), 0), content)
+            assert not rank.mover.collect(0.0).saved
+            link.abort_save(taken)
+            return rank.mover.collect(TIMEOUT_S)
+
+        moved = await asyncio.to_thread(engine)
+        assert (moved.saved, moved.stored) == ([4], list(NAMES[:2]))
+        await asyncio.to_thread(other.load, LoadPlan("r", NAMES[:2], (3, 2), False))
+        assert np.array_equal([layer[[3, 2]] for layer in other.layers], content), rank.device
+
+
+async def test_a_save_that_finds_no_room_in_time_is_dropped_and_its_blocks_given_back(pool: Pool) -> None:
+    """The room is held by a save whose step does not end; the scheduler gets the other's blocks back."""
+    settings = LinkSettings(load_timeout_s=0.0)
+    async with ranks(lambda: DeviceRank(pool.address, 3, 2, settings)) as (rank,):
+        assert isinstance(rank, DeviceRank)
+
+        def engine() -> TransferReport:
+            link = rank.mover._link
+            taken = link.start_save([(b"\x77" * 32 + b"\0", 16, 5)])
+            assert taken.held is not None and not link.has_room(1, "save")
+            rank.step(SavePlan(4, NAMES[:2], (0, 1), 0), noise(2, 3))
+            moved = rank.mover.collect(TIMEOUT_S)
+            link.abort_save(taken)
+            return moved
+
+        moved = await asyncio.to_thread(engine)
+        assert (moved.saved, moved.stored) == ([4], [])
+        assert moved.saves[0][:2] == (0, 2)

@@ -14,13 +14,16 @@ from safetensors.torch import save_file
 
 from mooncake.connectors import cache_identity as module
 from mooncake.connectors.cache_identity import (
+    ENCODER_OPTIONS,
     SGLANG_ARGUMENTS,
     Adapters,
     Rank,
+    encoder_facts,
     model_facts,
     model_weights,
     num_shards,
     pool_facts,
+    processor_digest,
     rank_facts,
     shard_facts,
     weights_of,
@@ -219,6 +222,16 @@ def test_an_adapter_counts_with_all_its_bytes_and_not_its_name(tmp_path: Path) -
     assert Adapters("e").digest(nowhere) != Adapters("f").digest(nowhere), "not shared"
 
 
+def test_an_adapter_with_a_link_to_nowhere_is_not_shared(tmp_path: Path) -> None:
+    (tmp_path / "adapter.bin").write_bytes(bytes(100))
+    adapter = types.SimpleNamespace(lora_path=str(tmp_path))
+    whole = Adapters("e").digest(adapter)
+    (tmp_path / "README.md").symlink_to(tmp_path / "removed")
+    found = Adapters("e").digest(adapter)
+    assert found == Adapters("e").digest(adapter) != Adapters("f").digest(adapter)
+    assert found not in (whole, b"")
+
+
 @pytest.mark.parametrize("name", SGLANG_ARGUMENTS)
 def test_each_argument_that_changes_numbers_is_a_fact(name: str) -> None:
     def facts(value: str) -> dict[str, object]:
@@ -241,3 +254,50 @@ def test_a_part_of_the_heads_is_named_so_that_servers_of_other_sizes_find_it() -
 
     assert heads(1, 2, 1, 2) == heads(3, 4, 0, 1) == "3 of 4"
     assert shard_facts(storage_config(tp_rank=1, tp_size=2), True, 0, 1)["heads"] == "all"
+
+
+def encoder_config(folder: Path, **changes: Any) -> Any:
+    config = vllm_config(model=str(folder), **changes)
+    config.model_config.multimodal_config = types.SimpleNamespace(
+        **{name: changes.get(name) for name in ENCODER_OPTIONS}
+    )
+    return config
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        {"rope_theta": 2.0},
+        {"dtype": "float16"},
+        {"quantization": "fp8"},
+        *({one: "x"} for one in ENCODER_OPTIONS),
+    ],
+    ids=lambda change: next(iter(change)),
+)
+def test_what_changes_an_encoders_output_is_a_fact(tmp_path: Path, change: dict[str, Any]) -> None:
+    facts = encoder_facts(encoder_config(tmp_path), "1.0", "w")
+    assert encoder_facts(encoder_config(tmp_path, **change), "1.0", "w") != facts
+    assert encoder_facts(encoder_config(tmp_path), "1.1", "w") != facts
+    assert encoder_facts(encoder_config(tmp_path), "1.0", "v") != facts
+
+
+def test_the_dtype_of_the_kv_cache_is_none_of_an_encoders(tmp_path: Path) -> None:
+    facts = encoder_facts(encoder_config(tmp_path), "1.0", "w")
+    assert encoder_facts(encoder_config(tmp_path, cache_dtype="fp8_e4m3"), "1.0", "w") == facts
+
+
+@pytest.mark.parametrize(
+    "name", ["preprocessor_config.json", "processor_config.json", "video_preprocessor_config.json"]
+)
+def test_a_processors_configuration_counts_with_all_its_bytes(tmp_path: Path, name: str) -> None:
+    found = [processor_digest(str(tmp_path))]
+    for text in ('{"image_mean": 0.5}', '{"image_mean": 0.4}'):
+        (tmp_path / name).write_text(text)
+        found.append(processor_digest(str(tmp_path)))
+    assert len(set(found)) == 3
+    (tmp_path / "tokenizer.json").write_text("{}")
+    assert processor_digest(str(tmp_path)) == found[-1]
+
+
+def test_weights_that_are_made_up_are_those_of_the_engine_that_asks() -> None:
+    assert model_weights(vllm_config(load_format="dummy"), {}, "ec") == "engine ec"

@@ -205,6 +205,30 @@ def test_a_session_that_was_closed_while_its_loop_is_blocked_frees_the_memory(
         assert thread.has_released_memory() and waiting.result(LONGEST_S) == "miss"
 
 
+def test_closing_once_more_while_the_loop_was_blocked_since(
+    thread: TransferThread, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    has_stopped = threading.Event()
+    with held(thread.loop) as hold, ThreadPoolExecutor(1) as engine:
+        monkeypatch.setattr("mooncake.connectors.session.CLOSING_S", SHORT_S)
+        thread.close()
+        monkeypatch.setattr("mooncake.connectors.session.CLOSING_S", LONGEST_S)
+        call_soon = thread.loop.call_soon_threadsafe
+
+        def observed(callback: Callable[..., object], *arguments: object, **named: Any) -> object:
+            try:
+                return call_soon(callback, *arguments, **named)
+            finally:
+                has_stopped.set()
+
+        monkeypatch.setattr(thread.loop, "call_soon_threadsafe", observed)
+        closing = engine.submit(thread.close)
+        assert has_stopped.wait(LONGEST_S), "the second call has given the loop its work"
+        hold.release()
+        closing.result(LONGEST_S)
+    assert thread.has_released_memory() and thread.loop.is_closed()
+
+
 @pytest.fixture
 def pages(daemon: StoreConnector, request: pytest.FixtureRequest) -> Iterator[Pages]:
     pool = PoolSettings(daemon.address, tenant=str(request.node.name))

@@ -5,11 +5,15 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import dataclasses
+import ipaddress
+import socket
 from collections.abc import AsyncIterator
 from types import SimpleNamespace
 from typing import Any, cast
 
 import numpy as np
+import numpy.typing as npt
 import pytest
 
 from mooncake.connectors.memory import SlabMemory
@@ -23,9 +27,13 @@ from mooncake.connectors.peer_push import (
     Receiver,
     Sender,
 )
-from mooncake.errors import InvalidArgument
+from mooncake.errors import InvalidArgument, MooncakeError
 from mooncake.kvlayout import SlabLayout
 from mooncake.transfer import TransferEngine, TransferSettings
+from mooncake.transfer.descriptor import decode_descriptor
+from mooncake.transfer.transports.cuda import why_unavailable
+from tests.connectors.late_device import LateDevice
+from tests.contract import cuda_double
 
 NUM_BLOCKS, NUM_LAYERS, SLAB_BYTES = 6, 3, 256
 LAYOUT = SlabLayout(NUM_LAYERS, 1, SLAB_BYTES, 16)
@@ -45,6 +53,38 @@ class Memory:
     def blocks(self, ids: list[int]) -> bytes:
         return self.layers[:, ids].tobytes()
 
+    def close(self) -> None:
+        self.transfer.close()
+
+
+class DeviceMemory(Memory):
+    """The same in memory of a device, by the driver in ``library``."""
+
+    def __init__(self, library: str, seed: int, transports: tuple[str, ...]) -> None:
+        super().__init__(seed)
+        self.transfer.close()
+        settings = TransferSettings(listen_host="127.0.0.1", cuda_library=library)
+        self.transfer = TransferEngine(dataclasses.replace(settings, transports=transports))
+        self._engine = TransferEngine(settings)  # it allocates and is no peer, as an engine's allocator
+        self._region = self._engine.allocate(self.layers.nbytes, device="cuda:0")
+        self.write(self.layers)
+        layer_bytes = NUM_BLOCKS * SLAB_BYTES
+        bases = [[self._region.address + layer * layer_bytes] for layer in range(NUM_LAYERS)]
+        span = self._region.address, self.layers.nbytes
+        self.slabs = SlabMemory([span], np.array(bases, dtype=np.uint64), SLAB_BYTES)
+
+    def write(self, layers: npt.NDArray[np.uint8]) -> None:
+        self._region.write_from(layers.tobytes())
+
+    def blocks(self, ids: list[int]) -> bytes:
+        held = bytearray(self.layers.nbytes)
+        self._region.read_into(held)
+        return np.frombuffer(held, dtype=np.uint8).reshape(self.layers.shape)[:, ids].tobytes()
+
+    def close(self) -> None:
+        super().close()
+        self._engine.close()
+
 
 class Watched(Sender):
     """A sender that sets ``has_waiter`` when a request waits for an offer."""
@@ -63,8 +103,8 @@ class Watched(Sender):
 class Pair:
     """The computing and the decoding engine."""
 
-    def __init__(self, hold_s: float, timeout_s: float) -> None:
-        self.computed, self.decoding = Memory(1), Memory(2)
+    def __init__(self, hold_s: float, timeout_s: float, computed: Memory, decoding: Memory) -> None:
+        self.computed, self.decoding = computed, decoding
         self.ended: asyncio.Queue[str] = asyncio.Queue()
         self.outcomes: list[PushOutcome] = []
         self.computed.transfer.register_all(self.computed.slabs.buffers)
@@ -92,16 +132,21 @@ class Pair:
 
 
 @contextlib.asynccontextmanager
-async def a_pair(hold_s: float = TIMEOUT_S, timeout_s: float = TIMEOUT_S) -> AsyncIterator[Pair]:
-    pair = Pair(hold_s, timeout_s)
+async def a_pair(
+    hold_s: float = TIMEOUT_S,
+    timeout_s: float = TIMEOUT_S,
+    computed: Memory | None = None,
+    decoding: Memory | None = None,
+) -> AsyncIterator[Pair]:
+    pair = Pair(hold_s, timeout_s, computed or Memory(1), decoding or Memory(2))
     await pair.sender.start("127.0.0.1", 0)
     try:
         yield pair
     finally:
         await pair.receiver.close()
         await pair.sender.close()
-        pair.decoding.transfer.close()
-        pair.computed.transfer.close()
+        pair.decoding.close()
+        pair.computed.close()
 
 
 async def test_blocks_arrive_in_either_order() -> None:
@@ -120,6 +165,73 @@ async def test_blocks_arrive_in_either_order() -> None:
         assert await received == ""
         assert pair.decoding.blocks([4, 0]) == pair.computed.blocks([3, 4])
         assert await pair.ended.get() == "late"
+
+
+@pytest.fixture(params=["double", "cuda"])
+def driver(request: pytest.FixtureRequest) -> str:
+    """The library of a driver: a test double of it, or the real one where there is a GPU."""
+    if request.param == "double":
+        if not cuda_double.built():
+            pytest.skip("no C++ compiler for the test double of the CUDA driver; install g++")
+        return str(cuda_double.LIBRARY)
+    if why := why_unavailable():
+        pytest.skip(f"NOT RUN: no GPU; scripts/test-cuda runs it on one ({why})")
+    return "libcuda.so.1"
+
+
+IPC, TCP, DEFAULT = ("cuda",), ("tcp", "cuda"), ("shm", "file", "cuda", "tcp")
+
+
+@pytest.mark.parametrize(
+    ("transports", "is_mixed"), [(IPC, False), (TCP, False), (DEFAULT, False), (TCP, True), (DEFAULT, True)]
+)
+async def test_blocks_of_a_device_arrive_in_memory_of_the_other(
+    driver: str, transports: tuple[str, ...], is_mixed: bool
+) -> None:
+    decoding = Memory(2) if is_mixed else DeviceMemory(driver, 2, transports)
+    async with a_pair(computed=DeviceMemory(driver, 1, transports), decoding=decoding) as pair:
+        untouched = pair.decoding.blocks([0, 1, 2, 4])
+        pair.sender.offer(BlockOffer("one", b"p", [0, 1, 2]))
+        assert await pair.receiver.receive(pair.wanted("one", [3, 5], first=1)) == ""
+        assert pair.decoding.blocks([3, 5]) == pair.computed.blocks([1, 2])
+        assert pair.decoding.blocks([0, 1, 2, 4]) == untouched
+
+
+@pytest.mark.parametrize("transports", [IPC, TCP])
+async def test_a_device_s_memory_that_is_revoked_is_not_written_to_any_longer(
+    driver: str, transports: tuple[str, ...]
+) -> None:
+    computed, decoding = DeviceMemory(driver, 1, transports), DeviceMemory(driver, 2, transports)
+    async with a_pair(computed=computed, decoding=decoding) as pair:
+        early = computed.transfer.open(decode_descriptor(pair.receiver._describe()))
+        columns = [np.array([number], dtype=np.uint64) for number in (0, 0, SLAB_BYTES)]
+        for column, memory in zip(columns, (computed, decoding), strict=False):
+            column += memory.slabs.description()[0][0]
+        await computed.transfer.write(early, *columns, timeout_s=TIMEOUT_S)
+        assert pair.decoding.blocks([0])[:SLAB_BYTES] == pair.computed.blocks([0])[:SLAB_BYTES]
+        await pair.receiver._take_back(pair.receiver._generation)
+        before = pair.decoding.blocks([0, 1])
+        columns[1] += np.uint64(SLAB_BYTES)
+        with pytest.raises(MooncakeError):
+            await computed.transfer.write(early, *columns, timeout_s=TIMEOUT_S)
+        assert pair.decoding.blocks([0, 1]) == before
+        pair.sender.offer(BlockOffer("later", b"p", [4]))
+        assert await pair.receiver.receive(pair.wanted("later", [0])) == ""
+        assert pair.decoding.blocks([0]) == pair.computed.blocks([4])
+
+
+@pytest.mark.parametrize("seed", range(5))
+async def test_both_ends_wait_for_the_work_of_their_devices(seed: int) -> None:
+    """The prompt is computed late, and an earlier request's work on the receiver's blocks ends late."""
+    async with a_pair() as pair:
+        content = np.random.default_rng(seed).integers(0, 256, (NUM_LAYERS, 2, SLAB_BYTES), dtype=np.uint8)
+        prefill, decode = LateDevice(seed), LateDevice(seed + 100)
+        prefill.compute(lambda: pair.computed.layers.__setitem__((slice(None), [0, 1]), content))
+        decode.compute(lambda: pair.decoding.layers.__setitem__((slice(None), [3, 4]), 0xEE))
+        pair.sender.offer(BlockOffer("one", b"p", [0, 1]), prefill.computed())
+        assert await pair.receiver.receive(pair.wanted("one", [4, 3]), decode.computed()) == ""
+        decode.finish_all()
+        assert pair.decoding.blocks([4, 3]) == content.tobytes(), (prefill, decode)
 
 
 async def test_blocks_that_do_not_match_are_not_written() -> None:
@@ -206,6 +318,88 @@ def test_engines_are_named_by_their_http_servers_and_reached_at_their_listeners(
         Listeners("10.0.0.1:65000", 1000)
 
 
+def resolve(monkeypatch: pytest.MonkeyPatch, hosts: dict[str, list[str]]) -> None:
+    """Let these names have these addresses, and no other name any."""
+
+    def getaddrinfo(host: str, port: Any, *args: Any, **kwargs: Any) -> Any:
+        try:
+            addresses = [str(ipaddress.ip_address(host))]
+        except ValueError:
+            addresses = hosts.get(host, [])
+        if not addresses:
+            raise socket.gaierror(socket.EAI_NONAME, "Name or service not known")
+        return [
+            (socket.AF_INET6 if ":" in one else socket.AF_INET, socket.SOCK_STREAM, 6, "", (one, port or 0))
+            for one in addresses
+        ]
+
+    monkeypatch.setattr(socket, "getaddrinfo", getaddrinfo)
+
+
+def test_prefills_that_are_named_by_host_are_chosen_by_address(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A prefill's answer has its address, whatever name decode has for it."""
+    resolve(monkeypatch, {"p1": ["10.0.0.1", "fd00::1"], "p2": ["10.0.0.2"], "P3": ["10.0.0.3"]})
+    alike = Listeners("p1:8200,p2:8200,P3:8200,later:8200", 1000)
+    for host, address in (
+        ("10.0.0.1", "p1:9200"),
+        ("FD00:0::1", "p1:9200"),
+        ("[fd00::1]", "p1:9200"),
+        ("10.0.0.2", "p2:9200"),
+        ("::ffff:10.0.0.2", "p2:9200"),
+        ("p2", "p2:9200"),
+        ("p3", "P3:9200"),
+        ("later", "later:9200"),
+    ):
+        for port in (8200, 9200):
+            assert alike.chosen({"remote_host": host, "remote_port": port}) == address
+    for host in ("10.0.0.4", "elsewhere", ""):
+        assert alike.chosen({"remote_host": host, "remote_port": 9200}) is None
+
+
+def test_a_port_of_a_listener_and_of_an_http_server_is_the_listener_s() -> None:
+    both = Listeners("10.0.0.1:8200,10.0.0.1:9200,10.0.0.2:9200", 1000)
+    assert both.chosen({"remote_host": "10.0.0.1", "remote_port": 9200}) == "10.0.0.1:9200"
+    assert both.chosen({"remote_host": "10.0.0.2", "remote_port": 9200}) == "10.0.0.2:10200", "no other there"
+    assert both.chosen({"remote_host": "gateway-s-name", "remote_port": 9200}) == "10.0.0.1:9200"
+    assert both.chosen({"remote_host": "10.0.0.1", "remote_port": 10200}) == "10.0.0.1:10200"
+    twice = Listeners("10.0.0.1:8200,10.0.0.1:8200", 1000)
+    assert twice.chosen({"remote_host": "other", "remote_port": 8200}) == "10.0.0.1:9200"
+
+
+@pytest.mark.parametrize(
+    "extra",
+    [
+        {},
+        {"local_hostname": "10.0.0.5"},
+        {"prefill_addr": "192.0.2.9:8200"},
+        {"prefill_addr": "192.0.2.9:8200", "local_hostname": "fd00::5"},
+    ],
+)
+def test_without_named_decodes_no_other_host_reaches_the_listener(extra: dict[str, Any]) -> None:
+    addresses = PushAddresses.read(extra, own_port=8200)
+    assert (addresses.listen_host, addresses.listen_port) == ("127.0.0.1", 9200)
+
+
+def test_ipv6_decodes_are_listened_for_and_accepted(monkeypatch: pytest.MonkeyPatch) -> None:
+    resolve(monkeypatch, {"d1": ["fd00::9", "fd00::a"], "d2": ["192.0.2.9", "fd00::b"]})
+    monkeypatch.setattr("mooncake.connectors.peer_push.has_ipv6", lambda: True)
+    six = PushAddresses.read({"decode_addr": "d1:8201", "local_hostname": "fd00::1"}, own_port=8200)
+    assert (six.listen_host, six.listener_host) == ("::", "fd00::1")
+    assert six.accepts("fd00::9:4711") and six.accepts("fd00::a:4711") and six.accepts("fd00::a%eth0:4711")
+    assert not six.accepts("fd00::b:4711")
+    literal = PushAddresses.read({"decode_addr": "[FD00:0:0::9]:8201"}, own_port=8200)
+    assert literal.listen_host == "::" and literal.accepts("fd00::9:1")
+
+    both = PushAddresses.read({"decode_addr": "d2:8201", "local_hostname": "p"}, own_port=8200)
+    assert (both.listen_host, both.listener_host) == ("", "p"), "all addresses of both families"
+    assert both.accepts("192.0.2.9:1") and both.accepts("::ffff:192.0.2.9:1") and both.accepts("fd00::b:1")
+    monkeypatch.setattr("mooncake.connectors.peer_push.has_ipv6", lambda: False)
+    four = PushAddresses.read({"decode_addr": "d2:8201", "local_hostname": "p"}, own_port=8200)
+    assert four.listen_host == "0.0.0.0"
+    own = PushAddresses.read({"decode_addr": "[::1]:8201", "local_hostname": "::1"}, own_port=8200)
+    assert own.listen_host == "::1", "both on this host"
+
+
 def test_addresses_of_the_two_commands_of_a_deployment() -> None:
     """A prefill at 8200 and a decode at 8201, each configured with the other's HTTP server only."""
     prefill = PushAddresses.read({"decode_addr": "127.0.0.1:8201"}, own_port=8200)
@@ -236,6 +430,19 @@ def test_addresses_that_are_set() -> None:
         PushAddresses.read({"decode_addr": "no-such-host.invalid:8201"}, own_port=8200)
     with pytest.raises(InvalidArgument, match="1 to 65535"):
         PushAddresses.read({}, own_port=65000)
+
+
+async def test_a_request_waits_on_when_another_for_the_same_blocks_has_timed_out() -> None:
+    async with a_pair() as pair:
+        call = cast(Any, SimpleNamespace(connection=SimpleNamespace(peer="127.0.0.1:1")))
+        patient = asyncio.ensure_future(pair.receiver.receive(pair.wanted("one", [1])))
+        await pair.sender.has_waiter.wait()
+        late = await pair.sender._take(PushRequest("one", "kind", b"p", b"", b"", b"", 0, [0], 0.01), call)
+        assert "not computed within" in late.reason
+        pair.sender.offer(BlockOffer("one", b"p", [0]))
+        assert await patient == ""
+        assert pair.decoding.blocks([1]) == pair.computed.blocks([0])
+        assert not pair.sender._num_waiting
 
 
 async def test_only_configured_decodes_get_blocks() -> None:

@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import asyncio
+import gc
 import json
 import threading
 from pathlib import Path
@@ -12,6 +13,7 @@ import pytest
 
 from mooncake.connectors.session import PoolSettings, TransferThread
 from mooncake.errors import InvalidArgument
+from tests.connectors.held_loop import held
 
 
 def test_the_extra_configuration_has_the_address_of_the_store() -> None:
@@ -77,3 +79,23 @@ def test_without_its_thread_nothing_of_it_touches_memory() -> None:
     thread._thread.join(20.0)
     assert thread.has_released_memory()
     thread.loop.close()
+
+
+def test_a_loop_that_is_blocked_while_it_is_closed_leaves_no_coroutine_that_never_began(
+    monkeypatch: pytest.MonkeyPatch, recwarn: pytest.WarningsRecorder
+) -> None:
+    monkeypatch.setattr("mooncake.connectors.session.CLOSING_S", 0.01)
+    thread = TransferThread("127.0.0.1", ("shm",))
+
+    async def work() -> None:
+        await asyncio.sleep(0)
+
+    with held(thread.loop):
+        thread.start(work())
+        thread.close()
+        assert thread.has_released_memory()
+    thread._thread.join(20.0)
+    assert not thread._thread.is_alive()
+    thread.loop.close()
+    gc.collect()
+    assert not [str(one.message) for one in recwarn if "never awaited" in str(one.message)]

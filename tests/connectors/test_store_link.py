@@ -20,6 +20,7 @@ import torch
 from mooncake import clock
 from mooncake.connectors import store_link as blocks
 from mooncake.connectors.memory import CacheIdentity, HostMemory, SlabMemory
+from mooncake.connectors.staged_memory import StagedMemory, slab_views
 from mooncake.connectors.store_link import (
     CircuitBreaker,
     LinkSettings,
@@ -29,7 +30,7 @@ from mooncake.connectors.store_link import (
     StoreSave,
 )
 from mooncake.http.server import listen
-from mooncake.inference.host_memory import StagedMemory, host_memory
+from mooncake.inference.host_memory import host_memory
 from mooncake.kvlayout import ForeignIdentity, KvIdentity, KvLayout, SlabLayout
 from mooncake.prefix import BlockHash, block_hashes, root_hash
 from mooncake.store import AsyncStore, PutGrant, StoreSettings
@@ -38,6 +39,7 @@ from mooncake.store.server import MasterServer
 from mooncake.store.settings import MasterSettings
 from mooncake.transfer import TransferEngine, TransferSettings
 from tests.cluster import wait_for
+from tests.connectors.late_device import LateDevice
 from tests.transfer.mute import PATIENCE_S, Mute
 
 LAYOUT = KvLayout(num_layers=4, num_kv_heads=2, head_dim=8, dtype="float32", block_tokens=4)
@@ -106,11 +108,15 @@ class Worker(Driver):
         is_staged: bool,
         weights: str = "w",
         load_timeout_s: float = 5.0,
+        device: LateDevice | None = None,
     ) -> None:
         self.pool = torch.randn(LAYOUT.pool_shape(NUM_BLOCKS))
         memory: HostMemory = host_memory(LAYOUT, self.pool, 0)
         if is_staged:
-            memory = StagedMemory(LAYOUT, self.pool, NUM_BLOCKS)
+            assert isinstance(memory, SlabMemory)
+            slab_bytes = LAYOUT.chunk_bytes(LAYOUT.block_tokens)
+            views = slab_views([self.pool] * LAYOUT.num_layers, memory, NUM_BLOCKS, slab_bytes)
+            memory = StagedMemory(device or LateDevice(), views, 2 * NUM_BLOCKS)
         super().__init__(store, transfer, KvIdentity(weights, "t", LAYOUT), memory, load_timeout_s)
 
 
@@ -205,6 +211,31 @@ async def test_one_worker_loads_blocks_that_another_saved(cluster: Cluster, is_s
     assert torch.equal(reader.pool[:, :, untouched], before[:, :, untouched])
 
 
+async def test_a_load_that_can_not_be_submitted_fails(
+    cluster: Cluster, is_staged: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It is submitted on the loop: the exception does not reach the engine."""
+    worker = await cluster.worker(is_staged)
+    first, second = hashes_of(8)
+    await worker.save([(first, 4, 1), (second, 4, 2)])
+    lookup = await worker.lookup([(first, 4), (second, 4)])
+    submit, num_submitted = worker.link._submit_load, 0
+
+    def broken(*arguments: Any) -> None:
+        nonlocal num_submitted
+        num_submitted += 1
+        if num_submitted == 3:
+            raise RuntimeError("a bug")
+        submit(*arguments)
+
+    monkeypatch.setattr(worker.link, "_submit_load", broken)
+    load = await worker.load(lookup, [3, 4])
+    assert load.failed and load.done and load.claim.num_inside == 0
+    monkeypatch.undo()
+    again = await worker.load(await worker.lookup([(first, 4), (second, 4)]), [3, 4])
+    assert not again.failed and torch.equal(worker.pool[:, :, 3], worker.pool[:, :, 1])
+
+
 async def test_a_prefix_ends_at_the_first_gap(cluster: Cluster, is_staged: bool) -> None:
     worker = await cluster.worker(is_staged)
     first, second, third = hashes_of(12)
@@ -257,6 +288,32 @@ async def test_an_aborted_save_is_never_seen(cluster: Cluster, is_staged: bool) 
     assert save.num_stored_blocks == 0
     assert (await worker.lookup([(first, 4)])).num_blocks == 0
     assert (await worker.save([(first, 4, 1)])).num_stored_blocks == 1
+
+
+async def test_a_save_aborted_after_all_its_layers_were_written_is_never_seen(
+    cluster: Cluster, is_staged: bool
+) -> None:
+    """A load of the same step may turn out wrong when every layer was computed from it, and was written."""
+    worker = await cluster.worker(is_staged)
+    (first,) = hashes_of(4)
+    save = worker.link.start_save([(first, 4, 1)])
+
+    def engine() -> None:
+        for layer in range(LAYOUT.num_layers):
+            worker.link.save_layer(save, layer)
+        wait_for(
+            lambda: save.grants is not None and all(grant.is_written.all() for grant in save.grants),
+            "all layers to be written",
+            TIMEOUT_S,
+        )
+        wait_for(lambda: not save.claim.num_inside, "the writes to end", TIMEOUT_S)
+        assert not save.done, "it may be aborted yet"
+        worker.link.abort_save(save)
+        wait_for(lambda: save.done, "the save to be done", TIMEOUT_S)
+
+    await asyncio.to_thread(engine)
+    assert save.num_stored_blocks == 0
+    assert (await worker.lookup([(first, 4)])).num_blocks == 0
 
 
 async def test_a_node_that_dies_half_way_through_a_save_leaves_nothing_to_find(
@@ -467,26 +524,131 @@ async def test_a_load_that_fails_is_counted_once(cluster: Cluster) -> None:
     assert counter._value.get() == before + 1
 
 
-async def test_a_load_whose_staging_memory_was_reused_fails(cluster: Cluster) -> None:
-    """It arrived in time; but the engine was paused, and read it when the memory was in other use."""
-    worker = await cluster.worker(True)
+class Stuck(LateDevice):
+    """A device that does nothing until the test lets it."""
+
+    is_stuck = True
+
+    def do_some(self) -> None:
+        if not self.is_stuck:
+            super().do_some()
+
+
+async def test_the_last_wait_of_a_bad_load_ends_when_it_counts_as_failed(cluster: Cluster) -> None:
+    """Otherwise the engine would take what it computed from the load for good."""
+    device = Stuck()
+    writer, reader = await cluster.worker(True), await cluster.worker(True, device=device)
     (first,) = hashes_of(4)
-    await worker.save([(first, 4, 1)])
+    await writer.save([(first, 4, 1)])
+    lookup = await reader.lookup([(first, 4)])
+    (region,) = cluster.node.engine.describe().regions
+    _flip(cluster.node, lookup.grants[0].address - region.address + LAYOUT.object_offsets(3, 4)[0])
+    load = reader.link.start_load(lookup, [5])
+
+    def engine() -> bool:
+        reader.link.wait_layer([load], LAYOUT.num_layers - 1)
+        return load.failed
+
+    waiting = asyncio.create_task(asyncio.to_thread(engine))
+    await asyncio.to_thread(
+        wait_for, lambda: load.num_layers_loaded == LAYOUT.num_layers, "the bytes to arrive", TIMEOUT_S
+    )
+    await asyncio.sleep(0.05)
+    assert load.is_bad and not load.done and not waiting.done()
+    device.is_stuck = False
+    assert await asyncio.wait_for(waiting, TIMEOUT_S)
+
+
+@pytest.mark.parametrize("when", ["load", "save"])
+async def test_a_device_that_can_not_copy_costs_the_operation_and_no_other(
+    cluster: Cluster, monkeypatch: pytest.MonkeyPatch, when: str
+) -> None:
+    first, second = hashes_of(8)
+    device = LateDevice()
+    worker, writer = await cluster.worker(True, device=device), await cluster.worker(True)
+    await writer.save([(first, 4, 1), (second, 4, 2)])
+
+    def refuse(*_: object) -> None:
+        raise RuntimeError("out of memory")
+
     lookup = await worker.lookup([(first, 4)])
-    before = worker.pool.clone()
+    with monkeypatch.context() as patch:
+        memory = worker.link._memory
+        name = "enter" if when == "load" else "leave"
+        patch.setattr(memory, name, refuse)
+        if when == "load":
+            assert (await worker.load(lookup, [5])).failed
+        else:
+            (other,) = block_hashes(range(70, 74), LAYOUT.block_tokens, root_hash(), include_partial=True)
+            assert (await worker.save([(other, 4, 3)])).num_stored_blocks == 0
+    lookup = await worker.lookup([(first, 4), (second, 4)])
+    assert not (await worker.load(lookup, [5, 6])).failed
+    assert torch.equal(worker.pool[:, :, 5], writer.pool[:, :, 1])
+    assert all(worker.link._memory.has_room(NUM_BLOCKS, purpose) for purpose in ("load", "save"))
 
-    def engine() -> StoreLoad:
-        load = worker.link.start_load(lookup, [5])
-        wait_for(lambda: load.done, "the load to have arrived", TIMEOUT_S)
-        worker.link.wait_layer([load], 0)
-        worker.link._expire(load, [])
-        for layer in range(1, LAYOUT.num_layers):
-            worker.link.wait_layer([load], layer)
-        return load
 
-    load = await asyncio.to_thread(engine)
-    assert load.failed and load.done
-    assert torch.equal(worker.pool[1:], before[1:]), "no layer was read from reused memory"
+async def test_a_load_is_done_when_its_copies_have_ended_and_no_sooner(cluster: Cluster) -> None:
+    """Until then its blocks and its staging memory are in use, also after its deadline."""
+    device = Stuck()
+    writer = await cluster.worker(True)
+    reader = await cluster.worker(True, device=device, load_timeout_s=0.5)
+    (first,) = hashes_of(4)
+    await writer.save([(first, 4, 1)])
+    lookup = await reader.lookup([(first, 4)])
+    memory = reader.link._memory
+    load = reader.link.start_load(lookup, [5])
+    await asyncio.to_thread(
+        wait_for, lambda: load.num_layers_loaded == LAYOUT.num_layers, "the bytes to arrive", TIMEOUT_S
+    )
+    assert not load.claim.wait(load.deadline + 0.1)
+    assert not (load.done or load.failed or memory.has_room(NUM_BLOCKS, "load"))
+    device.is_stuck = False
+    assert await asyncio.to_thread(load.claim.wait, clock.monotonic() + TIMEOUT_S)
+    assert not load.failed and memory.has_room(NUM_BLOCKS, "load")
+    assert torch.equal(reader.pool[:, :, 5], writer.pool[:, :, 1])
+
+
+@pytest.mark.parametrize("ends_by", ["abort", "expiry", "refusal"])
+async def test_a_save_is_done_when_its_copies_have_ended_and_no_sooner(
+    cluster: Cluster, monkeypatch: pytest.MonkeyPatch, ends_by: str
+) -> None:
+    """It may have failed long before: the device still reads the blocks, and writes its staging memory."""
+    device = Stuck()
+    worker = await cluster.worker(True, device=device)
+    memory, link = worker.link._memory, worker.link
+    (first,) = hashes_of(4)
+    if ends_by == "refusal":
+        await (await cluster.worker(True)).save([(first, 4, 1)])  # the store has it: nothing is granted
+    save = link.start_save([(first, 4, 1)])
+    link.save_layer(save, 0)
+    if ends_by == "abort":
+        link.abort_save(save)
+    else:
+        link.finish_save(save)
+        ended = (lambda: save.is_ended) if ends_by == "refusal" else (lambda: save.grants is not None)
+        await asyncio.to_thread(wait_for, ended, "the store's answer", TIMEOUT_S)
+    if ends_by == "expiry":
+        link._expire_save(save)
+    assert save.claim.num_inside == 1 and not save.done
+    link.save_layer(save, 1)
+    assert save.claim.num_inside == 1, "a copy was begun for a save that has ended"
+    assert not memory.has_room(NUM_BLOCKS, "save")
+    device.is_stuck = False
+    assert await asyncio.to_thread(save.claim.wait, clock.monotonic() + TIMEOUT_S)
+    await asyncio.to_thread(wait_for, lambda: memory.has_room(NUM_BLOCKS, "save"), "its room", TIMEOUT_S)
+    assert save.num_stored_blocks == (1 if ends_by == "refusal" else 0)
+
+
+async def test_a_link_is_closed_when_no_copy_is_under_way(cluster: Cluster) -> None:
+    device = Stuck()
+    worker = await cluster.worker(True, device=device)
+    (first,) = hashes_of(4)
+    save = worker.link.start_save([(first, 4, 1)])
+    worker.link.save_layer(save, 0)
+    await asyncio.to_thread(wait_for, lambda: save.grants is not None, "the store's answer", TIMEOUT_S)
+    assert save.claim.num_inside == 1
+    await worker.link.close()
+    assert save.done and not save.num_stored_blocks
 
 
 async def test_unregistered_memory_fails_its_loads_and_saves_and_nothing_else(cluster: Cluster) -> None:

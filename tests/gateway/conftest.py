@@ -70,6 +70,18 @@ class Stack:
             streamed.events = (await response.read()).decode().strip().split("\n\n")
         return streamed
 
+    def posted(self, monkeypatch: pytest.MonkeyPatch) -> list[Any]:
+        """The events that the conductor gets from now on without a reply; filled as they come."""
+        events: list[Any] = []
+        post = self.gateway.scheduling.post
+
+        def noted(event: Any) -> None:
+            events.append(event)
+            post(event)
+
+        monkeypatch.setattr(self.gateway.scheduling, "post", noted)
+        return events
+
     async def health(self) -> dict[str, str]:
         return {row.instance: row.health for row in await self.gateway.scheduling.status()}
 

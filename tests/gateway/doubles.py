@@ -59,6 +59,12 @@ class WorkerDouble:
     abort_after: int | None = None
     "End the stream with finish_reason abort after this many tokens, once."
 
+    replace_after: int | None = None
+    "Replace the weights after this many tokens of an answer, once, which ends it with an error."
+
+    version: int = 0
+    "Number of the weights, which the tokens depend on."
+
     refuse: tuple[int, dict[str, Any]] | None = None
     "Answer every completion with this status and error."
 
@@ -111,6 +117,8 @@ class WorkerDouble:
         if self.refuse is not None:
             status, error = self.refuse
             return web.json_response({"error": error}, status=status, headers={"Retry-After": "7"})
+        if self.replace_after == 0:
+            return web.json_response({"error": self._replaced()}, status=409)
         prompt: list[int] = body["prompt"]
         if max(prompt) >= VOCABULARY:
             error = {"message": "no such token", "type": "invalid_request_error", "param": "prompt"}
@@ -160,7 +168,10 @@ class WorkerDouble:
         finish = None
         while finish is None:
             await self._misbehave(request, len(ids) - len(prompt))
-            token = next_token(ids, body.get("seed", 0))
+            if self.replace_after == len(ids) - len(prompt):
+                await self._event(response, {"error": self._replaced()})
+                return response
+            token = next_token(ids, body.get("seed", 0) + self.version)
             ids.append(token)
             whole += text_of(token)
             text, num_sent = whole[num_sent:], len(whole)
@@ -198,6 +209,11 @@ class WorkerDouble:
             raise ConnectionResetError
         if self.stall_after is not None and num_tokens >= self.stall_after:
             await asyncio.get_running_loop().create_future()
+
+    def _replaced(self) -> dict[str, Any]:
+        self.replace_after = None
+        self.version += 1
+        return {"message": "weights replaced", "type": "conflict_error", "code": "weights_replaced"}
 
     def _usage(self, prompt: list[int], num_output: int) -> dict[str, Any]:
         cached = [end for end in range(len(prompt) + 1) if tuple(prompt[:end]) in self.pool]

@@ -58,7 +58,7 @@ class Engine:
     fail_load: bool = False
     "End a stream, once, with an error before its first token, as vLLM does when KV can't be loaded."
     give_up: tuple[int, str] | None = None
-    "After this many tokens report 'error' or 'abort', once, and end the stream normally."
+    "After this many tokens report 'error', 'replaced' or 'abort', once, and end the stream normally."
     stall: asyncio.Event | None = None
     "No answer is sent before it is set."
     hold: asyncio.Event | None = None
@@ -301,7 +301,8 @@ class Engine:
             if self.give_up is not None and self.give_up[0] == number:
                 (_, how), self.give_up = self.give_up, None
                 end = {"index": 0, "finish_reason": "abort", **self._part("messages" in body, "delta", "")}
-                ending = {"choices": [end]} if how == "abort" else {"error": {"message": "boom"}}
+                error = {"message": "boom", **({"code": "weights_replaced"} if how == "replaced" else {})}
+                ending = {"choices": [end]} if how == "abort" else {"error": error}
                 await self._event(response, {**self._frame(body), **ending})
                 break
             part = self._part("messages" in body, "delta", text_of(token))

@@ -11,7 +11,7 @@ import openai
 import pytest
 
 from mooncake.conductor.client import RemoteConductor
-from mooncake.conductor.messages import Finished, Prefilled, StepMeasured
+from mooncake.conductor.messages import Failed, Finished, Prefilled, StepMeasured
 from mooncake.conductor.server import ConductorServer, ConductorService
 from mooncake.conductor.settings import SchedulingSettings
 from mooncake.gateway import any_engine
@@ -370,6 +370,17 @@ async def test_an_aborted_answer_never_looks_complete(how: str) -> None:
             one.give_up = (0, how)
         streamed = await front.stream(PROMPT, 5)
         assert streamed.text() == answer_text(IDS, 5), "before the first token it is tried elsewhere"
+
+
+async def test_an_engine_whose_weights_were_replaced_did_not_fail(monkeypatch: pytest.MonkeyPatch) -> None:
+    async with fronting(1, 1) as front:
+        posted = front.posted(monkeypatch)
+        front.decode[0].give_up = (2, "replaced")
+        body = {"prompt": PROMPT, "max_tokens": 5, "stream": True}
+        async with front.session.post(front.url + "/v1/completions", json=body) as response:
+            text = (await response.read()).decode()
+        assert "weights_replaced" in text.strip().split("\n\n")[-1] and "[DONE]" not in text
+        assert posted and not any(isinstance(event, Failed) for event in posted)
 
 
 async def test_a_fault_of_the_gateway_in_the_middle_is_reported(monkeypatch: pytest.MonkeyPatch) -> None:

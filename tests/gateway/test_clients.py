@@ -202,6 +202,25 @@ async def test_other_engines_get_the_salt_and_not_the_key(keys: Path) -> None:
             assert one.headers[0]["authorization"] == "Bearer the engines' own"
 
 
+async def test_sessions_of_two_tenants_differ_at_an_engine(keys: Path) -> None:
+    """Anna and Clara are one tenant. Boris is another, and also gives the name of Anna's session there."""
+    async with fronting(0, 1, api_keys_file=str(keys)) as front:
+        [engine] = front.decode
+
+        async def named(key: str, headers: dict[str, str], **fields: Any) -> tuple[Any, Any]:
+            body = {"prompt": PROMPT, **fields}
+            status, answer, _ = await front.post(TEXT, body, {**bearer(key), **headers})
+            assert status == 200, answer
+            return engine.headers[-1].get("x-session-id"), engine.calls[-1].get("session_id")
+
+        anna, _ = await named(ANNA, {"X-Session-ID": "s"})
+        assert (await named(CLARA, {}, session_id="s")) == (anna, anna)
+        boris, in_body = await named(BORIS, {}, session_id="s")
+        assert boris == in_body and len({anna, boris, "s"}) == 3
+        assert (await named(BORIS, {"X-Session-ID": anna}))[0] not in (anna, boris)
+        assert await named(BORIS, {}) == (None, None)
+
+
 async def test_quotas_are_refused_with_a_pause(stack: Stack) -> None:
     body = {"prompt": PROMPT, "max_tokens": 1}
     for number in range(3):

@@ -8,6 +8,7 @@ from random import Random
 
 import pytest
 
+from mooncake.conductor.messages import Failed
 from mooncake.conductor.server import ConductorServer, ConductorService
 from mooncake.conductor.settings import SchedulingSettings
 from mooncake.gateway import retries, worker_client
@@ -88,6 +89,41 @@ async def test_a_killed_decode_process_is_replaced(stack: Stack) -> None:
     await stack.until(lambda health: health[stack.decode[0].address] == "down")
     await stack.decode[0].start()
     await stack.until(lambda health: health[stack.decode[0].address] == "ready")
+
+
+async def test_an_answer_that_has_begun_is_not_continued_with_other_weights(stack: Stack) -> None:
+    for worker in stack.decode:
+        worker.replace_after = 3
+    body = {"prompt": PROMPT, "max_tokens": 8, "stream": True}
+    async with stack.session.post(stack.url + "/v1/completions", json=body) as response:
+        events = (await response.read()).decode().strip().split("\n\n")
+    assert "weights_replaced" in events[-1] and "[DONE]" not in events
+    assert sum(len(worker.calls) for worker in stack.decode) == 1
+    status, answer, _ = await stack.post("/v1/completions", {"prompt": PROMPT, "max_tokens": 8})
+    assert (status, answer["error"]["code"]) == (409, "weights_replaced")
+    assert set((await stack.health()).values()) == {"ready"}
+
+
+async def test_an_answer_of_which_nothing_was_sent_begins_again_with_other_weights(
+    tokenizer: Tokenizer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async with running(tokenizer, num_decode=1) as stack:
+        posted = stack.posted(monkeypatch)
+        for worker in (*stack.prefill, *stack.decode):
+            worker.replace_after = 0
+        streamed = await stack.stream(PROMPT, 8)
+        assert streamed.token_ids() == answer_ids(PROMPT, 8, seed=1)
+        assert [len(worker.calls) for worker in (*stack.prefill, *stack.decode)] == [2, 2]
+        assert posted and not any(isinstance(event, Failed) for event in posted)
+
+
+async def test_weights_that_are_replaced_all_the_time_end_a_request(tokenizer: Tokenizer) -> None:
+    async with running(tokenizer, num_prefill=0, num_decode=1) as stack:
+        error = {"message": "weights replaced", "type": "conflict_error", "code": "weights_replaced"}
+        stack.decode[0].refuse = (409, error)
+        status, answer, _ = await stack.post("/v1/completions", {"prompt": PROMPT})
+        assert (status, answer["error"]["code"]) == (409, "weights_replaced")
+        assert len(stack.decode[0].calls) == retries.MAX_FAILURES
 
 
 async def test_a_stalled_worker_counts_as_failed(tokenizer: Tokenizer) -> None:

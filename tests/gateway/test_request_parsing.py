@@ -100,6 +100,48 @@ async def test_priority_is_bounded(stack: Stack, priority: int) -> None:
         assert (status, answer["error"]["param"]) == (400, "priority")
 
 
+@pytest.mark.parametrize("priority", ["1001", "1e9", 1e9, 2.5, "5", [5]])
+async def test_a_priority_is_a_whole_number(priority: Any) -> None:
+    """Engines read numbers in texts and floats as well, so that these would have no bound."""
+    async with fronting() as front:
+        status, answer, _ = await front.post(TEXT, {"prompt": "w20", "priority": priority})
+        assert (status, answer["error"]["param"]) == (400, "priority")
+        assert not front.decode[0].calls
+
+
+@pytest.mark.parametrize("size", [0, large_json.LARGE_BYTES], ids=["small", "large"])
+@pytest.mark.parametrize("depth", [large_json.MAX_NESTING, 400, 900, 100_000])
+@pytest.mark.parametrize("opening", ["[", '{"a":'])
+async def test_values_nested_too_deep_are_refused(stack: Stack, depth: int, opening: str, size: int) -> None:
+    nested = opening * depth + "1" + ("]" if opening == "[" else "}") * depth
+    async with fronting() as front:
+        for path, form in (
+            (front.url + TEXT, '{"prompt": "w20", "pad": "%s", "deep": %s}'),
+            (front.url + "/v1/embeddings", '{"input": "w20", "pad": "%s", "deep": %s}'),
+            (front.url + "/v1/messages", '{"pad": "%s", "messages": [{"role": "user", "content": %s}]}'),
+            (front.url + "/v1/responses", '{"pad": "%s", "input": %s}'),
+            (stack.url + CHAT, '{"pad": "%s", "messages": [{"role": "user", "content": %s}]}'),
+        ):
+            body = (form % ("x" * size, nested)).encode()
+            headers = {"Content-Type": "application/json"}
+            async with front.session.post(path, data=body, headers=headers) as response:
+                answer = await response.json()
+                assert response.status == 400, (path, answer)
+                assert "Recursion" not in str(answer)
+
+
+async def test_values_nested_less_deep_are_passed_on() -> None:
+    nested: Any = "w20"
+    for _ in range(large_json.MAX_NESTING - 10):
+        nested = [nested]
+    async with fronting(0, 1) as front:
+        for path in ("/v1/messages", "/v1/responses"):
+            name = "messages" if path == "/v1/messages" else "input"
+            body = {"model": "tiny", "max_tokens": 1, name: [{"role": "user", "content": nested}]}
+            status, answer, _ = await front.post(path, body)
+            assert status == 200, answer
+
+
 @pytest.mark.parametrize(
     "name", ["messages", "self", "tokenizer_kwargs", "conversation", "chat_template", "tokenize", "kwargs"]
 )

@@ -64,3 +64,19 @@ def test_a_long_last_item_ends_the_cutting() -> None:
     """No comma follows the position of the next cut."""
     items = [*range(100_000), "x" * 400_000]
     assert large_json.decode(json.dumps({"prompt": items}).encode()) == {"prompt": items}
+
+
+@pytest.mark.parametrize("pad", [0, large_json.PIECE_BYTES])
+@pytest.mark.parametrize(("opening", "closing"), [("[", "]"), ('{"a":', "}"), ('[1,{"a":', "}]")])
+def test_values_nested_too_deep_are_no_json(opening: str, closing: str, pad: int) -> None:
+    levels = opening.count("[") + opening.count("{")
+
+    def nested(depth: int) -> bytes:
+        num = depth // levels
+        return ('{"pad": "' + "[" * pad + '", "deep": ' + opening * num + "1" + closing * num + "}").encode()
+
+    most = large_json.MAX_NESTING - 2
+    assert large_json.decode(nested(most)) == json.loads(nested(most))
+    for depth in (large_json.MAX_NESTING + 1, 2_000, 200_000):
+        with pytest.raises(msgspec.DecodeError, match="levels deep"):
+            large_json.decode(nested(depth))

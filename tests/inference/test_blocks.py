@@ -142,3 +142,24 @@ def test_random_use_keeps_the_invariants(seed: int) -> None:
             else:
                 del known[block_hash]
     assert len(known) == pool.num_cached and all(pool.match([block_hash]) for block_hash in known)
+
+
+def test_a_cleared_pool_finds_nothing_and_has_all_blocks() -> None:
+    pool: BlockPool[bytes] = BlockPool(6, 4)
+    blocks = pool.allocate(3)
+    assert blocks is not None
+    pool.publish(blocks, [b"a", b"b", b"c"], b"")
+    with pytest.raises(AssertionError, match="in use"):
+        pool.clear()
+    pool.free(blocks)
+    pool.drain_events()
+    pool.clear()
+    pool.check()
+    assert pool.match([b"a"]) == [] and pool.num_cached == 0 and pool.num_free == 5
+    assert pool.drain_events() == [PoolBlocksRemoved((b"a", b"b", b"c"))]
+    again = pool.allocate(5)
+    assert again is not None
+    pool.publish(again[:1], [b"a"], b"")
+    pool.free(again)
+    pool.check()
+    assert len(pool.match([b"a"])) == 1

@@ -6,7 +6,9 @@ from __future__ import annotations
 import threading
 import time
 from collections.abc import Sequence
+from pathlib import Path
 from random import Random
+from typing import Any
 
 import pytest
 import torch
@@ -15,9 +17,11 @@ from mooncake.errors import InvalidArgument, Refusal
 from mooncake.inference import scheduler
 from mooncake.inference.blocks import BlockEvent, PoolBlocksRemoved, PoolBlocksStored
 from mooncake.inference.engine import Engine, EngineThread, InferenceSettings, Output
+from mooncake.inference.gguf import resolve_model
 from mooncake.inference.request import FinishReason, Request, SamplingParams
 from mooncake.inference.runner import TorchRunner, new_pool
 from mooncake.inference.weights import load_model
+from tests import corpus
 from tests.inference.conftest import Reference, prompt_of
 from tests.inference.dictionary_link import (
     DictionaryLink,
@@ -211,6 +215,125 @@ def test_local_prefix_then_external_load_equals_transformers(llama: Reference) -
     assert (output.num_local_cached, output.num_external_cached) == (2 * BLOCK, 2 * BLOCK + 3)
 
 
+def test_steps_go_on_while_another_request_loads(llama: Reference) -> None:
+    """A step that waited for the layers of a load would move them: this link moves none by itself."""
+    prompt, other = prompt_of(3 * BLOCK), prompt_of(20, 7)
+    source = DictionaryLink()
+    run(make_engine(llama, source), greedy(prompt, 1, save_tail=True))
+    link = DictionaryLink(source.objects, is_eager=False)
+    engine = make_engine(llama, link)
+    answers: dict[str, list[int]] = {"other": [], "loading": []}
+
+    def step() -> None:
+        for lookup in link.lookups:
+            if not lookup.done:
+                link.answer(lookup)
+        _, outputs = engine.step()
+        engine.check()
+        for output in outputs:
+            answers[output.request_id] += output.token_ids
+
+    engine.add(greedy(other, name="other"))
+    step()
+    step()
+    engine.add(greedy(prompt, name="loading"))
+    step()
+    step()
+    [load] = link.loads
+    link.load_layer(load)
+    for _ in range(3):
+        num_before = len(answers["other"])
+        step()
+        assert len(answers["other"]) == num_before + 1 and not answers["loading"]
+    assert load.num_layers_loaded == 1, "a step of the other request has waited for the load"
+    while not load.done:
+        link.load_layer(load)
+    step()
+    assert len(answers["loading"]) == 1
+    for _ in range(NUM_TOKENS):
+        step()
+    assert answers["loading"] == llama.greedy(prompt, NUM_TOKENS)
+    assert answers["other"] == llama.greedy(other, NUM_TOKENS)
+
+
+def test_a_load_begins_while_a_step_is_computed(llama: Reference, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its lookup ended during the step; after the step it would join one step later."""
+    prompt, other = prompt_of(3 * BLOCK), prompt_of(20, 7)
+    source = DictionaryLink()
+    run(make_engine(llama, source), greedy(prompt, 1, save_tail=True))
+    link = DictionaryLink(source.objects, is_eager=False)
+    engine = make_engine(llama, link)
+    engine.add(greedy(other, name="other"))
+    engine.step()
+    link.answer(link.lookups[0])
+    engine.step()
+    engine.add(greedy(prompt, name="loading"))
+    compute = engine.runner.run
+
+    def run_and_answer(*arguments: Any) -> Any:
+        link.answer(link.lookups[1])
+        assert len(link.loads) == 1, "not begun with the answer"
+        while not link.loads[0].done:
+            link.load_layer(link.loads[0])
+        return compute(*arguments)
+
+    monkeypatch.setattr(engine.runner, "run", run_and_answer)
+    assert [output.request_id for output in engine.step()[1]] == ["other"]
+    monkeypatch.undo()
+    engine.check()
+    _, outputs = engine.step()
+    answers = {output.request_id: list(output.token_ids) for output in outputs}
+    assert answers["loading"] == llama.greedy(prompt, 1)
+    engine.check()
+
+
+def test_a_load_that_can_not_begin_while_a_step_is_computed_fails_the_requests(
+    llama: Reference, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    prompt = prompt_of(3 * BLOCK)
+    source = DictionaryLink()
+    run(make_engine(llama, source), greedy(prompt, 1, save_tail=True))
+    link = DictionaryLink(source.objects, is_eager=False)
+    engine = make_engine(llama, link)
+    engine.add(greedy(prompt_of(20, 7), name="other"))
+    engine.step()
+    link.answer(link.lookups[0])
+    engine.add(greedy(prompt, name="loading"))
+    compute = engine.runner.run
+
+    def run_and_answer(*arguments: Any) -> Any:
+        link.answer(link.lookups[1])
+        return compute(*arguments)
+
+    def broken(*arguments: Any) -> Any:
+        raise RuntimeError("the link is broken")
+
+    monkeypatch.setattr(engine.runner, "run", run_and_answer)
+    monkeypatch.setattr(link, "start_load", broken)
+    engine.step()
+    with pytest.raises(RuntimeError, match="broken"):
+        engine.step()
+    outputs = engine.fail_all("the engine failed")
+    assert {output.request_id for output in outputs} == {"other", "loading"}
+
+
+def test_only_steps_without_a_wait_for_layers_are_logged(llama: Reference) -> None:
+    prompt = prompt_of(3 * BLOCK)
+    source = DictionaryLink()
+    run(make_engine(llama, source), greedy(prompt, 1, save_tail=True))
+    link = DictionaryLink(source.objects, is_eager=False)
+    for num_layers, num_logged in ((1, 0), (3, 1)):
+        engine = make_engine(llama, link)
+        engine.add(greedy(prompt, 1))
+        engine.step()
+        link.answer(link.lookups[-1])
+        engine.step()
+        for _ in range(num_layers):
+            link.load_layer(link.loads[-1])
+        engine.step()
+        assert engine.step_log.read().num_steps == num_logged, num_layers
+
+
 @pytest.mark.parametrize("layer", [0, 1, 2])
 @pytest.mark.parametrize("is_eager", [True, False])
 def test_failed_load_is_recomputed_and_disturbs_no_other(
@@ -384,6 +507,49 @@ def test_broken_step_ends_its_requests_and_the_engine_goes_on(llama: Reference) 
     assert link.objects == {} and engine.is_idle
     link.is_broken = False
     assert run(engine, greedy(prompt, name="next"))["next"] == llama.greedy(prompt, NUM_TOKENS)
+
+
+def test_what_a_step_had_ended_before_it_broke_is_reported(
+    llama: Reference, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    engine = make_engine(llama)
+    engine.add(greedy(prompt_of(BLOCK), name="aborted"))
+    engine.step()
+    engine.add(greedy(prompt_of(BLOCK), name="other"))
+    engine.abort("aborted")
+
+    def broken(now: float) -> None:
+        raise RuntimeError("broken on purpose")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(engine.scheduler, "schedule", broken)
+        with pytest.raises(RuntimeError, match="on purpose"):
+            engine.step()
+    ended = {output.request_id: output.finish_reason for output in engine.fail_all("broken")}
+    assert ended == {"aborted": FinishReason.ABORT, "other": FinishReason.ERROR}
+    assert engine.fail_all("again") == [] and engine.is_idle
+
+
+def test_a_load_that_can_not_begin_gives_its_blocks_back(
+    llama: Reference, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    link = DictionaryLink()
+    prompt = prompt_of(3 * BLOCK)
+    run(make_engine(llama, link), greedy(prompt))
+    engine = make_engine(llama, link)
+
+    def broken(*_: object) -> None:
+        raise RuntimeError("no memory on the device")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(link, "start_load", broken)
+        engine.add(greedy(prompt, name="victim"))
+        with pytest.raises(RuntimeError, match="no memory"):
+            for _ in range(10):
+                engine.step()
+    engine.fail_all("broken")
+    engine.check()
+    assert engine.stats().num_free_blocks == engine.stats().num_blocks
 
 
 def test_refusals_are_values(llama: Reference) -> None:
@@ -576,3 +742,46 @@ def test_stop_ends_running_requests(llama: Reference) -> None:
     assert thread.stop()
     assert [output.finish_reason for output in ended] == [FinishReason.ERROR]
     assert "stopping" in str(ended[0].error)
+
+
+@pytest.mark.model
+@pytest.mark.timeout(1200)
+def test_thirty_prompts_of_up_to_4000_tokens_to_the_demo_model(request: pytest.FixtureRequest) -> None:
+    """One after another in whole chunks; in small chunks, each batched with the others."""
+    folder = resolve_model("smollm2")
+    prompts = corpus.prompts(folder)
+    assert (len(prompts), len(prompts[0]), len(prompts[-1])) == (30, 1, 4000)
+    # On a busy machine, threads that wait for each other after every layer take a hundred times as long.
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    try:
+        expected = corpus.reference(folder, request.config)
+        corpus.compare(answers_of(InferenceSettings(), folder, prompts, together=False), expected)
+        small = InferenceSettings(max_batch_tokens=100)
+        corpus.compare(answers_of(small, folder, prompts, together=True), expected)
+    finally:
+        torch.set_num_threads(before)
+
+
+def answers_of(
+    settings: InferenceSettings, folder: Path, prompts: list[list[int]], together: bool
+) -> corpus.Answers:
+    model = load_model(folder, "float32")
+    engine = Engine(settings, TorchRunner(model, new_pool(model, 32, 1 << 30)))
+    answers: dict[str, list[int]] = {}
+
+    def run_until_idle() -> None:
+        while not engine.is_idle:
+            _, outputs = engine.step()
+            for output in outputs:
+                answers.setdefault(output.request_id, []).extend(output.token_ids)
+
+    # min_tokens, as the reference is made with, keeps the end-of-sequence token out on both sides.
+    sampling = SamplingParams(max_tokens=corpus.NUM_NEW, min_tokens=corpus.NUM_NEW, temperature=0.0)
+    for number, prompt in enumerate(prompts):
+        assert engine.add(Request(str(number), prompt, sampling)) is None
+        if not together:
+            run_until_idle()
+    run_until_idle()
+    engine.check()
+    return [answers[str(number)] for number in range(len(prompts))]

@@ -175,7 +175,7 @@ def test_it_gives_way_for_a_moment_only() -> None:
     assert shape(run_step(scheduler, PRIORITY_YIELD_S)) == [("1", 0, 8)]
 
 
-def test_loaded_request_joins_with_its_first_layer() -> None:
+def test_loaded_request_joins_when_everything_has_arrived() -> None:
     scheduler = Scheduler(EXTERNAL)
     request = request_of("1", 10)
     block_ids = look_up(scheduler, request, 2)
@@ -183,9 +183,56 @@ def test_loaded_request_joins_with_its_first_layer() -> None:
     assert run_step(scheduler).chunks == []
     scheduler.load_ready("1", 0.0)
     step = run_step(scheduler)
-    assert shape(step) == [("1", 8, 2)] and step.chunks[0].has_load
+    assert shape(step) == [("1", 8, 2)] and step.chunks[0].has_load and not step.awaits_layers
     assert step.saves == []  # loaded blocks are not saved again
     scheduler.release(block_ids)
+    scheduler.check()
+
+
+def test_a_request_that_is_alone_runs_while_its_layers_arrive() -> None:
+    scheduler = Scheduler(EXTERNAL)
+    block_ids = look_up(scheduler, request_of("1", 10), 2)
+    assert block_ids is not None
+    scheduler.first_layer_loaded("1")
+    step = run_step(scheduler)
+    assert shape(step) == [("1", 8, 2)] and step.chunks[0].has_load and step.awaits_layers
+    assert not run_step(scheduler).awaits_layers, "the load has ended with the step"
+    scheduler.release(block_ids)
+    scheduler.check()
+
+
+def test_no_step_of_others_waits_for_the_layers_of_a_load() -> None:
+    scheduler = Scheduler(EXTERNAL)
+    scheduler.add(request_of("1", 3, 3), 0.0)
+    scheduler.schedule(0.0)
+    scheduler.add(request_of("2", 10), 0.0)
+    scheduler.schedule(0.0)
+    assert scheduler.lookup_finished("1", 0, 0.0) is None
+    block_ids = scheduler.lookup_finished("2", 2, 0.0)
+    assert block_ids is not None
+    scheduler.first_layer_loaded("2")
+    for start, size in ((0, 3), (3, 1)):
+        step = run_step(scheduler)
+        assert shape(step) == [("1", start, size)] and not step.awaits_layers
+    scheduler.add(request_of("3", 4, 1), 0.0)
+    assert shape(run_step(scheduler)) == [("1", 4, 1)], "the last token of the first"
+    assert run_step(scheduler).chunks == [], "the third, looked up now, would wait for those layers"
+    scheduler.abort("3", 0.0)
+    step = run_step(scheduler)
+    assert shape(step) == [("2", 8, 2)] and step.awaits_layers, "alone now"
+    scheduler.release(block_ids)
+    scheduler.check()
+
+
+def test_a_load_that_fails_after_its_first_layer_is_computed() -> None:
+    scheduler = Scheduler(EXTERNAL)
+    block_ids = look_up(scheduler, request_of("1", 10), 2)
+    assert block_ids is not None
+    scheduler.first_layer_loaded("1")
+    scheduler.load_failed("1", 0.0)
+    scheduler.release(block_ids)
+    step = run_step(scheduler)
+    assert shape(step) == [("1", 0, 10)] and not step.awaits_layers
     scheduler.check()
 
 
@@ -248,7 +295,7 @@ def test_a_failed_load_leaves_the_tail_to_be_saved_again() -> None:
 
 
 def test_a_request_that_is_still_loading_is_not_preempted() -> None:
-    """Its first layer has arrived, the others are being written into its blocks, which must not be reused."""
+    """Its load may still be found wrong, and its blocks are in use by it."""
     scheduler = Scheduler(dataclasses.replace(EXTERNAL, num_blocks=6))
     first, second = request_of("1", 8, 12), request_of("2", 8, 12)
     for request in (first, second):
@@ -326,7 +373,9 @@ class World:
         self.lookups = []
         for request in self.requests:
             if request.state is RequestState.LOADING and self.random.random() < 0.7:
-                if self.random.random() < 0.3:
+                if self.random.random() < 0.4:
+                    self.scheduler.first_layer_loaded(request.id)
+                elif self.random.random() < 0.3:
                     self.scheduler.load_failed(request.id, self.now)
                     self.pins.append(self.loads.pop(request.id))
                 else:
@@ -353,6 +402,7 @@ class World:
 
     def verify(self, step: Step) -> None:
         assert step.num_tokens <= self.scheduler.settings.max_batch_tokens
+        assert not step.awaits_layers or len(step.chunks) == self.scheduler.num_running == 1
         ids = [chunk.request.id for chunk in step.chunks]
         assert len(ids) == len(set(ids))
         written: dict[int, str] = {}

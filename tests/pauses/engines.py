@@ -345,7 +345,7 @@ class LinkEngine(Engine):
 
     def save(self, names: Sequence[str]) -> None:
         self._number += 1
-        self._mover.begin_saves([SavePlan(self._number, self._names(names), tuple(range(NUM_BLOCKS)), 0)])
+        self._mover.begin_step([SavePlan(self._number, self._names(names), tuple(range(NUM_BLOCKS)), 0)])
         for layer in range(self._num_layers):
             self._mover.layer_computed(layer)
         self._mover.end_step()

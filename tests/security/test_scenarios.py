@@ -31,6 +31,8 @@ from mooncake.conductor.server import ConductorServer, ConductorService, Conduct
 from mooncake.connectors import peer_push
 from mooncake.errors import AccessDenied, DeadlineExceeded, MooncakeError, ProtocolError, Unavailable
 from mooncake.http.server import HttpServer, listen
+from mooncake.inference import stage
+from mooncake.p2p import messages as p2p
 from mooncake.rpc import AsyncClient, Call, RpcServer
 from mooncake.rpc.wire import GREETING_ID, OPEN_GREETING, PREFACE, Failure, FrameDecoder, decoder_for, encode
 from mooncake.security import HEADER, Identity, Role, SecuritySettings, install_identity
@@ -134,6 +136,25 @@ class House:
             "transfer/handshake.py": listener._server,  # type: ignore[union-attr]
             "compat/transfer/rpc_interface.py": RpcServer(
                 {compat_rpc.MessagePart: nothing}, access=compat_rpc.ACCESS
+            ),
+            "inference/stage.py": RpcServer(
+                {stage.JoinGroup: nothing, stage.StageProbe: nothing, stage.MoveBlocks: nothing},
+                access=stage.ACCESS,
+            ),
+            "p2p/store.py": RpcServer(
+                {
+                    p2p.AskVersions: nothing,
+                    p2p.AskManifest: nothing,
+                    p2p.AskSegment: nothing,
+                    p2p.WatchVersion: nothing,
+                    p2p.FetchChunk: nothing,
+                    p2p.ReturnSlot: nothing,
+                    p2p.CommandRegister: nothing,
+                    p2p.CommandGet: nothing,
+                    p2p.CommandDrop: nothing,
+                    p2p.AskProgress: nothing,
+                },
+                access=p2p.ACCESS,
             ),
             "compat/programs/client.py": RpcServer(
                 {dummy_client.ClientInfoRequest: nothing}, access=dummy_client.ACCESS

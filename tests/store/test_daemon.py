@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import re
 import signal
+import socket
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -17,7 +18,7 @@ import pytest
 from mooncake.cli import _open_host, daemon_role
 from mooncake.errors import InvalidArgument
 from mooncake.store import Store
-from mooncake.store.daemon import DaemonSettings
+from mooncake.store.daemon import LEFT_AFTER_S, DaemonSettings, remove_left_folders
 from mooncake.store.messages import PutPolicy
 
 grpc = pytest.importorskip("grpc", reason="grpcio is not installed (extra grpc)")
@@ -178,6 +179,35 @@ def test_an_error_is_one_line(flags: str, why: str) -> None:
     found = subprocess.run(command, capture_output=True, text=True, timeout=60)
     assert found.returncode == 2, found.stderr
     assert why in found.stderr and "Traceback" not in found.stderr
+
+
+def test_folders_of_daemons_that_were_killed_are_removed(tmp_path: Path) -> None:
+    def left(name: str, *, listens: bool = False, binds: bool = True) -> socket.socket:
+        folder = tmp_path / name
+        folder.mkdir()
+        listener = socket.socket(socket.AF_UNIX)
+        if binds:
+            listener.bind(str(folder / "grpc"))
+        if listens:
+            listener.listen()
+        else:
+            listener.close()
+        return listener
+
+    left("mooncaked-killed")
+    left("mooncaked-early", binds=False)
+    left("another-killed")
+    (tmp_path / "elsewhere").mkdir()
+    (tmp_path / "mooncaked-link").symlink_to(tmp_path / "elsewhere")
+    (tmp_path / "mooncaked-file").touch()
+    with left("mooncaked-alive", listens=True):
+        now = (tmp_path / "mooncaked-killed").stat().st_mtime
+        before = sorted(one.name for one in tmp_path.iterdir())
+        remove_left_folders(tmp_path, now + LEFT_AFTER_S / 2)
+        assert sorted(one.name for one in tmp_path.iterdir()) == before, "one that starts has no listener yet"
+        remove_left_folders(tmp_path, now + LEFT_AFTER_S * 2)
+        after = {one.name for one in tmp_path.iterdir()}
+        assert set(before) - after == {"mooncaked-killed", "mooncaked-early"}
 
 
 def test_half_an_ssd_is_refused() -> None:

@@ -4,14 +4,18 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import dataclasses
 import functools
 import itertools
+import socket
 import ssl
+import threading
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any, Literal
 
+import msgspec
 import numpy as np
 import pytest
 
@@ -115,6 +119,77 @@ def test_a_client_that_wants_tls_gets_the_reason(ours: TransferSettings) -> None
     done = try_it(ours, PLAIN)
     assert done.status == Status.PROTOCOL_ERROR
     assert "takes plain data only" in done.reason and "`tls`" in done.reason
+
+
+class PlainServer(threading.Thread):
+    """A server without TLS that sends its answer in two parts: the first at once, the rest when asked."""
+
+    ANSWER = b"MOKC" + bytes([2, 4]) + bytes(18)
+    """The refusal of a server that takes plain data only."""
+
+    def __init__(self, num_first: int, answer: bytes = ANSWER) -> None:
+        super().__init__(daemon=True)
+        self._first, self._rest = answer[:num_first], answer[num_first:]
+        self._listener = socket.create_server(("127.0.0.1", 0))
+        self.address = f"127.0.0.1:{self._listener.getsockname()[1]}"
+
+    def run(self) -> None:
+        with contextlib.suppress(OSError):
+            while True:
+                connection, _ = self._listener.accept()
+                with connection:
+                    connection.sendall(self._first)
+                    if connection.recv(4096):
+                        connection.sendall(self._rest)
+                        connection.shutdown(socket.SHUT_WR)
+                        while connection.recv(4096):
+                            pass
+
+    def close(self) -> None:
+        self._listener.shutdown(socket.SHUT_RDWR)
+        self._listener.close()
+        self.join()
+
+
+def reason_from(server: PlainServer, settings: TransferSettings) -> str:
+    """Why a client with these settings can't write to the server."""
+    with TransferEngine(settings) as near, TransferEngine(PLAIN) as far:
+        here = near.allocate(4096)
+        far.allocate(4096)
+        described = msgspec.structs.replace(far.describe(), endpoints={"tcp": server.address})
+        segment = near.open(described)
+        there = described.regions[0].address
+        server.start()
+        try:
+            done = near.run(Op.WRITE, segment, [here.address], [there], [100], timeout_s=20)
+        finally:
+            server.close()
+        assert done.status in (Status.PROTOCOL_ERROR, Status.PEER_LOST)
+        return done.reason
+
+
+@pytest.mark.parametrize("num_first", [0, 1, 3, 4, 6, 23, 24])
+def test_the_reason_is_the_same_however_the_answer_arrives(ours: TransferSettings, num_first: int) -> None:
+    """OpenSSL took a part of the answer for its own, if that was there when it first read."""
+    reason = reason_from(PlainServer(num_first), ours)
+    assert "the peer takes plain data only and we asked for TLS; use the same `tls` setting" in reason
+
+
+@pytest.mark.parametrize(
+    ("answer", "reason"),
+    [
+        (b"MOKC" + bytes([77, 4]) + bytes(18), "speaks version 77"),
+        (b"MOKC", "closed the connection during the greeting"),
+        (b"MOCK" + bytes(20), "something other than a transfer engine"),
+        (b"HTTP/1.1 400 Bad Request\r\n\r\n", "wrong version number"),
+        (b"", "the peer ended it"),
+    ],
+)
+def test_what_else_answers_a_client_that_wants_tls(
+    ours: TransferSettings, answer: bytes, reason: str
+) -> None:
+    for num_first in (0, 2):
+        assert reason in reason_from(PlainServer(num_first, answer), ours)
 
 
 @pytest.mark.parametrize(

@@ -35,6 +35,7 @@ MOCKED = (
     "sglang.srt.mem_cache.cache_init_params",
     "sglang.srt.mem_cache.pool_host",
     "sglang.srt.mem_cache.unified_cache",
+    "sglang.srt.managers.schedule_batch",
     "sglang.srt.runtime_context",
     "sglang.srt.utils",
     "sglang.srt.mem_cache.memory_pool_host",
@@ -305,6 +306,52 @@ def sglang_embeddings(master: str) -> None:
     assert torch.equal(data, target)
 
 
+def sglang_embedding_cache(master: str) -> None:
+    """Two encoders (EPD): what one computed the other finds, prefetches and uses."""
+    module: Any = importlib.import_module("sglang.srt.mem_cache.embedding_cache_controller")
+    name = "sglang.srt.mem_cache.storage.mooncake_store.mooncake_embedding_store"
+    stores = importlib.import_module(name)
+    group = types.SimpleNamespace(cpu_group=None)
+    module.get_parallel = lambda: types.SimpleNamespace(tp_size=1, tp_rank=0, tp_group=group)
+    image = module.Modality.IMAGE
+
+    class Controller(module.EmbeddingCacheController):  # type: ignore[misc]
+        def _create_pools(self, pin_memory: bool) -> Any:
+            return super()._create_pools(False)  # which needs a GPU
+
+    def encoder() -> Any:
+        store = stores.MooncakeEmbeddingStore(types.SimpleNamespace(extra_config=_config(master)))
+        return Controller(store, max_pool_size_gb=0.01, hidden_dims={image: 512}, dtype=torch.bfloat16)
+
+    def computed(controller: Any, name: str, tensor: torch.Tensor) -> None:
+        """As its copy from a GPU to the pool."""
+        pool = controller.vision_pool
+        runs = controller._allocate_with_eviction(pool, len(tensor))
+        fields = (name, image, len(tensor), pool.dim, runs, module.EntryState.READY)
+        controller.entries[name] = entry = module.EmbeddingCacheEntry(*fields)
+        controller._copy_embedding_page_runs(tensor, pool.tensor, entry, pool, src_is_pool=False)
+
+    first, second = encoder(), encoder()
+    first.vision_pool.allocator.free_ranges = [(2 * page, 1) for page in range(10)]  # no two side by side
+    embeddings = {f"image{n}": torch.randn(600 + 300 * n, 512).to(torch.bfloat16) for n in range(2)}
+    for key, tensor in embeddings.items():
+        computed(first, key, tensor)
+    assert len(first.entries["image0"].page_runs) == 3
+    first.insert_batch(list(embeddings), image)
+    first.insert_queue.join()
+    keys = [*embeddings, "none"]
+    assert asyncio.run(second.batch_is_exist(keys)) == [True, True, False]
+    second.prefetch("request", keys, [600, 900, 100], image)
+    second.prefetch_queue.join()
+    assert second.check_prefetch_progress("request")
+    assert [second.has_local_embedding(key) for key in keys] == [True, True, False]
+    for key, pieces in zip(embeddings, second.get_pool_views(list(embeddings)), strict=True):
+        assert torch.equal(torch.cat(pieces), embeddings[key])
+    for controller in (first, second):
+        controller.stop_event.set()
+        controller.io_thread.join()
+
+
 class HostPool:
     """Pages of keys and values, page first."""
 
@@ -567,6 +614,7 @@ CLIENTS = (
     vllm_embeddings,
     vllm_omni,
     sglang_embeddings,
+    sglang_embedding_cache,
     sglang_hicache,
     sglang_direct_linker,
     sglang_transfer_engine,

@@ -41,6 +41,7 @@ def master() -> Iterator[RunningMaster]:
         ("vllm_embeddings", "vllm"),
         ("vllm_omni", "vllm_omni"),
         ("sglang_embeddings", "sglang"),
+        ("sglang_embedding_cache", "sglang"),
         ("sglang_hicache", "sglang"),
         ("sglang_direct_linker", "sglang"),
         ("sglang_transfer_engine", "sglang"),

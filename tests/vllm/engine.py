@@ -41,6 +41,8 @@ class Answered:
 class Engine:
     """A child process with a vLLM engine in it."""
 
+    PROGRAM = "tests.vllm.engine"
+
     def __init__(
         self,
         model: Path,
@@ -59,7 +61,7 @@ class Engine:
         arguments = [str(model), json.dumps(connector), dtype, str(num_ranks)]
         with log.open("a") as output:
             self._process = subprocess.Popen(
-                [sys.executable, "-m", "tests.vllm.engine", *arguments],
+                [sys.executable, "-m", self.PROGRAM, *arguments],
                 stdin=subprocess.PIPE,
                 stdout=subprocess.PIPE,
                 stderr=output,

@@ -36,11 +36,33 @@ def test_on_another_device_vllm_s_own_connectors_stay_and_take_our_options(
     from mooncake.connectors.vllm.plugin import register
 
     monkeypatch.setattr(type(current_platform), "is_cpu", lambda self: False)
+    monkeypatch.setattr(type(current_platform), "is_cuda", lambda self: False)
+    own = registry._registry["MooncakeConnector"]
     register()
     found = registry.get_connector_class_by_name("MooncakeStoreConnector")
     assert found.__module__ == MODULE and issubclass(found, MooncakeStoreConnector)
-    direct = registry.get_connector_class_by_name("MooncakeConnector")
-    assert direct.__module__.startswith("vllm.")
+    # Not the module: an engine that ran in this process before has registered ours for its own device.
+    assert registry._registry["MooncakeConnector"] is own
+
+
+def test_on_cuda_ours_are_registered_and_vllm_s_own_takes_our_options_by_its_module(
+    registry: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from vllm.config import KVTransferConfig
+    from vllm.platforms import current_platform
+
+    from mooncake.connectors.vllm.plugin import register
+
+    monkeypatch.setattr(type(current_platform), "is_cpu", lambda self: False)
+    monkeypatch.setattr(type(current_platform), "is_cuda", lambda self: True)
+    register()
+    for name in ("MooncakeStoreConnector", "MooncakeConnector"):
+        config = KVTransferConfig(kv_connector=name, kv_role="kv_both")
+        assert registry.get_connector_class(config).__module__.startswith("mooncake.connectors.vllm.")
+    back = KVTransferConfig(
+        kv_connector="MooncakeStoreConnector", kv_role="kv_both", kv_connector_module_path=MODULE
+    )
+    assert registry.get_connector_class(back).__name__ == "DeviceStoreConnector"
 
 
 def test_the_file_has_the_store_s_address_and_is_private() -> None:
@@ -50,7 +72,7 @@ def test_the_file_has_the_store_s_address_and_is_private() -> None:
 
     environment: dict[str, str] = {}
     extra: dict[str, Any] = {"mooncake_store_addr": "10.0.0.1:50051", "tenant_id": "a"}
-    configure(extra, environment, own_port=8200)
+    configure(extra, environment, own_name="8200")
     path = Path(environment["MOONCAKE_CONFIG_PATH"])
     config = MooncakeStoreConfig.from_file(str(path))
     assert (config.master_server_address, config.tenant_id) == ("10.0.0.1:50051", "a")
@@ -58,15 +80,25 @@ def test_the_file_has_the_store_s_address_and_is_private() -> None:
     assert extra["lookup_rpc_port"] == "8200" and stat.S_IMODE(path.stat().st_mode) == 0o600
     path.unlink()
 
-    configure({**extra, "global_segment_size": "1GB", "protocol": "tcp"}, environment, own_port=8200)
+    configure({**extra, "global_segment_size": "1GB", "protocol": "tcp"}, environment, own_name="8200")
     path = Path(environment["MOONCAKE_CONFIG_PATH"])
     config = MooncakeStoreConfig.from_file(str(path))
     assert (config.mode, config.global_segment_size, config.protocol) == ("embedded", 1 << 30, "tcp")
     path.unlink()
 
     environment = {"MOONCAKE_CONFIG_PATH": "theirs.json"}
-    configure({}, environment, own_port=8200)
+    configure({}, environment, own_name="8200")
     assert environment == {"MOONCAKE_CONFIG_PATH": "theirs.json"}, "without an address the file decides"
+
+
+def test_engines_of_one_host_have_sockets_of_different_names() -> None:
+    """Two that have the same port, or none, differ by their ids, which all their processes have."""
+    from mooncake.connectors.vllm.device_store_connector import socket_name
+
+    names = [socket_name(one, ["serve", "M"]) for one in ("a", "b")]
+    names.append(socket_name("a", ["serve", "M", "--port", "8001"]))
+    assert len(set(names)) == 3 and all(len(name) == 6 for name in names)
+    assert socket_name("a", ["serve", "M"]) == names[0]
 
 
 @pytest.mark.processes

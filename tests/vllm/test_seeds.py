@@ -2,8 +2,8 @@
 """Command blocks that start vLLM, as the documents have them, by an installed package's entry point.
 
 Replaced are the model, the addresses and ports, what a CPU does not have (fp8, parts of a GPU's memory) and,
-for a laptop, the sizes. Each block runs in a shell; what one engine computed and another loaded or received
-gives the same answer.
+for a laptop, the sizes; nothing is compiled. Each block runs in a shell; what one engine computed and another
+loaded or received gives the same answer.
 """
 
 from __future__ import annotations
@@ -25,6 +25,8 @@ READY_WITHIN_S = 600.0
 PROMPT = "Summarize the state of KV cache disaggregation in 2026."
 LONG = " ".join(f"Item {number} of the list is {number * 7 % 101}." for number in range(40))
 METRICS = "--metrics_port 0"
+EAGER = "--enforce-eager"
+"""Compiling takes a laptop's core a minute for each server."""
 LLAMA, QWEN = "meta-llama/Llama-3.1-70B-Instruct", "/home/vllm/Qwen2.5-7B-Instruct-GPTQ-Int4"
 
 
@@ -83,7 +85,7 @@ def of_000(name: str, model: Path, port: int, *changes: tuple[str, str]) -> str:
     flags = (LLAMA, str(model)), ("--dtype fp8", "--dtype float32")
     text = replaced(block("000", name), *flags, *changes)
     old = "8200" if "--port 8200" in text else "8201"
-    return replaced(text, (f"--port {old}", f"--port {port}"))
+    return replaced(text, (f"--port {old}", f"--port {port} {EAGER}"))
 
 
 def test_vllm_is_there(shell: Shell) -> None:
@@ -196,7 +198,7 @@ def pair_by_file(shell: Shell, model: Path, first: str, second: str) -> None:
     answers = []
     for command, old, log in ((first, "8100", "prefill-0.txt"), (second, "8200", "decode-0.txt")):
         port = free_port()
-        shell.start(replaced(command, lengths, (f"--port {old}", f"--port {port}")))
+        shell.start(replaced(command, lengths, (f"--port {old}", f"--port {port} {EAGER}")))
         server = Server(port)
         wait_until_healthy(shell, (f"logs/{log}", server))
         answers.append(answered(shell, model, port, LONG))

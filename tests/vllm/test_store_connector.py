@@ -174,20 +174,20 @@ def test_a_daemon_that_dies_in_a_load_costs_time_only(
         daemon = subprocess.Popen(command, stdout=log, stderr=log)
     address = f"{HOST}:{port}"
     BlockingClient(address, (m.Flags,)).call(m.Exists(["a key"]), 60.0)
-    start_load = StoreLink.start_load
+    load_part = StoreLink.load_part
 
     def die_first(link: StoreLink, *args: Any) -> StoreLoad:
         """Kill the daemon after the blocks were found and leased."""
         daemon.send_signal(signal.SIGKILL)
         daemon.wait()
-        return start_load(link, *args)
+        return load_part(link, *args)
 
     try:  # over tcp: from shared memory the blocks would still arrive, and be right
         with engine(model, connector(address, load_async=is_async, protocol="tcp")) as here:
             (first,) = here.complete(PROMPT)
             wait_for(here.is_at_rest, "the blocks to be saved", 60.0)
             here.forget()
-            monkeypatch.setattr(StoreLink, "start_load", die_first)
+            monkeypatch.setattr(StoreLink, "load_part", die_first)
             (again,) = here.complete(PROMPT)
             assert daemon.returncode == -signal.SIGKILL, "the load began"
             assert again.token_ids == first.token_ids

@@ -54,6 +54,8 @@ class Measurements:
     steps: list[StepSample] = field(default_factory=list)
     first_token_s: list[float] = field(default_factory=list)
     "Time from a prompt's last layer to the client."
+    has_decode_instances: bool = False
+    "Whether answers name an instance that decodes, and another one that prefills."
     warm: list[tuple[int, int, float]] = field(default_factory=list)
     "(cached tokens, prompt tokens, TTFT) of prompts that were sent before."
 
@@ -93,6 +95,10 @@ class CostMeasurement:
     async def _warm_up(self, length: int) -> int:
         """Warm up; return the number of prefill instances, as far as the headers show."""
         answers = await self._at_once([self._prompt(length) for _ in range(8)], 4)
+        pairs = [(one.headers.get(PREFILL_HEADER, ""), one.headers.get(DECODE_HEADER, "")) for one in answers]
+        self.found.has_decode_instances = all(
+            prefill and decode and prefill != decode for prefill, decode in pairs
+        )
         return len({answer.headers.get(PREFILL_HEADER, "") for answer in answers})
 
     async def _alone(self, length: int) -> float:
@@ -199,6 +205,8 @@ def calibrate_command(
     prefill, prefill_error = fit_prefill(found.prefill)
     decode, decode_error = fit_decode(found.steps)
     first_token_s = statistics.median(found.first_token_s)
+    # Behind a gateway with separate decode workers, the first token is the last step of that time.
+    decode_makes_first_token = found.has_decode_instances
     reuse_s = max(
         0.0,
         statistics.median(
@@ -228,7 +236,10 @@ def calibrate_command(
         ssd_bytes_per_s=IN_TTFT_BYTES_PER_S,
         device_load_bytes_per_s=IN_TTFT_BYTES_PER_S,
         reuse_s=reuse_s,
-        first_token_s=first_token_s,
+        first_token_s=max(
+            0.0, first_token_s - decode_makes_first_token * decode.seconds(1, sizes[len(sizes) // 2])
+        ),
+        decode_makes_first_token=decode_makes_first_token,
     )
     write_whole(out, to_toml(costs))
     print(source)

@@ -1,10 +1,12 @@
 # SPDX-License-Identifier: Apache-2.0
 """Bundles in a store: metadata and named members under one manifest, written and read in chunks.
 
-The manifest is written last and removed first, so a bundle is found complete or not at all. An
-interrupted put removes what it wrote. A bundle may be put on top of another: its manifest then also has the
-members of that one, whose objects stay where they are and are removed with the new bundle. All objects of a
-bundle may be in one group of the store, and are then evicted together.
+The manifest is written last, so a put is found complete or not at all; an interrupted put removes what it
+wrote. The manifest is also removed last: a removal that failed or died half way is repeated by its key, and a
+bundle without a manifest has been removed. A reader finds an error in one that is being removed, never wrong
+bytes. A bundle may be put on top of another: its manifest then also has the members of that one, whose
+objects stay where they are and are removed with the new bundle. All objects of a bundle may be in one group
+of the store, and are then evicted together.
 
 A member is a list of spans that are stored one after the other. Small ones are collected and put by value in
 one call, large ones are put from where they are; spans that must be joined first go through a lease of the
@@ -18,8 +20,10 @@ from __future__ import annotations
 
 import copy
 import ctypes
+import threading
 import uuid
-from collections.abc import Generator, Iterable, Iterator, Mapping, Sequence
+from bisect import bisect_right, insort
+from collections.abc import Container, Generator, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, replace
 from typing import Any, Protocol, TypeAlias
@@ -348,15 +352,73 @@ def _joined(chunks: Sequence[StoredChunk], source: ByteSource) -> Iterator[Bytes
         yield part
 
 
+@dataclass(slots=True)
+class HeldRegistration:
+    """Memory that ``registered`` registered, and how many blocks use it."""
+
+    end: int
+    num_users: int = 0
+
+
+class Registrations:
+    """Memory that is registered for the duration of calls, in all threads of this process.
+
+    Two threads may put the same array at a time. The store registers it for one of them and refuses it to
+    the other, as it does what the program has registered; so it is unregistered only after both.
+    """
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._of_stores: dict[int, tuple[list[int], dict[int, HeldRegistration]]] = {}
+        """Sorted addresses and registrations, by the ``id`` of a store in use."""
+
+    def begin(self, store: Any, address: int, size: int) -> tuple[bool, int | None]:
+        """Register memory, or use the registration that it lies in.
+
+        Returns whether it is registered, and the argument for ``end``: None when there is nothing to end.
+        """
+        with self._lock:
+            starts, held = self._of_stores.setdefault(id(store), ([], {}))
+            try:
+                start = starts[at - 1] if (at := bisect_right(starts, address)) else -1
+                if start in held and address + size <= held[start].end:
+                    held[start].num_users += 1
+                    return True, start
+                code = store.register_buffer(address, size)
+                if code == 0:
+                    insort(starts, address)
+                    held[address] = HeldRegistration(address + size, 1)
+                    return True, address
+                return code == ALREADY_REGISTERED, None
+            finally:
+                if not held:
+                    del self._of_stores[id(store)]
+
+    def end(self, store: Any, start: int) -> None:
+        with self._lock:
+            starts, held = self._of_stores[id(store)]
+            held[start].num_users -= 1
+            if held[start].num_users:
+                return
+            del held[start]
+            starts.remove(start)
+            if not held:
+                del self._of_stores[id(store)]
+            store.unregister_buffer(start)
+
+
+_registrations = Registrations()
+
+
 @contextmanager
 def registered(store: Any, address: int, size: int) -> Iterator[bool]:
     """Register memory for the block, unless it is registered already; False when the store refuses."""
-    code = store.register_buffer(address, size)
+    is_registered, start = _registrations.begin(store, address, size)
     try:
-        yield code in (0, ALREADY_REGISTERED)
+        yield is_registered
     finally:
-        if code == 0:
-            store.unregister_buffer(address)
+        if start is not None:
+            _registrations.end(store, start)
 
 
 def remove_keys(store: Any, keys: Sequence[str]) -> None:
@@ -370,7 +432,11 @@ def remove_keys(store: Any, keys: Sequence[str]) -> None:
     if callable(batch_remove) and left:
         codes = batch_remove(left, True)
         left = [key for key, code in zip(left, codes, strict=True) if code not in (0, GONE)]
-    failed = {key: code for key in left if (code := store.remove(key, True)) not in (0, GONE)}
+    _remove_each(store, left)
+
+
+def _remove_each(store: Any, keys: Sequence[str]) -> None:
+    failed = {key: code for key in keys if (code := store.remove(key, True)) not in (0, GONE)}
     if failed:
         key, code = next(iter(failed.items()))
         raise RuntimeError(f"remove failed for {len(failed)} keys, one is {key}: {code}")
@@ -408,6 +474,18 @@ class MemberRead:
         wanted = sum(length for _, length in self.runs)
         if wanted > self.size_bytes:
             raise ValueError(f"read of {self.member.key}: {wanted} bytes do not fit in {self.size_bytes}")
+
+
+def memory_for(what: str, shape: tuple[int, ...], dtype: npt.DTypeLike = np.uint8) -> np.ndarray[Any, Any]:
+    """New array to read ``what`` to; what the store holds may claim any size.
+
+    Raises:
+        RuntimeError: the host does not have this much memory.
+    """
+    try:
+        return np.empty(shape, dtype)
+    except MemoryError as error:
+        raise RuntimeError(f"read of {what}: {error}; read some of its rows, or use a larger host") from error
 
 
 MemberPlan: TypeAlias = Generator[Sequence[MemberRead], None, Any]
@@ -475,6 +553,37 @@ class ChunkReader:
         if not found:
             raise RuntimeError(f"bundle manifest {key} is not in the store; it was removed or evicted")
         return bytes(found)
+
+    def find_manifest(self, key: str, is_unwanted: bool = False) -> bytes | None:
+        """Bytes of a manifest; None only if the store says that there is none.
+
+        A store with the three calls only says it when asked to remove what its ``get`` did not find. That is
+        done for a bundle that ``is_unwanted``, and can remove the manifest of one whose ``get`` has failed.
+
+        Raises:
+            RuntimeError: the store does not say so; an empty answer may be that of a lost connection.
+        """
+        found = self._store.get(key)
+        if found:
+            return bytes(found)
+        if self._has("is_exist"):
+            is_gone = self._store.is_exist(key) == 0
+        elif not is_unwanted:
+            raise RuntimeError(
+                f"bundle manifest {key} cannot be read; try again when the store is reachable (it has no "
+                "is_exist, which would say whether the bundle was removed)"
+            )
+        else:
+            code = self._store.remove(key, True)
+            if code == 0:
+                raise RuntimeError(
+                    f"bundle manifest {key} could not be read, but was removed: the objects under "
+                    f"{key.removesuffix('manifest')} that it listed are left; remove them by their names"
+                )
+            is_gone = code == GONE
+        if not is_gone:
+            raise RuntimeError(f"bundle manifest {key} cannot be read; try again when the store is reachable")
+        return None
 
     def get_tensor(self, key: str) -> Any:
         """Tensor that the store's own call wrote.
@@ -622,7 +731,7 @@ class Bundles:
         """Store a bundle; with ``base``, on top of that one.
 
         Raises:
-            ValueError: a name or an option is invalid.
+            ValueError: a name or an option is invalid, or the base has a member of this name.
             RuntimeError: the store refused; nothing is left in it.
         """
         manifest.check_name(partition, "partition")
@@ -630,6 +739,11 @@ class Bundles:
             manifest.check_name(name)
         writer = self._writer(chunk_bytes, policy, config)
         below = None if base is None else self.open(base)
+        both = sorted(members.keys() & below.members.keys()) if below is not None else []
+        if both:
+            raise ValueError(
+                f"the bundle already has members named {both[:4]}; give the new ones other names"
+            )
         object_id = f"{partition}/{uuid.uuid4().hex}"
         root = f"{self.prefix}/{object_id}"
         manifest_key = f"{root}/manifest"
@@ -659,22 +773,59 @@ class Bundles:
         return manifest.check(document, ref.manifest_key, self.prefix)
 
     def read_meta(self, found: BundleManifest) -> bytes:
-        memory = np.empty(found.meta.size_bytes, dtype=np.uint8)
+        """Bytes of a bundle's metadata.
+
+        Raises:
+            RuntimeError: they are lost, or do not fit in this host's memory.
+        """
+        memory = memory_for(found.meta.key, (found.meta.size_bytes,))
         address = int(memory.ctypes.data)
         self.reader.read([MemberRead(found.meta, whole(found.meta), address, memory.nbytes, by_chunk=True)])
         return memory.tobytes()
 
     def keys(self, ref: RemoteBundleRef | Mapping[str, Any]) -> list[str]:
-        return self.open(ref).keys(ref_from(ref).manifest_key)
-
-    def remove(self, refs: Iterable[RemoteBundleRef | Mapping[str, Any]], keep: Iterable[str] = ()) -> None:
-        """Remove bundles, except for the keys in ``keep``.
+        """Keys of a bundle, its manifest last; none when it was removed.
 
         Raises:
-            RuntimeError: some objects are still there.
+            RuntimeError: the store cannot be asked, or does not say that there is none.
+            TypeError, ValueError: not a reference, or not a manifest of this prefix.
+        """
+        return self._keys(ref)
+
+    def _keys(
+        self, ref: RemoteBundleRef | Mapping[str, Any], other_than: Container[str] | None = None
+    ) -> list[str]:
+        """As ``keys``; the bundle is to be removed if its manifest is ``other_than`` some keys."""
+        ref = ref_from(ref)
+        document = ref.manifest
+        if not document:
+            is_unwanted = other_than is not None and ref.manifest_key not in other_than
+            data = self.reader.find_manifest(ref.manifest_key, is_unwanted)
+            if data is None:
+                return []
+            document = manifest.decode(data)
+        return [*manifest.check(document, ref.manifest_key, self.prefix).keys(), ref.manifest_key]
+
+    def remove(self, refs: Iterable[RemoteBundleRef | Mapping[str, Any]], keep: Iterable[str] = ()) -> None:
+        """Remove bundles, except for the keys in ``keep``. What is already gone is no error.
+
+        Raises:
+            RuntimeError: some objects are still there; call it again, unless the message says that a manifest
+                is lost, and under which prefix its objects are left.
+            TypeError, ValueError: something is no reference to a bundle; the others are removed.
         """
         kept = set(keep)
-        remove_keys(self._store, [key for ref in refs for key in self.keys(ref) if key not in kept])
+        found: list[list[str]] = []
+        error: Exception | None = None
+        for ref in refs:
+            try:
+                found.append(self._keys(ref, other_than=kept))
+            except (RuntimeError, TypeError, ValueError) as unreadable:
+                error = error or unreadable
+        remove_keys(self._store, [key for keys in found for key in keys[:-1] if key not in kept])
+        _remove_each(self._store, [key for keys in found for key in keys[-1:] if key not in kept])
+        if error is not None:
+            raise error
 
     def _writer(
         self, chunk_bytes: int | None, policy: BundleTransferPolicy | None, config: Any
@@ -701,9 +852,7 @@ def ref_from(value: Any) -> RemoteBundleRef:
 
 
 def _on_top(found: BundleManifest, below: BundleManifest, below_key: str) -> BundleManifest:
-    replaced = [member for name, member in below.members.items() if name in found.members]
     keys = [below_key, *manifest.keys_of(below.meta), *below.replaced_keys]
-    keys += [key for member in replaced for key in manifest.keys_of(member)]
     return replace(
         found,
         members={**below.members, **found.members},

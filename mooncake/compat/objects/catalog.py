@@ -25,6 +25,7 @@ Answer: TypeAlias = dict[str, Any]
 Place: TypeAlias = tuple[str, int]
 """Name of a fragment and a row of it."""
 REJECTED = "append_rejected"
+DRAINED = "DataProto catalog is drained"
 
 
 @dataclass
@@ -91,6 +92,15 @@ class DataProtoCatalog:
     def ack_publication(self, operation_id: str) -> None:
         """Forget the answer to a publication that was received."""
         self._answers.pop(name_of(operation_id, "operation_id"), None)
+
+    def publication(self, operation_id: str) -> Answer | None:
+        """Answer to a publication that was not acknowledged; None when nothing was recorded of it.
+
+        A drained catalog records nothing, and has a reason for every one: ``append_rejected``.
+        """
+        if self._is_drained:
+            return {REJECTED: DRAINED}
+        return copy.deepcopy(self._answers.get(name_of(operation_id, "operation_id")))
 
     def publish_append(
         self,
@@ -235,7 +245,7 @@ class DataProtoCatalog:
     ) -> Answer:
         """Check everything, then change."""
         if self._is_drained:
-            raise RuntimeError("DataProto catalog is drained")
+            raise RuntimeError(DRAINED)
         name_of(partition, "partition")
         wanted = names_of(keys, "keys")
         changed = tags_of(tags, len(wanted))
@@ -282,7 +292,7 @@ class DataProtoCatalog:
     ) -> str | None:
         """Reason to reject an append."""
         if self._is_drained:
-            return "DataProto catalog is drained"
+            return DRAINED
         known = self._fragments.get(fragment)
         before, after = import_dataproto_ref(previous), import_dataproto_ref(handle)
         entries = self._partitions.get(partition, {})

@@ -3,7 +3,9 @@
 
 The catalog is on another host, behind ``catalog_call(name, *args, **kwargs)``, which may fail after it had
 its effect. So each publication has a name and is repeated with it, and what could not be done (a
-publication, an acknowledgement, the release of a result) is kept and tried again with a later call.
+publication, an acknowledgement, a removal, the release of a result) is kept and tried again with a later
+call. A publication that the catalog refuses is not repeated: its objects are removed. An error alone does
+not say which it was, so the catalog is asked before anything is removed.
 """
 
 from __future__ import annotations
@@ -40,6 +42,8 @@ class DataProtoCatalogTransfer:
         self._lock = threading.RLock()
         self._unpublished: list[dict[str, Any]] = []
         self._unacknowledged: list[str] = []
+        self._unremoved: list[dict[str, Any]] = []
+        """Publications that were refused, and whose objects are still there."""
         self._unreleased: list[Any] = []
 
     def put(
@@ -55,7 +59,8 @@ class DataProtoCatalogTransfer:
 
         Raises:
             RuntimeError: an earlier publication still fails.
-            Exception: whatever ``catalog_call`` raised; the publication is repeated before the next one.
+            Exception: whatever ``catalog_call`` raised; the publication is repeated before the next one,
+                unless the catalog refused it: then its objects are removed.
         """
         self._catch_up()
         name_of(partition, "partition")
@@ -67,7 +72,11 @@ class DataProtoCatalogTransfer:
         if data is not None:
             _check_rows(data, names)
             ref = self.transfer.put(data, type="dataproto", partition=partition, **put_kwargs)
-            handle = export_dataproto_ref(ref)
+            try:
+                handle = export_dataproto_ref(ref)
+            except BaseException:
+                self._attempt(self.transfer.cleanup_dataproto, ref)
+                raise
         return self._publish("publish", (partition, names), {"tags": found, "handle": handle})
 
     def append(
@@ -84,8 +93,11 @@ class DataProtoCatalogTransfer:
         """Append fields to a published fragment.
 
         Raises:
-            ValueError: the fragment was changed since ``handle``; nothing of the append is left.
+            ValueError: the fragment was changed since ``handle``; nothing of the append is left. Or
+                ``overwrite`` was asked for: it would remove objects that readers of the fragment use.
         """
+        if append_kwargs.get("overwrite"):
+            raise ValueError("append cannot overwrite a published stage; put the fields again, by their keys")
         self._catch_up()
         names = names_of(keys, "keys")
         _check_rows(data, names)
@@ -93,15 +105,15 @@ class DataProtoCatalogTransfer:
         if previous.partition != name_of(partition, "partition"):
             raise ValueError("DataProto handle partition does not match Catalog partition")
         appended = self.transfer.append_dataproto_fields(previous, data, stage=stage, **append_kwargs)
-        handles = {
-            "previous_handle": export_dataproto_ref(previous),
-            "handle": export_dataproto_ref(appended),
-        }
-        answer = self._publish("publish_append", (fragment_id, partition, names), handles)
-        if REJECTED in answer:
-            self.transfer.cleanup_dataproto_append(previous, appended)
-            raise ValueError(answer[REJECTED])
-        return answer
+        try:
+            handles = {
+                "previous_handle": export_dataproto_ref(previous),
+                "handle": export_dataproto_ref(appended),
+            }
+        except BaseException:
+            self._attempt(self.transfer.cleanup_dataproto_append, previous, appended)
+            raise
+        return self._publish("publish_append", (fragment_id, partition, names), handles)
 
     def resolve(
         self, partition: str, keys: Sequence[str], fields: Sequence[str] | None = None
@@ -153,7 +165,7 @@ class DataProtoCatalogTransfer:
         """
         self._catch_up()
         self.discard_results((), strict=True)
-        left = self._remove_retired(self._call("drain"))
+        left = self._remove_retired(self._call("drain")) + len(self._unremoved)
         if left:
             raise RuntimeError(f"failed to clean up {left} retired DataProto fragment(s)")
 
@@ -169,13 +181,21 @@ class DataProtoCatalogTransfer:
         publication = {"id": uuid.uuid4().hex, "method": method, "args": args, "kwargs": kwargs}
         for attempt in range(1, ATTEMPTS + 1):
             try:
-                return self._send(publication)
+                answer = self._send(publication)
             except Exception as error:  # of the caller's own way to the catalog
-                if attempt == ATTEMPTS:
-                    with self._lock:
+                if attempt < ATTEMPTS:
+                    log.warning("catalog_publication_repeated", operation=publication["id"], error=str(error))
+                    continue
+                with self._lock:
+                    if self._is_refused(publication, error):
+                        self._undo(publication)
+                    else:
                         self._unpublished.append(publication)
-                    raise
-                log.warning("catalog_publication_repeated", operation=publication["id"], error=str(error))
+                raise
+            if REJECTED in answer:
+                self._undo(publication)
+                raise ValueError(answer[REJECTED])
+            return answer
         raise AssertionError("a publication is answered or raises")
 
     def _send(self, publication: Mapping[str, Any]) -> dict[str, Any]:
@@ -196,21 +216,49 @@ class DataProtoCatalogTransfer:
             for operation in operations:
                 if not self._attempt(self._call, "ack_publication", operation):
                     self._unacknowledged.append(operation)
+            undone, self._unremoved = self._unremoved, []
+            for publication in undone:
+                self._undo(publication)
             while self._unpublished:
                 publication = self._unpublished[0]
                 try:
                     answer = self._send(publication)
                 except Exception as error:  # of the caller's own way to the catalog
-                    count = len(self._unpublished)
-                    raise RuntimeError(
-                        f"failed to publish pending DataProto fragment for {count} item(s): {error}"
-                    ) from error
+                    if not self._is_refused(publication, error):
+                        count = len(self._unpublished)
+                        raise RuntimeError(
+                            f"failed to publish pending DataProto fragment for {count} item(s): {error}"
+                        ) from error
+                    answer = {REJECTED: str(error)}
                 self._unpublished.pop(0)
                 if REJECTED in answer:
-                    handles = publication["kwargs"]
-                    self._attempt(
-                        self.transfer.cleanup_dataproto_append, handles["previous_handle"], handles["handle"]
+                    log.warning(
+                        "catalog_publication_refused", operation=publication["id"], reason=answer[REJECTED]
                     )
+                    self._undo(publication)
+
+    def _is_refused(self, publication: Mapping[str, Any], error: Exception) -> bool:
+        """Whether the catalog has not recorded a publication and never will, now that its call failed."""
+        try:
+            known = self._call("publication", publication["id"])
+        except Exception as unknown:  # of the caller's own way to the catalog
+            log.warning("catalog_call_failed", call="publication", error=str(unknown))
+            return False
+        # Other errors are those of a connection: the call may still be under way.
+        return isinstance(error, TypeError | ValueError) if known is None else REJECTED in known
+
+    def _undo(self, publication: dict[str, Any]) -> None:
+        """Remove the objects of a publication that was refused."""
+        handle, previous = (publication["kwargs"].get(name) for name in ("handle", "previous_handle"))
+        if handle is None:
+            return
+        if previous is None:
+            is_removed = self._attempt(self.transfer.cleanup_dataproto, handle)
+        else:
+            is_removed = self._attempt(self.transfer.cleanup_dataproto_append, previous, handle)
+        if not is_removed:
+            with self._lock:
+                self._unremoved.append(publication)
 
     def _remove_retired(self, answer: Mapping[str, Any]) -> int:
         """Remove the objects of retired fragments; number of those that failed."""

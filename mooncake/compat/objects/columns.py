@@ -13,7 +13,7 @@ from typing import Any, TypeAlias
 import numpy as np
 
 from mooncake.compat.objects import row_codecs
-from mooncake.compat.objects.bundles import ChunkReader, MemberPlan, MemberRead, together, whole
+from mooncake.compat.objects.bundles import ChunkReader, MemberPlan, MemberRead, memory_for, together, whole
 from mooncake.compat.objects.manifest import StoredMember
 from mooncake.compat.objects.members import array_layout, read_member
 from mooncake.compat.objects.nested_rows import RECURSIVE, assemble, encode_nested, stored_nodes
@@ -117,8 +117,12 @@ class _Column:
 
     def tensor_dicts(self, metadata: Mapping[str, Any]) -> MemberPlan:
         keys, codecs = metadata.get("keys"), metadata.get("key_codecs")
-        if not isinstance(keys, list) or not isinstance(codecs, Mapping) or codecs.keys() != set(keys):
+        if not isinstance(keys, list) or not all(isinstance(key, str) for key in keys):
             raise ValueError(f"{row_codecs.TENSOR_DICT}: no keys")
+        if not isinstance(codecs, Mapping) or codecs.keys() != set(keys):
+            raise ValueError(f"{row_codecs.TENSOR_DICT}: no codecs of the keys")
+        if not all(isinstance(found, Mapping) for found in codecs.values()):
+            raise ValueError(f"{row_codecs.TENSOR_DICT}: a codec has no metadata")
         plans = {"null_mask": self._array("null_mask")}
         plans |= {f"{key}.": self.leaf("ragged_tensor", codecs[key], f"{key}.") for key in keys}
         found = yield from together(plans)
@@ -142,7 +146,11 @@ class _Column:
 
     def _whole_arrays(self, prefix: str, names: Sequence[str]) -> MemberPlan:
         found = yield from together({name: self._array(f"{prefix}{name}", rows=False) for name in names})
-        return found
+        return {
+            # Narrow offsets would wrap around when they are multiplied.
+            name: array.astype(np.int64) if name.endswith("offsets") and array.dtype.kind == "i" else array
+            for name, array in found.items()
+        }
 
     def _ragged(self, codec: str, metadata: Mapping[str, Any], prefix: str) -> MemberPlan:
         _, member = self._access(f"{prefix}data")
@@ -176,7 +184,7 @@ class _Column:
         _, member = self._access(f"{prefix}data")
         index = yield from self._whole_arrays(prefix, ("row_offsets", "byte_offsets", "nulls"))
         ends, nulls = index["byte_offsets"], index["nulls"]
-        num_items = len(ends) - 1
+        num_items = ends.size - 1
         row_codecs.check_offsets("media_list_ragged", ends, num_items, member.size_bytes)
         row_codecs.check_offsets("media_list_ragged", index["row_offsets"], self._num_rows, num_items)
         row_codecs.check_nulls("media_list_ragged", nulls, self._num_rows)
@@ -219,6 +227,6 @@ class _Column:
 
 
 def _bytes(member: StoredMember, runs: list[tuple[int, int]]) -> MemberPlan:
-    memory = np.empty(sum(length for _, length in runs), dtype=np.uint8)
+    memory = memory_for(member.key, (sum(length for _, length in runs),))
     yield [MemberRead(member, runs, int(memory.ctypes.data), memory.nbytes, by_chunk=runs == whole(member))]
     return memory

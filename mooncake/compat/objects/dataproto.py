@@ -17,7 +17,7 @@ from typing import Any, Literal, TypeAlias
 import numpy as np
 
 from mooncake.compat.objects.columns import encode_column
-from mooncake.compat.objects.manifest import RemoteBundleRef
+from mooncake.compat.objects.manifest import MAX_MEMBER_BYTES, RemoteBundleRef
 from mooncake.compat.objects.members import is_tensor
 from mooncake.compat.objects.values import FieldSchema, TensorObjectBuffer
 
@@ -103,7 +103,7 @@ def import_dataproto_ref(handle: Mapping[str, Any]) -> MooncakeDataProtoRef:
     if handle.get("kind") != KIND:
         raise ValueError(f"unsupported DataProto ref handle kind: {handle.get('kind')!r}")
     batch_size, indexes = handle.get("batch_size"), handle.get("global_indexes")
-    if type(batch_size) is not int or batch_size < 0:
+    if type(batch_size) is not int or not 0 <= batch_size <= MAX_MEMBER_BYTES:
         raise ValueError(f"DataProto ref handle batch_size is {batch_size!r}")
     if indexes is not None and not (isinstance(indexes, list) and all(type(row) is int for row in indexes)):
         raise ValueError("DataProto ref handle global_indexes must contain integers")

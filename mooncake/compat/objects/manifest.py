@@ -1,7 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """A bundle's manifest: under which keys its bytes lie, and how many bytes each has.
 
-    PREFIX/PARTITION/ID/manifest                      written last, so that what can be found is complete
+    PREFIX/PARTITION/ID/manifest                      written last, so that what can be found is complete,
+                                                      and removed last, so that a removal can be repeated
     PREFIX/PARTITION/ID/meta                          the bundle's metadata
     PREFIX/PARTITION/ID/buffer/NAME[/chunk/NUMBER]    a member, in chunks if it is large
 
@@ -100,11 +101,11 @@ class BundleManifest:
             found["cleanup_keys"] = list(self.replaced_keys)
         return found
 
-    def keys(self, manifest_key: str) -> list[str]:
-        """All keys of the bundle, its manifest first: once that is gone, nothing finds the others."""
+    def keys(self) -> list[str]:
+        """All keys of the bundle but the manifest's, without which nothing finds them."""
         members = (self.meta, *self.members.values())
-        found = [manifest_key, *(key for member in members for key in keys_of(member)), *self.replaced_keys]
-        return list(dict.fromkeys(found))
+        found = (key for member in members for key in keys_of(member))
+        return list(dict.fromkeys((*found, *self.replaced_keys)))
 
 
 def keys_of(member: StoredMember) -> list[str]:
@@ -144,19 +145,23 @@ def check(manifest: Mapping[str, Any], manifest_key: str, prefix: str) -> Bundle
     object_id = _object_id(manifest.get("object_id"))
     known_ids = [_object_id(other) for other in _list(manifest, "buffer_object_ids")]
     other_ids = tuple(other for other in known_ids if other != object_id)
-    roots = tuple(f"{prefix}/{known}/" for known in (object_id, *other_ids))
+    roots = BundleNamespace(f"{prefix}/", frozenset((object_id, *other_ids)))
     if manifest_key != f"{prefix}/{object_id}/manifest":
         raise ValueError(
             f"manifest_key {manifest_key!r} is outside the bundle namespace of object {object_id!r}"
         )
     replaced = tuple(_list(manifest, "cleanup_keys"))
-    if not all(_is_within(key, roots) for key in replaced):
+    if not all(roots.has(key) for key in replaced):
         raise ValueError("bundle manifest: cleanup_keys outside the bundle namespace")
     buffers = manifest.get("buffers")
     if not isinstance(buffers, Mapping):
         raise ValueError("bundle manifest: buffers is not an object")
     members = {check_name(name): _member(member, roots) for name, member in buffers.items()}
-    return BundleManifest(object_id, _member(manifest.get("meta"), roots), members, other_ids, replaced)
+    found = BundleManifest(object_id, _member(manifest.get("meta"), roots), members, other_ids, replaced)
+    keys = [key for member in (found.meta, *members.values()) for key in keys_of(member)]
+    if len(set(keys)) < len(keys):
+        raise ValueError("bundle manifest: a chunk is named twice")  # so few objects fill no memory
+    return found
 
 
 def check_name(name: Any, what: str = "buffer name") -> str:
@@ -204,19 +209,30 @@ def _list(manifest: Mapping[str, Any], name: str) -> list[Any]:
     return found
 
 
-def _is_within(key: Any, roots: tuple[str, ...]) -> bool:
-    return isinstance(key, str) and key.startswith(roots) and not key.endswith("/")
+@dataclass(frozen=True, slots=True)
+class BundleNamespace:
+    """What keys of a bundle begin with: the prefix, then one of some ids, which may be very many."""
+
+    prefix: str
+    ids: frozenset[str]
+
+    def has(self, key: Any) -> bool:
+        """Whether it is a key under one of them."""
+        if not isinstance(key, str) or not key.startswith(self.prefix) or key.endswith("/"):
+            return False
+        parts = key[len(self.prefix) :].split("/", 2)
+        return len(parts) == 3 and f"{parts[0]}/{parts[1]}" in self.ids
 
 
-def _member(value: Any, roots: tuple[str, ...]) -> StoredMember:
+def _member(value: Any, roots: BundleNamespace) -> StoredMember:
     if not isinstance(value, Mapping) or not isinstance(value.get("chunks"), list):
         raise ValueError("bundle manifest: a payload is not an object with chunks")
     key, size_bytes = value.get("key"), _size(value.get("bytes"))
-    if not _is_within(key, roots):
+    if not roots.has(key):
         raise ValueError(f"bundle payload key {key!r} is outside the bundle namespace")
     chunks = []
     for chunk in value["chunks"]:
-        if not isinstance(chunk, Mapping) or not _is_within(chunk.get("key"), roots):
+        if not isinstance(chunk, Mapping) or not roots.has(chunk.get("key")):
             raise ValueError(f"bundle payload {key!r} has a chunk outside the bundle namespace")
         chunks.append(StoredChunk(chunk["key"], _size(chunk.get("bytes"))))
     if sum(chunk.size_bytes for chunk in chunks) != size_bytes or not all(c.size_bytes for c in chunks):

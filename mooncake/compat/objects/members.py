@@ -20,7 +20,6 @@ from __future__ import annotations
 import ctypes
 import io
 import sys
-import threading
 import weakref
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
@@ -36,6 +35,7 @@ from mooncake.compat.objects.bundles import (
     ChunkWriter,
     MemberPlan,
     MemberRead,
+    memory_for,
     source_of,
     whole,
 )
@@ -62,14 +62,19 @@ class PoolLease:
     """A lease that is released once, by the first of several calls."""
 
     def __init__(self, lease: Any) -> None:
-        self._lease = lease
-        self._lock = threading.Lock()
+        self._held = [lease]
 
     def release(self) -> None:
-        with self._lock:
-            lease, self._lease = self._lease, None
-        if lease is not None:
-            lease.release()
+        try:
+            lease = self._held.pop()
+        except IndexError:
+            return
+        lease.release()
+
+    def drop(self) -> None:
+        """Drop the reference to the lease. Called by the garbage collector, perhaps in a thread that holds a
+        lock of the pool, which ``release`` would take: the pool itself finds a lease without references."""
+        self._held.clear()
 
 
 class LeasedArray(np.ndarray[Any, Any]):
@@ -84,7 +89,7 @@ def lease_array(pool: Any, dtype: np.dtype[Any], shape: tuple[int, ...], size_by
     lease = pool.acquire(size_bytes)
     memory = (ctypes.c_uint8 * size_bytes).from_address(int(lease.ptr))
     owner = PoolLease(lease)
-    weakref.finalize(memory, owner.release)
+    weakref.finalize(memory, owner.drop)
     flat = np.frombuffer(memoryview(memory), dtype=np.uint8)
     array: LeasedArray = flat.view(dtype).reshape(shape).view(LeasedArray)
     setattr(array, OWNER, owner)
@@ -278,10 +283,14 @@ def _read_rows(
 
 
 def _read_packed(name: str, spec: Mapping[str, Any], member: StoredMember, rows: Any) -> MemberPlan:
-    memory = np.empty(member.size_bytes, dtype=np.uint8)
+    memory = memory_for(member.key, (member.size_bytes,))
     yield [MemberRead(member, whole(member), int(memory.ctypes.data), memory.nbytes, by_chunk=True)]
     if member.format == TORCH_SAVE:
-        tensor = load_torch().load(io.BytesIO(memory.tobytes()), map_location="cpu", weights_only=True)
+        file = io.BytesIO(memory.tobytes())
+        try:
+            tensor = load_torch().load(file, map_location="cpu", weights_only=True)
+        except Exception as error:  # torch's, its pickle's or its archive's
+            raise ValueError(f"structured tensor field {name} cannot be loaded: {error}") from error
         if not is_tensor(tensor):
             raise ValueError(f"structured tensor field {name} is a {type(tensor).__name__}, not a tensor")
         if rows is None:
@@ -316,10 +325,10 @@ def _jagged(name: str, spec: Mapping[str, Any], memory: np.ndarray[Any, Any], ro
     lengths = more[0].to(torch.int64) if more else starts[1:] - starts[:-1]
     total = values.shape[dim - 1]
     is_good = starts.ndim == 1 and starts.numel() > 0 and lengths.shape == (starts.numel() - 1,)
-    if is_good and lengths.numel():
-        is_good = bool(
-            (starts >= 0).all() and (lengths >= 0).all() and (starts[:-1] + lengths <= total).all()
-        )
+    if is_good:
+        is_good = bool(((starts >= 0) & (starts <= total)).all())
+    if is_good:  # a sum of start and length could wrap around
+        is_good = bool(((lengths >= 0) & (lengths <= total - starts[:-1])).all())
     if not is_good:
         raise ValueError(f"structured tensor field {name}: offsets do not fit {total} values")
     _compare(name, {"dtype": spec.get("dtype")}, str(values.dtype), ())
@@ -367,7 +376,7 @@ def _check_header(name: str, spec: Mapping[str, Any], header: TensorHeader) -> N
 
 def _compare(name: str, spec: Mapping[str, Any], dtype: str, shape: tuple[int, ...]) -> None:
     """A tensor of another dtype or shape than the metadata says is not the one that was stored."""
-    wanted = spec.get("dtype", dtype), list(spec.get("shape", shape))
+    wanted = spec.get("dtype", dtype), spec.get("shape", list(shape))
     if wanted != (dtype, list(shape)):
         raise ValueError(
             f"structured tensor field {name} is {dtype} of {shape}, not {wanted[0]} of {wanted[1]}"
@@ -491,6 +500,8 @@ def array_layout(
         raise ValueError(f"structured ndarray field {name}: shape {shape!r}")
     if not all(type(length) is int and 0 <= length <= MAX_MEMBER_BYTES for length in shape):
         raise ValueError(f"structured ndarray field {name}: shape {shape!r}")
+    if prod(length for length in shape if length) * dtype.itemsize > MAX_MEMBER_BYTES:
+        raise ValueError(f"structured ndarray field {name}: shape {shape!r}")
     if prod(shape) * dtype.itemsize != size_bytes:
         raise ValueError(f"structured ndarray field {name}: {size_bytes} bytes are not {dtype} of {shape}")
     return dtype, tuple(shape)
@@ -502,7 +513,7 @@ def _array_spec(dtype: np.dtype[Any], shape: tuple[int, ...]) -> dict[str, Any]:
 
 def _read_bytes(name: str, member: StoredMember, destination: Any) -> MemberPlan:
     if destination is None:
-        memory = np.empty(member.size_bytes, dtype=np.uint8)
+        memory = memory_for(member.key, (member.size_bytes,))
         address = int(memory.ctypes.data)
         yield [MemberRead(member, whole(member), address, memory.nbytes, by_chunk=True)]
         return memory.tobytes()
@@ -539,7 +550,7 @@ def _read_array(
         yield [MemberRead(member, runs, int(destination.ctypes.data), destination.nbytes, is_callers=True)]
         return destination
     if pool is None or not size:
-        array = np.empty(shape, dtype)
+        array = memory_for(member.key, shape, dtype)
         yield [MemberRead(member, runs, int(array.ctypes.data), size)]
         return array
     leased = lease_array(pool, dtype, shape, size)

@@ -19,7 +19,7 @@ from typing import Any, TypeAlias
 import msgspec
 import numpy as np
 
-from mooncake.compat.objects.members import ScatteredBuffers, is_tensor
+from mooncake.compat.objects.members import MAX_ARRAY_DIMS, ScatteredBuffers, is_tensor
 from mooncake.compat.store.tensor_memory import load_torch
 
 # Media --------------------------------------------------------------------------------------------------
@@ -34,6 +34,10 @@ PIXEL_BYTES = {"L": 1, "P": 1, "LA": 2, "RGB": 3, "YCbCr": 3, "LAB": 3, "HSV": 3
     "La": 2,
 }
 """Modes of Pillow whose pixels are stored, with the bytes of one; mode "1" has eight in a byte."""
+
+
+MAX_EMPTY_PIXELS = 1 << 16
+"""Longest side of an image without pixels: Pillow allocates memory for each of its rows."""
 
 
 def is_image(value: Any) -> bool:
@@ -106,7 +110,9 @@ def _decode_media(item: bytes, encoding: Any) -> Any:
     is_size = (
         isinstance(size, list) and len(size) == 2 and all(type(n) is int and 0 <= n < 1 << 31 for n in size)
     )
-    if not is_size or (mode != "1" and mode not in PIXEL_BYTES):
+    if is_size and min(size) == 0:
+        is_size = max(size) <= MAX_EMPTY_PIXELS
+    if not is_size or not isinstance(mode, str) or (mode != "1" and mode not in PIXEL_BYTES):
         raise ValueError(f"media codec: no image of mode {mode!r} and size {size!r}")
     width, height = size
     wanted = -(-width // 8) * height if mode == "1" else width * height * PIXEL_BYTES[mode]
@@ -281,10 +287,13 @@ def decode_ragged(codec: str, index: Mapping[str, Array], data: Array) -> list[A
     decode = ROW_BYTES[codec].decode if codec in ROW_BYTES else bytes
     offsets = index["offsets"].tolist()
     held = data.tobytes()
-    return [
-        None if is_null else decode(held[offsets[row] : offsets[row + 1]])
-        for row, is_null in enumerate(index["nulls"].tolist())
-    ]
+    try:
+        return [
+            None if is_null else decode(held[offsets[row] : offsets[row + 1]])
+            for row, is_null in enumerate(index["nulls"].tolist())
+        ]
+    except (ValueError, RecursionError, msgspec.MsgspecError) as error:
+        raise ValueError(f"{codec}: a row cannot be decoded: {error}") from error
 
 
 def decode_fixed(nulls: Array, data: Array) -> list[Any]:
@@ -329,7 +338,7 @@ def check_index(codec: str, index: Mapping[str, Array], num_rows: int, num_units
     if shapes.dtype.kind != "i" or shapes.ndim != 2 or len(shapes) != num_rows:
         raise ValueError(f"{codec}: shapes are {shapes.dtype} of {shapes.shape}")
     width = shapes.shape[1]
-    if (shapes < 0).any() or (ndims < 0).any() or (ndims > width).any():
+    if width > MAX_ARRAY_DIMS or (shapes < 0).any() or (ndims < 0).any() or (ndims > width).any():
         raise ValueError(f"{codec}: a shape is not one")
     used = np.where(np.arange(width)[None, :] < ndims[:, None], shapes, 1)
     sizes = used.astype(object).prod(axis=1) if width else np.ones(num_rows, dtype=object)
@@ -340,7 +349,8 @@ def check_index(codec: str, index: Mapping[str, Array], num_rows: int, num_units
 
 def check_offsets(codec: str, offsets: Array, num_rows: int, num_units: int) -> None:
     _check_array(codec, "offsets", offsets, "i", (num_rows + 1,), what="offsets length")
-    if offsets[0] != 0 or offsets[-1] != num_units or (np.diff(offsets) < 0).any():
+    # Differences could wrap around before it is known that the offsets ascend.
+    if num_rows < 0 or offsets[0] != 0 or offsets[-1] != num_units or (offsets[1:] < offsets[:-1]).any():
         raise ValueError(f"{codec}: offsets do not ascend from 0 to {num_units}")
 
 
@@ -373,7 +383,7 @@ def _encode_ragged(values: Sequence[Any], encode: Callable[[Any], bytes]) -> Pay
 
 def _encode_fixed(values: Sequence[Any], dtype: Any) -> EncodedRows:
     nulls = _nulls(values)
-    there = _cast(np.asarray([value for value in values if value is not None]), dtype)
+    there = _cast(_joined_array([value for value in values if value is not None]), dtype)
     if there.dtype.kind not in NUMBERS:
         raise ValueError(f"ndarray codec: {there.dtype} are no numbers")
     data = np.zeros((len(values), *there.shape[1:]), dtype=there.dtype)
@@ -385,17 +395,58 @@ def _encode_fixed(values: Sequence[Any], dtype: Any) -> EncodedRows:
 def _array_of(value: Any) -> Array | None:
     if value is None:
         return None
-    return value.detach().cpu().numpy() if is_tensor(value) else np.asarray(value)
+    if is_tensor(value):
+        return value.detach().cpu().numpy()  # type: ignore[no-any-return]
+    return value if isinstance(value, np.ndarray) else _joined_array(value)
+
+
+def _joined_array(value: Any) -> Array:
+    """Array of numbers, or of lists or arrays of them; whole numbers among others must stay what they are."""
+    array = np.asarray(value)
+    if array.dtype.kind not in "fc" or _has_only_floats(value):
+        return array
+    if not _are_whole_numbers_kept(np.asarray(value, dtype=object), array):
+        raise ValueError(f"whole numbers do not fit {array.dtype}, which other values of the column have")
+    return array
+
+
+def _has_only_floats(value: Any) -> bool:
+    """Whether ``value`` is known to have no whole numbers from the types of its arrays and lists."""
+    if isinstance(value, np.ndarray | np.generic):
+        return value.dtype.kind in "fc"
+    if not isinstance(value, list | tuple):
+        return type(value) is float
+    return set(map(type, value)) <= {float} or all(map(_has_only_floats, value))
 
 
 def _cast(array: Array, dtype: Any) -> Array:
-    """``array`` with ``dtype``; numbers that do not fit are an error."""
+    """``array`` with ``dtype``; numbers that do not fit are an error, but fractions may be rounded."""
     if dtype is None or array.dtype == np.dtype(dtype):
         return array
-    cast = array.astype(dtype)
-    if array.size and cast.dtype.kind in "iub" and array.dtype.kind in NUMBERS and not (cast == array).all():
+    kind, wanted = array.dtype.kind, np.dtype(dtype).kind
+    with np.errstate(all="ignore"):  # what changes is found below
+        cast = (array.real if kind == "c" and wanted != "c" else array).astype(dtype)
+    if kind not in NUMBERS or wanted not in NUMBERS:
+        return cast
+    if wanted in "fc":
+        is_good = wanted == "c" or kind != "c" or not array.imag.any()
+        is_good = is_good and (kind not in "iu" or _are_whole_numbers_kept(array, cast))
+    else:  # Python compares whole numbers with floats exactly, numpy does not
+        pair = (cast, array) if kind in "biu" else (cast.astype(object), array.astype(object))
+        is_good = bool((pair[0] == pair[1]).all())
+    if not is_good:
         raise ValueError(f"values of {array.dtype} do not fit {cast.dtype}")
     return cast
+
+
+def _are_whole_numbers_kept(before: Array, after: Array) -> bool:
+    """Whether the whole numbers of ``before`` are the same in ``after``, an array of floats."""
+    old = before.ravel().tolist()
+    places = [place for place, value in enumerate(old) if isinstance(value, int | np.integer)]
+    if not places:
+        return True
+    new = after.ravel()[places].tolist()
+    return all(int(old[place]) == value for place, value in zip(places, new, strict=True))
 
 
 def _encode_typed(
@@ -501,12 +552,21 @@ def _encode_media_lists(values: Sequence[Any]) -> EncodedRows:
 
 
 def _are_numbers(values: Sequence[Any]) -> bool:
-    """Whether all are numbers that one dtype represents; booleans are not mixed with others."""
+    """Whether all are numbers that one dtype represents exactly; booleans are not mixed with others."""
     if not all(isinstance(value, bool | int | float | np.number | np.bool_) for value in values):
         return False
     if any(isinstance(value, int) and not -(1 << 63) <= value < 1 << 63 for value in values):
         return False
-    return len({isinstance(value, bool | np.bool_) for value in values}) == 1
+    kinds = _kinds(values)
+    return (kinds == {bool} or bool not in kinds) and _is_joined(values)
+
+
+def _is_joined(values: Sequence[Any]) -> bool:
+    """Whether one array can have all of them."""
+    try:
+        return _joined_array(values).dtype.kind in NUMBERS
+    except (ValueError, OverflowError):
+        return False
 
 
 def _codec_of_lists(rows: Sequence[Any]) -> str | None:
@@ -514,7 +574,8 @@ def _codec_of_lists(rows: Sequence[Any]) -> str | None:
     if items and all(isinstance(row, list) for row in rows) and all(is_media(i) for i in items):
         return "media_list_ragged"
     if items and all(_is_numeric_list(row) for row in rows if len(row)):
-        return "typed_ragged"
+        is_plain_mix = len(_kinds(rows)) > 1 and all(is_plain(row) for row in rows)
+        return DEFAULT if is_plain_mix else "typed_ragged"
     return DEFAULT if all(is_plain(row) for row in rows) else None
 
 

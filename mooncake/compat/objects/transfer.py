@@ -341,7 +341,8 @@ class MooncakeBundleTransfer:
         """Store more fields of the same rows; ``ref`` stays valid, unless ``overwrite`` replaces its stage.
 
         Raises:
-            ValueError: a field is there already, or the number of rows or the storage group differs.
+            ValueError: a field is there already, or has the name of a part of another; the number of rows or
+                the storage group differs.
         """
         found = dataproto_ref(ref)
         group, given = found._storage_group_id, group_of(config)
@@ -364,9 +365,11 @@ class MooncakeBundleTransfer:
             column = found.encoded_non_tensor.get(name)
             spec = specs[place.stage].get(place.member)
             if column is not None:
-                members = column["payload_members"]
-                spec = column | {
-                    "payload_specs": {part: specs[place.stage].get(members[part]) for part in members}
+                members = _payload_members(name, column)
+                spec = dict(column) | {
+                    "payload_specs": {
+                        part: specs[place.stage].get(member) for part, member in members.items()
+                    }
                 }
             fields[place.section != BATCH][name] = {
                 "section": place.section,
@@ -420,12 +423,14 @@ class MooncakeBundleTransfer:
 
     def cleanup_dataproto_append(self, previous: DataProtoRefLike, appended: DataProtoRefLike) -> None:
         """Remove what an append added, so that ``previous`` is the only valid reference."""
-        keep = [
-            key
-            for bundle in dataproto_ref(previous).stage_refs.values()
-            for key in self._bundles.keys(bundle)
-        ]
-        self._bundles.remove(dataproto_ref(appended).stage_refs.values(), keep)
+        before, after = (
+            {bundle.manifest_key: bundle for bundle in dataproto_ref(ref).stage_refs.values()}
+            for ref in (previous, appended)
+        )
+        # A bundle of both has no objects of another stage: nothing of it is asked for, and it stays.
+        only_before = [bundle for name, bundle in before.items() if name not in after]
+        keep = [key for bundle in only_before for key in self._bundles.keys(bundle)]
+        self._bundles.remove([bundle for name, bundle in after.items() if name not in before], keep)
 
     # Inside ---------------------------------------------------------------------------------------------
 
@@ -493,7 +498,7 @@ class MooncakeBundleTransfer:
         """Remove a stage that was replaced. An error is logged: the caller needs the new reference."""
         try:
             self._bundles.remove([old])
-        except (RuntimeError, ValueError) as error:
+        except Exception as error:  # any store's; without the new reference its objects would be lost
             log.warning("replaced_stage_not_removed", manifest_key=old.manifest_key, error=str(error))
 
     def _read_fields(
@@ -522,9 +527,7 @@ class MooncakeBundleTransfer:
                 continue
             if destination is not None:
                 raise ValueError(f"DataProto field {name!r} of Python objects does not support destinations")
-            members = column.get("payload_members") if isinstance(column, Mapping) else None
-            if not isinstance(members, Mapping):
-                raise ValueError(f"DataProto field {name!r} has no payload_members")
+            members = _payload_members(name, column)
 
             def access(
                 part: str,
@@ -536,6 +539,18 @@ class MooncakeBundleTransfer:
 
             plans[name] = read_column(self._bundles.reader, column, ref.batch_size, access, selected)
         return carry_out(self._bundles.reader, plans)
+
+
+def _payload_members(name: str, column: Any) -> Mapping[str, str]:
+    """Members of a column, by their names in it.
+
+    Raises:
+        ValueError: its description in the handle has none.
+    """
+    members = column.get("payload_members") if isinstance(column, Mapping) else None
+    if not isinstance(members, Mapping) or not all(isinstance(member, str) for member in members.values()):
+        raise ValueError(f"DataProto field {name!r} has no payload_members")
+    return members
 
 
 def _member(found: BundleManifest, specs: Mapping[str, Any], name: Any) -> tuple[Any, StoredMember]:

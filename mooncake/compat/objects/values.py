@@ -163,12 +163,29 @@ def _check_memory(what: str, ptr: int, size: int) -> None:
 
 @dataclass(frozen=True, slots=True)
 class RowSelection:
-    """Numbers of rows, each checked to be a row of the member; rows may be repeated and in any order."""
+    """Numbers of rows, each checked to be a row of the member; rows may be repeated and in any order.
 
-    indices: npt.NDArray[np.int64]
+    A range stays one, whatever number of rows a description claims.
+    """
+
+    rows: npt.NDArray[np.int64] | range
 
     def __len__(self) -> int:
-        return len(self.indices)
+        return len(self.rows)
+
+    @property
+    def indices(self) -> npt.NDArray[np.int64]:
+        rows = self.rows
+        return (
+            np.arange(rows.start, rows.stop, rows.step, dtype=np.int64) if isinstance(rows, range) else rows
+        )
+
+    @property
+    def largest(self) -> int:
+        """Largest row, -1 when there is none."""
+        if not len(self):
+            return -1
+        return self.rows[-1] if isinstance(self.rows, range) else int(self.rows.max())
 
     def byte_runs(self, row_bytes: int) -> list[tuple[int, int]]:
         """(start, length) of the rows, neighbours joined."""
@@ -190,12 +207,15 @@ class RowSelection:
         ]
 
     def _runs(self) -> tuple[npt.NDArray[np.int64], npt.NDArray[np.int64]]:
-        if not len(self.indices):
-            return self.indices, self.indices
-        breaks = np.flatnonzero(np.diff(self.indices) != 1) + 1
+        if not len(self):
+            return np.empty(0, dtype=np.int64), np.empty(0, dtype=np.int64)
+        if isinstance(self.rows, range) and self.rows.step == 1:
+            return np.array([self.rows.start]), np.array([len(self)])
+        indices = self.indices
+        breaks = np.flatnonzero(np.diff(indices) != 1) + 1
         firsts = np.concatenate(([0], breaks))
-        counts = np.diff(np.concatenate((firsts, [len(self.indices)])))
-        return self.indices[firsts], counts
+        counts = np.diff(np.concatenate((firsts, [len(indices)])))
+        return indices[firsts], counts
 
 
 def select_rows(rows: Any, num_rows: int) -> RowSelection | None:
@@ -208,8 +228,8 @@ def select_rows(rows: Any, num_rows: int) -> RowSelection | None:
     if rows is None:
         return None
     if isinstance(rows, RowSelection):
-        if len(rows) and int(rows.indices.max()) >= num_rows:
-            raise IndexError(f"row index is out of range: {rows.indices.max()} of {num_rows} rows")
+        if rows.largest >= num_rows:
+            raise IndexError(f"row index is out of range: {rows.largest} of {num_rows} rows")
         return rows
     if isinstance(rows, StructuredMemberSlice):
         if rows.axis != 0:
@@ -218,7 +238,7 @@ def select_rows(rows: Any, num_rows: int) -> RowSelection | None:
     if isinstance(rows, slice):
         if rows.step is not None and rows.step < 1:
             raise ValueError(f"slice step must be positive, not {rows.step}")
-        return RowSelection(np.arange(*rows.indices(num_rows), dtype=np.int64))
+        return RowSelection(range(*rows.indices(num_rows)))
     is_list = isinstance(rows, Sequence) and not isinstance(rows, str | bytes | bytearray | memoryview)
     if not is_list and not (isinstance(rows, np.ndarray) and rows.ndim == 1):
         raise TypeError("rows must be a slice, a StructuredMemberSlice or a sequence of row indices")

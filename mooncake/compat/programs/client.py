@@ -14,7 +14,7 @@ from collections.abc import Sequence
 from typing import Any, NoReturn
 
 import mooncake
-from mooncake.cli import run_program
+from mooncake.cli import print_and_exit, run_program
 from mooncake.cli.role_command import run_until_stopped
 from mooncake.compat.programs.gflags import parse_flags
 from mooncake.compat.store.setup_arguments import SetupArguments, parse_size
@@ -67,12 +67,9 @@ def main(arguments: Sequence[str] | None = None) -> NoReturn:
     """Run the console script ``mooncake_client``."""
     given = sys.argv[1:] if arguments is None else list(arguments)
     if {"-h", "-help", "--help", "--helpfull", "--helpshort"} & set(given):
-        print(HELP)
-        print("\n".join(f"  --{name}={default}" for name, default in FLAGS.items()))
-        sys.exit(0)
+        print_and_exit("\n".join([HELP, *(f"  --{name}={default}" for name, default in FLAGS.items())]))
     if {"-version", "--version"} & set(given):
-        print(f"mooncake_client {mooncake.__version__}")
-        sys.exit(0)
+        print_and_exit(f"mooncake_client {mooncake.__version__}")
     run_program(lambda: _run(given))
 
 

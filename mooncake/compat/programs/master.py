@@ -18,7 +18,7 @@ from typing import Any, NoReturn
 
 import mooncake
 from mooncake import config
-from mooncake.cli import run_program
+from mooncake.cli import print_and_exit, run_program
 from mooncake.cli.role_command import run_until_stopped
 from mooncake.compat.programs.gflags import split_flags
 from mooncake.compat.programs.master_flags import BOOLEANS, FLAGS, TRANSLATED, UNLIMITED_BYTES
@@ -56,12 +56,9 @@ def main(arguments: Sequence[str] | None = None) -> NoReturn:
     """Run the console script ``mooncake_master``."""
     command_line = sys.argv[1:] if arguments is None else list(arguments)
     if {"-h", "-help", "--help", "--helpfull", "--helpshort"} & set(command_line):
-        print(HELP)
-        print("\n".join(_help_lines()))
-        sys.exit(0)
+        print_and_exit("\n".join([HELP, *_help_lines()]))
     if {"-version", "--version"} & set(command_line):
-        print(f"mooncake_master {mooncake.__version__}")
-        sys.exit(0)
+        print_and_exit(f"mooncake_master {mooncake.__version__}")
     run_program(lambda: _run(command_line))
 
 

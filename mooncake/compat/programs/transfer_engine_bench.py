@@ -17,6 +17,7 @@ from typing import Any, NoReturn
 
 import numpy as np
 
+from mooncake.cli import print_and_exit
 from mooncake.compat.programs.gflags import parse_flags
 from mooncake.compat.transfer import TransferEngine, TransferOpcode
 from mooncake.errors import InvalidArgument, MooncakeError, PeerLost, Unavailable
@@ -55,9 +56,8 @@ def main(arguments: Sequence[str] | None = None) -> NoReturn:
     """Run the console script ``transfer_engine_bench``."""
     command_line = sys.argv[1:] if arguments is None else arguments
     if {"-h", "-help", "--help"} & set(command_line):
-        print(__doc__)
-        print("\n".join(f"  --{name}={default}" for name, default in FLAGS.items()))
-        sys.exit(0)
+        lines = [f"  --{name}={default}" for name, default in FLAGS.items()]
+        print_and_exit("\n".join([str(__doc__), *lines]))
     try:
         flags = _checked(parse_flags(command_line, FLAGS))
         for name in IGNORED:

@@ -5,26 +5,36 @@ Leases use the local buffer whose size ``setup`` was given, which is allocated w
 a lease that does not fit there gets registered memory of its own. Memory is only reused when nothing
 refers to it: a view of a lease's bytes makes ``release`` fail. A lease that is dropped without ``release``
 is returned when its last view is gone. Errors are ``RuntimeError``, as in the existing package.
+
+The garbage collector may drop a lease at any moment, also in a thread that holds a lock of the pool or of
+the store. Its callbacks therefore take no lock: they note what was returned, and it is freed later.
 """
 
 from __future__ import annotations
 
 import array
+import contextlib
 import math
 import mmap
 import threading
 import time
 import weakref
 from collections import deque
+from collections.abc import Iterator
 from types import TracebackType
-from typing import Any
+from typing import Any, TypeVar
 
 import numpy as np
 import numpy.typing as npt
 
 from mooncake.errors import MooncakeError
+from mooncake.log import get_logger
 from mooncake.store.allocator import PAGE_BYTES, Allocator
 from mooncake.transfer import Region, TransferEngine
+
+log = get_logger(__name__)
+
+ItemT = TypeVar("ItemT")
 
 MIN_SIZE_CLASS = 64 << 10
 ALIGNMENT = 8 << 20
@@ -65,6 +75,8 @@ class LocalBuffer:
         self._lock = threading.Lock()
         self._region: Region | None = None
         self._pages: Allocator | None = None
+        self._returned: deque[int] = deque()
+        """Offsets that the next ``take`` frees."""
 
     def take(self, size_bytes: int) -> npt.NDArray[np.uint8] | None:
         """Allocate bytes; None when it is full or has no memory."""
@@ -78,19 +90,138 @@ class LocalBuffer:
                 except MooncakeError:
                     return None
                 self._pages = Allocator(size, PAGE_BYTES)
+            for returned in emptied(self._returned):
+                self._pages.free(returned)
             offset = self._pages.allocate(size_bytes)
             if offset is None:
                 return None
             return np.frombuffer(self._region.view(), np.uint8, size_bytes, offset)
 
     def give_back(self, address: int) -> bool:
-        """Free an allocation; False when the address is not in this buffer."""
-        with self._lock:
-            region, pages = self._region, self._pages
-            if region is None or pages is None or not 0 <= address - region.address < region.size_bytes:
-                return False
-            pages.free(address - region.address)
-            return True
+        """Free an allocation, without a lock; False when the address is not in this buffer."""
+        region = self._region
+        if region is None or not 0 <= address - region.address < region.size_bytes:
+            return False
+        self._returned.append(address - region.address)
+        return True
+
+
+def emptied(returned: deque[ItemT]) -> Iterator[ItemT]:
+    """Remove the items one by one, while other threads may add some or remove some, too."""
+    with contextlib.suppress(IndexError):
+        while True:
+            yield returned.popleft()
+
+
+class LeasedMemory:
+    """Memory that one pool has leased: how much it is, and its return.
+
+    Outlives the pool for as long as a view of a lease exists. What is returned after that is freed in a
+    thread of its own, because nothing calls the pool any longer.
+    """
+
+    def __init__(self, store: Any, local: LocalBuffer | None) -> None:
+        self.changed = threading.Condition(threading.Lock())
+        self.total_bytes = 0
+        self.num_leases = 0
+        self._store = store
+        self._local = local
+        self._returned: deque[tuple[int, int]] = deque()
+        self._own: dict[int, mmap.mmap] = {}
+        """Registered memory of leases that did not fit in the local buffer, by address."""
+        self._stuck: set[int] = set()
+        """Addresses that were returned, and that the store has failed to unregister."""
+        self._has_pool = True
+
+    def find(self, room: int, alignment: int) -> npt.NDArray[np.uint8]:
+        """Allocate memory for a lease, with the lock held.
+
+        Raises:
+            MemoryError: the host has no more memory.
+            RuntimeError: the store does not register it.
+        """
+        memory = None if self._local is None else self._local.take(room)
+        if memory is None:
+            memory = self._allocate(room, alignment)
+        self.total_bytes += memory.nbytes
+        self.num_leases += 1
+        address = memory.ctypes.data
+        # The array outlives the lease for as long as a view of it exists, and so does its memory.
+        weakref.finalize(memory, self._note_return, address, memory.nbytes).atexit = False
+        return memory
+
+    def settle(self) -> None:
+        """Free what was returned since, and wake those that wait for it; with the lock held.
+
+        What the store fails to unregister stays leased until a later call succeeds.
+        """
+        failed: list[tuple[int, int]] = []
+        for address, room in emptied(self._returned):
+            if address in self._own:
+                if not self._unregister(address):
+                    failed.append((address, room))
+                    continue
+                del self._own[address]  # only now may the address get another use
+            elif self._local is not None:
+                self._local.give_back(address)
+            self.total_bytes -= room
+            self.num_leases -= 1
+            self.changed.notify_all()
+        for entry in reversed(failed):
+            self._returned.appendleft(entry)
+
+    def _unregister(self, address: int) -> bool:
+        try:
+            self._store.unregister_buffer(address)
+        except Exception as error:  # any store's; the caller may have nothing to do with this lease
+            if address not in self._stuck:
+                self._stuck.add(address)
+                remedy = "it is tried again; look for why the store fails"
+                log.warning("lease_not_unregistered", address=hex(address), error=str(error), remedy=remedy)
+            return False
+        self._stuck.discard(address)
+        return True
+
+    def settle_unless_busy(self) -> None:
+        """Free what was returned, unless the lock is held, which may be by a caller further up."""
+        if self.changed.acquire(blocking=False):
+            try:
+                self.settle()
+            finally:
+                self.changed.release()
+
+    def pool_is_gone(self) -> None:
+        """Note that nothing calls ``settle`` any longer. Called by the garbage collector."""
+        self._has_pool = False
+        if self._returned:
+            self._settle_in_thread()
+
+    def _note_return(self, address: int, room: int) -> None:
+        """Note memory that nothing refers to any longer. Called by the garbage collector."""
+        self._returned.append((address, room))
+        if not self._has_pool:
+            self._settle_in_thread()
+
+    def _settle_in_thread(self) -> None:
+        def settle() -> None:
+            with self.changed:
+                self.settle()
+
+        threading.Thread(target=settle, name="buffer-pool", daemon=True).start()
+
+    def _allocate(self, room: int, alignment: int) -> npt.NDArray[np.uint8]:
+        try:
+            owner = mmap.mmap(-1, room + alignment)
+        except (OSError, ValueError, OverflowError) as error:
+            raise MemoryError(f"acquire {room} bytes: {error}") from error
+        whole = np.frombuffer(owner, np.uint8)
+        start = -whole.ctypes.data % alignment
+        memory = np.frombuffer(owner, np.uint8, room, start)
+        code = self._store.register_buffer(memory.ctypes.data, room)
+        if code:
+            raise RuntimeError(f"acquire: register_buffer returned {code}; is the store set up?")
+        self._own[memory.ctypes.data] = owner
+        return memory
 
 
 class BufferLeaseView:
@@ -112,9 +243,6 @@ class BufferLease:
         self._memory: npt.NDArray[np.uint8] | None = memory
         self._ptr = memory.ctypes.data
         self._size = size
-        # The array outlives the lease for as long as a view of it exists, and so does its memory.
-        returned = weakref.finalize(memory, pool._returned.append, (self._ptr, memory.nbytes))
-        returned.atexit = False
 
     @property
     def ptr(self) -> int:
@@ -144,7 +272,7 @@ class BufferLease:
         self._memory = reference()
         if self._memory is not None:
             raise RuntimeError("release: exported views of this lease's bytes are still in use")
-        self._pool._settle()
+        self._pool._leased.settle_unless_busy()
 
     def _held(self) -> npt.NDArray[np.uint8]:
         if self._memory is None:
@@ -196,8 +324,7 @@ class BufferPool:
             )
         if max_size_class is not None and max_size_class < min_size_class:
             raise RuntimeError(f"BufferPool: max_size_class {max_size_class} is below {min_size_class}")
-        self._store = store
-        self._local: LocalBuffer | None = getattr(store, "_local_buffer", lambda: None)()
+        self._leased = LeasedMemory(store, getattr(store, "_local_buffer", lambda: None)())
         self._max_bytes = max_bytes
         self._min_size_class = min_size_class
         self._max_size_class = max_size_class
@@ -205,15 +332,8 @@ class BufferPool:
         self._blocks = block_on_exhaustion
         self._timeout_s = default_timeout
         self._max_regions = max_regions
-        self._changed = threading.Condition()
-        self._returned: deque[tuple[int, int]] = deque()
-        """Address and size of memory that nothing refers to any longer. The garbage collector appends to it
-        at any moment, in any thread, and therefore without the lock."""
-        self._leased_bytes = 0
-        self._num_leases = 0
-        self._own: dict[int, mmap.mmap] = {}
-        """Memory of leases that did not fit in the local buffer, by address."""
         self._is_closed = False
+        weakref.finalize(self, self._leased.pool_is_gone).atexit = False
         if prewarm_size is not None and prewarm_count:
             self.prewarm(prewarm_size, prewarm_count)
 
@@ -235,19 +355,17 @@ class BufferPool:
         waits = self._blocks if block is None else block
         timeout_s = self._timeout_s if timeout is None else timeout
         until = None if timeout_s is None else time.monotonic() + timeout_s
-        with self._changed:
+        with self._leased.changed:
             while (memory := self._find(size)) is None:
                 if not waits:
-                    leased = self._leased_bytes
+                    leased = self._leased.total_bytes
                     raise RuntimeError(
                         f"acquire: the pool is exhausted: {leased} bytes are leased, {size} asked"
                     )
                 left_s = math.inf if until is None else until - time.monotonic()
                 if left_s <= 0:
                     raise BufferPoolTimeout(f"acquire: no {size} bytes were released within {timeout_s} s")
-                self._changed.wait(min(left_s, COLLECTED_S))
-            self._leased_bytes += memory.nbytes
-            self._num_leases += 1
+                self._leased.changed.wait(min(left_s, COLLECTED_S))
         return BufferLease(self, memory, size)
 
     def buffer(self, size: int, block: bool | None = None, timeout: float | None = None) -> BufferLease:
@@ -267,10 +385,10 @@ class BufferPool:
         Raises:
             RuntimeError: leases are open.
         """
-        with self._changed:
-            self._settle()
-            if self._num_leases:
-                raise RuntimeError(f"close: {self._num_leases} active leases; release them first")
+        with self._leased.changed:
+            self._leased.settle()
+            if self._leased.num_leases:
+                raise RuntimeError(f"close: {self._leased.num_leases} active leases; release them first")
             self._is_closed = True
 
     def _class_of(self, size: int) -> int:
@@ -281,43 +399,15 @@ class BufferPool:
 
     def _find(self, size: int) -> npt.NDArray[np.uint8] | None:
         """Allocate memory for a lease, if any is available now."""
-        self._settle()
+        self._leased.settle()
         if self._is_closed:
             raise RuntimeError("acquire: this pool is closed")
         room = self._class_of(size)
-        if self._max_bytes and self._leased_bytes + room > self._max_bytes:
+        if self._max_bytes and self._leased.total_bytes + room > self._max_bytes:
             return None
-        if self._max_regions is not None and self._num_leases >= self._max_regions:
+        if self._max_regions is not None and self._leased.num_leases >= self._max_regions:
             return None
-        memory = None if self._local is None else self._local.take(room)
-        return self._allocate(room) if memory is None else memory
-
-    def _allocate(self, room: int) -> npt.NDArray[np.uint8]:
-        try:
-            owner = mmap.mmap(-1, room + self._alignment)
-        except (OSError, ValueError, OverflowError) as error:
-            raise MemoryError(f"acquire {room} bytes: {error}") from error
-        whole = np.frombuffer(owner, np.uint8)
-        start = -whole.ctypes.data % self._alignment
-        memory = np.frombuffer(owner, np.uint8, room, start)
-        code = self._store.register_buffer(memory.ctypes.data, room)
-        if code:
-            raise RuntimeError(f"acquire: register_buffer returned {code}; is the store set up?")
-        self._own[memory.ctypes.data] = owner
-        return memory
-
-    def _settle(self) -> None:
-        """Free the memory that was returned since, and wake those that wait for it."""
-        with self._changed:
-            while self._returned:
-                address, room = self._returned.popleft()
-                if self._own.pop(address, None) is not None:
-                    self._store.unregister_buffer(address)
-                elif self._local is not None:
-                    self._local.give_back(address)
-                self._leased_bytes -= room
-                self._num_leases -= 1
-                self._changed.notify_all()
+        return self._leased.find(room, self._alignment)
 
 
 RegisteredBufferLease = BufferLease

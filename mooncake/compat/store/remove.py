@@ -21,7 +21,7 @@ class RemoveCalls(StoreLifecycle):
         return self._remove("remove", [key], force)[0]
 
     def batch_remove(self, keys: Sequence[str], force: bool = False) -> list[int]:
-        """As ``remove`` of each."""
+        """As ``remove`` of each; with ``force`` also of those that are leased."""
         return self._remove("batch_remove", check_keys("batch_remove", keys), force)
 
     def remove_by_regex(self, regex_pattern: str, force: bool = False) -> int:

@@ -23,6 +23,9 @@ VERSION = 1
 MAX_DIMS = 8
 MAX_AXES = 4
 MAX_PARTS = 1 << 16
+MAX_BYTES = 1 << 56
+"""Most bytes of a tensor, of one without elements too if its empty dimensions had one: more than any host
+has, and few enough for torch's arithmetic."""
 
 _FIXED = struct.Struct("<IHHiiIIQQ8q8qII")
 _AXIS = struct.Struct("<6iq")
@@ -185,7 +188,9 @@ def decode_manifest(data: bytes) -> TensorManifest:
         raise ValueError(f"not a manifest: magic {magic:#x}, version {version}, {size} bytes, dtype {number}")
     if not 0 <= ndim <= MAX_DIMS or not 1 <= count <= MAX_PARTS or not -1 <= split_dim < max(ndim, 1):
         raise ValueError(f"not a manifest: {count} parts along {split_dim} of {ndim} dimensions")
-    return TensorManifest(_BY_NUMBER[number][0], tuple(shape[:ndim]), split_dim, count)
+    manifest = TensorManifest(_BY_NUMBER[number][0], tuple(shape[:ndim]), split_dim, count)
+    _check_shape(manifest.dtype, manifest.shape)
+    return manifest
 
 
 def _check(header: TensorHeader) -> None:
@@ -195,8 +200,15 @@ def _check(header: TensorHeader) -> None:
         raise ValueError(f"shape {header.shape} of {header.global_shape}: at most {MAX_DIMS} dimensions")
     if len(header.axes) > MAX_AXES:
         raise ValueError(f"{len(header.axes)} axes: at most {MAX_AXES}")
-    if any(length < 0 for length in header.shape + header.global_shape):
-        raise ValueError(f"shape {header.shape} of {header.global_shape}: lengths must not be negative")
+    _check_shape(header.dtype, header.shape)
+    _check_shape(header.dtype, header.global_shape)
+
+
+def _check_shape(dtype: str, shape: tuple[int, ...]) -> None:
+    if any(length < 0 for length in shape):
+        raise ValueError(f"shape {shape}: lengths must not be negative")
+    if prod(length for length in shape if length) * DTYPES[dtype][1] > MAX_BYTES:
+        raise ValueError(f"shape {shape}: more than {MAX_BYTES} bytes")
 
 
 def _padded(shape: tuple[int, ...]) -> tuple[int, ...]:

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Sequence
+from math import prod
 from typing import Any, TypeAlias
 
 import numpy as np
@@ -42,6 +43,7 @@ from mooncake.compat.store.read_plan import Part
 from mooncake.compat.store.store_session import StoreSession
 from mooncake.compat.store.tensor_format import (
     HEADER_BYTES,
+    MAX_PARTS,
     Axis,
     AxisKind,
     TensorHeader,
@@ -174,7 +176,9 @@ class TensorGatherCalls(TensorCalls):
             return None
         axes = axes_with(wanted.axes, wanted.cuts(), layout.shape) if wanted.cuts() else ()
         header = TensorHeader(layout.dtype, shape_of(box), layout.shape, axes)
-        tensor = empty(layout.dtype, header.shape)
+        tensor = or_none(what, wanted.key, empty, layout.dtype, header.shape)
+        if tensor is None:
+            return None
         shapes = [shape_of(layout.boxes[piece.number]) for piece in pieces]
         count = sum(
             max(num_runs(shape, piece.source), num_runs(header.shape, piece.target))
@@ -291,6 +295,8 @@ def _layout_of_writers(key: str, manifest: TensorManifest) -> list[StoredLayout]
 
 
 def _layout_of_axes(key: str, dtype: str, shape: tuple[int, ...], axes: Sequence[Axis]) -> list[StoredLayout]:
+    if prod(axis.count for axis in axes if axis.kind == AxisKind.TP) > MAX_PARTS:
+        return []  # a header may claim any number of ranks
     try:
         every = [axes_with(axes, cuts, shape) for cuts in all_cuts(cuts_of(axes))]
         boxes = [box_of(shape, cuts_of(own)) for own in every]

@@ -129,7 +129,15 @@ def header_of(tensor: Tensor) -> TensorHeader:
 
 
 def empty(dtype: str, shape: tuple[int, ...]) -> Tensor:
-    return load_torch().empty(shape, dtype=getattr(load_torch(), dtype))
+    """New tensor.
+
+    Raises:
+        ValueError: this host does not have the memory.
+    """
+    try:
+        return load_torch().empty(shape, dtype=getattr(load_torch(), dtype))
+    except RuntimeError as error:
+        raise ValueError(f"no memory for a tensor of {dtype} and {shape}: {error}") from error
 
 
 def _shaped(memory: Tensor, header: TensorHeader) -> Tensor:

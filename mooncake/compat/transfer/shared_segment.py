@@ -54,7 +54,7 @@ class SharedSegment:
         With ``hugetlb`` the memory is made of huge pages of the host's pool, which must have enough.
 
         Raises:
-            RuntimeError: not ``supported``.
+            RuntimeError: not ``supported``, or the kernel refuses the memory.
             InvalidArgument: invalid sizes or ranks.
         """
         if not SharedSegment.supported(mmap, host_register, hugetlb):
@@ -70,10 +70,7 @@ class SharedSegment:
             )
         memory = -1
         if rank_id == owner_rank:
-            flags = os.MFD_CLOEXEC | (os.MFD_HUGETLB if hugetlb else 0)
-            memory = os.memfd_create(f"mooncake-{name}"[:200], flags)
-            page = os.fstat(memory).st_blksize  # of huge pages, a file has only whole ones
-            os.ftruncate(memory, -(-size // page) * page)
+            memory = _memory(name, size, hugetlb)
         segment = SharedSegment(name, size, world_size, owner_rank, memory)
         blob = {
             "name": name,
@@ -115,7 +112,8 @@ class SharedSegment:
                 "all ranks must run on one host, as one user, and must still be running"
             ) from error
         try:
-            is_it = f"mooncake-{self._name}"[:200] in os.readlink(path)
+            found = os.readlink(f"/proc/self/fd/{theirs}")  # not ``path``: the owner may end now
+            is_it = _memory_name(self._name) in found
             if not is_it or os.fstat(theirs).st_size < self._size:
                 raise RuntimeError(
                     f"SharedSegment {self._name!r}: the owner has ended and another process has its id"
@@ -151,3 +149,28 @@ class SharedSegment:
         raise RuntimeError(
             "SharedSegment.device_addr needs host_register=True, which is not supported; use base_addr()"
         )
+
+
+def _memory(name: str, size: int, hugetlb: bool) -> int:
+    """File descriptor of new memory. Raises RuntimeError: the kernel refuses."""
+    memory = -1
+    try:
+        memory = os.memfd_create(_memory_name(name), os.MFD_CLOEXEC | (os.MFD_HUGETLB if hugetlb else 0))
+        page = os.fstat(memory).st_blksize  # of huge pages, a file has only whole ones
+        os.ftruncate(memory, -(-size // page) * page)
+    except (OSError, OverflowError) as error:
+        if memory >= 0:
+            os.close(memory)
+        reason = error.strerror if isinstance(error, OSError) else str(error)
+        advice = "for huge pages, raise vm.nr_hugepages; " if hugetlb else ""
+        raise RuntimeError(
+            f"SharedSegment {name!r}: {size} bytes of memory cannot be made ({reason}); "
+            f"{advice}use a smaller size, or raise the limit of open files"
+        ) from error
+    return memory
+
+
+def _memory_name(name: str) -> str:
+    """The memory's name in ``/proc``, of at most 249 bytes and without the byte 0."""
+    encoded = f"mooncake-{name}".replace("\0", "?").encode(errors="replace")
+    return encoded[:200].decode(errors="ignore")

@@ -2,9 +2,10 @@
 """Our connectors for vLLM, for ``kv_connector_module_path``.
 
 ``MooncakeStoreConnector`` (``store_connector.py``) shares prefixes through the pool; ``MooncakeConnector``
-(``push_connector.py``) moves a prompt's KV from the engine that prefills to the one that decodes. vLLM has
-connectors of these names in its own tree, for the existing package; ours are used when this module is named,
-or where our package is installed and vLLM computes on a CPU (``plugin.py``).
+(``push_connector.py``) moves a prompt's KV from the engine that prefills to the one that decodes;
+``MooncakeECConnector`` (``encoder_connector.py``) shares outputs of multimodal encoders. vLLM has connectors
+of the first two names in its own tree, for the existing package; ours are used when this module is named, or
+where our package is installed and vLLM computes on a CPU or on CUDA (``plugin.py``).
 
 Names load on first use, because the plugin runs in each of vLLM's processes before vLLM is set up.
 """
@@ -15,13 +16,15 @@ import importlib
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from mooncake.connectors.vllm.encoder_connector import MooncakeECConnector
     from mooncake.connectors.vllm.push_connector import MooncakeConnector
     from mooncake.connectors.vllm.store_connector import MooncakeStoreConnector
 
-__all__ = ["MooncakeConnector", "MooncakeStoreConnector"]
+__all__ = ["MooncakeConnector", "MooncakeECConnector", "MooncakeStoreConnector"]
 
 _OWNERS = {
     "MooncakeConnector": "mooncake.connectors.vllm.push_connector",
+    "MooncakeECConnector": "mooncake.connectors.vllm.encoder_connector",
     "MooncakeStoreConnector": "mooncake.connectors.vllm.store_connector",
 }
 

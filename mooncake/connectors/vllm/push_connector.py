@@ -17,13 +17,11 @@ that port + r and serves rank r of the other. Decode computes blocks that fail.
 
 from __future__ import annotations
 
-import argparse
 import dataclasses
 import hashlib
 import sys
 import threading
 import uuid
-from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -34,8 +32,11 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import (
     KVConnectorRole,
     KVConnectorWorkerMetadata,
 )
+from vllm.platforms import current_platform
 
 from mooncake.connectors.cache_identity import Adapters
+from mooncake.connectors.device_streams import KvDevice
+from mooncake.connectors.memory import DeviceEvent
 from mooncake.connectors.peer_push import (
     BlockOffer,
     BlockRequest,
@@ -45,6 +46,7 @@ from mooncake.connectors.peer_push import (
     Sender,
 )
 from mooncake.connectors.session import TransferThread, transports_of
+from mooncake.connectors.vllm.command_line import http_port
 from mooncake.connectors.vllm.kv_memory import prepare, registered_memory
 from mooncake.connectors.vllm.stats import ConnectorStats, CountedConnector, PushMetrics
 from mooncake.errors import InvalidArgument, MooncakeError
@@ -57,9 +59,6 @@ log = get_logger(__name__)
 
 WAIT_S = 0.002
 """Time that a step with nothing to compute waits for blocks to arrive."""
-
-VLLM_PORT = 8000
-"""Port of vLLM's HTTP server without ``--port``."""
 
 TIMEOUT_S = 120.0
 
@@ -78,16 +77,6 @@ KNOWN = {
     "weights_digest",
 }
 """Options of ``kv_connector_extra_config``."""
-
-
-def http_port(command_line: Sequence[str]) -> int:
-    """Port of vLLM's HTTP server, by the command line that its processes share; connectors do not get it."""
-    parser = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
-    parser.add_argument("--port", type=int, default=VLLM_PORT)
-    try:
-        return int(parser.parse_known_args(list(command_line))[0].port)
-    except SystemExit:  # vLLM has refused it, or the program is another
-        return VLLM_PORT
 
 
 @dataclasses.dataclass
@@ -177,6 +166,10 @@ class MooncakeConnector(CountedConnector, KVConnectorBase_V1):  # type: ignore[m
 
     def register_kv_caches(self, kv_caches: dict[str, torch.Tensor]) -> None:
         self._w.register(kv_caches)
+
+    def bind_connector_metadata(self, connector_metadata: KVConnectorMetadata) -> None:
+        super().bind_connector_metadata(connector_metadata)
+        self._w.begin_step()
 
     def start_load_kv(self, forward_context: Any, **kwargs: Any) -> None:
         handovers = self._get_connector_metadata()
@@ -350,10 +343,15 @@ class PushWorkerSide:
         self._sends, self._receives = transfer.is_kv_producer, transfer.is_kv_consumer
         self._addresses = PushAddresses.read(extra, http_port(sys.argv))
         transports = transports_of(str(extra.get("protocol", "")))
+        if transports and not current_platform.is_cpu():
+            transports += ("cuda",)  # by which a device's memory is registered, whatever moves it
         self._thread = TransferThread(self._addresses.transfer_host, transports)
         self._sender: Sender | None = None
         self._receiver: Receiver | None = None
         self._rank = 0
+        self._device: KvDevice | None = None
+        self._before_step: DeviceEvent | None = None
+        """The end of the work that the engine had begun before this step."""
         self._changed = threading.Condition()
         self._received: set[str] = set()
         self._bad_blocks: set[int] = set()
@@ -364,7 +362,8 @@ class PushWorkerSide:
 
     def register(self, kv_caches: dict[str, Any]) -> None:
         """Register the rank's KV memory; blocks are moved between it and the other engine's."""
-        shards, memory = registered_memory(self._config, self._cache, kv_caches)
+        found = registered_memory(self._config, self._cache, kv_caches)
+        shards, memory, self._device = found.shards, found.placed, found.device
         (digest,) = shards.digests
         self._rank = get_tensor_model_parallel_rank()
         timeout_s = float(self._extra.get("timeout_s", TIMEOUT_S))
@@ -385,19 +384,26 @@ class PushWorkerSide:
             listens_at = with_port(host, self._sender.port)
         log.info("kv_registered", num_layers=len(kv_caches), layout=digest, listens_at=listens_at)
 
+    def begin_step(self) -> None:
+        """Begin a step, when the engine has begun whatever precedes it, such as clearing new blocks."""
+        self._before_step = self._computed()
+
+    def _computed(self) -> DeviceEvent | None:
+        return None if self._device is None else self._device.computed()
+
     def begin(self, handovers: PushPlans) -> None:
         for transfer_id, reason in handovers.dropped:
             if self._sender is not None:
                 self._thread.loop.call_soon_threadsafe(self._sender.drop, transfer_id, reason)
         for request_id, wanted in handovers.wanted.items():
-            self._thread.start(self._receive(request_id, wanted))
+            self._thread.start(self._receive(request_id, wanted, self._before_step))
 
-    async def _receive(self, request_id: str, wanted: BlockRequest) -> None:
+    async def _receive(self, request_id: str, wanted: BlockRequest, after: DeviceEvent | None) -> None:
         assert self._receiver is not None
         try:
             host, port = split_address(wanted.address)
             own = dataclasses.replace(wanted, address=f"{host}:{port + self._rank}")
-            reason = await self._receiver.receive(own)
+            reason = await self._receiver.receive(own, after)
         except MooncakeError as error:  # a request can name any address
             reason = str(error)
             self._count(PushOutcome("recomputed", len(wanted.block_ids)))
@@ -414,9 +420,10 @@ class PushWorkerSide:
 
     def offer(self, offers: list[BlockOffer]) -> None:
         assert self._sender is not None or not offers
+        computed = self._computed() if offers else None
         for offer in offers:
             assert self._sender is not None
-            self._thread.loop.call_soon_threadsafe(self._sender.offer, offer)
+            self._thread.loop.call_soon_threadsafe(self._sender.offer, offer, computed)
 
     def _has_ended(self, transfer_id: str) -> None:
         with self._changed:

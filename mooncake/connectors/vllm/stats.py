@@ -11,6 +11,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any, ClassVar
 
+from vllm.distributed.ec_transfer.ec_connector.metrics import ECConnectorPromMetrics, ECConnectorStats
 from vllm.distributed.kv_transfer.kv_connector.v1.metrics import KVConnectorPromMetrics, KVConnectorStats
 
 from mooncake.connectors.vllm.plugin import take_name
@@ -18,11 +19,13 @@ from mooncake.connectors.vllm.plugin import take_name
 BUCKETS_S = [0.0005, 0.001, 0.002, 0.005, 0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1.0, 2.0, 5.0, 10.0]
 
 
-class ConnectorStats(KVConnectorStats):  # type: ignore[misc]
-    """Counts (numbers) and times (lists of seconds) by name."""
+class NamedStats:
+    """Counts (numbers) and times (lists of seconds) by name; a base class to be listed before vLLM's."""
+
+    data: dict[str, Any]
 
     def reset(self) -> None:
-        self.data: dict[str, Any] = {}
+        self.data = {}
 
     def is_empty(self) -> bool:
         return not self.data
@@ -41,7 +44,7 @@ class ConnectorStats(KVConnectorStats):  # type: ignore[misc]
             self.add(bad, num_bad)
             self.observe(seconds, took)
 
-    def aggregate(self, other: KVConnectorStats) -> KVConnectorStats:
+    def aggregate(self, other: Any) -> Any:
         for name, value in other.data.items():
             self.data[name] = self.data[name] + value if name in self.data else value
         return self
@@ -56,12 +59,26 @@ class ConnectorStats(KVConnectorStats):  # type: ignore[misc]
         return reduced
 
 
-class ConnectorMetrics(KVConnectorPromMetrics):  # type: ignore[misc]
-    """The same statistics as Prometheus metrics, which each connector lists in a subclass."""
+class ConnectorStats(NamedStats, KVConnectorStats):  # type: ignore[misc]
+    """Statistics of a KV connector."""
+
+
+class EncoderStats(NamedStats, ECConnectorStats):  # type: ignore[misc]
+    """Statistics of an encoder cache connector."""
+
+
+class NamedMetrics:
+    """The same statistics as Prometheus metrics, which each connector lists in a subclass.
+
+    A base class to be listed before vLLM's, which takes the same arguments and sets the classes used here.
+    """
 
     PREFIX: ClassVar[str]
     COUNTERS: ClassVar[Mapping[str, str]]
     TIMES: ClassVar[Mapping[str, str]]
+    per_engine_labelvalues: dict[int, list[object]]
+    _counter_cls: type[Any]
+    _histogram_cls: type[Any]
 
     def __init__(
         self,
@@ -70,7 +87,7 @@ class ConnectorMetrics(KVConnectorPromMetrics):  # type: ignore[misc]
         labelnames: list[str],
         per_engine_labelvalues: dict[int, list[object]],
     ) -> None:
-        super().__init__(vllm_config, metric_types, labelnames, per_engine_labelvalues)
+        super().__init__(vllm_config, metric_types, labelnames, per_engine_labelvalues)  # type: ignore[call-arg]
         self._counters = {
             name: self._counter_cls(
                 name=f"{self.PREFIX}_{name}_total", documentation=text, labelnames=labelnames
@@ -92,6 +109,10 @@ class ConnectorMetrics(KVConnectorPromMetrics):  # type: ignore[misc]
             elif name in self._times:
                 for seconds in value:
                     self._times[name].labels(*labels).observe(seconds)
+
+
+class ConnectorMetrics(NamedMetrics, KVConnectorPromMetrics):  # type: ignore[misc]
+    """Metrics of a KV connector."""
 
 
 class CountedConnector:
@@ -151,4 +172,24 @@ class PushMetrics(ConnectorMetrics):
         "push_seconds": "Time in which one rank of prefill wrote one prompt's blocks.",
         "receive_seconds": "Time from the request to the arrival of one prompt's blocks on a rank of decode, "
         "prefill's remaining computation included.",
+    }
+
+
+class EncoderMetrics(NamedMetrics, ECConnectorPromMetrics):  # type: ignore[misc]
+    """Metrics of ``MooncakeECConnector``."""
+
+    PREFIX = "vllm:mooncake_encoder"
+    COUNTERS: ClassVar = {
+        "hits": "Items (images, audio clips) whose encoder output the store had.",
+        "misses": "Items whose encoder output the store did not have; they were encoded.",
+        "refused": "Items whose output was there and not used: another dtype, shape or digest, or no space.",
+        "failures": "Items whose lookup the store did not answer in time.",
+        "loaded_bytes": "Bytes of encoder outputs that were loaded and verified.",
+        "saved_outputs": "Computed encoder outputs that were saved, or that the store had already.",
+        "unsaved_outputs": "Computed encoder outputs that could not be saved.",
+        "saved_bytes": "Bytes of encoder outputs that were saved.",
+    }
+    TIMES: ClassVar = {
+        "lookup_seconds": "Time of one lookup, hashing of the item and loading of the output included.",
+        "save_seconds": "Time of one save.",
     }

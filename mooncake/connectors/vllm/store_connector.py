@@ -36,7 +36,7 @@ from mooncake.connectors.block_transfer import PendingLookup, PrefixLookup, Rank
 from mooncake.connectors.cache_identity import Adapters
 from mooncake.connectors.planner import BlockName, LoadPlan, Planner, SavePlan
 from mooncake.connectors.session import PoolSession, PoolSettings
-from mooncake.connectors.vllm.kv_memory import prepare, registered_memory
+from mooncake.connectors.vllm.kv_memory import prepare, registered_memory, staging_bytes_of
 from mooncake.connectors.vllm.stats import ConnectorStats, CountedConnector, StoreMetrics
 from mooncake.log import get_logger
 
@@ -53,6 +53,7 @@ KNOWN = {
     "protocol",
     "sampled_weights",
     "save_decode_cache",
+    "staging_bytes",
     "store_tp_size",
     "tenant_id",
     "weights_digest",
@@ -203,7 +204,7 @@ class MooncakeStoreConnector(CountedConnector, KVConnectorBase_V1):  # type: ign
     def bind_connector_metadata(self, connector_metadata: KVConnectorMetadata) -> None:
         super().bind_connector_metadata(connector_metadata)
         assert isinstance(connector_metadata, StorePlans)
-        self._w.transfer.begin_saves(connector_metadata.saves)
+        self._w.transfer.begin_step(connector_metadata.saves)
 
     def start_load_kv(self, forward_context: Any, **kwargs: Any) -> None:
         plans = self._get_connector_metadata()
@@ -412,14 +413,16 @@ class StoreWorkerSide:
         return self._transfer
 
     def register(self, kv_caches: dict[str, Any]) -> None:
-        """Register the rank's KV memory; blocks are moved to and from it in place."""
+        """Register the rank's KV memory; a device's is reached through a staging area."""
         extra = self._config.kv_transfer_config.kv_connector_extra_config
-        shards, memory = registered_memory(self._config, self._cache, kv_caches, extra.get("store_tp_size"))
+        found = registered_memory(self._config, self._cache, kv_caches, extra.get("store_tp_size"))
+        shards, memory = found.shards, found.host_memory(staging_bytes_of(extra))
         self.layers = {name: layer for layer, name in enumerate(kv_caches)}
         self.digests = shards.digests
         self._transfer = RankTransfer(self._session, shards, memory)
         self._session.mount_segment()
-        log.info("kv_registered", num_layers=len(kv_caches), shards=",".join(self.digests))
+        where = "main memory" if found.device is None else str(found.tensors[0].device)
+        log.info("kv_registered", num_layers=len(kv_caches), shards=",".join(self.digests), where=where)
 
     def collect(self, timeout_s: float) -> set[str]:
         """Requests whose asynchronous load has ended."""

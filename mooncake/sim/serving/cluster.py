@@ -95,7 +95,7 @@ class ClusterSpec:
     pipeline_nodes: Count = 1
     """Prefill nodes that form one instance and compute the chunks of a prompt as a pipeline."""
     chunk_tokens: Count = 1024
-    """Tokens of such a chunk."""
+    """Most tokens of such a chunk; its length is chosen as in a live group (``inference/pipeline.py``)."""
     step_tokens: Count = 512
     """Tokens of one step that prompts and answers share (``chunked``, ``step``)."""
     max_batch: Count = 256
@@ -335,6 +335,7 @@ class ServingCluster:
         number, recorder = request.number, self.recorder
         ttft_s = request.first_token_at - request.arrived_at
         recorder.status[number] = DONE
+        recorder.ttft_s[number] = ttft_s
         recorder.e2e_s[number] = at - request.arrived_at
         recorder.tbt_s[number] = request.tbt_s
         num_intervals = request.num_output - 1

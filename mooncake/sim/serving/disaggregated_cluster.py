@@ -115,9 +115,22 @@ class DisaggregatedCluster(ServingCluster):
         if cluster.detail == "step":
             max_batch = cluster.max_batch
             scheduler = cluster.scheduler(costs.device_tokens, max_batch, max_batch, has_external_cache=True)
-            return StepDecodeNode(kernel, number, costs, scheduler, done=self._decoded)
+            return StepDecodeNode(
+                kernel,
+                number,
+                costs,
+                scheduler,
+                makes_first_token=self.costs.decode_makes_first_token,
+                done=self._decoded,
+            )
         return DecodeNode(
-            kernel, number, costs, max_batch=cluster.max_batch, done=self._decoded, stepped=self.post_step
+            kernel,
+            number,
+            costs,
+            max_batch=cluster.max_batch,
+            makes_first_token=self.costs.decode_makes_first_token,
+            done=self._decoded,
+            stepped=self.post_step,
         )
 
     def caches(self) -> list[NodeCache[Any]]:
@@ -278,7 +291,7 @@ class DisaggregatedCluster(ServingCluster):
         size_bytes = request.num_input * self.costs.kv_bytes_per_token
         bytes_per_s = min(self.costs.nic_bytes_per_s, self.decode_costs.nic_bytes_per_s)
         sending_s = size_bytes / bytes_per_s * (1 - 1 / self.costs.num_layers)
-        if request.num_output > 1:
+        if request.num_output > 1 or self.costs.decode_makes_first_token:
             self.kernel.call_at(max(self.kernel.now, done_at - sending_s), self._send, request)
         if self.pool is not None and (num_blocks := self.pool.num_missing(request.keys)):
             sending_s = num_blocks * self._block_bytes / self.costs.nic_bytes_per_s
@@ -315,7 +328,7 @@ class DisaggregatedCluster(ServingCluster):
                 self.post(Finished(request.request_id))
                 request.decode = -1
                 return
-        if request.num_output == 1:
+        if request.num_output == 1 and not self.costs.decode_makes_first_token:
             self.done(request, request.first_token_at)
 
     def _measured(self, request: SimRequest) -> Prefilled:
@@ -338,6 +351,9 @@ class DisaggregatedCluster(ServingCluster):
             return  # rejected or interrupted meanwhile
         if request.first_token_at < 0:  # the last byte can't come before the last layer
             self.kernel.call_at(self.kernel.now, self._sent, request)
+            return
+        if self.costs.decode_makes_first_token and self.kernel.now < request.first_token_at:
+            self.kernel.call_at(request.first_token_at, self._sent, request)
             return
         self.sampler.num_running += 1
         self.decode[request.decode].join(request)

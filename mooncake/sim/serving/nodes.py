@@ -17,7 +17,8 @@ ends no sooner than one layer's work after the last byte::
        ├───────── load, layer by layer ─────────────┤+1 layer
 
 An instance may be a pipeline of several nodes (chunked pipeline parallelism): each has some of the layers, a
-prompt's chunks follow one another through them, and the next prompt enters when the first node is free.
+prompt's chunks, cut by the plan of a live group, follow one another through them, and the next prompt enters
+when the first node is free.
 
 ``DecodeBatch`` is continuous batching between two changes of a batch. A step takes ``base + per_request *
 batch + per_token * context``; the context grows by the batch with every step, so n steps are a quadratic in
@@ -42,6 +43,7 @@ from typing import Any, Generic
 
 from mooncake.conductor.prediction import DecodeModel
 from mooncake.inference.blocks import BlockPool, KeyT, PoolBlocksStored
+from mooncake.inference.pipeline import OVERHEAD_TOKENS, ChunkPlan, pass_through
 from mooncake.sim.kernel import Kernel
 from mooncake.sim.serving.fabric import Port
 from mooncake.sim.serving.node_costs import NodeCosts
@@ -280,7 +282,11 @@ class PrefillNode:
         self._begun: dict[int, SimRequest] = {}
         """Requests whose prompt is begun and not computed, by number."""
         self._block_tokens = cache.pool.block_tokens
-        self._chunk_tokens = chunk_tokens
+        self._plan: ChunkPlan | None = None
+        if num_stages > 1:
+            model, granularity = costs.prefill, min(self._block_tokens, chunk_tokens)
+            per_pair = 2 * model.c2 / model.c1
+            self._plan = ChunkPlan(num_stages, per_pair, OVERHEAD_TOKENS["cuda"], chunk_tokens, granularity)
         self._obeys_turns = obeys_turns
         self._stage_free_at = [0.0] * num_stages
         self._queue: list[tuple[float, int, SimRequest]] = []
@@ -376,22 +382,17 @@ class PrefillNode:
     def _through_stages(self, request: SimRequest) -> float:
         """Compute the times of its chunks through the pipeline, behind the prompt before; return when the
         last one leaves."""
+        assert self._plan is not None
         costs, free_at, num_stages = self._costs, self._stage_free_at, len(self._stage_free_at)
-        began_at = self._kernel.now
         first, end = request.cached_tokens, request.num_input
         overhead_s = request.computed_s - costs.prefill.seconds(first, end)
-        hop_s = costs.nic_latency_s
-        leaves_at = began_at
-        for start in range(first, end, self._chunk_tokens):
-            stop = min(start + self._chunk_tokens, end)
+        start, leaves_at = first, self._kernel.now
+        for stop in self._plan.cuts(first, end):
             chunk_s = costs.prefill.seconds(start, stop) - (costs.prefill.c0 if start > first else 0.0)
-            stage_s = (chunk_s + overhead_s) / num_stages
-            overhead_s = 0.0
-            leaves_at = began_at
-            for stage in range(num_stages):
-                leaves_at = free_at[stage] = max(leaves_at, free_at[stage]) + stage_s
-                leaves_at += hop_s
-        return leaves_at - hop_s
+            stage_s = [(chunk_s + overhead_s) / num_stages] * num_stages
+            leaves_at = pass_through(free_at, self._kernel.now, stage_s, costs.nic_latency_s)
+            start, overhead_s = stop, 0.0
+        return leaves_at
 
 
 RUNS_KEPT = 2048
@@ -486,6 +487,19 @@ class DecodeBatch:
         self.context += request.num_input + 1
         heapq.heappush(self.leaving, (self.step + request.num_output - 1, request.number, request))
 
+    def join_without_token(self, request: SimRequest) -> None:
+        """Add a request whose first token the next step makes; ``make_first_tokens`` makes that step."""
+        self.context += request.num_input
+        heapq.heappush(self.leaving, (self.step + request.num_output, request.number, request))
+
+    def make_first_tokens(self, joined: Sequence[SimRequest]) -> None:
+        """Make a step, in which requests get their first token."""
+        self.advance(1)
+        for request in joined:
+            request.first_run = self.dropped + len(self.runs)
+            request.first_token_at = self.at
+            request.wait_s = 0.0
+
     def leave(self) -> list[SimRequest]:
         """Remove the requests that are complete."""
         done: list[SimRequest] = []
@@ -547,6 +561,7 @@ class DecodeNode:
         costs: NodeCosts,
         *,
         max_batch: int,
+        makes_first_token: bool = False,
         done: Callable[[SimRequest, float], None],
         stepped: Callable[[str, DecodeBatch], None],
     ) -> None:
@@ -558,6 +573,7 @@ class DecodeNode:
         self._kernel = kernel
         self._capacity_tokens = costs.device_tokens
         self._max_batch = max_batch
+        self._makes_first_token = makes_first_token
         self._waiting: deque[SimRequest] = deque()
         self._version = 0
         self._done, self._stepped = done, stepped
@@ -592,10 +608,17 @@ class DecodeNode:
         batch, waiting = self.batch, self._waiting
         if not batch:
             batch.at = max(batch.at, self._kernel.now)
+        joined: list[SimRequest] = []
         while waiting and self._has_room(waiting[0]):
             request = waiting.popleft()
             self.used_tokens += request.num_input + request.num_output
-            batch.join(request)
+            if self._makes_first_token:
+                batch.join_without_token(request)
+                joined.append(request)
+            else:
+                batch.join(request)
+        if joined:
+            batch.make_first_tokens(joined)
         self._version += 1
         if batch:
             at = batch.at + batch.seconds(batch.next_leave)
@@ -607,9 +630,9 @@ class DecodeNode:
         batch = self.batch
         self._stepped(self.id, batch)
         batch.advance(batch.next_leave)
-        done = batch.leave()
+        done, at = batch.leave(), batch.at
         for request in done:
             self.used_tokens -= request.num_input + request.num_output
         self._admit()
         for request in done:
-            self._done(request, batch.at)
+            self._done(request, at)

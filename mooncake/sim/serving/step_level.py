@@ -5,7 +5,7 @@ It owns a loop that stands for an engine's, and refuses to schedule: ``inference
 Prompts become token ids that share blocks exactly where the trace's keys do, blocks have real hashes. It is
 for small traces, and to validate the closed forms of ``nodes.py``. What it shows and they leave out: a
 new request joins a running batch one step later, after its lookup; blocks fill up and requests are preempted;
-a prompt begins when all that it loads has arrived, not its first layer.
+a prompt begins when all that it loads has arrived, as in an engine with other requests, not its first layer.
 """
 
 from __future__ import annotations
@@ -169,10 +169,12 @@ class StepDecodeNode(EngineLoop):
         scheduler: Scheduler,
         *,
         done: Callable[[SimRequest, float], None],
+        makes_first_token: bool = False,
         began: Callable[[SimRequest], None] | None = None,
         prefilled: Callable[[SimRequest, float], None] | None = None,
     ) -> None:
         super().__init__(kernel, scheduler, costs)
+        self._makes_first_token = makes_first_token
         self.number = number
         self.id = f"decode-{number}" if prefilled is None else f"pool-{number}"
         self.into = Port(f"{self.id} in", costs.nic_bytes_per_s)
@@ -187,7 +189,10 @@ class StepDecodeNode(EngineLoop):
         return sim_request.num_input + sim_request.num_output < self.scheduler.max_total_tokens
 
     def join(self, sim_request: SimRequest) -> None:
-        """Add a request whose KV is here and whose first token is made."""
+        """Add a request whose KV is here, and whose first token is made unless this node makes it."""
+        if self._makes_first_token:
+            self.enqueue(sim_request)
+            return
         self._instants[sim_request.request_id] = [sim_request.first_token_at]
         sampling = SamplingParams(max_tokens=sim_request.num_output, ignore_eos=True)
         request = Request(
@@ -209,7 +214,8 @@ class StepDecodeNode(EngineLoop):
         decode_s, prompt_s = 0.0, 0.0
         for chunk in step.chunks:
             sim_request = self.sim_requests[chunk.request.id]
-            if chunk.end > sim_request.num_input:
+            is_last_again = self._makes_first_token and chunk.num_cached == chunk.end
+            if chunk.end > sim_request.num_input or is_last_again:
                 decode_s += model.per_request_s + model.per_token_s * chunk.end
                 continue
             if sim_request.prefill_began_at < 0:
@@ -224,9 +230,10 @@ class StepDecodeNode(EngineLoop):
     def _made_token(self, sim_request: SimRequest) -> None:
         instants = self._instants[sim_request.request_id]
         instants.append(self._kernel.now)
-        if len(instants) == 1 and self._prefilled is not None:
+        if len(instants) == 1:
             sim_request.first_token_at = self._kernel.now
-            self._prefilled(sim_request, self._kernel.now)
+            if self._prefilled is not None:
+                self._prefilled(sim_request, self._kernel.now)
 
     def _finished(self, sim_request: SimRequest) -> None:
         instants = self._instants.pop(sim_request.request_id)

@@ -19,8 +19,10 @@ segment holds, so that a new master continues with the replicas of its predecess
 
 from __future__ import annotations
 
+import bisect
 import contextlib
 import dataclasses
+import itertools
 import math
 
 from mooncake.errors import Refusal
@@ -66,9 +68,21 @@ class _DeviceUse:
     """Objects that this round has yet to examine."""
     coldest: list[tuple[float, int, StoredObject]] = dataclasses.field(default_factory=list)
     """(rate, object id, object) of those examined last, the coldest at the end."""
+    colder_rates: list[float] = dataclasses.field(default_factory=list)
+    """The rates of those examined last, the coldest first."""
+    colder_bytes: list[int] = dataclasses.field(default_factory=lambda: [0])
+    """The size of the first, the first two and so on of these, with 0 before."""
+    popped_bytes: int = 0
+    """The part of that which is no longer in ``coldest``."""
     displaces_at: float = 0.0
     """No replica in use is displaced before."""
     num_displaced: int = 0
+    leaving: list[tuple[float, int]] = dataclasses.field(default_factory=list)
+    """(when, bytes) of space that replicas in use, which were displaced, will release."""
+    awaited_bytes: int = 0
+    """Bytes of the objects that found no room at this examination, each hotter than the next."""
+    refused_bytes: float = math.inf
+    """Smallest size for which this examination has found too few replicas to leave."""
     num_copied: int = 0
     num_dropped: int = 0
     num_refused: int = 0
@@ -115,6 +129,7 @@ class DeviceTier:
         for segment in self._catalog.alive(Tier.DEVICE):
             self._devices.setdefault(segment, _DeviceUse(reported_at=now))
         for segment, device in list(self._devices.items()):
+            device.awaited_bytes, device.refused_bytes = 0, math.inf
             if segment.is_mounted:
                 self._examine(segment, device, now)
             else:
@@ -186,25 +201,61 @@ class DeviceTier:
         """Whether it fits, if necessary after the replicas of colder objects have left."""
         if self._fits(segment, stored):
             return True
-        device, num_left = self._devices[segment], MAX_VICTIMS
+        device = self._devices[segment]
+        victims = self._victims(segment, device, stored, rate, now)
+        for victim, extent in victims:
+            self._drop(segment, victim, extent, DISPLACED, now)
+            if self._fits(segment, stored):
+                return True
+        if not victims:
+            self._displace(segment, device, stored, rate, now)
+        device.awaited_bytes += stored.size_bytes
+        return self._fits(segment, stored)
+
+    def _victims(
+        self, segment: Segment, device: _DeviceUse, stored: StoredObject, rate: float, now: float
+    ) -> list[tuple[StoredObject, Extent]]:
+        """Replicas of colder objects that no reader uses, the first to leave first, as many as may leave now.
+
+        Empty if all of them together would not make room: then none has to leave for nothing.
+        """
+        if stored.size_bytes >= device.refused_bytes:
+            return []
+        missing_bytes = self._missing_bytes(segment, stored)
+        found: list[tuple[StoredObject, Extent]] = []
+        found_bytes = 0
         victims = self._catalog.eviction.victims([segment], now, stored, whole=False)
         with contextlib.closing(victims):
             for victim, extent in victims:
-                sample = device.samples.get(victim.object_id)
-                is_colder = sample is None or BEATS_BY * sample.rate <= rate or math.isinf(sample.rate)
                 if not extent.is_extra:
                     continue
-                if not is_colder or not num_left:
+                sample = device.samples.get(victim.object_id)
+                is_colder = sample is None or BEATS_BY * sample.rate <= rate or math.isinf(sample.rate)
+                if not is_colder or (len(found) >= MAX_VICTIMS and found_bytes >= missing_bytes):
                     break
-                self._drop(segment, victim, extent, DISPLACED, now)
-                num_left -= 1
-                if self._fits(segment, stored):
-                    return True
-        self._displace(segment, device, rate, now)
-        return self._fits(segment, stored)
+                found.append((victim, extent))
+                found_bytes += victim.size_bytes
+        if found_bytes < missing_bytes or not found:
+            device.refused_bytes = stored.size_bytes  # as for those after it, which are less hot
+            return []
+        return found[:MAX_VICTIMS]
 
-    def _displace(self, segment: Segment, device: _DeviceUse, rate: float, now: float) -> None:
-        """Remove a replica that is in use, but less; there is room when its readers' leases have ended."""
+    def _displace(
+        self, segment: Segment, device: _DeviceUse, stored: StoredObject, rate: float, now: float
+    ) -> None:
+        """Remove a replica that is in use, but less; there is room when its readers' leases have ended.
+
+        None is removed while there will be room by those that were removed before, nor where all that are
+        colder would not make room.
+        """
+        device.leaving = [one for one in device.leaving if one[0] > now]
+        leaving_bytes = sum(size_bytes for _, size_bytes in device.leaving)
+        missing_bytes = self._missing_bytes(segment, stored) + device.awaited_bytes
+        if leaving_bytes and leaving_bytes >= missing_bytes:
+            return
+        colder_bytes = device.colder_bytes[bisect.bisect_right(device.colder_rates, rate / BEATS_BY)]
+        if colder_bytes - device.popped_bytes + leaving_bytes < missing_bytes:
+            return
         if device.displaces_at <= now:
             device.displaces_at = now + self._catalog.settings.lease_s
             device.num_displaced = 0
@@ -213,20 +264,24 @@ class DeviceTier:
             if BEATS_BY * coldest_rate > rate:
                 return
             device.coldest.pop()
+            device.popped_bytes += victim.size_bytes
             extent = _extra_on(victim, segment)
             if extent is not None:
                 device.num_displaced += 1
                 self._drop(segment, victim, extent, DISPLACED, now)
+                if extent.is_resting and extent.release_at > now:
+                    device.leaving.append((extent.release_at, victim.size_bytes))
                 return
 
     def _fits(self, segment: Segment, stored: StoredObject) -> bool:
         """Whether it has room beside the copies that are planned and have no space yet."""
+        return self._missing_bytes(segment, stored) <= 0 and segment.allocator.has_hole(stored.size_bytes)
+
+    def _missing_bytes(self, segment: Segment, stored: StoredObject) -> int:
+        """Bytes that have to become free for it; 0 or less: there are enough, though perhaps apart."""
         planned = (task for (_, target), task in self._planned.items() if target is segment)
         planned_bytes = sum(task.stored.size_bytes for task in planned if task.extent is None)
-        allocator = segment.allocator
-        return allocator.free_bytes >= planned_bytes + stored.size_bytes and allocator.has_hole(
-            stored.size_bytes
-        )
+        return planned_bytes + stored.size_bytes - segment.allocator.free_bytes
 
     # Out
 
@@ -254,6 +309,10 @@ class DeviceTier:
                 measured.append((sample.rate, stored.object_id, stored))
         del device.round[-MAX_EXAMINED:]
         device.coldest = sorted(measured, key=lambda one: -one[0])
+        device.colder_rates = [rate for rate, _, _ in reversed(device.coldest)]
+        sizes = (stored.size_bytes for _, _, stored in reversed(device.coldest))
+        device.colder_bytes = list(itertools.accumulate(sizes, initial=0))
+        device.popped_bytes = 0
 
     def _drop(self, segment: Segment, stored: StoredObject, extent: Extent, why: str, now: float) -> None:
         counts = self._catalog.counts

@@ -12,6 +12,7 @@ from __future__ import annotations
 import asyncio
 import dataclasses
 import gc
+from functools import partial
 from pathlib import Path
 from typing import Annotated
 
@@ -19,7 +20,7 @@ from msgspec import Meta
 from prometheus_client import Gauge
 
 from mooncake.config import Port, Size
-from mooncake.errors import InvalidArgument, MooncakeError
+from mooncake.errors import InvalidArgument, MooncakeError, Unavailable
 from mooncake.http.server import serve_metrics
 from mooncake.log import get_logger
 from mooncake.metrics import registry
@@ -27,7 +28,7 @@ from mooncake.security import Identity, check_address, process_identity
 from mooncake.store import messages as m
 from mooncake.store.node import shared_directory
 from mooncake.store.node.mounted_segment import MountedSegment, SegmentConfig
-from mooncake.store.node.shared_directory import SharedDirectory
+from mooncake.store.node.shared_directory import FolderOpening, SharedDirectory
 from mooncake.store.node.ssd import Disk
 from mooncake.store.settings import check_cluster_id, check_root_fs_dir
 from mooncake.transfer import Region, TransferEngine, TransferSettings
@@ -175,6 +176,8 @@ class Node:
         self._is_opening = False
         """``mounted`` waits for the shared directory."""
         self._regions: list[Region] = []
+        self._is_closing = False
+        """Nothing more is mounted."""
 
     async def start(self) -> None:
         """Allocate the pools and start to mount them; ``mounted`` is set when the master has all of them.
@@ -207,7 +210,10 @@ class Node:
 
         Raises:
             InvalidArgument: the name is taken.
+            Unavailable: the node is being closed.
         """
+        if self._is_closing:
+            raise Unavailable(f"{self.name} is being closed and mounts nothing; use another node")
         if name in self.segments:
             raise InvalidArgument("name", name, "a name that no other segment of this node has")
         return self._mount(SegmentConfig(name, region, tier))
@@ -250,9 +256,11 @@ class Node:
         """Unmount all segments and release their memory."""
         if self.settings.drain_s:
             await self.drain(self.settings.drain_s)
+        self._is_closing = True
         if self._shared is not None:
             await asyncio.wait([self._shared], timeout=OPEN_S)
             self._shared.cancel()
+            await asyncio.wait([self._shared])
         await asyncio.gather(*(segment.close() for segment in self.segments.values()))
         self.segments.clear()
         if self._disk is not None:
@@ -295,7 +303,7 @@ class Node:
     def _mounted(self, reply: m.Mounted) -> None:
         """Begin to open the shared directory, at most once and not beside an SSD tier of the node's own."""
         settings = self.settings
-        if settings.ssd_path or self._shared is not None:
+        if settings.ssd_path or self._shared is not None or self._is_closing:
             return
         own = settings.root_fs_dir, settings.cluster_id
         place = shared_directory.choose(*own, settings.accept_root_fs_dir, reply)
@@ -305,26 +313,25 @@ class Node:
 
     async def _mount_shared(self, place: SharedDirectory | InvalidArgument) -> None:
         """Mount the folder of this process, or warn and go on without one."""
-        opening: asyncio.Task[Disk] | None = None
+        opening: FolderOpening | None = None
         try:
             if isinstance(place, InvalidArgument):
                 raise place
-            work = asyncio.to_thread(
-                shared_directory.open_folder, self.engine, place, self.settings.ssd_repair
+            opening = FolderOpening(
+                partial(shared_directory.open_folder, self.engine, place, self.settings.ssd_repair)
             )
-            opening = asyncio.create_task(work)
-            await asyncio.wait([opening], timeout=OPEN_S)
-            if not opening.done():  # a file system of another host that does not answer
+            if not await opening.wait(OPEN_S):  # a file system of another host that does not answer
                 log.warning("root_fs_dir_slow", path=place.path, waited_s=OPEN_S)
                 self._is_opening = False
                 self._changed()
-            disk = await asyncio.shield(opening)
+                await opening.wait()
+            disk = opening.result()
         except MooncakeError as error:
             self.root_fs_dir_error = error
             log.warning("root_fs_dir_unusable", reason=str(error), action=shared_directory.ADVICE)
         except asyncio.CancelledError:
             if opening is not None:
-                opening.add_done_callback(_close_late)
+                opening.abandon()
             raise
         else:
             self._disk = disk
@@ -353,12 +360,6 @@ class Node:
             self.mounted.set()
         else:
             self.mounted.clear()
-
-
-def _close_late(opening: asyncio.Task[Disk]) -> None:
-    """Close a directory that was opened after the node."""
-    if not opening.cancelled() and opening.exception() is None:
-        opening.result().close()
 
 
 async def serve(settings: NodeSettings) -> None:

@@ -2,8 +2,10 @@
 """The log file of an SSD's index: append, recovery after a crash, and compaction.
 
 An append is one ``write``: data that the kernel has accepted survives the end of the process; ``flush`` makes
-it survive a loss of power. A record that could not be written whole is truncated, because records behind a
-torn one would be lost with it.
+it survive a loss of power. After a flush that failed it is unknown what of the file is on the disk, and a
+later one that succeeds would not change that: none succeeds until a compaction has written the index to a new
+file. A record that could not be written whole is truncated, because records behind a torn one would be lost
+with it.
 
 A torn tail left by a crash (``frames.py``) is saved beside the file and truncated. Other damage fails the
 start, with the offset, unless repair is enabled: then the file is saved beside it, and a new one is written
@@ -19,7 +21,7 @@ from collections.abc import Iterable
 
 import msgspec
 
-from mooncake.errors import MooncakeError
+from mooncake.errors import MooncakeError, StorageError
 from mooncake.files import File, LockedDirectory, keep_copy
 from mooncake.files.frames import (
     PLAIN,
@@ -63,6 +65,8 @@ class SsdIndexLog:
         """Framing of the log that a compaction writes."""
         self._num_renames = self._num_kept_renames = 0
         self._file = folder.directory.open(NAME)
+        self._doubtful: File | None = None
+        """The file of which it is unknown what is on the disk, because a sync failed."""
         try:
             self._read(repairs)
         except (OSError, MooncakeError):
@@ -129,14 +133,20 @@ class SsdIndexLog:
         """Make the log survive a loss of power. Blocks, and may run concurrently with everything else.
 
         Raises:
-            StorageError: the disk refuses.
+            StorageError: the disk refuses, or has refused and the log is not yet written anew.
         """
         while True:
             file, num_renames = self._file, self._num_renames
+            if file is self._doubtful:
+                raise StorageError(
+                    f"{self._folder.path / NAME}: a sync failed, and the index has not been written to a new "
+                    "file since; check the disk and make room on it"
+                )
             try:
                 file.sync()
             except OSError as error:
                 if file is self._file:
+                    self._doubtful = file
                     raise self._folder.trouble(error) from error
                 continue  # a compacted log has replaced the file
             try:
@@ -151,7 +161,7 @@ class SsdIndexLog:
 
     @property
     def wants_compaction(self) -> bool:
-        return self._since is None and self.index.wants_compaction
+        return self._since is None and (self.index.wants_compaction or self._doubtful is self._file)
 
     def begin_compaction(self) -> list[SegmentEntry]:
         self._since = []

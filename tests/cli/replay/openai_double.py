@@ -22,6 +22,8 @@ class Served:
     break_prompt_of: int = 0
     "An answer to a prompt of that length is cut off halfway."
     models: tuple[str, ...] = ("double",)
+    answer_headers: dict[str, str] = field(default_factory=dict)
+    "Headers of each complete answer."
     bodies: list[dict[str, Any]] = field(default_factory=list)
     headers: list[dict[str, str]] = field(default_factory=list)
     seen: set[tuple[int, ...]] = field(default_factory=set)
@@ -51,6 +53,8 @@ def serving(served: Served) -> Iterator[str]:
                 headers = {} if served.retry_after is None else {"Retry-After": served.retry_after}
                 return self._json(429, {"error": {"message": "too much to do"}}, headers)
             self.send_response(200)
+            for name, value in served.answer_headers.items():
+                self.send_header(name, value)
             self.end_headers()
             for token in range(body["max_tokens"]):
                 if served.break_prompt_of == len(prompt) and token == 1:

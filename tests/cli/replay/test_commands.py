@@ -85,9 +85,10 @@ def test_prediction_stands_beside_what_was_measured(mooncake: Run, tmp_path: Pat
     assert "errors of the prediction over 40 requests" in done.stdout
 
 
-def test_calibration_writes_a_file_that_simulates(mooncake: Run, tmp_path: Path) -> None:
+@pytest.mark.parametrize("decode", ["p", "d"])
+def test_calibration_writes_a_file_that_simulates(mooncake: Run, tmp_path: Path, decode: str) -> None:
     file = tmp_path / "costs.toml"
-    served = Served()
+    served = Served(answer_headers={"x-mooncake-prefill": "p", "x-mooncake-decode": decode})
     with serving(served) as url:
         words = ["--length", "16", "32", "64", "--batch", "1", "2", "--rounds", "1"]
         done = mooncake("calibrate", "--url", url, "--out", str(file), *words)
@@ -95,6 +96,7 @@ def test_calibration_writes_a_file_that_simulates(mooncake: Run, tmp_path: Path)
     costs = load_costs(str(file))
     assert costs.title == "double" and costs.kv_bytes_per_token == 46_080
     assert costs.prefill.seconds(0, 64) > 0 and costs.decode.seconds(1, 64) > 0
+    assert costs.decode_makes_first_token == (decode == "d")
     lengths = {len(body["prompt"]) for body in served.bodies}
     assert lengths == {16, 32, 64}
     assert mooncake("simulate", LOAD, "--costs", str(file), "--policy", "load").returncode == 0

@@ -16,6 +16,7 @@ from mooncake.compat.objects.bundles import (
     ChunkWriter,
     MemberRead,
     carry_out,
+    registered,
     remove_keys,
     source_of,
 )
@@ -24,6 +25,7 @@ from mooncake.compat.objects.transfer import (
     BundleTransferPolicy,
     MooncakeBundleTransfer,
     StructuredObjectPayload,
+    export_ref,
 )
 from mooncake.compat.objects.values import RowSelection, select_rows
 from mooncake.store import BufferPool, MooncakeDistributedStore, ReplicateConfig
@@ -80,6 +82,101 @@ def test_a_manifest_that_is_not_there_is_named(plain: PlainStore) -> None:
         transfer.materialize(transfer.read_spec({"manifest_key": "rl/default/1/manifest"}))
     with pytest.raises(TypeError, match="RemoteBundleRef"):
         transfer.remove_bundle(5)  # type: ignore[arg-type]
+
+
+def test_a_removal_that_failed_is_repeated_by_the_key(
+    plain: PlainStore, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    transfer = MooncakeBundleTransfer(plain)
+    ref = transfer.put_structured_object(PAYLOAD, chunk_bytes=64)
+    busy = next(key for key in plain.order if "/buffer/b" in key)
+    with monkeypatch.context() as patched:
+        remove = plain.remove
+        patched.setattr(plain, "remove", lambda key, force=False: -706 if key == busy else remove(key, force))
+        with pytest.raises(RuntimeError, match="-706"):
+            transfer.remove_bundle({"manifest_key": ref.manifest_key})
+    assert plain.objects.keys() == {busy, ref.manifest_key}
+    transfer.remove_bundle({"manifest_key": ref.manifest_key})
+    assert plain.objects == {}
+    transfer.remove_bundle({"manifest_key": ref.manifest_key})
+
+
+def test_a_store_that_cannot_be_reached_is_no_removal(plain: PlainStore) -> None:
+    class Unreachable(PlainStore):
+        code = -900
+
+        def get(self, key: str) -> bytes:
+            return b""
+
+        def is_exist(self, key: str) -> int:
+            return self.code
+
+    store = Unreachable()
+    key = {"manifest_key": "bundle/default/1/manifest"}
+    with pytest.raises(RuntimeError, match="cannot be read; try again"):
+        MooncakeBundleTransfer(store).remove_bundle(key)
+    store.code = 0
+    MooncakeBundleTransfer(store).remove_bundle(key)
+
+
+class Forgetful(PlainStore):
+    """A store whose next ``get`` finds nothing, as when its connection breaks."""
+
+    is_lost = False
+
+    def get(self, key: str) -> bytes:
+        if self.is_lost:
+            self.is_lost = False
+            return b""
+        return super().get(key)
+
+
+def test_keys_of_a_bundle_remove_nothing() -> None:
+    store = Forgetful()
+    transfer = MooncakeBundleTransfer(store)
+    key = transfer.put_bundle(b"v1", {"x": b"abc"}).manifest_key
+    there = dict(store.objects)
+    store.is_lost = True
+    with pytest.raises(RuntimeError, match="cannot be read; try again"):
+        transfer._bundles.keys({"manifest_key": key})
+    assert store.objects == there
+    assert transfer._bundles.keys({"manifest_key": key})[-1] == key
+    store.is_lost = True
+    with pytest.raises(RuntimeError, match="cannot be read; try again"):
+        transfer._bundles.remove([{"manifest_key": key}], keep=[key])
+    assert store.objects == there
+
+
+def test_a_removal_that_loses_the_manifest_names_what_is_left() -> None:
+    store = Forgetful()
+    transfer = MooncakeBundleTransfer(store)
+    key = transfer.put_bundle(b"v1", {"x": b"abc"}).manifest_key
+    store.is_lost = True
+    with pytest.raises(RuntimeError, match="was removed: the objects under ") as caught:
+        transfer.remove_bundle({"manifest_key": key})
+    root = key.removesuffix("manifest")
+    assert f"{root} " in str(caught.value)
+    assert store.objects and all(one.startswith(root) for one in store.objects)
+
+
+def test_one_damaged_bundle_does_not_keep_the_others(plain: PlainStore) -> None:
+    transfer = MooncakeBundleTransfer(plain)
+    ref = transfer.put_dataproto({"a": np.arange(2)}, stage="first")
+    ref = transfer.append_dataproto_fields(ref, {"b": np.arange(2)}, stage="second")
+    plain.objects[ref.stage_refs["first"].manifest_key] = b"damaged"
+    left = {key for key in plain.objects if key.startswith(ref.stage_refs["first"].manifest_key[:-9])}
+    with pytest.raises(ValueError, match="manifest"):
+        transfer.cleanup_dataproto(export_ref(ref))
+    assert plain.objects.keys() == left
+
+
+def test_metadata_of_any_size_is_an_error_that_says_so(plain: PlainStore) -> None:
+    transfer = MooncakeBundleTransfer(plain)
+    ref = transfer.put_structured_object(PAYLOAD)
+    meta = ref.manifest["meta"]
+    meta |= {"bytes": 1 << 48, "chunks": [{"key": meta["key"], "bytes": 1 << 48}]}
+    with pytest.raises(RuntimeError, match=meta["key"]):
+        transfer.materialize(transfer.read_spec(ref))
 
 
 @pytest.mark.parametrize("copy_mode", ["auto", "copy", "zero_copy"])
@@ -198,6 +295,28 @@ def test_memory_that_cannot_be_registered_is_copied_or_refused() -> None:
         write(PlainStore(), [source_of(b"x")], copy_mode="zero_copy")
     with pytest.raises(RuntimeError, match="zero-copy put"):
         write(FastStore(), [parts(LARGE, 2)], copy_mode="zero_copy")
+
+
+def test_memory_is_registered_until_its_last_user_is_done() -> None:
+    store = FastStore()
+    first, inner, last = (registered(store, 1000 + at, size) for at, size in ((0, 100), (20, 50), (0, 100)))
+    assert first.__enter__() and inner.__enter__() and last.__enter__()
+    assert store.registered == {1000}
+    for done in (first, last):
+        done.__exit__(None, None, None)
+        assert store.registered == {1000}
+    inner.__exit__(None, None, None)
+    assert store.registered == set()
+
+
+def test_memory_of_the_program_stays_registered() -> None:
+    store = FastStore(register_code=-600)
+    store.registered = {1000}
+    with registered(store, 1000, 10) as is_registered:
+        assert is_registered
+    assert store.registered == {1000}
+    with registered(FastStore(register_code=-1), 1000, 10) as is_registered:
+        assert not is_registered
 
 
 @pytest.mark.parametrize("num", [1, 2, 7, 5000])

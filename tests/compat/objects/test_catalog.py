@@ -78,6 +78,20 @@ def test_a_publication_has_its_effect_once() -> None:
     assert catalog.list() == {"p": {"a": {"x": 1}}}
 
 
+def test_a_publication_is_known_until_it_is_acknowledged() -> None:
+    catalog = DataProtoCatalog()
+    assert catalog.publication("1") is None
+    answer = catalog.publish("1", "p", ["a"], tags=[{"x": 1}])
+    assert catalog.publication("1") == answer
+    with pytest.raises(ValueError, match="unique"):
+        catalog.publish("2", "p", ["a", "a"], tags=[{}, {}])
+    assert catalog.publication("2") is None
+    catalog.ack_publication("1")
+    assert catalog.publication("1") is None
+    catalog.drain()
+    assert catalog.publication("1") == {"append_rejected": "DataProto catalog is drained"}
+
+
 def test_an_append_replaces_the_handle_of_a_fragment() -> None:
     catalog = DataProtoCatalog()
     old, new = a_handle("one", ["f"]), a_handle("one-and-more", ["f", "g"])

@@ -125,6 +125,41 @@ def test_one_cleanup_removes_what_many_appends_wrote(
     assert plain.objects == {}
 
 
+def test_a_field_with_the_name_of_a_part_of_another_is_refused(
+    transfer: MooncakeBundleTransfer, plain: PlainStore
+) -> None:
+    first = transfer.put_dataproto(Batch({}, {"text": TEXT}), stage="s")
+    before = dict(plain.objects)
+    with pytest.raises(ValueError, match=r"non_tensor_batch\.text\.nulls"):
+        transfer.append_dataproto_fields(first, Batch({}, {"text.nulls": np.arange(6)}), stage="s")
+    assert plain.objects == before
+    other = transfer.append_dataproto_fields(first, Batch({}, {"text.nulls": np.arange(6)}), stage="t")
+    assert transfer.get_dataproto(other)["non_tensor_batch"]["text"].tolist() == TEXT.tolist()
+
+
+def test_an_append_is_undone_when_what_it_was_based_on_is_gone(
+    transfer: MooncakeBundleTransfer, plain: PlainStore
+) -> None:
+    first = export_ref(transfer.put_dataproto({"ids": IDS}, stage="s"))
+    second = export_ref(transfer.append_dataproto_fields(first, {"more": IDS}, stage="t"))
+    MooncakeBundleTransfer(plain).cleanup_dataproto(first)
+    transfer.cleanup_dataproto_append(first, second)
+    assert plain.objects == {}
+
+
+def test_an_overwrite_that_cannot_remove_returns_the_new_reference(
+    transfer: MooncakeBundleTransfer, plain: PlainStore, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    ref = transfer.put_dataproto({"ids": IDS}, stage="s")
+
+    def lose(key: str, force: bool = False) -> int:
+        raise ConnectionError(key)
+
+    monkeypatch.setattr(plain, "remove", lose)
+    new = transfer.append_dataproto_fields(ref, {"ids": IDS + 1}, stage="s", overwrite=True)
+    assert transfer.get_dataproto(new)["batch"]["ids"].tolist() == (IDS + 1).tolist()
+
+
 def test_an_overwrite_replaces_a_stage(transfer: MooncakeBundleTransfer, plain: PlainStore) -> None:
     ref = transfer.put_dataproto(Batch({"ids": IDS}, {"text": TEXT}), stage="s")
     with pytest.raises(ValueError, match=r"must include existing fields: \['text'\]"):
@@ -264,6 +299,24 @@ def test_a_handle_with_too_many_rows_reads_nothing(transfer: MooncakeBundleTrans
     handle["batch_size"] = 1 << 40
     with pytest.raises(IndexError, match="out of range"):
         transfer.get_dataproto(handle, rows=[1 << 39])
+    with pytest.raises(IndexError, match="out of range"):
+        transfer.get_dataproto(handle, rows=slice(0, 1 << 40))
+    handle["batch_size"] = 1 << 80
+    with pytest.raises(ValueError, match="batch_size"):
+        transfer.get_dataproto(handle, rows=slice(None))
+
+
+@pytest.mark.parametrize(
+    "column", [None, {}, {"payload_members": ["data"]}, {"payload_members": {"data": []}}]
+)
+def test_a_column_without_members_is_refused(transfer: MooncakeBundleTransfer, column: Any) -> None:
+    handle = export_ref(transfer.put_dataproto(Batch({}, {"text": TEXT})))
+    handle["encoded_non_tensor"]["text"] = column
+    with pytest.raises(ValueError, match=r"member"):
+        transfer.get_dataproto(handle)
+    if column is not None:
+        with pytest.raises(ValueError, match="payload_members"):
+            transfer.dataproto_manifest_view(handle)
 
 
 def test_fields_contradict_each_other(transfer: MooncakeBundleTransfer, plain: PlainStore) -> None:

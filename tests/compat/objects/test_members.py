@@ -4,6 +4,8 @@
 from __future__ import annotations
 
 import ctypes
+import gc
+import threading
 from typing import Any
 
 import numpy as np
@@ -19,6 +21,7 @@ from mooncake.compat.objects.transfer import (
     tensor_object_buffer,
 )
 from mooncake.store import BufferPool, MooncakeDistributedStore
+from mooncake.store.allocator import Allocator
 from tests.compat.objects.plain_store import PlainStore
 
 ARRAY = np.arange(60, dtype=np.int32).reshape(10, 6)
@@ -155,6 +158,7 @@ def test_memory_that_does_not_fit_is_not_written(plain: PlainStore, destination:
         {"encoding": "ndarray", "dtype": "<i4", "shape": [61]},
         {"encoding": "ndarray", "dtype": "<i4", "shape": [-1, -60]},
         {"encoding": "ndarray", "dtype": "<i4", "shape": [1 << 62, 1 << 62]},
+        {"encoding": "ndarray", "dtype": "<i4", "shape": [1 << 47, 1 << 47, 0]},
         {"encoding": "ndarray", "dtype": "V4", "shape": [60]},
         {"encoding": "ndarray", "dtype": "nonsense(", "shape": [60]},
         {"encoding": "ndarray", "dtype": "<i4", "shape": None},
@@ -178,6 +182,43 @@ def test_metadata_that_does_not_fit_the_member_is_refused(plain: PlainStore, spe
     }
     with pytest.raises(ValueError, match=r"."):
         transfer.materialize(transfer.read_spec(ref))
+
+
+@pytest.mark.parametrize("shape", [5, None, [[1]], "ab"])
+def test_a_tensor_of_another_shape_is_refused(plain: PlainStore, shape: Any) -> None:
+    transfer = MooncakeBundleTransfer(plain)
+    ref = put(transfer, x=torch.arange(4))
+    found = manifest.check(ref.manifest, ref.manifest_key, "bundle")
+    specs = {"x": {"encoding": "torch_tensor", "dtype": "torch.int64", "shape": shape}}
+    meta = manifest.encode({"layout": "structured", SPECS: specs})
+    plain.objects[found.meta.key] = meta
+    chunk = {"key": found.meta.key, "bytes": len(meta)}
+    ref.manifest["meta"] = chunk | {"chunks": [chunk]}
+    with pytest.raises(ValueError, match=r"is torch\.int64 of"):
+        transfer.materialize(transfer.read_spec(ref))
+
+
+@pytest.mark.parametrize("wrong", [[0, (1 << 63) - 1, 5], [0, 2, (1 << 63) - 1], [-1, 2, 5]])
+def test_a_nested_tensor_whose_offsets_wrap_around_is_refused(plain: PlainStore, wrong: list[int]) -> None:
+    right = torch.tensor([0, 2, 5])
+    nested = torch.nested.nested_tensor_from_jagged(torch.arange(9), right, torch.tensor([2, 1]))
+    transfer = MooncakeBundleTransfer(plain)
+    ref = transfer.put_dataproto({"tokens": nested})
+    (key,) = (key for key in plain.order if "buffer" in key)
+    before = right.numpy().tobytes()
+    assert plain.objects[key].count(before) == 1
+    plain.objects[key] = plain.objects[key].replace(before, np.array(wrong).tobytes())
+    with pytest.raises(ValueError, match="offsets do not fit 9 values"):
+        transfer.get_dataproto(ref)
+
+
+def test_a_saved_tensor_that_is_damaged_is_named(plain: PlainStore) -> None:
+    transfer = MooncakeBundleTransfer(plain)
+    ref = put(transfer, x=torch.tensor([1j]))
+    for key in [key for key in plain.order if "buffer" in key]:
+        plain.objects[key] = b"\0" * len(plain.objects[key])
+    with pytest.raises(ValueError, match="field x cannot be loaded"):
+        transfer.get_object(ref)
 
 
 def test_a_saved_tensor_runs_no_code(plain: PlainStore, tmp_path: Any) -> None:
@@ -216,6 +257,29 @@ def test_a_leased_array_goes_back_to_its_pool(store: MooncakeDistributedStore) -
     again = transfer.get_object(ref)
     assert getattr(again["x"], OWNER) is not None
     del again, found, rows  # a lease also ends with the last array
+    pool.close()
+
+
+def test_a_leased_array_may_be_collected_while_the_locks_of_its_pool_are_held(
+    store: MooncakeDistributedStore, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    pool = BufferPool(store)
+    transfer = MooncakeBundleTransfer(store, buffer_pool=pool)
+    cycle = [transfer.get_object(put(transfer, x=ARRAY))["x"]]
+    cycle.append(cycle)
+    del cycle
+    allocate = Allocator.allocate
+
+    def collect(pages: Allocator, size_bytes: int) -> int | None:
+        gc.collect()
+        return allocate(pages, size_bytes)
+
+    monkeypatch.setattr(Allocator, "allocate", collect)
+    acquiring = threading.Thread(target=lambda: pool.acquire(1).release(), daemon=True)
+    acquiring.start()
+    acquiring.join(20)
+    monkeypatch.undo()
+    assert not acquiring.is_alive()
     pool.close()
 
 

@@ -296,3 +296,14 @@ def test_a_taken_port_names_its_flag(flag: str) -> None:
     assert found.returncode == 2
     error = found.stderr.strip().splitlines()[-1]
     assert str(ports[flag]) in error and flag.replace("_", "-") in error.replace("_", "-")
+
+
+@pytest.mark.parametrize("program", ["master", "client", "transfer_engine_bench"])
+def test_help_for_a_reader_that_has_ended(program: str) -> None:
+    """As in ``mooncake_master --help | head -1``."""
+    script = f"import sys; from mooncake.compat.programs.{program} import main; main(['--help'])"
+    reading, writing = os.pipe()
+    os.close(reading)
+    done = subprocess.run([sys.executable, "-c", script], stdout=writing, stderr=subprocess.PIPE, timeout=60)
+    os.close(writing)
+    assert (done.returncode, done.stderr) == (0, b"")

@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import gc
 import threading
 from typing import Any
 
@@ -11,8 +12,43 @@ import pytest
 
 from mooncake.compat.store.buffer_pool import BufferPool
 from mooncake.store import BufferHandle, MooncakeDistributedStore
+from mooncake.store.allocator import Allocator
+from mooncake.transfer.memory import is_mapped
+from tests.waiting import wait_until
 
 MIB = 1 << 20
+
+
+class RegistrationsOnly:
+    """A store that only registers memory, and may collect garbage while it holds its lock."""
+
+    def __init__(self) -> None:
+        self.lock = threading.Lock()
+        self.registered: set[int] = set()
+        self.collects = False
+        self.is_empty = threading.Event()
+
+    def register_buffer(self, address: int, size: int) -> int:
+        with self.lock:
+            if self.collects:
+                gc.collect()
+            self.registered.add(address)
+            return 0
+
+    def unregister_buffer(self, address: int) -> int:
+        with self.lock:
+            self.registered.remove(address)
+            if not self.registered:
+                self.is_empty.set()
+            return 0
+
+
+def ends(act: Any) -> bool:
+    """Whether ``act`` comes to an end, in a thread that is left behind if it does not."""
+    thread = threading.Thread(target=act, daemon=True)
+    thread.start()
+    thread.join(20)
+    return not thread.is_alive()
 
 
 def test_a_lease_is_registered_memory(store: MooncakeDistributedStore) -> None:
@@ -84,6 +120,139 @@ def test_waiting_ends_when_a_lease_is_collected(store: MooncakeDistributedStore)
     assert found[0].size == 2
     found[0].release()
     pool.close()
+
+
+class Cycle:
+    """Garbage that only the collector finds."""
+
+    def __init__(self, *held: Any) -> None:
+        self.itself = self, held
+
+
+@pytest.mark.parametrize("num_bytes", [1, 17 * MIB])
+def test_a_lease_may_be_collected_while_the_locks_are_held(
+    store: MooncakeDistributedStore, num_bytes: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    pool = BufferPool(store, alignment=1 << 16)
+    pool.acquire(1).release()
+    other = BufferPool(store)
+    Cycle(pool.acquire(num_bytes), other.acquire(1))
+    allocate = Allocator.allocate
+
+    def collect(pages: Allocator, size_bytes: int) -> int | None:
+        gc.collect()
+        return allocate(pages, size_bytes)
+
+    monkeypatch.setattr(Allocator, "allocate", collect)
+    assert ends(lambda: pool.acquire(5).release())
+    monkeypatch.undo()
+    pool.close()
+    other.close()
+
+
+def test_a_lease_may_be_released_while_the_locks_are_held(
+    store: MooncakeDistributedStore, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    class Releases(Cycle):
+        def __del__(self) -> None:
+            self.itself[1][0].release()
+
+    pool = BufferPool(store)
+    Releases(pool.acquire(1))
+    allocate = Allocator.allocate
+
+    def collect(pages: Allocator, size_bytes: int) -> int | None:
+        gc.collect()
+        return allocate(pages, size_bytes)
+
+    monkeypatch.setattr(Allocator, "allocate", collect)
+    assert ends(lambda: pool.acquire(5).release())
+    monkeypatch.undo()
+    pool.close()
+
+
+def test_a_pool_that_is_dropped_with_its_lease_leaves_no_registration() -> None:
+    store = RegistrationsOnly()
+    pool = BufferPool(store, alignment=1 << 16)
+    lease = pool.acquire(MIB)
+    assert len(store.registered) == 1
+    del pool, lease
+    assert store.is_empty.wait(20)
+
+
+def test_a_view_keeps_the_registration_of_a_pool_that_is_gone() -> None:
+    store = RegistrationsOnly()
+    pool = BufferPool(store, alignment=1 << 16)
+    view = pool.acquire(MIB).buffer
+    del pool
+    assert len(store.registered) == 1 and view[0] == 0
+    del view
+    assert store.is_empty.wait(20)
+
+
+def test_a_pool_may_be_collected_while_the_locks_of_its_store_are_held() -> None:
+    store = RegistrationsOnly()
+    dropped = BufferPool(store, alignment=1 << 16)
+    Cycle(dropped.acquire(MIB), dropped)
+    del dropped
+    pool = BufferPool(store, alignment=1 << 16)
+    store.collects = True
+    assert ends(lambda: pool.acquire(MIB).release())
+    pool.close()
+    assert store.is_empty.wait(20)
+
+
+def test_memory_is_kept_until_it_is_unregistered() -> None:
+    class Looks(RegistrationsOnly):
+        def unregister_buffer(self, address: int) -> int:
+            assert is_mapped(address, MIB), "another allocation could have got the address"
+            return super().unregister_buffer(address)
+
+    pool = BufferPool(Looks(), alignment=1 << 16)
+    pool.acquire(MIB).release()
+    pool.close()
+
+
+def test_memory_that_could_not_be_unregistered_stays_leased_until_it_can(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    class Fails(RegistrationsOnly):
+        fails = True
+
+        def unregister_buffer(self, address: int) -> int:
+            if self.fails:
+                raise OSError("the session is lost")
+            return super().unregister_buffer(address)
+
+    store = Fails()
+    pool = BufferPool(store, alignment=1 << 16)
+    leases = [pool.acquire(MIB), pool.acquire(MIB)]
+    addresses = {lease.ptr for lease in leases}
+    for lease in leases:
+        lease.release()
+    other = pool.acquire(MIB)
+    assert store.registered == addresses | {other.ptr} and all(is_mapped(one, MIB) for one in addresses)
+    other.release()
+    with pytest.raises(RuntimeError, match="3 active leases"):
+        pool.close()
+    logged = [one for one in caplog.records if one.getMessage() == "lease_not_unregistered"]
+    assert len(logged) == 3, "once for each lease"
+    store.fails = False
+    pool.close()
+    assert not store.registered
+
+
+def test_pages_of_a_dropped_pool_can_be_leased_again(store: MooncakeDistributedStore) -> None:
+    local = store._local_buffer()
+    assert local is not None
+    pool = BufferPool(store)
+    lease = pool.acquire(12 * MIB)
+    assert local.take(12 * MIB) is None
+    address = lease.ptr
+    del pool, lease
+    found: list[Any] = []
+    wait_until(lambda: found.append(local.take(12 * MIB)) or found[-1] is not None)  # type: ignore[func-returns-value]
+    assert found[-1].ctypes.data == address and local.give_back(address)
 
 
 def test_sizes_from_zero_to_the_capacity(store: MooncakeDistributedStore) -> None:

@@ -83,6 +83,14 @@ def test_data_that_is_not_a_tensor(data: bytes) -> None:
         decode(data, len(data))
 
 
+@pytest.mark.parametrize("shape", [(-1,), (1 << 62, 1 << 62, 0), (1 << 62,), (-4, 0)])
+def test_shapes_that_no_tensor_has(shape: tuple[int, ...]) -> None:
+    with pytest.raises(ValueError, match="shape"):
+        encode(TensorHeader("int64", (0,) * len(shape), shape))
+    with pytest.raises(ValueError, match="shape"):
+        decode_manifest(encode_manifest(TensorManifest("int64", shape, 0, 2)))
+
+
 def test_a_truncated_tensor_is_refused() -> None:
     header = TensorHeader("int64", (4,), (4,))
     with pytest.raises(ValueError, match="not a tensor"):

@@ -17,7 +17,17 @@ from mooncake.compat.store import tensor_gather
 from mooncake.compat.store.parallelism import ParallelAxis, ReadTarget, TensorParallelism
 from mooncake.compat.store.public_types import ReplicateConfig
 from mooncake.compat.store.store import MooncakeDistributedStore
-from mooncake.compat.store.tensor_format import AxisKind, decode, decode_manifest
+from mooncake.compat.store.tensor_format import (
+    MAX_PARTS,
+    Axis,
+    AxisKind,
+    TensorHeader,
+    TensorManifest,
+    decode,
+    decode_manifest,
+    encode,
+    encode_manifest,
+)
 from mooncake.compat.store.tensors import _serialize_tensor
 from tests.compat.store.servers import LONG_LEASES
 
@@ -208,6 +218,24 @@ def test_ranks_experts_and_stages_have_tensors_of_their_own(store: MooncakeDistr
             found = store.get_tensor_with_parallelism(key, ReadTarget(mode, way))
             assert equal(found, torch.full((3,), number))
     assert store.get_tensor_with_parallelism(key) is None
+
+
+def test_a_header_cannot_name_any_number_of_parts(store: MooncakeDistributedStore) -> None:
+    for num_parts, wanted in ((4, (0,)), (MAX_PARTS + 1, None)):
+        key = new_key()
+        axis = Axis(AxisKind.TP, 0, num_parts, 0)
+        assert store.put(f"{key}_tp_0", encode(TensorHeader("int8", (0,), (0,), (axis,)))) == 0
+        found = store.get_tensor_with_parallelism(key, ReadTarget("full"))
+        assert (None if found is None else tuple(found.shape)) == wanted
+
+
+@pytest.mark.parametrize("shape", [(1 << 53,), (1 << 61,), (-4, 0), (1 << 62, 1 << 62, 0)])
+def test_a_manifest_of_a_tensor_that_no_host_can_have(
+    store: MooncakeDistributedStore, shape: tuple[int, ...]
+) -> None:
+    key = new_key()
+    assert store.put(f"{key}__writer_manifest", encode_manifest(TensorManifest("int64", shape, 0, 4))) == 0
+    assert store.get_tensor_with_parallelism(key, ReadTarget("full")) is None
 
 
 def test_puts_from_memory_in_the_format(store: MooncakeDistributedStore) -> None:

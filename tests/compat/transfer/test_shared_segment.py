@@ -4,10 +4,13 @@
 from __future__ import annotations
 
 import ctypes
+import errno
 import json
+import os
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -79,3 +82,46 @@ def test_huge_pages_are_those_of_the_hosts_pool() -> None:
     else:
         with pytest.raises(RuntimeError, match="nr_hugepages"):
             segment.complete([blob])
+
+
+@pytest.mark.parametrize("size", [(1 << 63) - 1, 1 << 64])
+@pytest.mark.parametrize("hugetlb", [False, True])
+def test_memory_that_the_kernel_refuses(size: int, hugetlb: bool) -> None:
+    before = len(os.listdir("/proc/self/fd"))
+    with pytest.raises(RuntimeError, match="cannot be made"):
+        SharedSegment.create("pool", size, 1, 0, hugetlb=hugetlb)
+    assert len(os.listdir("/proc/self/fd")) == before
+
+
+def test_too_many_open_files(monkeypatch: pytest.MonkeyPatch) -> None:
+    def refused(*_: object) -> int:
+        raise OSError(errno.EMFILE, "Too many open files")
+
+    monkeypatch.setattr(os, "memfd_create", refused)
+    with pytest.raises(RuntimeError, match="Too many open files"):
+        SharedSegment.create("pool", 4096, 1, 0)
+
+
+@pytest.mark.parametrize("name", ["\0", "\u6708" * 200, "a/b c", "\udcff", ""])
+def test_any_name_will_do(name: str) -> None:
+    segment, blob = SharedSegment.create(name, 4096, 2, 1)
+    owning, of_owner = SharedSegment.create(name, 4096, 2, 0)
+    for one in (segment, owning):
+        one.complete([blob, of_owner])
+        assert one.ready()
+
+
+def test_an_owner_that_ends_while_its_memory_is_mapped(monkeypatch: pytest.MonkeyPatch) -> None:
+    segment, blob = SharedSegment.create("pool", 4096, 2, 1)
+    owner, of_owner = SharedSegment.create("pool", 4096, 2, 0)
+    opened = os.open
+
+    def open_and_end(*arguments: Any) -> int:
+        nonlocal owner
+        found = opened(*arguments)
+        del owner
+        return found
+
+    monkeypatch.setattr(os, "open", open_and_end)
+    segment.complete([blob, of_owner])
+    assert segment.ready(), "the memory is there as long as one process has it open"

@@ -12,6 +12,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from mooncake.conductor.prediction import DecodeModel
 from mooncake.errors import InvalidArgument
 from mooncake.sim.serving import ClusterSpec, simulate
 from mooncake.sim.serving.node_costs import load_costs
@@ -79,6 +80,26 @@ def test_a_faster_prefill_node_changes_times_to_the_first_token_only() -> None:
     unlike = simulate(rows, spec(costs=quick, decode_costs=ROOMY), "load")
     assert (unlike.ttft_s < 0.7 * alike.ttft_s).all()
     np.testing.assert_allclose(alike.tbt_mean_s, unlike.tbt_mean_s, rtol=1e-3)
+
+
+@pytest.mark.parametrize("detail", ["flow", "step"])
+def test_decode_makes_the_first_token_after_the_handover(detail: str) -> None:
+    """As our workers do; a time between tokens contains nothing of the handover."""
+    costs = msgspec.structs.replace(
+        ROOMY,
+        first_token_s=0.5,
+        decode_makes_first_token=True,
+        nic_bytes_per_s=1e15,
+        nic_latency_s=0.0,
+        decode=DecodeModel(0.1, 0.0, 0.0),
+    )
+    rows = [*prompts(3, every_s=20.0, num_output=4), TraceRow(100.0, BLOCK, 1, (1000,))]
+    outcome = simulate(rows, spec(costs=costs, detail=detail))
+    assert outcome.is_done.all()
+    prefill_s = [costs.prefill_s(0, row.num_input) for row in rows]
+    assert outcome.ttft_s == pytest.approx([one + 0.5 + 0.1 for one in prefill_s], rel=1e-3)
+    assert outcome.tbt_mean_s == pytest.approx([0.1, 0.1, 0.1, 0.0], rel=1e-3)
+    assert outcome.tbt_s == pytest.approx([0.1, 0.1, 0.1, 0.0], rel=1e-3)
 
 
 def test_each_node_has_its_own_memory() -> None:

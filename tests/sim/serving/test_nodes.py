@@ -81,6 +81,23 @@ def test_requests_come_and_go_as_in_a_step_by_step_count() -> None:
     assert batch.runs == []
 
 
+def test_a_step_of_decode_makes_the_first_token_where_prefill_does_not() -> None:
+    batch = DecodeBatch(MODEL)
+    batch.join(sim_request(1, 100, 11))
+    batch.advance(5)
+    second = sim_request(2, 50, 2)
+    batch.join_without_token(second)
+    joined_at, step_s = batch.at, MODEL.seconds(2, 106 + 50)
+    batch.make_first_tokens([second])
+    assert second.first_token_at == batch.at == pytest.approx(joined_at + step_s)
+    assert batch.next_leave == 1, "one of its two tokens is made"
+    next_s = batch.seconds(1)
+    batch.advance(1)
+    assert batch.leave() == [second]
+    assert second.tbt_s == pytest.approx(next_s), "the first step is no interval between tokens"
+    assert batch.context == 108
+
+
 def test_a_pause_lengthens_the_next_interval_of_running_requests() -> None:
     batch = DecodeBatch(MODEL)
     old = sim_request(1, 100, 3)

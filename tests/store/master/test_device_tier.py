@@ -145,6 +145,45 @@ def test_among_objects_in_use_only_a_much_hotter_one_displaces() -> None:
     assert where(nodes, "other") == ["a", "a/hbm"] and where(nodes, "k") == ["a"]
 
 
+def test_no_more_replicas_are_displaced_than_needed() -> None:
+    """The space of the first one is free when its readers' leases have ended, and not before."""
+    nodes = Nodes(dataclasses.replace(POLICY, device_cool_s=1000.0))
+    places = with_device(nodes, 4096)
+    keys = ["k0", "k1", "k2", "k3"]
+    nodes.put(*keys, "hot", host="a")
+    use(nodes, places, 8, **dict.fromkeys(keys, 8))
+    assert all(where(nodes, key) == ["a", "a/hbm"] for key in keys)
+    use(nodes, places, int(POLICY.lease_s) + 8, **dict.fromkeys(keys, 8), hot=40)
+    assert where(nodes, "hot") == ["a", "a/hbm"]
+    assert sorted(where(nodes, key) == ["a", "a/hbm"] for key in keys) == [False, True, True, True]
+    assert nodes.master.counts.device_dropped_replicas == 1
+
+
+def test_each_of_two_hot_objects_displaces_one() -> None:
+    nodes = Nodes(dataclasses.replace(POLICY, device_cool_s=1000.0))
+    places = with_device(nodes, 4096)
+    keys = ["k0", "k1", "k2", "k3"]
+    nodes.put(*keys, "hot", "hotter", host="a")
+    use(nodes, places, 8, **dict.fromkeys(keys, 8))
+    use(nodes, places, int(POLICY.lease_s) + 8, **dict.fromkeys(keys, 8), hot=40, hotter=50)
+    assert where(nodes, "hot") == where(nodes, "hotter") == ["a", "a/hbm"]
+    assert nodes.master.counts.device_dropped_replicas == 2
+
+
+def test_nothing_leaves_for_an_object_that_finds_no_room_all_the_same() -> None:
+    nodes = Nodes(dataclasses.replace(POLICY, device_cool_s=1000.0))
+    places = with_device(nodes, 4096)
+    nodes.put("used", "used too", "idle", "idle too", host="a")
+    use(nodes, places, 8, **dict.fromkeys(["used", "used too", "idle", "idle too"], 8))
+    nodes.put("large", size_bytes=3000, host="a")
+    use(nodes, places, int(POLICY.lease_s) + 8, **{"used": 8, "used too": 8, "large": 12})
+    assert where(nodes, "large") == ["a"] and nodes.master.counts.device_copies_no_room > 0
+    assert nodes.master.counts.device_dropped_replicas == 0
+    use(nodes, places, 8, **{"used too": 8, "large": 40})
+    use(nodes, places, int(POLICY.lease_s) + 8, large=40)
+    assert where(nodes, "large") == ["a", "a/hbm"]
+
+
 def test_what_memory_evicts_leaves_the_device_too() -> None:
     nodes, places = warmed()
     use(nodes, places, int(POLICY.lease_s) - 6)

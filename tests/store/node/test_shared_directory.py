@@ -3,9 +3,12 @@
 
 from __future__ import annotations
 
+import asyncio
 import os
 import shutil
 import socket
+import subprocess
+import sys
 import threading
 from collections.abc import Iterator
 from pathlib import Path
@@ -14,7 +17,7 @@ from typing import Any, NamedTuple
 import msgspec
 import pytest
 
-from mooncake.errors import InvalidArgument, OutOfSpace, StorageError
+from mooncake.errors import InvalidArgument, OutOfSpace, StorageError, Unavailable
 from mooncake.store import messages as m
 from mooncake.store.node import node as node_module
 from mooncake.store.node import shared_directory
@@ -143,6 +146,28 @@ def test_its_size(engine: TransferEngine, tmp_path: Path, monkeypatch: pytest.Mo
         size_of("e", 8 * MIB)
 
 
+def test_what_other_folders_may_still_fill_is_not_free(
+    engine: TransferEngine, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Their files are sparse, so the file system counts that space as free."""
+    free(100 * MIB, monkeypatch)
+    place = SharedDirectory(str(tmp_path), "c")
+    first, second = open_folder(engine, place), open_folder(engine, place)
+    assert first.size_bytes == 90 * MIB
+    assert second.size_bytes == 9 * MIB, "a share of the ten that are left"
+    first.provide(0, first.size_bytes)
+    free(10 * MIB, monkeypatch)
+    third = open_folder(engine, place)
+    assert 0 < third.size_bytes < MIB, "nine of the ten are the second one's"
+    free(100 * MIB, monkeypatch)
+    first.close()
+    grown = open_folder(engine, SharedDirectory(str(tmp_path), "c", 1 << 40))
+    # What it has allocated is its own, and the others' ten are not.
+    assert grown.size_bytes // MIB == int((90 + 100 - 10) * 0.9)
+    for disk in (second, third, grown):
+        disk.close()
+
+
 def test_a_directory_of_others_is_refused(engine: TransferEngine, tmp_path: Path) -> None:
     root = tmp_path / "shared"
     root.mkdir()
@@ -251,3 +276,48 @@ async def test_a_node_that_is_closed_meanwhile(tmp_path: Path, monkeypatch: pyte
     answers.set()
     await until(has_closed.is_set, "the folder's release")
     await master.close()
+
+
+async def test_nothing_is_mounted_while_a_node_is_closed(tmp_path: Path) -> None:
+    master = MasterServer(MasterSettings(port=0, heartbeat_s=0.02))
+    await master.start()
+    node = node_of(master, name="n")
+    await node.start()
+    await node.mounted.wait()
+    closing = asyncio.ensure_future(node.close())
+    await asyncio.sleep(0)
+    node._mounted(reply(str(tmp_path)))  # a reply that was under way
+    with pytest.raises(Unavailable, match="being closed"):
+        node.mount_region(node._regions[0], "more")
+    await closing
+    assert not node.segments and node._shared is None and not os.listdir(tmp_path)
+    await master.close()
+
+
+HUNG = """
+import asyncio, sys, threading
+from mooncake.store.node import node, shared_directory
+from mooncake.store.server import MasterServer
+from mooncake.store.settings import MasterSettings
+
+async def run():
+    master = MasterServer(MasterSettings(port=0, heartbeat_s=0.02, root_fs_dir=sys.argv[1]))
+    await master.start()
+    settings = node.NodeSettings(f"127.0.0.1:{master.port}", pool_size_bytes=1 << 20, huge_pages=False)
+    one = node.Node(settings)
+    await one.start()
+    await one.mounted.wait()
+    await one.close()
+    await master.close()
+
+shared_directory.open_folder = lambda *arguments: threading.Event().wait()
+node.OPEN_S = 0.01
+asyncio.run(run())
+print("ended")
+"""
+
+
+def test_a_file_system_that_never_answers_does_not_keep_the_process(tmp_path: Path) -> None:
+    arguments = [sys.executable, "-c", HUNG, str(tmp_path)]
+    done = subprocess.run(arguments, capture_output=True, text=True, timeout=60)
+    assert (done.returncode, done.stdout) == (0, "ended\n"), done.stderr

@@ -274,6 +274,41 @@ def test_a_compacted_index_is_renamed_even_if_the_directory_is_not_synced(
     assert list(Disk(engine, path, MIB).index.entries) == [1, 2]
 
 
+def test_an_index_that_could_not_be_synced_is_written_anew(
+    engine: TransferEngine, path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A later sync that succeeds does not say that what was appended before is on the disk."""
+    disk = Disk(engine, path, MIB)
+    disk.log.hold(entry(1))
+    disk.log.flush()
+
+    def is_rewritten() -> bool:
+        return not disk.log.wants_compaction
+
+    assert is_rewritten()
+
+    def refused(file: int) -> None:
+        raise OSError(errno.EIO, os.strerror(errno.EIO))
+
+    disk.log.hold(entry(2, 4096))
+    with monkeypatch.context() as patch:
+        patch.setattr(os, "fdatasync", refused)
+        with pytest.raises(StorageError):
+            disk.log.flush()
+        assert not is_rewritten()
+        disk.log.end_compaction(disk.log.write_compacted(disk.log.begin_compaction()))
+    assert not is_rewritten(), "it could not be written anew either"
+    with pytest.raises(StorageError, match="a sync failed"):
+        disk.log.flush()
+    disk.log.end_compaction(disk.log.write_compacted(disk.log.begin_compaction()))
+    disk.log.flush()
+    assert is_rewritten()
+    disk.close()
+    again = Disk(engine, path, MIB)
+    assert list(again.index.entries) == [1, 2]
+    again.close()
+
+
 def test_an_index_of_an_earlier_release_whose_only_record_is_torn_is_read(
     engine: TransferEngine, path: Path
 ) -> None:

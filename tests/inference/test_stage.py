@@ -1,0 +1,229 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Stages that compute for a group: right answers over the wire, one group at a time, clear refusals."""
+
+from __future__ import annotations
+
+import asyncio
+from random import Random
+from typing import Any
+
+import msgspec
+import pytest
+
+from mooncake.errors import InvalidArgument, MooncakeError, ProtocolError
+from mooncake.inference.pipeline import ChunkRows, layer_ranges
+from mooncake.inference.stage import (
+    CHUNK,
+    BlocksMoved,
+    JoinGroup,
+    MoveBlocks,
+    Stage,
+    StageAlive,
+    StageChunk,
+    StageJoined,
+    StageProbe,
+)
+from mooncake.rpc import AsyncClient
+from mooncake.transfer import Notification
+from tests.inference.conftest import Reference, prompt_of
+from tests.inference.groups import HOST, TIMEOUT_S, running_group, running_stage
+from tests.inference.test_engine import LENGTHS, NUM_TOKENS, greedy
+
+
+@pytest.mark.parametrize("num_stages", [2, 3])
+async def test_a_group_answers_as_one_worker_does(llama: Reference, num_stages: int) -> None:
+    async with running_group(llama, num_stages) as group:
+        for length in (*LENGTHS, 200):
+            prompt = prompt_of(length)
+            answer = await group.ask(greedy(prompt, name=f"r{length}"))
+            assert answer.tokens == llama.greedy(prompt, NUM_TOKENS), length
+        prompts = {f"many{seed}": prompt_of(90 + seed, seed) for seed in range(6)}
+        answers = await asyncio.gather(*(group.ask(greedy(p, name=n)) for n, p in prompts.items()))
+        expected = [llama.greedy(prompt, NUM_TOKENS) for prompt in prompts.values()]
+        assert [answer.tokens for answer in answers] == expected
+        group.group.pipeline.check()
+        assert all(seconds > 0 for seconds in group.group.pipeline.computed_s)
+        story = group.group.pipeline.story("")
+        assert story and "chunk" in story[-1] and story[-1].count("+") == num_stages + 1
+
+
+async def test_a_long_prompt_passes_in_several_chunks(llama: Reference) -> None:
+    async with running_group(llama, 3) as group:
+        prompt = prompt_of(300)
+        answer = await group.ask(greedy(prompt, 1))
+        assert answer.tokens == llama.greedy(prompt, 1)
+        assert group.group.pipeline.latest >= 5
+        again = await group.ask(greedy(prompt, 1, name="again"))
+        assert again.tokens == answer.tokens and again.last.num_local_cached == 288
+
+
+async def test_a_lost_stage_fails_requests_and_a_new_group_answers(llama: Reference) -> None:
+    ranges = layer_ranges(3, 2)
+    async with running_stage(llama, ranges[1]) as stage:
+        async with running_group(llama, 2, stages=[stage]) as group:
+            assert (await group.ask(greedy(prompt_of(20), 2))).last.error is None
+            waiting = [group.add(greedy(prompt_of(250, n), 50, name=f"lost{n}")) for n in range(3)]
+            for connection in list(stage.server.connections):
+                connection.close()
+            answers = await asyncio.wait_for(asyncio.gather(*waiting), TIMEOUT_S)
+            assert all(answer.last.error and "lost a stage" in answer.last.error for answer in answers)
+            assert "the connection broke" in str(await asyncio.wait_for(group.group.lost, TIMEOUT_S))
+            late = await group.ask(greedy(prompt_of(20), 2, name="late"))
+            assert late.last.error and "may be sent again" in late.last.error
+        async with running_group(llama, 2, stages=[stage]) as group:
+            answer = await group.ask(greedy(prompt_of(60)))
+            assert answer.tokens == llama.greedy(prompt_of(60), NUM_TOKENS)
+
+
+@pytest.mark.parametrize("seed", range(8))
+async def test_a_stage_lost_at_any_point_costs_no_wrong_token(llama: Reference, seed: int) -> None:
+    """Cut off after a random number of chunks; the stage's next group has none of the former one's blocks."""
+    random = Random(seed)
+    prompts = [prompt_of(random.randint(1, 150), n) for n in range(5)]
+    right = [llama.greedy(prompt, 8) for prompt in prompts]
+    async with running_stage(llama, layer_ranges(3, 2)[1], num_blocks=50) as stage:
+        for turn in range(3):
+            async with running_group(llama, 2, stages=[stage], num_blocks=50) as group:
+                waiting = [group.add(greedy(p, 8, name=f"{turn} {n}")) for n, p in enumerate(prompts)]
+                last = random.randrange(40)
+                while (  # noqa: ASYNC110  a chunk sets no event
+                    group.group.pipeline.latest < last and not all(one.done() for one in waiting)
+                ):
+                    await asyncio.sleep(0.001)
+                for connection in list(stage.server.connections):
+                    connection.close()
+                answers = await asyncio.wait_for(asyncio.gather(*waiting), TIMEOUT_S)
+                for answer, expected in zip(answers, right, strict=True):
+                    if answer.last.error is None:
+                        assert answer.tokens == expected
+                    else:
+                        assert answer.tokens == expected[: len(answer.tokens)]
+                        assert "may be sent again" in answer.last.error
+        async with running_group(llama, 2, stages=[stage], num_blocks=50) as group:
+            answers = await asyncio.gather(
+                *(group.ask(greedy(p, 8, name=f"{n}")) for n, p in enumerate(prompts))
+            )
+            assert [answer.tokens for answer in answers] == right
+
+
+async def test_another_group_takes_a_stage_over_and_the_former_one_notices(llama: Reference) -> None:
+    async with (
+        running_stage(llama, layer_ranges(3, 2)[1]) as stage,
+        running_group(llama, 2, stages=[stage]) as former,
+        running_group(llama, 2, stages=[stage]) as group,
+    ):
+        loss = await asyncio.wait_for(former.group.lost, TIMEOUT_S)
+        assert "belongs to" in str(loss)
+        answer = await group.ask(greedy(prompt_of(60)))
+        assert answer.tokens == llama.greedy(prompt_of(60), NUM_TOKENS)
+        failed = await former.ask(greedy(prompt_of(60)))
+        assert failed.tokens == [] and failed.last.error
+
+
+async def test_a_stage_that_fails_to_compute_ends_the_group(
+    llama: Reference, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async with running_group(llama, 2) as group:
+
+        def broken(*_: Any) -> int:
+            raise RuntimeError("out of device memory")
+
+        monkeypatch.setattr(group.stages[0], "_compute", broken)
+        answer = await group.ask(greedy(prompt_of(30)))
+        assert answer.last.error and "out of device memory" in answer.last.error
+
+
+async def test_a_stage_that_stands_still_is_noticed(
+    llama: Reference, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("mooncake.inference.prefill_group.PROBE_TIMEOUT_S", 0.2)
+    monkeypatch.setattr("mooncake.inference.prefill_group.PROBE_INTERVAL_S", 0.05)
+    async with running_group(llama, 2) as group:
+        stage = group.stages[0]
+        silent: asyncio.Future[StageAlive] = asyncio.get_running_loop().create_future()
+        stage.server.handlers[StageProbe] = lambda probe, call: silent
+        monkeypatch.setattr(stage, "_queue_chunk", lambda one: None)
+        answer = await group.ask(greedy(prompt_of(30)))
+        assert answer.last.error and "didn't answer StageProbe" in answer.last.error
+        silent.cancel()
+
+
+def join_of(stage: Stage, **changed: Any) -> JoinGroup:
+    descriptor = stage._transfer.describe().encode()
+    fields: dict[str, Any] = {
+        "group": "g",
+        "first_layer": 2,
+        "end_layer": 3,
+        "num_stages": 2,
+        "weights": "w",
+        "dtype": "float32",
+        "block_tokens": 16,
+        "num_slots": 4,
+        "max_rows": 32,
+        "max_samples": 4,
+        "next_descriptor": descriptor,
+        "next_address": 4096,
+        "leader_descriptor": descriptor,
+    }
+    return JoinGroup(**fields | changed)
+
+
+def client_of(stage: Stage) -> AsyncClient:
+    return AsyncClient(f"{HOST}:{stage.server.port}", (StageJoined, StageAlive, BlocksMoved))
+
+
+@pytest.mark.parametrize(
+    ("field", "value"),
+    [
+        ("first_layer", 1),
+        ("weights", "other"),
+        ("dtype", "bfloat16"),
+        ("block_tokens", 32),
+        ("num_slots", 100_000),
+        ("max_rows", 0),
+    ],
+)
+async def test_a_group_with_other_settings_is_refused(llama: Reference, field: str, value: Any) -> None:
+    async with running_stage(llama, layer_ranges(3, 2)[1]) as stage:
+        client = client_of(stage)
+        named = "layers" if field == "first_layer" else field
+        with pytest.raises(InvalidArgument, match=f"{named} is"):
+            await client.call(join_of(stage, **{field: value}), TIMEOUT_S)
+        assert (await client.call(StageProbe(), TIMEOUT_S)).group == ""
+        await client.close()
+
+
+async def test_bad_chunks_and_moves_are_refused(llama: Reference) -> None:
+    """Rows without blocks, blocks outside of the pool and columns that differ never reach memory."""
+    async with running_stage(llama, layer_ranges(3, 2)[1], num_blocks=8) as stage:
+        client = client_of(stage)
+        await client.call(join_of(stage), TIMEOUT_S)
+        move = MoveBlocks("g", True, -1, b"", [9], [16], [0], 1.0)
+        for bad in (
+            move,
+            msgspec.structs.replace(move, block_ids=[1], num_tokens=[17]),
+            msgspec.structs.replace(move, block_ids=[1, 2]),
+        ):
+            with pytest.raises(MooncakeError, match="block"):
+                await client.call(bad, TIMEOUT_S)
+        former = msgspec.structs.replace(move, group="former", block_ids=[1])
+        assert (await client.call(former, TIMEOUT_S)).status == "CANCELLED"
+        # What would come behind a chunk that never comes ends at its deadline.
+        late = msgspec.structs.replace(move, block_ids=[1], after=7, timeout_s=0.1)
+        assert (await client.call(late, TIMEOUT_S)).status == "TIMED_OUT"
+
+        good = ChunkRows(0, 16, 0, False, [1])
+        member = stage._member
+        assert member is not None
+        for rows in (
+            [],
+            [msgspec.structs.replace(good, num_tokens=33, block_ids=[1, 2, 3])],
+            [msgspec.structs.replace(good, block_ids=[8])],
+            [msgspec.structs.replace(good, start=1)],
+            [msgspec.structs.replace(good, num_tokens=0)],
+        ):
+            message = msgspec.msgpack.encode(StageChunk("g", 0, rows, []))
+            with pytest.raises(ProtocolError):
+                stage._queue_chunk(Notification("peer", CHUNK, message))
+        assert member.queue.latest == -1
+        await client.close()

@@ -1,0 +1,232 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Weights are replaced between two steps: no answer mixes versions, no KV of the old ones is found."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import json
+from collections.abc import AsyncIterator
+from pathlib import Path
+
+import aiohttp
+import pytest
+import torch
+
+from mooncake.errors import DeadlineExceeded, InvalidArgument, ModelError
+from mooncake.http.openai import KvEventSource
+from mooncake.http.server import HttpServer, listen
+from mooncake.inference.api import Api, create_app
+from mooncake.inference.engine import Engine, InferenceSettings
+from mooncake.inference.generator import Generator
+from mooncake.inference.runner import TorchRunner, new_pool
+from mooncake.inference.weight_versions import LoadedWeights, WeightVersions, add_weight_routes
+from mooncake.inference.weights import load_model, weights_digest
+from mooncake.security.http_auth import AdminKey
+from mooncake.types import WorkerRole
+from tests.inference.conftest import Reference
+from tests.inference.test_api import TEXT, Client, greedy, make_tokenizer
+from tests.waiting import until
+
+PROMPT = list(range(5, 45))
+KEY = {"X-API-Key": "secret"}
+
+
+@pytest.fixture
+def other(llama: Reference, tmp_path: Path) -> Path:
+    """The same model with other weights."""
+    with torch.no_grad():
+        kept = {name: value.clone() for name, value in llama.model.state_dict().items()}
+        for parameter in llama.model.parameters():
+            parameter.add_(torch.randn_like(parameter) * 0.3)
+        llama.model.save_pretrained(tmp_path / "other")
+        llama.model.load_state_dict(kept)
+    return tmp_path / "other"
+
+
+def loaded(folder: Path) -> LoadedWeights:
+    return LoadedWeights(str(folder), weights_digest(folder), load_model(folder), None)
+
+
+class Worker(Client):
+    versions: WeightVersions
+    engine: Engine
+
+    async def tokens(self, max_tokens: int = 12) -> list[int]:
+        answer = await self.post(TEXT, greedy(max_tokens=max_tokens))
+        found: list[int] = answer["choices"][0]["token_ids"]
+        return found
+
+    async def command(self, what: str, body: object = None, status: int = 200) -> dict[str, object]:
+        url = f"{self.url}/weights/{what}"
+        async with self.http.post(url, json=body or {}, headers=KEY) as answer:
+            found: dict[str, object] = await answer.json()
+            assert answer.status == status, found
+            return found
+
+
+@contextlib.asynccontextmanager
+async def working(folder: Path, tokenizer: Path) -> AsyncIterator[Worker]:
+    weights = loaded(folder)
+    runner = TorchRunner(weights.model, new_pool(weights.model, 16, 1 << 20))
+    engine = Engine(InferenceSettings(), runner)
+    generator = Generator(engine, make_tokenizer(tokenizer), asyncio.get_running_loop())
+    generator.start()
+    versions = WeightVersions(engine, runner, None, weights, loaded)
+    api = Api(generator, "tiny", WorkerRole.PREFILL, KvEventSource("tcp://127.0.0.1:1"))
+    api.add_routes = lambda app: add_weight_routes(app, versions, AdminKey("secret"))
+    server = HttpServer(create_app(api), listen("127.0.0.1", 0))
+    await server.start()
+    async with aiohttp.ClientSession() as http:
+        worker = Worker(http, f"http://127.0.0.1:{server.port}", generator)
+        worker.versions, worker.engine = versions, engine
+        yield worker
+    await server.close()
+    await asyncio.to_thread(generator.stop)
+    engine.check()
+
+
+async def test_a_flip_changes_answers_at_once_and_a_rollback_changes_them_back(
+    llama: Reference, other: Path, tmp_path: Path
+) -> None:
+    async with working(llama.folder, tmp_path) as worker:
+        old = await worker.tokens()
+        assert old == llama.greedy(PROMPT, 12)
+        assert (await worker.command("prepare", {"path": str(other)}))["prepared"] == weights_digest(other)
+        assert await worker.tokens() == old  # prepared weights are not used
+        await worker.command("flip")
+        new = await worker.tokens()
+        async with working(other, tmp_path) as fresh:
+            assert new == await fresh.tokens() != old
+        await worker.command("rollback")
+        assert await worker.tokens() == old
+        await worker.command("flip")  # what was rolled back is prepared
+        assert await worker.tokens() == new
+        worker.engine.check()
+
+
+async def test_answers_of_new_weights_end_with_their_own_tokens(
+    llama: Reference, other: Path, tmp_path: Path
+) -> None:
+    """A model tuned for chats has another end-of-sequence token than its base model."""
+    async with working(other, tmp_path) as fresh:
+        wanted = await fresh.tokens()
+    settings = other / "generation_config.json"
+    settings.write_text(json.dumps(json.loads(settings.read_text()) | {"eos_token_id": wanted[2]}))
+    async with working(llama.folder, tmp_path) as worker:
+        old = await worker.tokens()
+        await worker.versions.prepare(other)
+        await worker.versions.flip()
+        answer = await worker.post(TEXT, greedy(max_tokens=12) | {"ignore_eos": False})
+        assert answer["choices"][0]["token_ids"] == wanted[: wanted.index(wanted[2]) + 1]
+        await worker.versions.rollback()
+        assert await worker.tokens() == old
+
+
+async def test_kv_of_the_old_weights_is_not_found(llama: Reference, other: Path, tmp_path: Path) -> None:
+    async with working(llama.folder, tmp_path) as worker:
+        await worker.tokens()
+        again = await worker.post(TEXT, greedy())
+        assert again["usage"]["prompt_tokens_details"]["cached_tokens"] == 32
+        await worker.versions.prepare(other)
+        await worker.versions.flip()
+        assert worker.engine.stats().num_cached_blocks == 0
+        first = await worker.post(TEXT, greedy())
+        assert first["usage"]["prompt_tokens_details"]["cached_tokens"] == 0
+
+
+@pytest.mark.parametrize("mode", ["abort", "wait"])
+async def test_no_answer_mixes_versions(mode: str, llama: Reference, other: Path, tmp_path: Path) -> None:
+    async with working(llama.folder, tmp_path) as worker, working(other, tmp_path) as fresh:
+        wanted = [await worker.tokens(200), await fresh.tokens(200)]
+        await worker.versions.prepare(other)
+
+        async def one(delay: int) -> list[int] | None:
+            for _ in range(delay):
+                await asyncio.sleep(0.002)
+            try:
+                return await worker.tokens(200)
+            except AssertionError as error:
+                assert "weights were replaced" in str(error), error
+                return None
+
+        answers = [asyncio.create_task(one(delay)) for delay in range(0, 40, 4)]
+        await asyncio.sleep(0.03)
+        result = await worker.command("flip", {"mode": mode})
+        assert result["digest"] == weights_digest(other)
+        found = await asyncio.gather(*answers)
+        assert all(answer is None or answer in wanted for answer in found)
+        assert mode == "abort" or None not in found
+        assert await worker.tokens(200) == wanted[1]
+
+
+async def test_a_flip_has_an_error_of_its_own(llama: Reference, other: Path, tmp_path: Path) -> None:
+    """A gateway continues the answer of a worker that failed, which would mix versions here."""
+    async with working(llama.folder, tmp_path) as worker:
+        await worker.versions.prepare(other)
+        whole = asyncio.create_task(worker.post(TEXT, greedy(max_tokens=800), 409))
+        body = {**greedy(max_tokens=800), "stream": True}
+        async with worker.http.post(worker.url + TEXT, json=body) as streamed:
+            await streamed.content.readline()
+            await until(lambda: worker.engine.stats().num_running == 2)
+            await worker.command("flip")
+            events = (await streamed.read()).strip().split(b"\n\n")
+        errors = [(await whole)["error"], json.loads(events[-1].removeprefix(b"data: "))["error"]]
+    for error in errors:
+        assert (error["code"], error["type"]) == ("weights_replaced", "conflict_error")
+        assert "send the request again" in error["message"]
+
+
+async def test_requests_that_do_not_end_in_time_keep_the_old_weights(
+    llama: Reference, other: Path, tmp_path: Path
+) -> None:
+    async with working(llama.folder, tmp_path) as worker:
+        await worker.versions.prepare(other)
+        answer = asyncio.create_task(worker.tokens(400))
+        await until(lambda: worker.engine.stats().num_running)
+        with pytest.raises(DeadlineExceeded, match="old weights stay"):
+            await worker.versions.flip("wait", timeout_s=0.001)
+        assert await answer == llama.greedy(PROMPT, 400)
+        assert worker.versions.prepared is not None
+        await worker.versions.flip("wait")
+        assert worker.versions.active.digest == weights_digest(other)
+
+
+async def test_who_may_replace_weights_and_with_what(llama: Reference, tmp_path: Path) -> None:
+    async with working(llama.folder, tmp_path) as worker:
+        for what in ("prepare", "flip", "rollback"):
+            async with worker.http.post(f"{worker.url}/weights/{what}", json={}) as answer:
+                assert answer.status in (401, 403), await answer.text()
+        await worker.command("prepare", {"path": 1}, status=400)
+        await worker.command("flip", {"mode": "later"}, status=400)
+        await worker.command("flip", status=400)
+        with pytest.raises(InvalidArgument):
+            await worker.versions.rollback()
+        await worker.command("prepare", {"path": str(tmp_path / "absent")}, status=400)
+        with pytest.raises(ModelError):
+            await worker.versions.prepare(tmp_path / "absent")
+
+
+async def test_a_repeated_flip_keeps_the_version_before(
+    llama: Reference, other: Path, tmp_path: Path
+) -> None:
+    """A client whose request timed out sends it again; the second one must not lose the way back."""
+    async with working(llama.folder, tmp_path) as worker:
+        before = worker.versions.active
+        await worker.versions.prepare(other)
+        first, second = await asyncio.gather(
+            worker.versions.flip(), worker.versions.flip(), return_exceptions=True
+        )
+        assert not isinstance(first, BaseException) and isinstance(second, InvalidArgument)
+        assert worker.versions.previous is before and worker.versions.active is not before
+        await worker.versions.rollback()
+        assert worker.versions.active is before
+
+
+async def test_a_flip_behind_a_prepare_takes_what_it_has_prepared(
+    llama: Reference, other: Path, tmp_path: Path
+) -> None:
+    async with working(llama.folder, tmp_path) as worker:
+        await worker.versions.prepare(llama.folder)
+        prepared, result = await asyncio.gather(worker.versions.prepare(other), worker.versions.flip())
+        assert result.digest == prepared.digest == worker.versions.active.digest
