@@ -543,6 +543,8 @@ async def serve_stage(stage: Stage, host: str, port: int) -> None:
         await stage.close()
 
 
-def stage_transfer(host: str) -> TransferEngine:
+def stage_transfer(host: str, settings: TransferSettings) -> TransferEngine:
     """The transfer engine of a member of a group, which takes notifications."""
-    return TransferEngine(TransferSettings(listen_host=host, handshake_port=0))
+    settings = settings.for_role(host, handshake_port=0)
+    check_address(settings.listen_host)
+    return TransferEngine(settings)
