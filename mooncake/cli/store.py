@@ -38,7 +38,7 @@ MASTER = typer.Option(
     "--master",
     metavar="HOST:PORT",
     envvar="MOONCAKE_MASTER",
-    help="Address of the master; several separated by commas; etcd:// or redis:// for elected masters.",
+    help="Address of the master; several separated by commas; etcd://, redis://, k8s:// for elected masters.",
 )
 Master = Annotated[str, MASTER]
 Tenant = Annotated[str, typer.Option("--tenant", help="Tenant, the namespace of the keys.")]

@@ -61,7 +61,7 @@ class NodeSettings:
     """Contribute this host's memory and SSD to the store."""
 
     master: str = "127.0.0.1:50051"
-    "`host:port` of the store's master, or several with commas, or `etcd://…`, `redis://…` where they elect."
+    "`host:port` of the store's master, or several with commas, or `etcd://…`, `redis://…`, `k8s://…`."
 
     name: str = ""
     "Name of this node's segment; empty takes `<host name>-<process id>-<number>`."
