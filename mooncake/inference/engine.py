@@ -81,11 +81,11 @@ class QuietChange(Protocol):
     """Why requests that are known are ended; None to let them end by themselves first."""
 
     def apply(self) -> None:
-        """Make the change; on the engine's thread. Must not fail, and should be short."""
+        """Make the change, soon; on the engine's thread. If it raises, nothing may have changed."""
         ...
 
-    def applied(self) -> None:
-        """Called after it, on the engine's thread, when requests may be computed again."""
+    def ended(self, error: Exception | None) -> None:
+        """Called after it, with what it raised; on the engine's thread, which computes requests again."""
         ...
 
 
@@ -410,12 +410,17 @@ class Engine:
                 return  # withdrawn
             self._change = None
             self._wake_locked()  # for the requests that have waited
-        # First: if it fails, no block of the old content may be found by what computes with the new.
-        self.scheduler.pool.clear()
-        change.apply()
+        try:
+            # First: if it fails, no block of the old content may be found by what computes with the new.
+            self.scheduler.pool.clear()
+            change.apply()
+        except Exception as error:  # whoever waits for the change decides what that means
+            log.exception("change_failed", error=error)
+            change.ended(error)
+            return
         eos_token_ids = self.runner.eos_token_ids
         self.scheduler.settings = dataclasses.replace(self.scheduler.settings, eos_token_ids=eos_token_ids)
-        change.applied()
+        change.ended(None)
 
     def fail_all(self, error: str) -> list[Output]:
         """End every request; blocks that a load or save still touches stay in use."""
