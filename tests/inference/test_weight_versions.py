@@ -88,7 +88,7 @@ class Worker(Client):
 async def working(folder: Path, tokenizer: Path, link: RenamedLink | None = None) -> AsyncIterator[Worker]:
     weights = loaded(folder)
     runner = TorchRunner(weights.model, new_pool(weights.model, 16, 1 << 20))
-    engine = Engine(InferenceSettings(), runner)
+    engine = Engine(InferenceSettings(), runner, weights=weights.digest)
     generator = Generator(engine, make_tokenizer(tokenizer), asyncio.get_running_loop())
     generator.start()
     versions = WeightVersions(engine, runner, cast("StoreLink | None", link), weights, loaded)
@@ -194,6 +194,55 @@ async def test_a_flip_has_an_error_of_its_own(llama: Reference, other: Path, tmp
     for error in errors:
         assert (error["code"], error["type"]) == ("weights_replaced", "conflict_error")
         assert "send the request again" in error["message"]
+
+
+def continued(tokens: list[int], digest: object, max_tokens: int = 12) -> dict[str, object]:
+    """The request of a gateway whose worker was lost after ``tokens`` of an answer."""
+    transfer = {"num_output_tokens": len(tokens), "output_text_offset": 0, "weights": digest}
+    return greedy(max_tokens=max_tokens) | {"prompt": PROMPT + tokens, "kv_transfer_params": transfer}
+
+
+async def test_an_answer_is_continued_only_with_the_weights_of_its_beginning(
+    llama: Reference, other: Path, tmp_path: Path
+) -> None:
+    async with working(llama.folder, tmp_path) as worker:
+        events = await worker.stream(TEXT, greedy())
+        [named, *unnamed] = [event.get("kv_transfer_params") for event in events]
+        assert named == {"weights": weights_digest(llama.folder)} and not any(unnamed)
+        tokens = [token for event in events for token in event["choices"][0]["token_ids"]]
+        begun = continued(tokens[:5], named["weights"])
+        await worker.versions.prepare(other)
+        assert (await worker.post(TEXT, begun))["choices"][0]["token_ids"] == tokens[5:]
+        await worker.versions.flip()
+        error = (await worker.post(TEXT, begun, 409))["error"]
+        assert (error["code"], error["type"]) == ("weights_replaced", "conflict_error")
+        async with worker.http.post(worker.url + TEXT, json={**begun, "stream": True}) as answer:
+            assert answer.status == 409
+        await worker.versions.rollback()
+        assert (await worker.post(TEXT, begun))["choices"][0]["token_ids"] == tokens[5:]
+        unknown = await worker.post(TEXT, continued(tokens[:5], ""))  # such as by an older gateway
+        assert unknown["choices"][0]["token_ids"] == tokens[5:]
+        for wrong in (7, "x" * 1000):
+            error = (await worker.post(TEXT, continued(tokens[:5], wrong), 400))["error"]
+            assert error["param"] == "kv_transfer_params" and len(error["message"]) < 200
+
+
+async def test_a_continuation_that_waits_for_a_flip_is_refused_after_it(
+    llama: Reference, other: Path, tmp_path: Path
+) -> None:
+    """Its weights were active when it arrived."""
+    async with working(llama.folder, tmp_path) as worker:
+        tokens = await worker.tokens()
+        await worker.versions.prepare(other)
+        running = asyncio.create_task(worker.tokens(400))
+        await until(lambda: worker.engine.stats().num_running)
+        flip = asyncio.create_task(worker.versions.flip("wait"))
+        await until(lambda: worker.engine._change is not None)
+        begun = continued(tokens[:5], weights_digest(llama.folder))
+        error = (await worker.post(TEXT, begun, 409))["error"]
+        assert error["code"] == "weights_replaced"
+        assert await running == llama.greedy(PROMPT, 400)
+        await flip
 
 
 async def test_requests_that_do_not_end_in_time_keep_the_old_weights(
