@@ -424,7 +424,7 @@ async def running(settings: FakeEngineSettings) -> AsyncIterator[Api]:
             link = FaultyLink(real, settings.faults, settings.num_layers, model.flip)
         latency = Latency(settings.prefill_token_s, settings.decode_token_s)
         limits = InferenceSettings(max_model_len=settings.max_model_len, max_running=settings.max_running)
-        engine = Engine(limits, FakeRunner(model, link, latency), link)
+        engine = Engine(limits, FakeRunner(model, link, latency), link, weights=model.identity.weights)
         yield await stack.enter_async_context(
             engine_process.run_api(
                 engine,

@@ -202,10 +202,10 @@ async def running(
         add_routes: Callable[[FastAPI], None] | None = None
         if group is not None:
             group_runner = GroupRunner(model, pool, group, link)
-            engine = Engine(limits, group_runner, link, pipeline=group_runner)
+            engine = Engine(limits, group_runner, link, pipeline=group_runner, weights=weights.digest)
         else:
             runner = TorchRunner(model, pool, link)
-            engine = Engine(limits, runner, link)
+            engine = Engine(limits, runner, link, weights=weights.digest)
 
             def load(other: Path) -> LoadedWeights:
                 found = load_model(other, settings.torch_dtype, settings.torch_device)
