@@ -11,6 +11,7 @@ import msgspec
 
 from mooncake.conductor.health import ProbeOutcome
 from mooncake.errors import Refusal
+from mooncake.http.worker_stats import StageStats
 from mooncake.prefix import BlockKey
 from mooncake.security.principal import NODES, NODES_AND_ADMINS, TRUSTED, Level
 from mooncake.types import InstanceId, Tier, WorkerRole
@@ -65,6 +66,8 @@ class Prefilled(msgspec.Struct, frozen=True, array_like=True, tag=True):
     "Tokens whose KV came from elsewhere."
     has_begun: bool = False
     "Its answer has begun, so admission can't reject it now."
+    stages: list[StageStats] = []
+    "The stages of the prefill group that computed it; none for a single worker."
 
 
 class Finished(msgspec.Struct, frozen=True, array_like=True, tag=True):

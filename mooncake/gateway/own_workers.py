@@ -551,6 +551,7 @@ class OwnWorkersRequest(PlacedRequest):
                 found.num_local_tokens,
                 found.loaded_s,
                 found.num_loaded_tokens,
+                stages=found.stages,
             )
         return self._estimated_prefilled(decision, len(self.prompt), self.num_cached_tokens, elapsed_s)
 

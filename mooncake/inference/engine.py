@@ -193,6 +193,7 @@ def prompt_stats_of(request: Request) -> PromptStats | None:
         request.num_local_hit_tokens,
         request.num_external_hit_tokens,
         max(1, request.num_prompt_tokens - num_found),
+        request.stages,
     )
 
 
@@ -213,8 +214,25 @@ class StepLog:
             self._steps.append((len(chunks), sum(chunk.end for chunk in chunks), seconds))
             self._num_steps += 1
         elif len(chunks) == 1:
-            self._chunks.append((chunks[0].start, chunks[0].num_tokens, seconds))
-            self._num_chunks += 1
+            self._note_chunk(chunks[0].start, chunks[0].num_tokens, seconds)
+
+    def note_ended(self, step: Step, seconds: float) -> None:
+        """Record a step that passed through a pipeline in ``seconds``; prompts as a whole.
+
+        A prompt's chunks say nothing of it: the first stage's time for one is a part of what it takes, and
+        the last one's time from end to end is that of all stages.
+        """
+        prompts = [c.request for c in step.chunks if c.start < c.request.num_prompt_tokens]
+        for passage in (request.passage for request in prompts):
+            if passage is not None and passage.is_alone:
+                num_tokens = passage.end_token - passage.first_token
+                self._note_chunk(passage.first_token, num_tokens, passage.alone_s)
+        if not prompts:
+            self.note(step, seconds)
+
+    def _note_chunk(self, first: int, num_tokens: int, seconds: float) -> None:
+        self._chunks.append((first, num_tokens, seconds))
+        self._num_chunks += 1
 
     def read(self) -> StepStats:
         # A row that is added between two of these lines is read next time.
@@ -490,7 +508,7 @@ class Engine:
         self._count(step)
         if sampled_rows is None and any(chunk.samples for chunk in step.chunks):
             self._begun.append(BegunStep(step, failed, began))
-        elif not failed:
+        elif not failed and self._pipeline is None:
             self.step_log.note(step, self._clock() - began)
         return outputs
 
@@ -515,7 +533,7 @@ class Engine:
             step = Step([chunk for chunk, _, _ in kept])
             outputs += self._apply(step, ([row[1] for row in kept], [row[2] for row in kept]), ())
             if not begun.failed:
-                self.step_log.note(begun.step, self._clock() - begun.began)
+                self.step_log.note_ended(begun.step, self._clock() - begun.began)
         return outputs
 
     @contextlib.contextmanager

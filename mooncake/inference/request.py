@@ -13,6 +13,8 @@ import enum
 import hashlib
 
 from mooncake.errors import InvalidArgument
+from mooncake.http.worker_stats import StageStats
+from mooncake.inference.pipeline import PromptPassage
 from mooncake.prefix import BlockHash, block_hashes, root_hash
 from mooncake.state_table import StateTable, move
 
@@ -186,6 +188,11 @@ class Request:
         self.num_external_hit_tokens = 0
         """The same counts at the first token, for usage reports."""
         self.num_preemptions = 0
+
+        self.passage: PromptPassage | None = None
+        """Passage of its prompt through the stages of a prefill group, as far as chunks have ended."""
+        self.stages: list[StageStats] = []
+        """The same by stage, once it has its first token."""
 
         self._root = b""
         self._hashes: list[BlockHash] = []
