@@ -209,7 +209,7 @@ def _headers_for_engines(gateway: Gateway, http: Request) -> dict[str, str]:
 
 @dataclass(frozen=True)
 class PreparedRequest:
-    """What is sent to the conductor and to engines for a request, whoever calls them."""
+    """What the conductor and the engines get for a request, of this gateway or of a proxy."""
 
     place: Place
     headers: Mapping[str, str]

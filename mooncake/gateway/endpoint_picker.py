@@ -4,9 +4,9 @@
 A request is read, named and placed as the gateway does it (``any_engine.prepare``), so the conductor chooses
 the same instance for both. What differs is what happens next: the proxy sends the request, to the endpoint or
 to one of those behind it in the list, and reports which one served it. So each placement is a
-``PickedRequest``, which tells the conductor what the proxy reports: the begin and the end of the answer, the
-instances that failed, the one that served instead. A proxy addresses endpoints as ``ip:port``; instances
-with another name are never picked.
+``PickedRequest``, which passes on to the conductor what the proxy reports: the begin and the end of the
+answer, the instances that failed, the one that served instead. A proxy addresses endpoints as ``ip:port``;
+instances with another name are never picked.
 """
 
 from __future__ import annotations

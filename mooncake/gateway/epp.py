@@ -164,16 +164,16 @@ async def serve(settings: EppSettings) -> None:
         AddressInUse: a port is taken.
         ModuleNotFoundError: grpcio is not installed.
     """
-    from mooncake.gateway.ext_proc_server import PickerServer, TlsFiles  # late: an extra
+    from mooncake.gateway.ext_proc_server import PickerServer, ServerTlsFiles  # late: an extra
 
     identity = process_identity()
     check_exposure(settings, identity)
-    tls: TlsFiles | None = None
+    tls: ServerTlsFiles | None = None
     if settings.server_cert:
-        tls = TlsFiles(settings.server_cert, settings.server_key)
+        tls = ServerTlsFiles(settings.server_cert, settings.server_key)
     elif identity.has_tls:
         files = identity.settings
-        tls = TlsFiles(files.tls_cert, files.tls_key, files.tls_ca)
+        tls = ServerTlsFiles(files.tls_cert, files.tls_key, files.tls_ca)
     for_operators = listen(settings.metrics_host, settings.metrics_port)
     tokenizer = await asyncio.to_thread(load_tokenizer, settings.as_gateway())
     gateway = Gateway(settings.as_gateway(), tokenizer)

@@ -18,7 +18,7 @@ from mooncake.gateway.ext_proc_stream import (
     BodyMode,
     Immediate,
     PeerEvent,
-    Reply,
+    ProxyReply,
     ReplyTo,
     RequestBody,
     RequestHeaders,
@@ -37,6 +37,7 @@ SERVED = "x-gateway-destination-endpoint-served"
 SUBSET = "x-gateway-destination-endpoint-subset"
 LB_NAMESPACE = "envoy.lb"
 SUBSET_NAMESPACE = "envoy.lb.subset_hint"
+_ADDRESS = "upstream.address"
 
 _EXT_PROC = "envoy.service.ext_proc.v3"
 _CORE = "envoy.config.core.v3"
@@ -65,6 +66,7 @@ FIELDS: dict[str, dict[str, list[Field]]] = {
             ("request_trailers", 6, f"{_EXT_PROC}.HttpTrailers"),
             ("response_trailers", 7, f"{_EXT_PROC}.HttpTrailers"),
             ("metadata_context", 8, f"{_CORE}.Metadata"),
+            ("attributes", 9, "map"),
             ("observability_mode", 10, _BOOL),
             ("protocol_config", 11, f"{_EXT_PROC}.ProtocolConfiguration"),
         ],
@@ -151,7 +153,7 @@ def _file(package: str, messages: Mapping[str, list[Field]]) -> descriptor_pb2.F
 
 def _add_map(message: Any, field: Any, scope: str) -> None:
     """Make ``field`` a map from text to a ``Struct``."""
-    name = "FilterMetadataEntry"
+    name = "".join(word.capitalize() for word in field.name.split("_")) + "Entry"
     field.label, field.type, field.type_name = 3, _MESSAGE, f"{scope}.{name}"
     entry = message.nested_type.add(name=name)
     entry.options.map_entry = True
@@ -204,8 +206,7 @@ def event_of(message: Any) -> PeerEvent:
         return RequestTrailers()
     if kind == "response_headers":
         found = message.response_headers
-        served = _text_in(message.metadata_context, LB_NAMESPACE, SERVED)
-        return ResponseHeaders(_headers_of(found.headers), found.end_of_stream, served)
+        return ResponseHeaders(_headers_of(found.headers), found.end_of_stream, _served(message))
     if kind == "response_body":
         return ResponseBody(message.response_body.body, _is_last(message.response_body))
     if kind == "response_trailers":
@@ -239,17 +240,21 @@ def _subset_of(metadata: Any) -> list[str] | None:
     return [one.strip() for one in value.string_value.split(",") if one.strip()]
 
 
-def _text_in(metadata: Any, namespace: str, name: str) -> str:
-    if namespace not in metadata.filter_metadata:
-        return ""
-    fields = metadata.filter_metadata[namespace].fields
-    return str(fields[name].string_value) if name in fields else ""
+def _served(message: Any) -> str:
+    """The endpoint that served: the protocol's metadata, else Envoy's own attribute; empty without both."""
+    by_namespace = message.metadata_context.filter_metadata
+    if LB_NAMESPACE in by_namespace and SERVED in by_namespace[LB_NAMESPACE].fields:
+        return str(by_namespace[LB_NAMESPACE].fields[SERVED].string_value)
+    found = (
+        one.fields[_ADDRESS].string_value for one in message.attributes.values() if _ADDRESS in one.fields
+    )
+    return next(found, "")
 
 
 # --- what it receives
 
 
-def message_of(effect: Reply | Immediate) -> Any:
+def message_of(effect: ProxyReply | Immediate) -> Any:
     """The ``ProcessingResponse`` of an effect."""
     answer = ProcessingResponse()
     if isinstance(effect, Immediate):

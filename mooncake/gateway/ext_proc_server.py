@@ -33,17 +33,17 @@ from mooncake.gateway.ext_proc_messages import (
 )
 from mooncake.gateway.ext_proc_stream import (
     Closed,
-    Cut,
     Effect,
     Ended,
+    EndStream,
     Event,
     ExtProcStream,
     FirstPiece,
     Immediate,
     Measured,
     Pick,
+    ProxyReply,
     Refused,
-    Reply,
     RequestBody,
     Served,
     StreamState,
@@ -124,7 +124,7 @@ class PickerServer:
         self._server.add_generic_rpc_handlers((handlers, self._health_handlers()))
         self._health_server: grpc.aio.Server | None = None
 
-    async def start(self, address: str, tls: TlsFiles | None = None) -> int:
+    async def start(self, address: str, tls: ServerTlsFiles | None = None) -> int:
         """Listen at ``host:port``, with TLS if there are files for it; returns the port.
 
         Raises:
@@ -238,7 +238,7 @@ class PickerServer:
             self._num_watchers -= 1
 
 
-class TlsFiles:
+class ServerTlsFiles:
     """PEM files of the server's certificate and key; ``ca``: the authority of clients, empty for none."""
 
     def __init__(self, cert: str, key: str, ca: str = "") -> None:
@@ -300,13 +300,14 @@ class _ProxyStream:
                 log.exception("proxy_stream_failed", error=repr(error))
             raise
         finally:
-            self._handle(Closed())
             self._release()
 
     def _handle(self, event: Event) -> list[Effect]:
         return self._core.handle(event, clock.monotonic())
 
     def _release(self) -> None:
+        for effect in self._handle(Closed()):
+            self._end(effect)
         if self._account is not None:
             self._account.finish(False, Measured())  # nothing, if it has ended
         self._give_back()
@@ -349,17 +350,21 @@ class _ProxyStream:
             match effect:
                 case Pick():
                     waiting.extend(self._handle(await self._pick(effect)))
-                case Reply() | Immediate():
+                case ProxyReply() | Immediate():
                     await self._write(effect)
                 case Served() if self._account is not None:
                     await self._account.served(effect.status, effect.endpoint)
                 case FirstPiece() if self._account is not None:
                     self._account.first_piece()
-                case Ended() if self._account is not None:
-                    self._how = "complete" if effect.is_complete else self._how
-                    self._account.finish(effect.is_complete, effect.measured)
-                case Cut():
+                case Ended():
+                    self._end(effect)
+                case EndStream():
                     await self._cut(effect)
+
+    def _end(self, effect: Effect) -> None:
+        if isinstance(effect, Ended) and self._account is not None:
+            self._how = "complete" if effect.is_complete else self._how
+            self._account.finish(effect.is_complete, effect.measured)
 
     async def _pick(self, effect: Pick) -> Event:
         try:
@@ -370,7 +375,7 @@ class _ProxyStream:
             return Refused.of(ApiError(500, message, code="internal_error"))
         return answer
 
-    async def _write(self, effect: Reply | Immediate) -> None:
+    async def _write(self, effect: ProxyReply | Immediate) -> None:
         if isinstance(effect, Immediate):
             self._how = "refused"
         try:
@@ -380,7 +385,7 @@ class _ProxyStream:
             self._how = "late"
             await self._context.abort(grpc.StatusCode.DEADLINE_EXCEEDED, "the proxy reads no replies")
 
-    async def _cut(self, effect: Cut) -> None:
+    async def _cut(self, effect: EndStream) -> None:
         self._how = "late" if effect.is_late else "out_of_turn"
         log.warning("proxy_stream_cut", peer=self._context.peer(), reason=effect.reason)
         code = grpc.StatusCode.DEADLINE_EXCEEDED if effect.is_late else grpc.StatusCode.INVALID_ARGUMENT

@@ -161,7 +161,7 @@ class ReplyTo(enum.Enum):
     RESPONSE_TRAILERS = "response_trailers"
 
 
-class Reply(msgspec.Struct, frozen=True):
+class ProxyReply(msgspec.Struct, frozen=True):
     """One message to the proxy."""
 
     to: ReplyTo
@@ -183,7 +183,7 @@ class Immediate(msgspec.Struct, frozen=True):
     details: str
 
 
-class Cut(msgspec.Struct, frozen=True):
+class EndStream(msgspec.Struct, frozen=True):
     """End the stream with an error."""
 
     reason: str
@@ -222,7 +222,7 @@ class Ended(msgspec.Struct, frozen=True):
     measured: Measured
 
 
-Effect = Pick | Reply | Immediate | Cut | Served | FirstPiece | Ended
+Effect = Pick | ProxyReply | Immediate | EndStream | Served | FirstPiece | Ended
 
 
 class StreamState(enum.Enum):
@@ -286,7 +286,7 @@ class ExtProcStream:
             return self._pick(now)
         if event.request_mode is BodyMode.BUFFERED:
             self.state = StreamState.READING
-            return [Reply(ReplyTo.REQUEST_HEADERS)]
+            return [ProxyReply(ReplyTo.REQUEST_HEADERS)]
         if event.request_mode is not BodyMode.FULL_DUPLEX_STREAMED:
             message = (
                 f"the proxy's request_body_mode is {event.request_mode.name}; allowed: "
@@ -326,18 +326,20 @@ class ExtProcStream:
             set_headers["content-length"] = str(len(body))
         if is_buffered:
             changed = event.body  # None leaves the proxy's copy as it is
-            return [Reply(ReplyTo.REQUEST_BODY, set_headers, event.remove_headers, event.endpoints, changed)]
+            return [
+                ProxyReply(ReplyTo.REQUEST_BODY, set_headers, event.remove_headers, event.endpoints, changed)
+            ]
         effects: list[Effect] = [
-            Reply(ReplyTo.REQUEST_HEADERS, set_headers, event.remove_headers, event.endpoints)
+            ProxyReply(ReplyTo.REQUEST_HEADERS, set_headers, event.remove_headers, event.endpoints)
         ]
         if has_body:
             effects += _pieces(ReplyTo.REQUEST_BODY, body, not self._has_trailers)
         if self._has_trailers:
-            effects.append(Reply(ReplyTo.REQUEST_TRAILERS))
+            effects.append(ProxyReply(ReplyTo.REQUEST_TRAILERS))
         return effects
 
     def _pass_trailers(self, event: RequestTrailers, now: float) -> list[Effect]:
-        return [Reply(ReplyTo.REQUEST_TRAILERS)]
+        return [ProxyReply(ReplyTo.REQUEST_TRAILERS)]
 
     def _refuse(self, event: Refused, now: float = 0.0) -> list[Effect]:
         self.state = StreamState.ENDED
@@ -357,26 +359,25 @@ class ExtProcStream:
         self._is_ok = 200 <= status < 300
         self._answer.is_stream = fields.get("content-type", "").startswith("text/event-stream")
         added = {} if self._picked is None else self._picked.response_headers
-        effects: list[Effect] = [Reply(ReplyTo.RESPONSE_HEADERS, added)]
-        if self._picked is not None:
-            effects.append(Served(status, event.served))
-        if event.is_last:
-            effects += self._end(now)
-        return effects
+        reply = ProxyReply(ReplyTo.RESPONSE_HEADERS, added)
+        served = [] if self._picked is None else [Served(status, event.served)]
+        return [*served, *self._end(now), reply] if event.is_last else [reply, *served]
 
     def _answer_piece(self, event: ResponseBody, now: float) -> list[Effect]:
         effects: list[Effect] = []
         if event.data and not self._answer.has_begun and self._is_ok and self._picked is not None:
             effects.append(FirstPiece())
         self._answer.add(event.data, now)
+        if event.is_last:  # before the reply: with it the proxy closes the stream
+            effects += self._end(now)
         if self._head.response_mode is BodyMode.FULL_DUPLEX_STREAMED:
             effects += _pieces(ReplyTo.RESPONSE_BODY, event.data, event.is_last)
         else:
-            effects.append(Reply(ReplyTo.RESPONSE_BODY))
-        return effects + (self._end(now) if event.is_last else [])
+            effects.append(ProxyReply(ReplyTo.RESPONSE_BODY))
+        return effects
 
     def _answer_trailers(self, event: ResponseTrailers, now: float) -> list[Effect]:
-        return [Reply(ReplyTo.RESPONSE_TRAILERS), *self._end(now)]
+        return [*self._end(now), ProxyReply(ReplyTo.RESPONSE_TRAILERS)]
 
     def _end(self, now: float) -> list[Effect]:
         self.state = StreamState.ENDED
@@ -412,14 +413,14 @@ class ExtProcStream:
         self.state = StreamState.ENDED
         self._body.clear()
         ended: list[Effect] = [Ended(False, Measured())] if is_placed else []
-        return [*ended, Cut(reason, is_late)]
+        return [*ended, EndStream(reason, is_late)]
 
 
 def _pieces(to: ReplyTo, body: bytes, is_last: bool) -> list[Effect]:
     """``body`` in replies of a bounded size; one even if it is empty."""
     starts = range(0, max(1, len(body)), CHUNK_BYTES)
     return [
-        Reply(
+        ProxyReply(
             to,
             body=body[start : start + CHUNK_BYTES],
             is_streamed=True,

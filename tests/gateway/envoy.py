@@ -25,7 +25,7 @@ from mooncake.conductor.messages import InstanceStatus
 from mooncake.conductor.server import ConductorService
 from mooncake.gateway.endpoint_picker import EndpointPicker, PickRules
 from mooncake.gateway.epp import EppSettings
-from mooncake.gateway.ext_proc_server import PickerServer, TlsFiles
+from mooncake.gateway.ext_proc_server import PickerServer, ServerTlsFiles
 from mooncake.gateway.gateway import Gateway
 from tests.gateway.engines import BLOCK, Engine, Wire
 from tests.waiting import until
@@ -120,7 +120,7 @@ class Exchange:
         while True:
             reply = await self.receive()
             streamed = reply.request_body.response.body_mutation.streamed_response
-            body += streamed.body
+            body += bytes(streamed.body)
             if streamed.end_of_stream:
                 return body
 
@@ -251,14 +251,22 @@ async def proxied(
     num_prefill: int = 0,
     tokenizer: Any = None,
     engine: Any = None,
-    tls: TlsFiles | None = None,
+    tls: ServerTlsFiles | None = None,
     limits: Mapping[str, Any] | None = None,
+    shared: Sequence[Engine] = (),
     **settings: Any,
 ) -> AsyncIterator[Proxy]:
-    """A picker whose engines are all ready; checks that no account is left. ``limits``: of the server."""
-    engines = [Engine(Wire(), **(engine or {})) for _ in range(num_engines + num_prefill)]
-    for one in engines:
+    """A picker whose engines are all ready; checks that no account is left.
+
+    Args:
+        limits: of the server.
+        shared: engines that run already, instead of others.
+    """
+    wire = Wire()
+    engines = [*shared] or [Engine(wire, **(engine or {})) for _ in range(num_engines + num_prefill)]
+    for one in engines if not shared else ():
         await one.start()
+    num_engines = len(engines) - num_prefill
     addresses = [one.address for one in engines]
     fields: dict[str, Any] = {
         "model": "/somewhere/tiny",
@@ -300,8 +308,8 @@ async def proxied(
             if isinstance(gateway.scheduling, ConductorService):
                 gateway.scheduling.core.check()
     finally:
-        await channel.close()
+        await channel.close(None)
         await server.close(0.1)
         await gateway.close()
-        for one in engines:
+        for one in engines if not shared else ():
             await one.stop()

@@ -19,7 +19,7 @@ from mooncake.gateway.ext_proc_messages import (
 from mooncake.gateway.ext_proc_stream import (
     BodyMode,
     Immediate,
-    Reply,
+    ProxyReply,
     ReplyTo,
     RequestBody,
     RequestHeaders,
@@ -138,11 +138,15 @@ def test_the_endpoint_that_served() -> None:
     message = request(response_headers={})
     with_metadata(message, "envoy.lb", "x-gateway-destination-endpoint-served", "10.0.0.2:80")
     assert event_of(message) == ResponseHeaders([], False, "10.0.0.2:80")
+    message.attributes["envoy.filters.http.ext_proc"]["upstream.address"] = "10.0.0.3:80"
+    assert event_of(message) == ResponseHeaders([], False, "10.0.0.2:80")
+    message.ClearField("metadata_context")
+    assert event_of(message) == ResponseHeaders([], False, "10.0.0.3:80")
 
 
 def test_a_destination_is_in_header_and_metadata() -> None:
     name, where = "x-gateway-destination-endpoint", "10.0.0.1:80,10.0.0.2:80"
-    found = message_of(Reply(ReplyTo.REQUEST_HEADERS, {name: where}, ["x-evil"], where))
+    found = message_of(ProxyReply(ReplyTo.REQUEST_HEADERS, {name: where}, ["x-evil"], where))
     found = ProcessingResponse.FromString(found.SerializeToString())
     common = found.request_headers.response
     [option] = common.header_mutation.set_headers
@@ -154,13 +158,13 @@ def test_a_destination_is_in_header_and_metadata() -> None:
 
 
 def test_bodies_and_empty_replies() -> None:
-    found = message_of(Reply(ReplyTo.RESPONSE_BODY, body=b"x", is_streamed=True, is_last=True))
+    found = message_of(ProxyReply(ReplyTo.RESPONSE_BODY, body=b"x", is_streamed=True, is_last=True))
     streamed = found.response_body.response.body_mutation.streamed_response
     assert (streamed.body, streamed.end_of_stream) == (b"x", True)
-    found = message_of(Reply(ReplyTo.REQUEST_BODY, body=b"whole"))
+    found = message_of(ProxyReply(ReplyTo.REQUEST_BODY, body=b"whole"))
     assert found.request_body.response.body_mutation.body == b"whole"
     for to in ReplyTo:
-        found = message_of(Reply(to))
+        found = message_of(ProxyReply(to))
         assert found.WhichOneof("response") == to.value
         assert not found.HasField("dynamic_metadata")
 

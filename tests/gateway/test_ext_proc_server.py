@@ -338,7 +338,7 @@ async def test_a_stream_that_ends_without_an_answer_releases_its_request(
             exchange.call.cancel()
         elif how == "half-close":
             await exchange.end()
-        await channel.close()
+        await channel.close(None)
         await proxy.until_idle()
 
 

@@ -16,9 +16,9 @@ from mooncake.gateway.ext_proc_stream import (
     AnswerMeter,
     BodyMode,
     Closed,
-    Cut,
     Effect,
     Ended,
+    EndStream,
     Event,
     ExtProcStream,
     FirstPiece,
@@ -26,8 +26,8 @@ from mooncake.gateway.ext_proc_stream import (
     Measured,
     Pick,
     Picked,
+    ProxyReply,
     Refused,
-    Reply,
     ReplyTo,
     RequestBody,
     RequestHeaders,
@@ -52,8 +52,8 @@ def stream(max_body_bytes: int = 1 << 20) -> ExtProcStream:
     return ExtProcStream(max_body_bytes, 30.0, 600.0, 0.0)
 
 
-def played(core: ExtProcStream, *events: Event, now: float = 1.0) -> list[Effect]:
-    effects: list[Effect] = []
+def played(core: ExtProcStream, *events: Event, now: float = 1.0) -> list[Any]:
+    effects: list[Any] = []
     for event in events:
         effects += core.handle(event, now)
         core.check()
@@ -65,7 +65,7 @@ def of(kind: Any, effects: list[Effect]) -> list[Any]:
 
 
 def streamed(to: ReplyTo, effects: list[Effect]) -> bytes:
-    replies = [one for one in of(Reply, effects) if one.to is to]
+    replies = [one for one in of(ProxyReply, effects) if one.to is to]
     assert all(one.is_streamed and len(one.body) <= CHUNK_BYTES for one in replies)
     return b"".join(one.body for one in replies)
 
@@ -83,7 +83,7 @@ def test_the_headers_are_answered_when_the_body_is_there() -> None:
     assert first.endpoints == PICKED.endpoints
     assert first.set_headers == {**PICKED.set_headers, "content-length": "4"}
     assert first.remove_headers == ["x-evil"]
-    assert second == Reply(ReplyTo.REQUEST_BODY, body=b"abcd", is_streamed=True, is_last=True)
+    assert second == ProxyReply(ReplyTo.REQUEST_BODY, body=b"abcd", is_streamed=True, is_last=True)
     assert core.state is StreamState.FORWARDED
 
 
@@ -92,8 +92,8 @@ def test_a_large_body_comes_back_in_bounded_pieces() -> None:
     played(core, HEAD, RequestBody(body, True))
     replies = played(core, msgspec.structs.replace(PICKED, body=body + b"!"))
     assert streamed(ReplyTo.REQUEST_BODY, replies[1:]) == body + b"!"
-    assert [one.is_last for one in of(Reply, replies)[1:]] == [False] * 4 + [True]
-    assert of(Reply, replies)[0].set_headers["content-length"] == str(len(body) + 1)
+    assert [one.is_last for one in of(ProxyReply, replies)[1:]] == [False] * 4 + [True]
+    assert of(ProxyReply, replies)[0].set_headers["content-length"] == str(len(body) + 1)
 
 
 def test_trailers_end_a_body_and_are_answered_last() -> None:
@@ -101,7 +101,7 @@ def test_trailers_end_a_body_and_are_answered_last() -> None:
     assert played(core, HEAD, RequestBody(b"ab", False), RequestTrailers()) == [Pick(HEAD, b"ab")]
     headers, body, trailers = played(core, PICKED)
     assert (headers.to, body.is_last) == (ReplyTo.REQUEST_HEADERS, False)
-    assert trailers == Reply(ReplyTo.REQUEST_TRAILERS)
+    assert trailers == ProxyReply(ReplyTo.REQUEST_TRAILERS)
 
 
 @pytest.mark.parametrize("head", [{"is_last": True}, {"request_mode": BodyMode.NONE}])
@@ -121,13 +121,13 @@ def test_a_request_without_a_body_is_picked_at_once(head: dict[str, Any]) -> Non
 def test_a_buffered_body_is_answered_once(body: bytes | None) -> None:
     core = stream()
     head = RequestHeaders(HEADERS, request_mode=BodyMode.BUFFERED)
-    assert played(core, head) == [Reply(ReplyTo.REQUEST_HEADERS)]
+    assert played(core, head) == [ProxyReply(ReplyTo.REQUEST_HEADERS)]
     assert played(core, RequestBody(b"whole", False)) == [Pick(head, b"whole")], "trailers may follow"
     [reply] = played(core, msgspec.structs.replace(PICKED, body=body))
     assert (reply.to, reply.body, reply.is_streamed) == (ReplyTo.REQUEST_BODY, body, False)
     assert reply.endpoints == PICKED.endpoints
     assert reply.set_headers.get("content-length") == (None if body is None else "7")
-    assert played(core, RequestTrailers()) == [Reply(ReplyTo.REQUEST_TRAILERS)]
+    assert played(core, RequestTrailers()) == [ProxyReply(ReplyTo.REQUEST_TRAILERS)]
 
 
 @pytest.mark.parametrize(
@@ -142,7 +142,7 @@ def test_other_modes_are_refused_by_name(mode: BodyMode) -> None:
 def test_a_proxy_that_only_observes_gets_nothing() -> None:
     core = stream()
     [found] = played(core, RequestHeaders(HEADERS, is_observing=True))
-    assert isinstance(found, Cut)
+    assert isinstance(found, EndStream)
     assert core.state is StreamState.ENDED
 
 
@@ -187,7 +187,7 @@ def test_an_answer_that_takes_too_long_ends_the_account() -> None:
     assert core.deadline() == 605.0
     assert core.handle(Wake(), 605.0) == [
         Ended(False, Measured()),
-        Cut("the stream was answering for too long", is_late=True),
+        EndStream("the stream was answering for too long", is_late=True),
     ]
     assert core.deadline() is None
 
@@ -201,21 +201,21 @@ def test_an_answer_passes_by_unchanged_and_is_measured() -> None:
         core, HEAD, RequestBody(b"{}", True), msgspec.structs.replace(PICKED, response_headers={"x-id": "1"})
     )
     reply, served = core.handle(OK, 2.0)
-    assert reply == Reply(ReplyTo.RESPONSE_HEADERS, {"x-id": "1"})
+    assert reply == ProxyReply(ReplyTo.RESPONSE_HEADERS, {"x-id": "1"})
     assert served == Served(200, "10.0.0.1:80")
     pieces = [
         b"data: {}\n\nda",
         b"ta: {}\n\n",
         b'data: {"usage": {"prompt_tokens": 7, "completion_tokens": 3}}\n\n',
     ]
-    effects = core.handle(ResponseBody(pieces[0], False), 3.0)
+    effects: list[Any] = core.handle(ResponseBody(pieces[0], False), 3.0)
     assert len(of(FirstPiece, effects)) == 1
     effects += core.handle(ResponseBody(pieces[1], False), 4.0)
     effects += core.handle(ResponseBody(pieces[2], False), 7.0)
     effects += core.handle(ResponseBody(b"", True), 7.5)
     assert streamed(ReplyTo.RESPONSE_BODY, effects) == b"".join(pieces)
     assert len(of(FirstPiece, effects)) == 1
-    assert of(Reply, effects)[-1].is_last
+    assert of(ProxyReply, effects)[-1].is_last
     [ended] = of(Ended, effects)
     assert ended == Ended(True, Measured(7, 0, 3, 2.0, 3.0, 2.0, 6.5))
 
@@ -226,15 +226,15 @@ def test_the_proxy_keeps_bodies_in_other_modes(mode: BodyMode) -> None:
     head = RequestHeaders(HEADERS, response_mode=mode)
     played(core, head, RequestBody(b"{}", True), PICKED, OK)
     found = played(core, ResponseBody(b"data: {}\n\n", True))
-    assert Reply(ReplyTo.RESPONSE_BODY) in found
+    assert ProxyReply(ReplyTo.RESPONSE_BODY) in found
     assert of(Ended, found)[0].measured.output_tokens == 1
 
 
 def test_trailers_end_an_answer() -> None:
     core = stream()
     played(core, HEAD, RequestBody(b"{}", True), PICKED, OK, ResponseBody(b"x", False))
-    reply, ended = played(core, ResponseTrailers())
-    assert reply == Reply(ReplyTo.RESPONSE_TRAILERS)
+    ended, reply = played(core, ResponseTrailers())
+    assert reply == ProxyReply(ReplyTo.RESPONSE_TRAILERS)
     assert ended.is_complete
 
 
@@ -261,7 +261,7 @@ def test_an_answer_of_the_proxy_itself_has_no_account() -> None:
     core = stream()
     local = ResponseHeaders([(":status", "408")])
     effects = played(core, HEAD, RequestBody(b"{", False), local, ResponseBody(b"late", True))
-    assert [type(one) for one in effects] == [Reply, Reply]
+    assert [type(one) for one in effects] == [ProxyReply, ProxyReply]
     assert core.state is StreamState.ENDED
 
 
@@ -304,7 +304,7 @@ def test_a_message_out_of_turn_ends_the_stream(events: list[Event]) -> None:
     played(core, *before)
     state = core.state.value
     effects = played(core, last)
-    assert effects[-1] == Cut(f"{type(last).__name__} while {state}")
+    assert effects[-1] == EndStream(f"{type(last).__name__} while {state}")
     assert bool(of(Ended, effects)) is (PICKED in before)
     assert core.state is StreamState.ENDED
 
