@@ -59,6 +59,7 @@ def configuration(listen: str, admin: str, picker: str, engines: list[str], mode
             "response_trailer_mode": "SEND",
         },
         "message_timeout": "10s",
+        "failure_mode_allow": False,
         "response_attributes": ["upstream.address"],
         "metadata_options": {
             "forwarding_namespaces": {"untyped": ["envoy.lb", "envoy.lb.subset_hint"]},
