@@ -69,6 +69,12 @@ COMMANDS = (
         "mooncake gateway --prefill 127.0.0.1:8101 127.0.0.1:8102 --decode 127.0.0.1:8201 --port 8000",
     ),
     Command(
+        "epp",
+        "mooncake.gateway.epp",
+        "Pick the engine of each request for Envoy-based gateways (Gateway API Inference Extension).",
+        "mooncake epp --endpoints 10.0.0.11:8000 10.0.0.12:8000 --model /models/qwen --port 9002",
+    ),
+    Command(
         "conductor",
         "mooncake.conductor.server",
         "Choose the workers of each request by their cached blocks and load.",

@@ -299,7 +299,7 @@ class Conductor:
             return
         for one in self.instances.values():
             if one.id in exclude:
-                yield one.id, "it failed this request before"
+                yield one.id, "excluded: it failed this request before, or a proxy does not allow it"
             elif not one.may_be_chosen or one.health is not Health.READY:
                 yield one.id, f"{one.state}: {one.detail}"
 

@@ -20,6 +20,7 @@ import asyncio
 import contextlib
 import uuid
 from collections.abc import AsyncGenerator, Awaitable, Mapping
+from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
@@ -89,7 +90,7 @@ async def serve_any_engine(gateway: Gateway, http: Request, api: EngineApi, cont
     request = await decoded(content, partial(read_request, api))
     request = without_transfers(request, gateway.settings.trust_clients)
     slo = slo_of(http)
-    num_answers = 1 if api.has_named_events else _num_answers(request)
+    num_answers = 1 if api.has_named_events else num_answers_of(request)
     client: Client | None = http.state.client
     entry = Permit(gateway.limiter, client, num_answers, clock.monotonic())
 
@@ -99,7 +100,7 @@ async def serve_any_engine(gateway: Gateway, http: Request, api: EngineApi, cont
     if client is not None:
         request["cache_salt"] = client.entry.cache_salt
     try:
-        adapter = await _settle_model(gateway, request)
+        adapter = await settle_model(gateway, request)
         answer = await _proxied_request_of(gateway, http, api, request, adapter)
         pieces = _accounted(answer, http, slo)
         first = await cancel_on_disconnect(http, anext(pieces))
@@ -125,7 +126,7 @@ async def serve_call(gateway: Gateway, http: Request, path: str, content: bytes)
     try:
         if client is not None and path == EMBEDDINGS:
             request["cache_salt"] = client.entry.cache_salt
-        await _settle_model(gateway, request)
+        await settle_model(gateway, request)
         headers = _headers_for_engines(gateway, http)
         deadline = clock.monotonic() + gateway.settings.request_timeout_s
         calling = _before(deadline, _call(gateway, path, request, headers))
@@ -206,9 +207,21 @@ def _headers_for_engines(gateway: Gateway, http: Request) -> dict[str, str]:
     return headers | {name: http.headers[name] for name in handed_on if name in http.headers}
 
 
-async def _proxied_request_of(
+@dataclass(frozen=True)
+class PreparedRequest:
+    """What the conductor and the engines get for a request, of this gateway or of a proxy."""
+
+    place: Place
+    headers: Mapping[str, str]
+    "Headers of every call to an engine."
+    rank: int | None = None
+    "Data-parallel rank that the client wants."
+
+
+async def prepare(
     gateway: Gateway, http: Request, api: EngineApi, request: dict[str, Any], adapter: str
-) -> ProxiedRequest:
+) -> PreparedRequest:
+    """Name the prompt's blocks and the session, and note the request's ids. Raises ApiError, 400."""
     settings = gateway.settings
     request_id = request_id_of(http)
     answer_id = f"{api.answer_prefix}-{uuid.uuid4().hex}"
@@ -245,6 +258,13 @@ async def _proxied_request_of(
     name = http.state.client.name if http.state.client is not None else ""
     gateway.request_ids.note(RequestIds(answer_id, request_id, is_secret, [answer_id], name))
     http.state.answer_id = answer_id
+    return PreparedRequest(place, headers, rank)
+
+
+async def _proxied_request_of(
+    gateway: Gateway, http: Request, api: EngineApi, request: dict[str, Any], adapter: str
+) -> ProxiedRequest:
+    found = await prepare(gateway, http, api, request, adapter)
     return ProxiedRequest(
         gateway.scheduling,
         gateway.workers,
@@ -252,14 +272,14 @@ async def _proxied_request_of(
         protocol=gateway.protocol,
         api=api,
         request=request,
-        place=place,
-        headers=headers,
-        rank_header={} if rank is None else {RANK_HEADER: str(rank)},
-        deadline=clock.monotonic() + settings.request_timeout_s,
+        place=found.place,
+        headers=found.headers,
+        rank_header={} if found.rank is None else {RANK_HEADER: str(found.rank)},
+        deadline=clock.monotonic() + gateway.settings.request_timeout_s,
     )
 
 
-async def _settle_model(gateway: Gateway, request: dict[str, Any]) -> str:
+async def settle_model(gateway: Gateway, request: dict[str, Any]) -> str:
     """Put the engines' own name of the model into ``request``; returns the adapter's name, if it is one.
 
     Raises:
@@ -280,7 +300,7 @@ async def _settle_model(gateway: Gateway, request: dict[str, Any]) -> str:
     raise model_not_found(wanted, ", ".join(card.id for card in cards))
 
 
-def _num_answers(request: dict[str, Any]) -> int:
+def num_answers_of(request: dict[str, Any]) -> int:
     prompt = request.get("prompt")
     is_batch = isinstance(prompt, list) and not isinstance(prompt[0], int)
     return max(1, request.get("n") or 1) * (len(prompt) if is_batch and isinstance(prompt, list) else 1)

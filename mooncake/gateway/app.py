@@ -69,11 +69,11 @@ async def serve(settings: GatewaySettings) -> None:
     tls = tls_of(settings, process_identity())
     listening = listen(settings.host, settings.port)
     for_operators = listen(settings.metrics_host, settings.metrics_port)
-    tokenizer = await asyncio.to_thread(_load_tokenizer, settings)
+    tokenizer = await asyncio.to_thread(load_tokenizer, settings)
     gateway = Gateway(settings, tokenizer)
     server = HttpServer(create_app(gateway), listening, tls=tls, max_connections=settings.max_connections)
     operator_server = HttpServer(create_operator_app(gateway), for_operators, max_connections=MAX_OPERATORS)
-    key_watch = asyncio.create_task(_watch_client_keys(gateway))
+    key_watch = asyncio.create_task(watch_client_keys(gateway))
     try:
         await server.start()
         await operator_server.start()
@@ -133,7 +133,7 @@ def tls_of(settings: GatewaySettings, identity: Identity) -> ssl.SSLContext | No
     return context
 
 
-async def _watch_client_keys(gateway: Gateway) -> None:
+async def watch_client_keys(gateway: Gateway) -> None:
     """Reload the file of keys when it changes, and at SIGHUP."""
     if gateway.clients is None:
         return
@@ -152,7 +152,7 @@ def create_operator_app(gateway: Gateway) -> FastAPI:
     return app
 
 
-def _load_tokenizer(settings: GatewaySettings) -> PromptTokenizer | None:
+def load_tokenizer(settings: GatewaySettings) -> PromptTokenizer | None:
     """The model's tokenizer; None where there is none and engines can do without."""
     folder = Path(settings.model)
     try:
