@@ -37,6 +37,9 @@ DEFAULT_TIMEOUT_S = 1.0
 
 CLOSING_S = 10.0
 
+RDMA_FIRST = ("shm", "file", "cuda", "rdma", "tcp")
+"""Transports for the protocol ``rdma`` of the existing file; tcp replaces it where one side lacks it."""
+
 
 @dataclasses.dataclass(frozen=True)
 class PoolSettings:
@@ -55,6 +58,8 @@ class PoolSettings:
     """Directory of the SSD tier beside that memory; empty takes the master's."""
     cluster_id: str = ""
     """Name of the cluster's folder there; empty takes the master's."""
+    rdma_devices: tuple[str, ...] = ()
+    """RDMA devices to use, which must exist; empty takes all that are active."""
 
     @classmethod
     def read(cls, extra: Mapping[str, Any], environment: Mapping[str, str]) -> PoolSettings:
@@ -82,14 +87,17 @@ class PoolSettings:
             {"local_hostname": "127.0.0.1", "metadata_server": "P2PHANDSHAKE", **given}
         )
         mounts = given.get("mode", "embedded") != "standalone-store"
+        wants_rdma = config.protocol == "rdma"
+        devices = tuple(name.strip() for name in config.device_name.split(",") if name.strip())
         return cls(
             str(master),
-            (),
+            RDMA_FIRST if wants_rdma else (),
             config.local_hostname,
             config.tenant_id,
             config.global_segment_size if mounts else 0,
             config.root_fs_dir,
             config.cluster_id,
+            devices if wants_rdma else (),
         )
 
 
@@ -113,8 +121,10 @@ class TransferThread:
     any, are used instead of theirs.
     """
 
-    def __init__(self, host: str, transports: tuple[str, ...] = ()) -> None:
-        named = {"transports": list(transports) or None}
+    def __init__(
+        self, host: str, transports: tuple[str, ...] = (), rdma_devices: tuple[str, ...] = ()
+    ) -> None:
+        named = {"transports": list(transports) or None, "rdma_devices": list(rdma_devices) or None}
         settings, _ = load(TransferSettings, named, os.environ, named_file(os.environ))
         self.transfer = TransferEngine(settings.for_role(host))
         self.loop = asyncio.new_event_loop()
@@ -208,7 +218,7 @@ class PoolSession(TransferThread):
     """
 
     def __init__(self, settings: PoolSettings, timeout_s: float = DEFAULT_TIMEOUT_S) -> None:
-        super().__init__(settings.host, settings.transports)
+        super().__init__(settings.host, settings.transports, settings.rdma_devices)
         self._settings = settings
         self._timeout_s = timeout_s
         self._node: Node | None = None

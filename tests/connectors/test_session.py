@@ -101,6 +101,16 @@ def test_a_loop_that_is_blocked_while_it_is_closed_leaves_no_coroutine_that_neve
     assert not [str(one.message) for one in recwarn if "never awaited" in str(one.message)]
 
 
+@pytest.mark.parametrize(("name", "devices"), [("", ()), ("mlx5_0, mlx5_1", ("mlx5_0", "mlx5_1"))])
+def test_the_existing_file_may_ask_for_rdma(tmp_path: Path, name: str, devices: tuple[str, ...]) -> None:
+    file = tmp_path / "mooncake.json"
+    content = {"master_server_address": "host:50051", "protocol": "rdma", "device_name": name}
+    file.write_text(json.dumps(content))
+    settings = PoolSettings.read({}, {"MOONCAKE_CONFIG_PATH": str(file)})
+    assert settings.transports.index("rdma") < settings.transports.index("tcp")
+    assert settings.rdma_devices == devices
+
+
 def test_the_engine_of_a_connector_is_set_up_as_that_of_a_role(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -70,3 +70,21 @@ def test_rdma_that_nothing_replaces_or_whose_devices_are_named_must_be_there(
 ) -> None:
     with pytest.raises(Unavailable, match="none is here"):
         TransferEngine(settings)
+
+
+def test_rdma_is_used_between_hosts_that_both_have_it(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """The choice only, with the tcp transport under the name of rdma; real devices: scripts/test-rdma."""
+    caplog.set_level("INFO")
+    monkeypatch.setitem(SCHEMES, "rdma", SCHEMES["tcp"])
+    both = TransferSettings(transports=("rdma", "tcp"))
+    with TransferEngine(both) as near, TransferEngine(both) as far:
+        assert near.open(far.describe()).paths == ("rdma", "tcp")
+    assert "rdma_not_shared" not in caplog.text
+    with TransferEngine(both) as near, TransferEngine(TransferSettings(transports=("tcp",))) as far:
+        assert near.open(far.describe()).paths == ("tcp",)
+        assert far.open(near.describe()).paths == ("tcp",)
+    [record] = [record for record in caplog.records if record.message == "rdma_not_shared"]
+    fields: dict[str, str] = record.fields  # type: ignore[attr-defined]
+    assert fields["segment"] == far.name
