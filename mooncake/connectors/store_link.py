@@ -19,7 +19,8 @@ call is sent for a while, so that a dead store costs one short wait and not one 
 
 Where the pool is a device's, copies between it and host memory come before a layer is stored and after one is
 loaded (``staged_memory.py``). They count as accesses to the pool: the loop looks at their events, and only
-then is a save or load ``done``.
+then is a save or load ``done``. A load of more blocks than there is host memory for is moved in pieces, in
+order, as earlier ones release theirs; for the engine it is one load.
 """
 
 from __future__ import annotations
@@ -113,8 +114,28 @@ class StoreLookup:
         return len(self.grants)
 
 
+@dataclasses.dataclass(eq=False)
+class LoadPiece:
+    """The blocks of a load that are in host memory at the same time."""
+
+    block_ids: Sequence[int]
+    grants: Sequence[ReadGrant]
+    lengths: Sequence[int]
+    """Tokens of each block."""
+    num_layers: int
+    after: DeviceEvent | None
+    """Work of the device that may still use the blocks."""
+    held: StagedBlocks | None = None
+    """None until there is room for it."""
+
+    def __post_init__(self) -> None:
+        self.parts = _by_segment(self.grants)
+        self.num_left = self.num_layers * len(self.parts)
+        """Transfers that have not ended."""
+
+
 class StoreLoad:
-    """A transfer of some blocks into the pool, in parts: one for each segment and layer.
+    """A transfer of some blocks into the pool, in parts: one for each piece, segment and layer.
 
     ``is_bad``: the load was refused, and no part will arrive.
     """
@@ -124,7 +145,8 @@ class StoreLoad:
         self.num_layers_loaded = 0
         """Leading layers in the pool, or on their way there on the device, which can wait for them."""
         self.arrived = threading.Condition()
-        self.held: StagedBlocks | None = None
+        self.held: list[StagedBlocks] = []
+        """Of the pieces that have begun."""
         self._is_bad = is_bad or not self.claim.enter(clock.monotonic(), num_layers * num_parts)
         self._num_missing = [num_parts] * num_layers
         self.claim.close()
@@ -254,6 +276,8 @@ class StoreLink:
             "save": deque(),
         }
         """Copies of the device that were begun: the event of their end, and what follows it; in order."""
+        self._pieces: deque[tuple[StoreLoad, LoadPiece]] = deque()
+        """Pieces of loads that wait for host memory, in order; any thread appends, the loop removes."""
         self._is_polling = False
         self._is_closed = False
         """Whether what the device has copied is stored no longer."""
@@ -292,6 +316,7 @@ class StoreLink:
             while copies:
                 await asyncio.to_thread(copies[0][0].synchronize)
                 self._poll_copies()
+        self._begin_pieces()  # fails those that wait
         for token in list(self._in_flight):  # these have ended, and their completions are not processed
             self._complete(Completion(token, Status.CANCELLED))
         await asyncio.sleep(0)
@@ -344,62 +369,119 @@ class StoreLink:
         return self._memory.has_room(num_blocks, purpose)
 
     def start_load(self, lookup: StoreLookup, block_ids: Sequence[int]) -> StoreLoad:
-        """Load the first ``len(block_ids)`` blocks of ``lookup`` into the pool, layer by layer."""
-        return self.load_part(lookup, 0, block_ids, self.computed())
+        """Load the first ``len(block_ids)`` blocks of ``lookup`` into the pool, layer by layer.
+
+        Where they don't all fit into the free host memory, in pieces.
+        """
+        after = self.computed()
+        # A load behind others that wait does not overtake them, or a long one might never get its room.
+        held = None if self._pieces else self._memory.hold(block_ids, "load", after)
+        most = self.most_blocks if held is None else len(block_ids)
+        return self._load(lookup, 0, block_ids, held, most, after)
 
     def load_part(
         self, lookup: StoreLookup, first: int, block_ids: Sequence[int], after: DeviceEvent | None
     ) -> StoreLoad:
-        """Load blocks of ``lookup`` from ``first`` on. To be called from any thread.
+        """Load blocks of ``lookup`` from ``first`` on, at once. To be called from any thread.
 
         ``after``: ``computed`` when nothing of the engine's later work used the blocks.
         """
-        grants = lookup.grants[first : first + len(block_ids)]
-        assert len(grants) == len(block_ids), "more blocks than were found"
-        patience_s = min(grant.expires_at for grant in grants) - clock.monotonic()
-        patience_s = max(0.0, min(patience_s, self._settings.load_timeout_s))
-        deadline = clock.monotonic() + patience_s
         held = self._memory.hold(block_ids, "load", after)
         if held is None:
             log.warning("load_refused", reason="no staging memory", num_blocks=len(block_ids))
-            return StoreLoad(0, 0, deadline, is_bad=True)
-        parts = _by_segment(grants)
-        load = StoreLoad(self._layout.num_layers, len(parts), deadline)
+            return StoreLoad(0, 0, clock.monotonic(), is_bad=True)
+        return self._load(lookup, first, block_ids, held, len(block_ids), after)
+
+    def _load(
+        self,
+        lookup: StoreLookup,
+        first: int,
+        block_ids: Sequence[int],
+        held: StagedBlocks | None,
+        most: int,
+        after: DeviceEvent | None,
+    ) -> StoreLoad:
+        """Begin a load in pieces of at most ``most`` blocks; ``held``: the host memory of its only piece."""
+        grants = lookup.grants[first : first + len(block_ids)]
+        assert len(grants) == len(block_ids), "more blocks than were found"
+        lengths = [num_tokens for _, num_tokens in lookup.blocks[first : first + len(block_ids)]]
+        patience_s = min(grant.expires_at for grant in grants) - clock.monotonic()
+        patience_s = max(0.0, min(patience_s, self._settings.load_timeout_s))
+        num_layers = self._layout.num_layers
+        cuts = [slice(start, start + most) for start in range(0, len(block_ids), most)]
+        pieces = [
+            LoadPiece(block_ids[cut], grants[cut], lengths[cut], num_layers, after, held) for cut in cuts
+        ]
+        num_parts = sum(len(piece.parts) for piece in pieces)
+        load = StoreLoad(num_layers, num_parts, clock.monotonic() + patience_s)
         if load.done:
             log.warning("load_refused", reason="its lease has lapsed", num_blocks=len(block_ids))
-            self._memory.release(held)
-            return load
-        load.held = held
-        load.claim.when_free(lambda: self._memory.release(held))
-        lengths = [num_tokens for _, num_tokens in lookup.blocks[first : first + len(block_ids)]]
-        # On the loop: the columns of a long prefix take milliseconds, in which the engine computes.
-        self._loop.call_soon_threadsafe(self._begin_load, load, parts, grants, lengths)
+            if held is not None:
+                self._memory.release(held)
+        elif held is not None:
+            # On the loop: the columns of a long prefix take milliseconds, in which the engine computes.
+            self._loop.call_soon_threadsafe(self._begin_load, load, pieces[0])
+        else:
+            self._pieces.extend((load, piece) for piece in pieces)
+            self._loop.call_soon_threadsafe(self._begin_pieces)
+            self._loop.call_soon_threadsafe(self._loop.call_later, patience_s, self._begin_pieces)
         return load
 
-    def _begin_load(
-        self,
-        load: StoreLoad,
-        parts: Sequence[Sequence[int]],
-        grants: Sequence[ReadGrant],
-        lengths: Sequence[int],
-    ) -> None:
-        """Submit all parts of a load, first layer first."""
-        left = [(layer, members) for layer in range(self._layout.num_layers) for members in parts]
+    def _begin_pieces(self) -> None:
+        """Begin the pieces that there is host memory for, and fail those that come too late; on the loop."""
+        now = clock.monotonic()
+        for load, piece in list(self._pieces):
+            if load.is_bad or now >= load.deadline or self._is_closed:
+                self._pieces.remove((load, piece))
+                if not load.is_bad:
+                    log.warning("load_refused", reason="no staging memory", num_blocks=len(piece.block_ids))
+                    failures.labels("load").inc()
+                self._fail_parts(load, piece, [layer for layer, _ in self._moves(piece)])
+        while self._pieces:
+            load, piece = self._pieces[0]
+            piece.held = self._memory.hold(piece.block_ids, "load", piece.after)
+            if piece.held is None:
+                return
+            self._pieces.popleft()
+            self._begin_load(load, piece)
+
+    def _moves(self, piece: LoadPiece) -> list[tuple[int, Sequence[int]]]:
+        """(layer, members) of the transfers of a piece, first layer first."""
+        return [(layer, members) for layer in range(piece.num_layers) for members in piece.parts]
+
+    def _begin_load(self, load: StoreLoad, piece: LoadPiece) -> None:
+        """Submit all parts of a piece, first layer first."""
+        assert piece.held is not None
+        load.held.append(piece.held)
+        left = self._moves(piece)
         left.reverse()
         try:
-            checksums = np.stack([grant.checksums for grant in grants])
+            checksums = np.stack([grant.checksums for grant in piece.grants])
             while left:
-                self._submit_load(load, *left[-1], grants, lengths, checksums)
+                self._submit_load(load, piece, *left[-1], checksums)
                 left.pop()
         except Exception:  # a bug of ours; the load must end all the same
             log.exception("operation_failed", operation="load")
             failures.labels("load").inc()
-            for layer, _ in left:
-                load.land(layer, False)
-                load.leave()
-            self._wake()
-        segments = [grants[members[0]].segment for members in parts]
+            self._fail_parts(load, piece, [layer for layer, _ in left])
+        segments = [piece.grants[members[0]].segment for members in piece.parts]
         self._loop.call_later(max(0.0, load.deadline - clock.monotonic()), self._expire, load, segments)
+
+    def _fail_parts(self, load: StoreLoad, piece: LoadPiece, layers: Sequence[int]) -> None:
+        """Fail parts of a piece, one of each of ``layers``, that will not be moved."""
+        for layer in layers:
+            load.land(layer, False)
+            self._leave(load, piece)
+        self._wake()
+
+    def _leave(self, load: StoreLoad, piece: LoadPiece) -> None:
+        """Record that one part of a piece writes nothing more; on the loop."""
+        piece.num_left -= 1
+        if not piece.num_left and piece.held is not None:
+            self._memory.release(piece.held)
+            if self._pieces:
+                self._loop.call_soon(self._begin_pieces)
+        load.leave()
 
     def _expire(self, load: StoreLoad, segments: Sequence[RemoteSegment]) -> None:
         """Fail a load that has not ended by its deadline; its bytes must not arrive later."""
@@ -411,15 +493,14 @@ class StoreLink:
     def _submit_load(
         self,
         load: StoreLoad,
+        piece: LoadPiece,
         layer: int,
         members: Sequence[int],
-        all_grants: Sequence[ReadGrant],
-        all_lengths: Sequence[int],
         all_checksums: Checksums,
     ) -> None:
-        grants = [all_grants[index] for index in members]
-        lengths = [all_lengths[index] for index in members]
-        held = load.held
+        grants = [piece.grants[index] for index in members]
+        lengths = [piece.lengths[index] for index in members]
+        held = piece.held
         assert held is not None
         local = self._memory.addresses(held, layer, members)
         remote, sizes = self._columns(layer, lengths, [grant.address for grant in grants])
@@ -454,7 +535,7 @@ class StoreLink:
                 self._when_copied("load", copied, left)
 
         def left() -> None:
-            load.leave()
+            self._leave(load, piece)
             self._wake()
 
         self._submit(Op.READ, grants[0].segment, (local, remote, sizes), load.deadline, arrived)
@@ -474,8 +555,9 @@ class StoreLink:
                     is_overdue = clock.monotonic() >= load.deadline
                     if not load.arrived.wait(LOG_EVERY_S) and is_overdue:
                         load.claim.log_overdue()
-            if load.held is not None and not load.failed:
-                self._memory.compute_after(load.held, layer)
+            if not load.failed:
+                for held in load.held:
+                    self._memory.compute_after(held, layer)
 
     # -- saves ---------------------------------------------------------------------------------
 

@@ -20,6 +20,7 @@ import numpy as np
 from mooncake import clock
 from mooncake.connectors.memory import CacheIdentity, DeviceEvent, HostMemory, Purpose, StagedBlocks
 from mooncake.connectors.store_link import (
+    LoadPiece,
     StoreLink,
     StoreLoad,
     StoreSave,
@@ -115,40 +116,33 @@ class GroupLink(StoreLink):
 
     # -- loads ---------------------------------------------------------------------------------
 
-    def _begin_load(
-        self,
-        load: StoreLoad,
-        parts: Sequence[Sequence[int]],
-        grants: Sequence[ReadGrant],
-        lengths: Sequence[int],
-    ) -> None:
+    def _begin_load(self, load: StoreLoad, piece: LoadPiece) -> None:
         # Read before anything arrives: a chunk of this request would wait for the load, and the load for it.
         self._begun_before[load] = self._group.pipeline.latest
-        super()._begin_load(load, parts, grants, lengths)
+        super()._begin_load(load, piece)
 
     def _submit_load(
         self,
         load: StoreLoad,
+        piece: LoadPiece,
         layer: int,
         members: Sequence[int],
-        all_grants: Sequence[ReadGrant],
-        all_lengths: Sequence[int],
         all_checksums: Checksums,
     ) -> None:
         if layer < self._own:
-            super()._submit_load(load, layer, members, all_grants, all_lengths, all_checksums)
+            super()._submit_load(load, piece, layer, members, all_checksums)
         elif layer == self._group.ranges[self._stage_of[layer]].start:
-            assert load.held is not None
-            grants = [all_grants[index] for index in members]
-            lengths = [all_lengths[index] for index in members]
-            block_ids = [load.held.block_ids[index] for index in members]
+            grants = [piece.grants[index] for index in members]
+            lengths = [piece.lengths[index] for index in members]
+            block_ids = [piece.block_ids[index] for index in members]
             # Chunks begun before may still use these blocks in that stage, for a request that has ended.
             after, stage = self._begun_before[load], self._stage_of[layer]
-            self._spawn(self._load_in_stage(load, stage, grants, lengths, block_ids, after))
+            self._spawn(self._load_in_stage(load, piece, stage, grants, lengths, block_ids, after))
 
     async def _load_in_stage(
         self,
         load: StoreLoad,
+        piece: LoadPiece,
         stage: int,
         grants: list[ReadGrant],
         lengths: list[int],
@@ -177,7 +171,7 @@ class GroupLink(StoreLink):
                 if load.land(layer, good):
                     failures.labels("load").inc()
                     log.warning("load_failed", layer=layer, reason=reason)
-                load.leave()
+                self._leave(load, piece)
             self._wake()
 
     # -- saves ---------------------------------------------------------------------------------

@@ -109,6 +109,7 @@ class Worker(Driver):
         weights: str = "w",
         load_timeout_s: float = 5.0,
         device: LateDevice | None = None,
+        num_slots: int = 2 * NUM_BLOCKS,
     ) -> None:
         self.pool = torch.randn(LAYOUT.pool_shape(NUM_BLOCKS))
         memory: HostMemory = host_memory(LAYOUT, self.pool, 0)
@@ -116,7 +117,7 @@ class Worker(Driver):
             assert isinstance(memory, SlabMemory)
             slab_bytes = LAYOUT.chunk_bytes(LAYOUT.block_tokens)
             views = slab_views([self.pool] * LAYOUT.num_layers, memory, NUM_BLOCKS, slab_bytes)
-            memory = StagedMemory(device or LateDevice(), views, 2 * NUM_BLOCKS)
+            memory = StagedMemory(device or LateDevice(), views, num_slots)
         super().__init__(store, transfer, KvIdentity(weights, "t", LAYOUT), memory, load_timeout_s)
 
 
@@ -557,6 +558,99 @@ async def test_the_last_wait_of_a_bad_load_ends_when_it_counts_as_failed(cluster
     assert load.is_bad and not load.done and not waiting.done()
     device.is_stuck = False
     assert await asyncio.wait_for(waiting, TIMEOUT_S)
+
+
+LONG = [(block_hash, 4) for block_hash in hashes_of(40)]
+"""A prefix of ten blocks."""
+
+
+async def saved_prefix(cluster: Cluster) -> Worker:
+    """The worker that has saved the blocks of ``LONG``, in order, from block 1 on."""
+    writer = await cluster.worker(False)
+    save = await writer.save([(name, tokens, 1 + index) for index, (name, tokens) in enumerate(LONG)])
+    assert save.num_stored_blocks == len(LONG)
+    return writer
+
+
+@pytest.mark.parametrize("num_slots", [2, 6, 16])
+async def test_a_prefix_longer_than_the_staging_area_is_loaded_in_pieces(
+    cluster: Cluster, num_slots: int
+) -> None:
+    writer = await saved_prefix(cluster)
+    device = LateDevice()
+    reader = await cluster.worker(True, device=device, num_slots=num_slots)
+    before = reader.pool.clone()
+    lookup = await reader.lookup(LONG)
+    blocks_read = [11, *range(2, 11)]
+    load = await reader.load(lookup, blocks_read)
+    assert (load.failed, load.num_layers_loaded) == (False, LAYOUT.num_layers), device
+    assert torch.equal(reader.pool[:, :, blocks_read], writer.pool[:, :, 1:11]), device
+    assert torch.equal(reader.pool[:, :, :2], before[:, :, :2]), device
+    assert reader.link.has_room(num_slots // 2, "load")
+
+
+async def test_loads_that_wait_for_room_get_it_in_their_order(cluster: Cluster) -> None:
+    """Before, those that found the staging area in use were refused."""
+    writer = await saved_prefix(cluster)
+    device = Stuck()
+    reader = await cluster.worker(True, device=device, num_slots=4)
+    lookup = await reader.lookup(LONG)
+    begun = [reader.link.start_load(lookup, ids) for ids in ([1, 2, 3, 4], [5, 6, 7], [8])]
+    await asyncio.sleep(0.05)
+    assert not any(load.done for load in begun) and len(begun[0].held) == 2
+    assert not begun[1].held and not begun[2].held, "the last one, which is short, has not overtaken"
+    assert begun[0].num_layers_loaded == 0, "a step must not begin before all pieces have"
+    device.is_stuck = False
+
+    def ended() -> bool:
+        return all(load.done for load in begun)
+
+    await asyncio.to_thread(wait_for, ended, "the loads to be done", TIMEOUT_S)
+    assert not any(load.failed for load in begun), device
+    for first, num_blocks in ((1, 4), (5, 3), (8, 1)):
+        found = reader.pool[:, :, first : first + num_blocks]
+        assert torch.equal(found, writer.pool[:, :, 1 : 1 + num_blocks]), device
+
+
+async def test_a_load_that_gets_no_room_in_time_fails(cluster: Cluster) -> None:
+    await saved_prefix(cluster)
+    reader = await cluster.worker(True, num_slots=4, load_timeout_s=0.3)
+    counter = blocks.failures.labels("load")
+    lookup = await reader.lookup(LONG)
+    in_use = reader.link._memory.hold([0, 1], "load")
+    assert in_use is not None
+    before = counter._value.get()
+    load = await reader.load(lookup, list(range(1, 11)))
+    assert load.failed and not load.held and counter._value.get() == before + 1
+    reader.link._memory.release(in_use)
+    assert not (await reader.load(await reader.lookup(LONG), list(range(1, 11)))).failed
+
+
+async def test_a_wrong_piece_fails_its_load_and_what_has_not_begun_of_it(cluster: Cluster) -> None:
+    await saved_prefix(cluster)
+    reader = await cluster.worker(True, num_slots=4)
+    counter = blocks.failures.labels("load")
+    lookup = await reader.lookup(LONG)
+    (region,) = cluster.node.engine.describe().regions
+    _flip(cluster.node, lookup.grants[1].address - region.address + LAYOUT.object_offsets(3, 4)[0])
+    before = counter._value.get()
+    load = await reader.load(lookup, list(range(1, 11)))
+    assert load.failed and load.claim.num_inside == 0 and counter._value.get() == before + 1
+    assert len(load.held) < len(LONG), "the rest is of no use"
+    assert reader.link.has_room(2, "load")
+    _flip(cluster.node, lookup.grants[1].address - region.address + LAYOUT.object_offsets(3, 4)[0])
+    assert not (await reader.load(await reader.lookup(LONG), list(range(1, 11)))).failed
+
+
+async def test_a_link_that_is_closed_ends_the_loads_that_wait(cluster: Cluster) -> None:
+    await saved_prefix(cluster)
+    reader = await cluster.worker(True, num_slots=4)
+    lookup = await reader.lookup(LONG)
+    in_use = reader.link._memory.hold([0, 1], "load")
+    load = reader.link.start_load(lookup, list(range(1, 11)))
+    assert in_use is not None and not load.done
+    await reader.link.close()
+    assert load.failed
 
 
 @pytest.mark.parametrize("when", ["load", "save"])
