@@ -18,6 +18,10 @@ TOML or JSON file, and a row in ``docs/configuration.md``. Flags beat the enviro
 which beats the default. A size takes a suffix and therefore drops ``_bytes`` from its external name;
 durations are seconds and keep their ``_s``. Ranges are ``msgspec.Meta``. ``Secret`` values are never printed.
 
+A field whose type is another settings class includes that one's table: ``transfer: TransferSettings`` reads
+``[transfer]`` and ``MOONCAKE_TRANSFER_...``, the same in every role that has it, and has flags that begin
+with ``--transfer-``.
+
 Why not pydantic-settings: it needs its own model class instead of a plain frozen dataclass that a core may
 hold, it does not report which source a value came from, and it would become a dependency of processes that
 only use the store. msgspec, which is one already, checks types and ranges. This module knows no role and is,
@@ -58,6 +62,9 @@ from mooncake.setting_types import Size as Size
 log = get_logger(__name__)
 
 SettingsT = TypeVar("SettingsT")
+
+CONFIG_VARIABLE = "MOONCAKE_CONFIG"
+"""Names the configuration file where a command's ``--config`` does not, and for parts of other programs."""
 
 
 @dataclass(frozen=True)
@@ -128,12 +135,21 @@ def _options(settings_class: Hashable) -> tuple[Option, ...]:
     for field in dataclasses.fields(settings_class):
         where = f"{settings_class.__name__}.{field.name}"
         assert field.default is not dataclasses.MISSING, f"{where} has no default"
+        if dataclasses.is_dataclass(hints[field.name]):
+            continue  # a table of its own
         assert field.name in sentences, f"{where} has no sentence below it"
         annotation = hints[field.name]
         is_size = any(mark is Size for mark in _marks(annotation))
         name = field.name.removesuffix("_bytes") if is_size else field.name
         found.append(Option(field.name, name, annotation, field.default, sentences[field.name]))
     return tuple(found)
+
+
+def included_tables(settings_class: type) -> dict[str, type]:
+    """Fields that are settings classes themselves, with a table and flags of their own."""
+    hints = typing.get_type_hints(settings_class)
+    names = [field.name for field in dataclasses.fields(settings_class)]
+    return {name: hints[name] for name in names if dataclasses.is_dataclass(hints[name])}
 
 
 def role_of(settings_class: type) -> str:
@@ -156,7 +172,8 @@ def load(
     """Load the settings of one role; also return, for each field, where its value came from.
 
     Args:
-        flags: values by field name; None when the flag was not given.
+        flags: values by field name; None when the flag was not given. Those of an included table are a
+            mapping under the name of its field; their origins have names such as ``transfer.listen_host``.
         file: a TOML file, or JSON when its name ends in ``.json``.
         known_roles: names of other tables that ``file`` may hold; when empty, any table is allowed.
         flags_start: prefix of the flags' names, used in the origins.
@@ -174,6 +191,10 @@ def load(
         origin = origin.replace("flag --", f"flag {flags_start}")
         origins[option.field] = origin
         values[option.field] = raw if origin == "default" else _coerce(option, raw, origin)
+    for field, included in included_tables(settings_class).items():
+        given = flags.get(field) or {}
+        values[field], found = load(included, given, environment, file, known_roles, f"--{field}-")
+        origins |= {f"{field}.{name}": origin for name, origin in found.items()}
     try:
         return settings_class(**values), origins
     except InvalidArgument as error:  # a check over several fields, in __post_init__
@@ -217,6 +238,12 @@ def _warn_of_misspelt(settings_class: type, environment: Mapping[str, str]) -> N
             close = difflib.get_close_matches(variable, known, 1)
             if close:
                 log.warning("unknown_environment_variable", name=variable, did_you_mean=close[0])
+
+
+def named_file(environment: Mapping[str, str]) -> Path | None:
+    """The configuration file that the environment names."""
+    name = environment.get(CONFIG_VARIABLE)
+    return Path(name).expanduser() if name else None
 
 
 UPSTREAM_NAMES = {
@@ -452,6 +479,16 @@ def describe(settings: Any, origins: Mapping[str, str]) -> str:
     width = max((len(line) for line, _ in lines), default=0)
     table = [f"[{role_of(settings_class)}]", *(f"{line:<{width}}  # {origin}" for line, origin in lines)]
     return "\n".join(table + [f"# {name} is not set" for name in unset])
+
+
+def describe_included(settings: Any, origins: Mapping[str, str]) -> str:
+    """Format the tables that ``settings`` includes as ``describe`` does; empty if there are none."""
+    tables = []
+    for field in included_tables(type(settings)):
+        start = f"{field}."
+        theirs = {name.removeprefix(start): origins[name] for name in origins if name.startswith(start)}
+        tables.append(describe(getattr(settings, field), theirs))
+    return "\n".join(tables)
 
 
 def render_docs(settings_classes: Iterable[type], opening: str) -> str:

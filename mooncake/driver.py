@@ -39,6 +39,10 @@ class Driver(Generic[EventT, EffectT]):
             self._perform(effect)
         self._arm()
 
+    def arm(self) -> None:
+        """Begin with a deadline that the machine has before its first event."""
+        self._arm()
+
     def close(self) -> None:
         """Cancel the timer; no event is delivered after this."""
         if self._timer is not None:

@@ -537,7 +537,6 @@ def render_configuration() -> str:
 
 
 EMBEDDED_SETTINGS = (
-    "mooncake.transfer.settings:TransferSettings",
     "mooncake.compat.transfer.environment:EngineSettings",
     "mooncake.compat.store.setup_arguments:DropinSettings",
 )
@@ -548,8 +547,8 @@ def render_environment() -> str:
     parts = [
         f"# Environment of embedded parts\n\n{GENERATED}",
         "Classes with the existing package's names run in the processes of other programs, and read these\n"
-        "variables. Our own roles pass the same fields; their flags are in\n"
-        "[configuration.md](../configuration.md), whose table `[security]` applies here, too.\n"
+        "variables, and those of the tables `[transfer]` and `[security]` in\n"
+        "[configuration.md](../configuration.md).\n"
         "Variables without effect are in [engine.md](../engine.md) and [store.md](../store.md).\n",
     ]
     for name in EMBEDDED_SETTINGS:

@@ -313,3 +313,52 @@ def test_a_size_survives_being_written(size_bytes: int) -> None:
 def test_any_text_is_a_size_or_a_value_error(text: str) -> None:
     with contextlib.suppress(ValueError):
         assert config.parse_size(text) >= 0
+
+
+# -- included tables ---------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class CarrierSettings:
+    """A part that several roles have."""
+
+    hosts: tuple[str, ...] = ()
+    "Where it listens."
+
+    num_streams: Annotated[int, Meta(ge=1)] = 1
+    "How many there are."
+
+
+NO_CARRIER = CarrierSettings()
+
+
+@dataclass(frozen=True)
+class VesselSettings:
+    """A role with such a part."""
+
+    port: Port = 0
+    "Port to listen on."
+
+    carrier: CarrierSettings = NO_CARRIER
+
+
+def test_a_settings_class_may_include_the_table_of_another(tmp_path: Path) -> None:
+    file = written(tmp_path, '[vessel]\nport = 1\n[carrier]\nhosts = ["f"]\nnum_streams = 2\n')
+    environment = {"MOONCAKE_CARRIER_HOSTS": "a,b"}
+    settings, origins = config.load(VesselSettings, {}, environment, file, ["vessel", "carrier"])
+    assert settings == VesselSettings(1, CarrierSettings(("a", "b"), 2))
+    assert origins["carrier.hosts"] == "environment MOONCAKE_CARRIER_HOSTS"
+    given = {"carrier": {"num_streams": "3", "hosts": None}}
+    settings, origins = config.load(VesselSettings, given, environment, file)
+    assert settings.carrier == CarrierSettings(("a", "b"), 3)
+    assert origins["carrier.num_streams"] == "flag --carrier-num-streams"
+    shown = config.describe_included(settings, origins)
+    assert shown.splitlines()[0] == "[carrier]" and "num_streams = 3" in shown
+    assert [option.field for option in config.options(VesselSettings)] == ["port"]
+    with pytest.raises(InvalidArgument, match="num_streams"):
+        config.load(VesselSettings, {}, {"MOONCAKE_CARRIER_NUM_STREAMS": "0"})
+
+
+def test_the_environment_names_a_file(tmp_path: Path) -> None:
+    assert config.named_file({"MOONCAKE_CONFIG": str(tmp_path)}) == tmp_path
+    assert config.named_file({}) is None

@@ -68,3 +68,12 @@ async def test_virtual_time_reaches_the_core() -> None:
     driver.post("hand")
     assert egg.rings_at == 105.0
     driver.close()
+
+
+async def test_a_deadline_before_the_first_event_wakes() -> None:
+    egg, rung = Egg(0.0), asyncio.Event()
+    egg.rings_at = 0.0
+    driver = Driver(egg, lambda effect: rung.set())
+    driver.arm()
+    await asyncio.wait_for(rung.wait(), 5)
+    driver.close()

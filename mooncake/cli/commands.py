@@ -162,7 +162,7 @@ P2P_SERVE = Command(
     "mooncake p2p serve --root /models --host 10.0.0.2 --peers 10.0.0.1:7300 --limit-rate 500MB",
 )
 
-KNOWN_ROLES = ["log", "security", *(command.name for command in COMMANDS), "fakeengine", "p2p"]
+KNOWN_ROLES = ["log", "security", "transfer", *(command.name for command in COMMANDS), "fakeengine", "p2p"]
 """Tables that a configuration file may have."""
 
 DOCS_OPENING = """\
@@ -188,6 +188,11 @@ seconds. Port 0 takes a free port. Lists are repeated flags, or separated by com
 
 The tables `[log]` and `[security]` are those of every role. The flags of `[security]` are as shown, those of
 `[log]` begin with `--log-`.
+
+`[transfer]` is read by every role with a transfer engine (node, daemon, worker, p2p), by `mooncake store`, by
+connectors inside other programs and by the classes with the existing package's names. Its flags begin with
+`--transfer-`. What it sets precedes the own `host` and `advertise_host` of a role; a name or a port in it is
+of one process. Parts of other programs take the environment, and the file that `MOONCAKE_CONFIG` names.
 """
 
 
@@ -377,9 +382,12 @@ def _config(
     docs: Annotated[bool, typer.Option("--docs", help="Print docs/configuration.md instead.")] = False,
 ) -> None:
     """Show every setting of every role and the source of its value; invalid settings are named."""
+    from mooncake.transfer import TransferSettings  # the native module: imported here, to keep --help fast
+
     classes = [
         LogSettings,
         SecuritySettings,
+        TransferSettings,
         *(command.settings_class() for command in (*COMMANDS, FAKE_ENGINE, P2P_SERVE)),
     ]
     if docs:

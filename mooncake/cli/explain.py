@@ -20,6 +20,7 @@ from rich.table import Table
 from mooncake.errors import AccessDenied, InvalidArgument, PeerLost, ProtocolError
 
 _TIMEOUT_S = 10.0
+_BAR_WIDTH = 40
 
 
 def explain(name: str, url: str, admin_api_key: str, as_json: bool) -> None:
@@ -84,6 +85,8 @@ def show(console: Console, found: dict[str, Any]) -> None:
     if found["candidates"]:
         console.print(_candidates(found))
     console.print(_times(found))
+    if found["actual"]["stages"]:
+        console.print(_stages(found["actual"]["stages"]))
     if found["blocks"]:
         console.print(_blocks(found["blocks"]))
 
@@ -130,6 +133,21 @@ def _times(found: dict[str, Any]) -> Table:
         table.add_row(label, _seconds(predicted.get(before)), _seconds(actual[after]))
     table.add_row("output tokens", str(predicted.get("output_tokens") or ""), str(actual["output_tokens"]))
     table.add_row("tokens cached + loaded", "", f"{actual['cached_tokens']} + {actual['loaded_tokens']}")
+    return table
+
+
+def _stages(rows: list[dict[str, Any]]) -> Table:
+    """A row for each stage of a prefill group; its bar is the time from its first chunk to its last."""
+    whole_s = max(one["ended_s"] for one in rows) or 1.0
+    table = Table(title=f"stages of the prefill group: {rows[0]['num_chunks']} chunks in {whole_s:.3f} s")
+    for name in ("stage", "layers", "computed", "idle"):
+        table.add_column(name, no_wrap=True)
+    table.add_column("from the first chunk to the last", no_wrap=True, width=_BAR_WIDTH)
+    for number, one in enumerate(rows):
+        first, end = (round(_BAR_WIDTH * one[name] / whole_s) for name in ("began_s", "ended_s"))
+        layers = f"{one['first_layer']}-{one['end_layer'] - 1}"
+        times = (f"{one[name]:.3f} s" for name in ("computed_s", "waited_s"))
+        table.add_row(str(number), layers, *times, " " * first + "━" * (end - first))
     return table
 
 

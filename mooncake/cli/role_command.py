@@ -29,9 +29,6 @@ from mooncake.config import LogSettings, Option
 from mooncake.file_limit import raise_file_limit
 from mooncake.security import Identity, SecuritySettings, install_identity
 
-CONFIG_VARIABLE = "MOONCAKE_CONFIG"
-"""Names the configuration file when ``--config`` does not."""
-
 
 @dataclass(frozen=True)
 class Invocation:
@@ -79,12 +76,16 @@ def add_command(
         own = {
             field: given.pop(field) for field in (option.field for option in config.options(settings_class))
         }
+        for field, included in config.included_tables(settings_class).items():
+            names = [option.field for option in config.options(included)]
+            own[field] = {name: given.pop(f"{field}_table_{name}") for name in names}
         file, logs, log_origins = _general(given, known_roles)
         security, security_origins = _security(given, file, known_roles)
         settings: Any
         settings, origins = config.load(settings_class, own, os.environ, file, known_roles)
         if given["print_config"]:
             print(config.describe(settings, origins))
+            print(config.describe_included(settings, origins))
             print(config.describe(logs, log_origins))
             print(config.describe(security, security_origins))
             return
@@ -94,6 +95,8 @@ def add_command(
         run(Invocation(settings, logs, file))
 
     parameters = [_parameter(option) for option in config.options(settings_class)]
+    for field, included in config.included_tables(settings_class).items():
+        parameters += [_parameter(option, field.capitalize(), field) for option in config.options(included)]
     parameters += GENERAL_PARAMETERS
     command.__signature__ = inspect.Signature(parameters)  # type: ignore[attr-defined]
     command.__annotations__ = {parameter.name: parameter.annotation for parameter in parameters}
@@ -108,8 +111,7 @@ def add_command(
 
 def config_file(named: str | None) -> Path | None:
     """The configuration file from the flag, or else from the environment."""
-    name = named or os.environ.get(CONFIG_VARIABLE)
-    return Path(name).expanduser() if name else None
+    return Path(named).expanduser() if named else config.named_file(os.environ)
 
 
 def _general(
@@ -130,12 +132,15 @@ def _security(
     return config.load(SecuritySettings, flags, os.environ, file, known_roles)
 
 
-def _parameter(option: Option, panel: str | None = None) -> inspect.Parameter:
-    """A field as a typer parameter. All flags are optional: None means not given."""
-    flags = option.flag
+def _parameter(option: Option, panel: str | None = None, table: str = "") -> inspect.Parameter:
+    """A field as a typer parameter, of an included ``table`` if that is named.
+
+    All flags are optional: None means not given.
+    """
+    flags = option.flag if not table else f"--{table}-{option.flag[2:]}"
     kind: Any = str | None
     if option.base is bool:
-        flags, kind = f"{option.flag}/--no-{option.flag[2:]}", bool | None
+        flags, kind = f"{flags}/--no-{flags[2:]}", bool | None
     elif option.takes_many:
         kind = list[str] | None
     details = typer.Option(
@@ -145,7 +150,7 @@ def _parameter(option: Option, panel: str | None = None) -> inspect.Parameter:
         show_default=False,
         rich_help_panel=panel,
     )
-    return _keyword(option.field, Annotated[kind, details])
+    return _keyword(f"{table}_table_{option.field}" if table else option.field, Annotated[kind, details])
 
 
 def _help(option: Option) -> str:
@@ -181,7 +186,7 @@ def _general_parameters() -> list[inspect.Parameter]:
                 typer.Option(
                     "--config",
                     metavar="FILE",
-                    help=f"TOML or JSON file with one table per role; {CONFIG_VARIABLE} names it too.",
+                    help=f"TOML or JSON file with one table per role; {config.CONFIG_VARIABLE} names it too.",
                     rich_help_panel=panel,
                 ),
             ],

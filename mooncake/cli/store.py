@@ -8,6 +8,7 @@ durations for input.
 
 from __future__ import annotations
 
+import os
 import re
 import sys
 import time
@@ -25,17 +26,19 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 from rich.table import Table
 from rich.text import Text
 
+from mooncake.config import load, named_file
 from mooncake.errors import InvalidArgument, Refusal
 from mooncake.security import tool_identity
 from mooncake.store import Store, StoreSettings
 from mooncake.store import messages as m
 from mooncake.store import repair as repairing
+from mooncake.transfer import TransferEngine, TransferSettings
 
 MASTER = typer.Option(
     "--master",
     metavar="HOST:PORT",
     envvar="MOONCAKE_MASTER",
-    help="Address of the master; several separated by commas; etcd:// or redis:// for elected masters.",
+    help="Address of the master; several separated by commas; etcd://, redis://, k8s:// for elected masters.",
 )
 Master = Annotated[str, MASTER]
 Tenant = Annotated[str, typer.Option("--tenant", help="Tenant, the namespace of the keys.")]
@@ -47,7 +50,13 @@ HERE, DEFAULT = "127.0.0.1:50051", "default"
 
 @contextmanager
 def opened(master: str, tenant: str = DEFAULT, timeout_s: float = 10.0) -> Iterator[Store]:
-    with Store(master, settings=StoreSettings(timeout_s, tenant=tenant), identity=tool_identity()) as store:
+    identity = tool_identity()
+    transfer, _ = load(TransferSettings, {}, os.environ, named_file(os.environ))
+    settings = StoreSettings(timeout_s, tenant=tenant)
+    with (
+        TransferEngine(transfer.for_tool(), identity=identity) as engine,
+        Store(master, engine, settings, identity) as store,
+    ):
         store.connect()  # a user at a terminal must learn at once that no master listens there
         yield store
 

@@ -94,6 +94,9 @@ class UpSettings:
     scheduling: Scheduling = "overlap"
     "How the conductor chooses workers."
 
+    conductors: Annotated[int, Meta(ge=1, le=8)] = 1
+    "Number of conductors; with two, the gateway goes on without a pause when one is lost."
+
     log_dir: Path | None = None
     "Folder of the roles' logs; without it, one in your state directory, printed at the start."
 
@@ -144,7 +147,8 @@ def plan_cluster(
     prefill = [*(f"prefill-{number}" for number in range(settings.prefill)), *groups]
     decode = [f"decode-{number}" for number in range(settings.decode)]
     stages = [stage for group in groups.values() for stage in group]
-    names = ["metadata", "master", "node", *stages, *prefill, *decode, "conductor", "gateway"]
+    conductors = ["conductor", *(f"conductor-{number}" for number in range(2, settings.conductors + 1))]
+    names = ["metadata", "master", "node", *stages, *prefill, *decode, *conductors, "gateway"]
     ports = dict(zip(names, free_ports(INSIDE, len(names), Random()), strict=True))
     ports["gateway"] = settings.port or ports["gateway"]
     at = {name: f"{INSIDE}:{port}" for name, port in ports.items()}
@@ -199,6 +203,15 @@ def plan_cluster(
         flags = [*compute, "--pipeline-stage", str(number), "--pipeline-stages", str(num_stages)]
         return plan(spec, "worker", flags, None, quiet_threads(num_threads))
 
+    def conductor(name: str) -> RolePlan:
+        spec = RoleSpec(name, ("master",), stops_before=(*prefill, *decode))
+        flags = ["--scheduling", settings.scheduling, "--http-port", "0"]
+        flags += ["--pool-events", events, "--pool-events-replay", replay]
+        for peer in conductors:
+            if peer != name:
+                flags += ["--peers", at[peer]]
+        return plan(spec, "conductor", flags, None)
+
     plans = [
         plan(RoleSpec("metadata"), "metadata", [], HttpCheck("/health")),
         plan(
@@ -211,25 +224,11 @@ def plan_cluster(
         *(further_stage(name, n) for group in groups.values() for n, name in enumerate(group, 1)),
         *(worker(name, "prefill") for name in prefill),
         *(worker(name, "decode") for name in decode),
+        *(conductor(name) for name in conductors),
         plan(
-            RoleSpec("conductor", ("master",), stops_before=(*prefill, *decode)),
-            "conductor",
-            [
-                "--scheduling",
-                settings.scheduling,
-                "--http-port",
-                "0",
-                "--pool-events",
-                events,
-                "--pool-events-replay",
-                replay,
-            ],
-            None,
-        ),
-        plan(
-            RoleSpec("gateway", ("conductor",), (*prefill, *decode), WORKER_READY_WITHIN_S),
+            RoleSpec("gateway", (*conductors,), (*prefill, *decode), WORKER_READY_WITHIN_S),
             "gateway",
-            [*model, "--conductor", at["conductor"], *instances],
+            [*model, "--conductor", ",".join(at[name] for name in conductors), *instances],
             HttpCheck("/ready", over=GATEWAY_CHECKS[public_side(given)]),
             {"ADMIN_API_KEY": admin_key},
         ),

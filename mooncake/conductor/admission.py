@@ -531,6 +531,12 @@ class AdmissionController:
         self.decode_forecast.expect(request.request_id, now + request.ttft_s, request.num_tokens, now)
         return verdict
 
+    def placed_elsewhere(self, request: AdmissionRequest, pools: PoolCapacity, now: float) -> None:
+        """Record a request that was admitted by another conductor: it is demand and load like others."""
+        verdict = dataclasses.replace(self._decide(request, pools, now), is_admitted=True)
+        self._admitted[request.request_id] = _AdmittedRequest(request, verdict, pools.step.base_s)
+        self.decode_forecast.expect(request.request_id, now + request.ttft_s, request.num_tokens, now)
+
     def prefilled(
         self, request_id: str, pools: PoolCapacity, now: float, has_begun: bool = False
     ) -> AdmissionResult:

@@ -1,37 +1,46 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A gateway's side of the conductor: the interface that every conductor has, and the client of a remote one.
+"""A gateway's side of the conductor: the interface that every conductor has, and the client of remote ones.
 
-While the conductor is unreachable a client uses its known instances in turn, because waiting would only delay
-requests that any worker can serve. This is the only placement that is decided outside the core.
+Of several conductors a gateway uses the one that leads. When that is lost it uses another one at once,
+whether it leads already or not: a conductor that does not lead answers as well, only with a view that may
+lack the latest requests of others. While no conductor is reachable a client uses its known instances in turn,
+because waiting would only delay requests that any worker can serve. This is the only placement that is
+decided outside the core.
 """
 
 from __future__ import annotations
 
 import asyncio
 import contextlib
-from typing import Protocol
+from typing import Any, Protocol
 
 import msgspec
+from prometheus_client import Counter
 
+from mooncake import clock, metrics
 from mooncake.conductor.explanation import Explain, Explained, Explanation
 from mooncake.conductor.messages import (
     REPLIES,
     AddInstance,
     AdmissionStatus,
+    ClaimRequests,
     Decision,
     Drain,
-    Event,
+    Finished,
     GetStatus,
     GetStory,
     InstanceStatus,
     Place,
+    Placed,
     Prefilled,
     Refuse,
     RemoveInstance,
+    ReportedFact,
+    Standing,
     Status,
     Story,
 )
-from mooncake.errors import MooncakeError, Refusal
+from mooncake.errors import DeadlineExceeded, MooncakeError, PeerLost, Refusal
 from mooncake.log import get_logger
 from mooncake.rpc import AsyncClient
 from mooncake.types import InstanceId, WorkerRole
@@ -42,6 +51,19 @@ CALL_TIMEOUT_S = 1.0
 """A conductor answers in microseconds; one that takes this long is treated as gone."""
 
 _REFRESH_S = 2.0
+_PAUSE_S = 0.05
+_CLAIMS_PER_CALL = 256
+
+_changes = Counter(
+    "mooncake_conductor_client_changes",
+    "Times that a gateway began to use another conductor.",
+    registry=metrics.registry,
+)
+_in_turn = Counter(
+    "mooncake_conductor_client_in_turn",
+    "Placements that a gateway made in turn, because it could reach no conductor.",
+    registry=metrics.registry,
+)
 
 
 class ConductorClient(Protocol):
@@ -53,7 +75,7 @@ class ConductorClient(Protocol):
         """Report that a prompt is computed; some rules of admission refuse only now."""
         ...
 
-    def post(self, event: Event) -> None:
+    def post(self, event: ReportedFact) -> None:
         """Report a fact. Returns at once; never raises."""
         ...
 
@@ -74,68 +96,105 @@ class ConductorClient(Protocol):
         ...
 
 
-class RemoteConductor:
-    """A conductor in another process, with a fallback while it is unreachable."""
+class _ConductorLink:
+    """The connection to one conductor."""
 
     def __init__(self, address: str) -> None:
-        self._client = AsyncClient(address, (*REPLIES, Explained), "the conductor")
+        self.address = address
+        self.client = AsyncClient(address, (*REPLIES, Explained), "the conductor")
+        self.is_connected = False
+        self.standing = Standing(0)
+        self.has_claims = False
+        "It knows the requests in flight, and that this gateway reports their ends to it."
+
+
+class RemoteConductor:
+    """Conductors in other processes: the one that leads is asked, another one when it is lost.
+
+    A fallback places requests while none is reachable. The requests in flight are remembered, and reported to
+    a conductor before it gets any other report: so it knows them, whichever conductor placed them.
+    """
+
+    def __init__(self, *addresses: str) -> None:
+        """Raises InvalidArgument: an address is not ``host:port``."""
+        self._links = [_ConductorLink(address) for address in addresses]
+        self._used: _ConductorLink | None = None
         self._known: dict[InstanceId, WorkerRole] = {}
         self._rows: list[InstanceStatus] = []
         self._admission = AdmissionStatus()
-        self._is_connected = False
         self._next_turn = 0
-        self._outbox: asyncio.Queue[Event] = asyncio.Queue(10_000)
+        self._in_flight: dict[str, tuple[Placed, float]] = {}
+        """By request: its placement, and when that was made."""
+        self._outbox: asyncio.Queue[ReportedFact | None] = asyncio.Queue(10_000)
         self._tasks: list[asyncio.Task[None]] = []
 
     @property
     def is_connected(self) -> bool:
-        return self._is_connected
+        """Whether any conductor can be asked."""
+        return any(link.is_connected for link in self._links)
+
+    def describe(self) -> str:
+        """The state of each conductor, as text."""
+        if len(self._links) == 1:
+            state = "connected" if self.is_connected else "can't be reached: workers are used in turn"
+            return f"{self._links[0].address} ({state})"
+        states = [
+            (link.address, "can't be reached" * (not link.is_connected) or _role_of(link.standing))
+            for link in self._links
+        ]
+        return ", ".join(f"{address} ({state})" for address, state in states)
 
     async def start(self) -> None:
         loop = asyncio.get_running_loop()
-        self._tasks = [loop.create_task(self._keep_connected()), loop.create_task(self._send_facts())]
+        self._tasks = [loop.create_task(self._keep_connected(link)) for link in self._links]
+        self._tasks.append(loop.create_task(self._send_facts()))
 
     async def close(self) -> None:
         for task in self._tasks:
             task.cancel()
         await asyncio.gather(*self._tasks, return_exceptions=True)
-        await self._client.close()
+        for link in self._links:
+            await link.client.close()
 
     async def place(self, request: Place) -> Decision | Refuse:
-        if self._is_connected:
-            try:
-                answer = await self._client.call(request, CALL_TIMEOUT_S)
-            except MooncakeError as error:
-                log.warning("conductor_lost", reason=str(error))
-                self._is_connected = False
-            else:
-                assert isinstance(answer, Decision | Refuse)
-                return answer
-        return self._place_in_turn(request)
+        answer: Decision | Refuse | None = None
+        if self.is_connected:
+            with contextlib.suppress(MooncakeError):
+                answer = await self._call(request)
+        if answer is None:
+            _in_turn.inc()
+            answer = self._place_in_turn(request)
+        if isinstance(answer, Decision):
+            self._note_placed(request, answer)
+        else:
+            self._in_flight.pop(request.request_id, None)
+        return answer
 
     async def prefilled(self, event: Prefilled) -> Refuse | None:
-        if not self._is_connected:
+        self._remember(event)
+        if not self.is_connected:
             return None
         try:
-            answer = await self._client.call(event, CALL_TIMEOUT_S)
+            answer = await self._call(event)
         except MooncakeError as error:
             log.debug("conductor_event_not_delivered", fact="Prefilled", reason=str(error))
             return None
         return answer if isinstance(answer, Refuse) else None
 
-    def post(self, event: Event) -> None:
+    def post(self, event: ReportedFact) -> None:
         self._remember(event)
-        # A full queue means a conductor that is long gone: it recovers the dropped facts by probing.
+        # A full queue means conductors that are long gone: the one that is back gets the requests in flight,
+        # and recovers the other dropped facts by probing.
         with contextlib.suppress(asyncio.QueueFull):
             self._outbox.put_nowait(event)
 
     async def change(self, event: AddInstance | RemoveInstance | Drain) -> None:
-        await self._client.call(event, CALL_TIMEOUT_S)
+        await self._call(event)
         self._remember(event)
 
     async def status(self) -> list[InstanceStatus]:
         try:
-            answer = await self._client.call(GetStatus(), CALL_TIMEOUT_S)
+            answer = await self._call(GetStatus())
         except MooncakeError as error:
             known = {row.instance: row for row in self._rows}
             detail = f"as known before the conductor was lost: {error}"
@@ -152,20 +211,158 @@ class RemoteConductor:
         return self._admission
 
     async def story(self, key: str) -> list[str]:
-        answer = await self._client.call(GetStory(key), CALL_TIMEOUT_S)
+        answer = await self._call(GetStory(key))
         assert isinstance(answer, Story)
         return answer.lines
 
     async def explain(self, request_id: str) -> Explanation | None:
-        answer = await self._client.call(Explain(request_id), CALL_TIMEOUT_S)
-        assert isinstance(answer, Explained)
-        return answer.explanation
+        """As in ``ConductorClient``: of the conductor that placed the request, whichever leads now."""
+        lost: MooncakeError | None = None
+        for link in self._in_order():
+            try:
+                answer = await link.client.call(Explain(request_id), CALL_TIMEOUT_S)
+            except MooncakeError as error:
+                lost = error
+                continue
+            assert isinstance(answer, Explained)
+            if answer.explanation is not None:
+                return answer.explanation
+            lost = None
+        if lost is not None:
+            raise lost
+        return None
 
-    def _remember(self, event: Event) -> None:
-        if isinstance(event, AddInstance):
-            self._known[event.instance] = event.role
-        elif isinstance(event, RemoveInstance | Drain):
-            self._known.pop(event.instance, None)
+    # --- which conductor is asked
+
+    def _in_order(self) -> list[_ConductorLink]:
+        """The conductors that can be asked, the leader first, else the one used so far.
+
+        If there are none, those to try.
+        """
+        ready = [link for link in self._links if link.is_connected]
+        ready = ready or [link for link in self._links if not link.client.lost.is_set()] or self._links
+        return sorted(ready, key=lambda link: (link.standing.rank, link is self._used), reverse=True)
+
+    async def _call(self, message: msgspec.Struct) -> Any:
+        """The answer of the leader, or of another conductor if it is lost. Raises MooncakeError."""
+        for link in (links := self._in_order()):
+            self._use(link)
+            try:
+                return await link.client.call(message, CALL_TIMEOUT_S)
+            except (PeerLost, DeadlineExceeded) as error:
+                self._lost(link, str(error))
+                if link is links[-1]:
+                    raise
+        raise AssertionError("there is at least one conductor")
+
+    def _use(self, link: _ConductorLink) -> None:
+        if link is self._used:
+            return
+        if self._used is not None:
+            _changes.inc()
+            log.info("conductor_changed", peer=link.address, before=self._used.address)
+        self._used = link
+        for other in self._links:
+            other.has_claims = False
+        with contextlib.suppress(asyncio.QueueFull):
+            self._outbox.put_nowait(None)
+
+    def _lost(self, link: _ConductorLink, reason: str) -> None:
+        if link.is_connected:
+            log.warning("conductor_lost", peer=link.address, reason=reason)
+        link.is_connected = link.has_claims = False
+
+    async def _keep_connected(self, link: _ConductorLink) -> None:
+        """Register the known instances at every new connection, then keep them as the leader has them."""
+        while True:
+            try:
+                await link.client.connect(CALL_TIMEOUT_S)
+                if not link.is_connected:
+                    await self._register(link)
+                    link.is_connected = True
+                    log.info("conductor_connected", peer=link.client.peer)
+                    with contextlib.suppress(asyncio.QueueFull):
+                        self._outbox.put_nowait(None)
+                answer = await link.client.call(GetStatus(), CALL_TIMEOUT_S)
+                assert isinstance(answer, Status)
+                link.standing = answer.standing or link.standing
+                if link is self._in_order()[0]:
+                    self._rows = answer.rows
+                    self._known = {row.instance: row.role for row in answer.rows if row.health != "draining"}
+            except MooncakeError as error:
+                self._lost(link, str(error))
+                await asyncio.sleep(_PAUSE_S)  # a refusal comes at once
+                continue
+            with contextlib.suppress(TimeoutError):
+                async with asyncio.timeout(_REFRESH_S):
+                    await link.client.lost.wait()
+                self._lost(link, "it closed the connection")
+
+    async def _register(self, link: _ConductorLink) -> None:
+        for instance, role in list(self._known.items()):
+            await link.client.call(AddInstance(instance, role), CALL_TIMEOUT_S)
+        # A conductor that was just started considers no instance ready until it has probed it.
+        for _ in range(20):
+            answer = await link.client.call(GetStatus(), CALL_TIMEOUT_S)
+            assert isinstance(answer, Status)
+            link.standing = answer.standing or link.standing
+            if not answer.rows or any(row.health == "ready" for row in answer.rows):
+                return
+            await asyncio.sleep(0.1)
+
+    # --- facts, and the requests in flight
+
+    def _remember(self, event: ReportedFact) -> None:
+        match event:
+            case AddInstance():
+                self._known[event.instance] = event.role
+            case RemoveInstance() | Drain():
+                self._known.pop(event.instance, None)
+            case Finished():
+                self._in_flight.pop(event.request_id, None)
+            case Prefilled() if event.request_id in self._in_flight:
+                placed, at = self._in_flight[event.request_id]
+                self._in_flight[event.request_id] = msgspec.structs.replace(placed, is_prefilled=True), at
+
+    def _note_placed(self, request: Place, decision: Decision) -> None:
+        # Without keys, or the memory of a gateway would grow with its clients' prompts.
+        place = msgspec.structs.replace(request, keys=[], bare_keys=[])
+        decision = msgspec.structs.replace(decision, turn=0.0, fetches=[])
+        self._in_flight[request.request_id] = Placed(place, decision), clock.monotonic()
+
+    async def _send_facts(self) -> None:
+        while True:
+            event = await self._outbox.get()
+            try:
+                if self.is_connected:
+                    await self._claim(self._in_order()[0])
+                if event is not None:
+                    await self._call(event)
+            except MooncakeError as error:
+                log.debug("conductor_event_not_delivered", fact=type(event).__name__, reason=str(error))
+
+    async def _claim(self, link: _ConductorLink) -> None:
+        """Report the requests in flight to a conductor that does not know them from this gateway."""
+        if link.has_claims:
+            return
+        self._use(link)
+        link.has_claims = True
+        now, placed = clock.monotonic(), list[Placed]()
+        for request_id, (one, at) in list(self._in_flight.items()):
+            if now - at > one.place.lifetime_s:
+                del self._in_flight[request_id]
+            else:
+                placed.append(msgspec.structs.replace(one, age_s=now - at))
+        for first in range(0, len(placed), _CLAIMS_PER_CALL):
+            try:
+                await link.client.call(
+                    ClaimRequests(placed[first : first + _CLAIMS_PER_CALL]), CALL_TIMEOUT_S
+                )
+            except MooncakeError:
+                link.has_claims = False
+                raise
+
+    # --- without a conductor
 
     def _place_in_turn(self, request: Place) -> Decision | Refuse:
         self._next_turn += 1
@@ -188,44 +385,6 @@ class RemoteConductor:
         last_ready = {row.instance: None for row in self._rows if row.health == "ready"}
         return [one for one in pool if one in last_ready] or pool
 
-    async def _keep_connected(self) -> None:
-        """Register the known instances at every new connection, then keep them as the conductor has them."""
-        while True:
-            try:
-                await self._client.connect(CALL_TIMEOUT_S)
-                if not self._is_connected:
-                    await self._register()
-                    self._is_connected = True
-                    log.info("conductor_connected", peer=self._client.peer)
-                answer = await self._client.call(GetStatus(), CALL_TIMEOUT_S)
-                assert isinstance(answer, Status)
-                self._rows = answer.rows
-                self._known = {row.instance: row.role for row in answer.rows if row.health != "draining"}
-            except MooncakeError as error:
-                if self._is_connected:
-                    log.warning("conductor_lost", reason=str(error))
-                self._is_connected = False
-                continue
-            with contextlib.suppress(TimeoutError):
-                async with asyncio.timeout(_REFRESH_S):
-                    await self._client.lost.wait()
-                self._is_connected = False
 
-    async def _register(self) -> None:
-        for instance, role in self._known.items():
-            await self._client.call(AddInstance(instance, role), CALL_TIMEOUT_S)
-        # A conductor that was just started considers no instance ready until it has probed it.
-        for _ in range(20):
-            answer = await self._client.call(GetStatus(), CALL_TIMEOUT_S)
-            assert isinstance(answer, Status)
-            if not answer.rows or any(row.health == "ready" for row in answer.rows):
-                return
-            await asyncio.sleep(0.1)
-
-    async def _send_facts(self) -> None:
-        while True:
-            event = await self._outbox.get()
-            try:
-                await self._client.call(event, CALL_TIMEOUT_S)
-            except MooncakeError as error:
-                log.debug("conductor_event_not_delivered", fact=type(event).__name__, reason=str(error))
+def _role_of(standing: Standing) -> str:
+    return "leads" if standing.is_leader else "follows"

@@ -26,6 +26,7 @@ from mooncake.conductor.load import LoadAccounts
 from mooncake.conductor.messages import (
     POOL,
     AddInstance,
+    Assumed,
     BlocksCleared,
     BlocksRemoved,
     BlocksStored,
@@ -39,6 +40,7 @@ from mooncake.conductor.messages import (
     Finished,
     InstanceStatus,
     Place,
+    Placed,
     Prediction,
     Prefilled,
     PrefixWindows,
@@ -46,6 +48,7 @@ from mooncake.conductor.messages import (
     Probed,
     Refuse,
     RemoveInstance,
+    ReportedFact,
     Silent,
     StateChanged,
     StepMeasured,
@@ -65,6 +68,13 @@ from mooncake.types import InstanceId, WorkerRole
 
 _STORY_LENGTH = 4000
 _REMEMBERED_BLOCKS = 1 << 20
+_MOST_S = 86_400.0
+"""Limit of durations that another process reports."""
+
+
+def _bounded(seconds: float, least: float = 0.0) -> float:
+    """A duration from another process, between ``least`` and a day; 0 for one that is no number."""
+    return min(max(seconds, least), _MOST_S) if seconds == seconds else 0.0
 
 
 class ActivePlacement(msgspec.Struct):
@@ -108,6 +118,8 @@ class Conductor:
         self._story: deque[tuple[float, tuple[str, ...], str]] = deque(maxlen=_STORY_LENGTH)
         self._handlers: dict[type, Callable[..., list[Effect]]] = {
             Place: self._place,
+            Placed: self._placed,
+            Assumed: self._assumed,
             Prefilled: self._prefilled,
             Finished: self._finished,
             Failed: self._failed,
@@ -467,6 +479,118 @@ class Conductor:
         refuse = Refuse(event.request_id, refusal, wait_s)
         self._note(event, refuse, None, None, now)
         return refuse
+
+    # --- what several conductors share
+
+    def placed_of(self, place: Place, decision: Decision, now: float) -> Placed:
+        """A placement as another conductor enters it; the keys only where it must infer blocks from them."""
+        instances = (self.instances.get(one) for one in (decision.prefill or "", decision.decode))
+        is_inferred = place.is_text or any(one is not None and one.is_silent for one in instances)
+        keys = place.keys if is_inferred else []
+        decision = msgspec.structs.replace(decision, turn=decision.turn - now)
+        return Placed(msgspec.structs.replace(place, keys=keys, bare_keys=[]), decision)
+
+    def shared_state(self, request_ids: Sequence[str], now: float) -> list[ReportedFact]:
+        """The members, and these of the requests in flight, as facts for another conductor."""
+        facts: list[ReportedFact] = []
+        for one in self.instances.values():
+            capacity = float(self.loads.capacity_tokens[one.slot])
+            facts.append(AddInstance(one.id, one.role, int(capacity) if np.isfinite(capacity) else 0))
+            if one.is_draining:
+                facts.append(Drain(one.id))
+        for request_id in request_ids:
+            placement = self.placements.get(request_id)
+            if placement is not None:
+                facts.append(self._shared_placement(placement, now))
+        return facts
+
+    def _shared_placement(self, placement: ActivePlacement, now: float) -> Placed:
+        place, computing = placement.place, self.instances.get(placement.prefill or placement.decode)
+        prompt = None if computing is None else self.loads.prompt(computing.slot, place.request_id)
+        seconds, num_tokens, turn = prompt or (placement.prediction.prefill_s, place.num_tokens, 0.0)
+        decision = Decision(
+            place.request_id,
+            placement.prefill,
+            placement.decode,
+            "",
+            num_cached_tokens=place.num_tokens - num_tokens,
+            prediction=msgspec.structs.replace(placement.prediction, prefill_s=seconds),
+            turn=turn - now,
+        )
+        return Placed(
+            msgspec.structs.replace(place, keys=[], bare_keys=[]),
+            decision,
+            now - placement.placed_at,
+            is_prefilled=prompt is None,
+        )
+
+    def assumptions(self, num_keys: int) -> Iterator[Assumed]:
+        """The blocks that instances without KV events are assumed to hold, at most ``num_keys`` in one."""
+        for instance, keys in self.inferred_blocks.all():
+            for first in range(0, len(keys), num_keys):
+                yield Assumed(instance, keys[first : first + num_keys])
+
+    def _placed(self, event: Placed, now: float) -> list[Effect]:
+        place, decision = event.place, event.decision
+        request_id, effects = place.request_id, list[Effect]()
+        known = self.placements.get(request_id)
+        if known is not None and (known.prefill, known.decode) != (decision.prefill, decision.decode):
+            effects, known = self._release(request_id, now), None
+        if known is None and _bounded(event.age_s) < place.lifetime_s:
+            self._enter(event, now)
+        computing = self.instances.get(decision.prefill or decision.decode)
+        if event.is_prefilled and computing is not None:
+            self.loads.end_prompt(computing.slot, request_id, now)
+            pools = self.instances.get(decision.decode, computing).slot
+            self.lifecycle.prefilled(
+                Prefilled(request_id, has_begun=True), lambda: self._pools_with(pools), now
+            )
+            effects += self._leave_if_drained(computing, now)
+        return effects
+
+    def _enter(self, event: Placed, now: float) -> None:
+        """Enter a placement that was decided elsewhere; numbers of another process are kept within bounds."""
+        place, decision = event.place, event.decision
+        request_id, placed_at = place.request_id, now - _bounded(event.age_s)
+        computing = self.instances.get(decision.prefill or decision.decode)
+        decode = self.instances.get(decision.decode)
+        prediction = decision.prediction or Prediction()
+        if decision.prediction is None:
+            num_expected = self.predict.lengths.expected(place.scope, place.max_output_tokens)
+            prediction = msgspec.structs.replace(prediction, output_tokens=num_expected)
+            if computing is not None:
+                queue_s, prefill_s = self.cluster.estimate(self._job(place, now), computing.slot)
+                prediction = msgspec.structs.replace(prediction, queue_s=queue_s, prefill_s=prefill_s)
+        prefill_s = _bounded(prediction.prefill_s)
+        if computing is not None and place.needs_prefill and not event.is_prefilled:
+            num_computed = max(0, place.num_tokens - decision.num_cached_tokens)
+            turn = now + _bounded(decision.turn, -_MOST_S)
+            self.loads.add_prompt(computing.slot, request_id, prefill_s, num_computed, turn, now)
+        if decode is not None:
+            num_tokens = place.num_tokens + prediction.output_tokens // 2
+            self.loads.add_decode(decode.slot, request_id, num_tokens)
+            if not self.lifecycle.is_admitting_all:
+                pools = self._pools_with(decode.slot)
+                self.lifecycle.placed_elsewhere(place, prediction, prefill_s, pools, self._is_measured, now)
+        expires_at = placed_at + _bounded(place.lifetime_s)
+        placement = ActivePlacement(
+            decision.prefill, decision.decode, placed_at, expires_at, place, prediction
+        )
+        self.placements[request_id] = placement
+        heapq.heappush(self._timers, (expires_at, "expiry", request_id))
+        self._drop_stale_timers()
+        keys = [request_id, decision.decode, *([decision.prefill] if decision.prefill else [])]
+        self._record_story(now, keys, f"placed {request_id} elsewhere: {decision.reason}")
+        for instance in dict.fromkeys((decision.prefill or decision.decode, decision.decode)):
+            if instance in self.instances:
+                self._assume(instance, place, now)
+
+    def _assumed(self, event: Assumed, now: float) -> list[Effect]:
+        if event.instance in self.instances:
+            dropped = self.inferred_blocks.note(event.instance, event.keys[::-1])
+            self.index.store(event.instance, event.keys)
+            self.index.remove(event.instance, dropped, reason="assumed", now=now)
+        return []
 
     # --- facts about requests
 

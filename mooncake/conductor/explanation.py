@@ -30,6 +30,7 @@ from mooncake.conductor.admission import AdmissionResult
 from mooncake.conductor.messages import Decision, Finished, Place, Prediction, Prefilled, Refuse
 from mooncake.conductor.prediction import Floats
 from mooncake.conductor.prefix_index import PrefixIndex
+from mooncake.http.worker_stats import StageStats
 from mooncake.kvlayout import KEY_PREFIX
 from mooncake.types import InstanceId, Tier
 
@@ -188,7 +189,9 @@ def _joined(found: Sequence[BlockVerdict]) -> list[BlockVerdict]:
 
 
 _RECORD_BYTES = 3_000
-"""Upper estimate of a record's size without its blocks."""
+"""Upper estimate of a record's size without its blocks and stages."""
+
+_STAGE_BYTES = 300
 
 
 class Explain(msgspec.Struct, frozen=True, array_like=True, tag=True):
@@ -266,6 +269,8 @@ class ActualTimes(msgspec.Struct):
     loaded_tokens: int = 0
     output_tokens: int = 0
     is_complete: bool = False
+    stages: list[StageStats] = []
+    "The part of each stage, if a prefill group computed the prompt."
 
 
 class Explanation(msgspec.Struct):
@@ -309,7 +314,8 @@ class _Record:
 
     @property
     def size_bytes(self) -> int:
-        return _RECORD_BYTES + 17 * len(self.prompt.keys)
+        num_stages = len(self.actual.stages)
+        return _RECORD_BYTES + 17 * len(self.prompt.keys) + _STAGE_BYTES * num_stages
 
 
 class Explainer:
@@ -351,20 +357,23 @@ class Explainer:
         record.place = msgspec.structs.replace(place, keys=[], bare_keys=[])
         self._records[place.request_id] = record
         self._size_bytes += record.size_bytes
-        while len(self._records) > self._max_requests or self._size_bytes > self._max_bytes:
-            self._size_bytes -= self._records.popitem(last=False)[1].size_bytes
+        self._forget_oldest()
 
     def prefilled(self, event: Prefilled, now: float) -> None:
         record = self._records.get(event.request_id)
         if record is None or record.prompt.written_at is not None:
             return
         record.prompt.written_at = now
+        self._size_bytes -= record.size_bytes
         actual, prompt = record.actual, record.prompt
         actual.queue_s, actual.prefill_s, actual.load_s = event.queued_s, event.computed_s, event.loaded_s
         actual.cached_tokens, actual.loaded_tokens = event.num_cached_tokens, event.num_loaded_tokens
         prompt.num_cached = event.num_cached_tokens // self._block_tokens
         prompt.num_loaded = event.num_loaded_tokens // self._block_tokens
         prompt.is_measured = event.num_computed_tokens > 0
+        actual.stages = event.stages
+        self._size_bytes += record.size_bytes
+        self._forget_oldest()
 
     def finished(self, event: Finished, now: float) -> None:
         record = self._records.get(event.request_id)
@@ -417,6 +426,10 @@ class Explainer:
     def check(self) -> None:
         assert self._size_bytes == sum(record.size_bytes for record in self._records.values())
         assert len(self._records) <= self._max_requests
+
+    def _forget_oldest(self) -> None:
+        while len(self._records) > self._max_requests or self._size_bytes > self._max_bytes:
+            self._size_bytes -= self._records.popitem(last=False)[1].size_bytes
 
     def _others_in_flight(self, record: _Record) -> Iterator[_Record]:
         """Requests whose prompts were being computed when this one was placed."""

@@ -211,6 +211,11 @@ class LoadAccounts:
             return None
         return np.clip((now - self.ready_since[slots]) / slow_start_s, 0.1, 1.0)
 
+    def prompt(self, slot: int, request_id: str) -> tuple[float, int, float] | None:
+        """Seconds, tokens and turn of a prompt that waits or is computed there; None for any other."""
+        found = self._prompts[slot].get(request_id)
+        return None if found is None else (found.seconds, found.num_tokens, found.turn)
+
     def prompts_of(self, slot: int) -> list[str]:
         """Requests whose prompts wait or are computed there, in order of arrival."""
         return list(self._prompts[slot])

@@ -11,6 +11,7 @@ import msgspec
 
 from mooncake.conductor.health import ProbeOutcome
 from mooncake.errors import Refusal
+from mooncake.http.worker_stats import StageStats
 from mooncake.prefix import BlockKey
 from mooncake.security.principal import NODES, NODES_AND_ADMINS, TRUSTED, Level
 from mooncake.types import InstanceId, Tier, WorkerRole
@@ -65,6 +66,8 @@ class Prefilled(msgspec.Struct, frozen=True, array_like=True, tag=True):
     "Tokens whose KV came from elsewhere."
     has_begun: bool = False
     "Its answer has begun, so admission can't reject it now."
+    stages: list[StageStats] = []
+    "The stages of the prefill group that computed it; none for a single worker."
 
 
 class Finished(msgspec.Struct, frozen=True, array_like=True, tag=True):
@@ -187,8 +190,33 @@ class Drain(msgspec.Struct, frozen=True, array_like=True, tag=True):
     instance: InstanceId
 
 
+class Placed(msgspec.Struct, frozen=True, array_like=True, tag=True):
+    """A request was placed elsewhere: by another conductor, or by a gateway that could reach none.
+
+    It is entered into the accounts as it was decided. Repeating it changes nothing.
+    """
+
+    place: Place
+    "Without the keys of blocks where no instance's blocks are inferred from its prompts."
+    decision: Decision
+    "Its ``turn`` counts from now, as clocks of hosts differ."
+    age_s: float = 0.0
+    "Seconds since it was placed."
+    is_prefilled: bool = False
+    "Its prompt is computed."
+
+
+class Assumed(msgspec.Struct, frozen=True, array_like=True, tag=True):
+    """``instance``, which publishes no KV events, was assumed to hold these blocks; the latest used last."""
+
+    instance: InstanceId
+    keys: list[BlockKey]
+
+
 Event = (
     Place
+    | Placed
+    | Assumed
     | Prefilled
     | Finished
     | Failed
@@ -330,9 +358,78 @@ class AdmissionStatus(msgspec.Struct, frozen=True):
     audited_in_slo: int = 0
 
 
+class Standing(msgspec.Struct, frozen=True, array_like=True):
+    """What one of several conductors states of itself. Leaders are compared by term, then by id."""
+
+    id: int
+    "Drawn at random by each process."
+    term: int = 0
+    "Number of the leader's term that it last knew of, 0 for none."
+    is_leader: bool = False
+
+    @property
+    def rank(self) -> int:
+        """The conductor with the highest rank is the one to use; followers have none."""
+        return self.term if self.is_leader else 0
+
+
 class Status(msgspec.Struct, frozen=True, array_like=True, tag=True):
     rows: list[InstanceStatus]
     admission: AdmissionStatus = AdmissionStatus()
+    standing: Standing | None = None
+
+
+class ClaimRequests(msgspec.Struct, frozen=True, array_like=True, tag=True):
+    """Requests that a gateway has in flight; it will report their ends to the conductor that gets this."""
+
+    placed: list[Placed]
+
+
+class Abandoned(msgspec.Struct, frozen=True, array_like=True, tag=True):
+    """The connection of the request's gateway is lost: it has ended, unless its gateway has changed over."""
+
+    request_id: str
+
+
+ReportedFact = (
+    Placed
+    | Assumed
+    | Prefilled
+    | Finished
+    | Failed
+    | ChunkMeasured
+    | StepMeasured
+    | TransferMeasured
+    | BlocksStored
+    | BlocksRemoved
+    | BlocksCleared
+    | AddInstance
+    | RemoveInstance
+    | Drain
+)
+"""A fact that a gateway may report to a conductor, or a conductor to another one."""
+
+SharedFact = ReportedFact | Abandoned
+"""A fact that a conductor passes on to the others of its cluster."""
+
+
+class Replicate(msgspec.Struct, frozen=True, array_like=True, tag=True):
+    """Facts that clients reported to the sender, in order; also its heartbeat."""
+
+    sender: Standing
+    first: int
+    "Number of the first fact in the sender's stream to this receiver."
+    facts: list[SharedFact]
+    is_snapshot: bool = False
+    "The facts are the instances and all requests of the sender's clients: what it reported before is over."
+
+
+class Replicated(msgspec.Struct, frozen=True, array_like=True, tag=True):
+    """The answer to ``Replicate``."""
+
+    standing: Standing
+    next: int
+    "Number of the fact that is expected next; -1: facts are missing and a snapshot is wanted."
 
 
 class GetStory(msgspec.Struct, frozen=True, array_like=True, tag=True):
@@ -359,7 +456,10 @@ ACCESS: dict[type[msgspec.Struct], frozenset[Level]] = {
     Drain: NODES_AND_ADMINS,
     GetStatus: TRUSTED,
     GetStory: TRUSTED,
+    ClaimRequests: TRUSTED,
+    Replicate: NODES,
 }
 """Which role may send which message to a conductor, where peers are authenticated."""
 
 REPLIES = (Decision, Refuse, Noted, Status, Story)
+PEER_REPLIES = (Replicated,)

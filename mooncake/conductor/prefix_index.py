@@ -532,5 +532,10 @@ class InferredBlocks:
             blocks.move_to_end(key)
         return [blocks.popitem(last=False)[0] for _ in range(len(blocks) - self._limit_blocks)]
 
+    def all(self) -> Iterator[tuple[InstanceId, list[BlockKey]]]:
+        """Every instance with its blocks, the latest used last."""
+        for instance, blocks in self._blocks.items():
+            yield instance, list(blocks)
+
     def forget(self, instance: InstanceId) -> None:
         self._blocks.pop(instance, None)

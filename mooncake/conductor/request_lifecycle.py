@@ -67,7 +67,27 @@ class RequestLifecycle:
         """
         if not event.needs_prefill or self.admission.knows(event.request_id):
             return None
-        applicant = AdmissionRequest(
+        applicant = self._applicant(event, prediction, busy_s, is_measured)
+        return self.admission.decide(applicant, pools, now)
+
+    def placed_elsewhere(
+        self,
+        event: Place,
+        prediction: Prediction,
+        busy_s: float,
+        pools: PoolCapacity,
+        is_measured: tuple[bool, bool],
+        now: float,
+    ) -> None:
+        """Record that another conductor has admitted and placed a request; arguments as of ``decide``."""
+        if event.needs_prefill and not self.admission.knows(event.request_id):
+            applicant = self._applicant(event, prediction, busy_s, is_measured)
+            self.admission.placed_elsewhere(applicant, pools, now)
+
+    def _applicant(
+        self, event: Place, prediction: Prediction, busy_s: float, is_measured: tuple[bool, bool]
+    ) -> AdmissionRequest:
+        return AdmissionRequest(
             event.request_id,
             event.num_tokens,
             prediction.queue_s,
@@ -79,7 +99,6 @@ class RequestLifecycle:
             is_measured[1] * (event.slo_tbt_s or self._settings.slo_tbt_s),
             event.priority,
         )
-        return self.admission.decide(applicant, pools, now)
 
     def placed(
         self,

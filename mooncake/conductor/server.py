@@ -9,7 +9,7 @@ learns; an answer in another form counts as no measurements. Nothing here decide
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Coroutine, Iterator
+from collections.abc import Coroutine, Iterator, Sequence
 from dataclasses import dataclass
 from random import Random
 from typing import Annotated, Any
@@ -35,6 +35,7 @@ from mooncake.conductor.messages import (
     BlocksRemoved,
     BlocksStored,
     ChunkMeasured,
+    ClaimRequests,
     Decision,
     Drain,
     Effect,
@@ -51,6 +52,9 @@ from mooncake.conductor.messages import (
     Probed,
     Refuse,
     RemoveInstance,
+    Replicate,
+    Replicated,
+    ReportedFact,
     StateChanged,
     Status,
     StepMeasured,
@@ -59,9 +63,10 @@ from mooncake.conductor.messages import (
     Unwatch,
     Watch,
 )
+from mooncake.conductor.peers import Peers
 from mooncake.conductor.prediction import QUANTITIES, RATIOS
 from mooncake.conductor.query_server import PublisherSubscriptions, QueryServer, read_registrations
-from mooncake.conductor.settings import SchedulingSettings
+from mooncake.conductor.settings import SchedulingSettings, Seconds
 from mooncake.config import AlsoFrom, Port, Secret
 from mooncake.driver import Driver
 from mooncake.http.worker_stats import StepStats
@@ -97,6 +102,12 @@ class ConductorSettings(SchedulingSettings):
     port: Port = 8400
     "Port to listen on; 0 takes a free one."
 
+    peers: tuple[str, ...] = ()
+    "`host:port` of the other conductors of this cluster; each has all that gateways report to any of them."
+
+    leader_lease_s: Seconds = 1.0
+    "A conductor whose leader has stated nothing for this time leads in its place."
+
     http_port: Port = 13333
     "Port of the index that other routers may register at and query, and of `/metrics`; 0 takes a free one."
 
@@ -124,7 +135,7 @@ async def serve(settings: ConductorSettings) -> None:
     )
     http_port = settings.http_port if file_port is None else file_port
     service = ConductorService(settings)
-    server = ConductorServer(service)
+    server = ConductorServer(service, settings.peers, settings.leader_lease_s)
     publishers = PublisherSubscriptions(settings.hash_seed)
     queries = QueryServer(publishers, settings.host, http_port, settings.admin_api_key)
     try:
@@ -385,46 +396,69 @@ _FACTS = (
 
 
 class ConductorServer:
-    """Serves a ``ConductorService`` to gateways; a lost gateway's requests count as finished."""
+    """Serves a ``ConductorService`` to gateways and to other conductors.
 
-    def __init__(self, service: ConductorService) -> None:
+    A lost gateway's requests count as finished. What gateways report is passed on to the peers.
+    """
+
+    def __init__(self, service: ConductorService, peers: Sequence[str] = (), lease_s: float = 1.0) -> None:
+        """``peers``: addresses of the other conductors. Raises InvalidArgument."""
         self._service = service
-        self._placed: dict[Connection, dict[str, None]] = {}
+        self.peers = Peers(service.core, service.post, peers, lease_s)
         handlers: dict[type[msgspec.Struct], Any] = dict.fromkeys(_FACTS, self._note)
         handlers |= {Prefilled: self._prefilled, Explain: self._explain}
         handlers |= {Place: self._place, GetStatus: self._status, GetStory: self._story}
+        handlers |= {ClaimRequests: self._claim, Replicate: self._replicate}
         access = Access({**ACCESS, Explain: TRUSTED})
         self.rpc = RpcServer(handlers, self._on_lost, access=access, name="conductor")
 
     async def start(self, host: str, port: int) -> int:
         """Listen; port 0 takes a free one. Returns the port. Raises as ``RpcServer.start``."""
-        return await self.rpc.start(host, port)
+        port = await self.rpc.start(host, port)
+        self.peers.start()
+        return port
 
     async def close(self) -> None:
+        await self.peers.close()
         await self.rpc.close()
 
     def _place(self, request: Place, call: Call) -> Decision | Refuse:
-        self._placed.setdefault(call.connection, {})[request.request_id] = None
-        return self._service.place_now(request)
+        answer = self._service.place_now(request)
+        if isinstance(answer, Decision):
+            placed = self._service.core.placed_of(request, answer, clock.monotonic())
+            self.peers.placed(placed, call.connection)
+        else:
+            self.peers.ended(Finished(request.request_id))
+        return answer
 
-    def _note(self, event: Event, call: Call) -> Noted:
-        if isinstance(event, Finished):
-            self._placed.get(call.connection, {}).pop(event.request_id, None)
+    def _note(self, event: ReportedFact, call: Call) -> Noted:
         self._service.post(event)
+        if isinstance(event, Finished):
+            self.peers.ended(event)
+        else:
+            self.peers.share(event)
         return Noted()
 
     def _prefilled(self, event: Prefilled, call: Call) -> Noted | Refuse:
+        self.peers.share(event)
         return self._service.prefilled_now(event) or Noted()
+
+    def _claim(self, message: ClaimRequests, call: Call) -> Noted:
+        self.peers.claim(message.placed, call.connection)
+        return Noted()
+
+    def _replicate(self, message: Replicate, call: Call) -> Replicated:
+        return self.peers.receive(message)
 
     def _explain(self, message: Explain, call: Call) -> Explained:
         return Explained(self._service.explain_now(message.request_id))
 
     def _status(self, message: GetStatus, call: Call) -> Status:
-        return Status(self._service.core.status(), self._service.core.lifecycle.status())
+        core = self._service.core
+        return Status(core.status(), core.lifecycle.status(), self.peers.standing)
 
     def _story(self, message: GetStory, call: Call) -> Story:
         return Story(self._service.core.story(message.key))
 
     def _on_lost(self, connection: Connection) -> None:
-        for request_id in self._placed.pop(connection, {}):
-            self._service.post(Finished(request_id))
+        self.peers.lost(connection)

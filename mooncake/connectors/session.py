@@ -13,6 +13,7 @@ import asyncio
 import contextlib
 import dataclasses
 import json
+import os
 import threading
 from collections.abc import Collection, Coroutine, Mapping
 from concurrent.futures import CancelledError, Future
@@ -20,6 +21,7 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 from mooncake.compat.config_file import CONFIG_VARIABLE, MASTER_VARIABLE, MooncakeConfig
+from mooncake.config import load, named_file
 from mooncake.errors import InvalidArgument
 from mooncake.log import get_logger
 from mooncake.store import AsyncStore, StoreSettings
@@ -104,13 +106,17 @@ def transports_of(protocol: str) -> tuple[str, ...]:
 
 
 class TransferThread:
-    """A transfer engine, and an event loop in a thread of its own. To be called from any thread."""
+    """A transfer engine, and an event loop in a thread of its own. To be called from any thread.
+
+    The engine's settings are those of ``[transfer]``, in the environment and in the file that
+    ``MOONCAKE_CONFIG`` names. ``host`` is where it listens if they name no address, and ``transports``, if
+    any, are used instead of theirs.
+    """
 
     def __init__(self, host: str, transports: tuple[str, ...] = ()) -> None:
-        transfer = TransferSettings(listen_host=host)
-        if transports:
-            transfer = dataclasses.replace(transfer, transports=transports)
-        self.transfer = TransferEngine(transfer)
+        named = {"transports": list(transports) or None}
+        settings, _ = load(TransferSettings, named, os.environ, named_file(os.environ))
+        self.transfer = TransferEngine(settings.for_role(host))
         self.loop = asyncio.new_event_loop()
         self._tasks: set[asyncio.Task[Any]] = set()
         self._unbegun: set[Coroutine[Any, Any, Any]] = set()

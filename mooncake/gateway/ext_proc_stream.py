@@ -130,7 +130,7 @@ class Refused(msgspec.Struct, frozen=True):
     ) -> Refused:
         """The refusal of an error; ``body``: in another form than OpenAI's."""
         found = {**(headers or {}), **error.headers()}
-        return cls(error.status, error.body() if body is None else body, found, error.detail.code or "")
+        return cls(error.status, error.body() if body is None else body, found, str(error.detail.code or ""))
 
 
 class Closed(msgspec.Struct, frozen=True):

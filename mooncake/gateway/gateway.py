@@ -86,7 +86,7 @@ class GatewaySettings(SchedulingSettings):
     "Instances that decode, in the same form; without any of `prefill` they compute prompts, too."
 
     conductor: str = ""
-    "`host:port` of a conductor; empty runs one inside this process with the scheduling settings."
+    "`host:port[,host:port]` of the conductors; empty runs one inside this process, with these settings."
 
     metrics_host: str = "127.0.0.1"
     "Address of the operators' port. It needs no key on loopback, and the admin key elsewhere."
@@ -242,18 +242,17 @@ class Gateway:
 
     @property
     def conductor_state(self) -> str:
-        """The conductor's location and state, as text."""
+        """Location and state of the conductor, or of each of them, as text."""
         if not self.settings.conductor:
             return "inside this gateway"
         assert isinstance(self._service, RemoteConductor)
-        state = "connected" if self._service.is_connected else "can't be reached: workers are used in turn"
-        return f"{self.settings.conductor} ({state})"
+        return self._service.describe()
 
     async def start(self) -> None:
         settings = self.settings
         # Made here: its contents belong to the running loop.
         self._service = (
-            RemoteConductor(settings.conductor)
+            RemoteConductor(*(one.strip() for one in settings.conductor.split(",")))
             if settings.conductor
             else ConductorService(replace(self._as_conductor, engines_share_blocks=self._engines_share))
         )

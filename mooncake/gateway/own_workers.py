@@ -9,7 +9,8 @@ per choice), the deadline, the counts of ``usage`` and the latencies; formats ar
 token ids. An answer is followed token by token; when its decode worker is lost, the tokens generated so far
 are appended to the prompt and another worker continues, so that the client sees one uninterrupted answer. An
 answer whose worker's weights were replaced is not continued, which would mix two versions: it begins again if
-nothing of it was passed on, and ends with that error otherwise.
+nothing of it was passed on, and ends with that error otherwise. The request to continue an
+answer names the digest of the weights that began it, and a worker that has others refuses.
 Correctness never depends on the transfer of KV: a decode worker that finds no KV computes it. Calls are
 ``worker_client.py``.
 """
@@ -420,6 +421,8 @@ class AnswerChoice:
     index: int
     token_ids: list[int] = field(default_factory=list)
     num_chars: int = 0
+    weights: str = ""
+    """Digest of the weights that computed ``token_ids``; empty if the worker did not report it."""
     is_finished: bool = False
 
 
@@ -520,6 +523,7 @@ class OwnWorkersRequest(PlacedRequest):
             except WeightsReplaced as error:
                 if choice.token_ids or choice.num_chars:
                     if not choice.is_finished:
+                        log.warning("answer_not_continued", instance=decision.decode, reason=str(error))
                         raise
                 else:
                     self._note_replaced(error, attempts, "decode")
@@ -547,6 +551,7 @@ class OwnWorkersRequest(PlacedRequest):
                 found.num_local_tokens,
                 found.loaded_s,
                 found.num_loaded_tokens,
+                stages=found.stages,
             )
         return self._estimated_prefilled(decision, len(self.prompt), self.num_cached_tokens, elapsed_s)
 
@@ -560,6 +565,8 @@ class OwnWorkersRequest(PlacedRequest):
                 "num_output_tokens": len(choice.token_ids),
                 "output_text_offset": choice.num_chars,
             }
+            if choice.weights:
+                transfer["weights"] = choice.weights
         body: dict[str, Any] = {
             **sampling,
             "prompt": self.prompt + choice.token_ids,
@@ -579,6 +586,8 @@ class OwnWorkersRequest(PlacedRequest):
                     # There was no prefill instance: this one has computed the prompt.
                     self._is_computed = True
                     self._scheduling.post(Prefilled(self._request_id, has_begun=True))
+                if isinstance(weights := (chunk.kv_transfer_params or {}).get("weights"), str):
+                    choice.weights = weights
                 for part in chunk.choices:
                     if part.finish_reason == "abort":
                         raise WorkerFailed(instance, "it aborted the answer")

@@ -69,7 +69,8 @@ class WorkerBusy(MooncakeError):
 
 
 class WeightsReplaced(ApiError):
-    """The worker's weights were replaced under the request: it can only be computed from its beginning."""
+    """The worker's weights were replaced under the request, or are others than those that began its answer:
+    it can only be computed from its beginning."""
 
     def __init__(self, message: str) -> None:
         super().__init__(409, message, code=WEIGHTS_REPLACED)
@@ -81,6 +82,7 @@ class CompletionChunk(msgspec.Struct):
     choices: list[CompletionChoice] = []
     usage: Usage | None = None
     error: ErrorDetail | None = None
+    kv_transfer_params: dict[str, Any] | None = None
 
 
 class WholeCompletion(msgspec.Struct):

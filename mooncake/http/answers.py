@@ -41,6 +41,8 @@ class AnswerPiece(msgspec.Struct):
     logprobs: CompletionLogprobs | None = None
     finish_reason: str | None = None
     stop_reason: str | int | None = None
+    weights: str = ""
+    """In the first piece of a worker's answer: digest of the weights that compute it, if it is known."""
 
     def join(self, later: AnswerPiece) -> None:
         """Append a later piece."""
@@ -73,7 +75,9 @@ class CompletionWriter:
 
     def chunk(self, piece: AnswerPiece, usage: Usage | None = None) -> bytes:
         """One server-sent event with a piece, and ``usage`` so far if it was requested."""
-        return to_event(self._response([self._choice(piece)], usage or UNSET))
+        names_weights = self._with_token_ids and piece.weights
+        params = {"weights": piece.weights} if names_weights else UNSET
+        return to_event(self._response([self._choice(piece)], usage or UNSET, params))
 
     def usage_chunk(self, usage: Usage, kv_transfer_params: dict[str, Any] | None = None) -> bytes:
         """The last event of a stream with ``include_usage``: no choice, only counts."""

@@ -19,6 +19,8 @@ tokens) and ``kv_transfer_params``, a map that a gateway passes on unread, excep
 ``num_output_tokens``   request to decode: this many last prompt tokens are output already generated
                         elsewhere; they count for ``max_tokens``, ``min_tokens``, ``seed`` and ``stop``
 ``output_text_offset``  characters of that output which the client has already received
+``weights``             first event of a stream with token ids: digest of the weights that compute the answer;
+                        request to decode with ``num_output_tokens``: of those that computed this output
 """
 
 from __future__ import annotations
@@ -64,8 +66,9 @@ class ErrorResponse(msgspec.Struct):
 
 
 WEIGHTS_REPLACED = "weights_replaced"
-"""Code of the error (409) of an answer that ends because its worker's weights were replaced. What was
-computed of it may not be continued: the rest would be another version's."""
+"""Code of the error (409) of an answer that ends because its worker's weights were replaced, or because they
+are others than those that began it. What was computed of it may not be continued: the rest would be another
+version's."""
 
 _ERROR_TYPES = {
     400: "invalid_request_error",

@@ -10,6 +10,23 @@ from __future__ import annotations
 import msgspec
 
 
+class StageStats(msgspec.Struct, frozen=True):
+    """One stage's part in a prompt that a prefill group computed. Instants are seconds since the first stage
+    began with the prompt; a stage that is on another host is on its clock, too."""
+
+    first_layer: int
+    end_layer: int
+    num_chunks: int
+    began_s: float
+    "When it began with the prompt's first chunk."
+    ended_s: float
+    "When it was done with the prompt's last chunk."
+    computed_s: float
+    "Time for which it computed chunks that have rows of this prompt."
+    waited_s: float
+    "Time without work, from the prompt's beginning to ``ended_s``: the bubble."
+
+
 class PromptStats(msgspec.Struct, frozen=True):
     """Durations up to a request's first token."""
 
@@ -22,6 +39,8 @@ class PromptStats(msgspec.Struct, frozen=True):
     num_local_tokens: int
     num_loaded_tokens: int
     num_computed_tokens: int
+    stages: list[StageStats] = []
+    "The stages of a prefill group; none for a single worker."
 
 
 class StepStats(msgspec.Struct):
@@ -30,7 +49,7 @@ class StepStats(msgspec.Struct):
 
     num_chunks: int = 0
     chunks: list[tuple[int, int, float]] = []
-    "First token, number of tokens, seconds."
+    "First token, number of tokens, seconds. Of a prefill group: whole prompts, as if each were alone in it."
     num_steps: int = 0
     steps: list[tuple[int, int, float]] = []
     "Number of requests, tokens of their contexts, seconds."

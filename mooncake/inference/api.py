@@ -56,6 +56,9 @@ AnyRequest = CompletionRequest | ChatCompletionRequest
 MAX_BODY_BYTES = 32 << 20
 """A prompt of a million tokens as numbers has 8 MiB, and a request may carry several."""
 
+MAX_DIGEST_CHARS = 256
+"""Longest name of weights that a request may carry."""
+
 MAX_UNREAD_PIECES = 256
 """Limit of an answer's pieces that wait for a client which does not read them."""
 
@@ -364,6 +367,7 @@ def _engine_request(
             save_tail=_is_prefill(api_request),
             priority=_transfer_count(api_request, "turn"),
             max_external_tokens=_transfer_count(api_request, "max_load_tokens") or None,
+            weights=_weights_of(api_request),
         )
     except InvalidArgument as error:
         raise _as_api_error(error) from error
@@ -378,6 +382,15 @@ def _transfer_count(api_request: AnyRequest, name: str) -> int:
     value = (api_request.kv_transfer_params or {}).get(name) or 0
     if not isinstance(value, int) or value < 0:
         message = f"kv_transfer_params.{name} is {value!r}; allowed: a count of 0 or more"
+        raise ApiError(400, message, param="kv_transfer_params", code="invalid_value")
+    return value
+
+
+def _weights_of(api_request: AnyRequest) -> str:
+    """Digest of the weights that may continue this answer; empty for all."""
+    value = (api_request.kv_transfer_params or {}).get("weights") or ""
+    if not isinstance(value, str) or len(value) > MAX_DIGEST_CHARS:
+        message = f"kv_transfer_params.weights is no digest of at most {MAX_DIGEST_CHARS} characters"
         raise ApiError(400, message, param="kv_transfer_params", code="invalid_value")
     return value
 

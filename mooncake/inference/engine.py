@@ -23,6 +23,7 @@ from typing import Protocol
 from mooncake import clock
 from mooncake.connectors.kv_link import AnyLink, KvLoad, KvSave
 from mooncake.errors import InvalidArgument, Refusal
+from mooncake.http.openai import WEIGHTS_REPLACED
 from mooncake.http.worker_stats import PromptStats, StepStats
 from mooncake.inference.blocks import BlockEvent
 from mooncake.inference.kv_transfers import ActiveSave, KvTransfers
@@ -36,6 +37,12 @@ log = get_logger(__name__)
 
 _KEPT = 32
 """Number of the latest steps whose durations are kept, of each kind."""
+
+
+OTHER_WEIGHTS = Refusal(
+    WEIGHTS_REPLACED,
+    "the answer was begun with other weights than the worker has; send the request again",
+)
 
 
 class Runner(Protocol):
@@ -81,11 +88,11 @@ class QuietChange(Protocol):
     """Why requests that are known are ended; None to let them end by themselves first."""
 
     def apply(self) -> None:
-        """Make the change; on the engine's thread. Must not fail, and should be short."""
+        """Make the change, soon; on the engine's thread. If it raises, nothing may have changed."""
         ...
 
-    def applied(self) -> None:
-        """Called after it, on the engine's thread, when requests may be computed again."""
+    def ended(self, error: Exception | None) -> None:
+        """Called after it, with what it raised; on the engine's thread, which computes requests again."""
         ...
 
 
@@ -136,6 +143,8 @@ class Output:
     """Leading prompt tokens found in this worker's memory."""
     num_external_cached: int = 0
     """Prompt tokens after those that came from the external cache."""
+    weights: str = ""
+    """Digest of the weights that computed the tokens; empty if it is not known."""
     num_stored_tokens: int = 0
     """In the last output of a ``save_tail`` request: leading prompt tokens now in the external cache."""
     measured: PromptStats | None = None
@@ -184,6 +193,7 @@ def prompt_stats_of(request: Request) -> PromptStats | None:
         request.num_local_hit_tokens,
         request.num_external_hit_tokens,
         max(1, request.num_prompt_tokens - num_found),
+        request.stages,
     )
 
 
@@ -204,8 +214,25 @@ class StepLog:
             self._steps.append((len(chunks), sum(chunk.end for chunk in chunks), seconds))
             self._num_steps += 1
         elif len(chunks) == 1:
-            self._chunks.append((chunks[0].start, chunks[0].num_tokens, seconds))
-            self._num_chunks += 1
+            self._note_chunk(chunks[0].start, chunks[0].num_tokens, seconds)
+
+    def note_ended(self, step: Step, seconds: float) -> None:
+        """Record a step that passed through a pipeline in ``seconds``; prompts as a whole.
+
+        A prompt's chunks say nothing of it: the first stage's time for one is a part of what it takes, and
+        the last one's time from end to end is that of all stages.
+        """
+        prompts = [c.request for c in step.chunks if c.start < c.request.num_prompt_tokens]
+        for passage in (request.passage for request in prompts):
+            if passage is not None and passage.is_alone:
+                num_tokens = passage.end_token - passage.first_token
+                self._note_chunk(passage.first_token, num_tokens, passage.alone_s)
+        if not prompts:
+            self.note(step, seconds)
+
+    def _note_chunk(self, first: int, num_tokens: int, seconds: float) -> None:
+        self._chunks.append((first, num_tokens, seconds))
+        self._num_chunks += 1
 
     def read(self) -> StepStats:
         # A row that is added between two of these lines is read next time.
@@ -223,15 +250,19 @@ class Engine:
         link: AnyLink | None = None,
         now: Callable[[], float] = clock.monotonic,
         pipeline: PipelineRunner | None = None,
+        weights: str = "",
     ) -> None:
         """
         Args:
             link: the one whose loads ``runner`` waits for, if there is one.
             pipeline: ``runner`` itself, if its steps overlap.
+            weights: digest of the weights that ``runner`` computes with; empty if it is not known.
         """
         self.runner = runner
         self.scheduler = Scheduler(settings.scheduler_settings(runner, link is not None))
         self.step_log = StepLog()
+        self.weights = weights
+        """Digest of the weights; only a ``QuietChange`` replaces it."""
         self._clock = now
         self._traffic = KvTransfers(link, self.scheduler) if link is not None else None
         self._pipeline = pipeline
@@ -367,7 +398,11 @@ class Engine:
         if change is not None:
             outputs += self._prepare_change(change, now)
         for request in arrived:
-            if (refused := self.scheduler.add(request, now)) is not None:
+            if request.weights and request.weights != self.weights:
+                # Decided here and not when it was added: weights may have been replaced since.
+                reason, code = OTHER_WEIGHTS.reason, OTHER_WEIGHTS.code
+                outputs.append(self._last(request, FinishReason.ERROR, reason, code))
+            elif (refused := self.scheduler.add(request, now)) is not None:
                 outputs.append(self._last(request, FinishReason.ERROR, str(refused)))
         for request_id in aborts:
             outputs += self._abort(request_id, now)
@@ -410,12 +445,17 @@ class Engine:
                 return  # withdrawn
             self._change = None
             self._wake_locked()  # for the requests that have waited
-        # First: if it fails, no block of the old content may be found by what computes with the new.
-        self.scheduler.pool.clear()
-        change.apply()
+        try:
+            # First: if it fails, no block of the old content may be found by what computes with the new.
+            self.scheduler.pool.clear()
+            change.apply()
+        except Exception as error:  # what waits for the change reports it
+            log.exception("change_failed", error=error)
+            change.ended(error)
+            return
         eos_token_ids = self.runner.eos_token_ids
         self.scheduler.settings = dataclasses.replace(self.scheduler.settings, eos_token_ids=eos_token_ids)
-        change.applied()
+        change.ended(None)
 
     def fail_all(self, error: str) -> list[Output]:
         """End every request; blocks that a load or save still touches stay in use."""
@@ -468,7 +508,7 @@ class Engine:
         self._count(step)
         if sampled_rows is None and any(chunk.samples for chunk in step.chunks):
             self._begun.append(BegunStep(step, failed, began))
-        elif not failed:
+        elif not failed and self._pipeline is None:
             self.step_log.note(step, self._clock() - began)
         return outputs
 
@@ -493,7 +533,7 @@ class Engine:
             step = Step([chunk for chunk, _, _ in kept])
             outputs += self._apply(step, ([row[1] for row in kept], [row[2] for row in kept]), ())
             if not begun.failed:
-                self.step_log.note(begun.step, self._clock() - begun.began)
+                self.step_log.note_ended(begun.step, self._clock() - begun.began)
         return outputs
 
     @contextlib.contextmanager
@@ -523,6 +563,7 @@ class Engine:
                 num_prompt_tokens=request.num_prompt_tokens,
                 num_local_cached=request.num_local_hit_tokens,
                 num_external_cached=request.num_external_hit_tokens,
+                weights=self.weights,
                 measured=prompt_stats_of(request),
             )
             if request.finish_reason is None:

@@ -86,14 +86,15 @@ async def serve(
 @contextlib.asynccontextmanager
 async def connect_store_link(
     master: str,
-    host: str,
+    transfer_settings: TransferSettings,
     identity: KvIdentity,
     memory: HostMemory,
     make: Callable[..., StoreLink] = StoreLink,
 ) -> AsyncIterator[StoreLink]:
     """The link between ``memory`` and the store of ``master``; ``make`` is called as ``StoreLink`` is."""
     async with contextlib.AsyncExitStack() as stack:
-        transfer = TransferEngine(TransferSettings(listen_host=host))
+        check_address(transfer_settings.listen_host)
+        transfer = TransferEngine(transfer_settings)
         stack.callback(transfer.close)
         store = AsyncStore(master, transfer, StoreSettings(timeout_s=STORE_PATIENCE_S))
         stack.push_async_callback(store.close)

@@ -47,6 +47,7 @@ from mooncake.inference.engine import Engine, InferenceSettings
 from mooncake.inference.scheduler import Chunk, Sampled, TokenLogprobs
 from mooncake.kvlayout import KvIdentity, KvLayout
 from mooncake.prefix import BlockHash
+from mooncake.transfer import DEFAULT_TRANSFER, TransferSettings
 from mooncake.types import WorkerRole
 
 Words = npt.NDArray[np.uint64]
@@ -389,6 +390,8 @@ class FakeEngineSettings:
     die_in_load: Count = 0
     "The process kills itself in the middle of the load with this number (counted from 1); 0: never."
 
+    transfer: TransferSettings = DEFAULT_TRANSFER
+
     @property
     def faults(self) -> LoadFaults:
         return LoadFaults(self.load_layer_s, self.fail_load_every, self.corrupt_load_every, self.die_in_load)
@@ -412,13 +415,16 @@ async def running(settings: FakeEngineSettings) -> AsyncIterator[Api]:
         if settings.master:
             real = await stack.enter_async_context(
                 engine_process.connect_store_link(
-                    settings.master, settings.host, model.identity, model.memory()
+                    settings.master,
+                    settings.transfer.for_role(settings.host),
+                    model.identity,
+                    model.memory(),
                 )
             )
             link = FaultyLink(real, settings.faults, settings.num_layers, model.flip)
         latency = Latency(settings.prefill_token_s, settings.decode_token_s)
         limits = InferenceSettings(max_model_len=settings.max_model_len, max_running=settings.max_running)
-        engine = Engine(limits, FakeRunner(model, link, latency), link)
+        engine = Engine(limits, FakeRunner(model, link, latency), link, weights=model.identity.weights)
         yield await stack.enter_async_context(
             engine_process.run_api(
                 engine,

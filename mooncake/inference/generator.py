@@ -104,7 +104,7 @@ class Generator:
         counts.num_output_tokens = request.num_prior_output_tokens
         text = _Text(self.tokenizer, request, text_offset)
         self._waiting[request.id] = outputs
-        ended = False
+        ended, is_first = False, True
         try:
             refusal = self.engine.add(request)
             if refusal is not None:
@@ -125,6 +125,8 @@ class Generator:
                 counts.measured = output.measured
                 piece = text.take(output)
                 piece.index = index
+                if is_first:
+                    piece.weights, is_first = output.weights, False
                 yield piece
                 if text.is_stopped:
                     return

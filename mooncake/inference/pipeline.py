@@ -28,6 +28,7 @@ from typing import Generic, TypeVar
 import msgspec
 
 from mooncake.errors import InvalidArgument, ProtocolError
+from mooncake.http.worker_stats import StageStats
 
 MAX_STAGES = 64
 
@@ -137,8 +138,11 @@ class StageTime(msgspec.Struct, frozen=True, array_like=True):
     """One stage's part in one chunk."""
 
     waited_s: float
-    """Time without work before it: the bubble."""
+    """Time without work before it; for the first stage, also the time without a free slot."""
     computed_s: float
+    held_s: float = 0.0
+    """Time for which the chunk was here and not computed: until the stage was free, or in the first stage,
+    until a slot was free."""
 
 
 class ChunkRows(msgspec.Struct, frozen=True, array_like=True):
@@ -167,8 +171,91 @@ class ChunkPass:
     num_rows: int
     num_samples: int
     began: float
+    busy_since: float
+    """When the first of the chunks that followed each other without a break up to this one began."""
     ended: float | None = None
     times: list[StageTime] = dataclasses.field(default_factory=list)
+    waited_s: list[float] = dataclasses.field(default_factory=list)
+    """Time without work in each stage from the beginning of the group to this chunk."""
+
+    @property
+    def hop_s(self) -> float:
+        """Time between two stages, and from the last one back to the first: all of them are taken as equal,
+        because the clocks of two stages can't be compared."""
+        assert self.ended is not None
+        inside_s = sum(one.computed_s + one.held_s for one in self.times)
+        return max(0.0, (self.ended - self.began - inside_s) / len(self.times))
+
+    def began_in_stages(self) -> list[float]:
+        """When each stage began to compute it, on the first stage's clock."""
+        found, at = [self.began], self.began + self.times[0].computed_s + self.times[0].held_s
+        for one in self.times[1:]:
+            at += self.hop_s + one.held_s
+            found.append(at)
+            at += one.computed_s
+        return found
+
+    def bubbles_s(self, since: float) -> list[float]:
+        """Time without work before it in each stage, not counting any before ``since``."""
+        begun = self.began_in_stages()
+        return [min(one.waited_s, max(0.0, at - since)) for one, at in zip(self.times, begun, strict=True)]
+
+
+class PromptPassage:
+    """The passage of one prompt's chunks through the stages, as the stages reported it.
+
+    A chunk is added when it has left the last stage. Other prompts' chunks may be between this one's: they
+    are no bubbles.
+    """
+
+    def __init__(self, num_stages: int) -> None:
+        self.num_chunks = 0
+        self.first_token = self.end_token = 0
+        """Range of the prompt's tokens that were computed."""
+        self.is_alone = True
+        """Whether no chunk had rows of another request, too."""
+        self.alone_s = 0.0
+        """Duration, if its chunks take as long as they did and no other request is in the group."""
+        self._free_at = [0.0] * num_stages
+        self._began = 0.0
+        self._began_s, self._ended_s = [0.0] * num_stages, [0.0] * num_stages
+        self._computed_s, self._waited_s = [0.0] * num_stages, [0.0] * num_stages
+        self._waited_before = [0.0] * num_stages
+
+    def add(self, one: ChunkPass, start: int, num_tokens: int, is_alone: bool) -> None:
+        """Add an ended chunk that has ``num_tokens`` rows of this prompt from ``start`` on."""
+        begun = one.began_in_stages()
+        if not self.num_chunks:
+            self.first_token, self._began = start, one.began
+            self._began_s = [at - one.began for at in begun]
+            bubbles_s = one.bubbles_s(since=one.began)
+            self._waited_before = [
+                whole - bubble for whole, bubble in zip(one.waited_s, bubbles_s, strict=True)
+            ]
+        self.num_chunks += 1
+        self.end_token = start + num_tokens
+        self.is_alone = self.is_alone and is_alone
+        computed_s = [time.computed_s for time in one.times]
+        self.alone_s = pass_through(self._free_at, 0.0, computed_s, one.hop_s)
+        for stage, seconds in enumerate(computed_s):
+            self._computed_s[stage] += seconds
+            self._waited_s[stage] = one.waited_s[stage] - self._waited_before[stage]
+            self._ended_s[stage] = begun[stage] + seconds - self._began
+
+    def stats(self, layers: Sequence[range]) -> list[StageStats]:
+        """The part of each stage; ``layers``: those of each."""
+        return [
+            StageStats(
+                one.start,
+                one.stop,
+                self.num_chunks,
+                self._began_s[stage],
+                self._ended_s[stage],
+                self._computed_s[stage],
+                self._waited_s[stage],
+            )
+            for stage, one in enumerate(layers)
+        ]
 
 
 class Pipeline:
@@ -185,8 +272,11 @@ class Pipeline:
         self._under_way: deque[ChunkPass] = deque()
         self._ended: deque[ChunkPass] = deque(maxlen=KEPT_PASSES)
         self._next = 0
+        self._busy_since = 0.0
         self.waited_s = [0.0] * num_stages
         self.computed_s = [0.0] * num_stages
+        self.bubble_s = [0.0] * num_stages
+        """The part of ``waited_s`` in which other stages had work."""
 
     @property
     def latest(self) -> int:
@@ -206,10 +296,12 @@ class Pipeline:
         return number % self.num_slots
 
     def begin(self, num_rows: int, num_samples: int, now: float) -> int:
-        """Begin a chunk; its number."""
+        """Begin a chunk; its number. ``now``: when the first stage began to compute it."""
         assert self.has_room, "a chunk was begun without a slot"
         number, self._next = self._next, self._next + 1
-        self._under_way.append(ChunkPass(number, num_rows, num_samples, now))
+        if not self._under_way:
+            self._busy_since = now
+        self._under_way.append(ChunkPass(number, num_rows, num_samples, now, self._busy_since))
         return number
 
     def done(self, number: int, times: list[StageTime], now: float) -> ChunkPass:
@@ -221,12 +313,17 @@ class Pipeline:
         if number != expected or len(times) != self.num_stages:
             what = f"chunk {number} with the times of {len(times)} of {self.num_stages} stages"
             raise ProtocolError(f"the group's last stage ended {what}, chunk {expected} was next; restart it")
+        if not all(0 <= part < math.inf for one in times for part in msgspec.structs.astuple(one)):
+            raise ProtocolError(f"chunk {number} has impossible times: {times}; restart the group")
         found = self._under_way.popleft()
         found.ended, found.times = now, times
         self._ended.append(found)
         for stage, one in enumerate(times):
             self.waited_s[stage] += one.waited_s
             self.computed_s[stage] += one.computed_s
+        found.waited_s = list(self.waited_s)
+        for stage, seconds in enumerate(found.bubbles_s(found.busy_since)):
+            self.bubble_s[stage] += seconds
         return found
 
     def check(self) -> None:

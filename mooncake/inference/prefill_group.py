@@ -33,13 +33,14 @@ from mooncake.errors import MooncakeError, PeerLost, ProtocolError
 from mooncake.inference.model import Decoder
 from mooncake.inference.pipeline import (
     OVERHEAD_TOKENS,
+    ChunkPass,
     ChunkPlan,
     ChunkRows,
     Pipeline,
+    PromptPassage,
     StageTime,
     layer_ranges,
 )
-from mooncake.inference.request import Request
 from mooncake.inference.runner import LayerRunner, rows_of, sample
 from mooncake.inference.scheduler import Chunk, Sampled
 from mooncake.inference.stage import (
@@ -85,6 +86,12 @@ stage_seconds = Counter(
     "mooncake_inference_stage_seconds",
     "Seconds that each stage of a prefill group computed, or waited between two chunks.",
     ["stage", "state"],
+    registry=metrics.registry,
+)
+bubble_seconds = Counter(
+    "mooncake_inference_stage_bubble_seconds",
+    "Seconds that each stage of a prefill group waited while other stages had work.",
+    ["stage"],
     registry=metrics.registry,
 )
 hop_bytes = Counter(
@@ -164,8 +171,8 @@ class PrefillGroup:
         self._next: NextStage | None = None
         self._tasks: list[asyncio.Task[Any]] = []
         self._changed = threading.Condition()
-        """Protects ``pipeline``, the results and the loss, which the engine's thread reads."""
-        self._results: deque[tuple[int, Tensor]] = deque()
+        """Protects ``pipeline``, the ended chunks and the loss, which the engine's thread reads."""
+        self._ended: deque[tuple[ChunkPass, Tensor | None]] = deque()
         self._loss: PeerLost | None = None
         self.lost: asyncio.Future[PeerLost] = self._loop.create_future()
         """Done when a stage is lost; the group is of no use afterwards."""
@@ -300,13 +307,17 @@ class PrefillGroup:
             return
         with self._changed:
             ended = self.pipeline.done(done.number, done.times, clock.monotonic())
+            logits: Tensor | None = None
             if ended.num_samples:
                 slot = self.pipeline.slot(done.number)
-                self._results.append((done.number, self._logits.slots[slot, : ended.num_samples].clone()))
+                logits = self._logits.slots[slot, : ended.num_samples].clone()
+            self._ended.append((ended, logits))
             self._changed.notify_all()
-        for stage, one in enumerate(done.times):
+        bubbles_s = ended.bubbles_s(ended.busy_since)
+        for stage, (one, bubble_s) in enumerate(zip(done.times, bubbles_s, strict=True)):
             stage_seconds.labels(str(stage), "computed").inc(one.computed_s)
             stage_seconds.labels(str(stage), "waited").inc(one.waited_s)
+            bubble_seconds.labels(str(stage)).inc(bubble_s)
         if ended.num_samples:
             self._wake()
 
@@ -320,12 +331,15 @@ class PrefillGroup:
         if self._loss is not None:
             raise PeerLost(str(self._loss))
 
-    def begin(self, num_rows: int, num_samples: int) -> int:
-        """Begin a chunk, when a slot is free; its number. Raises PeerLost when a stage is lost."""
+    def begin(self, num_rows: int, num_samples: int, began: float) -> int:
+        """Begin a chunk, when a slot is free; its number. ``began``: when its computation did.
+
+        Raises PeerLost when a stage is lost.
+        """
         with self._changed:
             self._changed.wait_for(lambda: self._loss is not None or self.pipeline.has_room)
             self.check_alive()
-            return self.pipeline.begin(num_rows, num_samples, clock.monotonic())
+            return self.pipeline.begin(num_rows, num_samples, began)
 
     def pass_on(self, number: int, rows: list[ChunkRows], spent: StageTime) -> None:
         """Pass on a chunk, whose hidden states are in its slot of the outbox."""
@@ -335,12 +349,13 @@ class PrefillGroup:
         hop_bytes.inc(num_rows * self.outbox.row_bytes)
         self._loop.call_soon_threadsafe(self._next.put, Hop(number, num_rows, CHUNK, message))
 
-    def take_results(self) -> list[tuple[int, Tensor]]:
-        """Numbers and logits of the chunks that have ended. Raises PeerLost when a stage is lost."""
+    def take_ended(self) -> list[tuple[ChunkPass, Tensor | None]]:
+        """The chunks that have ended, with the logits of rows that sample. Raises PeerLost when a stage is
+        lost."""
         with self._changed:
             self.check_alive()
-            found = list(self._results)
-            self._results.clear()
+            found = list(self._ended)
+            self._ended.clear()
         return found
 
 
@@ -357,7 +372,7 @@ class GroupRunner:
         self.vocab_size = config.vocab_size
         self.max_positions = config.max_positions
         self.eos_token_ids = config.eos_token_ids
-        self._sampling: deque[tuple[int, list[Request]]] = deque()
+        self._begun: deque[tuple[int, Sequence[Chunk]]] = deque()
         self._free_since = clock.monotonic()
 
     def attach(self, wake: Callable[[], None]) -> None:
@@ -376,7 +391,7 @@ class GroupRunner:
             for layer in range(num_layers):
                 link.wait_layer(loads, layer)
         rows = rows_of(chunks, self.layout.block_tokens)
-        sampling = [chunk.request for chunk in chunks if chunk.samples]
+        num_samples = sum(chunk.samples for chunk in chunks)
         began = clock.monotonic()
 
         def before_attention(layer: int) -> None:
@@ -385,13 +400,18 @@ class GroupRunner:
 
         with torch.inference_mode():
             hidden = self._layers.forward(rows, self._layers.embed(chunks), before_attention)
-            spent = StageTime(began - self._free_since, clock.monotonic() - began)
-            number = group.begin(hidden.shape[0], len(sampling))
+            computed_at = clock.monotonic()
+            number = group.begin(hidden.shape[0], num_samples, began)
+            held_s = clock.monotonic() - computed_at
             try:
                 slot = group.pipeline.slot(number)
+                # A part of the computation: on a device it waits for the end.
                 group.outbox.slots[slot, : hidden.shape[0]].copy_(hidden)
-                self._free_since = clock.monotonic()
+                copied_at = clock.monotonic()
+                spent = StageTime(began - self._free_since, copied_at - began - held_s, held_s)
+                self._free_since = copied_at - held_s
                 group.pass_on(number, rows, spent)
+                self._begun.append((number, chunks))
                 for save in saves:
                     link.follow(save, number)
                     for layer in range(len(group.ranges[0]), num_layers):
@@ -399,18 +419,31 @@ class GroupRunner:
             except Exception as error:  # the engine fails this step, and the stages would go on with it
                 group.fail(f"chunk {number} was not passed on: {type(error).__name__}: {error}")
                 raise
-        if not sampling:
-            return [], []
-        self._sampling.append((number, sampling))
-        return None
+        return None if num_samples else ([], [])
 
     def collect(self) -> list[Sampled]:
         """What the ended steps have sampled. Raises PeerLost when a stage is lost before they have ended."""
-        if not self._sampling:
+        if not self._begun:
             return []
         found = []
-        for number, logits in self._group.take_results():
-            expected, sampling = self._sampling.popleft()
-            assert number == expected, (number, expected)
-            found.append(sample(logits, sampling, self.eos_token_ids))
+        for ended, logits in self._group.take_ended():
+            number, chunks = self._begun.popleft()
+            assert number == ended.number, (number, ended.number)
+            for chunk in chunks:
+                self._note(chunk, ended, len(chunks) == 1)
+            if logits is not None:
+                sampling = [chunk.request for chunk in chunks if chunk.samples]
+                found.append(sample(logits, sampling, self.eos_token_ids))
         return found
+
+    def _note(self, chunk: Chunk, ended: ChunkPass, is_alone: bool) -> None:
+        """Add a chunk to its prompt's passage, which begins anew where the prompt's computation did."""
+        request = chunk.request
+        if chunk.start >= request.num_prompt_tokens:
+            return
+        passage = request.passage
+        if passage is None or passage.end_token != chunk.start:
+            passage = request.passage = PromptPassage(self._group.settings.num_stages)
+        passage.add(ended, chunk.start, chunk.num_tokens, is_alone)
+        if chunk.samples and request.timings.first_token is None:
+            request.stages = passage.stats(self._group.ranges)

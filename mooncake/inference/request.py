@@ -13,6 +13,8 @@ import enum
 import hashlib
 
 from mooncake.errors import InvalidArgument
+from mooncake.http.worker_stats import StageStats
+from mooncake.inference.pipeline import PromptPassage
 from mooncake.prefix import BlockHash, block_hashes, root_hash
 from mooncake.state_table import StateTable, move
 
@@ -133,12 +135,15 @@ class Request:
         num_prior_output_tokens: int = 0,
         save_tail: bool = False,
         max_external_tokens: int | None = None,
+        weights: str = "",
     ) -> None:
         """``num_prior_output_tokens``: number of trailing prompt tokens that are an answer begun elsewhere.
 
         ``save_tail`` (prefill role) stores the prompt's partial last block too, and holds the final
         output back until everything is stored. Lower ``priority`` goes first. At most
-        ``max_external_tokens`` leading tokens come from the external cache. Raises InvalidArgument.
+        ``max_external_tokens`` leading tokens come from the external cache. ``weights``: digest of the
+        weights that computed the prior output tokens, which alone may continue them; empty if it is not
+        known. Raises InvalidArgument.
         """
         self.id = request_id
         self.sampling = sampling or SamplingParams()
@@ -147,6 +152,7 @@ class Request:
         self.save_tail = save_tail
         self.max_external_tokens = max_external_tokens
         self.num_prior_output_tokens = num_prior_output_tokens
+        self.weights = weights
         self.num_prompt_tokens = len(prompt_token_ids)
         if not prompt_token_ids:
             raise InvalidArgument("prompt", prompt_token_ids, "at least one token")
@@ -182,6 +188,11 @@ class Request:
         self.num_external_hit_tokens = 0
         """The same counts at the first token, for usage reports."""
         self.num_preemptions = 0
+
+        self.passage: PromptPassage | None = None
+        """Passage of its prompt through the stages of a prefill group, as far as chunks have ended."""
+        self.stages: list[StageStats] = []
+        """The same by stage, once it has its first token."""
 
         self._root = b""
         self._hashes: list[BlockHash] = []

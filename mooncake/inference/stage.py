@@ -229,7 +229,10 @@ class StageMembership:
     outbox: Ring
     next: NextStage
     leader: RemoteSegment
-    queue: StageQueue[StageChunk, asyncio.Future[None]] = dataclasses.field(default_factory=StageQueue)
+    queue: StageQueue[tuple[StageChunk, float], asyncio.Future[None]] = dataclasses.field(
+        default_factory=StageQueue
+    )
+    """Chunks with the time of their arrival."""
     arrived: asyncio.Event = dataclasses.field(default_factory=asyncio.Event)
     tasks: set[asyncio.Task[Any]] = dataclasses.field(default_factory=set)
 
@@ -382,7 +385,7 @@ class Stage:
             if rows.start < 0 or rows.num_tokens < 1 or len(rows.block_ids) < num_needed:
                 raise ProtocolError(f"chunk {chunk.number} has rows without blocks")
             self._check_blocks(rows.block_ids)
-        member.queue.add_chunk(chunk.number, chunk)
+        member.queue.add_chunk(chunk.number, (chunk, clock.monotonic()))
         member.arrived.set()
 
     def _check_blocks(self, block_ids: list[int]) -> None:
@@ -401,7 +404,7 @@ class Stage:
                 member.arrived.clear()
                 await member.arrived.wait()
                 continue
-            number, chunk = taken
+            number, (chunk, arrived) = taken
             began = clock.monotonic()
             try:
                 num_rows = await self._on_computer(self._compute, member, chunk)
@@ -411,7 +414,7 @@ class Stage:
                 return
             member.queue.computed(number)
             ended = clock.monotonic()
-            times = [*chunk.times, StageTime(began - free_since, ended - began)]
+            times = [*chunk.times, StageTime(began - free_since, ended - began, began - arrived)]
             free_since = ended
             if self._model.is_last:
                 done = ChunkDone(chunk.group, number, times)
@@ -543,6 +546,8 @@ async def serve_stage(stage: Stage, host: str, port: int) -> None:
         await stage.close()
 
 
-def stage_transfer(host: str) -> TransferEngine:
+def stage_transfer(host: str, settings: TransferSettings) -> TransferEngine:
     """The transfer engine of a member of a group, which takes notifications."""
-    return TransferEngine(TransferSettings(listen_host=host, handshake_port=0))
+    settings = settings.for_role(host, handshake_port=0)
+    check_address(settings.listen_host)
+    return TransferEngine(settings)

@@ -4,10 +4,12 @@ once.
 
 An answer is computed by one version. With ``abort`` (what training loops expect) the requests that were begun
 end with an error that says to send them again (409, ``weights_replaced``: a gateway must not continue such an
-answer on another worker); with ``wait`` they end first, and later ones wait for them. In
-the same instant the worker's own index of prefixes is emptied and its blocks in the store get the name of the
-new weights, so that no KV of the old version is reachable. The old weights stay in memory, so a rollback is
-as quick. Two versions fit at a time: preparing a third drops the one that is not active.
+answer on another worker); with ``wait`` they end first, and later ones wait for them. The continuation of an
+answer that another worker began names the weights of its beginning, and is refused with the same error where
+others are active. In the same instant the worker's own index of prefixes is emptied and its blocks in the
+store get the name of the new weights, so that no KV of the old version is reachable. The old weights stay in
+memory, so a rollback is as quick. Two versions fit at a time: preparing a third drops the one that is not
+active.
 """
 
 from __future__ import annotations
@@ -69,11 +71,13 @@ class WeightsFlip:
     """One change from a version to another, which the engine applies (``engine.QuietChange``)."""
 
     def __init__(
-        self, ends_requests: Refusal | None, apply: Callable[[], None], applied: Callable[[], None]
+        self, ends_requests: Refusal | None, apply: Callable[[], None], notify: Callable[[], None]
     ) -> None:
+        """``notify``: called on the engine's thread when it has ended."""
         self.ends_requests = ends_requests
         self._apply = apply
-        self.applied = applied
+        self._notify = notify
+        self.error: Exception | None = None
         self.changed_s = 0.0
         self.began_at = 0.0
 
@@ -81,6 +85,10 @@ class WeightsFlip:
         self.began_at = clock.monotonic()
         self._apply()
         self.changed_s = clock.monotonic() - self.began_at
+
+    def ended(self, error: Exception | None) -> None:
+        self.error = error
+        self._notify()
 
 
 class WeightVersions:
@@ -139,6 +147,7 @@ class WeightVersions:
         Raises:
             InvalidArgument: nothing is prepared.
             DeadlineExceeded: requests did not end in time; nothing has changed.
+            ModelError: the change failed; the old weights stay active.
         """
         # Looked up when it is this flip's turn: a flip or a prepare before it changes what is prepared.
         async with self._one_at_a_time:
@@ -151,7 +160,7 @@ class WeightVersions:
 
         Raises:
             InvalidArgument: there is none any longer.
-            DeadlineExceeded: as for ``flip``.
+            DeadlineExceeded, ModelError: as for ``flip``.
         """
         async with self._one_at_a_time:
             if self.previous is None:
@@ -163,16 +172,18 @@ class WeightVersions:
         done = asyncio.Event()
 
         def apply() -> None:
-            self._runner.replace_model(weights.model)
-            if self._link is not None:
-                assert weights.identity is not None
-                self._link.replace_identity(weights.identity)
+            try:
+                self._compute_with(weights)
+            except Exception:
+                # Both or none: KV of one version under the name of another would be a wrong answer.
+                self._compute_with(self.active)
+                raise
 
-        def applied() -> None:
+        def notify() -> None:
             loop.call_soon_threadsafe(done.set)
 
         reason = REPLACED if mode == "abort" else None
-        flip = WeightsFlip(reason, apply, applied)
+        flip = WeightsFlip(reason, apply, notify)
         began = clock.monotonic()
         self._engine.change_when_quiet(flip)
         try:
@@ -187,6 +198,10 @@ class WeightVersions:
                 "or with mode abort"
             )
         await done.wait()  # it was applied in the last moment
+        if flip.error is not None:
+            what = f"{type(flip.error).__name__}: {flip.error}"
+            message = f"the weights could not be replaced ({what}); the old ones stay active"
+            raise ModelError(message) from flip.error
         is_rollback = weights is self.previous
         old, self.active = self.active, weights
         self.prepared, self.previous = (old, None) if is_rollback else (None, old)
@@ -200,6 +215,13 @@ class WeightVersions:
             changed_s=result.changed_s,
         )
         return result
+
+    def _compute_with(self, weights: LoadedWeights) -> None:
+        self._runner.replace_model(weights.model)
+        self._engine.weights = weights.digest
+        if self._link is not None:
+            assert weights.identity is not None
+            self._link.replace_identity(weights.identity)
 
 
 class PrepareRequest(Struct, frozen=True, forbid_unknown_fields=True):
@@ -244,6 +266,8 @@ def add_weight_routes(app: FastAPI, versions: WeightVersions, key: AdminKey) -> 
             return await flip
         except DeadlineExceeded as error:
             raise ApiError(504, str(error), code=error.code) from error
+        except ModelError as error:
+            raise ApiError(500, str(error), code=error.code) from error
 
     @app.get("/weights")
     async def weights() -> Response:

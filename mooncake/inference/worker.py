@@ -40,6 +40,7 @@ from mooncake.inference.weight_versions import LoadedWeights, WeightVersions, ad
 from mooncake.inference.weights import load_model, read_config, tokenizer_digest, weights_digest
 from mooncake.kvlayout import KvIdentity
 from mooncake.security.http_auth import AdminKey
+from mooncake.transfer import DEFAULT_TRANSFER, TransferSettings
 from mooncake.types import WorkerRole
 
 
@@ -109,6 +110,8 @@ class WorkerSettings:
 
     pipeline_stages: Annotated[int, Meta(ge=0, le=MAX_STAGES)] = 0
     "Number of stages of the prefill group that this further stage belongs to."
+
+    transfer: TransferSettings = DEFAULT_TRANSFER
 
     def __post_init__(self) -> None:
         if self.pipeline_stage and self.pipeline_peers:
@@ -189,16 +192,20 @@ async def running(
             make = StoreLink if group is None else functools.partial(GroupLink, group=group)
             link = await stack.enter_async_context(
                 engine_process.connect_store_link(
-                    settings.master, settings.host, weights.identity, memory, make
+                    settings.master,
+                    settings.transfer.for_role(settings.host),
+                    weights.identity,
+                    memory,
+                    make,
                 )
             )
         add_routes: Callable[[FastAPI], None] | None = None
         if group is not None:
             group_runner = GroupRunner(model, pool, group, link)
-            engine = Engine(limits, group_runner, link, pipeline=group_runner)
+            engine = Engine(limits, group_runner, link, pipeline=group_runner, weights=weights.digest)
         else:
             runner = TorchRunner(model, pool, link)
-            engine = Engine(limits, runner, link)
+            engine = Engine(limits, runner, link, weights=weights.digest)
 
             def load(other: Path) -> LoadedWeights:
                 found = load_model(other, settings.torch_dtype, settings.torch_device)
@@ -229,7 +236,7 @@ async def running(
 async def _formed_group(
     settings: WorkerSettings, model: Decoder, weights: str
 ) -> AsyncIterator[PrefillGroup]:
-    transfer = stage_transfer(settings.host)
+    transfer = stage_transfer(settings.host, settings.transfer)
     with contextlib.closing(transfer):
         limits = GroupSettings(
             addresses=settings.pipeline_peers,
@@ -252,7 +259,7 @@ async def serve_as_stage(settings: WorkerSettings) -> None:
         _load, settings, settings.pipeline_stage, settings.pipeline_stages
     )
     weights = await asyncio.to_thread(weights_digest, folder)
-    with contextlib.closing(stage_transfer(settings.host)) as transfer:
+    with contextlib.closing(stage_transfer(settings.host, settings.transfer)) as transfer:
         stage = Stage(model, _touched_pool(settings, model), weights, transfer)
         await serve_stage(stage, settings.host, settings.port)
 

@@ -8,7 +8,9 @@ from typing import Annotated
 
 from msgspec import Meta
 
+from mooncake.errors import InvalidArgument
 from mooncake.setting_types import Port, Size
+from mooncake.transfer import DEFAULT_TRANSFER, TransferSettings
 
 
 @dataclass(frozen=True)
@@ -56,3 +58,15 @@ class P2pSettings:
 
     metrics_port: Port = 0
     "Port of `/metrics`; 0 takes a free one."
+
+    transfer: TransferSettings = DEFAULT_TRANSFER
+
+    def __post_init__(self) -> None:
+        if not self.network_transports:
+            shown = ",".join(self.transfer.transports)
+            raise InvalidArgument("transfer.transports", shown, "tcp, rdma or both: peers are on other hosts")
+
+    @property
+    def network_transports(self) -> tuple[str, ...]:
+        """The transports that chunks may pass over, by preference."""
+        return tuple(scheme for scheme in self.transfer.transports if scheme in ("tcp", "rdma"))

@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import dataclasses
 import functools
 import itertools
 import shutil
@@ -50,7 +51,7 @@ from mooncake.rpc import Call, Connection, Limits, RpcServer
 from mooncake.rpc.server import Handler
 from mooncake.rpc.wire import Message
 from mooncake.security import Identity, check_address, process_identity
-from mooncake.transfer import TransferEngine, TransferSettings
+from mooncake.transfer import TransferEngine
 from mooncake.transfer.host import reachable_host, with_port
 from mooncake.transfer.metadata import Backend, make_backend
 
@@ -179,15 +180,10 @@ class P2PStore:
             self._temporary = tempfile.TemporaryDirectory(prefix="mooncake-p2p-")
             self._state_dir = Path(self._temporary.name)
         host = settings.advertise_host or reachable_host(settings.host)
-        self.engine = TransferEngine(
-            TransferSettings(
-                listen_host=settings.host,
-                advertise_host=host,
-                tcp_port=settings.transfer_port,
-                transports=("tcp",),
-            ),
-            identity=self._identity,
-        )
+        transfer = settings.transfer.for_role(settings.host, host, tcp_port=settings.transfer_port)
+        check_address(transfer.listen_host, self._identity)
+        transfer = dataclasses.replace(transfer, transports=settings.network_transports)
+        self.engine = TransferEngine(transfer, identity=self._identity)
         self._sending = Slots(self.engine, settings.num_slots, is_read_only=True)
         self._descriptor = self.engine.describe().encode()  # before memory that is not for peers is added
         self._receiving = Slots(self.engine, settings.num_slots, is_read_only=False)

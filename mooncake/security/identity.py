@@ -37,7 +37,6 @@ from mooncake.security.tls_contexts import certificate_digest, client_context, s
 log = get_logger(__name__)
 
 MAX_KEY_FILE_BYTES = 64 << 10
-CONFIG_VARIABLE = "MOONCAKE_CONFIG"
 CREDENTIAL_OPTIONS = (
     "TLS (--tls-cert, --tls-key, --tls-ca), a cluster key (--cluster-key-file), or --insecure"
 )
@@ -217,9 +216,7 @@ def process_identity() -> Identity:
 
 def from_environment(role: Role = Role.NODE) -> Identity:
     """Read the identity from ``MOONCAKE_SECURITY_*`` and the file named by ``MOONCAKE_CONFIG``."""
-    named = os.environ.get(CONFIG_VARIABLE)
-    file = Path(named).expanduser() if named else None
-    settings, _ = config.load(SecuritySettings, {}, os.environ, file)
+    settings, _ = config.load(SecuritySettings, {}, os.environ, config.named_file(os.environ))
     return Identity(settings, role)
 
 

@@ -34,6 +34,7 @@ from mooncake.store.master.context import LoadHttp
 from mooncake.store.node.node import MIN_BYTES, Node, NodeSettings
 from mooncake.store.server import running
 from mooncake.store.settings import MasterSettings
+from mooncake.transfer import DEFAULT_TRANSFER, TransferSettings
 
 log = get_logger(__name__)
 
@@ -102,6 +103,8 @@ class DaemonSettings:
     admin_api_key: Annotated[str, Secret, AlsoFrom("ADMIN_API_KEY")] = ""
     "Key that admin calls which change state must send as X-API-Key; empty refuses all such calls."
 
+    transfer: TransferSettings = DEFAULT_TRANSFER
+
     def __post_init__(self) -> None:
         if bool(self.nvme_path) != bool(self.capacity_nvme):
             allowed = "more than 0 with nvme_path, and 0 without"
@@ -131,6 +134,7 @@ class DaemonSettings:
             log_writes=bool(self.master),  # a master in this process logs them, with the client's address
             metadata=self.metadata,
             ssd_repair=self.repair,
+            transfer=self.transfer,
         )
 
     def of_master(self) -> MasterSettings:
@@ -161,6 +165,7 @@ async def serve(settings: DaemonSettings, load_http: LoadHttp) -> None:
         MooncakeError: a pool can't be allocated, or the oplog can't be used.
     """
     check_address(settings.host)
+    check_address(settings.transfer.listen_host or settings.host)
     async with AsyncExitStack() as stack:
         if settings.master:
             client = AsyncMasterClient(settings.master, m.REPLIES)

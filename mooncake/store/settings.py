@@ -17,7 +17,7 @@ Seconds = Annotated[float, msgspec.Meta(gt=0)]
 CLUSTER_ID = "^[A-Za-z0-9_-][A-Za-z0-9_.-]{0,63}$"
 """Names of clusters. One is also the name of a folder, so it is neither ``..`` nor contains a slash."""
 
-ELECTIONS = ("etcd", "redis", "file")
+ELECTIONS = ("etcd", "redis", "k8s", "file")
 """Services and files through which masters may elect a leader."""
 
 
@@ -50,7 +50,7 @@ class MasterSettings:
     "Start with the intact records of a damaged oplog, keep a copy of it, and ask all nodes to report."
 
     election: str = ""
-    "`etcd://host:port[;host:port]`, `redis://host:port` or `file:///path` for elections; empty: no others."
+    "`etcd://host:port[;host:port]`, `redis://…`, `k8s://namespace` or `file:///path`; empty: no others."
 
     cluster_id: Annotated[str, msgspec.Meta(pattern=CLUSTER_ID)] = "mooncake_cluster"
     "Name of this cluster, where several elect through one server or have folders in one `root_fs_dir`."
@@ -163,7 +163,9 @@ class MasterSettings:
     def __post_init__(self) -> None:
         scheme, found, rest = self.election.partition("://")
         if self.election and not (found and rest and scheme in ELECTIONS):
-            allowed = "etcd://host:port[;host:port], redis://host:port, file:///path, or nothing"
+            allowed = (
+                "etcd://host:port[;host:port], redis://host:port, k8s://namespace, file:///path, or nothing"
+            )
             raise InvalidArgument("election", self.election, allowed)
         check_cluster_id(self.cluster_id)
         check_root_fs_dir(self.root_fs_dir)

@@ -26,7 +26,7 @@ from mooncake.transfer.descriptor import RegionInfo, SegmentDescriptor
 from mooncake.transfer.engine import TransferEngine
 from mooncake.transfer.handshake import Notification
 from mooncake.transfer.peers import RemoteSegment
-from mooncake.transfer.settings import TransferSettings
+from mooncake.transfer.settings import DEFAULT_TRANSFER, TransferSettings
 from mooncake.transfer.transports import (
     Completion,
     Op,
@@ -38,6 +38,7 @@ from mooncake.transfer.transports import (
 )
 
 __all__ = [
+    "DEFAULT_TRANSFER",
     "Completion",
     "CompletionQueue",
     "Notification",

@@ -18,6 +18,7 @@ from collections.abc import Iterable
 from typing import Any
 
 from mooncake.errors import InvalidArgument, OutOfMemory, Unavailable
+from mooncake.log import get_logger
 from mooncake.security import Identity, process_identity
 from mooncake.security.tls_contexts import client_context
 from mooncake.transfer.descriptor import RegionInfo, SegmentDescriptor
@@ -40,7 +41,12 @@ from mooncake.transfer.transports import (
 from mooncake.transfer.transports.cuda import DeviceMemoryTransport
 from mooncake.transfer.transports.file import FileTransport, flush, open_file, provide
 
+log = get_logger(__name__)
+
 _numbers = itertools.count()
+
+LOOPBACK = "127.0.0.1"
+"""Address listened on where the settings name none."""
 
 
 class TransferEngine(TransferMethods):
@@ -73,9 +79,9 @@ class TransferEngine(TransferMethods):
         self.name = settings.name or f"{socket.gethostname()}-{os.getpid()}-{next(_numbers)}"
         self.epoch = secrets.randbits(63)
         self.regions = RegionTable()
-        self.listen_host = settings.listen_host
+        self.listen_host = settings.listen_host or LOOPBACK
         self.advertise_host = settings.advertise_host or ",".join(
-            reachable_host(host) for host in settings.listen_host.split(",")
+            reachable_host(host) for host in self.listen_host.split(",")
         )
         self.tcp_port = settings.tcp_port
         self.cuda_library = settings.cuda_library
@@ -105,9 +111,11 @@ class TransferEngine(TransferMethods):
         for scheme in settings.transports:
             try:
                 self._transports[scheme] = make_transport(scheme, self)
-            except Unavailable:  # an error if requested by name; a missing default is left out
-                if settings.transports != TransferSettings().transports:
+            except Unavailable as error:
+                if not settings.may_lack(scheme):
                     raise
+                if scheme == "rdma":
+                    log.warning("rdma_unavailable", segment=self.name, reason=str(error))
         self.handshake = ""
         "Address where this process answers handshakes (``host:port``); empty when it does not."
         if backend is None and settings.metadata:

@@ -193,11 +193,18 @@ class HttpBackend:
         return f"{self.url} refused {what}: {status} {body[:200].decode(errors='replace')}"
 
 
-class HttpConnection:
-    """Requests to ``host:port``, one at a time, on one connection. ``url`` names the service in errors.
+class RequestHeaders(Protocol):
+    """What proves to a service who sends a request: a ``Signer``, or a bearer's token."""
 
-    It is also the etcd backend's way to its JSON gateway. Reconnects when the service was restarted; every
-    request may be repeated, so a broken connection is simply replaced.
+    def headers(self, method: str, path: str, body: bytes = b"") -> dict[str, str]: ...
+
+
+class HttpConnection:
+    """Requests to ``host:port``, one at a time, on one connection. ``service`` and ``url`` name it in errors.
+
+    It is also the etcd backend's way to its JSON gateway, and an election's to a Kubernetes API server.
+    Reconnects when the service was restarted; every request may be repeated, so a broken connection is simply
+    replaced.
 
     Raises:
         InvalidArgument: ``host`` is not a valid host name or address.
@@ -210,9 +217,11 @@ class HttpConnection:
         port: int,
         timeout_s: float,
         tls: ssl.SSLContext | None = None,
-        signer: Signer | None = None,
+        signer: RequestHeaders | None = None,
+        service: str = "metadata service",
     ) -> None:
         self.url = url
+        self._name = f"{service} {url}"
         self._timeout_s = timeout_s
         self._address = host, port
         self._tls = tls
@@ -256,26 +265,26 @@ class HttpConnection:
                 except TimeoutError as error:
                     self._connection.close()
                     raise DeadlineExceeded(
-                        f"metadata service {self.url} did not answer {method} within {self._timeout_s:g} s; "
+                        f"{self._name} did not answer {method} within {self._timeout_s:g} s; "
                         "is the address right?"
                     ) from error
                 except ssl.SSLError as error:
                     self._connection.close()
                     raise ProtocolError(
-                        f"metadata service {self.url}: TLS failed ({error}); check that it serves https,"
+                        f"{self._name}: TLS failed ({error}); check that it serves https,"
                         " `tls_ca` and the certificates of both sides"
                     ) from error
                 except (OSError, http.client.HTTPException) as error:
                     self._connection.close()
                     if is_last or isinstance(error, ConnectionRefusedError):
                         raise PeerLost(
-                            f"metadata service {self.url}: {error or type(error).__name__}; is it running?"
+                            f"{self._name}: {error or type(error).__name__}; is it running?"
                         ) from error
         if answer[0] in (401, 403) and self._speaks_for_us:
             reason = answer[1][:300].decode(errors="replace")
-            raise AccessDenied(f"metadata service {self.url} refused {method}: {reason}")
+            raise AccessDenied(f"{self._name} refused {method}: {reason}")
         if answer[0] >= 500:
-            raise PeerLost(f"metadata service {self.url} failed with {answer[0]}; see its log")
+            raise PeerLost(f"{self._name} failed with {answer[0]}; see its log")
         return answer
 
     def close(self) -> None:

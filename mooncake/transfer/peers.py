@@ -292,6 +292,10 @@ class PeerTable:
                     del self._opened[known]  # it restarted; callers may keep the old one
                 available = tuple(self._transports)
                 schemes = common_schemes(descriptor, self._host, str(os.getpid()), available)
+                if "rdma" in available and "rdma" not in schemes:
+                    log.info(
+                        "rdma_not_shared", segment=descriptor.name, reason="the peer does not offer rdma"
+                    )
                 segment = self._opened[key] = RemoteSegment(
                     descriptor, schemes, self._transports, self._settings.rail_patience_s
                 )

@@ -1,10 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Settings of a transfer engine."""
+"""Settings of a transfer engine, which every role and connector with an engine includes as ``[transfer]``."""
 
 from __future__ import annotations
 
+import dataclasses
 from dataclasses import dataclass
-from typing import Annotated, Literal
+from typing import Annotated, Any, Literal
 
 from msgspec import Meta
 
@@ -18,8 +19,8 @@ class TransferSettings:
     name: str = ""
     "Name of this process's segment; empty takes `<host name>-<process id>-<number>`."
 
-    listen_host: str = "127.0.0.1"
-    "Address that the tcp transport listens on, or several by commas: each is a rail of its own."
+    listen_host: str = ""
+    "Address to listen on, or several by commas: each is a rail of its own; empty: the role's, or 127.0.0.1."
 
     advertise_host: str = ""
     "Address to publish, or as many as listened on; empty: the same, for a wildcard the default route's."
@@ -31,7 +32,7 @@ class TransferSettings:
     "Port for handshakes (descriptors, notifications, set-up); 0 takes a free one, -1 none unless needed."
 
     transports: tuple[str, ...] = ("shm", "file", "cuda", "tcp")
-    "Paths by preference: `shm`, `file`, `cuda`, `rdma`, `tcp`, `local`. Of the default, those there are."
+    "Paths by preference: `shm`, `file`, `cuda`, `rdma`, `tcp`, `local`. Of `rdma,tcp` tcp alone will do."
 
     cuda_library: str = "libcuda.so.1"
     "File of the CUDA driver's library, opened when device memory is first used."
@@ -110,3 +111,28 @@ class TransferSettings:
         for field, path in files.items():
             if self.tls and not path:
                 raise InvalidArgument(field, path, f"the path of a PEM file when tls is {self.tls!r}")
+
+    def for_role(self, host: str, advertise_host: str = "", **own: Any) -> TransferSettings:
+        """These settings for a role's engine; fields that have their default get the role's ``own`` values.
+
+        The role's ``host`` and ``advertise_host`` belong together: an address to publish is not taken for
+        addresses to listen on that are set here.
+        """
+        fields = {field.name: field.default for field in dataclasses.fields(self)}
+        unset = {name: value for name, value in own.items() if getattr(self, name) == fields[name]}
+        if not self.advertise_host and not self.listen_host:
+            unset["advertise_host"] = advertise_host
+        return dataclasses.replace(self, listen_host=self.listen_host or host, **unset)
+
+    def for_tool(self) -> TransferSettings:
+        """These settings for a process that others do not look for: without name, ports and metadata."""
+        return dataclasses.replace(self, name="", tcp_port=0, handshake_port=-1, metadata="")
+
+    def may_lack(self, scheme: str) -> bool:
+        """Whether an engine is made without ``scheme`` where this host lacks what that needs."""
+        if self.transports == TransferSettings.transports:
+            return True
+        return scheme == "rdma" and "tcp" in self.transports and not self.rdma_devices
+
+
+DEFAULT_TRANSFER = TransferSettings()

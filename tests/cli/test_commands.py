@@ -59,3 +59,24 @@ def test_config_shows_all_roles_and_names_what_is_wrong(
         main(["config", "--config", str(file)])
     assert exit.value.code == 2
     assert "did you mean max_tokens?" in capsys.readouterr().err
+
+
+def test_every_role_with_an_engine_reads_the_table_of_transfer(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    file = tmp_path / "m.toml"
+    file.write_text('[transfer]\ntransports = ["shm", "rdma", "tcp"]\nlisten_host = "10.0.0.1,10.0.1.1"\n')
+    monkeypatch.setenv("MOONCAKE_TRANSFER_RAIL_PATIENCE_S", "0.2")
+    for words in (["node"], ["daemon"], ["worker"], ["dev", "fake-engine"], ["p2p", "serve"]):
+        with pytest.raises(SystemExit) as exit:
+            main([*words, "--config", str(file), "--transfer-num-streams", "3", "--print-config"])
+        shown = capsys.readouterr().out
+        assert exit.value.code == 0, words
+        for pattern in (
+            r"^\[transfer\]$",
+            r'^transports = \["shm", "rdma", "tcp"\] +# file .*\[transfer\]$',
+            r'^listen_host = "10.0.0.1,10.0.1.1" +# file ',
+            r"^rail_patience_s = 0.2 +# environment MOONCAKE_TRANSFER_RAIL_PATIENCE_S$",
+            r"^num_streams = 3 +# flag --transfer-num-streams$",
+        ):
+            assert re.search(pattern, shown, re.M), (words, pattern)

@@ -116,6 +116,19 @@ def test_roles_get_the_addresses_of_each_other() -> None:
     assert flag(plans["gateway"], "--conductor") == plans["conductor"].address
 
 
+def test_conductors_know_each_other_and_the_gateway_knows_all() -> None:
+    plans = planned(UpSettings(conductors=3))
+    names = ["conductor", "conductor-2", "conductor-3"]
+    addresses = [plans[name].address for name in names]
+    for name in names:
+        command = plans[name].command
+        peers = [command[at + 1] for at, word in enumerate(command) if word == "--peers"]
+        assert sorted(peers) == sorted({*addresses} - {plans[name].address})
+    assert flag(plans["gateway"], "--conductor") == ",".join(addresses)
+    assert {*names} <= {*plans["gateway"].spec.after}
+    Supervisor([plan.spec for plan in plans.values()]).check()
+
+
 def test_the_admin_key_is_on_no_command_line() -> None:
     plans = planned(UpSettings())
     assert plans["gateway"].environment["ADMIN_API_KEY"] == "swordfish"

@@ -18,6 +18,7 @@ from mooncake.conductor.health import ProbeOutcome
 from mooncake.conductor.messages import (
     POOL,
     AddInstance,
+    Assumed,
     BlocksCleared,
     BlocksStored,
     ChunkMeasured,
@@ -28,6 +29,8 @@ from mooncake.conductor.messages import (
     Fetch,
     Finished,
     Place,
+    Placed,
+    Prediction,
     Prefilled,
     PrefixWindows,
     Probe,
@@ -573,3 +576,92 @@ def served(conductor: Conductor, began_at: float) -> list[tuple[str | None, ...]
         conductor.handle(Finished(name, 8, 0.75, 0.125, True), now + 1 / 16)
     conductor.check()
     return outcomes
+
+
+# --- placements of other conductors
+
+
+def test_a_placement_of_another_conductor_counts_as_load(conductor: Conductor) -> None:
+    add(conductor, "p1", "p2", "d1", "d2")
+    decision = Decision("there", "p1", "d1", "", 16, prediction=Prediction(prefill_s=2.0))
+    assert conductor.handle(Placed(Place("there", 64), decision), 1.0) == []
+    [p1, _, d1, _] = conductor.status()
+    assert (p1.num_requests, p1.queued_tokens, d1.num_requests) == (1, 48, 1)
+    assert decided(conductor).prefill == "p2", "the other one has less to do"
+    conductor.handle(Placed(Place("there", 64), decision, 3.0), 4.0)
+    assert conductor.status()[0].queued_tokens == 48, "repeated, it changes nothing"
+    conductor.handle(Placed(Place("there", 64), decision, 3.0, is_prefilled=True), 4.0)
+    assert conductor.status()[0].num_requests == 0, "but that it is computed is news"
+    moved = Decision("there", None, "d2", "", prediction=Prediction(prefill_s=2.0))
+    conductor.handle(Placed(Place("there", 64), moved), 5.0)
+    conductor.check()
+    assert [row.num_requests for row in conductor.status()] == [0, 1, 0, 2]
+    conductor.handle(Finished("there"), 6.0)
+    assert [row.num_requests for row in conductor.status()] == [0, 1, 0, 1]
+
+
+def test_a_placement_of_another_conductor_expires(conductor: Conductor) -> None:
+    add(conductor, "d1")
+    late = Placed(Place("late", 64, lifetime_s=10.0), Decision("late", None, "d1", ""), age_s=9.0)
+    conductor.handle(late, 100.0)
+    conductor.handle(
+        msgspec.structs.replace(late, age_s=11.0, place=Place("over", 64, lifetime_s=10.0)), 100.0
+    )
+    assert conductor.placements.keys() == {"late"}
+    conductor.handle(Wake(), 101.0)
+    assert not conductor.placements
+
+
+@pytest.mark.parametrize("seconds", [float("nan"), float("inf"), -5.0, 1e300])
+def test_numbers_of_another_conductor_are_bounded(conductor: Conductor, seconds: float) -> None:
+    add(conductor, "d1")
+    decision = Decision("r", None, "d1", "", 999, prediction=Prediction(prefill_s=seconds), turn=seconds)
+    conductor.handle(Placed(Place("r", 64), decision, age_s=seconds), 1.0)
+    conductor.check()
+    decided(conductor, "other")
+    conductor.handle(Finished("r"), 2.0)
+    assert conductor.status()[0].num_requests == 1
+
+
+def test_a_placement_on_unknown_instances_is_only_remembered(conductor: Conductor) -> None:
+    conductor.handle(Placed(Place("r", 64), Decision("r", "p9", "d9", "")), 1.0)
+    add(conductor, "p9", "d9")
+    conductor.handle(Placed(Place("r", 64), Decision("r", "p9", "d9", ""), is_prefilled=True), 1.0)
+    conductor.handle(Finished("r"), 2.0)
+    assert [row.num_requests for row in conductor.status()] == [0, 0]
+
+
+def test_keys_travel_only_where_blocks_are_inferred(conductor: Conductor) -> None:
+    add(conductor, "p1", "d1")
+    there = Conductor(SETTINGS, Random(1))
+    add(there, "p1", "d1")
+    request = Place("r", 64, KEYS, bare_keys=KEYS)
+    placed = conductor.placed_of(request, decided(conductor, keys=KEYS), 1.0)
+    assert (placed.place.keys, placed.place.bare_keys) == ([], [])
+    for one in conductor, there:
+        one.handle(Silent("p1"), 1.0)
+    placed = conductor.placed_of(request, decided(conductor, keys=KEYS), 1.0)
+    there.handle(placed, 1.0)
+    assert there.index.matches(KEYS) == conductor.index.matches(KEYS) == {"p1": 4}
+
+
+def test_inferred_blocks_are_handed_over_with_their_order() -> None:
+    settings = SchedulingSettings(block_tokens=16, slow_start_s=0.0, assumed_tokens=8 * 16)
+    here, there = Conductor(settings, Random(0)), Conductor(settings, Random(1))
+    for one in here, there:
+        add(one, "d1")
+        one.handle(Silent("d1"), 0.0)
+    for first in (1, 101, 201):
+        decided(here, f"r{first}", keys=list(range(first, first + 3)), num_tokens=48)
+    found = list(here.assumptions(3))
+    assert [len(one.keys) for one in found] == [3, 3, 2]
+    for assumed in found:
+        there.handle(assumed, 1.0)
+    assert list(there.inferred_blocks.all()) == list(here.inferred_blocks.all())
+    there.handle(Assumed("unknown", [1]), 1.0)
+    for conductor in here, there:
+        decided(conductor, "next", keys=[301, 302, 303], num_tokens=48)
+    for first in (1, 101, 201, 301):
+        keys = list(range(first, first + 3))
+        assert there.index.matches(keys) == here.index.matches(keys)
+    there.check()

@@ -26,6 +26,7 @@ from mooncake.conductor.key_table import key_column
 from mooncake.conductor.messages import Decision, Finished, Place, Prediction, Prefilled, Refuse
 from mooncake.conductor.prefix_index import PrefixIndex
 from mooncake.errors import Refusal
+from mooncake.http.worker_stats import StageStats
 from mooncake.types import Tier
 
 PREDICTION = Prediction(queue_s=0.1, prefill_s=0.4, ttft_s=0.5, tbt_s=0.02, output_tokens=100)
@@ -71,6 +72,21 @@ def test_candidates_prediction_and_measurements() -> None:
     assert found.state == "finished"
     assert (found.actual.queue_s, found.actual.ttft_s, found.actual.tbt_s) == (0.2, 0.6, 0.03)
     assert msgspec.json.decode(msgspec.json.encode(found), type=Explanation) == found
+
+
+def test_the_stages_of_a_group_are_shown_and_count_as_memory() -> None:
+    explainer = Explainer(10, 4 * 3_050, 16)
+    stages = [StageStats(0, 15, 4, 0.0, 2.0, 1.9, 0.1), StageStats(15, 30, 4, 0.6, 2.6, 1.8, 0.75)]
+    for name in ("r", "other", "third"):
+        note(explainer, name)
+    explainer.prefilled(Prefilled("third", 0.2, 2.6, 32, stages=stages), 13.0)
+    assert explained(explainer, "third").actual.stages == stages
+    assert explained(explainer, "other").actual.stages == []
+    explainer.check()
+    explainer.prefilled(Prefilled("other", 0.2, 2.6, 32, stages=stages * 10), 14.0)
+    explainer.check()
+    assert explainer.explain("r", PrefixIndex(), lambda instance: "", 20.0) is None, "its memory is needed"
+    assert explained(explainer, "third").actual.stages == stages
 
 
 def test_a_refusal_is_remembered_with_its_reason() -> None:

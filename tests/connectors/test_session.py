@@ -99,3 +99,24 @@ def test_a_loop_that_is_blocked_while_it_is_closed_leaves_no_coroutine_that_neve
     thread.loop.close()
     gc.collect()
     assert not [str(one.message) for one in recwarn if "never awaited" in str(one.message)]
+
+
+def test_the_engine_of_a_connector_is_set_up_as_that_of_a_role(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    file = tmp_path / "mooncake.toml"
+    file.write_text('[transfer]\ntransports = ["tcp"]\nlisten_host = "127.0.0.1,127.0.0.2"\n')
+    monkeypatch.setenv("MOONCAKE_CONFIG", str(file))
+    monkeypatch.setenv("MOONCAKE_TRANSFER_NUM_STREAMS", "3")
+    for transports, schemes in (((), {"tcp"}), (("shm", "tcp"), {"shm", "tcp"})):
+        thread = TransferThread("127.0.0.1", transports)
+        try:
+            endpoints = thread.transfer.describe().endpoints
+            assert set(endpoints) == schemes
+            assert [end.rpartition(":")[0] for end in endpoints["tcp"].split(",")] == [
+                "127.0.0.1",
+                "127.0.0.2",
+            ]
+            assert thread.transfer.num_streams == 3
+        finally:
+            thread.close()

@@ -3,12 +3,15 @@
 
 from __future__ import annotations
 
+import subprocess
+import sys
 from collections.abc import Iterator
 from random import Random
 
 import pytest
 
 from tests.cluster import Cluster, running_cluster, wait_for
+from tests.e2e.test_explain import explained
 from tests.e2e.test_failures import Load, load
 
 pytestmark = [pytest.mark.processes, pytest.mark.model, pytest.mark.timeout(600)]
@@ -54,6 +57,23 @@ def test_a_group_is_one_instance_and_answers_like_a_worker(cluster: Cluster) -> 
         )
         for answer in (through, again):  # one of the two was prefilled by the group, decoded elsewhere
             assert answer.status == 200 and answer.body["choices"][0]["token_ids"] == alone
+
+
+def test_explain_shows_the_stages_of_a_prompt(cluster: Cluster) -> None:
+    """They take turns, so one of two prompts goes to the group."""
+    found = []
+    for seed in (7, 8):
+        answer = cluster.complete(prompt_of(seed, 500), 2, ignore_eos=True)
+        found.append(explained(cluster, answer.body["id"]))
+        command = [sys.executable, "-m", "mooncake", "explain", answer.body["id"], "--url", cluster.url]
+        shown = subprocess.run(command, capture_output=True, text=True, timeout=60, check=True).stdout
+        assert ("stages of the prefill group" in shown) == bool(found[-1]["actual"]["stages"]), shown
+    [stages] = [one["actual"]["stages"] for one in found if one["actual"]["stages"]]
+    assert [(one["first_layer"], one["end_layer"]) for one in stages] == [(0, 15), (15, 30)]
+    assert all(one["num_chunks"] > 1 and one["computed_s"] > 0 for one in stages)
+    caller = cluster.caller.url(cluster.address("prefill-group-0"), "")
+    page = str(cluster.request("GET", "/metrics", None, caller).body)
+    assert 'mooncake_inference_stage_bubble_seconds_total{stage="1"}' in page
 
 
 def test_blocks_are_shared_between_the_group_and_a_worker(cluster: Cluster) -> None:

@@ -91,6 +91,10 @@ class WorkerDouble:
         self.address = f"127.0.0.1:{self._runner.addresses[0][1]}"
 
     @property
+    def weights(self) -> str:
+        return f"weights-{self.version}"
+
+    @property
     def port(self) -> int:
         return int(self.address.rpartition(":")[2] or 0)
 
@@ -117,6 +121,9 @@ class WorkerDouble:
         if self.refuse is not None:
             status, error = self.refuse
             return web.json_response({"error": error}, status=status, headers={"Retry-After": "7"})
+        if (body.get("kv_transfer_params") or {}).get("weights", self.weights) != self.weights:
+            error = {"message": "other weights", "type": "conflict_error", "code": "weights_replaced"}
+            return web.json_response({"error": error}, status=409)
         if self.replace_after == 0:
             return web.json_response({"error": self._replaced()}, status=409)
         prompt: list[int] = body["prompt"]
@@ -165,7 +172,7 @@ class WorkerDouble:
         num_sent = transfer.get("output_text_offset", 0)
         response = web.StreamResponse(headers={"Content-Type": "text/event-stream"})
         await response.prepare(request)
-        finish = None
+        finish, is_first = None, True
         while finish is None:
             await self._misbehave(request, len(ids) - len(prompt))
             if self.replace_after == len(ids) - len(prompt):
@@ -191,7 +198,9 @@ class WorkerDouble:
                     "tokens": [text_of(token)],
                     "top_logprobs": [{text_of(token): -0.5}],
                 }
-            await self._event(response, {"choices": [{**choice, "token_ids": [token]}]})
+            named = {"kv_transfer_params": {"weights": self.weights}} if is_first else {}
+            is_first = False
+            await self._event(response, {"choices": [{**choice, "token_ids": [token]}], **named})
             await asyncio.sleep(self.token_pause_s)
         await self._event(response, {"choices": [], "usage": self._usage(prompt, len(ids) - len(prompt))})
         await response.write(b"data: [DONE]\n\n")

@@ -252,6 +252,17 @@ async def test_choice_and_measurements(stack: Stack) -> None:
     ]
 
 
+STAGE = {
+    "first_layer": 0,
+    "end_layer": 15,
+    "num_chunks": 3,
+    "began_s": 0.0,
+    "ended_s": 0.5,
+    "computed_s": 0.375,
+    "waited_s": 0.125,
+}
+
+
 async def test_the_workers_own_measurements_are_used(stack: Stack) -> None:
     stack.prefill[0].measured = {
         "queued_s": 0.25,
@@ -260,11 +271,13 @@ async def test_the_workers_own_measurements_are_used(stack: Stack) -> None:
         "num_local_tokens": 8,
         "num_loaded_tokens": 4,
         "num_computed_tokens": 12,
+        "stages": [STAGE],
     }
     answer = await stack.complete(PROMPT, 6)
     found = await finished(stack, answer["id"])
     actual = found["actual"]
     assert (actual["queue_s"], actual["load_s"], actual["prefill_s"]) == (0.25, 0.125, 0.5)
+    assert actual["stages"] == [STAGE]
     assert [(one["verdict"], one["where"], one["num"]) for one in found["blocks"]] == [
         ("hit", f"{stack.prefill[0].address} device", 2),
         ("hit", "pool", 1),

@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import asyncio
+import json
 from random import Random
 
 import pytest
@@ -102,6 +103,44 @@ async def test_an_answer_that_has_begun_is_not_continued_with_other_weights(stac
     status, answer, _ = await stack.post("/v1/completions", {"prompt": PROMPT, "max_tokens": 8})
     assert (status, answer["error"]["code"]) == (409, "weights_replaced")
     assert set((await stack.health()).values()) == {"ready"}
+
+
+async def test_an_answer_is_not_continued_on_a_worker_with_other_weights(tokenizer: Tokenizer) -> None:
+    async with running(tokenizer, num_prefill=0, num_decode=2) as stack:
+        first, second = stack.decode
+        for one in stack.decode:
+            one.die_after = 3
+        assert (await stack.stream(PROMPT, 8)).text() == answer_text(PROMPT, 8)
+        resumed = [call for one in stack.decode for call in one.calls if len(call["prompt"]) > len(PROMPT)]
+        assert (
+            [call["kv_transfer_params"]["weights"] for call in resumed] == ["weights-0"] * len(resumed) != []
+        )
+
+        second.version = 1
+        for is_streamed in (True, False):
+            first.calls, second.calls = [], []
+            first.die_after = second.die_after = 3
+            body = {"prompt": PROMPT, "max_tokens": 8, "stream": is_streamed}
+            async with stack.session.post(stack.url + "/v1/completions", json=body) as response:
+                status, text = response.status, await response.text()
+            assert status == (200 if is_streamed else 409)
+            last = json.loads(text.strip().split("\n\n")[-1].removeprefix("data: "))
+            assert last["error"]["code"] == "weights_replaced" and "[DONE]" not in text
+            assert [len(one.calls) for one in stack.decode] == [1, 1], "it was not tried on and on"
+        await stack.until(lambda health: set(health.values()) == {"ready"})
+
+
+async def test_an_answer_of_which_nothing_was_sent_moves_to_a_worker_with_other_weights(
+    tokenizer: Tokenizer,
+) -> None:
+    async with running(tokenizer, num_prefill=0, num_decode=2) as stack:
+        for one, version in zip(stack.decode, (0, 1), strict=True):
+            one.version, one.die_after = version, 0
+        seeds = [answer_text(PROMPT, 8, seed) for seed in (0, 1)]
+        assert (await stack.stream(PROMPT, 8)).text() in seeds
+        assert not any(
+            "weights" in call.get("kv_transfer_params", {}) for one in stack.decode for call in one.calls
+        )
 
 
 async def test_an_answer_of_which_nothing_was_sent_begins_again_with_other_weights(

@@ -23,6 +23,7 @@ from mooncake.inference.runner import TorchRunner, new_pool
 from mooncake.inference.stage import Stage, stage_transfer
 from mooncake.inference.weights import load_model, read_config
 from mooncake.kvlayout import KvIdentity
+from mooncake.transfer import TransferSettings
 from tests.connectors.late_device import LateDevice
 from tests.contract.connectors import StoreConnector
 from tests.inference.conftest import Reference
@@ -98,7 +99,7 @@ async def running_stage(
     """One stage that listens at a free port."""
     model = load_model(reference.folder, layers=layers)
     pool = pool_for(reference, num_blocks, layers)
-    with contextlib.closing(stage_transfer(HOST)) as transfer:
+    with contextlib.closing(stage_transfer(HOST, TransferSettings())) as transfer:
         stage = Stage(model, pool, weights, transfer)
         if is_staged:  # as with a device: blocks pass through other memory
             layout, placed = model.kv_layout(BLOCK), stage._memory
@@ -135,7 +136,7 @@ async def running_group(
             found.append(await stack.enter_async_context(one))
         model = load_model(reference.folder, layers=ranges[0])
         pool = pool_for(reference, num_blocks, ranges[0])
-        transfer = stack.enter_context(contextlib.closing(stage_transfer(HOST)))
+        transfer = stack.enter_context(contextlib.closing(stage_transfer(HOST, TransferSettings())))
         addresses = tuple(f"{HOST}:{stage.server.port}" for stage in found)
         group = PrefillGroup(model, GroupSettings(addresses, "w", BLOCK, max_batch_tokens, 16), transfer)
         stack.push_async_callback(group.close)

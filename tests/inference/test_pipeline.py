@@ -3,14 +3,17 @@
 
 from __future__ import annotations
 
+import math
 from random import Random
 
 import pytest
 
 from mooncake.errors import InvalidArgument, ProtocolError
+from mooncake.http.worker_stats import StageStats
 from mooncake.inference.pipeline import (
     ChunkPlan,
     Pipeline,
+    PromptPassage,
     StageQueue,
     StageTime,
     layer_ranges,
@@ -115,6 +118,49 @@ def test_a_chunk_waits_for_its_slot() -> None:
     assert pipeline.waited_s == [0.5, 0.5] and pipeline.computed_s == [1.0, 1.0]
     assert pipeline.story("0") == ["0.000 chunk 0 rows=8 waited+computed 0.500+1.000 0.500+1.000"]
     assert pipeline.story("3") == ["6.000 chunk 3 rows=8 waited+computed under way"]
+
+
+def test_a_passage_has_the_bubbles_of_each_stage_and_no_others() -> None:
+    """Two chunks of one prompt, after a long time without work; hops take half a second."""
+    pipeline = Pipeline(2, 4)
+    pipeline.begin(8, 0, now=100.0)
+    pipeline.begin(4, 1, now=102.0)
+    first = pipeline.done(0, [StageTime(90.0, 2.0), StageTime(92.0, 3.0, 0.5)], now=106.5)
+    assert first.hop_s == 0.5 and first.began_in_stages() == [100.0, 103.0]
+    second = pipeline.done(1, [StageTime(0.25, 1.0), StageTime(0.5, 2.0, 2.0)], now=108.0)
+    passage = PromptPassage(2)
+    passage.add(first, 0, 8, is_alone=True)
+    passage.add(second, 8, 4, is_alone=True)
+    assert passage.stats([range(2), range(2, 5)]) == [
+        StageStats(0, 2, 2, began_s=0.0, ended_s=3.0, computed_s=3.0, waited_s=0.25),
+        StageStats(2, 5, 2, began_s=3.0, ended_s=7.5, computed_s=5.0, waited_s=3.5),
+    ]
+    assert (passage.first_token, passage.end_token, passage.is_alone) == (0, 12, True)
+    assert passage.alone_s == pytest.approx(7.5), "2 s, a hop, 3 s, 2 s"
+    assert pipeline.bubble_s == [0.25, 3.5], "nothing of the time before the prompt"
+    assert pipeline.waited_s == [90.25, 92.5]
+
+
+def test_a_chunk_behind_another_prompt_has_no_bubble_from_before_it() -> None:
+    pipeline = Pipeline(2, 4)
+    pipeline.begin(8, 1, now=0.0)
+    pipeline.begin(8, 1, now=2.0)
+    pipeline.done(0, [StageTime(5.0, 2.0), StageTime(7.0, 3.0)], now=5.0)
+    other = pipeline.done(1, [StageTime(0.0, 2.0), StageTime(0.0, 3.0, 1.0)], now=8.0)
+    passage = PromptPassage(2)
+    passage.add(other, 4, 8, is_alone=False)
+    [_, later] = passage.stats([range(2), range(2, 4)])
+    assert (later.began_s, later.ended_s, later.waited_s) == (3.0, 6.0, 0.0)
+    assert passage.alone_s == 5.0 and not passage.is_alone
+    assert pipeline.bubble_s == [0.0, 2.0]
+
+
+def test_impossible_times_are_an_error_of_the_group() -> None:
+    for seconds in (-1.0, math.nan, math.inf):
+        pipeline = Pipeline(2, 2)
+        pipeline.begin(1, 0, 0.0)
+        with pytest.raises(ProtocolError, match="impossible times"):
+            pipeline.done(0, [StageTime(0.0, 1.0), StageTime(0.0, seconds)], 0.0)
 
 
 def test_ends_out_of_order_are_an_error_of_the_group() -> None:

@@ -12,6 +12,7 @@ import pytest
 
 from mooncake.errors import InvalidArgument, MooncakeError, ProtocolError
 from mooncake.inference.pipeline import ChunkRows, layer_ranges
+from mooncake.inference.prefill_group import bubble_seconds
 from mooncake.inference.stage import (
     CHUNK,
     BlocksMoved,
@@ -55,6 +56,33 @@ async def test_a_long_prompt_passes_in_several_chunks(llama: Reference) -> None:
         assert group.group.pipeline.latest >= 5
         again = await group.ask(greedy(prompt, 1, name="again"))
         assert again.tokens == answer.tokens and again.last.num_local_cached == 288
+
+
+async def test_each_stage_reports_its_part_of_a_prompt(llama: Reference) -> None:
+    async with running_group(llama, 3) as group:
+        before = [bubble_seconds.labels(str(stage))._value.get() for stage in range(3)]
+        answer = await group.ask(greedy(prompt_of(300), 3))
+        assert answer.last.measured is not None
+        stages = answer.last.measured.stages
+        ranges = layer_ranges(3, 3)
+        assert [range(one.first_layer, one.end_layer) for one in stages] == ranges
+        assert len({one.num_chunks for one in stages}) == 1 and stages[0].num_chunks >= 5
+        assert stages[0].began_s == 0.0 < stages[1].began_s < stages[2].began_s
+        for one in stages:
+            span_s = one.ended_s - one.began_s
+            assert 0 < one.computed_s <= span_s * (1 + 1e-9)
+            # It computed, waited, or one of its chunks was there, and the thread on its way.
+            assert one.waited_s >= 0 and one.computed_s + one.waited_s < one.ended_s * (1 + 1e-6)
+        assert answer.last.measured.computed_s >= max(one.ended_s for one in stages) * (1 - 1e-6)
+        assert stages[1].waited_s > 0, "it waited for the first chunk"
+        after = [bubble_seconds.labels(str(stage))._value.get() for stage in range(3)]
+        assert after[1] >= before[1] + stages[1].waited_s
+        steps = group.engine.step_log.read()
+        assert [(first, num) for first, num, _ in steps.chunks] == [(0, 300)], "one prompt, not its chunks"
+        assert steps.num_steps == 2 and 0 < steps.chunks[0][2] <= stages[2].ended_s * 1.5
+        again = await group.ask(greedy(prompt_of(300), 1, name="again"))
+        assert again.last.measured is not None and again.last.measured.stages[2].num_chunks < 5
+        assert group.engine.step_log.read().chunks[-1][:2] == (288, 12)
 
 
 async def test_a_lost_stage_fails_requests_and_a_new_group_answers(llama: Reference) -> None:

@@ -8,11 +8,14 @@ import contextlib
 import json
 from collections.abc import AsyncIterator
 from pathlib import Path
+from typing import cast
 
 import aiohttp
 import pytest
 import torch
 
+from mooncake.connectors.memory import CacheIdentity
+from mooncake.connectors.store_link import StoreLink
 from mooncake.errors import DeadlineExceeded, InvalidArgument, ModelError
 from mooncake.http.openai import KvEventSource
 from mooncake.http.server import HttpServer, listen
@@ -22,6 +25,7 @@ from mooncake.inference.generator import Generator
 from mooncake.inference.runner import TorchRunner, new_pool
 from mooncake.inference.weight_versions import LoadedWeights, WeightVersions, add_weight_routes
 from mooncake.inference.weights import load_model, weights_digest
+from mooncake.kvlayout import KvIdentity
 from mooncake.security.http_auth import AdminKey
 from mooncake.types import WorkerRole
 from tests.inference.conftest import Reference
@@ -45,7 +49,22 @@ def other(llama: Reference, tmp_path: Path) -> Path:
 
 
 def loaded(folder: Path) -> LoadedWeights:
-    return LoadedWeights(str(folder), weights_digest(folder), load_model(folder), None)
+    model, digest = load_model(folder), weights_digest(folder)
+    return LoadedWeights(str(folder), digest, model, KvIdentity(digest, "", model.kv_layout(16)))
+
+
+class RenamedLink:
+    """The part of a link that a flip calls; raises ``error`` if there is one."""
+
+    def __init__(self) -> None:
+        self.identity: CacheIdentity | None = None
+        self.error: Exception | None = None
+
+    def replace_identity(self, identity: CacheIdentity) -> None:
+        error, self.error = self.error, None
+        if error is not None:
+            raise error
+        self.identity = identity
 
 
 class Worker(Client):
@@ -66,13 +85,13 @@ class Worker(Client):
 
 
 @contextlib.asynccontextmanager
-async def working(folder: Path, tokenizer: Path) -> AsyncIterator[Worker]:
+async def working(folder: Path, tokenizer: Path, link: RenamedLink | None = None) -> AsyncIterator[Worker]:
     weights = loaded(folder)
     runner = TorchRunner(weights.model, new_pool(weights.model, 16, 1 << 20))
-    engine = Engine(InferenceSettings(), runner)
+    engine = Engine(InferenceSettings(), runner, weights=weights.digest)
     generator = Generator(engine, make_tokenizer(tokenizer), asyncio.get_running_loop())
     generator.start()
-    versions = WeightVersions(engine, runner, None, weights, loaded)
+    versions = WeightVersions(engine, runner, cast("StoreLink | None", link), weights, loaded)
     api = Api(generator, "tiny", WorkerRole.PREFILL, KvEventSource("tcp://127.0.0.1:1"))
     api.add_routes = lambda app: add_weight_routes(app, versions, AdminKey("secret"))
     server = HttpServer(create_app(api), listen("127.0.0.1", 0))
@@ -177,6 +196,55 @@ async def test_a_flip_has_an_error_of_its_own(llama: Reference, other: Path, tmp
         assert "send the request again" in error["message"]
 
 
+def continued(tokens: list[int], digest: object, max_tokens: int = 12) -> dict[str, object]:
+    """The request of a gateway whose worker was lost after ``tokens`` of an answer."""
+    transfer = {"num_output_tokens": len(tokens), "output_text_offset": 0, "weights": digest}
+    return greedy(max_tokens=max_tokens) | {"prompt": PROMPT + tokens, "kv_transfer_params": transfer}
+
+
+async def test_an_answer_is_continued_only_with_the_weights_of_its_beginning(
+    llama: Reference, other: Path, tmp_path: Path
+) -> None:
+    async with working(llama.folder, tmp_path) as worker:
+        events = await worker.stream(TEXT, greedy())
+        [named, *unnamed] = [event.get("kv_transfer_params") for event in events]
+        assert named == {"weights": weights_digest(llama.folder)} and not any(unnamed)
+        tokens = [token for event in events for token in event["choices"][0]["token_ids"]]
+        begun = continued(tokens[:5], named["weights"])
+        await worker.versions.prepare(other)
+        assert (await worker.post(TEXT, begun))["choices"][0]["token_ids"] == tokens[5:]
+        await worker.versions.flip()
+        error = (await worker.post(TEXT, begun, 409))["error"]
+        assert (error["code"], error["type"]) == ("weights_replaced", "conflict_error")
+        async with worker.http.post(worker.url + TEXT, json={**begun, "stream": True}) as answer:
+            assert answer.status == 409
+        await worker.versions.rollback()
+        assert (await worker.post(TEXT, begun))["choices"][0]["token_ids"] == tokens[5:]
+        unknown = await worker.post(TEXT, continued(tokens[:5], ""))  # such as by an older gateway
+        assert unknown["choices"][0]["token_ids"] == tokens[5:]
+        for wrong in (7, "x" * 1000):
+            error = (await worker.post(TEXT, continued(tokens[:5], wrong), 400))["error"]
+            assert error["param"] == "kv_transfer_params" and len(error["message"]) < 200
+
+
+async def test_a_continuation_that_waits_for_a_flip_is_refused_after_it(
+    llama: Reference, other: Path, tmp_path: Path
+) -> None:
+    """Its weights were active when it arrived."""
+    async with working(llama.folder, tmp_path) as worker:
+        tokens = await worker.tokens()
+        await worker.versions.prepare(other)
+        running = asyncio.create_task(worker.tokens(400))
+        await until(lambda: worker.engine.stats().num_running)
+        flip = asyncio.create_task(worker.versions.flip("wait"))
+        await until(lambda: worker.engine._change is not None)
+        begun = continued(tokens[:5], weights_digest(llama.folder))
+        error = (await worker.post(TEXT, begun, 409))["error"]
+        assert error["code"] == "weights_replaced"
+        assert await running == llama.greedy(PROMPT, 400)
+        await flip
+
+
 async def test_requests_that_do_not_end_in_time_keep_the_old_weights(
     llama: Reference, other: Path, tmp_path: Path
 ) -> None:
@@ -190,6 +258,30 @@ async def test_requests_that_do_not_end_in_time_keep_the_old_weights(
         assert worker.versions.prepared is not None
         await worker.versions.flip("wait")
         assert worker.versions.active.digest == weights_digest(other)
+
+
+async def test_a_change_that_fails_keeps_the_old_weights_and_later_ones_work(
+    llama: Reference, other: Path, tmp_path: Path
+) -> None:
+    link = RenamedLink()
+    async with working(llama.folder, tmp_path, link) as worker:
+        old = await worker.tokens()
+        await worker.versions.prepare(other)
+        for mode in ("abort", "wait"):
+            link.error = RuntimeError("no such name")
+            body = {"mode": mode, "timeout_s": 30}
+            error = (await worker.command("flip", body, status=500))["error"]
+            assert isinstance(error, dict) and error["code"] == "model_error"
+            assert "no such name" in error["message"] and "old ones stay active" in error["message"]
+            # The model had been replaced when the name of its blocks was not.
+            assert await worker.tokens() == old and link.identity == worker.versions.active.identity
+            assert worker.versions.active.digest == weights_digest(llama.folder)
+        await worker.command("flip")
+        assert await worker.tokens() != old
+        assert worker.versions.active.digest == weights_digest(other)
+        assert link.identity == worker.versions.active.identity
+        await worker.command("rollback")
+        assert await worker.tokens() == old
 
 
 async def test_who_may_replace_weights_and_with_what(llama: Reference, tmp_path: Path) -> None:

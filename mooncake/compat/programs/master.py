@@ -232,9 +232,11 @@ def _translate_log(
 def _election(values: Mapping[str, Any]) -> str:
     scheme = values["ha_backend_type"]
     if scheme == "k8s":
-        raise InvalidArgument(
-            "--ha_backend_type", scheme, "etcd or redis (also in Kubernetes: run one there)"
-        )
+        place = values["ha_backend_connstring"].rpartition("://")[2] or values["pod_namespace"]
+        if not place:
+            allowed = "namespace/name of the Lease, or --pod_namespace, which --enable_ha needs"
+            raise InvalidArgument("--ha_backend_connstring", "", allowed)
+        return f"k8s://{place}"
     servers = values["ha_backend_connstring"] or (values["etcd_endpoints"] if scheme == "etcd" else "")
     if not servers:
         flag = "--etcd_endpoints" if scheme == "etcd" else "--ha_backend_connstring"

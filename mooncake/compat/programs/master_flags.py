@@ -137,11 +137,8 @@ FLAGS: dict[str, Flag] = {
         oplog_batch_max_entries=("1024", COUNT),
         batch_oplog_retry_timeout_sec=("180", COUNT),
     ),
-    **_without_effect(
-        "leaders are elected through etcd or Redis, not Kubernetes",
-        pod_name=("", TEXT),
-        pod_namespace=("", TEXT),
-    ),
+    "pod_namespace": Flag("", TEXT, TRANSLATED),
+    **_without_effect("a Lease names its holder by its address", pod_name=("", TEXT)),
     # Snapshots
     "enable_snapshot": Flag("false", BOOLEAN, TRANSLATED),
     "enable_snapshot_restore": Flag("false", BOOLEAN, TRANSLATED),

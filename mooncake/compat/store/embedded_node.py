@@ -25,6 +25,9 @@ log = get_logger("mooncake.store")
 
 CLOSE_S = 5.0
 
+START_S = 300.0
+"""Time to allocate the memory, which no other process delays: a large pool takes minutes."""
+
 ResultT = TypeVar("ResultT")
 
 
@@ -34,7 +37,8 @@ class EmbeddedNode:
     Raises:
         OutOfMemory: the host does not have the memory.
         InvalidArgument: the SSD's directory cannot be used.
-        Unavailable: the master did not accept the segments within ``timeout_s``.
+        Unavailable: the memory was not allocated within ``START_S``, or the master did not accept the
+            segments within ``timeout_s``.
     """
 
     def __init__(self, settings: NodeSettings, engine: TransferEngine, timeout_s: float) -> None:
@@ -44,7 +48,7 @@ class EmbeddedNode:
         self._thread.start()
         self._node = Node(settings, engine)
         try:
-            self._wait(self._node.start(), timeout_s + CLOSE_S)
+            self._wait(self._node.start(), START_S)
             if self._node.segments:
                 self._wait(self._mounted(), timeout_s + CLOSE_S)
         except BaseException:
@@ -100,7 +104,7 @@ class EmbeddedNode:
             return
         try:
             self._wait(self._node.close(), CLOSE_S)
-        except (RuntimeError, MooncakeError, TimeoutError) as error:
+        except (RuntimeError, MooncakeError) as error:
             # At the interpreter's exit no thread can be started; the segments are already unmounted.
             log.debug("node_close_failed", reason=str(error))
         self._loop.call_soon_threadsafe(self._loop.stop)
@@ -115,4 +119,4 @@ class EmbeddedNode:
             return future.result(timeout_s)
         except TimeoutError:
             future.cancel()
-            raise
+            raise Unavailable(f"a call to this process's node did not end within {timeout_s:g} s") from None

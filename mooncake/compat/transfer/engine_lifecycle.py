@@ -24,7 +24,7 @@ from mooncake.compat.transfer.public_types import InnerTransferEngine, TransferN
 from mooncake.compat.transfer.registered_memory import RegisteredMemory
 from mooncake.compat.transfer.temporary_registration import TemporaryRegistrations
 from mooncake.compat.transfer.transport_choice import P2P, TransportChoice, choose_transports, split_host
-from mooncake.config import load
+from mooncake.config import load, named_file
 from mooncake.errors import AddressInUse, InvalidArgument, MooncakeError, PeerLost, ProtocolError, Unavailable
 from mooncake.log import get_logger
 from mooncake.transfer.engine import TransferEngine as Engine
@@ -32,6 +32,7 @@ from mooncake.transfer.host import numeric_host
 from mooncake.transfer.peers import RemoteSegment
 from mooncake.transfer.settings import TransferSettings
 from mooncake.transfer.transports import Completion, Status
+from mooncake.transfer.transports.rdma import usable_devices
 
 log = get_logger("mooncake.engine")
 
@@ -95,7 +96,7 @@ class EngineLifecycle:
         )
         if choice.warning:
             log.warning(f"initialize: {choice.warning}")
-        settings, _ = load(TransferSettings, choice.flags, os.environ)
+        settings, _ = load(TransferSettings, choice.flags, os.environ, named_file(os.environ))
         engine = self._bind_or_fall_back(choice, settings)
         try:
             engine.publish()
@@ -135,6 +136,8 @@ class EngineLifecycle:
 
     def _bind(self, choice: TransportChoice, settings: TransferSettings) -> Engine:
         """Make an engine that answers handshakes at a port of the configured range."""
+        if "rdma" in settings.transports:  # which the engine itself would replace by tcp
+            usable_devices(settings.rdma_devices, settings.rdma_port)
         low, high = self._engine_settings.min_rpc_port, self._engine_settings.max_rpc_port
         if low > high:
             raise InvalidArgument("MC_MIN_RPC_PORT", low, f"at most MC_MAX_RPC_PORT, which is {high}")

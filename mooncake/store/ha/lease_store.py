@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Stores of the leader record: etcd, Redis, or a file for two masters on one host.
+"""Stores of the leader record: etcd, Redis, a Lease of Kubernetes, or a file for two masters on one host.
 
 An election needs only two operations of a service: read one value, and replace it if it is unchanged.
 """
@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Protocol
 
 from mooncake.errors import InvalidArgument, StorageError
+from mooncake.store.ha.kubernetes_lease import KubernetesLeaseStore
 from mooncake.store.settings import ELECTIONS
 from mooncake.transfer.metadata import EtcdBackend, RedisBackend
 
@@ -38,9 +39,10 @@ class LeaseStore(Protocol):
 
 
 def make_lease_store(url: str, cluster: str = DEFAULT_CLUSTER, timeout_s: float = 1.0) -> LeaseStore:
-    """Return the lease store at ``etcd://host:port[;host:port]``, ``redis://host:port`` or ``file:///path``.
+    """Return the lease store at ``etcd://host:port[;host:port]``, ``redis://host:port``,
+    ``k8s://namespace`` or ``file:///path``.
 
-    ``/name`` at the end of the first two names the cluster, and wins over ``cluster``.
+    ``/name`` at the end of the first three names the cluster, and wins over ``cluster``.
 
     Raises:
         InvalidArgument: the URL has none of these forms.
@@ -49,6 +51,8 @@ def make_lease_store(url: str, cluster: str = DEFAULT_CLUSTER, timeout_s: float 
     scheme = url.partition("://")[0]
     if scheme == "file":
         return FileLeaseStore(Path(url.removeprefix("file://")) / f"{cluster}.leader")
+    if scheme == "k8s":
+        return KubernetesLeaseStore(url, cluster, timeout_s)
     key = f"mooncake/{cluster}/master"
     if scheme == "etcd":
         return ServiceLeaseStore(EtcdBackend(url, timeout_s), key, keeps_records=True)
@@ -60,10 +64,11 @@ def make_lease_store(url: str, cluster: str = DEFAULT_CLUSTER, timeout_s: float 
 def split_cluster(url: str, cluster: str = DEFAULT_CLUSTER) -> tuple[str, str]:
     """Return the URL without the cluster's name, and the name. A number ending a Redis URL is a database."""
     scheme, _, rest = url.partition("://")
+    rest, mark, options = rest.partition("?") if scheme == "k8s" else (rest, "", "")
     place, slash, name = rest.rstrip("/").rpartition("/")
     if scheme == "file" or not slash or (scheme == "redis" and name.isdecimal()):
-        return url.rstrip("/"), cluster
-    return f"{scheme}://{place}", name
+        return f"{scheme}://{rest.rstrip('/')}{mark}{options}", cluster
+    return f"{scheme}://{place}{mark}{options}", name
 
 
 class _Served(Protocol):

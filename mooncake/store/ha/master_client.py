@@ -27,7 +27,8 @@ from mooncake.store.ha.lease_store import LeaseStore, make_lease_store
 from mooncake.store.settings import ELECTIONS
 
 ADDRESS_FORMS = (
-    "host:port, host:port,host:port, etcd://host:port[;host:port][/cluster] or redis://host:port[/cluster]"
+    "host:port, host:port,host:port, etcd://host:port[;host:port][/cluster], redis://host:port[/cluster] "
+    "or k8s://namespace[/cluster]"
 )
 
 

@@ -31,7 +31,7 @@ from mooncake.store.node.mounted_segment import MountedSegment, SegmentConfig
 from mooncake.store.node.shared_directory import FolderOpening, SharedDirectory
 from mooncake.store.node.ssd import Disk
 from mooncake.store.settings import check_cluster_id, check_root_fs_dir
-from mooncake.transfer import Region, TransferEngine, TransferSettings
+from mooncake.transfer import DEFAULT_TRANSFER, Region, TransferEngine, TransferSettings
 from mooncake.types import Tier
 
 log = get_logger(__name__)
@@ -61,13 +61,13 @@ class NodeSettings:
     """Contribute this host's memory and SSD to the store."""
 
     master: str = "127.0.0.1:50051"
-    "`host:port` of the store's master, or several with commas, or `etcd://…`, `redis://…` where they elect."
+    "`host:port` of the store's master, or several with commas, or `etcd://…`, `redis://…`, `k8s://…`."
 
     name: str = ""
     "Name of this node's segment; empty takes `<host name>-<process id>-<number>`."
 
     host: str = "127.0.0.1"
-    "Address that the transfer engine listens on; other hosts need one they can reach."
+    "Address to listen on, or several by commas, each a rail; other hosts need those that they can reach."
 
     advertise_host: str = ""
     "Address given to clients; empty takes `host`, or the default route's if that is a wildcard."
@@ -123,6 +123,8 @@ class NodeSettings:
     metrics_port: Port = 0
     "Port of `/metrics`; 0 takes a free one."
 
+    transfer: TransferSettings = DEFAULT_TRANSFER
+
     def __post_init__(self) -> None:
         if bool(self.ssd_path) != bool(self.ssd_size_bytes):
             raise InvalidArgument("ssd_size_bytes", self.ssd_size_bytes, "more than 0 with ssd_path, else 0")
@@ -152,10 +154,10 @@ class Node:
         self.settings = settings
         self._owns_engine = engine is None
         self.engine = engine or TransferEngine(
-            TransferSettings(
+            settings.transfer.for_role(
+                settings.host,
+                settings.advertise_host,
                 name=settings.name,
-                listen_host=settings.host,
-                advertise_host=settings.advertise_host,
                 tcp_port=settings.port,
                 metadata=settings.metadata,
                 metadata_ttl_s=PUBLISHED_FOR_S,
@@ -371,12 +373,13 @@ async def serve(settings: NodeSettings) -> None:
         MooncakeError: see ``Node.start``.
     """
     check_address(settings.host)
+    check_address(settings.transfer.listen_host or settings.host)
     # Journals are many long-lived objects without cycles, as in the master: full collections cost pauses.
     gc.set_threshold(100_000, 50, 1_000_000)
     identity = process_identity()
     tls = identity.server_tls
     # A metrics scraper can't authenticate with the cluster's key.
-    metrics_host = settings.host if tls or identity.is_open else "127.0.0.1"
+    metrics_host = settings.host.split(",")[0] if tls or identity.is_open else "127.0.0.1"
     metrics = serve_metrics(metrics_host, settings.metrics_port, tls)
     node = Node(settings)
     try:
@@ -386,7 +389,8 @@ async def serve(settings: NodeSettings) -> None:
         log.info("pool_allocated", **tiers, engine=repr(node.engine))
         await node.mounted.wait()
         descriptor = node.engine.describe()
-        address, metrics_address = descriptor.endpoints["tcp"], f"{metrics_host}:{metrics.port}"
+        address = descriptor.endpoints.get("tcp", node.engine.handshake)
+        metrics_address = f"{metrics_host}:{metrics.port}"
         log.info("ready", role="node", address=address, segment=node.name, metrics=metrics_address)
         await asyncio.Event().wait()
     finally:

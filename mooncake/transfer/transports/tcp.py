@@ -17,6 +17,7 @@ from collections.abc import Sequence
 from mooncake import _native
 from mooncake.errors import AddressInUse, InvalidArgument, PeerLost, Unavailable
 from mooncake.file_limit import default_max_connections
+from mooncake.security import is_loopback
 from mooncake.security.tls_contexts import check_files, wrong_file
 from mooncake.transfer.descriptor import RegionInfo
 from mooncake.transfer.host import numeric_host, with_port
@@ -86,7 +87,12 @@ class TcpTransport:
         num_rails = max(len(ours), len(theirs))
         if num_rails == 1:
             return []
-        return [f"{ours[i % len(ours)]}>{theirs[i % len(theirs)]}" for i in range(num_rails)]
+        pairs = [(ours[i % len(ours)], theirs[i % len(theirs)]) for i in range(num_rails)]
+        # From a loopback address no other host can be reached: the kernel chooses the source there.
+        return [
+            f"{'*' if is_loopback(source) and not is_loopback(target) else source}>{target}"
+            for source, target in pairs
+        ]
 
     def connect(
         self, endpoint: str, epoch: int, regions: Sequence[RegionInfo], timeout_s: float, *, rail: str = ""

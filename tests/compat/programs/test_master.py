@@ -142,6 +142,8 @@ def test_the_defaults_of_the_existing_program() -> None:
             "election",
             "redis://a:1",
         ),
+        ("--enable_ha --ha_backend_type=k8s --ha_backend_connstring=a/b", "election", "k8s://a/b"),
+        ("--enable_ha --ha_backend_type=k8s --pod_namespace=a", "election", "k8s://a"),
         ("--enable_ha --etcd_endpoints=a:1 --cluster_id=c", "cluster_id", "c"),
         (
             "--enable_kv_events --kv_events_bind_endpoint=tcp://*:1 --kv_events_backend_id=b",
@@ -201,7 +203,7 @@ def test_flags_without_effect_cause_a_warning_with_the_reason() -> None:
         ("--port=65536", "to 65535"),
         ("--enable_ha", "--etcd_endpoints"),
         ("--enable_ha --ha_backend_type=redis", "--ha_backend_connstring"),
-        ("--enable_ha --ha_backend_type=k8s", "etcd or redis"),
+        ("--enable_ha --ha_backend_type=k8s", "--pod_namespace"),
         ("--config_path=/nowhere/at.all", "readable"),
         ("--flagfile=/nowhere/at.all", "readable"),
         ("--fromenv=port", "FLAGS_port"),

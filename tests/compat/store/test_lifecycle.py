@@ -14,8 +14,10 @@ from typing import Any
 
 import pytest
 
+from mooncake.compat.store import embedded_node
 from mooncake.compat.transfer import TransferEngine
 from mooncake.store import MooncakeDistributedStore, ReplicateConfig
+from mooncake.store.node.node import Node
 from tests.compat.store.servers import RunningMaster, a_store, segments_of
 from tests.contract.metadata_servers import free_port
 
@@ -102,6 +104,26 @@ def test_setup_refuses_other_arguments(master: RunningMaster) -> None:
     with pytest.raises(TypeError, match="global_segment_size"):
         store.setup("h", "P2PHANDSHAKE", "16MB", MIB, "tcp", "", master.address)
     assert store.health_check() == 1
+
+
+def test_setup_fails_with_a_code_when_the_memory_is_not_allocated_in_time(
+    master: RunningMaster, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    released, allocate = threading.Event(), Node._allocate_pool
+
+    def slow(node: Node) -> Any:
+        released.wait(20)
+        return allocate(node)
+
+    monkeypatch.setattr(Node, "_allocate_pool", slow)
+    monkeypatch.setattr(embedded_node, "START_S", 0.05)
+    store = MooncakeDistributedStore()
+    try:
+        assert store.setup("127.0.0.1", "P2PHANDSHAKE", MIB, MIB, "tcp", "", master.address) == -1
+    finally:
+        released.set()
+        store.close()
+    assert "within 0.05 s" in caplog.text
 
 
 def test_setup_with_a_dictionary(master: RunningMaster, caplog: pytest.LogCaptureFixture) -> None:

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Lease stores behave the same on etcd, Redis and a file."""
+"""Lease stores behave the same on etcd, Redis, a double of a Kubernetes API server, and a file."""
 
 from __future__ import annotations
 
@@ -11,9 +11,10 @@ import pytest
 
 from mooncake.errors import InvalidArgument, MooncakeError, Unavailable
 from mooncake.store.ha.lease_store import FileLeaseStore, LeaseStore, make_lease_store, split_cluster
+from tests.contract.kubernetes_api import KubernetesApi
 from tests.contract.metadata_servers import MetadataServer
 
-KINDS = ("file", "etcd", "redis")
+KINDS = ("file", "etcd", "redis", "k8s")
 
 
 @pytest.fixture(scope="module", params=KINDS)
@@ -21,13 +22,18 @@ def url(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
     if request.param == "file":
         yield f"file://{tmp_path_factory.mktemp('leases')}"
         return
+    if request.param == "k8s":
+        api = KubernetesApi(tmp_path_factory.mktemp("kubernetes"))
+        yield api.url()
+        api.stop()
+        return
     server = MetadataServer(request.param)
     yield server.url
     server.stop()
 
 
 def store_at(url: str, cluster: str) -> LeaseStore:
-    return make_lease_store(url, cluster)
+    return make_lease_store(url, cluster, timeout_s=30.0)
 
 
 def test_a_swap_replaces_only_the_expected_value(url: str) -> None:
@@ -74,6 +80,9 @@ def test_clusters_may_be_in_the_url() -> None:
     assert split_cluster("redis://a:1/3/blue") == ("redis://a:1/3", "blue")
     assert split_cluster("redis://a:1/blue") == ("redis://a:1", "blue")
     assert split_cluster("file:///x/y", "red") == ("file:///x/y", "red")
+    assert split_cluster("k8s://ns", "red") == ("k8s://ns", "red")
+    assert split_cluster("k8s://ns/blue") == ("k8s://ns", "blue")
+    assert split_cluster("k8s://ns/blue?account=/a/b") == ("k8s://ns?account=/a/b", "blue")
 
 
 def test_an_invalid_lease_store_is_named(tmp_path: Path) -> None:

@@ -7,14 +7,15 @@ import asyncio
 import dataclasses
 from collections.abc import AsyncIterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 
-from mooncake.errors import AddressInUse, OutOfMemory
+from mooncake.errors import AddressInUse, InvalidArgument, OutOfMemory
 from mooncake.http.server import HttpServer, listen
 from mooncake.store import AsyncStore
 from mooncake.store import messages as m
-from mooncake.store.node.node import Node, NodeSettings
+from mooncake.store.node.node import Node, NodeSettings, serve
 from mooncake.store.server import MasterServer
 from mooncake.store.settings import MasterSettings
 from mooncake.transfer import TransferEngine, TransferSettings
@@ -111,6 +112,28 @@ async def test_memory_that_is_not_there_is_an_error(master: MasterServer) -> Non
 async def test_a_taken_transfer_port_is_an_error(master: MasterServer) -> None:
     with pytest.raises(AddressInUse, match=str(master.port)):
         Node(NodeSettings(master="127.0.0.1:1", port=master.port))
+
+
+async def test_a_node_with_two_addresses_has_two_rails(master: MasterServer) -> None:
+    settings = dataclasses.replace(settings_for(master), host="127.0.0.1,127.0.0.2")
+    node = Node(settings)
+    await node.start()
+    client = TransferEngine(TransferSettings(transports=("tcp",)))
+    try:
+        paths = client.open(node.engine.describe()).paths
+        assert paths == ("tcp@127.0.0.1>127.0.0.1", "tcp@127.0.0.1>127.0.0.2")
+    finally:
+        await asyncio.to_thread(client.close)
+        await node.close()
+
+
+@pytest.mark.parametrize("where", ["host", "transfer"])
+async def test_every_address_of_a_node_needs_a_credential(master: MasterServer, where: str) -> None:
+    hosts = "127.0.0.1,10.254.254.1"
+    chosen: dict[str, Any] = {"host": hosts, "transfer": TransferSettings(listen_host=hosts)}
+    settings = dataclasses.replace(settings_for(master), **{where: chosen[where]})
+    with pytest.raises(InvalidArgument, match=r"10\.254\.254\.1"):
+        await serve(settings)
 
 
 async def test_a_node_is_found_by_its_name(master: MasterServer) -> None:

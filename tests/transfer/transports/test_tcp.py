@@ -26,6 +26,7 @@ from mooncake.transfer import (
     TransferEngine,
     TransferSettings,
 )
+from mooncake.transfer.transports.tcp import TcpTransport
 
 MAGIC = 0x434B4F4D
 WRITE, READ, REPLY, FENCE = 1, 2, 3, 4
@@ -404,6 +405,14 @@ def test_several_addresses_are_several_rails() -> None:
         segment = near.open(far.describe())
         assert segment.paths == ("tcp@127.0.0.1>127.0.0.1", "tcp@127.0.0.1>127.0.0.2")
         assert far.open(near.describe()).paths == ("tcp@127.0.0.1>127.0.0.1", "tcp@127.0.0.2>127.0.0.1")
+
+
+def test_a_rail_to_another_host_does_not_begin_at_a_loopback_address() -> None:
+    """The kernel refuses that; so it chooses the source, as it does for a peer with a single address."""
+    with TransferEngine(TransferSettings(transports=("tcp",))) as near:
+        transport = near._transports["tcp"]
+        assert isinstance(transport, TcpTransport)
+        assert transport.rails("10.0.0.1:7,10.0.1.1:7") == ["*>10.0.0.1", "*>10.0.1.1"]
 
 
 @pytest.mark.parametrize("rail", [0, 1])

@@ -1,0 +1,312 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Two conductors with real sockets, and gateways' clients that use one of them: takeover, claims, return."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+from collections.abc import AsyncIterator
+from dataclasses import dataclass
+from random import Random
+
+import pytest
+
+from mooncake import metrics
+from mooncake.cli.ports import free_ports
+from mooncake.conductor.client import RemoteConductor
+from mooncake.conductor.messages import (
+    AddInstance,
+    Decision,
+    Finished,
+    Place,
+    Prefilled,
+    RemoveInstance,
+    Replicate,
+    Standing,
+)
+from mooncake.conductor.server import ConductorServer, ConductorService
+from mooncake.errors import AccessDenied
+from mooncake.rpc import AsyncClient
+from mooncake.types import WorkerRole
+from tests.conductor.test_server import SETTINGS, Worker
+from tests.waiting import until
+
+LEASE_S = 0.3
+
+
+@dataclass
+class One:
+    """A conductor of the pair."""
+
+    service: ConductorService
+    server: ConductorServer
+
+    @property
+    def address(self) -> str:
+        return f"127.0.0.1:{self.server.rpc.port}"
+
+    @property
+    def num_requests(self) -> int:
+        return len(self.service.core.placements)
+
+    @property
+    def is_leader(self) -> bool:
+        return self.server.peers.standing.is_leader
+
+    async def stop(self) -> None:
+        await self.server.close()
+        self.service.core.check()
+        self.server.peers.leadership.check()
+        self.server.peers.replicas.check()
+        await self.service.close()
+
+
+async def begin(port: int, *peers: int) -> One:
+    service = ConductorService(SETTINGS)
+    await service.start()
+    server = ConductorServer(service, [f"127.0.0.1:{peer}" for peer in peers], LEASE_S)
+    await server.start("127.0.0.1", port)
+    return One(service, server)
+
+
+@contextlib.asynccontextmanager
+async def pair() -> AsyncIterator[dict[int, One]]:
+    """Both conductors by their ports; a test may stop them and begin others."""
+    first, second = free_ports("127.0.0.1", 2, Random())
+    running = {first: await begin(first, second), second: await begin(second, first)}
+    try:
+        yield running
+    finally:
+        for one in running.values():
+            await one.stop()
+
+
+@pytest.fixture
+async def workers() -> AsyncIterator[list[Worker]]:
+    workers = [Worker(), Worker()]
+    for worker in workers:
+        await worker.start()
+    yield workers
+    for worker in workers:
+        await worker.stop()
+        await worker.publisher.close()
+
+
+@contextlib.asynccontextmanager
+async def gateway(running: dict[int, One], workers: list[Worker]) -> AsyncIterator[RemoteConductor]:
+    remote = RemoteConductor(*(f"127.0.0.1:{port}" for port in running))
+    await remote.start()
+    for worker in workers:
+        remote.post(AddInstance(worker.address, WorkerRole.DECODE))
+    try:
+        yield remote
+    finally:
+        await remote.close()
+
+
+async def is_used(remote: RemoteConductor, running: dict[int, One]) -> bool:
+    """Whether the gateway uses the leader, knows both, and both have all instances ready."""
+    rows = [row for one in running.values() for row in one.service.core.status()]
+    is_ready = len(rows) == 2 * len(running) and all(row.health == "ready" for row in rows)
+    states = remote.describe()
+    return is_ready and states.count("leads") == 1 and states.count("follows") == len(running) - 1
+
+
+def of_role(running: dict[int, One], is_leader: bool) -> tuple[int, One]:
+    [found] = [(port, one) for port, one in running.items() if one.is_leader is is_leader]
+    return found
+
+
+async def place(remote: RemoteConductor, request_id: str) -> Decision:
+    answer = await remote.place(Place(request_id, 64))
+    assert isinstance(answer, Decision)
+    return answer
+
+
+def sample(name: str, **labels: str) -> float:
+    return metrics.registry.get_sample_value(name, labels) or 0.0
+
+
+async def test_what_the_leader_places_the_follower_knows(workers: list[Worker]) -> None:
+    async with pair() as running, gateway(running, workers) as remote:
+        await until(lambda: is_used(remote, running))
+        _, leader = of_role(running, True)
+        _, follower = of_role(running, False)
+        first = await place(remote, "a")
+        assert first.policy and (await place(remote, "b")).decode != first.decode
+        await until(lambda: follower.num_requests == 2)
+        assert sorted(row.num_requests for row in follower.service.core.status()) == [1, 1]
+        await remote.prefilled(Prefilled("a"))
+        remote.post(Finished("a"))
+        await until(lambda: follower.num_requests == leader.num_requests == 1)
+        await remote.change(RemoveInstance(workers[0].address))
+        await until(lambda: len(follower.service.core.instances) == 1)
+    assert sample("mooncake_conductor_placed_elsewhere_total", source="peer") >= 2
+
+
+async def test_a_killed_leader_s_work_goes_on_at_the_follower(workers: list[Worker]) -> None:
+    in_turn = sample("mooncake_conductor_client_in_turn_total")
+    async with pair() as running, gateway(running, workers) as remote:
+        await until(lambda: is_used(remote, running))
+        port, leader = of_role(running, True)
+        other, follower = of_role(running, False)
+        in_flight = [await place(remote, name) for name in ("a", "b", "c")]
+        await until(lambda: follower.num_requests == 3)
+        takeovers = sample("mooncake_conductor_takeovers_total")
+        del running[port]
+        await leader.stop()
+        next_one = await place(remote, "d")
+        assert next_one.policy == "overlap", "the follower is asked at once, before it leads"
+        assert follower.num_requests == 4
+        busier = max(row.num_requests for row in follower.service.core.status())
+        assert busier == 2, "it knew what was in flight"
+        await until(lambda: follower.is_leader)
+        assert sample("mooncake_conductor_takeovers_total") == takeovers + 1
+        owners = follower.server.peers.replicas.owners
+        await until(lambda: all(not isinstance(owners.owner(name), int) for name in "abc"))
+
+        restarted = running[port] = await begin(port, other)
+        await until(lambda: is_used(remote, running))
+        assert follower.is_leader and not restarted.is_leader
+        await until(lambda: restarted.num_requests == 4)
+        for name in "abcd":
+            remote.post(Finished(name))
+        await until(lambda: restarted.num_requests == follower.num_requests == 0)
+        assert len(in_flight) == 3
+    assert sample("mooncake_conductor_client_in_turn_total") == in_turn
+
+
+async def test_gateways_have_one_view_of_the_load(workers: list[Worker]) -> None:
+    async with (
+        pair() as running,
+        gateway(running, workers) as one,
+        gateway(running, workers) as other,
+    ):
+        for remote in one, other:
+            await until(lambda remote=remote: is_used(remote, running))  # type: ignore[misc]
+        chosen = [(await place(remote, f"r{n}")).decode for n, remote in enumerate((one, other, one, other))]
+        assert sorted(chosen.count(worker.address) for worker in workers) == [2, 2]
+        assert (
+            len({await_free.decode for await_free in [await place(one, "x"), await place(other, "y")]}) == 2
+        )
+
+
+async def test_requests_of_a_gateway_that_dies_with_the_leader_are_released(workers: list[Worker]) -> None:
+    async with pair() as running:
+        async with gateway(running, workers) as remote:
+            await until(lambda: is_used(remote, running))
+            port, leader = of_role(running, True)
+            _, follower = of_role(running, False)
+            await place(remote, "a")
+            await until(lambda: follower.num_requests == 1)
+            # The leader is gone first, so that it can't report what it lost.
+            await leader.server.peers.close()
+            del running[port]
+            await leader.stop()
+        await until(lambda: follower.num_requests == 0)
+
+
+async def test_what_was_placed_without_a_conductor_is_reported_when_one_is_back(
+    workers: list[Worker],
+) -> None:
+    [port] = free_ports("127.0.0.1", 1, Random())
+    remote = RemoteConductor(f"127.0.0.1:{port}")
+    await remote.start()
+    for worker in workers:
+        remote.post(AddInstance(worker.address, WorkerRole.DECODE))
+    assert (await place(remote, "a")).degraded == "no conductor"
+    one = await begin(port)
+    await until(lambda: one.num_requests == 1)
+    assert sum(row.num_requests for row in one.service.core.status()) == 1
+    remote.post(Finished("a"))
+    await until(lambda: one.num_requests == 0)
+    await remote.close()
+    await one.stop()
+
+
+async def test_a_conductor_that_is_its_own_peer_leads_and_says_so(caplog: pytest.LogCaptureFixture) -> None:
+    [port] = free_ports("127.0.0.1", 1, Random())
+    one = await begin(port, port)
+    await until(lambda: one.is_leader)
+    assert sample("mooncake_conductor_peer_connected", peer=f"127.0.0.1:{port}") == 0.0
+    await one.stop()
+
+
+async def test_a_stream_that_begins_in_the_middle_is_answered_with_a_gap() -> None:
+    [port] = free_ports("127.0.0.1", 1, Random())
+    one = await begin(port)
+    client = AsyncClient(one.address, (type(one.server.peers.receive(Replicate(Standing(1), 0, []))),))
+    try:
+        answer = await client.call(Replicate(Standing(5), 3, [Finished("x")]), 5.0)
+        assert answer.next == -1 and answer.standing.is_leader
+    except AccessDenied:
+        pytest.fail("without a credential every peer is admitted")
+    finally:
+        await client.close()
+        await one.stop()
+
+
+class Wire:
+    """A TCP connection's path between two conductors, which can be cut."""
+
+    def __init__(self, port: int) -> None:
+        self.port = port
+        self.is_cut = False
+        self._pumps: dict[asyncio.Task[None], None] = {}
+        self._server: asyncio.Server | None = None
+
+    async def open(self) -> int:
+        self._server = await asyncio.start_server(self._accept, "127.0.0.1", 0)
+        port: int = self._server.sockets[0].getsockname()[1]
+        return port
+
+    def cut(self) -> None:
+        self.is_cut = True
+        for task in self._pumps:
+            task.cancel()
+
+    async def close(self) -> None:
+        assert self._server is not None
+        self.cut()
+        await asyncio.gather(*self._pumps, return_exceptions=True)
+        self._server.close()
+
+    async def _accept(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        if self.is_cut:
+            writer.close()
+            return
+        there_reader, there_writer = await asyncio.open_connection("127.0.0.1", self.port)
+        for source, target in ((reader, there_writer), (there_reader, writer)):
+            self._pumps[asyncio.create_task(self._pump(source, target))] = None
+
+    async def _pump(self, source: asyncio.StreamReader, target: asyncio.StreamWriter) -> None:
+        try:
+            while data := await source.read(1 << 16):
+                target.write(data)
+        finally:
+            target.close()
+
+
+async def test_two_that_are_cut_off_both_lead_until_they_meet_again(workers: list[Worker]) -> None:
+    ports = free_ports("127.0.0.1", 2, Random())
+    wires = [Wire(port) for port in ports]
+    ways = [await wire.open() for wire in wires]
+    running = {ports[0]: await begin(ports[0], ways[1]), ports[1]: await begin(ports[1], ways[0])}
+    try:
+        async with gateway(running, workers) as remote:
+            await until(lambda: is_used(remote, running))
+            _, follower = of_role(running, False)
+            for wire in wires:
+                wire.cut()
+            await until(lambda: all(one.is_leader for one in running.values()))
+            assert (await place(remote, "a")).policy, "both answer"
+            for wire in wires:
+                wire.is_cut = False
+            await until(lambda: is_used(remote, running))
+            assert follower.is_leader, "its term is higher"
+            await until(lambda: [one.num_requests for one in running.values()] == [1, 1])
+    finally:
+        for one in running.values():
+            await one.stop()
+        for wire in wires:
+            await wire.close()

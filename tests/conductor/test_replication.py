@@ -1,0 +1,262 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Streams of facts between conductors: order, gaps, snapshots, and whose reports of a request count."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from random import Random
+
+import pytest
+
+from mooncake.conductor.conductor import Conductor
+from mooncake.conductor.health import ProbeOutcome
+from mooncake.conductor.messages import (
+    Abandoned,
+    AddInstance,
+    Assumed,
+    Decision,
+    Drain,
+    Event,
+    Failed,
+    Finished,
+    Place,
+    Placed,
+    Prefilled,
+    Probed,
+    Replicate,
+    ReportedFact,
+    SharedFact,
+    Standing,
+)
+from mooncake.conductor.replication import MAX_UNSENT, FactStream, Replicas, RequestOwners
+from mooncake.conductor.settings import SchedulingSettings
+from mooncake.types import WorkerRole
+
+SENDER = Standing(7, 1, True)
+GRACE_S = 5.0
+
+
+def placed(request_id: str) -> Placed:
+    return Placed(Place(request_id, 64), Decision(request_id, None, "d", ""))
+
+
+def no_state() -> tuple[Sequence[SharedFact], Sequence[SharedFact]]:
+    return [], []
+
+
+def snapshot(*facts: SharedFact, first: int = 0, sender: Standing = SENDER) -> Replicate:
+    return Replicate(sender, first, list(facts), is_snapshot=True)
+
+
+# --- owners
+
+
+def test_a_request_has_one_owner() -> None:
+    owners = RequestOwners()
+    owners.put("a", "gateway")
+    owners.put("b", "gateway")
+    owners.put("a", 7)
+    owners.check()
+    assert (owners.owner("a"), owners.requests("gateway")) == (7, ["b"])
+    assert owners.drop("gateway") == ["b"] and owners.drop("gateway") == []
+    owners.remove("unknown")
+    owners.check()
+
+
+# --- the sender's side
+
+
+def test_a_connection_begins_with_a_snapshot_and_then_sends_each_fact_once() -> None:
+    stream = FactStream()
+    stream.add(Finished("before"), 0.0)
+    first = stream.message(SENDER, lambda: ([placed("a")], [Assumed("d", [1])]), 1.0)
+    assert first == snapshot(placed("a"))
+    stream.add(Finished("a"), 1.5)
+    assert stream.lag_s(2.0) == 1.0
+    assert stream.acknowledged(1)
+    second = stream.message(SENDER, no_state, 2.0)
+    assert second == Replicate(SENDER, 1, [Assumed("d", [1]), Finished("a")])
+    assert stream.has_facts, "until they are acknowledged"
+    assert stream.acknowledged(3)
+    assert stream.lag_s(9.0) == 0.0
+    assert stream.message(SENDER, no_state, 3.0) == Replicate(SENDER, 3, [])
+
+
+@pytest.mark.parametrize("answer", [-1, 0, 99])
+def test_a_receiver_that_misses_facts_gets_a_snapshot(answer: int) -> None:
+    stream = FactStream()
+    stream.message(SENDER, no_state, 0.0)
+    stream.acknowledged(0)
+    stream.add(Finished("a"), 0.0)
+    stream.message(SENDER, no_state, 0.0)
+    assert not stream.acknowledged(answer)
+    assert stream.message(SENDER, no_state, 0.0).is_snapshot
+
+
+def test_a_lost_connection_is_followed_by_a_snapshot() -> None:
+    stream = FactStream()
+    stream.message(SENDER, no_state, 0.0)
+    stream.acknowledged(0)
+    stream.add(Finished("a"), 0.0)
+    stream.lost()
+    stream.add(Finished("b"), 0.0)
+    assert not stream.has_facts
+    assert stream.message(SENDER, no_state, 0.0).is_snapshot
+
+
+def test_what_waits_is_bounded_also_while_a_message_is_under_way() -> None:
+    stream = FactStream()
+    stream.message(SENDER, no_state, 0.0)
+    for number in range(MAX_UNSENT + 1):
+        stream.add(Finished(str(number)), 0.0)
+    assert not stream.has_facts
+    assert not stream.acknowledged(0), "what it acknowledges was dropped meanwhile"
+    assert stream.message(SENDER, no_state, 0.0).is_snapshot
+
+
+def test_messages_are_bounded_by_facts_and_by_keys() -> None:
+    stream = FactStream()
+    stream.message(SENDER, no_state, 0.0)
+    stream.acknowledged(0)
+    for _ in range(3):
+        stream.add(Assumed("d", list(range(1 << 19))), 0.0)
+    assert len(stream.message(SENDER, no_state, 0.0).facts) == 2
+    assert stream.acknowledged(2)
+    for number in range(1000):
+        stream.add(Finished(str(number)), 0.0)
+    assert len(stream.message(SENDER, no_state, 0.0).facts) == 512
+
+
+# --- the receiver's side
+
+
+def test_a_stream_without_its_beginning_is_not_taken() -> None:
+    replicas = Replicas(GRACE_S)
+    assert replicas.receive(Replicate(SENDER, 0, [placed("a")]), 0.0) == ([], -1)
+    assert replicas.receive(snapshot(placed("a")), 0.0) == ([placed("a")], 1)
+    assert replicas.receive(Replicate(SENDER, 1, [Finished("a")]), 0.0) == ([Finished("a")], 2)
+    assert replicas.receive(Replicate(SENDER, 1, [Finished("a")]), 0.0) == ([], -1), "repeated"
+    assert replicas.receive(Replicate(SENDER, 9, []), 0.0) == ([], -1)
+    replicas.check()
+
+
+def test_a_snapshot_ends_what_it_does_not_name() -> None:
+    replicas = Replicas(GRACE_S)
+    replicas.receive(snapshot(placed("a"), placed("b")), 0.0)
+    facts, _ = replicas.receive(snapshot(placed("b"), first=50), 1.0)
+    assert facts == [Finished("a"), placed("b")]
+    assert replicas.owners.requests(SENDER.id) == ["b"]
+
+
+def test_a_lost_gateway_counts_only_from_the_conductor_that_it_used() -> None:
+    replicas = Replicas(GRACE_S)
+    replicas.receive(snapshot(placed("a"), placed("b")), 0.0)
+    replicas.owners.put("a", "the gateway")
+    facts, _ = replicas.receive(Replicate(SENDER, 2, [Abandoned("a"), Abandoned("b")]), 1.0)
+    assert facts == [Finished("b")]
+    assert replicas.owners.owner("a") == "the gateway"
+    facts, _ = replicas.receive(snapshot(placed("a"), first=4), 2.0)
+    assert facts == [], "nor does an earlier placement in a snapshot"
+    facts, _ = replicas.receive(Replicate(SENDER, 5, [placed("a")]), 3.0)
+    assert facts == [placed("a")], "unless the gateway has moved there"
+    assert replicas.owners.owner("a") == SENDER.id
+
+
+def test_a_gateway_s_own_report_counts_from_any_conductor() -> None:
+    replicas = Replicas(GRACE_S)
+    replicas.owners.put("a", "the gateway")
+    replicas.receive(snapshot(), 0.0)
+    reported: list[SharedFact] = [Prefilled("a"), Finished("a"), Failed("d", "x")]
+    assert replicas.receive(Replicate(SENDER, 0, reported), 1.0) == (reported, 3)
+    assert replicas.owners.owner("a") is None
+
+
+def test_requests_of_a_lost_conductor_wait_for_their_gateways_for_a_while() -> None:
+    replicas = Replicas(GRACE_S)
+    replicas.receive(snapshot(placed("a"), placed("b")), 0.0)
+    assert replicas.expired(4.9) == []
+    replicas.owners.put("a", "the gateway")
+    assert replicas.expired(5.0) == ["b"] and replicas.expired(99.0) == []
+    assert replicas.receive(Replicate(SENDER, 2, []), 99.0) == ([], -1), "if it is back, from the beginning"
+
+
+def test_the_leader_s_members_are_the_members() -> None:
+    replicas = Replicas(GRACE_S)
+    message = snapshot(AddInstance("d", WorkerRole.DECODE))
+    assert replicas.removed_members(message, ["d", "e"]) == ["e"]
+    message = snapshot(AddInstance("d", WorkerRole.DECODE), sender=Standing(7, 1))
+    assert replicas.removed_members(message, ["d", "e"]) == []
+
+
+# --- two cores
+
+
+def loads(conductor: Conductor) -> list[tuple[object, ...]]:
+    """What policies see of the load of each instance, but for the time of the first prompt."""
+    rows: list[tuple[object, ...]] = []
+    for row in sorted(conductor.status(), key=lambda row: row.instance):
+        slot = conductor.instances[row.instance].slot
+        prompts, decodes = conductor.loads.prompts_of(slot), conductor.loads.decodes_of(slot)
+        rows.append((row.instance, row.role, row.num_requests, row.queued_tokens, sorted(prompts)))
+        context = float(conductor.loads.context_tokens[slot])
+        rows.append((row.instance, sorted(decodes), float(conductor.loads.batch_size[slot]), context))
+    return rows
+
+
+@pytest.mark.parametrize("seed", range(10))
+def test_the_accounts_of_both_agree(seed: int) -> None:
+    """Random requests at one conductor; messages to the other are lost, or its answers are."""
+    random = Random(seed)
+    settings = SchedulingSettings(block_tokens=16, slow_start_s=0.0, admission="goodput")
+    leader, other = Conductor(settings, Random(seed)), Conductor(settings, Random(99))
+    stream, replicas, owners = FactStream(), Replicas(GRACE_S), RequestOwners()
+    now = 0.0
+
+    def happens(fact: ReportedFact) -> None:
+        leader.handle(fact, now)
+        stream.add(fact, now)
+
+    def state() -> tuple[Sequence[SharedFact], Sequence[SharedFact]]:
+        return leader.shared_state(list(leader.placements), now), list(leader.assumptions(7))
+
+    def exchange(loses: bool) -> None:
+        message = stream.message(Standing(7, 1, True), state, now)
+        which = random.random() if loses else 1.0
+        if which < 0.1:
+            stream.lost()
+            return
+        facts, wanted = replicas.receive(message, now)
+        for fact in facts:
+            other.handle(fact, now)
+        replicas.check()
+        if which < 0.2:
+            stream.lost()
+        else:
+            stream.acknowledged(wanted)
+
+    for name in ("p1", "p2", "d1", "d2"):
+        happens(AddInstance(name, WorkerRole.PREFILL if name[0] == "p" else WorkerRole.DECODE, 100_000))
+        ready: Event = Probed(name, ProbeOutcome.READY)
+        leader.handle(ready, now)
+    for number in range(300):
+        now += random.random() / 10
+        request_id = f"r{random.randrange(number + 1)}"
+        match random.randrange(5):
+            case 0 | 1:
+                request = Place(f"r{number}", random.randrange(1, 999), needs_prefill=random.random() < 0.9)
+                decision = leader.handle(request, now)[-1]
+                assert isinstance(decision, Decision)
+                stream.add(leader.placed_of(request, decision, now), now)
+                owners.put(request.request_id, "gateway")
+            case 2:
+                happens(Prefilled(request_id))
+            case 3:
+                happens(Finished(request_id))
+            case 4:
+                exchange(loses=True)
+    happens(Drain("p2"))
+    while stream.has_facts or other.placements.keys() != leader.placements.keys():
+        exchange(loses=False)
+    assert loads(other) == loads(leader), f"seed {seed}"
+    for one in leader, other:
+        one.check()
