@@ -193,7 +193,7 @@ class HttpBackend:
         return f"{self.url} refused {what}: {status} {body[:200].decode(errors='replace')}"
 
 
-class RequestHeaders(Protocol):
+class CredentialHeaders(Protocol):
     """What proves to a service who sends a request: a ``Signer``, or a bearer's token."""
 
     def headers(self, method: str, path: str, body: bytes = b"") -> dict[str, str]: ...
@@ -217,7 +217,7 @@ class HttpConnection:
         port: int,
         timeout_s: float,
         tls: ssl.SSLContext | None = None,
-        signer: RequestHeaders | None = None,
+        signer: CredentialHeaders | None = None,
         service: str = "metadata service",
     ) -> None:
         self.url = url
