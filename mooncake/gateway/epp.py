@@ -66,7 +66,7 @@ class EppSettings(SchedulingSettings):
     "Endpoints in one answer: the one that was picked, and those that the proxy tries after it."
 
     conductor: str = ""
-    "`host:port` of a conductor; empty runs one inside this process with the scheduling settings."
+    "`host:port[,host:port]` of the conductors; empty runs one inside this process, with these settings."
 
     server_cert: str = ""
     "PEM file with a certificate for TLS without client certificates; empty: the cluster's, with them."

@@ -63,6 +63,9 @@ MAX_WATCHERS = 16
 
 WATCH_INTERVAL_S = 1.0
 _SERVING, _NOT_SERVING, _SERVICE_UNKNOWN = 1, 2, 3
+LOG_INTERVAL_S = 10.0
+"""Least time between two log entries of a kind that clients cause; metrics count them all."""
+
 _MESSAGE_SLACK_BYTES = 1 << 20
 """Size of a message beyond its body: headers and metadata."""
 
@@ -103,6 +106,7 @@ class PickerServer:
         self._bodies = BodyBudget()
         self._bodies.most_bytes = max(self._bodies.most_bytes, 2 * max_body_bytes)
         self._num_watchers = 0
+        self._denials, self._cuts = LogInterval(), LogInterval()
         options = [
             ("grpc.so_reuseport", 0),
             ("grpc.max_receive_message_length", max_body_bytes + _MESSAGE_SLACK_BYTES),
@@ -170,11 +174,13 @@ class PickerServer:
     async def _process(self, requests: AsyncIterator[Any], context: Any) -> None:
         if reason := self._denial(context):
             _ends.labels("denied").inc()
-            log.warning("proxy_denied", peer=context.peer(), reason=reason)
+            if self._denials.may_log(clock.monotonic()):
+                log.warning("proxy_denied", peer=context.peer(), reason=reason)
             await context.abort(grpc.StatusCode.UNAUTHENTICATED, reason)
         with _streams.track_inprogress():
             core = ExtProcStream(self._max_body_bytes, *self._timeouts, clock.monotonic())
-            await _ProxyStream(self._picker, self._bodies, core, context, self._timeouts[1]).run()
+            stream = _ProxyStream(self._picker, self._bodies, core, context, self._timeouts[1], self._cuts)
+            await stream.run()
 
     def _denial(self, context: Any) -> str:
         """Why a client may not ask for endpoints; empty if it may."""
@@ -238,6 +244,19 @@ class PickerServer:
             self._num_watchers -= 1
 
 
+class LogInterval:
+    """Limits how often one kind of event is logged."""
+
+    def __init__(self) -> None:
+        self._last = float("-inf")
+
+    def may_log(self, now: float) -> bool:
+        if now < self._last + LOG_INTERVAL_S:
+            return False
+        self._last = now
+        return True
+
+
 class ServerTlsFiles:
     """PEM files of the server's certificate and key; ``ca``: the authority of clients, empty for none."""
 
@@ -278,7 +297,9 @@ class _ProxyStream:
         core: ExtProcStream,
         context: Any,
         write_timeout_s: float,
+        cuts: LogInterval,
     ) -> None:
+        self._cuts = cuts
         self._picker, self._bodies, self._core, self._context = picker, bodies, core, context
         self._write_timeout_s = write_timeout_s
         self._account: PickedRequest | None = None
@@ -362,8 +383,10 @@ class _ProxyStream:
                     await self._cut(effect)
 
     def _end(self, effect: Effect) -> None:
-        if isinstance(effect, Ended) and self._account is not None:
-            self._how = "complete" if effect.is_complete else self._how
+        if not isinstance(effect, Ended):
+            return
+        self._how = "complete" if effect.is_complete else self._how
+        if self._account is not None:
             self._account.finish(effect.is_complete, effect.measured)
 
     async def _pick(self, effect: Pick) -> Event:
@@ -387,6 +410,7 @@ class _ProxyStream:
 
     async def _cut(self, effect: EndStream) -> None:
         self._how = "late" if effect.is_late else "out_of_turn"
-        log.warning("proxy_stream_cut", peer=self._context.peer(), reason=effect.reason)
+        if self._cuts.may_log(clock.monotonic()):
+            log.warning("proxy_stream_cut", peer=self._context.peer(), reason=effect.reason)
         code = grpc.StatusCode.DEADLINE_EXCEEDED if effect.is_late else grpc.StatusCode.INVALID_ARGUMENT
         await self._context.abort(code, effect.reason)

@@ -282,7 +282,7 @@ class ExtProcStream:
         self._wake_at = now + self._body_timeout_s
         if event.is_observing:
             return self._cut("the proxy is in observability mode, in which no endpoint can be picked")
-        if event.is_last or event.request_mode is BodyMode.NONE:
+        if event.is_last:
             return self._pick(now)
         if event.request_mode is BodyMode.BUFFERED:
             self.state = StreamState.READING
@@ -317,7 +317,7 @@ class ExtProcStream:
     def _forward(self, event: Picked, now: float) -> list[Effect]:
         self.state, self._picked = StreamState.FORWARDED, event
         self._answer = AnswerMeter(now)
-        has_body = not self._head.is_last and self._head.request_mode is not BodyMode.NONE
+        has_body = not self._head.is_last
         is_buffered = has_body and self._head.request_mode is BodyMode.BUFFERED
         body = bytes(self._body) if event.body is None else event.body
         self._body.clear()

@@ -170,6 +170,10 @@ async def test_a_request_that_generates_nothing_goes_to_any_engine() -> None:
         await exchange.request_body(b'{"prompt": "x"}')
         await exchange.picked()
         assert await exchange.body() == b'{"prompt": "x"}'
+        before = ends("complete")
+        await exchange.response_headers()
+        await exchange.response_body(b"{}")
+        await until(lambda: ends("complete") == before + 1)
         await exchange.end()
 
 
@@ -425,13 +429,17 @@ async def test_clients_with_keys(tmp_path: Any) -> None:
         await exchange.end()
 
 
-async def test_a_proxy_without_the_key_is_denied() -> None:
+async def test_a_proxy_without_the_key_is_denied(caplog: pytest.LogCaptureFixture) -> None:
     async with proxied(1, proxy_key="correct-horse") as proxy:
+        before = ends("denied")
         for metadata in ([], [("authorization", "Bearer wrong")], [("authorization", "correct-horse")]):
             exchange = proxy.exchange(metadata)
             with pytest.raises(grpc.aio.AioRpcError) as caught:
                 await exchange.receive()
             assert caught.value.code() is grpc.StatusCode.UNAUTHENTICATED
+        assert ends("denied") == before + 3
+        assert caplog.text.count("proxy_denied") == 1, "unauthenticated clients do not fill the log"
+        assert "correct-horse" not in caplog.text
         exchange = proxy.exchange([("authorization", "Bearer correct-horse")])
         await exchange.completed(BODY)
         await exchange.end()

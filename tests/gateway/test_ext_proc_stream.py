@@ -104,10 +104,10 @@ def test_trailers_end_a_body_and_are_answered_last() -> None:
     assert trailers == ProxyReply(ReplyTo.REQUEST_TRAILERS)
 
 
-@pytest.mark.parametrize("head", [{"is_last": True}, {"request_mode": BodyMode.NONE}])
-def test_a_request_without_a_body_is_picked_at_once(head: dict[str, Any]) -> None:
+@pytest.mark.parametrize("mode", BodyMode)
+def test_a_request_without_a_body_is_picked_at_once(mode: BodyMode) -> None:
     core = stream()
-    found = RequestHeaders(HEADERS, **head)
+    found = RequestHeaders(HEADERS, True, request_mode=mode)
     assert played(core, found) == [Pick(found, b"")]
     [reply] = played(core, PICKED)
     assert (reply.to, reply.endpoints, reply.set_headers) == (
@@ -131,7 +131,7 @@ def test_a_buffered_body_is_answered_once(body: bytes | None) -> None:
 
 
 @pytest.mark.parametrize(
-    "mode", [BodyMode.STREAMED, BodyMode.BUFFERED_PARTIAL, BodyMode.GRPC, BodyMode.of(99)]
+    "mode", [BodyMode.NONE, BodyMode.STREAMED, BodyMode.BUFFERED_PARTIAL, BodyMode.GRPC, BodyMode.of(99)]
 )
 def test_other_modes_are_refused_by_name(mode: BodyMode) -> None:
     [found] = played(stream(), RequestHeaders(HEADERS, request_mode=mode))
