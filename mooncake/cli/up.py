@@ -43,6 +43,7 @@ from mooncake.errors import InvalidArgument
 from mooncake.inference.pipeline import MAX_STAGES
 from mooncake.security import Identity, SecuritySettings, check_address, process_identity
 from mooncake.security.tls_contexts import client_context
+from mooncake.types import KvTransfer
 
 if TYPE_CHECKING:
     from mooncake.gateway.gateway import Public
@@ -93,6 +94,9 @@ class UpSettings:
 
     scheduling: Scheduling = "overlap"
     "How the conductor chooses workers."
+
+    kv_transfer: KvTransfer = "auto"
+    "How KV goes from prefill to decode: through the `pool`, by `push`, or as is predicted to be faster."
 
     log_dir: Path | None = None
     "Folder of the roles' logs; without it, one in your state directory, printed at the start."
@@ -171,6 +175,8 @@ def plan_cluster(
     model = ["--model", model_folder, "--served-model-name", settings.model_name]
     compute = [*model, "--master", at["master"], "--device", settings.device, "--dtype", settings.dtype]
     compute += [
+        "--kv-transfer",
+        settings.kv_transfer,
         "--num-threads",
         str(num_threads),
         "--kv-cache-size",
@@ -217,6 +223,8 @@ def plan_cluster(
             [
                 "--scheduling",
                 settings.scheduling,
+                "--kv-transfer",
+                settings.kv_transfer,
                 "--http-port",
                 "0",
                 "--pool-events",

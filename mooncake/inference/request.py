@@ -12,6 +12,7 @@ import dataclasses
 import enum
 import hashlib
 
+from mooncake.connectors.kv_link import PushSource
 from mooncake.errors import InvalidArgument
 from mooncake.prefix import BlockHash, block_hashes, root_hash
 from mooncake.state_table import StateTable, move
@@ -29,10 +30,11 @@ class RequestState(enum.StrEnum):
 
 
 LOOK_UP, NOT_LOOKED_UP, NOTHING_FOUND, FOUND = "looked up", "not looked up", "nothing found", "found"
-LOADED, FIRST_LAYER_LOADED, LOAD_FAILED, PREEMPTED, FINISHED = (
+LOADED, FIRST_LAYER_LOADED, LOAD_FAILED, PUSH_FAILED, PREEMPTED, FINISHED = (
     "loaded",
     "first layer loaded, alone",
     "load failed",
+    "push failed",
     "preempted",
     "finished",
 )
@@ -48,6 +50,8 @@ STATE_MOVES: StateTable[RequestState] = StateTable(
         (RequestState.LOADING, FIRST_LAYER_LOADED): move(RequestState.RUNNING),
         (RequestState.LOADING, LOAD_FAILED): move(RequestState.RUNNING),
         (RequestState.RUNNING, LOAD_FAILED): move(RequestState.RUNNING),
+        (RequestState.LOADING, PUSH_FAILED): move(RequestState.LOOKING),
+        (RequestState.RUNNING, PUSH_FAILED): move(RequestState.LOOKING),
         (RequestState.RUNNING, PREEMPTED): move(RequestState.WAITING),
         **{
             (state, FINISHED): move(RequestState.FINISHED)
@@ -133,12 +137,16 @@ class Request:
         num_prior_output_tokens: int = 0,
         save_tail: bool = False,
         max_external_tokens: int | None = None,
+        push_source: PushSource | None = None,
+        push_id: str = "",
     ) -> None:
         """``num_prior_output_tokens``: number of trailing prompt tokens that are an answer begun elsewhere.
 
         ``save_tail`` (prefill role) stores the prompt's partial last block too, and holds the final
         output back until everything is stored. Lower ``priority`` goes first. At most
-        ``max_external_tokens`` leading tokens come from the external cache. Raises InvalidArgument.
+        ``max_external_tokens`` leading tokens come from the external cache. A decode request's KV is
+        pushed by ``push_source``, a prefill request's to whoever requests the transfer ``push_id``.
+        Raises InvalidArgument.
         """
         self.id = request_id
         self.sampling = sampling or SamplingParams()
@@ -146,6 +154,12 @@ class Request:
         self.priority = priority
         self.save_tail = save_tail
         self.max_external_tokens = max_external_tokens
+        self.push_source = push_source
+        """None once its blocks have arrived, or will not."""
+        self.push_id = push_id
+        """Empty once it is certain that not all of its blocks can be pushed."""
+        self.num_pushed_blocks = 0
+        """Leading blocks whose push has begun."""
         self.num_prior_output_tokens = num_prior_output_tokens
         self.num_prompt_tokens = len(prompt_token_ids)
         if not prompt_token_ids:
@@ -236,6 +250,11 @@ class Request:
             rest = self.token_ids[len(self._hashes) * block_tokens : num_full * block_tokens]
             self._hashes += block_hashes(rest, block_tokens, parent)
         return self._hashes
+
+    def prompt_hash(self, block_tokens: int) -> BlockHash:
+        """The hash of the whole prompt."""
+        hashes = self.hash_blocks(block_tokens)
+        return self.tail_hash or hashes[self.num_prompt_tokens // block_tokens - 1]
 
     def parent_hash(self, index: int) -> BlockHash:
         """The hash of the prefix that block ``index`` continues."""
