@@ -233,7 +233,7 @@ class LayerSender:
         self._notify(one)
 
     def layer_computed(self, part: PushPart, at: float) -> None:
-        """The next layer of ``part`` is in memory since ``at`` and does not change any more."""
+        """The next layer of ``part`` is in memory since ``at`` and does not change from now on."""
         part.computed_at.append(at)
         one = self._outgoing.get(part.transfer_id)
         if one is not None:

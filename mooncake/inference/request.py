@@ -145,7 +145,7 @@ class Request:
         ``save_tail`` (prefill role) stores the prompt's partial last block too, and holds the final
         output back until everything is stored. Lower ``priority`` goes first. At most
         ``max_external_tokens`` leading tokens come from the external cache. A decode request's KV is
-        pushed by ``push_source``, a prefill request's to whoever requests the transfer ``push_id``.
+        pushed by ``push_source``, a prefill request's to the worker that requests the transfer ``push_id``.
         Raises InvalidArgument.
         """
         self.id = request_id

@@ -241,7 +241,7 @@ async def test_what_does_not_match_is_refused_and_not_written() -> None:
         assert load.reason == "the blocks have layout other, not kind"
 
 
-async def test_a_prompt_that_nobody_requests_is_kept_for_a_while_only() -> None:
+async def test_a_prompt_that_is_not_requested_is_kept_for_a_while_only() -> None:
     async with a_pair(hold_s=0.05) as pair:
         part = pair.begin(0, [0], 1)
         pair.compute(part)

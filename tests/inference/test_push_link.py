@@ -267,7 +267,7 @@ def test_a_prefill_whose_own_load_fails_pushes_nothing_of_it(cluster: Cluster, l
     assert second.cache.loads
 
 
-def test_nobody_at_the_address(cluster: Cluster, llama: Reference) -> None:
+def test_an_address_where_nothing_listens(cluster: Cluster, llama: Reference) -> None:
     prompt = prompt_of(2 * BLOCK + 5)
     decode = cluster.worker(llama)
     source = PushSource("one", "127.0.0.1:1")
