@@ -121,7 +121,7 @@ def main() -> None:
     args = parser.parse_args()
     num_prompts = args.prompts or (3 if args.quick else PROMPTS)
     command = f"python -m bench.push --tokens {args.tokens} --prompts {num_prompts}"
-    flags = ("--prefill", "1", "--decode", "1", "--pool-size", "2GiB", "--kv-cache-size", "512MiB")
+    flags = ("--prefill", "1", "--decode", "1", "--pool-size", "512MiB", "--kv-cache-size", "128MiB")
     logs = ("--log-level", "debug", "--log-format", "json")
     with measured("push", args, command) as result, running_cluster(*flags, *logs) as cluster:
         workers = Workers(cluster)
