@@ -4,12 +4,17 @@
 from __future__ import annotations
 
 import enum
+from typing import Literal
 
 ObjectKey = str
 """Name of an object in the store: 1 to 1,024 bytes of UTF-8 without NUL."""
 
 InstanceId = str
 """Name of a serving instance (a worker): its ``host:port``."""
+
+
+KvTransfer = Literal["auto", "pool", "push"]
+"""How KV goes from prefill to decode: through the pool, pushed, or whichever is predicted to be faster."""
 
 
 class WorkerRole(enum.StrEnum):

@@ -133,6 +133,7 @@ CORES = {
     "conductor.policies",
     "conductor.health",
     "conductor.holder_sets",
+    "conductor.kv_handover",
     "conductor.request_lifecycle",
     "conductor.key_table",
     "conductor.leadership",

@@ -43,6 +43,7 @@ from mooncake.errors import InvalidArgument
 from mooncake.inference.pipeline import MAX_STAGES
 from mooncake.security import Identity, SecuritySettings, check_address, process_identity
 from mooncake.security.tls_contexts import client_context
+from mooncake.types import KvTransfer
 
 if TYPE_CHECKING:
     from mooncake.gateway.gateway import Public
@@ -96,6 +97,9 @@ class UpSettings:
 
     conductors: Annotated[int, Meta(ge=1, le=8)] = 1
     "Number of conductors; with two, the gateway goes on without a pause when one is lost."
+
+    kv_transfer: KvTransfer = "auto"
+    "How KV goes from prefill to decode: through the `pool`, by `push`, or as is predicted to be faster."
 
     log_dir: Path | None = None
     "Folder of the roles' logs; without it, one in your state directory, printed at the start."
@@ -175,6 +179,8 @@ def plan_cluster(
     model = ["--model", model_folder, "--served-model-name", settings.model_name]
     compute = [*model, "--master", at["master"], "--device", settings.device, "--dtype", settings.dtype]
     compute += [
+        "--kv-transfer",
+        settings.kv_transfer,
         "--num-threads",
         str(num_threads),
         "--kv-cache-size",
@@ -205,7 +211,14 @@ def plan_cluster(
 
     def conductor(name: str) -> RolePlan:
         spec = RoleSpec(name, ("master",), stops_before=(*prefill, *decode))
-        flags = ["--scheduling", settings.scheduling, "--http-port", "0"]
+        flags = [
+            "--scheduling",
+            settings.scheduling,
+            "--kv-transfer",
+            settings.kv_transfer,
+            "--http-port",
+            "0",
+        ]
         flags += ["--pool-events", events, "--pool-events-replay", replay]
         for peer in conductors:
             if peer != name:

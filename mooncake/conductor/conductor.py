@@ -22,6 +22,7 @@ import numpy as np
 from mooncake.conductor.admission import AdmissionResult, PoolCapacity
 from mooncake.conductor.explanation import Explanation
 from mooncake.conductor.health import Health, Instance, ProbeOutcome
+from mooncake.conductor.kv_handover import book_push, choose_handover
 from mooncake.conductor.load import LoadAccounts
 from mooncake.conductor.messages import (
     POOL,
@@ -422,6 +423,9 @@ class Conductor:
         self.loads.add_decode(decode.slot, event.request_id, num_tokens)
         if degraded:
             parts.append(f"degraded: {degraded}")
+        push_from = ""
+        if prefill is not None and event.needs_prefill:
+            push_from = self._push_from(job, prefill, decode.slot, parts)
         reason = "; ".join(parts)
         placement = ActivePlacement(prefill_id, decode_id, now, now + event.lifetime_s, event, prediction)
         self.placements[event.request_id] = placement
@@ -445,7 +449,24 @@ class Conductor:
             fetches,
             turn,
             policy,
+            push_from,
         )
+
+    def _push_from(self, job: PromptJob, prefill: InstanceChoice, decode: int, parts: list[str]) -> str:
+        """Address of the listener from which ``decode`` gets the prompt's KV; empty if by the pool.
+
+        Adds the reason to ``parts``."""
+        source, target = (self.instances[self.cluster.names[slot]] for slot in (prefill.slot, decode))
+        if not (source.push_port and target.push_port):
+            return ""
+        handover = choose_handover(
+            self.cluster, job, prefill, decode, self._pool_slot, self._settings.kv_transfer
+        )
+        parts.append(handover.reason)
+        if not handover.is_push:
+            return ""
+        book_push(self.cluster, job, prefill.slot, decode)
+        return f"{source.id.rpartition(':')[0]}:{source.push_port}"
 
     def _book_fetch(self, event: Place, job: PromptJob, choice: InstanceChoice) -> list[Fetch]:
         """Book the network cards for the blocks that the chosen instance is to load, and return these."""
@@ -692,6 +713,8 @@ class Conductor:
         assert instance.next_probe_at is not None
         heapq.heappush(self._timers, (instance.next_probe_at, "probe", instance.id))
         effects = self._changed(instance, before)
+        if event.outcome is ProbeOutcome.READY:
+            instance.push_port = event.push_port
         if event.outcome is ProbeOutcome.READY and instance.is_engine is not event.is_engine:
             instance.is_engine = event.is_engine
             self._members_changed()

@@ -79,6 +79,8 @@ class Instance:
     "Its position in the columns."
     is_engine: bool = False
     "It is an engine other than this package's worker."
+    push_port: int = 0
+    "Port at which it answers requests for KV that it computes; 0 if there is none."
     is_silent: bool = False
     "It does not publish which blocks it has."
     health: Health = Health.STARTING

@@ -125,6 +125,8 @@ class Probed(msgspec.Struct, frozen=True, array_like=True, tag=True):
     detail: str = ""
     is_engine: bool = False
     "It is not this package's worker, so others can load only those of its blocks that are in the store."
+    push_port: int = 0
+    "Port at which it answers requests for KV that it computes; 0: nothing is pushed to or from it."
 
 
 class BlocksStored(msgspec.Struct, frozen=True, array_like=True, tag=True):
@@ -279,6 +281,8 @@ class Decision(msgspec.Struct, frozen=True, array_like=True, tag=True):
     "Among the prompts that wait at the prefill instance, the one with the lowest turn is computed next."
     policy: str = ""
     "The policy that chose (``SchedulingSettings.scheduling``)."
+    push_from: str = ""
+    "``host:port`` of the prefill instance's listener, if it pushes the KV to ``decode``; else the pool does."
 
 
 class Refuse(msgspec.Struct, frozen=True, array_like=True, tag=True):

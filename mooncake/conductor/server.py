@@ -84,6 +84,12 @@ _placements = Counter(
     ["outcome"],
     registry=metrics.registry,
 )
+_kv_transfers = Counter(
+    "mooncake_conductor_kv_transfers",
+    "Placements on two instances, by how their KV goes from one to the other: push or pool.",
+    ["way"],
+    registry=metrics.registry,
+)
 _state_changes = Counter(
     "mooncake_conductor_state_changes",
     "State changes of instances, by the new state.",
@@ -193,6 +199,8 @@ class ConductorService:
         assert answer is not None
         if isinstance(answer, Decision):
             _placements.labels("degraded" if answer.degraded else "placed").inc()
+            if answer.prefill is not None:
+                _kv_transfers.labels("push" if answer.push_from else "pool").inc()
         else:
             _placements.labels(answer.refusal.code).inc()
         return answer
@@ -256,27 +264,28 @@ class ConductorService:
         task.add_done_callback(self._tasks.pop)
 
     async def _probe(self, instance: InstanceId) -> None:
-        outcome, detail, is_engine = ProbeOutcome.FAILED, "the probe was cancelled", False
+        outcome, detail, is_engine, push_port = ProbeOutcome.FAILED, "the probe was cancelled", False, 0
         try:
-            outcome, detail, is_engine = await self._query_health(instance)
+            outcome, detail, is_engine, push_port = await self._query_health(instance)
         except TimeoutError:
             detail = f"no answer to a probe within {self.settings.probe_timeout_s:g} s"
         except (aiohttp.ClientError, OSError) as error:
             detail = f"probe failed: {error}"
-        self._driver.post(Probed(instance, outcome, detail, is_engine))
+        self._driver.post(Probed(instance, outcome, detail, is_engine, push_port))
 
-    async def _query_health(self, instance: InstanceId) -> tuple[ProbeOutcome, str, bool]:
+    async def _query_health(self, instance: InstanceId) -> tuple[ProbeOutcome, str, bool, int]:
         async with self._get(instance, "/ready") as response:
             if response.status == 200:
-                self._take_measured(instance, await response.read())
-                return ProbeOutcome.READY, "answers", False
+                body = await response.read()
+                self._take_measured(instance, body)
+                return ProbeOutcome.READY, "answers", False, read_push_port(body)
             if response.status != 404:
-                return ProbeOutcome.ALIVE, f"/ready answers {response.status}", False
+                return ProbeOutcome.ALIVE, f"/ready answers {response.status}", False, 0
         # vLLM has no /ready; there /health is enough.
         async with self._get(instance, "/health") as response:
             if response.status == 200:
-                return ProbeOutcome.READY, "answers", True
-            return ProbeOutcome.FAILED, f"/health answers {response.status}", True
+                return ProbeOutcome.READY, "answers", True, 0
+            return ProbeOutcome.FAILED, f"/health answers {response.status}", True, 0
 
     def _get(self, instance: InstanceId, path: str) -> Any:
         assert self._session is not None
@@ -304,6 +313,18 @@ def read_step_stats(body: bytes) -> StepStats | None:
         return msgspec.json.decode(body, type=_Ready).measured
     except msgspec.MsgspecError:
         return None
+
+
+class _Pushing(msgspec.Struct):
+    push_port: Annotated[int, Meta(ge=0, lt=1 << 16)] = 0
+
+
+def read_push_port(body: bytes) -> int:
+    """Port of a worker's listener for pushes, from the body of its ``/ready``; 0 when it names none."""
+    try:
+        return msgspec.json.decode(body, type=_Pushing).push_port
+    except msgspec.MsgspecError:
+        return 0
 
 
 def new_samples(

@@ -10,6 +10,7 @@ from typing import Annotated, Literal
 from msgspec import Meta
 
 from mooncake.errors import InvalidArgument
+from mooncake.types import KvTransfer
 
 Seconds = Annotated[float, Meta(gt=0)]
 
@@ -25,6 +26,9 @@ class SchedulingSettings:
 
     kvcache_balancing_threshold: Annotated[float, Meta(ge=1)] = 1.5
     "`kvcache_centric` transfers a prefix that is longer than an instance's own by more than this factor."
+
+    kv_transfer: KvTransfer = "auto"
+    "How KV goes from prefill to decode: through the `pool`, by `push` where possible, or the faster one."
 
     shares_blocks: bool = True
     "Whether instances can load blocks that others hold; from the store, once that publishes what it has."

@@ -11,6 +11,7 @@ operation changes, the link calls the ``wake`` it was attached with, from any th
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Callable, Sequence
 from typing import Any, Protocol, TypeVar
 
@@ -105,5 +106,56 @@ class KvLink(Protocol[LookupT, LoadT, SaveT]):
         ...
 
 
+@dataclasses.dataclass(frozen=True)
+class PushSource:
+    """The engine that pushes the KV of a prompt to this one."""
+
+    transfer_id: str
+    address: str
+    """``host:port`` of its listener."""
+
+
+class PushingLink(KvLink[LookupT, LoadT, SaveT], Protocol[LookupT, LoadT, SaveT]):
+    """A link that also moves blocks between engines, without the cache (``layer_push.py``).
+
+    Its loads and saves are waited for and passed layers like those of the cache; a pushed save needs no
+    ``finish_save``.
+    """
+
+    def start_receive(
+        self, source: PushSource, prompt: bytes, first: int, block_ids: Sequence[int]
+    ) -> KvLoad:
+        """Have the blocks of a prompt from ``first`` to its end written into these blocks of the pool.
+
+        ``prompt``: digest of its tokens. It fails when anything is wrong with the other engine.
+        """
+        ...
+
+    def withdraw(self, load: KvLoad) -> None:
+        """Let such a load end soon, as failed, if it has not ended."""
+        ...
+
+    def start_push(
+        self,
+        transfer_id: str,
+        prompt: bytes,
+        num_blocks: int,
+        first: int,
+        block_ids: Sequence[int],
+        load: KvLoad | None,
+    ) -> KvSave:
+        """Push blocks from ``first`` on of a prompt of ``num_blocks``, whose layers are about to be computed.
+
+        ``load``: the one that writes some of them during the same step.
+        """
+        ...
+
+    def end_push(self, transfer_id: str, reason: str) -> None:
+        """Discard the push of a prompt, of which not everything will be computed or is valid."""
+        ...
+
+
 AnyLink = KvLink[Any, Any, Any]
 """A link as an engine sees it: the engine passes the link's objects back to it and only reads their state."""
+
+AnyPushingLink = PushingLink[Any, Any, Any]

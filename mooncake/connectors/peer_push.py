@@ -44,7 +44,7 @@ from mooncake.log import get_logger
 from mooncake.rpc import AsyncClient, Call, RpcServer
 from mooncake.rpc.client import split_address
 from mooncake.security import EVERYBODY, TRUSTED, Access, is_loopback
-from mooncake.transfer import TransferEngine
+from mooncake.transfer import Region, TransferEngine
 from mooncake.transfer.descriptor import SegmentDescriptor, decode_descriptor
 from mooncake.transfer.host import canonical_host, has_ipv6, host_towards, numeric_hosts, with_port
 
@@ -93,6 +93,8 @@ class PushResult(msgspec.Struct, frozen=True, array_like=True, tag="kv_taken"):
     """Why the blocks were not written; empty when they were."""
     has_begun: bool = False
     """Whether a write was begun."""
+    num_layers: int = 0
+    """Leading layers that are written, where they are pushed one by one (``layer_push.py``)."""
 
 
 ACCESS = Access({PushRequest: TRUSTED, PushProbe: EVERYBODY})
@@ -479,10 +481,12 @@ class Receiver:
         memory: SlabMemory,
         timeout_s: float,
         on_outcome: Callable[[PushOutcome], None] = lambda outcome: None,
+        regions: Sequence[Region] | None = None,
     ) -> None:
+        """``regions``: those of the memory, if it is registered with ``transfer``."""
         self._transfer, self._layout, self._digest, self._memory = transfer, layout, digest, memory
         self._timeout_s, self._on_outcome = timeout_s, on_outcome
-        self._regions = transfer.register_all(memory.buffers)
+        self._regions = transfer.register_all(memory.buffers) if regions is None else list(regions)
         self._generation = 0
         self._lock = asyncio.Lock()
         self._clients: dict[str, AsyncClient] = {}

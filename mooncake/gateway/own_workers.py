@@ -13,6 +13,10 @@ nothing of it was passed on, and ends with that error otherwise. The request to 
 answer names the digest of the weights that began it, and a worker that has others refuses.
 Correctness never depends on the transfer of KV: a decode worker that finds no KV computes it. Calls are
 ``worker_client.py``.
+
+Where the conductor chooses a push, prefill and decode get the prompt at the same time, and decode's first
+piece waits for the KV that prefill sends to it. When prefill fails before that, decode's call is closed and
+the prompt placed again, without a push.
 """
 
 from __future__ import annotations
@@ -314,7 +318,7 @@ class OwnWorkersAnswer:
         first = number * request.n
         is_complete = False
         try:
-            await worker_request.prefill(request.cache_salt)
+            await worker_request.prefill(request.cache_salt, may_push=request.n == 1)
             async with asyncio.TaskGroup() as group:
                 for choice in self._choices[first : first + request.n]:
                     group.create_task(
@@ -329,6 +333,7 @@ class OwnWorkersAnswer:
             message = "the gateway failed while answering; its log has the traceback"
             await queue.put(ApiError(500, message, code="internal_error"))
         finally:
+            await worker_request.close()
             num_tokens = max(len(choice.token_ids) for choice in self._choices[first : first + request.n])
             tbt_s = mean_of_longest(self._gaps_s[number])
             worker_request.end(
@@ -426,8 +431,12 @@ class AnswerChoice:
     is_finished: bool = False
 
 
+class PromptNotComputed(Exception):
+    """The prefill that should push a prompt's KV has failed, and the prompt is to be placed again."""
+
+
 class OwnWorkersRequest(PlacedRequest):
-    """One prompt: ``prefill`` once, then ``decode`` once per choice, then ``end``."""
+    """One prompt: ``prefill`` once, then ``decode`` once per choice, then ``close`` and ``end``."""
 
     def __init__(
         self,
@@ -451,48 +460,81 @@ class OwnWorkersRequest(PlacedRequest):
         self._is_prefilled = False
         self._is_computed = False
         self._decision: Decision | None = None
+        self._cache_salt: str | None = None
+        self._attempts = Attempts()
+        self._computing: asyncio.Task[bool] | None = None
+        """The call of a prefill that pushes, until its result was used."""
+        self._has_begun = False
+        """Whether a piece of the answer has arrived."""
 
-    async def prefill(self, cache_salt: str | None) -> None:
-        """Place the prompt and have its KV computed.
+    async def prefill(self, cache_salt: str | None, may_push: bool = False) -> None:
+        """Place the prompt and have its KV computed; with a push it is still computed when this returns.
 
         Raises:
             ApiError: the request was refused, or no instance can serve it.
         """
+        self._cache_salt = cache_salt
+        while True:
+            decision = await self._place(self._request_id, self._attempts, True, 0.0)
+            self._decision = decision
+            self.route = Route(decision.prefill, decision.decode, decision.degraded)
+            if decision.prefill is None:
+                return
+            if decision.push_from and may_push:
+                # Not to be guessed: who knows it may request the prompt's KV.
+                transfer_id = uuid.uuid4().hex
+                self.route.is_push = True
+                self._transfer = {"transfer_id": transfer_id, "push_from": decision.push_from}
+                call = self._compute(decision, transfer_id)
+                self._computing = asyncio.get_running_loop().create_task(call)
+                return
+            if await self._compute(decision):
+                return
+
+    async def _compute(self, decision: Decision, transfer_id: str = "") -> bool:
+        """Have the prompt computed; False if it is to be placed again. Raises as ``prefill``."""
+        assert decision.prefill is not None
         body: dict[str, Any] = {
             "prompt": self.prompt,
             "max_tokens": 1,
             "temperature": 0.0,
             "stream": False,
+            "kv_transfer_params": self._hints(decision),
         }
-        if cache_salt is not None:
-            body["cache_salt"] = cache_salt
-        attempts = Attempts()
-        while True:
-            decision = await self._place(self._request_id, attempts, True, 0.0)
-            self._decision = decision
-            self.route = Route(decision.prefill, decision.decode, decision.degraded)
-            if decision.prefill is None:
-                return
-            body["kv_transfer_params"] = self._hints(decision)
-            began = clock.monotonic()
-            try:
-                answer = await self._workers.complete(decision.prefill, body, self._headers)
-            except (WorkerFailed, WorkerBusy) as error:
-                self._note(error, self._request_id, attempts, "prefill")
-                continue
-            except WeightsReplaced as error:
-                self._note_replaced(error, attempts, "prefill")
-                continue
-            self._transfer = answer.kv_transfer_params or {}
-            measured = self._transfer.pop("measured", None)
-            self._is_prefilled = self._is_computed = True
-            if answer.usage is not None:
-                self._count_cached(answer.usage)
-            fact = self._prefilled(measured, decision, clock.monotonic() - began)
-            refused = await self._scheduling.prefilled(fact)
-            if refused is not None:
-                raise as_error(refused)
-            return
+        if self._cache_salt is not None:
+            body["cache_salt"] = self._cache_salt
+        if transfer_id:
+            body["kv_transfer_params"]["transfer_id"] = transfer_id
+        began = clock.monotonic()
+        try:
+            answer = await self._workers.complete(decision.prefill, body, self._headers)
+        except (WorkerFailed, WorkerBusy) as error:
+            self._note(error, self._request_id, self._attempts, "prefill")
+            return False
+        except WeightsReplaced as error:
+            self._note_replaced(error, self._attempts, "prefill")
+            return False
+        transfer = answer.kv_transfer_params or {}
+        measured = transfer.pop("measured", None)
+        if not transfer_id:
+            self._transfer = transfer
+        self._is_prefilled = self._is_computed = True
+        if answer.usage is not None:
+            self._count_cached(answer.usage)
+        fact = self._prefilled(measured, decision, clock.monotonic() - began)
+        if self._has_begun:
+            fact = msgspec.structs.replace(fact, has_begun=True)
+        refused = await self._scheduling.prefilled(fact)
+        if refused is not None:
+            raise as_error(refused)
+        return True
+
+    async def close(self) -> None:
+        """Stop a prefill that is still under way; to be called when the answer has ended, well or not."""
+        if self._computing is not None:
+            computing, self._computing = self._computing, None
+            computing.cancel()
+            await asyncio.gather(computing, return_exceptions=True)
 
     async def decode(
         self, choice: AnswerChoice, sampling: Mapping[str, Any], max_tokens: int
@@ -513,12 +555,21 @@ class OwnWorkersRequest(PlacedRequest):
                 yield AnswerPiece(choice.index, finish_reason="length")
                 return
             pieces = self._follow(decision.decode, choice, sampling, max_tokens)
+            if self._computing is not None:
+                pieces = self._while_computed(pieces, self._computing)
             try:
                 async with contextlib.aclosing(pieces):
                     async for piece in pieces:
                         yield piece
+            except PromptNotComputed:
+                self._transfer = {}
+                await self.prefill(self._cache_salt)
+                decision, self._decision = self._decision, None
+                place_id = self._request_id
+                continue
             except (WorkerFailed, WorkerBusy) as error:
                 if not choice.is_finished:
+                    await self._await_prefill()
                     self._note(error, place_id, attempts, "resumed" if choice.token_ids else "decode")
             except WeightsReplaced as error:
                 if choice.token_ids or choice.num_chars:
@@ -528,6 +579,46 @@ class OwnWorkersRequest(PlacedRequest):
                 else:
                     self._note_replaced(error, attempts, "decode")
             decision = None
+
+    async def _while_computed(
+        self, pieces: AsyncGenerator[AnswerPiece, None], computing: asyncio.Task[bool]
+    ) -> AsyncGenerator[AnswerPiece, None]:
+        """Yield the pieces of an answer whose prompt's KV is pushed to its worker.
+
+        Raises:
+            PromptNotComputed: prefill has failed before the first piece.
+            ApiError: the request was refused after its prompt was computed.
+        """
+        async with contextlib.aclosing(pieces):
+            first = asyncio.ensure_future(anext(pieces))
+            try:
+                await asyncio.wait({first, computing}, return_when=asyncio.FIRST_COMPLETED)
+                if not first.done():
+                    self._computing = None
+                    if not computing.result():
+                        raise PromptNotComputed
+                yield await first
+            finally:
+                first.cancel()
+                await asyncio.gather(first, return_exceptions=True)
+            async for piece in pieces:
+                yield piece
+            await self._await_prefill()
+
+    async def _await_prefill(self) -> None:
+        """Return when a prefill that pushes has ended: from then on its KV comes from the pool.
+
+        What became of it does not matter, as decode has begun, or will look for the KV in the pool.
+        """
+        self._transfer = {}
+        if self._computing is not None:
+            computing, self._computing = self._computing, None
+            try:
+                await asyncio.wait({computing})
+            finally:
+                computing.cancel()
+            if not computing.cancelled() and (error := computing.exception()) is not None:
+                log.info("prefill_not_used", request=self._request_id, reason=str(error))
 
     def _hints(self, decision: Decision) -> dict[str, Any]:
         """Fields for our prefill workers that others don't know."""
@@ -580,9 +671,11 @@ class OwnWorkersRequest(PlacedRequest):
         chunks = self._workers.stream(instance, body, self._headers)
         async with contextlib.aclosing(chunks):
             async for chunk in chunks:
-                if chunk.usage is not None and not self._is_prefilled:
+                is_computed_here = self._computing is None and not self._is_prefilled
+                if chunk.usage is not None and is_computed_here:
                     self._count_cached(chunk.usage)
-                if chunk.choices and not self._is_computed:
+                self._has_begun = self._has_begun or bool(chunk.choices)
+                if chunk.choices and is_computed_here and not self._is_computed:
                     # There was no prefill instance: this one has computed the prompt.
                     self._is_computed = True
                     self._scheduling.post(Prefilled(self._request_id, has_begun=True))

@@ -48,6 +48,8 @@ class Route:
     prefill: InstanceId | None = None
     decode: InstanceId = ""
     degraded: str = ""
+    is_push: bool = False
+    """Whether the KV was to be pushed from ``prefill`` to ``decode``."""
 
     def headers(self) -> dict[str, str]:
         stages = "prefill, decode" if self.prefill else "decode"
@@ -57,6 +59,7 @@ class Route:
         }
         if self.prefill:
             shown["x-mooncake-prefill"] = self.prefill
+            shown["x-mooncake-kv"] = "push" if self.is_push else "pool"
         return shown
 
 

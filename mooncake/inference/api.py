@@ -21,6 +21,7 @@ from prometheus_client import Counter, Gauge
 
 import mooncake
 from mooncake import clock, metrics
+from mooncake.connectors.kv_link import PushSource
 from mooncake.errors import InvalidArgument, MooncakeError
 from mooncake.http import large_json, server
 from mooncake.http.answers import AnswerPiece, ChatWriter, CompletionWriter
@@ -47,6 +48,7 @@ from mooncake.inference.generator import GenerationFailed, GenerationRefused, Ge
 from mooncake.inference.request import Request as EngineRequest
 from mooncake.inference.request import SamplingParams
 from mooncake.log import get_logger
+from mooncake.rpc.client import split_address
 from mooncake.types import WorkerRole
 
 log = get_logger(__name__)
@@ -62,6 +64,8 @@ MAX_DIGEST_CHARS = 256
 MAX_UNREAD_PIECES = 256
 """Limit of an answer's pieces that wait for a client which does not read them."""
 
+MAX_TRANSFER_ID_CHARS = 200
+
 queries = Counter(
     "vllm:prefix_cache_queries",
     "Prompt tokens looked up in this worker's KV cache.",
@@ -74,7 +78,9 @@ external_queries = Counter(
     "vllm:external_prefix_cache_queries", "Prompt tokens looked up in the pool.", registry=metrics.registry
 )
 external_hits = Counter(
-    "vllm:external_prefix_cache_hits", "Prompt tokens that came from the pool.", registry=metrics.registry
+    "vllm:external_prefix_cache_hits",
+    "Prompt tokens from the pool or another worker.",
+    registry=metrics.registry,
 )
 requests_total = Counter(
     "mooncake_inference_requests", "Requests by outcome.", ["end"], registry=metrics.registry
@@ -90,6 +96,8 @@ class Api:
     role: WorkerRole
     events: KvEventSource
     kv_identity: str = ""
+    push_port: int = 0
+    """Port at which other workers request KV of this one; 0: nothing is pushed from or to this worker."""
     echoes_transfers: bool = False
     """Whether an answer repeats the ``kv_transfer_params`` of its request."""
     add_routes: Callable[[FastAPI], None] | None = None
@@ -150,7 +158,8 @@ def create_app(api: Api) -> FastAPI:
         """The role, the load and the latest measured steps."""
         engine = api.generator.engine
         steps = msgspec.structs.asdict(engine.step_log.read())
-        return {"status": "ok", "role": api.role, **dataclasses.asdict(engine.stats()), "measured": steps}
+        stats = dataclasses.asdict(engine.stats())
+        return {"status": "ok", "role": api.role, **stats, "measured": steps, "push_port": api.push_port}
 
     @app.get("/version")
     async def version() -> dict[str, str]:
@@ -345,6 +354,7 @@ def _engine_request(
     else:
         logprobs = api_request.logprobs
     room = api.max_model_len - len(prompt) + num_prior
+    push_source, push_id = _push_of(api, api_request)
     try:
         sampling = SamplingParams(
             max_tokens=min(api_request.output_limit or room, room),
@@ -368,9 +378,35 @@ def _engine_request(
             priority=_transfer_count(api_request, "turn"),
             max_external_tokens=_transfer_count(api_request, "max_load_tokens") or None,
             weights=_weights_of(api_request),
+            push_source=push_source,
+            push_id=push_id,
         )
     except InvalidArgument as error:
         raise _as_api_error(error) from error
+
+
+def _push_of(api: Api, api_request: AnyRequest) -> tuple[PushSource | None, str]:
+    """(who pushes the prompt's KV, the transfer by which it is pushed elsewhere), where the request names it.
+
+    A worker that pushes nothing, and a request with several answers, ignore it: the pool has the KV, too."""
+    params = api_request.kv_transfer_params or {}
+    transfer_id, address = params.get("transfer_id"), params.get("push_from")
+    num_prompts = len(api_request.prompts) if isinstance(api_request, CompletionRequest) else 1
+    if not api.push_port or not transfer_id or api_request.n != 1 or num_prompts != 1:
+        return None, ""
+    if not isinstance(transfer_id, str) or len(transfer_id) > MAX_TRANSFER_ID_CHARS:
+        allowed = f"up to {MAX_TRANSFER_ID_CHARS} characters"
+        message = f"kv_transfer_params.transfer_id is {str(transfer_id)[:80]!r}; allowed: {allowed}"
+        raise ApiError(400, message, param="kv_transfer_params", code="invalid_value")
+    if _is_prefill(api_request):
+        return None, transfer_id
+    if not address:
+        return None, ""
+    try:
+        split_address(str(address))
+    except InvalidArgument as error:
+        raise _as_api_error(error) from error
+    return PushSource(transfer_id, str(address)), ""
 
 
 def _is_prefill(api_request: AnyRequest) -> bool:

@@ -21,12 +21,12 @@ from collections.abc import Callable, Collection, Iterator, Sequence
 from typing import Protocol
 
 from mooncake import clock
-from mooncake.connectors.kv_link import AnyLink, KvLoad, KvSave
+from mooncake.connectors.kv_link import AnyLink, AnyPushingLink, KvLoad, KvSave
 from mooncake.errors import InvalidArgument, Refusal
 from mooncake.http.openai import WEIGHTS_REPLACED
 from mooncake.http.worker_stats import PromptStats, StepStats
 from mooncake.inference.blocks import BlockEvent
-from mooncake.inference.kv_transfers import ActiveSave, KvTransfers
+from mooncake.inference.kv_transfers import ActivePush, ActiveSave, KvTransfers
 from mooncake.inference.pipeline import ChunkPlan
 from mooncake.inference.request import FinishReason, Request, RequestState
 from mooncake.inference.scheduler import Chunk, Sampled, Scheduler, SchedulerSettings, Step, TokenLogprobs
@@ -251,12 +251,14 @@ class Engine:
         now: Callable[[], float] = clock.monotonic,
         pipeline: PipelineRunner | None = None,
         weights: str = "",
+        pushing: AnyPushingLink | None = None,
     ) -> None:
         """
         Args:
             link: the one whose loads ``runner`` waits for, if there is one.
             pipeline: ``runner`` itself, if its steps overlap.
             weights: digest of the weights that ``runner`` computes with; empty if it is not known.
+            pushing: ``link`` itself, if it pushes; without it requests must not have pushes.
         """
         self.runner = runner
         self.scheduler = Scheduler(settings.scheduler_settings(runner, link is not None))
@@ -264,7 +266,9 @@ class Engine:
         self.weights = weights
         """Digest of the weights; only a ``QuietChange`` replaces it."""
         self._clock = now
-        self._traffic = KvTransfers(link, self.scheduler) if link is not None else None
+        self._traffic = (
+            KvTransfers(link, self.scheduler, pushing, runner.layout.num_layers) if link is not None else None
+        )
         self._pipeline = pipeline
         self._begun: deque[BegunStep] = deque()
         """Steps in the pipeline that sample, oldest first."""
@@ -417,7 +421,7 @@ class Engine:
         self._gives_way_until = step.gives_way_until
         if step.lookups:
             assert self._traffic is not None
-            self._traffic.begin_lookups(step.lookups)
+            self._traffic.begin_lookups(step.lookups, now)
             self._has_news = True  # a lookup may finish at once, without a wake
         if step.chunks:
             outputs += self._run(step)
@@ -484,16 +488,17 @@ class Engine:
         traffic = self._traffic
         loads = traffic.loads_of(step) if traffic is not None else {}
         saves: list[ActiveSave] = []
+        pushes: list[ActivePush] = []
         try:
             if traffic is not None:
                 traffic.begin_saves(step, saves)
+                traffic.begin_pushes(step, pushes)
+            moved = [*(entry.push for entry in pushes), *(entry.save for entry in saves)]
             with self._computes():
-                sampled_rows = self.runner.run(
-                    step.chunks, list(loads.values()), [entry.save for entry in saves]
-                )
+                sampled_rows = self.runner.run(step.chunks, list(loads.values()), moved)
         except Exception as error:
             log.exception("step_failed", requests=len(step.chunks), error=error)
-            return self._fail(step, saves, error)
+            return self._fail(step, saves, pushes, error)
         failed = {request_id: None for request_id, load in loads.items() if load.failed}
         outputs: list[Output] = []
         if sampled_rows is None:
@@ -503,6 +508,7 @@ class Engine:
         if traffic is not None:
             traffic.num_failed_loads += len(failed)
             traffic.finish_saves(step, saves, failed)
+            traffic.finish_pushes(step, pushes, failed)
             for request_id in loads:
                 traffic.end_load(request_id)
         self._count(step)
@@ -555,6 +561,9 @@ class Engine:
         outputs = []
         for request in sampling:
             found = logprobs[request.id]
+            if request.num_output_tokens == 1:
+                at, is_prefill = request.timings.first_token, request.save_tail
+                log.debug("first_token", request=request.id, at=at, is_prefill=is_prefill)
             output = Output(
                 request_id=request.id,
                 token_ids=(tokens[request.id],),
@@ -589,7 +598,9 @@ class Engine:
                 outputs.append(dataclasses.replace(output, num_stored_tokens=num_stored))
         return outputs
 
-    def _fail(self, step: Step, saves: Sequence[ActiveSave], error: Exception) -> list[Output]:
+    def _fail(
+        self, step: Step, saves: Sequence[ActiveSave], pushes: Sequence[ActivePush], error: Exception
+    ) -> list[Output]:
         """End the requests of a step that raised; keep their blocks as long as something touches them."""
         outputs = []
         for request in [chunk.request for chunk in step.chunks]:
@@ -597,7 +608,9 @@ class Engine:
             text = f"computing request {request.id} failed ({type(error).__name__}: {error})"
             outputs.append(self._last(request, FinishReason.ERROR, f"{text}; it may be sent again"))
         if self._traffic is not None:
-            self._traffic.finish_saves(step, saves, {output.request_id for output in outputs})
+            failed = {output.request_id for output in outputs}
+            self._traffic.finish_saves(step, saves, failed)
+            self._traffic.finish_pushes(step, pushes, failed)
         return outputs
 
     def _last(

@@ -8,6 +8,9 @@ result; everything that arrives is passed on to the scheduler::
 
     begin_lookups ──▶ poll: found ──▶ load ──▶ poll: loaded ──▶ in a step ──▶ end_load
     begin_saves ──▶ (in a step) ──▶ finish_saves ──▶ poll: done ──▶ blocks released
+
+What is pushed between two workers takes the same ways: a push is a save that nothing waits for, and what
+another worker pushes is a load that begins without a lookup and, when it fails, is looked up.
 """
 
 from __future__ import annotations
@@ -15,9 +18,9 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Collection, Sequence
 
-from mooncake.connectors.kv_link import AnyLink, KvLoad, KvLookup, KvSave
+from mooncake.connectors.kv_link import AnyLink, AnyPushingLink, KvLoad, KvLookup, KvSave
 from mooncake.inference.request import FinishReason, Request
-from mooncake.inference.scheduler import CacheLookup, SaveBlocks, Scheduler, Step
+from mooncake.inference.scheduler import CacheLookup, PushBlocks, SaveBlocks, Scheduler, Step
 from mooncake.prefix import BlockHash
 
 
@@ -27,6 +30,9 @@ class ActiveLoad:
 
     load: KvLoad
     block_ids: list[int]
+    is_pushed: bool = False
+    joins_at: int = 1
+    """Number of loaded layers from which on a step may wait for the others."""
 
 
 @dataclasses.dataclass(slots=True)
@@ -37,12 +43,29 @@ class ActiveSave:
     what: SaveBlocks
 
 
-class KvTransfers:
-    """Lookups, loads and saves of one engine; every call but ``begin_loads`` comes from its thread."""
+@dataclasses.dataclass(slots=True)
+class ActivePush:
+    """A push and the blocks it reads."""
 
-    def __init__(self, link: AnyLink, scheduler: Scheduler) -> None:
+    push: KvSave
+    what: PushBlocks
+
+
+class KvTransfers:
+    """Lookups, loads, saves and pushes of one engine; all calls but ``begin_loads`` come from its thread.
+
+    ``pushing``: ``link``, if it pushes, with the number of the model's layers.
+    """
+
+    def __init__(
+        self, link: AnyLink, scheduler: Scheduler, pushing: AnyPushingLink | None = None, num_layers: int = 1
+    ) -> None:
         self._link = link
+        self._pushing = pushing
+        self._num_layers = num_layers
         self._scheduler = scheduler
+        self._pushes: list[ActivePush] = []
+        """Pushes whose steps have run."""
         self._lookups: dict[str, KvLookup] = {}
         self._loads: dict[str, ActiveLoad] = {}
         self._ending_loads: list[ActiveLoad] = []
@@ -55,7 +78,7 @@ class KvTransfers:
     @property
     def is_quiet(self) -> bool:
         """Whether no lookup, load or save touches the pool."""
-        return not (self._loads or self._ending_loads or self._saves)
+        return not (self._loads or self._ending_loads or self._saves or self._pushes)
 
     @property
     def is_looking_up(self) -> bool:
@@ -70,10 +93,32 @@ class KvTransfers:
         self.begin_loads(now)
         self._poll_loads(now)
         self.poll_saves()
+        self._poll_pushes()
 
-    def begin_lookups(self, lookups: Sequence[CacheLookup]) -> None:
+    def begin_lookups(self, lookups: Sequence[CacheLookup], now: float) -> None:
         for lookup in lookups:
-            self._lookups[lookup.request.id] = self._link.lookup(lookup.blocks)
+            if lookup.request.push_source is None:
+                self._lookups[lookup.request.id] = self._link.lookup(lookup.blocks)
+            else:
+                self._begin_receive(lookup, now)
+
+    def _begin_receive(self, lookup: CacheLookup, now: float) -> None:
+        """Begin the load of blocks that another worker pushes: all that are missing here."""
+        request, block_tokens = lookup.request, self._scheduler.settings.block_tokens
+        assert self._pushing is not None and request.push_source is not None
+        first = request.num_computed_tokens // block_tokens
+        block_ids = self._scheduler.lookup_finished(request.id, len(lookup.blocks), now)
+        assert block_ids is not None
+        source, prompt = request.push_source, request.prompt_hash(block_tokens)
+        try:
+            load = self._pushing.start_receive(source, prompt, first, block_ids)
+        except Exception:
+            self._scheduler.release(block_ids)  # nothing was begun
+            raise
+        # The other worker computes each layer of a whole chunk, and this one of a token: waiting from the
+        # first layer on would keep a new request waiting longer, and the token would not come earlier.
+        joins_at = self._num_layers // 2 + 1
+        self._loads[request.id] = ActiveLoad(load, block_ids, True, joins_at)
 
     def begin_loads(self, now: float) -> None:
         """Begin the loads of lookups that have ended. Called on any thread while a step is computed."""
@@ -103,6 +148,8 @@ class KvTransfers:
         if entry.load.done:
             self._scheduler.release(entry.block_ids)
         else:
+            if entry.is_pushed and self._pushing is not None:
+                self._pushing.withdraw(entry.load)
             self._ending_loads.append(entry)
 
     def begin_saves(self, step: Step, started: list[ActiveSave]) -> None:
@@ -122,6 +169,36 @@ class KvTransfers:
             else:
                 self._link.finish_save(entry.save)
         self.poll_saves()
+
+    def begin_pushes(self, step: Step, started: list[ActivePush]) -> None:
+        """Start the step's pushes; ``started`` grows with each, also when the next one raises."""
+        for what in step.pushes:
+            assert self._pushing is not None
+            prompt = what.request.prompt_hash(self._scheduler.settings.block_tokens)
+            load = self._loads[what.request.id].load if what.has_load else None
+            push = self._pushing.start_push(
+                what.transfer_id, prompt, what.num_blocks, what.first, what.block_ids, load
+            )
+            started.append(ActivePush(push, what))
+
+    def finish_pushes(self, step: Step, started: Sequence[ActivePush], failed: Collection[str]) -> None:
+        """Note the pushes of a step that has run; those of requests in ``failed`` are discarded."""
+        for what in step.pushes[len(started) :]:
+            self._scheduler.release(what.block_ids)
+        for what in step.pushes:
+            if what.request.id in failed and self._pushing is not None:
+                self._pushing.end_push(what.transfer_id, "prefill's step has failed")
+        self._pushes += started
+        self._poll_pushes()
+
+    def _poll_pushes(self) -> None:
+        """Discard the pushes that have ended early, and release the blocks of those that are done."""
+        for transfer_id in self._scheduler.take_ended_pushes():
+            if self._pushing is not None:
+                self._pushing.end_push(transfer_id, "prefill's request has ended before it was computed")
+        for entry in [entry for entry in self._pushes if entry.push.done]:
+            self._pushes.remove(entry)
+            self._scheduler.release(entry.what.block_ids)
 
     def poll_saves(self) -> None:
         """Release the blocks of saves that are done."""
@@ -171,7 +248,7 @@ class KvTransfers:
                 self.end_load(request_id)
             elif entry.load.done:
                 self._scheduler.load_ready(request_id, now)
-            elif entry.load.num_layers_loaded > 0:
+            elif entry.load.num_layers_loaded >= entry.joins_at:
                 self._scheduler.first_layer_loaded(request_id)
         ended = [entry for entry in self._ending_loads if entry.load.done]
         for entry in ended:

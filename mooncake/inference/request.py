@@ -12,6 +12,7 @@ import dataclasses
 import enum
 import hashlib
 
+from mooncake.connectors.kv_link import PushSource
 from mooncake.errors import InvalidArgument
 from mooncake.http.worker_stats import StageStats
 from mooncake.inference.pipeline import PromptPassage
@@ -31,10 +32,11 @@ class RequestState(enum.StrEnum):
 
 
 LOOK_UP, NOT_LOOKED_UP, NOTHING_FOUND, FOUND = "looked up", "not looked up", "nothing found", "found"
-LOADED, FIRST_LAYER_LOADED, LOAD_FAILED, PREEMPTED, FINISHED = (
+LOADED, FIRST_LAYER_LOADED, LOAD_FAILED, PUSH_FAILED, PREEMPTED, FINISHED = (
     "loaded",
     "first layer loaded, alone",
     "load failed",
+    "push failed",
     "preempted",
     "finished",
 )
@@ -50,6 +52,8 @@ STATE_MOVES: StateTable[RequestState] = StateTable(
         (RequestState.LOADING, FIRST_LAYER_LOADED): move(RequestState.RUNNING),
         (RequestState.LOADING, LOAD_FAILED): move(RequestState.RUNNING),
         (RequestState.RUNNING, LOAD_FAILED): move(RequestState.RUNNING),
+        (RequestState.LOADING, PUSH_FAILED): move(RequestState.LOOKING),
+        (RequestState.RUNNING, PUSH_FAILED): move(RequestState.LOOKING),
         (RequestState.RUNNING, PREEMPTED): move(RequestState.WAITING),
         **{
             (state, FINISHED): move(RequestState.FINISHED)
@@ -136,6 +140,8 @@ class Request:
         save_tail: bool = False,
         max_external_tokens: int | None = None,
         weights: str = "",
+        push_source: PushSource | None = None,
+        push_id: str = "",
     ) -> None:
         """``num_prior_output_tokens``: number of trailing prompt tokens that are an answer begun elsewhere.
 
@@ -143,7 +149,8 @@ class Request:
         output back until everything is stored. Lower ``priority`` goes first. At most
         ``max_external_tokens`` leading tokens come from the external cache. ``weights``: digest of the
         weights that computed the prior output tokens, which alone may continue them; empty if it is not
-        known. Raises InvalidArgument.
+        known. A decode request's KV is pushed by ``push_source``, a prefill request's to the worker that
+        requests the transfer ``push_id``. Raises InvalidArgument.
         """
         self.id = request_id
         self.sampling = sampling or SamplingParams()
@@ -151,6 +158,12 @@ class Request:
         self.priority = priority
         self.save_tail = save_tail
         self.max_external_tokens = max_external_tokens
+        self.push_source = push_source
+        """None once its blocks have arrived, or will not."""
+        self.push_id = push_id
+        """Empty once it is certain that not all of its blocks can be pushed."""
+        self.num_pushed_blocks = 0
+        """Leading blocks whose push has begun."""
         self.num_prior_output_tokens = num_prior_output_tokens
         self.weights = weights
         self.num_prompt_tokens = len(prompt_token_ids)
@@ -247,6 +260,11 @@ class Request:
             rest = self.token_ids[len(self._hashes) * block_tokens : num_full * block_tokens]
             self._hashes += block_hashes(rest, block_tokens, parent)
         return self._hashes
+
+    def prompt_hash(self, block_tokens: int) -> BlockHash:
+        """The hash of the whole prompt."""
+        hashes = self.hash_blocks(block_tokens)
+        return self.tail_hash or hashes[self.num_prompt_tokens // block_tokens - 1]
 
     def parent_hash(self, index: int) -> BlockHash:
         """The hash of the prefix that block ``index`` continues."""

@@ -37,6 +37,7 @@ from mooncake.inference.request import (
     NOT_LOOKED_UP,
     NOTHING_FOUND,
     PREEMPTED,
+    PUSH_FAILED,
     FinishReason,
     Request,
     RequestState,
@@ -85,6 +86,21 @@ class SaveBlocks:
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
+class PushBlocks:
+    """Blocks of a prompt that are pushed to another worker: complete once this step has run."""
+
+    request: Request
+    transfer_id: str
+    first: int
+    """Index in the prompt of the first of them."""
+    block_ids: tuple[int, ...]
+    num_blocks: int
+    """Blocks of the whole prompt."""
+    has_load: bool
+    """Whether a load writes some of them during this step."""
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
 class CacheLookup:
     """A lookup of leading blocks in the external cache; the last may be partial."""
 
@@ -113,6 +129,7 @@ class Step:
 
     chunks: list[Chunk] = dataclasses.field(default_factory=list)
     saves: list[SaveBlocks] = dataclasses.field(default_factory=list)
+    pushes: list[PushBlocks] = dataclasses.field(default_factory=list)
     lookups: list[CacheLookup] = dataclasses.field(default_factory=list)
     gives_way_until: float | None = None
     """Time until which a prompt that could run waits for others whose lookups are under way."""
@@ -185,8 +202,12 @@ class Scheduler:
         """Admitted requests that are loaded and have run no step since; a subset of ``_admitted``."""
         self._has_first_layer: set[str] = set()
         """Those of them whose first layer has arrived, and maybe not the others."""
+        self._to_look_up: dict[str, Request] = {}
+        """Admitted requests whose push has failed, and whose blocks are looked up in the next step."""
+        self._ended_pushes: list[str] = []
+        """Transfers of which not everything will be pushed, since the last call of ``take_ended_pushes``."""
         self._num_pinned = 0
-        """References held for saves and loads, in addition to those of requests."""
+        """References held for saves, pushes and loads, in addition to those of requests."""
         self._num_arrived = 0
         self.num_preemptions = 0
         self._stories: OrderedDict[str, deque[str]] = OrderedDict()
@@ -254,6 +275,7 @@ class Scheduler:
     def schedule(self, now: float) -> Step:
         """The next step. An empty one means that nothing can run until the scheduler receives an event."""
         step = Step(awaits_layers=self._runs_while_it_loads(now))
+        self._look_up_again(step, now)
         budget = self.settings.max_batch_tokens
         running = [
             r for r in self._admitted.values() if r.state is RequestState.RUNNING and not r.awaits_token
@@ -309,6 +331,7 @@ class Scheduler:
                 self.load_failed(request.id, now)
                 continue
             self._end_load(request.id)
+            request.push_source = None
             request.num_computed_tokens = max(request.num_computed_tokens, chunk.end)
             self._publish(request)
             if chunk.samples:
@@ -358,18 +381,32 @@ class Scheduler:
             self._note(request, now, "loaded")
 
     def load_failed(self, request_id: str, now: float) -> None:
-        """Compute what a load should have written; it failed and writes no more."""
+        """Compute what a load should have written; it failed and writes no more.
+
+        If another worker should have written it, it is looked up in the external cache first."""
         request = self._loading[request_id]
         self._end_load(request_id)
         request.num_computed_tokens = request.num_local_cached_tokens
         request.num_external_cached_tokens = 0
         request.num_saved_blocks = self._num_blocks_known_saved(request)
         request.is_tail_saved = False
+        self._end_push(request)
+        if request.push_source is not None:
+            request.push_source = None
+            request.move(PUSH_FAILED)
+            self._to_look_up[request_id] = request
+            self._note(request, now, "push failed; looking it up")
+            return
         request.move(LOAD_FAILED)
         self._note(request, now, f"load failed; recomputing from {request.num_computed_tokens}")
 
+    def take_ended_pushes(self) -> list[str]:
+        """Transfers that have begun, or been announced, and of which not everything will be pushed."""
+        ended, self._ended_pushes = self._ended_pushes, []
+        return ended
+
     def release(self, block_ids: Sequence[int]) -> None:
-        """Release the extra reference that a load or a save had on these blocks."""
+        """Release the extra reference that a load, a save or a push had on these blocks."""
         self._num_pinned -= len(block_ids)
         self.pool.free(block_ids)
 
@@ -393,6 +430,8 @@ class Scheduler:
         assert sum(self.pool._references) == num_references, "references do not add up"
         assert self._loading.keys() <= self._admitted.keys()
         assert self._has_first_layer <= self._loading.keys()
+        assert all(one.state is RequestState.LOOKING for one in self._to_look_up.values())
+        assert self._to_look_up.keys() <= self._admitted.keys()
         assert len(self._admitted) <= self.settings.max_running
 
     def story(self, request_id: str) -> list[str]:
@@ -447,10 +486,30 @@ class Scheduler:
         self._loading.pop(request_id, None)
         self._has_first_layer.discard(request_id)
 
+    def _look_up_again(self, step: Step, now: float) -> None:
+        """Start the lookups of blocks that were not pushed."""
+        requests, self._to_look_up = self._to_look_up, {}
+        for request in requests.values():
+            if blocks := self._missing_blocks(request):
+                request.looked_up_at = now
+                step.lookups.append(CacheLookup(request, blocks))
+            else:
+                request.move(NOTHING_FOUND)
+
     def _look_up(self, request: Request, step: Step, now: float) -> bool:
         """Start a lookup of the blocks that are not cached here; False when there are none."""
-        if not self.settings.has_external_cache or request.num_computed_tokens >= request.num_tokens:
+        blocks = self._missing_blocks(request)
+        if not blocks:
             return False
+        request.move(LOOK_UP)
+        request.looked_up_at = now
+        step.lookups.append(CacheLookup(request, blocks))
+        return True
+
+    def _missing_blocks(self, request: Request) -> tuple[tuple[BlockHash, int], ...]:
+        """(hash, tokens) of the blocks that the external cache may have and that are not cached here."""
+        if not self.settings.has_external_cache or request.num_computed_tokens >= request.num_tokens:
+            return ()
         block_tokens = self.settings.block_tokens
         hashes = request.hash_blocks(block_tokens)[request.num_computed_tokens // block_tokens :]
         blocks = [(block_hash, block_tokens) for block_hash in hashes]
@@ -460,12 +519,7 @@ class Scheduler:
             blocks = blocks[
                 : max(0, request.max_external_tokens - request.num_computed_tokens) // block_tokens
             ]
-        if not blocks:
-            return False
-        request.move(LOOK_UP)
-        request.looked_up_at = now
-        step.lookups.append(CacheLookup(request, tuple(blocks)))
-        return True
+        return tuple(blocks)
 
     def _grow(self, request: Request, step: Step, now: float) -> bool:
         """Make room for the next token, preempting others or, if it ranks last, the request itself."""
@@ -551,6 +605,8 @@ class Scheduler:
         step.chunks.append(chunk)
         if self.settings.has_external_cache:
             self._save(chunk, step)
+            if request.push_id:
+                self._push(chunk, step)
         return num_tokens
 
     def _save(self, chunk: Chunk, step: Step) -> None:
@@ -582,6 +638,27 @@ class Scheduler:
             save = SaveBlocks(request, tuple(blocks))
             self._pin(save.block_ids)
             step.saves.append(save)
+
+    def _push(self, chunk: Chunk, step: Step) -> None:
+        """Push the blocks that this chunk completes, and those before it that were cached."""
+        request, block_tokens = chunk.request, self.settings.block_tokens
+        num_blocks = -(-request.num_prompt_tokens // block_tokens)
+        first, end = request.num_pushed_blocks, min(chunk.end // block_tokens, num_blocks)
+        if chunk.end >= request.num_prompt_tokens:
+            end = num_blocks
+        if end > first:
+            block_ids = tuple(request.block_ids[first:end])
+            push = PushBlocks(request, request.push_id, first, block_ids, num_blocks, chunk.has_load)
+            request.num_pushed_blocks = end
+            self._pin(block_ids)
+            step.pushes.append(push)
+
+    def _end_push(self, request: Request) -> None:
+        """No more of the request's blocks will be pushed."""
+        num_blocks = -(-request.num_prompt_tokens // self.settings.block_tokens)
+        if request.push_id and request.num_pushed_blocks < num_blocks:
+            self._ended_pushes.append(request.push_id)
+        request.push_id = ""
 
     def _num_blocks_known_saved(self, request: Request) -> int:
         """Leading blocks that need not be offered to the external cache.
@@ -623,6 +700,7 @@ class Scheduler:
     def _finish(self, request: Request, reason: FinishReason, now: float) -> None:
         if request.state is RequestState.WAITING:
             self._waiting.remove(request)
+            self._end_push(request)
         else:
             self._drop(request)
         request.move(FINISHED)
@@ -637,6 +715,9 @@ class Scheduler:
         request.num_published_blocks = 0
         self._admitted.pop(request.id)
         self._end_load(request.id)
+        self._to_look_up.pop(request.id, None)
+        request.push_source = None
+        self._end_push(request)
 
     def _enqueue(self, request: Request) -> None:
         bisect.insort(self._waiting, request, key=lambda queued: queued.rank)

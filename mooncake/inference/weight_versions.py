@@ -32,6 +32,7 @@ from mooncake.http.openai import WEIGHTS_REPLACED, ApiError
 from mooncake.http.server import read_body
 from mooncake.inference.engine import Engine
 from mooncake.inference.model import Decoder
+from mooncake.inference.push_link import PushLink
 from mooncake.inference.runner import TorchRunner
 from mooncake.kvlayout import KvIdentity
 from mooncake.log import get_logger
@@ -105,7 +106,7 @@ class WeightVersions:
         self,
         engine: Engine,
         runner: TorchRunner,
-        link: StoreLink | None,
+        link: StoreLink | PushLink | None,
         active: LoadedWeights,
         load: Callable[[Path], LoadedWeights],
         on_active: Callable[[LoadedWeights], None] = lambda weights: None,

@@ -33,6 +33,7 @@ from mooncake.inference.host_memory import host_memory
 from mooncake.inference.model import Decoder
 from mooncake.inference.pipeline import MAX_STAGES, layer_ranges
 from mooncake.inference.prefill_group import GroupRunner, GroupSettings, PrefillGroup, chunk_plan
+from mooncake.inference.push_link import PushLink, push_transfer, shared_pool
 from mooncake.inference.runner import TorchRunner, new_pool
 from mooncake.inference.stage import STAGING_BYTES, Stage, serve_stage, stage_transfer
 from mooncake.inference.tokenizer import Tokenizer
@@ -41,7 +42,7 @@ from mooncake.inference.weights import load_model, read_config, tokenizer_digest
 from mooncake.kvlayout import KvIdentity
 from mooncake.security.http_auth import AdminKey
 from mooncake.transfer import DEFAULT_TRANSFER, TransferSettings
-from mooncake.types import WorkerRole
+from mooncake.types import KvTransfer, WorkerRole
 
 
 @dataclass(frozen=True)
@@ -99,6 +100,12 @@ class WorkerSettings:
     admin_api_key: Annotated[str, Secret, AlsoFrom("ADMIN_API_KEY")] = ""
     "Key that calls which replace the weights must send as X-API-Key; empty refuses them all."
 
+    kv_transfer: KvTransfer = "auto"
+    "Whether KV is pushed from worker to worker: `pool` refuses it, else the gateway's setting decides."
+
+    push_port: Port = 0
+    "Port at which workers that decode request the KV that this one computes; 0 takes a free one."
+
     kv_events_port: Port = 0
     "Port where KV events are published (ZeroMQ); 0 takes a free one."
 
@@ -147,6 +154,13 @@ class WorkerSettings:
         return "cuda" if torch.cuda.is_available() else "cpu"
 
     @property
+    def may_push(self) -> bool:
+        """Whether KV goes from this worker to others, and to it. Stages have parts of the layers only."""
+        is_alone = not (self.pipeline_peers or self.pipeline_stage)
+        is_in_main_memory = self.torch_device.partition(":")[0] == "cpu"
+        return self.kv_transfer != "pool" and bool(self.master) and is_alone and is_in_main_memory
+
+    @property
     def torch_dtype(self) -> str:
         if self.dtype != "auto":
             return self.dtype
@@ -176,9 +190,16 @@ async def running(
     """Run everything of a worker but its HTTP server; ``lost`` gets the error that ends a prefill group."""
     num_stages = len(settings.pipeline_peers) + 1
     folder, model = await asyncio.to_thread(_load, settings, 0, num_stages)
-    pool = _touched_pool(settings, model)
     limits = settings.engine_settings()
     async with contextlib.AsyncExitStack() as stack:
+        layout, region = model.kv_layout(settings.block_tokens), None
+        if settings.may_push:
+            transfer = await stack.enter_async_context(
+                push_transfer(settings.transfer.for_role(settings.host))
+            )
+            region, pool = shared_pool(transfer, layout, settings.kv_cache_size_bytes)
+        else:
+            pool = _touched_pool(settings, model)
         weights = await asyncio.to_thread(_described, settings, folder, folder, model)
         group: PrefillGroup | None = None
         if settings.pipeline_peers:
@@ -186,11 +207,12 @@ async def running(
             limits = dataclasses.replace(limits, chunk_plan=chunk_plan(model, group.settings))
             if lost is not None:
                 group.lost.add_done_callback(lambda ended: _settle(lost, ended.result()))
-        link: StoreLink | None = None
+        link: StoreLink | PushLink | None = None
+        pushing: PushLink | None = None
         if weights.identity is not None:
-            memory = host_memory(model.kv_layout(settings.block_tokens), pool, STAGING_BYTES)
+            memory = host_memory(layout, pool, STAGING_BYTES)
             make = StoreLink if group is None else functools.partial(GroupLink, group=group)
-            link = await stack.enter_async_context(
+            link = store_link = await stack.enter_async_context(
                 engine_process.connect_store_link(
                     settings.master,
                     settings.transfer.for_role(settings.host),
@@ -199,13 +221,19 @@ async def running(
                     make,
                 )
             )
+            if region is not None:
+                loop = asyncio.get_running_loop()
+                link = pushing = PushLink(store_link, transfer, weights.identity, pool, region, loop)
+                stack.push_async_callback(pushing.close)
+                await pushing.start(settings.host, settings.push_port)
         add_routes: Callable[[FastAPI], None] | None = None
         if group is not None:
+            assert isinstance(link, GroupLink | None)
             group_runner = GroupRunner(model, pool, group, link)
             engine = Engine(limits, group_runner, link, pipeline=group_runner, weights=weights.digest)
         else:
             runner = TorchRunner(model, pool, link)
-            engine = Engine(limits, runner, link, weights=weights.digest)
+            engine = Engine(limits, runner, link, weights=weights.digest, pushing=pushing)
 
             def load(other: Path) -> LoadedWeights:
                 found = load_model(other, settings.torch_dtype, settings.torch_device)
@@ -226,6 +254,7 @@ async def running(
                 model=settings.model_name,
                 role=settings.role,
                 kv_identity=weights.identity.digest if weights.identity is not None else "",
+                push_port=pushing.sender.port if pushing is not None else 0,
                 add_routes=add_routes,
             )
         )

@@ -43,6 +43,14 @@ def answer_text(prompt: Sequence[int], num_tokens: int, seed: int = 0) -> str:
     return "".join(text_of(token) for token in answer_ids(prompt, num_tokens, seed))
 
 
+_pushes: dict[str, asyncio.Event] = {}
+
+
+def _pushed(transfer_id: str) -> asyncio.Event:
+    """Whether the prompt of a transfer is computed."""
+    return _pushes.setdefault(transfer_id, asyncio.Event())
+
+
 @dataclass
 class WorkerDouble:
     """A worker double. Set the fields to inject faults; read ``calls`` for its requests."""
@@ -70,6 +78,9 @@ class WorkerDouble:
 
     measured: dict[str, Any] | None = None
     "Measurements that it reports of its prompts."
+
+    push_port: int = 0
+    "Port at which it claims to answer requests for KV. Decode waits until prefill has computed the transfer."
 
     token_pause_s: float = 0.0
     is_ready: bool = True
@@ -108,7 +119,7 @@ class WorkerDouble:
         return web.Response()
 
     async def _ready(self, request: web.Request) -> web.Response:
-        return web.Response(status=200 if self.is_ready else 503)
+        return web.json_response({"push_port": self.push_port}, status=200 if self.is_ready else 503)
 
     async def _models(self, request: web.Request) -> web.Response:
         card = {"id": "tiny", "object": "model", "created": 1, "max_model_len": MAX_MODEL_LEN}
@@ -147,6 +158,8 @@ class WorkerDouble:
         for end in range(BLOCK_TOKENS, len(prompt) + 1, BLOCK_TOKENS):
             self.pool[tuple(prompt[:end])] = None
         token = next_token(prompt)
+        if "transfer_id" in body["kv_transfer_params"]:
+            _pushed(body["kv_transfer_params"]["transfer_id"]).set()
         return web.json_response(
             {
                 "id": "x",
@@ -168,6 +181,9 @@ class WorkerDouble:
         num_prior = transfer.get("num_output_tokens", 0)
         ids = list(body["prompt"])
         prompt = ids[: len(ids) - num_prior]
+        if transfer.get("push_from"):
+            await self._misbehave(request, 0)
+            await _pushed(transfer["transfer_id"]).wait()
         whole = "".join(text_of(token) for token in ids[len(prompt) :])
         num_sent = transfer.get("output_text_offset", 0)
         response = web.StreamResponse(headers={"Content-Type": "text/event-stream"})

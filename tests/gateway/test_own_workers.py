@@ -5,13 +5,17 @@ from __future__ import annotations
 
 import asyncio
 import json
+import contextlib
+from collections.abc import AsyncIterator
 from random import Random
+from typing import Any
 
 import pytest
 
-from mooncake.conductor.messages import Failed
+from mooncake.conductor.messages import Failed, Prefilled, Refuse
 from mooncake.conductor.server import ConductorServer, ConductorService
 from mooncake.conductor.settings import SchedulingSettings
+from mooncake.errors import Refusal
 from mooncake.gateway import retries, worker_client
 from mooncake.inference.tokenizer import Tokenizer
 from tests.gateway.conftest import Stack, running
@@ -335,3 +339,108 @@ async def test_answers_are_right_whatever_fails(tokenizer: Tokenizer, seed: int)
             for number in range(30):
                 group.create_task(complete_one(number))
             group.create_task(disturb())
+
+
+# --- KV that is pushed from prefill to decode
+
+
+@contextlib.asynccontextmanager
+async def pushing(tokenizer: Tokenizer, **settings: Any) -> AsyncIterator[Stack]:
+    """A stack whose workers can push."""
+    async with running(tokenizer, probe_interval_s=0.02, **settings) as stack:
+        for number, worker in enumerate((*stack.prefill, *stack.decode)):
+            worker.push_port = 7000 + number
+        service = stack.gateway.scheduling
+        assert isinstance(service, ConductorService)
+        instances = [service.core.instances[one.address] for one in (*stack.prefill, *stack.decode)]
+        await stack.until(lambda health: all(one.push_port for one in instances))
+        yield stack
+
+
+async def test_prefill_and_decode_get_the_same_transfer(tokenizer: Tokenizer) -> None:
+    async with pushing(tokenizer) as stack:
+        answer = await stack.complete(PROMPT)
+        assert answer["choices"][0]["text"] == answer_text(PROMPT, 6)
+        assert answer["headers"]["x-mooncake-kv"] == "push"
+        assert answer["usage"]["prompt_tokens_details"]["cached_tokens"] == 0, "those of prefill"
+        [prefill] = stack.prefill[0].calls
+        [decode] = [call for worker in stack.decode for call in worker.calls]
+        transfer_id = prefill["kv_transfer_params"]["transfer_id"]
+        assert decode["kv_transfer_params"] == {"transfer_id": transfer_id, "push_from": "127.0.0.1:7000"}
+        streamed = await stack.stream(PROMPT, 8, stream_options={"include_usage": True})
+        assert streamed.text() == answer_text(PROMPT, 8)
+        assert streamed.chunks[-1]["usage"]["prompt_tokens_details"]["cached_tokens"] == 12
+        assert stack.prefill[0].calls[1]["kv_transfer_params"]["transfer_id"] != transfer_id
+
+
+async def test_a_client_names_no_transfer_and_no_address(tokenizer: Tokenizer) -> None:
+    async with pushing(tokenizer) as stack:
+        named = {"transfer_id": "mine", "push_from": "10.6.6.6:1", "do_remote_prefill": True}
+        answer = await stack.complete(PROMPT, kv_transfer_params=named)
+        assert answer["choices"][0]["text"] == answer_text(PROMPT, 6)
+        [decode] = [call for worker in stack.decode for call in worker.calls]
+        assert decode["kv_transfer_params"]["push_from"] == "127.0.0.1:7000"
+        assert decode["kv_transfer_params"]["transfer_id"] != "mine"
+
+
+async def test_what_is_not_pushed_goes_through_the_pool(tokenizer: Tokenizer) -> None:
+    async with pushing(tokenizer) as stack:
+        several = await stack.complete(PROMPT, n=2)
+        assert several["headers"]["x-mooncake-kv"] == "pool"
+    async with pushing(tokenizer, kv_transfer="pool") as stack:
+        answer = await stack.complete(PROMPT)
+        assert answer["headers"]["x-mooncake-kv"] == "pool"
+        assert "transfer_id" not in stack.prefill[0].calls[0]["kv_transfer_params"]
+
+
+async def test_a_prefill_that_fails_while_decode_waits_is_placed_again(tokenizer: Tokenizer) -> None:
+    async with pushing(tokenizer, num_prefill=2) as stack:
+        for worker in stack.prefill:
+            worker.die_after = 0
+        answer = await stack.complete(PROMPT)
+        assert answer["choices"][0]["text"] == answer_text(PROMPT, 6)
+        assert sum(worker.num_cancelled for worker in stack.decode) == 1
+        params = [call["kv_transfer_params"] for worker in stack.prefill for call in worker.calls]
+        assert sum("transfer_id" in one for one in params) == 1, "the second attempt has no push"
+        last = [call for worker in stack.decode for call in worker.calls][-1]
+        assert "push_from" not in (last.get("kv_transfer_params") or {})
+
+
+@pytest.mark.parametrize("die_after", [0, 1, 4])
+async def test_a_decode_worker_that_is_lost_during_a_push_is_replaced(
+    tokenizer: Tokenizer, die_after: int
+) -> None:
+    async with pushing(tokenizer, num_decode=2) as stack:
+        for worker in stack.decode:
+            worker.die_after = die_after
+        streamed = await stack.stream(PROMPT, 8)
+        assert streamed.text() == answer_text(PROMPT, 8)
+        calls = [call.get("kv_transfer_params") or {} for worker in stack.decode for call in worker.calls]
+        assert sum("push_from" in params for params in calls) == 1
+
+
+async def test_a_refusal_after_prefill_ends_the_call_of_decode(
+    tokenizer: Tokenizer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async with pushing(tokenizer) as stack:
+        refuse = Refuse("r", Refusal("slo_tbt", "no room"), 1.0)
+
+        async def prefilled(event: Prefilled) -> Refuse | None:
+            return None if event.has_begun else refuse
+
+        for worker in stack.decode:
+            worker.stall_after = 0
+        monkeypatch.setattr(stack.gateway.scheduling, "prefilled", prefilled)
+        status, answer, _ = await stack.post("/v1/completions", {"prompt": PROMPT})
+        assert (status, answer["error"]["code"]) == (429, "slo_tbt")
+        await stack.until(lambda health: any(worker.num_cancelled for worker in stack.decode))
+
+
+async def test_a_client_that_leaves_ends_both_calls(tokenizer: Tokenizer) -> None:
+    async with pushing(tokenizer) as stack:
+        stack.prefill[0].stall_after = 0
+        asking = asyncio.ensure_future(stack.complete(PROMPT))
+        await stack.until(lambda health: any(worker.calls for worker in stack.decode))
+        asking.cancel()
+        cancelled = [stack.prefill[0], *stack.decode]
+        await stack.until(lambda health: sum(worker.num_cancelled for worker in cancelled) == 2)

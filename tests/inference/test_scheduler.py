@@ -8,6 +8,7 @@ from random import Random
 
 import pytest
 
+from mooncake.connectors.kv_link import PushSource
 from mooncake.errors import InvalidArgument, Refusal
 from mooncake.inference.request import FinishReason, Request, RequestState, SamplingParams
 from mooncake.inference.scheduler import PRIORITY_YIELD_S, Chunk, Scheduler, SchedulerSettings, Step
@@ -329,6 +330,79 @@ def test_a_prompt_waits_rather_than_be_preempted_for_the_next_token_of_others() 
     while second.state is not RequestState.FINISHED:
         run_step(scheduler)
     assert first.num_preemptions == second.num_preemptions == 0
+
+
+PUSHED = PushSource("t", "127.0.0.1:1")
+
+
+def pushes(step: Step) -> list[tuple[int, tuple[int, ...], int]]:
+    return [(push.first, push.block_ids, push.num_blocks) for push in step.pushes]
+
+
+def test_a_prompt_is_pushed_as_it_is_computed() -> None:
+    scheduler = Scheduler(dataclasses.replace(SETTINGS, has_external_cache=True, max_batch_tokens=10))
+    request = request_of("1", 2 * BLOCK, 1, save_tail=True)
+    look_up(scheduler, request, 0)
+    run_step(scheduler)  # its blocks are cached for the next request
+    other = request_of("1", 5 * BLOCK + 1, 1, save_tail=True, push_id="t")
+    look_up(scheduler, other, 0)
+    ids = tuple(other.block_ids)
+    steps = [run_step(scheduler) for _ in range(2)]
+    assert [pushes(step) for step in steps] == [[(0, ids[:4], 6)], [(4, ids[4:], 6)]]
+    assert scheduler.take_ended_pushes() == []
+    for step in steps:
+        scheduler.release(step.pushes[0].block_ids)
+
+
+@pytest.mark.parametrize("num_steps", [0, 1])
+def test_a_push_whose_request_ends_early_is_ended(num_steps: int) -> None:
+    scheduler = Scheduler(dataclasses.replace(SETTINGS, has_external_cache=True, max_batch_tokens=8))
+    request = request_of("1", 5 * BLOCK, 1, save_tail=True, push_id="t")
+    look_up(scheduler, request, 0)
+    for _ in range(num_steps):
+        run_step(scheduler)
+    scheduler.abort("1", 1.0)
+    assert scheduler.take_ended_pushes() == ["t"]
+    waiting = request_of("2", 5, 1, push_id="u")
+    scheduler.add(waiting, 1.0)
+    scheduler.abort("2", 1.0)
+    assert scheduler.take_ended_pushes() == ["u"]
+
+
+def test_a_failed_push_is_looked_up_and_then_computed() -> None:
+    scheduler = Scheduler(dataclasses.replace(SETTINGS, has_external_cache=True))
+    request = request_of("1", 2 * BLOCK + 1, push_source=PUSHED)
+    block_ids = look_up(scheduler, request, 3)
+    assert block_ids is not None
+    scheduler.load_failed("1", 1.0)
+    scheduler.release(block_ids)
+    scheduler.check()
+    assert request.state is RequestState.LOOKING and request.push_source is None
+    step = scheduler.schedule(1.0)
+    assert [len(lookup.blocks) for lookup in step.lookups] == [3] and not step.chunks
+    assert not scheduler.schedule(1.0).lookups, "once"
+    again = scheduler.lookup_finished("1", 1, 1.0)
+    assert again is not None
+    scheduler.load_failed("1", 2.0)
+    scheduler.release(again)
+    assert shape(run_step(scheduler)) == [("1", 0, 2 * BLOCK + 1)]
+
+
+def test_a_push_that_fails_while_its_request_runs() -> None:
+    scheduler = Scheduler(dataclasses.replace(SETTINGS, has_external_cache=True))
+    request = request_of("1", 2 * BLOCK + 1, push_source=PUSHED)
+    block_ids = look_up(scheduler, request, 3)
+    assert block_ids is not None
+    scheduler.first_layer_loaded("1")
+    step = scheduler.schedule(1.0)
+    assert step.awaits_layers
+    scheduler.step_finished(step, {"1": 1}, {"1": None}, 1.0)
+    scheduler.release(block_ids)
+    scheduler.check()
+    assert request.state is RequestState.LOOKING and request.num_output_tokens == 0
+    assert len(scheduler.schedule(1.0).lookups) == 1
+    scheduler.abort("1", 1.0)
+    scheduler.check()
 
 
 class World:
