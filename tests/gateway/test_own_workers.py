@@ -4,8 +4,8 @@
 from __future__ import annotations
 
 import asyncio
-import json
 import contextlib
+import json
 from collections.abc import AsyncIterator
 from random import Random
 from typing import Any
