@@ -30,6 +30,7 @@ pytestmark = [
     pytest.mark.skipif(not PROGRAM, reason="MOONCAKE_TEST_ENVOY names no program"),
 ]
 
+KEY = "correct-horse"
 PROMPT = "w20 w21 w22 w23 w24 w25 w26 w27 w28 w29"
 _TYPES = "type.googleapis.com/envoy"
 _DESTINATION = "x-gateway-destination-endpoint"
@@ -49,7 +50,11 @@ def configuration(listen: str, admin: str, picker: str, engines: list[str], mode
     """Envoy with a picker, which fails requests for which it gets no endpoint."""
     ext_proc = {
         "@type": f"{_TYPES}.extensions.filters.http.ext_proc.v3.ExternalProcessor",
-        "grpc_service": {"envoy_grpc": {"cluster_name": "picker"}, "timeout": "10s"},
+        "grpc_service": {
+            "envoy_grpc": {"cluster_name": "picker"},
+            "timeout": "10s",
+            "initial_metadata": [{"key": "authorization", "value": f"Bearer {KEY}"}],
+        },
         "processing_mode": {
             "request_header_mode": "SEND",
             "response_header_mode": "SEND",
@@ -266,7 +271,8 @@ async def test_refusals_of_the_picker_reach_envoy_s_clients(tmp_path: Path) -> N
     pytest.importorskip("envoy.service.ext_proc", reason="xds-protos is not installed (extra dev)")
     from tests.gateway.envoy import proxied
 
-    async with proxied(1, max_requests_per_instance=1, max_body_bytes=1 << 16) as proxy:
+    limits: dict[str, Any] = {"max_requests_per_instance": 1, "max_body_bytes": 1 << 16}
+    async with proxied(1, proxy_key=KEY, **limits) as proxy:
         engine = proxy.engines[0]
         async with envoy(tmp_path, proxy.address, [engine.address], "FULL_DUPLEX_STREAMED") as url:
 
