@@ -8,7 +8,8 @@ import contextlib
 import json
 from collections.abc import AsyncIterator
 from pathlib import Path
-from typing import Any
+from types import SimpleNamespace
+from typing import Any, cast
 
 import aiohttp
 import pytest
@@ -16,9 +17,10 @@ from tokenizers import Tokenizer as RawTokenizer
 from tokenizers import decoders, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 
-from mooncake.http.openai import KvEventSource
+from mooncake.connectors.kv_link import PushSource
+from mooncake.http.openai import ApiError, CompletionRequest, KvEventSource, parse_request
 from mooncake.http.server import HttpServer, listen
-from mooncake.inference.api import Api, create_app
+from mooncake.inference.api import Api, _push_of, create_app
 from mooncake.inference.engine import Engine, InferenceSettings
 from mooncake.inference.generator import Generator
 from mooncake.inference.runner import TorchRunner, new_pool
@@ -268,3 +270,40 @@ async def test_the_other_pages(client: Client) -> None:
         "vllm:num_requests_running",
     ):
         assert name in page
+
+
+@pytest.mark.parametrize(
+    ("push_port", "params", "more", "found"),
+    [
+        (1, {"do_remote_decode": True, "transfer_id": "t"}, {}, (None, "t")),
+        (1, {"transfer_id": "t", "push_from": "h:7"}, {}, (PushSource("t", "h:7"), "")),
+        (1, {"transfer_id": "t"}, {}, (None, "")),
+        (1, {"push_from": "h:7"}, {}, (None, "")),
+        (0, {"transfer_id": "t", "push_from": "h:7"}, {}, (None, "")),
+        (1, {"transfer_id": "t", "push_from": "h:7"}, {"n": 2}, (None, "")),
+        (1, {"transfer_id": "t", "push_from": "h:7"}, {"prompt": [[5], [6]]}, (None, "")),
+    ],
+)
+def test_a_request_names_its_push(
+    push_port: int, params: dict[str, Any], more: dict[str, Any], found: tuple[PushSource | None, str]
+) -> None:
+    api = cast(Api, SimpleNamespace(push_port=push_port))
+    body = json.dumps({"prompt": [5], "kv_transfer_params": params, **more}).encode()
+    assert _push_of(api, parse_request(CompletionRequest, body)) == found
+
+
+@pytest.mark.parametrize(
+    "params",
+    [
+        {"transfer_id": ["t"], "push_from": "h:7"},
+        {"transfer_id": "t" * 201, "push_from": "h:7"},
+        {"transfer_id": "t", "push_from": "nowhere"},
+        {"transfer_id": "t", "push_from": {"h": 7}},
+    ],
+)
+def test_a_push_that_is_not_one_is_refused(params: dict[str, Any]) -> None:
+    api = cast(Api, SimpleNamespace(push_port=1))
+    body = json.dumps({"prompt": [5], "kv_transfer_params": params}).encode()
+    with pytest.raises(ApiError) as refused:
+        _push_of(api, parse_request(CompletionRequest, body))
+    assert refused.value.status == 400
