@@ -146,7 +146,7 @@ class StoreLoad:
         """Leading layers in the pool, or on their way there on the device, which can wait for them."""
         self.arrived = threading.Condition()
         self.held: list[StagedBlocks] = []
-        """Result of the pieces that have begun."""
+        """Host memory of the pieces that have begun."""
         self._is_bad = is_bad or not self.claim.enter(clock.monotonic(), num_layers * num_parts)
         self._num_missing = [num_parts] * num_layers
         self.claim.close()
