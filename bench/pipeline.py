@@ -6,12 +6,15 @@ pinned to a core each and compute with one thread; rounds alternate between the 
 and every prompt is new. The tokens of both must be equal. Beside wall time, which other programs disturb and
 which means nothing where there are fewer cores than stages, is the time *by processor time*: that of the
 chunks, as they were planned, passing through the stages, if each stage takes the processor time that it was
-measured to take. What it can't show: stages on several machines, whose hidden states cross a network.
+measured to take. ``--short`` measures short prompts instead, many in a row, because each takes little. What
+it can't show: stages on several machines, whose hidden states cross a network.
 """
 
 from __future__ import annotations
 
+import dataclasses
 import os
+import statistics
 import tempfile
 from pathlib import Path
 from random import Random
@@ -22,7 +25,7 @@ from bench.report import measured, options
 from mooncake.cli.ports import free_ports
 from mooncake.inference.gguf import resolve_model
 from mooncake.inference.model import ModelConfig
-from mooncake.inference.pipeline import ChunkPlan, layer_ranges, pass_through
+from mooncake.inference.pipeline import ChunkPlan, balanced_counts, layer_ranges, pass_through
 from mooncake.inference.prefill_group import GroupSettings, chunk_plan
 from mooncake.inference.weights import expected_shapes, load_model, read_config
 from tests.group_processes import HOST, GroupProcesses, WorkerProcess, prompt_of, stopped_at_end
@@ -30,6 +33,10 @@ from tests.group_processes import HOST, GroupProcesses, WorkerProcess, prompt_of
 ROUNDS = 3
 LONGEST_S = 3600.0
 """Timeout of one answer; other programs may have most of the cores."""
+
+SHORT_TOKENS = (64, 256)
+SHORT_PROMPTS = 12
+"""Short prompts of a round: the kernel counts processor time in hundredths of a second."""
 
 BLOCK_TOKENS, MAX_ROWS = 32, 512
 """Defaults of ``mooncake worker``."""
@@ -58,16 +65,58 @@ def by_processor_time(plan: ChunkPlan, num_tokens: int, stages_s: list[float]) -
     return leaves_at
 
 
+@dataclasses.dataclass
+class Comparison:
+    """Seconds per prompt in each round, of the single worker and of the group."""
+
+    wall: tuple[list[float], list[float]] = dataclasses.field(default_factory=lambda: ([], []))
+    processor: tuple[list[float], list[float]] = dataclasses.field(default_factory=lambda: ([], []))
+    stages_s: list[list[float]] = dataclasses.field(default_factory=list)
+    """Processor seconds of each stage."""
+
+    def add_round(
+        self,
+        alone: WorkerProcess,
+        group: GroupProcesses,
+        plan: ChunkPlan,
+        prompts: list[list[int]],
+    ) -> None:
+        """Send prompts of equal length to both, one by one."""
+        before = [alone.processor_s(), *(stage.processor_s() for stage in group.stages)]
+        walls: tuple[list[float], list[float]] = ([], [])
+        for prompt in prompts:
+            tokens, alone_s = alone.ask(prompt, 1, timeout_s=LONGEST_S)
+            same, group_s = group.first.ask(prompt, 1, timeout_s=LONGEST_S)
+            assert tokens == same, f"the two disagree: {tokens} and {same}"
+            walls[0].append(alone_s)
+            walls[1].append(group_s)
+        after = [alone.processor_s(), *(stage.processor_s() for stage in group.stages)]
+        spent = [(end - begin) / len(prompts) for begin, end in zip(before, after, strict=True)]
+        for found, seconds in zip(self.wall, walls, strict=True):
+            found.append(statistics.median(seconds))
+        self.processor[0].append(spent[0])
+        self.processor[1].append(by_processor_time(plan, len(prompts[0]), spent[1:]))
+        self.stages_s.append(spent[1:])
+
+    @property
+    def best_stages_s(self) -> list[float]:
+        """Processor seconds of the stages in the round with the least of all together."""
+        return min(self.stages_s, key=sum)
+
+
 def main() -> None:
     parser = options(__doc__, "bench.pipeline")
     parser.add_argument("--stages", type=int, default=2, help="workers of the group (default 2)")
     parser.add_argument("--tokens", type=int, default=4096, help="length of the prompt (default 4096)")
+    parser.add_argument("--short", action="store_true", help=f"prompts of {SHORT_TOKENS} tokens instead")
     parser.add_argument("--rounds", type=int, help=f"rounds, {ROUNDS} by default; the best is shown")
     args = parser.parse_args()
+    lengths = SHORT_TOKENS if args.short else (1024 if args.quick else args.tokens,)
     rounds = args.rounds or (1 if args.quick else ROUNDS)
-    num_stages, num_tokens = args.stages, 1024 if args.quick else args.tokens
-    name = "pipeline" if num_stages == 2 else f"pipeline-{num_stages}"
-    command = f"python -m bench.pipeline --stages {num_stages} --tokens {num_tokens} --rounds {rounds}"
+    num_stages = args.stages
+    name = ("pipeline-short" if args.short else "pipeline") + (f"-{num_stages}" if num_stages > 2 else "")
+    which = "--short" if args.short else f"--tokens {lengths[0]}"
+    command = f"python -m bench.pipeline --stages {num_stages} {which} --rounds {rounds}"
     with measured(name, args, command) as result, tempfile.TemporaryDirectory() as folder:
         model = resolve_model("smollm2")
         config = read_config(model)
@@ -99,37 +148,36 @@ def main() -> None:
                 size = weights_bytes(config, layers)
                 share = f"{size / whole:.2f}"
                 memory.add(row, len(layers), size / 1e6, share, process.memory_bytes() / 1e6)
-            found: dict[str, list[float]] = {key: [] for key in ("alone", "group", "alone cpu", "group cpu")}
-            stages_s: list[list[float]] = []
-            for seed in range(rounds + 1):
-                prompt = prompt_of(num_tokens if seed else 128, 100 + seed)  # the first ones warm up
-                before = [alone.processor_s(), *(stage.processor_s() for stage in group.stages)]
-                tokens, alone_s = alone.ask(prompt, 1, timeout_s=LONGEST_S)
-                same, group_s = group.first.ask(prompt, 1, timeout_s=LONGEST_S)
-                assert tokens == same, f"the two disagree: {tokens} and {same}"
-                after = [alone.processor_s(), *(stage.processor_s() for stage in group.stages)]
-                spent = [end - begin for begin, end in zip(before, after, strict=True)]
-                if seed:
-                    stages_s.append(spent[1:])
-                    found["alone"].append(alone_s)
-                    found["group"].append(group_s)
-                    found["alone cpu"].append(spent[0])
-                    found["group cpu"].append(by_processor_time(plan, num_tokens, spent[1:]))
-        table = result.table(
-            ("time of", 0),
-            ("one worker s", 2),
-            (f"group of {num_stages} s", 2),
-            ("ratio", 2),
-            title=f"prefill of {num_tokens} tokens, SmolLM2-135M-Instruct, float32, one core each",
-        )
-        for row, one, other in (("wall", "alone", "group"), ("processor", "alone cpu", "group cpu")):
-            best = min(found[one]), min(found[other])
-            samples = {"one worker": found[one], "group": found[other]}
-            table.add(row, *best, best[0] / best[1], samples=samples)
-        best_stages = min(stages_s, key=sum)
-        shown = ", ".join(f"{seconds:.2f}" for seconds in best_stages)
-        num_chunks = len(plan.cuts(0, num_tokens))
-        result.note(f"{num_chunks} chunks; processor seconds of the stages: {shown}")
+            Comparison().add_round(alone, group, plan, [prompt_of(128, 100)])  # warms up
+            found = {length: Comparison() for length in lengths}
+            for seed in range(1, rounds + 1):
+                for length, comparison in found.items():
+                    num_prompts = SHORT_PROMPTS if args.short else 1
+                    first = 1000 * length + num_prompts * seed
+                    prompts = [prompt_of(length, first + number) for number in range(num_prompts)]
+                    comparison.add_round(alone, group, plan, prompts)
+        for length, comparison in found.items():
+            table = result.table(
+                ("time of", 0),
+                ("one worker s", 2 + args.short),
+                (f"group of {num_stages} s", 2 + args.short),
+                ("ratio", 2),
+                title=f"prefill of {length} tokens, SmolLM2-135M-Instruct, float32, one core each",
+                note=f"medians of {SHORT_PROMPTS} prompts one after another, best round"
+                if args.short
+                else "",
+            )
+            for row, (one, other) in (("wall", comparison.wall), ("processor", comparison.processor)):
+                best = min(one), min(other)
+                table.add(row, *best, best[0] / best[1], samples={"one worker": one, "group": other})
+            stages_s = comparison.best_stages_s
+            shown = ", ".join(f"{seconds:.{2 + args.short}f}" for seconds in stages_s)
+            num_chunks = len(plan.cuts(0, length))
+            counts = [len(layers) for layers in ranges]
+            result.note(
+                f"{length} tokens: {num_chunks} chunks; processor seconds of the stages: {shown}; "
+                f"best layers by these: {balanced_counts(counts, stages_s)}"
+            )
         result.note(f"tokens were equal in {rounds} rounds; cores here: {len(cores)}")
 
 

@@ -139,7 +139,9 @@ def _times(found: dict[str, Any]) -> Table:
 def _stages(rows: list[dict[str, Any]]) -> Table:
     """A row for each stage of a prefill group; its bar is the time from its first chunk to its last."""
     whole_s = max(one["ended_s"] for one in rows) or 1.0
-    table = Table(title=f"stages of the prefill group: {rows[0]['num_chunks']} chunks in {whole_s:.3f} s")
+    num_chunks = rows[0]["num_chunks"]
+    chunks = f"{num_chunks} chunk" + ("s" if num_chunks != 1 else "")
+    table = Table(title=f"stages of the prefill group: {chunks} in {whole_s:.3f} s")
     for name in ("stage", "layers", "computed", "idle"):
         table.add_column(name, no_wrap=True)
     table.add_column("from the first chunk to the last", no_wrap=True, width=_BAR_WIDTH)

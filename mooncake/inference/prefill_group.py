@@ -32,6 +32,7 @@ from mooncake.connectors.kv_link import KvLoad, KvSave
 from mooncake.errors import MooncakeError, PeerLost, ProtocolError
 from mooncake.inference.model import Decoder
 from mooncake.inference.pipeline import (
+    BALANCE_AFTER,
     OVERHEAD_TOKENS,
     ChunkPass,
     ChunkPlan,
@@ -39,6 +40,7 @@ from mooncake.inference.pipeline import (
     Pipeline,
     PromptPassage,
     StageTime,
+    balanced_counts,
     layer_ranges,
 )
 from mooncake.inference.runner import LayerRunner, rows_of, sample
@@ -116,6 +118,8 @@ class GroupSettings:
     """Most rows of a step."""
     max_samples: int
     """Most rows of a step whose logits are wanted."""
+    layers: tuple[int, ...] = ()
+    """Number of layers of each stage; empty for equal ones."""
 
     @property
     def num_stages(self) -> int:
@@ -157,7 +161,7 @@ class PrefillGroup:
         config = model.config
         self.id = secrets.token_hex(8)
         self.settings = settings
-        self.ranges = layer_ranges(config.num_layers, settings.num_stages)
+        self.ranges = layer_ranges(config.num_layers, settings.num_stages, settings.layers)
         assert model.layers == self.ranges[0], "the first stage has other layers"
         self.num_blocks = 0
         """Blocks that every other stage has memory for."""
@@ -318,8 +322,20 @@ class PrefillGroup:
             stage_seconds.labels(str(stage), "computed").inc(one.computed_s)
             stage_seconds.labels(str(stage), "waited").inc(one.waited_s)
             bubble_seconds.labels(str(stage)).inc(bubble_s)
+        if (done.number + 1) % BALANCE_AFTER == 0:
+            self._log_balance()
         if ended.num_samples:
             self._wake()
+
+    def _log_balance(self) -> None:
+        counts, computed_s = [len(one) for one in self.ranges], self.pipeline.computed_s
+        log.info(
+            "group_balance",
+            group=self.id,
+            layers=counts,
+            computed_s=[round(seconds, 3) for seconds in computed_s],
+            balanced=balanced_counts(counts, computed_s),
+        )
 
     # ── from the engine's thread ────────────────────────────────────────────────────────────────
 

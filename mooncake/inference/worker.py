@@ -118,6 +118,9 @@ class WorkerSettings:
     pipeline_stages: Annotated[int, Meta(ge=0, le=MAX_STAGES)] = 0
     "Number of stages of the prefill group that this further stage belongs to."
 
+    pipeline_layers: tuple[int, ...] = ()
+    "Layers of each stage of the prefill group, the same on all its workers; empty divides them equally."
+
     transfer: TransferSettings = DEFAULT_TRANSFER
 
     def __post_init__(self) -> None:
@@ -273,6 +276,7 @@ async def _formed_group(
             block_tokens=settings.block_tokens,
             max_rows=settings.max_batch_tokens,
             max_samples=min(settings.max_running, settings.max_batch_tokens),
+            layers=settings.pipeline_layers,
         )
         group = PrefillGroup(model, limits, transfer)
         try:
@@ -303,7 +307,7 @@ def _load(settings: WorkerSettings, stage: int, num_stages: int) -> tuple[Path, 
     if settings.num_threads:
         torch.set_num_threads(settings.num_threads)
     folder = resolve_model(settings.model)
-    layers = layer_ranges(read_config(folder).num_layers, num_stages)[stage]
+    layers = layer_ranges(read_config(folder).num_layers, num_stages, settings.pipeline_layers)[stage]
     return folder, load_model(folder, settings.torch_dtype, settings.torch_device, layers)
 
 

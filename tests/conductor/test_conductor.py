@@ -48,6 +48,7 @@ from mooncake.conductor.messages import (
 from mooncake.conductor.prediction import CostModels, DecodeModel
 from mooncake.conductor.prefix_index import window_scope
 from mooncake.conductor.settings import SchedulingSettings
+from mooncake.inference.pipeline import ChunkPlan, pass_through
 from mooncake.machine import Wake
 from mooncake.prefix import block_hashes, root_hash, short_key
 from mooncake.types import Tier, WorkerRole
@@ -218,6 +219,40 @@ def test_measured_chunks_steps_and_transfers_are_learned(conductor: Conductor) -
     assert decision.prediction.prefill_s == pytest.approx(5.0, rel=0.01)
     assert decision.prediction.tbt_s > 1.0
     assert conductor.predict.links.s_per_byte == pytest.approx(1e-8, rel=0.3)
+
+
+@pytest.mark.parametrize("num_stages", [2, 4])
+def test_a_group_gets_long_prompts_and_a_worker_short_ones(conductor: Conductor, num_stages: int) -> None:
+    """A group reports whole prompts: a short one takes it as long as a worker, and what the hops take."""
+    token_s, hop_s, fixed = 1e-3, 5e-3, 512.0
+    plan = ChunkPlan(num_stages, 4e-4, fixed, 512, 32)
+    alone = ChunkPlan(1, 4e-4, fixed, 512, 32)
+
+    def in_group_s(num_tokens: int) -> float:
+        free_at, start, ends_at = [0.0] * num_stages, 0, 0.0
+        for end in plan.cuts(0, num_tokens):
+            stage_s = token_s * (plan.work(start, end) + fixed) / num_stages
+            ends_at, start = pass_through(free_at, 0.0, [stage_s] * num_stages, hop_s) + hop_s, end
+        return ends_at
+
+    add(conductor, "p1", "p2", "d1")
+    for number in range(200):
+        num_tokens, start = (64, 160, 256, 1024, 4096)[number % 5], 0
+        conductor.handle(ChunkMeasured("p2", 0, num_tokens, in_group_s(num_tokens)), 1.0)
+        for end in alone.cuts(0, num_tokens):
+            seconds = token_s * (alone.work(start, end) + fixed)
+            conductor.handle(ChunkMeasured("p1", start, end - start, seconds), 1.0)
+            start = end
+    for num_tokens, expected in ((64, "p1"), (160, "p1"), (1024, "p2"), (4096, "p2")):
+        decision = decided(conductor, f"r{num_tokens}", num_tokens=num_tokens)
+        assert decision.prefill == expected and decision.prediction is not None
+        conductor.handle(Finished(f"r{num_tokens}"), 1.0)
+        grouped = decided(conductor, f"g{num_tokens}", num_tokens=num_tokens, exclude=["p1"])
+        assert grouped.prediction is not None
+        assert grouped.prediction.prefill_s == pytest.approx(in_group_s(num_tokens), rel=0.1)
+        conductor.handle(Finished(f"g{num_tokens}"), 1.0)
+    decided(conductor, "r-long", num_tokens=4096)
+    assert decided(conductor, "short", num_tokens=256).prefill == "p1"
 
 
 def test_what_a_peer_has_is_fetched_where_it_is_idle(conductor: Conductor) -> None:

@@ -126,9 +126,10 @@ async def running_group(
     num_blocks: int = 64,
     max_batch_tokens: int = 64,
     is_staged: bool = False,
+    counts: tuple[int, ...] = (),
 ) -> AsyncIterator[LiveGroup]:
-    """A group; ``stages``: existing ones, which it takes over."""
-    ranges = layer_ranges(read_config(reference.folder).num_layers, num_stages)
+    """A group; ``stages``: existing ones, which it takes over; ``counts``: layers of each stage."""
+    ranges = layer_ranges(read_config(reference.folder).num_layers, num_stages, counts)
     async with contextlib.AsyncExitStack() as stack:
         found = list(stages or ())
         for layers in ranges[1:] if stages is None else ():
@@ -138,7 +139,8 @@ async def running_group(
         pool = pool_for(reference, num_blocks, ranges[0])
         transfer = stack.enter_context(contextlib.closing(stage_transfer(HOST, TransferSettings())))
         addresses = tuple(f"{HOST}:{stage.server.port}" for stage in found)
-        group = PrefillGroup(model, GroupSettings(addresses, "w", BLOCK, max_batch_tokens, 16), transfer)
+        settings = GroupSettings(addresses, "w", BLOCK, max_batch_tokens, 16, counts)
+        group = PrefillGroup(model, settings, transfer)
         stack.push_async_callback(group.close)
         await group.form()
         link = None

@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import itertools
 import math
 from random import Random
 
@@ -16,6 +17,7 @@ from mooncake.inference.pipeline import (
     PromptPassage,
     StageQueue,
     StageTime,
+    balanced_counts,
     layer_ranges,
     pass_through,
 )
@@ -41,6 +43,31 @@ def test_layers_are_divided_without_gaps() -> None:
             assert max(map(len, ranges)) - min(map(len, ranges)) <= 1
     with pytest.raises(InvalidArgument, match="num_stages is 4; allowed: 1 to 3"):
         layer_ranges(3, 4)
+
+
+def test_layers_may_be_divided_otherwise() -> None:
+    assert layer_ranges(30, 2, (16, 14)) == [range(16), range(16, 30)]
+    for counts in ((30,), (15, 14), (30, 0), (31, -1), (10, 10, 10)):
+        with pytest.raises(InvalidArgument, match=r"pipeline_layers is .* 2 counts of 1 or more, 30"):
+            layer_ranges(30, 2, counts)
+
+
+def test_layers_follow_the_times_of_the_stages() -> None:
+    assert balanced_counts([15, 15], [9.30, 9.17]) == [15, 15], "a layer takes 0.6 s"
+    assert balanced_counts([15, 15], [9.0, 12.0]) == [17, 13]
+    assert balanced_counts([10, 10, 10], [3.0, 3.0, 6.0]) == [12, 12, 6], "a machine of half the speed"
+    assert balanced_counts([1, 29], [0.0, 29.0]) == [29, 1]
+    for seed in range(50):
+        random = Random(seed)
+        counts = [random.randint(1, 9) for _ in range(random.randint(2, 4))]
+        per_layer = [random.uniform(0.5, 2.0) for _ in counts]
+        found = balanced_counts(counts, [a * b for a, b in zip(counts, per_layer, strict=True)])
+        ways = itertools.product(range(1, sum(counts)), repeat=len(counts))
+        slowest = min(
+            max(a * b for a, b in zip(way, per_layer, strict=True)) for way in ways if sum(way) == sum(counts)
+        )
+        assert sum(found) == sum(counts) and min(found) >= 1
+        assert max(a * b for a, b in zip(found, per_layer, strict=True)) <= slowest * (1 + 1e-9)
 
 
 def test_chunks_take_equal_time_and_so_get_shorter() -> None:
@@ -136,7 +163,7 @@ def test_a_passage_has_the_bubbles_of_each_stage_and_no_others() -> None:
         StageStats(2, 5, 2, began_s=3.0, ended_s=7.5, computed_s=5.0, waited_s=3.5),
     ]
     assert (passage.first_token, passage.end_token, passage.is_alone) == (0, 12, True)
-    assert passage.alone_s == pytest.approx(7.5), "2 s, a hop, 3 s, 2 s"
+    assert passage.alone_s == pytest.approx(8.0), "2 s, a hop, 3 s, 2 s, a hop"
     assert pipeline.bubble_s == [0.25, 3.5], "nothing of the time before the prompt"
     assert pipeline.waited_s == [90.25, 92.5]
 

@@ -58,6 +58,24 @@ async def test_a_long_prompt_passes_in_several_chunks(llama: Reference) -> None:
         assert again.tokens == answer.tokens and again.last.num_local_cached == 288
 
 
+async def test_stages_may_have_other_numbers_of_layers(
+    llama: Reference, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr("mooncake.inference.prefill_group.BALANCE_AFTER", 2)
+    caplog.set_level("INFO")
+    async with running_group(llama, 2, counts=(1, 2)) as group:
+        assert group.group.ranges == [range(1), range(1, 3)]
+        prompt = prompt_of(200)
+        assert (await group.ask(greedy(prompt, 4))).tokens == llama.greedy(prompt, 4)
+    found = [vars(line)["fields"] for line in caplog.records if line.message == "group_balance"]
+    assert found and all(line["layers"] == [1, 2] and sum(line["balanced"]) == 3 for line in found)
+    assert all(min(line["computed_s"]) >= 0 for line in found)
+    async with running_stage(llama, range(1, 3)) as stage:
+        with pytest.raises(InvalidArgument, match=r"layers is \[2, 3\]; allowed: \[1, 3\], as this stage"):
+            async with running_group(llama, 2, stages=[stage]):
+                pass
+
+
 async def test_each_stage_reports_its_part_of_a_prompt(llama: Reference) -> None:
     async with running_group(llama, 3) as group:
         before = [bubble_seconds.labels(str(stage))._value.get() for stage in range(3)]
