@@ -474,10 +474,11 @@ def program_meaning(target: str) -> str:
 
 
 def render_commands() -> str:
-    from mooncake.cli.commands import COMMANDS, FAKE_ENGINE, P2P_SERVE
+    from mooncake.cli.commands import COMMANDS, DEPLOY_RENDER, FAKE_ENGINE, P2P_SERVE
 
     roles = {command.name: command for command in COMMANDS}
     roles |= {f"dev {FAKE_ENGINE.name}": FAKE_ENGINE, "p2p serve": P2P_SERVE}
+    roles["deploy render"] = DEPLOY_RENDER
     parts = [f"# Commands\n\n{GENERATED}", "`mooncake COMMAND --help` prints the same.\n"]
     for words, command in sorted(commands().items()):
         parts.append(f"## mooncake {words}\n\n{flat(command.help)}\n")

@@ -162,8 +162,17 @@ P2P_SERVE = Command(
     "mooncake p2p serve --root /models --host 10.0.0.2 --peers 10.0.0.1:7300 --limit-rate 500MB",
 )
 
-KNOWN_ROLES = ["log", "security", "transfer", *(command.name for command in COMMANDS), "fakeengine", "p2p"]
+_NAMES = [command.name for command in COMMANDS]
+KNOWN_ROLES = ["log", "security", "transfer", *_NAMES, "fakeengine", "p2p", "deploy"]
 """Tables that a configuration file may have."""
+
+DEPLOY_RENDER = Command(
+    "deploy",
+    "mooncake.cli.deploy",
+    "Write the files that start a cluster in containers.",
+    "mooncake deploy render --nodes 2 --model /models/smollm2 --out deploy",
+    entry="render",
+)
 
 DOCS_OPENING = """\
 # Configuration
@@ -230,6 +239,7 @@ def application_for(words: Sequence[str]) -> typer.Typer:
     else:
         application.command("store", help="Inspect and change the contents of the store.")(_not_selected)
     _add_p2p(application, selected)
+    _add_deployment(application, selected)
     return application
 
 
@@ -250,6 +260,18 @@ def _add_p2p(application: typer.Typer, selected: str | None) -> None:
     else:
         summary = "Spread checkpoints and weights between hosts, without a master."
         application.command("p2p", help=summary)(_not_selected)
+
+
+def _add_deployment(application: typer.Typer, selected: str | None) -> None:
+    tools = typer.Typer(no_args_is_help=True, help="Start a cluster in containers.")
+    tools.callback()(_start_deployment)
+    if selected == "deploy":
+        _add(tools, DEPLOY_RENDER, "render")
+    application.add_typer(tools, name="deploy")
+
+
+def _start_deployment() -> None:
+    """Start a cluster in containers."""
 
 
 def _start_development() -> None:
@@ -388,7 +410,7 @@ def _config(
         LogSettings,
         SecuritySettings,
         TransferSettings,
-        *(command.settings_class() for command in (*COMMANDS, FAKE_ENGINE, P2P_SERVE)),
+        *(command.settings_class() for command in (*COMMANDS, FAKE_ENGINE, P2P_SERVE, DEPLOY_RENDER)),
     ]
     if docs:
         print(config.render_docs(classes, DOCS_OPENING), end="")

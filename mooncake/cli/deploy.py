@@ -1,0 +1,378 @@
+# SPDX-License-Identifier: Apache-2.0
+"""``mooncake deploy render``: the files that start a cluster in containers, from one table of settings.
+
+This module owns what runs in each container: the command of every role, its ports and how it is scraped,
+whatever starts the containers. ``compose.py`` and ``kubernetes.py`` place these programs, ``boards.py``
+watches them. One certificate of the cluster is required on every connection, because only then a Prometheus
+in a container of its own can read every page of metrics. Files are replaced whole; credentials are created
+when asked for, and never replaced.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import secrets
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Annotated, Any
+
+import yaml
+from msgspec import Meta
+
+import mooncake
+from mooncake.cli.certs import CertsSettings, make
+from mooncake.cli.role_command import Invocation
+from mooncake.config import Size, format_size
+from mooncake.errors import InvalidArgument
+
+HEADING = "# Written by `mooncake deploy render`: change the settings, not this file.\n"
+CREDENTIALS = "/etc/mooncake/tls"
+"""Where containers find the cluster's certificate."""
+CLIENTS_FILE = "/run/mooncake/clients.toml"
+"""Where the gateway finds its clients' keys, in a file of its own."""
+SECRETS = "secrets"
+"""Folder of the credentials, beside the other files."""
+NAME = "^([a-z0-9]|[a-z0-9][-a-z0-9]{0,61}[a-z0-9])$"
+IMAGE = "^[A-Za-z0-9][-A-Za-z0-9._/:@]{0,254}$"
+
+MASTER_PORT, MASTER_WEB_PORT = 50051, 9003
+NODE_PORT, NODE_WEB_PORT = 12345, 9004
+ENGINE_PORT, EVENTS_PORT, REPLAY_PORT = 8100, 5557, 5558
+CONDUCTOR_PORT, CONDUCTOR_WEB_PORT = 8400, 13333
+GATEWAY_PORT, GATEWAY_WEB_PORT = 8000, 8001
+
+
+@dataclass(frozen=True)
+class DeploySettings:
+    """Write the files that start a cluster in containers: for compose, Kubernetes, Prometheus and Grafana."""
+
+    out: Path = Path("deploy")
+    "Folder to write to; files of the same names are replaced."
+
+    image: Annotated[str, Meta(pattern=IMAGE)] = f"mooncake:{mooncake.__version__}"
+    "Image of all roles (`deploy/Containerfile`)."
+
+    vllm_image: Annotated[str, Meta(pattern=IMAGE)] = f"mooncake-vllm:{mooncake.__version__}"
+    "Image of vLLM with this package in it (the stage `vllm` of that file)."
+
+    namespace: Annotated[str, Meta(pattern=NAME)] = "mooncake"
+    "Namespace in Kubernetes."
+
+    model: Annotated[str, Meta(pattern="^/models/[^\\s]+$")] = "/models/model"
+    "Folder of the model in the containers, below `/models`."
+
+    served_model_name: str = ""
+    "The model's name in the API; empty takes the last part of `model`."
+
+    models_path: Annotated[str, Meta(pattern="^/")] = "/srv/models"
+    "Folder of the host that compose mounts as `/models`."
+
+    models_claim: Annotated[str, Meta(pattern=NAME)] = "models"
+    "Persistent volume claim that Kubernetes mounts as `/models`; many pods read it."
+
+    masters: Annotated[int, Meta(ge=1, le=9)] = 3
+    "Number of masters, one of which leads."
+
+    nodes: Annotated[int, Meta(ge=1, le=64)] = 2
+    "Nodes of the store in compose; in Kubernetes each host with the label `mooncake/node=true` runs one."
+
+    prefill: Annotated[int, Meta(ge=1, le=64)] = 2
+    "Prefill instances to start with."
+
+    max_prefill: Annotated[int, Meta(ge=1, le=64)] = 8
+    "Most prefill instances that Kubernetes scales to."
+
+    decode: Annotated[int, Meta(ge=1, le=64)] = 2
+    "Decode instances to start with."
+
+    max_decode: Annotated[int, Meta(ge=1, le=64)] = 8
+    "Most decode instances that Kubernetes scales to."
+
+    stages: Annotated[int, Meta(ge=1, le=64)] = 1
+    "Pods of a prefill instance of our workers, with some layers each; beyond 1 for LeaderWorkerSets only."
+
+    gpus: Annotated[int, Meta(ge=0, le=16)] = 1
+    "GPUs of each pod that computes; 0 computes on the CPU."
+
+    pool_size_bytes: Annotated[int, Size, Meta(ge=1 << 20)] = 64 << 30
+    "Memory that each node contributes to the store."
+
+    kv_cache_size_bytes: Annotated[int, Size, Meta(ge=1 << 20)] = 8 << 30
+    "Memory of each of our workers for its own KV blocks."
+
+    worker_memory_bytes: Annotated[int, Size, Meta(ge=1 << 20)] = 64 << 30
+    "Main memory of each pod that computes, with the model where there is no GPU."
+
+    ssd_path: Annotated[str, Meta(pattern="^(/.*)?$")] = ""
+    "Folder on each node's host for the SSD tier; empty: none."
+
+    ssd_size_bytes: Annotated[int, Size, Meta(ge=0)] = 0
+    "Capacity of that tier."
+
+    host_network: bool = False
+    "Nodes and engines use their host's network, which shared memory between pods and RDMA need."
+
+    make_secrets: bool = False
+    "Also create the credentials that the folder `secrets` lacks; existing ones stay."
+
+    def __post_init__(self) -> None:
+        for name in ("prefill", "decode"):
+            if getattr(self, name) > getattr(self, f"max_{name}"):
+                raise InvalidArgument(name, getattr(self, name), f"at most max_{name}")
+        if bool(self.ssd_path) != bool(self.ssd_size_bytes):
+            raise InvalidArgument("ssd_size", self.ssd_size_bytes, "more than 0 with ssd_path, and 0 without")
+
+    @property
+    def model_name(self) -> str:
+        """Name of the model for clients."""
+        return self.served_model_name or self.model.rstrip("/").rpartition("/")[2]
+
+
+@dataclass(frozen=True)
+class Addresses:
+    """Where a program and the others run; ``kubernetes.py`` and ``compose.py`` make it.
+
+    A value may contain ``$(NAME)``, which Kubernetes replaces by a variable of the container.
+    """
+
+    listens_on: str
+    own_name: str
+    """Name at which others reach the container itself."""
+    masters: str
+    """Addresses of all masters, with commas between them."""
+    election: str
+    """Service of the election; empty where there is one master."""
+    conductor: str
+    prefill: tuple[str, ...]
+    """Addresses of all prefill instances that there may be, and of ..."""
+    decode: tuple[str, ...]
+
+
+@dataclass(frozen=True)
+class Program:
+    """What runs in a container. ``ports`` by name; ``web``: scheme of the metrics, and their port's name."""
+
+    role: str
+    command: tuple[str, ...]
+    ports: Mapping[str, int]
+    image: str
+    web: tuple[str, str]
+    environment: Mapping[str, str]
+
+    @property
+    def computes(self) -> bool:
+        """Whether it reads the model's weights."""
+        return self.role in ("prefill", "decode")
+
+
+def master(settings: DeploySettings, place: Addresses) -> Program:
+    """A master, with a log that outlives its container."""
+    command = _mooncake("master", "--host", place.listens_on, "--port", MASTER_PORT)
+    command += ["--advertise", f"{place.own_name}:{MASTER_PORT}", "--metrics-port", str(MASTER_WEB_PORT)]
+    command += ["--oplog", "/var/lib/mooncake/master.oplog"]
+    if place.election:
+        # An API server or an etcd that elects may take seconds for its own failover.
+        command += ["--election", place.election, "--election-lease-s", "10"]
+    else:
+        command += ["--kv-events-endpoint", f"tcp://*:{EVENTS_PORT}"]
+        command += ["--kv-events-replay-endpoint", f"tcp://*:{REPLAY_PORT}"]
+    ports = {"rpc": MASTER_PORT, "web": MASTER_WEB_PORT}
+    if not place.election:
+        ports |= {"events": EVENTS_PORT, "replay": REPLAY_PORT}
+    return _program("master", command, ports, settings.image, ("https", "web"))
+
+
+def node(settings: DeploySettings, place: Addresses) -> Program:
+    """A node of the store."""
+    command = _mooncake("node", "--master", place.masters, "--host", place.listens_on, "--port", NODE_PORT)
+    command += ["--advertise-host", place.own_name, "--metrics-port", str(NODE_WEB_PORT)]
+    command += ["--pool-size", format_size(settings.pool_size_bytes), "--no-accept-root-fs-dir"]
+    if settings.ssd_path:
+        command += ["--ssd-path", "/ssd", "--ssd-size", format_size(settings.ssd_size_bytes)]
+    return _program(
+        "node", command, {"data": NODE_PORT, "web": NODE_WEB_PORT}, settings.image, ("https", "web")
+    )
+
+
+def worker(settings: DeploySettings, place: Addresses, role: str, stage: int | None = None) -> Program:
+    """One of our workers; ``stage``: of a group of several, None where a worker has the whole model.
+
+    The first stage knows the others by the names that a LeaderWorkerSet gives to its pods.
+    """
+    command = _mooncake("worker", "--role", role, "--model", settings.model)
+    command += ["--served-model-name", settings.model_name, "--host", place.listens_on]
+    command += ["--port", str(ENGINE_PORT), "--master", place.masters]
+    command += ["--kv-cache-size", format_size(settings.kv_cache_size_bytes)]
+    command += ["--device", "auto"]
+    if stage == 0:
+        for number in range(1, settings.stages):
+            command += ["--pipeline-peers", f"$(POD_NAME)-{number}.{role}:{ENGINE_PORT}"]
+    elif stage is not None:
+        command += ["--pipeline-stage", "$(LWS_WORKER_INDEX)", "--pipeline-stages", str(settings.stages)]
+    if not stage:
+        command += ["--kv-events-port", str(EVENTS_PORT)]
+    return _program(role, command, {"http": ENGINE_PORT}, settings.image, ("https", "http"))
+
+
+def vllm(settings: DeploySettings, place: Addresses, role: str) -> Program:
+    """A server of vLLM whose blocks go to the pool and come from it."""
+    transfer = {
+        "kv_connector": "MooncakeStoreConnector",
+        "kv_role": "kv_producer" if role == "prefill" else "kv_consumer",
+        "kv_connector_extra_config": {
+            "mooncake_store_addr": place.masters,
+            "local_hostname": place.own_name,
+        },
+    }
+    events = {
+        "enable_kv_cache_events": True,
+        "publisher": "zmq",
+        "endpoint": f"tcp://*:{EVENTS_PORT}",
+        "replay_endpoint": f"tcp://*:{REPLAY_PORT}",
+    }
+    command = ["vllm", "serve", settings.model, "--served-model-name", settings.model_name]
+    command += ["--host", place.listens_on, "--port", str(ENGINE_PORT), "--enable-prompt-tokens-details"]
+    command += ["--tensor-parallel-size", str(max(1, settings.gpus))]
+    command += ["--kv-transfer-config", json.dumps(transfer), "--kv-events-config", json.dumps(events)]
+    files = {
+        "MOONCAKE_SECURITY_TLS_CERT": f"{CREDENTIALS}/node.pem",
+        "MOONCAKE_SECURITY_TLS_KEY": f"{CREDENTIALS}/node.key",
+        "MOONCAKE_SECURITY_TLS_CA": f"{CREDENTIALS}/ca.pem",
+    }
+    return Program(
+        role, tuple(command), {"http": ENGINE_PORT}, settings.vllm_image, ("http", "http"), _home(files)
+    )
+
+
+def conductor(settings: DeploySettings, place: Addresses, engine: str) -> Program:
+    """The conductor for instances of ``engine``: ``workers`` or ``vllm``."""
+    command = _mooncake("conductor", "--host", place.listens_on, "--port", CONDUCTOR_PORT)
+    command += ["--http-port", str(CONDUCTOR_WEB_PORT)]
+    if not place.election:
+        leader = place.masters.partition(":")[0]
+        command += ["--pool-events", f"tcp://{leader}:{EVENTS_PORT}"]
+        command += ["--pool-events-replay", f"tcp://{leader}:{REPLAY_PORT}"]
+    if engine == "vllm":
+        command += ["--plain-engines", "--engines-share-blocks"]
+    ports = {"rpc": CONDUCTOR_PORT, "web": CONDUCTOR_WEB_PORT}
+    return _program("conductor", command, ports, settings.image, ("https", "web"))
+
+
+def gateway(settings: DeploySettings, place: Addresses, engine: str) -> Program:
+    """The gateway, with every instance that there may be: it probes those that do not exist yet."""
+    command = _mooncake("gateway", "--host", place.listens_on, "--port", GATEWAY_PORT)
+    command += ["--model", settings.model, "--served-model-name", settings.model_name]
+    command += ["--conductor", place.conductor, "--api-keys-file", CLIENTS_FILE]
+    command += ["--metrics-host", place.listens_on, "--metrics-port", str(GATEWAY_WEB_PORT)]
+    command += ["--protocol", "pool" if engine == "vllm" else "workers"]
+    for flag, instances in (("--prefill", place.prefill), ("--decode", place.decode)):
+        for instance in instances:
+            command += [flag, instance]
+    ports = {"https": GATEWAY_PORT, "web": GATEWAY_WEB_PORT}
+    return _program("gateway", command, ports, settings.image, ("http", "web"))
+
+
+def _mooncake(role: str, *words: object) -> list[str]:
+    return ["mooncake", role, *map(str, words)]
+
+
+def _program(
+    role: str, command: Sequence[str], ports: Mapping[str, int], image: str, web: tuple[str, str]
+) -> Program:
+    files = ["--tls-cert", f"{CREDENTIALS}/node.pem", "--tls-key", f"{CREDENTIALS}/node.key"]
+    files += ["--tls-ca", f"{CREDENTIALS}/ca.pem", "--log-format", "json"]
+    return Program(role, (*command, *files), ports, image, web, _home({}))
+
+
+def _home(environment: Mapping[str, str]) -> dict[str, str]:
+    """``/tmp`` is the only folder beside their volumes that programs may write to."""
+    return {"HOME": "/tmp", **environment}
+
+
+def render(given: Invocation) -> None:
+    """The entry point of ``mooncake deploy render``.
+
+    Raises:
+        InvalidArgument: the folder can't be written.
+    """
+    settings = given.settings
+    assert isinstance(settings, DeploySettings)
+    try:
+        for path, text in files_of(settings).items():
+            file = settings.out / path
+            file.parent.mkdir(parents=True, exist_ok=True)
+            fresh = file.with_name(f"{file.name}.new")
+            fresh.write_text(text)
+            fresh.replace(file)
+            print(file)
+        if settings.make_secrets:
+            for file in make_credentials(settings.out / SECRETS):
+                print(file)
+    except OSError as error:
+        raise InvalidArgument("out", str(settings.out), f"a folder to write to ({error})") from error
+
+
+def files_of(settings: DeploySettings) -> dict[str, str]:
+    """Every file with its text, by path below the folder."""
+    from mooncake.cli import boards, compose, kubernetes  # here, as they describe the programs above
+
+    found: dict[str, Any] = {}
+    found |= boards.files(settings)
+    found |= compose.files(settings)
+    found |= kubernetes.files(settings)
+    return {path: _text(path, content) for path, content in sorted(found.items())}
+
+
+def _text(path: str, content: Any) -> str:
+    """The text of a file: a text as it is; an object, or a list of them, as YAML or JSON."""
+    if isinstance(content, str):
+        return content
+    if path.endswith(".json"):
+        return json.dumps(content, indent=1) + "\n"
+    many = content if isinstance(content, list) else [content]
+    return HEADING + yaml.dump_all(many, Dumper=_Dumper, sort_keys=False, width=105, allow_unicode=True)
+
+
+class _Dumper(yaml.SafeDumper):
+    """YAML without references, which Kubernetes' tools read but people do not."""
+
+    def ignore_aliases(self, data: Any) -> bool:
+        return True
+
+
+def _text_of(dumper: yaml.SafeDumper, text: str) -> yaml.ScalarNode:
+    return dumper.represent_scalar("tag:yaml.org,2002:str", text, style="|" if "\n" in text else None)
+
+
+_Dumper.add_representer(str, _text_of)
+
+
+def make_credentials(folder: Path) -> list[Path]:
+    """Create what ``folder`` lacks: certificates, the operators' key, and a key of one client.
+
+    Returns the files that were created. All are of mode 0600 and the folder of 0700.
+    """
+    folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+    made: list[Path] = []
+    if not (folder / "node.pem").exists():
+        made += make(CertsSettings(folder=folder, name="node"))
+    if not (folder / "prometheus.pem").exists():
+        made += make(CertsSettings(folder=folder, name="prometheus", role="admin"))
+    key, environment = folder / "admin.key", folder / "admin.env"
+    if not key.exists():
+        made += [_secret(key, secrets.token_urlsafe(24))]
+    if not environment.exists():
+        made += [_secret(environment, f"ADMIN_API_KEY={key.read_text()}\n")]
+    clients = folder / "clients.toml"
+    if not clients.exists():
+        entry = f'[[keys]]\nname = "first"\nkey = "sk-{secrets.token_urlsafe(24)}"\n'
+        made += [_secret(clients, entry)]
+    return made
+
+
+def _secret(file: Path, text: str) -> Path:
+    with open(os.open(file, os.O_CREAT | os.O_EXCL | os.O_WRONLY, 0o600), "w") as opened:
+        opened.write(text)
+    return file

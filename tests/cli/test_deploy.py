@@ -1,0 +1,295 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Rendered files: the repository has what the code writes, and every tool that reads them accepts them."""
+
+from __future__ import annotations
+
+import re
+import shutil
+import stat
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+
+from mooncake import config
+from mooncake.cli import boards
+from mooncake.cli.commands import COMMANDS
+from mooncake.cli.deploy import DeploySettings, files_of, make_credentials
+from mooncake.errors import InvalidArgument
+from tests import kustomize, reference_docs
+
+ROOT = Path(__file__).parent.parent.parent
+OVERLAYS = ("workers-lws", "workers-rbg", "vllm-lws", "vllm-rbg")
+KINDS_OF_OTHERS = {"LeaderWorkerSet", "RoleBasedGroup", "ServiceMonitor", "PrometheusRule"}
+VERSIONS = ("1.29.0", "1.32.0", "1.34.0")
+VARIANTS = {
+    "default": DeploySettings(),
+    "one master, no GPU": DeploySettings(masters=1, gpus=0, prefill=1, decode=1, max_prefill=1, max_decode=1),
+    "stages": DeploySettings(stages=3),
+    "hosts": DeploySettings(host_network=True, ssd_path="/mnt/nvme", ssd_size_bytes=1 << 40),
+}
+
+
+def written(settings: DeploySettings, folder: Path) -> Path:
+    for path, text in files_of(settings).items():
+        (folder / path).parent.mkdir(parents=True, exist_ok=True)
+        (folder / path).write_text(text)
+    return folder
+
+
+@pytest.fixture(params=VARIANTS)
+def rendered(request: pytest.FixtureRequest, tmp_path: Path) -> Path:
+    return written(VARIANTS[request.param], tmp_path)
+
+
+def pods(objects: list[Any]) -> list[Any]:
+    """Every template of a pod in ``objects``, wherever it stands."""
+    found: list[Any] = []
+
+    def search(value: Any) -> None:
+        if isinstance(value, dict):
+            if "containers" in value.get("spec", {}):
+                found.append(value)
+            for inner in value.values():
+                search(inner)
+        elif isinstance(value, list):
+            for inner in value:
+                search(inner)
+
+    search(objects)
+    return found
+
+
+def test_the_repository_has_what_the_defaults_render() -> None:
+    expected = files_of(DeploySettings())
+    for path, text in expected.items():
+        assert (ROOT / "deploy" / path).read_text() == text, (
+            f"deploy/{path} differs; run `mooncake deploy render`"
+        )
+    ours = {"Containerfile", ".gitignore"}
+    found = {
+        str(path.relative_to(ROOT / "deploy")) for path in (ROOT / "deploy").rglob("*") if path.is_file()
+    }
+    others = {path for path in found if not path.startswith("secrets/")} - expected.keys() - ours
+    assert not others, "files that no setting renders"
+
+
+def test_overlays_are_built_and_valid(rendered: Path) -> None:
+    """Objects against the schemas of Kubernetes, strictly; templates of pods in objects of others as pods."""
+    validator = pytest.importorskip("kubernetes_validate", reason="kubernetes-validate is not installed")
+    built = sorted((rendered / "kubernetes" / "overlays").iterdir())
+    assert {path.name for path in built} <= set(OVERLAYS) and len(built) >= 3
+    for overlay in built:
+        objects = kustomize.build(overlay)
+        for version in VERSIONS:
+            for one in objects:
+                if one["kind"] not in KINDS_OF_OTHERS:
+                    validator.validate(one, version, strict=True)
+            for template in pods(objects):
+                pod = {**template, "apiVersion": "v1", "kind": "Pod"}
+                validator.validate(pod, version, strict=True)
+
+
+def test_objects_refer_to_each_other(rendered: Path) -> None:
+    for overlay in sorted((rendered / "kubernetes" / "overlays").iterdir()):
+        objects = kustomize.build(overlay)
+        labels = [template["metadata"]["labels"] for template in pods(objects)]
+        names = {(one["kind"], one["metadata"]["name"]) for one in objects}
+        secrets = yaml.safe_load((rendered / "secrets" / "kustomization.yaml").read_text())["secretGenerator"]
+        known = {one["name"] for one in secrets}
+        for one in objects:
+            spec = one.get("spec", {})
+            selector = spec.get("selector", {})
+            wanted = selector.get("matchLabels", selector if one["kind"] == "Service" else None)
+            wanted = wanted or spec.get("podSelector", {}).get("matchLabels")
+            if wanted:
+                assert any(wanted.items() <= one_pod.items() for one_pod in labels), one["metadata"]
+            if one["kind"] == "HorizontalPodAutoscaler" and spec["scaleTargetRef"]["kind"] in (
+                "Deployment",
+                "LeaderWorkerSet",
+            ):
+                assert (spec["scaleTargetRef"]["kind"], spec["scaleTargetRef"]["name"]) in names
+        for text in re.findall(r"'secretName': '([^']+)'", str(objects)):
+            assert text in known
+        leases = {name for kind, name in names if kind == "Lease"}
+        elections = set(re.findall(r"k8s://mooncake/([a-z]+)", str(objects)))
+        assert elections == leases
+
+
+def test_pods_have_no_rights(rendered: Path) -> None:
+    for overlay in sorted((rendered / "kubernetes" / "overlays").iterdir()):
+        for template in pods(kustomize.build(overlay)):
+            spec, role = template["spec"], template["metadata"]["labels"]["app.kubernetes.io/component"]
+            assert spec["securityContext"]["runAsNonRoot"] and spec["securityContext"]["runAsUser"] > 0
+            assert role == "master" or not spec["automountServiceAccountToken"]
+            for container in [*spec["containers"], *spec.get("initContainers", [])]:
+                confined = container["securityContext"]
+                assert not confined["allowPrivilegeEscalation"] and confined["readOnlyRootFilesystem"]
+                assert confined["capabilities"] == {"drop": ["ALL"]}
+                assert "memory" in container["resources"]["limits"]
+
+
+def test_every_role_s_flags_exist(rendered: Path) -> None:
+    """Every argument of ours is a flag of its role with a value that the role accepts."""
+    commands = {command.name: command for command in COMMANDS}
+    containers = [
+        container
+        for overlay in sorted((rendered / "kubernetes" / "overlays").iterdir())
+        for template in pods(kustomize.build(overlay))
+        for container in template["spec"]["containers"]
+    ]
+    lines = [[*one["command"], *one["args"]] for one in containers]
+    services = yaml.safe_load((rendered / "compose.yaml").read_text())["services"]
+    lines += [one["command"] for one in services.values() if one.get("command", [""])[0] == "mooncake"]
+    assert len(lines) > 20
+    checked = 0
+    for program, role, *words in lines:
+        if program != "mooncake":
+            assert (program, role) == ("vllm", "serve")
+            continue
+        settings_class = commands[role].settings_class()
+        known = {option.flag: option for option in config.options(settings_class)}
+        flags: dict[str, Any] = {}
+        at = 0
+        while at < len(words):
+            flag, value = words[at], words[at + 1] if at + 1 < len(words) else ""
+            if flag.startswith(("--tls-", "--log-")):
+                at += 2
+            elif flag.startswith("--no-"):
+                flags[known["--" + flag.removeprefix("--no-")].field] = False
+                at += 1
+            elif value.startswith("--") or not value:
+                flags[known[flag].field] = True
+                at += 1
+            else:
+                option = known[flag]
+                value = value.replace("$(LWS_WORKER_INDEX)", "1")
+                flags[option.field] = [*flags.get(option.field, []), value] if option.takes_many else value
+                at += 2
+        config.load(settings_class, flags, {})
+        checked += 1
+    assert checked > 20
+
+
+def test_compose_is_whole(rendered: Path) -> None:
+    content = yaml.safe_load((rendered / "compose.yaml").read_text())
+    services = content["services"]
+    secrets = {path.name for path in make_credentials(rendered / "secrets")}
+    for name, service in services.items():
+        for needed in service.get("depends_on", []):
+            assert needed in services, f"{name} needs {needed}"
+            if isinstance(service["depends_on"], dict):
+                assert "healthcheck" in services[needed]
+        for mount in service["volumes"]:
+            if isinstance(mount, str):
+                assert mount.partition(":")[0] in content["volumes"]
+            elif mount["source"].startswith("./"):
+                path = rendered / mount["source"]
+                assert path.exists(), f"{name} mounts {path}"
+                assert path.parent.name != "secrets" or path.name in secrets
+        assert all(port.startswith("127.0.0.1:") for port in service.get("ports", [])) or name == "gateway"
+        # What compose would replace: only the two variables that have a default.
+        for variable in re.findall(r"\$\S*", str(service)):
+            assert variable.startswith(("${MOONCAKE_USER:-", "${MOONCAKE_MODELS:-")), variable
+    others = yaml.safe_load((rendered / "compose.gpu.yaml").read_text())["services"]
+    assert others.keys() <= services.keys() and len(others) >= 2
+
+
+def test_promtool_accepts_rules_and_configuration(rendered: Path) -> None:
+    if shutil.which("promtool") is None:
+        pytest.skip("promtool is not installed, so rules were NOT TESTED; run scripts/install-servers")
+    for words in (["rules", "rules.yaml"], ["config", "--syntax-only", "prometheus.yaml"]):
+        command = ["promtool", "check", *words]
+        done = subprocess.run(
+            command, cwd=rendered / "monitoring", capture_output=True, text=True, timeout=60
+        )
+        assert done.returncode == 0, done.stdout + done.stderr
+
+
+def test_queries_name_metrics_that_exist() -> None:
+    suffix = {"histogram": ("_bucket", "_sum", "_count"), "counter": ("",), "gauge": ("",)}
+    known = {
+        metric.name + end: set(metric.labels)
+        for metric in reference_docs.metrics()
+        for end in suffix[metric.kind]
+    }
+    known["up"] = set()
+    for query in boards.queries():
+        names = metric_names(query)
+        assert names, query
+        for name in names:
+            assert name in known, f"{name} of {query}"
+        labels = {label for name in names for label in known[name]} | {"le"}
+        for group in re.findall(r"by \(([^)]*)\)", query):
+            assert {label.strip() for label in group.split(",")} <= labels, query
+        for label in re.findall(r"{(\w+)=", query):
+            assert label in labels, query
+
+
+def metric_names(query: str) -> set[str]:
+    """Names of metrics in a PromQL expression."""
+    text = re.sub(r'"[^"]*"|{[^}]*}|\[[^\]]*\]|by \([^)]*\)', " ", query)
+    words = re.findall(r"[a-zA-Z_][\w:]*(?!\w|\s*\()", text)
+    return {word for word in words if not re.search(rf"{re.escape(word)}\s*\(", text)} - {
+        "and",
+        "or",
+        "unless",
+    }
+
+
+def test_credentials_are_private_and_kept(tmp_path: Path) -> None:
+    folder = tmp_path / "secrets"
+    made = make_credentials(folder)
+    assert stat.S_IMODE(folder.stat().st_mode) == 0o700
+    for path in made:
+        assert path.suffix == ".pem" or stat.S_IMODE(path.stat().st_mode) == 0o600, path
+    before = {path: path.read_bytes() for path in made}
+    (folder / "admin.env").unlink()
+    assert make_credentials(folder) == [folder / "admin.env"]
+    assert {path: path.read_bytes() for path in made} == before
+
+
+@pytest.mark.parametrize(
+    ("fields", "field"),
+    [
+        ({"prefill": 9}, "prefill"),
+        ({"ssd_path": "/ssd"}, "ssd_size"),
+        ({"ssd_size_bytes": 1}, "ssd_size"),
+    ],
+)
+def test_settings_that_contradict_each_other_are_named(fields: dict[str, Any], field: str) -> None:
+    with pytest.raises(InvalidArgument, match=field):
+        DeploySettings(**fields)
+
+
+@pytest.mark.parametrize(
+    "flags",
+    [
+        {"model": "/models/a b"},
+        {"model": "/etc"},
+        {"image": "a\nb"},
+        {"namespace": "Mooncake"},
+        {"models_path": "relative"},
+    ],
+)
+def test_values_that_would_change_a_manifest_s_meaning_are_refused(flags: dict[str, str]) -> None:
+    with pytest.raises(InvalidArgument, match=next(iter(flags))):
+        config.load(DeploySettings, flags, {})
+
+
+def test_the_command_writes_from_one_file_of_settings(tmp_path: Path) -> None:
+    (tmp_path / "m.toml").write_text('[deploy]\nmasters = 1\nnodes = 3\nimage = "here/mooncake:1"\n')
+    command = [sys.executable, "-m", "mooncake", "deploy", "render", "--config", str(tmp_path / "m.toml")]
+    command += ["--model", "/models/small", "--nodes", "4", "--out", str(tmp_path / "out"), "--make-secrets"]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=120)
+    assert done.returncode == 0, done.stderr
+    services = yaml.safe_load((tmp_path / "out" / "compose.yaml").read_text())["services"]
+    assert services["gateway"]["image"] == "here/mooncake:1"
+    assert "/models/small" in services["prefill-0"]["command"]
+    assert len([name for name in services if name.startswith("node-")]) == 4, "a flag beats the file"
+    assert (tmp_path / "out" / "secrets" / "node.key").exists()
+    shown = done.stdout
+    assert "compose.yaml" in shown and (tmp_path / "out/secrets/admin.key").read_text() not in shown
