@@ -21,8 +21,10 @@ READY_WITHIN_S = 120.0
 class Program(OpenAiServer):
     """``mooncake`` with these arguments, on a port of its own, until it is ended."""
 
-    def __init__(self, folder: Path, *words: str) -> None:
-        (port,) = free_ports("127.0.0.1", 1, Random())
+    def __init__(self, folder: Path, *words: str, port: int = 0) -> None:
+        """``port`` 0 takes a free one."""
+        if not port:
+            (port,) = free_ports("127.0.0.1", 1, Random())
         self.address = f"127.0.0.1:{port}"
         log = folder / f"{port}.log"
         command = [sys.executable, "-m", "mooncake", *words, "--port", str(port)]
@@ -44,8 +46,8 @@ def programs(folder: Path) -> Iterator[Callable[..., Program]]:
     """A fixture that starts programs by their arguments, and ends them all."""
     with contextlib.ExitStack() as stack:
 
-        def start(*words: str) -> Program:
-            started = Program(folder, *words)
+        def start(*words: str, port: int = 0) -> Program:
+            started = Program(folder, *words, port=port)
             stack.callback(started.process.wait, READY_WITHIN_S)
             stack.callback(started.process.kill)
             return started

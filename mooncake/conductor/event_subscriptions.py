@@ -65,6 +65,7 @@ _unjudged = Counter(
 )
 
 REPLAY_TIMEOUT_S = 3.0
+_BATCHES_PER_TURN = 16
 
 
 class EventSource(msgspec.Struct, frozen=True):
@@ -303,15 +304,18 @@ async def _catch_up(
         dealer.setsockopt(zmq.LINGER, 0)
         dealer.connect(source.replay_endpoint)
         await dealer.send_multipart([b"", reader.next_sequence.to_bytes(8, "big")])
-        while True:
-            async with asyncio.timeout(REPLAY_TIMEOUT_S):
-                frames = await dealer.recv_multipart()
+        for number in itertools.count(1):
+            # Polled twice, because the loop may have been busy all that time with what is there to be read.
+            if not (await dealer.poll(int(REPLAY_TIMEOUT_S * 1000)) or await dealer.poll(0)):
+                log.warning("kv_event_replay_timed_out", endpoint=source.replay_endpoint)
+                return
+            frames = await dealer.recv_multipart()
             sequence = int.from_bytes(frames[-2], "big", signed=True)
             if sequence < 0:
                 return
             _post_all(post, reader.read(sequence, frames[-1]))
-    except TimeoutError:
-        log.warning("kv_event_replay_timed_out", endpoint=source.replay_endpoint)
+            if not number % _BATCHES_PER_TURN:
+                await asyncio.sleep(0)  # reading what is there does not yield, and a replay has thousands
     finally:
         dealer.close()
 
