@@ -18,6 +18,7 @@ import json
 import os
 import secrets
 import signal
+import socket
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -34,10 +35,11 @@ from mooncake.cli.processes import Processes, RolePlan
 from mooncake.cli.role_host import Report, RoleHost
 from mooncake.cli.supervisor import RoleExited, RoleReady, RoleState
 from mooncake.errors import InvalidArgument, Unavailable
+from mooncake.rpc.client import split_address
 from mooncake.security import SecuritySettings, check_address
 
 RESERVED_WITHIN_S = 60.0
-"""How long Ray may take to reserve the resources of all roles."""
+"""How long Ray may take to reserve the resources of all roles, and then to start an actor."""
 NODE_CPUS = 0.01
 """A node daemon does almost nothing; a bundle must have some resource."""
 RETRY_S = 0.5
@@ -71,6 +73,7 @@ class RayCluster:
 
     Raises:
         Unavailable: there is no such cluster, or its head does not answer.
+        InvalidArgument: the address is neither ``auto`` nor ``host:port``.
     """
 
     def __init__(
@@ -79,17 +82,20 @@ class RayCluster:
         self._security = security
         self._resources = resources
         self._groups: list[Any] = []
+        self._last_failure: dict[str, str] = {}
         self.actors: dict[str, Any] = {}
         self.num_ports: dict[str, int] = {}
         self.places: dict[str, RolePlace] = {}
         try:
+            if address != "auto":  # Ray itself would try for minutes
+                socket.create_connection(split_address(address), CALL_TIMEOUT_S).close()
             ray.init(
                 address=address,
                 namespace=f"mooncake-{secrets.token_hex(4)}",
                 log_to_driver=False,
                 logging_level="WARNING",
             )
-        except (ConnectionError, RayError, RuntimeError, ValueError) as error:
+        except (OSError, RayError, RuntimeError, ValueError) as error:
             raise Unavailable(
                 f"no Ray cluster answers at {address} ({error}); start one with `ray start --head`, or name "
                 "its head with --ray-address"
@@ -117,7 +123,7 @@ class RayCluster:
         ``roles``: of each its name, its kind, and the number of its ports.
 
         Raises:
-            Unavailable: Ray has no room for them.
+            Unavailable: Ray has no room for them, or can't start their actors.
             InvalidArgument: a host can't run our roles; without a credential, other hosts could reach them.
         """
         nodes = [{"CPU": NODE_CPUS} for _, kind, _ in roles if kind == "node"]
@@ -129,7 +135,15 @@ class RayCluster:
             self.num_ports[name] = num_ports
             self.actors[name] = self._create(name, kind, bundles)
         for name in self.actors:
-            report = await self.place(name)
+            try:
+                async with asyncio.timeout(RESERVED_WITHIN_S):
+                    report = await self.place(name)
+            except TimeoutError as error:
+                reason = self._last_failure.get(name, "Ray has not started it")
+                raise Unavailable(
+                    f"the actor of {name} does not run after {RESERVED_WITHIN_S:.0f} s ({reason}); every "
+                    f"host of the Ray cluster needs mooncake {mooncake.__version__} with the extra `ray`"
+                ) from error
             if report.refusal:
                 raise InvalidArgument("--on", "ray", f"hosts that can run our roles ({report.refusal})")
             self.places[name] = report.place
@@ -181,7 +195,8 @@ class RayCluster:
                     self._security,
                     mooncake.__version__,
                 )
-            except RayActorError:
+            except RayActorError as error:
+                self._last_failure[name] = str(error).strip().splitlines()[-1][:500]
                 await asyncio.sleep(RETRY_S)
                 continue
             now_taken = {port for other, one in self.places.items() if other != name for port in one.ports}

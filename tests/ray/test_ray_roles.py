@@ -20,6 +20,7 @@ from mooncake.cli.ports import RolePlace
 from mooncake.cli.processes import HttpCheck, RolePlan
 from mooncake.cli.role_host import RoleHost
 from mooncake.cli.supervisor import RoleSpec, RoleState
+from mooncake.errors import InvalidArgument, Unavailable
 from mooncake.security import SecuritySettings
 
 if TYPE_CHECKING:
@@ -86,6 +87,8 @@ class World:
         class LocalCluster(ray_roles.RayCluster):
             def __init__(self) -> None:
                 self._security = SecuritySettings()
+                self._resources, self._last_failure = {}, {}
+                self._groups = []
                 self.actors = {name: LocalActor(name, folder) for name in "abc"}
                 self.num_ports = {"a": 1, "b": 1, "c": 2}
                 self.places = {}
@@ -204,3 +207,34 @@ async def test_stopping_ends_every_process(world: World) -> None:
     assert await world.end() == 0
     assert [child.poll() for child in children] == [0, 0, 0]
     assert {actor.num_lives for actor in world.cluster.actors.values()} == {1}
+
+
+def test_an_address_without_a_ray_cluster_is_reported_at_once() -> None:
+    from mooncake.cli.ray_roles import RayCluster
+
+    with pytest.raises(Unavailable, match=r"127\.0\.0\.1:1 .*ray start --head"):
+        RayCluster("127.0.0.1:1", SecuritySettings(), {})
+    with pytest.raises(InvalidArgument, match="host:port"):
+        RayCluster("head", SecuritySettings(), {})
+
+
+async def test_an_actor_that_does_not_start_is_no_endless_wait(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from ray.exceptions import RayActorError
+
+    from mooncake.cli import ray_roles
+
+    class NeverStarts:
+        class place:
+            @staticmethod
+            async def remote(*arguments: object) -> None:
+                raise RayActorError(error_msg="No module named 'mooncake'")
+
+    world = World(tmp_path, monkeypatch)
+    monkeypatch.setattr(ray_roles, "RESERVED_WITHIN_S", 2.0)
+    monkeypatch.setattr(world.cluster, "_reserve", lambda *arguments: None)
+    monkeypatch.setattr(world.cluster, "_create", lambda *arguments: NeverStarts)
+    monkeypatch.setattr(world.cluster, "actors", {})
+    with pytest.raises(Unavailable, match=r"actor of a .*No module named 'mooncake'"):
+        await world.cluster.place_all([("a", "control", 1)])
