@@ -294,6 +294,7 @@ class RayRoles(Processes):
         self._driver.post(RoleExited(name, status))
 
     async def _start_and_wait(self, name: str) -> int:
+        self._log_starts[name] = self._log_size(name)
         await self._find_place(name)
         actor, plan = self._cluster.actors[name], self.plans[name]
         self._started_as[name] = self._named(plan)
@@ -315,6 +316,10 @@ class RayRoles(Processes):
         finally:
             probing.cancel()
             copying.cancel()
+
+    def _log_size(self, name: str) -> int:
+        path = self.log_path(name)
+        return path.stat().st_size if path.exists() else 0
 
     async def _find_place(self, name: str) -> None:
         """Learn where the role's actor is now, and what follows from a new address.
@@ -355,8 +360,7 @@ class RayRoles(Processes):
 
     async def _copy_log(self, name: str) -> None:
         """Append the role's log to the copy here until the role has ended."""
-        offset = 0
-        self._log_starts[name] = path.stat().st_size if (path := self.log_path(name)).exists() else 0
+        offset, path = 0, self.log_path(name)
         with contextlib.suppress(RayError):
             while True:
                 part: bytes | None = await self._cluster.actors[name].log.remote(offset)
