@@ -1,15 +1,43 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Ports for a cluster on one host: whether a given one is free, and which others are."""
+"""Addresses of a cluster's roles: whether a given port is free, and which others are."""
 
 from __future__ import annotations
 
 import errno
 import socket
 from collections.abc import Iterable
+from dataclasses import dataclass
 from pathlib import Path
 from random import Random
 
 from mooncake.errors import AddressInUse, InvalidArgument
+
+
+@dataclass(frozen=True)
+class RolePlace:
+    """Where a role listens."""
+
+    host: str
+    ports: tuple[int, ...]
+    """The port that others call, and the role's further ones."""
+
+    @property
+    def address(self) -> str:
+        return f"{self.host}:{self.ports[0]}"
+
+    def is_free(self) -> bool:
+        """Whether nothing listens there, on any address of this host."""
+        try:
+            for port in self.ports:
+                _bind(everywhere(self.host), port).close()
+        except OSError:
+            return False
+        return True
+
+
+def everywhere(host: str) -> str:
+    """The wildcard address of the family of ``host``."""
+    return "::" if ":" in host else "0.0.0.0"
 
 
 def check_free(host: str, port: int) -> None:

@@ -51,6 +51,7 @@ class HttpCheck:
     path: str
     text: str = ""
     port: int | None = None
+    host: str | None = None
     """The address, when it is not the role's own."""
     over: Literal["member", "http", "https"] = "member"
     """How to connect: as a cluster member (TLS with our certificate where the cluster has it, signed where it
@@ -69,6 +70,10 @@ class RolePlan:
     """How to check that the role serves; None when an accepted connection is enough."""
     environment: Mapping[str, str] = field(default_factory=dict)
     """Environment variables set in addition to our own."""
+    secrets: Mapping[str, str] = field(default_factory=dict, repr=False)
+    """More of them, whose values must appear in no argument, log or record."""
+    follows: tuple[str, ...] = ()
+    """Roles in its command; it can learn new addresses of these while it runs."""
 
     @property
     def name(self) -> str:
@@ -182,7 +187,7 @@ class Processes:
                 stdin=asyncio.subprocess.DEVNULL,
                 stdout=log,
                 stderr=log,
-                env={**os.environ, **plan.environment},
+                env={**os.environ, **plan.environment, **plan.secrets},
                 process_group=0,
             )
         self._children[plan.name] = child
@@ -207,7 +212,7 @@ async def is_serving(host: str, port: int, check: HttpCheck | None, caller: Http
     """Whether a role accepts connections and passes its check."""
     tls = None
     if check is not None:
-        port = check.port or port
+        host, port = check.host or host, check.port or port
         tls = {"member": caller.tls, "http": None, "https": _ANYBODYS}[check.over]
     try:
         async with asyncio.timeout(PROBE_TIMEOUT_S):

@@ -2,17 +2,18 @@
 """``mooncake up``: a whole cluster on one host, and its display.
 
 This module defines the roles: their flags, their ports, their order of starting; it is the only place that
-knows every role's flags together. ``supervisor.py`` decides when they run, ``processes.py`` runs them; ``up``
-connects these and prepares the disk. A ``StatusBoard`` shows the running cluster as a live table in a
-terminal, as plain lines anywhere else: it reads the supervisor and decides nothing. ``write_status`` is the
-same for programs: a JSON file that is replaced whole at every change. A convenience for one host and no more:
-on many hosts the same roles are started by whatever places processes there.
+knows every role's flags together. The plan of the roles is made from their addresses, so that it is the same
+on one host and on a Ray cluster. ``supervisor.py`` decides when they run, ``processes.py`` runs them here,
+``ray_roles.py`` as actors; ``up`` connects these and prepares the disk. A ``StatusBoard`` shows the running
+cluster as a live table in a terminal, as plain lines anywhere else: it reads the supervisor and decides
+nothing. ``write_status`` is the same for programs: a JSON file that is replaced whole at every change.
 """
 
 from __future__ import annotations
 
 import asyncio
 import contextlib
+import itertools
 import json
 import os
 import secrets
@@ -21,7 +22,7 @@ import ssl
 import subprocess
 import sys
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from random import Random
 from typing import TYPE_CHECKING, Annotated, Literal
@@ -33,7 +34,7 @@ from rich.table import Table
 from rich.text import Text
 
 from mooncake import clock, config
-from mooncake.cli.ports import check_free, free_ports
+from mooncake.cli.ports import RolePlace, check_free, free_ports
 from mooncake.cli.processes import HttpCheck, Processes, RolePlan
 from mooncake.cli.role_command import Invocation
 from mooncake.cli.supervisor import RoleSpec, RoleState, RoleStatus
@@ -46,6 +47,7 @@ from mooncake.security.tls_contexts import client_context
 from mooncake.types import KvTransfer
 
 if TYPE_CHECKING:
+    from mooncake.cli.ray_roles import RayCluster, RayRoles
     from mooncake.gateway.gateway import Public
 
 LARGEST_DEFAULT_POOL_BYTES = 2 << 30
@@ -107,6 +109,21 @@ class UpSettings:
     json_status: Path | None = None
     "File with the current state of every role as JSON, for programs."
 
+    on: Literal["host", "ray"] = "host"
+    "Where the roles run: all on this host, or as actors of a Ray cluster (`docs/integrations/ray.md`)."
+
+    ray_address: str = "auto"
+    "With `--on ray`: address of the cluster's head; `auto` is the cluster that this host belongs to."
+
+    nodes: Annotated[int, Meta(ge=0, le=1024)] = 0
+    "With `--on ray`: node daemons, each on a Ray node of its own; 0: one on every Ray node."
+
+    prefill_resources: str = "CPU=1"
+    "With `--on ray`: Ray resources that each prefill worker reserves, such as `CPU=8,GPU=1`."
+
+    decode_resources: str = "CPU=1"
+    "With `--on ray`: Ray resources that each decode worker reserves."
+
     admin_api_key: Annotated[str, Secret, AlsoFrom("ADMIN_API_KEY")] = ""
     "Key that admin calls must send; without it, a fresh one is generated and printed."
 
@@ -118,6 +135,10 @@ class UpSettings:
             )
         if not self.prefill and not num_groups:
             raise InvalidArgument("prefill", self.prefill, "1 or more, unless prefill_group is set")
+        if self.on == "host" and self.nodes > 1:
+            raise InvalidArgument("nodes", self.nodes, "0 or 1 on one host; more need --on ray")
+        for name in ("prefill_resources", "decode_resources"):
+            read_resources(name, getattr(self, name))
 
     @property
     def groups(self) -> tuple[int, int]:
@@ -139,29 +160,113 @@ class UpSettings:
         return self.model.rstrip("/").rpartition("/")[2]
 
 
-def plan_cluster(
-    settings: UpSettings, given: Invocation, model_folder: str, admin_key: str, folder: Path
-) -> dict[str, RolePlan]:
-    """Every role with its flags, in the order in which they are shown. ``folder``: for persistent files."""
+def read_resources(field: str, text: str) -> dict[str, float]:
+    """Amounts by resource, from text such as ``CPU=8,GPU=1``.
+
+    Raises:
+        InvalidArgument: naming ``field``.
+    """
+    found: dict[str, float] = {}
+    for item in text.split(","):
+        name, _, amount = item.strip().partition("=")
+        try:
+            found[name] = float(amount)
+        except ValueError:
+            found[name] = 0.0
+        if not name or not 0 < found[name] < 1e15:  # NaN is neither
+            raise InvalidArgument(field, text, "NAME=AMOUNT[,NAME=AMOUNT], such as CPU=8,GPU=1")
+    return found
+
+
+@dataclass(frozen=True)
+class ClusterRole:
+    """One process of a cluster: what a scheduler has to know in order to place it."""
+
+    name: str
+    kind: Literal["control", "node", "prefill", "decode"]
+    """``control``: few, small, with files on this host."""
+    num_ports: int = 1
+
+
+def cluster_roles(settings: UpSettings, num_nodes: int = 1) -> list[ClusterRole]:
+    """Every role of the cluster, in the order in which they are shown."""
+    groups = group_stages(settings)
+    prefill = [*(stage for stages in groups.values() for stage in stages), *prefill_instances(settings)]
+    return [
+        ClusterRole("metadata", "control"),
+        ClusterRole("master", "control", num_ports=3),  # and those of KV events and of their replay
+        *(ClusterRole(name, "node", num_ports=2) for name in node_names(num_nodes)),  # and that of metrics
+        *(ClusterRole(name, "prefill") for name in prefill),
+        *(ClusterRole(name, "decode") for name in decode_instances(settings)),
+        *(ClusterRole(name, "control") for name in conductor_names(settings)),
+        # And that of operators, where it learns of workers that move.
+        ClusterRole("gateway", "control", num_ports=2 if settings.on == "ray" else 1),
+    ]
+
+
+def conductor_names(settings: UpSettings) -> list[str]:
+    return ["conductor", *(f"conductor-{number}" for number in range(2, settings.conductors + 1))]
+
+
+def node_names(num_nodes: int) -> list[str]:
+    return ["node"] if num_nodes == 1 else [f"node-{number}" for number in range(num_nodes)]
+
+
+def group_stages(settings: UpSettings) -> dict[str, list[str]]:
+    """The further stages of each prefill group, by the group's name."""
     num_groups, num_stages = settings.groups
-    groups = {
+    return {
         f"prefill-group-{number}": [f"prefill-group-{number}-stage-{stage}" for stage in range(1, num_stages)]
         for number in range(num_groups)
     }
-    prefill = [*(f"prefill-{number}" for number in range(settings.prefill)), *groups]
-    decode = [f"decode-{number}" for number in range(settings.decode)]
-    stages = [stage for group in groups.values() for stage in group]
-    conductors = ["conductor", *(f"conductor-{number}" for number in range(2, settings.conductors + 1))]
-    names = ["metadata", "master", "node", *stages, *prefill, *decode, *conductors, "gateway"]
-    ports = dict(zip(names, free_ports(INSIDE, len(names), Random()), strict=True))
-    ports["gateway"] = settings.port or ports["gateway"]
-    at = {name: f"{INSIDE}:{port}" for name, port in ports.items()}
+
+
+def prefill_instances(settings: UpSettings) -> list[str]:
+    return [*(f"prefill-{number}" for number in range(settings.prefill)), *group_stages(settings)]
+
+
+def decode_instances(settings: UpSettings) -> list[str]:
+    return [f"decode-{number}" for number in range(settings.decode)]
+
+
+def places_here(settings: UpSettings, roles: Sequence[ClusterRole]) -> dict[str, RolePlace]:
+    """Free ports of this host for every role."""
+    ports = iter(free_ports(INSIDE, sum(role.num_ports for role in roles), Random(), besides=[settings.port]))
+    return {role.name: RolePlace(INSIDE, tuple(itertools.islice(ports, role.num_ports))) for role in roles}
+
+
+def gateway_place(settings: UpSettings, free: RolePlace) -> RolePlace:
+    """The gateway's place, on the host where ``free`` has free ports for it."""
+    return RolePlace(settings.host, (settings.port or free.ports[0], *free.ports[1:]))
+
+
+HERE = (sys.executable, "-m", "mooncake")
+"""The program of a role on this host."""
+
+
+def plan_cluster(
+    settings: UpSettings,
+    given: Invocation,
+    model: str,
+    admin_key: str,
+    folder: Path,
+    roles: Sequence[ClusterRole],
+    places: Mapping[str, RolePlace],
+    program: Sequence[str] = HERE,
+) -> dict[str, RolePlan]:
+    """Every role with its command, in the order of ``roles``, from the addresses in ``places``.
+
+    ``folder``: for persistent files of control roles. ``program``: begins each command, whose process ends
+    with this one; without it, commands are arguments of ``mooncake``.
+    """
+    groups, num_stages = group_stages(settings), settings.groups[1]
+    prefill, decode = prefill_instances(settings), decode_instances(settings)
+    conductors = conductor_names(settings)
+    nodes = [role.name for role in roles if role.kind == "node"]
+    at = {name: place.address for name, place in places.items()}
 
     # A restarted master recovers its state. The file is named by port, because no two clusters share one.
-    oplog = folder / f"master-{ports['gateway']}.oplog"
-
-    # Listening on all addresses gives none to call; this machine is reached at its own.
-    called = INSIDE if settings.host in ("0.0.0.0", "::") else settings.host
+    oplog = folder / f"master-{places['gateway'].ports[0]}.oplog"
 
     def plan(
         spec: RoleSpec,
@@ -170,83 +275,92 @@ def plan_cluster(
         ready: HttpCheck | None,
         environment: Mapping[str, str] = {},
     ) -> RolePlan:
-        host, port = settings.host if role == "gateway" else INSIDE, ports[spec.name]
-        command = role_command(role, given, "--host", host, "--port", str(port), *flags)
-        return RolePlan(spec, command, called if role == "gateway" else INSIDE, port, ready, environment)
+        place = places[spec.name]
+        command = role_command(
+            program, role, given, "--host", place.host, "--port", str(place.ports[0]), *flags
+        )
+        return RolePlan(spec, command, called_at(place.host), place.ports[0], ready, environment)
 
     pool = format_size(settings.pool_size_bytes or default_pool_bytes())
-    num_threads = threads_per_worker(settings)
-    model = ["--model", model_folder, "--served-model-name", settings.model_name]
-    compute = [*model, "--master", at["master"], "--device", settings.device, "--dtype", settings.dtype]
-    compute += [
-        "--kv-transfer",
-        settings.kv_transfer,
-        "--num-threads",
-        str(num_threads),
-        "--kv-cache-size",
-        format_size(settings.kv_cache_size_bytes),
-    ]
-    [metrics_port, *event_ports] = free_ports(INSIDE, 3, Random(), besides=ports.values())
-    events, replay = (f"tcp://{INSIDE}:{port}" for port in event_ports)
-    node_flags = ["--master", at["master"], "--pool-size", pool, "--metrics-port", str(metrics_port)]
-    node_flags += [
-        "--metadata",
-        f"{'https' if process_identity().has_tls else 'http'}://{at['metadata']}/metadata",
-    ]
-    is_mounted = HttpCheck("/metrics", "\nmooncake_store_mounted 1", metrics_port)
+    prefill_threads, decode_threads = threads_per_worker(settings)
+    of_model = ["--model", model, "--served-model-name", settings.model_name]
+    compute = [*of_model, "--master", at["master"], "--device", settings.device, "--dtype", settings.dtype]
+    compute += ["--kv-cache-size", format_size(settings.kv_cache_size_bytes)]
+    compute += ["--kv-transfer", settings.kv_transfer]
+    events, replay = (f"tcp://{places['master'].host}:{port}" for port in places["master"].ports[1:])
+    metadata = f"{'https' if process_identity().has_tls else 'http'}://{at['metadata']}/metadata"
     instances = ["--prefill", *(at[name] for name in prefill), "--decode", *(at[name] for name in decode)]
 
-    def worker(name: str, stage: str) -> RolePlan:
+    def node(name: str) -> RolePlan:
+        place, identity = places[name], process_identity()
+        flags = ["--master", at["master"], "--pool-size", pool, "--metrics-port", str(place.ports[1])]
+        flags += ["--metadata", metadata]
+        if len(nodes) > 1:
+            flags += ["--name", name]
+        # As the node itself decides: who reads metrics can't sign requests with a cluster key.
+        host = place.host if identity.has_tls or identity.is_open else INSIDE
+        is_mounted = HttpCheck("/metrics", "\nmooncake_store_mounted 1", place.ports[1], host)
+        return plan(RoleSpec(name, ("master",), stops_before=("metadata",)), "node", flags, is_mounted)
+
+    def worker(name: str, stage: str, num_threads: int) -> RolePlan:
         peers = groups.get(name, [])
-        spec = RoleSpec(name, after=("master", "node", *peers), ready_within_s=WORKER_READY_WITHIN_S)
-        flags = ["--role", stage, *compute]
+        spec = RoleSpec(name, after=("master", *nodes, *peers), ready_within_s=WORKER_READY_WITHIN_S)
+        flags = ["--role", stage, *compute, "--num-threads", str(num_threads)]
         for peer in peers:
             flags += ["--pipeline-peers", at[peer]]
         return plan(spec, "worker", flags, HttpCheck("/ready"), quiet_threads(num_threads))
 
     def further_stage(name: str, number: int) -> RolePlan:
         spec = RoleSpec(name, ready_within_s=WORKER_READY_WITHIN_S)
-        flags = [*compute, "--pipeline-stage", str(number), "--pipeline-stages", str(num_stages)]
-        return plan(spec, "worker", flags, None, quiet_threads(num_threads))
+        flags = [*compute, "--num-threads", str(prefill_threads)]
+        flags += ["--pipeline-stage", str(number), "--pipeline-stages", str(num_stages)]
+        return plan(spec, "worker", flags, None, quiet_threads(prefill_threads))
 
-    def conductor(name: str) -> RolePlan:
-        spec = RoleSpec(name, ("master",), stops_before=(*prefill, *decode))
-        flags = [
-            "--scheduling",
-            settings.scheduling,
-            "--kv-transfer",
-            settings.kv_transfer,
-            "--http-port",
-            "0",
-        ]
-        flags += ["--pool-events", events, "--pool-events-replay", replay]
+    def control(name: str) -> RolePlan:
+        match name:
+            case "metadata":
+                return plan(RoleSpec("metadata"), "metadata", [], HttpCheck("/health"))
+            case "master":
+                flags = ["--oplog", str(oplog), "--kv-events-endpoint", events]
+                return plan(
+                    RoleSpec("master"), "master", [*flags, "--kv-events-replay-endpoint", replay], None
+                )
+            case "gateway":
+                spec = RoleSpec("gateway", (*conductors,), (*prefill, *decode), WORKER_READY_WITHIN_S)
+                flags = [*of_model, "--conductor", ",".join(at[one] for one in conductors), *instances]
+                for port in places["gateway"].ports[1:]:
+                    flags += ["--metrics-port", str(port)]
+                ready = HttpCheck("/ready", over=GATEWAY_CHECKS[public_side(given)])
+                found = plan(spec, "gateway", flags, ready)
+                return replace(found, secrets={"ADMIN_API_KEY": admin_key}, follows=(*prefill, *decode))
+        assert name in conductors, name
+        flags = ["--scheduling", settings.scheduling, "--kv-transfer", settings.kv_transfer]
+        flags += ["--http-port", "0", "--pool-events", events, "--pool-events-replay", replay]
         for peer in conductors:
             if peer != name:
                 flags += ["--peers", at[peer]]
-        return plan(spec, "conductor", flags, None)
+        return plan(RoleSpec(name, ("master",), stops_before=(*prefill, *decode)), "conductor", flags, None)
 
-    plans = [
-        plan(RoleSpec("metadata"), "metadata", [], HttpCheck("/health")),
-        plan(
-            RoleSpec("master"),
-            "master",
-            ["--oplog", str(oplog), "--kv-events-endpoint", events, "--kv-events-replay-endpoint", replay],
-            None,
-        ),
-        plan(RoleSpec("node", ("master",), stops_before=("metadata",)), "node", node_flags, is_mounted),
-        *(further_stage(name, n) for group in groups.values() for n, name in enumerate(group, 1)),
-        *(worker(name, "prefill") for name in prefill),
-        *(worker(name, "decode") for name in decode),
-        *(conductor(name) for name in conductors),
-        plan(
-            RoleSpec("gateway", (*conductors,), (*prefill, *decode), WORKER_READY_WITHIN_S),
-            "gateway",
-            [*model, "--conductor", ",".join(at[name] for name in conductors), *instances],
-            HttpCheck("/ready", over=GATEWAY_CHECKS[public_side(given)]),
-            {"ADMIN_API_KEY": admin_key},
-        ),
-    ]
-    return {plan.name: plan for plan in plans}
+    number_of = {stage: number for stages in groups.values() for number, stage in enumerate(stages, 1)}
+
+    def of_role(role: ClusterRole) -> RolePlan:
+        match role.kind:
+            case "node":
+                return node(role.name)
+            case "prefill" if role.name in number_of:
+                return further_stage(role.name, number_of[role.name])
+            case "prefill":
+                return worker(role.name, "prefill", prefill_threads)
+            case "decode":
+                return worker(role.name, "decode", decode_threads)
+        return control(role.name)
+
+    return {role.name: of_role(role) for role in roles}
+
+
+def called_at(host: str) -> str:
+    """Listening on all addresses gives none to call; this machine is reached at its own."""
+    return INSIDE if host in ("0.0.0.0", "::") else host
 
 
 GATEWAY_CHECKS: Mapping[str, Literal["member", "http", "https"]] = {
@@ -267,24 +381,45 @@ def public_side(given: Invocation) -> Public:
     return settings.public(process_identity())
 
 
-def role_command(role: str, given: Invocation, *flags: str) -> tuple[str, ...]:
-    """The command line of a role as a child of this process, with our configuration file and log settings."""
+def role_command(program: Sequence[str], role: str, given: Invocation, *flags: str) -> tuple[str, ...]:
+    """The command line of a role, with our configuration file, log settings and credentials.
+
+    Paths are absolute: a role need not run in this process's working directory.
+    """
     general = ["--log-level", given.logs.level, "--log-format", given.logs.format]
     if given.file is not None:
-        general += ["--config", str(given.file)]
+        general += ["--config", str(given.file.expanduser().absolute())]
     general += security_flags(process_identity().settings)
-    return (sys.executable, "-m", "mooncake", role, *flags, *general, "--parent", str(os.getpid()))
+    if not program:
+        return (role, *flags, *general)
+    return (*program, role, *flags, *general, "--parent", str(os.getpid()))
 
 
 def security_flags(settings: SecuritySettings) -> list[str]:
     """This process's identity, as flags for one that it starts."""
     flags: list[str] = []
+    settings = absolute(settings)
     for option in config.options(SecuritySettings):
         value = getattr(settings, option.field)
         if value == option.default:
             continue
         flags += [option.flag] if value is True else [option.flag, str(value)]
     return flags
+
+
+def absolute(settings: SecuritySettings) -> SecuritySettings:
+    """The same files, for processes with another working directory."""
+
+    def of(path: str) -> str:
+        return str(Path(path).expanduser().absolute()) if path else ""
+
+    return replace(
+        settings,
+        tls_cert=of(settings.tls_cert),
+        tls_key=of(settings.tls_key),
+        tls_ca=of(settings.tls_ca),
+        cluster_key_file=of(settings.cluster_key_file),
+    )
 
 
 def quiet_threads(num_threads: int) -> dict[str, str]:
@@ -298,11 +433,23 @@ def default_pool_bytes() -> int:
     return min(LARGEST_DEFAULT_POOL_BYTES, quarter >> 20 << 20)
 
 
-def threads_per_worker(settings: UpSettings) -> int:
-    """The cores divided among the workers; at least two, because few of them compute at the same time."""
+def threads_per_worker(settings: UpSettings) -> tuple[int, int]:
+    """Threads of each prefill and of each decode worker.
+
+    On one host, the cores divided among the workers; at least two, because few of them compute at the same
+    time. With Ray, the reserved CPUs.
+    """
+    if settings.num_threads:
+        return settings.num_threads, settings.num_threads
+    if settings.on == "ray":
+        prefill, decode = (
+            read_resources(name, getattr(settings, name)).get("CPU", 1.0)
+            for name in ("prefill_resources", "decode_resources")
+        )
+        return max(1, int(prefill)), max(1, int(decode))
     num_cores = len(os.sched_getaffinity(0))
-    share = num_cores // settings.num_computing
-    return settings.num_threads or max(share, min(2, num_cores))
+    share = max(num_cores // settings.num_computing, min(2, num_cores))
+    return share, share
 
 
 def up(given: Invocation) -> None:
@@ -310,10 +457,15 @@ def up(given: Invocation) -> None:
     settings = given.settings
     assert isinstance(settings, UpSettings)
     check_address(settings.host)
-    check_certificate(process_identity())
+    if settings.on == "host":
+        check_certificate(process_identity())
     check_free(settings.host, settings.port)
     log_folder = prepare_log_folder(settings.log_dir)
     model_folder = prepare_model(settings.model)
+    if settings.on == "ray" and not Path(settings.model).expanduser().is_dir():
+        model_folder = settings.model  # by its name: each host converts it into a folder of its own
+    elif settings.on == "ray":
+        model_folder = str(Path(model_folder).absolute())
     sys.exit(asyncio.run(_run(settings, given, model_folder, log_folder)))
 
 
@@ -342,33 +494,77 @@ def check_certificate(identity: Identity) -> None:
 
 async def _run(settings: UpSettings, given: Invocation, model_folder: str, log_folder: Path) -> int:
     admin_key = settings.admin_api_key or secrets.token_urlsafe(18)
-    plans = plan_cluster(settings, given, model_folder, admin_key, log_folder)
-    master, gateway = plans["master"], plans["gateway"]
-    assert gateway.ready is not None
-    over = gateway.ready.over
-    url = f"{'http' if over == 'http' else 'https'}://{gateway.address}"
-    credentials = Credentials(process_identity().settings, shows_certificate=over == "member")
+    credentials = Credentials(process_identity().settings, GATEWAY_CHECKS[public_side(given)] == "member")
     is_ready = False
+
+    def url() -> str:
+        gateway = processes.plans["gateway"]
+        assert gateway.ready is not None
+        return f"{'http' if gateway.ready.over == 'http' else 'https'}://{gateway.address}"
 
     with StatusBoard() as screen:
 
         def changed() -> None:
             if settings.json_status is not None:
-                write_status(settings.json_status, processes, url, is_ready)
+                write_status(settings.json_status, processes, url(), is_ready)
 
         def all_ready() -> None:
             nonlocal is_ready
             is_ready = True
-            screen.print(
-                welcome(url, settings.model_name, master.address, admin_key, log_folder, credentials)
-            )
+            master = processes.plans["master"].address
+            screen.print(welcome(url(), settings.model_name, master, admin_key, log_folder, credentials))
 
-        processes = Processes(list(plans.values()), log_folder, screen.say, changed, all_ready)
-        screen.processes = processes
-        screen.say("", f"starting {len(plans)} roles; their logs are in {log_folder}")
-        status = await processes.run()
+        def plan(places: Mapping[str, RolePlace]) -> dict[str, RolePlan]:
+            at = {**places, "gateway": gateway_place(settings, places["gateway"])}
+            program = HERE if settings.on == "host" else ()
+            return plan_cluster(settings, given, model_folder, admin_key, log_folder, roles, at, program)
+
+        with contextlib.ExitStack() as at_the_end:
+            processes: Processes
+            if settings.on == "ray":
+                RayCluster, RayRoles = ray_classes()
+                prefill, decode = (
+                    read_resources(name, getattr(settings, name))
+                    for name in ("prefill_resources", "decode_resources")
+                )
+                cluster = at_the_end.enter_context(
+                    RayCluster(
+                        settings.ray_address,
+                        absolute(process_identity().settings),
+                        {"prefill": prefill, "decode": decode},
+                    )
+                )
+                roles = cluster_roles(settings, settings.nodes or cluster.num_nodes)
+                screen.say("", f"placing {len(roles)} roles on {cluster.num_nodes} Ray nodes")
+                await cluster.place_all([(role.name, role.kind, role.num_ports) for role in roles])
+                processes = at_the_end.enter_context(
+                    RayRoles(cluster, plan, admin_key, log_folder, screen.say, changed, all_ready)
+                )
+            else:
+                roles = cluster_roles(settings)
+                plans = plan(places_here(settings, roles))
+                processes = Processes(list(plans.values()), log_folder, screen.say, changed, all_ready)
+            screen.processes = processes
+            screen.say("", f"starting {len(roles)} roles; their logs are in {log_folder}")
+            status = await processes.run()
         screen.say("", "everything has stopped")
     return status
+
+
+def ray_classes() -> tuple[type[RayCluster], type[RayRoles]]:
+    """The classes that need Ray, which is an extra.
+
+    Raises:
+        InvalidArgument: it is not installed.
+    """
+    try:
+        from mooncake.cli.ray_roles import RayCluster, RayRoles
+    except ModuleNotFoundError as error:
+        if error.name != "ray":
+            raise
+        allowed = "host; for ray: pip install 'mooncake-serving[ray]', on every host of the Ray cluster"
+        raise InvalidArgument("--on", "ray", allowed) from error
+    return RayCluster, RayRoles
 
 
 _PREPARE_MODEL = """

@@ -14,6 +14,7 @@ from rich.console import Console
 
 from mooncake.cli import main
 from mooncake.cli.certs import CertsSettings, make
+from mooncake.cli.ports import RolePlace
 from mooncake.cli.processes import HttpCheck, Processes, RolePlan
 from mooncake.cli.role_command import Invocation
 from mooncake.cli.supervisor import RoleExited, RoleReady, RoleSpec, StartAll, Supervisor
@@ -23,9 +24,15 @@ from mooncake.cli.up import (
     StatusBoard,
     UpSettings,
     check_certificate,
+    cluster_roles,
     default_pool_bytes,
+    gateway_place,
+    places_here,
     plan_cluster,
     quiet_threads,
+    ray_classes,
+    read_resources,
+    security_flags,
     threads_per_worker,
     welcome,
     write_status,
@@ -37,7 +44,10 @@ from mooncake.security import Identity, SecuritySettings, install_identity
 
 def planned(settings: UpSettings, file: Path | None = None) -> dict[str, RolePlan]:
     given = Invocation(settings, LogSettings(level="debug"), file)
-    return plan_cluster(settings, given, "/models/smollm2", "swordfish", Path("/state"))
+    roles = cluster_roles(settings)
+    places = places_here(settings, roles)
+    places["gateway"] = gateway_place(settings, places["gateway"])
+    return plan_cluster(settings, given, "/models/smollm2", "swordfish", Path("/state"), roles, places)
 
 
 def flag(plan: RolePlan, name: str) -> str:
@@ -131,7 +141,8 @@ def test_conductors_know_each_other_and_the_gateway_knows_all() -> None:
 
 def test_the_admin_key_is_on_no_command_line() -> None:
     plans = planned(UpSettings())
-    assert plans["gateway"].environment["ADMIN_API_KEY"] == "swordfish"
+    assert plans["gateway"].secrets["ADMIN_API_KEY"] == "swordfish"
+    assert not any("swordfish" in repr(plan) for plan in plans.values())
     assert not any("swordfish" in word for plan in plans.values() for word in plan.command)
 
 
@@ -177,8 +188,10 @@ def test_a_gateway_is_checked_as_its_own_settings_require(
 
 
 def test_threads_and_pool_fit_the_machine() -> None:
-    assert threads_per_worker(UpSettings(num_threads=3)) == 3
-    assert threads_per_worker(UpSettings(prefill=64, decode=64)) in (1, 2)
+    assert threads_per_worker(UpSettings(num_threads=3)) == (3, 3)
+    assert threads_per_worker(UpSettings(prefill=64, decode=64)) in ((1, 1), (2, 2))
+    on_ray = UpSettings(on="ray", prefill_resources="CPU=8,GPU=1", decode_resources="GPU=1")
+    assert threads_per_worker(on_ray) == (8, 1)
     assert quiet_threads(2)["OMP_WAIT_POLICY"] == "PASSIVE"
     assert 0 < default_pool_bytes() <= LARGEST_DEFAULT_POOL_BYTES
     assert default_pool_bytes() % (1 << 20) == 0
@@ -301,3 +314,54 @@ def test_the_welcome_says_what_to_show() -> None:
         assert (curl in text, chat in text) == (shows, shows)
         for name in ("TLS_CERT=/c/node.pem", "TLS_CA='/c/the ca.pem'", "CLUSTER_KEY_FILE=/c/k"):
             assert f"MOONCAKE_SECURITY_{name}" in text
+
+
+def test_on_ray_commands_name_the_hosts_and_no_program() -> None:
+    settings = UpSettings(on="ray", prefill=1, decode=1, prefill_resources="CPU=4,GPU=1", prefill_group="2")
+    roles = cluster_roles(settings, num_nodes=2)
+    assert [role.name for role in roles if role.kind == "node"] == ["node-0", "node-1"]
+    assert [role.num_ports for role in roles if role.name in ("gateway", "master", "node-1")] == [3, 2, 2]
+    hosts = {role.name: f"10.0.0.{number}" for number, role in enumerate(roles, 1)}
+    places = {
+        role.name: RolePlace(hosts[role.name], tuple(range(7000, 7000 + role.num_ports))) for role in roles
+    }
+    given = Invocation(settings, LogSettings(), None)
+    plans = plan_cluster(settings, given, "smollm2", "swordfish", Path("/state"), roles, places, program=())
+    Supervisor([plan.spec for plan in plans.values()]).check()
+    for name, plan in plans.items():
+        assert (flag(plan, "--host"), flag(plan, "--port")) == (hosts[name], "7000")
+        assert plan.command[0] in ("metadata", "master", "node", "worker", "conductor", "gateway")
+        assert "--parent" not in plan.command
+    assert flag(plans["node-1"], "--name") == "node-1"
+    assert flag(plans["decode-0"], "--master") == f"{hosts['master']}:7000"
+    assert flag(plans["master"], "--kv-events-endpoint") == f"tcp://{hosts['master']}:7001"
+    assert flag(plans["prefill-0"], "--num-threads") == "4"
+    assert flag(plans["prefill-group-0"], "--pipeline-peers") == f"{hosts['prefill-group-0-stage-1']}:7000"
+    assert plans["gateway"].follows == ("prefill-0", "prefill-group-0", "decode-0")
+    assert flag(plans["gateway"], "--metrics-port") == "7001"
+
+
+@pytest.mark.parametrize("text", ["", "CPU", "CPU=0", "CPU=x", "=1", "CPU=nan", "CPU=1,,GPU=1", "CPU=-1"])
+def test_resources_that_are_none_are_refused(text: str) -> None:
+    with pytest.raises(InvalidArgument, match="decode_resources"):
+        UpSettings(decode_resources=text)
+    assert read_resources("x", "CPU=8, GPU=0.5") == {"CPU": 8.0, "GPU": 0.5}
+
+
+def test_several_nodes_need_several_hosts() -> None:
+    with pytest.raises(InvalidArgument, match="--on ray"):
+        UpSettings(nodes=2)
+    assert UpSettings(nodes=2, on="ray").nodes == 2
+
+
+def test_without_ray_the_advice_is_how_to_install_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "ray", None)
+    monkeypatch.delitem(sys.modules, "mooncake.cli.ray_roles", raising=False)
+    with pytest.raises(InvalidArgument, match=r"mooncake-serving\[ray\]"):
+        ray_classes()
+
+
+def test_credentials_have_absolute_paths(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.chdir(tmp_path)
+    flags = security_flags(SecuritySettings(cluster_key_file="a.key", insecure=True))
+    assert flags == ["--cluster-key-file", str(tmp_path / "a.key"), "--insecure"]
