@@ -268,6 +268,9 @@ def main() -> int:
         "--before-s", type=float, default=120.0, help="seconds before the first (default 120)"
     )
     parser.add_argument("--clients", type=int, default=6, help="clients at a time (default 6)")
+    parser.add_argument(
+        "--after-s", type=float, default=60.0, help="seconds that count after one (default 60)"
+    )
     args = parser.parse_args()
     print(f"machine: {describe_machine()}")
     print(f"command: {shlex.join(['scripts/kill-conductors', *sys.argv[1:]])}", flush=True)
