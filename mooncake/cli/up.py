@@ -98,7 +98,7 @@ class UpSettings:
     "How the conductor chooses workers."
 
     conductors: Annotated[int, Meta(ge=1, le=8)] = 1
-    "Number of conductors; with two, the gateway goes on without a pause when one is lost."
+    "Number of conductors; with two, the gateway uses the other when one is lost."
 
     kv_transfer: KvTransfer = "auto"
     "How KV goes from prefill to decode: through the `pool`, by `push`, or as is predicted to be faster."
