@@ -68,7 +68,7 @@ ALLOWED = (
     Allowed(
         r"ray/.*",
         r"Ray is not in this environment",
-        "Ray is 260 MB that nothing else needs; scripts/test-ray fetches it and runs them, in scripts/nightly too",
+        "Ray is 260 MB that nothing else needs; scripts/test-ray fetches it and runs them, at night too",
         unless="MOONCAKE_RAY_ENV",
     ),
     Allowed(
