@@ -12,7 +12,8 @@ yet written with one transfer, so that transfers slower than the computation bec
     decode                                              load: layer 0, 1, 2 …
 
 A receiver that no longer wants its blocks withdraws (``PushWithdrawal``), which is answered when nothing is
-written any longer. Only a sender that does not answer that costs a revocation of the memory.
+written any longer. Only a sender that does not answer that, or that gets it over another connection than the
+request, costs a revocation of the memory.
 
 Everything here runs on one event loop. The engine's thread, tensors and steps are not known.
 """
@@ -306,10 +307,13 @@ class LayerSender:
 
     async def _stop(self, stop: PushWithdrawal, call: Call) -> PushResult:
         one = self._outgoing.get(stop.transfer_id)
-        if one is not None and (one.target is None or one.target.connection is call.connection):
-            self._fail(one, "the receiver has withdrawn")
-            async with one.changed:
-                await one.changed.wait_for(lambda: not one.is_writing)
+        if one is None or (one.target is not None and one.target.connection is not call.connection):
+            # The connection of the request may have been lost without notice here, or this process be
+            # another than the one that has begun to write: the receiver must revoke its memory.
+            return PushResult("there is no such transfer", has_begun=True)
+        self._fail(one, "the receiver has withdrawn")
+        async with one.changed:
+            await one.changed.wait_for(lambda: not one.is_writing)
         return PushResult()
 
     async def _progress(self, one: _Outgoing, num_layers: int, deadline: float) -> PushResult:
@@ -618,8 +622,9 @@ class LayerReceiver(Receiver):
             return PushResult(type(error).__name__, has_begun=bool(claim.num_inside))
 
     async def _stopped(self, address: str, take: PushRequest, reason: str) -> PushResult:
-        """The result after a withdrawal; without an answer to it, something may still be written."""
+        """The result after a withdrawal; without a good answer to it, something may still be written."""
+        has_begun = True
         with contextlib.suppress(MooncakeError):
-            await self._client(address).call(PushWithdrawal(take.transfer_id), WITHDRAWAL_TIMEOUT_S)
-            return PushResult(reason)
-        return PushResult(reason, has_begun=True)
+            withdrawal = PushWithdrawal(take.transfer_id)
+            has_begun = (await self._client(address).call(withdrawal, WITHDRAWAL_TIMEOUT_S)).has_begun
+        return PushResult(reason, has_begun=has_begun)

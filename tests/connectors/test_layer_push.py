@@ -195,6 +195,26 @@ async def test_a_withdrawn_load_ends_and_its_sender_keeps_no_block() -> None:
         assert pair.decoding.blocks([4]) == before
 
 
+async def test_a_withdrawal_over_another_connection_costs_a_revocation(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """The request's connection is lost here; the sender may not know it yet, and go on writing."""
+    async with a_pair() as pair:
+        load = pair.load([4])
+        loading = pair.start(load)
+        part = pair.begin(0, [0], 1)
+        pair.compute(part, 1)
+        await pair.until(lambda: load.num_layers_loaded == 1)
+        fresh = LayerReceiver(
+            pair.decoding.transfer, LAYOUT, "kind", pair.decoding.slabs, TIMEOUT_S, regions=()
+        )
+        monkeypatch.setattr(pair.receiver, "_client", fresh._client)
+        pair.receiver.withdraw(load)
+        await loading
+        assert load.failed and pair.receiver._generation == 1
+        await fresh.close()
+
+
 async def test_a_load_that_is_withdrawn_before_its_prompt_is_begun() -> None:
     async with a_pair() as pair:
         load = pair.load([4])
@@ -272,7 +292,7 @@ async def test_a_second_receiver_gets_nothing_and_disturbs_nothing() -> None:
         answer = await client.call(PushProgress("one", 0, 1.0), TIMEOUT_S)
         assert answer.reason == "there is no such transfer"
         answer = await client.call(layer_push.PushWithdrawal("one"), TIMEOUT_S)
-        assert not answer.reason
+        assert answer.has_begun, "what another connection has begun is not known to be over"
         await second.close()
         stranger.close()
         pair.compute(part, 2)
