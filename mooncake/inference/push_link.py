@@ -3,7 +3,7 @@
 
 The engine has one link: what concerns the store goes on to the store's link, what is pushed goes over
 ``connectors.layer_push``. It owns the crossing from the engine's thread to the loop on which both ends of the
-push live, the memory that other processes of this host can map, and the metrics. Only a pool in main memory
+push live, the memory that is registered for it, and the metrics. Only a pool in main memory
 is pushed: for that of a device the worker has no listener, and KV goes by the store.
 """
 
@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import dataclasses
 from collections.abc import AsyncIterator, Callable, Sequence
 from typing import Any
 
@@ -33,6 +34,10 @@ log = get_logger(__name__)
 
 HOLD_S = 5.0
 """How long a computed prompt's blocks are kept for a decode worker that has not requested them yet."""
+
+REVOCABLE = ("rdma", "tcp")
+"""Transports whose writes end at the receiver's host, so that it can end them. A process that maps the memory
+could be stopped in the midst of a copy, and go on when the blocks have another prompt's KV."""
 
 RECEIVE_TIMEOUT_S = 120.0
 """Longest time from a decode worker's request to the last layer: that of computing the prompt elsewhere."""
@@ -65,8 +70,10 @@ def count(push: PushOutcome) -> None:
         seconds.labels(push.outcome).observe(push.seconds)
 
 
-def shared_pool(transfer: TransferEngine, layout: KvLayout, size_bytes: int) -> tuple[Region, torch.Tensor]:
-    """Memory for KV blocks on the CPU that other processes of this host can map, zeroed, and its region.
+def registered_pool(
+    transfer: TransferEngine, layout: KvLayout, size_bytes: int
+) -> tuple[Region, torch.Tensor]:
+    """Memory for KV blocks on the CPU, zeroed, and its region, to which other workers write.
 
     The tensor is ``layout.pool_shape(num_blocks)``, and keeps the memory mapped.
 
@@ -83,7 +90,7 @@ class PushLink:
     """A ``PushingLink``: ``link`` and both ends of the push.
 
     Args:
-        pool, region: as ``shared_pool`` makes them with ``transfer``.
+        pool, region: as ``registered_pool`` makes them with ``transfer``.
         loop: the loop on which ``start`` and ``close`` are called.
     """
 
@@ -232,6 +239,7 @@ class PushLink:
 @contextlib.asynccontextmanager
 async def push_transfer(settings: TransferSettings) -> AsyncIterator[TransferEngine]:
     """The transfer engine of a worker that pushes and is pushed to, beside the one of its store link."""
-    transfer = TransferEngine(settings.for_tool())
+    paths = tuple(path for path in settings.transports if path in REVOCABLE) or ("tcp",)
+    transfer = TransferEngine(dataclasses.replace(settings.for_tool(), transports=paths))
     with contextlib.closing(transfer):
         yield transfer

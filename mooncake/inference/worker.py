@@ -33,7 +33,7 @@ from mooncake.inference.host_memory import host_memory
 from mooncake.inference.model import Decoder
 from mooncake.inference.pipeline import MAX_STAGES, layer_ranges
 from mooncake.inference.prefill_group import GroupRunner, GroupSettings, PrefillGroup, chunk_plan
-from mooncake.inference.push_link import PushLink, push_transfer, shared_pool
+from mooncake.inference.push_link import PushLink, push_transfer, registered_pool
 from mooncake.inference.runner import TorchRunner, new_pool
 from mooncake.inference.stage import STAGING_BYTES, Stage, serve_stage, stage_transfer
 from mooncake.inference.tokenizer import Tokenizer
@@ -200,7 +200,7 @@ async def running(
             transfer = await stack.enter_async_context(
                 push_transfer(settings.transfer.for_role(settings.host))
             )
-            region, pool = shared_pool(transfer, layout, settings.kv_cache_size_bytes)
+            region, pool = registered_pool(transfer, layout, settings.kv_cache_size_bytes)
         else:
             pool = _touched_pool(settings, model)
         weights = await asyncio.to_thread(_described, settings, folder, folder, model)

@@ -15,7 +15,7 @@ import torch
 
 from mooncake.connectors.kv_link import PushSource
 from mooncake.inference.engine import Engine, EngineThread, InferenceSettings, Output
-from mooncake.inference.push_link import PushLink, shared_pool
+from mooncake.inference.push_link import PushLink, push_transfer, registered_pool
 from mooncake.inference.request import FinishReason, Request
 from mooncake.inference.runner import TorchRunner
 from mooncake.inference.weights import load_model
@@ -91,7 +91,7 @@ class Worker:
         layout = model.config.kv_layout(model.dtype, BLOCK)
         self.loop, self.cache = loop, WholeLink(objects)
         self.transfer = TransferEngine(TransferSettings(listen_host="127.0.0.1"))
-        region, self.pool = shared_pool(self.transfer, layout, 64 * layout.pool_bytes(1))
+        region, self.pool = registered_pool(self.transfer, layout, 64 * layout.pool_bytes(1))
         self.pool.fill_(torch.nan)
         self.cache.pool = self.pool
         identity = KvIdentity("weights", "tokenizer", layout)
@@ -321,3 +321,12 @@ def test_many_pushes_at_random_with_failures(cluster: Cluster, llama: Reference,
         tokens, last = decode.answer(decoded.id)
         assert last.finish_reason == FinishReason.LENGTH, (seed, last)
         assert tokens == llama.greedy(prompt, 6), (seed, decode.engine.scheduler.story(decoded.id))
+
+
+@pytest.mark.parametrize("transports", [TransferSettings.transports, ("shm", "rdma", "tcp"), ("shm",)])
+async def test_pushes_use_no_memory_that_both_processes_map(transports: tuple[str, ...]) -> None:
+    """A process that maps the receiver's memory could be stopped in the midst of a copy, and go on later."""
+    settings = TransferSettings(listen_host="127.0.0.1", transports=transports)
+    async with push_transfer(settings) as transfer:
+        endpoints = transfer.describe().endpoints.keys()
+        assert "tcp" in endpoints and endpoints <= {"rdma", "tcp"}
