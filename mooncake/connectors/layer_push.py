@@ -25,6 +25,7 @@ import contextlib
 import dataclasses
 import math
 import threading
+from collections import OrderedDict
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -58,6 +59,9 @@ log = get_logger(__name__)
 
 MAX_TRANSFERS = 4096
 """Most transfers that one sender knows, those that requests wait for included."""
+
+MAX_ENDED = 4 * MAX_TRANSFERS
+"""Most ended transfers whose names are kept, so that late requests for them do not wait."""
 
 PROGRESS_TIMEOUT_S = 5.0
 """Longest time from one layer to the next: the decoding engine may wait for them in the midst of a step."""
@@ -141,15 +145,20 @@ class _Outgoing:
         self.id = transfer_id
         self.begun: PushPart | None = None
         """The first part; None until the prompt's computation has begun."""
+        self.digest = ""
+        """Identity and layout of the blocks, by the weights that compute them."""
         self.parts: list[PushPart] = []
         """Parts that are not written completely."""
+        self.num_blocks_begun = 0
+        """Leading blocks of the prompt that are in a part."""
         self.has_last = False
         self.target: _Target | None = None
         self.num_waiting = 0
         self.failure = ""
         """Why it has ended without success."""
         self.is_writing = False
-        self.has_written = False
+        self.is_unsure = False
+        """Whether a write has failed: a part of it may still land."""
         self.num_bytes, self.seconds = 0, 0.0
         self.changed = asyncio.Condition()
         self.news = asyncio.Event()
@@ -161,6 +170,11 @@ class _Outgoing:
     @property
     def is_over(self) -> bool:
         return bool(self.failure) or self.is_complete
+
+    @property
+    def may_land(self) -> bool:
+        """Whether bytes may still reach the receiver's memory, which it must then revoke."""
+        return self.is_writing or self.is_unsure
 
 
 class LayerSender:
@@ -186,6 +200,8 @@ class LayerSender:
         self._transfer, self._layout, self.digest, self._memory = transfer, layout, digest, memory
         self._hold_s, self._ended, self._on_outcome = hold_s, ended, on_outcome
         self._outgoing: dict[str, _Outgoing] = {}
+        self._ended_transfers: OrderedDict[str, str] = OrderedDict()
+        """Why there is nothing of a transfer any longer, by its name; the latest ``MAX_ENDED``."""
         self._tasks: set[asyncio.Task[None]] = set()
         self._server = RpcServer(
             {
@@ -223,10 +239,17 @@ class LayerSender:
     def begin(self, part: PushPart) -> None:
         """The layers of ``part`` are about to be computed. Parts of a prompt come in order."""
         one = self._known(part.transfer_id)
+        if one is None:
+            self._note_ended(part.transfer_id, f"{MAX_TRANSFERS} transfers were under way")
+        elif not one.is_over and part.first != one.num_blocks_begun:
+            # The name of a transfer whose beginning is forgotten: its first blocks would never be written.
+            self._fail(one, "its first blocks are not pushed")
         if one is None or one.is_over:
             self._release(part)
             return
-        one.begun = one.begun or part
+        if one.begun is None:
+            one.begun, one.digest = part, self.digest
+        one.num_blocks_begun += len(part.block_ids)
         one.parts.append(part)
         if part.is_last:
             one.has_last = True
@@ -257,13 +280,23 @@ class LayerSender:
             return self._refused(take, f"the blocks have layout {self.digest}, not {take.layout}")
         one = self._known(take.transfer_id)
         if one is None:
-            return self._refused(take, f"{MAX_TRANSFERS} transfers are under way")
+            ended = self._ended_transfers.get(take.transfer_id)
+            return self._refused(take, ended or f"{MAX_TRANSFERS} transfers are under way")
         deadline = clock.monotonic() + take.timeout_s
-        if not await self._waits_for(one, lambda: one.begun is not None or bool(one.failure), deadline):
-            if one.begun is None and not one.num_waiting:
-                self._outgoing.pop(one.id, None)
+        try:
+            has_begun = await self._waits_for(
+                one, lambda: one.begun is not None or bool(one.failure), deadline
+            )
+        finally:  # also when the connection is lost, which cancels this call
+            is_unknown = one.begun is None and not one.failure and not one.num_waiting
+            if is_unknown and self._outgoing.get(one.id) is one:
+                del self._outgoing[one.id]
+        if not has_begun:
             return self._refused(take, f"not computed within {take.timeout_s:g} s")
         if one.failure or one.begun is None:
+            return self._refused(take, one.failure)
+        if take.layout != one.digest:  # the weights were replaced while the request waited
+            self._fail(one, f"the blocks have layout {one.digest}, not {take.layout}")
             return self._refused(take, one.failure)
         if one.target is not None or one.is_over:
             return self._refused(take, "another receiver has taken it")
@@ -301,7 +334,7 @@ class LayerSender:
     async def _more(self, more: PushProgress, call: Call) -> PushResult:
         one = self._outgoing.get(more.transfer_id)
         if one is None or one.target is None or one.target.connection is not call.connection:
-            return PushResult("there is no such transfer")
+            return PushResult("there is no such transfer", has_begun=True)  # see ``_stop``
         deadline = clock.monotonic() + min(max(0.0, more.timeout_s), MAX_TIMEOUT_S)
         return await self._progress(one, more.num_layers, deadline)
 
@@ -314,7 +347,7 @@ class LayerSender:
         self._fail(one, "the receiver has withdrawn")
         async with one.changed:
             await one.changed.wait_for(lambda: not one.is_writing)
-        return PushResult()
+        return PushResult(has_begun=one.may_land)
 
     async def _progress(self, one: _Outgoing, num_layers: int, deadline: float) -> PushResult:
         """The answer when more than ``num_layers`` layers are written, or the transfer has ended."""
@@ -324,8 +357,7 @@ class LayerSender:
         if not has_more:
             self._fail(one, "it took too long")
         if one.failure:
-            # While a write is under way its end is unknown to the receiver, which then revokes its memory.
-            return PushResult(one.failure, has_begun=one.is_writing)
+            return PushResult(one.failure, has_begun=one.may_land)
         return PushResult(num_layers=self._num_written(one))
 
     async def _waits_for(self, one: _Outgoing, is_true: Callable[[], bool], deadline: float) -> bool:
@@ -394,6 +426,9 @@ class LayerSender:
         try:
             left_s = max(0.001, target.deadline - began)
             await self._transfer.write(target.segment, *columns, lengths, timeout_s=left_s)
+        except BaseException:
+            one.is_unsure = True
+            raise
         finally:  # a cancelled write has ended by now, too
             one.is_writing = False
             self._notify(one)
@@ -464,14 +499,21 @@ class LayerSender:
     def _forget(self, one: _Outgoing) -> None:
         if self._outgoing.get(one.id) is one:
             del self._outgoing[one.id]
+            self._note_ended(one.id, one.failure or "it was taken before")
+
+    def _note_ended(self, transfer_id: str, reason: str) -> None:
+        self._ended_transfers.setdefault(transfer_id, reason)
+        while len(self._ended_transfers) > MAX_ENDED:
+            self._ended_transfers.popitem(last=False)
 
     def _release(self, part: PushPart) -> None:
         part.done = True
         self._ended(part)
 
     def _known(self, transfer_id: str) -> _Outgoing | None:
+        """The transfer, which may be new; None where it has ended, or there are too many."""
         one = self._outgoing.get(transfer_id)
-        if one is None and len(self._outgoing) < MAX_TRANSFERS:
+        if one is None and transfer_id not in self._ended_transfers and len(self._outgoing) < MAX_TRANSFERS:
             one = self._outgoing[transfer_id] = _Outgoing(transfer_id)
         return one
 

@@ -34,7 +34,7 @@ _OF_TRANSFERS_BEGIN = ("bootstrap_", "disagg_")
 _OF_TRANSFERS_END = "_transfer_params"
 """Suffix of vLLM's fields for transfers of KV and of encoder outputs."""
 
-_NEVER_OF_CLIENTS = ("transfer_id", "tp_size", "dp_rank", "data_parallel_rank")
+_NEVER_OF_CLIENTS = ("transfer_id", "push_from", "tp_size", "dp_rank", "data_parallel_rank")
 """Keys of ``kv_transfer_params`` that only the gateway sets, beside those with the prefixes below."""
 
 _NEVER_BEGINNINGS = ("remote_", "do_remote_")

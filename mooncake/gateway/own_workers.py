@@ -577,6 +577,8 @@ class OwnWorkersRequest(PlacedRequest):
                         log.warning("answer_not_continued", instance=decision.decode, reason=str(error))
                         raise
                 else:
+                    if self.route.is_push:  # its transfer is for one decode worker only
+                        await self._await_prefill()
                     self._note_replaced(error, attempts, "decode")
             decision = None
 

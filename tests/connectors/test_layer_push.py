@@ -16,6 +16,7 @@ from mooncake import clock
 from mooncake.connectors import layer_push
 from mooncake.connectors.layer_push import LayerReceiver, LayerSender, PushedLoad, PushPart, PushProgress
 from mooncake.connectors.peer_push import BlockRequest, PushOutcome
+from mooncake.errors import PeerLost
 from tests.connectors.test_peer_push import LAYOUT, NUM_BLOCKS, NUM_LAYERS, SLAB_BYTES, TIMEOUT_S, Memory
 
 PROMPT = b"digest of the prompt"
@@ -66,6 +67,12 @@ class Pair:
             while not is_true():
                 self.news.clear()
                 await self.news.wait()
+
+    async def until_requested(self) -> None:
+        """Return when the sender has a request that waits."""
+        async with asyncio.timeout(TIMEOUT_S):
+            while not any(one.num_waiting for one in self.sender._outgoing.values()):  # noqa: ASYNC110
+                await asyncio.sleep(0.001)
 
     def layer(self, memory: Memory, layer: int, ids: list[int]) -> bytes:
         return memory.layers[layer, ids].tobytes()
@@ -237,6 +244,73 @@ async def test_a_sender_that_stops_in_the_middle_costs_a_bounded_wait(
         await loading
         assert load.failed and "too long" in load.reason
         assert part.done
+
+
+async def test_kv_of_weights_that_replaced_others_meanwhile_is_not_pushed() -> None:
+    async with a_pair() as pair:
+        before = pair.decoding.layers.copy()
+        load = pair.load([4])
+        loading = pair.start(load)
+        await pair.until_requested()
+        pair.sender.digest = "of other weights"
+        part = pair.begin(0, [0], 1)
+        pair.compute(part)
+        await loading
+        assert load.reason == "the blocks have layout of other weights, not kind" and part.done
+        assert (pair.decoding.layers == before).all()
+
+
+async def test_a_write_that_fails_costs_a_revocation(monkeypatch: pytest.MonkeyPatch) -> None:
+    """After it, what its connections still carry may land."""
+
+    async def fail(*arguments: Any, **more: Any) -> None:
+        raise PeerLost("a lane was reset")
+
+    async with a_pair() as pair:
+        monkeypatch.setattr(pair.computed.transfer, "write", fail)
+        load = pair.load([4])
+        loading = pair.start(load)
+        part = pair.begin(0, [0], 1)
+        pair.compute(part)
+        await loading
+        assert "a lane was reset" in load.reason and part.done
+        assert pair.receiver._generation == 1
+
+
+async def test_no_transfer_begins_in_the_middle_of_a_prompt() -> None:
+    """The name of one that is forgotten, or that there were too many to know."""
+    async with a_pair() as pair:
+        load = pair.load([4, 5])
+        loading = pair.start(load)
+        part = pair.begin(1, [1], 2)
+        pair.compute(part)
+        await loading
+        assert load.reason == "its first blocks are not pushed" and part.done
+
+
+async def test_a_late_request_for_an_ended_transfer_does_not_wait() -> None:
+    async with a_pair(hold_s=0.02) as pair:
+        part = pair.begin(0, [0], 1)
+        pair.compute(part)
+        await pair.until(lambda: part.done)
+        async with asyncio.timeout(TIMEOUT_S):
+            while pair.sender._outgoing:  # noqa: ASYNC110
+                await asyncio.sleep(0.01)
+        load = pair.load([4])
+        await pair.start(load)
+        assert "no receiver has requested it" in load.reason and not pair.sender._outgoing
+        assert pair.begin(0, [0], 1).done, "the name is not used again"
+
+
+async def test_a_request_whose_connection_is_lost_leaves_nothing() -> None:
+    async with a_pair() as pair:
+        loading = pair.start(pair.load([4]))
+        await pair.until_requested()
+        await pair.receiver.close()
+        async with asyncio.timeout(TIMEOUT_S):
+            while pair.sender._outgoing:  # noqa: ASYNC110
+                await asyncio.sleep(0.01)
+        await loading
 
 
 async def test_what_does_not_match_is_refused_and_not_written() -> None:

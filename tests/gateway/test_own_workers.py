@@ -419,6 +419,16 @@ async def test_a_decode_worker_that_is_lost_during_a_push_is_replaced(
         assert sum("push_from" in params for params in calls) == 1
 
 
+async def test_a_decode_worker_whose_weights_are_replaced_gets_no_second_push(tokenizer: Tokenizer) -> None:
+    """A transfer goes to one worker: its sender would not know which blocks of it another one needs."""
+    async with pushing(tokenizer, num_decode=1) as stack:
+        stack.decode[0].replace_after = 0
+        answer = await stack.complete(PROMPT)
+        assert answer["choices"][0]["text"] == answer_text(PROMPT, 6, 1)
+        calls = [call.get("kv_transfer_params") or {} for call in stack.decode[0].calls]
+        assert ["push_from" in params for params in calls] == [True, False]
+
+
 async def test_a_refusal_after_prefill_ends_the_call_of_decode(
     tokenizer: Tokenizer, monkeypatch: pytest.MonkeyPatch
 ) -> None:
