@@ -81,17 +81,16 @@ async def test_each_stage_reports_its_part_of_a_prompt(llama: Reference) -> None
         before = [bubble_seconds.labels(str(stage))._value.get() for stage in range(3)]
         answer = await group.ask(greedy(prompt_of(300), 3))
         assert answer.last.measured is not None
-        stages = answer.last.measured.stages
+        stages, whole_s = answer.last.measured.stages, answer.last.measured.computed_s
         ranges = layer_ranges(3, 3)
         assert [range(one.first_layer, one.end_layer) for one in stages] == ranges
         assert len({one.num_chunks for one in stages}) == 1 and stages[0].num_chunks >= 5
         assert stages[0].began_s == 0.0 < stages[1].began_s < stages[2].began_s
         for one in stages:
-            span_s = one.ended_s - one.began_s
-            assert 0 < one.computed_s <= span_s * (1 + 1e-9)
-            # It computed, waited, or one of its chunks was there, and the thread on its way.
-            assert one.waited_s >= 0 and one.computed_s + one.waited_s < one.ended_s * (1 + 1e-6)
-        assert answer.last.measured.computed_s >= max(one.ended_s for one in stages) * (1 - 1e-6)
+            # It computed, waited, or one of its chunks was there, and the thread on its way. Where a stage's
+            # times lie on the first one's clock is an estimate, so only the whole bounds them.
+            assert 0 < one.computed_s <= whole_s and 0 <= one.waited_s <= whole_s
+            assert one.began_s < one.ended_s <= whole_s * (1 + 1e-6)
         assert stages[1].waited_s > 0, "it waited for the first chunk"
         after = [bubble_seconds.labels(str(stage))._value.get() for stage in range(3)]
         assert after[1] >= before[1] + stages[1].waited_s

@@ -28,7 +28,7 @@ from mooncake.compat.master import load_http
 from mooncake.compat.store import dummy_client
 from mooncake.compat.transfer import rpc_interface as compat_rpc
 from mooncake.conductor.server import ConductorServer, ConductorService, ConductorSettings
-from mooncake.connectors import peer_push
+from mooncake.connectors import layer_push, peer_push
 from mooncake.errors import AccessDenied, DeadlineExceeded, MooncakeError, ProtocolError, Unavailable
 from mooncake.http.server import HttpServer, listen
 from mooncake.inference import stage
@@ -118,6 +118,17 @@ def direct_server() -> RpcServer:
     )
 
 
+def push_server() -> RpcServer:
+    """The RPC server of a prefill worker that pushes, without the worker."""
+    messages = (
+        peer_push.PushRequest,
+        layer_push.PushProgress,
+        layer_push.PushWithdrawal,
+        peer_push.PushProbe,
+    )
+    return RpcServer(dict.fromkeys(messages, nothing), access=layer_push.ACCESS, name="push")
+
+
 def nothing(message: object, call: Call) -> Failure:
     return Failure("reached", type(message).__name__)
 
@@ -132,6 +143,7 @@ class House:
         self.servers: dict[str, RpcServer] = {
             "store/server.py": self.master._rpc,
             "conductor/server.py": ConductorServer(ConductorService(ConductorSettings())).rpc,
+            "connectors/layer_push.py": push_server(),
             "connectors/peer_push.py": direct_server(),
             "transfer/handshake.py": listener._server,  # type: ignore[union-attr]
             "compat/transfer/rpc_interface.py": RpcServer(
