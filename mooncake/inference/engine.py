@@ -465,7 +465,7 @@ class Engine:
         """End every request; blocks that a load or save still touches stay in use."""
         with self._changed:
             arrived, self._inbox = self._inbox, []
-            self._wake_locked()  # for a step that tells the other ends of pushes
+            self._wake_locked()  # for a step that ends pushes at the other workers
         ended, self._unreported = self._unreported, []
         ended += [self._last(request, FinishReason.ERROR, error) for request in arrived]
         return ended + self._end_known(error, self._clock())
