@@ -23,7 +23,6 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import dataclasses
-import math
 import threading
 from collections import OrderedDict
 from collections.abc import Callable, Sequence
@@ -46,6 +45,8 @@ from mooncake.connectors.peer_push import (
     PushRequest,
     PushResult,
     Receiver,
+    target_memory,
+    wrong_timeout,
 )
 from mooncake.errors import MooncakeError
 from mooncake.kvlayout import SlabLayout
@@ -272,10 +273,8 @@ class LayerSender:
     # -- the receiver's side
 
     async def _take(self, take: PushRequest, call: Call) -> PushResult:
-        if not (math.isfinite(take.timeout_s) and 0 < take.timeout_s <= MAX_TIMEOUT_S):
-            return self._refused(
-                take, f"timeout_s is {take.timeout_s:g}; allowed: more than 0, at most {MAX_TIMEOUT_S:g}"
-            )
+        if reason := wrong_timeout(take):
+            return self._refused(take, reason)
         if take.layout != self.digest:
             return self._refused(take, f"the blocks have layout {self.digest}, not {take.layout}")
         one = self._known(take.transfer_id)
@@ -295,41 +294,28 @@ class LayerSender:
             return self._refused(take, f"not computed within {take.timeout_s:g} s")
         if one.failure or one.begun is None:
             return self._refused(take, one.failure)
+        if one.target is not None or one.is_over:
+            return self._refused(take, "another receiver has taken it")
         if take.layout != one.digest:  # the weights were replaced while the request waited
             self._fail(one, f"the blocks have layout {one.digest}, not {take.layout}")
             return self._refused(take, one.failure)
-        if one.target is not None or one.is_over:
-            return self._refused(take, "another receiver has taken it")
-        if (reason := self._mismatch(take, one.begun)) is not None:
-            self._fail(one, reason)
-            return self._refused(take, reason)
-        shape = (self._layout.num_layers, self._layout.num_slabs)
-        first = np.frombuffer(take.first_addresses, dtype="<u8").reshape(shape).astype(np.uint64)
-        strides = np.frombuffer(take.strides, dtype="<u8").tolist()
+        memory = target_memory(take, self._layout)
+        wanted = take.first_block + len(take.block_ids)
+        has_blocks = take.first_block >= 0 and bool(take.block_ids) and wanted == one.begun.num_blocks
+        if take.prompt != one.begun.prompt or memory is None or not has_blocks:
+            is_other = take.prompt != one.begun.prompt
+            self._fail(one, "the prompts differ" if is_other else "the blocks don't fit each other")
+            return self._refused(take, one.failure)
         try:
             segment = self._transfer.open(decode_descriptor(take.descriptor))
         except MooncakeError as error:
             self._fail(one, str(error))
             return self._refused(take, str(error))
-        memory = SlabMemory((), first, strides)
         one.target = _Target(memory, segment, take.first_block, take.block_ids, deadline, call.connection)
         task = asyncio.get_running_loop().create_task(self._write(one, one.target))
         self._tasks.add(task)
         task.add_done_callback(self._tasks.discard)
         return await self._progress(one, 0, deadline)
-
-    def _mismatch(self, take: PushRequest, begun: PushPart) -> str | None:
-        """Why these blocks can't be those of the prompt; None when they can."""
-        if take.prompt != begun.prompt:
-            return "the prompts differ"
-        is_shaped = (
-            len(take.first_addresses) == 8 * self._layout.num_layers * self._layout.num_slabs
-            and len(take.strides) == 8 * self._layout.num_layers
-        )
-        wanted = take.first_block + len(take.block_ids)
-        if take.first_block < 0 or not take.block_ids or wanted != begun.num_blocks or not is_shaped:
-            return "the blocks don't fit each other"
-        return None
 
     async def _more(self, more: PushProgress, call: Call) -> PushResult:
         one = self._outgoing.get(more.transfer_id)

@@ -101,6 +101,23 @@ ACCESS = Access({PushRequest: TRUSTED, PushProbe: EVERYBODY})
 """Clients of a prefill engine where peers authenticate: engines, without a tenant."""
 
 
+def wrong_timeout(take: PushRequest) -> str:
+    """Why a request may not wait for as long as it wants; empty if it may."""
+    if math.isfinite(take.timeout_s) and 0 < take.timeout_s <= MAX_TIMEOUT_S:
+        return ""
+    return f"timeout_s is {take.timeout_s:g}; allowed: more than 0, at most {MAX_TIMEOUT_S:g}"
+
+
+def target_memory(take: PushRequest, layout: SlabLayout) -> SlabMemory | None:
+    """The receiver's memory, as a request describes it; None if that describes no memory of ``layout``."""
+    shape = (layout.num_layers, layout.num_slabs)
+    first, strides = take.first_addresses, take.strides
+    if len(first) != 8 * shape[0] * shape[1] or len(strides) != 8 * shape[0]:
+        return None
+    addresses = np.frombuffer(first, dtype="<u8").reshape(shape).astype(np.uint64)
+    return SlabMemory((), addresses, np.frombuffer(strides, dtype="<u8").tolist())
+
+
 @dataclasses.dataclass(frozen=True)
 class BlockOffer:
     """Blocks that are computed and wait to be taken."""
@@ -207,9 +224,8 @@ class Sender:
     async def _take(self, take: PushRequest, call: Call) -> PushResult:
         if not self._accepts(call.connection.peer):
             return self._refused(take, f"{call.connection.peer} is not in this engine's decode_addr")
-        if not (math.isfinite(take.timeout_s) and 0 < take.timeout_s <= MAX_TIMEOUT_S):
-            allowed = f"more than 0, at most {MAX_TIMEOUT_S:g}"
-            return self._refused(take, f"timeout_s is {take.timeout_s:g}; allowed: {allowed}")
+        if reason := wrong_timeout(take):
+            return self._refused(take, reason)
         deadline = clock.monotonic() + take.timeout_s
         if take.layout != self._digest:
             return self._refused(take, f"the blocks have layout {self._digest}, not {take.layout}")
@@ -245,16 +261,9 @@ class Sender:
         if take.prompt != offer.prompt:
             return self._refused(take, "the prompts differ")
         source = offer.block_ids[take.first_block :]
-        shape = (self._layout.num_layers, self._layout.num_slabs)
-        first = np.frombuffer(take.first_addresses, dtype="<u8")
-        strides = np.frombuffer(take.strides, dtype="<u8")
-        if (
-            len(source) != len(take.block_ids)
-            or first.size != shape[0] * shape[1]
-            or strides.size != shape[0]
-        ):
+        target = target_memory(take, self._layout)
+        if target is None or len(source) != len(take.block_ids):
             return self._refused(take, "the blocks don't fit each other")
-        target = SlabMemory((), first.reshape(shape).astype(np.uint64), strides.tolist())
         local, remote = self._columns(self._memory, source), self._columns(target, take.block_ids)
         lengths = np.full(len(local), self._layout.slab_bytes, dtype=np.uint64)
         try:

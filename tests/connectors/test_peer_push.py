@@ -26,6 +26,7 @@ from mooncake.connectors.peer_push import (
     PushRequest,
     Receiver,
     Sender,
+    target_memory,
 )
 from mooncake.errors import InvalidArgument, MooncakeError
 from mooncake.kvlayout import SlabLayout
@@ -557,3 +558,16 @@ async def test_memory_that_can_not_be_registered_again_is_tried_by_the_next(
         pair.sender.offer(BlockOffer("one", b"p", [2]))
         assert await pair.receiver.receive(pair.wanted("one", [1])) == ""
         assert pair.decoding.blocks([1]) == pair.computed.blocks([2])
+
+
+@pytest.mark.parametrize("cut", [1, 8])
+@pytest.mark.parametrize("field", ["first_addresses", "strides"])
+def test_a_damaged_description_is_no_memory(field: str, cut: int) -> None:
+    whole = {"first_addresses": bytes(8 * NUM_LAYERS * LAYOUT.num_slabs), "strides": bytes(8 * NUM_LAYERS)}
+
+    def memory(**arrays: bytes) -> object:
+        take = PushRequest("one", "kind", b"", b"", **arrays, first_block=0, block_ids=[0], timeout_s=1.0)
+        return target_memory(take, LAYOUT)
+
+    assert memory(**whole) is not None
+    assert memory(**{**whole, field: whole[field][:-cut]}) is None
