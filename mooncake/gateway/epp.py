@@ -10,18 +10,17 @@ its modules are imported only when the process starts.
 from __future__ import annotations
 
 import asyncio
-import re
 from dataclasses import dataclass, fields
 from typing import Annotated
 
 from msgspec import Meta
 
-from mooncake.conductor.settings import SchedulingSettings, Seconds
-from mooncake.config import AlsoFrom, Port, Secret, Size
+from mooncake.conductor.settings import Seconds
+from mooncake.config import Port, Secret, Size
 from mooncake.errors import InvalidArgument
 from mooncake.gateway.app import MAX_OPERATORS, create_operator_app, load_tokenizer, watch_client_keys
 from mooncake.gateway.endpoint_picker import EndpointPicker, PickRules, normalized
-from mooncake.gateway.gateway import Gateway, GatewaySettings
+from mooncake.gateway.gateway import Gateway, GatewaySettings, ServingSettings
 from mooncake.gateway.prompts import Tokenizing
 from mooncake.http.server import HttpServer, listen
 from mooncake.log import get_logger
@@ -32,20 +31,11 @@ log = get_logger(__name__)
 
 
 @dataclass(frozen=True)
-class EppSettings(SchedulingSettings):
+class EppSettings(ServingSettings):
     """Pick the engine of each request for Envoy-based gateways (Gateway API Inference Extension)."""
-
-    model: str = "smollm2"
-    "A local Hugging Face folder, or `smollm2`; only its tokenizer is used."
-
-    served_model_name: str = ""
-    "The model's name in the API; empty takes the last part of `model`. Engines' own names serve, too."
 
     tokenizing: Tokenizing = "auto"
     "Source of prompts' tokens: the model's tokenizer or the engine; else text is hashed."
-
-    engine_api_key: Annotated[str, Secret] = ""
-    "Key for engines that need one; a client's `Authorization` takes precedence."
 
     host: str = "127.0.0.1"
     "Address to listen on for proxies."
@@ -65,9 +55,6 @@ class EppSettings(SchedulingSettings):
     max_endpoints: Annotated[int, Meta(ge=1, le=16)] = 3
     "Endpoints in one answer: the one that was picked, and those that the proxy tries after it."
 
-    conductor: str = ""
-    "`host:port[,host:port]` of the conductors; empty runs one inside this process, with these settings."
-
     server_cert: str = ""
     "PEM file with a certificate for TLS without client certificates; empty: the cluster's, with them."
 
@@ -80,23 +67,8 @@ class EppSettings(SchedulingSettings):
     health_address: str = ""
     "`host:port` that answers gRPC health checks only, without TLS or key; empty: only the proxies' port."
 
-    metrics_host: str = "127.0.0.1"
-    "Address of the operators' port. It needs no key on loopback, and the admin key elsewhere."
-
-    metrics_port: Port = 0
-    "Operators' port: `/metrics`, `/status`, `/story`, every request's `explain`; 0 takes a free one."
-
-    api_keys_file: str = ""
-    "File with clients' keys, tenants and quotas (`docs/gateway.md`); empty: clients need no key."
-
-    admin_api_key: Annotated[str, Secret, AlsoFrom("ADMIN_API_KEY")] = ""
-    "Key that operators send as X-API-Key to make changes or see details; empty refuses them all."
-
     trust_clients: bool = False
     "Whether clients' `kv_transfer_params` reach engines; never fields that name a host or a transfer."
-
-    session_header: str = ""
-    "A header of your own that names a request's session, read before all others (`docs/gateway.md`)."
 
     body_timeout_s: Seconds = 30.0
     "How long the body of a request may take to arrive; after that it is refused with 408."
@@ -107,9 +79,6 @@ class EppSettings(SchedulingSettings):
     max_body_bytes: Annotated[int, Size, Meta(ge=1 << 10)] = 8 << 20
     "The largest body of a request; a larger one is refused with 413."
 
-    max_in_flight: Annotated[int, Meta(ge=1)] = 1024
-    "Answers in progress at a time; beyond that requests are refused with a time to retry."
-
     max_connections: Annotated[int, Meta(ge=1)] = 256
     "Most connections of proxies, each of which carries many requests."
 
@@ -119,12 +88,8 @@ class EppSettings(SchedulingSettings):
             for item in getattr(self, name):
                 if normalized(item) is None:
                     raise InvalidArgument(name, item, "ip:port, or [ip]:port for IPv6")
-        for name in ("prefill_header", "session_header"):
-            if not re.fullmatch(r"[A-Za-z0-9_-]{0,64}", getattr(self, name)):
-                raise InvalidArgument(name, getattr(self, name), "a header's name")
-        for name, other in (("server_cert", "server_key"), ("server_key", "server_cert")):
-            if getattr(self, other) and not getattr(self, name):
-                raise InvalidArgument(name, "", f"the path of a PEM file, since {other} is set")
+        self.check_header("prefill_header")
+        self.check_pair("server_cert", "server_key")
         if self.health_address:
             split_address(self.health_address)
 

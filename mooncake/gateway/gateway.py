@@ -55,8 +55,8 @@ _BY_CACHE = ("overlap", "kvcache_centric", "cache_aware")
 
 
 @dataclass(frozen=True)
-class GatewaySettings(SchedulingSettings):
-    """Serve the OpenAI API and spread requests over workers."""
+class ServingSettings(SchedulingSettings):
+    """What a gateway and an endpoint picker are both told: model, conductors, keys of clients and operators."""
 
     model: str = "smollm2"
     "A local Hugging Face folder, or `smollm2`; only its tokenizer is used."
@@ -64,26 +64,8 @@ class GatewaySettings(SchedulingSettings):
     served_model_name: str = ""
     "The model's name in the API; empty takes the last part of `model`. Engines' own names serve, too."
 
-    protocol: Protocol = "auto"
-    "How engines hand KV over; `workers` are ours; `auto` detects them and uses `sequential` for others."
-
-    tokenizing: Tokenizing = "auto"
-    "Source of prompts' tokens for other engines: the model's tokenizer or the engine; else text is hashed."
-
     engine_api_key: Annotated[str, Secret] = ""
     "Key for engines that need one; a client's `Authorization` takes precedence."
-
-    host: str = "127.0.0.1"
-    "Address to listen on."
-
-    port: Port = 8000
-    "Port of the HTTP server; 0 takes a free one."
-
-    prefill: tuple[str, ...] = ()
-    "Instances that compute prompts, `host:port`, each with its connector's port behind it if that is needed."
-
-    decode: tuple[str, ...] = ()
-    "Instances that decode, in the same form; without any of `prefill` they compute prompts, too."
 
     conductor: str = ""
     "`host:port[,host:port]` of the conductors; empty runs one inside this process, with these settings."
@@ -97,20 +79,61 @@ class GatewaySettings(SchedulingSettings):
     api_keys_file: str = ""
     "File with clients' keys, tenants and quotas (`docs/gateway.md`); empty: clients need no key."
 
+    admin_api_key: Annotated[str, Secret, AlsoFrom("ADMIN_API_KEY")] = ""
+    "Key that operators send as X-API-Key to make changes or see details; empty refuses them all."
+
+    session_header: str = ""
+    "A header of your own that names a request's session, read before all others (`docs/gateway.md`)."
+
+    max_in_flight: Annotated[int, Meta(ge=1)] = 1024
+    "Answers in progress at a time; beyond that requests are refused with a time to retry."
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        self.check_header("session_header")
+
+    def check_header(self, name: str) -> None:
+        """Raise InvalidArgument unless the setting is a header's name, or empty."""
+        if not re.fullmatch(r"[A-Za-z0-9_-]{0,64}", getattr(self, name)):
+            raise InvalidArgument(name, getattr(self, name), "a header's name")
+
+    def check_pair(self, cert: str, key: str) -> None:
+        """Raise InvalidArgument where only one of two settings is set."""
+        for name, other in ((cert, key), (key, cert)):
+            if getattr(self, other) and not getattr(self, name):
+                raise InvalidArgument(name, "", f"the path of a PEM file, since {other} is set")
+
+
+@dataclass(frozen=True)
+class GatewaySettings(ServingSettings):
+    """Serve the OpenAI API and spread requests over workers."""
+
+    protocol: Protocol = "auto"
+    "How engines hand KV over; `workers` are ours; `auto` detects them and uses `sequential` for others."
+
+    tokenizing: Tokenizing = "auto"
+    "Source of prompts' tokens for other engines: the model's tokenizer or the engine; else text is hashed."
+
+    host: str = "127.0.0.1"
+    "Address to listen on."
+
+    port: Port = 8000
+    "Port of the HTTP server; 0 takes a free one."
+
+    prefill: tuple[str, ...] = ()
+    "Instances that compute prompts, `host:port`, each with its connector's port behind it if that is needed."
+
+    decode: tuple[str, ...] = ()
+    "Instances that decode, in the same form; without any of `prefill` they compute prompts, too."
+
     https_cert: str = ""
     "PEM file with a certificate to serve clients over HTTPS, without client certificates."
 
     https_key: str = ""
     "PEM file with that certificate's private key, without a password."
 
-    admin_api_key: Annotated[str, Secret, AlsoFrom("ADMIN_API_KEY")] = ""
-    "Key that operators send as X-API-Key to make changes or see details; empty refuses them all."
-
     trust_clients: bool = False
     "Whether clients' `kv_transfer_params` reach other engines; never fields that name a host or a transfer."
-
-    session_header: str = ""
-    "A header of your own that names a request's session, read before all others (`docs/gateway.md`)."
 
     request_timeout_s: Seconds = 600.0
     "How long one answer may take, prefill and decode together."
@@ -124,18 +147,11 @@ class GatewaySettings(SchedulingSettings):
     max_connections: Annotated[int, Meta(ge=0)] = 0
     "Most client connections; at most, and for 0, half of the files that the process may open."
 
-    max_in_flight: Annotated[int, Meta(ge=1)] = 1024
-    "Answers in progress at a time; beyond that requests are refused with a time to retry."
-
     def __post_init__(self) -> None:
         super().__post_init__()
         for name in ("prefill", "decode"):
             read_instances(name, getattr(self, name))
-        if not re.fullmatch(r"[A-Za-z0-9_-]{0,64}", self.session_header):
-            raise InvalidArgument("session_header", self.session_header, "a header's name")
-        for name, other in (("https_cert", "https_key"), ("https_key", "https_cert")):
-            if getattr(self, other) and not getattr(self, name):
-                raise InvalidArgument(name, "", f"the path of a PEM file, since {other} is set")
+        self.check_pair("https_cert", "https_key")
 
     def public(self, identity: Identity) -> Public:
         """The protocol for clients of a gateway with ``identity``.
