@@ -56,7 +56,7 @@ _BY_CACHE = ("overlap", "kvcache_centric", "cache_aware")
 
 @dataclass(frozen=True)
 class ServingSettings(SchedulingSettings):
-    """What a gateway and an endpoint picker are both told: model, conductors, keys of clients, operators."""
+    """Settings common to gateway and endpoint picker: model, conductors, keys of clients, operators."""
 
     model: str = "smollm2"
     "A local Hugging Face folder, or `smollm2`; only its tokenizer is used."
