@@ -333,12 +333,14 @@ class OwnWorkersAnswer:
             message = "the gateway failed while answering; its log has the traceback"
             await queue.put(ApiError(500, message, code="internal_error"))
         finally:
-            await worker_request.close()
-            num_tokens = max(len(choice.token_ids) for choice in self._choices[first : first + request.n])
-            tbt_s = mean_of_longest(self._gaps_s[number])
-            worker_request.end(
-                Finished(worker_request.place_id, num_tokens, self._ttfts_s[number], tbt_s, is_complete)
-            )
+            try:
+                await worker_request.close()
+            finally:  # also when cancelled there, or the conductor counts the request until it expires
+                num_tokens = max(len(choice.token_ids) for choice in self._choices[first : first + request.n])
+                tbt_s = mean_of_longest(self._gaps_s[number])
+                worker_request.end(
+                    Finished(worker_request.place_id, num_tokens, self._ttfts_s[number], tbt_s, is_complete)
+                )
 
     async def _decode(
         self,

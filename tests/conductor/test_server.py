@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
 from collections.abc import AsyncIterator
 from dataclasses import dataclass, field, replace
@@ -11,6 +12,7 @@ import pytest
 from aiohttp import web
 
 from mooncake import metrics
+from mooncake.conductor import client
 from mooncake.conductor.client import RemoteConductor
 from mooncake.conductor.health import ProbeOutcome
 from mooncake.conductor.messages import (
@@ -33,6 +35,7 @@ from mooncake.inference.kv_events import WorkerKvEventPublisher
 from mooncake.kv_events import BlockStored
 from mooncake.prefix import block_hashes, root_hash, short_key
 from mooncake.types import WorkerRole
+from tests.faults.proxy import Proxy
 from tests.waiting import until
 
 SETTINGS = SchedulingSettings(
@@ -256,6 +259,37 @@ async def test_requests_of_a_lost_client_are_finished(worker: Worker) -> None:
         await until(lambda: has_requests(1))
         await remote.close()
         await until(lambda: has_requests(0))
+
+
+async def test_the_end_of_a_request_reaches_a_conductor_that_was_too_slow(
+    worker: Worker, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async with served() as (service, server):
+        proxy = await asyncio.to_thread(Proxy, server.rpc.port)  # it runs an event loop of its own
+        remote = RemoteConductor(f"127.0.0.1:{proxy.port}")
+        await remote.start()
+        remote.post(AddInstance(worker.address, WorkerRole.DECODE))
+        await until(lambda: is_ready(remote, worker.address))
+        await until(lambda: remote.is_connected)
+
+        async def has_requests(number: int) -> bool:
+            return service.core.status()[0].num_requests == number
+
+        for number, request_id in enumerate(("a", "b"), 1):
+            await remote.place(Place(request_id, 64))
+            assert await has_requests(number)
+        # It answers neither the report of the requests in flight nor that of the end before their timeout.
+        monkeypatch.setattr(client, "CALL_TIMEOUT_S", 0.1)
+        [link] = remote._links
+        link.has_claims = False
+        proxy.silence(True)
+        remote.post(Finished("a"))
+        await until(lambda: asyncio.sleep(0, not link.is_connected))
+        await asyncio.sleep(0.3)
+        proxy.heal()
+        await until(lambda: has_requests(1))
+        await remote.close()
+        proxy.close()
 
 
 async def test_a_drain_through_the_client_is_remembered(worker: Worker) -> None:

@@ -454,3 +454,15 @@ async def test_a_client_that_leaves_ends_both_calls(tokenizer: Tokenizer) -> Non
         asking.cancel()
         cancelled = [stack.prefill[0], *stack.decode]
         await stack.until(lambda health: sum(worker.num_cancelled for worker in cancelled) == 2)
+
+
+async def test_a_refusal_of_decode_during_a_push_releases_the_request(tokenizer: Tokenizer) -> None:
+    async with pushing(tokenizer) as stack:
+        stack.prefill[0].stall_after = 0
+        for worker in stack.decode:
+            worker.refuse = (400, {"message": "no", "type": "invalid_request_error", "code": "invalid_value"})
+        status, answer, _ = await stack.post("/v1/completions", {"prompt": PROMPT})
+        assert (status, answer["error"]["code"]) == (400, "invalid_value")
+        rows = await stack.gateway.scheduling.status()
+        assert sum(row.num_placed for row in rows) == 2
+        assert not any(row.num_requests for row in rows)
