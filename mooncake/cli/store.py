@@ -8,7 +8,6 @@ durations for input.
 
 from __future__ import annotations
 
-import os
 import re
 import sys
 import time
@@ -26,13 +25,12 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 from rich.table import Table
 from rich.text import Text
 
-from mooncake.config import load, named_file
 from mooncake.errors import InvalidArgument, Refusal
 from mooncake.security import tool_identity
 from mooncake.store import Store, StoreSettings
 from mooncake.store import messages as m
 from mooncake.store import repair as repairing
-from mooncake.transfer import TransferEngine, TransferSettings
+from mooncake.transfer import TransferEngine, transfer_from_environment
 
 MASTER = typer.Option(
     "--master",
@@ -51,10 +49,9 @@ HERE, DEFAULT = "127.0.0.1:50051", "default"
 @contextmanager
 def opened(master: str, tenant: str = DEFAULT, timeout_s: float = 10.0) -> Iterator[Store]:
     identity = tool_identity()
-    transfer, _ = load(TransferSettings, {}, os.environ, named_file(os.environ))
     settings = StoreSettings(timeout_s, tenant=tenant)
     with (
-        TransferEngine(transfer.for_tool(), identity=identity) as engine,
+        TransferEngine(transfer_from_environment().for_tool(), identity=identity) as engine,
         Store(master, engine, settings, identity) as store,
     ):
         store.connect()  # a user at a terminal must learn at once that no master listens there

@@ -13,7 +13,6 @@ import asyncio
 import contextlib
 import dataclasses
 import json
-import os
 import threading
 from collections.abc import Collection, Coroutine, Mapping
 from concurrent.futures import CancelledError, Future
@@ -21,12 +20,11 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 from mooncake.compat.config_file import CONFIG_VARIABLE, MASTER_VARIABLE, MooncakeConfig
-from mooncake.config import load, named_file
 from mooncake.errors import InvalidArgument
 from mooncake.log import get_logger
 from mooncake.store import AsyncStore, StoreSettings
 from mooncake.store.node.node import Node, NodeSettings
-from mooncake.transfer import TransferEngine, TransferSettings
+from mooncake.transfer import TransferEngine, transfer_from_environment
 
 log = get_logger(__name__)
 
@@ -125,8 +123,7 @@ class TransferThread:
         self, host: str, transports: tuple[str, ...] = (), rdma_devices: tuple[str, ...] = ()
     ) -> None:
         named = {"transports": list(transports) or None, "rdma_devices": list(rdma_devices) or None}
-        settings, _ = load(TransferSettings, named, os.environ, named_file(os.environ))
-        self.transfer = TransferEngine(settings.for_role(host))
+        self.transfer = TransferEngine(transfer_from_environment(named).for_role(host))
         self.loop = asyncio.new_event_loop()
         self._tasks: set[asyncio.Task[Any]] = set()
         self._unbegun: set[Coroutine[Any, Any, Any]] = set()

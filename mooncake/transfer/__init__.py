@@ -26,7 +26,7 @@ from mooncake.transfer.descriptor import RegionInfo, SegmentDescriptor
 from mooncake.transfer.engine import TransferEngine
 from mooncake.transfer.handshake import Notification
 from mooncake.transfer.peers import RemoteSegment
-from mooncake.transfer.settings import DEFAULT_TRANSFER, TransferSettings
+from mooncake.transfer.settings import DEFAULT_TRANSFER, TransferSettings, transfer_from_environment
 from mooncake.transfer.transports import (
     Completion,
     Op,
@@ -54,4 +54,5 @@ __all__ = [
     "crc32c_columns",
     "crc32c_combine",
     "nvmeof",
+    "transfer_from_environment",
 ]

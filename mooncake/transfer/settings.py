@@ -4,11 +4,14 @@
 from __future__ import annotations
 
 import dataclasses
+import os
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Annotated, Any, Literal
 
 from msgspec import Meta
 
+from mooncake.config import load, named_file
 from mooncake.errors import InvalidArgument
 
 
@@ -133,6 +136,18 @@ class TransferSettings:
         if self.transports == TransferSettings.transports:
             return True
         return scheme == "rdma" and "tcp" in self.transports and not self.rdma_devices
+
+
+def transfer_from_environment(given: Mapping[str, Any] | None = None) -> TransferSettings:
+    """Read ``[transfer]`` from ``MOONCAKE_TRANSFER_*`` and the file named by ``MOONCAKE_CONFIG``.
+
+    ``given`` has fields that take precedence; None stands for one that is not given.
+
+    Raises:
+        InvalidArgument: a value is invalid.
+    """
+    settings, _ = load(TransferSettings, given or {}, os.environ, named_file(os.environ))
+    return settings
 
 
 DEFAULT_TRANSFER = TransferSettings()

@@ -29,11 +29,10 @@ from mooncake.compat.transfer.environment import read_environment as read_engine
 from mooncake.compat.transfer.error_codes import EngineCodeError
 from mooncake.compat.transfer.host_probe import available_schemes, rdma_devices, resolves
 from mooncake.compat.transfer.transport_choice import choose_transports, split_host
-from mooncake.config import load, named_file
 from mooncake.errors import AddressInUse, InvalidArgument
 from mooncake.log import get_logger
 from mooncake.store import messages as m
-from mooncake.transfer import TransferEngine, TransferSettings
+from mooncake.transfer import TransferEngine, TransferSettings, transfer_from_environment
 
 log = get_logger("mooncake.store")
 
@@ -108,8 +107,7 @@ def _engine_settings(arguments: SetupArguments) -> TransferSettings:
     if choice.warning:
         log.warning(f"setup: {choice.warning}")
     flags = {field: value for field, value in choice.flags.items() if not field.startswith("metadata")}
-    settings, _ = load(TransferSettings, flags, os.environ, named_file(os.environ))
-    return replace(settings, metadata="")
+    return replace(transfer_from_environment(flags), metadata="")
 
 
 def _wait_for_master(session: StoreSession) -> None:

@@ -4,7 +4,6 @@
 from __future__ import annotations
 
 import contextlib
-import os
 import random
 import threading
 from collections.abc import Callable
@@ -24,13 +23,12 @@ from mooncake.compat.transfer.public_types import InnerTransferEngine, TransferN
 from mooncake.compat.transfer.registered_memory import RegisteredMemory
 from mooncake.compat.transfer.temporary_registration import TemporaryRegistrations
 from mooncake.compat.transfer.transport_choice import P2P, TransportChoice, choose_transports, split_host
-from mooncake.config import load, named_file
 from mooncake.errors import AddressInUse, InvalidArgument, MooncakeError, PeerLost, ProtocolError, Unavailable
 from mooncake.log import get_logger
 from mooncake.transfer.engine import TransferEngine as Engine
 from mooncake.transfer.host import numeric_host
 from mooncake.transfer.peers import RemoteSegment
-from mooncake.transfer.settings import TransferSettings
+from mooncake.transfer.settings import TransferSettings, transfer_from_environment
 from mooncake.transfer.transports import Completion, Status
 from mooncake.transfer.transports.rdma import usable_devices
 
@@ -96,7 +94,7 @@ class EngineLifecycle:
         )
         if choice.warning:
             log.warning(f"initialize: {choice.warning}")
-        settings, _ = load(TransferSettings, choice.flags, os.environ, named_file(os.environ))
+        settings = transfer_from_environment(choice.flags)
         engine = self._bind_or_fall_back(choice, settings)
         try:
             engine.publish()

@@ -62,8 +62,8 @@ from mooncake.transfer import (
     Op,
     Status,
     TransferEngine,
-    TransferSettings,
     crc32c_combine,
+    transfer_from_environment,
 )
 from mooncake.transfer.descriptor import decode_descriptor
 from mooncake.types import ObjectKey
@@ -121,7 +121,10 @@ class _StoreBase:
         if identity.tenant and settings.tenant == DEFAULT_TENANT:
             settings = dataclasses.replace(settings, tenant=identity.tenant)
         self.settings = settings
-        self.engine = engine if engine is not None else TransferEngine(TransferSettings(), identity=identity)
+        if engine is None:
+            self.engine = TransferEngine(transfer_from_environment().for_tool(), identity=identity)
+        else:
+            self.engine = engine
         self._owns_engine = engine is None
         self.operations = Operations(
             self.engine.describe().host,
@@ -166,8 +169,9 @@ class Store(_StoreBase):
     """Blocking client of the store; thread-safe.
 
     ``engine``: the process's transfer engine if it has one, so that memory registered there can be
-    read and written directly; otherwise the store makes its own. ``identity``: identity of this client in the
-    cluster, instead of that of the engine or the process. Connects at the first call.
+    read and written directly; otherwise the store makes its own, with the settings of ``[transfer]``
+    in the environment and in the file named by ``MOONCAKE_CONFIG``. ``identity``: identity of this client in
+    the cluster, instead of that of the engine or the process. Connects at the first call.
     """
 
     def __init__(

@@ -6,6 +6,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -237,3 +238,13 @@ def test_a_step_has_no_more_time_than_its_task() -> None:
         assert now + 10.0 <= store._calls.deadline(None, now + 100.0) <= clock.monotonic() + 10.0
         with pytest.raises(DeadlineExceeded, match="deadline has passed"):
             store.open_reads(["k"], now)
+
+
+def test_an_engine_of_its_own_has_the_settings_of_the_process(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "mooncake.toml").write_text('[transfer]\ntransports = ["tcp", "local"]\nname = "a-node"\n')
+    monkeypatch.setenv("MOONCAKE_CONFIG", str(tmp_path / "mooncake.toml"))
+    with Store("127.0.0.1:1") as store:
+        assert set(store.engine.describe().endpoints) == {"tcp", "local"}
+        assert store.engine.name != "a-node", "others look for the node under that name"
