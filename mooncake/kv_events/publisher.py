@@ -28,12 +28,12 @@ log = get_logger(__name__)
 
 END_OF_REPLAY = -1
 
-PATIENCE_S = 10.0
+PATIENCE_S = 5.0
 """A receiver that reads nothing of its replay for so long gets no more of it."""
 
 _PAUSE_S = 0.01
 _BATCHES_PER_TURN = 64
-_MOST_REPLAYS = 16
+_MOST_REPLAYS = 64
 """Replays at the same time; further requests wait in the socket."""
 
 Batch = tuple[int, bytes]
