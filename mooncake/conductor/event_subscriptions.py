@@ -484,16 +484,18 @@ class EventSubscriptions:
     async def _known_sources(self, instance: InstanceId) -> _Sources:
         """What the instance names; asked again while it only fails to answer, which says nothing of its
         events. Until then its blocks are inferred."""
-        while True:
+        for number in itertools.count():
             try:
                 return await self._query_sources(instance)
             except msgspec.MsgspecError as error:
                 log.info("kv_event_sources_unavailable", instance=instance, reason=str(error))
                 return _Sources([], is_ours=False)
             except (aiohttp.ClientError, OSError, TimeoutError) as error:
-                log.info("kv_event_sources_unavailable", instance=instance, reason=str(error))
+                if not number:
+                    log.info("kv_event_sources_unavailable", instance=instance, reason=repr(error))
             self._post(Silent(instance))
             await asyncio.sleep(SOURCES_PAUSE_S)
+        raise AssertionError("the loop has no end")
 
     async def _query_sources(self, instance: InstanceId) -> _Sources:
         assert self._session is not None, "start() first"
