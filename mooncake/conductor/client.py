@@ -4,9 +4,10 @@
 Of several conductors a gateway uses the one that leads. When that is lost it uses another one at once,
 whether it leads already or not: a conductor that does not lead answers as well, only with a view that may
 lack the latest requests of others. Of several conductors one that did not answer in time is mostly only slow,
-so a placement waits ``RETURN_S`` for it. While no conductor is reachable for longer, a client uses its known
-instances in turn, because waiting would only delay requests that any worker can serve. This is the only
-placement that is decided outside the core.
+so a placement waits ``RETURN_S`` for it. While no conductor is reachable for longer, waiting would only delay
+requests that any worker can serve: a prompt goes where the last one with the same beginning was computed, as
+its blocks are there, and any other to the known instances in turn. This is the only placement that is decided
+outside the core.
 """
 
 from __future__ import annotations
@@ -14,6 +15,8 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import math
+from collections import OrderedDict
+from collections.abc import Sequence
 from typing import Any, Protocol
 
 import msgspec
@@ -44,6 +47,7 @@ from mooncake.conductor.messages import (
 )
 from mooncake.errors import DeadlineExceeded, MooncakeError, PeerLost, Refusal
 from mooncake.log import get_logger
+from mooncake.prefix import BlockKey
 from mooncake.rpc import AsyncClient
 from mooncake.types import InstanceId, WorkerRole
 
@@ -58,6 +62,7 @@ RETURN_S = 1.0
 _REFRESH_S = 2.0
 _PAUSE_S = 0.05
 _CLAIMS_PER_CALL = 256
+_MOST_BEGINNINGS = 32_768
 
 _changes = Counter(
     "mooncake_conductor_client_changes",
@@ -139,6 +144,8 @@ class RemoteConductor:
         self._lost_at = -math.inf
         """When the last one that could be asked was lost."""
         self._reports: dict[asyncio.Task[None], None] = {}
+        self._computed_by: OrderedDict[BlockKey, InstanceId] = OrderedDict()
+        """By the last block of a prompt's beginning: the instance that computed it, the latest used last."""
         self._outbox: asyncio.Queue[ReportedFact | None] = asyncio.Queue(10_000)
         self._tasks: list[asyncio.Task[None]] = []
 
@@ -368,6 +375,11 @@ class RemoteConductor:
         place = msgspec.structs.replace(request, keys=[], bare_keys=[])
         decision = msgspec.structs.replace(decision, turn=0.0, fetches=[])
         self._in_flight[request.request_id] = Placed(place, decision), clock.monotonic()
+        for key in _beginnings(request.keys):
+            self._computed_by[key] = decision.prefill or decision.decode
+            self._computed_by.move_to_end(key)
+        while len(self._computed_by) > _MOST_BEGINNINGS:
+            self._computed_by.popitem(last=False)
 
     async def _send_facts(self) -> None:
         while True:
@@ -426,12 +438,18 @@ class RemoteConductor:
         if not prefills and not decodes:
             refusal = Refusal("no_instance", "the conductor can't be reached and no other instance is known")
             return Refuse(request.request_id, refusal, _REFRESH_S)
-        reason = "the conductor can't be reached: in turn"
+        before = [self._computed_by[key] for key in _beginnings(request.keys) if key in self._computed_by]
         decode_pool = decodes or prefills
         decode = decode_pool[self._next_turn % len(decode_pool)]
         prefill = None
+        is_known = False
         if prefills and decodes and request.needs_prefill:
-            prefill = prefills[self._next_turn % len(prefills)]
+            is_known = bool(before) and before[0] in prefills
+            prefill = before[0] if is_known else prefills[self._next_turn % len(prefills)]
+        elif before and before[0] in decode_pool:
+            is_known, decode = True, before[0]
+        how = "where its beginning was computed last" if is_known else "in turn"
+        reason = f"the conductor can't be reached: {how}"
         return Decision(request.request_id, prefill, decode, reason, degraded="no conductor")
 
     def _in_turn(self, role: WorkerRole, exclude: list[InstanceId]) -> list[InstanceId]:
@@ -439,6 +457,16 @@ class RemoteConductor:
         pool = [one for one, its_role in self._known.items() if its_role is role and one not in exclude]
         last_ready = {row.instance: None for row in self._rows if row.health == "ready"}
         return [one for one in pool if one in last_ready] or pool
+
+
+def _beginnings(keys: Sequence[BlockKey]) -> list[BlockKey]:
+    """The last blocks of the beginnings by which a prompt is recognised, the longest first.
+
+    They have a power of two blocks, a quarter of the prompt or more: the next turn of a session and another
+    prompt with the same documents have one of them, too, and what all prompts share is mostly too short.
+    """
+    longest = 1 << len(keys).bit_length() >> 1
+    return [keys[length - 1] for length in (longest, longest >> 1) if length]
 
 
 async def _report_end(link: _ConductorLink, event: Finished) -> None:
