@@ -71,7 +71,7 @@ _changes = Counter(
 )
 _in_turn = Counter(
     "mooncake_conductor_client_in_turn",
-    "Placements that a gateway made in turn, because it could reach no conductor.",
+    "Placements that a gateway made itself, because it could reach no conductor.",
     registry=metrics.registry,
 )
 
