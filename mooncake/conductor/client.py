@@ -157,7 +157,7 @@ class RemoteConductor:
     def describe(self) -> str:
         """The state of each conductor, as text."""
         if len(self._links) == 1:
-            state = "connected" if self.is_connected else "can't be reached: workers are used in turn"
+            state = "connected" if self.is_connected else "can't be reached: workers are chosen without it"
             return f"{self._links[0].address} ({state})"
         states = [
             (link.address, "can't be reached" * (not link.is_connected) or _role_of(link.standing))

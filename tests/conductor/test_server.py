@@ -222,7 +222,7 @@ async def test_a_client_outlives_its_conductor(worker: Worker) -> None:
         await until(is_placed_by_conductor)
         assert any("placed r" in line for line in await remote.story("r"))
 
-    # The conductor is gone: known instances are used in turn, at once.
+    # The conductor is gone: known instances are used at once.
     answer = await remote.place(Place("r2", 64))
     assert isinstance(answer, Decision)
     assert (answer.decode, answer.degraded) == (worker.address, "no conductor")
