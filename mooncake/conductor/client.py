@@ -3,15 +3,20 @@
 
 Of several conductors a gateway uses the one that leads. When that is lost it uses another one at once,
 whether it leads already or not: a conductor that does not lead answers as well, only with a view that may
-lack the latest requests of others. While no conductor is reachable a client uses its known instances in turn,
-because waiting would only delay requests that any worker can serve. This is the only placement that is
-decided outside the core.
+lack the latest requests of others. Of several conductors one that did not answer in time is mostly only slow,
+so a placement waits ``RETURN_S`` for it. While no conductor is reachable for longer, waiting would only delay
+requests that any worker can serve: a prompt goes where the last one with the same beginning was computed, as
+its blocks are there, and any other to the known instances in turn. This is the only placement that is decided
+outside the core.
 """
 
 from __future__ import annotations
 
 import asyncio
 import contextlib
+import math
+from collections import OrderedDict
+from collections.abc import Sequence
 from typing import Any, Protocol
 
 import msgspec
@@ -42,6 +47,7 @@ from mooncake.conductor.messages import (
 )
 from mooncake.errors import DeadlineExceeded, MooncakeError, PeerLost, Refusal
 from mooncake.log import get_logger
+from mooncake.prefix import BlockKey
 from mooncake.rpc import AsyncClient
 from mooncake.types import InstanceId, WorkerRole
 
@@ -50,9 +56,13 @@ log = get_logger(__name__)
 CALL_TIMEOUT_S = 1.0
 """A conductor answers in microseconds; one that takes this long is treated as gone."""
 
+RETURN_S = 1.0
+"""After all of several conductors were lost, placements wait for the first one that is back this long."""
+
 _REFRESH_S = 2.0
 _PAUSE_S = 0.05
 _CLAIMS_PER_CALL = 256
+_MOST_BEGINNINGS = 32_768
 
 _changes = Counter(
     "mooncake_conductor_client_changes",
@@ -61,7 +71,7 @@ _changes = Counter(
 )
 _in_turn = Counter(
     "mooncake_conductor_client_in_turn",
-    "Placements that a gateway made in turn, because it could reach no conductor.",
+    "Placements that a gateway made itself, because it could reach no conductor.",
     registry=metrics.registry,
 )
 
@@ -106,6 +116,8 @@ class _ConductorLink:
         self.standing = Standing(0)
         self.has_claims = False
         "It knows the requests in flight, and that this gateway reports their ends to it."
+        self.is_doubted = asyncio.Event()
+        "Set when it is lost; cleared when it is tried again."
 
 
 class RemoteConductor:
@@ -125,6 +137,15 @@ class RemoteConductor:
         self._next_turn = 0
         self._in_flight: dict[str, tuple[Placed, float]] = {}
         """By request: its placement, and when that was made."""
+        self._unanswered: dict[str, list[_ConductorLink]] = {}
+        """By request: conductors that did not answer in time where it goes, and may place it yet."""
+        self._is_back = asyncio.Event()
+        """Set while any conductor can be asked."""
+        self._lost_at = -math.inf
+        """When the last one that could be asked was lost."""
+        self._reports: dict[asyncio.Task[None], None] = {}
+        self._computed_by: OrderedDict[BlockKey, InstanceId] = OrderedDict()
+        """By the last block of a prompt's beginning: the instance that computed it, the latest used last."""
         self._outbox: asyncio.Queue[ReportedFact | None] = asyncio.Queue(10_000)
         self._tasks: list[asyncio.Task[None]] = []
 
@@ -136,7 +157,7 @@ class RemoteConductor:
     def describe(self) -> str:
         """The state of each conductor, as text."""
         if len(self._links) == 1:
-            state = "connected" if self.is_connected else "can't be reached: workers are used in turn"
+            state = "connected" if self.is_connected else "can't be reached: workers are chosen without it"
             return f"{self._links[0].address} ({state})"
         states = [
             (link.address, "can't be reached" * (not link.is_connected) or _role_of(link.standing))
@@ -150,17 +171,22 @@ class RemoteConductor:
         self._tasks.append(loop.create_task(self._send_facts()))
 
     async def close(self) -> None:
-        for task in self._tasks:
+        tasks = [*self._tasks, *self._reports]
+        for task in tasks:
             task.cancel()
-        await asyncio.gather(*self._tasks, return_exceptions=True)
+        await asyncio.gather(*tasks, return_exceptions=True)
         for link in self._links:
             await link.client.close()
 
     async def place(self, request: Place) -> Decision | Refuse:
         answer: Decision | Refuse | None = None
-        if self.is_connected:
+        for _ in range(2):
+            if not await self._is_reachable():
+                break
             with contextlib.suppress(MooncakeError):
                 answer = await self._call(request)
+            if answer is not None or self.is_connected:
+                break
         if answer is None:
             _in_turn.inc()
             answer = self._place_in_turn(request)
@@ -168,7 +194,18 @@ class RemoteConductor:
             self._note_placed(request, answer)
         else:
             self._in_flight.pop(request.request_id, None)
+            if request.request_id in self._unanswered:
+                self.post(Finished(request.request_id))
         return answer
+
+    async def _is_reachable(self) -> bool:
+        """Whether any conductor can be asked. Of several, one that was lost just now is waited for."""
+        wait_s = self._lost_at + RETURN_S - clock.monotonic()
+        if not self.is_connected and len(self._links) > 1 and wait_s > 0:
+            with contextlib.suppress(TimeoutError):
+                async with asyncio.timeout(wait_s):
+                    await self._is_back.wait()
+        return self.is_connected
 
     async def prefilled(self, event: Prefilled) -> Refuse | None:
         self._remember(event)
@@ -250,6 +287,10 @@ class RemoteConductor:
             try:
                 return await link.client.call(message, CALL_TIMEOUT_S)
             except (PeerLost, DeadlineExceeded) as error:
+                # With a lost connection a conductor ends the requests that came by it; one that is slow
+                # will place this request when it gets to it.
+                if isinstance(message, Place) and isinstance(error, DeadlineExceeded):
+                    self._unanswered.setdefault(message.request_id, []).append(link)
                 self._lost(link, str(error))
                 if link is links[-1]:
                     raise
@@ -271,15 +312,21 @@ class RemoteConductor:
         if link.is_connected:
             log.warning("conductor_lost", peer=link.address, reason=reason)
         link.is_connected = link.has_claims = False
+        link.is_doubted.set()
+        if self._is_back.is_set() and not self.is_connected:
+            self._is_back.clear()
+            self._lost_at = clock.monotonic()
 
     async def _keep_connected(self, link: _ConductorLink) -> None:
         """Register the known instances at every new connection, then keep them as the leader has them."""
         while True:
+            link.is_doubted.clear()
             try:
                 await link.client.connect(CALL_TIMEOUT_S)
                 if not link.is_connected:
                     await self._register(link)
                     link.is_connected = True
+                    self._is_back.set()
                     log.info("conductor_connected", peer=link.client.peer)
                     with contextlib.suppress(asyncio.QueueFull):
                         self._outbox.put_nowait(None)
@@ -293,9 +340,8 @@ class RemoteConductor:
                 self._lost(link, str(error))
                 await asyncio.sleep(_PAUSE_S)  # a refusal comes at once
                 continue
-            with contextlib.suppress(TimeoutError):
-                async with asyncio.timeout(_REFRESH_S):
-                    await link.client.lost.wait()
+            await _first_of(link.client.lost, link.is_doubted, _REFRESH_S)
+            if link.client.lost.is_set():
                 self._lost(link, "it closed the connection")
 
     async def _register(self, link: _ConductorLink) -> None:
@@ -329,6 +375,11 @@ class RemoteConductor:
         place = msgspec.structs.replace(request, keys=[], bare_keys=[])
         decision = msgspec.structs.replace(decision, turn=0.0, fetches=[])
         self._in_flight[request.request_id] = Placed(place, decision), clock.monotonic()
+        for key in _beginnings(request.keys):
+            self._computed_by[key] = decision.prefill or decision.decode
+            self._computed_by.move_to_end(key)
+        while len(self._computed_by) > _MOST_BEGINNINGS:
+            self._computed_by.popitem(last=False)
 
     async def _send_facts(self) -> None:
         while True:
@@ -342,6 +393,20 @@ class RemoteConductor:
                     await self._call(event)
             except MooncakeError as error:
                 log.debug("conductor_event_not_delivered", fact=type(event).__name__, reason=str(error))
+            if isinstance(event, Finished):
+                self._report_late(event)
+
+    def _report_late(self, event: Finished) -> None:
+        """Report a request's end to conductors that may have placed it after this gateway had given up.
+
+        They read it after the request, as it comes by the same connection. Only this gateway knows of both:
+        what another conductor passes on may be read before.
+        """
+        for link in self._unanswered.pop(event.request_id, []):
+            if link is not self._used:
+                task = asyncio.get_running_loop().create_task(_report_end(link, event))
+                self._reports[task] = None
+                task.add_done_callback(self._reports.pop)
 
     async def _claim(self, link: _ConductorLink) -> None:
         """Report the requests in flight to a conductor that does not know them from this gateway."""
@@ -373,12 +438,18 @@ class RemoteConductor:
         if not prefills and not decodes:
             refusal = Refusal("no_instance", "the conductor can't be reached and no other instance is known")
             return Refuse(request.request_id, refusal, _REFRESH_S)
-        reason = "the conductor can't be reached: in turn"
+        before = [self._computed_by[key] for key in _beginnings(request.keys) if key in self._computed_by]
         decode_pool = decodes or prefills
         decode = decode_pool[self._next_turn % len(decode_pool)]
         prefill = None
+        is_known = False
         if prefills and decodes and request.needs_prefill:
-            prefill = prefills[self._next_turn % len(prefills)]
+            is_known = bool(before) and before[0] in prefills
+            prefill = before[0] if is_known else prefills[self._next_turn % len(prefills)]
+        elif before and before[0] in decode_pool:
+            is_known, decode = True, before[0]
+        how = "where its beginning was computed last" if is_known else "in turn"
+        reason = f"the conductor can't be reached: {how}"
         return Decision(request.request_id, prefill, decode, reason, degraded="no conductor")
 
     def _in_turn(self, role: WorkerRole, exclude: list[InstanceId]) -> list[InstanceId]:
@@ -386,6 +457,31 @@ class RemoteConductor:
         pool = [one for one, its_role in self._known.items() if its_role is role and one not in exclude]
         last_ready = {row.instance: None for row in self._rows if row.health == "ready"}
         return [one for one in pool if one in last_ready] or pool
+
+
+def _beginnings(keys: Sequence[BlockKey]) -> list[BlockKey]:
+    """The last blocks of the beginnings by which a prompt is recognised, the longest first.
+
+    They have a power of two blocks, a quarter of the prompt or more: the next turn of a session and another
+    prompt with the same documents have one of them, too, and what all prompts share is mostly too short.
+    """
+    longest = 1 << len(keys).bit_length() >> 1
+    return [keys[length - 1] for length in (longest, longest >> 1) if length]
+
+
+async def _report_end(link: _ConductorLink, event: Finished) -> None:
+    with contextlib.suppress(MooncakeError):
+        await link.client.call(event, CALL_TIMEOUT_S)
+
+
+async def _first_of(one: asyncio.Event, other: asyncio.Event, timeout_s: float) -> None:
+    """Return when one of both is set, or after the timeout."""
+    waits = [asyncio.ensure_future(event.wait()) for event in (one, other)]
+    try:
+        await asyncio.wait(waits, timeout=timeout_s, return_when=asyncio.FIRST_COMPLETED)
+    finally:
+        for wait in waits:
+            wait.cancel()
 
 
 def _role_of(standing: Standing) -> str:

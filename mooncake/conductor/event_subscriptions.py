@@ -64,7 +64,17 @@ _unjudged = Counter(
     registry=metrics.registry,
 )
 
+_replay_retries = Counter(
+    "mooncake_conductor_kv_event_replay_retries",
+    "Replays that were requested once more, because batches were missing or no more came.",
+    registry=metrics.registry,
+)
+
 REPLAY_TIMEOUT_S = 3.0
+_REPLAY_TRIES = 5
+SOURCES_PAUSE_S = 5.0
+"""Pause before an instance that did not answer is asked again where it publishes."""
+
 _BATCHES_PER_TURN = 16
 
 
@@ -296,28 +306,50 @@ async def _drained(monitor: zmq.asyncio.Socket) -> bool:
 async def _catch_up(
     context: zmq.asyncio.Context, reader: EventReader, source: EventSource, post: Callable[[Fact], None]
 ) -> None:
-    """Request a replay from the reader's next sequence; warn and return if no answer comes in time."""
-    if source.replay_endpoint is None:
-        return
-    dealer = context.socket(zmq.DEALER)
+    """Read all that the publisher can replay from the reader's next sequence on.
+
+    A replay that lacks batches, or that stops, is requested again from where it was whole: the queues on its
+    way drop what they have no room for while one of both processes is slow. Returns with a warning when
+    several requests in a row bring nothing.
+    """
+    num_idle = 0
+    while source.replay_endpoint is not None and num_idle < _REPLAY_TRIES:
+        before = reader.next_sequence
+        if await _replay(context, reader, source.replay_endpoint, post):
+            return
+        _replay_retries.inc()
+        num_idle = num_idle + 1 if reader.next_sequence == before else 0
+    if num_idle:
+        log.warning("kv_event_replay_timed_out", endpoint=source.replay_endpoint)
+
+
+async def _replay(
+    context: zmq.asyncio.Context, reader: EventReader, endpoint: str, post: Callable[[Fact], None]
+) -> bool:
+    """Request one replay; returns whether it came without gaps and to its end."""
+    dealer = context.socket(zmq.DEALER)  # one for each request: a late answer to an earlier one is not read
     try:
         dealer.setsockopt(zmq.LINGER, 0)
-        dealer.connect(source.replay_endpoint)
+        dealer.setsockopt(zmq.RCVHWM, 100_000)
+        dealer.connect(endpoint)
         await dealer.send_multipart([b"", reader.next_sequence.to_bytes(8, "big")])
         for number in itertools.count(1):
             # Polled twice, because the loop may have been busy all that time with what is there to be read.
             if not (await dealer.poll(int(REPLAY_TIMEOUT_S * 1000)) or await dealer.poll(0)):
-                log.warning("kv_event_replay_timed_out", endpoint=source.replay_endpoint)
-                return
+                return False
             frames = await dealer.recv_multipart()
             sequence = int.from_bytes(frames[-2], "big", signed=True)
             if sequence < 0:
-                return
+                return True
+            # Older batches than the first one may be gone for good; those between two are not.
+            if number > 1 and sequence > reader.next_sequence:
+                return False
             _post_all(post, reader.read(sequence, frames[-1]))
             if not number % _BATCHES_PER_TURN:
                 await asyncio.sleep(0)  # reading what is there does not yield, and a replay has thousands
     finally:
         dealer.close()
+    raise AssertionError("the loop has no end")
 
 
 def _post_all(post: Callable[[Fact], None], facts: list[Fact]) -> None:
@@ -392,14 +424,10 @@ class EventSubscriptions:
         self._tasks[instance] = asyncio.get_running_loop().create_task(run_until_error())
 
     async def _follow(self, instance: InstanceId) -> None:
-        answer = _Sources([], is_ours=False)
         if instance in self._given:
             answer = _Sources([self._given[instance]], is_ours=False)
         else:
-            try:
-                answer = await self._query_sources(instance)
-            except (aiohttp.ClientError, OSError, TimeoutError, msgspec.MsgspecError) as error:
-                log.info("kv_event_sources_unavailable", instance=instance, reason=str(error))
+            answer = await self._known_sources(instance)
         self.identities[instance] = answer.kv_identity
         ours = self._settings.block_tokens
         if answer.is_ours and answer.sources and answer.block_size != ours:
@@ -453,12 +481,30 @@ class EventSubscriptions:
                 return None  # the publisher has that address
         return self._listeners[source.endpoint]
 
+    async def _known_sources(self, instance: InstanceId) -> _Sources:
+        """What the instance names; asked again while it only fails to answer, which says nothing of its
+        events. Until then its blocks are inferred."""
+        for number in itertools.count():
+            try:
+                return await self._query_sources(instance)
+            except msgspec.MsgspecError as error:
+                log.info("kv_event_sources_unavailable", instance=instance, reason=str(error))
+                return _Sources([], is_ours=False)
+            except (aiohttp.ClientError, OSError, TimeoutError) as error:
+                if not number:
+                    log.info("kv_event_sources_unavailable", instance=instance, reason=repr(error))
+            self._post(Silent(instance))
+            await asyncio.sleep(SOURCES_PAUSE_S)
+        raise AssertionError("the loop has no end")
+
     async def _query_sources(self, instance: InstanceId) -> _Sources:
         assert self._session is not None, "start() first"
         path = "/kv_event_sources"
         url, headers = self._caller.url(instance, path), self._caller.headers("GET", path)
         async with self._session.get(url, headers=headers) as response:
             body = await response.read()
+            if response.status >= 500:
+                response.raise_for_status()
             if response.status != 200:
                 return _Sources([], is_ours=False)
         found: Mapping[str, Any] = msgspec.json.decode(body, type=dict[str, Any])

@@ -5,6 +5,10 @@ A leader states its term several times per ``lease_s``. A follower that receives
 ``lease_s`` leads with the next term, unless another follower that it still receives statements from ranks
 higher. Of two leaders the one with the lower term follows (of equal terms the one with the lower id).
 
+A follower that was itself stopped for longer than its lease has statements that it has not read: it reads for
+another half a lease before it decides. It would else replace a leader that it was only unable to receive
+from, and of the two it is the one that may lack facts.
+
 While a network is divided there can be two leaders. This is allowed on purpose: a placement is a hint. Two
 leaders place requests without knowing of each other's latest ones, which costs efficiency and never a right
 answer, and a conductor that does not lead answers all the same. So there is no quorum and no lease in an
@@ -22,6 +26,8 @@ from mooncake.machine import Wake
 
 _STORY_LINES = 100
 _MOST_PEERS = 64
+_LATE_PART = 4
+"""A follower that wakes this part of a lease too late was stopped, or its machine is overloaded."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -54,6 +60,8 @@ class ConductorLeadership:
         self._lease_s = lease_s
         self._until = now + lease_s
         """A follower leads after this instant."""
+        self._has_waited = False
+        """It has waited once more since the leader's last statement, because it had woken late."""
         self._others: dict[int, tuple[Standing, float]] = {}
         self._story: deque[tuple[float, str]] = deque(maxlen=_STORY_LINES)
 
@@ -87,7 +95,7 @@ class ConductorLeadership:
             return []
         if (other.term, other.id) < (own.term, self.leader or 0):
             return []  # it will follow when it receives our statement, or the leader's
-        self._until = now + self._lease_s
+        self._until, self._has_waited = now + self._lease_s, False
         if other.id == self.leader and other.term == own.term:
             return []
         reason = "its term is higher" if own.is_leader else "it states that it leads"
@@ -97,6 +105,9 @@ class ConductorLeadership:
     def _wake(self, now: float) -> list[ConductorLeaderChanged]:
         own = self.standing
         if own.is_leader or now < self._until:
+            return []
+        if now - self._until > self._lease_s / _LATE_PART and not self._has_waited:
+            self._until, self._has_waited = now + self._lease_s / 2, True
             return []
         for other, received_at in self._others.values():
             is_present = now - received_at < self._lease_s and other.id != self.leader

@@ -197,11 +197,15 @@ class Replicas:
         return [*(Finished(request_id) for request_id in ended), *facts], self._next[sender]
 
     def removed_members(self, message: Replicate, members: Iterable[InstanceId]) -> list[InstanceId]:
-        """Members here that are none in the leader's snapshot."""
+        """Members here that are none in the leader's snapshot.
+
+        A leader without any was just started and leads because it reached neither gateways nor this conductor
+        before: gateways will add the instances to it. To remove them here would drop their index, too.
+        """
         if not (message.is_snapshot and message.sender.is_leader):
             return []
         there = {fact.instance for fact in message.facts if isinstance(fact, AddInstance)}
-        return [one for one in members if one not in there]
+        return [one for one in members if one not in there] if there else []
 
     def expired(self, now: float) -> list[str]:
         """Drop the requests of conductors that are gone if no gateway has reported them; returns these."""

@@ -6,12 +6,16 @@ are its owner's: a worker's cache and a master's catalog keep them differently. 
 
     PUB     [topic, sequence (8 bytes, big-endian), payload]
     ROUTER  [b"", first sequence] is answered by [b"", topic, sequence, payload]…, the last with sequence -1
+
+A router drops messages for a receiver whose queue is full, and a replay may be longer than any queue. So the
+rest of a replay waits until its receiver has read: a replay is whole, or it ends without its last message.
 """
 
 from __future__ import annotations
 
 import asyncio
 import contextlib
+import itertools
 from collections.abc import Callable, Iterable
 
 import zmq
@@ -23,6 +27,14 @@ from mooncake.log import get_logger
 log = get_logger(__name__)
 
 END_OF_REPLAY = -1
+
+PATIENCE_S = 5.0
+"""A receiver that reads nothing of its replay for so long gets no more of it."""
+
+_PAUSE_S = 0.01
+_BATCHES_PER_TURN = 64
+_MOST_REPLAYS = 64
+"""Replays at the same time; further requests wait in the socket."""
 
 Batch = tuple[int, bytes]
 """Sequence number and payload."""
@@ -42,7 +54,10 @@ class KvEventPublisher:
         self._pub = self._context.socket(zmq.PUB)
         self._replay_context = zmq.asyncio.Context()
         self._router = self._replay_context.socket(zmq.ROUTER)
+        # A message to a full queue is then refused instead of dropped.
+        self._router.setsockopt(zmq.ROUTER_MANDATORY, 1)
         self._task: asyncio.Task[None] | None = None
+        self._replays: dict[asyncio.Task[None], None] = {}
         # A batch that a slow subscriber loses is recovered by replay; an unbounded queue is not.
         self._pub.setsockopt(zmq.SNDHWM, 100_000)
         for socket in (self._pub, self._router):
@@ -72,10 +87,10 @@ class KvEventPublisher:
         self._pub.send_multipart([self._topic, _eight_bytes(sequence), payload])
 
     async def close(self) -> None:
-        if self._task is not None:
-            self._task.cancel()
+        for task in (*self._replays, *([self._task] if self._task else [])):
+            task.cancel()
             with contextlib.suppress(asyncio.CancelledError):
-                await self._task
+                await task
         self._pub.close()
         self._router.close()
         self._context.term()
@@ -91,12 +106,40 @@ class KvEventPublisher:
                     num_frames=len(frames),
                 )
                 continue
-            for sequence, payload in self._replay(int.from_bytes(frames[2], "big")):
-                await self._answer(frames[0], sequence, payload)
-            await self._answer(frames[0], END_OF_REPLAY, b"")
+            while len(self._replays) >= _MOST_REPLAYS:
+                await asyncio.wait(self._replays, return_when=asyncio.FIRST_COMPLETED)
+            start = int.from_bytes(frames[2], "big")
+            task = asyncio.get_running_loop().create_task(self._send_replay(frames[0], start))
+            self._replays[task] = None
+            task.add_done_callback(self._replays.pop)
+
+    async def _send_replay(self, client: bytes, start: int) -> None:
+        num_sent = 0
+        try:
+            for sequence, payload in itertools.chain(self._replay(start), [(END_OF_REPLAY, b"")]):
+                async with asyncio.timeout(PATIENCE_S):
+                    await self._answer(client, sequence, payload)
+                num_sent += 1
+                if not num_sent % _BATCHES_PER_TURN:
+                    await asyncio.sleep(0)  # sending to a queue with room does not yield
+        except (zmq.ZMQError, TimeoutError) as error:
+            reason = str(error) or f"the receiver has read nothing for {PATIENCE_S:g} s"
+            log.info("kv_event_replay_ended_early", num_sent=num_sent, reason=reason)
 
     async def _answer(self, client: bytes, sequence: int, payload: bytes) -> None:
-        await self._router.send_multipart([client, b"", self._topic, _eight_bytes(sequence), payload])
+        """Send one message of a replay when its receiver has room for it.
+
+        Raises:
+            zmq.ZMQError: the receiver is gone.
+        """
+        message = [client, b"", self._topic, _eight_bytes(sequence), payload]
+        while True:
+            try:
+                await self._router.send_multipart(message, zmq.NOBLOCK)
+            except zmq.Again:
+                await asyncio.sleep(_PAUSE_S)  # the socket does not report room in one receiver's queue
+            else:
+                return
 
 
 def _eight_bytes(number: int) -> bytes:

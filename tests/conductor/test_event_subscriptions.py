@@ -19,6 +19,7 @@ import zmq
 import zmq.asyncio
 from aiohttp import web
 
+from mooncake.conductor import event_subscriptions
 from mooncake.conductor.event_subscriptions import EventReader, EventSource, subscribe
 from mooncake.conductor.key_translation import EngineKeys, Fact
 from mooncake.conductor.messages import (
@@ -186,6 +187,74 @@ async def test_a_restarted_publisher_starts_over(context: zmq.asyncio.Context) -
     await second.close()
 
 
+class Replayer:
+    """A publisher's replay that answers each request as the test says; its live batches never come."""
+
+    def __init__(self, context: zmq.asyncio.Context, answers: list[list[int]]) -> None:
+        """``answers``: the sequences of each answer in order, -1 for its end."""
+        self.asked_for: list[int] = []
+        self._answers = answers
+        self._router = context.socket(zmq.ROUTER)
+        port = self._router.bind_to_random_port("tcp://127.0.0.1")
+        self.source = EventSource(free_endpoint(), f"tcp://127.0.0.1:{port}", "kv-events")
+        self.task = asyncio.get_running_loop().create_task(self._run())
+
+    async def _run(self) -> None:
+        for sequences in self._answers:
+            who, _, start = await self._router.recv_multipart()
+            self.asked_for.append(int.from_bytes(start, "big"))
+            for number in sequences:
+                payload = batch({"type": "BlockStored", "block_hashes": [HASHES[number]]} | EMPTY)
+                sequence = number.to_bytes(8, "big", signed=True)
+                await self._router.send_multipart([who, b"", b"kv-events", sequence, payload])
+
+
+EMPTY: dict[str, object] = {
+    "parent_block_hash": None,
+    "token_ids": [],
+    "block_size": 16,
+    "medium": "GPU",
+}
+
+
+@pytest.mark.parametrize(
+    ("answers", "asked_for"),
+    [
+        ([[0, 1, 3, -1], [2, 3, -1]], [0, 2]),
+        ([[0, 1], [2, 3, -1]], [0, 2]),
+        ([[], [0, 1, 2, 3, -1]], [0, 0]),
+        ([[0, 1, 3, -1], [3, -1]], [0, 2]),
+    ],
+    ids=["batches are missing", "no end", "no answer", "a batch is gone for good"],
+)
+async def test_what_is_missing_of_a_replay_is_requested_again(
+    answers: list[list[int]],
+    asked_for: list[int],
+    context: zmq.asyncio.Context,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(event_subscriptions, "REPLAY_TIMEOUT_S", 0.3)
+    replayer = Replayer(context, answers)
+    follower = Follower(context, replayer.source)
+    await until(lambda: follower.has(HASHES[3]))
+    assert follower.has(HASHES[0], HASHES[1])
+    assert follower.has(HASHES[2]) is any(2 in answer for answer in answers)
+    assert replayer.asked_for == asked_for
+    await follower.stop()
+    replayer.task.cancel()
+
+
+async def test_a_publisher_that_never_replays_is_followed_all_the_same(
+    publisher: WorkerKvEventPublisher, context: zmq.asyncio.Context, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(event_subscriptions, "REPLAY_TIMEOUT_S", 0.01)
+    assert publisher.source is not None
+    source = EventSource(publisher.source.endpoint, free_endpoint(), "kv-events")
+    follower = Follower(context, source)
+    await until(lambda: follower.has(END), poke=lambda: publisher.publish([stored(END)]))
+    await follower.stop()
+
+
 # --- the reader alone
 
 
@@ -299,6 +368,8 @@ class Engine:
     topic: str = "kv@a"
     can_replay: bool = True
     names_sources: bool = True
+    num_failures: int = 0
+    "Times that it fails to say where it publishes."
     address: str = ""
     config: dict[str, Any] = field(default_factory=dict)
     sent: list[tuple[int, bytes]] = field(default_factory=list)
@@ -366,6 +437,9 @@ class Engine:
         return web.Response()
 
     async def _sources(self, request: web.Request) -> web.Response:
+        if self.num_failures:
+            self.num_failures -= 1
+            return web.Response(status=503)
         return web.json_response({"0": self.config})
 
 
@@ -466,6 +540,19 @@ async def test_an_engine_without_events_is_known_to_be_silent() -> None:
             return all(one.is_silent and one.is_engine for one in service.core.instances.values())
 
         await until(are_silent)
+
+
+async def test_an_engine_that_did_not_answer_is_asked_again_where_it_publishes(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(event_subscriptions, "SOURCES_PAUSE_S", 0.05)
+    engine = Engine(num_failures=3)
+    await engine.start()
+    await engine.store(0)
+    async with service_of(engine) as service:
+        await until(lambda: has(service, engine, 2))
+        [instance] = service.core.instances.values()
+        assert engine.num_failures == 0 and not instance.is_silent
 
 
 async def test_where_an_engine_publishes_can_be_set() -> None:

@@ -71,6 +71,23 @@ def test_a_follower_leads_a_lease_after_the_last_statement() -> None:
     assert one.standing == Standing(1, 4, True)
 
 
+def test_a_follower_that_was_stopped_reads_before_it_leads() -> None:
+    """What the leader stated meanwhile lies unread in its sockets."""
+    one = follower()
+    state(one, Standing(9, 3, True), 0.5)
+    assert not wake(one, 4.0) and one.deadline() == 4.5
+    assert not state(one, Standing(9, 3, True), 4.1)
+    assert not wake(one, 4.5) and one.deadline() == 5.1
+
+
+def test_a_follower_that_was_stopped_leads_when_nothing_was_unread() -> None:
+    one = follower()
+    state(one, Standing(9, 3, True), 0.5)
+    assert not wake(one, 4.0)
+    assert wake(one, 9.0), "it waits once, however late it wakes again"
+    assert one.standing == Standing(1, 4, True)
+
+
 def test_a_restarted_leader_follows() -> None:
     """It has another id and no term: the follower has what its predecessor knew."""
     one = follower(1)

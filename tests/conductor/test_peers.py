@@ -13,6 +13,7 @@ import pytest
 
 from mooncake import metrics
 from mooncake.cli.ports import free_ports
+from mooncake.conductor import client
 from mooncake.conductor.client import RemoteConductor
 from mooncake.conductor.messages import (
     AddInstance,
@@ -29,6 +30,7 @@ from mooncake.errors import AccessDenied
 from mooncake.rpc import AsyncClient
 from mooncake.types import WorkerRole
 from tests.conductor.test_server import SETTINGS, Worker
+from tests.faults.proxy import Proxy
 from tests.waiting import until
 
 LEASE_S = 0.3
@@ -186,9 +188,97 @@ async def test_gateways_have_one_view_of_the_load(workers: list[Worker]) -> None
             await until(lambda remote=remote: is_used(remote, running))  # type: ignore[misc]
         chosen = [(await place(remote, f"r{n}")).decode for n, remote in enumerate((one, other, one, other))]
         assert sorted(chosen.count(worker.address) for worker in workers) == [2, 2]
+        for conductor in running.values():  # what either gateway placed is known to both
+            placements = conductor.service.core.placements
+            await until(lambda placements=placements: len(placements) == 4)  # type: ignore[misc]
+            assert [placements[f"r{n}"].decode for n in range(4)] == chosen
         assert (
             len({await_free.decode for await_free in [await place(one, "x"), await place(other, "y")]}) == 2
         )
+
+
+@contextlib.asynccontextmanager
+async def behind_proxies(running: dict[int, One]) -> AsyncIterator[dict[int, Proxy]]:
+    """A proxy before each conductor, for gateways only."""
+    proxies = {port: await asyncio.to_thread(Proxy, port) for port in running}  # each has an event loop
+    try:
+        yield proxies
+    finally:
+        for proxy in proxies.values():
+            await asyncio.to_thread(proxy.close)
+
+
+async def is_ready(remote: RemoteConductor, running: dict[int, One], proxies: dict[int, Proxy]) -> bool:
+    if not await is_used(remote, running):
+        return False
+    port, _ = of_role(running, True)
+    return remote._in_order()[0].address == f"127.0.0.1:{proxies[port].port}"
+
+
+@contextlib.asynccontextmanager
+async def proxied(
+    workers: list[Worker], num_gateways: int = 1
+) -> AsyncIterator[tuple[dict[int, One], dict[int, Proxy], list[RemoteConductor]]]:
+    """Two conductors, and gateways that reach them through proxies."""
+    async with contextlib.AsyncExitStack() as stack:
+        running = await stack.enter_async_context(pair())
+        proxies = await stack.enter_async_context(behind_proxies(running))
+        ports = dict(zip((one.port for one in proxies.values()), running.values(), strict=True))
+        remotes = [await stack.enter_async_context(gateway(ports, workers)) for _ in range(num_gateways)]
+        for remote in remotes:
+            await until(lambda remote=remote: is_ready(remote, running, proxies))  # type: ignore[misc]
+        yield running, proxies, remotes
+
+
+async def test_what_a_slow_conductor_places_late_ends_with_the_request(
+    workers: list[Worker], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its gateway uses the other conductor meanwhile, where the request ends before this one reads it."""
+    async with proxied(workers) as (running, proxies, [remote]):
+        port, slow = of_role(running, True)
+        _, other = of_role(running, False)
+        await place(remote, "a")
+        monkeypatch.setattr(client, "CALL_TIMEOUT_S", 0.2)
+        proxies[port].silence(True)
+        assert (await place(remote, "b")).policy, "the other conductor places it"
+        remote.post(Finished("b"))
+        await until(lambda: "b" not in other.service.core.placements)
+        num_placed = sum(row.num_placed for row in slow.service.core.status())
+        monkeypatch.setattr(client, "CALL_TIMEOUT_S", 5.0)
+        proxies[port].heal()
+        await until(lambda: sum(row.num_placed for row in slow.service.core.status()) > num_placed)
+        for one in slow, other:
+            await until(lambda one=one: list(one.service.core.placements) == ["a"])  # type: ignore[misc]
+
+
+async def test_a_placement_waits_for_conductors_that_were_only_slow(
+    workers: list[Worker], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """One is lost and the other one is late with its answer: it answers again at once, and is used."""
+    in_turn = sample("mooncake_conductor_client_in_turn_total")
+    async with proxied(workers) as (running, proxies, [remote]):
+        other, _ = of_role(running, False)
+        monkeypatch.setattr(client, "CALL_TIMEOUT_S", 0.2)
+        monkeypatch.setattr(client, "RETURN_S", 60.0)
+        for proxy in proxies.values():
+            proxy.silence(True)
+        waiting = asyncio.create_task(place(remote, "a"))
+        await until(lambda: not remote.is_connected)
+        assert not waiting.done()
+        proxies[other].heal()
+        assert (await waiting).policy
+    assert sample("mooncake_conductor_client_in_turn_total") == in_turn
+
+
+async def test_without_a_conductor_for_longer_nothing_waits(
+    workers: list[Worker], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(client, "RETURN_S", 0.0)
+    monkeypatch.setattr(client, "CALL_TIMEOUT_S", 0.2)
+    async with proxied(workers) as (_, proxies, [remote]):
+        for proxy in proxies.values():
+            proxy.silence(True)
+        assert (await place(remote, "a")).degraded == "no conductor"
 
 
 async def test_requests_of_a_gateway_that_dies_with_the_leader_are_released(workers: list[Worker]) -> None:

@@ -186,6 +186,7 @@ def test_the_leader_s_members_are_the_members() -> None:
     assert replicas.removed_members(message, ["d", "e"]) == ["e"]
     message = snapshot(AddInstance("d", WorkerRole.DECODE), sender=Standing(7, 1))
     assert replicas.removed_members(message, ["d", "e"]) == []
+    assert replicas.removed_members(snapshot(), ["d", "e"]) == [], "a leader that was just started"
 
 
 # --- two cores

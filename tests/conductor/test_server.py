@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Sequence
 from dataclasses import dataclass, field, replace
 
 import pytest
@@ -222,7 +222,7 @@ async def test_a_client_outlives_its_conductor(worker: Worker) -> None:
         await until(is_placed_by_conductor)
         assert any("placed r" in line for line in await remote.story("r"))
 
-    # The conductor is gone: known instances are used in turn, at once.
+    # The conductor is gone: known instances are used at once.
     answer = await remote.place(Place("r2", 64))
     assert isinstance(answer, Decision)
     assert (answer.decode, answer.degraded) == (worker.address, "no conductor")
@@ -237,6 +237,33 @@ async def test_a_client_outlives_its_conductor(worker: Worker) -> None:
         assert await health(service, worker.address) == "ready"
 
     await remote.close()
+
+
+async def test_without_a_conductor_a_prompt_goes_where_its_beginning_was_computed() -> None:
+    remote = RemoteConductor("127.0.0.1:1")
+    for number in range(3):
+        remote.post(AddInstance(f"127.0.0.1:{number}", WorkerRole.DECODE))
+
+    async def chosen(keys: list[int], exclude: Sequence[str] = ()) -> str:
+        answer = await remote.place(Place("r", 16 * len(keys), keys, exclude=list(exclude)))
+        assert isinstance(answer, Decision) and answer.degraded == "no conductor"
+        return answer.decode
+
+    session, other = [*range(100, 140)], [*range(200, 240)]
+    home, others = await chosen(session), [await chosen(other)]
+    assert others[0] != home
+    assert [await chosen([*session, number]) for number in range(8)] == [home] * 8
+    assert await chosen([*session, *range(300, 340)]) == home, "its next turn, twice as long"
+    assert await chosen(session[:20]) == home
+    assert {await chosen([number] * 9) for number in range(8)} != {home}, "unknown ones go in turn"
+    assert await chosen(session, [home]) != home
+    with_prefill = RemoteConductor("127.0.0.1:1")
+    for role in WorkerRole.PREFILL, WorkerRole.DECODE:
+        for number in range(2):
+            with_prefill.post(AddInstance(f"{role}:{number}", role))
+    decisions = [await with_prefill.place(Place(str(n), 640, session)) for n in range(4)]
+    assert len({one.prefill for one in decisions if isinstance(one, Decision)}) == 1
+    assert len({one.decode for one in decisions if isinstance(one, Decision)}) == 2
 
 
 async def test_requests_of_a_lost_client_are_finished(worker: Worker) -> None:

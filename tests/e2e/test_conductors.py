@@ -23,6 +23,7 @@ async def test_no_request_fails_when_the_leading_conductor_is_killed(tmp_path: P
         for _ in range(2):
             number, at, _ = await kill_leader(pair, http)
             await pair.until_followed(http, number)
+            await pair.until_indexed()
             await load.until(NUM_REQUESTS)
             assert hit_rate([one for one in load.asked if one.began >= at and one.ended]) > 0
             killed.append(number)

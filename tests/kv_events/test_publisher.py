@@ -12,6 +12,7 @@ import zmq.asyncio
 
 from mooncake.errors import AddressInUse, InvalidArgument
 from mooncake.kv_events.publisher import END_OF_REPLAY, Batch, KvEventPublisher
+from tests.waiting import until
 
 ANY = "tcp://127.0.0.1:*"
 
@@ -62,6 +63,51 @@ async def test_a_replay_ends_with_a_number_of_its_own(
             frames = [b"", b"topic", number(sequence), b"batch %d" % sequence]
             assert await dealer.recv_multipart() == frames
         assert await dealer.recv_multipart() == [b"", b"topic", number(END_OF_REPLAY), b""]
+
+
+@pytest.mark.timeout(60)
+async def test_a_replay_longer_than_all_queues_is_whole(context: zmq.asyncio.Context) -> None:
+    """The receiver has room for few batches, and others' replays are answered while it does not read."""
+    num_batches, payload = 3000, bytes(8192)
+    publisher = KvEventPublisher("topic", lambda start: ((one, payload) for one in range(start, num_batches)))
+    endpoint = publisher.serve_replay("the endpoint", ANY)
+    slow, other = context.socket(zmq.DEALER), context.socket(zmq.DEALER)
+    for dealer, first in (slow, 0), (other, num_batches - 1):
+        dealer.setsockopt(zmq.RCVHWM, 10)
+        dealer.connect(endpoint)
+        await dealer.send_multipart([b"", number(first)])
+    found: dict[zmq.asyncio.Socket, list[int]] = {}
+    for dealer in other, slow:
+        found[dealer] = []
+        while not found[dealer] or found[dealer][-1] != END_OF_REPLAY:
+            async with asyncio.timeout(20):
+                frames = await dealer.recv_multipart()
+            found[dealer].append(int.from_bytes(frames[2], "big", signed=True))
+    assert found[other] == [num_batches - 1, END_OF_REPLAY]
+    assert found[slow] == [*range(num_batches), END_OF_REPLAY]
+    await publisher.close()
+
+
+async def test_a_receiver_that_is_gone_ends_its_replay(context: zmq.asyncio.Context) -> None:
+    num_read = 0
+
+    def history(start: int) -> Iterator[Batch]:
+        nonlocal num_read
+        while True:
+            num_read += 1
+            yield num_read, bytes(8192)
+
+    publisher = KvEventPublisher("topic", history)
+    dealer = context.socket(zmq.DEALER)
+    dealer.setsockopt(zmq.LINGER, 0)
+    dealer.connect(publisher.serve_replay("the endpoint", ANY))
+    await dealer.send_multipart([b"", number(0)])
+    async with asyncio.timeout(10):
+        await dealer.recv_multipart()
+    assert len(publisher._replays) == 1
+    dealer.close()
+    await until(lambda: not publisher._replays)
+    await publisher.close()
 
 
 async def test_endpoints_that_are_invalid_or_taken_are_named(publisher: KvEventPublisher) -> None:
