@@ -313,7 +313,7 @@ more. Chosen among 0.5 to 0.9 on the three traces of ``bench/paper.py``'s overlo
 
 _NEAR_LIMIT = 0.9
 
-_LEAST_OVER = 1.15
+LEAST_OVER = 1.15
 """A pool that is filled up to the limit exactly goes over it with every second arrival."""
 
 _MOST_OVER = 3.0
@@ -359,11 +359,11 @@ class GoodputRule:
         self.decode_price = ShadowPrice(horizon_s, turn_share)
         self._decode_forecast = decode_forecast
         self._late_s = _Quantile(_ON_TIME, 0.0)
-        self._over = _Quantile(_IN_PACE, _LEAST_OVER)
+        self._over = _Quantile(_IN_PACE, LEAST_OVER)
 
     @property
     def _over_factor(self) -> float:
-        return min(_MOST_OVER, max(_LEAST_OVER, self._over.value))
+        return min(_MOST_OVER, max(LEAST_OVER, self._over.value))
 
     def decide(self, request: AdmissionRequest, pools: PoolCapacity, now: float) -> AdmissionResult:
         # Above the target queue no request is admitted by mistake; below it some must be, or a period of
@@ -413,7 +413,7 @@ class GoodputRule:
     def check(self) -> None:
         self.prefill_price.check()
         self.decode_price.check()
-        assert _LEAST_OVER <= self._over_factor <= _MOST_OVER
+        assert LEAST_OVER <= self._over_factor <= _MOST_OVER
 
     def _decode_refusal(
         self, request: AdmissionRequest, pools: PoolCapacity, limit_s: float, now: float

@@ -37,6 +37,7 @@ from dataclasses import dataclass
 import msgspec
 import numpy as np
 
+from mooncake.conductor.admission import LEAST_OVER
 from mooncake.conductor.prediction import DecodeModel, Floats
 from mooncake.conductor.settings import SchedulingSettings
 from mooncake.types import WorkerRole
@@ -59,13 +60,14 @@ _ERRORS = 4.5
 """Standard errors between two parts of the window from which on they differ: less than one false alarm in a
 thousand windows of ten minutes."""
 _PART_AGES = (5, 7, 10, 14, 20, 28, 40, 56, 80, 113, 160, 226, 320)
-_QUANTILE = 1.645
-"""The normal distribution's quantile of 1 - ``LATE_SHARE``."""
+_PEAK = 3.0
+"""Standard deviations by which the number of answers at a time goes beyond its mean during one of them: an
+answer is late by its slowest steps."""
 _STEP_S = 15.0
 _LEAST_STEP = 4
-_STANDS = 4
-"""Decisions in a row with a queue that is too long."""
 _SETTLED_S = 30.0
+_STANDS = int(_SETTLED_S / INTERVAL_S) + 1
+"""Decisions in a row with a queue that is too long."""
 _NUM_BEHIND = 5
 _REMEMBERED_S = 3600.0
 
@@ -231,7 +233,9 @@ class Requirement:
         most = min(float(most_requests), self._now.kv_tokens / context)
         if found.slo_s:
             each_s = max(1e-12, step.per_request_s + step.per_token_s * context)
-            most = min(most, (found.slo_s - step.base_s) / each_s)
+            in_time = (found.slo_s - step.base_s) / (LEAST_OVER * each_s)
+            if in_time >= 1.0:  # else no number of instances meets it
+                most = min(most, in_time)
         most = max(1.0, most)
         token_s = step.seconds(most, most * context) / most
         self._most_answers = most
@@ -265,7 +269,7 @@ class Requirement:
         if late > LATE_SHARE:
             return f"{late:.0%} of the prompts would wait longer than {self.wait_s:.2g} s"
         answers = factor * self._answers
-        needed = answers + _QUANTILE * math.sqrt(answers)
+        needed = answers + _PEAK * math.sqrt(answers)
         if needed > num * self._most_answers and answers > self._most_answers:
             return f"they hold {num * self._most_answers:.0f} answers at a time, {needed:.0f} are expected"
         return ""
@@ -285,11 +289,24 @@ class Requirement:
         return waits * math.exp(-(num - load) * self.wait_s / mean_s)
 
 
+@dataclass(frozen=True, slots=True)
+class _TooFew:
+    """A number of instances that did not hold its load."""
+
+    num: int
+    predicted: int
+    "The number that was predicted to hold it."
+    load: float
+    at: float
+
+
 class _Pool:
     """The decisions about one role's instances."""
 
     def __init__(self, now: float) -> None:
         self.since = now
+        self.predicted = 0
+        "The smallest number by prediction."
         self.wanted = 0
         "The present recommendation, before limits."
         self.desired = 0
@@ -300,14 +317,13 @@ class _Pool:
         "Recommendations within the window."
         self.past: deque[tuple[float, int]] = deque()
         "Numbers that were desired within the window."
-        self.num_stood = 0
+        self.waits: deque[float] = deque(maxlen=_STANDS)
         self.num_seen = self.num_behind = 0
         "Requests since ``seen_since``, and those that were rejected or late here."
         self.seen_since = now
         self.settled_at: float | None = None
         "Since when as many as desired are serving."
-        self.too_few: tuple[int, float, float] | None = None
-        "A number, the load that it did not hold, and when."
+        self.too_few: _TooFew | None = None
 
 
 class ScalingSignal:
@@ -318,6 +334,8 @@ class ScalingSignal:
         self._prompts, self._answers = OfferedLoad(), OfferedLoad()
         self._pools: dict[WorkerRole, _Pool] = {}
         self._due_at: float | None = None
+        self._stood_at = -math.inf
+        "When a queue was last too long for a while: answers that began before are late because of it."
 
     def deadline(self) -> float | None:
         """When ``decide`` is due; None while there are no pools."""
@@ -429,19 +447,16 @@ class ScalingSignal:
             pool.wanted = max(pool.wanted, there.num_serving + there.num_starting)
             return "how long its work takes was not measured yet"
         off = min(0.5, 2.0 * needs.error / needs.load) if needs.load else 0.0
-        num, why = needs.least(), ""
-        if needs.least(1.0 - max(_UP, off)) <= pool.wanted <= needs.least(1.0 + max(_DOWN, off)):
-            num = pool.wanted
-        too_few = pool.too_few
-        if too_few is not None:
-            if needs.load < (1.0 - _DOWN) * too_few[1] or now - too_few[2] > _REMEMBERED_S:
-                pool.too_few = None
-            elif num <= too_few[0]:
-                num, why = too_few[0] + 1, f"{too_few[0]} did not hold this load before"
+        low, high = needs.least(1.0 - max(_UP, off)), needs.least(1.0 + max(_DOWN, off))
+        if not low <= pool.predicted <= high:
+            pool.predicted = needs.least()
+        num, why = self._corrected(pool, needs, now), ""
+        if num > pool.predicted and pool.too_few is not None:
+            why = f"{pool.too_few.num} did not hold work for {pool.too_few.load:.3g} before"
         behind = self._stands(pool, needs, there, stay_s, now)
-        if behind and num <= pool.desired < max(2 * needs.least(), needs.least() + 1):
+        if behind and num <= pool.desired < max(2 * pool.predicted, pool.predicted + 1):
             # Where twice the number that the load needs is not enough, more of them will not be, either.
-            pool.too_few = (pool.desired, needs.load, now)
+            pool.too_few = _TooFew(pool.desired, pool.predicted, needs.load, now)
             num, why = pool.desired + 1, behind
         pool.wanted = num
         work = f"work for {needs.load:.3g} arrives"
@@ -450,18 +465,35 @@ class ScalingSignal:
         lack = needs.lack(num - 1) if num > 1 else ""
         return f"{work}; with {num - 1}, {lack}" if lack else work
 
+    def _corrected(self, pool: _Pool, needs: Requirement, now: float) -> int:
+        """The predicted number, or more if as many for their load were too few within the last hour."""
+        failed = pool.too_few
+        if failed is None or now - failed.at > _REMEMBERED_S:
+            pool.too_few = None
+            return pool.predicted
+        num = pool.predicted * failed.num // failed.predicted + 1
+        # But no more than it takes for each to have clearly less work than those had.
+        enough = math.floor(needs.load * failed.num / ((1.0 - _DOWN) * failed.load)) + 1
+        return max(pool.predicted, min(num, enough))
+
     def _stands(self, pool: _Pool, needs: Requirement, there: PoolNow, stay_s: float, now: float) -> str:
         """Why the pool is too small although as many as desired have been serving for a while; or empty."""
-        pool.num_stood = pool.num_stood + 1 if there.wait_s > needs.wait_s else 0
+        pool.waits.append(there.wait_s)
+        stands = len(pool.waits) == _STANDS and min(pool.waits) > needs.wait_s
+        if stands:
+            self._stood_at = now
         if not pool.desired or there.num_serving < pool.desired:
             pool.settled_at = None
         elif pool.settled_at is None:
             pool.settled_at = now
-        if pool.settled_at is None or now - pool.settled_at < _SETTLED_S + stay_s:
+        if pool.settled_at is None or now - max(pool.settled_at, self._stood_at) < _SETTLED_S + stay_s:
             pool.num_seen = pool.num_behind = 0
             pool.seen_since = now
+        if pool.settled_at is None or now - pool.settled_at < _SETTLED_S:
             return ""
-        if pool.num_stood >= _STANDS:
+        # A queue from before the last instances came may shorten: then it is over in time without more.
+        pace = (pool.waits[0] - pool.waits[-1]) / _SETTLED_S
+        if stands and pace * self._settings.scaling_window_s < there.wait_s - needs.wait_s:
             return f"prompts wait {there.wait_s:.2g} s, at most {needs.wait_s:.2g} s are allowed"
         if now - pool.seen_since < _SETTLED_S:
             return ""
