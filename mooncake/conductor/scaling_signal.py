@@ -446,10 +446,12 @@ class ScalingSignal:
         if needs.load and not there.is_measured:
             pool.wanted = max(pool.wanted, there.num_serving + there.num_starting)
             return "how long its work takes was not measured yet"
-        off = min(0.5, 2.0 * needs.error / needs.load) if needs.load else 0.0
-        low, high = needs.least(1.0 - max(_UP, off)), needs.least(1.0 + max(_DOWN, off))
-        if not low <= pool.predicted <= high:
-            pool.predicted = needs.least()
+        error = min(0.25, needs.error / needs.load) if needs.load else 0.0
+        # The first seconds of a change are a rough sample: go as far as one standard error less than they say.
+        if needs.least(1.0 - max(_UP, 2.0 * error)) > pool.predicted:
+            pool.predicted = needs.least(1.0 - error)
+        elif needs.least(1.0 + max(_DOWN, 2.0 * error)) < pool.predicted:
+            pool.predicted = needs.least(1.0 + error)
         num, why = self._corrected(pool, needs, now), ""
         if num > pool.predicted and pool.too_few is not None:
             why = f"{pool.too_few.num} did not hold work for {pool.too_few.load:.3g} before"

@@ -427,6 +427,11 @@ class _ScalingCollector(Collector):
             "Instances that should serve so that SLOs are met, at the conductor that leads; for autoscalers.",
             labels=["role"],
         )
+        serving = GaugeMetricFamily(
+            "mooncake_conductor_serving_instances",
+            "Instances that can be chosen: those that drain, start or are lost are not among them.",
+            labels=["role"],
+        )
         load = GaugeMetricFamily(
             "mooncake_conductor_offered_load",
             "Work that arrives, admitted or not, in instances that would do nothing else.",
@@ -440,11 +445,12 @@ class _ScalingCollector(Collector):
         for service in self.shown.values():
             if service.is_leading():
                 for one in service.core.scaling.status():
+                    serving.add_metric([one.role], float(one.serving))
                     load.add_metric([one.role], one.load)
                     queue.add_metric([one.role], one.queue_s)
                     if one.desired:
                         desired.add_metric([one.role], float(one.desired))
-        yield from (desired, load, queue)
+        yield from (desired, serving, load, queue)
 
 
 _collector = _AccuracyCollector()

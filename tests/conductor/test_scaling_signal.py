@@ -12,7 +12,7 @@ from typing import Any
 
 import msgspec
 import pytest
-from hypothesis import given, settings
+from hypothesis import Phase, given, settings
 from hypothesis import strategies as st
 
 from mooncake.conductor.messages import Drain, RemoveInstance
@@ -40,7 +40,7 @@ from mooncake.types import WorkerRole
 PREFILL, DECODE = WorkerRole.PREFILL, WorkerRole.DECODE
 STEP = DecodeModel(0.02, 1e-4, 1e-7)
 WINDOW_S = SchedulingSettings().scaling_window_s
-WARM_S = 2 * WINDOW_S
+WARM_S = 2 * WINDOW_S + 30
 """One window in which nothing is removed, and one in which the numbers of the first seconds still count."""
 
 
@@ -186,7 +186,7 @@ def test_a_step_is_limited() -> None:
     signal = ScalingSignal(SchedulingSettings())
     decided(signal, 0.0, WARM_S, 0.5, 1)
     changes = decided(signal, WARM_S, WARM_S + 100, 60.0, 1)
-    assert changes[0].after == 5 and "most for this step" in changes[0].reason
+    assert changes[0].after == changes[0].before + 4 and "most for this step" in changes[0].reason
     assert changes[-1].after == needs(prompts(60.0)).least()
 
 
@@ -273,7 +273,7 @@ class Arrivals:
         return needs(prompts(rate * self.mean_s, self.mean_s, variation)).least(factor)
 
 
-@settings(deadline=None, max_examples=8, derandomize=True)
+@settings(deadline=None, max_examples=8, derandomize=True, phases=[Phase.generate])
 @given(LEVELS)
 def test_constant_load_changes_nothing_and_others_are_followed(level: tuple[int, float, float, int]) -> None:
     """A number is right if it is the smallest one for a load within 15 % of the true one: that is how far the
