@@ -59,7 +59,7 @@ _LEAST_S = 5
 _ERRORS = 4.5
 """Standard errors between two parts of the window from which on they differ: less than one false alarm in a
 thousand windows of ten minutes."""
-_PART_AGES = (5, 7, 10, 14, 20, 28, 40, 56, 80, 113, 160, 226, 320)
+_PART_AGES = (8, 11, 16, 23, 32, 45, 64, 90, 128, 181, 256, 362)
 _PEAK = 3.0
 """Standard deviations by which the number of answers at a time goes beyond its mean during one of them: an
 answer is late by its slowest steps."""
@@ -68,6 +68,8 @@ _LEAST_STEP = 4
 _SETTLED_S = 30.0
 _STANDS = int(_SETTLED_S / INTERVAL_S) + 1
 """Decisions in a row with a queue that is too long."""
+_CLEARED_S = 60.0
+"""A queue that is too long adds an instance unless it is over within this time at its present pace."""
 _NUM_BEHIND = 5
 _REMEMBERED_S = 3600.0
 
@@ -446,19 +448,18 @@ class ScalingSignal:
         if needs.load and not there.is_measured:
             pool.wanted = max(pool.wanted, there.num_serving + there.num_starting)
             return "how long its work takes was not measured yet"
-        error = min(0.25, needs.error / needs.load) if needs.load else 0.0
-        # The first seconds of a change are a rough sample: go as far as one standard error less than they say.
-        if needs.least(1.0 - max(_UP, 2.0 * error)) > pool.predicted:
-            pool.predicted = needs.least(1.0 - error)
-        elif needs.least(1.0 + max(_DOWN, 2.0 * error)) < pool.predicted:
-            pool.predicted = needs.least(1.0 + error)
+        error = min(0.5, 2.0 * needs.error / needs.load) if needs.load else 0.0
+        low, high = needs.least(1.0 - max(_UP, error)), needs.least(1.0 + max(_DOWN, error))
+        if not low <= pool.predicted <= high:
+            pool.predicted = needs.least()
         num, why = self._corrected(pool, needs, now), ""
         if num > pool.predicted and pool.too_few is not None:
             why = f"{pool.too_few.num} did not hold work for {pool.too_few.load:.3g} before"
         behind = self._stands(pool, needs, there, stay_s, now)
         if behind and num <= pool.desired < max(2 * pool.predicted, pool.predicted + 1):
             # Where twice the number that the load needs is not enough, more of them will not be, either.
-            pool.too_few = _TooFew(pool.desired, pool.predicted, needs.load, now)
+            if pool.waits[-1] >= 0.9 * pool.waits[0]:  # not while they only clear a queue from before
+                pool.too_few = _TooFew(pool.desired, pool.predicted, needs.load, now)
             num, why = pool.desired + 1, behind
         pool.wanted = num
         work = f"work for {needs.load:.3g} arrives"
@@ -493,9 +494,9 @@ class ScalingSignal:
             pool.seen_since = now
         if pool.settled_at is None or now - pool.settled_at < _SETTLED_S:
             return ""
-        # A queue from before the last instances came may shorten: then it is over in time without more.
+        # A queue from before the last instances came may soon be over without more of them.
         pace = (pool.waits[0] - pool.waits[-1]) / _SETTLED_S
-        if stands and pace * self._settings.scaling_window_s < there.wait_s - needs.wait_s:
+        if stands and pace * _CLEARED_S < there.wait_s - needs.wait_s:
             return f"prompts wait {there.wait_s:.2g} s, at most {needs.wait_s:.2g} s are allowed"
         if now - pool.seen_since < _SETTLED_S:
             return ""
