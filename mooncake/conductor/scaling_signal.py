@@ -51,7 +51,7 @@ LATE_SHARE = 0.05
 WAIT_WITHOUT_SLO_S = 10.0
 """Longest wait of prompts where no SLO bounds it."""
 
-_UP, _DOWN = 0.1, 0.15
+_UP, _DOWN = 0.05, 0.15
 """The load must leave the range of a number by so much of itself before another number is chosen."""
 _MOST_BINS = 600
 """Seconds of the longest window; one bin each."""

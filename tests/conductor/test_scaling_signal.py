@@ -405,7 +405,7 @@ def test_a_simulated_cluster_follows_its_load_and_is_steady_under_a_constant_one
     [before] = run.desired(PREFILL, 240, 840)
     assert len(run.desired(DECODE, 240, 840)) == 1, shown
     doubled = run.desired(PREFILL, 870, 1130)
-    assert len(doubled) <= 2 and before < doubled[0] <= 2 * before, shown
+    assert len(doubled) <= 3 and before < doubled[0] and max(doubled) <= 2 * before, shown
     assert run.desired(DECODE, 240, 840)[0] < run.desired(DECODE, 870, 870)[0], shown
     assert share_in_time(results, 240, 840) > 1 - LATE_SHARE, shown
     assert share_in_time(results, 840, 940) < 0.9, "while instances start, prompts wait"
