@@ -143,6 +143,7 @@ CORES = {
     "conductor.decode_forecast",
     "conductor.publisher_registry",
     "conductor.key_translation",
+    "conductor.scaling_signal",
     "conductor.settings",
     "gateway.handoff",
     "connectors.encoder_cache",

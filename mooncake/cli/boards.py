@@ -129,6 +129,15 @@ ALERTS = (
         "operations.md",
     ),
     Alert(
+        "MooncakeInstancesMissing",
+        "max by (role) (mooncake_conductor_desired_instances)"
+        " > 1.2 * max by (role) (mooncake_conductor_serving_instances)",
+        "15m",
+        "warning",
+        "Fewer instances serve than are needed: the autoscaler's limit is reached, or new ones do not start.",
+        "deployment.md",
+    ),
+    Alert(
         "MooncakeConnectionsRefused",
         "sum by (server, reason) (rate(mooncake_rpc_refused_total[5m])) > 1",
         "10m",

@@ -43,6 +43,7 @@ GROUPS = ("lws", "rbg")
 GROUP = "engines"
 """Name of the RoleBasedGroup."""
 MEMORY_BEYOND_POOL = 2 << 30
+DESIRED = "mooncake_conductor_desired_instances"
 
 Manifest = dict[str, Any]
 
@@ -66,7 +67,8 @@ def files(settings: DeploySettings) -> dict[str, Any]:
                 resources=["../../base", *sorted(resources)],
                 patches=[{"path": name} for name in sorted(patches)],
             )
-    found["kubernetes/prometheus-adapter.yaml"] = {"rules": adapter_rules()}
+    adapter = {"rules": adapter_rules(), "externalRules": external_adapter_rules()}
+    found["kubernetes/prometheus-adapter.yaml"] = adapter
     found[f"{SECRETS}/kustomization.yaml"] = _secrets(settings)
     return found
 
@@ -118,8 +120,7 @@ def base_of(settings: DeploySettings) -> dict[str, Any]:
                 ("apps/v1", "Deployment", "gateway"),
                 2,
                 8,
-                "mooncake_gateway_requests_in_flight",
-                "256",
+                _pods_metric("mooncake_gateway_requests_in_flight", "256"),
             ),
         ],
         "engines.yaml": [_budget("prefill"), _budget("decode")],
@@ -160,7 +161,10 @@ def overlay_of(
         ("decode", "mooncake_engine_kv_cache_usage", "800m"),
     ):
         fewest, most = getattr(settings, role), getattr(settings, f"max_{role}")
-        added.append(_scaler(role, scaled[role], fewest, most, metric, target))
+        # vLLM does not report how long its steps take, so the conductor can't predict what they need.
+        wanted = _desired_metric(role) if engine == "workers" else _pods_metric(metric, target)
+        window_s = 120 if engine == "workers" else 600
+        added.append(_scaler(role, scaled[role], fewest, most, wanted, window_s))
     for role in ("prefill", "decode"):
         added.append(_service(_engine(settings, place, engine, role), name=f"{role}-web", is_headless=True))
         added.append(_monitor(role, *web, settings))
@@ -250,6 +254,21 @@ def adapter_rules() -> list[Manifest]:
             "metricsQuery": "sum(<<.Series>>{<<.LabelMatchers>>}) by (<<.GroupBy>>)",
         }
         for series, name in names.items()
+    ]
+
+
+def external_adapter_rules() -> list[Manifest]:
+    """The rule that makes the conductor's numbers of instances an external metric.
+
+    ``max``: conductors that follow state none, so there is one number, or two for a moment of a takeover.
+    """
+    return [
+        {
+            "seriesQuery": f'{DESIRED}{{namespace!="",role!=""}}',
+            "resources": {"overrides": {"namespace": {"resource": "namespace"}}},
+            "name": {"as": DESIRED},
+            "metricsQuery": "max(<<.Series>>{<<.LabelMatchers>>})",
+        }
     ]
 
 
@@ -539,11 +558,30 @@ def _monitor(role: str, scheme: str, port: str, settings: DeploySettings) -> Man
     )
 
 
+def _pods_metric(metric: str, average: str) -> Manifest:
+    wanted = {"metric": {"name": metric}, "target": {"type": "AverageValue", "averageValue": average}}
+    return {"type": "Pods", "pods": wanted}
+
+
+def _desired_metric(role: str) -> Manifest:
+    """The conductor's number of instances: divided by an average of 1 it is the number of replicas. A target
+    of the type Value would multiply it by the present number."""
+    metric = {"name": DESIRED, "selector": {"matchLabels": {"role": role}}}
+    return {
+        "type": "External",
+        "external": {"metric": metric, "target": {"type": "AverageValue", "averageValue": "1"}},
+    }
+
+
 def _scaler(
-    role: str, target: tuple[str, str, str], fewest: int, most: int, metric: str, average: str
+    role: str,
+    target: tuple[str, str, str],
+    fewest: int,
+    most: int,
+    metric: Manifest,
+    window_s: int = 600,
 ) -> Manifest:
     version, kind, name = target
-    wanted = {"metric": {"name": metric}, "target": {"type": "AverageValue", "averageValue": average}}
     return _object(
         "autoscaling/v2",
         "HorizontalPodAutoscaler",
@@ -551,9 +589,10 @@ def _scaler(
         scaleTargetRef={"apiVersion": version, "kind": kind, "name": name},
         minReplicas=fewest,
         maxReplicas=most,
-        metrics=[{"type": "Pods", "pods": wanted}],
-        # Engines take minutes to load a model, and their caches are lost when they go.
-        behavior={"scaleDown": {"stabilizationWindowSeconds": 600}},
+        metrics=[metric],
+        # Engines take minutes to load a model, and their caches are lost when they go. The conductor's number
+        # has a window of its own; this one is for a conductor that was just started.
+        behavior={"scaleDown": {"stabilizationWindowSeconds": window_s}},
     )
 
 

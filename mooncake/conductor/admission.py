@@ -32,6 +32,7 @@ import numpy.typing as npt
 
 from mooncake.conductor.decode_forecast import DecodeForecast, DecodeLoad
 from mooncake.conductor.prediction import DecodeModel
+from mooncake.types import WorkerRole
 
 CODES = ("slo_ttft", "slo_tbt", "overload")
 """Why requests are rejected."""
@@ -111,6 +112,8 @@ class AdmissionResult:
     "Seconds by which its steps may exceed those of an empty pool, if later results are right; 0: not given."
     is_audited: bool = False
     "It was rejected, and is admitted to check whether that was right."
+    lacks: WorkerRole | None = None
+    "The role of which more instances could have met it, if it was rejected."
 
 
 def too_late(request: AdmissionRequest, late_s: float = 0.0) -> AdmissionResult:
@@ -122,11 +125,13 @@ def too_late(request: AdmissionRequest, late_s: float = 0.0) -> AdmissionResult:
     )
     if late_s:
         reason += f", and predictions may be {late_s:.3g} s short"
+    lacks: WorkerRole | None = WorkerRole.PREFILL
     if over_s > request.queue_s:
-        # An empty queue is the most that waiting can bring.
-        reason += "; it could not be met even without a queue"
+        # An empty queue is the most that waiting can bring, and more instances, too.
+        lacks, reason = None, f"{reason}; it could not be met even without a queue"
     wait_s = max(SOONEST_RETRY_S, min(over_s, request.queue_s))
-    return AdmissionResult(False, "slo_ttft", reason, wait_s, request.ttft_s / request.slo_ttft_s)
+    load = request.ttft_s / request.slo_ttft_s
+    return AdmissionResult(False, "slo_ttft", reason, wait_s, load, lacks=lacks)
 
 
 def decode_full(
@@ -140,11 +145,12 @@ def decode_full(
     if memory_load > 1.0:
         reason += f"; with it they would need {memory_load:.0%} of the decode instances' memory"
     wait_s = max(SOONEST_RETRY_S, wait_s)
-    return AdmissionResult(False, "slo_tbt", reason, wait_s, decode_load=max(step_s / slo_tbt_s, memory_load))
+    load = max(step_s / slo_tbt_s, memory_load)
+    return AdmissionResult(False, "slo_tbt", reason, wait_s, decode_load=load, lacks=WorkerRole.DECODE)
 
 
 def too_expensive(
-    resource: str, cost_s: float, most_s: float, demand_rate: float, capacity: int, wait_s: float
+    resource: WorkerRole, cost_s: float, most_s: float, demand_rate: float, capacity: int, wait_s: float
 ) -> AdmissionResult:
     """The rejection of a request that is worth less than what it would displace."""
     reason = (
@@ -152,7 +158,7 @@ def too_expensive(
         f"given now to a request of its priority ({demand_rate:.3g} s are demanded per second, there are "
         f"{capacity})"
     )
-    return AdmissionResult(False, "overload", reason, max(SOONEST_RETRY_S, wait_s))
+    return AdmissionResult(False, "overload", reason, max(SOONEST_RETRY_S, wait_s), lacks=resource)
 
 
 # --- what a scarce resource is worth
@@ -307,7 +313,7 @@ more. Chosen among 0.5 to 0.9 on the three traces of ``bench/paper.py``'s overlo
 
 _NEAR_LIMIT = 0.9
 
-_LEAST_OVER = 1.15
+LEAST_OVER = 1.15
 """A pool that is filled up to the limit exactly goes over it with every second arrival."""
 
 _MOST_OVER = 3.0
@@ -353,11 +359,11 @@ class GoodputRule:
         self.decode_price = ShadowPrice(horizon_s, turn_share)
         self._decode_forecast = decode_forecast
         self._late_s = _Quantile(_ON_TIME, 0.0)
-        self._over = _Quantile(_IN_PACE, _LEAST_OVER)
+        self._over = _Quantile(_IN_PACE, LEAST_OVER)
 
     @property
     def _over_factor(self) -> float:
-        return min(_MOST_OVER, max(_LEAST_OVER, self._over.value))
+        return min(_MOST_OVER, max(LEAST_OVER, self._over.value))
 
     def decide(self, request: AdmissionRequest, pools: PoolCapacity, now: float) -> AdmissionResult:
         # Above the target queue no request is admitted by mistake; below it some must be, or a period of
@@ -381,14 +387,14 @@ class GoodputRule:
             price, num = self.prefill_price, pools.num_prefill
             short_s = TARGET_BACKLOG * request.slo_ttft_s - request.queue_s
             budget = num * (1.0 + short_s / price.horizon_s)
-            refused = _at_price("prefill", price, request.prefill_s, request, num, budget, now)
+            refused = _at_price(WorkerRole.PREFILL, price, request.prefill_s, request, num, budget, now)
             if refused is not None:
                 return refused
         if step_s:
             price, num = self.decode_price, pools.num_decode
             budget = num * (1.0 + TARGET_FILLING - max(time_load, memory_load))
             cost_s = self._decode_cost_s(request, pools, room_s)
-            refused = _at_price("decode", price, cost_s, request, num, budget, now)
+            refused = _at_price(WorkerRole.DECODE, price, cost_s, request, num, budget, now)
             if refused is not None:
                 return refused
         prefill_load = request.ttft_s / request.slo_ttft_s if request.slo_ttft_s else 0.0
@@ -407,7 +413,7 @@ class GoodputRule:
     def check(self) -> None:
         self.prefill_price.check()
         self.decode_price.check()
-        assert _LEAST_OVER <= self._over_factor <= _MOST_OVER
+        assert LEAST_OVER <= self._over_factor <= _MOST_OVER
 
     def _decode_refusal(
         self, request: AdmissionRequest, pools: PoolCapacity, limit_s: float, now: float
@@ -441,7 +447,7 @@ def _value(request: AdmissionRequest) -> float:
 
 
 def _at_price(
-    resource: str,
+    resource: WorkerRole,
     price: ShadowPrice,
     cost_s: float,
     request: AdmissionRequest,

@@ -45,6 +45,7 @@ from mooncake.conductor.messages import (
     Status,
     Story,
 )
+from mooncake.conductor.scaling_signal import ScalingStatus
 from mooncake.errors import DeadlineExceeded, MooncakeError, PeerLost, Refusal
 from mooncake.log import get_logger
 from mooncake.prefix import BlockKey
@@ -99,6 +100,10 @@ class ConductorClient(Protocol):
         """Counts of admitted and rejected requests, as last known."""
         ...
 
+    async def scaling(self) -> list[ScalingStatus]:
+        """The numbers of instances that are desired, as last known."""
+        ...
+
     async def story(self, key: str) -> list[str]: ...
 
     async def explain(self, request_id: str) -> Explanation | None:
@@ -134,6 +139,7 @@ class RemoteConductor:
         self._known: dict[InstanceId, WorkerRole] = {}
         self._rows: list[InstanceStatus] = []
         self._admission = AdmissionStatus()
+        self._scaling: list[ScalingStatus] = []
         self._next_turn = 0
         self._in_flight: dict[str, tuple[Placed, float]] = {}
         """By request: its placement, and when that was made."""
@@ -241,11 +247,14 @@ class RemoteConductor:
             ]
             return [msgspec.structs.replace(row, detail=detail) for row in rows]
         assert isinstance(answer, Status)
-        self._admission = answer.admission
+        self._admission, self._scaling = answer.admission, answer.scaling
         return answer.rows
 
     async def admission(self) -> AdmissionStatus:
         return self._admission
+
+    async def scaling(self) -> list[ScalingStatus]:
+        return self._scaling
 
     async def story(self, key: str) -> list[str]:
         answer = await self._call(GetStory(key))

@@ -58,9 +58,17 @@ from mooncake.conductor.messages import (
     Watch,
 )
 from mooncake.conductor.policies import POLICIES, ClusterView, InstanceChoice, Policy, PromptJob
-from mooncake.conductor.prediction import TRUSTED_SAMPLES, CostModels, Floats, Predictor, Slots
+from mooncake.conductor.prediction import (
+    TRUSTED_SAMPLES,
+    CostModels,
+    DecodeModel,
+    Floats,
+    Predictor,
+    Slots,
+)
 from mooncake.conductor.prefix_index import InferredBlocks, PrefixIndex, PrefixMatch
 from mooncake.conductor.request_lifecycle import RequestLifecycle, candidates_of, prompt_blocks_of, refusal_of
+from mooncake.conductor.scaling_signal import INTERVAL_S, NO_STEP, PoolNow, ScalingSignal
 from mooncake.conductor.settings import SchedulingSettings
 from mooncake.errors import Refusal
 from mooncake.kvlayout import KEY_PREFIX
@@ -97,6 +105,7 @@ class Conductor:
     def __init__(self, settings: SchedulingSettings, random: Random, costs: CostModels | None = None) -> None:
         self.index = PrefixIndex(_REMEMBERED_BLOCKS if settings.explained_requests else 0)
         self.lifecycle = RequestLifecycle(settings)
+        self.scaling = ScalingSignal(settings)
         self._has_given_costs = costs is not None
         self.instances: dict[InstanceId, Instance] = {}
         self.predict = Predictor(costs or CostModels())
@@ -147,7 +156,8 @@ class Conductor:
         return self._handlers[type(event)](event, now)
 
     def deadline(self) -> float | None:
-        return self._timers[0][0] if self._timers else None
+        found = [at for at in (self.scaling.deadline(),) if at is not None]
+        return min([*found, *(entry[0] for entry in self._timers[:1])], default=None)
 
     def status(self) -> list[InstanceStatus]:
         """Every instance, in the order in which they joined."""
@@ -183,6 +193,7 @@ class Conductor:
         self.loads.check()
         self.predict.check()
         self.lifecycle.check()
+        self.scaling.check()
         for instance in self.instances.values():
             instance.check()
             assert self.cluster.names[instance.slot] == instance.id
@@ -232,7 +243,11 @@ class Conductor:
             decode = replace(decode, queue_s=queue_s, prefill_s=prefill_s, busy_s=prefill_s)
             decode.done_s = queue_s + prefill_s
         prediction = self._predicted(job, prefill or decode, decode.slot)
+        self._offer(event, (prefill or decode).busy_s or prediction.prefill_s, prediction, now)
         verdict = self._decide_admission(event, prefill or decode, decode, prediction, now)
+        if event.needs_prefill:
+            lacks = verdict.lacks if verdict is not None else None
+            self.scaling.served(lacks or WorkerRole.PREFILL, lacks is not None)
         if verdict is not None and not verdict.is_admitted:
             return [*effects, self._reject(event, job, prefill or decode, verdict, prediction)]
         decision = self._decide(event, job, prefill, decode, degraded, prediction)
@@ -252,6 +267,37 @@ class Conductor:
         busy_s = computing.busy_s or prediction.prefill_s
         pools = self._pools_with(decode.slot)
         return self.lifecycle.decide(event, prediction, busy_s, pools, self._is_measured, now)
+
+    def _offer(self, event: Place, busy_s: float, prediction: Prediction, now: float) -> None:
+        """Record the work of a request for the scaling signal, whether it is admitted or not."""
+        if not event.needs_prefill:
+            return
+        settings, num_output = self._settings, prediction.output_tokens
+        own_s = max(busy_s, prediction.ttft_s - prediction.queue_s)
+        self.scaling.offered(busy_s, (event.slo_ttft_s or settings.slo_ttft_s) - own_s, now)
+        slo_s = event.slo_tbt_s or settings.slo_tbt_s
+        self.scaling.answer_offered(num_output, event.num_tokens + num_output / 2, slo_s, now)
+
+    def _scale(self, now: float) -> list[Effect]:
+        """Have the numbers of instances decided that the pools should have."""
+        pools: dict[WorkerRole, PoolNow] = {}
+        prefill, decode = self._is_measured
+        for role in WorkerRole:
+            members = [one for one in self.instances.values() if one.role is role]
+            if not members:
+                continue
+            ready, suspect = self._pools_of(role)
+            queue_s, _ = self.loads.queue_s(ready, now)
+            pools[role] = PoolNow(
+                len(ready) + len(suspect),
+                sum(one.is_coming for one in members),
+                float(queue_s.min()) if len(ready) else 0.0,
+                float(queue_s.sum()),
+                prefill if role is WorkerRole.PREFILL else decode and (self._has_prefill or prefill),
+                DecodeModel(*self.predict.decode.of(ready).mean(axis=1).tolist()) if len(ready) else NO_STEP,
+                float(self.loads.capacity_tokens[ready].mean()) if len(ready) else np.inf,
+            )
+        return [*self.scaling.decide(pools, now)]
 
     @property
     def _is_measured(self) -> tuple[bool, bool]:
@@ -484,7 +530,12 @@ class Conductor:
         self, event: Place, exclude: dict[InstanceId, None], full: WorkerRole | None, now: float
     ) -> Refuse:
         """``full``: the role whose instances all have as many requests as they may; None: none is ready."""
+        num_tokens = event.num_tokens
+        prefill_s = self.predict.prefill.common.expected((1.0, num_tokens, num_tokens**2))
+        num_output = self.predict.lengths.expected(event.scope, event.max_output_tokens)
+        self._offer(event, prefill_s, Prediction(ttft_s=prefill_s, output_tokens=num_output), now)
         if full is not None:
+            self.scaling.served(full, True)
             # The next place is free when the first of so many requests ends.
             ready = self._ready(full, exclude)
             wait_s = self._mean_duration_s / max(1.0, float(self.loads.num_requests[ready].sum()))
@@ -559,6 +610,9 @@ class Conductor:
             effects, known = self._release(request_id, now), None
         if known is None and _bounded(event.age_s) < place.lifetime_s:
             self._enter(event, now)
+            if event.age_s < INTERVAL_S:  # older ones arrived long before they were reported
+                prediction = self.placements[request_id].prediction
+                self._offer(place, _bounded(prediction.prefill_s), prediction, now)
         computing = self.instances.get(decision.prefill or decision.decode)
         if event.is_prefilled and computing is not None:
             self.loads.end_prompt(computing.slot, request_id, now)
@@ -668,6 +722,9 @@ class Conductor:
             return self._release(event.request_id, now)
         accuracy = self.predict.accuracy
         accuracy["tbt_s"].add(placement.prediction.tbt_s, event.tbt_s)
+        slo_tbt_s = placement.place.slo_tbt_s or self._settings.slo_tbt_s
+        if slo_tbt_s and event.tbt_s:
+            self.scaling.served(WorkerRole.DECODE, event.tbt_s > slo_tbt_s)
         if event.is_complete and event.num_output_tokens:
             accuracy["output_tokens"].add(placement.prediction.output_tokens, event.num_output_tokens)
             self.predict.lengths.add(placement.place.scope, event.num_output_tokens)
@@ -738,6 +795,8 @@ class Conductor:
 
     def _wake(self, event: Wake, now: float) -> list[Effect]:
         effects: list[Effect] = []
+        if (due_at := self.scaling.deadline()) is not None and due_at <= now:
+            effects += self._scale(now)
         while self._timers and self._timers[0][0] <= now:
             at, kind, key = heapq.heappop(self._timers)
             if kind == "probe":
@@ -822,6 +881,7 @@ class Conductor:
         self.instances[event.instance] = instance
         self.cluster.names[instance.slot] = instance.id
         self.loads.capacity_tokens[instance.slot] = event.kv_tokens or np.inf
+        self.scaling.started(now)
         self._members_changed()
         self._record_story(now, (event.instance,), f"added {event.instance} for {event.role}")
         return [*effects, self._probe(instance, now)]

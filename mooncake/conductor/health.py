@@ -66,6 +66,7 @@ HEALTH_MOVES: StateTable[Health] = StateTable(
     },
 )
 
+NOT_PROBED = "not probed yet"
 _CHOOSABLE = (Health.READY, Health.SUSPECT)
 
 
@@ -85,7 +86,7 @@ class Instance:
     "It does not publish which blocks it has."
     health: Health = Health.STARTING
     is_draining: bool = False
-    detail: str = "not probed yet"
+    detail: str = NOT_PROBED
     "Why it has this health, as text."
 
     failed_probes: int = 0
@@ -103,6 +104,12 @@ class Instance:
     @property
     def may_be_chosen(self) -> bool:
         return self.health in _CHOOSABLE and not self.is_draining
+
+    @property
+    def is_coming(self) -> bool:
+        """Whether it answers and will be ready; one that never answered may not exist yet."""
+        is_known = self.failed_probes == 0 and self.detail != NOT_PROBED
+        return self.health is Health.STARTING and is_known and not self.is_draining
 
     @property
     def state(self) -> str:

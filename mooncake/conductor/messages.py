@@ -10,6 +10,7 @@ from __future__ import annotations
 import msgspec
 
 from mooncake.conductor.health import ProbeOutcome
+from mooncake.conductor.scaling_signal import DesiredChanged, ScalingStatus
 from mooncake.errors import Refusal
 from mooncake.http.worker_stats import StageStats
 from mooncake.prefix import BlockKey
@@ -323,7 +324,7 @@ class StateChanged(msgspec.Struct, frozen=True, array_like=True, tag=True):
     reason: str
 
 
-Effect = Decision | Refuse | Probe | Watch | Unwatch | StateChanged
+Effect = Decision | Refuse | Probe | Watch | Unwatch | StateChanged | DesiredChanged
 
 
 class InstanceStatus(msgspec.Struct, frozen=True):
@@ -381,6 +382,7 @@ class Status(msgspec.Struct, frozen=True, array_like=True, tag=True):
     rows: list[InstanceStatus]
     admission: AdmissionStatus = AdmissionStatus()
     standing: Standing | None = None
+    scaling: list[ScalingStatus] = []
 
 
 class ClaimRequests(msgspec.Struct, frozen=True, array_like=True, tag=True):

@@ -9,7 +9,7 @@ learns; an answer in another form counts as no measurements. Nothing here decide
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Coroutine, Iterator, Sequence
+from collections.abc import Callable, Coroutine, Iterator, Sequence
 from dataclasses import dataclass
 from random import Random
 from typing import Annotated, Any
@@ -18,7 +18,7 @@ import aiohttp
 import msgspec
 from msgspec import Meta
 from prometheus_client import Counter
-from prometheus_client.core import CounterMetricFamily, HistogramMetricFamily
+from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, HistogramMetricFamily
 from prometheus_client.registry import Collector
 
 from mooncake import clock, metrics
@@ -66,6 +66,7 @@ from mooncake.conductor.messages import (
 from mooncake.conductor.peers import Peers
 from mooncake.conductor.prediction import QUANTITIES, RATIOS
 from mooncake.conductor.query_server import PublisherSubscriptions, QueryServer, read_registrations
+from mooncake.conductor.scaling_signal import DesiredChanged, ScalingStatus
 from mooncake.conductor.settings import SchedulingSettings, Seconds
 from mooncake.config import AlsoFrom, Port, Secret
 from mooncake.driver import Driver
@@ -172,9 +173,12 @@ class ConductorService:
         self._followers = EventSubscriptions(settings, self._driver.post, self._caller)
         self._read: dict[InstanceId, StepStats] = {}  # how far its measurements have been read
         self._session: aiohttp.ClientSession | None = None
+        self.is_leading: Callable[[], bool] = lambda: True
+        "Whether no other conductor states the numbers of instances that are desired."
 
     async def start(self) -> None:
         _collector.shown[id(self.core)] = self.core
+        _scaling_collector.shown[id(self)] = self
         timeout = aiohttp.ClientTimeout(total=self.settings.probe_timeout_s)
         connector = aiohttp.TCPConnector(ssl=self._caller.tls or True)
         self._session = aiohttp.ClientSession(timeout=timeout, connector=connector)
@@ -183,6 +187,7 @@ class ConductorService:
     async def close(self) -> None:
         self._driver.close()
         _collector.shown.pop(id(self.core), None)
+        _scaling_collector.shown.pop(id(self), None)
         for task in self._tasks:
             task.cancel()
         await asyncio.gather(*self._tasks, return_exceptions=True)
@@ -227,6 +232,9 @@ class ConductorService:
     async def admission(self) -> AdmissionStatus:
         return self.core.lifecycle.status()
 
+    async def scaling(self) -> list[ScalingStatus]:
+        return self.core.scaling.status()
+
     async def story(self, key: str) -> list[str]:
         return self.core.story(key)
 
@@ -252,6 +260,14 @@ class ConductorService:
                 log.info(
                     "instance_changed",
                     instance=effect.instance,
+                    role=effect.role.value,
+                    before=effect.before,
+                    after=effect.after,
+                    reason=effect.reason,
+                )
+            case DesiredChanged():
+                log.info(
+                    "desired_instances_changed",
                     role=effect.role.value,
                     before=effect.before,
                     after=effect.after,
@@ -394,8 +410,53 @@ class _AccuracyCollector(Collector):
         yield from (rejected, audited)
 
 
+class _ScalingCollector(Collector):
+    """The scaling signal of this process's conductor, read at each scrape.
+
+    Of several conductors only the one that leads states it: the others lack the rejected requests, and two
+    numbers for one pool would have an autoscaler take the larger one. They observe the load all the same, so
+    one that takes over goes on from there.
+    """
+
+    def __init__(self) -> None:
+        self.shown: dict[int, ConductorService] = {}
+
+    def collect(self) -> Iterator[GaugeMetricFamily]:
+        desired = GaugeMetricFamily(
+            "mooncake_conductor_desired_instances",
+            "Instances that should serve so that SLOs are met, at the conductor that leads; for autoscalers.",
+            labels=["role"],
+        )
+        serving = GaugeMetricFamily(
+            "mooncake_conductor_serving_instances",
+            "Instances that can be chosen: those that drain, start or are lost are not among them.",
+            labels=["role"],
+        )
+        load = GaugeMetricFamily(
+            "mooncake_conductor_offered_load",
+            "Work that arrives, admitted or not, in instances that would do nothing else.",
+            labels=["role"],
+        )
+        queue = GaugeMetricFamily(
+            "mooncake_conductor_queue_seconds",
+            "Predicted seconds of prompts that are placed and not computed, the role's instances together.",
+            labels=["role"],
+        )
+        for service in self.shown.values():
+            if service.is_leading():
+                for one in service.core.scaling.status():
+                    serving.add_metric([one.role], float(one.serving))
+                    load.add_metric([one.role], one.load)
+                    queue.add_metric([one.role], one.queue_s)
+                    if one.desired:
+                        desired.add_metric([one.role], float(one.desired))
+        yield from (desired, serving, load, queue)
+
+
 _collector = _AccuracyCollector()
+_scaling_collector = _ScalingCollector()
 metrics.registry.register(_collector)
+metrics.registry.register(_scaling_collector)
 
 
 # --- the wire
@@ -426,6 +487,7 @@ class ConductorServer:
         """``peers``: addresses of the other conductors. Raises InvalidArgument."""
         self._service = service
         self.peers = Peers(service.core, service.post, peers, lease_s)
+        service.is_leading = lambda: self.peers.standing.is_leader
         handlers: dict[type[msgspec.Struct], Any] = dict.fromkeys(_FACTS, self._note)
         handlers |= {Prefilled: self._prefilled, Explain: self._explain}
         handlers |= {Place: self._place, GetStatus: self._status, GetStory: self._story}
@@ -476,7 +538,7 @@ class ConductorServer:
 
     def _status(self, message: GetStatus, call: Call) -> Status:
         core = self._service.core
-        return Status(core.status(), core.lifecycle.status(), self.peers.standing)
+        return Status(core.status(), core.lifecycle.status(), self.peers.standing, core.scaling.status())
 
     def _story(self, message: GetStory, call: Call) -> Story:
         return Story(self._service.core.story(message.key))

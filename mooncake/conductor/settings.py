@@ -51,6 +51,12 @@ class SchedulingSettings:
     turn_share: Annotated[float, Meta(gt=0, le=1)] = 0.05
     "Share of the instances' time that `goodput` gives to requests which its price would refuse."
 
+    scaling_utilization: Annotated[float, Meta(gt=0, lt=1)] = 0.85
+    "Largest part of an instance's time that the number of instances desired for its pool lets it be busy."
+
+    scaling_window_s: Annotated[float, Meta(ge=30)] = 300.0
+    "The desired number of instances falls only to the largest one that was needed within this time."
+
     explained_requests: Annotated[int, Meta(ge=0)] = 10_000
     "Number of latest requests that can be explained; 0 remembers none."
 

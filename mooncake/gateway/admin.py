@@ -174,6 +174,7 @@ async def _status(gateway: Gateway) -> dict[str, Any]:
         "max_model_len": gateway.max_model_len,
         "scheduling": gateway.settings.scheduling,
         "admission": await gateway.scheduling.admission(),
+        "scaling": await gateway.scheduling.scaling(),
         "protocol": gateway.protocol if gateway.seems_to_front_engines else "workers",
         "conductor": gateway.conductor_state,
         "degraded": degraded,

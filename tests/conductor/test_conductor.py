@@ -47,6 +47,7 @@ from mooncake.conductor.messages import (
 )
 from mooncake.conductor.prediction import CostModels, DecodeModel
 from mooncake.conductor.prefix_index import window_scope
+from mooncake.conductor.scaling_signal import INTERVAL_S
 from mooncake.conductor.settings import SchedulingSettings
 from mooncake.inference.pipeline import ChunkPlan, pass_through
 from mooncake.machine import Wake
@@ -393,7 +394,7 @@ def test_ready_instances_are_probed_on_time(conductor: Conductor) -> None:
     assert conductor.deadline() == 10.0 + SETTINGS.probe_interval_s
     assert conductor.handle(Wake(), 11.0) == []
     assert conductor.handle(Wake(), 12.0) == [Probe("p1")]
-    assert conductor.deadline() is None
+    assert conductor.deadline() == 10.0 + INTERVAL_S, "only the scaling signal is due"
 
 
 def test_draining_lets_requests_end(conductor: Conductor) -> None:
