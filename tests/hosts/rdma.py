@@ -36,7 +36,7 @@ NUM_PROMPTS = 6
 PROMPT_TOKENS, NUM_TOKENS = 160, 8
 MOVED = re.compile(r'^mooncake_transfer_moved_bytes_total\{.*path="(\w+)[^"]*"\} (\S+)', re.MULTILINE)
 KV_BYTES = 4 * 2 * 16 * 4
-"""Of one token in all layers."""
+"""KV of one token in all layers."""
 
 
 def prepare(folder: Path) -> None:
