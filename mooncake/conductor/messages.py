@@ -208,6 +208,18 @@ class Placed(msgspec.Struct, frozen=True, array_like=True, tag=True):
     "Its prompt is computed."
 
 
+class Moved(msgspec.Struct, frozen=True, array_like=True, tag=True):
+    """An answer left its decode instance, which drains, for that of another placement, ``place_id``.
+
+    From now on ``request_id`` is placed there, and ``place_id`` is forgotten. Repeating it changes nothing.
+    """
+
+    request_id: str
+    place_id: str
+    outcome: str
+    "Where its KV came from: pushed, pool or recomputed."
+
+
 class Assumed(msgspec.Struct, frozen=True, array_like=True, tag=True):
     """``instance``, which publishes no KV events, was assumed to hold these blocks; the latest used last."""
 
@@ -218,6 +230,7 @@ class Assumed(msgspec.Struct, frozen=True, array_like=True, tag=True):
 Event = (
     Place
     | Placed
+    | Moved
     | Assumed
     | Prefilled
     | Finished
@@ -397,6 +410,7 @@ class Abandoned(msgspec.Struct, frozen=True, array_like=True, tag=True):
 
 ReportedFact = (
     Placed
+    | Moved
     | Assumed
     | Prefilled
     | Finished
@@ -449,6 +463,7 @@ ACCESS: dict[type[msgspec.Struct], frozenset[Level]] = {
     Prefilled: TRUSTED,
     Finished: TRUSTED,
     Failed: TRUSTED,
+    Moved: TRUSTED,
     ChunkMeasured: NODES,
     StepMeasured: NODES,
     TransferMeasured: NODES,

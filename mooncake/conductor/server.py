@@ -45,6 +45,7 @@ from mooncake.conductor.messages import (
     GetStatus,
     GetStory,
     InstanceStatus,
+    Moved,
     Noted,
     Place,
     Prefilled,
@@ -404,6 +405,7 @@ metrics.registry.register(_collector)
 _FACTS = (
     Finished,
     Failed,
+    Moved,
     ChunkMeasured,
     StepMeasured,
     TransferMeasured,
