@@ -33,8 +33,8 @@ POLL_S = 0.5
 """How often a gateway with answers in progress reads which instances drain."""
 
 MAX_MOVES = 8
-"""Moves of one gateway at a time. The other answers go on where they are: a hundred that arrive together would
-wait for each other's KV."""
+"""Moves of one gateway at a time. The other answers go on where they are: a hundred that arrive together
+would wait for each other's KV."""
 
 RETRY_S = 5.0
 """How long an answer that could not be moved stays where it is."""
@@ -43,7 +43,7 @@ HAND_OVER_TIMEOUT_S = 5.0
 
 _moves = Counter(
     "mooncake_gateway_moves",
-    "Moves of answers from draining decode instances, by outcome: where the KV came from (pushed, pool, local, "
+    "Moves of answers from draining decode instances, by outcome: source of the KV (pushed, pool, local, "
     "recomputed, unknown), refused (it stays), returned (the new instance failed).",
     ["outcome"],
     registry=metrics.registry,
