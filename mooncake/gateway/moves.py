@@ -102,7 +102,7 @@ class Moves:
         return instance in self._draining
 
 
-class Move:
+class AnswerMove:
     """One move of an answer. The constructor begins it; ``close`` it in any case."""
 
     def __init__(
@@ -234,7 +234,7 @@ class AnswerMoves:
     def __init__(self, moves: Moves, place: Place, headers: Mapping[str, str]) -> None:
         """``place``: the event that has placed the prompt."""
         self._moves, self._place, self._headers = moves, place, headers
-        self._move: Move | None = None
+        self._move: AnswerMove | None = None
         self._move_id = ""
         self._may_move_at = 0.0
 
@@ -278,7 +278,7 @@ class AnswerMoves:
                     exclude=[decision.decode, *exclude],
                     needs_prefill=False,
                 )
-                self._move = Move(self._moves, place, decision, self._move_id, self._headers)
+                self._move = AnswerMove(self._moves, place, decision, self._move_id, self._headers)
         elif move.has_left:
             move.arrived(place_id, resumed)
             self._end()

@@ -43,9 +43,9 @@ class Drains:
     "From each drain to the worker's leave."
     outcomes: collections.Counter[str] = dataclasses.field(default_factory=collections.Counter)
     recomputed_tokens: list[int] = dataclasses.field(default_factory=list)
-    "Of each moved answer."
+    "Recomputed tokens by moved answer."
     gaps_ms: list[float] = dataclasses.field(default_factory=list)
-    "Of each moved answer, from the end at one worker to the first token of the other."
+    "Pauses by moved answer: from the end at one worker to the first token of the other."
     took_s: float = 0.0
 
     @property
