@@ -71,7 +71,7 @@ class Clients:
             with self._lock:
                 number = next(self._numbers)
                 salt = f"drain {number}" if self._random.random() < 0.5 else ""
-            one, right = (rows[number % len(rows)] for rows in (self._prompts, self._calm))
+            one, right = self._prompts[number % len(self._prompts)], self._calm[number % len(self._calm)]
             said = verdict(seen := ask(self._url, one, salt), right)
             with self._lock:
                 self.found.verdicts[said if said in ("equal", "error") else "wrong"] += 1
