@@ -2,7 +2,7 @@
 """``scripts/drains``: mixed requests while decode workers are drained, and a check of every answer.
 
 A cluster of built-in workers (1 prefill, 2 decode) answers each request undisturbed. Then clients repeat the
-requests, half of them without cached prefixes, while one decode worker after the other is drained with
+requests, half of them without cached prefixes, while the busier decode worker is drained again and again with
 answers in progress, leaves, and is added again. Exits 1 unless every answer is the undisturbed one, none is
 an error, and no moved answer was recomputed by more than a block.
 """
@@ -20,6 +20,7 @@ import sys
 import threading
 import time
 from random import Random
+from typing import Any
 
 from mooncake.cli.bench.report import describe_machine
 from tests.cluster import ADMIN_KEY, Cluster, running_cluster, wait_for
@@ -92,21 +93,26 @@ def change(cluster: Cluster, instance: str, verb: str) -> None:
     assert answer.status == 200, answer.body
 
 
-def rows(cluster: Cluster) -> dict[str, dict[str, object]]:
+def rows(cluster: Cluster) -> dict[str, dict[str, Any]]:
     """The gateway's instances by their addresses."""
     return {one["instance"]: one for one in cluster.get("/status").body["instances"]}
 
 
-def drain(cluster: Cluster, role: str) -> float:
-    """Drain a worker with answers in progress until it leaves, and add it again; seconds that it took."""
-    address = cluster.address(role)
-    wait_for(lambda: rows(cluster)[address]["num_requests"], f"requests at {role}", WITHIN_S)
+def busiest(cluster: Cluster) -> str:
+    """Address of the decode worker with most requests; empty while there are none."""
+    found = [one for one in rows(cluster).values() if one["role"] == "decode" and one["num_requests"]]
+    return str(max(found, key=lambda one: int(one["num_requests"]))["instance"]) if found else ""
+
+
+def drain(cluster: Cluster) -> float:
+    """Drain the busiest decode worker until it leaves, and add it again; seconds that it took to leave."""
+    address = wait_for(lambda: busiest(cluster), "requests at a decode worker", WITHIN_S)
     began = time.monotonic()
     change(cluster, address, "drain")
-    wait_for(lambda: address not in rows(cluster), f"{role} to leave", WITHIN_S)
+    wait_for(lambda: address not in rows(cluster), f"{address} to leave", WITHIN_S)
     seconds = time.monotonic() - began
     change(cluster, address, "add")
-    wait_for(lambda: rows(cluster)[address]["health"] == "ready", f"{role} to be ready", WITHIN_S)
+    wait_for(lambda: rows(cluster)[address]["health"] == "ready", f"{address} to be ready", WITHIN_S)
     return seconds
 
 
@@ -130,9 +136,9 @@ def play(
     began, seconds = time.monotonic(), []
     clients = Clients(cluster.url, prompts, calm, num_clients, seed)
     try:
-        for number in range(num_drains):
+        for _ in range(num_drains):
             time.sleep(pause_s)
-            seconds.append(drain(cluster, f"decode-{number % 2}"))
+            seconds.append(drain(cluster))
     finally:
         found = clients.stop()
     found.took_s, found.seconds = time.monotonic() - began, seconds
