@@ -35,6 +35,7 @@ from mooncake.conductor.messages import (
     GetStatus,
     GetStory,
     InstanceStatus,
+    Moved,
     Place,
     Placed,
     Prefilled,
@@ -375,6 +376,14 @@ class RemoteConductor:
                 self._known.pop(event.instance, None)
             case Finished():
                 self._in_flight.pop(event.request_id, None)
+            case Moved() if event.request_id in self._in_flight and event.place_id in self._in_flight:
+                (source, at), (target, _) = (
+                    self._in_flight[event.request_id],
+                    self._in_flight.pop(event.place_id),
+                )
+                decision = msgspec.structs.replace(source.decision, decode=target.decision.decode)
+                placed = msgspec.structs.replace(source, decision=decision, is_prefilled=True)
+                self._in_flight[event.request_id] = placed, at
             case Prefilled() if event.request_id in self._in_flight:
                 placed, at = self._in_flight[event.request_id]
                 self._in_flight[event.request_id] = msgspec.structs.replace(placed, is_prefilled=True), at

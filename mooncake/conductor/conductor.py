@@ -40,6 +40,7 @@ from mooncake.conductor.messages import (
     Fetch,
     Finished,
     InstanceStatus,
+    Moved,
     Place,
     Placed,
     Prediction,
@@ -129,6 +130,7 @@ class Conductor:
         self._handlers: dict[type, Callable[..., list[Effect]]] = {
             Place: self._place,
             Placed: self._placed,
+            Moved: self._moved,
             Assumed: self._assumed,
             Prefilled: self._prefilled,
             Finished: self._finished,
@@ -659,6 +661,26 @@ class Conductor:
         for instance in dict.fromkeys((decision.prefill or decision.decode, decision.decode)):
             if instance in self.instances:
                 self._assume(instance, place, now)
+
+    def _moved(self, event: Moved, now: float) -> list[Effect]:
+        target = self.placements.get(event.place_id)
+        if target is None or event.place_id == event.request_id:
+            return []
+        source = self.placements.get(event.request_id, target)
+        effects = self._release(event.request_id, now)
+        place = msgspec.structs.replace(source.place, request_id=event.request_id)
+        placement = msgspec.structs.replace(source, decode=target.decode, place=place)
+        self.placements[event.request_id] = placement
+        heapq.heappush(self._timers, (placement.expires_at, "expiry", event.request_id))
+        instance = self.instances.get(target.decode)
+        if instance is not None:
+            num_tokens = source.place.num_tokens + source.prediction.output_tokens // 2
+            self.loads.add_decode(instance.slot, event.request_id, num_tokens)
+        keys = tuple(dict.fromkeys((event.request_id, source.decode, target.decode)))
+        route = f"from {source.decode} to {target.decode}"
+        self._record_story(now, keys, f"moved {event.request_id} {route}: KV {event.outcome[:64]}")
+        # Released last: its instance may be draining, too, and must not leave in between.
+        return [*effects, *self._release(event.place_id, now)]
 
     def _assumed(self, event: Assumed, now: float) -> list[Effect]:
         if event.instance in self.instances:

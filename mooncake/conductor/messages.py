@@ -209,6 +209,18 @@ class Placed(msgspec.Struct, frozen=True, array_like=True, tag=True):
     "Its prompt is computed."
 
 
+class Moved(msgspec.Struct, frozen=True, array_like=True, tag=True):
+    """An answer left its decode instance, which drains, for that of another placement, ``place_id``.
+
+    From now on ``request_id`` is placed there, and ``place_id`` is forgotten. Repeating it changes nothing.
+    """
+
+    request_id: str
+    place_id: str
+    outcome: str
+    "Where its KV came from: pushed, pool or recomputed."
+
+
 class Assumed(msgspec.Struct, frozen=True, array_like=True, tag=True):
     """``instance``, which publishes no KV events, was assumed to hold these blocks; the latest used last."""
 
@@ -219,6 +231,7 @@ class Assumed(msgspec.Struct, frozen=True, array_like=True, tag=True):
 Event = (
     Place
     | Placed
+    | Moved
     | Assumed
     | Prefilled
     | Finished
@@ -399,6 +412,7 @@ class Abandoned(msgspec.Struct, frozen=True, array_like=True, tag=True):
 
 ReportedFact = (
     Placed
+    | Moved
     | Assumed
     | Prefilled
     | Finished
@@ -451,6 +465,7 @@ ACCESS: dict[type[msgspec.Struct], frozenset[Level]] = {
     Prefilled: TRUSTED,
     Finished: TRUSTED,
     Failed: TRUSTED,
+    Moved: TRUSTED,
     ChunkMeasured: NODES,
     StepMeasured: NODES,
     TransferMeasured: NODES,

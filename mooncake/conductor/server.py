@@ -45,6 +45,7 @@ from mooncake.conductor.messages import (
     GetStatus,
     GetStory,
     InstanceStatus,
+    Moved,
     Noted,
     Place,
     Prefilled,
@@ -465,6 +466,7 @@ metrics.registry.register(_scaling_collector)
 _FACTS = (
     Finished,
     Failed,
+    Moved,
     ChunkMeasured,
     StepMeasured,
     TransferMeasured,

@@ -103,9 +103,10 @@ def add_routes(app: FastAPI, gateway: Gateway, is_inside: bool = False) -> None:
 
     @app.post("/instances/remove", openapi_extra=_TAKES_CHANGE, responses=_ERRORS)
     async def remove(http: Request) -> Response:
-        """Stop sending requests to an instance, and remove it when those it has are done."""
+        """Stop sending requests to an instance, move its answers, and remove it when all are done."""
         change = await _known(gateway, await _change(gateway, http))
         await _apply(gateway, Drain(change.instance))
+        await gateway.moves.refresh()
         for row in await gateway.scheduling.status():
             if row.instance == change.instance:
                 message = f"{change.instance} leaves {change.type} when its {row.num_requests} requests end"
@@ -121,9 +122,10 @@ def add_routes(app: FastAPI, gateway: Gateway, is_inside: bool = False) -> None:
 
     @app.post("/instances/drain", openapi_extra=_TAKES_CHANGE, responses=_ERRORS)
     async def drain(http: Request) -> Response:
-        """Send an instance no more requests; it leaves when those it has are done. Needs the admin key."""
+        """Send an instance no more requests, and move its answers; then it leaves. Needs the admin key."""
         change = await _known(gateway, await _change(gateway, http))
         await _apply(gateway, Drain(change.instance))
+        await gateway.moves.refresh()
         return _json({"message": f"draining {change.instance}", "status": "draining"})
 
     _add_explanation(app, gateway, is_inside)

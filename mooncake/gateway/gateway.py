@@ -7,6 +7,7 @@ It knows no HTTP server.
 
 from __future__ import annotations
 
+import asyncio
 import re
 import typing
 from collections.abc import Mapping, Sequence
@@ -28,6 +29,7 @@ from mooncake.gateway.backends import Backends
 from mooncake.gateway.clients import Clients, read_clients
 from mooncake.gateway.handoff import Protocol
 from mooncake.gateway.limiter import ConcurrencyLimiter
+from mooncake.gateway.moves import Moves
 from mooncake.gateway.prompts import PromptHasher, Tokenizing
 from mooncake.gateway.request_ids import RequestIdTable
 from mooncake.gateway.worker_client import WorkerClient, WorkerFailed
@@ -250,11 +252,18 @@ class Gateway:
         self.max_model_len: int | None = None
         """Context length of the model; known after a worker was queried."""
         self._service: ConductorService | RemoteConductor | None = None
+        self._moves: Moves | None = None
+        self._following: asyncio.Task[None] | None = None
 
     @property
     def scheduling(self) -> ConductorClient:
         assert self._service is not None, "start() first"
         return self._service
+
+    @property
+    def moves(self) -> Moves:
+        assert self._moves is not None, "start() first"
+        return self._moves
 
     @property
     def conductor_state(self) -> str:
@@ -277,6 +286,8 @@ class Gateway:
         for role, instances in self.instances.items():
             for instance, _ in instances:
                 self._service.post(AddInstance(instance, role))
+        self._moves = Moves(self._service, self.workers)
+        self._following = asyncio.get_running_loop().create_task(self._moves.run())
 
     @property
     def protocol(self) -> Protocol:
@@ -304,6 +315,9 @@ class Gateway:
         )
 
     async def close(self) -> None:
+        if self._following is not None:
+            self._following.cancel()
+            await asyncio.gather(self._following, return_exceptions=True)
         if self._service is not None:
             await self._service.close()
         await self.workers.close()

@@ -14,6 +14,9 @@ answer names the digest of the weights that began it, and a worker that has othe
 Correctness never depends on the transfer of KV: a decode worker that finds no KV computes it. Calls are
 ``worker_client.py``.
 
+An answer whose decode instance drains moves to another one (``moves.py``), which gets the KV from the old
+one. Should that fail before its next token, the old instance, which has not failed, goes on with the answer.
+
 Where the conductor chooses a push, prefill and decode get the prompt at the same time, and decode's first
 piece waits for the KV that prefill sends to it. When prefill fails before that, decode's call is closed and
 the prompt placed again, without a push.
@@ -33,11 +36,12 @@ from fastapi import Request, Response
 
 from mooncake import clock
 from mooncake.conductor.client import ConductorClient
-from mooncake.conductor.messages import Decision, Finished, Place, Prefilled
+from mooncake.conductor.messages import Decision, Failed, Finished, Place, Prefilled
 from mooncake.gateway.clients import Client
 from mooncake.gateway.gateway import Gateway
 from mooncake.gateway.limiter import Permit
 from mooncake.gateway.metrics import Slo, Timing, record_answer
+from mooncake.gateway.moves import AnswerMoves, Moves
 from mooncake.gateway.request_ids import RequestIds
 from mooncake.gateway.request_parsing import (
     affinity_of,
@@ -63,7 +67,7 @@ from mooncake.http.openai import (
     to_json,
 )
 from mooncake.http.sse import EventStreamResponse, cancel_on_disconnect
-from mooncake.http.worker_stats import PromptStats
+from mooncake.http.worker_stats import PromptStats, ResumedStats
 from mooncake.log import get_logger
 from mooncake.prefix import block_hashes, root_hash, short_key
 from mooncake.types import InstanceId
@@ -153,6 +157,7 @@ def _answer(
         OwnWorkersRequest(
             gateway.scheduling,
             gateway.workers,
+            gateway.moves,
             place=place,
             prompt=prompt,
             headers=passed_on,
@@ -430,7 +435,13 @@ class AnswerChoice:
     num_chars: int = 0
     weights: str = ""
     """Digest of the weights that computed ``token_ids``; empty if the worker did not report it."""
+    resumed: ResumedStats | None = None
+    """Where the worker that continues it has found the KV, if it has reported that."""
     is_finished: bool = False
+
+
+class AnswerLeft(Exception):
+    """A worker has ended its stream, so that another one continues the answer."""
 
 
 class PromptNotComputed(Exception):
@@ -444,6 +455,7 @@ class OwnWorkersRequest(PlacedRequest):
         self,
         scheduling: ConductorClient,
         workers: WorkerClient,
+        moves: Moves,
         *,
         place: Place,
         prompt: list[int],
@@ -456,6 +468,7 @@ class OwnWorkersRequest(PlacedRequest):
         self.num_cached_tokens = 0
         """Prompt tokens whose KV the prefill instance found in its memory or the pool."""
         self._workers = workers
+        self._moves = moves
         self._block_tokens = block_tokens
         self._headers = headers
         self._transfer: dict[str, Any] = {}
@@ -545,6 +558,22 @@ class OwnWorkersRequest(PlacedRequest):
         decision, self._decision = self._decision, None
         place_id = self._request_id if decision is not None else f"{self._request_id}/{choice.index}"
         attempts = Attempts()
+        with AnswerMoves(self._moves, self._place_event, self._headers) as moves:
+            following = self._decode(choice, sampling, max_tokens, decision, place_id, attempts, moves)
+            async with contextlib.aclosing(following):
+                async for piece in following:
+                    yield piece
+
+    async def _decode(
+        self,
+        choice: AnswerChoice,
+        sampling: Mapping[str, Any],
+        max_tokens: int,
+        decision: Decision | None,
+        place_id: str,
+        attempts: Attempts,
+        moves: AnswerMoves,
+    ) -> AsyncGenerator[AnswerPiece, None]:
         while not choice.is_finished:
             if decision is None:
                 timeout_s = RESUME_TIMEOUT_S if choice.token_ids else 0.0
@@ -556,13 +585,22 @@ class OwnWorkersRequest(PlacedRequest):
                 choice.is_finished = True
                 yield AnswerPiece(choice.index, finish_reason="length")
                 return
-            pieces = self._follow(decision.decode, choice, sampling, max_tokens)
+            pieces = self._follow(decision.decode, choice, sampling, max_tokens, moves.params())
             if self._computing is not None:
                 pieces = self._while_computed(pieces, self._computing)
             try:
                 async with contextlib.aclosing(pieces):
                     async for piece in pieces:
+                        if not choice.is_finished:
+                            num_tokens = len(self.prompt) + len(choice.token_ids)
+                            moves.advance(place_id, decision, num_tokens, attempts.exclude, choice.resumed)
                         yield piece
+            except AnswerLeft:
+                await self._await_prefill()
+                decision = await moves.leave()
+                if decision is not None:
+                    self.route.decode = decision.decode
+                continue
             except PromptNotComputed:
                 self._transfer = {}
                 await self.prefill(self._cache_salt)
@@ -570,10 +608,20 @@ class OwnWorkersRequest(PlacedRequest):
                 place_id = self._request_id
                 continue
             except (WorkerFailed, WorkerBusy) as error:
+                if not choice.is_finished and (origin := moves.failed(str(error))) is not None:
+                    attempts.exclude[error.instance] = None
+                    if isinstance(error, WorkerFailed):
+                        self._scheduling.post(Failed(error.instance, error.reason, place_id))
+                    decision, self.route.decode = origin, origin.decode
+                    continue
                 if not choice.is_finished:
                     await self._await_prefill()
                     self._note(error, place_id, attempts, "resumed" if choice.token_ids else "decode")
             except WeightsReplaced as error:
+                if not choice.is_finished and (origin := moves.failed(str(error))) is not None:
+                    attempts.exclude[decision.decode] = None
+                    decision, self.route.decode = origin, origin.decode
+                    continue
                 if choice.token_ids or choice.num_chars:
                     if not choice.is_finished:
                         log.warning("answer_not_continued", instance=decision.decode, reason=str(error))
@@ -651,10 +699,19 @@ class OwnWorkersRequest(PlacedRequest):
         return self._estimated_prefilled(decision, len(self.prompt), self.num_cached_tokens, elapsed_s)
 
     async def _follow(
-        self, instance: InstanceId, choice: AnswerChoice, sampling: Mapping[str, Any], max_tokens: int
+        self,
+        instance: InstanceId,
+        choice: AnswerChoice,
+        sampling: Mapping[str, Any],
+        max_tokens: int,
+        params: Mapping[str, Any],
     ) -> AsyncGenerator[AnswerPiece, None]:
-        """Yield pieces from one worker, which continues after the tokens of ``choice``."""
-        transfer = dict(self._transfer)
+        """Yield pieces from one worker, which continues after the tokens of ``choice``.
+
+        ``params``: further ``kv_transfer_params``. Raises AnswerLeft when the worker hands the answer over.
+        """
+        transfer = {**self._transfer, **params}
+        num_before, choice.resumed = len(choice.token_ids), None
         if choice.token_ids:
             transfer |= {
                 "num_output_tokens": len(choice.token_ids),
@@ -670,8 +727,7 @@ class OwnWorkersRequest(PlacedRequest):
             "stream_options": {"include_usage": True},
             "return_token_ids": True,
         }
-        if transfer:
-            body["kv_transfer_params"] = transfer
+        body["kv_transfer_params"] = transfer
         chunks = self._workers.stream(instance, body, self._headers)
         async with contextlib.aclosing(chunks):
             async for chunk in chunks:
@@ -683,11 +739,20 @@ class OwnWorkersRequest(PlacedRequest):
                     # There was no prefill instance: this one has computed the prompt.
                     self._is_computed = True
                     self._scheduling.post(Prefilled(self._request_id, has_begun=True))
-                if isinstance(weights := (chunk.kv_transfer_params or {}).get("weights"), str):
+                reported = chunk.kv_transfer_params or {}
+                if isinstance(weights := reported.get("weights"), str):
                     choice.weights = weights
+                if "resumed" in reported:
+                    with contextlib.suppress(msgspec.ValidationError):
+                        choice.resumed = msgspec.convert(reported["resumed"], ResumedStats)
                 for part in chunk.choices:
                     if part.finish_reason == "abort":
                         raise WorkerFailed(instance, "it aborted the answer")
+                    if part.finish_reason == "moved":
+                        # Without a token between them, moves could follow each other without end.
+                        if len(choice.token_ids) == num_before:
+                            raise WorkerFailed(instance, "it handed the answer over without a token")
+                        raise AnswerLeft
                     token_ids = list(part.token_ids or [])
                     choice.token_ids += token_ids
                     choice.num_chars += len(part.text)

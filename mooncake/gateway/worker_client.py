@@ -15,10 +15,11 @@ from __future__ import annotations
 import asyncio
 import contextlib
 from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Mapping
-from typing import Any, TypeVar
+from typing import Annotated, Any, TypeVar
 
 import aiohttp
 import msgspec
+from msgspec import Meta
 
 from mooncake.errors import MooncakeError, ProtocolError
 from mooncake.http.openai import (
@@ -40,6 +41,7 @@ ResultT = TypeVar("ResultT")
 CONNECT_TIMEOUT_S = 3.0
 HEALTH_TIMEOUT_S = 5.0
 COMPLETIONS = "/v1/completions"
+HAND_OVER = "/v1/kv/hand_over"
 DONE = b"[DONE]"
 SILENCE_BEFORE_PROBE_S = 5.0
 _BUSY = (429, 503)
@@ -83,6 +85,12 @@ class CompletionChunk(msgspec.Struct):
     usage: Usage | None = None
     error: ErrorDetail | None = None
     kv_transfer_params: dict[str, Any] | None = None
+
+
+class HandedOver(msgspec.Struct):
+    """A worker's answer to a hand-over."""
+
+    push_port: Annotated[int, Meta(ge=0, lt=1 << 16)] = 0
 
 
 class WholeCompletion(msgspec.Struct):
@@ -145,6 +153,21 @@ class WorkerClient:
                 if event == DONE:
                     return
                 yield self._chunk(instance, event)
+
+    async def hand_over(
+        self, instance: InstanceId, move_id: str, transfer_id: str, headers: Mapping[str, str]
+    ) -> int:
+        """Have the stream ``move_id`` ended at its next token, for another worker to continue it.
+
+        Returns the port from which that gets the KV as ``transfer_id``; 0 where none is pushed. Raises as
+        ``complete``.
+        """
+        body = {"move_id": move_id, "transfer_id": transfer_id}
+        content = await self.whole(instance, HAND_OVER, body, headers)
+        try:
+            return msgspec.json.decode(content, type=HandedOver).push_port
+        except msgspec.MsgspecError as error:
+            raise WorkerFailed(instance, f"its answer can't be read: {error}") from error
 
     async def events(
         self, instance: InstanceId, path: str, body: Mapping[str, Any], headers: Mapping[str, str]

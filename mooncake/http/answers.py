@@ -30,6 +30,7 @@ from mooncake.http.openai import (
     Usage,
     to_event,
 )
+from mooncake.http.worker_stats import ResumedStats
 
 
 class AnswerPiece(msgspec.Struct):
@@ -43,6 +44,8 @@ class AnswerPiece(msgspec.Struct):
     stop_reason: str | int | None = None
     weights: str = ""
     """In the first piece of a worker's answer: digest of the weights that compute it, if it is known."""
+    resumed: ResumedStats | None = None
+    """In the first piece of an answer that another worker began: where its KV came from."""
 
     def join(self, later: AnswerPiece) -> None:
         """Append a later piece."""
@@ -75,9 +78,12 @@ class CompletionWriter:
 
     def chunk(self, piece: AnswerPiece, usage: Usage | None = None) -> bytes:
         """One server-sent event with a piece, and ``usage`` so far if it was requested."""
-        names_weights = self._with_token_ids and piece.weights
-        params = {"weights": piece.weights} if names_weights else UNSET
-        return to_event(self._response([self._choice(piece)], usage or UNSET, params))
+        params: dict[str, Any] = {}
+        if self._with_token_ids and piece.weights:
+            params["weights"] = piece.weights
+        if self._with_token_ids and piece.resumed is not None:
+            params["resumed"] = piece.resumed
+        return to_event(self._response([self._choice(piece)], usage or UNSET, params or UNSET))
 
     def usage_chunk(self, usage: Usage, kv_transfer_params: dict[str, Any] | None = None) -> bytes:
         """The last event of a stream with ``include_usage``: no choice, only counts."""

@@ -1,8 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """A worker's reports of its own work: timings of a prompt, and the engine's latest steps.
 
-It owns the shapes only, for both ends: a worker sends ``PromptStats`` with its answer to prefill and
-``StepStats`` with its answer to ``/ready``; a gateway and a conductor read them to predict later requests.
+It owns the shapes only, for both ends: a worker sends ``PromptStats`` with its answer to prefill,
+``ResumedStats`` with the first piece of an answer that it continues, and ``StepStats`` with its answer to
+``/ready``; a gateway and a conductor read them to count, and to predict later requests.
 """
 
 from __future__ import annotations
@@ -41,6 +42,17 @@ class PromptStats(msgspec.Struct, frozen=True):
     num_computed_tokens: int
     stages: list[StageStats] = []
     "The stages of a prefill group; none for a single worker."
+
+
+class ResumedStats(msgspec.Struct, frozen=True):
+    """Origin of the KV of an answer that another worker began: its prompt and output so far, in tokens."""
+
+    num_local_tokens: int
+    "Found in the worker's own memory."
+    num_loaded_tokens: int
+    "Loaded from the pool, or pushed by the other worker."
+    num_computed_tokens: int
+    is_pushed: bool = False
 
 
 class StepStats(msgspec.Struct):

@@ -12,11 +12,12 @@ import contextlib
 import dataclasses
 import uuid
 from collections.abc import AsyncGenerator, AsyncIterator, Callable, Sequence
-from typing import Any
+from typing import Annotated, Any
 
 import msgspec
 from fastapi import FastAPI, Request, Response
 from fastapi.responses import StreamingResponse
+from msgspec import Meta
 from prometheus_client import Counter, Gauge
 
 import mooncake
@@ -66,6 +67,8 @@ MAX_UNREAD_PIECES = 256
 
 MAX_TRANSFER_ID_CHARS = 200
 
+MAX_MOVE_BODY_BYTES = 4096
+
 queries = Counter(
     "vllm:prefix_cache_queries",
     "Prompt tokens looked up in this worker's KV cache.",
@@ -87,6 +90,15 @@ requests_total = Counter(
 )
 
 
+class MoveRequest(msgspec.Struct):
+    """The body of ``/v1/kv/hand_over``."""
+
+    move_id: Annotated[str, Meta(min_length=1, max_length=MAX_TRANSFER_ID_CHARS)]
+    "The ``move_id`` in the ``kv_transfer_params`` of the request whose answer is to move."
+    transfer_id: Annotated[str, Meta(min_length=1, max_length=MAX_TRANSFER_ID_CHARS)]
+    "The name under which the worker that continues the answer requests its KV."
+
+
 @dataclasses.dataclass
 class Api:
     """What the endpoints need of the worker."""
@@ -102,6 +114,8 @@ class Api:
     """Whether an answer repeats the ``kv_transfer_params`` of its request."""
     add_routes: Callable[[FastAPI], None] | None = None
     """Adds endpoints that this kind of worker has besides."""
+    movable: dict[str, str] = dataclasses.field(default_factory=dict)
+    """Ids of the engine's requests by the ``move_id`` of their streams, while these last."""
     mean_answer_s: float = 1.0
     """Running mean of the duration of recent answers."""
 
@@ -140,6 +154,11 @@ def create_app(api: Api) -> FastAPI:
         """Answer a chat; the gateway's requests carry which part of it this worker computes."""
         return await _answer(api, request, await _parsed(ChatCompletionRequest, request))
 
+    @app.post("/v1/kv/hand_over")
+    async def hand_over(request: Request) -> Response:
+        """End a stream at its next token, for another worker that continues it and gets its KV from here."""
+        return _json(_hand_over(api, await _body(request, MAX_MOVE_BODY_BYTES)))
+
     @app.get("/v1/models")
     async def models() -> Response:
         """Describe the model that is loaded."""
@@ -174,6 +193,21 @@ def create_app(api: Api) -> FastAPI:
     if api.add_routes is not None:
         api.add_routes(app)
     return app
+
+
+def _hand_over(api: Api, body: bytes) -> bytes:
+    """Begin to hand an answer over. Raises ApiError: 400, or 404 for one that is not streamed here now."""
+    try:
+        move = msgspec.json.decode(body, type=MoveRequest)
+    except msgspec.MsgspecError as error:
+        raise ApiError(400, str(error), code="invalid_value") from error
+    request_id = api.movable.pop(move.move_id, None)
+    if request_id is None:
+        message = "no answer with this move_id is streamed here now"
+        raise ApiError(404, message, param="move_id", code="request_not_found")
+    api.generator.engine.hand_over(request_id, move.transfer_id)
+    log.info("answer_leaves", request=request_id, transfer=move.transfer_id)
+    return msgspec.json.encode({"status": "leaving", "push_port": api.push_port})
 
 
 async def _answer(api: Api, http: Request, api_request: AnyRequest) -> Response:
@@ -220,6 +254,7 @@ class _Answer:
         self._began = clock.monotonic()
         self._text_offset = _transfer_count(api_request, "output_text_offset")
         self._is_prefill = _is_prefill(api_request)
+        self._move_id = _text_of(api_request, "move_id", MAX_TRANSFER_ID_CHARS)
 
     async def whole(self) -> Any:
         choices = [AnswerPiece(index) for index in range(len(self._requests))]
@@ -246,6 +281,9 @@ class _Answer:
                 await merged.put(error)
 
         feeds = [asyncio.create_task(feed(index)) for index in range(len(self._requests))]
+        movable, move_id = self._api.movable, self._move_id
+        if move_id and len(self._requests) == 1:
+            movable[move_id] = self._requests[0].id
         try:
             opening: bytes | None = self._writer.opening(len(feeds))
             num_open = len(feeds)
@@ -272,6 +310,8 @@ class _Answer:
             self._account()
             yield STREAM_END
         finally:
+            if movable.get(move_id) == self._requests[0].id:
+                del movable[move_id]
             for task in feeds:
                 task.cancel()
             await asyncio.gather(*feeds, return_exceptions=True)
@@ -424,9 +464,13 @@ def _transfer_count(api_request: AnyRequest, name: str) -> int:
 
 def _weights_of(api_request: AnyRequest) -> str:
     """Digest of the weights that may continue this answer; empty for all."""
-    value = (api_request.kv_transfer_params or {}).get("weights") or ""
-    if not isinstance(value, str) or len(value) > MAX_DIGEST_CHARS:
-        message = f"kv_transfer_params.weights is no digest of at most {MAX_DIGEST_CHARS} characters"
+    return _text_of(api_request, "weights", MAX_DIGEST_CHARS)
+
+
+def _text_of(api_request: AnyRequest, name: str, most_chars: int) -> str:
+    value = (api_request.kv_transfer_params or {}).get(name) or ""
+    if not isinstance(value, str) or len(value) > most_chars:
+        message = f"kv_transfer_params.{name} is no string of at most {most_chars} characters"
         raise ApiError(400, message, param="kv_transfer_params", code="invalid_value")
     return value
 
@@ -479,9 +523,9 @@ async def _disconnected(http: Request) -> None:
         pass
 
 
-async def _body(http: Request) -> bytes:
+async def _body(http: Request, most_bytes: int = MAX_BODY_BYTES) -> bytes:
     try:
-        return await server.read_body(http, MAX_BODY_BYTES)
+        return await server.read_body(http, most_bytes)
     except server.BodyTooLarge as error:
         raise ApiError(413, str(error), code=error.code) from error
     except server.BodyBudgetExceeded as error:

@@ -142,7 +142,9 @@ class Output:
     num_local_cached: int = 0
     """Leading prompt tokens found in this worker's memory."""
     num_external_cached: int = 0
-    """Prompt tokens after those that came from the external cache."""
+    """Prompt tokens after those that came from the external cache, or from another worker."""
+    was_pushed: bool = False
+    """Whether another worker has pushed them."""
     weights: str = ""
     """Digest of the weights that computed the tokens; empty if it is not known."""
     num_stored_tokens: int = 0
@@ -241,7 +243,7 @@ class StepLog:
 
 
 class Engine:
-    """One runner, many requests. Only ``add``, ``abort`` and ``stats`` are thread-safe."""
+    """One runner, many requests. Only ``add``, ``abort``, ``hand_over`` and ``stats`` are thread-safe."""
 
     def __init__(
         self,
@@ -269,6 +271,7 @@ class Engine:
         self._traffic = (
             KvTransfers(link, self.scheduler, pushing, runner.layout.num_layers) if link is not None else None
         )
+        self._can_push = pushing is not None
         self._pipeline = pipeline
         self._begun: deque[BegunStep] = deque()
         """Steps in the pipeline that sample, oldest first."""
@@ -282,6 +285,8 @@ class Engine:
         self._changed = threading.Condition()
         self._inbox: list[Request] = []
         self._aborts: list[str] = []
+        self._leaving: list[tuple[str, str]] = []
+        """(request, transfer) of those that another worker is to continue."""
         self._known: set[str] = set()
         self._has_news = False
         self._gives_way_until: float | None = None
@@ -315,6 +320,15 @@ class Engine:
         """Stop a request; an unknown id is ignored. Its last output has the reason ``abort``."""
         with self._changed:
             self._aborts.append(request_id)
+            self._wake_locked()
+
+    def hand_over(self, request_id: str, transfer_id: str) -> None:
+        """Let another worker continue a request; an unknown id is ignored.
+
+        Its last output has the reason ``moved``, and its KV is pushed to the worker that requests the
+        transfer, if this one pushes."""
+        with self._changed:
+            self._leaving.append((request_id, transfer_id if self._can_push else ""))
             self._wake_locked()
 
     def wake(self) -> None:
@@ -394,6 +408,7 @@ class Engine:
         with self._changed:
             change = self._change
             aborts, self._aborts = self._aborts, []
+            leaving, self._leaving = self._leaving, []
             held = [r for r in self._inbox if r.id not in aborts] if change is not None else []
             arrived, self._inbox = [r for r in self._inbox if r not in held], held
             self._has_news = False
@@ -410,6 +425,9 @@ class Engine:
                 outputs.append(self._last(request, FinishReason.ERROR, str(refused)))
         for request_id in aborts:
             outputs += self._abort(request_id, now)
+        for request_id, transfer_id in leaving:
+            if (ended := self.scheduler.hand_over(request_id, transfer_id, now)) is not None:
+                outputs.append(self._last(ended, FinishReason.MOVED))
         if self._traffic is not None:
             self._traffic.poll(now)
         outputs += self._collect()
@@ -565,14 +583,16 @@ class Engine:
             if request.num_output_tokens == 1:
                 at, is_prefill = request.timings.first_token, request.save_tail
                 log.debug("first_token", request=request.id, at=at, is_prefill=is_prefill)
+            is_moved = request.finish_reason is FinishReason.MOVED
             output = Output(
                 request_id=request.id,
-                token_ids=(tokens[request.id],),
+                token_ids=() if is_moved else (tokens[request.id],),
                 finish_reason=request.finish_reason,
-                logprobs=None if found is None else (found,),
+                logprobs=None if found is None or is_moved else (found,),
                 num_prompt_tokens=request.num_prompt_tokens,
                 num_local_cached=request.num_local_hit_tokens,
                 num_external_cached=request.num_external_hit_tokens,
+                was_pushed=request.was_pushed,
                 weights=self.weights,
                 measured=prompt_stats_of(request),
             )

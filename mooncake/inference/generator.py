@@ -15,7 +15,7 @@ from collections.abc import AsyncGenerator, Callable, Sequence
 from mooncake.errors import MooncakeError, Refusal
 from mooncake.http.answers import AnswerPiece
 from mooncake.http.openai import CompletionLogprobs
-from mooncake.http.worker_stats import PromptStats
+from mooncake.http.worker_stats import PromptStats, ResumedStats
 from mooncake.inference.blocks import BlockEvent
 from mooncake.inference.engine import Engine, EngineThread, Output
 from mooncake.inference.request import FinishReason, Request
@@ -127,6 +127,7 @@ class Generator:
                 piece.index = index
                 if is_first:
                     piece.weights, is_first = output.weights, False
+                    piece.resumed = _resumed(request, output)
                 yield piece
                 if text.is_stopped:
                     return
@@ -154,6 +155,18 @@ class Generator:
             self._on_blocks(events)
 
 
+def _resumed(request: Request, output: Output) -> ResumedStats | None:
+    if not (request.num_prior_output_tokens and output.token_ids):
+        return None
+    num_cached = output.num_local_cached + output.num_external_cached
+    return ResumedStats(
+        output.num_local_cached,
+        output.num_external_cached,
+        max(0, request.num_prompt_tokens - num_cached),
+        output.was_pushed,
+    )
+
+
 class _Text:
     """Turns one request's tokens into pieces of text."""
 
@@ -178,10 +191,12 @@ class _Text:
                 stop_reason = token if token in self._stop_token_ids else None
             else:
                 text += self._detokenizer.feed(token)
-        if finish is not None:
+        # The worker that continues a moved answer returns the text that is held back here.
+        is_end = finish is not None and finish is not FinishReason.MOVED
+        if is_end:
             text += self._detokenizer.finish()
         text, found = self._stops.feed(text)
-        if found is None and finish is not None:
+        if found is None and is_end:
             text += self._stops.finish()
         if found is not None:
             self.is_stopped = True

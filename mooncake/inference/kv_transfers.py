@@ -174,7 +174,7 @@ class KvTransfers:
         """Start the step's pushes; ``started`` grows with each, also when the next one raises."""
         for what in step.pushes:
             assert self._pushing is not None
-            prompt = what.request.prompt_hash(self._scheduler.settings.block_tokens)
+            prompt = what.request.pushed_hash(self._scheduler.settings.block_tokens)
             load = self._loads[what.request.id].load if what.has_load else None
             push = self._pushing.start_push(
                 what.transfer_id, prompt, what.num_blocks, what.first, what.block_ids, load

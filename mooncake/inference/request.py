@@ -71,6 +71,8 @@ class FinishReason(enum.StrEnum):
     """max_tokens, the model's context or the whole cache is used up."""
     ABORT = "abort"
     ERROR = "error"
+    MOVED = "moved"
+    """Another worker continues the answer, with the KV that this one pushes, if it does."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -164,9 +166,15 @@ class Request:
         """Empty once it is certain that not all of its blocks can be pushed."""
         self.num_pushed_blocks = 0
         """Leading blocks whose push has begun."""
+        self.is_leaving = False
+        """Whether another worker continues it from its next token on, which is not sampled here."""
+        self.was_pushed = False
+        """Whether its external cached tokens were pushed by another worker."""
         self.num_prior_output_tokens = num_prior_output_tokens
         self.weights = weights
         self.num_prompt_tokens = len(prompt_token_ids)
+        self.num_push_tokens = self.num_prompt_tokens
+        """Leading tokens whose KV ``push_id`` has: the prompt, or all when another worker continues it."""
         if not prompt_token_ids:
             raise InvalidArgument("prompt", prompt_token_ids, "at least one token")
         if not 0 <= num_prior_output_tokens < min(self.num_prompt_tokens, self.sampling.max_tokens):
@@ -265,6 +273,17 @@ class Request:
         """The hash of the whole prompt."""
         hashes = self.hash_blocks(block_tokens)
         return self.tail_hash or hashes[self.num_prompt_tokens // block_tokens - 1]
+
+    def pushed_hash(self, block_tokens: int) -> BlockHash:
+        """The hash of the tokens whose KV is pushed: the receiver's ``prompt_hash``."""
+        if self.num_push_tokens == self.num_prompt_tokens:
+            return self.prompt_hash(block_tokens)
+        hashes = self.hash_blocks(block_tokens)
+        num_full = self.num_push_tokens // block_tokens
+        tail = self.token_ids[num_full * block_tokens : self.num_push_tokens]
+        if not tail:
+            return hashes[num_full - 1]
+        return block_hashes(tail, block_tokens, self.parent_hash(num_full), include_partial=True)[-1]
 
     def parent_hash(self, index: int) -> BlockHash:
         """The hash of the prefix that block ``index`` continues."""

@@ -87,15 +87,15 @@ class SaveBlocks:
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class PushBlocks:
-    """Blocks of a prompt that are pushed to another worker: complete once this step has run."""
+    """Blocks of a request that are pushed to another worker: complete once this step has run."""
 
     request: Request
     transfer_id: str
     first: int
-    """Index in the prompt of the first of them."""
+    """Index of the first of them."""
     block_ids: tuple[int, ...]
     num_blocks: int
-    """Blocks of the whole prompt."""
+    """Blocks of the prompt, or of all tokens of a request that another worker continues."""
     has_load: bool
     """Whether a load writes some of them during this step."""
 
@@ -265,6 +265,27 @@ class Scheduler:
             self._finish(request, FinishReason.ABORT, now)
         return request
 
+    def hand_over(self, request_id: str, transfer_id: str, now: float) -> Request | None:
+        """End a request, which another worker continues after the tokens that it has now.
+
+        One that is computed runs once more, so that the KV of its last token is there, and pushes all of it
+        under ``transfer_id``; what that step samples is discarded, as the other worker samples it. Without a
+        ``transfer_id``, and before it is computed, it ends at once and is returned.
+        """
+        request = self._admitted.get(request_id)
+        if request is None:
+            request = next((r for r in self._waiting if r.id == request_id), None)
+        if request is None or request.is_leaving or request.save_tail:
+            return None
+        if transfer_id and request.state is RequestState.RUNNING and not request.awaits_token:
+            request.is_leaving = True
+            request.push_id, request.num_pushed_blocks = transfer_id, 0
+            request.num_push_tokens = request.num_tokens
+            self._note(request, now, f"leaves at {request.num_tokens} tokens")
+            return None
+        self._finish(request, FinishReason.MOVED, now)
+        return request
+
     def fail(self, request: Request, error: str, now: float) -> None:
         """End a request whose step failed."""
         request.error = error
@@ -331,10 +352,14 @@ class Scheduler:
                 self.load_failed(request.id, now)
                 continue
             self._end_load(request.id)
-            request.push_source = None
+            if request.push_source is not None:
+                request.push_source = None
+                request.was_pushed = request.num_external_cached_tokens > 0
             request.num_computed_tokens = max(request.num_computed_tokens, chunk.end)
             self._publish(request)
-            if chunk.samples:
+            if chunk.samples and request.is_leaving:
+                request.finish_reason = FinishReason.MOVED
+            elif chunk.samples:
                 self._append(request, tokens[request.id], now)
             if request.finish_reason is not None:
                 self._finish(request, request.finish_reason, now)
@@ -640,11 +665,11 @@ class Scheduler:
             step.saves.append(save)
 
     def _push(self, chunk: Chunk, step: Step) -> None:
-        """Push the blocks that this chunk completes, and those before it that were cached."""
+        """Push the blocks that this chunk completes, and those before it that are there."""
         request, block_tokens = chunk.request, self.settings.block_tokens
-        num_blocks = -(-request.num_prompt_tokens // block_tokens)
+        num_blocks = -(-request.num_push_tokens // block_tokens)
         first, end = request.num_pushed_blocks, min(chunk.end // block_tokens, num_blocks)
-        if chunk.end >= request.num_prompt_tokens:
+        if chunk.end >= request.num_push_tokens:
             end = num_blocks
         if end > first:
             block_ids = tuple(request.block_ids[first:end])
@@ -655,7 +680,7 @@ class Scheduler:
 
     def _end_push(self, request: Request) -> None:
         """No more of the request's blocks will be pushed."""
-        num_blocks = -(-request.num_prompt_tokens // self.settings.block_tokens)
+        num_blocks = -(-request.num_push_tokens // self.settings.block_tokens)
         if request.push_id and request.num_pushed_blocks < num_blocks:
             self._ended_pushes.append(request.push_id)
         request.push_id = ""

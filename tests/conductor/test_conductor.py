@@ -28,6 +28,7 @@ from mooncake.conductor.messages import (
     Failed,
     Fetch,
     Finished,
+    Moved,
     Place,
     Placed,
     Prediction,
@@ -407,6 +408,43 @@ def test_draining_lets_requests_end(conductor: Conductor) -> None:
     assert decision.decode not in [one.instance for one in conductor.status()]
 
 
+def test_an_answer_that_moves_lets_its_instance_leave(conductor: Conductor) -> None:
+    add(conductor, "p1", "d1", "d2")
+    first = decided(conductor)
+    conductor.handle(Prefilled("r"), 0.5)
+    conductor.handle(Drain(first.decode), 1.0)
+    second = conductor.handle(Place("r/m", 40, exclude=[first.decode], needs_prefill=False), 1.0)[-1]
+    assert isinstance(second, Decision) and second.decode != first.decode
+    assert [row.num_requests for row in conductor.status()] == [0, 1, 1]
+    effects = conductor.handle(Moved("r", "r/m", "pushed"), 2.0)
+    conductor.check()
+    assert Unwatch(first.decode) in effects, "it has no requests and leaves"
+    assert [(row.instance, row.num_requests) for row in conductor.status()] == [("p1", 0), (second.decode, 1)]
+    line = f"2.000 moved r from {first.decode} to {second.decode}: KV pushed"
+    for key in ("r", first.decode, second.decode):
+        assert line in conductor.story(key)
+    assert conductor.handle(Moved("r", "r/m", "pushed"), 2.0) == [], "once"
+    conductor.handle(Finished("r/m"), 2.0)
+    assert conductor.status()[1].num_requests == 1
+    conductor.handle(Finished("r"), 3.0)
+    assert not conductor.placements and conductor.status()[1].num_requests == 0
+
+
+def test_a_moved_answer_that_is_not_known_takes_the_new_placement(conductor: Conductor) -> None:
+    """The conductor may have been restarted, or the lifetime of the first placement be over."""
+    add(conductor, "d1", "d2")
+    decided(conductor, "r/m", needs_prefill=False)
+    conductor.handle(Drain("d1"), 1.0)
+    conductor.handle(Drain("d2"), 1.0)
+    conductor.handle(Moved("r", "unknown", "pool"), 1.0)
+    conductor.handle(Moved("r", "r", "pool"), 1.0)
+    assert not conductor.handle(Moved("r", "r/m", "pool"), 1.0), "the only request of a draining instance"
+    conductor.check()
+    assert [*conductor.placements] == ["r"]
+    conductor.handle(Finished("r"), 2.0)
+    assert conductor.status() == []
+
+
 def test_a_drain_can_be_taken_back(conductor: Conductor) -> None:
     add(conductor, "d1")
     decided(conductor)
@@ -520,6 +558,10 @@ class AnyOrder(RuleBasedStateMachine):
     @rule(request=requests)
     def finish(self, request: str) -> None:
         self.send(Finished(request))
+
+    @rule(request=requests, other=requests)
+    def move(self, request: str, other: str) -> None:
+        self.send(Moved(request, other, "pool"))
 
     @rule(name=names)
     def blocks(self, name: str) -> None:

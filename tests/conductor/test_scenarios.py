@@ -29,6 +29,7 @@ from mooncake.conductor.messages import (
     Event,
     Failed,
     Finished,
+    Moved,
     Place,
     Prefilled,
     Probe,
@@ -110,6 +111,8 @@ class Stage:
             return BlocksRemoved(first, blocks(names[1], int(names[2])))
         if command == "failed":
             return Failed(first, " ".join(names[2:]), names[1])
+        if command == "moved":
+            return Moved(first, names[1], " ".join(names[2:]))
         plain: dict[str, type[Prefilled | Finished | RemoveInstance | Drain]] = {
             "prefilled": Prefilled,
             "finished": Finished,

@@ -22,6 +22,7 @@ from mooncake.conductor.messages import (
     Decision,
     Drain,
     Finished,
+    Moved,
     Place,
     Prefilled,
     Probed,
@@ -286,6 +287,35 @@ async def test_requests_of_a_lost_client_are_finished(worker: Worker) -> None:
         await until(lambda: has_requests(1))
         await remote.close()
         await until(lambda: has_requests(0))
+
+
+async def test_a_moved_answer_is_one_request_at_its_new_instance(worker: Worker) -> None:
+    other = Worker()
+    await other.start()
+    async with served() as (service, server):
+        remote = RemoteConductor(f"127.0.0.1:{server.rpc.port}")
+        await remote.start()
+        for one in (worker, other):
+            remote.post(AddInstance(one.address, WorkerRole.DECODE))
+        await until(lambda: is_ready(remote, worker.address))
+        await until(lambda: is_ready(remote, other.address))
+        await until(lambda: remote.is_connected)
+        first = await remote.place(Place("a", 64))
+        assert isinstance(first, Decision)
+        moved = await remote.place(Place("a/m", 64, exclude=[first.decode], needs_prefill=False))
+        assert isinstance(moved, Decision) and moved.decode != first.decode
+        remote.post(Moved("a", "a/m", "pool"))
+        remote.post(Finished("a/m"))
+        await until(lambda: [*service.core.placements] == ["a"])
+        assert service.core.placements["a"].decode == moved.decode
+        assert any("moved a from" in line for line in await remote.story("a"))
+        # A conductor that takes over gets this placement.
+        assert {key: one.decision.decode for key, (one, _) in remote._in_flight.items()} == {
+            "a": moved.decode
+        }
+        await remote.close()
+    await other.stop()
+    await other.publisher.close()
 
 
 async def test_the_end_of_a_request_reaches_a_conductor_that_was_too_slow(

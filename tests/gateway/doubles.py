@@ -44,6 +44,8 @@ def answer_text(prompt: Sequence[int], num_tokens: int, seed: int = 0) -> str:
 
 
 _pushes: dict[str, asyncio.Event] = {}
+_held: dict[str, tuple[int, ...]] = {}
+"""Tokens of answers that were handed over, by their transfer."""
 
 
 def _pushed(transfer_id: str) -> asyncio.Event:
@@ -82,11 +84,22 @@ class WorkerDouble:
     push_port: int = 0
     "Port at which it claims to answer requests for KV. Decode waits until prefill has computed the transfer."
 
+    hand_over_status: int = 200
+    "Status of its answers to requests to hand an answer over; 0: it hands over and does not answer."
+
     token_pause_s: float = 0.0
     is_ready: bool = True
     calls: list[dict[str, Any]] = field(default_factory=list)
     headers: list[dict[str, str]] = field(default_factory=list)
     num_cancelled: int = 0
+    leaving: dict[str, str] = field(default_factory=dict)
+    "By ``move_id`` of a stream that is to be handed over: the transfer of its KV."
+
+    streams: dict[str, None] = field(default_factory=dict)
+    "The ``move_id`` of every stream in progress."
+
+    resumed: list[dict[str, Any]] = field(default_factory=list)
+    "Reports of the KV of answers that it continued."
     address: str = ""
     _runner: web.AppRunner | None = None
 
@@ -96,6 +109,7 @@ class WorkerDouble:
         app.router.add_get("/ready", self._ready)
         app.router.add_get("/v1/models", self._models)
         app.router.add_post("/v1/completions", self._completions)
+        app.router.add_post("/v1/kv/hand_over", self._hand_over)
         self._runner = web.AppRunner(app, handler_cancellation=True, shutdown_timeout=0.1)
         await self._runner.setup()
         await web.TCPSite(self._runner, "127.0.0.1", port or self.port).start()
@@ -141,13 +155,45 @@ class WorkerDouble:
         if max(prompt) >= VOCABULARY:
             error = {"message": "no such token", "type": "invalid_request_error", "param": "prompt"}
             return web.json_response({"error": {**error, "code": "invalid_value"}}, status=400)
+        move_id = (body.get("kv_transfer_params") or {}).get("move_id", "")
         try:
             if body.get("stream"):
+                self.streams[move_id] = None
                 return await self._stream(request, body)
             return await self._prefill(request, body)
         except (asyncio.CancelledError, ConnectionResetError):
             self.num_cancelled += 1
             raise
+        finally:
+            self.streams.pop(move_id, None)
+
+    async def _hand_over(self, request: web.Request) -> web.Response:
+        body = await request.json()
+        if self.hand_over_status not in (0, 200):
+            return web.json_response({"error": {"message": "no"}}, status=self.hand_over_status)
+        if body["move_id"] not in self.streams:
+            return web.json_response({"error": {"message": "unknown"}}, status=404)
+        self.leaving[body["move_id"]] = body["transfer_id"]
+        if self.hand_over_status == 0:
+            assert request.transport is not None
+            request.transport.abort()
+            raise ConnectionResetError
+        return web.json_response({"status": "leaving", "push_port": self.push_port})
+
+    def _resumed(self, ids: Sequence[int], transfer: dict[str, Any]) -> dict[str, Any]:
+        num_loaded = max((end for end in range(len(ids) + 1) if tuple(ids[:end]) in self.pool), default=0)
+        is_pushed = bool(transfer.get("push_from")) and bool(self.push_port)
+        if is_pushed:
+            assert _held.get(transfer["transfer_id"]) == tuple(ids), "other tokens than those that are pushed"
+            num_loaded = len(ids)
+        found = {
+            "num_local_tokens": 0,
+            "num_loaded_tokens": num_loaded,
+            "num_computed_tokens": len(ids) - num_loaded,
+            "is_pushed": is_pushed,
+        }
+        self.resumed.append(found)
+        return found
 
     async def _prefill(self, request: web.Request, body: dict[str, Any]) -> web.StreamResponse:
         assert body["kv_transfer_params"]["do_remote_decode"] is True
@@ -189,7 +235,16 @@ class WorkerDouble:
         response = web.StreamResponse(headers={"Content-Type": "text/event-stream"})
         await response.prepare(request)
         finish, is_first = None, True
+        named: dict[str, Any] = {"weights": self.weights}
+        if num_prior:
+            named["resumed"] = self._resumed(ids, transfer)
         while finish is None:
+            if transfer_id := self.leaving.pop(transfer.get("move_id", ""), ""):
+                _held[transfer_id] = tuple(ids)
+                _pushed(transfer_id).set()
+                moved = {"index": 0, "text": "", "finish_reason": "moved", "token_ids": []}
+                await self._event(response, {"choices": [moved]})
+                break
             await self._misbehave(request, len(ids) - len(prompt))
             if self.replace_after == len(ids) - len(prompt):
                 await self._event(response, {"error": self._replaced()})
@@ -214,9 +269,9 @@ class WorkerDouble:
                     "tokens": [text_of(token)],
                     "top_logprobs": [{text_of(token): -0.5}],
                 }
-            named = {"kv_transfer_params": {"weights": self.weights}} if is_first else {}
+            extra = {"kv_transfer_params": named} if is_first else {}
             is_first = False
-            await self._event(response, {"choices": [{**choice, "token_ids": [token]}], **named})
+            await self._event(response, {"choices": [{**choice, "token_ids": [token]}], **extra})
             await asyncio.sleep(self.token_pause_s)
         await self._event(response, {"choices": [], "usage": self._usage(prompt, len(ids) - len(prompt))})
         await response.write(b"data: [DONE]\n\n")

@@ -33,7 +33,9 @@ async def test_an_answer_involves_two_processes(stack: Stack) -> None:
     assert answer["headers"]["x-mooncake-decode"] == decode.address
     assert answer["headers"]["x-mooncake-route"] == "prefill, decode"
     [call] = decode.calls
-    assert call["kv_transfer_params"] == {"do_remote_prefill": True, "num_stored_tokens": len(PROMPT)}
+    params = call["kv_transfer_params"]
+    assert params.pop("move_id")
+    assert params == {"do_remote_prefill": True, "num_stored_tokens": len(PROMPT)}
     assert call["prompt"] == PROMPT
 
 
@@ -366,7 +368,9 @@ async def test_prefill_and_decode_get_the_same_transfer(tokenizer: Tokenizer) ->
         [prefill] = stack.prefill[0].calls
         [decode] = [call for worker in stack.decode for call in worker.calls]
         transfer_id = prefill["kv_transfer_params"]["transfer_id"]
-        assert decode["kv_transfer_params"] == {"transfer_id": transfer_id, "push_from": "127.0.0.1:7000"}
+        params = decode["kv_transfer_params"]
+        assert params.pop("move_id") != transfer_id
+        assert params == {"transfer_id": transfer_id, "push_from": "127.0.0.1:7000"}
         streamed = await stack.stream(PROMPT, 8, stream_options={"include_usage": True})
         assert streamed.text() == answer_text(PROMPT, 8)
         assert streamed.chunks[-1]["usage"]["prompt_tokens_details"]["cached_tokens"] == 12

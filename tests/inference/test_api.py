@@ -175,6 +175,57 @@ async def test_an_answer_continues_where_another_worker_left_it(client: Client, 
     assert resumed["usage"]["completion_tokens"] == 12
 
 
+@pytest.mark.parametrize("num_before", [1, 4])
+async def test_a_stream_that_leaves_is_continued_without_a_gap(client: Client, num_before: int) -> None:
+    sampled = greedy(temperature=0.9, seed=3, stop=["~~"], max_tokens=400)
+    whole = (await client.post(TEXT, sampled))["choices"][0]
+    tokens: list[int] = []
+    text, finish = "", None
+    body = {**sampled, "stream": True, "kv_transfer_params": {"move_id": "m"}}
+    async with client.http.post(client.url + TEXT, json=body) as answer:
+        async for line in answer.content:
+            if not line.startswith(b"data: {"):
+                continue
+            choice = json.loads(line[6:])["choices"][0]
+            tokens += choice["token_ids"]
+            text, finish = text + choice["text"], choice["finish_reason"]
+            if len(tokens) == num_before and finish is None:
+                move = {"move_id": "m", "transfer_id": "t"}
+                moving = await client.post("/v1/kv/hand_over", move)
+                assert moving == {"status": "leaving", "push_port": 0}
+                again = await client.post("/v1/kv/hand_over", move, status=404)
+                assert again["error"]["code"] == "request_not_found"
+    assert finish == "moved" and num_before <= len(tokens) < 400
+    params = {"num_output_tokens": len(tokens), "output_text_offset": len(text)}
+    events = await client.stream(
+        TEXT, {**sampled, "prompt": PROMPT + tokens, "kv_transfer_params": {**params, "move_id": "m"}}
+    )
+    choices = [event["choices"][0] for event in events]
+    assert tokens + [token for choice in choices for token in choice["token_ids"]] == whole["token_ids"]
+    assert text + "".join(choice["text"] for choice in choices) == whole["text"]
+    found = events[0]["kv_transfer_params"]["resumed"]
+    num_local = found["num_local_tokens"]
+    assert num_local >= 32 and not found["is_pushed"] and not found["num_loaded_tokens"]
+    assert found["num_computed_tokens"] == len(PROMPT) + len(tokens) - num_local
+    await client.post("/v1/kv/hand_over", {"move_id": "m", "transfer_id": "t"}, status=404)
+
+
+@pytest.mark.parametrize(
+    ("body", "status"),
+    [
+        (b"{", 400),
+        ({"move_id": "m"}, 400),
+        ({"move_id": "m", "transfer_id": ""}, 400),
+        ({"move_id": 7, "transfer_id": "t"}, 400),
+        ({"move_id": "m", "transfer_id": "t" * 201}, 400),
+        ({"move_id": "m", "transfer_id": "t" * 5000}, 413),
+        ({"move_id": "m", "transfer_id": "t"}, 404),
+    ],
+)
+async def test_a_hand_over_that_is_none_is_refused(client: Client, body: Any, status: int) -> None:
+    await client.post("/v1/kv/hand_over", body, status=status)
+
+
 async def test_stop_strings_end_the_answer_and_are_not_shown(client: Client) -> None:
     whole = (await client.post(TEXT, greedy()))["choices"][0]["text"]
     stop = whole[3:5]

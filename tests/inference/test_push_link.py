@@ -101,6 +101,7 @@ class Worker:
         settings = InferenceSettings(max_batch_tokens=max_batch_tokens, max_running=1, max_waiting=64)
         self.engine = Engine(settings, self.runner, self.link, pushing=self.link)
         self.outputs: dict[str, list[Output]] = {}
+        self.leaves_after = {}
         self._changed = threading.Condition()
         self._thread = EngineThread(self.engine, self._on_step)
         self._thread.start()
@@ -109,10 +110,15 @@ class Worker:
     def address(self) -> str:
         return f"127.0.0.1:{self.link.sender.port}"
 
+    leaves_after: dict[str, int]
+    """Number of tokens after which a request leaves, by its id, which is the name of the transfer, too."""
+
     def _on_step(self, outputs: list[Output], events: Any) -> None:
         with self._changed:
             for output in outputs:
                 self.outputs.setdefault(output.request_id, []).append(output)
+                if len(self.outputs[output.request_id]) == self.leaves_after.get(output.request_id):
+                    self.engine.hand_over(output.request_id, output.request_id)
             self._changed.notify_all()
 
     def answer(self, request_id: str) -> tuple[list[int], Output]:
@@ -292,6 +298,67 @@ def test_a_decode_request_that_is_aborted_leaves_nothing_behind(cluster: Cluster
     assert decode.answer(decoded.id)[1].finish_reason == FinishReason.ABORT
     prefill.answer(computed.id)
     assert served(prefill, decode, *pair(prefill, prompt)) == llama.greedy(prompt, NUM_TOKENS)
+
+
+def moved(source: Worker, target: Worker, prompt: list[int], num_before: int) -> tuple[list[int], Request]:
+    """An answer that leaves ``source`` after ``num_before`` tokens, and its request at ``target``."""
+    name = f"m{next(_numbers)}"
+    source.leaves_after[name] = num_before
+    assert source.engine.add(greedy(prompt, NUM_TOKENS, name)) is None
+    begun, last = source.answer(name)
+    assert last.finish_reason == FinishReason.MOVED and len(begun) == num_before
+    rest = greedy(
+        prompt + begun,
+        NUM_TOKENS,
+        f"{name}-rest",
+        num_prior_output_tokens=num_before,
+        push_source=PushSource(name, source.address),
+    )
+    assert target.engine.add(rest) is None
+    tokens, last = target.answer(rest.id)
+    assert last.finish_reason == FinishReason.LENGTH
+    return begun + tokens, rest
+
+
+@pytest.mark.parametrize("num_before", [1, 2, BLOCK - 1, BLOCK, BLOCK + 1])
+@pytest.mark.parametrize("length", [1, BLOCK - 2, 2 * BLOCK, 2 * BLOCK + 3])
+def test_a_moved_answer_is_not_recomputed(
+    cluster: Cluster, llama: Reference, length: int, num_before: int
+) -> None:
+    prompt, num_before = prompt_of(length), min(num_before, NUM_TOKENS - 1)
+    source, target = cluster.worker(llama), cluster.worker(llama)
+    tokens, rest = moved(source, target, prompt, num_before)
+    assert tokens == llama.greedy(prompt, NUM_TOKENS)
+    first = target.outputs[rest.id][0]
+    assert first.was_pushed and first.num_external_cached == length + num_before
+    assert not target.cache.lookups and target.engine.stats().num_prefill_tokens == 1
+    back, _ = moved(source, target, prompt, num_before)
+    assert back == tokens, "again, with blocks that both have"
+
+
+def test_a_moved_answer_whose_push_fails_comes_from_the_cache(cluster: Cluster, llama: Reference) -> None:
+    prompt = prompt_of(2 * BLOCK + 3)
+    source, target, other = (cluster.worker(llama) for _ in range(3))
+    cluster.loop.wait(source.link.sender._server.close())
+    tokens, rest = moved(source, target, prompt, 4)
+    assert tokens == llama.greedy(prompt, NUM_TOKENS)
+    first = target.outputs[rest.id][0]
+    assert not first.was_pushed and first.num_external_cached == 2 * BLOCK
+    cluster.objects.clear()
+    tokens, rest = moved(source, other, prompt, 4)
+    assert tokens == llama.greedy(prompt, NUM_TOKENS) and not other.outputs[rest.id][0].num_external_cached
+
+
+def test_a_request_that_waits_leaves_at_once(cluster: Cluster, llama: Reference) -> None:
+    """The workers compute one request at a time. The one behind leaves before the first has ended."""
+    worker = cluster.worker(llama)
+    assert worker.engine.add(greedy(prompt_of(5), 40, "long")) is None
+    assert worker.engine.add(greedy(prompt_of(BLOCK), 4, "behind")) is None
+    worker.engine.hand_over("behind", "t")
+    worker.engine.hand_over("unknown", "u")
+    assert worker.answer("behind") == ([], worker.outputs["behind"][0])
+    assert worker.outputs["behind"][0].finish_reason == FinishReason.MOVED
+    assert len(worker.answer("long")[0]) == 40
 
 
 @pytest.mark.parametrize("seed", range(4))

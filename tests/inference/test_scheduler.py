@@ -354,6 +354,39 @@ def test_a_prompt_is_pushed_as_it_is_computed() -> None:
         scheduler.release(step.pushes[0].block_ids)
 
 
+@pytest.mark.parametrize("num_before", range(1, 6))
+def test_a_request_that_leaves_pushes_all_its_tokens_and_discards_one(num_before: int) -> None:
+    scheduler = Scheduler(dataclasses.replace(SETTINGS, has_external_cache=True))
+    request = request_of("1", BLOCK, 20)
+    look_up(scheduler, request, 0)
+    for _ in range(num_before):
+        run_step(scheduler)
+    assert request.num_tokens == BLOCK + num_before
+    assert scheduler.hand_over("1", "t", 1.0) is None
+    assert scheduler.hand_over("1", "u", 1.0) is None, "it is leaving already"
+    step = run_step(scheduler)
+    num_blocks = -(-request.num_tokens // BLOCK)
+    assert [(push.transfer_id, push.first, push.num_blocks) for push in step.pushes] == [("t", 0, num_blocks)]
+    assert request.finish_reason is FinishReason.MOVED and request.num_tokens == BLOCK + num_before
+    other = Request("2", request.token_ids, push_source=PUSHED)
+    assert request.pushed_hash(BLOCK) == other.prompt_hash(BLOCK)
+    assert scheduler.take_ended_pushes() == []
+    assert len(step.pushes[0].block_ids) == num_blocks
+    scheduler.release(step.pushes[0].block_ids)
+    scheduler.check()
+
+
+def test_a_request_that_leaves_without_a_push_ends_at_once() -> None:
+    scheduler = Scheduler(SETTINGS)
+    request = request_of("1", BLOCK, 20)
+    scheduler.add(request, 0.0)
+    run_step(scheduler)
+    assert scheduler.hand_over("1", "", 1.0) is request
+    assert scheduler.hand_over("2", "t", 1.0) is None, "unknown"
+    assert request.finish_reason is FinishReason.MOVED and scheduler.num_running == 0
+    scheduler.check()
+
+
 @pytest.mark.parametrize("num_steps", [0, 1])
 def test_a_push_whose_request_ends_early_is_ended(num_steps: int) -> None:
     scheduler = Scheduler(dataclasses.replace(SETTINGS, has_external_cache=True, max_batch_tokens=8))
