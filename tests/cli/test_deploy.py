@@ -179,10 +179,16 @@ def test_compose_is_whole(rendered: Path) -> None:
     services = content["services"]
     secrets = {path.name for path in make_credentials(rendered / "secrets")}
     for name, service in services.items():
-        for needed in service.get("depends_on", []):
+        for needed, how in service.get("depends_on", {}).items():
             assert needed in services, f"{name} needs {needed}"
-            if isinstance(service["depends_on"], dict):
+            if how["condition"] == "service_healthy":
                 assert "healthcheck" in services[needed]
+        confined = service["read_only"], service["cap_drop"], service["security_opt"]
+        assert confined == (True, ["ALL"], ["no-new-privileges:true"]), name
+        if name == "volumes":  # the only one with a right, and it has no network
+            assert (service["cap_add"], service["network_mode"]) == (["CHOWN"], "none")
+        else:
+            assert "cap_add" not in service and service["user"] == "${MOONCAKE_USER:-10001:10001}", name
         for mount in service["volumes"]:
             if isinstance(mount, str):
                 assert mount.partition(":")[0] in content["volumes"]
@@ -194,6 +200,8 @@ def test_compose_is_whole(rendered: Path) -> None:
         # What compose would replace: only the two variables that have a default.
         for variable in re.findall(r"\$\S*", str(service)):
             assert variable.startswith(("${MOONCAKE_USER:-", "${MOONCAKE_MODELS:-")), variable
+    given = {one.rpartition("/")[2] for one in services["volumes"]["command"][2:]}
+    assert given == content["volumes"].keys(), "every volume is given to the services' user"
     others = yaml.safe_load((rendered / "compose.gpu.yaml").read_text())["services"]
     assert others.keys() <= services.keys() and len(others) >= 2
 
