@@ -148,7 +148,9 @@ def cluster(engine: Engine, tmp_path_factory: pytest.TempPathFactory) -> Iterato
 
 def test_its_user_has_no_rights_and_no_build_tools(engine: Engine, settings_of_image: Any) -> None:
     assert settings_of_image["Config"]["User"] == f"{USER}:{USER}"
-    assert "HEALTHCHECK" in settings_of_image["Config"] or settings_of_image["HealthCheck"]["Test"][0] == "CMD"
+    assert (
+        "HEALTHCHECK" in settings_of_image["Config"] or settings_of_image["HealthCheck"]["Test"][0] == "CMD"
+    )
     program = (
         "import json, os, shutil, stat; print(json.dumps({"
         "'uid': os.getuid(), 'groups': os.getgroups(),"
@@ -207,7 +209,9 @@ def test_every_service_is_healthy_and_confined(cluster: Cluster) -> None:
         wait_for(lambda name=name: cluster.compose.is_healthy(name), f"{name} to be healthy", PATIENCE_S)  # type: ignore[misc]
         state = cluster.compose.state(name)
         assert state is not None
-        status = dict(line.split(":", 1) for line in Path(f"/proc/{state['Pid']}/status").read_text().splitlines())
+        status = dict(
+            line.split(":", 1) for line in Path(f"/proc/{state['Pid']}/status").read_text().splitlines()
+        )
         assert status["Uid"].split() == [str(USER)] * 4, name
         assert int(status["CapEff"], 16) == 0 and status["NoNewPrivs"].strip() == "1", name
         assert status["Seccomp"].strip() == "2", name
@@ -266,7 +270,9 @@ def test_prometheus_reads_every_page_and_every_query(cluster: Cluster) -> None:
         # A family with labels has no series before its first event; its page has its type all the same.
         for name in unlabelled:
             family = re.sub(r"_(bucket|sum|count)$", "", name)
-            assert cluster.prometheus("metadata", metric=name) or cluster.prometheus("metadata", metric=family), name
+            assert cluster.prometheus("metadata", metric=name) or cluster.prometheus(
+                "metadata", metric=family
+            ), name
 
     def are_evaluated() -> bool:
         (group,) = cluster.prometheus("rules")["groups"]
