@@ -2,9 +2,9 @@
 """The services of a compose file as containers of podman, with an address each on a bridge of their own.
 
 Owns what a field of a service is for the engine. A field without a meaning here fails the start, so that
-nothing of the file is left out unseen; only restarts and published ports are, on purpose. podman's timers of
-health checks need systemd, so ``is_healthy`` runs the check itself. All of it lives in one network namespace:
-a process of this host reaches the containers only from inside it.
+nothing of the file is left out unseen; only restarts and published ports are, on purpose. Engines run health
+checks by timers, podman by systemd's, so ``is_healthy`` runs the check's command in the container. All of it
+is in one network namespace: a process of this host reaches the containers only from inside it.
 """
 
 from __future__ import annotations
@@ -94,8 +94,7 @@ class Compose:
 
     def _may_start(self, service: Mapping[str, Any]) -> bool:
         needs = service.get("depends_on", {})
-        wanted = needs if isinstance(needs, dict) else dict.fromkeys(needs, {"condition": "service_started"})
-        for name, how in wanted.items():
+        for name, how in needs.items():
             state = self.state(name)
             if state is None:
                 return False
@@ -124,14 +123,15 @@ class Compose:
     def _options(self, field: str, value: Any) -> list[str]:
         if field in ("hostname", "user"):
             return [f"--{field}", value]
-        if field in ("environment",):
+        if field == "environment":
             return [word for name, text in value.items() for word in ("--env", f"{name}={text}")]
         if field == "env_file":
             return [word for path in value for word in ("--env-file", str(self._folder / path))]
         if field == "volumes":
             return [word for one in value for word in ("--volume", self._volume(one))]
         if field == "healthcheck":
-            return self._check(value)
+            assert value["test"][0] == "CMD"
+            return ["--no-healthcheck"]  # is_healthy runs it
         if field == "stop_grace_period":
             return ["--stop-timeout", value.removesuffix("s")]
         if field == "shm_size":
@@ -155,13 +155,6 @@ class Compose:
         assert one["type"] == "bind" and one["bind"] == {"create_host_path": False} and source.exists()
         return f"{source.resolve()}:{one['target']}" + (":ro" if one.get("read_only") else "")
 
-    @staticmethod
-    def _check(check: Mapping[str, Any]) -> list[str]:
-        kind, *words = check["test"]
-        assert kind == "CMD"
-        found = ["--health-cmd", json.dumps([kind, *words]), "--health-interval", "disable"]
-        return [*found, "--health-retries", str(check["retries"]), "--health-timeout", check["timeout"]]
-
     def state(self, name: str) -> dict[str, Any] | None:
         """What the engine says of a container; None where there is none."""
         status, output, _ = self._engine.tried("inspect", "--type", "container", name)
@@ -175,7 +168,7 @@ class Compose:
         """
         state = self.state(name)
         assert state is not None and state["Running"], self.said([name])
-        return self._engine.tried("healthcheck", "run", name)[0] == 0
+        return self._engine.tried("exec", name, *self.services[name]["healthcheck"]["test"][1:])[0] == 0
 
     def said(self, names: Iterable[str]) -> str:
         """The last lines of each container's log."""

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """The image and the rendered compose file in real containers, with the rules of the network policies.
 
-``scripts/test-image`` builds the image from ``deploy/Containerfile`` and runs these inside a network namespace.
+``scripts/test-image`` builds the image from ``deploy/Containerfile`` and runs these in a network namespace.
 """
 
 from __future__ import annotations
@@ -42,7 +42,14 @@ SETTINGS = DeploySettings(
     kv_cache_size_bytes=16 << 20,
 )
 IMAGE = SETTINGS.image
-CONFINED = ("--network", "none", "--read-only", "--read-only-tmpfs=false", "--tmpfs", f"/tmp:{TMPFS}")
+CONFINED: tuple[str, ...] = (
+    "--network",
+    "none",
+    "--read-only",
+    "--read-only-tmpfs=false",
+    "--tmpfs",
+    f"/tmp:{TMPFS}",
+)
 CONFINED += ("--cap-drop", "ALL", "--security-opt", "no-new-privileges:true", *LIMITS)
 BUILD_TOOLS = ("gcc", "g++", "cc", "c++", "clang", "make", "cmake", "ninja", "git", "ld", "as")
 
@@ -65,6 +72,8 @@ class Cluster:
         model = folder / "models" / "model"
         Reference("llama", model)
         make_tokenizer(model)
+        for file in model.iterdir():  # as an operator's models: any user may read them
+            file.chmod(0o644)
         for path, text in files_of(SETTINGS).items():
             (folder / path).parent.mkdir(parents=True, exist_ok=True)
             (folder / path).write_text(text)
@@ -94,7 +103,8 @@ class Cluster:
         for rule in self.policies[program.role]:
             ports = [program.ports.get(one["port"], -1) for one in rule.get("ports", [])]
             for source in self._sources(rule.get("from")):
-                allowed += [(source, port) for port in (ports or [None]) if port != -1]
+                allowed += [(source, port) for port in ports if port != -1]
+                allowed += [(source, None)] if not ports else []
         self.firewall.close(name, state["Pid"], allowed)
 
     def _sources(self, origins: list[Any] | None) -> list[str]:
@@ -148,15 +158,13 @@ def cluster(engine: Engine, tmp_path_factory: pytest.TempPathFactory) -> Iterato
 
 def test_its_user_has_no_rights_and_no_build_tools(engine: Engine, settings_of_image: Any) -> None:
     assert settings_of_image["Config"]["User"] == f"{USER}:{USER}"
-    assert (
-        "HEALTHCHECK" in settings_of_image["Config"] or settings_of_image["HealthCheck"]["Test"][0] == "CMD"
-    )
+    assert settings_of_image["Healthcheck"]["Test"][0] == "CMD"
     program = (
         "import json, os, shutil, stat; print(json.dumps({"
         "'uid': os.getuid(), 'groups': os.getgroups(),"
         f"'tools': [one for one in {BUILD_TOOLS!r} if shutil.which(one)],"
         "'status': dict(line.split(':', 1) for line in open('/proc/self/status')),"
-        "'writable': [at for at, folders, files in os.walk('/') if not at.startswith(('/proc', '/sys', '/dev'))"
+        "'writable': [at for at, _, _ in os.walk('/') if not at.startswith(('/proc', '/sys', '/dev'))"
         " and os.access(at, os.W_OK)],"
         "'keys': [f'{at}/{one}' for at, folders, files in os.walk('/opt') for one in files"
         " if one.endswith(('.key', '.toml')) or one in ('admin.env', '.git')]}))"
@@ -242,7 +250,7 @@ def test_a_policy_refuses_what_no_role_needs(cluster: Cluster) -> None:
 
 
 def test_listeners_are_the_ports_of_the_manifests(cluster: Cluster) -> None:
-    """What listens beyond loopback is a port of the program's table, or one that a policy opens as a whole."""
+    """What listens beyond loopback is a port of the program's table, or one that a policy opens."""
     for name, program in cluster.programs.items():
         state = cluster.compose.state(name)
         assert state is not None

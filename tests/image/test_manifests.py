@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""``kubectl kustomize`` reads the rendered kustomizations, and makes of them what ``tests/kustomize.py`` makes.
+"""``kubectl kustomize`` makes of the rendered kustomizations what ``tests/kustomize.py`` makes of them.
 
 The other tests of manifests use that module, so that they need no kubectl; these show that they may.
 """
