@@ -204,8 +204,8 @@ def network_policies() -> list[Manifest]:
         ],
         "node": [(("node", "prefill", "decode"), ("data",))],
         "conductor": [(("gateway",), ("rpc",))],
-        # Engines connect to each other at ports that they publish: stages of one instance, requests for KV that
-        # is pushed, and the pushes. KV events are replayed from a port that the engine names.
+        # Engines connect to each other at ports that they publish: stages of one instance, requests for KV
+        # that is pushed, and the pushes. KV events are replayed from a port that the engine names.
         "prefill": [(("gateway",), ("http",)), (("conductor", "prefill", "decode"), ())],
         "decode": [(("gateway",), ("http",)), (("conductor", "prefill", "decode"), ())],
         "gateway": [((), ("https",))],

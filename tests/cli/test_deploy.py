@@ -132,6 +132,24 @@ def test_pods_have_no_rights(rendered: Path) -> None:
                 assert "memory" in container["resources"]["limits"]
 
 
+def test_engines_may_push_kv_to_each_other_and_others_reach_one_port(rendered: Path) -> None:
+    objects = kustomize.build(sorted((rendered / "kubernetes" / "overlays").iterdir())[0])
+    rules = {
+        one["metadata"]["name"]: one["spec"]["ingress"] for one in objects if one["kind"] == "NetworkPolicy"
+    }
+    for role in ("prefill", "decode"):
+        everywhere = [rule for rule in rules[role] if "ports" not in rule]
+        sources = {
+            origin["podSelector"]["matchLabels"]["app.kubernetes.io/component"]
+            for rule in everywhere
+            for origin in rule["from"]
+        }
+        assert sources == {"prefill", "decode", "conductor"}
+    for role in rules.keys() - {"prefill", "decode"}:
+        assert all("ports" in rule for rule in rules[role]), role
+    assert [role for role, found in rules.items() if any("from" not in one for one in found)] == ["gateway"]
+
+
 def test_every_role_s_flags_exist(rendered: Path) -> None:
     """Every argument of ours is a flag of its role with a value that the role accepts."""
     commands = {command.name: command for command in COMMANDS}
