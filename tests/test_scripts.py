@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).parent.parent
-PARTS = ("sanitize", "install-servers", "test-clients", "test-ray", "test-vllm")
+PARTS = ("sanitize", "install-servers", "test-clients", "test-image", "test-ray", "test-vllm")
 MAKEFILE = """\
 .venv/.installed-dev:
 \t@exit {install}
@@ -59,6 +59,11 @@ def test_it_ends_with_what_all_tests_came_to(tmp_path: Path) -> None:
 def test_packages_that_cannot_be_fetched_are_said_and_no_failure(tmp_path: Path) -> None:
     status, said = ci(tmp_path, "clients", test_clients="echo '== NOT TESTED: x' >&2; exit 77\n")
     assert status == 0 and "NOT TESTED: the packages could not be fetched" in said
+
+
+def test_an_image_that_cannot_be_built_is_said_and_no_failure(tmp_path: Path) -> None:
+    status, said = ci(tmp_path, "image", test_image="echo '== NOT TESTED: x' >&2; exit 77\n")
+    assert status == 0 and "NOT TESTED: the image could not be built" in said
 
 
 def test_without_an_installation_nothing_else_is_tried(tmp_path: Path) -> None:

@@ -2,7 +2,9 @@
 """A cluster as a compose file: each program of ``deploy.py`` as a service, with etcd, Prometheus and Grafana.
 
 Only the gateway, Prometheus and Grafana are published, the latter two on loopback. The containers' health
-checks open a connection: every port requires a certificate that a check does not have.
+checks open a connection: every port requires a certificate that a check does not have. Every service runs as
+the owner of the credentials, so a first service gives it the volumes: engines make a volume with the owner
+that its folder has in the image, which is another user in Prometheus' and etcd's.
 """
 
 from __future__ import annotations
@@ -33,6 +35,8 @@ ETCD_IMAGE = "etcd:3.6"
 PROMETHEUS_IMAGE = "prometheus:3"
 GRAFANA_IMAGE = "grafana:12"
 EVERYWHERE = "0.0.0.0"
+VOLUMES = "volumes"
+"""Name of the service that runs first, as root, with the right to change owners and no network."""
 CONNECTS = "import socket; socket.create_connection(('127.0.0.1', {port}), 2)"
 
 
@@ -46,12 +50,11 @@ def files(settings: DeploySettings) -> dict[str, Any]:
     }
     gpus = {"driver": "nvidia", "count": max(1, settings.gpus), "capabilities": ["gpu"]}
     reserved = {"resources": {"reservations": {"devices": [gpus]}}}
-    volumes = [f"master-{number}" for number in range(settings.masters)]
     return {
         "compose.yaml": {
             "name": settings.namespace,
             "services": services,
-            "volumes": {name: {} for name in ["etcd", *volumes, "prometheus", "grafana"]},
+            "volumes": {name: {} for name in volumes_of(settings)},
         },
         "compose.gpu.yaml": {"services": {name: {"deploy": reserved} for name in computing}},
         "monitoring/prometheus.yaml": boards.prometheus(targets),
@@ -84,17 +87,23 @@ def programs_of(settings: DeploySettings) -> dict[str, Program]:
     return found
 
 
+def volumes_of(settings: DeploySettings) -> list[str]:
+    """Names of the volumes."""
+    masters = [f"master-{number}" for number in range(settings.masters)]
+    return [*(["etcd"] if settings.masters > 1 else []), *masters, "prometheus", "grafana"]
+
+
 def services_of(settings: DeploySettings) -> dict[str, Any]:
     """The services of the compose file."""
     programs = programs_of(settings)
     masters = [name for name, program in programs.items() if program.role == "master"]
     nodes = [name for name, program in programs.items() if program.role == "node"]
-    services: dict[str, Any] = {}
+    services: dict[str, Any] = {VOLUMES: _volumes(settings, volumes_of(settings))}
     if len(masters) > 1:
         services["etcd"] = _etcd()
     for name, program in programs.items():
         needs = {
-            "master": ["etcd"] if len(masters) > 1 else [],
+            "master": ["etcd"] if len(masters) > 1 else [VOLUMES],
             "node": masters,
             "prefill": [*masters, *nodes],
             "decode": [*masters, *nodes],
@@ -117,6 +126,7 @@ def services_of(settings: DeploySettings) -> dict[str, Any]:
             "prometheus:/prometheus",
         ],
         "ports": ["127.0.0.1:9090:9090"],
+        "depends_on": _after(VOLUMES),
         **_hardened(),
     }
     services["grafana"] = {
@@ -131,7 +141,7 @@ def services_of(settings: DeploySettings) -> dict[str, Any]:
             "grafana:/var/lib/grafana",
         ],
         "ports": ["127.0.0.1:3000:3000"],
-        "depends_on": ["prometheus"],
+        "depends_on": {**_after(VOLUMES), "prometheus": {"condition": "service_started"}},
         **_hardened(),
     }
     return services
@@ -172,7 +182,7 @@ def _service(settings: DeploySettings, name: str, program: Program, needs: Seque
         **_hardened(),
     }
     if needs:
-        service["depends_on"] = {one: {"condition": "service_healthy"} for one in needs}
+        service["depends_on"] = _after(*needs)
     if program.role == "gateway":
         service["ports"] = [f"{GATEWAY_PORT}:{GATEWAY_PORT}"]
     return service
@@ -187,6 +197,7 @@ def _etcd() -> dict[str, Any]:
             f"--listen-client-urls=http://{EVERYWHERE}:2379",
             "--advertise-client-urls=http://etcd:2379",
         ],
+        "user": _user(),
         "volumes": ["etcd:/var/lib/etcd"],
         "healthcheck": {
             "test": ["CMD", "etcdctl", "endpoint", "health"],
@@ -194,8 +205,29 @@ def _etcd() -> dict[str, Any]:
             "timeout": "5s",
             "retries": 12,
         },
-        "restart": "unless-stopped",
+        "depends_on": _after(VOLUMES),
+        **_hardened(),
     }
+
+
+def _volumes(settings: DeploySettings, names: Sequence[str]) -> dict[str, Any]:
+    """The service that gives each volume to the user of the others, and ends."""
+    return {
+        "image": settings.image,
+        "user": "0:0",
+        "command": ["chown", _user(), *(f"/volumes/{name}" for name in names)],
+        "volumes": [f"{name}:/volumes/{name}" for name in names],
+        "network_mode": "none",
+        **_hardened(),
+        "cap_add": ["CHOWN"],
+        "restart": "no",
+    }
+
+
+def _after(*names: str) -> dict[str, Any]:
+    """What a service waits for: the end of the first service, the health of others."""
+    ends = {VOLUMES: "service_completed_successfully"}
+    return {name: {"condition": ends.get(name, "service_healthy")} for name in names}
 
 
 def _hardened() -> dict[str, Any]:

@@ -208,9 +208,10 @@ def network_policies() -> list[Manifest]:
         ],
         "node": [(("node", "prefill", "decode"), ("data",))],
         "conductor": [(("gateway",), ("rpc",))],
-        # Of our own kind: stages of one instance. KV events are replayed from a port that the engine names.
-        "prefill": [(("gateway",), ("http",)), (("conductor", "prefill"), ())],
-        "decode": [(("gateway",), ("http",)), (("conductor", "decode"), ())],
+        # Engines connect to each other at ports that they publish: stages of one instance, requests for KV
+        # that is pushed, and the pushes. KV events are replayed from a port that the engine names.
+        "prefill": [(("gateway",), ("http",)), (("conductor", "prefill", "decode"), ())],
+        "decode": [(("gateway",), ("http",)), (("conductor", "prefill", "decode"), ())],
         "gateway": [((), ("https",))],
     }
     web = {role: "http" if role in ("prefill", "decode") else "web" for role in allowed}

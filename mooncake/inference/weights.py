@@ -12,6 +12,7 @@ from __future__ import annotations
 import dataclasses
 import hashlib
 import json
+import os
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any, cast
@@ -184,9 +185,7 @@ class Checkpoint(Mapping[str, Tensor]):
                 opened = safe_open(path, framework="pt")
                 self._files |= dict.fromkeys(_names_in(opened), opened)
             except (SafetensorError, OSError) as error:
-                raise ModelError(
-                    f"{path} is truncated or damaged ({error}); fetch the model again"
-                ) from error
+                raise _damaged(path, error) from error
 
     def require(self, name: str, shape: tuple[int, ...]) -> None:
         """Raises ModelError unless there is a tensor ``name`` of that ``shape``."""
@@ -253,6 +252,8 @@ def _names_in(opened: Any) -> list[str]:
 
 
 def _damaged(path: Path, error: Exception) -> ModelError:
+    if not os.access(path, os.R_OK):  # which safetensors reports as a file that does not exist
+        return ModelError(f"{path} may not be read by user {os.geteuid()}; change its owner or mode")
     return ModelError(f"{path} is truncated or damaged ({error}); fetch the model again")
 
 

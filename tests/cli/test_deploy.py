@@ -132,6 +132,24 @@ def test_pods_have_no_rights(rendered: Path) -> None:
                 assert "memory" in container["resources"]["limits"]
 
 
+def test_engines_may_push_kv_to_each_other_and_others_reach_one_port(rendered: Path) -> None:
+    objects = kustomize.build(sorted((rendered / "kubernetes" / "overlays").iterdir())[0])
+    rules = {
+        one["metadata"]["name"]: one["spec"]["ingress"] for one in objects if one["kind"] == "NetworkPolicy"
+    }
+    for role in ("prefill", "decode"):
+        everywhere = [rule for rule in rules[role] if "ports" not in rule]
+        sources = {
+            origin["podSelector"]["matchLabels"]["app.kubernetes.io/component"]
+            for rule in everywhere
+            for origin in rule["from"]
+        }
+        assert sources == {"prefill", "decode", "conductor"}
+    for role in rules.keys() - {"prefill", "decode"}:
+        assert all("ports" in rule for rule in rules[role]), role
+    assert [role for role, found in rules.items() if any("from" not in one for one in found)] == ["gateway"]
+
+
 def test_every_role_s_flags_exist(rendered: Path) -> None:
     """Every argument of ours is a flag of its role with a value that the role accepts."""
     commands = {command.name: command for command in COMMANDS}
@@ -179,10 +197,16 @@ def test_compose_is_whole(rendered: Path) -> None:
     services = content["services"]
     secrets = {path.name for path in make_credentials(rendered / "secrets")}
     for name, service in services.items():
-        for needed in service.get("depends_on", []):
+        for needed, how in service.get("depends_on", {}).items():
             assert needed in services, f"{name} needs {needed}"
-            if isinstance(service["depends_on"], dict):
+            if how["condition"] == "service_healthy":
                 assert "healthcheck" in services[needed]
+        confined = service["read_only"], service["cap_drop"], service["security_opt"]
+        assert confined == (True, ["ALL"], ["no-new-privileges:true"]), name
+        if name == "volumes":  # the only one with a right, and it has no network
+            assert (service["cap_add"], service["network_mode"]) == (["CHOWN"], "none")
+        else:
+            assert "cap_add" not in service and service["user"] == "${MOONCAKE_USER:-10001:10001}", name
         for mount in service["volumes"]:
             if isinstance(mount, str):
                 assert mount.partition(":")[0] in content["volumes"]
@@ -194,6 +218,8 @@ def test_compose_is_whole(rendered: Path) -> None:
         # What compose would replace: only the two variables that have a default.
         for variable in re.findall(r"\$\S*", str(service)):
             assert variable.startswith(("${MOONCAKE_USER:-", "${MOONCAKE_MODELS:-")), variable
+    given = {one.rpartition("/")[2] for one in services["volumes"]["command"][2:]}
+    assert given == content["volumes"].keys(), "every volume is given to the services' user"
     others = yaml.safe_load((rendered / "compose.gpu.yaml").read_text())["services"]
     assert others.keys() <= services.keys() and len(others) >= 2
 

@@ -139,3 +139,14 @@ def test_tokenizer_digest(folder: Path, tmp_path: Path) -> None:
     first = tokenizer_digest(folder, tmp_path)
     (folder / "tokenizer.json").write_text('{"a": 1}')
     assert tokenizer_digest(folder, tmp_path) != first
+
+
+def test_a_file_that_may_not_be_read_is_not_called_damaged(
+    folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """safetensors reports it as a file that does not exist; root, as whom tests may run, can read all."""
+    path = folder / "model.safetensors"
+    cut(path, 0)
+    monkeypatch.setattr("os.access", lambda asked, mode: Path(asked) != path)
+    with pytest.raises(ModelError, match=r"model\.safetensors may not be read by user \d+; change its"):
+        load_model(folder)
