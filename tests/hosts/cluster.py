@@ -1,11 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
 """A cluster over four hosts, under load, and what happens to their links and to one of them.
 
-Host 1 has the master, the conductor and the gateway; where etcd is installed, it runs there and host 4 has a
-second master. Hosts 2 and 3 have a node and two engines each; clients are on host 4. Nodes and engines use
-both networks, all have a cluster key. The engines are those without a model (``mooncake dev fake-engine``):
-their KV bytes are real and every answer has one right value. Nothing here asserts a duration: ``Figures`` has
-what was measured.
+Host 1 has the master, the conductor and the gateway; where etcd is installed, it runs there and hosts 4 and 3
+have a master each, too. Hosts 2 and 3 have a node and two engines each; clients are on host 4. Nodes and
+engines use both networks, all have a cluster key. The engines are those without a model (``mooncake dev
+fake-engine``): their KV bytes are real and every answer has one right value. Nothing here asserts a duration:
+``Figures`` has what was measured.
 """
 
 from __future__ import annotations
@@ -35,6 +35,13 @@ MBIT = 800
 MIB = 1 << 20
 BATCH_BYTES = 32 * MIB
 RAIL_PATIENCE_S = 0.1
+CLOCKS_APART_S = (0, 12, -12, 5)
+"""Offsets of the hosts' wall clocks; signed requests bear up to 30 s between two of them."""
+WRONG_CLOCK = """import os, time
+right, offset_s = time.time, float(os.environ.get("WRONG_CLOCK_S", "0"))
+time.time = lambda: right() + offset_s
+"""
+"""Imported by every Python process at its start. A monotonic clock is compared with no other host's."""
 MASTER_PORT, GATEWAY_PORT, CONDUCTOR_PORT, ENGINE_PORT = 50051, 8000, 8400, 8100
 ETCD_PORT = 2379
 MASTER_FLAGS = ("--lease-s", "0.5", "--put-s", "2", "--grace-s", "0.2", "--heartbeat-s", "0.2")
@@ -154,7 +161,8 @@ class Cluster:
             f'[security]\ncluster_key_file = "{key}"\n[transfer]\ntransports = ["shm", "rdma", "tcp"]\n'
             f"rail_patience_s = {RAIL_PATIENCE_S}\n"
         )
-        self._environment = {**os.environ, "MOONCAKE_CONFIG": str(config)}
+        (folder / "sitecustomize.py").write_text(WRONG_CLOCK)
+        self._environment = {**os.environ, "MOONCAKE_CONFIG": str(config), "PYTHONPATH": str(folder)}
 
     @property
     def master(self) -> str:
@@ -162,19 +170,24 @@ class Cluster:
         return f"etcd://{first}:{ETCD_PORT}" if self._has_etcd else f"{first}:{MASTER_PORT}"
 
     @property
-    def num_masters(self) -> int:
-        return 2 if self._has_etcd else 1
+    def masters(self) -> list[Host]:
+        """The hosts of the masters, the first one's first."""
+        first, _, third, fourth = self.hosts
+        return [first, fourth, third] if self._has_etcd else [first]
 
     # Processes
+
+    def environment(self, host: Host) -> dict[str, str]:
+        """The environment of a process on ``host``, with that one's wall clock."""
+        return {**self._environment, "WRONG_CLOCK_S": str(CLOCKS_APART_S[host.number - 1])}
 
     def start_role(self, host: Host, name: str, *words: str) -> Callable[[], None]:
         """Start a role; the result waits until it is ready."""
         self._num_starts += 1
         path = self.folder / f"{name}-{self._num_starts}.log"
         with path.open("wb") as log:
-            child = host.start(
-                sys.executable, "-m", "mooncake", *words, log=log, stdout=log, env=self._environment
-            )
+            environment = self.environment(host)
+            child = host.start(sys.executable, "-m", "mooncake", *words, log=log, stdout=log, env=environment)
         self._children.append(child)
         return lambda: wait_for_line(child, path, PATIENCE_S)
 
@@ -187,8 +200,7 @@ class Cluster:
             etcd += f" --listen-peer-urls {peer} --initial-advertise-peer-urls {peer}"
             self._children.append(first.start(*etcd.split(), log=self._log, stdout=self._log))
         waits = []
-        for number in range(self.num_masters):
-            host = self.hosts[0 if number == 0 else 3]
+        for number, host in enumerate(self.masters):
             words = ["--host", host.address(), "--port", str(MASTER_PORT), *MASTER_FLAGS]
             words += ["--segment-ttl-s", "60"]
             if self._has_etcd:
@@ -236,7 +248,7 @@ class Cluster:
 
     @contextlib.contextmanager
     def agent(self, host: Host) -> Iterator[Agent]:
-        pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "env": self._environment}
+        pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "env": self.environment(host)}
         words = (sys.executable, "-m", "tests.hosts.agent", self.master)
         child = host.start(*words, log=self._log, **pipes)
         try:
@@ -253,7 +265,7 @@ class Cluster:
         }  # fmt: skip
         (self.folder / "journal").touch()
         words = (sys.executable, "-m", "tests.kill.client", json.dumps(config))
-        pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "env": self._environment}
+        pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "env": self.environment(self.hosts[3])}
         child = self.hosts[3].start(*words, log=self._log, **pipes)
         try:
             _expect(child, b"ready\n")
@@ -375,6 +387,15 @@ def cut_rail(cluster: Cluster, seconds: float) -> None:
     cluster.hosts[2].mend(1)
 
 
+def cut_switch(cluster: Cluster, seconds: float) -> None:
+    """The second network is gone for all hosts for a while."""
+    for host in cluster.hosts:
+        host.cut(1)
+    time.sleep(seconds)
+    for host in cluster.hosts:
+        host.mend(1)
+
+
 def lose_host(cluster: Cluster, agent: Agent) -> None:
     """Host 2 is gone at once; lookups for what only it had give nothing soon after."""
     figures, keys = cluster.figures, [f"one-{cluster.hosts[1].last}-{each}" for each in range(40)]
@@ -436,6 +457,8 @@ def _play_under_load(cluster: Cluster, rounds: int) -> None:
         for number in range(rounds):
             cut_rail(cluster, 2.0)
             check(cluster, agent, promised, "after a rail was cut")
+            cut_switch(cluster, 2.0)
+            check(cluster, agent, promised, "after a switch was lost")
             cut_one_way(cluster, 2.0)
             check(cluster, agent, promised, "after a link was cut one way")
             lose_host(cluster, agent)
