@@ -35,9 +35,11 @@ class Driver(Generic[EventT, EffectT]):
 
     def post(self, event: EventT | Wake) -> None:
         """Deliver one event and perform its effects, in order."""
-        for effect in self.machine.handle(event, self._now()):
-            self._perform(effect)
-        self._arm()
+        try:
+            for effect in self.machine.handle(event, self._now()):
+                self._perform(effect)
+        finally:
+            self._arm()  # also after an error, or a machine that has one at a wake-up would not wake again
 
     def arm(self) -> None:
         """Begin with a deadline that the machine has before its first event."""

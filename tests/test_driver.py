@@ -3,6 +3,8 @@ from __future__ import annotations
 
 import asyncio
 
+import pytest
+
 from mooncake.driver import Driver
 from mooncake.machine import Wake
 
@@ -48,6 +50,22 @@ async def test_effects_come_in_order_and_the_deadline_wakes() -> None:
     driver.post("other hand")
     await asyncio.wait_for(rung.wait(), 5)
     assert seen == ["set by hand", "set by other hand", "ring"]
+    driver.close()
+
+
+async def test_a_driver_wakes_again_after_an_error() -> None:
+    rung = asyncio.Event()
+
+    def perform(effect: str) -> None:
+        if effect == "ring":
+            rung.set()
+        else:
+            raise ValueError(effect)
+
+    driver = Driver(Egg(0.01), perform)
+    with pytest.raises(ValueError, match="set by hand"):
+        driver.post("hand")
+    await asyncio.wait_for(rung.wait(), 5)
     driver.close()
 
 

@@ -13,6 +13,7 @@ outside the core.
 from __future__ import annotations
 
 import asyncio
+import collections
 import contextlib
 import math
 from collections import OrderedDict
@@ -64,6 +65,8 @@ RETURN_S = 1.0
 _REFRESH_S = 2.0
 _PAUSE_S = 0.05
 _CLAIMS_PER_CALL = 256
+_FEW_PROMPTS = 2
+"""Prompts by which one instance may be ahead of twice the others while no conductor chooses."""
 _MOST_BEGINNINGS = 32_768
 
 _changes = Counter(
@@ -201,8 +204,7 @@ class RemoteConductor:
             self._note_placed(request, answer)
         else:
             self._in_flight.pop(request.request_id, None)
-            if request.request_id in self._unanswered:
-                self.post(Finished(request.request_id))
+            self._report_late(Finished(request.request_id))
         return answer
 
     async def _is_reachable(self) -> bool:
@@ -229,8 +231,11 @@ class RemoteConductor:
         self._remember(event)
         # A full queue means conductors that are long gone: the one that is back gets the requests in flight,
         # and recovers the other dropped facts by probing.
-        with contextlib.suppress(asyncio.QueueFull):
+        try:
             self._outbox.put_nowait(event)
+        except asyncio.QueueFull:
+            if isinstance(event, Finished):
+                self._report_late(event)
 
     async def change(self, event: AddInstance | RemoveInstance | Drain) -> None:
         await self._call(event)
@@ -296,15 +301,22 @@ class RemoteConductor:
             self._use(link)
             try:
                 return await link.client.call(message, CALL_TIMEOUT_S)
+            except asyncio.CancelledError:
+                self._note_unanswered(message, link)
+                raise
             except (PeerLost, DeadlineExceeded) as error:
-                # With a lost connection a conductor ends the requests that came by it; one that is slow
-                # will place this request when it gets to it.
-                if isinstance(message, Place) and isinstance(error, DeadlineExceeded):
-                    self._unanswered.setdefault(message.request_id, []).append(link)
+                # With a lost connection a conductor ends the requests that came by it.
+                if isinstance(error, DeadlineExceeded):
+                    self._note_unanswered(message, link)
                 self._lost(link, str(error))
                 if link is links[-1]:
                     raise
         raise AssertionError("there is at least one conductor")
+
+    def _note_unanswered(self, message: msgspec.Struct, link: _ConductorLink) -> None:
+        """A conductor that is slow will place a request when it gets to it, whoever waits for that."""
+        if isinstance(message, Place):
+            self._unanswered.setdefault(message.request_id, []).append(link)
 
     def _use(self, link: _ConductorLink) -> None:
         if link is self._used:
@@ -356,7 +368,7 @@ class RemoteConductor:
 
     async def _register(self, link: _ConductorLink) -> None:
         for instance, role in list(self._known.items()):
-            await link.client.call(AddInstance(instance, role), CALL_TIMEOUT_S)
+            await link.client.call(AddInstance(instance, role, is_reminder=True), CALL_TIMEOUT_S)
         # A conductor that was just started considers no instance ready until it has probed it.
         for _ in range(20):
             answer = await link.client.call(GetStatus(), CALL_TIMEOUT_S)
@@ -393,6 +405,8 @@ class RemoteConductor:
         place = msgspec.structs.replace(request, keys=[], bare_keys=[])
         decision = msgspec.structs.replace(decision, turn=0.0, fetches=[])
         self._in_flight[request.request_id] = Placed(place, decision), clock.monotonic()
+        if not request.needs_prefill:
+            return
         for key in _beginnings(request.keys):
             self._computed_by[key] = decision.prefill or decision.decode
             self._computed_by.move_to_end(key)
@@ -462,13 +476,23 @@ class RemoteConductor:
         prefill = None
         is_known = False
         if prefills and decodes and request.needs_prefill:
-            is_known = bool(before) and before[0] in prefills
+            is_known = bool(before) and before[0] in prefills and not self._is_crowded(before[0], prefills)
             prefill = before[0] if is_known else prefills[self._next_turn % len(prefills)]
-        elif before and before[0] in decode_pool:
+        elif before and before[0] in decode_pool and not self._is_crowded(before[0], decode_pool):
             is_known, decode = True, before[0]
         how = "where its beginning was computed last" if is_known else "in turn"
         reason = f"the conductor can't be reached: {how}"
         return Decision(request.request_id, prefill, decode, reason, degraded="no conductor")
+
+    def _is_crowded(self, instance: InstanceId, pool: list[InstanceId]) -> bool:
+        """Whether an instance computes far more prompts of this gateway than the others of its pool."""
+        running = collections.Counter(
+            placed.decision.prefill or placed.decision.decode
+            for placed, _ in self._in_flight.values()
+            if not placed.is_prefilled
+        )
+        mean = sum(running[one] for one in pool) / len(pool)
+        return running[instance] > 2 * mean + _FEW_PROMPTS
 
     def _in_turn(self, role: WorkerRole, exclude: list[InstanceId]) -> list[InstanceId]:
         """The role's instances that were last seen ready; all of them when none was."""

@@ -537,7 +537,8 @@ class Conductor:
         num_output = self.predict.lengths.expected(event.scope, event.max_output_tokens)
         self._offer(event, prefill_s, Prediction(ttft_s=prefill_s, output_tokens=num_output), now)
         if full is not None:
-            self.scaling.served(full, True)
+            if event.needs_prefill:  # further choices, and answers that move, ask again and again
+                self.scaling.served(full, True)
             # The next place is free when the first of so many requests ends.
             ready = self._ready(full, exclude)
             wait_s = self._mean_duration_s / max(1.0, float(self.loads.num_requests[ready].sum()))
@@ -894,6 +895,8 @@ class Conductor:
     def _add(self, event: AddInstance, now: float) -> list[Effect]:
         self._choosable.clear()
         known = self.instances.get(event.instance)
+        if known is not None and event.is_reminder:
+            return []
         if known is not None and known.role is event.role:
             before = known.state
             known.is_draining = False

@@ -179,6 +179,8 @@ class AddInstance(msgspec.Struct, frozen=True, array_like=True, tag=True):
     role: WorkerRole
     kv_tokens: int = 0
     "Tokens whose KV fits into its memory; 0 when not reported."
+    is_reminder: bool = False
+    "It was added before: a conductor that has it, draining or not, changes nothing."
 
 
 class RemoveInstance(msgspec.Struct, frozen=True, array_like=True, tag=True):

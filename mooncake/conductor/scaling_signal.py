@@ -458,7 +458,8 @@ class ScalingSignal:
         behind = self._stands(pool, needs, there, stay_s, now)
         if behind and num <= pool.desired < max(2 * pool.predicted, pool.predicted + 1):
             # Where twice the number that the load needs is not enough, more of them will not be, either.
-            if pool.waits[-1] >= 0.9 * pool.waits[0]:  # not while they only clear a queue from before
+            # Not while they only clear a queue from before; and of no load it can't be known what holds it.
+            if needs.load and pool.waits[-1] >= 0.9 * pool.waits[0]:
                 pool.too_few = _TooFew(pool.desired, pool.predicted, needs.load, now)
             num, why = pool.desired + 1, behind
         pool.wanted = num

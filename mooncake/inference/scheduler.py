@@ -283,6 +283,9 @@ class Scheduler:
             request.num_push_tokens = request.num_tokens
             self._note(request, now, f"leaves at {request.num_tokens} tokens")
             return None
+        if transfer_id:
+            # Or the other worker would wait for a push that never begins.
+            self._ended_pushes.append(transfer_id)
         self._finish(request, FinishReason.MOVED, now)
         return request
 

@@ -14,7 +14,6 @@ rest of a replay waits until its receiver has read: a replay is whole, or it end
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import itertools
 from collections.abc import Callable, Iterable
 
@@ -30,6 +29,9 @@ END_OF_REPLAY = -1
 
 PATIENCE_S = 5.0
 """A receiver that reads nothing of its replay for so long gets no more of it."""
+
+REPLAY_S = 60.0
+"""Longest time of one replay; a receiver that reads it more slowly requests the rest again."""
 
 _PAUSE_S = 0.01
 _BATCHES_PER_TURN = 64
@@ -87,10 +89,12 @@ class KvEventPublisher:
         self._pub.send_multipart([self._topic, _eight_bytes(sequence), payload])
 
     async def close(self) -> None:
-        for task in (*self._replays, *([self._task] if self._task else [])):
+        if self._task is not None:  # first, as it begins the others
+            self._task.cancel()
+            await asyncio.gather(self._task, return_exceptions=True)
+        for task in self._replays:
             task.cancel()
-            with contextlib.suppress(asyncio.CancelledError):
-                await task
+        await asyncio.gather(*self._replays, return_exceptions=True)
         self._pub.close()
         self._router.close()
         self._context.term()
@@ -116,14 +120,15 @@ class KvEventPublisher:
     async def _send_replay(self, client: bytes, start: int) -> None:
         num_sent = 0
         try:
-            for sequence, payload in itertools.chain(self._replay(start), [(END_OF_REPLAY, b"")]):
-                async with asyncio.timeout(PATIENCE_S):
-                    await self._answer(client, sequence, payload)
-                num_sent += 1
-                if not num_sent % _BATCHES_PER_TURN:
-                    await asyncio.sleep(0)  # sending to a queue with room does not yield
+            async with asyncio.timeout(REPLAY_S):
+                for sequence, payload in itertools.chain(self._replay(start), [(END_OF_REPLAY, b"")]):
+                    async with asyncio.timeout(PATIENCE_S):
+                        await self._answer(client, sequence, payload)
+                    num_sent += 1
+                    if not num_sent % _BATCHES_PER_TURN:
+                        await asyncio.sleep(0)  # sending to a queue with room does not yield
         except (zmq.ZMQError, TimeoutError) as error:
-            reason = str(error) or f"the receiver has read nothing for {PATIENCE_S:g} s"
+            reason = str(error) or "its receiver reads too slowly, or not at all"
             log.info("kv_event_replay_ended_early", num_sent=num_sent, reason=reason)
 
     async def _answer(self, client: bytes, sequence: int, payload: bytes) -> None:

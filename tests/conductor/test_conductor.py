@@ -408,6 +408,16 @@ def test_draining_lets_requests_end(conductor: Conductor) -> None:
     assert decision.decode not in [one.instance for one in conductor.status()]
 
 
+def test_a_reminder_of_an_instance_does_not_end_its_drain(conductor: Conductor) -> None:
+    add(conductor, "p1", "d1", "d2")
+    decision = decided(conductor)
+    conductor.handle(Drain(decision.decode), 1.0)
+    assert conductor.handle(AddInstance(decision.decode, WorkerRole.DECODE, is_reminder=True), 2.0) == []
+    assert decided(conductor, "other").decode != decision.decode
+    conductor.handle(AddInstance(decision.decode, WorkerRole.DECODE), 3.0)
+    assert not conductor.instances[decision.decode].is_draining
+
+
 def test_an_answer_that_moves_lets_its_instance_leave(conductor: Conductor) -> None:
     add(conductor, "p1", "d1", "d2")
     first = decided(conductor)

@@ -251,6 +251,27 @@ async def test_what_a_slow_conductor_places_late_ends_with_the_request(
             await until(lambda one=one: list(one.service.core.placements) == ["a"])  # type: ignore[misc]
 
 
+async def test_what_a_slow_conductor_places_for_a_client_that_left_ends_as_well(
+    workers: list[Worker],
+) -> None:
+    async with proxied(workers) as (running, proxies, [remote]):
+        port, slow = of_role(running, True)
+        _, other = of_role(running, False)
+        await place(remote, "a")
+        proxies[port].silence(True)
+        asking = asyncio.create_task(place(remote, "b"))
+        await asyncio.sleep(0.1)
+        asking.cancel()
+        await asyncio.gather(asking, return_exceptions=True)
+        num_placed = sum(row.num_placed for row in slow.service.core.status())
+        remote.post(Finished("b"))
+        await until(lambda: not remote._unanswered)
+        proxies[port].heal()
+        await until(lambda: sum(row.num_placed for row in slow.service.core.status()) > num_placed)
+        for one in slow, other:
+            await until(lambda one=one: list(one.service.core.placements) == ["a"])  # type: ignore[misc]
+
+
 async def test_a_placement_waits_for_conductors_that_were_only_slow(
     workers: list[Worker], monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -203,6 +203,17 @@ def test_a_standing_queue_adds_one_when_all_serve_and_it_is_remembered() -> None
     assert desired(signal) == num, "after an hour the prediction is tried again"
 
 
+def test_answers_that_are_late_after_the_load_has_ended_prove_nothing_of_a_number() -> None:
+    signal = ScalingSignal(SchedulingSettings())
+    decided(signal, 0.0, WARM_S, 0.5, 1)
+    for number in range(1, 30):
+        for _ in range(10):
+            signal.served(PREFILL, True)
+        decided(signal, WARM_S + number * 20, WARM_S + number * 20 + 20, 0.0, desired(signal))
+    assert desired(signal) >= 1
+    assert "did not hold" not in signal.status()[0].reason
+
+
 def test_rejections_add_one_but_never_more_than_twice_what_the_load_needs() -> None:
     signal = ScalingSignal(SchedulingSettings())
     decided(signal, 0.0, WARM_S, 2.0, 4)

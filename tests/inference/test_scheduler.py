@@ -384,6 +384,10 @@ def test_a_request_that_leaves_without_a_push_ends_at_once() -> None:
     assert scheduler.hand_over("1", "", 1.0) is request
     assert scheduler.hand_over("2", "t", 1.0) is None, "unknown"
     assert request.finish_reason is FinishReason.MOVED and scheduler.num_running == 0
+    waiting = request_of("3", BLOCK, 20)
+    scheduler.add(waiting, 1.0)
+    assert scheduler.hand_over("3", "t", 1.0) is waiting
+    assert scheduler.take_ended_pushes() == ["t"], "the other worker would wait for it"
     scheduler.check()
 
 
