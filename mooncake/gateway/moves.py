@@ -180,7 +180,17 @@ class Moves:
         _moves.labels(found.outcome).inc()
         _tokens.labels("recomputed").inc(num_computed_tokens)
         _tokens.labels("kept").inc(num_kept_tokens)
-        log.info("prompt_moved", **{name: getattr(found, name) for name in found.__struct_fields__})
+        log.info(
+            "prompt_moved",
+            id=found.id,
+            target=found.to,
+            outcome=found.outcome,
+            blocks=found.blocks_total,
+            local_blocks=found.blocks_local,
+            loaded_blocks=found.blocks_loaded,
+            computed_blocks=found.blocks_computed,
+            seconds=found.seconds,
+        )
 
     def prompt_refused(self, move_id: str, target: InstanceId, reason: str) -> None:
         """Count a prompt that could not be moved."""

@@ -587,7 +587,9 @@ class OwnWorkersRequest(PlacedRequest):
         try:
             measured = await self._load_at(target, others)
         except ApiError as error:
-            self._moves.prompt_refused(self._request_id, target, str(error))
+            # The message of a request that is wrong may repeat parts of the prompt.
+            reason = str(error) if error.status >= 500 else f"{error.status} {error.detail.code}"
+            self._moves.prompt_refused(self._request_id, target, reason)
             raise
         num_total = len(self.prompt) // self._block_tokens
         num_local = min(num_total, measured.num_local_tokens // self._block_tokens)
