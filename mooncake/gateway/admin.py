@@ -1,5 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The admin API: instances are added and removed at run time; health, state and explanations are shown.
+"""The admin API: instances are added and removed at run time, KV is moved to them; health, state and
+explanations are shown.
 
 Owns the admin calls and their authorization. Clients without the key change nothing and learn little: that
 the gateway is alive and whether it can serve. Details (``/status``, ``/story``, ``/metrics``) need the key,
@@ -15,7 +16,10 @@ key, or at the operators' port.
 
 from __future__ import annotations
 
-from typing import Annotated, Any, Literal
+import asyncio
+from collections.abc import AsyncGenerator, Awaitable, Callable
+from functools import partial
+from typing import Annotated, Any, Literal, TypeVar
 
 import msgspec
 from fastapi import FastAPI, Request, Response
@@ -23,16 +27,30 @@ from fastapi.responses import PlainTextResponse
 from msgspec import Meta
 
 import mooncake
-from mooncake import metrics
+from mooncake import clock, metrics
 from mooncake.conductor.explanation import Explanation
-from mooncake.conductor.messages import AddInstance, Drain
+from mooncake.conductor.messages import AddInstance, Drain, Finished
 from mooncake.errors import InvalidArgument, MooncakeError
 from mooncake.gateway.gateway import Gateway
+from mooncake.gateway.limiter import Permit
+from mooncake.gateway.moves import MovedChoice, MovedPrompt
+from mooncake.gateway.own_workers import prompt_to_move
 from mooncake.gateway.request_ids import RequestIds
-from mooncake.gateway.request_parsing import read_body
-from mooncake.http.openai import ApiError
+from mooncake.gateway.request_parsing import decoded, names_of, read_body
+from mooncake.http.openai import (
+    STREAM_END,
+    AnyRequest,
+    ApiError,
+    ChatCompletionRequest,
+    CompletionRequest,
+    model_not_found,
+    parse_request,
+)
+from mooncake.http.sse import EventStreamResponse, cancel_on_disconnect, unnamed_error
 from mooncake.rpc.client import split_address
-from mooncake.types import WorkerRole
+from mooncake.types import InstanceId, WorkerRole
+
+ShapeT = TypeVar("ShapeT", bound=msgspec.Struct)
 
 MAX_ADMIN_BODY_BYTES = 64 << 10
 
@@ -44,6 +62,26 @@ class InstanceChange(msgspec.Struct):
     instance: Annotated[str, Meta(min_length=3, max_length=300)]
     port: Annotated[int, Meta(gt=0, lt=1 << 16)] | None = None
     "Port of its connector, if the other side needs it."
+
+
+class MoveBody(msgspec.Struct):
+    """The body of ``/v1/kv/move``. A prompt's other fields are those of a completion or a chat."""
+
+    to: Annotated[str, Meta(min_length=3, max_length=300)]
+    id: Annotated[str, Meta(min_length=1, max_length=200)] | None = None
+    model: str | None = None
+    prompt: msgspec.Raw = msgspec.Raw(b"null")
+    messages: msgspec.Raw = msgspec.Raw(b"null")
+    stream: bool | None = None
+
+
+class MovedAnswer(msgspec.Struct):
+    """The outcome for each choice of an answer in progress."""
+
+    id: str
+    to: InstanceId
+    choices: list[MovedChoice]
+    seconds: float
 
 
 def add_routes(app: FastAPI, gateway: Gateway, is_inside: bool = False) -> None:
@@ -128,6 +166,15 @@ def add_routes(app: FastAPI, gateway: Gateway, is_inside: bool = False) -> None:
         await gateway.moves.refresh()
         return _json({"message": f"draining {change.instance}", "status": "draining"})
 
+    @app.post("/v1/kv/move", openapi_extra=_TAKES_MOVE, responses=_MOVE_ERRORS)
+    async def move(http: Request) -> Response:
+        """Move a prompt's KV, or an answer in progress with its KV, to an instance; needs the admin key."""
+        _check_key(gateway, http, is_inside=False)
+        content = await read_body(http, gateway.settings.max_body_bytes)
+        body = await decoded(content, partial(_read, MoveBody))
+        body.to = _address("to", body.to)
+        return await _move(gateway, http, body, content)
+
     _add_explanation(app, gateway, is_inside)
 
 
@@ -196,23 +243,33 @@ async def _change(gateway: Gateway, http: Request) -> InstanceChange:
         ApiError: 401 wrong key, 403 no key is set here, 400 naming the wrong field.
     """
     _check_key(gateway, http, is_inside=False)
-    body = await read_body(http, MAX_ADMIN_BODY_BYTES)
+    change = _read(InstanceChange, await read_body(http, MAX_ADMIN_BODY_BYTES))
+    change.instance = _address("instance", change.instance)
+    return change
+
+
+def _read(shape: type[ShapeT], body: bytes) -> ShapeT:
+    """Decode a body. Raises ApiError, 400 naming the wrong field."""
     try:
-        change = msgspec.json.decode(body, type=InstanceChange)
+        return msgspec.json.decode(body, type=shape)
     except msgspec.ValidationError as error:
         field = str(error).partition("`$.")[2].rstrip("`") or None
         if "required field" in str(error):
             field = str(error).partition("required field `")[2].partition("`")[0]
         raise ApiError(400, f"{error}", param=field, code="invalid_value") from error
-    except msgspec.DecodeError as error:
+    except (msgspec.DecodeError, RecursionError) as error:
         raise ApiError(400, f"the body is not valid JSON: {error}", code="invalid_json") from error
-    change.instance = change.instance.removeprefix("http://").rstrip("/")
+
+
+def _address(field: str, text: str) -> InstanceId:
+    """The instance that a field names. Raises ApiError, 400."""
+    instance = text.removeprefix("http://").rstrip("/")
     try:
-        split_address(change.instance)
+        split_address(instance)
     except InvalidArgument as error:
-        message = f"instance is {change.instance!r}; allowed: host:port"
-        raise ApiError(400, message, param="instance", code="invalid_value") from error
-    return change
+        message = f"{field} is {instance!r}; allowed: host:port"
+        raise ApiError(400, message, param=field, code="invalid_value") from error
+    return instance
 
 
 def _check_key(gateway: Gateway, http: Request, is_inside: bool) -> None:
@@ -236,12 +293,154 @@ async def _known(gateway: Gateway, change: InstanceChange) -> InstanceChange:
                 return change
             message = f"{change.instance} is a {row.role} instance, not a {change.type} instance"
             raise ApiError(404, message, param="type", code="no_such_instance")
-    message = f"there is no instance {change.instance}; GET /status lists them"
-    raise ApiError(404, message, param="instance", code="no_such_instance")
+    raise _no_instance(change.instance, "instance")
 
 
 def _json(answer: Any) -> Response:
     return Response(msgspec.json.encode(answer), media_type="application/json")
+
+
+# --- moves of KV
+
+
+_TAKES_MOVE: dict[str, Any] = {
+    "requestBody": {
+        "required": True,
+        "content": {
+            "application/json": {
+                "schema": {
+                    "type": "object",
+                    "required": ["to"],
+                    "oneOf": [{"required": [name]} for name in ("id", "prompt", "messages")],
+                    "properties": {
+                        "to": {"type": "string", "examples": ["127.0.0.1:8101"]},
+                        "id": {"type": "string", "maxLength": 200, "examples": ["cmpl-5f0c"]},
+                        "prompt": {"type": ["string", "array"]},
+                        "messages": {"type": "array"},
+                        "cache_salt": {"type": "string", "maxLength": 1024},
+                        "model": {"type": "string"},
+                        "stream": {"type": "boolean"},
+                    },
+                }
+            }
+        },
+    }
+}
+_MOVE_ERRORS: dict[int | str, dict[str, Any]] = {
+    **_ERRORS,
+    404: {"description": "No such instance, model or answer in progress; or other engines than our workers"},
+    409: {"description": "The instance is not ready, drains, or has the wrong role"},
+    429: {"description": "Too much is in progress, here or at the instance"},
+    504: {"description": "The deadline has passed"},
+}
+
+
+async def _move(gateway: Gateway, http: Request, body: MoveBody, content: bytes) -> Response:
+    """Carry out a move. Errors before its beginning have a status of their own. Raises ApiError."""
+    is_chat, is_prompt = bytes(body.messages) != b"null", bytes(body.prompt) != b"null"
+    if (body.id is not None) + is_chat + is_prompt != 1:
+        message = "a move has exactly one of id, prompt and messages"
+        raise ApiError(400, message, param="id" if body.id is not None else "prompt", code="invalid_value")
+    if body.model is not None and body.model != gateway.settings.model_name:
+        raise model_not_found(body.model, gateway.settings.model_name)
+    request: AnyRequest | None = None
+    if is_chat:
+        request = await decoded(content, partial(parse_request, ChatCompletionRequest))
+    elif is_prompt:
+        request = await decoded(content, partial(parse_request, CompletionRequest))
+    if await gateway.fronts_engines():
+        message = "KV is moved between mooncake workers only, and other engines are behind this gateway"
+        raise ApiError(404, message, code="endpoint_not_served")
+    others = await _others(gateway, body.to, is_answer=request is None)
+    began = clock.monotonic()
+    if request is None:
+        answer_id = body.id or ""
+
+        async def act() -> MovedPrompt | MovedAnswer:
+            choices = await gateway.moves.move_answer(answer_id, body.to, others)
+            if choices is None:
+                message = f"no answer {answer_id!r} is generated through this gateway now"
+                raise ApiError(404, message, param="id", code="request_not_found")
+            return MovedAnswer(answer_id, body.to, choices, round(clock.monotonic() - began, 6))
+
+        return await _moved(http, body, act, lambda: None)
+    prompt = await prompt_to_move(gateway, http, request)
+    entry = Permit(gateway.limiter, None, 1, began)
+
+    def leave() -> None:
+        prompt.end(Finished(prompt.place_id))
+        entry.leave(clock.monotonic())
+
+    async def load() -> MovedPrompt | MovedAnswer:
+        timeout_s = gateway.settings.request_timeout_s
+        try:
+            async with asyncio.timeout(timeout_s):
+                return await prompt.move_to(body.to, others, request.cache_salt)
+        except TimeoutError:
+            message = f"{body.to} did not have the prompt's KV within {timeout_s:g} s"
+            gateway.moves.prompt_refused(prompt.place_id, body.to, message)
+            raise ApiError(504, message, code="deadline_exceeded") from None
+
+    return await _moved(http, body, load, leave)
+
+
+async def _moved(
+    http: Request,
+    body: MoveBody,
+    act: Callable[[], Awaitable[MovedPrompt | MovedAnswer]],
+    leave: Callable[[], None],
+) -> Response:
+    """The result of a move, or two events, of its beginning and its end; ``leave`` is called in any case."""
+    if not body.stream:
+        try:
+            return _json(await cancel_on_disconnect(http, act()))
+        finally:
+            leave()
+
+    async def events() -> AsyncGenerator[bytes, None]:
+        yield _event({"status": "started", "to": body.to})
+        try:
+            found = await act()
+        except ApiError as error:
+            yield unnamed_error(error)
+            return
+        yield _event({"status": "done", **msgspec.to_builtins(found)})
+        yield STREAM_END
+
+    following = events()
+    first = await anext(following)
+    return EventStreamResponse(first, following, names_of(http), leave)
+
+
+def _event(fields: dict[str, Any]) -> bytes:
+    return b"data: " + msgspec.json.encode(fields) + b"\n\n"
+
+
+async def _others(gateway: Gateway, target: InstanceId, is_answer: bool) -> list[InstanceId]:
+    """All instances but ``target``, to which an answer or a prompt can move now.
+
+    Raises:
+        ApiError: 404 there is no such instance; 409 it can't get the KV now, or has the wrong role.
+    """
+    try:
+        rows = await gateway.scheduling.status()
+    except MooncakeError as error:
+        raise ApiError(503, f"nothing was moved: {error}", code=error.code, retry_after_s=1.0) from error
+    found = next((row for row in rows if row.instance == target), None)
+    if found is None:
+        raise _no_instance(target, "to")
+    if found.health != "ready":
+        message = f"{target} is {found.health}: {found.detail}"
+        raise ApiError(409, message, param="to", code="instance_not_ready")
+    if is_answer and found.role is not WorkerRole.DECODE:
+        message = f"{target} is a {found.role} instance, and answers move to decode instances"
+        raise ApiError(409, message, param="to", code="wrong_role")
+    return [row.instance for row in rows if row.instance != target]
+
+
+def _no_instance(instance: InstanceId, field: str) -> ApiError:
+    message = f"there is no instance {instance}; GET /status lists them"
+    return ApiError(404, message, param=field, code="no_such_instance")
 
 
 # --- explanations

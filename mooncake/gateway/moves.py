@@ -1,10 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Moves of answers from decode instances that drain to others, without computing again what they have.
+"""Moves of answers from one decode instance to another, without computing again what they have.
 
 Owns what a gateway knows of draining instances, and one answer's move: place it on another instance, have the
 present one end its stream at a token and push the KV, report the outcome. The answer itself, and what follows
-when the new instance fails, is ``own_workers.py``'s. The conductor alone decides that an instance drains and
-where an answer goes; a move that can't be made leaves the answer where it is, as draining lets it end there.
+when the new instance fails, is ``own_workers.py``'s. An answer moves when its instance drains, and then the
+conductor decides where it goes; or by an operator's order (``POST /v1/kv/move``), which names the instance,
+by excluding all others. A move that can't be made leaves the answer where it is.
 """
 
 from __future__ import annotations
@@ -12,7 +13,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import uuid
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 import msgspec
@@ -41,16 +42,19 @@ RETRY_S = 5.0
 
 HAND_OVER_TIMEOUT_S = 5.0
 
+ORDER_TIMEOUT_S = 30.0
+"""How long an operator's order waits for the first token from the new instance."""
+
 _moves = Counter(
     "mooncake_gateway_moves",
-    "Moves of answers from draining decode instances, by outcome: source of the KV (pushed, pool, local, "
-    "recomputed, unknown), refused (it stays), returned (the new instance failed).",
+    "Moves of answers, and of prompts by an operator, to another instance, by outcome: source of the KV "
+    "(pushed, pool, local, recomputed, unknown), refused (it stays), returned (the new instance failed).",
     ["outcome"],
     registry=metrics.registry,
 )
 _tokens = Counter(
     "mooncake_gateway_moved_tokens",
-    "Tokens of moved answers and their prompts, by what their new instance did: kept or recomputed.",
+    "Tokens of moved answers and prompts, by what their new instance did: kept or recomputed.",
     ["kind"],
     registry=metrics.registry,
 )
@@ -61,21 +65,67 @@ _seconds = Histogram(
 )
 
 
+class MovedPrompt(msgspec.Struct):
+    """What an instance did to have a prompt's KV. Blocks are full ones: the rest of a prompt has none."""
+
+    id: str
+    to: InstanceId
+    outcome: str
+    "As in ``mooncake_gateway_moves``: pool if any token was loaded, else local or recomputed."
+    blocks_total: int
+    blocks_local: int
+    "Found in the instance's own memory."
+    blocks_loaded: int
+    "Loaded from the pool."
+    blocks_computed: int
+    "Found nowhere, and computed."
+    seconds: float
+
+
+class MovedChoice(msgspec.Struct):
+    """Outcome of an order for one choice of an answer."""
+
+    index: int
+    outcome: str
+    "As in ``mooncake_gateway_moves``."
+    reason: str = ""
+
+
+class MoveOrder:
+    """An operator's order to move one choice of an answer to ``target``, until it has an ``outcome``."""
+
+    def __init__(self, index: int, target: InstanceId, others: Sequence[InstanceId]) -> None:
+        """``others``: all instances but ``target``."""
+        self.index, self.target, self.others = index, target, others
+        self.has_begun = False
+        self.outcome: asyncio.Future[MovedChoice] = asyncio.get_running_loop().create_future()
+
+    @property
+    def is_over(self) -> bool:
+        """Whether it was carried out or withdrawn."""
+        return self.outcome.done()
+
+    def end(self, outcome: str, reason: str = "") -> None:
+        if not self.outcome.done():
+            self.outcome.set_result(MovedChoice(self.index, outcome, reason))
+
+
 class Moves:
-    """The draining instances, as one gateway knows them, and its places for moves."""
+    """The draining instances, as one gateway knows them; its answers in progress, and places for moves."""
 
     def __init__(self, scheduling: ConductorClient, workers: WorkerClient) -> None:
         self.scheduling = scheduling
         self.workers = workers
         self.slots = asyncio.Semaphore(MAX_MOVES)
         self._draining: dict[InstanceId, None] = {}
-        self._num_live = 0
+        self._live: dict[str, list[AnswerMoves]] = {}
+        """The choices in progress of every answer, by its id."""
 
     async def run(self) -> None:
         """Keep the draining instances up to date while answers are in progress, until cancelled."""
         while True:
             await asyncio.sleep(POLL_S)
-            if self._num_live:
+            if self._live:
                 await self.refresh()
             else:
                 self._draining = {}
@@ -90,31 +140,87 @@ class Moves:
         self._draining = {row.instance: None for row in rows if row.health == "draining"}
 
     @contextlib.contextmanager
-    def following(self) -> Iterator[None]:
-        """An answer is in progress meanwhile."""
-        self._num_live += 1
+    def following(self, answer_id: str, choice: AnswerMoves) -> Iterator[None]:
+        """A choice of an answer is in progress meanwhile."""
+        choices = self._live.setdefault(answer_id, [])
+        choices.append(choice)
         try:
             yield
         finally:
-            self._num_live -= 1
+            choices.remove(choice)
+            if not choices:
+                del self._live[answer_id]
 
     def is_draining(self, instance: InstanceId) -> bool:
         return instance in self._draining
+
+    async def move_answer(
+        self, answer_id: str, target: InstanceId, others: Sequence[InstanceId]
+    ) -> list[MovedChoice] | None:
+        """Move the choices of an answer to ``target``, and wait for their first tokens from there.
+
+        ``others``: all other instances. Returns the outcome of each choice; None where no choice of such an
+        answer is generated through this gateway now.
+        """
+        if answer_id not in self._live:
+            return None
+        orders = [choice.order(target, others) for choice in self._live[answer_id]]
+        try:
+            await asyncio.wait([order.outcome for order in orders], timeout=ORDER_TIMEOUT_S)
+            for order in orders:
+                reason = f"no token from {target} within {ORDER_TIMEOUT_S:g} s"
+                order.end("unknown" if order.has_begun else "refused", reason)
+            return sorted((order.outcome.result() for order in orders), key=lambda moved: moved.index)
+        finally:
+            for order in orders:
+                order.end("refused", "withdrawn")
+
+    def prompt_moved(self, found: MovedPrompt, num_computed_tokens: int, num_kept_tokens: int) -> None:
+        """Count a prompt that has moved."""
+        _moves.labels(found.outcome).inc()
+        _tokens.labels("recomputed").inc(num_computed_tokens)
+        _tokens.labels("kept").inc(num_kept_tokens)
+        log.info(
+            "prompt_moved",
+            id=found.id,
+            target=found.to,
+            outcome=found.outcome,
+            blocks=found.blocks_total,
+            local_blocks=found.blocks_local,
+            loaded_blocks=found.blocks_loaded,
+            computed_blocks=found.blocks_computed,
+            seconds=found.seconds,
+        )
+
+    def prompt_refused(self, move_id: str, target: InstanceId, reason: str) -> None:
+        """Count a prompt that could not be moved."""
+        _moves.labels("refused").inc()
+        log.info("prompt_not_moved", id=move_id, target=target, reason=reason)
 
 
 class AnswerMove:
     """One move of an answer. The constructor begins it; ``close`` it in any case."""
 
     def __init__(
-        self, moves: Moves, place: Place, origin: Decision, move_id: str, headers: Mapping[str, str]
+        self,
+        moves: Moves,
+        place: Place,
+        origin: Decision,
+        move_id: str,
+        headers: Mapping[str, str],
+        order: MoveOrder | None = None,
     ) -> None:
         """
         Args:
             place: the event that places the answer elsewhere, under a name of its own.
             origin: where it is now.
             move_id: the name of its stream there.
+            order: the operator's order, if it moves for one.
         """
         self.origin = origin
+        self.order = order
+        self.reason = ""
+        """Why it stays where it is."""
         self.target: Decision | None = None
         """Its new instance; None while that is not known, and if it stays."""
         self.has_left = False
@@ -149,7 +255,7 @@ class AnswerMove:
             log.exception("answer_not_moved", id=self._place.request_id)
             reason = type(error).__name__
         if reason:
-            self.target = None
+            self.target, self.reason = None, reason
             _moves.labels("refused").inc()
             log.info(
                 "answer_not_moved", id=self._place.request_id, instance=self.origin.decode, reason=reason
@@ -157,7 +263,9 @@ class AnswerMove:
 
     async def _hand_over(self) -> str:
         """Place the answer and have its stream ended. Returns why not, or ""."""
-        origin = self.origin.decode
+        origin, order = self.origin.decode, self.order
+        if order is not None and order.is_over:
+            return "the order was withdrawn"
         try:
             self._was_placed = True
             found = await self._moves.scheduling.place(self._place)
@@ -165,6 +273,8 @@ class AnswerMove:
                 return found.refusal.reason
             if found.degraded:
                 return found.degraded
+            if order is not None and found.decode != order.target:  # it has joined since the order was made
+                return f"it was placed on {found.decode}"
             self.target = found
             async with asyncio.timeout(HAND_OVER_TIMEOUT_S):
                 port = await self._moves.workers.hand_over(
@@ -195,6 +305,8 @@ class AnswerMove:
         if resumed is not None:
             _tokens.labels("recomputed").inc(resumed.num_computed_tokens)
             _tokens.labels("kept").inc(resumed.num_local_tokens + resumed.num_loaded_tokens)
+        if self.order is not None:
+            self.order.end(outcome)
         log.info(
             "answer_moved",
             id=place_id,
@@ -208,6 +320,8 @@ class AnswerMove:
     def returned(self, reason: str) -> None:
         """The new instance has failed before its first token, and the answer goes on where it was."""
         assert self.target is not None
+        if self.order is not None:
+            self.order.end("returned", reason)
         _moves.labels("returned").inc()
         log.warning(
             "answer_returned",
@@ -220,6 +334,9 @@ class AnswerMove:
     def close(self) -> None:
         """End the move: its own placement is forgotten, its place is free for the next one."""
         self._task.cancel()
+        if self.order is not None:
+            ended = "the answer has ended, or was placed anew"
+            self.order.end("unknown" if self.has_left else "refused", self.reason or ended)
         if self._was_placed:
             self._was_placed = False
             self._moves.scheduling.post(Finished(self._place.request_id))
@@ -231,21 +348,34 @@ class AnswerMove:
 class AnswerMoves:
     """The moves of one answer, one after another; a context manager."""
 
-    def __init__(self, moves: Moves, place: Place, headers: Mapping[str, str]) -> None:
-        """``place``: the event that has placed the prompt."""
-        self._moves, self._place, self._headers = moves, place, headers
+    def __init__(self, moves: Moves, place: Place, headers: Mapping[str, str], index: int) -> None:
+        """``place``: the event that has placed the prompt. ``index`` of the choice in its answer."""
+        self._moves, self._place, self._headers, self._index = moves, place, headers, index
         self._move: AnswerMove | None = None
+        self._order: MoveOrder | None = None
         self._move_id = ""
         self._may_move_at = 0.0
 
     def __enter__(self) -> AnswerMoves:
-        self._following = self._moves.following()
+        # Several prompts of an answer are placed as parts of its id.
+        self._following = self._moves.following(self._place.request_id.partition("/")[0], self)
         self._following.__enter__()
         return self
 
     def __exit__(self, *exception: object) -> None:
         self._end()
+        if self._order is not None:
+            self._order.end("refused", "the answer has ended")
         self._following.__exit__(None, None, None)
+
+    def order(self, target: InstanceId, others: Sequence[InstanceId]) -> MoveOrder:
+        """Move to ``target`` at the next token, or after the move that is under way."""
+        order = MoveOrder(self._index, target, others)
+        if self._order is not None and not self._order.is_over:
+            order.end("refused", f"it is being moved to {self._order.target}")
+        else:
+            self._order = order
+        return order
 
     def params(self) -> dict[str, Any]:
         """Fields of the next request to a worker: a new name of its stream, and where the KV is."""
@@ -270,21 +400,37 @@ class AnswerMoves:
         """
         move = self._move
         if move is None:
-            if self._moves.is_draining(decision.decode) and clock.monotonic() >= self._may_move_at:
+            order = self._order_due(decision, exclude)
+            is_drained = self._moves.is_draining(decision.decode) and clock.monotonic() >= self._may_move_at
+            if order is not None or is_drained:
                 place = msgspec.structs.replace(
                     self._place,
                     request_id=f"{place_id}/moved",
                     num_tokens=num_tokens,
-                    exclude=[decision.decode, *exclude],
+                    exclude=[decision.decode, *exclude] if order is None else [*order.others],
                     needs_prefill=False,
                 )
-                self._move = AnswerMove(self._moves, place, decision, self._move_id, self._headers)
+                self._move = AnswerMove(self._moves, place, decision, self._move_id, self._headers, order)
         elif move.has_left:
             move.arrived(place_id, resumed)
             self._end()
         elif move.has_failed:
             self._may_move_at = clock.monotonic() + RETRY_S
             self._end()
+
+    def _order_due(self, decision: Decision, exclude: Iterable[InstanceId]) -> MoveOrder | None:
+        """The order that is to be carried out now; one that can't be is ended here."""
+        order, self._order = self._order, None
+        if order is None or order.is_over:
+            return None
+        if decision.decode == order.target:
+            order.end("refused", "it is there already")
+        elif order.target in exclude:
+            order.end("refused", f"{order.target} has failed during this answer")
+        else:
+            order.has_begun, self._order = True, order
+            return order
+        return None
 
     async def leave(self) -> Decision | None:
         """The stream has ended as moved: where it goes on; None where it is to be placed."""

@@ -14,8 +14,10 @@ answer names the digest of the weights that began it, and a worker that has othe
 Correctness never depends on the transfer of KV: a decode worker that finds no KV computes it. Calls are
 ``worker_client.py``.
 
-An answer whose decode instance drains moves to another one (``moves.py``), which gets the KV from the old
-one. Should that fail before its next token, the old instance, which has not failed, goes on with the answer.
+An answer whose decode instance drains, or for which an operator orders it, moves to another one
+(``moves.py``), which gets the KV from the old one. Should that fail before its next token, the old instance,
+which has not failed, goes on with the answer. A prompt is moved by having the instance load its KV: that is a
+prefill there of which nothing follows.
 
 Where the conductor chooses a push, prefill and decode get the prompt at the same time, and decode's first
 piece waits for the KV that prefill sends to it. When prefill fails before that, decode's call is closed and
@@ -37,11 +39,12 @@ from fastapi import Request, Response
 from mooncake import clock
 from mooncake.conductor.client import ConductorClient
 from mooncake.conductor.messages import Decision, Failed, Finished, Place, Prefilled
+from mooncake.errors import MooncakeError
 from mooncake.gateway.clients import Client
 from mooncake.gateway.gateway import Gateway
 from mooncake.gateway.limiter import Permit
 from mooncake.gateway.metrics import Slo, Timing, record_answer
-from mooncake.gateway.moves import AnswerMoves, Moves
+from mooncake.gateway.moves import AnswerMoves, MovedPrompt, Moves, outcome_of
 from mooncake.gateway.request_ids import RequestIds
 from mooncake.gateway.request_parsing import (
     affinity_of,
@@ -69,7 +72,7 @@ from mooncake.http.openai import (
 from mooncake.http.sse import EventStreamResponse, cancel_on_disconnect
 from mooncake.http.worker_stats import PromptStats, ResumedStats
 from mooncake.log import get_logger
-from mooncake.prefix import block_hashes, root_hash, short_key
+from mooncake.prefix import BlockKey, block_hashes, root_hash, short_key
 from mooncake.types import InstanceId
 
 log = get_logger(__name__)
@@ -124,25 +127,23 @@ def _answer(
     for name in ("traceparent", "tracestate"):
         if name in http.headers:
             passed_on[name] = http.headers[name]
-    salt = request.cache_salt or ""
     in_body = {"session_id": request.session_id, "prompt_cache_key": request.prompt_cache_key}
     session = session_of(http, in_body, settings.session_header)
     priority = priority_of(http) if request.priority is None else request.priority
 
     def place_of(number: int, prompt: list[int]) -> Place:
-        hashes = block_hashes(prompt, settings.block_tokens, root_hash(salt))
-        bare = block_hashes(prompt, settings.block_tokens, root_hash()) if salt else []
+        keys, bare_keys = _keys_of(prompt, request.cache_salt or "", settings.block_tokens)
         return Place(
             answer_id if len(prompts) == 1 else f"{answer_id}/p{number}",
             len(prompt),
-            [short_key(block_hash) for block_hash in hashes],
+            keys,
             affinity_of(http, session),
             lifetime_s=settings.request_timeout_s + 60.0,
             slo_ttft_s=(slo.ttft_ms or 0.0) / 1000.0,
             slo_tbt_s=(slo.tbt_ms or 0.0) / 1000.0,
             priority=priority or 0,
             max_output_tokens=request.output_limit or 0,
-            bare_keys=[short_key(block_hash) for block_hash in bare],
+            bare_keys=bare_keys,
         )
 
     places = [place_of(number, prompt) for number, prompt in enumerate(prompts)]
@@ -174,6 +175,41 @@ def _answer(
         deadline=clock.monotonic() + settings.request_timeout_s,
         slo=slo,
         client=http.state.client,
+    )
+
+
+def _keys_of(prompt: list[int], salt: str, block_tokens: int) -> tuple[list[BlockKey], list[BlockKey]]:
+    """Keys of a prompt's full blocks; and of the same blocks without a salt, where it has one."""
+    bare = block_hashes(prompt, block_tokens, root_hash()) if salt else []
+    hashes = block_hashes(prompt, block_tokens, root_hash(salt))
+    return [short_key(one) for one in hashes], [short_key(one) for one in bare]
+
+
+async def prompt_to_move(gateway: Gateway, http: Request, request: AnyRequest) -> OwnWorkersRequest:
+    """The prompt of ``request``, for ``move_to`` and then ``end``. Raises ApiError, 400 or 503."""
+    settings = gateway.settings
+    max_model_len = await gateway.context_length()
+    assert gateway.tokenizer is not None, "without a tokenizer requests are proxied"
+    prompts = await tokenize(gateway.tokenizer, request, max_model_len)
+    if len(prompts) != 1:
+        message = f"prompt has {len(prompts)} prompts; allowed: one"
+        raise ApiError(400, message, param="prompt", code="invalid_value")
+    [prompt] = prompts
+    keys, bare_keys = _keys_of(prompt, request.cache_salt or "", settings.block_tokens)
+    return OwnWorkersRequest(
+        gateway.scheduling,
+        gateway.workers,
+        gateway.moves,
+        place=Place(
+            f"kvmove-{uuid.uuid4().hex}",
+            len(prompt),
+            keys,
+            lifetime_s=settings.request_timeout_s + 60.0,
+            bare_keys=bare_keys,
+        ),
+        prompt=prompt,
+        headers={"X-Request-ID": request_id_of(http)},
+        block_tokens=settings.block_tokens,
     )
 
 
@@ -509,15 +545,7 @@ class OwnWorkersRequest(PlacedRequest):
     async def _compute(self, decision: Decision, transfer_id: str = "") -> bool:
         """Have the prompt computed; False if it is to be placed again. Raises as ``prefill``."""
         assert decision.prefill is not None
-        body: dict[str, Any] = {
-            "prompt": self.prompt,
-            "max_tokens": 1,
-            "temperature": 0.0,
-            "stream": False,
-            "kv_transfer_params": self._hints(decision),
-        }
-        if self._cache_salt is not None:
-            body["cache_salt"] = self._cache_salt
+        body = self._prefill_body(decision)
         if transfer_id:
             body["kv_transfer_params"]["transfer_id"] = transfer_id
         began = clock.monotonic()
@@ -544,6 +572,88 @@ class OwnWorkersRequest(PlacedRequest):
             raise as_error(refused)
         return True
 
+    async def move_to(
+        self, target: InstanceId, others: Sequence[InstanceId], cache_salt: str | None
+    ) -> MovedPrompt:
+        """Have ``target`` load the prompt's KV from the pool, and compute what is not there.
+
+        ``others``: all other instances.
+
+        Raises:
+            ApiError: the conductor or the instance has refused it, or the instance has failed.
+        """
+        self._cache_salt = cache_salt
+        began = clock.monotonic()
+        try:
+            measured = await self._load_at(target, others)
+        except ApiError as error:
+            # The message of a request that is wrong may repeat parts of the prompt.
+            reason = str(error) if error.status >= 500 else f"{error.status} {error.detail.code}"
+            self._moves.prompt_refused(self._request_id, target, reason)
+            raise
+        num_total = len(self.prompt) // self._block_tokens
+        num_local = min(num_total, measured.num_local_tokens // self._block_tokens)
+        num_loaded = min(num_total - num_local, measured.num_loaded_tokens // self._block_tokens)
+        num_kept = measured.num_local_tokens + measured.num_loaded_tokens
+        # A prompt that was found whole is computed for one token all the same, to have an output.
+        num_computed = len(self.prompt) - min(num_kept, len(self.prompt))
+        found = MovedPrompt(
+            self._request_id,
+            target,
+            outcome_of(ResumedStats(measured.num_local_tokens, measured.num_loaded_tokens, num_computed)),
+            blocks_total=num_total,
+            blocks_local=num_local,
+            blocks_loaded=num_loaded,
+            blocks_computed=num_total - num_local - num_loaded,
+            seconds=round(clock.monotonic() - began, 6),
+        )
+        self._moves.prompt_moved(found, num_computed, num_kept)
+        return found
+
+    async def _load_at(self, target: InstanceId, others: Sequence[InstanceId]) -> PromptStats:
+        """Raises ApiError."""
+        self._placed_ids[self._request_id] = None
+        try:
+            placed = await self._scheduling.place(
+                msgspec.structs.replace(self._place_event, exclude=list(others))
+            )
+        except MooncakeError as error:
+            raise ApiError(503, str(error), code=error.code, retry_after_s=1.0) from error
+        if not isinstance(placed, Decision):
+            raise as_error(placed)
+        if placed.decode != target:
+            message = f"{target} can't be chosen now: {placed.decode} was"
+            raise ApiError(409, message, param="to", code="instance_not_ready")
+        # Whatever the conductor would have computed: all that can be loaded is.
+        body = self._prefill_body(msgspec.structs.replace(placed, fetches=[]))
+        try:
+            answer = await self._workers.complete(target, body, self._headers)
+        except WorkerBusy as error:
+            raise error.answer from error
+        except WorkerFailed as error:
+            self._scheduling.post(Failed(target, error.reason, self._request_id))
+            raise ApiError(503, str(error), code=error.code) from error
+        try:
+            measured = msgspec.convert((answer.kv_transfer_params or {}).get("measured"), PromptStats)
+        except msgspec.ValidationError as error:
+            message = f"{target} did not report what it has loaded: {error}"
+            raise ApiError(503, message, code="worker_failed") from error
+        self._scheduling.post(self._reported(measured, has_begun=True))
+        return measured
+
+    def _prefill_body(self, decision: Decision) -> dict[str, Any]:
+        """A worker's request for the prompt's KV."""
+        body: dict[str, Any] = {
+            "prompt": self.prompt,
+            "max_tokens": 1,
+            "temperature": 0.0,
+            "stream": False,
+            "kv_transfer_params": self._hints(decision),
+        }
+        if self._cache_salt is not None:
+            body["cache_salt"] = self._cache_salt
+        return body
+
     async def close(self) -> None:
         """Stop a prefill that is still under way; to be called when the answer has ended, well or not."""
         if self._computing is not None:
@@ -558,7 +668,7 @@ class OwnWorkersRequest(PlacedRequest):
         decision, self._decision = self._decision, None
         place_id = self._request_id if decision is not None else f"{self._request_id}/{choice.index}"
         attempts = Attempts()
-        with AnswerMoves(self._moves, self._place_event, self._headers) as moves:
+        with AnswerMoves(self._moves, self._place_event, self._headers, choice.index) as moves:
             following = self._decode(choice, sampling, max_tokens, decision, place_id, attempts, moves)
             async with contextlib.aclosing(following):
                 async for piece in following:
@@ -685,18 +795,21 @@ class OwnWorkersRequest(PlacedRequest):
     def _prefilled(self, measured: Any, decision: Decision, elapsed_s: float) -> Prefilled:
         """The worker's measurements; for one that measures nothing, estimates from here."""
         with contextlib.suppress(msgspec.ValidationError):
-            found = msgspec.convert(measured, PromptStats)
-            return Prefilled(
-                self._request_id,
-                found.queued_s,
-                found.computed_s,
-                found.num_computed_tokens,
-                found.num_local_tokens,
-                found.loaded_s,
-                found.num_loaded_tokens,
-                stages=found.stages,
-            )
+            return self._reported(msgspec.convert(measured, PromptStats))
         return self._estimated_prefilled(decision, len(self.prompt), self.num_cached_tokens, elapsed_s)
+
+    def _reported(self, found: PromptStats, has_begun: bool = False) -> Prefilled:
+        return Prefilled(
+            self._request_id,
+            found.queued_s,
+            found.computed_s,
+            found.num_computed_tokens,
+            found.num_local_tokens,
+            found.loaded_s,
+            found.num_loaded_tokens,
+            has_begun=has_begun,
+            stages=found.stages,
+        )
 
     async def _follow(
         self,

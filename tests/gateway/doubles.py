@@ -81,6 +81,12 @@ class WorkerDouble:
     measured: dict[str, Any] | None = None
     "Measurements that it reports of its prompts."
 
+    is_measuring: bool = False
+    "Report where the KV of its prompts was, instead of ``measured``."
+
+    own: dict[tuple[int, ...], None] = field(default_factory=dict)
+    "Prefixes whose KV is in its own memory."
+
     push_port: int = 0
     "Port at which it claims to answer requests for KV. Decode waits until prefill has computed the transfer."
 
@@ -201,8 +207,9 @@ class WorkerDouble:
         await self._misbehave(request, 0)
         prompt = body["prompt"]
         usage = self._usage(prompt, 1)
+        measured = self._measured(prompt) if self.is_measuring else self.measured
         for end in range(BLOCK_TOKENS, len(prompt) + 1, BLOCK_TOKENS):
-            self.pool[tuple(prompt[:end])] = None
+            self.pool[tuple(prompt[:end])] = self.own[tuple(prompt[:end])] = None
         token = next_token(prompt)
         if "transfer_id" in body["kv_transfer_params"]:
             _pushed(body["kv_transfer_params"]["transfer_id"]).set()
@@ -217,10 +224,25 @@ class WorkerDouble:
                 "kv_transfer_params": {
                     "do_remote_prefill": True,
                     "num_stored_tokens": len(prompt),
-                    **({"measured": self.measured} if self.measured else {}),
+                    **({"measured": measured} if measured else {}),
                 },
             }
         )
+
+    def _measured(self, prompt: list[int]) -> dict[str, Any]:
+        own, pool = (
+            max((end for end in range(len(prompt) + 1) if tuple(prompt[:end]) in found), default=0)
+            for found in (self.own, self.pool)
+        )
+        num_loaded = max(0, pool - own)
+        return {
+            "queued_s": 0.0,
+            "loaded_s": 0.0,
+            "computed_s": 0.001,
+            "num_local_tokens": own,
+            "num_loaded_tokens": num_loaded,
+            "num_computed_tokens": max(1, len(prompt) - own - num_loaded),
+        }
 
     async def _stream(self, request: web.Request, body: dict[str, Any]) -> web.StreamResponse:
         transfer = body.get("kv_transfer_params") or {}

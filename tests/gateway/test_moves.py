@@ -1,12 +1,15 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Draining decode instances: their answers move, whatever fails, and no client notices."""
+"""Answers of draining instances move, whatever fails, and no client notices; operators move KV by hand."""
 
 from __future__ import annotations
 
 import asyncio
 import contextlib
+import json
+import logging
 import re
 from collections.abc import AsyncIterator
+from pathlib import Path
 from random import Random
 from typing import Any
 
@@ -296,3 +299,420 @@ async def test_fifty_drains_under_load(tokenizer: Tokenizer, monkeypatch: pytest
 )
 def test_outcomes(resumed: ResumedStats | None, outcome: str) -> None:
     assert outcome_of(resumed) == outcome
+
+
+# --- by hand: POST /v1/kv/move
+
+MOVE = "/v1/kv/move"
+LONG = list(range(30, 44))
+"""Three full blocks and a rest of two tokens."""
+
+
+async def moved(stack: Stack, one: WorkerDouble, **fields: Any) -> dict[str, Any]:
+    """The answer to a move that must succeed."""
+    status, answer, _ = await stack.post(MOVE, {"to": one.address, **fields}, KEY)
+    assert status == 200, answer
+    assert answer["to"] == one.address and answer["seconds"] >= 0
+    return answer
+
+
+async def refused(stack: Stack, to: str, headers: Any = None, **fields: Any) -> tuple[int, str, str | None]:
+    """Status, code and field of a move that must fail."""
+    status, answer, _ = await stack.post(MOVE, {"to": to, **fields}, KEY if headers is None else headers)
+    assert status != 200, answer
+    return status, answer["error"]["code"], answer["error"]["param"]
+
+
+def blocks_of(answer: dict[str, Any]) -> tuple[int, int, int, int]:
+    names = ("blocks_total", "blocks_local", "blocks_loaded", "blocks_computed")
+    total, local, loaded, computed = (answer[name] for name in names)
+    return total, local, loaded, computed
+
+
+def measuring(stack: Stack) -> None:
+    for one in (*stack.prefill, *stack.decode):
+        one.is_measuring = True
+
+
+def all_calls(stack: Stack) -> int:
+    return sum(len(one.calls) for one in (*stack.prefill, *stack.decode))
+
+
+# --- by hand: prompts
+
+
+async def test_a_prompt_that_is_in_the_pool_is_loaded(stack: Stack) -> None:
+    measuring(stack)
+    before, local_before = count("pool"), count("local")
+    await stack.complete(LONG)
+    for one in (*stack.prefill, *stack.decode):
+        one.calls.clear()
+    target = stack.decode[1]
+    answer = await moved(stack, target, prompt=LONG)
+    assert (answer["outcome"], blocks_of(answer)) == ("pool", (3, 0, 3, 0))
+    assert all_calls(stack) == len(target.calls) == 1
+    answer = await moved(stack, target, prompt=LONG)
+    assert (answer["outcome"], blocks_of(answer)) == ("local", (3, 3, 0, 0))
+    assert (count("pool"), count("local")) == (before + 1, local_before + 1)
+    assert any(answer["id"] in line for line in await stack.gateway.scheduling.story(target.address))
+
+
+async def test_what_is_nowhere_is_computed_and_reported(stack: Stack) -> None:
+    measuring(stack)
+    await stack.complete(LONG[:9])
+    for target in (stack.decode[0], stack.prefill[0]):  # the role of the instance does not matter
+        target.own.clear()
+        target.pool.pop(tuple(LONG[:12]), None)
+        answer = await moved(stack, target, prompt=LONG)
+        assert (answer["outcome"], blocks_of(answer)) == ("pool", (3, 0, 2, 1))
+    answer = await moved(stack, stack.decode[0], prompt=[77] * 8)
+    assert (answer["outcome"], blocks_of(answer)) == ("recomputed", (2, 0, 0, 2))
+    answer = await moved(stack, stack.decode[0], prompt=[78])
+    assert blocks_of(answer) == (0, 0, 0, 0)
+
+
+async def test_a_text_a_chat_and_a_salt_are_what_clients_send(stack: Stack, tokenizer: Tokenizer) -> None:
+    measuring(stack)
+    target = stack.decode[0]
+    await moved(stack, target, prompt="w20 w21 w22 w23 w24", cache_salt="pepper", model="tiny")
+    assert target.calls[-1]["prompt"] == tokenizer.encode("w20 w21 w22 w23 w24")
+    assert target.calls[-1]["cache_salt"] == "pepper"
+    messages = [{"role": "user", "content": "w30 w31"}]
+    await moved(stack, target, messages=messages)
+    assert target.calls[-1]["prompt"] == tokenizer.chat(messages)
+    assert "cache_salt" not in target.calls[-1]
+
+
+async def test_events_of_the_beginning_and_the_end(stack: Stack) -> None:
+    measuring(stack)
+    target = stack.decode[0]
+
+    async def events(one: WorkerDouble) -> list[str]:
+        body = {"to": one.address, "prompt": LONG, "stream": True}
+        async with stack.session.post(stack.url + MOVE, json=body, headers=KEY) as response:
+            assert response.status == 200 and response.content_type == "text/event-stream"
+            return (await response.text()).strip().split("\n\n")
+
+    started, done, end = await events(target)
+    assert json.loads(started.removeprefix("data: ")) == {"status": "started", "to": target.address}
+    found = json.loads(done.removeprefix("data: "))
+    assert (found["status"], blocks_of(found), end) == ("done", (3, 0, 0, 3), "data: [DONE]")
+    target.refuse = (503, {"message": "full", "type": "x"})
+    _, error = await events(target)
+    assert json.loads(error.removeprefix("data: "))["error"]["message"] == "full"
+
+
+@pytest.mark.parametrize(
+    ("answer", "status", "code"),
+    [
+        ((500, {"message": "out of order"}), 503, "worker_failed"),
+        ((503, {"message": "full", "code": "queue_full"}), 503, "queue_full"),
+        ((400, {"message": "no", "type": "x", "code": "invalid_value"}), 400, "invalid_value"),
+        ((200, {"message": "no completion"}), 503, "worker_failed"),
+    ],
+)
+async def test_an_instance_that_fails_is_named(stack: Stack, answer: Any, status: int, code: str) -> None:
+    before = count("refused")
+    target = stack.decode[0]
+    error = {"type": "server_error", **answer[1]}
+    target.refuse = (answer[0], error)
+    assert (await refused(stack, target.address, prompt=LONG))[:2] == (status, code)
+    assert count("refused") == before + 1
+    assert all_calls(stack) == len(target.calls) == 1, "no other instance gets the prompt"
+
+
+async def test_an_instance_without_measurements_is_refused(stack: Stack) -> None:
+    assert (await refused(stack, stack.decode[0].address, prompt=LONG))[:2] == (503, "worker_failed")
+
+
+async def test_a_move_ends_at_its_deadline(tokenizer: Tokenizer) -> None:
+    async with running(tokenizer, request_timeout_s=0.2) as stack:
+        target = stack.decode[0]
+        target.stall_after = 0
+        assert (await refused(stack, target.address, prompt=LONG))[:2] == (504, "deadline_exceeded")
+        async with asyncio.timeout(5):
+            while not target.num_cancelled:  # noqa: ASYNC110
+                await asyncio.sleep(0.01)
+
+
+async def test_an_operator_that_leaves_stops_the_move(stack: Stack) -> None:
+    target = stack.decode[0]
+    target.stall_after = 0
+    move = asyncio.create_task(stack.post(MOVE, {"to": target.address, "prompt": LONG}, KEY))
+    async with asyncio.timeout(5):
+        while not target.calls:  # noqa: ASYNC110
+            await asyncio.sleep(0.01)
+        move.cancel()
+        while not target.num_cancelled:  # noqa: ASYNC110
+            await asyncio.sleep(0.01)
+    assert (target.num_cancelled, all_calls(stack)) == (1, 1)
+
+
+# --- by hand: who may, and what is wrong
+
+
+@pytest.mark.parametrize("headers", [{}, {"X-API-Key": "wrong"}, {"Authorization": "Bearer wrong"}])
+async def test_without_the_key_nothing_moves(stack: Stack, headers: dict[str, str]) -> None:
+    for fields in ({"prompt": LONG}, {"id": "cmpl-1"}, {}):
+        found = await refused(stack, stack.decode[0].address, headers, **fields)
+        assert found == (401, "invalid_api_key", None)
+    assert all_calls(stack) == 0
+
+
+async def test_a_clients_own_key_moves_nothing(tokenizer: Tokenizer, tmp_path: Path) -> None:
+    keys = tmp_path / "keys.json"
+    secret = "sk-of-a-client-0123456789"
+    keys.write_text(json.dumps({"keys": [{"name": "anna", "key": secret}]}))
+    keys.chmod(0o600)
+    async with running(tokenizer, api_keys_file=str(keys)) as stack:
+        for headers in ({"Authorization": f"Bearer {secret}"}, {"X-API-Key": secret}):
+            found = await refused(stack, stack.decode[0].address, headers, prompt=LONG)
+            assert found == (401, "invalid_api_key", None)
+        assert all_calls(stack) == 0
+        measuring(stack)
+        await moved(stack, stack.decode[0], prompt=LONG)
+
+
+async def test_without_a_key_set_nothing_moves(tokenizer: Tokenizer) -> None:
+    async with running(tokenizer, admin_api_key="") as stack:
+        found = await refused(stack, stack.decode[0].address, prompt=LONG)
+        assert found == (403, "admin_key_not_set", None)
+
+
+@pytest.mark.parametrize(
+    ("fields", "param"),
+    [
+        ({}, "prompt"),
+        ({"prompt": None}, "prompt"),
+        ({"prompt": LONG, "id": "cmpl-1"}, "id"),
+        ({"prompt": LONG, "messages": []}, "prompt"),
+        ({"prompt": []}, "prompt"),
+        ({"prompt": {"a": 1}}, "prompt"),
+        ({"prompt": [1, -1]}, "prompt"),
+        ({"prompt": [[20], [21]]}, "prompt"),
+        ({"prompt": [20] * 64}, "prompt"),
+        ({"prompt": "w20 " * 64}, "prompt"),
+        ({"messages": [{"role": "king", "content": "w20"}]}, "messages[0].role"),
+        ({"prompt": LONG, "cache_salt": ""}, "cache_salt"),
+        ({"prompt": LONG, "cache_salt": "x" * 1025}, "cache_salt"),
+        ({"prompt": LONG, "stream": "yes"}, "stream"),
+        ({"id": ""}, "id"),
+        ({"id": "x" * 201}, "id"),
+        ({"id": 7}, "id"),
+        ({"prompt": LONG, "to": None}, "to"),
+        ({"prompt": LONG, "to": "nowhere"}, "to"),
+        ({"prompt": LONG, "to": "host:99999"}, "to"),
+    ],
+)
+async def test_a_wrong_body_names_the_field(stack: Stack, fields: dict[str, Any], param: str) -> None:
+    body = {"to": stack.decode[0].address, **fields}
+    status, answer, _ = await stack.post(MOVE, body, KEY)
+    assert (status, answer["error"]["param"]) == (400, param), answer
+    assert all_calls(stack) == 0
+
+
+@pytest.mark.parametrize(
+    ("body", "status"),
+    [
+        (b"{", 400),
+        (b"[]", 400),
+        (b'{"prompt": "w20"}', 400),
+        (b'{"to": "a:1", "prompt": ' + b"[" * 100_000, 400),
+        (b'{"to": "a:1", "prompt": "' + b"x" * 4096 + b'"}', 413),
+    ],
+)
+async def test_a_body_that_is_none(tokenizer: Tokenizer, body: bytes, status: int) -> None:
+    most = 2048 if status == 413 else 8 << 20
+    async with running(tokenizer, max_body_bytes=most) as stack:
+        found, answer, _ = await stack.post(MOVE, body, KEY)
+        assert found == status, answer
+
+
+async def test_instances_that_can_not_be_the_target(stack: Stack) -> None:
+    unknown = (404, "no_such_instance", "to")
+    assert await refused(stack, "127.0.0.1:9", prompt=LONG) == unknown
+    assert await refused(stack, "127.0.0.1:9", id="cmpl-1") == unknown
+    prefill = stack.prefill[0].address
+    assert await refused(stack, prefill, id="cmpl-1") == (409, "wrong_role", "to")
+    gone = stack.decode[1]
+    await gone.stop()
+    await stack.until(lambda health: health[gone.address] != "ready")
+    assert await refused(stack, gone.address, prompt=LONG) == (409, "instance_not_ready", "to")
+    await gone.start()
+    await stack.until(lambda health: health[gone.address] == "ready")
+
+
+async def test_a_draining_instance_gets_nothing(tokenizer: Tokenizer) -> None:
+    async with moving(tokenizer, num_decode=1) as stack:
+        answering, source = await begun(stack)
+        await change(stack, source, "drain")
+        for fields in ({"prompt": LONG}, {"id": "cmpl-1"}):
+            found = await refused(stack, source.address, **fields)
+            assert found == (409, "instance_not_ready", "to")
+        await answering
+
+
+async def test_what_is_not_here(stack: Stack) -> None:
+    target = stack.decode[0].address
+    assert await refused(stack, target, prompt=LONG, model="other") == (404, "model_not_found", "model")
+    ended = (await stack.complete([20, 21]))["id"]
+    for answer_id in ("cmpl-1", "../status", ended):
+        assert await refused(stack, target, id=answer_id) == (404, "request_not_found", "id")
+
+
+async def test_other_engines_move_nothing(tokenizer: Tokenizer) -> None:
+    async with running(tokenizer, protocol="pool") as stack:
+        for fields in ({"prompt": LONG}, {"id": "cmpl-1"}):
+            found = await refused(stack, stack.decode[0].address, **fields)
+            assert found == (404, "endpoint_not_served", None)
+
+
+async def test_the_log_has_no_prompt(stack: Stack, caplog: pytest.LogCaptureFixture) -> None:
+    caplog.set_level(logging.DEBUG)
+    measuring(stack)
+    target, text = stack.decode[0], "w91 w92 w93 w94 w95"
+    answer = await moved(stack, target, prompt=text)
+    await refused(stack, target.address, prompt=f"{text} " * 64)
+    target.refuse = (400, {"message": f"no {text}", "type": "x", "code": "invalid_value"})
+    await refused(stack, target.address, prompt=text)
+    written = str([vars(record) for record in caplog.records if record.name.startswith("mooncake")])
+    assert answer["id"] in written and "400 invalid_value" in written
+    assert "w93" not in written and "93, 94" not in written
+
+
+# --- by hand: answers in progress
+
+
+def live_id(stack: Stack) -> str:
+    [answer_id] = stack.gateway.moves._live
+    return answer_id
+
+
+async def test_an_answer_moves_and_comes_back(tokenizer: Tokenizer) -> None:
+    before = count("pushed")
+    async with moving(tokenizer) as stack:
+        answering, source = await begun(stack, 50)
+        [target] = [one for one in stack.decode if one is not source]
+        answer_id = live_id(stack)
+        for one in (target, source, target):
+            found = await moved(stack, one, id=answer_id)
+            assert found["id"] == answer_id
+            assert found["choices"] == [{"index": 0, "outcome": "pushed", "reason": ""}]
+            assert [*one.streams] and len(stack.gateway.moves._live) == 1
+        answer = await answering
+        assert answer.chunks[0]["id"] == answer_id
+        assert answer.token_ids() == answer_ids(PROMPT, 50)
+        assert answer.text() == answer_text(PROMPT, 50)
+        assert (len(target.calls), len(source.calls)) == (2, 2)
+        assert count("pushed") == before + 3
+        assert {*(await stack.health()).values()} == {"ready"}, "nothing was drained"
+
+
+async def test_an_answer_goes_where_it_was_ordered(tokenizer: Tokenizer) -> None:
+    async with moving(tokenizer, num_decode=4, can_push=False) as stack:
+        answering, source = await begun(stack, 50)
+        for one in [one for one in stack.decode if one is not source]:
+            found = await moved(stack, one, id=live_id(stack))
+            assert [choice["outcome"] for choice in found["choices"]] == ["pool"]
+            assert len(one.calls) == 1 and one.streams
+        assert (await answering).token_ids() == answer_ids(PROMPT, 50)
+
+
+async def test_every_choice_is_moved(tokenizer: Tokenizer) -> None:
+    async with moving(tokenizer, num_decode=2) as stack:
+        answering, _ = await begun(stack, 45, n=3, seed=5)
+        target = stack.decode[1]
+        there = len(target.streams)
+        found = await moved(stack, target, id=live_id(stack), stream=False)
+        assert [choice["index"] for choice in found["choices"]] == [0, 1, 2]
+        outcomes = [choice["outcome"] for choice in found["choices"]]
+        assert outcomes.count("refused") == there and outcomes.count("pushed") == 3 - there
+        assert len(target.streams) == 3
+        answer = await answering
+        for index in range(3):
+            assert answer.token_ids(index) == answer_ids(PROMPT, 45, 5 + index)
+
+
+async def test_orders_that_are_refused(tokenizer: Tokenizer) -> None:
+    async with moving(tokenizer) as stack:
+        answering, source = await begun(stack, 45)
+        [target] = [one for one in stack.decode if one is not source]
+        answer_id = live_id(stack)
+        [choice] = (await moved(stack, source, id=answer_id))["choices"]
+        assert (choice["outcome"], choice["reason"]) == ("refused", "it is there already")
+        source.hand_over_status = 409
+        [choice] = (await moved(stack, target, id=answer_id))["choices"]
+        assert choice["outcome"] == "refused" and "no" in choice["reason"]
+        source.hand_over_status = 200
+        target.refuse = (500, {"message": "out of order"})
+        [choice] = (await moved(stack, target, id=answer_id))["choices"]
+        assert choice["outcome"] == "returned" and "out of order" in choice["reason"]
+        target.refuse = None
+        assert (await answering).token_ids() == answer_ids(PROMPT, 45)
+
+
+async def test_a_second_order_waits_for_nothing(tokenizer: Tokenizer) -> None:
+    async with moving(tokenizer, num_decode=3) as stack:
+        answering, source = await begun(stack, 45)
+        first, second = (one for one in stack.decode if one is not source)
+        answer_id = live_id(stack)
+        both = await asyncio.gather(*(moved(stack, one, id=answer_id) for one in (first, second)))
+        outcomes = [choice for found in both for choice in found["choices"]]
+        assert {choice["outcome"] for choice in outcomes} == {"pushed", "refused"}
+        assert any("it is being moved to" in choice["reason"] for choice in outcomes)
+        assert (await answering).token_ids() == answer_ids(PROMPT, 45)
+
+
+async def test_an_order_for_an_answer_that_ends(tokenizer: Tokenizer) -> None:
+    async with moving(tokenizer) as stack:
+        answering, source = await begun(stack)
+        [target] = [one for one in stack.decode if one is not source]
+        source.stall_after = 0
+        move = asyncio.create_task(moved(stack, target, id=live_id(stack)))
+        await asyncio.sleep(3 * PAUSE_S)
+        answering.cancel()
+        [choice] = (await move)["choices"]
+        assert (choice["outcome"], choice["reason"]) == ("refused", "the answer has ended")
+
+
+async def test_an_order_has_a_deadline(tokenizer: Tokenizer, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(moves, "ORDER_TIMEOUT_S", 0.2)
+    async with moving(tokenizer) as stack:
+        answering, source = await begun(stack)
+        [target] = [one for one in stack.decode if one is not source]
+        target.stall_after = 0
+        [choice] = (await moved(stack, target, id=live_id(stack)))["choices"]
+        assert choice["outcome"] == "unknown" and "no token from" in choice["reason"]
+        await target.stop()  # the answer returns
+        assert (await answering).token_ids() == answer_ids(PROMPT, NUM_TOKENS)
+        await target.start()
+
+
+async def test_an_order_that_was_withdrawn_moves_nothing(
+    tokenizer: Tokenizer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(moves, "MAX_MOVES", 0)  # so that it waits for its turn
+    async with moving(tokenizer) as stack:
+        answering, source = await begun(stack)
+        [target] = [one for one in stack.decode if one is not source]
+        ordered = stack.gateway.moves.move_answer(live_id(stack), target.address, [source.address])
+        task = asyncio.create_task(ordered)
+        await asyncio.sleep(4 * PAUSE_S)
+        task.cancel()
+        await asyncio.gather(task, return_exceptions=True)
+        stack.gateway.moves.slots.release()
+        answer = await answering
+        assert answer.token_ids() == answer_ids(PROMPT, NUM_TOKENS)
+        assert len(source.calls) == 1 and not target.calls
+
+
+async def test_an_ordered_answer_goes_to_no_other_instance(tokenizer: Tokenizer) -> None:
+    """An instance that has joined since the order was made is not excluded by it, and may be chosen."""
+    async with moving(tokenizer, num_decode=3) as stack:
+        answering, source = await begun(stack)
+        target, other = (one for one in stack.decode if one is not source)
+        found = await stack.gateway.moves.move_answer(live_id(stack), "127.0.0.1:9", [source.address])
+        assert found is not None and found[0].outcome == "refused"
+        assert "it was placed on" in found[0].reason
+        assert (await answering).token_ids() == answer_ids(PROMPT, NUM_TOKENS)
+        assert not target.calls and not other.calls
