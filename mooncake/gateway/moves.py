@@ -41,6 +41,8 @@ RETRY_S = 5.0
 """How long an answer that could not be moved stays where it is."""
 
 HAND_OVER_TIMEOUT_S = 5.0
+SLOT_S = 5.0
+"""How long a move that has begun counts among ``MAX_MOVES`` at most."""
 
 ORDER_TIMEOUT_S = 30.0
 """How long an operator's order waits for the first token from the new instance."""
@@ -260,6 +262,10 @@ class AnswerMove:
             log.info(
                 "answer_not_moved", id=self._place.request_id, instance=self.origin.decode, reason=reason
             )
+            self._release()
+        else:
+            # A client that reads nothing must not keep others from moving.
+            asyncio.get_running_loop().call_later(SLOT_S, self._release)
 
     async def _hand_over(self) -> str:
         """Place the answer and have its stream ended. Returns why not, or ""."""
@@ -340,6 +346,9 @@ class AnswerMove:
         if self._was_placed:
             self._was_placed = False
             self._moves.scheduling.post(Finished(self._place.request_id))
+        self._release()
+
+    def _release(self) -> None:
         if self._has_slot:
             self._has_slot = False
             self._moves.slots.release()
@@ -354,6 +363,7 @@ class AnswerMoves:
         self._move: AnswerMove | None = None
         self._order: MoveOrder | None = None
         self._move_id = ""
+        self._num_moves = 0
         self._may_move_at = 0.0
 
     def __enter__(self) -> AnswerMoves:
@@ -403,9 +413,11 @@ class AnswerMoves:
             order = self._order_due(decision, exclude)
             is_drained = self._moves.is_draining(decision.decode) and clock.monotonic() >= self._may_move_at
             if order is not None or is_drained:
+                # Of its own for each: the end of one move may be reported after the next one was placed.
+                self._num_moves += 1
                 place = msgspec.structs.replace(
                     self._place,
-                    request_id=f"{place_id}/moved",
+                    request_id=f"{place_id}/moved/{self._num_moves}",
                     num_tokens=num_tokens,
                     exclude=[decision.decode, *exclude] if order is None else [*order.others],
                     needs_prefill=False,
@@ -433,9 +445,10 @@ class AnswerMoves:
         return None
 
     async def leave(self) -> Decision | None:
-        """The stream has ended as moved: where it goes on; None where it is to be placed."""
+        """The stream has ended as moved: where it goes on; None where it goes on as before."""
         target = await self._move.leave() if self._move is not None else None
         if target is None:
+            self._may_move_at = clock.monotonic() + RETRY_S
             self._end()
         return target
 

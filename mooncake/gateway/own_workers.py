@@ -707,9 +707,8 @@ class OwnWorkersRequest(PlacedRequest):
                         yield piece
             except AnswerLeft:
                 await self._await_prefill()
-                decision = await moves.leave()
-                if decision is not None:
-                    self.route.decode = decision.decode
+                decision = await moves.leave() or decision
+                self.route.decode = decision.decode
                 continue
             except PromptNotComputed:
                 self._transfer = {}

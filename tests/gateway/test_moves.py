@@ -16,10 +16,11 @@ from typing import Any
 import pytest
 
 from mooncake import metrics
-from mooncake.conductor.messages import Drain
+from mooncake.conductor.messages import Decision, Drain, Place
 from mooncake.conductor.server import ConductorService
 from mooncake.gateway import moves
-from mooncake.gateway.moves import outcome_of
+from mooncake.gateway.moves import AnswerMove, outcome_of
+from mooncake.gateway.worker_client import WorkerFailed
 from mooncake.http.worker_stats import ResumedStats
 from mooncake.inference.tokenizer import Tokenizer
 from tests.gateway.conftest import ADMIN_KEY, Stack, Streamed, running
@@ -149,8 +150,33 @@ async def test_a_hand_over_whose_answer_is_lost(tokenizer: Tokenizer) -> None:
     async with moving(tokenizer) as stack:
         for one in stack.decode:
             one.hand_over_status = 0
-        _, _, target = await drained(stack)
-        assert "push_from" not in target.calls[0]["kv_transfer_params"]
+        _, source, target = await drained(stack)
+        assert not target.calls, "it goes on where it was"
+        assert "push_from" not in source.calls[1]["kv_transfer_params"]
+
+
+@pytest.mark.parametrize("is_refused", [False, True])
+async def test_a_move_keeps_no_other_one_from_beginning(
+    tokenizer: Tokenizer, monkeypatch: pytest.MonkeyPatch, is_refused: bool
+) -> None:
+    """Whether its client reads or not, which would end it."""
+    monkeypatch.setattr(moves, "SLOT_S", 0.0)
+
+    async def hand_over(*arguments: object) -> int:
+        if is_refused:
+            raise WorkerFailed("d", "it does not")
+        return 7000
+
+    async with moving(tokenizer) as stack:
+        monkeypatch.setattr(stack.gateway.workers, "hand_over", hand_over)
+        slots = stack.gateway.moves.slots = asyncio.Semaphore(1)
+        origin = Decision("r", None, stack.decode[0].address, "")
+        place = Place("r/moved/1", 8, exclude=[origin.decode], needs_prefill=False)
+        move = AnswerMove(stack.gateway.moves, place, origin, "its stream", {})
+        await stack.until(lambda health: move.has_failed if is_refused else move.target is not None)
+        await asyncio.wait_for(slots.acquire(), 10)
+        move.close()
+        assert slots.locked(), "it has released its place once"
 
 
 @pytest.mark.parametrize("fault", ["dies", "is busy", "is broken", "has other weights", "is gone"])
