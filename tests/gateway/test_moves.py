@@ -266,9 +266,8 @@ async def test_not_all_answers_move_at_the_same_time(
         slots = stack.gateway.moves.slots
         assert slots._value == 2
         answers = [asyncio.create_task(stack.stream(PROMPT, 50)) for _ in range(8)]
-        await asyncio.sleep(10 * PAUSE_S)
         source, target = stack.decode
-        assert len(source.streams) == 4
+        await stack.until(lambda health: len(source.streams) == len(target.streams) == 4)
         await change(stack, source, "drain")
         for answer in answers:
             assert (await answer).token_ids() == answer_ids(PROMPT, 50)
@@ -694,8 +693,9 @@ async def test_an_order_for_an_answer_that_ends(tokenizer: Tokenizer) -> None:
         answering, source = await begun(stack)
         [target] = [one for one in stack.decode if one is not source]
         source.stall_after = 0
+        [[choosing]] = stack.gateway.moves._live.values()
         move = asyncio.create_task(moved(stack, target, id=live_id(stack)))
-        await asyncio.sleep(3 * PAUSE_S)
+        await stack.until(lambda health: choosing._order is not None)
         answering.cancel()
         [choice] = (await move)["choices"]
         assert (choice["outcome"], choice["reason"]) == ("refused", "the answer has ended")

@@ -301,7 +301,9 @@ class Store(_StoreBase):
             return effect.function()
         if isinstance(effect, RunConcurrently):
             with ThreadPoolExecutor(len(effect.operations), "store-put") as threads:
-                return list(threads.map(self._run, effect.operations))
+                # Each is run, as in the asyncio client: ``map`` drops those not begun when one fails.
+                running = [threads.submit(self._run, operation) for operation in effect.operations]
+            return [one.result() for one in running]
         time.sleep(effect.seconds)
         return None
 
