@@ -314,7 +314,7 @@ class RemoteConductor:
         raise AssertionError("there is at least one conductor")
 
     def _note_unanswered(self, message: msgspec.Struct, link: _ConductorLink) -> None:
-        """A conductor that is slow places a request when it gets to it, even if no caller waits any longer."""
+        """A conductor that is slow places a request when it gets to it, whether a caller waits or not."""
         if isinstance(message, Place):
             self._unanswered.setdefault(message.request_id, []).append(link)
 
