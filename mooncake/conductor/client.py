@@ -16,7 +16,6 @@ import asyncio
 import collections
 import contextlib
 import math
-from collections import OrderedDict
 from collections.abc import Sequence
 from typing import Any, Protocol
 
@@ -148,13 +147,13 @@ class RemoteConductor:
         self._in_flight: dict[str, tuple[Placed, float]] = {}
         """By request: its placement, and when that was made."""
         self._unanswered: dict[str, list[_ConductorLink]] = {}
-        """By request: conductors that did not answer in time where it goes, and may place it yet."""
+        """By request: conductors that were asked to place it, have not answered, and may place it yet."""
         self._is_back = asyncio.Event()
         """Set while any conductor can be asked."""
         self._lost_at = -math.inf
         """When the last one that could be asked was lost."""
         self._reports: dict[asyncio.Task[None], None] = {}
-        self._computed_by: OrderedDict[BlockKey, InstanceId] = OrderedDict()
+        self._computed_by: collections.OrderedDict[BlockKey, InstanceId] = collections.OrderedDict()
         """By the last block of a prompt's beginning: the instance that computed it, the latest used last."""
         self._outbox: asyncio.Queue[ReportedFact | None] = asyncio.Queue(10_000)
         self._tasks: list[asyncio.Task[None]] = []

@@ -158,8 +158,8 @@ class Conductor:
         return self._handlers[type(event)](event, now)
 
     def deadline(self) -> float | None:
-        found = [at for at in (self.scaling.deadline(),) if at is not None]
-        return min([*found, *(entry[0] for entry in self._timers[:1])], default=None)
+        due = (self.scaling.deadline(), self._timers[0][0] if self._timers else None)
+        return min((at for at in due if at is not None), default=None)
 
     def status(self) -> list[InstanceStatus]:
         """Every instance, in the order in which they joined."""
@@ -532,13 +532,14 @@ class Conductor:
         self, event: Place, exclude: dict[InstanceId, None], full: WorkerRole | None, now: float
     ) -> Refuse:
         """``full``: the role whose instances all have as many requests as they may; None: none is ready."""
-        num_tokens = event.num_tokens
-        prefill_s = self.predict.prefill.common.expected((1.0, num_tokens, num_tokens**2))
-        num_output = self.predict.lengths.expected(event.scope, event.max_output_tokens)
-        self._offer(event, prefill_s, Prediction(ttft_s=prefill_s, output_tokens=num_output), now)
-        if full is not None:
-            if event.needs_prefill:  # further choices, and answers that move, ask again and again
+        if event.needs_prefill:  # further choices, and answers that move, ask again and again
+            num_tokens = event.num_tokens
+            prefill_s = self.predict.prefill.common.expected((1.0, num_tokens, num_tokens**2))
+            num_output = self.predict.lengths.expected(event.scope, event.max_output_tokens)
+            self._offer(event, prefill_s, Prediction(ttft_s=prefill_s, output_tokens=num_output), now)
+            if full is not None:
                 self.scaling.served(full, True)
+        if full is not None:
             # The next place is free when the first of so many requests ends.
             ready = self._ready(full, exclude)
             wait_s = self._mean_duration_s / max(1.0, float(self.loads.num_requests[ready].sum()))

@@ -212,7 +212,8 @@ class Placed(msgspec.Struct, frozen=True, array_like=True, tag=True):
 
 
 class Moved(msgspec.Struct, frozen=True, array_like=True, tag=True):
-    """An answer left its decode instance, which drains, for that of another placement, ``place_id``.
+    """An answer left its decode instance for that of another placement, ``place_id``: its instance drains, or
+    an operator has moved it.
 
     From now on ``request_id`` is placed there, and ``place_id`` is forgotten. Repeating it changes nothing.
     """
@@ -220,7 +221,7 @@ class Moved(msgspec.Struct, frozen=True, array_like=True, tag=True):
     request_id: str
     place_id: str
     outcome: str
-    "Where its KV came from: pushed, pool or recomputed."
+    "Where its KV came from, as in ``mooncake_gateway_moves``."
 
 
 class Assumed(msgspec.Struct, frozen=True, array_like=True, tag=True):

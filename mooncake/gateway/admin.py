@@ -189,24 +189,23 @@ _KEY_ERRORS: dict[int | str, dict[str, Any]] = {number: _ERRORS[number] for numb
 _PUBLIC_FIELDS = ("model", "degraded", "prefill_node_count", "decode_node_count")
 """Fields of ``/status`` that clients without the key may see."""
 
-_TAKES_CHANGE: dict[str, Any] = {
-    "requestBody": {
-        "required": True,
-        "content": {
-            "application/json": {
-                "schema": {
-                    "type": "object",
-                    "required": ["type", "instance"],
-                    "properties": {
-                        "type": {"enum": ["prefill", "decode"]},
-                        "instance": {"type": "string", "examples": ["127.0.0.1:8101"]},
-                        "port": {"type": "integer", "minimum": 1, "maximum": 65535},
-                    },
-                }
-            }
+
+def _takes(schema: dict[str, Any]) -> dict[str, Any]:
+    """The description of an endpoint that reads a JSON body itself."""
+    return {"requestBody": {"required": True, "content": {"application/json": {"schema": schema}}}}
+
+
+_TAKES_CHANGE = _takes(
+    {
+        "type": "object",
+        "required": ["type", "instance"],
+        "properties": {
+            "type": {"enum": ["prefill", "decode"]},
+            "instance": {"type": "string", "examples": ["127.0.0.1:8101"]},
+            "port": {"type": "integer", "minimum": 1, "maximum": 65535},
         },
     }
-}
+)
 
 
 async def _status(gateway: Gateway) -> dict[str, Any]:
@@ -303,29 +302,22 @@ def _json(answer: Any) -> Response:
 # --- moves of KV
 
 
-_TAKES_MOVE: dict[str, Any] = {
-    "requestBody": {
-        "required": True,
-        "content": {
-            "application/json": {
-                "schema": {
-                    "type": "object",
-                    "required": ["to"],
-                    "oneOf": [{"required": [name]} for name in ("id", "prompt", "messages")],
-                    "properties": {
-                        "to": {"type": "string", "examples": ["127.0.0.1:8101"]},
-                        "id": {"type": "string", "maxLength": 200, "examples": ["cmpl-5f0c"]},
-                        "prompt": {"type": ["string", "array"]},
-                        "messages": {"type": "array"},
-                        "cache_salt": {"type": "string", "maxLength": 1024},
-                        "model": {"type": "string"},
-                        "stream": {"type": "boolean"},
-                    },
-                }
-            }
+_TAKES_MOVE = _takes(
+    {
+        "type": "object",
+        "required": ["to"],
+        "oneOf": [{"required": [name]} for name in ("id", "prompt", "messages")],
+        "properties": {
+            "to": {"type": "string", "examples": ["127.0.0.1:8101"]},
+            "id": {"type": "string", "maxLength": 200, "examples": ["cmpl-5f0c"]},
+            "prompt": {"type": ["string", "array"]},
+            "messages": {"type": "array"},
+            "cache_salt": {"type": "string", "maxLength": 1024},
+            "model": {"type": "string"},
+            "stream": {"type": "boolean"},
         },
     }
-}
+)
 _MOVE_ERRORS: dict[int | str, dict[str, Any]] = {
     **_ERRORS,
     404: {"description": "No such instance, model or answer in progress; or other engines than our workers"},

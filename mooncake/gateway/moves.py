@@ -11,9 +11,8 @@ by excluding all others. A move that can't be made leaves the answer where it is
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import uuid
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 import msgspec
@@ -141,17 +140,14 @@ class Moves:
             return
         self._draining = {row.instance: None for row in rows if row.health == "draining"}
 
-    @contextlib.contextmanager
-    def following(self, answer_id: str, choice: AnswerMoves) -> Iterator[None]:
-        """A choice of an answer is in progress meanwhile."""
-        choices = self._live.setdefault(answer_id, [])
-        choices.append(choice)
-        try:
-            yield
-        finally:
-            choices.remove(choice)
-            if not choices:
-                del self._live[answer_id]
+    def began(self, answer_id: str, choice: AnswerMoves) -> None:
+        """A choice of an answer is in progress from now on, until ``ended``."""
+        self._live.setdefault(answer_id, []).append(choice)
+
+    def ended(self, answer_id: str, choice: AnswerMoves) -> None:
+        self._live[answer_id].remove(choice)
+        if not self._live[answer_id]:
+            del self._live[answer_id]
 
     def is_draining(self, instance: InstanceId) -> bool:
         return instance in self._draining
@@ -360,6 +356,8 @@ class AnswerMoves:
     def __init__(self, moves: Moves, place: Place, headers: Mapping[str, str], index: int) -> None:
         """``place``: the event that has placed the prompt. ``index`` of the choice in its answer."""
         self._moves, self._place, self._headers, self._index = moves, place, headers, index
+        # Several prompts of an answer are placed as parts of its id.
+        self._answer_id = place.request_id.partition("/")[0]
         self._move: AnswerMove | None = None
         self._order: MoveOrder | None = None
         self._move_id = ""
@@ -367,16 +365,14 @@ class AnswerMoves:
         self._may_move_at = 0.0
 
     def __enter__(self) -> AnswerMoves:
-        # Several prompts of an answer are placed as parts of its id.
-        self._following = self._moves.following(self._place.request_id.partition("/")[0], self)
-        self._following.__enter__()
+        self._moves.began(self._answer_id, self)
         return self
 
     def __exit__(self, *exception: object) -> None:
         self._end()
         if self._order is not None:
             self._order.end("refused", "the answer has ended")
-        self._following.__exit__(None, None, None)
+        self._moves.ended(self._answer_id, self)
 
     def order(self, target: InstanceId, others: Sequence[InstanceId]) -> MoveOrder:
         """Move to ``target`` at the next token, or after the move that is under way."""

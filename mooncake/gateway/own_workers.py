@@ -716,22 +716,18 @@ class OwnWorkersRequest(PlacedRequest):
                 decision, self._decision = self._decision, None
                 place_id = self._request_id
                 continue
-            except (WorkerFailed, WorkerBusy) as error:
-                if not choice.is_finished and (origin := moves.failed(str(error))) is not None:
-                    attempts.exclude[error.instance] = None
-                    if isinstance(error, WorkerFailed):
-                        self._scheduling.post(Failed(error.instance, error.reason, place_id))
-                    decision, self.route.decode = origin, origin.decode
-                    continue
-                if not choice.is_finished:
-                    await self._await_prefill()
-                    self._note(error, place_id, attempts, "resumed" if choice.token_ids else "decode")
-            except WeightsReplaced as error:
+            except (WorkerFailed, WorkerBusy, WeightsReplaced) as error:
                 if not choice.is_finished and (origin := moves.failed(str(error))) is not None:
                     attempts.exclude[decision.decode] = None
+                    if isinstance(error, WorkerFailed):
+                        self._scheduling.post(Failed(decision.decode, error.reason, place_id))
                     decision, self.route.decode = origin, origin.decode
                     continue
-                if choice.token_ids or choice.num_chars:
+                if not isinstance(error, WeightsReplaced):
+                    if not choice.is_finished:
+                        await self._await_prefill()
+                        self._note(error, place_id, attempts, "resumed" if choice.token_ids else "decode")
+                elif choice.token_ids or choice.num_chars:
                     if not choice.is_finished:
                         log.warning("answer_not_continued", instance=decision.decode, reason=str(error))
                         raise

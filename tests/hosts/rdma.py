@@ -15,7 +15,6 @@ import re
 import socket
 import subprocess
 import sys
-import time
 import urllib.request
 from collections.abc import Iterator
 from pathlib import Path
@@ -24,6 +23,7 @@ from random import Random
 from mooncake import metrics
 from mooncake.store import Store, StoreSettings
 from mooncake.store import messages as m
+from tests.cluster import wait_for
 from tests.hosts.network import wait_for_line
 from tests.kill.journal import content
 from tests.kill.mixed import Request, ask
@@ -105,7 +105,12 @@ def serve(here: str, there: str) -> None:
 def use(here: str, there: str) -> None:
     """The second machine: the decode engine and the clients."""
     master = f"{there}:{MASTER_PORT}"
-    wait_for_port(there, ENGINE_PORT, 2 * PATIENCE_S)
+
+    def is_serving() -> bool:
+        with socket.create_connection((there, ENGINE_PORT), timeout=2):
+            return True
+
+    wait_for(is_serving, f"{there}:{ENGINE_PORT} to be open", 2 * PATIENCE_S)
     with running() as machine:
         engine = ["--role", "decode", "--master", master, "--host", here, "--port", str(ENGINE_PORT)]
         machine.start("decode", "dev", "fake-engine", *engine, "--transfer-listen-host", here)
@@ -176,15 +181,6 @@ def page_of(url: str) -> str:
     with urllib.request.urlopen(url, timeout=60) as answer:
         text: str = answer.read().decode()
         return text
-
-
-def wait_for_port(host: str, port: int, within_s: float) -> None:
-    deadline = time.monotonic() + within_s
-    while True:
-        with contextlib.suppress(OSError), socket.create_connection((host, port), timeout=2):
-            return
-        assert time.monotonic() < deadline, f"{host}:{port} is not open after {within_s:g} s"
-        time.sleep(1.0)
 
 
 def main() -> None:
