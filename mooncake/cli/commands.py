@@ -22,6 +22,7 @@ from mooncake.cli.role_command import Invocation, ManyValues, add_command, confi
 from mooncake.config import LogSettings
 from mooncake.log import setup_logging
 from mooncake.security import SecuritySettings
+from mooncake.tracing import TracingSettings
 
 
 @dataclass(frozen=True)
@@ -163,7 +164,7 @@ P2P_SERVE = Command(
 )
 
 _NAMES = [command.name for command in COMMANDS]
-KNOWN_ROLES = ["log", "security", "transfer", *_NAMES, "fakeengine", "p2p", "deploy"]
+KNOWN_ROLES = ["log", "security", "tracing", "transfer", *_NAMES, "fakeengine", "p2p", "deploy"]
 """Tables that a configuration file may have."""
 
 DEPLOY_RENDER = Command(
@@ -195,8 +196,8 @@ Sizes take suffixes: `64MiB` counts in powers of 1024, `256GB` in powers of 1000
 seconds. Port 0 takes a free port. Lists are repeated flags, or separated by commas in the environment.
 `--print-config` shows every value and where it came from.
 
-The tables `[log]` and `[security]` are those of every role. The flags of `[security]` are as shown, those of
-`[log]` begin with `--log-`.
+The tables `[log]`, `[security]` and `[tracing]` are those of every role. The flags of `[security]` are as
+shown, those of `[log]` begin with `--log-`, those of `[tracing]` with `--tracing-`.
 
 `[transfer]` is read by every role with a transfer engine (node, daemon, worker, p2p), by `mooncake store`, by
 connectors inside other programs and by the classes with the existing package's names. Its flags begin with
@@ -227,6 +228,7 @@ def application_for(words: Sequence[str]) -> typer.Typer:
     application.command("explain", epilog="Example: mooncake explain cmpl-6f1c --url http://127.0.0.1:8000")(
         _explain
     )
+    application.command("trace", epilog="Example: mooncake trace cmpl-6f1c --perfetto trace.json")(_trace)
     benches = typer.Typer(no_args_is_help=True, help="Measure transfers against the limits of this machine.")
     benches.callback()(_start_bench)
     benches.command("transfer", epilog="Example: mooncake bench transfer --quick")(_bench_transfer)
@@ -377,6 +379,31 @@ def _explain(
     explain(name, url, admin_api_key, as_json)
 
 
+def _trace(
+    name: Annotated[
+        str, typer.Argument(metavar="ID", help="The answer's id, or the request's X-Request-ID.")
+    ],
+    url: Annotated[str, typer.Option("--url", help="Address of the gateway.")] = "http://127.0.0.1:8000",
+    admin_api_key: Annotated[
+        str,
+        typer.Option(
+            "--admin-api-key", envvar="ADMIN_API_KEY", help="Needed for an id that the client chose."
+        ),
+    ] = "",
+    as_json: Annotated[
+        bool, typer.Option("--json", help="Print the gateway's JSON answer unchanged.")
+    ] = False,
+    perfetto: Annotated[
+        Path | None,
+        typer.Option("--perfetto", metavar="FILE", help="Write a file for ui.perfetto.dev instead."),
+    ] = None,
+) -> None:
+    """Show what each process did for a request and when: gateway, conductor, workers, lookups and transfers."""
+    from mooncake.cli.trace import trace
+
+    trace(name, url, admin_api_key, as_json, perfetto)
+
+
 def _not_selected() -> None:
     raise AssertionError("only the selected command is built in full")
 
@@ -409,6 +436,7 @@ def _config(
     classes = [
         LogSettings,
         SecuritySettings,
+        TracingSettings,
         TransferSettings,
         *(command.settings_class() for command in (*COMMANDS, FAKE_ENGINE, P2P_SERVE, DEPLOY_RENDER)),
     ]

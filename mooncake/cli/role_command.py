@@ -28,6 +28,9 @@ from mooncake import config
 from mooncake.config import LogSettings, Option
 from mooncake.file_limit import raise_file_limit
 from mooncake.security import Identity, SecuritySettings, install_identity
+from mooncake.tracing import TracingSettings, install_tracing, tracing_of
+
+DEFAULT_TRACING = TracingSettings()
 
 
 @dataclass(frozen=True)
@@ -37,6 +40,7 @@ class Invocation:
     settings: Any
     logs: LogSettings
     file: Path | None
+    tracing: TracingSettings = DEFAULT_TRACING
 
 
 class ManyValues(TyperCommand):
@@ -81,6 +85,7 @@ def add_command(
             own[field] = {name: given.pop(f"{field}_table_{name}") for name in names}
         file, logs, log_origins = _general(given, known_roles)
         security, security_origins = _security(given, file, known_roles)
+        tracing, tracing_origins = _tracing(given, file, known_roles)
         settings: Any
         settings, origins = config.load(settings_class, own, os.environ, file, known_roles)
         if given["print_config"]:
@@ -88,11 +93,17 @@ def add_command(
             print(config.describe_included(settings, origins))
             print(config.describe(logs, log_origins))
             print(config.describe(security, security_origins))
+            print(config.describe(tracing, tracing_origins))
             return
         if given["parent"]:
             die_with(given["parent"])
         install_identity(Identity(security))
-        run(Invocation(settings, logs, file))
+        traces = tracing_of(tracing)
+        install_tracing(traces)
+        try:
+            run(Invocation(settings, logs, file, tracing))
+        finally:
+            traces.close()
 
     parameters = [_parameter(option) for option in config.options(settings_class)]
     for field, included in config.included_tables(settings_class).items():
@@ -130,6 +141,14 @@ def _security(
     """The security settings, which every command has."""
     flags = {option.field: given[option.field] for option in config.options(SecuritySettings)}
     return config.load(SecuritySettings, flags, os.environ, file, known_roles)
+
+
+def _tracing(
+    given: dict[str, Any], file: Path | None, known_roles: Sequence[str]
+) -> tuple[TracingSettings, dict[str, str]]:
+    """The settings of traces, which every command has."""
+    flags = {option.field: given[f"tracing_{option.field}"] for option in config.options(TracingSettings)}
+    return config.load(TracingSettings, flags, os.environ, file, known_roles, flags_start="--tracing-")
 
 
 def _parameter(option: Option, panel: str | None = None, table: str = "") -> inspect.Parameter:
@@ -220,6 +239,10 @@ def _general_parameters() -> list[inspect.Parameter]:
             for option in (level, log_format)
         ),
         *(_parameter(option, "Security") for option in config.options(SecuritySettings)),
+        *(
+            _parameter(option, "Tracing", "tracing").replace(name=f"tracing_{option.field}")
+            for option in config.options(TracingSettings)
+        ),
         _keyword("parent", Annotated[int | None, typer.Option("--parent", hidden=True)]),
     ]
 

@@ -44,6 +44,7 @@ from mooncake.errors import InvalidArgument
 from mooncake.inference.pipeline import MAX_STAGES
 from mooncake.security import Identity, SecuritySettings, check_address, process_identity
 from mooncake.security.tls_contexts import client_context
+from mooncake.tracing import TracingSettings
 from mooncake.types import KvTransfer
 
 if TYPE_CHECKING:
@@ -390,6 +391,7 @@ def role_command(program: Sequence[str], role: str, given: Invocation, *flags: s
     if given.file is not None:
         general += ["--config", str(given.file.expanduser().absolute())]
     general += security_flags(process_identity().settings)
+    general += tracing_flags(given.tracing)
     if not program:
         return (role, *flags, *general)
     return (*program, role, *flags, *general, "--parent", str(os.getpid()))
@@ -404,6 +406,17 @@ def security_flags(settings: SecuritySettings) -> list[str]:
         if value == option.default:
             continue
         flags += [option.flag] if value is True else [option.flag, str(value)]
+    return flags
+
+
+def tracing_flags(settings: TracingSettings) -> list[str]:
+    """The settings of traces, as flags for a process that this one starts."""
+    flags: list[str] = []
+    for option in config.options(TracingSettings):
+        value = getattr(settings, option.field)
+        if value != option.default:
+            flag = f"--tracing-{option.flag[2:]}"
+            flags += [flag] if value is True else [flag, str(value)]
     return flags
 
 

@@ -32,6 +32,8 @@ from mooncake.conductor.messages import (
     Decision,
     Drain,
     Finished,
+    FoundSpans,
+    GetSpans,
     GetStatus,
     GetStory,
     InstanceStatus,
@@ -51,6 +53,7 @@ from mooncake.errors import DeadlineExceeded, MooncakeError, PeerLost, Refusal
 from mooncake.log import get_logger
 from mooncake.prefix import BlockKey
 from mooncake.rpc import AsyncClient
+from mooncake.tracing import Span
 from mooncake.types import InstanceId, WorkerRole
 
 log = get_logger(__name__)
@@ -111,6 +114,10 @@ class ConductorClient(Protocol):
 
     async def explain(self, request_id: str) -> Explanation | None:
         """The explanation of a request, if it is remembered. Raises Unavailable."""
+        ...
+
+    async def spans(self, parent_id: str) -> list[Span]:
+        """The conductor's spans below a gateway's, as far as it has them; none where it can't be reached."""
         ...
 
 
@@ -282,6 +289,17 @@ class RemoteConductor:
         if lost is not None:
             raise lost
         return None
+
+    async def spans(self, parent_id: str) -> list[Span]:
+        """As in ``ConductorClient``, of all conductors: each may have placed the request once."""
+        found: list[Span] = []
+        for link in self._links:
+            if link.is_connected:
+                with contextlib.suppress(MooncakeError):
+                    answer = await link.client.call(GetSpans(parent_id), CALL_TIMEOUT_S)
+                    assert isinstance(answer, FoundSpans)
+                    found += answer.spans
+        return found
 
     # --- which conductor is asked
 

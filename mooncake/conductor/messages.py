@@ -15,6 +15,7 @@ from mooncake.errors import Refusal
 from mooncake.http.worker_stats import StageStats
 from mooncake.prefix import BlockKey
 from mooncake.security.principal import NODES, NODES_AND_ADMINS, TRUSTED, Level
+from mooncake.tracing.spans import Span
 from mooncake.types import InstanceId, Tier, WorkerRole
 
 POOL: InstanceId = "pool"
@@ -51,6 +52,8 @@ class Place(msgspec.Struct, frozen=True, array_like=True, tag=True):
     "The same tokens' blocks without a salt, to distinguish a miss by salt from others. May be empty."
     is_text: bool = False
     "The keys name pieces of text, because the tokens are unknown; no instance publishes such blocks."
+    trace: str = ""
+    "The gateway's span as a `traceparent`; empty where the request is not traced."
 
 
 class Prefilled(msgspec.Struct, frozen=True, array_like=True, tag=True):
@@ -463,6 +466,16 @@ class Story(msgspec.Struct, frozen=True, array_like=True, tag=True):
     lines: list[str]
 
 
+class GetSpans(msgspec.Struct, frozen=True, array_like=True, tag=True):
+    """Request the conductor's part of a trace: the spans below a gateway's. Answered with ``FoundSpans``."""
+
+    parent_id: str
+
+
+class FoundSpans(msgspec.Struct, array_like=True, tag=True):
+    spans: list[Span]
+
+
 ACCESS: dict[type[msgspec.Struct], frozenset[Level]] = {
     Place: TRUSTED,
     Prefilled: TRUSTED,
@@ -480,10 +493,11 @@ ACCESS: dict[type[msgspec.Struct], frozenset[Level]] = {
     Drain: NODES_AND_ADMINS,
     GetStatus: TRUSTED,
     GetStory: TRUSTED,
+    GetSpans: TRUSTED,
     ClaimRequests: TRUSTED,
     Replicate: NODES,
 }
 """Which role may send which message to a conductor, where peers are authenticated."""
 
-REPLIES = (Decision, Refuse, Noted, Status, Story)
+REPLIES = (Decision, Refuse, Noted, Status, Story, FoundSpans)
 PEER_REPLIES = (Replicated,)

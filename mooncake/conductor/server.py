@@ -42,6 +42,8 @@ from mooncake.conductor.messages import (
     Event,
     Failed,
     Finished,
+    FoundSpans,
+    GetSpans,
     GetStatus,
     GetStory,
     InstanceStatus,
@@ -65,6 +67,7 @@ from mooncake.conductor.messages import (
     Watch,
 )
 from mooncake.conductor.peers import Peers
+from mooncake.conductor.placement_spans import traced_placement
 from mooncake.conductor.prediction import QUANTITIES, RATIOS
 from mooncake.conductor.query_server import PublisherSubscriptions, QueryServer, read_registrations
 from mooncake.conductor.scaling_signal import DesiredChanged, ScalingStatus
@@ -76,6 +79,7 @@ from mooncake.log import get_logger
 from mooncake.rpc import Call, Connection, RpcServer
 from mooncake.security import TRUSTED, Access, check_address
 from mooncake.security.http_auth import HttpClientAuth
+from mooncake.tracing import Span, process_tracing
 from mooncake.types import InstanceId
 
 log = get_logger(__name__)
@@ -200,6 +204,9 @@ class ConductorService:
         return self.place_now(request)
 
     def place_now(self, request: Place) -> Decision | Refuse:
+        return traced_placement(request, self._place_now) if request.trace else self._place_now(request)
+
+    def _place_now(self, request: Place) -> Decision | Refuse:
         self._driver.post(request)
         answer, self._answer = self._answer, None
         assert answer is not None
@@ -241,6 +248,9 @@ class ConductorService:
 
     async def explain(self, request_id: str) -> Explanation | None:
         return self.explain_now(request_id)
+
+    async def spans(self, parent_id: str) -> list[Span]:
+        return process_tracing().ring.below(parent_id)
 
     def explain_now(self, request_id: str) -> Explanation | None:
         identities = self._followers.identities
@@ -493,6 +503,7 @@ class ConductorServer:
         handlers: dict[type[msgspec.Struct], Any] = dict.fromkeys(_FACTS, self._note)
         handlers |= {Prefilled: self._prefilled, Explain: self._explain}
         handlers |= {Place: self._place, GetStatus: self._status, GetStory: self._story}
+        handlers |= {GetSpans: self._spans}
         handlers |= {ClaimRequests: self._claim, Replicate: self._replicate}
         access = Access({**ACCESS, Explain: TRUSTED})
         self.rpc = RpcServer(handlers, self._on_lost, access=access, name="conductor")
@@ -544,6 +555,9 @@ class ConductorServer:
 
     def _story(self, message: GetStory, call: Call) -> Story:
         return Story(self._service.core.story(message.key))
+
+    def _spans(self, message: GetSpans, call: Call) -> FoundSpans:
+        return FoundSpans(process_tracing().ring.below(message.parent_id))
 
     def _on_lost(self, connection: Connection) -> None:
         self.peers.lost(connection)

@@ -110,6 +110,12 @@ class StoreLookup:
         self.grants: list[ReadGrant] = []
 
     @property
+    def source(self) -> str:
+        """The segments in which the blocks were found, for the trace of a request."""
+        segments = {id(grant.segment): grant.segment for grant in self.grants}
+        return ", ".join(f"{one.name} by {one.paths[0]}" for one in segments.values() if one.paths)
+
+    @property
     def num_blocks(self) -> int:
         return len(self.grants)
 

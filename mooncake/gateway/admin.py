@@ -106,7 +106,7 @@ def add_routes(app: FastAPI, gateway: Gateway, is_inside: bool = False) -> None:
         """Version of the program."""
         return {"version": mooncake.__version__}
 
-    @app.get("/metrics", response_class=PlainTextResponse, responses=_KEY_ERRORS)
+    @app.get("/metrics", response_class=PlainTextResponse, responses=KEY_ERRORS)
     async def metrics_page(http: Request) -> Response:
         """Metrics: Prometheus reads them at the operators' port, or sends the key as its bearer token."""
         _check_key(gateway, http, is_inside)
@@ -120,7 +120,7 @@ def add_routes(app: FastAPI, gateway: Gateway, is_inside: bool = False) -> None:
             found = {name: found[name] for name in _PUBLIC_FIELDS}
         return _json(found)
 
-    @app.get("/story/{key:path}", responses={**_KEY_ERRORS, 404: _ERRORS[404], 503: _ERRORS[503]})
+    @app.get("/story/{key:path}", responses={**KEY_ERRORS, 404: _ERRORS[404], 503: _ERRORS[503]})
     async def story(http: Request, key: str) -> Response:
         """The conductor's actions for an answer (by its ``id``) or an instance, with reasons."""
         _check_key(gateway, http, is_inside)
@@ -185,7 +185,7 @@ _ERRORS: dict[int | str, dict[str, Any]] = {
     404: {"description": "No such instance"},
     503: {"description": "The conductor can't be reached"},
 }
-_KEY_ERRORS: dict[int | str, dict[str, Any]] = {number: _ERRORS[number] for number in (401, 403)}
+KEY_ERRORS: dict[int | str, dict[str, Any]] = {number: _ERRORS[number] for number in (401, 403)}
 _PUBLIC_FIELDS = ("model", "degraded", "prefill_node_count", "decode_node_count")
 """Fields of ``/status`` that clients without the key may see."""
 
@@ -448,40 +448,59 @@ class ExplainAnswer(msgspec.Struct):
 
 def _add_explanation(app: FastAPI, gateway: Gateway, is_inside: bool) -> None:
 
-    @app.get("/v1/requests/{name:path}/explain", responses=_EXPLANATION_ERRORS)
+    @app.get("/v1/requests/{name:path}/explain", responses=EXPLANATION_ERRORS)
     async def explain(http: Request, name: str) -> Response:
         """Candidates, choice, prediction and measurements of a request, and why its blocks missed."""
-        names = gateway.request_ids.find(name)
-        if is_inside or gateway.admin_key.refusal(http.headers) is None:
-            names = names or RequestIds(name, "", True, [name])
-        elif gateway.clients is not None:
-            client = gateway.clients.of(http.headers)
-            if names is None or names.client != client.name:
-                raise _unknown(name)  # as if it did not exist: it may be another client's
-        elif names is None:
-            # The conductor may remember a request from before this gateway was started.
-            names = RequestIds(name, "", True, [name])
-        elif name != names.id and not names.is_secret:
-            _check_key_for_chosen_id(gateway, http)
+        names = allowed_ids(gateway, http, name, is_inside)
         try:
             found = [await gateway.scheduling.explain(place_id) for place_id in names.place_ids]
         except MooncakeError as error:
             raise ApiError(503, str(error), code=error.code, retry_after_s=1.0) from error
         known = [one for one in found if one is not None]
         if not known:
-            raise _unknown(name)
+            raise unknown_request(name)
         answer = ExplainAnswer(names.id, names.request_id, known)
         return _json(answer)
 
 
-_EXPLANATION_ERRORS: dict[int | str, dict[str, str]] = {
+def allowed_ids(gateway: Gateway, http: Request, name: str, is_inside: bool) -> RequestIds:
+    """The ids of the request ``name``, if this client may see what was done for it. Raises ApiError."""
+    names = gateway.request_ids.find(name)
+    if is_operator(gateway, http, is_inside):
+        return names or RequestIds(name, "", True, [name])
+    if gateway.clients is not None:
+        client = gateway.clients.of(http.headers)
+        if names is None or names.client != client.name:
+            raise unknown_request(name)  # as if it did not exist: it may be another client's
+    elif names is None:
+        # The conductor may remember a request from before this gateway was started.
+        names = RequestIds(name, "", True, [name])
+    elif name != names.id and not names.is_secret:
+        _check_key_for_chosen_id(gateway, http)
+    return names
+
+
+def is_operator(gateway: Gateway, http: Request, is_inside: bool) -> bool:
+    """Whether the request comes from an operator."""
+    return is_inside or gateway.admin_key.refusal(http.headers) is None
+
+
+def client_or_refusal(gateway: Gateway, http: Request) -> str:
+    """Name of the client whose key the request has. Raises ApiError, 401 or 403, where it has none."""
+    if gateway.clients is not None:
+        return gateway.clients.of(http.headers).name
+    _check_key(gateway, http, is_inside=False)
+    return ""
+
+
+EXPLANATION_ERRORS: dict[int | str, dict[str, str]] = {
     401: {"description": "A request id that its client chose needs the admin key"},
     404: {"description": "No such request is remembered"},
     503: {"description": "The conductor can't be reached"},
 }
 
 
-def _unknown(name: str) -> ApiError:
+def unknown_request(name: str) -> ApiError:
     message = f"no request {name[:128]!r} is remembered; only the latest ones are"
     return ApiError(404, message, param="id", code="request_not_found")
 

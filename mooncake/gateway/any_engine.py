@@ -27,7 +27,7 @@ from typing import Any
 import msgspec
 from fastapi import Request, Response
 
-from mooncake import clock
+from mooncake import clock, tracing
 from mooncake.conductor.client import ConductorClient
 from mooncake.conductor.messages import Decision, Failed, Finished, Place, Prefilled
 from mooncake.gateway.backends import Backends
@@ -225,6 +225,10 @@ async def prepare(
     settings = gateway.settings
     request_id = request_id_of(http)
     answer_id = f"{api.answer_prefix}-{uuid.uuid4().hex}"
+    tracing.note(
+        gen_ai__request__model=str(request.get("model") or settings.model_name),
+        gen_ai__request__stream=bool(request.get("stream")),
+    )
     headers = _headers_for_engines(gateway, http)
     session = session_of(http, request, settings.session_header)
     if session:
@@ -238,6 +242,7 @@ async def prepare(
     if priority is None and (priority := priority_of(http)) is not None:
         # Not beside a priority in the body: engines would prefer the header.
         headers[PRIORITY_HEADER] = str(priority)
+    tracing.phase("tokenize")
     names = await gateway.prompts.name(as_chat(api, request), adapter, headers, gateway.scheduling)
     slo = slo_of(http)
     place = Place(
@@ -436,6 +441,7 @@ class ProxiedRequest(PlacedRequest):
                 decision.decode.rpartition(":")[0], self._backends.ports.get(decision.decode)
             )
             handoff = make_handoff(self._protocol, uuid.uuid4().hex, prefill, decode)
+            tracing.phase("prefill", instance=decision.prefill)
             computing = asyncio.ensure_future(self._compute(decision, handoff, prefill))
             stack.push_async_callback(_cancelled, computing)
             answered = {} if handoff.is_concurrent else await computing
@@ -490,6 +496,7 @@ class ProxiedRequest(PlacedRequest):
     async def _decode(
         self, decision: Decision, params: dict[str, Any], headers: Mapping[str, str]
     ) -> AsyncGenerator[bytes, None]:
+        tracing.phase("first token", instance=decision.decode)
         body = decode_body(self._body, params)
         has_begun = False
         if not self.is_stream:
@@ -591,11 +598,12 @@ class ProxiedRequest(PlacedRequest):
     def _note_time(self) -> None:
         now = clock.monotonic()
         if not self._num_events:
+            tracing.phase("stream")
             self._ttft_s = now - self._began
-            ttft_seconds.observe(self._ttft_s)
+            ttft_seconds.observe(self._ttft_s, tracing.exemplar())
         else:
             self._longest_gap_s = max(self._longest_gap_s, now - self._last)
-            itl_seconds.observe(now - self._last)
+            itl_seconds.observe(now - self._last, tracing.exemplar())
         self._num_events += 1
         self._last = now
 

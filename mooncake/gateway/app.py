@@ -31,6 +31,7 @@ from mooncake.gateway.engine_apis import CHAT, COMPLETIONS, MESSAGES, RESPONSES
 from mooncake.gateway.gateway import Gateway, GatewaySettings, PromptTokenizer, Public
 from mooncake.gateway.own_workers import serve_own_workers
 from mooncake.gateway.request_parsing import decoded, names_of, read_body, request_id_of
+from mooncake.gateway.traces import add_trace_routes, add_tracing
 from mooncake.http.openai import (
     AnyRequest,
     ApiError,
@@ -149,6 +150,7 @@ def create_operator_app(gateway: Gateway) -> FastAPI:
     _answer_errors(app)
     is_inside = is_loopback(gateway.settings.metrics_host)
     admin.add_routes(app, gateway, is_inside)
+    add_trace_routes(app, gateway, is_inside)
     return app
 
 
@@ -203,6 +205,8 @@ def create_app(gateway: Gateway) -> FastAPI:
     _answer_errors(app)
     _add_models(app, gateway)
     admin.add_routes(app, gateway)
+    add_trace_routes(app, gateway)
+    add_tracing(app, gateway)
     return app
 
 

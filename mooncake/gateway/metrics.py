@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 from prometheus_client import Counter
 
-from mooncake import clock, metrics
+from mooncake import clock, metrics, tracing
 from mooncake.gateway.clients import Client
 from mooncake.gateway.retries import Route
 from mooncake.http.latency import e2e_seconds
@@ -53,7 +53,7 @@ def record_answer(
     """Record a completed answer."""
     if client is not None:
         client.used(usage.prompt_tokens, usage.completion_tokens, clock.monotonic())
-    e2e_seconds.observe(timing.e2e_s)
+    e2e_seconds.observe(timing.e2e_s, tracing.exemplar())
     cached = usage.prompt_tokens_details.cached_tokens if usage.prompt_tokens_details else 0
     for kind, num_tokens in (
         ("prompt", usage.prompt_tokens),
@@ -61,6 +61,7 @@ def record_answer(
         ("output", usage.completion_tokens),
     ):
         _tokens.labels(kind).inc(num_tokens)
+    _note(route, usage, timing, cached)
     log.info(
         "request_completed",
         id=answer_id,
@@ -80,3 +81,16 @@ def record_answer(
     ):
         if wanted_ms is not None:
             _slo_outcomes.labels(name, "yes" if was_s * 1000 <= wanted_ms else "no").inc()
+
+
+def _note(route: Route, usage: Usage, timing: Timing, num_cached_tokens: int) -> None:
+    """Add what is known of a completed answer to its trace, if it has one."""
+    tracing.note(
+        gen_ai__usage__input_tokens=usage.prompt_tokens,
+        gen_ai__usage__output_tokens=usage.completion_tokens,
+        gen_ai__usage__cache_read__input_tokens=num_cached_tokens,
+        gen_ai__latency__time_to_first_token=timing.ttft_s,
+        gen_ai__latency__e2e=timing.e2e_s,
+        prefill=route.prefill or "",
+        decode=route.decode,
+    )

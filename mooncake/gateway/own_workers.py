@@ -36,7 +36,7 @@ from typing import Any
 import msgspec
 from fastapi import Request, Response
 
-from mooncake import clock
+from mooncake import clock, tracing
 from mooncake.conductor.client import ConductorClient
 from mooncake.conductor.messages import Decision, Failed, Finished, Place, Prefilled
 from mooncake.errors import MooncakeError
@@ -97,7 +97,10 @@ async def serve_own_workers(gateway: Gateway, http: Request, request: AnyRequest
     try:
         max_model_len = await gateway.context_length()
         assert gateway.tokenizer is not None, "without a tokenizer requests are proxied"
+        tracing.phase("tokenize")
+        tracing.note(gen_ai__request__model=settings.model_name, gen_ai__request__stream=bool(request.stream))
         prompts = await tokenize(gateway.tokenizer, request, max_model_len)
+        tracing.phase("hash blocks", prompts=len(prompts))
         answer = _answer(gateway, http, request, prompts, max_model_len, slo)
         if not request.stream:
             body = to_json(await cancel_on_disconnect(http, answer.whole()))
@@ -356,6 +359,8 @@ class OwnWorkersAnswer:
     ) -> None:
         """Serve one prompt from prefill to the end of its last choice."""
         request = self._request
+        if len(self._worker_requests) > 1:
+            tracing.split("prompt", number=number)
         first = number * request.n
         is_complete = False
         try:
@@ -392,17 +397,20 @@ class OwnWorkersAnswer:
         queue: asyncio.Queue[AnswerPiece | ApiError | None],
     ) -> None:
         last: float | None = None
+        if self._request.n > 1:
+            tracing.split("choice", index=choice.index)
         pieces = worker_request.decode(choice, self._sampling(seed_offset), self._max_tokens(worker_request))
         async with contextlib.aclosing(pieces):
             async for piece in pieces:
                 now = clock.monotonic()
                 if last is None:
-                    ttft_seconds.observe(now - self._began)
+                    tracing.phase("stream")
+                    ttft_seconds.observe(now - self._began, tracing.exemplar())
                     self._ttft_s = max(self._ttft_s or 0.0, now - self._began)
                     self._ttfts_s[number] = max(self._ttfts_s[number], now - self._began)
                 else:
                     self._gaps_s[number].append(now - last)
-                    itl_seconds.observe(now - last)
+                    itl_seconds.observe(now - last, tracing.exemplar())
                     self._longest_gap_s = max(self._longest_gap_s, now - last)
                 last = now
                 await queue.put(piece)
@@ -539,6 +547,7 @@ class OwnWorkersRequest(PlacedRequest):
                 call = self._compute(decision, transfer_id)
                 self._computing = asyncio.get_running_loop().create_task(call)
                 return
+            tracing.phase("prefill", instance=decision.prefill)
             if await self._compute(decision):
                 return
 
@@ -695,6 +704,7 @@ class OwnWorkersRequest(PlacedRequest):
                 choice.is_finished = True
                 yield AnswerPiece(choice.index, finish_reason="length")
                 return
+            tracing.phase("resume" if choice.token_ids else "first token", instance=decision.decode)
             pieces = self._follow(decision.decode, choice, sampling, max_tokens, moves.params())
             if self._computing is not None:
                 pieces = self._while_computed(pieces, self._computing)

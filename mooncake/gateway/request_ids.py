@@ -10,6 +10,8 @@ from collections import OrderedDict
 
 import msgspec
 
+from mooncake import tracing
+
 _MAX_NAMES = 20_000
 
 
@@ -32,6 +34,11 @@ class RequestIdTable:
         self._by_id: OrderedDict[str, RequestIds] = OrderedDict()
 
     def note(self, names: RequestIds) -> None:
+        tracing.note(
+            mooncake__request__id=names.id,
+            mooncake__client_request__id=names.request_id,
+            client=names.client,
+        )
         for name in (names.id, names.request_id):
             self._by_id.pop(name, None)
             self._by_id[name] = names

@@ -14,7 +14,7 @@ from dataclasses import dataclass, field
 import msgspec
 from prometheus_client import Counter
 
-from mooncake import clock, metrics
+from mooncake import clock, metrics, tracing
 from mooncake.conductor.client import ConductorClient
 from mooncake.conductor.messages import Decision, Failed, Finished, Place, Prefilled, Refuse
 from mooncake.gateway.worker_client import WeightsReplaced, WorkerBusy, WorkerFailed
@@ -102,16 +102,19 @@ class PlacedRequest:
         if attempts.num_failures or attempts.num_unreachable:
             timeout_s = max(timeout_s, RETRY_TIMEOUT_S)
         give_up_at = clock.monotonic() + timeout_s
+        tracing.phase("place")
         while True:
             self._placed_ids[place_id] = None
-            answer = await self._scheduling.place(
-                msgspec.structs.replace(
-                    self._place_event,
-                    request_id=place_id,
-                    exclude=list(attempts.exclude),
-                    needs_prefill=needs_prefill,
+            with tracing.call("place request") as names:
+                answer = await self._scheduling.place(
+                    msgspec.structs.replace(
+                        self._place_event,
+                        request_id=place_id,
+                        exclude=list(attempts.exclude),
+                        needs_prefill=needs_prefill,
+                        trace=names.get(tracing.TRACEPARENT, ""),
+                    )
                 )
-            )
             if isinstance(answer, Decision):
                 return answer
             if attempts.busy is not None:

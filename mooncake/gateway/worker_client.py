@@ -21,6 +21,7 @@ import aiohttp
 import msgspec
 from msgspec import Meta
 
+from mooncake import tracing
 from mooncake.errors import MooncakeError, ProtocolError
 from mooncake.http.openai import (
     WEIGHTS_REPLACED,
@@ -223,13 +224,15 @@ class WorkerClient:
         assert self._session is not None, "open() first"
         data = msgspec.json.encode(body)
         content = {"Content-Type": "application/json", **headers, **self._caller.headers("POST", path, data)}
-        request = self._session.post(self._caller.url(instance, path), data=data, headers=content)
         try:
-            response = await self._while_alive(instance, request)
-            async with response:
-                if response.status != 200:
-                    await self._refuse(instance, response)
-                yield response
+            with tracing.call(f"POST {path}", server__address=instance) as names:
+                content |= names
+                request = self._session.post(self._caller.url(instance, path), data=data, headers=content)
+                response = await self._while_alive(instance, request)
+                async with response:
+                    if response.status != 200:
+                        await self._refuse(instance, response)
+                    yield response
         except (aiohttp.ClientConnectorError, aiohttp.ConnectionTimeoutError) as error:
             raise WorkerFailed(instance, f"can't be reached: {error}", was_reached=False) from error
         except (aiohttp.ClientError, OSError, ProtocolError) as error:

@@ -21,7 +21,7 @@ from msgspec import Meta
 from prometheus_client import Counter, Gauge
 
 import mooncake
-from mooncake import clock, metrics
+from mooncake import clock, metrics, tracing
 from mooncake.connectors.kv_link import PushSource
 from mooncake.errors import InvalidArgument, MooncakeError
 from mooncake.http import large_json, server
@@ -48,6 +48,7 @@ from mooncake.inference.engine import EngineStats
 from mooncake.inference.generator import GenerationFailed, GenerationRefused, Generator, TokenCounts
 from mooncake.inference.request import Request as EngineRequest
 from mooncake.inference.request import SamplingParams
+from mooncake.inference.request_spans import trace_requests
 from mooncake.log import get_logger
 from mooncake.rpc.client import split_address
 from mooncake.types import WorkerRole
@@ -180,6 +181,11 @@ def create_app(api: Api) -> FastAPI:
         stats = dataclasses.asdict(engine.stats())
         return {"status": "ok", "role": api.role, **stats, "measured": steps, "push_port": api.push_port}
 
+    @app.get("/v1/spans/{parent_id}")
+    async def spans(parent_id: str) -> Response:
+        """The spans of the requests that a gateway has sent with this span of its own."""
+        return _json(msgspec.json.encode(tracing.process_tracing().ring.below(parent_id)))
+
     @app.get("/version")
     async def version() -> dict[str, str]:
         """Version of the program."""
@@ -223,6 +229,8 @@ async def _answer(api: Api, http: Request, api_request: AnyRequest) -> Response:
         for number, prompt in enumerate(prompts)
         for choice in range(api_request.n)
     ]
+    if (scope := tracing.current()) is not None:
+        trace_requests(scope, _name_of(api_request), requests, api.generator.engine.runner.layout)
     answer = _Answer(api, api_request, requests, f"{prefix}-{answer_id}")
     if not api_request.stream:
         return _json(to_json(await _unless_disconnected(http, answer.whole())))
@@ -325,9 +333,9 @@ class _Answer:
             async for piece in pieces:
                 now = clock.monotonic()
                 if last is None:
-                    ttft_seconds.observe(now - self._began)
+                    ttft_seconds.observe(now - self._began, tracing.exemplar())
                 else:
-                    itl_seconds.observe(now - last)
+                    itl_seconds.observe(now - last, tracing.exemplar())
                 last = now
                 yield piece
 
@@ -352,7 +360,7 @@ class _Answer:
 
     def _account(self) -> None:
         e2e_s = clock.monotonic() - self._began
-        e2e_seconds.observe(e2e_s)
+        e2e_seconds.observe(e2e_s, tracing.exemplar())
         self._api.mean_answer_s += 0.1 * (e2e_s - self._api.mean_answer_s)
         requests_total.labels("finished").inc(len(self._requests))
         for counts in self._counts:
@@ -452,6 +460,14 @@ def _push_of(api: Api, api_request: AnyRequest) -> tuple[PushSource | None, str]
 def _is_prefill(api_request: AnyRequest) -> bool:
     """Whether another worker will decode this prompt and waits for its KV in the pool."""
     return bool((api_request.kv_transfer_params or {}).get("do_remote_decode"))
+
+
+def _name_of(api_request: AnyRequest) -> str:
+    """The name of a request in its trace: the part of the work that is done here."""
+    if _is_prefill(api_request):
+        return "worker prefill"
+    is_decode = bool((api_request.kv_transfer_params or {}).get("do_remote_prefill"))
+    return "worker decode" if is_decode else "worker generate"
 
 
 def _transfer_count(api_request: AnyRequest, name: str) -> int:

@@ -531,6 +531,8 @@ class Engine:
             for request_id in loads:
                 traffic.end_load(request_id)
         self._count(step)
+        if self._pipeline is None:
+            self._mark_chunks(step, began)
         if sampled_rows is None and any(chunk.samples for chunk in step.chunks):
             self._begun.append(BegunStep(step, failed, began))
         elif not failed and self._pipeline is None:
@@ -655,6 +657,16 @@ class Engine:
                 self._num_prefill += chunk.num_tokens
             else:
                 self._num_decode += chunk.num_tokens
+
+    def _mark_chunks(self, step: Step, began: float) -> None:
+        """Note the chunks of prompts in the traces of those requests that have one."""
+        for chunk in step.chunks:
+            request = chunk.request
+            if request.marks is not None and chunk.start < request.num_prompt_tokens:
+                mark = request.mark("compute chunk", began, first_token=chunk.start, tokens=chunk.num_tokens)
+                if mark is not None:
+                    mark.attributes["requests_in_step"] = len(step.chunks)
+                    mark.ended = self._clock()
 
     def _wake_locked(self) -> None:
         self._has_news = True

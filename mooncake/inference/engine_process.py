@@ -13,6 +13,8 @@ import contextlib
 from collections.abc import AsyncIterator, Callable, Sequence
 from typing import Any
 
+from fastapi import FastAPI
+
 from mooncake.connectors.memory import HostMemory
 from mooncake.connectors.store_link import StoreLink
 from mooncake.errors import MooncakeError
@@ -23,12 +25,15 @@ from mooncake.inference.blocks import EVICTED, BlockEvent, PoolBlocksStored
 from mooncake.inference.engine import Engine
 from mooncake.inference.generator import Generator
 from mooncake.inference.kv_events import WorkerKvEventPublisher
+from mooncake.inference.request_spans import SERVICE
 from mooncake.inference.tokenizer import AnyTokenizer
 from mooncake.kv_events import MEDIUM_DEVICE, BlockRemoved, BlockStored, KvEvent
 from mooncake.kvlayout import KvIdentity
 from mooncake.log import get_logger
 from mooncake.security import NODES_AND_ADMINS, HttpAuth, check_address, process_identity
 from mooncake.store import AsyncStore, StoreSettings
+from mooncake.tracing import process_tracing
+from mooncake.tracing.asgi import TracedRequests
 from mooncake.transfer import TransferEngine, TransferSettings
 
 log = get_logger(__name__)
@@ -58,7 +63,8 @@ async def serve(
     listening = listen(host, port)
     async with running as api:
         # The clients of a worker are gateways and conductors: nodes of the cluster.
-        app = HttpAuth(create_app(api), levels=NODES_AND_ADMINS, open_paths=("/version",))
+        address = f"{host}:{listening.getsockname()[1]}"
+        app = HttpAuth(_traced(create_app(api), address), levels=NODES_AND_ADMINS, open_paths=("/version",))
         tls = process_identity().server_tls
         server = HttpServer(app, listening, tls=tls, deadlines=DEADLINES)
         try:
@@ -81,6 +87,15 @@ async def serve(
                 waiting.cancel()
         finally:
             await server.close()
+
+
+def _traced(app: FastAPI, address: str) -> Any:
+    """``app``, or a middleware around it where traces are on."""
+    tracing = process_tracing()
+    if not tracing.is_on:
+        return app
+    names = dict.fromkeys(("/v1/completions", "/v1/chat/completions"), "worker")
+    return TracedRequests(app, tracing, SERVICE, address, names, only_continued=True)
 
 
 @contextlib.asynccontextmanager

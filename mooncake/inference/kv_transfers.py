@@ -18,8 +18,9 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Collection, Sequence
 
+from mooncake import clock
 from mooncake.connectors.kv_link import AnyLink, AnyPushingLink, KvLoad, KvLookup, KvSave
-from mooncake.inference.request import FinishReason, Request
+from mooncake.inference.request import FinishReason, Mark, Request
 from mooncake.inference.scheduler import CacheLookup, PushBlocks, SaveBlocks, Scheduler, Step
 from mooncake.prefix import BlockHash
 
@@ -33,6 +34,8 @@ class ActiveLoad:
     is_pushed: bool = False
     joins_at: int = 1
     """Number of loaded layers from which on a step may wait for the others."""
+    mark: Mark | None = None
+    """Its interval, where its request is traced."""
 
 
 @dataclasses.dataclass(slots=True)
@@ -41,6 +44,7 @@ class ActiveSave:
 
     save: KvSave
     what: SaveBlocks
+    mark: Mark | None = None
 
 
 @dataclasses.dataclass(slots=True)
@@ -49,6 +53,7 @@ class ActivePush:
 
     push: KvSave
     what: PushBlocks
+    mark: Mark | None = None
 
 
 class KvTransfers:
@@ -67,6 +72,8 @@ class KvTransfers:
         self._pushes: list[ActivePush] = []
         """Pushes whose steps have run."""
         self._lookups: dict[str, KvLookup] = {}
+        self._traced: dict[str, tuple[Request, Mark | None]] = {}
+        """Requests of these lookups that are traced, with the lookup's interval."""
         self._loads: dict[str, ActiveLoad] = {}
         self._ending_loads: list[ActiveLoad] = []
         """Loads whose request has ended and which may still write."""
@@ -98,6 +105,9 @@ class KvTransfers:
     def begin_lookups(self, lookups: Sequence[CacheLookup], now: float) -> None:
         for lookup in lookups:
             if lookup.request.push_source is None:
+                if lookup.request.marks is not None:
+                    mark = lookup.request.mark("store lookup", now, blocks=len(lookup.blocks))
+                    self._traced[lookup.request.id] = (lookup.request, mark)
                 self._lookups[lookup.request.id] = self._link.lookup(lookup.blocks)
             else:
                 self._begin_receive(lookup, now)
@@ -118,7 +128,8 @@ class KvTransfers:
         # The other worker computes each layer of a whole chunk, and this one of a token: waiting from the
         # first layer on would keep a new request waiting longer, and the token would not come earlier.
         joins_at = self._num_layers // 2 + 1
-        self._loads[request.id] = ActiveLoad(load, block_ids, True, joins_at)
+        mark = request.mark("receive push", now, blocks=len(block_ids), source=source.address)
+        self._loads[request.id] = ActiveLoad(load, block_ids, True, joins_at, mark)
 
     def begin_loads(self, now: float) -> None:
         """Begin the loads of lookups that have ended. Called on any thread while a step is computed."""
@@ -126,6 +137,8 @@ class KvTransfers:
             # Gone when a link answered at once, and its wake came here again.
             if not lookup.done or self._lookups.pop(request_id, None) is None:
                 continue
+            traced, looking = self._traced.pop(request_id, (None, None))
+            _end(looking, found_blocks=lookup.num_blocks)
             block_ids = self._scheduler.lookup_finished(request_id, lookup.num_blocks, now)
             if block_ids is None:
                 self._link.release(lookup)
@@ -135,7 +148,13 @@ class KvTransfers:
                 except Exception:
                     self._scheduler.release(block_ids)  # nothing was begun
                     raise
-                self._loads[request_id] = ActiveLoad(load, block_ids)
+                mark = None
+                if traced is not None:
+                    source = str(getattr(lookup, "source", ""))
+                    mark = traced.mark(
+                        "load from pool", clock.monotonic(), blocks=len(block_ids), source=source
+                    )
+                self._loads[request_id] = ActiveLoad(load, block_ids, mark=mark)
 
     def loads_of(self, step: Step) -> dict[str, KvLoad]:
         """The loads that write cached positions of the step's chunks, by request."""
@@ -145,6 +164,7 @@ class KvTransfers:
         """End the load of a request; its blocks stay in use until nothing writes into them."""
         if (entry := self._loads.pop(request_id, None)) is None:
             return
+        _end(entry.mark, failed=entry.load.failed)
         if entry.load.done:
             self._scheduler.release(entry.block_ids)
         else:
@@ -156,7 +176,11 @@ class KvTransfers:
         """Start the step's saves; ``started`` grows with each, also when the next one raises."""
         for what in step.saves:
             columns = [(block.hash, block.num_tokens, block.block_id) for block in what.blocks]
-            started.append(ActiveSave(self._link.start_save(columns), what))
+            save = self._link.start_save(columns)
+            mark = None
+            if what.request.marks is not None:
+                mark = what.request.mark("save", clock.monotonic(), blocks=len(columns))
+            started.append(ActiveSave(save, what, mark))
 
     def finish_saves(self, step: Step, started: Sequence[ActiveSave], failed: Collection[str]) -> None:
         """Finish the saves of a step that has run; those of requests in ``failed`` are aborted."""
@@ -179,7 +203,10 @@ class KvTransfers:
             push = self._pushing.start_push(
                 what.transfer_id, prompt, what.num_blocks, what.first, what.block_ids, load
             )
-            started.append(ActivePush(push, what))
+            mark = None
+            if what.request.marks is not None:
+                mark = what.request.mark("push", clock.monotonic(), blocks=len(what.block_ids))
+            started.append(ActivePush(push, what, mark))
 
     def finish_pushes(self, step: Step, started: Sequence[ActivePush], failed: Collection[str]) -> None:
         """Note the pushes of a step that has run; those of requests in ``failed`` are discarded."""
@@ -198,6 +225,7 @@ class KvTransfers:
                 self._pushing.end_push(transfer_id, "prefill's request has ended before it was computed")
         for entry in [entry for entry in self._pushes if entry.push.done]:
             self._pushes.remove(entry)
+            _end(entry.mark)
             self._scheduler.release(entry.what.block_ids)
 
     def poll_saves(self) -> None:
@@ -205,6 +233,7 @@ class KvTransfers:
         for request_id, entries in list(self._saves.items()):
             for entry in [entry for entry in entries if entry.save.done]:
                 entries.remove(entry)
+                _end(entry.mark, stored_blocks=entry.save.num_stored_blocks)
                 self._scheduler.release(entry.what.block_ids)
                 request = entry.what.request
                 if request.save_tail and request.finish_reason not in (
@@ -220,6 +249,7 @@ class KvTransfers:
         """Forget a request that has ended. What was begun for it ends by itself."""
         if (lookup := self._lookups.pop(request_id, None)) is not None:
             self._link.release(lookup)
+        self._traced.pop(request_id, None)
         self.end_load(request_id)
         self._stored.pop(request_id, None)
 
@@ -247,6 +277,7 @@ class KvTransfers:
                 self._scheduler.load_failed(request_id, now)
                 self.end_load(request_id)
             elif entry.load.done:
+                _end(entry.mark)
                 self._scheduler.load_ready(request_id, now)
             elif entry.load.num_layers_loaded >= entry.joins_at:
                 self._scheduler.first_layer_loaded(request_id)
@@ -254,3 +285,10 @@ class KvTransfers:
         for entry in ended:
             self._ending_loads.remove(entry)
             self._scheduler.release(entry.block_ids)
+
+
+def _end(mark: Mark | None, **attributes: int | bool) -> None:
+    """End the interval of an operation whose request is traced."""
+    if mark is not None and mark.ended is None:
+        mark.ended = clock.monotonic()
+        mark.attributes.update(attributes)

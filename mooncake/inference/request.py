@@ -127,6 +127,20 @@ class Timings:
     finished: float | None = None
 
 
+MAX_MARKS = 64
+"""Most marks of a request; later ones are left out."""
+
+
+@dataclasses.dataclass(slots=True)
+class Mark:
+    """An interval of the work on a request that is traced, on the engine's monotonic clock."""
+
+    name: str
+    began: float
+    ended: float | None = None
+    attributes: dict[str, str | int | float | bool] = dataclasses.field(default_factory=dict)
+
+
 class Request:
     """One prompt to be answered, and everything the scheduler knows about it."""
 
@@ -215,6 +229,9 @@ class Request:
         self.stages: list[StageStats] = []
         """The same by stage, once it has its first token."""
 
+        self.marks: list[Mark] | None = None
+        """What was done for it and when; None where it is not traced."""
+
         self._root = b""
         self._hashes: list[BlockHash] = []
         self.tail_hash: BlockHash | None = None
@@ -249,6 +266,14 @@ class Request:
         if self.sampling.seed is not None:
             return self.sampling.seed
         return int.from_bytes(hashlib.sha256(self.id.encode()).digest()[:8], "little", signed=True)
+
+    def mark(self, name: str, began: float, /, **attributes: str | int | float | bool) -> Mark | None:
+        """Begin an interval of its trace; None where it is not traced."""
+        if self.marks is None or len(self.marks) >= MAX_MARKS:
+            return None
+        found = Mark(name, began, attributes=attributes)
+        self.marks.append(found)
+        return found
 
     def move(self, event: str) -> None:
         """Enter the state that follows ``event``."""

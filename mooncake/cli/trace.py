@@ -1,0 +1,166 @@
+# SPDX-License-Identifier: Apache-2.0
+"""``mooncake trace ID``: what each process did for a request, as a waterfall or as a file for Perfetto.
+
+Knows the gateway's HTTP answer and the terminal, nothing of the cluster.
+"""
+
+from __future__ import annotations
+
+import json
+import urllib.error
+import urllib.parse
+import urllib.request
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+
+import msgspec
+from rich.console import Console
+from rich.markup import escape
+from rich.table import Table
+from rich.text import Text
+
+from mooncake.errors import AccessDenied, InvalidArgument, PeerLost, ProtocolError
+from mooncake.tracing.perfetto import trace_events
+from mooncake.tracing.spans import Span
+
+_TIMEOUT_S = 30.0
+_BAR_WIDTH = 48
+_SHOWN = (
+    "mooncake.tokens",
+    "mooncake.blocks",
+    "mooncake.found_blocks",
+    "mooncake.bytes",
+    "mooncake.source",
+    "mooncake.policy",
+    "server.address",
+    "gen_ai.request.model",
+)
+"""Attributes in the table; ``--json`` has them all."""
+
+
+class FetchedTrace(msgspec.Struct):
+    """A gateway's answer."""
+
+    id: str
+    request_id: str
+    trace_id: str
+    spans: list[Span]
+    missing: list[str] = []
+
+
+def trace(name: str, url: str, key: str, as_json: bool, perfetto: Path | None) -> None:
+    """Query the gateway at ``url``, and print or write the trace.
+
+    Raises:
+        InvalidArgument: no trace of such a request is kept, or the URL is malformed.
+        AccessDenied: a key is required.
+        PeerLost, ProtocolError: the gateway is unreachable, or the server is no gateway.
+    """
+    content = _fetch(name, url.rstrip("/"), key)
+    if as_json:
+        print(json.dumps(json.loads(content), indent=2))
+        return
+    try:
+        found = msgspec.json.decode(content, type=FetchedTrace)
+    except msgspec.MsgspecError as error:
+        raise ProtocolError(f"{url} did not answer like a Mooncake gateway: {error}") from error
+    if perfetto is not None:
+        perfetto.write_text(json.dumps(trace_events(found.spans)), encoding="utf-8")
+        print(f"wrote {len(found.spans)} spans to {perfetto}; open it at https://ui.perfetto.dev")
+        return
+    show(Console(), found)
+
+
+def _fetch(name: str, url: str, key: str) -> bytes:
+    if urllib.parse.urlsplit(url).scheme not in ("http", "https"):
+        raise InvalidArgument("--url", url, "an address such as http://127.0.0.1:8000")
+    request = urllib.request.Request(f"{url}/v1/requests/{urllib.parse.quote(name, safe='')}/trace")
+    if key:
+        request.add_header("X-API-Key", key)
+    try:
+        with urllib.request.urlopen(request, timeout=_TIMEOUT_S) as response:
+            content: bytes = response.read()
+            return content
+    except urllib.error.HTTPError as error:
+        with error:
+            raise _refused(error.code, error.read(), name, url) from None
+    except OSError as error:
+        raise PeerLost(f"no gateway answers at {url}: {error}; start one or name it with --url") from error
+
+
+def _refused(status: int, body: bytes, name: str, url: str) -> Exception:
+    try:
+        message = str(json.loads(body)["error"]["message"])
+    except (ValueError, KeyError, TypeError):
+        return ProtocolError(f"{url} answered {status}; is it a Mooncake gateway?")
+    if status == 404:
+        return InvalidArgument("ID", name, f"the id of a request whose trace is still kept ({message})")
+    if status in (401, 403):
+        return AccessDenied(f"{message}; pass --admin-api-key")
+    return PeerLost(f"{url} answered {status}: {message}")
+
+
+def show(console: Console, found: FetchedTrace) -> None:
+    """Print the spans as a tree, each with its place in time."""
+    if not found.spans:
+        console.print("no spans")
+        return
+    root = found.spans[0]
+    whole_s = max(span.end_s for span in found.spans) - root.start_s
+    services = {(span.service, span.instance): None for span in found.spans}
+    console.print(
+        f"[bold]{escape(found.id)}[/bold]  trace {found.trace_id}, {_duration(root.end_s - root.start_s)}, "
+        f"{len(found.spans)} spans of {len(services)} processes",
+        highlight=False,
+    )
+    table = Table(box=None, pad_edge=False)
+    table.add_column("span", no_wrap=True)
+    table.add_column("process", no_wrap=True)
+    table.add_column("begins", justify="right", no_wrap=True)
+    table.add_column("lasts", justify="right", no_wrap=True)
+    table.add_column("", no_wrap=True, width=_BAR_WIDTH)
+    table.add_column("", overflow="fold")
+    for span, depth in _in_tree(root, found.spans):
+        process = f"{span.service.removeprefix('mooncake-')} {span.instance}"
+        bar = _bar(span.start_s - root.start_s, span.end_s - root.start_s, whole_s or 1.0)
+        style = "red" if span.error else {"server": "bold", "client": "cyan"}.get(span.kind, "")
+        table.add_row(
+            Text("  " * depth + span.name, style=style),
+            Text(process, style="dim"),
+            _duration(span.start_s - root.start_s),
+            _duration(span.end_s - span.start_s),
+            Text(bar, style=style),
+            Text(_details(span), style="dim"),
+        )
+    console.print(table)
+    for instance in found.missing:
+        console.print(f"[yellow]{escape(instance)} did not return its spans[/yellow]", highlight=False)
+
+
+def _in_tree(root: Span, spans: Sequence[Span]) -> Iterator[tuple[Span, int]]:
+    """Each span with its depth, a parent before what is below it."""
+    below: dict[str, list[Span]] = {}
+    for span in spans:
+        below.setdefault(span.parent_id, []).append(span)
+    waiting = [(root, 0)]
+    while waiting:
+        span, depth = waiting.pop()
+        yield span, depth
+        waiting += [(child, depth + 1) for child in reversed(below.get(span.span_id, ()))]
+
+
+def _bar(began_s: float, ended_s: float, whole_s: float) -> str:
+    first = min(_BAR_WIDTH - 1, max(0, int(_BAR_WIDTH * began_s / whole_s)))
+    end = min(_BAR_WIDTH, max(first + 1, round(_BAR_WIDTH * ended_s / whole_s)))
+    return " " * first + "━" * (end - first)
+
+
+def _details(span: Span) -> str:
+    shown = [
+        f"{name.rpartition('.')[2]} {span.attributes[name]}" for name in _SHOWN if name in span.attributes
+    ]
+    return ", ".join([f"error {span.error}"] * bool(span.error) + shown)
+
+
+def _duration(seconds: float) -> str:
+    return f"{seconds:.3f} s" if abs(seconds) >= 1.0 else f"{seconds * 1e3:.2f} ms"
