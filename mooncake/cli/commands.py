@@ -398,7 +398,7 @@ def _trace(
         typer.Option("--perfetto", metavar="FILE", help="Write a file for ui.perfetto.dev instead."),
     ] = None,
 ) -> None:
-    """Show what each process did for a request and when: gateway, conductor, workers, lookups and transfers."""
+    """Show what each process did for a request, and when: as a waterfall, or for Perfetto."""
     from mooncake.cli.trace import trace
 
     trace(name, url, admin_api_key, as_json, perfetto)

@@ -25,6 +25,8 @@ from mooncake.tracing.spans import Span
 
 _TIMEOUT_S = 30.0
 _BAR_WIDTH = 48
+_WIDE = 140
+"""Columns of a terminal from which on processes and attributes are shown, too."""
 _SHOWN = (
     "mooncake.tokens",
     "mooncake.blocks",
@@ -113,25 +115,29 @@ def show(console: Console, found: FetchedTrace) -> None:
         f"{len(found.spans)} spans of {len(services)} processes",
         highlight=False,
     )
+    is_wide = console.width >= _WIDE
+    width = _BAR_WIDTH if is_wide else min(_BAR_WIDTH, max(8, console.width - 56))
     table = Table(box=None, pad_edge=False)
     table.add_column("span", no_wrap=True)
-    table.add_column("process", no_wrap=True)
     table.add_column("begins", justify="right", no_wrap=True)
     table.add_column("lasts", justify="right", no_wrap=True)
-    table.add_column("", no_wrap=True, width=_BAR_WIDTH)
-    table.add_column("", overflow="fold")
+    table.add_column("", no_wrap=True, width=width)
+    if is_wide:
+        table.add_column("process", no_wrap=True)
+        table.add_column("")
     for span, depth in _in_tree(root, found.spans):
-        process = f"{span.service.removeprefix('mooncake-')} {span.instance}"
-        bar = _bar(span.start_s - root.start_s, span.end_s - root.start_s, whole_s or 1.0)
+        bar = _bar(span.start_s - root.start_s, span.end_s - root.start_s, whole_s or 1.0, width)
         style = "red" if span.error else {"server": "bold", "client": "cyan"}.get(span.kind, "")
-        table.add_row(
+        cells = [
             Text("  " * depth + span.name, style=style),
-            Text(process, style="dim"),
-            _duration(span.start_s - root.start_s),
-            _duration(span.end_s - span.start_s),
+            Text(_duration(span.start_s - root.start_s)),
+            Text(_duration(span.end_s - span.start_s)),
             Text(bar, style=style),
-            Text(_details(span), style="dim"),
-        )
+        ]
+        if is_wide:
+            process = f"{span.service.removeprefix('mooncake-')} {span.instance}"
+            cells += [Text(process, style="dim"), Text(_details(span), style="dim")]
+        table.add_row(*cells)
     console.print(table)
     for instance in found.missing:
         console.print(f"[yellow]{escape(instance)} did not return its spans[/yellow]", highlight=False)
@@ -146,12 +152,13 @@ def _in_tree(root: Span, spans: Sequence[Span]) -> Iterator[tuple[Span, int]]:
     while waiting:
         span, depth = waiting.pop()
         yield span, depth
-        waiting += [(child, depth + 1) for child in reversed(below.get(span.span_id, ()))]
+        children = sorted(below.get(span.span_id, ()), key=lambda one: (one.start_s, one.end_s), reverse=True)
+        waiting += [(child, depth + 1) for child in children]
 
 
-def _bar(began_s: float, ended_s: float, whole_s: float) -> str:
-    first = min(_BAR_WIDTH - 1, max(0, int(_BAR_WIDTH * began_s / whole_s)))
-    end = min(_BAR_WIDTH, max(first + 1, round(_BAR_WIDTH * ended_s / whole_s)))
+def _bar(began_s: float, ended_s: float, whole_s: float, width: int) -> str:
+    first = min(width - 1, max(0, int(width * began_s / whole_s)))
+    end = min(width, max(first + 1, round(width * ended_s / whole_s)))
     return " " * first + "━" * (end - first)
 
 

@@ -110,7 +110,8 @@ def add_routes(app: FastAPI, gateway: Gateway, is_inside: bool = False) -> None:
     async def metrics_page(http: Request) -> Response:
         """Metrics: Prometheus reads them at the operators' port, or sends the key as its bearer token."""
         _check_key(gateway, http, is_inside)
-        return Response(metrics.page(), headers={"Content-Type": metrics.CONTENT_TYPE})
+        body, headers = metrics.page_for(http.headers)
+        return Response(body, headers=headers)
 
     @app.get("/status")
     async def status(http: Request) -> Response:

@@ -580,8 +580,9 @@ def serve_metrics(host: str, port: int, tls: ssl.SSLContext | None = None) -> Ht
         AddressInUse: the port is taken.
     """
 
-    def page(_: Request) -> Response:
+    def page(request: Request) -> Response:
         """Metrics in the text format of Prometheus."""
-        return Response(metrics.page(), headers={"Content-Type": metrics.CONTENT_TYPE})
+        body, headers = metrics.page_for(request.headers)
+        return Response(body, headers=headers)
 
     return HttpServerThread(Starlette(routes=[Route("/{path:path}", page)]), listen(host, port), tls)

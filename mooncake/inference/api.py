@@ -192,9 +192,10 @@ def create_app(api: Api) -> FastAPI:
         return {"version": mooncake.__version__}
 
     @app.get("/metrics")
-    async def metrics_page() -> Response:
-        """Metrics in the text format of Prometheus."""
-        return Response(metrics.page(), headers={"Content-Type": metrics.CONTENT_TYPE})
+    async def metrics_page(request: Request) -> Response:
+        """Metrics in the text format of Prometheus, or in that of OpenMetrics with exemplars."""
+        body, headers = metrics.page_for(request.headers)
+        return Response(body, headers=headers)
 
     if api.add_routes is not None:
         api.add_routes(app)

@@ -518,6 +518,8 @@ class Engine:
         except Exception as error:
             log.exception("step_failed", requests=len(step.chunks), error=error)
             return self._fail(step, saves, pushes, error)
+        if self._pipeline is None:
+            self._mark_chunks(step, began)
         failed = {request_id: None for request_id, load in loads.items() if load.failed}
         outputs: list[Output] = []
         if sampled_rows is None:
@@ -531,8 +533,6 @@ class Engine:
             for request_id in loads:
                 traffic.end_load(request_id)
         self._count(step)
-        if self._pipeline is None:
-            self._mark_chunks(step, began)
         if sampled_rows is None and any(chunk.samples for chunk in step.chunks):
             self._begun.append(BegunStep(step, failed, began))
         elif not failed and self._pipeline is None:
