@@ -10,8 +10,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 
 from prometheus_client import CollectorRegistry, disable_created_metrics, generate_latest
-from prometheus_client.exposition import CONTENT_TYPE_PLAIN_0_0_4
-from prometheus_client.openmetrics import exposition as openmetrics
+from prometheus_client.exposition import CONTENT_TYPE_PLAIN_0_0_4, choose_encoder
 
 disable_created_metrics()  # type: ignore[no-untyped-call]
 registry = CollectorRegistry()
@@ -20,9 +19,6 @@ CONTENT_TYPE = CONTENT_TYPE_PLAIN_0_0_4
 """Prometheus text format 0.0.4, which every scraper reads."""
 
 
-OPENMETRICS_TYPE = openmetrics.CONTENT_TYPE
-"""OpenMetrics, for scrapers that ask for it: it also has exemplars, the traces of measurements."""
-
 
 def page() -> bytes:
     """The metrics of this process as Prometheus text."""
@@ -30,7 +26,12 @@ def page() -> bytes:
 
 
 def page_for(headers: Mapping[str, str]) -> tuple[bytes, dict[str, str]]:
-    """The metrics in the format that a scraper accepts, and the header that names it."""
-    if "application/openmetrics-text" in headers.get("accept", ""):
-        return openmetrics.generate_latest(registry), {"Content-Type": OPENMETRICS_TYPE}
-    return page(), {"Content-Type": CONTENT_TYPE}
+    """The metrics in the format that a scraper accepts, and the header that names it.
+
+    OpenMetrics, where it is accepted, also has exemplars: the traces of measurements.
+    """
+    accepted = headers.get("accept", "")
+    if "application/openmetrics-text" not in accepted:
+        return page(), {"Content-Type": CONTENT_TYPE}
+    encode, content_type = choose_encoder(accepted)
+    return encode(registry), {"Content-Type": content_type}
