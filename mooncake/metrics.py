@@ -19,7 +19,6 @@ CONTENT_TYPE = CONTENT_TYPE_PLAIN_0_0_4
 """Prometheus text format 0.0.4, which every scraper reads."""
 
 
-
 def page() -> bytes:
     """The metrics of this process as Prometheus text."""
     return generate_latest(registry)

@@ -34,6 +34,7 @@ from vllm.v1.core.kv_cache_utils import maybe_convert_block_hash
 
 from mooncake.connectors.block_transfer import PendingLookup, PrefixLookup, RankTransfer, TransferReport
 from mooncake.connectors.cache_identity import Adapters
+from mooncake.connectors.lookup_spans import start_tracing, trace_lookup
 from mooncake.connectors.planner import BlockName, LoadPlan, Planner, SavePlan
 from mooncake.connectors.session import PoolSession, PoolSettings
 from mooncake.connectors.vllm.kv_memory import prepare, registered_memory, staging_bytes_of
@@ -260,6 +261,7 @@ class StoreSchedulerSide:
     def __init__(self, config: Any, kv_cache_config: Any, session: PoolSession) -> None:
         transfer = config.kv_transfer_config
         extra = transfer.kv_connector_extra_config
+        start_tracing(os.environ)
         self._session = session
         self._block_tokens = kv_cache_config.kv_cache_groups[0].kv_cache_spec.block_size
         self._num_ranks = config.parallel_config.world_size
@@ -318,6 +320,7 @@ class StoreSchedulerSide:
             self.stats.add("lookup_failures", int(lookup.has_failed))
             row = (lookup.num_blocks, lookup.num_wanted - lookup.num_blocks, lookup.seconds)
             self.stats.moved([row], "found_blocks", "missed_blocks", "lookup_seconds")
+            trace_lookup(getattr(request, "trace_headers", None), lookup)
         self.planner.found(request.request_id, lookup.num_blocks)
         known.first_block = num_computed_tokens // self._block_tokens
         num_tokens = lookup.num_blocks * self._block_tokens - num_computed_tokens
