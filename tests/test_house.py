@@ -47,6 +47,7 @@ FLOORS: list[set[str]] = [
     {"state_table"},
     {"config", "driver", "metrics", "tracing"},
     {"machine", "clock", "files", "file_limit", "log", "kvlayout"},
+    {"recorded_requests"},
     {"setting_types", "prefix", "types", "errors", "installation"},
     {"_native"},
 ]
@@ -57,6 +58,7 @@ CORES = {
     "types",
     "errors",
     "prefix",
+    "recorded_requests",
     "kvlayout",
     "machine",
     "state_table",
