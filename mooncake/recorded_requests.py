@@ -75,6 +75,8 @@ class RecordedRequest(msgspec.Struct, frozen=True, omit_defaults=True):
     e2e_ms: _Millis = 0.0
     cached_tokens: _Tokens = 0
     "Prompt tokens whose KV was found, in the instance or in the pool."
+    loaded_tokens: _Tokens = 0
+    "Those of them that came from the pool or another instance."
     queued_ms: _Millis = 0.0
     computed_ms: _Millis = 0.0
     "Computing `computed_tokens` of the prompt, measured by the instance."

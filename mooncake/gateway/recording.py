@@ -299,6 +299,7 @@ class RequestRecorder:
             tbt_ms=_millis(finished.tbt_s),
             e2e_ms=_millis(now - request.arrived_at),
             cached_tokens=min(request.num_cached_tokens, place.num_tokens),
+            loaded_tokens=measured.num_loaded_tokens if measured is not None else 0,
             queued_ms=_millis(measured.queued_s) if measured is not None else 0.0,
             computed_ms=_millis(measured.computed_s) if measured is not None else 0.0,
             computed_tokens=measured.num_computed_tokens if measured is not None else 0,
