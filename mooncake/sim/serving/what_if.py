@@ -37,8 +37,8 @@ MIN_ROWS = 20
 """Fewer requests say too little."""
 NUM_SLICES = 32
 NUM_RESAMPLES = 200
-HIT_RATE_TOLERANCE = 0.003
-MOST_FITS = 8
+HIT_RATE_TOLERANCE = 0.005
+MOST_FITS = 6
 """Simulations that look for the size of the cache."""
 _UNLIMITED_BYTES_PER_S = 1e12
 """Transfers are inside the measured times."""
