@@ -6,7 +6,7 @@ import hashlib
 import msgspec
 import pytest
 
-from mooncake.gateway.recording import aes_ids
+from mooncake.gateway.request_recorder import aes_ids
 from mooncake.prefix import block_hashes, root_hash, short_key
 from mooncake.recorded_requests import (
     MAX_RECORDED_ID,

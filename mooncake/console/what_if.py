@@ -28,8 +28,8 @@ from mooncake.conductor.messages import InstanceStatus
 from mooncake.conductor.settings import Scheduling
 from mooncake.errors import InvalidArgument, MooncakeError
 from mooncake.gateway.gateway import Gateway
-from mooncake.gateway.recording import RecentRequest
 from mooncake.gateway.request_parsing import read_body
+from mooncake.gateway.request_recorder import RecentRequest
 from mooncake.http.openai import ApiError
 from mooncake.log import get_logger
 from mooncake.recorded_requests import MAX_RECORDED_ID, RecordedRequest

@@ -31,8 +31,8 @@ from mooncake.gateway.handoff import Protocol
 from mooncake.gateway.limiter import ConcurrencyLimiter
 from mooncake.gateway.moves import Moves
 from mooncake.gateway.prompts import PromptHasher, Tokenizing
-from mooncake.gateway.recording import RecordingLimits, RequestRecorder
 from mooncake.gateway.request_ids import RequestIdTable
+from mooncake.gateway.request_recorder import RecordingLimits, RequestRecorder
 from mooncake.gateway.worker_client import WorkerClient, WorkerFailed
 from mooncake.http.openai import ApiError, ModelCard
 from mooncake.log import get_logger

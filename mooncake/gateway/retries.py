@@ -92,7 +92,7 @@ class PlacedRequest:
         """Measurements of the prompt's computation."""
         self.refusal = ""
         """Code of the last refusal by the conductor."""
-        # For a recording (``recording.py``):
+        # For a recording (``request_recorder.py``):
         self.on_end: Callable[[PlacedRequest, Finished, Sequence[int]], None] | None = None
         self.tenant = ""
         self.prompt_tokens: Sequence[int] = ()

@@ -14,7 +14,7 @@ BLOCK = 16
 
 
 def lru_hit_rate(rows: list[TraceRow], num_blocks: int) -> float:
-    """Of a cache that is run, block by block."""
+    """The hit rate of a cache that is run, block by block."""
     cache: OrderedDict[int, None] = OrderedDict()
     hit = total = 0
     for row in rows:

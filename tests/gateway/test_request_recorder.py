@@ -15,9 +15,9 @@ import pytest
 
 from mooncake.conductor.messages import Place, Refuse
 from mooncake.errors import InvalidArgument, Refusal
-from mooncake.gateway import recording
+from mooncake.gateway import request_recorder
 from mooncake.gateway.gateway import Gateway, GatewaySettings
-from mooncake.gateway.recording import RecordingFile
+from mooncake.gateway.request_recorder import RecordingFile
 from mooncake.inference.tokenizer import Tokenizer
 from mooncake.prefix import block_hashes, root_hash, short_key
 from mooncake.recorded_requests import RecordedRequest, RecordingHeader, decode_lines
@@ -106,7 +106,7 @@ async def test_what_is_written_has_no_content(tokenizer: Tokenizer, tmp_path: Pa
     some = [[a, b, *prompt[2:BLOCK_TOKENS]] for a in range(60) for b in range(60)]
     keys = [short_key(block_hashes(one, BLOCK_TOKENS, root_hash())[0]) for one in some]
     assert row.hash_ids[0] not in {*keys, *(key & ((1 << 60) - 1) for key in keys)}
-    assert row.hash_ids[0] not in recording.aes_ids().blocks(keys)
+    assert row.hash_ids[0] not in request_recorder.aes_ids().blocks(keys)
 
 
 async def test_the_same_prompt_has_other_ids_in_the_next_file(tokenizer: Tokenizer, tmp_path: Path) -> None:
@@ -143,7 +143,7 @@ async def test_a_refused_request_is_recorded_with_the_reason(
 async def test_a_full_file_is_followed_by_another_and_the_oldest_are_deleted(
     tokenizer: Tokenizer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(recording, "FLUSH_INTERVAL_S", 0.01)
+    monkeypatch.setattr(request_recorder, "FLUSH_INTERVAL_S", 0.01)
     monkeypatch.setattr(RecordingFile, "is_full", lambda file, now: True)
     async with running(tokenizer, record_folder=str(tmp_path), record_keep_size=1 << 16) as stack:
         for number in range(3):
@@ -163,7 +163,7 @@ async def test_a_disk_that_fails_costs_rows_and_no_request(
         raise OSError(errno.ENOSPC, "no space left")
 
     async with running(tokenizer, record_folder=str(tmp_path)) as stack:
-        dropped = recording._rows.labels("dropped")
+        dropped = request_recorder._rows.labels("dropped")
         before = dropped._value.get()
         with monkeypatch.context() as patched:
             patched.setattr(RecordingFile, "write", fail)
@@ -178,8 +178,8 @@ async def test_a_disk_that_fails_costs_rows_and_no_request(
 async def test_rows_are_dropped_while_the_disk_is_too_far_behind(
     tokenizer: Tokenizer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(recording, "MAX_PENDING_BYTES", 0)
-    monkeypatch.setattr(recording, "FLUSH_INTERVAL_S", 3600.0)
+    monkeypatch.setattr(request_recorder, "MAX_PENDING_BYTES", 0)
+    monkeypatch.setattr(request_recorder, "FLUSH_INTERVAL_S", 3600.0)
     _, rows = await recorded(tokenizer, tmp_path, lambda stack: complete(stack, PROMPT))
     assert rows == []
 

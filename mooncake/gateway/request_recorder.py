@@ -4,8 +4,8 @@
 Owns the files and the latest requests in memory. A request is noted when it ends, from what the gateway knows
 of it anyway: its place event, its end, and what its instances measured. With a folder set, it becomes a line
 of a file (``recorded_requests``), whose ids are made under the file's own key. The key is drawn when the file
-is begun, is only in memory, and is dropped with the file: afterwards it can't be found out any more whether a
-guessed prompt is in the file.
+is begun, is only in memory, and is dropped with the file: afterwards no guess of a prompt can be checked
+against the file.
 
 The latest requests are kept in memory for questions about the present load; their keys are those that the
 conductor has in memory as well, and they leave the process only as sums.
