@@ -48,6 +48,7 @@ FLOORS: list[set[str]] = [
     {"config", "driver", "tracing"},
     {"metrics"},
     {"machine", "clock", "files", "file_limit", "log", "kvlayout"},
+    {"recorded_requests"},
     {"setting_types", "prefix", "types", "errors", "installation"},
     {"_native"},
 ]
@@ -58,6 +59,7 @@ CORES = {
     "types",
     "errors",
     "prefix",
+    "recorded_requests",
     "kvlayout",
     "machine",
     "state_table",

@@ -70,7 +70,7 @@ from mooncake.gateway.request_parsing import (
     session_of,
     slo_of,
 )
-from mooncake.gateway.retries import MAX_FAILURES, Attempts, PlacedRequest, Route, as_error
+from mooncake.gateway.retries import MAX_FAILURES, Attempts, PlacedRequest, Route
 from mooncake.gateway.worker_client import DONE, WeightsReplaced, WorkerBusy, WorkerClient, WorkerFailed
 from mooncake.http.latency import itl_seconds, ttft_seconds
 from mooncake.http.openai import WEIGHTS_REPLACED, ApiError, Usage, model_not_found
@@ -270,7 +270,7 @@ async def _proxied_request_of(
     gateway: Gateway, http: Request, api: EngineApi, request: dict[str, Any], adapter: str
 ) -> ProxiedRequest:
     found = await prepare(gateway, http, api, request, adapter)
-    return ProxiedRequest(
+    answer = ProxiedRequest(
         gateway.scheduling,
         gateway.workers,
         gateway.backends,
@@ -282,6 +282,8 @@ async def _proxied_request_of(
         rank_header={} if found.rank is None else {RANK_HEADER: str(found.rank)},
         deadline=clock.monotonic() + gateway.settings.request_timeout_s,
     )
+    gateway.recorder.watch(answer, http)
+    return answer
 
 
 async def settle_model(gateway: Gateway, request: dict[str, Any]) -> str:
@@ -425,6 +427,8 @@ class ProxiedRequest(PlacedRequest):
         """Report to the conductor that the engines are done with this request."""
         num_tokens = self.usage.completion_tokens or self._num_events
         tbt_s = (self._last - self._began - self._ttft_s) / max(1, num_tokens - 1)
+        if (details := self.usage_so_far.prompt_tokens_details) is not None:
+            self.num_cached_tokens = details.cached_tokens
         self.end(Finished(self._request_id, num_tokens, self._ttft_s, tbt_s, is_complete))
 
     async def _attempt(self, decision: Decision) -> AsyncGenerator[bytes, None]:
@@ -490,7 +494,7 @@ class ProxiedRequest(PlacedRequest):
         else:
             refused = await self._scheduling.prefilled(fact)
             if refused is not None:
-                raise as_error(refused)
+                raise self._refused(refused)
         return found.kv_transfer_params or {}
 
     async def _decode(

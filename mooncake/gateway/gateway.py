@@ -32,6 +32,7 @@ from mooncake.gateway.limiter import ConcurrencyLimiter
 from mooncake.gateway.moves import Moves
 from mooncake.gateway.prompts import PromptHasher, Tokenizing
 from mooncake.gateway.request_ids import RequestIdTable
+from mooncake.gateway.request_recorder import RecordingLimits, RequestRecorder
 from mooncake.gateway.worker_client import WorkerClient, WorkerFailed
 from mooncake.http.openai import ApiError, ModelCard
 from mooncake.log import get_logger
@@ -149,6 +150,30 @@ class GatewaySettings(ServingSettings):
     max_connections: Annotated[int, Meta(ge=0)] = 0
     "Most client connections; at most, and for 0, half of the files that the process may open."
 
+    record_folder: str = ""
+    "Folder for recordings of requests without their content (`docs/simulator.md`); empty writes none."
+
+    record_file_size: Annotated[int, Size, Meta(ge=1 << 16)] = 256 << 20
+    "A recording that has this size ends, and another one begins under another key."
+
+    record_file_s: Seconds = 86_400.0
+    "A recording that is this old ends, and another one begins under another key."
+
+    record_keep_s: Seconds = 14 * 86_400.0
+    "Recordings older than this are deleted."
+
+    record_keep_size: Annotated[int, Size, Meta(ge=1 << 16)] = 4 << 30
+    "The oldest recordings are deleted while all together are larger than this."
+
+    record_block_tokens: Annotated[int, Meta(ge=0)] = 0
+    "Tokens of a block in recordings, a multiple of `block_tokens`; 0 is `block_tokens`, the most exact."
+
+    recent_requests: Annotated[int, Meta(ge=0)] = 4096
+    "Ended requests kept in memory, without their content, to compute what a change would do; 0 keeps none."
+
+    recent_blocks: Annotated[int, Meta(ge=0)] = 1 << 20
+    "Most blocks of all these requests; a block takes 8 bytes."
+
     def __post_init__(self) -> None:
         super().__post_init__()
         for name in ("prefill", "decode"):
@@ -190,6 +215,20 @@ def read_instances(field: str, items: Sequence[str]) -> list[tuple[InstanceId, i
             raise InvalidArgument(field, item, "host:port, and maybe its connector's port") from error
         found.append((address, None))
     return found
+
+
+def _recorder(settings: GatewaySettings) -> RequestRecorder:
+    limits = RecordingLimits(
+        settings.record_folder,
+        settings.record_file_size,
+        settings.record_file_s,
+        settings.record_keep_s,
+        settings.record_keep_size,
+        settings.block_tokens,
+        settings.record_block_tokens or settings.block_tokens,
+        settings.request_timeout_s + 60.0,
+    )
+    return RequestRecorder(limits, settings.recent_requests, settings.recent_blocks)
 
 
 def _stamp(path: str) -> tuple[int, ...]:
@@ -247,6 +286,7 @@ class Gateway:
         how = settings.tokenizing if settings.scheduling in _BY_CACHE else "none"
         self.prompts = PromptHasher(tokenizer, self.workers, self.backends, settings.block_tokens, how)
         self.limiter = ConcurrencyLimiter(settings.max_in_flight)
+        self.recorder = _recorder(settings)
         self.request_ids = RequestIdTable()
         self.created = int(clock.wall())
         self.max_model_len: int | None = None
@@ -282,6 +322,7 @@ class Gateway:
             else ConductorService(replace(self._as_conductor, engines_share_blocks=self._engines_share))
         )
         await self.workers.open()
+        await self.recorder.start()
         await self._service.start()
         for role, instances in self.instances.items():
             for instance, _ in instances:
@@ -320,6 +361,7 @@ class Gateway:
             await asyncio.gather(self._following, return_exceptions=True)
         if self._service is not None:
             await self._service.close()
+        await self.recorder.close()
         await self.workers.close()
 
     def reload_clients(self, is_forced: bool = True) -> None:

@@ -72,7 +72,7 @@ from mooncake.http.openai import (
 from mooncake.http.sse import EventStreamResponse, cancel_on_disconnect
 from mooncake.http.worker_stats import PromptStats, ResumedStats
 from mooncake.log import get_logger
-from mooncake.prefix import BlockKey, block_hashes, root_hash, short_key
+from mooncake.prefix import BlockHash, BlockKey, block_hashes, root_hash, short_key
 from mooncake.types import InstanceId
 
 log = get_logger(__name__)
@@ -135,7 +135,7 @@ def _answer(
     priority = priority_of(http) if request.priority is None else request.priority
 
     def place_of(number: int, prompt: list[int]) -> Place:
-        keys, bare_keys = _keys_of(prompt, request.cache_salt or "", settings.block_tokens)
+        keys, bare_keys, tails[number] = _keys_of(prompt, request.cache_salt or "", settings.block_tokens)
         return Place(
             answer_id if len(prompts) == 1 else f"{answer_id}/p{number}",
             len(prompt),
@@ -149,6 +149,7 @@ def _answer(
             bare_keys=bare_keys,
         )
 
+    tails: dict[int, BlockHash] = {}
     places = [place_of(number, prompt) for number, prompt in enumerate(prompts)]
     request_id = request_id_of(http)
     is_secret = request_id != http.headers.get("x-request-id")
@@ -169,6 +170,8 @@ def _answer(
         )
         for place, prompt in zip(places, prompts, strict=True)
     ]
+    for number, one in enumerate(worker_requests):
+        gateway.recorder.watch(one, http, tails[number])
     return OwnWorkersAnswer(
         request,
         worker_requests,
@@ -181,11 +184,14 @@ def _answer(
     )
 
 
-def _keys_of(prompt: list[int], salt: str, block_tokens: int) -> tuple[list[BlockKey], list[BlockKey]]:
-    """Keys of a prompt's full blocks; and of the same blocks without a salt, where it has one."""
+def _keys_of(
+    prompt: list[int], salt: str, block_tokens: int
+) -> tuple[list[BlockKey], list[BlockKey], BlockHash]:
+    """Keys of a prompt's full blocks; of the same without a salt, where it has one; the last one's hash."""
     bare = block_hashes(prompt, block_tokens, root_hash()) if salt else []
     hashes = block_hashes(prompt, block_tokens, root_hash(salt))
-    return [short_key(one) for one in hashes], [short_key(one) for one in bare]
+    tail = hashes[-1] if hashes else root_hash(salt)
+    return [short_key(one) for one in hashes], [short_key(one) for one in bare], tail
 
 
 async def prompt_to_move(gateway: Gateway, http: Request, request: AnyRequest) -> OwnWorkersRequest:
@@ -198,7 +204,7 @@ async def prompt_to_move(gateway: Gateway, http: Request, request: AnyRequest) -
         message = f"prompt has {len(prompts)} prompts; allowed: one"
         raise ApiError(400, message, param="prompt", code="invalid_value")
     [prompt] = prompts
-    keys, bare_keys = _keys_of(prompt, request.cache_salt or "", settings.block_tokens)
+    keys, bare_keys, _ = _keys_of(prompt, request.cache_salt or "", settings.block_tokens)
     return OwnWorkersRequest(
         gateway.scheduling,
         gateway.workers,
@@ -382,10 +388,10 @@ class OwnWorkersAnswer:
             try:
                 await worker_request.close()
             finally:  # also when cancelled there, or the conductor counts the request until it expires
-                num_tokens = max(len(choice.token_ids) for choice in self._choices[first : first + request.n])
-                tbt_s = mean_of_longest(self._gaps_s[number])
+                tokens = max((one.token_ids for one in self._choices[first : first + request.n]), key=len)
+                tbt_s, ttft_s = mean_of_longest(self._gaps_s[number]), self._ttfts_s[number]
                 worker_request.end(
-                    Finished(worker_request.place_id, num_tokens, self._ttfts_s[number], tbt_s, is_complete)
+                    Finished(worker_request.place_id, len(tokens), ttft_s, tbt_s, is_complete), tokens
                 )
 
     async def _decode(
@@ -508,9 +514,7 @@ class OwnWorkersRequest(PlacedRequest):
     ) -> None:
         """``place``: the event that places the prompt."""
         super().__init__(scheduling, place)
-        self.prompt = prompt
-        self.num_cached_tokens = 0
-        """Prompt tokens whose KV the prefill instance found in its memory or the pool."""
+        self.prompt = self.prompt_tokens = prompt
         self._workers = workers
         self._moves = moves
         self._block_tokens = block_tokens
@@ -578,7 +582,7 @@ class OwnWorkersRequest(PlacedRequest):
             fact = msgspec.structs.replace(fact, has_begun=True)
         refused = await self._scheduling.prefilled(fact)
         if refused is not None:
-            raise as_error(refused)
+            raise self._refused(refused)
         return True
 
     async def move_to(
@@ -804,7 +808,7 @@ class OwnWorkersRequest(PlacedRequest):
         return self._estimated_prefilled(decision, len(self.prompt), self.num_cached_tokens, elapsed_s)
 
     def _reported(self, found: PromptStats, has_begun: bool = False) -> Prefilled:
-        return Prefilled(
+        self.prefilled = Prefilled(
             self._request_id,
             found.queued_s,
             found.computed_s,
@@ -815,6 +819,7 @@ class OwnWorkersRequest(PlacedRequest):
             has_begun=has_begun,
             stages=found.stages,
         )
+        return self.prefilled
 
     async def _follow(
         self,

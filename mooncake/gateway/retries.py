@@ -9,6 +9,7 @@ differ between our workers (``own_workers.py``) and other engines (``any_engine.
 from __future__ import annotations
 
 import asyncio
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
 import msgspec
@@ -84,13 +85,40 @@ class PlacedRequest:
         self._request_id = place.request_id
         self._place_event = place
         self._placed_ids: dict[str, None] = {}
+        self.arrived_at = clock.monotonic()
+        self.num_cached_tokens = 0
+        """Prompt tokens whose KV the prefill instance found in its memory or the pool."""
+        self.prefilled: Prefilled | None = None
+        """Measurements of the prompt's computation."""
+        self.refusal = ""
+        """Code of the last refusal by the conductor."""
+        # For a recording (``request_recorder.py``):
+        self.on_end: Callable[[PlacedRequest, Finished, Sequence[int]], None] | None = None
+        self.tenant = ""
+        self.prompt_tokens: Sequence[int] = ()
+        self.tail = b""
 
-    def end(self, finished: Finished) -> None:
-        """Report to the conductor that the workers are done with this prompt, and its measurements."""
+    def end(self, finished: Finished, output: Sequence[int] = ()) -> None:
+        """Report to the conductor that the workers are done with this prompt, and its measurements.
+
+        ``output``: the answer's tokens, where they are known.
+        """
         for place_id in self._placed_ids:
             is_own = place_id == self._request_id
             self._scheduling.post(finished if is_own else Finished(place_id))
         self._placed_ids.clear()
+        if self.on_end is not None:
+            on_end, self.on_end = self.on_end, None
+            on_end(self, finished, output)
+
+    @property
+    def place_event(self) -> Place:
+        return self._place_event
+
+    def _refused(self, refuse: Refuse) -> ApiError:
+        """The client's error for a refusal, which is noted."""
+        self.refusal = refuse.refusal.code
+        return as_error(refuse)
 
     @property
     def place_id(self) -> str:
@@ -120,7 +148,7 @@ class PlacedRequest:
             if attempts.busy is not None:
                 raise attempts.busy
             if clock.monotonic() >= give_up_at:
-                raise as_error(answer)
+                raise self._refused(answer)
             # Failed instances may be back by now: a restarted worker keeps its address.
             attempts.exclude.clear()
             await asyncio.sleep(min(0.25, answer.retry_after_s))
@@ -168,12 +196,13 @@ class PlacedRequest:
         """
         queue_s = decision.prediction.queue_s if decision.prediction is not None else 0.0
         computed_s = elapsed_s if queue_s < 0.05 * elapsed_s else 0.0
-        return Prefilled(
+        self.prefilled = Prefilled(
             self._request_id,
             computed_s=computed_s,
             num_computed_tokens=max(1, num_tokens - num_cached_tokens),
             num_cached_tokens=num_cached_tokens,
         )
+        return self.prefilled
 
 
 def as_error(refuse: Refuse) -> ApiError:

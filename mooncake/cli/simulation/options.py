@@ -41,7 +41,7 @@ TraceSpec = Annotated[
     ),
 ]
 Format = Annotated[
-    Literal["auto", "mooncake", "sessions", "azure"],
+    Literal["auto", "mooncake", "sessions", "azure", "recording"],
     typer.Option("--format", help="Format of the trace file."),
 ]
 NumRows = Annotated[int, typer.Option("--rows", min=0, help="Number of rows to read; 0 is all.")]

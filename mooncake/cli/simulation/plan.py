@@ -14,6 +14,7 @@ from typing import Annotated
 import msgspec
 import numpy as np
 import typer
+from numpy.typing import NDArray
 from rich.console import Console
 
 from mooncake.cli.simulation.options import (
@@ -32,6 +33,7 @@ from mooncake.cli.simulation.options import (
     requests_of,
 )
 from mooncake.cli.simulation.report import PlainTable, render_tables, wide_console, write_whole
+from mooncake.cli.simulation.reuse import reuse_tables
 from mooncake.errors import InvalidArgument
 from mooncake.sim.serving import simulate
 from mooncake.sim.serving.capacity_planner import (
@@ -51,8 +53,11 @@ from mooncake.sim.serving.cost_comparison import (
     dollars_per_unit,
 )
 from mooncake.sim.serving.results import Summary
+from mooncake.sim.traces.reuse import INTERVAL, reuse_of
 from mooncake.sim.traces.trace import TraceOptions
 
+NUM_SLICES = 32
+"""Slices of a trace's time that are drawn for an interval."""
 DEFAULT_COSTS = ("llama3-70b-8xA800", "llama3-70b-8xH100", "llama3-70b-8xH200")
 FIGURES = (
     "nodes",
@@ -134,6 +139,20 @@ def plan_command(
     ] = 0,
     changes: Changes = None,
     seed: Annotated[int, typer.Option("--seed", help="Seed of random policies and of interruptions.")] = 0,
+    shows_reuse: Annotated[
+        bool,
+        typer.Option(
+            "--reuse/--no-reuse",
+            help="Hit rate by size of the cache and tier, and times to live, of the trace.",
+        ),
+    ] = True,
+    has_intervals: Annotated[
+        bool,
+        typer.Option(
+            "--intervals/--no-intervals",
+            help="90 % interval of the number of GPUs; needs a few more simulations of the same trace.",
+        ),
+    ] = False,
     json_file: Annotated[
         Path | None, typer.Option("--json", metavar="FILE", help="Write the results as JSON.")
     ] = None,
@@ -145,7 +164,8 @@ def plan_command(
 
     Every candidate runs the whole trace. Beside it: the smallest cluster of colocated nodes, good
     requests per dollar of each, and what one step in every direction would change. With --cluster, compare
-    these clusters by the cost per unit of throughput.
+    these clusters by the cost per unit of throughput. What the trace itself shows comes first: the hit rate
+    that a cache of each size has, by tier, and how long blocks should be kept.
     """
     requests = requests_of(trace, TraceOptions(num_rows=rows, is_spread=is_spread))
     known_settings("policy", "scheduling", [policy])
@@ -156,6 +176,7 @@ def plan_command(
     given = [f"ssd_tokens={ssd_tokens}", *(changes or [])]
     document: dict[str, object] = {"trace": requests.name}
     plans: dict[str, CapacityPlan] = {}
+    bounds: dict[str, list[CandidateCluster | None]] = {}
     if clusters:
         if costs and len(costs) > 1:
             raise InvalidArgument("--costs", costs, "given once with --cluster: the costs of forms without @")
@@ -169,22 +190,33 @@ def plan_command(
         tables = [_compared(compared, baseline or offers[0].name, requests)]
         document["clusters"] = msgspec.to_builtins(compared)
     else:
-        run = simulator(requests, policy, speedup, objectives, seed)
+        simulations = BoundedSimulations(requests, policy, speedup, objectives, seed)
+        run = simulations.nominal
         bases = _bases(costs, given, requests.block_tokens)
         if baseline and baseline not in bases:
             raise InvalidArgument("--baseline", baseline, f"hardware that is tried: {', '.join(bases)}")
         for hardware, base in bases.items():
-            plans[hardware] = CapacityPlanner(
-                base.spec,
-                base.hardware,
-                objectives,
-                prices,
-                run,
-                _show_tried,
-                "" if base.spec.decode_costs is None else base.decode_hardware,
-            ).plan()
+
+            def planner(how: Simulate, base: ClusterOffer = base) -> CapacityPlanner:
+                decode = "" if base.spec.decode_costs is None else base.decode_hardware
+                return CapacityPlanner(base.spec, base.hardware, objectives, prices, how, _show_tried, decode)
+
+            plans[hardware] = planner(run).plan()
+            if has_intervals:
+                bounds[hardware] = [
+                    planner(how).smallest() for how in (simulations.optimistic, simulations.pessimistic)
+                ]
         tables = _planned(plans, baseline)
+        if bounds:
+            tables.append(_bounded(plans, bounds, bases))
+            document["bounds"] = msgspec.to_builtins(bounds)
         document["plans"] = msgspec.to_builtins(plans)
+    if shows_reuse:
+        reuse = reuse_of(requests, requests.block_tokens)
+        document["reuse"] = msgspec.to_builtins(reuse)
+        best = next((plan.best for plan in plans.values() if plan.best is not None), None)
+        shown_costs = (offers[0] if clusters else next(iter(bases.values()))).spec.costs
+        tables = [*reuse_tables(reuse, shown_costs, best.num_prefill if best is not None else 1), *tables]
     console = wide_console()
     console.print(title)
     for table in tables:
@@ -260,6 +292,93 @@ def simulator(
         return outcome.summary(), shares[0], shares[1]
 
     return run
+
+
+class BoundedSimulations:
+    """Simulations of candidates, each run once, with what another such day may show in either direction."""
+
+    def __init__(
+        self, requests: TraceRequests, policy: str, speedup: float, objectives: Objectives, seed: int
+    ) -> None:
+        self._requests, self._policy, self._speedup = requests, policy, speedup
+        self._objectives, self._seed = objectives, seed
+        self._found: dict[tuple[ClusterSpec, float], tuple[Summary, list[list[float]]]] = {}
+
+    def nominal(self, spec: ClusterSpec, load: float) -> tuple[Summary, float, float]:
+        return self._at(spec, load, 0)
+
+    def pessimistic(self, spec: ClusterSpec, load: float) -> tuple[Summary, float, float]:
+        return self._at(spec, load, 1)
+
+    def optimistic(self, spec: ClusterSpec, load: float) -> tuple[Summary, float, float]:
+        return self._at(spec, load, 2)
+
+    def _at(self, spec: ClusterSpec, load: float, which: int) -> tuple[Summary, float, float]:
+        if (spec, load) not in self._found:
+            self._found[spec, load] = self._run(spec, load)
+        summary, shares = self._found[spec, load]
+        good, ttft, tbt = shares[which]
+        num_good = summary.num_good if not which else round(good * summary.num_requests)
+        return msgspec.structs.replace(summary, num_good=num_good), ttft, tbt
+
+    def _run(self, spec: ClusterSpec, load: float) -> tuple[Summary, list[list[float]]]:
+        objectives = self._objectives
+        outcome = simulate(
+            self._requests,
+            spec,
+            self._policy,
+            seed=self._seed,
+            speedup=self._speedup * load,
+            slo_ttft_s=objectives.ttft_s,
+            slo_tbt_s=objectives.tbt_s,
+        )
+        good = np.stack(
+            [
+                outcome.is_good(),
+                outcome.is_good(objectives.ttft_s, 0.0),
+                outcome.is_good(0.0, objectives.tbt_s),
+            ]
+        ).astype(np.float64)
+        return outcome.summary(), share_bounds(good)
+
+
+def share_bounds(good: NDArray[np.float64]) -> list[list[float]]:
+    """Means of the rows, and both ends of their 90 % intervals: slices of time are drawn with replacement."""
+    num_rows = good.shape[1]
+    if not num_rows:
+        return [[0.0] * len(good)] * 3
+    edges = np.linspace(0, num_rows, min(NUM_SLICES, num_rows) + 1).astype(np.int64)[:-1]
+    sums, sizes = np.add.reduceat(good, edges, axis=1), np.diff(np.append(edges, num_rows))
+    num_slices = len(edges)
+    weights = np.random.default_rng(0).multinomial(num_slices, np.full(num_slices, 1 / num_slices), 400)
+    drawn = (weights @ sums.T) / (weights @ sizes)[:, None]
+    return [good.mean(axis=1).tolist(), *np.quantile(drawn, INTERVAL, axis=0).tolist()]
+
+
+def _bounded(
+    plans: dict[str, CapacityPlan],
+    bounds: dict[str, list[CandidateCluster | None]],
+    bases: dict[str, ClusterOffer],
+) -> PlainTable:
+    """The number of GPUs, and its interval."""
+    rows = []
+    for hardware, (low, high) in bounds.items():
+        spec = bases[hardware].spec
+        cells = []
+        for one in (plans[hardware].best, low, high):
+            if one is None:
+                cells.append("none suffices")
+                continue
+            num_gpus = (
+                one.num_prefill * spec.costs.num_gpus + one.num_decode * spec.decode_node_costs.num_gpus
+            )
+            cells.append(f"{num_gpus} ({_describe(one)})")
+        rows.append((hardware, *cells))
+    caption = (
+        "low and high: what suffices at the favourable and the unfavourable end of the 90 % interval of "
+    )
+    caption += "the share of good requests, over slices of the trace's time."
+    return PlainTable("Number of GPUs", ("hardware", "GPUs", "low", "high"), rows, caption)
 
 
 def read_prices(file: Path | None) -> Prices:

@@ -173,6 +173,11 @@ class CapacityPlanner:
         found = self._candidate(best) if best is not None else None
         return CapacityPlan(found, one_pool, sensitivity, len(self._seen))
 
+    def smallest(self) -> CandidateCluster | None:
+        """The best cluster of a plan, without what is around it."""
+        best = self._apart()
+        return self._candidate(best) if best is not None else None
+
     # --- disaggregated prefill and decode
 
     def _apart(self) -> ClusterSpec | None:

@@ -20,6 +20,9 @@ validates everything:
   block of 512 tokens, the last of which may be partial.
 * ``sessions``: JSON lines of agents' sessions, one session after the other, each from its own time 0, with
   ids of its own and one id per *full* block of 64 tokens.
+* ``recording``: what our gateway records (``recorded_requests``): a header, then a row for each request in
+  the order of their ends, with one id per full block of the header's size, or none where no prefix is known.
+  Rows are given in the order of arrival.
 * ``azure``: CSV ``TIMESTAMP,ContextTokens,GeneratedTokens``: arrivals and lengths, nothing about prefixes.
 
 An id names a whole prefix, so behind each id there is one parent, and ``BlockParents`` holds every row to
@@ -44,6 +47,7 @@ import msgspec
 import numpy as np
 
 from mooncake.errors import InvalidArgument
+from mooncake.recorded_requests import RECORDING_VERSION, RecordedRequest, RecordingHeader
 
 MAX_LINE_BYTES = 16 << 20
 """A prompt of 100 million tokens in 512-token blocks fits; a file without line ends does not."""
@@ -58,6 +62,8 @@ class TraceRow(NamedTuple):
     num_output: int
     keys: tuple[int, ...]
     session: str | None = None
+    recorded: RecordedRequest | None = None
+    """All that was recorded of it, its outcome and times included."""
 
 
 class TraceError(InvalidArgument):
@@ -115,7 +121,7 @@ class TraceFile:
             yield line
 
 
-Format: TypeAlias = Literal["mooncake", "sessions", "azure"]
+Format: TypeAlias = Literal["mooncake", "sessions", "azure", "recording"]
 
 MAX_TOKENS = 100_000_000
 MAX_ID = (1 << 60) - 1
@@ -130,6 +136,7 @@ _ALLOWED = {
     "api_ms": "milliseconds, 0 or more",
     "hash_ids": f"whole numbers from 0 to {MAX_ID}; within sessions to {MAX_SESSION_ID}",
     "session": "a name of 1 to 200 characters",
+    "status": "done, rejected or failed",
 }
 
 _Line = TypeVar("_Line")
@@ -196,6 +203,8 @@ def sniff_format(path: str) -> Format:
     first = next(iter(lines))
     if first.lstrip()[:1] != b"{":
         return "azure"
+    if b'"recording"' in first:
+        return "recording"
     return "sessions" if b'"session"' in first else "mooncake"
 
 
@@ -245,6 +254,61 @@ def session_rows(lines: TraceFile, block_tokens: int) -> Iterator[list[TraceRow]
     yield rows
 
 
+def recording_header(path: str) -> RecordingHeader:
+    """The first line of a recording. Raises TraceError."""
+    lines = TraceFile(path)
+    return _header(lines, next(iter(lines)))
+
+
+def _header(lines: TraceFile, text: bytes) -> RecordingHeader:
+    try:
+        header = msgspec.json.decode(text, type=RecordingHeader)
+    except msgspec.MsgspecError as error:
+        lines.refuse("header", text[:60], f"the first line of a recording ({error})")
+    if header.recording != RECORDING_VERSION:
+        lines.refuse(
+            "recording", header.recording, f"{RECORDING_VERSION}, the version that this program reads"
+        )
+    return header
+
+
+def recording_rows(lines: TraceFile) -> Iterator[TraceRow]:
+    """Rows by arrival. Those that arrived while others were in progress are held until no earlier one can
+    come."""
+    parents, waiting, numbers = BlockParents(), list[tuple[float, int, TraceRow]](), count()
+    decode = msgspec.json.Decoder(RecordedRequest).decode
+    header: RecordingHeader | None = None
+    ended_ms = last_ms = 0.0
+    for text in lines:
+        if header is None:
+            header = _header(lines, text)
+            continue
+        line = _decoded(lines, text, decode)
+        size = header.block_tokens
+        if line.hash_ids:
+            why = f"{line.input_length} tokens / {size}, rounded down"
+            _count(lines, line.hash_ids, line.input_length // size, why)
+        parents.check(lines, [*line.hash_ids, *line.output_hash_ids])
+        if line.timestamp < last_ms:
+            allowed = f"{last_ms:g} or more: no request lasts longer than {header.longest_s:g} s"
+            lines.refuse("timestamp", line.timestamp, allowed)
+        ended_ms = max(ended_ms, line.ends_ms)
+        row = TraceRow(
+            line.timestamp / 1e3,
+            line.input_length,
+            line.output_length,
+            tuple(line.hash_ids),
+            line.session or None,
+            line,
+        )
+        heapq.heappush(waiting, (line.timestamp, next(numbers), row))
+        while waiting and waiting[0][0] <= ended_ms - header.longest_s * 1e3:
+            last_ms, _, row = heapq.heappop(waiting)
+            yield row
+    while waiting:
+        yield heapq.heappop(waiting)[2]
+
+
 def azure_rows(lines: TraceFile) -> Iterator[TraceRow]:
     header = ["TIMESTAMP", "ContextTokens", "GeneratedTokens"]
     begin: datetime.datetime | None = None
@@ -290,7 +354,7 @@ def _fault(content: Any, why: str) -> tuple[str, object, str]:
         field = found.group(1)
         name, _, index = field.partition("[")
         value = content[name][int(index[:-1])] if index else content[name]
-        return field, value, _ALLOWED[name]
+        return field, value, _ALLOWED.get(name, why.partition(" - at ")[0])
     if found := re.search(r"missing required field `(.*)`", why):
         return found.group(1), None, _ALLOWED[found.group(1)]
     if found := re.search(r"unknown field `(.*)`", why):
@@ -327,7 +391,7 @@ def _number(lines: TraceFile, field: str, text: str, least: int) -> int:
     return int(text)
 
 
-_BLOCK_TOKENS: dict[Format, int] = {"mooncake": 512, "sessions": 64, "azure": 512}
+_BLOCK_TOKENS: dict[Format, int] = {"mooncake": 512, "sessions": 64, "azure": 512, "recording": 0}
 _EXTRA_HALF = 1 << 62
 """Bit in the key of the half block that everything behind one first block shares (``is_halved``)."""
 
@@ -336,10 +400,10 @@ _EXTRA_HALF = 1 << 62
 class TraceOptions:
     """How to read a trace."""
 
-    format: Literal["auto", "mooncake", "sessions", "azure"] = "auto"
+    format: Literal["auto", "mooncake", "sessions", "azure", "recording"] = "auto"
     """Name of the format; ``auto``: by the first line."""
     block_tokens: int = 0
-    """Tokens a key stands for in the file; 0: the format's own (512; sessions: 64)."""
+    """Tokens a key stands for in the file; 0: the format's own (512; sessions: 64; recording: header's)."""
     num_rows: int = 0
     """Read only the first rows, this many; 0: all. A file that has fewer is an error."""
     speedup: float = 1.0
@@ -372,6 +436,8 @@ class Trace:
         _check(options)
         self.format: Format = sniff_format(path) if options.format == "auto" else options.format
         in_file = options.block_tokens or _BLOCK_TOKENS[self.format]
+        if self.format == "recording":
+            in_file = recording_header(path).block_tokens
         divisor = options.divide_lengths * (2 if options.is_halved else 1)
         if in_file % divisor:
             raise InvalidArgument("divide_lengths", options.divide_lengths, f"a divisor of {in_file} tokens")
@@ -416,6 +482,8 @@ class Trace:
             options = self.options
             whole = session_rows(lines, self._block_tokens_in_file)
             return _side_by_side(whole, options.num_concurrent, options.stagger_s, options.max_silence_s)
+        if self.format == "recording":
+            return recording_rows(lines)  # its times were measured, and a night may be silent
         rows = (
             azure_rows(lines) if self.format == "azure" else mooncake_rows(lines, self._block_tokens_in_file)
         )
@@ -440,14 +508,20 @@ class Trace:
         if options.is_halved:
             keys = _halved(keys, num_input, self._block_tokens_in_file // 2)
         if options.coarsen > 1:
-            tail = keys[-1:] if self.format != "sessions" and len(keys) % options.coarsen else ()
+            has_partial = self.format not in ("sessions", "recording")
+            tail = keys[-1:] if has_partial and len(keys) % options.coarsen else ()
             keys = keys[options.coarsen - 1 :: options.coarsen] + tail
         if options.divide_lengths > 1:
             # Rounded like the keys, so that as many blocks as before have keys.
-            up = 0 if self.format == "sessions" else options.divide_lengths - 1
+            up = 0 if self.format in ("sessions", "recording") else options.divide_lengths - 1
             num_input = max(1, (num_input + up) // options.divide_lengths)
             num_output = -(-num_output // options.divide_lengths)
-        return TraceRow(row.timestamp_s / options.speedup, num_input, num_output, keys, row.session)
+        return row._replace(
+            timestamp_s=row.timestamp_s / options.speedup,
+            num_input=num_input,
+            num_output=num_output,
+            keys=keys,
+        )
 
 
 def read_trace(path: str, options: TraceOptions | None = None) -> Trace:

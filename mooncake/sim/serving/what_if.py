@@ -1,0 +1,481 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The effect of a change to a live cluster, computed from its latest requests.
+
+Three runs are compared: what was measured, what the simulator makes of the same requests on the cluster as it
+is, and what it makes of them after the change. All that the simulator must know of the machines is fitted to
+the requests themselves: prefill to the times that instances report, decode to the times between tokens at the
+batch sizes that the requests' times imply, the size of the cache to the measured hit rate. The difference
+between the first two runs is the error of that model, and is part of the answer; the effect is the relation
+of the last two, which share that error, applied to what was measured.
+
+Requests arrive when they did. That agents would go on earlier after a faster answer is not modelled.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable, Sequence
+from typing import Annotated, Any, TypeAlias
+
+import msgspec
+import numpy as np
+from msgspec import Meta
+from numpy.typing import NDArray
+
+from mooncake.errors import InvalidArgument
+from mooncake.recorded_requests import RecordedRequest
+from mooncake.sim.serving import simulate
+from mooncake.sim.serving.cluster import ClusterSpec
+from mooncake.sim.serving.node_costs import NodeCosts, PrefillSample, StepSample, fit_decode, fit_prefill
+from mooncake.sim.serving.results import Quantiles, RunResults
+from mooncake.sim.traces.reuse import INTERVAL, reuse_of
+from mooncake.sim.traces.trace import TraceRow
+
+_Floats: TypeAlias = NDArray[np.float64]
+
+MIN_ROWS = 20
+"""Fewer requests say too little."""
+NUM_SLICES = 32
+NUM_RESAMPLES = 200
+HIT_RATE_TOLERANCE = 0.005
+MOST_FITS = 6
+"""Simulations that look for the size of the cache."""
+_UNLIMITED_BYTES_PER_S = 1e12
+"""Transfers are inside the measured times."""
+_DEVICE_TOKENS = 1 << 40
+_FEWEST_STEPS = 3
+_LONG_PROMPTS = 8
+
+
+class Change(msgspec.Struct, frozen=True, forbid_unknown_fields=True, omit_defaults=True):
+    """What would be different. Several changes may be made at once."""
+
+    memory: Annotated[float, Meta(gt=0, le=1024)] = 1.0
+    "Factor of the memory for KV."
+    prefill: Annotated[int, Meta(ge=-256, le=256)] = 0
+    "Prefill instances more, or fewer."
+    decode: Annotated[int, Meta(ge=-256, le=256)] = 0
+    "Decode instances more, or fewer."
+    policy: Annotated[str, Meta(max_length=40)] = ""
+    "Another policy of the conductor."
+    load: Annotated[float, Meta(gt=0, le=64)] = 1.0
+    "Factor by which requests come faster."
+
+
+class WhatIfQuestion(msgspec.Struct, frozen=True):
+    """The latest requests of a cluster, the cluster, and a change to it."""
+
+    rows: list[RecordedRequest]
+    "In the order of arrival; ids are of blocks of `block_tokens`."
+    block_tokens: Annotated[int, Meta(gt=0)]
+    num_prefill: Annotated[int, Meta(ge=0)]
+    "0: every instance computes prompts and decodes."
+    num_decode: Annotated[int, Meta(ge=1)]
+    policy: str
+    change: Change
+    since_ms: float = 0.0
+    "Requests that arrived earlier only fill the caches."
+    slo_ttft_s: float = 0.0
+    slo_tbt_s: float = 0.0
+
+
+class LoadFigures(msgspec.Struct, frozen=True):
+    """What clients see."""
+
+    ttft_s: Quantiles
+    tbt_s: Quantiles
+    "Mean time between the tokens of each request."
+    e2e_s: Quantiles
+    hit_rate: float
+    goodput_per_s: float
+    num_done: int
+
+
+class Effect(msgspec.Struct, frozen=True):
+    """A relative change, for hit rates the difference, with its 90 % interval."""
+
+    value: float
+    low: float
+    high: float
+
+
+class WhatIfAnswer(msgspec.Struct, frozen=True):
+    """Figures of the same requests, measured and simulated."""
+
+    rows: int
+    minutes: float
+    change: Change
+    measured: LoadFigures
+    baseline: LoadFigures
+    "The cluster as it is, simulated."
+    changed: LoadFigures
+    "After the change, simulated."
+    expected: dict[str, float]
+    "What was measured, with the effect."
+    effect: dict[str, Effect]
+    model_error: dict[str, float]
+    "Baseline against measured: relative, for the hit rate the difference."
+    cache_tokens: int
+    "Size of the cluster's cache that explains the measured hit rate."
+    has_pool: bool
+    notes: list[str] = []
+
+
+@dataclasses.dataclass(frozen=True)
+class _Columns:
+    """Figures by request; NaN where it did not end well."""
+
+    ttft_s: _Floats
+    tbt_s: _Floats
+    e2e_s: _Floats
+    cached: _Floats
+    num_input: _Floats
+    is_good: _Floats
+
+    def figures(self, chosen: Any, span_s: float) -> LoadFigures:
+        done = ~np.isnan(self.ttft_s[chosen])
+        total = self.num_input[chosen][done].sum()
+        return LoadFigures(
+            _quantiles(self.ttft_s[chosen]),
+            _quantiles(self.tbt_s[chosen]),
+            _quantiles(self.e2e_s[chosen]),
+            float(self.cached[chosen][done].sum() / total) if total else 0.0,
+            float(self.is_good[chosen].sum() / span_s) if span_s else 0.0,
+            int(done.sum()),
+        )
+
+
+_FIGURES: dict[str, Callable[[LoadFigures], float]] = {
+    "ttft_mean_s": lambda one: one.ttft_s.mean,
+    "ttft_p50_s": lambda one: one.ttft_s.p50,
+    "ttft_p90_s": lambda one: one.ttft_s.p90,
+    "tbt_mean_s": lambda one: one.tbt_s.mean,
+    "tbt_p50_s": lambda one: one.tbt_s.p50,
+    "tbt_p90_s": lambda one: one.tbt_s.p90,
+    "e2e_mean_s": lambda one: one.e2e_s.mean,
+    "hit_rate": lambda one: one.hit_rate,
+    "goodput_per_s": lambda one: one.goodput_per_s,
+}
+_DIFFERENCES = {"hit_rate"}
+
+
+def answer_what_if(question: WhatIfQuestion) -> WhatIfAnswer:
+    """Simulate the requests with and without the change.
+
+    Raises:
+        InvalidArgument: there are too few requests, too little was measured, or the change is impossible.
+    """
+    rows = question.rows
+    is_asked = np.array([row.timestamp >= question.since_ms for row in rows])
+    num_asked = int(is_asked.sum())
+    if num_asked < MIN_ROWS:
+        raise InvalidArgument("minutes", f"{num_asked} requests", f"a time with {MIN_ROWS} requests or more")
+    change = question.change
+    trace = [
+        TraceRow(one.timestamp / 1e3, one.input_length, one.output_length, tuple(one.hash_ids))
+        for one in rows
+    ]
+    asked_s = [row.timestamp_s for row, is_one in zip(trace, is_asked, strict=True) if is_one]
+    span_s = max(1e-3, asked_s[-1] - asked_s[0])
+    measured = _measured(question)
+    fitting = _Model(question, trace, is_asked, measured.figures(is_asked, span_s).hit_rate)
+    now, size_tokens = fitting.fitted()
+    changed_tokens = min(round(size_tokens * change.memory), max(size_tokens, fitting.most_tokens))
+    spec = fitting.spec(changed_tokens, change.prefill, change.decode)
+    policy = change.policy or question.policy
+    later = fitting.run(spec, policy, change.load)
+    # More load: the same requests in less time.
+    spans = (span_s, span_s, span_s / change.load)
+    figures = [one.figures(is_asked, s) for one, s in zip((measured, now, later), spans, strict=True)]
+    effect = _effects(now, later, np.flatnonzero(is_asked), spans[1:], figures[1:])
+    return WhatIfAnswer(
+        rows=num_asked,
+        minutes=round(span_s / 60, 3),
+        change=change,
+        measured=figures[0],
+        baseline=figures[1],
+        changed=figures[2],
+        expected={
+            name: _applied(name, get(figures[0]), effect[name].value) for name, get in _FIGURES.items()
+        },
+        effect=effect,
+        model_error={
+            name: _relation(name, get(figures[0]), get(figures[1])) for name, get in _FIGURES.items()
+        },
+        cache_tokens=size_tokens,
+        has_pool=fitting.has_pool,
+        notes=fitting.notes,
+    )
+
+
+class _Model:
+    """The live cluster in the simulator's terms."""
+
+    def __init__(
+        self, question: WhatIfQuestion, trace: list[TraceRow], is_asked: NDArray[np.bool_], hit_rate: float
+    ) -> None:
+        self._question, self._trace, self._is_asked = question, trace, is_asked
+        self._hit_rate = hit_rate
+        self.notes: list[str] = []
+        self.has_pool = question.num_prefill > 0 and any(row.loaded_tokens for row in question.rows)
+        self._costs = costs_of(question.rows, self.notes)
+        self._longest = max(row.input_length for row in question.rows)
+        self.most_tokens = 0
+        """A cache of this size never evicts."""
+
+    def spec(self, size_tokens: int, more_prefill: int = 0, more_decode: int = 0) -> ClusterSpec:
+        """The cluster with a cache of this size, and more instances. Raises InvalidArgument."""
+        question = self._question
+        size = question.block_tokens
+        num_prefill, num_decode = question.num_prefill + more_prefill, question.num_decode + more_decode
+        if num_decode < 1 or num_prefill < min(1, question.num_prefill):
+            raise InvalidArgument(
+                "change", f"{num_prefill} prefill, {num_decode} decode", "1 or more of each"
+            )
+        least = 2 * size
+        if not question.num_prefill:
+            if more_prefill:
+                raise InvalidArgument(
+                    "prefill", more_prefill, "0: every instance computes prompts and decodes"
+                )
+            own = max(least, size_tokens // question.num_decode)
+            # Their memory has both the cache and what is in progress.
+            device_tokens = own + _LONG_PROMPTS * self._longest
+            costs = msgspec.structs.replace(
+                self._costs, decode_makes_first_token=False, device_tokens=device_tokens
+            )
+            return ClusterSpec(
+                costs=costs,
+                mode="chunked_prefix",
+                num_prefill=num_decode,
+                num_decode=0,
+                block_tokens=size,
+                cache_tokens=own,
+            )
+        if not self.has_pool:
+            own = max(least, size_tokens // question.num_prefill)
+            return ClusterSpec(
+                costs=self._costs,
+                num_prefill=num_prefill,
+                num_decode=num_decode,
+                block_tokens=size,
+                cache_tokens=own,
+            )
+        return ClusterSpec(
+            costs=self._costs,
+            num_prefill=num_prefill,
+            num_decode=num_decode,
+            block_tokens=size,
+            cache_tokens=max(least, 2 * self._longest),  # what is computed, beside the pool
+            num_store=1,
+            store_tokens=max(least, size_tokens),
+        )
+
+    def run(self, spec: ClusterSpec, policy: str, load: float = 1.0) -> _Columns:
+        question = self._question
+        outcome = simulate(
+            self._trace,
+            spec,
+            policy,
+            speedup=load,
+            slo_ttft_s=question.slo_ttft_s,
+            slo_tbt_s=question.slo_tbt_s,
+        )
+        return _simulated(outcome)
+
+    def fitted(self) -> tuple[_Columns, int]:
+        """The cluster as it is, with the cache whose hit rate is the measured one; and the cache's size."""
+        question = self._question
+        reuse = reuse_of(self._trace, question.block_tokens)
+        endless = self.most_tokens = max(8 * question.block_tokens, 2 * reuse.unique_tokens)
+        # One cache that has this hit rate; several hold some blocks twice, and a run evicts a little earlier.
+        enough = [one.size_tokens for one in reuse.curve if one.hit_rate >= self._hit_rate]
+        size_tokens = enough[0] if enough else endless
+        low, high = size_tokens // 4, min(endless, 16 * size_tokens)
+        found: tuple[float, int, _Columns] | None = None
+        for _ in range(MOST_FITS):
+            run = self.run(self.spec(size_tokens), question.policy)
+            error = run.figures(self._is_asked, 1.0).hit_rate - self._hit_rate
+            if found is None or abs(error) < abs(found[0]):
+                found = (error, size_tokens, run)
+            if abs(error) <= HIT_RATE_TOLERANCE or (error < 0 and size_tokens >= endless):
+                break
+            low, high = (low, size_tokens) if error > 0 else (size_tokens, high)
+            size_tokens = max(1, round((max(1, low) * high) ** 0.5))
+        assert found is not None
+        if found[1] >= reuse.unique_tokens:
+            self.notes.append("nothing that these requests use was evicted: more memory changes nothing")
+        return found[2], found[1]
+
+
+def costs_of(rows: Sequence[RecordedRequest], notes: list[str]) -> NodeCosts:
+    """Costs of an instance, fitted to what was measured. Raises InvalidArgument: too little was."""
+    done = [row for row in rows if row.is_done]
+    samples = [
+        PrefillSample(row.input_length - row.computed_tokens, row.input_length, row.computed_ms / 1e3)
+        for row in done
+        if row.computed_ms > 0 and 0 < row.computed_tokens <= row.input_length
+    ]
+    if not samples:
+        samples = [
+            PrefillSample(min(row.cached_tokens, row.input_length - 1), row.input_length, row.ttft_ms / 1e3)
+            for row in done
+            if row.ttft_ms > 0
+        ]
+        notes.append(
+            "no instance reports how long it computes: prefill is fitted to the times to first token"
+        )
+    prefill, prefill_error = fit_prefill(samples)
+    decode, decode_error = fit_decode(_steps(done))
+    for name, error in (("prefill", prefill_error), ("decode", decode_error)):
+        if error > 0.3:
+            notes.append(
+                f"times of {name} vary by {error:.0%} around what explains them: expect large errors"
+            )
+    rests = [
+        (row.ttft_ms - row.queued_ms - row.computed_ms) / 1e3 - decode.seconds(1, row.input_length)
+        for row in done
+        if row.computed_ms > 0
+    ]
+    # What is not waiting: the path from the last layer to the client when nothing else is in the way.
+    first_token_s = max(0.0, float(np.quantile(rests, 0.25))) if rests else 0.0
+    return NodeCosts(
+        title="as recorded",
+        source="fitted to recorded requests",
+        kv_bytes_per_token=1,
+        num_layers=1,
+        prefill=prefill,
+        decode=decode,
+        device_tokens=_DEVICE_TOKENS,
+        cache_tokens=0,
+        nic_bytes_per_s=_UNLIMITED_BYTES_PER_S,
+        nic_latency_s=0.0,
+        ssd_bytes_per_s=_UNLIMITED_BYTES_PER_S,
+        device_load_bytes_per_s=_UNLIMITED_BYTES_PER_S,
+        first_token_s=first_token_s,
+        decode_makes_first_token=True,
+    )
+
+
+def _steps(done: Sequence[RecordedRequest]) -> list[StepSample]:
+    """For each answer: the mean batch and context on its instance while it was decoded, and its mean step."""
+    by_instance: dict[int, list[RecordedRequest]] = {}
+    for row in done:
+        if row.output_length > _FEWEST_STEPS and row.e2e_ms > row.ttft_ms > 0:
+            by_instance.setdefault(row.decode, []).append(row)
+    found = []
+    for rows in by_instance.values():
+        begins = np.array([row.timestamp + row.ttft_ms for row in rows])
+        ends = np.array([row.ends_ms for row in rows])
+        contexts = np.array([row.input_length + row.output_length / 2 for row in rows])
+        steps = np.array([row.output_length - 1 for row in rows])
+        sizes = _mean_of(begins, ends, np.ones(len(rows)))
+        loads = _mean_of(begins, ends, contexts)
+        seconds = (ends - begins) / 1e3 / steps
+        found += [
+            StepSample(max(1, round(size)), max(1, round(load)), float(one))
+            for size, load, one in zip(sizes, loads, seconds, strict=True)
+        ]
+    return found
+
+
+def _mean_of(begins: _Floats, ends: _Floats, amounts: _Floats) -> _Floats:
+    """For each interval, the mean over its time of the sum of the amounts of all intervals at an instant."""
+    at = np.concatenate([begins, ends])
+    order = np.argsort(at, kind="stable")
+    times = at[order]
+    level = np.cumsum(np.concatenate([amounts, -amounts])[order])
+    area = np.concatenate([[0.0], np.cumsum(level[:-1] * np.diff(times))])
+    return np.asarray(
+        (np.interp(ends, times, area) - np.interp(begins, times, area)) / np.maximum(ends - begins, 1e-9)
+    )
+
+
+def _measured(question: WhatIfQuestion) -> _Columns:
+    rows, nan = question.rows, float("nan")
+    done = np.array([row.is_done and row.ttft_ms > 0 for row in rows])
+
+    def column(values: list[float]) -> _Floats:
+        return np.where(done, np.array(values), nan)
+
+    ttft_s = column([row.ttft_ms / 1e3 for row in rows])
+    e2e_s = column([row.e2e_ms / 1e3 for row in rows])
+    num_steps = np.array([max(1, row.output_length - 1) for row in rows])
+    tbt_s = np.where([row.output_length > 1 for row in rows], (e2e_s - ttft_s) / num_steps, 0.0)
+    tbt_s = np.where(done, tbt_s, nan)
+    longest_s = np.array([row.tbt_ms / 1e3 for row in rows])
+    return _Columns(
+        ttft_s,
+        tbt_s,
+        e2e_s,
+        np.array([float(row.cached_tokens) for row in rows]),
+        np.array([float(row.input_length) for row in rows]),
+        _good(question, ttft_s, longest_s, done),
+    )
+
+
+def _good(question: WhatIfQuestion, ttft_s: _Floats, tbt_s: _Floats, done: NDArray[np.bool_]) -> _Floats:
+    good = done.copy()
+    if question.slo_ttft_s:
+        good &= np.nan_to_num(ttft_s, nan=np.inf) <= question.slo_ttft_s
+    if question.slo_tbt_s:
+        good &= tbt_s <= question.slo_tbt_s
+    return good.astype(np.float64)
+
+
+def _simulated(outcome: RunResults) -> _Columns:
+    done = outcome.is_done
+
+    def column(values: Any) -> _Floats:
+        return np.where(done, values.astype(np.float64), float("nan"))
+
+    return _Columns(
+        column(outcome.ttft_s),
+        column(outcome.tbt_mean_s),
+        column(outcome.e2e_s),
+        outcome.cached_tokens.astype(np.float64),
+        outcome.num_input.astype(np.float64),
+        outcome.is_good().astype(np.float64),
+    )
+
+
+def _effects(
+    now: _Columns,
+    later: _Columns,
+    asked: NDArray[np.int64],
+    spans: Sequence[float],
+    figures: Sequence[LoadFigures],
+) -> dict[str, Effect]:
+    """Effects with their intervals: the same slices of time are drawn for both runs."""
+    slices = np.array_split(asked, min(NUM_SLICES, len(asked)))
+    random = np.random.default_rng(0)
+    drawn: dict[str, list[float]] = {name: [] for name in _FIGURES}
+    for _ in range(NUM_RESAMPLES):
+        chosen = np.concatenate([slices[one] for one in random.integers(len(slices), size=len(slices))])
+        pair = [run.figures(chosen, span_s) for run, span_s in zip((now, later), spans, strict=True)]
+        for name, get in _FIGURES.items():
+            drawn[name].append(_relation(name, get(pair[0]), get(pair[1])))
+    found = {}
+    for name, get in _FIGURES.items():
+        low, high = np.quantile(drawn[name], INTERVAL)
+        value = _relation(name, get(figures[0]), get(figures[1]))
+        found[name] = Effect(value, min(float(low), value), max(float(high), value))
+    return found
+
+
+def _relation(name: str, before: float, after: float) -> float:
+    if name in _DIFFERENCES:
+        return after - before
+    return after / before - 1 if before else 0.0
+
+
+def _applied(name: str, measured: float, effect: float) -> float:
+    return min(1.0, max(0.0, measured + effect)) if name in _DIFFERENCES else measured * (1 + effect)
+
+
+def _quantiles(values: _Floats) -> Quantiles:
+    known = values[~np.isnan(values)]
+    if not len(known):
+        return Quantiles(0.0, 0.0, 0.0, 0.0)
+    p50, p90, p99 = np.quantile(known, (0.5, 0.9, 0.99))
+    return Quantiles(float(known.mean()), float(p50), float(p90), float(p99))

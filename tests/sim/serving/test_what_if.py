@@ -1,0 +1,171 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Answers about a cluster are compared with clusters that are simulated as they would be."""
+
+from __future__ import annotations
+
+import dataclasses
+from random import Random
+
+import msgspec
+import pytest
+
+from mooncake.conductor.prediction import DecodeModel, PrefillModel
+from mooncake.errors import InvalidArgument
+from mooncake.recorded_requests import RecordedRequest
+from mooncake.sim.serving import simulate
+from mooncake.sim.serving.cluster import ClusterSpec
+from mooncake.sim.serving.node_costs import NodeCosts
+from mooncake.sim.serving.what_if import (
+    Change,
+    WhatIfAnswer,
+    WhatIfQuestion,
+    answer_what_if,
+    costs_of,
+)
+from mooncake.sim.traces.trace import TraceRow
+
+BLOCK = 32
+COSTS = NodeCosts(
+    title="known",
+    source="this test",
+    kv_bytes_per_token=1,
+    num_layers=1,
+    prefill=PrefillModel(0.02, 2e-4, 1e-8),
+    decode=DecodeModel(0.01, 2e-3, 1e-7),
+    device_tokens=1 << 30,
+    cache_tokens=0,
+    nic_bytes_per_s=1e12,
+    nic_latency_s=0.0,
+    ssd_bytes_per_s=1e12,
+    device_load_bytes_per_s=1e12,
+    decode_makes_first_token=True,
+)
+SPEC = ClusterSpec(
+    costs=COSTS, num_prefill=1, num_decode=1, block_tokens=BLOCK, cache_tokens=3000 * BLOCK, measure_s=1.0
+)
+
+
+def load(num_rows: int, seed: int = 0) -> list[TraceRow]:
+    """Sessions whose prompts grow by a few blocks each turn."""
+    random, fresh = Random(seed), iter(range(1, 1 << 40))
+    keys: dict[int, tuple[int, ...]] = {}
+    rows, now = [], 0.0
+    for _ in range(num_rows):
+        now += random.expovariate(4.0)
+        session = random.randrange(60)
+        grown = keys.get(session, ()) + tuple(next(fresh) for _ in range(random.randrange(2, 20)))
+        keys[session] = grown if len(grown) < 150 else ()
+        num_input = len(grown) * BLOCK + random.randrange(1, BLOCK)
+        rows.append(TraceRow(now, num_input, random.randrange(20, 120), grown))
+    return rows
+
+
+def recording_of(rows: list[TraceRow], spec: ClusterSpec) -> list[RecordedRequest]:
+    """What a gateway before such a cluster would record."""
+    found = simulate(rows, spec, "cache_aware")
+    recorded = []
+    for number, row in enumerate(rows):
+        ttft_ms, computed_ms = found.ttft_s[number] * 1e3, found.prefill_gpu_s[number] * 1e3
+        num_cached = int(found.cached_tokens[number])
+        recorded.append(
+            RecordedRequest(
+                row.timestamp_s * 1e3,
+                row.num_input,
+                row.num_output,
+                list(row.keys),
+                ttft_ms=float(ttft_ms),
+                tbt_ms=float(found.tbt_s[number]) * 1e3,
+                e2e_ms=float(found.e2e_s[number]) * 1e3,
+                cached_tokens=num_cached,
+                queued_ms=max(0.0, float(ttft_ms - computed_ms - 13.0)),
+                computed_ms=float(computed_ms),
+                computed_tokens=row.num_input - num_cached,
+                prefill=0,
+                decode=int(found.decode_instance[number]),
+            )
+        )
+    return recorded
+
+
+ROWS = load(400)
+RECORDED = recording_of(ROWS, SPEC)
+
+
+def ask(change: Change, rows: list[RecordedRequest] = RECORDED, **fields: float) -> WhatIfAnswer:
+    question = WhatIfQuestion(rows, BLOCK, 1, 1, "cache_aware", change)
+    return answer_what_if(msgspec.structs.replace(question, **fields))
+
+
+def test_costs_are_found_in_the_requests() -> None:
+    found = costs_of(RECORDED, [])
+    for first, end in ((0, 500), (1000, 4000)):
+        assert found.prefill.seconds(first, end) == pytest.approx(COSTS.prefill.seconds(first, end), rel=0.05)
+    for size in (2, 8):
+        expected = COSTS.decode.seconds(size, size * 2000)
+        assert found.decode.seconds(size, size * 2000) == pytest.approx(expected, rel=0.1)
+
+
+def test_the_cluster_as_it_is_is_simulated_as_it_was_measured() -> None:
+    found = ask(Change(decode=1))
+    assert found.rows == len(ROWS)
+    assert abs(found.model_error["hit_rate"]) < 0.01
+    assert abs(found.model_error["tbt_mean_s"]) < 0.1
+    assert abs(found.model_error["e2e_mean_s"]) < 0.1
+
+
+@pytest.mark.parametrize(
+    ("change", "spec"),
+    [
+        (Change(decode=1), dataclasses.replace(SPEC, num_decode=2)),
+        (Change(prefill=1), dataclasses.replace(SPEC, num_prefill=2)),
+        (Change(memory=4.0), dataclasses.replace(SPEC, cache_tokens=12_000 * BLOCK)),
+    ],
+    ids=["decode", "prefill", "memory"],
+)
+def test_the_effect_is_that_of_making_the_change(change: Change, spec: ClusterSpec) -> None:
+    found = ask(change)
+    after = simulate(ROWS, spec, "cache_aware")
+    assert found.expected["e2e_mean_s"] == pytest.approx(after.summary().e2e_s.mean, rel=0.2)
+    assert found.expected["tbt_mean_s"] == pytest.approx(float(after.tbt_mean_s.mean()), rel=0.2)
+    assert found.expected["hit_rate"] == pytest.approx(after.summary().hit_rate, abs=0.03)
+    for effect in found.effect.values():
+        assert effect.low <= effect.value <= effect.high
+
+
+def test_no_change_has_no_effect() -> None:
+    found = ask(Change())
+    assert all(effect.value == 0 for effect in found.effect.values())
+    assert found.expected["ttft_mean_s"] == pytest.approx(found.measured.ttft_s.mean)
+
+
+def test_earlier_requests_only_fill_the_caches() -> None:
+    found = ask(Change(load=2.0), since_ms=RECORDED[200].timestamp)
+    assert found.rows == 200
+    assert found.effect["e2e_mean_s"].value > 0
+
+
+def test_goodput_counts_what_meets_the_objectives() -> None:
+    strict = ask(Change(decode=1), slo_tbt_s=COSTS.decode.seconds(4, 8000))
+    assert 0 < strict.measured.goodput_per_s < ask(Change()).measured.goodput_per_s
+    assert strict.effect["goodput_per_s"].value > 0
+
+
+@pytest.mark.parametrize(
+    ("change", "rows"),
+    [
+        (Change(), RECORDED[:5]),
+        (Change(decode=-1), RECORDED),
+        (Change(prefill=-1), RECORDED),
+        (Change(), [msgspec.structs.replace(row, status="failed") for row in RECORDED]),
+    ],
+)
+def test_what_cannot_be_answered_is_refused(change: Change, rows: list[RecordedRequest]) -> None:
+    with pytest.raises(InvalidArgument):
+        ask(change, rows)
+
+
+def test_instances_that_do_both_can_become_more() -> None:
+    found = ask(Change(decode=1), num_prefill=0)
+    assert found.effect["e2e_mean_s"].value < 0
+    with pytest.raises(InvalidArgument, match="every instance"):
+        ask(Change(prefill=1), num_prefill=0)
