@@ -31,6 +31,7 @@ from mooncake import clock, metrics
 from mooncake.conductor.explanation import Explanation
 from mooncake.conductor.messages import AddInstance, Drain, Finished
 from mooncake.errors import InvalidArgument, MooncakeError
+from mooncake.gateway.cache_misses import MissReport
 from mooncake.gateway.gateway import Gateway
 from mooncake.gateway.limiter import Permit
 from mooncake.gateway.moves import MovedChoice, MovedPrompt
@@ -444,6 +445,8 @@ class ExplainAnswer(msgspec.Struct):
     id: str
     request_id: str
     prompts: list[Explanation]
+    misses: list[MissReport | None]
+    "For each of them: where it left its nearest sibling, and what became of its tokens; null: unknown here."
 
 
 def _add_explanation(app: FastAPI, gateway: Gateway, is_inside: bool) -> None:
@@ -452,6 +455,7 @@ def _add_explanation(app: FastAPI, gateway: Gateway, is_inside: bool) -> None:
     async def explain(http: Request, name: str) -> Response:
         """Candidates, choice, prediction and measurements of a request, and why its blocks missed."""
         names = gateway.request_ids.find(name)
+        may_see_sibling = True
         if is_inside or gateway.admin_key.refusal(http.headers) is None:
             names = names or RequestIds(name, "", True, [name])
         elif gateway.clients is not None:
@@ -460,9 +464,11 @@ def _add_explanation(app: FastAPI, gateway: Gateway, is_inside: bool) -> None:
                 raise _unknown(name)  # as if it did not exist: it may be another client's
         elif names is None:
             # The conductor may remember a request from before this gateway was started.
-            names = RequestIds(name, "", True, [name])
+            names, may_see_sibling = RequestIds(name, "", True, [name]), False
         elif name != names.id and not names.is_secret:
             _check_key_for_chosen_id(gateway, http)
+        else:
+            may_see_sibling = False  # clients without keys of their own are not distinguished
         try:
             found = [await gateway.scheduling.explain(place_id) for place_id in names.place_ids]
         except MooncakeError as error:
@@ -470,8 +476,19 @@ def _add_explanation(app: FastAPI, gateway: Gateway, is_inside: bool) -> None:
         known = [one for one in found if one is not None]
         if not known:
             raise _unknown(name)
-        answer = ExplainAnswer(names.id, names.request_id, known)
-        return _json(answer)
+        reports = [gateway.misses.report(one.request_id, may_see_sibling) for one in known]
+        return _json(ExplainAnswer(names.id, names.request_id, known, reports))
+
+    @app.get("/v1/cache/misses", responses=_KEY_ERRORS)
+    async def misses(http: Request) -> Response:
+        """What became of prompts' tokens, by cause: the asking client's tenant, or all with the admin key."""
+        tenant = None
+        if not is_inside and gateway.admin_key.refusal(http.headers) is not None:
+            if gateway.clients is None:
+                _check_key(gateway, http, is_inside)
+            else:
+                tenant = gateway.clients.of(http.headers).entry.tenant_name
+        return _json(await asyncio.to_thread(gateway.misses.sums, tenant))
 
 
 _EXPLANATION_ERRORS: dict[int | str, dict[str, str]] = {

@@ -166,6 +166,10 @@ def _answer(
         )
         for place, prompt in zip(places, prompts, strict=True)
     ]
+    for one, place in zip(worker_requests, places, strict=True):
+        one.observed = gateway.misses.tokens_arrived(
+            place, http.state.client, request.cache_salt, settings.model_name, one.prompt
+        )
     return OwnWorkersAnswer(
         request,
         worker_requests,
@@ -381,6 +385,9 @@ class OwnWorkersAnswer:
                 tbt_s = mean_of_longest(self._gaps_s[number])
                 worker_request.end(
                     Finished(worker_request.place_id, num_tokens, self._ttfts_s[number], tbt_s, is_complete)
+                )
+                worker_request.observe_end(
+                    worker_request.num_cached_tokens, self._choices[first].token_ids, is_complete
                 )
 
     async def _decode(

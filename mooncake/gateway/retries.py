@@ -9,6 +9,7 @@ differ between our workers (``own_workers.py``) and other engines (``any_engine.
 from __future__ import annotations
 
 import asyncio
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 import msgspec
@@ -17,6 +18,7 @@ from prometheus_client import Counter
 from mooncake import clock, metrics
 from mooncake.conductor.client import ConductorClient
 from mooncake.conductor.messages import Decision, Failed, Finished, Place, Prefilled, Refuse
+from mooncake.gateway.cache_misses import ObservedPrompt
 from mooncake.gateway.worker_client import WeightsReplaced, WorkerBusy, WorkerFailed
 from mooncake.http.openai import ApiError
 from mooncake.log import get_logger
@@ -80,6 +82,10 @@ class PlacedRequest:
     def __init__(self, scheduling: ConductorClient, place: Place) -> None:
         """``place``: the event that places the request."""
         self.route = Route()
+        self.num_held_tokens = 0
+        """Leading tokens of the prompt that some instance or the pool was believed to hold."""
+        self.observed: ObservedPrompt | None = None
+        """What is found out about the prompt's misses; None where that is off."""
         self._scheduling = scheduling
         self._request_id = place.request_id
         self._place_event = place
@@ -91,6 +97,12 @@ class PlacedRequest:
             is_own = place_id == self._request_id
             self._scheduling.post(finished if is_own else Finished(place_id))
         self._placed_ids.clear()
+
+    def observe_end(self, num_cached: int, answer: Sequence[int], is_complete: bool) -> None:
+        """Note for explanations how much of the prompt was cached, and the answer's tokens if known."""
+        if self.observed is not None:
+            self.observed.ended(num_cached, self.num_held_tokens, answer, is_complete)
+            self.observed = None
 
     @property
     def place_id(self) -> str:
@@ -113,6 +125,7 @@ class PlacedRequest:
                 )
             )
             if isinstance(answer, Decision):
+                self.num_held_tokens = max(self.num_held_tokens, answer.num_held_tokens)
                 return answer
             if attempts.busy is not None:
                 raise attempts.busy
