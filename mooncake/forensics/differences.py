@@ -44,12 +44,15 @@ Class = Literal[
     "other",
 ]
 
-_NO_LONGER_SAME = 0.1
+_NO_LONGER_SAME = 0.15
 """Part of the rest that the sibling has, below which a prompt counts as another one from there on."""
 
 _EXCERPT_CHARS = 200
-_GRAM = 6
+_GRAM = 8
 """Words that two texts must share in order, to count as the same text again."""
+
+_WORD = re.compile(r"<[|｜]?/?\w+[|｜]?>|\w+|[^\w\s]")
+"""A word; a marker of a chat template counts as one."""
 
 
 class Difference(msgspec.Struct, frozen=True):
@@ -274,7 +277,10 @@ def _of_cut_tools(found: Passages) -> Difference | None:
         return None
     if not _is_of_tools(found, found.ours[:4000]) or min(found.ours_found, found.theirs_found) < 0.8:
         return None
-    if len({*ours} & {*theirs}) * 2 < min(len({*ours}), len({*theirs})):
+    first, other = next(
+        ((one, other) for one, other in zip(ours, theirs, strict=False) if one != other), ("", "")
+    )
+    if first not in theirs or other not in ours:
         return None
     return _made(found, "tool_order", "The tools are in another order.", "sort-tools")
 
@@ -428,10 +434,8 @@ def _common_prefix(ours: str, theirs: str) -> int:
 
 def _rejoined(ours: str, theirs: str) -> tuple[int, int] | None:
     """Positions in both texts from which they are the same again for some words; None if there are none."""
-    found = [[*re.finditer(r"\w+|[^\w\s]", text)] for text in (ours, theirs)]
+    found = [[*_WORD.finditer(text)] for text in (ours, theirs)]
     words = [[match.group() for match in row] for row in found]
-    if min(map(len, words)) < _GRAM:
-        return (len(ours), len(theirs)) if not ours.strip() and not theirs.strip() else None
     places: dict[tuple[str, ...], int] = {}
     for at in range(len(words[1]) - _GRAM + 1):
         places.setdefault(tuple(words[1][at : at + _GRAM]), at)
@@ -439,8 +443,11 @@ def _rejoined(ours: str, theirs: str) -> tuple[int, int] | None:
     for at in range(len(words[0]) - _GRAM + 1):
         if best is not None and at >= sum(best):
             break
-        other = places.get(tuple(words[0][at : at + _GRAM]))
-        if other is not None and (best is None or at + other < sum(best)):
+        gram = tuple(words[0][at : at + _GRAM])
+        other = places.get(gram)
+        if other is None or (best is not None and at + other >= sum(best)):
+            continue
+        if sum(word[0].isalnum() for word in gram) >= _GRAM // 2:  # not markers of the template only
             best = at, other
     if best is None:
         return None

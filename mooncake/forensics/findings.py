@@ -28,7 +28,7 @@ from mooncake.forensics.siblings import Arrival, Departure
 
 CAUSES = ("prompt_changed", "evicted", "elsewhere", "in_flight", "block_tail")
 
-MIN_CHANGED_PART = 0.1
+MIN_CHANGED_PART = 0.15
 """Part of the rest of a prompt that its sibling must have, to count as lost by the change and not as chance."""
 
 _MAX_ROWS = 2_000

@@ -88,14 +88,14 @@ def kind_of(pair: LinePair) -> Kind | None:
     hunks = _hunks(ours, theirs, at)
     if hunks is None:
         return None
-    first: Kind | None = None
+    kinds: list[Kind | None] = []
     for our_start, our_end, their_start, their_end in hunks:
         before, behind = ours[max(0, our_start - 60) : our_start], ours[our_end : our_end + 30]
-        kind = _kind_of_values(ours[our_start:our_end], theirs[their_start:their_end], before, behind)
-        if kind is None:
-            return first if first is not None and len(hunks) > 2 else None
-        first = first or kind
-    return first
+        kinds.append(_kind_of_values(ours[our_start:our_end], theirs[their_start:their_end], before, behind))
+    if None in kinds and len(kinds) < 3:
+        return None
+    # Of several values one may look like a number by chance.
+    return "nonce" if "nonce" in kinds else kinds[0]
 
 
 def is_value(text: str) -> bool:
@@ -236,10 +236,11 @@ def _kind_of_runs(ours: str, theirs: str, context: str, behind: str) -> Kind | N
             4, len(our_digits)
         ):
             return _kind_of_numbers(our_digits, their_digits, context + our_head, our_tail + behind)
-    if _looks_random(ours) and _looks_random(theirs):
+    looks = _looks_random(ours), _looks_random(theirs)
+    if all(looks) or (any(looks) and len(ours) == len(theirs) >= 8):
         return "nonce"
     is_named = bool(_NONCE_WORDS.search(context[-40:]))
-    if is_named and (_looks_random(ours) or _looks_random(theirs) or len(ours) == len(theirs) >= 3):
+    if is_named and (any(looks) or len(ours) == len(theirs) >= 3):
         return "nonce"
     return None
 
@@ -249,7 +250,8 @@ def _looks_random(word: str) -> bool:
     has_digit, has_letter = any(map(str.isdigit, word)), any(map(str.isalpha, word))
     if has_digit and has_letter:
         changes = sum(a.isdigit() != b.isdigit() for a, b in pairwise(word))
-        return len(word) >= 5 and changes >= (2 if len(word) >= 6 else 1)
+        humps = sum(a.islower() and b.isupper() for a, b in pairwise(word))
+        return len(word) >= 5 and changes + humps >= (2 if len(word) >= 6 else 1)
     if has_digit:
         return len(word) >= 7
     if len(word) >= 10 and not word.islower() and not word.isupper():
