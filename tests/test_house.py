@@ -127,6 +127,7 @@ CORES = {
     "store.master.put",
     "forensics.differences",
     "forensics.findings",
+    "forensics.hygiene",
     "forensics.siblings",
     "forensics.volatile_text",
     "conductor.admission",

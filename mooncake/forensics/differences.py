@@ -164,10 +164,8 @@ def _of_line(found: Passages, rejoined: tuple[int, int] | None) -> Difference | 
 
 def _line_start(context: str) -> str:
     """The beginning of the line at the end of a text."""
-    last = None
-    for last in _NEWLINE.finditer(context[-MOST_CHARS:]):
-        pass
-    return context[-MOST_CHARS:][last.end() :] if last is not None else context[-MOST_CHARS:]
+    near = context[-MOST_CHARS:]
+    return near[max((match.end() for match in _NEWLINE.finditer(near)), default=0) :]
 
 
 # --- order of JSON keys, tools and lines
@@ -293,7 +291,8 @@ def _changed_tools(found: Passages) -> str:
     added, removed = sorted(ours - theirs)[:5], sorted(theirs - ours)[:5]
     if not (added or removed) or not ours & theirs:
         return ""
-    return f"The list of tools differs: added {', '.join(added) or 'none'}, removed {', '.join(removed) or 'none'}."
+    changes = f"added {', '.join(added) or 'none'}, removed {', '.join(removed) or 'none'}"
+    return f"The list of tools differs: {changes}."
 
 
 # --- reasoning, compaction, history
@@ -312,8 +311,9 @@ _CLOSING = re.compile(
     rf"(?i:</\s*(?:{_THOUGHTS})\s*>|\[/(?:{_THOUGHTS})\]|◁/think▷|<\|?end_of_thought\|?>|<\|END_THINKING\|>)"
 )
 _SUMMARY = re.compile(
-    r"(?i:summar(?:y|ies|i[sz]ed|i[sz]ing)|compacted|compaction|condensed|(?:conversation|discussion|work|progress|"
-    r"history|done) (?:so far|up to now|until now)|so far:|(?:previous|prior|earlier|older|past|preceding) (?:\w+ )?"
+    r"(?i:summar(?:y|ies|i[sz]ed|i[sz]ing)|compacted|compaction|condensed|"
+    r"(?:conversation|discussion|work|progress|history|done) (?:so far|up to now|until now)|so far:|"
+    r"(?:previous|prior|earlier|older|past|preceding) (?:\w+ )?"
     r"(?:conversation|messages?|context|turns?|discussion|exchanges?|session|history|steps|tool)|recap|omitted|"
     r"elided|truncated|cleared|continued from|abridged|tl;?dr|key points|context (?:was|has been|window)|"
     r"to save (?:space|tokens|context)|compressed|digest of|removed for brevity|checkpoint)"
@@ -358,9 +358,8 @@ def _of_reasoning(found: Passages, rejoined: tuple[int, int] | None) -> Differen
 
 def _last_unclosed(text: str) -> re.Match[str] | None:
     """The opening of reasoning that ends a text."""
-    last = None
-    for last in _OPENING.finditer(text):
-        pass
+    found = [*_OPENING.finditer(text)]
+    last = found[-1] if found else None
     return last if last is not None and not text[last.end() :].strip() else None
 
 

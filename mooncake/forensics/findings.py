@@ -10,7 +10,7 @@ causes, in the order of the prompt's tokens:
 ``elsewhere``       an instance or the pool had it, or it is an answer that was generated elsewhere
 ``evicted``         it had been computed and was not held any longer, or never stored
 ``block_tail``      it was known, and fills no whole block, or is the token that is always computed
-``prompt_changed``  the prompt had left its sibling before it: the same content follows, which no prefix can match
+``prompt_changed``  the prompt had left its sibling before: the sibling has it, and no prefix can match
 
 The rest is ``new``: content that no remembered prompt has.
 """
@@ -24,12 +24,13 @@ from dataclasses import dataclass, field
 import msgspec
 
 from mooncake.forensics.differences import Difference, Passages, difference
+from mooncake.forensics.hygiene import AppliedRules
 from mooncake.forensics.siblings import Arrival, Departure
 
 CAUSES = ("prompt_changed", "evicted", "elsewhere", "in_flight", "block_tail")
 
 MIN_CHANGED_PART = 0.15
-"""Part of the rest of a prompt that its sibling must have, to count as lost by the change and not as chance."""
+"""Part of the rest of a prompt that its sibling must have, to count as lost by the change and no chance."""
 
 _MAX_ROWS = 2_000
 """Most pairs of tenant and model with sums of their own; beyond that they are added up as others."""
@@ -108,12 +109,23 @@ class Finding:
     at: float
     parts: PromptParts | None = None
     "None until the prompt was computed."
+    rules: AppliedRules | None = None
+    "What hygiene rules changed in its request."
+    left_without_rules: float | None = None
+    "Part of the prompt after which it would have left its sibling without them; None if nowhere."
     difference: Difference | None = None
     "Made from ``departure`` when it is asked for."
 
     @property
     def size_bytes(self) -> int:
         return _FINDING_BYTES + (self.departure.size_bytes if self.departure is not None else 0)
+
+    def gain_tokens(self, block_tokens: int) -> int:
+        """Cached tokens behind the place where the prompt would have left its sibling without rules."""
+        if self.parts is None or self.left_without_rules is None:
+            return 0
+        without = int(self.left_without_rules * self.parts.total) // block_tokens * block_tokens
+        return max(0, self.parts.hit - without)
 
 
 TextOf = Callable[[bytes, bool], str]

@@ -2,9 +2,9 @@
 """Memory of recent prompts, in which a prompt's nearest sibling and the place where the two differ are found.
 
 It owns the prompts of each scope (tenant, salt, model): prompts of two scopes are never compared. A prompt
-that extends an earlier one, as the next turn of a session does, takes its place, so a session costs the memory
-of its latest prompt. The sibling is the prompt with the longest common prefix in blocks; of several, one of
-the same session comes first, then the one with the most similar beginning, then the latest.
+that extends an earlier one, as the next turn of a session does, takes its place, so a session costs the
+memory of its latest prompt. The sibling is the prompt with the longest common prefix in blocks; of several,
+one of the same session comes first, then the one with the most similar beginning, then the latest.
 
 Content is bytes: token ids of four bytes, or UTF-8 text of a prompt whose tokens are unknown. Blocks have the
 same size in both. Where two contents differ is found by the keys of their blocks, and then inside one block.
@@ -131,6 +131,8 @@ class Arrival:
     "Leading part that had been computed by then."
     departure: Departure | None
     unit_bytes: int
+    sibling: str = ""
+    "Request id of the prompt that was the nearest."
     sequence: _Sequence | None = None
     "Where the answer is appended."
 
@@ -282,6 +284,7 @@ class SiblingMemory:
         if memory is not None:
             best = self._nearest(memory, content, session)
         departure = None
+        sibling = best.request_id if best is not None else ""
         is_extended = is_continued = False
         sequence: _Sequence | None = None
         if best is not None:
@@ -320,6 +323,7 @@ class SiblingMemory:
             num_computed,
             departure,
             unit,
+            sibling,
             sequence,
         )
 

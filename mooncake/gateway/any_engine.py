@@ -31,6 +31,7 @@ from mooncake import clock
 from mooncake.conductor.client import ConductorClient
 from mooncake.conductor.messages import Decision, Failed, Finished, Place, Prefilled
 from mooncake.gateway.backends import Backends
+from mooncake.gateway.cache_misses import origin_of
 from mooncake.gateway.clients import Client
 from mooncake.gateway.engine_apis import (
     EngineApi,
@@ -280,9 +281,8 @@ async def _proxied_request_of(
         deadline=clock.monotonic() + gateway.settings.request_timeout_s,
     )
     if found.prompt is not None:
-        salt, model = str(request.get("cache_salt") or ""), adapter or gateway.settings.model_name
-        client: Client | None = http.state.client
-        proxied.observed = gateway.misses.prompt_arrived(found.place, client, salt, model, found.prompt)
+        origin = origin_of(http, str(request.get("cache_salt") or ""), adapter or gateway.settings.model_name)
+        proxied.observed = gateway.misses.prompt_arrived(found.place, origin, found.prompt)
     return proxied
 
 

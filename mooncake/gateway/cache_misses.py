@@ -15,11 +15,13 @@ from collections.abc import Sequence
 
 import msgspec
 import prometheus_client
+from fastapi import Request
 
 from mooncake import clock, metrics
 from mooncake.conductor.messages import Place
 from mooncake.forensics.differences import Difference
 from mooncake.forensics.findings import Finding, MissFindings, PromptParts, difference_of, divided
+from mooncake.forensics.hygiene import AppliedRules
 from mooncake.forensics.siblings import TOKEN_BYTES, Arrival, Content, Departure, Scope, SiblingMemory
 from mooncake.gateway.clients import Client
 from mooncake.gateway.prompts import PromptKeys
@@ -46,6 +48,12 @@ _departures = prometheus_client.Counter(
     ["tenant", "model"],
     registry=metrics.registry,
 )
+_gains = prometheus_client.Counter(
+    "mooncake_gateway_hygiene_saved_tokens",
+    "Cached tokens behind the place where a prompt would have left its sibling without hygiene rules.",
+    ["tenant", "model"],
+    registry=metrics.registry,
+)
 _memory = prometheus_client.Gauge(
     "mooncake_gateway_sibling_memory_bytes",
     "Memory of recent prompts and of the findings about them.",
@@ -57,6 +65,21 @@ class PromptDecoder(typing.Protocol):
     """The part of ``mooncake.inference.tokenizer.Tokenizer`` that is needed here."""
 
     def text_of(self, token_ids: Sequence[int]) -> str: ...
+
+
+class PromptOrigin(typing.NamedTuple):
+    """Whose prompt it is, and what rules did to its request."""
+
+    tenant: str
+    salt: str
+    model: str
+    hygiene: AppliedRules | None
+
+
+def origin_of(http: Request, salt: str | None, model: str) -> PromptOrigin:
+    client: Client | None = http.state.client
+    tenant = client.entry.tenant_name if client is not None else ""
+    return PromptOrigin(tenant, salt or "", model, getattr(http.state, "hygiene", None))
 
 
 class DepartureReport(msgspec.Struct):
@@ -90,6 +113,10 @@ class MissReport(msgspec.Struct):
     tokens: PromptParts | None
     "None until the prompt was computed."
     attainable_tokens: int
+    hygiene: str
+    "What hygiene rules changed in the request; empty for nothing."
+    hygiene_gain_tokens: int
+    "Cached tokens behind the place where it would have left its sibling without them, estimated."
     left_sibling: DepartureReport | None
 
 
@@ -157,36 +184,37 @@ class CacheMisses:
         self._lifetime_s = lifetime_s
 
     def tokens_arrived(
-        self, place: Place, client: Client | None, salt: str | None, model: str, tokens: Sequence[int]
+        self, place: Place, origin: PromptOrigin, tokens: Sequence[int]
     ) -> ObservedPrompt | None:
         """Note a prompt of known tokens."""
         if not self._is_on:
             return None
         content = Content(array("I", tokens).tobytes(), place.keys)
-        return self._arrived(place, client, salt, model, content)
+        return self._arrived(place, origin, content)
 
-    def prompt_arrived(
-        self, place: Place, client: Client | None, salt: str | None, model: str, prompt: PromptKeys
-    ) -> ObservedPrompt | None:
+    def prompt_arrived(self, place: Place, origin: PromptOrigin, prompt: PromptKeys) -> ObservedPrompt | None:
         """Note a prompt of another engine, whose tokens may be unknown or can't be shown as text."""
         if not self._is_on or not (prompt.tokens or prompt.text):
             return None
         if prompt.tokens and self._decoder is not None:
-            return self.tokens_arrived(place, client, salt, model, prompt.tokens)
+            return self.tokens_arrived(place, origin, prompt.tokens)
         keys: Sequence[BlockKey] = prompt.keys
         if not prompt.is_text:
             pieces = prompt.text[: len(prompt.text) // TOKEN_BYTES * TOKEN_BYTES]
             hashes = block_hashes(pieces, self._block_tokens, root_hash())
             keys = [short_key(one) for one in hashes]
-        return self._arrived(place, client, salt, model, Content(prompt.text, keys, is_text=True))
+        return self._arrived(place, origin, Content(prompt.text, keys, is_text=True))
 
-    def _arrived(
-        self, place: Place, client: Client | None, salt: str | None, model: str, content: Content
-    ) -> ObservedPrompt:
+    def _arrived(self, place: Place, origin: PromptOrigin, content: Content) -> ObservedPrompt:
         now = clock.monotonic()
-        scope = Scope(client.entry.tenant_name if client is not None else "", salt or "", model)
+        scope = Scope(origin.tenant, origin.salt, origin.model)
         arrival = self.siblings.arrive(place.request_id, scope, content, place.affinity, now)
         finding = self.findings.arrived(arrival, now)
+        if origin.hygiene is not None:
+            finding.rules = origin.hygiene
+            sibling = self.findings.find(arrival.sibling) if arrival.sibling else None
+            if sibling is not None and sibling.rules is not None:
+                finding.left_without_rules = origin.hygiene.first_gain(sibling.rules)
         _memory.set(self.siblings.size_bytes + self.findings.size_bytes)
         return ObservedPrompt(self, arrival, finding, place.num_tokens)
 
@@ -209,6 +237,9 @@ class CacheMisses:
         for part, num in msgspec.structs.asdict(parts).items():
             if num:
                 _tokens.labels(finding.tenant, finding.model, part).inc(num)
+        gain = finding.gain_tokens(self._block_tokens)
+        if gain:
+            _gains.labels(finding.tenant, finding.model).inc(gain)
         if finding.departure is not None:
             _departures.labels(finding.tenant, finding.model).inc()
 
@@ -222,7 +253,13 @@ class CacheMisses:
         left = None
         if departure is not None and found is not None:
             left = self._departure_report(departure, found, parts, may_see_sibling)
-        return MissReport(parts, parts.attainable if parts is not None else 0, left)
+        return MissReport(
+            parts,
+            parts.attainable if parts is not None else 0,
+            finding.rules.header() if finding.rules is not None else "",
+            finding.gain_tokens(self._block_tokens),
+            left,
+        )
 
     def _departure_report(
         self, departure: Departure, found: Difference, parts: PromptParts | None, may_see_sibling: bool

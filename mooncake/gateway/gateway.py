@@ -25,6 +25,7 @@ from mooncake.conductor.server import ConductorService
 from mooncake.conductor.settings import SchedulingSettings, Seconds
 from mooncake.config import AlsoFrom, Port, Secret, Size
 from mooncake.errors import InvalidArgument
+from mooncake.forensics.hygiene import read_rules
 from mooncake.gateway.backends import Backends
 from mooncake.gateway.cache_misses import CacheMisses
 from mooncake.gateway.clients import Clients, read_clients
@@ -156,6 +157,9 @@ class GatewaySettings(ServingSettings):
     explained_text: bool = True
     "Whether `explain` shows the text by which prompts differ, to their tenant and to operators."
 
+    hygiene_rules: tuple[str, ...] = ()
+    "Changes to requests that keep prompts' beginnings the same, such as `sort-tools` (`docs/gateway.md`)."
+
     max_connections: Annotated[int, Meta(ge=0)] = 0
     "Most client connections; at most, and for 0, half of the files that the process may open."
 
@@ -163,6 +167,7 @@ class GatewaySettings(ServingSettings):
         super().__post_init__()
         for name in ("prefill", "decode"):
             read_instances(name, getattr(self, name))
+        read_rules(self.hygiene_rules)
         self.check_pair("https_cert", "https_key")
 
     def public(self, identity: Identity) -> Public:
@@ -258,6 +263,7 @@ class Gateway:
         # A policy that ignores caches needs no block hashes.
         how = settings.tokenizing if settings.scheduling in _BY_CACHE else "none"
         self.prompts = PromptHasher(tokenizer, self.workers, self.backends, settings.block_tokens, how)
+        self.hygiene_rules = read_rules(settings.hygiene_rules)
         self.misses = CacheMisses(
             tokenizer,
             settings.block_tokens,

@@ -40,6 +40,7 @@ from mooncake import clock
 from mooncake.conductor.client import ConductorClient
 from mooncake.conductor.messages import Decision, Failed, Finished, Place, Prefilled
 from mooncake.errors import MooncakeError
+from mooncake.gateway.cache_misses import origin_of
 from mooncake.gateway.clients import Client
 from mooncake.gateway.gateway import Gateway
 from mooncake.gateway.limiter import Permit
@@ -166,10 +167,9 @@ def _answer(
         )
         for place, prompt in zip(places, prompts, strict=True)
     ]
+    origin = origin_of(http, request.cache_salt, settings.model_name)
     for one, place in zip(worker_requests, places, strict=True):
-        one.observed = gateway.misses.tokens_arrived(
-            place, http.state.client, request.cache_salt, settings.model_name, one.prompt
-        )
+        one.observed = gateway.misses.tokens_arrived(place, origin, one.prompt)
     return OwnWorkersAnswer(
         request,
         worker_requests,

@@ -20,16 +20,17 @@ from typing import Any
 
 Messages = list[dict[str, str]]
 
-_WORDS = (
+_TEXT = (
     "the agent reads a file before it changes anything and reports every failed command to the user with its "
-    "output because tests must pass while code stays small readable typed documented branch commit review path "
-    "module function argument value error message server client request answer cache block prefix memory disk"
-).split()
-
-_TOOL_NAMES = (
+    "output because tests must pass while code stays small readable typed documented branch commit review "
+    "path module function argument value error message server client request answer cache block prefix memory"
+)
+_WORDS = _TEXT.split()
+_NAMES = (
     "read_file write_file list_directory grep run_command apply_patch web_search fetch_url create_branch "
     "open_issue send_mail query_database take_screenshot schedule_job translate_text"
-).split()
+)
+_TOOL_NAMES = _NAMES.split()
 
 
 class WordTokenizer:

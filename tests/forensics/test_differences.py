@@ -9,8 +9,7 @@ from collections import Counter
 import pytest
 
 from mooncake.forensics.differences import Difference, Passages, difference
-from mooncake.forensics.findings import difference_of
-from mooncake.forensics.findings import Finding
+from mooncake.forensics.findings import Finding, difference_of
 from mooncake.forensics.siblings import Departure, Scope, SiblingMemory
 from tests.forensics.agent_prompts import SHAPES, PromptPair, WordTokenizer, pair_of
 from tests.forensics.test_siblings import BLOCK_TOKENS, content_of, text_content
