@@ -229,6 +229,7 @@ def application_for(words: Sequence[str]) -> typer.Typer:
         _explain
     )
     application.command("trace", epilog="Example: mooncake trace cmpl-6f1c --perfetto trace.json")(_trace)
+    application.command("misses", epilog="Example: mooncake misses --url http://127.0.0.1:8000")(_misses)
     benches = typer.Typer(no_args_is_help=True, help="Measure transfers against the limits of this machine.")
     benches.callback()(_start_bench)
     benches.command("transfer", epilog="Example: mooncake bench transfer --quick")(_bench_transfer)
@@ -369,14 +370,33 @@ def _explain(
             "--admin-api-key", envvar="ADMIN_API_KEY", help="Needed for an id that the client chose."
         ),
     ] = "",
+    api_key: Annotated[
+        str, typer.Option("--api-key", help="The key of the request, where clients have keys.")
+    ] = "",
     as_json: Annotated[
         bool, typer.Option("--json", help="Print the gateway's JSON answer unchanged.")
     ] = False,
 ) -> None:
-    """Explain the routing of a request: what was weighed, predicted and measured, and why blocks missed."""
+    """Explain the routing of a request: what was weighed, predicted and measured, and why it missed."""
     from mooncake.cli.explain import explain
 
-    explain(name, url, admin_api_key, as_json)
+    explain(name, url, admin_api_key, as_json, api_key)
+
+
+def _misses(
+    url: Annotated[str, typer.Option("--url", help="Address of the gateway.")] = "http://127.0.0.1:8000",
+    admin_api_key: Annotated[
+        str, typer.Option("--admin-api-key", envvar="ADMIN_API_KEY", help="Shows all tenants.")
+    ] = "",
+    api_key: Annotated[str, typer.Option("--api-key", help="A client's key, which shows its tenant.")] = "",
+    as_json: Annotated[
+        bool, typer.Option("--json", help="Print the gateway's JSON answer unchanged.")
+    ] = False,
+) -> None:
+    """Show what became of prompts' tokens: hits, new ones, and avoidable misses by cause."""
+    from mooncake.cli.explain import misses
+
+    misses(url, admin_api_key, as_json, api_key)
 
 
 def _trace(

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""``mooncake explain ID``: the routing of a request and its reasons, as tables.
+"""``mooncake explain ID`` and ``mooncake misses``: the routing of a request and its reasons, as tables.
 
 Knows the gateway's HTTP answer and the terminal, nothing of the cluster. Standard library and rich, so that
 it starts at once.
@@ -23,30 +23,47 @@ _TIMEOUT_S = 10.0
 _BAR_WIDTH = 40
 
 
-def explain(name: str, url: str, admin_api_key: str, as_json: bool) -> None:
-    """Query the gateway at ``url`` and print.
+def explain(name: str, url: str, admin_api_key: str, as_json: bool, api_key: str = "") -> None:
+    """Query the gateway at ``url`` and print. ``api_key``: the client's, where clients have keys.
 
     Raises:
         InvalidArgument: no record of such a request is kept, or the URL is malformed.
         AccessDenied: the admin key is required.
         PeerLost, ProtocolError: the gateway is unreachable, or the server is no gateway.
     """
-    answer = _ask(name, url.rstrip("/"), admin_api_key)
+    path = f"/v1/requests/{urllib.parse.quote(name, safe='')}/explain"
+    answer = _ask(path, name, url.rstrip("/"), admin_api_key, api_key)
     if as_json:
         print(json.dumps(answer, indent=2))
         return
     console = Console()
-    for prompt in answer["prompts"]:
+    misses = answer.get("misses") or [None] * len(answer["prompts"])
+    for prompt, report in zip(answer["prompts"], misses, strict=True):
         show(console, prompt)
+        if report is not None:
+            show_misses(console, report)
 
 
-def _ask(name: str, url: str, admin_api_key: str) -> Any:
+def misses(url: str, admin_api_key: str, as_json: bool, api_key: str = "") -> None:
+    """Print what became of prompts' tokens, by tenant and cause. Raises as ``explain``."""
+    answer = _ask("/v1/cache/misses", "", url.rstrip("/"), admin_api_key, api_key)
+    if as_json:
+        print(json.dumps(answer, indent=2))
+        return
+    console = Console()
+    console.print(_sums(answer["tenants"]))
+    if answer["differences"]:
+        console.print(_differences(answer["differences"]))
+
+
+def _ask(path: str, name: str, url: str, admin_api_key: str, api_key: str) -> Any:
     if urllib.parse.urlsplit(url).scheme not in ("http", "https"):
         raise InvalidArgument("--url", url, "an address such as http://127.0.0.1:8000")
-    path = f"/v1/requests/{urllib.parse.quote(name, safe='')}/explain"
     asking = urllib.request.Request(url + path)
     if admin_api_key:
         asking.add_header("X-API-Key", admin_api_key)
+    if api_key:
+        asking.add_header("Authorization", f"Bearer {api_key}")
     try:
         with urllib.request.urlopen(asking, timeout=_TIMEOUT_S) as response:
             return json.loads(response.read())
@@ -161,6 +178,72 @@ def _blocks(rows: list[dict[str, Any]]) -> Table:
         blocks = f"{first}-{last}" if last > first else str(first)
         verdict = one["verdict"].replace("_", " ")
         table.add_row(blocks, verdict, escape(one["where"]), escape(one["rule"]), when)
+    return table
+
+
+_PARTS = {
+    "hit": "hit",
+    "prompt_changed": "prompt changed",
+    "evicted": "evicted",
+    "elsewhere": "elsewhere",
+    "in_flight": "in flight",
+    "block_tail": "block tail",
+    "new": "new",
+}
+
+
+def show_misses(console: Console, report: dict[str, Any]) -> None:
+    """Print what became of a prompt's tokens, and where it left its nearest sibling."""
+    tokens = report["tokens"]
+    if tokens is not None:
+        parts = ", ".join(f"{tokens[name]} {label}" for name, label in _PARTS.items() if tokens[name])
+        whole = max(1, sum(tokens.values()))
+        rates = f"hit rate {tokens['hit'] / whole:.1%}, attainable {report['attainable_tokens'] / whole:.1%}"
+        console.print(f"tokens: {parts}; {rates}", highlight=False)
+    left = report["left_sibling"]
+    if left is None:
+        return
+    where = f"{left['unit'].removesuffix('s')} {left['offset']}"
+    session = "of the same session" if left["is_same_session"] else "of this tenant"
+    console.print(
+        f"left its nearest sibling at {where}: [bold]{left['kind'].replace('_', ' ')}[/bold]. "
+        f"{escape(left['detail'])} Lost: {left['lost_tokens']} tokens.",
+        highlight=False,
+    )
+    table = Table(title=f"texts at {where}", show_lines=True)
+    table.add_column("", no_wrap=True)
+    table.add_column("text", overflow="fold")
+    table.add_row("token", escape(repr(left["token"])))
+    if left["ours"] is not None:
+        table.add_row("this prompt", escape(left["ours"]))
+    hidden = "(shown to its tenant's key, or with --admin-api-key)"
+    theirs = left["theirs"] if left["theirs"] is not None else hidden
+    name = f" {left['sibling']}" if left["sibling"] else ""
+    table.add_row(f"sibling {session}\n{left['sibling_age_s']:.1f} s before{escape(name)}", escape(theirs))
+    console.print(table)
+    if left["rule"]:
+        console.print(f"a hygiene rule would avoid it: {escape(left['rule'])}", highlight=False)
+
+
+def _sums(rows: list[dict[str, Any]]) -> Table:
+    table = Table(title="prompt tokens by what became of them")
+    for name in ("tenant", "model", "tokens", *_PARTS.values(), "hit rate", "attainable"):
+        table.add_column(name, justify="left" if name in ("tenant", "model") else "right")
+    for row in rows:
+        whole = sum(row["tokens"].values())
+        parts = (f"{row['tokens'][name] / max(1, whole):.1%}" for name in _PARTS)
+        rates = (f"{row[name]:.1%}" for name in ("hit_rate", "attainable_hit_rate"))
+        table.add_row(escape(row["tenant"]), escape(row["model"]), str(whole), *parts, *rates)
+    return table
+
+
+def _differences(rows: list[dict[str, Any]]) -> Table:
+    table = Table(
+        "difference", "prompts", "tokens lost", "rule that avoids it", title="the latest prompts that changed"
+    )
+    for row in rows:
+        cells = (row["kind"].replace("_", " "), str(row["prompts"]), str(row["lost_tokens"]))
+        table.add_row(*cells, escape(row["rule"]))
     return table
 
 

@@ -498,7 +498,14 @@ class Conductor:
             turn,
             policy,
             push_from,
+            self._held_tokens(job),
         )
+
+    def _held_tokens(self, job: PromptJob) -> int:
+        """Leading tokens of a prompt that some instance or the pool holds."""
+        num_blocks = job.matched.num_held if job.matched is not None else 0
+        in_pool = int(job.cached[self._pool_slot]) if self._pool_slot >= 0 else 0
+        return max(num_blocks * self._settings.block_tokens, in_pool)
 
     def _push_from(self, job: PromptJob, prefill: InstanceChoice, decode: int, parts: list[str]) -> str:
         """Address of the listener from which ``decode`` gets the prompt's KV; empty if by the pool.

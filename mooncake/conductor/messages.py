@@ -303,6 +303,8 @@ class Decision(msgspec.Struct, frozen=True, array_like=True, tag=True):
     "The policy that chose (``SchedulingSettings.scheduling``)."
     push_from: str = ""
     "``host:port`` of the prefill instance's listener, if it pushes the KV to ``decode``; else the pool does."
+    num_held_tokens: int = 0
+    "Leading tokens of the prompt that some instance or the pool was believed to hold."
 
 
 class Refuse(msgspec.Struct, frozen=True, array_like=True, tag=True):

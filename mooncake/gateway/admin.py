@@ -31,6 +31,7 @@ from mooncake import clock, metrics
 from mooncake.conductor.explanation import Explanation
 from mooncake.conductor.messages import AddInstance, Drain, Finished
 from mooncake.errors import InvalidArgument, MooncakeError
+from mooncake.gateway.cache_misses import MissReport
 from mooncake.gateway.gateway import Gateway
 from mooncake.gateway.limiter import Permit
 from mooncake.gateway.moves import MovedChoice, MovedPrompt
@@ -445,6 +446,8 @@ class ExplainAnswer(msgspec.Struct):
     id: str
     request_id: str
     prompts: list[Explanation]
+    misses: list[MissReport | None]
+    "For each of them: where it left its nearest sibling, and what became of its tokens; null: unknown here."
 
 
 def _add_explanation(app: FastAPI, gateway: Gateway, is_inside: bool) -> None:
@@ -453,6 +456,8 @@ def _add_explanation(app: FastAPI, gateway: Gateway, is_inside: bool) -> None:
     async def explain(http: Request, name: str) -> Response:
         """Candidates, choice, prediction and measurements of a request, and why its blocks missed."""
         names = allowed_ids(gateway, http, name, is_inside)
+        # Clients without keys of their own are not distinguished.
+        may_see_sibling = is_operator(gateway, http, is_inside) or gateway.clients is not None
         try:
             found = [await gateway.scheduling.explain(place_id) for place_id in names.place_ids]
         except MooncakeError as error:
@@ -460,8 +465,19 @@ def _add_explanation(app: FastAPI, gateway: Gateway, is_inside: bool) -> None:
         known = [one for one in found if one is not None]
         if not known:
             raise unknown_request(name)
-        answer = ExplainAnswer(names.id, names.request_id, known)
-        return _json(answer)
+        reports = [gateway.misses.report(one.request_id, may_see_sibling) for one in known]
+        return _json(ExplainAnswer(names.id, names.request_id, known, reports))
+
+    @app.get("/v1/cache/misses", responses=_KEY_ERRORS)
+    async def misses(http: Request) -> Response:
+        """What became of prompts' tokens, by cause: the asking client's tenant, or all with the admin key."""
+        tenant = None
+        if not is_operator(gateway, http, is_inside):
+            if gateway.clients is None:
+                _check_key(gateway, http, is_inside)
+            else:
+                tenant = gateway.clients.of(http.headers).entry.tenant_name
+        return _json(await asyncio.to_thread(gateway.misses.sums, tenant))
 
 
 def allowed_ids(gateway: Gateway, http: Request, name: str, is_inside: bool) -> RequestIds:

@@ -31,6 +31,7 @@ from mooncake import clock, tracing
 from mooncake.conductor.client import ConductorClient
 from mooncake.conductor.messages import Decision, Failed, Finished, Place, Prefilled
 from mooncake.gateway.backends import Backends
+from mooncake.gateway.cache_misses import origin_of
 from mooncake.gateway.clients import Client
 from mooncake.gateway.engine_apis import (
     EngineApi,
@@ -55,6 +56,7 @@ from mooncake.gateway.handoff import (
 )
 from mooncake.gateway.limiter import Permit
 from mooncake.gateway.metrics import Timing, record_answer
+from mooncake.gateway.prompts import PromptKeys
 from mooncake.gateway.request_ids import RequestIds
 from mooncake.gateway.request_parsing import (
     PRIORITY_HEADER,
@@ -216,6 +218,7 @@ class PreparedRequest:
     "Headers of every call to an engine."
     rank: int | None = None
     "Data-parallel rank that the client wants."
+    prompt: PromptKeys | None = None
 
 
 async def prepare(
@@ -263,14 +266,14 @@ async def prepare(
     name = http.state.client.name if http.state.client is not None else ""
     gateway.request_ids.note(RequestIds(answer_id, request_id, is_secret, [answer_id], name))
     http.state.answer_id = answer_id
-    return PreparedRequest(place, headers, rank)
+    return PreparedRequest(place, headers, rank, names)
 
 
 async def _proxied_request_of(
     gateway: Gateway, http: Request, api: EngineApi, request: dict[str, Any], adapter: str
 ) -> ProxiedRequest:
     found = await prepare(gateway, http, api, request, adapter)
-    answer = ProxiedRequest(
+    proxied = ProxiedRequest(
         gateway.scheduling,
         gateway.workers,
         gateway.backends,
@@ -282,8 +285,12 @@ async def _proxied_request_of(
         rank_header={} if found.rank is None else {RANK_HEADER: str(found.rank)},
         deadline=clock.monotonic() + gateway.settings.request_timeout_s,
     )
-    gateway.recorder.watch(answer, http)
-    return answer
+    gateway.recorder.watch(proxied, http)
+    if found.prompt is not None:
+        origin = origin_of(http, str(request.get("cache_salt") or ""), adapter or gateway.settings.model_name)
+        if (observed := gateway.misses.prompt_arrived(found.place, origin, found.prompt)) is not None:
+            proxied.end_listeners.append(observed.request_ended)
+    return proxied
 
 
 async def settle_model(gateway: Gateway, request: dict[str, Any]) -> str:
@@ -385,6 +392,8 @@ class ProxiedRequest(PlacedRequest):
         self._ttft_s = 0.0
         self._longest_gap_s = 0.0
         self._num_events = 0
+        self._num_believed = 0
+        """Prompt tokens that the chosen engine was believed to hold."""
         self._prefill: Usage | None = None
         """The prefill engine's usage."""
         self._is_computed = False
@@ -408,6 +417,7 @@ class ProxiedRequest(PlacedRequest):
         while True:
             decision = await self._place(self._request_id, attempts, True, 0.0)
             self.route = Route(decision.prefill, decision.decode, decision.degraded)
+            self._num_believed = decision.num_cached_tokens
             pieces = self._attempt(decision)
             try:
                 async with contextlib.aclosing(pieces):
@@ -427,8 +437,9 @@ class ProxiedRequest(PlacedRequest):
         """Report to the conductor that the engines are done with this request."""
         num_tokens = self.usage.completion_tokens or self._num_events
         tbt_s = (self._last - self._began - self._ttft_s) / max(1, num_tokens - 1)
-        if (details := self.usage_so_far.prompt_tokens_details) is not None:
-            self.num_cached_tokens = details.cached_tokens
+        details = self.usage_so_far.prompt_tokens_details
+        # An engine that does not count cached tokens had what it was believed to hold.
+        self.num_cached_tokens = details.cached_tokens if details is not None else self._num_believed
         self.end(Finished(self._request_id, num_tokens, self._ttft_s, tbt_s, is_complete))
 
     async def _attempt(self, decision: Decision) -> AsyncGenerator[bytes, None]:

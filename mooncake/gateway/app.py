@@ -30,6 +30,7 @@ from mooncake.gateway.any_engine import EMBEDDINGS, serve_any_engine, serve_call
 from mooncake.gateway.engine_apis import CHAT, COMPLETIONS, MESSAGES, RESPONSES
 from mooncake.gateway.gateway import Gateway, GatewaySettings, PromptTokenizer, Public
 from mooncake.gateway.own_workers import serve_own_workers
+from mooncake.gateway.prompt_hygiene import cleaned
 from mooncake.gateway.request_parsing import decoded, names_of, read_body, request_id_of
 from mooncake.gateway.traces import add_trace_routes, add_tracing
 from mooncake.http.openai import (
@@ -351,7 +352,7 @@ async def _relay(gateway: Gateway, http: Request, serve: Callable[[bytes], Await
             "have /v1/completions and /v1/chat/completions; other engines, such as vLLM, may have more"
         )
         raise ApiError(404, message, code="endpoint_not_served")
-    response = await serve(content)
+    response = await serve(await cleaned(gateway.hygiene_rules, http, content))
     _requests.labels(_endpoint(http), 200).inc()
     return response
 
@@ -362,6 +363,7 @@ async def _dispatch(
     """Answer one request, by our workers or by other engines."""
     _authenticate(gateway, http)  # before a byte of the body is read
     content = await read_body(http, gateway.settings.max_body_bytes)
+    content = await cleaned(gateway.hygiene_rules, http, content)
     if await gateway.fronts_engines():
         api = CHAT if _endpoint(http) == CHAT.path else COMPLETIONS
         response = await serve_any_engine(gateway, http, api, content)

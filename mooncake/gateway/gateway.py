@@ -25,7 +25,9 @@ from mooncake.conductor.server import ConductorService
 from mooncake.conductor.settings import SchedulingSettings, Seconds
 from mooncake.config import AlsoFrom, Port, Secret, Size
 from mooncake.errors import InvalidArgument
+from mooncake.forensics.hygiene import read_rules
 from mooncake.gateway.backends import Backends
+from mooncake.gateway.cache_misses import CacheMisses
 from mooncake.gateway.clients import Clients, read_clients
 from mooncake.gateway.handoff import Protocol
 from mooncake.gateway.limiter import ConcurrencyLimiter
@@ -147,6 +149,18 @@ class GatewaySettings(ServingSettings):
     max_body_bytes: Annotated[int, Size, Meta(ge=1 << 10)] = 8 << 20
     "The largest body of a request; a larger one is refused with 413 before it is read."
 
+    sibling_memory_bytes: Annotated[int, Size, Meta(ge=0)] = 64 << 20
+    "Memory for recent prompts: `explain` shows where a prompt left its nearest sibling; 0 is off."
+
+    sibling_lifetime_s: Seconds = 3600.0
+    "How long a prompt is remembered for that after its last use."
+
+    explained_text: bool = True
+    "Whether `explain` shows the text by which prompts differ, to their tenant and to operators."
+
+    hygiene_rules: tuple[str, ...] = ()
+    "Changes to requests that keep prompts' beginnings the same, such as `sort-tools` (`docs/gateway.md`)."
+
     max_connections: Annotated[int, Meta(ge=0)] = 0
     "Most client connections; at most, and for 0, half of the files that the process may open."
 
@@ -178,6 +192,7 @@ class GatewaySettings(ServingSettings):
         super().__post_init__()
         for name in ("prefill", "decode"):
             read_instances(name, getattr(self, name))
+        read_rules(self.hygiene_rules)
         self.check_pair("https_cert", "https_key")
 
     def public(self, identity: Identity) -> Public:
@@ -257,6 +272,8 @@ class PromptTokenizer(typing.Protocol):
         variables: Mapping[str, Any] | None = None,
     ) -> list[int]: ...
 
+    def text_of(self, token_ids: Sequence[int]) -> str: ...
+
 
 class Gateway:
     """Everything in the process but its HTTP server. ``start`` and ``close`` it on one loop."""
@@ -285,6 +302,14 @@ class Gateway:
         # A policy that ignores caches needs no block hashes.
         how = settings.tokenizing if settings.scheduling in _BY_CACHE else "none"
         self.prompts = PromptHasher(tokenizer, self.workers, self.backends, settings.block_tokens, how)
+        self.hygiene_rules = read_rules(settings.hygiene_rules)
+        self.misses = CacheMisses(
+            tokenizer,
+            settings.block_tokens,
+            settings.sibling_memory_bytes,
+            settings.sibling_lifetime_s,
+            settings.explained_text,
+        )
         self.limiter = ConcurrencyLimiter(settings.max_in_flight)
         self.recorder = _recorder(settings)
         self.request_ids = RequestIdTable()

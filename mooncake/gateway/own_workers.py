@@ -40,6 +40,7 @@ from mooncake import clock, tracing
 from mooncake.conductor.client import ConductorClient
 from mooncake.conductor.messages import Decision, Failed, Finished, Place, Prefilled
 from mooncake.errors import MooncakeError
+from mooncake.gateway.cache_misses import origin_of
 from mooncake.gateway.clients import Client
 from mooncake.gateway.gateway import Gateway
 from mooncake.gateway.limiter import Permit
@@ -172,6 +173,10 @@ def _answer(
     ]
     for number, one in enumerate(worker_requests):
         gateway.recorder.watch(one, http, tails[number])
+    origin = origin_of(http, request.cache_salt, settings.model_name)
+    for one, place in zip(worker_requests, places, strict=True):
+        if (observed := gateway.misses.tokens_arrived(place, origin, one.prompt)) is not None:
+            one.end_listeners.append(observed.request_ended)
     return OwnWorkersAnswer(
         request,
         worker_requests,

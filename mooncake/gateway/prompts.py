@@ -58,6 +58,10 @@ class PromptKeys(msgspec.Struct):
     bare_keys: list[BlockKey] = []
     "Keys without the salt."
     is_text: bool = False
+    tokens: list[int] = []
+    "The prompt, where its tokens are known."
+    text: bytes = b""
+    "The prompt, where they are unknown or can't be shown as text here."
 
 
 class _Tokens(msgspec.Struct):
@@ -97,13 +101,14 @@ class PromptHasher:
             text = _text_of(request, prompt)
             pieces = text[: len(text) - len(text) % BYTES_PER_TOKEN]  # four bytes are hashed like a token
             keys = self._keys(pieces, self._block_tokens, salt, adapter + _TEXT_ADAPTER)
-            return PromptKeys(max(1, len(text) // BYTES_PER_TOKEN), keys, is_text=True)
+            return PromptKeys(max(1, len(text) // BYTES_PER_TOKEN), keys, is_text=True, text=text)
         try:
             keys = self._keys(tokens, self._block_tokens, salt, adapter)
         except (OverflowError, TypeError):
             return PromptKeys(max(1, len(tokens)))  # no tokens; the engine will report the error
         bare = self._keys(tokens, self._block_tokens, "", adapter) if salt else []
-        return PromptKeys(max(1, len(tokens)), keys, bare)
+        text = _text_of(request, prompt) if self._tokenizer is None and not isinstance(prompt, list) else b""
+        return PromptKeys(max(1, len(tokens)), keys, bare, tokens=tokens, text=text)
 
     def _keys(self, items: Any, size: int, salt: str, adapter: str) -> list[BlockKey]:
         return [short_key(one) for one in block_hashes(items, size, root_hash(salt, adapter))]

@@ -19,6 +19,7 @@ from fastapi import Request
 from starlette.requests import ClientDisconnect
 
 from mooncake.errors import InvalidArgument
+from mooncake.forensics.hygiene import AppliedRules
 from mooncake.gateway.clients import Client
 from mooncake.gateway.gateway import PromptTokenizer
 from mooncake.gateway.metrics import Slo
@@ -240,9 +241,13 @@ def request_id_of(http: Request) -> str:
 
 
 def names_of(http: Request) -> dict[str, str]:
-    """The ids of a request as headers, under which its explanation can be queried."""
+    """Headers: the ids of a request, under which its explanation can be queried, and what rules changed."""
     answer_id = getattr(http.state, "answer_id", None)
-    return {"X-Request-ID": request_id_of(http)} | ({"X-Mooncake-ID": answer_id} if answer_id else {})
+    names = {"X-Request-ID": request_id_of(http)} | ({"X-Mooncake-ID": answer_id} if answer_id else {})
+    applied: AppliedRules | None = getattr(http.state, "hygiene", None)
+    if applied is not None and applied.counts:
+        names["x-mooncake-hygiene"] = applied.header()
+    return names
 
 
 async def read_body(http: Request, most_bytes: int) -> bytes:

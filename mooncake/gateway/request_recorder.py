@@ -244,7 +244,7 @@ class RequestRecorder:
         """Have ``request`` noted when it ends. ``tail``: hash of its prompt's last full block."""
         if self.is_on:
             client = http.state.client
-            request.on_end = self._ended
+            request.end_listeners.append(self._ended)
             request.tenant = client.entry.tenant_name if client is not None else ""
             request.tail = tail
 

@@ -75,12 +75,20 @@ class Attempts:
     "Error of the last busy worker."
 
 
+EndListener = Callable[["PlacedRequest", Finished, Sequence[int]], None]
+"""Called with a request that has ended, its report, and the answer's tokens as far as they are known."""
+
+
 class PlacedRequest:
     """The placements of one request."""
 
     def __init__(self, scheduling: ConductorClient, place: Place) -> None:
         """``place``: the event that places the request."""
         self.route = Route()
+        self.num_held_tokens = 0
+        """Leading tokens of the prompt that some instance or the pool was believed to hold."""
+        self.end_listeners: list[EndListener] = []
+        """Called once, at its end."""
         self._scheduling = scheduling
         self._request_id = place.request_id
         self._place_event = place
@@ -93,7 +101,6 @@ class PlacedRequest:
         self.refusal = ""
         """Code of the last refusal by the conductor."""
         # For a recording (``request_recorder.py``):
-        self.on_end: Callable[[PlacedRequest, Finished, Sequence[int]], None] | None = None
         self.tenant = ""
         self.prompt_tokens: Sequence[int] = ()
         self.tail = b""
@@ -107,9 +114,9 @@ class PlacedRequest:
             is_own = place_id == self._request_id
             self._scheduling.post(finished if is_own else Finished(place_id))
         self._placed_ids.clear()
-        if self.on_end is not None:
-            on_end, self.on_end = self.on_end, None
-            on_end(self, finished, output)
+        listeners, self.end_listeners = self.end_listeners, []
+        for listener in listeners:
+            listener(self, finished, output)
 
     @property
     def place_event(self) -> Place:
@@ -144,6 +151,7 @@ class PlacedRequest:
                     )
                 )
             if isinstance(answer, Decision):
+                self.num_held_tokens = max(self.num_held_tokens, answer.num_held_tokens)
                 return answer
             if attempts.busy is not None:
                 raise attempts.busy

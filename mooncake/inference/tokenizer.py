@@ -119,6 +119,12 @@ class Tokenizer:
         text: str = source.decode(list(token_ids), skip_special_tokens=True)
         return text
 
+    def text_of(self, token_ids: Sequence[int]) -> str:
+        """Text of ``token_ids``, special tokens included."""
+        source = self._tokenizer if self._fast is None else self._fast
+        text: str = source.decode(list(token_ids), skip_special_tokens=False)
+        return text
+
     def token_text(self, token_id: int) -> str:
         """Text of a single token, special tokens included."""
         text: str = self._tokenizer.decode([token_id], skip_special_tokens=False)
