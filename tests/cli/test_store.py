@@ -14,7 +14,7 @@ from typing import Any
 
 import pytest
 
-from mooncake.cli import main, store
+from mooncake.cli import main, output
 from mooncake.errors import InvalidArgument
 from mooncake.store import Store
 from mooncake.store import messages as m
@@ -174,22 +174,22 @@ def test_a_master_that_is_not_there_is_named() -> None:
     ],
 )
 def test_sizes(value: int, text: str) -> None:
-    assert store.size_text(value) == text
+    assert output.size_text(value) == text
 
 
 @pytest.mark.parametrize(
     ("seconds", "text"), [(0, "0 s"), (2.5, "2.5 s"), (600, "10 min"), (7200, "2 h"), (864000, "10 d")]
 )
 def test_spans(seconds: float, text: str) -> None:
-    assert store.span_text(seconds) == text
+    assert output.span_text(seconds) == text
 
 
 @pytest.mark.parametrize(("text", "seconds"), [("30", 30.0), ("5s", 5.0), ("1.5h", 5400.0), ("1d", 86400.0)])
 def test_reading_spans(text: str, seconds: Any) -> None:
-    assert store.read_span(text, "--for") == seconds
+    assert output.read_span(text, "--for") == seconds
 
 
 @pytest.mark.parametrize("text", ["", "0", "-1", "5x", "m"])
 def test_spans_that_are_none(text: str) -> None:
     with pytest.raises(InvalidArgument, match="--for"):
-        store.read_span(text, "--for")
+        output.read_span(text, "--for")
