@@ -112,8 +112,9 @@ ALERTS = (
     ),
     Alert(
         "MooncakeGatewayFails",
-        'sum(rate(mooncake_gateway_requests_total{status=~"5.."}[5m]))'
-        " > 0.05 * sum(rate(mooncake_gateway_requests_total[5m]))",
+        # Not those of probes: /ready answers 503 while a cluster starts.
+        'sum(rate(mooncake_gateway_requests_total{endpoint=~"/v1/.*", status=~"5.."}[5m]))'
+        ' > 0.05 * sum(rate(mooncake_gateway_requests_total{endpoint=~"/v1/.*"}[5m]))',
         "5m",
         "critical",
         "More than one request in twenty fails.",

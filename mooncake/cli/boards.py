@@ -119,7 +119,7 @@ CLUSTER = Board(
                 (
                     (
                         share(
-                            'mooncake_gateway_slo_total{met="true"}', "mooncake_gateway_slo_total", by="slo"
+                            'mooncake_gateway_slo_total{met="yes"}', "mooncake_gateway_slo_total", by="slo"
                         ),
                         "{{slo}}",
                     ),

@@ -136,13 +136,12 @@ def traffic(before: Sample, after: Sample, seconds: float) -> Traffic:
     }
     prompt = _total(_where(change[TOKENS], kind="prompt"))
     cached = _total(_where(change[TOKENS], kind="cached"))
-    by_status = [(dict(labels).get("status", ""), value) for labels, value in change[REQUESTS].items()]
-    served = [(labels, value) for labels, value in change[REQUESTS].items() if _is_of_the_api(dict(labels))]
+    served = [(dict(labels).get("status", ""), value) for labels, value in _of_the_api(change[REQUESTS])]
     return Traffic(
         seconds=seconds,
         requests=sum(value for _, value in served),
-        failed=sum(value for status, value in by_status if status.startswith("5")),
-        rejected=sum(value for status, value in by_status if status == "429"),
+        failed=sum(value for status, value in served if status.startswith("5")),
+        rejected=sum(value for status, value in served if status == "429"),
         output_tokens=_total(_where(change[TOKENS], kind="output")),
         cached_share=cached / prompt if prompt else None,
         ttft=latency(change[TTFT]),
@@ -150,9 +149,13 @@ def traffic(before: Sample, after: Sample, seconds: float) -> Traffic:
     )
 
 
-def _is_of_the_api(labels: Mapping[str, str]) -> bool:
-    """Whether a request was one for an answer: those of operators and probes are not shown."""
-    return labels.get("endpoint", "").startswith("/v1/") and "{" not in labels.get("endpoint", "")
+def _of_the_api(values: Mapping[Labels, float]) -> list[tuple[Labels, float]]:
+    """Requests for answers: those of operators and of probes are not shown."""
+    return [
+        (labels, value)
+        for labels, value in values.items()
+        if dict(labels).get("endpoint", "").startswith("/v1/")
+    ]
 
 
 def _where(values: Mapping[Labels, float], **labels: str) -> dict[Labels, float]:

@@ -209,7 +209,6 @@ def application_for(words: Sequence[str]) -> typer.Typer:
     """The command line, with the full flags of the one command that ``words`` select."""
     application = typer.Typer(
         epilog="Example: mooncake up --prefill 2 --decode 2 --port 8000",
-        add_completion=False,
         no_args_is_help=True,
         pretty_exceptions_enable=False,
         context_settings={"help_option_names": ["--help", "-h"]},

@@ -188,7 +188,7 @@ class ClusterReader:
         else:
             parts.append(board(view.store, before[1], now - before[0], width < NARROW))
         if view.masters:
-            parts += [Text(""), _masters_table(view.masters)]
+            parts += [Text(""), *master_lines(view.masters)]
         return Group(*parts)
 
 
@@ -202,7 +202,8 @@ def top(url: str, master: str, admin_key: str, once: bool, as_json: bool, every_
     try:
         view = reader.read(now := time.monotonic())
         if as_json:
-            print_json(msgspec.to_builtins(view, enc_hook=str))
+            store = None if view.store is None else msgspec.structs.asdict(view.store)
+            print_json(msgspec.structs.asdict(view) | {"store": store})
         elif once or not console.is_terminal:
             console.print(reader.drawn(view, now, console.width), soft_wrap=not console.is_terminal)
         else:
@@ -302,13 +303,14 @@ def _cells(one: InstanceRow) -> list[Any]:
     return [*cells, Text(one.detail[:MAX_DETAIL])]
 
 
-def _masters_table(masters: list[MasterRow]) -> Table:
-    table = Table(box=None, pad_edge=False)
-    for name in ("master", "role", "term", ""):
-        table.add_column(name, no_wrap=True)
-    for one in masters:
-        style = "yellow" if one.role == "unreachable" else ""
-        table.add_row(
-            Text(one.address), Text(one.role, style=style), str(one.term), Text(one.problem[:MAX_DETAIL])
+def master_lines(masters: list[MasterRow]) -> list[Text]:
+    """A line for each master."""
+    width = max(len(one.address) for one in masters)
+    return [
+        Text(
+            f"{one.address:{width}}  {one.role}"
+            + (f": {one.problem}" if one.problem else f" in term {one.term}"),
+            style="yellow" if one.problem else "",
         )
-    return table
+        for one in masters
+    ]

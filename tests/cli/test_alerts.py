@@ -66,12 +66,13 @@ CASES: dict[str, tuple[Series, Series]] = {
     ),
     "MooncakeGatewayFails": (
         {
-            'mooncake_gateway_requests_total{status="503"}': "0+10x300",
-            'mooncake_gateway_requests_total{status="200"}': "0+100x300",
+            'mooncake_gateway_requests_total{endpoint="/v1/completions", status="503"}': "0+10x300",
+            'mooncake_gateway_requests_total{endpoint="/v1/completions", status="200"}': "0+100x300",
         },
         {
-            'mooncake_gateway_requests_total{status="429"}': "0+10x300",
-            'mooncake_gateway_requests_total{status="200"}': "0+100x300",
+            'mooncake_gateway_requests_total{endpoint="/v1/completions", status="429"}': "0+10x300",
+            'mooncake_gateway_requests_total{endpoint="/v1/completions", status="200"}': "0+100x300",
+            'mooncake_gateway_requests_total{endpoint="/ready", status="503"}': "0+100x300",
         },
     ),
     "MooncakeRequestsRejected": (
@@ -177,7 +178,7 @@ def test_conditions_name_declared_series_and_their_labels() -> None:
         names = series_in(alert.condition)
         assert names and names <= known.keys(), alert.condition
         labels = {label for name in names for label in known[name]}
-        used = re.findall(r"{(\w+)=", alert.condition)
+        used = re.findall(r"[{ ](\w+)=~?\"", alert.condition)
         used += [
             one.strip()
             for group in re.findall(r"by \(([^)]*)\)", alert.condition)

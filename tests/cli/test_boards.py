@@ -10,13 +10,14 @@ import pytest
 
 from mooncake.cli import boards
 from mooncake.cli.boards import BOARDS, NOT_ON_A_BOARD, Board, board_of, dashboard, other_panels
-from mooncake.cli.metric_declarations import DeclaredMetric, declared_metrics
+from mooncake.cli.metric_declarations import PACKAGE, DeclaredMetric, declared_metrics
 from mooncake.cli.panels import Panel, panel_of, selected, series_in, title_of
 
 DECLARED = {name: one for one in declared_metrics() for name in one.series}
 TARGET_LABELS = {"instance", "job", "model_name"}
 """Labels that Prometheus adds to every series, and vLLM's to its own."""
 UNITS = {"short", "none", "s", "bytes", "Bps", "ops", "reqps", "percentunit"}
+OWN_MODULES = {"boards.py", "alerts.py"}
 EVERY = pytest.mark.parametrize("board", BOARDS, ids=[board.name for board in BOARDS])
 
 
@@ -127,3 +128,12 @@ def test_selectors_are_added_to_every_series() -> None:
 def test_queries_for_a_server_have_no_variables() -> None:
     found = boards.queries("1m")
     assert len(found) > 100 and not any("$" in query for query in found)
+
+
+def test_label_values_in_queries_are_those_of_the_code() -> None:
+    """A misspelt value selects nothing, and no error says so."""
+    sources = "".join(path.read_text() for path in PACKAGE.rglob("*.py") if path.name not in OWN_MODULES)
+    wanted = {value for query in boards.queries() for value in re.findall(r'\w="(\w+)"', query)}
+    assert wanted >= {"yes", "lost"}
+    for value in wanted:
+        assert f'"{value}"' in sources, f"no code gives a label the value {value!r}"
