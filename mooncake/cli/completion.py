@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """Completion of commands and flags in a shell: which command must be built in full for it.
 
-The shell starts ``mooncake`` without arguments and passes the line so far in variables, whose names and format
-are those of typer's scripts (``mooncake --install-completion``). A command line is built in full only for the
-command that its first word selects, so the words are needed before it is built.
+The shell starts ``mooncake`` without arguments and passes the line so far in variables, whose names and
+format are those of typer's scripts (``mooncake --install-completion``). A command line is built in full only
+for the command that its first word selects, so the words are needed before it is built.
 """
 
 from __future__ import annotations

@@ -8,6 +8,8 @@ from __future__ import annotations
 
 import re
 import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any, NoReturn
 
 import msgspec
@@ -21,6 +23,17 @@ def progress_bar() -> Progress:
     """A progress bar on standard error, shown only in a terminal."""
     columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn())
     return Progress(*columns, console=Console(stderr=True), disable=not sys.stderr.isatty(), transient=True)
+
+
+@contextmanager
+def waiting(what: str) -> Iterator[None]:
+    """Show in a terminal that work is under way whose end is not known."""
+    console = Console(stderr=True)
+    if not console.is_terminal:
+        yield
+        return
+    with console.status(what):
+        yield
 
 
 _UNITS_S = {"": 1.0, "s": 1.0, "m": 60.0, "h": 3600.0, "d": 86400.0}
@@ -49,6 +62,11 @@ def read_span(text: str, field: str) -> float:
     if match is None or not float(match[1]):
         raise InvalidArgument(field, text, "a duration such as 30s, 10m, 2h or 1d")
     return float(match[1]) * _UNITS_S[match[2]]
+
+
+def printable(text: str) -> str:
+    """A text without characters that a terminal would take as commands."""
+    return "".join(one if one.isprintable() else f"\\x{ord(one):02x}" for one in text)
 
 
 def print_json(value: Any) -> None:

@@ -22,13 +22,15 @@ from rich.live import Live
 from rich.table import Table
 from rich.text import Text
 
-from mooncake.cli.output import fail, print_json, progress_bar, read_span, size_text, span_text
+from mooncake.cli.key_tree import drawn_tree, prefix_tree
+from mooncake.cli.output import fail, print_json, progress_bar, read_span, size_text, span_text, waiting
 from mooncake.cli.store_board import board
 from mooncake.errors import InvalidArgument, Refusal
 from mooncake.security import tool_identity
 from mooncake.store import Store, StoreSettings
 from mooncake.store import messages as m
 from mooncake.store import repair as repairing
+from mooncake.store.master.prefix_counts import MAX_DEPTH
 from mooncake.transfer import TransferEngine, transfer_from_environment
 
 MASTER = typer.Option(
@@ -62,7 +64,7 @@ def make_application() -> typer.Typer:
     for name, command, example in (
         ("put", put, "mooncake store put greeting hello.txt"),
         ("get", get, "mooncake store get greeting > hello.txt"),
-        ("ls", ls, "mooncake store ls kv/ --long"),
+        ("ls", ls, "mooncake store ls kv/ --tree --depth 2"),
         ("stat", stat, "mooncake store stat greeting"),
         ("rm", rm, "mooncake store rm --match '^kv/old-'"),
         ("pin", pin, "mooncake store pin greeting --for 30m"),
@@ -131,15 +133,30 @@ def get(
 
 def ls(
     prefix: Annotated[str, typer.Argument(help="Only keys with this prefix.")] = "",
-    limit: Annotated[int, typer.Option(min=1, help="Maximum number of keys.")] = 1000,
+    limit: Annotated[int, typer.Option(min=1, help="Maximum number of keys, or of prefixes.")] = 1000,
     is_long: Annotated[
         bool, typer.Option("--long", "-l", help="Also show sizes, replicas and uses.")
     ] = False,
+    as_tree: Annotated[
+        bool | None,
+        typer.Option(
+            "--tree/--flat",
+            help="Show prefixes with their numbers of objects and bytes, or every key. By default prefixes "
+            "in a terminal, and keys where the output is piped.",
+        ),
+    ] = None,
+    depth: Annotated[int, typer.Option(min=0, max=MAX_DEPTH, help="Levels of prefixes to show.")] = 3,
+    separator: Annotated[str, typer.Option(help="Text between two levels of a key.")] = "/",
     as_json: Json = False,
     tenant: Tenant = DEFAULT,
     master: Master = HERE,
 ) -> None:
-    """List keys."""
+    """List keys, or the prefixes of all keys as a tree."""
+    if as_tree is None:
+        as_tree = sys.stdout.isatty() and not is_long and not as_json
+    if as_tree:
+        _show_prefixes(m.ListPrefixes(prefix, depth, limit, separator, tenant), as_json, tenant, master)
+        return
     with opened(master, tenant) as store:
         keys = store.ask(m.ListKeys(prefix, limit + 1, tenant)).keys
         has_more, keys = len(keys) > limit, keys[:limit]
@@ -152,6 +169,20 @@ def ls(
         sys.stdout.write("".join(f"{key}\n" for key in keys))
     if has_more:
         print(f"there are more than {limit}; --limit shows more", file=sys.stderr)
+
+
+def _show_prefixes(request: m.ListPrefixes, as_json: bool, tenant: str, master: str) -> None:
+    with opened(master, tenant, timeout_s=60.0) as store, waiting("counting keys"):
+        found = store.ask(request)
+        assert isinstance(found, m.Prefixes)
+    root = prefix_tree(found.rows, request.prefix, request.separator)
+    if as_json:
+        print_json(root)
+    else:
+        Console(soft_wrap=True).print(drawn_tree(root))
+    if found.num_folded:
+        what = f"{found.num_folded} objects count at a prefix above their own"
+        print(f"{what}, since there are more than {request.limit}; --limit shows more", file=sys.stderr)
 
 
 def stat(keys: Keys, as_json: Json = False, tenant: Tenant = DEFAULT, master: Master = HERE) -> None:

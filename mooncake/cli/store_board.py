@@ -7,7 +7,7 @@ from rich.console import Group
 from rich.table import Table
 from rich.text import Text
 
-from mooncake.cli.output import share_text, size_text
+from mooncake.cli.output import printable, share_text, size_text
 from mooncake.store import messages as m
 
 MAX_SUSPECTS = 5
@@ -42,10 +42,10 @@ def board(status: m.MasterStatus, before: m.MasterStatus, seconds: float, is_nar
     for one in status.segments:
         state = "draining" if one.is_draining else "resting" if one.rests_s else one.state
         cells: dict[str, str | Text] = {
-            "segment": Text(one.segment),
+            "segment": Text(printable(one.segment)),
             "tier": one.tier,
             "state": Text(state, style="" if state == "alive" else "yellow"),
-            "host": Text(one.host[:12]),
+            "host": Text(printable(one.host[:12])),
             "objects": str(one.num_objects),
             "used": size_text(one.allocated_bytes),
             "size": size_text(one.size_bytes),
@@ -57,5 +57,5 @@ def board(status: m.MasterStatus, before: m.MasterStatus, seconds: float, is_nar
     suspects = [one for one in status.reporters if one.num_refuted]
     for suspect in sorted(suspects, key=lambda one: -one.num_refuted)[:MAX_SUSPECTS]:
         what = f"{suspect.num_refuted} of {suspect.num_reports} reports of wrong bytes were refuted"
-        parts.append(Text(f"{suspect.reporter}: {what}: check its memory", style="yellow"))
+        parts.append(Text(f"{printable(suspect.reporter)}: {what}: check its memory", style="yellow"))
     return Group(*parts)

@@ -33,7 +33,7 @@ from mooncake.cli.cluster_status import (
     read_status,
     roles_of,
 )
-from mooncake.cli.output import fail, print_json
+from mooncake.cli.output import fail, print_json, printable
 from mooncake.cli.store import opened
 from mooncake.cli.store_board import NARROW, board
 from mooncake.errors import InvalidArgument, MooncakeError
@@ -230,9 +230,9 @@ def gateway_parts(view: ClusterView, url: str, width: int) -> list[RenderableTyp
     status = view.gateway
     if status is None:
         return [*parts, Text(view.gateway_problem, style="yellow")]
-    parts.append(Text(_head(status)))
+    parts.append(Text(printable(_head(status))))
     if status.degraded:
-        parts.append(Text(f"degraded: {status.degraded}", style="yellow"))
+        parts.append(Text(f"degraded: {printable(status.degraded)}", style="yellow"))
     if view.traffic is not None:
         parts += [Text(line) for line in traffic_lines(view.traffic)]
     if status.instances is None:
@@ -297,10 +297,10 @@ def instance_table(status: GatewayStatus, is_narrow: bool) -> Table:
 
 
 def _cells(one: InstanceRow) -> list[Any]:
-    health = Text(one.health, style="" if one.health == "ready" else "yellow")
-    cells: list[Any] = [Text(one.instance), one.role, health, str(one.num_requests)]
+    health = Text(printable(one.health), style="" if one.health == "ready" else "yellow")
+    cells: list[Any] = [Text(printable(one.instance)), printable(one.role), health, str(one.num_requests)]
     cells += [f"{one.queued_tokens} tok", str(one.num_blocks), str(one.num_placed)]
-    return [*cells, Text(one.detail[:MAX_DETAIL])]
+    return [*cells, Text(printable(one.detail[:MAX_DETAIL]))]
 
 
 def master_lines(masters: list[MasterRow]) -> list[Text]:

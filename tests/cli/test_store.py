@@ -89,6 +89,20 @@ def test_put_get_ls_stat_rm(run: Run, tmp_path: Path) -> None:
     assert run("ls", "a/").stdout == b""
 
 
+def test_ls_shows_prefixes_as_a_tree(run: Run) -> None:
+    for key in ("t/a/1", "t/a/2", "t/b/c/1"):
+        assert run("put", key, content=b"12345").returncode == 0
+    assert run("ls", "t/").stdout.count(b"\n") == 3, "piped output stays as it was"
+    shown = run("ls", "t/", "--tree").stdout.decode().splitlines()
+    assert shown[0] == "t/  3 objects, 15 B" and shown[1].endswith("a/  2 objects, 10 B")
+    assert len(shown) == 4 and len(run("ls", "t/", "--tree", "--depth", "1").stdout.splitlines()) == 3
+    found = json.loads(run("ls", "t/", "--tree", "--json").stdout)
+    assert (found["num_objects"], [one["name"] for one in found["below"]]) == (3, ["a/", "b/"])
+    few = run("ls", "t/", "--tree", "--limit", "1")
+    assert b"--limit" in few.stderr and b"3 objects" in few.stdout
+    assert run("rm", "--match", "^t/", "--force").returncode == 0
+
+
 def test_pins(run: Run) -> None:
     run("put", "pinned", content=b"x")
     for words, expected in ((("pin", "pinned"), "hard"), (("unpin", "pinned"), "no")):
