@@ -26,6 +26,7 @@ from pathlib import Path
 from typing import Any
 
 from mooncake import state_table
+from mooncake.cli.metric_declarations import called_name, constants_of, declared_metrics, texts_of
 
 ROOT = Path(__file__).parent.parent
 PACKAGE = ROOT / "mooncake"
@@ -40,50 +41,9 @@ def trees() -> dict[str, ast.Module]:
     }
 
 
-def called_name(call: ast.Call) -> str:
-    match call.func:
-        case ast.Name(id=name) | ast.Attribute(attr=name):
-            return name
-    return ""
-
-
 def owner_of(call: ast.Call) -> str:
     """Expression before the dot of a method call, "" for a plain function."""
     return ast.unparse(call.func.value) if isinstance(call.func, ast.Attribute) else ""
-
-
-def texts_of(node: ast.expr | None, constants: Mapping[str, ast.expr]) -> list[str]:
-    """Strings that an expression can be: a literal, a module's constant, or either branch of a condition."""
-    match node:
-        case ast.Constant(value=str(text)):
-            return [text]
-        case ast.IfExp(body=body, orelse=other):
-            return texts_of(body, constants) + texts_of(other, constants)
-        case ast.Name(id=name) if name in constants:
-            return texts_of(constants[name], {})
-    return []
-
-
-def constants_of(tree: ast.Module) -> dict[str, ast.expr]:
-    found: dict[str, ast.expr] = {}
-    for node in tree.body:
-        match node:
-            case ast.Assign(targets=[ast.Name(id=name)], value=value):
-                found[name] = value
-            case ast.AnnAssign(target=ast.Name(id=name), value=ast.expr() as value):
-                found[name] = value
-    return found
-
-
-def local_texts_of(tree: ast.Module) -> dict[str, ast.expr]:
-    """Names that functions of a module give to a literal string before they pass it on."""
-    return {name: value for node in ast.walk(tree) for name, value in _assigned_texts(node)}
-
-
-def _assigned_texts(node: ast.AST) -> Iterator[tuple[str, ast.expr]]:
-    match node:
-        case ast.Assign(targets=[ast.Name(id=name)], value=ast.Constant(value=str()) as value):
-            yield name, value
 
 
 def cell(text: str) -> str:
@@ -202,81 +162,6 @@ def render_log_events() -> str:
 # Metrics
 
 
-METRIC_KINDS = {
-    **dict.fromkeys(("Counter", "CounterMetricFamily"), "counter"),
-    **dict.fromkeys(("Gauge", "GaugeMetricFamily", "gauge"), "gauge"),
-    **dict.fromkeys(("Histogram", "HistogramMetricFamily"), "histogram"),
-    **dict.fromkeys(("Summary", "SummaryMetricFamily"), "summary"),
-}
-
-
-@dataclass(frozen=True)
-class DocumentedMetric:
-    """A metric by the name on the metrics page."""
-
-    name: str
-    kind: str
-    labels: tuple[str, ...]
-    text: str
-    module: str
-
-
-@cache
-def metrics() -> tuple[DocumentedMetric, ...]:
-    found: dict[str, DocumentedMetric] = {}
-    for path, tree in trees().items():
-        constants = local_texts_of(tree) | constants_of(tree)
-        loops = loops_over_constants(tree, constants)
-        for call in ast.walk(tree):
-            if not isinstance(call, ast.Call) or called_name(call) not in METRIC_KINDS or len(call.args) < 2:
-                continue
-            kind = METRIC_KINDS[called_name(call)]
-            for name, text in named_metrics(call, constants, loops):
-                suffix = "_total" if kind == "counter" and not name.endswith("_total") else ""
-                labels, module = labels_of(call, constants), path.removeprefix("mooncake/")
-                found.setdefault(name + suffix, DocumentedMetric(name + suffix, kind, labels, text, module))
-    return tuple(found[name] for name in sorted(found))
-
-
-def loops_over_constants(tree: ast.Module, constants: Mapping[str, ast.expr]) -> dict[ast.Call, ast.Dict]:
-    """Calls in the body of ``for … in CONSTANT.items()``, with that dictionary."""
-    found: dict[ast.Call, ast.Dict] = {}
-    for node in ast.walk(tree):
-        match node:
-            case ast.For(iter=ast.Call(func=ast.Attribute(value=ast.Name(id=name), attr="items"))):
-                if isinstance(known := constants.get(name), ast.Dict):
-                    found |= {inner: known for inner in ast.walk(node) if isinstance(inner, ast.Call)}
-    return found
-
-
-def named_metrics(
-    call: ast.Call, constants: Mapping[str, ast.expr], loops: Mapping[ast.Call, ast.Dict]
-) -> list[tuple[str, str]]:
-    """Names and descriptions that one call declares: one, or those of a dictionary that it is made for."""
-    match call.args[0]:
-        case ast.JoinedStr(values=[ast.Constant(value=str(prefix)), ast.FormattedValue()]) if call in loops:
-            pairs = zip(loops[call].keys, loops[call].values, strict=True)
-            rows = [
-                value.elts if isinstance(value, ast.Tuple) else [key, value] for key, value in pairs if key
-            ]
-            return [(prefix + str(ast.literal_eval(row[0])), str(ast.literal_eval(row[1]))) for row in rows]
-    texts = texts_of(call.args[1], constants)
-    return [(name, texts[0]) for name in texts_of(call.args[0], constants) if texts]
-
-
-def labels_of(call: ast.Call, constants: Mapping[str, ast.expr]) -> tuple[str, ...]:
-    given = call.args[2] if len(call.args) > 2 else None
-    for word in call.keywords:
-        if word.arg in ("labelnames", "labels"):
-            given = word.value
-    if isinstance(given, ast.Name):
-        given = constants.get(given.id)
-    try:
-        return tuple(ast.literal_eval(given)) if isinstance(given, ast.List | ast.Tuple) else ()
-    except ValueError:
-        return ()
-
-
 def render_metrics() -> str:
     rows = [
         (
@@ -286,7 +171,7 @@ def render_metrics() -> str:
             one.text,
             f"`{one.module}`",
         )
-        for one in metrics()
+        for one in declared_metrics()
     ]
     return (
         f"# Metrics\n\n{GENERATED}\n"

@@ -19,6 +19,7 @@ from pathlib import Path
 
 import pytest
 
+from mooncake.cli import metric_declarations
 from mooncake.store.node.node import Node, NodeSettings
 from mooncake.store.server import MasterServer
 from mooncake.store.settings import MasterSettings
@@ -134,7 +135,7 @@ def test_every_settings_class_is_documented() -> None:
     for path, tree in reference_docs.trees().items():
         for call in ast.walk(tree):
             match call:
-                case ast.Call(args=[ast.Name(id=name), *_]) if reference_docs.called_name(
+                case ast.Call(args=[ast.Name(id=name), *_]) if metric_declarations.called_name(
                     call
                 ) == "load" and name.endswith("Settings"):
                     role = name.removesuffix("Settings").lower()
@@ -167,15 +168,15 @@ def test_every_endpoint_has_a_meaning() -> None:
 
 def test_every_metric_has_a_name_and_a_meaning_that_can_be_read() -> None:
     for path, tree in reference_docs.trees().items():
-        constants = reference_docs.local_texts_of(tree) | reference_docs.constants_of(tree)
-        loops = reference_docs.loops_over_constants(tree, constants)
+        constants = metric_declarations.local_texts_of(tree) | metric_declarations.constants_of(tree)
+        loops = metric_declarations.loops_over_constants(tree, constants)
         for call in ast.walk(tree):
             if not isinstance(call, ast.Call) or len(call.args) < 2:
                 continue
             if all(isinstance(argument, ast.Name) for argument in call.args[:2]):
                 continue  # a function that passes both on; its callers are read
-            if reference_docs.called_name(call) in reference_docs.METRIC_KINDS:
-                found = reference_docs.named_metrics(call, constants, loops)
+            if metric_declarations.called_name(call) in metric_declarations.KINDS:
+                found = metric_declarations.named_metrics(call, constants, loops)
                 assert found and all(text for _, text in found), (
                     f"{path}:{call.lineno} declares no known metric"
                 )
@@ -190,7 +191,7 @@ def test_every_log_event_has_a_name_that_can_be_read() -> None:
     for path, tree in reference_docs.trees().items():
         if path.startswith("mooncake/compat/") or path in EVENTS_BY_VARIABLE:
             continue
-        constants, forwarders = reference_docs.constants_of(tree), reference_docs.event_arguments(tree)
+        constants, forwarders = metric_declarations.constants_of(tree), reference_docs.event_arguments(tree)
         forwarded = {
             node
             for function in ast.walk(tree)
@@ -198,7 +199,7 @@ def test_every_log_event_has_a_name_that_can_be_read() -> None:
             for node in ast.walk(function)
         }
         for call, name, _, _ in reference_docs.event_calls_in(tree, forwarders):
-            texts = reference_docs.texts_of(name, constants)
+            texts = metric_declarations.texts_of(name, constants)
             if isinstance(name, ast.Name) and not texts and call in forwarded:
                 continue
             assert texts, f"{path}:{call.lineno} logs an event without a literal name"
@@ -337,7 +338,7 @@ def names_defined_in(path: Path) -> set[str]:
                 for target in inner.targets
                 if isinstance(target, ast.Name)
             }
-    return found | set(reference_docs.constants_of(tree))
+    return found | set(metric_declarations.constants_of(tree))
 
 
 @pytest.mark.parametrize("page", WRITTEN, ids=name_of)

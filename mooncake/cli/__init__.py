@@ -15,6 +15,7 @@ import sys
 from collections.abc import Callable, Mapping, Sequence
 from typing import NoReturn
 
+from mooncake.cli.completion import completed_words
 from mooncake.errors import AddressInUse, MooncakeError, Unavailable
 from mooncake.security import keep_upstream_defaults
 
@@ -31,7 +32,8 @@ def main(arguments: Sequence[str] | None = None) -> NoReturn:
             application_for,
         )  # here, so that a missing extra can be reported with advice
 
-        application_for(words)(args=words, prog_name="mooncake")
+        completed = completed_words(os.environ)
+        application_for(words if completed is None else completed)(args=words, prog_name="mooncake")
 
     run_program(run)
 

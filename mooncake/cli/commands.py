@@ -210,7 +210,6 @@ def application_for(words: Sequence[str]) -> typer.Typer:
     """The command line, with the full flags of the one command that ``words`` select."""
     application = typer.Typer(
         epilog="Example: mooncake up --prefill 2 --decode 2 --port 8000",
-        add_completion=False,
         no_args_is_help=True,
         pretty_exceptions_enable=False,
         context_settings={"help_option_names": ["--help", "-h"]},
@@ -230,6 +229,7 @@ def application_for(words: Sequence[str]) -> typer.Typer:
     )
     application.command("trace", epilog="Example: mooncake trace cmpl-6f1c --perfetto trace.json")(_trace)
     application.command("misses", epilog="Example: mooncake misses --url http://127.0.0.1:8000")(_misses)
+    application.command("top", epilog="Example: mooncake top --url http://127.0.0.1:8000")(_top)
     benches = typer.Typer(no_args_is_help=True, help="Measure transfers against the limits of this machine.")
     benches.callback()(_start_bench)
     benches.command("transfer", epilog="Example: mooncake bench transfer --quick")(_bench_transfer)
@@ -422,6 +422,33 @@ def _trace(
     from mooncake.cli.trace import trace
 
     trace(name, url, admin_api_key, as_json, perfetto)
+
+
+def _top(
+    url: Annotated[str, typer.Option("--url", help="Address of the gateway.")] = "http://127.0.0.1:8000",
+    master: Annotated[
+        str,
+        typer.Option(
+            "--master",
+            metavar="HOST:PORT",
+            envvar="MOONCAKE_MASTER",
+            help="Address of the store's master; each of several, separated by commas, is shown.",
+        ),
+    ] = "127.0.0.1:50051",
+    admin_api_key: Annotated[
+        str,
+        typer.Option("--admin-api-key", envvar="ADMIN_API_KEY", help="Needed for instances and traffic."),
+    ] = "",
+    once: Annotated[bool, typer.Option("--once", help="Print it once and exit.")] = False,
+    every_s: Annotated[
+        float, typer.Option("--every-s", min=0.2, max=3600, help="Seconds between two looks.")
+    ] = 2.0,
+    as_json: Annotated[bool, typer.Option("--json", help="Print JSON once, for programs.")] = False,
+) -> None:
+    """Show a whole cluster: instances, load, latencies, hits, and the store's nodes. Ctrl-C exits."""
+    from mooncake.cli.top import top
+
+    top(url, master, admin_api_key, once, as_json, every_s)
 
 
 def _not_selected() -> None:

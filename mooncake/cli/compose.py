@@ -136,7 +136,10 @@ def services_of(settings: DeploySettings) -> dict[str, Any]:
         "volumes": [
             _mount("./monitoring/grafana-datasources.yaml", "/etc/grafana/provisioning/datasources/m.yaml"),
             _mount("./monitoring/grafana-dashboards.yaml", "/etc/grafana/provisioning/dashboards/m.yaml"),
-            _mount("./monitoring/board.json", "/var/lib/grafana/dashboards/board.json"),
+            *(
+                _mount(f"./monitoring/{name}", f"/var/lib/grafana/dashboards/{name}")
+                for name in boards.board_files()
+            ),
             _mount(f"{files}/admin.key", "/etc/grafana/secrets/admin.key"),
             "grafana:/var/lib/grafana",
         ],

@@ -114,6 +114,9 @@ class DeploySettings:
     host_network: bool = False
     "Nodes and engines use their host's network, which shared memory between pods and RDMA need."
 
+    docs_url: Annotated[str, Meta(pattern="^[^\\s#?]+$")] = "docs"
+    "Where alerts link to for what to do: the address of a copy of `docs/`, or its path in the checkout."
+
     make_secrets: bool = False
     "Also create the credentials that the folder `secrets` lacks; existing ones stay."
 

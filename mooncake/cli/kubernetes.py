@@ -14,6 +14,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from mooncake.cli import boards
+from mooncake.cli.alerts import rule_groups
 from mooncake.cli.deploy import (
     CLIENTS_FILE,
     CONDUCTOR_PORT,
@@ -127,14 +128,22 @@ def base_of(settings: DeploySettings) -> dict[str, Any]:
         "network.yaml": network_policies(),
         "monitoring.yaml": [
             *(_monitor(name, *program.web, settings) for name, program in programs.items()),
-            _object("monitoring.coreos.com/v1", "PrometheusRule", "mooncake", groups=boards.rule_groups()),
             _object(
-                "v1",
-                "ConfigMap",
-                "mooncake-board",
-                labels={"grafana_dashboard": "1"},
-                scope=None,
-                data={"mooncake.json": json.dumps(boards.board(), indent=1)},
+                "monitoring.coreos.com/v1",
+                "PrometheusRule",
+                "mooncake",
+                groups=rule_groups(settings.docs_url),
+            ),
+            *(
+                _object(
+                    "v1",
+                    "ConfigMap",
+                    f"mooncake-{name.removesuffix('.json')}",
+                    labels={"grafana_dashboard": "1"},
+                    scope=None,
+                    data={name: json.dumps(content, indent=1)},
+                )
+                for name, content in boards.board_files().items()
             ),
         ],
     }

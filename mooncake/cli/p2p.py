@@ -20,8 +20,8 @@ import typer
 from rich.console import Console
 from rich.progress import BarColumn, DownloadColumn, Progress, TaskID, TextColumn, TransferSpeedColumn
 
+from mooncake.cli.output import fail, print_json, size_text
 from mooncake.cli.role_command import run_until_stopped
-from mooncake.cli.store import fail, print_json, size_text
 from mooncake.config import parse_size
 from mooncake.errors import InvalidArgument, MooncakeError
 from mooncake.log import setup_logging

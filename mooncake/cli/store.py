@@ -2,34 +2,35 @@
 """``mooncake store``: the store on the command line and in scripts (``--json``).
 
 The commands on objects (put, get, list, pin, remove), and those of operators: drain a node, verify what is
-stored, repair its files, watch it. At the end the formats of sizes, durations and objects for output, and of
-durations for input.
+stored, repair its files, watch it.
 """
 
 from __future__ import annotations
 
-import re
 import sys
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from itertools import islice
 from pathlib import Path
-from typing import Annotated, Any, NoReturn
+from typing import Annotated, Any
 
 import msgspec
 import typer
-from rich.console import Console, Group
+from rich.console import Console
 from rich.live import Live
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 from rich.table import Table
 from rich.text import Text
 
+from mooncake.cli.key_tree import drawn_tree, prefix_tree
+from mooncake.cli.output import fail, print_json, progress_bar, read_span, size_text, span_text, waiting
+from mooncake.cli.store_board import board
 from mooncake.errors import InvalidArgument, Refusal
 from mooncake.security import tool_identity
 from mooncake.store import Store, StoreSettings
 from mooncake.store import messages as m
 from mooncake.store import repair as repairing
+from mooncake.store.master.prefix_counts import MAX_DEPTH
 from mooncake.transfer import TransferEngine, transfer_from_environment
 
 MASTER = typer.Option(
@@ -63,7 +64,7 @@ def make_application() -> typer.Typer:
     for name, command, example in (
         ("put", put, "mooncake store put greeting hello.txt"),
         ("get", get, "mooncake store get greeting > hello.txt"),
-        ("ls", ls, "mooncake store ls kv/ --long"),
+        ("ls", ls, "mooncake store ls kv/ --tree --depth 2"),
         ("stat", stat, "mooncake store stat greeting"),
         ("rm", rm, "mooncake store rm --match '^kv/old-'"),
         ("pin", pin, "mooncake store pin greeting --for 30m"),
@@ -132,15 +133,30 @@ def get(
 
 def ls(
     prefix: Annotated[str, typer.Argument(help="Only keys with this prefix.")] = "",
-    limit: Annotated[int, typer.Option(min=1, help="Maximum number of keys.")] = 1000,
+    limit: Annotated[int, typer.Option(min=1, help="Maximum number of keys, or of prefixes.")] = 1000,
     is_long: Annotated[
         bool, typer.Option("--long", "-l", help="Also show sizes, replicas and uses.")
     ] = False,
+    as_tree: Annotated[
+        bool | None,
+        typer.Option(
+            "--tree/--flat",
+            help="Show prefixes with their numbers of objects and bytes, or every key. By default prefixes "
+            "in a terminal, and keys where the output is piped.",
+        ),
+    ] = None,
+    depth: Annotated[int, typer.Option(min=0, max=MAX_DEPTH, help="Levels of prefixes to show.")] = 3,
+    separator: Annotated[str, typer.Option(help="Text between two levels of a key.")] = "/",
     as_json: Json = False,
     tenant: Tenant = DEFAULT,
     master: Master = HERE,
 ) -> None:
-    """List keys."""
+    """List keys, or the prefixes of all keys as a tree."""
+    if as_tree is None:
+        as_tree = sys.stdout.isatty() and not is_long and not as_json
+    if as_tree:
+        _show_prefixes(m.ListPrefixes(prefix, depth, limit, separator, tenant), as_json, tenant, master)
+        return
     with opened(master, tenant) as store:
         keys = store.ask(m.ListKeys(prefix, limit + 1, tenant)).keys
         has_more, keys = len(keys) > limit, keys[:limit]
@@ -153,6 +169,20 @@ def ls(
         sys.stdout.write("".join(f"{key}\n" for key in keys))
     if has_more:
         print(f"there are more than {limit}; --limit shows more", file=sys.stderr)
+
+
+def _show_prefixes(request: m.ListPrefixes, as_json: bool, tenant: str, master: str) -> None:
+    with opened(master, tenant, timeout_s=60.0) as store, waiting("counting keys"):
+        found = store.ask(request)
+        assert isinstance(found, m.Prefixes)
+    root = prefix_tree(found.rows, request.prefix, request.separator)
+    if as_json:
+        print_json(root)
+    else:
+        Console(soft_wrap=True).print(drawn_tree(root))
+    if found.num_folded:
+        what = f"{found.num_folded} objects count at a prefix above their own"
+        print(f"{what}, since there are more than {request.limit}; --limit shows more", file=sys.stderr)
 
 
 def stat(keys: Keys, as_json: Json = False, tenant: Tenant = DEFAULT, master: Master = HERE) -> None:
@@ -271,8 +301,6 @@ def _lines(one: m.ObjectStatus | None) -> list[str]:
 VERIFY_BATCH_KEYS = 64
 POLL_EVERY_S = 0.2
 TOP_EVERY_S = 1.0
-MAX_SUSPECTS = 5
-"""Maximum number of hosts shown whose reports of wrong bytes were refuted."""
 
 
 def drain(
@@ -307,7 +335,7 @@ def drain(
 
 
 def _wait(store: Store, job: m.JobStatus) -> m.JobStatus:
-    with _progress() as progress:
+    with progress_bar() as progress:
         task = progress.add_task(f"draining {job.about}", total=None)
         try:
             while job.state in ("waiting", "running"):
@@ -338,7 +366,7 @@ def verify(
         names = list(keys or store.ask(m.ListKeys(prefix, 1 << 31, tenant)).keys)
         verdicts: dict[str, bool | None] = {}
         waiting = iter(names)
-        with _progress() as progress:
+        with progress_bar() as progress:
             task = progress.add_task("verifying", total=len(names))
             while part := list(islice(waiting, VERIFY_BATCH_KEYS)):
                 verdicts |= zip(part, store.verify(part), strict=True)
@@ -410,80 +438,6 @@ def _status(store: Store) -> m.MasterStatus:
     return status
 
 
-def board(status: m.MasterStatus, before: m.MasterStatus, seconds: float) -> Group:
-    """The status as a renderable; ``before`` was taken so long ago."""
-    counts = {name: value - before.counts.get(name, 0) for name, value in status.counts.items()}
-
-    def rate(name: str) -> str:
-        return f"{counts.get(name, 0) / seconds:.4g}/s" if seconds else f"{status.counts.get(name, 0)}"
-
-    hits, lookups = counts.get("lookup_hits", 0), counts.get("lookups", 0)
-    head = (
-        f"{status.num_objects} objects, {status.num_writing} being written; "
-        f"memory {size_text(status.allocated_bytes)} of {size_text(status.capacity_bytes)} "
-        f"({share_text(status.allocated_bytes, status.capacity_bytes)})\n"
-        f"puts {rate('puts')}, lookups {rate('lookups')} (hits {share_text(hits, lookups)}), "
-        f"evicted {rate('evicted_objects')}, removed {rate('removed_objects')}, lost {rate('lost_objects')}"
-    )
-    table = Table(box=None, pad_edge=False)
-    for name in ("segment", "tier", "state", "host", "objects", "used", "size", "full", "tasks"):
-        is_number = name in ("objects", "used", "size", "full", "tasks")
-        table.add_column(name, justify="right" if is_number else "left", no_wrap=True)
-    for one in status.segments:
-        state = "draining" if one.is_draining else "resting" if one.rests_s else one.state
-        table.add_row(
-            Text(one.segment),
-            one.tier,
-            Text(state, style="" if state == "alive" else "yellow"),
-            Text(one.host[:12]),
-            str(one.num_objects),
-            size_text(one.allocated_bytes),
-            size_text(one.size_bytes),
-            share_text(one.allocated_bytes, one.size_bytes),
-            str(one.num_tasks),
-        )
-    parts = [Text(head), Text(""), table if status.segments else Text("no node is mounted")]
-    suspects = [one for one in status.reporters if one.num_refuted]
-    for suspect in sorted(suspects, key=lambda one: -one.num_refuted)[:MAX_SUSPECTS]:
-        what = f"{suspect.num_refuted} of {suspect.num_reports} reports of wrong bytes were refuted"
-        parts.append(Text(f"{suspect.reporter}: {what}: check its memory", style="yellow"))
-    return Group(*parts)
-
-
-def _progress() -> Progress:
-    """A progress bar on standard error, shown only in a terminal."""
-    columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn())
-    return Progress(*columns, console=Console(stderr=True), disable=not sys.stderr.isatty(), transient=True)
-
-
-_UNITS_S = {"": 1.0, "s": 1.0, "m": 60.0, "h": 3600.0, "d": 86400.0}
-
-
-def size_text(size_bytes: float) -> str:
-    """``1.5 MiB``: three digits at most, in powers of 1024."""
-    for unit in ("B", "KiB", "MiB", "GiB", "TiB"):
-        if size_bytes < 1000 or unit == "TiB":
-            break
-        size_bytes /= 1024
-    return f"{size_bytes:.3g} {unit}"
-
-
-def span_text(seconds: float) -> str:
-    """``2.5 s``, ``10 min``, ``3.2 h``."""
-    for bound, divisor, unit in ((120, 1, "s"), (7200, 60, "min"), (172_800, 3600, "h")):
-        if seconds < bound:
-            return f"{seconds / divisor:.3g} {unit}"
-    return f"{seconds / 86_400:.3g} d"
-
-
-def read_span(text: str, field: str) -> float:
-    """Seconds in ``30``, ``5s``, ``30m``, ``1.5h`` or ``1d``."""
-    match = re.fullmatch(r"(\d+(?:\.\d+)?)\s*([smhd]?)", text.strip().lower())
-    if match is None or not float(match[1]):
-        raise InvalidArgument(field, text, "a duration such as 30s, 10m, 2h or 1d")
-    return float(match[1]) * _UNITS_S[match[2]]
-
-
 def pin_text(found: m.ObjectStatus) -> str:
     if found.pinned_s is None:
         return "hard"
@@ -494,17 +448,3 @@ def replica_text(one: m.ReplicaDetail) -> str:
     trouble = "" if one.is_complete else " (being written)"
     trouble += "" if one.is_alive else " (its node does not answer)"
     return f"{one.segment} [{one.tier}] at {one.address:#x}{trouble}"
-
-
-def print_json(value: Any) -> None:
-    sys.stdout.write(msgspec.json.format(msgspec.json.encode(value)).decode() + "\n")
-
-
-def fail(reason: str) -> NoReturn:
-    """Print one line on standard error, and exit with status 1."""
-    print(f"error: {reason}", file=sys.stderr, flush=True)
-    raise SystemExit(1)
-
-
-def share_text(used: int, total: int) -> str:
-    return f"{100 * used / total:.0f}%" if total else "-"

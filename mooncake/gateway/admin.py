@@ -468,7 +468,7 @@ def _add_explanation(app: FastAPI, gateway: Gateway, is_inside: bool) -> None:
         reports = [gateway.misses.report(one.request_id, may_see_sibling) for one in known]
         return _json(ExplainAnswer(names.id, names.request_id, known, reports))
 
-    @app.get("/v1/cache/misses", responses=_KEY_ERRORS)
+    @app.get("/v1/cache/misses", responses=KEY_ERRORS)
     async def misses(http: Request) -> Response:
         """What became of prompts' tokens, by cause: the asking client's tenant, or all with the admin key."""
         tenant = None

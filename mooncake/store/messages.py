@@ -519,6 +519,26 @@ class Keys(msgspec.Struct, frozen=True, array_like=True, tag="keys"):
     keys: list[str]
 
 
+class ListPrefixes(msgspec.Struct, frozen=True, array_like=True, tag="list_prefixes"):
+    """Number and size of readable objects by the prefixes of their keys; grants no lease."""
+
+    prefix: str
+    depth: int
+    "Levels below ``prefix``; what is deeper counts at the last one."
+    limit: int
+    "Maximum number of prefixes."
+    separator: str = "/"
+    tenant: str = ""
+
+
+class Prefixes(msgspec.Struct, frozen=True, array_like=True, tag="prefixes"):
+    """Objects and bytes of each prefix without those of prefixes below it, which have rows of their own."""
+
+    rows: list[tuple[str, int, int]]
+    num_folded: int
+    "Objects that count at a prefix above their own, because ``limit`` was reached."
+
+
 class ObjectStory(msgspec.Struct, frozen=True, array_like=True, tag="story"):
     """Request the history of a key, with reasons."""
 
@@ -677,6 +697,7 @@ ACCESS: dict[type[msgspec.Struct], frozenset[Level]] = {
     Unmount: NODES_AND_ADMINS,
     GetMasterStatus: TRUSTED,
     ListKeys: EVERYBODY,
+    ListPrefixes: EVERYBODY,
     ObjectStory: EVERYBODY,
     Inspect: EVERYBODY,
     CopyObject: TRUSTED,
@@ -719,6 +740,7 @@ REPLIES: tuple[type[msgspec.Struct], ...] = (
     Beat,
     MasterStatus,
     Keys,
+    Prefixes,
     StoryLines,
     Inspected,
     JobReply,

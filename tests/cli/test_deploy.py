@@ -15,11 +15,10 @@ import pytest
 import yaml
 
 from mooncake import config
-from mooncake.cli import boards
 from mooncake.cli.commands import COMMANDS
 from mooncake.cli.deploy import DeploySettings, files_of, make_credentials
 from mooncake.errors import InvalidArgument
-from tests import kustomize, reference_docs
+from tests import kustomize
 
 ROOT = Path(__file__).parent.parent.parent
 OVERLAYS = ("workers-lws", "workers-rbg", "vllm-lws", "vllm-rbg")
@@ -233,37 +232,6 @@ def test_promtool_accepts_rules_and_configuration(rendered: Path) -> None:
             command, cwd=rendered / "monitoring", capture_output=True, text=True, timeout=60
         )
         assert done.returncode == 0, done.stdout + done.stderr
-
-
-def test_queries_name_metrics_that_exist() -> None:
-    suffix = {"histogram": ("_bucket", "_sum", "_count"), "counter": ("",), "gauge": ("",)}
-    known = {
-        metric.name + end: set(metric.labels)
-        for metric in reference_docs.metrics()
-        for end in suffix[metric.kind]
-    }
-    known["up"] = set()
-    for query in boards.queries():
-        names = metric_names(query)
-        assert names, query
-        for name in names:
-            assert name in known, f"{name} of {query}"
-        labels = {label for name in names for label in known[name]} | {"le"}
-        for group in re.findall(r"by \(([^)]*)\)", query):
-            assert {label.strip() for label in group.split(",")} <= labels, query
-        for label in re.findall(r"{(\w+)=", query):
-            assert label in labels, query
-
-
-def metric_names(query: str) -> set[str]:
-    """Names of metrics in a PromQL expression."""
-    text = re.sub(r'"[^"]*"|{[^}]*}|\[[^\]]*\]|by \([^)]*\)', " ", query)
-    words = re.findall(r"[a-zA-Z_][\w:]*(?!\w|\s*\()", text)
-    return {word for word in words if not re.search(rf"{re.escape(word)}\s*\(", text)} - {
-        "and",
-        "or",
-        "unless",
-    }
 
 
 def test_credentials_are_private_and_kept(tmp_path: Path) -> None:

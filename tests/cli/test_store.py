@@ -14,7 +14,7 @@ from typing import Any
 
 import pytest
 
-from mooncake.cli import main, store
+from mooncake.cli import main, output
 from mooncake.errors import InvalidArgument
 from mooncake.store import Store
 from mooncake.store import messages as m
@@ -87,6 +87,20 @@ def test_put_get_ls_stat_rm(run: Run, tmp_path: Path) -> None:
     assert run("rm", "a/1", "--force").returncode == 0
     assert run("rm", "--match", "^a/", "--force").stdout == b"1 removed\n"
     assert run("ls", "a/").stdout == b""
+
+
+def test_ls_shows_prefixes_as_a_tree(run: Run) -> None:
+    for key in ("t/a/1", "t/a/2", "t/b/c/1"):
+        assert run("put", key, content=b"12345").returncode == 0
+    assert run("ls", "t/").stdout.count(b"\n") == 3, "piped output stays as it was"
+    shown = run("ls", "t/", "--tree").stdout.decode().splitlines()
+    assert shown[0] == "t/  3 objects, 15 B" and shown[1].endswith("a/  2 objects, 10 B")
+    assert len(shown) == 4 and len(run("ls", "t/", "--tree", "--depth", "1").stdout.splitlines()) == 3
+    found = json.loads(run("ls", "t/", "--tree", "--json").stdout)
+    assert (found["num_objects"], [one["name"] for one in found["below"]]) == (3, ["a/", "b/"])
+    few = run("ls", "t/", "--tree", "--limit", "1")
+    assert b"--limit" in few.stderr and b"3 objects" in few.stdout
+    assert run("rm", "--match", "^t/", "--force").returncode == 0
 
 
 def test_pins(run: Run) -> None:
@@ -174,22 +188,22 @@ def test_a_master_that_is_not_there_is_named() -> None:
     ],
 )
 def test_sizes(value: int, text: str) -> None:
-    assert store.size_text(value) == text
+    assert output.size_text(value) == text
 
 
 @pytest.mark.parametrize(
     ("seconds", "text"), [(0, "0 s"), (2.5, "2.5 s"), (600, "10 min"), (7200, "2 h"), (864000, "10 d")]
 )
 def test_spans(seconds: float, text: str) -> None:
-    assert store.span_text(seconds) == text
+    assert output.span_text(seconds) == text
 
 
 @pytest.mark.parametrize(("text", "seconds"), [("30", 30.0), ("5s", 5.0), ("1.5h", 5400.0), ("1d", 86400.0)])
 def test_reading_spans(text: str, seconds: Any) -> None:
-    assert store.read_span(text, "--for") == seconds
+    assert output.read_span(text, "--for") == seconds
 
 
 @pytest.mark.parametrize("text", ["", "0", "-1", "5x", "m"])
 def test_spans_that_are_none(text: str) -> None:
     with pytest.raises(InvalidArgument, match="--for"):
-        store.read_span(text, "--for")
+        output.read_span(text, "--for")

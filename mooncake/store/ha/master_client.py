@@ -86,6 +86,18 @@ class MasterResolver:
         return f"<MasterResolver to {self.master} [{self.hint or 'no hint'}]>"
 
 
+def who_leads(address: str, name: str, timeout_s: float, identity: Identity | None) -> Leads | MooncakeError:
+    """Ask one master which one leads; an error is returned as a value."""
+    probe = BlockingClient(address, (Leads,), name, is_patient=False, identity=identity)
+    try:
+        answer: Leads = probe.call(WhoLeads(), timeout_s)
+        return answer
+    except MooncakeError as error:
+        return error
+    finally:
+        probe.close()
+
+
 class BlockingMasterClient:
     """Calls the leading master, from any thread: a ``BlockingClient`` with a ``MasterResolver``."""
 
@@ -201,14 +213,8 @@ class BlockingMasterClient:
             time.sleep(PAUSE_S)
 
     def _probe(self, address: str, deadline: float) -> Leads | MooncakeError:
-        probe = BlockingClient(address, (Leads,), self._name, is_patient=False, identity=self._identity)
-        try:
-            answer: Leads = probe.call(WhoLeads(), max(0.001, min(PROBE_S, deadline - time.monotonic())))
-            return answer
-        except MooncakeError as error:
-            return error
-        finally:
-            probe.close()
+        timeout_s = max(0.001, min(PROBE_S, deadline - time.monotonic()))
+        return who_leads(address, self._name, timeout_s, self._identity)
 
     def __repr__(self) -> str:
         return f"<BlockingMasterClient {self.resolver!r}>"

@@ -15,12 +15,17 @@ from mooncake.store.master.effects import Received
 from mooncake.store.master.key_scans import KeyScans
 from mooncake.store.master.log_records import QuotaSet
 from mooncake.store.master.objects import StoredObject, scoped, scoped_all, split_scoped
+from mooncake.store.master.prefix_counts import PrefixCounts
 from mooncake.store.master.tenants import check_tenant
 from mooncake.types import ObjectKey
 
+MAX_SEPARATOR = 8
+PREFIX_COST = 4
+"""Microseconds, roughly, to count one key by its prefixes."""
+
 
 class Introspection:
-    """Answers GetMasterStatus, ListKeys, ObjectStory and Inspect."""
+    """Answers GetMasterStatus, ListKeys, ListPrefixes, ObjectStory and Inspect."""
 
     def __init__(
         self, catalog: Catalog, scans: KeyScans, reporters: Callable[[float], list[m.ReporterStatus]]
@@ -78,6 +83,30 @@ class Introspection:
 
         answer = self._scans.begin(event, visit, lambda now: m.Keys(found), now)
         return cast("m.Keys | Failure | None", answer)
+
+    def list_prefixes(
+        self, message: m.ListPrefixes, event: Received, now: float
+    ) -> m.Prefixes | Failure | None:
+        if not 0 < len(message.separator) <= MAX_SEPARATOR or "\0" in message.separator:
+            return Failure("invalid_argument", f"a separator of 1 to {MAX_SEPARATOR} characters is allowed")
+        counts = PrefixCounts(message.prefix, message.separator, message.depth, message.limit)
+        if "\0" in message.tenant or "\0" in message.prefix:
+            return m.Prefixes([], 0)  # such a prefix would name another tenant's keys
+        start = scoped(message.tenant, message.prefix)
+
+        def visit(key: ObjectKey, now: float) -> int:
+            if not key.startswith(start) or ("\0" in key) is not ("\0" in start):
+                return 1
+            stored = self._catalog.objects.readable.get(key)
+            if stored is not None and stored.is_visible:
+                counts.add(split_scoped(key)[1], stored.size_bytes)
+            return PREFIX_COST
+
+        def end(now: float) -> m.Prefixes:
+            return m.Prefixes([(name, *row) for name, row in counts.rows.items()], counts.num_folded)
+
+        answer = self._scans.begin(event, visit, end, now)
+        return cast("m.Prefixes | Failure | None", answer)
 
     def story(self, message: m.ObjectStory, _: Received, now: float) -> m.StoryLines:
         return m.StoryLines(self._catalog.story(scoped_all(message.tenant, [message.key])[0]))

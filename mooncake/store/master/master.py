@@ -122,6 +122,7 @@ class Master:
             m.Unmount: nodes.unmount,
             m.GetMasterStatus: introspection.status,
             m.ListKeys: introspection.list_keys,
+            m.ListPrefixes: introspection.list_prefixes,
             m.ObjectStory: introspection.story,
             m.CopyObject: self.replication.copy,
             m.DrainSegments: self.replication.drain,

@@ -1,0 +1,183 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Conditions that Prometheus watches, each with the section of ``docs/operations.md`` that explains it.
+
+The conditions are data, so that tests can compare the names in them with the metrics of the code, run each on
+series that fulfil it and on series that do not, and find the section of each.
+"""
+
+from __future__ import annotations
+
+import re
+from dataclasses import dataclass
+from typing import Any
+
+RUNBOOK = "operations.md"
+"""Page of ``docs/`` with a section for each alert."""
+
+
+@dataclass(frozen=True)
+class Alert:
+    """An alert: the PromQL condition, how long it must hold, and what it means."""
+
+    name: str
+    condition: str
+    holds: str
+    severity: str
+    summary: str
+
+    @property
+    def anchor(self) -> str:
+        """Anchor of its section, whose heading is its name."""
+        return re.sub(r"[^\w-]", "", self.name.lower())
+
+
+ALERTS = (
+    Alert(
+        "MooncakeTargetDown",
+        "up == 0",
+        "2m",
+        "critical",
+        "A program's page of metrics is not answered.",
+    ),
+    Alert(
+        "MooncakeNoLeader",
+        "absent(mooncake_store_ha_leads == 1)",
+        "1m",
+        "critical",
+        "No master leads: puts and lookups wait.",
+    ),
+    Alert(
+        "MooncakeNoStandby",
+        "max(mooncake_store_ha_standbys) < 1 and max(mooncake_store_ha_term) > 0",
+        "10m",
+        "warning",
+        "No standby is in sync: a loss of the leader loses what only it knows.",
+    ),
+    Alert(
+        "MooncakeOplogUnwritable",
+        "mooncake_store_oplog_unwritable == 1",
+        "1m",
+        "critical",
+        "The master's log can't be written: puts are refused.",
+    ),
+    Alert(
+        "MooncakeObjectsCorrupt",
+        "increase(mooncake_store_corrupt_replicas_total[10m]) > 0",
+        "0m",
+        "critical",
+        "Replicas had wrong bytes and were dropped.",
+    ),
+    Alert(
+        "MooncakeReportsRefuted",
+        "increase(mooncake_store_refuted_reports_total[1h]) > 0",
+        "0m",
+        "warning",
+        "A machine reports wrong bytes where there are none: its memory, card or kernel may be bad.",
+    ),
+    Alert(
+        "MooncakeNodeNotMounted",
+        "mooncake_store_mounted == 0",
+        "2m",
+        "warning",
+        "A node's memory is not part of the store.",
+    ),
+    Alert(
+        "MooncakePutsRefused",
+        "rate(mooncake_store_refused_puts_total[5m]) > 0.05 * rate(mooncake_store_puts_total[5m])",
+        "10m",
+        "warning",
+        "The store refuses more than one put in twenty.",
+    ),
+    Alert(
+        "MooncakeLoadsFail",
+        "sum by (operation) (rate(mooncake_inference_kv_link_failures_total[5m])) > 0.1",
+        "10m",
+        "warning",
+        "Engines compute blocks that they should have loaded.",
+    ),
+    Alert(
+        "MooncakePoolNeverHits",
+        "sum(rate(vllm:external_prefix_cache_queries_total[1h])) > 10"
+        " unless sum(rate(vllm:external_prefix_cache_hits_total[1h])) > 0",
+        "1h",
+        "warning",
+        "Engines look prompts up in the pool and never find any: everything is computed again.",
+    ),
+    Alert(
+        "MooncakeMemoryOverdue",
+        "increase(mooncake_connectors_memory_overdue_seconds_total[5m]) > 0",
+        "0m",
+        "warning",
+        "An engine waits for its memory beyond a deadline.",
+    ),
+    Alert(
+        "MooncakeGatewayFails",
+        # Not those of probes: /ready answers 503 while a cluster starts.
+        'sum(rate(mooncake_gateway_requests_total{endpoint=~"/v1/.*", status=~"5.."}[5m]))'
+        ' > 0.05 * sum(rate(mooncake_gateway_requests_total{endpoint=~"/v1/.*"}[5m]))',
+        "5m",
+        "critical",
+        "More than one request in twenty fails.",
+    ),
+    Alert(
+        "MooncakeRequestsRejected",
+        "sum(rate(mooncake_conductor_rejected_total[5m])) > 1",
+        "10m",
+        "warning",
+        "Admission rejects more than one request per second: more instances, or other objectives.",
+    ),
+    Alert(
+        "MooncakeInstancesMissing",
+        "max by (role) (mooncake_conductor_desired_instances)"
+        " > 1.2 * max by (role) (mooncake_conductor_serving_instances)",
+        "15m",
+        "warning",
+        "Fewer instances serve than are needed: the autoscaler's limit is reached, or new ones do not start.",
+    ),
+    Alert(
+        "MooncakeNoConductor",
+        "increase(mooncake_conductor_client_in_turn_total[5m]) > 0",
+        "5m",
+        "warning",
+        "A gateway reaches no conductor and places requests in turn, without regard to what is cached.",
+    ),
+    Alert(
+        "MooncakeKvEventsLost",
+        'sum(increase(mooncake_conductor_kv_event_gaps_total{outcome="lost"}[15m])) > 3',
+        "0m",
+        "warning",
+        "The conductor repeatedly lost KV events, and with them all known blocks of their publishers.",
+    ),
+    Alert(
+        "MooncakeConnectionsRefused",
+        "sum by (server, reason) (rate(mooncake_rpc_refused_total[5m])) > 1",
+        "10m",
+        "warning",
+        "A server refuses connections or requests: wrong credentials, or a faulty peer.",
+    ),
+    Alert(
+        "MooncakeUnexpectedEvents",
+        "increase(mooncake_unexpected_events_total[10m]) > 0",
+        "0m",
+        "warning",
+        "A state machine met an event that its table lacks: a fault of the program.",
+    ),
+)
+
+
+def rule_groups(docs_url: str = "docs") -> list[dict[str, Any]]:
+    """The alerts as groups of rules; ``docs_url`` is where the pages of ``docs/`` are."""
+    rules = [
+        {
+            "alert": alert.name,
+            "expr": alert.condition,
+            "for": alert.holds,
+            "labels": {"severity": alert.severity},
+            "annotations": {
+                "summary": alert.summary,
+                "runbook_url": f"{docs_url.rstrip('/')}/{RUNBOOK}#{alert.anchor}",
+            },
+        }
+        for alert in ALERTS
+    ]
+    return [{"name": "mooncake", "rules": rules}]

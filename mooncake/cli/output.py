@@ -1,0 +1,83 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What commands print: sizes, durations and shares as text, JSON, errors, and the progress of long work.
+
+Progress goes to standard error and only to a terminal, so that output that is piped stays as it is.
+"""
+
+from __future__ import annotations
+
+import re
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any, NoReturn
+
+import msgspec
+from rich.console import Console
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
+
+from mooncake.errors import InvalidArgument
+
+
+def progress_bar() -> Progress:
+    """A progress bar on standard error, shown only in a terminal."""
+    columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn())
+    return Progress(*columns, console=Console(stderr=True), disable=not sys.stderr.isatty(), transient=True)
+
+
+@contextmanager
+def waiting(what: str) -> Iterator[None]:
+    """Show in a terminal that work is under way whose end is not known."""
+    console = Console(stderr=True)
+    if not console.is_terminal:
+        yield
+        return
+    with console.status(what):
+        yield
+
+
+_UNITS_S = {"": 1.0, "s": 1.0, "m": 60.0, "h": 3600.0, "d": 86400.0}
+
+
+def size_text(size_bytes: float) -> str:
+    """``1.5 MiB``: three digits at most, in powers of 1024."""
+    for unit in ("B", "KiB", "MiB", "GiB", "TiB"):
+        if size_bytes < 1000 or unit == "TiB":
+            break
+        size_bytes /= 1024
+    return f"{size_bytes:.3g} {unit}"
+
+
+def span_text(seconds: float) -> str:
+    """``2.5 s``, ``10 min``, ``3.2 h``."""
+    for bound, divisor, unit in ((120, 1, "s"), (7200, 60, "min"), (172_800, 3600, "h")):
+        if seconds < bound:
+            return f"{seconds / divisor:.3g} {unit}"
+    return f"{seconds / 86_400:.3g} d"
+
+
+def read_span(text: str, field: str) -> float:
+    """Seconds in ``30``, ``5s``, ``30m``, ``1.5h`` or ``1d``."""
+    match = re.fullmatch(r"(\d+(?:\.\d+)?)\s*([smhd]?)", text.strip().lower())
+    if match is None or not float(match[1]):
+        raise InvalidArgument(field, text, "a duration such as 30s, 10m, 2h or 1d")
+    return float(match[1]) * _UNITS_S[match[2]]
+
+
+def printable(text: str) -> str:
+    """A text without characters that a terminal would take as commands."""
+    return "".join(one if one.isprintable() else f"\\x{ord(one):02x}" for one in text)
+
+
+def print_json(value: Any) -> None:
+    sys.stdout.write(msgspec.json.format(msgspec.json.encode(value)).decode() + "\n")
+
+
+def fail(reason: str) -> NoReturn:
+    """Print one line on standard error, and exit with status 1."""
+    print(f"error: {reason}", file=sys.stderr, flush=True)
+    raise SystemExit(1)
+
+
+def share_text(used: int, total: int) -> str:
+    return f"{100 * used / total:.0f}%" if total else "-"
