@@ -64,7 +64,7 @@ COMMANDS = (
     ),
     Command(
         "gateway",
-        "mooncake.gateway.app",
+        "mooncake.cli.gateway_role",
         "Serve the OpenAI API and spread requests over workers.",
         "mooncake gateway --prefill 127.0.0.1:8101 127.0.0.1:8102 --decode 127.0.0.1:8201 --port 8000",
     ),

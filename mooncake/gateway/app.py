@@ -56,8 +56,16 @@ _requests = Counter(
 )
 
 
-async def serve(settings: GatewaySettings) -> None:
+AddPages = Callable[[Gateway, FastAPI, FastAPI], contextlib.AbstractAsyncContextManager[None]]
+"""Adds pages to the application of clients, which may use that of operators; they are served within it."""
+
+
+async def serve(settings: GatewaySettings, add_pages: AddPages | None = None) -> None:
     """Run a gateway until cancelled.
+
+    Args:
+        settings: see ``GatewaySettings``.
+        add_pages: adds the pages of rooms above this one.
 
     Raises:
         InvalidArgument: it would serve unauthenticated clients, or a file of keys or certificates is invalid.
@@ -71,10 +79,14 @@ async def serve(settings: GatewaySettings) -> None:
     for_operators = listen(settings.metrics_host, settings.metrics_port)
     tokenizer = await asyncio.to_thread(load_tokenizer, settings)
     gateway = Gateway(settings, tokenizer)
-    server = HttpServer(create_app(gateway), listening, tls=tls, max_connections=settings.max_connections)
-    operator_server = HttpServer(create_operator_app(gateway), for_operators, max_connections=MAX_OPERATORS)
+    app, operator_app = create_app(gateway), create_operator_app(gateway)
+    server = HttpServer(app, listening, tls=tls, max_connections=settings.max_connections)
+    operator_server = HttpServer(operator_app, for_operators, max_connections=MAX_OPERATORS)
     key_watch = asyncio.create_task(watch_client_keys(gateway))
+    pages = contextlib.AsyncExitStack()
     try:
+        if add_pages is not None:
+            await pages.enter_async_context(add_pages(gateway, app, operator_app))
         await server.start()
         await operator_server.start()
         address = f"{'https' if tls else 'http'}://{settings.host}:{server.port}"
@@ -90,6 +102,7 @@ async def serve(settings: GatewaySettings) -> None:
         await server.wait()
     finally:
         key_watch.cancel()
+        await pages.aclose()
         await operator_server.close()
         await server.close()
 
