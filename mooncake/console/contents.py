@@ -82,21 +82,14 @@ class PoolContents:
         """By block: the first block of its chain, and its place in it."""
         found: dict[tuple[str, str], PrefixRow] = {}
         for start in self._objects:
-            path: list[tuple[str, str]] = []
+            path: dict[tuple[str, str], None] = {}
             at = start
-            while at not in roots:
-                path.append(at)
-                parent = (at[0], self._objects[at].parent)
-                if not parent[1] or parent not in self._objects or parent in path[-1:]:
-                    roots[at] = (at, 1)
-                    path.pop()
-                    break
-                if len(path) > len(self._objects):  # a cycle, which no writer makes
-                    roots[at] = (at, 1)
-                    break
-                at = parent
+            # Parents are what clients claim, so they may form a cycle.
+            while at in self._objects and at not in roots and at not in path:
+                path[at] = None
+                at = (at[0], self._objects[at].parent)
             for block in reversed(path):
-                root, place = roots[block[0], self._objects[block].parent]
+                root, place = roots.get((block[0], self._objects[block].parent), (block, 0))
                 roots[block] = (root, place + 1)
         for block, (root, place) in roots.items():
             one = self._objects[block]

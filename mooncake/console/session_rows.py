@@ -11,7 +11,10 @@ NO_SESSION = ""
 
 
 def session_rows(requests: Iterable[Mapping[str, Any]]) -> dict[str, Any]:
-    """The sessions of the given requests, the latest first; requests without a session are one row."""
+    """The sessions of the given requests, the latest first; requests without a session are one row.
+
+    Tokens are those of finished requests: of the others it is not known what was cached.
+    """
     found: dict[tuple[str, str], dict[str, Any]] = {}
     num_requests = 0
     for one in requests:
@@ -33,8 +36,9 @@ def session_rows(requests: Iterable[Mapping[str, Any]]) -> dict[str, Any]:
         )
         row["requests"] += 1
         row["in_progress"] += one.get("state") in ("prefill", "decode")
-        for name in ("prompt_tokens", "cached_tokens", "output_tokens"):
-            row[name] += one.get(name) or 0
+        if one.get("state", "finished") == "finished":
+            for name in ("prompt_tokens", "cached_tokens", "output_tokens"):
+                row[name] += one.get(name) or 0
         if one.get("start") is not None:
             row["last_start"] = max(row["last_start"] or 0.0, one["start"])
         if one.get("ttft_s"):

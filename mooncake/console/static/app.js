@@ -11,6 +11,7 @@ const PAGES = {
   overview: ["Overview", OverviewPage], cluster: ["Cluster", ClusterPage], requests: ["Requests", RequestsPage],
   request: [null, RequestPage], store: ["Store", StorePage], sessions: ["Sessions", SessionsPage], key: [null, KeyPage],
 };
+const PARENTS = { request: "requests", key: "store" };
 const EVERY_MS = 2000;
 const main = document.getElementById("main");
 const live = document.getElementById("live");
@@ -70,7 +71,7 @@ function open(view, params) {
   main.replaceChildren(state.page.element);
   document.title = `${title || view} - Mooncake console`;
   for (const link of find("nav").children) {
-    if (link.dataset.view === view) link.setAttribute("aria-current", "page");
+    if (link.dataset.view === (PARENTS[view] || view)) link.setAttribute("aria-current", "page");
     else link.removeAttribute("aria-current");
   }
   refresh(state.run);

@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
 // The cluster as a map: hosts, instances, segments, tiers; and which requests wait for what.
-import { bytes, card, count, h, meter, pill, seconds, share, words } from "./dom.js";
+import { bytes, card, count, h, meter, number_of, pill, seconds, share, words } from "./dom.js";
 import { VirtualTable } from "./table.js";
 import { act, may_act } from "./app.js";
 
@@ -40,9 +40,9 @@ export class ClusterPage {
     const focused = document.activeElement?.dataset?.act;
     this.hosts.replaceChildren(...found.hosts.map((host) => card(host.host, host.instances.map(instance), host.segments.map(segment))));
     if (focused) this.hosts.querySelector(`[data-act="${CSS.escape(focused)}"]`)?.focus();
-    const tiers = found.tiers.map((one) => h("div", {}, h("div", { class: "row" }, h("b", {}, one.tier), `${bytes(one.allocated_bytes)} of ${bytes(one.size_bytes)}, ${count(one.num_objects)} objects, ${one.segments} segments`), meter(one.allocated_bytes / one.size_bytes, "s2")));
+    const tiers = found.tiers.map((one) => h("div", {}, h("div", { class: "row" }, h("b", {}, one.tier), `${bytes(one.allocated_bytes)} of ${bytes(one.size_bytes)}, ${number_of(one.num_objects, "extent")}, ${number_of(one.segments, "segment")}`), meter(one.allocated_bytes / one.size_bytes, "s2")));
     this.tiers.replaceChildren(...(tiers.length ? tiers : [h("p", { class: "muted" }, found.store_trouble || "no segment is mounted")]));
-    const scaling = (found.scaling || []).map((one) => h("p", {}, h("b", {}, one.role), `: ${one.serving} serve, ${one.desired || "no number"} desired; load ${Number(one.load).toFixed(2)}. `, h("span", { class: "muted" }, one.reason)));
+    const scaling = (found.scaling || []).map((one) => h("p", {}, h("b", {}, one.role), `: ${one.serving} serving, ${one.desired || "no number"} desired, load ${Number(one.load).toFixed(2)} `, h("span", { class: "muted" }, one.reason.replace(`${one.role}: `, ""))));
     this.scaling.replaceChildren(...(scaling.length ? scaling : [h("p", { class: "muted" }, "the conductor states none")]));
     this.waiting.set(found.waiting);
   }
@@ -54,7 +54,7 @@ function instance(row) {
     onclick: () => act(action, { type: row.role, instance: row.instance }, `${words(action)} ${row.instance}? It gets no more requests, and its answers move.`) }, action))) : null;
   return h("div", { class: `unit ${row.role}` },
     h("div", { class: "row" }, h("b", { class: "mono" }, row.instance), pill(row.health)),
-    h("div", { class: "muted" }, `${row.role} · ${row.num_requests} requests · ${count(row.queued_tokens)} tokens queued · ${count(row.num_blocks)} blocks known`),
+    h("div", { class: "muted" }, `${row.role} · ${number_of(row.num_requests, "request")} · ${count(row.queued_tokens)} tokens queued · ${count(row.num_blocks)} blocks known`),
     row.detail ? h("div", { class: "muted" }, row.detail) : null, waits ? h("div", {}, waits) : null, actions);
 }
 
@@ -64,6 +64,6 @@ function segment(row) {
     onclick: () => act("drain_segment", { segment: row.segment }, `Move all objects of ${row.segment} elsewhere?`) }, "drain") : null;
   return h("div", { class: "unit segment" },
     h("div", { class: "row" }, h("b", { class: "mono" }, row.segment), pill(state)),
-    h("div", { class: "muted" }, `${row.tier} · ${count(row.num_objects)} objects · ${bytes(row.allocated_bytes)} of ${bytes(row.size_bytes)} (${share(row.allocated_bytes / row.size_bytes)})`),
+    h("div", { class: "muted" }, `${row.tier} · ${number_of(row.num_objects, "extent")} · ${bytes(row.allocated_bytes)} of ${bytes(row.size_bytes)} (${share(row.allocated_bytes / row.size_bytes)})`),
     meter(row.allocated_bytes / row.size_bytes, "s2"), drain);
 }

@@ -34,7 +34,12 @@ export function count(value) {
   if (Math.abs(value) >= 1e4) return `${(value / 1e3).toPrecision(3)} k`;
   return Number.isInteger(value) ? String(value) : Number(value.toPrecision(3)).toString();
 }
-export const share = (value) => (is(value) ? `${(100 * value).toFixed(value < 0.1 || value > 0.99 ? 1 : 0)} %` : NONE);
+export function share(value) {
+  if (!is(value)) return NONE;
+  const is_round = value === 0 || value === 1 || (value >= 0.1 && value <= 0.99);
+  return `${(100 * value).toFixed(is_round ? 0 : 1)} %`;
+}
+export const number_of = (num, noun) => `${count(num)} ${noun}${num === 1 ? "" : "s"}`;
 export function seconds(value) {
   if (!is(value)) return NONE;
   if (value === 0) return "0 s";

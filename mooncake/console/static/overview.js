@@ -34,9 +34,8 @@ export class OverviewPage {
     ].map(([chart]) => chart);
     this.rejected = h("div");
     this.misses = h("div");
-    this.lists = h("div", { class: "grid" }, card("Rejected requests, by reason", this.rejected), card("Why tokens missed", this.misses));
-    this.grid = h("div", { class: "grid" }, this.charts.map((one) => one.element));
-    this.element = h("div", {}, h("div", { class: "row" }, h("h1", {}, "Overview"), h("span", { class: "spacer" }), this.span), this.cards, this.grid, h("p", {}), this.lists);
+        this.grid = h("div", { class: "grid" }, this.charts.map((one) => one.element), card("Rejected requests, by reason", this.rejected), card("Why tokens missed", this.misses));
+    this.element = h("div", {}, h("div", { class: "row" }, h("h1", {}, "Overview"), h("span", { class: "spacer" }), this.span), this.cards, this.grid);
   }
 
   path() {
@@ -52,7 +51,7 @@ export class OverviewPage {
       }
       this.stats[name].set(format(found.cards[name]));
     }
-    this.grid.hidden = !found.series;
+    for (const chart of this.charts) chart.element.hidden = !found.series;
     if (found.series) for (const chart of this.charts) chart.set(found.at, found.series);
     this.rejected.replaceChildren(bars(found.rejected, "no request was rejected"));
     this.misses.replaceChildren(missed(found.misses));

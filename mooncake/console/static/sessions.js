@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
 // The latest requests by session: which conversations reuse what they computed before.
-import { clock, count, h, meter, NONE, seconds, share } from "./dom.js";
+import { clock, count, h, meter, NONE, number_of, seconds, share } from "./dom.js";
 import { VirtualTable } from "./table.js";
 
 export class SessionsPage {
@@ -24,7 +24,7 @@ export class SessionsPage {
   path() { return "/console/sessions.json"; }
 
   update(found) {
-    this.note.textContent = `${found.num_sessions} sessions in the latest ${found.num_requests} requests`;
+    this.note.textContent = `${number_of(found.num_sessions, "session")} in the latest ${number_of(found.num_requests, "request")}`;
     this.table.set(found.sessions);
   }
 }

@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
 // What the pool holds: tiers, tenants, models, the hottest prefixes and blocks; and one object's story.
-import { bytes, card, count, h, meter, NONE, seconds, share, stat } from "./dom.js";
+import { bytes, card, count, h, meter, NONE, number_of, seconds, share, stat } from "./dom.js";
 import { VirtualTable } from "./table.js";
 import { act, may_act } from "./app.js";
 import { plain } from "./requests.js";
@@ -19,8 +19,9 @@ export class StorePage {
     this.canvas = h("canvas", { class: "cells", height: 120, role: "img" });
     this.cellsNote = h("p", { class: "muted" });
     this.prefixes = new VirtualTable("Hottest prefixes", [
+      { name: "uses", get: (row) => count(row.num_uses), num: true, key: "num_uses" },
       { name: "first block", get: link, key: "key" }, { name: "tenant", get: (row) => row.tenant, key: "tenant" },
-      { name: "uses", get: (row) => count(row.num_uses), num: true, key: "num_uses" }, { name: "blocks", get: (row) => count(row.num_blocks), num: true, key: "num_blocks" },
+      { name: "blocks", get: (row) => count(row.num_blocks), num: true, key: "num_blocks" },
       { name: "longest", get: (row) => count(row.longest), num: true, key: "longest" }, { name: "size", get: (row) => bytes(row.size_bytes), num: true, key: "size_bytes" },
     ], { empty: "the pool is empty" });
     const form = h("form", { class: "row", onsubmit: (event) => this.look(event) }, h("label", { for: "key-field" }, "A key"), h("input", { id: "key-field", required: true, maxlength: 1024, placeholder: "kv/…" }),
@@ -55,7 +56,7 @@ export class StorePage {
       const tier = (tiers[one.tier] ??= { size: 0, used: 0, objects: 0, segments: 0 });
       tier.size += one.size_bytes; tier.used += one.allocated_bytes; tier.objects += one.num_objects; tier.segments += 1;
     }
-    this.tiers.replaceChildren(...Object.entries(tiers).map(([name, one]) => h("div", {}, h("div", { class: "row" }, h("b", {}, name), `${bytes(one.used)} of ${bytes(one.size)} (${share(one.used / one.size)}), ${count(one.objects)} objects on ${one.segments} segments`), meter(one.used / one.size, "s2"))));
+    this.tiers.replaceChildren(...Object.entries(tiers).map(([name, one]) => h("div", {}, h("div", { class: "row" }, h("b", {}, name), `${bytes(one.used)} of ${bytes(one.size)} (${share(one.used / one.size)}), ${number_of(one.objects, "extent")} on ${number_of(one.segments, "segment")}`), meter(one.used / one.size, "s2"))));
     if (!Object.keys(tiers).length) this.tiers.replaceChildren(h("p", { class: "muted" }, "no segment is mounted"));
     this.tenants.replaceChildren(plain(["tenant", "objects", "used", "quota"], found.tenants.map((one) => [one.tenant, count(one.num_objects), bytes(one.used_bytes), one.quota_bytes === null ? "none" : bytes(one.quota_bytes)])));
     this.rows.replaceChildren(plain(["tenant", "model and layout", "tier", "objects", "bytes", "uses"], contents.rows.map((one) => [one.tenant, one.model, one.tier, count(one.num_objects), bytes(one.size_bytes), count(one.num_uses)])));
@@ -107,7 +108,7 @@ export class KeyPage {
     const one = found.object;
     const fields = { key: this.key, tenant: this.tenant };
     this.facts.replaceChildren(one === null ? h("p", { class: "muted" }, "there is no such object now") : h("div", {},
-      h("p", {}, `${bytes(one.size_bytes)}, used ${one.num_uses} times, leased for ${seconds(one.leased_s)}, ${one.pinned_s === null ? "pinned hard" : one.pinned_s ? `pinned for ${seconds(one.pinned_s)}` : "not pinned"}${one.is_writing ? ", being written" : ""}`),
+      h("p", {}, `${bytes(one.size_bytes)}, ${number_of(one.num_uses, "use")}, leased for ${seconds(one.leased_s)}, ${one.pinned_s === null ? "pinned hard" : one.pinned_s ? `pinned for ${seconds(one.pinned_s)}` : "not pinned"}${one.is_writing ? ", being written" : ""}`),
       one.parent ? h("p", {}, "after ", h("a", { href: `/console/key?key=${encodeURIComponent(one.parent)}&tenant=${encodeURIComponent(this.tenant)}`, class: "mono" }, shorten(one.parent))) : null,
       h("div", { class: "scroll" }, plain(["replica on", "tier", "state"], one.replicas.map((replica) => [replica.segment, replica.tier, `${replica.is_complete ? "complete" : "being written"}${replica.is_alive ? "" : ", its node does not answer"}`]))),
       may_act() ? h("div", { class: "row" }, h("button", { type: "button", onclick: () => act("pin", fields, `Pin ${this.key} until it is unpinned?`) }, "Pin"), h("button", { type: "button", onclick: () => act("unpin", fields, `Allow the eviction of ${this.key} again?`) }, "Unpin")) : null));
