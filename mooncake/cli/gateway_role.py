@@ -8,6 +8,7 @@ from collections.abc import AsyncIterator
 
 from fastapi import FastAPI
 
+from mooncake.console.gateway_site import gateway_pages
 from mooncake.console.what_if import add_what_if
 from mooncake.gateway import app
 from mooncake.gateway.gateway import Gateway, GatewaySettings
@@ -23,4 +24,7 @@ async def serve(settings: GatewaySettings) -> None:
 async def _pages(gateway: Gateway, clients: FastAPI, operators: FastAPI) -> AsyncIterator[None]:
     add_what_if(clients, gateway)
     add_what_if(operators, gateway, is_loopback(gateway.settings.metrics_host))
-    yield
+    async with contextlib.AsyncExitStack() as pages:
+        if gateway.settings.console:
+            await pages.enter_async_context(gateway_pages(gateway, clients, operators))
+        yield

@@ -329,6 +329,7 @@ def plan_cluster(
             case "gateway":
                 spec = RoleSpec("gateway", (*conductors,), (*prefill, *decode), WORKER_READY_WITHIN_S)
                 flags = [*of_model, "--conductor", ",".join(at[one] for one in conductors), *instances]
+                flags += ["--master", at["master"]]
                 for port in places["gateway"].ports[1:]:
                     flags += ["--metrics-port", str(port)]
                 ready = HttpCheck("/ready", over=GATEWAY_CHECKS[public_side(given)])

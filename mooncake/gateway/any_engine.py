@@ -264,7 +264,7 @@ async def prepare(
     )
     is_secret = request_id != http.headers.get("x-request-id")
     name = http.state.client.name if http.state.client is not None else ""
-    gateway.request_ids.note(RequestIds(answer_id, request_id, is_secret, [answer_id], name))
+    gateway.request_ids.note(RequestIds(answer_id, request_id, is_secret, [answer_id], name, place.affinity))
     http.state.answer_id = answer_id
     return PreparedRequest(place, headers, rank, names)
 

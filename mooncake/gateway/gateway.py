@@ -137,6 +137,12 @@ class GatewaySettings(ServingSettings):
     https_key: str = ""
     "PEM file with that certificate's private key, without a password."
 
+    console: bool = True
+    "Whether `/` and `/console` serve the pages that show the cluster (`docs/console.md`)."
+
+    master: str = ""
+    "Address of the store's master, whose contents the console shows; empty: no pages about the store."
+
     trust_clients: bool = False
     "Whether clients' `kv_transfer_params` reach other engines; never fields that name a host or a transfer."
 

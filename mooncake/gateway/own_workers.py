@@ -155,8 +155,9 @@ def _answer(
     request_id = request_id_of(http)
     is_secret = request_id != http.headers.get("x-request-id")
     name = http.state.client.name if http.state.client is not None else ""
+    place_ids = [place.request_id for place in places]
     gateway.request_ids.note(
-        RequestIds(answer_id, request_id, is_secret, [place.request_id for place in places], name)
+        RequestIds(answer_id, request_id, is_secret, place_ids, name, affinity_of(http, session))
     )
     http.state.answer_id = answer_id
     worker_requests = [

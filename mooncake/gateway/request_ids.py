@@ -25,6 +25,8 @@ class RequestIds(msgspec.Struct):
     place_ids: list[str]
     client: str = ""
     "Client whose key the request had; empty where clients have none."
+    session: str = ""
+    "The request's session as the conductor knows it; empty without one."
 
 
 class RequestIdTable:
@@ -47,3 +49,12 @@ class RequestIdTable:
 
     def find(self, name: str) -> RequestIds | None:
         return self._by_id.get(name)
+
+    def latest(self, most: int) -> list[RequestIds]:
+        """The latest requests, the newest first."""
+        found: dict[str, RequestIds] = {}
+        for names in reversed(self._by_id.values()):
+            if len(found) >= most:
+                break
+            found[names.id] = names
+        return [*found.values()]

@@ -1,0 +1,130 @@
+// SPDX-License-Identifier: Apache-2.0
+// The latest requests; one request as a waterfall with its explanation; and what would have been otherwise.
+import { card, clock, count, h, NONE, pill, seconds, share, words } from "./dom.js";
+import { VirtualTable } from "./table.js";
+import { api } from "./app.js";
+
+export class RequestsPage {
+  constructor(params) {
+    this.filter = h("input", { type: "search", "aria-label": "Filter", placeholder: "filter by id, session, client, state", value: params.get("q") || "", oninput: () => this.draw() });
+    this.count = h("span", { class: "muted" });
+    this.table = new VirtualTable("Requests", [
+      { name: "id", get: (row) => h("a", { href: `/console/request?id=${encodeURIComponent(row.id)}`, class: "mono" }, String(row.id).slice(0, 22)), key: "id" },
+      { name: "state", get: (row) => (row.state || row.status ? pill(String(row.state ?? row.status)) : NONE), key: "state" },
+      { name: "start", get: (row) => clock(row.start), key: "start" },
+      { name: "TTFT", get: (row) => seconds(row.ttft_s), num: true, key: "ttft_s" },
+      { name: "latency", get: (row) => seconds(row.latency_s), num: true, key: "latency_s" },
+      { name: "prompt", get: (row) => count(row.prompt_tokens), num: true, key: "prompt_tokens" },
+      { name: "cached", get: (row) => count(row.cached_tokens), num: true, key: "cached_tokens" },
+      { name: "output", get: (row) => count(row.output_tokens), num: true, key: "output_tokens" },
+      { name: "session", get: (row) => (row.session ? String(row.session).slice(0, 24) : NONE), key: "session" },
+      { name: "client", get: (row) => row.client || row.tenant || NONE, key: "client" },
+    ], { empty: "no request is remembered" });
+    this.rows = [];
+    this.element = h("div", {}, h("div", { class: "row" }, h("h1", {}, "Requests"), this.filter, this.count), h("section", { class: "card" }, this.table.element));
+  }
+
+  path() { return "/console/requests.json"; }
+
+  update(found) {
+    this.rows = found.requests;
+    this.draw();
+  }
+
+  draw() {
+    const text = this.filter.value.toLowerCase();
+    const rows = text ? this.rows.filter((row) => [row.id, row.session, row.client, row.tenant, row.state].some((one) => String(one ?? "").toLowerCase().includes(text))) : this.rows;
+    this.count.textContent = `${rows.length} of the latest ${this.rows.length}`;
+    this.table.set(rows);
+  }
+}
+
+export class RequestPage {
+  constructor(params) {
+    this.id = params.get("id") || "";
+    this.fall = h("div");
+    this.facts = h("div");
+    this.candidates = h("div", { class: "scroll" });
+    this.blocks = h("div", { class: "scroll" });
+    this.result = h("div", { "aria-live": "polite" });
+    const buttons = [["twice the memory", { memory: 2 }], ["one more decode instance", { decode: 1 }], ["random placement", { policy: "random" }], ["least loaded first", { policy: "load" }]]
+      .map(([text, change]) => h("button", { type: "button", onclick: () => this.ask(text, change) }, text));
+    this.element = h("div", {}, h("h1", {}, "Request ", h("span", { class: "mono" }, this.id)), card("Waterfall", this.fall), h("p", {}),
+      h("div", { class: "grid" }, card("Decision", this.facts), card("What if, on the last minutes' recording", h("div", { class: "row" }, buttons), this.result)), h("p", {}),
+      h("div", { class: "grid" }, card("Candidates", this.candidates), card("Blocks of the prompt", this.blocks)));
+  }
+
+  path() { return `/console/request.json?id=${encodeURIComponent(this.id)}`; }
+
+  failed(error) { this.fall.replaceChildren(h("p", { class: "bad" }, error.message)); }
+
+  update(found) {
+    this.fall.replaceChildren(waterfall(found.waterfall));
+    const prompt = found.prompts[0];
+    this.is_still = !prompt || !["prefill", "decode"].includes(prompt.state);
+    if (!prompt) { this.facts.replaceChildren(h("p", { class: "muted" }, "the conductor no longer remembers it")); return; }
+    const actual = prompt.actual, predicted = prompt.prediction || {};
+    const rows = [["queue", predicted.queue_s, actual.queue_s], ["load", predicted.fetch_s, actual.load_s], ["prefill", predicted.prefill_s, actual.prefill_s], ["TTFT", predicted.ttft_s, actual.ttft_s], ["TBT", predicted.tbt_s, actual.tbt_s]];
+    this.facts.replaceChildren(
+      h("p", {}, pill(prompt.state), ` ${prompt.num_tokens} tokens, policy ${prompt.policy || NONE}: ${prompt.reason}`),
+      h("p", {}, `prefill at ${prompt.prefill || NONE}, decode at ${prompt.decode || NONE}`, prompt.degraded ? `; degraded: ${prompt.degraded}` : ""),
+      prompt.admission ? h("p", {}, `admission ${prompt.admission.rule}: ${words(prompt.admission.code)} ${prompt.admission.reason || ""}`) : null,
+      h("p", {}, `${actual.cached_tokens} tokens cached there, ${actual.loaded_tokens} loaded from elsewhere, hit rate ${share((actual.cached_tokens + actual.loaded_tokens) / Math.max(1, prompt.num_tokens))}`),
+      plain(["", "predicted", "measured"], rows.map(([name, before, after]) => [name, seconds(before), after ? seconds(after) : NONE])));
+    this.candidates.replaceChildren(plain(["instance", "score", "queue", "fetch", "prefill", "cached", ""], prompt.candidates.map((one) => one.why_not
+      ? [one.instance, NONE, NONE, NONE, NONE, NONE, one.why_not]
+      : [one.instance, ...["score_s", "queue_s", "fetch_s", "prefill_s"].map((name) => seconds(one[name])), count(one.cached_tokens), one.instance === (prompt.prefill || prompt.decode) ? "chosen" : ""])));
+    this.blocks.replaceChildren(plain(["blocks", "verdict", "where", "rule", "before"], prompt.blocks.slice(0, 200).map((one) => [one.num > 1 ? `${one.first} to ${one.first + one.num - 1}` : one.first, words(one.verdict), one.where, one.rule, one.seconds_before ? seconds(one.seconds_before) : ""])));
+  }
+
+  async ask(text, change) {
+    this.result.replaceChildren(h("p", { class: "muted" }, `simulating: ${text}`));
+    try {
+      this.result.replaceChildren(predicted(text, await api("/console/what_if.json", { method: "POST", body: change })));
+    } catch (error) {
+      this.result.replaceChildren(h("p", { class: "bad" }, error.message));
+    }
+  }
+}
+
+export function waterfall(found) {
+  if (!found.spans.length) return h("p", { class: "muted" }, "no phase has been measured yet");
+  const end = Math.max(...found.spans.map((one) => one.end_s)) || 1;
+  const rows = found.spans.flatMap((one) => {
+    const bar = h("div", { class: `bar ${one.phase}` });
+    bar.style.left = `${(100 * one.start_s) / end}%`;
+    bar.style.width = `${(100 * (one.end_s - one.start_s)) / end}%`;
+    const expected = one.predicted_s ? `; predicted ${seconds(one.predicted_s)}` : "";
+    const text = `${one.name}${one.where ? ` at ${one.where}` : ""}: from ${seconds(one.start_s)} to ${seconds(one.end_s)}${expected}`;
+    return [h("span", { class: `name d${Math.min(4, one.depth)}`, title: text }, one.name, one.where ? h("span", { class: "muted" }, ` ${one.where}`) : null),
+      h("div", { class: "track", role: "img", "aria-label": text, title: text }, bar), h("span", {}, seconds(one.end_s - one.start_s))];
+  });
+  const source = { trace: "from the request's trace", explanation: "durations from the conductor's explanation, in their order" }[found.source];
+  return h("div", {}, h("div", { class: "fall" }, rows), h("p", { class: "muted" }, source));
+}
+
+// {before: {...}, after: {...}}, numbers or {mean, low, high}.
+export function predicted(text, found) {
+  if (!found.is_available) return h("p", { class: "muted" }, `not available: ${found.message}`);
+  const { before = {}, after = {} } = found.result || {};
+  const names = Object.keys({ ...before, ...after }).filter((name) => shown(before[name]) !== NONE || shown(after[name]) !== NONE);
+  return h("div", {}, h("p", {}, h("b", {}, text)), plain(["", "as it was", "predicted"], names.map((name) => [words(name), shown(before[name], name), shown(after[name], name)])));
+}
+
+function shown(value, name = "") {
+  if (value && typeof value === "object") {
+    const middle = value.mean ?? value.value ?? value.p50 ?? value.median;
+    const low = value.low ?? value.lower, high = value.high ?? value.upper, error = value.error ?? value.plus_minus;
+    const format = (one) => shown(one, name);
+    if (middle === undefined) return NONE;
+    if (low !== undefined && high !== undefined) return `${format(middle)} (${format(low)} to ${format(high)})`;
+    return error === undefined ? format(middle) : `${format(middle)} ± ${format(error)}`;
+  }
+  if (typeof value !== "number") return NONE;
+  if (/rate|goodput_share|hit/.test(name)) return share(value);
+  return /_s$|ttft|tbt|seconds/.test(name) ? seconds(value) : count(value);
+}
+
+export function plain(names, rows) {
+  return h("table", {}, h("thead", {}, h("tr", {}, names.map((name) => h("th", { scope: "col" }, name)))), h("tbody", {}, rows.map((row) => h("tr", {}, row.map((cell) => h("td", {}, cell ?? ""))))));
+}
