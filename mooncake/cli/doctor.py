@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """``mooncake doctor``: examine a live deployment and print what is wrong with it, as text or JSON.
 
-It owns the output and the exit status: 0 without findings of the chosen severity, 1 with some. With ``--watch-s`` it
-repeats the examination and serves metrics.
+It owns the output and the exit status: 0 without findings of the chosen severity, 1 with some. With
+``--watch-s`` it repeats the examination and serves metrics.
 """
 
 from __future__ import annotations
@@ -85,14 +85,14 @@ def examined(facts: Facts) -> list[str]:
         what = (
             f"mooncake {one.version}, conductor {one.conductor or 'not shown'}" if one.is_ours else "a router"
         )
-        lines.append(
-            f"gateway  {one.address}  {what if one.reach.is_fine else one.reach.trouble}{_shots(one.first, one.second)}"
-        )
+        state = what if one.reach.is_fine else one.reach.trouble
+        lines.append(f"gateway  {one.address}  {state}{_shots(one.first, one.second)}")
     for engine in facts.engines:
         lines.append(f"engine   {engine.address}  {_engine(engine)}{_shots(engine.first, engine.second)}")
     if facts.store is not None:
         store = facts.store
-        state = f"{store.num_segments} segments, {store.allocated_bytes >> 20} of {store.capacity_bytes >> 20} MiB used"
+        used = f"{store.allocated_bytes >> 20} of {store.capacity_bytes >> 20} MiB used"
+        state = f"{store.num_segments} segments, {used}"
         lines.append(f"store    {store.address}  {state if store.reach.is_fine else store.reach.trouble}")
     if facts.host is not None and facts.host.disk_bytes_per_s:
         lines.append(f"disk     {facts.host.disk}  writes {facts.host.disk_bytes_per_s / 1e6:.0f} MB/s")
@@ -115,7 +115,11 @@ def _engine(engine: EngineFacts) -> str:
 def _shots(first: Shot | None, second: Shot | None) -> str:
     if first is None or not first.is_answered:
         return ""
-    counts = [
-        str(one.reused) if one.reused is not None else "?" for one in (first, second) if one is not None
-    ]
+    counts = [str(_shown(one)) for one in (first, second) if one is not None]
     return f"; canary of {first.prompt_tokens} tokens: {' then '.join(counts)} cached"
+
+
+def _shown(shot: Shot) -> int | str:
+    """Cached tokens as the answer says, or else as counters do."""
+    found = shot.reused if shot.cached_tokens is None else shot.cached_tokens
+    return "an unknown number" if found is None else found

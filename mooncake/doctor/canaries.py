@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """Canaries: short random prompts whose answers show whether KV was reused.
 
-It owns their length and content and the form of the requests. A prompt is random in every examination, so that it
-can be cached only by the examination itself and reveals nothing of other prompts; it is a few blocks long and its
-answer four tokens. Token ids below 256 exist in every vocabulary.
+It owns their length and content and the form of the requests. A prompt is random in every examination, so
+that it can be cached only by the examination itself and reveals nothing of other prompts; it is a few blocks
+long and its answer four tokens. Token ids below 256 exist in every vocabulary.
 """
 
 from __future__ import annotations

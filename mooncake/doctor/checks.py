@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Facts in, findings out: the checks of every link of a deployment.
 
-It owns the judgement and opens no socket. A check states a fault only from facts that are known, and leaves out
-what follows from another finding: an engine that does not answer is one finding, not ten.
+It owns the judgement and opens no socket. A check states a fault only from facts that are known, and leaves
+out what follows from another finding: an engine that does not answer is one finding, not ten.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ CONFIDENCE_GAP = 1.0
 """Difference of log probabilities that no rounding explains."""
 
 CONFIDENT = -0.7
-"""Log probability of a token that has about half of the probability: rounding does not make another one of it."""
+"""Log probability of a token that has half of the probability: rounding makes no other one of it."""
 
 _IGNORES_CACHE = ("load", "round_robin", "random")
 _NEAR = 0.5
@@ -180,10 +180,15 @@ def check_engines_together(facts: Facts, expected: Expectations) -> Findings:
         versions = [one for one in of_kind if one.version]
         yield from _differ("versions_differ", versions, lambda one: one.version)
     own = [one for one in alive if one.kind is EngineKind.OWN and one.version]
-    if gateway is not None and gateway.is_ours and gateway.version and own:
-        if gateway.version not in {one.version for one in own}:
-            seen = f"the gateway has {gateway.version}, {own[0].address} {own[0].version}"
-            yield finding("versions_differ", gateway.address, seen)
+    gateway_version = gateway.version if gateway is not None and gateway.is_ours else ""
+    if (
+        gateway is not None
+        and gateway_version
+        and own
+        and gateway_version not in {one.version for one in own}
+    ):
+        seen = f"the gateway has {gateway_version}, {own[0].address} {own[0].version}"
+        yield finding("versions_differ", gateway.address, seen)
     yield from _check_answers(alive)
     if shares_blocks(facts, expected):
         yield from _check_names_of_blocks(alive)
@@ -231,7 +236,7 @@ def _hashes(engine: EngineFacts) -> tuple[str, ...]:
 
 
 def _check_answers(alive: Sequence[EngineFacts]) -> Findings:
-    """Compare first tokens of answers to the same prompt with those of the first engine that serves the model."""
+    """Compare first tokens of answers to the same prompt with those of the first engine with these models."""
     reference: dict[tuple[str, ...], EngineFacts] = {}
     for engine in alive:
         shot = engine.first
@@ -301,7 +306,7 @@ def _has_no_connector(engine: EngineFacts) -> bool:
 
 
 def _check_pool(facts: Facts, engines: Sequence[EngineFacts]) -> Findings:
-    """Judge what one engine found of the prompt of another. Differences that explain it are their own findings."""
+    """Judge what one engine found of another one's prompt."""
     crossed = [one for one in engines if one.crossed_tokens is not None]
     found_some = {one.address for one in crossed if one.crossed_tokens}
     store = facts.store
@@ -365,7 +370,7 @@ def _check_publisher(
 
 
 def _is_followed(engine: EngineFacts, publisher: PublisherFacts, facts: Facts) -> bool:
-    """Whether the conductor has what does not come here, because this publisher connects to its subscriber."""
+    """Whether the conductor has what does not come here: this publisher connects to its subscriber."""
     if not publisher.may_connect or facts.gateway is None:
         return False
     rows = facts.gateway.instances or []
@@ -411,12 +416,9 @@ def check_hosts(facts: Facts, expected: Expectations) -> Findings:
         return
     if host.disk_problem:
         yield finding("disk_slow", host.disk, host.disk_problem)
-    elif host.disk_bytes_per_s is not None and expected.disk_bytes_per_s:
-        if host.disk_bytes_per_s < _NEAR * expected.disk_bytes_per_s:
-            rates = (
-                f"{host.disk_bytes_per_s / 1e6:.0f} MB/s, promised {expected.disk_bytes_per_s / 1e6:.0f} MB/s"
-            )
-            yield finding("disk_slow", host.disk, rates)
+    elif host.disk_bytes_per_s is not None and host.disk_bytes_per_s < _NEAR * expected.disk_bytes_per_s:
+        speeds = [f"{speed / 1e6:.0f} MB/s" for speed in (host.disk_bytes_per_s, expected.disk_bytes_per_s)]
+        yield finding("disk_slow", host.disk, f"{speeds[0]}, promised {speeds[1]}")
     if not host.is_of_cluster:
         return
     shared = host.shared_memory_bytes
@@ -457,7 +459,7 @@ CHECKS: tuple[Callable[[Facts, Expectations], Findings], ...] = (
 
 
 def _differ(code: str, engines: Sequence[EngineFacts], fact: Callable[[EngineFacts], str]) -> Findings:
-    """One finding for each engine whose fact differs from that of most engines (the first one's in a draw)."""
+    """One finding for each engine whose fact differs from that of most engines (in a draw: the first)."""
     values = [fact(one) for one in engines]
     if len(set(values)) < 2:
         return

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """What engines say of themselves: our workers, vLLM, SGLang, and other servers of the OpenAI API.
 
-It owns which page of which engine has which fact. vLLM shows its cache's configuration as labels of a metric, and
-all of its configuration only in its development mode; SGLang has one page of all its arguments.
+It owns which page of which engine has which fact. vLLM shows its cache's configuration as labels of a metric,
+and all of its configuration only in its development mode; SGLang has one page of all its arguments.
 """
 
 from __future__ import annotations
@@ -132,7 +132,7 @@ def _read_models(facts: EngineFacts, found: Any) -> None:
 
 
 def _read_sources(facts: EngineFacts, found: Any, given: Mapping[str, EventSource]) -> None:
-    """Publishers in the forms of our workers and of vLLM, as ``conductor/event_subscriptions.py`` reads them."""
+    """Publishers in the forms of our workers and of vLLM, as ``event_subscriptions.py`` reads them."""
     if facts.address in given:
         facts.publishers = [_publisher(facts.address, given[facts.address])]
         return

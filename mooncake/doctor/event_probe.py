@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A publisher of KV events, as a router would meet it: do events arrive, under which topic, can they be replayed?
+"""A publisher of KV events, as a router meets it: do events arrive, under which topic, are they replayed?
 
-It subscribes to everything while an engine computes a known prompt, and looks for the blocks of that prompt. What
-it keeps is bounded, whatever a publisher sends.
+It subscribes to everything while an engine computes a known prompt, and looks for the blocks of that prompt.
+What it keeps is bounded, whatever a publisher sends.
 """
 
 from __future__ import annotations
@@ -101,7 +101,7 @@ class EventProbe:
     def _is_of_prompt(self, event: BlockStored) -> bool:
         """Whether these are the first blocks of the prompt."""
         tokens = event.token_ids or []
-        return bool(tokens) and event.parent_block_hash is None and tokens == self._prompt[: len(tokens)]
+        return bool(tokens) and tokens == self._prompt[: len(tokens)]
 
     def _unreadable(self, problem: str) -> None:
         self._facts.num_unreadable += 1

@@ -1,10 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
 """One examination: probes and canaries of every link, in an order in which one does not disturb the next.
 
-First everything is read that needs no prompt. Then each engine gets the same random prompt, one after another:
-twice, to see its own cache, so that the first time at the second engine shows what came from elsewhere; then
-with another salt. At last the gateway gets a prompt of its own, twice. Everything ends within the budget; what was
-left out is among the facts.
+First everything is read that needs no prompt. Then each engine gets the same random prompt, one after
+another: twice, to see its own cache, so that the first time at the second engine shows what came from
+elsewhere; then with another salt. At last the gateway gets a prompt of its own, twice. Everything ends within
+the budget; what was left out is among the facts.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from mooncake.doctor.canaries import CanarySender, canary_length, count_hits, ra
 from mooncake.doctor.checks import shares_blocks
 from mooncake.doctor.engine_probe import EXTERNAL_QUERIES, read_engine, read_metrics
 from mooncake.doctor.event_probe import EventProbe
-from mooncake.doctor.facts import EngineFacts, EngineKind, Facts, GatewayFacts, Shot, Trouble
+from mooncake.doctor.facts import EngineFacts, Facts, GatewayFacts, Shot, Trouble
 from mooncake.doctor.gateway_probe import read_gateway, read_status
 from mooncake.doctor.host_probe import is_here, max_files_behind, read_host
 from mooncake.doctor.http_probe import HttpProbe, HttpServerAt
@@ -246,7 +246,7 @@ class _Canaries:
             await self._judge_crossing(engine, self._source)
 
     async def _judge_crossing(self, engine: EngineFacts, source: EngineFacts) -> None:
-        """What the engine had of the prompt that ``source`` computed; tried twice, since saving takes a while."""
+        """What the engine had of the prompt that ``source`` computed; tried twice: saving takes a while."""
         assert engine.first is not None
         engine.crossed_tokens = engine.first.reused
         is_meant = shares_blocks(self._facts, self._owner.settings.expectations)
@@ -303,8 +303,8 @@ class _Canaries:
             gateway.second = await self._sender.send(server, model, prompt)
 
     async def _saved(self, decode: EngineFacts | None) -> None:
-        """Give the engines the time in which they save blocks, where another one may get the second request."""
-        if decode is not None and decode.kind is EngineKind.OWN or len(self._engines) > 1:
+        """Give engines the time in which they save blocks, as another one may get the second request."""
+        if decode is not None or len(self._engines) > 1:
             await asyncio.sleep(SAVED_S / 6)
 
     async def _is_indexed(self, server: HttpServerAt, gateway: GatewayFacts) -> bool:

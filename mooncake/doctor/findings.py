@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """The findings that an examination can have: what each one means, why it matters and what mends it.
 
-It owns the codes, which are stable: programs may compare them. A check states where and what was seen; severity,
-reason and remedy are those of the code, so that the same fault reads the same everywhere, and
+It owns the codes, which are stable: programs may compare them. A check states where and what was seen;
+severity, reason and remedy are those of the code, so that the same fault reads the same everywhere, and
 ``docs/reference/findings.md`` is generated from this table.
 """
 
@@ -82,22 +82,24 @@ RULES: dict[str, Rule] = {
         _BROKEN,
         "The gateway, or an engine, refuses the client's key.",
         "Clients with this key get 401 for every request.",
-        "Pass a valid key with `--api-key` (`--engine-api-key` for engines); the gateway's keys are in the file "
-        "of its `--api-keys-file`.",
+        "Pass a valid key with `--api-key` (`--engine-api-key` for engines); the gateway's keys are in the "
+        "file of its `--api-keys-file`.",
     ),
     "status_hidden": Rule(
         Link.GATEWAY,
         _NOTICE,
         "The gateway shows its instances only to operators.",
         "Its instances and the conductor's view of them can't be examined.",
-        "Pass the gateway's admin key with `--admin-api-key` or ADMIN_API_KEY, or name the engines with `--engine`.",
+        "Pass the gateway's admin key with `--admin-api-key` or ADMIN_API_KEY, or name the engines with "
+        "`--engine`.",
     ),
     "tls_mismatch": Rule(
         Link.GATEWAY,
         _BROKEN,
         "One side of a connection uses TLS and the other does not.",
         "Every connection between the two fails.",
-        "Use https:// and the same `--tls-cert`, `--tls-key` and `--tls-ca` on both sides, or TLS on neither.",
+        "Use https:// and the same `--tls-cert`, `--tls-key` and `--tls-ca` on both sides, or TLS on "
+        "neither.",
     ),
     "certificate_refused": Rule(
         Link.GATEWAY,
@@ -140,7 +142,8 @@ RULES: dict[str, Rule] = {
         _BROKEN,
         "The conductor counts an instance as not ready.",
         "It gets no requests, and its cached blocks are not used.",
-        "Check that it runs and that the gateway reaches its /health; GET /story/INSTANCE shows what happened.",
+        "Check that it runs and that the gateway reaches its /health; GET /story/INSTANCE shows what "
+        "happened.",
     ),
     "conductor_unreachable": Rule(
         Link.CONDUCTOR,
@@ -160,17 +163,19 @@ RULES: dict[str, Rule] = {
         Link.CONDUCTOR,
         _WASTEFUL,
         "An engine publishes KV events, but the conductor does not follow them.",
-        "The conductor infers the engine's blocks from the prompts that it sent there, and does not know what was "
-        "evicted.",
-        "Check that the conductor's host reaches the engine's event port, that every engine has a topic of its own, "
-        "and that our workers' `--block-tokens` equals the gateway's; its log event `kv_events_ignored` has the reason.",
+        "The conductor infers the engine's blocks from the prompts that it sent there, and does not know "
+        "what was evicted.",
+        "Check that the conductor's host reaches the engine's event port, that every engine has a topic of "
+        "its own, and that our workers' `--block-tokens` equals the gateway's; its log event "
+        "`kv_events_ignored` has the reason.",
     ),
     "index_empty": Rule(
         Link.CONDUCTOR,
         _WASTEFUL,
         "The conductor knows no block of an engine that has just computed a prompt of several blocks.",
         "Requests are spread by load alone, so prefixes are computed again.",
-        "Let engines publish KV events (see `events_off`), and check the conductor's log event `kv_events_ignored`.",
+        "Let engines publish KV events (see `events_off`), and check the conductor's log event "
+        "`kv_events_ignored`.",
     ),
     # engine
     "engine_unreachable": Rule(
@@ -199,14 +204,15 @@ RULES: dict[str, Rule] = {
         _BROKEN,
         "The same prompt, sent a second time to the same address, was computed again.",
         "No request reuses anything there.",
-        "Look at the other findings of this address first; else check the engine's prefix cache, its free KV blocks, "
-        "and for a router that it sends equal prefixes to the same engine.",
+        "Look at the other findings of this address first; else check the engine's prefix cache, its free "
+        "KV blocks, and for a router that it sends equal prefixes to the same engine.",
     ),
     "cached_tokens_hidden": Rule(
         Link.ENGINE,
         _NOTICE,
         "Answers do not report how many prompt tokens were cached.",
-        "Clients and canaries can't see what is reused; the engine's counters are used instead, if it has any.",
+        "Clients and canaries can't see what is reused; the engine's counters are used instead, if it has "
+        "any.",
         "vLLM: `--enable-prompt-tokens-details`; SGLang: `--enable-cache-report`.",
     ),
     "prompt_shorter_than_block": Rule(
@@ -214,7 +220,8 @@ RULES: dict[str, Rule] = {
         _WASTEFUL,
         "Typical prompts are shorter than one KV block.",
         "Only whole blocks are reused, so a hit rate of 0 is what this configuration gives.",
-        "Choose a smaller block (`--block-size` of vLLM, `--page-size` of SGLang, `--block-tokens` of our workers).",
+        "Choose a smaller block (`--block-size` of vLLM, `--page-size` of SGLang, `--block-tokens` of our "
+        "workers).",
     ),
     "salt_ignored": Rule(
         Link.ENGINE,
@@ -242,8 +249,8 @@ RULES: dict[str, Rule] = {
         _BROKEN,
         "Engines that should share KV blocks have blocks of different sizes.",
         "No block of one is ever found by another, and the conductor may ignore their events.",
-        "Start all of them with the same block size (`--block-size` of vLLM, `--block-tokens` of our workers and of "
-        "the gateway).",
+        "Start all of them with the same block size (`--block-size` of vLLM, `--block-tokens` of our "
+        "workers and of the gateway).",
     ),
     "hash_algorithm_differs": Rule(
         Link.ENGINE,
@@ -257,7 +264,8 @@ RULES: dict[str, Rule] = {
         _BROKEN,
         "Engines that should share KV blocks give the same tokens different block hashes.",
         "No block of one is ever found by another.",
-        "Start all of them with the same PYTHONHASHSEED, or with none and `--prefix-caching-hash-algo sha256`.",
+        "Start all of them with the same PYTHONHASHSEED, or with none and `--prefix-caching-hash-algo "
+        "sha256`.",
     ),
     "cache_dtype_differs": Rule(
         Link.ENGINE,
@@ -279,8 +287,8 @@ RULES: dict[str, Rule] = {
         _BROKEN,
         "An engine that should share KV has no connector.",
         "It reads nothing from the store and from other engines, and saves nothing.",
-        "Start vLLM with `--kv-transfer-config` naming our connector (docs/integrations/vllm.md), our workers with "
-        "`--master`.",
+        "Start vLLM with `--kv-transfer-config` naming our connector (docs/integrations/vllm.md), our "
+        "workers with `--master`.",
     ),
     "connector_role": Rule(
         Link.CONNECTOR,
@@ -294,32 +302,33 @@ RULES: dict[str, Rule] = {
         _BROKEN,
         "Engines that share a store name their blocks by different identities.",
         "Weights, number type or KV layout differ, so that no block of one is found by another.",
-        "Load the same model folder with the same dtype, block size and parallelism; the log event `weights_hashed` "
-        "shows each one's digest.",
+        "Load the same model folder with the same dtype, block size and parallelism; the log event "
+        "`weights_hashed` shows each one's digest.",
     ),
     "pool_not_shared": Rule(
         Link.CONNECTOR,
         _BROKEN,
         "A prompt that one engine computed was computed again by another, though both use a store.",
         "The store costs memory and network, and saves nothing.",
-        "Compare the engines' weights digest, dtype, block size, hash algorithm and seed, and their connectors' "
-        "addresses of the master.",
+        "Compare the engines' weights digest, dtype, block size, hash algorithm and seed, and their "
+        "connectors' addresses of the master.",
     ),
     "pool_not_written": Rule(
         Link.CONNECTOR,
         _BROKEN,
         "An engine computed a prompt of several blocks, and no object reached the store.",
         "Other engines, and this one after an eviction or a restart, compute it again.",
-        "Check the connector's address of the master (`mooncake_store_addr`, or `master_server_address` in the file of "
-        "MOONCAKE_CONFIG_PATH; `--master` of our workers), its `kv_role`, and the store's free memory.",
+        "Check the connector's address of the master (`mooncake_store_addr`, or `master_server_address` in "
+        "the file of MOONCAKE_CONFIG_PATH; `--master` of our workers), its `kv_role`, and the store's free "
+        "memory.",
     ),
     "decode_without_kv": Rule(
         Link.CONNECTOR,
         _BROKEN,
         "Decode computed the whole prompt that prefill had computed just before.",
         "The disaggregation costs one prefill more than a plain server.",
-        "Give both sides a connector that matches the gateway's `--protocol`, and check that decode reaches prefill's "
-        "connector port and the store.",
+        "Give both sides a connector that matches the gateway's `--protocol`, and check that decode reaches"
+        " prefill's connector port and the store.",
     ),
     # events
     "events_off": Rule(
@@ -342,7 +351,8 @@ RULES: dict[str, Rule] = {
         _BROKEN,
         "An engine names an event endpoint, computed a prompt, and no event arrived.",
         "A router's index of this engine stays empty or stale.",
-        "Let it listen on an address that the router reaches (`tcp://*:5557`, not loopback), and open the port.",
+        "Let it listen on an address that the router reaches (`tcp://*:5557`, not loopback), and open the "
+        "port.",
     ),
     "events_wrong_topic": Rule(
         Link.EVENTS,
@@ -406,14 +416,16 @@ RULES: dict[str, Rule] = {
         _BROKEN,
         "An object that was just stored could not be read back.",
         "Blocks that engines save can't be loaded.",
-        "Check that this host reaches the nodes' transfer ports, not only the master; see `--transfer-` settings.",
+        "Check that this host reaches the nodes' transfer ports, not only the master; see `--transfer-` "
+        "settings.",
     ),
     "reports_of_wrong_bytes": Rule(
         Link.STORE,
         _WASTEFUL,
         "Readers reported wrong bytes in the store.",
         "The memory, card or kernel of a machine is bad.",
-        "See docs/operations.md, Failures; replace the machine whose reports are refuted or whose replicas are bad.",
+        "See docs/operations.md, Failures; replace the machine whose reports are refuted or whose replicas "
+        "are bad.",
     ),
     "earlier_canary_lost": Rule(
         Link.STORE,
@@ -435,8 +447,8 @@ RULES: dict[str, Rule] = {
         _WASTEFUL,
         "A process may open few files.",
         "Connections of clients, engines and nodes are refused under load.",
-        "Raise the limit to 65536: `ulimit -n 65536` before its start, LimitNOFILE= in systemd, or the container's "
-        "ulimits.",
+        "Raise the limit to 65536: `ulimit -n 65536` before its start, LimitNOFILE= in systemd, or the "
+        "container's ulimits.",
     ),
     "little_shared_memory": Rule(
         Link.HOST,

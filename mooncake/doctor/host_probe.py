@@ -1,8 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The host on which the examination runs: its limits, its shared memory, its disk, and processes that listen here.
+"""The host on which the examination runs: its limits, its shared memory, its disk, and processes that listen
+here.
 
-The limit of open files is that of the process behind a port, from /proc, which is readable for processes of the
-same user; elsewhere it stays unknown.
+The limit of open files is that of the process behind a port, from /proc, which is readable for processes of
+the same user; elsewhere it stays unknown.
 """
 
 from __future__ import annotations
@@ -97,7 +98,7 @@ def is_here(address: str) -> bool:
 
 
 def max_files_behind(port: int) -> int | None:
-    """How many files the process may open that listens on ``port`` of this host; None if it can't be known."""
+    """How many files the process may open that listens on ``port`` of this host; None if unknown."""
     inodes = {*_listeners(Path("/proc/net/tcp"), port), *_listeners(Path("/proc/net/tcp6"), port)}
     if not inodes:
         return None

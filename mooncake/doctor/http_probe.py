@@ -1,8 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """HTTP requests of an examination: bounded in time and size, with the reason when a server does not answer.
 
-It owns the distinction between a server that is not there and one that speaks TLS where plain HTTP was expected,
-or the other way round, which look alike to a client; and a server's clock, from the ``Date`` of its answers.
+It owns the distinction between a server that is not there and one that speaks TLS where plain HTTP was
+expected, or the other way round, which look alike to a client; and a server's clock, from the ``Date`` of its
+answers.
 """
 
 from __future__ import annotations

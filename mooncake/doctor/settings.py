@@ -17,7 +17,7 @@ from mooncake.errors import InvalidArgument
 
 @dataclass(frozen=True)
 class DoctorSettings:
-    """Find the broken link of a live KV cache deployment: gateway, conductor, engines, events, store, host."""
+    """Find the broken link of a live KV cache deployment: gateway, engines, events, store, host."""
 
     url: str = ""
     "Address of the gateway, ours or another router's; http://127.0.0.1:8000 where nothing else is named."
@@ -47,7 +47,7 @@ class DoctorSettings:
     "Key for engines that need one."
 
     canaries: bool = True
-    "Whether to send prompts (a few hundred tokens for each engine); without them only configurations are read."
+    "Whether to send prompts, of a few hundred tokens; without them only configurations are read."
 
     prompt_tokens: Annotated[int, Meta(ge=0)] = 0
     "Length of your typical prompts, to compare with the size of a block; 0: not compared."

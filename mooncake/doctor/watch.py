@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """The examination as a daemon: it is repeated, logged when something changes, and exported as metrics.
 
-It owns the series: one gauge for each link and address, and one for each finding. Series of addresses that are no
-longer part of the deployment end.
+It owns the series: one gauge for each link and address, and one for each finding. Series of addresses that
+are no longer part of the deployment end.
 """
 
 from __future__ import annotations
