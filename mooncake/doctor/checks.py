@@ -42,12 +42,15 @@ Findings = Iterator[DoctorFinding]
 
 
 def examine(facts: Facts, expected: Expectations) -> list[DoctorFinding]:
-    """All findings, the worst first, in the order of the links within a severity."""
+    """All findings, one of a code at a place: the worst first, then in the order of the checks."""
     found: list[DoctorFinding] = []
     for check in CHECKS:
         found += check(facts, expected)
+    first: dict[tuple[str, str], DoctorFinding] = {}
+    for one in found:
+        first.setdefault((one.code, one.where), one)
     order = [*Severity]
-    return sorted(dict.fromkeys(found), key=lambda one: order.index(one.severity))
+    return sorted(first.values(), key=lambda one: order.index(one.severity))
 
 
 # --- gateway and conductor
