@@ -4,8 +4,8 @@
     scripts/test-vllm --python bench/doctor_faults.py [--healthy 20] [--only NAME ...] [--out FILE]
 
 Prints a table of the faults, the findings and the seconds of each examination, and how many of the healthy
-examinations had a finding that is broken or wasteful. One server stays, the other one is started anew for faults
-of its configuration. The reference is the fault itself: the finding that names it is written beside it here.
+examinations had a finding that is broken or wasteful. One server stays, the other one is started anew for
+faults of its configuration. The reference is the fault itself: the finding that names it is written here.
 """
 
 from __future__ import annotations
@@ -27,7 +27,9 @@ from pathlib import Path
 from typing import Any
 
 from mooncake.rpc import BlockingClient
+from mooncake.store import Store, StoreSettings
 from mooncake.store import messages as m
+from mooncake.transfer import TransferEngine, transfer_from_environment
 from tests.cluster import ADMIN_KEY, wait_for
 from tests.vllm_server import (
     HOST,
@@ -178,13 +180,29 @@ def engine_faults(folder: Path) -> list[EngineFault]:
 
 
 def run(deployment: Deployment, num_healthy: int, only: list[str]) -> None:
-    """All faults: first those beside two healthy servers, then those of the second server."""
+    """All faults: first those of the second server, then those beside two healthy servers."""
 
     def is_wanted(name: str) -> bool:
         return not only or name in only
 
     deployment.first.wait_until_ready()
     first = deployment.first
+    for one in engine_faults(deployment.folder):
+        if not is_wanted(one.name):
+            continue
+        with (
+            deployment.second(one) as second,
+            deployment.gateway(*pool_flags(first, second)) as gateway,
+        ):
+            gateway.wait_until_routable()
+            deployment.examine(one.name, one.codes, *doctor_flags(gateway), *one.doctor)
+    if is_wanted("decode without KV"):
+        with deployment.second(EngineFault("decode without KV", (), connector="none")) as second:
+            roles = ["--prefill", first.address, "--decode", second.address]
+            with deployment.gateway("--protocol", "sequential", *roles) as gateway:
+                gateway.wait_until_routable()
+                wanted = ("decode_without_kv",)
+                deployment.examine("decode without KV", wanted, *doctor_flags(gateway), master="")
     with deployment.second(EngineFault("second", ())) as second:
         engines = ["--engine", first.url, second.url]
         with deployment.gateway(*pool_flags(first, second)) as gateway:
@@ -212,20 +230,6 @@ def run(deployment: Deployment, num_healthy: int, only: list[str]) -> None:
             gateway.wait_until_routable()
             second.kill()
             examine("an engine is killed", ("engine_unreachable",), *doctor_flags(gateway))
-    for one in engine_faults(deployment.folder):
-        if not is_wanted(one.name):
-            continue
-        with contextlib.suppress(TimeoutError), deployment.second(one) as second:
-            with deployment.gateway(*pool_flags(first, second)) as gateway:
-                gateway.wait_until_routable()
-                deployment.examine(one.name, one.codes, *doctor_flags(gateway), *one.doctor)
-    if is_wanted("decode without KV"):
-        with deployment.second(EngineFault("decode without KV", (), connector="none")) as second:
-            roles = ["--prefill", first.address, "--decode", second.address]
-            with deployment.gateway("--protocol", "sequential", *roles) as gateway:
-                gateway.wait_until_routable()
-                wanted = ("decode_without_kv",)
-                deployment.examine("decode without KV", wanted, *doctor_flags(gateway), master="")
 
 
 def outside_faults(deployment: Deployment, gateway: Gateway, engine: VllmServer) -> list[Callable[[], None]]:
@@ -246,7 +250,7 @@ def outside_faults(deployment: Deployment, gateway: Gateway, engine: VllmServer)
             resource.prlimit(pid, resource.RLIMIT_NOFILE, before)
 
     def doctor_at_another_store() -> None:
-        with running_store(mkdir(folder / "other")) as other:
+        with running_store(mkdir(folder / "other")) as other, opened(other):
             examine("engines at another store", ("pool_not_written",), *flags, master=other)
 
     def master_down() -> None:
@@ -274,7 +278,7 @@ def outside_faults(deployment: Deployment, gateway: Gateway, engine: VllmServer)
 
     def wrong_client_key() -> None:
         keys = folder / "keys.toml"
-        keys.write_text('[[client]]\nname = "a"\nkey = "mk-0123456789abcdef0123456789abcdef"\n')
+        keys.write_text('[[keys]]\nname = "a"\nkey = "mk-0123456789abcdef0123456789abcdef"\n')
         keys.chmod(0o600)
         more = ["--api-keys-file", str(keys), *pool_flags(engine)]
         with deployment.gateway(*more) as closed:
@@ -286,7 +290,7 @@ def outside_faults(deployment: Deployment, gateway: Gateway, engine: VllmServer)
         examine("disk slower than promised", ("disk_slow",), *flags, *promised)
 
     def master_frozen() -> None:
-        with running_store(mkdir(folder / "frozen")) as frozen:
+        with running_store(mkdir(folder / "frozen")) as frozen, opened(frozen):
             (pid,) = pids_listening(int(frozen.rpartition(":")[2]))
             os.kill(pid, signal.SIGSTOP)
             try:
@@ -310,19 +314,25 @@ def outside_faults(deployment: Deployment, gateway: Gateway, engine: VllmServer)
     ]
 
 
+@contextmanager
+def opened(master: str) -> Iterator[Store]:
+    """A client of a store that has memory."""
+    with (
+        TransferEngine(transfer_from_environment().for_tool()) as engine,
+        Store(master, engine, StoreSettings(10.0)) as store,
+    ):
+        wait_for(lambda: store.ask(m.GetMasterStatus()).capacity_bytes > 0, "memory", 60.0)
+        yield store
+
+
 def fill(master: str) -> None:
     """Fill a store with objects that are never evicted."""
-    from mooncake.store import Store, StoreSettings
-    from mooncake.transfer import TransferEngine, transfer_from_environment
-
-    policy = m.PutPolicy(is_hard_pinned=True)
-    with TransferEngine(transfer_from_environment().for_tool()) as engine:
-        with Store(master, engine, StoreSettings(10.0)) as store:
-            wait_for(lambda: store.ask(m.GetMasterStatus()).capacity_bytes > 0, "memory", 60.0)
-            size = 1 << 20
-            while size >= 4096:
-                if store.put(f"fill-{size}-{time.monotonic_ns()}", b"x" * size, policy) is not None:
-                    size >>= 1
+    with opened(master) as store:
+        size = 1 << 20
+        while size >= 4096:
+            key, policy = f"fill-{time.monotonic_ns()}", m.PutPolicy(is_hard_pinned=True)
+            if store.put(key, bytes(size), policy) is not None:
+                size >>= 1
 
 
 def pids_listening(port: int) -> list[int]:

@@ -180,7 +180,7 @@ class _Canaries:
     ) -> None:
         self._owner, self._http, self._store, self._facts = owner, http, store, facts
         self._deadline = deadline
-        self._sender = CanarySender(http, owner.settings.timeout_s)
+        self._sender = CanarySender(http, owner.settings.canary_timeout_s)
         self._zmq = zmq.asyncio.Context()
         self._engines = [one for one in facts.engines if one.reach.is_fine]
         self._length = canary_length(self._engines)
@@ -194,7 +194,7 @@ class _Canaries:
             earlier = self._owner.take_earlier()
             for number, engine in enumerate(self._engines):
                 # A slow engine must not take the time of the gateway's own prompt.
-                if clock.monotonic() > self._deadline - 2 * self._owner.settings.timeout_s and number:
+                if clock.monotonic() > self._deadline - self._owner.settings.canary_timeout_s and number:
                     engine.skipped = "the budget was used up by other engines"
                     continue
                 if earlier is not None:

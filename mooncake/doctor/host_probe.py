@@ -80,6 +80,8 @@ def write_speed(folder: Path) -> float:
 
 def is_here(address: str) -> bool:
     """Whether ``host:port`` is one of this host's addresses."""
+    if "://" in address:
+        return False
     try:
         host, _ = split_address(address)
     except InvalidArgument:

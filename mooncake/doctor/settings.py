@@ -70,6 +70,9 @@ class DoctorSettings:
     timeout_s: Annotated[float, Meta(gt=0)] = 10.0
     "How long to wait for one answer."
 
+    canary_timeout_s: Annotated[float, Meta(gt=0)] = 20.0
+    "How long to wait for the answer to a canary; the first one of an idle engine takes longest."
+
     budget_s: Annotated[float, Meta(gt=0)] = 55.0
     "Time for a whole examination; what is not done by then is reported as not examined."
 

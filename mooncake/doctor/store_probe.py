@@ -95,7 +95,7 @@ class StoreProbe:
                 facts.put_refusal = str(refusal)
                 return
             facts.is_read_back = self._store.get(key) == content
-            self._store.remove([key], force=False)
+            self._store.remove([key], force=True)  # reading it has leased it
         except (MooncakeError, OSError) as error:
             facts.is_read_back = False
             facts.object_problem = str(error)[:500]

@@ -175,7 +175,7 @@ def test_without_the_admin_key(healthy: Healthy) -> None:
 
 def test_a_client_s_key_is_refused(healthy: Healthy, tmp_path: Path) -> None:
     keys = tmp_path / "keys.toml"
-    keys.write_text('[[client]]\nname = "a"\nkey = "mk-0123456789abcdef0123456789abcdef"\n')
+    keys.write_text('[[keys]]\nname = "a"\nkey = "mk-0123456789abcdef0123456789abcdef"\n')
     keys.chmod(0o600)
     gateway = healthy.gateway_of("--decode", healthy.decode.address, "--api-keys-file", str(keys))
     _, found = examine(*flags_of(gateway, ""), "--api-key", "mk-wrong")
