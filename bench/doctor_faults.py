@@ -180,15 +180,13 @@ def engine_faults(folder: Path) -> list[EngineFault]:
 
 
 def run(deployment: Deployment, num_healthy: int, only: list[str]) -> None:
-    """All faults: first those of the second server, then those beside two healthy servers."""
-
-    def is_wanted(name: str) -> bool:
-        return not only or name in only
-
+    """All faults: first those beside two healthy servers, then those of the second server."""
     deployment.first.wait_until_ready()
+    with deployment.second(EngineFault("second", ())) as second:
+        beside_healthy_servers(deployment, second, num_healthy, only)
     first = deployment.first
     for one in engine_faults(deployment.folder):
-        if not is_wanted(one.name):
+        if only and one.name not in only:
             continue
         with (
             deployment.second(one) as second,
@@ -196,40 +194,43 @@ def run(deployment: Deployment, num_healthy: int, only: list[str]) -> None:
         ):
             gateway.wait_until_routable()
             deployment.examine(one.name, one.codes, *doctor_flags(gateway), *one.doctor)
-    if is_wanted("decode without KV"):
-        with deployment.second(EngineFault("decode without KV", (), connector="none")) as second:
-            roles = ["--prefill", first.address, "--decode", second.address]
-            with deployment.gateway("--protocol", "sequential", *roles) as gateway:
-                gateway.wait_until_routable()
-                wanted = ("decode_without_kv",)
-                deployment.examine("decode without KV", wanted, *doctor_flags(gateway), master="")
-    with deployment.second(EngineFault("second", ())) as second:
-        engines = ["--engine", first.url, second.url]
-        with deployment.gateway(*pool_flags(first, second)) as gateway:
+    if only and "decode without KV" not in only:
+        return
+    with deployment.second(EngineFault("decode without KV", (), connector="none")) as second:
+        roles = ["--prefill", first.address, "--decode", second.address]
+        with deployment.gateway("--protocol", "sequential", *roles) as gateway:
             gateway.wait_until_routable()
-            flags = doctor_flags(gateway)
-            for number in range(num_healthy):
-                deployment.examine(f"healthy {number}", (), *flags)
-            for fault in outside_faults(deployment, gateway, first):
-                if is_wanted(fault.__name__):
-                    fault()
-        examine = deployment.examine
-        if is_wanted("gateway down"):
-            down = f"http://{HOST}:{free_port()}"
-            examine("gateway down", ("gateway_unreachable",), "--url", down, *engines)
-        with deployment.gateway("--scheduling", "random", *pool_flags(first, second)) as gateway:
-            gateway.wait_until_routable()
-            examine("scheduling by chance", ("scheduling_ignores_cache",), *doctor_flags(gateway))
-        with deployment.gateway(
-            "--conductor", f"{HOST}:{free_port()}", *pool_flags(first, second)
-        ) as gateway:
-            examine("conductor down", ("conductor_unreachable",), *doctor_flags(gateway))
-        with deployment.gateway() as gateway:
-            examine("no instance", ("no_instance",), *doctor_flags(gateway), *engines)
-        with deployment.gateway(*pool_flags(first, second)) as gateway:
-            gateway.wait_until_routable()
-            second.kill()
-            examine("an engine is killed", ("engine_unreachable",), *doctor_flags(gateway))
+            wanted = ("decode_without_kv",)
+            deployment.examine("decode without KV", wanted, *doctor_flags(gateway), master="")
+
+
+def beside_healthy_servers(
+    deployment: Deployment, second: VllmServer, num_healthy: int, only: list[str]
+) -> None:
+    """Healthy examinations, and faults outside of the servers; at last one is killed."""
+    first, examine = deployment.first, deployment.examine
+    with deployment.gateway(*pool_flags(first, second)) as gateway:
+        gateway.wait_until_routable()
+        for number in range(num_healthy):
+            examine(f"healthy {number}", (), *doctor_flags(gateway))
+        for fault in outside_faults(deployment, gateway, first):
+            if not only or fault.__name__ in only:
+                fault()
+    if only:
+        return
+    engines = ["--engine", first.url, second.url]
+    examine("gateway down", ("gateway_unreachable",), "--url", f"http://{HOST}:{free_port()}", *engines)
+    with deployment.gateway("--scheduling", "random", *pool_flags(first, second)) as gateway:
+        gateway.wait_until_routable()
+        examine("scheduling by chance", ("scheduling_ignores_cache",), *doctor_flags(gateway))
+    with deployment.gateway("--conductor", f"{HOST}:{free_port()}", *pool_flags(first, second)) as gateway:
+        examine("conductor down", ("conductor_unreachable",), *doctor_flags(gateway))
+    with deployment.gateway() as gateway:
+        examine("no instance", ("no_instance",), *doctor_flags(gateway), *engines)
+    with deployment.gateway(*pool_flags(first, second)) as gateway:
+        gateway.wait_until_routable()
+        second.kill()
+        examine("an engine is killed", ("engine_unreachable",), *doctor_flags(gateway))
 
 
 def outside_faults(deployment: Deployment, gateway: Gateway, engine: VllmServer) -> list[Callable[[], None]]:

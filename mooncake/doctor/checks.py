@@ -304,7 +304,7 @@ def _has_no_connector(engine: EngineFacts) -> bool:
     if engine.connectors is not None:
         return not engine.connectors
     if engine.kind is EngineKind.OWN:
-        return not engine.kv_identity and bool(engine.has_external_lookups is False)
+        return not engine.kv_identity
     if engine.kind is EngineKind.VLLM:
         return engine.has_external_lookups is False and _has_computed(engine)
     return False

@@ -469,7 +469,7 @@ RULES: dict[str, Rule] = {
         _NOTICE,
         "This host has no huge pages for a store's memory.",
         "Registering and reading large memory is slower.",
-        "`sysctl vm.nr_hugepages=N` before the node starts, or `--no-huge-pages` to confirm it.",
+        "`sysctl vm.nr_hugepages=N` before the node starts; a store of a few GiB needs none.",
     ),
     "disk_slow": Rule(
         Link.HOST,

@@ -150,7 +150,8 @@ class HttpProbe:
         speaks = await speaks_tls(host, port)
         detail = str(error) or type(error).__name__
         if speaks is None:
-            return Reach(Trouble.REFUSED, f"{server.url}: {detail}")
+            cause = error.strerror if isinstance(error, OSError) else None
+            return Reach(Trouble.REFUSED, f"{server.url} can't be reached: {cause or detail}")
         if speaks and not is_tls:
             return Reach(Trouble.TLS, f"{server.url}: this port speaks TLS, and http:// was used")
         if not speaks and is_tls:

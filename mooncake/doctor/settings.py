@@ -14,6 +14,9 @@ from mooncake.config import AlsoFrom, Port, Secret
 from mooncake.doctor.facts import Expectations
 from mooncake.errors import InvalidArgument
 
+_HOST = r"([^/:\s@]+|\[[0-9a-fA-F:]+\])"
+_ADDRESS = rf"{_HOST}:\d{{1,5}}|https?://{_HOST}(:\d{{1,5}})?(/\S*)?"
+
 
 @dataclass(frozen=True)
 class DoctorSettings:
@@ -93,7 +96,7 @@ class DoctorSettings:
 
     def __post_init__(self) -> None:
         for name, value in (("url", self.url), *(("engine", one) for one in self.engine)):
-            if value and not re.fullmatch(r"(https?://)?[^/\s@]+(:\d{1,5})?(/\S*)?", value):
+            if value and not re.fullmatch(_ADDRESS, value):
                 raise InvalidArgument(name, value, "an address such as http://127.0.0.1:8000")
         for one in self.events:
             if not re.fullmatch(r"[^=\s]+:\d{1,5}=(tcp|ipc)://[^=\s]+(=(tcp|ipc)://[^=\s]+)?", one):
