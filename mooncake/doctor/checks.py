@@ -346,7 +346,9 @@ def check_events(facts: Facts, expected: Expectations) -> Findings:
             yield finding("events_unknown", engine.address, "GET /kv_event_sources is not answered")
         elif not engine.publishers:
             if engine.has_prefix_cache is not False:
-                yield finding("events_off", engine.address, "it names no publisher")
+                is_routed = facts.gateway is not None or bool(expected.events_topic)
+                code = "events_off" if is_routed else "events_absent"
+                yield finding(code, engine.address, "it names no publisher")
         else:
             for publisher in engine.publishers:
                 yield from _check_publisher(engine, publisher, facts, expected)

@@ -339,6 +339,13 @@ RULES: dict[str, Rule] = {
         'vLLM: `--kv-events-config \'{"enable_kv_cache_events": true, "publisher": "zmq", ...}\'`; SGLang: '
         "`--kv-events-config`.",
     ),
+    "events_absent": Rule(
+        Link.EVENTS,
+        _NOTICE,
+        "An engine publishes no KV events, and no gateway was named that would read them.",
+        "A router in front of it can only guess what it holds.",
+        "Nothing, without such a router; else see `events_off`.",
+    ),
     "events_unknown": Rule(
         Link.EVENTS,
         _NOTICE,

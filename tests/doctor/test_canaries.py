@@ -4,7 +4,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Mapping
 from contextlib import asynccontextmanager
 from typing import Any
 
@@ -51,15 +51,17 @@ def test_prompts_are_random_and_repeatable() -> None:
     assert len(as_text(one).split()) == 100
 
 
-def reply(body: Any, status: int = 200, **headers: str) -> HttpReply:
-    return HttpReply(status, json.dumps(body).encode(), headers, 0.5)
+def reply(body: Any, status: int = 200, headers: Mapping[str, str] | None = None) -> HttpReply:
+    return HttpReply(status, json.dumps(body).encode(), headers or {}, 0.5)
 
 
 def test_an_answer_with_everything() -> None:
     usage = {"prompt_tokens": 40, "prompt_tokens_details": {"cached_tokens": 32}}
     logprobs = {"tokens": [" the", "x"], "token_logprobs": [-0.5, None]}
     headers = {"x-mooncake-prefill": "p:1", "x-mooncake-decode": "d:1", "x-mooncake-route": "prefill, decode"}
-    shot = read_shot(reply({"usage": usage, "choices": [{"text": " thex", "logprobs": logprobs}]}, **headers))
+    shot = read_shot(
+        reply({"usage": usage, "choices": [{"text": " thex", "logprobs": logprobs}]}, headers=headers)
+    )
     assert (shot.prompt_tokens, shot.cached_tokens, shot.text, shot.logprob) == (40, 32, " the", -0.5)
     assert (shot.prefill, shot.decode, shot.route) == ("p:1", "d:1", "prefill, decode")
 

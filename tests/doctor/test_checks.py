@@ -280,6 +280,14 @@ def test_expectations_are_compared() -> None:
     assert examine(facts, Expectations(400, "k", 150e6, 1024, 5.0, True)) == []
 
 
+def test_events_are_needed_where_a_gateway_reads_them() -> None:
+    facts = healthy()
+    facts.engines[1].publishers, facts.gateway = [], None
+    assert [(one.code, one.where) for one in examine(facts, EXPECTED)] == [("events_absent", B)]
+    topic = Expectations(events_topic="kv", shares_store=True)
+    assert [one.code for one in examine(facts, topic)] == ["events_off"]
+
+
 def test_engines_that_share_nothing_may_differ() -> None:
     facts = healthy()
     facts.store = None
@@ -327,5 +335,6 @@ def test_the_worst_come_first() -> None:
 
 
 def test_every_code_has_a_fault_here() -> None:
-    shown = {code for code, _, _ in FAULTS} | {"kv_identity_differs", "events_wrong_topic", "disk_slow"}
+    shown = {code for code, _, _ in FAULTS}
+    shown |= {"kv_identity_differs", "events_wrong_topic", "events_absent"}
     assert RULES.keys() == shown

@@ -143,7 +143,7 @@ async def test_our_worker() -> None:
 async def test_other_servers_leave_most_unknown() -> None:
     facts = await facts_of({"/v1/models": models("others", "m"), "/metrics": "no metrics { at all"})
     assert facts.reach.is_fine and facts.kind is EngineKind.OTHER
-    assert facts.block_tokens is facts.publishers is facts.has_prefix_cache is None
+    assert (facts.block_tokens, facts.publishers, facts.has_prefix_cache) == (None, None, None)
     assert not (await facts_of({"/v1/models": "[1]"})).models
 
 

@@ -4,9 +4,11 @@
 from __future__ import annotations
 
 import json
+import re
 import resource
 import subprocess
 import sys
+import urllib.request
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -74,7 +76,8 @@ def flags_of(gateway: Program, master: str) -> tuple[str, ...]:
 def wait_until_routable(gateway: Program, num_ready: int) -> None:
     def are_ready() -> bool:
         answer = gateway.request("GET", "/status", None, headers={"X-API-Key": ADMIN_KEY})
-        return sum(row["health"] == "ready" for row in answer.body["instances"]) == num_ready
+        health = [str(row["health"]) for row in answer.body["instances"]]
+        return health == ["ready"] * num_ready
 
     wait_for(are_ready, "the engines to be ready", 60.0)
 
@@ -146,6 +149,34 @@ def test_an_earlier_prompt_is_looked_for_after_a_restart(healthy: Healthy, tmp_p
     fresh = healthy.engine("decode", master="")
     _, found = examine("--engine", fresh.url, "--canary-file", str(tmp_path / "canary.json"))
     assert ("earlier_canary_lost", fresh.address) in named(found)
+
+
+def test_as_a_daemon_it_exports_a_metric_for_each_link(healthy: Healthy) -> None:
+    address = free_address()
+    host, port = address.split(":")
+    command = [sys.executable, "-m", "mooncake", "doctor", "--watch-s", "0.1", *healthy.flags]
+    lost = free_address()
+    command += ["--metrics-host", host, "--metrics-port", port, "--engine", lost]
+    with subprocess.Popen(command, stderr=subprocess.PIPE, text=True) as process:
+        try:
+            page = wait_for(lambda: links_of(address), "an examination", 120.0)
+        finally:
+            process.terminate()
+        assert process.stderr is not None
+        log = process.stderr.read()
+    assert process.returncode == 0
+    assert page[f'link="engine",where="{lost}"'] == 0.0
+    for one in (healthy.prefill, healthy.decode):
+        for link in ("engine", "events", "host", "conductor"):
+            assert page[f'link="{link}",where="{one.address}"'] == 1.0
+    assert page[f'link="store",where="{healthy.store.address}"'] == 1.0
+    assert f"code=engine_unreachable severity=broken where={lost}" in log
+
+
+def links_of(address: str) -> dict[str, float]:
+    with urllib.request.urlopen(f"http://{address}/metrics", timeout=10) as answer:
+        lines = re.findall(r"^mooncake_doctor_link_ok\{(.*)\} (\S+)$", answer.read().decode(), re.M)
+    return {labels: float(value) for labels, value in lines}
 
 
 # Faults beside the healthy processes
