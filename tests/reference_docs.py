@@ -550,11 +550,33 @@ def render_state_machines() -> str:
     return "\n".join(parts)
 
 
+def render_findings() -> str:
+    from mooncake.doctor.findings import RULES, Link
+
+    parts = [
+        "# Findings of the doctor\n",
+        GENERATED,
+        "`mooncake doctor` (`docs/operations.md`) reports these codes, which are stable. Severities:",
+        "`broken`: requests fail, or nothing is reused on this link; `wasteful`: it works, but slower, or",
+        "it will fail under load; `notice`: a fact to know, or a limit of the examination.\n",
+    ]
+    for link in Link:
+        rows = [
+            (f"`{code}`", rule.severity.value, rule.meaning, rule.why, rule.remedy)
+            for code, rule in RULES.items()
+            if rule.link is link
+        ]
+        titles = ("code", "severity", "what", "why it matters", "remedy")
+        parts += [f"## {link.value.capitalize()}\n", table(titles, rows)]
+    return "\n".join(parts)
+
+
 PAGES: dict[str, Callable[[], str]] = {
     "docs/configuration.md": render_configuration,
     "docs/reference/environment.md": render_environment,
     "docs/reference/commands.md": render_commands,
     "docs/reference/endpoints.md": render_endpoints,
+    "docs/reference/findings.md": render_findings,
     "docs/reference/log-events.md": render_log_events,
     "docs/reference/metrics.md": render_metrics,
     "docs/reference/state-machines.md": render_state_machines,

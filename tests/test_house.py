@@ -171,6 +171,9 @@ CORES = {
     "inference.request",
     "inference.scheduler",
     "cli.supervisor",
+    "doctor.checks",
+    "doctor.facts",
+    "doctor.findings",
 }
 WORLDLY = {
     "aiohttp",

@@ -64,6 +64,13 @@ COMMANDS = (
         entry="chat",
     ),
     Command(
+        "doctor",
+        "mooncake.cli.doctor",
+        "Find the broken link of a live KV cache deployment, ours or plain vLLM or SGLang servers.",
+        "mooncake doctor --url http://127.0.0.1:8000 --master 127.0.0.1:50051",
+        entry="doctor",
+    ),
+    Command(
         "gateway",
         "mooncake.cli.gateway_role",
         "Serve the OpenAI API and spread requests over workers.",

@@ -173,6 +173,7 @@ class Conductor:
                 queued_tokens=int(self.loads.queued_tokens[one.slot]),
                 num_blocks=self.index.num_blocks_of(one.id),
                 num_placed=int(self.loads.num_placed[one.slot]),
+                is_silent=one.is_silent,
             )
             for one in self.instances.values()
         ]

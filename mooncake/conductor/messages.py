@@ -359,6 +359,8 @@ class InstanceStatus(msgspec.Struct, frozen=True):
     queued_tokens: int
     num_blocks: int
     num_placed: int
+    is_silent: bool = False
+    "No KV events of it are read: its blocks are inferred from the prompts it was given."
 
 
 # --- the rest of the wire ----------------------------------------------------------------------------

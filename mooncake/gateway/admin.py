@@ -223,6 +223,7 @@ async def _status(gateway: Gateway) -> dict[str, Any]:
         "model": gateway.settings.model_name,
         "max_model_len": gateway.max_model_len,
         "scheduling": gateway.settings.scheduling,
+        "block_tokens": gateway.settings.block_tokens,
         "admission": await gateway.scheduling.admission(),
         "scaling": await gateway.scheduling.scaling(),
         "protocol": gateway.protocol if gateway.seems_to_front_engines else "workers",

@@ -1,0 +1,75 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What a gateway says of itself and of its instances; for other routers only what the OpenAI API has."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Mapping
+from typing import Any
+
+from mooncake.doctor.facts import GatewayFacts, InstanceFacts
+from mooncake.doctor.http_probe import HttpProbe, HttpServerAt, Unanswered
+
+
+async def read_gateway(http: HttpProbe, server: HttpServerAt, admin_api_key: str) -> GatewayFacts:
+    """The facts of a gateway, without any prompt."""
+    facts = GatewayFacts(server.address)
+    try:
+        models = await http.get(server, "/v1/models")
+    except Unanswered as error:
+        facts.reach = error.reach
+        return facts
+    facts.clock_skew_s = models.skew_s
+    found = models.json()
+    if models.status in (401, 403):
+        facts.key_refused = f"GET /v1/models was answered with {models.status}: {models.message}"
+    elif isinstance(found, dict):
+        cards = [one for one in found.get("data", []) if isinstance(one, dict)]
+        facts.models = tuple(str(one.get("id", "")) for one in cards)
+    await asyncio.gather(_read_version(http, server, facts), read_status(http, server, admin_api_key, facts))
+    return facts
+
+
+async def _read_version(http: HttpProbe, server: HttpServerAt, facts: GatewayFacts) -> None:
+    try:
+        reply = await http.get(server, "/version")
+    except Unanswered:
+        return
+    found = reply.json()
+    if reply.status == 200 and isinstance(found, dict):
+        facts.version = str(found.get("version", ""))
+
+
+async def read_status(http: HttpProbe, server: HttpServerAt, admin_api_key: str, facts: GatewayFacts) -> None:
+    """Read the gateway's status; other routers have none in this form."""
+    headers = {**server.headers, **({"X-API-Key": admin_api_key} if admin_api_key else {})}
+    try:
+        reply = await http.get(HttpServerAt(server.url, headers, server.is_signed), "/status")
+    except Unanswered:
+        return
+    found = reply.json()
+    if reply.status != 200 or not isinstance(found, dict) or "prefill_node_count" not in found:
+        return
+    facts.is_ours = True
+    facts.degraded = str(found.get("degraded") or "")
+    rows = found.get("instances")
+    if not isinstance(rows, list):
+        facts.status_refused = "GET /status shows the number of instances only, without a valid admin key"
+        return
+    facts.scheduling, facts.protocol = str(found.get("scheduling", "")), str(found.get("protocol", ""))
+    facts.conductor = str(found.get("conductor", ""))
+    size = found.get("block_tokens")
+    facts.block_tokens = size if isinstance(size, int) else None
+    facts.instances = [_instance(row) for row in rows if isinstance(row, dict)]
+
+
+def _instance(row: Mapping[str, Any]) -> InstanceFacts:
+    silent = row.get("is_silent")
+    return InstanceFacts(
+        address=str(row.get("instance", "")),
+        role=str(row.get("role", "")),
+        health=str(row.get("health", "")),
+        detail=str(row.get("detail", "")),
+        num_blocks=int(row.get("num_blocks") or 0),
+        is_silent=silent if isinstance(silent, bool) else None,
+    )
