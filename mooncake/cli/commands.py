@@ -154,6 +154,12 @@ TRACE_COMMANDS = (
         "Replay a trace against a live cluster; compare with the prediction.",
         "mooncake replay trace.jsonl --url http://127.0.0.1:8000 --predict --costs costs.toml --cluster 2P2D",
     ),
+    (
+        "grade",
+        "mooncake.cli.simulation.grade",
+        "Grade predictions against measurements on GPUs.",
+        "mooncake grade --fit-on measured.csv --test-on others.csv",
+    ),
 )
 
 FAKE_ENGINE = Command(

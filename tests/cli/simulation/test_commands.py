@@ -156,3 +156,36 @@ def test_bad_input_is_one_line(mooncake: Run, words: list[str], named: str) -> N
 def test_the_example_of_prices_is_the_default() -> None:
     example = Path(__file__).parents[3] / "examples" / "gpu-prices.toml"
     assert read_prices(example) == read_prices(None)
+
+
+def test_grade_of_a_run_and_of_rows(mooncake: Run, tmp_path: Path) -> None:
+    requests, free_at = [], 0.0
+    for number in range(40):
+        at, num_output = number * 0.5, 5 + number % 7
+        free_at = max(free_at, at) + 0.1 * (num_output + 1)
+        times = {
+            "queued_ts": at,
+            "first_token_ts": free_at - 0.1 * (num_output - 1),
+            "last_token_ts": free_at,
+        }
+        lengths = {"input_toks": 10, "output_toks": num_output}
+        requests.append(json.dumps({"request_id": f"r{number}", **lengths, **times}))
+    (tmp_path / "requests.jsonl").write_text("\n".join(requests))
+    (tmp_path / "meta.json").write_text('{"model": "one at a time", "engine_kwargs": {"max_num_seqs": 1}}')
+    done = mooncake("grade", str(tmp_path), "--json")
+    assert done.returncode == 0, done.stderr
+    found = json.loads(done.stdout)
+    assert (found["num_fitted"], found["num_graded"], len(found["requests"])) == (20, 20, 40)
+    assert abs(found["errors"]["tpot"]["mean"]["error"]) < 0.03
+    assert "TTFT mean" in mooncake("grade", str(tmp_path)).stdout
+
+    rows = tmp_path / "rows.csv"
+    heading = "id,backend,model_path,system,mode,isl,osl,batch_size,tp_size,silicon_ttft_ms,silicon_tpot_ms\n"
+    lines = [f"{n},e,m,s,agg,1024,64,{1 + n % 9},1,{100 + 10 * (n % 9)},{5 + n % 9}\n" for n in range(60)]
+    rows.write_text(heading + "".join(lines))
+    found = json.loads(mooncake("grade", "--fit-on", str(rows), "--test-on", str(rows), "--json").stdout)
+    assert found["num_graded"] == 60 and found["errors"]["all"]["tpot"]["all"]["median"] < 0.05
+    assert found["mode"]["cells"] == 0, "there is nothing to compare"
+    assert "60" in mooncake("grade", "--fit-on", str(rows), "--test-on", str(rows)).stdout
+    refused = mooncake("grade", "--test-on", str(rows))
+    assert refused.returncode == 2 and "not both" in refused.stderr

@@ -1,0 +1,253 @@
+# SPDX-License-Identifier: Apache-2.0
+"""``mooncake grade``: predictions beside what was measured on GPUs.
+
+Two kinds of measurements: one engine's run with the times of every request, and a table of TTFT and TPOT by
+model, card, engine and parallelism. In both, nothing that is graded was seen by the fit.
+"""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from random import Random
+from typing import Annotated, Any
+
+import msgspec
+import numpy as np
+import typer
+
+from mooncake.cli.simulation.report import PlainTable, wide_console
+from mooncake.errors import InvalidArgument
+from mooncake.sim.silicon.engine_run import EngineRun, EngineTimes, fit_engine, graded, simulate_engines
+from mooncake.sim.silicon.measured_rows import (
+    TARGETS,
+    GroupError,
+    MeasuredRow,
+    ModeChoice,
+    TimePrediction,
+    TimePredictor,
+    group_errors,
+    mode_choices,
+    read_rows,
+)
+
+MEASURES = ("ttft", "tpot", "latency")
+GROUPS = ("model_path", "system", "backend", "mode")
+
+
+def grade_command(
+    run_folder: Annotated[
+        Path | None,
+        typer.Argument(
+            metavar="RUN_DIR",
+            help="Folder of a run: requests.jsonl and meta.json, as LLMServingSim writes them.",
+        ),
+    ] = None,
+    share: Annotated[
+        float,
+        typer.Option("--fit-share", min=0.01, max=0.99, help="Share of a run's requests that the fit sees."),
+    ] = 0.5,
+    fit_on: Annotated[
+        Path | None,
+        typer.Option("--fit-on", metavar="FILE.csv", help="Measured rows of TTFT and TPOT to fit on."),
+    ] = None,
+    test_on: Annotated[
+        Path | None,
+        typer.Option(
+            "--test-on",
+            metavar="FILE.csv",
+            help="Measured rows to predict; without it, a random half of --fit-on.",
+        ),
+    ] = None,
+    seed: Annotated[int, typer.Option("--seed", help="Seed of the random halves.")] = 0,
+    is_json: Annotated[bool, typer.Option("--json", help="Print JSON, with every prediction.")] = False,
+) -> None:
+    """Grade predictions against measurements on GPUs.
+
+    RUN_DIR: an engine's costs are fitted to a random half of the requests, and the times of the other half
+    are predicted from their arrivals and lengths. --fit-on: TTFT and TPOT of other rows are predicted, and
+    whether disaggregation makes more tokens per card.
+    """
+    if (run_folder is None) == (fit_on is None):
+        raise InvalidArgument("RUN_DIR", str(run_folder), "a run's folder, or --fit-on FILE.csv, not both")
+    if test_on is not None and fit_on is None:
+        raise InvalidArgument("--test-on", str(test_on), "used with --fit-on")
+    if run_folder is not None:
+        document, tables = _grade_run(EngineRun.read(run_folder), share, seed)
+    else:
+        assert fit_on is not None
+        rows = read_rows(fit_on)
+        tested = read_rows(test_on) if test_on is not None else None
+        if tested is None:
+            Random(seed).shuffle(rows)
+            rows, tested = rows[: len(rows) // 2], rows[len(rows) // 2 :]
+        document, tables = _grade_rows(rows, tested)
+    if is_json:
+        print(json.dumps(document, indent=1))
+        return
+    console = wide_console()
+    for table in tables:
+        console.print(table.on_console())
+
+
+# --- a run
+
+
+def _grade_run(run: EngineRun, share: float, seed: int) -> tuple[dict[str, Any], list[PlainTable]]:
+    numbers = [number for number, at in enumerate(run.measured.last_token_s) if not np.isnan(at)]
+    Random(seed).shuffle(numbers)
+    is_known = np.zeros(len(run.load.ids), dtype=bool)
+    # Where some requests have no times, those are to be predicted, and the fit may see all others.
+    has_blanks = len(numbers) < len(is_known)
+    is_known[numbers if has_blanks else numbers[: round(share * len(numbers))]] = True
+    fit = fit_engine(run, is_known)
+    predicted = simulate_engines(fit.costs, fit.limits, run.load)
+    times = {
+        name: (getattr(predicted, f"{name}_s")(run.load), getattr(run.measured, f"{name}_s")(run.load))
+        for name in MEASURES
+    }
+    is_graded = is_known if has_blanks else ~is_known
+    errors = {name: graded(ours[is_graded], theirs[is_graded]) for name, (ours, theirs) in times.items()}
+    document = {
+        "run": run.name,
+        "num_fitted": int(is_known.sum()),
+        "num_graded": int(is_graded.sum()),
+        "graded_were_fitted": has_blanks,
+        "costs": msgspec.to_builtins(fit.costs),
+        "limits": msgspec.to_builtins(fit.limits),
+        "errors": {
+            name: {
+                statistic: {"measured_s": one.measured, "predicted_s": one.predicted, "error": one.relative}
+                for statistic, one in found.items()
+            }
+            for name, found in errors.items()
+        },
+        "requests": _requests_of(run, predicted, is_known),
+    }
+    rows: list[tuple[str, ...]] = [
+        (
+            f"{name.upper() if name != 'latency' else 'latency'} {statistic}",
+            f"{one.measured * 1000:,.1f}",
+            f"{one.predicted * 1000:,.1f}",
+            f"{one.relative:+.1%}",
+        )
+        for name, found in errors.items()
+        for statistic, one in found.items()
+    ]
+    caption = (
+        f"{is_graded.sum()} requests, {'which' if has_blanks else 'none of which'} the fit has seen; "
+        f"fitted on {is_known.sum()}. KV memory limit: {fit.limits.kv_tokens or 'none reached'}."
+    )
+    headings = ("", "measured ms", "predicted ms", "error")
+    return document, [PlainTable(run.name, headings, rows, caption)]
+
+
+def _requests_of(run: EngineRun, predicted: EngineTimes, is_known: Any) -> list[dict[str, Any]]:
+    columns = {
+        f"{kind}_{name}_s": getattr(times, f"{name}_s")(run.load)
+        for kind, times in (("predicted", predicted), ("measured", run.measured))
+        for name in MEASURES
+    }
+    return [
+        {
+            "request_id": request_id,
+            "fitted": bool(is_known[number]),
+            **{
+                name: None if np.isnan(column[number]) else float(column[number])
+                for name, column in columns.items()
+            },
+        }
+        for number, request_id in enumerate(run.load.ids)
+    ]
+
+
+# --- rows
+
+
+def _grade_rows(
+    rows: list[MeasuredRow], tested: list[MeasuredRow]
+) -> tuple[dict[str, Any], list[PlainTable]]:
+    predictions = {name: TimePredictor(rows, name).predict(tested) for name in TARGETS}
+    choices = mode_choices(tested, predictions["ttft"].seconds, predictions["tpot"].seconds)
+    groups = {
+        column or "all": {name: group_errors(tested, predictions[name], name, column) for name in TARGETS}
+        for column in ("", *GROUPS)
+    }
+    cells, objectives = ([one for one in choices if (one.tpot_s is None) is whole] for whole in (True, False))
+    document = {
+        "num_fitted": len(rows),
+        "num_graded": len(tested),
+        "errors": {
+            column: {name: msgspec.to_builtins(found) for name, found in targets.items()}
+            for column, targets in groups.items()
+        },
+        "mode": {
+            "cells": len(cells),
+            "cells_right": _share_right(cells),
+            "objectives": len(objectives),
+            "objectives_right": _share_right(objectives),
+            "choices": [{**msgspec.to_builtins(one), "is_right": one.is_right} for one in choices],
+        },
+        "rows": _rows_of(tested, predictions),
+    }
+    tables = [_error_table(column, targets) for column, targets in groups.items()]
+    shares: list[tuple[str, ...]] = [
+        ("most tokens per card", str(len(cells)), f"{_share_right(cells):.1%}"),
+        (
+            "most tokens per card within an objective of TPOT",
+            str(len(objectives)),
+            f"{_share_right(objectives):.1%}",
+        ),
+    ]
+    caption = "Cells of equal model, card, engine, precision and lengths that were measured both ways."
+    tables.append(PlainTable("Aggregated or disaggregated", ("", "comparisons", "right"), shares, caption))
+    return document, tables
+
+
+def _share_right(choices: list[ModeChoice]) -> float:
+    return sum(one.is_right for one in choices) / max(1, len(choices))
+
+
+def _error_table(column: str, targets: dict[str, dict[str, GroupError]]) -> PlainTable:
+    rows = [
+        (
+            label,
+            str(targets["ttft"][label].num_rows),
+            *(
+                f"{value:.1%}"
+                for name in TARGETS
+                for value in (
+                    targets[name][label].median,
+                    targets[name][label].p90,
+                    targets[name][label].within,
+                )
+            ),
+        )
+        for label in targets["ttft"]
+    ]
+    kinds = ("median", "p90", "in 90 %")
+    headings = ("", "rows", *(f"{name.upper()}\n{kind}" for name in TARGETS for kind in kinds))
+    caption = "Relative errors of the graded rows; in 90 %: share inside the predicted interval of 90 %."
+    return PlainTable(
+        f"By {column}" if column != "all" else "", headings, rows, caption if column == "all" else ""
+    )
+
+
+def _rows_of(rows: list[MeasuredRow], predictions: dict[str, TimePrediction]) -> list[dict[str, Any]]:
+    intervals = {name: one.interval() for name, one in predictions.items()}
+    return [
+        {
+            "id": row.id,
+            **{
+                key: value
+                for name in TARGETS
+                for key, value in (
+                    (f"{name}_s", float(predictions[name].seconds[number])),
+                    (f"{name}_low_s", float(intervals[name][0][number])),
+                    (f"{name}_high_s", float(intervals[name][1][number])),
+                    (f"measured_{name}_s", getattr(row, f"{name}_s")),
+                )
+            },
+        }
+        for number, row in enumerate(rows)
+    ]

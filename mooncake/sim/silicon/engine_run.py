@@ -1,0 +1,441 @@
+# SPDX-License-Identifier: Apache-2.0
+"""One engine's measured run, step costs fitted to a part of its requests, and predictions of the others.
+
+It owns a model of a continuous batch: the engine admits requests in the order of their arrival while it has
+places and KV memory, computes prompts in chunks beside the tokens of running answers, at most so many tokens
+a step, and preempts the newest request when its KV memory is full (vLLM's scheduler; Kwon et al., SOSP 2023,
+section 4.5; chunked prefill as in Agrawal et al., OSDI 2024, section 4.2). A step's time is a sum of terms
+whose coefficients are fitted to the times of known requests by the simplex method (Nelder and Mead, 1965):
+steps themselves are not in such recordings. Knows nothing of clusters or caches; ``serving/`` does.
+"""
+
+from __future__ import annotations
+
+import json
+from collections import deque
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any, Self
+
+import msgspec
+import numpy as np
+from numpy.typing import NDArray
+
+from mooncake.errors import InvalidArgument
+
+Floats = NDArray[np.float64]
+
+NUM_TERMS = 7
+
+
+class StepCosts(msgspec.Struct, frozen=True):
+    """Seconds of one step, by what is in it."""
+
+    base_s: float
+    per_token_s: float
+    "Per token that is computed, of prompts and of answers."
+    per_request_s: float
+    "Per answer in progress."
+    per_context_token_s: float
+    "Per token of context that answers in progress read."
+    per_pair_s: float
+    "Per pair of a prompt's tokens that attend to each other."
+    per_root_token_s: float
+    "Per square root of the computed tokens: more tokens read more experts of a mixture, but not twice."
+    answer_s: float
+    "From a step's end to the client; no part of the step."
+
+
+class EngineLimits(msgspec.Struct, frozen=True):
+    """What the engine's configuration allows."""
+
+    max_num_seqs: int = 256
+    max_num_batched_tokens: int = 8192
+    kv_tokens: int = 0
+    "Tokens of KV that fit; 0: no limit was ever reached."
+    num_engines: int = 1
+    "Engines that share the requests (data parallel)."
+
+
+class EngineLoad(msgspec.Struct, frozen=True):
+    """Requests in the order of their arrival: seconds since the first one, and tokens, all of shape (n,)."""
+
+    ids: list[str]
+    queued_s: Floats
+    num_input: NDArray[np.int64]
+    num_output: NDArray[np.int64]
+
+
+class EngineTimes(msgspec.Struct, frozen=True):
+    """Seconds since the load's first request, shape (n,); NaN where a request's time is unknown."""
+
+    first_token_s: Floats
+    last_token_s: Floats
+
+    def ttft_s(self, load: EngineLoad) -> Floats:
+        return self.first_token_s - load.queued_s
+
+    def tpot_s(self, load: EngineLoad) -> Floats:
+        """Mean time per token behind the first; NaN for answers of one token."""
+        behind = np.where(load.num_output > 1, load.num_output - 1, np.nan)
+        return (self.last_token_s - self.first_token_s) / behind
+
+    def latency_s(self, load: EngineLoad) -> Floats:
+        return self.last_token_s - load.queued_s
+
+
+class EngineRun(msgspec.Struct, frozen=True):
+    """A recorded run: LLMServingSim's ``requests.jsonl`` and ``meta.json``."""
+
+    name: str
+    load: EngineLoad
+    measured: EngineTimes
+    limits: EngineLimits
+
+    @classmethod
+    def read(cls, folder: Path) -> Self:
+        """Raises InvalidArgument: a file is missing, or not of this form."""
+        place = folder if (folder / "requests.jsonl").is_file() else folder / "vllm"
+        try:
+            text = (place / "requests.jsonl").read_text()
+            rows = [_row(line) for line in text.splitlines() if line.strip()]
+            meta = json.loads((place / "meta.json").read_text()) if (place / "meta.json").is_file() else {}
+            limits = _limits(meta.get("engine_kwargs", {}))
+        except (OSError, ValueError, TypeError, AttributeError, msgspec.MsgspecError) as error:
+            allowed = f"a folder with requests.jsonl and meta.json of a run ({error})"
+            raise InvalidArgument("RUN_DIR", str(folder), allowed) from error
+        if not rows:
+            raise InvalidArgument("RUN_DIR", str(folder), "a run with requests")
+        rows.sort(key=lambda row: row.queued_ts)
+        start = rows[0].queued_ts
+        first, last = ([getattr(row, name) for row in rows] for name in ("first_token_ts", "last_token_ts"))
+        load = EngineLoad(
+            [row.request_id for row in rows],
+            np.array([row.queued_ts - start for row in rows]),
+            np.array([row.input_toks for row in rows]),
+            np.array([row.output_toks for row in rows]),
+        )
+        times = [
+            np.array([np.nan if at is None else at - start for at in column]) for column in (first, last)
+        ]
+        return cls(str(meta.get("model") or folder.name), load, EngineTimes(*times), limits)
+
+
+class _Row(msgspec.Struct):
+    request_id: str
+    input_toks: int
+    output_toks: int
+    queued_ts: float
+    first_token_ts: float | None = None
+    last_token_ts: float | None = None
+
+
+def _row(line: str) -> _Row:
+    row = msgspec.json.decode(line, type=_Row)
+    if row.input_toks < 1 or row.output_toks < 1:
+        raise ValueError(f"request {row.request_id} has no prompt or no answer")
+    return row
+
+
+def _limits(arguments: dict[str, Any]) -> EngineLimits:
+    """Where the run names no limit, the engine's own default stands."""
+    default = EngineLimits()
+    return EngineLimits(
+        int(arguments.get("max_num_seqs") or default.max_num_seqs),
+        int(arguments.get("max_num_batched_tokens") or default.max_num_batched_tokens),
+        0,
+        int(arguments.get("data_parallel_size") or 1),
+    )
+
+
+# --- the engine
+
+
+class _Engine:
+    """One engine, which takes requests by their numbers and runs steps."""
+
+    def __init__(self, costs: StepCosts, limits: EngineLimits, load: EngineLoad) -> None:
+        self.now = 0.0
+        self._costs, self._limits = costs, limits
+        self._num_output = load.num_output.tolist()
+        self._size = load.num_input.tolist()
+        """Tokens to compute before the answer goes on: the prompt; after a preemption, the answer so far."""
+        self._context = [0] * len(self._size)
+        self._left = list(self._num_output)
+        self.waiting: deque[int] = deque()
+        self._prefills: list[int] = []
+        self._decodes: dict[int, None] = {}
+        self._ends: dict[int, list[int]] = {}
+        """By the number of a step: answers that it completes."""
+        self._end_of: dict[int, int] = {}
+        self._step = 0
+        self._num_context = 0
+        """Tokens of KV of answers in progress."""
+        self._num_computed = 0
+        """Tokens of KV of prompts in progress."""
+        self.first_token_s: dict[int, float] = {}
+        self.last_token_s: dict[int, float] = {}
+
+    @property
+    def is_idle(self) -> bool:
+        return not (self.waiting or self._prefills or self._decodes)
+
+    @property
+    def num_queued(self) -> int:
+        """How loaded it is for new requests: those that wait count four times (vLLM's balancer)."""
+        return 4 * len(self.waiting) + len(self._prefills) + len(self._decodes)
+
+    def step(self) -> None:
+        """Run a step; ``now`` is its end."""
+        limits, num_decodes = self._limits, len(self._decodes)
+        if limits.kv_tokens:
+            while self._num_context + self._num_computed + num_decodes > limits.kv_tokens and num_decodes > 1:
+                self._preempt(next(reversed(self._decodes)))
+                num_decodes -= 1
+        budget, num_new, num_pairs = limits.max_num_batched_tokens - num_decodes, 0, 0.0
+        finished: list[int] = []
+        for number in self._prefills:
+            taken = min(budget, self._size[number] - self._context[number])
+            num_pairs += self._compute(number, taken, finished)
+            budget, num_new = budget - taken, num_new + taken
+        while budget > 0 and self.waiting and num_decodes + len(self._prefills) < limits.max_num_seqs:
+            number = self.waiting[0]
+            used = self._num_context + self._num_computed + num_decodes
+            if limits.kv_tokens and used + self._size[number] > limits.kv_tokens and used > 0:
+                break
+            self._prefills.append(self.waiting.popleft())
+            taken = min(budget, self._size[number])
+            num_pairs += self._compute(number, taken, finished)
+            budget, num_new = budget - taken, num_new + taken
+        costs, num_tokens = self._costs, num_new + num_decodes
+        self.now += (
+            costs.base_s
+            + costs.per_token_s * num_tokens
+            + costs.per_request_s * num_decodes
+            + costs.per_context_token_s * self._num_context
+            + costs.per_pair_s * num_pairs
+            + costs.per_root_token_s * num_tokens**0.5
+        )
+        self._step += 1
+        self._num_context += num_decodes
+        for number in self._ends.pop(self._step, ()):
+            if self._end_of.get(number) == self._step:
+                self._leave(number)
+                self.last_token_s[number] = self.now
+        for number in finished:
+            self._answer(number)
+
+    def _compute(self, number: int, taken: int, finished: list[int]) -> float:
+        first = self._context[number]
+        self._context[number] += taken
+        self._num_computed += taken
+        if taken and first + taken == self._size[number]:
+            finished.append(number)
+        return taken * (first + taken / 2)
+
+    def _answer(self, number: int) -> None:
+        """The prompt is computed, and its step has made a token."""
+        self._prefills.remove(number)
+        self._num_computed -= self._size[number]
+        self.first_token_s.setdefault(number, self.now)
+        if self._left[number] == 1:
+            self.last_token_s[number] = self.now
+            return
+        self._decodes[number] = None
+        self._num_context += self._size[number]
+        end = self._step + self._left[number] - 1
+        self._ends.setdefault(end, []).append(number)
+        self._end_of[number] = end
+
+    def _leave(self, number: int) -> None:
+        """An answer's KV is released."""
+        del self._decodes[number]
+        self._num_context -= self._size[number] + self._left[number] - 1 - self._remaining(number)
+
+    def _remaining(self, number: int) -> int:
+        return self._end_of.pop(number) - self._step
+
+    def _preempt(self, number: int) -> None:
+        """Its KV is released; it is computed again, with the tokens that it has made, before all who wait."""
+        num_left = self._end_of[number] - self._step
+        num_made = self._left[number] - num_left
+        self._leave(number)
+        self._size[number] += num_made
+        self._left[number] = num_left
+        self._context[number] = 0
+        self.waiting.appendleft(number)
+
+
+def simulate_engines(costs: StepCosts, limits: EngineLimits, load: EngineLoad) -> EngineTimes:
+    """When every request's first and last token come."""
+    engines = [_Engine(costs, limits, load) for _ in range(limits.num_engines)]
+    arrivals = load.queued_s.tolist()
+    place, num_requests = 0, len(arrivals)
+    while True:
+        busy = [engine for engine in engines if not engine.is_idle]
+        engine = min(busy, key=lambda one: one.now, default=None)
+        if place < num_requests and (engine is None or arrivals[place] <= engine.now):
+            target = min(engines, key=lambda one: one.num_queued)
+            if target.is_idle:
+                target.now = max(target.now, arrivals[place])
+            target.waiting.append(place)
+            place += 1
+        elif engine is None:
+            break
+        else:
+            engine.step()
+    first, last = np.full(num_requests, np.nan), np.full(num_requests, np.nan)
+    for engine in engines:
+        first[list(engine.first_token_s)] = list(engine.first_token_s.values())
+        last[list(engine.last_token_s)] = list(engine.last_token_s.values())
+    return EngineTimes(first + costs.answer_s, last + costs.answer_s)
+
+
+# --- the fit
+
+
+class EngineFit(msgspec.Struct, frozen=True):
+    """Costs and limits that describe a run best."""
+
+    costs: StepCosts
+    limits: EngineLimits
+    loss: float
+    "Sum of the mean relative errors of TTFT, TPOT (twice) and the last token's time."
+
+
+def fit_engine(run: EngineRun, is_known: NDArray[np.bool_]) -> EngineFit:
+    """Fit to the requests in ``is_known``, shape (n,), of which the measured times are used; of the others
+    only arrival and lengths are.
+
+    Raises:
+        InvalidArgument: fewer than eight of them have times.
+    """
+    is_known = is_known & ~np.isnan(run.measured.first_token_s) & ~np.isnan(run.measured.last_token_s)
+    if is_known.sum() < 2 * (NUM_TERMS - 3):
+        raise InvalidArgument("requests", int(is_known.sum()), "at least 8 requests with measured times")
+    best = _fit(run, run.limits, is_known, _rough(run, is_known), 400)
+    # A memory limit shows in nothing but the times. It is accepted where it explains them much better.
+    unlimited, limit = best, int((run.load.num_input + run.load.num_output).sum())
+    while limit > 2 * int((run.load.num_input + run.load.num_output).max()):
+        limit = int(limit / 1.3)
+        limits = msgspec.structs.replace(run.limits, kv_tokens=limit)
+        if _loss(run, limits, is_known, best.costs) > 3 * unlimited.loss + 0.1:
+            break
+        tried = _fit(run, limits, is_known, _logarithms(best.costs), 80)
+        if tried.loss < best.loss:
+            best = tried
+    if best.loss > 0.9 * unlimited.loss:
+        return unlimited
+    for size in (0.2, 0.05):
+        best = _fit_with_memory(run, is_known, best, size)
+    return best
+
+
+def _fit_with_memory(run: EngineRun, is_known: NDArray[np.bool_], best: EngineFit, size: float) -> EngineFit:
+    """The memory limit is one more coefficient."""
+
+    def loss(logarithms: Floats) -> float:
+        limits = msgspec.structs.replace(best.limits, kv_tokens=int(np.exp(logarithms[-1])))
+        return _loss(run, limits, is_known, _costs(logarithms[:-1]))
+
+    start = np.append(_logarithms(best.costs), np.log(best.limits.kv_tokens))
+    found, value = minimum(loss, start, 250, size)
+    limits = msgspec.structs.replace(best.limits, kv_tokens=int(np.exp(found[-1])))
+    return EngineFit(_costs(found[:-1]), limits, value)
+
+
+def _logarithms(costs: StepCosts) -> Floats:
+    return np.asarray(np.log(np.array(msgspec.structs.astuple(costs))))
+
+
+def _costs(logarithms: Floats) -> StepCosts:
+    return StepCosts(*np.exp(np.clip(logarithms, -40, 10)).tolist())
+
+
+def _rough(run: EngineRun, is_known: NDArray[np.bool_]) -> Floats:
+    """Logarithms of plausible coefficients, of shape (NUM_TERMS,)."""
+    step_s = float(np.nanquantile(run.measured.tpot_s(run.load)[is_known], 0.1))
+    base_s = max(1e-5, 0.5 * step_s)
+    token_s = base_s / 300
+    return np.log([base_s, token_s, base_s / 1000, base_s / 2e5, token_s / 2e4, base_s / 300, base_s / 10])
+
+
+def _fit(
+    run: EngineRun, limits: EngineLimits, is_known: NDArray[np.bool_], start: Floats, num_steps: int
+) -> EngineFit:
+    def loss(logarithms: Floats) -> float:
+        return _loss(run, limits, is_known, _costs(logarithms))
+
+    found, value = minimum(loss, start, num_steps)
+    return EngineFit(_costs(found), limits, value)
+
+
+def _loss(run: EngineRun, limits: EngineLimits, is_known: NDArray[np.bool_], costs: StepCosts) -> float:
+    times, measured, load = simulate_engines(costs, limits, run.load), run.measured, run.load
+    first = np.abs(times.first_token_s - measured.first_token_s)[is_known].mean()
+    last = np.abs(times.last_token_s - measured.last_token_s)[is_known].mean()
+    tpot_s = measured.tpot_s(load)
+    is_answer = is_known & (np.nan_to_num(tpot_s) > 0)
+    tokens = np.abs(times.tpot_s(load) / np.where(is_answer, tpot_s, 1) - 1)[is_answer]
+    return float(
+        first / measured.ttft_s(load)[is_known].mean()
+        + 2 * (tokens.mean() if len(tokens) else 0.0)
+        + last / measured.latency_s(load)[is_known].mean()
+    )
+
+
+def minimum(
+    function: Callable[[Floats], float], start: Floats, num_steps: int, size: float = 0.4
+) -> tuple[Floats, float]:
+    """A local minimum near ``start``, shape (k,), and its value: the simplex method of Nelder and Mead."""
+    points = [start, *(start + size * axis for axis in np.eye(len(start)))]
+    values = [function(point) for point in points]
+    for _ in range(num_steps):
+        order = np.argsort(values, kind="stable")
+        points, values = [points[one] for one in order], [values[one] for one in order]
+        centre, worst = np.mean(points[:-1], axis=0), points[-1]
+        reflected = 2 * centre - worst
+        value = function(reflected)
+        if value < values[0]:
+            expanded = 3 * centre - 2 * worst
+            further = function(expanded)
+            points[-1], values[-1] = (expanded, further) if further < value else (reflected, value)
+        elif value < values[-2]:
+            points[-1], values[-1] = reflected, value
+        else:
+            nearer = (centre + worst) / 2
+            value = function(nearer)
+            if value < values[-1]:
+                points[-1], values[-1] = nearer, value
+            else:
+                points = [points[0], *((points[0] + point) / 2 for point in points[1:])]
+                values = [values[0], *(function(point) for point in points[1:])]
+    best = int(np.argmin(values))
+    return points[best], values[best]
+
+
+# --- the grade
+
+
+class PredictionError(msgspec.Struct, frozen=True):
+    """A predicted statistic beside the measured one, in seconds."""
+
+    measured: float
+    predicted: float
+
+    @property
+    def relative(self) -> float:
+        return self.predicted / self.measured - 1 if self.measured else 0.0
+
+
+def graded(predicted: Floats, measured: Floats) -> dict[str, PredictionError]:
+    """Mean and quantiles of two columns of shape (n,), without those that aren't known."""
+    is_known = ~np.isnan(predicted) & ~np.isnan(measured)
+    columns = predicted[is_known], measured[is_known]
+    if not len(columns[0]):
+        return {}
+    found = {"mean": PredictionError(float(columns[1].mean()), float(columns[0].mean()))}
+    for share in (0.5, 0.9, 0.95, 0.99):
+        ours, theirs = (float(np.quantile(column, share)) for column in columns)
+        found[f"p{share * 100:g}"] = PredictionError(theirs, ours)
+    return found

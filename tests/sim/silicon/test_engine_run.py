@@ -1,0 +1,172 @@
+# SPDX-License-Identifier: Apache-2.0
+import json
+from pathlib import Path
+from random import Random
+
+import msgspec
+import numpy as np
+import pytest
+
+from mooncake.errors import InvalidArgument
+from mooncake.sim.silicon.engine_run import (
+    EngineLimits,
+    EngineLoad,
+    EngineRun,
+    EngineTimes,
+    StepCosts,
+    fit_engine,
+    graded,
+    minimum,
+    simulate_engines,
+)
+
+COSTS = StepCosts(0.01, 3e-5, 2e-5, 6e-8, 1e-9, 5e-5, 0.001)
+FLAT = StepCosts(1.0, 0.0, 0.0, 0.0, 0.0, 0.0, 0.0)
+"""Every step takes a second."""
+
+
+def load_of(*requests: tuple[float, int, int]) -> EngineLoad:
+    arrivals, inputs, outputs = zip(*requests, strict=True)
+    ids = [str(number) for number in range(len(requests))]
+    return EngineLoad(ids, np.array(arrivals, dtype=float), np.array(inputs), np.array(outputs))
+
+
+def busy_load(seed: int, num_requests: int = 80) -> EngineLoad:
+    random = Random(seed)
+    at, requests = 0.0, []
+    for _ in range(num_requests):
+        at += random.expovariate(8.0)
+        requests.append((at, random.randrange(20, 3000), random.randrange(1, 300)))
+    return load_of(*requests)
+
+
+def test_a_prompt_is_computed_in_chunks_and_its_answer_token_by_token() -> None:
+    load = load_of((5.0, 250, 3))
+    times = simulate_engines(FLAT, EngineLimits(8, 100), load)
+    assert times.ttft_s(load).tolist() == [3.0]
+    assert times.latency_s(load).tolist() == [5.0]
+    assert times.tpot_s(load).tolist() == [1.0]
+
+
+def test_answers_leave_room_for_so_many_tokens_of_prompts() -> None:
+    load = load_of((0.0, 10, 50), (0.0, 10, 50), (10.0, 99, 1))
+    times = simulate_engines(FLAT, EngineLimits(8, 100), load)
+    # Two tokens of each step are answers', so the prompt of 99 tokens needs two steps.
+    assert times.ttft_s(load)[2] == 2.0
+
+
+def test_a_request_waits_for_a_place() -> None:
+    load = load_of((0.0, 10, 5), (0.0, 10, 5))
+    times = simulate_engines(FLAT, EngineLimits(1, 100), load)
+    assert times.latency_s(load).tolist() == [5.0, 10.0]
+
+
+def test_the_newest_answer_is_computed_again_when_the_memory_is_full() -> None:
+    load = load_of((0.0, 50, 40), (0.0, 50, 40))
+    free = simulate_engines(FLAT, EngineLimits(8, 100), load)
+    full = simulate_engines(FLAT, EngineLimits(8, 100, kv_tokens=120), load)
+    assert free.latency_s(load).tolist() == [40.0, 40.0]
+    assert full.latency_s(load)[0] == 40.0
+    # It resumes when the first has ended: one step computes again what it had, which makes its next token.
+    num_made = 11
+    assert full.latency_s(load)[1] == 40.0 + 40 - num_made
+    assert full.ttft_s(load).tolist() == free.ttft_s(load).tolist()
+
+
+def test_engines_share_the_requests() -> None:
+    load = load_of(*[(0.0, 10, 5)] * 4)
+    times = simulate_engines(FLAT, EngineLimits(1, 100, num_engines=2), load)
+    assert times.latency_s(load).tolist() == [5.0, 5.0, 10.0, 10.0]
+
+
+@pytest.mark.parametrize("seed", range(8))
+def test_every_request_ends_and_nothing_takes_negative_time(seed: int) -> None:
+    load = busy_load(seed)
+    for kv_tokens in (0, 12_000, 4000):
+        limits = EngineLimits(16, 512, kv_tokens, 1 + seed % 2)
+        times = simulate_engines(COSTS, limits, load)
+        assert (times.ttft_s(load) > 0).all()
+        assert (times.last_token_s >= times.first_token_s).all()
+        least_s = (load.num_output - 1) * COSTS.base_s
+        assert (times.last_token_s - times.first_token_s >= least_s * 0.999).all()
+
+
+def test_costs_of_known_requests_predict_the_others() -> None:
+    load = busy_load(1, 120)
+    limits = EngineLimits(16, 1024)
+    run = EngineRun("run", load, simulate_engines(COSTS, limits, load), limits)
+    is_known = np.arange(120) % 2 == 0
+    fit = fit_engine(run, is_known)
+    predicted = simulate_engines(fit.costs, fit.limits, load)
+    for name in ("ttft_s", "tpot_s", "latency_s"):
+        ours, theirs = (getattr(times, name)(load)[~is_known] for times in (predicted, run.measured))
+        assert abs(graded(ours, theirs)["mean"].relative) < 0.02, name
+
+
+def test_a_memory_limit_is_found_from_the_times() -> None:
+    load = busy_load(2, 100)
+    limits = EngineLimits(64, 1024)
+    measured = simulate_engines(COSTS, msgspec.structs.replace(limits, kv_tokens=20_000), load)
+    fit = fit_engine(EngineRun("run", load, measured, limits), np.arange(100) % 2 == 0)
+    assert 16_000 < fit.limits.kv_tokens < 25_000
+
+
+def test_too_few_known_requests_are_refused() -> None:
+    load = busy_load(3, 10)
+    run = EngineRun("run", load, simulate_engines(COSTS, EngineLimits(), load), EngineLimits())
+    with pytest.raises(InvalidArgument, match="at least 8"):
+        fit_engine(run, np.arange(10) < 7)
+
+
+def write_run(folder: Path, rows: list[dict[str, object]], meta: object) -> None:
+    folder.joinpath("requests.jsonl").write_text("\n".join(json.dumps(row) for row in rows) + "\n")
+    folder.joinpath("meta.json").write_text(json.dumps(meta))
+
+
+def test_a_run_is_read_in_the_order_of_its_arrivals(tmp_path: Path) -> None:
+    row: dict[str, object] = {"input_toks": 5, "output_toks": 3}
+    late: dict[str, object] = {
+        **row,
+        "request_id": "late",
+        "queued_ts": 12.5,
+        "first_token_ts": 13.0,
+        "last_token_ts": 14.0,
+    }
+    unknown: dict[str, object] = {**row, "request_id": "unknown", "queued_ts": 10.0, "first_token_ts": None}
+    arguments = {"max_num_seqs": 128, "max_num_batched_tokens": None, "data_parallel_size": 2}
+    write_run(tmp_path, [late, unknown], {"model": "m", "engine_kwargs": arguments})
+    run = EngineRun.read(tmp_path)
+    assert (run.name, run.load.ids) == ("m", ["unknown", "late"])
+    assert run.load.queued_s.tolist() == [0.0, 2.5]
+    assert run.limits == EngineLimits(128, 8192, 0, 2)
+    assert np.isnan(run.measured.last_token_s[0]) and run.measured.ttft_s(run.load)[1] == 0.5
+    assert run.measured.tpot_s(run.load)[1] == 0.5
+
+
+@pytest.mark.parametrize(
+    "content", ["", "not json\n", '{"request_id": "a"}\n', '{"request_id": "a", "input_toks": 0}\n']
+)
+def test_what_is_no_run_is_refused(tmp_path: Path, content: str) -> None:
+    (tmp_path / "requests.jsonl").write_text(content)
+    with pytest.raises(InvalidArgument, match="RUN_DIR"):
+        EngineRun.read(tmp_path)
+    with pytest.raises(InvalidArgument, match="RUN_DIR"):
+        EngineRun.read(tmp_path / "missing")
+
+
+def test_grades_leave_out_what_is_unknown() -> None:
+    errors = graded(np.array([1.1, 5.0, np.nan]), np.array([1.0, np.nan, 2.0]))
+    assert errors["mean"].relative == pytest.approx(0.1)
+    assert graded(np.array([np.nan]), np.array([1.0])) == {}
+
+
+def test_the_simplex_method_finds_a_minimum() -> None:
+    target = np.array([1.0, -2.0, 0.5])
+    found, value = minimum(lambda point: float(((point - target) ** 2).sum()), np.zeros(3), 200)
+    assert value < 1e-6
+    assert found == pytest.approx(target, abs=1e-2)
+
+
+def test_times_of_one_token_answers_have_no_tpot() -> None:
+    load = load_of((0.0, 5, 1))
+    assert np.isnan(EngineTimes(np.array([1.0]), np.array([1.0])).tpot_s(load)[0])
