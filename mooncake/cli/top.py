@@ -26,7 +26,7 @@ from rich.text import Text
 from mooncake.cli.cluster_status import (
     GatewayStatus,
     InstanceRow,
-    Latency,
+    LatencyQuantiles,
     Traffic,
     TrafficWindow,
     read_sample,
@@ -60,7 +60,7 @@ class MasterRow(msgspec.Struct, frozen=True):
     problem: str = ""
 
 
-class ClusterView(msgspec.Struct, frozen=True):
+class ClusterReading(msgspec.Struct, frozen=True):
     """All that is shown; an empty problem where a half was reached."""
 
     gateway: GatewayStatus | None
@@ -170,14 +170,14 @@ class ClusterReader:
     store: StoreReader
     _before: tuple[float, m.MasterStatus] | None = field(default=None, init=False)
 
-    def read(self, now: float) -> ClusterView:
+    def read(self, now: float) -> ClusterReading:
         status, problem = self.gateway.status()
         traffic, traffic_problem = (None, "") if status is None else self.gateway.traffic(now)
         store, store_problem = self.store.status(now)
         masters = self.store.masters()
-        return ClusterView(status, problem, traffic, traffic_problem, store, store_problem, masters)
+        return ClusterReading(status, problem, traffic, traffic_problem, store, store_problem, masters)
 
-    def drawn(self, view: ClusterView, now: float, width: int) -> Group:
+    def drawn(self, view: ClusterReading, now: float, width: int) -> Group:
         """The view as a renderable; the store's rates are those since the last one."""
         before, self._before = self._before, None if view.store is None else (now, view.store)
         parts = [*gateway_parts(view, self.gateway.url, width), Text(""), Rule("store", align="left")]
@@ -216,7 +216,7 @@ def top(url: str, master: str, admin_key: str, once: bool, as_json: bool, every_
         reader.store.close()
 
 
-def _live(console: Console, reader: ClusterReader, view: ClusterView, every_s: float) -> None:
+def _live(console: Console, reader: ClusterReader, view: ClusterReading, every_s: float) -> None:
     with Live(reader.drawn(view, time.monotonic(), console.width), console=console, screen=True) as live:
         while True:
             time.sleep(every_s)
@@ -224,7 +224,7 @@ def _live(console: Console, reader: ClusterReader, view: ClusterView, every_s: f
             live.update(reader.drawn(view, now, console.width), refresh=True)
 
 
-def gateway_parts(view: ClusterView, url: str, width: int) -> list[RenderableType]:
+def gateway_parts(view: ClusterReading, url: str, width: int) -> list[RenderableType]:
     """The gateway's half, in lines and tables."""
     parts: list[RenderableType] = [Rule(f"gateway {url}", align="left")]
     status = view.gateway
@@ -273,7 +273,7 @@ def traffic_lines(traffic: Traffic) -> list[str]:
     ]
 
 
-def _quantiles(found: Latency) -> str:
+def _quantiles(found: LatencyQuantiles) -> str:
     if found.p50_s is None or found.p95_s is None:
         return "-"
     return f"p50 {_milliseconds(found.p50_s)}, p95 {_milliseconds(found.p95_s)}"
