@@ -72,6 +72,13 @@ class ClusterReading(msgspec.Struct, frozen=True):
     masters: list[MasterRow]
 
 
+class RefusedRedirects(urllib.request.HTTPRedirectHandler):
+    """Follows no redirection: the admin key is for the server that was named."""
+
+    def redirect_request(self, *_: Any) -> None:
+        return None
+
+
 class GatewayReader:
     """Reads a gateway's pages."""
 
@@ -81,7 +88,8 @@ class GatewayReader:
             raise InvalidArgument("--url", url, "an address such as http://127.0.0.1:8000")
         self.url = url.rstrip("/")
         self._admin_key = admin_key
-        self._tls = tool_identity().client_tls if parts.scheme == "https" else None
+        tls = urllib.request.HTTPSHandler(context=tool_identity().client_tls)
+        self._opener = urllib.request.build_opener(RefusedRedirects(), tls)
         self._window = TrafficWindow()
 
     def status(self) -> tuple[GatewayStatus | None, str]:
@@ -105,7 +113,7 @@ class GatewayReader:
         if self._admin_key:
             request.add_header("X-API-Key", self._admin_key)
         try:
-            with urllib.request.urlopen(request, timeout=TIMEOUT_S, context=self._tls) as answer:
+            with self._opener.open(request, timeout=TIMEOUT_S) as answer:
                 content = bytes(answer.read(MAX_PAGE_BYTES + 1))
         except urllib.error.HTTPError as error:
             with error:

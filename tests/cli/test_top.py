@@ -57,6 +57,11 @@ class GatewayPages(BaseHTTPRequestHandler):
     """A gateway's two pages."""
 
     def do_GET(self) -> None:
+        if self.path.startswith("/elsewhere/"):
+            self.send_response(302)
+            self.send_header("Location", "/status")
+            self.end_headers()
+            return
         knows = self.headers.get("X-API-Key") == KEY
         content = json.dumps(STATUS if knows else PUBLIC).encode()
         if self.path == "/metrics":
@@ -181,6 +186,13 @@ def test_a_terminal_is_refreshed_until_ctrl_c(gateway: str, master: str) -> None
     assert (process.returncode, errors) == (0, b"")
     assert b"10.0.0.1:8100" in shown and b"61 MiB" in shown
     assert b"\x1b[?1049l" in shown and b"\x1b[?25h" in shown, "the screen and the cursor are restored"
+
+
+def test_the_key_is_not_sent_where_a_server_redirects(
+    gateway: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    text, _, _ = shown(capsys, "--url", f"{gateway}/elsewhere", "--master", UNREACHABLE)
+    assert "answers 302" in text and "tiny" not in text
 
 
 def test_a_wrong_address_is_named(capsys: pytest.CaptureFixture[str]) -> None:
