@@ -31,7 +31,7 @@ Sample = dict[str, dict[Labels, float]]
 """Values of the counters above, by name and labels."""
 
 
-class Latency(msgspec.Struct, frozen=True):
+class LatencyQuantiles(msgspec.Struct, frozen=True):
     """A histogram's median and 95th percentile, in seconds; None without observations."""
 
     p50_s: float | None
@@ -50,8 +50,8 @@ class Traffic(msgspec.Struct, frozen=True):
     output_tokens: float
     cached_share: float | None
     "Share of the prompts' tokens that were cached; None without prompts."
-    ttft: Latency
-    tbt: Latency
+    ttft: LatencyQuantiles
+    tbt: LatencyQuantiles
 
     def rate(self, number: float) -> float | None:
         """``number`` per second; None where the time is not known."""
@@ -167,13 +167,13 @@ def _total(values: Mapping[Labels, float]) -> float:
     return sum(values.values())
 
 
-def latency(buckets: Mapping[Labels, float]) -> Latency:
+def latency(buckets: Mapping[Labels, float]) -> LatencyQuantiles:
     """Quantiles of a histogram from its cumulative buckets, those of several label sets together."""
     counts: dict[float, float] = {}
     for labels, value in buckets.items():
         bound = float(dict(labels)["le"])
         counts[bound] = counts.get(bound, 0.0) + value
-    return Latency(quantile(counts, 0.5), quantile(counts, 0.95))
+    return LatencyQuantiles(quantile(counts, 0.5), quantile(counts, 0.95))
 
 
 def quantile(counts: Mapping[float, float], part: float) -> float | None:

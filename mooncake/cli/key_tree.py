@@ -11,6 +11,9 @@ from rich.tree import Tree
 
 from mooncake.cli.output import printable, size_text
 
+MAX_BELOW = 20
+"""Maximum number of prefixes shown below one, the largest; JSON has all."""
+
 
 class KeyPrefix(msgspec.Struct):
     """A prefix with the objects under it, those of the prefixes below it included."""
@@ -55,8 +58,12 @@ def drawn_tree(root: KeyPrefix) -> Tree:
 
 
 def _add(tree: Tree, node: KeyPrefix) -> None:
-    for one in node.below:
+    shown, others = node.below[:MAX_BELOW], node.below[MAX_BELOW:]
+    for one in shown:
         _add(tree.add(_line(one, one.name)), one)
+    if others:
+        number, size = sum(one.num_objects for one in others), sum(one.size_bytes for one in others)
+        tree.add(_line(KeyPrefix("", number, size), f"… {len(others):,} more prefixes"))
 
 
 def _line(node: KeyPrefix, name: str) -> Text:

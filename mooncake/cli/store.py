@@ -101,7 +101,8 @@ def put(
         fail(f"{'standard input' if str(file) == '-' else file} is empty; an object needs at least one byte")
     with opened(master, tenant, timeout_s=60.0) as store:
         is_there = not replace and store.inspect([key])[0] is not None
-        refusal = store.put(key, content, policy, replace=replace)
+        with waiting(f"storing {size_text(len(content))}"):
+            refusal = store.put(key, content, policy, replace=replace)
     if refusal is not None:
         fail(str(refusal))
     if is_there:
@@ -117,7 +118,7 @@ def get(
     master: Master = HERE,
 ) -> None:
     """Fetch an object."""
-    with opened(master, tenant, timeout_s=60.0) as store:
+    with opened(master, tenant, timeout_s=60.0) as store, waiting("fetching"):
         content = store.get(key)
     if content is None:
         fail(f"there is no {key!r}")
@@ -215,7 +216,8 @@ def rm(
         raise InvalidArgument("rm", keys or match or "nothing", "keys, or --match, or --all")
     with opened(master, tenant) as store:
         if not keys:
-            removed = store.remove_all(force) if everything else store.remove_matching(match, force)
+            with waiting("removing"):
+                removed = store.remove_all(force) if everything else store.remove_matching(match, force)
             print(f"{removed} removed")
             return
         outcomes = store.remove(keys, force)
@@ -396,7 +398,8 @@ def repair(
 
     The original file is kept beside it. Stop the master, or the node, first.
     """
-    what = repairing.plan(path)
+    with waiting(f"reading {path}"):
+        what = repairing.plan(path)
     for line in what.lines():
         print(line)
     if not what.is_damaged:
@@ -404,7 +407,8 @@ def repair(
     if not does_it:
         print(f"nothing was changed; `mooncake store repair {path} --yes` does this")
         raise SystemExit(1)
-    repairing.repair(path)
+    with waiting(f"repairing {path}"):
+        repairing.repair(path)
     print("repaired")
 
 

@@ -26,7 +26,7 @@ from rich.text import Text
 from mooncake.cli.cluster_status import (
     GatewayStatus,
     InstanceRow,
-    Latency,
+    LatencyQuantiles,
     Traffic,
     TrafficWindow,
     read_sample,
@@ -60,7 +60,7 @@ class MasterRow(msgspec.Struct, frozen=True):
     problem: str = ""
 
 
-class ClusterView(msgspec.Struct, frozen=True):
+class ClusterReading(msgspec.Struct, frozen=True):
     """All that is shown; an empty problem where a half was reached."""
 
     gateway: GatewayStatus | None
@@ -72,6 +72,13 @@ class ClusterView(msgspec.Struct, frozen=True):
     masters: list[MasterRow]
 
 
+class RefusedRedirects(urllib.request.HTTPRedirectHandler):
+    """Follows no redirection: the admin key is for the server that was named."""
+
+    def redirect_request(self, *_: Any) -> None:
+        return None
+
+
 class GatewayReader:
     """Reads a gateway's pages."""
 
@@ -81,7 +88,8 @@ class GatewayReader:
             raise InvalidArgument("--url", url, "an address such as http://127.0.0.1:8000")
         self.url = url.rstrip("/")
         self._admin_key = admin_key
-        self._tls = tool_identity().client_tls if parts.scheme == "https" else None
+        tls = urllib.request.HTTPSHandler(context=tool_identity().client_tls)
+        self._opener = urllib.request.build_opener(RefusedRedirects(), tls)
         self._window = TrafficWindow()
 
     def status(self) -> tuple[GatewayStatus | None, str]:
@@ -105,7 +113,7 @@ class GatewayReader:
         if self._admin_key:
             request.add_header("X-API-Key", self._admin_key)
         try:
-            with urllib.request.urlopen(request, timeout=TIMEOUT_S, context=self._tls) as answer:
+            with self._opener.open(request, timeout=TIMEOUT_S) as answer:
                 content = bytes(answer.read(MAX_PAGE_BYTES + 1))
         except urllib.error.HTTPError as error:
             with error:
@@ -170,14 +178,14 @@ class ClusterReader:
     store: StoreReader
     _before: tuple[float, m.MasterStatus] | None = field(default=None, init=False)
 
-    def read(self, now: float) -> ClusterView:
+    def read(self, now: float) -> ClusterReading:
         status, problem = self.gateway.status()
         traffic, traffic_problem = (None, "") if status is None else self.gateway.traffic(now)
         store, store_problem = self.store.status(now)
         masters = self.store.masters()
-        return ClusterView(status, problem, traffic, traffic_problem, store, store_problem, masters)
+        return ClusterReading(status, problem, traffic, traffic_problem, store, store_problem, masters)
 
-    def drawn(self, view: ClusterView, now: float, width: int) -> Group:
+    def drawn(self, view: ClusterReading, now: float, width: int) -> Group:
         """The view as a renderable; the store's rates are those since the last one."""
         before, self._before = self._before, None if view.store is None else (now, view.store)
         parts = [*gateway_parts(view, self.gateway.url, width), Text(""), Rule("store", align="left")]
@@ -216,7 +224,7 @@ def top(url: str, master: str, admin_key: str, once: bool, as_json: bool, every_
         reader.store.close()
 
 
-def _live(console: Console, reader: ClusterReader, view: ClusterView, every_s: float) -> None:
+def _live(console: Console, reader: ClusterReader, view: ClusterReading, every_s: float) -> None:
     with Live(reader.drawn(view, time.monotonic(), console.width), console=console, screen=True) as live:
         while True:
             time.sleep(every_s)
@@ -224,7 +232,7 @@ def _live(console: Console, reader: ClusterReader, view: ClusterView, every_s: f
             live.update(reader.drawn(view, now, console.width), refresh=True)
 
 
-def gateway_parts(view: ClusterView, url: str, width: int) -> list[RenderableType]:
+def gateway_parts(view: ClusterReading, url: str, width: int) -> list[RenderableType]:
     """The gateway's half, in lines and tables."""
     parts: list[RenderableType] = [Rule(f"gateway {url}", align="left")]
     status = view.gateway
@@ -273,7 +281,7 @@ def traffic_lines(traffic: Traffic) -> list[str]:
     ]
 
 
-def _quantiles(found: Latency) -> str:
+def _quantiles(found: LatencyQuantiles) -> str:
     if found.p50_s is None or found.p95_s is None:
         return "-"
     return f"p50 {_milliseconds(found.p50_s)}, p95 {_milliseconds(found.p95_s)}"

@@ -11,7 +11,7 @@ import pytest
 from mooncake.cli import boards
 from mooncake.cli.boards import BOARDS, NOT_ON_A_BOARD, Board, board_of, dashboard, other_panels
 from mooncake.cli.metric_declarations import PACKAGE, DeclaredMetric, declared_metrics
-from mooncake.cli.panels import Panel, panel_of, selected, series_in, title_of
+from mooncake.cli.panels import series_in
 
 DECLARED = {name: one for one in declared_metrics() for name in one.series}
 TARGET_LABELS = {"instance", "job", "model_name"}
@@ -93,36 +93,10 @@ def test_diagrams_have_units_legends_descriptions_and_the_boards_variables(board
                 assert re.search(rf'{re.escape(name)}{{[^}}]*instance=~"\$instance"', target["expr"])
 
 
-def test_what_a_declaration_implies() -> None:
-    counter = DeclaredMetric("mooncake_store_lost_bytes_total", "counter", ("tier", "why"), "Bytes.", "x.py")
-    assert panel_of(counter) == Panel(
-        "Lost bytes, per second",
-        "Bps",
-        (
-            (
-                "sum by (tier, why) (rate(mooncake_store_lost_bytes_total[$__rate_interval]))",
-                "{{tier}} {{why}}",
-            ),
-        ),
-    )
-    gauge = panel_of(DeclaredMetric("mooncake_x_wait_seconds", "gauge", (), "Wait.", "x.py"))
-    assert (gauge.unit, gauge.queries) == ("s", (("mooncake_x_wait_seconds", "{{instance}}"),))
-    histogram = panel_of(DeclaredMetric("vllm:step_seconds", "histogram", ("kind",), "Step.", "x.py"))
-    assert [legend for _, legend in histogram.queries] == ["p50 {{kind}}", "p95 {{kind}}", "p99 {{kind}}"]
-    assert title_of("mooncake_conductor_kv_event_gaps_total") == "KV event gaps"
-
-
 def test_a_metric_of_a_new_part_is_on_the_board_of_the_cluster() -> None:
     new = DeclaredMetric("mooncake_novelty_things_total", "counter", (), "Things.", "novelty/things.py")
     assert board_of(new).name == "cluster"
     assert board_of(DECLARED["mooncake_store_objects"]).name == "store"
-
-
-def test_selectors_are_added_to_every_series() -> None:
-    query = 'sum(rate(mooncake_a_total{met="true"}[5m])) / sum(vllm:b) and count(up == 0)'
-    assert selected(query, ['x="1"']) == (
-        'sum(rate(mooncake_a_total{met="true", x="1"}[5m])) / sum(vllm:b{x="1"}) and count(up{x="1"} == 0)'
-    )
 
 
 def test_queries_for_a_server_have_no_variables() -> None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 
 from rich.console import Console
 
-from mooncake.cli.key_tree import drawn_tree, prefix_tree
+from mooncake.cli.key_tree import MAX_BELOW, drawn_tree, prefix_tree
 from mooncake.cli.output import printable
 
 ROWS = [("", 1, 10), ("kv/a/", 2, 2048), ("kv/", 1, 512), ("w/", 1, 4096)]
@@ -44,3 +44,13 @@ def test_lines() -> None:
 def test_names_can_not_command_a_terminal() -> None:
     assert printable("a\x1b[2Jb\n") == "a\\x1b[2Jb\\x0a"
     assert printable("[bold]ü") == "[bold]ü"
+
+
+def test_many_prefixes_are_summed_up_below_the_largest() -> None:
+    rows = [(f"{number}/", 1, number) for number in range(1, MAX_BELOW + 31)]
+    console = Console(width=100, force_terminal=False)
+    with console.capture() as captured:
+        console.print(drawn_tree(prefix_tree(rows, "", "/")))
+    lines = captured.get().splitlines()
+    assert len(lines) == MAX_BELOW + 2 and lines[1].startswith(f"├── {MAX_BELOW + 30}/")
+    assert lines[-1] == f"└── … 30 more prefixes  30 objects, {sum(range(31))} B"

@@ -3,7 +3,13 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
+import os
+import pty
+import signal
+import subprocess
+import sys
 import threading
 from collections.abc import Iterator
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
@@ -51,6 +57,11 @@ class GatewayPages(BaseHTTPRequestHandler):
     """A gateway's two pages."""
 
     def do_GET(self) -> None:
+        if self.path.startswith("/elsewhere/"):
+            self.send_response(302)
+            self.send_header("Location", "/status")
+            self.end_headers()
+            return
         knows = self.headers.get("X-API-Key") == KEY
         content = json.dumps(STATUS if knows else PUBLIC).encode()
         if self.path == "/metrics":
@@ -153,6 +164,35 @@ def test_json(gateway: str, master: str, capsys: pytest.CaptureFixture[str]) -> 
     assert status == 0 and found["gateway"]["instances"][0]["num_requests"] == 3
     assert found["traffic"]["cached_share"] == 0.75
     assert found["store"]["segments"][0]["segment"] == "here" and found["masters"] == []
+
+
+def test_a_terminal_is_refreshed_until_ctrl_c(gateway: str, master: str) -> None:
+    ours, theirs = pty.openpty()
+    command = [sys.executable, "-m", "mooncake", "top", "--url", gateway, "--master", master]
+    environment = {**os.environ, "ADMIN_API_KEY": KEY, "TERM": "xterm", "COLUMNS": "120", "LINES": "40"}
+    process = subprocess.Popen(
+        [*command, "--every-s", "0.2"], stdout=theirs, stderr=subprocess.PIPE, env=environment
+    )
+    os.close(theirs)
+    shown, is_stopped = b"", False
+    with contextlib.suppress(OSError):  # the other side was closed
+        while part := os.read(ours, 1 << 16):
+            shown += part
+            if b"last " in shown and not is_stopped:  # the second look has a span of time
+                is_stopped = True
+                process.send_signal(signal.SIGINT)
+    os.close(ours)
+    _, errors = process.communicate(timeout=60)
+    assert (process.returncode, errors) == (0, b"")
+    assert b"10.0.0.1:8100" in shown and b"61 MiB" in shown
+    assert b"\x1b[?1049l" in shown and b"\x1b[?25h" in shown, "the screen and the cursor are restored"
+
+
+def test_the_key_is_not_sent_where_a_server_redirects(
+    gateway: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    text, _, _ = shown(capsys, "--url", f"{gateway}/elsewhere", "--master", UNREACHABLE)
+    assert "answers 302" in text and "tiny" not in text
 
 
 def test_a_wrong_address_is_named(capsys: pytest.CaptureFixture[str]) -> None:

@@ -15,6 +15,7 @@ import subprocess
 import urllib.parse
 import urllib.request
 from collections.abc import Iterator
+from functools import partial
 from pathlib import Path
 from random import Random
 from typing import Any
@@ -181,7 +182,7 @@ def test_diagrams_show_what_happened(served: Prometheus, board: boards.Board) ->
         for query, _ in panels[title].queries:
             asked = selected(query, board.selectors).replace("$__rate_interval", SPAN)
             asked = asked.replace("$instance", ".*").replace("$model", ".*")
-            wait_for(lambda asked=asked: served.values(asked), f"{title}: {asked}", PATIENCE_S)
+            wait_for(partial(served.values, asked), f"{title}: {asked}", PATIENCE_S)
 
 
 def test_a_variable_selects_one_program(

@@ -250,12 +250,19 @@ def _bases(costs: list[str] | None, changes: list[str], block_tokens: int) -> di
 
 
 def _show_tried(one: CandidateCluster) -> None:
-    Console(stderr=True).print(f"[dim]tried {_describe(one)}: {one.attainment:.1%} good[/dim]")
+    _show(f"tried {_describe(one)}: {one.attainment:.1%} good")
 
 
 def _show_load(name: str, load: float, summary: Summary) -> None:
     good = summary.num_good / max(1, summary.num_requests)
-    Console(stderr=True).print(f"[dim]{name} at {load:.3g} times the load: {good:.1%} good[/dim]")
+    _show(f"{name} at {load:.3g} times the load: {good:.1%} good")
+
+
+def _show(step: str) -> None:
+    """Print one step of a long search on standard error, in a terminal only."""
+    console = Console(stderr=True)
+    if console.is_terminal:
+        console.print(step, style="dim", markup=False)
 
 
 def simulator(
