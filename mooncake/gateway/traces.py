@@ -16,6 +16,8 @@ from fastapi import FastAPI, Request, Response
 
 from mooncake import clock
 from mooncake.gateway import admin
+from mooncake.gateway.any_engine import EMBEDDINGS
+from mooncake.gateway.engine_apis import CHAT, COMPLETIONS, MESSAGES, RESPONSES
 from mooncake.gateway.gateway import Gateway
 from mooncake.gateway.worker_client import WorkerFailed
 from mooncake.log import get_logger
@@ -32,11 +34,11 @@ MAX_CALLS = 64
 """Most calls of one request whose spans are collected from other processes."""
 
 _OPERATIONS = {
-    "/v1/completions": "text_completion",
-    "/v1/chat/completions": "chat",
-    "/v1/messages": "chat",
-    "/v1/responses": "chat",
-    "/v1/embeddings": "embeddings",
+    COMPLETIONS.path: "text_completion",
+    CHAT.path: "chat",
+    MESSAGES.path: "chat",
+    RESPONSES.path: "chat",
+    EMBEDDINGS: "embeddings",
 }
 """By path: the name of the operation in OpenTelemetry's conventions for generative AI."""
 
@@ -63,7 +65,7 @@ class RecentRequest(msgspec.Struct):
 
 
 class RecentRequests(msgspec.Struct):
-    """``kept``: most requests that are remembered; 0 where traces are off."""
+    """``kept``: most requests that are remembered, ``--tracing-requests``; 0 where none are."""
 
     kept: int
     requests: list[RecentRequest]

@@ -114,7 +114,7 @@ async def test_the_list_has_refused_requests_as_well(traced: Stack) -> None:
     assert (await traced.get("/v1/requests?limit=1"))[1]["requests"][0]["status"] == 404
 
 
-async def test_without_the_key_nobody_else_s_requests_are_seen(traced: Stack) -> None:
+async def test_without_the_key_no_requests_of_others_are_seen(traced: Stack) -> None:
     status, answer, _ = await traced.post(
         "/v1/completions", {"prompt": "abc", "max_tokens": 2}, {"X-Request-ID": "mine"}
     )
