@@ -1,6 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 from __future__ import annotations
 
+import itertools
+
 from mooncake import clock
 from mooncake.http.worker_stats import StageStats
 from mooncake.inference.request import MAX_MARKS, Request, SamplingParams, Timings
@@ -45,7 +47,7 @@ def test_the_stages_of_a_request_follow_each_other() -> None:
     assert scope.span.name == "worker decode"
     stages = [spans[name] for name in ("queue", "fetch", "compute prompt", "generate")]
     assert [round(span.end_s - span.start_s, 3) for span in stages] == [1, 2, 3, 4]
-    assert all(one.end_s == other.start_s for one, other in zip(stages, stages[1:], strict=False))
+    assert all(one.end_s == other.start_s for one, other in itertools.pairwise(stages))
     assert all(span.parent_id == scope.span.span_id for span in stages)
     load = spans["load from pool"]
     assert load.parent_id == spans["fetch"].span_id
