@@ -112,6 +112,9 @@ async def test_the_list_has_refused_requests_as_well(traced: Stack) -> None:
     assert status == 200 and found["kept"] == 8
     assert [(one["id"], one["status"]) for one in found["requests"]] == [("", 404), (answer["id"], 200)]
     assert (await traced.get("/v1/requests?limit=1"))[1]["requests"][0]["status"] == 404
+    for wrong in ("0", "-1", "1001", "many", "1" * 999):
+        status, refused = await traced.get(f"/v1/requests?limit={wrong}")
+        assert (status, refused["error"]["param"]) == (400, "limit")
 
 
 async def test_without_the_key_no_requests_of_others_are_seen(traced: Stack) -> None:
