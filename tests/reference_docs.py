@@ -200,7 +200,7 @@ HTTP_SIDES = (
     HttpSide(
         "Gateway",
         "gateway.md",
-        ("gateway/app.py", "gateway/admin.py"),
+        ("gateway/app.py", "gateway/admin.py", "gateway/traces.py"),
     ),
     HttpSide("Worker", "gateway.md", ("inference/api.py", "inference/weight_versions.py")),
     HttpSide("Conductor, for other routers", "conductor.md", ("conductor/query_server.py",)),

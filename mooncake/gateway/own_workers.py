@@ -415,8 +415,8 @@ class OwnWorkersAnswer:
         async with contextlib.aclosing(pieces):
             async for piece in pieces:
                 now = clock.monotonic()
+                tracing.phase("stream")
                 if last is None:
-                    tracing.phase("stream")
                     ttft_seconds.observe(now - self._began, tracing.exemplar())
                     self._ttft_s = max(self._ttft_s or 0.0, now - self._began)
                     self._ttfts_s[number] = max(self._ttfts_s[number], now - self._began)

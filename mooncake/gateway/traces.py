@@ -10,14 +10,18 @@ conductors keep their part of a trace and are asked for it only then.
 from __future__ import annotations
 
 import asyncio
+import re
 
 import msgspec
 from fastapi import FastAPI, Request, Response
 
 from mooncake import clock
 from mooncake.gateway import admin
+from mooncake.gateway.any_engine import EMBEDDINGS
+from mooncake.gateway.engine_apis import CHAT, COMPLETIONS, MESSAGES, RESPONSES
 from mooncake.gateway.gateway import Gateway
 from mooncake.gateway.worker_client import WorkerFailed
+from mooncake.http.openai import ApiError
 from mooncake.log import get_logger
 from mooncake.tracing import Attribute, RequestSpans, Span, process_tracing
 from mooncake.tracing.asgi import TracedRequests
@@ -27,16 +31,17 @@ from mooncake.types import InstanceId
 log = get_logger(__name__)
 
 SERVICE = "mooncake-gateway"
+DEFAULT_LISTED = 100
 MAX_LISTED = 1000
 MAX_CALLS = 64
 """Most calls of one request whose spans are collected from other processes."""
 
 _OPERATIONS = {
-    "/v1/completions": "text_completion",
-    "/v1/chat/completions": "chat",
-    "/v1/messages": "chat",
-    "/v1/responses": "chat",
-    "/v1/embeddings": "embeddings",
+    COMPLETIONS.path: "text_completion",
+    CHAT.path: "chat",
+    MESSAGES.path: "chat",
+    RESPONSES.path: "chat",
+    EMBEDDINGS: "embeddings",
 }
 """By path: the name of the operation in OpenTelemetry's conventions for generative AI."""
 
@@ -63,7 +68,7 @@ class RecentRequest(msgspec.Struct):
 
 
 class RecentRequests(msgspec.Struct):
-    """``kept``: most requests that are remembered; 0 where traces are off."""
+    """``kept``: most requests that are remembered, ``--tracing-requests``; 0 where none are."""
 
     kept: int
     requests: list[RecentRequest]
@@ -98,14 +103,15 @@ def add_trace_routes(app: FastAPI, gateway: Gateway, is_inside: bool = False) ->
     """``is_inside``: every client of this application is an operator."""
 
     @app.get("/v1/requests", responses=admin.KEY_ERRORS)
-    async def requests(http: Request, limit: int = 100) -> Response:
+    async def requests(http: Request) -> Response:
         """The latest requests, newest first: all for operators, its own for a client with a key."""
+        limit = _limit_of(http)
         name = None if admin.is_operator(gateway, http, is_inside) else admin.client_or_refusal(gateway, http)
         found = []
         for one in process_tracing().ring.latest(SERVICE):
             if name is None or one.root.attributes.get("mooncake.client") == name:
                 found.append(_listed(one, with_client=name is None))
-            if len(found) >= max(1, min(limit, MAX_LISTED)):
+            if len(found) >= limit:
                 break
         return _json(RecentRequests(process_tracing().ring.num_requests, found))
 
@@ -119,6 +125,15 @@ def add_trace_routes(app: FastAPI, gateway: Gateway, is_inside: bool = False) ->
         spans, missing = await collect(gateway, found)
         answer = TraceAnswer(names.id, names.request_id, found.root.trace_id, spans, missing)
         return _json(answer)
+
+
+def _limit_of(http: Request) -> int:
+    """Most requests in the list. Raises ApiError, 400."""
+    text = http.query_params.get("limit", str(DEFAULT_LISTED))
+    if re.fullmatch(r"[0-9]{1,6}", text, re.ASCII) and 1 <= int(text) <= MAX_LISTED:
+        return int(text)
+    message = f"limit is {text[:40]!r}; allowed: a number from 1 to {MAX_LISTED}"
+    raise ApiError(400, message, param="limit", code="invalid_value")
 
 
 async def collect(gateway: Gateway, request: RequestSpans) -> tuple[list[Span], list[str]]:

@@ -47,7 +47,7 @@ SCRATCH_BLOCK = 0
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
-class Span:
+class AttentionSpan:
     """One request's part of a step: rows ``[first_row, first_row + num_rows)`` at ``start`` onwards."""
 
     first_row: int
@@ -90,7 +90,7 @@ class PagedAttention:
         self._keys = [pool[layer, 0].view(flat) for layer in range(layout.num_layers)]
         self._values = [pool[layer, 1].view(flat) for layer in range(layout.num_layers)]
 
-    def span(self, first_row: int, num_rows: int, start: int, block_ids: Sequence[int]) -> Span:
+    def span(self, first_row: int, num_rows: int, start: int, block_ids: Sequence[int]) -> AttentionSpan:
         """The plan of one request's rows, computed once for all layers."""
         runs = runs_of(block_ids, start + num_rows, self.layout.block_tokens)
         masks = []
@@ -99,14 +99,14 @@ class PagedAttention:
                 rows = min(TILE_ROWS, num_rows - row)
                 mask = torch.ones(rows, start + row + rows, dtype=torch.bool, device=self.pool.device)
                 masks.append(mask.tril_(start + row))
-        return Span(first_row, num_rows, start, runs, tuple(masks))
+        return AttentionSpan(first_row, num_rows, start, runs, tuple(masks))
 
     def write(self, layer: int, slots: Tensor, k: Tensor, v: Tensor) -> None:
         """Put k, v [rows, kv heads, dim] at int64 ``slots`` [rows] (block id * block_tokens + offset)."""
         self._keys[layer].index_copy_(0, slots, k)
         self._values[layer].index_copy_(0, slots, v)
 
-    def attend(self, layer: int, q: Tensor, spans: Sequence[Span]) -> Tensor:
+    def attend(self, layer: int, q: Tensor, spans: Sequence[AttentionSpan]) -> Tensor:
         """Attention of q [rows, q heads, dim] over the pool: [rows, q heads * dim]."""
         keys, values = self._keys[layer], self._values[layer]
         parts = []
@@ -125,7 +125,7 @@ class PagedAttention:
         v = _gather(values, runs).transpose(0, 1).unsqueeze(0)
         return F.scaled_dot_product_attention(q, k, v).view(1, -1)
 
-    def _many_rows(self, q: Tensor, keys: Tensor, values: Tensor, span: Span) -> Tensor:
+    def _many_rows(self, q: Tensor, keys: Tensor, values: Tensor, span: AttentionSpan) -> Tensor:
         # [1, heads, tokens, dim] views: the kernel takes strides, so nothing is transposed in memory
         k = _gather(keys, span.runs).transpose(0, 1).unsqueeze(0)
         v = _gather(values, span.runs).transpose(0, 1).unsqueeze(0)

@@ -1,12 +1,12 @@
 # SPDX-License-Identifier: Apache-2.0
 """Traces of requests: what each process did for one, and when.
 
-``spans.py`` has the shape of a span and the tree of several processes' spans, ``recording.py`` the measuring,
-``asgi.py`` the root of a request at an HTTP server, ``otlp.py`` the way to a collector. Any room may import
-this one; it knows none of them.
+``spans.py`` has the shape of a span and the tree of several processes' spans, ``span_scope.py`` the
+measuring, ``asgi.py`` the root of a request at an HTTP server, ``otlp.py`` the way to a collector,
+``perfetto.py`` the format of other viewers. Any room may import this one; it knows none of them.
 """
 
-from mooncake.tracing.recording import (
+from mooncake.tracing.span_scope import (
     SpanScope,
     Tracing,
     TracingSettings,

@@ -2,7 +2,7 @@
 """Begins and ends the spans of requests at an HTTP server: ASGI middleware.
 
 Owns the root span of a request in its process, from the first byte of the header to the last of the answer,
-and the client's ``traceparent``. The application adds the rest through ``recording.current``.
+and the client's ``traceparent``. The application adds the rest through ``span_scope.current``.
 """
 
 from __future__ import annotations
@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Awaitable, Callable, Mapping, MutableMapping
 from typing import Any
 
-from mooncake.tracing.recording import Tracing, code_of, enter, leave
+from mooncake.tracing.span_scope import Tracing, code_of, enter, leave
 from mooncake.tracing.spans import TRACEPARENT, SpanContext, read_traceparent
 
 Scope = MutableMapping[str, Any]

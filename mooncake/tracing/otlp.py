@@ -4,8 +4,8 @@
 Owns the conversion to OpenTelemetry's objects and the report of a collector that does not take them. The
 queue, which is bounded, the sending and the sampling are the SDK's, with its standard variables
 (``OTEL_BSP_...``, ``OTEL_EXPORTER_OTLP_HEADERS``, ``OTEL_TRACES_SAMPLER``, ``OTEL_SERVICE_NAME``,
-``OTEL_RESOURCE_ATTRIBUTES`` and others). Imported only where a collector is configured, as the SDK takes a
-while to load.
+``OTEL_RESOURCE_ATTRIBUTES`` and others). Imported only where a collector is configured
+(``--tracing-endpoint``), as the SDK takes a while to load.
 
 Nothing waits for a collector: spans that it does not take in time are dropped and counted, and the log has
 one line when that begins and one when it ends.

@@ -59,7 +59,7 @@ def servers(model: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[T
 
 
 def test_the_engines_spans_join_the_trace(servers: TracedServers) -> None:
-    body = {"model": "smollm2", "prompt": PROMPT, "max_tokens": 16, "temperature": 0}
+    body = {"model": "smollm2", "prompt": PROMPT, "max_tokens": 16, "temperature": 0, "ignore_eos": True}
     headers = {"traceparent": f"00-{TRACE_ID}-b7ad6b7169203331-01"}
     answer = servers.gateway.request("POST", "/v1/completions", body, headers=headers)
     assert answer.status == 200, answer.body

@@ -1,0 +1,59 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What ``mooncake trace`` prints of an answer; the query itself is tested with a cluster."""
+
+from __future__ import annotations
+
+import io
+
+from rich.console import Console
+
+from mooncake.cli.trace import FetchedTrace, show
+from mooncake.tracing import Span
+
+TRACE = "0af7651916cd43dd8448eb211c80319c"
+
+
+def span(name: str, parent: str, start_s: float, end_s: float, error: str = "") -> Span:
+    found = Span(TRACE, name, parent, name, "mooncake-gateway", "host:1", start_s, end_s, error=error)
+    found.attributes = {"mooncake.tokens": 7}
+    return found
+
+
+SPANS = [
+    span("root", "", 100.0, 104.0),
+    span("second", "root", 102.0, 104.0),
+    span("first", "root", 100.0, 102.0),
+    span("inner", "first", 101.0, 102.0, "worker_failed"),
+]
+
+
+def shown(width: int, missing: list[str] | None = None) -> list[str]:
+    output = io.StringIO()
+    found = FetchedTrace("cmpl-1", "r", TRACE, SPANS, missing or [])
+    show(Console(file=output, width=width), found)
+    return output.getvalue().splitlines()
+
+
+def test_children_stand_below_their_parent_in_order() -> None:
+    heading, _, *rows = shown(180)
+    assert "cmpl-1" in heading and TRACE in heading and "4.000 s, 4 spans of 1 processes" in heading
+    assert [row.split()[0] for row in rows] == ["root", "first", "inner", "second"]
+    assert [len(row) - len(row.lstrip()) for row in rows] == [0, 2, 4, 2]
+
+
+def test_bars_are_on_one_axis() -> None:
+    *_, root, first, inner, second = shown(180)
+    assert [row.count("━") for row in (root, first, inner, second)] == [48, 24, 12, 24]
+    assert root.index("━") == first.index("━")
+    assert second.index("━") == inner.index("━") + 12 == first.index("━") + 24
+
+
+def test_a_wide_terminal_has_attributes_and_a_narrow_one_the_bars() -> None:
+    assert any("error worker_failed, tokens 7" in row for row in shown(180))
+    narrow = shown(80)
+    assert not any("tokens" in row for row in narrow)
+    assert sum("━" in row for row in narrow) == 4 and max(map(len, narrow)) <= 80
+
+
+def test_a_process_that_did_not_answer_is_named() -> None:
+    assert shown(180, ["host:2"])[-1] == "host:2 did not return its spans"
