@@ -48,7 +48,7 @@ def recorded(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[Trace, 
 
         def is_ready() -> bool:
             with urllib.request.urlopen(f"{gateway.url}/ready") as answer:
-                return answer.status == 200
+                return bool(answer.status == 200)
 
         wait_for(is_ready, "the gateway's engines", 60)
         agents = Agents(gateway.url, NUM_SESSIONS, NUM_TURNS)
