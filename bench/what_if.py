@@ -1,10 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
 """Prediction of one more decode instance, against adding it.
 
-Command: ``python -m bench.what_if``. A gateway with one prefill and one decode instance is loaded with prompts
-of their own that arrive at random instants (an open loop). Then its ``/v1/what_if`` predicts one decode
-instance more, and the same load is sent to a gateway that has two. Both runs use the same prompts at the same
-instants, and run twice in turn; the prediction is that of the first.
+Command: ``python -m bench.what_if``. A gateway with one prefill and one decode instance is loaded with
+prompts of their own that arrive at random instants (an open loop). Then its ``/v1/what_if`` predicts one
+decode instance more, and the same load, the same prompts at the same instants, is sent to a gateway that has
+two.
 
 The engines are fake engines whose steps take a configured time, because two processor cores do not get faster
 by a second process that computes on them: what is graded is the gateway's recording, the fit of the costs and
