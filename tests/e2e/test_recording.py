@@ -28,7 +28,7 @@ pytestmark = [pytest.mark.processes, pytest.mark.timeout(600)]
 BLOCK = 16
 NUM_SESSIONS, NUM_TURNS = 60, 8
 NUM_BLOCKS = 500
-"""Of the prefill engine: fewer than the sessions have, so that it evicts."""
+"""Blocks of the prefill engine: fewer than the sessions have, so that it evicts."""
 TOLERANCE = 0.005
 
 
