@@ -47,6 +47,8 @@ _UNLIMITED_BATCH = 1024
 _FEWEST_STEPS = 3
 _LONG_PROMPTS = 8
 _FEWEST_FREE = 5
+_WAITS_LONGER = 3.0
+_UNDISTURBED = 0.1
 _INSTANTS = 0.02
 """A part of the time in which instances are busy that counts as no time."""
 
@@ -346,10 +348,9 @@ def costs_of(rows: Sequence[RecordedRequest], notes: list[str]) -> NodeCosts:
             for row in timed
         ]
     )
-    is_waiting = _wait_for_batch(timed, limit_of_batch(done, notes))
     # What is not waiting: the path from the last layer to the client when nothing else is in the way.
-    free = rests[~is_waiting] if (~is_waiting).sum() >= _FEWEST_FREE else np.sort(rests)[:_FEWEST_FREE]
-    first_token_s = max(0.0, float(np.quantile(free, 0.25))) if len(free) else 0.0
+    share = _UNDISTURBED if limit_of_batch(done, notes) else 0.25
+    first_token_s = max(0.0, float(np.quantile(rests, share))) if len(rests) else 0.0
     return NodeCosts(
         title="as recorded",
         source="fitted to recorded requests",
@@ -389,8 +390,8 @@ def limit_of_batch(done: Sequence[RecordedRequest], notes: list[str] | None = No
     rests = np.array([row.ttft_ms - row.queued_ms - row.computed_ms for row in timed])
     if is_waiting.sum() < _FEWEST_FREE:
         return 0
-    others = rests[~is_waiting] if (~is_waiting).sum() >= _FEWEST_FREE else np.sort(rests)[:_FEWEST_FREE]
-    if np.median(rests[is_waiting]) < 2 * np.median(others):
+    # Those that waited least: an instance takes a moment from one answer's end to the next one's first token.
+    if np.median(rests[is_waiting]) < _WAITS_LONGER * max(1.0, float(np.quantile(rests, _UNDISTURBED))):
         return 0
     if notes is not None:
         notes.append(
