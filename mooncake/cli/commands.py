@@ -160,6 +160,12 @@ TRACE_COMMANDS = (
         "Grade predictions against measurements on GPUs.",
         "mooncake grade --fit-on measured.csv --test-on others.csv",
     ),
+    (
+        "what-if",
+        "mooncake.cli.simulation.what_if",
+        "Predict what a change to a running cluster would do.",
+        "mooncake what-if --url http://127.0.0.1:8000 --decode 1",
+    ),
 )
 
 FAKE_ENGINE = Command(
@@ -301,7 +307,7 @@ def _add_simulation(application: typer.Typer, selected: str | None) -> None:
             found = importlib.import_module(module)
             # Options that may be repeated also take several values at once.
             add = application.command(name, cls=ManyValues, epilog=f"Example: {example}")
-            add(getattr(found, f"{name}_command"))
+            add(getattr(found, f"{name.replace('-', '_')}_command"))
         else:
             application.command(name, help=summary)(_not_selected)
 

@@ -43,8 +43,14 @@ MOST_FITS = 6
 _UNLIMITED_BYTES_PER_S = 1e12
 """Transfers are inside the measured times."""
 _DEVICE_TOKENS = 1 << 40
+_UNLIMITED_BATCH = 1024
 _FEWEST_STEPS = 3
 _LONG_PROMPTS = 8
+_FEWEST_FREE = 5
+_WAITS_LONGER = 3.0
+_UNDISTURBED = 0.1
+_INSTANTS = 0.02
+"""A part of the time in which instances are busy that counts as no time."""
 
 
 class Change(msgspec.Struct, frozen=True, forbid_unknown_fields=True, omit_defaults=True):
@@ -219,6 +225,7 @@ class _Model:
         self.notes: list[str] = []
         self.has_pool = question.num_prefill > 0 and any(row.loaded_tokens for row in question.rows)
         self._costs = costs_of(question.rows, self.notes)
+        self._max_batch = limit_of_batch([row for row in question.rows if row.is_done]) or _UNLIMITED_BATCH
         self._longest = max(row.input_length for row in question.rows)
         self.most_tokens = 0
         """A cache of this size never evicts."""
@@ -258,6 +265,7 @@ class _Model:
                 costs=self._costs,
                 num_prefill=num_prefill,
                 num_decode=num_decode,
+                max_batch=self._max_batch,
                 block_tokens=size,
                 cache_tokens=own,
             )
@@ -265,6 +273,7 @@ class _Model:
             costs=self._costs,
             num_prefill=num_prefill,
             num_decode=num_decode,
+            max_batch=self._max_batch,
             block_tokens=size,
             cache_tokens=max(least, 2 * self._longest),  # what is computed, beside the pool
             num_store=1,
@@ -332,13 +341,16 @@ def costs_of(rows: Sequence[RecordedRequest], notes: list[str]) -> NodeCosts:
             notes.append(
                 f"times of {name} vary by {error:.0%} around what explains them: expect large errors"
             )
-    rests = [
-        (row.ttft_ms - row.queued_ms - row.computed_ms) / 1e3 - decode.seconds(1, row.input_length)
-        for row in done
-        if row.computed_ms > 0
-    ]
+    timed = [row for row in done if row.computed_ms > 0]
+    rests = np.array(
+        [
+            (row.ttft_ms - row.queued_ms - row.computed_ms) / 1e3 - decode.seconds(1, row.input_length)
+            for row in timed
+        ]
+    )
     # What is not waiting: the path from the last layer to the client when nothing else is in the way.
-    first_token_s = max(0.0, float(np.quantile(rests, 0.25))) if rests else 0.0
+    share = _UNDISTURBED if limit_of_batch(done, notes) else 0.25
+    first_token_s = max(0.0, float(np.quantile(rests, share))) if len(rests) else 0.0
     return NodeCosts(
         title="as recorded",
         source="fitted to recorded requests",
@@ -357,14 +369,74 @@ def costs_of(rows: Sequence[RecordedRequest], notes: list[str]) -> NodeCosts:
     )
 
 
+def limit_of_batch(done: Sequence[RecordedRequest], notes: list[str] | None = None) -> int:
+    """Most answers that an instance decodes at a time, if others have waited for that; 0: none has."""
+    levels, busy = dict[int, float](), 0.0
+    for rows in _by_instance(done).values():
+        times, level = _levels(rows)
+        for count, lasted in zip(level[:-1], np.diff(times), strict=True):
+            if count > 0:
+                levels[int(count)] = levels.get(int(count), 0.0) + float(lasted)
+                busy += float(lasted)
+    if not busy:
+        return 0
+    # A level that is reached for instants only comes from the clients' clocks.
+    limit, above = max(levels), 0.0
+    while above + levels.get(limit, 0.0) <= _INSTANTS * busy:
+        above += levels.get(limit, 0.0)
+        limit -= 1
+    timed = [row for row in done if row.computed_ms > 0]
+    is_waiting = _wait_for_batch(timed, limit)
+    rests = np.array([row.ttft_ms - row.queued_ms - row.computed_ms for row in timed])
+    if is_waiting.sum() < _FEWEST_FREE:
+        return 0
+    # Those that waited least: an instance takes a moment from one answer's end to the next one's first token.
+    if np.median(rests[is_waiting]) < _WAITS_LONGER * max(1.0, float(np.quantile(rests, _UNDISTURBED))):
+        return 0
+    if notes is not None:
+        notes.append(
+            f"an instance decodes at most {limit} answers at a time, by the times of those that waited"
+        )
+    return limit
+
+
+def _by_instance(rows: Sequence[RecordedRequest]) -> dict[int, list[RecordedRequest]]:
+    """Answers of some length, by the instance that decoded them."""
+    found: dict[int, list[RecordedRequest]] = {}
+    for row in rows:
+        if row.output_length > _FEWEST_STEPS and row.e2e_ms > row.ttft_ms > 0:
+            found.setdefault(row.decode, []).append(row)
+    return found
+
+
+def _levels(rows: Sequence[RecordedRequest]) -> tuple[_Floats, _Floats]:
+    """Instants, and the number of these answers that are decoded from each on."""
+    begins = np.array([row.timestamp + row.ttft_ms for row in rows])
+    ends = np.array([row.ends_ms for row in rows])
+    at = np.concatenate([ends, begins])  # of one instant, ends come first
+    order = np.argsort(at, kind="stable")
+    change = np.concatenate([np.full(len(rows), -1.0), np.ones(len(rows))])
+    return at[order], np.cumsum(change[order])
+
+
+def _wait_for_batch(rows: Sequence[RecordedRequest], limit: int) -> NDArray[np.bool_]:
+    """Which of them found so many answers on their instance when their prompts were computed."""
+    found = np.zeros(len(rows), dtype=bool)
+    if not limit:
+        return found
+    levels = {number: _levels(those) for number, those in _by_instance(rows).items()}
+    for number, row in enumerate(rows):
+        if row.decode in levels:
+            times, level = levels[row.decode]
+            at = int(np.searchsorted(times, row.timestamp + row.queued_ms + row.computed_ms, "right")) - 1
+            found[number] = at >= 0 and level[at] >= limit
+    return found
+
+
 def _steps(done: Sequence[RecordedRequest]) -> list[StepSample]:
     """For each answer: the mean batch and context on its instance while it was decoded, and its mean step."""
-    by_instance: dict[int, list[RecordedRequest]] = {}
-    for row in done:
-        if row.output_length > _FEWEST_STEPS and row.e2e_ms > row.ttft_ms > 0:
-            by_instance.setdefault(row.decode, []).append(row)
     found = []
-    for rows in by_instance.values():
+    for rows in _by_instance(done).values():
         begins = np.array([row.timestamp + row.ttft_ms for row in rows])
         ends = np.array([row.ends_ms for row in rows])
         contexts = np.array([row.input_length + row.output_length / 2 for row in rows])

@@ -21,6 +21,7 @@ from mooncake.sim.serving.what_if import (
     WhatIfQuestion,
     answer_what_if,
     costs_of,
+    limit_of_batch,
 )
 from mooncake.sim.traces.trace import TraceRow
 
@@ -130,6 +131,21 @@ def test_the_effect_is_that_of_making_the_change(change: Change, spec: ClusterSp
     assert found.expected["hit_rate"] == pytest.approx(after.summary().hit_rate, abs=0.03)
     for effect in found.effect.values():
         assert effect.low <= effect.value <= effect.high
+
+
+def test_waiting_for_a_batch_is_understood() -> None:
+    """An instance that decodes three answers at a time makes others wait; a second one ends that."""
+    narrow = dataclasses.replace(SPEC, max_batch=3)
+    slow = [row._replace(timestamp_s=2 * row.timestamp_s) for row in ROWS]
+    # At this load no prompt waits for another one: what is not computing is waiting for the batch.
+    recorded = [msgspec.structs.replace(row, queued_ms=0.0) for row in recording_of(slow, narrow)]
+    notes: list[str] = []
+    assert limit_of_batch(recorded, notes) == 3
+    assert "3 answers" in notes[0]
+    assert limit_of_batch(RECORDED) == 0
+    found = ask(Change(decode=1), recorded)
+    after = simulate(slow, dataclasses.replace(narrow, num_decode=2), "cache_aware")
+    assert found.expected["e2e_mean_s"] == pytest.approx(after.summary().e2e_s.mean, rel=0.2)
 
 
 def test_no_change_has_no_effect() -> None:

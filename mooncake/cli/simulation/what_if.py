@@ -1,0 +1,156 @@
+# SPDX-License-Identifier: Apache-2.0
+"""``mooncake what-if``: the effect of a change to a live cluster, as its gateway simulates it.
+
+Knows the answer's form and the terminal; the gateway has the requests, and a process beside it simulates.
+"""
+
+from __future__ import annotations
+
+import json
+import urllib.error
+import urllib.parse
+import urllib.request
+from typing import Annotated, Any
+
+import typer
+from rich import box
+from rich.table import Table
+
+from mooncake.cli.simulation.report import wide_console
+from mooncake.errors import AccessDenied, InvalidArgument, PeerLost, ProtocolError
+
+_TIMEOUT_S = 200.0
+_NAMES = {
+    "ttft_mean_s": "TTFT mean",
+    "ttft_p50_s": "TTFT p50",
+    "ttft_p90_s": "TTFT p90",
+    "tbt_mean_s": "TBT mean",
+    "tbt_p50_s": "TBT p50",
+    "tbt_p90_s": "TBT p90",
+    "e2e_mean_s": "end to end mean",
+    "hit_rate": "hit rate",
+    "goodput_per_s": "good requests/s",
+}
+
+
+def what_if_command(
+    url: Annotated[str, typer.Option("--url", help="Address of the gateway.")] = "http://127.0.0.1:8000",
+    memory: Annotated[
+        float, typer.Option("--memory", min=0.001, help="Factor of the memory for KV: 2 is twice as much.")
+    ] = 1.0,
+    prefill: Annotated[int, typer.Option("--prefill", help="Prefill instances more, or (-1) fewer.")] = 0,
+    decode: Annotated[int, typer.Option("--decode", help="Decode instances more, or (-1) fewer.")] = 0,
+    policy: Annotated[str, typer.Option("--policy", help="Another policy of the conductor.")] = "",
+    load: Annotated[
+        float, typer.Option("--load", min=0.001, help="Factor by which the same requests come faster.")
+    ] = 1.0,
+    minutes: Annotated[
+        float, typer.Option("--minutes", min=0.01, help="Requests of the last minutes, this many, count.")
+    ] = 10.0,
+    admin_api_key: Annotated[
+        str,
+        typer.Option(
+            "--admin-api-key",
+            envvar="ADMIN_API_KEY",
+            show_envvar=False,
+            help="Key of the operators.",
+        ),
+    ] = "",
+    as_json: Annotated[bool, typer.Option("--json", help="Print the gateway's answer.")] = False,
+) -> None:
+    """Predict what a change to a running cluster would do, from its latest requests. Changes nothing.
+
+    The same requests are simulated with and without the change; that the first of both agrees with what was
+    measured is shown beside it.
+    """
+    change = {"memory": memory, "prefill": prefill, "decode": decode, "policy": policy, "load": load}
+    unchanged = {"memory": 1.0, "prefill": 0, "decode": 0, "policy": "", "load": 1.0}
+    made = {name: value for name, value in change.items() if value != unchanged[name]}
+    answer = _ask(url.rstrip("/"), {"change": made, "minutes": minutes}, admin_api_key)
+    if as_json:
+        print(json.dumps(answer, indent=2))
+        return
+    console = wide_console()
+    console.print(_table(answer))
+    for note in answer["notes"]:
+        console.print(f"note: {note}", markup=False)
+
+
+def _ask(url: str, body: dict[str, Any], admin_api_key: str) -> dict[str, Any]:
+    if urllib.parse.urlsplit(url).scheme not in ("http", "https"):
+        raise InvalidArgument("--url", url, "an address such as http://127.0.0.1:8000")
+    headers = {"Content-Type": "application/json", **({"X-API-Key": admin_api_key} if admin_api_key else {})}
+    request = urllib.request.Request(f"{url}/v1/what_if", json.dumps(body).encode(), headers)
+    try:
+        with urllib.request.urlopen(request, timeout=_TIMEOUT_S) as response:
+            found: dict[str, Any] = json.loads(response.read())
+            return found
+    except urllib.error.HTTPError as error:
+        with error:
+            raise _refused(error.code, error.read(), url) from None
+    except OSError as error:
+        raise PeerLost(f"no gateway answers at {url}: {error}; start one or name it with --url") from error
+    except ValueError as error:
+        raise ProtocolError(f"{url} did not answer like a Mooncake gateway: {error}") from error
+
+
+def _refused(status: int, body: bytes, url: str) -> Exception:
+    try:
+        found = json.loads(body)["error"]
+        message, param = str(found["message"]), found.get("param")
+    except (ValueError, KeyError, TypeError):
+        return ProtocolError(f"{url} answered {status}; is it a Mooncake gateway?")
+    if status in (401, 403):
+        return AccessDenied(f"{message}; pass --admin-api-key")
+    if status == 400:
+        return InvalidArgument(f"--{param or 'change'}", "given", message)
+    return PeerLost(f"{url} answered {status}: {message}")
+
+
+def _table(answer: dict[str, Any]) -> Table:
+    change = ", ".join(f"{name} {value}" for name, value in answer["change"].items()) or "nothing"
+    shown = Table(
+        title=f"{answer['rows']:,} requests of {answer['minutes']:.1f} minutes; change: {change}",
+        caption=(
+            "expected: what was measured, with the simulated effect (90 % interval over slices of time). "
+            "error of the model: the cluster as it is, simulated, against what was measured."
+        ),
+        title_justify="left",
+        caption_justify="left",
+        box=box.SIMPLE,
+    )
+    for number, heading in enumerate(
+        ("", "measured", "expected", "effect", "low-high", "error of the model")
+    ):
+        shown.add_column(heading, justify="right" if number else "left")
+    for name, title in _NAMES.items():
+        effect, error = answer["effect"][name], answer["model_error"][name]
+        is_rate = name == "hit_rate"
+        expected = answer["expected"][name]
+        measured = _measured(answer["measured"], name)
+        shown.add_row(
+            title,
+            _value(name, measured),
+            _value(name, expected),
+            _relative(effect["value"], is_rate),
+            f"{_relative(effect['low'], is_rate)} to {_relative(effect['high'], is_rate)}",
+            _relative(error, is_rate),
+        )
+    return shown
+
+
+def _measured(figures: dict[str, Any], name: str) -> float:
+    if name in figures:
+        return float(figures[name])
+    field, which, _ = name.split("_")
+    return float(figures[f"{field}_s"][which])
+
+
+def _value(name: str, value: float) -> str:
+    if name == "hit_rate":
+        return f"{value:.1%}"
+    return f"{value:.2f}" if name == "goodput_per_s" else f"{value * 1000:,.1f} ms"
+
+
+def _relative(value: float, is_rate: bool) -> str:
+    return f"{value * 100:+.1f} points" if is_rate else f"{value:+.1%}"
