@@ -68,6 +68,8 @@ def check_gateway(facts: Facts, expected: Expectations) -> Findings:
         return
     if gateway.status_refused:
         yield finding("status_hidden", gateway.address, gateway.status_refused)
+    if gateway.instances == []:
+        return
     yield from _check_path(gateway)
     shots = (("first", gateway.first), ("second", gateway.second))
     failed = next(((name, one) for name, one in shots if one is not None and not one.is_answered), None)
