@@ -117,7 +117,7 @@ class Deployment:
 
     @contextmanager
     def gateway(self, *flags: str) -> Iterator[Gateway]:
-        # On a busy machine one may take longer to end than is waited for, which is no part of the examination.
+        # On a busy machine one may take longer to end than is waited for, which is no finding.
         with (
             contextlib.suppress(subprocess.TimeoutExpired),
             running_gateway(self.folder, self.model, *flags) as gateway,
