@@ -117,7 +117,11 @@ class Deployment:
 
     @contextmanager
     def gateway(self, *flags: str) -> Iterator[Gateway]:
-        with running_gateway(self.folder, self.model, *flags) as gateway:
+        # On a busy machine one may take longer to end than is waited for, which is no finding.
+        with (
+            contextlib.suppress(subprocess.TimeoutExpired),
+            running_gateway(self.folder, self.model, *flags) as gateway,
+        ):
             yield gateway
 
     def examine(self, name: str, wanted: tuple[str, ...], *flags: str, master: str | None = None) -> Result:
@@ -182,8 +186,9 @@ def engine_faults(folder: Path) -> list[EngineFault]:
 def run(deployment: Deployment, num_healthy: int, only: list[str]) -> None:
     """All faults: first those beside two healthy servers, then those of the second server."""
     deployment.first.wait_until_ready()
-    with deployment.second(EngineFault("second", ())) as second:
-        beside_healthy_servers(deployment, second, num_healthy, only)
+    if not only:
+        with deployment.second(EngineFault("second", ())) as second:
+            beside_healthy_servers(deployment, second, num_healthy)
     first = deployment.first
     for one in engine_faults(deployment.folder):
         if only and one.name not in only:
@@ -204,9 +209,7 @@ def run(deployment: Deployment, num_healthy: int, only: list[str]) -> None:
             deployment.examine("decode without KV", wanted, *doctor_flags(gateway), master="")
 
 
-def beside_healthy_servers(
-    deployment: Deployment, second: VllmServer, num_healthy: int, only: list[str]
-) -> None:
+def beside_healthy_servers(deployment: Deployment, second: VllmServer, num_healthy: int) -> None:
     """Healthy examinations, and faults outside of the servers; at last one is killed."""
     first, examine = deployment.first, deployment.examine
     with deployment.gateway(*pool_flags(first, second)) as gateway:
@@ -214,10 +217,7 @@ def beside_healthy_servers(
         for number in range(num_healthy):
             examine(f"healthy {number}", (), *doctor_flags(gateway))
         for fault in outside_faults(deployment, gateway, first):
-            if not only or fault.__name__ in only:
-                fault()
-    if only:
-        return
+            fault()
     engines = ["--engine", first.url, second.url]
     examine("gateway down", ("gateway_unreachable",), "--url", f"http://{HOST}:{free_port()}", *engines)
     with deployment.gateway("--scheduling", "random", *pool_flags(first, second)) as gateway:
@@ -357,7 +357,7 @@ def main() -> None:
         description="Inject faults into real vLLM servers, and count those named."
     )
     parser.add_argument("--healthy", type=int, default=20, help="number of examinations without a fault")
-    parser.add_argument("--only", nargs="*", default=[], help="names of faults to run, instead of all")
+    parser.add_argument("--only", nargs="*", default=[], help="names of faults of a server, instead of all")
     parser.add_argument("--out", type=Path, help="also write the results to this file, as JSON")
     given = parser.parse_args()
     model = Path(os.environ["MOONCAKE_VLLM_ENV"]) / "model"

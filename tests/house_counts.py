@@ -38,7 +38,14 @@ HUMP = re.compile(r"(?<=[a-z0-9])(?=[A-Z])")
 
 # Nouns that end like a gerund or a participle.
 NOUNS = {
-    *("ceilings", "greeting", "preallocated", "request_parsing", "serving", "settings", "tiering"),
+    "ceilings",
+    "findings",
+    "greeting",
+    "preallocated",
+    "request_parsing",
+    "serving",
+    "settings",
+    "tiering",
     "tracing",
 }
 

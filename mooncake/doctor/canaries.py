@@ -12,6 +12,8 @@ from collections.abc import Sequence
 from random import Random
 from typing import Any
 
+import msgspec
+
 from mooncake.doctor.engine_probe import EXTERNAL_HITS, HITS, MetricsPage, read_metrics
 from mooncake.doctor.facts import EngineFacts, Shot
 from mooncake.doctor.http_probe import HttpProbe, HttpReply, HttpServerAt, Unanswered
@@ -79,6 +81,35 @@ class CanarySender:
 
 
 _NUM_FORMS = 3
+MAX_TEXT_CHARS = 200
+UNREADABLE = 502
+"""Status of an answer that is 200 and no completion."""
+
+
+class _Details(msgspec.Struct):
+    cached_tokens: int | None = None
+
+
+class _Usage(msgspec.Struct):
+    prompt_tokens: int = 0
+    prompt_tokens_details: _Details | None = None
+
+
+class _Logprobs(msgspec.Struct):
+    tokens: list[str] | None = None
+    token_logprobs: list[float | None] | None = None
+
+
+class _Choice(msgspec.Struct):
+    text: str = ""
+    logprobs: _Logprobs | None = None
+
+
+class _Completion(msgspec.Struct):
+    """The fields of a completion that are read; servers leave some of them out."""
+
+    choices: list[_Choice] = []
+    usage: _Usage | None = None
 
 
 def _body(form: int, model: str, prompt: Sequence[int], salt: str) -> dict[str, Any]:
@@ -105,21 +136,24 @@ def read_shot(reply: HttpReply) -> Shot:
     shot.prefill, shot.decode = (
         reply.headers.get(f"x-mooncake-{role}", "") for role in ("prefill", "decode")
     )
-    found = reply.json()
-    if reply.status != 200 or not isinstance(found, dict):
-        shot.error = reply.message
-        shot.status = reply.status if reply.status != 200 else 502
+    try:
+        found = msgspec.json.decode(reply.body, type=_Completion)
+    except msgspec.MsgspecError as error:
+        shot.error = reply.message if reply.status != 200 else f"it is no completion: {error}"
+        shot.status = reply.status if reply.status != 200 else UNREADABLE
         return shot
-    usage = found.get("usage") or {}
-    shot.prompt_tokens = int(usage.get("prompt_tokens") or 0)
-    cached = (usage.get("prompt_tokens_details") or {}).get("cached_tokens")
-    shot.cached_tokens = cached if isinstance(cached, int) else None
-    choice = (found.get("choices") or [{}])[0]
-    shot.text = str(choice.get("text") or "")
-    logprobs = choice.get("logprobs") or {}
-    tokens, values = logprobs.get("tokens") or [], logprobs.get("token_logprobs") or []
-    if tokens and values and isinstance(values[0], int | float):
-        shot.text, shot.logprob = str(tokens[0]), float(values[0])
+    if reply.status != 200:
+        shot.error = reply.message
+        return shot
+    if found.usage is not None:
+        details = found.usage.prompt_tokens_details
+        shot.prompt_tokens = found.usage.prompt_tokens
+        shot.cached_tokens = details.cached_tokens if details is not None else None
+    for choice in found.choices[:1]:
+        shot.text = choice.text[:MAX_TEXT_CHARS]
+        logprobs = choice.logprobs
+        if logprobs is not None and logprobs.tokens and logprobs.token_logprobs:
+            shot.text, shot.logprob = logprobs.tokens[0][:MAX_TEXT_CHARS], logprobs.token_logprobs[0]
     return shot
 
 

@@ -38,6 +38,15 @@ _IGNORES_CACHE = ("load", "round_robin", "random")
 _NEAR = 0.5
 """Share of the promised disk speed below which the promise counts as broken."""
 
+CAUSES = (
+    "block_size_differs",
+    "hash_algorithm_differs",
+    "hash_seed_differs",
+    "cache_dtype_differs",
+    "kv_identity_differs",
+)
+"""Differences of which ``pool_not_shared`` is the consequence."""
+
 Findings = Iterator[DoctorFinding]
 
 
@@ -47,7 +56,10 @@ def examine(facts: Facts, expected: Expectations) -> list[DoctorFinding]:
     for check in CHECKS:
         found += check(facts, expected)
     first: dict[tuple[str, str], DoctorFinding] = {}
+    is_explained = any(one.code in CAUSES for one in found)
     for one in found:
+        if one.code == "pool_not_shared" and is_explained:
+            continue
         first.setdefault((one.code, one.where), one)
     order = [*Severity]
     return sorted(first.values(), key=lambda one: order.index(one.severity))
@@ -68,6 +80,8 @@ def check_gateway(facts: Facts, expected: Expectations) -> Findings:
         return
     if gateway.status_refused:
         yield finding("status_hidden", gateway.address, gateway.status_refused)
+    if gateway.instances == []:
+        return
     yield from _check_path(gateway)
     shots = (("first", gateway.first), ("second", gateway.second))
     failed = next(((name, one) for name, one in shots if one is not None and not one.is_answered), None)

@@ -86,7 +86,22 @@ async def read_engine(
             Trouble.OTHER, f"GET /v1/models was answered with {models.status}: {models.message}"
         )
         return facts, None
-    _read_models(facts, models.json())
+    try:
+        return facts, await _read_pages(http, server, facts, models.json(), given)
+    except (msgspec.MsgspecError, ValueError, TypeError, AttributeError, KeyError) as error:
+        # Anything may listen at an address: pages of another form are a finding, not a failure.
+        facts.reach = Reach(Trouble.OTHER, f"its pages can't be read: {error!r}"[:300])
+        return facts, None
+
+
+async def _read_pages(
+    http: HttpProbe,
+    server: HttpServerAt,
+    facts: EngineFacts,
+    models: Any,
+    given: Mapping[str, EventSource],
+) -> MetricsPage | None:
+    _read_models(facts, models)
     page, version, sources, info = await asyncio.gather(
         read_metrics(http, server),
         _found(http, server, "/version"),
@@ -107,7 +122,7 @@ async def read_engine(
             _read_sglang(facts, info)
         elif isinstance(info.get("vllm_config"), dict):
             _read_vllm(facts, info)
-    return facts, page
+    return page
 
 
 async def _found(http: HttpProbe, server: HttpServerAt, path: str) -> Any:

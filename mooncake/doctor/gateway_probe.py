@@ -10,6 +10,8 @@ from typing import Any
 from mooncake.doctor.facts import GatewayFacts, InstanceFacts
 from mooncake.doctor.http_probe import HttpProbe, HttpServerAt, Unanswered
 
+MAX_INSTANCES = 1024
+
 
 async def read_gateway(http: HttpProbe, server: HttpServerAt, admin_api_key: str) -> GatewayFacts:
     """The facts of a gateway, without any prompt."""
@@ -24,7 +26,7 @@ async def read_gateway(http: HttpProbe, server: HttpServerAt, admin_api_key: str
     if models.status in (401, 403):
         facts.key_refused = f"GET /v1/models was answered with {models.status}: {models.message}"
     elif isinstance(found, dict):
-        cards = [one for one in found.get("data", []) if isinstance(one, dict)]
+        cards = [one for one in found.get("data") or [] if isinstance(one, dict)]
         facts.models = tuple(str(one.get("id", "")) for one in cards)
     await asyncio.gather(_read_version(http, server, facts), read_status(http, server, admin_api_key, facts))
     return facts
@@ -60,7 +62,7 @@ async def read_status(http: HttpProbe, server: HttpServerAt, admin_api_key: str,
     facts.conductor = str(found.get("conductor", ""))
     size = found.get("block_tokens")
     facts.block_tokens = size if isinstance(size, int) else None
-    facts.instances = [_instance(row) for row in rows if isinstance(row, dict)]
+    facts.instances = [_instance(row) for row in rows if isinstance(row, dict)][:MAX_INSTANCES]
 
 
 def _instance(row: Mapping[str, Any]) -> InstanceFacts:
@@ -70,6 +72,6 @@ def _instance(row: Mapping[str, Any]) -> InstanceFacts:
         role=str(row.get("role", "")),
         health=str(row.get("health", "")),
         detail=str(row.get("detail", "")),
-        num_blocks=int(row.get("num_blocks") or 0),
+        num_blocks=blocks if isinstance(blocks := row.get("num_blocks"), int) else 0,
         is_silent=silent if isinstance(silent, bool) else None,
     )

@@ -10,7 +10,6 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Iterable, Sequence
 
-from fastapi import FastAPI, Response
 from prometheus_client import Gauge
 
 from mooncake import clock, metrics
@@ -19,13 +18,11 @@ from mooncake.doctor.examination import Examination
 from mooncake.doctor.facts import Facts
 from mooncake.doctor.findings import DoctorFinding, Link, Severity
 from mooncake.doctor.settings import DoctorSettings
-from mooncake.http.server import HttpServer, listen
+from mooncake.http.server import serve_metrics
 from mooncake.log import get_logger
-from mooncake.security import check_address
+from mooncake.security import check_address, process_identity
 
 log = get_logger(__name__)
-
-MAX_CONNECTIONS = 64
 
 _link_ok = Gauge(
     "mooncake_doctor_link_ok",
@@ -59,23 +56,8 @@ async def watch(settings: DoctorSettings) -> None:
         InvalidArgument: it would listen beyond loopback without a credential.
     """
     check_address(settings.metrics_host)
-    app = FastAPI(title="Mooncake doctor", docs_url=None, redoc_url=None)
-
-    @app.get("/metrics")
-    async def page() -> Response:
-        """Metrics in the text format of Prometheus."""
-        return Response(metrics.page(), headers={"Content-Type": metrics.CONTENT_TYPE})
-
-    @app.get("/health")
-    async def health() -> dict[str, str]:
-        """Whether the process answers."""
-        return {"status": "ok"}
-
-    server = HttpServer(
-        app, listen(settings.metrics_host, settings.metrics_port), max_connections=MAX_CONNECTIONS
-    )
-    await server.start()
-    log.info("ready", role="doctor", address=f"http://{settings.metrics_host}:{server.port}")
+    server = serve_metrics(settings.metrics_host, settings.metrics_port, process_identity().server_tls)
+    log.info("ready", role="doctor", address=f"{settings.metrics_host}:{server.port}")
     examination, board = Examination(settings), LinkBoard()
     try:
         while True:
@@ -89,7 +71,7 @@ async def watch(settings: DoctorSettings) -> None:
             log.info("examined", findings=len(findings), seconds=round(seconds, 2))
             await asyncio.sleep(max(0.0, settings.watch_s - seconds))
     finally:
-        await server.close()
+        server.close()
 
 
 class LinkBoard:

@@ -133,3 +133,18 @@ async def test_a_server_that_refuses_everything() -> None:
     async with a_server({"prompt"}) as (server, bodies), HttpProbe(Identity(), 5.0) as http:
         shot = await CanarySender(http, 5.0).send(server, "m", [40] * 8)
     assert (shot.status, shot.error, len(bodies)) == (400, "refused", 3)
+
+
+@pytest.mark.parametrize(
+    "body",
+    [
+        [],
+        7,
+        {"usage": [1]},
+        {"choices": [{"text": 7}]},
+        {"usage": {"prompt_tokens_details": {"cached_tokens": "a"}}},
+    ],
+)
+def test_answers_of_another_form(body: Any) -> None:
+    shot = read_shot(reply(body))
+    assert shot.status == 502 and "no completion" in shot.error

@@ -326,6 +326,13 @@ def test_a_prompt_shorter_than_a_block_is_not_expected_to_be_cached() -> None:
     assert "repeat_not_cached" not in {one.code for one in examine(facts, EXPECTED)}
 
 
+def test_a_pool_that_is_not_shared_is_explained_by_its_cause() -> None:
+    facts = healthy()
+    facts.engines[1].crossed_tokens, facts.engines[1].store_growth = 0, 2
+    facts.engines[1].block_tokens = 32
+    assert [one.code for one in examine(facts, EXPECTED)] == ["block_size_differs"]
+
+
 def test_the_worst_come_first() -> None:
     facts = healthy()
     facts.engines[0].clock_skew_s, facts.engines[1].publishers = 99.0, None

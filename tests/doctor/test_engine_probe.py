@@ -165,3 +165,13 @@ def test_metrics_are_added_up_over_engines() -> None:
     page = MetricsPage.parse(VLLM_METRICS)
     assert page.get(["absent", "vllm:external_prefix_cache_queries"]) == 500.0
     assert page.get(["absent"]) is None
+
+
+async def test_pages_of_another_form_are_a_finding_and_no_failure() -> None:
+    sources = {"sources": [{"endpoint": 7}], "block_size": 32}
+    facts = await facts_of({"/v1/models": models("mooncake", "m"), "/kv_event_sources": sources})
+    assert facts.reach.trouble is Trouble.OTHER and "can't be read" in facts.reach.detail
+    facts = await facts_of(
+        {"/v1/models": models("sglang", "m"), "/get_server_info": {"kv_events_config": [1]}}
+    )
+    assert facts.publishers == []

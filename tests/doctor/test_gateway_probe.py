@@ -1,0 +1,64 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Our gateway shows its instances to operators; other routers have only the OpenAI API."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from mooncake.doctor.facts import GatewayFacts
+from mooncake.doctor.gateway_probe import read_gateway
+from mooncake.doctor.http_probe import HttpProbe
+from mooncake.security import Identity
+from tests.doctor.test_engine_probe import a_server, models
+
+STATUS: dict[str, Any] = {
+    "model": "m",
+    "degraded": "",
+    "prefill_node_count": 0,
+    "decode_node_count": 1,
+}
+DETAILS = {"scheduling": "overlap", "protocol": "workers", "conductor": "inside", "block_tokens": 32}
+ROW = {
+    "instance": "a:1",
+    "role": "decode",
+    "health": "ready",
+    "detail": "",
+    "num_blocks": 3,
+    "is_silent": True,
+}
+
+
+async def facts_of(pages: dict[str, Any], status: int = 200) -> GatewayFacts:
+    async with a_server(pages, status) as server, HttpProbe(Identity(), 5.0) as http:
+        return await read_gateway(http, server, "key")
+
+
+async def test_ours_with_the_admin_key() -> None:
+    pages = {"/v1/models": models("mooncake", "m"), "/version": {"version": "1"}}
+    facts = await facts_of({**pages, "/status": {**STATUS, **DETAILS, "instances": [ROW]}})
+    assert facts.is_ours and facts.version == "1" and facts.block_tokens == 32
+    assert facts.instances is not None
+    (row,) = facts.instances
+    assert (row.address, row.role, row.num_blocks, row.is_silent) == ("a:1", "decode", 3, True)
+
+
+async def test_ours_without_it() -> None:
+    facts = await facts_of({"/v1/models": models("mooncake", "m"), "/status": STATUS})
+    assert facts.is_ours and facts.instances is None and "admin key" in facts.status_refused
+
+
+async def test_rows_of_another_version_or_form() -> None:
+    row = {"instance": "a:1", "num_blocks": "many"}
+    facts = await facts_of({"/v1/models": [], "/status": {**STATUS, "instances": [row, 7]}})
+    assert facts.instances is not None and len(facts.instances) == 1
+    assert facts.instances[0].is_silent is None and facts.instances[0].num_blocks == 0
+
+
+async def test_another_router() -> None:
+    facts = await facts_of({"/v1/models": models("vllm", "m"), "/status": {"status": "ok"}})
+    assert facts.reach.is_fine and not facts.is_ours and facts.instances is None and not facts.status_refused
+
+
+async def test_a_refused_key() -> None:
+    facts = await facts_of({"/v1/models": {"error": {"message": "no such key"}}}, status=401)
+    assert "no such key" in facts.key_refused and not facts.is_ours
