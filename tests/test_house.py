@@ -128,6 +128,7 @@ CORES = {
     "console.access",
     "console.cluster_map",
     "console.contents",
+    "console.endpoint_answers",
     "console.history",
     "console.overview",
     "console.session_rows",

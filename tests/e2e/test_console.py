@@ -157,6 +157,7 @@ def test_page_from_request_to_waterfall_and_what_if_by_keyboard(cluster: Cluster
         wait_for(
             lambda: driver.execute_script(script) and "simulating" not in driver.execute_script(script),
             "a result",
+            60.0,
         )
         driver.back()
         wait_for(lambda: driver.find_elements("css selector", "input[type=search]"), "the list again", 20.0)
