@@ -47,7 +47,9 @@ def missed_tokens(answer: Any) -> dict[str, int] | None:
     rows = answer.get("tenants")
     found: dict[str, int] = {}
     for row in rows if isinstance(rows, list) else [answer]:
-        parts = next((row[name] for name in ("tokens", "causes") if isinstance(row.get(name), dict)), {})
+        parts: dict[str, Any] = next(
+            (row[name] for name in ("tokens", "causes") if isinstance(row.get(name), dict)), {}
+        )
         for cause, num in parts.items():
             if cause != "hit" and isinstance(num, int) and (cause in found or len(found) < MAX_CAUSES):
                 found[cause] = found.get(cause, 0) + num
