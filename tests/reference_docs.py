@@ -202,6 +202,11 @@ HTTP_SIDES = (
         "gateway.md",
         ("gateway/app.py", "gateway/admin.py", "gateway/traces.py"),
     ),
+    HttpSide(
+        "Console",
+        "console.md",
+        ("console/site.py", "console/gateway_site.py", "console/store_site.py"),
+    ),
     HttpSide("Worker", "gateway.md", ("inference/api.py", "inference/weight_versions.py")),
     HttpSide("Conductor, for other routers", "conductor.md", ("conductor/query_server.py",)),
     HttpSide(

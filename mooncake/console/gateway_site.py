@@ -14,6 +14,7 @@ from mooncake import clock
 from mooncake.console import contents
 from mooncake.console.access import Visitor
 from mooncake.console.cluster_map import cluster_map
+from mooncake.console.endpoint_answers import miss_facts, missed_tokens, what_if_rows
 from mooncake.console.gateway_source import GatewaySource
 from mooncake.console.history import KEPT_S, MetricHistory
 from mooncake.console.overview import FAMILIES, client_overview, overview
@@ -52,7 +53,7 @@ def add_gateway_data(
 
         async def found() -> Any:
             visitor = gate.visitor(http)
-            misses = await source.get(visitor, "/v1/cache/misses")
+            misses = missed_tokens(await source.get(visitor, "/v1/cache/misses"))
             if not visitor.sees_all:
                 families = ("mooncake_gateway_client_requests", "mooncake_gateway_client_tokens")
                 return {**client_overview(samples(families), visitor.name), "misses": misses}
@@ -104,6 +105,7 @@ def add_gateway_data(
             return {
                 "id": name,
                 "prompts": prompts,
+                "misses": [miss_facts(one) for one in explained.get("misses") or []] if prompts else [],
                 "has_trace": trace is not None,
                 "waterfall": waterfall(prompts[0] if prompts else None, trace),
             }
@@ -130,7 +132,9 @@ def add_gateway_data(
                 return {"is_available": False, "message": "this gateway has no recording to simulate"}
             if answer.status != 200:
                 raise ConsoleRefusal(answer.status, "what_if_failed", message_of(answer.json()))
-            return {"is_available": True, "result": answer.json()}
+            result = answer.json()
+            notes = result.get("notes", []) if isinstance(result, dict) else []
+            return {"is_available": True, "rows": what_if_rows(result), "notes": notes}
 
         return await answer_with(found())
 

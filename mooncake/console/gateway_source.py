@@ -17,6 +17,7 @@ from urllib.parse import quote
 
 from mooncake import clock
 from mooncake.console.access import Visitor
+from mooncake.console.endpoint_answers import listed_requests
 from mooncake.console.recorder import BoundedCache
 from mooncake.errors import MooncakeError
 from mooncake.gateway.gateway import Gateway
@@ -29,6 +30,7 @@ _MAX_EXPLAINED = 60
 """Requests of a list whose explanation is looked up at a time."""
 _MAX_ANSWER_BYTES = 16 << 20
 _TIMEOUT_S = 10.0
+_WHAT_IF_TIMEOUT_S = 200.0
 
 Asgi = Callable[[Any, Any, Any], Awaitable[None]]
 
@@ -54,6 +56,7 @@ async def call(
     headers: Mapping[str, str] | None = None,
     body: bytes = b"",
     query: str = "",
+    timeout_s: float = _TIMEOUT_S,
 ) -> InnerAnswer:
     """Call an ASGI application without a connection. 502 when it raises, 504 when it takes too long."""
     fields = {"host": "console.invalid", "content-type": "application/json", **(headers or {})}
@@ -88,7 +91,7 @@ async def call(
             sent.extend(message.get("body", b""))
 
     try:
-        async with asyncio.timeout(_TIMEOUT_S):
+        async with asyncio.timeout(timeout_s):
             await app(scope, receive, send)
     except TimeoutError:
         return InnerAnswer(504, b"{}")
@@ -132,10 +135,21 @@ class GatewaySource:
         """Predict the effect of a change; it changes nothing, so a reader of this host may ask for it."""
         body = json.dumps({"change": change}).encode()
         if not visitor.sees_all:
-            return await call(self._app, "POST", "/v1/what_if", _headers_of(visitor), body)
-        answer = await call(self._operator_app, "POST", "/v1/what_if", self._operator_headers, body)
+            return await call(
+                self._app, "POST", "/v1/what_if", _headers_of(visitor), body, timeout_s=_WHAT_IF_TIMEOUT_S
+            )
+        answer = await call(
+            self._operator_app,
+            "POST",
+            "/v1/what_if",
+            self._operator_headers,
+            body,
+            timeout_s=_WHAT_IF_TIMEOUT_S,
+        )
         if answer.status in (404, 405):
-            answer = await call(self._app, "POST", "/v1/what_if", self._operator_headers, body)
+            answer = await call(
+                self._app, "POST", "/v1/what_if", self._operator_headers, body, timeout_s=_WHAT_IF_TIMEOUT_S
+            )
         return answer
 
     async def status(self) -> dict[str, Any]:
@@ -148,13 +162,18 @@ class GatewaySource:
 
     async def requests(self, visitor: Visitor, most: int = MAX_REQUESTS) -> list[dict[str, Any]]:
         """The latest requests, the newest first."""
-        listed = rows_of(await self.get(visitor, "/v1/requests", f"limit={most}"))
+        listed = listed_requests(await self.get(visitor, "/v1/requests", f"limit={most}"))
         if listed is not None:
-            for row in listed:
-                names = self._gateway.request_ids.find(str(row.get("id", "")))
-                if names is not None:
-                    row.setdefault("session", _session_name(names.session))
-                    row.setdefault("client", names.client)
+            num_asked = 0
+            for row in listed[:most]:
+                names = self._gateway.request_ids.find(str(row["id"]))
+                if names is None:
+                    continue
+                row.setdefault("session", _session_name(names.session))
+                row.setdefault("client", names.client)
+                if row["state"] is None and num_asked < _MAX_EXPLAINED:  # in progress: where does it stand?
+                    num_asked += 1
+                    row.update(await self._summary(names.id, names.place_ids) or {})
             return listed[:most]
         found: list[dict[str, Any]] = []
         num_asked = 0
@@ -212,13 +231,6 @@ class GatewaySource:
             if row is not None and row.get("prefill_s"):
                 found.append((int(row["computed_tokens"]), float(row["prefill_s"])))
         return found
-
-
-def rows_of(answer: Any) -> list[dict[str, Any]] | None:
-    """The rows of a list of requests, bare or under a name."""
-    if isinstance(answer, dict):
-        answer = next((answer[name] for name in ("requests", "data") if name in answer), None)
-    return [row for row in answer if isinstance(row, dict)] if isinstance(answer, list) else None
 
 
 def _headers_of(visitor: Visitor) -> dict[str, str]:

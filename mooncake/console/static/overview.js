@@ -58,28 +58,9 @@ export class OverviewPage {
   }
 }
 
-// The causes of misses, in any of the shapes {causes: {...}}, {tenant: {...}}, [{cause, tokens}].
 export function missed(found) {
   if (found === null || found === undefined) return h("p", { class: "muted" }, "not available: this gateway does not sum the causes of misses");
-  const sums = {};
-  collect(found, sums);
-  return bars(sums, "no miss was recorded");
-}
-
-function collect(found, sums, name = "") {
-  if (typeof found === "number") { if (name) sums[name] = (sums[name] || 0) + found; return; }
-  if (Array.isArray(found)) {
-    for (const row of found) {
-      const cause = row?.cause ?? row?.reason ?? row?.verdict;
-      if (cause !== undefined) sums[cause] = (sums[cause] || 0) + Number(row.tokens ?? row.num_tokens ?? row.blocks ?? row.num ?? 0);
-      else if (row && typeof row === "object") collect(row, sums);
-    }
-    return;
-  }
-  if (!found || typeof found !== "object") return;
-  const inner = found.causes ?? found.tenants ?? found.misses;
-  if (inner !== undefined) { collect(inner, sums); return; }
-  for (const [key, value] of Object.entries(found)) collect(value, sums, key);
+  return bars(found, "no miss was recorded");
 }
 
 function bars(values, empty) {

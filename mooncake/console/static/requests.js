@@ -46,12 +46,13 @@ export class RequestPage {
     this.facts = h("div");
     this.candidates = h("div", { class: "scroll" });
     this.blocks = h("div", { class: "scroll" });
+    this.left = h("div");
     this.result = h("div", { "aria-live": "polite" });
     const buttons = [["twice the memory", { memory: 2 }], ["one more decode instance", { decode: 1 }], ["random placement", { policy: "random" }], ["least loaded first", { policy: "load" }]]
       .map(([text, change]) => h("button", { type: "button", onclick: () => this.ask(text, change) }, text));
     this.element = h("div", {}, h("h1", {}, "Request ", h("span", { class: "mono" }, this.id)), card("Waterfall", this.fall), h("p", {}),
       h("div", { class: "grid" }, card("Decision", this.facts), card("What if, on the last minutes' recording", h("div", { class: "row" }, buttons), this.result)), h("p", {}),
-      h("div", { class: "grid" }, card("Candidates", this.candidates), card("Blocks of the prompt", this.blocks)));
+      h("div", { class: "grid" }, card("Candidates", this.candidates), card("Blocks of the prompt", this.blocks, this.left)));
   }
 
   path() { return `/console/request.json?id=${encodeURIComponent(this.id)}`; }
@@ -71,6 +72,7 @@ export class RequestPage {
       prompt.admission ? h("p", {}, `admission ${prompt.admission.rule}: ${words(prompt.admission.code)} ${prompt.admission.reason || ""}`) : null,
       h("p", {}, `${actual.cached_tokens} tokens cached there, ${actual.loaded_tokens} loaded from elsewhere, hit rate ${share((actual.cached_tokens + actual.loaded_tokens) / Math.max(1, prompt.num_tokens))}`),
       plain(["", "predicted", "measured"], rows.map(([name, before, after]) => [name, seconds(before), after ? seconds(after) : NONE])));
+    this.left.replaceChildren(...departed(found.misses?.[0]));
     this.candidates.replaceChildren(plain(["instance", "score", "queue", "fetch", "prefill", "cached", ""], prompt.candidates.map((one) => one.why_not
       ? [one.instance, NONE, NONE, NONE, NONE, NONE, one.why_not]
       : [one.instance, ...["score_s", "queue_s", "fetch_s", "prefill_s"].map((name) => seconds(one[name])), count(one.cached_tokens), one.instance === (prompt.prefill || prompt.decode) ? "chosen" : ""])));
@@ -85,6 +87,14 @@ export class RequestPage {
       this.result.replaceChildren(h("p", { class: "bad" }, error.message));
     }
   }
+}
+
+// Where the prompt left the one most like it; the text there is in no answer of the console.
+function departed(found) {
+  const left = found?.left_sibling;
+  if (!left) return [];
+  const other = h("a", { href: `/console/request?id=${encodeURIComponent(left.sibling || "")}`, class: "mono" }, String(left.sibling || "").slice(0, 22));
+  return [h("p", {}, `It left its nearest sibling `, other, ` at ${left.unit || "tokens"} ${left.offset}: ${words(left.kind)}, ${count(left.lost_tokens)} tokens lost.`, left.rule ? ` Rule that would avoid it: ${left.rule}.` : "")];
 }
 
 export function waterfall(found) {
@@ -103,26 +113,26 @@ export function waterfall(found) {
   return h("div", {}, h("div", { class: "fall" }, rows), h("p", { class: "muted" }, source));
 }
 
-// {before: {...}, after: {...}}, numbers or {mean, low, high}.
 export function predicted(text, found) {
   if (!found.is_available) return h("p", { class: "muted" }, `not available: ${found.message}`);
-  const { before = {}, after = {} } = found.result || {};
-  const names = Object.keys({ ...before, ...after }).filter((name) => shown(before[name]) !== NONE || shown(after[name]) !== NONE);
-  return h("div", {}, h("p", {}, h("b", {}, text)), plain(["", "as it was", "predicted"], names.map((name) => [words(name), shown(before[name], name), shown(after[name], name)])));
+  const has_effect = found.rows.some((row) => row.effect);
+  const names = has_effect ? ["", "expected", "change, 90 % interval"] : ["", "as it was", "expected"];
+  const rows = found.rows.map((row) => [words(row.name), ...(has_effect ? [shown(row.after, row.name), change(row.effect)] : [shown(row.before, row.name), shown(row.after, row.name)])]);
+  return h("div", {}, h("p", {}, h("b", {}, text)), rows.length ? plain(names, rows) : h("p", { class: "muted" }, "no quantity was predicted"), found.notes.map((note) => h("p", { class: "muted" }, note)));
+}
+
+// A relative change, for hit rates a difference: both in percent.
+function change(effect) {
+  if (!effect) return NONE;
+  const percent = (value) => `${value >= 0 ? "+" : "−"}${Math.abs(100 * value).toFixed(1)} %`;
+  return `${percent(effect.value)} (${percent(effect.low)} to ${percent(effect.high)})`;
 }
 
 function shown(value, name = "") {
-  if (value && typeof value === "object") {
-    const middle = value.mean ?? value.value ?? value.p50 ?? value.median;
-    const low = value.low ?? value.lower, high = value.high ?? value.upper, error = value.error ?? value.plus_minus;
-    const format = (one) => shown(one, name);
-    if (middle === undefined) return NONE;
-    if (low !== undefined && high !== undefined) return `${format(middle)} (${format(low)} to ${format(high)})`;
-    return error === undefined ? format(middle) : `${format(middle)} ± ${format(error)}`;
-  }
-  if (typeof value !== "number") return NONE;
-  if (/rate|goodput_share|hit/.test(name)) return share(value);
-  return /_s$|ttft|tbt|seconds/.test(name) ? seconds(value) : count(value);
+  const one = value && typeof value === "object" ? value.mean ?? value.p50 ?? value.value : value;
+  if (typeof one !== "number") return NONE;
+  if (/rate|share|hit/.test(name)) return share(one);
+  return /_per_s$/.test(name) || !/_s|ttft|tbt|seconds/.test(name) ? count(one) : seconds(one);
 }
 
 export function plain(names, rows) {
