@@ -181,7 +181,7 @@ class CacheMisses:
         self._shows_text = shows_text
         self.siblings = SiblingMemory(max_bytes - for_findings, lifetime_s, block_tokens)
         self.findings = MissFindings(for_findings)
-        self._lifetime_s = lifetime_s
+        self._counters: dict[tuple[str, str], list[prometheus_client.Counter]] = {}
 
     def tokens_arrived(
         self, place: Place, origin: PromptOrigin, tokens: Sequence[int]
@@ -234,14 +234,25 @@ class CacheMisses:
             return
         parts = divided(arrival, num_tokens, num_cached, num_held, self._block_tokens)
         self.findings.computed(finding, parts)
-        for part, num in msgspec.structs.asdict(parts).items():
+        counters = self._counters_of(finding)
+        for counter, num in zip(counters, msgspec.structs.astuple(parts), strict=True):
             if num:
-                _tokens.labels(finding.tenant, finding.model, part).inc(num)
+                counter.inc(num)
         gain = finding.gain_tokens(self._block_tokens)
         if gain:
-            _gains.labels(finding.tenant, finding.model).inc(gain)
+            _gains.labels(*self.findings.key_of(finding)).inc(gain)
         if finding.departure is not None:
-            _departures.labels(finding.tenant, finding.model).inc()
+            _departures.labels(*self.findings.key_of(finding)).inc()
+
+    def _counters_of(self, finding: Finding) -> list[prometheus_client.Counter]:
+        """The counters of a tenant's parts, which are looked up once: there are few tenants and models."""
+        key = self.findings.key_of(finding)
+        found = self._counters.get(key)
+        if found is None:
+            found = self._counters[key] = [
+                _tokens.labels(*key, part) for part in PromptParts.__struct_fields__
+            ]
+        return found
 
     def report(self, request_id: str, may_see_sibling: bool) -> MissReport | None:
         """What is known of a prompt; ``may_see_sibling``: whether the asker may see its sibling's text."""
