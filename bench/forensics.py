@@ -124,8 +124,8 @@ def front(pipe: Connection, worker_port: int, memory_bytes: int) -> None:
 # --- load
 
 WORDS = (
-    "the agent reads a file before it changes anything reports every failed command with output tests must pass "
-    "code stays small typed documented branch commit review path module function argument value error message"
+    "the agent reads a file before it changes anything reports every failed command with output tests must "
+    "pass code stays small typed documented branch commit review path module function argument value"
 )
 
 
@@ -175,7 +175,10 @@ def measure(table: Table, name: str, has_nonce: bool, num_words: int, sessions: 
 
         async def load(url: str = url) -> tuple[int, tuple[float, float], tuple[float, float]]:
             async with aiohttp.ClientSession() as client, asyncio.timeout(120):
-                while (await client.get(url + "/ready")).status != 200:
+                while True:  # the gateway's probes of its worker are in another process
+                    async with client.get(url + "/ready") as response:
+                        if response.status == 200:
+                            break
                     await asyncio.sleep(0.1)
             await send(url, has_nonce, num_words, 1, 2)  # warms up
             before = cpu()

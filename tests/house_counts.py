@@ -37,7 +37,10 @@ WORD = re.compile(rf"(?<![A-Za-z])({'|'.join(WORDS)})(?![A-Za-z])", re.IGNORECAS
 HUMP = re.compile(r"(?<=[a-z0-9])(?=[A-Z])")
 
 # Nouns that end like a gerund or a participle.
-NOUNS = {"ceilings", "greeting", "preallocated", "request_parsing", "serving", "settings", "tiering"}
+NOUNS = {
+    *("ceilings", "findings", "greeting", "preallocated", "request_parsing", "serving", "settings"),
+    *("siblings", "tiering"),
+}
 
 
 @dataclass(frozen=True)

@@ -2,8 +2,8 @@
 """Rules that keep the beginning of prompts the same from request to request; applied only where they are set.
 
 It owns the syntax of the rules and what they do to a request of any of the served APIs, given as the decoded
-JSON object. It also keeps what was changed, so that a rule's gain can be told from what would have been a hit
-without it. A rule is ``[model=NAME] [route=PATH] ACTION``, with these actions:
+JSON object. It also keeps what was changed, so that a rule's gain is not confused with what would have been
+a hit without it. A rule is ``[model=NAME] [route=PATH] ACTION``, with these actions:
 
 ``drop-line:REGEX``         removes lines in which the expression (RE2) is found
 ``move-line-to-end:REGEX``  moves them behind the last message; a completion's prompt has no such place

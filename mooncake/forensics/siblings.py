@@ -47,7 +47,7 @@ _MIN_VOTES = 3
 
 _CONTEXT_BYTES = 8 << 10
 _WINDOW_BYTES = 24 << 10
-"""Content kept of both prompts before and behind their difference, for later explanations."""
+"""PromptContent kept of both prompts before and behind their difference, for later explanations."""
 
 _OVERHEAD_BYTES = 1_200
 """Upper estimate of the size of a prompt's record without its content."""
@@ -64,7 +64,7 @@ class Scope(NamedTuple):
     model: str = ""
 
 
-class Content(NamedTuple):
+class PromptContent(NamedTuple):
     """A prompt as it arrives."""
 
     data: bytes
@@ -91,7 +91,7 @@ class Departure:
     sibling_age_s: float
     is_same_session: bool
     context: bytes
-    "Content before the difference, which both have."
+    "PromptContent before the difference, which both have."
     is_from_start: bool
     "Whether ``context`` is all that is before the difference."
     ours: bytes
@@ -235,7 +235,7 @@ def _common_part(ours: _Sample, our_start: int, theirs: _Sample, their_start: in
 class _SampledContent:
     """A content that is sampled at most once, and only where it is needed."""
 
-    def __init__(self, content: Content) -> None:
+    def __init__(self, content: PromptContent) -> None:
         self.content = content
         self._sample: _Sample | None = None
 
@@ -254,6 +254,7 @@ class _Sequence:
         "answer",
         "computed_bytes",
         "data",
+        "featured_bytes",
         "features",
         "is_text",
         "keys",
@@ -273,7 +274,7 @@ class _Sequence:
         self.sample = _Sample(is_text)
         self.features: list[int] = []
         self.session = self.request_id = ""
-        self.size_bytes = 0
+        self.size_bytes = self.featured_bytes = 0
         self.computed_bytes = 0
         """Leading bytes of prompt and answer that are known to be computed."""
         self.last_used = 0.0
@@ -312,7 +313,9 @@ class SiblingMemory:
     def __len__(self) -> int:
         return sum(map(len, self._tenants.values()))
 
-    def arrive(self, request_id: str, scope: Scope, content: Content, session: str, now: float) -> Arrival:
+    def arrive(
+        self, request_id: str, scope: Scope, content: PromptContent, session: str, now: float
+    ) -> Arrival:
         """Find a prompt's sibling, and remember the prompt."""
         self.expire(now)
         unit = content.unit_bytes
@@ -330,6 +333,8 @@ class SiblingMemory:
             num_seen_in_prompts = min(shared, len(best.data)) // unit
             num_computed = min(shared, best.computed_bytes) // unit
             if shared < min(len(content.data), len(best.data) + len(best.answer)):
+                best.sample.extend(best.data)
+                self._resized(best)
                 departure = _departure(best, content, sampled.sample, shared, session, now)
             if shared >= min(len(content.data), len(best.data)):
                 sequence = best
@@ -420,7 +425,7 @@ class SiblingMemory:
                 best, best_rank = one, rank
         return best
 
-    def _common_bytes(self, sequence: _Sequence, content: Content) -> int:
+    def _common_bytes(self, sequence: _Sequence, content: PromptContent) -> int:
         """The number of leading bytes that both have."""
         start = sequence.common_blocks(content.keys) * self._block_bytes
         start = _common_end(sequence.data, content.data, start, self._block_bytes)
@@ -439,7 +444,9 @@ class SiblingMemory:
     def _is_kept(self, sequence: _Sequence) -> bool:
         return id(sequence) in self._tenants.get(sequence.scope.tenant, ())
 
-    def _use(self, sequence: _Sequence, request_id: str, content: Content, session: str, now: float) -> None:
+    def _use(
+        self, sequence: _Sequence, request_id: str, content: PromptContent, session: str, now: float
+    ) -> None:
         """Note a prompt as the latest use of ``sequence``, which it extends or which has it whole."""
         memory = self._scopes[sequence.scope, sequence.is_text]
         row = self._tenants[sequence.scope.tenant]
@@ -460,10 +467,11 @@ class SiblingMemory:
             sessions.append(sequence)
             del sessions[:-_MAX_PER_SESSION]
         sequence.session = session
-        before = sequence.sample.end
-        sequence.sample.extend(sequence.data)
-        is_begun = before >= _BEGINNING * (TOKEN_BYTES if sequence.is_text else 1)
-        if not sequence.features or (not is_begun and before < sequence.sample.end):
+        # Sampled when a prompt leaves it, which most sequences never see; the beginning, as it grows.
+        most = _BEGINNING * TOKEN_BYTES
+        if not sequence.features or sequence.featured_bytes < min(most, len(sequence.data) // 2):
+            sequence.featured_bytes = len(sequence.data)
+            sequence.sample.extend(sequence.data)
             features = sequence.sample.features()
             for one in sequence.features:
                 if memory.by_feature.get(one) is sequence:
@@ -530,7 +538,7 @@ def _common_end(ours: bytes, theirs: bytes, start: int, step: int) -> int:
 
 
 def _departure(
-    sibling: _Sequence, content: Content, sample: _Sample, shared: int, session: str, now: float
+    sibling: _Sequence, content: PromptContent, sample: _Sample, shared: int, session: str, now: float
 ) -> Departure:
     unit = content.unit_bytes
     if content.is_text:  # not in the middle of a character

@@ -22,7 +22,7 @@ from mooncake.conductor.messages import Place
 from mooncake.forensics.differences import Difference
 from mooncake.forensics.findings import Finding, MissFindings, PromptParts, difference_of, divided
 from mooncake.forensics.hygiene import AppliedRules
-from mooncake.forensics.siblings import TOKEN_BYTES, Arrival, Content, Departure, Scope, SiblingMemory
+from mooncake.forensics.siblings import TOKEN_BYTES, Arrival, Departure, PromptContent, Scope, SiblingMemory
 from mooncake.gateway.clients import Client
 from mooncake.gateway.prompts import PromptKeys
 from mooncake.log import get_logger
@@ -145,7 +145,7 @@ class MissesAnswer(msgspec.Struct):
 
     tenants: list[MissSums]
     differences: list[ClassSums]
-    "Of the latest prompts that are remembered, the most expensive class first."
+    "Classes of differences among the remembered prompts, the most expensive first."
     prompts_remembered: int
 
 
@@ -183,13 +183,11 @@ class CacheMisses:
         self.findings = MissFindings(for_findings)
         self._counters: dict[tuple[str, str], list[prometheus_client.Counter]] = {}
 
-    def tokens_arrived(
-        self, place: Place, origin: PromptOrigin, tokens: Sequence[int]
-    ) -> ObservedPrompt | None:
+    def tokens_arrived(self, place: Place, origin: PromptOrigin, tokens: array[int]) -> ObservedPrompt | None:
         """Note a prompt of known tokens."""
         if not self._is_on:
             return None
-        content = Content(array("I", tokens).tobytes(), place.keys)
+        content = PromptContent(tokens.tobytes(), place.keys)
         return self._arrived(place, origin, content)
 
     def prompt_arrived(self, place: Place, origin: PromptOrigin, prompt: PromptKeys) -> ObservedPrompt | None:
@@ -197,15 +195,15 @@ class CacheMisses:
         if not self._is_on or not (prompt.tokens or prompt.text):
             return None
         if prompt.tokens and self._decoder is not None:
-            return self.tokens_arrived(place, origin, prompt.tokens)
+            return self.tokens_arrived(place, origin, array("I", prompt.tokens))
         keys: Sequence[BlockKey] = prompt.keys
         if not prompt.is_text:
             pieces = prompt.text[: len(prompt.text) // TOKEN_BYTES * TOKEN_BYTES]
             hashes = block_hashes(pieces, self._block_tokens, root_hash())
             keys = [short_key(one) for one in hashes]
-        return self._arrived(place, origin, Content(prompt.text, keys, is_text=True))
+        return self._arrived(place, origin, PromptContent(prompt.text, keys, is_text=True))
 
-    def _arrived(self, place: Place, origin: PromptOrigin, content: Content) -> ObservedPrompt:
+    def _arrived(self, place: Place, origin: PromptOrigin, content: PromptContent) -> ObservedPrompt:
         now = clock.monotonic()
         scope = Scope(origin.tenant, origin.salt, origin.model)
         arrival = self.siblings.arrive(place.request_id, scope, content, place.affinity, now)

@@ -29,6 +29,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import uuid
+from array import array
 from collections.abc import AsyncGenerator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -132,7 +133,9 @@ def _answer(
     session = session_of(http, in_body, settings.session_header)
     priority = priority_of(http) if request.priority is None else request.priority
 
-    def place_of(number: int, prompt: list[int]) -> Place:
+    columns = [array("I", prompt) for prompt in prompts]
+
+    def place_of(number: int, prompt: array[int]) -> Place:
         keys, bare_keys = _keys_of(prompt, request.cache_salt or "", settings.block_tokens)
         return Place(
             answer_id if len(prompts) == 1 else f"{answer_id}/p{number}",
@@ -147,7 +150,7 @@ def _answer(
             bare_keys=bare_keys,
         )
 
-    places = [place_of(number, prompt) for number, prompt in enumerate(prompts)]
+    places = [place_of(number, prompt) for number, prompt in enumerate(columns)]
     request_id = request_id_of(http)
     is_secret = request_id != http.headers.get("x-request-id")
     name = http.state.client.name if http.state.client is not None else ""
@@ -168,8 +171,8 @@ def _answer(
         for place, prompt in zip(places, prompts, strict=True)
     ]
     origin = origin_of(http, request.cache_salt, settings.model_name)
-    for one, place in zip(worker_requests, places, strict=True):
-        one.observed = gateway.misses.tokens_arrived(place, origin, one.prompt)
+    for one, place, column in zip(worker_requests, places, columns, strict=True):
+        one.observed = gateway.misses.tokens_arrived(place, origin, column)
     return OwnWorkersAnswer(
         request,
         worker_requests,
@@ -182,7 +185,7 @@ def _answer(
     )
 
 
-def _keys_of(prompt: list[int], salt: str, block_tokens: int) -> tuple[list[BlockKey], list[BlockKey]]:
+def _keys_of(prompt: Sequence[int], salt: str, block_tokens: int) -> tuple[list[BlockKey], list[BlockKey]]:
     """Keys of a prompt's full blocks; and of the same blocks without a salt, where it has one."""
     bare = block_hashes(prompt, block_tokens, root_hash()) if salt else []
     hashes = block_hashes(prompt, block_tokens, root_hash(salt))

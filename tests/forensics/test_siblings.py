@@ -8,23 +8,23 @@ from array import array
 
 import pytest
 
-from mooncake.forensics.siblings import Arrival, Content, Scope, SiblingMemory
+from mooncake.forensics.siblings import Arrival, PromptContent, Scope, SiblingMemory
 from mooncake.prefix import block_hashes, root_hash, short_key
 
 BLOCK_TOKENS = 16
 SCOPE = Scope("tenant")
 
 
-def content_of(tokens: list[int], salt: str = "") -> Content:
+def content_of(tokens: list[int], salt: str = "") -> PromptContent:
     keys = [short_key(one) for one in block_hashes(tokens, BLOCK_TOKENS, root_hash(salt))]
-    return Content(array("I", tokens).tobytes(), keys)
+    return PromptContent(array("I", tokens).tobytes(), keys)
 
 
-def text_content(text: str) -> Content:
+def text_content(text: str) -> PromptContent:
     data = text.encode()
     pieces = data[: len(data) // 4 * 4]
     keys = [short_key(one) for one in block_hashes(pieces, BLOCK_TOKENS, root_hash())]
-    return Content(data, keys, is_text=True)
+    return PromptContent(data, keys, is_text=True)
 
 
 class Prompts:
