@@ -35,6 +35,9 @@ _MAX_PATTERN_CHARS = 1_000
 _MOST_JSON = 200
 """Most JSON values in one text that are looked at."""
 
+_MOST_WRONG_JSON = 8
+"""Beginnings of JSON in one text that turn out not to be JSON, after which the rest is left alone."""
+
 _OBJECT = re.compile(r"\{\s*\"")
 _decoder = json.JSONDecoder()
 
@@ -337,13 +340,17 @@ def _sorted_objects(rule: HygieneRule, text: str, position: int, applied: Applie
 
 def _objects(text: str) -> Iterator[tuple[int, int, dict[str, Any]]]:
     """The outermost JSON objects in a text, with their positions."""
-    at = num_found = 0
-    while num_found < _MOST_JSON and (found := _OBJECT.search(text, at)) is not None:
+    at = num_found = num_wrong = 0
+    while (
+        num_found < _MOST_JSON
+        and num_wrong < _MOST_WRONG_JSON
+        and (found := _OBJECT.search(text, at)) is not None
+    ):
         num_found += 1
         try:
             value, at = _decoder.raw_decode(text, found.start())
         except (ValueError, RecursionError):
-            at = found.end()
+            at, num_wrong = found.end(), num_wrong + 1
             continue
         if isinstance(value, dict):
             yield found.start(), at, value

@@ -228,8 +228,9 @@ def _common_part(ours: _Sample, our_start: int, theirs: _Sample, their_start: in
     if not of_ours or not of_theirs:
         return 0.0, 0.0
     in_ours, in_theirs = set(of_ours), set(of_theirs)
-    num_common = len(in_ours & in_theirs)
-    return num_common / len(in_ours), num_common / len(in_theirs)
+    # Counted by occurrence: a prompt may say the same again and again.
+    ours_found = sum(map(in_theirs.__contains__, of_ours)) / len(of_ours)
+    return ours_found, sum(map(in_ours.__contains__, of_theirs)) / len(of_theirs)
 
 
 class _SampledContent:
