@@ -334,9 +334,12 @@ class SiblingMemory:
             num_seen_in_prompts = min(shared, len(best.data)) // unit
             num_computed = min(shared, best.computed_bytes) // unit
             if shared < min(len(content.data), len(best.data) + len(best.answer)):
-                best.sample.extend(best.data)
-                self._resized(best)
-                departure = _departure(best, content, sampled.sample, shared, session, now)
+                found = 0.0, 0.0
+                if shared < len(best.data):  # behind it there is more than an answer
+                    best.sample.extend(best.data)
+                    self._resized(best)
+                    found = _common_part(sampled.sample, shared // unit, best.sample, shared // unit)
+                departure = _departure(best, content, found, shared, session, now)
             if shared >= min(len(content.data), len(best.data)):
                 sequence = best
         if sequence is None:
@@ -539,14 +542,19 @@ def _common_end(ours: bytes, theirs: bytes, start: int, step: int) -> int:
 
 
 def _departure(
-    sibling: _Sequence, content: PromptContent, sample: _Sample, shared: int, session: str, now: float
+    sibling: _Sequence,
+    content: PromptContent,
+    found: tuple[float, float],
+    shared: int,
+    session: str,
+    now: float,
 ) -> Departure:
     unit = content.unit_bytes
     if content.is_text:  # not in the middle of a character
         while shared and content.data[shared] & 0xC0 == 0x80:
             shared -= 1
     offset = shared // unit
-    ours_found, theirs_found = _common_part(sample, offset, sibling.sample, offset)
+    ours_found, theirs_found = found
     window = _WINDOW_BYTES if ours_found or theirs_found else _WINDOW_BYTES // 8
     start = max(0, shared - (_CONTEXT_BYTES if ours_found or theirs_found else _CONTEXT_BYTES // 4))
     num_theirs = len(sibling.data) + len(sibling.answer) - shared
