@@ -45,6 +45,7 @@ NOUNS = {
     "request_parsing",
     "serving",
     "settings",
+    "siblings",
     "tiering",
     "tracing",
 }

@@ -87,6 +87,34 @@ class Passages(msgspec.Struct, frozen=True):
 
 def difference(found: Passages) -> Difference:
     """Classify the difference between two prompts."""
+    if not _is_escaped(found):
+        return _classified(found)
+    # Messages as JSON: classified as the text that they are, and shown as it is sent.
+    changes = {name: _unescaped(getattr(found, name)) for name in ("context", "ours", "theirs")}
+    made = _classified(msgspec.structs.replace(found, **changes))
+    shown = _made(found, made.kind, made.detail)
+    return msgspec.structs.replace(made, ours=shown.ours, theirs=shown.theirs)
+
+
+_ESCAPE = re.compile(r"\\(?:u([0-9a-fA-F]{4})|(.))", re.DOTALL)
+_ESCAPED = {"n": "\n", "t": "\t", "r": "\r"}
+
+
+def _is_escaped(found: Passages) -> bool:
+    """Whether the texts are inside of a JSON string."""
+    near = found.context[-2000:] + found.ours[:2000]
+    return "\n" not in near and re.search(r'\\n|\\"', near) is not None
+
+
+def _unescaped(text: str) -> str:
+    def character(match: re.Match[str]) -> str:
+        code, letter = match.groups()
+        return chr(int(code, 16)) if code else _ESCAPED.get(letter, letter)
+
+    return _ESCAPE.sub(character, text)
+
+
+def _classified(found: Passages) -> Difference:
     common = _common_prefix(found.ours, found.theirs)
     is_same_text = common >= min(len(found.ours), len(found.theirs)) or common > 4 * _EXCERPT_CHARS
     if is_same_text and found.ours and found.theirs:
@@ -184,10 +212,6 @@ def _of_json(found: Passages, rejoined: tuple[int, int] | None) -> Difference | 
     """Equal JSON values around the difference."""
     texts = [found.context + found.ours, found.context + found.theirs]
     at = len(found.context)
-    if '\\"' in texts[0][max(0, at - 400) : at + 400]:  # JSON inside a JSON string
-        context = found.context.replace('\\"', '"')
-        at = len(context)
-        texts = [context + one.replace('\\"', '"') for one in (found.ours, found.theirs)]
     brackets = [match.start() for match in re.finditer(r"[{\[]", texts[0][:at])][-_MOST_BRACKETS:]
     for start in reversed(brackets):
         values: list[Any] = []
@@ -231,7 +255,7 @@ def _of_order(found: Passages, rejoined: tuple[int, int] | None) -> Difference |
             [item.strip() for item in re.split(r"[,;|\s]+", lines[0]) if item.strip()]
             for lines in (ours, theirs)
         ]
-        pairs = [[item.strip(".()[]'\"`") for item in row] for row in pairs]
+        pairs = [[item.strip(".(){}[]'\"`") for item in row] for row in pairs]
         if sorted(pairs[0]) == sorted(pairs[1]) and len(pairs[0]) > 2:
             num, items = len(pairs[0]), ours[0]
     if not num:
@@ -305,7 +329,7 @@ _THOUGHTS = (
 _OPENING = re.compile(
     rf"(?i:<\s*(?:{_THOUGHTS})\s*>|\[(?:{_THOUGHTS})\]|<\|channel\|>analysis|◁think▷|<\|?begin_of_thought\|?>|"
     rf"<\|START_THINKING\|>|\"(?:{_THOUGHTS})\"\s*:|\"type\"\s*:\s*\"(?:redacted_)?(?:thinking|reasoning)\"|"
-    rf"(?:^|\n|\\n)\W{{0,4}}(?:{_THOUGHTS})\W{{0,3}}:)"
+    rf"(?:^|\n|\\n|\")\W{{0,4}}(?:{_THOUGHTS})\W{{0,3}}:)"
 )
 _CLOSING = re.compile(
     rf"(?i:</\s*(?:{_THOUGHTS})\s*>|\[/(?:{_THOUGHTS})\]|◁/think▷|<\|?end_of_thought\|?>|<\|END_THINKING\|>)"
@@ -389,9 +413,12 @@ def _of_compaction(found: Passages, rejoined: tuple[int, int] | None) -> Differe
 
 def _of_history(found: Passages, rejoined: tuple[int, int] | None) -> Difference | None:
     """A change of an earlier message."""
-    role = ""
-    for match in _ROLE.finditer(found.context):
-        role = next(group for group in match.groups() if group).lower()
+    roles = [
+        next(group for group in match.groups() if group).lower() for match in _ROLE.finditer(found.context)
+    ]
+    role = roles[-1] if roles else ""
+    if roles == ["inst"]:  # these templates have no role for a system prompt, which is here
+        role = "system"
     if found.is_in_answer:
         role = "assistant"
     if role in ("", "system", "developer"):

@@ -59,7 +59,7 @@ class PromptParts(msgspec.Struct):
         return self.total - self.new
 
     def add(self, other: PromptParts) -> None:
-        for name in msgspec.structs.asdict(other):
+        for name in self.__struct_fields__:
             setattr(self, name, getattr(self, name) + getattr(other, name))
 
 
@@ -179,10 +179,12 @@ class MissFindings:
     def computed(self, finding: Finding, parts: PromptParts) -> None:
         """Note what became of a prompt's tokens."""
         finding.parts = parts
+        self.sums.setdefault(self.key_of(finding), PromptParts()).add(parts)
+
+    def key_of(self, finding: Finding) -> tuple[str, str]:
+        """The tenant and model under which a finding is summed: of very many, all further ones together."""
         key = (finding.tenant, finding.model)
-        if key not in self.sums and len(self.sums) >= _MAX_ROWS:
-            key = ("others", "others")
-        self.sums.setdefault(key, PromptParts()).add(parts)
+        return key if key in self.sums or len(self.sums) < _MAX_ROWS else ("others", "others")
 
     def find(self, request_id: str) -> Finding | None:
         return self._by_id.get(request_id)

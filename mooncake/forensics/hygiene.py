@@ -2,8 +2,8 @@
 """Rules that keep the beginning of prompts the same from request to request; applied only where they are set.
 
 It owns the syntax of the rules and what they do to a request of any of the served APIs, given as the decoded
-JSON object. It also keeps what was changed, so that a rule's gain can be told from what would have been a hit
-without it. A rule is ``[model=NAME] [route=PATH] ACTION``, with these actions:
+JSON object. It also keeps what was changed, so that a rule's gain is not confused with what would have been
+a hit without it. A rule is ``[model=NAME] [route=PATH] ACTION``, with these actions:
 
 ``drop-line:REGEX``         removes lines in which the expression (RE2) is found
 ``move-line-to-end:REGEX``  moves them behind the last message; a completion's prompt has no such place
@@ -34,6 +34,9 @@ _ACTIONS = (*_WITH_PATTERN, "sort-tools", "sort-json-keys")
 _MAX_PATTERN_CHARS = 1_000
 _MOST_JSON = 200
 """Most JSON values in one text that are looked at."""
+
+_MOST_WRONG_JSON = 8
+"""Beginnings of JSON in one text that turn out not to be JSON, after which the rest is left alone."""
 
 _OBJECT = re.compile(r"\{\s*\"")
 _decoder = json.JSONDecoder()
@@ -337,13 +340,17 @@ def _sorted_objects(rule: HygieneRule, text: str, position: int, applied: Applie
 
 def _objects(text: str) -> Iterator[tuple[int, int, dict[str, Any]]]:
     """The outermost JSON objects in a text, with their positions."""
-    at = num_found = 0
-    while num_found < _MOST_JSON and (found := _OBJECT.search(text, at)) is not None:
+    at = num_found = num_wrong = 0
+    while (
+        num_found < _MOST_JSON
+        and num_wrong < _MOST_WRONG_JSON
+        and (found := _OBJECT.search(text, at)) is not None
+    ):
         num_found += 1
         try:
             value, at = _decoder.raw_decode(text, found.start())
         except (ValueError, RecursionError):
-            at = found.end()
+            at, num_wrong = found.end(), num_wrong + 1
             continue
         if isinstance(value, dict):
             yield found.start(), at, value

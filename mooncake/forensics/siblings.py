@@ -29,8 +29,11 @@ from mooncake.prefix import BlockKey
 TOKEN_BYTES = 4
 """Bytes of a token id."""
 
-_MAX_SAMPLE = 2048
+_MAX_SAMPLE = 768
 """Hashes by which a prompt's content is compared; a longer prompt has every second, fourth … of them."""
+
+_PIECE = 2048
+"""Positions that are hashed at a time."""
 
 _NUM_FEATURES = 16
 """Hashes of a prompt's beginning by which similar prompts are found."""
@@ -44,7 +47,7 @@ _MIN_VOTES = 3
 
 _CONTEXT_BYTES = 8 << 10
 _WINDOW_BYTES = 24 << 10
-"""Content kept of both prompts before and behind their difference, for later explanations."""
+"""PromptContent kept of both prompts before and behind their difference, for later explanations."""
 
 _OVERHEAD_BYTES = 1_200
 """Upper estimate of the size of a prompt's record without its content."""
@@ -61,7 +64,7 @@ class Scope(NamedTuple):
     model: str = ""
 
 
-class Content(NamedTuple):
+class PromptContent(NamedTuple):
     """A prompt as it arrives."""
 
     data: bytes
@@ -88,7 +91,7 @@ class Departure:
     sibling_age_s: float
     is_same_session: bool
     context: bytes
-    "Content before the difference, which both have."
+    "PromptContent before the difference, which both have."
     is_from_start: bool
     "Whether ``context`` is all that is before the difference."
     ours: bytes
@@ -100,7 +103,7 @@ class Departure:
     "Part of what follows in the prompt that the sibling has, too."
     theirs_found: float
     answer_at: int | None
-    "Position in ``theirs`` where the sibling's answer begins, if its prompt ends in this window or before."
+    "Position in ``theirs`` where the sibling's answer begins, if it does."
 
     @property
     def unit_bytes(self) -> int:
@@ -140,14 +143,14 @@ class Arrival:
 class _Sample:
     """Hashes of some n-grams of a content, with their positions."""
 
-    __slots__ = ("_end", "_is_text", "hashes", "level", "positions")
+    __slots__ = ("_is_text", "end", "hashes", "level", "positions")
 
     def __init__(self, is_text: bool) -> None:
         self.hashes: Hashes = np.empty(0, np.uint64)
         self.positions: Positions = np.empty(0, np.uint32)
         self.level = 0
         """Number of low bits that are zero in all of the hashes."""
-        self._end = 0
+        self.end = 0
         """First position that is not hashed yet."""
         self._is_text = is_text
 
@@ -155,75 +158,108 @@ class _Sample:
     def size_bytes(self) -> int:
         return 12 * len(self.hashes)
 
-    def extend(self, data: bytes | bytearray) -> None:
+    def extend(self, data: bytes) -> None:
         """Sample the n-grams of ``data``, which begins with the content that was sampled before."""
         dtype: Any = np.uint8 if self._is_text else np.uint32
-        steps = 4 if self._is_text else 3
-        with memoryview(data) as view:
-            found = np.frombuffer(view, dtype)[self._end :].astype(np.uint64)
-        if len(found) < 1 << steps:
+        width = 1 << (4 if self._is_text else 3)
+        size = len(data) // (1 if self._is_text else TOKEN_BYTES)
+        if size - self.end < width:
             return
-        factor = np.uint64(0x9E3779B97F4A7C15)
-        with np.errstate(over="ignore"):
-            for step in range(steps):
-                found = found[: -(1 << step)] * factor + found[1 << step :]
-                factor = factor * factor + np.uint64(2)
-            found ^= found >> np.uint64(29)
-            found *= np.uint64(0xBF58476D1CE4E5B9)
-            found ^= found >> np.uint64(32)
-        positions = np.arange(self._end, self._end + len(found), dtype=np.uint32)
-        self._end += len(found)
-        if self.level:
-            is_sampled = found & np.uint64((1 << self.level) - 1) == 0
-            found, positions = found[is_sampled], positions[is_sampled]
-        self.hashes = np.concatenate((self.hashes, found))
-        self.positions = np.concatenate((self.positions, positions))
-        while len(self.hashes) > _MAX_SAMPLE:
+        self._thin_out(size)  # before they are made: large arrays are expensive to allocate
+        hashes, positions = [self.hashes], [self.positions]
+        with memoryview(data) as view:
+            while size - self.end >= width:  # in pieces that stay in the processor's cache
+                end = min(size, self.end + _PIECE + width - 1)
+                found = np.frombuffer(view, dtype, end - self.end, self.end * np.dtype(dtype).itemsize)
+                sampled, at = self._sampled(found.astype(np.uint64), width)
+                hashes.append(sampled)
+                positions.append(at)
+                self.end = end - width + 1
+                del found
+        self.hashes, self.positions = np.concatenate(hashes), np.concatenate(positions)
+        self._thin_out(0)
+
+    def _sampled(self, found: Hashes, width: int) -> tuple[Hashes, Positions]:
+        """The sampled hashes of one piece, and their positions."""
+        factor, step = np.uint64(0x9E3779B97F4A7C15), 1
+        while step < width:
+            mixed = found[:-step] * factor
+            mixed += found[step:]
+            found = mixed
+            factor ^= factor >> np.uint64(31)
+            step *= 2
+        found ^= found >> np.uint64(29)
+        found *= np.uint64(0xBF58476D1CE4E5B9)
+        found ^= found >> np.uint64(32)
+        if not self.level:
+            return found, np.arange(self.end, self.end + len(found), dtype=np.uint32)
+        at = np.flatnonzero(found & np.uint64((1 << self.level) - 1) == 0)
+        return found[at], (at + self.end).astype(np.uint32)
+
+    def _thin_out(self, size: int) -> None:
+        """Keep fewer hashes, where there are too many or will be for a content of ``size``."""
+        while len(self.hashes) > _MAX_SAMPLE or size >> self.level > _MAX_SAMPLE:
             self.level += 1
             is_sampled = self.hashes & np.uint64((1 << self.level) - 1) == 0
             self.hashes, self.positions = self.hashes[is_sampled], self.positions[is_sampled]
 
-    def cut(self, end: int) -> None:
-        """Forget the n-grams that reach beyond position ``end``."""
-        self._end = max(0, min(self._end, end - (1 << (4 if self._is_text else 3)) + 1))
-        num = int(np.searchsorted(self.positions, self._end))
-        self.hashes, self.positions = self.hashes[:num], self.positions[:num]
-
-    def behind(self, position: int, level: int) -> Hashes:
+    def behind(self, position: int, level: int) -> list[int]:
         """The hashes from a position on, as sparse as at ``level``."""
-        found = self.hashes[int(np.searchsorted(self.positions, position)) :]
-        return found if level <= self.level else found[found & np.uint64((1 << level) - 1) == 0]
+        found: Hashes = self.hashes[int(self.positions.searchsorted(position)) :]
+        if level > self.level:
+            found = found[found & np.uint64((1 << level) - 1) == 0]
+        hashes: list[int] = found.tolist()
+        return hashes
 
     def features(self) -> list[int]:
         """A few hashes of the beginning, mostly the same ones in similar contents."""
         most = _BEGINNING * (TOKEN_BYTES if self._is_text else 1)
-        found = self.hashes[: int(np.searchsorted(self.positions, most))]
-        # The low bits are zero where the sample is sparse, so the order is that of the high ones.
+        found = self.hashes[: int(self.positions.searchsorted(most))].copy()
         if len(found) > _NUM_FEATURES:
-            found = np.partition(found, _NUM_FEATURES)[:_NUM_FEATURES]
-        return [int(one) for one in found]
+            found.partition(_NUM_FEATURES)
+        features: list[int] = found[:_NUM_FEATURES].tolist()
+        return features
 
 
 def _common_part(ours: _Sample, our_start: int, theirs: _Sample, their_start: int) -> tuple[float, float]:
     """Parts of both contents, from these positions on, that the other has as well."""
     level = max(ours.level, theirs.level)
     of_ours, of_theirs = ours.behind(our_start, level), theirs.behind(their_start, level)
-    if not len(of_ours) or not len(of_theirs):
+    if not of_ours or not of_theirs:
         return 0.0, 0.0
-    return float(np.isin(of_ours, of_theirs).mean()), float(np.isin(of_theirs, of_ours).mean())
+    in_ours, in_theirs = set(of_ours), set(of_theirs)
+    # Counted by occurrence: a prompt may say the same again and again.
+    ours_found = sum(map(in_theirs.__contains__, of_ours)) / len(of_ours)
+    return ours_found, sum(map(in_ours.__contains__, of_theirs)) / len(of_theirs)
+
+
+class _SampledContent:
+    """A content that is sampled at most once, and only where it is needed."""
+
+    def __init__(self, content: PromptContent) -> None:
+        self.content = content
+        self._sample: _Sample | None = None
+
+    @property
+    def sample(self) -> _Sample:
+        if self._sample is None:
+            self._sample = _Sample(self.content.is_text)
+            self._sample.extend(self.content.data)
+        return self._sample
 
 
 class _Sequence:
     """A prompt with its answer, and all earlier prompts that it extends."""
 
     __slots__ = (
+        "answer",
         "computed_bytes",
         "data",
+        "featured_bytes",
         "features",
         "is_text",
         "keys",
         "last_used",
-        "prompt_bytes",
         "request_id",
         "sample",
         "scope",
@@ -233,12 +269,15 @@ class _Sequence:
 
     def __init__(self, scope: Scope, is_text: bool) -> None:
         self.scope, self.is_text = scope, is_text
-        self.data = bytearray()
+        self.data = self.answer = b""
+        """The latest prompt, and its answer as far as it is known."""
         self.keys: array[int] = array("Q")
         self.sample = _Sample(is_text)
         self.features: list[int] = []
         self.session = self.request_id = ""
-        self.prompt_bytes = self.computed_bytes = self.size_bytes = 0
+        self.size_bytes = self.featured_bytes = 0
+        self.computed_bytes = 0
+        """Leading bytes of prompt and answer that are known to be computed."""
         self.last_used = 0.0
 
     def common_blocks(self, keys: Sequence[BlockKey]) -> int:
@@ -275,44 +314,40 @@ class SiblingMemory:
     def __len__(self) -> int:
         return sum(map(len, self._tenants.values()))
 
-    def arrive(self, request_id: str, scope: Scope, content: Content, session: str, now: float) -> Arrival:
+    def arrive(
+        self, request_id: str, scope: Scope, content: PromptContent, session: str, now: float
+    ) -> Arrival:
         """Find a prompt's sibling, and remember the prompt."""
         self.expire(now)
         unit = content.unit_bytes
         memory = self._scopes.get((scope, content.is_text))
         best, num_seen, num_seen_in_prompts, num_computed = None, 0, 0, 0
+        sampled = _SampledContent(content)
         if memory is not None:
-            best = self._nearest(memory, content, session)
+            best = self._nearest(memory, sampled, session)
         departure = None
         sibling = best.request_id if best is not None else ""
-        is_extended = is_continued = False
         sequence: _Sequence | None = None
         if best is not None:
             shared = self._common_bytes(best, content) // unit * unit
             num_seen = shared // unit
-            num_seen_in_prompts = min(shared, best.prompt_bytes) // unit
+            num_seen_in_prompts = min(shared, len(best.data)) // unit
             num_computed = min(shared, best.computed_bytes) // unit
-            is_extended = shared == len(best.data)
-            is_within = shared == len(content.data)
-            if is_extended or is_within:
+            if shared < min(len(content.data), len(best.data) + len(best.answer)):
+                found = 0.0, 0.0
+                if shared < len(best.data):  # behind it there is more than an answer
+                    best.sample.extend(best.data)
+                    self._resized(best)
+                    found = _common_part(sampled.sample, shared // unit, best.sample, shared // unit)
+                departure = _departure(best, content, found, shared, session, now)
+            if shared >= min(len(content.data), len(best.data)):
                 sequence = best
-            else:
-                sample = _Sample(content.is_text)
-                sample.extend(content.data)
-                departure = _departure(best, content, sample, shared, session, now)
-                # The answer was not taken over as it was generated: the session goes on without it.
-                is_continued = bool(session) and best.session == session and shared >= best.prompt_bytes
-                if is_continued:
-                    sequence = best
-                    best.sample.cut(shared // unit)
-                    del best.data[shared:]
-                    best.computed_bytes = min(best.computed_bytes, shared)
-                    self._forget_keys(best, shared // self._block_bytes)
         if sequence is None:
             sequence = _Sequence(scope, content.is_text)
+            sequence.sample = sampled.sample
             self._add(sequence)
         self._use(sequence, request_id, content, session, now)
-        self._shrink(sequence)
+        self._shrink()
         size = len(content.data) // unit
         return Arrival(
             request_id,
@@ -330,15 +365,15 @@ class SiblingMemory:
     def answered(self, arrival: Arrival, answer: bytes, is_complete: bool) -> None:
         """Note that a prompt was computed; ``answer``: its tokens, as far as they are known."""
         sequence, arrival.sequence = arrival.sequence, None
-        if sequence is None or not is_complete or sequence.request_id != arrival.request_id:
+        if sequence is None or not is_complete or not self._is_kept(sequence):
             return
-        if not self._is_kept(sequence):
-            return
-        sequence.computed_bytes = max(sequence.computed_bytes, sequence.prompt_bytes)
-        if answer and not sequence.is_text and len(sequence.data) == sequence.prompt_bytes:
-            sequence.data += answer
+        size = arrival.size * arrival.unit_bytes
+        sequence.computed_bytes = max(sequence.computed_bytes, size)
+        if answer and not sequence.is_text and size == len(sequence.data) and not sequence.answer:
+            sequence.answer = answer
+            sequence.computed_bytes += len(answer)
             self._resized(sequence)
-            self._shrink(sequence)
+            self._shrink()
 
     def expire(self, now: float) -> None:
         """Forget what was not used for long."""
@@ -364,7 +399,8 @@ class SiblingMemory:
 
     # --- the nearest sibling
 
-    def _nearest(self, memory: _ScopeMemory, content: Content, session: str) -> _Sequence | None:
+    def _nearest(self, memory: _ScopeMemory, sampled: _SampledContent, session: str) -> _Sequence | None:
+        content = sampled.content
         keys = content.keys
         deepest = bisect.bisect_left(range(len(keys)), True, key=lambda at: keys[at] not in memory.by_key)
         candidates: dict[int, _Sequence] = {}
@@ -376,10 +412,7 @@ class SiblingMemory:
         is_whole = deepest == len(keys) and bool(deepest)
         votes: Counter[int] = Counter()
         if not is_whole and (not candidates or deepest * self._block_bytes < len(content.data) // 2):
-            sample = _Sample(content.is_text)
-            most = 2 * _BEGINNING * TOKEN_BYTES
-            sample.extend(content.data[:most])
-            for feature in sample.features():
+            for feature in sampled.sample.features():
                 similar = memory.by_feature.get(feature)
                 if similar is not None:
                     votes[id(similar)] += 1
@@ -396,18 +429,14 @@ class SiblingMemory:
                 best, best_rank = one, rank
         return best
 
-    def _common_bytes(self, sequence: _Sequence, content: Content) -> int:
+    def _common_bytes(self, sequence: _Sequence, content: PromptContent) -> int:
         """The number of leading bytes that both have."""
         start = sequence.common_blocks(content.keys) * self._block_bytes
-        most = min(len(sequence.data), len(content.data))
-        step = self._block_bytes
-        with memoryview(sequence.data) as theirs, memoryview(content.data) as ours:
-            while start < most:
-                end = min(most, start + step)
-                if theirs[start:end] != ours[start:end]:
-                    return next(at for at in range(start, end) if theirs[at] != ours[at])
-                start = end
-        return most
+        start = _common_end(sequence.data, content.data, start, self._block_bytes)
+        if start < len(sequence.data) or start == len(content.data) or not sequence.answer:
+            return start
+        behind = content.data[start : start + len(sequence.answer)]
+        return start + _common_end(sequence.answer, behind, 0, self._block_bytes)
 
     # --- memory
 
@@ -419,17 +448,19 @@ class SiblingMemory:
     def _is_kept(self, sequence: _Sequence) -> bool:
         return id(sequence) in self._tenants.get(sequence.scope.tenant, ())
 
-    def _use(self, sequence: _Sequence, request_id: str, content: Content, session: str, now: float) -> None:
+    def _use(
+        self, sequence: _Sequence, request_id: str, content: PromptContent, session: str, now: float
+    ) -> None:
         """Note a prompt as the latest use of ``sequence``, which it extends or which has it whole."""
         memory = self._scopes[sequence.scope, sequence.is_text]
         row = self._tenants[sequence.scope.tenant]
         row.move_to_end(id(sequence))
         sequence.last_used = now
-        if len(content.data) >= len(sequence.data) or len(content.data) >= sequence.prompt_bytes:
+        if len(content.data) >= len(sequence.data):
             sequence.request_id = request_id
         if len(content.data) > len(sequence.data):
-            sequence.data += content.data[len(sequence.data) :]
-        sequence.prompt_bytes = max(sequence.prompt_bytes, len(content.data))
+            sequence.data, sequence.answer = content.data, b""
+            sequence.computed_bytes = min(sequence.computed_bytes, len(content.data))
         if len(content.keys) > len(sequence.keys):
             added = content.keys[len(sequence.keys) :]
             sequence.keys.extend(added)
@@ -440,12 +471,11 @@ class SiblingMemory:
             sessions.append(sequence)
             del sessions[:-_MAX_PER_SESSION]
         sequence.session = session
-        before = sequence.sample.positions
-        is_begun = bool(len(before)) and int(before[-1]) >= _BEGINNING * (
-            TOKEN_BYTES if sequence.is_text else 1
-        )
-        sequence.sample.extend(sequence.data)
-        if not is_begun:
+        # Sampled when a prompt leaves it, which most sequences never see; the beginning, as it grows.
+        most = _BEGINNING * TOKEN_BYTES
+        if not sequence.features or sequence.featured_bytes < min(most, len(sequence.data) // 2):
+            sequence.featured_bytes = len(sequence.data)
+            sequence.sample.extend(sequence.data)
             features = sequence.sample.features()
             for one in sequence.features:
                 if memory.by_feature.get(one) is sequence:
@@ -455,13 +485,13 @@ class SiblingMemory:
         self._resized(sequence)
 
     def _resized(self, sequence: _Sequence) -> None:
-        size = _OVERHEAD_BYTES + len(sequence.data) + 100 * len(sequence.keys) + sequence.sample.size_bytes
-        size += 4 * len(sequence.session)
+        size = _OVERHEAD_BYTES + len(sequence.data) + len(sequence.answer) + sequence.sample.size_bytes
+        size += 4 * len(sequence.session) + 100 * len(sequence.keys)
         self.size_bytes += size - sequence.size_bytes
         self._tenant_bytes[sequence.scope.tenant] += size - sequence.size_bytes
         sequence.size_bytes = size
 
-    def _shrink(self, newest: _Sequence) -> None:
+    def _shrink(self) -> None:
         """Forget the oldest prompts of the tenant that has the most, until all fit."""
         while self.size_bytes > self._max_bytes:
             [(tenant, _)] = self._tenant_bytes.most_common(1)
@@ -500,19 +530,39 @@ class SiblingMemory:
                 del memory.by_session[sequence.session]
 
 
+def _common_end(ours: bytes, theirs: bytes, start: int, step: int) -> int:
+    """The first position from ``start`` on at which two contents differ, or where the shorter one ends."""
+    most = min(len(ours), len(theirs))
+    while start < most:
+        end = min(most, start + step)
+        if ours[start:end] != theirs[start:end]:
+            return next(at for at in range(start, end) if ours[at] != theirs[at])
+        start = end
+    return most
+
+
 def _departure(
-    sibling: _Sequence, content: Content, sample: _Sample, shared: int, session: str, now: float
+    sibling: _Sequence,
+    content: PromptContent,
+    found: tuple[float, float],
+    shared: int,
+    session: str,
+    now: float,
 ) -> Departure:
     unit = content.unit_bytes
     if content.is_text:  # not in the middle of a character
         while shared and content.data[shared] & 0xC0 == 0x80:
             shared -= 1
     offset = shared // unit
-    ours_found, theirs_found = _common_part(sample, offset, sibling.sample, offset)
+    ours_found, theirs_found = found
     window = _WINDOW_BYTES if ours_found or theirs_found else _WINDOW_BYTES // 8
     start = max(0, shared - (_CONTEXT_BYTES if ours_found or theirs_found else _CONTEXT_BYTES // 4))
-    is_answered = sibling.prompt_bytes < len(sibling.data)
-    answer_at = (sibling.prompt_bytes - shared) // unit if is_answered else None
+    num_theirs = len(sibling.data) + len(sibling.answer) - shared
+    theirs = sibling.data[shared : shared + window]
+    answer_at = None
+    if sibling.answer and len(theirs) < window:
+        answer_at = max(0, len(sibling.data) - shared) // unit
+        theirs += sibling.answer[max(0, shared - len(sibling.data)) :][: window - len(theirs)]
     return Departure(
         offset=offset,
         offset_chars=len(content.data[:shared].decode(errors="replace")) if content.is_text else 0,
@@ -520,13 +570,13 @@ def _departure(
         sibling=sibling.request_id,
         sibling_age_s=now - sibling.last_used,
         is_same_session=bool(session) and sibling.session == session,
-        context=bytes(content.data[start:shared]),
+        context=content.data[start:shared],
         is_from_start=start == 0,
-        ours=bytes(content.data[shared : shared + window]),
-        theirs=bytes(sibling.data[shared : shared + window]),
+        ours=content.data[shared : shared + window],
+        theirs=theirs,
         num_ours=(len(content.data) - shared) // unit,
-        num_theirs=(len(sibling.data) - shared) // unit,
+        num_theirs=num_theirs // unit,
         ours_found=ours_found,
         theirs_found=theirs_found,
-        answer_at=None if answer_at is None or answer_at * unit > window else max(0, answer_at),
+        answer_at=answer_at,
     )

@@ -44,7 +44,7 @@ _CLOCK = re.compile(
 _CLOCK_WORDS = re.compile(
     r"(?i:(?<![a-z])(?:time|times|clock|now|date|dates|today|uptime|elapsed|timestamp|ts|age|ago|epoch|seconds|"
     r"secs?|minutes|mins?|hours?|ms|milliseconds|duration|morning|afternoon|evening|night|noon|midnight|"
-    r"since|expires?|deadline|day|week)(?![a-z]))"
+    r"since|expires?|deadline|day|week|month|year)(?![a-z]))"
 )
 _PARTS_OF_DAY = re.compile(r"(?i:early|late|morning|afternoon|evening|night|noon|midnight|today|tonight)")
 _COUNTER_WORDS = re.compile(

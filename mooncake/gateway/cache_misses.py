@@ -22,7 +22,7 @@ from mooncake.conductor.messages import Finished, Place
 from mooncake.forensics.differences import Difference
 from mooncake.forensics.findings import Finding, MissFindings, PromptParts, difference_of, divided
 from mooncake.forensics.hygiene import AppliedRules
-from mooncake.forensics.siblings import TOKEN_BYTES, Arrival, Content, Departure, Scope, SiblingMemory
+from mooncake.forensics.siblings import TOKEN_BYTES, Arrival, Departure, PromptContent, Scope, SiblingMemory
 from mooncake.gateway.clients import Client
 from mooncake.gateway.prompts import PromptKeys
 from mooncake.gateway.retries import PlacedRequest
@@ -146,7 +146,7 @@ class MissesAnswer(msgspec.Struct):
 
     tenants: list[MissSums]
     differences: list[ClassSums]
-    "Of the latest prompts that are remembered, the most expensive class first."
+    "Classes of differences among the remembered prompts, the most expensive first."
     prompts_remembered: int
 
 
@@ -186,15 +186,13 @@ class CacheMisses:
         self._shows_text = shows_text
         self.siblings = SiblingMemory(max_bytes - for_findings, lifetime_s, block_tokens)
         self.findings = MissFindings(for_findings)
-        self._lifetime_s = lifetime_s
+        self._counters: dict[tuple[str, str], list[prometheus_client.Counter]] = {}
 
-    def tokens_arrived(
-        self, place: Place, origin: PromptOrigin, tokens: Sequence[int]
-    ) -> ObservedPrompt | None:
+    def tokens_arrived(self, place: Place, origin: PromptOrigin, tokens: array[int]) -> ObservedPrompt | None:
         """Note a prompt of known tokens."""
         if not self._is_on:
             return None
-        content = Content(array("I", tokens).tobytes(), place.keys)
+        content = PromptContent(tokens.tobytes(), place.keys)
         return self._arrived(place, origin, content)
 
     def prompt_arrived(self, place: Place, origin: PromptOrigin, prompt: PromptKeys) -> ObservedPrompt | None:
@@ -202,15 +200,15 @@ class CacheMisses:
         if not self._is_on or not (prompt.tokens or prompt.text):
             return None
         if prompt.tokens and self._decoder is not None:
-            return self.tokens_arrived(place, origin, prompt.tokens)
+            return self.tokens_arrived(place, origin, array("I", prompt.tokens))
         keys: Sequence[BlockKey] = prompt.keys
         if not prompt.is_text:
             pieces = prompt.text[: len(prompt.text) // TOKEN_BYTES * TOKEN_BYTES]
             hashes = block_hashes(pieces, self._block_tokens, root_hash())
             keys = [short_key(one) for one in hashes]
-        return self._arrived(place, origin, Content(prompt.text, keys, is_text=True))
+        return self._arrived(place, origin, PromptContent(prompt.text, keys, is_text=True))
 
-    def _arrived(self, place: Place, origin: PromptOrigin, content: Content) -> ObservedPrompt:
+    def _arrived(self, place: Place, origin: PromptOrigin, content: PromptContent) -> ObservedPrompt:
         now = clock.monotonic()
         scope = Scope(origin.tenant, origin.salt, origin.model)
         arrival = self.siblings.arrive(place.request_id, scope, content, place.affinity, now)
@@ -239,14 +237,25 @@ class CacheMisses:
             return
         parts = divided(arrival, num_tokens, num_cached, num_held, self._block_tokens)
         self.findings.computed(finding, parts)
-        for part, num in msgspec.structs.asdict(parts).items():
+        counters = self._counters_of(finding)
+        for counter, num in zip(counters, msgspec.structs.astuple(parts), strict=True):
             if num:
-                _tokens.labels(finding.tenant, finding.model, part).inc(num)
+                counter.inc(num)
         gain = finding.gain_tokens(self._block_tokens)
         if gain:
-            _gains.labels(finding.tenant, finding.model).inc(gain)
+            _gains.labels(*self.findings.key_of(finding)).inc(gain)
         if finding.departure is not None:
-            _departures.labels(finding.tenant, finding.model).inc()
+            _departures.labels(*self.findings.key_of(finding)).inc()
+
+    def _counters_of(self, finding: Finding) -> list[prometheus_client.Counter]:
+        """The counters of a tenant's parts, which are looked up once: there are few tenants and models."""
+        key = self.findings.key_of(finding)
+        found = self._counters.get(key)
+        if found is None:
+            found = self._counters[key] = [
+                _tokens.labels(*key, part) for part in PromptParts.__struct_fields__
+            ]
+        return found
 
     def report(self, request_id: str, may_see_sibling: bool) -> MissReport | None:
         """What is known of a prompt; ``may_see_sibling``: whether the asker may see its sibling's text."""

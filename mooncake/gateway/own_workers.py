@@ -29,6 +29,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import uuid
+from array import array
 from collections.abc import AsyncGenerator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -135,7 +136,9 @@ def _answer(
     session = session_of(http, in_body, settings.session_header)
     priority = priority_of(http) if request.priority is None else request.priority
 
-    def place_of(number: int, prompt: list[int]) -> Place:
+    columns = [array("I", prompt) for prompt in prompts]
+
+    def place_of(number: int, prompt: array[int]) -> Place:
         keys, bare_keys, tails[number] = _keys_of(prompt, request.cache_salt or "", settings.block_tokens)
         return Place(
             answer_id if len(prompts) == 1 else f"{answer_id}/p{number}",
@@ -151,7 +154,7 @@ def _answer(
         )
 
     tails: dict[int, BlockHash] = {}
-    places = [place_of(number, prompt) for number, prompt in enumerate(prompts)]
+    places = [place_of(number, prompt) for number, prompt in enumerate(columns)]
     request_id = request_id_of(http)
     is_secret = request_id != http.headers.get("x-request-id")
     name = http.state.client.name if http.state.client is not None else ""
@@ -175,8 +178,8 @@ def _answer(
     for number, one in enumerate(worker_requests):
         gateway.recorder.watch(one, http, tails[number])
     origin = origin_of(http, request.cache_salt, settings.model_name)
-    for one, place in zip(worker_requests, places, strict=True):
-        if (observed := gateway.misses.tokens_arrived(place, origin, one.prompt)) is not None:
+    for one, place, column in zip(worker_requests, places, columns, strict=True):
+        if (observed := gateway.misses.tokens_arrived(place, origin, column)) is not None:
             one.end_listeners.append(observed.request_ended)
     return OwnWorkersAnswer(
         request,
@@ -191,7 +194,7 @@ def _answer(
 
 
 def _keys_of(
-    prompt: list[int], salt: str, block_tokens: int
+    prompt: Sequence[int], salt: str, block_tokens: int
 ) -> tuple[list[BlockKey], list[BlockKey], BlockHash]:
     """Keys of a prompt's full blocks; of the same without a salt, where it has one; the last one's hash."""
     bare = block_hashes(prompt, block_tokens, root_hash()) if salt else []

@@ -7,9 +7,10 @@ import io
 from typing import Any
 
 import msgspec
+import pytest
 from rich.console import Console
 
-from mooncake.cli.explain import show
+from mooncake.cli.explain import misses, show, show_misses
 from mooncake.conductor.explanation import ActualTimes, Explanation
 from mooncake.http.worker_stats import StageStats
 
@@ -37,3 +38,59 @@ def test_the_stages_of_a_group_are_bars_on_one_axis() -> None:
 
 def test_without_a_group_there_is_no_such_table() -> None:
     assert "stages" not in shown(ActualTimes(prefill_s=4.1))
+
+
+LEFT = {
+    "offset": 31,
+    "unit": "tokens",
+    "token": "9",
+    "kind": "tool_order",
+    "detail": "3 tools are in another order.",
+    "lost_tokens": 40,
+    "sibling": "cmpl-first",
+    "sibling_age_s": 2.5,
+    "is_same_session": True,
+    "ours": "tools: [a] b",
+    "theirs": "tools: [b] a",
+    "rule": "sort-tools",
+}
+TOKENS = {
+    "hit": 50,
+    "prompt_changed": 40,
+    "evicted": 0,
+    "elsewhere": 0,
+    "in_flight": 0,
+    "block_tail": 0,
+    "new": 10,
+}
+
+
+def shown_misses(left: dict[str, Any] | None) -> str:
+    report = {"tokens": TOKENS, "attainable_tokens": 90, "left_sibling": left}
+    output = io.StringIO()
+    show_misses(Console(file=output, width=120), report)
+    return output.getvalue()
+
+
+def test_the_token_is_named_at_which_a_prompt_left_its_sibling() -> None:
+    text = shown_misses(LEFT)
+    assert "50 hit, 40 prompt changed, 10 new; hit rate 50.0%, attainable 90.0%" in text
+    assert "left its nearest sibling at token 31: tool order. 3 tools are in another order. Lost: 40" in text
+    assert "tools: [a] b" in text and "tools: [b] a" in text and "cmpl-first" in text
+    assert "avoid it: sort-tools" in text
+
+
+def test_a_sibling_s_text_that_is_not_shown_says_how_to_see_it() -> None:
+    assert "--admin-api-key" in shown_misses({**LEFT, "theirs": None, "sibling": ""})
+    assert "sibling" not in shown_misses(None)
+
+
+def test_sums_are_shown_as_parts(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    row = {"tenant": "a", "model": "m", "tokens": TOKENS, "hit_rate": 0.5, "attainable_hit_rate": 0.9}
+    difference = {"kind": "tool_order", "prompts": 3, "lost_tokens": 40, "rule": "sort-tools"}
+    answer = {"tenants": [row], "differences": [difference], "prompts_remembered": 4}
+    monkeypatch.setattr("mooncake.cli.explain._ask", lambda *arguments: answer)
+    monkeypatch.setenv("COLUMNS", "150")
+    misses("http://127.0.0.1:1", "", as_json=False)
+    text = capsys.readouterr().out
+    assert "40.0%" in text and "90.0%" in text and "tool order" in text and "sort-tools" in text

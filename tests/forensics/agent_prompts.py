@@ -69,7 +69,27 @@ def plain(messages: Messages) -> str:
     return "".join(f"{one['role']}\n{one['content']}\n" for one in messages)
 
 
-TEMPLATES: list[Callable[[Messages], str]] = [chatml, llama, plain]
+def mistral(messages: Messages) -> str:
+    if messages[0]["role"] == "system":  # which these templates put before the first question
+        text = f"{messages[0]['content']}\n\n{messages[1]['content']}"
+        messages = [{"role": "user", "content": text}, *messages[2:]]
+    parts = [
+        f"{one['content']}</s>" if one["role"] == "assistant" else f"[INST] {one['content']} [/INST]"
+        for one in messages
+    ]
+    return "<s>" + "".join(parts)
+
+
+def gemma(messages: Messages) -> str:
+    body = "".join(f"<start_of_turn>{one['role']}\n{one['content']}<end_of_turn>\n" for one in messages)
+    return "<bos>" + body + "<start_of_turn>model\n"
+
+
+def as_json(messages: Messages) -> str:
+    return json.dumps(messages, separators=(",", ":"))
+
+
+TEMPLATES: list[Callable[[Messages], str]] = [chatml, llama, plain, mistral, gemma, as_json]
 
 
 @dataclass

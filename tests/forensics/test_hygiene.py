@@ -156,8 +156,8 @@ def test_the_gain_is_what_hits_behind_the_first_change_that_differs() -> None:
 
 RULES_BY_SHAPE = {
     "nonce header": [
-        r"drop-line:(?i)(x-anthropic-billing-header|x-request-id|session|cache-bust|nonce|trace|conversation id|"
-        r"agent|env id|run_id|random seed)"
+        r"drop-line:(?i)(x-anthropic-billing-header|x-request-id|session|cache-bust|nonce|trace|"
+        r"conversation id|agent|env id|run_id|random seed)"
     ],
     "tools as JSON": ["sort-tools"],
     "JSON keys": ["sort-json-keys"],
@@ -166,7 +166,7 @@ RULES_BY_SHAPE = {
 
 @pytest.mark.parametrize("shape", RULES_BY_SHAPE)
 def test_after_the_rules_a_session_hits(shape: str) -> None:
-    """Both prompts are the same up to the end of the first: at least 95 % of what they have in common hits."""
+    """Both prompts are the same up to the end of the first: at least 95 % of it hits."""
     rules = RULES_BY_SHAPE[shape]
     num_common = num_whole = 0
     for seed in range(40):
