@@ -349,8 +349,14 @@ def costs_of(rows: Sequence[RecordedRequest], notes: list[str]) -> NodeCosts:
         ]
     )
     # What is not waiting: the path from the last layer to the client when nothing else is in the way.
-    share = _UNDISTURBED if limit_of_batch(done, notes) else 0.25
-    first_token_s = max(0.0, float(np.quantile(rests, share))) if len(rests) else 0.0
+    limit = limit_of_batch(done, notes)
+    if limit:
+        # With two places free, none of these was about to be taken by one that waited.
+        free = rests[~_wait_for_batch(timed, limit - 1)]
+        undisturbed = float(np.median(free)) if len(free) >= _FEWEST_FREE else float(rests.min())
+    else:
+        undisturbed = float(np.quantile(rests, 0.25)) if len(rests) else 0.0
+    first_token_s = max(0.0, undisturbed)
     return NodeCosts(
         title="as recorded",
         source="fitted to recorded requests",
