@@ -320,7 +320,7 @@ def opened(master: str) -> Iterator[Store]:
     """A client of a store that has memory."""
     with (
         TransferEngine(transfer_from_environment().for_tool()) as engine,
-        Store(master, engine, StoreSettings(10.0)) as store,
+        Store(master, engine, StoreSettings(60.0)) as store,
     ):
         wait_for(lambda: store.ask(m.GetMasterStatus()).capacity_bytes > 0, "memory", 60.0)
         yield store
