@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Faults, one at a time, in two real vLLM servers with gateway and store: does ``mooncake doctor`` name each?
 
-    scripts/test-vllm --python bench/doctor_faults.py [--healthy 20] [--only NAME ...] [--out FILE]
+    scripts/faults-doctor [--healthy 20] [--only NAME ...] [--out FILE]
 
 Prints a table of the faults, the findings and the seconds of each examination, and how many of the healthy
 examinations had a finding that is broken or wasteful. One server stays, the other one is started anew for
@@ -320,7 +320,7 @@ def opened(master: str) -> Iterator[Store]:
     """A client of a store that has memory."""
     with (
         TransferEngine(transfer_from_environment().for_tool()) as engine,
-        Store(master, engine, StoreSettings(10.0)) as store,
+        Store(master, engine, StoreSettings(60.0)) as store,
     ):
         wait_for(lambda: store.ask(m.GetMasterStatus()).capacity_bytes > 0, "memory", 60.0)
         yield store

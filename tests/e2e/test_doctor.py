@@ -343,6 +343,6 @@ def fill(store: Store) -> None:
 def opened(master: str) -> Iterator[Store]:
     with (
         TransferEngine(transfer_from_environment().for_tool()) as engine,
-        Store(master, engine, StoreSettings(10.0)) as store,
+        Store(master, engine, StoreSettings(60.0)) as store,
     ):
         yield store

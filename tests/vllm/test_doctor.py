@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """``mooncake doctor`` beside two real vLLM servers with our store connector: healthy, and with faults.
 
-The second server differs in its hash seed, a fault that is there from the start. ``bench/doctor_faults.py``
+The second server differs in its hash seed, a fault that is there from the start. ``scripts/faults-doctor``
 has the long list of faults.
 """
 
