@@ -30,3 +30,12 @@ def test_the_oldest_are_forgotten(monkeypatch: pytest.MonkeyPatch) -> None:
         named.note(names(number))
     assert [number for number in range(10) if named.find(f"cmpl-{number}")] == [7, 8, 9]
     assert named.find("r6") is None and named.find("r7") is not None
+
+
+def test_latest_requests_are_listed_once_the_newest_first() -> None:
+    table = RequestIdTable()
+    for number in range(5):
+        table.note(RequestIds(f"answer-{number}", f"request-{number}", True, [], session=f"s-{number}"))
+    table.note(RequestIds("answer-1", "request-1", True, []))
+    assert [one.id for one in table.latest(3)] == ["answer-1", "answer-4", "answer-3"]
+    assert [one.id for one in table.latest(100)] == [f"answer-{number}" for number in (1, 4, 3, 2, 0)]

@@ -60,18 +60,18 @@ export class RequestPage {
   failed(error) { this.fall.replaceChildren(h("p", { class: "bad" }, error.message)); }
 
   update(found) {
-    this.fall.replaceChildren(waterfall(found.waterfall));
     const prompt = found.prompts[0];
+    this.fall.replaceChildren(prompt?.state === "refused" && !found.waterfall.spans.length ? h("p", { class: "muted" }, "it was refused before any phase began") : waterfall(found.waterfall));
     this.is_still = !prompt || !["prefill", "decode"].includes(prompt.state);
     if (!prompt) { this.facts.replaceChildren(h("p", { class: "muted" }, "the conductor no longer remembers it")); return; }
     const actual = prompt.actual, predicted = prompt.prediction || {};
     const rows = [["queue", predicted.queue_s, actual.queue_s], ["load", predicted.fetch_s, actual.load_s], ["prefill", predicted.prefill_s, actual.prefill_s], ["TTFT", predicted.ttft_s, actual.ttft_s], ["TBT", predicted.tbt_s, actual.tbt_s]];
-    this.facts.replaceChildren(
+    this.facts.replaceChildren(...[
       h("p", {}, pill(prompt.state), ` ${prompt.num_tokens} tokens, policy ${prompt.policy || NONE}: ${prompt.reason}`),
-      h("p", {}, `prefill at ${prompt.prefill || NONE}, decode at ${prompt.decode || NONE}`, prompt.degraded ? `; degraded: ${prompt.degraded}` : ""),
-      prompt.admission ? h("p", {}, `admission ${prompt.admission.rule}: ${words(prompt.admission.code)} ${prompt.admission.reason || ""}`) : null,
-      h("p", {}, `${actual.cached_tokens} tokens cached there, ${actual.loaded_tokens} loaded from elsewhere, hit rate ${share((actual.cached_tokens + actual.loaded_tokens) / Math.max(1, prompt.num_tokens))}`),
-      plain(["", "predicted", "measured"], rows.map(([name, before, after]) => [name, seconds(before), after ? seconds(after) : NONE])));
+      prompt.state === "refused" ? null : h("p", {}, `prefill at ${prompt.prefill || NONE}, decode at ${prompt.decode || NONE}`, prompt.degraded ? `; degraded: ${prompt.degraded}` : ""),
+      prompt.admission ? h("p", {}, `admission ${prompt.admission.rule}: ${words(prompt.admission.code)}${prompt.admission.is_audited ? ", served as a check of the rejection" : ""}${prompt.reason.includes(prompt.admission.reason) ? "" : `; ${prompt.admission.reason}`}`) : null,
+      prompt.state === "refused" ? null : h("p", {}, `${actual.cached_tokens} tokens cached there, ${actual.loaded_tokens} loaded from elsewhere, hit rate ${share((actual.cached_tokens + actual.loaded_tokens) / Math.max(1, prompt.num_tokens))}`),
+      plain(["", "predicted", "measured"], rows.map(([name, before, after]) => [name, seconds(before), after ? seconds(after) : NONE]))].filter(Boolean));
     this.left.replaceChildren(...departed(found.misses?.[0]));
     this.candidates.replaceChildren(plain(["instance", "score", "queue", "fetch", "prefill", "cached", ""], prompt.candidates.map((one) => one.why_not
       ? [one.instance, NONE, NONE, NONE, NONE, NONE, one.why_not]
