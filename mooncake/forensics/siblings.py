@@ -29,7 +29,7 @@ from mooncake.prefix import BlockKey
 TOKEN_BYTES = 4
 """Bytes of a token id."""
 
-_MAX_SAMPLE = 768
+_MAX_SAMPLE = 320
 """Hashes by which a prompt's content is compared; a longer prompt has every second, fourth … of them."""
 
 _PIECE = 2048
