@@ -38,6 +38,7 @@ FOREIGN = {
     "/hicache/storage-backend/clear",
     "CLOCK_MONOTONIC",
     "MC_TE_DEVICE",
+    "parentbased_traceidratio",
     "MC_TE_PROTOCOL",
     "PS_P2P_STORE_RDMA_DEVICES",
     "checkpoint_engine/p2p_store.py",

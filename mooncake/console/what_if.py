@@ -29,7 +29,7 @@ from mooncake.conductor.settings import Scheduling
 from mooncake.errors import InvalidArgument, MooncakeError
 from mooncake.gateway.gateway import Gateway
 from mooncake.gateway.request_parsing import read_body
-from mooncake.gateway.request_recorder import RecentRequest
+from mooncake.gateway.request_recorder import EndedRequest
 from mooncake.http.openai import ApiError
 from mooncake.log import get_logger
 from mooncake.recorded_requests import MAX_RECORDED_ID, RecordedRequest
@@ -228,7 +228,7 @@ def _counts(status: Sequence[InstanceStatus]) -> tuple[int, int]:
     return num_prefill, num_decode
 
 
-def rows_of(recent: Sequence[RecentRequest]) -> list[RecordedRequest]:
+def rows_of(recent: Sequence[EndedRequest]) -> list[RecordedRequest]:
     """Rows for a simulation. Their ids are the conductor's keys, which this question does not leave."""
     numbers: dict[InstanceId, int] = {}
     first = recent[0].arrived_at if recent else 0.0

@@ -129,7 +129,7 @@ class RecordingFile:
         size_bytes = self.size_bytes + self.pending_bytes
         return size_bytes >= limits.file_size_bytes or now - self._began >= limits.file_s
 
-    def add(self, row: RecentRequest) -> None:
+    def add(self, row: EndedRequest) -> None:
         """Add a line. Raises BufferError when the disk is too far behind."""
         if self.pending_bytes > MAX_PENDING_BYTES:
             raise BufferError
@@ -137,7 +137,7 @@ class RecordingFile:
         self.pending.append(line)
         self.pending_bytes += len(line)
 
-    def _recorded(self, row: RecentRequest) -> RecordedRequest:
+    def _recorded(self, row: EndedRequest) -> RecordedRequest:
         ids, facts = self._ids, row.facts
         whole = coarsened(row.keys, self._factor)
         num_input = row.num_prompt_keys // self._factor
@@ -181,7 +181,7 @@ class RecordingFile:
 
 
 @dataclass(frozen=True, slots=True)
-class RecentRequest:
+class EndedRequest:
     """A request that has ended, as the gateway remembers it."""
 
     arrived_at: float
@@ -207,7 +207,7 @@ class RequestRecorder:
             raise InvalidArgument("record_block_tokens", limits.recorded_block_tokens, allowed)
         self._limits = limits
         self._num_recent, self._recent_blocks = num_recent, recent_blocks
-        self._recent: deque[RecentRequest] = deque()
+        self._recent: deque[EndedRequest] = deque()
         self._num_blocks = 0
         self._ended_at: OrderedDict[str, float] = OrderedDict()
         self._file: RecordingFile | None = None
@@ -248,7 +248,7 @@ class RequestRecorder:
             request.tenant = client.entry.tenant_name if client is not None else ""
             request.tail = tail
 
-    def recent(self, since: float) -> list[RecentRequest]:
+    def recent(self, since: float) -> list[EndedRequest]:
         """The remembered requests that arrived since then, in the order of their ends."""
         return [row for row in self._recent if row.arrived_at >= since]
 
@@ -273,10 +273,10 @@ class RequestRecorder:
         except BufferError:
             _rows.labels("dropped").inc()
 
-    def _wall(self, row: RecentRequest, now: float) -> float:
+    def _wall(self, row: EndedRequest, now: float) -> float:
         return clock.wall() - max(0.0, now - row.arrived_at)
 
-    def _row_of(self, request: PlacedRequest, finished: Finished, output: Sequence[int]) -> RecentRequest:
+    def _row_of(self, request: PlacedRequest, finished: Finished, output: Sequence[int]) -> EndedRequest:
         place, now = request.place_event, clock.monotonic()
         keys = array("Q", place.keys)
         num_prompt_keys = len(keys)
@@ -306,7 +306,7 @@ class RequestRecorder:
             is_text=place.is_text,
         )
         route = request.route
-        return RecentRequest(
+        return EndedRequest(
             request.arrived_at,
             num_prompt_keys,
             keys,
@@ -332,7 +332,7 @@ class RequestRecorder:
             self._ended_at.popitem(last=False)
         return max(0.0, arrived_at - before) if before is not None else 0.0
 
-    def _remember(self, row: RecentRequest) -> None:
+    def _remember(self, row: EndedRequest) -> None:
         if not self._num_recent:
             return
         self._recent.append(row)

@@ -24,6 +24,7 @@ from tests.cluster import wait_for
 ROOT = Path(__file__).parents[2]
 LIBRARIES = {
     "__init__",
+    "doctor_faults",
     "hit_rate",
     "paper_experiments",
     "paper_scheduling",

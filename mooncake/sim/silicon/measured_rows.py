@@ -51,7 +51,7 @@ QUANTITIES = (
     "decode_workers",
 )
 PARALLELISM = ("tp", "attention_dp", "moe_tp", "moe_ep")
-"""Of each side."""
+"""Columns that each side has."""
 TARGETS = ("ttft", "tpot")
 MOST_ROWS = 20_000
 """A prediction needs memory with the square of the rows."""
