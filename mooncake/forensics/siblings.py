@@ -32,7 +32,7 @@ TOKEN_BYTES = 4
 _MAX_SAMPLE = 320
 """Hashes by which a prompt's content is compared; a longer prompt has every second, fourth … of them."""
 
-_PIECE = 2048
+_PIECE = 4096
 """Positions that are hashed at a time."""
 
 _NUM_FEATURES = 16
@@ -198,8 +198,18 @@ class _Sample:
 
     def _thin_out(self, size: int) -> None:
         """Keep fewer hashes, where there are too many or will be for a content of ``size``."""
-        while len(self.hashes) > _MAX_SAMPLE or size >> self.level > _MAX_SAMPLE:
+        before = self.level
+        while size >> self.level > _MAX_SAMPLE:
             self.level += 1
+        if self.level > before:
+            self._drop_others()
+        while len(self.hashes) > _MAX_SAMPLE:
+            self.level += 1
+            self._drop_others()
+
+    def _drop_others(self) -> None:
+        """Drop the hashes that do not belong to the present level."""
+        if len(self.hashes):
             is_sampled = self.hashes & np.uint64((1 << self.level) - 1) == 0
             self.hashes, self.positions = self.hashes[is_sampled], self.positions[is_sampled]
 
