@@ -376,7 +376,8 @@ def _check_publisher(
         yield finding("events_unreadable", where, publisher.problem)
         return
     if not publisher.num_batches:
-        if _has_computed(engine) and not _is_followed(engine, publisher, facts):
+        is_expected = _has_computed(engine) and engine.has_prefix_cache is not False
+        if is_expected and not _is_followed(engine, publisher, facts):
             yield finding(
                 "events_not_flowing", where, publisher.problem or "no event arrived while it computed"
             )
