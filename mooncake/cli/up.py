@@ -758,6 +758,8 @@ Mooncake serves {model} at {url}
 
   mooncake chat --url {url}{credentials.chat()}
       opens a chat; /status lists the workers, /metrics has the numbers
+  {url}/
+      is the console, in a browser: what is cached, what waits for what, and why
   X-API-Key: {admin_key}
       is the header that admin calls (/instances/add, ...) must send
   Store("{master}")

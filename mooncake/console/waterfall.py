@@ -8,6 +8,7 @@ leaves out what was not measured. Which of the two it was is part of the result.
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -56,16 +57,19 @@ def _traced(spans: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
     return found
 
 
+_PHASES = {
+    "queue": ("queue", "wait", "waiting", "schedule", "place", "admission", "choose"),
+    "load": ("load", "lookup", "fetch"),
+    "transfer": ("transfer", "push", "store", "save", "put"),
+    "prefill": ("prefill", "compute", "chunk", "layer", "layers", "stage"),
+    "decode": ("decode", "step", "stream"),
+}
+
+
 def phase_of(name: str) -> str:
-    """The phase that a span's name belongs to; "" for a span around others."""
-    words = {
-        "queue": ("queue", "wait", "schedul", "place", "admission"),
-        "load": ("load", "lookup", "fetch"),
-        "transfer": ("transfer", "push", "store", "save", "put"),
-        "prefill": ("prefill", "chunk", "layer", "stage"),
-        "decode": ("decode", "step", "first_token"),
-    }
-    return next((phase for phase, starts in words.items() if any(one in name.lower() for one in starts)), "")
+    """The phase that a span's name belongs to, by its words; "" for a span around others."""
+    words = set(re.findall(r"[a-z]+", name.lower()))
+    return next((phase for phase, known in _PHASES.items() if not words.isdisjoint(known)), "")
 
 
 def _explained(found: Mapping[str, Any]) -> list[dict[str, Any]]:

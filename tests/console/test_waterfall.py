@@ -110,3 +110,14 @@ def test_nothing_known_is_said_so() -> None:
 
 def test_phase_of_unknown_names_is_empty() -> None:
     assert phase_of("kv_transfer") == "transfer" and phase_of("gateway") == ""
+
+
+def test_phases_are_found_by_whole_words() -> None:
+    assert phase_of("compute chunk") == phase_of("compute prompt") == "prefill"
+    assert [phase_of(name) for name in ("receive push", "fetch", "save", "choose instances")] == [
+        "transfer",
+        "load",
+        "transfer",
+        "queue",
+    ]
+    assert phase_of("POST /v1/completions") == phase_of("receive") == ""
