@@ -38,6 +38,7 @@ FOREIGN = {
     "/hicache/storage-backend/clear",
     "CLOCK_MONOTONIC",
     "MC_TE_DEVICE",
+    "OTEL_TRACES_SAMPLER_ARG",
     "parentbased_traceidratio",
     "MC_TE_PROTOCOL",
     "PS_P2P_STORE_RDMA_DEVICES",
