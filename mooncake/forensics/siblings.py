@@ -143,7 +143,7 @@ class Arrival:
 class _Sample:
     """Hashes of some n-grams of a content, with their positions."""
 
-    __slots__ = ("_is_text", "end", "hashes", "level", "positions")
+    __slots__ = ("_features", "_is_text", "end", "hashes", "level", "positions")
 
     def __init__(self, is_text: bool) -> None:
         self.hashes: Hashes = np.empty(0, np.uint64)
@@ -153,6 +153,8 @@ class _Sample:
         self.end = 0
         """First position that is not hashed yet."""
         self._is_text = is_text
+        self._features: tuple[int, list[int]] = (0, [])
+        """With the ``end`` at which they were chosen."""
 
     @property
     def size_bytes(self) -> int:
@@ -223,11 +225,14 @@ class _Sample:
 
     def features(self) -> list[int]:
         """A few hashes of the beginning, mostly the same ones in similar contents."""
+        if self._features[0] == self.end:
+            return self._features[1]
         most = _BEGINNING * (TOKEN_BYTES if self._is_text else 1)
         found = self.hashes[: int(self.positions.searchsorted(most))].copy()
         if len(found) > _NUM_FEATURES:
             found.partition(_NUM_FEATURES)
         features: list[int] = found[:_NUM_FEATURES].tolist()
+        self._features = self.end, features
         return features
 
 
