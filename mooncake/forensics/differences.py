@@ -28,6 +28,7 @@ from typing import Any, Literal
 
 import msgspec
 
+from mooncake.forensics.hygiene import has_list_of_tools
 from mooncake.forensics.volatile_text import MOST_CHARS, LinePair, kind_of
 
 Class = Literal[
@@ -180,14 +181,26 @@ def _of_line(found: Passages, rejoined: tuple[int, int] | None) -> Difference | 
         return None
     rule = ""
     start = re.match(r"\s*(\S.{1,60}?)\s*$", head)
-    if not is_cut and start is not None and re.search(r"[A-Za-z]{2}", start.group(1)):
+    action = "drop-line" if kind == "nonce" else "move-line-to-end"
+    if not is_cut and start is not None and re.search(r"[^\W\d_]{2}", start.group(1)):
         named = re.match(r"[^:=]{2,50}[:=]", start.group(1))
         beginning = (
             named.group() if named else re.sub(r"\S*\d\S*$", "", start.group(1)).rstrip() or start.group(1)
         )
-        action = "drop-line" if kind == "nonce" else "move-line-to-end"
-        rule = f"{action}:^\\s*{re.escape(beginning).replace(chr(92) + ' ', ' ')}"
+        rule = f"{action}:^\\s*{_escaped(beginning)}"
+    elif not is_cut and re.search(r"[^\W\d_]{2}.*\S{2}", ending := _common_ending(ours, theirs)):
+        rule = f"{action}:{_escaped(ending)}\\s*$"  # the value begins the line
     return _made(found, kind, _NAMES[kind], rule)
+
+
+def _escaped(text: str) -> str:
+    return re.escape(text).replace("\\ ", " ")
+
+
+def _common_ending(ours: str, theirs: str) -> str:
+    """What both lines end with, without the spaces around it."""
+    size = _common_prefix(ours[::-1], theirs[::-1])
+    return ours[len(ours) - size :].strip()[-60:]
 
 
 def _line_start(context: str) -> str:
@@ -268,7 +281,7 @@ def _of_order(found: Passages, rejoined: tuple[int, int] | None) -> Difference |
         detail = "The keys of a JSON object are in another order."
         return _made(found, "json_key_order", detail, "sort-json-keys")
     if _is_of_tools(found, items[:4000]):
-        rule = "sort-tools" if '"' in items else ""
+        rule = "sort-tools" if has_list_of_tools(found.context[-300:] + found.ours[:4000]) else ""
         return _made(found, "tool_order", "The same lines about tools are in another order.", rule)
     return _made(found, "other", "The same lines or items are in another order.")
 

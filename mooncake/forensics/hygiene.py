@@ -7,7 +7,7 @@ a hit without it. A rule is ``[model=NAME] [route=PATH] ACTION``, with these act
 
 ``drop-line:REGEX``         removes lines in which the expression (RE2) is found
 ``move-line-to-end:REGEX``  moves them behind the last message; a completion's prompt has no such place
-``sort-tools``              sorts ``tools`` by name, and lists of tools that are JSON in a system prompt
+``sort-tools``              sorts ``tools`` by name, and lists of them in a system prompt: JSON, lines or sections
 ``sort-json-keys``          sorts the keys of the objects in ``tools``, and of JSON objects in a system prompt
 
 Nothing else of a request is touched. A request whose rules find nothing stays as it is.
@@ -16,6 +16,7 @@ Nothing else of a request is touched. A request whose rules find nothing stays a
 from __future__ import annotations
 
 import hashlib
+import itertools
 import json
 import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -288,9 +289,15 @@ def _name_of(tool: Any) -> str:
     return str((inner if isinstance(inner, Mapping) else tool).get("name") or tool.get("type") or "")
 
 
+def has_list_of_tools(text: str) -> bool:
+    """Whether ``sort-tools`` finds a list of tools in a text of a system prompt."""
+    return any(len(span) > 1 for span in (*_lists_of_tools(text), *_written_lists(text)))
+
+
 def _sorted_lists(rule: HygieneRule, text: str, position: int, applied: AppliedRules) -> str:
-    """``text`` with the tools sorted of each JSON list of them, or of adjacent lines that are a tool each."""
-    spans = [span for span in _lists_of_tools(text) if len(span) > 1]
+    """``text`` with the tools sorted of each JSON list of them, or of adjacent lines or sections."""
+    spans = [span for span in (*_lists_of_tools(text), *_written_lists(text)) if len(span) > 1]
+    spans.sort()
     for span in reversed(spans):  # from the end, so that the positions before it stay true
         pieces = [text[start:end] for start, end, _ in span]
         names = [name for _, _, name in span]
@@ -317,6 +324,40 @@ def _lists_of_tools(text: str) -> Iterator[list[tuple[int, int, str]]]:
         if name:
             span.append((start, end, name))
     if span:
+        yield span
+
+
+_ABOUT_TOOLS = re.compile(r"(?i:(?<!\w)(?:tools?|functions?|commands?|plugins?|skills?|apis?)(?!\w))")
+_TOOL_NAME = r"[`*_]*([A-Za-z_][\w.\-/]*)[`*_]*"
+_ITEM = re.compile(rf"([ \t]*(?:[-*•]|\d+[.)])[ \t]+){_TOOL_NAME}(?:\s*[:(]|\s+[-–—]\s|\s*$)")
+_HEADING = re.compile(rf"#{{1,6}}[ \t]+{_TOOL_NAME}\s*$")
+
+
+def _written_lists(text: str) -> Iterator[list[tuple[int, int, str]]]:
+    """Positions and names of tools in lists that are no JSON: adjacent lines of one tool each, whose bullets
+    and numbers stay where they are, or adjacent sections. The line before must be about tools."""
+    lines = text.split("\n")
+    starts = [0, *itertools.accumulate(len(line) + 1 for line in lines)]
+    number, before = 0, ""
+    while number < len(lines):
+        line, span = lines[number], list[tuple[int, int, str]]()
+        is_about_tools = _ABOUT_TOOLS.search(before) is not None
+        if is_about_tools and _ITEM.match(line):
+            while number < len(lines) and (item := _ITEM.match(lines[number])) is not None:
+                span.append((starts[number] + item.end(1), starts[number + 1] - 1, item.group(2)))
+                number += 1
+        elif is_about_tools and _HEADING.match(line) and _ABOUT_TOOLS.search(line) is None:
+            while number < len(lines) and (heading := _HEADING.match(lines[number])) is not None:
+                first = starts[number]
+                while number < len(lines) and lines[number].strip():
+                    number += 1
+                span.append((first, starts[number] - 1, heading.group(1)))
+                number += 1
+        else:
+            before = line if line.strip() else before
+            number += 1
+            continue
+        before = ""
         yield span
 
 

@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 
 from mooncake.errors import InvalidArgument
+from mooncake.forensics.differences import Passages, difference
 from mooncake.forensics.hygiene import AppliedRules, apply_rules, read_rules
 from tests.forensics.agent_prompts import chatml, pair_of, prose, tool
 
@@ -186,3 +187,52 @@ def test_prose_is_never_touched() -> None:
     request = chat(prose(random.Random(3), 400), prose(random.Random(4), 400))
     changed, found = applied(["drop-line:^x-billing", "sort-tools", "sort-json-keys"], request)
     assert changed == request and found.header() == "" and not found.changes
+
+
+@pytest.mark.parametrize(
+    "shape",
+    [
+        "nonce header",
+        "nonce inside",
+        "clock line",
+        "date line",
+        "counter line",
+        "tools as JSON",
+        "tools as lines",
+        "JSON keys",
+    ],
+)
+def test_the_rule_that_an_explanation_names_makes_the_next_prompt_hit(shape: str) -> None:
+    """Of all that the first prompt has, at least 95 % hits in the second one after the named rule."""
+    num_common = num_whole = 0
+    for seed in range(40):
+        pair = pair_of(shape, seed)
+        messages = [pair.first_messages, pair.second_messages]
+        first, second = map(chatml, messages)
+        at = next(at for at, (a, b) in enumerate(zip(first, second, strict=False)) if a != b)
+        passages = Passages(first[:at][-8000:], second[at:][:24_000], first[at:][:24_000], 0.9, 0.9)
+        rule = difference(passages).rule
+        first, second = (
+            chatml(applied([rule] if rule else [], {"messages": one})[0]["messages"]) for one in messages
+        )
+        first = first.removesuffix("<|im_start|>assistant\n")
+        pairs = zip(first, second, strict=False)
+        num_common += next((at for at, (a, b) in enumerate(pairs) if a != b), min(len(first), len(second)))
+        num_whole += len(first)
+    assert num_common >= 0.95 * num_whole, f"{num_common} of {num_whole}"
+
+
+def test_tools_in_lines_and_sections_are_sorted_and_other_lists_are_not() -> None:
+    bullets = "You have these tools:\n- write: Writes (a file).\n- `read`: Reads.\n- bash\n\nBe careful."
+    changed, found = applied(["sort-tools"], chat(bullets, "hi"))
+    expected = "You have these tools:\n- bash\n- `read`: Reads.\n- write: Writes (a file).\n\nBe careful."
+    assert changed["messages"][0]["content"] == expected and found.header() == "sort-tools=1"
+    numbers = "Available functions:\n1. write: Writes.\n2. read: Reads."
+    changed, _ = applied(["sort-tools"], chat(numbers, "hi"))
+    assert changed["messages"][0]["content"] == "Available functions:\n1. read: Reads.\n2. write: Writes."
+    sections = "# Tools\n\n## write\nWrites.\nArguments: path\n\n## read\nReads.\n\nBe careful."
+    changed, _ = applied(["sort-tools"], chat(sections, "hi"))
+    expected = "# Tools\n\n## read\nReads.\n\n## write\nWrites.\nArguments: path\n\nBe careful."
+    assert changed["messages"][0]["content"] == expected
+    for text in ("Steps:\n- write: first\n- read: then", "Use tools:\nwrite: a\nread: b", "- b\n- a"):
+        assert applied(["sort-tools"], chat(text, "hi"))[0] == chat(text, "hi")
