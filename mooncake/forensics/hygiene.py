@@ -7,7 +7,7 @@ a hit without it. A rule is ``[model=NAME] [route=PATH] ACTION``, with these act
 
 ``drop-line:REGEX``         removes lines in which the expression (RE2) is found
 ``move-line-to-end:REGEX``  moves them behind the last message; a completion's prompt has no such place
-``sort-tools``              sorts ``tools`` by name, and lists of them in a system prompt: JSON, lines or sections
+``sort-tools``              sorts ``tools`` by name, and lists of them in system prompts: JSON or lines
 ``sort-json-keys``          sorts the keys of the objects in ``tools``, and of JSON objects in a system prompt
 
 Nothing else of a request is touched. A request whose rules find nothing stays as it is.

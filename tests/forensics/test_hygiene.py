@@ -203,7 +203,7 @@ def test_prose_is_never_touched() -> None:
     ],
 )
 def test_the_rule_that_an_explanation_names_makes_the_next_prompt_hit(shape: str) -> None:
-    """Of all that the first prompt has, at least 95 % hits in the second one after the named rule."""
+    """At least 95 % of the first prompt hits in the second one after the named rule."""
     num_common = num_whole = 0
     for seed in range(40):
         pair = pair_of(shape, seed)
