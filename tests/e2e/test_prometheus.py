@@ -43,6 +43,8 @@ ELSEWHERE = {
     "connectors/pages.py": "vLLM or SGLang with our connector",
     "inference/prefill_group.py": "a prefill group of several stages",
     "gateway/clients.py": "a gateway with a file of keys",
+    "doctor/watch.py": "mooncake doctor --watch-s",
+    "tracing/otlp.py": "a program whose spans go to a collector",
 }
 """Modules whose metrics belong to programs that this cluster does not run, with these programs."""
 
@@ -89,9 +91,10 @@ def pages_of(cluster: Cluster) -> dict[str, str]:
     """Where each role has its page of metrics; its log says where that is no port of its own."""
     found = {}
     for name, role in cluster.status["roles"].items():
-        named = re.search(r" (?:metrics=|query_server_ready url=http://)(\d\S+)", cluster.log(name))
+        # The last one: a role that was restarted has another port.
+        named = re.findall(r" (?:metrics=|query_server_ready url=http://)(\d\S+)", cluster.log(name))
         if name != "metadata":
-            found[name] = named[1] if named else role["address"]
+            found[name] = named[-1] if named else role["address"]
     return found
 
 
@@ -135,13 +138,21 @@ def prometheus(
 def served(prometheus: tuple[Prometheus, dict[str, str]], shared_cluster: Cluster) -> Prometheus:
     """Prometheus, after requests whose prompts another worker finds in the pool."""
     server, pages = prometheus
+    unread = {f"http://{page}/metrics": "not asked yet" for page in pages.values()}
 
-    def are_up() -> bool:
-        return {
-            one["scrapeUrl"] for one in server.ask("targets")["activeTargets"] if one["health"] == "up"
-        } == {f"http://{page}/metrics" for page in pages.values()}
+    def are_read() -> bool:
+        # Each once, not all at one time: on a busy machine a page takes longer than its limit now and then.
+        for one in server.ask("targets")["activeTargets"]:
+            if one["health"] == "up":
+                unread.pop(one["scrapeUrl"], None)
+            elif one["scrapeUrl"] in unread:
+                unread[one["scrapeUrl"]] = one["lastError"]
+        return not unread
 
-    wait_for(are_up, "Prometheus to read every page", PATIENCE_S)
+    try:
+        wait_for(are_read, "Prometheus to read every page", PATIENCE_S)
+    except TimeoutError as error:
+        raise AssertionError(unread) from error
     shared_cluster.wait_until_routable()
     prompt = "The mooncake is a pastry that is eaten during the festival of autumn. " * 12
     # Round robin, so each worker computes, or loads, the prompt. A series that appears has no rate before it

@@ -152,7 +152,7 @@ def plan_command(
             "--intervals/--no-intervals",
             help="90 % interval of the number of GPUs; needs a few more simulations of the same trace.",
         ),
-    ] = False,
+    ] = True,
     json_file: Annotated[
         Path | None, typer.Option("--json", metavar="FILE", help="Write the results as JSON.")
     ] = None,
