@@ -33,7 +33,7 @@ def page_for(headers: Mapping[str, str]) -> tuple[bytes, dict[str, str]]:
     accepted = headers.get("accept", "")
     if "application/openmetrics-text" not in accepted:
         return page(), {"Content-Type": CONTENT_TYPE}
-    # Other ways of escaping change the colon of engines' names (vllm:) in samples, though it is legal; none of
-    # our names has a character that needs one.
+    # Other ways of escaping change the colon of engines' names (vllm:) in samples, though it is legal.
+    # None of our names has a character that needs one.
     body = openmetrics.generate_latest(registry, openmetrics.ALLOWUTF8)  # type: ignore[no-untyped-call]
     return body, {"Content-Type": openmetrics.CONTENT_TYPE_LATEST}
