@@ -2,10 +2,12 @@
 """Faults, one at a time, in two real vLLM servers with gateway and store: does ``mooncake doctor`` name each?
 
     scripts/faults-doctor [--healthy 20] [--only NAME ...] [--out FILE]
+    python -m bench.doctor_faults --up [--healthy 20] [--out FILE]
 
-Prints a table of the faults, the findings and the seconds of each examination, and how many of the healthy
-examinations had a finding that is broken or wasteful. One server stays, the other one is started anew for
-faults of its configuration. The reference is the fault itself: the finding that names it is written here.
+The second one injects its faults into ``mooncake up``, with our workers. Prints a table of the faults, the
+findings and the seconds of each examination, and how many of the healthy examinations had a finding that is
+broken or wasteful. Of the vLLM servers one stays, the other one is started anew for faults of its
+configuration. The reference is the fault itself: the finding that names it is written here.
 """
 
 from __future__ import annotations
@@ -23,6 +25,7 @@ import time
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -30,7 +33,7 @@ from mooncake.rpc import BlockingClient
 from mooncake.store import Store, StoreSettings
 from mooncake.store import messages as m
 from mooncake.transfer import TransferEngine, transfer_from_environment
-from tests.cluster import ADMIN_KEY, wait_for
+from tests.cluster import ADMIN_KEY, Cluster, running_cluster, wait_for
 from tests.vllm_server import (
     HOST,
     Gateway,
@@ -73,13 +76,43 @@ class Result:
         return not self.wanted or any(code in self.codes for code in self.wanted)
 
 
+class Examinations:
+    """The examinations of one deployment, whose store is ``store``, and their results."""
+
+    def __init__(self, folder: Path, store: str) -> None:
+        self.folder, self.store = folder, store
+        self.results: list[Result] = []
+
+    def examine(self, name: str, wanted: tuple[str, ...], *flags: str, master: str | None = None) -> Result:
+        """Run the doctor as its users do."""
+        master = self.store if master is None else master
+        command = [sys.executable, "-m", "mooncake", "doctor", "--json", *flags]
+        command += ["--master", master] if master else []
+        began = time.perf_counter()
+        done = subprocess.run(command, capture_output=True, text=True, timeout=180, check=False)
+        seconds = time.perf_counter() - began
+        if not done.stdout:
+            raise RuntimeError(done.stderr)
+        (self.folder / f"{name.replace(' ', '-')}.json").write_text(done.stdout)
+        findings = json.loads(done.stdout)["findings"]
+        codes = tuple(one["code"] for one in findings)
+        alarms = tuple(one["code"] for one in findings if one["severity"] in ALARMS)
+        result = Result(name, wanted, codes, alarms, seconds)
+        self.results.append(result)
+        verdict = "named" if result.is_named else "MISSED"
+        print(
+            f"{name:32} {verdict if wanted else 'healthy':8} {seconds:5.1f} s  {', '.join(codes)}", flush=True
+        )
+        return result
+
+
 class Deployment:
     """Two servers, a store and gateways; ``second`` changes from fault to fault."""
 
     def __init__(self, folder: Path, model: Path, stack: ExitStack) -> None:
         self.folder, self.model = folder, model
-        self.results: list[Result] = []
         self.store = stack.enter_context(running_store(folder))
+        self.examinations = Examinations(folder, self.store)
         self.first = self._server(EngineFault("first", ()), 0)
         stack.callback(self.first.close)
 
@@ -123,28 +156,6 @@ class Deployment:
             running_gateway(self.folder, self.model, *flags) as gateway,
         ):
             yield gateway
-
-    def examine(self, name: str, wanted: tuple[str, ...], *flags: str, master: str | None = None) -> Result:
-        """Run the doctor as its users do."""
-        master = self.store if master is None else master
-        command = [sys.executable, "-m", "mooncake", "doctor", "--json", *flags]
-        command += ["--master", master] if master else []
-        began = time.perf_counter()
-        done = subprocess.run(command, capture_output=True, text=True, timeout=180, check=False)
-        seconds = time.perf_counter() - began
-        if not done.stdout:
-            raise RuntimeError(done.stderr)
-        (self.folder / f"{name.replace(' ', '-')}.json").write_text(done.stdout)
-        findings = json.loads(done.stdout)["findings"]
-        codes = tuple(one["code"] for one in findings)
-        alarms = tuple(one["code"] for one in findings if one["severity"] in ALARMS)
-        result = Result(name, wanted, codes, alarms, seconds)
-        self.results.append(result)
-        verdict = "named" if result.is_named else "MISSED"
-        print(
-            f"{name:32} {verdict if wanted else 'healthy':8} {seconds:5.1f} s  {', '.join(codes)}", flush=True
-        )
-        return result
 
 
 def pool_flags(*servers: VllmServer) -> list[str]:
@@ -198,7 +209,7 @@ def run(deployment: Deployment, num_healthy: int, only: list[str]) -> None:
             deployment.gateway(*pool_flags(first, second)) as gateway,
         ):
             gateway.wait_until_routable()
-            deployment.examine(one.name, one.codes, *doctor_flags(gateway), *one.doctor)
+            deployment.examinations.examine(one.name, one.codes, *doctor_flags(gateway), *one.doctor)
     if only and "decode without KV" not in only:
         return
     with deployment.second(EngineFault("decode without KV", (), connector="none")) as second:
@@ -206,18 +217,26 @@ def run(deployment: Deployment, num_healthy: int, only: list[str]) -> None:
         with deployment.gateway("--protocol", "sequential", *roles) as gateway:
             gateway.wait_until_routable()
             wanted = ("decode_without_kv",)
-            deployment.examine("decode without KV", wanted, *doctor_flags(gateway), master="")
+            deployment.examinations.examine("decode without KV", wanted, *doctor_flags(gateway), master="")
 
 
 def beside_healthy_servers(deployment: Deployment, second: VllmServer, num_healthy: int) -> None:
     """Healthy examinations, and faults outside of the servers; at last one is killed."""
-    first, examine = deployment.first, deployment.examine
+    first, examine = deployment.first, deployment.examinations.examine
     with deployment.gateway(*pool_flags(first, second)) as gateway:
         gateway.wait_until_routable()
         for number in range(num_healthy):
             examine(f"healthy {number}", (), *doctor_flags(gateway))
-        for fault in outside_faults(deployment, gateway, first):
+        for fault in outside_faults(
+            deployment.examinations, gateway.url, doctor_flags(gateway), first._process.pid, 100
+        ):
             fault()
+    keys = deployment.folder / "keys.toml"
+    keys.write_text('[[keys]]\nname = "a"\nkey = "mk-0123456789abcdef0123456789abcdef"\n')
+    keys.chmod(0o600)
+    with deployment.gateway("--api-keys-file", str(keys), *pool_flags(first, second)) as gateway:
+        wanted = ("client_key_refused",)
+        examine("client key wrong", wanted, *doctor_flags(gateway), "--api-key", "mk-wrong")
     engines = ["--engine", first.url, second.url]
     examine("gateway down", ("gateway_unreachable",), "--url", f"http://{HOST}:{free_port()}", *engines)
     with deployment.gateway("--scheduling", "random", *pool_flags(first, second)) as gateway:
@@ -233,16 +252,20 @@ def beside_healthy_servers(deployment: Deployment, second: VllmServer, num_healt
         examine("an engine is killed", ("engine_unreachable",), *doctor_flags(gateway))
 
 
-def outside_faults(deployment: Deployment, gateway: Gateway, engine: VllmServer) -> list[Callable[[], None]]:
-    """Faults beside two healthy servers, which leave everything as it was."""
-    flags, examine, folder = doctor_flags(gateway), deployment.examine, deployment.folder
+def outside_faults(
+    examinations: Examinations, url: str, flags: list[str], pid: int, short_tokens: int
+) -> list[Callable[[], None]]:
+    """Faults beside healthy servers, which leave everything as it was.
+
+    ``pid`` is an engine's process; a prompt of ``short_tokens`` is shorter than its block.
+    """
+    examine, folder = examinations.examine, examinations.folder
 
     def prompts_shorter_than_a_block() -> None:
         wanted = ("prompt_shorter_than_block",)
-        examine("prompts shorter than a block", wanted, *flags, "--prompt-tokens", "100")
+        examine("prompts shorter than a block", wanted, *flags, "--prompt-tokens", str(short_tokens))
 
     def few_files() -> None:
-        pid = engine._process.pid
         before = resource.prlimit(pid, resource.RLIMIT_NOFILE)
         resource.prlimit(pid, resource.RLIMIT_NOFILE, (64, before[1]))
         try:
@@ -271,20 +294,11 @@ def outside_faults(deployment: Deployment, gateway: Gateway, engine: VllmServer)
             master.terminate()
 
     def wrong_scheme() -> None:
-        https = gateway.url.replace("http:", "https:")
+        https = url.replace("http:", "https:")
         examine("TLS on one side", ("tls_mismatch",), "--url", https, "--admin-api-key", ADMIN_KEY)
 
     def no_admin_key() -> None:
-        examine("admin key missing", ("status_hidden",), "--url", gateway.url)
-
-    def wrong_client_key() -> None:
-        keys = folder / "keys.toml"
-        keys.write_text('[[keys]]\nname = "a"\nkey = "mk-0123456789abcdef0123456789abcdef"\n')
-        keys.chmod(0o600)
-        more = ["--api-keys-file", str(keys), *pool_flags(engine)]
-        with deployment.gateway(*more) as closed:
-            wanted = ("client_key_refused",)
-            examine("client key wrong", wanted, *doctor_flags(closed), "--api-key", "mk-wrong")
+        examine("admin key missing", ("status_hidden",), "--url", url)
 
     def slow_disk() -> None:
         promised = ["--disk", str(folder), "--disk-write-mb-s", "1000000"]
@@ -292,13 +306,10 @@ def outside_faults(deployment: Deployment, gateway: Gateway, engine: VllmServer)
 
     def master_frozen() -> None:
         with running_store(mkdir(folder / "frozen")) as frozen, opened(frozen):
-            (pid,) = pids_listening(int(frozen.rpartition(":")[2]))
-            os.kill(pid, signal.SIGSTOP)
-            try:
+            (daemon,) = pids_listening(int(frozen.rpartition(":")[2]))
+            with stopped(daemon):
                 wanted = ("master_unreachable",)
                 examine("master frozen", wanted, *flags, "--timeout-s", "5", master=frozen)
-            finally:
-                os.kill(pid, signal.SIGCONT)
 
     return [
         prompts_shorter_than_a_block,
@@ -309,10 +320,52 @@ def outside_faults(deployment: Deployment, gateway: Gateway, engine: VllmServer)
         store_without_memory,
         wrong_scheme,
         no_admin_key,
-        wrong_client_key,
         slow_disk,
         master_frozen,
     ]
+
+
+def run_up(examinations: Examinations, cluster: Cluster, num_healthy: int) -> None:
+    """Faults of a ``mooncake up``; at last its pool is filled."""
+    examine = examinations.examine
+    flags = ["--url", cluster.url, "--admin-api-key", ADMIN_KEY]
+    for number in range(num_healthy):
+        examine(f"healthy {number}", (), *flags)
+    for fault in outside_faults(examinations, cluster.url, flags, cluster.pid("decode-0"), 5):
+        fault()
+    for role, wanted in ROLES_FROZEN.items():
+        with stopped(cluster.pid(role)):
+            examine(f"{role} frozen", wanted, *flags, "--timeout-s", "5")
+        cluster.wait_until_routable()
+        with opened(examinations.store) as store:
+            wait_for(partial(takes_objects, store), "the store to take objects", 60.0)
+    examine("wrong topic", ("events_wrong_topic",), *flags, "--events-topic", "kv@other")
+    gone = f"{HOST}:{free_port()}"
+    examine("an engine that is not there", ("engine_unreachable",), *flags, "--engine", gone)
+    for _ in range(5):  # what engines saved is evicted a while after the first refusal, which makes room
+        fill(examinations.store)
+        time.sleep(1.0)
+    examine("its own pool full", ("store_full",), *flags)
+
+
+ROLES_FROZEN = {
+    "gateway": ("gateway_unreachable",),
+    "conductor": ("conductor_unreachable",),
+    "prefill-0": ("engine_unreachable",),
+    "decode-0": ("engine_unreachable",),
+    "master": ("master_unreachable",),
+    "node": ("store_object_lost", "store_without_memory"),
+}
+"""What names a role of ``mooncake up`` after SIGSTOP: it accepts connections and never answers."""
+
+
+@contextmanager
+def stopped(pid: int) -> Iterator[None]:
+    os.kill(pid, signal.SIGSTOP)
+    try:
+        yield
+    finally:
+        os.kill(pid, signal.SIGCONT)
 
 
 @contextmanager
@@ -324,6 +377,10 @@ def opened(master: str) -> Iterator[Store]:
     ):
         wait_for(lambda: store.ask(m.GetMasterStatus()).capacity_bytes > 0, "memory", 60.0)
         yield store
+
+
+def takes_objects(store: Store) -> bool:
+    return store.put(f"probe-{time.monotonic_ns()}", bytes(4096)) is None
 
 
 def fill(master: str) -> None:
@@ -359,22 +416,30 @@ def main() -> None:
     parser.add_argument("--healthy", type=int, default=20, help="number of examinations without a fault")
     parser.add_argument("--only", nargs="*", default=[], help="names of faults of a server, instead of all")
     parser.add_argument("--out", type=Path, help="also write the results to this file, as JSON")
+    parser.add_argument("--up", action="store_true", help="inject faults into `mooncake up` instead of vLLM")
     given = parser.parse_args()
-    model = Path(os.environ["MOONCAKE_VLLM_ENV"]) / "model"
     folder = Path(tempfile.mkdtemp(prefix="doctor-faults-"))
-    with ExitStack() as stack:
-        deployment = Deployment(folder, model, stack)
-        run(deployment, given.healthy, given.only)
-    faults = [one for one in deployment.results if one.wanted]
-    healthy = [one for one in deployment.results if not one.wanted]
+    if given.up:
+        with running_cluster("--prefill", "1", "--decode", "1", "--pool-size", "64MiB") as cluster:
+            examinations = Examinations(folder, cluster.address("master"))
+            cluster.wait_until_routable()
+            run_up(examinations, cluster, given.healthy)
+    else:
+        with ExitStack() as stack:
+            deployment = Deployment(folder, Path(os.environ["MOONCAKE_VLLM_ENV"]) / "model", stack)
+            examinations = deployment.examinations
+            run(deployment, given.healthy, given.only)
+    results = examinations.results
+    faults = [one for one in results if one.wanted]
+    healthy = [one for one in results if not one.wanted]
     named, false = sum(one.is_named for one in faults), sum(bool(one.alarms) for one in healthy)
-    slowest = max(one.seconds for one in deployment.results)
+    slowest = max(one.seconds for one in results)
     print(
         f"{named} of {len(faults)} faults named; {false} false alarms in {len(healthy)} healthy runs; "
         f"slowest examination {slowest:.1f} s"
     )
     if given.out is not None:
-        given.out.write_text(json.dumps([vars(one) for one in deployment.results], indent=1) + "\n")
+        given.out.write_text(json.dumps([vars(one) for one in results], indent=1) + "\n")
 
 
 if __name__ == "__main__":
