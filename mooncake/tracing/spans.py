@@ -9,7 +9,6 @@ spans are sent to. A span holds names and numbers, never a prompt's text.
 from __future__ import annotations
 
 import re
-from collections import deque
 from collections.abc import Iterable, Sequence
 from typing import Literal, NamedTuple
 
@@ -90,26 +89,47 @@ class RequestSpans(msgspec.Struct):
 
 
 class SpanRing:
-    """Remembers the spans of the latest ``num_requests`` requests of each service in one process."""
+    """Remembers the spans of the latest ``num_requests`` requests of each service in one process.
+
+    Requests that failed or were refused have places of their own, a quarter as many: under overload they
+    come many times as often as those that are served, and would replace them within seconds.
+    """
 
     def __init__(self, num_requests: int) -> None:
         self.num_requests = num_requests
-        self._latest: dict[str, deque[RequestSpans]] = {}
+        self._latest: dict[str, dict[str, RequestSpans]] = {}
+        self._failed: dict[str, dict[str, RequestSpans]] = {}
 
     def add(self, request: RequestSpans) -> None:
-        found = self._latest.get(request.root.service)
-        if found is None:
-            found = self._latest[request.root.service] = deque(maxlen=self.num_requests)
-        found.append(request)
+        _keep(self._latest.setdefault(request.root.service, {}), request, self.num_requests)
+
+    def end(self, request: RequestSpans) -> None:
+        """A request has ended; its root's ``error`` says whether it failed."""
+        service, span_id = request.root.service, request.root.span_id
+        if request.root.error and self._latest.get(service, {}).pop(span_id, None) is not None:
+            _keep(self._failed.setdefault(service, {}), request, (self.num_requests + 3) // 4)
 
     def latest(self, service: str) -> list[RequestSpans]:
         """The requests of ``service``, newest first."""
-        return [*reversed(self._latest.get(service, ()))]
+        found = [*self._latest.get(service, {}).values(), *self._failed.get(service, {}).values()]
+        return sorted(found, key=lambda request: request.root.start_s, reverse=True)
 
     def below(self, parent_id: str) -> list[Span]:
         """The spans of requests that another process's span ``parent_id`` has sent here."""
-        every = (one for latest in self._latest.values() for one in latest)
+        every = (
+            request
+            for kept in (self._latest, self._failed)
+            for requests in kept.values()
+            for request in requests.values()
+        )
         return [span for one in every if one.root.parent_id == parent_id for span in one.spans]
+
+
+def _keep(requests: dict[str, RequestSpans], request: RequestSpans, limit: int) -> None:
+    """Add a request to at most ``limit``, the oldest of which makes room."""
+    requests[request.root.span_id] = request
+    if len(requests) > limit:
+        del requests[next(iter(requests))]
 
 
 def reachable(root: Span, spans: Iterable[Span]) -> list[Span]:

@@ -60,11 +60,27 @@ def test_what_is_written_can_be_read() -> None:
 def test_a_ring_keeps_the_latest_of_each_service() -> None:
     ring = SpanRing(2)
     for number in range(4):
-        ring.add(RequestSpans([span(f"r{number}", f"p{number}", 0, 1)]))
+        ring.add(RequestSpans([span(f"r{number}", f"p{number}", number, 9)]))
     ring.add(RequestSpans([span("c", "p3", 0, 1, "conductor")]))
     assert [one.root.name for one in ring.latest("gateway")] == ["r3", "r2"]
     assert [one.name for one in ring.below("p3")] == ["r3", "c"]
     assert ring.below("p0") == [] and ring.latest("worker") == []
+
+
+def test_refused_requests_do_not_replace_those_that_were_served() -> None:
+    ring = SpanRing(4)
+    for number in range(20):
+        request = RequestSpans([span(f"r{number}", f"p{number}", number, number + 1)])
+        ring.add(request)
+        if number > 3:
+            request.root.error = "429"
+        ring.end(request)
+    assert [one.root.name for one in ring.latest("gateway")] == ["r19", "r3", "r2", "r1"]
+    assert [one.name for one in ring.below("p19")] == ["r19"] and ring.below("p18") == []
+    pushed_out = RequestSpans([span("r0", "p0", 0, 1)])
+    pushed_out.root.error = "500"
+    ring.end(pushed_out)
+    assert len(ring.latest("gateway")) == 4, "what is no longer kept does not come back when it ends"
 
 
 def test_a_request_has_a_bounded_number_of_spans() -> None:
