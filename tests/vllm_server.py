@@ -90,7 +90,11 @@ class VllmServer(OpenAiServer):
     def wait_until_ready(self, timeout_s: float = READY_WITHIN_S) -> None:
         def is_healthy() -> bool:
             if self._process.poll() is not None:
-                raise RuntimeError(f"vLLM ended with {self._process.returncode}:\n{self.log()[-4000:]}")
+                # The process that failed writes before the one that waited for it, so the end alone is not enough.
+                log = self.log()
+                errors = [line for line in log.splitlines() if "ERROR" in line or "Error:" in line][:40]
+                found = "\n".join([*errors, "...", log[-2000:]])
+                raise RuntimeError(f"vLLM ended with {self._process.returncode}:\n{found}")
             return self.request("GET", "/health", None, timeout_s=5).status == 200
 
         wait_for(is_healthy, f"{self.log_path.name} to say that vLLM serves", timeout_s)
