@@ -90,7 +90,7 @@ class VllmServer(OpenAiServer):
     def wait_until_ready(self, timeout_s: float = READY_WITHIN_S) -> None:
         def is_healthy() -> bool:
             if self._process.poll() is not None:
-                # The process that failed writes before the one that waited for it, so the end alone is not enough.
+                # The process that failed writes before the one that waited for it: the end says too little.
                 log = self.log()
                 errors = [line for line in log.splitlines() if "ERROR" in line or "Error:" in line][:40]
                 found = "\n".join([*errors, "...", log[-2000:]])
