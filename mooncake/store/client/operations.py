@@ -135,7 +135,6 @@ class OperationCounts:
     checksum_mismatches: int = 0
     expired_leases: int = 0
     failed_transfers: int = 0
-    repeated_reads: int = 0
     repeated_requests: int = 0
 
 
@@ -848,7 +847,6 @@ class Operations:
                 grant.use(places)
                 grant.expires_at = fresh.expires_at
                 again.append(index)
-        self.counts.repeated_reads += len(again)
         return again
 
     def _report_corrupt(self, wrong: list[tuple[ReadGrant, str]], deadline: float) -> Operation[None]:

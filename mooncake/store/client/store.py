@@ -530,7 +530,6 @@ _COUNTERS = {
     "checksum_mismatches": ("checksum_mismatch", "Reads whose bytes did not match the writer's checksums"),
     "expired_leases": ("expired_leases", "Reads that arrived after their lease had ended"),
     "failed_transfers": ("failed_transfers", "Transfers with a node that failed"),
-    "repeated_reads": ("repeated_reads", "Reads repeated because their lease had ended before they arrived"),
     "repeated_requests": (
         "repeated_requests",
         "Requests repeated because the connection to the master broke",
