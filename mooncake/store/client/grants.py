@@ -302,6 +302,29 @@ def whole_objects(grants: Sequence[Sized], addresses: Sequence[int]) -> SliceCol
     return columns.cut_at_chunks(grants)
 
 
+def spread(
+    grants: Sequence[PutGrant], columns: SliceColumns
+) -> tuple[list[PutTarget], list[PutGrant], SliceColumns]:
+    """Slices for all targets that can still be written: (targets, grant of each target, slices)."""
+    num_ranks = max((len(grant.targets) for grant in grants), default=0)
+    if num_ranks == 1:
+        flags = [grant.failure is None for grant in grants]
+        return [grant.targets[0] for grant in grants], list(grants), columns.only(flags)
+    places: list[PutTarget] = []
+    owners: list[PutGrant] = []
+    parts: list[SliceColumns] = []
+    for rank in range(num_ranks):
+        numbers = np.full(len(grants), -1)
+        for index, grant in enumerate(grants):
+            if grant.failure is None and rank < len(grant.targets) and grant.targets[rank].failure is None:
+                numbers[index] = len(places)
+                places.append(grant.targets[rank])
+                owners.append(grant)
+        part = columns.where(numbers[columns.grant] >= 0)
+        parts.append(part.renumbered(numbers))
+    return places, owners, SliceColumns.joined(parts)
+
+
 def check_bounds(grants: Sequence[Sized], columns: SliceColumns) -> None:
     """Raise InvalidArgument if a slice exceeds its object."""
     sizes = np.array([grant.size_bytes for grant in grants], dtype=np.uint64)[columns.grant]

@@ -7,7 +7,8 @@ outcome. ``store.py`` runs these generators blocking and on asyncio, the simulat
 faults. Memory is addresses and lengths here; the caller owns it and registers it with transfer.
 
 A reader may trust bytes whose transfer ended before the lease did *and* whose CRC32C match the checksums
-that the writer announced; anything else is a miss. A writer may announce an object when every chunk of it
+that the writer announced. When only the lease ended too early, the object is leased and read again, until the
+operation's deadline; anything else is a miss. A writer may announce an object when every chunk of it
 was written, in one transfer or many, before the reservation's deadline.
 """
 
@@ -38,6 +39,7 @@ from mooncake.store.client.grants import (
     distinct,
     peer_lost,
     put_grant,
+    spread,
     whole_objects,
 )
 from mooncake.store.client.preallocated import MAX_SMALL_BYTES, PreallocatedPieces, piece_bytes
@@ -134,6 +136,18 @@ class OperationCounts:
     expired_leases: int = 0
     failed_transfers: int = 0
     repeated_requests: int = 0
+
+
+@dataclasses.dataclass
+class _ReadOutcome:
+    """Indices of grants whose bytes did not arrive, or not as the writer announced them."""
+
+    failed: list[int] = dataclasses.field(default_factory=list)
+    """The transfer failed while the lease lasted."""
+    mismatched: list[int] = dataclasses.field(default_factory=list)
+    late: list[int] = dataclasses.field(default_factory=list)
+    """The lease ended first."""
+    now: float = 0.0
 
 
 class Operations:
@@ -411,8 +425,10 @@ class Operations:
         expires_at = answer.asked_at + answer.reply.lease_s
         slices = _one_slice(handle, address, replica.address, size_bytes)
         moved = (yield MoveSlices(False, [slices], min(deadline, expires_at)))[0]
-        is_right = moved.checksums is not None and moved.checksums.tobytes() == stored.checksums
-        return is_right and moved.now < expires_at
+        if moved.checksums is not None and moved.now >= expires_at:
+            self.counts.expired_leases += 1
+            return False
+        return moved.checksums is not None and moved.checksums.tobytes() == stored.checksums
 
     # Parts of objects
 
@@ -694,7 +710,7 @@ class Operations:
 
     def _write(self, grants: Sequence[PutGrant], columns: SliceColumns, deadline: float) -> Operation[None]:
         """Write to all replicas at once. ``columns`` lie within their objects and cross no chunk border."""
-        places, owners, columns = _spread(grants, columns)
+        places, owners, columns = spread(grants, columns)
         if not columns.grant.size:
             return
         until = min(deadline, *(owners[i].expires_at for i in distinct(columns.grant)))
@@ -746,20 +762,23 @@ class Operations:
         """Read slices; for which grants they are right. ``columns`` are whole chunks, cut at their borders.
 
         When a replica can't be read, the next nearest is used. Corrupt bytes are first read once more from
-        the same replica, before another is tried and the replica is reported to the master. ``is_checked``:
-        verify also what is read from memory on this host.
+        the same replica, before another is tried and the replica is reported to the master. When the lease
+        ended before the bytes arrived, the object is leased and read again. ``is_checked``: verify also what
+        is read from memory on this host, and read no other replicas.
         """
         self._prefer_devices(grants, columns)
         is_good = [True] * len(grants)
+        pause_s = FIRST_PAUSE_S
         wrong: list[tuple[ReadGrant, str]] = []
         doubted: dict[int, str] = {}
         """Grant -> segment whose bytes were wrong once; the error may have occurred on the path."""
         left = columns
         while left.grant.size:
-            failed, mismatched = yield from self._read_once(grants, left, is_good, deadline, is_checked)
-            self.counts.checksum_mismatches += len(mismatched)
+            outcome = yield from self._read_once(grants, left, deadline, is_checked)
+            failed, late = outcome.failed, outcome.late
+            self.counts.checksum_mismatches += len(outcome.mismatched)
             again: list[int] = []
-            for index in mismatched:
+            for index in outcome.mismatched:
                 grant = grants[index]
                 if doubted.get(index) != grant.replica.segment:
                     doubted[index] = grant.replica.segment
@@ -768,7 +787,11 @@ class Operations:
                 wrong.append((grant, grant.replica.segment))
                 failed.append(index)
             again += [index for index in failed if grants[index].turn_to_next()]
-            for index in failed:
+            if late and outcome.now + pause_s < deadline:
+                yield Pause(pause_s)
+                pause_s = min(2 * pause_s, MAX_PAUSE_S)
+                again += yield from self._lease_again(grants, late, deadline, is_checked)
+            for index in (*failed, *late):
                 is_good[index] = False
             for index in again:
                 is_good[index] = True
@@ -781,35 +804,50 @@ class Operations:
         return is_good
 
     def _read_once(
-        self,
-        grants: Sequence[ReadGrant],
-        columns: SliceColumns,
-        is_good: list[bool],
-        deadline: float,
-        is_checked: bool,
-    ) -> Operation[tuple[list[int], list[int]]]:
-        """Read each grant's current replica; returns the grants that could not be read and those whose bytes
-        are wrong. Grants whose bytes arrived after the lease are marked in ``is_good`` for good."""
+        self, grants: Sequence[ReadGrant], columns: SliceColumns, deadline: float, is_checked: bool
+    ) -> Operation[_ReadOutcome]:
+        """Read the current replica of each grant."""
         indices = distinct(columns.grant)
         until = min(deadline, max(grants[index].expires_at for index in indices))
         moving = self._move(False, grants, columns, until, is_checked=is_checked)
-        failed: dict[int, None] = {}
-        mismatched: dict[int, None] = {}
+        outcome = _ReadOutcome()
         for moved, part in (yield from moving):
+            outcome.now = max(outcome.now, moved.now)
             of_part = distinct(part.grant)
-            late = [index for index in of_part if moved.now >= grants[index].expires_at]
-            for index in late:
-                is_good[index] = False
+            late = {index: None for index in of_part if moved.now >= grants[index].expires_at}
+            outcome.late += late
             if moved.checksums is None:
-                failed.update((index, None) for index in of_part if is_good[index])
+                outcome.failed += [index for index in of_part if index not in late]
                 continue
             self.counts.expired_leases += len(late)
-            if not moved.checksums.size:
+            if moved.checksums.size:
+                wrong = self._mismatches(grants, part, moved.checksums)
+                outcome.mismatched += [index for index in wrong if index not in late]
+        return outcome
+
+    def _lease_again(
+        self, grants: Sequence[ReadGrant], late: list[int], deadline: float, is_same_replica: bool
+    ) -> Operation[list[int]]:
+        """Lease objects again whose lease has ended; returns those that are still there, unless replaced.
+
+        A process that a busy host stops for longer than the lease is no reason to return a miss. Nothing is
+        raised when the deadline passes first: the other objects of the batch have been read.
+        """
+        again: list[int] = []
+        try:
+            found = yield from self.open_reads([grants[index].key for index in late], deadline)
+        except MooncakeError:
+            return again
+        for index, fresh in zip(late, found, strict=True):
+            grant = grants[index]
+            if fresh is None or fresh.object_id != grant.object_id:
                 continue
-            for index in self._mismatches(grants, part, moved.checksums):
-                if is_good[index]:
-                    mismatched[index] = None
-        return list(failed), list(mismatched)
+            places = [place for place in fresh.places if not is_same_replica or place[0] == grant.replica]
+            if places:
+                grant.use(places)
+                grant.expires_at = fresh.expires_at
+                again.append(index)
+        return again
 
     def _report_corrupt(self, wrong: list[tuple[ReadGrant, str]], deadline: float) -> Operation[None]:
         """Report corrupt replicas. Best effort: the next reader detects them as well."""
@@ -868,7 +906,9 @@ class Operations:
                 parts.append(part)
         outcomes: list[SlicesMoved] = yield MoveSlices(is_write, transfers, deadline)
         for moved, part in zip(outcomes, parts, strict=True):
-            if moved.checksums is None:
+            if moved.checksums is None and not is_write and moved.now >= deadline:
+                self.counts.failed_transfers += 1  # out of time, which does not mean that the node is lost
+            elif moved.checksums is None:
                 self._lost(places[int(part.grant[0])].replica.segment)
         return list(zip(outcomes, parts, strict=True))
 
@@ -952,26 +992,3 @@ def _have_others(places: Sequence[Place], part: SliceColumns) -> bool:
     """Whether every object that is read has another replica."""
     read = (places[index] for index in distinct(part.grant))
     return all(isinstance(place, ReadGrant) and place.others for place in read)
-
-
-def _spread(
-    grants: Sequence[PutGrant], columns: SliceColumns
-) -> tuple[list[PutTarget], list[PutGrant], SliceColumns]:
-    """Slices for all targets that can still be written: (targets, grant of each target, slices)."""
-    num_ranks = max((len(grant.targets) for grant in grants), default=0)
-    if num_ranks == 1:
-        flags = [grant.failure is None for grant in grants]
-        return [grant.targets[0] for grant in grants], list(grants), columns.only(flags)
-    places: list[PutTarget] = []
-    owners: list[PutGrant] = []
-    parts: list[SliceColumns] = []
-    for rank in range(num_ranks):
-        numbers = np.full(len(grants), -1)
-        for index, grant in enumerate(grants):
-            if grant.failure is None and rank < len(grant.targets) and grant.targets[rank].failure is None:
-                numbers[index] = len(places)
-                places.append(grant.targets[rank])
-                owners.append(grant)
-        part = columns.where(numbers[columns.grant] >= 0)
-        parts.append(part.renumbered(numbers))
-    return places, owners, SliceColumns.joined(parts)

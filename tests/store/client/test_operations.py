@@ -274,15 +274,106 @@ def test_a_reader_with_bad_memory_costs_no_replicas() -> None:
     assert (reporter.num_reports, reporter.num_refuted, reporter.num_confirmed) == (6, 6, 0)
 
 
-def test_bytes_that_arrive_after_the_lease_are_a_miss_but_not_corruption() -> None:
+def stop_for_a_lease(world: World, num_times: int) -> None:
+    """Let as many transfers end after the lease, as on a busy host; the nodes send their heartbeats."""
+    left = iter(range(num_times))
+
+    def wait(segment: str) -> str:
+        if next(left, None) is not None:
+            world.voice.keep_alive(SETTINGS.lease_s, *world.nodes)
+        return ""
+
+    world.before_move = wait
+
+
+def sent_types(world: World) -> list[type]:
+    return [type(message) for message in world.sent]
+
+
+@pytest.mark.parametrize("num_keys", [1, 3])
+@pytest.mark.parametrize("size", [50, 250])
+def test_what_arrives_after_its_lease_is_leased_and_read_again(num_keys: int, size: int) -> None:
+    world = World()
+    values = [bytes([65 + number]) * size for number in range(num_keys)]
+    world.put(*values)
+    keys, places = [f"k{number}" for number in range(num_keys)], [500_000 + 1000 * i for i in range(num_keys)]
+    world.get(*keys)
+    world.local[500_000:510_000] = bytes(10_000)
+    world.sent.clear()
+    stop_for_a_lease(world, 2)
+    sizes = world.run(world.operations.get_into(keys, places, [1000] * num_keys, world.voice.now + 100))
+    assert sizes == [size] * num_keys
+    assert [bytes(world.local[at : at + size]) for at in places] == values
+    assert sent_types(world) == [m.LookupObjects] * 3, "the segment is not described again"
+    assert world.operations.counts.expired_leases == 2 * num_keys
+    assert world.operations.counts.checksum_mismatches == 0
+
+
+def test_an_object_whose_lease_ended_before_the_read_began_is_leased_again() -> None:
+    world = World()
+    world.put(b"x" * 250)
+    grant = world.open_read("k0")
+    world.voice.keep_alive(SETTINGS.lease_s + 1)
+    world.moves.clear()
+    columns = ([0, 100], [6000, 7000], [100, 150])
+    assert world.run(world.operations.read_ranges([grant], *columns, world.deadline)) == [True]
+    assert bytes(world.local[6000:6100] + world.local[7000:7150]) == b"x" * 250
+    assert len(world.moves) == 1 and grant.expires_at > world.voice.now
+
+
+@pytest.mark.parametrize("event", ["removed", "replaced", "master lost"])
+def test_what_cannot_be_leased_again_is_a_miss_and_the_others_of_the_batch_are_read(event: str) -> None:
+    world = World()
+    world.put(b"first", b"other")
+    grants = [world.open_read("k0")]
+    world.voice.keep_alive(SETTINGS.lease_s - 1)
+    grants.append(world.open_read("k1"))
+    world.voice.keep_alive(2)
+    if event == "removed":
+        world.voice.remove("k0")
+    elif event == "replaced":
+        assert world.put(b"again", replace=True) == [None]
+    else:
+        world.before_ask = lambda message: PeerLost("gone")
+    until, num_moves = world.deadline, len(world.moves)
+    assert world.run(world.operations.read_whole(grants, [6000, 7000], until)) == [False, True]
+    assert world.local[7000:7005] == b"other"
+    assert len(world.moves) == num_moves + 1 and world.voice.now <= until
+
+
+def test_an_object_that_takes_longer_than_its_lease_every_time_is_a_miss_at_the_deadline() -> None:
     world = World()
     world.put(b"value")
-    grant = world.open_read("k0")
-    world.slow_move_s = SETTINGS.lease_s
+    grant, until = world.open_read("k0"), world.voice.now + 3.5 * SETTINGS.lease_s
+    num_moves = len(world.moves)
+    stop_for_a_lease(world, 100)
     world.nodes["a"][0] ^= 1
-    assert world.run(world.operations.read_whole([grant], [0], world.deadline + 100)) == [False]
-    assert world.operations.counts.expired_leases == 1
-    assert world.operations.counts.checksum_mismatches == 0
+    assert world.run(world.operations.read_whole([grant], [0], until)) == [False]
+    assert until <= world.voice.now < until + SETTINGS.lease_s
+    assert len(world.moves) == num_moves + 4 and world.operations.counts.expired_leases == 4
+    assert world.operations.counts.checksum_mismatches == 0, "late bytes prove nothing"
+
+
+def test_a_replica_elsewhere_is_read_when_the_first_one_left_with_the_lease() -> None:
+    world = two()
+    put_twice(world, b"value")
+    grant = world.open_read("k0")
+    assert grant.replica.segment == "a"
+    world.voice.keep_alive(SETTINGS.lease_s + 1, "a", "b")
+    assert world.run(world.operations.drop_replicas(["k0"], "a", world.deadline)) == [True]
+    assert world.run(world.operations.read_whole([grant], [6000], world.deadline)) == [True]
+    assert world.local[6000:6005] == b"value" and grant.replica.segment == "b"
+
+
+def test_verifying_late_does_not_read_one_replica_instead_of_another() -> None:
+    world = two()
+    put_twice(world, b"value")
+    world.nodes["b"][0] ^= 1
+    grants = [world.open_read("k0")]
+    world.voice.keep_alive(SETTINGS.lease_s + 1, "a", "b")
+    world.moves.clear()
+    assert world.run(world.operations.verify(grants, [6000], world.deadline)) == [False]
+    assert [part.handle for move in world.moves for part in move.transfers] == ["a", "b", "b"]
 
 
 def test_a_write_that_ends_after_the_deadline_does_not_count() -> None:
