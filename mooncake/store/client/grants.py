@@ -302,6 +302,20 @@ def whole_objects(grants: Sequence[Sized], addresses: Sequence[int]) -> SliceCol
     return columns.cut_at_chunks(grants)
 
 
+@dataclasses.dataclass
+class ReadOutcome:
+    """Indices of grants whose bytes did not arrive, or not as the writer announced them."""
+
+    failed: list[int] = dataclasses.field(default_factory=list)
+    """The transfer failed while the lease lasted."""
+    mismatched: list[int] = dataclasses.field(default_factory=list)
+    late: list[int] = dataclasses.field(default_factory=list)
+    """The lease ended first."""
+    unfinished: set[int] = dataclasses.field(default_factory=set)
+    """Those of ``late`` whose bytes have not come at all."""
+    now: float = 0.0
+
+
 def spread(
     grants: Sequence[PutGrant], columns: SliceColumns
 ) -> tuple[list[PutTarget], list[PutGrant], SliceColumns]:

@@ -32,6 +32,7 @@ from mooncake.store.client.grants import (
     PutGrant,
     PutTarget,
     ReadGrant,
+    ReadOutcome,
     SliceColumns,
     check_bounds,
     check_whole_chunks,
@@ -136,18 +137,6 @@ class OperationCounts:
     expired_leases: int = 0
     failed_transfers: int = 0
     repeated_requests: int = 0
-
-
-@dataclasses.dataclass
-class _ReadOutcome:
-    """Indices of grants whose bytes did not arrive, or not as the writer announced them."""
-
-    failed: list[int] = dataclasses.field(default_factory=list)
-    """The transfer failed while the lease lasted."""
-    mismatched: list[int] = dataclasses.field(default_factory=list)
-    late: list[int] = dataclasses.field(default_factory=list)
-    """The lease ended first."""
-    now: float = 0.0
 
 
 class Operations:
@@ -763,8 +752,8 @@ class Operations:
 
         When a replica can't be read, the next nearest is used. Corrupt bytes are first read once more from
         the same replica, before another is tried and the replica is reported to the master. When the lease
-        ended before the bytes arrived, the object is leased and read again. ``is_checked``: verify also what
-        is read from memory on this host, and read no other replicas.
+        ended before the bytes arrived, the object is leased and read again, but only once if none came.
+        ``is_checked``: verify also what is read from memory on this host, and read no other replicas.
         """
         self._prefer_devices(grants, columns)
         is_good = [True] * len(grants)
@@ -772,6 +761,8 @@ class Operations:
         wrong: list[tuple[ReadGrant, str]] = []
         doubted: dict[int, str] = {}
         """Grant -> segment whose bytes were wrong once; the error may have occurred on the path."""
+        unfinished: set[int] = set()
+        """Grants whose bytes have not come by the end of a lease."""
         left = columns
         while left.grant.size:
             outcome = yield from self._read_once(grants, left, deadline, is_checked)
@@ -787,10 +778,15 @@ class Operations:
                 wrong.append((grant, grant.replica.segment))
                 failed.append(index)
             again += [index for index in failed if grants[index].turn_to_next()]
-            if late and outcome.now + pause_s < deadline:
+            # A second time, it is not this process that is slow but a node that has stopped.
+            retried = [index for index in late if index not in outcome.unfinished & unfinished]
+            for index in outcome.unfinished & unfinished:
+                self._lost(grants[index].replica.segment)
+            unfinished |= outcome.unfinished
+            if retried and outcome.now + pause_s < deadline:
                 yield Pause(pause_s)
                 pause_s = min(2 * pause_s, MAX_PAUSE_S)
-                again += yield from self._lease_again(grants, late, deadline, is_checked)
+                again += yield from self._lease_again(grants, retried, deadline, is_checked)
             for index in (*failed, *late):
                 is_good[index] = False
             for index in again:
@@ -805,12 +801,12 @@ class Operations:
 
     def _read_once(
         self, grants: Sequence[ReadGrant], columns: SliceColumns, deadline: float, is_checked: bool
-    ) -> Operation[_ReadOutcome]:
+    ) -> Operation[ReadOutcome]:
         """Read the current replica of each grant."""
         indices = distinct(columns.grant)
         until = min(deadline, max(grants[index].expires_at for index in indices))
         moving = self._move(False, grants, columns, until, is_checked=is_checked)
-        outcome = _ReadOutcome()
+        outcome = ReadOutcome()
         for moved, part in (yield from moving):
             outcome.now = max(outcome.now, moved.now)
             of_part = distinct(part.grant)
@@ -818,6 +814,7 @@ class Operations:
             outcome.late += late
             if moved.checksums is None:
                 outcome.failed += [index for index in of_part if index not in late]
+                outcome.unfinished.update(late)
                 continue
             self.counts.expired_leases += len(late)
             if moved.checksums.size:

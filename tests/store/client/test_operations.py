@@ -354,6 +354,26 @@ def test_an_object_that_takes_longer_than_its_lease_every_time_is_a_miss_at_the_
     assert world.operations.counts.checksum_mismatches == 0, "late bytes prove nothing"
 
 
+def test_a_node_that_answers_nothing_costs_two_leases_and_not_the_whole_deadline() -> None:
+    world = World()
+    world.put(b"value")
+    grant, began = world.open_read("k0"), world.voice.now
+    num_moves = len(world.moves)
+
+    def wait_in_vain(segment: str) -> str:
+        world.voice.keep_alive(SETTINGS.lease_s, *world.nodes)
+        return "no answer"
+
+    world.before_move = wait_in_vain
+    assert world.run(world.operations.read_whole([grant], [0], began + 10 * SETTINGS.lease_s)) == [False]
+    assert len(world.moves) == num_moves + 2
+    assert 2 * SETTINGS.lease_s <= world.voice.now - began < 3 * SETTINGS.lease_s
+    world.before_move = lambda segment: ""
+    world.sent.clear()
+    assert world.get("k0") == [b"value"]
+    assert m.DescribeSegments in sent_types(world), "how the segment is reached was forgotten"
+
+
 def test_a_replica_elsewhere_is_read_when_the_first_one_left_with_the_lease() -> None:
     world = two()
     put_twice(world, b"value")
