@@ -342,9 +342,9 @@ def run_up(examinations: Examinations, cluster: Cluster, num_healthy: int) -> No
     examine("wrong topic", ("events_wrong_topic",), *flags, "--events-topic", "kv@other")
     gone = f"{HOST}:{free_port()}"
     examine("an engine that is not there", ("engine_unreachable",), *flags, "--engine", gone)
-    for _ in range(5):  # what engines saved is evicted a while after the first refusal, which makes room
+    for _ in range(8):  # what was read lately is leased, and makes room when its lease has ended
         fill(examinations.store)
-        time.sleep(1.0)
+        time.sleep(2.0)
     examine("its own pool full", ("store_full",), *flags)
 
 
