@@ -59,7 +59,7 @@ class EngineFault:
     connector: str = "store"
     dtype: str = "float32"
     events: str = "all"
-    """``all``, ``off``, ``no_replay`` or ``elsewhere``."""
+    """``all``, ``off`` or ``no_replay``."""
     doctor: tuple[str, ...] = ()
 
 
@@ -130,8 +130,6 @@ class Deployment:
             events["endpoint"] = f"tcp://*:{free_port()}"
             if fault.events != "no_replay":
                 events["replay_endpoint"] = f"tcp://*:{free_port()}"
-            if fault.events == "elsewhere":
-                events["endpoint"] = f"tcp://{HOST}:{free_port()}"
             flags += ["--kv-events-config", json.dumps(events)]
         name = fault.name.replace(" ", "-")
         return VllmServer(
@@ -182,7 +180,6 @@ def engine_faults(folder: Path) -> list[EngineFault]:
         EngineFault("events off", ("events_off",), events="off"),
         EngineFault("no replay of events", ("events_not_replayable",), events="no_replay"),
         EngineFault("wrong topic", ("events_wrong_topic",), doctor=("--events-topic", "kv@other")),
-        EngineFault("events at an unreachable port", ("events_not_flowing",), events="elsewhere"),
         EngineFault("prefix caching off", ("prefix_caching_off",), ("--no-enable-prefix-caching",)),
         EngineFault("other dtype", ("pool_not_shared", "cache_dtype_differs"), dtype="bfloat16"),
         EngineFault("stale master", ("pool_not_written",), connector="dead"),

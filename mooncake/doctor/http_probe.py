@@ -96,7 +96,9 @@ class HttpProbe:
 
     async def __aenter__(self) -> HttpProbe:
         # Without a certificate of ours, servers are verified by the system's authorities.
-        connector = aiohttp.TCPConnector(limit=64, ssl=self._caller.tls or True)
+        # Each request has its own connection: a server that closes an idle one just when the next request
+        # comes would look as if it had failed.
+        connector = aiohttp.TCPConnector(limit=64, ssl=self._caller.tls or True, force_close=True)
         self._session = aiohttp.ClientSession(connector=connector)
         return self
 

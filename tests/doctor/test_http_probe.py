@@ -47,6 +47,20 @@ def test_messages_of_errors(body: bytes, message: str) -> None:
     assert HttpReply(400, body, {}, 0.0).message == message
 
 
+async def test_a_server_that_closes_idle_connections_has_not_failed() -> None:
+    async def answer_once(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        await reader.readuntil(b"\r\n\r\n")
+        writer.write(b"HTTP/1.1 200 OK\r\nContent-Length: 2\r\nConnection: keep-alive\r\n\r\n{}")
+        await reader.read(1)  # the next request on this connection, or its end
+        writer.close()
+
+    async with await asyncio.start_server(answer_once, "127.0.0.1", 0) as server:
+        port = server.sockets[0].getsockname()[1]
+        async with HttpProbe(Identity(), 5.0) as http:
+            found = [await http.post(HttpServerAt(f"http://127.0.0.1:{port}"), "/", {}) for _ in range(3)]
+    assert [one.status for one in found] == [200] * 3
+
+
 async def refused(url: str, timeout_s: float = 5.0) -> Trouble:
     async with HttpProbe(Identity(), timeout_s) as http:
         with pytest.raises(Unanswered) as caught:
