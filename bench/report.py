@@ -32,6 +32,10 @@ NOT_RUN = 77
 
 LEAST_FOR_P99 = 100
 
+LIMIT, OF_LIMIT, OVER, FASTER_THAN = "limit", "of the limit", "over", "faster than "
+"""Columns that ``bench/summary.py`` finds: the name of the row's limit, the speed as a share of it, and
+behind ``FASTER_THAN`` another system, ``OVER`` which transport that one was used."""
+
 Cell = str | float | int | None
 
 

@@ -2,9 +2,10 @@
 """The existing ``mooncake`` package and Redis, timed on request: the reference of ``bench/store.py``.
 
 Runs under an interpreter of its own, because the package has our import name. ``store_reference.py MASTER``
-contributes memory and waits; ``store_reference.py MASTER NODE PORT`` is the client: a line ``SYSTEM WHAT
-SIZE COUNT TIMES`` on standard input, the seconds that one of so many in a row took as a line on standard
-output. Its connection pool is on and its buffers are registered, which is its best over tcp; Redis gets one
+contributes memory and waits; ``store_reference.py MASTER PORT`` is the client (PORT of a redis-server, or 0):
+it answers ``ready`` and the parser of Redis' client, if that is used; then a line ``SYSTEM WHAT SIZE COUNT
+TIMES`` on standard input gets the seconds that one of so many in a row took as a line on standard output. The
+package's connection pool is on and its buffers are registered, which is its best over tcp; Redis gets one
 pipeline per batch.
 """
 
@@ -90,6 +91,7 @@ class Redis:
     def __init__(self, port: int) -> None:
         self._redis: Any = importlib.import_module("redis").Redis(port=port)
         self._value = os.urandom(1 << 20) * 16
+        self.parser = importlib.import_module("redis.connection").DefaultParser.__name__.lstrip("_")
 
     def time(self, what: str, size: int, count: int) -> float:
         pipe = self._redis.pipeline(transaction=False)
@@ -116,9 +118,11 @@ def main() -> None:
     if len(sys.argv) == 2:
         contribute(master)
     systems: dict[str, Any] = {"package": Package(master)}
+    parser = ""
     if int(sys.argv[2]):
         systems["redis"] = Redis(int(sys.argv[2]))
-    print("ready", flush=True)
+        parser = systems["redis"].parser
+    print(f"ready {parser}".rstrip(), flush=True)
     for line in sys.stdin:
         system, what, size, count, times = line.split()
         each = [systems[system].time(what, int(size), int(count)) for _ in range(int(times))]

@@ -16,7 +16,7 @@ import subprocess
 import time
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Protocol
+from typing import Any, Protocol
 
 from mooncake.errors import Unavailable
 
@@ -194,9 +194,7 @@ class Fio:
     name = "fio"
 
     def __init__(self, file: Path, size_bytes: int, depth: int) -> None:
-        self._program = shutil.which("fio") or ""
-        if not self._program:
-            raise Unavailable("fio is not installed (apt-get install fio)")
+        self._program = _fio_program()
         self._file, self._depth = file, depth
         with file.open("wb") as written:  # blocks that were never written are read without the disk
             for _ in range(0, size_bytes, len(_MIB)):
@@ -215,11 +213,51 @@ class Fio:
             "--overwrite=1", "--allow_file_create=0", f"--iodepth_batch_submit={together}",
             f"--iodepth_batch_complete_min={together}", f"--iodepth_batch_complete_max={depth}",
         ]  # fmt: skip
-        done = subprocess.run([self._program, *words], capture_output=True, text=True, timeout=120)
-        if done.returncode != 0:
-            raise Unavailable(f"fio failed: {(done.stderr or done.stdout).strip().splitlines()[-1:]}")
-        job = json.loads(done.stdout)["jobs"][0]
+        job = _ran(self._program, words)
         moved, seconds = job[op]["io_bytes"], job[op]["runtime"] / 1e3
         if not moved or not seconds:
             raise Unavailable(f"fio moved {moved} bytes in {seconds:g} s; is the disk stuck?")
         return Sample(seconds, (job["usr_cpu"] + job["sys_cpu"]) / 100 * seconds, moved)
+
+
+class DurableFio:
+    """fio writes to a file that exists, and calls fdatasync after each write, by several jobs at once.
+
+    Raises:
+        Unavailable: fio is not installed.
+    """
+
+    def __init__(self, file: Path, size_bytes: int) -> None:
+        self._program = _fio_program()
+        self._file, self._size_bytes = file, size_bytes
+
+    def write(self, size_bytes: int, num_jobs: int) -> float:
+        """Seconds in which ``num_jobs`` jobs have written so many bytes each, and have them on the disk."""
+        part = self._size_bytes // num_jobs // size_bytes * size_bytes
+        words = [
+            "--name=ceiling", f"--filename={self._file}", "--rw=write", f"--bs={size_bytes}", "--direct=1",
+            "--ioengine=psync", f"--numjobs={num_jobs}", "--fdatasync=1", f"--size={part}",
+            f"--offset_increment={part}", f"--runtime={FIO_MS}ms", "--time_based", "--output-format=json",
+            "--thread", "--group_reporting", "--overwrite=1", "--allow_file_create=0",
+        ]  # fmt: skip
+        job = _ran(self._program, words)
+        written, seconds = job[WRITE]["total_ios"], job[WRITE]["runtime"] / 1e3
+        if not written or not seconds:
+            raise Unavailable(f"fio wrote {written} times in {seconds:g} s; is the disk stuck?")
+        return float(num_jobs * seconds / written)
+
+
+def _fio_program() -> str:
+    program = shutil.which("fio")
+    if program is None:
+        raise Unavailable("fio is not installed (apt-get install fio)")
+    return program
+
+
+def _ran(program: str, words: list[str]) -> dict[str, Any]:
+    """Run fio; returns the results of its first job, or of all that are reported together."""
+    done = subprocess.run([program, *words], capture_output=True, text=True, timeout=120)
+    if done.returncode != 0:
+        raise Unavailable(f"fio failed: {(done.stderr or done.stdout).strip().splitlines()[-1:]}")
+    job: dict[str, Any] = json.loads(done.stdout)["jobs"][0]
+    return job
