@@ -158,8 +158,11 @@ class Conductor:
         return self._handlers[type(event)](event, now)
 
     def deadline(self) -> float | None:
-        due = (self.scaling.deadline(), self._timers[0][0] if self._timers else None)
-        return min((at for at in due if at is not None), default=None)
+        due_at = self.scaling.deadline()
+        if not self._timers:
+            return due_at
+        timer_at = self._timers[0][0]
+        return timer_at if due_at is None or timer_at < due_at else due_at
 
     def status(self) -> list[InstanceStatus]:
         """Every instance, in the order in which they joined."""

@@ -126,19 +126,30 @@ class OfferedLoad:
 
     def __init__(self) -> None:
         self._bins: Floats = np.zeros((len(self._ROWS), _MOST_BINS))
+        self._present = [0.0] * len(self._ROWS)
+        """The newest bin's sums, which are more up to date than those in ``_bins``: every request adds to
+        them, and adding to six numbers of a list takes a third of the time."""
         self._newest: int | None = None
         self._first = 0
 
     def add(self, work: float, slo_s: float, context: float, now: float) -> None:
         """Add a request. ``slo_s`` 0: it has none; ``context``: any quantity that is averaged by work."""
-        self._advance(now)
+        bin_now = int(now)
+        if bin_now != self._newest:
+            self._advance(now)
         has_slo = float(slo_s > 0)
         row = (1.0, work, work * work, has_slo, has_slo * slo_s, context * work)
-        self._bins[:, int(now) % _MOST_BINS] += row
+        if bin_now != self._newest:  # of an instant before the newest
+            self._bins[:, bin_now % _MOST_BINS] += row
+            return
+        present = self._present
+        for position, amount in enumerate(row):
+            present[position] += amount
 
     def measure(self, now: float) -> LoadMeasured:
         """Measure the load since it last changed."""
         self._advance(now)
+        self._note_present()
         first, newest = self._first, int(now)
         bins = self._bins[:, np.arange(first, newest + 1) % _MOST_BINS]
         seconds = now - first
@@ -172,12 +183,19 @@ class OfferedLoad:
             self._newest = self._first = bin_now
         if bin_now <= self._newest:
             return
+        self._note_present()
+        self._present = [0.0] * len(self._ROWS)
         num_new = min(bin_now - self._newest, _MOST_BINS)
         self._bins[:, np.arange(bin_now - num_new + 1, bin_now + 1) % _MOST_BINS] = 0.0
         self._newest = bin_now
         self._first = max(self._first, bin_now - _MOST_BINS + 1)
 
+    def _note_present(self) -> None:
+        if self._newest is not None:
+            self._bins[:, self._newest % _MOST_BINS] = self._present
+
     def check(self) -> None:
+        self._note_present()
         assert (self._bins >= 0).all()
         assert self._newest is None or 0 <= self._newest - self._first < _MOST_BINS
 
