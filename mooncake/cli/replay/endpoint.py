@@ -48,6 +48,8 @@ class TimedAnswer:
     retry_after_s: float | None = None
     token_at_s: list[float] = dataclasses.field(default_factory=list)
     """Times of all tokens; tokens of one event share an instant."""
+    token_ids: list[int] = dataclasses.field(default_factory=list)
+    """Tokens, from a server that returns them."""
     end_s: float = 0.0
     num_cached: int = 0
     headers: Mapping[str, str] = dataclasses.field(default_factory=dict)
@@ -108,10 +110,14 @@ class Endpoint:
             raise Unavailable(f"{self.url}/v1/models names no model; give one with --model") from error
 
     async def complete(
-        self, prompt: Sequence[int], num_output: int, headers: Mapping[str, str] | None = None
+        self,
+        prompt: Sequence[int],
+        num_output: int,
+        headers: Mapping[str, str] | None = None,
+        cache_salt: str = "",
     ) -> TimedAnswer:
         """Request one greedy completion of exactly ``num_output`` tokens. Failures are in the answer, not
-        raised."""
+        raised. With a salt of its own no cache is used."""
         body = {
             "model": self.model,
             "prompt": list(prompt),
@@ -122,6 +128,7 @@ class Endpoint:
             "stream": True,
             "stream_options": {"include_usage": True},
             "return_token_ids": True,
+            **({"cache_salt": cache_salt} if cache_salt else {}),
         }
         answer, began = TimedAnswer(), clock.monotonic()
         assert self._session is not None
@@ -165,6 +172,7 @@ def _read(event: bytes, answer: TimedAnswer, now_s: float) -> None:
     for choice in chunk.get("choices") or ():
         token_ids = choice.get("token_ids")
         num_tokens = len(token_ids) if token_ids is not None else bool(choice.get("text"))
+        answer.token_ids += token_ids or ()
         answer.token_at_s += [now_s] * num_tokens
     details = (chunk.get("usage") or {}).get("prompt_tokens_details") or {}
     answer.num_cached = details.get("cached_tokens") or answer.num_cached

@@ -46,6 +46,7 @@ from mooncake.sim.serving.node_costs import NodeCosts
 from mooncake.sim.serving.nodes import DecodeBatch, NodeCache, SimRequest
 from mooncake.sim.serving.results import DONE, REJECTED, Recorder, RunResults, TimelineSampler
 from mooncake.sim.serving.step_level import prompt_of
+from mooncake.sim.traces.sessions import ClosedLoop, Conversation, NextTurn
 from mooncake.sim.traces.trace import TraceRow
 from mooncake.types import InstanceId, Tier, WorkerRole
 
@@ -81,7 +82,8 @@ class ClusterSpec:
     block to the pool and load from it, no longer from each other."""
     store_tokens: Annotated[int, Meta(ge=0)] | None = None
     """Memory of the pool on each store node (None: as a prefill node's), or, if there is no store node, on
-    each decode node (None: no pool)."""
+    each decode node (None: no pool). With ``chunked_prefix`` it is on each of the nodes: they write every
+    block of prompts and answers to the pool, and load from it what they lack."""
     store_ssd_tokens: Annotated[int, Meta(ge=0)] = 0
     """SSD of the pool on each of them."""
     spot: Literal["none", "prefill"] = "none"
@@ -116,6 +118,8 @@ class ClusterSpec:
             raise InvalidArgument("num_decode", self.num_decode, allowed)
         if self.mode != "disaggregated":
             for field in ("decode_costs", "num_store", "store_tokens", "store_ssd_tokens", "spot"):
+                if field == "store_tokens" and self.mode == "chunked_prefix":
+                    continue
                 if getattr(self, field) not in (None, 0, "none"):
                     allowed = f"left out when mode is {self.mode}: nodes are colocated"
                     raise InvalidArgument(field, _shown(getattr(self, field)), allowed)
@@ -170,7 +174,8 @@ class ClusterSpec:
     @property
     def num_pool_nodes(self) -> int:
         """Nodes on which the pool is."""
-        return (self.num_store or self.num_decode) if self.has_pool else 0
+        num_others = self.num_decode + (self.mode != "disaggregated") * self.num_prefill
+        return (self.num_store or num_others) if self.has_pool else 0
 
     @property
     def pool_tokens(self) -> int:
@@ -253,6 +258,11 @@ class ServingCluster:
         self.max_missed: int | None = None
         """The run ends early when more requests than so many missed an objective."""
         self._num_missed = 0
+        self._loop: ClosedLoop | None = None
+        self._conversations: dict[int, Conversation] = {}
+        """By place of the closed load: that of the session which is there."""
+        self._places: dict[int, int] = {}
+        """By number of a request under way: the place that sent it."""
 
     def run(self, rows: Iterable[TraceRow], speedup: float) -> RunResults:
         self._rows = iter(rows)
@@ -261,14 +271,29 @@ class ServingCluster:
         if first is not None:
             self._first_s = first.timestamp_s
             self.kernel.call_at(0.0, self._arrive, first)
-            self.sampler.start(self)
-            try:
-                self.kernel.run_all()
-            except _MissedTooOften:
-                pass  # the rows of requests that have not ended count as failed
-            else:
-                self.check_end()
-        return self.recorder.outcome(self.sampler.time_line(), *self._objectives, self.num_interruptions)
+            self._run_all()
+        return self._outcome()
+
+    def run_sessions(self, loop: ClosedLoop) -> RunResults:
+        """Run a closed load: a row per request, those of its first phase first."""
+        self._loop = loop
+        self.sampler.has_more = False
+        self._send_all(loop.start())
+        self._run_all()
+        return self._outcome()
+
+    def _run_all(self) -> None:
+        self.sampler.start(self)
+        try:
+            self.kernel.run_all()
+        except _MissedTooOften:
+            pass  # the rows of requests that have not ended count as failed
+        else:
+            self.check_end()
+
+    def _outcome(self) -> RunResults:
+        line = self.sampler.time_line()
+        return self.recorder.outcome(line, *self._objectives, self.num_interruptions)
 
     # implemented by a subclass
 
@@ -345,6 +370,7 @@ class ServingCluster:
         slo_ttft_s, slo_tbt_s = self._objectives
         if (slo_ttft_s and ttft_s > slo_ttft_s) or (slo_tbt_s and request.tbt_s > slo_tbt_s):
             self._note_missed()
+        self._go_on(request)
 
     def give_up(self, request: SimRequest, status: int) -> None:
         """End the request here, without an answer."""
@@ -352,6 +378,12 @@ class ServingCluster:
         self.sampler.num_open -= 1
         self.sampler.num_rejected += 1
         self._note_missed()
+        self._go_on(request)
+
+    def _go_on(self, request: SimRequest) -> None:
+        """In a closed load, have sent what follows the end of a request."""
+        if self._loop is not None:
+            self._send_all(self._loop.ended(self._places.pop(request.number)))
 
     def _note_missed(self) -> None:
         self._num_missed += 1
@@ -372,6 +404,24 @@ class ServingCluster:
         self.sampler.has_more = following is not None
         keys: Sequence[int] = row.keys[: num_input // self.cluster.block_tokens]
         self.place(SimRequest(number, now, num_input, num_output, keys))
+
+    def _send_all(self, turns: Iterable[NextTurn]) -> None:
+        for turn in turns:
+            self.sampler.num_open += 1  # also while it pauses, so that the timeline goes on
+            self.kernel.call_at(self.kernel.now + turn.pause_s, self._send_turn, turn)
+
+    def _send_turn(self, upcoming: NextTurn) -> None:
+        now, turn, size = self.kernel.now, upcoming.turn, self.cluster.block_tokens
+        if not upcoming.index:
+            self._conversations[upcoming.place] = Conversation(upcoming.session, upcoming.number, size)
+        keys = self._conversations[upcoming.place].send(turn)
+        number = self.recorder.add(now, turn.num_input, turn.num_output)
+        self._places[number] = upcoming.place
+        # At least the last token of a prompt is computed, and with it its block.
+        found = keys[: (turn.num_input - 1) // size]
+        request = SimRequest(number, now, turn.num_input, turn.num_output, found)
+        request.all_keys = keys
+        self.place(request)
 
     def place(self, request: SimRequest) -> None:
         """Have the conductor choose where the request is served, again if it was served before."""

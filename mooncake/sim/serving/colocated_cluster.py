@@ -7,12 +7,15 @@ before chunks): whenever a prompt waits and finds memory, it is computed next, a
 for that. Chunked (Sarathi-Serve): a step has a budget of tokens; decoding requests take one each and prompts,
 first come first served, the rest. Memory is the block pool of an engine: a request takes blocks for its
 prompt and its whole answer when it begins.
+
+With a pool (``ClusterSpec.store_tokens``) chunked nodes write the blocks of every prompt and answer to it.
+Blocks that a node lacks and the pool has are loaded while others are computed, one prompt's after another's.
 """
 
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 from mooncake.conductor.messages import Decision, Prefilled
@@ -53,6 +56,8 @@ class ColocatedNode:
         self._keeps_blocks = keeps_blocks
         self._max_batch = max_batch
         self._version = 0
+        self.pool: NodeCache[Any] | None = None
+        """The pool of all nodes."""
         self._began, self._prefilled, self._done, self._stepped = began, prefilled, done, stepped
 
     def __repr__(self) -> str:
@@ -93,15 +98,25 @@ class ColocatedNode:
     def _computed(self, request: SimRequest, at: float) -> None:
         """The prompt is computed and its first token made."""
         if self._keeps_blocks:
-            num_found = -(-request.cached_tokens // self._block_tokens)
-            num_full = len(request.keys)
-            self.cache.name(request.block_ids[num_found:num_full], request.keys[num_found:])
+            self._keep(request, -(-request.cached_tokens // self._block_tokens), request.keys)
         request.first_token_at = at
         self._prefilled(request, at)
         if request.num_output == 1:
             self._end(request, at)
 
+    def _keep(self, request: SimRequest, first: int, keys: Sequence[Any]) -> None:
+        """The blocks ``keys`` of the request hold their KV; those from ``first`` on are new here."""
+        self.cache.name(request.block_ids[first : len(keys)], keys[first:])
+        if self.pool is not None:
+            known = self.pool.match(keys)
+            self.pool.pin(known)
+            self.pool.unpin(known + self.pool.keep(keys[len(known) :]))
+            self.pool.removed = []
+            self.pool.stored = []
+
     def _end(self, request: SimRequest, at: float) -> None:
+        if self._keeps_blocks and len(request.all_keys) > len(request.keys):
+            self._keep(request, len(request.keys), request.all_keys)
         self.cache.unpin(request.block_ids)
         request.block_ids = []
         self._done(request, at)
@@ -190,6 +205,11 @@ class ChunkedPrefillNode(ColocatedNode):
         self._step_tokens = step_tokens
         self._prompts: deque[SimRequest] = deque()
         """Requests whose prompt is begun and not complete."""
+        self._loading: set[int] = set()
+        """Numbers of requests whose blocks come from the pool."""
+        self._loaded: deque[SimRequest] = deque()
+        """Requests whose blocks have come, and which the next step computes."""
+        self._card_free_at = 0.0
         self._steps = 0
         """Number of steps of one kind that are under way."""
         self._pieces: list[tuple[SimRequest, int]] = []
@@ -197,10 +217,14 @@ class ChunkedPrefillNode(ColocatedNode):
 
     @property
     def is_idle(self) -> bool:
-        return super().is_idle and not self._prompts
+        return super().is_idle and not (self._prompts or self._loading or self._loaded)
 
     def enqueue(self, request: SimRequest) -> None:
         self.waiting.append(request)
+        self._wake()
+
+    def _wake(self) -> None:
+        """Take what waits into the next step."""
         batch = self.batch
         if self._prompts:
             return
@@ -221,7 +245,7 @@ class ChunkedPrefillNode(ColocatedNode):
         for request in self._prompts:
             if budget:
                 budget -= self._add_piece(request, budget)
-        while budget and (admitted := self._admit(len(batch) + len(self._prompts))) is not None:
+        while budget and (admitted := self._next_prompt()) is not None:
             self._prompts.append(admitted)
             admitted.prefill_began_at = batch.at
             admitted.computed_s = 0.0
@@ -240,6 +264,44 @@ class ChunkedPrefillNode(ColocatedNode):
         self._version += 1
         if batch or self._pieces:
             self._kernel.call_at(batch.at + batch.seconds(self._steps), self._stepped_on, self._version)
+
+    def _next_prompt(self) -> SimRequest | None:
+        """The next request whose blocks are here; loads of others are begun on the way."""
+        if self._loaded:
+            return self._loaded.popleft()
+        while True:
+            num_running = len(self.batch) + len(self._prompts) + len(self._loading)
+            request = self._admit(num_running)
+            if request is None or self.pool is None or not self._load(request):
+                return request
+
+    def _load(self, request: SimRequest) -> bool:
+        """Begin to load what the pool has of the prompt; whether that is anything."""
+        assert self.pool is not None
+        num_own = -(-request.cached_tokens // self._block_tokens)
+        found = self.pool.match(request.keys[num_own:])
+        if not found:
+            return False
+        self.pool.pin(found)
+        costs, now = self._costs, max(self._kernel.now, self.batch.at)
+        size_bytes = len(found) * self._block_tokens * costs.kv_bytes_per_token
+        self._card_free_at = max(self._card_free_at, now) + size_bytes / costs.nic_bytes_per_s
+        self._loading.add(request.number)
+        at = self._card_free_at + costs.nic_latency_s
+        self._kernel.call_at(at, self._load_ended, (request, num_own, found))
+        return True
+
+    def _load_ended(self, what: tuple[SimRequest, int, list[int]]) -> None:
+        request, num_own, found = what
+        assert self.pool is not None
+        self.pool.unpin(found)
+        end = num_own + len(found)
+        self.cache.name(request.block_ids[num_own:end], request.keys[num_own:end])
+        request.fetched_tokens = len(found) * self._block_tokens
+        request.cached_tokens = request.computed_to = end * self._block_tokens
+        self._loading.remove(request.number)
+        self._loaded.append(request)
+        self._wake()
 
     def _add_piece(self, request: SimRequest, budget: int) -> int:
         size = min(budget, request.num_input - request.computed_to)
@@ -289,6 +351,11 @@ class ColocatedCluster(ServingCluster):
         super().__init__(cluster, settings, objectives, seed, progress)
         self.nodes = [self._node(number) for number in range(cluster.num_prefill + cluster.num_decode)]
         self._by_id = {node.id: node for node in self.nodes}
+        if cluster.has_pool:
+            pool = NodeCache(cluster.pool(cluster.num_pool_nodes * cluster.pool_tokens))
+            for node in self.nodes:
+                assert isinstance(node, ColocatedNode)
+                node.pool = pool
         for node in self.nodes:
             self.join(node.id, WorkerRole.DECODE)
 
@@ -335,15 +402,23 @@ class ColocatedCluster(ServingCluster):
         self.sampler.queued(request)
         node.enqueue(request)
 
+    def _post_blocks(self, node: ColocatedNode | StepDecodeNode) -> None:
+        """Report what changed in the node's cache. An engine that has written a block to the pool publishes
+        it as in its host's memory, and does not withdraw that when it evicts the block."""
+        if self.cluster.has_pool:
+            node.cache.removed = []
+        self.post_block_events(node.id, node.cache)
+
     def _began(self, request: SimRequest) -> None:
         self.recorder.cached_tokens[request.number] = request.cached_tokens
+        self.recorder.fetched_tokens[request.number] = request.fetched_tokens
         self.sampler.began(request)
 
     def _prefilled(self, request: SimRequest, at: float) -> None:
         number, recorder, node = request.number, self.recorder, self.nodes[request.decode]
         recorder.ttft_s[number] = at - request.arrived_at
         recorder.prefill_gpu_s[number] = request.computed_s
-        self.post_block_events(node.id, node.cache)
+        self._post_blocks(node)
         num_computed = request.num_input - request.cached_tokens
         queued_s = request.prefill_began_at - request.arrived_at
         self.post(
@@ -360,4 +435,6 @@ class ColocatedCluster(ServingCluster):
 
     def _decoded(self, request: SimRequest, at: float) -> None:
         self.sampler.num_running -= 1
+        node = self.nodes[request.decode]
+        self._post_blocks(node)
         self.done(request, at)

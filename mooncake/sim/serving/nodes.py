@@ -53,6 +53,7 @@ class SimRequest:
     """Instants are those of the kernel; -1 while they have not been reached."""
 
     __slots__ = (
+        "all_keys",
         "arrived_at",
         "block_ids",
         "cached_tokens",
@@ -95,6 +96,8 @@ class SimRequest:
         self.num_output = num_output
         self.keys = keys
         """Keys of its full blocks, as the nodes' caches know them."""
+        self.all_keys: Sequence[Any] = ()
+        """In a closed load: those of its prompt and its answer."""
         self.token_ids: list[int] = []
         """Token ids of its prompt; only in the step-level mode."""
         self.turn = 0.0

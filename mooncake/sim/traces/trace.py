@@ -64,6 +64,8 @@ class TraceRow(NamedTuple):
     session: str | None = None
     recorded: RecordedRequest | None = None
     """All that was recorded of it, its outcome and times included."""
+    pause_s: float = 0.0
+    """From the end of the session's former answer until it was sent, where a file says that."""
 
 
 class TraceError(InvalidArgument):
@@ -250,7 +252,8 @@ def session_rows(lines: TraceFile, block_tokens: int) -> Iterator[list[TraceRow]
         num_same = _num_shared(ids, line.hash_ids)
         ids, base = line.hash_ids, len(seen) << 32
         keys = (rows[-1].keys[:num_same] if rows else ()) + tuple([base + key for key in ids[num_same:]])
-        rows.append(TraceRow(line.timestamp / 1e3, line.input_length, line.output_length, keys, line.session))
+        row = TraceRow(line.timestamp / 1e3, line.input_length, line.output_length, keys, line.session)
+        rows.append(row._replace(pause_s=line.think_ms / 1e3))
     yield rows
 
 

@@ -1,0 +1,563 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Agents before two real vLLM servers: (a) caches of their own, (b) with the pool, (c) with placement, too.
+
+Command: ``scripts/test-vllm --python -m bench.agentic``. Sessions share instructions, grow turn by turn to
+4,000 tokens and pause for tools; a session's next turn is sent after the former answer and its pause (a
+closed load), through our gateway. By default they follow the generator's recipe (that of the vLLM project's
+benchmark), all lengths divided by 30, with its pauses; with ``--trace`` they are cut from a trace of agents.
+
+Each load begins when every session has sent what it has so far, so that caches hold what they can. Each row:
+*a* the servers without a connector, placed in turn; *b* with our store connector, placed in turn; *c* the
+same with the gateway's default policy. *attainable*: what a cache without end, shared by both, would have
+had of the same prompts. Before each load the simulator predicts it, with costs that were just measured at
+these servers. *same*: answers of a sample, computed again without any cache, that had the same tokens (in
+bfloat16 another order of sums may change one, also in row *a*, the control; in float32 all must be the same).
+
+One GPU: ``--device cuda --model FOLDER --num-servers 1``, or 2 servers with
+``--vllm-flag=--gpu-memory-utilization=0.4``; and ``--divide 10`` or less.
+
+What it can't show here: a network; a GPU, where prefill is a thousand times faster.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import contextlib
+import fcntl
+import itertools
+import json
+import math
+import os
+import statistics
+import tempfile
+from collections import Counter, defaultdict
+from collections.abc import Iterator, Sequence
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass, replace
+from pathlib import Path
+from random import Random
+
+from bench.report import Result, Table, measured, not_run, options
+from mooncake.cli.replay.endpoint import HIGHEST_TOKEN, LOWEST_TOKEN, Endpoint, TimedAnswer, gather_at_once
+from mooncake.cli.replay.session_replay import (
+    DECODE_HEADER,
+    LoadFigures,
+    SentTurn,
+    SessionReplay,
+    attainable_hit_rate,
+    figures_of,
+    running_sessions,
+    simulated_figures,
+)
+from mooncake.conductor.settings import SchedulingSettings
+from mooncake.sim.serving import ClusterSpec, simulate_sessions
+from mooncake.sim.serving.node_costs import NodeCosts, PrefillSample, StepSample, fit_decode, fit_prefill
+from mooncake.sim.traces.generators import Agentic
+from mooncake.sim.traces.sessions import (
+    AgentSession,
+    ClosedLoop,
+    num_working_tokens,
+    recipe_sessions,
+    trace_sessions,
+)
+from mooncake.sim.traces.trace import TraceFile, session_rows
+from tests.vllm_server import VllmServer, free_port, running_gateway, running_store, store_connector
+
+LONGEST = 4000
+"""Most tokens of a prompt with its answer."""
+STEP_TOKENS = 2048
+TRACE_BLOCK_TOKENS = 64
+"""Of the trace's ids."""
+CHECKED = 3
+"""Answers of each load that are computed again."""
+DEFAULT_POLICY = SchedulingSettings().scheduling
+GOALS = {"throughput": 2.0, "TTFT p50": 5.0}
+IN_MEMORY_BYTES_PER_S = 1e12
+PLACEMENT = {"a": "round_robin", "b": "round_robin", "c": DEFAULT_POLICY}
+
+
+@dataclass(frozen=True)
+class Load:
+    """A closed load, and how large the servers' KV memory is beside it."""
+
+    ratio: float
+    num_sessions: int
+    sessions: list[AgentSession]
+    num_requests: int
+
+    def loop(self) -> ClosedLoop:
+        return ClosedLoop(self.sessions, self.num_sessions, self.num_requests)
+
+    @property
+    def working_tokens(self) -> int:
+        return num_working_tokens(running_sessions(self.sessions, self.num_sessions))
+
+
+# -- the servers
+
+
+class Servers:
+    """vLLM servers with as much KV memory as wanted."""
+
+    def __init__(
+        self, stack: ExitStack, folder: Path, arguments: argparse.Namespace, kv_tokens: int, store: str
+    ) -> None:
+        self.folder, self.arguments, self.kv_tokens = folder, arguments, kv_tokens
+        self.servers: list[VllmServer] = []
+        for number in range(arguments.num_servers):
+            events = {"enable_kv_cache_events": True, "publisher": "zmq"}
+            events |= {name: f"tcp://*:{free_port()}" for name in ("endpoint", "replay_endpoint")}
+            flags = ["--block-size", str(arguments.block_tokens), "--max-model-len", str(LONGEST + 96)]
+            flags += ["--num-gpu-blocks-override", str(kv_tokens // arguments.block_tokens + 1)]
+            flags += ["--max-num-batched-tokens", str(STEP_TOKENS), "--kv-events-config", json.dumps(events)]
+            server = VllmServer(
+                f"{'pool' if store else 'own'}-{number}",
+                arguments.model,
+                folder,
+                store_connector(store) if store else None,
+                number,
+                arguments.dtype,
+                {} if arguments.device == "cpu" else {"VLLM_CPU_OMP_THREADS_BIND": ""},
+                (*flags, *arguments.vllm_flag),
+            )
+            stack.callback(server.close)
+            self.servers.append(server)
+        for server in self.servers:
+            server.wait_until_ready()
+
+    @contextmanager
+    def gateway(self, scheduling: str) -> Iterator[str]:
+        """A gateway of its own, which knows only what the servers' events say."""
+        flags = ["--protocol", "pool", "--scheduling", scheduling]
+        flags += ["--slow-start-s", "0", "--block-tokens", str(self.arguments.block_tokens), "--decode"]
+        addresses = [one.address for one in self.servers]
+        with running_gateway(self.folder, self.arguments.model, *flags, *addresses) as gateway:
+            gateway.wait_until_routable()
+            yield gateway.url
+
+    def counts(self) -> dict[str, float]:
+        """Counters of all servers, by name without prefix."""
+        found: dict[str, float] = {}
+        for server in self.servers:
+            for line in server.request("GET", "/metrics", None).body.splitlines():
+                name = line.split("{")[0].split(" ")[0].removeprefix("vllm:")
+                if name.endswith("_total") and not line.startswith("#"):
+                    found[name] = found.get(name, 0.0) + float(line.rpartition(" ")[2])
+        return found
+
+
+# -- costs
+
+
+class CostSampling:
+    """Times of these servers, all of them at once as under load: costs for the simulator."""
+
+    def __init__(self, endpoint: Endpoint, num_servers: int, seed: str) -> None:
+        self._endpoint = endpoint
+        self._num_servers = num_servers
+        self._random = Random(seed)
+
+    async def run(self, title: str, kv_tokens: int, has_pool: bool, kv_bytes_per_token: int) -> NodeCosts:
+        await self._ask(self._prompts(300), 8)
+        prefill: list[PrefillSample] = []
+        loads: list[tuple[int, int, float]] = []
+        for length in (96, 512, 1024, 2048, 3600):
+            prompts = self._prompts(length)
+            for answer in await self._ask(prompts, 1):
+                prefill.append(PrefillSample(0, length, answer.token_at_s[0]))
+            for answer in await self._ask(prompts, 1):
+                if answer.num_cached and not has_pool:
+                    prefill.append(PrefillSample(answer.num_cached, length, answer.token_at_s[0]))
+            if has_pool:
+                # The other server's: it is loaded.
+                await self._ask(self._prompts(96)[:1], 1)
+                for answer in await self._ask(prompts, 1):
+                    loads.append((answer.num_cached, length, answer.token_at_s[0]))
+                await self._ask(self._prompts(96)[:1], 1)
+        model, _ = fit_prefill(prefill)
+        latency_s, bytes_per_s = 0.0, IN_MEMORY_BYTES_PER_S
+        if has_pool:
+            latency_s, bytes_per_s = _link(loads, model.seconds, kv_bytes_per_token)
+        decode, _ = fit_decode([one for batch in (1, 2, 4) for one in await self._steps(batch)])
+        return NodeCosts(
+            title=title,
+            source="measured by bench.agentic",
+            kv_bytes_per_token=kv_bytes_per_token,
+            num_layers=30,
+            prefill=model,
+            decode=decode,
+            device_tokens=kv_tokens,
+            cache_tokens=0,
+            nic_bytes_per_s=bytes_per_s,
+            nic_latency_s=latency_s,
+            ssd_bytes_per_s=IN_MEMORY_BYTES_PER_S,
+            device_load_bytes_per_s=IN_MEMORY_BYTES_PER_S,
+        )
+
+    async def _steps(self, batch: int) -> list[StepSample]:
+        """Decode of so many at a time on each server."""
+        length, num_output = 400, 32
+        by_instance: dict[str, list[TimedAnswer]] = defaultdict(list)
+        for answer in await self._ask(self._prompts(length, batch), num_output):
+            by_instance[answer.headers.get(DECODE_HEADER, "")].append(answer)
+        found = []
+        for answers in by_instance.values():
+            begin = max(one.token_at_s[0] for one in answers)
+            end = min(one.end_s for one in answers)
+            inside = ([at for at in one.token_at_s if begin <= at <= end] for one in answers)
+            steps = [later - at for times in inside for at, later in itertools.pairwise(times)]
+            if len(steps) >= 4:
+                size = len(answers)
+                context = size * (length + num_output // 2)
+                found.append(StepSample(size, context, statistics.median(steps)))
+        return found
+
+    def _prompts(self, length: int, per_server: int = 1) -> list[list[int]]:
+        count = self._num_servers * per_server
+        return [self._random.choices(range(LOWEST_TOKEN, HIGHEST_TOKEN), k=length) for _ in range(count)]
+
+    async def _ask(self, prompts: Sequence[list[int]], num_output: int) -> list[TimedAnswer]:
+        answers = await gather_at_once(self._endpoint, prompts, num_output)
+        assert all(one.is_complete for one in answers), [one.error for one in answers]
+        return answers
+
+
+def _link(
+    loads: Sequence[tuple[int, int, float]], seconds: object, kv_bytes_per_token: int
+) -> tuple[float, float]:
+    """Latency and rate of loads from the pool, from what they took longer than computing the rest."""
+    assert callable(seconds)
+    points = [(cached * kv_bytes_per_token, ttft - seconds(cached, n)) for cached, n, ttft in loads if cached]
+    if len({size for size, _ in points}) < 2:
+        return 0.0, IN_MEMORY_BYTES_PER_S
+    slope, latency = statistics.linear_regression(*zip(*points, strict=True))
+    return max(0.0, latency), 1 / slope if slope > 0 else IN_MEMORY_BYTES_PER_S
+
+
+# -- loads
+
+
+def predicted(load: Load, row: str, costs: NodeCosts, arguments: argparse.Namespace) -> LoadFigures:
+    pool_tokens = int(arguments.pool_gb * 1e9 / costs.kv_bytes_per_token / arguments.num_servers)
+    cluster = ClusterSpec(
+        costs=costs,
+        num_prefill=arguments.num_servers,
+        num_decode=0,
+        mode="chunked_prefix",
+        block_tokens=arguments.block_tokens,
+        store_tokens=None if row == "a" else pool_tokens,
+        step_tokens=STEP_TOKENS,
+    )
+    results = simulate_sessions(load.loop(), cluster, PLACEMENT[row], slo_ttft_s=0.0, slo_tbt_s=0.0)
+    return simulated_figures(results, load.num_sessions)
+
+
+@contextmanager
+def alone(path: str) -> Iterator[None]:
+    """While measured, no other bench of this machine that takes the same lock runs."""
+    if not path:
+        yield
+        return
+    with open(path, "w") as file:
+        fcntl.flock(file, fcntl.LOCK_EX)
+        yield
+
+
+async def driven(
+    load: Load, row: str, url: str, arguments: argparse.Namespace
+) -> tuple[list[SentTurn], list[float]]:
+    """Run a load; also the load average of the machine when it began and when it ended."""
+    averages: list[float] = []
+    with ExitStack() as stack:
+
+        def begin() -> None:
+            stack.enter_context(alone(arguments.lock))
+            averages.append(os.getloadavg()[0])
+
+        async with Endpoint(url, "smollm2", timeout_s=1200.0) as endpoint:
+            seed = f"{arguments.seed}/{row}/{load.ratio}"
+            replay = SessionReplay(endpoint, load.loop(), arguments.block_tokens, seed, begin)
+            sent = await replay.run()
+        averages.append(os.getloadavg()[0])
+    return sent, averages
+
+
+async def num_same(servers: Servers, sent: Sequence[SentTurn], seed: str) -> tuple[int, int]:
+    """Of a sample of answers, how many have the tokens that a server computes without any cache."""
+    done = [one for one in sent if one.answer.is_complete and not one.upcoming.is_first_phase]
+    sample = Random(seed).sample(done, min(CHECKED, len(done)))
+    async with contextlib.AsyncExitStack() as stack:
+        endpoints = [await stack.enter_async_context(Endpoint(one.url, "smollm2")) for one in servers.servers]
+        again = await asyncio.gather(
+            *(
+                endpoints[number % len(endpoints)].complete(
+                    one.prompt, one.upcoming.turn.num_output, cache_salt=f"{seed} {number}"
+                )
+                for number, one in enumerate(sample)
+            )
+        )
+    assert all(one.num_cached == 0 for one in again), "a salt of its own must find nothing"
+    pairs = zip(sample, again, strict=True)
+    return sum(one.answer.token_ids == other.token_ids for one, other in pairs), len(sample)
+
+
+COLUMNS: list[str | tuple[str, int]] = [
+    "working set",
+    "row",
+    "",
+    "requests",
+    ("per s", 3),
+    ("TTFT p50 s", 2),
+    ("p90", 2),
+    ("latency p50 s", 2),
+    ("p90", 2),
+    ("hit rate", 3),
+    ("attainable", 3),
+    "same",
+    "load",
+]
+
+
+def add_row(
+    table: Table, load: Load, row: str, kind: str, found: LoadFigures, *rest: float | str | None
+) -> None:
+    table.add(
+        f"{load.ratio:g} x",
+        row,
+        kind,
+        found.num_done,
+        found.per_s,
+        found.ttft(0.5),
+        found.ttft(0.9),
+        found.latency(0.5),
+        found.latency(0.9),
+        found.hit_rate,
+        *rest,
+        samples={"ttft_s": found.ttft_s.tolist(), "latency_s": found.latency_s.tolist()},
+    )
+
+
+def gains(before: LoadFigures, after: LoadFigures) -> dict[str, float]:
+    return {
+        "throughput": after.per_s / before.per_s,
+        "TTFT p50": before.ttft(0.5) / after.ttft(0.5),
+        "TTFT p90": before.ttft(0.9) / after.ttft(0.9),
+        "latency p50": before.latency(0.5) / after.latency(0.5),
+    }
+
+
+def run_rows(
+    servers: Servers,
+    rows: str,
+    loads: list[Load],
+    result: Result,
+    table: Table,
+    arguments: argparse.Namespace,
+) -> dict[tuple[float, str], tuple[LoadFigures, LoadFigures, float]]:
+    """By load and row: predicted and measured figures, and the attainable hit rate."""
+    has_pool = "a" not in rows
+    with servers.gateway("round_robin") as url, alone(arguments.lock):
+
+        async def sample() -> NodeCosts:
+            async with Endpoint(url, "smollm2") as endpoint:
+                sampling = CostSampling(endpoint, len(servers.servers), f"{arguments.seed}/costs/{rows}")
+                return await sampling.run(
+                    "pool" if has_pool else "own", servers.kv_tokens, has_pool, arguments.kv_bytes_per_token
+                )
+
+        costs = asyncio.run(sample())
+    note_costs(result, costs)
+    found = {}
+    for row in rows:
+        for load in loads:
+            expected = predicted(load, row, costs, arguments)
+            add_row(table, load, row, "predicted", expected, None, "", "")
+            before = servers.counts()
+            with servers.gateway(PLACEMENT[row]) as url:
+                sent, averages = asyncio.run(driven(load, row, url, arguments))
+            counted = {name: value - before.get(name, 0.0) for name, value in servers.counts().items()}
+            measured_figures, attainable = figures_of(sent), attainable_hit_rate(sent)
+            same, checked = asyncio.run(num_same(servers, sent, f"{arguments.seed}/same/{row}/{load.ratio}"))
+            average = " ".join(f"{one:.1f}" for one in averages)
+            add_row(table, load, row, "measured", measured_figures, attainable, f"{same}/{checked}", average)
+            if measured_figures.num_failed:
+                errors = sorted({one.answer.error for one in sent if not one.answer.is_complete})
+                result.note(f"{load.ratio:g} x, {row}: {measured_figures.num_failed} failed: {errors[:2]}")
+            note_losses(result, load, row, sent, counted)
+            found[load.ratio, row] = expected, measured_figures, attainable
+    return found
+
+
+def note_costs(result: Result, costs: NodeCosts) -> None:
+    prefill, decode = costs.prefill, costs.decode
+    text = f"costs, {costs.title}: prefill of 1,000 and 3,900 tokens {prefill.seconds(0, 1000):.2f} and "
+    text += f"{prefill.seconds(0, 3900):.2f} s, of 100 behind 3,000 {prefill.seconds(3000, 3100):.2f} s; "
+    text += f"a step with 1 and 4 of 2,000 tokens {decode.seconds(1, 2000) * 1e3:.0f} and "
+    text += f"{decode.seconds(4, 8000) * 1e3:.0f} ms"
+    if costs.title == "pool":
+        text += f"; a load {costs.nic_latency_s * 1e3:.0f} ms + {costs.nic_bytes_per_s / 1e9:.1f} GB/s"
+    result.note(text)
+
+
+LOSSES = (
+    "preemptions",
+    "mooncake_connector_found_blocks",
+    "mooncake_connector_missed_blocks",
+    "mooncake_connector_loaded_blocks",
+    "mooncake_connector_failed_blocks",
+    "mooncake_connector_saved_blocks",
+    "mooncake_connector_unsaved_blocks",
+    "mooncake_connector_lookup_failures",
+)
+
+
+def note_losses(
+    result: Result, load: Load, row: str, sent: Sequence[SentTurn], counted: dict[str, float]
+) -> None:
+    """What the servers counted, and the prompts that lost most against the endless cache."""
+    shown = [
+        f"{name.removeprefix('mooncake_connector_')} {counted.get(f'{name}_total', 0.0):.0f}"
+        for name in LOSSES
+        if f"{name}_total" in counted
+    ]
+    load_turns = [one for one in sent if not one.upcoming.is_first_phase]
+    lost = sorted((one.attainable_tokens - one.answer.num_cached for one in load_turns), reverse=True)
+    by_server, num_losing = Counter(one.instance for one in load_turns), sum(one > 0 for one in lost)
+    result.note(
+        f"{load.ratio:g} x, {row}: {'; '.join(shown)}; {num_losing} prompts lost {sum(lost)} tokens, most: "
+        f"{lost[:3]}; requests by server: {sorted(by_server.values())}"
+    )
+
+
+# -- the command
+
+
+def sessions_of(arguments: argparse.Namespace) -> list[AgentSession]:
+    divide = arguments.divide
+    recipe = Agentic(seed=arguments.seed)
+    size = arguments.block_tokens
+    common = math.ceil(recipe.common_tokens / divide / size) * size
+    if arguments.trace:
+        whole = session_rows(TraceFile(arguments.trace), TRACE_BLOCK_TOKENS)
+        return trace_sessions(
+            (rows for rows in whole if rows[0].num_input // divide < LONGEST // 2),
+            block_tokens=TRACE_BLOCK_TOKENS,
+            divide_lengths=divide,
+            longest=LONGEST,
+            common_tokens=common,
+        )
+    recipe = replace(
+        recipe,
+        common_tokens=common,
+        first_tokens=round(recipe.first_tokens / divide),
+        turn_tokens=round(recipe.turn_tokens / divide),
+        output_tokens=round(recipe.output_tokens / divide),
+    )
+    return recipe_sessions(recipe, 400)
+
+
+def add_gains(
+    table: Table, load: Load, found: dict[tuple[float, str], tuple[LoadFigures, LoadFigures, float]]
+) -> None:
+    expected_a, reached_a, _ = found[load.ratio, "a"]
+    expected_c, reached_c, attainable = found[load.ratio, "c"]
+    expected = gains(expected_a, expected_c)
+    for name, gain in gains(reached_a, reached_c).items():
+        goal = GOALS.get(name) if load.ratio >= 4 else None
+        verdict = "" if goal is None else "yes" if gain >= goal else "no"
+        table.add(f"{load.ratio:g} x", name, expected[name], gain, expected[name] / gain - 1, goal, verdict)
+    missing = attainable - reached_c.hit_rate
+    verdict = "yes" if missing <= GOAL_MISSING else "no"
+    table.add(f"{load.ratio:g} x", "attainable minus hit rate", None, missing, None, GOAL_MISSING, verdict)
+
+
+def loads_of(arguments: argparse.Namespace) -> tuple[list[Load], int]:
+    """The loads, and the tokens of KV that a server has: the largest load is the largest ratio of them."""
+    sessions = sessions_of(arguments)
+    most, ratios = arguments.sessions, sorted(arguments.ratio or [2.0, 4.0])
+    tokens = num_working_tokens(running_sessions(sessions, most))
+    kv_tokens = math.ceil(tokens / ratios[-1] / arguments.num_servers)
+    loads = []
+    for ratio in ratios:
+        wanted = ratio * arguments.num_servers * kv_tokens
+        number = min(
+            range(1, most + 1),
+            key=lambda one: abs(num_working_tokens(running_sessions(sessions, one)) - wanted),
+        )
+        loads.append(Load(ratio, number, sessions, arguments.requests))
+    return loads, kv_tokens
+
+
+def main() -> None:
+    parser = options(__doc__, "bench.agentic")
+    parser.add_argument("--trace", help="sessions from this trace instead of the recipe")
+    parser.add_argument("--divide", type=int, default=30, help="all lengths are divided by this")
+    parser.add_argument("--sessions", type=int, default=24, help="sessions at a time, at the largest ratio")
+    parser.add_argument("--ratio", type=float, action="append", help="working set over KV memory: 2 and 4")
+    parser.add_argument("--requests", type=int, default=72, help="requests of each load")
+    parser.add_argument("--rows", default="abc", help="which of a, b and c")
+    parser.add_argument("--num-servers", type=int, default=2)
+    parser.add_argument("--device", choices=("cpu", "cuda"), default="cpu")
+    parser.add_argument("--model", type=Path, help="a folder; by default that of scripts/test-vllm")
+    parser.add_argument("--dtype", default="bfloat16")
+    parser.add_argument("--block-tokens", type=int, default=32)
+    parser.add_argument("--kv-bytes-per-token", type=int, default=23_040, help="SmolLM2-135M's in bfloat16")
+    parser.add_argument("--pool-gb", type=float, default=3.0)
+    parser.add_argument("--vllm-flag", action="append", default=[], help="one more flag of each server")
+    parser.add_argument("--lock", default="", help="file to lock while a load or costs are measured")
+    parser.add_argument("--seed", type=int, default=1)
+    arguments = parser.parse_args()
+    if "MOONCAKE_VLLM_ENV" not in os.environ:
+        not_run("vLLM is not in this environment: scripts/test-vllm --python -m bench.agentic")
+    arguments.model = arguments.model or Path(os.environ["MOONCAKE_VLLM_ENV"]) / "model"
+    if arguments.quick:
+        arguments.requests = arguments.sessions
+    loads, kv_tokens = loads_of(arguments)
+    found: dict[tuple[float, str], tuple[LoadFigures, LoadFigures, float]] = {}
+    with measured("agentic", arguments) as result:
+        table = result.table(*COLUMNS, title=title_of(arguments, loads, kv_tokens))
+        for rows in ("a", "bc"):
+            wanted = "".join(row for row in rows if row in arguments.rows)
+            if not wanted:
+                continue
+            with ExitStack() as stack:
+                folder = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="mooncake-agentic-")))
+                store = ""
+                if rows != "a":
+                    store = stack.enter_context(running_store(folder, arguments.pool_gb))
+                servers = Servers(stack, folder, arguments, kv_tokens, store)
+                found |= run_rows(servers, wanted, loads, result, table, arguments)
+        if {"a", "c"} <= set(arguments.rows):
+            summary = result.table(*GAIN_COLUMNS, title="gains of c over a")
+            for load in loads:
+                add_gains(summary, load, found)
+        result.note("can't show: a network between hosts; a GPU, where prefill is a thousand times faster")
+
+
+GOAL_MISSING = 0.03
+GAIN_COLUMNS: list[str | tuple[str, int]] = [
+    "working set",
+    "gain",
+    ("predicted", 3),
+    ("measured", 3),
+    ("error", 3),
+    ("goal", 2),
+    "met",
+]
+
+
+def title_of(arguments: argparse.Namespace, loads: list[Load], kv_tokens: int) -> str:
+    what = Path(arguments.trace).name if arguments.trace else "the generator's recipe"
+    numbers = ", ".join(
+        f"{load.num_sessions} sessions with {load.working_tokens:,} tokens ({load.ratio:g} x)"
+        for load in loads
+    )
+    return (
+        f"{arguments.num_servers} vLLM servers on {arguments.device}, {arguments.dtype}, "
+        f"{kv_tokens:,} tokens of KV each; {what}, lengths / {arguments.divide}: {numbers}"
+    )
+
+
+if __name__ == "__main__":
+    main()
