@@ -5,6 +5,9 @@ One ``asyncio.Protocol`` per connection rather than streams: a request that a pl
 answer is decoded, handled and answered inside ``data_received``, without a task or a wake-up, which
 is what keeps a one-key call of the store under 50 microseconds. The server knows no application
 state; a handler gets the message and the ``Call`` to answer, now or later.
+
+A connection is served in turns: what it has sent beyond ``TURN_S`` of handling waits until the others had
+theirs, so a client that sends hundreds of requests at once delays others by one turn and not by all of them.
 """
 
 from __future__ import annotations
@@ -14,6 +17,7 @@ import errno
 import math
 import socket
 import time
+from collections import deque
 from collections.abc import Awaitable, Callable, Mapping
 from typing import Any, TypeAlias, cast
 
@@ -52,6 +56,13 @@ log = get_logger(__name__)
 
 MAX_OPEN_CALLS = 1024
 """Calls of one connection that may wait for an answer; beyond it the server stops reading from it."""
+
+TURN_S = 0.0005
+"""Seconds of handling after which a connection's further requests wait for the other connections' turns: some
+50 small ones. One request is never divided."""
+
+MAX_DEFERRED_BYTES = 64 << 20
+"""Bound of the received bytes that wait for their turn, of all connections; beyond it nothing waits."""
 
 DEADLINE_CHECK_S = 0.25
 """Interval of the check for connections that exceed a deadline."""
@@ -108,6 +119,9 @@ class Connection(asyncio.Protocol):
         self._is_write_blocked = False
         self._is_read_paused = False
         self._num_taken = 0
+        self._deferred: deque[tuple[int, memoryview]] = deque()
+        """Received requests that wait for this connection's next turn; meanwhile nothing more is read."""
+        self._deferred_bytes = 0
         self._is_new = True
         self._is_unauthenticated = True
         self._is_refused = False
@@ -143,6 +157,7 @@ class Connection(asyncio.Protocol):
     def connection_lost(self, exc: Exception | None) -> None:
         self._transport = None
         self._keep_account(0)
+        self._take_rest()
         self._server.dismiss(self)
         for task in self._tasks:
             task.cancel()
@@ -160,20 +175,68 @@ class Connection(asyncio.Protocol):
             if self._early is not None:
                 data = self._greet(data)
             if data:
-                for request_id, body in self._decoder.feed(data):
-                    self._take(request_id, body)
+                self._take_all(self._decoder.feed(data))
             if self._tls is not None and self._tls.has_ended:
+                self._take_rest()
                 self.close()
         except (ProtocolError, AccessDenied) as error:
             self._refuse(error)
         finally:
-            out, self._out = self._out, None
-            if out and self._transport is not None:
-                self._transport.write(out[0] if len(out) == 1 else b"".join(out))
+            self._write_replies()
             if self._early is None:  # an unauthenticated client does not keep the loop awake
                 self._server.stay_awake()
         if self._pending_bytes != self._decoder.kept_bytes:
             self._keep_account(self._decoder.kept_bytes)
+
+    def _take_all(self, frames: list[tuple[int, memoryview]]) -> None:
+        """Handle these requests, or as many as one turn has time for."""
+        if self._deferred:  # some transports deliver what they had read before reading was paused
+            self._deferred += frames
+        elif len(frames) == 1:
+            self._take(*frames[0])
+        elif frames:
+            self._deferred += frames
+            self._take_turn(memoryview(frames[0][1].obj).nbytes)
+
+    def _take_turn(self, num_bytes: int) -> None:
+        """Handle deferred requests, which are in ``num_bytes`` of memory, for one turn."""
+        deferred, server = self._deferred, self._server
+        is_bounded = server.deferred_bytes + num_bytes - self._deferred_bytes <= MAX_DEFERRED_BYTES
+        until = time.perf_counter() + TURN_S
+        while deferred:
+            self._take(*deferred.popleft())
+            if is_bounded and deferred and time.perf_counter() >= until:
+                self._account_deferred(num_bytes)
+                asyncio.get_running_loop().call_soon(self._next_turn)
+                break
+        else:
+            self._account_deferred(0)
+        self._regulate()
+
+    def _take_rest(self) -> None:
+        """Handle all deferred requests, because their client has gone: what arrived whole is handled."""
+        while self._deferred:
+            self._take(*self._deferred.popleft())
+        self._account_deferred(0)
+
+    def _next_turn(self) -> None:
+        if not self._deferred:
+            return  # the connection was lost
+        self._out = []
+        try:
+            self._take_turn(self._deferred_bytes)
+        finally:
+            self._write_replies()
+
+    def _account_deferred(self, num_bytes: int) -> None:
+        self._server.deferred_bytes += num_bytes - self._deferred_bytes
+        self._deferred_bytes = num_bytes
+
+    def _write_replies(self) -> None:
+        """Send the replies that were made while requests were handled."""
+        out, self._out = self._out, None
+        if out and self._transport is not None:
+            self._transport.write(out[0] if len(out) == 1 else b"".join(out))
 
     def _greet(self, data: bytes) -> bytes:
         """Process the greeting; return the rest of ``data`` when it has ended."""
@@ -256,6 +319,8 @@ class Connection(asyncio.Protocol):
         self._server.refusals.add("connection_dropped", reason, peer=self.peer, detail=detail)
         self._keep_account(0)
         self._decoder = FrameDecoder(0)
+        self._deferred.clear()
+        self._account_deferred(0)
         if self._transport is not None:
             self._transport.abort()
 
@@ -379,8 +444,9 @@ class Connection(asyncio.Protocol):
             call.fail(MooncakeError(f"the handler failed with {type(error).__name__}; see the server's log"))
 
     def _regulate(self) -> None:
-        """Stop reading from a client that does not take its replies or has too many open calls."""
-        wanted = self._is_write_blocked or self._num_open >= MAX_OPEN_CALLS
+        """Stop reading from a client that does not take its replies, has too many open calls, or has requests
+        that wait for their turn."""
+        wanted = self._is_write_blocked or self._num_open >= MAX_OPEN_CALLS or bool(self._deferred)
         if self._transport is None or wanted == self._is_read_paused or self._transport.is_closing():
             return
         self._is_read_paused = wanted
@@ -430,6 +496,8 @@ class RpcServer:
         self.limits = limits or Limits()
         self._max_connections = self.limits.max_connections or default_max_connections()
         self.pending_bytes = 0
+        self.deferred_bytes = 0
+        """Bytes of received requests that wait for the turns of their connections."""
         self.other = TcpForwarder(other, self.limits, self.refusals) if other else None
         self.tls = self.identity.server_tls
         if self.tls is not None and other:

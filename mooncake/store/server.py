@@ -76,6 +76,9 @@ class MasterServer:
         self.failed: asyncio.Future[None] = asyncio.get_running_loop().create_future()
         """Raises when this master must stop."""
         handlers: dict[type[msgspec.Struct], Any] = dict.fromkeys(m.REQUESTS, self._received)
+        handlers |= dict.fromkeys((m.Unmount, m.DrainSegments), self._end_received)
+        if settings.log_blocks:
+            handlers |= dict.fromkeys((m.LookupObjects, m.PutEnd, m.PutWritten), self._block_request_received)
         self._rpc = RpcServer(
             {**handlers, Follow: self._follow, WhoLeads: self._who_leads},
             self._connection_lost,
@@ -235,12 +238,15 @@ class MasterServer:
     # Requests of clients and nodes
 
     def _received(self, message: msgspec.Struct, call: Call) -> None:
-        if isinstance(message, m.Unmount | m.DrainSegments) and call.connection.principal.role is Role.NODE:
+        self._take(Received(call, call.connection, message))
+
+    def _end_received(self, message: m.Unmount | m.DrainSegments, call: Call) -> None:
+        if call.connection.principal.role is Role.NODE:
             self._check_owner(message, call)
-        origin: Call | _LoggedCall = call
-        if self.settings.log_blocks and isinstance(message, _BLOCK_REQUESTS):
-            origin = _LoggedCall(call, message, self.master)
-        self._take(Received(origin, call.connection, message))
+        self._received(message, call)
+
+    def _block_request_received(self, message: m.LookupObjects | m.PutEnd | m.PutWritten, call: Call) -> None:
+        self._take(Received(_LoggedCall(call, message, self.master), call.connection, message))
 
     def _take(self, event: Received) -> None:
         if not self._role.is_leading or self._driver is None:
@@ -277,20 +283,27 @@ class MasterServer:
             self._gone.append(connection)
 
     def _perform(self, effect: Effect) -> None:
-        if isinstance(effect, OperatorEvent):
+        if isinstance(effect, Reply):
+            self._reply(effect)
+        elif isinstance(effect, OperatorEvent):
             log.info(effect.event, **effect.fields)
         elif isinstance(effect, RecoveryComplete):
             self._oplog.recovery_complete(self.master.catalog)
-        elif isinstance(effect, AppendRecords):
-            self._guarded(lambda: self._keep(effect))
-        elif self._oplog.trouble and isinstance(effect.message, _ACKNOWLEDGEMENTS):
-            effect.origin.reply(Failure(_CODE, self._oplog.trouble))
-        elif effect.must_last:
-            self._oplog.flushed(functools.partial(self._answer_lasting, effect, self._role.followers))
         else:
-            self._answer(effect)
+            self._guarded(lambda: self._keep(effect))
+
+    def _reply(self, reply: Reply) -> None:
+        if self._oplog.trouble and isinstance(reply.message, _ACKNOWLEDGEMENTS):
+            reply.origin.reply(Failure(_CODE, self._oplog.trouble))
+        elif reply.must_last:
+            self._oplog.flushed(functools.partial(self._answer_lasting, reply, self._role.followers))
+        else:
+            self._answer(reply)
 
     def _answer(self, reply: Reply) -> None:
+        if self._role.followers is None:  # a single master, which holds no reply back
+            reply.origin.reply(reply.message)
+            return
         self._guarded(lambda: _send(self._role.carry_out(reply, clock.monotonic())))
         if self._role.followers is not None and self._role.followers.num_held:
             self._replies_sent.clear()
@@ -505,9 +518,6 @@ class _LoggedCall:
                 peer=self._call.connection.peer,
                 **fields,
             )
-
-
-_BLOCK_REQUESTS = (m.LookupObjects, m.PutEnd, m.PutWritten)
 
 
 class _LocalCall:

@@ -237,3 +237,96 @@ async def test_what_is_refused_is_counted(caplog: pytest.LogCaptureFixture) -> N
     await with_server(Limits(), test)
     assert count() == before + 5
     assert len([one for one in caplog.records if one.getMessage() == "connection_refused"]) == 1
+
+
+class Mark(msgspec.Struct, array_like=True, tag="mark"):
+    """A request that says who sent it."""
+
+    name: str
+
+
+async def test_many_requests_of_one_client_do_not_hold_up_another(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Two clients whose requests have arrived take turns; the requests of each keep their order."""
+    monkeypatch.setattr("mooncake.rpc.server.TURN_S", 0.0)
+    handled: list[str] = []
+
+    def mark(message: Mark, call: Call) -> Answer:
+        handled.append(message.name)
+        return Answer(message.name.encode())
+
+    server = RpcServer({Mark: mark})
+    await server.start("127.0.0.1", 0)
+    many, few = connected(server, OPEN_GREETING), connected(server, OPEN_GREETING)
+    try:
+        await until(lambda: len(server.connections) == 2)
+        # The loop does not run between these two, so it finds both.
+        many.sendall(b"".join(encode(i, Mark(f"many {i}")) for i in range(1, 301)))
+        few.sendall(encode(1, Mark("few")))
+        await until(lambda: len(handled) == 301)
+        assert [name for name in handled if name != "few"] == [f"many {i}" for i in range(1, 301)]
+        assert handled.index("few") < 10, handled[:20]
+        assert server.deferred_bytes == 0
+        expected = b"".join(encode(i, Answer(f"many {i}".encode())) for i in range(1, 301))
+        assert await asyncio.to_thread(received, many, len(expected)) == expected
+    finally:
+        many.close()
+        few.close()
+        await server.close()
+
+
+def received(opened: socket.socket, size: int) -> bytes:
+    data = b""
+    while len(data) < size and (piece := opened.recv(1 << 16)):
+        data += piece
+    return data
+
+
+@pytest.mark.parametrize("limit", [1 << 20, 0], ids=["waiting", "no room to wait"])
+async def test_requests_that_wait_for_their_turn_have_bounded_memory(
+    monkeypatch: pytest.MonkeyPatch, limit: int
+) -> None:
+    monkeypatch.setattr("mooncake.rpc.server.TURN_S", 0.0)
+    monkeypatch.setattr("mooncake.rpc.server.MAX_DEFERRED_BYTES", limit)
+    deferred: list[int] = []
+
+    def mark(message: Mark, call: Call) -> Answer:
+        deferred.append(server.deferred_bytes)
+        return Answer(b"")
+
+    server = RpcServer({Mark: mark})
+    await server.start("127.0.0.1", 0)
+    opened = connected(server, OPEN_GREETING)
+    try:
+        await until(lambda: len(server.connections) == 1)
+        opened.sendall(b"".join(encode(i, Mark("x")) for i in range(1, 101)))
+        await until(lambda: len(deferred) == 100)
+        assert (max(deferred) > 0) == (limit > 0), deferred
+        assert server.deferred_bytes == 0
+    finally:
+        opened.close()
+        await server.close()
+
+
+async def test_requests_of_a_client_that_has_gone_are_handled(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What arrived whole is handled, before the loss of the connection is reported."""
+    monkeypatch.setattr("mooncake.rpc.server.TURN_S", 0.0)
+    handled: list[str] = []
+
+    def mark(message: Mark, call: Call) -> Answer:
+        handled.append(message.name)
+        if message.name == "1":
+            call.connection.close()
+        return Answer(b"")
+
+    server = RpcServer({Mark: mark}, lambda _: handled.append("lost"))
+    await server.start("127.0.0.1", 0)
+    opened = connected(server, OPEN_GREETING)
+    try:
+        await until(lambda: len(server.connections) == 1)
+        opened.sendall(b"".join(encode(i, Mark(str(i))) for i in range(1, 51)))
+        await until(lambda: "lost" in handled)
+        assert handled == [*map(str, range(1, 51)), "lost"]
+        assert server.deferred_bytes == 0
+    finally:
+        opened.close()
+        await server.close()

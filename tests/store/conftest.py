@@ -13,7 +13,15 @@ import pytest
 from mooncake.errors import Refusal
 from mooncake.machine import Wake
 from mooncake.store import messages as m
-from mooncake.store.master.effects import AppendRecords, ConnectionLost, OperatorEvent, Received, Reply
+from mooncake.store.master.effects import (
+    AppendRecords,
+    ConnectionLost,
+    Effect,
+    Event,
+    OperatorEvent,
+    Received,
+    Reply,
+)
 from mooncake.store.master.log_records import Record
 from mooncake.store.master.master import Master
 from mooncake.store.master.objects import DEFAULT_POLICY, StoredObject
@@ -34,9 +42,15 @@ class Voice:
         """All records the master wanted written down."""
         self._put_id = 1
 
+    def handle(self, event: Event | Wake) -> list[Effect]:
+        effects = self.master.handle(event, self.now)
+        found = self.master.catalog.deadline()
+        assert self.master.deadline() == found, f"the deadline is {found} after {event}"
+        return effects
+
     def say(self, message: msgspec.Struct, connection: str = "client") -> Any:
         replies = []
-        for effect in self.master.handle(Received("origin", connection, message), self.now):
+        for effect in self.handle(Received("origin", connection, message)):
             if isinstance(effect, Reply):
                 assert effect.origin == "origin"
                 replies.append(effect.message)
@@ -50,7 +64,7 @@ class Voice:
         return replies[0]
 
     def lose(self, connection: str) -> None:
-        self._take(self.master.handle(ConnectionLost(connection), self.now))
+        self._take(self.handle(ConnectionLost(connection)))
         self.master.check()
 
     def _take(self, effects: list[Any]) -> None:
@@ -69,7 +83,7 @@ class Voice:
             if deadline is None or deadline > until:
                 break
             self.now = max(self.now, deadline)
-            self._take(self.master.handle(Wake(), self.now))
+            self._take(self.handle(Wake()))
             self.master.check()
             after = self.master.deadline()
             assert after is None or after > self.now, "a deadline must lie in the future"
@@ -198,7 +212,7 @@ class Voice:
                     good = is_right(entry_of(doubt.stored, doubt.extent.offset), segment.name)
                     results.append(m.TaskDone(doubt.check_id, None if good else wrong))
                 verification.answered(results, segment, self.now)
-        self._take(self.master.handle(Wake(), self.now))
+        self._take(self.handle(Wake()))
         self.master.check()
         return count
 

@@ -27,7 +27,7 @@ class Nodes(Voice):
 
     def post(self, message: msgspec.Struct, connection: str, origin: str) -> None:
         """Send a message that need not be answered at once."""
-        self._take(self.master.handle(Received(origin, connection, message), self.now))
+        self._take(self.handle(Received(origin, connection, message)))
         self.master.check()
 
     def say(self, message: msgspec.Struct, connection: str = "client") -> Any:

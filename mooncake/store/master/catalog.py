@@ -138,6 +138,9 @@ class Catalog:
         """Records to be written down before that event is answered."""
         self.must_last = False
         """Its answer promises durability across a loss of power, so its records must be durable too."""
+        self.keeps_deadline = False
+        """The event that is being handled changes no deadline: set by the handlers of the most frequent
+        requests, because to find the next deadline takes longer than to look up a key."""
         self.known_until = NEVER
         """Objects of earlier masters with ids up to this one are in their replayed records, or are removed;
         later ones may have been lost with the end of those records."""

@@ -1,9 +1,12 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Events and effects of a master: the types between the core and its shells."""
+"""Events and effects of a master: the types between the core and its shells.
+
+Structs of msgspec rather than frozen dataclasses, which take several times as long to make: a request makes
+two.
+"""
 
 from __future__ import annotations
 
-import dataclasses
 from collections.abc import Hashable
 from typing import Any
 
@@ -12,8 +15,7 @@ import msgspec
 from mooncake.store.master.log_records import Record
 
 
-@dataclasses.dataclass(frozen=True, slots=True)
-class Received:
+class Received(msgspec.Struct, frozen=True):
     """A message arrived. ``origin`` goes back in the Reply; ``connection`` is lost as a whole."""
 
     origin: Any
@@ -21,13 +23,11 @@ class Received:
     message: msgspec.Struct
 
 
-@dataclasses.dataclass(frozen=True, slots=True)
-class ConnectionLost:
+class ConnectionLost(msgspec.Struct, frozen=True):
     connection: Hashable
 
 
-@dataclasses.dataclass(frozen=True, slots=True)
-class Reply:
+class Reply(msgspec.Struct, frozen=True):
     """Effect: send ``message`` to ``origin``."""
 
     origin: Any
@@ -36,23 +36,20 @@ class Reply:
     """Send it only when the records so far survive a loss of power."""
 
 
-@dataclasses.dataclass(frozen=True, slots=True)
-class OperatorEvent:
+class OperatorEvent(msgspec.Struct, frozen=True):
     """Effect: log this event for operators."""
 
     event: str
     fields: dict[str, Any]
 
 
-@dataclasses.dataclass(frozen=True, slots=True)
-class AppendRecords:
+class AppendRecords(msgspec.Struct, frozen=True):
     """Effect: write these records down before anything that follows is sent."""
 
     records: list[Record]
 
 
-@dataclasses.dataclass(frozen=True, slots=True)
-class RecoveryComplete:
+class RecoveryComplete(msgspec.Struct, frozen=True):
     """Effect: all nodes have reported; what the records of an earlier master lacked is known."""
 
 

@@ -137,7 +137,9 @@ class Master:
     def handle(self, event: Event | Wake, now: float) -> list[Effect]:
         catalog = self.catalog
         was_doubted = catalog.is_doubted
-        if now >= self._soonest:
+        catalog.keeps_deadline = False
+        is_due = now >= self._soonest
+        if is_due:
             catalog.expire(now)
         effects: list[Effect] = []
         if isinstance(event, Received):
@@ -159,8 +161,9 @@ class Master:
             catalog.records = []
         if was_doubted and not catalog.is_doubted:
             effects.append(RecoveryComplete())
-        deadline = catalog.deadline()
-        self._soonest = math.inf if deadline is None else deadline
+        if is_due or not catalog.keeps_deadline:
+            deadline = catalog.deadline()
+            self._soonest = math.inf if deadline is None else deadline
         return effects
 
     def deadline(self) -> float | None:

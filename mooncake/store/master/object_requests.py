@@ -35,6 +35,8 @@ class LookupRequests:
         found: list[m.Stored | None] = []
         num_hits = 0
         keys = scoped_all(message.tenant, message.keys)
+        # With the first of them begins a period of hot_replicas.py, and with a read from SSD a promotion.
+        self._catalog.keeps_deadline = bool(self._catalog.recent)
         self._catalog.recent.append(keys)
         for key in keys:
             stored = readable.get(key)
@@ -72,11 +74,13 @@ class LookupRequests:
         if found.replicas[0].tier is Tier.SSD:
             self._catalog.counts.cold_hits += 1
             self._catalog.counts.cold_hit_bytes += found.size_bytes
+            self._catalog.keeps_deadline = False
             self._catalog.emit(ColdHit(stored, now))
         return found
 
     def exists(self, message: m.Exists, _: Received, now: float) -> m.Flags:
         readable = self._catalog.objects.readable
+        self._catalog.keeps_deadline = True
         lease_until = now + self._catalog.settings.lease_s
         flags = bytearray(len(message.keys))
         for index, key in enumerate(scoped_all(message.tenant, message.keys)):

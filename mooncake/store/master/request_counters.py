@@ -43,7 +43,7 @@ class RequestCounters:
         self.rejected: dict[tuple[str, str], int] = {}
         """Puts by tenant and reason; bounded, because any name may come."""
         self._names: dict[type, Callable[[Any, Any], None]] = {
-            m.Exists: lambda request, _: self._batch("exist_key", len(request.keys), 0),
+            m.Exists: self._exists,
             m.LookupObjects: self._lookup,
             m.PutStart: self._put_start,
             m.PutEnd: self._put_end,
@@ -110,7 +110,18 @@ class RequestCounters:
             counts[f"{name}_failed_items"] += num_failed
             counts[f"{name}_failures" if num_failed == num_items else f"{name}_partial_successes"] += 1
 
+    def _exists(self, request: m.Exists, _: m.Flags) -> None:
+        if len(request.keys) == 1:
+            self.counts["exist_key_requests"] += 1
+        else:
+            self._batch("exist_key", len(request.keys), 0)
+
     def _lookup(self, request: m.LookupObjects, reply: m.LookupReply) -> None:
+        if len(request.keys) == 1 and (found := reply.objects[0]) is not None:
+            self.counts["hit_nums"] += 1
+            self.counts["hit_bytes"] += found.size_bytes
+            self.counts["get_replica_list_requests"] += 1
+            return
         sizes = [one.size_bytes for one in reply.objects if one is not None]
         self.counts["hit_nums"] += len(sizes)
         self.counts["hit_bytes"] += sum(sizes)
