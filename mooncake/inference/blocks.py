@@ -12,6 +12,10 @@ Blanks are taken first, then the cached block that was freed longest ago. Using 
 freeing it only records when: the eviction queue is a heap whose entries may be too early, and the
 actual time is checked when an entry reaches the top. So a prompt of a thousand cached blocks costs two short
 loops. Only full blocks are indexed: a block is immutable from then on, and sharing never needs a copy.
+
+Block ids are lists where there are few of them, and columns (arrays) where a long prompt is used as a whole:
+what is known of each block lies in arrays, which loops and numpy both read. A prompt that is remembered as a
+path (its keys and its blocks) needs no look-up of each key when the next prompt continues it.
 """
 
 from __future__ import annotations
@@ -21,7 +25,10 @@ import heapq
 from array import array
 from collections import OrderedDict
 from collections.abc import Hashable, Iterable, Sequence
-from typing import Generic, TypeAlias, TypeVar
+from typing import Generic, NamedTuple, TypeAlias, TypeVar
+
+import numpy as np
+from numpy.typing import NDArray
 
 from mooncake.prefix import BlockHash
 
@@ -29,8 +36,18 @@ KeyT = TypeVar("KeyT", bound=Hashable)
 """Name of a block: its hash, or what a simulation uses instead of one."""
 
 
+BlockColumn: TypeAlias = NDArray[np.int64]
+"""Ids of different blocks."""
+
+NO_BLOCKS: BlockColumn = np.empty(0, np.int64)
+
 _BLOCK_BITS = 32
 _BLOCK_MASK = (1 << _BLOCK_BITS) - 1
+
+_MOST_ADDED = 16
+"""Most blocks that a prompt adds to a remembered path which it continues."""
+_BLOCKS_PER_PATH = 64
+"""One path is remembered for so many blocks of the pool."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -55,6 +72,20 @@ EVICTED = "evicted: least recently used"
 """The only reason for which this pool removes blocks."""
 
 
+def joined(blocks: BlockColumn, more: Sequence[int]) -> BlockColumn:
+    """A column of both."""
+    return np.concatenate((blocks, np.array(more, np.int64))) if more else blocks
+
+
+class _Path(NamedTuple, Generic[KeyT]):
+    """The blocks of a prompt that was used."""
+
+    keys: Sequence[KeyT]
+    blocks: BlockColumn
+    num_forgotten: int
+    "Number of blocks that the pool had forgotten by then."
+
+
 class BlockPool(Generic[KeyT]):
     """Blocks 1 to ``num_blocks - 1``; block 0 is scratch space that no request owns."""
 
@@ -62,7 +93,7 @@ class BlockPool(Generic[KeyT]):
         assert num_blocks >= 2, num_blocks
         self.num_blocks = num_blocks
         self.block_tokens = block_tokens
-        self._references = [0] * num_blocks
+        self._references = array("i", bytes(4 * num_blocks))
         self._hashes: list[KeyT | None] = [None] * num_blocks
         self._index: dict[KeyT, int] = {}
         self._blank: OrderedDict[int, None] = OrderedDict.fromkeys(range(1, num_blocks))
@@ -76,6 +107,19 @@ class BlockPool(Generic[KeyT]):
         """A heap of (a lower bound of the time it was freed, block). A cached block has one entry, or none
         until it is freed for the first time. Both in one integer: a tuple takes twice the memory."""
         self._is_queued = bytearray(num_blocks)
+        self._is_indexed = bytearray(num_blocks)
+        self._paths: dict[KeyT, _Path[KeyT]] = {}
+        """By the last key of each, the latest last."""
+        self._num_forgotten = 0
+        """Number of blocks so far whose content was forgotten."""
+        self._forgotten_at = array("q", bytes(8 * num_blocks))
+        """Value of that count after each block was forgotten."""
+        # The same memory for numpy.
+        self._reference_column: NDArray[np.int32] = np.frombuffer(self._references, np.int32)
+        self._given_back_column: NDArray[np.int64] = np.frombuffer(self._given_back, np.int64)
+        self._forgotten_column: NDArray[np.int64] = np.frombuffer(self._forgotten_at, np.int64)
+        self._queued_column: NDArray[np.uint8] = np.frombuffer(self._is_queued, np.uint8)
+        self._indexed_column: NDArray[np.uint8] = np.frombuffer(self._is_indexed, np.uint8)
         self._events: list[PoolBlocksStored[KeyT] | PoolBlocksRemoved[KeyT]] = []
 
     @property
@@ -103,12 +147,50 @@ class BlockPool(Generic[KeyT]):
             found.append(block)
         return found
 
+    def match_column(self, keys: Sequence[KeyT]) -> BlockColumn:
+        """As ``match``, for a long prompt."""
+        for end in range(len(keys), max(0, len(keys) - _MOST_ADDED), -1):
+            path = self._paths.get(keys[end - 1])
+            if path is not None:
+                found = self._along(path, keys, end)
+                if found is None:
+                    break
+                return joined(found, self.match(keys[end:])) if end < len(keys) else found
+        return np.array(self.match(keys), np.int64)
+
+    def _along(self, path: _Path[KeyT], keys: Sequence[KeyT], end: int) -> BlockColumn | None:
+        """Blocks of the first ``end`` of ``keys``, the last of which is that of ``path``; None if not all of
+        them are on it, or no longer."""
+        if path.keys[-end:] != keys[:end]:
+            return None
+        blocks = path.blocks[-end:]
+        if self._forgotten_column.take(blocks).max() > path.num_forgotten:
+            del self._paths[keys[end - 1]]
+            return None
+        return blocks
+
+    def remember(self, keys: Sequence[KeyT], blocks: BlockColumn) -> None:
+        """Remember the blocks of a prompt as a path, in place of that which it continues; not if one of them
+        is not indexed, because another block has its content."""
+        assert len(keys) == len(blocks)
+        if not len(keys) or np.count_nonzero(self._indexed_column.take(blocks)) < len(blocks):
+            return
+        paths = self._paths
+        for key in keys[-_MOST_ADDED:]:
+            paths.pop(key, None)
+        paths[keys[-1]] = _Path(keys, blocks, self._num_forgotten)
+        if len(paths) * _BLOCKS_PER_PATH > self.num_blocks + _BLOCKS_PER_PATH:
+            del paths[next(iter(paths))]
+
     def num_free_after_touch(self, block_ids: Iterable[int]) -> int:
         """The value of ``num_free`` after ``touch(block_ids)``."""
         return self.num_free - sum(self._references[block] == 0 for block in block_ids)
 
-    def touch(self, block_ids: Iterable[int]) -> None:
+    def touch(self, block_ids: Iterable[int] | BlockColumn) -> None:
         """Take one reference on each."""
+        if isinstance(block_ids, np.ndarray):
+            self._touch_column(block_ids)
+            return
         references, hashes, num_revived = self._references, self._hashes, 0
         for block in block_ids:
             before = references[block]
@@ -119,6 +201,16 @@ class BlockPool(Generic[KeyT]):
                     num_revived += 1
             references[block] = before + 1
         self._num_idle -= num_revived
+
+    def _touch_column(self, blocks: BlockColumn) -> None:
+        before = self._reference_column.take(blocks)
+        num_idle = len(before) - int(np.count_nonzero(before))
+        if num_idle and np.count_nonzero(self._indexed_column.take(blocks)) < len(before):
+            self.touch(blocks.tolist())  # some are blank
+            return
+        before += 1
+        self._reference_column[blocks] = before
+        self._num_idle -= num_idle
 
     def allocate(self, num_blocks: int, after: int | None = None, headroom: int = 0) -> list[int] | None:
         """``num_blocks`` blocks with one reference each, or None if there are not enough.
@@ -153,8 +245,11 @@ class BlockPool(Generic[KeyT]):
                 break
             self._blank.move_to_end(block)
 
-    def free(self, block_ids: Sequence[int]) -> None:
+    def free(self, block_ids: Sequence[int] | BlockColumn) -> None:
         """Release one reference on each. Later blocks are reused before earlier ones."""
+        if isinstance(block_ids, np.ndarray):
+            self._free_column(block_ids)
+            return
         references, hashes, given_back, is_queued = (
             self._references,
             self._hashes,
@@ -176,6 +271,27 @@ class BlockPool(Generic[KeyT]):
                     is_queued[block] = True
                     heapq.heappush(self._queue, now << _BLOCK_BITS | block)
         self._num_idle += now - began
+        self._now = now
+
+    def _free_column(self, blocks: BlockColumn) -> None:
+        idle, left = blocks, self._reference_column.take(blocks)
+        left -= 1
+        if np.count_nonzero(left):
+            assert left.min() >= 0, f"a block of {blocks} was freed more often than taken"
+            idle = blocks[left == 0]
+        num_idle = len(idle)
+        if np.count_nonzero(self._indexed_column.take(idle)) < num_idle:
+            self.free(blocks.tolist())  # some become blank
+            return
+        self._reference_column[blocks] = left
+        now = self._now + num_idle
+        self._given_back_column[idle] = np.arange(now, self._now, -1)
+        is_queued = self._queued_column.take(idle)
+        if np.count_nonzero(is_queued) < num_idle:
+            for at in np.flatnonzero(is_queued == 0).tolist():
+                heapq.heappush(self._queue, now - at << _BLOCK_BITS | int(idle[at]))
+            self._queued_column[idle] = 1
+        self._num_idle += num_idle
         self._now = now
 
     def _pop_oldest(self) -> int:
@@ -216,6 +332,7 @@ class BlockPool(Generic[KeyT]):
             assert self._hashes[block] is None, f"block {block} is published under two hashes"
             self._index[block_hash] = block
             self._hashes[block] = block_hash
+            self._is_indexed[block] = True
             run.append(block_hash)
         self._emit_stored(run, run_parent, run_start, token_ids)
 
@@ -226,7 +343,7 @@ class BlockPool(Generic[KeyT]):
         self._forget(cached)
         self._blank.update(dict.fromkeys(cached))
         self._queue.clear()
-        self._is_queued = bytearray(self.num_blocks)
+        self._queued_column[:] = 0
         self._num_idle = 0
 
     def drain_events(self) -> list[PoolBlocksStored[KeyT] | PoolBlocksRemoved[KeyT]]:
@@ -244,6 +361,9 @@ class BlockPool(Generic[KeyT]):
             places = (self._references[block] > 0) + (block in self._blank) + is_idle
             assert places == 1, f"block {block} is in {places} states"
             assert not is_idle or self._is_queued[block], f"block {block} can never be evicted"
+            assert self._is_indexed[block] == (self._hashes[block] is not None), (
+                f"block {block} is marked wrongly"
+            )
         assert num_idle == self._num_idle, f"{num_idle} blocks are idle, not {self._num_idle}"
         assert sorted(queued) == [block for block, is_queued in enumerate(self._is_queued) if is_queued]
         for entry in self._queue:
@@ -267,6 +387,9 @@ class BlockPool(Generic[KeyT]):
             assert block_hash is not None
             del self._index[block_hash]
             self._hashes[block] = None
+            self._is_indexed[block] = False
+            self._num_forgotten += 1
+            self._forgotten_at[block] = self._num_forgotten
             removed.append(block_hash)
         if removed:
             self._events.append(PoolBlocksRemoved(tuple(removed)))

@@ -5,9 +5,10 @@ from __future__ import annotations
 
 from random import Random
 
+import numpy as np
 import pytest
 
-from mooncake.inference.blocks import BlockPool, PoolBlocksRemoved, PoolBlocksStored
+from mooncake.inference.blocks import BlockColumn, BlockPool, PoolBlocksRemoved, PoolBlocksStored
 from mooncake.prefix import BlockHash, block_hashes, root_hash
 
 BLOCK = 4
@@ -163,3 +164,91 @@ def test_a_cleared_pool_finds_nothing_and_has_all_blocks() -> None:
     pool.free(again)
     pool.check()
     assert len(pool.match([b"a"])) == 1
+
+
+def use_as_list(pool: BlockPool[int], keys: list[int]) -> list[int]:
+    """Use a prompt: its cached blocks and new ones for the rest, as far as there is room."""
+    found = pool.match(keys)
+    pool.touch(found)
+    rest = keys[len(found) :]
+    fresh = pool.allocate(min(len(rest), pool.num_free))
+    assert fresh is not None
+    pool.publish(fresh, rest[: len(fresh)], 0)
+    return found + fresh
+
+
+def use_as_column(pool: BlockPool[int], keys: list[int]) -> BlockColumn:
+    found = pool.match_column(keys)
+    pool.touch(found)
+    rest = keys[len(found) :]
+    fresh = pool.allocate(min(len(rest), pool.num_free))
+    assert fresh is not None
+    pool.publish(fresh, rest[: len(fresh)], 0)
+    return np.append(found, np.array(fresh, np.int64))
+
+
+@pytest.mark.parametrize("seed", range(20))
+def test_columns_and_paths_give_the_same_as_lists(seed: int) -> None:
+    random = Random(seed)
+    lists, columns = (BlockPool[int](200, BLOCK) for _ in range(2))
+    lengths = [random.randint(1, 40) for _ in range(8)]
+    held: list[tuple[list[int], list[int], BlockColumn]] = []
+    num_along = num_forgotten = 0
+    for _ in range(400):
+        if held and random.random() < 0.5:
+            keys, ids, column = held.pop(random.randrange(len(held)))
+            lists.free(ids)
+            columns.free(column)
+            columns.remember(keys[: len(column)], column)
+        else:
+            session = random.randrange(len(lengths))
+            lengths[session] = lengths[session] + random.randint(0, 6) if lengths[session] < 70 else 10
+            num_common = random.choice([0, 5])  # branches off a path that another session has
+            keys = [*range(num_common), *(1000 * (session + 1) + at for at in range(lengths[session]))]
+            if random.random() < 0.1:  # a part of a prompt, as for a transfer
+                keys = keys[len(keys) // 2 :]
+            num_along += any(key in columns._paths for key in keys[-16:])
+            ids, column = use_as_list(lists, keys), use_as_column(columns, keys)
+            assert column.tolist() == ids
+            held.append((keys, ids, column))
+        events = lists.drain_events()
+        assert columns.drain_events() == events
+        num_forgotten += sum(isinstance(event, PoolBlocksRemoved) for event in events)
+        assert columns.num_free == lists.num_free
+        lists.check()
+        columns.check()
+    assert num_along > 20 and num_forgotten > 20, (num_along, num_forgotten)
+
+
+def test_a_path_with_an_evicted_block_is_no_longer_followed() -> None:
+    pool: BlockPool[int] = BlockPool(7, BLOCK)
+    keys = [10, 11, 12, 13]
+    column = use_as_column(pool, keys)
+    pool.free(column)
+    pool.remember(keys, column)
+    assert pool.match_column([*keys, 14]).tolist() == column.tolist()
+    other = use_as_column(pool, [20, 21, 22])  # two blanks, and the last block of the path
+    assert pool.match_column(keys).tolist() == column[:3].tolist()
+    pool.free(other)
+    pool.check()
+
+
+def test_a_prompt_with_a_block_that_is_not_indexed_is_no_path() -> None:
+    pool: BlockPool[int] = BlockPool(9, BLOCK)
+    first = use_as_column(pool, [10, 11])
+    duplicates = pool.allocate(2)
+    assert duplicates is not None
+    pool.publish(duplicates, [10, 11], 0)
+    pool.remember([10, 11], np.array(duplicates, np.int64))
+    assert pool.match_column([10, 11]).tolist() == first.tolist()
+    pool.free(np.array(duplicates, np.int64))
+    pool.check()
+    assert pool.num_free == 6
+
+
+def test_a_column_freed_too_often_is_a_programming_error() -> None:
+    pool: BlockPool[int] = BlockPool(9, BLOCK)
+    column = use_as_column(pool, [10, 11])
+    pool.free(column)
+    with pytest.raises(AssertionError, match="freed more often"):
+        pool.free(column)

@@ -30,6 +30,7 @@ from mooncake.conductor.messages import (
     TransferMeasured,
 )
 from mooncake.conductor.settings import SchedulingSettings
+from mooncake.inference.blocks import NO_BLOCKS, BlockColumn
 from mooncake.sim.serving.cluster import ClusterSpec, ServingCluster
 from mooncake.sim.serving.fabric import Fabric, Port
 from mooncake.sim.serving.nodes import DecodeNode, NodeCache, PrefillNode, SimRequest, StorePool
@@ -41,7 +42,7 @@ STEP_TOKENS = 8192
 """Tokens of a prefill instance's step, in the step-level mode."""
 
 _Node: TypeAlias = PrefillNode | StepPrefillNode
-_Load: TypeAlias = tuple[SimRequest, _Node, _Node | StorePool, list[int], int, float]
+_Load: TypeAlias = tuple[SimRequest, _Node, _Node | StorePool, BlockColumn, int, float]
 """(request, target, source, blocks pinned there, first block, begun at)."""
 
 
@@ -216,15 +217,15 @@ class DisaggregatedCluster(ServingCluster):
         source = self._source(fetch)
         end = fetch.first_block + fetch.num_blocks
         keys = request.keys[fetch.first_block : end]
-        in_memory = source.cache.match(keys)
+        in_memory = source.cache.match_column(keys)
         num_on_ssd = source.cache.num_on_ssd(keys[len(in_memory) :])
         first = fetch.first_block
-        if in_memory and source is not node:
+        if len(in_memory) and source is not node:
             source.cache.pin(in_memory)
             self._load(request, node, source, in_memory, first, len(in_memory), (source.out, node.into))
         if num_on_ssd:
             ports = (source.ssd,) if source is node else (source.ssd, source.out, node.into)
-            self._load(request, node, source, [], first + len(in_memory), num_on_ssd, ports)
+            self._load(request, node, source, NO_BLOCKS, first + len(in_memory), num_on_ssd, ports)
 
     def _source(self, fetch: Fetch) -> _Node | StorePool:
         if fetch.source == POOL:
@@ -234,18 +235,18 @@ class DisaggregatedCluster(ServingCluster):
 
     def _read_ssd(self, request: SimRequest, node: _Node) -> None:
         """A node reads from its own SSD the blocks that follow those in its memory."""
-        first = len(node.cache.match(request.keys))
+        first = len(node.cache.match_column(request.keys))
         if not request.loads:
             num_on_ssd = node.cache.num_on_ssd(request.keys[first:])
             if num_on_ssd:
-                self._load(request, node, node, [], first, num_on_ssd, (node.ssd,))
+                self._load(request, node, node, NO_BLOCKS, first, num_on_ssd, (node.ssd,))
 
     def _load(
         self,
         request: SimRequest,
         node: _Node,
         source: _Node | StorePool,
-        pinned: list[int],
+        pinned: BlockColumn,
         first: int,
         num_blocks: int,
         ports: Sequence[Port],
@@ -261,7 +262,8 @@ class DisaggregatedCluster(ServingCluster):
     def _loaded(self, load: _Load) -> None:
         request, node, source, pinned, first, began_at = load
         now = self.kernel.now
-        source.cache.unpin(pinned)
+        if len(pinned):
+            source.cache.unpin(pinned)
         if request.is_abandoned:
             return
         end = next(end for start, end in request.loads if start == first)

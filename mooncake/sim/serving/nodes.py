@@ -42,7 +42,7 @@ from collections.abc import Callable, Iterable, Sequence
 from typing import Any, Generic
 
 from mooncake.conductor.prediction import DecodeModel
-from mooncake.inference.blocks import BlockPool, KeyT, PoolBlocksStored
+from mooncake.inference.blocks import BlockColumn, BlockPool, KeyT, PoolBlocksStored, joined
 from mooncake.inference.pipeline import OVERHEAD_TOKENS, ChunkPlan, pass_through
 from mooncake.sim.kernel import Kernel
 from mooncake.sim.serving.fabric import Port
@@ -75,6 +75,7 @@ class SimRequest:
         "num_input",
         "num_output",
         "number",
+        "pinned",
         "predicted_tbt_s",
         "predicted_ttft_s",
         "prefill",
@@ -125,6 +126,8 @@ class SimRequest:
         self.prefill_began_at = -1.0
         self.first_token_at = -1.0
         self.block_ids: list[int] = []
+        """Its pinned blocks on a node that computes prompts and decodes."""
+        self.pinned: BlockColumn | None = None
         """Its pinned blocks on the node that prefills it."""
         self.first_run = 0
         self.wait_s = 0.0
@@ -172,10 +175,14 @@ class NodeCache(Generic[KeyT]):
         """How many of ``keys``, from the first on, are on SSD."""
         return len(self.ssd.match(keys)) if self.ssd is not None else 0
 
-    def pin(self, block_ids: Sequence[int]) -> None:
+    def match_column(self, keys: Sequence[KeyT]) -> BlockColumn:
+        """The same for a whole prompt."""
+        return self.pool.match_column(keys)
+
+    def pin(self, block_ids: Sequence[int] | BlockColumn) -> None:
         self.pool.touch(block_ids)
 
-    def unpin(self, block_ids: Sequence[int]) -> None:
+    def unpin(self, block_ids: Sequence[int] | BlockColumn) -> None:
         self.pool.free(block_ids)
 
     def keep(self, keys: Sequence[KeyT]) -> list[int]:
@@ -333,9 +340,9 @@ class PrefillNode:
         request = heapq.heappop(self._queue)[2]
         request.prefill_began_at = self._kernel.now
         self._begun[request.number] = request
-        request.block_ids = block_ids = self.cache.match(request.keys)
-        self.cache.pin(block_ids)
-        num_cached = len(block_ids)
+        request.pinned = pinned = self.cache.match_column(request.keys)
+        self.cache.pin(pinned)
+        num_cached = len(pinned)
         for first, end in request.loads:
             if first <= num_cached:
                 num_cached = max(num_cached, end)
@@ -372,15 +379,17 @@ class PrefillNode:
 
     def _keep(self, request: SimRequest) -> None:
         """What was computed stays in the cache until room is needed."""
-        cache, keys, block_ids = self.cache, request.keys, request.block_ids
+        cache, keys, pinned = self.cache, request.keys, request.pinned
+        assert pinned is not None
         if request.loads:  # what was loaded may have arrived meanwhile
-            more = cache.match(keys[len(block_ids) :])
+            more = cache.match(keys[len(pinned) :])
             cache.pin(more)
-            block_ids = block_ids + more
-        if len(block_ids) < len(keys):
-            block_ids = block_ids + cache.keep(keys[len(block_ids) :])
-        cache.unpin(block_ids)
-        request.block_ids = []
+            pinned = joined(pinned, more)
+        if len(pinned) < len(keys):
+            pinned = joined(pinned, cache.keep(keys[len(pinned) :]))
+        cache.unpin(pinned)
+        cache.pool.remember(keys[: len(pinned)], pinned)
+        request.pinned = None
 
     def _through_stages(self, request: SimRequest) -> float:
         """Compute the times of its chunks through the pipeline, behind the prompt before; return when the
