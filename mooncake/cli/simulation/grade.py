@@ -116,6 +116,7 @@ def _grade_run(run: EngineRun, share: float, seed: int) -> tuple[dict[str, Any],
         "run": run.name,
         "num_fitted": int(is_known.sum()),
         "num_graded": int(is_graded.sum()),
+        "num_left_out": run.num_left_out,
         "graded_were_fitted": has_blanks,
         "costs": msgspec.to_builtins(fit.costs),
         "limits": msgspec.to_builtins(fit.limits),
@@ -142,6 +143,8 @@ def _grade_run(run: EngineRun, share: float, seed: int) -> tuple[dict[str, Any],
         f"{is_graded.sum()} requests, {'which' if has_blanks else 'none of which'} the fit has seen; "
         f"fitted on {is_known.sum()}. KV memory limit: {fit.limits.kv_tokens or 'none reached'}."
     )
+    if run.num_left_out:
+        caption += f" {run.num_left_out} requests of the file had no answer and are left out."
     headings = ("", "measured ms", "predicted ms", "error")
     return document, [PlainTable(run.name, headings, rows, caption)]
 

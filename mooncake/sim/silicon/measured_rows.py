@@ -108,7 +108,7 @@ class MeasuredRow(msgspec.Struct, frozen=True):
 
     @property
     def num_gpus(self) -> float:
-        """Of all workers together."""
+        """Cards of all workers together."""
         decode = self.quantity("decode_gpus") * self.quantity("decode_workers")
         if not self.is_disaggregated:
             return decode

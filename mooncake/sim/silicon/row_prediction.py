@@ -223,7 +223,7 @@ class TimePredictor:
             self._weights = self._weights - size * mean / (1 - 0.8 ** (step + 1)) / usual
 
     def _gradient(self, known: _Columns, target: Floats, differing: list[Floats]) -> Floats:
-        """Of the negative logarithm of the weights' posterior probability."""
+        """Gradient of the negative logarithm of the weights' posterior probability."""
         kernels = self._kernels(known, known)
         matrix = kernels.total
         matrix[np.diag_indices_from(matrix)] += NOISE
