@@ -8,6 +8,8 @@ model, card, engine and parallelism. In both, nothing that is graded was seen by
 from __future__ import annotations
 
 import json
+from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from random import Random
 from typing import Annotated, Any
@@ -19,20 +21,15 @@ import typer
 from mooncake.cli.simulation.report import PlainTable, wide_console
 from mooncake.errors import InvalidArgument
 from mooncake.sim.silicon.engine_run import EngineRun, EngineTimes, fit_engine, graded, simulate_engines
-from mooncake.sim.silicon.measured_rows import (
-    TARGETS,
-    GroupError,
-    MeasuredRow,
-    ModeChoice,
-    TimePrediction,
-    TimePredictor,
-    group_errors,
-    mode_choices,
-    read_rows,
-)
+from mooncake.sim.silicon.measured_rows import TARGETS, MeasuredRow, read_table
+from mooncake.sim.silicon.mode_choice import ModeChoice, mode_choices
+from mooncake.sim.silicon.row_prediction import GroupError, RowPredictor, TimePrediction, group_errors
 
 MEASURES = ("ttft", "tpot", "latency")
 GROUPS = ("model_path", "system", "backend", "mode")
+SAME = "same measurement"
+"""Label of a row whose measurement the fit has, too, under another id: published tables overlap."""
+NUM_DRAWS = 400
 
 
 def grade_command(
@@ -76,18 +73,25 @@ def grade_command(
         document, tables = _grade_run(EngineRun.read(run_folder), share, seed)
     else:
         assert fit_on is not None
-        rows = read_rows(fit_on)
-        tested = read_rows(test_on) if test_on is not None else None
-        if tested is None:
-            Random(seed).shuffle(rows)
-            rows, tested = rows[: len(rows) // 2], rows[len(rows) // 2 :]
-        document, tables = _grade_rows(rows, tested)
+        document, tables = _grade_rows(*_halves(fit_on, test_on, seed), seed)
     if is_json:
         print(json.dumps(document, indent=1))
         return
     console = wide_console()
     for table in tables:
         console.print(table.on_console())
+
+
+def _halves(fit_on: Path, test_on: Path | None, seed: int) -> tuple[list[MeasuredRow], list[MeasuredRow]]:
+    """Rows to fit on and rows to predict: a random half each where one file is given."""
+    table = read_table(fit_on)
+    if test_on is not None:
+        return table.rows, read_table(test_on).rows
+    if len(table.rows) < 2:
+        raise InvalidArgument("--fit-on", str(fit_on), "at least 2 rows, or used with --test-on")
+    rows = list(table.rows)
+    Random(seed).shuffle(rows)
+    return rows[: len(rows) // 2], rows[len(rows) // 2 :]
 
 
 # --- a run
@@ -112,6 +116,7 @@ def _grade_run(run: EngineRun, share: float, seed: int) -> tuple[dict[str, Any],
         "run": run.name,
         "num_fitted": int(is_known.sum()),
         "num_graded": int(is_graded.sum()),
+        "num_left_out": run.num_left_out,
         "graded_were_fitted": has_blanks,
         "costs": msgspec.to_builtins(fit.costs),
         "limits": msgspec.to_builtins(fit.limits),
@@ -138,6 +143,8 @@ def _grade_run(run: EngineRun, share: float, seed: int) -> tuple[dict[str, Any],
         f"{is_graded.sum()} requests, {'which' if has_blanks else 'none of which'} the fit has seen; "
         f"fitted on {is_known.sum()}. KV memory limit: {fit.limits.kv_tokens or 'none reached'}."
     )
+    if run.num_left_out:
+        caption += f" {run.num_left_out} requests of the file had no answer and are left out."
     headings = ("", "measured ms", "predicted ms", "error")
     return document, [PlainTable(run.name, headings, rows, caption)]
 
@@ -165,47 +172,93 @@ def _requests_of(run: EngineRun, predicted: EngineTimes, is_known: Any) -> list[
 
 
 def _grade_rows(
-    rows: list[MeasuredRow], tested: list[MeasuredRow]
+    rows: list[MeasuredRow], tested: list[MeasuredRow], seed: int
 ) -> tuple[dict[str, Any], list[PlainTable]]:
-    predictions = {name: TimePredictor(rows, name).predict(tested) for name in TARGETS}
-    choices = mode_choices(tested, predictions["ttft"].seconds, predictions["tpot"].seconds)
-    groups = {
-        column or "all": {name: group_errors(tested, predictions[name], name, column) for name in TARGETS}
-        for column in ("", *GROUPS)
+    predictor = RowPredictor(rows, seed)
+    predictions = predictor.predict(tested)
+    fitted_times = {_times_of(row) for row in rows}
+
+    def standing(row: MeasuredRow) -> str:
+        return SAME if _times_of(row) in fitted_times else predictor.novelty(row)
+
+    labels: dict[str, Callable[[MeasuredRow], str]] = {
+        "all": lambda row: "all",
+        **{column: partial(MeasuredRow.named, column=column) for column in GROUPS},
+        "what the fit has seen": standing,
     }
-    cells, objectives = ([one for one in choices if (one.tpot_s is None) is whole] for whole in (True, False))
+    groups = {
+        title: {name: group_errors(tested, predictions[name], name, label) for name in TARGETS}
+        for title, label in labels.items()
+    }
+
+    def draw(cell: list[MeasuredRow]) -> tuple[Any, Any]:
+        return predictor.draws(cell, NUM_DRAWS, seed)
+
+    choices = {
+        "": mode_choices(tested, draw),
+        "_with_cards": mode_choices([row for row in tested if row.has_worker_counts], draw),
+    }
     document = {
         "num_fitted": len(rows),
         "num_graded": len(tested),
+        "num_same_measurement": sum(standing(row) == SAME for row in tested),
         "errors": {
             column: {name: msgspec.to_builtins(found) for name, found in targets.items()}
             for column, targets in groups.items()
         },
-        "mode": {
-            "cells": len(cells),
-            "cells_right": _share_right(cells),
-            "objectives": len(objectives),
-            "objectives_right": _share_right(objectives),
-            "choices": [{**msgspec.to_builtins(one), "is_right": one.is_right} for one in choices],
-        },
-        "rows": _rows_of(tested, predictions),
+        **{f"mode{suffix}": _choices_of(found) for suffix, found in choices.items()},
+        "rows": _rows_of(tested, predictions, standing),
     }
     tables = [_error_table(column, targets) for column, targets in groups.items()]
-    shares: list[tuple[str, ...]] = [
-        ("most tokens per card", str(len(cells)), f"{_share_right(cells):.1%}"),
-        (
-            "most tokens per card within an objective of TPOT",
-            str(len(objectives)),
-            f"{_share_right(objectives):.1%}",
-        ),
-    ]
-    caption = "Cells of equal model, card, engine, precision and lengths that were measured both ways."
-    tables.append(PlainTable("Aggregated or disaggregated", ("", "comparisons", "right"), shares, caption))
+    tables.append(_choice_table(choices[""], choices["_with_cards"]))
     return document, tables
+
+
+def _times_of(row: MeasuredRow) -> tuple[str, str, float, float]:
+    """Two rows that agree in it are one measurement: no two have nine digits in common by chance."""
+    return row.named("architecture"), row.named("system"), round(row.ttft_s, 9), round(row.tpot_s, 9)
+
+
+def _choices_of(choices: list[ModeChoice]) -> dict[str, Any]:
+    cells, objectives = _by_objective(choices)
+    return {
+        "cells": len(cells),
+        "cells_right": _share_right(cells),
+        "objectives": len(objectives),
+        "objectives_right": _share_right(objectives),
+        "choices": [
+            {**msgspec.to_builtins(one), "is_right": one.is_right, "is_sure": one.is_sure} for one in choices
+        ],
+    }
+
+
+def _by_objective(choices: list[ModeChoice]) -> tuple[list[ModeChoice], list[ModeChoice]]:
+    """Those of whole cells, and those within an objective."""
+    cells, objectives = ([one for one in choices if (one.tpot_s is None) is whole] for whole in (True, False))
+    return cells, objectives
 
 
 def _share_right(choices: list[ModeChoice]) -> float:
     return sum(one.is_right for one in choices) / max(1, len(choices))
+
+
+def _choice_table(choices: list[ModeChoice], with_cards: list[ModeChoice]) -> PlainTable:
+    titles = ("most tokens per card", "most tokens per card within an objective of TPOT")
+    rows: list[tuple[str, ...]] = []
+    for suffix, found in (("", choices), (", rows that state their numbers of workers", with_cards)):
+        for title, some in zip(titles, _by_objective(found), strict=True):
+            sure = [one for one in some if one.is_sure]
+            shares = (f"{_share_right(one):.1%}" if one else "-" for one in (some, sure))
+            constant = sum(one.measured_gain > 1 for one in some) / max(1, len(some))
+            cells = (str(len(some)), next(shares), str(len(sure)), next(shares), f"{constant:.1%}")
+            rows.append((title + suffix, *cells))
+    caption = (
+        "Cells of equal model, card, engine, precision and lengths that were measured both ways. Sure: four "
+        "of five draws agree. Disaggregated: the share of comparisons that it wins. Rows that do not state "
+        "their numbers of workers count as one worker of each kind."
+    )
+    headings = ("", "comparisons", "right", "sure", "right", "disaggregated")
+    return PlainTable("Aggregated or disaggregated", headings, rows, caption)
 
 
 def _error_table(column: str, targets: dict[str, dict[str, GroupError]]) -> PlainTable:
@@ -214,30 +267,40 @@ def _error_table(column: str, targets: dict[str, dict[str, GroupError]]) -> Plai
             label,
             str(targets["ttft"][label].num_rows),
             *(
-                f"{value:.1%}"
+                value
                 for name in TARGETS
+                for one in [targets[name][label]]
                 for value in (
-                    targets[name][label].median,
-                    targets[name][label].p90,
-                    targets[name][label].within,
+                    f"{one.median:.1%}",
+                    f"{one.p90:.1%}",
+                    f"{one.within:.1%}",
+                    f"{one.median_width:.2f}x",
                 )
             ),
         )
         for label in targets["ttft"]
     ]
-    kinds = ("median", "p90", "in 90 %")
+    kinds = ("median", "p90", "in 90 %", "width")
     headings = ("", "rows", *(f"{name.upper()}\n{kind}" for name in TARGETS for kind in kinds))
-    caption = "Relative errors of the graded rows; in 90 %: share inside the predicted interval of 90 %."
+    caption = (
+        "Relative errors of the graded rows; in 90 %: share inside the predicted interval of 90 %; width: "
+        "the factor from the prediction to the interval's ends, median."
+    )
     return PlainTable(
         f"By {column}" if column != "all" else "", headings, rows, caption if column == "all" else ""
     )
 
 
-def _rows_of(rows: list[MeasuredRow], predictions: dict[str, TimePrediction]) -> list[dict[str, Any]]:
+def _rows_of(
+    rows: list[MeasuredRow],
+    predictions: dict[str, TimePrediction],
+    standing: Callable[[MeasuredRow], str],
+) -> list[dict[str, Any]]:
     intervals = {name: one.interval() for name, one in predictions.items()}
     return [
         {
             "id": row.id,
+            "standing": standing(row),
             **{
                 key: value
                 for name in TARGETS

@@ -11,14 +11,14 @@ steps themselves are not in such recordings. Knows nothing of clusters or caches
 
 from __future__ import annotations
 
-import json
 from collections import deque
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any, Self
+from typing import Annotated, Self
 
 import msgspec
 import numpy as np
+from msgspec import Meta
 from numpy.typing import NDArray
 
 from mooncake.errors import InvalidArgument
@@ -92,25 +92,23 @@ class EngineRun(msgspec.Struct, frozen=True):
     measured: EngineTimes
     limits: EngineLimits
 
+    num_left_out: int = 0
+    "Requests of the file without an answer: refused or aborted."
+
     @classmethod
     def read(cls, folder: Path) -> Self:
-        """Raises InvalidArgument: a file is missing, or not of this form."""
+        """Raises InvalidArgument: a file is missing, or not of this form; it names the line and the field."""
         place = folder if (folder / "requests.jsonl").is_file() else folder / "vllm"
-        try:
-            text = (place / "requests.jsonl").read_text()
-            rows = [_row(line) for line in text.splitlines() if line.strip()]
-            meta = json.loads((place / "meta.json").read_text()) if (place / "meta.json").is_file() else {}
-            limits = _limits(meta.get("engine_kwargs", {}))
-        except (OSError, ValueError, TypeError, AttributeError, msgspec.MsgspecError) as error:
-            allowed = f"a folder with requests.jsonl and meta.json of a run ({error})"
-            raise InvalidArgument("RUN_DIR", str(folder), allowed) from error
+        lines = _text(folder, place / "requests.jsonl").splitlines()
+        found = [_row(folder, number, line) for number, line in enumerate(lines, 1) if line.strip()]
+        rows = sorted((row for row in found if row.output_toks), key=lambda row: row.queued_ts)
         if not rows:
-            raise InvalidArgument("RUN_DIR", str(folder), "a run with requests")
-        rows.sort(key=lambda row: row.queued_ts)
+            raise InvalidArgument("RUN_DIR", str(folder), "a run with requests that were answered")
+        meta = _meta(folder, place / "meta.json")
         start = rows[0].queued_ts
         first, last = ([getattr(row, name) for row in rows] for name in ("first_token_ts", "last_token_ts"))
         load = EngineLoad(
-            [row.request_id for row in rows],
+            [str(row.request_id) for row in rows],
             np.array([row.queued_ts - start for row in rows]),
             np.array([row.input_toks for row in rows]),
             np.array([row.output_toks for row in rows]),
@@ -118,33 +116,81 @@ class EngineRun(msgspec.Struct, frozen=True):
         times = [
             np.array([np.nan if at is None else at - start for at in column]) for column in (first, last)
         ]
-        return cls(str(meta.get("model") or folder.name), load, EngineTimes(*times), limits)
+        name = meta.model or folder.name
+        return cls(name, load, EngineTimes(*times), _limits(meta), len(found) - len(rows))
+
+
+Tokens = Annotated[int, Meta(ge=0, le=100_000_000)]
+Limit = Annotated[int, Meta(ge=1, le=1_000_000_000)]
 
 
 class _Row(msgspec.Struct):
-    request_id: str
-    input_toks: int
-    output_toks: int
+    request_id: str | int
+    input_toks: Annotated[int, Meta(ge=1, le=100_000_000)]
+    output_toks: Tokens
     queued_ts: float
     first_token_ts: float | None = None
     last_token_ts: float | None = None
 
 
-def _row(line: str) -> _Row:
-    row = msgspec.json.decode(line, type=_Row)
-    if row.input_toks < 1 or row.output_toks < 1:
-        raise ValueError(f"request {row.request_id} has no prompt or no answer")
+class _Arguments(msgspec.Struct):
+    """What of the engine's arguments its scheduler goes by; None: its default."""
+
+    max_num_seqs: Limit | None = None
+    max_num_batched_tokens: Limit | None = None
+    data_parallel_size: Limit | None = None
+
+
+class _Meta(msgspec.Struct):
+    model: str | None = None
+    engine_kwargs: _Arguments | None = None
+
+
+def _text(folder: Path, file: Path) -> str:
+    try:
+        return file.read_text()
+    except (OSError, UnicodeDecodeError) as error:
+        reason = error.strerror if isinstance(error, OSError) else error
+        allowed = f"a folder with requests.jsonl and meta.json of a run ({file.name}: {reason})"
+        raise InvalidArgument("RUN_DIR", str(folder), allowed) from error
+
+
+def _row(folder: Path, number: int, line: str) -> _Row:
+    try:
+        row = msgspec.json.decode(line, type=_Row)
+    except msgspec.MsgspecError as error:
+        raise _damaged(folder, f"requests.jsonl, line {number}", str(error)) from error
+    first, last = row.first_token_ts, row.last_token_ts
+    for name, at, earliest in (("first_token_ts", first, row.queued_ts), ("last_token_ts", last, first)):
+        if at is not None and earliest is not None and at < earliest:
+            problem = f"{name} {at} is before {earliest}"
+            raise _damaged(folder, f"requests.jsonl, line {number}", problem)
     return row
 
 
-def _limits(arguments: dict[str, Any]) -> EngineLimits:
+def _meta(folder: Path, file: Path) -> _Meta:
+    """Without the file, every limit is the engine's default."""
+    if not file.is_file():
+        return _Meta()
+    try:
+        return msgspec.json.decode(_text(folder, file), type=_Meta)
+    except msgspec.MsgspecError as error:
+        raise _damaged(folder, "meta.json", str(error)) from error
+
+
+def _damaged(folder: Path, place: str, problem: str) -> InvalidArgument:
+    problem = problem[:1].lower() + problem[1:].replace("`$.", "`")
+    return InvalidArgument("RUN_DIR", str(folder), f"a run that can be read: {place}: {problem}")
+
+
+def _limits(meta: _Meta) -> EngineLimits:
     """Where the run names no limit, the engine's own default stands."""
-    default = EngineLimits()
+    arguments, default = meta.engine_kwargs or _Arguments(), EngineLimits()
     return EngineLimits(
-        int(arguments.get("max_num_seqs") or default.max_num_seqs),
-        int(arguments.get("max_num_batched_tokens") or default.max_num_batched_tokens),
+        arguments.max_num_seqs or default.max_num_seqs,
+        arguments.max_num_batched_tokens or default.max_num_batched_tokens,
         0,
-        int(arguments.get("data_parallel_size") or 1),
+        arguments.data_parallel_size or 1,
     )
 
 

@@ -185,7 +185,17 @@ def test_grade_of_a_run_and_of_rows(mooncake: Run, tmp_path: Path) -> None:
     rows.write_text(heading + "".join(lines))
     found = json.loads(mooncake("grade", "--fit-on", str(rows), "--test-on", str(rows), "--json").stdout)
     assert found["num_graded"] == 60 and found["errors"]["all"]["tpot"]["all"]["median"] < 0.05
-    assert found["mode"]["cells"] == 0, "there is nothing to compare"
+    assert found["mode"]["cells"] == found["mode_with_cards"]["cells"] == 0, "there is nothing to compare"
+    assert found["num_same_measurement"] == 60 and found["rows"][0]["standing"] == "same measurement"
+    unseen = tmp_path / "unseen.csv"
+    unseen.write_text(rows.read_text().replace(",m,s,", ",other,card,"))
+    found = json.loads(mooncake("grade", "--fit-on", str(rows), "--test-on", str(unseen), "--json").stdout)
+    one = found["rows"][0]
+    assert one["standing"] == "new model and card" and one["ttft_high_s"] > 10 * one["ttft_low_s"]
+    rows.write_text(heading + lines[0] + "x,e,m,s,agg,1024,64,8,1,slow,5\n")
+    refused = mooncake("grade", "--fit-on", str(rows))
+    assert refused.returncode == 2 and "row 2, column silicon_ttft_ms" in refused.stderr
+    rows.write_text(heading + "".join(lines))
     assert "60" in mooncake("grade", "--fit-on", str(rows), "--test-on", str(rows)).stdout
     refused = mooncake("grade", "--test-on", str(rows))
     assert refused.returncode == 2 and "not both" in refused.stderr

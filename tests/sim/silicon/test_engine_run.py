@@ -143,15 +143,73 @@ def test_a_run_is_read_in_the_order_of_its_arrivals(tmp_path: Path) -> None:
     assert run.measured.tpot_s(run.load)[1] == 0.5
 
 
+ROW = {"request_id": "a", "input_toks": 5, "output_toks": 3, "queued_ts": 1.0}
+
+
 @pytest.mark.parametrize(
-    "content", ["", "not json\n", '{"request_id": "a"}\n', '{"request_id": "a", "input_toks": 0}\n']
+    ("content", "message"),
+    [
+        ("", "a run with requests"),
+        ("not json", "requests.jsonl, line 1: "),
+        (json.dumps(ROW) + '\n\n{"request_id": "a"}', "requests.jsonl, line 3: .*input_toks"),
+        (json.dumps({**ROW, "input_toks": 0}), "line 1: .*input_toks"),
+        (json.dumps({**ROW, "output_toks": "3"}), "line 1: .*output_toks"),
+        (json.dumps({**ROW, "output_toks": 10**12}), "line 1: .*output_toks"),
+        (json.dumps({**ROW, "first_token_ts": 0.5}), "line 1: first_token_ts 0.5 is before 1.0"),
+        (json.dumps({**ROW, "first_token_ts": 3, "last_token_ts": 2}), "last_token_ts 2.0 is before 3.0"),
+    ],
 )
-def test_what_is_no_run_is_refused(tmp_path: Path, content: str) -> None:
+def test_what_is_no_run_is_refused(tmp_path: Path, content: str, message: str) -> None:
     (tmp_path / "requests.jsonl").write_text(content)
-    with pytest.raises(InvalidArgument, match="RUN_DIR"):
+    with pytest.raises(InvalidArgument, match=f"RUN_DIR.*{message}"):
         EngineRun.read(tmp_path)
-    with pytest.raises(InvalidArgument, match="RUN_DIR"):
+
+
+@pytest.mark.parametrize(
+    ("meta", "message"),
+    [
+        ("[]", "meta.json: expected `object`"),
+        ('{"engine_kwargs": {"max_num_seqs": "many"}}', "meta.json: .*engine_kwargs.max_num_seqs"),
+        ('{"engine_kwargs": {"max_num_batched_tokens": -1}}', "engine_kwargs.max_num_batched_tokens"),
+    ],
+)
+def test_odd_limits_are_refused(tmp_path: Path, meta: str, message: str) -> None:
+    (tmp_path / "requests.jsonl").write_text(json.dumps(ROW))
+    (tmp_path / "meta.json").write_text(meta)
+    with pytest.raises(InvalidArgument, match=message):
+        EngineRun.read(tmp_path)
+
+
+def test_a_missing_folder_and_text_of_another_kind_are_refused(tmp_path: Path) -> None:
+    with pytest.raises(InvalidArgument, match=r"requests\.jsonl: No such file"):
         EngineRun.read(tmp_path / "missing")
+    (tmp_path / "requests.jsonl").write_bytes(b"\xff\xfe")
+    with pytest.raises(InvalidArgument, match=r"requests\.jsonl: .*decode"):
+        EngineRun.read(tmp_path)
+
+
+def test_a_run_without_meta_has_the_engines_defaults(tmp_path: Path) -> None:
+    rows = [{**ROW, "request_id": 7, "unheard_of": [1]}, {**ROW, "output_toks": 0}]
+    (tmp_path / "vllm").mkdir()
+    (tmp_path / "vllm" / "requests.jsonl").write_text("\n".join(map(json.dumps, rows)))
+    run = EngineRun.read(tmp_path)
+    assert (run.name, run.load.ids, run.num_left_out) == (tmp_path.name, ["7"], 1)
+    assert run.limits == EngineLimits()
+    (tmp_path / "vllm" / "meta.json").write_text('{"engine_kwargs": null}')
+    assert EngineRun.read(tmp_path).limits == EngineLimits()
+
+
+def test_times_that_are_graded_are_not_fitted() -> None:
+    load = busy_load(4, 40)
+    limits = EngineLimits(16, 512)
+    measured = simulate_engines(COSTS, limits, load)
+    is_known = np.arange(40) % 2 == 0
+    other = EngineTimes(
+        np.where(is_known, measured.first_token_s, 7 * measured.first_token_s),
+        np.where(is_known, measured.last_token_s, 9 * measured.last_token_s),
+    )
+    fits = [fit_engine(EngineRun("run", load, one, limits), is_known) for one in (measured, other)]
+    assert fits[0] == fits[1]
 
 
 def test_grades_leave_out_what_is_unknown() -> None:

@@ -1,133 +1,114 @@
 # SPDX-License-Identifier: Apache-2.0
-import csv
 import gzip
 import math
 from pathlib import Path
 from random import Random
 
-import numpy as np
 import pytest
 
 from mooncake.errors import InvalidArgument
-from mooncake.sim.silicon.measured_rows import (
-    MeasuredRow,
-    TimePredictor,
-    group_errors,
-    mode_choices,
-    read_rows,
-)
+from mooncake.sim.silicon.measured_rows import MOST_ROWS, read_rows, read_table
+from tests.sim.silicon.row_table import fields_of, random_rows, write_rows
 
 
-def fields_of(random: Random, number: int) -> dict[str, object]:
-    """A row of a world with simple laws: bigger models and loads are slower, more cards faster."""
-    model, slowness = random.choice([("small", 1.0), ("large", 6.0)])
-    system, speed = random.choice([("old", 1.0), ("new", 2.0)])
-    mode, gpus = random.choice(["agg", "disagg"]), random.choice([1, 2, 4, 8])
-    concurrency, input_tokens = random.choice([1, 4, 16, 64]), random.choice([512, 2048, 8192])
-    tpot_ms = 4 * slowness / speed * gpus**-0.7 * (1 + concurrency / 32) * (0.8 if mode == "disagg" else 1)
-    ttft_ms = 0.02 * input_tokens * slowness / speed / gpus * (1 + concurrency / 8)
-    sides = ("prefill_", "decode_") if mode == "disagg" else ("",)
-    return {
-        "id": str(number),
-        "silicon_data_source": f"table; silicon_concurrency={concurrency}; image=x",
-        "backend": "engine",
-        "model_path": model,
-        "system": system,
-        "mode": mode,
-        "isl": input_tokens,
-        "osl": 1024,
-        **{f"{side}tp_size": gpus for side in sides},
-        "silicon_ttft_ms": ttft_ms * random.lognormvariate(0, 0.02),
-        "silicon_tpot_ms": tpot_ms * random.lognormvariate(0, 0.02),
+def row_of(**changes: object) -> dict[str, object]:
+    return {**fields_of(Random(0), 0), **changes}
+
+
+def test_compressed_files_and_unknown_columns_are_read(tmp_path: Path) -> None:
+    rows = random_rows(tmp_path / "rows.csv", 5)
+    compressed = tmp_path / "rows.csv.gz"
+    compressed.write_bytes(gzip.compress((tmp_path / "rows.csv").read_bytes()))
+    assert read_rows(compressed) == rows
+    fields = [{"colour": "blue", **fields_of(Random(5), 0)}]
+    text = write_rows(tmp_path / "more.csv", fields).read_text()
+    (tmp_path / "more.csv").write_text("\ufeff" + text)  # as spreadsheets write it
+    assert read_rows(tmp_path / "more.csv") == rows[:1]
+
+
+def test_cards_of_both_sides_are_counted(tmp_path: Path) -> None:
+    sides: dict[str, object] = {
+        "prefill_tp_size": 2,
+        "prefill_num_workers": 3,
+        "decode_tp_size": 1,
+        "decode_attention_dp_size": 8,
+        "decode_num_workers": 2,
     }
+    (row,) = read_rows(write_rows(tmp_path / "rows.csv", [row_of(mode="disagg", **sides)]))
+    assert (row.num_gpus, row.has_worker_counts) == (2 * 3 + 8 * 2, True)
+    sides["decode_num_workers"] = ""
+    (row,) = read_rows(write_rows(tmp_path / "rows.csv", [row_of(mode="disagg", **sides)]))
+    assert (row.num_gpus, row.has_worker_counts) == (2 * 3 + 8, False)
+    experts = {"tp_size": 1, "moe_ep_size": 4, "moe_tp_size": 2, "pp_size": 2}
+    (row,) = read_rows(write_rows(tmp_path / "rows.csv", [row_of(mode="agg", **experts)]))
+    assert (row.num_gpus, row.has_worker_counts) == (16, True)
 
 
-def write_rows(path: Path, rows: list[dict[str, object]]) -> Path:
-    names = list(dict.fromkeys(name for row in rows for name in row))
-    with path.open("w", newline="") as file:
-        writer = csv.DictWriter(file, names)
-        writer.writeheader()
-        writer.writerows(rows)
-    return path
-
-
-@pytest.fixture(scope="module")
-def rows(tmp_path_factory: pytest.TempPathFactory) -> list[MeasuredRow]:
-    random = Random(5)
-    path = write_rows(
-        tmp_path_factory.mktemp("rows") / "rows.csv", [fields_of(random, n) for n in range(400)]
+def test_one_architecture_has_one_name(tmp_path: Path) -> None:
+    models = (
+        "deepseek-ai/DeepSeek-R1",
+        "deepseek-ai/DeepSeek-V3",
+        "nvidia/DeepSeek-R1-NVFP4",
+        "x/Unheard-Of",
     )
-    path.with_suffix(".gz").write_bytes(gzip.compress(path.read_bytes()))
-    assert read_rows(path.with_suffix(".gz")) == read_rows(path)
-    return read_rows(path)
+    rows = read_rows(write_rows(tmp_path / "rows.csv", [row_of(model_path=one) for one in models]))
+    assert [one.named("architecture") for one in rows] == ["deepseek-v3"] * 3 + ["x/unheard-of"]
+    assert [math.isnan(one.estimate_s("tpot")) for one in rows] == [False, False, False, True]
 
 
-@pytest.mark.parametrize("target", ["ttft", "tpot"])
-def test_rows_predict_others_with_honest_intervals(rows: list[MeasuredRow], target: str) -> None:
-    known, others = rows[:300], rows[300:]
-    prediction = TimePredictor(known, target).predict(others)
-    found = group_errors(others, prediction, target)["all"]
-    assert found.num_rows == 100
-    assert found.median < 0.08
-    assert 0.75 <= found.within <= 1.0
-    by_model = group_errors(others, prediction, target, "model_path")
-    assert set(by_model) == {"small", "large"}
-    assert sum(one.num_rows for one in by_model.values()) == 100
-
-
-def test_a_prediction_far_from_all_rows_says_so(rows: list[MeasuredRow]) -> None:
-    predictor = TimePredictor(rows[:200], "tpot")
-    known = rows[0]
-    strange = MeasuredRow("x", ("?",) * len(known.names), tuple(1e6 for _ in known.quantities), 1.0, 1.0)
-    near, far = predictor.predict([known, strange]).deviation
-    assert far > 3 * near
-
-
-def test_whether_disaggregation_pays_is_judged_by_cell(rows: list[MeasuredRow]) -> None:
-    measured = np.array([row.ttft_s for row in rows]), np.array([row.tpot_s for row in rows])
-    perfect = mode_choices(rows, *measured)
-    cells = [one for one in perfect if one.tpot_s is None]
-    assert len(cells) == len({row.cell for row in rows}) == 12
-    assert all(one.is_right and one.measured_gain == one.predicted_gain for one in perfect)
-    # Where disaggregation is predicted to be a hundred times slower, it is never chosen.
-    slow = np.array([100.0 if row.is_disaggregated else 1.0 for row in rows])
-    for one in mode_choices(rows, measured[0] * slow, measured[1] * slow):
-        assert one.predicted_gain < 1 and one.is_right is (one.measured_gain <= 1)
-
-
-def test_throughput_counts_the_cards_of_both_sides(tmp_path: Path) -> None:
-    row = {
-        **fields_of(Random(0), 0),
-        "mode": "disagg",
-        "silicon_ttft_ms": 1000,
-        "silicon_tpot_ms": 10,
-        "osl": 101,
-    }
-    row |= {"prefill_tp_size": 2, "prefill_num_workers": 3, "decode_tp_size": 4, "decode_num_workers": ""}
-    row["silicon_data_source"] = "silicon_concurrency=20"
-    (found,) = read_rows(write_rows(tmp_path / "rows.csv", [row]))
-    assert found.tokens_per_s_and_gpu(1.0, 0.01) == pytest.approx(20 * 101 / 2.0 / 10)
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"silicon_tpot_ms": "fast"}, "row 2, column silicon_tpot_ms: 'fast'"),
+        ({"silicon_ttft_ms": "-3"}, "row 2, column silicon_ttft_ms: '-3'"),
+        ({"isl": "many"}, "row 2, column isl: 'many'"),
+        ({"isl": ""}, "row 2, column isl: ''"),
+        ({"osl": "nan"}, "row 2, column osl: 'nan'"),
+        ({"tp_size": "1e300", "mode": "agg"}, "row 2, column tp_size: '1e300'"),
+        ({"mode": "both"}, "row 2, column mode: 'both' is not agg or disagg"),
+        ({"model_path": ""}, "row 2, column model_path"),
+    ],
+)
+def test_a_damaged_row_is_named_with_its_column(
+    tmp_path: Path, changes: dict[str, object], message: str
+) -> None:
+    with pytest.raises(InvalidArgument) as error:
+        read_rows(write_rows(tmp_path / "rows.csv", [row_of(), row_of(**changes)]))
+    assert message in str(error.value)
 
 
 def test_unusable_files_are_refused(tmp_path: Path) -> None:
-    good = fields_of(Random(0), 0)
-    for name, rows in {
-        "column .silicon_ttft_ms. is missing": [
-            {key: value for key, value in good.items() if "ttft" not in key}
-        ],
-        "1 to": [{**good, "silicon_tpot_ms": 0}],
-        "could not convert": [{**good, "isl": "many"}],
+    path = write_rows(tmp_path / "rows.csv", [row_of()])
+    header, row = path.read_text().splitlines()
+    for text, message in {
+        "": "column model_path",
+        header.replace("silicon_ttft_ms", "ttft"): "column silicon_ttft_ms",
+        header: "1 to",
+        f"{header}\n{row},more": "row 1, column behind the last",
+        header + f"\n{row}" * (MOST_ROWS + 1): f"not {MOST_ROWS + 1}",
     }.items():
-        with pytest.raises(InvalidArgument, match=name):
-            read_rows(write_rows(tmp_path / "rows.csv", rows))
-    (tmp_path / "broken.gz").write_bytes(b"\x1f\x8bbroken")
-    for name in ("broken.gz", "missing.csv"):
+        path.write_text(text)
+        with pytest.raises(InvalidArgument) as error:
+            read_rows(path)
+        assert message in str(error.value)
+    (tmp_path / "broken.gz").write_bytes(gzip.compress(row.encode())[:-5])
+    (tmp_path / "latin.csv").write_bytes(b"\xff\xfe\x00")
+    for name in ("broken.gz", "latin.csv", "missing.csv"):
         with pytest.raises(InvalidArgument, match="CSV file"):
             read_rows(tmp_path / name)
 
 
-def test_rows_without_a_finite_time_are_left_out(tmp_path: Path) -> None:
-    good = fields_of(Random(0), 0)
-    rows = [good, {**good, "silicon_tpot_ms": "nan"}, {**good, "silicon_ttft_ms": ""}]
-    assert len(read_rows(write_rows(tmp_path / "rows.csv", rows))) == 1
-    assert math.isfinite(read_rows(tmp_path / "rows.csv")[0].tpot_s)
+def test_rows_without_a_time_are_left_out_and_counted(tmp_path: Path) -> None:
+    rows = [row_of(), row_of(silicon_tpot_ms="nan"), row_of(silicon_ttft_ms="")]
+    table = read_table(write_rows(tmp_path / "rows.csv", rows))
+    assert (len(table.rows), table.num_left_out) == (1, 2)
+    with pytest.raises(InvalidArgument, match="at least one row"):
+        read_table(write_rows(tmp_path / "rows.csv", rows[1:]))
+
+
+def test_short_rows_and_absent_names_are_read(tmp_path: Path) -> None:
+    names = ("silicon_ttft_ms", "silicon_tpot_ms", "model_path", "system", "mode", "isl", "osl", "backend")
+    path = tmp_path / "rows.csv"
+    path.write_text(",".join(names) + "\n100,10,m,h100,agg,512,64\n")
+    (row,) = read_rows(path)
+    assert (row.id, row.named("backend"), row.quantity("concurrency"), row.num_gpus) == ("row 1", "", 1, 1)

@@ -1,0 +1,134 @@
+# SPDX-License-Identifier: Apache-2.0
+import math
+
+import msgspec
+import numpy as np
+import pytest
+
+from mooncake.sim.silicon.measured_rows import MeasuredRow
+from mooncake.sim.silicon.row_prediction import RowPredictor, TimePredictor, group_errors
+from tests.sim.silicon.row_table import random_rows
+
+
+@pytest.fixture(scope="module")
+def rows(tmp_path_factory: pytest.TempPathFactory) -> list[MeasuredRow]:
+    return random_rows(tmp_path_factory.mktemp("rows") / "rows.csv", 400)
+
+
+@pytest.fixture(scope="module")
+def predictor(rows: list[MeasuredRow]) -> RowPredictor:
+    return RowPredictor(rows[:300])
+
+
+@pytest.mark.parametrize("target", ["ttft", "tpot"])
+def test_rows_predict_others_with_honest_intervals(
+    rows: list[MeasuredRow], predictor: RowPredictor, target: str
+) -> None:
+    others = rows[300:]
+    prediction = predictor.predict(others)[target]
+    found = group_errors(others, prediction, target)["all"]
+    assert found.num_rows == 100
+    assert found.median < 0.08
+    assert 0.75 <= found.within <= 1.0
+    by_model = group_errors(others, prediction, target, lambda row: row.named("architecture"))
+    assert set(by_model) == {"llama-3.1-8b", "llama-3.1-70b"}
+    assert sum(one.num_rows for one in by_model.values()) == 100
+
+
+def test_fitted_rows_are_predicted_from_the_others_only(rows: list[MeasuredRow]) -> None:
+    whole = TimePredictor(rows[:60], "tpot")
+    rest = TimePredictor(rows[:60], "tpot")
+    # With the weights of the whole, the row's own measurement is taken out, the long way.
+    number, kept = 7, [one for one in range(60) if one != 7]
+    covariance = np.linalg.inv(whole._inverse)
+    solved = np.linalg.solve(covariance[np.ix_(kept, kept)], whole._ratios[kept])
+    predicted = covariance[number, kept] @ solved
+    variance = covariance[number, number] - covariance[number, kept] @ np.linalg.solve(
+        covariance[np.ix_(kept, kept)], covariance[kept, number]
+    )
+    expected = (whole._ratios[number] - predicted) / math.sqrt(variance)
+    assert whole.residuals[number] == pytest.approx(expected, rel=1e-4)
+    assert rest.residuals == pytest.approx(whole.residuals)  # nothing is drawn anew
+
+
+def test_the_gradient_is_that_of_the_likelihood(rows: list[MeasuredRow]) -> None:
+    one = TimePredictor(rows[:40], "ttft")
+    known, target = one._known, one._ratios
+    differing = [(column[:, None] != column[None, :]).astype(np.float64) for column in known.codes.T]
+
+    def loss() -> float:
+        matrix = one._kernels(known, known).total
+        matrix[np.diag_indices_from(matrix)] += 1e-3
+        _, determinant = np.linalg.slogdet(matrix)
+        prior = ((one._weights - one._start) ** 2).sum() / 1.5**2 / 2
+        return float(0.5 * target @ np.linalg.solve(matrix, target) + 0.5 * determinant + prior)
+
+    gradient = one._gradient(known, target, differing)
+    for place in (0, 2, 4, len(gradient) - 5, len(gradient) - 2, len(gradient) - 1):
+        before = one._weights[place]
+        values = []
+        for step in (1e-4, -1e-4):
+            one._weights[place] = before + step
+            values.append(loss())
+        one._weights[place] = before
+        assert gradient[place] == pytest.approx((values[0] - values[1]) / 2e-4, rel=1e-3, abs=1e-4), place
+
+
+def renamed(row: MeasuredRow, **names: str) -> MeasuredRow:
+    places = {"system": 1, "architecture": 7}
+    changed = list(row.names)
+    for name, value in names.items():
+        changed[places[name]] = value
+    return msgspec.structs.replace(row, names=tuple(changed))
+
+
+def test_unseen_cards_and_models_have_wide_intervals(
+    rows: list[MeasuredRow], predictor: RowPredictor
+) -> None:
+    row = rows[0]
+    kinds = {
+        "known": row,
+        "new card": renamed(row, system="unheard_of"),
+        "new model": renamed(row, architecture="unheard-of"),
+        "new model and card": renamed(row, system="unheard_of", architecture="unheard-of"),
+    }
+    assert [predictor.novelty(one) for one in kinds.values()] == list(kinds)
+    for prediction in predictor.predict(list(kinds.values())).values():
+        assert (prediction.deviation[1:] > 2 * prediction.deviation[0]).all()
+        assert prediction.deviation[3] > prediction.deviation[1]
+
+
+def test_what_no_table_knows_is_predicted_near_the_usual(
+    rows: list[MeasuredRow], predictor: RowPredictor
+) -> None:
+    strange = msgspec.structs.replace(
+        renamed(rows[0], system="unheard_of", architecture="unheard-of"),
+        quantities=tuple(1e8 for _ in rows[0].quantities),
+        estimates=tuple(math.nan for _ in rows[0].estimates),
+    )
+    for target, prediction in predictor.predict([strange]).items():
+        low, high = (float(bound[0]) for bound in prediction.interval())
+        usual = float(np.median([getattr(row, f"{target}_s") for row in rows]))
+        assert math.isfinite(high) and low < usual < high * 100
+        assert high / low > 10
+
+
+@pytest.mark.parametrize("num_rows", [1, 2, 5])
+def test_a_few_rows_are_enough_to_answer(rows: list[MeasuredRow], num_rows: int) -> None:
+    found = RowPredictor(rows[:num_rows]).predict(rows[:20])
+    for prediction in found.values():
+        assert np.isfinite(prediction.seconds).all() and (prediction.seconds > 0).all()
+        assert np.isfinite(prediction.deviation).all()
+
+
+def test_draws_have_the_predicted_spread_and_err_together(
+    rows: list[MeasuredRow], predictor: RowPredictor
+) -> None:
+    twins = [rows[301], rows[301], rows[302]]
+    prediction = predictor.predict(twins)
+    for target, drawn in zip(("ttft", "tpot"), predictor.draws(twins, 4000, 1), strict=True):
+        logarithms = np.log(drawn)
+        assert logarithms.mean(axis=0) == pytest.approx(np.log(prediction[target].seconds), abs=0.05)
+        assert logarithms.std(axis=0) == pytest.approx(prediction[target].deviation, rel=0.1)
+    again = predictor.draws(twins, 4000, 1)[0]
+    assert (again == predictor.draws(twins, 4000, 1)[0]).all()
