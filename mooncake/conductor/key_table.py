@@ -27,9 +27,14 @@ _MAX_LOAD = 0.7
 _FIRST_BUCKETS = 8
 _SPLIT_AT_LEAST = 256
 _ABSENT, _OVERFLOWN = -1, -2
-_MIX, _HALF = np.uint64(0x9E3779B97F4A7C15), np.uint64(32)
-_WHICH_BYTE = np.uint64(sum(byte << 61 - 8 * byte for byte in range(_BUCKET)))
-_TOP_THREE = np.uint64(61)
+_ABSENT_PLACE, _BUCKET_BITS = np.array(_ABSENT), np.array(3)
+# Keys of a simulation are no hashes: sessions, and the blocks of each, are counted. With the golden ratio as
+# the factor a third of such keys did not fit into their buckets late in a day; with this one few do not, as
+# of random keys. Constants are arrays without dimensions, which numpy takes faster than scalars.
+_MIX, _HALF = np.array(0xBF58476D1CE4E5B9, np.uint64), np.array(32, np.uint64)
+_WHICH_BYTE = np.array(sum(byte << 61 - 8 * byte for byte in range(_BUCKET)), np.uint64)
+_TOP_THREE = np.array(61, np.uint64)
+_FREE = np.array(0, np.uint64)
 _INSTEAD_OF_0 = 0xD6E8FEB86659FD93  # 0 marks a free place; a block whose key is 0 gets this one
 
 
@@ -55,6 +60,7 @@ class KeyTable:
 
     def __init__(self, value_type: type[np.unsignedinteger[Any]] = np.uint32) -> None:
         self._num_buckets = _FIRST_BUCKETS  # a power of two
+        self._mask = np.array(_FIRST_BUCKETS - 1)
         self._num_split = 0  # while they are being doubled: the number that has been split
         self._keys: Keys = np.zeros((_FIRST_BUCKETS, _BUCKET), np.uint64)
         self._values: Values = np.zeros((_FIRST_BUCKETS, _BUCKET), value_type)
@@ -66,24 +72,31 @@ class KeyTable:
         return self._size
 
     def find(self, keys: Keys) -> KeyLookup:
-        if not _all(keys):
+        num_keys = len(keys)
+        if np.count_nonzero(keys) < num_keys:
             keys = np.where(keys == 0, np.uint64(_INSTEAD_OF_0), keys)
         mixed = _mixed(keys)
         buckets = self._buckets(mixed)
         # Eight comparisons are one word in which at most one byte is 1.
         found = (self._keys.take(buckets, axis=0) == keys[:, None]).view(np.uint64).reshape(-1)
-        places = ((found * _WHICH_BYTE) >> _TOP_THREE).view(np.int64)
-        places += buckets << 3
-        values = self._values.reshape(-1).take(places)
         num_here = np.count_nonzero(found)
+        if not num_here and not self._overflow:
+            places = np.empty(num_keys, np.int64)
+            places.fill(_ABSENT)
+            return KeyLookup(keys, mixed, places, np.zeros(num_keys, self._values.dtype), True)
+        places = ((found * _WHICH_BYTE) >> _TOP_THREE).view(np.int64)
+        places += buckets << _BUCKET_BITS
+        values = self._values.reshape(-1).take(places)
         num_overflown = 0
-        if num_here < len(keys):
-            is_here = found != 0
+        if num_here < num_keys:
+            is_here = found.astype(np.bool_)
             values *= is_here
-            places[~is_here] = _ABSENT
+            is_absent = ~is_here
+            np.copyto(places, _ABSENT_PLACE, where=is_absent)
             if self._overflow:
-                spilled = self._spilled.take(mixed & (self._num_buckets - 1)) > 0
-                for at in (~is_here & spilled).nonzero()[0].tolist():
+                may_spill = self._spilled.take(mixed & self._mask)
+                may_spill *= is_absent
+                for at in may_spill.nonzero()[0].tolist():
                     value = self._overflow.get(int(keys[at]))
                     if value is not None:
                         values[at], places[at] = value, _OVERFLOWN
@@ -136,7 +149,7 @@ class KeyTable:
         assert (spilled == self._spilled).all()
 
     def _buckets(self, mixed: Places) -> Places:
-        buckets: Places = mixed & (self._num_buckets - 1)
+        buckets: Places = mixed & self._mask
         if self._num_split:
             is_split = buckets < self._num_split
             buckets += (mixed & self._num_buckets) * is_split
@@ -163,9 +176,11 @@ class KeyTable:
         flat, flat_values = self._keys.reshape(-1), self._values.reshape(-1)
         while len(keys):
             buckets = self._buckets(mixed)
-            places = (self._keys.take(buckets, axis=0) == 0).argmax(axis=1) + buckets * _BUCKET
-            is_free = flat.take(places) == 0
-            if not _all(is_free):
+            places = (self._keys.take(buckets, axis=0) == _FREE).argmax(axis=1)
+            places += buckets << _BUCKET_BITS
+            num_taken = np.count_nonzero(flat.take(places))
+            if num_taken:
+                is_free = flat.take(places) == _FREE
                 self._overflow.update(zip(keys[~is_free].tolist(), values[~is_free].tolist(), strict=True))
                 np.add.at(self._spilled, mixed[~is_free] & (self._num_buckets - 1), 1)
                 keys, mixed, values = keys[is_free], mixed[is_free], values[is_free]
@@ -202,6 +217,7 @@ class KeyTable:
         self._num_split = end
         if end == self._num_buckets:
             self._num_buckets *= 2
+            self._mask = np.array(self._num_buckets - 1)
             self._num_split = 0
             self._spilled = np.zeros(self._num_buckets, np.uint16)
             overflow, self._overflow = self._overflow, {}

@@ -35,6 +35,8 @@ from mooncake.types import InstanceId, Tier
 _FIRST_SLOTS = 64
 _LISTED = 1 << 16
 _LISTED_PART = 64  # a list is kept up to 1/64 of all blocks
+_ALL = slice(None)
+_FEW_ROWS = 32
 _WINDOW = "\x1fwindow "
 
 
@@ -108,17 +110,17 @@ class PrefixIndex:
         lists = self._lists.setdefault(slot, {})
         if scope not in num_held:
             num_held[scope], lists[scope] = 0, array("Q")
-        found = table.find(column)
-        rows = found.values.copy()
+        holders, found = self._holders, table.find(column)
+        rows = found.values if found.is_all_new else found.values.copy()
         for row, which, count in _groups(found.values):
-            masks = self._holders.masks(row)
+            masks = holders.masks(row)
             if masks[plane] & bit:
                 continue
-            rows[which] = self._holders.move(row, with_plane(masks, plane, masks[plane] | bit), count)
+            rows[which] = holders.move(row, with_plane(masks, plane, masks[plane] | bit), count)
             if not (masks[0] | masks[1] | masks[2]) & bit:
                 num_held[scope] += count
                 if scope in lists:
-                    lists[scope].frombytes(column[which].tobytes())
+                    lists[scope].frombytes((column if which is _ALL else column[which]).tobytes())
         table.put(found, rows)
         self._clean(slot, scope)
 
@@ -299,10 +301,17 @@ def _usable(leading: BlockCounts, marked: Sequence[tuple[Window, npt.NDArray[np.
 
 def _groups(rows: Values) -> Iterator[tuple[int, slice | npt.NDArray[np.bool_], int]]:
     """(row, its positions, their number) for each different row."""
+    if len(rows) <= _FEW_ROWS:
+        listed = rows.tolist()
+        if listed and listed.count(listed[0]) == len(listed):
+            yield listed[0], _ALL, len(listed)
+            return
+        for row in sorted(set(listed)):
+            yield row, rows == row, listed.count(row)
+        return
     first = rows[:1]
     if np.count_nonzero(rows != first) == 0:
-        if len(rows):
-            yield int(first[0]), slice(None), len(rows)
+        yield int(first[0]), _ALL, len(rows)
         return
     for row, count in zip(*(column.tolist() for column in np.unique(rows, return_counts=True)), strict=True):
         yield row, rows == row, count
@@ -320,6 +329,7 @@ def _slots_in(mask: int) -> Iterator[int]:
 
 BlockCounts = npt.NDArray[np.int64]
 
+_ONE = np.array(1)
 _FEW_RUNS = 24
 _FEW_SLOTS = 12
 
@@ -365,10 +375,16 @@ class PrefixMatch:
 
 def _runs(rows: Values) -> tuple[Values, BlockCounts]:
     """Runs of adjacent blocks with equal holders: the row of each run, and its end."""
+    num_rows = len(rows)
+    if not num_rows:
+        return rows, np.zeros(0, np.int64)
     last = (rows[1:] != rows[:-1]).nonzero()[0]
-    if len(rows):
-        last = np.append(last, len(rows) - 1)
-    return rows[last], last + 1
+    ends = np.empty(len(last) + 1, np.int64)
+    ends[:-1] = last
+    ends[-1] = num_rows - 1
+    runs = rows.take(ends)
+    ends += _ONE
+    return runs, ends
 
 
 def _match_few(

@@ -58,3 +58,18 @@ def test_a_key_may_be_0_or_the_largest() -> None:
     put(table, {0: 1, 2**64 - 1: 2**64 - 1})
     assert get(table, 0, 2**64 - 1, 1) == [1, 2**64 - 1, 0]
     assert table.counts() == {1: 1, 2**64 - 1: 1}
+
+
+def test_counted_keys_fit_into_their_buckets_as_random_ones_do() -> None:
+    """A simulation's keys: a number of the session, and within it one of the block."""
+    sessions = np.arange(51, 8051, dtype=np.uint64)
+    counted = ((sessions[:, None] << np.uint64(20)) + np.arange(39, 135, dtype=np.uint64)).reshape(-1)
+    hashes = np.random.default_rng(0).integers(1, 1 << 63, len(counted), dtype=np.uint64)
+    largest_shares = []
+    for keys in (counted, hashes):
+        table, largest = KeyTable(), 0.0
+        for part in np.split(keys, 200):
+            table.put(table.find(part), np.ones(len(part), np.uint32))
+            largest = max(largest, len(table._overflow) / len(table))
+        largest_shares.append(largest)
+    assert largest_shares[0] <= largest_shares[1], largest_shares
