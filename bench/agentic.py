@@ -25,7 +25,6 @@ import argparse
 import asyncio
 import contextlib
 import fcntl
-import itertools
 import json
 import math
 import os
@@ -39,8 +38,7 @@ from pathlib import Path
 from random import Random
 
 from bench.report import Result, Table, measured, not_run, options
-from mooncake.cli.replay.endpoint import HIGHEST_TOKEN, LOWEST_TOKEN, Endpoint, TimedAnswer, gather_at_once
-from mooncake.cli.replay.session_replay import (
+from bench.session_replay import (
     DECODE_HEADER,
     LoadFigures,
     SentTurn,
@@ -50,6 +48,7 @@ from mooncake.cli.replay.session_replay import (
     running_sessions,
     simulated_figures,
 )
+from mooncake.cli.replay.endpoint import HIGHEST_TOKEN, LOWEST_TOKEN, Endpoint, TimedAnswer, gather_at_once
 from mooncake.conductor.settings import SchedulingSettings
 from mooncake.sim.serving import ClusterSpec, simulate_sessions
 from mooncake.sim.serving.node_costs import NodeCosts, PrefillSample, StepSample, fit_decode, fit_prefill
@@ -68,9 +67,7 @@ LONGEST = 4000
 """Most tokens of a prompt with its answer."""
 STEP_TOKENS = 2048
 TRACE_BLOCK_TOKENS = 64
-"""Of the trace's ids."""
-CHECKED = 3
-"""Answers of each load that are computed again."""
+"""Block size of the trace's ids."""
 DEFAULT_POLICY = SchedulingSettings().scheduling
 GOALS = {"throughput": 2.0, "TTFT p50": 5.0}
 IN_MEMORY_BYTES_PER_S = 1e12
@@ -205,9 +202,10 @@ class CostSampling:
         for answers in by_instance.values():
             begin = max(one.token_at_s[0] for one in answers)
             end = min(one.end_s for one in answers)
-            inside = ([at for at in one.token_at_s if begin <= at <= end] for one in answers)
-            steps = [later - at for times in inside for at, later in itertools.pairwise(times)]
-            if len(steps) >= 4:
+            inside = [[at for at in one.token_at_s if begin <= at <= end] for one in answers]
+            # Means, since several tokens may come at one instant.
+            steps = [(times[-1] - times[0]) / (len(times) - 1) for times in inside if len(times) > 3]
+            if steps and min(steps) > 0:
                 size = len(answers)
                 context = size * (length + num_output // 2)
                 found.append(StepSample(size, context, statistics.median(steps)))
@@ -283,10 +281,10 @@ async def driven(
     return sent, averages
 
 
-async def num_same(servers: Servers, sent: Sequence[SentTurn], seed: str) -> tuple[int, int]:
-    """Of a sample of answers, how many have the tokens that a server computes without any cache."""
+async def num_same(servers: Servers, sent: Sequence[SentTurn], checked: int, seed: str) -> tuple[int, int]:
+    """How many of a sample of answers have the tokens that a server computes without any cache; its size."""
     done = [one for one in sent if one.answer.is_complete and not one.upcoming.is_first_phase]
-    sample = Random(seed).sample(done, min(CHECKED, len(done)))
+    sample = Random(seed).sample(done, min(checked, len(done)))
     async with contextlib.AsyncExitStack() as stack:
         endpoints = [await stack.enter_async_context(Endpoint(one.url, "smollm2")) for one in servers.servers]
         again = await asyncio.gather(
@@ -378,7 +376,8 @@ def run_rows(
                 sent, averages = asyncio.run(driven(load, row, url, arguments))
             counted = {name: value - before.get(name, 0.0) for name, value in servers.counts().items()}
             measured_figures, attainable = figures_of(sent), attainable_hit_rate(sent)
-            same, checked = asyncio.run(num_same(servers, sent, f"{arguments.seed}/same/{row}/{load.ratio}"))
+            seed = f"{arguments.seed}/same/{row}/{load.ratio}"
+            same, checked = asyncio.run(num_same(servers, sent, arguments.checked, seed))
             average = " ".join(f"{one:.1f}" for one in averages)
             add_row(table, load, row, "measured", measured_figures, attainable, f"{same}/{checked}", average)
             if measured_figures.num_failed:
@@ -496,6 +495,7 @@ def main() -> None:
     parser.add_argument("--sessions", type=int, default=24, help="sessions at a time, at the largest ratio")
     parser.add_argument("--ratio", type=float, action="append", help="working set over KV memory: 2 and 4")
     parser.add_argument("--requests", type=int, default=72, help="requests of each load")
+    parser.add_argument("--checked", type=int, default=3, help="answers of each load to compute again")
     parser.add_argument("--rows", default="abc", help="which of a, b and c")
     parser.add_argument("--num-servers", type=int, default=2)
     parser.add_argument("--device", choices=("cpu", "cuda"), default="cpu")

@@ -130,7 +130,7 @@ def _num_same(keys: Sequence[int], others: Sequence[int]) -> int:
     return next((at for at, (ours, theirs) in pairs if ours != theirs), min(len(keys), len(others)))
 
 
-class Conversation:
+class SessionKeys:
     """A session's blocks in the course of its turns, as keys: an integer stands for a block's tokens and all
     before it."""
 

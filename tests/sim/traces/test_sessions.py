@@ -14,8 +14,8 @@ from mooncake.sim.traces.generators import Agentic
 from mooncake.sim.traces.sessions import (
     AgentSession,
     ClosedLoop,
-    Conversation,
     NextTurn,
+    SessionKeys,
     Turn,
     num_working_tokens,
     recipe_sessions,
@@ -64,7 +64,7 @@ def test_a_trace_s_turn_keeps_what_its_blocks_have_in_common() -> None:
 
 def test_a_conversation_s_blocks_stay_where_its_tokens_stay() -> None:
     session = AgentSession("s", 3, (Turn(32, 20, 13), Turn(65, 10, 5), Turn(40, 30, 1)))
-    mine, twin = Conversation(session, 0, 16), Conversation(session, 1, 16)
+    mine, twin = SessionKeys(session, 0, 16), SessionKeys(session, 1, 16)
     first, other = mine.send(session.turns[0]), twin.send(session.turns[0])
     assert len(first) == 4, "65 tokens, of which the last is not computed"
     assert first[:2] == other[:2] and not set(first[2:]) & set(other[2:])

@@ -9,8 +9,7 @@ from itertools import pairwise
 import numpy as np
 import pytest
 
-from mooncake.cli.replay.endpoint import Endpoint
-from mooncake.cli.replay.session_replay import (
+from bench.session_replay import (
     EndlessTokenCache,
     SentTurn,
     SessionReplay,
@@ -18,6 +17,7 @@ from mooncake.cli.replay.session_replay import (
     figures_of,
     simulated_figures,
 )
+from mooncake.cli.replay.endpoint import Endpoint
 from mooncake.sim.serving.results import DONE, FAILED, Recorder, Timeline
 from mooncake.sim.traces.generators import Agentic
 from mooncake.sim.traces.sessions import ClosedLoop, recipe_sessions
@@ -110,3 +110,16 @@ def test_a_simulated_run_has_the_same_figures() -> None:
     assert figures.span_s == pytest.approx(6.0), "from the end of the first phase to the last answer"
     assert figures.ttft_s.tolist() == [1.0, 2.0] and figures.latency_s.tolist() == [2.0, 4.0]
     assert figures.hit_rate == pytest.approx((20 + 40) / 200)
+
+
+def test_a_salt_reaches_the_server_and_only_where_it_is_wanted() -> None:
+    served = Served()
+
+    async def run(url: str) -> list[int]:
+        async with Endpoint(url) as endpoint:
+            await endpoint.complete([1000, 1001], 2)
+            return (await endpoint.complete([1000, 1001], 3, cache_salt="alone")).token_ids
+
+    with serving(served) as url:
+        assert asyncio.run(run(url)) == [0, 1, 2]
+    assert [body.get("cache_salt") for body in served.bodies] == [None, "alone"]
