@@ -275,7 +275,8 @@ class ServingCluster:
         return self._outcome()
 
     def run_sessions(self, loop: ClosedLoop) -> RunResults:
-        """Run a closed load: a row per request, those of its first phase first."""
+        """Run a closed load: a row per request, those of its first phase first. What is under way when it is
+        over is simulated to its end."""
         self._loop = loop
         self.sampler.has_more = False
         self._send_all(loop.start())
@@ -411,6 +412,10 @@ class ServingCluster:
             self.kernel.call_at(self.kernel.now + turn.pause_s, self._send_turn, turn)
 
     def _send_turn(self, upcoming: NextTurn) -> None:
+        assert self._loop is not None
+        if self._loop.is_over:
+            self.sampler.num_open -= 1
+            return
         now, turn, size = self.kernel.now, upcoming.turn, self.cluster.block_tokens
         if not upcoming.index:
             self._conversations[upcoming.place] = SessionKeys(upcoming.session, upcoming.number, size)
