@@ -10,8 +10,9 @@ Each load begins when every session has sent what it has so far, so that caches 
 *a* the servers without a connector, placed in turn; *b* with our store connector, placed in turn; *c* the
 same with the gateway's default policy. *attainable*: what a cache without end, shared by both, would have
 had of the same prompts. Before each load the simulator predicts it, with costs that were just measured at
-these servers. *same*: answers of a sample, computed again without any cache, that had the same tokens (in
-bfloat16 another order of sums may change one, also in row *a*, the control; in float32 all must be the same).
+these servers. *same*: leading tokens of a sample of answers that are the same when they are computed again
+without any cache (in bfloat16 another order of sums changes one sooner or later, in row *a* as well, which is
+the control; with ``--dtype float32 --kv-bytes-per-token 46080`` all must be the same).
 
 One GPU: ``--device cuda --model FOLDER --num-servers 1``, or 2 servers with
 ``--vllm-flag=--gpu-memory-utilization=0.4``; and ``--divide 10`` or less.
@@ -25,7 +26,6 @@ import argparse
 import asyncio
 import contextlib
 import fcntl
-import itertools
 import json
 import math
 import os
@@ -39,8 +39,7 @@ from pathlib import Path
 from random import Random
 
 from bench.report import Result, Table, measured, not_run, options
-from mooncake.cli.replay.endpoint import HIGHEST_TOKEN, LOWEST_TOKEN, Endpoint, TimedAnswer, gather_at_once
-from mooncake.cli.replay.session_replay import (
+from bench.session_replay import (
     DECODE_HEADER,
     LoadFigures,
     SentTurn,
@@ -50,6 +49,7 @@ from mooncake.cli.replay.session_replay import (
     running_sessions,
     simulated_figures,
 )
+from mooncake.cli.replay.endpoint import HIGHEST_TOKEN, LOWEST_TOKEN, Endpoint, TimedAnswer, gather_at_once
 from mooncake.conductor.settings import SchedulingSettings
 from mooncake.sim.serving import ClusterSpec, simulate_sessions
 from mooncake.sim.serving.node_costs import NodeCosts, PrefillSample, StepSample, fit_decode, fit_prefill
@@ -68,9 +68,7 @@ LONGEST = 4000
 """Most tokens of a prompt with its answer."""
 STEP_TOKENS = 2048
 TRACE_BLOCK_TOKENS = 64
-"""Of the trace's ids."""
-CHECKED = 3
-"""Answers of each load that are computed again."""
+"""Block size of the trace's ids."""
 DEFAULT_POLICY = SchedulingSettings().scheduling
 GOALS = {"throughput": 2.0, "TTFT p50": 5.0}
 IN_MEMORY_BYTES_PER_S = 1e12
@@ -205,9 +203,10 @@ class CostSampling:
         for answers in by_instance.values():
             begin = max(one.token_at_s[0] for one in answers)
             end = min(one.end_s for one in answers)
-            inside = ([at for at in one.token_at_s if begin <= at <= end] for one in answers)
-            steps = [later - at for times in inside for at, later in itertools.pairwise(times)]
-            if len(steps) >= 4:
+            inside = [[at for at in one.token_at_s if begin <= at <= end] for one in answers]
+            # Means, since several tokens may come at one instant.
+            steps = [(times[-1] - times[0]) / (len(times) - 1) for times in inside if len(times) > 3]
+            if steps and min(steps) > 0:
                 size = len(answers)
                 context = size * (length + num_output // 2)
                 found.append(StepSample(size, context, statistics.median(steps)))
@@ -250,7 +249,7 @@ def predicted(load: Load, row: str, costs: NodeCosts, arguments: argparse.Namesp
         step_tokens=STEP_TOKENS,
     )
     results = simulate_sessions(load.loop(), cluster, PLACEMENT[row], slo_ttft_s=0.0, slo_tbt_s=0.0)
-    return simulated_figures(results, load.num_sessions)
+    return simulated_figures(results, load.num_sessions, load.num_requests)
 
 
 @contextmanager
@@ -283,10 +282,10 @@ async def driven(
     return sent, averages
 
 
-async def num_same(servers: Servers, sent: Sequence[SentTurn], seed: str) -> tuple[int, int]:
-    """Of a sample of answers, how many have the tokens that a server computes without any cache."""
+async def same_tokens(servers: Servers, sent: Sequence[SentTurn], checked: int, seed: str) -> str:
+    """How many leading tokens of a sample of answers are those that a server computes without any cache."""
     done = [one for one in sent if one.answer.is_complete and not one.upcoming.is_first_phase]
-    sample = Random(seed).sample(done, min(CHECKED, len(done)))
+    sample = Random(seed).sample(done, min(checked, len(done)))
     async with contextlib.AsyncExitStack() as stack:
         endpoints = [await stack.enter_async_context(Endpoint(one.url, "smollm2")) for one in servers.servers]
         again = await asyncio.gather(
@@ -298,8 +297,13 @@ async def num_same(servers: Servers, sent: Sequence[SentTurn], seed: str) -> tup
             )
         )
     assert all(one.num_cached == 0 for one in again), "a salt of its own must find nothing"
-    pairs = zip(sample, again, strict=True)
-    return sum(one.answer.token_ids == other.token_ids for one, other in pairs), len(sample)
+    num_same = num_all = 0
+    for one, other in zip(sample, again, strict=True):
+        pairs = enumerate(zip(one.answer.token_ids, other.token_ids, strict=True))
+        num_tokens = len(other.token_ids)
+        num_same += next((at for at, (ours, theirs) in pairs if ours != theirs), num_tokens)
+        num_all += num_tokens
+    return f"{num_same}/{num_all}"
 
 
 COLUMNS: list[str | tuple[str, int]] = [
@@ -357,7 +361,7 @@ def run_rows(
 ) -> dict[tuple[float, str], tuple[LoadFigures, LoadFigures, float]]:
     """By load and row: predicted and measured figures, and the attainable hit rate."""
     has_pool = "a" not in rows
-    with servers.gateway("round_robin") as url, alone(arguments.lock):
+    with servers.gateway("round_robin") as url:
 
         async def sample() -> NodeCosts:
             async with Endpoint(url, "smollm2") as endpoint:
@@ -378,9 +382,10 @@ def run_rows(
                 sent, averages = asyncio.run(driven(load, row, url, arguments))
             counted = {name: value - before.get(name, 0.0) for name, value in servers.counts().items()}
             measured_figures, attainable = figures_of(sent), attainable_hit_rate(sent)
-            same, checked = asyncio.run(num_same(servers, sent, f"{arguments.seed}/same/{row}/{load.ratio}"))
+            seed = f"{arguments.seed}/same/{row}/{load.ratio}"
+            same = asyncio.run(same_tokens(servers, sent, arguments.checked, seed))
             average = " ".join(f"{one:.1f}" for one in averages)
-            add_row(table, load, row, "measured", measured_figures, attainable, f"{same}/{checked}", average)
+            add_row(table, load, row, "measured", measured_figures, attainable, same, average)
             if measured_figures.num_failed:
                 errors = sorted({one.answer.error for one in sent if not one.answer.is_complete})
                 result.note(f"{load.ratio:g} x, {row}: {measured_figures.num_failed} failed: {errors[:2]}")
@@ -496,6 +501,7 @@ def main() -> None:
     parser.add_argument("--sessions", type=int, default=24, help="sessions at a time, at the largest ratio")
     parser.add_argument("--ratio", type=float, action="append", help="working set over KV memory: 2 and 4")
     parser.add_argument("--requests", type=int, default=72, help="requests of each load")
+    parser.add_argument("--checked", type=int, default=3, help="answers of each load to compute again")
     parser.add_argument("--rows", default="abc", help="which of a, b and c")
     parser.add_argument("--num-servers", type=int, default=2)
     parser.add_argument("--device", choices=("cpu", "cuda"), default="cpu")
@@ -505,7 +511,7 @@ def main() -> None:
     parser.add_argument("--kv-bytes-per-token", type=int, default=23_040, help="SmolLM2-135M's in bfloat16")
     parser.add_argument("--pool-gb", type=float, default=3.0)
     parser.add_argument("--vllm-flag", action="append", default=[], help="one more flag of each server")
-    parser.add_argument("--lock", default="", help="file to lock while a load or costs are measured")
+    parser.add_argument("--lock", default="", help="file to lock while a load is measured")
     parser.add_argument("--seed", type=int, default=1)
     arguments = parser.parse_args()
     if "MOONCAKE_VLLM_ENV" not in os.environ:

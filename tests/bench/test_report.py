@@ -31,6 +31,7 @@ LIBRARIES = {
     "paper_table",
     "render",
     "report",
+    "session_replay",
     "store_reference",
 }
 ASKED = argparse.Namespace(save=False, json=False, quick=True)

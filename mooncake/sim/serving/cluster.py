@@ -46,7 +46,7 @@ from mooncake.sim.serving.node_costs import NodeCosts
 from mooncake.sim.serving.nodes import DecodeBatch, NodeCache, SimRequest
 from mooncake.sim.serving.results import DONE, REJECTED, Recorder, RunResults, TimelineSampler
 from mooncake.sim.serving.step_level import prompt_of
-from mooncake.sim.traces.sessions import ClosedLoop, Conversation, NextTurn
+from mooncake.sim.traces.sessions import ClosedLoop, NextTurn, SessionKeys
 from mooncake.sim.traces.trace import TraceRow
 from mooncake.types import InstanceId, Tier, WorkerRole
 
@@ -259,7 +259,7 @@ class ServingCluster:
         """The run ends early when more requests than so many missed an objective."""
         self._num_missed = 0
         self._loop: ClosedLoop | None = None
-        self._conversations: dict[int, Conversation] = {}
+        self._conversations: dict[int, SessionKeys] = {}
         """By place of the closed load: that of the session which is there."""
         self._places: dict[int, int] = {}
         """By number of a request under way: the place that sent it."""
@@ -275,7 +275,8 @@ class ServingCluster:
         return self._outcome()
 
     def run_sessions(self, loop: ClosedLoop) -> RunResults:
-        """Run a closed load: a row per request, those of its first phase first."""
+        """Run a closed load: a row per request, those of its first phase first. What is under way when it is
+        over is simulated to its end."""
         self._loop = loop
         self.sampler.has_more = False
         self._send_all(loop.start())
@@ -411,9 +412,13 @@ class ServingCluster:
             self.kernel.call_at(self.kernel.now + turn.pause_s, self._send_turn, turn)
 
     def _send_turn(self, upcoming: NextTurn) -> None:
+        assert self._loop is not None
+        if self._loop.is_over:
+            self.sampler.num_open -= 1
+            return
         now, turn, size = self.kernel.now, upcoming.turn, self.cluster.block_tokens
         if not upcoming.index:
-            self._conversations[upcoming.place] = Conversation(upcoming.session, upcoming.number, size)
+            self._conversations[upcoming.place] = SessionKeys(upcoming.session, upcoming.number, size)
         keys = self._conversations[upcoming.place].send(turn)
         number = self.recorder.add(now, turn.num_input, turn.num_output)
         self._places[number] = upcoming.place

@@ -130,7 +130,7 @@ def _num_same(keys: Sequence[int], others: Sequence[int]) -> int:
     return next((at for at, (ours, theirs) in pairs if ours != theirs), min(len(keys), len(others)))
 
 
-class Conversation:
+class SessionKeys:
     """A session's blocks in the course of its turns, as keys: an integer stands for a block's tokens and all
     before it."""
 
@@ -176,7 +176,11 @@ class NextTurn:
 
 
 class ClosedLoop:
-    """``num_at_once`` sessions at a time, until ``num_requests`` were sent after the first phase."""
+    """``num_at_once`` sessions at a time, until ``num_requests`` have ended after the first phase.
+
+    Then the load is over: what is under way is not counted, and what pauses is not sent. (Were the last ones
+    waited for, the longest pause would be measured, not the cluster.)
+    """
 
     def __init__(
         self, sessions: Sequence[AgentSession], num_at_once: int, num_requests: int, seed: int = 0
@@ -191,6 +195,7 @@ class ClosedLoop:
         self._num_first = num_at_once
         """Requests of the first phase that have not ended."""
         self._num_begun = 0
+        self.is_over = False
         self._at: dict[int, NextTurn] = {}
 
     @staticmethod
@@ -225,22 +230,22 @@ class ClosedLoop:
             self._num_first -= 1
             if self._num_first:
                 return []
-            return [one for number in range(self._num_at_once) for one in self._next(number)]
-        return self._next(place)
-
-    def _next(self, place: int) -> list[NextTurn]:
-        if not self._num_requests:
-            return []
+            self.is_over = not self._num_requests
+            return [] if self.is_over else [self._next(number) for number in range(self._num_at_once)]
         self._num_requests -= 1
+        self.is_over = self.is_over or self._num_requests <= 0
+        return [] if self.is_over else [self._next(place)]
+
+    def _next(self, place: int) -> NextTurn:
         now = self._at[place]
         if now.index + 1 == len(now.session.turns):
-            return [self._begin(place, next(self._left), now.turn.pause_s, is_first_phase=False)]
+            return self._begin(place, next(self._left), now.turn.pause_s, is_first_phase=False)
         turn = dataclasses.replace(now, index=now.index + 1, is_first_phase=False)
         pause_s = turn.turn.pause_s
         if now.is_first_phase:  # it is in the middle of that pause when the load begins
             pause_s *= self._random.random()
         self._at[place] = dataclasses.replace(turn, pause_s=pause_s)
-        return [self._at[place]]
+        return self._at[place]
 
 
 def num_working_tokens(sessions: Iterable[AgentSession]) -> int:

@@ -14,8 +14,8 @@ from mooncake.sim.traces.generators import Agentic
 from mooncake.sim.traces.sessions import (
     AgentSession,
     ClosedLoop,
-    Conversation,
     NextTurn,
+    SessionKeys,
     Turn,
     num_working_tokens,
     recipe_sessions,
@@ -64,7 +64,7 @@ def test_a_trace_s_turn_keeps_what_its_blocks_have_in_common() -> None:
 
 def test_a_conversation_s_blocks_stay_where_its_tokens_stay() -> None:
     session = AgentSession("s", 3, (Turn(32, 20, 13), Turn(65, 10, 5), Turn(40, 30, 1)))
-    mine, twin = Conversation(session, 0, 16), Conversation(session, 1, 16)
+    mine, twin = SessionKeys(session, 0, 16), SessionKeys(session, 1, 16)
     first, other = mine.send(session.turns[0]), twin.send(session.turns[0])
     assert len(first) == 4, "65 tokens, of which the last is not computed"
     assert first[:2] == other[:2] and not set(first[2:]) & set(other[2:])
@@ -75,30 +75,34 @@ def test_a_conversation_s_blocks_stay_where_its_tokens_stay() -> None:
 
 
 def run(loop: ClosedLoop) -> list[NextTurn]:
-    """All turns in the order in which they are sent, if every answer takes no time."""
-    waiting, sent = loop.start(), []
-    while waiting:
-        sent.append(waiting.pop(0))
-        waiting += loop.ended(sent[-1].place)
-    return sent
+    """All turns that end before the load is over, in that order, if every answer takes no time."""
+    waiting, ended = loop.start(), []
+    while waiting and not loop.is_over:
+        ended.append(waiting.pop(0))
+        waiting += loop.ended(ended[-1].place)
+    return ended
 
 
 @settings(deadline=None, max_examples=60)
 @given(st.integers(1, 9), st.integers(0, 60), st.integers(1, 5))
-def test_a_closed_load_sends_so_many_requests(num_at_once: int, num_requests: int, turns: int) -> None:
+def test_a_closed_load_is_over_when_so_many_have_ended(
+    num_at_once: int, num_requests: int, turns: int
+) -> None:
     recipe = Agentic(common_tokens=64, first_tokens=20, turn_tokens=10, output_tokens=5, turns=turns)
-    sent = run(ClosedLoop(recipe_sessions(recipe, 3), num_at_once, num_requests))
-    assert len(sent) == num_at_once + num_requests
-    assert all(one.is_first_phase for one in sent[:num_at_once])
-    assert not any(one.is_first_phase for one in sent[num_at_once:])
+    loop = ClosedLoop(recipe_sessions(recipe, 3), num_at_once, num_requests)
+    ended = run(loop)
+    assert loop.is_over and loop.ended(0) == []
+    assert len(ended) == num_at_once + num_requests
+    assert all(one.is_first_phase for one in ended[:num_at_once])
+    assert not any(one.is_first_phase for one in ended[num_at_once:])
     for place in range(num_at_once):
-        mine = [one for one in sent if one.place == place]
+        mine = [one for one in ended if one.place == place]
         for before, after in pairwise(mine):
             if after.number == before.number:
                 assert after.index == before.index + 1 and after.session is before.session
             else:
                 assert before.index == len(before.session.turns) - 1 and after.index == 0
-    by_number = {one.number: one.session.name for one in sent}
+    by_number = {one.number: one.session.name for one in ended}
     assert len(set(by_number.values())) == len(by_number), "no session runs twice under one name"
 
 

@@ -9,8 +9,7 @@ from itertools import pairwise
 import numpy as np
 import pytest
 
-from mooncake.cli.replay.endpoint import Endpoint
-from mooncake.cli.replay.session_replay import (
+from bench.session_replay import (
     EndlessTokenCache,
     SentTurn,
     SessionReplay,
@@ -18,6 +17,7 @@ from mooncake.cli.replay.session_replay import (
     figures_of,
     simulated_figures,
 )
+from mooncake.cli.replay.endpoint import Endpoint
 from mooncake.sim.serving.results import DONE, FAILED, Recorder, Timeline
 from mooncake.sim.traces.generators import Agentic
 from mooncake.sim.traces.sessions import ClosedLoop, recipe_sessions
@@ -45,7 +45,8 @@ def replayed(served: Served, begun: list[int] | None = None, seed: str = "0") ->
 def test_a_prompt_goes_on_behind_the_answer_before_it() -> None:
     served, begun = Served(), list[int]()
     sent = replayed(served, begun)
-    assert len(sent) == len(served.bodies) == NUM_AT_ONCE + NUM_REQUESTS
+    assert len(sent) == NUM_AT_ONCE + NUM_REQUESTS
+    assert len(served.bodies) < len(sent) + NUM_AT_ONCE, "others may be under way when the load is over"
     assert begun == [NUM_AT_ONCE], "the load begins once, when the first phase has ended"
     assert len({tuple(one.prompt[:64]) for one in sent}) == 1, "instructions in common"
     num_followed = 0
@@ -105,8 +106,25 @@ def test_a_simulated_run_has_the_same_figures() -> None:
         recorder.status[number] = status
         recorder.ttft_s[number], recorder.e2e_s[number] = e2e_s / 2, e2e_s
         recorder.cached_tokens[number] = 20 * number
-    figures = simulated_figures(recorder.outcome(Timeline(1.0, *np.zeros((10, 0))), 0.0, 0.0), 1)
-    assert (figures.num_done, figures.num_failed) == (2, 1)
+    results = recorder.outcome(Timeline(1.0, *np.zeros((10, 0))), 0.0, 0.0)
+    figures = simulated_figures(results, 1, 2)
+    assert (figures.num_done, figures.num_failed) == (2, 0)
     assert figures.span_s == pytest.approx(6.0), "from the end of the first phase to the last answer"
     assert figures.ttft_s.tolist() == [1.0, 2.0] and figures.latency_s.tolist() == [2.0, 4.0]
     assert figures.hit_rate == pytest.approx((20 + 40) / 200)
+    shorter = simulated_figures(results, 1, 1)
+    assert shorter.latency_s.tolist() == [2.0], "what ended later was under way when the load was over"
+    assert shorter.per_s == pytest.approx(1 / 3.0)
+
+
+def test_a_salt_reaches_the_server_and_only_where_it_is_wanted() -> None:
+    served = Served()
+
+    async def run(url: str) -> list[int]:
+        async with Endpoint(url) as endpoint:
+            await endpoint.complete([1000, 1001], 2)
+            return (await endpoint.complete([1000, 1001], 3, cache_salt="alone")).token_ids
+
+    with serving(served) as url:
+        assert asyncio.run(run(url)) == [0, 1, 2]
+    assert [body.get("cache_salt") for body in served.bodies] == [None, "alone"]

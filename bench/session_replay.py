@@ -81,25 +81,34 @@ class SessionReplay:
         """By place: the conversation of the session there, answers included."""
         self._randoms: dict[int, Random] = {}
         self._sent: list[SentTurn] = []
+        self._tasks: set[asyncio.Task[None]] = set()
         self._began_s = 0.0
 
     async def run(self) -> list[SentTurn]:
-        """Send everything; the requests of the first phase come first."""
+        """Run the load until it is over; the requests of the first phase come first."""
         self._began_s = clock.monotonic()
-        async with asyncio.TaskGroup() as group:
-            self._launch(group, self._loop.start())
+        self._launch(self._loop.start())
+        while self._tasks and not self._loop.is_over:
+            done, _ = await asyncio.wait(self._tasks, return_when=asyncio.FIRST_COMPLETED)
+            self._tasks -= done
+            for task in done:
+                task.result()
+        for task in self._tasks:
+            task.cancel()
+        await asyncio.gather(*self._tasks, return_exceptions=True)
         return sorted(self._sent, key=lambda one: (not one.upcoming.is_first_phase, one.sent_s))
 
-    def _launch(self, group: asyncio.TaskGroup, turns: Iterable[NextTurn]) -> None:
-        for turn in turns:
-            group.create_task(self._one(group, turn))
+    def _launch(self, turns: Iterable[NextTurn]) -> None:
+        self._tasks |= {asyncio.create_task(self._one(turn)) for turn in turns}
 
-    async def _one(self, group: asyncio.TaskGroup, upcoming: NextTurn) -> None:
+    async def _one(self, upcoming: NextTurn) -> None:
         await asyncio.sleep(upcoming.pause_s)
         prompt = self._prompt(upcoming)
         attainable, sent_s = self._cache.match(prompt), clock.monotonic() - self._began_s
         num_output = upcoming.turn.num_output
         answer = await self._endpoint.complete(prompt, num_output)
+        if self._loop.is_over:
+            return
         self._sent.append(SentTurn(upcoming, prompt, sent_s, attainable, answer))
         # What did not come is made up, so that the session goes on with the same lengths.
         random = self._randoms[upcoming.place]
@@ -109,7 +118,7 @@ class SessionReplay:
         following = self._loop.ended(upcoming.place)
         if upcoming.is_first_phase and following:
             self._between()
-        self._launch(group, following)
+        self._launch(following)
 
     def _prompt(self, upcoming: NextTurn) -> list[int]:
         turn, place, session = upcoming.turn, upcoming.place, upcoming.session
@@ -128,7 +137,7 @@ class LoadFigures:
     num_done: int
     num_failed: int
     span_s: float
-    """From the end of the first phase to the last answer."""
+    """From the end of the first phase to the end of the last request that is counted."""
     ttft_s: NDArray[np.float64]
     latency_s: NDArray[np.float64]
     hit_rate: float
@@ -167,19 +176,21 @@ def attainable_hit_rate(sent: Sequence[SentTurn]) -> float:
     return sum(one.attainable_tokens for one in load) / sum(len(one.prompt) for one in load)
 
 
-def simulated_figures(results: RunResults, num_first: int) -> LoadFigures:
-    """The same figures of a simulated run, whose first ``num_first`` rows are the first phase."""
+def simulated_figures(results: RunResults, num_first: int, num_requests: int) -> LoadFigures:
+    """The same figures of a simulated run, whose first ``num_first`` rows are the first phase. Only requests
+    that ended before the load was over are counted: the first ``num_requests``."""
     ends_s = results.arrival_s + results.e2e_s
     began_s, load = float(np.nanmax(ends_s[:num_first])), slice(num_first, None)
-    is_done = np.equal(results.status[load], DONE)
-    requested = float(results.num_input[load][is_done].sum(dtype=np.float64))
+    over_s = float(np.sort(ends_s[load])[min(num_requests, len(results) - num_first) - 1])
+    counted = np.equal(results.status[load], DONE) & (ends_s[load] <= over_s)
+    requested = float(results.num_input[load][counted].sum(dtype=np.float64))
     return LoadFigures(
-        int(is_done.sum()),
-        int((~is_done).sum()),
-        float(ends_s[load][is_done].max()) - began_s,
-        results.ttft_s[load][is_done].astype(np.float64),
-        results.e2e_s[load][is_done].astype(np.float64),
-        float(results.cached_tokens[load][is_done].sum(dtype=np.float64)) / requested,
+        int(counted.sum()),
+        num_requests - int(counted.sum()),
+        over_s - began_s,
+        results.ttft_s[load][counted].astype(np.float64),
+        results.e2e_s[load][counted].astype(np.float64),
+        float(results.cached_tokens[load][counted].sum(dtype=np.float64)) / requested,
     )
 
 
