@@ -50,22 +50,35 @@ class SimDisk:
         """Until this time no record is accepted."""
         self.index = SsdIndex()
 
-    def opened(self) -> None:
-        """Another process reads the log; a torn tail is cut off."""
+    def opened(self, checksum: Callable[[bytes], int]) -> None:
+        """Another process reads the log; a torn tail is cut off, and unflushed entries are verified."""
         self.index = SsdIndex(bytes(self._log))
         self.index.check()
         del self._log[self.index.num_bytes :]
         self._flushed_log_bytes = min(self._flushed_log_bytes, len(self._log))
+        unflushed = [self.index.entries[one] for one in self.index.unflushed]
+        if unflushed:
+            lost = [entry.object_id for entry in unflushed if not self._is_whole(entry, checksum)]
+            self._log += self.index.drop(lost)
+            self.flushed(self.flush())
+            self._log += self.index.mark_flushed(list(self.index.unflushed))
+
+    def _is_whole(self, entry: SegmentEntry, checksum: Callable[[bytes], int]) -> bool:
+        if not self.faults.has_checksums:
+            return True
+        data = self.data[entry.offset : entry.offset + entry.size_bytes]
+        pieces = (bytes(data[at : at + entry.chunk_bytes]) for at in range(0, len(data), entry.chunk_bytes))
+        return b"".join(checksum(piece).to_bytes(4, "little") for piece in pieces) == entry.checksums
 
     # As ``ssd.py`` and ``ssd_index_log.py`` do it; all of these raise OutOfSpace
 
     def vacate(self, offset: int, size_bytes: int) -> None:
         self.drop(self.index.overlapping(offset, size_bytes))
 
-    def hold(self, entry: SegmentEntry) -> None:
+    def hold(self, entry: SegmentEntry, *, is_flushed: bool = True) -> None:
         before = self.index.num_bytes
         try:
-            self._append(self.index.hold(entry), before)
+            self._append(self.index.hold(entry, is_flushed=is_flushed), before)
         except OutOfSpace:
             self.index.drop([entry.object_id])
             self.index.num_bytes = before
@@ -74,13 +87,21 @@ class SimDisk:
     def drop(self, object_ids: Iterable[int]) -> None:
         before = self.index.num_bytes
         known = [entry for one in object_ids if (entry := self.index.entries.get(one)) is not None]
+        unflushed = dict(self.index.unflushed)
         try:
             self._append(self.index.drop(entry.object_id for entry in known), before)
         except OutOfSpace:
             for entry in known:
-                self.index.hold(entry)
+                self.index.hold(entry, is_flushed=entry.object_id not in unflushed)
             self.index.num_bytes = before
             raise
+
+    def mark_flushed(self, object_ids: Iterable[int]) -> None:
+        content = self.index.mark_flushed(object_ids)
+        if self._kernel.now < self.full_until:
+            self.index.num_bytes -= len(content)
+        else:
+            self._log += content
 
     def write(self, offset: int, data: bytes) -> None:
         end = offset + len(data)
@@ -117,7 +138,7 @@ class SimDisk:
             raise OutOfSpace("the disk is full")
         self._log += content
         if self._kernel.chance(COMPACTION_CHANCE):  # the new file is flushed before it takes its place
-            self._log = bytearray(compacted(self.index.in_order()))
+            self._log = bytearray(compacted(self.index.in_order(), unflushed=self.index.unflushed))
             self.index.compacted_to(len(self._log))
             self._flushed_log_bytes = len(self._log)
             self._num_compactions += 1

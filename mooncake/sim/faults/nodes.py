@@ -84,7 +84,7 @@ class SimNode:
         self.memory = SimSegment(cluster, self, name, Tier.MEMORY, size_bytes, None)
         self.segments = {name: self.memory}
         if disk is not None:
-            disk.opened()
+            disk.opened(checksum)
             ssd = f"{name}/ssd"
             self.segments[ssd] = SimSegment(cluster, self, ssd, Tier.SSD, len(disk.data), disk)
         if device_bytes:
@@ -183,7 +183,8 @@ class SimSegment:
         """The segment's journal, with the changes that the index has not taken yet."""
         if self.disk is None:
             return list(self._held.values())
-        held = dict(self.disk.index.entries)
+        index = self.disk.index
+        held = {one: entry for one, entry in index.entries.items() if one not in index.unflushed}
         for _, what in self._unwritten:
             e.changed(held, what if isinstance(what, list) else [what])
         return list(held.values())
@@ -472,10 +473,10 @@ class SimReplicaCopy:
         elif (disk := self._target.disk) is None:
             self._end(None)
         else:
-            # Every byte is in place. While they are flushed, another master may learn of them from the index.
+            # Every byte is in place, and flushed together with the entry.
             self._cluster.checkers.released([self._promise])
             try:
-                disk.hold(entry)
+                disk.hold(entry, is_flushed=False)
             except OutOfSpace as error:
                 self._end(Refusal("no_space", str(error)))
                 return
@@ -483,6 +484,7 @@ class SimReplicaCopy:
 
             def flushed() -> None:
                 disk.flushed(begun)
+                disk.mark_flushed([entry.object_id])
                 self._end(None)
 
             self._target.process.after(disk.flush_s, flushed)

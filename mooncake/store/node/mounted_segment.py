@@ -145,14 +145,17 @@ class MountedSegment:
         """Content of the segment according to the journal.
 
         Changes that are not yet written to the index of the SSD count as written: a later master would keep
-        an object whose removal is pending, and the index would drop it as soon as it can be written.
+        an object whose removal is pending, and the index would drop it as soon as it can be written. An entry
+        that is being flushed does not count: a later master would acknowledge a durable put of it. Its task
+        ends after that, and then everything is reported again (``task_agent.py``).
         """
         if self.config.disk is None:
             return list(self._held.values())
-        held = self.config.disk.index.entries
-        if self._unwritten:
-            held = dict(held)
-            e.changed(held, itertools.chain.from_iterable(self._unwritten))
+        index = self.config.disk.index
+        if not self._unwritten and not index.unflushed:
+            return list(index.entries.values())
+        held = {one: entry for one, entry in index.entries.items() if one not in index.unflushed}
+        e.changed(held, itertools.chain.from_iterable(self._unwritten))
         return list(held.values())
 
     async def ask(self, message: msgspec.Struct) -> Any:

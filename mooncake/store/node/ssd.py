@@ -9,12 +9,15 @@
     mooncake.lock    locked while a process serves the directory
 
 Transfer moves bytes to and from the data file, not this module. The master decides which object lies where;
-this module stores it and restores it after a restart. See docs/decisions/018.
+this module stores it and restores it after a restart. An object's bytes and its entry are flushed at the same
+time, so a loss of power may leave an entry without its bytes: entries of which the log does not say that
+their bytes were flushed are verified here, before they are reported. See docs/decisions/018 and 046.
 """
 
 from __future__ import annotations
 
 import contextlib
+import os
 import secrets
 import shutil
 from pathlib import Path
@@ -25,10 +28,11 @@ from mooncake.errors import InvalidArgument, MooncakeError, OutOfSpace
 from mooncake.files import LockedDirectory
 from mooncake.files.frames import framed, unframed
 from mooncake.log import get_logger
+from mooncake.store.messages import SegmentEntry
 from mooncake.store.node.ssd_index import SsdIndex
 from mooncake.store.node.ssd_index_log import NAME as INDEX
 from mooncake.store.node.ssd_index_log import SsdIndexLog
-from mooncake.transfer import Region, TransferEngine
+from mooncake.transfer import Region, TransferEngine, crc32c
 
 log = get_logger(__name__)
 
@@ -37,6 +41,8 @@ VERSION = 1
 STEP_BYTES = 1 << 30
 """Unit in which the file system allocates space."""
 PAGE_BYTES = 4096
+PIECE_BYTES = 1 << 20
+"""Bytes read at a time to verify an entry."""
 HEADER, DATA = "mooncake.ssd", "mooncake.data"
 
 
@@ -89,6 +95,7 @@ class Disk:
             """Log of the index, to which writers of the segment add their entries."""
             self._closers.callback(self.log.close)
             self.region: Region = self._data(header)
+            self._verify_unflushed()
             free_bytes = shutil.disk_usage(path).free + (path / DATA).stat().st_blocks * 512
         except OSError as error:
             self.close()
@@ -195,6 +202,43 @@ class Disk:
         finally:
             data.close()
         return self._engine.open_file(self._folder.path / DATA, header.size_bytes)  # no link: it was opened
+
+    def _verify_unflushed(self) -> None:
+        """Drop entries whose bytes a loss of power took, and make durable what is left of the others."""
+        unflushed = [self.index.entries[one] for one in self.index.unflushed]
+        if not unflushed:
+            return
+        path = self._folder.path / DATA
+        fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW)
+        try:
+            lost = [entry for entry in unflushed if not _is_whole(fd, entry)]
+        finally:
+            os.close(fd)
+        self.log.drop(entry.object_id for entry in lost)
+        # The process may have been killed, without a loss of power, before the flush.
+        self.flush()
+        self.log.mark_flushed(list(self.index.unflushed))
+        self.log.flush()
+        if lost:
+            num_bytes = sum(entry.size_bytes for entry in lost)
+            log.warning("unflushed_dropped", path=str(path), num_objects=len(lost), num_bytes=num_bytes)
+
+
+def _is_whole(fd: int, entry: SegmentEntry) -> bool:
+    """Whether the entry's bytes in the file have its checksums."""
+    if entry.chunk_bytes <= 0:
+        return False
+    found = bytearray()
+    for start in range(0, entry.size_bytes, entry.chunk_bytes):
+        end, checksum = min(start + entry.chunk_bytes, entry.size_bytes), 0
+        for at in range(start, end, PIECE_BYTES):
+            try:
+                piece = os.pread(fd, min(PIECE_BYTES, end - at), entry.offset + at)
+            except OSError:  # an object that can't be read is a miss as well
+                return False
+            checksum = crc32c(piece, checksum)
+        found += checksum.to_bytes(4, "little")
+    return bytes(found) == entry.checksums
 
 
 def _steps(offset: int, size_bytes: int) -> range:

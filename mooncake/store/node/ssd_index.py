@@ -1,9 +1,12 @@
 # SPDX-License-Identifier: Apache-2.0
 """Index of an SSD segment: entries and tombstones, replayed from a log and encoded for it.
 
-The log survives the process: an entry is appended after its bytes are in place (with flushed copies: after
-they are durable), a tombstone (``EntryGone``) before its space is written again. Replay drops a torn tail; of
-entries that overlap, the later one counts, because its bytes were written over the earlier one's.
+The log survives the process: an entry is appended after its bytes are in place, a tombstone (``EntryGone``)
+before its space is written again. Bytes and entry are made durable at the same time, because one flush after
+the other would take twice as long; so after a loss of power an entry may be there without its bytes. Until
+they are durable, it is therefore *unflushed* (``EntryWritten``, until ``EntriesFlushed``), and the next
+process that opens the log verifies the bytes of those that still are (``ssd.py``). Replay drops a torn tail;
+of entries that overlap, the later one counts, because its bytes were written over the earlier one's.
 ``ssd_index_log.py`` owns the file and handles damage; this module defines the meaning of the records and when
 most of the log is obsolete (``wants_compaction``).
 """
@@ -11,7 +14,7 @@ most of the log is obsolete (``wants_compaction``).
 from __future__ import annotations
 
 from bisect import bisect_left, bisect_right
-from collections.abc import Iterable
+from collections.abc import Container, Iterable
 
 import msgspec
 
@@ -27,14 +30,28 @@ class EntryHeld(msgspec.Struct, frozen=True, array_like=True, tag="held"):
     entry: SegmentEntry
 
 
+class EntryWritten(msgspec.Struct, frozen=True, array_like=True, tag="written"):
+    """Record: the segment holds this object, whose bytes were not known to be durable."""
+
+    entry: SegmentEntry
+
+
+class EntriesFlushed(msgspec.Struct, frozen=True, array_like=True, tag="flushed"):
+    """Record: the bytes of these objects are durable."""
+
+    object_ids: list[int]
+
+
 class EntryGone(msgspec.Struct, frozen=True, array_like=True, tag="gone"):
     """Record: the segment no longer holds these objects."""
 
     object_ids: list[int]
 
 
+IndexRecord = EntryHeld | EntryWritten | EntriesFlushed | EntryGone
+
 _encoder = msgspec.msgpack.Encoder()
-_decoder: msgspec.msgpack.Decoder[EntryHeld | EntryGone] = msgspec.msgpack.Decoder(EntryHeld | EntryGone)
+_decoder: msgspec.msgpack.Decoder[IndexRecord] = msgspec.msgpack.Decoder(IndexRecord)
 
 
 class SsdIndex:
@@ -51,6 +68,8 @@ class SsdIndex:
         self._framing = framing
         self.entries: dict[int, SegmentEntry] = {}
         """Object id -> entry."""
+        self.unflushed: dict[int, None] = {}
+        """Ids of entries whose bytes are not known to be durable."""
         self._offsets: list[int] = []
         """Offsets of all entries, ascending; entries don't overlap."""
         self._at: dict[int, int] = {}
@@ -71,13 +90,27 @@ class SsdIndex:
         found = [self.entries[self._at[at]] for at in self._offsets[first:last]]
         return [entry.object_id for entry in found if entry.offset + entry.size_bytes > offset]
 
-    def hold(self, entry: SegmentEntry) -> bytes:
-        """Add ``entry``, whose bytes are in place, and drop entries that it overlaps."""
-        if self.entries.get(entry.object_id) == entry:
+    def hold(self, entry: SegmentEntry, *, is_flushed: bool = True) -> bytes:
+        """Add ``entry``, whose bytes are in place, and drop entries that it overlaps.
+
+        ``is_flushed``: its bytes are durable, or need not be."""
+        if self.entries.get(entry.object_id) == entry and (entry.object_id in self.unflushed) != is_flushed:
             return b""
         self._remove([entry.object_id, *self.overlapping(entry.offset, entry.size_bytes)])
         self._insert(entry)
-        return self._record(EntryHeld(entry))
+        if is_flushed:
+            return self._record(EntryHeld(entry))
+        self.unflushed[entry.object_id] = None
+        return self._record(EntryWritten(entry))
+
+    def mark_flushed(self, object_ids: Iterable[int]) -> bytes:
+        """Note that the bytes of these objects are durable; returns no bytes when that was known."""
+        known = [object_id for object_id in object_ids if object_id in self.unflushed]
+        if not known:
+            return b""
+        for object_id in known:
+            del self.unflushed[object_id]
+        return self._record(EntriesFlushed(known))
 
     def drop(self, object_ids: Iterable[int]) -> bytes:
         """Drop these objects; returns no bytes when none of them was held."""
@@ -107,8 +140,9 @@ class SsdIndex:
             entry = self.entries[self._at[at]]
             assert entry.offset == at >= end, f"{entry} overlaps"
             end = at + entry.size_bytes
+        assert self.unflushed.keys() <= self.entries.keys()
 
-    def _record(self, record: EntryHeld | EntryGone) -> bytes:
+    def _record(self, record: IndexRecord) -> bytes:
         content = self._framing.frame([_encoder.encode(record)], self.num_bytes)
         self.num_bytes += len(content)
         return content
@@ -121,25 +155,34 @@ class SsdIndex:
 
     def _remove(self, object_ids: Iterable[int]) -> None:
         for object_id in object_ids:
+            self.unflushed.pop(object_id, None)
             entry = self.entries.pop(object_id, None)
             if entry is not None:
                 del self._at[entry.offset]
                 del self._offsets[bisect_left(self._offsets, entry.offset)]
 
-    def _fold(self, records: list[EntryHeld | EntryGone]) -> None:
+    def _fold(self, records: list[IndexRecord]) -> None:
         """Apply ``records`` all at once, because insertion one by one would take minutes."""
-        held = [record.entry for record in records if isinstance(record, EntryHeld)]
+        held = [record.entry for record in records if isinstance(record, EntryHeld | EntryWritten)]
         overwritten = _overwritten(held)
         number = 0
         for record in records:
             if isinstance(record, EntryGone):
                 for object_id in record.object_ids:
                     self.entries.pop(object_id, None)
+                    self.unflushed.pop(object_id, None)
+                continue
+            if isinstance(record, EntriesFlushed):
+                for object_id in record.object_ids:
+                    self.unflushed.pop(object_id, None)
                 continue
             entry = record.entry
             self.entries.pop(entry.object_id, None)
+            self.unflushed.pop(entry.object_id, None)
             if number not in overwritten:
                 self.entries[entry.object_id] = entry
+                if isinstance(record, EntryWritten):
+                    self.unflushed[entry.object_id] = None
             number += 1
         self._at = {entry.offset: entry.object_id for entry in self.entries.values()}
         self._offsets = sorted(self._at)
@@ -148,9 +191,17 @@ class SsdIndex:
         return f"<SsdIndex of {len(self.entries)} objects, {self.num_bytes} bytes>"
 
 
-def compacted(entries: Iterable[SegmentEntry], framing: Framing = PLAIN, begin: int = 0) -> bytes:
-    """Shortest log of these entries, to be written from offset ``begin`` on."""
-    return framing.frame((_encoder.encode(EntryHeld(entry)) for entry in entries), begin)
+def compacted(
+    entries: Iterable[SegmentEntry],
+    framing: Framing = PLAIN,
+    begin: int = 0,
+    unflushed: Container[int] = (),
+) -> bytes:
+    """Shortest log of these entries, to be written from offset ``begin`` on.
+
+    ``unflushed``: ids, as in ``SsdIndex``."""
+    records = (EntryWritten(one) if one.object_id in unflushed else EntryHeld(one) for one in entries)
+    return framing.frame(map(_encoder.encode, records), begin)
 
 
 def _overwritten(held: list[SegmentEntry]) -> dict[int, None]:

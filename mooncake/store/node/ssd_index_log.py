@@ -63,6 +63,8 @@ class SsdIndexLog:
         self._framing: Framing = PLAIN
         self._fresh: Framing = PLAIN
         """Framing of the log that a compaction writes."""
+        self._unflushed: dict[int, None] = {}
+        """Ids of entries that were unflushed when a compaction began."""
         self._num_renames = self._num_kept_renames = 0
         self._file = folder.directory.open(NAME)
         self._doubtful: File | None = None
@@ -99,15 +101,15 @@ class SsdIndexLog:
             if found.damages and self._file is not fresh:
                 raise OSError(errno.EIO, "the repaired index could not take its place")
 
-    def hold(self, entry: SegmentEntry) -> None:
-        """Add an entry whose bytes are in place.
+    def hold(self, entry: SegmentEntry, *, is_flushed: bool = True) -> None:
+        """Add an entry whose bytes are in place; ``is_flushed``: and durable, or they need not be.
 
         Raises:
             OutOfSpace, StorageError: the entry can't be written.
         """
         before = self.index.num_bytes
         try:
-            self._append(self.index.hold(entry), before)
+            self._append(self.index.hold(entry, is_flushed=is_flushed), before)
         except MooncakeError:
             self.index.drop([entry.object_id])
             self.index.num_bytes = before
@@ -121,13 +123,23 @@ class SsdIndexLog:
         """
         before = self.index.num_bytes
         known = [entry for one in object_ids if (entry := self.index.entries.get(one)) is not None]
+        unflushed = dict(self.index.unflushed)
         try:
             self._append(self.index.drop(entry.object_id for entry in known), before)
         except MooncakeError:
             for entry in known:
-                self.index.hold(entry)
+                self.index.hold(entry, is_flushed=entry.object_id not in unflushed)
             self.index.num_bytes = before
             raise
+
+    def mark_flushed(self, object_ids: Iterable[int]) -> None:
+        """Note that the bytes of these objects are durable. If the disk refuses the record, they are verified
+        when the directory is opened again, which does no harm."""
+        before = self.index.num_bytes
+        try:
+            self._append(self.index.mark_flushed(object_ids), before)
+        except MooncakeError as error:
+            log.warning("index_mark_not_written", path=str(self._folder.path), reason=str(error))
 
     def flush(self) -> None:
         """Make the log survive a loss of power. Blocks, and may run concurrently with everything else.
@@ -165,6 +177,7 @@ class SsdIndexLog:
 
     def begin_compaction(self) -> list[SegmentEntry]:
         self._since = []
+        self._unflushed = dict(self.index.unflushed)
         self._fresh = BoundFraming(secrets.randbits(32))
         return self.index.in_order()
 
@@ -214,7 +227,7 @@ class SsdIndexLog:
     def _compacted(self, entries: list[SegmentEntry]) -> bytes:
         assert isinstance(self._fresh, BoundFraming)
         header = header_of(MAGIC, secrets.token_hex(8), self._fresh.salt)
-        return header + compacted(entries, self._fresh, len(header))
+        return header + compacted(entries, self._fresh, len(header), self._unflushed)
 
     def _append(self, content: bytes, before: int) -> None:
         if not content:

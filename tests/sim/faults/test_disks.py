@@ -8,7 +8,11 @@ from random import Random
 
 import pytest
 
-from mooncake.sim.faults.disks import SimDirectory
+from mooncake.sim.faults.cluster_faults import ClusterFaults
+from mooncake.sim.faults.disks import SimDirectory, SimDisk
+from mooncake.sim.faults.nodes import checksum
+from mooncake.sim.kernel import Kernel
+from mooncake.store.messages import SegmentEntry
 
 
 def test_the_end_of_a_process_takes_nothing_but_what_was_open() -> None:
@@ -129,3 +133,31 @@ def test_slow_writes_add_up_until_they_are_taken() -> None:
     file.sync()
     disk.sync()
     assert (disk.take_late_s(), disk.take_late_s(), disk.num_syncs) == (4.5, 0.0, 2)
+
+
+def test_after_a_power_loss_no_entry_is_without_its_bytes() -> None:
+    """Bytes and entry are flushed together; an older object elsewhere is not touched."""
+    outcomes: set[tuple[int, ...]] = set()
+    data = {number: bytes([number]) * 64 for number in (1, 2)}
+    entries = {
+        number: SegmentEntry("k", number, 64, 64, checksum(one).to_bytes(4, "little"), number * 64)
+        for number, one in data.items()
+    }
+    for seed in range(200):
+        disk = SimDisk(Kernel(seed), ClusterFaults(), 1 << 12)
+        for number in (1, 2):
+            disk.write(number * 64, data[number])
+            disk.hold(entries[number], is_flushed=False)
+            if number == 1:
+                disk.flushed(disk.flush())
+                disk.mark_flushed([1])
+        assert list(disk.index.unflushed) == [2]
+        disk.lose_power()
+        disk.opened(checksum)
+        assert not disk.index.unflushed
+        outcomes.add(tuple(disk.index.entries))
+        for number, entry in disk.index.entries.items():
+            assert disk.data[entry.offset : entry.offset + 64] == data[number], seed
+        disk.opened(checksum)
+        assert not disk.index.unflushed
+    assert outcomes == {(1,), (1, 2)}

@@ -15,11 +15,13 @@ import msgspec
 import numpy as np
 import pytest
 
-from mooncake.errors import InvalidArgument, OutOfSpace, Unavailable
+from mooncake.errors import InvalidArgument, OutOfSpace, StorageError, Unavailable
 from mooncake.metrics import registry
 from mooncake.store import messages as m
 from mooncake.store.node.node import Node, NodeSettings
 from mooncake.store.node.replica_copier import CoalescedFlush
+from mooncake.store.node.ssd import Disk
+from mooncake.store.node.ssd_index_log import SsdIndexLog
 from mooncake.transfer import Completion, Op, Region, Status, TransferEngine, TransferSettings
 from mooncake.types import Tier
 from tests.contract import cuda_double
@@ -66,6 +68,12 @@ def place(mount: m.Mount, offset: int) -> m.Replica:
 
 def memory_of(node: Node) -> Region:
     return node.segments["n"].config.region
+
+
+def disk_of(node: Node) -> Disk:
+    disk = node.segments["n/ssd"].config.disk
+    assert disk is not None
+    return disk
 
 
 async def test_a_node_mounts_every_tier(master: ScriptedMaster, tmp_path: Path) -> None:
@@ -246,6 +254,64 @@ async def test_flushes_are_shared() -> None:
         running.set()
         await asyncio.gather(first, *others)
     assert len(count) == 2
+
+
+async def test_an_object_is_reported_only_when_bytes_and_entry_are_durable(
+    master: ScriptedMaster, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Both are flushed at the same time; until both have ended, another master must not learn of it."""
+    data = content()
+    both, going_on = threading.Barrier(3), threading.Event()
+    flush, flush_index = Disk.flush, SsdIndexLog.flush
+
+    def slow(self: Disk) -> None:
+        both.wait(20)
+        flush(self)
+
+    def slow_index(self: SsdIndexLog) -> None:
+        both.wait(20)
+        assert going_on.wait(20)
+        flush_index(self)
+
+    monkeypatch.setattr(Disk, "flush", slow)
+    monkeypatch.setattr(SsdIndexLog, "flush", slow_index)
+    async with node_of(await master.start(), tmp_path) as node:
+        memory = await master.until_polled("n")
+        memory_of(node).view()[:SIZE] = data
+        running = asyncio.create_task(master.run("n/ssd", entry_of(data, 0), place(memory, 0)))
+        await asyncio.to_thread(both.wait, 20)  # both flushes are in progress
+        index = disk_of(node).index
+        assert list(index.entries) == [1] == list(index.unflushed)
+        assert list(node.segments["n/ssd"].entries()) == [] and not running.done()
+        going_on.set()
+        assert (await running).refusal is None
+        assert not index.unflushed
+        assert list(node.segments["n/ssd"].entries()) == [entry_of(data, 0)]
+
+
+@pytest.mark.parametrize("which", [Disk, SsdIndexLog])
+async def test_what_could_not_be_flushed_is_refused_and_not_held(
+    master: ScriptedMaster, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, which: type
+) -> None:
+    data, flush = content(), which.flush  # type: ignore[attr-defined]
+    failures = [True]
+
+    def sometimes(self: object) -> None:
+        if failures:
+            raise StorageError("the disk is gone")
+        flush(self)
+
+    monkeypatch.setattr(which, "flush", sometimes)
+    async with node_of(await master.start(), tmp_path) as node:
+        memory = await master.until_polled("n")
+        memory_of(node).view()[:SIZE] = data
+        pairs = [(entry_of(data, at * 4 * MIB, object_id=at + 1), place(memory, 0)) for at in range(2)]
+        done = await master.run_all("n/ssd", pairs)
+        assert [one.refusal is not None and "is gone" in one.refusal.reason for one in done] == [True, True]
+        assert list(node.segments["n/ssd"].entries()) == [] == list(disk_of(node).index.entries)
+        failures.clear()
+        assert (await master.run("n/ssd", *pairs[0])).refusal is None
+        assert list(node.segments["n/ssd"].entries()) == [pairs[0][0]]
 
 
 async def test_overwritten_objects_are_dropped_from_the_index(master: ScriptedMaster, tmp_path: Path) -> None:

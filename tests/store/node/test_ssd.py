@@ -12,11 +12,11 @@ import numpy as np
 import pytest
 
 from mooncake.errors import InvalidArgument, OutOfSpace, StorageError
-from mooncake.files import OsDirectory
+from mooncake.files import OsDirectory, OsFile
 from mooncake.store.messages import SegmentEntry
 from mooncake.store.node.ssd import Disk
 from mooncake.store.node.ssd_index import compacted
-from mooncake.transfer import Op, Region, Status, TransferEngine, TransferSettings
+from mooncake.transfer import Op, Region, Status, TransferEngine, TransferSettings, crc32c
 
 MIB = 1 << 20
 
@@ -326,3 +326,98 @@ def test_an_index_of_an_earlier_release_whose_only_record_is_torn_is_read(
     (path / "mooncake.index").write_bytes(b"something else " * 100)
     with pytest.raises(InvalidArgument, match="something else"):
         Disk(engine, path, MIB)
+
+
+def filled(path: Path, object_id: int, offset: int, chunk_bytes: int = 5000) -> SegmentEntry:
+    """Write an object past the engine; returns its entry."""
+    data = np.random.default_rng(object_id).bytes(12_000)
+    sums = [crc32c(data[at : at + chunk_bytes]) for at in range(0, len(data), chunk_bytes)]
+    with (path / "mooncake.data").open("r+b") as file:
+        file.seek(offset)
+        file.write(data)
+    checksums = np.array(sums, dtype="<u4").tobytes()
+    return SegmentEntry(f"k{object_id}", object_id, len(data), chunk_bytes, checksums, offset)
+
+
+def test_unflushed_entries_are_verified_when_the_directory_is_opened(
+    engine: TransferEngine, path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """A loss of power may take the bytes and leave the entry, as both are flushed together."""
+    disk = Disk(engine, path, MIB)
+    whole, torn, flushed = (filled(path, number, number * 16384) for number in (1, 2, 3))
+    for one in (whole, torn, flushed):
+        disk.log.hold(one, is_flushed=False)
+    disk.log.mark_flushed([3])
+    with (path / "mooncake.data").open("r+b") as file:
+        for one in (torn, flushed):
+            file.seek(one.offset + 9000)
+            file.write(bytes(100))
+    disk.close()
+    again = Disk(engine, path, MIB)
+    assert list(again.index.entries) == [1, 3], "what is known to be flushed is not read at every start"
+    assert not again.index.unflushed
+    fields = [one.__dict__["fields"] for one in caplog.records if one.getMessage() == "unflushed_dropped"]
+    assert [(one["num_objects"], one["num_bytes"]) for one in fields] == [(1, 12_000)]
+    again.close()
+    last = Disk(engine, path, MIB)
+    assert list(last.index.entries) == [1, 3] and not last.index.unflushed
+    last.close()
+
+
+def test_what_was_not_flushed_before_a_kill_is_flushed_at_the_next_start(
+    engine: TransferEngine, path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    disk = Disk(engine, path, MIB)
+    disk.log.hold(filled(path, 1, 0), is_flushed=False)
+    disk.close()
+    flushed: list[str] = []
+
+    def refused(self: TransferEngine, region: Region) -> None:
+        raise StorageError("the disk is gone")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(TransferEngine, "flush", refused)
+        with pytest.raises(StorageError, match="is gone"):
+            Disk(engine, path, MIB)
+    with monkeypatch.context() as patch:
+        patch.setattr(TransferEngine, "flush", lambda self, region: flushed.append(region.kind))
+        again = Disk(engine, path, MIB)
+    assert flushed == ["file"] and not again.index.unflushed and list(again.index.entries) == [1]
+    again.close()
+    with monkeypatch.context() as patch:
+        patch.setattr(TransferEngine, "flush", refused)
+        Disk(engine, path, MIB).close()  # nothing is unflushed
+
+
+def test_compaction_keeps_what_is_unflushed(engine: TransferEngine, path: Path) -> None:
+    disk = Disk(engine, path, MIB)
+    disk.log.hold(filled(path, 1, 0), is_flushed=False)
+    disk.log.hold(entry(2, 32768), is_flushed=False)
+    disk.log.hold(entry(3, 65536))
+    entries = disk.log.begin_compaction()
+    fresh = disk.log.write_compacted(entries)
+    disk.log.mark_flushed([1])
+    disk.log.end_compaction(fresh)
+    disk.close()
+    again = Disk(engine, path, MIB)
+    assert list(again.index.entries) == [1, 3], "the second was unflushed still, and is not there"
+    again.close()
+
+
+def test_an_entry_that_could_not_be_dropped_is_as_unflushed_as_before(
+    engine: TransferEngine, path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    disk = Disk(engine, path, MIB)
+    disk.log.hold(entry(1), is_flushed=False)
+    disk.log.hold(entry(2, 4096))
+
+    def full(self: OsFile, content: bytes) -> None:
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    monkeypatch.setattr(OsFile, "append", full)
+    with pytest.raises(OutOfSpace):
+        disk.log.drop([1, 2])
+    assert list(disk.index.entries) == [1, 2] and list(disk.index.unflushed) == [1]
+    disk.log.mark_flushed([1])
+    assert not disk.index.unflushed, "the record is lost, and the entry is verified at the next start"
+    disk.close()

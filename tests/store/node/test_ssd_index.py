@@ -1,9 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
 from __future__ import annotations
 
+import msgspec
 from hypothesis import given
 from hypothesis import strategies as st
 
+from mooncake.files.frames import PLAIN
 from mooncake.store.messages import SegmentEntry
 from mooncake.store.node.ssd_index import SsdIndex, compacted
 
@@ -55,6 +57,38 @@ def test_of_overlapping_entries_the_later_one_counts() -> None:
     content += index.hold(entry(3, 3 * PAGE, 4 * PAGE)) + index.drop([3])
     assert index.entries == {} == folded(content).entries
     assert SsdIndex(content[:-1]).entries.keys() == {3}
+
+
+def test_an_entry_is_unflushed_until_its_bytes_are_known_to_be_durable() -> None:
+    index = SsdIndex()
+    content = index.hold(entry(1, 0), is_flushed=False) + index.hold(entry(2, PAGE), is_flushed=False)
+    assert index.hold(entry(2, PAGE), is_flushed=False) == b""
+    content += index.hold(entry(3, 2 * PAGE))
+    assert list(folded(content).unflushed) == [1, 2] and len(folded(content)) == 3
+    content += index.mark_flushed([1, 3, 9])
+    assert list(folded(content).unflushed) == [2] == list(index.unflushed)
+    assert index.mark_flushed([1]) == b"", "no record to write"
+    kept = compacted(index.in_order(), unflushed=index.unflushed)
+    assert list(folded(kept).unflushed) == [2] and folded(kept).entries == index.entries
+    assert list(folded(content + index.drop([2])).unflushed) == [] == list(index.unflushed)
+
+
+def test_an_entry_that_is_held_again_as_flushed_is_no_longer_unflushed() -> None:
+    index = SsdIndex()
+    content = index.hold(entry(1, 0), is_flushed=False)
+    content += index.hold(entry(1, 0))
+    assert not folded(content).unflushed and not index.unflushed
+    content += index.hold(entry(1, 5 * PAGE), is_flushed=False)
+    content += index.hold(entry(2, 5 * PAGE))
+    assert not folded(content).unflushed, "its bytes are overwritten"
+    assert list(folded(content).entries) == [2] == list(index.entries)
+
+
+def test_an_index_of_an_earlier_release_has_no_unflushed_entries() -> None:
+    """It flushed bytes before it wrote the entry, with the record that still says so."""
+    record = msgspec.msgpack.encode(["held", entry(1, 0)])
+    index = folded(PLAIN.frame([record], 0))
+    assert list(index.entries) == [1] and not index.unflushed
 
 
 def test_adjacent_ranges_do_not_overlap() -> None:
