@@ -22,7 +22,7 @@ import numpy as np
 from mooncake.conductor.admission import AdmissionResult, PoolCapacity
 from mooncake.conductor.explanation import Explanation
 from mooncake.conductor.health import Health, Instance, ProbeOutcome
-from mooncake.conductor.kv_handover import book_push, choose_handover
+from mooncake.conductor.kv_handover import book_push, choose_handover, expect_move
 from mooncake.conductor.load import LoadAccounts
 from mooncake.conductor.messages import (
     POOL,
@@ -227,14 +227,20 @@ class Conductor:
         # Without instances that only prefill, the decode instance is chosen as the one that computes the
         # prompt.
         is_one_pool = event.needs_prefill and not self._has_prefill
+        prefill = None
+        if event.needs_prefill and not is_one_pool:
+            expect_move(self.cluster, job, self._pools_of(WorkerRole.DECODE)[0])
+            prefill = self._choose(WorkerRole.PREFILL, prefill_policy, job, exclude)
+            if prefill is not None:
+                job.computed_at(prefill)
         decode = self._choose(
             WorkerRole.DECODE, prefill_policy if is_one_pool else decode_policy, job, exclude
         )
         if decode is None and self._is_full(WorkerRole.DECODE, exclude):
             return [*effects, self._refuse(event, exclude, WorkerRole.DECODE, now)]
-        prefill = None
-        if (event.needs_prefill and not is_one_pool) or decode is None:
-            prefill = self._choose(WorkerRole.PREFILL, prefill_policy, job, exclude)
+        if prefill is None and ((event.needs_prefill and not is_one_pool) or decode is None):
+            if decode is None:
+                prefill = self._choose(WorkerRole.PREFILL, prefill_policy, job, exclude)
             if prefill is None and self._is_full(WorkerRole.PREFILL, exclude):
                 return [*effects, self._refuse(event, exclude, WorkerRole.PREFILL, now)]
         degraded = ""
@@ -388,7 +394,9 @@ class Conductor:
             event.affinity,
             output_tokens,
             event.priority,
-            matched,
+            event.slo_ttft_s or self._settings.slo_ttft_s,
+            event.slo_tbt_s or self._settings.slo_tbt_s,
+            matched=matched,
         )
 
     def _in_pool(self, event: Place) -> int:
@@ -477,6 +485,7 @@ class Conductor:
             parts.append(f"degraded: {degraded}")
         push_from = ""
         if prefill is not None and event.needs_prefill:
+            self.cluster.handovers.add(decode.slot, *job.moves, now)
             push_from = self._push_from(job, prefill, decode.slot, parts)
         reason = "; ".join(parts)
         placement = ActivePlacement(prefill_id, decode_id, now, now + event.lifetime_s, event, prediction)
@@ -975,6 +984,7 @@ class Conductor:
         self.cluster.turns[instance.slot] = 0.0
         self.loads.forget(instance.slot)
         self.predict.forget(instance.slot)
+        self.cluster.handovers.forget(instance.slot)
         self._reports_chunks.pop(instance.slot, None)
         self._members_changed()
         self._record_story(now, (instance.id,), f"{instance.id} left: {reason}")

@@ -15,6 +15,7 @@ import dataclasses
 import numpy as np
 
 from mooncake.conductor.policies import ClusterView, InstanceChoice, PromptJob, cards_wait_s, path_costs
+from mooncake.conductor.prediction import Slots
 from mooncake.types import KvTransfer
 
 MOST_RESERVED_S = 30.0
@@ -27,6 +28,21 @@ class KvHandover:
 
     is_push: bool
     reason: str
+
+
+def expect_move(cluster: ClusterView, job: PromptJob, decode: Slots) -> None:
+    """Note how long the prompt's KV takes from its prefill instance to one of these decode instances, all
+    layers but the last, and how much later than the first token it may be there within the TBT SLO."""
+    if cluster.settings.kv_transfer == "pool":
+        return  # decode reads all of it from the pool in any case, when the prompt is computed
+    costs, links = cluster.predict.costs, cluster.predict.links
+    num_bytes = job.num_tokens * costs.kv_bytes_per_token
+    job.moving_s = num_bytes * links.s_per_byte * (1 - 1 / costs.num_layers)
+    if job.slo_tbt_s and len(decode):
+        loads = cluster.loads
+        context = loads.context_tokens.take(decode) + job.num_tokens
+        step_s = cluster.predict.step_s(decode, loads.batch_size.take(decode) + 1, context)
+        job.late_s = max(0.0, job.slo_tbt_s - float(step_s.min()))
 
 
 def choose_handover(

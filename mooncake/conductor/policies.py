@@ -34,6 +34,7 @@ from random import Random
 import numpy as np
 from numpy.typing import NDArray
 
+from mooncake.conductor.handover_windows import HandoverWindows
 from mooncake.conductor.load import LoadAccounts
 from mooncake.conductor.prediction import Floats, Predictor, Slots
 from mooncake.conductor.prefix_index import PrefixMatch
@@ -55,6 +56,7 @@ class ClusterView:
     "Slots of instances whose blocks others may fetch."
     turns: Floats = field(default_factory=lambda: np.empty(0))
     "Credits of ``round_robin`` by slot."
+    handovers: HandoverWindows = field(default_factory=HandoverWindows)
 
     def estimate(self, job: PromptJob, slot: int) -> tuple[float, float]:
         """Seconds until an instance has computed its queue, and seconds it takes to compute this prompt."""
@@ -79,16 +81,43 @@ class PromptJob:
     "Expected length of the answer; 0 when unknown."
     priority: int = 0
     "Lower goes first."
+    slo_ttft_s: float = 0.0
+    "0: none."
+    slo_tbt_s: float = 0.0
+    moving_s: float = 0.0
+    "Seconds for which its KV occupies a network card on its way to the decode instance; 0: it does not move."
+    late_s: float = 0.0
+    "Time by which the KV may reach the decode instance later than the first token is made."
+    moves: tuple[float, float] = (0.0, 0.0)
+    "Instants between which the KV moves, once it is known where the prompt is computed."
     matched: PrefixMatch | None = None
     "The match that ``cached`` comes from."
 
-    def turn(self, compute_s: float) -> float:
+    @property
+    def hand_over_s(self) -> float:
+        """Least time from the last loaded byte to the first token."""
+        return max(0.0, self.moving_s - self.late_s)
+
+    def computed_at(self, choice: InstanceChoice) -> None:
+        """Note where it is computed, and so when its KV moves: in the time before the first token, but not
+        before all is there that is loaded. Predictions err, so the time is longer by half at both ends."""
+        loaded_s = choice.fetch_s if choice.source >= 0 else 0.0
+        begins_at = self.now + max(choice.done_s - self.moving_s, choice.queue_s, loaded_s)
+        self.moves = begins_at - 0.5 * self.moving_s, begins_at + 1.5 * self.moving_s
+
+    def turn(self, compute_s: float, least_queue_s: float = 0.0) -> float:
         """Its turn, by which shorter prompts overtake longer ones, but none waits indefinitely.
 
         The turn is the arrival plus a few times the time to compute: a prompt of 20 s may be overtaken by
-        short ones for a minute or so, then it is first.
+        short ones for a minute or so, then it is first. With an objective it goes no later than it must
+        begin to meet that. ``least_queue_s``, the shortest queue of all, shows where that would be wrong: if
+        it can't meet its objective even behind the shortest, or if so many wait that others would miss theirs
+        for it, short ones go on overtaking it.
         """
-        return self.now + OVERTAKING_FACTOR * compute_s + self.priority * PRIORITY_S
+        waits_s = OVERTAKING_FACTOR * compute_s
+        if least_queue_s + compute_s < self.slo_ttft_s:
+            waits_s = min(waits_s, max(0.0, DUE_PART * self.slo_ttft_s - compute_s))
+        return self.now + waits_s + self.priority * PRIORITY_S
 
 
 @dataclass(slots=True)
@@ -132,6 +161,11 @@ NUM_CONSIDERED = 8
 
 OVERTAKING_FACTOR = 4.0
 """Multiple of its own computing time for which a prompt lets shorter ones go first."""
+
+DUE_PART = 0.75
+"""Part of its TTFT objective within which a prompt's turn wants it computed. The rest is for what is being
+computed when its turn comes, and for errors of prediction: 0.6 to 0.9 serve nearly the same requests well
+(`bench/policies.py`)."""
 
 PRIORITY_S = 1e6
 """Waiting time that one step of priority is worth: more than any request waits."""
@@ -192,6 +226,26 @@ def decode_by_load(cluster: ClusterView, job: PromptJob, slots: Slots) -> Instan
 
 def decode_by_tbt(cluster: ClusterView, job: PromptJob, slots: Slots) -> InstanceChoice:
     """The instance with the shortest next step including this request, among those with memory for it."""
+    return _shortest_step(cluster, job, slots, None)
+
+
+def decode_by_end(cluster: ClusterView, job: PromptJob, slots: Slots) -> InstanceChoice:
+    """The instance that makes the last token first, by its step and by the KV that others await there.
+
+    The second token waits for the prompt's KV. Where that of other prompts arrives at the same time, it is
+    late by their time on the network card; per token of the answer this is as bad as a longer step.
+    """
+    begins_at, ends_at = job.moves
+    if ends_at <= begins_at:
+        return _shortest_step(cluster, job, slots, None)
+    taken_s = cluster.handovers.taken_s(cluster.loads.num_slots, begins_at, ends_at)
+    return _shortest_step(cluster, job, slots, taken_s)
+
+
+def _shortest_step(
+    cluster: ClusterView, job: PromptJob, slots: Slots, taken_s: Floats | None
+) -> InstanceChoice:
+    """``taken_s``: by slot, how late the second token is there."""
     loads = cluster.loads
     tokens = job.num_tokens + job.output_tokens
     context = loads.context_tokens.take(slots) + tokens
@@ -205,16 +259,18 @@ def decode_by_tbt(cluster: ClusterView, job: PromptJob, slots: Slots) -> Instanc
             int(slots[best]), f"no memory anywhere, least wanted: {context[best]:.0f} tokens"
         )
     step = cluster.predict.step_s(slots, loads.batch_size.take(slots) + 1, context)
-    step = shared(cluster, job, slots, step if num_fit == len(slots) else np.where(fits, step, np.inf))
-    best = int(step.argmin())
-    equals = (step <= step[best] * (1 + 1e-9)).nonzero()[0]
+    score = step if taken_s is None else step + taken_s.take(slots) / max(1, job.output_tokens)
+    score = shared(cluster, job, slots, score if num_fit == len(slots) else np.where(fits, score, np.inf))
+    best = int(score.argmin())
+    equals = (score <= score[best] * (1 + 1e-9)).nonzero()[0]
     if len(equals) > 1:
         order = job.cached[slots[equals]] * 1e9 - loads.num_placed[slots[equals]]
         best = int(equals[order.argmax()])
-    running = loads.batch_size[slots[best]]
-    return InstanceChoice(
-        int(slots[best]), f"shortest step: {step[best] * 1000:.1f} ms with {running:.0f} others"
-    )
+    slot = int(slots[best])
+    reason = f"shortest step: {step[best] * 1000:.1f} ms with {loads.batch_size[slot]:.0f} others"
+    if taken_s is not None and taken_s[slot] > 5e-5:
+        reason += f", {taken_s[slot] * 1000:.1f} ms of other KV on its way there at the same time"
+    return InstanceChoice(slot, reason)
 
 
 # --- what policies are made of
@@ -492,12 +548,15 @@ def overlap(cluster: ClusterView, job: PromptJob, slots: Slots) -> InstanceChoic
     source = best_source(cluster, job, slots, everywhere, with_ssd)
     ssd = own_ssd(cluster, job, slots, own, with_ssd)
     # Its turn is that of a prompt whose cached part is there: the choice of the instance must not delay it.
-    turn = job.turn(min(float(one.min()) for one in (prefill, *(one.rest for one in (source, ssd) if one))))
+    compute_s = min(float(one.min()) for one in (prefill, *(one.rest for one in (source, ssd) if one)))
+    turn = job.turn(
+        compute_s, float(cluster.loads.queue_s(slots, job.now)[0].min()) if job.slo_ttft_s else 0.0
+    )
     queue, num_behind = cluster.loads.queue_s(slots, job.now, turn)
     candidates = _Candidates(slots, own, prefill, queue, queue + prefill)
-    split, reads_ssd = _split(cluster, candidates, source), np.zeros(len(slots), np.bool_)
+    split, reads_ssd = _split(cluster, candidates, source, job.hand_over_s), np.zeros(len(slots), np.bool_)
     if ssd is not None:
-        from_ssd = _split(cluster, candidates, ssd)
+        from_ssd = _split(cluster, candidates, ssd, job.hand_over_s)
         reads_ssd = ssd.reach > own
         if source is not None:
             reads_ssd &= from_ssd.done < split.done
@@ -518,7 +577,9 @@ def overlap(cluster: ClusterView, job: PromptJob, slots: Slots) -> InstanceChoic
     return choice
 
 
-def _split(cluster: ClusterView, candidates: _Candidates, source: KvSource | None) -> _Split:
+def _split(
+    cluster: ClusterView, candidates: _Candidates, source: KvSource | None, hand_over_s: float
+) -> _Split:
     """The part of the source's blocks that each candidate should load.
 
     Both curves are approximated by straight lines between loading nothing and loading all; the split of the
@@ -531,8 +592,8 @@ def _split(cluster: ClusterView, candidates: _Candidates, source: KvSource | Non
     begun, rest, layers = source.begun, source.rest, cluster.predict.costs.num_layers
     all_s = np.maximum(source.reach - candidates.own, 0.0) * source.per_token
     # Lead of the card over the processor when nothing is loaded, and its lag when all is.
-    lead = whole - begun - prefill / layers
-    late = begun + all_s + rest / layers - candidates.queue - rest
+    lead = whole - begun - np.maximum(prefill / layers, hand_over_s)
+    late = begun + all_s + np.maximum(rest / layers, hand_over_s) - candidates.queue - rest
     part: Floats = np.minimum(np.maximum(lead / np.maximum(lead + late, 1e-12), 0.0), 1.0)
     np.copyto(part, 1.0, where=late <= 0)
     part *= all_s > 0
@@ -553,7 +614,8 @@ def _load_part(
     def curves(num_blocks: int) -> tuple[float, float]:
         end = own + num_blocks * block
         compute_s = model.seconds(end, job.num_tokens)
-        return choice.queue_s + compute_s, begun + num_blocks * block * per_token + compute_s / layers
+        tail_s = max(compute_s / layers, job.hand_over_s)
+        return choice.queue_s + compute_s, begun + num_blocks * block * per_token + tail_s
 
     fewest, most = 0, int(reach - own) // block
     num_blocks = most
@@ -568,7 +630,8 @@ def _load_part(
         return
     end = own + num_blocks * block
     choice.prefill_s = model.seconds(end, job.num_tokens)
-    choice.done_s = max(curves(num_blocks))
+    loaded_s = begun + num_blocks * block * per_token
+    choice.done_s = max(choice.queue_s + choice.prefill_s, loaded_s + choice.prefill_s / layers)
     choice.busy_s = choice.done_s - choice.queue_s
     choice.card_s = num_blocks * block * per_token
     choice.fetch_s = begun + choice.card_s
@@ -586,7 +649,7 @@ def _loaded(cluster: ClusterView, choice: InstanceChoice) -> str:
 
 
 POLICIES: dict[str, tuple[Policy, Policy]] = {
-    "overlap": (overlap, decode_by_tbt),
+    "overlap": (overlap, decode_by_end),
     "kvcache_centric": (kvcache_centric, decode_by_tbt),
     "cache_aware": (prefill_by_cache, decode_by_load),
     "load": (prefill_by_load, decode_by_load),

@@ -132,6 +132,55 @@ def test_the_expected_answer_must_fit_into_a_decode_s_memory_too() -> None:
     assert policies.decode_by_tbt(pair, job(0, 0, output_tokens=201), every("ab")).slot == 1
 
 
+def test_an_answer_decodes_where_no_other_kv_arrives_with_its_own() -> None:
+    pair = cluster(0, 0)
+    pair.handovers.add(0, NOW + 0.5, NOW + 1.5, NOW)
+    moving = job(0, 0, moving_s=0.4, output_tokens=10)
+    moving.computed_at(policies.InstanceChoice(0, "", queue_s=0.2, done_s=1.2))
+    assert moving.moves == pytest.approx((NOW + 0.6, NOW + 1.4)), "before the first token, and half as long"
+    assert policies.decode_by_end(pair, moving, every("ab")).slot == 1
+    pair.loads.add_decode(1, "other", 60_000)  # its steps are longer by 61 ms
+    moved = policies.decode_by_end(pair, moving, every("ab"))
+    assert moved.slot == 1 and moved.reason.startswith("shortest step: 83.0 ms with 1 others")
+    moving.output_tokens = 100  # 0.8 s once, or 6.1 s in total
+    chosen = policies.decode_by_end(pair, moving, every("ab"))
+    assert chosen.slot == 0
+    assert chosen.reason.endswith(", 800.0 ms of other KV on its way there at the same time")
+    moving.moves = (0.0, 0.0)
+    moving.output_tokens = 10
+    assert policies.decode_by_end(pair, moving, every("ab")).slot == 0, "what does not move disturbs none"
+
+
+# --- turns
+
+
+def test_a_prompt_with_an_objective_goes_no_later_than_it_must() -> None:
+    assert job(0).turn(20.0) == NOW + 80
+    due = job(0, slo_ttft_s=40.0)
+    assert due.turn(2.0) == NOW + 8, "short ones go before"
+    assert due.turn(20.0) == NOW + 10
+    assert due.turn(35.0) == NOW, "less than its part of the objective is left"
+    assert due.turn(41.0) == NOW + 164, "it can't be met"
+    assert due.turn(20.0, 20.0) == NOW + 80, "too many wait"
+
+
+# --- loading before a handover
+
+
+@pytest.mark.parametrize(("late_s", "expected"), [(0.4, 900), (0.1, 640), (0.0, 550)])
+def test_less_is_loaded_where_the_kv_would_reach_decode_late(late_s: float, expected: int) -> None:
+    """All is computed in 1 s or loaded in 0.1 s. The KV takes 0.4 s from the last loaded byte on: so much is
+    computed that the first token is not earlier than that by more than what is allowed."""
+    pair = cluster(0, 0)
+    moving = job(0, 1000, moving_s=0.4, late_s=late_s)
+    choice = policies.overlap(pair, moving, every("a"))
+    first, end = choice.fetch_tokens
+    assert (choice.source, first) == (1, 0)
+    loaded_s, computed_s = end / 10_000, (1000 - end) / 1000
+    assert end == expected
+    assert choice.done_s == pytest.approx(max(computed_s, loaded_s + computed_s / 10))
+
+
 # --- sources of a prompt's blocks
 
 
