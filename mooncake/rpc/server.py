@@ -168,7 +168,7 @@ class Connection(asyncio.Protocol):
         if self._is_refused:
             return
         # Replies made while this chunk is processed are sent in one write.
-        self._out = []
+        self._out, num_taken = [], self._num_taken
         try:
             if self._tls is not None:
                 data = self._tls.feed(data)
@@ -183,7 +183,7 @@ class Connection(asyncio.Protocol):
             self._refuse(error)
         finally:
             self._write_replies()
-            if self._early is None:  # an unauthenticated client does not keep the loop awake
+            if self._num_taken != num_taken:  # a part of a request is not soon followed by another one
                 self._server.stay_awake()
         if self._pending_bytes != self._decoder.kept_bytes:
             self._keep_account(self._decoder.kept_bytes)
