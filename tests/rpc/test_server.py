@@ -351,3 +351,14 @@ async def test_a_part_of_a_request_does_not_keep_the_loop_awake(monkeypatch: pyt
     finally:
         opened.close()
         await server.close()
+
+
+async def test_a_connection_that_rested_has_a_deadline_again() -> None:
+    async def test(server: RpcServer) -> None:
+        frame = bytes(encode(1, Ask(5)))
+        late = connected(server, OPEN_GREETING + frame)
+        await until(lambda: len(server.connections) == 2 and not server.watched)
+        late.sendall(frame[:7])
+        assert await is_cut(late)
+
+    await with_server(Limits(stall_s=0.05), test)
