@@ -163,14 +163,16 @@ class Allocator:
     def _find(self, wanted: int) -> int | None:
         number = _bin_of(wanted)
         # Its holes may be smaller than wanted, but a hole of exactly this size is in this bin too.
-        for _, offset in zip(range(_SCAN), reversed(self._bins.get(number, {})), strict=False):
-            if self._holes[offset] >= wanted:
-                return offset
+        same = self._bins.get(number, {})
+        if same:
+            for _, offset in zip(range(_SCAN), reversed(same), strict=False):
+                if self._holes[offset] >= wanted:
+                    return offset
         larger = self._filled >> (number + 1)
         if larger:
             number += (larger & -larger).bit_length()
             return next(reversed(self._bins[number]))
-        for offset in self._bins.get(number, {}):
+        for offset in same:
             if self._holes[offset] >= wanted:
                 return offset
         return None

@@ -330,3 +330,35 @@ async def test_requests_of_a_client_that_has_gone_are_handled(monkeypatch: pytes
     finally:
         opened.close()
         await server.close()
+
+
+async def test_a_part_of_a_request_does_not_keep_the_loop_awake(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Spinning for the next request pays after a request, not for clients that send a byte now and then."""
+    server = RpcServer({Ask: answer})
+    calls: list[int] = []
+    monkeypatch.setattr(server, "stay_awake", lambda: calls.append(server.pending_bytes))
+    await server.start("127.0.0.1", 0)
+    frame = encode(1, Ask(1))
+    opened = connected(server, OPEN_GREETING)
+    try:
+        opened.sendall(frame)
+        await until(lambda: len(calls) == 1)
+        opened.sendall(frame[:7])
+        await until(lambda: server.pending_bytes == 7)
+        assert len(calls) == 1
+        opened.sendall(frame[7:])
+        await until(lambda: len(calls) == 2)
+    finally:
+        opened.close()
+        await server.close()
+
+
+async def test_a_connection_that_rested_has_a_deadline_again() -> None:
+    async def test(server: RpcServer) -> None:
+        frame = bytes(encode(1, Ask(5)))
+        late = connected(server, OPEN_GREETING + frame)
+        await until(lambda: len(server.connections) == 2 and not server.watched)
+        late.sendall(frame[:7])
+        assert await is_cut(late)
+
+    await with_server(Limits(stall_s=0.05), test)

@@ -171,7 +171,7 @@ class PutRequests:
         stored = catalog.begin(key, put_id, size_bytes, chunk_bytes, room, write_until)
         stored.policy, stored.data_type = policy, policy.data_type
         self.relate(stored, message, index)
-        where = ", ".join(extent.segment.name for extent in room)
+        where = room[0].segment.name if len(room) == 1 else ", ".join(one.segment.name for one in room)
         catalog.add_story(now, key, "put started as #{} on {}", stored.object_id, where)
         return m.Reserved(stored.object_id, stored.replicas())
 
@@ -260,7 +260,7 @@ class PutRequests:
         stored = self._catalog.objects.find_writing(key, object_id, checksums, now)
         if not isinstance(stored, StoredObject):
             return stored or False
-        for extent in list(stored.extents):
+        for extent in list(stored.extents) if failed else ():
             if extent.segment.name in failed and stored.state is ObjectState.WRITING:
                 self._catalog.drop_extent(stored, extent, "its writer could not write there", now)
         if stored.state is not ObjectState.WRITING:
@@ -489,6 +489,8 @@ def _missing(refusals: dict[int, Refusal]) -> list[int]:
 
 def check_relations(message: m.PutStart | m.PutWritten, index: int) -> Refusal | None:
     """Check one key of a request: an invalid group or parent would be another tenant's."""
+    if not message.groups and not message.parents:
+        return None
     group = message.groups[index] if message.groups else ""
     parent = message.parents[index] if message.parents else ""
     return check_relation(group) or check_relation(parent)
