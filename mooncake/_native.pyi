@@ -170,6 +170,10 @@ class Peer:
         checksum: bool,
     ) -> Completion:
         """Move in the calling thread. *Unlocked.* ValueError when the columns differ in length."""
+    def run_slice(
+        self, op: Op, local: int, remote: int, length: int, timeout_s: float, checksum: bool
+    ) -> int | Completion:
+        """As ``run`` for one slice: its CRC32C, 0 without ``checksum``; or the completion of a failure."""
     def submit(
         self,
         queue: Queue,

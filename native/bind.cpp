@@ -68,6 +68,18 @@ Request request_of(Op op, const Column& local, const Column& remote, const Colum
   return request;
 }
 
+// One slice in numbers: arrays of one row would take longer to make than a few KiB to move.
+nb::object run_slice(Peer& self, Op op, uint64_t local, uint64_t remote, uint64_t length, double timeout_s,
+                     bool checksum) {
+  Completion completion;
+  {
+    Unlocked unlocked;
+    completion = self.run(Request{op, {Slice{local, remote, length}}, checksum, deadline_in(timeout_s)});
+  }
+  if (completion.status != Status::kOk) return nb::cast(std::move(completion));
+  return nb::int_(completion.checksums.empty() ? 0u : completion.checksums[0]);
+}
+
 std::vector<RemoteRegion> remote_of(const std::vector<RemoteTuple>& tuples) {
   std::vector<RemoteRegion> regions;
   for (auto& [address, size, key] : tuples) regions.push_back({address, size, key});
@@ -283,6 +295,7 @@ void bind_peer(nb::module_& m) {
             return self.run(std::move(request));
           },
           "op"_a, "local"_a, "remote"_a, "lengths"_a, "timeout_s"_a, "checksum"_a)
+      .def("run_slice", &run_slice, "op"_a, "local"_a, "remote"_a, "length"_a, "timeout_s"_a, "checksum"_a)
       .def(
           "submit",
           [](Peer& self, std::shared_ptr<Queue> queue, uint64_t token, Op op, Column local, Column remote,

@@ -121,11 +121,6 @@ ALLOWED = (
         "the kernel of this machine has no IPv6, which no installation changes",
     ),
     Allowed(
-        r"rpc/test_adaptive_spin\.py",
-        r"no /proc/thread-self/schedstat",
-        "the kernel was built without the statistics that the decision reads",
-    ),
-    Allowed(
         r"transfer/transports/test_rdma\.py|compat/transfer/test_engine\.py",
         r"this machine has (an RDMA device|RDMA devices)",
         "the case is a machine without such devices",

@@ -3,68 +3,89 @@
 
 Waking an idle core of a virtual machine takes about 25 us on each side, and a small request is answered in
 little more, so a thread that spins for a moment before it sleeps halves the latency. But where there are
-fewer cores than runnable threads, the awaited thread can't run while another one spins: then every spin
-wastes all of its time. The kernel knows which of the two is the case: it counts how long a runnable thread
-had to wait for a core. Whether spinning *finds* a message does not show that: a client that sends one
-request per millisecond is neither found by a spin nor disturbed by it.
+fewer cores than threads that want to run, the awaited thread can't run while another one spins, and every
+spin wastes all of its time. The spins themselves show which of the two is the case. A spin that suddenly
+loses a scheduler's slice was not alone on its core; the short turn of the peer that is being waited for does
+not count. A client's spin that ends without a reply was of no use.
+
+How long the kernel kept the thread waiting for a core does not show it: that includes the time in which an
+idle core wakes up, so a thread that had once begun to sleep never spun again (``docs/decisions``, 041).
 """
 
 from __future__ import annotations
 
 import time
+from collections.abc import Callable
 
 SPIN_S = 100e-6
 """Time that a server spins for the next request: the interval between the two of a put."""
 REPLY_SPIN_S = 300e-6
 """Time that a client spins for its reply: that of a small one from a server that had to be woken."""
-SAMPLE_S = 0.02
-"""Interval of the samples from the kernel; one takes some 10 us."""
-MAX_WAIT_SHARE = 0.2
-"""Limit of the share of waiting for a core in the time that a thread ran or waited for one."""
-MAX_WAIT_NS = 20_000
-"""Limit of one wait for a core: waking up takes a few microseconds even on an idle core."""
-_SCHEDSTAT = "/proc/thread-self/schedstat"
+GAP_S = 500e-6
+"""A longer pause between two polls is another program's turn: the peer's own takes less."""
+WINDOW_S = 5e-3
+"""Time of spinning after which it is judged."""
+MAX_LOST_SHARE = 0.2
+"""Limit of the share of gaps in the time spent spinning."""
+MAX_MISSED_SHARE = 0.5
+"""Limit of the share of spins without result, by time."""
+FIRST_REST_S = 0.05
+MAX_REST_S = 2.0
+"""Without spins nothing is learned: one is tried after a time that doubles from failure to failure."""
 
 
 class AdaptiveSpin:
-    """One side's measurements. Threads may share them: each samples itself, and the last sample counts."""
+    """One side's judgement of its spins. Threads may share it: a lost update only delays the judgement."""
 
-    __slots__ = ("_before", "_is_worthwhile", "_sample_s", "_sampled_at")
+    __slots__ = ("_clock", "_lost_s", "_missed_s", "_rest_s", "_resting_until", "_spun_s")
 
-    def __init__(self, sample_s: float = SAMPLE_S) -> None:
-        self._is_worthwhile = True
-        self._sample_s = sample_s
-        self._sampled_at = 0.0
-        self._before: tuple[int, int, int] | None = None
+    def __init__(self, clock: Callable[[], float] = time.perf_counter) -> None:
+        self._clock = clock
+        self._spun_s = self._lost_s = self._missed_s = 0.0
+        self._rest_s = FIRST_REST_S
+        self._resting_until: float | None = None
 
     @property
     def is_worthwhile(self) -> bool:
-        """Whether spinning pays now; to be called once before each spin."""
-        now = time.perf_counter()
-        if now - self._sampled_at > self._sample_s:
-            self._sampled_at = now
-            self.add_sample(thread_schedstat())
-        return self._is_worthwhile
+        """Whether spinning pays now."""
+        if self._resting_until is None:
+            return True
+        if self._clock() < self._resting_until:
+            return False
+        self._resting_until = None
+        return True
 
-    def add_sample(self, counts: tuple[int, int, int] | None) -> None:
-        """Take a sample of the calling thread: ns run, ns waited, times it got a core."""
-        before, self._before = self._before, counts
-        if before is None or counts is None or counts[2] <= before[2]:
-            return  # a kernel without these counters, or another thread than before
-        ran, waited, times = (now - then for now, then in zip(counts, before, strict=True))
-        if ran < 0 or waited < 0:
+    def spun(self, seconds: float, lost_s: float = 0.0, is_missed: bool = False) -> None:
+        """Take the result of a spin: how long it took, how much of that were gaps, whether it was useless."""
+        self._spun_s += seconds
+        self._lost_s += lost_s
+        if is_missed:
+            self._missed_s += seconds
+        if self._spun_s < WINDOW_S:
             return
-        self._is_worthwhile = waited <= MAX_WAIT_SHARE * (ran + waited) or waited <= MAX_WAIT_NS * times
+        is_alone = self._lost_s <= MAX_LOST_SHARE * self._spun_s
+        if is_alone and self._missed_s <= MAX_MISSED_SHARE * self._spun_s:
+            self._rest_s = FIRST_REST_S
+        else:
+            self._resting_until = self._clock() + self._rest_s
+            self._rest_s = min(2 * self._rest_s, MAX_REST_S)
+        self._spun_s = self._lost_s = self._missed_s = 0.0
+
+    def wait(self, is_ready: Callable[[int], object], limit_s: float = REPLY_SPIN_S) -> bool:
+        """Spin until ``is_ready(0)``, a poll that does not wait; False: it was not within ``limit_s``."""
+        # Without sched_yield: on a busy machine that gives the core away for milliseconds.
+        clock = self._clock
+        began = last = clock()
+        lost_s, until = 0.0, began + limit_s
+        while not (is_found := bool(is_ready(0))):
+            now = clock()
+            if now - last > GAP_S:
+                lost_s += now - last
+            last = now
+            if now >= until:
+                break
+        self.spun(clock() - began, lost_s, not is_found)
+        return is_found
 
     def __repr__(self) -> str:
-        return f"<AdaptiveSpin is_worthwhile={self._is_worthwhile}>"
-
-
-def thread_schedstat() -> tuple[int, int, int] | None:
-    """The calling thread's counters since its start: ns run, ns waited for a core, times it got one."""
-    try:
-        with open(_SCHEDSTAT, "rb") as file:
-            ran, waited, times = file.read().split()
-            return int(ran), int(waited), int(times)
-    except (OSError, ValueError):
-        return None
+        return f"<AdaptiveSpin is_worthwhile={self.is_worthwhile}>"

@@ -31,7 +31,8 @@ from mooncake.errors import (
     PeerLost,
     ProtocolError,
 )
-from mooncake.rpc.adaptive_spin import REPLY_SPIN_S, AdaptiveSpin
+from mooncake.rpc.adaptive_spin import AdaptiveSpin
+from mooncake.rpc.local_socket import connect_beside
 from mooncake.rpc.tls import TlsSocket, TlsTransport
 from mooncake.rpc.wire import (
     GREETING_ID,
@@ -311,7 +312,11 @@ class AsyncClient:
         while True:
             wire: _Wire | None = None
             try:
-                _, wire = await loop.create_connection(lambda: _Wire(self), self.host, self._port)
+                beside = None if self.identity.client_tls else connect_beside(self.host, self._port)
+                if beside is not None:
+                    _, wire = await loop.create_unix_connection(lambda: _Wire(self), sock=beside)
+                else:
+                    _, wire = await loop.create_connection(lambda: _Wire(self), self.host, self._port)
                 await wire.ready
                 if wire.loss is not None:
                     raise wire.loss
@@ -366,9 +371,14 @@ class _Socket:
         self, sock: socket.socket | TlsSocket, client_greeting: ClientGreeting, frames: FrameDecoder
     ) -> None:
         self.sock = sock
+        self.plain = sock if isinstance(sock, socket.socket) else None
+        if self.plain is not None:
+            self.plain.setblocking(False)  # Python's own timeouts take two more system calls a message
         self.client_greeting = client_greeting
         self.readable = select.poll()
         self.readable.register(sock.fileno(), select.POLLIN)
+        self._received = bytearray(_READ_BYTES)
+        self._content = memoryview(self._received)
         self.frames = frames
         self.lock = threading.Lock()
         self.send_lock = threading.Lock()
@@ -377,13 +387,44 @@ class _Socket:
         self.has_answered = False
         self.lost: str | None = None
 
+    def send(self, frame: bytearray, timeout_s: float) -> None:
+        """Send all of ``frame``; raises as a socket with this timeout does. With ``send_lock`` held."""
+        if self.plain is None:
+            self.sock.settimeout(timeout_s)
+            self.sock.sendall(frame)
+            return
+        try:
+            sent = self.plain.send(frame)
+        except BlockingIOError:
+            sent = 0
+        if sent < len(frame):
+            self._send_rest(self.plain, memoryview(frame)[sent:], time.monotonic() + timeout_s)
 
-def _spin_for_reply(readable: select.poll) -> None:
-    """Spin for a moment until the socket is readable."""
-    # Without sched_yield: on a busy machine that gives the core away for milliseconds.
-    until = time.perf_counter() + REPLY_SPIN_S
-    while not readable.poll(0) and time.perf_counter() < until:
-        pass
+    def _send_rest(self, plain: socket.socket, rest: memoryview, deadline: float) -> None:
+        writable = select.poll()
+        writable.register(plain.fileno(), select.POLLOUT)
+        while rest:
+            remaining_s = deadline - time.monotonic()
+            if remaining_s <= 0 or not writable.poll(remaining_s * 1000):
+                raise TimeoutError
+            with contextlib.suppress(BlockingIOError):
+                rest = rest[plain.send(rest) :]
+
+    def receive(self, timeout_s: float, spin: AdaptiveSpin) -> bytes | None:
+        """What has arrived, b"" at the end; raises as a socket with this timeout does. For the reader.
+
+        None: the kernel woke this thread for nothing.
+        """
+        is_ready = spin.is_worthwhile and spin.wait(self.readable.poll)
+        if self.plain is None:
+            self.sock.settimeout(timeout_s)
+            return self.sock.recv(_READ_BYTES)
+        if not is_ready and not self.readable.poll(timeout_s * 1000):
+            raise TimeoutError
+        try:
+            return bytes(self._content[: self.plain.recv_into(self._received)])
+        except BlockingIOError:
+            return None
 
 
 class BlockingClient:
@@ -471,9 +512,8 @@ class BlockingClient:
 
     def _send(self, connection: _Socket, frame: bytearray, timeout_s: float) -> None:
         with connection.send_lock:
-            connection.sock.settimeout(timeout_s)
             try:
-                connection.sock.sendall(frame)
+                connection.send(frame, timeout_s)
             except TimeoutError:
                 # Part of the frame may have been sent; no other frame can follow it on this connection.
                 self._lose(connection, "it takes no more requests")
@@ -511,10 +551,9 @@ class BlockingClient:
             remaining_s = deadline - time.monotonic()
             if remaining_s <= 0:
                 raise TimeoutError
-            if self._spin.is_worthwhile:
-                _spin_for_reply(connection.readable)
-            connection.sock.settimeout(remaining_s)
-            data = connection.sock.recv(_READ_BYTES)
+            data = connection.receive(remaining_s, self._spin)
+            if data is None:
+                continue
             if not data:
                 raise ConnectionResetError("it closed the connection")
             for request_id, body in connection.frames.feed(data):
@@ -577,10 +616,14 @@ class BlockingClient:
     def _opened(self, deadline: float) -> _Socket:
         """Open a connection and complete its greeting."""
         remaining_s = max(0.001, deadline - time.monotonic())
-        plain = socket.create_connection((self._host, self._port), remaining_s)
+        beside = None if self._identity.client_tls else connect_beside(self._host, self._port)
+        if beside is not None:
+            beside.settimeout(remaining_s)
+        plain = beside or socket.create_connection((self._host, self._port), remaining_s)
         sock: socket.socket | TlsSocket = plain
         try:
-            plain.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+            if beside is None:
+                plain.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
             if self._identity.client_tls is not None:
                 sock = TlsSocket(plain, self._identity.client_tls, self._host, deadline - time.monotonic())
                 check_server(sock.certificate, self._servers, self._identity, "it")

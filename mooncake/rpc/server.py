@@ -35,6 +35,7 @@ from mooncake.rpc.limits import (
     Limits,
     RefusalLog,
 )
+from mooncake.rpc.local_socket import listen_beside, peer_credentials
 from mooncake.rpc.tcp_forward import TcpForwarder
 from mooncake.rpc.tls import TlsTransport
 from mooncake.rpc.wire import (
@@ -145,7 +146,10 @@ class Connection(asyncio.Protocol):
             # Without it a client whose machine has failed would stay connected.
             sock.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
         name = raw.get_extra_info("peername")
-        self.peer = f"{name[0]}:{name[1]}" if name else "unknown"
+        if name:
+            self.peer = f"{name[0]}:{name[1]}"
+        elif sock is not None and sock.family == socket.AF_UNIX:
+            self.peer = f"local process {peer_credentials(sock)[0]}"
         if not self._server.admit(self):
             raw.abort()
             return
@@ -479,6 +483,7 @@ class RpcServer:
         other: str = "",
         name: str = "rpc",
         is_peer: bool = False,
+        has_local_socket: bool = False,
     ) -> None:
         """
         Args:
@@ -487,6 +492,7 @@ class RpcServer:
             other: Unix socket of the server for clients that open with another protocol.
             name: label of this server in metrics.
             is_peer: any process may run such a server; a proof for it is not valid at masters or conductors.
+            has_local_socket: listen on a Unix socket beside a loopback port, too (``local_socket.py``).
         """
         self.handlers = dict(handlers)
         self.decoder = decoder_for(self.handlers)
@@ -515,8 +521,10 @@ class RpcServer:
         self._look: asyncio.TimerHandle | None = None
         self.port = 0
         self._server: asyncio.Server | None = None
+        self._has_local_socket = has_local_socket and self.tls is None
+        self._local_servers: list[asyncio.Server] = []
         self._spin = AdaptiveSpin()
-        self._awake_until = 0.0
+        self._awake_until = self._polled_at = 0.0
         self._is_awake = False
 
     def admit(self, connection: Connection) -> bool:
@@ -581,10 +589,14 @@ class RpcServer:
         if not self._is_awake and self._spin.is_worthwhile:
             self._is_awake = True
             asyncio.get_running_loop().call_soon(self._stay_awake)
-        self._awake_until = time.perf_counter() + adaptive_spin.SPIN_S
+        self._polled_at = time.perf_counter()
+        self._awake_until = self._polled_at + adaptive_spin.SPIN_S
 
     def _stay_awake(self) -> None:
-        self._is_awake = time.perf_counter() < self._awake_until
+        now = time.perf_counter()
+        spun_s, self._polled_at = now - self._polled_at, now
+        self._spin.spun(spun_s, spun_s if spun_s > adaptive_spin.GAP_S else 0.0)
+        self._is_awake = now < self._awake_until
         if self._is_awake:
             asyncio.get_running_loop().call_soon(self._stay_awake)
 
@@ -608,8 +620,23 @@ class RpcServer:
                 raise AddressInUse(f"{host}:{port} is in use; free it or choose another port") from error
             raise InvalidArgument("address", f"{host}:{port}", f"one to listen on ({error})") from error
         self.port = self._server.sockets[0].getsockname()[1]
+        if self._has_local_socket:
+            await self._listen_beside()
         self._look_around()
         return self.port
+
+    async def _listen_beside(self) -> None:
+        assert self._server is not None
+        loop = asyncio.get_running_loop()
+        for listening in self._server.sockets:
+            try:
+                beside = listen_beside(listening, BACKLOG)
+            except OSError as error:
+                log.warning("local_socket_taken", port=self.port, reason=error.strerror)
+                continue
+            if beside is not None:
+                local = await loop.create_unix_server(lambda: Connection(self), sock=beside, backlog=BACKLOG)
+                self._local_servers.append(local)
 
     def _look_around(self) -> None:
         loop = asyncio.get_running_loop()
@@ -623,8 +650,8 @@ class RpcServer:
 
     def descriptors(self) -> list[int]:
         """File descriptors of its open sockets, for a forked child that has to release them."""
-        listening = self._server.sockets if self._server is not None else ()
-        return [sock.fileno() for sock in listening] + [
+        servers = [*self._local_servers, *([self._server] if self._server is not None else [])]
+        return [sock.fileno() for server in servers for sock in server.sockets] + [
             number for number in (connection.fileno() for connection in self.connections) if number >= 0
         ]
 
@@ -632,8 +659,9 @@ class RpcServer:
         """Stop listening and close every connection."""
         if self._look is not None:
             self._look.cancel()
-        if self._server is not None:
-            self._server.close()
+        for server in (self._server, *self._local_servers):
+            if server is not None:
+                server.close()
         for connection in list(self.connections):
             connection.close()
         if self.other is not None:
@@ -641,6 +669,9 @@ class RpcServer:
         if self._server is not None:
             await self._server.wait_closed()
             self._server = None
+        for local in self._local_servers:
+            await local.wait_closed()
+        self._local_servers = []
 
     def __repr__(self) -> str:
         return f"<RpcServer :{self.port} [{len(self.connections)} connections]>"

@@ -86,6 +86,7 @@ class MasterServer:
             identity=self.identity,
             other=other,
             name="master",
+            has_local_socket=True,
         )
         self._driver: Driver[Event, Effect] | None = None
         self._coordinator: Coordinator | None = None

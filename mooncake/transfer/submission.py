@@ -127,6 +127,40 @@ class TransferMethods(ABC):
                 done = self._run(op, segment, columns, deadline, left_s, checksum)
         return done
 
+    def run_slice(
+        self,
+        op: Op,
+        segment: RemoteSegment,
+        local: int,
+        remote: int,
+        length: int,
+        *,
+        timeout_s: float = 30.0,
+        checksum: bool = False,
+    ) -> int | Completion:
+        """As ``run`` for one slice: its CRC32C, 0 without ``checksum``; or the completion of a failure.
+
+        Without columns, whose making takes longer than moving a few KiB.
+        """
+        deadline = time.monotonic() + timeout_s
+        if segment.is_uniform:
+            path = segment.paths[0]
+            connection = segment.connection(path, timeout_s)
+            if connection is not None:
+                done = connection.run_slice(op, local, remote, length, timeout_s, checksum)
+                if type(done) is int:
+                    count_part(path, op, Status.OK, length)
+                    return done
+                assert isinstance(done, Completion)
+                count_part(path, op, done.status, 0)
+                if done.status not in RETRIED_STATUSES | STALE_DESCRIPTOR_STATUSES:
+                    return self._checked(op, transfer_columns([local], [remote], [length]), done)
+        left_s = max(0.0, deadline - time.monotonic())
+        moved = self.run(op, segment, [local], [remote], [length], timeout_s=left_s, checksum=checksum)
+        if moved.status != Status.OK:
+            return moved
+        return 0 if moved.checksums is None else int(moved.checksums[0])
+
     def _run(
         self,
         op: Op,

@@ -241,6 +241,35 @@ def test_nothing_to_move(pair: Pair) -> None:
     assert done.checksums is not None and done.checksums.tolist() == [0, 0]
 
 
+def test_one_slice_without_columns(pair: Pair) -> None:
+    data, here = pair.buffer(10_000)
+    segment, at, there = pair.segment, here.address, pair.pool.address
+    assert pair.near.run_slice(Op.WRITE, segment, at, there, 10_000, checksum=True) == crc32c(data.data)
+    assert (pair.bytes_there[:10_000] == data).all() and not pair.bytes_there[10_000:].any()
+    pair.bytes_there[:100] = 7
+    assert pair.near.run_slice(Op.READ, segment, at, there, 100) == 0, "no checksum was asked for"
+    assert (data[:100] == 7).all() and (data[100:] == pair.bytes_there[100:10_000]).all()
+    assert pair.near.run_slice(Op.READ, segment, at, there, 0, checksum=True) == 0
+
+
+def status_of(done: int | Completion) -> Status:
+    return Status.OK if isinstance(done, int) else done.status
+
+
+@pytest.mark.parametrize("op", list(Op))
+def test_one_slice_is_refused_like_columns(pair: Pair, op: Op) -> None:
+    _, here = pair.buffer(1000)
+    segment, run = pair.segment, pair.near.run_slice
+    end = pair.pool.address + pair.pool.size_bytes
+    for remote in (pair.pool.address - 1, end - 99, 2**64 - 50):
+        assert status_of(run(op, segment, here.address, remote, 100)) == Status.ACCESS_DENIED
+    with pytest.raises(InvalidArgument, match=r"local\[0\]"):
+        run(op, segment, here.address + 1, pair.pool.address, 1000)
+    pair.far.close()
+    lost = lambda: status_of(run(op, segment, here.address, pair.pool.address, 9)) == Status.PEER_LOST  # noqa: E731
+    wait_until(lost, "the loss")
+
+
 @pytest.mark.parametrize("num_streams", [1, 3])
 def test_large(transport: str, num_streams: int) -> None:
     size = 64 * MIB
@@ -636,6 +665,27 @@ def test_a_hung_peer_costs_its_deadline_and_no_more(
         done = near.run(Op.WRITE, segment, [here.address], *move[2:])
         assert is_ok(done, 4 * MIB), "a peer that wakes up is a peer again"
         assert (data == 3).all()
+
+
+@pytest.mark.processes
+@pytest.mark.parametrize("transport", ACROSS)
+def test_one_slice_of_a_peer_that_hangs_or_dies(
+    transport: str, start_peer: Callable[..., PeerProcess]
+) -> None:
+    peer = start_peer(transport)
+    with engine_with(transport) as near:
+        here = near.allocate(4 * MIB)
+        segment = near.open(peer.descriptor)
+        move = (segment, here.address, peer.descriptor.regions[0].address, 4 * MIB)
+        if transport.startswith("tcp"):
+            assert near.run_slice(Op.READ, *move) == 0
+        peer.freeze()
+        assert status_of(near.run_slice(Op.READ, *move, timeout_s=0.2)) == Status.TIMED_OUT
+        peer.process.send_signal(signal.SIGCONT)
+        assert near.run_slice(Op.WRITE, *move) == 0, "a peer that wakes up is a peer again"
+        peer.process.kill()
+        peer.process.wait()
+        wait_until(lambda: status_of(near.run_slice(Op.WRITE, *move)) == Status.PEER_LOST, "the loss")
 
 
 @pytest.mark.processes

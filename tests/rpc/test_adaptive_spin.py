@@ -1,60 +1,92 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Spinning is worthwhile while no other thread waits for the core."""
+"""Spinning is worthwhile while no other program wants the core, and while replies come in time."""
 
 from __future__ import annotations
 
-import math
-import threading
-
 import pytest
 
-from mooncake.rpc.adaptive_spin import AdaptiveSpin, thread_schedstat
+from mooncake.rpc.adaptive_spin import FIRST_REST_S, GAP_S, MAX_REST_S, WINDOW_S, AdaptiveSpin
 
-MS = 1_000_000
+US = 1e-6
+
+
+class Clock:
+    def __init__(self) -> None:
+        self.now = 0.0
+
+    def __call__(self) -> float:
+        return self.now
+
+
+@pytest.fixture
+def clock() -> Clock:
+    return Clock()
+
+
+def poll_of(clock: Clock, *steps_s: float) -> tuple[list[int], object]:
+    """A poll that takes these times, one after the other, and finds something at the last one."""
+    left = list(steps_s)
+    asked: list[int] = []
+
+    def poll(timeout_ms: int) -> bool:
+        asked.append(timeout_ms)
+        clock.now += left.pop(0)
+        return not left
+
+    return asked, poll
 
 
 @pytest.mark.parametrize(
-    ("ran", "waited", "times", "is_worthwhile"),
-    [
-        (10 * MS, 0, 50, True),
-        (10 * MS, 1 * MS, 10, True),
-        (10 * MS, 40 * MS, 5, False),
-        (1 * MS, 4 * MS, 50, False),
-        (1 * MS, MS // 2, 50, True),
-    ],
-    ids=["alone", "hardly disturbed", "spins and is preempted", "sleeps and is kept waiting", "only woken"],
+    ("lost_s", "missed", "is_worthwhile"),
+    [(0.0, 0, True), (0.19, 0, True), (0.21, 0, False), (0.0, 5, True), (0.0, 6, False)],
+    ids=["alone", "hardly disturbed", "loses its core", "half of them in vain", "mostly in vain"],
 )
-def test_is_worthwhile_while_cores_are_free(ran: int, waited: int, times: int, is_worthwhile: bool) -> None:
-    spin = AdaptiveSpin(sample_s=math.inf)
-    spin.add_sample((5, 7, 3))
-    assert spin.is_worthwhile
-    spin.add_sample((5 + ran, 7 + waited, 3 + times))
+def test_is_worthwhile_while_it_keeps_its_core_and_finds_replies(
+    clock: Clock, lost_s: float, missed: int, is_worthwhile: bool
+) -> None:
+    spin = AdaptiveSpin(clock)
+    for number in range(10):
+        assert spin.is_worthwhile, "it is judged at the end of a window"
+        spin.spun(WINDOW_S / 10, lost_s * WINDOW_S / 10, is_missed=number < missed)
+    spin.spun(US)
     assert spin.is_worthwhile is is_worthwhile
 
 
-def test_spins_again_when_other_threads_have_ended() -> None:
-    spin = AdaptiveSpin(sample_s=math.inf)
-    for counts in ((0, 0, 0), (MS, 9 * MS, 2)):
-        spin.add_sample(counts)
-    assert not spin.is_worthwhile
-    spin.add_sample((2 * MS, 9 * MS, 4))
+def test_is_tried_again_ever_more_rarely_and_at_once_after_a_success(clock: Clock) -> None:
+    spin = AdaptiveSpin(clock)
+    rests_s = []
+    for _ in range(8):
+        spin.spun(WINDOW_S, WINDOW_S)
+        began = clock.now
+        while not spin.is_worthwhile:
+            clock.now += 0.01
+        rests_s.append(clock.now - began)
+    assert rests_s[0] == pytest.approx(FIRST_REST_S, abs=0.011)
+    assert rests_s[1] == pytest.approx(2 * FIRST_REST_S, abs=0.011)
+    assert rests_s[-2:] == pytest.approx([MAX_REST_S] * 2, abs=0.011)
+    spin.spun(WINDOW_S)
+    spin.spun(WINDOW_S, WINDOW_S)
+    clock.now += 1.01 * FIRST_REST_S
     assert spin.is_worthwhile
 
 
-def test_samples_of_another_thread_or_without_counters_are_ignored() -> None:
-    spin = AdaptiveSpin(sample_s=math.inf)
-    for counts in ((0, 0, 0), (MS, 9 * MS, 2), (5, 0, 1), None):
-        spin.add_sample(counts)
+def test_the_turn_of_the_peer_is_no_gap_and_that_of_another_program_is_one(clock: Clock) -> None:
+    spin = AdaptiveSpin(clock)
+    for _ in range(200):
+        asked, poll = poll_of(clock, US, 0.5 * GAP_S, US)
+        assert spin.wait(poll, limit_s=1.0)  # type: ignore[arg-type]
+        assert set(asked) == {0}, "it never waits"
+    assert spin.is_worthwhile
+    _, poll = poll_of(clock, US, 3 * WINDOW_S, US)
+    assert spin.wait(poll, limit_s=1.0)  # type: ignore[arg-type]
     assert not spin.is_worthwhile
 
 
-def test_the_kernel_counts_per_thread() -> None:
-    mine = thread_schedstat()
-    found: list[tuple[int, int, int] | None] = []
-    thread = threading.Thread(target=lambda: found.append(thread_schedstat()))
-    thread.start()
-    thread.join()
-    if mine is None:
-        pytest.skip("this kernel has no /proc/thread-self/schedstat")
-    [others] = found
-    assert others is not None and others[2] < mine[2]
+def test_a_spin_ends_at_its_limit_and_counts_as_useless(clock: Clock) -> None:
+    spin = AdaptiveSpin(clock)
+    while spin.is_worthwhile:
+        _, poll = poll_of(clock, *[100 * US] * 9)
+        began = clock.now
+        assert not spin.wait(poll, limit_s=350 * US)  # type: ignore[arg-type]
+        assert clock.now - began == pytest.approx(400 * US)
+    assert clock.now == pytest.approx(WINDOW_S, rel=0.1)

@@ -54,11 +54,13 @@ class Unknown(msgspec.Struct, array_like=True, tag="unknown"):
 class Service:
     """A server whose handlers answer at once, later, from a coroutine, or not at all."""
 
-    def __init__(self) -> None:
+    def __init__(self, has_local_socket: bool = False) -> None:
         self.held: list[Call] = []
         self.lost: list[Connection] = []
         self.rpc = RpcServer(
-            {Echo: self.echo, Hold: self.hold, Release: self.release, Break: self.break_}, self.lost.append
+            {Echo: self.echo, Hold: self.hold, Release: self.release, Break: self.break_},
+            self.lost.append,
+            has_local_socket=has_local_socket,
         )
 
     def echo(self, message: Echo, call: Call) -> Echo:
@@ -92,9 +94,9 @@ class Service:
         return f"127.0.0.1:{self.rpc.port}"
 
 
-@pytest.fixture
-async def service() -> AsyncIterator[Service]:
-    service = Service()
+@pytest.fixture(params=[False, True], ids=["tcp", "local socket"])
+async def service(request: pytest.FixtureRequest) -> AsyncIterator[Service]:
+    service = Service(has_local_socket=request.param)
     await service.rpc.start("127.0.0.1", 0)
     yield service
     await service.rpc.close()

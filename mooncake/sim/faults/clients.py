@@ -19,6 +19,7 @@ from mooncake.store.client.operations import (
     CallMaster,
     MasterReply,
     MoveSlices,
+    OneSlice,
     OpenSegment,
     Operation,
     Operations,
@@ -225,7 +226,9 @@ class SimClient:
         for number, slices in enumerate(effect.transfers):
             self._transfer(effect, slices, lambda moved, number=number: ended(number, moved))  # type: ignore[misc]
 
-    def _transfer(self, effect: MoveSlices, slices: Slices, ended: Callable[[SlicesMoved], None]) -> None:
+    def _transfer(
+        self, effect: MoveSlices, slices: Slices | OneSlice, ended: Callable[[SlicesMoved], None]
+    ) -> None:
         """Copy each slice at its own instant; fail, be slow, or write late as the faults say."""
         segment: SimSegment = slices.handle
         faults, kernel = self.cluster.faults, self.kernel

@@ -128,7 +128,10 @@ class LocalMemory:
         """``buffers`` themselves, to be written at ``addresses``."""
         ranges = [span_to_write(buffer) for buffer in buffers]
         prepared = RegisteredBuffers(self, [size_bytes for _, size_bytes in ranges])
-        prepared.register(ranges)
+        if len(ranges) == 1 and self.has(*ranges[0]):
+            prepared.addresses.append(ranges[0][0])
+        else:
+            prepared.register(ranges)
         return prepared
 
     def fresh(self, sizes: list[int]) -> tuple[RegisteredBuffers, list[bytes]]:

@@ -218,10 +218,16 @@ class ClientCalls:
     def get_batch_into(self, keys: Sequence[ObjectKey], buffers: Sequence[Buffer]) -> Call[list[int | None]]:
         """Read many objects, each into its buffer; sizes, None for each miss."""
         _check_pairs(keys, buffers, "buffers")
-        with GET_SECONDS.time(), self._memory.target(buffers) as prepared:
-            return (
-                yield from self.operations.get_into(keys, prepared.addresses, prepared.sizes, self.deadline())
-            )
+        began = time.perf_counter()
+        try:
+            with self._memory.target(buffers) as prepared:
+                return (
+                    yield from self.operations.get_into(
+                        keys, prepared.addresses, prepared.sizes, self.deadline()
+                    )
+                )
+        finally:
+            GET_SECONDS.observe(time.perf_counter() - began)
 
     # Metadata
 

@@ -96,6 +96,29 @@ class Slices(msgspec.Struct, frozen=True, eq=False):
     """All of it has other replicas: fail after half of the time, so that time is left to read those."""
 
 
+class OneSlice(msgspec.Struct, frozen=True, eq=False):
+    """A transfer of one slice, as ``Slices`` without the arrays, which take longer to make than to move."""
+
+    handle: Any
+    local_address: int
+    remote_address: int
+    length: int
+    is_checked: bool = True
+    has_others: bool = False
+
+    @property
+    def local(self) -> Addresses:
+        return np.array([self.local_address], dtype=np.uint64)
+
+    @property
+    def remote(self) -> Addresses:
+        return np.array([self.remote_address], dtype=np.uint64)
+
+    @property
+    def lengths(self) -> Addresses:
+        return np.array([self.length], dtype=np.uint64)
+
+
 class MoveSlices(msgspec.Struct, frozen=True, eq=False):
     """Move bytes, all transfers at once; resumed with one ``SlicesMoved`` for each.
 
@@ -104,7 +127,7 @@ class MoveSlices(msgspec.Struct, frozen=True, eq=False):
     """
 
     is_write: bool
-    transfers: list[Slices]
+    transfers: Sequence[Slices | OneSlice]
     deadline: float
 
 
@@ -318,7 +341,7 @@ class Operations:
         handles = yield from self._open([reserved], deadline)
         replica = reserved.replicas[0]
         if len(reserved.replicas) == 1 and handles[replica.segment] is not None:
-            slices = _one_slice(handles[replica.segment], address, replica.address, size_bytes)
+            slices = OneSlice(handles[replica.segment], address, replica.address, size_bytes)
             moved = (yield MoveSlices(True, [slices], min(deadline, expires_at)))[0]
             if moved.checksums is not None and moved.now < expires_at:
                 checksums = [moved.checksums.tobytes()]
@@ -356,7 +379,7 @@ class Operations:
             if handle is None:
                 preallocated.drop_on(replica.segment)
                 return False, None
-        slices = _one_slice(handle, address, replica.address, size_bytes)
+        slices = OneSlice(handle, address, replica.address, size_bytes)
         moved = (yield MoveSlices(True, [slices], min(deadline, piece.write_until)))[0]
         if moved.checksums is None or moved.now >= piece.expires_at:
             if moved.now >= piece.write_until:
@@ -412,7 +435,7 @@ class Operations:
         if handle is None:
             return False
         expires_at = answer.asked_at + answer.reply.lease_s
-        slices = _one_slice(handle, address, replica.address, size_bytes)
+        slices = OneSlice(handle, address, replica.address, size_bytes)
         moved = (yield MoveSlices(False, [slices], min(deadline, expires_at)))[0]
         if moved.checksums is not None and moved.now >= expires_at:
             self.counts.expired_leases += 1
@@ -978,11 +1001,6 @@ def may_be_preallocated(size_bytes: int, policy: m.PutPolicy) -> bool:
     is_simple = policy.num_replicas == 1 and not policy.is_durable
     is_anywhere = not policy.preferred_segments and not policy.is_same_host
     return is_simple and is_anywhere and 0 < size_bytes <= MAX_SMALL_BYTES
-
-
-def _one_slice(handle: Any, local: int, remote: int, length: int) -> Slices:
-    columns = np.array(((local,), (remote,), (length,)), dtype=np.uint64)
-    return Slices(handle, columns[0], columns[1], columns[2])
 
 
 def _have_others(places: Sequence[Place], part: SliceColumns) -> bool:

@@ -51,6 +51,7 @@ from mooncake.store.client.operations import (
     CallMaster,
     MasterReply,
     MoveSlices,
+    OneSlice,
     OpenSegment,
     Operations,
     Slices,
@@ -153,7 +154,13 @@ class _StoreBase:
             log.warning("segment_unreachable", segment=effect.segment, reason=str(error))
             return None
 
-    def _moved(self, t: Slices, completion: Completion) -> SlicesMoved:
+    def _moved_one(self, t: OneSlice, done: int | Completion) -> SlicesMoved:
+        if not isinstance(done, int):
+            return self._moved(t, done)
+        checksums = np.array((done,), dtype=np.uint32) if t.is_checked else _UNCHECKED
+        return SlicesMoved(checksums, "", clock.monotonic())
+
+    def _moved(self, t: Slices | OneSlice, completion: Completion) -> SlicesMoved:
         if completion.status == Status.OK:
             checksums = completion.checksums if t.is_checked else _UNCHECKED
             return SlicesMoved(checksums, "", clock.monotonic())
@@ -315,6 +322,12 @@ class Store(_StoreBase):
         if len(effect.transfers) == 1:
             t = effect.transfers[0]
             timeout_s = _of_slices(timeout_s, t)
+            if isinstance(t, OneSlice):
+                local, remote = t.local_address, t.remote_address
+                moved = self.engine.run_slice(
+                    op, t.handle, local, remote, t.length, timeout_s=timeout_s, checksum=t.is_checked
+                )
+                return [self._moved_one(t, moved)]
             done = self.engine.run(
                 op, t.handle, t.local, t.remote, t.lengths, timeout_s=timeout_s, checksum=t.is_checked
             )
@@ -464,7 +477,7 @@ class AsyncStore(_StoreBase):
         await asyncio.sleep(effect.seconds)
         return None
 
-    async def _transfer(self, op: Op, t: Slices, deadline: float) -> SlicesMoved:
+    async def _transfer(self, op: Op, t: Slices | OneSlice, deadline: float) -> SlicesMoved:
         now = clock.monotonic()
         if now >= deadline:
             return SlicesMoved(None, "timed_out", now)
@@ -475,7 +488,7 @@ class AsyncStore(_StoreBase):
         return self._moved(t, completion)
 
 
-def _of_slices(timeout_s: float, t: Slices) -> float:
+def _of_slices(timeout_s: float, t: Slices | OneSlice) -> float:
     return timeout_s / 2 if t.has_others else timeout_s
 
 

@@ -77,6 +77,12 @@ class PeerConnection(Protocol):
         """
         ...
 
+    def run_slice(
+        self, op: Op, local: int, remote: int, length: int, timeout_s: float, checksum: bool
+    ) -> int | Completion:
+        """As ``run`` for one slice: its CRC32C, 0 without ``checksum``; or the completion of a failure."""
+        ...
+
     def submit(
         self,
         queue: NativeQueue,
@@ -238,6 +244,7 @@ class NativeConnection:
         self._peer = peer
         self._reachable = reachable
         self.run = peer.run
+        self.run_slice = peer.run_slice
         self.submit = peer.submit
         self.cancel = peer.cancel
         self.close = peer.close

@@ -42,6 +42,7 @@ class FileConnection:
         self._transport = peer
         self._peer = _native.FilePeer(ours, peer.regions, files_only(regions))
         self.run = self._peer.run
+        self.run_slice = self._peer.run_slice
         self.submit = self._peer.submit
         self.cancel = self._peer.cancel
         self.close = self._peer.close

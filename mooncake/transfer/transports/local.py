@@ -16,6 +16,8 @@ import time
 import weakref
 from collections.abc import Sequence
 
+import numpy as np
+
 from mooncake._native import Completion, Op, Queue, Region, RegionTable, Status, crc32c
 from mooncake.errors import PeerLost
 from mooncake.transfer.descriptor import Column, RegionInfo
@@ -58,6 +60,15 @@ class LocalConnection:
                 return Completion(status=status, failed_slice=row)
             sums.append(checksum_of_row)
         return Completion(num_bytes=int(lengths.sum()), checksums=sums if checksum else [])
+
+    def run_slice(
+        self, op: Op, local: int, remote: int, length: int, timeout_s: float, checksum: bool
+    ) -> int | Completion:
+        here, there, lengths = np.array(((local,), (remote,), (length,)), dtype=np.uint64)
+        done = self.run(op, here, there, lengths, timeout_s, checksum)
+        if done.status != Status.OK:
+            return done
+        return 0 if done.checksums is None else int(done.checksums[0])
 
     def _move(
         self, op: Op, here: int, there: int, length: int, deadline: float, generation: int

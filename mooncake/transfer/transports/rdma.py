@@ -111,6 +111,17 @@ class RdmaConnection:
             timeout_s = max(0.0, deadline - time.monotonic())
         return self._peer.run(op, local, remote, lengths, timeout_s, checksum)
 
+    def run_slice(
+        self, op: Op, local: int, remote: int, length: int, timeout_s: float, checksum: bool
+    ) -> int | Completion:
+        if not self._peer.is_ready:
+            deadline = time.monotonic() + timeout_s
+            status = self.set_up(deadline)
+            if status != Status.OK:
+                return Completion(status=status)
+            timeout_s = max(0.0, deadline - time.monotonic())
+        return self._peer.run_slice(op, local, remote, length, timeout_s, checksum)
+
     def submit(
         self,
         queue: Queue,

@@ -33,6 +33,7 @@ class TcpConnection:
     def __init__(self, peer: _native.TcpPeer) -> None:
         self._peer = peer
         self.run = peer.run
+        self.run_slice = peer.run_slice
         self.submit = peer.submit
         self.cancel = peer.cancel
         self.close = peer.close
