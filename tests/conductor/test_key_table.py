@@ -63,7 +63,8 @@ def test_a_key_may_be_0_or_the_largest() -> None:
 def test_counted_keys_fit_into_their_buckets_as_random_ones_do() -> None:
     """A simulation's keys: a number of the session, and within it one of the block."""
     sessions = np.arange(51, 8051, dtype=np.uint64)
-    counted = ((sessions[:, None] << np.uint64(20)) + np.arange(39, 135, dtype=np.uint64)).reshape(-1)
+    blocks = np.arange(39, 135, dtype=np.uint64)
+    counted = np.concatenate([(session << np.uint64(20)) + blocks for session in sessions]).astype(np.uint64)
     hashes = np.random.default_rng(0).integers(1, 1 << 63, len(counted), dtype=np.uint64)
     largest_shares = []
     for keys in (counted, hashes):
