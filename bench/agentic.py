@@ -9,10 +9,11 @@ benchmark), all lengths divided by 30, with its pauses; with ``--trace`` they ar
 Each load begins when every session has sent what it has so far, so that caches hold what they can. Each row:
 *a* the servers without a connector, placed in turn; *b* with our store connector, placed in turn; *c* the
 same with the gateway's default policy. *attainable*: what a cache without end, shared by both, would have
-had of the same prompts. Before each load the simulator predicts it, with costs that were just measured at
-these servers. *same*: leading tokens of a sample of answers that are the same when they are computed again
-without any cache (in bfloat16 another order of sums changes one sooner or later, in row *a* as well, which is
-the control; with ``--dtype float32 --kv-bytes-per-token 46080`` all must be the same).
+had of the same prompts. Before each load the simulator predicts it, with costs that were measured at these
+servers, times how much slower the machine has become since (a prompt of 1,024 tokens). *same*: leading tokens
+of a sample of answers that are the same when they are computed again without any cache (in bfloat16 another
+order of sums changes one sooner or later, in row *a* as well, which is the control; with ``--dtype float32
+--kv-bytes-per-token 46080`` all must be the same).
 
 One GPU: ``--device cuda --model FOLDER --num-servers 1``, or 2 servers with
 ``--vllm-flag=--gpu-memory-utilization=0.4``; and ``--divide 10`` or less.
@@ -37,6 +38,8 @@ from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
 from random import Random
+
+import msgspec
 
 from bench.report import Result, Table, measured, not_run, options
 from bench.session_replay import (
@@ -193,6 +196,12 @@ class CostSampling:
             device_load_bytes_per_s=IN_MEMORY_BYTES_PER_S,
         )
 
+    async def slowness(self, costs: NodeCosts) -> float:
+        """How many times as long as these costs say a prompt takes now: a shared machine's speed changes."""
+        length = 1024
+        answers = [one for _ in range(2) for one in await self._ask(self._prompts(length), 1)]
+        return statistics.median(one.token_at_s[0] for one in answers) / costs.prefill.seconds(0, length)
+
     async def _steps(self, batch: int) -> list[StepSample]:
         """Decode of so many at a time on each server."""
         length, num_output = 400, 32
@@ -220,6 +229,20 @@ class CostSampling:
         answers = await gather_at_once(self._endpoint, prompts, num_output)
         assert all(one.is_complete for one in answers), [one.error for one in answers]
         return answers
+
+
+def slower(costs: NodeCosts, factor: float) -> NodeCosts:
+    """The costs of such servers on a machine that is so many times slower."""
+    prefill, decode = costs.prefill, costs.decode
+    return msgspec.structs.replace(
+        costs,
+        prefill=type(prefill)(prefill.c0 * factor, prefill.c1 * factor, prefill.c2 * factor),
+        decode=type(decode)(
+            decode.base_s * factor, decode.per_request_s * factor, decode.per_token_s * factor
+        ),
+        nic_bytes_per_s=costs.nic_bytes_per_s / factor,
+        nic_latency_s=costs.nic_latency_s * factor,
+    )
 
 
 def _link(
@@ -361,24 +384,31 @@ def run_rows(
 ) -> dict[tuple[float, str], tuple[LoadFigures, LoadFigures, float]]:
     """By load and row: predicted and measured figures, and the attainable hit rate."""
     has_pool = "a" not in rows
+
+    def sampling(endpoint: Endpoint, what: str) -> CostSampling:
+        return CostSampling(endpoint, len(servers.servers), f"{arguments.seed}/costs/{rows}/{what}")
+
+    async def sample(url: str) -> NodeCosts:
+        async with Endpoint(url, "smollm2") as endpoint:
+            return await sampling(endpoint, "all").run(
+                "pool" if has_pool else "own", servers.kv_tokens, has_pool, arguments.kv_bytes_per_token
+            )
+
+    async def slowness(url: str, what: str) -> float:
+        async with Endpoint(url, "smollm2") as endpoint:
+            return await sampling(endpoint, what).slowness(costs)
+
     with servers.gateway("round_robin") as url:
-
-        async def sample() -> NodeCosts:
-            async with Endpoint(url, "smollm2") as endpoint:
-                sampling = CostSampling(endpoint, len(servers.servers), f"{arguments.seed}/costs/{rows}")
-                return await sampling.run(
-                    "pool" if has_pool else "own", servers.kv_tokens, has_pool, arguments.kv_bytes_per_token
-                )
-
-        costs = asyncio.run(sample())
+        costs = asyncio.run(sample(url))
     note_costs(result, costs)
     found = {}
     for row in rows:
         for load in loads:
-            expected = predicted(load, row, costs, arguments)
-            add_row(table, load, row, "predicted", expected, None, "", "")
             before = servers.counts()
             with servers.gateway(PLACEMENT[row]) as url:
+                factor = asyncio.run(slowness(url, f"{row}/{load.ratio}"))
+                expected = predicted(load, row, slower(costs, factor), arguments)
+                add_row(table, load, row, "predicted", expected, None, "", f"costs x {factor:.2f}")
                 sent, averages = asyncio.run(driven(load, row, url, arguments))
             counted = {name: value - before.get(name, 0.0) for name, value in servers.counts().items()}
             measured_figures, attainable = figures_of(sent), attainable_hit_rate(sent)
