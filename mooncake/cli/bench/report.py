@@ -23,9 +23,9 @@ if TYPE_CHECKING:
 
 REFERENCES = (
     "references are libc's memmove by one thread, as one thread carries a call of ours, which however stores "
-    "around the cache from 1 MiB on and may be faster (one thread); as many TCP connections of a C program as "
-    "ours uses, with buffers as large (raw streams); and fio on the same file, by one job with as many requests "
-    "under way"
+    "around the cache from 1 MiB on and may be faster (one thread); as many TCP connections of a C program "
+    "as ours uses, with buffers as large (raw streams); and fio on the same file, by one job with as many "
+    "requests under way"
 )
 CANNOT_SHOW = (
     "cannot show: a real network (loopback has no wire and both ends share the cores), many clients at once, "
