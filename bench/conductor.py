@@ -100,6 +100,7 @@ def measure(table: Table, num_instances: int, num_blocks: int, policy: str) -> C
             policy,
             kind,
             *_decisions(conductor, prompts),
+            num_samples=NUM_DECISIONS,
         )
     return conductor
 

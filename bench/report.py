@@ -23,14 +23,14 @@ from typing import NoReturn
 
 import msgspec
 
+from mooncake.cli.bench.measurements import LEAST_FOR_P99 as LEAST_FOR_P99
+from mooncake.cli.bench.measurements import p99 as p99
 from mooncake.cli.bench.report import describe_machine
 
 ROOT = Path(__file__).parent.parent
 KEPT, SAVED = ROOT / "build" / "bench", ROOT / "bench" / "results"
 NOT_RUN = 77
 """The exit status of a bench that can't run here, as of a skipped test in automake."""
-
-LEAST_FOR_P99 = 100
 
 LIMIT, OF_LIMIT, OVER, FASTER_THAN = "limit", "of the limit", "over", "faster than "
 """Columns that ``bench/summary.py`` finds: the name of the row's limit, the speed as a share of it, and
@@ -45,6 +45,10 @@ class Column(msgspec.Struct, frozen=True):
     name: str
     digits: int = 0
 
+    @property
+    def is_p99(self) -> bool:
+        return "p99" in self.name
+
 
 class Table(msgspec.Struct):
     columns: list[Column]
@@ -54,9 +58,26 @@ class Table(msgspec.Struct):
     samples: list[dict[str, list[float]]] = []
     "For each row: the samples, by name, in the order of measuring."
 
-    def add(self, *cells: Cell, samples: Mapping[str, Sequence[float]] | None = None) -> None:
-        """Add one row, which is also printed at once."""
+    def add(
+        self,
+        *cells: Cell,
+        samples: Mapping[str, Sequence[float]] | None = None,
+        num_samples: int | None = None,
+    ) -> None:
+        """Add one row, which is also printed at once.
+
+        A 99th percentile is left out if it is of fewer than ``LEAST_FOR_P99`` samples: ``num_samples``, or
+        as many as ``samples`` has at most by one name. A row that has one must have either.
+        """
         assert len(cells) == len(self.columns), (cells, self.columns)
+        if any(column.is_p99 and cell is not None for column, cell in zip(self.columns, cells, strict=True)):
+            lengths = [len(values) for values in (samples or {}).values()] if num_samples is None else []
+            num_samples = max(lengths) if lengths else num_samples
+            assert num_samples is not None, "a p99 without a number of samples"
+            if num_samples < LEAST_FOR_P99:
+                cells = tuple(
+                    None if column.is_p99 else cell for column, cell in zip(self.columns, cells, strict=True)
+                )
         self.rows.append([*cells])
         self.samples.append({name: [*values] for name, values in (samples or {}).items()})
         shown = (shown_as(cell, column) for cell, column in zip(cells, self.columns, strict=True))
@@ -130,13 +151,6 @@ def not_run(why: str) -> NoReturn:
     sys.exit(NOT_RUN)
 
 
-def p99(samples: Sequence[float]) -> float | None:
-    """The 99th percentile; None with too few samples."""
-    if len(samples) < LEAST_FOR_P99:
-        return None
-    return sorted(samples)[int(len(samples) * 0.99)]
-
-
 def commit() -> tuple[str, bool]:
     """Commit of this checkout; ("unknown", True) where there is none."""
     git = ["git", "-C", str(ROOT)]
@@ -177,13 +191,13 @@ def render(result: Result) -> str:
         f"commit:  {result.commit[:12]}{dirty}; {result.date}, {result.seconds:.0f} s",
     ]
     for table in result.tables:
-        lines += ["", *([f"## {table.title}"] if table.title else []), *_rows(table)]
+        lines += ["", *([f"## {table.title}"] if table.title else []), *rows_of(table)]
         lines += table.note.splitlines()
     lines += ["", *result.notes] if result.notes else []
     return "\n".join(lines) + "\n"
 
 
-def _rows(table: Table) -> list[str]:
+def rows_of(table: Table) -> list[str]:
     cells = [
         [shown_as(cell, column) for cell, column in zip(row, table.columns, strict=True)]
         for row in table.rows

@@ -25,7 +25,7 @@ import time
 from collections.abc import Iterator
 from pathlib import Path
 
-from bench.report import Table, measured, options
+from bench.report import Table, measured, options, p99
 from mooncake.cli.certs import CertsSettings, make, make_cluster_key
 from mooncake.rpc import BlockingClient
 from mooncake.rpc.wire import OPEN_GREETING, PREFACE, header
@@ -135,10 +135,6 @@ class UnauthenticatedConnections:
             one.close()
 
 
-def percentile(times: list[float], share: float) -> float:
-    return sorted(times)[min(len(times) - 1, int(share * len(times)))]
-
-
 def times_of_a_client(address: str, identity: Identity, seconds: float) -> tuple[list[float], list[float]]:
     """Times of calls on one connection, and of connections with their first call."""
     calls: list[float] = []
@@ -194,7 +190,11 @@ def main() -> None:
 
 
 def add(table: Table, way: str, num_open: int, num_made: int, found: tuple[list[float], list[float]]) -> None:
-    numbers = [1000 * one for times in found for one in (statistics.median(times), percentile(times, 0.99))]
+    numbers = [
+        None if one is None else 1000 * one
+        for times in found
+        for one in (statistics.median(times), p99(times))
+    ]
     table.add(way, num_open, num_made, *numbers, samples={"call_s": found[0], "connect_s": found[1]})
 
 

@@ -33,7 +33,9 @@ LIBRARIES = {
     "report",
     "session_replay",
     "store_reference",
+    "summary",
 }
+BENCHES = {path.stem for path in (ROOT / "bench").glob("*.py")} - LIBRARIES
 ASKED = argparse.Namespace(save=False, json=False, quick=True)
 
 
@@ -82,6 +84,20 @@ def test_a_percentile_needs_samples() -> None:
     assert p99([*map(float, range(200))]) == 198.0
 
 
+def test_a_table_leaves_out_a_percentile_of_too_few_samples() -> None:
+    table = result().table("what", ("p99 us", 1), ("p50 us", 1))
+    enough = [1.0] * LEAST_FOR_P99
+    table.add("few", 2.0, 1.0, samples={"s": enough[1:]})
+    table.add("enough", 2.0, 1.0, samples={"s": enough, "other": [1.0]})
+    table.add("counted", 2.0, 1.0, num_samples=LEAST_FOR_P99)
+    table.add("counted, few", 2.0, 1.0, samples={"s": enough}, num_samples=5)
+    table.add("none", None, 1.0)
+    assert [row[1] for row in table.rows] == [None, 2.0, 2.0, None, None]
+    assert all(row[2] == 1.0 for row in table.rows)
+    with pytest.raises(AssertionError, match="a p99 without a number of samples"):
+        table.add("unknown", 2.0, 1.0)
+
+
 def test_results_that_are_kept_are_rendered_from_their_json() -> None:
     done = subprocess.run(
         [sys.executable, "-m", "bench.render", "--check"], cwd=ROOT, capture_output=True, text=True
@@ -119,7 +135,7 @@ def listed() -> list[str]:
 
 
 def test_every_bench_is_on_the_list_and_no_library_is() -> None:
-    assert sorted(listed()) == sorted({path.stem for path in (ROOT / "bench").glob("*.py")} - LIBRARIES)
+    assert sorted(listed()) == sorted(BENCHES)
 
 
 def ran(*words: str) -> subprocess.CompletedProcess[str]:
@@ -138,10 +154,8 @@ def test_the_short_ones_run(name: str) -> None:
 
 
 @pytest.mark.processes
-@pytest.mark.parametrize(
-    "name", ["aiperf", "conductor", "file", "paper", "rails", "serving", "store", "transfer", "vllm"]
-)
-def test_the_others_say_what_they_take(name: str) -> None:
+@pytest.mark.parametrize("name", sorted(BENCHES))
+def test_every_bench_says_what_it_takes(name: str) -> None:
     done = subprocess.run(
         [sys.executable, "-m", f"bench.{name}", "--help"],
         cwd=ROOT,

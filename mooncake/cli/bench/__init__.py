@@ -16,7 +16,7 @@ from collections.abc import Sequence
 from contextlib import ExitStack
 from pathlib import Path
 
-from mooncake.cli.bench.ceilings import Ceiling, DriverCopy, Fio, Memcpy, RawStream
+from mooncake.cli.bench.ceilings import Ceiling, DriverCopy, Fio, Memcpy, RawStreams
 from mooncake.cli.bench.gloo import COMPARED_PATHS, GLOO, Gloo, GlooRow, compare_with_gloo
 from mooncake.cli.bench.measurements import (
     KIB,
@@ -27,7 +27,7 @@ from mooncake.cli.bench.measurements import (
     measure_paths,
     measure_ping,
 )
-from mooncake.cli.bench.paths import Paths, available, candidate_engines
+from mooncake.cli.bench.paths import LOCAL_FILE, STREAMS, Paths, available, candidate_engines
 from mooncake.cli.bench.report import BenchReport, describe_machine, draw, render
 from mooncake.cli.bench.target import DEVICE, FILE
 from mooncake.config import parse_size
@@ -89,17 +89,18 @@ def _measured(
         ceilings |= device_ceilings(paths, window_bytes)
     if FILE in paths.windows:
         try:
-            ceilings["fio"] = Fio(folder / "fio.dat", window_bytes, paths.engines[FILE].settings.file_depth)
+            # The file that ours moves to and from: a host may have one in its cache and not another.
+            ceilings["fio"] = Fio(folder / LOCAL_FILE, window_bytes, paths.engines[FILE].settings.file_depth)
         except Unavailable as error:
             skipped["fio"] = str(error)
     ping_us = None
     try:
-        stream = RawStream(window_bytes)
-        stack.callback(stream.close)
-        ceilings["one stream"] = stream
-        ping_us = measure_ping(stream, 4 * KIB, rounds)
+        streams = RawStreams(window_bytes, paths.engines["shm"].num_streams)
+        stack.callback(streams.close)
+        ceilings[STREAMS] = streams
+        ping_us = measure_ping(streams, 4 * KIB, rounds)
     except Unavailable as error:
-        skipped["one stream"] = str(error)
+        skipped[STREAMS] = str(error)
     _show_progress("ceilings ...")
     alone = [] if only_gloo else measure_ceilings(ceilings, shapes, rounds)
     rows = [] if only_gloo else measure_paths(paths, subjects, ceilings, shapes, rounds, _show_progress)

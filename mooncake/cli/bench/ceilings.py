@@ -25,6 +25,8 @@ FIO_MS = 300
 _MIB = bytes(range(256)) * 4096
 FILE_PIECE_BYTES = 512 << 10
 """The largest single read or write of the file transport (``native/file.h``)."""
+LANE_BYTES, LOOPBACK_BUFFER_BYTES = 1 << 20, 160 << 10
+"""Bytes of a job for which ours takes one connection, and its sockets' send buffers (``native/tcp.cpp``)."""
 
 
 @dataclass(frozen=True)
@@ -70,7 +72,7 @@ def cpu_s(pid: int) -> float:
 
 
 class Memcpy:
-    """One thread copies from one window of memory to another."""
+    """One thread copies from one window of memory to another; one thread carries a call of ours, too."""
 
     name = "one thread"
 
@@ -123,18 +125,19 @@ class DriverCopy:
             raise Unavailable(f"{name} of the CUDA driver failed with error {result}")
 
 
-class RawStream:
-    """One TCP connection of loopback between two processes of a C program.
+class RawStreams:
+    """TCP connections of loopback between two processes of a C program: as many as ours uses for as many
+    bytes, at most ``num_streams``, with sockets' buffers as large as ours.
 
     Raises:
         Unavailable: the program is missing.
     """
 
-    name = "one stream"
-
-    def __init__(self, window_bytes: int) -> None:
+    def __init__(self, window_bytes: int, num_streams: int) -> None:
+        self._num_streams = num_streams
+        self.name = "1 raw stream" if num_streams == 1 else f"{num_streams} raw streams"
         program = raw_stream_program()
-        words = [str(program), str(window_bytes)]
+        words = [str(program), str(window_bytes), str(num_streams), str(LOOPBACK_BUFFER_BYTES)]
         self._server = subprocess.Popen([*words, "serve"], stdout=subprocess.PIPE, text=True)
         assert self._server.stdout is not None
         port = self._server.stdout.readline().strip()
@@ -143,21 +146,22 @@ class RawStream:
         )
 
     def move(self, op: str, size_bytes: int, count: int, num: int) -> Sample:
-        return self._obeyed("w" if op == WRITE else "r", size_bytes, count * num)
+        lanes = max(1, min(self._num_streams, size_bytes * count // LANE_BYTES))
+        return self._obeyed("w" if op == WRITE else "r", size_bytes, count * num, lanes)
 
     def ping(self, size_bytes: int, num: int) -> float:
         """Seconds of one round trip: a message of so many bytes one way, one byte back."""
-        return self._obeyed("p", size_bytes, num).seconds / num
+        return self._obeyed("p", size_bytes, num, 1).seconds / num
 
-    def _obeyed(self, kind: str, size_bytes: int, count: int) -> Sample:
+    def _obeyed(self, kind: str, size_bytes: int, count: int, lanes: int) -> Sample:
         assert self._driver.stdin is not None and self._driver.stdout is not None
         pids = (self._server.pid, self._driver.pid)
         before = sum(map(cpu_s, pids))
-        self._driver.stdin.write(f"{kind} {size_bytes} {count}\n")
+        self._driver.stdin.write(f"{kind} {size_bytes} {count} {lanes}\n")
         self._driver.stdin.flush()
         answer = self._driver.stdout.readline()
         if not answer:
-            raise Unavailable("the raw socket stream has ended; was one of its processes killed?")
+            raise Unavailable("the raw socket streams have ended; was one of its processes killed?")
         return Sample(float(answer), sum(map(cpu_s, pids)) - before, size_bytes * count)
 
     def close(self) -> None:
@@ -196,7 +200,9 @@ class Fio:
     def __init__(self, file: Path, size_bytes: int, depth: int) -> None:
         self._program = _fio_program()
         self._file, self._depth = file, depth
-        with file.open("wb") as written:  # blocks that were never written are read without the disk
+        with file.open(
+            "r+b" if file.exists() else "wb"
+        ) as written:  # blocks that were never written are read without the disk
             for _ in range(0, size_bytes, len(_MIB)):
                 written.write(_MIB)
 

@@ -11,7 +11,7 @@ import statistics
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 
-from mooncake.cli.bench.ceilings import READ, WRITE, Ceiling, RawStream, Sample
+from mooncake.cli.bench.ceilings import READ, WRITE, Ceiling, RawStreams, Sample
 from mooncake.cli.bench.paths import Paths, Subject
 from mooncake.config import format_size
 
@@ -19,6 +19,8 @@ KIB, MIB = 1 << 10, 1 << 20
 ROUND_BYTES = 32 * MIB
 """One round moves about so much, and at most ``MOST_CALLS`` calls."""
 MOST_CALLS = 1000
+LEAST_FOR_P99 = 100
+"""Samples of which a 99th percentile is more than the largest one."""
 ROUNDS_ALONE = 5
 """For ceilings measured alone, which are shown for information."""
 
@@ -65,7 +67,8 @@ class Row:
     count: int
     gb_s: float
     p50_us: float
-    p99_us: float
+    p99_us: float | None
+    "None: too few calls to have one."
     cpu_s_per_gb: float
     ceiling: str = ""
     ceiling_gb_s: float | None = None
@@ -92,6 +95,13 @@ class _Samples:
     ceiling: list[Sample] = field(default_factory=list)
 
 
+def p99(samples: Sequence[float]) -> float | None:
+    """The 99th percentile; None with too few samples."""
+    if len(samples) < LEAST_FOR_P99:
+        return None
+    return sorted(samples)[int(len(samples) * 0.99)]
+
+
 def measure_ceilings(
     ceilings: Mapping[str, Ceiling], shapes: Sequence[Shape], rounds: int
 ) -> list[CeilingRow]:
@@ -108,7 +118,7 @@ def measure_ceilings(
     return rows
 
 
-def measure_ping(stream: RawStream, size_bytes: int, rounds: int) -> float:
+def measure_ping(stream: RawStreams, size_bytes: int, rounds: int) -> float:
     """Microseconds of a C program's round trip."""
     return statistics.median(stream.ping(size_bytes, 300) for _ in range(rounds)) * 1e6
 
@@ -137,7 +147,10 @@ def measure_paths(
                 into.ours.append(ours)
                 if theirs is not None:
                     into.ceiling.append(theirs)
-        rows += [_row(subject, op, shape, into) for (subject, op), into in seen.items()]
+        rows += [
+            _row(subject, op, shape, into, ceilings.get(subject.ceiling))
+            for (subject, op), into in seen.items()
+        ]
     return rows
 
 
@@ -151,9 +164,9 @@ def _turn(
     return ours, before or after
 
 
-def _row(subject: Subject, op: str, shape: Shape, seen: _Samples) -> Row:
-    calls = sorted(call for sample in seen.ours for call in sample.calls_s)
-    p50, p99 = (calls[int(len(calls) * part)] * 1e6 for part in (0.5, 0.99))
+def _row(subject: Subject, op: str, shape: Shape, seen: _Samples, ceiling: Ceiling | None) -> Row:
+    calls = [call for sample in seen.ours for call in sample.calls_s]
+    rare = p99(calls)
     row = Row(
         subject.name,
         op,
@@ -161,17 +174,17 @@ def _row(subject: Subject, op: str, shape: Shape, seen: _Samples) -> Row:
         shape.size_bytes,
         shape.count,
         statistics.median(sample.gb_s for sample in seen.ours),
-        p50,
-        p99,
+        sorted(calls)[len(calls) // 2] * 1e6,
+        None if rare is None else rare * 1e6,
         statistics.median(sample.cpu_s_per_gb for sample in seen.ours),
     )
-    if not seen.ceiling:
+    if ceiling is None or not seen.ceiling:
         return row
     pairs = zip(seen.ours, seen.ceiling, strict=True)
     return Row(
         **{
             **vars(row),
-            "ceiling": subject.ceiling,
+            "ceiling": ceiling.name,
             "ceiling_gb_s": statistics.median(sample.gb_s for sample in seen.ceiling),
             "ceiling_cpu_s_per_gb": statistics.median(sample.cpu_s_per_gb for sample in seen.ceiling),
             "ratio": statistics.median(ours.gb_s / theirs.gb_s for ours, theirs in pairs),

@@ -31,6 +31,10 @@ TIMEOUT_S = 60.0
 """Timeout of one call: far more than 128 MiB take on the slowest path."""
 
 
+STREAMS = "raw streams"
+LOCAL_FILE = "local.dat"
+
+
 @dataclass(frozen=True)
 class Subject:
     """One way of moving bytes."""
@@ -50,9 +54,9 @@ class Subject:
 SUBJECTS = (
     Subject("shm", "shm", "one thread"),
     Subject("shm+crc", "shm", "one thread", checksum=True),
-    Subject("tcp", "tcp", "one stream"),
-    Subject("tcp+crc", "tcp", "one stream", checksum=True),
-    Subject("tcp+tls", "tls", "one stream"),
+    Subject("tcp", "tcp", STREAMS),
+    Subject("tcp+crc", "tcp", STREAMS, checksum=True),
+    Subject("tcp+tls", "tls", STREAMS),
     Subject("rdma", "rdma", ""),
     Subject("file", FILE, "fio", remote=FILE),
     Subject("tcp+file", "tcp", "", remote=FILE),
@@ -172,7 +176,7 @@ class Paths:
         }
         if FILE in self.engines:  # the one path that ends in this process
             with_file = self.engines[FILE]
-            self.windows[FILE] = with_file.open_file(folder / "local.dat", window_bytes)
+            self.windows[FILE] = with_file.open_file(folder / LOCAL_FILE, window_bytes)
             self._segments[FILE] = with_file.open(with_file.describe())
 
     def move(self, subject: Subject, op: str, size_bytes: int, count: int, num: int) -> Sample:
