@@ -288,7 +288,7 @@ class BlockPool(Generic[KeyT]):
         self._given_back_column[idle] = np.arange(now, self._now, -1)
         is_queued = self._queued_column.take(idle)
         if np.count_nonzero(is_queued) < num_idle:
-            for at in np.flatnonzero(is_queued == 0).tolist():
+            for at in (is_queued == 0).nonzero()[0].tolist():
                 heapq.heappush(self._queue, now - at << _BLOCK_BITS | int(idle[at]))
             self._queued_column[idle] = 1
         self._num_idle += num_idle
