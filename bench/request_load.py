@@ -221,7 +221,7 @@ def load(
     opening: bytes = OPEN_GREETING,
     others: OtherConnections | None = None,
 ) -> LoadResult:
-    """Send each of ``bursts`` again and again on a connection of its own."""
+    """Send each of ``bursts`` again and again on a connection of its own, at least once."""
     poll = select.epoll()
     lines = {(sock := opened(address, opening)).fileno(): (sock, burst) for burst in bursts}
     try:
@@ -238,20 +238,24 @@ def load(
         since = dict.fromkeys(lines, began)
         for sock, burst in lines.values():
             sock.sendall(burst.requests())
-        now = began
-        while now < began + seconds:
+        under_way = len(lines)
+        while under_way:  # at the end, operations under way are finished and count
             for number, _ in poll.poll(PATIENCE_S):
                 sock, burst = lines[number]
                 done = burst.num_done
-                if burst.take(sock.recv(READ_BYTES)):
-                    if burst.num_done > done:
-                        now = time.perf_counter()
-                        times[number].append(now - since[number])
-                        since[number] = now
-                    sock.sendall(burst.requests())
-            now = time.perf_counter()
+                if not burst.take(sock.recv(READ_BYTES)):
+                    continue
+                now = time.perf_counter()
+                if burst.num_done > done:
+                    times[number].append(now - since[number])
+                    since[number] = now
+                    if now >= began + seconds:
+                        under_way -= 1
+                        continue
+                sock.sendall(burst.requests())
             if others is not None:
                 others.drip()
+        now = time.perf_counter()
         counts = [burst.num_done - done for burst, done in zip(bursts, before, strict=True)]
         return LoadResult(now - began, counts, list(times.values()))
     finally:

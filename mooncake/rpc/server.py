@@ -6,8 +6,9 @@ answer is decoded, handled and answered inside ``data_received``, without a task
 is what keeps a one-key call of the store under 50 microseconds. The server knows no application
 state; a handler gets the message and the ``Call`` to answer, now or later.
 
-A connection is served in turns: what it has sent beyond ``TURN_S`` of handling waits until the others had
-theirs, so a client that sends hundreds of requests at once delays others by one turn and not by all of them.
+A small request that comes alone is handled at once. Large ones, and many at once, are handled in turns: in
+each pass of the loop for ``TURN_S``, one connection after the other. So clients that send batches, or
+hundreds of requests, delay the others by one turn and not by all of them, however many do so.
 """
 
 from __future__ import annotations
@@ -62,8 +63,12 @@ TURN_S = 0.0005
 """Seconds of handling after which a connection's further requests wait for the other connections' turns: some
 50 small ones. One request is never divided."""
 
+SMALL_BYTES = 4096
+"""Size up to which a request that came alone is handled at once, before others' turns: a node's heartbeat
+does not wait for sixty batches of puts."""
+
 MAX_DEFERRED_BYTES = 64 << 20
-"""Bound of the received bytes that wait for their turn, of all connections; beyond it nothing waits."""
+"""Bound of the received bytes that wait for turns, of all connections; beyond it a request does not wait."""
 
 DEADLINE_CHECK_S = 0.25
 """Interval of the check for connections that exceed a deadline."""
@@ -193,44 +198,40 @@ class Connection(asyncio.Protocol):
             self._keep_account(self._decoder.kept_bytes)
 
     def _take_all(self, frames: list[tuple[int, memoryview]]) -> None:
-        """Handle these requests, or as many as one turn has time for."""
+        """Handle these requests: a small one at once, others in turns."""
         if self._deferred:  # some transports deliver what they had read before reading was paused
             self._deferred += frames
-        elif len(frames) == 1:
+        elif len(frames) == 1 and len(frames[0][1]) <= SMALL_BYTES:
             self._take(*frames[0])
         elif frames:
             self._deferred += frames
-            self._take_turn(memoryview(frames[0][1].obj).nbytes)
+            self._account_deferred(memoryview(frames[0][1].obj).nbytes)
+            self._server.add_turn(self)
+            self._regulate()
 
-    def _take_turn(self, num_bytes: int) -> None:
-        """Handle deferred requests, which are in ``num_bytes`` of memory, for one turn."""
-        deferred, server = self._deferred, self._server
-        is_bounded = server.deferred_bytes + num_bytes - self._deferred_bytes <= MAX_DEFERRED_BYTES
-        until = time.perf_counter() + TURN_S
-        while deferred:
-            self._take(*deferred.popleft())
-            if is_bounded and deferred and time.perf_counter() >= until:
-                self._account_deferred(num_bytes)
-                asyncio.get_running_loop().call_soon(self._next_turn)
-                break
-        else:
+    def take_turn(self, until: float) -> bool:
+        """Handle deferred requests, at least one, until that instant; returns whether some are left."""
+        deferred = self._deferred
+        is_outermost = self._out is None
+        if is_outermost:
+            self._out = []
+        try:
+            while deferred:
+                self._take(*deferred.popleft())
+                if deferred and time.perf_counter() >= until:
+                    return True
             self._account_deferred(0)
-        self._regulate()
+            self._regulate()
+            return False
+        finally:
+            if is_outermost:
+                self._write_replies()
 
     def _take_rest(self) -> None:
         """Handle all deferred requests, because their client has gone: what arrived whole is handled."""
         while self._deferred:
             self._take(*self._deferred.popleft())
         self._account_deferred(0)
-
-    def _next_turn(self) -> None:
-        if not self._deferred:
-            return  # the connection was lost
-        self._out = []
-        try:
-            self._take_turn(self._deferred_bytes)
-        finally:
-            self._write_replies()
 
     def _account_deferred(self, num_bytes: int) -> None:
         self._server.deferred_bytes += num_bytes - self._deferred_bytes
@@ -513,6 +514,10 @@ class RpcServer:
         self.pending_bytes = 0
         self.deferred_bytes = 0
         """Bytes of received requests that wait for the turns of their connections."""
+        self._turns: deque[Connection] = deque()
+        """Connections with deferred requests, in the order of their next turns."""
+        self._has_turn = False
+        """Turns were taken in this pass of the loop."""
         self.other = TcpForwarder(other, self.limits, self.refusals) if other else None
         self.tls = self.identity.server_tls
         if self.tls is not None and other:
@@ -583,6 +588,31 @@ class RpcServer:
             if worst is None:
                 return
             worst.cut("bytes", f"unfinished requests of all peers have {self.pending_bytes} bytes")
+
+    def add_turn(self, connection: Connection) -> None:
+        """Let a connection handle its deferred requests: now, if this pass of the loop has had no turn."""
+        if self.deferred_bytes > MAX_DEFERRED_BYTES:
+            connection.take_turn(math.inf)
+            return
+        self._turns.append(connection)
+        if not self._has_turn:
+            self._has_turn = True
+            self._take_turns()
+
+    def _take_turns(self) -> None:
+        turns, until = self._turns, time.perf_counter() + TURN_S
+        while turns:
+            connection = turns.popleft()
+            if connection.take_turn(until):
+                turns.append(connection)
+            if time.perf_counter() >= until:
+                break
+        asyncio.get_running_loop().call_soon(self._next_turns)
+
+    def _next_turns(self) -> None:
+        self._has_turn = bool(self._turns)
+        if self._has_turn:
+            self._take_turns()
 
     def stay_awake(self) -> None:
         """Keep the loop spinning for a moment, if that pays: a request is often followed by another."""

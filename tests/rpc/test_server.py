@@ -281,29 +281,56 @@ def received(opened: socket.socket, size: int) -> bytes:
     return data
 
 
-@pytest.mark.parametrize("limit", [1 << 20, 0], ids=["waiting", "no room to wait"])
-async def test_requests_that_wait_for_their_turn_have_bounded_memory(
-    monkeypatch: pytest.MonkeyPatch, limit: int
-) -> None:
+async def test_requests_that_wait_for_their_turn_have_bounded_memory(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What would exceed the bound is handled at once, without turns."""
     monkeypatch.setattr("mooncake.rpc.server.TURN_S", 0.0)
-    monkeypatch.setattr("mooncake.rpc.server.MAX_DEFERRED_BYTES", limit)
-    deferred: list[int] = []
+    monkeypatch.setattr("mooncake.rpc.server.MAX_DEFERRED_BYTES", 0)
+    handled: list[str] = []
 
     def mark(message: Mark, call: Call) -> Answer:
-        deferred.append(server.deferred_bytes)
+        handled.append(message.name)
         return Answer(b"")
 
     server = RpcServer({Mark: mark})
     await server.start("127.0.0.1", 0)
-    opened = connected(server, OPEN_GREETING)
+    clients = {name: connected(server, OPEN_GREETING) for name in "ab"}
     try:
-        await until(lambda: len(server.connections) == 1)
-        opened.sendall(b"".join(encode(i, Mark("x")) for i in range(1, 101)))
-        await until(lambda: len(deferred) == 100)
-        assert (max(deferred) > 0) == (limit > 0), deferred
+        await until(lambda: len(server.connections) == 2)
+        for name, opened in clients.items():
+            opened.sendall(b"".join(encode(i, Mark(name)) for i in range(1, 101)))
+        await until(lambda: len(handled) == 200)
+        assert handled in (["a"] * 100 + ["b"] * 100, ["b"] * 100 + ["a"] * 100)
         assert server.deferred_bytes == 0
     finally:
-        opened.close()
+        for opened in clients.values():
+            opened.close()
+        await server.close()
+
+
+async def test_a_small_request_does_not_wait_for_many_large_ones(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As a node's heartbeat beside the batches of many clients."""
+    monkeypatch.setattr("mooncake.rpc.server.TURN_S", 0.0)
+    handled: list[int] = []
+
+    def mark(message: Mark, call: Call) -> Answer:
+        handled.append(len(message.name))
+        return Answer(b"")
+
+    server = RpcServer({Mark: mark})
+    await server.start("127.0.0.1", 0)
+    large = [connected(server, OPEN_GREETING) for _ in range(30)]
+    small = connected(server, OPEN_GREETING)
+    try:
+        await until(lambda: len(server.connections) == 31)
+        for opened in large:
+            opened.sendall(encode(1, Mark("x" * 5000)))
+        small.sendall(encode(1, Mark("y")))
+        await until(lambda: len(handled) == 31)
+        assert handled.index(1) < 5, handled
+        assert server.deferred_bytes == 0
+    finally:
+        for opened in (*large, small):
+            opened.close()
         await server.close()
 
 
