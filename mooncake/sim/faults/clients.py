@@ -15,11 +15,11 @@ from mooncake.sim.faults.network import ConnectionEnd, over_the_wire
 from mooncake.sim.faults.nodes import SimSegment, checksum, combine, requests
 from mooncake.sim.kernel import Process
 from mooncake.store import messages as m
+from mooncake.store.client.grants import OneSlice
 from mooncake.store.client.operations import (
     CallMaster,
     MasterReply,
     MoveSlices,
-    OneSlice,
     OpenSegment,
     Operation,
     Operations,

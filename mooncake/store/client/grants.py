@@ -13,6 +13,7 @@ import dataclasses
 from collections.abc import Sequence
 from typing import Any, Protocol, TypeAlias
 
+import msgspec
 import numpy as np
 import numpy.typing as npt
 
@@ -300,6 +301,29 @@ def whole_objects(grants: Sequence[Sized], addresses: Sequence[int]) -> SliceCol
     if all(grant.size_bytes <= grant.chunk_bytes for grant in grants):
         return columns
     return columns.cut_at_chunks(grants)
+
+
+class OneSlice(msgspec.Struct, frozen=True, eq=False):
+    """A transfer of one slice, as ``Slices`` of the operations without arrays, which take longer to make."""
+
+    handle: Any
+    local_address: int
+    remote_address: int
+    length: int
+    is_checked: bool = True
+    has_others: bool = False
+
+    @property
+    def local(self) -> Addresses:
+        return np.array([self.local_address], dtype=np.uint64)
+
+    @property
+    def remote(self) -> Addresses:
+        return np.array([self.remote_address], dtype=np.uint64)
+
+    @property
+    def lengths(self) -> Addresses:
+        return np.array([self.length], dtype=np.uint64)
 
 
 @dataclasses.dataclass

@@ -28,6 +28,7 @@ from mooncake.store import messages as m
 from mooncake.store.client.grants import (
     Addresses,
     Checksums,
+    OneSlice,
     Place,
     PutGrant,
     PutTarget,
@@ -94,29 +95,6 @@ class Slices(msgspec.Struct, frozen=True, eq=False):
     """Checksums are required."""
     has_others: bool = False
     """All of it has other replicas: fail after half of the time, so that time is left to read those."""
-
-
-class OneSlice(msgspec.Struct, frozen=True, eq=False):
-    """A transfer of one slice, as ``Slices`` without the arrays, which take longer to make than to move."""
-
-    handle: Any
-    local_address: int
-    remote_address: int
-    length: int
-    is_checked: bool = True
-    has_others: bool = False
-
-    @property
-    def local(self) -> Addresses:
-        return np.array([self.local_address], dtype=np.uint64)
-
-    @property
-    def remote(self) -> Addresses:
-        return np.array([self.remote_address], dtype=np.uint64)
-
-    @property
-    def lengths(self) -> Addresses:
-        return np.array([self.length], dtype=np.uint64)
 
 
 class MoveSlices(msgspec.Struct, frozen=True, eq=False):
@@ -431,7 +409,9 @@ class Operations:
         replica, size_bytes = stored.replicas[0], stored.size_bytes
         if size_bytes > min(stored.chunk_bytes, capacity):
             return False
-        handle = (yield from self._open([stored], deadline))[replica.segment]
+        epoch, handle = self._handles.get(replica.segment, (None, None))
+        if epoch != replica.epoch:
+            handle = (yield from self._open([stored], deadline))[replica.segment]
         if handle is None:
             return False
         expires_at = answer.asked_at + answer.reply.lease_s

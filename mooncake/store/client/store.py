@@ -46,12 +46,11 @@ from mooncake.store.client.calls import (
     RunFunction,
     StoreSettings,
 )
-from mooncake.store.client.grants import ReadGrant
+from mooncake.store.client.grants import OneSlice, ReadGrant
 from mooncake.store.client.operations import (
     CallMaster,
     MasterReply,
     MoveSlices,
-    OneSlice,
     OpenSegment,
     Operations,
     Slices,
