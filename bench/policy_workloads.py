@@ -1,10 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
 """The workloads on which scheduling policies and admission rules are judged, for ``bench/policies.py``.
 
-Half of them are marked as tuned: mechanisms may be changed because of what they show. The other half is only
-judged. Both halves have published traces, generated arrivals with several laws of lengths, shared and
-unshared prefixes, and several splits of the nodes. A workload of a trace file needs the folder with the
-published traces; one that is generated needs nothing.
+Some are marked as tuned: mechanisms were changed because of what they showed. The others are only judged:
+they were added and first run when the mechanisms were complete. Both have published traces, generated
+arrivals with several laws of lengths, shared and unshared prefixes, and several splits of the nodes. A
+workload of a trace file needs the folder with the published traces; one that is generated needs nothing.
 """
 
 from __future__ import annotations
@@ -188,20 +188,19 @@ WORKLOADS = (
             period_s=120,
         ),
     ),
-    # judged only
     Workload(
         name="conversation, later, 10P6D x2",
-        is_tuned=False,
+        is_tuned=True,
         file=CONVERSATION,
         first_row=6000,
         speedup=2.0,
         num_prefill=10,
         num_decode=6,
     ),
-    Workload(name="tools, later, 8P8D x1.5", is_tuned=False, file=SURROGATE, first_row=12_000, speedup=1.5),
+    Workload(name="tools, later, 8P8D x1.5", is_tuned=True, file=SURROGATE, first_row=12_000, speedup=1.5),
     Workload(
         name="tools, later, 5P4D x0.8",
-        is_tuned=False,
+        is_tuned=True,
         file=SURROGATE,
         first_row=5000,
         num_prefill=5,
@@ -210,17 +209,17 @@ WORKLOADS = (
     ),
     Workload(
         name="azure chat 2P2D x2",
-        is_tuned=False,
+        is_tuned=True,
         file=AZURE_CHAT,
         speedup=2.0,
         num_prefill=2,
         num_decode=2,
         slo_ttft_s=5.0,
     ),
-    Workload(name="real agents 8P12D", is_tuned=False, file=AGENTIC, num_prefill=8, num_decode=12, rows=1500),
+    Workload(name="real agents 8P12D", is_tuned=True, file=AGENTIC, num_prefill=8, num_decode=12, rows=1500),
     Workload(
         name="documents ticked 11P5D x1.6",
-        is_tuned=False,
+        is_tuned=True,
         make=_documents(True),
         speedup=1.6,
         num_prefill=11,
@@ -229,31 +228,31 @@ WORKLOADS = (
     ),
     Workload(
         name="many prefixes, short answers",
-        is_tuned=False,
+        is_tuned=True,
         make=lambda n: Mixture(6.0, n, Lengths(800, 1.0), Lengths(12, 0.8), 60, 24_576, tick_s=3.0),
         slo_ttft_s=10.0,
     ),
     Workload(
         name="pareto",
-        is_tuned=False,
+        is_tuned=True,
         make=lambda n: Mixture(6.0, n, Lengths(3000, 1.3, "pareto"), Lengths(80, 1.5, "pareto"), 4, 2048),
     ),
     Workload(
         name="uniform 2P2D",
-        is_tuned=False,
+        is_tuned=True,
         make=lambda n: Mixture(1.6, n, Lengths(6000, 0, "uniform"), Lengths(300, 0, "uniform")),
         num_prefill=2,
         num_decode=2,
     ),
     Workload(
         name="two lengths",
-        is_tuned=False,
+        is_tuned=True,
         make=lambda n: Mixture(5.0, n, Lengths(3000, 0.1, "two"), Lengths(40, 0.1, "two"), 40, 8192),
         slo_ttft_s=20.0,
     ),
     Workload(
         name="heavy decode 2P6D",
-        is_tuned=False,
+        is_tuned=True,
         make=lambda n: Mixture(4.0, n, Lengths(2000, 1.0), Lengths(600, 1.0, "pareto"), 4, 1024),
         num_prefill=2,
         num_decode=6,
@@ -261,7 +260,7 @@ WORKLOADS = (
     ),
     Workload(
         name="bursts of long prompts",
-        is_tuned=False,
+        is_tuned=True,
         make=lambda n: Bursts(
             rate=1.0,
             requests=n,
@@ -274,4 +273,198 @@ WORKLOADS = (
             seed=3,
         ),
     ),
+    # judged: first run when the mechanisms were complete
+    Workload(
+        name="conversation, last, 6P4D x1.1",
+        is_tuned=False,
+        file=CONVERSATION,
+        first_row=9500,
+        speedup=1.1,
+        num_prefill=6,
+        num_decode=4,
+    ),
+    Workload(
+        name="conversation, middle, 9P7D x1.9",
+        is_tuned=False,
+        file=CONVERSATION,
+        first_row=3500,
+        speedup=1.9,
+        num_prefill=9,
+        num_decode=7,
+    ),
+    Workload(
+        name="tools, last, 10P6D x2",
+        is_tuned=False,
+        file=SURROGATE,
+        first_row=20_000,
+        speedup=2.0,
+        num_prefill=10,
+        num_decode=6,
+    ),
+    Workload(
+        name="tools, middle, 7P3D x1.2",
+        is_tuned=False,
+        file=SURROGATE,
+        first_row=9000,
+        speedup=1.2,
+        num_prefill=7,
+        num_decode=3,
+    ),
+    Workload(
+        name="azure code, later, 3P1D",
+        is_tuned=False,
+        file=AZURE_CODE,
+        first_row=5000,
+        num_prefill=3,
+        num_decode=1,
+        slo_ttft_s=8.0,
+    ),
+    Workload(
+        name="azure chat, later, 3P3D x3",
+        is_tuned=False,
+        file=AZURE_CHAT,
+        first_row=9000,
+        speedup=3.0,
+        num_prefill=3,
+        num_decode=3,
+        slo_ttft_s=3.0,
+    ),
+    Workload(
+        name="real agents, later, 10P10D",
+        is_tuned=False,
+        file=AGENTIC,
+        first_row=3000,
+        num_prefill=10,
+        num_decode=10,
+        rows=1500,
+    ),
+    Workload(
+        name="agents, common prompts, 6P6D",
+        is_tuned=False,
+        make=lambda n: Agentic(
+            sessions=60,
+            turns=20,
+            requests=n,
+            common_tokens=30_000,
+            first_tokens=4000,
+            groups=6,
+            turn_tokens=1200,
+            output_tokens=250,
+            jitter=0.5,
+            pause_s=3.0,
+            answer_s=8.0,
+            seed=9,
+        ),
+        num_prefill=6,
+        num_decode=6,
+        slo_ttft_s=10.0,
+    ),
+    Workload(
+        name="short answers on long prefixes, 6P4D",
+        is_tuned=False,
+        make=lambda n: Mixture(
+            5.0, n, Lengths(500, 0.0, "uniform"), Lengths(8, 0.0, "uniform"), 30, 32_768, 3.0, 11
+        ),
+        num_prefill=6,
+        num_decode=4,
+        slo_ttft_s=5.0,
+    ),
+    Workload(
+        name="many prefixes, two lengths, 12P4D",
+        is_tuned=False,
+        make=lambda n: Mixture(
+            7.0, n, Lengths(1500, 0.08, "two"), Lengths(30, 0.2, "two"), 400, 12_288, 0.0, 12
+        ),
+        num_prefill=12,
+        num_decode=4,
+        slo_ttft_s=10.0,
+    ),
+    Workload(
+        name="pareto, slow decode, 3P9D",
+        is_tuned=False,
+        make=lambda n: Mixture(
+            6.0, n, Lengths(2000, 1.5, "pareto"), Lengths(500, 2.0, "pareto"), 10, 1024, 0.0, 13
+        ),
+        num_prefill=3,
+        num_decode=9,
+        slo_ttft_s=10.0,
+    ),
+    Workload(
+        name="uniform, ticked, 5P3D",
+        is_tuned=False,
+        make=lambda n: Mixture(
+            3.5, n, Lengths(7000, 0, "uniform"), Lengths(60, 0, "uniform"), 3, 4096, 3.0, 14
+        ),
+        num_prefill=5,
+        num_decode=3,
+        slo_ttft_s=20.0,
+    ),
 )
+
+OVERLOADS = (
+    Workload(
+        name="conversation 4P4D x1.5",
+        is_tuned=True,
+        file=CONVERSATION,
+        speedup=1.5,
+        num_prefill=4,
+        num_decode=4,
+    ),
+    Workload(name="tools 4P1D x2", is_tuned=True, file=SURROGATE, speedup=2.0, num_prefill=4, num_decode=1),
+    Workload(
+        name="short of decode 5P1D",
+        is_tuned=True,
+        make=lambda n: Mixture(5.5, n, Lengths(6000, 0.5), Lengths(500, 0.5)),
+        num_prefill=5,
+        num_decode=1,
+        slo_ttft_s=10.0,
+    ),
+    Workload(
+        name="short of prefill 2P6D",
+        is_tuned=True,
+        make=lambda n: Mixture(6.0, n, Lengths(5000, 1.0), Lengths(100, 0.8)),
+        num_prefill=2,
+        num_decode=6,
+        slo_ttft_s=10.0,
+    ),
+    Workload(
+        name="short of both 3P1D",
+        is_tuned=True,
+        make=lambda n: Mixture(4.5, n, Lengths(6000, 0.6), Lengths(450, 0.6), seed=4),
+        num_prefill=3,
+        num_decode=1,
+        slo_ttft_s=10.0,
+    ),
+    Workload(
+        name="conversation, later, 8P1D x1.5",
+        is_tuned=False,
+        file=CONVERSATION,
+        first_row=7000,
+        speedup=1.5,
+        num_prefill=8,
+        num_decode=1,
+    ),
+    Workload(name="real agents 4P2D", is_tuned=False, file=AGENTIC, num_prefill=4, num_decode=2, rows=1000),
+    Workload(
+        name="azure code 1P1D", is_tuned=False, file=AZURE_CODE, num_prefill=1, num_decode=1, slo_ttft_s=5.0
+    ),
+    Workload(
+        name="bursts 2P2D",
+        is_tuned=False,
+        make=lambda n: Bursts(
+            rate=1.5, requests=n, input_tokens=4000, output_tokens=200, peak=8.0, period_s=120, seed=5
+        ),
+        num_prefill=2,
+        num_decode=2,
+        slo_ttft_s=10.0,
+    ),
+    Workload(
+        name="pareto 3P1D",
+        is_tuned=False,
+        make=lambda n: Mixture(6.0, n, Lengths(4000, 1.8, "pareto"), Lengths(400, 1.8, "pareto"), seed=6),
+        num_prefill=3,
+        num_decode=1,
+        slo_ttft_s=15.0,
+    ),
+)
+"""Workloads that are more than the machines can serve, for admission."""

@@ -313,6 +313,10 @@ more. Chosen among 0.5 to 0.9 on the three traces of ``bench/paper.py``'s overlo
 
 _NEAR_LIMIT = 0.9
 
+SHORT_ANSWER = 40
+"""An answer of so few tokens is no sample of steps: the longest tenth of its intervals is mostly the wait for
+its KV after the first token, which a decode pool with fewer requests does not shorten."""
+
 LEAST_OVER = 1.15
 """A pool that is filled up to the limit exactly goes over it with every second arrival."""
 
@@ -564,8 +568,16 @@ class AdmissionController:
         self.decode_forecast.started(request_id, now)
         return AdmissionResult(True)
 
-    def finished(self, request_id: str, ttft_s: float, tbt_s: float, is_complete: bool, now: float) -> None:
-        """Record the end of a request; ``ttft_s`` 0: not measured."""
+    def finished(
+        self,
+        request_id: str,
+        ttft_s: float,
+        tbt_s: float,
+        is_complete: bool,
+        now: float,
+        num_output_tokens: int = 0,
+    ) -> None:
+        """Record the end of a request; ``ttft_s`` and ``num_output_tokens`` 0: not measured."""
         promise = self._admitted.pop(request_id, None)
         if promise is None:
             return
@@ -578,6 +590,8 @@ class AdmissionController:
             self.audit.num_in_slo += is_answered and in_time and in_pace
         elif is_answered:
             room_s, over_s = promise.verdict.tbt_room_s, tbt_s - promise.base_s
+            if 0 < num_output_tokens <= SHORT_ANSWER:
+                room_s = 0.0
             self.goodput.learn(ttft_s - request.ttft_s, over_s / room_s if room_s else 0.0)
 
     def forget(self, request_id: str) -> None:

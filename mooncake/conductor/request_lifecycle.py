@@ -126,7 +126,9 @@ class RequestLifecycle:
 
     def finished(self, event: Finished, now: float) -> None:
         self.explainer.finished(event, now)
-        self.admission.finished(event.request_id, event.ttft_s, event.tbt_s, event.is_complete, now)
+        self.admission.finished(
+            event.request_id, event.ttft_s, event.tbt_s, event.is_complete, now, event.num_output_tokens
+        )
 
     def explain(
         self, request_id: str, index: PrefixIndex, identity_of: Callable[[InstanceId], str], now: float

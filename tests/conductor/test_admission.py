@@ -214,6 +214,23 @@ def test_goodput_learns_how_late_its_forecasts_are() -> None:
     admission.check()
 
 
+@pytest.mark.parametrize(("num_output_tokens", "is_learned"), [(40, False), (41, True), (0, True)])
+def test_goodput_learns_no_steps_from_answers_of_a_few_tokens(
+    num_output_tokens: int, is_learned: bool
+) -> None:
+    admission = AdmissionController("goodput")
+    for number in range(200):
+        now = number * 10.0
+        admission.decide(applicant(str(number)), POOLS, now)
+        admission.prefilled(str(number), POOLS, now + 3.0)
+        admission.finished(str(number), 3.0, 0.2, True, now + 4.0, num_output_tokens)
+    there = [applicant(f"more{number}") for number in range(20)]
+    num_admitted = sum(admission.decide(one, POOLS, 3000.0).is_admitted for one in there)
+    # A request adds 3 ms to a step; of the 30 ms beside an empty pool's step 1/1.15 is filled, at least 1/3.
+    assert num_admitted == (3 if is_learned else 8)
+    admission.check()
+
+
 def test_goodput_recovers_after_a_time_of_wrong_forecasts() -> None:
     """Else no request would be admitted whose outcome could show that they are right again."""
     admission = AdmissionController("goodput")
