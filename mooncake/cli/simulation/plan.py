@@ -32,7 +32,7 @@ from mooncake.cli.simulation.options import (
     offer_of,
     requests_of,
 )
-from mooncake.cli.simulation.report import PlainTable, render_tables, wide_console, write_whole
+from mooncake.cli.simulation.report import PlainTable, costs_tables, render_tables, wide_console, write_whole
 from mooncake.cli.simulation.reuse import reuse_tables
 from mooncake.errors import InvalidArgument
 from mooncake.sim.serving import simulate
@@ -192,6 +192,7 @@ def plan_command(
             offers, baseline or offers[0].name, objectives, prices, run, _show_load
         ).compare()
         tables = [_compared(compared, baseline or offers[0].name, requests)]
+        tables += costs_tables(one.spec for one in offers)
         document["clusters"] = msgspec.to_builtins(compared)
     else:
         simulations = BoundedSimulations(requests, policy, speedup, objectives, seed)
@@ -226,6 +227,7 @@ def plan_command(
         if bounds:
             tables.append(_bounded(plans, bounds, bases))
             document["bounds"] = msgspec.to_builtins(bounds)
+        tables += costs_tables(base.spec for base in bases.values())
         document["plans"] = msgspec.to_builtins(plans)
     if shows_reuse:
         reuse = reuse_of(requests, requests.block_tokens)
@@ -412,13 +414,9 @@ def _bounded(
         f"the share of good requests, over slices of the trace's time. None suffices: of {BOUND_FACTOR} "
         "times the nodes or fewer."
     )
-    for hardware in plans:
-        for costs in dict.fromkeys((bases[hardware].spec.costs, bases[hardware].spec.decode_node_costs)):
-            if costs.has_errors:
-                caption += (
-                    f" {costs.title}: also with prefill {costs.prefill_error:.0%} and steps "
-                    f"{costs.decode_error:.0%} slower or faster: the errors of nine of ten measurements."
-                )
+    specs = [base.spec for base in bases.values()]
+    if any(spec.costs.has_errors or spec.decode_node_costs.has_errors for spec in specs):
+        caption += " Costs with errors: also that much faster or slower."
     return PlainTable("Number of GPUs", ("hardware", "GPUs", "low", "high"), rows, caption)
 
 

@@ -111,10 +111,11 @@ class RowCosts(msgspec.Struct, frozen=True):
             self.model, self.system, engine, precision, num_gpus
         )
         fit = fit_node(RowPredictor(rows), like)
+        file = Path(self.file).name
         source = (
-            f"Fitted to {len(found)} measured rows of {self.file} and to what is like them"
+            f"Fitted to {len(found)} measured rows of {file} and to what is like them"
             if found
-            else f"PHYSICAL ESTIMATE, no measured rows in {self.file}, corrected by its rows of other nodes"
+            else f"PHYSICAL ESTIMATE, no measured rows in {file}, corrected by its rows of other nodes"
         )
         source += (
             f" ({engine or 'engine unnamed'}, {precision or 'precision unnamed'}). Nine of ten errors: TTFT "
