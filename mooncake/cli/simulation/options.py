@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 import re
 import tomllib
 from collections.abc import Iterable, Iterator, Sequence
@@ -17,7 +18,8 @@ from mooncake.conductor.settings import SchedulingSettings
 from mooncake.errors import InvalidArgument
 from mooncake.sim.serving.cluster import ClusterSpec
 from mooncake.sim.serving.cost_comparison import ClusterOffer
-from mooncake.sim.serving.node_costs import load_costs
+from mooncake.sim.serving.node_costs import NodeCosts, load_costs
+from mooncake.sim.silicon.row_costs import FORM, RowCosts
 from mooncake.sim.traces import generators
 from mooncake.sim.traces.trace import Trace, TraceOptions, TraceRow, read_trace
 
@@ -25,7 +27,7 @@ CLUSTER_FORMS = (
     "8P8D (disaggregated), 8P8D1S (with a store node), 16xvllm, 16xprefix, 16xchunked, 16xchunked_prefix "
     "(colocated), each with @COSTS and ,FIELD=VALUE where wanted, or a TOML file"
 )
-COSTS_FORMS = "NAME|FILE, or PREFILL+DECODE where these nodes differ"
+COSTS_FORMS = f"NAME|FILE, {FORM} (fitted to measured rows), or PREFILL+DECODE where these nodes differ"
 
 
 def _above_zero(speedup: float) -> float:
@@ -176,9 +178,9 @@ def offer_of(text: str, costs: str, changes: Sequence[str], block_tokens: int) -
     fields.setdefault("block_tokens", block_tokens)
     if hardware.is_spot:
         fields["spot"] = "prefill"
-    fields["costs"] = load_costs(hardware.prefill)
+    fields["costs"] = _costs_of(hardware.prefill)
     if hardware.decode != hardware.prefill:
-        fields["decode_costs"] = load_costs(hardware.decode)
+        fields["decode_costs"] = _costs_of(hardware.decode)
     return ClusterOffer(
         title, _checked(form, fields), hardware_name(hardware.prefill), hardware_name(hardware.decode)
     )
@@ -216,8 +218,18 @@ def _hardware_of(costs: str) -> _Hardware:
     return _Hardware(prefill, decode or prefill, is_spot)
 
 
+@functools.cache
+def _costs_of(name: str) -> NodeCosts:
+    """A built-in node, a file, or one that is fitted to rows, once a process."""
+    rows = None if Path(name).is_file() else RowCosts.parse(name)
+    return load_costs(name) if rows is None else rows.costs()
+
+
 def hardware_name(costs: str) -> str:
-    """Name of the hardware of a costs file; a built-in one is its own."""
+    """Name of the hardware of a costs file, or of rows; a built-in one is its own."""
+    rows = None if Path(costs).is_file() else RowCosts.parse(costs)
+    if rows is not None:
+        return rows.hardware(_costs_of(costs))
     return Path(costs).stem if Path(costs).is_file() else costs
 
 

@@ -32,11 +32,12 @@ from mooncake.cli.simulation.options import (
     offer_of,
     requests_of,
 )
-from mooncake.cli.simulation.report import PlainTable, render_tables, wide_console, write_whole
+from mooncake.cli.simulation.report import PlainTable, costs_tables, render_tables, wide_console, write_whole
 from mooncake.cli.simulation.reuse import reuse_tables
 from mooncake.errors import InvalidArgument
 from mooncake.sim.serving import simulate
 from mooncake.sim.serving.capacity_planner import (
+    MAX_NODES,
     CandidateCluster,
     CapacityPlan,
     CapacityPlanner,
@@ -56,6 +57,9 @@ from mooncake.sim.serving.results import Summary
 from mooncake.sim.traces.reuse import INTERVAL, reuse_of
 from mooncake.sim.traces.trace import TraceOptions
 
+BOUND_FACTOR = 4
+"""At the slow end of an interval, no more than so many times the nodes are tried: objectives that one idle
+node misses there would be searched for in vain with ever more of them."""
 NUM_SLICES = 32
 """Slices of a trace's time that are drawn for an interval."""
 DEFAULT_COSTS = ("llama3-70b-8xA800", "llama3-70b-8xH100", "llama3-70b-8xH200")
@@ -188,6 +192,7 @@ def plan_command(
             offers, baseline or offers[0].name, objectives, prices, run, _show_load
         ).compare()
         tables = [_compared(compared, baseline or offers[0].name, requests)]
+        tables += costs_tables(one.spec for one in offers)
         document["clusters"] = msgspec.to_builtins(compared)
     else:
         simulations = BoundedSimulations(requests, policy, speedup, objectives, seed)
@@ -197,19 +202,32 @@ def plan_command(
             raise InvalidArgument("--baseline", baseline, f"hardware that is tried: {', '.join(bases)}")
         for hardware, base in bases.items():
 
-            def planner(how: Simulate, base: ClusterOffer = base) -> CapacityPlanner:
+            def planner(
+                how: Simulate, base: ClusterOffer = base, most_nodes: int = MAX_NODES
+            ) -> CapacityPlanner:
                 decode = "" if base.spec.decode_costs is None else base.decode_hardware
-                return CapacityPlanner(base.spec, base.hardware, objectives, prices, how, _show_tried, decode)
+                return CapacityPlanner(
+                    base.spec, base.hardware, objectives, prices, how, _show_tried, decode, most_nodes
+                )
 
             plans[hardware] = planner(run).plan()
+            best = plans[hardware].best
             if has_intervals:
+                most_nodes = (
+                    min(MAX_NODES, BOUND_FACTOR * 2 * best.num_nodes) if best is not None else MAX_NODES
+                )
                 bounds[hardware] = [
-                    planner(how).smallest() for how in (simulations.optimistic, simulations.pessimistic)
+                    planner(simulations.optimistic, _at_bound(base, -1), most_nodes).smallest(),
+                    # What does not suffice as it is does not suffice where it is slower.
+                    planner(simulations.pessimistic, _at_bound(base, 1), most_nodes).smallest()
+                    if best is not None
+                    else None,
                 ]
         tables = _planned(plans, baseline)
         if bounds:
             tables.append(_bounded(plans, bounds, bases))
             document["bounds"] = msgspec.to_builtins(bounds)
+        tables += costs_tables(base.spec for base in bases.values())
         document["plans"] = msgspec.to_builtins(plans)
     if shows_reuse:
         reuse = reuse_of(requests, requests.block_tokens)
@@ -349,6 +367,14 @@ class BoundedSimulations:
         return outcome.summary(), share_bounds(good)
 
 
+def _at_bound(offer: ClusterOffer, sign: int) -> ClusterOffer:
+    """The same hardware at the fast (-1) or slow (1) end of its costs' errors, where they are known."""
+    spec = offer.spec
+    decode = spec.decode_costs.at_bound(sign) if spec.decode_costs is not None else None
+    spec = dataclasses.replace(spec, costs=spec.costs.at_bound(sign), decode_costs=decode)
+    return dataclasses.replace(offer, spec=spec)
+
+
 def share_bounds(good: NDArray[np.float64]) -> list[list[float]]:
     """Means of the rows, and both ends of their 90 % intervals: slices of time are drawn with replacement."""
     num_rows = good.shape[1]
@@ -384,7 +410,13 @@ def _bounded(
     caption = (
         "low and high: what suffices at the favourable and the unfavourable end of the 90 % interval of "
     )
-    caption += "the share of good requests, over slices of the trace's time."
+    caption += (
+        f"the share of good requests, over slices of the trace's time. None suffices: of {BOUND_FACTOR} "
+        "times the nodes or fewer."
+    )
+    specs = [base.spec for base in bases.values()]
+    if any(spec.costs.has_errors or spec.decode_node_costs.has_errors for spec in specs):
+        caption += " Costs with errors: also that much faster or slower."
     return PlainTable("Number of GPUs", ("hardware", "GPUs", "low", "high"), rows, caption)
 
 

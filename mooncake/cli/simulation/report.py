@@ -11,7 +11,7 @@ import html
 import io
 import os
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -23,6 +23,7 @@ from rich.table import Table
 
 from mooncake.cli.bench.report import COLOURS
 from mooncake.errors import InvalidArgument
+from mooncake.sim.serving.cluster import ClusterSpec
 from mooncake.sim.serving.results import RunResults, Summary
 
 if TYPE_CHECKING:
@@ -137,6 +138,16 @@ class PlainTable:
         title = f"<h2>{html.escape(self.title)}</h2>\n" if self.title else ""
         caption = f"<p>{html.escape(self.caption)}</p>\n" if self.caption else ""
         return f"{title}<table><tr>{heading}</tr>{rows}</table>\n{caption}"
+
+
+def costs_tables(specs: Iterable[ClusterSpec]) -> list[PlainTable]:
+    """Where fitted costs come from and how far they may be off; none where all costs are plain files."""
+    costs = dict.fromkeys(one for spec in specs for one in (spec.costs, spec.decode_costs or spec.costs))
+    fitted = [one for one in costs if one.has_errors]
+    rows = [(one.title, f"{one.prefill_error:.0%}", f"{one.decode_error:.0%}") for one in fitted]
+    caption = " ".join(f"{one.title}: {one.source}" for one in fitted)
+    headings = ("", "error of TTFT", "error of TPOT")
+    return [PlainTable("Costs from measured rows", headings, rows, caption)] if rows else []
 
 
 def render_tables(title: str, tables: list[PlainTable]) -> str:

@@ -32,7 +32,14 @@ from mooncake.cli.simulation.options import (
     known_settings,
     requests_of,
 )
-from mooncake.cli.simulation.report import ClusterRun, render_html, table, wide_console, write_whole
+from mooncake.cli.simulation.report import (
+    ClusterRun,
+    costs_tables,
+    render_html,
+    table,
+    wide_console,
+    write_whole,
+)
 from mooncake.sim.serving import simulate
 from mooncake.sim.serving.cluster import ClusterSpec
 from mooncake.sim.traces.trace import TraceOptions
@@ -92,7 +99,10 @@ def simulate_command(
         for policy in chosen
         for rule in rules
     ]
-    wide_console().print(table(requests.name, runs))
+    console = wide_console()
+    console.print(table(requests.name, runs))
+    for costs_table in costs_tables(specs.values()):
+        console.print(costs_table.on_console())
     if json_file is not None:
         write_whole(json_file, _json(requests.name, runs, with_rows))
     if html_file is not None:

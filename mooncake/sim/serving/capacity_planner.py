@@ -154,8 +154,11 @@ class CapacityPlanner:
         simulate: Simulate,
         progress: Callable[[CandidateCluster], None] | None = None,
         decode_hardware: str = "",
+        most_nodes: int = MAX_NODES,
     ) -> None:
+        """``most_nodes``: prefill and decode nodes together at which the search ends without a result."""
         objectives.check()
+        self._most_nodes = most_nodes
         self._base = base
         self._hardware = hardware
         self._decode_hardware = decode_hardware
@@ -205,7 +208,7 @@ class CapacityPlanner:
     def _plenty(self) -> ClusterSpec | None:
         """The first doubling at which everything is met; None if there is none."""
         num_nodes = 1
-        while 2 * num_nodes <= MAX_NODES:
+        while 2 * num_nodes <= self._most_nodes:
             spec = dataclasses.replace(
                 self._base, mode="disaggregated", num_prefill=num_nodes, num_decode=num_nodes
             )
@@ -262,12 +265,12 @@ class CapacityPlanner:
                 spot="none",
             )
             most = 1
-            while most <= MAX_NODES and not self._with(base, num_prefill=most).meets:
+            while most <= self._most_nodes and not self._with(base, num_prefill=most).meets:
                 most *= 2
                 if found and most > 2 * min(one.num_nodes for one in found):
                     break  # another mode is smaller anyway
             else:
-                if most > MAX_NODES:
+                if most > self._most_nodes:
                     continue
                 meets = self._meets_with(base)
                 found.append(self._with(base, num_prefill=self._smallest(most, meets)))

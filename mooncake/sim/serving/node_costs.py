@@ -54,6 +54,29 @@ class NodeCosts(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     decode_makes_first_token: bool = False
     "Whether a step of decode makes the first token (our workers); `first_token_s` ends before that step."
     num_gpus: Count = 1
+    prefill_error: Annotated[float, Meta(ge=0)] = 0.0
+    "Relative error that nine of ten measured times to first token stay below; 0: unknown."
+    decode_error: Annotated[float, Meta(ge=0)] = 0.0
+    "The same of times per output token."
+
+    @property
+    def has_errors(self) -> bool:
+        return self.prefill_error > 0 or self.decode_error > 0
+
+    def at_bound(self, sign: int) -> NodeCosts:
+        """Costs at the slow (1) or the fast (-1) end of their errors, without any of their own."""
+        slower = (1 + self.prefill_error) ** sign
+        prefill = PrefillModel(*(slower * one for one in msgspec.structs.astuple(self.prefill)))
+        slower = (1 + self.decode_error) ** sign
+        decode = DecodeModel(*(slower * one for one in msgspec.structs.astuple(self.decode)))
+        return msgspec.structs.replace(
+            self,
+            prefill=prefill,
+            decode=decode,
+            first_token_s=self.first_token_s * (1 + self.prefill_error) ** sign,
+            prefill_error=0.0,
+            decode_error=0.0,
+        )
 
     @property
     def link(self) -> LinkModel:
@@ -131,7 +154,7 @@ def fit_prefill(samples: Sequence[PrefillSample]) -> tuple[PrefillModel, float]:
     if len({one.end for one in samples}) < 3:
         raise InvalidArgument("samples", len(samples), "prompts of at least three different lengths")
     rows = [(1.0, one.end - one.first, float(one.end**2 - one.first**2)) for one in samples]
-    fit = _fit(rows, [one.seconds for one in samples])
+    fit = fit_costs(rows, [one.seconds for one in samples])
     c0, c1, c2 = fit.coefficients
     return PrefillModel(c0, c1, c2), fit.error
 
@@ -141,12 +164,13 @@ def fit_decode(samples: Sequence[StepSample]) -> tuple[DecodeModel, float]:
     if len({(one.batch_size, one.context_tokens) for one in samples}) < 2:
         raise InvalidArgument("samples", len(samples), "steps of at least two different batches")
     rows = [(1.0, float(one.batch_size), float(one.context_tokens)) for one in samples]
-    fit = _fit(rows, [one.seconds for one in samples])
+    fit = fit_costs(rows, [one.seconds for one in samples])
     base_s, per_request_s, per_token_s = fit.coefficients
     return DecodeModel(base_s, per_request_s, per_token_s), fit.error
 
 
-def _fit(rows: Sequence[Sequence[float]], seconds: Sequence[float]) -> CostFit:
+def fit_costs(rows: Sequence[Sequence[float]], seconds: Sequence[float]) -> CostFit:
+    """Coefficients of the terms in ``rows`` whose sums are ``seconds``."""
     for value in seconds:
         if not value > 0:
             raise InvalidArgument("seconds", value, "more than 0")

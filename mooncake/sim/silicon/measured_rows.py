@@ -314,3 +314,24 @@ def physical_estimates(
         facts.num_active,
         card.bytes_per_s,
     )
+
+
+def configured_row(model: str, system: str, engine: str, precision: str, num_gpus: float) -> MeasuredRow:
+    """An aggregated configuration that nobody has measured, with one request of 1,024 tokens."""
+    facts = model_facts(model)
+    architecture = facts.name if facts is not None else model.lower()
+    names = (model, system, engine, "agg", precision, "", "", architecture, "stated", "")
+    cards = (num_gpus, num_gpus, 1.0, 1.0, *(num_gpus, 1.0, 1.0, num_gpus) * 2)
+    row = MeasuredRow("not measured", names, (0.0, 0.0, 0.0, 0.0, *cards), (), 0.0, 0.0)
+    return reloaded_row(row, 1024.0, 1024.0, 1.0)
+
+
+def reloaded_row(row: MeasuredRow, num_input: float, num_output: float, concurrency: float) -> MeasuredRow:
+    """The same engine with other lengths and another load, which nobody has measured: without times."""
+    cards = row.quantities[4:]
+    load = concurrency / (row.quantity("decode_gpus") * row.quantity("decode_workers"))
+    quantities = (num_input, num_output, concurrency, load, *cards)
+    model, system = row.named("model_path"), row.named("system")
+    weight_bytes = bytes_per_weight(row.named("precision"), model)
+    estimates = physical_estimates(model, system, weight_bytes, row.is_disaggregated, quantities)
+    return MeasuredRow("not measured", row.names, quantities, estimates, math.nan, math.nan)

@@ -11,6 +11,7 @@ import pytest
 
 from mooncake.cli.simulation.plan import read_prices
 from tests.cli.conftest import Run
+from tests.sim.silicon.row_table import random_rows
 
 LOAD = "poisson:rate=2,requests=120,input_tokens=4000,prefixes=40,prefix_tokens=2048"
 
@@ -35,6 +36,24 @@ def test_simulate_compares_and_reports(mooncake: Run, tmp_path: Path) -> None:
     assert html.count("<svg") == 7 and html.count("</svg>") == 7
     assert all(name in html for name in names)
     assert not re.search(r"""(src|href)=["'](?!#)|url\((?!#)|@import""", html), "it loads nothing"
+
+
+def test_costs_of_measured_rows_have_errors(mooncake: Run, tmp_path: Path) -> None:
+    document = tmp_path / "p.json"
+    random_rows(tmp_path / "rows.csv", 200)
+    costs = [f"{tmp_path / 'rows.csv'}:maker/Llama-3.1-8B@{one}/engine/tp2" for one in ("h100_sxm", "h200")]
+    done = mooncake("simulate", LOAD, "--cluster", "2P2D", "--costs", costs[0], "--policy", "random")
+    assert done.returncode == 0, done.stderr
+    assert "llama-3.1-8b on 2 x h100 (measured rows)" in " ".join(done.stdout.split())
+    words = ["--costs", costs[0], "--costs", costs[1], "--policy", "random", "--no-reuse"]
+    done = mooncake("plan", LOAD, "--slo-ttft", "9", "--slo-tbt", "0.5", *words, "--json", str(document))
+    assert done.returncode == 0, done.stderr
+    assert "(physical estimate)" in " ".join(done.stdout.split()) and "PHYSICAL ESTIMATE" in done.stdout
+    found = json.loads(document.read_text())
+    for name in costs:
+        best, (low, high) = found["plans"][name]["best"], found["bounds"][name]
+        nodes = [one["num_prefill"] + one["num_decode"] for one in (low, best, high) if one is not None]
+        assert nodes == sorted(nodes) and len(nodes) >= 2
 
 
 def test_a_broken_row_leaves_nothing_behind(mooncake: Run, tmp_path: Path) -> None:

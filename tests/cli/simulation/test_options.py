@@ -10,6 +10,7 @@ import pytest
 from mooncake.cli.simulation.options import cluster_of, offer_of, requests_of
 from mooncake.errors import InvalidArgument
 from mooncake.sim.traces.trace import TraceOptions
+from tests.sim.silicon.row_table import random_rows
 
 COSTS = "llama3-70b-8xA800"
 
@@ -33,6 +34,21 @@ def test_names_costs_and_fields_of_one_cluster() -> None:
     plain = offer_of("1xchunked_prefix", COSTS, [], 64)
     assert (plain.name, plain.hardware, plain.decode_hardware) == ("1xchunked_prefix", COSTS, COSTS)
     assert plain.spec.decode_costs is None and plain.spec.mode == "chunked_prefix"
+
+
+def test_costs_from_measured_rows(tmp_path: Path) -> None:
+    rows = random_rows(tmp_path / "rows.csv", 60)
+    card = next(row.named("system") for row in rows if not row.is_disaggregated)
+    name = f"{tmp_path / 'rows.csv'}:maker/Llama-3.1-8B@{card}/engine/tp2"
+    one = offer_of(f"2P1D@{name},restart_s=60", COSTS, [], 64)
+    hardware = f"Llama-3.1-8B-2x{card.partition('_')[0].upper()}"
+    assert (one.hardware, one.decode_hardware) == (hardware, hardware)
+    costs = one.spec.node_costs
+    assert costs.num_gpus == 2 and costs.has_errors and costs.decode.seconds(1, 1000) > 0
+    assert cluster_of("1P1D", name, [], 64).node_costs == costs
+    with pytest.raises(InvalidArgument, match="row 1, column mode"):
+        (tmp_path / "bad.csv").write_text((tmp_path / "rows.csv").read_text().replace("agg", "half"))
+        cluster_of("1P1D", name.replace("rows.csv", "bad.csv"), [], 64)
 
 
 def test_more_load_is_more_agents() -> None:

@@ -120,6 +120,17 @@ def test_unreachable_objectives_have_no_plan() -> None:
     assert plan.best is None and plan.one_pool is None and not plan.sensitivity
 
 
+def test_the_search_ends_at_the_most_nodes() -> None:
+    tried: list[int] = []
+
+    def simulate(spec: ClusterSpec, load: float) -> tuple[Summary, float, float]:
+        tried.append(spec.num_prefill + spec.num_decode)
+        return summary(0.5), 0.5, 0.5
+
+    one = CapacityPlanner(BASE, HARDWARE, OBJECTIVES, PRICES, simulate, most_nodes=16)
+    assert one.smallest() is None and max(tried) == 16
+
+
 def test_ssd_that_is_not_needed_is_left_out() -> None:
     base = dataclasses.replace(BASE, ssd_tokens=10_000_000)
     one = CapacityPlanner(base, HARDWARE, OBJECTIVES, PRICES, lambda spec, load: (summary(1.0), 1.0, 1.0))
