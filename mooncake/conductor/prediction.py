@@ -243,6 +243,8 @@ class _LinkSource:
     s_per_byte: float
     path_s_per_byte: Floats
     num_samples: Floats = field(init=False)
+    estimates: Floats | None = None
+    "By target, as of the last sample; None: to be computed. Decisions ask more often than transfers end."
 
     def __post_init__(self) -> None:
         self.num_samples = np.zeros(len(self.path_s_per_byte))
@@ -271,6 +273,7 @@ class BandwidthEstimates:
         self._sources.pop(slot, None)
         for source in self._sources.values():
             source.num_samples[slot] = 0
+            source.estimates = None
         self.egress_free_at[slot] = self.ingress_free_at[slot] = self.ssd_free_at[slot] = -math.inf
 
     def add(self, source: int, target: int, size_bytes: int, seconds: float) -> None:
@@ -291,13 +294,17 @@ class BandwidthEstimates:
         before = known.path_s_per_byte[target] if known.num_samples[target] else per_byte
         known.path_s_per_byte[target] = before + _TRANSFER_WEIGHT * (per_byte - before)
         known.num_samples[target] += 1
+        known.estimates = None
 
     def s_per_byte_from(self, source: int) -> Floats | float:
         """Seconds per byte by target slot, or one number for all."""
         known = self._sources.get(source)
         if known is None:
             return self.s_per_byte
-        return np.where(known.num_samples >= _TRUSTED_TRANSFERS, known.path_s_per_byte, known.s_per_byte)
+        if known.estimates is None:
+            is_trusted = known.num_samples >= _TRUSTED_TRANSFERS
+            known.estimates = np.where(is_trusted, known.path_s_per_byte, known.s_per_byte)
+        return known.estimates
 
     def book(self, source: int, target: int, seconds: float, now: float) -> None:
         """Book both network cards, or one instance's SSD, for a transfer that was decided now."""
@@ -311,6 +318,11 @@ class BandwidthEstimates:
         assert self.latency_s > 0 and self.s_per_byte > 0
         for source in self._sources.values():
             assert source.s_per_byte > 0 and (source.path_s_per_byte > 0).all()
+            if source.estimates is not None:
+                is_trusted = source.num_samples >= _TRUSTED_TRANSFERS
+                assert (
+                    source.estimates == np.where(is_trusted, source.path_s_per_byte, source.s_per_byte)
+                ).all()
 
 
 # --- lengths of answers

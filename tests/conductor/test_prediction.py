@@ -192,6 +192,20 @@ def test_a_path_differs_from_its_source_and_that_from_others(links: BandwidthEst
     assert from_source(links, 3)[0] == pytest.approx(links.s_per_byte)
 
 
+def test_an_estimate_that_was_asked_for_follows_later_samples_and_forgotten_targets(
+    links: BandwidthEstimates,
+) -> None:
+    for _ in range(10):
+        links.add(0, 1, GB, 10.0)
+        links.add(0, 2, GB, 0.1)
+    before = from_source(links, 0)
+    links.add(0, 1, GB, 0.1)
+    after = from_source(links, 0)
+    assert after[1] < before[1] and after[2] == before[2] and after[3] != before[3]
+    links.forget(1)
+    assert from_source(links, 0)[1] == after[3]  # the source's, as of targets without samples
+
+
 def test_small_transfers_yield_the_latency(links: BandwidthEstimates) -> None:
     for _ in range(100):
         links.add(0, 1, 64, 0.02)
