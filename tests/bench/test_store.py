@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The bench of the store: what it compares with what, and the C client of Redis with a server of a few lines."""
+"""The bench of the store: what it compares with what, and the C client of Redis with a small server."""
 
 from __future__ import annotations
 
