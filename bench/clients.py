@@ -73,7 +73,9 @@ class Cluster:
         self.address = f"{HOST}:{self.port}"
         start = [sys.executable, "-m", "mooncake"]
         quiet = ["--log-level", "warning"]
-        master = [*start, "master", "--port", str(self.port), "--promote-after-hits", "0", *quiet]
+        # Patient with the node, whose heartbeats may be late where 64 clients share few cores with it.
+        patient = ["--heartbeat-s", "10", "--promote-after-hits", "0"]
+        master = [*start, "master", "--port", str(self.port), *patient, *quiet]
         node = [*start, "node", "--master", self.address, "--pool-size", str(POOL_BYTES), *quiet]
         self.started = [subprocess.Popen(command) for command in (master, node)]
         self.server = self.started[0].pid

@@ -23,6 +23,9 @@ from tests.cluster import wait_for
 
 ROOT = Path(__file__).parents[2]
 LIBRARIES = {
+    "clients_reference",
+    "forked_clients",
+    "request_load",
     "__init__",
     "doctor_faults",
     "hit_rate",
