@@ -144,7 +144,9 @@ def costs_tables(specs: Iterable[ClusterSpec]) -> list[PlainTable]:
     """Where fitted costs come from and how far they may be off; none where all costs are plain files."""
     costs = dict.fromkeys(one for spec in specs for one in (spec.costs, spec.decode_costs or spec.costs))
     fitted = [one for one in costs if one.has_errors]
-    rows = [(one.title, f"{one.prefill_error:.0%}", f"{one.decode_error:.0%}") for one in fitted]
+    rows: list[tuple[str, ...]] = [
+        (one.title, f"{one.prefill_error:.0%}", f"{one.decode_error:.0%}") for one in fitted
+    ]
     caption = " ".join(f"{one.title}: {one.source}" for one in fitted)
     headings = ("", "error of TTFT", "error of TPOT")
     return [PlainTable("Costs from measured rows", headings, rows, caption)] if rows else []
