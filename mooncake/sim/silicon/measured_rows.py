@@ -317,7 +317,7 @@ def physical_estimates(
 
 
 def configured_row(model: str, system: str, engine: str, precision: str, num_gpus: float) -> MeasuredRow:
-    """An aggregated configuration that nobody has measured, with one request of 1,024 tokens."""
+    """An aggregated configuration without measured times, with one request of 1,024 tokens."""
     facts = model_facts(model)
     architecture = facts.name if facts is not None else model.lower()
     names = (model, system, engine, "agg", precision, "", "", architecture, "stated", "")
@@ -327,7 +327,7 @@ def configured_row(model: str, system: str, engine: str, precision: str, num_gpu
 
 
 def reloaded_row(row: MeasuredRow, num_input: float, num_output: float, concurrency: float) -> MeasuredRow:
-    """The same engine with other lengths and another load, which nobody has measured: without times."""
+    """The same engine with other lengths and another load, without measured times."""
     cards = row.quantities[4:]
     load = concurrency / (row.quantity("decode_gpus") * row.quantity("decode_workers"))
     quantities = (num_input, num_output, concurrency, load, *cards)
