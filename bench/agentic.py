@@ -309,13 +309,14 @@ async def driven(
 async def same_tokens(servers: Servers, sent: Sequence[SentTurn], checked: int, seed: str) -> str:
     """How many leading tokens of a sample of answers are those that a server computes without any cache."""
     done = [one for one in sent if one.answer.is_complete and not one.upcoming.is_first_phase]
-    sample = Random(seed).sample(done, min(checked, len(done)))
+    random = Random(seed)
+    sample, salt = random.sample(done, min(checked, len(done))), f"{random.getrandbits(64):x}"
     async with contextlib.AsyncExitStack() as stack:
         endpoints = [await stack.enter_async_context(Endpoint(one.url, "smollm2")) for one in servers.servers]
         again = await asyncio.gather(
             *(
                 endpoints[number % len(endpoints)].complete(
-                    one.prompt, one.upcoming.turn.num_output, cache_salt=f"{seed} {number}"
+                    one.prompt, one.upcoming.turn.num_output, cache_salt=f"{salt} {number}"
                 )
                 for number, one in enumerate(sample)
             )
