@@ -8,8 +8,8 @@ spin wastes all of its time. The spins themselves show which of the two is the c
 loses a scheduler's slice was not alone on its core; the short turn of the peer that is being waited for does
 not count. A client's spin that ends without a reply was of no use.
 
-How long the kernel kept the thread waiting for a core shows it less well: it counts the turns of the peer, too,
-and probably the time in which an idle core wakes up (``docs/decisions``, 041).
+How long the kernel kept the thread waiting for a core shows it less well: it counts the turns of the peer,
+too, and probably the time in which an idle core wakes up (``docs/decisions``, 041).
 """
 
 from __future__ import annotations
