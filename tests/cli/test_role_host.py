@@ -52,6 +52,13 @@ class Subject(RoleHost):
         plan = RolePlan(RoleSpec("metadata"), command, HOST, port, HttpCheck("/health"), {"SHOWN": "yes"})
         return await self.start(plan, secrets_file)
 
+    async def logs(self, word: bytes) -> bool:
+        """Wait until the role has logged this; False when it has ended without."""
+        found = b""
+        while word not in found and (part := await self.log(len(found))) is not None:
+            found += part
+        return word in found
+
     async def whole_log(self) -> bytes:
         """The log of a role that has ended."""
         found = b""
@@ -104,6 +111,7 @@ async def test_a_role_serves_dies_and_is_to_be_placed_again(subject: Subject, tm
     assert os.getpgid(pid) == pid
     assert subject.log_path.stat().st_mode & 0o077 == 0
 
+    assert await soon(subject.logs(b"ready"))  # written after the first answer
     os.kill(pid, signal.SIGKILL)
     assert await soon(subject.end()) == -signal.SIGKILL
     assert b"ready" in await subject.whole_log()
