@@ -158,11 +158,8 @@ class Conductor:
         return self._handlers[type(event)](event, now)
 
     def deadline(self) -> float | None:
-        due_at = self.scaling.deadline()
-        if not self._timers:
-            return due_at
-        timer_at = self._timers[0][0]
-        return timer_at if due_at is None or timer_at < due_at else due_at
+        due_at, timer_at = self.scaling.deadline(), self._timers[0][0] if self._timers else None
+        return timer_at if due_at is None or (timer_at is not None and timer_at < due_at) else due_at
 
     def status(self) -> list[InstanceStatus]:
         """Every instance, in the order in which they joined."""
@@ -227,22 +224,21 @@ class Conductor:
         # Without instances that only prefill, the decode instance is chosen as the one that computes the
         # prompt.
         is_one_pool = event.needs_prefill and not self._has_prefill
-        prefill = None
-        if event.needs_prefill and not is_one_pool:
+        wants_prefill, prefill = event.needs_prefill and not is_one_pool, None
+        if wants_prefill:
             expect_move(self.cluster, job, self._pools_of(WorkerRole.DECODE)[0])
             prefill = self._choose(WorkerRole.PREFILL, prefill_policy, job, exclude)
             if prefill is not None:
                 job.computed_at(prefill)
-        decode = self._choose(
-            WorkerRole.DECODE, prefill_policy if is_one_pool else decode_policy, job, exclude
-        )
+        policy = prefill_policy if is_one_pool else decode_policy
+        decode = self._choose(WorkerRole.DECODE, policy, job, exclude)
         if decode is None and self._is_full(WorkerRole.DECODE, exclude):
             return [*effects, self._refuse(event, exclude, WorkerRole.DECODE, now)]
-        if prefill is None and ((event.needs_prefill and not is_one_pool) or decode is None):
-            if decode is None:
-                prefill = self._choose(WorkerRole.PREFILL, prefill_policy, job, exclude)
-            if prefill is None and self._is_full(WorkerRole.PREFILL, exclude):
-                return [*effects, self._refuse(event, exclude, WorkerRole.PREFILL, now)]
+        if decode is None and not wants_prefill:
+            prefill = self._choose(WorkerRole.PREFILL, prefill_policy, job, exclude)
+        is_short = prefill is None and (wants_prefill or decode is None)
+        if is_short and self._is_full(WorkerRole.PREFILL, exclude):
+            return [*effects, self._refuse(event, exclude, WorkerRole.PREFILL, now)]
         degraded = ""
         if decode is None:
             if prefill is None:

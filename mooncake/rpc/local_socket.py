@@ -27,10 +27,20 @@ _LOOPBACKS = {"0.0.0.0": "127.0.0.1", "::": "::1"}
 
 def abstract_name(host: str, port: int) -> str:
     """Name of the socket beside a loopback address; "" for any other address."""
+    loopback = _loopback(host)
+    return f"\0mooncake-rpc/{loopback}:{port}" if loopback else ""
+
+
+def loopback_of(listening: socket.socket) -> str:
+    """The loopback address at which a socket listens; "" for none."""
+    return _loopback(listening.getsockname()[0])
+
+
+def _loopback(host: str) -> str:
     with contextlib.suppress(ValueError):
         address = ipaddress.ip_address(_LOOPBACKS.get(host, host))
         if address.is_loopback:
-            return f"\0mooncake-rpc/{address}:{port}"
+            return str(address)
     return ""
 
 

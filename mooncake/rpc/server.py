@@ -15,6 +15,8 @@ from __future__ import annotations
 
 import asyncio
 import errno
+import functools
+import itertools
 import math
 import socket
 import time
@@ -36,7 +38,7 @@ from mooncake.rpc.limits import (
     Limits,
     RefusalLog,
 )
-from mooncake.rpc.local_socket import listen_beside, peer_credentials
+from mooncake.rpc.local_socket import listen_beside, loopback_of, peer_credentials
 from mooncake.rpc.tcp_forward import TcpForwarder
 from mooncake.rpc.tls import TlsTransport
 from mooncake.rpc.wire import (
@@ -111,8 +113,10 @@ class Connection(asyncio.Protocol):
     for others.
     """
 
-    def __init__(self, server: RpcServer) -> None:
+    def __init__(self, server: RpcServer, local_host: str = "") -> None:
+        """``local_host``: address beside which the Unix socket of this connection listens."""
         self._server = server
+        self._local_host = local_host
         self._decoder = FrameDecoder(max_body_bytes=server.limits.max_body_bytes)
         self._early: GreetingDecoder | None = GreetingDecoder()
         self._greeting: ServerGreeting | None = None
@@ -153,8 +157,10 @@ class Connection(asyncio.Protocol):
         name = raw.get_extra_info("peername")
         if name:
             self.peer = f"{name[0]}:{name[1]}"
-        elif sock is not None and sock.family == socket.AF_UNIX:
-            self.peer = f"local process {peer_credentials(sock)[0]}"
+        elif self._local_host:
+            # In the form of an address, since logs are searched by host, and different for each connection.
+            number = next(self._server.local_numbers)
+            self.peer = f"{self._local_host}:pid-{peer_credentials(sock)[0]}.{number}"
         if not self._server.admit(self):
             raw.abort()
             return
@@ -528,6 +534,7 @@ class RpcServer:
         self._server: asyncio.Server | None = None
         self._has_local_socket = has_local_socket and self.tls is None
         self._local_servers: list[asyncio.Server] = []
+        self.local_numbers = itertools.count(1)
         self._spin = AdaptiveSpin()
         self._awake_until = self._polled_at = 0.0
         self._is_awake = False
@@ -665,7 +672,8 @@ class RpcServer:
                 log.warning("local_socket_taken", port=self.port, reason=error.strerror)
                 continue
             if beside is not None:
-                local = await loop.create_unix_server(lambda: Connection(self), sock=beside, backlog=BACKLOG)
+                connection = functools.partial(Connection, self, loopback_of(listening))
+                local = await loop.create_unix_server(connection, sock=beside, backlog=BACKLOG)
                 self._local_servers.append(local)
 
     def _look_around(self) -> None:

@@ -31,7 +31,9 @@ class You(msgspec.Struct, array_like=True, tag="you"):
     peer: str
 
 
-LOCAL = f"local process {os.getpid()}"
+def local(*numbers: int) -> list[str]:
+    """The names of this process's connections, each with its number."""
+    return [f"127.0.0.1:pid-{os.getpid()}.{number}" for number in numbers]
 
 
 @asynccontextmanager
@@ -86,8 +88,8 @@ def test_only_loopback_addresses_have_one(host: str, name: str) -> None:
 @pytest.mark.parametrize("listens", ["127.0.0.1", "0.0.0.0"])
 async def test_clients_of_the_loopback_address_use_it(listens: str) -> None:
     async with serving(listens) as server:
-        assert await peers(server.port) == [LOCAL, LOCAL]
-        assert await peers(server.port, "localhost") == [LOCAL, LOCAL]
+        assert await peers(server.port) == local(1, 2)
+        assert await peers(server.port, "localhost") == local(3, 4)
         over_tcp = await peers(server.port, "127.0.0.2") if listens == "0.0.0.0" else []
         assert all(peer.startswith("127.0.0.1:") for peer in over_tcp), "another address, another server"
 
@@ -130,7 +132,7 @@ async def test_the_name_is_free_again_after_close() -> None:
 async def test_a_key_is_asked_for_there_too(tmp_path: Path) -> None:
     ours, theirs = with_key("ours", tmp_path), with_key("theirs", tmp_path)
     async with serving(identity=ours) as server:
-        assert await peers(server.port, identity=ours) == [LOCAL, LOCAL]
+        assert await peers(server.port, identity=ours) == local(1, 2)
         for identity in (theirs, Identity(SecuritySettings())):
             with pytest.raises(AccessDenied):
                 await peers(server.port, identity=identity)
