@@ -17,6 +17,7 @@ from __future__ import annotations
 import dataclasses
 import gc
 import resource
+import sys
 import time
 from collections.abc import Iterable, Iterator
 
@@ -30,6 +31,8 @@ DAY_REQUESTS = 10_000_000
 DAY_S = 86_400.0
 DAY_NODES = 1000
 TRACE_ROWS = 23_000
+PROGRESS_REQUESTS = 250_000
+"""Progress is printed to standard error each time so many more requests have arrived."""
 
 
 def main() -> None:
@@ -100,6 +103,11 @@ def day(num_requests: int, block_tokens: int, num_nodes: int = DAY_NODES) -> Age
     )
 
 
+def peak_gib() -> float:
+    """The most memory this process has had."""
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 2**20
+
+
 def measure(
     table: Table, rows: Iterable[TraceRow], cluster: ClusterSpec, scheduling: str, whole: int
 ) -> None:
@@ -112,7 +120,12 @@ def measure(
         yield from rows
 
     def sampled(num_arrived: int, now: float) -> None:
+        before = samples[-1][0] if samples else 0
         samples.append((num_arrived, time.process_time()))
+        if num_arrived // PROGRESS_REQUESTS > before // PROGRESS_REQUESTS:
+            minutes, gib = (samples[-1][1] - began) / 60, peak_gib()
+            line = f"{scheduling}: {num_arrived:,} requests, {now / 3600:.2f} virtual h"
+            print(f"{line}; {minutes:.1f} min of the processor, {gib:.2f} GiB", file=sys.stderr, flush=True)
 
     outcome = simulate(drawn(), cluster, scheduling, progress=sampled)
     # At the last sample every request is served.
@@ -121,7 +134,6 @@ def measure(
     before, then = max((one for one in samples if one[0] <= 0.75 * num_requests), default=(0, first))
     tokens = int(outcome.num_input.sum(dtype="int64") + outcome.num_output.sum(dtype="int64"))
     virtual_s = float(outcome.arrival_s[-1])
-    peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 2**20
     once_s, end_s = took_s - served_s, (samples[-1][1] - then) / (num_requests - before)
     table.add(
         scheduling,
@@ -132,7 +144,7 @@ def measure(
         once_s,
         served_s / num_requests * 1e6,
         end_s * 1e6,
-        peak,
+        peak_gib(),
         outcome.summary().hit_rate,
         whole,
         (once_s + end_s * whole) / 60,
