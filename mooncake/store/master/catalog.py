@@ -47,7 +47,7 @@ from mooncake.store.master.log_records import (
 )
 from mooncake.store.master.objects import Extent, Objects, ObjectState, StoredObject, split_scoped
 from mooncake.store.master.segments import Segment, Segments
-from mooncake.store.master.tenants import Tenants
+from mooncake.store.master.tenants import Account, Tenants
 from mooncake.store.messages import Mount
 from mooncake.store.settings import MasterSettings
 from mooncake.types import ObjectKey, Tier
@@ -140,7 +140,8 @@ class Catalog:
         """Its answer promises durability across a loss of power, so its records must be durable too."""
         self.keeps_deadline = False
         """The event that is being handled changes no deadline: set by the handlers of the most frequent
-        requests, because to find the next deadline takes longer than to look up a key."""
+        requests, because to find the next deadline takes longer than to look up a key. Whatever sets an
+        earlier deadline meanwhile withdraws it."""
         self.known_until = NEVER
         """Objects of earlier masters with ids up to this one are in their replayed records, or are removed;
         later ones may have been lost with the end of those records."""
@@ -149,8 +150,9 @@ class Catalog:
         self.lost: dict[int, None] = {}
         """Meanwhile: ids of objects lost with a node that may be on another node, which has not reported
         yet."""
-        self._timers: list[tuple[float, int, StoredObject, Extent | None]] = []
-        """(instant, tie-breaker, object, its extent): a deadline for writing, or the release of space."""
+        self._timers: list[tuple[float, int, StoredObject | list[StoredObject], Extent | None]] = []
+        """(instant, tie-breaker, object, its extent): a deadline for writing, perhaps of several objects, or
+        the release of space."""
         self._order = itertools.count()
         self._stories: deque[ObjectKey] = deque()
         """The key of each line, oldest first."""
@@ -213,10 +215,15 @@ class Catalog:
     def evict(self, stored: StoredObject, extent: Extent, reason: str, now: float) -> int:
         """Evict a victim, and with it its group, from the extent's tier, or altogether without another
         replica. Returns the bytes that were released at once: all, because a victim has no lease."""
-        members = [stored] if stored.joint is None else list(stored.joint.members.values())
-        return sum(self._evict(member, extent, reason, now) for member in members)
+        if stored.joint is None:
+            return self._evict(stored, extent, reason, now)
+        return sum(self._evict(one, extent, reason, now) for one in list(stored.joint.members.values()))
 
     def _evict(self, stored: StoredObject, extent: Extent, reason: str, now: float) -> int:
+        if stored.is_plain and stored.extents[0] is extent:  # it has no other replica
+            self.counts.evicted_objects += 1
+            self.counts.evicted_bytes += stored.size_bytes
+            return self.unlink(stored, f"{EVICTED}{reason}", now)
         tier = extent.segment.tier
         leaving = stored.complete(tier)
         staying = [e for e in stored.complete() if e.segment.tier is not tier and not e.is_extra]
@@ -255,6 +262,31 @@ class Catalog:
         self._wake(write_until, stored, None)
         return stored
 
+    def begin_row(
+        self,
+        keys: list[ObjectKey],
+        put_ids: list[int],
+        size_bytes: int,
+        chunk_bytes: int,
+        segment: Segment,
+        offsets: list[int],
+        account: Account,
+        write_until: float,
+    ) -> list[StoredObject]:
+        """Put-start of a tenant's objects of one size, each at one of these offsets: as ``begin`` for each,
+        with one record and one timer for all."""
+        held_until, row = write_until + self.settings.grace_s, list[StoredObject]()
+        for key, put_id, offset in zip(keys, put_ids, offsets, strict=True):
+            extent = Extent(segment, offset)
+            extent.held_until = held_until
+            stored = self.objects.begin(key, put_id, size_bytes, chunk_bytes, [extent], write_until)
+            stored.account = account
+            row.append(stored)
+        self.tenants.charge_row(account, segment, size_bytes * len(row))
+        self.records.append(SpaceHeld([(segment.name, offset) for offset in offsets], size_bytes))
+        self._wake(write_until, row, None)
+        return row
+
     def show(self, stored: StoredObject, checksums: bytes, now: float) -> None:
         """Put-end: readable from now on, in place of what was readable under the key."""
         old = self.objects.readable.get(stored.key)
@@ -291,6 +323,7 @@ class Catalog:
 
         Returns the bytes that were released at once.
         """
+        self.keeps_deadline = False
         was_readable, leased_until, joint = stored.is_readable, stored.leased_until, stored.joint
         extents, stored.extents = stored.extents, []
         for extent in extents:
@@ -304,7 +337,9 @@ class Catalog:
             if is_recorded:
                 self.records.append(ObjectGone(stored.key, stored.object_id))
         self.add_story(now, stored.key, "#{} unlinked: {}", stored.object_id, reason)
-        released_bytes = sum(self._rest(stored, extent, leased_until, now) for extent in extents)
+        released_bytes = 0
+        for extent in extents:
+            released_bytes += self._rest(stored, extent, leased_until, now)
         if was_readable:
             self._removed(stored, extents, reason, now)
             self._may_free_its_parent(stored, now)
@@ -669,7 +704,8 @@ class Catalog:
 
     # Time
 
-    def _wake(self, instant: float, stored: StoredObject, extent: Extent | None) -> None:
+    def _wake(self, instant: float, stored: StoredObject | list[StoredObject], extent: Extent | None) -> None:
+        self.keeps_deadline = False
         heapq.heappush(self._timers, (instant, next(self._order), stored, extent))
 
     def deadline(self) -> float | None:
@@ -700,8 +736,9 @@ class Catalog:
     def end_rests(self, now: float) -> None:
         """Handle what is due of objects and their space, which is all that a standby may do."""
         while self._timers and self._timers[0][0] <= now:
-            _, _, stored, extent = heapq.heappop(self._timers)
-            self._timer(stored, extent, now)
+            _, _, of, extent = heapq.heappop(self._timers)
+            for stored in of if isinstance(of, list) else (of,):
+                self._timer(stored, extent, now)
 
     def _timer(self, stored: StoredObject, extent: Extent | None, now: float) -> None:
         if extent is None:
@@ -742,7 +779,11 @@ class Catalog:
         assert not self.tombstones.keys() & self.objects.readable.keys(), "a readable key has no tombstone"
         self.eviction.check(self.objects.readable)
         self.tenants.check([*self.objects.readable.values(), *self.objects.writing.values()])
-        timed = {(id(stored), id(extent)) for _, _, stored, extent in self._timers}
+        timed = {
+            (id(stored), id(extent))
+            for _, _, of, extent in self._timers
+            for stored in (of if isinstance(of, list) else (of,))
+        }
         for segment in self.segments.mounted.values():
             for offset, stored in segment.holders.items():
                 extents = [e for e in (*stored.extents, *stored.resting) if e.segment is segment]

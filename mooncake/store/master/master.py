@@ -43,7 +43,7 @@ from mooncake.store.master.key_scans import KeyScans
 from mooncake.store.master.log_records import Doubt, Record
 from mooncake.store.master.nodes import NodeRequests
 from mooncake.store.master.object_requests import LookupRequests, RemoveRequests
-from mooncake.store.master.objects import Objects
+from mooncake.store.master.objects import Extent, Objects
 from mooncake.store.master.placement import FreeSpace
 from mooncake.store.master.put import PreallocatedPuts, Preallocations, PutRequests
 from mooncake.store.master.put_queue import PutQueue
@@ -213,6 +213,11 @@ class Master:
     @property
     def allocated_bytes(self) -> int:
         return self.catalog.allocated_bytes
+
+    def preallocated(self, piece: tuple[int, int], put_id: int, size_bytes: int, now: float) -> Extent | None:
+        """The space of a preallocated piece, if its put may write so many bytes to it now."""
+        found = self._preallocations.find(piece, put_id, size_bytes, now)
+        return found if isinstance(found, Extent) else None
 
     def _answer(self, event: Received, now: float) -> msgspec.Struct | None:
         message = event.message

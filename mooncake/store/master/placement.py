@@ -19,11 +19,13 @@ from __future__ import annotations
 
 import contextlib
 import heapq
+import sys
 from collections.abc import Collection, Generator, Iterable
 from functools import cached_property
 from typing import TypeAlias
 
 from mooncake.errors import Refusal
+from mooncake.store.allocator import ALIGNMENT_BYTES
 from mooncake.store.master.catalog import Catalog
 from mooncake.store.master.objects import DEFAULT_POLICY, Extent
 from mooncake.store.master.segments import Segment, Segments
@@ -35,6 +37,8 @@ JOIN_S = 60.0
 """How long a segment counts as new."""
 FIRST_SHARE = 0.1
 """Initial share of a new segment's free bytes that counts."""
+ROW_BYTES = 1 << 20
+"""Bytes that are put side by side while another segment could take a part of them."""
 
 Order: TypeAlias = list[tuple[float, int, Segment]]
 """A heap of (minus the weight, tie-breaker, segment)."""
@@ -118,6 +122,30 @@ class SegmentPlacement:
                 self.freed(segment)
                 return segment, offset
         return self._allocate_in(self._local, size_bytes) or self._allocate_in(self._remote, size_bytes)
+
+    def row_length(self, size_bytes: int) -> int:
+        """How many objects of that size may lie side by side: where there is a choice of segments, large ones
+        are spread, so that they are written and read over several links at once."""
+        num_segments = len(self._local) or len(self._remote)
+        return max(1, ROW_BYTES // size_bytes) if num_segments > 1 else sys.maxsize
+
+    def allocate_row(self, size_bytes: int, limit: int) -> tuple[Segment, list[int]] | None:
+        """Return the segment to be tried first and up to ``limit`` adjacent offsets in it for objects of that
+        size; None if there is no segment, or no room for two of them."""
+        near = self._local or self._remote
+        if not near:
+            return None
+        segment = self._preferred[0] if self._preferred else near[0][2]
+        size_bytes += -size_bytes % ALIGNMENT_BYTES
+        count, offset = min(limit, segment.allocator.free_bytes // size_bytes), None
+        while count > 1 and offset is None:
+            offset = segment.allocator.allocate(count * size_bytes)
+            count -= 0 if offset is not None else (count + 1) // 2
+        if offset is None:
+            return None
+        self.freed(segment)
+        segment.allocator.split(offset, size_bytes)
+        return segment, list(range(offset, offset + size_bytes * count, size_bytes))
 
     def others(self, taken: list[Segment]) -> Generator[Segment, None, None]:
         """Segments for a further replica, the best first: no segment twice, other hosts first.

@@ -409,6 +409,7 @@ class Tasks:
             self._hurry(segment, parked, now)
         if len(segment.changes) >= MAX_CHANGES:
             self._ripe.setdefault(segment, now)
+            self._catalog.keeps_deadline = False
 
     def _hurry(self, segment: Segment, parked: _PendingPoll, now: float) -> None:
         """Set the time at which a Poll is answered because of changes."""
@@ -416,8 +417,10 @@ class Tasks:
             if segment not in self._soon and (parked.changes_due is None or segment in self._due):
                 self._due.pop(segment, None)
                 parked.changes_due = self._soon[segment] = now + GONE_DELAY_S
+                self._catalog.keeps_deadline = False
         elif parked.changes_due is None:
             parked.changes_due = self._due[segment] = now + JOURNAL_DELAY_S
+            self._catalog.keeps_deadline = False
 
     # A clock of the catalog
 

@@ -16,6 +16,7 @@ from mooncake.errors import Refusal
 from mooncake.store import messages as m
 from mooncake.store.master.log_records import QuotaSet, Record
 from mooncake.store.master.objects import Extent, StoredObject, scoped, split_scoped
+from mooncake.store.master.segments import Segment
 from mooncake.types import Tier
 
 
@@ -115,6 +116,11 @@ class Tenants:
             stored.account = self.account_of(stored.key)
         if extent.segment.tier is Tier.MEMORY:
             stored.account.used_bytes += stored.size_bytes
+
+    def charge_row(self, account: Account, segment: Segment, num_bytes: int) -> None:
+        """``charge`` for objects on ``segment`` that name their ``account``: of so many bytes together."""
+        if segment.tier is Tier.MEMORY:
+            account.used_bytes += num_bytes
 
     def discharge(self, stored: StoredObject, extent: Extent) -> None:
         if extent.segment.tier is Tier.MEMORY:

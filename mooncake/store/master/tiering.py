@@ -291,6 +291,7 @@ class Tiering:
         if stored.policy.is_durable:
             self._make_durable(stored, now)
         if self._catalog.segments.num_ssds:
+            self._catalog.keeps_deadline = False
             self._note_dirty(stored, now)
             if not self._catalog.settings.demote_watermark:
                 self._demote_at_once(stored, now)

@@ -37,6 +37,86 @@ def refusal_of(started: m.PutStarted) -> Refusal:
     return started.refusals[0]
 
 
+# Rows: many objects of one size
+
+
+def addresses(started: m.PutStarted) -> list[int]:
+    return [one.replicas[0].address for one in started.reserved if one is not None]
+
+
+def test_objects_of_a_batch_lie_side_by_side(voice: Voice) -> None:
+    """With one record for all; each is ended, aborted and expires alone."""
+    voice.mount("a", POOL)
+    num_records = len(voice.records)
+    keys = [f"k{number}" for number in range(5)]
+    started = voice.start(*keys)
+    first = addresses(started)[0]
+    assert addresses(started) == [first + 1024 * number for number in range(5)]
+    (held,) = voice.records[num_records:]
+    assert isinstance(held, SpaceHeld) and len(held.places) == 5
+    ids = [one.object_id for one in started.reserved if one is not None]
+    assert voice.end("k1", ids[1]) is True
+    assert voice.say(m.PutAbort(["k2"], [ids[2]])).outcomes == [True]
+    voice.keep_alive(PUT_S + GRACE_S)
+    assert [voice.find(key) is not None for key in keys] == [False, True, False, False, False]
+    assert voice.master.allocated_bytes == 1024 and voice.master.counts.expired_puts == 3
+    assert voice.end("k3", ids[3]).code == "expired"
+
+
+def test_a_row_has_only_what_may_be_put_and_a_repeated_request_gets_the_same(voice: Voice) -> None:
+    voice.mount("a", POOL)
+    voice.put("k1")
+    put_id = 1000
+    first = voice.start("k0", "k1", "k2", "k3", put_id=put_id)
+    assert [one is None for one in first.reserved] == [False, True, False, False]
+    again = voice.start("k0", "k1", "k2", "k3", put_id=put_id)
+    assert again.reserved == first.reserved
+    other = voice.start("k2", "k3", "k4", "k5")
+    assert [one is None for one in other.reserved] == [True, True, False, False]
+
+
+@pytest.mark.parametrize(
+    "keys", [("k", "l", "k"), ("k", "", "l"), ("k", "a\0b", "l"), ("k", "x" * 2000, "l")]
+)
+def test_invalid_and_repeated_keys_are_answered_one_by_one(voice: Voice, keys: tuple[str, ...]) -> None:
+    voice.mount("a", POOL)
+    started = voice.start(*keys)
+    assert [one is not None for one in started.reserved].count(True) == 2
+    assert (started.reserved[1] is None) is (keys[1] != "l")
+    assert set(started.refusals) == ({1} if keys[1] != "l" else set())
+
+
+def test_large_objects_are_spread_over_segments_and_small_ones_lie_together(voice: Voice) -> None:
+    for name in ("a", "b", "c"):
+        voice.mount(name, 16 << 20, host=name)
+    large = voice.start(*[f"large{number}" for number in range(6)], size_bytes=1 << 20)
+    assert sorted(name for one in large.reserved for name in segments(one)) == ["a", "a", "b", "b", "c", "c"]
+    small = voice.start(*[f"small{number}" for number in range(6)])
+    assert len({name for one in small.reserved for name in segments(one)}) == 1
+
+
+def test_a_full_segment_is_filled_by_rows_of_what_is_left(voice: Voice) -> None:
+    """Then objects are evicted, one for each that is put."""
+    voice.mount("a", 8 * 1024)
+    voice.put("k0", "k1", "k2")
+    voice.put(*[f"l{number}" for number in range(8)])
+    assert [voice.find(f"k{number}") for number in range(3)] == [None] * 3
+    assert all(voice.find(f"l{number}") is not None for number in range(8))
+    assert voice.master.counts.evicted_objects == 3
+
+
+def test_rows_count_against_the_account_of_their_tenant(voice: Voice) -> None:
+    voice.mount("a", POOL)
+    voice.put("k", "l", tenant="red")
+    (quota,) = [one for one in voice.say(m.AskQuotas()).quotas if one.tenant == "red"]
+    assert quota.used_bytes == 2000 and quota.num_objects == 2
+    voice.say(m.SetQuota("red", 2500))
+    started = voice.start("m", "n", tenant="red")
+    assert sum(one is not None for one in started.reserved) >= 1
+    (quota,) = [one for one in voice.say(m.AskQuotas()).quotas if one.tenant == "red"]
+    assert quota.used_bytes <= 2500
+
+
 # Replicas
 
 
