@@ -355,6 +355,15 @@ class Connection(asyncio.Protocol):
         self._is_write_blocked = False
         self._regulate()
 
+    @property
+    def is_from_this_host(self) -> bool:
+        """Whether the peer is a process of this host, or of this network name space."""
+        if self._local_host:
+            return True
+        names = ("peername", "sockname")
+        ends = [self._transport.get_extra_info(name) for name in names] if self._transport is not None else []
+        return len(ends) == 2 and bool(ends[0]) and ends[0][0] == ends[1][0]
+
     # Methods called by the server
 
     def answer(self, request_id: int, message: Message) -> None:

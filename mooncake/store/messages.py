@@ -146,18 +146,26 @@ class PutWritten(msgspec.Struct, frozen=True, array_like=True, tag="put_written"
     num_pieces: int = 0
     """Number of further pieces to preallocate."""
     piece_bytes: int = 0
+    is_remote: bool = False
+    """The writer does not map the memory of its pieces: would the master take values?"""
+    values: list[bytes] = []
+    """Empty, or each object's bytes, which are not written yet: the master writes them, if it maps the memory
+    of the pieces. Only for a master that has said that it takes values: an earlier one would ignore them."""
 
 
 class PutsWritten(msgspec.Struct, frozen=True, array_like=True, tag="puts_written"):
     """True: readable; False: the key is taken; a Refusal: not put.
 
     The piece is used up only if it is True. ``expired``: it may not be written, or no longer, so start the
-    put again; the others are what ``PutStart`` would have refused.
+    put again; ``not_here``: this master could not write the values, so the writer does; the others are what
+    ``PutStart`` would have refused.
     """
 
     outcomes: list[bool | Refusal]
     advance: PreallocatedSpace | None = None
     """As in ``PutStarted``."""
+    takes_values: bool = False
+    """The master maps the memory of these pieces: it may be sent values instead."""
 
 
 class PutEnd(msgspec.Struct, frozen=True, array_like=True, tag="put_end"):
@@ -190,6 +198,9 @@ class LookupObjects(msgspec.Struct, frozen=True, array_like=True, tag="lookup"):
 
     keys: list[str]
     tenant: str = ""
+    value_bytes: int = 0
+    """Answer with the objects' bytes, too, if the master maps their memory and they have no more than so many
+    together."""
 
 
 class LookupReply(msgspec.Struct, frozen=True, array_like=True, tag="found"):
@@ -197,6 +208,8 @@ class LookupReply(msgspec.Struct, frozen=True, array_like=True, tag="found"):
 
     lease_s: float
     objects: list[Stored | None]
+    values: list[bytes] = []
+    """Empty, or the bytes of each object, as its first replica has them; b"" for a miss."""
 
 
 class Exists(msgspec.Struct, frozen=True, array_like=True, tag="exists"):

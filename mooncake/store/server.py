@@ -16,7 +16,7 @@ import gc
 import secrets
 import socket
 from collections.abc import AsyncIterator, Callable, Sequence
-from typing import Any
+from typing import Any, Protocol
 
 import msgspec
 
@@ -38,6 +38,7 @@ from mooncake.store.ha.election import Election, Standby
 from mooncake.store.ha.leader_search import Leads, WhoLeads
 from mooncake.store.ha.role import MasterRole, not_leader
 from mooncake.store.ha.standby_replication import Follow, Followed, StandbyReplicator
+from mooncake.store.host_memory import MAX_VALUE_BYTES, HostMemory
 from mooncake.store.master import tenants_file
 from mooncake.store.master.context import EventPublisher, Leadership, LoadHttp, MasterHttp
 from mooncake.store.master.effects import (
@@ -77,8 +78,9 @@ class MasterServer:
         """Raises when this master must stop."""
         handlers: dict[type[msgspec.Struct], Any] = dict.fromkeys(m.REQUESTS, self._received)
         handlers |= dict.fromkeys((m.Unmount, m.DrainSegments), self._end_received)
+        handlers |= {m.LookupObjects: self._lookup_received, m.PutWritten: self._put_written_received}
         if settings.log_blocks:
-            handlers |= dict.fromkeys((m.LookupObjects, m.PutEnd, m.PutWritten), self._block_request_received)
+            handlers[m.PutEnd] = self._block_request_received
         self._rpc = RpcServer(
             {**handlers, Follow: self._follow, WhoLeads: self._who_leads},
             self._connection_lost,
@@ -101,6 +103,7 @@ class MasterServer:
         self.first_messages: list[msgspec.Struct] = []
         """Messages from this master's own settings, handled once it leads."""
         self._metrics = MasterMetrics(self)
+        self._memory = HostMemory(self.identity)
         self._is_serving = False
 
     @property
@@ -191,6 +194,7 @@ class MasterServer:
             await self._coordinator.close()
         await self._rpc.close()
         registry.unregister(self._metrics)
+        self._memory.close()
         self._oplog.close()
 
     # Queries of the HTTP server and of the metrics
@@ -247,7 +251,42 @@ class MasterServer:
         self._received(message, call)
 
     def _block_request_received(self, message: m.LookupObjects | m.PutEnd | m.PutWritten, call: Call) -> None:
-        self._take(Received(_LoggedCall(call, message, self.master), call.connection, message))
+        self._take(Received(self._origin(message, call), call.connection, message))
+
+    def _origin(self, message: m.LookupObjects | m.PutEnd | m.PutWritten, call: Call) -> Answerable:
+        return _LoggedCall(call, message, self.master) if self.settings.log_blocks else call
+
+    def _lookup_received(self, message: m.LookupObjects, call: Call) -> None:
+        origin = self._origin(message, call)
+        if message.value_bytes:
+            origin = _LookupWithValues(origin, message, self._memory, self.master)
+        self._take(Received(origin, call.connection, message))
+
+    def _put_written_received(self, message: m.PutWritten, call: Call) -> None:
+        origin = self._origin(message, call)
+        if message.values and self._role.is_leading and not self._write_values(message):
+            origin.reply(m.PutsWritten([_NOT_HERE] * len(message.keys)))
+            return
+        if message.is_remote:
+            origin = _PutOfRemote(origin, message, self._memory, self.master)
+        self._take(Received(origin, call.connection, message))
+
+    def _write_values(self, message: m.PutWritten) -> bool:
+        """Write values to the pieces that they were sent for; those that may not be written are left to the
+        core, which refuses them. False: some could not be written."""
+        columns = (message.pieces, message.sizes, message.checksums, message.values)
+        num_bytes = sum(map(len, message.values))
+        if num_bytes > MAX_VALUE_BYTES or any(len(column) != len(message.keys) for column in columns):
+            return False
+        for index, (piece, size_bytes, checksum, value) in enumerate(zip(*columns, strict=True)):
+            put_id = message.put_id + index
+            extent = self.master.preallocated(piece, put_id, size_bytes, clock.monotonic())
+            if extent is None:
+                continue
+            address = extent.segment.address + extent.offset
+            if len(value) != size_bytes or not self._memory.write(extent.segment, address, value, checksum):
+                return False
+        return True
 
     def _take(self, event: Received) -> None:
         if not self._role.is_leading or self._driver is None:
@@ -442,6 +481,7 @@ class MasterServer:
 
 
 _CODE = "storage_error"
+_NOT_HERE = Refusal("not_here", "this master can't write these bytes; the writer does")
 _CHANGES = (
     m.PutStart,
     m.PutWritten,
@@ -483,6 +523,12 @@ def _send(replies: list[Reply]) -> None:
         reply.origin.reply(reply.message)
 
 
+class Answerable(Protocol):
+    """Whatever a reply may be sent to."""
+
+    def reply(self, message: msgspec.Struct) -> None: ...
+
+
 class _LoggedCall:
     """A client's call whose answer is logged by block: what it has written, and what it may read now.
 
@@ -519,6 +565,60 @@ class _LoggedCall:
                 peer=self._call.connection.peer,
                 **fields,
             )
+
+
+class _LookupWithValues:
+    """A lookup that is answered with the bytes of its objects as well, where they are mapped here."""
+
+    def __init__(
+        self, origin: Answerable, request: m.LookupObjects, memory: HostMemory, master: Master
+    ) -> None:
+        self._origin, self._request, self._memory, self._master = origin, request, memory, master
+
+    def reply(self, message: msgspec.Struct) -> None:
+        if isinstance(message, m.LookupReply):
+            values = self._values(message.objects)
+            if values:
+                message = m.LookupReply(message.lease_s, message.objects, values)
+        self._origin.reply(message)
+
+    def _values(self, objects: list[m.Stored | None]) -> list[bytes]:
+        left, values = min(self._request.value_bytes, MAX_VALUE_BYTES), list[bytes]()
+        for found in objects:
+            if found is None:
+                values.append(b"")
+                continue
+            left -= found.size_bytes
+            replica = found.replicas[0]
+            segment = self._master.segments.mounted.get(replica.segment)
+            if left < 0 or found.size_bytes > found.chunk_bytes:
+                return []
+            if segment is None or segment.epoch != replica.epoch:
+                return []
+            value = self._memory.read(segment, replica.address, found.size_bytes, found.checksums)
+            if value is None:  # not mapped, or corrupt: the client reads it, and reports that
+                return []
+            values.append(value)
+        return values
+
+
+class _PutOfRemote:
+    """A put of a client that does not map its pieces, and so asks whether the master does."""
+
+    def __init__(self, origin: Answerable, request: m.PutWritten, memory: HostMemory, master: Master) -> None:
+        self._origin, self._request, self._memory, self._master = origin, request, memory, master
+
+    def reply(self, message: msgspec.Struct) -> None:
+        if isinstance(message, m.PutsWritten):
+            message = m.PutsWritten(message.outcomes, message.advance, self._takes_values())
+        self._origin.reply(message)
+
+    def _takes_values(self) -> bool:
+        """Whether all of its objects, which are the best guess for the next ones, lie in mapped memory."""
+        objects = self._master.catalog.objects.readable
+        stored = [objects.get(scoped(self._request.tenant, key)) for key in self._request.keys]
+        segments = [one.extents[0].segment for one in stored if one is not None]
+        return bool(segments) and all(map(self._memory.maps, segments))
 
 
 class _LocalCall:

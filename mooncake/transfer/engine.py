@@ -356,6 +356,15 @@ class TransferEngine(TransferMethods):
         here = _kind_at(list(self._owned.values()), local_address)
         return here.startswith("cuda") and here == _kind_at(segment.descriptor.regions, remote_address)
 
+    def is_host_memory(self, address: int) -> bool:
+        """Whether the address lies in registered memory of the host, which the processor reads and writes."""
+        return _kind_at(list(self._owned.values()), address) == "memory"
+
+    @staticmethod
+    def is_direct(segment: RemoteSegment) -> bool:
+        """Whether this process moves the peer's bytes itself, because both are on one host."""
+        return segment.is_direct
+
     def deferred_publication(self) -> contextlib.AbstractContextManager[None]:
         """Context manager: changes of registered memory inside are published once, at its end."""
         name_service = self._peers.name_service

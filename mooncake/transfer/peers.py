@@ -80,6 +80,8 @@ class RemoteSegment:
         self.is_connected = False
         "True when the first paths to try are connected or lost, so that no transfer has to wait for that."
         elsewhere = [path for path in self.paths if scheme_of(path) not in ON_ONE_HOST]
+        self.is_direct = bool(self.paths) and scheme_of(self.paths[0]) in ON_ONE_HOST
+        "True when the best path needs no message to the peer."
         self.rails = Rails(self.paths, rail_patience_s) if len(elsewhere) > 1 else None
         "Measurements of the paths, when there is a choice; to be used under `rails_lock`."
         self.rails_lock = threading.Lock()

@@ -10,7 +10,7 @@ from collections.abc import AsyncIterator
 import pytest
 
 from mooncake import clock
-from mooncake.errors import AddressInUse, InvalidArgument
+from mooncake.errors import AddressInUse, InvalidArgument, Refusal
 from mooncake.metrics import page
 from mooncake.rpc import AsyncClient
 from mooncake.store import messages as m
@@ -161,3 +161,22 @@ async def test_a_standby_remembers_no_lost_connections_of_clients(
         while server.num_clients:  # noqa: ASYNC110
             await asyncio.sleep(0.001)
     assert len(server._gone) == 1, "the node's: its segment is to be suspected"
+
+
+async def test_values_for_memory_that_is_not_mapped_are_left_to_the_writer(client: AsyncClient) -> None:
+    """Whatever the values are: the piece is still the writer's, and a lookup is answered without bytes."""
+    await client.call(m.Mount("a", 1, "h", 0, 1 << 20, b"", 0.0), 5)
+    await client.call(m.Heartbeat("a", 1), 5)
+    start = m.PutStart(1, "h", ["k"], [64], [64], num_pieces=2, piece_bytes=64)
+    started = await client.call(start, 5)
+    piece = (started.advance.advance_id, 0)
+    for values in ([bytes(64)], [b""], [bytes(64), bytes(64)], [bytes(100_000)]):
+        written = m.PutWritten(9, "h", ["small"], [64], [b"crc!"], [piece], values=values)
+        (outcome,) = (await client.call(written, 5)).outcomes
+        assert isinstance(outcome, Refusal) and outcome.code == "not_here"
+    assert (await client.call(m.Exists(["small"]), 5)).flags == b"\0"
+    written = m.PutWritten(9, "h", ["small"], [64], [b"crc!"], [piece], is_remote=True)
+    reply = await client.call(written, 5)
+    assert reply.outcomes == [True] and not reply.takes_values
+    found = await client.call(m.LookupObjects(["small"], value_bytes=1 << 40), 5)
+    assert found.objects[0] is not None and found.values == []

@@ -35,7 +35,8 @@ from mooncake.store import messages as m
 from mooncake.store.client.admin import AdminOperations
 from mooncake.store.client.buffers import Buffer, LocalMemory, RegisteredBuffers
 from mooncake.store.client.grants import PutGrant, ReadGrant
-from mooncake.store.client.operations import CallMaster, MoveSlices, OpenSegment, Operation, Operations, Pause
+from mooncake.store.client.operations import Effect, Operation, Operations
+from mooncake.store.client.small_values import MAX_VALUE_BYTES
 from mooncake.store.master.objects import DEFAULT_POLICY
 from mooncake.transfer import TransferEngine, crc32c_columns
 from mooncake.types import ObjectKey
@@ -86,7 +87,7 @@ class RunFunction:
     function: Callable[[], Any]
 
 
-CallEffect = CallMaster | OpenSegment | MoveSlices | Pause | RunConcurrently | RunFunction
+CallEffect = Effect | RunConcurrently | RunFunction
 ResultT = TypeVar("ResultT")
 Call: TypeAlias = Generator[CallEffect, Any, ResultT]
 
@@ -197,14 +198,26 @@ class ClientCalls:
 
     def get_batch(self, keys: Sequence[ObjectKey]) -> Call[list[bytes | None]]:
         """The bytes of many objects, None for each miss."""
-        deadline = self.deadline()
+        deadline, is_single = self.deadline(), len(keys) == 1
         with GET_SECONDS.time():
-            grants = yield from self.operations.open_reads(keys, deadline)
+            if is_single:
+                answer = yield from self.operations.look_up(keys[0], MAX_VALUE_BYTES, deadline)
+                if answer.reply.values and answer.reply.objects[0] is not None:
+                    prepared, values = self._memory.fresh([answer.reply.objects[0].size_bytes])
+                    with prepared:
+                        if (yield from self.operations.take_value(answer, prepared.addresses[0])):
+                            self._memory.unstage(prepared, values)
+                            return list(values)
+                grants = yield from self.operations.granted(keys, answer, deadline)
+            else:
+                grants = yield from self.operations.open_reads(keys, deadline)
             present = [grant for grant in grants if grant is not None]
             prepared, values = self._memory.fresh([grant.size_bytes for grant in present])
             with prepared:
                 arrived = yield from self.operations.read_whole(present, prepared.addresses, deadline)
                 self._memory.unstage(prepared, values)
+            if is_single and present and present[0].size_bytes <= MAX_VALUE_BYTES:
+                self.operations.moved_small(present[0].segment)
         return _in_order(grants, values, arrived)
 
     def get_into(self, key: ObjectKey, buffer: Buffer) -> Call[int | None]:

@@ -45,6 +45,7 @@ from mooncake.store.client.grants import (
     whole_objects,
 )
 from mooncake.store.client.preallocated import MAX_SMALL_BYTES, PreallocatedPieces, piece_bytes
+from mooncake.store.client.small_values import MAX_VALUE_BYTES, SmallValues
 from mooncake.store.master.objects import DEFAULT_POLICY
 from mooncake.types import ObjectKey, Tier
 
@@ -119,13 +120,27 @@ class SlicesMoved(msgspec.Struct, frozen=True, eq=False):
     now: float
 
 
+class ReadLocal(msgspec.Struct, frozen=True, eq=False):
+    """Copy local memory; resumed with its bytes and their CRC32C, or None if it is not host memory."""
+
+    address: int
+    length: int
+
+
+class WriteLocal(msgspec.Struct, frozen=True, eq=False):
+    """Copy bytes to local memory; resumed with their CRC32C, or None if it is not host memory."""
+
+    address: int
+    value: bytes
+
+
 class Pause(msgspec.Struct, frozen=True, eq=False):
     """Wait; resumed with None."""
 
     seconds: float
 
 
-Effect = CallMaster | OpenSegment | MoveSlices | Pause
+Effect = CallMaster | OpenSegment | MoveSlices | ReadLocal | WriteLocal | Pause
 ResultT = TypeVar("ResultT")
 Operation: TypeAlias = Generator[Effect, Any, ResultT]
 
@@ -157,11 +172,15 @@ class Operations:
         reporter: str = "",
         patience_s: float = 0.0,
         is_on_one_device: Callable[[Any, int, int], bool] = lambda handle, remote, local: False,
+        is_direct: Callable[[Any], bool] = lambda handle: True,
     ) -> None:
         """``reporter``: name of this machine, sent with reports of corrupt bytes. ``patience_s``: how long a
         durable put may wait for space; less than the timeout of an operation. ``is_on_one_device``: whether
-        an address behind a transfer handle and a local one are memory of the same device."""
+        an address behind a transfer handle and a local one are memory of the same device. ``is_direct``:
+        whether this process moves bytes of that handle itself, without a message."""
         self._is_on_one_device = is_on_one_device
+        self._is_direct = is_direct
+        self.small_values = SmallValues()
         self._patience_s = patience_s
         self._host = host
         self._reporter = reporter or host
@@ -252,10 +271,10 @@ class Operations:
             InvalidArgument: an object is larger than its buffer (nothing was read).
         """
         if len(keys) == 1:
-            answer, _ = yield from self._ask(m.LookupObjects(list(keys), self.tenant), deadline)
+            answer = yield from self.look_up(keys[0], capacities[0], deadline)
             if (yield from self._get_small(answer, addresses[0], capacities[0], deadline)):
                 return [answer.reply.objects[0].size_bytes]
-            grants = yield from self._granted(keys, answer, deadline)
+            grants = yield from self.granted(keys, answer, deadline)
         else:
             grants = yield from self.open_reads(keys, deadline)
         for grant, capacity in zip(grants, capacities, strict=True):
@@ -357,21 +376,30 @@ class Operations:
             if handle is None:
                 preallocated.drop_on(replica.segment)
                 return False, None
-        slices = OneSlice(handle, address, replica.address, size_bytes)
-        moved = (yield MoveSlices(True, [slices], min(deadline, piece.write_until)))[0]
-        if moved.checksums is None or moved.now >= piece.expires_at:
-            if moved.now >= piece.write_until:
-                preallocated.drop_late(moved.now)
-            elif moved.now < deadline:
-                self._lost(replica.segment)
-            return False, None
+        value: tuple[bytes, int] | None = None
+        if self.small_values.takes_values and self.small_values.sends(size_bytes):
+            value = yield ReadLocal(address, size_bytes)
+            self.small_values.answered(value is not None)
+        if value is None:
+            slices = OneSlice(handle, address, replica.address, size_bytes)
+            moved = (yield MoveSlices(True, [slices], min(deadline, piece.write_until)))[0]
+            self.moved_small(handle)
+            if moved.checksums is None or moved.now >= piece.expires_at:
+                if moved.now >= piece.write_until:
+                    preallocated.drop_late(moved.now)
+                elif moved.now < deadline:
+                    self._lost(replica.segment)
+                return False, None
+            checksum = moved.checksums.tobytes()
+        else:
+            checksum = value[1].to_bytes(4, "little")
         wanted = preallocated.wanted(size_bytes)
         message = m.PutWritten(
             next(self._put_ids),
             self._host,
             [key],
             [size_bytes],
-            [moved.checksums.tobytes()],
+            [checksum],
             [(piece.advance_id, piece.number)],
             None if policy is DEFAULT_POLICY else policy,
             list(groups),
@@ -379,12 +407,18 @@ class Operations:
             self.tenant,
             wanted,
             piece_bytes(size_bytes) if wanted else 0,
+            value is None and self.small_values.sends(size_bytes),
+            [] if value is None else [value[0]],
         )
         first: MasterReply = yield CallMaster(message, deadline)
         answer = first if first.error is None else (yield from self._ask_again(message, deadline, first))
         outcome = answer.reply.outcomes[0]
-        if isinstance(outcome, Refusal) and outcome.code == "expired":
+        if message.is_remote:
+            self.small_values.takes_values = answer.reply.takes_values
+            self.small_values.answered(answer.reply.takes_values)
+        if isinstance(outcome, Refusal) and outcome.code in ("expired", "not_here"):
             preallocated.clear()
+            self.small_values.answered(False)
             return False, None
         if wanted:
             preallocated.add(answer.reply.advance, size_bytes, first.asked_at)
@@ -409,6 +443,8 @@ class Operations:
         replica, size_bytes = stored.replicas[0], stored.size_bytes
         if size_bytes > min(stored.chunk_bytes, capacity):
             return False
+        if answer.reply.values and (yield from self.take_value(answer, address)):
+            return True
         epoch, handle = self._handles.get(replica.segment, (None, None))
         if epoch != replica.epoch:
             handle = (yield from self._open([stored], deadline))[replica.segment]
@@ -417,10 +453,35 @@ class Operations:
         expires_at = answer.asked_at + answer.reply.lease_s
         slices = OneSlice(handle, address, replica.address, size_bytes)
         moved = (yield MoveSlices(False, [slices], min(deadline, expires_at)))[0]
+        self.moved_small(handle)
         if moved.checksums is not None and moved.now >= expires_at:
             self.counts.expired_leases += 1
             return False
         return moved.checksums is not None and moved.checksums.tobytes() == stored.checksums
+
+    def look_up(self, key: ObjectKey, capacity: int, deadline: float) -> Operation[MasterReply]:
+        """Look one object up, with its bytes if the master may have them at hand (``small_values.py``)."""
+        wanted = min(capacity, MAX_VALUE_BYTES) if self.small_values.wants() else 0
+        answer, _ = yield from self._ask(m.LookupObjects([key], self.tenant, wanted), deadline)
+        found: m.Stored | None = answer.reply.objects[0]
+        if wanted and found is not None and found.size_bytes <= wanted and not answer.reply.values:
+            self.small_values.answered(False)
+        return answer
+
+    def take_value(self, answer: MasterReply, address: int) -> Operation[bool]:
+        """Copy the bytes of the one object in an answer with values; whether they are right."""
+        stored: m.Stored = answer.reply.objects[0]
+        (value,) = answer.reply.values
+        checksum: int | None = None
+        if len(value) == stored.size_bytes:
+            checksum = yield WriteLocal(address, value)
+        is_right = checksum is not None and checksum.to_bytes(4, "little") == stored.checksums
+        self.small_values.answered(is_right)
+        return is_right
+
+    def moved_small(self, handle: Any) -> None:
+        """Note how a small object was moved: over a network the master may do it next time."""
+        self.small_values.moved(self._is_direct(handle))
 
     # Parts of objects
 
@@ -546,10 +607,10 @@ class Operations:
         for start in range(0, len(keys), m.MAX_KEYS):
             part = list(keys[start : start + m.MAX_KEYS])
             answer, _ = yield from self._ask(m.LookupObjects(part, self.tenant), deadline)
-            grants += yield from self._granted(part, answer, deadline)
+            grants += yield from self.granted(part, answer, deadline)
         return grants
 
-    def _granted(
+    def granted(
         self, keys: Sequence[ObjectKey], answer: MasterReply, deadline: float
     ) -> Operation[list[ReadGrant | None]]:
         """Grants for the objects in the master's answer to a lookup of ``keys``."""

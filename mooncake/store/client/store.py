@@ -15,6 +15,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import ctypes
 import dataclasses
 import functools
 import random
@@ -53,8 +54,10 @@ from mooncake.store.client.operations import (
     MoveSlices,
     OpenSegment,
     Operations,
+    ReadLocal,
     Slices,
     SlicesMoved,
+    WriteLocal,
 )
 from mooncake.store.ha.master_client import AsyncMasterClient, BlockingMasterClient
 from mooncake.transfer import (
@@ -62,6 +65,7 @@ from mooncake.transfer import (
     Op,
     Status,
     TransferEngine,
+    crc32c,
     crc32c_combine,
     transfer_from_environment,
 )
@@ -135,6 +139,7 @@ class _StoreBase:
             socket.gethostname(),
             settings.timeout_s / 2,
             self.engine.is_on_one_device,
+            self.engine.is_direct,
         )
         self._memory = LocalMemory(self.engine)
         self._calls = ClientCalls(self.operations, self._memory, settings)
@@ -152,6 +157,17 @@ class _StoreBase:
         except MooncakeError as error:
             log.warning("segment_unreachable", segment=effect.segment, reason=str(error))
             return None
+
+    def _copy(self, effect: ReadLocal | WriteLocal) -> tuple[bytes, int] | int | None:
+        """Copy a few KiB of host memory; None: it is not host memory."""
+        length = effect.length if isinstance(effect, ReadLocal) else len(effect.value)
+        if not self._memory.is_host_memory(effect.address, length):
+            return None
+        if isinstance(effect, ReadLocal):
+            value = ctypes.string_at(effect.address, length)
+            return value, crc32c(value)
+        ctypes.memmove(effect.address, effect.value, length)
+        return crc32c(effect.value)
 
     def _moved_one(self, t: OneSlice, done: int | Completion) -> SlicesMoved:
         if not isinstance(done, int):
@@ -303,6 +319,8 @@ class Store(_StoreBase):
             return self._move(effect)
         if isinstance(effect, OpenSegment):
             return self._open(effect)
+        if isinstance(effect, ReadLocal | WriteLocal):
+            return self._copy(effect)
         if isinstance(effect, RunFunction):
             return effect.function()
         if isinstance(effect, RunConcurrently):
@@ -469,6 +487,8 @@ class AsyncStore(_StoreBase):
             return await _all(self._transfer(op, t, effect.deadline) for t in effect.transfers)
         if isinstance(effect, OpenSegment):
             return await asyncio.to_thread(self._open, effect)
+        if isinstance(effect, ReadLocal | WriteLocal):
+            return self._copy(effect)
         if isinstance(effect, RunFunction):
             return await asyncio.to_thread(effect.function)
         if isinstance(effect, RunConcurrently):

@@ -20,6 +20,7 @@ from mooncake.store import messages as m
 from mooncake.store.client.grants import PutGrant, ReadGrant
 from mooncake.store.client.operations import (
     CallMaster,
+    Effect,
     MasterReply,
     MoveSlices,
     OpenSegment,
@@ -68,7 +69,7 @@ class World:
                 return stop.value
             outcome = self._perform(effect)
 
-    def _perform(self, effect: CallMaster | OpenSegment | MoveSlices | Pause) -> Any:
+    def _perform(self, effect: Effect) -> Any:
         if isinstance(effect, CallMaster):
             return self._ask(effect)
         if isinstance(effect, OpenSegment):
@@ -76,6 +77,7 @@ class World:
         if isinstance(effect, Pause):
             self.voice.now += effect.seconds
             return None
+        assert isinstance(effect, MoveSlices), "all memory is shared, so no bytes travel in messages"
         if self.voice.now >= effect.deadline:
             return [SlicesMoved(None, "timed_out", self.voice.now) for _ in effect.transfers]
         self.moves.append(effect)
