@@ -24,6 +24,8 @@ from __future__ import annotations
 
 import dataclasses
 import math
+import statistics
+from collections import deque
 from dataclasses import dataclass
 from typing import Literal
 
@@ -304,8 +306,8 @@ TARGET_BACKLOG = 0.5
 TARGET_FILLING = 0.9
 """The part of the decode pool's room that is to be taken in overload."""
 
-_ON_TIME = 0.9
-"""The part of first tokens that should come no later than forecast."""
+LEAST_CHANCE = 0.7
+"""A request whose first token comes in time with less than this chance is not begun."""
 
 _IN_PACE = 0.75
 """The part of answers that should stay within the room: a fuller pool makes more late, an emptier one rejects
@@ -338,14 +340,38 @@ class _Quantile:
         self.value += 0.1 * self.spread * (self.share if found > self.value else self.share - 1.0)
 
 
+class ForecastErrors:
+    """How much later than predicted first tokens came lately, in seconds; below 0: earlier."""
+
+    SIZE = 20
+    __slots__ = ("_recent",)
+
+    def __init__(self) -> None:
+        self._recent: deque[float] = deque(maxlen=self.SIZE)
+
+    def learn(self, late_s: float) -> None:
+        self._recent.append(late_s)
+
+    def chance(self, slack_s: float) -> float:
+        """The part that came no later than ``slack_s`` after the prediction; 1 before anything is known."""
+        if not self._recent:
+            return 1.0
+        return sum(one <= slack_s for one in self._recent) / len(self._recent)
+
+    def typical_s(self) -> float:
+        """The median of how much later they came, at least 0."""
+        return max(0.0, statistics.median(self._recent)) if self._recent else 0.0
+
+
 class GoodputRule:
     """The rule "goodput": admit the requests that bring the most value within their SLOs. Ours.
 
     Value is a request completed within its SLOs; a level of priority is worth a factor of two. Two questions:
 
     *Can it meet its own SLOs?* If not, all of its work would be worth nothing. Forecasts decide this, and
-    forecasts err, so their recent error counts: how late first tokens were (a running quantile of seconds),
-    and how far steps went beyond the room (between an empty pool's step and the SLO) that was to be filled.
+    forecasts err, so their recent errors count: they give the chance that its first token comes in time,
+    which must be large enough, and by which its value is multiplied (``docs/decisions``, 048). And they say
+    how far steps went beyond the room (between an empty pool's step and the SLO) that was to be filled.
     For decode the worst moment of its stay counts, not the first: no request may be admitted that breaks the
     SLO of one admitted before. And a context lies whole in one instance: memory left in fragments over the
     pool can't hold one.
@@ -362,7 +388,7 @@ class GoodputRule:
         self.prefill_price = ShadowPrice(horizon_s, turn_share)
         self.decode_price = ShadowPrice(horizon_s, turn_share)
         self._decode_forecast = decode_forecast
-        self._late_s = _Quantile(_ON_TIME, 0.0)
+        self._errors = ForecastErrors()
         self._over = _Quantile(_IN_PACE, LEAST_OVER)
 
     @property
@@ -370,13 +396,16 @@ class GoodputRule:
         return min(_MOST_OVER, max(LEAST_OVER, self._over.value))
 
     def decide(self, request: AdmissionRequest, pools: PoolCapacity, now: float) -> AdmissionResult:
-        # Above the target queue no request is admitted by mistake; below it some must be, or a period of
-        # wrong forecasts would reject all requests, and with them all samples that could correct the
-        # forecasts.
-        most_s = (1.0 - TARGET_BACKLOG) * request.slo_ttft_s
-        late_s = min(max(0.0, self._late_s.value), most_s)
-        if request.slo_ttft_s and request.ttft_s + late_s > request.slo_ttft_s:
-            return too_late(request, late_s)
+        # Below the target queue some requests must be admitted, or a period of wrong forecasts would reject
+        # all, and with them all samples that could correct the forecasts.
+        chance, slack_s = 1.0, request.slo_ttft_s - request.ttft_s
+        if request.slo_ttft_s:
+            chance = max(self._errors.chance(slack_s), 1.0 / self._errors.SIZE)
+            is_unlikely = chance < LEAST_CHANCE and request.ttft_s > TARGET_BACKLOG * request.slo_ttft_s
+            if slack_s < 0 or is_unlikely:
+                most_s = (1.0 - TARGET_BACKLOG) * request.slo_ttft_s
+                return too_late(request, min(most_s, self._errors.typical_s()))
+        value = _value(request) * chance
         room_s = max(0.0, request.slo_tbt_s - pools.step.base_s) / self._over_factor
         limit_s = pools.step.base_s + room_s
         step_s = time_load = memory_load = 0.0
@@ -385,20 +414,20 @@ class GoodputRule:
             if full is not None:
                 # It counts as demand for decode all the same: a price that only sees requests that fit stays
                 # at zero.
-                self.decode_price.offer(_value(request), self._decode_cost_s(request, pools, room_s), now)
+                self.decode_price.offer(value, self._decode_cost_s(request, pools, room_s), now)
                 return full
         if request.slo_ttft_s:
             price, num = self.prefill_price, pools.num_prefill
             short_s = TARGET_BACKLOG * request.slo_ttft_s - request.queue_s
             budget = num * (1.0 + short_s / price.horizon_s)
-            refused = _at_price(WorkerRole.PREFILL, price, request.prefill_s, request, num, budget, now)
+            refused = _at_price(WorkerRole.PREFILL, price, request.prefill_s, value, num, budget, now)
             if refused is not None:
                 return refused
         if step_s:
             price, num = self.decode_price, pools.num_decode
             budget = num * (1.0 + TARGET_FILLING - max(time_load, memory_load))
             cost_s = self._decode_cost_s(request, pools, room_s)
-            refused = _at_price(WorkerRole.DECODE, price, cost_s, request, num, budget, now)
+            refused = _at_price(WorkerRole.DECODE, price, cost_s, value, num, budget, now)
             if refused is not None:
                 return refused
         prefill_load = request.ttft_s / request.slo_ttft_s if request.slo_ttft_s else 0.0
@@ -410,7 +439,7 @@ class GoodputRule:
     def learn(self, late_s: float, over: float) -> None:
         """Learn from an answered request: ``late_s`` after the prediction, with steps that took ``over``
         times the room they were given; 0: they were given none."""
-        self._late_s.learn(late_s)
+        self._errors.learn(late_s)
         if over > _NEAR_LIMIT:  # an empty pool is no sample of a full one
             self._over.learn(max(1.0, over))
 
@@ -454,15 +483,14 @@ def _at_price(
     resource: WorkerRole,
     price: ShadowPrice,
     cost_s: float,
-    request: AdmissionRequest,
+    value: float,
     capacity: int,
     budget: float,
     now: float,
 ) -> AdmissionResult | None:
-    """Why the request is not worth its cost; None if it is, or if its class has a turn."""
+    """Why a request of that value is not worth its cost; None if it is, or if its class has a turn."""
     if cost_s <= 0 or not capacity:
         return None
-    value = _value(request)
     price.offer(value, cost_s, now)
     if price.is_paid(value, cost_s, budget, now) or price.take_turn(cost_s, capacity, now):
         return None

@@ -19,6 +19,7 @@ from mooncake.conductor.admission import (
     AdmissionController,
     AdmissionRequest,
     AdmissionResult,
+    ForecastErrors,
     GoodputRule,
     PoolCapacity,
     Rule,
@@ -439,6 +440,28 @@ def test_forecasts_that_were_late_are_allowed_for() -> None:
     verdict = goodput.decide(nearly, POOLS, 1.0)
     assert (verdict.is_admitted, verdict.code) == (False, "slo_ttft")
     assert "predictions may be" in verdict.reason
+
+
+def test_the_chance_of_a_first_token_counts_the_last_errors() -> None:
+    """Those of long ago are forgotten; a request that will rather be late than not is not begun."""
+    errors = ForecastErrors()
+    assert (errors.chance(0.0), errors.typical_s()) == (1.0, 0.0)
+    for late_s in (*[9.0] * 50, *[-1.0] * 10, *[2.0] * 10):
+        errors.learn(late_s)
+    assert [errors.chance(slack_s) for slack_s in (-2.0, -1.0, 1.9, 2.0)] == [0.0, 0.5, 0.5, 1.0]
+    assert errors.typical_s() == pytest.approx(0.5)
+
+
+def test_a_likely_request_is_worth_more_than_an_unlikely_one() -> None:
+    """In overload the price then rejects the one whose first token may be late."""
+    goodput, num_admitted = rule(), {5.0: 0, 1.0: 0}
+    for number in range(400):
+        goodput.learn(2.0 if number % 4 == 0 else 0.0, 0.0)
+        slack_s = 1.0 if number % 2 else 5.0
+        ahead = one_ahead(str(number), ttft_s=10.0 - slack_s, queue_s=4.0)
+        num_admitted[slack_s] += goodput.decide(ahead, POOLS, number * 0.5).is_admitted
+    goodput.check()
+    assert 0 < num_admitted[1.0] < num_admitted[5.0]
 
 
 def test_some_requests_are_admitted_however_wrong_forecasts_were() -> None:
