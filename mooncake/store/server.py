@@ -38,7 +38,7 @@ from mooncake.store.ha.election import Election, Standby
 from mooncake.store.ha.leader_search import Leads, WhoLeads
 from mooncake.store.ha.role import MasterRole, not_leader
 from mooncake.store.ha.standby_replication import Follow, Followed, StandbyReplicator
-from mooncake.store.host_memory import MAX_VALUE_BYTES, HostMemory
+from mooncake.store.mapped_segments import MAX_VALUE_BYTES, MappedSegments
 from mooncake.store.master import tenants_file
 from mooncake.store.master.context import EventPublisher, Leadership, LoadHttp, MasterHttp
 from mooncake.store.master.effects import (
@@ -103,7 +103,7 @@ class MasterServer:
         self.first_messages: list[msgspec.Struct] = []
         """Messages from this master's own settings, handled once it leads."""
         self._metrics = MasterMetrics(self)
-        self._memory = HostMemory(self.identity)
+        self._memory = MappedSegments(self.identity)
         self._is_serving = False
 
     @property
@@ -571,7 +571,7 @@ class _LookupWithValues:
     """A lookup that is answered with the bytes of its objects as well, where they are mapped here."""
 
     def __init__(
-        self, origin: Answerable, request: m.LookupObjects, memory: HostMemory, master: Master
+        self, origin: Answerable, request: m.LookupObjects, memory: MappedSegments, master: Master
     ) -> None:
         self._origin, self._request, self._memory, self._master = origin, request, memory, master
 
@@ -605,7 +605,9 @@ class _LookupWithValues:
 class _PutOfRemote:
     """A put of a client that does not map its pieces, and so asks whether the master does."""
 
-    def __init__(self, origin: Answerable, request: m.PutWritten, memory: HostMemory, master: Master) -> None:
+    def __init__(
+        self, origin: Answerable, request: m.PutWritten, memory: MappedSegments, master: Master
+    ) -> None:
         self._origin, self._request, self._memory, self._master = origin, request, memory, master
 
     def reply(self, message: msgspec.Struct) -> None:

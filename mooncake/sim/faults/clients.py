@@ -15,18 +15,19 @@ from mooncake.sim.faults.network import ConnectionEnd, over_the_wire
 from mooncake.sim.faults.nodes import SimSegment, checksum, combine, requests
 from mooncake.sim.kernel import Process
 from mooncake.store import messages as m
-from mooncake.store.client.grants import OneSlice
-from mooncake.store.client.operations import (
+from mooncake.store.client.effects import (
     CallMaster,
+    Effect,
     MasterReply,
     MoveSlices,
     OpenSegment,
     Operation,
-    Operations,
     Pause,
     Slices,
     SlicesMoved,
 )
+from mooncake.store.client.grants import OneSlice
+from mooncake.store.client.operations import Operations
 from mooncake.store.client.preallocated import PreallocatedPiece, PreallocatedPieces
 
 if TYPE_CHECKING:
@@ -129,9 +130,7 @@ class SimClient:
 
         self.process.after(0.0, lambda: step(None))
 
-    def _perform(
-        self, effect: CallMaster | OpenSegment | MoveSlices | Pause, resume: Callable[[Any], None]
-    ) -> None:
+    def _perform(self, effect: Effect, resume: Callable[[Any], None]) -> None:
         if isinstance(effect, CallMaster):
             self._ask(effect, resume)
         elif isinstance(effect, MoveSlices):
@@ -141,6 +140,7 @@ class SimClient:
             segment = self.cluster.segment(effect.segment, effect.epoch)
             self.process.after(0.0, lambda: resume(segment))
         else:
+            assert isinstance(effect, Pause), "no bytes travel in messages here"
             self.process.after(effect.seconds, lambda: resume(None))
 
     # Requests to the master

@@ -35,8 +35,8 @@ from typing import TYPE_CHECKING
 from mooncake.errors import Refusal
 from mooncake.sim.faults.nodes import NODE_ADDRESS
 from mooncake.store import messages as m
+from mooncake.store.client.effects import Operation
 from mooncake.store.client.grants import PutGrant, ReadGrant
-from mooncake.store.client.operations import Operation
 from mooncake.store.client.preallocated import PreallocatedPiece
 from mooncake.store.master.catalog_events import ReplicaCompleted, ReplicaRemoved
 from mooncake.store.master.master import Master

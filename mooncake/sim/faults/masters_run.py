@@ -31,8 +31,8 @@ from mooncake.sim.faults.store_run import StoreCluster
 from mooncake.sim.faults.workload import TIMEOUT_S, WorkloadClient, any_policy
 from mooncake.sim.kernel import Kernel
 from mooncake.store import messages as m
+from mooncake.store.client.effects import CallMaster
 from mooncake.store.client.grants import ReadGrant
-from mooncake.store.client.operations import CallMaster
 from mooncake.store.ha import election as el
 from mooncake.store.ha.leader_search import DOUBT_S, PAUSE_S
 from mooncake.store.settings import MasterSettings

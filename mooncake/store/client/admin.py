@@ -13,7 +13,8 @@ import msgspec
 
 from mooncake.errors import Refusal
 from mooncake.store import messages as m
-from mooncake.store.client.operations import Operation, Operations
+from mooncake.store.client.effects import Operation
+from mooncake.store.client.operations import Operations
 from mooncake.types import ObjectKey
 
 

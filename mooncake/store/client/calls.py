@@ -34,8 +34,9 @@ from mooncake.security.principal import DEFAULT_TENANT
 from mooncake.store import messages as m
 from mooncake.store.client.admin import AdminOperations
 from mooncake.store.client.buffers import Buffer, LocalMemory, RegisteredBuffers
+from mooncake.store.client.effects import Effect, Operation
 from mooncake.store.client.grants import PutGrant, ReadGrant
-from mooncake.store.client.operations import Effect, Operation, Operations
+from mooncake.store.client.operations import Operations
 from mooncake.store.client.small_values import MAX_VALUE_BYTES
 from mooncake.store.master.objects import DEFAULT_POLICY
 from mooncake.transfer import TransferEngine, crc32c_columns

@@ -16,8 +16,8 @@ from __future__ import annotations
 
 import dataclasses
 import itertools
-from collections.abc import Callable, Generator, Sequence
-from typing import Any, TypeAlias, TypeVar
+from collections.abc import Callable, Sequence
+from typing import Any
 
 import msgspec
 import numpy as np
@@ -25,8 +25,19 @@ import numpy.typing as npt
 
 from mooncake.errors import DeadlineExceeded, InvalidArgument, MooncakeError, PeerLost, Refusal
 from mooncake.store import messages as m
+from mooncake.store.client.effects import (
+    CallMaster,
+    MasterReply,
+    MoveSlices,
+    OpenSegment,
+    Operation,
+    Pause,
+    ReadLocal,
+    Slices,
+    SlicesMoved,
+    WriteLocal,
+)
 from mooncake.store.client.grants import (
-    Addresses,
     Checksums,
     OneSlice,
     Place,
@@ -54,95 +65,6 @@ FIRST_PAUSE_S = 0.02
 MAX_PAUSE_S = 0.5
 MAX_PUT_ATTEMPTS = 3
 """Number of attempts of a put, each after the first on other segments because a node could not be reached."""
-
-
-class CallMaster(msgspec.Struct, frozen=True, eq=False):
-    """Send a message to the master; resumed with a ``MasterReply``.
-
-    When ``deadline`` has already passed, nothing is sent: an abandoned operation must not take effect.
-    """
-
-    message: msgspec.Struct
-    deadline: float
-    may_be_late: bool = False
-    """The message only releases or reports something, and is sent even after the deadline."""
-
-
-class MasterReply(msgspec.Struct, frozen=True, eq=False):
-    """The master's ``reply``, or the ``error`` that prevented it."""
-
-    reply: Any
-    error: MooncakeError | None
-    asked_at: float
-    now: float
-
-
-class OpenSegment(msgspec.Struct, frozen=True, eq=False):
-    """Make a segment reachable; resumed with its transfer handle, or None when it can't be reached."""
-
-    segment: str
-    epoch: int
-    descriptor: bytes
-
-
-class Slices(msgspec.Struct, frozen=True, eq=False):
-    """Columns of one transfer to or from one segment."""
-
-    handle: Any
-    local: Addresses
-    remote: Addresses
-    lengths: Addresses
-    is_checked: bool = True
-    """Checksums are required."""
-    has_others: bool = False
-    """All of it has other replicas: fail after half of the time, so that time is left to read those."""
-
-
-class MoveSlices(msgspec.Struct, frozen=True, eq=False):
-    """Move bytes, all transfers at once; resumed with one ``SlicesMoved`` for each.
-
-    When ``deadline`` has already passed, no transfer may start: a write could then hit space that has been
-    given to another object.
-    """
-
-    is_write: bool
-    transfers: Sequence[Slices | OneSlice]
-    deadline: float
-
-
-class SlicesMoved(msgspec.Struct, frozen=True, eq=False):
-    """``checksums``: CRC32C of every slice, or None when the transfer failed, with the ``reason``.
-
-    The array is empty if no checksums were required."""
-
-    checksums: Checksums | None
-    reason: str
-    now: float
-
-
-class ReadLocal(msgspec.Struct, frozen=True, eq=False):
-    """Copy local memory; resumed with its bytes and their CRC32C, or None if it is not host memory."""
-
-    address: int
-    length: int
-
-
-class WriteLocal(msgspec.Struct, frozen=True, eq=False):
-    """Copy bytes to local memory; resumed with their CRC32C, or None if it is not host memory."""
-
-    address: int
-    value: bytes
-
-
-class Pause(msgspec.Struct, frozen=True, eq=False):
-    """Wait; resumed with None."""
-
-    seconds: float
-
-
-Effect = CallMaster | OpenSegment | MoveSlices | ReadLocal | WriteLocal | Pause
-ResultT = TypeVar("ResultT")
-Operation: TypeAlias = Generator[Effect, Any, ResultT]
 
 
 @dataclasses.dataclass

@@ -47,18 +47,18 @@ from mooncake.store.client.calls import (
     RunFunction,
     StoreSettings,
 )
-from mooncake.store.client.grants import OneSlice, ReadGrant
-from mooncake.store.client.operations import (
+from mooncake.store.client.effects import (
     CallMaster,
     MasterReply,
     MoveSlices,
     OpenSegment,
-    Operations,
     ReadLocal,
     Slices,
     SlicesMoved,
     WriteLocal,
 )
+from mooncake.store.client.grants import OneSlice, ReadGrant
+from mooncake.store.client.operations import Operations
 from mooncake.store.ha.master_client import AsyncMasterClient, BlockingMasterClient
 from mooncake.transfer import (
     Completion,

@@ -481,7 +481,7 @@ class PreallocatedPuts:
         if len(message.groups) not in (0, count) or len(message.parents) not in (0, count):
             return Failure("invalid_argument", "put_written: groups or parents, but not one for each key")
         policy = message.policy
-        # Without a preallocation, only parts that are told of the object set a deadline; they withdraw this.
+        # Without a preallocation, only parts that observe the catalog set a deadline; they withdraw this.
         self._catalog.keeps_deadline = not message.num_pieces
         refusal = None if policy is None else check_policy(policy) or _check_simple(policy)
         account: Account | Refusal = refusal or self._put_requests.admitted(message.tenant)

@@ -18,6 +18,7 @@ from mooncake.sim.faults.invariants import Invariant
 from mooncake.sim.faults.workload import PLAIN, WorkloadMix
 from mooncake.store import messages
 from mooncake.store.client import operations, preallocated
+from mooncake.store.client.effects import MasterReply, Operation
 from mooncake.store.master import (
     catalog,
     jobs,
@@ -280,8 +281,8 @@ def retries_beyond_the_deadline(patch: pytest.MonkeyPatch) -> None:
     ask_again = operations.Operations._ask_again
 
     def broken(
-        self: operations.Operations, message: msgspec.Struct, deadline: float, answer: operations.MasterReply
-    ) -> operations.Operation[operations.MasterReply]:
+        self: operations.Operations, message: msgspec.Struct, deadline: float, answer: MasterReply
+    ) -> Operation[MasterReply]:
         return ask_again(self, message, deadline + 60.0, answer)
 
     patch.setattr(operations.Operations, "_ask_again", broken)

@@ -10,7 +10,8 @@ import pytest
 from mooncake.errors import Refusal
 from mooncake.store import messages as m
 from mooncake.store.client.admin import AdminOperations
-from mooncake.store.client.operations import CallMaster, MasterReply, Operation, Operations
+from mooncake.store.client.effects import CallMaster, MasterReply, Operation
+from mooncake.store.client.operations import Operations
 
 STATUS = m.JobStatus(7, "copy", "running", "k", 1, 0, 2, 100, "", 1.0, 0.5)
 GONE = Refusal("not_found", "no such job")

@@ -16,7 +16,8 @@ from mooncake.store import AsyncStore, PutPolicy, Store
 from mooncake.store.client import calls
 from mooncake.store.client.buffers import STAGED_BYTES, LocalMemory
 from mooncake.store.client.calls import ClientCalls, RunConcurrently, RunFunction, StoreSettings
-from mooncake.store.client.operations import CallMaster, Operation, Operations, Pause
+from mooncake.store.client.effects import CallMaster, Operation, Pause
+from mooncake.store.client.operations import Operations
 from mooncake.transfer import TransferEngine
 
 LARGE = b"x" * (STAGED_BYTES + 1)

@@ -17,18 +17,18 @@ from hypothesis import strategies as st
 from mooncake.errors import DeadlineExceeded, InvalidArgument, PeerLost, Refusal
 from mooncake.sim.faults.nodes import checksum, combine
 from mooncake.store import messages as m
-from mooncake.store.client.grants import PutGrant, ReadGrant
-from mooncake.store.client.operations import (
+from mooncake.store.client.effects import (
     CallMaster,
     Effect,
     MasterReply,
     MoveSlices,
     OpenSegment,
     Operation,
-    Operations,
     Pause,
     SlicesMoved,
 )
+from mooncake.store.client.grants import PutGrant, ReadGrant
+from mooncake.store.client.operations import Operations
 from mooncake.store.master.objects import DEFAULT_POLICY
 from mooncake.types import Tier
 from tests.store.conftest import SETTINGS, Voice

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""When a client asks its master to move the bytes of small objects, and that they are right whoever does."""
+"""When a client asks its master to move the bytes of small objects, and that both move the right ones."""
 
 from __future__ import annotations
 

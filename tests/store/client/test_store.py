@@ -16,7 +16,7 @@ from mooncake import clock
 from mooncake.errors import DeadlineExceeded, InvalidArgument
 from mooncake.store import AsyncStore, PutGrant, PutPolicy, Refusal, Store, StoreSettings
 from mooncake.store import messages as m
-from mooncake.store.client.operations import CallMaster, MoveSlices, Slices
+from mooncake.store.client.effects import CallMaster, MoveSlices, Slices
 from mooncake.transfer import Completion
 from tests.store.test_processes import Processes, num_writable
 from tests.waiting import wait_until

@@ -7,7 +7,7 @@ leased, and writes only to space that is promised to the writer, and memory that
 by the client as usual. Nothing is mapped until a client asks, and on another host nothing ever is.
 
 A segment is mapped in a thread, because its node may be slow to answer. Afterwards a copy takes a few
-microseconds and waits for nobody; the memory of a node that has died stays mapped until its segment is
+microseconds and never waits; the memory of a node that has died stays mapped until its segment is
 forgotten.
 """
 
@@ -42,7 +42,7 @@ MOVED_BYTES = Counter(
 )
 
 
-class HostMemory:
+class MappedSegments:
     """The mapped segments. For one event loop."""
 
     def __init__(self, identity: Identity) -> None:
