@@ -61,11 +61,14 @@ class MappedSegments:
         if epoch != segment.epoch:
             if handle is not None:
                 self._engine.forget(handle)
-            self._handles[segment.name] = segment.epoch, None
+            # A segment that a successor knows from records has no connection yet: it is tried later.
             if segment.tier is Tier.MEMORY and getattr(segment.connection, "is_from_this_host", False):
+                self._handles[segment.name] = segment.epoch, None
                 task = asyncio.get_running_loop().create_task(self._map(segment))
                 self._tasks.add(task)
                 task.add_done_callback(self._tasks.discard)
+            else:
+                self._handles.pop(segment.name, None)
             return False
         return handle is not None
 
