@@ -29,6 +29,8 @@ log = get_logger(__name__)
 
 MAX_VALUE_BYTES = 64 << 10
 """The most bytes in one message."""
+MAX_VALUES = 64
+"""The most objects in one message."""
 MAP_S = 5.0
 """Time limit for a node to let its memory be mapped."""
 COPY_S = 0.01
@@ -53,6 +55,7 @@ class MappedSegments:
         self._handles: dict[str, tuple[int, Any]] = {}
         """Segment -> (epoch, handle); the handle is None while it is being mapped, and where it can't be."""
         self._mapping = asyncio.Lock()
+        self._is_closed = False
         self._tasks: set[asyncio.Task[None]] = set()
 
     def maps(self, segment: Segment) -> bool:
@@ -92,6 +95,7 @@ class MappedSegments:
 
     def close(self) -> None:
         """Unmap all."""
+        self._is_closed = True
         for task in self._tasks:
             task.cancel()
         self._handles.clear()
@@ -138,12 +142,17 @@ class MappedSegments:
         if self._engine is None:
             settings = TransferSettings(transports=("shm",)).for_tool()
             engine = TransferEngine(settings, identity=self._identity)
-            self._staging = engine.allocate(MAX_VALUE_BYTES, huge_pages=False)
+            # Behind the values is the place of the first access, which may be in progress in this thread.
+            self._staging = engine.allocate(MAX_VALUE_BYTES + 64, huge_pages=False)
             self._view = memoryview(self._staging.view()).cast("B")
             self._engine = engine
+            if self._is_closed:  # while this thread was making it
+                engine.close()
+                return None
         handle = self._engine.open(decode_descriptor(descriptor))
         if not handle.is_direct:
             return None
         # The first access is the one that waits for the node.
-        first = self._engine.run_slice(Op.READ, handle, self._staging.address, address, 1, timeout_s=MAP_S)
+        here = self._staging.address + MAX_VALUE_BYTES
+        first = self._engine.run_slice(Op.READ, handle, here, address, 1, timeout_s=MAP_S)
         return handle if isinstance(first, int) else None

@@ -38,7 +38,7 @@ from mooncake.store.ha.election import Election, Standby
 from mooncake.store.ha.leader_search import Leads, WhoLeads
 from mooncake.store.ha.role import MasterRole, not_leader
 from mooncake.store.ha.standby_replication import Follow, Followed, StandbyReplicator
-from mooncake.store.mapped_segments import MAX_VALUE_BYTES, MappedSegments
+from mooncake.store.mapped_segments import MAX_VALUE_BYTES, MAX_VALUES, MappedSegments
 from mooncake.store.master import tenants_file
 from mooncake.store.master.context import EventPublisher, Leadership, LoadHttp, MasterHttp
 from mooncake.store.master.effects import (
@@ -275,8 +275,8 @@ class MasterServer:
         """Write values to the pieces that they were sent for; those that may not be written are left to the
         core, which refuses them. False: some could not be written."""
         columns = (message.pieces, message.sizes, message.checksums, message.values)
-        num_bytes = sum(map(len, message.values))
-        if num_bytes > MAX_VALUE_BYTES or any(len(column) != len(message.keys) for column in columns):
+        is_small = sum(map(len, message.values)) <= MAX_VALUE_BYTES and len(message.keys) <= MAX_VALUES
+        if not is_small or any(len(column) != len(message.keys) for column in columns):
             return False
         for index, (piece, size_bytes, checksum, value) in enumerate(zip(*columns, strict=True)):
             put_id = message.put_id + index
@@ -584,6 +584,8 @@ class _LookupWithValues:
 
     def _values(self, objects: list[m.Stored | None]) -> list[bytes]:
         left, values = min(self._request.value_bytes, MAX_VALUE_BYTES), list[bytes]()
+        if len(objects) > MAX_VALUES:
+            return []
         for found in objects:
             if found is None:
                 values.append(b"")

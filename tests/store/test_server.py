@@ -170,6 +170,8 @@ async def test_values_for_memory_that_is_not_mapped_are_left_to_the_writer(clien
     start = m.PutStart(1, "h", ["k"], [64], [64], num_pieces=2, piece_bytes=64)
     started = await client.call(start, 5)
     piece = (started.advance.advance_id, 0)
+    many = m.PutWritten(9, "h", ["k"] * 65, [1] * 65, [b"crc!"] * 65, [piece] * 65, values=[b"1"] * 65)
+    assert {one.code for one in (await client.call(many, 5)).outcomes} == {"not_here"}
     for values in ([bytes(64)], [b""], [bytes(64), bytes(64)], [bytes(100_000)]):
         written = m.PutWritten(9, "h", ["small"], [64], [b"crc!"], [piece], values=values)
         (outcome,) = (await client.call(written, 5)).outcomes

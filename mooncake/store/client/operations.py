@@ -253,6 +253,7 @@ class Operations:
         answer, first_asked_at = yield from self._ask(message, deadline)
         if wanted:
             self.preallocated.add(answer.reply.advance, size_bytes, first_asked_at)
+            self.small_values.takes_values = False  # these pieces may be those of another, earlier master
         reserved = answer.reply.reserved[0]
         if reserved is None:
             return True, answer.reply.refusals.get(0)
@@ -301,7 +302,8 @@ class Operations:
         value: tuple[bytes, int] | None = None
         if self.small_values.takes_values and self.small_values.sends(size_bytes):
             value = yield ReadLocal(address, size_bytes)
-            self.small_values.answered(value is not None)
+            if value is None:
+                self.small_values.answered(False)
         if value is None:
             slices = OneSlice(handle, address, replica.address, size_bytes)
             moved = (yield MoveSlices(True, [slices], min(deadline, piece.write_until)))[0]
@@ -338,15 +340,19 @@ class Operations:
         if message.is_remote:
             self.small_values.takes_values = answer.reply.takes_values
             self.small_values.answered(answer.reply.takes_values)
-        if isinstance(outcome, Refusal) and outcome.code in ("expired", "not_here"):
+        if isinstance(outcome, Refusal) and outcome.code == "expired":
             preallocated.clear()
-            self.small_values.answered(False)
+            self.small_values.takes_values = False
             return False, None
+        if value is not None:
+            self.small_values.answered(outcome is True)
         if wanted:
             preallocated.add(answer.reply.advance, size_bytes, first.asked_at)
         # If the message was sent twice, the first one may still arrive and use the piece.
         if outcome is not True and answer is first:
             preallocated.give_back(piece)
+        if isinstance(outcome, Refusal) and outcome.code == "not_here":
+            return False, None
         return True, outcome if isinstance(outcome, Refusal) else None
 
     def _lost(self, segment: str) -> None:
@@ -360,13 +366,13 @@ class Operations:
     ) -> Operation[bool]:
         """Fast path of a get: whether the one object that was found has arrived and is right."""
         stored: m.Stored | None = answer.reply.objects[0]
-        if stored is None or len(stored.replicas) > 1:
-            return False
-        replica, size_bytes = stored.replicas[0], stored.size_bytes
-        if size_bytes > min(stored.chunk_bytes, capacity):
+        if stored is None or stored.size_bytes > min(stored.chunk_bytes, capacity):
             return False
         if answer.reply.values and (yield from self.take_value(answer, address)):
             return True
+        if len(stored.replicas) > 1:
+            return False
+        replica, size_bytes = stored.replicas[0], stored.size_bytes
         epoch, handle = self._handles.get(replica.segment, (None, None))
         if epoch != replica.epoch:
             handle = (yield from self._open([stored], deadline))[replica.segment]

@@ -23,13 +23,14 @@ from mooncake.security.principal import NODES, Level
 from mooncake.store.ha.election import Standby
 from mooncake.store.master.catalog import Catalog
 from mooncake.store.master.effects import Reply
-from mooncake.store.master.log_records import Record
+from mooncake.store.master.log_records import Record, SpaceHeld
 from mooncake.store.master.snapshot import Snapshot
 
 MAX_RECORDS = 4000
 """Maximum number of records in one answer."""
 MAX_CHECKSUM_BYTES = 8 << 20
-"""Maximum size of the checksums in an answer with several records: no other part may be large."""
+"""Maximum size of the checksums and of many places in an answer with several records: no other part may be
+large."""
 IDLE_S = 0.5
 """Time after which a standby gets an answer without records, so that both sides notice a lost peer."""
 ANSWER_S = 4 * IDLE_S
@@ -293,6 +294,8 @@ def _fitting(records: list[Record]) -> int:
     num_bytes = 0
     for number, record in enumerate(records[:MAX_RECORDS]):
         num_bytes += len(getattr(record, "checksums", b""))
+        if isinstance(record, SpaceHeld):  # of a row of objects
+            num_bytes += sum(len(segment) + 16 for segment, _ in record.places)
         if num_bytes > MAX_CHECKSUM_BYTES and number:
             return number
     return min(len(records), MAX_RECORDS)

@@ -94,7 +94,10 @@ class PutRequests:
         account: Account | Refusal = check_policy(message.policy) or self.admitted(message.tenant)
         placement = SegmentPlacement(self._catalog.segments, message.host, message.avoid, now, message.policy)
         if not isinstance(account, Refusal) and len(indices) > 1 and _is_uniform(message, account):
-            indices = self._reserve_rows(message, indices, reserved, placement, account, now)
+            left = self._reserve_rows(message, indices, reserved, placement, account, now)
+            for index in set(indices).difference(left) if refusals else ():
+                refusals.pop(index, None)
+            indices = left
         for index in indices:
             outcome: m.Reserved | Refusal | None
             if isinstance(account, Refusal):

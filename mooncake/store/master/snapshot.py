@@ -350,18 +350,20 @@ def _without_kept(records: Sequence[Record]) -> Iterable[Record]:
     promise only to end it again would be most of the work.
     """
     held: dict[tuple[str, int], tuple[int, SpaceHeld]] = {}
-    """By first place: the number and the record of its last promise."""
+    """By place: the number and the record of its last promise."""
+    num_left: dict[int, int] = {}
+    """By number of a promise: how many of its places, of one object or several, are not fulfilled."""
     kept: dict[int, None] = {}
     for number, record in enumerate(records):
         if type(record) is SpaceHeld:
-            if record.places:
-                held[record.places[0]] = number, record
-        elif type(record) is ObjectReadable and held and record.places:
-            of, promise = held.pop(record.places[0], (0, None))
-            if (
-                promise is not None
-                and promise.places == record.places
-                and promise.size_bytes == record.size_bytes
-            ):
-                kept[of] = None
+            num_left[number] = len(record.places)
+            for place in record.places:
+                held[place] = number, record
+        elif type(record) is ObjectReadable and held:
+            for place in record.places:
+                of, promise = held.pop(place, (0, None))
+                if promise is not None and promise.size_bytes == record.size_bytes:
+                    num_left[of] -= 1
+                    if not num_left[of]:
+                        kept[of] = None
     return (record for number, record in enumerate(records) if number not in kept) if kept else records

@@ -17,6 +17,7 @@ from mooncake.store import messages as m
 from mooncake.store.master.log_records import ObjectReadable, Record, SpaceHeld
 from mooncake.store.master.master import Master
 from mooncake.store.master.put import MAX_PIECES, PREALLOCATED_SHARE
+from mooncake.store.master.snapshot import _without_kept
 from mooncake.types import Tier
 from tests.store.conftest import GRACE_S, LEASE_S, PUT_S, SETTINGS, Voice
 from tests.store.nodes import SSD_BYTES, Nodes, Place, with_ssd
@@ -103,6 +104,23 @@ def test_a_full_segment_is_filled_by_rows_of_what_is_left(voice: Voice) -> None:
     assert [voice.find(f"k{number}") for number in range(3)] == [None] * 3
     assert all(voice.find(f"l{number}") is not None for number in range(8))
     assert voice.master.counts.evicted_objects == 3
+
+
+def test_a_successor_takes_over_rows_of_which_some_objects_were_put(voice: Voice) -> None:
+    """The space of the others rests; that of a row all of whose objects were put is entered once."""
+    voice.mount("a", POOL)
+    voice.put("k0", "k1", "k2")
+    started = voice.start("l0", "l1", "l2")
+    ids = [one.object_id for one in started.reserved if one is not None]
+    assert voice.end("l1", ids[1]) is True
+    other = Voice(voice.master.settings)
+    other.master.restore(voice.records, 0.0)
+    other.master.check()
+    assert set(other.master.objects.readable) == {"k0", "k1", "k2", "l1"}
+    assert other.master.segments.mounted["a"].allocator.allocated_bytes == 6 * 1024
+    promises = [one for one in voice.records if isinstance(one, SpaceHeld)]
+    left = [one for one in _without_kept(voice.records) if isinstance(one, SpaceHeld)]
+    assert (len(promises), left) == (2, promises[1:])
 
 
 def test_rows_count_against_the_account_of_their_tenant(voice: Voice) -> None:
