@@ -6,9 +6,8 @@ a small object (``client/small_values.py``). The master acts as such a client wo
 leased, and writes only to space that is promised to the writer, and memory that it does not map is moved
 by the client as usual. Nothing is mapped until a client asks, and on another host nothing ever is.
 
-A segment is mapped in a thread, because its node may be slow to answer. Afterwards a copy takes a few
-microseconds and never waits; the memory of a node that has died stays mapped until its segment is
-forgotten.
+A segment is mapped in a thread, because its node may be slow to answer. Afterwards a copy needs no answer of
+the node.
 """
 
 from __future__ import annotations
@@ -23,18 +22,15 @@ from mooncake.log import get_logger
 from mooncake.metrics import registry
 from mooncake.security import Identity
 from mooncake.store.master.segments import Segment
+from mooncake.store.messages import MAX_VALUE_BYTES
 from mooncake.types import Tier
 
 log = get_logger(__name__)
 
-MAX_VALUE_BYTES = 64 << 10
-"""The most bytes in one message."""
-MAX_VALUES = 64
-"""The most objects in one message."""
 MAP_S = 5.0
 """Time limit for a node to let its memory be mapped."""
 COPY_S = 0.01
-"""Time limit of one copy, which takes some 10 us: the master handles nothing else meanwhile."""
+"""Time limit of one copy: the master handles nothing else meanwhile."""
 
 MOVED_BYTES = Counter(
     "mooncake_master_value_bytes",

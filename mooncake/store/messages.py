@@ -24,6 +24,10 @@ from mooncake.types import Tier
 MAX_KEYS = 4096
 """Maximum number of keys in one message. Clients split larger batches."""
 MAX_KEY_BYTES = 1024
+MAX_VALUE_BYTES = 64 << 10
+"""Most bytes of objects in one message: a longer one would delay the master's other clients."""
+MAX_VALUES = 64
+"""Most objects whose bytes are in one message."""
 MAX_CHUNKS = 1 << 20
 """Maximum number of checksummed chunks of one object."""
 

@@ -38,7 +38,7 @@ from mooncake.store.ha.election import Election, Standby
 from mooncake.store.ha.leader_search import Leads, WhoLeads
 from mooncake.store.ha.role import MasterRole, not_leader
 from mooncake.store.ha.standby_replication import Follow, Followed, StandbyReplicator
-from mooncake.store.mapped_segments import MAX_VALUE_BYTES, MAX_VALUES, MappedSegments
+from mooncake.store.mapped_segments import MappedSegments
 from mooncake.store.master import tenants_file
 from mooncake.store.master.context import EventPublisher, Leadership, LoadHttp, MasterHttp
 from mooncake.store.master.effects import (
@@ -259,7 +259,7 @@ class MasterServer:
     def _lookup_received(self, message: m.LookupObjects, call: Call) -> None:
         origin = self._origin(message, call)
         if message.value_bytes:
-            origin = _LookupWithValues(origin, message, self._memory, self.master)
+            origin = _CallWithValues(origin, message, self._memory, self.master)
         self._take(Received(origin, call.connection, message))
 
     def _put_written_received(self, message: m.PutWritten, call: Call) -> None:
@@ -268,14 +268,14 @@ class MasterServer:
             origin.reply(m.PutsWritten([_NOT_HERE] * len(message.keys)))
             return
         if message.is_remote:
-            origin = _PutOfRemote(origin, message, self._memory, self.master)
+            origin = _CallWithValues(origin, message, self._memory, self.master)
         self._take(Received(origin, call.connection, message))
 
     def _write_values(self, message: m.PutWritten) -> bool:
         """Write values to the pieces that they were sent for; those that may not be written are left to the
         core, which refuses them. False: some could not be written."""
         columns = (message.pieces, message.sizes, message.checksums, message.values)
-        is_small = sum(map(len, message.values)) <= MAX_VALUE_BYTES and len(message.keys) <= MAX_VALUES
+        is_small = sum(map(len, message.values)) <= m.MAX_VALUE_BYTES and len(message.keys) <= m.MAX_VALUES
         if not is_small or any(len(column) != len(message.keys) for column in columns):
             return False
         for index, (piece, size_bytes, checksum, value) in enumerate(zip(*columns, strict=True)):
@@ -567,24 +567,34 @@ class _LoggedCall:
             )
 
 
-class _LookupWithValues:
-    """A lookup that is answered with the bytes of its objects as well, where they are mapped here."""
+class _CallWithValues:
+    """A client's call about small objects, whose bytes this master may move where it maps their memory.
+
+    A lookup is answered with the bytes as well, and a put of a client that does not map its pieces with
+    whether it may send them.
+    """
 
     def __init__(
-        self, origin: Answerable, request: m.LookupObjects, memory: MappedSegments, master: Master
+        self,
+        origin: Answerable,
+        request: m.LookupObjects | m.PutWritten,
+        memory: MappedSegments,
+        master: Master,
     ) -> None:
         self._origin, self._request, self._memory, self._master = origin, request, memory, master
 
     def reply(self, message: msgspec.Struct) -> None:
-        if isinstance(message, m.LookupReply):
-            values = self._values(message.objects)
-            if values:
-                message = m.LookupReply(message.lease_s, message.objects, values)
+        if isinstance(message, m.LookupReply) and isinstance(self._request, m.LookupObjects):
+            values = self._values(message.objects, self._request.value_bytes)
+            message = m.LookupReply(message.lease_s, message.objects, values)
+        elif isinstance(message, m.PutsWritten):
+            message = m.PutsWritten(message.outcomes, message.advance, self._takes_values())
         self._origin.reply(message)
 
-    def _values(self, objects: list[m.Stored | None]) -> list[bytes]:
-        left, values = min(self._request.value_bytes, MAX_VALUE_BYTES), list[bytes]()
-        if len(objects) > MAX_VALUES:
+    def _values(self, objects: list[m.Stored | None], value_bytes: int) -> list[bytes]:
+        """The bytes of all; nothing if some are not mapped or too large."""
+        left, values = min(value_bytes, m.MAX_VALUE_BYTES), list[bytes]()
+        if len(objects) > m.MAX_VALUES:
             return []
         for found in objects:
             if found is None:
@@ -602,20 +612,6 @@ class _LookupWithValues:
                 return []
             values.append(value)
         return values
-
-
-class _PutOfRemote:
-    """A put of a client that does not map its pieces, and so asks whether the master does."""
-
-    def __init__(
-        self, origin: Answerable, request: m.PutWritten, memory: MappedSegments, master: Master
-    ) -> None:
-        self._origin, self._request, self._memory, self._master = origin, request, memory, master
-
-    def reply(self, message: msgspec.Struct) -> None:
-        if isinstance(message, m.PutsWritten):
-            message = m.PutsWritten(message.outcomes, message.advance, self._takes_values())
-        self._origin.reply(message)
 
     def _takes_values(self) -> bool:
         """Whether all of its objects, which are the best guess for the next ones, lie in mapped memory."""

@@ -360,11 +360,6 @@ class TransferEngine(TransferMethods):
         """Whether the address lies in registered memory of the host, which the processor reads and writes."""
         return _kind_at(list(self._owned.values()), address) == "memory"
 
-    @staticmethod
-    def is_direct(segment: RemoteSegment) -> bool:
-        """Whether this process moves the peer's bytes itself, because both are on one host."""
-        return segment.is_direct
-
     def deferred_publication(self) -> contextlib.AbstractContextManager[None]:
         """Context manager: changes of registered memory inside are published once, at its end."""
         name_service = self._peers.name_service

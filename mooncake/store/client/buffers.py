@@ -159,15 +159,6 @@ class LocalMemory:
             last = self._last = self.engine.region_of(address, size_bytes)
         return last is not None
 
-    def is_host_memory(self, address: int, size_bytes: int) -> bool:
-        """Whether that memory, which is registered, is the host's and not a device's."""
-        staging, last = self._staging, self._last
-        if staging is not None and 0 <= address - staging.address < staging.size_bytes:
-            return True
-        if last is not None and 0 <= address - last.address <= last.size_bytes - size_bytes:
-            return bool(last.kind == "memory")
-        return self.engine.is_host_memory(address)
-
     def _prepare(self, ranges: Sequence[tuple[int, int]]) -> RegisteredBuffers:
         prepared = RegisteredBuffers(self, [size_bytes for _, size_bytes in ranges])
         if len(ranges) == 1 and self.has(*ranges[0]):

@@ -37,7 +37,6 @@ from mooncake.store.client.buffers import Buffer, LocalMemory, RegisteredBuffers
 from mooncake.store.client.effects import Effect, Operation
 from mooncake.store.client.grants import PutGrant, ReadGrant
 from mooncake.store.client.operations import Operations
-from mooncake.store.client.small_values import MAX_VALUE_BYTES
 from mooncake.store.master.objects import DEFAULT_POLICY
 from mooncake.transfer import TransferEngine, crc32c_columns
 from mooncake.types import ObjectKey
@@ -202,7 +201,7 @@ class ClientCalls:
         deadline, is_single = self.deadline(), len(keys) == 1
         with GET_SECONDS.time():
             if is_single:
-                answer = yield from self.operations.look_up(keys[0], MAX_VALUE_BYTES, deadline)
+                answer = yield from self.operations.look_up(keys[0], m.MAX_VALUE_BYTES, deadline)
                 if answer.reply.values and answer.reply.objects[0] is not None:
                     prepared, values = self._memory.fresh([answer.reply.objects[0].size_bytes])
                     with prepared:
@@ -217,7 +216,7 @@ class ClientCalls:
             with prepared:
                 arrived = yield from self.operations.read_whole(present, prepared.addresses, deadline)
                 self._memory.unstage(prepared, values)
-            if is_single and present and present[0].size_bytes <= MAX_VALUE_BYTES:
+            if is_single and present and present[0].size_bytes <= m.MAX_VALUE_BYTES:
                 self.operations.moved_small(present[0].segment)
         return _in_order(grants, values, arrived)
 

@@ -56,7 +56,7 @@ from mooncake.store.client.grants import (
     whole_objects,
 )
 from mooncake.store.client.preallocated import MAX_SMALL_BYTES, PreallocatedPieces, piece_bytes
-from mooncake.store.client.small_values import MAX_VALUE_BYTES, SmallValues
+from mooncake.store.client.small_values import SmallValues
 from mooncake.store.master.objects import DEFAULT_POLICY
 from mooncake.types import ObjectKey, Tier
 
@@ -389,7 +389,7 @@ class Operations:
 
     def look_up(self, key: ObjectKey, capacity: int, deadline: float) -> Operation[MasterReply]:
         """Look one object up, with its bytes if the master may have them at hand (``small_values.py``)."""
-        wanted = min(capacity, MAX_VALUE_BYTES) if self.small_values.wants() else 0
+        wanted = min(capacity, m.MAX_VALUE_BYTES) if self.small_values.wants() else 0
         answer, _ = yield from self._ask(m.LookupObjects([key], self.tenant, wanted), deadline)
         found: m.Stored | None = answer.reply.objects[0]
         if wanted and found is not None and found.size_bytes <= wanted and not answer.reply.values:

@@ -12,10 +12,8 @@ for the next one's bytes, and when they do not come it waits for a number of ope
 
 from __future__ import annotations
 
-MAX_VALUE_BYTES = 64 << 10
-"""The most bytes in one message: a longer one would delay the master's other clients."""
 MAX_SENT_BYTES = 32 << 10
-"""The same for values that are sent to the master, which are copied once more."""
+"""Largest object that is sent to the master: a larger one takes the client no longer to write itself."""
 FIRST_REST = 4
 MAX_REST = 256
 """Number of operations without a further attempt, after failed ones."""

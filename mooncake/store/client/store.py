@@ -18,6 +18,7 @@ import contextlib
 import ctypes
 import dataclasses
 import functools
+import operator
 import random
 import socket
 import threading
@@ -139,7 +140,7 @@ class _StoreBase:
             socket.gethostname(),
             settings.timeout_s / 2,
             self.engine.is_on_one_device,
-            self.engine.is_direct,
+            operator.attrgetter("is_direct"),
         )
         self._memory = LocalMemory(self.engine)
         self._calls = ClientCalls(self.operations, self._memory, settings)
@@ -160,13 +161,12 @@ class _StoreBase:
 
     def _copy(self, effect: ReadLocal | WriteLocal) -> tuple[bytes, int] | int | None:
         """Copy a few KiB of host memory; None: it is not host memory."""
-        length = effect.length if isinstance(effect, ReadLocal) else len(effect.value)
-        if not self._memory.is_host_memory(effect.address, length):
+        if not self.engine.is_host_memory(effect.address):
             return None
         if isinstance(effect, ReadLocal):
-            value = ctypes.string_at(effect.address, length)
+            value = ctypes.string_at(effect.address, effect.length)
             return value, crc32c(value)
-        ctypes.memmove(effect.address, effect.value, length)
+        ctypes.memmove(effect.address, effect.value, len(effect.value))
         return crc32c(effect.value)
 
     def _moved_one(self, t: OneSlice, done: int | Completion) -> SlicesMoved:

@@ -137,15 +137,16 @@ class SegmentPlacement:
             return None
         segment = self._preferred[0] if self._preferred else near[0][2]
         size_bytes += -size_bytes % ALIGNMENT_BYTES
-        count, offset = min(limit, segment.allocator.free_bytes // size_bytes), None
-        while count > 1 and offset is None:
-            offset = segment.allocator.allocate(count * size_bytes)
-            count -= 0 if offset is not None else (count + 1) // 2
-        if offset is None:
-            return None
-        self.freed(segment)
-        segment.allocator.split(offset, size_bytes)
-        return segment, list(range(offset, offset + size_bytes * count, size_bytes))
+        count = min(limit, segment.allocator.free_bytes // size_bytes)
+        while count > 1:
+            row_bytes = count * size_bytes
+            offset = segment.allocator.allocate(row_bytes)
+            if offset is not None:
+                self.freed(segment)
+                segment.allocator.split(offset, size_bytes)
+                return segment, list(range(offset, offset + row_bytes, size_bytes))
+            count //= 2
+        return None
 
     def others(self, taken: list[Segment]) -> Generator[Segment, None, None]:
         """Segments for a further replica, the best first: no segment twice, other hosts first.

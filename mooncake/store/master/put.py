@@ -94,10 +94,7 @@ class PutRequests:
         account: Account | Refusal = check_policy(message.policy) or self.admitted(message.tenant)
         placement = SegmentPlacement(self._catalog.segments, message.host, message.avoid, now, message.policy)
         if not isinstance(account, Refusal) and len(indices) > 1 and _is_uniform(message, account):
-            left = self._reserve_rows(message, indices, reserved, placement, account, now)
-            for index in set(indices).difference(left) if refusals else ():
-                refusals.pop(index, None)
-            indices = left
+            indices = self._reserve_rows(message, indices, reserved, refusals, placement, account, now)
         for index in indices:
             outcome: m.Reserved | Refusal | None
             if isinstance(account, Refusal):
@@ -119,6 +116,7 @@ class PutRequests:
         message: m.PutStart,
         indices: Sequence[int],
         reserved: list[m.Reserved | None],
+        refusals: dict[int, Refusal],
         placement: SegmentPlacement,
         account: Account,
         now: float,
@@ -138,9 +136,8 @@ class PutRequests:
             if place is None:
                 break
             segment, offsets = place
-            count = len(offsets)
-            row = new[at : at + count]
-            at += count
+            row = new[at : at + len(offsets)]
+            at += len(row)
             begun = catalog.begin_row(
                 [keys[index] for index in row],
                 [message.put_id + index for index in row],
@@ -156,6 +153,7 @@ class PutRequests:
                 stored.policy, stored.data_type = message.policy, message.policy.data_type
                 replicas = [m.Replica(name, epoch, address + offset, tier)]
                 reserved[index] = m.Reserved(stored.object_id, replicas)
+                refusals.pop(index, None)
                 catalog.add_story(now, stored.key, "put started as #{} on {}", stored.object_id, name)
         if not at:
             return list(indices)
