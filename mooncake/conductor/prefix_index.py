@@ -8,7 +8,7 @@ wrong, so it may keep 64 bits of a hash where correctness would need 256.
 Scopes (whatever makes equal keys mean different blocks: tenants, models, adapters) have a table each, from a
 block to a row of ``holder_sets.py``. Each instance has a slot, a small number that it keeps until it is
 forgotten; every array "by slot" has ``num_slots`` places. An instance's blocks are also listed, so that
-forgetting it costs its own blocks and no more; the list is cleaned when half of it is stale. An instance with
+forgetting it costs its own blocks and no more; the list is cleaned when most of it is stale. An instance with
 a large part of all blocks (such as the pool) needs no list: a scan of the whole table costs no more.
 
 An instance may be able to use only some of the prefixes whose blocks it holds (``cache_groups.py``). What is
@@ -262,16 +262,16 @@ class PrefixIndex:
         listed, table = self._lists[slot].get(scope), self._tables[scope]
         if listed is None:
             return table.keys_with(self._holders.rows_with(slot))
-        keys = np.unique(np.frombuffer(listed, np.uint64))
-        return keys[self._holders.rows_with(slot, table.find(keys).values)]
+        keys = np.frombuffer(listed, np.uint64)
+        return np.unique(keys[self._holders.rows_with(slot, table.find(keys).values)])
 
     def _clean(self, slot: int, scope: str) -> None:
-        """Drop stale entries when they are half of a slot's list of blocks, and the list when it is too
-        long."""
+        """Drop stale entries when they are three quarters of a slot's list of blocks, and the list when it is
+        too long."""
         listed = self._lists[slot].get(scope)
         if listed is None:
             return
-        if len(listed) > 1024 + 2 * self._num_held[slot][scope]:
+        if len(listed) > 1024 + 4 * self._num_held[slot][scope]:
             listed = self._lists[slot][scope] = array("Q", self._held_by(slot, scope).tobytes())
         if len(listed) > max(_LISTED, len(self._tables[scope]) // _LISTED_PART):
             del self._lists[slot][scope]

@@ -9,8 +9,8 @@ where else a block may be cached. A block is in exactly one of three states::
     blank      unreferenced and holding nothing worth keeping
 
 Blanks are taken first, then the cached block that was freed longest ago. Using a cached block and
-freeing it only records when: the eviction queue is a heap whose entries may be too early, and the
-actual time is checked when an entry reaches the top. So a prompt of a thousand cached blocks costs two short
+freeing it only records when: the blocks that are evicted next are selected from these times, many at once,
+and one that was used since then is skipped. So a prompt of a thousand cached blocks costs two short
 loops. Only full blocks are indexed: a block is immutable from then on, and sharing never needs a copy.
 
 Block ids are lists where there are few of them, and columns (arrays) where a long prompt is used as a whole:
@@ -21,7 +21,6 @@ path (its keys and its blocks) needs no look-up of each key when the next prompt
 from __future__ import annotations
 
 import dataclasses
-import heapq
 from array import array
 from collections import OrderedDict
 from collections.abc import Hashable, Iterable, Sequence
@@ -41,8 +40,9 @@ BlockColumn: TypeAlias = NDArray[np.int64]
 
 NO_BLOCKS: BlockColumn = np.empty(0, np.int64)
 
-_BLOCK_BITS = 32
-_BLOCK_MASK = (1 << _BLOCK_BITS) - 1
+_FEWEST_OLDEST = 64
+_OLDEST_PART = 16
+"""The eviction order is selected for so many blocks, or for this part of the pool, whichever is more."""
 
 _MOST_ADDED = 16
 """Most blocks that a prompt adds to a remembered path which it continues."""
@@ -103,10 +103,9 @@ class BlockPool(Generic[KeyT]):
         """Number of frees so far, the clock of the eviction order."""
         self._given_back = array("q", bytes(8 * num_blocks))
         """Value of that clock at which each cached block was freed."""
-        self._queue: list[int] = []
-        """A heap of (a lower bound of the time it was freed, block). A cached block has one entry, or none
-        until it is freed for the first time. Both in one integer: a tuple takes twice the memory."""
-        self._is_queued = bytearray(num_blocks)
+        self._oldest: list[tuple[int, int]] = []
+        """(time it was freed, block) of the blocks that are evicted next, the first one last. An entry counts
+        as long as its block is cached and was not freed again; all other cached blocks were freed later."""
         self._is_indexed = bytearray(num_blocks)
         self._paths: dict[KeyT, _Path[KeyT]] = {}
         """By the last key of each, the latest last."""
@@ -118,7 +117,6 @@ class BlockPool(Generic[KeyT]):
         self._reference_column: NDArray[np.int32] = np.frombuffer(self._references, np.int32)
         self._given_back_column: NDArray[np.int64] = np.frombuffer(self._given_back, np.int64)
         self._forgotten_column: NDArray[np.int64] = np.frombuffer(self._forgotten_at, np.int64)
-        self._queued_column: NDArray[np.uint8] = np.frombuffer(self._is_queued, np.uint8)
         self._indexed_column: NDArray[np.uint8] = np.frombuffer(self._is_indexed, np.uint8)
         self._events: list[PoolBlocksStored[KeyT] | PoolBlocksRemoved[KeyT]] = []
 
@@ -230,7 +228,7 @@ class BlockPool(Generic[KeyT]):
                 after += 1
                 del self._blank[after]
             blanks.append(after)
-        evicted = [self._pop_oldest() for _ in range(num_blocks - len(blanks))]
+        evicted = self._pop_oldest(num_blocks - len(blanks))
         self._forget(evicted)
         taken = blanks + sorted(evicted)
         for block in taken:
@@ -250,12 +248,7 @@ class BlockPool(Generic[KeyT]):
         if isinstance(block_ids, np.ndarray):
             self._free_column(block_ids)
             return
-        references, hashes, given_back, is_queued = (
-            self._references,
-            self._hashes,
-            self._given_back,
-            self._is_queued,
-        )
+        references, hashes, given_back = self._references, self._hashes, self._given_back
         now = began = self._now
         for block in reversed(block_ids):
             left = references[block] - 1
@@ -267,9 +260,6 @@ class BlockPool(Generic[KeyT]):
             else:
                 now += 1
                 given_back[block] = now
-                if not is_queued[block]:
-                    is_queued[block] = True
-                    heapq.heappush(self._queue, now << _BLOCK_BITS | block)
         self._num_idle += now - began
         self._now = now
 
@@ -286,30 +276,35 @@ class BlockPool(Generic[KeyT]):
         self._reference_column[blocks] = left
         now = self._now + num_idle
         self._given_back_column[idle] = np.arange(now, self._now, -1)
-        is_queued = self._queued_column.take(idle)
-        if np.count_nonzero(is_queued) < num_idle:
-            for at in (is_queued == 0).nonzero()[0].tolist():
-                heapq.heappush(self._queue, now - at << _BLOCK_BITS | int(idle[at]))
-            self._queued_column[idle] = 1
         self._num_idle += num_idle
         self._now = now
 
-    def _pop_oldest(self) -> int:
-        """Remove and return the idle block that was freed first; there must be one."""
-        queue, references, given_back = self._queue, self._references, self._given_back
-        while True:
-            entry = queue[0]
-            block = entry & _BLOCK_MASK
-            if references[block]:
-                # It will be freed later than all that are idle now.
-                heapq.heapreplace(queue, self._now + 1 << _BLOCK_BITS | block)
-            elif given_back[block] != entry >> _BLOCK_BITS:
-                heapq.heapreplace(queue, given_back[block] << _BLOCK_BITS | block)
-            else:
-                heapq.heappop(queue)
-                self._is_queued[block] = False
-                self._num_idle -= 1
-                return block
+    def _pop_oldest(self, num_blocks: int) -> list[int]:
+        """Remove and return the cached blocks that were freed first; there must be so many."""
+        references, given_back, oldest = self._references, self._given_back, self._oldest
+        popped: list[int] = []
+        last_at = 0
+        while len(popped) < num_blocks:
+            if not oldest:
+                oldest = self._oldest = self._select_oldest(last_at)
+            freed_at, block = oldest.pop()
+            if not references[block] and given_back[block] == freed_at:
+                popped.append(block)
+                last_at = freed_at
+        self._num_idle -= num_blocks
+        return popped
+
+    def _select_oldest(self, after: int) -> list[tuple[int, int]]:
+        """The next entries: of the cached blocks that were freed later than ``after``, those freed first."""
+        is_idle = (self._reference_column == 0) & (self._indexed_column != 0)
+        idle = (is_idle & (self._given_back_column > after)).nonzero()[0]
+        freed_at = self._given_back_column[idle]
+        num_oldest = max(_FEWEST_OLDEST, self.num_blocks // _OLDEST_PART)
+        if num_oldest < len(idle):
+            first = freed_at.argpartition(num_oldest)[:num_oldest]
+            idle, freed_at = idle[first], freed_at[first]
+        order = freed_at.argsort()[::-1]
+        return list(zip(freed_at[order].tolist(), idle[order].tolist(), strict=True))
 
     def publish(
         self,
@@ -342,8 +337,7 @@ class BlockPool(Generic[KeyT]):
         cached = [block for block, block_hash in enumerate(self._hashes) if block_hash is not None]
         self._forget(cached)
         self._blank.update(dict.fromkeys(cached))
-        self._queue.clear()
-        self._queued_column[:] = 0
+        self._oldest.clear()
         self._num_idle = 0
 
     def drain_events(self) -> list[PoolBlocksStored[KeyT] | PoolBlocksRemoved[KeyT]]:
@@ -352,29 +346,29 @@ class BlockPool(Generic[KeyT]):
         return events
 
     def check(self) -> None:
-        queued = [entry & _BLOCK_MASK for entry in self._queue]
-        assert len(set(queued)) == len(queued), "a block is queued twice"
         num_idle = 0
         for block in range(1, self.num_blocks):
             is_idle = self._references[block] == 0 and self._hashes[block] is not None
             num_idle += is_idle
             places = (self._references[block] > 0) + (block in self._blank) + is_idle
             assert places == 1, f"block {block} is in {places} states"
-            assert not is_idle or self._is_queued[block], f"block {block} can never be evicted"
             assert self._is_indexed[block] == (self._hashes[block] is not None), (
                 f"block {block} is marked wrongly"
             )
         assert num_idle == self._num_idle, f"{num_idle} blocks are idle, not {self._num_idle}"
-        assert sorted(queued) == [block for block, is_queued in enumerate(self._is_queued) if is_queued]
-        for entry in self._queue:
-            block = entry & _BLOCK_MASK
-            assert self._hashes[block] is not None, f"block {block} is queued but not cached"
-            is_early = self._references[block] or entry >> _BLOCK_BITS <= self._given_back[block]
-            assert is_early, f"block {block} is queued too late"
+        self._check_oldest()
         assert 0 not in self._blank and self._references[0] == 0
         for block_hash, block in self._index.items():
             assert self._hashes[block] == block_hash, f"block {block} is indexed wrongly"
         assert len(self._index) == sum(block_hash is not None for block_hash in self._hashes)
+
+    def _check_oldest(self) -> None:
+        """The entries that count are the cached blocks that were freed first, in that order."""
+        idle = ((self._reference_column == 0) & (self._indexed_column != 0)).nonzero()[0].tolist()
+        order = sorted((self._given_back[block], block) for block in idle)
+        known = set(order)
+        valid = [entry for entry in reversed(self._oldest) if entry in known]
+        assert valid == order[: len(valid)], "a block is evicted before one that was freed earlier"
 
     def __repr__(self) -> str:
         num_used = self.num_usable - self.num_free
