@@ -55,7 +55,12 @@ from mooncake.store.client.grants import (
     spread,
     whole_objects,
 )
-from mooncake.store.client.preallocated import MAX_SMALL_BYTES, PreallocatedPieces, piece_bytes
+from mooncake.store.client.preallocated import (
+    MAX_DIRECT_BYTES,
+    MAX_SMALL_BYTES,
+    PreallocatedPieces,
+    piece_bytes,
+)
 from mooncake.store.client.small_values import SmallValues
 from mooncake.store.master.objects import DEFAULT_POLICY
 from mooncake.types import ObjectKey, Tier
@@ -237,7 +242,7 @@ class Operations:
         """Whether the put is settled, and its outcome. If not, ``avoid`` has the unreachable segments."""
         chunk_bytes = max(1, size_bytes)
         put_id = next(self._put_ids)
-        wanted = self.preallocated.wanted(size_bytes) if may_be_preallocated(size_bytes, policy) else 0
+        wanted = self._wanted(size_bytes) if may_be_preallocated(size_bytes, policy) else 0
         message = m.PutStart(
             put_id,
             self._host,
@@ -263,6 +268,7 @@ class Operations:
         if len(reserved.replicas) == 1 and handles[replica.segment] is not None:
             slices = OneSlice(handles[replica.segment], address, replica.address, size_bytes)
             moved = (yield MoveSlices(True, [slices], min(deadline, expires_at)))[0]
+            self.moved_small(slices.handle)
             if moved.checksums is not None and moved.now < expires_at:
                 checksums = [moved.checksums.tobytes()]
                 ended = m.PutEnd([key], [reserved.object_id], checksums, [], self.tenant)
@@ -317,7 +323,7 @@ class Operations:
             checksum = moved.checksums.tobytes()
         else:
             checksum = value[1].to_bytes(4, "little")
-        wanted = preallocated.wanted(size_bytes)
+        wanted = self._wanted(size_bytes)
         message = m.PutWritten(
             next(self._put_ids),
             self._host,
@@ -354,6 +360,11 @@ class Operations:
         if isinstance(outcome, Refusal) and outcome.code == "not_here":
             return False, None
         return True, outcome if isinstance(outcome, Refusal) else None
+
+    def _wanted(self, size_bytes: int) -> int:
+        """Number of pieces to request with the put of an object of that size."""
+        is_far = size_bytes > MAX_SMALL_BYTES and self.small_values.is_remote
+        return 0 if is_far else self.preallocated.wanted(size_bytes)
 
     def _lost(self, segment: str) -> None:
         """Forget how ``segment`` is reached after a failed transfer, so that the master is queried again."""
@@ -966,10 +977,10 @@ class Operations:
 def may_be_preallocated(size_bytes: int, policy: m.PutPolicy) -> bool:
     """Whether such a put may use preallocated space."""
     if policy is DEFAULT_POLICY:
-        return 0 < size_bytes <= MAX_SMALL_BYTES
+        return 0 < size_bytes <= MAX_DIRECT_BYTES
     is_simple = policy.num_replicas == 1 and not policy.is_durable
     is_anywhere = not policy.preferred_segments and not policy.is_same_host
-    return is_simple and is_anywhere and 0 < size_bytes <= MAX_SMALL_BYTES
+    return is_simple and is_anywhere and 0 < size_bytes <= MAX_DIRECT_BYTES
 
 
 def _have_others(places: Sequence[Place], part: SliceColumns) -> bool:

@@ -20,10 +20,12 @@ from mooncake.store import messages as m
 from mooncake.store.allocator import ALIGNMENT_BYTES
 
 MAX_SMALL_BYTES = 64 << 10
-"""Larger puts spend their time on moving bytes, not on requests to the master."""
+"""Largest object that is written before the master is asked whether its key is free, over a network."""
+MAX_DIRECT_BYTES = 1 << 20
+"""The same where this process copies the bytes itself: a MiB takes it less time than a request."""
 FIRST_GOAL = 2
 MAX_PIECES = 32
-MAX_BYTES = 512 << 10
+MAX_BYTES = 2 << 20
 """Limit of the pieces of one size."""
 REFUSED_PUTS = 16
 """Number of puts after which space is requested again when the master granted none."""

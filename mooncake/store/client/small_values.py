@@ -37,6 +37,11 @@ class SmallValues:
         if is_direct:
             self.takes_values = False
 
+    @property
+    def is_remote(self) -> bool:
+        """The last small object was moved by others than this process."""
+        return self._is_remote
+
     def sends(self, size_bytes: int) -> bool:
         """Whether the master may be sent an object of that size, if it takes values."""
         return size_bytes <= MAX_SENT_BYTES and self.wants()

@@ -41,7 +41,7 @@ MAX_REPLICAS = 64
 MAX_CYCLE = 64
 """Longer cycles of parents are not detected."""
 MAX_PIECES = 64
-MAX_PIECE_BYTES = 64 << 10
+MAX_PIECE_BYTES = 1 << 20
 PREALLOCATED_SHARE = 1 / 16
 """Largest share of a segment that may be preallocated."""
 FREE_SHARE = 1 / 32

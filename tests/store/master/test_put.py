@@ -16,7 +16,7 @@ from mooncake.rpc.wire import Failure
 from mooncake.store import messages as m
 from mooncake.store.master.log_records import ObjectReadable, Record, SpaceHeld
 from mooncake.store.master.master import Master
-from mooncake.store.master.put import MAX_PIECES, PREALLOCATED_SHARE
+from mooncake.store.master.put import MAX_PIECE_BYTES, MAX_PIECES, PREALLOCATED_SHARE
 from mooncake.store.master.snapshot import _without_kept
 from mooncake.types import Tier
 from tests.store.conftest import GRACE_S, LEASE_S, PUT_S, SETTINGS, Voice
@@ -862,7 +862,7 @@ def test_no_piece_is_allocated_where_little_is_free_and_nothing_is_evicted_for_o
     assert voice.inspect("old") is not None
 
 
-@pytest.mark.parametrize("size_bytes", [0, -1, (64 << 10) + 1])
+@pytest.mark.parametrize("size_bytes", [0, -1, MAX_PIECE_BYTES + 1])
 def test_pieces_have_a_size_that_small_puts_have(voice: Voice, size_bytes: int) -> None:
     voice.mount("a", 1 << 22)
     assert preallocated(voice, 1, size_bytes) is None
