@@ -2,10 +2,11 @@
 """Scheduling policies and admission rules on many workloads, by the simulator.
 
 ``python -m bench.policies --traces FOLDER`` runs every policy on every workload of ``policy_workloads.py``
-without admission, and every admission rule with the default policy on those that are more than the machines
-can serve. The regret of the default is what it lacks against the best: points of good requests, and its mean
-TTFT over the least one of the policies whose goodput is within a point of the best. Without ``--traces`` the
-workloads of published traces are skipped. Virtual time: results do not depend on the machine's load.
+without admission and with the default rule, and every admission rule with the default policy on those that
+are more than the machines can serve. The regret of the default is what it lacks against the best: points of
+good requests, and its mean TTFT over the least one of the policies whose goodput is within a point of the
+best. Without ``--traces`` the workloads of published traces are skipped. Virtual time: results do not depend
+on the machine's load.
 """
 
 from __future__ import annotations
@@ -71,10 +72,15 @@ def regret(outcomes: dict[str, Outcome], default: str) -> tuple[float, float]:
 
 
 def compare(
-    result: Result, given: argparse.Namespace, workloads: Sequence[Workload], names: Sequence[str], what: str
+    result: Result, given: argparse.Namespace, workloads: Sequence[Workload], names: Sequence[str], rule: str
 ) -> None:
-    """One row for each workload and name, then the default's regrets. The first name is the default."""
-    is_rule = what == "rule"
+    """One row for each workload and name, then the default's regrets. The first name is the default.
+
+    ``names``: policies, with the admission ``rule``; or rules when that is "".
+    """
+    is_rule = not rule
+    what = "rule" if is_rule else "policy"
+    how = "without admission" if rule == "none" else f"with admission by {rule}"
     table = result.table(
         "workload",
         "half",
@@ -83,7 +89,7 @@ def compare(
         ("TTFT mean, s", 3),
         ("TBT p99, ms", 0),
         ("rejected, %", 1),
-        title="Admission rules in overload, with overlap" if is_rule else "Policies, without admission",
+        title="Admission rules in overload, with overlap" if is_rule else f"Policies, {how}",
     )
     found: dict[Workload, tuple[float, float]] = {}
     for workload in workloads:
@@ -95,16 +101,16 @@ def compare(
         half = "tuned" if workload.is_tuned else "judged"
         outcomes: dict[str, Outcome] = {}
         for name in names:
-            outcome = run(workload, *read, *(("overlap", name) if is_rule else (name, "none")))
+            outcome = run(workload, *read, *(("overlap", name) if is_rule else (name, rule)))
             outcomes[name] = outcome
-            table.add(workload.name, half, name, *outcome)
+            table.add(workload.name, half, name, *outcome, num_samples=len(read[0]))
         found[workload] = regret(outcomes, names[0])
     regrets = result.table(
         "workload",
         "half",
         ("good, points short", 2),
         *(() if is_rule else (("TTFT over the least", 2),)),
-        title=f"Regret of {names[0]} against the best {what}",
+        title=f"Regret of {names[0]} against the best {what}" + ("" if is_rule else f", {how}"),
     )
     for workload, (points, ratio) in found.items():
         half = "tuned" if workload.is_tuned else "judged"
@@ -113,9 +119,11 @@ def compare(
         some = [one for workload, one in found.items() if workload.is_tuned is is_tuned]
         if some:
             half, short, slow = ("tuned" if is_tuned else "judged"), max(some)[0], max(one[1] for one in some)
-            more = "" if is_rule else f", TTFT at most {slow:.2f} times the least"
+            line = f"{half}: {len(some)} workloads, {names[0]} at most {short:.2f} points short"
             result.note(
-                f"{what}, {half}: {len(some)} workloads, {names[0]} at most {short:.2f} points short{more}"
+                f"rule, {line}"
+                if is_rule
+                else f"policy {how}, {line}, TTFT at most {slow:.2f} times the least"
             )
 
 
@@ -131,13 +139,14 @@ def main() -> None:
     words += ["--quick"] if given.quick else []
     command = " ".join(["python -m bench.policies", *words])
     with measured("policies", given, command) as result:
-        for workloads, names, what in (
-            (WORKLOADS, given.policies, "policy"),
-            (OVERLOADS, given.rules, "rule"),
+        for workloads, names, rule in (
+            (WORKLOADS, given.policies, "none"),
+            (WORKLOADS, given.policies, RULES[0]),
+            (OVERLOADS, given.rules, ""),
         ):
             chosen = [one for one in workloads if given.only in one.name]
             if names and chosen:
-                compare(result, given, chosen, names, what)
+                compare(result, given, chosen, names, rule)
 
 
 if __name__ == "__main__":

@@ -306,7 +306,7 @@ TARGET_BACKLOG = 0.5
 TARGET_FILLING = 0.9
 """The part of the decode pool's room that is to be taken in overload."""
 
-LEAST_CHANCE = 0.7
+LEAST_CHANCE = 0.5
 """A request whose first token comes in time with less than this chance is not begun."""
 
 _IN_PACE = 0.75
@@ -402,7 +402,7 @@ class GoodputRule:
         if request.slo_ttft_s:
             chance = max(self._errors.chance(slack_s), 1.0 / self._errors.SIZE)
             is_unlikely = chance < LEAST_CHANCE and request.ttft_s > TARGET_BACKLOG * request.slo_ttft_s
-            if slack_s < 0 or is_unlikely:
+            if (slack_s < 0 or is_unlikely) and not _is_late_by_itself(request):
                 most_s = (1.0 - TARGET_BACKLOG) * request.slo_ttft_s
                 return too_late(request, min(most_s, self._errors.typical_s()))
         value = _value(request) * chance
@@ -473,6 +473,17 @@ class GoodputRule:
             pools.added_s(request.num_tokens) / max(1e-9, room_s), request.num_tokens / pools.kv_tokens
         )
         return part * stay_s
+
+
+def _is_late_by_itself(request: AdmissionRequest) -> bool:
+    """Whether it is its own length that makes it late, as on an idle machine, and not those that wait.
+
+    To reject it would help no other request, and a session whose prompt has grown so long would be rejected
+    for ever: only a computed prompt makes the next one short. It is worth little, so that in overload the
+    price refuses it.
+    """
+    alone_s = request.ttft_s - request.queue_s
+    return alone_s > request.slo_ttft_s and request.queue_s <= TARGET_BACKLOG * request.slo_ttft_s
 
 
 def _value(request: AdmissionRequest) -> float:

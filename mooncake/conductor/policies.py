@@ -109,14 +109,14 @@ class PromptJob:
         """Its turn, by which shorter prompts overtake longer ones, but none waits indefinitely.
 
         The turn is the arrival plus a few times the time to compute: a prompt of 20 s may be overtaken by
-        short ones for a minute or so, then it is first. With an objective it goes no later than it must
-        begin to meet that. ``least_queue_s``, the shortest queue of all, shows where that would be wrong: if
-        it can't meet its objective even behind the shortest, or if so many wait that others would miss theirs
-        for it, short ones go on overtaking it.
+        short ones for a minute or so, then it is first. With an objective it is overtaken no longer than
+        would leave it on time behind ``least_queue_s``, the shortest queue of all, because what overtakes it
+        is added to that. If it can't meet its objective even so, or so many wait that others would miss
+        theirs for it, short ones go on overtaking it.
         """
         waits_s = OVERTAKING_FACTOR * compute_s
         if least_queue_s + compute_s < self.slo_ttft_s:
-            waits_s = min(waits_s, max(0.0, DUE_PART * self.slo_ttft_s - compute_s))
+            waits_s = min(waits_s, max(0.0, DUE_PART * self.slo_ttft_s - compute_s - least_queue_s))
         return self.now + waits_s + self.priority * PRIORITY_S
 
 

@@ -16,7 +16,7 @@ import time
 import weakref
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from typing import Protocol
+from typing import Protocol, TypeVar
 
 from prometheus_client import Counter
 
@@ -319,8 +319,11 @@ class AsyncCompletionQueue:
                 future.set_result(completion)
 
 
-async def wait_until_done(future: asyncio.Future[Completion]) -> Completion:
-    """The result; a cancellation, and each that follows it, is delivered only when the transfer has ended."""
+ResultT = TypeVar("ResultT")
+
+
+async def wait_until_done(future: asyncio.Future[ResultT]) -> ResultT:
+    """The result; a cancellation, and each that follows it, is delivered only when the future is done."""
     try:
         return await asyncio.shield(future)
     except asyncio.CancelledError:

@@ -464,6 +464,19 @@ def test_a_likely_request_is_worth_more_than_an_unlikely_one() -> None:
     assert 0 < num_admitted[1.0] < num_admitted[5.0]
 
 
+def test_a_prompt_that_its_own_length_makes_late_is_served_while_there_is_room() -> None:
+    """A session whose prompt has grown so long would be rejected for ever, on idle machines too."""
+    goodput, endless = rule(), one_ahead("long", queue_s=0.0, prefill_s=15.0, ttft_s=15.0)
+    assert goodput.decide(endless, POOLS, 0.0).is_admitted
+    behind = one_ahead("behind", queue_s=6.0, prefill_s=15.0, ttft_s=21.0)
+    assert goodput.decide(behind, POOLS, 0.0).code == "slo_ttft", "others wait"
+    for number in range(400):
+        goodput.decide(one_ahead(str(number), queue_s=4.0, ttft_s=5.0), POOLS, number * 0.5)
+    verdict = goodput.decide(endless, POOLS, 200.0)
+    assert (verdict.is_admitted, verdict.code) == (False, "overload"), "it is worth little"
+    goodput.check()
+
+
 def test_some_requests_are_admitted_however_wrong_forecasts_were() -> None:
     """Else no samples would be left to correct the forecasts."""
     goodput = rule()

@@ -28,7 +28,7 @@ from mooncake.store import messages as m
 from mooncake.store.ha.master_client import AsyncMasterClient, MasterResolver
 from mooncake.store.node import membership as ms
 from mooncake.store.node import task_agent as e
-from mooncake.store.node.replica_copier import CoalescedFlush, CopyTarget, ReplicaCopier
+from mooncake.store.node.replica_copier import CoalescedFlush, CopyTarget, Flushes, ReplicaCopier
 from mooncake.store.node.ssd import Disk
 from mooncake.store.node.ssd_index_log import SsdIndexLog
 from mooncake.transfer import Region, TransferEngine
@@ -111,10 +111,10 @@ class MountedSegment:
         )
         self._agent = e.TaskAgent(config.name, descriptor.epoch)
         self._copier = ReplicaCopier(engine, own, self._describe)
-        self._target = CopyTarget(config.region, config.tier, config.disk, None)
+        flushes: Flushes | None = None
         if config.disk is not None and config.is_flushed:
-            flushes = CoalescedFlush(config.disk.flush), CoalescedFlush(config.disk.log.flush)
-            self._target = CopyTarget(config.region, config.tier, config.disk, *flushes)
+            flushes = Flushes(CoalescedFlush(config.disk.flush), CoalescedFlush(config.disk.log.flush))
+        self._target = CopyTarget(config.region, config.tier, config.disk, flushes)
         self._held: dict[int, m.SegmentEntry] = {}
         """The journal of a segment in memory: object id -> entry."""
         self._unwritten: deque[list[m.SegmentEntry] | list[int]] = deque()
@@ -186,6 +186,7 @@ class MountedSegment:
         for task in tasks:
             task.cancel()
         await asyncio.gather(*tasks, return_exceptions=True)
+        await asyncio.to_thread(self._copier.close)
         await asyncio.to_thread(self._resolver.close)
 
     # Membership
@@ -262,13 +263,12 @@ class MountedSegment:
     def _perform_agent(self, effect: e.Effect) -> None:
         if isinstance(effect, e.SendPoll):
             assert self._link is not None
+            self._start_runs()  # a durable put waits for them, and for the next poll nobody
             self._spawn(self._send_poll(self._link, effect))
         elif isinstance(effect, e.UpdateJournal):
             self._enter(effect.changes)
         elif isinstance(effect, e.RunTask):
-            if not self._runs:  # tasks of one reply are copied together
-                asyncio.get_running_loop().call_soon(self._start_runs)
-            self._runs.append(effect)
+            self._runs.append(effect)  # tasks of one reply are copied together
         elif isinstance(effect, e.RunCheck):
             self._spawn(self._run_check(effect))
         elif isinstance(effect, e.SendReport):
@@ -279,6 +279,8 @@ class MountedSegment:
             self._post(ms.ReplyReceived(m.Beat(is_known=False)))
 
     async def _send_poll(self, link: AsyncMasterClient, poll: e.SendPoll) -> None:
+        if not poll.message.done:
+            await asyncio.sleep(0)  # a copy that has just begun is handed to its thread first
         try:
             reply = await link.call(poll.message, e.PATIENCE_S)
         except PeerLost:
@@ -288,6 +290,7 @@ class MountedSegment:
             self._agent_driver.post(e.PollFailed(poll.number))
         else:
             self._agent_driver.post(e.PollAnswered(poll.number, reply))
+            self._start_runs()
 
     def _start_runs(self) -> None:
         """Group tasks by source; groups are large enough to keep the device busy while others are flushed."""

@@ -5,24 +5,38 @@ Bytes go directly between the source (another node, or another tier of this one)
 file, those of many tasks in one transfer. The checksum of every chunk is computed on the way, and a task is
 done only if the checksums are those that the object's writer announced. ``task_agent.py`` decides when tasks
 run and reports their outcomes.
+
+A copy from memory of this node to its SSD is what a durable put waits for, so one thread writes the bytes and
+flushes them, and each wake-up that this saves is a tenth of the put. Its entry is in the index before, as one
+whose bytes are not flushed, and the index is flushed at the same time. If an entry survives the end of the
+process or a loss of power without its bytes, that is found when the directory is opened again, because the
+index knows it as unflushed until both flushes have ended (``ssd_index.py``).
 """
 
 from __future__ import annotations
 
 import asyncio
 import dataclasses
+import threading
 from collections.abc import Awaitable, Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from functools import partial
+from typing import TypeVar
 
 import numpy as np
 import numpy.typing as npt
 
 from mooncake import clock
 from mooncake.errors import MooncakeError, OutOfSpace, Refusal
+from mooncake.log import get_logger
 from mooncake.store import messages as m
 from mooncake.store.node.ssd import Disk
-from mooncake.transfer import Op, Region, RemoteSegment, Status, TransferEngine, crc32c_combine
+from mooncake.transfer import Completion, Op, Region, RemoteSegment, Status, TransferEngine, crc32c_combine
+from mooncake.transfer.completion_queue import wait_until_done
 from mooncake.transfer.descriptor import decode_descriptor
 from mooncake.types import Tier
+
+log = get_logger(__name__)
 
 CODES = {
     Status.PEER_LOST: "peer_lost",
@@ -35,6 +49,18 @@ CODES = {
 
 PIECE_BYTES = 1 << 20
 """Bytes read at a time to verify a replica."""
+MAX_THREADS = 64
+"""Limit of the threads that write and flush for one segment; as many as it has concurrent tasks."""
+
+ResultT = TypeVar("ResultT")
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Flushes:
+    """Functions that block until what was written before is durable. Any thread may call them."""
+
+    data: Callable[[], None]
+    index: Callable[[], None]
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -45,10 +71,8 @@ class CopyTarget:
     tier: Tier
     disk: Disk | None
     """The SSD directory with its index, for a segment on SSD."""
-    flush: Callable[[], Awaitable[None]] | None
-    """Makes written bytes durable; None: not required."""
-    flush_index: Callable[[], Awaitable[None]] | None = None
-    """Makes index entries durable; None: not required."""
+    flushes: Flushes | None = None
+    """Makes a copy durable; None: not required."""
 
 
 class _Load:
@@ -80,6 +104,11 @@ class ReplicaCopier:
         self._own = own
         self._describe = describe
         self._opened: dict[tuple[str, int], RemoteSegment] = {}
+        self._threads = ThreadPoolExecutor(MAX_THREADS, "copy")
+
+    def close(self) -> None:
+        """End the threads; no copy may be in progress."""
+        self._threads.shutdown()
 
     async def copy(
         self, tasks: Sequence[m.CopyTask], target: CopyTarget, deadline: float
@@ -87,21 +116,49 @@ class ReplicaCopier:
         """Run tasks with one source, together. None: every byte is in place and entered in the index."""
         outcomes: list[Refusal | None] = [await self._prepared(task, target) for task in tasks]
         loads = [_Load(place, tasks[place]) for place, refusal in enumerate(outcomes) if refusal is None]
+        disk, flushes = target.disk, target.flushes
+        if disk is not None and flushes is not None:
+            loads = _entered(loads, disk, outcomes, is_flushed=False)
         if not loads:
             return outcomes
-        moved = await self._moved(loads, target, deadline)
-        is_late = clock.monotonic() >= deadline
-        good: list[_Load] = []
-        for load, refusal in zip(loads, moved, strict=True):
-            if refusal is None and is_late:
-                refusal = Refusal("expired", f"copy of {load.task.entry.key!r} took too long")
-            outcomes[load.place] = refusal
-            if refusal is None:
-                good.append(load)
-        if target.disk is not None:
-            for load, refusal in zip(good, await _entered(good, target, target.disk), strict=True):
+        done: list[_Load] = []
+        try:
+            moved = await self._moved_and_kept(loads, target, deadline)
+            is_late = clock.monotonic() >= deadline
+            for load, refusal in zip(loads, moved, strict=True):
+                if refusal is None and is_late:
+                    refusal = Refusal("expired", f"copy of {load.task.entry.key!r} took too long")
                 outcomes[load.place] = refusal
+                if refusal is None:
+                    done.append(load)
+        finally:
+            if disk is not None and flushes is not None:
+                _settle(loads, done, disk)
+        if disk is not None and flushes is None:
+            _entered(done, disk, outcomes, is_flushed=True)
         return outcomes
+
+    async def _moved_and_kept(
+        self, loads: Sequence[_Load], target: CopyTarget, deadline: float
+    ) -> list[Refusal | None]:
+        """Move the bytes of all tasks, and make them and their entries durable if required."""
+        if target.flushes is None:
+            return await self._moved(loads, target, deadline)
+        keeping = asyncio.create_task(self._in_thread(target.flushes.index))
+        try:
+            moved = await self._moved(loads, target, deadline)
+        finally:
+            await asyncio.wait([keeping])
+        error = keeping.exception()
+        if error is None:
+            return moved
+        if not isinstance(error, MooncakeError):
+            raise error
+        return [refusal or _refusal_of(error) for refusal in moved]
+
+    async def _in_thread(self, function: Callable[[], ResultT]) -> ResultT:
+        """Run a blocking function. Cancelling this waits for its end, until which the memory is in use."""
+        return await wait_until_done(asyncio.get_running_loop().run_in_executor(self._threads, function))
 
     async def _prepared(self, task: m.CopyTask, target: CopyTarget) -> Refusal | None:
         """Ensure that the target has space and its index no entries there; a Refusal says why not."""
@@ -158,12 +215,17 @@ class ReplicaCopier:
             peer = self._engine.open(self._engine.describe()) if own is not None else await self._open(source)
             if peer is None:
                 return Refusal("peer_lost", f"{what}: the node of {source.segment!r} can't be reached")
-            row = (Op.READ, peer, here, there)
+            left_s = deadline - clock.monotonic()
             if own is not None and target.disk is not None and own.kind != "file":
                 # From memory to a file, the transport `file` writes directly, without a staging copy.
-                row = (Op.WRITE, peer, there, here)
-            left_s = deadline - clock.monotonic()
-            done = await self._engine.transfer(*row, lengths, timeout_s=left_s, checksum=True)
+                write = partial(self._engine.run, Op.WRITE, peer, there, here, lengths)
+                written = partial(_written, partial(write, timeout_s=left_s, checksum=True), target.flushes)
+                done = await self._in_thread(written)
+            else:
+                row = Op.READ, peer, here, there, lengths
+                done = await self._engine.transfer(*row, timeout_s=left_s, checksum=True)
+                if target.flushes is not None and done.status == Status.OK:
+                    await self._in_thread(target.flushes.data)
         except MooncakeError as error:
             return _refusal_of(error)
         if done.status == Status.OK and done.checksums is not None:
@@ -239,53 +301,76 @@ class ReplicaCopier:
 
 
 class CoalescedFlush:
-    """Coalesces flushes: all calls made while a flush is in progress share the next one."""
+    """Coalesces flushes: all calls made while a flush is in progress share the next one.
+
+    Called by threads, one of which runs the flush that they share. Raises what that flush raised.
+    """
 
     def __init__(self, flush: Callable[[], None]) -> None:
         self._flush = flush
-        self._turn = asyncio.Lock()
-        self._next: asyncio.Task[None] | None = None
+        self._changed = threading.Condition()
+        self._is_running = False
+        self._num_ended = 0
+        self._failure: tuple[int, Exception] | None = None
+        """Number of the last flush that failed, and its error."""
 
-    async def __call__(self) -> None:
-        if self._next is None:
-            self._next = asyncio.create_task(self._run())
-        await asyncio.shield(self._next)
+    def __call__(self) -> None:
+        with self._changed:
+            # The one in progress may have begun before the caller's bytes were written.
+            number = self._num_ended + 1 + self._is_running
+            while self._is_running and self._num_ended < number:
+                self._changed.wait()
+            if self._num_ended >= number:
+                if self._failure is not None and self._failure[0] >= number:
+                    raise self._failure[1]
+                return
+            self._is_running = True
+        failure: Exception | None = None
+        try:
+            self._flush()
+        except Exception as error:
+            failure = error
+        with self._changed:
+            self._is_running = False
+            self._num_ended += 1
+            if failure is not None:
+                self._failure = self._num_ended, failure
+            self._changed.notify_all()
+        if failure is not None:
+            raise failure
 
-    async def _run(self) -> None:
-        async with self._turn:
-            self._next = None
-            await asyncio.to_thread(self._flush)
+
+def _written(write: Callable[[], Completion], flushes: Flushes | None) -> Completion:
+    """Write bytes, and flush them if required."""
+    done = write()
+    if flushes is not None and done.status == Status.OK:
+        flushes.data()
+    return done
 
 
-async def _entered(loads: Sequence[_Load], target: CopyTarget, disk: Disk) -> list[Refusal | None]:
-    """Enter copied objects in the index, and make bytes and index durable if required.
-
-    Both at the same time: two flushes of one device that run together take no longer than one. If an entry
-    survives a loss of power without its bytes, it is found when the directory is opened again, because the
-    index knows it as unflushed until both have ended (``ssd_index.py``).
-    """
-    flushes = [one for one in (target.flush, target.flush_index) if one is not None]
-    outcomes: list[Refusal | None] = []
+def _entered(
+    loads: Sequence[_Load], disk: Disk, outcomes: list[Refusal | None], *, is_flushed: bool
+) -> list[_Load]:
+    """Enter objects in the index. Returns those that it took; ``outcomes`` has why it did not take others."""
+    taken: list[_Load] = []
     for load in loads:
         try:
-            disk.log.hold(load.task.entry, is_flushed=not flushes)
-            outcomes.append(None)
+            disk.log.hold(load.task.entry, is_flushed=is_flushed)
+            taken.append(load)
         except MooncakeError as error:
-            outcomes.append(_refusal_of(error))
-    if not flushes:
-        return outcomes
-    object_ids = [load.task.entry.object_id for load in loads]
-    ends = await asyncio.gather(*(flush() for flush in flushes), return_exceptions=True)
-    failures = [one for one in ends if one is not None]
-    if not failures:
-        disk.log.mark_flushed(object_ids)
-        return outcomes
-    disk.log.drop(object_ids)
-    for failure in failures:
-        if not isinstance(failure, MooncakeError):
-            raise failure
-        outcomes = [_refusal_of(failure) for _ in loads]
-    return outcomes
+            outcomes[load.place] = _refusal_of(error)
+    return taken
+
+
+def _settle(loads: Sequence[_Load], done: Sequence[_Load], disk: Disk) -> None:
+    """Note in the index which of the entered objects are durable, and drop the others."""
+    disk.log.mark_flushed([load.task.entry.object_id for load in done])
+    kept = {load.place for load in done}
+    lost = [load.task.entry.object_id for load in loads if load.place not in kept]
+    try:
+        disk.log.drop(lost)
+    except MooncakeError as error:  # they stay unflushed until their place is used again
+        log.warning("index_entry_not_dropped", num_objects=len(lost), reason=str(error))
 
 
 def _refusal_of(error: MooncakeError) -> Refusal:

@@ -7,7 +7,9 @@ import asyncio
 import contextlib
 import logging
 import threading
+import time
 from collections.abc import AsyncIterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -160,7 +162,7 @@ async def test_wrong_bytes_are_not_copied(master: ScriptedMaster, tmp_path: Path
             file.seek(2 * MIB)
             file.write(bytes([data[2 * MIB] ^ 1]))
         for segment, source in (("n", place(ssd, 0)), ("n/ssd", place(memory, 1))):
-            done = await master.run(segment, msgspec.structs.replace(entry, offset=8 * MIB), source)
+            done = await master.run(segment, entry_of(data, 8 * MIB, object_id=2), source)
             assert done.refusal is not None and done.refusal.code == "corrupt"
         assert list(node.segments["n/ssd"].entries()) == [entry]
 
@@ -172,16 +174,16 @@ async def test_bytes_changed_in_transit_are_read_again(
     async with node_of(await master.start(), tmp_path) as node:
         memory = await master.until_polled("n")
         memory_of(node).view()[:SIZE] = data
-        transfer, moved = node.engine.transfer, []
+        run, moved = node.engine.run, []
 
-        async def flip(*rows: Any, **how: Any) -> Completion:
-            done = await transfer(*rows, **how)
+        def flip(*rows: Any, **how: Any) -> Completion:
+            done = run(*rows, **how)
             moved.append(done)
             if len(moved) > 1:
                 return done
             return Completion(checksums=[0] * len(rows[4]), num_bytes=done.num_bytes)
 
-        monkeypatch.setattr(node.engine, "transfer", flip)
+        monkeypatch.setattr(node.engine, "run", flip)
         assert (await master.run("n/ssd", entry_of(data, 0), place(memory, 0))).refusal is None
         assert len(moved) == 2
 
@@ -235,25 +237,48 @@ async def test_a_wrong_chunk_is_read_twice_before_the_replica_is_corrupt(
         assert ("" if refusal is None else refusal.code) == code
 
 
-async def test_flushes_are_shared() -> None:
+def test_flushes_are_shared() -> None:
     """All calls made while a flush is in progress wait for the same next one."""
-    running, count = threading.Event(), []
+    running, going_on, count = threading.Event(), threading.Event(), list[int]()
 
     def flush() -> None:
         count.append(1)
-        running.wait(10)
+        running.set()
+        assert going_on.wait(10)
 
     together = CoalescedFlush(flush)
-    first = asyncio.create_task(together())
-    async with asyncio.timeout(10):
-        while not count:  # noqa: ASYNC110 - until it is under way
-            await asyncio.sleep(0.001)
-        others = [asyncio.create_task(together()) for _ in range(5)]
-        await asyncio.sleep(0)
-        assert not first.done()
+    with ThreadPoolExecutor(6) as threads:
+        first = threads.submit(together)
+        assert running.wait(10)
+        others = [threads.submit(together) for _ in range(5)]
+        time.sleep(0.05)  # most of them wait by now; one that begins later shares the next flush as well
+        assert not first.done() and len(count) == 1
+        going_on.set()
+        for one in (first, *others):
+            one.result(10)
+    assert 2 <= len(count) < 6
+
+
+def test_a_flush_that_fails_fails_for_all_that_share_it_and_for_no_later_one() -> None:
+    running, going_on, failures = threading.Event(), threading.Event(), [StorageError("gone")] * 2
+
+    def flush() -> None:
         running.set()
-        await asyncio.gather(first, *others)
-    assert len(count) == 2
+        assert going_on.wait(10)
+        if failures:
+            raise failures.pop()
+
+    together = CoalescedFlush(flush)
+    with ThreadPoolExecutor(4) as threads:
+        first = threads.submit(together)
+        assert running.wait(10)
+        others = [threads.submit(together) for _ in range(3)]
+        time.sleep(0.05)
+        going_on.set()
+        assert isinstance(first.exception(10), StorageError)
+        assert any(isinstance(one.exception(10), StorageError) for one in others)
+    assert not failures
+    together()
 
 
 async def test_an_object_is_reported_only_when_bytes_and_entry_are_durable(
