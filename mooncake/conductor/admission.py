@@ -479,7 +479,7 @@ def _is_late_by_itself(request: AdmissionRequest) -> bool:
     """Whether it is its own length that makes it late, as on an idle machine, and not those that wait.
 
     To reject it would help no other request, and a session whose prompt has grown so long would be rejected
-    for ever: only a computed prompt makes the next one short. It is worth little, so that in overload the
+    at each turn: only a computed prompt makes the next one short. It is worth little, so that in overload the
     price refuses it.
     """
     alone_s = request.ttft_s - request.queue_s

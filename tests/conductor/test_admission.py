@@ -465,7 +465,7 @@ def test_a_likely_request_is_worth_more_than_an_unlikely_one() -> None:
 
 
 def test_a_prompt_that_its_own_length_makes_late_is_served_while_there_is_room() -> None:
-    """A session whose prompt has grown so long would be rejected for ever, on idle machines too."""
+    """A session whose prompt has grown so long would be rejected at each turn, on idle machines too."""
     goodput, endless = rule(), one_ahead("long", queue_s=0.0, prefill_s=15.0, ttft_s=15.0)
     assert goodput.decide(endless, POOLS, 0.0).is_admitted
     behind = one_ahead("behind", queue_s=6.0, prefill_s=15.0, ttft_s=21.0)

@@ -263,7 +263,7 @@ class MountedSegment:
     def _perform_agent(self, effect: e.Effect) -> None:
         if isinstance(effect, e.SendPoll):
             assert self._link is not None
-            self._start_runs()  # a durable put waits for them, and for the next poll nobody
+            self._start_runs()  # a durable put waits for them; nothing waits for the next poll
             self._spawn(self._send_poll(self._link, effect))
         elif isinstance(effect, e.UpdateJournal):
             self._enter(effect.changes)
