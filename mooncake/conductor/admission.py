@@ -309,6 +309,12 @@ TARGET_FILLING = 0.9
 LEAST_CHANCE = 0.5
 """A request whose first token comes in time with less than this chance is not begun."""
 
+SPARE_PART = 0.5
+"""A prompt that its own length makes late is served while all else takes no more than this part of the other
+prefill instances' time."""
+IDLE_PART = 0.02
+"""Machines of which no more is taken are idle: such a prompt may have the only one."""
+
 _IN_PACE = 0.75
 """The part of answers that should stay within the room: a fuller pool makes more late, an emptier one rejects
 more. Chosen among 0.5 to 0.9 on the three traces of ``bench/paper.py``'s overload."""
@@ -399,10 +405,13 @@ class GoodputRule:
         # Below the target queue some requests must be admitted, or a period of wrong forecasts would reject
         # all, and with them all samples that could correct the forecasts.
         chance, slack_s = 1.0, request.slo_ttft_s - request.ttft_s
+        is_late_by_itself = _is_late_by_itself(request)
         if request.slo_ttft_s:
             chance = max(self._errors.chance(slack_s), 1.0 / self._errors.SIZE)
             is_unlikely = chance < LEAST_CHANCE and request.ttft_s > TARGET_BACKLOG * request.slo_ttft_s
-            if (slack_s < 0 or is_unlikely) and not _is_late_by_itself(request):
+            if (slack_s < 0 or is_unlikely) and not (
+                is_late_by_itself and self._has_spare(request, pools, now)
+            ):
                 most_s = (1.0 - TARGET_BACKLOG) * request.slo_ttft_s
                 return too_late(request, min(most_s, self._errors.typical_s()))
         value = _value(request) * chance
@@ -416,7 +425,7 @@ class GoodputRule:
                 # at zero.
                 self.decode_price.offer(value, self._decode_cost_s(request, pools, room_s), now)
                 return full
-        if request.slo_ttft_s:
+        if request.slo_ttft_s and not is_late_by_itself:
             price, num = self.prefill_price, pools.num_prefill
             short_s = TARGET_BACKLOG * request.slo_ttft_s - request.queue_s
             budget = num * (1.0 + short_s / price.horizon_s)
@@ -435,6 +444,14 @@ class GoodputRule:
         # Where memory is the scarcer of both, late answers waited for it: shorter steps would not help.
         stated_s = room_s if time_load >= memory_load else 0.0
         return AdmissionResult(True, "admitted", "", 0.0, prefill_load, decode_load, stated_s)
+
+    def _has_spare(self, request: AdmissionRequest, pools: PoolCapacity, now: float) -> bool:
+        """Whether prefill has time for a prompt that will be late: an instance of its own, as it were."""
+        price, idle = self.prefill_price, IDLE_PART * pools.num_prefill
+        if price.rate(now) > idle + SPARE_PART * (pools.num_prefill - 1):
+            return False
+        price.offer(_value(request) / self._errors.SIZE, request.prefill_s, now)
+        return True
 
     def learn(self, late_s: float, over: float) -> None:
         """Learn from an answered request: ``late_s`` after the prediction, with steps that took ``over``
@@ -478,12 +495,12 @@ class GoodputRule:
 def _is_late_by_itself(request: AdmissionRequest) -> bool:
     """Whether it is its own length that makes it late, as on an idle machine, and not those that wait.
 
-    To reject it would help no other request, and a session whose prompt has grown so long would be rejected
-    at each turn: only a computed prompt makes the next one short. It is worth little, so that in overload the
-    price refuses it.
+    To reject it would help no other request where machines have time for it, and a session whose prompt has
+    grown so long would be rejected at each turn: only a computed prompt makes the next one short.
     """
     alone_s = request.ttft_s - request.queue_s
-    return alone_s > request.slo_ttft_s and request.queue_s <= TARGET_BACKLOG * request.slo_ttft_s
+    is_late = 0.0 < request.slo_ttft_s < alone_s
+    return is_late and request.queue_s <= TARGET_BACKLOG * request.slo_ttft_s
 
 
 def _value(request: AdmissionRequest) -> float:

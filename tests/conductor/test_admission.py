@@ -468,12 +468,21 @@ def test_a_prompt_that_its_own_length_makes_late_is_served_while_there_is_room()
     """A session whose prompt has grown so long would be rejected at each turn, on idle machines too."""
     goodput, endless = rule(), one_ahead("long", queue_s=0.0, prefill_s=15.0, ttft_s=15.0)
     assert goodput.decide(endless, POOLS, 0.0).is_admitted
+    assert goodput.decide(endless, POOLS, 1.0).code == "slo_ttft", "the only instance has one"
+    assert goodput.decide(endless, POOLS, 200.0).is_admitted
     behind = one_ahead("behind", queue_s=6.0, prefill_s=15.0, ttft_s=21.0)
-    assert goodput.decide(behind, POOLS, 0.0).code == "slo_ttft", "others wait"
+    assert goodput.decide(behind, POOLS, 400.0).code == "slo_ttft", "others wait"
+    three = PoolCapacity(3, 1, STEP)
     for number in range(400):
-        goodput.decide(one_ahead(str(number), queue_s=4.0, ttft_s=5.0), POOLS, number * 0.5)
-    verdict = goodput.decide(endless, POOLS, 200.0)
-    assert (verdict.is_admitted, verdict.code) == (False, "overload"), "it is worth little"
+        goodput.decide(one_ahead(str(number)), three, 400.0 + number)
+    assert goodput.decide(endless, three, 800.0).is_admitted, "the others take one instance of three"
+    for number in range(400):
+        goodput.decide(one_ahead(str(number)), three, 800.0 + 0.5 * number)
+    verdict = goodput.decide(endless, three, 1000.0)
+    assert (verdict.is_admitted, verdict.code) == (
+        False,
+        "slo_ttft",
+    ) and "even without a queue" in verdict.reason
     goodput.check()
 
 
