@@ -27,7 +27,7 @@ import numpy as np
 import numpy.typing as npt
 
 from mooncake import clock
-from mooncake.errors import MooncakeError, OutOfSpace, Refusal
+from mooncake.errors import MooncakeError, OutOfSpace, Refusal, StorageError
 from mooncake.log import get_logger
 from mooncake.store import messages as m
 from mooncake.store.node.ssd import Disk
@@ -59,8 +59,8 @@ ResultT = TypeVar("ResultT")
 class Flushes:
     """Functions that block until what was written before is durable. Any thread may call them."""
 
-    data: Callable[[], None]
-    index: Callable[[], None]
+    data: CoalescedFlush
+    index: CoalescedFlush
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -222,10 +222,11 @@ class ReplicaCopier:
                 written = partial(_written, partial(write, timeout_s=left_s, checksum=True), target.flushes)
                 done = await self._in_thread(written)
             else:
-                row = Op.READ, peer, here, there, lengths
+                row, flushes = (Op.READ, peer, here, there, lengths), target.flushes
+                num_failures = 0 if flushes is None else flushes.data.num_failures
                 done = await self._engine.transfer(*row, timeout_s=left_s, checksum=True)
-                if target.flushes is not None and done.status == Status.OK:
-                    await self._in_thread(target.flushes.data)
+                if flushes is not None and done.status == Status.OK:
+                    await self._in_thread(partial(flushes.data.since, num_failures))
         except MooncakeError as error:
             return _refusal_of(error)
         if done.status == Status.OK and done.checksums is not None:
@@ -303,7 +304,9 @@ class ReplicaCopier:
 class CoalescedFlush:
     """Coalesces flushes: all calls made while a flush is in progress share the next one.
 
-    Called by threads, one of which runs the flush that they share. Raises what that flush raised.
+    Called by threads, one of which runs the flush that they share. Raises what that flush raised. A flush
+    that fails may have lost what others have written meanwhile, and the next one succeeds all the same:
+    writers note ``num_failures`` before they write, and flush with ``since``.
     """
 
     def __init__(self, flush: Callable[[], None]) -> None:
@@ -313,6 +316,7 @@ class CoalescedFlush:
         self._num_ended = 0
         self._failure: tuple[int, Exception] | None = None
         """Number of the last flush that failed, and its error."""
+        self.num_failures = 0
 
     def __call__(self) -> None:
         with self._changed:
@@ -335,16 +339,28 @@ class CoalescedFlush:
             self._num_ended += 1
             if failure is not None:
                 self._failure = self._num_ended, failure
+                self.num_failures += 1
             self._changed.notify_all()
         if failure is not None:
             raise failure
 
+    def since(self, num_failures: int) -> None:
+        """Flush what was written after ``num_failures`` was read.
+
+        Raises:
+            StorageError: this flush failed, or another one while the bytes were written.
+        """
+        self()
+        if self.num_failures != num_failures:
+            raise StorageError("a flush failed while this was written; it must be written again")
+
 
 def _written(write: Callable[[], Completion], flushes: Flushes | None) -> Completion:
     """Write bytes, and flush them if required."""
+    num_failures = 0 if flushes is None else flushes.data.num_failures
     done = write()
     if flushes is not None and done.status == Status.OK:
-        flushes.data()
+        flushes.data.since(num_failures)
     return done
 
 

@@ -281,6 +281,22 @@ def test_a_flush_that_fails_fails_for_all_that_share_it_and_for_no_later_one() -
     together()
 
 
+def test_bytes_written_while_a_flush_failed_are_not_durable_by_the_next_one() -> None:
+    failures = [StorageError("gone")]
+
+    def flush() -> None:
+        if failures:
+            raise failures.pop()
+
+    together = CoalescedFlush(flush)
+    before = together.num_failures
+    with pytest.raises(StorageError, match="gone"):
+        together()
+    with pytest.raises(StorageError, match="written again"):
+        together.since(before)
+    together.since(together.num_failures)
+
+
 async def test_an_object_is_reported_only_when_bytes_and_entry_are_durable(
     master: ScriptedMaster, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
