@@ -179,7 +179,7 @@ def test_a_terminal_is_refreshed_until_ctrl_c(gateway: str, master: str) -> None
     with contextlib.suppress(OSError):  # the other side was closed
         while part := os.read(ours, 1 << 16):
             shown += part
-            # The second look has a span of time. Whoever sees the screen go on presses the key again.
+            # The second look has a span of time. Where the screen goes on, the key is pressed again.
             if b"last " in shown and time.monotonic() >= again_at:
                 again_at = time.monotonic() + 20.0
                 process.send_signal(signal.SIGINT)
