@@ -141,7 +141,7 @@ def main() -> None:
     with measured("policies", given, command) as result:
         for workloads, names, rule in (
             (WORKLOADS, given.policies, "none"),
-            (WORKLOADS, given.policies, RULES[0]),
+            *((WORKLOADS, given.policies, rule) for rule in given.rules[:1]),
             (OVERLOADS, given.rules, ""),
         ):
             chosen = [one for one in workloads if given.only in one.name]

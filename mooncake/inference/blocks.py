@@ -294,10 +294,14 @@ class BlockPool(Generic[KeyT]):
         self._num_idle -= num_blocks
         return popped
 
+    def _is_idle(self) -> NDArray[np.bool_]:
+        """By block: whether it is cached and not referenced."""
+        idle: NDArray[np.bool_] = (self._reference_column == 0) & (self._indexed_column != 0)
+        return idle
+
     def _select_oldest(self, after: int) -> list[tuple[int, int]]:
         """The next entries: of the cached blocks that were freed later than ``after``, those freed first."""
-        is_idle = (self._reference_column == 0) & (self._indexed_column != 0)
-        idle = (is_idle & (self._given_back_column > after)).nonzero()[0]
+        idle = (self._is_idle() & (self._given_back_column > after)).nonzero()[0]
         freed_at = self._given_back_column[idle]
         num_oldest = max(_FEWEST_OLDEST, self.num_blocks // _OLDEST_PART)
         if num_oldest < len(idle):
@@ -364,7 +368,7 @@ class BlockPool(Generic[KeyT]):
 
     def _check_oldest(self) -> None:
         """The entries that count are the cached blocks that were freed first, in that order."""
-        idle = ((self._reference_column == 0) & (self._indexed_column != 0)).nonzero()[0].tolist()
+        idle = self._is_idle().nonzero()[0].tolist()
         order = sorted((self._given_back[block], block) for block in idle)
         known = set(order)
         valid = [entry for entry in reversed(self._oldest) if entry in known]

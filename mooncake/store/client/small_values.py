@@ -22,10 +22,11 @@ MAX_REST = 256
 class SmallValues:
     """What a client has learned about its master. Threads may share it: a lost update costs one attempt."""
 
-    __slots__ = ("_is_remote", "_rest", "_resting", "takes_values")
+    __slots__ = ("_rest", "_resting", "is_remote", "takes_values")
 
     def __init__(self) -> None:
-        self._is_remote = False
+        self.is_remote = False
+        """The last small object was moved by others than this process."""
         self._rest = FIRST_REST
         self._resting = 0
         self.takes_values = False
@@ -33,14 +34,9 @@ class SmallValues:
 
     def moved(self, is_direct: bool) -> None:
         """A small object was moved without the master, ``is_direct``: by this process itself."""
-        self._is_remote = not is_direct
+        self.is_remote = not is_direct
         if is_direct:
             self.takes_values = False
-
-    @property
-    def is_remote(self) -> bool:
-        """The last small object was moved by others than this process."""
-        return self._is_remote
 
     def sends(self, size_bytes: int) -> bool:
         """Whether the master may be sent an object of that size, if it takes values."""
@@ -48,7 +44,7 @@ class SmallValues:
 
     def wants(self) -> bool:
         """Whether to ask the master for the bytes of an object, or whether it takes them."""
-        if not self._is_remote:
+        if not self.is_remote:
             return False
         if self._resting:
             self._resting -= 1

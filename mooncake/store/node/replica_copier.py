@@ -211,6 +211,9 @@ class ReplicaCopier:
         there = np.concatenate([load.offsets + load.task.source.address for load in loads])
         lengths = np.concatenate([load.lengths for load in loads])
         own = self._own(source.segment) if source.epoch == self._engine.epoch else None
+        flush: Callable[[], None] | None = None
+        if target.flushes is not None:
+            flush = partial(target.flushes.data.since, target.flushes.data.num_failures)
         try:
             peer = self._engine.open(self._engine.describe()) if own is not None else await self._open(source)
             if peer is None:
@@ -219,14 +222,13 @@ class ReplicaCopier:
             if own is not None and target.disk is not None and own.kind != "file":
                 # From memory to a file, the transport `file` writes directly, without a staging copy.
                 write = partial(self._engine.run, Op.WRITE, peer, there, here, lengths)
-                written = partial(_written, partial(write, timeout_s=left_s, checksum=True), target.flushes)
+                written = partial(_written, partial(write, timeout_s=left_s, checksum=True), flush)
                 done = await self._in_thread(written)
             else:
-                row, flushes = (Op.READ, peer, here, there, lengths), target.flushes
-                num_failures = 0 if flushes is None else flushes.data.num_failures
+                row = Op.READ, peer, here, there, lengths
                 done = await self._engine.transfer(*row, timeout_s=left_s, checksum=True)
-                if flushes is not None and done.status == Status.OK:
-                    await self._in_thread(partial(flushes.data.since, num_failures))
+                if flush is not None and done.status == Status.OK:
+                    await self._in_thread(flush)
         except MooncakeError as error:
             return _refusal_of(error)
         if done.status == Status.OK and done.checksums is not None:
@@ -355,12 +357,11 @@ class CoalescedFlush:
             raise StorageError("a flush failed while this was written; it must be written again")
 
 
-def _written(write: Callable[[], Completion], flushes: Flushes | None) -> Completion:
+def _written(write: Callable[[], Completion], flush: Callable[[], None] | None) -> Completion:
     """Write bytes, and flush them if required."""
-    num_failures = 0 if flushes is None else flushes.data.num_failures
     done = write()
-    if flushes is not None and done.status == Status.OK:
-        flushes.data.since(num_failures)
+    if flush is not None and done.status == Status.OK:
+        flush()
     return done
 
 

@@ -42,6 +42,7 @@ def test_a_piece_is_slightly_larger_and_aligned(size_bytes: int) -> None:
 
 
 def test_few_different_sizes_suffice() -> None:
+    assert len({piece_bytes(size) for size in range(1, 65537)}) < 80
     assert len({piece_bytes(size) for size in range(1, MAX_DIRECT_BYTES + 1)}) < 120
     assert piece_bytes(4096) == 4096
 

@@ -864,8 +864,9 @@ def test_no_piece_is_allocated_where_little_is_free_and_nothing_is_evicted_for_o
 
 @pytest.mark.parametrize("size_bytes", [0, -1, MAX_PIECE_BYTES + 1])
 def test_pieces_have_a_size_that_small_puts_have(voice: Voice, size_bytes: int) -> None:
-    voice.mount("a", 1 << 22)
+    voice.mount("a", 1 << 26)
     assert preallocated(voice, 1, size_bytes) is None
+    assert preallocated(voice, 1, MAX_PIECE_BYTES) is not None, "it has room for that"
 
 
 def test_a_segment_that_is_gone_takes_its_pieces_with_it(voice: Voice) -> None:

@@ -237,6 +237,27 @@ async def test_a_wrong_chunk_is_read_twice_before_the_replica_is_corrupt(
         assert ("" if refusal is None else refusal.code) == code
 
 
+class CountingCondition(threading.Condition):
+    """Counts the waits that have begun."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.num_waits = 0
+
+    def wait(self, timeout: float | None = None) -> bool:
+        self.num_waits += 1
+        return super().wait(timeout)
+
+
+def until_waiting(together: CoalescedFlush, num_waits: int) -> None:
+    """Return when so many callers wait for the flush in progress to end."""
+    counting, deadline = together._changed, time.monotonic() + 10
+    assert isinstance(counting, CountingCondition)
+    while counting.num_waits < num_waits:
+        assert time.monotonic() < deadline
+        time.sleep(0.001)
+
+
 def test_flushes_are_shared() -> None:
     """All calls made while a flush is in progress wait for the same next one."""
     running, going_on, count = threading.Event(), threading.Event(), list[int]()
@@ -247,16 +268,17 @@ def test_flushes_are_shared() -> None:
         assert going_on.wait(10)
 
     together = CoalescedFlush(flush)
+    together._changed = CountingCondition()
     with ThreadPoolExecutor(6) as threads:
         first = threads.submit(together)
         assert running.wait(10)
         others = [threads.submit(together) for _ in range(5)]
-        time.sleep(0.05)  # most of them wait by now; one that begins later shares the next flush as well
+        until_waiting(together, 5)
         assert not first.done() and len(count) == 1
         going_on.set()
         for one in (first, *others):
             one.result(10)
-    assert 2 <= len(count) < 6
+    assert len(count) == 2
 
 
 def test_a_flush_that_fails_fails_for_all_that_share_it_and_for_no_later_one() -> None:
@@ -269,14 +291,15 @@ def test_a_flush_that_fails_fails_for_all_that_share_it_and_for_no_later_one() -
             raise failures.pop()
 
     together = CoalescedFlush(flush)
+    together._changed = CountingCondition()
     with ThreadPoolExecutor(4) as threads:
         first = threads.submit(together)
         assert running.wait(10)
         others = [threads.submit(together) for _ in range(3)]
-        time.sleep(0.05)
+        until_waiting(together, 3)
         going_on.set()
         assert isinstance(first.exception(10), StorageError)
-        assert any(isinstance(one.exception(10), StorageError) for one in others)
+        assert all(isinstance(one.exception(10), StorageError) for one in others)
     assert not failures
     together()
 
