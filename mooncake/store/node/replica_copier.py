@@ -117,7 +117,9 @@ class ReplicaCopier:
         outcomes: list[Refusal | None] = [await self._prepared(task, target) for task in tasks]
         loads = [_Load(place, tasks[place]) for place, refusal in enumerate(outcomes) if refusal is None]
         disk, flushes = target.disk, target.flushes
+        earlier: dict[int, m.SegmentEntry] = {}
         if disk is not None and flushes is not None:
+            earlier = _durable(loads, disk)
             loads = _entered(loads, disk, outcomes, is_flushed=False)
         if not loads:
             return outcomes
@@ -133,7 +135,7 @@ class ReplicaCopier:
                     done.append(load)
         finally:
             if disk is not None and flushes is not None:
-                _settle(loads, done, disk)
+                _settle(loads, done, earlier, disk)
         if disk is not None and flushes is None:
             _entered(done, disk, outcomes, is_flushed=True)
         return outcomes
@@ -379,13 +381,25 @@ def _entered(
     return taken
 
 
-def _settle(loads: Sequence[_Load], done: Sequence[_Load], disk: Disk) -> None:
-    """Note in the index which of the entered objects are durable, and drop the others."""
+def _durable(loads: Sequence[_Load], disk: Disk) -> dict[int, m.SegmentEntry]:
+    """Durable entries that the index already has of these objects, by object id."""
+    ids = [load.task.entry.object_id for load in loads]
+    entries, unflushed = disk.index.entries, disk.index.unflushed
+    return {one: entries[one] for one in ids if one in entries and one not in unflushed}
+
+
+def _settle(
+    loads: Sequence[_Load], done: Sequence[_Load], earlier: dict[int, m.SegmentEntry], disk: Disk
+) -> None:
+    """Note in the index which of the entered objects are durable; of the others it has what it had before."""
     disk.log.mark_flushed([load.task.entry.object_id for load in done])
     kept = {load.place for load in done}
     lost = [load.task.entry.object_id for load in loads if load.place not in kept]
     try:
         disk.log.drop(lost)
+        for object_id in lost:
+            if object_id in earlier:
+                disk.log.hold(earlier[object_id])
     except MooncakeError as error:  # they stay unflushed until their place is used again
         log.warning("index_entry_not_dropped", num_objects=len(lost), reason=str(error))
 

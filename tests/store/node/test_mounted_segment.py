@@ -162,7 +162,7 @@ async def test_wrong_bytes_are_not_copied(master: ScriptedMaster, tmp_path: Path
             file.seek(2 * MIB)
             file.write(bytes([data[2 * MIB] ^ 1]))
         for segment, source in (("n", place(ssd, 0)), ("n/ssd", place(memory, 1))):
-            done = await master.run(segment, entry_of(data, 8 * MIB, object_id=2), source)
+            done = await master.run(segment, msgspec.structs.replace(entry, offset=8 * MIB), source)
             assert done.refusal is not None and done.refusal.code == "corrupt"
         assert list(node.segments["n/ssd"].entries()) == [entry]
 
