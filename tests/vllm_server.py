@@ -132,18 +132,32 @@ class VllmServer(OpenAiServer):
         self.wait_until_over(30)
 
 
-@contextmanager
-def running_store(folder: Path, size_gb: float = 1.0) -> Iterator[str]:
-    """Run ``mooncaked``: a master and this much memory in one process; yields its address."""
+def start_store(folder: Path, size_gb: float = 1.0) -> tuple[subprocess.Popen[bytes], str]:
+    """Start ``mooncaked``, a master and this much memory in one process; returns it and its address.
+
+    The master answers before the memory is mounted, and refuses objects until then; this waits for both.
+    """
     port = free_port()
     command = [sys.executable, "-m", "mooncake", "daemon", "--port", str(port)]
     command += ["--capacity-dram", str(size_gb)]
-    with (folder / "mooncaked.log").open("a") as log:
+    log_path = folder / f"mooncaked-{port}.log"
+    with log_path.open("w") as log:
         process = subprocess.Popen(command, stdout=log, stderr=log)
     try:
-        client = BlockingClient(f"{HOST}:{port}", (m.Flags,))
-        client.call(m.Exists(["a key"]), 60.0)
-        yield f"{HOST}:{port}"
+        wait_for(lambda: "ready role=daemon" in log_path.read_text(), "the store to be ready", 60.0)
+    except BaseException:
+        process.kill()
+        process.wait()
+        raise
+    return process, f"{HOST}:{port}"
+
+
+@contextmanager
+def running_store(folder: Path, size_gb: float = 1.0) -> Iterator[str]:
+    """Run ``mooncaked``; yields its address."""
+    process, address = start_store(folder, size_gb)
+    try:
+        yield address
     finally:
         process.terminate()
         process.wait(30)

@@ -10,8 +10,6 @@ from __future__ import annotations
 import gc
 import shutil
 import signal
-import subprocess
-import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -22,11 +20,9 @@ import pytest
 
 from mooncake.connectors.store_link import StoreLink, StoreLoad
 from mooncake.connectors.vllm.plugin import register
-from mooncake.rpc import BlockingClient
-from mooncake.store import messages as m
 from tests.cluster import wait_for
 from tests.vllm.engine import BLOCK_TOKENS, Engine, a_prompt
-from tests.vllm_server import HOST, QUIET, free_port, num_stored, running_store
+from tests.vllm_server import QUIET, num_stored, running_store, start_store
 
 pytestmark = [pytest.mark.processes, pytest.mark.timeout(900)]
 
@@ -168,12 +164,7 @@ def test_a_block_of_other_weights_is_never_loaded(
 def test_a_daemon_that_dies_in_a_load_costs_time_only(
     model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, is_async: bool
 ) -> None:
-    port = free_port()
-    command = [sys.executable, "-m", "mooncake", "daemon", "--port", str(port), "--capacity-dram", "1"]
-    with (tmp_path / "mooncaked.log").open("w") as log:
-        daemon = subprocess.Popen(command, stdout=log, stderr=log)
-    address = f"{HOST}:{port}"
-    BlockingClient(address, (m.Flags,)).call(m.Exists(["a key"]), 60.0)
+    daemon, address = start_store(tmp_path)
     load_part = StoreLink.load_part
 
     def die_first(link: StoreLink, *args: Any) -> StoreLoad:
