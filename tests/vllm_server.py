@@ -36,8 +36,17 @@ QUIET = {
 """Environment of every vLLM process of ours: no traffic leaves this host, and 1 GiB of KV memory."""
 
 
+_given_ports: set[int] = set()
+
+
 def free_port() -> int:
-    return free_ports(HOST, 1, Random())[0]
+    """A port that no other test gets: vLLM takes half a minute from its start until it listens."""
+    worker = int(os.environ.get("PYTEST_XDIST_WORKER", "gw0").removeprefix("gw"))
+    num_workers = int(os.environ.get("PYTEST_XDIST_WORKER_COUNT", "1"))
+    others = {port for port in range(1 << 16) if port % num_workers != worker}
+    [port] = free_ports(HOST, 1, Random(), _given_ports | others)
+    _given_ports.add(port)
+    return port
 
 
 class VllmServer(OpenAiServer):

@@ -34,6 +34,7 @@ import numpy.typing as npt
 
 from mooncake.conductor.decode_forecast import DecodeForecast, DecodeLoad
 from mooncake.conductor.prediction import DecodeModel
+from mooncake.conductor.refused_prompts import NO_KEYS, KeyedPrompt, RefusedPrompts
 from mooncake.types import WorkerRole
 
 CODES = ("slo_ttft", "slo_tbt", "overload")
@@ -312,6 +313,9 @@ LEAST_CHANCE = 0.5
 SPARE_PART = 0.5
 """A prompt that its own length makes late is served while all else takes no more than this part of the other
 prefill instances' time."""
+LEAST_REPEATS = 0.5
+"""Else it is served when so much of its computing has been refused before: what it leaves in the cache makes
+others short."""
 IDLE_PART = 0.02
 """Machines of which no more is taken are idle: such a prompt may have the only one."""
 
@@ -382,6 +386,11 @@ class GoodputRule:
     SLO of one admitted before. And a context lies whole in one instance: memory left in fragments over the
     pool can't hold one.
 
+    A prompt that takes longer than its SLO by itself is late however it is served. It is served while there
+    is room, because a session whose prompt has grown so long would be rejected at each turn: only a computed
+    prompt makes the next one short. And it is served when at least half of its computing was refused before
+    (``RefusedPrompts``), at the price of as many requests as were refused for it.
+
     *Is it worth what it would displace?* In overload some requests must be rejected, and other rules choose
     those that arrive when the queue is full. If a request is worth v and takes c seconds of the bottleneck,
     taking the largest v / c first brings the most: one prompt of 100,000 tokens takes the place of fifty
@@ -395,26 +404,38 @@ class GoodputRule:
         self.decode_price = ShadowPrice(horizon_s, turn_share)
         self._decode_forecast = decode_forecast
         self._errors = ForecastErrors()
+        self._refused = RefusedPrompts()
         self._over = _Quantile(_IN_PACE, LEAST_OVER)
 
     @property
     def _over_factor(self) -> float:
         return min(_MOST_OVER, max(LEAST_OVER, self._over.value))
 
-    def decide(self, request: AdmissionRequest, pools: PoolCapacity, now: float) -> AdmissionResult:
+    def decide(
+        self, request: AdmissionRequest, pools: PoolCapacity, now: float, prompt: KeyedPrompt = NO_KEYS
+    ) -> AdmissionResult:
         # Below the target queue some requests must be admitted, or a period of wrong forecasts would reject
         # all, and with them all samples that could correct the forecasts.
         chance, slack_s = 1.0, request.slo_ttft_s - request.ttft_s
-        is_late_by_itself = _is_late_by_itself(request)
+        is_too_long, repeats = 0.0 < request.slo_ttft_s < request.ttft_s - request.queue_s, 0.0
+        # To refuse it would help no other request where machines have time for it.
+        is_late_by_itself = is_too_long and request.queue_s <= TARGET_BACKLOG * request.slo_ttft_s
         if request.slo_ttft_s:
             chance = max(self._errors.chance(slack_s), 1.0 / self._errors.SIZE)
             is_unlikely = chance < LEAST_CHANCE and request.ttft_s > TARGET_BACKLOG * request.slo_ttft_s
-            if (slack_s < 0 or is_unlikely) and not (
-                is_late_by_itself and self._has_spare(request, pools, now)
-            ):
+            if is_late_by_itself:
+                repeats = self._refused.repeats(prompt)
+                is_late = repeats < LEAST_REPEATS and not self._has_spare(request, pools, now)
+            else:
+                is_late = slack_s < 0 or is_unlikely
+            if is_late:
+                if is_too_long:
+                    self._refused.add(prompt)
                 most_s = (1.0 - TARGET_BACKLOG) * request.slo_ttft_s
                 return too_late(request, min(most_s, self._errors.typical_s()))
-        value = _value(request) * chance
+        is_repeated = repeats >= LEAST_REPEATS
+        # One that comes again is worth those that were refused for it, as if they came once more.
+        value = _value(request) * (repeats if is_repeated else chance)
         room_s = max(0.0, request.slo_tbt_s - pools.step.base_s) / self._over_factor
         limit_s = pools.step.base_s + room_s
         step_s = time_load = memory_load = 0.0
@@ -425,12 +446,14 @@ class GoodputRule:
                 # at zero.
                 self.decode_price.offer(value, self._decode_cost_s(request, pools, room_s), now)
                 return full
-        if request.slo_ttft_s and not is_late_by_itself:
+        if request.slo_ttft_s and (is_repeated or not is_late_by_itself):
             price, num = self.prefill_price, pools.num_prefill
             short_s = TARGET_BACKLOG * request.slo_ttft_s - request.queue_s
             budget = num * (1.0 + short_s / price.horizon_s)
             refused = _at_price(WorkerRole.PREFILL, price, request.prefill_s, value, num, budget, now)
             if refused is not None:
+                if is_repeated:
+                    self._refused.add(prompt)
                 return refused
         if step_s:
             price, num = self.decode_price, pools.num_decode
@@ -439,6 +462,8 @@ class GoodputRule:
             refused = _at_price(WorkerRole.DECODE, price, cost_s, value, num, budget, now)
             if refused is not None:
                 return refused
+        if is_repeated:
+            self._refused.forget(prompt)
         prefill_load = request.ttft_s / request.slo_ttft_s if request.slo_ttft_s else 0.0
         decode_load = step_s / request.slo_tbt_s if request.slo_tbt_s else 0.0
         # Where memory is the scarcer of both, late answers waited for it: shorter steps would not help.
@@ -463,6 +488,7 @@ class GoodputRule:
     def check(self) -> None:
         self.prefill_price.check()
         self.decode_price.check()
+        self._refused.check()
         assert LEAST_OVER <= self._over_factor <= _MOST_OVER
 
     def _decode_refusal(
@@ -490,17 +516,6 @@ class GoodputRule:
             pools.added_s(request.num_tokens) / max(1e-9, room_s), request.num_tokens / pools.kv_tokens
         )
         return part * stay_s
-
-
-def _is_late_by_itself(request: AdmissionRequest) -> bool:
-    """Whether it is its own length that makes it late, as on an idle machine, and not those that wait.
-
-    To reject it would help no other request where machines have time for it, and a session whose prompt has
-    grown so long would be rejected at each turn: only a computed prompt makes the next one short.
-    """
-    alone_s = request.ttft_s - request.queue_s
-    is_late = 0.0 < request.slo_ttft_s < alone_s
-    return is_late and request.queue_s <= TARGET_BACKLOG * request.slo_ttft_s
 
 
 def _value(request: AdmissionRequest) -> float:
@@ -582,9 +597,11 @@ class AdmissionController:
         """Whether the request was admitted and has not ended."""
         return request_id in self._admitted
 
-    def decide(self, request: AdmissionRequest, pools: PoolCapacity, now: float) -> AdmissionResult:
+    def decide(
+        self, request: AdmissionRequest, pools: PoolCapacity, now: float, prompt: KeyedPrompt = NO_KEYS
+    ) -> AdmissionResult:
         """Decide whether ``request`` is admitted; if so it counts from now on."""
-        verdict = self._decide(request, pools, now)
+        verdict = self._decide(request, pools, now, prompt)
         if not verdict.is_admitted:
             self._count(verdict)
             self._audit_due += self._audit_share
@@ -599,7 +616,7 @@ class AdmissionController:
 
     def placed_elsewhere(self, request: AdmissionRequest, pools: PoolCapacity, now: float) -> None:
         """Record a request that was admitted by another conductor: it is demand and load like others."""
-        verdict = dataclasses.replace(self._decide(request, pools, now), is_admitted=True)
+        verdict = dataclasses.replace(self._decide(request, pools, now, NO_KEYS), is_admitted=True)
         self._admitted[request.request_id] = _AdmittedRequest(request, verdict, pools.step.base_s)
         self.decode_forecast.expect(request.request_id, now + request.ttft_s, request.num_tokens, now)
 
@@ -661,9 +678,11 @@ class AdmissionController:
         assert 0.0 <= self._audit_due < 1.0
         assert self.audit.num_in_slo <= self.audit.num_ended <= self.audit.num_admitted
 
-    def _decide(self, request: AdmissionRequest, pools: PoolCapacity, now: float) -> AdmissionResult:
+    def _decide(
+        self, request: AdmissionRequest, pools: PoolCapacity, now: float, prompt: KeyedPrompt
+    ) -> AdmissionResult:
         if self.rule == "goodput":
-            return self.goodput.decide(request, pools, now)
+            return self.goodput.decide(request, pools, now, prompt)
         load = request.ttft_s / request.slo_ttft_s if request.slo_ttft_s else 0.0
         if self.rule != "none" and load > 1.0:
             return too_late(request)

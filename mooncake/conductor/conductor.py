@@ -66,6 +66,7 @@ from mooncake.conductor.prediction import (
     Floats,
     Predictor,
     Slots,
+    prefill_terms,
 )
 from mooncake.conductor.prefix_index import InferredBlocks, PrefixIndex, PrefixMatch
 from mooncake.conductor.request_lifecycle import RequestLifecycle, candidates_of, prompt_blocks_of, refusal_of
@@ -252,7 +253,7 @@ class Conductor:
             decode.done_s = queue_s + prefill_s
         prediction = self._predicted(job, prefill or decode, decode.slot)
         self._offer(event, (prefill or decode).busy_s or prediction.prefill_s, prediction, now)
-        verdict = self._decide_admission(event, prefill or decode, decode, prediction, now)
+        verdict = self._decide_admission(event, job, prefill or decode, decode, prediction)
         if event.needs_prefill:
             lacks = verdict.lacks if verdict is not None else None
             self.scaling.served(lacks or WorkerRole.PREFILL, lacks is not None)
@@ -265,16 +266,17 @@ class Conductor:
     def _decide_admission(
         self,
         event: Place,
+        job: PromptJob,
         computing: InstanceChoice,
         decode: InstanceChoice,
         prediction: Prediction,
-        now: float,
     ) -> AdmissionResult | None:
         if self.lifecycle.is_admitting_all:
             return None
-        busy_s = computing.busy_s or prediction.prefill_s
-        pools = self._pools_with(decode.slot)
-        return self.lifecycle.decide(event, prediction, busy_s, pools, self._is_measured, now)
+        busy_s, pools = computing.busy_s or prediction.prefill_s, self._pools_with(decode.slot)
+        num_cached = job.num_cached(computing) // self._settings.block_tokens
+        is_measured = self._is_measured
+        return self.lifecycle.decide(event, prediction, busy_s, num_cached, pools, is_measured, job.now)
 
     def _offer(self, event: Place, busy_s: float, prediction: Prediction, now: float) -> None:
         """Record the work of a request for the scaling signal, whether it is admitted or not."""
@@ -465,7 +467,7 @@ class Conductor:
         now, computing = job.now, prefill or decode
         turn = computing.turn or job.turn(0.0)
         fetches = self._book_fetch(event, job, computing)
-        num_cached = max(int(job.cached[computing.slot]), computing.fetch_tokens[1])
+        num_cached = job.num_cached(computing)
         decode_id = self.cluster.names[decode.slot]
         parts = [f"decode {decode_id} ({decode.reason})"]
         prefill_id = None
@@ -550,7 +552,7 @@ class Conductor:
         """``full``: the role whose instances all have as many requests as they may; None: none is ready."""
         if event.needs_prefill:  # further choices, and answers that move, ask again and again
             num_tokens = event.num_tokens
-            prefill_s = self.predict.prefill.common.expected((1.0, num_tokens, num_tokens**2))
+            prefill_s = self.predict.prefill.common.expected(prefill_terms(0, num_tokens))
             num_output = self.predict.lengths.expected(event.scope, event.max_output_tokens)
             self._offer(event, prefill_s, Prediction(ttft_s=prefill_s, output_tokens=num_output), now)
             if full is not None:

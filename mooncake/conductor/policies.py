@@ -98,6 +98,10 @@ class PromptJob:
         """Least time from the last loaded byte to the first token."""
         return max(0.0, self.moving_s - self.late_s)
 
+    def num_cached(self, choice: InstanceChoice) -> int:
+        """Leading tokens that need not be computed where it was chosen to be."""
+        return max(int(self.cached[choice.slot]), choice.fetch_tokens[1])
+
     def computed_at(self, choice: InstanceChoice) -> None:
         """Note where it is computed, and so when its KV moves: in the time before the first token, but not
         before all is there that is loaded. Predictions err, so the time is longer by half at both ends."""
@@ -608,13 +612,13 @@ def _load_part(
 ) -> None:
     """Set the split of the chosen candidate to where both curves meet, at a block's boundary."""
     own, block = int(job.in_memory[choice.slot]), cluster.settings.block_tokens
-    model, layers = cluster.predict.prefill_model(choice.slot), cluster.predict.costs.num_layers
+    prefill_s, layers = cluster.predict.prefill_at(choice.slot), cluster.predict.costs.num_layers
     reach, per_token = _at(source.reach, at), _at(source.per_token, at)
     begun = float(source.begun[at])
 
     def curves(num_blocks: int) -> tuple[float, float]:
         end = own + num_blocks * block
-        compute_s = model.seconds(end, job.num_tokens)
+        compute_s = prefill_s(end, job.num_tokens)
         tail_s = max(compute_s / layers, job.hand_over_s)
         return choice.queue_s + compute_s, begun + num_blocks * block * per_token + tail_s
 
@@ -630,7 +634,7 @@ def _load_part(
     if num_blocks <= 0:
         return
     end = own + num_blocks * block
-    choice.prefill_s = model.seconds(end, job.num_tokens)
+    choice.prefill_s = prefill_s(end, job.num_tokens)
     loaded_s = begun + num_blocks * block * per_token
     choice.done_s = max(choice.queue_s + choice.prefill_s, loaded_s + choice.prefill_s / layers)
     choice.busy_s = choice.done_s - choice.queue_s

@@ -30,7 +30,7 @@ from __future__ import annotations
 
 import math
 from bisect import bisect_left
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
 import msgspec
@@ -87,6 +87,8 @@ class CostModels(msgspec.Struct, frozen=True):
     "Layers of the model: a prompt's KV is loaded layer by layer while others are computed."
     ssd: LinkModel = LinkModel(1e-4, 3e9)
     "Reads of blocks from an instance's own SSD."
+    reuse_s: float = 0.0
+    "Seconds that a cached prefix takes, whatever its length, before the rest is computed."
 
 
 # --- coefficients that follow measurements
@@ -394,9 +396,14 @@ QUANTITIES = ("queue_s", "fetch_s", "prefill_s", "ttft_s", "tbt_s", "output_toke
 RATIOS = (0.1, 0.25, 0.5, 0.75, 0.9, 0.95, 1.0, 1.05, 1.1, 1.25, 1.5, 2.0, 4.0, 10.0)
 """Upper bounds of the buckets of the measured value as a multiple of the predicted one."""
 
-_PREFILL_SCALE = (1e-2, 1e-6, 1e-11)
+_PREFILL_SCALE = (1e-2, 1e-6, 1e-11, 1e-3)
 _DECODE_SCALE = (1e-3, 1e-5, 1e-9)
 """Coefficients below which differences between fast machines don't matter."""
+
+
+def prefill_terms(first: int, end: int) -> tuple[float, float, float, float]:
+    """What the coefficients of a prefill of the prompt tokens [first, end) are multiplied with."""
+    return 1.0, end - first, end * end - first * first, float(first > 0)
 
 
 class PredictionAccuracy:
@@ -426,7 +433,7 @@ class Predictor:
     def __init__(self, costs: CostModels) -> None:
         self.costs = costs
         prefill, decode = costs.prefill, costs.decode
-        self.prefill = FittedColumns((prefill.c0, prefill.c1, prefill.c2), _PREFILL_SCALE)
+        self.prefill = FittedColumns((prefill.c0, prefill.c1, prefill.c2, costs.reuse_s), _PREFILL_SCALE)
         self.decode = FittedColumns((decode.base_s, decode.per_request_s, decode.per_token_s), _DECODE_SCALE)
         self.links = BandwidthEstimates(costs.link)
         self.lengths = OutputLengths()
@@ -451,8 +458,11 @@ class Predictor:
         """The same for every slot, used or not."""
         return _prefill_s(self.prefill.columns, first, end)
 
-    def prefill_model(self, slot: int) -> PrefillModel:
-        return PrefillModel(*self.prefill.columns[:, slot].tolist())
+    def prefill_at(self, slot: int) -> Callable[[float, float], float]:
+        """The same for one instance, as a function of the first token and the end."""
+        *terms, reuse_s = self.prefill.columns[:, slot].tolist()
+        model = PrefillModel(*terms)
+        return lambda first, end: model.seconds(first, end) + (reuse_s if first else 0.0)
 
     def decode_model(self, slot: int) -> DecodeModel:
         return DecodeModel(*self.decode.columns[:, slot].tolist())
@@ -466,7 +476,7 @@ class Predictor:
     def chunk_measured(self, slot: int, first: int, num_tokens: int, seconds: float) -> None:
         if num_tokens > 0:
             end = first + num_tokens
-            self.prefill.add(slot, (1.0, num_tokens, end * end - first * first), seconds)
+            self.prefill.add(slot, prefill_terms(first, end), seconds)
 
     def step_measured(self, slot: int, batch_size: int, context_tokens: int, seconds: float) -> None:
         if batch_size > 0:
@@ -479,6 +489,7 @@ class Predictor:
 
 
 def _prefill_s(terms: Floats, first: Floats | float, end: float) -> Floats:
-    c0, c1, c2 = terms
+    c0, c1, c2, reuse_s = terms
     seconds: Floats = c0 + c1 * (end - first) + c2 * (end * end - first * first)
+    seconds += reuse_s * (first > 0)
     return seconds

@@ -27,6 +27,7 @@ from mooncake.conductor.messages import (
 )
 from mooncake.conductor.policies import InstanceChoice
 from mooncake.conductor.prefix_index import PrefixIndex, PrefixMatch
+from mooncake.conductor.refused_prompts import KeyedPrompt
 from mooncake.conductor.settings import SchedulingSettings
 from mooncake.errors import Refusal
 from mooncake.kvlayout import KEY_PREFIX
@@ -56,11 +57,14 @@ class RequestLifecycle:
         event: Place,
         prediction: Prediction,
         busy_s: float,
+        num_cached: int,
         pools: PoolCapacity,
         is_measured: tuple[bool, bool],
         now: float,
     ) -> AdmissionResult | None:
         """Whether a request is admitted; None for one that was already, and only needs another instance.
+
+        ``num_cached``: leading blocks that need not be computed where it would be.
 
         ``is_measured``: whether predictions of prefill, and of decode, rest on measurements. No request is
         rejected because of a guess.
@@ -68,7 +72,7 @@ class RequestLifecycle:
         if not event.needs_prefill or self.admission.knows(event.request_id):
             return None
         applicant = self._applicant(event, prediction, busy_s, is_measured)
-        return self.admission.decide(applicant, pools, now)
+        return self.admission.decide(applicant, pools, now, KeyedPrompt(event.keys, num_cached))
 
     def placed_elsewhere(
         self,

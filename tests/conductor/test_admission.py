@@ -27,6 +27,7 @@ from mooncake.conductor.admission import (
 )
 from mooncake.conductor.decode_forecast import DecodeForecast
 from mooncake.conductor.prediction import DecodeModel
+from mooncake.conductor.refused_prompts import KeyedPrompt
 
 STEP = DecodeModel(0.02, 0.002, 1e-6)
 POOLS = PoolCapacity(1, 1, STEP)
@@ -483,6 +484,39 @@ def test_a_prompt_that_its_own_length_makes_late_is_served_while_there_is_room()
         False,
         "slo_ttft",
     ) and "even without a queue" in verdict.reason
+    goodput.check()
+
+
+def test_a_prompt_whose_computing_was_refused_before_is_computed_for_those_that_come_after() -> None:
+    """Else a prefix that is too long to be computed in time is refused to each of those that share it."""
+    goodput, common = rule(), range(100)
+    for number in range(200):
+        goodput.decide(one_ahead(str(number)), POOLS, number * 3.0)
+
+    def sharing(name: int, num_cached: int = 0, **fields: Any) -> AdmissionResult:
+        prompt = KeyedPrompt([*common, *range(1000 * name, 1000 * name + 10)], num_cached)
+        given = {"queue_s": 0.0, "prefill_s": 15.0, "ttft_s": 15.0, **fields}
+        return goodput.decide(one_ahead(str(name), **given), POOLS, 600.0, prompt)
+
+    assert sharing(1).code == "slo_ttft", "the machine is busy with others"
+    assert sharing(2, queue_s=6.0, ttft_s=21.0).code == "slo_ttft", "others wait"
+    assert sharing(3).is_admitted, "the prefix was wanted before"
+    assert sharing(4).code == "slo_ttft", "it is being computed"
+    assert sharing(5, num_cached=100).code == "slo_ttft", "what it adds itself was not wanted before"
+    goodput.check()
+
+
+def test_in_overload_a_prompt_is_computed_for_others_only_if_enough_want_it() -> None:
+    goodput, now = rule(), 0.0
+    for number in range(600):
+        now += 0.1
+        goodput.decide(one_ahead(str(number), queue_s=4.9, prefill_s=0.5, ttft_s=5.4), POOLS, now)
+    assert goodput.prefill_price.rate(now) > 2.0, "an overload"
+    long, prompt = one_ahead("long", queue_s=4.9, prefill_s=15.0, ttft_s=19.9), KeyedPrompt(range(50))
+    codes = [goodput.decide(long, POOLS, now, prompt).code for _ in range(60)]
+    wanted = codes.index("admitted")
+    assert codes[0] == "slo_ttft" and set(codes[1:wanted]) == {"overload"}
+    assert wanted > 15, "as many at least as short ones are computed in its time"
     goodput.check()
 
 

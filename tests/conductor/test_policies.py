@@ -376,7 +376,7 @@ def plainly(pair: ClusterView, there: PromptJob, slots: list[int]) -> list[tuple
     ssd_s = costs.kv_bytes_per_token / costs.ssd.bytes_per_s
 
     def compute_s(slot: int, first: float) -> float:
-        return predict.prefill_model(slot).seconds(first, there.num_tokens)
+        return predict.prefill_at(slot)(first, there.num_tokens)
 
     sources: list[tuple[float, int, int, float, bool]] = []
     for is_ssd, tokens in enumerate((there.in_memory, there.cached)):

@@ -26,6 +26,7 @@ from mooncake.conductor.prediction import (
     LengthHistogram,
     LinkModel,
     OutputLengths,
+    Predictor,
     PrefillModel,
 )
 
@@ -158,6 +159,23 @@ def test_an_instance_is_estimated_from_all_until_it_has_samples() -> None:
     columns.forget(2)
     assert columns.columns[:, 2] == pytest.approx(columns.common.coefficients)
     columns.check()
+
+
+def test_what_a_cached_prefix_costs_by_itself_is_known_and_learned() -> None:
+    """Prompts that are almost all cached take little else."""
+    predict = Predictor(CostModels(prefill=PrefillModel(0.0, 1e-4, 0.0), reuse_s=0.07))
+    predict.grow(2)
+    slots, cached = np.arange(2), np.array([0.0, 1000.0])
+    assert predict.prefill_s(slots, cached, 1100) == pytest.approx([0.11, 0.08])
+    assert predict.prefill_everywhere_s(cached, 1100) == pytest.approx([0.11, 0.08])
+    assert [predict.prefill_at(1)(first, 1100) for first in (0, 1000)] == pytest.approx([0.11, 0.08])
+    random = Random(3)
+    for _ in range(200):
+        first, num_tokens = random.choice((0, 1024)), random.randrange(10, 2000)
+        predict.chunk_measured(0, first, num_tokens, num_tokens * 1e-4 + (0.2 if first else 0.0))
+    assert predict.prefill_s(slots, 1000.0, 1100) == pytest.approx([0.21, 0.21], rel=0.05), "learned for all"
+    assert predict.prefill_s(slots, 0.0, 1100) == pytest.approx([0.11, 0.11], rel=0.05)
+    predict.check()
 
 
 # --- bandwidth between instances

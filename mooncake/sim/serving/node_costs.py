@@ -92,6 +92,7 @@ class NodeCosts(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
             self.kv_bytes_per_token,
             self.num_layers,
             LinkModel(1e-4, self.ssd_bytes_per_s),
+            self.reuse_s,
         )
 
     def prefill_s(self, num_cached: int, num_tokens: int) -> float:

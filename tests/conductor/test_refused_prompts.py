@@ -1,0 +1,55 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Refused prompts are recognized by what they have in common."""
+
+from __future__ import annotations
+
+import pytest
+
+from mooncake.conductor.refused_prompts import POINTS, KeyedPrompt, RefusedPrompts
+
+
+def prompt(common: int, own: int, name: int, num_cached: int = 0) -> KeyedPrompt:
+    """A prompt with the blocks of a common prefix, then its own."""
+    return KeyedPrompt([*range(common), *range(1_000_000 * name, 1_000_000 * name + own)], num_cached)
+
+
+def test_a_prompt_that_comes_again_was_refused_as_often() -> None:
+    refused = RefusedPrompts()
+    again = prompt(10, 5, 1)
+    assert refused.repeats(again) == 0.0
+    for count in (1, 2, 3):
+        refused.add(again)
+        assert refused.repeats(again) == count
+    refused.check()
+    refused.forget(again)
+    assert refused.repeats(again) == 0.0, "it is computed now"
+    refused.check()
+
+
+def test_a_common_prefix_counts_for_its_part_of_what_must_be_computed() -> None:
+    refused = RefusedPrompts()
+    refused.add(prompt(30, 10, 1))
+    refused.add(prompt(30, 10, 2))
+    assert refused.repeats(prompt(30, 30, 3)) == pytest.approx(1.0), "half of it, twice"
+    assert refused.repeats(prompt(30, 30, 3, 30)) == 0.0, "the common part is cached"
+    assert refused.repeats(prompt(0, 30, 4)) == 0.0
+    assert refused.repeats(KeyedPrompt()) == refused.repeats(prompt(3, 0, 1, 3)) == 0.0, "nothing is computed"
+
+
+@pytest.mark.parametrize("num_blocks", [POINTS - 1, POINTS, POINTS + 1, 1000, 10_000])
+def test_of_a_long_prompt_few_blocks_are_looked_at_and_a_longer_one_knows_them(num_blocks: int) -> None:
+    refused = RefusedPrompts()
+    refused.add(prompt(num_blocks, 0, 1))
+    assert POINTS // 2 <= len(refused._counts) <= POINTS
+    longer = prompt(num_blocks, 3 * num_blocks, 2)
+    assert refused.repeats(longer) == pytest.approx(0.25, abs=2 / POINTS)
+    assert refused.repeats(longer._replace(num_cached=num_blocks)) == 0.0
+
+
+def test_the_oldest_are_dropped_and_those_counted_again_are_not_the_oldest() -> None:
+    refused = RefusedPrompts(capacity=20)
+    first, second, third = (prompt(0, 10, name) for name in (1, 2, 3))
+    for one in (first, second, first, third):
+        refused.add(one)
+        refused.check()
+    assert [refused.repeats(one) for one in (first, second, third)] == [2.0, 0.0, 1.0]
