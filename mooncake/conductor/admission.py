@@ -33,8 +33,9 @@ import numpy as np
 import numpy.typing as npt
 
 from mooncake.conductor.decode_forecast import DecodeForecast, DecodeLoad
+from mooncake.conductor.keyed_prompt import NO_KEYS, KeyedPrompt
 from mooncake.conductor.prediction import DecodeModel
-from mooncake.conductor.refused_prompts import NO_KEYS, KeyedPrompt, RefusedPrompts
+from mooncake.conductor.refused_prompts import RefusedPrompts
 from mooncake.types import WorkerRole
 
 CODES = ("slo_ttft", "slo_tbt", "overload")

@@ -22,6 +22,7 @@ import numpy as np
 from mooncake.conductor.admission import AdmissionResult, PoolCapacity
 from mooncake.conductor.explanation import Explanation
 from mooncake.conductor.health import Health, Instance, ProbeOutcome
+from mooncake.conductor.keyed_prompt import KeyedPrompt
 from mooncake.conductor.kv_handover import book_push, choose_handover, expect_move
 from mooncake.conductor.load import LoadAccounts
 from mooncake.conductor.messages import (
@@ -115,7 +116,7 @@ class Conductor:
         self.inferred_blocks = InferredBlocks(settings.assumed_tokens // settings.block_tokens)
         self.cluster = ClusterView(settings, random, self.loads, self.predict)
         self._grow()
-        self._settings = settings
+        self._settings, self._block_tokens = settings, settings.block_tokens
         self.placements: dict[str, ActivePlacement] = {}
         self._choosable: dict[
             WorkerRole, tuple[Slots, Slots]
@@ -253,7 +254,7 @@ class Conductor:
             decode.done_s = queue_s + prefill_s
         prediction = self._predicted(job, prefill or decode, decode.slot)
         self._offer(event, (prefill or decode).busy_s or prediction.prefill_s, prediction, now)
-        verdict = self._decide_admission(event, job, prefill or decode, decode, prediction)
+        verdict = self._decide_admission(event, job, prefill or decode, decode.slot, prediction)
         if event.needs_prefill:
             lacks = verdict.lacks if verdict is not None else None
             self.scaling.served(lacks or WorkerRole.PREFILL, lacks is not None)
@@ -264,19 +265,13 @@ class Conductor:
         return [*effects, decision]
 
     def _decide_admission(
-        self,
-        event: Place,
-        job: PromptJob,
-        computing: InstanceChoice,
-        decode: InstanceChoice,
-        prediction: Prediction,
+        self, event: Place, job: PromptJob, computing: InstanceChoice, decode: int, prediction: Prediction
     ) -> AdmissionResult | None:
         if self.lifecycle.is_admitting_all:
             return None
-        busy_s, pools = computing.busy_s or prediction.prefill_s, self._pools_with(decode.slot)
-        num_cached = job.num_cached(computing) // self._settings.block_tokens
-        is_measured = self._is_measured
-        return self.lifecycle.decide(event, prediction, busy_s, num_cached, pools, is_measured, job.now)
+        busy_s, pools = computing.busy_s or prediction.prefill_s, self._pools_with(decode)
+        prompt, is_measured = job.keyed(job.num_cached(computing), self._block_tokens), self._is_measured
+        return self.lifecycle.decide(event, prediction, busy_s, prompt, pools, is_measured, job.now)
 
     def _offer(self, event: Place, busy_s: float, prediction: Prediction, now: float) -> None:
         """Record the work of a request for the scaling signal, whether it is admitted or not."""
@@ -342,7 +337,7 @@ class Conductor:
         if not self.lifecycle.explainer.is_on:
             return
         if matched is None:
-            matched = self.index.match(event.keys[: event.num_tokens // self._settings.block_tokens])
+            matched = self.index.match(event.keys[: event.num_tokens // self._block_tokens])
         self.index.removal_log.note_prompt(matched.keys, event.bare_keys[: len(matched.keys)])
         where = self.cluster.names[computing.slot] if computing is not None else ""
         prompt = prompt_blocks_of(event, matched, self.index, where, now)
@@ -375,8 +370,8 @@ class Conductor:
         return pools
 
     def _job(self, event: Place, now: float) -> PromptJob:
-        block_tokens = self._settings.block_tokens
-        matched = self.index.match(event.keys[: event.num_tokens // block_tokens])
+        keys, block_tokens = event.keys[: event.num_tokens // self._block_tokens], self._block_tokens
+        matched = self.index.match(keys)
         cached: Floats = np.multiply(matched.leading, float(block_tokens))
         in_memory = cached
         if matched.leading_memory is not matched.leading:
@@ -395,6 +390,7 @@ class Conductor:
             event.slo_ttft_s or self._settings.slo_ttft_s,
             event.slo_tbt_s or self._settings.slo_tbt_s,
             matched=matched,
+            keys=keys,
         )
 
     def _in_pool(self, event: Place) -> int:
@@ -475,8 +471,9 @@ class Conductor:
             prefill_id = self.cluster.names[prefill.slot]
             parts.insert(0, f"prefill {prefill_id} ({prefill.reason})")
         if event.needs_prefill:
-            num_computed = event.num_tokens - num_cached
-            self.loads.add_prompt(computing.slot, event.request_id, computing.busy_s, num_computed, turn, now)
+            slot, busy_s, num_computed = computing.slot, computing.busy_s, event.num_tokens - num_cached
+            prompt = job.keyed(job.cached[slot], self._block_tokens)
+            self.loads.add_prompt(slot, event.request_id, busy_s, num_computed, turn, now, prompt)
         num_tokens = event.num_tokens + job.output_tokens // 2
         self.loads.add_decode(decode.slot, event.request_id, num_tokens)
         if degraded:
@@ -516,7 +513,7 @@ class Conductor:
         """Leading tokens of a prompt that some instance or the pool holds."""
         num_blocks = job.matched.num_held if job.matched is not None else 0
         in_pool = int(job.cached[self._pool_slot]) if self._pool_slot >= 0 else 0
-        return max(num_blocks * self._settings.block_tokens, in_pool)
+        return max(num_blocks * self._block_tokens, in_pool)
 
     def _push_from(self, job: PromptJob, prefill: InstanceChoice, decode: int, parts: list[str]) -> str:
         """Address of the listener from which ``decode`` gets the prompt's KV; empty if by the pool.
@@ -539,7 +536,7 @@ class Conductor:
         if choice.source < 0:
             return []
         first, end = choice.fetch_tokens
-        block_tokens, links = self._settings.block_tokens, self.predict.links
+        block_tokens, links = self._block_tokens, self.predict.links
         links.book(choice.source, choice.slot, choice.card_s, job.now)
         if choice.source == self._pool_slot:
             links.egress_free_at[self._pool_slot] = -np.inf  # it has many cards
@@ -639,9 +636,8 @@ class Conductor:
         if event.is_prefilled and computing is not None:
             self.loads.end_prompt(computing.slot, request_id, now)
             pools = self.instances.get(decision.decode, computing).slot
-            self.lifecycle.prefilled(
-                Prefilled(request_id, has_begun=True), lambda: self._pools_with(pools), now
-            )
+            begun = Prefilled(request_id, has_begun=True)
+            self.lifecycle.prefilled(begun, lambda: self._pools_with(pools), now)
             effects += self._leave_if_drained(computing, now)
         return effects
 
@@ -662,7 +658,8 @@ class Conductor:
         if computing is not None and place.needs_prefill and not event.is_prefilled:
             num_computed = max(0, place.num_tokens - decision.num_cached_tokens)
             turn = now + _bounded(decision.turn, -_MOST_S)
-            self.loads.add_prompt(computing.slot, request_id, prefill_s, num_computed, turn, now)
+            slot, prompt = computing.slot, KeyedPrompt(place.keys)
+            self.loads.add_prompt(slot, request_id, prefill_s, num_computed, turn, now, prompt)
         if decode is not None:
             num_tokens = place.num_tokens + prediction.output_tokens // 2
             self.loads.add_decode(decode.slot, request_id, num_tokens)
@@ -904,7 +901,7 @@ class Conductor:
     def _assume(self, instance: InstanceId, event: Place, now: float) -> None:
         """Infer that an instance without KV events holds the blocks of a prompt that it was given."""
         if self.instances[instance].is_silent or event.is_text:
-            keys = event.keys[: event.num_tokens // self._settings.block_tokens]
+            keys = event.keys[: event.num_tokens // self._block_tokens]
             dropped = self.inferred_blocks.note(instance, keys)
             self.index.store(instance, keys)
             self.index.remove(instance, dropped, reason="assumed", now=now)

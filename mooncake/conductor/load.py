@@ -17,7 +17,10 @@ from typing import Any
 
 import numpy as np
 
+from mooncake.conductor.keyed_prompt import NO_KEYS, KeyedPrompt
 from mooncake.conductor.prediction import Floats, Slots
+from mooncake.conductor.queued_prefixes import QueuedPrefixes
+from mooncake.prefix import BlockKey
 
 
 @dataclass(slots=True)
@@ -25,6 +28,8 @@ class _Prompt:
     seconds: float
     num_tokens: int
     turn: float
+    added: list[BlockKey]
+    "Keys under which it is in ``queued_prefixes``."
 
 
 class _WaitingPrompts:
@@ -89,6 +94,7 @@ class LoadAccounts:
         self.ready_since: Floats = np.empty(0)
         self.newest_at = -math.inf
         "When the newest instance became ready."
+        self.queued_prefixes = QueuedPrefixes()
         self._prompts: list[dict[str, _Prompt]] = []
         self._waiting = _WaitingPrompts()
         self._decodes: list[dict[str, int]] = []
@@ -120,21 +126,25 @@ class LoadAccounts:
         """Reset a slot, which another instance has now."""
         for name, empty in zip(self._COLUMNS, self._EMPTY, strict=True):
             getattr(self, name)[slot] = empty
-        for request_id in list(self._prompts[slot])[1:]:
-            self._waiting.remove(request_id)
+        for place, (request_id, prompt) in enumerate(self._prompts[slot].items()):
+            self.queued_prefixes.remove(slot, prompt.added)
+            if place:
+                self._waiting.remove(request_id)
         self._prompts[slot] = {}
         self._decodes[slot] = {}
 
     # --- prompts
 
-    def queue_s(self, slots: Slots, now: float, turn: float = math.inf) -> tuple[Floats, Floats | None]:
-        """Seconds until each slot can begin a prompt with this turn, and the number of prompts that would
-        wait for it (None: no prompt on any)."""
+    def queue_s(
+        self, slots: Slots, now: float, turn: float | Floats = math.inf
+    ) -> tuple[Floats, Floats | None]:
+        """Seconds until each slot can begin a prompt with this turn (one for all, or by slot), and the number
+        of prompts that would wait for it (None: no prompt on any)."""
         queue: Floats = np.maximum(self.first_ends_at.take(slots) - now, 0.0)
         waiting = self._waiting
         if not waiting.num_prompts:
             return queue, None
-        is_ahead = waiting.turns <= turn
+        is_ahead = waiting.turns <= (turn.take(waiting.slots) if isinstance(turn, np.ndarray) else turn)
         ahead_s: Any = np.bincount(waiting.slots, waiting.seconds * is_ahead, self.num_slots)
         queue += ahead_s.take(slots)
         if np.count_nonzero(is_ahead) == len(is_ahead):
@@ -142,8 +152,25 @@ class LoadAccounts:
         num_behind: Any = np.bincount(waiting.slots, 1.0 - is_ahead, self.num_slots)
         return queue, num_behind.take(slots)
 
+    def turns_after(self, seconds: float) -> Floats | None:
+        """By slot: the last turn of a waiting prompt that takes no longer than this; None: none waits."""
+        waiting = self._waiting
+        if not waiting.num_prompts:
+            return None
+        is_shorter = waiting.seconds <= seconds
+        turns = np.full(self.num_slots, -math.inf)
+        np.maximum.at(turns, waiting.slots[is_shorter], waiting.turns[is_shorter])
+        return turns
+
     def add_prompt(
-        self, slot: int, request_id: str, seconds: float, num_tokens: int, turn: float, now: float
+        self,
+        slot: int,
+        request_id: str,
+        seconds: float,
+        num_tokens: int,
+        turn: float,
+        now: float,
+        prompt: KeyedPrompt = NO_KEYS,
     ) -> None:
         prompts = self._prompts[slot]
         assert request_id not in prompts
@@ -151,7 +178,8 @@ class LoadAccounts:
             self._waiting.add(request_id, slot, seconds, turn)
         else:
             self.first_ends_at[slot] = now + seconds
-        prompts[request_id] = _Prompt(seconds, num_tokens, turn)
+        added = self.queued_prefixes.add(slot, prompt, turn)
+        prompts[request_id] = _Prompt(seconds, num_tokens, turn, added)
         self.queued_tokens[slot] += num_tokens
         self._count(slot, request_id not in self._decodes[slot])
 
@@ -161,6 +189,7 @@ class LoadAccounts:
             return
         was_first = next(iter(prompts)) == request_id
         ended = prompts.pop(request_id)
+        self.queued_prefixes.remove(slot, ended.added)
         self.queued_tokens[slot] -= ended.num_tokens
         self.num_requests[slot] -= request_id not in self._decodes[slot]
         if not was_first:
@@ -224,6 +253,7 @@ class LoadAccounts:
         return list(self._decodes[slot])
 
     def check(self) -> None:
+        self.queued_prefixes.check()
         for slot, (prompts, decodes) in enumerate(zip(self._prompts, self._decodes, strict=True)):
             [queue_s], _ = self.queue_s(np.array([slot]), math.inf)
             assert math.isclose(queue_s, sum([one.seconds for one in prompts.values()][1:]), abs_tol=1e-6)

@@ -27,7 +27,7 @@ threshold to adjust: a slow card, a busy source or an idle processor move the sp
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from random import Random
 
@@ -35,10 +35,12 @@ import numpy as np
 from numpy.typing import NDArray
 
 from mooncake.conductor.handover_windows import HandoverWindows
+from mooncake.conductor.keyed_prompt import KeyedPrompt
 from mooncake.conductor.load import LoadAccounts
 from mooncake.conductor.prediction import Floats, Predictor, Slots
 from mooncake.conductor.prefix_index import PrefixMatch
 from mooncake.conductor.settings import SchedulingSettings
+from mooncake.prefix import BlockKey
 from mooncake.types import InstanceId
 
 
@@ -60,8 +62,30 @@ class ClusterView:
 
     def estimate(self, job: PromptJob, slot: int) -> tuple[float, float]:
         """Seconds until an instance has computed its queue, and seconds it takes to compute this prompt."""
-        [queue_s], [prefill_s] = (one.tolist() for one in estimates(self, job, np.array([slot])))
+        [queue_s], [prefill_s], _ = (one.tolist() for one in estimates(self, job, np.array([slot])))
         return queue_s, prefill_s
+
+    def awaited(self, job: PromptJob, held: Floats) -> AwaitedPrefix | None:
+        """What instances will have of a prompt beyond what they hold; None if nothing."""
+        reach = self.loads.queued_prefixes.reach(KeyedPrompt(job.keys))
+        tokens = {slot: (blocks * self.settings.block_tokens, turn) for slot, (blocks, turn) in reach.items()}
+        more = [(slot, *one) for slot, one in tokens.items() if one[0] > held[slot]]
+        if not more:
+            return None
+        slots, num_tokens, turns = zip(*more, strict=True)
+        found = AwaitedPrefix(held.copy(), np.full(len(held), -np.inf))
+        found.tokens[list(slots)], found.turns[list(slots)] = num_tokens, turns
+        return found
+
+
+@dataclass(slots=True)
+class AwaitedPrefix:
+    """The leading tokens of a prompt that each instance will have once the prompts are computed that wait."""
+
+    tokens: Floats
+    "By slot; where nothing is awaited those that it holds."
+    turns: Floats
+    "By slot: the turn of the prompt that brings them; -inf where nothing is awaited."
 
 
 @dataclass(slots=True)
@@ -92,11 +116,17 @@ class PromptJob:
     "Instants between which the KV moves, once it is known where the prompt is computed."
     matched: PrefixMatch | None = None
     "The match that ``cached`` comes from."
+    keys: Sequence[BlockKey] = ()
+    "Its full blocks."
 
     @property
     def hand_over_s(self) -> float:
         """Least time from the last loaded byte to the first token."""
         return max(0.0, self.moving_s - self.late_s)
+
+    def keyed(self, num_cached: float, block_tokens: int) -> KeyedPrompt:
+        """It by its blocks, of which leading ones with so many tokens need not be computed."""
+        return KeyedPrompt(self.keys, int(num_cached) // block_tokens)
 
     def num_cached(self, choice: InstanceChoice) -> int:
         """Leading tokens that need not be computed where it was chosen to be."""
@@ -178,16 +208,15 @@ PRIORITY_S = 1e6
 
 def prefill_by_cache(cluster: ClusterView, job: PromptJob, slots: Slots) -> InstanceChoice:
     """The instance that computes the prompt first: least queue plus uncached part."""
-    queue, prefill = estimates(cluster, job, slots)
+    queue, prefill, own = estimates(cluster, job, slots)
     score, best, why = ranked(cluster, job, slots, queue + prefill)
-    chosen = slots[best]
-    reason = f"{why or 'soonest'}: {estimate_text(job, chosen, queue[best], prefill[best])}"
+    reason = f"{why or 'soonest'}: {estimate_text(job, slots[best], own[best], queue[best], prefill[best])}"
     return chosen_at(cluster, job, slots, best, reason, queue, prefill, score)
 
 
 def prefill_by_load(cluster: ClusterView, job: PromptJob, slots: Slots) -> InstanceChoice:
     """The instance with the shortest queue."""
-    queue, prefill = estimates(cluster, job, slots)
+    queue, prefill, _ = estimates(cluster, job, slots)
     # This prompt's own time counts in full everywhere: a new instance gets its share of it, too.
     whole = cluster.predict.prefill_s(slots, 0.0, job.num_tokens)
     score = shared(cluster, job, slots, queue + whole)
@@ -281,10 +310,13 @@ def _shortest_step(
 # --- what policies are made of
 
 
-def estimates(cluster: ClusterView, job: PromptJob, slots: Slots) -> tuple[Floats, Floats]:
-    """By candidate: seconds until it has computed its queue, and seconds to compute this prompt."""
+def estimates(cluster: ClusterView, job: PromptJob, slots: Slots) -> tuple[Floats, Floats, Floats]:
+    """By candidate, in order of arrival: seconds until its queue is computed, seconds to compute this prompt,
+    and leading tokens of it that are there by then."""
     queue, _ = cluster.loads.queue_s(slots, job.now)
-    return queue, cluster.predict.prefill_s(slots, job.cached.take(slots), job.num_tokens)
+    awaited = cluster.awaited(job, job.cached)
+    own = (job.cached if awaited is None else awaited.tokens).take(slots)
+    return queue, cluster.predict.prefill_s(slots, own, job.num_tokens), own
 
 
 def shared(cluster: ClusterView, job: PromptJob, slots: Slots, score: Floats) -> Floats:
@@ -316,9 +348,12 @@ def ranked(cluster: ClusterView, job: PromptJob, slots: Slots, done: Floats) -> 
     return score, best, ""
 
 
-def estimate_text(job: PromptJob, slot: int, queue_s: float, prefill_s: float) -> str:
+def estimate_text(job: PromptJob, slot: int, own: float, queue_s: float, prefill_s: float) -> str:
+    """``own``: leading tokens that are there when its turn comes."""
     cached = int(job.cached[slot])
-    return f"{cached} of {job.num_tokens} tokens cached, {queue_s:.3f} s queued, {prefill_s:.3f} s to compute"
+    awaited = f", {own - cached:.0f} more by those before it" if own > cached else ""
+    text = f"{cached} of {job.num_tokens} tokens cached{awaited}"
+    return f"{text}, {queue_s:.3f} s queued, {prefill_s:.3f} s to compute"
 
 
 def chosen_at(
@@ -485,13 +520,13 @@ LOAD_PRICE = 0.1
 
 def kvcache_centric(cluster: ClusterView, job: PromptJob, slots: Slots) -> InstanceChoice:
     """Algorithm 1 of the paper: least transfer + queue + prefill."""
-    queue, own_prefill = estimates(cluster, job, slots)
+    queue, own_prefill, own = estimates(cluster, job, slots)
     source, reach = longest_holder(cluster, job)
     if source < 0:
         score, best, why = ranked(cluster, job, slots, queue + own_prefill)
-        reason = f"{why or 'soonest'}: {estimate_text(job, slots[best], queue[best], own_prefill[best])}"
+        estimate = estimate_text(job, slots[best], own[best], queue[best], own_prefill[best])
+        reason = f"{why or 'soonest'}: {estimate}"
         return chosen_at(cluster, job, slots, best, reason, queue, own_prefill, score)
-    own = job.cached.take(slots)
     # Any factor of zero is exceeded: an instance that holds none of it has all of it transferred.
     transfers = reach > own * cluster.settings.kvcache_balancing_threshold
     transfers &= slots != source
@@ -500,7 +535,7 @@ def kvcache_centric(cluster: ClusterView, job: PromptJob, slots: Slots) -> Insta
     fetch = np.where(transfers, cards_wait_s(cluster, job, source, slots) + latency_s + moving, 0.0)
     prefill = np.where(transfers, cluster.predict.prefill_s(slots, reach, job.num_tokens), own_prefill)
     score, best, why = ranked(cluster, job, slots, queue + fetch + prefill)
-    reason = f"{why or 'soonest'}: {estimate_text(job, slots[best], queue[best], prefill[best])}"
+    reason = f"{why or 'soonest'}: {estimate_text(job, slots[best], own[best], queue[best], prefill[best])}"
     choice = chosen_at(cluster, job, slots, best, reason, queue, prefill, score, fetch)
     if transfers[best]:
         choice.fetch_s = float(fetch[best])
@@ -557,7 +592,20 @@ def overlap(cluster: ClusterView, job: PromptJob, slots: Slots) -> InstanceChoic
     turn = job.turn(
         compute_s, float(cluster.loads.queue_s(slots, job.now)[0].min()) if job.slo_ttft_s else 0.0
     )
-    queue, num_behind = cluster.loads.queue_s(slots, job.now, turn)
+    turns = cluster.loads.turns_after(compute_s)
+    turns = np.full(cluster.loads.num_slots, turn) if turns is None else np.maximum(turns, turn)
+    queue, num_behind = cluster.loads.queue_s(slots, job.now, turns)
+    if (awaited := cluster.awaited(job, job.in_memory)) is not None:
+        # Behind the prompt that brings more of it, or at its own turn without that, whatever is sooner.
+        behind, num_behind_it = cluster.loads.queue_s(slots, job.now, np.maximum(awaited.turns, turns))
+        short = predict.prefill_s(slots, awaited.tokens.take(slots), job.num_tokens)
+        is_sooner = behind + short < queue + prefill
+        later = slots[is_sooner]
+        turns[later] = np.maximum(awaited.turns.take(later), turns.take(later))
+        own = np.where(is_sooner, awaited.tokens.take(slots), own)
+        prefill, queue = np.where(is_sooner, short, prefill), np.where(is_sooner, behind, queue)
+        if num_behind is not None:
+            num_behind = np.where(is_sooner, 0.0 if num_behind_it is None else num_behind_it, num_behind)
     candidates = _Candidates(slots, own, prefill, queue, queue + prefill)
     split, reads_ssd = _split(cluster, candidates, source, job.hand_over_s), np.zeros(len(slots), np.bool_)
     if ssd is not None:
@@ -570,13 +618,14 @@ def overlap(cluster: ClusterView, job: PromptJob, slots: Slots) -> InstanceChoic
     score = done + price if num_behind is None else done + num_behind * (done - queue) + price
     score, best, why = ranked(cluster, job, slots, score)
     choice = chosen_at(cluster, job, slots, best, "", queue, prefill, score, split.begun + split.moving)
-    choice.turn = turn
+    choice.turn = float(turns[choice.slot])
     part = float(split.part[best])
     if part > 0:
         chosen = ssd if reads_ssd[best] else source
         assert chosen is not None
-        _load_part(cluster, job, choice, chosen, best, is_all=part >= 1)
-    choice.reason = f"{why or 'soonest'}: {estimate_text(job, choice.slot, choice.queue_s, choice.prefill_s)}"
+        _load_part(cluster, job, choice, chosen, best, int(own[best]), is_all=part >= 1)
+    estimate = estimate_text(job, choice.slot, own[best], choice.queue_s, choice.prefill_s)
+    choice.reason = f"{why or 'soonest'}: {estimate}"
     if choice.source >= 0:
         choice.reason += _loaded(cluster, choice)
     return choice
@@ -608,10 +657,19 @@ def _split(
 
 
 def _load_part(
-    cluster: ClusterView, job: PromptJob, choice: InstanceChoice, source: KvSource, at: int, is_all: bool
+    cluster: ClusterView,
+    job: PromptJob,
+    choice: InstanceChoice,
+    source: KvSource,
+    at: int,
+    own: int,
+    is_all: bool,
 ) -> None:
-    """Set the split of the chosen candidate to where both curves meet, at a block's boundary."""
-    own, block = int(job.in_memory[choice.slot]), cluster.settings.block_tokens
+    """Set the split of the chosen candidate to where both curves meet, at a block's boundary.
+
+    ``own``: leading tokens that it has itself.
+    """
+    block = cluster.settings.block_tokens
     prefill_s, layers = cluster.predict.prefill_at(choice.slot), cluster.predict.costs.num_layers
     reach, per_token = _at(source.reach, at), _at(source.per_token, at)
     begun = float(source.begun[at])

@@ -16,6 +16,7 @@ import numpy as np
 
 from mooncake.conductor.admission import AdmissionController, AdmissionRequest, AdmissionResult, PoolCapacity
 from mooncake.conductor.explanation import CandidateSet, Explainer, Explanation, PromptBlocks
+from mooncake.conductor.keyed_prompt import KeyedPrompt
 from mooncake.conductor.messages import (
     AdmissionStatus,
     Decision,
@@ -27,7 +28,6 @@ from mooncake.conductor.messages import (
 )
 from mooncake.conductor.policies import InstanceChoice
 from mooncake.conductor.prefix_index import PrefixIndex, PrefixMatch
-from mooncake.conductor.refused_prompts import KeyedPrompt
 from mooncake.conductor.settings import SchedulingSettings
 from mooncake.errors import Refusal
 from mooncake.kvlayout import KEY_PREFIX
@@ -57,14 +57,12 @@ class RequestLifecycle:
         event: Place,
         prediction: Prediction,
         busy_s: float,
-        num_cached: int,
+        prompt: KeyedPrompt,
         pools: PoolCapacity,
         is_measured: tuple[bool, bool],
         now: float,
     ) -> AdmissionResult | None:
         """Whether a request is admitted; None for one that was already, and only needs another instance.
-
-        ``num_cached``: leading blocks that need not be computed where it would be.
 
         ``is_measured``: whether predictions of prefill, and of decode, rest on measurements. No request is
         rejected because of a guess.
@@ -72,7 +70,7 @@ class RequestLifecycle:
         if not event.needs_prefill or self.admission.knows(event.request_id):
             return None
         applicant = self._applicant(event, prediction, busy_s, is_measured)
-        return self.admission.decide(applicant, pools, now, KeyedPrompt(event.keys, num_cached))
+        return self.admission.decide(applicant, pools, now, prompt)
 
     def placed_elsewhere(
         self,

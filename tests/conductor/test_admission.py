@@ -26,8 +26,8 @@ from mooncake.conductor.admission import (
     ShadowPrice,
 )
 from mooncake.conductor.decode_forecast import DecodeForecast
+from mooncake.conductor.keyed_prompt import KeyedPrompt
 from mooncake.conductor.prediction import DecodeModel
-from mooncake.conductor.refused_prompts import KeyedPrompt
 
 STEP = DecodeModel(0.02, 0.002, 1e-6)
 POOLS = PoolCapacity(1, 1, STEP)

@@ -13,6 +13,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from mooncake.conductor import policies
+from mooncake.conductor.keyed_prompt import KeyedPrompt
 from mooncake.conductor.policies import (
     POLICIES,
     ClusterView,
@@ -368,6 +369,34 @@ def test_a_short_prompt_overtakes_and_its_turn_says_so() -> None:
     assert choice.slot == 0 and choice.queue_s == pytest.approx(1.0)
 
 
+def test_what_waits_on_an_instance_will_be_in_its_cache() -> None:
+    """Else each of many prompts with a new prefix has it computed on another instance."""
+    pair, keys = cluster(1.0, 1.0), range(90)
+    pair.loads.add_prompt(0, "first", 0.8, 900, 1000.5, 1000.0, KeyedPrompt(keys))
+    for name in ("overlap", "cache_aware", "kvcache_centric"):
+        choose, _ = policies.POLICIES[name]
+        choice = choose(pair, job(0, 0, keys=[*keys, *range(1000, 1010)]), every("ab"))
+        assert choice.slot == 0 and choice.queue_s == pytest.approx(1.8), name
+        assert "0 of 1000 tokens cached, 900 more by those before it" in choice.reason, name
+        assert choice.prefill_s == pytest.approx(0.1), "ten blocks of its own"
+    assert policies.overlap(pair, job(0, 0, keys=range(1, 100)), every("ab")).slot == 1, "it begins otherwise"
+    choice = policies.overlap(pair, job(0, 0, keys=keys, num_tokens=900), every("ab"))
+    assert choice.turn >= 1000.5, "not before the prompt that computes the prefix"
+    pair.loads.end_prompt(0, "first", 1000.0)
+    assert policies.overlap(pair, job(0, 0, keys=keys), every("ab")).prefill_s == pytest.approx(1.0)
+
+
+def test_no_prompt_overtakes_one_that_is_no_longer() -> None:
+    """The longer the queue the less a prompt can wait, but those before it can wait no longer for that."""
+    one = cluster(0.0)
+    early = policies.overlap(one, job(0, slo_ttft_s=10.0), every("a"))
+    one.loads.add_prompt(0, "computed", 6.0, 1, 0.0, 1000.0)
+    one.loads.add_prompt(0, "early", 1.0, 1000, early.turn, 1000.0)
+    late = policies.overlap(one, job(0, slo_ttft_s=10.0), every("a"))
+    assert late.turn >= early.turn > 1000.0 and late.queue_s == pytest.approx(7.0)
+    assert policies.overlap(one, job(0, num_tokens=500), every("a")).queue_s == pytest.approx(6.0)
+
+
 def plainly(pair: ClusterView, there: PromptJob, slots: list[int]) -> list[tuple[float, int]]:
     """By candidate: its score and the source it would load from (-1: none), computed with scalars."""
     predict, layers = pair.predict, pair.predict.costs.num_layers
@@ -387,13 +416,19 @@ def plainly(pair: ClusterView, there: PromptJob, slots: list[int]) -> list[tuple
                 cost = wait_s + slow_s + compute_s(slot, tokens[slot])
                 sources.append((cost, len(sources), slot, float(tokens[slot]), bool(is_ssd)))
     best = min(sources, default=None)
-    turn = there.turn(
-        min(compute_s(slot, max(there.cached[slot], best[3] if best else 0.0)) for slot in slots)
-    )
+    least_s = min(compute_s(slot, max(there.cached[slot], best[3] if best else 0.0)) for slot in slots)
+    awaited = pair.loads.queued_prefixes.reach(KeyedPrompt(there.keys))
     results = []
     for slot in slots:
+        waiting = [pair.loads.prompt(slot, name) for name in pair.loads.prompts_of(slot)[1:]]
+        turn = max([there.turn(least_s), *(one[2] for one in waiting if one and one[0] <= least_s)])
         [queue_s], behind = pair.loads.queue_s(np.array([slot]), there.now, turn)
         own = float(there.in_memory[slot])
+        num_blocks, after = awaited.get(slot, (0, 0.0))
+        if num_blocks * block > own:
+            [later_s], later = pair.loads.queue_s(np.array([slot]), there.now, max(turn, after))
+            if later_s + compute_s(slot, num_blocks * block) < queue_s + compute_s(slot, own):
+                queue_s, behind, own = later_s, later, float(num_blocks * block)
         ways = [(queue_s + compute_s(slot, own), 0.0, -1)]
         options = [(slot, float(there.cached[slot]), True)] if there.cached[slot] > own else []
         if best is not None and best[2] != slot and best[3] > own:
@@ -428,15 +463,16 @@ def test_the_choice_is_the_best_of_all_computed_one_by_one(seed: int) -> None:
     )
     many = cluster(*(random.choice([0.0, random.random()]) for _ in range(num)), costs=costs)
     for number in range(random.choice([0, 10])):
-        turn = 1000.0 + random.random()
-        many.loads.add_prompt(random.randrange(num), f"w{number}", random.random(), 1, turn, 1000.0)
+        turn, num_own = 1000.0 + random.random(), random.choice([0, 30, 90])
+        prompt = KeyedPrompt([*range(num_own), *range(1000, 1010)])
+        many.loads.add_prompt(random.randrange(num), f"w{number}", random.random(), 1, turn, 1000.0, prompt)
     for _ in range(random.choice([0, 4])):
         many.predict.links.book(random.randrange(num), random.randrange(num), random.random(), 1000.0)
     if random.random() < 0.5:
         many.sources = many.sources[random.random() < 0.5 :: 2]
     cached = np.array([random.choice([0, 0, 10, 300, 310, 900]) for _ in range(num)], float)
     in_memory = np.minimum(cached, [random.choice([0, 200, 900]) for _ in range(num)])
-    there = PromptJob(1000.0, 1000, cached, cached if random.random() < 0.5 else in_memory)
+    there = PromptJob(1000.0, 1000, cached, cached if random.random() < 0.5 else in_memory, keys=range(100))
     slots = every(range(num))[random.random() < 0.3 :]
     results = plainly(many, there, slots.tolist())
     choice = policies.overlap(many, there, slots)

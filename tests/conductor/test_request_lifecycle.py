@@ -8,6 +8,7 @@ from typing import Any
 import numpy as np
 
 from mooncake.conductor.admission import AdmissionResult, PoolCapacity
+from mooncake.conductor.keyed_prompt import NO_KEYS
 from mooncake.conductor.messages import Finished, Place, Prediction, Prefilled
 from mooncake.conductor.policies import CandidateColumns, InstanceChoice
 from mooncake.conductor.prediction import DecodeModel
@@ -30,7 +31,7 @@ def decide(
     one: RequestLifecycle, is_measured: tuple[bool, bool] = MEASURED, **fields: Any
 ) -> AdmissionResult | None:
     place = Place(**{"request_id": "r", "num_tokens": 100, **fields})
-    return one.decide(place, SLOW, 1.0, 0, POOLS, is_measured, 0.0)
+    return one.decide(place, SLOW, 1.0, NO_KEYS, POOLS, is_measured, 0.0)
 
 
 def test_no_request_is_rejected_because_of_a_guess() -> None:
@@ -57,12 +58,12 @@ def test_an_admitted_request_only_needs_another_instance() -> None:
 
 def test_admission_is_checked_again_when_the_prompt_is_computed() -> None:
     one = lifecycle_with(slo_ttft_s=0.0, slo_tbt_s=0.021)
-    verdict = one.decide(Place("r", 100), SLOW, 1.0, 0, POOLS, (True, False), 0.0)
+    verdict = one.decide(Place("r", 100), SLOW, 1.0, NO_KEYS, POOLS, (True, False), 0.0)
     assert verdict is not None and verdict.is_admitted, "steps were a guess at that time"
     # Its objectives at admission count: none for decode, so it goes on.
     assert one.prefilled(Prefilled("r"), lambda: POOLS, 1.0) is None
     strict = lifecycle_with(admission="baseline", slo_ttft_s=0.0, slo_tbt_s=0.021)
-    assert strict.decide(Place("r", 100), SLOW, 1.0, 0, POOLS, MEASURED, 0.0) is not None
+    assert strict.decide(Place("r", 100), SLOW, 1.0, NO_KEYS, POOLS, MEASURED, 0.0) is not None
     refusal = strict.prefilled(Prefilled("r"), lambda: POOLS, 1.0)
     assert refusal is not None and refusal.refusal.code == "slo_tbt" and refusal.retry_after_s > 0
     assert strict.status().rejected == {"slo_tbt": 1}

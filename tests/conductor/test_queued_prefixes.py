@@ -1,0 +1,56 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The blocks of prompts that wait are those that their instances will have."""
+
+from __future__ import annotations
+
+from random import Random
+
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from mooncake.conductor.keyed_prompt import NO_KEYS, KeyedPrompt
+from mooncake.conductor.queued_prefixes import QueuedPrefixes
+
+
+def prompt(common: int, own: int, name: int, num_cached: int = 0) -> KeyedPrompt:
+    """A prompt with the blocks of a common prefix, then its own."""
+    return KeyedPrompt([*range(common), *range(1_000_000 * name, 1_000_000 * name + own)], num_cached)
+
+
+def test_the_longest_common_part_counts_and_the_earliest_turn_that_brings_it() -> None:
+    queued = QueuedPrefixes()
+    assert queued.reach(prompt(10, 0, 1)) == {}
+    queued.add(0, prompt(10, 5, 1), 7.0)
+    later = queued.add(0, prompt(20, 5, 2), 9.0)
+    queued.add(3, prompt(20, 5, 2), 8.0)
+    assert queued.reach(prompt(30, 0, 3)) == {0: (20, 9.0), 3: (20, 8.0)}
+    assert queued.reach(prompt(10, 9, 4)) == {0: (10, 7.0), 3: (10, 8.0)}
+    assert queued.reach(prompt(0, 9, 5)) == queued.reach(NO_KEYS) == {}
+    queued.remove(0, later)
+    assert queued.reach(prompt(30, 0, 3)) == {0: (10, 7.0), 3: (20, 8.0)}
+    queued.check()
+
+
+def test_what_is_cached_already_is_not_awaited() -> None:
+    queued = QueuedPrefixes()
+    queued.add(1, prompt(10, 5, 1, num_cached=10), 1.0)
+    assert queued.reach(prompt(10, 5, 2)) == {}
+    assert queued.reach(prompt(10, 5, 1)) == {1: (15, 1.0)}
+
+
+@settings(max_examples=50)
+@given(st.integers(0, 1 << 30))
+def test_nothing_is_left_when_all_are_computed(seed: int) -> None:
+    random, queued = Random(seed), QueuedPrefixes()
+    waiting: list[tuple[int, list[int]]] = []
+    for number in range(100):
+        if waiting and random.random() < 0.4:
+            queued.remove(*waiting.pop(random.randrange(len(waiting))))
+        slot, common = random.randrange(3), random.choice([0, 5, 40, 300])
+        one = prompt(common, random.choice([0, 1, 100]), number, random.choice([0, 3]))
+        waiting.append((slot, queued.add(slot, one, random.random())))
+        queued.check()
+    for slot, added in waiting:
+        queued.remove(slot, added)
+    queued.check()
+    assert repr(queued) == "<QueuedPrefixes 0 keys>"
