@@ -13,7 +13,7 @@ from typing import NamedTuple
 
 from mooncake.prefix import BlockKey
 
-POINTS = 64
+POINTS = 32
 """Number of blocks of a prompt that are looked at, at most."""
 
 
@@ -31,6 +31,9 @@ class KeyedPrompt(NamedTuple):
         while stride * POINTS < len(keys):
             stride *= 2
         return range(-(-(num_cached + 1) // stride) * stride - 1, len(keys), stride)
+
+    def keys_at(self, points: range) -> Sequence[BlockKey]:
+        return self.keys[points.start :: points.step]
 
 
 NO_KEYS = KeyedPrompt()

@@ -12,6 +12,7 @@ objects would take a millisecond, an operation on a column takes a microsecond o
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -28,7 +29,7 @@ class _Prompt:
     seconds: float
     num_tokens: int
     turn: float
-    added: list[BlockKey]
+    added: Sequence[BlockKey]
     "Keys under which it is in ``queued_prefixes``."
 
 

@@ -9,62 +9,56 @@ instances that each compute the prefix, and be rejected for a queue that is much
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Sequence
 
 from mooncake.conductor.keyed_prompt import KeyedPrompt
 from mooncake.prefix import BlockKey
-
-
-@dataclass(slots=True)
-class _Waiting:
-    """The prompts with one block that wait on one instance."""
-
-    turn: float
-    "The lowest turn of them."
-    num_prompts: int = 1
 
 
 class QueuedPrefixes:
     """The blocks of the prompts that wait or are computed, by slot."""
 
     def __init__(self) -> None:
-        self._slots: dict[BlockKey, dict[int, _Waiting]] = {}
+        # By block and slot: the number of prompts with it that wait there, and the lowest turn of them.
+        self._slots: dict[BlockKey, dict[int, tuple[int, float]]] = {}
 
     def __repr__(self) -> str:
         return f"<QueuedPrefixes {len(self._slots)} keys>"
 
-    def add(self, slot: int, prompt: KeyedPrompt, turn: float) -> list[BlockKey]:
+    def add(self, slot: int, prompt: KeyedPrompt, turn: float) -> Sequence[BlockKey]:
         """Add a prompt, which is computed in the order of turns; returns the keys with which to remove it."""
-        added = [prompt.keys[place] for place in prompt.points()]
+        added = prompt.keys_at(prompt.points())
         for key in added:
-            slots = self._slots.setdefault(key, {})
-            waiting = slots.get(slot)
-            if waiting is None:
-                slots[slot] = _Waiting(turn)
+            slots = self._slots.get(key)
+            if slots is None:
+                self._slots[key] = {slot: (1, turn)}
             else:
-                waiting.turn = min(waiting.turn, turn)
-                waiting.num_prompts += 1
+                num_prompts, lowest = slots.get(slot, (0, turn))
+                slots[slot] = num_prompts + 1, min(lowest, turn)
         return added
 
-    def remove(self, slot: int, added: list[BlockKey]) -> None:
+    def remove(self, slot: int, added: Sequence[BlockKey]) -> None:
         for key in added:
             slots = self._slots[key]
-            waiting = slots[slot]
-            waiting.num_prompts -= 1
-            if not waiting.num_prompts:
+            num_prompts, lowest = slots[slot]
+            if num_prompts > 1:
+                slots[slot] = num_prompts - 1, lowest
+            elif len(slots) > 1:
                 del slots[slot]
-                if not slots:
-                    del self._slots[key]
+            else:
+                del self._slots[key]
 
     def reach(self, prompt: KeyedPrompt) -> dict[int, tuple[int, float]]:
         """By slot: the number of leading blocks of ``prompt`` that will be there, and after which turn."""
         found: dict[int, tuple[int, float]] = {}
-        if self._slots:
-            for place in reversed(prompt.points()):
-                for slot, waiting in self._slots.get(prompt.keys[place], {}).items():
-                    found.setdefault(slot, (place + 1, waiting.turn))
+        points = prompt.points()
+        keys = prompt.keys_at(points)
+        if not self._slots.keys().isdisjoint(keys):
+            for place, key in zip(reversed(points), reversed(keys), strict=True):
+                for slot, (_, turn) in self._slots.get(key, {}).items():
+                    found.setdefault(slot, (place + 1, turn))
         return found
 
     def check(self) -> None:
         for slots in self._slots.values():
-            assert slots and all(waiting.num_prompts > 0 for waiting in slots.values())
+            assert slots and all(num_prompts > 0 for num_prompts, _ in slots.values())

@@ -11,7 +11,6 @@ rental: Karlin et al., "Competitive snoopy caching", 1988).
 from __future__ import annotations
 
 from collections import OrderedDict
-from collections.abc import Iterator
 
 from mooncake.conductor.keyed_prompt import KeyedPrompt
 from mooncake.prefix import BlockKey
@@ -29,25 +28,21 @@ class RefusedPrompts:
 
     def add(self, prompt: KeyedPrompt) -> None:
         """Count a refused prompt."""
-        for key in _keys(prompt):
+        for key in prompt.keys_at(prompt.points()):
             self._counts[key] = self._counts.pop(key, 0) + 1
         while len(self._counts) > self._capacity:
             self._counts.popitem(last=False)
 
     def repeats(self, prompt: KeyedPrompt) -> float:
         """How many times what must be computed of this prompt was refused, as the mean of its blocks."""
-        counts = [self._counts.get(key, 0) for key in _keys(prompt)]
+        counts = [self._counts.get(key, 0) for key in prompt.keys_at(prompt.points())]
         return sum(counts) / len(counts) if counts else 0.0
 
     def forget(self, prompt: KeyedPrompt) -> None:
         """Forget a prompt that is computed now."""
-        for key in _keys(prompt):
+        for key in prompt.keys_at(prompt.points()):
             self._counts.pop(key, None)
 
     def check(self) -> None:
         assert len(self._counts) <= self._capacity
         assert all(count >= 1 for count in self._counts.values())
-
-
-def _keys(prompt: KeyedPrompt) -> Iterator[BlockKey]:
-    return (prompt.keys[place] for place in prompt.points())

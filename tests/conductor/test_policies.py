@@ -371,16 +371,16 @@ def test_a_short_prompt_overtakes_and_its_turn_says_so() -> None:
 
 def test_what_waits_on_an_instance_will_be_in_its_cache() -> None:
     """Else each of many prompts with a new prefix has it computed on another instance."""
-    pair, keys = cluster(1.0, 1.0), range(90)
-    pair.loads.add_prompt(0, "first", 0.8, 900, 1000.5, 1000.0, KeyedPrompt(keys))
+    pair, keys = cluster(1.0, 1.0), range(96)
+    pair.loads.add_prompt(0, "first", 0.8, 960, 1000.5, 1000.0, KeyedPrompt(keys))
     for name in ("overlap", "cache_aware", "kvcache_centric"):
         choose, _ = policies.POLICIES[name]
-        choice = choose(pair, job(0, 0, keys=[*keys, *range(1000, 1010)]), every("ab"))
+        choice = choose(pair, job(0, 0, keys=[*keys, *range(1000, 1004)]), every("ab"))
         assert choice.slot == 0 and choice.queue_s == pytest.approx(1.8), name
-        assert "0 of 1000 tokens cached, 900 more by those before it" in choice.reason, name
-        assert choice.prefill_s == pytest.approx(0.1), "ten blocks of its own"
+        assert "0 of 1000 tokens cached, 960 more by those before it" in choice.reason, name
+        assert choice.prefill_s == pytest.approx(0.04), "four blocks of its own"
     assert policies.overlap(pair, job(0, 0, keys=range(1, 100)), every("ab")).slot == 1, "it begins otherwise"
-    choice = policies.overlap(pair, job(0, 0, keys=keys, num_tokens=900), every("ab"))
+    choice = policies.overlap(pair, job(0, 0, keys=keys, num_tokens=960), every("ab"))
     assert choice.turn >= 1000.5, "not before the prompt that computes the prefix"
     pair.loads.end_prompt(0, "first", 1000.0)
     assert policies.overlap(pair, job(0, 0, keys=keys), every("ab")).prefill_s == pytest.approx(1.0)

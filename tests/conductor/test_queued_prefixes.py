@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from random import Random
 
 from hypothesis import given, settings
@@ -42,7 +43,7 @@ def test_what_is_cached_already_is_not_awaited() -> None:
 @given(st.integers(0, 1 << 30))
 def test_nothing_is_left_when_all_are_computed(seed: int) -> None:
     random, queued = Random(seed), QueuedPrefixes()
-    waiting: list[tuple[int, list[int]]] = []
+    waiting: list[tuple[int, Sequence[int]]] = []
     for number in range(100):
         if waiting and random.random() < 0.4:
             queued.remove(*waiting.pop(random.randrange(len(waiting))))
