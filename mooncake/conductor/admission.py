@@ -24,7 +24,6 @@ from __future__ import annotations
 
 import dataclasses
 import math
-import statistics
 from collections import deque
 from dataclasses import dataclass
 from typing import Literal
@@ -308,9 +307,6 @@ TARGET_BACKLOG = 0.5
 TARGET_FILLING = 0.9
 """The part of the decode pool's room that is to be taken in overload."""
 
-LEAST_CHANCE = 0.5
-"""A request whose first token comes in time with less than this chance is not begun."""
-
 SPARE_PART = 0.5
 """A prompt that its own length makes late is served while all else takes no more than this part of the other
 prefill instances' time."""
@@ -325,6 +321,9 @@ _IN_PACE = 0.75
 more. Chosen among 0.5 to 0.9 on the three traces of ``bench/paper.py``'s overload."""
 
 _NEAR_LIMIT = 0.9
+
+_LONG_PART = 0.4
+"""Part of the TTFT SLO from which on a predicted time is one behind a long queue."""
 
 SHORT_ANSWER = 40
 """An answer of so few tokens is no sample of steps: the longest tenth of its intervals is mostly the wait for
@@ -355,13 +354,17 @@ class ForecastErrors:
     """How much later than predicted first tokens came lately, in seconds; below 0: earlier."""
 
     SIZE = 20
-    __slots__ = ("_recent",)
+    __slots__ = ("_behind_queues", "_recent")
 
     def __init__(self) -> None:
         self._recent: deque[float] = deque(maxlen=self.SIZE)
+        self._behind_queues: deque[float] = deque(maxlen=self.SIZE)
 
-    def learn(self, late_s: float) -> None:
+    def learn(self, late_s: float, ttft_s: float, slo_s: float) -> None:
+        """``ttft_s``: the prediction; ``slo_s`` 0: none."""
         self._recent.append(late_s)
+        if ttft_s >= _LONG_PART * slo_s > 0.0:
+            self._behind_queues.append(late_s)
 
     def chance(self, slack_s: float) -> float:
         """The part that came no later than ``slack_s`` after the prediction; 1 before anything is known."""
@@ -369,9 +372,20 @@ class ForecastErrors:
             return 1.0
         return sum(one <= slack_s for one in self._recent) / len(self._recent)
 
-    def typical_s(self) -> float:
-        """The median of how much later they came, at least 0."""
-        return max(0.0, statistics.median(self._recent)) if self._recent else 0.0
+    def margin_s(self, slo_s: float) -> float:
+        """How much before its SLO a first token should be predicted, so that most requests meet theirs.
+
+        In overload the queue is as long as admission lets it become, so that nearly all requests are as close
+        to their SLO as is allowed. A margin costs its part of the queue, which a burst could have filled, and
+        gains those that would have been late. Errors grow with the queue: only those behind long ones count.
+        """
+        late = sorted(self._behind_queues)
+        best = sum(one <= 0.0 for one in late) * slo_s
+        margin_s = 0.0 if best or not late else slo_s
+        for place, one in enumerate(late):
+            if 0.0 < one < slo_s and (place + 1) * (slo_s - one) > best:
+                margin_s, best = one, (place + 1) * (slo_s - one)
+        return margin_s
 
 
 class GoodputRule:
@@ -380,9 +394,8 @@ class GoodputRule:
     Value is a request completed within its SLOs; a level of priority is worth a factor of two. Two questions:
 
     *Can it meet its own SLOs?* If not, all of its work would be worth nothing. Forecasts decide this, and
-    forecasts err, so their recent errors count: they give the chance that its first token comes in time,
-    which must be large enough, and by which its value is multiplied (``docs/decisions``, 048). And they say
-    how far steps went beyond the room (between an empty pool's step and the SLO) that was to be filled.
+    forecasts err, so their recent errors count: they give the margin that is kept before the SLO, and the
+    chance that its first token comes in time, by which its value is multiplied. And they say how far steps went beyond the room (between an empty pool's step and the SLO) that was to be filled.
     For decode the worst moment of its stay counts, not the first: no request may be admitted that breaks the
     SLO of one admitted before. And a context lies whole in one instance: memory left in fragments over the
     pool can't hold one.
@@ -417,13 +430,16 @@ class GoodputRule:
     ) -> AdmissionResult:
         # Below the target queue some requests must be admitted, or a period of wrong forecasts would reject
         # all, and with them all samples that could correct the forecasts.
-        chance, slack_s = 1.0, request.slo_ttft_s - request.ttft_s
-        is_too_long, repeats = 0.0 < request.slo_ttft_s < request.ttft_s - request.queue_s, 0.0
-        # To refuse it would help no other request where machines have time for it.
-        is_late_by_itself = is_too_long and request.queue_s <= TARGET_BACKLOG * request.slo_ttft_s
-        if request.slo_ttft_s:
+        chance, slo_s, repeats = 1.0, request.slo_ttft_s, 0.0
+        is_late_by_itself = False
+        if slo_s:
+            slack_s = slo_s - request.ttft_s
             chance = max(self._errors.chance(slack_s), 1.0 / self._errors.SIZE)
-            is_unlikely = chance < LEAST_CHANCE and request.ttft_s > TARGET_BACKLOG * request.slo_ttft_s
+            margin_s = self._errors.margin_s(slo_s)
+            is_unlikely = slack_s < margin_s and request.ttft_s > TARGET_BACKLOG * slo_s
+            # To refuse what is late without a queue helps no other request where machines have time for it.
+            is_too_long = slo_s < request.ttft_s - request.queue_s + is_unlikely * margin_s
+            is_late_by_itself = is_too_long and request.queue_s <= TARGET_BACKLOG * slo_s
             if is_late_by_itself:
                 repeats = self._refused.repeats(prompt)
                 is_late = repeats < LEAST_REPEATS and not self._has_spare(request, pools, now)
@@ -432,8 +448,7 @@ class GoodputRule:
             if is_late:
                 if is_too_long:
                     self._refused.add(prompt)
-                most_s = (1.0 - TARGET_BACKLOG) * request.slo_ttft_s
-                return too_late(request, min(most_s, self._errors.typical_s()))
+                return too_late(request, is_unlikely * min(margin_s, (1.0 - TARGET_BACKLOG) * slo_s))
         is_repeated = repeats >= LEAST_REPEATS
         # One that comes again is worth those that were refused for it, as if they came once more.
         value = _value(request) * (repeats if is_repeated else chance)
@@ -479,10 +494,11 @@ class GoodputRule:
         price.offer(_value(request) / self._errors.SIZE, request.prefill_s, now)
         return True
 
-    def learn(self, late_s: float, over: float) -> None:
-        """Learn from an answered request: ``late_s`` after the prediction, with steps that took ``over``
-        times the room they were given; 0: they were given none."""
-        self._errors.learn(late_s)
+    def learn(self, request: AdmissionRequest, ttft_s: float, over: float) -> None:
+        """Learn from an answered request, whose steps took ``over`` times the room they were given; 0: they
+        were given none."""
+        if not 0.0 < request.slo_ttft_s < request.ttft_s:  # else it was admitted although it would be late
+            self._errors.learn(ttft_s - request.ttft_s, request.ttft_s, request.slo_ttft_s)
         if over > _NEAR_LIMIT:  # an empty pool is no sample of a full one
             self._over.learn(max(1.0, over))
 
@@ -666,7 +682,7 @@ class AdmissionController:
             room_s, over_s = promise.verdict.tbt_room_s, tbt_s - promise.base_s
             if 0 < num_output_tokens <= SHORT_ANSWER:
                 room_s = 0.0
-            self.goodput.learn(ttft_s - request.ttft_s, over_s / room_s if room_s else 0.0)
+            self.goodput.learn(request, ttft_s, over_s / room_s if room_s else 0.0)
 
     def forget(self, request_id: str) -> None:
         """Forget a request that is placed anew or not at all, as if it had never arrived."""

@@ -207,9 +207,9 @@ def test_goodput_learns_how_late_its_forecasts_are() -> None:
     admission = AdmissionController("goodput")
     for number in range(300):
         now = number * 10.0
-        admission.decide(applicant(str(number)), POOLS, now)
-        admission.prefilled(str(number), POOLS, now + 5.0)
-        admission.finished(str(number), 5.0, 0.03, True, now + 6.0)  # 3 s were predicted
+        admission.decide(applicant(str(number), queue_s=3.0, ttft_s=4.0), POOLS, now)
+        admission.prefilled(str(number), POOLS, now + 6.0)
+        admission.finished(str(number), 6.0, 0.03, True, now + 7.0)  # 4 s were predicted
     verdict = admission.decide(applicant(ttft_s=9.0, queue_s=8.0), POOLS, 4000.0)
     assert not verdict.is_admitted and "short" in verdict.reason
     assert admission.decide(applicant(ttft_s=7.0, queue_s=6.0), POOLS, 4000.0).is_admitted
@@ -237,7 +237,7 @@ def test_goodput_recovers_after_a_time_of_wrong_forecasts() -> None:
     """Else no request would be admitted whose outcome could show that they are right again."""
     admission = AdmissionController("goodput")
     for number in range(100):
-        admission.goodput.learn(3600.0, 0.0)
+        learn(admission.goodput, 3600.0)
         assert admission.decide(applicant(f"soon{number}"), POOLS, float(number)).is_admitted
         admission.forget(f"soon{number}")
     verdict = admission.decide(applicant("late", queue_s=5.0, ttft_s=6.0), POOLS, 100.0)
@@ -426,6 +426,12 @@ def one_ahead(name: str = "r", **fields: Any) -> AdmissionRequest:
     )
 
 
+def learn(goodput: GoodputRule, late_s: float, over: float = 0.0) -> None:
+    """Let it learn from a request behind a queue, which came so much later than predicted."""
+    ahead = one_ahead(queue_s=4.0, ttft_s=5.0)
+    goodput.learn(ahead, ahead.ttft_s + late_s, over)
+
+
 def test_a_request_that_meets_its_slos_is_admitted_with_its_part_of_both_loads() -> None:
     verdict = rule().decide(one_ahead(), POOLS, 0.0)
     assert verdict.is_admitted and verdict.prefill_load == pytest.approx(0.2)
@@ -437,27 +443,64 @@ def test_forecasts_that_were_late_are_allowed_for() -> None:
     nearly = one_ahead(ttft_s=9.0)
     assert goodput.decide(nearly, POOLS, 0.0).is_admitted
     for _ in range(500):
-        goodput.learn(3.0, 0.0)
+        learn(goodput, 3.0)
     verdict = goodput.decide(nearly, POOLS, 1.0)
     assert (verdict.is_admitted, verdict.code) == (False, "slo_ttft")
     assert "predictions may be" in verdict.reason
 
 
 def test_the_chance_of_a_first_token_counts_the_last_errors() -> None:
-    """Those of long ago are forgotten; a request that will rather be late than not is not begun."""
+    """Those of long ago are forgotten."""
     errors = ForecastErrors()
-    assert (errors.chance(0.0), errors.typical_s()) == (1.0, 0.0)
+    assert errors.chance(0.0) == 1.0
     for late_s in (*[9.0] * 50, *[-1.0] * 10, *[2.0] * 10):
-        errors.learn(late_s)
+        errors.learn(late_s, 0.1, 10.0)
     assert [errors.chance(slack_s) for slack_s in (-2.0, -1.0, 1.9, 2.0)] == [0.0, 0.5, 0.5, 1.0]
-    assert errors.typical_s() == pytest.approx(0.5)
+    assert errors.margin_s(10.0) == 0.0, "they were not behind a queue"
+
+
+@pytest.mark.parametrize(
+    ("late_s", "margin_s"),
+    [
+        ([], 0.0),
+        ([-3.0, -1.0, 0.0], 0.0),
+        ([1.0] * 20, 1.0),
+        ([0.5] * 10 + [1.0] * 10, 1.0),  # half of them for half a second of the queue
+        ([0.5] * 19 + [6.0], 0.5),  # one of them for most of it
+        ([-1.0] * 10 + [6.0] * 10, 0.0),
+        ([-1.0] * 10 + [4.0] * 10, 4.0),
+        ([10.0, 99.0], 10.0),
+    ],
+)
+def test_a_margin_gains_more_requests_than_its_part_of_the_queue(
+    late_s: list[float], margin_s: float
+) -> None:
+    errors = ForecastErrors()
+    for one in late_s:
+        errors.learn(one, 5.0, 10.0)
+    assert errors.margin_s(10.0) == margin_s
+
+
+def test_those_admitted_although_they_would_be_late_teach_nothing() -> None:
+    goodput = rule()
+    for _ in range(20):
+        goodput.learn(one_ahead(queue_s=0.0, prefill_s=15.0, ttft_s=15.0), 25.0, 0.0)
+    assert goodput.decide(one_ahead(ttft_s=9.9, queue_s=8.9), POOLS, 1.0).is_admitted
+
+
+def test_a_prompt_that_its_length_makes_unlikely_is_served_while_there_is_room() -> None:
+    goodput = rule()
+    for _ in range(20):
+        learn(goodput, 1.5)
+    assert goodput.decide(one_ahead(queue_s=8.0, ttft_s=9.0), POOLS, 1.0).code == "slo_ttft"
+    assert goodput.decide(one_ahead(queue_s=0.0, prefill_s=9.0, ttft_s=9.0), POOLS, 1.0).is_admitted
 
 
 def test_a_likely_request_is_worth_more_than_an_unlikely_one() -> None:
     """In overload the price then rejects the one whose first token may be late."""
     goodput, num_admitted = rule(), {5.0: 0, 1.0: 0}
     for number in range(400):
-        goodput.learn(2.0 if number % 4 == 0 else 0.0, 0.0)
+        learn(goodput, 4.0 if number % 4 == 0 else 0.0)
         slack_s = 1.0 if number % 2 else 5.0
         ahead = one_ahead(str(number), ttft_s=10.0 - slack_s, queue_s=4.0)
         num_admitted[slack_s] += goodput.decide(ahead, POOLS, number * 0.5).is_admitted
@@ -524,7 +567,7 @@ def test_some_requests_are_admitted_however_wrong_forecasts_were() -> None:
     """Else no samples would be left to correct the forecasts."""
     goodput = rule()
     for _ in range(5000):
-        goodput.learn(1000.0, 0.0)
+        learn(goodput, 1000.0)
     assert goodput.decide(one_ahead(ttft_s=TARGET_BACKLOG * 10.0), POOLS, 1.0).is_admitted
 
 
@@ -532,12 +575,12 @@ def test_steps_that_went_beyond_the_room_leave_less_of_it() -> None:
     goodput = rule()
     first = goodput.decide(one_ahead("a"), POOLS, 0.0)
     for _ in range(500):
-        goodput.learn(0.0, 2.5)
+        learn(goodput, 0.0, 2.5)
     later = goodput.decide(one_ahead("b"), POOLS, 1.0)
     assert later.tbt_room_s < first.tbt_room_s
     before = later.tbt_room_s
     for _ in range(500):
-        goodput.learn(0.0, 0.1)  # an empty pool is no sample of a full one
+        learn(goodput, 0.0, 0.1)  # an empty pool is no sample of a full one
     assert goodput.decide(one_ahead("c"), POOLS, 2.0).tbt_room_s == pytest.approx(before)
     goodput.check()
 
