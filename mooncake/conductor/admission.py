@@ -395,7 +395,8 @@ class GoodputRule:
 
     *Can it meet its own SLOs?* If not, all of its work would be worth nothing. Forecasts decide this, and
     forecasts err, so their recent errors count: they give the margin that is kept before the SLO, and the
-    chance that its first token comes in time, by which its value is multiplied. And they say how far steps went beyond the room (between an empty pool's step and the SLO) that was to be filled.
+    chance that its first token comes in time, by which its value is multiplied. And they say how far steps
+    went beyond the room (between an empty pool's step and the SLO) that was to be filled.
     For decode the worst moment of its stay counts, not the first: no request may be admitted that breaks the
     SLO of one admitted before. And a context lies whole in one instance: memory left in fragments over the
     pool can't hold one.

@@ -37,6 +37,7 @@ from mooncake.inference.push_link import PushLink, push_transfer, registered_poo
 from mooncake.inference.runner import TorchRunner, new_pool
 from mooncake.inference.stage import STAGING_BYTES, Stage, serve_stage, stage_transfer
 from mooncake.inference.tokenizer import Tokenizer
+from mooncake.inference.warm_up import warm_up
 from mooncake.inference.weight_versions import LoadedWeights, WeightVersions, add_weight_routes
 from mooncake.inference.weights import load_model, read_config, tokenizer_digest, weights_digest
 from mooncake.kvlayout import KvIdentity
@@ -96,6 +97,9 @@ class WorkerSettings:
 
     max_waiting: Annotated[int, Meta(ge=1)] = 256
     "Most requests that wait; one more is answered with 429."
+
+    warm_up_s: Annotated[float, Meta(ge=0)] = 2.0
+    "Most seconds before it serves for measuring what prompts and steps take; 0 measures nothing."
 
     admin_api_key: Annotated[str, Secret, AlsoFrom("ADMIN_API_KEY")] = ""
     "Key that calls which replace the weights must send as X-API-Key; empty refuses them all."
@@ -237,6 +241,7 @@ async def running(
         else:
             runner = TorchRunner(model, pool, link)
             engine = Engine(limits, runner, link, weights=weights.digest, pushing=pushing)
+            await asyncio.to_thread(warm_up, engine, settings.warm_up_s)
 
             def load(other: Path) -> LoadedWeights:
                 found = load_model(other, settings.torch_dtype, settings.torch_device)
