@@ -5,8 +5,9 @@
 without admission and with the default rule, and every admission rule with the default policy on those that
 are more than the machines can serve. The regret of the default is what it lacks against the best: points of
 good requests, and its mean TTFT over the least one of the policies whose goodput is within a point of the
-best. Without ``--traces`` the workloads of published traces are skipped. Virtual time: results do not depend
-on the machine's load.
+best. Without ``--traces`` the workloads of published traces are skipped. ``--drawn 100 140`` takes workloads
+drawn at random instead, by their numbers (``drawn_workloads.py``). Virtual time: results do not depend on the
+machine's load.
 """
 
 from __future__ import annotations
@@ -17,6 +18,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import NamedTuple
 
+from bench.drawn_workloads import drawn
 from bench.policy_workloads import OVERLOADS, WORKLOADS, Workload
 from bench.report import Result, measured, options
 from mooncake.sim.serving import ClusterSpec, simulate
@@ -132,19 +134,24 @@ def main() -> None:
     parser.add_argument("--traces", type=Path, default=None, help="folder of the published traces")
     parser.add_argument("--policies", nargs="+", default=list(POLICIES), help="the first is the default")
     parser.add_argument("--rules", nargs="*", default=list(RULES), help="the first is the default")
+    parser.add_argument("--drawn", nargs=2, type=int, default=[0, 0], help="numbers of drawn workloads")
     parser.add_argument("--only", default="", help="only workloads with this in their names")
     given = parser.parse_args()
     gc.disable()  # a run has no cycles; searching for some takes a third of the time
     words = [f"--traces {given.traces.name}"] if given.traces else []
     words += ["--quick"] if given.quick else []
+    workloads: Sequence[Workload] = WORKLOADS
+    if given.drawn[1]:
+        words.append(f"--drawn {given.drawn[0]} {given.drawn[1]}")
+        workloads = [drawn(number, COSTS) for number in range(*given.drawn)]
     command = " ".join(["python -m bench.policies", *words])
-    with measured("policies", given, command) as result:
-        for workloads, names, rule in (
-            (WORKLOADS, given.policies, "none"),
-            *((WORKLOADS, given.policies, rule) for rule in given.rules[:1]),
-            (OVERLOADS, given.rules, ""),
+    with measured("policies-drawn" if given.drawn[1] else "policies", given, command) as result:
+        for kind, names, rule in (
+            (workloads, given.policies, "none"),
+            *((workloads, given.policies, rule) for rule in given.rules[:1]),
+            (() if given.drawn[1] else OVERLOADS, given.rules, ""),
         ):
-            chosen = [one for one in workloads if given.only in one.name]
+            chosen = [one for one in kind if given.only in one.name]
             if names and chosen:
                 compare(result, given, chosen, names, rule)
 
