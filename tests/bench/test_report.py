@@ -25,6 +25,7 @@ ROOT = Path(__file__).parents[2]
 LIBRARIES = {
     "clients_reference",
     "forked_clients",
+    "drawn_workloads",
     "policy_workloads",
     "request_load",
     "__init__",
