@@ -322,6 +322,8 @@ more. Chosen among 0.5 to 0.9 on the three traces of ``bench/paper.py``'s overlo
 
 _NEAR_LIMIT = 0.9
 
+_REMEMBERED_S = 300.0
+_LEAST_SAMPLES = 4
 _LONG_PART = 0.4
 """Part of the TTFT SLO from which on a predicted time is one behind a long queue."""
 
@@ -351,20 +353,21 @@ class _Quantile:
 
 
 class ForecastErrors:
-    """How much later than predicted first tokens came lately, in seconds; below 0: earlier."""
+    """How much later than predicted first tokens came lately; below 0: earlier."""
 
     SIZE = 20
     __slots__ = ("_behind_queues", "_recent")
 
     def __init__(self) -> None:
         self._recent: deque[float] = deque(maxlen=self.SIZE)
-        self._behind_queues: deque[float] = deque(maxlen=self.SIZE)
+        self._behind_queues: deque[tuple[float, float]] = deque(maxlen=self.SIZE)
+        """Instant, and lateness as a part of the SLO."""
 
-    def learn(self, late_s: float, ttft_s: float, slo_s: float) -> None:
+    def learn(self, late_s: float, ttft_s: float, slo_s: float, now: float) -> None:
         """``ttft_s``: the prediction; ``slo_s`` 0: none."""
         self._recent.append(late_s)
         if ttft_s >= _LONG_PART * slo_s > 0.0:
-            self._behind_queues.append(late_s)
+            self._behind_queues.append((now, late_s / slo_s))
 
     def chance(self, slack_s: float) -> float:
         """The part that came no later than ``slack_s`` after the prediction; 1 before anything is known."""
@@ -372,20 +375,23 @@ class ForecastErrors:
             return 1.0
         return sum(one <= slack_s for one in self._recent) / len(self._recent)
 
-    def margin_s(self, slo_s: float) -> float:
+    def margin_s(self, slo_s: float, now: float) -> float:
         """How much before its SLO a first token should be predicted, so that most requests meet theirs.
 
         In overload the queue is as long as admission lets it become, so that nearly all requests are as close
         to their SLO as is allowed. A margin costs its part of the queue, which a burst could have filled, and
-        gains those that would have been late. Errors grow with the queue: only those behind long ones count.
+        gains those that would have been late. Errors grow with the queue: only those behind long ones count,
+        in proportion to it, and only as long as they are recent.
         """
-        late = sorted(self._behind_queues)
-        best = sum(one <= 0.0 for one in late) * slo_s
-        margin_s = 0.0 if best or not late else slo_s
+        late = sorted(part for at, part in self._behind_queues if at > now - _REMEMBERED_S)
+        if len(late) < _LEAST_SAMPLES:
+            return 0.0
+        best = float(sum(one <= 0.0 for one in late))
+        margin = 0.0 if best else 1.0
         for place, one in enumerate(late):
-            if 0.0 < one < slo_s and (place + 1) * (slo_s - one) > best:
-                margin_s, best = one, (place + 1) * (slo_s - one)
-        return margin_s
+            if 0.0 < one < 1.0 and (place + 1) * (1.0 - one) > best:
+                margin, best = one, (place + 1) * (1.0 - one)
+        return margin * slo_s
 
 
 class GoodputRule:
@@ -432,11 +438,11 @@ class GoodputRule:
         # Below the target queue some requests must be admitted, or a period of wrong forecasts would reject
         # all, and with them all samples that could correct the forecasts.
         chance, slo_s, repeats = 1.0, request.slo_ttft_s, 0.0
-        is_late_by_itself = False
+        is_too_long = is_late_by_itself = False
         if slo_s:
             slack_s = slo_s - request.ttft_s
             chance = max(self._errors.chance(slack_s), 1.0 / self._errors.SIZE)
-            margin_s = self._errors.margin_s(slo_s)
+            margin_s = self._errors.margin_s(slo_s, now)
             is_unlikely = slack_s < margin_s and request.ttft_s > TARGET_BACKLOG * slo_s
             # To refuse what is late without a queue helps no other request where machines have time for it.
             is_too_long = slo_s < request.ttft_s - request.queue_s + is_unlikely * margin_s
@@ -448,7 +454,7 @@ class GoodputRule:
                 is_late = slack_s < 0 or is_unlikely
             if is_late:
                 if is_too_long:
-                    self._refused.add(prompt)
+                    self._refused.add(prompt, now)
                 return too_late(request, is_unlikely * min(margin_s, (1.0 - TARGET_BACKLOG) * slo_s))
         is_repeated = repeats >= LEAST_REPEATS
         # One that comes again is worth those that were refused for it, as if they came once more.
@@ -470,7 +476,7 @@ class GoodputRule:
             refused = _at_price(WorkerRole.PREFILL, price, request.prefill_s, value, num, budget, now)
             if refused is not None:
                 if is_repeated:
-                    self._refused.add(prompt)
+                    self._refused.add(prompt, now)
                 return refused
         if step_s:
             price, num = self.decode_price, pools.num_decode
@@ -479,7 +485,7 @@ class GoodputRule:
             refused = _at_price(WorkerRole.DECODE, price, cost_s, value, num, budget, now)
             if refused is not None:
                 return refused
-        if is_repeated:
+        if is_too_long:
             self._refused.forget(prompt)
         prefill_load = request.ttft_s / request.slo_ttft_s if request.slo_ttft_s else 0.0
         decode_load = step_s / request.slo_tbt_s if request.slo_tbt_s else 0.0
@@ -495,11 +501,11 @@ class GoodputRule:
         price.offer(_value(request) / self._errors.SIZE, request.prefill_s, now)
         return True
 
-    def learn(self, request: AdmissionRequest, ttft_s: float, over: float) -> None:
+    def learn(self, request: AdmissionRequest, ttft_s: float, over: float, now: float) -> None:
         """Learn from an answered request, whose steps took ``over`` times the room they were given; 0: they
         were given none."""
         if not 0.0 < request.slo_ttft_s < request.ttft_s:  # else it was admitted although it would be late
-            self._errors.learn(ttft_s - request.ttft_s, request.ttft_s, request.slo_ttft_s)
+            self._errors.learn(ttft_s - request.ttft_s, request.ttft_s, request.slo_ttft_s, now)
         if over > _NEAR_LIMIT:  # an empty pool is no sample of a full one
             self._over.learn(max(1.0, over))
 
@@ -683,7 +689,7 @@ class AdmissionController:
             room_s, over_s = promise.verdict.tbt_room_s, tbt_s - promise.base_s
             if 0 < num_output_tokens <= SHORT_ANSWER:
                 room_s = 0.0
-            self.goodput.learn(request, ttft_s, over_s / room_s if room_s else 0.0)
+            self.goodput.learn(request, ttft_s, over_s / room_s if room_s else 0.0, now)
 
     def forget(self, request_id: str) -> None:
         """Forget a request that is placed anew or not at all, as if it had never arrived."""

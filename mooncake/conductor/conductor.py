@@ -473,7 +473,8 @@ class Conductor:
         if event.needs_prefill:
             slot, busy_s, num_computed = computing.slot, computing.busy_s, event.num_tokens - num_cached
             prompt = job.keyed(job.cached[slot], self._block_tokens)
-            self.loads.add_prompt(slot, event.request_id, busy_s, num_computed, turn, now, prompt)
+            least_s = computing.least_s
+            self.loads.add_prompt(slot, event.request_id, busy_s, num_computed, turn, now, prompt, least_s)
         num_tokens = event.num_tokens + job.output_tokens // 2
         self.loads.add_decode(decode.slot, event.request_id, num_tokens)
         if degraded:

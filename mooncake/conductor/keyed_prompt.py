@@ -2,8 +2,8 @@
 """A prompt by the keys of its blocks, and the few of them by which prompts are compared.
 
 A block's key stands for all tokens up to its end, so two prompts that have a block in common begin alike. It
-is enough to look at some blocks: those at multiples of a power of two, of which every prompt has at most
-``POINTS``. A longer prompt looks at a part of the blocks that a shorter one looks at.
+is enough to look at some of those that are not cached: at multiples of a power of two, of which every prompt
+has at most ``POINTS``. A longer prompt looks at a part of the blocks that a shorter one looks at.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ class KeyedPrompt(NamedTuple):
     def points(self) -> range:
         """The places of the blocks that are looked at, without those cached."""
         (keys, num_cached), stride = self, 1
-        while stride * POINTS < len(keys):
+        while stride * POINTS < len(keys) - num_cached:
             stride *= 2
         return range(-(-(num_cached + 1) // stride) * stride - 1, len(keys), stride)
 

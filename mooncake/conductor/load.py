@@ -29,6 +29,8 @@ class _Prompt:
     seconds: float
     num_tokens: int
     turn: float
+    least_s: float
+    "Seconds for which its turn was chosen: where it takes least."
     added: Sequence[BlockKey]
     "Keys under which it is in ``queued_prefixes``."
 
@@ -41,7 +43,7 @@ class _WaitingPrompts:
         self._rows: dict[str, int] = {}
         self._ids: list[str] = []
         self._slots: Slots = np.empty(64, np.int64)
-        self._columns: Floats = np.empty((2, 64))
+        self._columns: Floats = np.empty((3, 64))
 
     @property
     def slots(self) -> Slots:
@@ -55,12 +57,16 @@ class _WaitingPrompts:
     def turns(self) -> Floats:
         return self._columns[1, : self.num_prompts]
 
-    def add(self, request_id: str, slot: int, seconds: float, turn: float) -> None:
+    @property
+    def least_s(self) -> Floats:
+        return self._columns[2, : self.num_prompts]
+
+    def add(self, request_id: str, slot: int, prompt: _Prompt) -> None:
         row = self.num_prompts
         if row == len(self._slots):
             self._slots = np.append(self._slots, self._slots)
             self._columns = np.hstack([self._columns, self._columns])
-        self._slots[row], self._columns[0, row], self._columns[1, row] = slot, seconds, turn
+        self._slots[row], self._columns[:, row] = slot, (prompt.seconds, prompt.turn, prompt.least_s)
         self._rows[request_id] = row
         self._ids.append(request_id)
         self.num_prompts += 1
@@ -153,12 +159,13 @@ class LoadAccounts:
         num_behind: Any = np.bincount(waiting.slots, 1.0 - is_ahead, self.num_slots)
         return queue, num_behind.take(slots)
 
-    def turns_after(self, seconds: float) -> Floats | None:
-        """By slot: the last turn of a waiting prompt that takes no longer than this; None: none waits."""
+    def turns_after(self, least_s: float, last: float) -> Floats | None:
+        """By slot: the last turn up to ``last`` of a waiting prompt that takes no longer than this, each
+        where it takes least; None: none waits."""
         waiting = self._waiting
         if not waiting.num_prompts:
             return None
-        is_shorter = waiting.seconds <= seconds
+        is_shorter = (waiting.least_s <= least_s * (1 + 1e-9)) & (waiting.turns <= last)
         turns = np.full(self.num_slots, -math.inf)
         np.maximum.at(turns, waiting.slots[is_shorter], waiting.turns[is_shorter])
         return turns
@@ -172,15 +179,18 @@ class LoadAccounts:
         turn: float,
         now: float,
         prompt: KeyedPrompt = NO_KEYS,
+        least_s: float | None = None,
     ) -> None:
+        """``seconds``: for which it keeps this instance busy; ``least_s``: those where it takes least."""
         prompts = self._prompts[slot]
         assert request_id not in prompts
+        added = self.queued_prefixes.add(slot, prompt, turn if prompts else -math.inf)
+        one = _Prompt(seconds, num_tokens, turn, seconds if least_s is None else least_s, added)
         if prompts:
-            self._waiting.add(request_id, slot, seconds, turn)
+            self._waiting.add(request_id, slot, one)
         else:
             self.first_ends_at[slot] = now + seconds
-        added = self.queued_prefixes.add(slot, prompt, turn)
-        prompts[request_id] = _Prompt(seconds, num_tokens, turn, added)
+        prompts[request_id] = one
         self.queued_tokens[slot] += num_tokens
         self._count(slot, request_id not in self._decodes[slot])
 
@@ -206,6 +216,7 @@ class LoadAccounts:
         first = prompts.pop(request_id)
         self._prompts[slot] = {request_id: first, **prompts}
         self._waiting.remove(request_id)
+        self.queued_prefixes.begin(slot, first.added)
         self.first_ends_at[slot] = now + first.seconds
 
     # --- decode
@@ -255,6 +266,8 @@ class LoadAccounts:
 
     def check(self) -> None:
         self.queued_prefixes.check()
+        prompts_of_all = [prompt for prompts in self._prompts for prompt in prompts.values()]
+        assert self.queued_prefixes.num_entries == sum(len(prompt.added) for prompt in prompts_of_all)
         for slot, (prompts, decodes) in enumerate(zip(self._prompts, self._decodes, strict=True)):
             [queue_s], _ = self.queue_s(np.array([slot]), math.inf)
             assert math.isclose(queue_s, sum([one.seconds for one in prompts.values()][1:]), abs_tol=1e-6)

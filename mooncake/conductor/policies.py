@@ -67,14 +67,18 @@ class ClusterView:
 
     def awaited(self, job: PromptJob, held: Floats) -> AwaitedPrefix | None:
         """What instances will have of a prompt beyond what they hold; None if nothing."""
-        reach = self.loads.queued_prefixes.reach(KeyedPrompt(job.keys))
-        tokens = {slot: (blocks * self.settings.block_tokens, turn) for slot, (blocks, turn) in reach.items()}
-        more = [(slot, *one) for slot, one in tokens.items() if one[0] > held[slot]]
-        if not more:
-            return None
-        slots, num_tokens, turns = zip(*more, strict=True)
-        found = AwaitedPrefix(held.copy(), np.full(len(held), -np.inf))
-        found.tokens[list(slots)], found.turns[list(slots)] = num_tokens, turns
+        found: AwaitedPrefix | None = None
+        for num_blocks, slots, turns in reversed(self.loads.queued_prefixes.reach(KeyedPrompt(job.keys))):
+            of_slots, of_turns = np.array(slots), np.array(turns)
+            num_tokens = float(num_blocks * self.settings.block_tokens)
+            is_more = (held.take(of_slots) < num_tokens) & (of_turns <= job.last_turn)
+            if np.count_nonzero(is_more):
+                if found is None:
+                    found = AwaitedPrefix(held.copy(), np.full(len(held), -np.inf))
+                found.tokens[of_slots[is_more]], found.turns[of_slots[is_more]] = (
+                    num_tokens,
+                    of_turns[is_more],
+                )
         return found
 
 
@@ -85,7 +89,7 @@ class AwaitedPrefix:
     tokens: Floats
     "By slot; where nothing is awaited those that it holds."
     turns: Floats
-    "By slot: the turn of the prompt that brings them; -inf where nothing is awaited."
+    "By slot: the turn of the prompt that brings them; -inf where none must be waited for."
 
 
 @dataclass(slots=True)
@@ -139,6 +143,11 @@ class PromptJob:
         begins_at = self.now + max(choice.done_s - self.moving_s, choice.queue_s, loaded_s)
         self.moves = begins_at - 0.5 * self.moving_s, begins_at + 1.5 * self.moving_s
 
+    @property
+    def last_turn(self) -> float:
+        """No turn of a prompt of its priority is after this, and none of a lower priority before."""
+        return self.now + (self.priority + 0.5) * PRIORITY_S
+
     def turn(self, compute_s: float, least_queue_s: float = 0.0) -> float:
         """Its turn, by which shorter prompts overtake longer ones, but none waits indefinitely.
 
@@ -186,6 +195,8 @@ class InstanceChoice:
     "Range of prompt tokens to load: [first, end)."
     turn: float = 0.0
     "Among the prompts that wait there, the lowest turn is computed next; 0 for order of arrival."
+    least_s: float | None = None
+    "Seconds to compute the prompt where that takes least; the turn was chosen for that."
     considered: CandidateColumns | None = None
 
 
@@ -589,16 +600,20 @@ def overlap(cluster: ClusterView, job: PromptJob, slots: Slots) -> InstanceChoic
     ssd = own_ssd(cluster, job, slots, own, with_ssd)
     # Its turn is that of a prompt whose cached part is there: the choice of the instance must not delay it.
     compute_s = min(float(one.min()) for one in (prefill, *(one.rest for one in (source, ssd) if one)))
+    short, awaited = prefill, cluster.awaited(job, job.in_memory)
+    if awaited is not None:
+        short = predict.prefill_s(slots, awaited.tokens.take(slots), job.num_tokens)
+        is_sure = np.isneginf(awaited.turns.take(slots))
+        compute_s = min(compute_s, float(short.min(initial=np.inf, where=is_sure)))
     turn = job.turn(
         compute_s, float(cluster.loads.queue_s(slots, job.now)[0].min()) if job.slo_ttft_s else 0.0
     )
-    turns = cluster.loads.turns_after(compute_s)
+    turns = cluster.loads.turns_after(compute_s, job.last_turn)
     turns = np.full(cluster.loads.num_slots, turn) if turns is None else np.maximum(turns, turn)
     queue, num_behind = cluster.loads.queue_s(slots, job.now, turns)
-    if (awaited := cluster.awaited(job, job.in_memory)) is not None:
+    if awaited is not None:
         # Behind the prompt that brings more of it, or at its own turn without that, whatever is sooner.
         behind, num_behind_it = cluster.loads.queue_s(slots, job.now, np.maximum(awaited.turns, turns))
-        short = predict.prefill_s(slots, awaited.tokens.take(slots), job.num_tokens)
         is_sooner = behind + short < queue + prefill
         later = slots[is_sooner]
         turns[later] = np.maximum(awaited.turns.take(later), turns.take(later))
@@ -618,7 +633,7 @@ def overlap(cluster: ClusterView, job: PromptJob, slots: Slots) -> InstanceChoic
     score = done + price if num_behind is None else done + num_behind * (done - queue) + price
     score, best, why = ranked(cluster, job, slots, score)
     choice = chosen_at(cluster, job, slots, best, "", queue, prefill, score, split.begun + split.moving)
-    choice.turn = float(turns[choice.slot])
+    choice.turn, choice.least_s = float(turns[choice.slot]), compute_s
     part = float(split.part[best])
     if part > 0:
         chosen = ssd if reads_ssd[best] else source
@@ -650,7 +665,7 @@ def _split(
     late = begun + all_s + np.maximum(rest / layers, hand_over_s) - candidates.queue - rest
     part: Floats = np.minimum(np.maximum(lead / np.maximum(lead + late, 1e-12), 0.0), 1.0)
     np.copyto(part, 1.0, where=late <= 0)
-    part *= all_s > 0
+    part *= (all_s > 0) & (rest < prefill)
     if source.is_on_ssd:
         part[candidates.slots == source.slot] = 0.0
     return _Split(part, whole - part * (prefill - rest), part * all_s, begun)

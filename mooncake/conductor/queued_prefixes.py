@@ -9,10 +9,24 @@ instances that each compute the prefix, and be rejected for a queue that is much
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
+from typing import NamedTuple
 
 from mooncake.conductor.keyed_prompt import KeyedPrompt
 from mooncake.prefix import BlockKey
+
+_MOST_DEPTHS = 8
+"""A decision must not take long because prompts with many lengths of a prefix wait."""
+
+
+class AwaitedBlocks(NamedTuple):
+    """Instances on which prompts with this number of leading blocks wait."""
+
+    num_blocks: int
+    slots: list[int]
+    turns: list[float]
+    "By instance: the lowest turn of those prompts, -inf for one that is being computed."
 
 
 class QueuedPrefixes:
@@ -48,16 +62,36 @@ class QueuedPrefixes:
             else:
                 del self._slots[key]
 
-    def reach(self, prompt: KeyedPrompt) -> dict[int, tuple[int, float]]:
-        """By slot: the number of leading blocks of ``prompt`` that will be there, and after which turn."""
-        found: dict[int, tuple[int, float]] = {}
-        points = prompt.points()
+    def begin(self, slot: int, added: Sequence[BlockKey]) -> None:
+        """Record that a prompt is being computed, and is no longer overtaken."""
+        for key in added:
+            slots = self._slots[key]
+            slots[slot] = slots[slot][0], -math.inf
+
+    def reach(self, prompt: KeyedPrompt) -> list[AwaitedBlocks]:
+        """The leading blocks of ``prompt`` that will be there, the most first; a slot may be in several.
+
+        A prompt that waits with some of its blocks mostly waits with those before, so that only places with
+        more slots than deeper ones are looked at.
+        """
+        points, found = prompt.points(), list[AwaitedBlocks]()
         keys = prompt.keys_at(points)
-        if not self._slots.keys().isdisjoint(keys):
-            for place, key in zip(reversed(points), reversed(keys), strict=True):
-                for slot, (_, turn) in self._slots.get(key, {}).items():
-                    found.setdefault(slot, (place + 1, turn))
+        if self._slots.keys().isdisjoint(keys):
+            return found
+        num_slots = 0
+        for place, key in zip(reversed(points), reversed(keys), strict=True):
+            slots = self._slots.get(key, {})
+            if len(slots) > num_slots:
+                num_slots = len(slots)
+                found.append(AwaitedBlocks(place + 1, [*slots], [turn for _, turn in slots.values()]))
+                if len(found) == _MOST_DEPTHS:
+                    break
         return found
+
+    @property
+    def num_entries(self) -> int:
+        """Number of keys of all prompts together."""
+        return sum(num for slots in self._slots.values() for num, _ in slots.values())
 
     def check(self) -> None:
         for slots in self._slots.values():

@@ -23,6 +23,8 @@ log = get_logger(__name__)
 
 PROMPT_TOKENS = (16, 4, 48, 8, 64, 24, 96, 32)
 """Lengths of the prompts: as many as an estimate needs to be trusted, and short, as a start waits for all."""
+MORE_TOKENS, FAST_S = (256, 512, 1024, 2048), 0.3
+"""Where all of them took less than this together, a fixed cost hides what a token takes: longer ones, too."""
 BATCH_SIZES = (1, 4, 2, 8, 1, 4, 2, 8)
 CONTEXT_TOKENS = 32
 
@@ -34,7 +36,7 @@ def warm_up(engine: Engine, most_s: float, now: Callable[[], float] = time.perf_
     ``most_s`` is left out; 0 does nothing. Lengths that the engine does not allow are left out, too.
     """
     began, is_first = now(), True
-    for chunks in _steps(engine):
+    for chunks in _steps(engine, lambda: now() - began < FAST_S):
         if now() - began >= most_s:
             break
         for _ in range(1 + is_first):  # the very first is slow and not a sample
@@ -46,11 +48,14 @@ def warm_up(engine: Engine, most_s: float, now: Callable[[], float] = time.perf_
     log.info("warmed_up", seconds=round(now() - began, 3))
 
 
-def _steps(engine: Engine) -> Iterator[list[Chunk]]:
+def _steps(engine: Engine, is_fast: Callable[[], bool]) -> Iterator[list[Chunk]]:
     limits, block_tokens = engine.scheduler.settings, engine.runner.layout.block_tokens
     longest = min(limits.max_model_len, limits.max_batch_tokens, (limits.num_blocks - 1) * block_tokens)
     for num_tokens in PROMPT_TOKENS:
         if num_tokens <= longest:
+            yield [_chunk(engine, 0, num_tokens)]
+    for num_tokens in MORE_TOKENS:
+        if num_tokens <= longest and is_fast():
             yield [_chunk(engine, 0, num_tokens)]
     for batch_size in BATCH_SIZES:
         if batch_size <= limits.max_running and longest >= CONTEXT_TOKENS:

@@ -210,9 +210,9 @@ def test_goodput_learns_how_late_its_forecasts_are() -> None:
         admission.decide(applicant(str(number), queue_s=3.0, ttft_s=4.0), POOLS, now)
         admission.prefilled(str(number), POOLS, now + 6.0)
         admission.finished(str(number), 6.0, 0.03, True, now + 7.0)  # 4 s were predicted
-    verdict = admission.decide(applicant(ttft_s=9.0, queue_s=8.0), POOLS, 4000.0)
+    verdict = admission.decide(applicant(ttft_s=9.0, queue_s=8.0), POOLS, 3010.0)
     assert not verdict.is_admitted and "short" in verdict.reason
-    assert admission.decide(applicant(ttft_s=7.0, queue_s=6.0), POOLS, 4000.0).is_admitted
+    assert admission.decide(applicant(ttft_s=7.0, queue_s=6.0), POOLS, 3010.0).is_admitted
     admission.check()
 
 
@@ -429,7 +429,7 @@ def one_ahead(name: str = "r", **fields: Any) -> AdmissionRequest:
 def learn(goodput: GoodputRule, late_s: float, over: float = 0.0) -> None:
     """Let it learn from a request behind a queue, which came so much later than predicted."""
     ahead = one_ahead(queue_s=4.0, ttft_s=5.0)
-    goodput.learn(ahead, ahead.ttft_s + late_s, over)
+    goodput.learn(ahead, ahead.ttft_s + late_s, over, 0.0)
 
 
 def test_a_request_that_meets_its_slos_is_admitted_with_its_part_of_both_loads() -> None:
@@ -454,9 +454,9 @@ def test_the_chance_of_a_first_token_counts_the_last_errors() -> None:
     errors = ForecastErrors()
     assert errors.chance(0.0) == 1.0
     for late_s in (*[9.0] * 50, *[-1.0] * 10, *[2.0] * 10):
-        errors.learn(late_s, 0.1, 10.0)
+        errors.learn(late_s, 0.1, 10.0, 0.0)
     assert [errors.chance(slack_s) for slack_s in (-2.0, -1.0, 1.9, 2.0)] == [0.0, 0.5, 0.5, 1.0]
-    assert errors.margin_s(10.0) == 0.0, "they were not behind a queue"
+    assert errors.margin_s(10.0, 0.0) == 0.0, "they were not behind a queue"
 
 
 @pytest.mark.parametrize(
@@ -469,7 +469,8 @@ def test_the_chance_of_a_first_token_counts_the_last_errors() -> None:
         ([0.5] * 19 + [6.0], 0.5),  # one of them for most of it
         ([-1.0] * 10 + [6.0] * 10, 0.0),
         ([-1.0] * 10 + [4.0] * 10, 4.0),
-        ([10.0, 99.0], 10.0),
+        ([10.0, 99.0, 10.0, 10.0], 10.0),
+        ([9.0, 9.0, 9.0], 0.0),  # too few to say anything
     ],
 )
 def test_a_margin_gains_more_requests_than_its_part_of_the_queue(
@@ -477,14 +478,16 @@ def test_a_margin_gains_more_requests_than_its_part_of_the_queue(
 ) -> None:
     errors = ForecastErrors()
     for one in late_s:
-        errors.learn(one, 5.0, 10.0)
-    assert errors.margin_s(10.0) == margin_s
+        errors.learn(one, 5.0, 10.0, 100.0)
+    assert errors.margin_s(10.0, 200.0) == pytest.approx(margin_s)
+    assert errors.margin_s(1.0, 200.0) == pytest.approx(margin_s / 10.0), "in proportion to the queue"
+    assert errors.margin_s(10.0, 500.0) == 0.0, "that was long ago"
 
 
 def test_those_admitted_although_they_would_be_late_teach_nothing() -> None:
     goodput = rule()
     for _ in range(20):
-        goodput.learn(one_ahead(queue_s=0.0, prefill_s=15.0, ttft_s=15.0), 25.0, 0.0)
+        goodput.learn(one_ahead(queue_s=0.0, prefill_s=15.0, ttft_s=15.0), 25.0, 0.0, 0.0)
     assert goodput.decide(one_ahead(ttft_s=9.9, queue_s=8.9), POOLS, 1.0).is_admitted
 
 
@@ -555,8 +558,9 @@ def test_in_overload_a_prompt_is_computed_for_others_only_if_enough_want_it() ->
         now += 0.1
         goodput.decide(one_ahead(str(number), queue_s=4.9, prefill_s=0.5, ttft_s=5.4), POOLS, now)
     assert goodput.prefill_price.rate(now) > 2.0, "an overload"
-    long, prompt = one_ahead("long", queue_s=4.9, prefill_s=15.0, ttft_s=19.9), KeyedPrompt(range(50))
-    codes = [goodput.decide(long, POOLS, now, prompt).code for _ in range(60)]
+    long = one_ahead("long", queue_s=4.9, prefill_s=15.0, ttft_s=19.9)
+    prompts = [KeyedPrompt([*range(50), 1000 + number]) for number in range(60)]
+    codes = [goodput.decide(long, POOLS, now, prompt).code for prompt in prompts]
     wanted = codes.index("admitted")
     assert codes[0] == "slo_ttft" and set(codes[1:wanted]) == {"overload"}
     assert wanted > 15, "as many at least as short ones are computed in its time"

@@ -21,9 +21,10 @@ def test_a_longer_prompt_looks_at_a_part_of_what_a_shorter_one_looks_at(
     assert {place for place in longer.points() if place < num_blocks} <= {*places}
 
 
-@pytest.mark.parametrize("num_blocks", [1, POINTS - 1, POINTS, POINTS + 1, 1000, 10_000])
-def test_enough_blocks_are_looked_at(num_blocks: int) -> None:
-    places = KeyedPrompt(range(num_blocks)).points()
-    assert len(places) >= min(num_blocks, POINTS // 2)
-    assert places[-1] >= num_blocks - 1 - num_blocks // (POINTS // 2)
+@pytest.mark.parametrize("num_cached", [0, 100, 12_500])
+@pytest.mark.parametrize("num_more", [1, POINTS - 1, POINTS, POINTS + 1, 1000, 10_000])
+def test_enough_blocks_are_looked_at_however_many_are_cached(num_more: int, num_cached: int) -> None:
+    places = KeyedPrompt(range(num_cached + num_more), num_cached).points()
+    assert len(places) >= min(num_more, POINTS // 2)
+    assert places[-1] >= num_cached + num_more - 1 - num_more // (POINTS // 2)
     assert not NO_KEYS.points()

@@ -382,6 +382,11 @@ def test_what_waits_on_an_instance_will_be_in_its_cache() -> None:
     assert policies.overlap(pair, job(0, 0, keys=range(1, 100)), every("ab")).slot == 1, "it begins otherwise"
     choice = policies.overlap(pair, job(0, 0, keys=keys, num_tokens=960), every("ab"))
     assert choice.turn >= 1000.5, "not before the prompt that computes the prefix"
+    higher = policies.overlap(pair, job(0, 0, keys=keys, num_tokens=960, priority=-1), every("ab"))
+    assert higher.turn < 1000.0, "but one of higher priority does not wait for it"
+    pair.loads.end_prompt(0, "r0", 1000.0)
+    choice = policies.overlap(pair, job(0, 0, keys=keys, num_tokens=960), every("ab"))
+    assert choice.slot == 0 and choice.turn < 1000.5, "it is being computed, and nothing overtakes it"
     pair.loads.end_prompt(0, "first", 1000.0)
     assert policies.overlap(pair, job(0, 0, keys=keys), every("ab")).prefill_s == pytest.approx(1.0)
 
@@ -395,6 +400,34 @@ def test_no_prompt_overtakes_one_that_is_no_longer() -> None:
     late = policies.overlap(one, job(0, slo_ttft_s=10.0), every("a"))
     assert late.turn >= early.turn > 1000.0 and late.queue_s == pytest.approx(7.0)
     assert policies.overlap(one, job(0, num_tokens=500), every("a")).queue_s == pytest.approx(6.0)
+
+
+@pytest.mark.parametrize("priority", [-1, 1])
+def test_a_turn_is_that_of_its_own_priority(priority: int) -> None:
+    """Neither does it wait for prompts of a lower one, nor take the turn of one that happens to be short."""
+    one = cluster(1.0)
+    for number in range(5):
+        one.loads.add_prompt(0, f"{number}", 1.0, 1000, 1000.0 + number, 1000.0)
+    there = policies.overlap(one, job(0, priority=priority), every("a"))
+    assert there.turn == pytest.approx(1004.0 + priority * policies.PRIORITY_S)
+    assert there.queue_s == pytest.approx(6.0 if priority > 0 else 1.0)
+    one.loads.add_prompt(0, "of that priority", 0.1, 100, there.turn, 1000.0)
+    assert policies.overlap(one, job(0), every("a")).turn == pytest.approx(1004.0)
+
+
+def test_turns_are_compared_by_what_prompts_take_where_they_take_least() -> None:
+    pair = cluster(5.0, 0.0)
+    there = job(900, 0, num_tokens=1000)
+    first = policies.overlap(pair, there, np.array([1]))
+    pair.loads.add_prompt(1, "computed", 3.0, 1, 0.0, 1000.0)
+    pair.loads.add_prompt(1, "first", first.busy_s, 1000, first.turn + 2.0, 1000.0, least_s=first.least_s)
+    assert policies.overlap(pair, there, np.array([1])).turn == first.turn + 2.0, "they are equally long"
+
+
+def test_what_is_not_shorter_for_it_is_not_loaded() -> None:
+    costs = CostModels(COSTS.prefill, COSTS.decode, COSTS.link, 100, 10, reuse_s=0.07)
+    choice = policies.overlap(cluster(5.0, 0.0, costs=costs), job(20, 0, num_tokens=200), every("ab"))
+    assert (choice.slot, choice.source) == (1, -1) and choice.done_s == pytest.approx(0.2)
 
 
 def plainly(pair: ClusterView, there: PromptJob, slots: list[int]) -> list[tuple[float, int]]:
@@ -417,7 +450,13 @@ def plainly(pair: ClusterView, there: PromptJob, slots: list[int]) -> list[tuple
                 sources.append((cost, len(sources), slot, float(tokens[slot]), bool(is_ssd)))
     best = min(sources, default=None)
     least_s = min(compute_s(slot, max(there.cached[slot], best[3] if best else 0.0)) for slot in slots)
-    awaited = pair.loads.queued_prefixes.reach(KeyedPrompt(there.keys))
+    awaited: dict[int, tuple[int, float]] = {}
+    for group in pair.loads.queued_prefixes.reach(KeyedPrompt(there.keys)):
+        for slot, after in zip(group.slots, group.turns, strict=True):
+            awaited.setdefault(slot, (group.num_blocks, after))
+    for slot, (num_blocks, after) in awaited.items():
+        if after == -np.inf and slot in slots and num_blocks * block > there.in_memory[slot]:
+            least_s = min(least_s, compute_s(slot, num_blocks * block))
     results = []
     for slot in slots:
         waiting = [pair.loads.prompt(slot, name) for name in pair.loads.prompts_of(slot)[1:]]
@@ -445,6 +484,7 @@ def plainly(pair: ClusterView, there: PromptJob, slots: list[int]) -> list[tuple
             lead = ways[0][0] - begun - compute_s(slot, own) / layers
             late = begun + all_s + rest / layers - queue_s - rest
             part = 1.0 if late <= 0 else min(max(lead / max(lead + late, 1e-12), 0.0), 1.0)
+            part *= rest < compute_s(slot, own)
             done = ways[0][0] - part * (compute_s(slot, own) - rest)
             ways.append((done, policies.LOAD_PRICE * part * all_s, source if part else -1))
         done, price, source = min(ways[1:] or ways, key=lambda way: way[0])

@@ -71,3 +71,10 @@ def test_a_small_engine_measures_what_it_allows(llama: Reference) -> None:
     found = engine.step_log.read()
     assert sorted(num_tokens for _, num_tokens, _ in found.chunks) == [4, 8, 16, 24, 32]
     assert [size for size, _, _ in found.steps] == [1, 2, 1, 2]
+
+
+def test_on_a_fast_machine_longer_prompts_tell_what_a_token_takes(llama: Reference) -> None:
+    engine = make_engine(llama)
+    warm_up(engine, 60.0, lambda: 0.0)
+    lengths = [num_tokens for _, num_tokens, _ in engine.step_log.read().chunks]
+    assert lengths == [*PROMPT_TOKENS, 256, 512], "as many tokens as a step may have"
