@@ -327,6 +327,7 @@ def _as_int(found: object) -> int:
 # --- one request
 
 
+_PREFILL_ANSWER_S = 1.0
 _PARSED_MARKERS = (b'"usage":{', b'"usage": {', b'"error"', b'"abort"')
 """Substrings of events that need parsing. A text can't contain them: its quotation marks are escaped."""
 
@@ -395,6 +396,7 @@ class ProxiedRequest(PlacedRequest):
         self._num_believed = 0
         """Prompt tokens that the chosen engine was believed to hold."""
         self._prefill: Usage | None = None
+        self._computing: asyncio.Future[dict[str, Any]] | None = None
         """The prefill engine's usage."""
         self._is_computed = False
         """Whether the conductor knows that the prompt is computed, or the prefill engine will report it."""
@@ -443,7 +445,7 @@ class ProxiedRequest(PlacedRequest):
         self.end(Finished(self._request_id, num_tokens, self._ttft_s, tbt_s, is_complete))
 
     async def _attempt(self, decision: Decision) -> AsyncGenerator[bytes, None]:
-        self._prefill = None
+        self._prefill = self._computing = None
         if decision.prefill is None or not supports(self._protocol, self._body):
             self._is_computed = False
             async for piece in self._decode(decision, {}, {**self._headers, **self._rank_header}):
@@ -457,7 +459,7 @@ class ProxiedRequest(PlacedRequest):
             )
             handoff = make_handoff(self._protocol, uuid.uuid4().hex, prefill, decode)
             tracing.phase("prefill", instance=decision.prefill)
-            computing = asyncio.ensure_future(self._compute(decision, handoff, prefill))
+            self._computing = computing = asyncio.ensure_future(self._compute(decision, handoff, prefill))
             stack.push_async_callback(_cancelled, computing)
             answered = {} if handoff.is_concurrent else await computing
             params = answered if handoff.decode is None else handoff.decode
@@ -517,6 +519,7 @@ class ProxiedRequest(PlacedRequest):
         if not self.is_stream:
             content = await self._workers.whole(decision.decode, self._path, body, headers)
             self._computed()
+            await self._prefill_answered()
             yield self._read(decision, content)
             return
         if self.api.has_named_events:
@@ -532,6 +535,8 @@ class ProxiedRequest(PlacedRequest):
                 if event == DONE and not has_begun:
                     raise WorkerFailed(decision.decode, "its stream ended before it began")
                 is_plain = event == DONE or not any(mark in event for mark in _PARSED_MARKERS)
+                if not is_plain:
+                    await self._prefill_answered()
                 yield event if is_plain else self._read(decision, event)
                 has_begun = True
 
@@ -580,6 +585,13 @@ class ProxiedRequest(PlacedRequest):
             # There was no separate prefill: this engine has computed the prompt.
             self._is_computed = True
             self._scheduling.post(Prefilled(self._request_id, has_begun=True))
+
+    async def _prefill_answered(self) -> None:
+        """Wait, not long, for the prefill engine's answer, which has the count of cached tokens: where KV is
+        pushed, decode may have ended a short answer before it arrives."""
+        computing, self._computing = self._computing, None
+        if computing is not None:
+            await asyncio.wait({computing}, timeout=_PREFILL_ANSWER_S)
 
     def _read(self, decision: Decision, content: bytes) -> bytes:
         """An answer or event, with the cached tokens of the prefill engine in its usage.

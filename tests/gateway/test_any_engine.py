@@ -331,6 +331,22 @@ async def test_kv_that_can_t_be_loaded_is_computed_elsewhere() -> None:
         assert streamed.text() == answer_text(IDS, 5)
 
 
+@pytest.mark.parametrize("stream", [False, True])
+async def test_the_usage_waits_for_the_prefill_that_counts_cached_tokens(stream: bool) -> None:
+    """With a push, decode may have ended a short answer before prefill has reported its end."""
+    async with fronting(1, 1, protocol="push") as front:
+        await front.complete(PROMPT, 2)
+        hold = front.prefill[0].hold = asyncio.Event()
+        options = {"stream_options": {"include_usage": True}} if stream else {}
+        asking = asyncio.ensure_future((front.stream if stream else front.complete)(PROMPT, 2, **options))
+        await asyncio.sleep(0.2)
+        assert not asking.done()
+        hold.set()
+        answer = await asking
+        usage = answer.chunks[-1]["usage"] if stream else answer["usage"]  # type: ignore[index,attr-defined]
+        assert usage["prompt_tokens_details"]["cached_tokens"] == 8, "of prefill's own"
+
+
 async def test_a_lost_prefill_does_not_leave_its_decode_waiting() -> None:
     async with fronting(1, 1, protocol="push") as front:
         front.prefill[0].refuse = (500, {"message": "boom", "type": "InternalServerError"})

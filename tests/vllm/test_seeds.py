@@ -158,6 +158,7 @@ def test_the_guide_s_pair_without_a_store_behind_the_proxy(shell: Shell, model: 
     )
     gateway = started(shell, "proxy.log", proxy, command)
     wait_for(gateway.is_healthy, "the proxy to serve", 120.0)
+    wait_for(lambda: shell.text("proxy.log").count("after=ready") == 2, "it to know both servers", 60.0)
     text = answered(shell, model, proxy, LONG)
     assert text == answered(shell, model, prefill, LONG)
     assert second.metric("vllm:mooncake_direct_received_blocks_total") > 0, shell.text("decode.log")[-3000:]
