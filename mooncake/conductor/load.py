@@ -159,14 +159,11 @@ class LoadAccounts:
         num_behind: Any = np.bincount(waiting.slots, 1.0 - is_ahead, self.num_slots)
         return queue, num_behind.take(slots)
 
-    def turns_after(self, least_s: float, last: float) -> Floats | None:
-        """By slot: the last turn up to ``last`` of a waiting prompt that takes no longer than this, each
-        where it takes least; None: none waits."""
-        waiting = self._waiting
-        if not waiting.num_prompts:
-            return None
+    def turns_after(self, turn: float, least_s: float, last: float) -> Floats:
+        """By slot: ``turn``, or the last one up to ``last`` of a waiting prompt that takes no longer, each
+        where it takes least."""
+        turns, waiting = np.full(self.num_slots, turn), self._waiting
         is_shorter = (waiting.least_s <= least_s * (1 + 1e-9)) & (waiting.turns <= last)
-        turns = np.full(self.num_slots, -math.inf)
         np.maximum.at(turns, waiting.slots[is_shorter], waiting.turns[is_shorter])
         return turns
 

@@ -75,10 +75,8 @@ class ClusterView:
             if np.count_nonzero(is_more):
                 if found is None:
                     found = AwaitedPrefix(held.copy(), np.full(len(held), -np.inf))
-                found.tokens[of_slots[is_more]], found.turns[of_slots[is_more]] = (
-                    num_tokens,
-                    of_turns[is_more],
-                )
+                chosen = of_slots[is_more]
+                found.tokens[chosen], found.turns[chosen] = num_tokens, of_turns[is_more]
         return found
 
 
@@ -608,15 +606,14 @@ def overlap(cluster: ClusterView, job: PromptJob, slots: Slots) -> InstanceChoic
     turn = job.turn(
         compute_s, float(cluster.loads.queue_s(slots, job.now)[0].min()) if job.slo_ttft_s else 0.0
     )
-    turns = cluster.loads.turns_after(compute_s, job.last_turn)
-    turns = np.full(cluster.loads.num_slots, turn) if turns is None else np.maximum(turns, turn)
+    turns = cluster.loads.turns_after(turn, compute_s, job.last_turn)
     queue, num_behind = cluster.loads.queue_s(slots, job.now, turns)
     if awaited is not None:
         # Behind the prompt that brings more of it, or at its own turn without that, whatever is sooner.
-        behind, num_behind_it = cluster.loads.queue_s(slots, job.now, np.maximum(awaited.turns, turns))
+        later = np.maximum(awaited.turns, turns)
+        behind, num_behind_it = cluster.loads.queue_s(slots, job.now, later)
         is_sooner = behind + short < queue + prefill
-        later = slots[is_sooner]
-        turns[later] = np.maximum(awaited.turns.take(later), turns.take(later))
+        turns[slots[is_sooner]] = later[slots[is_sooner]]
         own = np.where(is_sooner, awaited.tokens.take(slots), own)
         prefill, queue = np.where(is_sooner, short, prefill), np.where(is_sooner, behind, queue)
         if num_behind is not None:

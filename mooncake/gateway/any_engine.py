@@ -328,6 +328,7 @@ def _as_int(found: object) -> int:
 
 
 _PREFILL_ANSWER_S = 1.0
+"""How long the usage of an answer that has ended waits for the prefill engine's."""
 _PARSED_MARKERS = (b'"usage":{', b'"usage": {', b'"error"', b'"abort"')
 """Substrings of events that need parsing. A text can't contain them: its quotation marks are escaped."""
 
@@ -396,8 +397,9 @@ class ProxiedRequest(PlacedRequest):
         self._num_believed = 0
         """Prompt tokens that the chosen engine was believed to hold."""
         self._prefill: Usage | None = None
-        self._computing: asyncio.Future[dict[str, Any]] | None = None
         """The prefill engine's usage."""
+        self._computing: asyncio.Future[dict[str, Any]] | None = None
+        """The prefill engine's answer, until the usage has waited for it."""
         self._is_computed = False
         """Whether the conductor knows that the prompt is computed, or the prefill engine will report it."""
 
@@ -519,8 +521,7 @@ class ProxiedRequest(PlacedRequest):
         if not self.is_stream:
             content = await self._workers.whole(decision.decode, self._path, body, headers)
             self._computed()
-            await self._prefill_answered()
-            yield self._read(decision, content)
+            yield await self._read(decision, content)
             return
         if self.api.has_named_events:
             named = self._decode_named(decision, body, headers)
@@ -535,9 +536,7 @@ class ProxiedRequest(PlacedRequest):
                 if event == DONE and not has_begun:
                     raise WorkerFailed(decision.decode, "its stream ended before it began")
                 is_plain = event == DONE or not any(mark in event for mark in _PARSED_MARKERS)
-                if not is_plain:
-                    await self._prefill_answered()
-                yield event if is_plain else self._read(decision, event)
+                yield event if is_plain else await self._read(decision, event)
                 has_begun = True
 
     async def _decode_named(
@@ -593,7 +592,7 @@ class ProxiedRequest(PlacedRequest):
         if computing is not None:
             await asyncio.wait({computing}, timeout=_PREFILL_ANSWER_S)
 
-    def _read(self, decision: Decision, content: bytes) -> bytes:
+    async def _read(self, decision: Decision, content: bytes) -> bytes:
         """An answer or event, with the cached tokens of the prefill engine in its usage.
 
         Raises:
@@ -614,6 +613,7 @@ class ProxiedRequest(PlacedRequest):
             raise WorkerFailed(decision.decode, event.failure)
         if event.usage is None:
             return content
+        await self._prefill_answered()
         self.usage = event.usage
         if self._prefill is None:
             return content

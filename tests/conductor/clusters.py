@@ -8,6 +8,7 @@ from typing import Any
 
 import numpy as np
 
+from mooncake.conductor.keyed_prompt import KeyedPrompt
 from mooncake.conductor.load import LoadAccounts
 from mooncake.conductor.policies import ClusterView, PromptJob
 from mooncake.conductor.prediction import CostModels, DecodeModel, LinkModel, Predictor, PrefillModel
@@ -38,3 +39,8 @@ def every(queued_s: Any) -> Any:
 def job(*cached: float, num_tokens: int = 1000, **fields: Any) -> PromptJob:
     held = np.array(cached, dtype=float)
     return PromptJob(1000.0, num_tokens, held, held, **fields)
+
+
+def prompt(common: int, own: int, name: int, num_cached: int = 0) -> KeyedPrompt:
+    """A prompt with the blocks of a common prefix, then its own."""
+    return KeyedPrompt([*range(common), *range(1_000_000 * name, 1_000_000 * name + own)], num_cached)

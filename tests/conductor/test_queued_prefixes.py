@@ -12,11 +12,7 @@ from hypothesis import strategies as st
 
 from mooncake.conductor.keyed_prompt import NO_KEYS, KeyedPrompt
 from mooncake.conductor.queued_prefixes import QueuedPrefixes
-
-
-def prompt(common: int, own: int, name: int, num_cached: int = 0) -> KeyedPrompt:
-    """A prompt with the blocks of a common prefix, then its own."""
-    return KeyedPrompt([*range(common), *range(1_000_000 * name, 1_000_000 * name + own)], num_cached)
+from tests.conductor.clusters import prompt
 
 
 def reach(queued: QueuedPrefixes, one: KeyedPrompt) -> dict[int, tuple[int, float]]:

@@ -7,11 +7,7 @@ import pytest
 
 from mooncake.conductor.keyed_prompt import POINTS, KeyedPrompt
 from mooncake.conductor.refused_prompts import ONCE_S, RefusedPrompts
-
-
-def prompt(common: int, own: int, name: int, num_cached: int = 0) -> KeyedPrompt:
-    """A prompt with the blocks of a common prefix, then its own."""
-    return KeyedPrompt([*range(common), *range(1_000_000 * name, 1_000_000 * name + own)], num_cached)
+from tests.conductor.clusters import prompt
 
 
 def test_a_prompt_that_comes_again_was_refused_as_often() -> None:
