@@ -245,6 +245,7 @@ def client_processes(
                 1 / per_call,
                 num_keys / per_call,
                 samples={"per_s": [turn["per_s"] for turn in turns], "calls": turns[-1]["counts"]},
+                num_samples=min(sum(turn["counts"]) for turn in turns),
             )
 
 
@@ -321,6 +322,7 @@ class LoadTable:
                 1 / per_call,
                 num_keys / per_call,
                 samples={"per_s": [one.per_s for one, _ in turns]},
+                num_samples=len(times),
             )
 
 
@@ -378,7 +380,10 @@ def redis_benchmark(result: Result, redis: Reference, seconds: float) -> None:
         server_s = (processor_s(redis.server) - before) / number
         # test, rps, then latencies in ms: average, least, p50, p95, p99, most
         columns = [float(one) for one in re.findall(r'"([0-9.]+)"', shown.splitlines()[-1])]
-        table.add(what, depth, columns[0], columns[3], columns[5], 1e6 * server_s, 1 / server_s)
+        table.add(
+            *(what, depth, columns[0], columns[3], columns[5], 1e6 * server_s, 1 / server_s),
+            num_samples=number,
+        )
 
 
 def beside_others(result: Result, ours: Cluster, rounds: int, seconds: float, num_others: int) -> None:
@@ -453,6 +458,7 @@ def beside_a_flood(
             None if late is None else 1e3 * late,
             statistics.median(min(one.counts) / max(1, *one.counts) for one in turns),
             statistics.median(found) if found else None,
+            num_samples=len(times),
         )
 
 
