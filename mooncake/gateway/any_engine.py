@@ -553,8 +553,12 @@ class ProxiedRequest(PlacedRequest):
                     if name in self.api.failures:
                         reason = failure_in(data_of(event)) or "it aborted the answer"
                         raise WorkerFailed(decision.decode, reason)
-                    self._note_usage(usage_in(data_of(event)))
-                    has_ended = has_ended or name in self.api.endings
+                    usage = usage_in(data_of(event))
+                    if name in self.api.endings:
+                        has_ended = True
+                        await self._prefill_answered()
+                        usage = usage or self.usage
+                    self._note_usage(usage)
                     if held is not None and (not name or name in self.api.openings):
                         held.append(event)
                         continue
@@ -601,6 +605,7 @@ class ProxiedRequest(PlacedRequest):
         if self.api.has_named_events:
             if reason := failure_in(content):
                 raise WorkerFailed(decision.decode, reason)
+            await self._prefill_answered()
             self._note_usage(usage_in(content))
             return content
         try:

@@ -224,6 +224,8 @@ class Engine:
         if not body.get("stream"):
             if (body.get("kv_transfer_params") or {}).get("do_remote_decode"):
                 whole["kv_transfer_params"] = self._handed_over(body)
+                if self.hold is not None:
+                    await self.hold.wait()
             self.sent.append(json.dumps(whole).encode())
             return web.Response(body=self.sent[-1], content_type="application/json")
         response = web.StreamResponse(headers={"Content-Type": "text/event-stream"})

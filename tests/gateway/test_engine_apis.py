@@ -106,6 +106,29 @@ async def test_an_answer_is_counted_and_explained(path: str) -> None:
         assert explained["prompts"], explained
 
 
+@pytest.mark.parametrize("stream", [False, True])
+@pytest.mark.parametrize("path", PATHS)
+async def test_what_is_counted_waits_for_the_prefill_that_counts_cached_tokens(
+    path: str, stream: bool
+) -> None:
+    """With a push, decode may have ended a short answer before prefill has reported its end."""
+
+    def cached() -> float:
+        return registry.get_sample_value("mooncake_gateway_tokens_total", {"kind": "cached"}) or 0.0
+
+    async with fronting(1, 1, protocol="push") as front:
+        await streamed(front, path)
+        before, hold = cached(), asyncio.Event()
+        front.prefill[0].hold = hold
+        asking = asyncio.ensure_future(post_read(front, path, {**BODIES[path], "stream": stream}))
+        await asyncio.sleep(0.2)
+        assert not asking.done()
+        hold.set()
+        status, _, _ = await asking
+        assert status == 200
+        assert cached() - before == 12, "those of prefill"
+
+
 async def post_read(front: Any, path: str, body: Any) -> tuple[int, bytes, dict[str, str]]:
     async with front.session.post(front.url + path, json=body) as response:
         found = {name.lower(): value for name, value in response.headers.items()}
