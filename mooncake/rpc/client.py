@@ -18,6 +18,7 @@ import select
 import socket
 import threading
 import time
+from collections import defaultdict
 from collections.abc import Iterable, Iterator
 from typing import Any, cast
 
@@ -354,9 +355,10 @@ def _next_id(ids: Iterator[int]) -> int:
 class _Waiter:
     """A thread that waits for its reply, or for its turn to read the socket for all waiting threads."""
 
-    __slots__ = ("gate", "reply")
+    __slots__ = ("gate", "reply", "spin")
 
-    def __init__(self) -> None:
+    def __init__(self, spin: AdaptiveSpin) -> None:
+        self.spin = spin
         self.reply: Any = None
         self.gate: threading.Lock | None = None
 
@@ -457,7 +459,8 @@ class BlockingClient:
         self._is_patient = is_patient
         self._identity = identity or process_identity()
         self._servers = servers
-        self._spin = AdaptiveSpin()
+        self._spins: defaultdict[tuple[type, int], AdaptiveSpin] = defaultdict(AdaptiveSpin)
+        """By a request's type and size: that a large one takes long says nothing about a small one."""
         self._decoder = decoder_for(replies)
         self._ids = itertools.count(1)
         self._connect_lock = threading.Lock()
@@ -473,7 +476,7 @@ class BlockingClient:
         what = type(message).__name__
         request_id = _next_id(self._ids)
         frame = encode(request_id, message)
-        waiter = _Waiter()
+        waiter = _Waiter(self._spins[type(message), len(frame).bit_length() >> 2])
         with connection.lock:
             connection.waiting[request_id] = waiter
         try:
@@ -551,7 +554,7 @@ class BlockingClient:
             remaining_s = deadline - time.monotonic()
             if remaining_s <= 0:
                 raise TimeoutError
-            data = connection.receive(remaining_s, self._spin)
+            data = connection.receive(remaining_s, waiter.spin)
             if data is None:
                 continue
             if not data:

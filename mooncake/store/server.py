@@ -430,6 +430,7 @@ class MasterServer:
         if election is not None:
             num_objects = len(self.master.objects.readable)
             log.info("leadership_acquired", term=term, num_objects=num_objects, is_complete=is_complete)
+        self.master.catalog.keeps_records = bool(self.settings.oplog) or election is not None
         self._driver = Driver(self.master, self._perform)
         gone, self._gone = self._gone, []
         self._driver.post(Wake())

@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import pytest
 
-from mooncake.rpc.adaptive_spin import FIRST_REST_S, GAP_S, MAX_REST_S, WINDOW_S, AdaptiveSpin
+from mooncake.rpc.adaptive_spin import FIRST_REST_S, GAP_S, MAX_REST_S, SAVED_S, WINDOW_S, AdaptiveSpin
 
 US = 1e-6
 
@@ -37,26 +37,37 @@ def poll_of(clock: Clock, *steps_s: float) -> tuple[list[int], object]:
 
 
 @pytest.mark.parametrize(
-    ("lost_s", "missed", "is_worthwhile"),
-    [(0.0, 0, True), (0.19, 0, True), (0.21, 0, False), (0.0, 5, True), (0.0, 6, False)],
-    ids=["alone", "hardly disturbed", "loses its core", "half of them in vain", "mostly in vain"],
+    ("lost_s", "num_missed", "is_worthwhile"),
+    [(0.0, 0, True), (0.19, 0, True), (0.21, 0, False), (0.0, 3, True), (0.0, 4, False)],
+    ids=["alone", "hardly disturbed", "loses its core", "saves what it wastes", "wastes more"],
 )
 def test_is_worthwhile_while_it_keeps_its_core_and_finds_replies(
-    clock: Clock, lost_s: float, missed: int, is_worthwhile: bool
+    clock: Clock, lost_s: float, num_missed: int, is_worthwhile: bool
 ) -> None:
     spin = AdaptiveSpin(clock)
-    for number in range(10):
+    for number in range(12):
         assert spin.is_worthwhile, "it is judged at the end of a window"
-        spin.spun(WINDOW_S / 10, lost_s * WINDOW_S / 10, is_missed=number < missed)
+        wasted_s = 3 * SAVED_S if number < num_missed else -SAVED_S
+        spin.spun(WINDOW_S / 12, lost_s * WINDOW_S / 12, wasted_s)
     spin.spun(US)
     assert spin.is_worthwhile is is_worthwhile
+
+
+def test_quick_replies_outweigh_slow_ones_that_took_more_time(clock: Clock) -> None:
+    """One wait in vain takes as long as ten replies; in a row of puts there is one, at its beginning."""
+    spin = AdaptiveSpin(clock)
+    while clock.now < 3 * WINDOW_S:
+        for steps in ([US] * 400, *[[US] * 20] * 10):
+            _, poll = poll_of(clock, *steps)
+            spin.wait(poll)  # type: ignore[arg-type]
+    assert spin.is_worthwhile
 
 
 def test_is_tried_again_ever_more_rarely_and_at_once_after_a_success(clock: Clock) -> None:
     spin = AdaptiveSpin(clock)
     rests_s = []
     for _ in range(8):
-        spin.spun(WINDOW_S, WINDOW_S)
+        spin.spun(WINDOW_S, wasted_s=US)
         began = clock.now
         while not spin.is_worthwhile:
             clock.now += 0.01
@@ -65,7 +76,7 @@ def test_is_tried_again_ever_more_rarely_and_at_once_after_a_success(clock: Cloc
     assert rests_s[1] == pytest.approx(2 * FIRST_REST_S, abs=0.011)
     assert rests_s[-2:] == pytest.approx([MAX_REST_S] * 2, abs=0.011)
     spin.spun(WINDOW_S)
-    spin.spun(WINDOW_S, WINDOW_S)
+    spin.spun(WINDOW_S, wasted_s=US)
     clock.now += 1.01 * FIRST_REST_S
     assert spin.is_worthwhile
 
@@ -77,9 +88,26 @@ def test_the_turn_of_the_peer_is_no_gap_and_that_of_another_program_is_one(clock
         assert spin.wait(poll, limit_s=1.0)  # type: ignore[arg-type]
         assert set(asked) == {0}, "it never waits"
     assert spin.is_worthwhile
-    _, poll = poll_of(clock, US, 3 * WINDOW_S, US)
-    assert spin.wait(poll, limit_s=1.0)  # type: ignore[arg-type]
-    assert not spin.is_worthwhile
+    judgements = []
+    for steps in ([US, 3 * WINDOW_S, US], *[[US] * 20] * 250):
+        _, poll = poll_of(clock, *steps)
+        assert spin.wait(poll, limit_s=1.0)  # type: ignore[arg-type]
+        judgements.append(spin.is_worthwhile)
+    assert all(judgements), "a single one decides nothing, however long it is"
+    num_gaps = 0
+    while spin.is_worthwhile and num_gaps < 6:
+        _, poll = poll_of(clock, US, 3 * WINDOW_S, US)
+        assert spin.wait(poll, limit_s=1.0)  # type: ignore[arg-type]
+        num_gaps += 1
+    assert 1 < num_gaps < 6
+
+
+def test_a_reply_that_came_while_another_program_had_the_core_is_no_success(clock: Clock) -> None:
+    spin = AdaptiveSpin(clock)
+    while spin.is_worthwhile and clock.now < 1.0:
+        _, poll = poll_of(clock, US, 0.9 * GAP_S)
+        assert spin.wait(poll)  # type: ignore[arg-type]
+    assert clock.now < 1.0
 
 
 def test_a_spin_ends_at_its_limit_and_counts_as_useless(clock: Clock) -> None:

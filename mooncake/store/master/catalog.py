@@ -136,6 +136,8 @@ class Catalog:
         """Delayed replies that are ready now. A part that delays a request returns None first."""
         self.records: list[Record] = []
         """Records to be written down before that event is answered."""
+        self.keeps_records = True
+        """Whether there is a log or a standby for them; without either they are not made where that costs."""
         self.must_last = False
         """Its answer promises durability across a loss of power, so its records must be durable too."""
         self.keeps_deadline = False
@@ -304,7 +306,7 @@ class Catalog:
         self.tenants.shown(stored)
         self.eviction.add(stored, now)
         self.tombstones.pop(stored.key, None)
-        if stored.before is None:
+        if stored.before is None and self.keeps_records:
             self.records.append(record_of(stored))
         self.emit(ObjectShown(stored, now))
 

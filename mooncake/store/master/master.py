@@ -157,7 +157,8 @@ class Master:
             effects += catalog.notes
             catalog.notes = []
         if catalog.records:
-            effects.insert(0, AppendRecords(catalog.records))
+            if catalog.keeps_records:
+                effects.insert(0, AppendRecords(catalog.records))
             catalog.records = []
         if was_doubted and not catalog.is_doubted:
             effects.append(RecoveryComplete())

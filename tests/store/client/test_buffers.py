@@ -1,13 +1,15 @@
 # SPDX-License-Identifier: Apache-2.0
 from __future__ import annotations
 
+import contextlib
+import ctypes
 from collections.abc import Iterator
 
 import numpy as np
 import pytest
 
 from mooncake.errors import InvalidArgument
-from mooncake.store.client.buffers import STAGED_BYTES, STAGING_BYTES, LocalMemory
+from mooncake.store.client.buffers import NUM_SLOTS, SLOT_BYTES, STAGED_BYTES, STAGING_BYTES, LocalMemory
 from mooncake.transfer import TransferEngine
 
 
@@ -33,6 +35,31 @@ def test_small_buffers_are_copied_to_the_staging_region(memory: LocalMemory) -> 
         assert bytes(staging.view()[offset : offset + 13]) == b"onethreefive!"
         with memory.source([b"four"]) as other:
             assert other.addresses[0] >= prepared.addresses[0] + 13
+
+
+def test_small_operations_share_no_memory_even_if_there_are_more_than_slots(memory: LocalMemory) -> None:
+    sizes = [1, SLOT_BYTES, SLOT_BYTES + 1, STAGED_BYTES] * NUM_SLOTS
+    values = [bytes([number]) * size for number, size in enumerate(sizes)]
+    with contextlib.ExitStack() as stack:
+        held = [stack.enter_context(memory.source([value])) for value in values]
+        staged = [prepared for prepared in held if prepared.is_staged]
+        assert len(staged) > 2 * NUM_SLOTS
+        for prepared, value in zip(held, values, strict=True):
+            assert ctypes.string_at(prepared.addresses[0], len(value)) == value
+    with contextlib.ExitStack() as stack:  # all of it is free again
+        pieces = [
+            stack.enter_context(memory.source([bytes(SLOT_BYTES)]))
+            for _ in range(STAGING_BYTES // SLOT_BYTES)
+        ]
+        assert all(prepared.is_staged for prepared in pieces)
+        assert len({prepared.addresses[0] for prepared in pieces}) == len(pieces)
+
+
+def test_a_small_operation_uses_the_memory_that_was_freed_last(memory: LocalMemory) -> None:
+    with memory.source([b"1"]) as first, memory.source([b"2"]):
+        used = first.addresses[0]
+    with memory.source([b"3"]) as next_one:
+        assert next_one.addresses == [used]
 
 
 def test_large_buffers_are_registered_until_the_operation_ends(memory: LocalMemory) -> None:
