@@ -69,6 +69,8 @@ class PoolCapacity:
     num_decode: int
     step: DecodeModel
     kv_tokens: float = math.inf
+    decode_makes_first_token: bool = False
+    """Whether a request without memory at decode waits before its first token, not amid its answer."""
 
     def step_s(self, load: DecodeLoad, one_more: AdmissionRequest | None = None) -> float:
         """Seconds of a step when the load (and one more request) is spread evenly."""
@@ -89,6 +91,12 @@ class PoolCapacity:
         answer = one_more.output_tokens
         each = (load.num_tokens + load.num_requests * answer) / max(1, self.num_decode)
         return (each + one_more.num_tokens + answer) / self.kv_tokens
+
+    def full_step_s(self, load: DecodeLoad) -> float:
+        """Seconds of a step when contexts like those in ``load`` fill the memory."""
+        return self.step.seconds(
+            self.kv_tokens * load.num_requests / max(1.0, load.num_tokens), self.kv_tokens
+        )
 
     def most_requests(self, load: DecodeLoad, step_s: float) -> float:
         """How many requests with contexts like those in ``load`` fit, and keep a step that short."""
@@ -334,6 +342,13 @@ its KV after the first token, which a decode pool with fewer requests does not s
 LEAST_OVER = 1.15
 """A pool that is filled up to the limit exactly goes over it with every second arrival."""
 
+LEAST_OVER_STEPS = 1.05
+"""The same where only steps count, because decode makes the first token: no wait for KV comes after it. With
+1.15 a seventh of decode's time was left unused (``tools 4P1D x2``: 82 % good instead of 89)."""
+
+MOST_WAITED = 0.9
+"""Part of the TTFT SLO within which a wait for decode's memory must end: when answers end is not known."""
+
 _MOST_OVER = 3.0
 """Even a worse forecast does not lower the limit further."""
 
@@ -428,9 +443,9 @@ class GoodputRule:
         self._refused = RefusedPrompts()
         self._over = _Quantile(_IN_PACE, LEAST_OVER)
 
-    @property
-    def _over_factor(self) -> float:
-        return min(_MOST_OVER, max(LEAST_OVER, self._over.value))
+    def _over_factor(self, pools: PoolCapacity) -> float:
+        least = LEAST_OVER_STEPS if pools.decode_makes_first_token else LEAST_OVER
+        return min(_MOST_OVER, max(least, self._over.value))
 
     def decide(
         self, request: AdmissionRequest, pools: PoolCapacity, now: float, prompt: KeyedPrompt = NO_KEYS
@@ -459,7 +474,7 @@ class GoodputRule:
         is_repeated = repeats >= LEAST_REPEATS
         # One that comes again is worth those that were refused for it, as if they came once more.
         value = _value(request) * (repeats if is_repeated else chance)
-        room_s = max(0.0, request.slo_tbt_s - pools.step.base_s) / self._over_factor
+        room_s = max(0.0, request.slo_tbt_s - pools.step.base_s) / self._over_factor(pools)
         limit_s = pools.step.base_s + room_s
         step_s = time_load = memory_load = 0.0
         if request.slo_tbt_s and pools.num_decode:
@@ -513,7 +528,7 @@ class GoodputRule:
         self.prefill_price.check()
         self.decode_price.check()
         self._refused.check()
-        assert LEAST_OVER <= self._over_factor <= _MOST_OVER
+        assert 0.0 < self._over.value < math.inf
 
     def _decode_refusal(
         self, request: AdmissionRequest, pools: PoolCapacity, limit_s: float, now: float
@@ -529,6 +544,11 @@ class GoodputRule:
             return None, step_s, time_load, memory_load
         most = pools.most_requests(there, limit_s)
         wait_s = self._decode_forecast.falls_to(most - 1, instant, now) - instant
+        if memory_load > 1.0 and pools.decode_makes_first_token and request.slo_ttft_s:
+            # It waits at decode until it fits, and no step is longer than with the memory full.
+            is_in_time = request.ttft_s + wait_s <= MOST_WAITED * request.slo_ttft_s
+            if is_in_time and pools.full_step_s(there) <= request.slo_tbt_s:
+                return None, min(step_s, limit_s), min(time_load, 1.0), 1.0
         when = f"will be decoding while it does, from {request.ttft_s:.3g} s on"
         full = decode_full(there.num_requests, request.slo_tbt_s, step_s, memory_load, wait_s, when)
         return full, step_s, time_load, memory_load

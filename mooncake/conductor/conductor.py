@@ -361,7 +361,9 @@ class Conductor:
         step = self.predict.decode_model(decode)
         num_decode = ready[WorkerRole.DECODE] or ready[WorkerRole.PREFILL]
         kv_tokens = float(self.loads.capacity_tokens[decode])
-        return PoolCapacity(ready[WorkerRole.PREFILL] or num_decode, num_decode, step, kv_tokens)
+        num_prefill = ready[WorkerRole.PREFILL] or num_decode
+        holds = self.predict.costs.decode_makes_first_token
+        return PoolCapacity(num_prefill, num_decode, step, kv_tokens, holds)
 
     def _pools_of(self, role: WorkerRole) -> tuple[Slots, Slots]:
         pools = self._choosable.get(role)

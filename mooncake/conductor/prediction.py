@@ -89,6 +89,9 @@ class CostModels(msgspec.Struct, frozen=True):
     "Reads of blocks from an instance's own SSD."
     reuse_s: float = 0.0
     "Seconds that a cached prefix takes, whatever its length, before the rest is computed."
+    decode_makes_first_token: bool = True
+    """As our workers and vLLM do: a wait for decode's memory is part of the time to first token. Otherwise it
+    comes after that token."""
 
 
 # --- coefficients that follow measurements

@@ -7,6 +7,7 @@ displace: the price of a second, and the turns of classes.
 
 from __future__ import annotations
 
+import dataclasses
 import heapq
 from dataclasses import dataclass, field
 from random import Random
@@ -611,6 +612,41 @@ def test_a_context_must_lie_whole_in_one_instance() -> None:
     verdict = goodput.decide(wide, pools, 0.0)
     assert (verdict.is_admitted, verdict.code) == (False, "slo_tbt") and "memory" in verdict.reason
     assert goodput.decide(one_ahead(num_tokens=3_000, ttft_s=0.0, output_tokens=1), pools, 0.0).is_admitted
+
+
+def test_a_wait_for_decode_s_memory_is_no_rejection_where_the_first_token_waits_too() -> None:
+    """Decode makes the first token: it may come as late as the TTFT SLO allows."""
+    decode_forecast = DecodeForecast()
+    step = DecodeModel(0.001, 0.0, 4e-6)
+    pools = PoolCapacity(1, 1, step, kv_tokens=10_000, decode_makes_first_token=True)
+    goodput = GoodputRule(decode_forecast, 30.0, 0.05)
+    for number in range(2):
+        decode_forecast.expect(f"d{number}", 0.0, 4_000, 0.0)
+        decode_forecast.started(f"d{number}", 0.0)
+    wide = one_ahead(num_tokens=4_000, ttft_s=0.5, output_tokens=1, slo_ttft_s=12.0)
+    assert goodput.decide(wide, pools, 0.0).is_admitted, "8,000 of 10,000 tokens are taken"
+    before = goodput.decide(wide, dataclasses.replace(pools, decode_makes_first_token=False), 0.0)
+    assert not before.is_admitted and "memory" in before.reason, "it would wait amid its answer"
+    hasty = dataclasses.replace(wide, slo_ttft_s=10.0)
+    assert not goodput.decide(hasty, pools, 0.0).is_admitted, "the memory is free again too late"
+    slow = dataclasses.replace(pools, step=DecodeModel(0.001, 0.0, 8e-6))
+    assert not goodput.decide(wide, slow, 0.0).is_admitted, "with its memory full, steps are too long"
+
+
+def test_decode_is_filled_further_where_no_wait_follows_the_first_token() -> None:
+    """Room for 12.7 requests with a margin of 1.05, for 11.6 with 1.15."""
+    admitted = {}
+    for holds in (True, False):
+        decode_forecast = DecodeForecast()
+        goodput = GoodputRule(decode_forecast, 30.0, 0.05)
+        goodput._over.value = 1.0  # what was learned
+        pools = PoolCapacity(1, 1, DecodeModel(0.01, 0.003, 0.0), decode_makes_first_token=holds)
+        for number in range(11):
+            decode_forecast.expect(f"d{number}", 0.0, 100, 0.0)
+            decode_forecast.started(f"d{number}", 0.0)
+        one = one_ahead(ttft_s=0.0, num_tokens=100, output_tokens=1)
+        admitted[holds] = goodput.decide(one, pools, 0.0).is_admitted
+    assert admitted == {True: True, False: False}
 
 
 def test_in_overload_the_cheaper_of_equal_value_goes_first() -> None:

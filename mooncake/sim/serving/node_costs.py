@@ -93,6 +93,7 @@ class NodeCosts(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
             self.num_layers,
             LinkModel(1e-4, self.ssd_bytes_per_s),
             self.reuse_s,
+            self.decode_makes_first_token,
         )
 
     def prefill_s(self, num_cached: int, num_tokens: int) -> float:
