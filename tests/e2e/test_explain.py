@@ -12,7 +12,6 @@ import json
 import subprocess
 import sys
 import threading
-from collections import Counter
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
@@ -158,10 +157,11 @@ def test_a_second_request_for_a_prompt_that_is_computed(cluster: Cluster) -> Non
     for thread in threads:
         thread.join(120.0)
     found = [explained(cluster, answer.body["id"]) for answer in answers]
-    counts = sum((Counter(verdicts(one)) for one in found), Counter[str]())
-    assert counts.total() == 36 and {*counts} <= {"never_stored", "being_written", "hit"}
-    assert counts["never_stored"] <= 18, "the one placed second is known to follow the first"
-    assert counts["hit"] <= 18, "one of them is computed"
+    counts = sorted((verdicts(one) for one in found), key=lambda one: "never_stored" not in one)
+    computed = next(one for one in counts if one in ({"never_stored": 18}, {"being_written": 18}))
+    counts.remove(computed)
+    expected = {"being_written", "hit"} if "never_stored" in computed else {"hit"}
+    assert {*counts[0]} <= expected and sum(counts[0].values()) == 18
 
 
 def test_evicted_when_and_by_which_rule(cluster: Cluster) -> None:

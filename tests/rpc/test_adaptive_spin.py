@@ -54,7 +54,7 @@ def test_is_worthwhile_while_it_keeps_its_core_and_finds_replies(
 
 
 def test_quick_replies_outweigh_slow_ones_that_took_more_time(clock: Clock) -> None:
-    """One wait in vain takes as long as ten replies; in a row of puts there is one, at its beginning."""
+    """One wait in vain takes longer than ten quick replies; a row of puts begins with one."""
     spin = AdaptiveSpin(clock)
     while clock.now < 3 * WINDOW_S:
         for steps in ([US] * 400, *[[US] * 20] * 10):

@@ -27,6 +27,7 @@ STAGED_BYTES = 256 << 10
 """Largest operation, in bytes over all its buffers, that goes through the staging region."""
 STAGING_BYTES = 8 << 20
 SLOT_BYTES, NUM_SLOTS = 64 << 10, 16
+SLOTS_END = NUM_SLOTS * SLOT_BYTES
 """The beginning of the staging region is divided into slots for small operations, which take the one that was
 freed last: its memory is still in the processor's cache, and nothing is searched."""
 
@@ -116,7 +117,7 @@ class LocalMemory:
         self._staging: Region | None = None
         self._slots = [number * SLOT_BYTES for number in reversed(range(NUM_SLOTS))]
         """Offsets of the free ones. Its methods are safe from several threads."""
-        self._ranges = Allocator(STAGING_BYTES - NUM_SLOTS * SLOT_BYTES)
+        self._ranges = Allocator(STAGING_BYTES - SLOTS_END)
         """The part of the staging region behind the slots."""
         self._last: Region | None = None
         """Region of the caller that the last lookup found; the next buffer usually lies in it as well."""
@@ -195,7 +196,7 @@ class LocalMemory:
                 pass
         with self._lock:
             offset = self._ranges.allocate(size_bytes)
-        return None if offset is None else NUM_SLOTS * SLOT_BYTES + offset
+        return None if offset is None else SLOTS_END + offset
 
     def release(self, regions: list[Region], staged: int | None) -> None:
         """Unregister ``regions`` and free the staged range at offset ``staged``."""
@@ -203,8 +204,8 @@ class LocalMemory:
             self.engine.unregister(region)
         if staged is None:
             return
-        if staged < NUM_SLOTS * SLOT_BYTES:
+        if staged < SLOTS_END:
             self._slots.append(staged)
             return
         with self._lock:
-            self._ranges.free(staged - NUM_SLOTS * SLOT_BYTES)
+            self._ranges.free(staged - SLOTS_END)
