@@ -460,7 +460,7 @@ class BlockingClient:
         self._identity = identity or process_identity()
         self._servers = servers
         self._spins: defaultdict[tuple[type, int], AdaptiveSpin] = defaultdict(AdaptiveSpin)
-        """By a request's type and size in powers of 16: a large one may take long where a small one does not."""
+        """By a request's type and size in powers of 16: a large one takes long where a small one does not."""
         self._decoder = decoder_for(replies)
         self._ids = itertools.count(1)
         self._connect_lock = threading.Lock()

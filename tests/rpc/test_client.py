@@ -24,6 +24,7 @@ from mooncake.errors import (
     ProtocolError,
 )
 from mooncake.rpc import AsyncClient, BlockingClient, Call, Connection, RpcServer
+from mooncake.rpc.adaptive_spin import WINDOW_S
 from mooncake.rpc.client import split_address
 from mooncake.rpc.wire import OLD_PREFACE, OPEN_GREETING, FrameDecoder, encode
 from mooncake.security import EVERYBODY, Access, Identity, SecuritySettings
@@ -269,6 +270,17 @@ async def test_blocking_calls_from_many_threads_share_a_connection(service: Serv
         results = await asyncio.gather(*(loop.run_in_executor(pool, work, n) for n in range(8)))
     assert results == [[f"{n}.{i}" for i in range(50)] for n in range(8)]
     assert len(service.rpc.connections) == 1
+    client.close()
+
+
+async def test_spins_for_large_requests_do_not_decide_about_small_ones(service: Service) -> None:
+    client = BlockingClient(service.address, [Echo], "the test's server")
+    for text in ("small", "large" * 1000):
+        await asyncio.to_thread(client.call, Echo(text), 10)
+    small, large = (client._spins[kind] for kind in sorted(client._spins, key=lambda kind: kind[1]))
+    while large.is_worthwhile:
+        large.spun(WINDOW_S, wasted_s=1.0)
+    assert small.is_worthwhile
     client.close()
 
 

@@ -6,6 +6,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 from collections.abc import AsyncIterator
+from pathlib import Path
 
 import pytest
 
@@ -16,6 +17,7 @@ from mooncake.rpc import AsyncClient
 from mooncake.store import messages as m
 from mooncake.store.ha.leader_search import Leads, WhoLeads
 from mooncake.store.master.log_records import ObjectReadable
+from mooncake.store.master.oplog_writer import OplogWriter
 from mooncake.store.server import MasterServer
 from mooncake.store.settings import MasterSettings
 from tests.waiting import LONG_HEARTBEAT_S
@@ -55,6 +57,24 @@ async def test_requests_reach_the_core_and_its_counts_the_page(client: AsyncClie
         "mooncake_store_puts_total 1.0",
     ):
         assert line in text
+
+
+@pytest.mark.parametrize("has_log", [False, True])
+async def test_what_becomes_readable_is_recorded_where_there_is_a_log(tmp_path: Path, has_log: bool) -> None:
+    path = tmp_path / "oplog"
+    settings = MasterSettings(port=0, heartbeat_s=LONG_HEARTBEAT_S, oplog=str(path) if has_log else "")
+    server = MasterServer(settings)
+    await server.start()
+    client = AsyncClient(f"127.0.0.1:{server.port}", m.REPLIES, "the master")
+    await mount(client)
+    started = await client.call(m.PutStart(1, "h", ["k"], [100], [100]), 5)
+    await client.call(m.PutEnd(["k"], [started.reserved[0].object_id], [b"crc!"]), 5)
+    assert (await client.call(m.Exists(["k"]), 5)).flags == b"\1"
+    assert server.master.catalog.keeps_records is has_log and not server.master.catalog.records
+    await client.close()
+    await server.close()
+    found = OplogWriter(str(path)).read() if has_log else []
+    assert [one.key for one in found if isinstance(one, ObjectReadable)] == ["k"] * has_log
 
 
 async def test_blocks_are_logged_with_their_clients(caplog: pytest.LogCaptureFixture) -> None:
