@@ -31,6 +31,8 @@ from collections.abc import Callable, Sequence
 import torch
 import torch.nn.functional as F
 from torch import Tensor
+from torch.nn.attention import SDPBackend, sdpa_kernel
+from torch.nn.attention.bias import CausalBias, causal_lower_right
 
 from mooncake.connectors.kv_link import AnyLink, KvLoad, KvSave
 from mooncake.inference.model import Decoder
@@ -41,6 +43,10 @@ from mooncake.kvlayout import KvLayout
 
 TILE_ROWS = 128
 """Prefill rows per kernel call: a tile skips the keys after its last row (30 % faster than one mask)."""
+
+KERNELS = [SDPBackend.FLASH_ATTENTION, SDPBackend.EFFICIENT_ATTENTION, SDPBackend.MATH]
+"""All but cuDNN's, which torch prefers on recent GPUs and which builds a plan for each new shape: in decode,
+where the number of keys grows with each token, that is a plan per step."""
 
 SCRATCH_BLOCK = 0
 """Scratch block that no request owns: rows whose keys are already cached are written here and never read."""
@@ -56,8 +62,9 @@ class AttentionSpan:
     """Position of the first row; it attends to itself and everything before."""
     runs: tuple[tuple[int, int], ...]
     """(first slot, tokens) of each contiguous piece of the request's keys, in order."""
-    masks: tuple[Tensor, ...] = ()
-    """One bool mask [rows, keys] per tile, shared by all layers; empty for a single row."""
+    masks: tuple[Tensor | CausalBias, ...] = ()
+    """One mask [rows, keys] per tile, shared by all layers; empty for a single row. bool tensors, or where a
+    flash kernel runs, which skips the keys after a row by itself, one bias for all rows."""
 
 
 def runs_of(block_ids: Sequence[int], num_tokens: int, block_tokens: int) -> tuple[tuple[int, int], ...]:
@@ -86,6 +93,7 @@ class PagedAttention:
         self.pool = pool
         self.layout = layout
         self._group = num_heads // layout.num_kv_heads
+        self._has_flash = pool.is_cuda and pool.dtype in (torch.bfloat16, torch.float16)
         flat = (-1, layout.num_kv_heads, layout.head_dim)
         self._keys = [pool[layer, 0].view(flat) for layer in range(layout.num_layers)]
         self._values = [pool[layer, 1].view(flat) for layer in range(layout.num_layers)]
@@ -93,8 +101,10 @@ class PagedAttention:
     def span(self, first_row: int, num_rows: int, start: int, block_ids: Sequence[int]) -> AttentionSpan:
         """The plan of one request's rows, computed once for all layers."""
         runs = runs_of(block_ids, start + num_rows, self.layout.block_tokens)
-        masks = []
-        if num_rows > 1:
+        masks: list[Tensor | CausalBias] = []
+        if num_rows > 1 and self._has_flash:
+            masks.append(causal_lower_right(num_rows, start + num_rows))
+        elif num_rows > 1:
             for row in range(0, num_rows, TILE_ROWS):
                 rows = min(TILE_ROWS, num_rows - row)
                 mask = torch.ones(rows, start + row + rows, dtype=torch.bool, device=self.pool.device)
@@ -123,17 +133,20 @@ class PagedAttention:
         q = q.reshape(1, self.layout.num_kv_heads, self._group, self.layout.head_dim)
         k = _gather(keys, runs).transpose(0, 1).unsqueeze(0)
         v = _gather(values, runs).transpose(0, 1).unsqueeze(0)
-        return F.scaled_dot_product_attention(q, k, v).view(1, -1)
+        return F.scaled_dot_product_attention(q, k, v).reshape(1, -1)
 
     def _many_rows(self, q: Tensor, keys: Tensor, values: Tensor, span: AttentionSpan) -> Tensor:
         # [1, heads, tokens, dim] views: the kernel takes strides, so nothing is transposed in memory
         k = _gather(keys, span.runs).transpose(0, 1).unsqueeze(0)
         v = _gather(values, span.runs).transpose(0, 1).unsqueeze(0)
         q = q.transpose(0, 1).unsqueeze(0)
-        tiles = []
-        for index, mask in enumerate(span.masks):
-            rows, num_keys = mask.shape
-            tile = q[:, :, index * TILE_ROWS : index * TILE_ROWS + rows]
+        tiles, first_row = [], 0
+        for mask in span.masks:
+            rows, num_keys = (
+                (mask.seq_len_q, mask.seq_len_kv) if isinstance(mask, CausalBias) else tuple(mask.shape)
+            )
+            tile = q[:, :, first_row : first_row + rows]
+            first_row += rows
             seen_k, seen_v = k[:, :, :num_keys], v[:, :, :num_keys]
             out = F.scaled_dot_product_attention(tile, seen_k, seen_v, attn_mask=mask, enable_gqa=True)
             tiles.append(out.squeeze(0).transpose(0, 1).reshape(rows, -1))
@@ -200,7 +213,8 @@ class LayerRunner:
             return attention.attend(layer - first_layer, q, spans)
 
         positions = [position for one in rows for position in range(one.start, one.end)]
-        return self.model.forward_hidden(hidden, self._column(positions), attend)
+        with sdpa_kernel(KERNELS):
+            return self.model.forward_hidden(hidden, self._column(positions), attend)
 
     def embed(self, chunks: Sequence[Chunk]) -> Tensor:
         """Hidden states [rows, hidden] of a step before the first layer."""

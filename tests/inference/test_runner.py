@@ -62,6 +62,31 @@ def test_equals_dense(start: int, num_rows: int, is_contiguous: bool) -> None:
     assert attention.pool[0].isnan().all()
 
 
+@pytest.mark.skipif(
+    not torch.cuda.is_available(),
+    reason="NOT RUN: torch has no CUDA device here; scripts/test-cuda runs it on one",
+)
+@pytest.mark.parametrize("dtype", ["bfloat16", "float16", "float32"])
+@pytest.mark.parametrize("is_contiguous", [True, False])
+@pytest.mark.parametrize(("start", "num_rows"), [(0, 1), (37, 1), (15, 2), (0, 300), (100, 200), (500, 130)])
+def test_cuda_equals_dense(start: int, num_rows: int, is_contiguous: bool, dtype: str) -> None:
+    torch.manual_seed(start + num_rows)
+    layout = KvLayout(num_layers=1, num_kv_heads=2, head_dim=64, dtype=dtype, block_tokens=16)
+    end, block_ids = start + num_rows, list(range(1, 1 + -(-(start + num_rows) // 16)))
+    if not is_contiguous:
+        block_ids = Random(0).sample(range(1, 60), len(block_ids))
+    where = {"dtype": getattr(torch, dtype), "device": "cuda"}
+    attention = PagedAttention(torch.full(layout.pool_shape(60), torch.nan, **where), layout, NUM_HEADS)
+    k, v = torch.randn(end, 2, 64, **where), torch.randn(end, 2, 64, **where)
+    slots = torch.tensor([block_ids[p // 16] * 16 + p % 16 for p in range(end)], device="cuda")
+    attention.write(0, slots, k, v)
+    q = torch.randn(num_rows, NUM_HEADS, 64, **where)
+    out = attention.attend(0, q, [attention.span(0, num_rows, start, block_ids)])
+    expected = dense(q.double().cpu(), k.double().cpu(), v.double().cpu(), start)
+    error = (out.double().cpu() - expected).norm() / expected.norm()
+    assert error < {"float32": 1e-3, "float16": 2e-3, "bfloat16": 1e-2}[dtype]
+
+
 def test_spans_of_a_step_do_not_mix() -> None:
     torch.manual_seed(0)
     attention = PagedAttention(torch.full(LAYOUT.pool_shape(NUM_BLOCKS), torch.nan), LAYOUT, NUM_HEADS)
