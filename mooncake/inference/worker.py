@@ -86,11 +86,11 @@ class WorkerSettings:
     max_model_len: Annotated[int, Meta(ge=0)] = 0
     "Most tokens of prompt and answer together; 0 takes the model's context."
 
-    max_batch_tokens: Annotated[int, Meta(ge=1)] = 512
-    "Most tokens computed in one step; longer prompts are computed in chunks."
+    max_batch_tokens: Annotated[int, Meta(ge=1)] | None = None
+    "Most tokens of a step; longer prompts are computed in chunks. Without it, 512 on a CPU, 2048 on a GPU."
 
-    saturating_tokens: Annotated[int, Meta(ge=0)] = 64
-    "Most prompt tokens that share a step; prompts beyond it are computed one after another; 0: no bound."
+    saturating_tokens: Annotated[int, Meta(ge=0)] | None = None
+    "Most prompt tokens that share a step, 0: no bound; others wait. Without it, 64 on a CPU, 0 on a GPU."
 
     max_running: Annotated[int, Meta(ge=1)] = 64
     "Most requests computed at the same time."
@@ -144,8 +144,8 @@ class WorkerSettings:
     def engine_settings(self) -> InferenceSettings:
         return InferenceSettings(
             max_model_len=self.max_model_len or None,
-            max_batch_tokens=self.max_batch_tokens,
-            saturating_tokens=self.saturating_tokens,
+            max_batch_tokens=self.step_tokens,
+            saturating_tokens=self.shared_step_tokens,
             max_running=self.max_running,
             max_waiting=self.max_waiting,
         )
@@ -161,17 +161,34 @@ class WorkerSettings:
         return "cuda" if torch.cuda.is_available() else "cpu"
 
     @property
+    def is_on_cpu(self) -> bool:
+        return self.torch_device.partition(":")[0] == "cpu"
+
+    @property
+    def step_tokens(self) -> int:
+        """Most tokens of a step. A GPU takes as long for 512 as for a few: it waits for the next launch."""
+        if self.max_batch_tokens is not None:
+            return self.max_batch_tokens
+        return 512 if self.is_on_cpu else 2048
+
+    @property
+    def shared_step_tokens(self) -> int:
+        """Most prompt tokens that share a step; 0: no bound."""
+        if self.saturating_tokens is not None:
+            return self.saturating_tokens
+        return 64 if self.is_on_cpu else 0
+
+    @property
     def may_push(self) -> bool:
         """Whether KV goes from this worker to others, and to it. Stages have parts of the layers only."""
         is_alone = not (self.pipeline_peers or self.pipeline_stage)
-        is_in_main_memory = self.torch_device.partition(":")[0] == "cpu"
-        return self.kv_transfer != "pool" and bool(self.master) and is_alone and is_in_main_memory
+        return self.kv_transfer != "pool" and bool(self.master) and is_alone and self.is_on_cpu
 
     @property
     def torch_dtype(self) -> str:
         if self.dtype != "auto":
             return self.dtype
-        return "float32" if self.torch_device == "cpu" else "bfloat16"
+        return "float32" if self.is_on_cpu else "bfloat16"
 
 
 async def serve(settings: WorkerSettings) -> None:
@@ -279,8 +296,8 @@ async def _formed_group(
             addresses=settings.pipeline_peers,
             weights=weights,
             block_tokens=settings.block_tokens,
-            max_rows=settings.max_batch_tokens,
-            max_samples=min(settings.max_running, settings.max_batch_tokens),
+            max_rows=settings.step_tokens,
+            max_samples=min(settings.max_running, settings.step_tokens),
             layers=settings.pipeline_layers,
         )
         group = PrefillGroup(model, limits, transfer)
