@@ -28,6 +28,7 @@ import hashlib
 import itertools
 from collections.abc import Callable, Sequence
 
+import numpy as np
 import torch
 import torch.nn.functional as F
 from torch import Tensor
@@ -40,6 +41,13 @@ from mooncake.inference.pipeline import ChunkRows
 from mooncake.inference.request import Request
 from mooncake.inference.scheduler import Chunk, Sampled, TokenLogprobs
 from mooncake.kvlayout import KvLayout
+
+try:
+    from torch.nn.attention.varlen import varlen_attn
+
+    HAS_VARLEN = True
+except ImportError:  # before torch 2.10
+    HAS_VARLEN = False
 
 TILE_ROWS = 128
 """Prefill rows per kernel call: a tile skips the keys after its last row (30 % faster than one mask)."""
@@ -65,6 +73,21 @@ class AttentionSpan:
     masks: tuple[Tensor | CausalBias, ...] = ()
     """One mask [rows, keys] per tile, shared by all layers; empty for a single row. bool tensors, or where a
     flash kernel runs, which skips the keys after a row by itself, one bias for all rows."""
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class SingleRows:
+    """The requests of a step with one row each, for one kernel call: on a GPU calls cost more than rows."""
+
+    rows: Tensor
+    """int64 [requests]: their rows of the step."""
+    slots: Tensor
+    """int64 [keys of all]: the slots of their keys, request after request."""
+    row_ends: Tensor
+    """int32 [requests + 1]: where the rows of each begin, a row for each query head of a group."""
+    key_ends: Tensor
+    """int32 [requests + 1]: where the keys of each begin."""
+    most_keys: int
 
 
 def runs_of(block_ids: Sequence[int], num_tokens: int, block_tokens: int) -> tuple[tuple[int, int], ...]:
@@ -111,14 +134,43 @@ class PagedAttention:
                 masks.append(mask.tril_(start + row))
         return AttentionSpan(first_row, num_rows, start, runs, tuple(masks))
 
+    def single_rows(self, spans: Sequence[AttentionSpan]) -> SingleRows | None:
+        """Those of ``spans`` with one row, if one kernel call can take them all, else None."""
+        single = [span for span in spans if span.num_rows == 1]
+        if not (self._has_flash and HAS_VARLEN) or len(single) < 2:
+            return None
+        device, counts = self.pool.device, [span.start + 1 for span in single]
+        key_ends = [0, *itertools.accumulate(counts)]
+        slots = [np.arange(first, first + count) for span in single for first, count in span.runs]
+        return SingleRows(
+            torch.tensor([span.first_row for span in single], device=device),
+            torch.from_numpy(np.concatenate(slots)).to(device),
+            torch.arange(0, (len(single) + 1) * self._group, self._group, dtype=torch.int32, device=device),
+            torch.tensor(key_ends, dtype=torch.int32, device=device),
+            max(counts),
+        )
+
     def write(self, layer: int, slots: Tensor, k: Tensor, v: Tensor) -> None:
         """Put k, v [rows, kv heads, dim] at int64 ``slots`` [rows] (block id * block_tokens + offset)."""
         self._keys[layer].index_copy_(0, slots, k)
         self._values[layer].index_copy_(0, slots, v)
 
-    def attend(self, layer: int, q: Tensor, spans: Sequence[AttentionSpan]) -> Tensor:
-        """Attention of q [rows, q heads, dim] over the pool: [rows, q heads * dim]."""
+    def attend(
+        self, layer: int, q: Tensor, spans: Sequence[AttentionSpan], single: SingleRows | None = None
+    ) -> Tensor:
+        """Attention of q [rows, q heads, dim] over the pool: [rows, q heads * dim].
+
+        ``single``: of the same spans.
+        """
         keys, values = self._keys[layer], self._values[layer]
+        if single is not None:
+            out = q.new_empty(q.shape[0], q.shape[1] * q.shape[2])
+            out[single.rows] = self._single_rows(q[single.rows], keys, values, single)
+            for span in spans:
+                if span.num_rows > 1:
+                    its = slice(span.first_row, span.first_row + span.num_rows)
+                    out[its] = self._many_rows(q[its], keys, values, span)
+            return out
         parts = []
         for span in spans:
             rows = q[span.first_row : span.first_row + span.num_rows]
@@ -134,6 +186,15 @@ class PagedAttention:
         k = _gather(keys, runs).transpose(0, 1).unsqueeze(0)
         v = _gather(values, runs).transpose(0, 1).unsqueeze(0)
         return F.scaled_dot_product_attention(q, k, v).reshape(1, -1)
+
+    def _single_rows(self, q: Tensor, keys: Tensor, values: Tensor, single: SingleRows) -> Tensor:
+        # As in _one_row, the query heads of one kv head are rows over the same keys.
+        heads, dim = self.layout.num_kv_heads, self.layout.head_dim
+        q = q.reshape(-1, heads, self._group, dim).transpose(1, 2).reshape(-1, heads, dim)
+        k, v = keys.index_select(0, single.slots), values.index_select(0, single.slots)
+        out = varlen_attn(q, k, v, single.row_ends, single.key_ends, self._group, single.most_keys)
+        assert isinstance(out, Tensor)
+        return out.reshape(-1, self._group, heads, dim).transpose(1, 2).reshape(-1, heads * self._group * dim)
 
     def _many_rows(self, q: Tensor, keys: Tensor, values: Tensor, span: AttentionSpan) -> Tensor:
         # [1, heads, tokens, dim] views: the kernel takes strides, so nothing is transposed in memory
@@ -205,12 +266,13 @@ class LayerRunner:
             attention.span(row, one.num_tokens, one.start, one.block_ids)
             for row, one in zip(first_rows, rows, strict=False)
         ]
+        single = attention.single_rows(spans)
         slots = self._column([slot for one in rows for slot in self._slots(one)])
 
         def attend(layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
             attention.write(layer - first_layer, slots, k, v)
             before_attention(layer)
-            return attention.attend(layer - first_layer, q, spans)
+            return attention.attend(layer - first_layer, q, spans, single)
 
         positions = [position for one in rows for position in range(one.start, one.end)]
         with sdpa_kernel(KERNELS):

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections import Counter
 from random import Random
+from typing import Any
 
 import pytest
 import torch
@@ -21,6 +22,10 @@ from mooncake.kvlayout import KvLayout
 LAYOUT = KvLayout(num_layers=2, num_kv_heads=2, head_dim=8, dtype="float32", block_tokens=16)
 NUM_HEADS = 6
 NUM_BLOCKS = 40
+ON_GPU = pytest.mark.skipif(
+    not torch.cuda.is_available(),
+    reason="NOT RUN: torch has no CUDA device here; scripts/test-cuda runs it on one",
+)
 
 
 def dense(q: Tensor, k: Tensor, v: Tensor, start: int) -> Tensor:
@@ -62,10 +67,7 @@ def test_equals_dense(start: int, num_rows: int, is_contiguous: bool) -> None:
     assert attention.pool[0].isnan().all()
 
 
-@pytest.mark.skipif(
-    not torch.cuda.is_available(),
-    reason="NOT RUN: torch has no CUDA device here; scripts/test-cuda runs it on one",
-)
+@ON_GPU
 @pytest.mark.parametrize("dtype", ["bfloat16", "float16", "float32"])
 @pytest.mark.parametrize("is_contiguous", [True, False])
 @pytest.mark.parametrize(("start", "num_rows"), [(0, 1), (37, 1), (15, 2), (0, 300), (100, 200), (500, 130)])
@@ -75,7 +77,7 @@ def test_cuda_equals_dense(start: int, num_rows: int, is_contiguous: bool, dtype
     end, block_ids = start + num_rows, list(range(1, 1 + -(-(start + num_rows) // 16)))
     if not is_contiguous:
         block_ids = Random(0).sample(range(1, 60), len(block_ids))
-    where = {"dtype": getattr(torch, dtype), "device": "cuda"}
+    where: dict[str, Any] = {"dtype": getattr(torch, dtype), "device": "cuda"}
     attention = PagedAttention(torch.full(layout.pool_shape(60), torch.nan, **where), layout, NUM_HEADS)
     k, v = torch.randn(end, 2, 64, **where), torch.randn(end, 2, 64, **where)
     slots = torch.tensor([block_ids[p // 16] * 16 + p % 16 for p in range(end)], device="cuda")
@@ -104,6 +106,37 @@ def test_spans_of_a_step_do_not_mix() -> None:
         first_row += num_rows
     out = attention.attend(0, torch.cat(queries), spans)
     torch.testing.assert_close(out, torch.cat(expected), atol=1e-5, rtol=1e-5)
+
+
+@ON_GPU
+def test_cuda_attends_to_single_rows_together() -> None:
+    torch.manual_seed(0)
+    layout = KvLayout(num_layers=1, num_kv_heads=2, head_dim=64, dtype="bfloat16", block_tokens=16)
+    where: dict[str, Any] = {"dtype": torch.bfloat16, "device": "cuda"}
+    attention = PagedAttention(torch.full(layout.pool_shape(60), torch.nan, **where), layout, NUM_HEADS)
+    spans, expected, queries = [], [], []
+    first_row = 0
+    for start, num_rows, block_ids in [
+        (20, 1, [4, 3]),
+        (7, 30, [9, 10, 11]),
+        (0, 1, [1]),
+        (90, 1, [*range(30, 36)]),
+    ]:
+        end = start + num_rows
+        k, v = torch.randn(end, 2, 64, **where), torch.randn(end, 2, 64, **where)
+        q = torch.randn(num_rows, NUM_HEADS, 64, **where)
+        slots = torch.tensor([block_ids[p // 16] * 16 + p % 16 for p in range(end)], device="cuda")
+        attention.write(0, slots, k, v)
+        spans.append(attention.span(first_row, num_rows, start, block_ids))
+        expected.append(dense(q.double().cpu(), k.double().cpu(), v.double().cpu(), start))
+        queries.append(q)
+        first_row += num_rows
+    single = attention.single_rows(spans)
+    assert single is not None and single.rows.tolist() == [0, 31, 32]
+    out = attention.attend(0, torch.cat(queries), spans, single).double().cpu()
+    for span, wanted in zip(spans, expected, strict=True):
+        found = out[span.first_row : span.first_row + span.num_rows]
+        assert (found - wanted).norm() / wanted.norm() < 1e-2
 
 
 PROBABILITIES = [0.4, 0.3, 0.15, 0.1, 0.05]
