@@ -7,6 +7,8 @@ memory has none of it: cached blocks there came from the pool. The reference, in
 cluster computing the same number of tokens cold. What it can't show: a network (everything is on one host,
 blocks move through shared memory) and a GPU (prefill on a CPU is slow, which flatters any cache).
 
+``--flags "--model FOLDER --device cuda --kv-cache-size 4GiB"`` go to ``mooncake up``: another model, a GPU.
+
 With ``--tls`` or ``--cluster-key`` it measures the cost of that instead, both if both are given: a cluster
 with the credential and one without run side by side, with two prefill workers and one decode worker each, and
 answer the same prompts in turns, so that other load on the machine affects both. "more" is the median, over
@@ -17,6 +19,7 @@ from __future__ import annotations
 
 import argparse
 import contextlib
+import shlex
 import statistics
 import tempfile
 from collections.abc import Sequence
@@ -132,6 +135,7 @@ def main() -> None:
         "--cluster-key", action="store_true", help="measure the cost of a cluster key on everything"
     )
     parser.add_argument("--tls", action="store_true", help="measure the cost of TLS on everything")
+    parser.add_argument("--flags", default="", help="flags of mooncake up; not with a credential")
     arguments = parser.parse_args()
     rounds = arguments.rounds or (1 if arguments.quick else 3)
     lengths = arguments.lengths or (LENGTHS[:1] if arguments.quick else LENGTHS)
@@ -139,20 +143,20 @@ def main() -> None:
         if arguments.tls or arguments.cluster_key:
             compare(result, arguments, rounds, lengths)
         else:
-            whole(result, rounds, lengths)
+            whole(result, rounds, lengths, shlex.split(arguments.flags))
 
 
-def whole(result: Result, rounds: int, lengths: Sequence[int]) -> None:
-    """A table of times and one of speeds, of a cluster as ``mooncake up`` starts it."""
+def whole(result: Result, rounds: int, lengths: Sequence[int], flags: Sequence[str] = ()) -> None:
+    """A table of times and one of speeds, of a cluster as ``mooncake up`` starts it with ``flags``."""
     random = Random(7)
-    with running_cluster("--scheduling", "round_robin") as cluster:
+    with running_cluster("--scheduling", "round_robin", *flags) as cluster:
         table = result.table(
             "prompt tokens",
             ("TTFT cold, ms", 0),
             ("TTFT warm, other worker, ms", 0),
             ("cold/warm", 1),
             "cached tokens",
-            title="SmolLM2-135M on CPU, one host",
+            title=f"{cluster.model} on one host, {' '.join(flags) or 'on CPU'}",
         )
         for _ in range(2):
             measure(cluster, random_prompt(64, random))
@@ -164,7 +168,7 @@ def whole(result: Result, rounds: int, lengths: Sequence[int]) -> None:
         decode = result.table("decode", ("tokens/s", 1), title="Decode")
         speeds = [decode_speed(cluster, random) for _ in range(rounds)]
         decode.add("one request", statistics.median(speeds), samples={"tokens_per_s": speeds})
-        result.note("can't show: a network between hosts, a GPU")
+        result.note("can't show: a network between hosts" + ("" if flags else ", a GPU"))
 
 
 if __name__ == "__main__":

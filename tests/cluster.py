@@ -61,6 +61,8 @@ class OpenAiServer:
 
     tls: ssl.SSLContext | None = None
     """TLS context for an https address."""
+    model = "smollm2"
+    """The served model's name."""
 
     @property
     def url(self) -> str:
@@ -100,14 +102,14 @@ class OpenAiServer:
             "return_token_ids": True,
             **more,
         }
-        return self.post("/v1/completions", {"model": "smollm2", **body})
+        return self.post("/v1/completions", {"model": self.model, **body})
 
     def stream(
         self, prompt: str | list[int], max_tokens: int, timeout_s: float = 300.0, **more: Any
     ) -> Streamed:
         """Request a greedy streamed completion, timed on this side."""
         body = {
-            "model": "smollm2",
+            "model": self.model,
             "prompt": prompt,
             "max_tokens": max_tokens,
             "temperature": 0,
@@ -249,6 +251,8 @@ def running_cluster(
         with open(f"{folder}/up.log", "w") as output:
             process = subprocess.Popen(command, stdout=output, stderr=output, text=True, env=environ)
         cluster = Cluster(process, Path(folder), identity)
+        if "--model" in flags:
+            cluster.model = Path(flags[flags.index("--model") + 1]).name
         try:
             wait_for(
                 lambda: process.poll() is not None or cluster.status["is_ready"],
