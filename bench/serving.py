@@ -35,6 +35,8 @@ LENGTHS = (512, 1024, 2048, 4096)
 DECODE_TOKENS = 64
 SMALL = ("--prefill", "2", "--decode", "1", "--pool-size", "1GiB", "--kv-cache-size", "256MiB")
 """Flags of a cluster that runs beside another one."""
+AT_ONCE = {f"MOONCAKE_{role}_SLOW_START_S": "0" for role in ("GATEWAY", "CONDUCTOR")}
+"""Else a newcomer gets less than its turn, and a warm prompt lands where it was computed."""
 
 
 def random_prompt(num_tokens: int, random: Random) -> list[int]:
@@ -98,10 +100,8 @@ def compare(result: Result, arguments: argparse.Namespace, rounds: int, lengths:
         for name, identity in found.items():
             with contextlib.ExitStack() as stack:
                 flags = ("--scheduling", "round_robin", *SMALL)
-                # A newcomer would get less than its turn, and a warm prompt land where it was computed.
-                at_once = {f"MOONCAKE_{role}_SLOW_START_S": "0" for role in ("GATEWAY", "CONDUCTOR")}
-                plain = stack.enter_context(running_cluster(*flags, environment=at_once))
-                closed = stack.enter_context(running_cluster(*flags, environment=at_once, identity=identity))
+                plain = stack.enter_context(running_cluster(*flags, environment=AT_ONCE))
+                closed = stack.enter_context(running_cluster(*flags, environment=AT_ONCE, identity=identity))
                 for _ in range(2):
                     for cluster in (plain, closed):
                         measure(cluster, random_prompt(64, random))
@@ -149,7 +149,7 @@ def main() -> None:
 def whole(result: Result, rounds: int, lengths: Sequence[int], flags: Sequence[str] = ()) -> None:
     """A table of times and one of speeds, of a cluster as ``mooncake up`` starts it with ``flags``."""
     random = Random(7)
-    with running_cluster("--scheduling", "round_robin", *flags) as cluster:
+    with running_cluster("--scheduling", "round_robin", *flags, environment=AT_ONCE) as cluster:
         table = result.table(
             "prompt tokens",
             ("TTFT cold, ms", 0),
