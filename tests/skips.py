@@ -56,7 +56,7 @@ ALLOWED = (
         "there is no GPU; scripts/test-cuda runs the contract on one",
     ),
     Allowed(
-        r"connectors/test_(cuda_device|peer_push)\.py|inference/test_runner\.py",
+        r"connectors/test_(cuda_device|peer_push)\.py|inference/test_(runner|layer_graphs)\.py",
         r"NOT RUN: (torch has no CUDA device here|no GPU)",
         "there is no GPU; the doubles show the order of copies, and scripts/test-cuda runs these on one",
     ),

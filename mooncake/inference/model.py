@@ -108,6 +108,11 @@ class RmsNorm:
         self._eps = eps
 
     def __call__(self, x: Tensor) -> Tensor:
+        if x.is_cuda:
+            # One kernel instead of six; it rounds once, behind the weight.
+            if self._weight.dim() == 1:
+                return F.rms_norm(x, self._weight.shape, self._weight, self._eps)
+            return F.rms_norm(x, x.shape[-1:], None, self._eps).mul_(self._weight)
         if x.dtype == torch.float32:
             scale = x.pow(2).mean(-1, keepdim=True).add_(self._eps).rsqrt_()
             return (x * scale).mul_(self._weight)
@@ -130,7 +135,6 @@ class DecoderLayer:
 
         qkv = ("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj")
         gate_up = ("mlp.gate_proj", "mlp.up_proj")
-        self._layer = layer
         self._config = config
         self._input_norm = RmsNorm(tensors[f"{at}input_layernorm.weight"], config.norm_eps)
         self._mlp_norm = RmsNorm(tensors[f"{at}post_attention_layernorm.weight"], config.norm_eps)
@@ -144,7 +148,8 @@ class DecoderLayer:
             per_head += [tensors[f"{at}self_attn.k_norm.weight"]] * config.num_kv_heads
             self._qk_norm = RmsNorm(torch.stack(per_head), config.norm_eps)
 
-    def attention(self, hidden: Tensor, cos: Tensor, sin: Tensor, attend: Attend) -> Tensor:
+    def queries(self, hidden: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """Rotated q [rows, q heads, dim] and k, and v [rows, kv heads, dim]."""
         config = self._config
         num_rotated = config.num_heads + config.num_kv_heads
         qkv = self._qkv(self._input_norm(hidden))
@@ -153,12 +158,13 @@ class DecoderLayer:
         if self._qk_norm is not None:
             qk = self._qk_norm(qk)
         qk = torch.addcmul(qk * cos, torch.roll(qk, config.head_dim // 2, -1), sin)
-        out = attend(self._layer, qk[:, : config.num_heads], qk[:, config.num_heads :], v)
-        return self._output(out)
+        return qk[:, : config.num_heads], qk[:, config.num_heads :], v
 
-    def mlp(self, hidden: Tensor) -> Tensor:
+    def behind_attention(self, hidden: Tensor, attended: Tensor) -> None:
+        """Add the projection of ``attended`` [rows, q heads * dim] to ``hidden``, and then the MLP."""
+        hidden.add_(self._output(attended))
         gate, up = self._gate_up(self._mlp_norm(hidden)).chunk(2, -1)
-        return self._down(F.silu(gate).mul_(up))
+        hidden.add_(self._down(F.silu(gate).mul_(up)))
 
 
 class Decoder:
@@ -202,7 +208,7 @@ class Decoder:
         whole = self.config.kv_layout(self.dtype, block_tokens)
         return dataclasses.replace(whole, num_layers=len(self.layers))
 
-    def _angles(self, positions: Tensor) -> tuple[Tensor, Tensor]:
+    def angles(self, positions: Tensor) -> tuple[Tensor, Tensor]:
         """Factors [rows, 1, dim] such that rotating x is ``x * cos + roll(x, dim / 2) * sin``.
 
         Computed for each step: a table for a long context would cost more memory than this costs time.
@@ -223,11 +229,21 @@ class Decoder:
 
     def forward_hidden(self, hidden: Tensor, positions: Tensor, attend: Attend) -> Tensor:
         """Hidden states behind its last layer; ``hidden``, those before its first one, is changed."""
-        cos, sin = self._angles(positions)
-        for layer in self._layers:
-            hidden = hidden.add_(layer.attention(hidden, cos, sin, attend))
-            hidden = hidden.add_(layer.mlp(hidden))
+        angles = self.angles(positions)
+        for number, layer in enumerate(self.layers):
+            attended = attend(layer, *self.queries(number, hidden, angles))
+            self.behind_attention(number, hidden, attended)
         return hidden
+
+    def queries(
+        self, number: int, hidden: Tensor, angles: tuple[Tensor, Tensor]
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        """q [rows, q heads, dim], k and v [rows, kv heads, dim] of its own layer ``number``, from 0."""
+        return self._layers[number].queries(hidden, *angles)
+
+    def behind_attention(self, number: int, hidden: Tensor, attended: Tensor) -> None:
+        """Change ``hidden`` by its own layer ``number``, of which attention gave [rows, q heads * dim]."""
+        self._layers[number].behind_attention(hidden, attended)
 
     def logits(self, hidden: Tensor) -> Tensor:
         """float32 [rows, vocabulary] for the rows given: pass only those that need them."""

@@ -36,6 +36,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.nn.attention.bias import CausalBias, causal_lower_right
 
 from mooncake.connectors.kv_link import AnyLink, KvLoad, KvSave
+from mooncake.inference.layer_graphs import SIZES, LayerGraphs
 from mooncake.inference.model import Decoder
 from mooncake.inference.pipeline import ChunkRows
 from mooncake.inference.request import Request
@@ -55,6 +56,9 @@ TILE_ROWS = 128
 KERNELS = [SDPBackend.FLASH_ATTENTION, SDPBackend.EFFICIENT_ATTENTION, SDPBackend.MATH]
 """All but cuDNN's, which torch prefers on recent GPUs and which builds a plan for each new shape: in decode,
 where the number of keys grows with each token, that is a plan per step."""
+
+LARGEST_GRAPH = SIZES[-1]
+"""Most rows of a step, each of another request, that replays the layers' graphs on a GPU."""
 
 SCRATCH_BLOCK = 0
 """Scratch block that no request owns: rows whose keys are already cached are written here and never read."""
@@ -251,6 +255,7 @@ class LayerRunner:
         self.layout = model.kv_layout(pool.shape[3])
         self.model = model
         self._attention = PagedAttention(pool, self.layout, model.config.num_heads)
+        self._graphs: LayerGraphs | None = None
 
     def forward(
         self, rows: Sequence[ChunkRows], hidden: Tensor, before_attention: Callable[[int], None]
@@ -274,9 +279,13 @@ class LayerRunner:
             before_attention(layer)
             return attention.attend(layer - first_layer, q, spans, single)
 
-        positions = [position for one in rows for position in range(one.start, one.end)]
+        positions = self._column([position for one in rows for position in range(one.start, one.end)])
         with sdpa_kernel(KERNELS):
-            return self.model.forward_hidden(hidden, self._column(positions), attend)
+            if self.model.device.type == "cuda" and len(rows) == hidden.shape[0] <= LARGEST_GRAPH:
+                if self._graphs is None or self._graphs.model is not self.model:
+                    self._graphs = LayerGraphs(self.model)
+                return self._graphs.forward_hidden(hidden, positions, attend)
+            return self.model.forward_hidden(hidden, positions, attend)
 
     def embed(self, chunks: Sequence[Chunk]) -> Tensor:
         """Hidden states [rows, hidden] of a step before the first layer."""
