@@ -36,7 +36,7 @@ class _Pieces:
 
 
 class LayerGraphs:
-    """Graphs of the layers of one model on a CUDA device; made at the first step of each size."""
+    """Graphs of the layers of one model on a CUDA device, made at a size's first step or by ``prepare``."""
 
     def __init__(self, model: Decoder) -> None:
         self.model = model
@@ -47,9 +47,7 @@ class LayerGraphs:
         """As ``Decoder.forward_hidden``, of at most ``SIZES[-1]`` rows."""
         num_rows = hidden.shape[0]
         size = next(size for size in SIZES if size >= num_rows)
-        pieces = self._pieces.get(size)
-        if pieces is None:
-            pieces = self._pieces[size] = self._captured(size)
+        pieces = self._of(size)
         pieces.hidden[:num_rows].copy_(hidden)
         pieces.positions[:num_rows].copy_(positions)
         for layer, graph, queries in zip(self.model.layers, pieces.graphs, pieces.queries, strict=False):
@@ -58,6 +56,18 @@ class LayerGraphs:
             pieces.attended[:num_rows].copy_(attend(layer, q, k, v))
         pieces.graphs[-1].replay()
         return pieces.hidden[:num_rows].clone()  # the next step overwrites it
+
+    def prepare(self) -> None:
+        """Make those of every size, so that no step waits for them."""
+        with torch.inference_mode():
+            for size in SIZES:
+                self._of(size)
+
+    def _of(self, size: int) -> _Pieces:
+        pieces = self._pieces.get(size)
+        if pieces is None:
+            pieces = self._pieces[size] = self._captured(size)
+        return pieces
 
     def _captured(self, size: int) -> _Pieces:
         model, config = self.model, self.model.config

@@ -255,7 +255,9 @@ class LayerRunner:
         self.layout = model.kv_layout(pool.shape[3])
         self.model = model
         self._attention = PagedAttention(pool, self.layout, model.config.num_heads)
-        self._graphs: LayerGraphs | None = None
+        self._graphs = LayerGraphs(model) if model.device.type == "cuda" else None
+        if self._graphs is not None:
+            self._graphs.prepare()  # before the first steps are measured
 
     def forward(
         self, rows: Sequence[ChunkRows], hidden: Tensor, before_attention: Callable[[int], None]
@@ -281,8 +283,8 @@ class LayerRunner:
 
         positions = self._column([position for one in rows for position in range(one.start, one.end)])
         with sdpa_kernel(KERNELS):
-            if self.model.device.type == "cuda" and len(rows) == hidden.shape[0] <= LARGEST_GRAPH:
-                if self._graphs is None or self._graphs.model is not self.model:
+            if self._graphs is not None and len(rows) == hidden.shape[0] <= LARGEST_GRAPH:
+                if self._graphs.model is not self.model:  # its weights were replaced
                     self._graphs = LayerGraphs(self.model)
                 return self._graphs.forward_hidden(hidden, positions, attend)
             return self.model.forward_hidden(hidden, positions, attend)

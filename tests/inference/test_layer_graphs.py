@@ -19,9 +19,12 @@ ON_GPU = pytest.mark.skipif(
 
 @ON_GPU
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
-def test_cuda_graphs_equal_the_layers(reference: Reference, dtype: str) -> None:
+@pytest.mark.parametrize("is_prepared", [True, False])
+def test_cuda_graphs_equal_the_layers(reference: Reference, dtype: str, is_prepared: bool) -> None:
     decoder = load_model(reference.folder, dtype, "cuda")
     graphs = LayerGraphs(decoder)
+    if is_prepared:
+        graphs.prepare()
     seen: list[int] = []
 
     def attend(layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
