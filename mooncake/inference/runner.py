@@ -120,7 +120,7 @@ class PagedAttention:
         self.pool = pool
         self.layout = layout
         self._group = num_heads // layout.num_kv_heads
-        self._has_flash = pool.is_cuda and pool.dtype in (torch.bfloat16, torch.float16)
+        self._has_flash = _has_flash(pool, layout.head_dim)
         flat = (-1, layout.num_kv_heads, layout.head_dim)
         self._keys = [pool[layer, 0].view(flat) for layer in range(layout.num_layers)]
         self._values = [pool[layer, 1].view(flat) for layer in range(layout.num_layers)]
@@ -216,6 +216,13 @@ class PagedAttention:
             out = F.scaled_dot_product_attention(tile, seen_k, seen_v, attn_mask=mask, enable_gqa=True)
             tiles.append(out.squeeze(0).transpose(0, 1).reshape(rows, -1))
         return tiles[0] if len(tiles) == 1 else torch.cat(tiles)
+
+
+def _has_flash(pool: Tensor, head_dim: int) -> bool:
+    """Whether torch's flash kernels take keys of this pool: their device, type and size."""
+    if not pool.is_cuda or pool.dtype not in (torch.bfloat16, torch.float16):
+        return False
+    return torch.cuda.get_device_capability(pool.device) >= (8, 0) and head_dim % 8 == 0 and head_dim <= 256
 
 
 def _gather(pool: Tensor, runs: Sequence[tuple[int, int]]) -> Tensor:
