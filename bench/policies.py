@@ -6,7 +6,8 @@ without admission and with the default rule, and every admission rule with the d
 are more than the machines can serve. The regret of the default is what it lacks against the best: points of
 good requests, and its mean TTFT over the least one of the policies whose goodput is within a point of the
 best. Without ``--traces`` the workloads of published traces are skipped. ``--drawn 100 140`` takes workloads
-drawn at random instead, by their numbers (``drawn_workloads.py``). Virtual time: results do not depend on the
+drawn at random instead, by their numbers (``drawn_workloads.py``). The costs are the paper's, where prefill
+makes the first token; with ``--first-token-at-decode`` decode makes it, as our workers and vLLM do. Virtual time: results do not depend on the
 machine's load.
 """
 
@@ -18,11 +19,13 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import NamedTuple
 
+import msgspec
+
 from bench.drawn_workloads import drawn
 from bench.policy_workloads import OVERLOADS, WORKLOADS, Workload
 from bench.report import Result, measured, options
 from mooncake.sim.serving import ClusterSpec, simulate
-from mooncake.sim.serving.node_costs import load_costs
+from mooncake.sim.serving.node_costs import NodeCosts, load_costs
 from mooncake.sim.traces.trace import TraceRow
 
 POLICIES = ("overlap", "kvcache_centric", "cache_aware", "load", "round_robin", "random")
@@ -42,9 +45,16 @@ class Outcome(NamedTuple):
     "Percent."
 
 
-def run(workload: Workload, rows: Sequence[TraceRow], block_tokens: int, policy: str, rule: str) -> Outcome:
+def run(
+    workload: Workload,
+    rows: Sequence[TraceRow],
+    block_tokens: int,
+    policy: str,
+    rule: str,
+    costs: NodeCosts = COSTS,
+) -> Outcome:
     cluster = ClusterSpec(
-        costs=COSTS,
+        costs=costs,
         num_prefill=workload.num_prefill,
         num_decode=workload.num_decode,
         block_tokens=block_tokens,
@@ -103,7 +113,8 @@ def compare(
         half = "tuned" if workload.is_tuned else "judged"
         outcomes: dict[str, Outcome] = {}
         for name in names:
-            outcome = run(workload, *read, *(("overlap", name) if is_rule else (name, rule)))
+            costs = msgspec.structs.replace(COSTS, decode_makes_first_token=given.first_token_at_decode)
+            outcome = run(workload, *read, *(("overlap", name) if is_rule else (name, rule)), costs)
             outcomes[name] = outcome
             table.add(workload.name, half, name, *outcome, num_samples=len(read[0]))
         found[workload] = regret(outcomes, names[0])
@@ -136,16 +147,22 @@ def main() -> None:
     parser.add_argument("--rules", nargs="*", default=list(RULES), help="the first is the default")
     parser.add_argument("--drawn", nargs=2, type=int, default=[0, 0], help="numbers of drawn workloads")
     parser.add_argument("--only", default="", help="only workloads with this in their names")
+    parser.add_argument(
+        "--first-token-at-decode", action="store_true", help="decode makes the first token, not prefill"
+    )
     given = parser.parse_args()
     gc.disable()  # a run has no cycles; searching for some takes a third of the time
     words = [f"--traces {given.traces.name}"] if given.traces else []
     words += ["--quick"] if given.quick else []
+    words += ["--first-token-at-decode"] if given.first_token_at_decode else []
     workloads: Sequence[Workload] = WORKLOADS
     if given.drawn[1]:
         words.append(f"--drawn {given.drawn[0]} {given.drawn[1]}")
         workloads = [drawn(number, COSTS) for number in range(*given.drawn)]
     command = " ".join(["python -m bench.policies", *words])
-    with measured("policies-drawn" if given.drawn[1] else "policies", given, command) as result:
+    name = "policies-drawn" if given.drawn[1] else "policies"
+    name += "-decode-first" if given.first_token_at_decode else ""
+    with measured(name, given, command) as result:
         for kind, names, rule in (
             (workloads, given.policies, "none"),
             *((workloads, given.policies, rule) for rule in given.rules[:1]),

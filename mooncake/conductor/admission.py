@@ -441,7 +441,7 @@ class GoodputRule:
         self._decode_forecast = decode_forecast
         self._errors = ForecastErrors()
         self._refused = RefusedPrompts()
-        self._over = _Quantile(_IN_PACE, LEAST_OVER)
+        self._over = _Quantile(_IN_PACE, LEAST_OVER_STEPS)
 
     def _over_factor(self, pools: PoolCapacity) -> float:
         least = LEAST_OVER_STEPS if pools.decode_makes_first_token else LEAST_OVER
