@@ -7,8 +7,8 @@ are more than the machines can serve. The regret of the default is what it lacks
 good requests, and its mean TTFT over the least one of the policies whose goodput is within a point of the
 best. Without ``--traces`` the workloads of published traces are skipped. ``--drawn 100 140`` takes workloads
 drawn at random instead, by their numbers (``drawn_workloads.py``). The costs are the paper's, where prefill
-makes the first token; with ``--first-token-at-decode`` decode makes it, as our workers and vLLM do. Virtual time: results do not depend on the
-machine's load.
+makes the first token; with ``--first-token-at-decode`` decode makes it, as our workers and vLLM do. Virtual
+time: results do not depend on the machine's load.
 """
 
 from __future__ import annotations
