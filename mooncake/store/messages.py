@@ -87,6 +87,9 @@ class PreallocatedSpace(msgspec.Struct, frozen=True, array_like=True):
     """Size of each piece."""
     replicas: list[Replica]
     """Places of the pieces. Piece ``i`` is named ``(advance_id, i)``."""
+    is_durable: bool = False
+    """The nodes of the pieces have an SSD that takes objects: durable ones may be written to them. An earlier
+    master gives pieces to a durable put as well, but refuses it when they are written."""
 
 
 # Requests of clients.
@@ -132,7 +135,8 @@ class PutStarted(msgspec.Struct, frozen=True, array_like=True, tag="put_started"
 class PutWritten(msgspec.Struct, frozen=True, array_like=True, tag="put_written"):
     """Make objects of one chunk readable that are written already, into preallocated pieces.
 
-    For puts with one replica that are not durable and replace nothing. Key i has the identity ``put_id + i``.
+    For puts with one replica that replace nothing; durable ones only to pieces that are for them. Key i has
+    the identity ``put_id + i``.
     """
 
     put_id: int
@@ -158,11 +162,12 @@ class PutWritten(msgspec.Struct, frozen=True, array_like=True, tag="put_written"
 
 
 class PutsWritten(msgspec.Struct, frozen=True, array_like=True, tag="puts_written"):
-    """True: readable; False: the key is taken; a Refusal: not put.
+    """True: readable, and on SSD if it is durable; False: the key is taken; a Refusal: not put.
 
-    The piece is used up only if it is True. ``expired``: it may not be written, or no longer, so start the
-    put again; ``not_here``: this master could not write the values, so the writer does; the others are what
-    ``PutStart`` would have refused.
+    The piece is used up only if it is True, or if a durable object is readable but not on SSD (``no_ssd``).
+    ``expired``: it may not be written, or no longer, so start the put again; ``not_here``: start the put, but
+    the piece is as good as before: the master could not write the values, or a durable put has to wait for
+    room; the others are what ``PutStart`` would have refused.
     """
 
     outcomes: list[bool | Refusal]
@@ -170,6 +175,10 @@ class PutsWritten(msgspec.Struct, frozen=True, array_like=True, tag="puts_writte
     """As in ``PutStarted``."""
     takes_values: bool = False
     """The master maps the memory of these pieces: it may be sent values instead."""
+
+
+PUT_AGAIN = "expired", "not_here"
+"""Codes of refusals of ``PutWritten`` after which the client starts the put again."""
 
 
 class PutEnd(msgspec.Struct, frozen=True, array_like=True, tag="put_end"):

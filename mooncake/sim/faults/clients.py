@@ -42,8 +42,14 @@ class WatchedPreallocations(PreallocatedPieces):
         self._client = client
         self._promises: dict[tuple[int, int], SpaceGrant] = {}
 
-    def add(self, advance: m.PreallocatedSpace | None, size_bytes: int, asked_at: float) -> None:
-        super().add(advance, size_bytes, asked_at)
+    def add(
+        self,
+        advance: m.PreallocatedSpace | None,
+        size_bytes: int,
+        asked_at: float,
+        is_durable: bool = False,
+    ) -> None:
+        super().add(advance, size_bytes, asked_at, is_durable)
         for number, replica in enumerate(advance.replicas if advance is not None else ()):
             assert advance is not None
             expires_at = asked_at + advance.put_s

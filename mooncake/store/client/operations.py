@@ -242,7 +242,7 @@ class Operations:
         """Whether the put is settled, and its outcome. If not, ``avoid`` has the unreachable segments."""
         chunk_bytes = max(1, size_bytes)
         put_id = next(self._put_ids)
-        wanted = self._wanted(size_bytes) if may_be_preallocated(size_bytes, policy) else 0
+        wanted = self._wanted(size_bytes, policy) if may_be_preallocated(size_bytes, policy) else 0
         message = m.PutStart(
             put_id,
             self._host,
@@ -257,7 +257,7 @@ class Operations:
         )
         answer, first_asked_at = yield from self._ask(message, deadline)
         if wanted:
-            self.preallocated.add(answer.reply.advance, size_bytes, first_asked_at)
+            self.preallocated.add(answer.reply.advance, size_bytes, first_asked_at, policy.is_durable)
             self.small_values.takes_values = False  # these pieces may be those of another, earlier master
         reserved = answer.reply.reserved[0]
         if reserved is None:
@@ -295,7 +295,7 @@ class Operations:
     ) -> Operation[tuple[bool, Refusal | None]]:
         """As ``_put_small``, but written before the master is contacted, into preallocated space."""
         preallocated = self.preallocated
-        piece = preallocated.take(size_bytes)
+        piece = preallocated.take(size_bytes, policy.is_durable)
         if piece is None:
             return False, None
         replica = piece.replica
@@ -323,7 +323,7 @@ class Operations:
             checksum = moved.checksums.tobytes()
         else:
             checksum = value[1].to_bytes(4, "little")
-        wanted = self._wanted(size_bytes)
+        wanted = self._wanted(size_bytes, policy)
         message = m.PutWritten(
             next(self._put_ids),
             self._host,
@@ -353,18 +353,20 @@ class Operations:
         if value is not None:
             self.small_values.answered(outcome is True)
         if wanted:
-            preallocated.add(answer.reply.advance, size_bytes, first.asked_at)
-        # If the message was sent twice, the first one may still arrive and use the piece.
-        if outcome is not True and answer is first:
+            preallocated.add(answer.reply.advance, size_bytes, first.asked_at, policy.is_durable)
+        # If the message was sent twice, the first one may still arrive and use the piece. And a durable
+        # object that is not on SSD in time is in the piece all the same.
+        is_there = outcome is True or (isinstance(outcome, Refusal) and outcome.code == "no_ssd")
+        if not is_there and answer is first:
             preallocated.give_back(piece)
         if isinstance(outcome, Refusal) and outcome.code == "not_here":
             return False, None
         return True, outcome if isinstance(outcome, Refusal) else None
 
-    def _wanted(self, size_bytes: int) -> int:
+    def _wanted(self, size_bytes: int, policy: m.PutPolicy) -> int:
         """Number of pieces to request with the put of an object of that size."""
         is_far = size_bytes > MAX_SMALL_BYTES and self.small_values.is_remote
-        return 0 if is_far else self.preallocated.wanted(size_bytes)
+        return 0 if is_far else self.preallocated.wanted(size_bytes, policy.is_durable)
 
     def _lost(self, segment: str) -> None:
         """Forget how ``segment`` is reached after a failed transfer, so that the master is queried again."""
@@ -978,9 +980,8 @@ def may_be_preallocated(size_bytes: int, policy: m.PutPolicy) -> bool:
     """Whether such a put may use preallocated space."""
     if policy is DEFAULT_POLICY:
         return 0 < size_bytes <= MAX_DIRECT_BYTES
-    is_simple = policy.num_replicas == 1 and not policy.is_durable
     is_anywhere = not policy.preferred_segments and not policy.is_same_host
-    return is_simple and is_anywhere and 0 < size_bytes <= MAX_DIRECT_BYTES
+    return policy.num_replicas == 1 and is_anywhere and 0 < size_bytes <= MAX_DIRECT_BYTES
 
 
 def _have_others(places: Sequence[Place], part: SliceColumns) -> bool:

@@ -5,6 +5,8 @@ A piece stays in the pool until a put of its size takes it. A piece has one user
 returned whole, and both are safe from several threads. A piece that may have been used, or to which a write
 may still be in progress, is never returned; its reservation expires.
 
+Pieces for durable objects are on nodes with an SSD and are kept apart from the others.
+
 The amount requested adapts to use, per size: nothing with the first put of a size, then twice as much
 whenever the pool runs low, and less again when pieces were not used in time. A client that rarely puts
 therefore holds no space.
@@ -43,23 +45,25 @@ class PreallocatedPiece(NamedTuple):
     write_until: float
     """Time after which no write may begin."""
     expires_at: float
+    is_durable: bool = False
+    """Whether it is for durable objects."""
 
 
 class PreallocatedPieces:
     """Pool of the pieces of one client, by size."""
 
     def __init__(self) -> None:
-        self._pieces: dict[int, deque[PreallocatedPiece]] = {}
-        """Size -> its pieces, oldest first."""
-        self._goals: dict[int, int] = {}
-        """Size -> number of pieces requested last; negative: number of puts until the next request."""
+        self._pieces: dict[tuple[int, bool], deque[PreallocatedPiece]] = {}
+        """Size and whether for durable objects -> such pieces, oldest first."""
+        self._goals: dict[tuple[int, bool], int] = {}
+        """The same -> number of pieces requested last; negative: number of puts until the next request."""
 
     def __len__(self) -> int:
         return sum(map(len, self._pieces.values()))
 
-    def take(self, size_bytes: int) -> PreallocatedPiece | None:
+    def take(self, size_bytes: int, is_durable: bool = False) -> PreallocatedPiece | None:
         """A piece for an object of that size, or None. It may have expired: writing to it checks that."""
-        pieces = self._pieces.get(piece_bytes(size_bytes))
+        pieces = self._pieces.get((piece_bytes(size_bytes), is_durable))
         try:
             return pieces.popleft() if pieces else None
         except IndexError:  # another thread took the last one
@@ -67,51 +71,64 @@ class PreallocatedPieces:
 
     def give_back(self, piece: PreallocatedPiece) -> None:
         """Return a piece that was not used and to which no write is in progress."""
-        self._pieces.setdefault(piece.size_bytes, deque()).appendleft(piece)
+        self._pieces.setdefault((piece.size_bytes, piece.is_durable), deque()).appendleft(piece)
 
-    def wanted(self, size_bytes: int) -> int:
+    def wanted(self, size_bytes: int, is_durable: bool = False) -> int:
         """Number of further pieces to request with the put of an object of that size; call once per put."""
         size_bytes = piece_bytes(size_bytes)
-        goal = self._goals.get(size_bytes, 0)
+        kind = size_bytes, is_durable
+        goal = self._goals.get(kind, 0)
         if goal < 0:
-            self._goals[size_bytes] = goal + 1
+            self._goals[kind] = goal + 1
             return 0
         if goal == 0:
-            self._goals[size_bytes] = FIRST_GOAL
+            self._goals[kind] = FIRST_GOAL
             return 0
-        if len(self._pieces.get(size_bytes, ())) > goal // 4:
+        if len(self._pieces.get(kind, ())) > goal // 4:
             return 0
-        goal = self._goals[size_bytes] = min(2 * goal, MAX_PIECES, max(1, MAX_BYTES // size_bytes))
+        goal = self._goals[kind] = min(2 * goal, MAX_PIECES, max(1, MAX_BYTES // size_bytes))
         return goal
 
-    def add(self, advance: m.PreallocatedSpace | None, size_bytes: int, asked_at: float) -> None:
+    def add(
+        self,
+        advance: m.PreallocatedSpace | None,
+        size_bytes: int,
+        asked_at: float,
+        is_durable: bool = False,
+    ) -> None:
         """Add the space granted (None: none) for objects of ``size_bytes``, requested at ``asked_at``."""
-        if advance is None:
-            self._goals[piece_bytes(size_bytes)] = -REFUSED_PUTS
+        if advance is None or advance.is_durable != is_durable:
+            self._goals[piece_bytes(size_bytes), is_durable] = -REFUSED_PUTS
             return
         write_until, expires_at = asked_at + USE_SHARE * advance.put_s, asked_at + advance.put_s
-        self._pieces.setdefault(advance.size_bytes, deque()).extend(
+        self._pieces.setdefault((advance.size_bytes, is_durable), deque()).extend(
             PreallocatedPiece(
-                advance.advance_id, number, replica, advance.size_bytes, write_until, expires_at
+                advance.advance_id,
+                number,
+                replica,
+                advance.size_bytes,
+                write_until,
+                expires_at,
+                is_durable,
             )
             for number, replica in enumerate(advance.replicas)
         )
 
     def drop_late(self, now: float) -> None:
         """Drop pieces that may no longer be written, and request fewer of their sizes."""
-        for size_bytes in list(self._pieces):
-            if self._drop(size_bytes, lambda piece: piece.write_until <= now):
-                self._goals[size_bytes] = max(0, self._goals.get(size_bytes, 0)) // 4
+        for kind in list(self._pieces):
+            if self._drop(kind, lambda piece: piece.write_until <= now):
+                self._goals[kind] = max(0, self._goals.get(kind, 0)) // 4
 
     def drop_on(self, segment: str) -> None:
         """Drop the pieces on a segment whose node can't be reached."""
-        for size_bytes in list(self._pieces):
-            self._drop(size_bytes, lambda piece: piece.replica.segment == segment)
+        for kind in list(self._pieces):
+            self._drop(kind, lambda piece: piece.replica.segment == segment)
 
-    def _drop(self, size_bytes: int, is_useless: Callable[[PreallocatedPiece], bool]) -> int:
-        """Drop useless pieces of one size, one at a time so that threads share none; returns how many."""
+    def _drop(self, kind: tuple[int, bool], is_useless: Callable[[PreallocatedPiece], bool]) -> int:
+        """Drop useless pieces of one kind, one at a time so that threads share none; returns how many."""
         num_dropped = 0
-        pieces = self._pieces.get(size_bytes, deque())
+        pieces = self._pieces.get(kind, deque())
         for _ in range(len(pieces)):
             try:
                 piece = pieces.popleft()

@@ -46,6 +46,12 @@ WATCH_SHARE = 0.005
 """Share of the capacity; the watermark is overshot by no more than this."""
 
 
+def has_ssd(segments: Segments, segment: Segment, now: float) -> bool:
+    """Whether the SSD of the segment's node could take a copy: one that rests takes it after the writer of a
+    durable object has given up."""
+    return any(s.tier is Tier.SSD and s.is_alive and s.rests_until <= now for s in segments.of(segment.node))
+
+
 class SegmentPlacement:
     """The order in which one put-start tries segments."""
 
@@ -62,6 +68,7 @@ class SegmentPlacement:
         self._avoid = avoid
         self._now = now
         self._policy = policy
+        self.is_durable = policy.is_durable
         self._local = self._order(segments.on(host))
         wanted = (segments.mounted.get(name) for name in policy.preferred_segments)
         self._preferred = [segment for segment in wanted if segment is not None and self._covers(segment)]
@@ -93,14 +100,7 @@ class SegmentPlacement:
             and segment.takes_objects(self._now)
             and segment.name not in self._avoid
             and (segment.host == self._host or not self._policy.is_same_host)
-            and (not self._policy.is_durable or self._has_ssd(segment))
-        )
-
-    def _has_ssd(self, segment: Segment) -> bool:
-        """Whether the node's SSD could take a copy: one that rests takes it after the writer has given up."""
-        return any(
-            s.tier is Tier.SSD and s.is_alive and s.rests_until <= self._now
-            for s in self._segments.of(segment.node)
+            and (not self._policy.is_durable or has_ssd(self._segments, segment, self._now))
         )
 
     @property

@@ -15,6 +15,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Sequence
+from functools import partial
 
 from mooncake.errors import Refusal
 from mooncake.rpc.wire import Failure
@@ -22,6 +23,7 @@ from mooncake.store import messages as m
 from mooncake.store.master.catalog import Catalog
 from mooncake.store.master.effects import Received
 from mooncake.store.master.objects import (
+    DEFAULT_POLICY,
     Extent,
     ObjectState,
     StoredObject,
@@ -31,7 +33,7 @@ from mooncake.store.master.objects import (
     scoped,
     scoped_all,
 )
-from mooncake.store.master.placement import FreeSpace, SegmentPlacement
+from mooncake.store.master.placement import FreeSpace, SegmentPlacement, has_ssd
 from mooncake.store.master.put_queue import DurablePuts, PutQueue
 from mooncake.store.master.segments import Segment
 from mooncake.store.master.tenants import Account, check_tenant
@@ -58,7 +60,7 @@ class PutRequests:
         self._queue = queue
         self._space = space
         self._preallocations = preallocations
-        self._durable = DurablePuts(catalog)
+        self.durable = DurablePuts(catalog)
 
     def put_start(self, message: m.PutStart, event: Received, now: float) -> m.PutStarted | Failure | None:
         count = len(message.keys)
@@ -297,13 +299,13 @@ class PutRequests:
             outcomes.append(outcome)
             if isinstance(outcome, Refusal):
                 self._catalog.add_story(now, key, "put of #{} refused at its end: {}", object_id, outcome)
-            elif self._durable.is_awaited(stored := self._catalog.objects.readable[key]):
+            elif self.durable.is_awaited(stored := self._catalog.objects.readable[key]):
                 waiting[index] = stored
             else:
                 self._catalog.must_last |= stored.policy.is_durable
         if not waiting:
             return m.Outcomes(outcomes)
-        self._durable.park(event, outcomes, waiting, now)
+        self.durable.park(event, m.Outcomes, outcomes, waiting, now)
         return None
 
     def _end(
@@ -385,7 +387,7 @@ class Preallocations:
         self._given[advance_id] = Preallocation(now + put_s, size_bytes, list[Extent | int](extents))
         replicas = [replica_of(extent) for extent in extents]
         self._catalog.preallocate(extents, size_bytes, now + put_s)
-        return m.PreallocatedSpace(advance_id, put_s, size_bytes, replicas)
+        return m.PreallocatedSpace(advance_id, put_s, size_bytes, replicas, placement.is_durable)
 
     def _in_a_row(self, num_pieces: int, size_bytes: int, placement: SegmentPlacement) -> list[Extent]:
         """All of them from one hole, or none: mostly there is one, and that costs less than many."""
@@ -473,7 +475,9 @@ class PreallocatedPuts:
         self._preallocations = preallocations
         self._put_requests = put
 
-    def put_written(self, message: m.PutWritten, _: Received, now: float) -> m.PutsWritten | Failure:
+    def put_written(
+        self, message: m.PutWritten, event: Received, now: float
+    ) -> m.PutsWritten | Failure | None:
         count = len(message.keys)
         if not count == len(message.sizes) == len(message.checksums) == len(message.pieces):
             return Failure(
@@ -487,22 +491,46 @@ class PreallocatedPuts:
         refusal = None if policy is None else check_policy(policy) or _check_simple(policy)
         account: Account | Refusal = refusal or self._put_requests.admitted(message.tenant)
         outcomes: list[bool | Refusal] = []
+        waiting: dict[int, StoredObject] = {}
         for index in range(count):
             outcome = account if isinstance(account, Refusal) else self._put(message, index, account, now)
+            if policy is not None and policy.is_durable and not isinstance(outcome, Refusal):
+                outcome = self._as_durable(message, index, outcome, waiting)
             outcomes.append(outcome)
             if isinstance(outcome, Refusal):
-                self._catalog.counts.refused_puts += outcome.code != "expired"  # then it is put again
+                self._catalog.counts.refused_puts += outcome.code not in m.PUT_AGAIN
                 key = scoped(message.tenant, message.keys[index])
                 self._catalog.add_story(now, key, "put into preallocated space refused: {}", outcome)
         if isinstance(account, Refusal):
             return m.PutsWritten(outcomes)
         self._catalog.tenants.tidy(account)
-        if not message.num_pieces:
-            return m.PutsWritten(outcomes)
-        placement = SegmentPlacement(self._catalog.segments, message.host, (), now)
-        preallocated = self._preallocations.give(message.num_pieces, message.piece_bytes, placement, now)
-        self._space.evict_to_watermark(now)
-        return m.PutsWritten(outcomes, preallocated)
+        preallocated: m.PreallocatedSpace | None = None
+        if message.num_pieces:
+            wanted = DEFAULT_POLICY if policy is None else policy
+            placement = SegmentPlacement(self._catalog.segments, message.host, (), now, wanted)
+            preallocated = self._preallocations.give(message.num_pieces, message.piece_bytes, placement, now)
+            self._space.evict_to_watermark(now)
+        if not waiting:
+            return m.PutsWritten(outcomes, preallocated)
+        answer = partial(m.PutsWritten, advance=preallocated)
+        self._put_requests.durable.park(event, answer, outcomes, waiting, now)
+        return None
+
+    def _as_durable(
+        self, message: m.PutWritten, index: int, outcome: bool, waiting: dict[int, StoredObject]
+    ) -> bool | Refusal:
+        """The outcome for a durable object; ``waiting`` gets what is under the key if that is being copied to
+        SSD. The key may be taken by a put that asked another master first: it is the same object then."""
+        stored = self._catalog.objects.readable.get(scoped(message.tenant, message.keys[index]))
+        if stored is not None and self._put_requests.durable.is_awaited(stored):
+            waiting[index] = stored
+        elif stored is not None and not stored.complete(Tier.SSD):
+            return Refusal("no_ssd", "it is stored, but no copy of it is on SSD")
+        elif stored is None and outcome:
+            return Refusal("no_ssd", "the object was removed before its writer was answered")
+        else:
+            self._catalog.must_last = True
+        return outcome
 
     def _put(self, message: m.PutWritten, index: int, account: Account, now: float) -> bool | Refusal:
         """True: readable now, or since an earlier copy of this request; False: the key is taken."""
@@ -522,9 +550,12 @@ class PreallocatedPuts:
         checksums = message.checksums[index]
         if len(checksums) != 4:
             return Refusal("invalid_checksums", f"{len(checksums)} bytes for 1 chunk")
+        is_durable = message.policy is not None and message.policy.is_durable
+        if is_durable and not has_ssd(catalog.segments, piece.segment, now):
+            return Refusal("expired", "the SSD of that node does not take objects now")
         refusal = self._space.fit(size_bytes, account, now)
         if refusal is not None:
-            return refusal
+            return Refusal("not_here", refusal.reason) if is_durable else refusal
         self._preallocations.use(message.pieces[index], put_id)
         stored = catalog.begin_written(key, put_id, size_bytes, piece, now)
         if message.policy is not None:
@@ -575,6 +606,6 @@ def check_policy(policy: m.PutPolicy) -> Refusal | None:
 
 
 def _check_simple(policy: m.PutPolicy) -> Refusal | None:
-    if policy.num_replicas > 1 or policy.is_durable or policy.preferred_segments or policy.is_same_host:
+    if policy.num_replicas > 1 or policy.preferred_segments or policy.is_same_host:
         return Refusal("invalid_policy", "a put with such a policy takes PutStart and PutEnd")
     return None

@@ -8,10 +8,10 @@ whenever a demotion ends, in order of arrival, and refused when its time is over
 way, because then waiting is useless. A writer counts the time for writing from its request, so a put waits no
 longer than for half of ``put_s``.
 
-**Durability.** A durable object is readable at once; only its writer waits for the answer to its put-end,
-because that means that the bytes outlive the process. ``tiering.py`` plans the copy when the object becomes
-readable, and retries it if it fails. A writer that would wait too long is refused, and the object stays in
-memory; a durable one that it replaced is kept until it is on SSD, or restored when it is lost
+**Durability.** A durable object is readable at once; only its writer waits for the answer to its last
+request, because that means that the bytes outlive the process. ``tiering.py`` plans the copy when the object
+becomes readable, and retries it if it fails. A writer that would wait too long is refused, and the object
+stays in memory; a durable one that it replaced is kept until it is on SSD, or restored when it is lost
 (``catalog.confirm``). The next durable put of the key is refused, as it is not on SSD (``put.py``).
 """
 
@@ -109,10 +109,12 @@ class PutQueue:
 
 
 @dataclasses.dataclass(eq=False)
-class PendingPutEnd:
-    """One put-end without an answer."""
+class PendingPut:
+    """One put-end, or a put of written objects, without an answer."""
 
     event: Received
+    answer: Callable[[list[bool | Refusal]], msgspec.Struct]
+    """The answer with these outcomes."""
     outcomes: list[bool | Refusal]
     waiting: dict[int, list[int]]
     """Indices in ``outcomes`` by object id."""
@@ -126,24 +128,33 @@ class DurablePuts:
 
     def __init__(self, catalog: Catalog) -> None:
         self._catalog = catalog
-        self._parked: list[PendingPutEnd] = []
+        self._parked: list[PendingPut] = []
         """In order of their deadlines."""
+        self.on_end: Callable[[msgspec.Struct, msgspec.Struct], None] = lambda message, reply: None
+        """As in ``PutQueue``."""
         catalog.clocks.append(self)
         catalog.observe({ReplicaCompleted: self._completed, ObjectRemoved: self._removed})
 
     def is_awaited(self, stored: StoredObject) -> bool:
-        """Whether its put-end must wait."""
+        """Whether the answer to its writer must wait."""
         return stored.policy.is_durable and not stored.complete(Tier.SSD)
 
     def park(
-        self, event: Received, outcomes: list[bool | Refusal], waiting: dict[int, StoredObject], now: float
+        self,
+        event: Received,
+        answer: Callable[[list[bool | Refusal]], msgspec.Struct],
+        outcomes: list[bool | Refusal],
+        waiting: dict[int, StoredObject],
+        now: float,
     ) -> None:
+        """Answer when these objects are on SSD; ``waiting`` has them by their index in ``outcomes``."""
         places: dict[int, list[int]] = {}
         for index, stored in waiting.items():
             places.setdefault(stored.object_id, []).append(index)
         objects = {stored.object_id: stored for stored in waiting.values()}
         deadline = now + self._catalog.settings.put_s
-        self._parked.append(PendingPutEnd(event, outcomes, places, objects, deadline))
+        self._parked.append(PendingPut(event, answer, outcomes, places, objects, deadline))
+        self._catalog.keeps_deadline = False
 
     def _completed(self, event: ReplicaCompleted) -> None:
         if event.extent.segment.tier is Tier.SSD and event.stored.policy.is_durable:
@@ -161,7 +172,8 @@ class DurablePuts:
                 if refusal is not None:
                     parked.outcomes[index] = refusal
             if not parked.waiting:
-                answer = m.Outcomes(parked.outcomes)
+                answer = parked.answer(parked.outcomes)
+                self.on_end(parked.event.message, answer)
                 self._catalog.replies.append(Reply(parked.event.origin, answer, must_last=True))
         self._parked = [parked for parked in self._parked if parked.waiting]
 

@@ -148,18 +148,18 @@ class RequestCounters:
                 self.rejected[which] = self.rejected.get(which, 0) + 1
 
     def _put_written(self, request: m.PutWritten, reply: m.PutsWritten) -> None:
-        """Count it as a start and an end; expired ones are put again, and counted then."""
-        num_refused = num_expired = 0
+        """Count it as a start and an end; those that are put again are counted then."""
+        num_refused = num_again = 0
         for size_bytes, outcome in zip(request.sizes, reply.outcomes, strict=True):
             if outcome is True:
                 self.num_by_size[bisect.bisect_left(SIZE_BOUNDS, size_bytes)] += 1
                 self.put_bytes += size_bytes
-            elif outcome is not False and outcome.code == "expired":
-                num_expired += 1
+            elif outcome is not False and outcome.code in m.PUT_AGAIN:
+                num_again += 1
             elif outcome is not False:
                 self._refused(request.tenant, outcome)
                 num_refused += 1
-        num_items = len(reply.outcomes) - num_expired
+        num_items = len(reply.outcomes) - num_again
         if num_items == 1 and not num_refused:
             self.counts["put_start_requests"] += 1
             self.counts["put_end_requests"] += 1

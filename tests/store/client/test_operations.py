@@ -882,6 +882,84 @@ def test_a_new_master_knows_no_pieces_and_the_put_is_repeated() -> None:
     assert world.get("s2", "s1") == [bytes([2]) * 100, bytes([1]) * 100]
 
 
+class ScriptedWorld(World):
+    """A world whose master answers puts with these replies, in this order."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.operations = Operations("h", combine, 1000, patience_s=2.0)
+        self.replies: list[msgspec.Struct] = []
+        (self.segment,) = self.voice.master.segments.mounted.values()
+
+    def _ask(self, effect: CallMaster) -> MasterReply:
+        if isinstance(effect.message, m.DescribeSegments):
+            return super()._ask(effect)
+        self.sent.append(effect.message)
+        return MasterReply(self.replies.pop(0), None, self.voice.now, self.voice.now)
+
+    def replica(self, number: int) -> m.Replica:
+        return m.Replica("a", self.segment.epoch, self.segment.address + 1024 * number)
+
+    def started(self, number: int, advance: m.PreallocatedSpace | None = None) -> m.PutStarted:
+        return m.PutStarted(40.0, [m.Reserved(number, [self.replica(number)])], {}, advance)
+
+    def put_durably(self, key: str) -> Refusal | None:
+        put = self.operations.put([key], [0], [100], 1 << 20, self.deadline, m.PutPolicy(is_durable=True))
+        outcome: Refusal | None = self.run(put)[0]
+        assert not self.replies
+        return outcome
+
+
+def after_two_durable(*, is_durable: bool = True) -> ScriptedWorld:
+    """A client that has 4 pieces for durable objects, if the master gives such."""
+    world = ScriptedWorld()
+    space = m.PreallocatedSpace(9, 40.0, 128, [world.replica(10 + n) for n in range(4)], is_durable)
+    for number, advance in ((1, None), (2, space)):
+        world.replies += [world.started(number, advance), m.Outcomes([True])]
+        assert world.put_durably(f"k{number}") is None
+    assert requests_of(world) == ["PutStart", "PutEnd"] * 2
+    world.sent.clear()
+    return world
+
+
+def test_a_small_durable_put_sends_one_request() -> None:
+    world = after_two_durable()
+    world.replies.append(m.PutsWritten([True]))
+    assert world.put_durably("k") is None
+    (message,) = world.sent
+    assert isinstance(message, m.PutWritten) and message.policy == m.PutPolicy(is_durable=True)
+    assert len(world.operations.preallocated) == 3
+
+
+def test_a_durable_object_that_is_not_on_ssd_keeps_its_piece() -> None:
+    """It can be read, so no other object may be written there."""
+    world = after_two_durable()
+    world.replies.append(m.PutsWritten([Refusal("no_ssd", "no copy was on SSD in time")]))
+    outcome = world.put_durably("k")
+    assert outcome is not None and outcome.code == "no_ssd"
+    assert len(world.operations.preallocated) == 3
+
+
+def test_a_durable_put_that_has_to_wait_for_room_is_started() -> None:
+    world = after_two_durable()
+    world.replies += [
+        m.PutsWritten([Refusal("not_here", "no room")]),
+        world.started(3),
+        m.Outcomes([True]),
+    ]
+    assert world.put_durably("k") is None
+    assert requests_of(world) == ["PutWritten", "PutStart", "PutEnd"]
+    assert isinstance(world.sent[1], m.PutStart) and world.sent[1].wait_s > 0
+    assert len(world.operations.preallocated) == 4
+
+
+def test_pieces_of_an_earlier_master_are_not_used_for_durable_objects() -> None:
+    world = after_two_durable(is_durable=False)
+    world.replies += [world.started(3), m.Outcomes([True])]
+    assert world.put_durably("k") is None
+    assert requests_of(world) == ["PutStart", "PutEnd"]
+
+
 def test_no_piece_is_written_that_may_have_expired() -> None:
     world = after_two()
     world.voice.keep_alive(0.75 * SETTINGS.put_s, "a")

@@ -24,9 +24,13 @@ THERE = m.Replica("b", 7, 0)
 
 
 def advance(
-    count: int, size_bytes: int = 1024, number: int = 1, place: m.Replica = HERE
+    count: int,
+    size_bytes: int = 1024,
+    number: int = 1,
+    place: m.Replica = HERE,
+    is_durable: bool = False,
 ) -> m.PreallocatedSpace:
-    return m.PreallocatedSpace(number, 40.0, size_bytes, [place] * count)
+    return m.PreallocatedSpace(number, 40.0, size_bytes, [place] * count, is_durable)
 
 
 def wants(pool: PreallocatedPieces, num_puts: int, size_bytes: int = 1000) -> list[int]:
@@ -114,6 +118,28 @@ def test_pieces_of_a_lost_node_or_a_lost_master_are_dropped() -> None:
     assert len(pool) == 3
     pool.clear()
     assert len(pool) == 0 and pool.take(1000) is None
+
+
+def test_pieces_for_durable_objects_are_kept_apart() -> None:
+    pool = PreallocatedPieces()
+    pool.add(advance(1, number=1), 1000, 0.0)
+    pool.add(advance(1, number=2, is_durable=True), 1000, 0.0, is_durable=True)
+    piece = pool.take(1000, is_durable=True)
+    assert piece is not None and piece.advance_id == 2
+    assert pool.take(1000, is_durable=True) is None
+    pool.give_back(piece)
+    assert pool.take(1000, is_durable=True) is piece
+    other = pool.take(1000)
+    assert other is not None and other.advance_id == 1
+    assert (wants(pool, 2), pool.wanted(1000, is_durable=True)) == ([0, 4], 0), "the first of its kind"
+
+
+def test_pieces_of_a_master_that_refuses_durable_puts_there_are_not_used() -> None:
+    """An earlier release gives them, and refuses what is written to them."""
+    pool = PreallocatedPieces()
+    pool.add(advance(1), 1000, 0.0, is_durable=True)
+    assert len(pool) == 0
+    assert [pool.wanted(1000, is_durable=True) for _ in range(REFUSED_PUTS + 2)][-2:] == [0, 4]
 
 
 def test_threads_never_have_the_same_piece() -> None:

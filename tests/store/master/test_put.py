@@ -455,6 +455,105 @@ def test_a_durable_object_that_goes_before_it_is_on_ssd() -> None:
     assert answer.outcomes[0].code == "no_ssd"
 
 
+class DurableWriter:
+    """A client of a node with an SSD that has pieces for durable objects."""
+
+    def __init__(self) -> None:
+        self.nodes = Nodes(SETTINGS)
+        self.memory, self.ssd = with_ssd(self.nodes)
+        started = self.nodes.say(
+            m.PutStart(900, "a", ["first"], [64], [64], policy=DURABLE, num_pieces=3, piece_bytes=128)
+        )
+        assert isinstance(started, m.PutStarted) and started.reserved[0] is not None
+        self.nodes.say(m.PutAbort(["first"], [started.reserved[0].object_id]))
+        assert started.advance is not None and started.advance.is_durable
+        self.given = started.advance
+
+    def put(self, key: str, number: int, origin: str, **more: Any) -> None:
+        piece = self.given.advance_id, number
+        more = {"policy": DURABLE, **more}
+        written = m.PutWritten(5000 + number, "a", [key], [100], [b"crc!"], [piece], **more)
+        self.nodes.post(written, "client", origin)
+
+    def answer(self, origin: str) -> m.PutsWritten | None:
+        replies = self.nodes.late.pop(origin, [])
+        assert len(replies) <= 1
+        return replies[0] if replies else None
+
+    def live(self, seconds: int) -> None:
+        for _ in range(seconds):
+            self.nodes.wait(1.0)
+            self.memory.beat()
+            self.ssd.beat()
+
+
+def refused(reply: m.PutsWritten | None) -> Refusal:
+    assert reply is not None and isinstance(reply.outcomes[0], Refusal), reply
+    return reply.outcomes[0]
+
+
+def test_a_small_durable_put_is_answered_when_it_is_on_ssd() -> None:
+    """With the space that it requested, although the answer comes later."""
+    writer = DurableWriter()
+    writer.put("k", 0, "put", num_pieces=2, piece_bytes=128)
+    writer.put("k", 0, "again")
+    assert writer.nodes.there("k") == "k", "it is readable before"
+    assert (writer.answer("put"), writer.answer("again")) == (None, None)
+    writer.ssd.work()
+    assert writer.nodes.where("k") == ["a", "a/ssd"]
+    answer = writer.answer("put")
+    assert answer is not None and answer.outcomes == [True]
+    assert answer.advance is not None and answer.advance.is_durable and len(answer.advance.replicas) == 2
+    assert writer.answer("again") == m.PutsWritten([True])
+    counts = writer.nodes.master.request_counters.counts
+    assert counts["put_end_requests"] == 2, "what is answered later is counted, too"
+
+
+def test_a_small_durable_put_that_takes_too_long_is_refused_and_can_be_read() -> None:
+    writer = DurableWriter()
+    writer.put("k", 0, "put")
+    writer.live(30)
+    assert refused(writer.answer("put")).code == "no_ssd" and writer.nodes.find("k") is not None
+    writer.put("k", 1, "next")
+    assert writer.answer("next") is None, "its copy is still planned"
+    writer.ssd.work()
+    assert writer.answer("next") == m.PutsWritten([False]), "the key is taken, and what is there is on SSD"
+
+
+def test_a_small_durable_object_that_goes_before_it_is_on_ssd() -> None:
+    writer = DurableWriter()
+    writer.put("k", 0, "put")
+    assert writer.nodes.remove("k", force=True) is True
+    assert refused(writer.answer("put")).code == "no_ssd"
+    writer.put("k", 0, "again")
+    assert refused(writer.answer("again")).code == "no_ssd", "nobody knows whether it was on SSD"
+
+
+def test_a_small_durable_put_of_a_key_that_is_not_durable_is_refused() -> None:
+    writer = DurableWriter()
+    writer.nodes.put("k", host="a")
+    writer.put("k", 0, "put")
+    assert refused(writer.answer("put")).code == "no_ssd"
+
+
+def test_a_small_durable_put_without_room_for_its_tenant_is_started() -> None:
+    """The writer waits there until demotions have made room."""
+    writer = DurableWriter()
+    writer.nodes.say(m.SetQuota("small", 10))
+    writer.put("k", 0, "put", tenant="small")
+    assert refused(writer.answer("put")).code == "not_here"
+    writer.put("k", 0, "other")
+    writer.ssd.work()
+    assert writer.answer("other") == m.PutsWritten([True]), "the piece was not used"
+
+
+def test_a_small_durable_put_needs_the_ssd_of_its_node() -> None:
+    writer = DurableWriter()
+    writer.nodes.lose("node a/ssd 7")
+    writer.put("k", 0, "put")
+    assert refused(writer.answer("put")).code == "expired" and writer.nodes.find("k") is None
+
+
 # A durable object that is replaced by one that is not on SSD yet
 
 
@@ -701,7 +800,7 @@ def test_refusals_of_a_small_put_are_those_of_a_start(writer: Writer, voice: Voi
         ("k", {"tenant": "x" * 2000}, "unknown_tenant"),
         ("k", {"policy": m.PutPolicy(num_replicas=0)}, "invalid_policy"),
         ("k", {"policy": m.PutPolicy(num_replicas=2)}, "invalid_policy"),
-        ("k", {"policy": m.PutPolicy(is_durable=True)}, "invalid_policy"),
+        ("k", {"policy": m.PutPolicy(is_durable=True)}, "expired"),
         ("k", {"policy": m.PutPolicy(preferred_segments=["a"])}, "invalid_policy"),
     ):
         outcome = writer.put(key, **more)
