@@ -154,6 +154,17 @@ def test_every_command_is_explained() -> None:
         assert reference_docs.flat(command.help), f"mooncake {words} has no help text"
 
 
+@pytest.mark.parametrize("words", reference_docs.commands())
+def test_the_help_of_every_command_can_be_printed(words: str, capsys: pytest.CaptureFixture[str]) -> None:
+    """A bracket that is read as the end of a style would end the program instead."""
+    from mooncake.cli import main
+
+    with pytest.raises(SystemExit) as exit:
+        main([*words.split(), "--help"])
+    assert exit.value.code == 0
+    assert f"mooncake {words} " in " ".join(capsys.readouterr().out.split())
+
+
 def test_every_endpoint_has_a_server_on_the_page() -> None:
     listed = [module for side in reference_docs.HTTP_SIDES for module in side.modules]
     assert set(reference_docs.endpoints()) == set(listed), (

@@ -35,7 +35,7 @@ from mooncake.sim.silicon.physical_estimates import (
 )
 from mooncake.sim.silicon.row_prediction import RowPredictor, TimePrediction
 
-FORM = "FILE.csv:MODEL@SYSTEM[/ENGINE][/PRECISION][/tpN]"
+FORM = "FILE.csv:MODEL@SYSTEM, /ENGINE, /PRECISION and /tpN behind it where wanted"
 LEAST_ERROR = 0.03
 """What two measurements of one configuration differ by."""
 DRAM_BYTES, NIC_BYTES_PER_S, NIC_LATENCY_S = 256e9, 23.75e9, 0.0005
