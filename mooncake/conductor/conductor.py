@@ -814,6 +814,7 @@ class Conductor:
         effects = self._changed(instance, before)
         if event.outcome is ProbeOutcome.READY:
             instance.push_port = event.push_port
+            self.loads.report_memory(instance.slot, event.kv_memory)
         if event.outcome is ProbeOutcome.READY and instance.is_engine is not event.is_engine:
             instance.is_engine = event.is_engine
             self._members_changed()

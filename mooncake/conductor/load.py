@@ -21,7 +21,14 @@ import numpy as np
 from mooncake.conductor.keyed_prompt import NO_KEYS, KeyedPrompt
 from mooncake.conductor.prediction import Floats, Slots
 from mooncake.conductor.queued_prefixes import QueuedPrefixes
+from mooncake.http.worker_stats import KvMemoryStats
 from mooncake.prefix import BlockKey
+
+LEAST_USED = 0.05
+"""Part of an instance's memory from which on its use shows how much contexts share."""
+MOST_SHARING = 16.0
+SHARING_WEIGHT = 0.5
+"""Weight of the newest report, against those before."""
 
 
 @dataclass(slots=True)
@@ -97,7 +104,9 @@ class LoadAccounts:
         self.context_tokens: Floats = np.empty(0)
         "Context tokens of the batch, including requests about to join."
         self.capacity_tokens: Floats = np.empty(0)
-        "Tokens that fit into the instance's memory; inf when not reported."
+        "Tokens of contexts that fit into the instance's memory; inf when not reported."
+        self.sharing: Floats = np.empty(0)
+        "Tokens of contexts by token of memory that they take: more than 1 where they share blocks."
         self.ready_since: Floats = np.empty(0)
         self.newest_at = -math.inf
         "When the newest instance became ready."
@@ -114,9 +123,10 @@ class LoadAccounts:
         "batch_size",
         "context_tokens",
         "capacity_tokens",
+        "sharing",
         "ready_since",
     )
-    _EMPTY = (-math.inf, 0.0, 0.0, 0.0, 0.0, 0.0, math.inf, -math.inf)
+    _EMPTY = (-math.inf, 0.0, 0.0, 0.0, 0.0, 0.0, math.inf, 1.0, -math.inf)
 
     @property
     def num_slots(self) -> int:
@@ -237,6 +247,21 @@ class LoadAccounts:
             self.batch_size[slot] -= 1
             self.context_tokens[slot] -= num_tokens
             self.num_requests[slot] -= request_id not in self._prompts[slot]
+
+    # --- memory
+
+    def report_memory(self, slot: int, memory: KvMemoryStats | None) -> None:
+        """Learn how many tokens of contexts fit, from what the instance reports of its memory now (None: of
+        nothing). Contexts that share blocks take less memory than they are long, and they are counted here by
+        their length, so the memory counts as larger by the same factor."""
+        if memory is None or not memory.total_tokens:
+            return
+        mean_tokens = self.context_tokens[slot] / max(1.0, self.batch_size[slot])
+        contexts = memory.context_tokens or memory.num_requests * mean_tokens
+        if contexts and memory.used_tokens >= LEAST_USED * memory.total_tokens:
+            found = min(MOST_SHARING, max(1.0, contexts / memory.used_tokens))
+            self.sharing[slot] += SHARING_WEIGHT * (found - self.sharing[slot])
+        self.capacity_tokens[slot] = memory.total_tokens * self.sharing[slot]
 
     # --- new instances
 

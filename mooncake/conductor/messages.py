@@ -12,7 +12,7 @@ import msgspec
 from mooncake.conductor.health import ProbeOutcome
 from mooncake.conductor.scaling_signal import DesiredChanged, ScalingStatus
 from mooncake.errors import Refusal
-from mooncake.http.worker_stats import StageStats
+from mooncake.http.worker_stats import KvMemoryStats, StageStats
 from mooncake.prefix import BlockKey
 from mooncake.security.principal import NODES, NODES_AND_ADMINS, TRUSTED, Level
 from mooncake.tracing.spans import Span
@@ -131,6 +131,8 @@ class Probed(msgspec.Struct, frozen=True, array_like=True, tag=True):
     "It is not this package's worker, so others can load only those of its blocks that are in the store."
     push_port: int = 0
     "Port at which it answers requests for KV that it computes; 0: nothing is pushed to or from it."
+    kv_memory: KvMemoryStats | None = None
+    "None where it does not report it."
 
 
 class BlocksStored(msgspec.Struct, frozen=True, array_like=True, tag=True):

@@ -9,6 +9,7 @@ learns; an answer in another form counts as no measurements. Nothing here decide
 from __future__ import annotations
 
 import asyncio
+import re
 from collections.abc import Callable, Coroutine, Iterator, Sequence
 from dataclasses import dataclass
 from random import Random
@@ -74,7 +75,7 @@ from mooncake.conductor.scaling_signal import DesiredChanged, ScalingStatus
 from mooncake.conductor.settings import SchedulingSettings, Seconds
 from mooncake.config import AlsoFrom, Port, Secret
 from mooncake.driver import Driver
-from mooncake.http.worker_stats import StepStats
+from mooncake.http.worker_stats import KvMemoryStats, StepStats
 from mooncake.log import get_logger
 from mooncake.rpc import Call, Connection, RpcServer
 from mooncake.security import TRUSTED, Access, check_address
@@ -291,28 +292,39 @@ class ConductorService:
         task.add_done_callback(self._tasks.pop)
 
     async def _probe(self, instance: InstanceId) -> None:
-        outcome, detail, is_engine, push_port = ProbeOutcome.FAILED, "the probe was cancelled", False, 0
+        probed = Probed(instance, ProbeOutcome.FAILED, "the probe was cancelled")
         try:
-            outcome, detail, is_engine, push_port = await self._query_health(instance)
+            probed = await self._query_health(instance)
         except TimeoutError:
             detail = f"no answer to a probe within {self.settings.probe_timeout_s:g} s"
+            probed = Probed(instance, ProbeOutcome.FAILED, detail)
         except (aiohttp.ClientError, OSError) as error:
-            detail = f"probe failed: {error}"
-        self._driver.post(Probed(instance, outcome, detail, is_engine, push_port))
+            probed = Probed(instance, ProbeOutcome.FAILED, f"probe failed: {error}")
+        self._driver.post(probed)
 
-    async def _query_health(self, instance: InstanceId) -> tuple[ProbeOutcome, str, bool, int]:
+    async def _query_health(self, instance: InstanceId) -> Probed:
         async with self._get(instance, "/ready") as response:
             if response.status == 200:
                 body = await response.read()
                 self._take_measured(instance, body)
-                return ProbeOutcome.READY, "answers", False, read_push_port(body)
+                port, memory = read_push_port(body), read_kv_memory(body)
+                return Probed(instance, ProbeOutcome.READY, "answers", False, port, memory)
             if response.status != 404:
-                return ProbeOutcome.ALIVE, f"/ready answers {response.status}", False, 0
+                return Probed(instance, ProbeOutcome.ALIVE, f"/ready answers {response.status}")
         # vLLM has no /ready; there /health is enough.
         async with self._get(instance, "/health") as response:
-            if response.status == 200:
-                return ProbeOutcome.READY, "answers", True, 0
-            return ProbeOutcome.FAILED, f"/health answers {response.status}", True, 0
+            if response.status != 200:
+                return Probed(instance, ProbeOutcome.FAILED, f"/health answers {response.status}", True)
+        return Probed(instance, ProbeOutcome.READY, "answers", True, 0, await self._engine_memory(instance))
+
+    async def _engine_memory(self, instance: InstanceId) -> KvMemoryStats | None:
+        """The memory of another engine, from its metrics; None where they do not show it."""
+        try:
+            async with self._get(instance, "/metrics") as response:
+                body = await response.read() if response.status == 200 else b""
+        except (TimeoutError, aiohttp.ClientError, OSError):
+            return None
+        return read_engine_memory(body)
 
     def _get(self, instance: InstanceId, path: str) -> Any:
         assert self._session is not None
@@ -352,6 +364,59 @@ def read_push_port(body: bytes) -> int:
         return msgspec.json.decode(body, type=_Pushing).push_port
     except msgspec.MsgspecError:
         return 0
+
+
+class _Remembering(msgspec.Struct):
+    kv_memory: KvMemoryStats | None = None
+
+
+def read_kv_memory(body: bytes) -> KvMemoryStats | None:
+    """A worker's memory for KV, from the body of its ``/ready``; None when it reports none."""
+    try:
+        return msgspec.json.decode(body, type=_Remembering).kv_memory
+    except msgspec.MsgspecError:
+        return None
+
+
+_MOST_TOKENS = 1e15
+"""Nothing above this is a number of tokens."""
+_ENGINE_SAMPLE = re.compile(
+    rb"^(vllm:(?:cache_config_info|kv_cache_usage_perc|gpu_cache_usage_perc|num_requests_running)"
+    rb"|sglang:(?:max_total_num_tokens|num_used_tokens|num_running_reqs))(\{[^\n]*\})? ([0-9.eE+-]+)$",
+    re.MULTILINE,
+)
+_CACHE_LABEL = re.compile(rb'\b(kv_cache_size_tokens|num_gpu_blocks|block_size)="(\d{1,15})"')
+
+
+def read_engine_memory(page: bytes) -> KvMemoryStats | None:
+    """The memory for KV of a vLLM or SGLang server, from its metrics in Prometheus' text format; None when
+    they do not show it. Data-parallel ranks behind one address count as one."""
+    sums, num_samples = dict[bytes, float](), dict[bytes, int]()
+    total_tokens = 0.0
+    for found in _ENGINE_SAMPLE.finditer(page):
+        name, labels = found[1].replace(b"gpu_cache_usage", b"kv_cache_usage"), found[2] or b""
+        try:
+            value = float(found[3])
+        except ValueError:
+            return None
+        sums[name] = sums.get(name, 0.0) + value
+        num_samples[name] = num_samples.get(name, 0) + 1
+        if name == b"vllm:cache_config_info":
+            cache = {label: int(number) for label, number in _CACHE_LABEL.findall(labels)}
+            # Earlier releases do not say how many tokens fit.
+            num_tokens = cache.get(b"num_gpu_blocks", 0) * cache.get(b"block_size", 0)
+            total_tokens += cache.get(b"kv_cache_size_tokens", num_tokens)
+    usage = b"vllm:kv_cache_usage_perc"
+    used_tokens = total_tokens * sums.get(usage, 0.0) / num_samples.get(usage, 1)
+    num_running = sums.get(b"vllm:num_requests_running", 0.0)
+    if not total_tokens:
+        total_tokens = sums.get(b"sglang:max_total_num_tokens", 0.0)
+        used_tokens = sums.get(b"sglang:num_used_tokens", 0.0)
+        num_running = sums.get(b"sglang:num_running_reqs", 0.0)
+    counts = (total_tokens, used_tokens, num_running)
+    if not total_tokens or not all(0 <= count < _MOST_TOKENS for count in counts):
+        return None
+    return KvMemoryStats(int(total_tokens), int(used_tokens), int(num_running))
 
 
 def new_samples(

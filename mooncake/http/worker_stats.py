@@ -2,13 +2,18 @@
 """A worker's reports of its own work: timings of a prompt, and the engine's latest steps.
 
 It owns the shapes only, for both ends: a worker sends ``PromptStats`` with its answer to prefill,
-``ResumedStats`` with the first piece of an answer that it continues, and ``StepStats`` with its answer to
-``/ready``; a gateway and a conductor read them to count, and to predict later requests.
+``ResumedStats`` with the first piece of an answer that it continues, and ``StepStats`` and ``KvMemoryStats``
+with its answer to ``/ready``; a gateway and a conductor read them to count, and to predict later requests.
 """
 
 from __future__ import annotations
 
+from typing import Annotated
+
 import msgspec
+from msgspec import Meta
+
+_Count = Annotated[int, Meta(ge=0)]
 
 
 class StageStats(msgspec.Struct, frozen=True):
@@ -65,3 +70,15 @@ class StepStats(msgspec.Struct):
     num_steps: int = 0
     steps: list[tuple[int, int, float]] = []
     "Number of requests, tokens of their contexts, seconds."
+
+
+class KvMemoryStats(msgspec.Struct, frozen=True):
+    """A worker's memory for KV, in tokens."""
+
+    total_tokens: _Count
+    used_tokens: _Count
+    "In blocks of running requests; blocks that are only cached are as good as free."
+    num_requests: _Count
+    "Requests that hold blocks."
+    context_tokens: _Count = 0
+    "Computed tokens of their contexts: more than ``used_tokens`` where they share blocks. 0: unknown."

@@ -44,6 +44,7 @@ from mooncake.http.openai import (
     parse_request,
     to_json,
 )
+from mooncake.http.worker_stats import KvMemoryStats
 from mooncake.inference.engine import EngineStats
 from mooncake.inference.generator import GenerationFailed, GenerationRefused, Generator, TokenCounts
 from mooncake.inference.request import Request as EngineRequest
@@ -177,9 +178,10 @@ def create_app(api: Api) -> FastAPI:
     async def health() -> dict[str, Any]:
         """The role, the load and the latest measured steps."""
         engine = api.generator.engine
-        steps = msgspec.structs.asdict(engine.step_log.read())
-        stats = dataclasses.asdict(engine.stats())
-        return {"status": "ok", "role": api.role, **stats, "measured": steps, "push_port": api.push_port}
+        steps, stats = msgspec.structs.asdict(engine.step_log.read()), engine.stats()
+        memory = msgspec.structs.asdict(_kv_memory(stats, engine.runner.layout.block_tokens))
+        reports = {"measured": steps, "push_port": api.push_port, "kv_memory": memory}
+        return {"status": "ok", "role": api.role, **dataclasses.asdict(stats), **reports}
 
     @app.get("/v1/spans/{parent_id}")
     async def spans(parent_id: str) -> Response:
@@ -200,6 +202,16 @@ def create_app(api: Api) -> FastAPI:
     if api.add_routes is not None:
         api.add_routes(app)
     return app
+
+
+def _kv_memory(stats: EngineStats, block_tokens: int) -> KvMemoryStats:
+    num_used = stats.num_blocks - stats.num_free_blocks
+    return KvMemoryStats(
+        stats.num_blocks * block_tokens,
+        num_used * block_tokens,
+        stats.num_running,
+        stats.num_context_tokens,
+    )
 
 
 def _hand_over(api: Api, body: bytes) -> bytes:

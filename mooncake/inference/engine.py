@@ -164,6 +164,8 @@ class EngineStats:
     num_waiting: int
     num_blocks: int
     num_free_blocks: int
+    num_context_tokens: int
+    """Number of tokens of running requests in blocks, those in shared blocks counted for each."""
     num_cached_blocks: int
     num_steps: int
     num_prefill_tokens: int
@@ -381,6 +383,7 @@ class Engine:
             num_waiting=self.scheduler.num_waiting + len(self._inbox),
             num_blocks=pool.num_usable,
             num_free_blocks=pool.num_free,
+            num_context_tokens=self.scheduler.num_context_tokens,
             num_cached_blocks=pool.num_cached,
             num_steps=self._num_steps,
             num_prefill_tokens=self._num_prefill,

@@ -222,6 +222,11 @@ class Scheduler:
         return len(self._admitted)
 
     @property
+    def num_context_tokens(self) -> int:
+        """Number of tokens in blocks, those that requests share counted for each; any thread may ask."""
+        return sum(request.num_computed_tokens for request in list(self._admitted.values()))
+
+    @property
     def requests(self) -> list[Request]:
         """All unfinished requests."""
         return [*self._admitted.values(), *self._waiting]

@@ -9,7 +9,8 @@ from collections.abc import Iterator
 import numpy as np
 import pytest
 
-from mooncake.conductor.load import LoadAccounts
+from mooncake.conductor.load import LEAST_USED, MOST_SHARING, LoadAccounts
+from mooncake.http.worker_stats import KvMemoryStats
 
 
 @pytest.fixture
@@ -84,3 +85,35 @@ def test_a_reused_slot_is_empty(loads: LoadAccounts) -> None:
     assert queue(loads, 1, 0.0) == (0.0, 0.0)
     assert queue(loads, 0, 0.0) == (34.0, 0.0)
     assert loads.num_requests[1] == loads.context_tokens[1] == 0
+
+
+def test_memory_that_contexts_share_counts_as_larger(loads: LoadAccounts) -> None:
+    assert math.isinf(loads.capacity_tokens[1]), "not reported"
+    loads.report_memory(1, None)
+    assert math.isinf(loads.capacity_tokens[1])
+    loads.report_memory(1, KvMemoryStats(1000, 0, 0, 0))
+    assert loads.capacity_tokens[1] == 1000
+    for _ in range(30):
+        loads.report_memory(1, KvMemoryStats(1000, 400, 3, 1200))
+    assert loads.capacity_tokens[1] == pytest.approx(3000)
+    loads.report_memory(1, KvMemoryStats(1000, int(LEAST_USED * 1000) - 1, 1, 10))
+    assert loads.capacity_tokens[1] == pytest.approx(3000), "so little use shows nothing"
+    for _ in range(30):
+        loads.report_memory(1, KvMemoryStats(1000, 400, 3, 300))
+    assert loads.capacity_tokens[1] == pytest.approx(1000), "blocks that are not full are no less than none"
+    loads.forget(1)
+    assert math.isinf(loads.capacity_tokens[1]) and loads.sharing[1] == 1.0
+
+
+def test_an_engine_that_only_counts_requests_has_contexts_like_those_placed_there(
+    loads: LoadAccounts,
+) -> None:
+    loads.add_decode(2, "a", 500)
+    loads.add_decode(2, "b", 700)
+    loads.add_decode(2, "c", 600)
+    for _ in range(30):
+        loads.report_memory(2, KvMemoryStats(1000, 400, 2))
+    assert loads.capacity_tokens[2] == pytest.approx(3000), "two of 600 take 400"
+    for _ in range(60):
+        loads.report_memory(2, KvMemoryStats(1_000_000, 50_000, 10_000))
+    assert loads.capacity_tokens[2] == pytest.approx(1_000_000 * MOST_SHARING)

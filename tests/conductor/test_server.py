@@ -8,6 +8,8 @@ import contextlib
 from collections.abc import AsyncIterator, Sequence
 from dataclasses import dataclass, field, replace
 
+import msgspec
+import numpy as np
 import pytest
 from aiohttp import web
 
@@ -29,9 +31,16 @@ from mooncake.conductor.messages import (
     Refuse,
     StepMeasured,
 )
-from mooncake.conductor.server import ConductorServer, ConductorService, new_samples, read_step_stats
+from mooncake.conductor.server import (
+    ConductorServer,
+    ConductorService,
+    new_samples,
+    read_engine_memory,
+    read_kv_memory,
+    read_step_stats,
+)
 from mooncake.conductor.settings import SchedulingSettings
-from mooncake.http.worker_stats import StepStats
+from mooncake.http.worker_stats import KvMemoryStats, StepStats
 from mooncake.inference.kv_events import WorkerKvEventPublisher
 from mooncake.kv_events import BlockStored
 from mooncake.prefix import block_hashes, root_hash, short_key
@@ -56,6 +65,7 @@ class Worker:
 
     ready_status: int = 200
     block_size: int = 16
+    metrics: bytes | None = None
     publisher: WorkerKvEventPublisher = field(default_factory=WorkerKvEventPublisher)
     address: str = ""
     _runner: web.AppRunner | None = None
@@ -64,6 +74,7 @@ class Worker:
         app = web.Application()
         app.router.add_get("/ready", self._ready)
         app.router.add_get("/health", self._health)
+        app.router.add_get("/metrics", self._metrics)
         app.router.add_get("/kv_event_sources", self._sources)
         self._runner = web.AppRunner(app)
         await self._runner.setup()
@@ -82,6 +93,11 @@ class Worker:
 
     async def _health(self, request: web.Request) -> web.Response:
         return web.Response()
+
+    async def _metrics(self, request: web.Request) -> web.Response:
+        if self.metrics is None:
+            return web.Response(status=404)
+        return web.Response(body=self.metrics, content_type="text/plain")
 
     async def _sources(self, request: web.Request) -> web.Response:
         source = self.publisher.source
@@ -141,8 +157,21 @@ async def test_a_vllm_server_without_ready_endpoint_is_ready(
     service: ConductorService, worker: Worker
 ) -> None:
     worker.ready_status = 404
+    worker.metrics = SGLANG_PAGE
     service.post(AddInstance(worker.address, WorkerRole.DECODE))
     await until(lambda: is_ready(service, worker.address))
+    loads = service.core.loads
+    assert loads.capacity_tokens[service.core.instances[worker.address].slot] == 161_721
+
+
+async def test_an_engine_without_metrics_is_ready_and_its_memory_unknown(
+    service: ConductorService, worker: Worker
+) -> None:
+    worker.ready_status = 404
+    service.post(AddInstance(worker.address, WorkerRole.DECODE))
+    await until(lambda: is_ready(service, worker.address))
+    loads = service.core.loads
+    assert np.isinf(loads.capacity_tokens[service.core.instances[worker.address].slot])
 
 
 async def test_what_answers_503_is_starting(service: ConductorService, worker: Worker) -> None:
@@ -423,3 +452,51 @@ def test_a_restarted_worker_counts_from_the_start() -> None:
 def test_other_servers_measure_nothing() -> None:
     for body in (b"", b"OK", b"[]", b"{}", b'{"measured": 3}', b'{"measured": {"chunks": [[1]]}}'):
         assert read_step_stats(body) is None
+
+
+# --- the memory of workers and engines
+
+
+VLLM_PAGE = b"""# TYPE vllm:num_requests_running gauge
+vllm:num_requests_running{engine="0",model_name="m"} 4.0
+vllm:kv_cache_usage_perc{engine="0",model_name="m"} 0.25
+vllm:request_prompt_tokens_bucket{le="1.0",engine="0"} 8.0
+vllm:cache_config_info{_block_size_resolved="True",block_size="128",engine="0",hash_block_size="None"%s,\
+num_gpu_blocks="100",num_gpu_blocks_override="None"} 1.0
+""".replace(b"\\\n", b"")
+SGLANG_PAGE = b"""sglang:max_total_num_tokens{model_name="m"} 161721.0
+sglang:num_used_tokens{model_name="m"} 4000.0
+sglang:num_running_reqs{model_name="m"} 3.0
+"""
+
+
+def test_the_memory_of_a_worker_is_read_from_what_it_says_of_itself() -> None:
+    stats = KvMemoryStats(1000, 100, 3, 250)
+    body = msgspec.json.encode({"status": "ok", "kv_memory": stats})
+    assert read_kv_memory(body) == stats
+    for other in (b"", b"OK", b"{}", b'{"kv_memory": 3}', b'{"kv_memory": {"total_tokens": -1}}'):
+        assert read_kv_memory(other) is None
+
+
+def test_the_memory_of_other_engines_is_read_from_their_metrics() -> None:
+    assert read_engine_memory(VLLM_PAGE % b"") == KvMemoryStats(12_800, 3200, 4)
+    assert read_engine_memory(VLLM_PAGE % b',kv_cache_size_tokens="6400"') == KvMemoryStats(6400, 1600, 4)
+    two = VLLM_PAGE % b"" + (VLLM_PAGE % b"").replace(b'engine="0"', b'engine="1"').replace(b"0.25", b"0.75")
+    assert read_engine_memory(two) == KvMemoryStats(25_600, 12_800, 8)
+    assert read_engine_memory(SGLANG_PAGE) == KvMemoryStats(161_721, 4000, 3)
+
+
+@pytest.mark.parametrize(
+    "page",
+    [
+        b"",
+        b"<html>",
+        b"vllm:num_requests_running 4.0\n",
+        SGLANG_PAGE.replace(b"161721.0", b"1e999"),
+        SGLANG_PAGE.replace(b"4000.0", b"-1"),
+        SGLANG_PAGE.replace(b"4000.0", b"+.-"),
+        (VLLM_PAGE % b"").replace(b'"100"', b'"' + b"9" * 10_000 + b'"'),
+    ],
+)
+def test_metrics_without_a_memory_or_with_an_impossible_one_say_nothing(page: bytes) -> None:
+    assert read_engine_memory(page) is None

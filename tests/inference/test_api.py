@@ -310,7 +310,11 @@ async def test_the_other_pages(client: Client) -> None:
     assert models["data"][0]["id"] == "tiny"
     assert models["data"][0]["max_model_len"] > 100
     assert (await client.get("/kv_event_sources"))["block_size"] == 16
-    assert (await client.get("/ready"))["status"] == "ok"
+    ready = await client.get("/ready")
+    assert ready["status"] == "ok"
+    total_tokens = ready["num_blocks"] * 16
+    idle = {"used_tokens": 0, "num_requests": 0, "context_tokens": 0}
+    assert ready["kv_memory"] == {"total_tokens": total_tokens, **idle}
     await client.post(TEXT, greedy(max_tokens=1))
     async with client.http.get(client.url + "/metrics") as answer:
         assert answer.headers["content-type"].startswith("text/plain; version=0.0.4")

@@ -439,6 +439,19 @@ def test_narrow_dtypes_come_close(reference: Reference, dtype: str) -> None:
     assert [narrow.get(token, -99.0) for token in best] == pytest.approx([exact[t] for t in best], abs=0.5)
 
 
+def test_contexts_that_share_blocks_are_longer_than_the_memory_they_take(llama: Reference) -> None:
+    engine = make_engine(llama)
+    prompt = prompt_of(3 * BLOCK + 1)
+    engine.add(greedy(prompt, 8, "first"))
+    engine.step()
+    engine.add(greedy(prompt, 8, "second"))
+    engine.step()
+    stats = engine.stats()
+    assert stats.num_running == 2
+    assert 6 * BLOCK < stats.num_context_tokens <= 6 * BLOCK + 4
+    assert stats.num_blocks - stats.num_free_blocks == 5, "three are shared"
+
+
 def test_last_output_of_a_prefill_waits_for_its_saves(llama: Reference) -> None:
     link = DictionaryLink(is_eager=False)
     engine = make_engine(llama, link)
