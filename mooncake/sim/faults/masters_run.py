@@ -224,10 +224,10 @@ ADMIN_REQUEST_S = 1.5
 class MastersWorkloadClient(WorkloadClient):
     """A client with many small puts and removals, few large ones, and views that stay open for long."""
 
-    def __init__(self, *given: Any) -> None:
+    def __init__(self, *given: Any, durable_small_puts: float) -> None:
         self._seen: dict[int, None] = {}
         """Object ids of views that were opened."""
-        super().__init__(*given)
+        super().__init__(*given, durable_small_puts=durable_small_puts)
 
     def _next(self, *_: object) -> None:
         if self.is_stopped:
@@ -291,8 +291,9 @@ class MastersRun:
         self._sizes = {f"node{number}": pool_bytes for number in range(random.randint(1, 2))}
         self._disks = {name: 4 * pool_bytes for name in self._sizes if random.random() < 0.5}
         self._max_bytes = random.choice((200, 700))
-        # From a source of its own, so that a seed without device memory stays what it was.
+        # From sources of their own, so that a seed without them stays what it was.
         self._device_bytes = Random(f"{seed} devices").choice((0, 0, 0, 1024))
+        self._durable_small_puts = Random(f"{seed} durable").choice((0.0, 0.0, 0.5))
         self._own = {
             f"client{client}": [f"key{number} of {client}" for number in range(6)] for client in range(2)
         }
@@ -351,7 +352,12 @@ class MastersRun:
         client = self.world.start_client(name, f"host of node{int(name[-1]) % len(self._sizes)}")
         keys = [key for keys in self._own.values() for key in keys]
         self._workers[name] = MastersWorkloadClient(
-            client, keys, self._max_bytes, self._own[name], any_policy
+            client,
+            keys,
+            self._max_bytes,
+            self._own[name],
+            any_policy,
+            durable_small_puts=self._durable_small_puts,
         )
         if not self._is_rough:
             self._workers[name].stop()

@@ -61,6 +61,8 @@ class WorkloadMix:
     device_bytes: int = 0
     """Device memory of each node."""
     device_uses_per_s: float = 5.0
+    durable_small_puts: float = 0.0
+    """Share of the rows of small puts that are durable."""
 
     def settings(self) -> MasterSettings:
         return dataclasses.replace(
@@ -101,6 +103,7 @@ def draw_mix(random: Random) -> WorkloadMix:
         # Drawn last: seeds without device memory stay what they were.
         device_bytes=random.choice((0, 0, 1024, 8192)),
         device_uses_per_s=random.choice((0.2, 1.0)),
+        durable_small_puts=random.choice((0.0, 0.0, 0.5)),
     )
 
 
@@ -148,8 +151,10 @@ class WorkloadClient:
         policy: Callable[[Random], m.PutPolicy] = any_policy,
         *,
         has_parents: bool = False,
+        durable_small_puts: float = 0.0,
     ) -> None:
         self._client = client
+        self._durable_small_puts = durable_small_puts
         self._kernel = client.kernel
         self._checkers = client.cluster.checkers
         self._keys = keys
@@ -258,15 +263,19 @@ class WorkloadClient:
         """A few puts in a row, of objects of one size: what space is preallocated for."""
         random = self._kernel.random
         length = min(self._max_bytes, random.choice((40, 64, 200)))
-        self._put_next(length, random.randint(1, 8))
+        num_puts = random.randint(1, 8)
+        # Nothing is drawn without such puts, so that these seeds stay what they were.
+        is_durable = self._durable_small_puts > 0.0 and random.random() < self._durable_small_puts
+        self._put_next(length, num_puts, is_durable)
 
-    def _put_next(self, length: int, num_left: int) -> None:
+    def _put_next(self, length: int, num_left: int, is_durable: bool) -> None:
         random = self._kernel.random
         key, deadline = random.choice(self._own), self._deadline
         change = self._begin([key])
         value = self._new_value(key, length)
         group = random.choice(("a", "b")) if random.random() < 0.1 else ""
-        policy = m.PutPolicy(soft_pin_ttl_s=1.0) if random.random() < 0.1 else m.PutPolicy()
+        ttl_s = 1.0 if random.random() < 0.1 else None
+        policy = m.PutPolicy(soft_pin_ttl_s=ttl_s, is_durable=is_durable)
         operation = self._client.operations.put(
             [key], [self._place(value)], [length], CHUNK_BYTES, deadline, policy, [group] if group else ()
         )
@@ -275,11 +284,11 @@ class WorkloadClient:
             if outcomes is None:
                 self._checkers.history.failed(change)
             else:
-                self._checkers.history.put(change, self._known(key), value, outcomes[0], False, False)
+                self._checkers.history.put(change, self._known(key), value, outcomes[0], is_durable, False)
             if num_left > 1 and error is None:
                 self._checkers.counts["puts" if outcomes and outcomes[0] is None else "refusals"] += 1
                 pause_s = random.choice((0.0, 0.0, 0.05, 3.0))
-                self._client.process.after(pause_s, lambda: self._put_next(length, num_left - 1))
+                self._client.process.after(pause_s, lambda: self._put_next(length, num_left - 1, is_durable))
             else:
                 self._count_puts(outcomes, error)
 
@@ -497,8 +506,15 @@ class MixedWorkloadClient(WorkloadClient):
         self._load = load
         self._patterns = patterns
         """Patterns that match only keys of its own."""
-        has_parents = load.eviction_policy == "chain"
-        super().__init__(client, keys, max_bytes, own, policy, has_parents=has_parents)
+        super().__init__(
+            client,
+            keys,
+            max_bytes,
+            own,
+            policy,
+            has_parents=load.eviction_policy == "chain",
+            durable_small_puts=load.durable_small_puts,
+        )
 
     def _choices(self) -> list[tuple[Callable[[], None], float]]:
         load = self._load

@@ -62,6 +62,7 @@ from mooncake.store.client.preallocated import (
     piece_bytes,
 )
 from mooncake.store.client.small_values import SmallValues
+from mooncake.store.ha.leader_search import DOUBT_S
 from mooncake.store.master.objects import DEFAULT_POLICY
 from mooncake.types import ObjectKey, Tier
 
@@ -346,7 +347,9 @@ class Operations:
         if message.is_remote:
             self.small_values.takes_values = answer.reply.takes_values
             self.small_values.answered(answer.reply.takes_values)
-        if isinstance(outcome, Refusal) and outcome.code == "expired":
+        # An earlier release that leads now refuses all durable puts of this kind.
+        is_unknown = policy.is_durable and isinstance(outcome, Refusal) and outcome.code == "invalid_policy"
+        if is_unknown or (isinstance(outcome, Refusal) and outcome.code == "expired"):
             preallocated.clear()
             self.small_values.takes_values = False
             return False, None
@@ -357,7 +360,8 @@ class Operations:
         # If the message was sent twice, the first one may still arrive and use the piece. And a durable
         # object that is not on SSD in time is in the piece all the same.
         is_there = outcome is True or (isinstance(outcome, Refusal) and outcome.code == "no_ssd")
-        if not is_there and answer is first:
+        was_sent_once = answer is first and answer.now - answer.asked_at < DOUBT_S
+        if was_sent_once and not is_there:
             preallocated.give_back(piece)
         if isinstance(outcome, Refusal) and outcome.code == "not_here":
             return False, None

@@ -2,9 +2,9 @@
 """Client side of failover: find the leading master, and find it again; blocking and on asyncio.
 
 A master is named by its address, by those of all that may lead, or by the lease store of their election
-(``MasterResolver``). One that does not lead names the leader. A request with that answer was not carried
-out, and is sent to the leader; one that was lost with its connection is not repeated here: only the caller
-knows whether it may be.
+(``MasterResolver``). One that does not lead names the leader, and the request is sent there; but one that
+has just ceased to lead may have carried it out, and one that was silent for ``DOUBT_S`` may have it, too. So
+every request may arrive twice. One that was lost with its connection is not repeated here: the caller does.
 """
 
 from __future__ import annotations

@@ -91,7 +91,8 @@ class Master:
         ]
         self.catalog.clocks += [self._key_scans, self.tasks, self.put_queue]
         self.tiers.on_demoted = self.put_queue.demoted
-        self.put_queue.on_end = put.durable.on_end = self.request_counters.add
+        self._durable = put.durable
+        self.put_queue.on_end = self._durable.on_end = self.request_counters.add
         self._key_scans.on_end = self.request_counters.add
         remove, nodes = RemoveRequests(self.catalog, self._key_scans), NodeRequests(self.catalog, self.tasks)
         self.introspection = introspection = Introspection(
@@ -185,6 +186,7 @@ class Master:
         ):
             part.check()
         self.put_queue.check()
+        self._durable.check()
 
     def story(self, key: str) -> list[str]:
         return self.catalog.story(key)

@@ -494,7 +494,7 @@ class PreallocatedPuts:
         waiting: dict[int, StoredObject] = {}
         for index in range(count):
             outcome = account if isinstance(account, Refusal) else self._put(message, index, account, now)
-            if policy is not None and policy.is_durable and not isinstance(outcome, Refusal):
+            if policy is not None and policy.is_durable:
                 outcome = self._as_durable(message, index, outcome, waiting)
             outcomes.append(outcome)
             if isinstance(outcome, Refusal):
@@ -509,21 +509,25 @@ class PreallocatedPuts:
             wanted = DEFAULT_POLICY if policy is None else policy
             placement = SegmentPlacement(self._catalog.segments, message.host, (), now, wanted)
             preallocated = self._preallocations.give(message.num_pieces, message.piece_bytes, placement, now)
+        if waiting:  # before anything may be evicted that is waited for
+            answer = partial(m.PutsWritten, advance=preallocated)
+            self._put_requests.durable.park(event, answer, outcomes, waiting, now)
+        if message.num_pieces:
             self._space.evict_to_watermark(now)
-        if not waiting:
-            return m.PutsWritten(outcomes, preallocated)
-        answer = partial(m.PutsWritten, advance=preallocated)
-        self._put_requests.durable.park(event, answer, outcomes, waiting, now)
-        return None
+        return None if waiting else m.PutsWritten(outcomes, preallocated)
 
     def _as_durable(
-        self, message: m.PutWritten, index: int, outcome: bool, waiting: dict[int, StoredObject]
+        self, message: m.PutWritten, index: int, outcome: bool | Refusal, waiting: dict[int, StoredObject]
     ) -> bool | Refusal:
         """The outcome for a durable object; ``waiting`` gets what is under the key if that is being copied to
-        SSD. The key may be taken by a put that asked another master first: it is the same object then."""
+        SSD. A writer whose piece is of another master may have put it under that one, and finds it on SSD
+        then."""
         stored = self._catalog.objects.readable.get(scoped(message.tenant, message.keys[index]))
-        if stored is not None and self._put_requests.durable.is_awaited(stored):
+        is_final = isinstance(outcome, Refusal) and outcome.code != "expired"
+        if not is_final and stored is not None and self._put_requests.durable.is_awaited(stored):
             waiting[index] = stored
+        elif isinstance(outcome, Refusal):
+            return outcome
         elif stored is not None and not stored.complete(Tier.SSD):
             return Refusal("no_ssd", "it is stored, but no copy of it is on SSD")
         elif stored is None and outcome:
@@ -533,20 +537,21 @@ class PreallocatedPuts:
         return outcome
 
     def _put(self, message: m.PutWritten, index: int, account: Account, now: float) -> bool | Refusal:
-        """True: readable now, or since an earlier copy of this request; False: the key is taken."""
+        """True: readable now, or since an earlier copy of this request; False: the key is taken, and the
+        piece is free. That is not known of a piece from another master, under which this request may have put
+        the object that is there now."""
         catalog, name, size_bytes = self._catalog, message.keys[index], message.sizes[index]
         refusal = check_put(name, size_bytes, size_bytes) or check_relations(message, index)
         if refusal is not None:
             return refusal
         key, put_id = scoped(message.tenant, name), message.put_id + index
-        if self._put_requests.known(key, put_id, False, now) is not None:
-            stored = catalog.objects.readable.get(key)
-            return stored is not None and stored.put_id == put_id
         piece = self._preallocations.find(message.pieces[index], put_id, size_bytes, now)
         if piece is None:
-            return True  # a late copy of the request that put it; the object was removed since
+            return True  # a late copy of the request that put it; the object may have been removed since
         if isinstance(piece, Refusal):
             return piece
+        if self._put_requests.known(key, put_id, False, now) is not None:
+            return False
         checksums = message.checksums[index]
         if len(checksums) != 4:
             return Refusal("invalid_checksums", f"{len(checksums)} bytes for 1 chunk")

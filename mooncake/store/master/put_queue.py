@@ -18,6 +18,7 @@ stays in memory; a durable one that it replaced is kept until it is on SSD, or r
 from __future__ import annotations
 
 import dataclasses
+import itertools
 import math
 from collections.abc import Callable
 
@@ -118,8 +119,6 @@ class PendingPut:
     outcomes: list[bool | Refusal]
     waiting: dict[int, list[int]]
     """Indices in ``outcomes`` by object id."""
-    objects: dict[int, StoredObject]
-    """Objects by the same ids, including those that are done."""
     deadline: float
 
 
@@ -128,8 +127,10 @@ class DurablePuts:
 
     def __init__(self, catalog: Catalog) -> None:
         self._catalog = catalog
-        self._parked: list[PendingPut] = []
+        self._parked: dict[PendingPut, None] = {}
         """In order of their deadlines."""
+        self._by_object: dict[int, list[PendingPut]] = {}
+        """The parked ones that wait for an object, by its id."""
         self.on_end: Callable[[msgspec.Struct, msgspec.Struct], None] = lambda message, reply: None
         """As in ``PutQueue``."""
         catalog.clocks.append(self)
@@ -151,9 +152,11 @@ class DurablePuts:
         places: dict[int, list[int]] = {}
         for index, stored in waiting.items():
             places.setdefault(stored.object_id, []).append(index)
-        objects = {stored.object_id: stored for stored in waiting.values()}
         deadline = now + self._catalog.settings.put_s
-        self._parked.append(PendingPut(event, answer, outcomes, places, objects, deadline))
+        parked = PendingPut(event, answer, outcomes, places, deadline)
+        self._parked[parked] = None
+        for object_id in places:
+            self._by_object.setdefault(object_id, []).append(parked)
         self._catalog.keeps_deadline = False
 
     def _completed(self, event: ReplicaCompleted) -> None:
@@ -167,21 +170,33 @@ class DurablePuts:
             self._end(event.stored, Refusal("no_ssd", reason))
 
     def _end(self, stored: StoredObject, refusal: Refusal | None) -> None:
-        for parked in self._parked:
-            for index in parked.waiting.pop(stored.object_id, ()):
-                if refusal is not None:
-                    parked.outcomes[index] = refusal
-            if not parked.waiting:
-                answer = parked.answer(parked.outcomes)
-                self.on_end(parked.event.message, answer)
-                self._catalog.replies.append(Reply(parked.event.origin, answer, must_last=True))
-        self._parked = [parked for parked in self._parked if parked.waiting]
+        for parked in self._by_object.pop(stored.object_id, ()):
+            self._settle(parked, stored.object_id, refusal)
+
+    def _settle(self, parked: PendingPut, object_id: int, refusal: Refusal | None) -> None:
+        for index in parked.waiting.pop(object_id):
+            if refusal is not None:
+                parked.outcomes[index] = refusal
+        if not parked.waiting:
+            del self._parked[parked]
+            answer = parked.answer(parked.outcomes)
+            self.on_end(parked.event.message, answer)
+            self._catalog.replies.append(Reply(parked.event.origin, answer, must_last=True))
 
     def deadline(self) -> float | None:
-        return self._parked[0].deadline if self._parked else None
+        return next((parked.deadline for parked in self._parked), None)
+
+    def check(self) -> None:
+        waited_for = {(object_id, parked) for parked in self._parked for object_id in parked.waiting}
+        assert waited_for == {(one, parked) for one, found in self._by_object.items() for parked in found}
+        assert all(parked.waiting for parked in self._parked)
 
     def expire(self, now: float) -> None:
-        late = [parked for parked in self._parked if parked.deadline <= now]
+        late = list(itertools.takewhile(lambda parked: parked.deadline <= now, self._parked))
         for parked in late:
             for object_id in list(parked.waiting):
-                self._end(parked.objects[object_id], Refusal("no_ssd", "no copy was on SSD in time"))
+                others = self._by_object[object_id]
+                others.remove(parked)
+                if not others:
+                    del self._by_object[object_id]
+                self._settle(parked, object_id, Refusal("no_ssd", "no copy was on SSD in time"))

@@ -29,6 +29,7 @@ from mooncake.store.client.effects import (
 )
 from mooncake.store.client.grants import PutGrant, ReadGrant
 from mooncake.store.client.operations import Operations
+from mooncake.store.ha.leader_search import DOUBT_S
 from mooncake.store.master.objects import DEFAULT_POLICY
 from mooncake.types import Tier
 from tests.store.conftest import SETTINGS, Voice
@@ -960,6 +961,15 @@ def test_pieces_of_an_earlier_master_are_not_used_for_durable_objects() -> None:
     assert requests_of(world) == ["PutStart", "PutEnd"]
 
 
+def test_a_master_of_an_earlier_release_takes_over_and_durable_puts_are_started() -> None:
+    world = after_two_durable()
+    world.replies += [m.PutsWritten([Refusal("invalid_policy", "takes PutStart")]), world.started(3)]
+    world.replies += [m.Outcomes([True])]
+    assert world.put_durably("k") is None
+    assert requests_of(world) == ["PutWritten", "PutStart", "PutEnd"]
+    assert len(world.operations.preallocated) == 0
+
+
 def test_no_piece_is_written_that_may_have_expired() -> None:
     world = after_two()
     world.voice.keep_alive(0.75 * SETTINGS.put_s, "a")
@@ -991,6 +1001,37 @@ def test_a_piece_of_a_repeated_request_is_not_used_for_another() -> None:
     world = after_two()
     lost = [PeerLost("gone")]
     world.before_ask = lambda message: lost.pop() if lost and isinstance(message, m.PutWritten) else None
+    assert put_many(world, 1) == [None], "s0 exists"
+    assert len(world.operations.preallocated) == 3
+
+
+def test_a_request_that_was_carried_out_by_an_earlier_leader_keeps_its_piece() -> None:
+    """It answers that it does not lead, and the request goes to its successor without the caller's doing."""
+    world = after_two()
+    earlier = world.voice
+
+    def fail_over(message: msgspec.Struct) -> None:
+        if isinstance(message, m.PutWritten) and world.voice is earlier:
+            earlier.say(message)
+            successor = Voice(SETTINGS)
+            successor.master.restore(earlier.master.snapshot(), earlier.now)
+            successor.now = earlier.now
+            successor.mount("a", 65536)
+            world.voice = successor
+
+    world.before_ask = fail_over
+    assert put_many(world, 4, first=2) == [None] * 4
+    assert world.get("s2", "s3", "s4") == [bytes([number]) * 100 for number in (2, 3, 4)]
+
+
+def test_a_piece_of_a_request_that_was_answered_late_is_not_used_for_another() -> None:
+    """It may have been sent twice, so another copy of it may still arrive."""
+    world = after_two()
+
+    def delay(message: msgspec.Struct) -> None:
+        world.voice.keep_alive(DOUBT_S, "a")
+
+    world.after_ask = delay
     assert put_many(world, 1) == [None], "s0 exists"
     assert len(world.operations.preallocated) == 3
 

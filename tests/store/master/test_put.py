@@ -514,10 +514,6 @@ def test_a_small_durable_put_that_takes_too_long_is_refused_and_can_be_read() ->
     writer.put("k", 0, "put")
     writer.live(30)
     assert refused(writer.answer("put")).code == "no_ssd" and writer.nodes.find("k") is not None
-    writer.put("k", 1, "next")
-    assert writer.answer("next") is None, "its copy is still planned"
-    writer.ssd.work()
-    assert writer.answer("next") == m.PutsWritten([False]), "the key is taken, and what is there is on SSD"
 
 
 def test_a_small_durable_object_that_goes_before_it_is_on_ssd() -> None:
@@ -545,6 +541,29 @@ def test_a_small_durable_put_without_room_for_its_tenant_is_started() -> None:
     writer.put("k", 0, "other")
     writer.ssd.work()
     assert writer.answer("other") == m.PutsWritten([True]), "the piece was not used"
+
+
+def test_a_small_durable_put_that_another_master_has_carried_out_is_waited_for() -> None:
+    """Then it is put again, and found."""
+    writer = DurableWriter()
+    writer.put("k", 0, "put")
+    unknown = m.PutWritten(7000, "a", ["k"], [100], [b"crc!"], [(999, 0)], DURABLE)
+    writer.nodes.post(unknown, "client", "again")
+    assert writer.answer("again") is None
+    writer.ssd.work()
+    assert refused(writer.answer("again")).code == "expired"
+    assert writer.nodes.start("k", host="a", policy=DURABLE) == m.PutStarted(SETTINGS.put_s, [None], {})
+
+
+def test_each_durable_put_waits_for_its_own_time() -> None:
+    writer = DurableWriter()
+    writer.put("k", 0, "put")
+    writer.live(20)
+    writer.put("k", 1, "next")
+    writer.live(10)
+    assert refused(writer.answer("put")).code == "no_ssd" and writer.answer("next") is None
+    writer.ssd.work()
+    assert writer.answer("next") == m.PutsWritten([False])
 
 
 def test_a_small_durable_put_needs_the_ssd_of_its_node() -> None:
