@@ -21,7 +21,7 @@ from mooncake.sim.faults.invariants import Checkers, Violation
 from mooncake.store.ha.standby_replication import Followed, StandbyCursor
 from mooncake.store.master.log_records import Record
 from mooncake.store.master.master import Master
-from mooncake.store.master.objects import StoredObject
+from mooncake.store.master.objects import ObjectState, StoredObject
 from mooncake.types import Tier
 
 if TYPE_CHECKING:
@@ -217,7 +217,11 @@ def _space(host: MasterHost) -> Space:
 
 
 def _rests_until(stored: StoredObject, name: str, offset: int) -> float:
-    """The end of the quarantine; infinite for space that is in use."""
+    """The end of the quarantine, or of the time in which a writer may write; infinite for a readable replica.
+    A leader that was paused has not come to release what is over."""
+    if stored.state is ObjectState.WRITING:
+        until = [one.held_until for one in stored.extents if (one.segment.name, one.offset) == (name, offset)]
+        return next(iter(until), math.inf)
     return next(
         (one.release_at for one in stored.resting if (one.segment.name, one.offset) == (name, offset)),
         math.inf,

@@ -96,6 +96,11 @@ def acknowledges_what_is_not_on_ssd(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(tiering.Tiering, "_make_durable", lambda self, stored, now: None)
 
 
+def acknowledges_small_puts_before_they_are_on_ssd(patch: pytest.MonkeyPatch) -> None:
+    patch.setattr(put.PreallocatedPuts, "_as_durable", lambda self, message, index, outcome, waiting: outcome)
+    patch.setattr(tiering.Tiering, "_make_durable", lambda self, stored, now: None)
+
+
 def forgets_what_was_removed(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(snapshot.LogReplay, "_object_gone", lambda self, record, now: None)
 
@@ -393,6 +398,13 @@ BUGS = (
     Bug(never_gives_a_drained_segment_back, Invariant.HEALTH, ClusterFaults(), OPERATED),
     Bug(never_mounts_again, Invariant.HEALTH, ClusterFaults(crash_master_every_s=15.0)),
     Bug(acknowledges_what_is_not_on_ssd, Invariant.PROMISE, ClusterFaults(crash_node_every_s=2.0), begin=8),
+    Bug(
+        acknowledges_small_puts_before_they_are_on_ssd,
+        Invariant.PROMISE,
+        ClusterFaults(crash_node_every_s=2.0, power_loss_chance=0.5),
+        WorkloadMix(durable_small_puts=1.0),
+        begin=66,
+    ),
     Bug(forgets_to_write_some_objects_down, Invariant.REASON, SUCCESSION),
     Bug(lets_writers_write_without_end, Invariant.WRITING, ClusterFaults(crash_client_every_s=3.0)),
     Bug(leaves_half_a_copy, Invariant.COPYING, ClusterFaults(transfer_failure_chance=0.3)),
