@@ -70,6 +70,7 @@ def make_application() -> typer.Typer:
         ("pin", pin, "mooncake store pin greeting --for 30m"),
         ("unpin", unpin, "mooncake store unpin greeting"),
         ("drain", drain, "mooncake store drain node-1 --to node-2"),
+        ("undrain", undrain, "mooncake store undrain 3"),
         ("verify", verify, "mooncake store verify --prefix kv/"),
         ("repair", repair, "mooncake store repair /var/lib/mooncake/master.oplog"),
         ("top", top, "mooncake store top"),
@@ -333,7 +334,22 @@ def drain(
         elif job.state == "done":
             print(f"drained {job.about}: {job.num_done} moved, {size_text(job.moved_bytes)}")
         if wait and job.state != "done":
-            fail(f"job {job.job_id} {job.state}: {job.num_failed} failed, {job.num_left} left {job.reason}")
+            what = f"job {job.job_id} {job.state}: {job.num_failed} failed, {job.num_left} left {job.reason}"
+            if job.state == "failed" and store.cancel(job.job_id):
+                what += f"; {job.about} takes objects again"
+            fail(what)
+
+
+def undrain(
+    job: Annotated[int, typer.Argument(metavar="JOB", help="Number of the job, as `drain` prints it.")],
+    master: Master = HERE,
+) -> None:
+    """Stop a drain, or undo one that has ended: its segments take objects again."""
+    with opened(master) as store:
+        found = store.job(job)
+        if found is None or not store.cancel(job):
+            fail(f"the master knows no job {job}; one that has just begun to lead knows none")
+        print(f"{found.about} takes objects again")
 
 
 def _wait(store: Store, job: m.JobStatus) -> m.JobStatus:

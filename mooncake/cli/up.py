@@ -42,6 +42,7 @@ from mooncake.conductor.settings import Scheduling
 from mooncake.config import AlsoFrom, Port, Secret, Size, format_size
 from mooncake.errors import InvalidArgument
 from mooncake.inference.pipeline import MAX_STAGES
+from mooncake.log import get_logger
 from mooncake.security import Identity, SecuritySettings, check_address, process_identity
 from mooncake.security.tls_contexts import client_context
 from mooncake.tracing import TracingSettings
@@ -50,6 +51,8 @@ from mooncake.types import KvTransfer
 if TYPE_CHECKING:
     from mooncake.cli.ray_roles import RayCluster, RayRoles
     from mooncake.gateway.gateway import Public
+
+log = get_logger(__name__)
 
 LARGEST_DEFAULT_POOL_BYTES = 2 << 30
 INSIDE = "127.0.0.1"
@@ -475,6 +478,8 @@ def up(given: Invocation) -> None:
         check_certificate(process_identity())
     check_free(settings.host, settings.port)
     log_folder = prepare_log_folder(settings.log_dir)
+    if settings.json_status is not None:
+        check_writable(settings.json_status, "json_status")
     model_folder = prepare_model(settings.model)
     if settings.on == "ray" and not Path(settings.model).expanduser().is_dir():
         model_folder = settings.model  # by its name: each host converts it into a folder of its own
@@ -617,6 +622,16 @@ def prepare_log_folder(wanted: Path | None) -> Path:
     return folder.absolute()
 
 
+def check_writable(path: Path, field: str) -> None:
+    """Raises InvalidArgument where no file can be written beside ``path``, as ``write_status`` does."""
+    fresh = path.with_name(path.name + ".new")
+    try:
+        fresh.write_text("")
+        fresh.unlink()
+    except (OSError, ValueError) as error:
+        raise InvalidArgument(field, str(path), f"a file that can be written ({error})") from error
+
+
 STYLES = {
     RoleState.WAITING: "dim",
     RoleState.STARTING: "yellow",
@@ -697,8 +712,11 @@ def write_status(path: Path, processes: Processes, url: str, is_ready: bool) -> 
     }
     status = {"url": url, "is_ready": is_ready, "pid": os.getpid(), "roles": roles}
     fresh = path.with_name(path.name + ".new")
-    fresh.write_text(json.dumps(status, indent=1))
-    fresh.replace(path)
+    try:
+        fresh.write_text(json.dumps(status, indent=1))
+        fresh.replace(path)
+    except OSError as error:  # the roles run on, and stop when they are told to
+        log.warning("status_not_written", path=str(path), reason=str(error))
 
 
 @dataclass(frozen=True)

@@ -8,6 +8,7 @@ import json
 import re
 import subprocess
 import sys
+import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -143,9 +144,26 @@ def test_a_drained_segment_is_empty(address: str) -> None:
             store.remove_matching("^d/", force=True)
 
 
+def test_a_segment_whose_drain_failed_takes_objects_again(run: Run) -> None:
+    assert run("put", "k", "/etc/hostname").returncode == 0
+    found = run("drain", "here")
+    assert found.returncode == 1
+    assert b"no other segment has room" in found.stderr and b"here takes objects again" in found.stderr
+    assert run("put", "l", "/etc/hostname").returncode == 0
+    waiting = json.loads(run("drain", "here", "--no-wait", "--json").stdout)
+    deadline = time.monotonic() + 10.0
+    while (refused := run("put", "n", "/etc/hostname")).returncode == 0 and time.monotonic() < deadline:
+        assert run("rm", "n").returncode == 0
+    assert b"all segments are being drained: here" in refused.stderr
+    assert run("undrain", str(waiting["job_id"])).stdout == b"here takes objects again\n"
+    assert run("put", "n", "/etc/hostname").returncode == 0
+    assert run("rm", "k", "l", "n").returncode == 0
+
+
 @pytest.mark.parametrize(
     ("words", "status", "why"),
     [
+        (("undrain", "12345"), 1, "no job 12345"),
         (("get", "nothing"), 1, "there is no 'nothing'"),
         (("put", "empty"), 1, "standard input is empty"),
         (("put", "k", "/nowhere/at/all"), 2, "FILE"),

@@ -24,6 +24,7 @@ from mooncake.cli.up import (
     StatusBoard,
     UpSettings,
     check_certificate,
+    check_writable,
     cluster_roles,
     default_pool_bytes,
     gateway_place,
@@ -288,6 +289,19 @@ def test_the_status_file_is_replaced_whole(tmp_path: Path) -> None:
         "log": str(tmp_path / "master.log"),
     }
     assert [file.name for file in tmp_path.iterdir()] == ["status.json"]
+
+
+def test_a_status_file_that_cannot_be_written_is_refused_and_stops_nothing(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    path = tmp_path / "folder" / "status.json"
+    with pytest.raises(InvalidArgument, match=r"json_status is .*a file that can be written"):
+        check_writable(path, "json_status")
+    write_status(path, some_processes(tmp_path), "http://127.0.0.1:8000", False)
+    assert "status_not_written" in caplog.text
+    path.parent.mkdir()
+    check_writable(path, "json_status")
+    assert not [*path.parent.iterdir()]
 
 
 def test_the_welcome_has_a_line_that_can_be_pasted() -> None:

@@ -674,11 +674,12 @@ class Catalog:
             if stored.is_readable:
                 stored.refresh()
 
-    def empty(self, segment: Segment, reason: str, now: float) -> None:
-        """Remove the objects of a segment that is gone."""
+    def empty(self, segment: Segment, reason: str, now: float, back: Segment | None = None) -> None:
+        """Remove the objects of a segment that is gone; ``back``: that is about to report the same content,
+        so that only what it does not report is lost."""
         assert not segment.is_mounted, segment
         self.records.append(SegmentGone(segment.name, segment.epoch))
-        num_lost = 0
+        lost, segment.expected = segment.expected, []
         for stored in list(segment.holders.values()):
             stored.resting = [extent for extent in stored.resting if extent.segment is not segment]
             extent = stored.on(segment)
@@ -690,11 +691,14 @@ class Catalog:
             was_readable = stored.is_readable
             # SegmentGone implies the record of each.
             self.drop_extent(stored, extent, f"lost: {segment.name}, {reason}", now, is_recorded=False)
-            num_lost += was_readable and not stored.is_readable
+            if was_readable and not stored.is_readable:
+                lost.append(stored.object_id)
         segment.holders.clear()
         self.eviction.forget(segment)
-        self.counts.lost_objects += num_lost
-        self.note("segment_gone", segment, reason=reason, num_lost=num_lost)
+        if back is not None:
+            back.expected, lost = lost, []
+        self.counts.lost_objects += len(lost)
+        self.note("segment_gone", segment, reason=reason, num_lost=len(lost))
         self.look_for_doubt()
 
     def look_for_doubt(self) -> None:

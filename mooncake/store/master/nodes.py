@@ -53,9 +53,10 @@ class NodeRequests:
         is_back = segment is before
         if replaced is not None:
             why = "another process took its name"
-            if replaced.name != segment.name:
+            has_content = segment.wants_report and replaced.content_id == segment.content_id
+            if has_content:
                 why = f"its content came back as {segment.name}"
-            self._catalog.empty(replaced, why, now)
+            self._catalog.empty(replaced, why, now, segment if has_content else None)
         self._catalog.objects.ids_above(message.largest_id)
         if is_back and segment.epoch != epoch:
             self._rebased(segment, now)
@@ -234,7 +235,12 @@ class NodeRequests:
             if extent is not None and extent.is_complete and stored.object_id not in segment.reported:
                 self._tasks.note(segment, entry_of(stored, extent.offset), now)
         if segment.wants_report:
-            self._catalog.note("segment_reported", segment, num_objects=len(segment.reported))
+            num_lost = sum(object_id not in segment.reported for object_id in segment.expected)
+            self._catalog.counts.lost_objects += num_lost
+            segment.expected = []
+            self._catalog.note(
+                "segment_reported", segment, num_objects=len(segment.reported), num_lost=num_lost
+            )
             segment.wants_report = False
             self._catalog.records.append(record_of_segment(segment))
         segment.doubt = Doubt.NONE

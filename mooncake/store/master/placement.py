@@ -42,6 +42,8 @@ ROW_BYTES = 1 << 20
 
 Order: TypeAlias = list[tuple[float, int, Segment]]
 """A heap of (minus the weight, tie-breaker, segment)."""
+MAX_NAMED = 8
+"""Segments that a refusal names."""
 WATCH_SHARE = 0.005
 """Share of the capacity; the watermark is overshot by no more than this."""
 
@@ -301,7 +303,11 @@ class FreeSpace:
         largest_bytes = max(segment.allocator.size_bytes for segment in alive)
         if size_bytes > largest_bytes:
             return Refusal("too_large", f"{size_bytes} bytes; the largest segment has {largest_bytes}")
-        rests_s = [segment.rests_until - now for segment in alive if segment.rests_until > now]
+        taking = [segment for segment in alive if not segment.is_draining]
+        if not taking:
+            names = ", ".join(sorted(segment.name for segment in alive)[:MAX_NAMED])
+            return Refusal("no_space", f"all segments are being drained: {names}")
+        rests_s = [segment.rests_until - now for segment in taking if segment.rests_until > now]
         if not rests_s:
             return Refusal("no_space", "the remaining segments were just mounted, or can't be reached")
         reason = "promises of an earlier master may still be in use; space is allocated again in"

@@ -153,6 +153,7 @@ class Segment:
         "descriptor",
         "doubt",
         "epoch",
+        "expected",
         "gone_at",
         "holders",
         "host",
@@ -213,6 +214,9 @@ class Segment:
         """Its content is not known; a report has been requested from the node."""
         self.reported: dict[int, None] = {}
         """The object ids of a report that is in progress."""
+        self.expected: list[int] = []
+        """The ids of objects that were dropped because this content came back under another name or from
+        another process: the report has those that are not lost."""
         self.report_connection: Hashable = None
         """The connection on which a report was requested because changes are missing, until it has come."""
         self.is_draining = False

@@ -236,6 +236,21 @@ def test_memory_is_lost_with_its_process_and_the_ssd_after_its_ttl(nodes: Nodes)
     assert where(nodes, "k") == ["a/ssd"], "and yet it comes back, reported by its node"
 
 
+def test_what_comes_back_under_another_name_is_not_lost(nodes: Nodes) -> None:
+    """A process without a name of its own is called by its number."""
+    memory, ssd = with_ssd(nodes)
+    for key in "klm":
+        nodes.put(key, host="a")
+    work(nodes, ssd)
+    nodes.lose(memory.connection)
+    Place(nodes, "a", epoch=8)
+    nodes.lose(ssd.connection)
+    held = [entry for entry in ssd.held.values() if entry.key != "l"]
+    Place(nodes, "b/ssd", SSD_BYTES, tier=Tier.SSD, epoch=8, entries=held, content_id=99)
+    assert [where(nodes, key) for key in "klm"] == [["b/ssd"], [], ["b/ssd"]]
+    assert nodes.master.counts.lost_objects == 1
+
+
 def test_what_was_removed_while_its_node_was_away_stays_removed(nodes: Nodes) -> None:
     a, b = Place(nodes, "a"), Place(nodes, "b")
     old, stays = nodes.put("k", "stays", host="a")
