@@ -247,7 +247,7 @@ def plan_command(
         raise InvalidArgument(
             "--slo-ttft, --slo-tbt",
             [slo_ttft_s, slo_tbt_s],
-            "objectives that some cluster can meet: even one idle node misses them",
+            "objectives that some cluster can meet: even a node for each request misses them",
         )
 
 
@@ -457,6 +457,10 @@ def _planned(plans: dict[str, CapacityPlan], baseline: str) -> list[PlainTable]:
     caption = "Memory and network are per node. Every row was simulated over the whole trace."
     if base is not None:
         caption += f" Relative throughput: good requests per second divided by those of {_describe(base)}."
+    every = [one for plan in plans.values() for one in (plan.best, plan.one_pool) if one is not None]
+    if every:
+        least = min(every, key=lambda one: one.dollars_per_hour)
+        caption += f" The cheapest: {_describe(least)}, {least.dollars_per_hour:.2f} dollars an hour."
     tables = [PlainTable("", ("cluster", *FIGURES, *COST_FIGURES), rows, caption)]
     found = [plan for plan in plans.values() if plan.best is not None]
     cheapest = min(found, key=lambda plan: plan.best.dollars_per_hour if plan.best else 0.0, default=None)
@@ -531,4 +535,4 @@ def _sensitivity(best: CandidateCluster, rows: list[CandidateCluster]) -> PlainT
         figures = _figures(one)
         shown.append((one.note, *figures[:3], "yes" if one.meets else "no", *figures[3:7]))
     headings = ("change", *FIGURES[:3], "meets", *FIGURES[3:7])
-    return PlainTable(f"Around the cheapest, {_describe(best)}", headings, shown)
+    return PlainTable(f"Around the cheapest disaggregated cluster, {_describe(best)}", headings, shown)

@@ -168,6 +168,8 @@ class CapacityPlanner:
         self._simulate = simulate
         self._progress = progress
         self._seen: dict[tuple[ClusterSpec, float], CandidateCluster] = {}
+        self._num_requests = 0
+        """Requests of the trace, once it was simulated."""
 
     def plan(self) -> CapacityPlan:
         best = self._apart()
@@ -206,7 +208,8 @@ class CapacityPlanner:
         return self._shrunk(spec)
 
     def _plenty(self) -> ClusterSpec | None:
-        """The first doubling at which everything is met; None if there is none."""
+        """The first doubling at which everything is met; None if there is none, up to a node of each kind for
+        every request: more can't help."""
         num_nodes = 1
         while 2 * num_nodes <= self._most_nodes:
             spec = dataclasses.replace(
@@ -214,6 +217,8 @@ class CapacityPlanner:
             )
             if self._candidate(spec).meets:
                 return spec
+            if num_nodes >= self._num_requests:
+                break
             num_nodes *= 2
         return None
 
@@ -266,6 +271,8 @@ class CapacityPlanner:
             )
             most = 1
             while most <= self._most_nodes and not self._with(base, num_prefill=most).meets:
+                if most >= self._num_requests:
+                    break
                 most *= 2
                 if found and most > 2 * min(one.num_nodes for one in found):
                     break  # another mode is smaller anyway
@@ -314,6 +321,7 @@ class CapacityPlanner:
         if known is not None:
             return known
         summary, ttft_share, tbt_share = self._simulate(spec, load)
+        self._num_requests = summary.num_requests
         attainment = summary.num_good / max(1, summary.num_requests)
         costs = spec.node_costs
         dollars = self._prices.cluster(spec, self._hardware, self._decode_hardware or self._hardware)

@@ -10,6 +10,7 @@ has the nodes and carries out the decisions.
 from __future__ import annotations
 
 import dataclasses
+import math
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from random import Random
 from typing import Annotated, Any, Literal, TypeAlias
@@ -137,6 +138,19 @@ class ClusterSpec:
                 raise InvalidArgument("detail", self.detail, "flow with pipelines or SSDs")
             if self.has_pool or self.spot != "none":
                 raise InvalidArgument("detail", self.detail, "flow with a pool or spot instances")
+        self._check_numbers()
+
+    def _check_numbers(self) -> None:
+        for field in ("measure_s", "sample_s", "interruptions_per_hour", "restart_s", "nic_bytes_per_s"):
+            value, may_be_0 = getattr(self, field), field in ("interruptions_per_hour", "nic_bytes_per_s")
+            if not math.isfinite(value) or value < 0 or (value == 0 and not may_be_0):
+                raise InvalidArgument(field, value, f"a number {'from 0 on' if may_be_0 else 'above 0'}")
+        for field in ("cache_tokens", "ssd_tokens", "store_tokens", "store_ssd_tokens"):
+            num_tokens, least = getattr(self, field), self.block_tokens
+            may_be_0 = field != "cache_tokens"
+            if num_tokens is not None and num_tokens < least and not (may_be_0 and num_tokens == 0):
+                allowed = f"{'0' if may_be_0 else 'left out'}, or at least the {least} tokens of a block"
+                raise InvalidArgument(field, num_tokens, allowed)
 
     def _check_decode_costs(self) -> None:
         """Decode nodes must be able to read what prefill nodes write."""

@@ -25,10 +25,10 @@ def test_short_forms_of_clusters() -> None:
 
 def test_names_costs_and_fields_of_one_cluster() -> None:
     costs = "llama3-70b-fp8-1xH100:spot+llama3-70b-fp8-1xH200"
-    one = offer_of(f"mixed=2P1D1S@{costs},store_tokens=7,restart_s=60", COSTS, ["restart_s=5"], 64)
+    one = offer_of(f"mixed=2P1D1S@{costs},store_tokens=700,restart_s=60", COSTS, ["restart_s=5"], 64)
     assert (one.name, one.hardware, one.decode_hardware) == ("mixed", *costs.replace(":spot", "").split("+"))
     spec = one.spec
-    assert (spec.num_prefill, spec.num_decode, spec.num_store, spec.store_tokens) == (2, 1, 1, 7)
+    assert (spec.num_prefill, spec.num_decode, spec.num_store, spec.store_tokens) == (2, 1, 1, 700)
     assert spec.spot == "prefill" and spec.restart_s == 60
     assert spec.node_costs.device_tokens < spec.decode_node_costs.device_tokens
     plain = offer_of("1xchunked_prefix", COSTS, [], 64)
@@ -61,9 +61,9 @@ def test_more_load_is_more_agents() -> None:
 
 def test_a_file_of_a_cluster(tmp_path: Path) -> None:
     file = tmp_path / "cluster.toml"
-    file.write_text('costs = "llama3-70b-8xH100"\nnum_prefill = 3\nnum_decode = 2\nssd_tokens = 7\n')
+    file.write_text('costs = "llama3-70b-8xH100"\nnum_prefill = 3\nnum_decode = 2\nssd_tokens = 700\n')
     found = cluster_of(str(file), COSTS, ["num_decode=4"], 512)
-    assert (found.num_prefill, found.num_decode, found.ssd_tokens) == (3, 4, 7)
+    assert (found.num_prefill, found.num_decode, found.ssd_tokens) == (3, 4, 700)
     assert "H100" in found.costs.title
 
 
@@ -78,6 +78,13 @@ def test_a_file_of_a_cluster(tmp_path: Path) -> None:
         ("4P4D", ["cache_tokens=many"], "cache_tokens is 'many'"),
         ("4P4D", ["mode=magic"], "mode is 'magic'.*"),
         ("5P4D", ["pipeline_nodes=2"], "pipeline_nodes is 2.*divisor"),
+        ("4P4D", ["sample_s=0"], "sample_s is 0.0.*above 0"),
+        ("4P4D", ["sample_s=nan"], "sample_s is nan"),
+        ("4P4D", ["measure_s=inf"], "measure_s is inf"),
+        ("4P4D", ["nic_bytes_per_s=-1"], "nic_bytes_per_s is -1.0.*from 0 on"),
+        ("4P4D", ["cache_tokens=100"], "cache_tokens is 100.*the 512 tokens of a block"),
+        ("4P4D", ["cache_tokens=0"], "cache_tokens is 0.*left out"),
+        ("4P4D", ["ssd_tokens=-1"], "ssd_tokens is -1"),
     ],
 )
 def test_bad_clusters_are_named(text: str, changes: list[str], named: str) -> None:

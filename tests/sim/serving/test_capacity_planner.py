@@ -116,8 +116,11 @@ def test_sensitivity_says_what_a_step_changes() -> None:
 
 
 def test_unreachable_objectives_have_no_plan() -> None:
-    plan = planner(lambda spec: (0.5, 0.5))[0].plan()
+    """With a node for each of the 1000 requests, more nodes are not tried."""
+    search, tried = planner(lambda spec: (0.5, 0.5))
+    plan = search.plan()
     assert plan.best is None and plan.one_pool is None and not plan.sensitivity
+    assert max(spec.num_prefill for spec in tried) == 1024
 
 
 def test_the_search_ends_at_the_most_nodes() -> None:
