@@ -6,10 +6,12 @@ Progress goes to standard error and only to a terminal, so that output that is p
 
 from __future__ import annotations
 
+import os
 import re
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
+from pathlib import Path
 from typing import Any, NoReturn
 
 import msgspec
@@ -56,11 +58,11 @@ def span_text(seconds: float) -> str:
     return f"{seconds / 86_400:.3g} d"
 
 
-def read_span(text: str, field: str) -> float:
-    """Seconds in ``30``, ``5s``, ``30m``, ``1.5h`` or ``1d``."""
+def read_span(text: str, field: str, more: str = "") -> float:
+    """Seconds in ``30``, ``5s``, ``30m``, ``1.5h`` or ``1d``; ``more``: what else the caller takes."""
     match = re.fullmatch(r"(\d+(?:\.\d+)?)\s*([smhd]?)", text.strip().lower())
     if match is None or not float(match[1]):
-        raise InvalidArgument(field, text, "a duration such as 30s, 10m, 2h or 1d")
+        raise InvalidArgument(field, text, f"a duration such as 30s, 10m, 2h or 1d {more}".rstrip())
     return float(match[1]) * _UNITS_S[match[2]]
 
 
@@ -81,3 +83,13 @@ def fail(reason: str) -> NoReturn:
 
 def share_text(used: int, total: int) -> str:
     return f"{100 * used / total:.0f}%" if total else "-"
+
+
+def write_whole(file: Path, text: str) -> None:
+    """Write the whole file or none. Raises InvalidArgument."""
+    fresh = file.with_name(file.name + ".new")
+    try:
+        fresh.write_text(text)
+        os.replace(fresh, file)
+    except OSError as error:
+        raise InvalidArgument("file", str(file), f"a file that can be written ({error.strerror})") from error

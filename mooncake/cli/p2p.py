@@ -150,7 +150,7 @@ def list_versions(
     found: dict[str, dict[str, VersionInfo]] = {}
     question = m.AskVersions(prefix, False, "")
     replies = {at: _ask(at, question)}
-    asked = {at: None}
+    asked, silent = {at: None}, list[str]()
     with ThreadPoolExecutor(NUM_ASKED_AT_ONCE) as threads:
         while replies:
             for address, reply in replies.items():
@@ -164,6 +164,9 @@ def list_versions(
             asked |= dict.fromkeys(fresh)
             answers = threads.map(lambda one: _asked_other(one, question), fresh)
             replies = {one: answer for one, answer in zip(fresh, answers, strict=True) if answer is not None}
+            silent += [one for one in fresh if one not in replies]
+    if silent:
+        print(f"no answer from peers that others named: {', '.join(silent)}", file=sys.stderr)
     rows = [(next(iter(holders.values())), holders) for holders in found.values()]
     rows.sort(key=lambda row: (row[0].name, row[0].number))
     if as_json:
@@ -251,11 +254,10 @@ def _answer(address: str, message: Any, timeout_s: float) -> Any:
 
 
 def _asked_other(address: str, message: m.AskVersions) -> Any:
-    """The answer of a peer that another one named; None, and a line on standard error, without one."""
+    """The answer of a peer that another one named; None without one: it may have ended since."""
     try:
         return _answer(address, message, LIST_S)
-    except (MooncakeError, OSError, ValueError) as error:
-        print(f"{address}: {error}", file=sys.stderr)
+    except (MooncakeError, OSError, ValueError):
         return None
 
 

@@ -95,7 +95,7 @@ def put(
 ) -> None:
     """Store a file, or standard input, under a key."""
     is_hard = pin_for == "hard"
-    ttl_s = read_span(pin_for, "--pin") if pin_for and not is_hard else None
+    ttl_s = read_span(pin_for, "--pin", "or hard") if pin_for and not is_hard else None
     policy = m.PutPolicy(replicas, soft_pin_ttl_s=ttl_s, is_hard_pinned=is_hard, is_durable=durable)
     content = _content_of(file)
     if not content:

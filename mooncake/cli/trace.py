@@ -19,6 +19,7 @@ from rich.markup import escape
 from rich.table import Table
 from rich.text import Text
 
+from mooncake.cli.output import write_whole
 from mooncake.errors import AccessDenied, InvalidArgument, PeerLost, ProtocolError
 from mooncake.tracing.perfetto import trace_events
 from mooncake.tracing.spans import Span
@@ -67,7 +68,7 @@ def trace(name: str, url: str, key: str, as_json: bool, perfetto: Path | None) -
     except msgspec.MsgspecError as error:
         raise ProtocolError(f"{url} did not answer like a Mooncake gateway: {error}") from error
     if perfetto is not None:
-        perfetto.write_text(json.dumps(trace_events(found.spans)), encoding="utf-8")
+        write_whole(perfetto, json.dumps(trace_events(found.spans)))
         print(f"wrote {len(found.spans)} spans to {perfetto}; open it at https://ui.perfetto.dev")
         return
     show(Console(), found)

@@ -775,7 +775,9 @@ Mooncake serves {model} at {url}
     -d {shlex.quote(json.dumps(question))}
 
   mooncake chat --url {url}{credentials.chat()}
-      opens a chat; /status lists the workers, /metrics has the numbers
+      opens a chat
+  {url}/status
+      lists the workers; {url}/metrics has the numbers
   {url}/
       is the console, in a browser: what is cached, what waits for what, and why
   X-API-Key: {admin_key}

@@ -12,6 +12,7 @@ import asyncio
 import contextlib
 import dataclasses
 import functools
+import re
 from collections.abc import AsyncIterator, Callable
 from dataclasses import dataclass
 from pathlib import Path
@@ -128,6 +129,8 @@ class WorkerSettings:
     transfer: TransferSettings = DEFAULT_TRANSFER
 
     def __post_init__(self) -> None:
+        if not re.fullmatch(r"auto|cpu|cuda(:\d{1,3})?", self.device):
+            raise InvalidArgument("device", self.device, "auto, cpu, cuda, or cuda:N for the GPU number N")
         if self.pipeline_stage and self.pipeline_peers:
             raise InvalidArgument(
                 "pipeline_peers",
@@ -324,10 +327,19 @@ def _settle(future: asyncio.Future[MooncakeError], error: MooncakeError) -> None
         future.set_result(error)
 
 
+def _check_device(device: str) -> None:
+    """Raises InvalidArgument for a GPU that is not there, of which torch would say so in its own way."""
+    kind, _, number = device.partition(":")
+    num_gpus = torch.cuda.device_count() if kind == "cuda" and torch.cuda.is_available() else 0
+    if kind == "cuda" and int(number or 0) >= num_gpus:
+        raise InvalidArgument("device", device, f"cpu or auto: torch finds {num_gpus} GPUs here")
+
+
 def _load(settings: WorkerSettings, stage: int, num_stages: int) -> tuple[Path, Decoder]:
     """The model's folder, and the layers of one stage of ``num_stages``."""
     if settings.num_threads:
         torch.set_num_threads(settings.num_threads)
+    _check_device(settings.device)
     folder = resolve_model(settings.model)
     layers = layer_ranges(read_config(folder).num_layers, num_stages, settings.pipeline_layers)[stage]
     return folder, load_model(folder, settings.torch_dtype, settings.torch_device, layers)

@@ -25,7 +25,7 @@ MAX_GREETING_BYTES = 512
 NONCE_BYTES = 32
 VERSION = b"mooncake-rpc-3"
 
-ADVICE = "give it the cluster's key (`--cluster-key-file`, MOONCAKE_SECURITY_CLUSTER_KEY_FILE)"
+ADVICE = "give it the cluster's key (MOONCAKE_SECURITY_CLUSTER_KEY_FILE, or `--cluster-key-file` of a role)"
 
 
 class Hello(msgspec.Struct, frozen=True, array_like=True, tag="hello"):

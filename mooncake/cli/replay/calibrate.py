@@ -26,6 +26,7 @@ import msgspec
 import typer
 from rich.console import Console
 
+from mooncake.cli.output import write_whole
 from mooncake.cli.replay.endpoint import (
     HIGHEST_TOKEN,
     LOWEST_TOKEN,
@@ -35,7 +36,6 @@ from mooncake.cli.replay.endpoint import (
     Url,
     gather_at_once,
 )
-from mooncake.cli.simulation.report import write_whole
 from mooncake.errors import InvalidArgument, Unavailable
 from mooncake.sim.serving.node_costs import NodeCosts, PrefillSample, StepSample, fit_decode, fit_prefill
 

@@ -24,6 +24,7 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 
 from mooncake import clock
+from mooncake.cli.output import fail, write_whole
 from mooncake.cli.replay.endpoint import HIGHEST_TOKEN, LOWEST_TOKEN, ApiKey, Endpoint, TimedAnswer, Url
 from mooncake.cli.simulation.options import (
     DivideLengths,
@@ -39,7 +40,9 @@ from mooncake.cli.simulation.options import (
     known_settings,
     requests_of,
 )
-from mooncake.cli.simulation.report import ClusterRun, render_html, table, wide_console, write_whole
+from mooncake.cli.simulation.report import ClusterRun, render_html, table, wide_console
+from mooncake.conductor.settings import SchedulingSettings
+from mooncake.errors import InvalidArgument
 from mooncake.sim.serving import simulate
 from mooncake.sim.serving.nodes import longest_mean
 from mooncake.sim.serving.results import DONE, FAILED, REJECTED, Recorder, RunResults, Timeline
@@ -254,11 +257,24 @@ def replay_command(
         bool, typer.Option("--predict", help="Simulate first; print both and the prediction's errors.")
     ] = False,
     costs: Annotated[
-        str, typer.Option("--costs", metavar="NAME|FILE", help="Costs file from `mooncake calibrate`.")
-    ] = "costs.toml",
-    cluster: Annotated[str, typer.Option("--cluster", help="The live cluster, e.g. 2P2D.")] = "2P2D",
-    policy: Annotated[str, typer.Option("--policy", help="Of the live conductor.")] = "cache_aware",
-    admission: Annotated[str, typer.Option("--admission", help="Of the live conductor.")] = "none",
+        str | None,
+        typer.Option(
+            "--costs",
+            metavar="NAME|FILE",
+            help="Costs file from `mooncake calibrate`, with --predict. Default `costs.toml`.",
+        ),
+    ] = None,
+    cluster: Annotated[
+        str | None, typer.Option("--cluster", help="The live cluster, with --predict. Default `2P2D`.")
+    ] = None,
+    policy: Annotated[
+        str | None,
+        typer.Option("--policy", help="Of the live conductor, with --predict. Default: as its default."),
+    ] = None,
+    admission: Annotated[
+        str | None,
+        typer.Option("--admission", help="Of the live conductor, with --predict. Default: as its default."),
+    ] = None,
     seed: Annotated[
         int, typer.Option("--seed", help="Seed of the prompts; change it for prompts not sent before.")
     ] = 0,
@@ -274,6 +290,10 @@ def replay_command(
     Prompts are generated from the trace's block ids, so that they share prefixes as in the trace. With
     --predict the same rows first run through the simulator with calibrated costs.
     """
+    simulated = {"--costs": costs, "--cluster": cluster, "--policy": policy, "--admission": admission}
+    for option, value in simulated.items():
+        if value is not None and not predict:
+            raise InvalidArgument(option, value, "left out without --predict")
     options = TraceOptions(
         format=trace_format, num_rows=rows, divide_lengths=divide_lengths, is_spread=is_spread
     )
@@ -283,25 +303,34 @@ def replay_command(
     wanted = list(requests)
     runs: list[ClusterRun] = []
     if predict:
+        live = SchedulingSettings()
+        policy, admission = policy or live.scheduling, admission or live.admission
         known_settings("policy", "scheduling", [policy])
         known_settings("admission", "admission", [admission])
-        spec = cluster_of(cluster, costs, [], requests.block_tokens)
+        spec = cluster_of(cluster or "2P2D", costs or "costs.toml", [], requests.block_tokens)
         began = time.perf_counter()
         outcome = simulate(
             wanted, spec, policy, admission, speedup=speedup, slo_ttft_s=slo_ttft_s, slo_tbt_s=slo_tbt_s
         )
         runs.append(ClusterRun("predicted", outcome, outcome.summary(), time.perf_counter() - began))
+        wide_console().print(
+            f"predicted for {cluster or '2P2D'} with policy {policy} and admission {admission}; "
+            "name those of the live cluster with --cluster, --policy and --admission",
+            markup=False,
+        )
     began = time.perf_counter()
     outcome, measured = asyncio.run(
         _drive(wanted, requests, url, model, api_key, speedup, objectives, sends_slo, seed)
     )
-    runs.append(ClusterRun("measured", outcome, outcome.summary(), time.perf_counter() - began))
+    runs.append(ClusterRun("measured", outcome, outcome.summary(), time.perf_counter() - began, True))
     errors = accuracy(runs[0].outcome, outcome) if predict else None
     report(requests, runs, measured, errors)
     if json_file is not None:
         write_whole(json_file, _json(requests.name, runs, measured, errors))
     if html_file is not None:
         write_whole(html_file, render_html(requests.name, runs))
+    if not runs[-1].summary.num_done and measured.errors:
+        fail("no request was answered")
 
 
 async def _drive(

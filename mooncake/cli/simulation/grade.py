@@ -41,9 +41,14 @@ def grade_command(
         ),
     ] = None,
     share: Annotated[
-        float,
-        typer.Option("--fit-share", min=0.01, max=0.99, help="Share of a run's requests that the fit sees."),
-    ] = 0.5,
+        float | None,
+        typer.Option(
+            "--fit-share",
+            min=0.01,
+            max=0.99,
+            help="Share of a run's requests that the fit sees. Default `0.5`.",
+        ),
+    ] = None,
     fit_on: Annotated[
         Path | None,
         typer.Option("--fit-on", metavar="FILE.csv", help="Measured rows of TTFT and TPOT to fit on."),
@@ -69,8 +74,10 @@ def grade_command(
         raise InvalidArgument("RUN_DIR", str(run_folder), "a run's folder, or --fit-on FILE.csv, not both")
     if test_on is not None and fit_on is None:
         raise InvalidArgument("--test-on", str(test_on), "used with --fit-on")
+    if share is not None and run_folder is None:
+        raise InvalidArgument("--fit-share", share, "used with RUN_DIR; of rows, a half is fitted on")
     if run_folder is not None:
-        document, tables = _grade_run(EngineRun.read(run_folder), share, seed)
+        document, tables = _grade_run(EngineRun.read(run_folder), 0.5 if share is None else share, seed)
     else:
         assert fit_on is not None
         document, tables = _grade_rows(*_halves(fit_on, test_on, seed), seed)

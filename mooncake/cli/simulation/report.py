@@ -9,11 +9,9 @@ from __future__ import annotations
 
 import html
 import io
-import os
 import re
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -22,7 +20,6 @@ from rich.console import Console
 from rich.table import Table
 
 from mooncake.cli.bench.report import COLOURS
-from mooncake.errors import InvalidArgument
 from mooncake.sim.serving.cluster import ClusterSpec
 from mooncake.sim.serving.results import RunResults, Summary
 
@@ -41,6 +38,8 @@ class ClusterRun:
     outcome: RunResults
     summary: Summary
     took_s: float
+    is_measured: bool = False
+    """Of a live cluster, which does not report what prefill took on its GPUs."""
 
 
 HEADINGS = (
@@ -66,20 +65,28 @@ def cells(run: ClusterRun) -> tuple[str, ...]:
         rejected,
         f"{one.num_good:,} ({one.num_good / max(1, one.num_requests):.1%})",
         f"{one.goodput_per_s:.2f}",
-        " ".join(
-            f"{value:.2f}" for value in (one.ttft_s.mean, one.ttft_s.p50, one.ttft_s.p90, one.ttft_s.p99)
-        ),
-        " ".join(f"{value * 1000:.0f}" for value in (one.tbt_s.mean, one.tbt_s.p90, one.tbt_s.p99)),
+        *(_times_of(one) if one.num_done else ("-", "-", "-")),
+        f"{one.prefill_gpu_s:.2f}" if one.num_done and not run.is_measured else "-",
+    )
+
+
+def _times_of(one: Summary) -> tuple[str, str, str]:
+    ttft_s = (one.ttft_s.mean, one.ttft_s.p50, one.ttft_s.p90, one.ttft_s.p99)
+    tbt_s = (one.tbt_s.mean, one.tbt_s.p90, one.tbt_s.p99)
+    return (
+        " ".join(f"{value:.2f}" for value in ttft_s),
+        " ".join(f"{value * 1000:.0f}" for value in tbt_s),
         f"{one.hit_rate:.3f}",
-        f"{one.prefill_gpu_s:.2f}",
     )
 
 
 def table(trace: str, runs: list[ClusterRun]) -> Table:
     first = runs[0].summary
-    objectives = f"TTFT <= {first.slo_ttft_s:g} s, TBT <= {first.slo_tbt_s * 1000:g} ms"
+    objectives = [f"TTFT <= {first.slo_ttft_s:g} s"] if first.slo_ttft_s else []
+    objectives += [f"TBT <= {first.slo_tbt_s * 1000:g} ms"] if first.slo_tbt_s else []
+    within = f" within {', '.join(objectives)}" if objectives else ", for there are no objectives"
     caption = (
-        f"good: completed within {objectives}; TBT is the mean of the longest tenth of a request's intervals."
+        f"good: completed{within}; TBT is the mean of the longest tenth of a request's intervals."
         "\nlate: rejected after prefill. GPU s: prefill, mean over requests."
     )
     shown = Table(
@@ -100,16 +107,6 @@ def wide_console() -> Console:
     """Standard output, as wide as the terminal, and wide enough where there is none."""
     console = Console()
     return console if console.is_terminal else Console(width=max(console.width, MIN_WIDTH))
-
-
-def write_whole(file: Path, text: str) -> None:
-    """Write the whole file or none. Raises InvalidArgument."""
-    fresh = file.with_name(file.name + ".new")
-    try:
-        fresh.write_text(text)
-        os.replace(fresh, file)
-    except OSError as error:
-        raise InvalidArgument("file", str(file), f"a file that can be written ({error.strerror})") from error
 
 
 @dataclass(frozen=True)

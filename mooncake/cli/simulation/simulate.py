@@ -15,6 +15,7 @@ import typer
 from rich.console import Console
 from rich.progress import BarColumn, Progress, TaskID, TaskProgressColumn, TextColumn, TimeRemainingColumn
 
+from mooncake.cli.output import write_whole
 from mooncake.cli.simulation.options import (
     CLUSTER_FORMS,
     COSTS_FORMS,
@@ -38,8 +39,8 @@ from mooncake.cli.simulation.report import (
     render_html,
     table,
     wide_console,
-    write_whole,
 )
+from mooncake.errors import InvalidArgument
 from mooncake.sim.serving import simulate
 from mooncake.sim.serving.cluster import ClusterSpec
 from mooncake.sim.traces.trace import TraceOptions
@@ -82,6 +83,8 @@ def simulate_command(
 
     Nothing is written unless the whole trace was read: a broken row ends the command with its number.
     """
+    if with_rows and json_file is None:
+        raise InvalidArgument("--json-rows", True, "left out without --json")
     options = TraceOptions(
         format=trace_format, num_rows=rows, divide_lengths=divide_lengths, is_spread=is_spread
     )

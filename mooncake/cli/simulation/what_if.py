@@ -17,7 +17,7 @@ from rich import box
 from rich.table import Table
 
 from mooncake.cli.simulation.report import wide_console
-from mooncake.errors import AccessDenied, InvalidArgument, PeerLost, ProtocolError
+from mooncake.errors import AccessDenied, InvalidArgument, MooncakeError, PeerLost, ProtocolError
 
 _TIMEOUT_S = 200.0
 _NAMES = {
@@ -97,13 +97,13 @@ def _ask(url: str, body: dict[str, Any], admin_api_key: str) -> dict[str, Any]:
 def _refused(status: int, body: bytes, url: str) -> Exception:
     try:
         found = json.loads(body)["error"]
-        message, param = str(found["message"]), found.get("param")
+        message = str(found["message"])
     except (ValueError, KeyError, TypeError):
         return ProtocolError(f"{url} answered {status}; is it a Mooncake gateway?")
     if status in (401, 403):
         return AccessDenied(f"{message}; pass --admin-api-key")
     if status == 400:
-        return InvalidArgument(f"--{param or 'change'}", "given", message)
+        return MooncakeError(message)
     return PeerLost(f"{url} answered {status}: {message}")
 
 

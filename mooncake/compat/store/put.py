@@ -8,7 +8,7 @@ one of several is written span by span, in chunks such that each span can be rea
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import numpy as np
@@ -31,11 +31,17 @@ from mooncake.compat.store.put_options import PutOptions, put_options
 from mooncake.compat.store.read_plan import chunk_bytes_for
 from mooncake.compat.store.store_session import StoreSession
 from mooncake.errors import Refusal
+from mooncake.log import get_logger
 from mooncake.store.client.grants import PutGrant
 from mooncake.store.client.store import Store
+from mooncake.store.messages import MAX_KEY_BYTES
+
+log = get_logger("mooncake.store")
 
 INVALID = int(StoreCode.INVALID_PARAMS)
 _DEFAULT = ReplicateConfig()
+MAX_SHOWN = 100
+"""Characters of a key in the log."""
 MAX_ATTEMPTS = 3
 """Most attempts to place an object of several spans when a node cannot be reached."""
 
@@ -179,9 +185,13 @@ class WriteCalls(BufferRegistrationCalls):
             options = put_options(config, len(keys))
             limit = session.arguments.local_buffer_size
             fits = [total_bytes(spans) <= limit for spans in parts]
+            if not all(fits):
+                reason = "{} bytes, which do not fit into local_buffer_size ({})"
+                _log_refused(what, keys, fits, lambda at: reason.format(total_bytes(parts[at]), limit))
             return on_good(fits, put_those)
 
         if len(keys) != len(parts):
+            log.error(f"{what}: {len(keys)} keys, but {len(parts)} values")
             return [INVALID] * max(1, len(keys))
         return self._in_session(what, put, lambda code: [code] * len(keys))
 
@@ -191,6 +201,7 @@ class WriteCalls(BufferRegistrationCalls):
         keys = check_keys(what, keys)
         addresses, lengths = rows(what, "buffer_ptrs", pointers), rows(what, "sizes", sizes)
         if not len(keys) == len(addresses) == len(lengths):
+            log.error(f"{what}: {len(keys)} keys, {len(addresses)} buffers and {len(lengths)} sizes")
             return [INVALID] * len(keys)
         fits = [len(row) == len(other) for row, other in zip(addresses, lengths, strict=True)]
         parts = [list(zip(row, other, strict=False)) for row, other in zip(addresses, lengths, strict=True)]
@@ -203,6 +214,9 @@ class WriteCalls(BufferRegistrationCalls):
             good = [
                 fit and is_there for fit, is_there in zip(fits, are_accessible(session, parts), strict=True)
             ]
+            if not all(good):
+                reason = "its buffers are not memory that can be read, or not as many as their sizes"
+                _log_refused(what, keys, good, lambda _: reason)
             return on_good(good, put_those)
 
         return self._in_session(what, put, lambda code: [code] * len(keys))
@@ -232,6 +246,15 @@ def _check_part(part: Any) -> None:
         raise RuntimeError("parts must be 1-D bytes-like")
 
 
+def _log_refused(
+    what: str, keys: Sequence[str], good: Sequence[bool], reason_of: Callable[[int], str]
+) -> None:
+    """Log how many of the objects are not stored, those not ``good``, and why the first of them is not."""
+    first, num_refused = good.index(False), good.count(False)
+    others = f", and {num_refused - 1} more" if num_refused > 1 else ""
+    log.error(f"{what}: {keys[first][:MAX_SHOWN]!r} is not stored{others}: {reason_of(first)}")
+
+
 def _first(codes: Sequence[int]) -> int:
     return next((code for code in codes if code), 0)
 
@@ -246,6 +269,9 @@ def store_parts(
     """Store objects of several spans: one code per key; empty spans are skipped."""
     spans = [[span for span in row if span[1]] for row in parts]
     good = [is_good_key(key) and bool(row) for key, row in zip(keys, spans, strict=True)]
+    if not all(good):
+        bad_key = f"a key is 1 to {MAX_KEY_BYTES} bytes of UTF-8 without NUL"
+        _log_refused("put", keys, good, lambda at: "it is empty" if is_good_key(keys[at]) else bad_key)
 
     def put(at: list[int]) -> list[int]:
         if replace:
@@ -288,7 +314,7 @@ def _put_some(
         outcomes = session.store.put_batch(
             keys, spans, options.policy, groups=options.groups, replace=replace
         )
-        return _counted(session, parts, outcomes)
+        return _counted(session, keys, parts, outcomes)
     with registered_spans(session, [span for spans in parts for span in spans]):
         outcomes = [None] * len(keys)
         wanted = list(range(len(keys)))
@@ -300,10 +326,15 @@ def _put_some(
             wanted = [at for at in wanted if (lost := outcomes[at]) is not None and lost.code == "peer_lost"]
             if not wanted:
                 break
-    return _counted(session, parts, outcomes)
+    return _counted(session, keys, parts, outcomes)
 
 
-def _counted(session: StoreSession, parts: list[list[Span]], outcomes: Sequence[Refusal | None]) -> list[int]:
+def _counted(
+    session: StoreSession, keys: list[str], parts: list[list[Span]], outcomes: Sequence[Refusal | None]
+) -> list[int]:
+    good = [outcome is None for outcome in outcomes]
+    if not all(good):
+        _log_refused("put", keys, good, lambda at: str(outcomes[at]))
     stored = [spans for spans, outcome in zip(parts, outcomes, strict=True) if outcome is None]
     session.client_metrics.count_bytes("write", sum(map(total_bytes, stored)))
     return [code_of(outcome) for outcome in outcomes]

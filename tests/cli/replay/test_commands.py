@@ -83,6 +83,7 @@ def test_prediction_stands_beside_what_was_measured(mooncake: Run, tmp_path: Pat
     wanted = sum(abs(one - other) for one, other in zip(ours, theirs, strict=True)) / 40 / mean
     assert found["accuracy"]["ttft_error"] == pytest.approx(wanted, rel=1e-3)
     assert "errors of the prediction over 40 requests" in done.stdout
+    assert "predicted for 1P1D with policy overlap and admission goodput" in done.stdout
 
 
 @pytest.mark.parametrize("decode", ["p", "d"])
@@ -109,6 +110,8 @@ def test_calibration_writes_a_file_that_simulates(mooncake: Run, tmp_path: Path,
         (["replay", LOAD, "--url", "http://127.0.0.1:1"], "http://127.0.0.1:1 does not answer"),
         (["replay", LOAD, "--speedup", "-1"], "--speedup is -1.0"),
         (["replay", LOAD, "--predict", "--costs", "abacus"], "costs is 'abacus'"),
+        (["replay", LOAD, "--cluster", "4P4D"], "--cluster is '4P4D'; allowed: left out without --predict"),
+        (["replay", LOAD, "--policy", "load"], "--policy is 'load'"),
         (["calibrate", "--url", "http://127.0.0.1:1"], "does not answer"),
         (["calibrate", "--length", "16", "32"], "at least three"),
     ],
@@ -117,6 +120,18 @@ def test_bad_input_is_one_line(mooncake: Run, words: list[str], named: str) -> N
     done = mooncake(*words)
     assert done.returncode in (1, 2)
     assert named in done.stderr and len(done.stderr.splitlines()) == 1, done.stderr
+
+
+def test_nothing_is_shown_of_answers_that_did_not_come(mooncake: Run, tmp_path: Path) -> None:
+    trace = tmp_path / "trace.jsonl"
+    trace.write_text('{"timestamp": 0, "input_length": 64, "output_length": 5, "hash_ids": [0]}\n' * 3)
+    with serving(Served(reject_every=1)) as url:
+        done = mooncake("replay", LOAD.replace("requests=40", "requests=3"), "--url", url)
+    row = next(line.split() for line in done.stdout.splitlines() if line.split()[:1] == ["measured"])
+    assert row == ["measured", "3", "0", "(0.0%)", "0.00", "-", "-", "-", "-"]
+    with serving(Served(break_prompt_of=64)) as url:
+        done = mooncake("replay", str(trace), "--url", url)
+    assert done.returncode == 1 and done.stderr == "error: no request was answered\n", done
 
 
 def test_an_endpoint_without_models_is_named(mooncake: Run) -> None:

@@ -161,6 +161,8 @@ def test_bad_comparisons_are_one_line(mooncake: Run, words: list[str], named: st
         (["simulate", LOAD, "--policy", "magic"], "--policy is 'magic'"),
         (["simulate", LOAD, "--costs", "abacus"], "costs is 'abacus'"),
         (["simulate", LOAD, "--speedup", "0"], "--speedup is 0.0"),
+        (["simulate", LOAD, "--json-rows"], "--json-rows is True; allowed: left out without --json"),
+        (["grade", "--fit-on", "none.csv", "--fit-share", "0.9"], "--fit-share is 0.9"),
         (["plan", LOAD, "--gpu-prices", "none.toml"], "--gpu-prices is 'none.toml'"),
         (["plan", LOAD, "--attainment", "2"], "attainment is 2.0"),
         (["plan", LOAD, "--speedup", "0"], "--speedup is 0.0"),

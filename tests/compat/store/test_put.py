@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import numpy as np
+import pytest
 
 from mooncake.compat.store.store import MooncakeDistributedStore
 
@@ -39,3 +40,19 @@ def test_pointers_are_stored_from_and_read_to(store: MooncakeDistributedStore) -
     assert bytes(target[1, :200_000]) + bytes(target[3, :100_100]) == bytes(source[2]) + bytes(
         source[3, :100]
     )
+
+
+def test_what_is_not_stored_is_logged_with_the_reason(
+    store: MooncakeDistributedStore, caplog: pytest.LogCaptureFixture
+) -> None:
+    assert store.put("a", b"") == -600
+    assert store.put("k" * 2000, b"x") == -600
+    assert store.put_batch(["a", "b"], [b"1"]) == -600
+    assert store.put_batch(["empty", "full", "\0"], [b"", b"1", b"2"]) == -600
+    assert store.put_from("p", 8, 100) == -600
+    lines = [record.getMessage() for record in caplog.records]
+    assert lines[0] == "put: 'a' is not stored: it is empty"
+    assert lines[1].startswith("put: 'kkk") and "a key is 1 to 1024 bytes" in lines[1] and len(lines[1]) < 200
+    assert lines[2] == "put_batch: 2 keys, but 1 values"
+    assert lines[3] == "put: 'empty' is not stored, and 1 more: it is empty"
+    assert lines[4].startswith("put_from: 'p' is not stored: its buffers are not memory")
