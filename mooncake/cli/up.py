@@ -715,7 +715,7 @@ def write_status(path: Path, processes: Processes, url: str, is_ready: bool) -> 
     try:
         fresh.write_text(json.dumps(status, indent=1))
         fresh.replace(path)
-    except OSError as error:  # the roles run on, and stop when they are told to
+    except OSError as error:  # the roles run on, and can be stopped
         log.warning("status_not_written", path=str(path), reason=str(error))
 
 

@@ -39,7 +39,7 @@ class ClusterRun:
     summary: Summary
     took_s: float
     is_measured: bool = False
-    """Of a live cluster, which does not report what prefill took on its GPUs."""
+    """It ran on a live cluster, which does not report what prefill took on its GPUs."""
 
 
 HEADINGS = (

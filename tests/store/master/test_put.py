@@ -522,7 +522,7 @@ def test_a_small_durable_object_that_goes_before_it_is_on_ssd() -> None:
     assert writer.nodes.remove("k", force=True) is True
     assert refused(writer.answer("put")).code == "no_ssd"
     writer.put("k", 0, "again")
-    assert refused(writer.answer("again")).code == "no_ssd", "nobody knows whether it was on SSD"
+    assert refused(writer.answer("again")).code == "no_ssd", "it is not known whether it was on SSD"
 
 
 def test_a_small_durable_put_of_a_key_that_is_not_durable_is_refused() -> None:
