@@ -119,9 +119,8 @@ class Generator:
                     raise GenerationFailed(output.error, output.error_code)
                 counts.num_output_tokens += len(output.token_ids)
                 cached = output.num_local_cached + output.num_external_cached
-                most = max(0, counts.num_prompt_tokens - 1)  # the last token is always computed
-                counts.num_cached_tokens = min(cached, most)
-                counts.num_local_tokens = min(output.num_local_cached, most)
+                counts.num_cached_tokens = min(cached, counts.num_prompt_tokens)
+                counts.num_local_tokens = min(output.num_local_cached, counts.num_prompt_tokens)
                 counts.num_stored_tokens = output.num_stored_tokens
                 counts.measured = output.measured
                 piece = text.take(output)
