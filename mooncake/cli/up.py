@@ -34,6 +34,7 @@ from rich.table import Table
 from rich.text import Text
 
 from mooncake import clock, config
+from mooncake.cli.output import write_whole
 from mooncake.cli.ports import RolePlace, check_free, free_ports
 from mooncake.cli.processes import HttpCheck, Processes, RolePlan
 from mooncake.cli.role_command import Invocation
@@ -711,11 +712,9 @@ def write_status(path: Path, processes: Processes, url: str, is_ready: bool) -> 
         for name, role in processes.supervisor.roles.items()
     }
     status = {"url": url, "is_ready": is_ready, "pid": os.getpid(), "roles": roles}
-    fresh = path.with_name(path.name + ".new")
     try:
-        fresh.write_text(json.dumps(status, indent=1))
-        fresh.replace(path)
-    except OSError as error:  # the roles run on, and can be stopped
+        write_whole(path, json.dumps(status, indent=1))
+    except InvalidArgument as error:  # the roles run on, and can be stopped
         log.warning("status_not_written", path=str(path), reason=str(error))
 
 

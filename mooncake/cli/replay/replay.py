@@ -305,16 +305,17 @@ def replay_command(
     if predict:
         live = SchedulingSettings()
         policy, admission = policy or live.scheduling, admission or live.admission
+        cluster = cluster or "2P2D"
         known_settings("policy", "scheduling", [policy])
         known_settings("admission", "admission", [admission])
-        spec = cluster_of(cluster or "2P2D", costs or "costs.toml", [], requests.block_tokens)
+        spec = cluster_of(cluster, costs or "costs.toml", [], requests.block_tokens)
         began = time.perf_counter()
         outcome = simulate(
             wanted, spec, policy, admission, speedup=speedup, slo_ttft_s=slo_ttft_s, slo_tbt_s=slo_tbt_s
         )
         runs.append(ClusterRun("predicted", outcome, outcome.summary(), time.perf_counter() - began))
         wide_console().print(
-            f"predicted for {cluster or '2P2D'} with policy {policy} and admission {admission}; "
+            f"predicted for {cluster} with policy {policy} and admission {admission}; "
             "name those of the live cluster with --cluster, --policy and --admission",
             markup=False,
         )

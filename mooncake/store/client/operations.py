@@ -347,9 +347,9 @@ class Operations:
         if message.is_remote:
             self.small_values.takes_values = answer.reply.takes_values
             self.small_values.answered(answer.reply.takes_values)
+        code = outcome.code if isinstance(outcome, Refusal) else ""
         # An earlier release that leads now refuses all durable puts of this kind.
-        is_unknown = policy.is_durable and isinstance(outcome, Refusal) and outcome.code == "invalid_policy"
-        if is_unknown or (isinstance(outcome, Refusal) and outcome.code == "expired"):
+        if code == "expired" or (code == "invalid_policy" and policy.is_durable):
             preallocated.clear()
             self.small_values.takes_values = False
             return False, None
@@ -359,11 +359,11 @@ class Operations:
             preallocated.add(answer.reply.advance, size_bytes, first.asked_at, policy.is_durable)
         # If the message was sent twice, the first one may still arrive and use the piece. And a durable
         # object that is not on SSD in time is in the piece all the same.
-        is_there = outcome is True or (isinstance(outcome, Refusal) and outcome.code == "no_ssd")
+        is_there = outcome is True or code == "no_ssd"
         was_sent_once = answer is first and answer.now - answer.asked_at < DOUBT_S
         if was_sent_once and not is_there:
             preallocated.give_back(piece)
-        if isinstance(outcome, Refusal) and outcome.code == "not_here":
+        if code == "not_here":
             return False, None
         return True, outcome if isinstance(outcome, Refusal) else None
 

@@ -49,6 +49,8 @@ PREALLOCATED_SHARE = 1 / 16
 FREE_SHARE = 1 / 32
 """Least share of a segment that must be free after a preallocation."""
 
+NOT_ON_SSD = Refusal("no_ssd", "it is stored, but no copy of it is on SSD")
+
 
 class PutRequests:
     """Answers PutStart, PutEnd and PutAbort."""
@@ -213,7 +215,7 @@ class PutRequests:
         if known is not None:
             readable = catalog.objects.readable.get(key)
             if known is True and policy.is_durable and readable and not readable.complete(Tier.SSD):
-                return Refusal("no_ssd", "it is stored, but no copy of it is on SSD")
+                return NOT_ON_SSD
             catalog.must_last |= known is True and policy.is_durable
             return known if isinstance(known, m.Reserved) else None
         if policy.is_durable and not placement.segments:
@@ -529,7 +531,7 @@ class PreallocatedPuts:
         elif isinstance(outcome, Refusal):
             return outcome
         elif stored is not None and not stored.complete(Tier.SSD):
-            return Refusal("no_ssd", "it is stored, but no copy of it is on SSD")
+            return NOT_ON_SSD
         elif stored is None and outcome:
             return Refusal("no_ssd", "the object was removed before its writer was answered")
         else:
