@@ -347,8 +347,8 @@ def undrain(
     """Stop a drain, or undo one that has ended: its segments take objects again."""
     with opened(master) as store:
         found = store.job(job)
-        if found is None or not store.cancel(job):
-            fail(f"the master knows no job {job}; one that has just begun to lead knows none")
+        if found is None or found.kind != "drain" or not store.cancel(job):
+            fail(f"the master knows no drain with number {job}; one that has just begun to lead knows none")
         print(f"{found.about} takes objects again")
 
 

@@ -163,7 +163,7 @@ def test_a_segment_whose_drain_failed_takes_objects_again(run: Run) -> None:
 @pytest.mark.parametrize(
     ("words", "status", "why"),
     [
-        (("undrain", "12345"), 1, "no job 12345"),
+        (("undrain", "12345"), 1, "no drain with number 12345"),
         (("get", "nothing"), 1, "there is no 'nothing'"),
         (("put", "empty"), 1, "standard input is empty"),
         (("put", "k", "/nowhere/at/all"), 2, "FILE"),
