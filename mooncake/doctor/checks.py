@@ -418,7 +418,8 @@ def check_store(facts: Facts, expected: Expectations) -> Findings:
         yield finding("reports_of_wrong_bytes", store.address, f"{store.num_wrong_reports} reports")
     if store.put_refusal:
         used = f"{store.allocated_bytes} of {store.capacity_bytes} bytes are allocated"
-        yield finding("store_full", store.address, f"{store.put_refusal}; {used}")
+        code = "store_full" if store.num_writable else "store_not_writable"
+        yield finding(code, store.address, f"{store.put_refusal}; {used}")
     elif store.is_read_back is False:
         yield finding("store_object_lost", store.address, store.object_problem or "the object was not found")
 

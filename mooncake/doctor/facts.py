@@ -206,6 +206,8 @@ class StoreFacts:
     idle_segments: tuple[str, ...] = ()
     "Segments that take no objects, with their states."
     num_segments: int = 0
+    num_writable: int = 1
+    "Segments of memory that take objects."
     num_wrong_reports: int = 0
     put_refusal: str = ""
     is_read_back: bool | None = None

@@ -411,6 +411,13 @@ RULES: dict[str, Rule] = {
         "The store is smaller than it was made, and objects there may be lost.",
         "Check the node that owns it; `mooncake store top` shows its state.",
     ),
+    "store_not_writable": Rule(
+        Link.STORE,
+        _BROKEN,
+        "All of the store's memory is being drained or is not ready.",
+        "New prefixes are not saved.",
+        "Check the nodes named by `segment_not_ready`; `mooncake store undrain JOB` ends a drain.",
+    ),
     "store_full": Rule(
         Link.STORE,
         _BROKEN,

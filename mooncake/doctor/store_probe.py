@@ -24,6 +24,7 @@ from mooncake.security import Identity, tool_identity
 from mooncake.store import Store, StoreSettings
 from mooncake.store import messages as m
 from mooncake.transfer import TransferEngine, transfer_from_environment
+from mooncake.types import Tier
 
 OBJECT_BYTES = 256 << 10
 IDLE_STATES = 8
@@ -85,6 +86,7 @@ class StoreProbe:
         facts.idle_segments = tuple(
             f"{one.segment} ({one.tier}): {'draining' if one.is_draining else one.state}" for one in idle
         )[:IDLE_STATES]
+        facts.num_writable = sum(one.is_writable and one.tier is not Tier.SSD for one in status.segments)
 
     def _try_object(self, facts: StoreFacts) -> None:
         assert self._store is not None

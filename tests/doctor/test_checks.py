@@ -226,6 +226,11 @@ FAULTS: list[tuple[str, str, Callable[[Facts], None]]] = [
     ("master_denied", MASTER, store(reach=Reach(Trouble.DENIED, "another key"))),
     ("store_without_memory", MASTER, store(capacity_bytes=0)),
     ("segment_not_ready", MASTER, store(idle_segments=("node (memory): suspect",))),
+    (
+        "store_not_writable",
+        MASTER,
+        store(put_refusal="no_space: all segments are drained", num_writable=0, is_read_back=None),
+    ),
     ("store_full", MASTER, store(put_refusal="no_space: nothing can be evicted", is_read_back=None)),
     ("store_object_lost", MASTER, store(is_read_back=False)),
     ("reports_of_wrong_bytes", MASTER, store(num_wrong_reports=2)),

@@ -330,6 +330,16 @@ def test_a_full_store(healthy: Healthy) -> None:
     assert ("store_full", full.address) in named(found)
 
 
+def test_a_store_whose_memory_is_drained(healthy: Healthy) -> None:
+    drained = healthy.start("daemon", "--capacity-dram", "0.016", "--no-huge-pages", "--name", "only")
+    with opened(drained.address) as store:
+        wait_for(lambda: store.ask(m.GetMasterStatus()).capacity_bytes > 0, "memory", 60.0)
+        assert store.put("kept", b"content") is None
+        assert isinstance(store.drain(["only"], [], 1), m.JobStatus)
+    _, found = examine(*flags_of(healthy.gateway, drained.address))
+    assert {("store_not_writable", drained.address), ("segment_not_ready", drained.address)} <= named(found)
+
+
 def fill(store: Store) -> None:
     """Put objects that are never evicted, until none of 4 KiB fits."""
     size, number = 1 << 20, 0
