@@ -10,9 +10,10 @@ Each load begins when every session has sent what it has so far, so that caches 
 *a* the servers without a connector, placed in turn; *b* with our store connector, placed in turn; *c* the
 same with the gateway's default policy. *attainable*: what a cache without end, shared by both, would have
 had of the same prompts. Before each load the simulator predicts it, with costs that were measured at these
-servers, times how much slower the machine has become since (a prompt of 1,024 tokens). *same*: leading tokens
-of a sample of answers that are the same when they are computed again without any cache (in bfloat16 another
-order of sums changes one sooner or later, in row *a* as well, which is the control; with ``--dtype float32
+servers, times how much slower the machine has become since (a prompt of 1,024 tokens), and with steps as
+long as the latency of a small load of other sessions says. *same*: leading tokens of a sample of answers that
+are the same when they are computed again without any cache (in bfloat16 another order of sums changes one
+sooner or later, in row *a* as well, which is the control; with ``--dtype float32
 --kv-bytes-per-token 46080`` all must be the same).
 
 One GPU: ``--device cuda --model FOLDER --num-servers 1``, or 2 servers with
@@ -76,6 +77,11 @@ TRACE_BLOCK_TOKENS = 64
 DEFAULT_POLICY = SchedulingSettings().scheduling
 GOALS = {"throughput": 2.0, "TTFT p50": 5.0}
 IN_MEMORY_BYTES_PER_S = 1e12
+PROBE_SESSIONS = 3
+"""Sessions of the probe for each server: so few that their KV fits."""
+PROBE_TURNS = 6
+MOST_BUSY = 8.0
+BISECTIONS = 10
 PLACEMENT = {"a": "round_robin", "b": "round_robin", "c": DEFAULT_POLICY}
 
 
@@ -181,7 +187,9 @@ class CostSampling:
         latency_s, bytes_per_s = 0.0, IN_MEMORY_BYTES_PER_S
         if has_pool:
             latency_s, bytes_per_s = _link(loads, model.seconds, kv_bytes_per_token)
-        decode, _ = fit_decode([one for batch in (1, 2, 4) for one in await self._steps(batch)])
+        longest = max(400, min(2400, kv_tokens // 2 - 64))  # two of them fit
+        shapes = ((1, 400), (2, 400), (4, 400), (8, 400), (1, longest), (2, longest))
+        decode, _ = fit_decode([one for batch, length in shapes for one in await self._steps(batch, length)])
         return NodeCosts(
             title=title,
             source="measured by bench.agentic",
@@ -203,9 +211,9 @@ class CostSampling:
         answers = [one for _ in range(2) for one in await self._ask(self._prompts(length), 1)]
         return statistics.median(one.token_at_s[0] for one in answers) / costs.prefill.seconds(0, length)
 
-    async def _steps(self, batch: int) -> list[StepSample]:
-        """Decode of so many at a time on each server."""
-        length, num_output = 400, 32
+    async def _steps(self, batch: int, length: int) -> list[StepSample]:
+        """Decode of so many prompts of that length at a time on each server."""
+        num_output = 32
         by_instance: dict[str, list[TimedAnswer]] = defaultdict(list)
         for answer in await self._ask(self._prompts(length, batch), num_output):
             by_instance[answer.headers.get(DECODE_HEADER, "")].append(answer)
@@ -246,6 +254,13 @@ def slower(costs: NodeCosts, factor: float) -> NodeCosts:
     )
 
 
+def busier(costs: NodeCosts, factor: float) -> NodeCosts:
+    """The costs of servers whose steps of decode take so many times as long as with nothing beside them."""
+    decode = costs.decode
+    times = (decode.base_s * factor, decode.per_request_s * factor, decode.per_token_s * factor)
+    return msgspec.structs.replace(costs, decode=type(decode)(*times))
+
+
 def _link(
     loads: Sequence[tuple[int, int, float]], seconds: object, kv_bytes_per_token: int
 ) -> tuple[float, float]:
@@ -259,6 +274,27 @@ def _link(
 
 
 # -- loads
+
+
+def probe_of(arguments: argparse.Namespace) -> Load:
+    """A small load of other sessions, by which costs are corrected."""
+    number = PROBE_SESSIONS * arguments.num_servers
+    other = argparse.Namespace(**{**vars(arguments), "seed": arguments.seed + PROBE_SESSIONS})
+    return Load(0.0, number, sessions_of(other), PROBE_TURNS * number)
+
+
+def busy_factor(probe: Load, row: str, costs: NodeCosts, latency_s: float, args: argparse.Namespace) -> float:
+    """How many times as long steps of decode take when requests come and go, by the mean latency of a load.
+
+    Costs are sampled one kind of work at a time. Under load, loading and saving, the engine's scheduler and
+    its HTTP server run on the cores that compute, and a step waits for all of them.
+    """
+    low, high = 1.0, MOST_BUSY
+    for _ in range(BISECTIONS):
+        middle = math.sqrt(low * high)
+        expected = predicted(probe, row, busier(costs, middle), args)
+        low, high = (middle, high) if expected.latency_s.mean() < latency_s else (low, middle)
+    return low
 
 
 def predicted(load: Load, row: str, costs: NodeCosts, arguments: argparse.Namespace) -> LoadFigures:
@@ -402,9 +438,18 @@ def run_rows(
         async with Endpoint(url, "smollm2") as endpoint:
             return await sampling(endpoint, what).slowness(costs)
 
+    probe = probe_of(arguments)
     with servers.gateway("round_robin") as url:
         costs = asyncio.run(sample(url))
+        factor = asyncio.run(slowness(url, "probe"))
+        sent, _ = asyncio.run(driven(probe, rows[0], url, arguments))
     note_costs(result, costs)
+    latency_s = float(figures_of(sent).latency_s.mean())
+    busy = busy_factor(probe, rows[0], slower(costs, factor), latency_s, arguments)
+    result.note(
+        f"a small load, {costs.title}: latency {latency_s:.2f} s, as if steps took {busy:.2f} times as long"
+    )
+    costs = busier(costs, busy)
     found = {}
     for row in rows:
         for load in loads:
