@@ -8,12 +8,13 @@ once and every request's KV once.
 
 Estimates begin with the cost models that were handed in and follow what is measured. ``LeastSquares`` forgets
 old samples and is kept as its normal equations, so that a sample costs the same however many came before.
-Three guards, because measurements come from busy machines. It minimises *relative* errors, or one long prompt
+Guards, because measurements come from busy machines. It minimises *relative* errors, or one long prompt
 would outweigh a thousand short ones. Where samples don't separate terms, the ratio of the prior coefficients
 stays: prompts of one length carry no information about the square of the length. No coefficient goes below
-zero, so that no work takes negative time. ``FittedColumns`` has a fit for every instance and one for all: an
-instance is estimated from its own samples when it has some, from those of all until then, from the prior when
-there are none.
+zero, so that no work takes negative time. An instance whose times all become longer is followed within a few
+samples, as a whole: idle machines measure themselves faster than they are under load. ``FittedColumns`` has a
+fit for every instance and one for all: an instance is estimated from its own samples when it has some, from
+those of all until then, from the prior when there are none.
 
 The bandwidth of a path comes from the path's own samples, else from its source's, else from all. Small
 transfers yield the latency, large ones the rate. A source that many read from is busy: its booked reads are
@@ -107,20 +108,51 @@ _KEPT = 0.5 ** (1 / 256)  # part of a sample's weight that is left after the nex
 _RIDGE = 1e-5  # weight of the prior's shape beside all samples
 _OUTLIER = 4.0
 _OFTEN = 16  # the first samples each update the coefficients; later ones do in groups
+_MOST_ERROR = 0.8  # a sample's logarithmic error counts as this at most
+_SLACK = 0.15  # part of an error that is no sign of a drift
+_DRIFTED = 1.4  # sum of what is beyond it: three samples of twice the time reach it, two of any time do not
 _GATHERED = 8  # two roles' instances, before and after recent changes of membership
 _SHORTEST_S, _LONGEST_S = 1e-9, 1e6
 
 
-class LeastSquares:
-    """The coefficients of a sum of terms."""
+@dataclass(slots=True)
+class _ErrorSum:
+    """Cumulative sum of errors of one sign (E. S. Page, "Continuous inspection schemes", Biometrika 41,
+    1954): it begins anew where it would be negative, which is the likeliest begin of a drift."""
 
-    def __init__(self, prior: Sequence[float], scale: Sequence[float]) -> None:
+    total: float = 0.0
+    num: int = 0
+    gram: list[list[float]] = field(default_factory=list)
+    "The fit as it was when the sum began."
+    moment: list[float] = field(default_factory=list)
+
+    def add(self, error: float, gram: list[list[float]], moment: list[float]) -> float:
+        """The mean error since the drift began, if there is one; 0: none."""
+        self.total += error - _SLACK
+        if self.total <= 0:
+            self.total, self.num = 0.0, 0
+            return 0.0
+        if not self.num:
+            self.gram, self.moment = [row[:] for row in gram], moment[:]
+        self.num += 1
+        return self.total / self.num + _SLACK if self.total > _DRIFTED else 0.0
+
+
+class LeastSquares:
+    """The coefficients of a sum of terms.
+
+    ``has_drift``: the samples are of one instance, all of whose times may have become longer or shorter.
+    """
+
+    def __init__(self, prior: Sequence[float], scale: Sequence[float], *, has_drift: bool = False) -> None:
+        self._has_drift = has_drift
         self.coefficients = list(prior)
         self.num_samples = 0
         # A prior of zero may be wrong: no term's scale is smaller than is plausible.
         self._prior = [max(pair) for pair in zip(prior, scale, strict=True)]
         self._gram = [[0.0] * len(prior) for _ in prior]
         self._moment = [0.0] * len(prior)
+        self._later, self._sooner = _ErrorSum(), _ErrorSum()
 
     def expected(self, terms: Sequence[float]) -> float:
         return sum(term * one for term, one in zip(terms, self.coefficients, strict=True))
@@ -131,10 +163,11 @@ class LeastSquares:
         if not (_SHORTEST_S < seconds < _LONGEST_S and expected > 0):
             return False
         # Errors are relative to the expected value; to the measured one while expectations may be far off.
-        scale = seconds
+        scale, has_drifted = seconds, False
         if self.num_samples >= TRUSTED_SAMPLES:
             seconds = min(max(seconds, expected / _OUTLIER), expected * _OUTLIER)
             scale = expected
+            has_drifted = self._has_drift and self._follow_drift(math.log(seconds / expected))
         self.num_samples += 1
         # Plain loops: for three terms an array costs more to make than to fill.
         relative = [prior * term / scale for prior, term in zip(self._prior, terms, strict=True)]
@@ -143,9 +176,29 @@ class LeastSquares:
                 row[column] = row[column] * _KEPT + one * other
         for row_number, one in enumerate(relative):
             self._moment[row_number] = self._moment[row_number] * _KEPT + one * seconds / scale
-        if self.num_samples > _OFTEN and self.num_samples % _OFTEN:
+        if self.num_samples > _OFTEN and self.num_samples % _OFTEN and not has_drifted:
             return False
         self._solve()
+        return True
+
+    def _follow_drift(self, error: float) -> bool:
+        """Whether times as a whole have become longer or shorter: then the samples before that are taken as
+        that much longer or shorter, too, which keeps what they say of the terms' proportions."""
+        error = min(max(error, -_MOST_ERROR), _MOST_ERROR)
+        for total, sign in ((self._later, 1), (self._sooner, -1)):
+            drift = sign * total.add(sign * error, self._gram, self._moment)
+            if drift:
+                break
+        else:
+            return False
+        # Each row was divided by the time that it took or was expected to take.
+        kept, factor = _KEPT ** (total.num - 1), math.exp(-drift)
+        for row, before in zip(self._gram, total.gram, strict=True):
+            for column, one in enumerate(before):
+                row[column] += kept * (factor**2 - 1) * one
+        for place, one in enumerate(total.moment):
+            self._moment[place] += kept * (factor - 1) * one
+        self._later, self._sooner = _ErrorSum(), _ErrorSum()
         return True
 
     def _solve(self) -> None:
@@ -216,7 +269,7 @@ class FittedColumns:
             self.columns[:, ~self._is_trusted] = self._unmeasured[:, None]
         own = self._own.get(slot)
         if own is None:
-            own = self._own[slot] = LeastSquares(self._prior, self._scale)
+            own = self._own[slot] = LeastSquares(self._prior, self._scale, has_drift=True)
         if own.add(terms, seconds) and own.num_samples >= TRUSTED_SAMPLES:
             self._gathered.clear()
             self._is_trusted[slot] = True

@@ -210,15 +210,18 @@ class StepLog:
         self._num_chunks = self._num_steps = 0
 
     def note(self, step: Step, seconds: float) -> None:
-        """Record a step that took ``seconds``."""
+        """Record a step that took ``seconds``. Prompts that shared it have parts of it by their tokens: under
+        load most steps are shared, and queues are as fast as these."""
         chunks = step.chunks
         if step.awaits_layers:
             return
         if all(chunk.num_tokens == 1 and chunk.samples for chunk in chunks):
             self._steps.append((len(chunks), sum(chunk.end for chunk in chunks), seconds))
             self._num_steps += 1
-        elif len(chunks) == 1:
-            self._note_chunk(chunks[0].start, chunks[0].num_tokens, seconds)
+        elif all(chunk.start < chunk.request.num_prompt_tokens for chunk in chunks):
+            num_tokens = sum(chunk.num_tokens for chunk in chunks)
+            for chunk in chunks:
+                self._note_chunk(chunk.start, chunk.num_tokens, seconds * chunk.num_tokens / num_tokens)
 
     def note_ended(self, step: Step, seconds: float) -> None:
         """Record a step that passed through a pipeline in ``seconds``; prompts as a whole.

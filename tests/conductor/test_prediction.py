@@ -128,6 +128,32 @@ def test_a_slowdown_is_followed() -> None:
     assert fit.expected(terms(0, 10_000)) == pytest.approx(3 * seconds(terms(0, 10_000), *PRIOR), rel=0.15)
 
 
+def test_an_instance_that_becomes_slower_is_followed_at_once_and_keeps_its_proportions() -> None:
+    fit, random = LeastSquares(PRIOR, SCALE, has_drift=True), Random(2)
+    truth = (0.07, 1.1e-4, 7e-10)
+    for _ in range(300):
+        sample = terms(0, random.randrange(100, 50_000))
+        fit.add(sample, seconds(sample, *truth) * random.uniform(0.8, 1.2))
+    before = {length: fit.expected(terms(0, length)) for length in (300, 1_000, 30_000)}
+    for slower in (2.0, 1.0, 0.6):
+        for _ in range(8):
+            fit.add(terms(0, 1000), slower * before[1_000])
+        for length, expected in before.items():
+            found, error = fit.expected(terms(0, length)), 0.1 if length == 1_000 else 0.25
+            assert found == pytest.approx(slower * expected, rel=error), (slower, length)
+
+
+def test_two_absurd_samples_are_no_drift() -> None:
+    fit = LeastSquares(PRIOR, SCALE, has_drift=True)
+    for _ in range(40):
+        fit.add(terms(0, 1000), seconds(terms(0, 1000), *PRIOR))
+    for _ in range(2):
+        fit.add(terms(0, 1000), 3600.0)
+    for _ in range(6):
+        fit.add(terms(0, 1000), seconds(terms(0, 1000), *PRIOR))
+    assert fit.expected(terms(0, 1000)) == pytest.approx(seconds(terms(0, 1000), *PRIOR), rel=0.35)
+
+
 def test_one_absurd_sample_moves_little() -> None:
     fit = LeastSquares(PRIOR, SCALE)
     for length in range(1000, 31_000, 1000):

@@ -317,6 +317,20 @@ def test_a_load_that_can_not_begin_while_a_step_is_computed_fails_the_requests(
     assert {output.request_id for output in outputs} == {"other", "loading"}
 
 
+def test_prompts_that_share_a_step_have_parts_of_it_by_their_tokens(llama: Reference) -> None:
+    engine = make_engine(llama)
+    for name, length in (("a", 60), ("b", 20)):
+        engine.add(greedy(prompt_of(length, length), 3, name=name))
+    engine.step()
+    found = engine.step_log.read()
+    assert [(first, num_tokens) for first, num_tokens, _ in found.chunks] == [(0, 60), (0, 20)]
+    (*_, longer), (*_, shorter) = found.chunks
+    assert longer == pytest.approx(3 * shorter) and shorter > 0
+    engine.add(greedy(prompt_of(30, 30), 1, name="beside answers"))
+    engine.step()
+    assert engine.step_log.read().num_chunks == 2, "a step with tokens of answers says nothing of a prompt"
+
+
 def test_only_steps_without_a_wait_for_layers_are_logged(llama: Reference) -> None:
     prompt = prompt_of(3 * BLOCK)
     source = DictionaryLink()
