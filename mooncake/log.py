@@ -57,6 +57,12 @@ def setup_logging(level: str = "info", log_format: str = "text", role: str = "")
     root.setLevel(level.upper())
 
 
+def show_early_fields() -> None:
+    """Print the fields of warnings in a process that has not called ``setup_logging``, or never calls it."""
+    assert logging.lastResort is not None
+    logging.lastResort.setFormatter(_TextFormatter(""))
+
+
 def setup_library_logging(role: str) -> None:
     """Send the events of this package, and no others, to standard error: for use inside another program."""
     ours = logging.getLogger("mooncake")

@@ -17,12 +17,14 @@ from typing import NoReturn
 
 from mooncake.cli.completion import completed_words
 from mooncake.errors import AddressInUse, MooncakeError, Unavailable
+from mooncake.log import show_early_fields
 from mooncake.security import keep_upstream_defaults
 
 
 def main(arguments: Sequence[str] | None = None) -> NoReturn:
     """The console script ``mooncake``."""
     words = list(sys.argv[1:] if arguments is None else arguments)
+    show_early_fields()
     # Read once, when torch is loaded. Its threads wait for each other by spinning otherwise: measured 50
     # times slower as soon as another process wants the same cores.
     os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")

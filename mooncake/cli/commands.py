@@ -20,7 +20,6 @@ import mooncake
 from mooncake import config
 from mooncake.cli.role_command import Invocation, ManyValues, add_command, config_file, run_until_stopped
 from mooncake.config import LogSettings
-from mooncake.log import setup_logging
 from mooncake.security import SecuritySettings
 from mooncake.tracing import TracingSettings
 
@@ -478,7 +477,6 @@ def _add(application: typer.Typer, command: Command, name: str = "") -> None:
     """Add a command, under another ``name`` if it belongs to a group."""
 
     def run(given: Invocation) -> None:
-        setup_logging(given.logs.level, given.logs.format, role=command.name)
         entry = command.entry_point()
         if inspect.iscoroutinefunction(entry):
             run_until_stopped(entry, given.settings)
@@ -486,7 +484,7 @@ def _add(application: typer.Typer, command: Command, name: str = "") -> None:
             entry(given)
 
     name = name or command.name
-    add_command(application, name, command.settings_class(), run, command.example, KNOWN_ROLES)
+    add_command(application, name, command.settings_class(), run, command.example, KNOWN_ROLES, command.name)
 
 
 def _config(

@@ -27,6 +27,7 @@ from typer.core import TyperCommand
 from mooncake import config
 from mooncake.config import LogSettings, Option
 from mooncake.file_limit import raise_file_limit
+from mooncake.log import setup_logging
 from mooncake.security import Identity, SecuritySettings, install_identity
 from mooncake.tracing import TracingSettings, install_tracing, tracing_of
 
@@ -73,8 +74,13 @@ def add_command(
     run: Callable[[Invocation], None],
     example: str,
     known_roles: Sequence[str],
+    role: str = "",
 ) -> None:
-    """Add a subcommand whose flags are the fields of ``settings_class``."""
+    """Add a subcommand whose flags are the fields of ``settings_class``.
+
+    ``role``: the name in its log lines, where that is not the command's. Logging is set up before the other
+    settings are read, because a misspelt variable is reported as an event.
+    """
 
     def command(**given: Any) -> None:
         own = {
@@ -84,6 +90,8 @@ def add_command(
             names = [option.field for option in config.options(included)]
             own[field] = {name: given.pop(f"{field}_table_{name}") for name in names}
         file, logs, log_origins = _general(given, known_roles)
+        if not given["print_config"]:
+            setup_logging(logs.level, logs.format, role or name)
         security, security_origins = _security(given, file, known_roles)
         tracing, tracing_origins = _tracing(given, file, known_roles)
         settings: Any

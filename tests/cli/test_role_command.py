@@ -2,6 +2,8 @@
 from __future__ import annotations
 
 import asyncio
+import json
+import logging
 import os
 import re
 import signal
@@ -64,7 +66,11 @@ def _clean(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     monkeypatch.setenv("COLUMNS", "200")
     monkeypatch.setenv("NO_COLOR", "1")
     handlers = {number: signal.getsignal(number) for number in STOPPING_SIGNALS}
+    root = logging.getLogger()
+    outputs, level = list(root.handlers), root.level
     yield
+    root.handlers[:] = outputs
+    root.setLevel(level)
     for number, handler in handlers.items():
         signal.signal(number, handler)
 
@@ -118,6 +124,23 @@ def test_print_config_shows_origins_and_runs_nothing(capsys: pytest.CaptureFixtu
     assert re.search(r"^port = 5 +# flag --port$", text, re.M)
     assert re.search(r'^level = "error" +# flag --log-level$', text, re.M)
     assert re.search(r'^pool_size = "2GiB" +# default$', text, re.M)
+
+
+def test_a_misspelt_variable_is_reported_as_the_roles_logs_are(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setenv("MOONCAKE_PROBE_POOLSIZE", "2GiB")
+    assert run("--log-format", "json") is not None
+    found = json.loads(capsys.readouterr().err)
+    assert (found["event"], found["role"]) == ("unknown_environment_variable", "probe")
+    assert (found["name"], found["did_you_mean"]) == ("MOONCAKE_PROBE_POOLSIZE", "MOONCAKE_PROBE_POOL_SIZE")
+
+
+def test_a_command_without_logs_names_a_misspelt_variable_too() -> None:
+    variables = {**os.environ, "MOONCAKE_CHAT_MAX_TOKEN": "5"}
+    words = [sys.executable, "-m", "mooncake", "chat", "--print-config"]
+    done = subprocess.run(words, env=variables, capture_output=True, text=True, check=True)
+    assert "name=MOONCAKE_CHAT_MAX_TOKEN did_you_mean=MOONCAKE_CHAT_MAX_TOKENS" in done.stderr
 
 
 def test_help_comes_from_the_fields(capsys: pytest.CaptureFixture[str]) -> None:
