@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import math
 from typing import Any
 
 from fastapi import FastAPI, Request, Response
@@ -19,7 +20,6 @@ from mooncake.console.site import (
     answer_with,
     assets,
     named,
-    number_of,
     operator,
     text_of,
 )
@@ -74,13 +74,25 @@ async def act_on_store(store: StoreSource | None, action: str, fields: dict[str,
         reply: m.JobReply = await store.ask(m.DrainSegments([segment], []))
         return f"drain of {segment} is job {reply.status.job_id}: {reply.status.state}"
     key, tenant = text_of(fields, "key"), fields.get("tenant", "")
-    seconds = fields.get("seconds")
-    ttl_s = 0.0 if action == "unpin" else number_of(str(seconds), 0.0) if seconds is not None else None
+    ttl_s = 0.0 if action == "unpin" else _pin_span(fields.get("seconds"))
     tenant = "" if tenant in ("", "default") or not isinstance(tenant, str) else tenant
     outcomes: m.Outcomes = await store.ask(m.Pin([key], ttl_s, tenant))
     if outcomes.outcomes[0] is not True:
         raise ConsoleRefusal(404, "not_found", f"there is no object {key[:128]!r}")
     return f"{action}ned {key}"
+
+
+def _pin_span(seconds: Any) -> float | None:
+    """How long a pin lasts; None: until it is unpinned. Never 0, which would unpin."""
+    if seconds is None:
+        return None
+    try:
+        span_s = 0.0 if isinstance(seconds, bool) else float(seconds)
+    except (TypeError, ValueError, OverflowError):
+        span_s = 0.0
+    if not 0.0 < span_s < math.inf:
+        raise ConsoleRefusal(400, "invalid_value", "seconds must be a finite number above 0")
+    return span_s
 
 
 STORE_PATHS = (

@@ -4,8 +4,10 @@
 from __future__ import annotations
 
 import asyncio
+import math
 from collections.abc import AsyncIterator
 from dataclasses import dataclass
+from typing import Any
 
 import aiohttp
 import pytest
@@ -114,6 +116,29 @@ async def test_admin_pins_unpins_and_drains(store: RunningStore) -> None:
     assert status in (404, 503) and found["error"]["message"]
     status, _, _ = await browser.send("POST", "/console/actions/drain", {}, headers)
     assert status == 404, "a store has no instances"
+
+
+async def test_a_pin_whose_span_cannot_be_read_changes_nothing(store: RunningStore) -> None:
+    browser = store.browser
+    _, csrf = await browser.login(ADMIN_KEY)
+    headers = {"X-CSRF-Token": csrf}
+
+    async def pin(seconds: object) -> tuple[int, Any, object]:
+        body = {"key": KEYS[0], "seconds": seconds}
+        status, found, _ = await browser.send("POST", "/console/actions/pin", body, headers)
+        return status, found, (await browser.get(f"/console/key.json?key={KEYS[0]}"))[1]["object"]["pinned_s"]
+
+    assert (await pin(None))[0] == 200
+    unreadable: list[object] = ["abc", -5, 0, True, [], math.inf, math.nan, 10**400]
+    for wrong in unreadable:
+        status, found, pinned_s = await pin(wrong)
+        assert (status, found["error"]["code"]) == (400, "invalid_value"), wrong
+        assert pinned_s is None, f"{wrong} must leave the pin as it was"
+    spans: list[float | str] = [0.12345678901, "30", 30, 1e16]
+    for right in spans:
+        status, _, pinned_s = await pin(right)
+        assert status == 200 and isinstance(pinned_s, float) and pinned_s <= float(right), right
+    assert isinstance(pinned_s, float) and pinned_s > 1000, "as long as a master allows"
 
 
 async def test_a_stranger_needs_the_admin_key(store: RunningStore) -> None:
