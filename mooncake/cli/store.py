@@ -40,7 +40,12 @@ MASTER = typer.Option(
     help="Address of the master; several separated by commas; etcd://, redis://, k8s:// for elected masters.",
 )
 Master = Annotated[str, MASTER]
-Tenant = Annotated[str, typer.Option("--tenant", help="Tenant, the namespace of the keys.")]
+Tenant = Annotated[
+    str,
+    typer.Option(
+        "--tenant", help="Tenant, the namespace of the keys; without it that of a key bound to a tenant."
+    ),
+]
 Json = Annotated[bool, typer.Option("--json", help="Print JSON, for programs.")]
 Keys = Annotated[list[str], typer.Argument(metavar="KEY...", help="Keys of objects.")]
 Force = Annotated[bool, typer.Option("--force", help="Also objects that are leased at the moment.")]
@@ -157,10 +162,11 @@ def ls(
     if as_tree is None:
         as_tree = sys.stdout.isatty() and not is_long and not as_json
     if as_tree:
-        _show_prefixes(m.ListPrefixes(prefix, depth, limit, separator, tenant), as_json, tenant, master)
+        with opened(master, tenant, timeout_s=60.0) as store:
+            _show_prefixes(store, prefix, depth, limit, separator, as_json)
         return
     with opened(master, tenant) as store:
-        keys = store.ask(m.ListKeys(prefix, limit + 1, tenant)).keys
+        keys = store.ask(m.ListKeys(prefix, limit + 1, store.settings.tenant)).keys
         has_more, keys = len(keys) > limit, keys[:limit]
         found = _inspect(store, keys) if is_long else {}
     if as_json:
@@ -173,25 +179,25 @@ def ls(
         print(f"there are more than {limit}; --limit shows more", file=sys.stderr)
 
 
-def _show_prefixes(request: m.ListPrefixes, as_json: bool, tenant: str, master: str) -> None:
-    with opened(master, tenant, timeout_s=60.0) as store, waiting("counting keys"):
-        found = store.ask(request)
+def _show_prefixes(store: Store, prefix: str, depth: int, limit: int, separator: str, as_json: bool) -> None:
+    with waiting("counting keys"):
+        found = store.ask(m.ListPrefixes(prefix, depth, limit, separator, store.settings.tenant))
         assert isinstance(found, m.Prefixes)
-    root = prefix_tree(found.rows, request.prefix, request.separator)
+    root = prefix_tree(found.rows, prefix, separator)
     if as_json:
         print_json(root)
     else:
         Console(soft_wrap=True).print(drawn_tree(root))
     if found.num_folded:
         what = f"{found.num_folded} objects count at a prefix above their own"
-        print(f"{what}, since there are more than {request.limit}; --limit shows more", file=sys.stderr)
+        print(f"{what}, since there are more than {limit}; --limit shows more", file=sys.stderr)
 
 
 def stat(keys: Keys, as_json: Json = False, tenant: Tenant = DEFAULT, master: Master = HERE) -> None:
     """Show all about objects: replicas, leases and pins, history."""
     with opened(master, tenant) as store:
         found = dict(zip(keys, store.inspect(keys), strict=True))
-        stories = {key: store.ask(m.ObjectStory(key, tenant)).lines for key in keys}
+        stories = {key: store.ask(m.ObjectStory(key, store.settings.tenant)).lines for key in keys}
     if as_json:
         print_json(found)
     else:
@@ -218,8 +224,12 @@ def rm(
     with opened(master, tenant) as store:
         if not keys:
             with waiting("removing"):
-                removed = store.remove_all(force) if everything else store.remove_matching(match, force)
-            print(f"{removed} removed")
+                removed: m.Removed = store.ask(m.RemoveMatching(match, force, store.settings.tenant))
+            print(f"{removed.num_removed} removed")
+            if removed.num_leased:
+                fail(
+                    f"leased objects stay: {removed.num_leased}" + ("" if force else "; --force removes them")
+                )
             return
         outcomes = store.remove(keys, force)
     for key, outcome in zip(keys, outcomes, strict=True):
@@ -381,7 +391,7 @@ def verify(
     if bool(keys) + bool(prefix) + everything != 1:
         raise InvalidArgument("verify", keys or prefix or "nothing", "keys, or --prefix, or --all")
     with opened(master, tenant, timeout_s=60.0) as store:
-        names = list(keys or store.ask(m.ListKeys(prefix, 1 << 31, tenant)).keys)
+        names = list(keys or store.ask(m.ListKeys(prefix, 1 << 31, store.settings.tenant)).keys)
         verdicts: dict[str, bool | None] = {}
         waiting = iter(names)
         with progress_bar() as progress:

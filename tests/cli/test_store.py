@@ -16,7 +16,9 @@ from typing import Any
 import pytest
 
 from mooncake.cli import main, output
+from mooncake.cli.certs import CertsSettings, derive_key, make_cluster_key
 from mooncake.errors import InvalidArgument
+from mooncake.security import Identity, SecuritySettings, install_identity
 from mooncake.store import Store
 from mooncake.store import messages as m
 from tests.store.test_daemon import daemon
@@ -110,6 +112,49 @@ def test_pins(run: Run) -> None:
         assert run(*words).returncode == 0
         assert f"pinned: {expected}" in run("stat", "pinned").stdout.decode()
     assert run("rm", "pinned", "--force").returncode == 0
+
+
+@pytest.mark.parametrize("words", [("--match", "^l/"), ("--all",)])
+def test_leased_objects_that_rm_leaves_are_counted(run: Run, address: str, words: tuple[str, ...]) -> None:
+    for key in ("l/1", "l/2"):
+        assert run("put", key, content=b"x").returncode == 0
+    with Store(address) as store:
+        assert store.exists(["l/2"]) == [True], "which leases it"
+        found = run("rm", *words)
+    assert (found.returncode, found.stdout) == (1, b"1 removed\n")
+    assert found.stderr == b"error: leased objects stay: 1; --force removes them\n"
+    assert run("ls", "l/").stdout == b"l/2\n"
+    assert run("rm", *words, "--force").stdout == b"1 removed\n"
+
+
+def test_a_key_of_a_tenant_needs_no_tenant_flag(
+    tmp_path: Path,
+    request: pytest.FixtureRequest,
+    monkeypatch: pytest.MonkeyPatch,
+    capsysbinary: pytest.CaptureFixture[bytes],
+) -> None:
+    secret, credential = tmp_path / "cluster.key", tmp_path / "client-acme.key"
+    make_cluster_key(secret)
+    derive_key(CertsSettings(derive_from=secret, role="client", tenant="acme", out=credential))
+    monkeypatch.setenv("MOONCAKE_SECURITY_CLUSTER_KEY_FILE", str(secret))
+    with daemon("--capacity-dram", "0.064") as (address, _, _):
+        install_identity(Identity(SecuritySettings(cluster_key_file=str(credential))))
+        request.addfinalizer(lambda: install_identity(None))
+
+        def shown(*words: str) -> str:
+            with pytest.raises(SystemExit) as exit:
+                main(["store", *words, "--master", address])
+            out, err = capsysbinary.readouterr()
+            assert exit.value.code == 0, err
+            return out.decode()
+
+        assert shown("put", "k", "/etc/hostname") == ""
+        assert shown("ls") == "k\n"
+        assert "[memory]" in shown("ls", "--long")
+        assert "1 object," in shown("ls", "--tree")
+        assert "readable as" in shown("stat", "k")
+        assert shown("verify", "--all").startswith("1 good, 0 wrong")
+        assert shown("rm", "k", "--force") == ""
 
 
 def test_verify_finds_what_is_wrong(run: Run, address: str) -> None:
