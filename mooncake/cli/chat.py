@@ -20,9 +20,10 @@ from typing import Annotated, Any, TextIO
 
 from msgspec import Meta
 
+from mooncake.cli.output import check_url, printable
 from mooncake.cli.role_command import Invocation
 from mooncake.config import Secret
-from mooncake.errors import DeadlineExceeded, InvalidArgument, PeerLost, ProtocolError
+from mooncake.errors import DeadlineExceeded, PeerLost, ProtocolError
 from mooncake.security import process_identity
 from mooncake.security.tls_contexts import client_context
 
@@ -55,9 +56,7 @@ class ChatSettings:
     "Sent as the bearer token, for servers that require one."
 
     def __post_init__(self) -> None:
-        parts = urllib.parse.urlsplit(self.url)
-        if parts.scheme not in ("http", "https") or not parts.hostname:
-            raise InvalidArgument("url", self.url, "an address such as http://127.0.0.1:8000")
+        check_url(self.url, "url")
 
 
 @dataclass
@@ -106,7 +105,11 @@ class ChatServer:
     def first_model(self) -> str:
         """Name of the first model that the server lists."""
         with self._request("GET", "/v1/models", None) as response:
-            models = json.loads(response.read()).get("data") or []
+            content = response.read()
+        try:
+            models = json.loads(content).get("data") or []
+        except (ValueError, AttributeError) as error:
+            raise ProtocolError(f"{self._settings.url} did not list models: {error}") from error
         if not models:
             raise ProtocolError(f"{self._settings.url} lists no model; is a worker attached?")
         return str(models[0]["id"])
@@ -160,8 +163,8 @@ class ChatServer:
             ) from error
         except (OSError, http.client.HTTPException) as error:
             raise PeerLost(
-                f"nothing answers at {self._settings.url} ({error}); start a cluster with `mooncake up`, "
-                "or name another address with --url"
+                f"nothing answers at {self._settings.url} ({printable(str(error))}); start a cluster with "
+                "`mooncake up`, or name another address with --url"
             ) from error
         if response.status != 200:
             raise ProtocolError(_refusal(response, self._settings.url))

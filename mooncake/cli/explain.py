@@ -7,16 +7,19 @@ it starts at once.
 
 from __future__ import annotations
 
+import http.client
 import json
 import urllib.error
 import urllib.parse
 import urllib.request
+from collections.abc import Callable, Mapping
 from typing import Any
 
 from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
 
+from mooncake.cli.output import check_url, printable
 from mooncake.errors import AccessDenied, InvalidArgument, PeerLost, ProtocolError
 
 _TIMEOUT_S = 10.0
@@ -57,23 +60,53 @@ def misses(url: str, admin_api_key: str, as_json: bool, api_key: str = "") -> No
 
 
 def _ask(path: str, name: str, url: str, admin_api_key: str, api_key: str) -> Any:
-    if urllib.parse.urlsplit(url).scheme not in ("http", "https"):
-        raise InvalidArgument("--url", url, "an address such as http://127.0.0.1:8000")
-    asking = urllib.request.Request(url + path)
-    if admin_api_key:
-        asking.add_header("X-API-Key", admin_api_key)
+    headers = {"X-API-Key": admin_api_key} if admin_api_key else {}
     if api_key:
-        asking.add_header("Authorization", f"Bearer {api_key}")
+        headers["Authorization"] = f"Bearer {api_key}"
+    content = ask_gateway(
+        url, path, headers, lambda status, body: _refused(status, body, name, url), _TIMEOUT_S
+    )
+    return read_answer(content, url)
+
+
+def ask_gateway(
+    url: str,
+    path: str,
+    headers: Mapping[str, str],
+    refused: Callable[[int, bytes], Exception],
+    timeout_s: float,
+    body: bytes | None = None,
+) -> bytes:
+    """The content of a gateway's answer; ``refused`` words one that is an error.
+
+    Raises:
+        InvalidArgument: the URL is malformed.
+        PeerLost, ProtocolError: the gateway is unreachable, or the server does not speak HTTP.
+    """
+    check_url(url)
+    asking = urllib.request.Request(url + path, body, dict(headers))
     try:
-        with urllib.request.urlopen(asking, timeout=_TIMEOUT_S) as response:
-            return json.loads(response.read())
+        with urllib.request.urlopen(asking, timeout=timeout_s) as response:
+            return bytes(response.read())
     except urllib.error.HTTPError as error:
         with error:
-            raise _refused(error.code, error.read(), name, url) from None
+            raise refused(error.code, error.read()) from None
     except OSError as error:
         raise PeerLost(f"no gateway answers at {url}: {error}; start one or name it with --url") from error
+    except (http.client.HTTPException, ValueError) as error:
+        raise no_gateway(url, error) from error
+
+
+def read_answer(content: bytes, url: str) -> Any:
+    """The JSON of a gateway's answer. Raises ProtocolError."""
+    try:
+        return json.loads(content)
     except ValueError as error:
-        raise ProtocolError(f"{url} did not answer like a Mooncake gateway: {error}") from error
+        raise no_gateway(url, error) from error
+
+
+def no_gateway(url: str, error: Exception) -> ProtocolError:
+    return ProtocolError(f"{url} did not answer like a Mooncake gateway: {printable(str(error))}")
 
 
 def _refused(status: int, body: bytes, name: str, url: str) -> Exception:

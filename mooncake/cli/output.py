@@ -9,6 +9,7 @@ from __future__ import annotations
 import os
 import re
 import sys
+import urllib.parse
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -64,6 +65,18 @@ def read_span(text: str, field: str, more: str = "") -> float:
     if match is None or not float(match[1]):
         raise InvalidArgument(field, text, f"a duration such as 30s, 10m, 2h or 1d {more}".rstrip())
     return float(match[1]) * _UNITS_S[match[2]]
+
+
+def check_url(url: str, field: str = "--url") -> None:
+    """Raises InvalidArgument unless this is the address of an HTTP server, with a port that is a number."""
+    try:
+        parts = urllib.parse.urlsplit(url)
+        is_right = parts.scheme in ("http", "https") and bool((parts.hostname or "").encode("idna"))
+        is_right = is_right and (parts.port or 0) >= 0 and url.isprintable() and " " not in url
+    except ValueError:
+        is_right = False
+    if not is_right:
+        raise InvalidArgument(field, url, "an address such as http://127.0.0.1:8000")
 
 
 def printable(text: str) -> str:

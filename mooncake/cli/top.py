@@ -8,9 +8,9 @@ server, so that the screen stays alive while one is lost.
 
 from __future__ import annotations
 
+import http.client
 import time
 import urllib.error
-import urllib.parse
 import urllib.request
 from contextlib import ExitStack
 from dataclasses import dataclass, field
@@ -33,10 +33,10 @@ from mooncake.cli.cluster_status import (
     read_status,
     roles_of,
 )
-from mooncake.cli.output import fail, print_json, printable
+from mooncake.cli.output import check_url, fail, print_json, printable
 from mooncake.cli.store import opened
 from mooncake.cli.store_board import NARROW, board
-from mooncake.errors import InvalidArgument, MooncakeError
+from mooncake.errors import MooncakeError
 from mooncake.security import tool_identity
 from mooncake.store import Store
 from mooncake.store import messages as m
@@ -83,9 +83,7 @@ class GatewayReader:
     """Reads a gateway's pages."""
 
     def __init__(self, url: str, admin_key: str) -> None:
-        parts = urllib.parse.urlsplit(url)
-        if parts.scheme not in ("http", "https") or not parts.hostname:
-            raise InvalidArgument("--url", url, "an address such as http://127.0.0.1:8000")
+        check_url(url)
         self.url = url.rstrip("/")
         self._admin_key = admin_key
         tls = urllib.request.HTTPSHandler(context=tool_identity().client_tls)
@@ -120,8 +118,8 @@ class GatewayReader:
                 if error.code in (401, 403):
                     return b"", "instances and traffic need the admin key: --admin-api-key or ADMIN_API_KEY"
                 return b"", f"{self.url}{path} answers {error.code}"
-        except (OSError, ValueError) as error:
-            return b"", f"no gateway answers at {self.url}: {error}"
+        except (OSError, ValueError, http.client.HTTPException) as error:
+            return b"", f"no gateway answers at {self.url}: {printable(str(error))}"
         return (content, "") if len(content) <= MAX_PAGE_BYTES else (b"", f"{self.url}{path} is too large")
 
 

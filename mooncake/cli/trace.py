@@ -7,9 +7,7 @@ Knows the gateway's HTTP answer and the terminal, nothing of the cluster.
 from __future__ import annotations
 
 import json
-import urllib.error
 import urllib.parse
-import urllib.request
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
@@ -19,6 +17,7 @@ from rich.markup import escape
 from rich.table import Table
 from rich.text import Text
 
+from mooncake.cli.explain import ask_gateway, no_gateway, read_answer
 from mooncake.cli.output import write_whole
 from mooncake.errors import AccessDenied, InvalidArgument, PeerLost, ProtocolError
 from mooncake.tracing.perfetto import trace_events
@@ -61,12 +60,12 @@ def trace(name: str, url: str, key: str, as_json: bool, perfetto: Path | None) -
     """
     content = _fetch(name, url.rstrip("/"), key)
     if as_json:
-        print(json.dumps(json.loads(content), indent=2))
+        print(json.dumps(read_answer(content, url), indent=2))
         return
     try:
         found = msgspec.json.decode(content, type=FetchedTrace)
     except msgspec.MsgspecError as error:
-        raise ProtocolError(f"{url} did not answer like a Mooncake gateway: {error}") from error
+        raise no_gateway(url, error) from error
     if perfetto is not None:
         write_whole(perfetto, json.dumps(trace_events(found.spans)))
         print(f"wrote {len(found.spans)} spans to {perfetto}; open it at https://ui.perfetto.dev")
@@ -75,20 +74,9 @@ def trace(name: str, url: str, key: str, as_json: bool, perfetto: Path | None) -
 
 
 def _fetch(name: str, url: str, key: str) -> bytes:
-    if urllib.parse.urlsplit(url).scheme not in ("http", "https"):
-        raise InvalidArgument("--url", url, "an address such as http://127.0.0.1:8000")
-    request = urllib.request.Request(f"{url}/v1/requests/{urllib.parse.quote(name, safe='')}/trace")
-    if key:
-        request.add_header("X-API-Key", key)
-    try:
-        with urllib.request.urlopen(request, timeout=_TIMEOUT_S) as response:
-            content: bytes = response.read()
-            return content
-    except urllib.error.HTTPError as error:
-        with error:
-            raise _refused(error.code, error.read(), name, url) from None
-    except OSError as error:
-        raise PeerLost(f"no gateway answers at {url}: {error}; start one or name it with --url") from error
+    path = f"/v1/requests/{urllib.parse.quote(name, safe='')}/trace"
+    headers = {"X-API-Key": key} if key else {}
+    return ask_gateway(url, path, headers, lambda status, body: _refused(status, body, name, url), _TIMEOUT_S)
 
 
 def _refused(status: int, body: bytes, name: str, url: str) -> Exception:

@@ -40,6 +40,9 @@ class Handler(http.server.BaseHTTPRequestHandler):
         pass
 
     def do_GET(self) -> None:
+        if self.server.failure == "a page":
+            self._reply(200, "<html>")
+            return
         self._reply(200, json.dumps({"data": [{"id": name} for name in self.server.models]}))
 
     def do_POST(self) -> None:
@@ -150,6 +153,14 @@ def test_a_server_without_models(openai: OpenAi, capsys: pytest.CaptureFixture[s
     with pytest.raises(SystemExit):
         main(["chat", "--url", openai.url])
     assert "lists no model" in capsys.readouterr().err
+
+
+def test_a_server_of_pages_is_named(openai: OpenAi, capsys: pytest.CaptureFixture[str]) -> None:
+    openai.failure = "a page"
+    with pytest.raises(SystemExit) as exit:
+        main(["chat", "--url", openai.url])
+    assert exit.value.code == 2
+    assert f"{openai.url} did not list models" in capsys.readouterr().err
 
 
 def test_nothing_listens(openai: OpenAi, capsys: pytest.CaptureFixture[str]) -> None:

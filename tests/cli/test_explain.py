@@ -1,9 +1,16 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What ``mooncake explain`` prints of an answer; the query itself is tested with a cluster."""
+"""What ``mooncake explain`` prints of an answer; a query that succeeds is tested with a cluster.
+
+What becomes of a URL that is none, and of a server that is no gateway, is the same for all commands with a
+``--url``.
+"""
 
 from __future__ import annotations
 
 import io
+import socketserver
+import threading
+from collections.abc import Iterator
 from typing import Any
 
 import msgspec
@@ -13,6 +20,26 @@ from rich.console import Console
 from mooncake.cli.explain import misses, show, show_misses
 from mooncake.conductor.explanation import ActualTimes, Explanation
 from mooncake.http.worker_stats import StageStats
+from tests.cli.conftest import Run
+
+QUERIES = ("explain x", "misses", "trace x", "what-if", "top --once --master 127.0.0.1:1", "chat")
+
+
+class NoHttp(socketserver.BaseRequestHandler):
+    """Answers each connection as a server of another protocol does."""
+
+    def handle(self) -> None:
+        self.request.recv(4096)
+        self.request.sendall(b"SSH-2.0-\x1b[2J\r\n")
+
+
+@pytest.fixture(scope="module")
+def no_http() -> Iterator[str]:
+    """URL of a server that does not speak HTTP."""
+    with socketserver.ThreadingTCPServer(("127.0.0.1", 0), NoHttp) as server:
+        threading.Thread(target=server.serve_forever, args=(0.01,), daemon=True).start()
+        yield f"http://127.0.0.1:{server.server_address[1]}"
+        server.shutdown()
 
 
 def shown(actual: ActualTimes) -> str:
@@ -94,3 +121,21 @@ def test_sums_are_shown_as_parts(monkeypatch: pytest.MonkeyPatch, capsys: pytest
     misses("http://127.0.0.1:1", "", as_json=False)
     text = capsys.readouterr().out
     assert "40.0%" in text and "90.0%" in text and "tool order" in text and "sort-tools" in text
+
+
+@pytest.mark.parametrize(
+    "url", ["http://127.0.0.1:abc", "http://[::1", "http://a..b", "http://a b", "ftp://a"]
+)
+@pytest.mark.parametrize("query", QUERIES)
+def test_a_url_that_is_none_is_named(mooncake: Run, query: str, url: str) -> None:
+    done = mooncake(*query.split(), "--url", url)
+    assert done.returncode == 2
+    assert f"is {url!r}; allowed: an address such as http://127.0.0.1:8000" in done.stderr
+
+
+@pytest.mark.parametrize("query", QUERIES)
+def test_a_server_of_another_protocol_is_named(mooncake: Run, query: str, no_http: str) -> None:
+    done = mooncake(*query.split(), "--url", no_http)
+    assert done.returncode in (1, 2)
+    assert no_http in done.stdout + done.stderr and "Traceback" not in done.stderr
+    assert "\x1b" not in done.stdout + done.stderr

@@ -7,17 +7,15 @@ Knows the answer's form and the terminal; the gateway has the requests, and a pr
 from __future__ import annotations
 
 import json
-import urllib.error
-import urllib.parse
-import urllib.request
 from typing import Annotated, Any
 
 import typer
 from rich import box
 from rich.table import Table
 
+from mooncake.cli.explain import ask_gateway, read_answer
 from mooncake.cli.simulation.report import wide_console
-from mooncake.errors import AccessDenied, InvalidArgument, MooncakeError, PeerLost, ProtocolError
+from mooncake.errors import AccessDenied, MooncakeError, PeerLost, ProtocolError
 
 _TIMEOUT_S = 200.0
 _NAMES = {
@@ -77,21 +75,17 @@ def what_if_command(
 
 
 def _ask(url: str, body: dict[str, Any], admin_api_key: str) -> dict[str, Any]:
-    if urllib.parse.urlsplit(url).scheme not in ("http", "https"):
-        raise InvalidArgument("--url", url, "an address such as http://127.0.0.1:8000")
     headers = {"Content-Type": "application/json", **({"X-API-Key": admin_api_key} if admin_api_key else {})}
-    request = urllib.request.Request(f"{url}/v1/what_if", json.dumps(body).encode(), headers)
-    try:
-        with urllib.request.urlopen(request, timeout=_TIMEOUT_S) as response:
-            found: dict[str, Any] = json.loads(response.read())
-            return found
-    except urllib.error.HTTPError as error:
-        with error:
-            raise _refused(error.code, error.read(), url) from None
-    except OSError as error:
-        raise PeerLost(f"no gateway answers at {url}: {error}; start one or name it with --url") from error
-    except ValueError as error:
-        raise ProtocolError(f"{url} did not answer like a Mooncake gateway: {error}") from error
+    content = ask_gateway(
+        url,
+        "/v1/what_if",
+        headers,
+        lambda status, answer: _refused(status, answer, url),
+        _TIMEOUT_S,
+        json.dumps(body).encode(),
+    )
+    found: dict[str, Any] = read_answer(content, url)
+    return found
 
 
 def _refused(status: int, body: bytes, url: str) -> Exception:
