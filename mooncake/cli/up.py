@@ -21,7 +21,7 @@ import shlex
 import ssl
 import subprocess
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from random import Random
@@ -42,6 +42,7 @@ from mooncake.cli.supervisor import RoleSpec, RoleState, RoleStatus
 from mooncake.conductor.settings import Scheduling
 from mooncake.config import AlsoFrom, Port, Secret, Size, format_size
 from mooncake.errors import InvalidArgument
+from mooncake.files import LOCK, OsDirectory
 from mooncake.inference.pipeline import MAX_STAGES
 from mooncake.log import get_logger
 from mooncake.security import Identity, SecuritySettings, check_address, process_identity
@@ -109,7 +110,7 @@ class UpSettings:
     "How KV goes from prefill to decode: through the `pool`, by `push`, or as is predicted to be faster."
 
     log_dir: Path | None = None
-    "Folder of the roles' logs; without it, one in your state directory, printed at the start."
+    "Folder of the logs, for one cluster at a time; without it, one for each port in your state directory."
 
     json_status: Path | None = None
     "File with the current state of every role as JSON, for programs."
@@ -478,15 +479,18 @@ def up(given: Invocation) -> None:
     if settings.on == "host":
         check_certificate(process_identity())
     check_free(settings.host, settings.port)
-    log_folder = prepare_log_folder(settings.log_dir)
-    if settings.json_status is not None:
-        check_writable(settings.json_status, "json_status")
-    model_folder = prepare_model(settings.model)
-    if settings.on == "ray" and not Path(settings.model).expanduser().is_dir():
-        model_folder = settings.model  # by its name: each host converts it into a folder of its own
-    elif settings.on == "ray":
-        model_folder = str(Path(model_folder).absolute())
-    sys.exit(asyncio.run(_run(settings, given, model_folder, log_folder)))
+    with locked_log_folder(settings.log_dir, settings.port) as log_folder:
+        if settings.json_status is not None:
+            check_writable(settings.json_status, "json_status")
+        model_folder = prepare_model(settings.model)
+        if settings.on == "ray":
+            ray_classes()
+            # By its name: each host converts it into a folder of its own.
+            is_folder = Path(settings.model).expanduser().is_dir()
+            model_folder = str(Path(model_folder).absolute()) if is_folder else settings.model
+        keep_logs_before(log_folder)
+        status = asyncio.run(_run(settings, given, model_folder, log_folder))
+    sys.exit(status)
 
 
 def check_certificate(identity: Identity) -> None:
@@ -610,17 +614,46 @@ def prepare_model(name: str) -> str:
     return done.stdout.splitlines()[-1]
 
 
-def prepare_log_folder(wanted: Path | None) -> Path:
-    """The folder for the roles' logs; those of the run before are kept once, as ``.old``."""
+@contextlib.contextmanager
+def locked_log_folder(wanted: Path | None, port: int) -> Iterator[Path]:
+    """The folder for the roles' logs, which no other cluster uses meanwhile.
+
+    Without ``wanted`` it is named by the gateway's port; where that is a free one, it is one that is not in
+    use.
+
+    Raises:
+        InvalidArgument: another cluster uses it, or it can't be written.
+    """
     state = os.environ.get("XDG_STATE_HOME") or "~/.local/state"
-    folder = wanted or Path(state).expanduser() / "mooncake" / "logs"
+    logs = Path(state).expanduser() / "mooncake" / "logs"
+    number = 1
+    while True:
+        folder = wanted or logs / (str(port) if port else f"any-{number}")
+        try:
+            folder.mkdir(parents=True, exist_ok=True)
+            with contextlib.closing(OsDirectory(folder)) as directory:
+                lock = directory.open(LOCK, is_locked=True)
+            break
+        except BlockingIOError:
+            if wanted is not None or port:
+                allowed = "a folder that no other cluster uses; name another with --log-dir"
+                raise InvalidArgument("log_dir", str(folder), allowed) from None
+            number += 1
+        except OSError as error:
+            allowed = f"a folder that can be written to ({error})"
+            raise InvalidArgument("log_dir", str(folder), allowed) from error
+    with contextlib.closing(lock):
+        yield folder.absolute()
+
+
+def keep_logs_before(folder: Path) -> None:
+    """Keep the logs of the run before once, as ``.old``: when nothing can refuse the start any more."""
     try:
-        folder.mkdir(parents=True, exist_ok=True)
-        for log in folder.glob("*.log"):
-            log.replace(log.with_suffix(".log.old"))
+        for one in folder.glob("*.log"):
+            one.replace(one.with_suffix(".log.old"))
     except OSError as error:
-        raise InvalidArgument("log_dir", str(folder), f"a folder that can be written to ({error})") from error
-    return folder.absolute()
+        allowed = f"a folder that can be written to ({error})"
+        raise InvalidArgument("log_dir", str(folder), allowed) from error
 
 
 def check_writable(path: Path, field: str) -> None:

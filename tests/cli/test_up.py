@@ -8,13 +8,14 @@ import json
 import sys
 from collections.abc import Iterator
 from pathlib import Path
+from random import Random
 
 import pytest
 from rich.console import Console
 
 from mooncake.cli import main
 from mooncake.cli.certs import CertsSettings, make
-from mooncake.cli.ports import RolePlace
+from mooncake.cli.ports import RolePlace, free_ports
 from mooncake.cli.processes import HttpCheck, Processes, RolePlan
 from mooncake.cli.role_command import Invocation
 from mooncake.cli.supervisor import RoleExited, RoleReady, RoleSpec, StartAll, Supervisor
@@ -28,6 +29,8 @@ from mooncake.cli.up import (
     cluster_roles,
     default_pool_bytes,
     gateway_place,
+    keep_logs_before,
+    locked_log_folder,
     places_here,
     plan_cluster,
     quiet_threads,
@@ -302,6 +305,41 @@ def test_a_status_file_that_cannot_be_written_is_refused_and_stops_nothing(
     path.parent.mkdir()
     check_writable(path, "json_status")
     assert not [*path.parent.iterdir()]
+
+
+def test_logs_are_moved_only_once_a_cluster_can_start(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setenv("XDG_STATE_HOME", str(tmp_path))
+    port = free_ports("127.0.0.1", 1, Random(1))[0]
+    log = tmp_path / "mooncake" / "logs" / str(port) / "master.log"
+    with locked_log_folder(None, port) as folder:
+        assert folder == log.parent
+        log.write_text("of the run before")
+    with pytest.raises(SystemExit) as exit:
+        main(["up", "--port", str(port), "--model", "/nonexistent"])
+    assert exit.value.code == 2 and "/nonexistent" in capfd.readouterr().err
+    assert log.read_text() == "of the run before"
+    keep_logs_before(folder)
+    assert not log.exists() and log.with_suffix(".log.old").read_text() == "of the run before"
+
+
+def test_a_folder_of_logs_is_of_one_cluster(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setenv("XDG_STATE_HOME", str(tmp_path / "state"))
+    wanted = tmp_path / "logs"
+    with (
+        locked_log_folder(wanted, 0),
+        locked_log_folder(None, 0) as first,
+        locked_log_folder(None, 0) as second,
+    ):
+        assert first != second, "free ports are not known yet"
+        with pytest.raises(SystemExit) as exit:
+            main(["up", "--port", "0", "--log-dir", str(wanted), "--model", "/nonexistent"])
+        assert exit.value.code == 2 and "that no other cluster uses" in capfd.readouterr().err
+    with locked_log_folder(wanted, 0) as again, locked_log_folder(None, 0) as free:
+        assert (again, free) == (wanted, first)
 
 
 def test_the_welcome_has_a_line_that_can_be_pasted() -> None:
