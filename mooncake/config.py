@@ -217,16 +217,19 @@ def _find(
     if flags.get(option.field) is not None:
         return flags[option.field], f"flag {option.flag}"
     for variable in [variable_of(role, option), *option.more_variables]:
-        if variable in environment and not _is_service_link(environment[variable]):
+        if variable in environment and not _is_service_link(option, environment[variable]):
             return environment[variable], f"environment {variable}"
     if option.name in table:
         return table[option.name], f"file {file} [{role}]"
     return option.default, "default"
 
 
-def _is_service_link(value: str) -> bool:
-    """Whether Kubernetes set this for a service, as ``MOONCAKE_MASTER_PORT=tcp://10.0.0.1:50051``."""
-    return re.match(r"(tcp|udp)://", value) is not None
+def _is_service_link(option: Option, value: str) -> bool:
+    """Whether Kubernetes set this for a service, as ``MOONCAKE_MASTER_PORT=tcp://10.0.0.1:50051``.
+
+    Only a number can be meant, since these names end in ``_PORT``; an endpoint is written in the same form.
+    """
+    return option.base is int and re.match(r"(tcp|udp)://", value) is not None
 
 
 def _warn_of_misspelt(settings_class: type, environment: Mapping[str, str]) -> None:

@@ -14,8 +14,11 @@ from hypothesis import strategies as st
 from msgspec import Meta
 
 from mooncake import config
+from mooncake.conductor.server import ConductorSettings
 from mooncake.config import AlsoFrom, Port, Secret, Size
 from mooncake.errors import InvalidArgument
+from mooncake.gateway.epp import EppSettings
+from mooncake.gateway.gateway import GatewaySettings
 from mooncake.store.node.node import NodeSettings
 from mooncake.store.settings import MasterSettings
 
@@ -174,6 +177,35 @@ def test_own_variable_beats_the_well_known_one() -> None:
 
 def test_a_kubernetes_service_link_is_not_a_port() -> None:
     assert load(environment={"MOONCAKE_PROBE_PORT": "tcp://10.1.2.3:50051"})[0].port == 0
+
+
+@pytest.mark.parametrize(
+    ("settings_class", "field"),
+    [
+        (MasterSettings, "kv_events_endpoint"),
+        (MasterSettings, "kv_events_replay_endpoint"),
+        (GatewaySettings, "pool_events"),
+        (GatewaySettings, "pool_events_replay"),
+        (GatewaySettings, "kv_events_listen"),
+        (EppSettings, "pool_events"),
+        (EppSettings, "pool_events_replay"),
+        (EppSettings, "kv_events_listen"),
+        (ConductorSettings, "pool_events"),
+        (ConductorSettings, "pool_events_replay"),
+        (ConductorSettings, "kv_events_listen"),
+    ],
+)
+def test_an_endpoint_is_taken_from_the_environment(settings_class: type[Any], field: str) -> None:
+    variable = f"MOONCAKE_{config.role_of(settings_class)}_{field}".upper()
+    settings, origins = config.load(settings_class, {}, {variable: "tcp://10.0.0.1:5557"})
+    assert (getattr(settings, field), origins[field]) == ("tcp://10.0.0.1:5557", f"environment {variable}")
+
+
+def test_endpoints_in_a_list_are_taken_from_the_environment() -> None:
+    assert load(environment={"MOONCAKE_PROBE_PEERS": "tcp://a:1,tcp://b:2"})[0].peers == (
+        "tcp://a:1",
+        "tcp://b:2",
+    )
 
 
 @pytest.mark.parametrize(
