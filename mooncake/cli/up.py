@@ -647,7 +647,7 @@ def locked_log_folder(wanted: Path | None, port: int) -> Iterator[Path]:
 
 
 def keep_logs_before(folder: Path) -> None:
-    """Keep the logs of the run before once, as ``.old``: when nothing can refuse the start any more."""
+    """Keep the logs of the run before once, as ``.old``: after settings and model were accepted."""
     try:
         for one in folder.glob("*.log"):
             one.replace(one.with_suffix(".log.old"))
