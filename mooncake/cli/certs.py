@@ -12,7 +12,9 @@ from __future__ import annotations
 import datetime
 import ipaddress
 import os
+import re
 import secrets
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Literal
@@ -32,6 +34,9 @@ from mooncake.security.keys import SECRET_BYTES, derive, format_credential, form
 from mooncake.security.principal import certificate_name, tenant_error
 
 AUTHORITY_DAYS = 3650
+MAX_NAME_BYTES = 200
+_LABEL = r"[A-Za-z0-9_](?:[A-Za-z0-9_-]{0,61}[A-Za-z0-9_])?"
+_HOST = re.compile(rf"(?![\d.]+$)(?:\*\.)?{_LABEL}(?:\.{_LABEL})*")  # only digits and dots: a wrong address
 _SKEW = datetime.timedelta(hours=1)  # clocks of a cluster are not all right
 
 
@@ -132,9 +137,11 @@ def make(settings: CertsSettings) -> list[Path]:
     """Create certificates; return the files written.
 
     Raises:
-        InvalidArgument: the folder cannot be written, the certificate exists, or half an authority does.
+        InvalidArgument: the folder cannot be written, the certificate exists, or half an authority does; the
+            name is not that of a file, or a host is not a host's name or address.
     """
     folder = settings.folder
+    _check_names(settings.name, settings.host)
     try:
         folder.mkdir(parents=True, exist_ok=True)
     except OSError as error:
@@ -166,6 +173,17 @@ def make(settings: CertsSettings) -> list[Path]:
     _write_key(key_file, key)
     certificate.write_bytes(issued.public_bytes(serialization.Encoding.PEM))
     return [*made, certificate, key_file]
+
+
+def _check_names(name: str, hosts: Sequence[str]) -> None:
+    if not name or "/" in name or not name.isprintable() or len(name.encode()) > MAX_NAME_BYTES:
+        allowed = f"the name of a file, without a folder and of at most {MAX_NAME_BYTES} bytes"
+        raise InvalidArgument("name", name, allowed)
+    for host in hosts:
+        is_name = _HOST.fullmatch(host) is not None and len(host) <= 253
+        if not is_name and _address(host) is None:
+            allowed = "host names (in ASCII: xn--... for others; *.example for all of a domain) and addresses"
+            raise InvalidArgument("host", host, allowed)
 
 
 def _authority(folder: Path) -> tuple[x509.Certificate, ec.EllipticCurvePrivateKey, list[Path]]:
@@ -217,10 +235,15 @@ def _name(text: str) -> x509.Name:
 
 
 def _alternative(host: str) -> x509.GeneralName:
+    address = _address(host)
+    return x509.DNSName(host) if address is None else x509.IPAddress(address)
+
+
+def _address(host: str) -> ipaddress.IPv4Address | ipaddress.IPv6Address | None:
     try:
-        return x509.IPAddress(ipaddress.ip_address(host))
+        return ipaddress.ip_address(host)
     except ValueError:
-        return x509.DNSName(host)
+        return None
 
 
 def _signs_only() -> x509.KeyUsage:

@@ -46,6 +46,30 @@ def test_nothing_is_written_over(tmp_path: Path) -> None:
     assert (tmp_path / "node.key").read_bytes() == before
 
 
+@pytest.mark.parametrize("name", ["", "sub/x", "/x", "a\0b", "x" * 300])
+def test_a_name_that_is_none_of_a_file_is_refused(tmp_path: Path, name: str) -> None:
+    with pytest.raises(InvalidArgument, match=r"^name is .*the name of a file"):
+        make(CertsSettings(folder=tmp_path, name=name))
+    assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.parametrize(
+    "host", ["", "ünïcode.de", "bad host!", "10.0.0.256", "a..b", "-a", "a" * 64, "a.*", "host:8000"]
+)
+def test_a_host_that_is_none_is_refused(tmp_path: Path, host: str) -> None:
+    with pytest.raises(InvalidArgument, match=r"^host is .*host names"):
+        make(CertsSettings(folder=tmp_path, host=("localhost", host)))
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_names_of_hosts_are_taken_as_they_are(tmp_path: Path) -> None:
+    names = ["node_1", "*.cluster.local", "xn--nicode-2ya.de", "4u-node", "a-b.c-d"]
+    make(CertsSettings(folder=tmp_path, host=(*names, "fe80::1")))
+    found = x509.load_pem_x509_certificate((tmp_path / "node.pem").read_bytes())
+    alternatives = found.extensions.get_extension_for_class(x509.SubjectAlternativeName).value
+    assert alternatives.get_values_for_type(x509.DNSName) == names
+
+
 def test_half_an_authority_is_refused(tmp_path: Path) -> None:
     make(CertsSettings(folder=tmp_path))
     (tmp_path / "ca.key").unlink()
