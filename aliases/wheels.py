@@ -68,9 +68,8 @@ def _record(path: str, text: str) -> str:
 def write_aliases(folder: Path, level: str = LEVEL) -> list[Path]:
     """One wheel for each name. Several may be installed together: they have no file in common."""
     ours = our_version()
-    return [
-        write_wheel(folder, name, alias_version(level, ours), [f"mooncake-serving=={ours}"]) for name in NAMES
-    ]
+    needed = [f"mooncake-serving[cli,gateway]=={ours}"]  # the extras are for the existing package's programs
+    return [write_wheel(folder, name, alias_version(level, ours), needed) for name in NAMES]
 
 
 if __name__ == "__main__":

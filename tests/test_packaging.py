@@ -111,6 +111,45 @@ def test_the_existing_names_install_this_package(tmp_path: Path) -> None:
         "mooncake-transfer-engine-non-cuda": alias,
     }
     assert not (target / "mooncake").exists(), "an alias has no module"
+    aliases = [one for one in metadata.distributions(path=[str(target)]) if one.name in wheels.NAMES]
+    extras = project()["project"]["optional-dependencies"]
+    for one in aliases:
+        line = f"mooncake-serving[cli,gateway]=={mooncake.__version__}"
+        assert one.requires == [line], "the existing package's programs need the extras"
+    assert {"cli", "gateway"} <= set(extras)
+
+
+BASE_ONLY = """
+import re, sys
+from importlib import metadata
+
+names = [re.match("[A-Za-z0-9_.-]+", line)[0].lower() for line in sys.argv[1].split(";")]
+missing = {"starlette", "uvicorn", "fastapi", "aiohttp", "httptools", "pydantic", "zmq", "xxhash"}
+missing |= {"typer", "rich", "yaml", "grpc", "torch", "transformers", "cryptography", "opentelemetry"}
+missing -= set(names)
+
+class Absent:
+    def find_spec(self, name, path=None, target=None):
+        if name.partition(".")[0] in missing:
+            raise ModuleNotFoundError(f"No module named {name!r}", name=name)
+
+sys.meta_path.insert(0, Absent())
+import mooncake.engine, mooncake.mooncake_config, mooncake.buffer_pool, mooncake.async_store
+import mooncake.store as store
+for name in dir(store):
+    getattr(store, name)
+import mooncake_vllm_adaptor
+store = store.MooncakeDistributedStore()
+print(store.setup("127.0.0.1", "P2PHANDSHAKE", 0, 1 << 20, "carrier pigeon", "", "127.0.0.1:9"))
+"""
+
+
+def test_the_store_and_the_engine_need_the_base_dependencies_only() -> None:
+    needed = ";".join(project()["project"]["dependencies"])
+    done = subprocess.run(
+        [sys.executable, "-c", BASE_ONLY, needed], cwd=ROOT, capture_output=True, text=True, timeout=120
+    )
+    assert (done.returncode, done.stdout.split()) == (0, ["-600"]), done.stderr
 
 
 def test_an_alias_names_the_level_that_the_benches_compare_with() -> None:

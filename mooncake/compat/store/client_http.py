@@ -58,8 +58,8 @@ class ClientHttpServer:
 def _app(health: Callable[[], int], client_metrics: ClientMetrics) -> Starlette:
     async def state(_: Request) -> Response:
         """Health of the client; 503 unless it is healthy."""
-        found = STATES[await asyncio.to_thread(health)]
-        return JSONResponse({"status": found}, 200 if found == STATES[0] else 503)
+        code = await asyncio.to_thread(health)
+        return JSONResponse({"status": STATES[code], "code": code}, 503 if code else 200)
 
     def metrics(_: Request) -> Response:
         """Metrics in the text format of Prometheus."""

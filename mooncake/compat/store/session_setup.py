@@ -15,7 +15,6 @@ from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 
-from mooncake.compat.store.client_http import ClientHttpServer
 from mooncake.compat.store.exit_hooks import close_at_exit
 from mooncake.compat.store.setup_arguments import (
     MIN_SEGMENT_BYTES,
@@ -53,10 +52,7 @@ def open_session(arguments: SetupArguments) -> StoreSession:
         _wait_for_master(session)
         _mount(session)
         if arguments.enable_client_http_server:
-            endpoint = ClientHttpServer(
-                arguments.client_http_port, lambda: 0 if session.has_master() else 2, session.client_metrics
-            )
-            session.at_close.append(endpoint.close)
+            _serve_http(session)
     except BaseException:
         session.close()
         raise
@@ -65,11 +61,16 @@ def open_session(arguments: SetupArguments) -> StoreSession:
 
 
 def _session_with_engine(arguments: SetupArguments, settings: DropinSettings) -> StoreSession:
-    """Make a session with its engine, listening at the port of its name, or with the program's own engine."""
+    """Make a session with its engine, listening at the port of its name, or with the program's own engine.
+
+    A port that is in use is replaced by a free one, which then is part of the name.
+    """
     host, fixed = split_host(arguments.local_hostname)
     shown = f"[{host}]" if ":" in host else host
     every = range(settings.min_port, settings.max_port + 1)
-    ports = [fixed] if fixed else random.SystemRandom().sample(every, min(settings.setup_retries, len(every)))
+    ports = random.SystemRandom().sample(every, min(settings.setup_retries, len(every)))
+    if fixed:  # the others are for processes of one host that share a configuration
+        ports.insert(0, fixed)
     if arguments.engine is not None:
         if not isinstance(arguments.engine, InnerTransferEngine):
             raise InvalidArgument(
@@ -83,9 +84,37 @@ def _session_with_engine(arguments: SetupArguments, settings: DropinSettings) ->
         name = f"{shown}:{port}"
         with contextlib.suppress(AddressInUse):
             engine = TransferEngine(replace(base, name=name, tcp_port=port))
+            if fixed and port != fixed:
+                log.warning(
+                    f"setup: port {fixed} of local_hostname {arguments.local_hostname!r} is in use; "
+                    f"this process is {name}"
+                )
             return StoreSession(arguments, settings, engine, name, owns_engine=True)
-    where = f"port {fixed}" if fixed else f"{len(ports)} ports from {every[0]} to {every[-1]}, all"
+    where = f"{len(ports)} ports from {every[0]} to {every[-1]}, all"
     raise InvalidArgument("local_hostname", arguments.local_hostname, f"a free port; {where} in use")
+
+
+def _serve_http(session: StoreSession) -> None:
+    """Serve health and metrics, except where another process of this host has the port."""
+    try:  # late: the dependencies of the store contain no web server
+        from mooncake.compat.store.client_http import ClientHttpServer
+    except ModuleNotFoundError as error:
+        raise InvalidArgument(
+            "enable_client_http_server",
+            True,
+            f"False without {error.name}; pip install 'mooncake-serving[gateway]' to have it",
+        ) from error
+
+    try:
+        endpoint = ClientHttpServer(
+            session.arguments.client_http_port,
+            lambda: 0 if session.has_master() else 2,
+            session.client_metrics,
+        )
+    except AddressInUse as error:
+        log.warning(f"setup: {error}; until then this process serves neither health nor metrics")
+        return
+    session.at_close.append(endpoint.close)
 
 
 def _engine_settings(arguments: SetupArguments) -> TransferSettings:
@@ -107,6 +136,13 @@ def _engine_settings(arguments: SetupArguments) -> TransferSettings:
     if choice.warning:
         log.warning(f"setup: {choice.warning}")
     flags = {field: value for field, value in choice.flags.items() if not field.startswith("metadata")}
+    host, _ = split_host(arguments.local_hostname)
+    if flags["advertise_host"] and not resolves(host):
+        flags["advertise_host"] = ""
+        log.warning(
+            f"setup: local_hostname {host!r} does not resolve: it names this process's segment, "
+            "and peers reach it at this host's own address"
+        )
     return replace(transfer_from_environment(flags), metadata="")
 
 

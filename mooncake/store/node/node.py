@@ -21,7 +21,6 @@ from prometheus_client import Gauge
 
 from mooncake.config import Port, Size
 from mooncake.errors import InvalidArgument, MooncakeError, Unavailable
-from mooncake.http.server import serve_metrics
 from mooncake.log import get_logger
 from mooncake.metrics import registry
 from mooncake.security import Identity, check_address, process_identity
@@ -372,6 +371,8 @@ async def serve(settings: NodeSettings) -> None:
         InvalidArgument: other hosts can reach it, and clients are not authenticated.
         MooncakeError: see ``Node.start``.
     """
+    from mooncake.http.server import serve_metrics  # a node in a program's own process needs no web server
+
     check_address(settings.host)
     check_address(settings.transfer.listen_host or settings.host)
     # Journals are many long-lived objects without cycles, as in the master: full collections cost pauses.

@@ -31,13 +31,13 @@ def fetch(port: int, path: str) -> tuple[int, str]:
         return error.code, error.read().decode()
 
 
-def test_a_healthy_client(master: RunningMaster) -> None:
+def test_a_healthy_client(master: RunningMaster, caplog: pytest.LogCaptureFixture) -> None:
     port = free_port()
     with a_store(master, enable_client_http_server=True, client_http_port=port) as store:
         assert store.put("k", b"v" * 1000) == 0 and len(store.get("k")) == 1000
         assert store.batch_is_exist(["k"]) == [1]
         status, body = fetch(port, "/health")
-        assert (status, json.loads(body)) == (200, {"status": "healthy"})
+        assert (status, json.loads(body)) == (200, {"status": "healthy", "code": 0})
         _, metrics = fetch(port, "/metrics")
         lines = metrics.splitlines()
         assert "mooncake_transfer_read_bytes 1000" in lines and "mooncake_transfer_write_bytes 1000" in lines
@@ -48,7 +48,11 @@ def test_a_healthy_client(master: RunningMaster) -> None:
         assert fetch(port, "/elsewhere")[0] == 404
         other = MooncakeDistributedStore()
         arguments = ("127.0.0.1", "P2PHANDSHAKE", 0, MIB, "tcp", "", master.address)
-        assert other.setup(*arguments, enable_client_http_server=True, client_http_port=port) < 0
+        assert other.setup(*arguments, enable_client_http_server=True, client_http_port=port) == 0
+        assert f"client_http_port {port} is in use" in caplog.text
+        assert other.get("k") == b"v" * 1000
+        other.close()
+        assert fetch(port, "/health")[0] == 200, "the first one has kept its port"
     with pytest.raises(urllib.error.URLError):
         urllib.request.urlopen(f"http://127.0.0.1:{port}/health", timeout=30)
 
@@ -57,7 +61,7 @@ def test_a_healthy_client(master: RunningMaster) -> None:
 def test_an_unhealthy_client(health: int, state: str) -> None:
     endpoint = ClientHttpServer(0, lambda: health, ClientMetrics())
     status, body = fetch(endpoint.port, "/health")
-    assert (status, json.loads(body)["status"]) == (503, state)
+    assert (status, json.loads(body)) == (503, {"status": state, "code": health})
     endpoint.close()
 
 

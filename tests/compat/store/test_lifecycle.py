@@ -176,18 +176,46 @@ def test_an_invalid_argument_is_named(
     assert store.health_check() == 1
 
 
-def test_a_name_is_used_once(master: RunningMaster) -> None:
+def test_setup_after_one_that_failed(master: RunningMaster) -> None:
     port = free_port()
     with a_store(master) as first:
         assert first.get_hostname().startswith("127.0.0.1:")
         taken = MooncakeDistributedStore()
         others = ("P2PHANDSHAKE", MIB, MIB, "tcp", "", master.address)
-        assert taken.setup(first.get_hostname(), *others) == -600
+        assert taken.setup("", *others) == -600
         assert taken.setup(f"127.0.0.1:{port}", *others) == -600, "a failed setup is closed first"
         assert taken.close() == 0
         assert taken.setup(f"127.0.0.1:{port}", *others) == 0
         assert taken.get_hostname() == f"127.0.0.1:{port}"
         taken.close()
+
+
+def test_a_port_that_is_in_use_is_replaced(master: RunningMaster, caplog: pytest.LogCaptureFixture) -> None:
+    """Processes of one host that share a configuration have one host name with one port."""
+    port = free_port()
+    words = (f"127.0.0.1:{port}", "P2PHANDSHAKE", MIB, MIB, "tcp", "", master.address)
+    first, second = MooncakeDistributedStore(), MooncakeDistributedStore()
+    assert first.setup(*words) == second.setup(*words) == 0
+    assert first.get_hostname() == f"127.0.0.1:{port}"
+    assert second.get_hostname().startswith("127.0.0.1:") and second.get_hostname() != first.get_hostname()
+    assert f"port {port} of local_hostname" in caplog.text and second.get_hostname() in caplog.text
+    assert first.put("shared configuration", b"v") == 0 and second.get("shared configuration") == b"v"
+    first.close()
+    second.close()
+
+
+@pytest.mark.parametrize("metadata", ["P2PHANDSHAKE", "http://127.0.0.1:9/metadata"])
+def test_a_host_name_that_does_not_resolve_is_a_label(
+    master: RunningMaster, caplog: pytest.LogCaptureFixture, metadata: str
+) -> None:
+    store = MooncakeDistributedStore()
+    assert store.setup("trainer-0.invalid", metadata, MIB, MIB, "tcp", "", master.address) == 0
+    assert store.get_hostname().startswith("trainer-0.invalid:")
+    with a_store(master, 0) as reader:
+        assert store.put("label", b"v") == 0 and reader.get("label") == b"v"
+        assert segments_of(reader, "label")
+    store.close()
+    assert ("does not resolve" in caplog.text) is (metadata == "P2PHANDSHAKE")
 
 
 def test_with_an_engine(master: RunningMaster) -> None:
