@@ -54,7 +54,16 @@ def misses(url: str, admin_api_key: str, as_json: bool, api_key: str = "") -> No
         print(json.dumps(answer, indent=2))
         return
     console = Console()
-    console.print(_sums(answer["tenants"]))
+    sums = _sums(answer["tenants"])
+    is_wide = console.measure(sums, options=console.options.update(width=1000)).minimum <= console.width
+    if is_wide:
+        console.print(sums)
+    else:
+        console.print(f"{_SUMS}\n", soft_wrap=True, highlight=False)
+        for row in answer["tenants"]:
+            names = f"tenant {escape(row['tenant'])}, model {escape(row['model'])}:"
+            console.print(names, soft_wrap=True, highlight=False)
+            console.print(_sums_of(row))
     if answer["differences"]:
         console.print(_differences(answer["differences"]))
 
@@ -258,16 +267,42 @@ def show_misses(console: Console, report: dict[str, Any]) -> None:
         console.print(f"a hygiene rule would avoid it: {escape(left['rule'])}", highlight=False)
 
 
+_SUMS = "prompt tokens by what became of them"
+
+
 def _sums(rows: list[dict[str, Any]]) -> Table:
-    table = Table(title="prompt tokens by what became of them")
-    for name in ("tenant", "model", "tokens", *_PARTS.values(), "hit rate", "attainable"):
-        table.add_column(name, justify="left" if name in ("tenant", "model") else "right")
+    """A row for each tenant and model, for a terminal with a column for every number."""
+    table = Table(title=_SUMS)
+    for name in ("tenant", "model"):
+        table.add_column(name, overflow="fold", min_width=8)
+    for name in ("tokens", *_PARTS.values(), "hit rate", "attainable"):
+        table.add_column(name.replace(" ", "\n"), justify="right", no_wrap=True)
     for row in rows:
-        whole = sum(row["tokens"].values())
-        parts = (f"{row['tokens'][name] / max(1, whole):.1%}" for name in _PARTS)
-        rates = (f"{row[name]:.1%}" for name in ("hit_rate", "attainable_hit_rate"))
-        table.add_row(escape(row["tenant"]), escape(row["model"]), str(whole), *parts, *rates)
+        shares = _shares(row).values()
+        table.add_row(escape(row["tenant"]), escape(row["model"]), str(_num_tokens(row)), *shares)
     return table
+
+
+def _sums_of(row: dict[str, Any]) -> Table:
+    """The same of one tenant and model, a row for each number."""
+    table = Table()
+    table.add_column("tokens", no_wrap=True)
+    table.add_column(str(_num_tokens(row)), justify="right", no_wrap=True)
+    for name, share in _shares(row).items():
+        table.add_row(name, share)
+    return table
+
+
+def _num_tokens(row: dict[str, Any]) -> int:
+    tokens: dict[str, int] = row["tokens"]
+    return sum(tokens.values())
+
+
+def _shares(row: dict[str, Any]) -> dict[str, str]:
+    whole = max(1, _num_tokens(row))
+    shares = {label: row["tokens"][name] / whole for name, label in _PARTS.items()}
+    shares |= {"hit rate": row["hit_rate"], "attainable": row["attainable_hit_rate"]}
+    return {label: f"{share:.1%}" for label, share in shares.items()}
 
 
 def _differences(rows: list[dict[str, Any]]) -> Table:

@@ -117,10 +117,13 @@ def test_sums_are_shown_as_parts(monkeypatch: pytest.MonkeyPatch, capsys: pytest
     difference = {"kind": "tool_order", "prompts": 3, "lost_tokens": 40, "rule": "sort-tools"}
     answer = {"tenants": [row], "differences": [difference], "prompts_remembered": 4}
     monkeypatch.setattr("mooncake.cli.explain._ask", lambda *arguments: answer)
-    monkeypatch.setenv("COLUMNS", "150")
-    misses("http://127.0.0.1:1", "", as_json=False)
-    text = capsys.readouterr().out
-    assert "40.0%" in text and "90.0%" in text and "tool order" in text and "sort-tools" in text
+    for width in ("150", "80", "60"):
+        monkeypatch.setenv("COLUMNS", width)
+        misses("http://127.0.0.1:1", "", as_json=False)
+        text = capsys.readouterr().out
+        assert all(number in text for number in (" 100 ", "50.0%", "40.0%", "10.0%", "90.0%")), text
+        assert text.count("0.0%") == 9 and "…" not in text, f"no number is cut at {width} columns"
+        assert "tool order" in text and "sort-tools" in text
 
 
 @pytest.mark.parametrize(
