@@ -3,6 +3,7 @@
 
 Ids count from 1, because clients treat 0 and anything from 2**63 on as failure. Completions come from one
 queue of the engine; a call for a status drains it, and of several waiting threads one drains it for all.
+A batch that may have failed because its peer's descriptor was outdated is submitted once more under its id.
 """
 
 from __future__ import annotations
@@ -11,7 +12,8 @@ import itertools
 import threading
 from collections.abc import Callable, Sequence
 
-from mooncake.transfer.completion_queue import CompletionQueue
+from mooncake.errors import MooncakeError
+from mooncake.transfer.completion_queue import STALE_DESCRIPTOR_STATUSES, CompletionQueue
 from mooncake.transfer.transports import Completion, Status
 
 IN_FLIGHT, DONE, FAILED, TIMED_OUT = 0, 1, -1, -2
@@ -28,19 +30,28 @@ class AsyncBatches:
         self._ended = ended
         self._ids = itertools.count(1)
         self._results: dict[int, int] = {}
+        self._resubmissions: dict[int, Callable[[CompletionQueue, int], bool]] = {}
         self._changed = threading.Condition()
         self._is_draining = False
 
-    def begin(self, submit: Callable[[CompletionQueue, int], None]) -> int:
-        """Begin a batch that ``submit`` puts into the queue under its id; errors of ``submit`` propagate."""
+    def begin(
+        self,
+        submit: Callable[[CompletionQueue, int], None],
+        resubmit: Callable[[CompletionQueue, int], bool],
+    ) -> int:
+        """Begin a batch that ``submit`` puts into the queue under its id; errors of ``submit`` propagate.
+
+        ``resubmit`` does so again after a failure, if the peer has published another descriptor since.
+        """
         number = next(self._ids)
         with self._changed:
             self._results[number] = IN_FLIGHT
+            self._resubmissions[number] = resubmit
         try:
             submit(self._queue, number)
         except BaseException:
             with self._changed:
-                del self._results[number]
+                del self._results[number], self._resubmissions[number]
             raise
         return number
 
@@ -75,10 +86,22 @@ class AsyncBatches:
             with self._changed:
                 self._is_draining = False
                 self._changed.notify_all()
-        for completion in done:
+        ended = [completion for completion in done if not self._resubmit(completion)]
+        for completion in ended:
             self._ended(completion.token, completion)
         with self._changed:
-            for completion in done:
+            for completion in ended:
                 result = {Status.OK: DONE, Status.TIMED_OUT: TIMED_OUT}.get(completion.status, FAILED)
                 self._results[completion.token] = result
             self._changed.notify_all()
+
+    def _resubmit(self, completion: Completion) -> bool:
+        """Submit a failed batch again, at most once; False when it has ended."""
+        with self._changed:
+            resubmit = self._resubmissions.pop(completion.token, None)
+        if resubmit is None or completion.status not in STALE_DESCRIPTOR_STATUSES:
+            return False
+        try:
+            return resubmit(self._queue, completion.token)
+        except MooncakeError:  # local memory was unregistered meanwhile: the first failure stands
+            return False

@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Sequence
 
 from mooncake.compat.transfer.async_batches import FAILED
@@ -193,6 +194,7 @@ class TransferCalls(EngineLifecycle):
             rows = (columns.local, columns.remote, columns.lengths)
             timeout_s = self._timeout_s(int(columns.lengths.sum()))
             segment = self._open(target)
+            deadline = time.monotonic() + timeout_s
 
             def submit(queue: CompletionQueue, number: int) -> None:
                 self._register_temporarily(columns, number)
@@ -202,8 +204,15 @@ class TransferCalls(EngineLifecycle):
                     self._registrations.end_of(number)
                     raise
 
+            def resubmit(queue: CompletionQueue, number: int) -> bool:  # without self: `del engine` ends it
+                if not engine.refresh(segment, max(0.0, deadline - time.monotonic())):
+                    return False
+                left_s = max(0.0, deadline - time.monotonic())
+                engine.submit(queue, number, op, segment, *rows, timeout_s=left_s)
+                return True
+
             assert self._batches is not None
-            numbers.append(self._batches.begin(submit))
+            numbers.append(self._batches.begin(submit, resubmit))
 
         self._number("transfer", begin)
         return numbers[0] if numbers else 0

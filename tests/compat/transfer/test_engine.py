@@ -325,6 +325,24 @@ def status_of(engine: TransferEngine, batch: int) -> int:
     return status
 
 
+@pytest.mark.parametrize("call", ["write", "read", "submit_write"])
+def test_asynchronous_batches_find_memory_that_was_registered_later(near: Peer, far: Peer, call: str) -> None:
+    engine = near.engine
+    first = engine.batch_transfer_async_write(far.session, [near.at], [far.at], [100])
+    assert engine.get_batch_transfer_status([first]) == 0
+    later = np.full(100, 7, dtype=np.uint8)
+    there = int(later.ctypes.data)
+    assert far.engine.register_memory(there, 100) == 0
+    if call == "submit_write":
+        batch = engine.transfer_submit_write(far.session, near.at, there, 100)
+    else:
+        move = getattr(engine, f"batch_transfer_async_{call}")
+        batch = move(far.session, [near.at], [there], [100])
+    assert status_of(engine, batch) == 1, "the id stays in flight while the batch is submitted again"
+    assert (later == near.memory[:100]).all()
+    assert engine.transfer_check_status(batch) == -1, "the final status was read"
+
+
 def test_asynchronous_batches(near: Peer, far: Peer) -> None:
     engine = near.engine
     write = engine.batch_transfer_async_write(far.session, [near.at], [far.at], [5000])
@@ -357,7 +375,8 @@ def test_a_batch_that_times_out() -> None:
         batch = peer.engine._batches.begin(
             lambda queue, number: inner.engine.submit(
                 queue, number, Op.WRITE, peer_segment, *columns, timeout_s=0.2
-            )
+            ),
+            lambda queue, number: False,
         )
         assert status_of(peer.engine, batch) == -2
 
