@@ -13,7 +13,7 @@ import urllib.parse
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import Any, NoReturn, TextIO
 
 import msgspec
 from rich.console import Console
@@ -82,6 +82,19 @@ def check_url(url: str, field: str = "--url") -> None:
 def printable(text: str) -> str:
     """A text without characters that a terminal would take as commands."""
     return "".join(one if one.isprintable() else f"\\x{ord(one):02x}" for one in text)
+
+
+_LINE_BREAKS = re.compile("[\n\r\v\f\x1c-\x1e\x85\u2028\u2029]")
+
+
+def one_line(text: str, stream: TextIO | None = None) -> str:
+    """A key or a name as one line of output, on standard output by default.
+
+    For a terminal it is ``printable``; for a program it keeps everything but its line breaks.
+    """
+    if (stream or sys.stdout).isatty():
+        return printable(text)
+    return _LINE_BREAKS.sub(lambda found: printable(found[0]), text)
 
 
 def print_json(value: Any) -> None:

@@ -23,7 +23,16 @@ from rich.table import Table
 from rich.text import Text
 
 from mooncake.cli.key_tree import drawn_tree, prefix_tree
-from mooncake.cli.output import fail, print_json, progress_bar, read_span, size_text, span_text, waiting
+from mooncake.cli.output import (
+    fail,
+    one_line,
+    print_json,
+    progress_bar,
+    read_span,
+    size_text,
+    span_text,
+    waiting,
+)
 from mooncake.cli.store_board import board
 from mooncake.errors import InvalidArgument, Refusal
 from mooncake.security import tool_identity
@@ -112,7 +121,8 @@ def put(
     if refusal is not None:
         fail(str(refusal))
     if is_there:
-        print(f"{key} exists and was left unchanged (--replace overwrites it)", file=sys.stderr)
+        name = one_line(key, sys.stderr)
+        print(f"{name} exists and was left unchanged (--replace overwrites it)", file=sys.stderr)
 
 
 def get(
@@ -174,7 +184,7 @@ def ls(
     elif is_long:
         Console(soft_wrap=True).print(_table(found))
     else:
-        sys.stdout.write("".join(f"{key}\n" for key in keys))
+        sys.stdout.write("".join(f"{one_line(key)}\n" for key in keys))
     if has_more:
         print(f"there are more than {limit}; --limit shows more", file=sys.stderr)
 
@@ -202,8 +212,9 @@ def stat(keys: Keys, as_json: Json = False, tenant: Tenant = DEFAULT, master: Ma
         print_json(found)
     else:
         for key, one in found.items():
-            print("\n".join([key, *(f"  {line}" for line in _lines(one)), "  story:"]))
-            print("\n".join(f"    {line}" for line in stories[key]) or "    no history is kept")
+            lines = [key, *(f"  {line}" for line in _lines(one)), "  story:"]
+            lines += [f"    {line}" for line in stories[key]] or ["    no history is kept"]
+            print("\n".join(one_line(line) for line in lines))
     if None in found.values():
         raise SystemExit(1)
 
@@ -236,7 +247,8 @@ def rm(
         if outcome is False:
             print(f"there is no {key!r}", file=sys.stderr)
         elif isinstance(outcome, Refusal):
-            print(f"{key}: {outcome}" + ("" if force else "; --force removes it"), file=sys.stderr)
+            hint = "" if force else "; --force removes it"
+            print(f"{one_line(key, sys.stderr)}: {outcome}{hint}", file=sys.stderr)
     if any(outcome is not True for outcome in outcomes):
         raise SystemExit(1)
 
@@ -294,7 +306,7 @@ def _table(found: dict[str, m.ObjectStatus]) -> Table:
         places = ", ".join(f"{replica.segment} [{replica.tier}]" for replica in one.replicas)
         leased = span_text(one.leased_s) if one.leased_s else "-"
         cells: list[Any] = [size_text(one.size_bytes), str(one.num_uses), pin_text(one), leased]
-        table.add_row(*cells, Text(places), Text(key))
+        table.add_row(*cells, Text(one_line(places)), Text(one_line(key)))
     return table
 
 
@@ -405,9 +417,9 @@ def verify(
         print_json(verdicts)
     else:
         for key in wrong:
-            print(f"wrong: {key}")
+            print(f"wrong: {one_line(key)}")
         for key in missing if keys else ():
-            print(f"not found: {key}")
+            print(f"not found: {one_line(key)}")
         gone = "" if keys else f", {len(missing)} removed meanwhile"
         print(f"{len(verdicts) - len(wrong) - len(missing)} good, {len(wrong)} wrong{gone}")
     if wrong or (keys and missing):

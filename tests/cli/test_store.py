@@ -106,6 +106,24 @@ def test_ls_shows_prefixes_as_a_tree(run: Run) -> None:
     assert run("rm", "--match", "^t/", "--force").returncode == 0
 
 
+def test_keys_are_one_line_each_and_no_commands_to_a_terminal(
+    run: Run, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    key, shown, piped = "e/\x1b[2J\n\tx\u2028", rb"e/\x1b[2J\x0a\x09x\x2028", b"e/\x1b[2J\\x0a\tx\\x2028"
+    assert run("put", key, content=b"x").returncode == 0
+    assert run("ls", "e/").stdout == piped + b"\n"
+    assert json.loads(run("ls", "e/", "--json").stdout) == [key]
+    assert run("stat", key).stdout.splitlines()[0] == piped
+    assert run("ls", "e/", "--long").stdout.count(b"\n") == 2, "the heading and the object"
+    again = run("put", key, content=b"x")
+    assert again.stderr.startswith(piped + b" exists") and again.stderr.count(b"\n") == 1
+    for words in (("ls", "e/", "--flat"), ("ls", "e/", "--long"), ("stat", key), ("verify", key, key + "y")):
+        monkeypatch.setattr(sys.stdout, "isatty", lambda: True)
+        found = run(*words)
+        assert shown in found.stdout and b"\x1b[2J" not in found.stdout, words
+    assert run("rm", key, "--force").returncode == 0
+
+
 def test_pins(run: Run) -> None:
     run("put", "pinned", content=b"x")
     for words, expected in ((("pin", "pinned"), "hard"), (("unpin", "pinned"), "no")):
