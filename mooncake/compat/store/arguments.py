@@ -19,19 +19,30 @@ Span: TypeAlias = tuple[int, int]
 MAX_ADDRESS = 1 << 57
 
 
-def check_key(what: str, key: Any) -> None:
-    if not isinstance(key, str):
-        raise TypeError(f"{what}(): key must be str, not {type(key).__name__}")
+def text(what: str, name: str, value: Any) -> str:
+    """Check a string and return it as ``str`` itself: programs also have bytes, and numpy's strings.
+
+    Bytes that are not UTF-8 become a string that the store accepts as no key.
+    """
+    if type(value) is str:
+        return value
+    if isinstance(value, str):
+        return str.__str__(value)  # what `str(value)` returns may be another text, such as an enumeration's
+    if isinstance(value, bytes | bytearray):
+        return value.decode("utf-8", "surrogateescape")
+    raise TypeError(f"{what}(): {name} must be str, not {type(value).__name__}")
+
+
+def check_key(what: str, key: Any) -> str:
+    """Check a key and return it as ``text`` does."""
+    return key if type(key) is str else text(what, "key", key)
 
 
 def check_keys(what: str, keys: Any) -> list[str]:
-    """Check the keys and return them as a list."""
+    """Check the keys and return them as a list of ``str``."""
     if isinstance(keys, str | bytes) or not hasattr(keys, "__iter__"):
         raise TypeError(f"{what}(): keys must be a list of str, not {type(keys).__name__}")
-    found = list(keys)
-    for key in found:
-        check_key(what, key)
-    return found
+    return [check_key(what, key) for key in keys]
 
 
 def is_good_key(key: str) -> bool:
@@ -49,9 +60,17 @@ def numbers(what: str, name: str, values: Any) -> list[int]:
     return [number(what, name, value) for value in values]
 
 
+def flag(what: str, name: str, value: Any) -> bool:
+    """Check a boolean: anything that has a truth value of its own, such as a number, None, or numpy's."""
+    if not hasattr(type(value), "__bool__"):
+        raise TypeError(f"{what}(): {name} must be bool, not {type(value).__name__}")
+    return bool(value)
+
+
 def number(what: str, name: str, value: Any) -> int:
+    """Check an integer, also numpy's, and return it as ``int`` itself."""
     try:
-        return operator.index(value)
+        return int(operator.index(value))
     except TypeError:
         raise TypeError(f"{what}(): {name} must be int, not {type(value).__name__}") from None
 

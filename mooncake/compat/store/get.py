@@ -47,7 +47,7 @@ class ReadCalls(BufferRegistrationCalls):
 
     def get(self, key: str, /) -> bytes:
         """Bytes of the object; empty for a miss and for any failure."""
-        check_key("get", key)
+        key = check_key("get", key)
         return self._get("get", [key])[0]
 
     def get_batch(self, keys: Sequence[str], /) -> list[bytes]:
@@ -57,7 +57,7 @@ class ReadCalls(BufferRegistrationCalls):
 
     def get_buffer(self, key: str, /) -> BufferHandle | None:
         """Object in memory of its own, or None."""
-        check_key("get_buffer", key)
+        key = check_key("get_buffer", key)
         return self._get_buffers("get_buffer", [key])[0]
 
     def batch_get_buffer(self, keys: Sequence[str], /) -> list[BufferHandle | None]:
@@ -145,7 +145,7 @@ class ReadCalls(BufferRegistrationCalls):
 
     def get_size(self, key: str, /) -> int:
         """Size of the object; -704 for a miss."""
-        check_key("get_size", key)
+        key = check_key("get_size", key)
 
         def query(session: StoreSession) -> int:
             found = session.store.open_reads([key])[0] if is_good_key(key) else None
@@ -155,7 +155,7 @@ class ReadCalls(BufferRegistrationCalls):
 
     def is_exist(self, key: str, /, options: ExistOptions | None = None) -> int:
         """Return 1 or 0; negative on failure. A key that exists is leased, so that a get finds it."""
-        check_key("is_exist", key)
+        key = check_key("is_exist", key)
         return self._exist("is_exist", [key], options)[0]
 
     def batch_is_exist(self, keys: Sequence[str], options: ExistOptions | None = None) -> list[int]:

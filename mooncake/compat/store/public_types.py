@@ -11,6 +11,8 @@ from collections.abc import Callable, Iterator
 from enum import IntEnum
 from typing import Any
 
+from mooncake.compat.store.arguments import flag, number, text
+
 
 class _Enum(IntEnum):
     """Enumeration that prints as the existing package's do and is equal to its number."""
@@ -63,38 +65,42 @@ class TaskStatus(_Enum):
     SUCCESS = 3
 
 
-_Check = Callable[[Any], Any]
+_WHAT = "ReplicateConfig"
+_Check = Callable[[str, Any], Any]
 
 
-def _exactly(kind: type) -> _Check:
-    def check(value: Any) -> Any:
-        if not isinstance(value, kind) or (kind is int and isinstance(value, bool)):
-            raise TypeError(f"expected {kind.__name__}, not {type(value).__name__}")
-        return value
-
-    return check
-
-
-def _count(value: Any) -> int:
+def _count(name: str, value: Any) -> int:
     """An unsigned number of 64 bits."""
-    number: int = _exactly(int)(value)
-    if not 0 <= number < 1 << 64:
-        raise TypeError(f"expected 0 to 2**64 - 1, not {number}")
-    return number
+    count = number(_WHAT, name, value)
+    if not 0 <= count < 1 << 64:
+        raise TypeError(f"{_WHAT}(): {name} must be 0 to 2**64 - 1, not {count}")
+    return count
+
+
+def _text(name: str, value: Any) -> str:
+    return text(_WHAT, name, value)
+
+
+def _flag(name: str, value: Any) -> bool:
+    return flag(_WHAT, name, value)
+
+
+def _texts(name: str, value: Any) -> list[str]:
+    if isinstance(value, str | bytes) or not hasattr(value, "__iter__"):
+        raise TypeError(f"{_WHAT}(): {name} must be a list of str, not {type(value).__name__}")
+    return [text(_WHAT, name, item) for item in value]
 
 
 def _optional(check: _Check) -> _Check:
-    return lambda value: None if value is None else check(value)
+    return lambda name, value: None if value is None else check(name, value)
 
 
-def _list_of(kind: type) -> _Check:
-    def check(value: Any) -> Any:
-        if isinstance(value, str) or not hasattr(value, "__iter__"):
-            raise TypeError(f"expected a list of {kind.__name__}, not {type(value).__name__}")
-        values = list(value)
-        for item in values:
-            _exactly(kind)(item)
-        return values
+def _member_of(kind: type[_Enum]) -> _Check:
+    def check(name: str, value: Any) -> _Enum:
+        try:
+            return kind(value)
+        except ValueError as error:
+            raise TypeError(f"{_WHAT}(): {name}: {error}") from None
 
     return check
 
@@ -103,16 +109,16 @@ _FIELDS: dict[str, tuple[Callable[[], Any], _Check]] = {
     "replica_num": (lambda: 1, _count),
     "nof_replica_num": (lambda: 0, _count),
     "dfs_replica_num": (lambda: 0, _count),
-    "soft_pin_action": (lambda: SoftPinAction.PRESERVE, SoftPinAction),
+    "soft_pin_action": (lambda: SoftPinAction.PRESERVE, _member_of(SoftPinAction)),
     "soft_pin_ttl_ms": (lambda: None, _optional(_count)),
-    "with_hard_pin": (lambda: False, _exactly(bool)),
-    "preferred_segments": (list, _list_of(str)),
-    "preferred_segment": (str, _exactly(str)),
-    "preferred_nof_segments": (list, _list_of(str)),
-    "prefer_alloc_in_same_node": (lambda: False, _exactly(bool)),
-    "data_type": (lambda: ObjectDataType.UNKNOWN, ObjectDataType),
-    "group_ids": (lambda: None, _optional(_list_of(str))),
-    "session_ids": (lambda: None, _optional(_list_of(str))),
+    "with_hard_pin": (lambda: False, _flag),
+    "preferred_segments": (list, _texts),
+    "preferred_segment": (str, _text),
+    "preferred_nof_segments": (list, _texts),
+    "prefer_alloc_in_same_node": (lambda: False, _flag),
+    "data_type": (lambda: ObjectDataType.UNKNOWN, _member_of(ObjectDataType)),
+    "group_ids": (lambda: None, _optional(_texts)),
+    "session_ids": (lambda: None, _optional(_texts)),
 }
 
 
@@ -130,10 +136,7 @@ class ReplicateConfig:
 
     def __setattr__(self, name: str, value: Any) -> None:
         if name in _FIELDS:
-            try:
-                value = _FIELDS[name][1](value)
-            except (TypeError, ValueError) as error:
-                raise TypeError(f"ReplicateConfig.{name}: {error}") from None
+            value = _FIELDS[name][1](name, value)
         object.__setattr__(self, name, value)
 
     @property
@@ -181,7 +184,7 @@ class ExistOptions:
         self.prefetch_to_memory = False
 
     def __setattr__(self, name: str, value: Any) -> None:
-        object.__setattr__(self, name, _exactly(bool)(value))
+        object.__setattr__(self, name, flag("ExistOptions", name, value))
 
 
 class Descriptor:

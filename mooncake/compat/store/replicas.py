@@ -6,7 +6,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Sequence
 
-from mooncake.compat.store.arguments import check_key, check_keys, is_good_key, number
+from mooncake.compat.store.arguments import check_key, check_keys, is_good_key, number, text
 from mooncake.compat.store.batches import pick
 from mooncake.compat.store.error_codes import StoreCode, code_of_refusal
 from mooncake.compat.store.lifecycle import StoreLifecycle
@@ -43,7 +43,7 @@ class ReplicaCalls(StoreLifecycle):
 
     def get_replica_desc(self, key: str) -> list[ReplicaDescriptor]:
         """Replicas of an object; [] for a miss."""
-        check_key("get_replica_desc", key)
+        key = check_key("get_replica_desc", key)
         return self._describe("get_replica_desc", [key]).get(key, [])
 
     def batch_get_replica_desc(self, keys: Sequence[str]) -> dict[str, list[ReplicaDescriptor]]:
@@ -53,6 +53,7 @@ class ReplicaCalls(StoreLifecycle):
     def batch_replica_clear(self, keys: Sequence[str], segment_name: str = "") -> list[str]:
         """Drop the replicas on a segment, or all in memory; the keys that had some."""
         keys = check_keys("batch_replica_clear", keys)
+        segment_name = text("batch_replica_clear", "segment_name", segment_name)
 
         def clear(session: StoreSession) -> list[str]:
             good = [key for key in keys if is_good_key(key)]
@@ -64,7 +65,7 @@ class ReplicaCalls(StoreLifecycle):
     def create_copy_task(self, key: str, targets: Sequence[str]) -> tuple[tuple[int, int], int]:
         """Create a task that copies to each of ``targets``: (id, 0), or ((0, 0), code)."""
         what = "create_copy_task"
-        check_key(what, key)
+        key = check_key(what, key)
         segments = check_keys(what, targets)
 
         def begin(session: StoreSession) -> JobStatus | Refusal:
@@ -77,8 +78,7 @@ class ReplicaCalls(StoreLifecycle):
     def create_move_task(self, key: str, source: str, target: str) -> tuple[tuple[int, int], int]:
         """As ``create_copy_task``, for a replica that is moved from ``source``; -600 if it has none there."""
         what = "create_move_task"
-        for name in (key, source, target):
-            check_key(what, name)
+        key, source, target = check_key(what, key), check_key(what, source), check_key(what, target)
 
         def begin(session: StoreSession) -> JobStatus | Refusal:
             outcome = session.store.move(key, source, target) if source and source != target else None

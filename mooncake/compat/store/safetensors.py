@@ -21,7 +21,7 @@ class SafetensorCalls(TensorCalls):
 
     def save_tensor_to_safetensor(self, key: str, file_name: str | None = None) -> int:
         """Write the tensor ``key`` to a file, named as the key by default; 0, -1100 for a miss, or -600."""
-        check_key("save_tensor_to_safetensor", key)
+        key = check_key("save_tensor_to_safetensor", key)
         tensor = self.get_tensor(key)
         if tensor is None:
             return int(StoreCode.FILE_NOT_FOUND)
@@ -41,7 +41,7 @@ class SafetensorCalls(TensorCalls):
         """
         what = "load_tensor_from_safetensor"
         if key is not None:
-            check_key(what, key)
+            key = check_key(what, key)
         try:
             found: dict[str, Tensor] = _library().load_file(Path(file_name))
         except _errors() as error:

@@ -18,7 +18,7 @@ from typing import Any
 
 import numpy as np
 
-from mooncake.compat.store.arguments import number
+from mooncake.compat.store.arguments import number, text
 from mooncake.compat.store.lifecycle import StoreLifecycle
 from mooncake.compat.store.setup_arguments import MIN_SEGMENT_BYTES
 from mooncake.compat.store.store_session import StoreSession
@@ -56,8 +56,7 @@ class SegmentCalls(StoreLifecycle):
         """Mount part of a file or of shared memory; ``{"ret": 0, "segment_ids": [id]}``, or -1 and no id."""
         what = "mount_segment"
         size, offset = number(what, "size", size), number(what, "offset", offset)
-        if not isinstance(path, str):
-            raise TypeError(f"{what}(): path must be str, not {type(path).__name__}")
+        path = text(what, "path", path)
 
         def mount(session: StoreSession) -> str:
             return self._mount(session, lambda: _map(session, path, size, offset))

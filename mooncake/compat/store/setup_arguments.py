@@ -16,6 +16,7 @@ from typing import Annotated, Any
 
 from msgspec import Meta
 
+from mooncake.compat.store.arguments import flag, number, text
 from mooncake.config import AlsoFrom, load
 from mooncake.errors import InvalidArgument
 from mooncake.log import get_logger
@@ -142,15 +143,13 @@ class SetupArguments:
     cluster_id: str = ""
 
     def __post_init__(self) -> None:
-        for field in ("local_hostname", "metadata_server", "protocol", "rdma_devices", "master_server_addr"):
-            if not isinstance(getattr(self, field), str):
-                raise TypeError(f"setup(): {field} must be str, not {type(getattr(self, field)).__name__}")
-        for field in ("ssd_offload_path", "tenant_id", "root_fs_dir", "cluster_id"):
-            if not isinstance(getattr(self, field), str):
-                raise TypeError(f"setup(): {field} must be str, not {type(getattr(self, field)).__name__}")
-        for field in ("global_segment_size", "local_buffer_size", "client_http_port"):
-            if not isinstance(getattr(self, field), int):
-                raise TypeError(f"setup(): {field} must be int, not {type(getattr(self, field)).__name__}")
+        for check, fields in (
+            (text, (*_REQUIRED, *_STRINGS)),
+            (number, (*_SIZES, "client_http_port")),
+            (flag, _BOOLEANS),
+        ):
+            for field in fields:
+                object.__setattr__(self, field, check("setup", field, getattr(self, field)))
 
     def checked(self) -> SetupArguments:
         """Check the values and return the arguments themselves.
@@ -216,15 +215,15 @@ def setup_arguments(config: Mapping[str, Any]) -> SetupArguments:
         if not given.get(key):
             raise InvalidArgument(f"setup key {key!r}", given.get(key), "it is required")
     values: dict[str, Any] = dict(_DEFAULTS)
-    for key, text in given.items():
+    for key, written in given.items():
         if key in _SIZES:
-            values[key] = _named(key, text, parse_size)
+            values[key] = _named(key, written, parse_size)
         elif key in _BOOLEANS:
-            values[key] = _named(key, text, parse_bool)
+            values[key] = _named(key, written, parse_bool)
         elif key == "client_http_port":
-            values[key] = _named(key, text, int)
+            values[key] = _named(key, written, int)
         elif key not in _IGNORED:
-            values[key] = text
+            values[key] = written
     return SetupArguments(**values)
 
 

@@ -59,7 +59,7 @@ class MooncakeDistributedStore(
         what = "setup_dummy"
         pool_bytes = number(what, "mem_pool_size", mem_pool_size)
         buffer_bytes = number(what, "local_buffer_size", local_buffer_size)
-        check_key(what, server_address)
+        server_address = check_key(what, server_address)
         hostname = ""
 
         def find() -> SetupArguments:

@@ -13,6 +13,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
+from mooncake.compat.store.arguments import check_key, check_keys
 from mooncake.compat.store.parallelism import ParallelAxis, ReadTarget, TensorParallelism, tp_key
 from mooncake.compat.store.public_types import ReplicateConfig
 from mooncake.compat.store.tensor_gather import TensorGatherCalls
@@ -103,7 +104,7 @@ class TensorParallelCalls(TensorSplitCalls, TensorGatherCalls):
         self, base_keys: Sequence[str], tp_rank: int = 0, tp_size: int = 1
     ) -> list[Tensor | None]:
         what = "batch_get_tensor_with_tp"
-        return self._get_tensors(what, [tp_key(key, tp_rank, tp_size) for key in base_keys])
+        return self._get_tensors(what, [tp_key(key, tp_rank, tp_size) for key in check_keys(what, base_keys)])
 
     def get_tensor_with_tp_into(
         self,
@@ -115,6 +116,7 @@ class TensorParallelCalls(TensorSplitCalls, TensorGatherCalls):
         split_dim: int = 0,
     ) -> Tensor | None:
         """As ``get_tensor_into`` of the part of ``tp_rank``."""
+        key = check_key("get_tensor_with_tp_into", key)
         return self.get_tensor_into(tp_key(key, tp_rank, tp_size), buffer_ptr, size)
 
     def batch_get_tensor_with_tp_into(

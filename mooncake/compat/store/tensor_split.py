@@ -6,6 +6,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
+from mooncake.compat.store.arguments import check_keys, numbers
 from mooncake.compat.store.parallelism import (
     axes_of,
     group_key,
@@ -41,6 +42,7 @@ class TensorSplitCalls(TensorCalls):
         size: int,
         split_dim: int,
     ) -> list[int]:
+        keys = check_keys(what, keys)
         if len(keys) != len(tensors):
             return [INVALID] * len(keys)
         objects = [
@@ -60,6 +62,7 @@ class TensorSplitCalls(TensorCalls):
         replace: bool = False,
         is_from: bool = False,
     ) -> list[int]:
+        keys = check_keys(what, keys)
         ways, writers = per_key(parallelisms, len(keys)), per_key(partitions, len(keys))
         if not len(keys) == len(tensors) == len(ways) == len(writers):
             return [INVALID] * len(keys)
@@ -79,6 +82,7 @@ def tensors_at(
     what: str, keys: Sequence[str], addresses: Sequence[int], sizes: Sequence[int]
 ) -> list[Tensor | None]:
     """Tensors whose objects lie at ``addresses``; None where there is none."""
+    addresses, sizes = numbers(what, "buffer_ptrs", addresses), numbers(what, "sizes", sizes)
     if not len(keys) == len(addresses) == len(sizes):
         return []
 

@@ -13,6 +13,7 @@ import ctypes
 from collections.abc import Callable, Sequence
 from typing import Any, ParamSpec, TypeVar
 
+from mooncake.compat.store.arguments import check_keys, numbers
 from mooncake.compat.store.error_codes import StoreCode
 from mooncake.compat.store.get import ReadCalls
 from mooncake.compat.store.public_types import ObjectDataType, ReplicateConfig
@@ -163,6 +164,7 @@ class TensorCalls(ReadCalls, WriteCalls):
         config: ReplicateConfig | None = None,
         replace: bool = False,
     ) -> list[int]:
+        keys = check_keys(what, keys)
         if len(keys) != len(tensors):
             return [INVALID] * len(keys)
         objects = [
@@ -178,6 +180,8 @@ class TensorCalls(ReadCalls, WriteCalls):
         sizes: Sequence[int],
         replace: bool = False,
     ) -> list[int]:
+        keys, addresses = check_keys(what, keys), numbers(what, "buffer_ptrs", addresses)
+        sizes = numbers(what, "sizes", sizes)
         if not len(keys) == len(addresses) == len(sizes):
             return [INVALID] * len(keys)
         results = [INVALID] * len(keys)
@@ -213,6 +217,7 @@ class TensorCalls(ReadCalls, WriteCalls):
         return results
 
     def _get_tensors(self, what: str, keys: Sequence[str]) -> list[Tensor | None]:
+        keys = check_keys(what, keys)
         fetched = self._fetch(what, keys)
         return [
             None if fresh is None else or_none(what, key, fresh.tensor)
@@ -236,8 +241,10 @@ class TensorCalls(ReadCalls, WriteCalls):
     def _get_into_memory(
         self, what: str, keys: Sequence[str], addresses: Sequence[int], sizes: Sequence[int]
     ) -> list[Tensor | None]:
+        keys, addresses = check_keys(what, keys), numbers(what, "buffer_ptrs", addresses)
+        sizes = numbers(what, "sizes", sizes)
         parts = [[(address, size)] for address, size in zip(addresses, sizes, strict=True)]
-        arrived = self._get_into(what, list(keys), parts)
+        arrived = self._get_into(what, keys, parts)
         return [
             or_none(what, key, tensor_at, address, size) if size > 0 else None
             for key, address, size in zip(keys, addresses, arrived, strict=True)

@@ -67,7 +67,10 @@ class EngineLifecycle:
         """As ``initialize``; ``metadata_type`` (http, etcd, redis, p2p) for a server without a scheme."""
         return self._initialize(local_hostname, metadata_server, protocol, device_name, metadata_type)
 
-    def _initialize(self, host: str, metadata: str, protocol: str, device: str, kind: str) -> int:
+    def _initialize(self, *words: str | bytes) -> int:
+        host, metadata, protocol, device, kind = (
+            word.decode("utf-8", "replace") if isinstance(word, bytes) else word for word in words
+        )
         with self._lock:
             if self._engine is not None:
                 return 0

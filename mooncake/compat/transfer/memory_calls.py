@@ -3,7 +3,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import operator
+from collections.abc import Iterable, Sequence
 
 from mooncake.compat.transfer.engine_lifecycle import EngineLifecycle
 from mooncake.compat.transfer.registered_memory import copy_in, copy_out
@@ -16,44 +17,51 @@ class MemoryCalls(EngineLifecycle):
 
     def register_memory(self, buffer_addr: int, capacity: int, location: str = "*") -> int:
         """Return 0; -7 when it overlaps registered memory; -1 when it is not memory of this process."""
-        return self._number("register_memory", lambda: self._memory.add([buffer_addr], [capacity], location))
+        addresses, sizes = _integers([buffer_addr]), _integers([capacity])
+        return self._number("register_memory", lambda: self._memory.add(addresses, sizes, location))
 
     def unregister_memory(self, buffer_addr: int, /) -> int:
         """Return 0; -3 when nothing registered begins there."""
-        return self._number("unregister_memory", lambda: self._memory.remove([buffer_addr]))
+        addresses = _integers([buffer_addr])
+        return self._number("unregister_memory", lambda: self._memory.remove(addresses))
 
     def batch_register_memory(
         self, buffer_addresses: Sequence[int], capacities: Sequence[int], location: str = "*"
     ) -> int:
         """Return 0 when all are registered; else none is, and the number is that of ``register_memory``."""
+        addresses, sizes = _integers(buffer_addresses), _integers(capacities)
 
         def register() -> None:
             with self._ready().deferred_publication():
-                self._memory.add(buffer_addresses, capacities, location)
+                self._memory.add(addresses, sizes, location)
 
         return self._number("batch_register_memory", register)
 
     def batch_unregister_memory(self, buffer_addresses: Sequence[int], /) -> int:
         """Return 0; -3 when one of them was not registered; the others are unregistered in either case."""
+        starts = _integers(buffer_addresses)
 
         def unregister() -> None:
             with self._ready().deferred_publication():
-                self._memory.remove(buffer_addresses)
+                self._memory.remove(starts)
 
         return self._number("batch_unregister_memory", unregister)
 
     def allocate_managed_buffer(self, length: int, /) -> int:
         """The address of ``length`` registered bytes, or 0."""
         addresses: list[int] = []
-        self._number("allocate_managed_buffer", lambda: addresses.append(self._memory.allocate(length)))
+        size = operator.index(length)
+        self._number("allocate_managed_buffer", lambda: addresses.append(self._memory.allocate(size)))
         return addresses[0] if addresses else 0
 
     def free_managed_buffer(self, buffer_addr: int, length: int, /) -> int:
         """Return 0; -3 when it is not a managed buffer."""
-        return self._number("free_managed_buffer", lambda: self._memory.free(buffer_addr))
+        address = operator.index(buffer_addr)
+        return self._number("free_managed_buffer", lambda: self._memory.free(address))
 
     def write_bytes_to_buffer(self, dest_address: int, src: bytes | str, length: int, /) -> int:
         """Copy ``length`` bytes to an address of this process; 0, or -1 when it is not mapped."""
+        dest_address, length = _integers([dest_address, length])
 
         def copy() -> None:
             data = src.encode() if isinstance(src, str) else bytes(src)
@@ -67,6 +75,7 @@ class MemoryCalls(EngineLifecycle):
     def read_bytes_from_buffer(self, source_address: int, length: int, /) -> bytes:
         """``length`` bytes at an address of this process; empty when it is not mapped."""
         read: list[bytes] = []
+        source_address, length = _integers([source_address, length])
 
         def copy() -> None:
             self._check_mapped(source_address, length)
@@ -92,3 +101,8 @@ class MemoryCalls(EngineLifecycle):
 
         self._number("get_first_buffer_address", look)
         return found[0] if found else 0
+
+
+def _integers(values: Iterable[int]) -> list[int]:
+    """The numbers as ``int`` itself; numpy's wrap around. TypeError for one that is no integer."""
+    return [int(operator.index(value)) for value in values]

@@ -17,7 +17,7 @@ from tests.compat.store.servers import LONG_LEASES, RunningMaster, a_store
 
 MASTER = LONG_LEASES
 MIB = 1 << 20
-BAD_KEYS = ["", "a\0b", "k" * 1025, "k" * 10_000, "é" * 600, "\ud800"]
+BAD_KEYS: list[Any] = ["", "a\0b", "k" * 1025, "k" * 10_000, "é" * 600, "\ud800", b"\xff", b""]
 HUGE = 1 << 70
 
 
@@ -127,7 +127,11 @@ WRONG: list[Callable[[MooncakeDistributedStore], Any]] = [
     lambda store: store.put(7, b"v"),  # type: ignore[arg-type]
     lambda store: store.get(None),  # type: ignore[arg-type]
     lambda store: store.batch_is_exist("abc"),
-    lambda store: store.batch_is_exist([b"a"]),  # type: ignore[list-item]
+    lambda store: store.batch_is_exist([7]),  # type: ignore[list-item]
+    lambda store: store.put_tensor(None, 7),  # type: ignore[arg-type]
+    lambda store: store.get_tensor(None),  # type: ignore[arg-type]
+    lambda store: store.remove("a", "yes"),  # type: ignore[arg-type]
+    lambda store: store.remove_all([]),  # type: ignore[arg-type]
     lambda store: store.batch_get_into(["a"], ["b"], [1]),  # type: ignore[list-item]
     lambda store: store.batch_get_into(["a"], [1], 1),  # type: ignore[arg-type]
     lambda store: store.batch_put_from_multi_buffers(["a"], [1], [1]),  # type: ignore[list-item]
@@ -152,6 +156,54 @@ def test_numbers_of_numpy_are_numbers(store: MooncakeDistributedStore) -> None:
     assert store.batch_put_from(("numpy",), addresses, sizes) == [0]  # type: ignore[arg-type]
     (read,) = store.batch_get_into(("numpy",), addresses, sizes)  # type: ignore[arg-type]
     assert read == 10 and type(read) is int
+
+
+class Name(str):
+    """A key of a program's own type, whose text is not what it prints."""
+
+    def __str__(self) -> str:
+        return "another text"
+
+
+@pytest.mark.parametrize("key", [Name("its-key"), np.str_("its-key"), b"its-key", bytearray(b"its-key")])
+def test_keys_of_other_types_of_text(store: MooncakeDistributedStore, key: Any) -> None:
+    memory = np.arange(10, dtype=np.uint8)
+    assert store.put(key, b"v") == 0 and store.get("its-key") == store.get(key) == b"v"
+    assert store.batch_is_exist([key]) == store.batch_is_exist(np.array(["its-key"])) == [1]  # type: ignore[arg-type]
+    assert store.get_size(key) == 1 and len(store.get_replica_desc(key)) == 1
+    assert list(store.batch_get_replica_desc([key])) == ["its-key"]
+    assert store.batch_put_from(np.array(["array-key"]), [here(memory)], [10]) == [0]  # type: ignore[arg-type]
+    assert store.get("array-key") == memory.tobytes()
+    assert store.remove(key, True) == 0 and store.is_exist("its-key") == 0
+
+
+@pytest.mark.parametrize("force", [1, True, np.bool_(True), np.int8(3), 1.5])
+def test_truth_values_of_every_type(store: MooncakeDistributedStore, force: Any) -> None:
+    assert store.put_batch(["f1", "f2", "f3"], [b"v"] * 3) == 0
+    assert store.batch_is_exist(["f1", "f2", "f3"]) == [1] * 3, "and leased now"
+    assert store.remove("f1", None) == store.remove("f1", np.bool_(False)) == -706  # type: ignore[arg-type]
+    assert store.remove("f1", force) == 0 and store.batch_remove(["f2"], force) == [0]
+    assert store.remove_by_regex("^f3$", force) == 1
+    assert store.put("f4", b"v") == 0 and store.is_exist("f4") == 1
+    assert store.remove_all(force) >= 1 and store.is_exist("f4") == 0
+
+
+def test_arguments_of_setup_of_every_type(master: RunningMaster) -> None:
+    store = MooncakeDistributedStore()
+    words: tuple[Any, ...] = (
+        b"127.0.0.1",
+        np.str_("P2PHANDSHAKE"),
+        np.int64(MIB),
+        np.uint32(MIB),
+        b"tcp",
+        "",
+    )
+    assert store.setup(*words, master.address.encode(), enable_ssd_offload=0) == 0
+    assert store.get_hostname().startswith("127.0.0.1:")
+    assert store.put("typed", b"v") == 0 and store.get("typed") == b"v"
+    store.close()
+    with pytest.raises(TypeError, match="global_segment_size"):
+        store.setup(*words[:2], np.float64(MIB), *words[3:], master.address)
 
 
 def test_memory_registered_twice_or_not_at_all(store: MooncakeDistributedStore) -> None:

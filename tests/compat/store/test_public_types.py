@@ -3,6 +3,9 @@
 
 from __future__ import annotations
 
+from typing import Any
+
+import numpy as np
 import pytest
 
 import mooncake.store as store
@@ -59,11 +62,43 @@ def test_unknown_attributes_and_wrong_types() -> None:
         config.colour = "red"
     with pytest.raises(AttributeError, match="colour"):
         _ = config.colour
-    for name, value in (("replica_num", "two"), ("with_hard_pin", 1), ("preferred_segments", "a")):
+    for name, value in (("replica_num", "two"), ("with_hard_pin", "yes"), ("preferred_segments", "a")):
         with pytest.raises(TypeError, match=name):
             setattr(config, name, value)
     with pytest.raises(TypeError, match="data_type"):
         config.data_type = 99
+
+
+def test_values_of_other_types_that_mean_the_same() -> None:
+    """Attributes take what has an integer or a truth value of its own, and become plain Python values."""
+
+    class Word(str):
+        def __str__(self) -> str:
+            return "another text"
+
+    config = ReplicateConfig()
+    given: dict[str, tuple[Any, Any]] = {
+        "replica_num": (np.int64(2), 2),
+        "dfs_replica_num": (True, 1),
+        "soft_pin_ttl_ms": (np.int32(5), 5),
+        "with_hard_pin": (1, True),
+        "prefer_alloc_in_same_node": (np.bool_(True), True),
+        "preferred_segment": (b"s", "s"),
+        "preferred_segments": (np.array(["a", "b"]), ["a", "b"]),
+        "group_ids": ([Word("g"), b"h"], ["g", "h"]),
+    }
+    for name, (value, expected) in given.items():
+        setattr(config, name, value)
+        found = getattr(config, name)
+        assert found == expected and type(found) is type(expected), name
+        if isinstance(found, list):
+            assert {type(item) for item in found} == {str}
+    for value in (None, 0, 0.0, np.bool_(False)):
+        config.with_hard_pin = value
+        assert config.with_hard_pin is False
+    for name, value in (("replica_num", np.float64(1)), ("replica_num", -1), ("with_hard_pin", [])):
+        with pytest.raises(TypeError, match=name):
+            setattr(config, name, value)
 
 
 def test_the_older_soft_pin() -> None:

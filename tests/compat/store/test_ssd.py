@@ -62,7 +62,7 @@ def test_a_query_may_start_a_copy_to_memory(tmp_path: Path) -> None:
         wait_until(lambda: kinds() == [False, True])
         assert store.is_exist("cold", options) == 1 and store.get("cold") == value
         with pytest.raises(TypeError):
-            options.prefetch_to_memory = 1
+            options.prefetch_to_memory = "yes"
     master.close()
 
 

@@ -9,6 +9,7 @@ import socket
 import threading
 import time
 from collections.abc import Callable, Iterator
+from typing import Any
 
 import msgspec
 import numpy as np
@@ -80,6 +81,28 @@ def test_no_call_crashes_before_initialize(logged: Callable[[], str]) -> None:
     assert engine.allocate_managed_buffer(10) == 0 and engine.free_managed_buffer(1, 10) == -1
     assert engine.get_first_buffer_address("x") == 0
     assert "call initialize()" in logged()
+
+
+def test_numbers_of_numpy_and_words_of_bytes() -> None:
+    engine = TransferEngine()
+    assert engine.initialize(b"127.0.0.1", b"P2PHANDSHAKE", b"tcp", b"") == 0  # type: ignore[arg-type]
+    memory = np.arange(64, dtype=np.uint8)
+    kinds: tuple[Any, ...] = (np.int64, np.uint64)
+    for kind in kinds:
+        at = kind(memory.ctypes.data)
+        assert engine.register_memory(at, kind(64)) == 0 and engine.unregister_memory(at) == 0
+        column = np.array([at, at + kind(32)], dtype=kind)
+        assert engine.batch_register_memory(column, np.array([32, 32], dtype=kind)) == 0  # type: ignore[arg-type]
+        assert engine.batch_unregister_memory(column) == 0  # type: ignore[arg-type]
+        assert engine.read_bytes_from_buffer(at, kind(4)) == bytes(range(4))
+        assert engine.write_bytes_to_buffer(at, bytes(range(4)), kind(4)) == 0
+        managed = engine.allocate_managed_buffer(kind(100))
+        assert managed and engine.free_managed_buffer(kind(managed), kind(100)) == 0
+    for wrong in (1.0, "1", None):
+        with pytest.raises(TypeError):
+            engine.allocate_managed_buffer(wrong)  # type: ignore[arg-type]
+        with pytest.raises(TypeError):
+            engine.register_memory(wrong, 1)  # type: ignore[arg-type]
 
 
 def test_initialize_is_idempotent(near: Peer) -> None:
