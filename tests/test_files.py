@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import os
+import shutil
 import stat
 from collections.abc import Iterator
 from pathlib import Path
@@ -17,6 +18,16 @@ from mooncake.transfer import TransferEngine, TransferSettings
 
 MIB = 1 << 20
 FILES = ("mooncake.data", "mooncake.index", "mooncake.ssd", "mooncake.lock")
+
+
+def test_a_file_is_not_at_its_path_once_its_directory_was_removed(tmp_path: Path) -> None:
+    directory = OsDirectory(tmp_path / "folder", is_private=True)
+    file = directory.open("log")
+    assert file.is_at(tmp_path / "folder" / "log")
+    shutil.rmtree(tmp_path / "folder")
+    assert not file.is_at(tmp_path / "folder" / "log")
+    (tmp_path / "folder").write_bytes(b"")
+    assert not file.is_at(tmp_path / "folder" / "log")
 
 
 def mode(path: Path) -> int:

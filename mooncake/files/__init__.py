@@ -58,6 +58,10 @@ class File(Protocol):
         """
         ...
 
+    def is_at(self, path: Path) -> bool:
+        """Whether this file is the one at ``path``: it is not, once it was removed or replaced."""
+        ...
+
     def close(self) -> None:
         """Close the file and release its lock; idempotent."""
         ...
@@ -158,6 +162,12 @@ class OsFile:
         finally:
             os.close(own)
 
+    def is_at(self, path: Path) -> bool:
+        try:
+            return os.path.samestat(os.stat(path), os.fstat(self._fd))
+        except (FileNotFoundError, NotADirectoryError):
+            return False
+
     def close(self) -> None:
         with self._closing:
             fd, self._fd = self._fd, -1
@@ -241,6 +251,15 @@ class OsDirectory:
 
     def __repr__(self) -> str:
         return f"<OsDirectory {self._path}>"
+
+
+def check_in_place(file: File, path: Path) -> None:
+    """Raise OSError if ``file`` is no longer the one at ``path``, so that no later process finds its content.
+
+    The operating system accepts writes to a file that was removed, and drops them when it is closed.
+    """
+    if not file.is_at(path):
+        raise OSError(errno.ESTALE, f"{path.name} was removed or replaced while in use")
 
 
 def check_file(path: Path, found: os.stat_result) -> None:
@@ -392,6 +411,8 @@ class LockedDirectory:
                 return self.wrong("a directory")
             case errno.EACCES | errno.EPERM | errno.EROFS | errno.ENOENT:
                 return self.wrong(f"a directory that this process may write to ({error.strerror})")
+            case errno.ESTALE:
+                return StorageError(f"{self.path}: {error.strerror}; restart the process that uses it")
             case errno.EFBIG | errno.EINVAL:
                 return self.wrong(f"a file system that supports files of this size ({error.strerror})")
             case _:

@@ -10,7 +10,7 @@ from random import Random
 
 import pytest
 
-from mooncake.files import Directory, OsDirectory
+from mooncake.files import Directory, OsDirectory, check_in_place
 from mooncake.sim.faults.disks import SimDirectory
 
 Make = Callable[[], Directory]
@@ -78,6 +78,19 @@ def test_a_removed_file_is_gone_and_none_can_be_removed_twice(make: Make) -> Non
         directory.remove("log")
     with pytest.raises(FileNotFoundError):
         directory.rename("log", "other")
+
+
+def test_a_removed_or_replaced_file_is_not_the_one_at_its_path(make: Make) -> None:
+    directory = make()
+    file, other = directory.open("log"), directory.open("other")
+    check_in_place(file, directory.path / "log")
+    directory.rename("other", "log")
+    check_in_place(other, directory.path / "log")
+    with pytest.raises(OSError, match="log was removed or replaced"):
+        check_in_place(file, directory.path / "log")
+    directory.remove("log")
+    with pytest.raises(OSError, match="log was removed or replaced"):
+        check_in_place(other, directory.path / "log")
 
 
 def test_a_closed_file_refuses(make: Make) -> None:

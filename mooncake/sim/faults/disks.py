@@ -268,6 +268,9 @@ class SimFile:
             raise _error(self._directory.sync_error)
         self._inode.sync()
 
+    def is_at(self, path: Path) -> bool:
+        return self._directory.is_named(path.name, self._inode)
+
     def close(self) -> None:
         if self._is_open:
             self._is_open = False
@@ -336,6 +339,10 @@ class SimDirectory:
         if is_locked:
             file.lock()
         return file
+
+    def is_named(self, name: str, inode: _Inode) -> bool:
+        """Whether the file of that name is this one."""
+        return self._names.get(name) is inode
 
     def rename(self, old: str, new: str) -> None:
         names = dict(self._names)

@@ -27,7 +27,7 @@ from pathlib import Path
 import msgspec
 
 from mooncake.errors import InvalidArgument
-from mooncake.files import Directory, File, OsDirectory, UntrustedFile, boot_id, keep_copy
+from mooncake.files import Directory, File, OsDirectory, UntrustedFile, boot_id, check_in_place, keep_copy
 from mooncake.files.frames import (
     PLAIN,
     BoundFraming,
@@ -370,6 +370,7 @@ class Oplog:
         content = self._framing.frame(bodies_of(records), self._size_bytes)
         try:
             self._file.append(content)
+            check_in_place(self._file, self.path)
         except OSError:
             # Records behind half a record would be lost with it.
             self._is_open = False
@@ -417,6 +418,7 @@ class OplogRewrite:
             self._doubt = Doubt.NONE
         if self._synced_bytes < self._size_bytes:
             self.sync()
+        check_in_place(self._file, self._log.path.with_name(self._name))
         self._directory.rename(self._name, self._log.path.name)
         self._log.replaced(self._file, self._framing, self._size_bytes, self._doubt)
         self._file = None

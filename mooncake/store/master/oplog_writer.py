@@ -10,7 +10,8 @@ for all replies that wait when it begins.
 
 A disk that does not take a record stops nothing: unwritten records wait, in order, and ``trouble`` has the
 reason, until the disk takes them. The caller acknowledges nothing meanwhile. After a failed flush the content
-of the disk is unknown (``mooncake.files``), so the log is then rewritten as a whole.
+of the disk is unknown (``mooncake.files``), so the log is then rewritten as a whole. So is one whose file was
+removed or replaced.
 """
 
 from __future__ import annotations
@@ -179,11 +180,13 @@ class OplogWriter:
         assert self._log is not None
         FAILED.inc()
         UNWRITABLE.set(1)
-        self.trouble = f"the oplog {self.path} can't be written ({error.strerror or error}); free some space"
-        if error.errno not in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG):
-            self.trouble = (
-                f"the oplog {self.path} can't be written ({error.strerror or error}); check the disk"
-            )
+        advice = "check the disk"
+        if error.errno in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG):
+            advice = "free some space"
+        elif error.errno == errno.ESTALE:  # its file is gone, and can be rewritten if the directory is there
+            self._must_be_anew = True
+            advice = "restore its directory and restart the master"
+        self.trouble = f"the oplog {self.path} can't be written ({error.strerror or error}); {advice}"
         log.error("oplog_unwritable", path=self.path, reason=str(error))
         self.stop_compacting()
         waiting, self._waiting = self._waiting, deque()

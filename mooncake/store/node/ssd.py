@@ -25,7 +25,7 @@ from pathlib import Path
 import msgspec
 
 from mooncake.errors import InvalidArgument, MooncakeError, OutOfSpace
-from mooncake.files import LockedDirectory
+from mooncake.files import LockedDirectory, check_in_place
 from mooncake.files.frames import framed, unframed
 from mooncake.log import get_logger
 from mooncake.store.messages import SegmentEntry
@@ -85,6 +85,7 @@ class Disk:
         self._provided: dict[int, None] = {}
         """Steps whose space is allocated."""
         self._closers = contextlib.ExitStack()
+        self._is_reported_removed = False
         size_bytes -= size_bytes % PAGE_BYTES
         try:
             self._folder.take()
@@ -140,8 +141,10 @@ class Disk:
         """Drop the index entries in a range that is about to be written.
 
         Raises:
-            OutOfSpace, StorageError: the index can't be written, so the range must not be either.
+            OutOfSpace, StorageError: the index can't be written, so the range must not be either; or a file
+                of the directory was removed, so that nothing that is written would outlast this process.
         """
+        self._check_in_place()
         self.log.drop(self.index.overlapping(offset, size_bytes))
 
     def flush(self) -> None:
@@ -154,6 +157,16 @@ class Disk:
 
     def close(self) -> None:
         self._closers.close()
+
+    def _check_in_place(self) -> None:
+        try:
+            check_in_place(self._data_file, self._folder.path / DATA)
+        except OSError as error:
+            if not self._is_reported_removed:
+                log.error("ssd_removed", path=str(self._folder.path), reason=str(error))
+                self._is_reported_removed = True
+            raise self._folder.trouble(error) from error
+        self._is_reported_removed = False
 
     # Opening
 
@@ -192,15 +205,13 @@ class Disk:
 
     def _data(self, header: SsdHeader) -> Region:
         ends = [entry.offset + entry.size_bytes for entry in self.index.entries.values()]
-        data = self._folder.directory.open(DATA)
-        try:
-            if data.size_bytes < max(ends, default=0):
-                raise self._folder.wrong(f"a directory whose {DATA} has not been cut short")
-            if data.size_bytes < header.size_bytes:
-                data.truncate(header.size_bytes)
-                self._folder.directory.sync()
-        finally:
-            data.close()
+        data = self._data_file = self._folder.directory.open(DATA)
+        self._closers.callback(data.close)
+        if data.size_bytes < max(ends, default=0):
+            raise self._folder.wrong(f"a directory whose {DATA} has not been cut short")
+        if data.size_bytes < header.size_bytes:
+            data.truncate(header.size_bytes)
+            self._folder.directory.sync()
         return self._engine.open_file(self._folder.path / DATA, header.size_bytes)  # no link: it was opened
 
     def _verify_unflushed(self) -> None:

@@ -22,7 +22,7 @@ from collections.abc import Iterable
 import msgspec
 
 from mooncake.errors import MooncakeError, StorageError
-from mooncake.files import File, LockedDirectory, keep_copy
+from mooncake.files import File, LockedDirectory, check_in_place, keep_copy
 from mooncake.files.frames import (
     PLAIN,
     UNBEGUN_BYTES,
@@ -234,6 +234,7 @@ class SsdIndexLog:
             return
         try:
             self._file.append(content)
+            check_in_place(self._file, self._folder.path / NAME)
         except OSError as error:
             self._file.truncate(before)
             self.index.num_bytes = before

@@ -7,6 +7,7 @@ import asyncio
 import errno
 import itertools
 import os
+import shutil
 from pathlib import Path
 from random import Random
 from typing import Any
@@ -244,6 +245,51 @@ async def test_a_compaction_does_not_lose_what_was_flushed_while_it_ran(
         assert simulated.restored() == simulated.known(), f"seed {seed}"
     simulated.disk.lose_power()
     assert simulated.restored() == simulated.known()
+
+
+async def test_a_log_whose_file_was_removed_is_rewritten(kept: Kept, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(oplog_writer, "RETRY_S", 0.0)
+    kept.voice.put("before", size_bytes=100)
+    kept.path.unlink()
+    kept.voice.put("during", size_bytes=100)
+    assert "removed or replaced while in use" in kept.writer.trouble
+    await until_well(kept)
+    kept.voice.put("after", size_bytes=100)
+    assert await flushed(kept) == ""
+    assert kept.restored() == kept.known() and len(kept.known()) == 3
+    kept.writer.close()
+
+
+@pytest.mark.parametrize("how", ["removed", "moved"])
+async def test_without_its_directory_a_log_stays_unwritable(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, how: str
+) -> None:
+    retries = asyncio.Semaphore(0)
+    write_anew = OplogWriter._write_anew
+
+    def counted(writer: OplogWriter, log: Oplog) -> None:
+        retries.release()
+        write_anew(writer, log)
+
+    monkeypatch.setattr(OplogWriter, "_write_anew", counted)
+    monkeypatch.setattr(oplog_writer, "RETRY_S", 0.0)
+    folder = tmp_path / "folder"
+    folder.mkdir()
+    kept = Kept(folder / "log")
+    kept.voice.mount(size_bytes=1 << 20)
+    kept.voice.put("before", size_bytes=100)
+    if how == "removed":
+        shutil.rmtree(folder)
+    else:
+        folder.rename(tmp_path / "elsewhere")
+    kept.voice.put("after", size_bytes=100)
+    async with asyncio.timeout(10):
+        for _ in range(3):
+            await retries.acquire()
+    await asyncio.sleep(0)
+    assert "restore its directory and restart the master" in await flushed(kept)
+    assert "mooncake_store_oplog_unwritable 1.0" in page().decode()
+    kept.writer.close()
 
 
 async def test_without_a_file_no_record_is_kept() -> None:

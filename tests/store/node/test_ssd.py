@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import errno
 import os
+import shutil
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -13,6 +14,7 @@ import pytest
 
 from mooncake.errors import InvalidArgument, OutOfSpace, StorageError
 from mooncake.files import OsDirectory, OsFile
+from mooncake.log import setup_logging
 from mooncake.store.messages import SegmentEntry
 from mooncake.store.node.ssd import Disk
 from mooncake.store.node.ssd_index import compacted
@@ -209,6 +211,29 @@ def test_an_entry_that_cannot_be_written_is_not_held(
     disk.log.hold(entry(3, 8192))
     disk.close()
     assert list(Disk(engine, path, MIB).index.entries) == [1, 3]
+
+
+@pytest.mark.parametrize("how", ["removed", "moved"])
+def test_a_directory_that_is_gone_takes_no_more_objects(
+    engine: TransferEngine, path: Path, how: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Its open files accept writes, which no later process would find."""
+    setup_logging()
+    disk = Disk(engine, path, MIB)
+    disk.vacate(0, 4096)
+    disk.log.hold(entry(1))
+    if how == "removed":
+        shutil.rmtree(path)
+    else:
+        path.rename(path.with_name("elsewhere"))
+    for _ in range(2):
+        with pytest.raises(StorageError, match=r"mooncake\.data was removed or replaced while in use"):
+            disk.vacate(4096, 4096)
+    with pytest.raises(StorageError, match=r"mooncake\.index was removed or replaced while in use"):
+        disk.log.hold(entry(2, 4096))
+    assert list(disk.index.entries) == [1]
+    disk.close()
+    assert capsys.readouterr().err.count("ssd_removed") == 1
 
 
 def test_an_entry_whose_tombstone_cannot_be_written_stays(
