@@ -76,6 +76,8 @@ _UPSTREAM = {
 }
 """Name of the existing package's ``mooncake.store`` -> module that defines it."""
 
+__all__ += [name for name in _UPSTREAM if name not in __all__ and not name.startswith("_")]
+
 _OWNERS = {
     "AsyncStore": "mooncake.store.client.store",
     "PutGrant": "mooncake.store.client.grants",

@@ -7,7 +7,6 @@ import time
 from collections.abc import Callable, Sequence
 
 from mooncake.compat.store.arguments import check_key, check_keys, is_good_key, number, text
-from mooncake.compat.store.batches import pick
 from mooncake.compat.store.error_codes import StoreCode, code_of_refusal
 from mooncake.compat.store.lifecycle import StoreLifecycle
 from mooncake.compat.store.public_types import (
@@ -42,12 +41,12 @@ class ReplicaCalls(StoreLifecycle):
     """Replicas of objects, and the tasks that copy and move them."""
 
     def get_replica_desc(self, key: str) -> list[ReplicaDescriptor]:
-        """Replicas of an object; [] for a miss."""
+        """Replicas of an object, which is leased as by ``is_exist``; [] for a miss."""
         key = check_key("get_replica_desc", key)
         return self._describe("get_replica_desc", [key]).get(key, [])
 
     def batch_get_replica_desc(self, keys: Sequence[str]) -> dict[str, list[ReplicaDescriptor]]:
-        """Replicas of each object that exists."""
+        """Replicas of each object that exists; these are leased as by ``batch_is_exist``."""
         return self._describe("batch_get_replica_desc", check_keys("batch_get_replica_desc", keys))
 
     def batch_replica_clear(self, keys: Sequence[str], segment_name: str = "") -> list[str]:
@@ -111,8 +110,10 @@ class ReplicaCalls(StoreLifecycle):
 
     def _describe(self, what: str, keys: list[str]) -> dict[str, list[ReplicaDescriptor]]:
         def describe(session: StoreSession) -> dict[str, list[ReplicaDescriptor]]:
-            at = [i for i, key in enumerate(keys) if is_good_key(key)]
-            found = zip(pick(keys, at), session.store.inspect(pick(keys, at)), strict=True)
+            good = [key for key in keys if is_good_key(key)]
+            # With a lease, so that nothing is evicted or removed while the program uses the addresses.
+            there = [key for key, flag in zip(good, session.store.exists(good), strict=True) if flag]
+            found = zip(there, session.store.inspect(there), strict=True)
             return {key: rows for key, status in found if status is not None and (rows := _copies(status))}
 
         return self._in_session(what, describe, lambda _: {})

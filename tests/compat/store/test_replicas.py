@@ -9,7 +9,8 @@ import pytest
 
 from mooncake.compat.store.public_types import ReplicaStatus, TaskStatus, TaskType
 from mooncake.store import MooncakeDistributedStore, ReplicateConfig
-from tests.compat.store.servers import RunningMaster, a_store, segments_of
+from tests.compat.store.servers import LONG_LEASES, RunningMaster, a_store, segments_of
+from tests.waiting import wait_until
 
 MIB = 1 << 20
 
@@ -45,6 +46,17 @@ def test_a_replica_is_described(pair: tuple[MooncakeDistributedStore, MooncakeDi
     assert list(one.batch_get_replica_desc(["none", "k"])) == ["k"]
 
 
+def test_a_described_object_is_leased() -> None:
+    """The addresses are of use only as long as the bytes stay where they are."""
+    master = RunningMaster(LONG_LEASES)
+    with a_store(master, MIB) as store:
+        assert store.put_batch(["one", "other", "free"], [b"v"] * 3) == 0
+        assert len(store.get_replica_desc("one")) == 1
+        assert list(store.batch_get_replica_desc(["other", "none"])) == ["other"]
+        assert store.batch_remove(["one", "other", "free"]) == [-706, -706, 0]
+    master.close()
+
+
 def test_replicas_are_made_and_dropped(
     pair: tuple[MooncakeDistributedStore, MooncakeDistributedStore],
 ) -> None:
@@ -53,7 +65,14 @@ def test_replicas_are_made_and_dropped(
     config.replica_num = 5
     assert one.put("k", b"value", config) == 0, "as many as there are segments"
     assert sorted(segments_of(one, "k")) == sorted([one.get_hostname(), other.get_hostname()])
-    assert one.batch_replica_clear(["k", "none"], other.get_hostname()) == ["k"]
+    cleared: list[str] = []
+
+    def clear() -> bool:
+        cleared.extend(one.batch_replica_clear(["k", "none"], other.get_hostname()))
+        return bool(cleared)
+
+    wait_until(clear)  # until the lease of the description has ended
+    assert cleared == ["k"]
     assert segments_of(one, "k") == [one.get_hostname()]
     assert one.get("k") == b"value"
 

@@ -46,6 +46,15 @@ def test_the_name_exists(line: str) -> None:
         _same_parameters(line[line.index("(") + 1 : -1], thing)
 
 
+def test_a_star_import_has_every_public_name() -> None:
+    found: dict[str, Any] = {}
+    exec("from mooncake.store import *", found)
+    theirs = {name_of(line).partition(".")[0] for line in LINES} - LISTED
+    public = {name for name in theirs if not name.startswith("_")}
+    assert public <= set(found) and len(public) > 30
+    assert found["BufferPool"] is mooncake.store.BufferPool
+
+
 def _member(owner: Any, name: str) -> Any:
     found = inspect.getattr_static(owner, name, None)
     if found is None:
