@@ -6,6 +6,7 @@ from __future__ import annotations
 import re
 from dataclasses import dataclass
 from typing import Annotated, Literal
+from urllib.parse import urlsplit
 
 from msgspec import Meta
 
@@ -96,7 +97,7 @@ class DoctorSettings:
 
     def __post_init__(self) -> None:
         for name, value in (("url", self.url), *(("engine", one) for one in self.engine)):
-            if value and not re.fullmatch(_ADDRESS, value):
+            if value and not (re.fullmatch(_ADDRESS, value) and _is_host(value)):
                 raise InvalidArgument(name, value, "an address such as http://127.0.0.1:8000")
         for one in self.events:
             if not re.fullmatch(r"[^=\s]+:\d{1,5}=(tcp|ipc)://[^=\s]+(=(tcp|ipc)://[^=\s]+)?", one):
@@ -120,3 +121,11 @@ class DoctorSettings:
             max_skew_s=self.max_skew_s,
             shares_store=bool(self.master),
         )
+
+
+def _is_host(address: str) -> bool:
+    """Whether a resolver can be asked for its host: for some names it raises no OSError."""
+    try:
+        return bool((urlsplit(address if "//" in address else f"//{address}").hostname or "").encode("idna"))
+    except ValueError:
+        return False
