@@ -39,7 +39,9 @@ log = get_logger(__name__)
 COPIED = Counter(
     "mooncake_store_copied_bytes", "Bytes copied here by tasks", ["source", "target"], registry=registry
 )
-FAILED = Counter("mooncake_store_failed_tasks", "Failed tasks of this node", ["reason"], registry=registry)
+FAILED = Counter(
+    "mooncake_store_node_failed_tasks", "Failed tasks of this node", ["reason"], registry=registry
+)
 
 CHECKED = Counter(
     "mooncake_store_checked_replicas",
