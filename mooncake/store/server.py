@@ -294,6 +294,8 @@ class MasterServer:
             event.origin.reply(Failure("not_leader", "" if leader == self.address else leader))
             return
         if self._oplog.trouble and isinstance(event.message, _CHANGES):
+            if isinstance(event.message, m.PutStart | m.PutWritten | m.PutEnd):
+                self.master.counts.refused_puts += len(event.message.keys)
             event.origin.reply(_refused(event.message, self._oplog.trouble, self.settings.put_s))
             return
         self._driver.post(event)

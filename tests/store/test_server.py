@@ -5,19 +5,22 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import re
+import shutil
 from collections.abc import AsyncIterator
 from pathlib import Path
 
 import pytest
 
 from mooncake import clock
-from mooncake.errors import AddressInUse, InvalidArgument, Refusal
+from mooncake.errors import AddressInUse, InvalidArgument, Refusal, StorageError
 from mooncake.metrics import page
 from mooncake.rpc import AsyncClient
 from mooncake.store import messages as m
 from mooncake.store.ha.leader_search import Leads, WhoLeads
 from mooncake.store.master.log_records import ObjectReadable
 from mooncake.store.master.oplog_writer import OplogWriter
+from mooncake.store.node import mounted_segment
 from mooncake.store.server import MasterServer
 from mooncake.store.settings import MasterSettings
 from tests.waiting import LONG_HEARTBEAT_S
@@ -57,6 +60,34 @@ async def test_requests_reach_the_core_and_its_counts_the_page(client: AsyncClie
         "mooncake_store_puts_total 1.0",
     ):
         assert line in text
+
+
+async def test_no_metric_of_a_node_and_its_master_has_the_name_of_another(server: MasterServer) -> None:
+    mounted_segment.FAILED.labels("no_space").inc(0)
+    names = re.findall(r"^# TYPE (\S+)", page().decode(), re.MULTILINE)
+    assert {"mooncake_store_failed_tasks_total", "mooncake_store_node_failed_tasks_total"} <= set(names)
+    assert [name for name in names if names.count(name) > 1] == []
+
+
+async def test_puts_that_an_unwritable_oplog_refuses_are_counted(tmp_path: Path) -> None:
+    folder = tmp_path / "folder"
+    folder.mkdir()
+    settings = MasterSettings(port=0, heartbeat_s=LONG_HEARTBEAT_S, oplog=str(folder / "oplog"))
+    server = MasterServer(settings)
+    await server.start()
+    client = AsyncClient(f"127.0.0.1:{server.port}", m.REPLIES, "the master")
+    await mount(client)
+    shutil.rmtree(folder)
+    with pytest.raises(StorageError, match="removed or replaced"):
+        await client.call(m.PutStart(1, "h", ["k"], [100], [100]), 5)
+    refused = await client.call(m.PutStart(9, "h", ["x", "y", "z"], [100] * 3, [100] * 3), 5)
+    assert {one.code for one in refused.refusals.values()} == {"storage_error"}
+    assert server.master.counts.refused_puts == 3
+    with pytest.raises(StorageError, match="removed or replaced"):
+        await client.call(m.PutEnd(["k", "l"], [1, 2], [b"crc!"] * 2), 5)
+    assert server.master.counts.refused_puts == 5
+    await client.close()
+    await server.close()
 
 
 @pytest.mark.parametrize("has_log", [False, True])

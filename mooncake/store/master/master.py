@@ -92,6 +92,7 @@ class Master:
         self.catalog.clocks += [self._key_scans, self.tasks, self.put_queue]
         self.tiers.on_demoted = self.put_queue.demoted
         self._durable = put.durable
+        self.tiers.on_failed = self._durable.copy_failed
         self.put_queue.on_end = self._durable.on_end = self.request_counters.add
         self._key_scans.on_end = self.request_counters.add
         remove, nodes = RemoveRequests(self.catalog, self._key_scans), NodeRequests(self.catalog, self.tasks)

@@ -131,6 +131,8 @@ class DurablePuts:
         """In order of their deadlines."""
         self._by_object: dict[int, list[PendingPut]] = {}
         """The parked ones that wait for an object, by its id."""
+        self._failures: dict[int, Refusal] = {}
+        """Why the last copy of such an object failed, by its id."""
         self.on_end: Callable[[msgspec.Struct, msgspec.Struct], None] = lambda message, reply: None
         """As in ``PutQueue``."""
         catalog.clocks.append(self)
@@ -159,6 +161,11 @@ class DurablePuts:
             self._by_object.setdefault(object_id, []).append(parked)
         self._catalog.keeps_deadline = False
 
+    def copy_failed(self, stored: StoredObject, refusal: Refusal) -> None:
+        """A copy of this object to SSD was given up; another one may be planned."""
+        if stored.object_id in self._by_object:
+            self._failures[stored.object_id] = refusal
+
     def _completed(self, event: ReplicaCompleted) -> None:
         if event.extent.segment.tier is Tier.SSD and event.stored.policy.is_durable:
             self._catalog.confirm(event.stored, event.now)
@@ -170,6 +177,7 @@ class DurablePuts:
             self._end(event.stored, Refusal("no_ssd", reason))
 
     def _end(self, stored: StoredObject, refusal: Refusal | None) -> None:
+        self._failures.pop(stored.object_id, None)
         for parked in self._by_object.pop(stored.object_id, ()):
             self._settle(parked, stored.object_id, refusal)
 
@@ -177,6 +185,7 @@ class DurablePuts:
         for index in parked.waiting.pop(object_id):
             if refusal is not None:
                 parked.outcomes[index] = refusal
+                self._catalog.counts.refused_puts += 1
         if not parked.waiting:
             del self._parked[parked]
             answer = parked.answer(parked.outcomes)
@@ -190,6 +199,7 @@ class DurablePuts:
         waited_for = {(object_id, parked) for parked in self._parked for object_id in parked.waiting}
         assert waited_for == {(one, parked) for one, found in self._by_object.items() for parked in found}
         assert all(parked.waiting for parked in self._parked)
+        assert self._failures.keys() <= self._by_object.keys()
 
     def expire(self, now: float) -> None:
         late = list(itertools.takewhile(lambda parked: parked.deadline <= now, self._parked))
@@ -197,6 +207,10 @@ class DurablePuts:
             for object_id in list(parked.waiting):
                 others = self._by_object[object_id]
                 others.remove(parked)
+                reason = "no copy was on SSD in time"
+                if object_id in self._failures:
+                    reason += f"; the last one failed: {self._failures[object_id]}"
                 if not others:
                     del self._by_object[object_id]
-                self._settle(parked, object_id, Refusal("no_ssd", "no copy was on SSD in time"))
+                    self._failures.pop(object_id, None)
+                self._settle(parked, object_id, Refusal("no_ssd", reason))

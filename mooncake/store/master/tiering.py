@@ -110,6 +110,8 @@ class Tiering:
         self._frequency = Frequency()
         self.on_demoted: Callable[[], None] = lambda: None
         """Called when a demotion has ended, with or without success."""
+        self.on_failed: Callable[[StoredObject, Refusal], None] = lambda stored, refusal: None
+        """Called when a demotion was given up."""
         catalog.observe(
             {
                 ObjectShown: self._shown,
@@ -164,6 +166,8 @@ class Tiering:
         if refusal is None:
             self._catalog.counts.demoted_objects += 1
             self._catalog.counts.demoted_bytes += task.stored.size_bytes
+        else:
+            self.on_failed(task.stored, refusal)
         self._count_planned(task.stored, -1)
         self.on_demoted()
         for extent in task.stored.complete(Tier.MEMORY):

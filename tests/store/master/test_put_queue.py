@@ -274,8 +274,26 @@ def test_a_put_that_would_wait_too_long_is_refused_and_the_object_stays(durable_
     assert durable_scene.answer() is None
     durable_scene.live(1)
     (outcome,) = durable_scene.answer() or [None]
-    assert isinstance(outcome, Refusal) and outcome.code == "no_ssd"
+    assert outcome == Refusal("no_ssd", "no copy was on SSD in time")
     assert durable_scene.nodes.where("k") == ["a"]
+    assert durable_scene.nodes.master.counts.refused_puts == 1
+
+
+def test_a_put_without_a_copy_in_time_is_refused_with_the_reason_of_the_last_failure(
+    durable_scene: DurableScene,
+) -> None:
+    durable_scene.end(["k", "l"], durable_scene.begin("k", "l"))
+    full = Refusal("no_space", "/ssd: No space left on device; make room")
+    todo = durable_scene.ssd.poll()
+    for second in range(int(PUT_S)):
+        for _ in range(len(todo)):
+            code, reason = ("no_space", full.reason) if second else ("unreachable", "the source")
+            todo += durable_scene.ssd.fail(todo.pop(0), code, reason)
+        durable_scene.live(1)
+        todo += durable_scene.ssd.answered()
+    reason = f"no copy was on SSD in time; the last one failed: {full}"
+    assert durable_scene.answer() == [Refusal("no_ssd", reason)] * 2
+    assert durable_scene.nodes.master.counts.refused_puts == 2
 
 
 def test_an_object_that_goes_before_is_refused(durable_scene: DurableScene) -> None:
@@ -287,6 +305,7 @@ def test_an_object_that_goes_before_is_refused(durable_scene: DurableScene) -> N
     outcomes = durable_scene.answer()
     assert outcomes is not None and outcomes[1] is True
     assert isinstance(outcomes[0], Refusal) and "was removed" in outcomes[0].reason
+    assert durable_scene.nodes.master.counts.refused_puts == 1
 
 
 def test_a_repeated_put_end_waits_too(durable_scene: DurableScene) -> None:
