@@ -45,8 +45,8 @@ def _parse_segment_size(value: int | str) -> int:
     return setup_arguments.parse_size(int(value) if isinstance(value, float) else value)
 
 
-def _parse_bool(value: bool | int | str) -> bool:
-    """Parse a boolean, from the usual ways of writing one.
+def _parse_bool(value: float | str | None) -> bool:
+    """Parse a boolean, from the usual ways of writing one; a number by its truth value, nothing is False.
 
     Raises:
         ValueError: not a boolean.
@@ -170,8 +170,8 @@ def _config_from(given: dict[str, Any]) -> MooncakeConfig:
         device_name=read("device_name", "", _text),
         master_server_address=read("master_server_address", "", _text),
         enable_ssd_offload=read("enable_ssd_offload", False, _parse_bool),
-        ssd_offload_path=read("ssd_offload_path", "", _text),
-        tenant_id=read("tenant_id", setup_arguments.DEFAULT_TENANT, _text),
+        ssd_offload_path=read("ssd_offload_path", "", str),
+        tenant_id=read("tenant_id", setup_arguments.DEFAULT_TENANT, str),
         enable_client_http_server=read("enable_client_http_server", False, _parse_bool),
         client_http_port=read("client_http_port", setup_arguments.DEFAULT_HTTP_PORT, int),
         cluster_id=read("cluster_id", "", _text),

@@ -136,6 +136,8 @@ class MooncakeStoreService:
                 config.enable_ssd_offload,
                 config.ssd_offload_path,
                 config.tenant_id,
+                config.enable_client_http_server,
+                config.client_http_port,
                 root_fs_dir=config.root_fs_dir,
                 cluster_id=config.cluster_id,
             )
@@ -264,7 +266,8 @@ class MooncakeStoreService:
         key = request.match_info["key"]
         content = await self._run(lambda: self.store.get(key))
         if not content:
-            return _error("Key not found", 404)
+            code = await self._run(lambda: self.store.is_exist(key))  # an empty value also means a failure
+            return _error("Key not found", 404) if code >= 0 else _error(f"Exist check failed ({code})", 500)
         return web.Response(body=bytes(content), content_type="application/octet-stream")
 
     @_answered
@@ -349,7 +352,7 @@ class MooncakeStoreService:
     async def handle_reconfigure(self, request: web.Request) -> web.Response:
         """Mount a shared segment for ``decode``, before the last one is unmounted; none for ``prefill``."""
         body = await _body(request)
-        mode = body.get("mode")
+        mode = _text("mode", body.get("mode", "")).lower()
         if mode not in ("decode", "prefill"):
             raise _BadRequest(f"Invalid mode {mode!r}; allowed: decode, prefill")
         grace_s = _grace(body)
@@ -520,11 +523,14 @@ async def _in_json(request: web.Request, handler: Any) -> web.StreamResponse:
 
 
 def _config(path: str | None, given: dict[str, Any]) -> MooncakeConfig:
-    """Read the file or the environment, overridden by ``given``. Raises InvalidArgument, naming the field."""
+    """Read the file or the environment, overridden by ``given``. Raises InvalidArgument, naming the field.
+
+    An unknown field is ignored with a warning, as the existing package ignores it.
+    """
     known = MooncakeConfig.__dataclass_fields__
-    for name in given:
-        if name not in known:
-            raise InvalidArgument(f"-D {name}", given[name], ", ".join(known))
+    for name in given.keys() - known:
+        log.warning("unknown_field_ignored", field=name, known=", ".join(known))
+        given = {key: value for key, value in given.items() if key != name}
     try:
         if not path and not given:
             return MooncakeConfig.load_from_env()
@@ -597,15 +603,16 @@ def main(arguments: Sequence[str] | None = None) -> None:
     """Run the console script ``mc_store_rest_server``."""
     parser = _parser()
     parsed = parser.parse_args(arguments)
+    setup_logging(role="rest")
     given: dict[str, str] = {}
     for text in parsed.define:
         name, has_value, value = text.partition("=")
-        if not has_value:
-            parser.error(f"-D {text}: KEY=VALUE is expected")
-        given[name] = value
+        if has_value:
+            given[name] = value
+        else:
+            log.warning("definition_ignored", text=text, expected="KEY=VALUE")
     if not 0 <= parsed.port < 65536:
         parser.error(f"--port {parsed.port}: 0 to 65535 is expected")
-    setup_logging(role="rest")
     try:
         asyncio.run(_serve(parsed, given))
     except MooncakeError as error:

@@ -40,13 +40,19 @@ def write(folder: Path, content: Any) -> str:
         ("1e9", 10**9),
         (" 4096 ", 4096),
         ("64MB", 64 << 20),
+        ("+5", 5),
+        ("1_000", 1000),
+        ("+1_6 mb", 16 << 20),
+        ("0x1000", 4096),
     ],
 )
 def test_sizes(text: Any, size: int) -> None:
     assert _parse_segment_size(text) == size
 
 
-@pytest.mark.parametrize("text", ["", "gb", "1 zb", "-1", None, [], True, "1..5gb"])
+@pytest.mark.parametrize(
+    "text", ["", "gb", "1 zb", "-1", None, [], True, "1..5gb", "1__0", "_1", "++1", "0x"]
+)
 def test_invalid_sizes(text: Any) -> None:
     with pytest.raises(ValueError):
         _parse_segment_size(text)
@@ -55,6 +61,8 @@ def test_invalid_sizes(text: Any) -> None:
 def test_booleans() -> None:
     assert all(_parse_bool(word) for word in ("true", "1", "YES", "on", "enable", True, 1))
     assert not any(_parse_bool(word) for word in ("false", "0", "No", "off", "disable", False, 0))
+    assert _parse_bool(2) and _parse_bool(1.0)
+    assert not any(_parse_bool(nothing) for nothing in ("", " ", None, 0.0))
     with pytest.raises(ValueError, match="perhaps"):
         _parse_bool("perhaps")
 
@@ -86,10 +94,12 @@ def test_a_file_with_everything(tmp_path: Path) -> None:
         "enable_ssd_offload": "true",
         "client_http_port": "9400",
         "cluster_id": "c1",
+        "tenant_id": 5,
         "root_fs_dir": "/mnt/x",
     }
     config = MooncakeConfig.from_file(write(tmp_path, MINIMUM | more))
     assert (config.global_segment_size, config.protocol, config.enable_ssd_offload) == (4 << 30, "rdma", True)
+    assert config.tenant_id == "5"
     assert (config.client_http_port, config.cluster_id, config.root_fs_dir) == (9400, "c1", "/mnt/x")
 
 
@@ -132,6 +142,10 @@ def test_the_environment(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Non
         MooncakeConfig.load_from_env()
     monkeypatch.setenv("MOONCAKE_MASTER", "m:1")
     monkeypatch.setenv("MOONCAKE_GLOBAL_SEGMENT_SIZE", "1 gb")
+    monkeypatch.setenv("MOONCAKE_OFFLOAD_ENABLED", "")
+    monkeypatch.setenv("MOONCAKE_ENABLE_CLIENT_HTTP_SERVER", "")
+    config = MooncakeConfig.load_from_env()
+    assert not config.enable_ssd_offload and not config.enable_client_http_server
     monkeypatch.setenv("MOONCAKE_OFFLOAD_ENABLED", "on")
     config = MooncakeConfig.load_from_env()
     assert (config.local_hostname, config.metadata_server) == ("localhost", "P2PHANDSHAKE")

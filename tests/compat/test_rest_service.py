@@ -20,6 +20,7 @@ from aiohttp import web
 
 from mooncake.compat import rest_service
 from mooncake.compat.rest_service import MooncakeStoreService
+from mooncake.compat.store.setup_arguments import SetupArguments
 from mooncake.errors import AddressInUse, InvalidArgument
 from mooncake.security import Identity
 from mooncake.security.http_auth import AdminKey
@@ -42,7 +43,8 @@ class FakeStore:
         self.code = 0
         self.stuck: list[str] = []
 
-    def setup(self, *_: Any, **__: Any) -> int:
+    def setup(self, *arguments: Any, **more: Any) -> int:
+        self.arguments = SetupArguments(*arguments, **more)
         return self.code
 
     def close(self) -> int:
@@ -174,6 +176,7 @@ async def test_unknown_paths_and_methods_are_refused_in_json(rest: RunningServic
     ("method", "path", "body"),
     [
         ("PUT", "/api/put", {"key": "k", "value": "v"}),
+        ("GET", "/api/get/k", None),
         ("GET", "/api/exist/k", None),
         ("DELETE", "/api/remove/k", None),
         ("DELETE", "/api/remove_all", None),
@@ -316,7 +319,8 @@ async def test_reconfigure_mounts_the_new_segment_first(rest: RunningService) ->
     decode = {"mode": "decode", "path": "/dev/shm/kv", "size": 4096}
     assert (await rest.ask("POST", "/api/reconfigure", decode))[1]["segment_ids"] == ["id-1"]
     assert not rest.store.unmounted
-    assert (await rest.ask("POST", "/api/reconfigure", decode))[1]["segment_ids"] == ["id-2"]
+    again = await rest.ask("POST", "/api/reconfigure", {**decode, "mode": "Decode"})
+    assert again[1]["segment_ids"] == ["id-2"]
     assert rest.store.unmounted == [("id-1", 0)]
     rest.store.code = -1
     status, answer = await rest.ask("POST", "/api/reconfigure", decode)
@@ -358,7 +362,6 @@ async def test_a_taken_port_and_a_master_that_does_not_answer(rest: RunningServi
 @pytest.mark.parametrize(
     ("path", "given", "why"),
     [
-        (None, {"nonsense": "1"}, "nonsense"),
         (None, {"protocol": "tcp"}, "master_server_address"),
         (None, {**CONFIG, "global_segment_size": "lots"}, "global_segment_size"),
         ("/nowhere/at/all", {}, "/nowhere/at/all"),
@@ -371,6 +374,40 @@ def test_bad_configurations(
         monkeypatch.delenv(name)
     with pytest.raises(InvalidArgument, match=why):
         MooncakeStoreService(path, given)
+
+
+async def test_all_fields_reach_the_store(monkeypatch: pytest.MonkeyPatch) -> None:
+    store = FakeStore()
+    monkeypatch.setattr(rest_service, "MooncakeDistributedStore", lambda: store)
+    more = {
+        "enable_client_http_server": "true",
+        "client_http_port": 9411,
+        "tenant_id": "t",
+        "cluster_id": "c",
+    }
+    assert await MooncakeStoreService(None, {**CONFIG, **more}).start_store_service(1.0)
+    found = store.arguments
+    assert (found.enable_client_http_server, found.client_http_port) == (True, 9411)
+    assert (found.tenant_id, found.cluster_id) == ("t", "c")
+
+
+def test_unknown_and_malformed_definitions_are_ignored(
+    caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The existing package ignores them, too."""
+    service = MooncakeStoreService(None, {**CONFIG, "nonsense": "1"})
+    assert service.config.local_hostname == "localhost"
+    assert [one.__dict__["fields"]["field"] for one in caplog.records] == ["nonsense"]
+    served: list[dict[str, str]] = []
+
+    async def serve(_: object, given: dict[str, str]) -> None:
+        served.append(given)
+
+    monkeypatch.setattr(rest_service, "_serve", serve)
+    monkeypatch.setattr(rest_service, "setup_logging", lambda role: None)
+    rest_service.main(["-D", "no value", "-D", "protocol=tcp"])
+    assert served == [{"protocol": "tcp"}]
+    assert caplog.records[-1].__dict__["fields"]["text"] == "no value"
 
 
 @pytest.mark.processes

@@ -7,6 +7,7 @@ process's name followed by the id.
 
 from __future__ import annotations
 
+import contextlib
 import mmap
 import os
 import secrets
@@ -66,13 +67,17 @@ class SegmentCalls(StoreLifecycle):
     def allocate_and_mount_segment(
         self, size: int, protocol: str = "tcp", location: str = ""
     ) -> dict[str, Any]:
-        """Mount new memory of this size; as ``mount_segment``, with ``allocated_size``."""
+        """Mount new memory of this size; as ``mount_segment``, with ``allocated_size``.
+
+        A small segment is enlarged, as that of ``setup``.
+        """
         what = "allocate_and_mount_segment"
-        size = number(what, "size", size)
+        asked = number(what, "size", size)
+        size = max(asked, MIN_SEGMENT_BYTES)
 
         def mount(session: StoreSession) -> str:
-            if size < MIN_SEGMENT_BYTES:
-                raise InvalidArgument("size", size, f"{MIN_SEGMENT_BYTES} bytes or more")
+            if asked <= 0:
+                raise InvalidArgument("size", asked, "more than 0")
             return self._mount(
                 session, lambda: session.engine.allocate(size, huge_pages=session.settings.huge_pages)
             )
@@ -89,10 +94,11 @@ class SegmentCalls(StoreLifecycle):
         return self._unmount("unmount_and_free_segment", segment_ids, grace_period_seconds)
 
     def unmount_local_disk_segment(self, grace_period_seconds: int = 0) -> int:
-        """Unmount the SSD tier of ``setup``, whose objects are available after a restart; -1 without one."""
+        """Unmount the SSD tier of ``setup``, whose objects are available after a restart; 0 without one."""
 
         def unmount(session: StoreSession) -> int:
-            session.node().unmount(f"{session.hostname}/ssd", float(grace_period_seconds))
+            with contextlib.suppress(InvalidArgument):  # there is none
+                session.node().unmount(f"{session.hostname}/ssd", float(grace_period_seconds))
             return 0
 
         return self._in_session("unmount_local_disk_segment", unmount, lambda _: FAILED)

@@ -219,12 +219,21 @@ def setup_arguments(config: Mapping[str, Any]) -> SetupArguments:
         if key in _SIZES:
             values[key] = _named(key, written, parse_size)
         elif key in _BOOLEANS:
-            values[key] = _named(key, written, parse_bool)
+            values[key] = _boolean(key, written)
         elif key == "client_http_port":
             values[key] = _named(key, written, int)
         elif key not in _IGNORED:
             values[key] = written
     return SetupArguments(**values)
+
+
+def _boolean(key: str, written: str) -> bool:
+    """Parse a boolean; as in the existing package, a word that is none is False, here with a warning."""
+    try:
+        return parse_bool(written)
+    except ValueError as error:
+        log.warning(f"setup key {key!r}: {error}; it counts as false")
+        return False
 
 
 def _named(key: str, text: str, parse: Any) -> Any:
@@ -237,12 +246,18 @@ def _named(key: str, text: str, parse: Any) -> Any:
 def parse_size(value: int | str) -> int:
     """Parse a size to bytes, from a number or ``16MB``, ``1.5 gb``, ``16k``, ``1e9``; units are binary.
 
+    Also as Python and C write numbers: ``+16MB``, ``1_000``, ``0x1000``.
+
     Raises:
         ValueError: not a size.
     """
     if isinstance(value, int):
         return int(value)
-    match = re.fullmatch(r"\s*(\d+(?:\.\d*)?(?:[eE][+-]?\d+)?|\.\d+)\s*([a-zA-Z]*)\s*", str(value))
+    hexadecimal = re.fullmatch(r"\s*\+?(0[xX][0-9a-fA-F]+)\s*", str(value))
+    if hexadecimal is not None:
+        return int(hexadecimal[1], 16)
+    digits = re.sub(r"(?<=\d)_(?=\d)", "", str(value))
+    match = re.fullmatch(r"\s*\+?(\d+(?:\.\d*)?(?:[eE][+-]?\d+)?|\.\d+)\s*([a-zA-Z]*)\s*", digits)
     if match is None or match[2].lower() not in _UNITS:
         raise ValueError(f"{value!r} is not a size such as 4096, 16MB or '1.5 GB'")
     return (
@@ -258,13 +273,17 @@ _BOOLEAN_VALUES = {
 }
 
 
-def parse_bool(value: bool | int | str) -> bool:
-    """Parse a boolean, from the usual ways of writing one.
+def parse_bool(value: float | str | None) -> bool:
+    """Parse a boolean, from the usual ways of writing one; a number by its truth value, nothing is False.
 
     Raises:
         ValueError: not a boolean.
     """
-    text = str(value).strip().lower()
-    if text not in _BOOLEAN_VALUES:
-        raise ValueError(f"{value!r} is neither true (1, yes, on, enable) nor false (0, no, off, disable)")
-    return _BOOLEAN_VALUES[text]
+    if value is None or isinstance(value, int | float):
+        return bool(value)
+    word = value.strip().lower() if isinstance(value, str) else ""
+    if word in _BOOLEAN_VALUES:
+        return _BOOLEAN_VALUES[word]
+    if isinstance(value, str) and not word:
+        return False
+    raise ValueError(f"{value!r} is neither true (1, yes, on, enable) nor false (0, no, off, disable)")

@@ -155,7 +155,6 @@ def test_setup_with_a_dictionary(master: RunningMaster, caplog: pytest.LogCaptur
         ({"local_buffer_size": "2TB"}, "local_buffer_size"),
         ({"global_segment_size": "1000000 TB"}, "available"),
         ({"protocol": "carrier pigeon"}, "protocol"),
-        ({"enable_ssd_offload": "perhaps"}, "enable_ssd_offload"),
         ({"client_http_port": 99999}, "client_http_port"),
         ({"master_server_addr": "nowhere"}, "nowhere"),
         ({"local_hostname": "127.0.0.1:99999"}, "local_hostname"),

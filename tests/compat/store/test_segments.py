@@ -106,7 +106,13 @@ def test_failed_mounts_are_logged(
         assert store.allocate_and_mount_segment(size) == {**nothing, "allocated_size": 0}
     assert "none" in caplog.text and "at most 4096" in caplog.text
     assert store.unmount_segment(["1-2"]) == -1
-    assert store.unmount_local_disk_segment() == -1
+    assert store.unmount_local_disk_segment() == 0, "there is none, and that is no failure"
+
+
+def test_a_small_segment_is_enlarged(store: MooncakeDistributedStore) -> None:
+    outcome = store.allocate_and_mount_segment(1000)
+    assert outcome["ret"] == 0 and outcome["allocated_size"] == 4096
+    assert store.unmount_and_free_segment(outcome["segment_ids"]) == 0
 
 
 def test_before_setup(alone: MooncakeDistributedStore) -> None:

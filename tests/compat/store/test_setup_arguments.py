@@ -23,6 +23,7 @@ LEAST = {"local_hostname": "h", "metadata_server": "P2PHANDSHAKE"}
 
 
 def test_sizes_are_powers_of_1024() -> None:
+    assert parse_size("0x1000000") == parse_size("+16MB") == 16 << 20
     assert [parse_size(text) for text in ("16MB", "16 MB", "1gb", "4096", 7)] == [
         16 << 20,
         16 << 20,
@@ -46,6 +47,13 @@ def test_a_dictionary_has_defaults_and_aliases() -> None:
     )
     arguments = setup_arguments({**LEAST, "master_server_address": "m:1", "master_server_addr": "n:2"})
     assert arguments.master_server_addr == "n:2", "the key's own name takes precedence"
+
+
+@pytest.mark.parametrize("written", ["", "maybe", "off", False])
+def test_a_word_that_is_no_boolean_counts_as_false(caplog: pytest.LogCaptureFixture, written: object) -> None:
+    arguments = setup_arguments({**LEAST, "enable_ssd_offload": written})
+    assert arguments.enable_ssd_offload is False
+    assert ("enable_ssd_offload" in caplog.text) is (written == "maybe")
 
 
 def test_misspelt_keys_are_pointed_out(caplog: pytest.LogCaptureFixture) -> None:
