@@ -14,6 +14,7 @@ from mooncake.security.http_auth import AdminKey
 from mooncake.store import messages as m
 from mooncake.store.master import tenants_file
 from mooncake.store.master.context import MasterContext
+from mooncake.store.master.tenants import MAX_QUOTA_BYTES
 
 _STATES = {
     "waiting": "CREATED",
@@ -33,7 +34,7 @@ class DrainRequest(msgspec.Struct):
 
 
 class QuotaRequest(msgspec.Struct):
-    requested_quota_bytes: Annotated[int, Meta(ge=0)]
+    requested_quota_bytes: Annotated[int, Meta(ge=0, le=MAX_QUOTA_BYTES)]
 
 
 def router(context: MasterContext) -> APIRouter:

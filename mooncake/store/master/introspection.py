@@ -16,7 +16,7 @@ from mooncake.store.master.key_scans import KeyScans
 from mooncake.store.master.log_records import QuotaSet
 from mooncake.store.master.objects import StoredObject, scoped, scoped_all, split_scoped
 from mooncake.store.master.prefix_counts import PrefixCounts
-from mooncake.store.master.tenants import check_tenant
+from mooncake.store.master.tenants import MAX_QUOTA_BYTES, check_tenant
 from mooncake.types import ObjectKey
 
 MAX_SEPARATOR = 8
@@ -131,9 +131,10 @@ class QuotaRequests:
         refusal = check_tenant(tenant)
         if refusal is not None:
             return m.RefusedReply(refusal)
-        if message.size_bytes is not None and message.size_bytes < 0:
+        if message.size_bytes is not None and not 0 <= message.size_bytes <= MAX_QUOTA_BYTES:
+            allowed = f"allowed: 0 to {MAX_QUOTA_BYTES}"
             return m.RefusedReply(
-                Refusal("invalid_size", f"a quota of {message.size_bytes} bytes; at least 0")
+                Refusal("invalid_size", f"a quota of {message.size_bytes} bytes; {allowed}")
             )
         readable = self._catalog.objects.readable.values()
         self._catalog.tenants.set_quota(tenant, message.size_bytes, readable)

@@ -19,6 +19,9 @@ from mooncake.store.master.objects import Extent, StoredObject, scoped, split_sc
 from mooncake.store.master.segments import Segment
 from mooncake.types import Tier
 
+MAX_QUOTA_BYTES = (1 << 63) - 1
+"""The largest quota, which fits the records and messages that carry it."""
+
 
 def check_tenant(tenant: str) -> Refusal | None:
     """Why there can't be such a tenant, or None."""

@@ -18,6 +18,7 @@ from typing import Any
 from mooncake.config import parse_size
 from mooncake.errors import InvalidArgument, StorageError
 from mooncake.store import messages as m
+from mooncake.store.master.tenants import MAX_QUOTA_BYTES
 
 FIELD = "tenants_file"
 
@@ -54,6 +55,8 @@ def _entry(path: str, one: Any) -> tuple[str, int]:
         size_bytes = parse_size(str(quota))
     except ValueError as error:
         raise InvalidArgument(f"quota of {name} in {path}", quota, "a size such as 200GB") from error
+    if not 0 <= size_bytes <= MAX_QUOTA_BYTES:
+        raise InvalidArgument(f"quota of {name} in {path}", quota, f"0 to {MAX_QUOTA_BYTES} bytes")
     return name, size_bytes
 
 

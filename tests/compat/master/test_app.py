@@ -86,6 +86,8 @@ async def test_a_missing_parameter_is_named(served: MasterWithHttp, path: str) -
         ("PUT", "/api/v1/tenant_quotas", '{"requested_quota_bytes": 1}'),
         ("PUT", "/api/v1/tenant_quotas?tenant_id=t", '{"requested_quota_bytes": -1}'),
         ("PUT", "/api/v1/tenant_quotas?tenant_id=t", '{"requested_quota_bytes": "1"}'),
+        ("PUT", "/api/v1/tenant_quotas?tenant_id=t", '{"requested_quota_bytes": 9223372036854775808}'),
+        ("PUT", "/api/v1/tenant_quotas?tenant_id=t", '{"requested_quota_bytes": 18446744073709551616}'),
         ("DELETE", "/api/v1/tenant_quotas", ""),
         ("POST", "/api/v1/remove_all?force=perhaps", ""),
         ("GET", "/api/v1/drain_jobs/query?job_id=-1", ""),
@@ -95,6 +97,7 @@ async def test_bad_input_is_refused(served: MasterWithHttp, method: str, path: s
     status, answer = await served.ask(path, method, data=body)
     assert (status, answer["success"], answer["error_code"]) == (400, False, -600), answer
     assert answer["error"]
+    assert (await served.ask("/api/v1/tenant_quotas"))[1]["tenant_quotas"] == []
 
 
 async def test_unknown_paths_and_methods(served: MasterWithHttp) -> None:

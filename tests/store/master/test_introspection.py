@@ -146,6 +146,15 @@ def test_a_quota_that_is_set_later_counts_what_is_there(voice: Voice) -> None:
     assert quotas(voice)["red"] == (None, 3000, 3)
 
 
+@pytest.mark.parametrize("size_bytes", [-1, 1 << 63, 1 << 64])
+def test_a_quota_that_no_record_can_carry_is_refused(voice: Voice, size_bytes: int) -> None:
+    voice.say(m.SetQuota("red", (1 << 63) - 1))
+    refused = voice.say(m.SetQuota("red", size_bytes))
+    assert isinstance(refused, m.RefusedReply) and refused.refusal.code == "invalid_size"
+    assert "0 to 9223372036854775807" in refused.refusal.reason
+    assert quotas(voice) == {"red": ((1 << 63) - 1, 0, 0)}
+
+
 def test_what_does_not_fit_is_refused_with_figures(voice: Voice) -> None:
     voice.mount(size_bytes=65536)
     voice.say(m.SetQuota("red", 2500))

@@ -37,6 +37,7 @@ def test_the_file_is_read_and_written(tmp_path: Path) -> None:
         ("tenants: [{quota: 1}]", "name, quota"),
         ("tenants: [{name: a, quota: lots}]", "quota of a"),
         ("tenants: [{name: a}]", "quota of a"),
+        ("tenants: [{name: a, quota: 9223372036854775808}]", "quota of a.*0 to 9223372036854775807 bytes"),
     ],
 )
 def test_an_error_in_the_file_is_named(tmp_path: Path, text: str, why: str) -> None:
