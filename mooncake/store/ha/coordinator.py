@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Protocol
 
 from mooncake import clock
 from mooncake.driver import Driver
-from mooncake.errors import MooncakeError
+from mooncake.errors import MooncakeError, NotLeader
 from mooncake.log import get_logger
 from mooncake.machine import Wake
 from mooncake.rpc import AsyncClient
@@ -45,6 +45,9 @@ if TYPE_CHECKING:
     from mooncake.store.ha.lease_store import LeaseStore  # which brings transfer, and takes long to load
 
 log = get_logger(__name__)
+
+LOG_AGAIN_S = 60.0
+"""Time after which the loss of the leader is logged again for the same reason."""
 
 
 class LeadershipListener(Protocol):
@@ -173,19 +176,29 @@ class Coordinator:
 
     async def _follow(self, record: LeaderLease) -> None:
         """Follow until another master leads."""
-
+        logged, log_again_at = "", 0.0
         while True:
             link = AsyncClient(record.address, (Followed,), "the leader", identity=self._identity)
             try:
                 await link.connect(ANSWER_S)
                 await self._take_all(link, record)
             except MooncakeError as error:
-                log.warning("leader_lost", leader=record.address, term=record.term, reason=str(error))
+                reason, now = self._loss_reason(error, record), clock.monotonic()
+                if self.is_in_sync or reason != logged or now >= log_again_at:
+                    log.warning("leader_lost", leader=record.address, term=record.term, reason=reason)
+                    logged, log_again_at = reason, now + LOG_AGAIN_S
             finally:
                 self.is_in_sync = False
                 await link.close()
             self._post(LeaderLost())
             await asyncio.sleep(RETRY_S)
+
+    def _loss_reason(self, error: MooncakeError, record: LeaderLease) -> str:
+        """Why the leader can't be followed."""
+        if isinstance(error, NotLeader) and error.leader == record.address:  # it names itself
+            silent = " and the election service does not answer" if self._is_silent else ""
+            return f"the leader at {record.address} does not lead now: its lease has run out{silent}"
+        return str(error)
 
     async def _take_all(self, link: AsyncClient, record: LeaderLease) -> None:
         following = StandbyCursor(self.election.me, record.term)

@@ -6,6 +6,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import AsyncIterator
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import msgspec
@@ -15,6 +16,7 @@ from mooncake.errors import NotLeader, Unavailable
 from mooncake.metrics import page, registry
 from mooncake.rpc import AsyncClient
 from mooncake.store import messages as m
+from mooncake.store.ha import coordinator
 from mooncake.store.ha.leader_search import Leads, WhoLeads
 from mooncake.store.server import MasterServer
 from mooncake.store.settings import MasterSettings
@@ -249,6 +251,58 @@ async def test_a_standby_that_never_caught_up_begins_empty_in_the_end(masters: M
     other = await masters.start("other", orphan_s=0.5)
     await until(lambda: other.leadership.is_leader)
     assert not other.master.objects.readable
+
+
+async def test_a_loss_of_the_leader_is_logged_once_for_each_reason(
+    masters: Masters, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    server = await masters.start()
+    await masters.leader()
+    found = server._coordinator
+    assert found is not None and found.election.record is not None
+    record = msgspec.structs.replace(found.election.record, address="10.0.0.1:50051")
+    itself = NotLeader("the leader at 10.0.0.1:50051 does not lead; 10.0.0.1:50051 does")
+    itself.leader = record.address
+
+    def refuse(*_: Any) -> Any:
+        raise Unavailable("the wire is cut")
+
+    monkeypatch.setattr(found._lease_store, "read", refuse)
+    monkeypatch.setattr(found._lease_store, "swap", refuse)
+    await until(lambda: found._is_silent)
+    now = 1000.0
+    raised: list[Exception] = [
+        itself,
+        itself,
+        itself,
+        Unavailable("no route"),
+        Unavailable("no route"),
+        itself,
+    ]
+    left = asyncio.Event()
+
+    async def connect(*_: Any) -> None:
+        nonlocal now
+        if len(raised) == 1:
+            now += coordinator.LOG_AGAIN_S
+        if not raised:
+            left.set()
+            await asyncio.Event().wait()
+        raise raised.pop(0)
+
+    monkeypatch.setattr(coordinator, "RETRY_S", 0.0)
+    monkeypatch.setattr(AsyncClient, "connect", connect)
+    monkeypatch.setattr(coordinator, "clock", SimpleNamespace(monotonic=lambda: now))
+    monkeypatch.setattr(found, "_post", lambda event: None)
+    following = asyncio.create_task(found._follow(record))
+    await asyncio.wait_for(left.wait(), 10)
+    following.cancel()
+    reasons = [one.fields["reason"] for one in caplog.records if one.getMessage() == "leader_lost"]  # type: ignore[attr-defined]
+    expired = (
+        "the leader at 10.0.0.1:50051 does not lead now: its lease has run out "
+        "and the election service does not answer"
+    )
+    assert reasons == [expired, "no route", expired]
 
 
 async def test_a_leader_cut_off_from_the_lease_store_stops_until_it_is_back(
