@@ -324,11 +324,12 @@ class AsyncClient:
             except AccessDenied:
                 raise
             except (OSError, PeerLost) as error:
+                number = error.errno if isinstance(error, OSError) else None
+                said = error.strerror if isinstance(error, OSError) else None
+                reason = os.strerror(number) if number and number > 0 else said or str(error)
                 if not self._is_patient:
-                    number = error.errno if isinstance(error, OSError) else None
-                    reason = os.strerror(number) if number else str(error)
                     raise PeerLost(f"{self.peer} can't be reached: {reason}; is it running?") from error
-                self._why = f": {error}" if isinstance(error, PeerLost) else ""
+                self._why = f": {reason}" if reason else ""
                 await asyncio.sleep(backoff_s)
                 backoff_s = min(2 * backoff_s, MAX_BACKOFF_S)
             except ProtocolError as error:
@@ -495,6 +496,11 @@ class BlockingClient:
             raise PeerLost(f"lost {self.peer} during {what}: {connection.lost}{hint}") from None
         except PeerLost as error:
             raise PeerLost(f"lost {self.peer} during {what}: {error}") from None
+        except BaseException:
+            # By a signal's handler, at any instruction: part of a frame may have been sent, what was read may
+            # be lost, or this thread may just have become the reader. Other threads connect anew.
+            self._lose(connection, "a call was interrupted")
+            raise
         finally:
             connection.waiting.pop(request_id, None)
         if type(reply) is Failure:
@@ -586,7 +592,7 @@ class BlockingClient:
 
     def _connected(self, deadline: float, timeout_s: float) -> _Socket:
         with self._connect_lock:
-            backoff_s = FIRST_BACKOFF_S
+            backoff_s, why = FIRST_BACKOFF_S, ""
             while True:
                 if self._is_closed:
                     raise PeerLost(f"{self.peer}: the client was closed")
@@ -603,9 +609,11 @@ class BlockingClient:
                 except ProtocolError as error:
                     raise ProtocolError(f"{self.peer}: {error}") from error
                 except OSError as error:
+                    if not isinstance(error, TimeoutError):
+                        why = f": {error.strerror or error}"
                     remaining_s = deadline - time.monotonic()
                     if remaining_s <= 0:
-                        message = f"{self.peer} can't be reached within {timeout_s:.3g} s"
+                        message = f"{self.peer} can't be reached within {timeout_s:.3g} s{why}"
                         raise DeadlineExceeded(message) from error
                     if not self._is_patient:
                         raise PeerLost(

@@ -335,11 +335,33 @@ async def test_a_loss_reaches_every_waiting_thread(service: Service) -> None:
     client.close()
 
 
+class Interrupt(BaseException):
+    """As a handler of a signal may raise it."""
+
+
+@pytest.mark.parametrize("method", ["_send", "_read_until", "_await_reply", "_hand_over"])
+async def test_an_interrupted_call_leaves_no_other_without_a_reader(
+    service: Service, monkeypatch: pytest.MonkeyPatch, method: str
+) -> None:
+    client = BlockingClient(service.address, [Echo], "the test's server")
+    assert await asyncio.to_thread(client.call, Echo("before"), 10) == Echo("before")
+
+    def interrupted(*_: object) -> None:
+        raise Interrupt
+
+    with monkeypatch.context() as patch:
+        patch.setattr(client, method, interrupted)
+        with pytest.raises(Interrupt):
+            await asyncio.to_thread(client.call, Echo("interrupted"), 10)
+    assert await asyncio.to_thread(client.call, Echo("after"), 10) == Echo("after")
+    client.close()
+
+
 def test_no_process_listens() -> None:
     with socket.socket() as sock:
         sock.bind(("127.0.0.1", 0))
         port = sock.getsockname()[1]
-    with pytest.raises(DeadlineExceeded, match=f"{port} can't be reached"):
+    with pytest.raises(DeadlineExceeded, match=f"{port} can't be reached within .* s: Connection refused"):
         BlockingClient(f"127.0.0.1:{port}", [Echo]).call(Echo("x"), 0.05)
 
 

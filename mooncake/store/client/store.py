@@ -19,6 +19,7 @@ import ctypes
 import dataclasses
 import functools
 import operator
+import os
 import random
 import socket
 import threading
@@ -33,7 +34,7 @@ from prometheus_client.core import CounterMetricFamily
 from prometheus_client.registry import Collector
 
 from mooncake import clock
-from mooncake.errors import DeadlineExceeded, MooncakeError, Unavailable
+from mooncake.errors import DeadlineExceeded, InvalidArgument, MooncakeError, Unavailable
 from mooncake.log import get_logger
 from mooncake.metrics import registry
 from mooncake.security import Identity, process_identity
@@ -87,6 +88,18 @@ MIN_RENEWAL_S = 0.02
 """Shortest time between two renewals of the leases of open views."""
 
 
+_num_forks = 0
+"""In how many generations this process is a forked child since the module was loaded."""
+
+
+def _note_fork() -> None:
+    global _num_forks
+    _num_forks += 1
+
+
+os.register_at_fork(after_in_child=_note_fork)
+
+
 def _blocking(
     call: Callable[Concatenate[ClientCalls, P], Call[ResultT]],
 ) -> Callable[Concatenate[Store, P], ResultT]:
@@ -126,6 +139,7 @@ class _StoreBase:
         if identity.tenant and settings.tenant == DEFAULT_TENANT:
             settings = dataclasses.replace(settings, tenant=identity.tenant)
         self.settings = settings
+        self._is_closed, self._num_forks = False, _num_forks
         if engine is None:
             self.engine = TransferEngine(transfer_from_environment().for_tool(), identity=identity)
         else:
@@ -145,6 +159,24 @@ class _StoreBase:
         self._memory = LocalMemory(self.engine)
         self._calls = ClientCalls(self.operations, self._memory, settings)
         _counted.add(self.operations)
+
+    @property
+    def _is_inherited(self) -> bool:
+        """Whether it was made before this process was forked off: its connection and its memory are those of
+        the parent, whose replies and bytes it would take for its own."""
+        return self._num_forks != _num_forks
+
+    def _check_usable(self) -> None:
+        if self._is_inherited:
+            allowed = "one that was made after the fork: make a store in each process"
+            raise InvalidArgument("store", "a Store of the parent process", allowed)
+        if self._is_closed:
+            raise Unavailable("this store is closed")
+
+    def _unanswered(self, error: MooncakeError, asked_at: float) -> MasterReply:
+        # A lost connection would be repeated until the deadline.
+        final = Unavailable("this store was closed") if self._is_closed else error
+        return MasterReply(None, final, asked_at, clock.monotonic())
 
     def _close(self) -> None:
         _counted.remove(self.operations)
@@ -188,7 +220,7 @@ class _StoreBase:
 
 
 class Store(_StoreBase):
-    """Blocking client of the store; thread-safe.
+    """Blocking client of the store; thread-safe. A forked child can't use its parent's: each makes its own.
 
     ``engine``: the process's transfer engine if it has one, so that memory registered there can be
     read and written directly; otherwise the store makes its own, with the settings of ``[transfer]``
@@ -214,6 +246,7 @@ class Store(_StoreBase):
         Raises:
             Unavailable: it does not answer; at once, if only one address is given and its port is closed.
         """
+        self._check_usable()
         self._rpc.connect(timeout_s)
 
     # Whole objects
@@ -275,7 +308,10 @@ class Store(_StoreBase):
         return ObjectView(self, key, self.settings.verify_local if verify is None else verify)
 
     def close(self) -> None:
-        """Release all resources. Calls in progress fail."""
+        """Release all resources. Calls in progress fail with Unavailable, and so do later ones."""
+        if self._is_inherited:
+            return  # everything belongs to the parent
+        self._is_closed = True
         self._keeper.close()
         self._rpc.close()
         self._close()
@@ -296,6 +332,8 @@ class Store(_StoreBase):
 
     def _run(self, call: Call[ResultT]) -> ResultT:
         try:
+            if self._is_closed or self._num_forks != _num_forks:
+                self._check_usable()
             effect = next(call)
             while True:
                 effect = call.send(self._perform(effect))
@@ -313,7 +351,7 @@ class Store(_StoreBase):
             try:
                 reply = self._rpc.call(effect.message, max(0.0, effect.deadline - asked_at))
             except MooncakeError as error:
-                return MasterReply(None, error, asked_at, clock.monotonic())
+                return self._unanswered(error, asked_at)
             return MasterReply(reply, None, asked_at, clock.monotonic())
         if isinstance(effect, MoveSlices):
             return self._move(effect)
@@ -399,6 +437,7 @@ class AsyncStore(_StoreBase):
 
     async def connect(self, timeout_s: float = 2.0) -> None:
         """As ``Store.connect``, but wait for a master that is not running yet."""
+        self._check_usable()
         await self._rpc.connect(timeout_s)
 
     # Whole objects
@@ -452,6 +491,10 @@ class AsyncStore(_StoreBase):
         return AsyncObjectView(self, key, self.settings.verify_local if verify is None else verify)
 
     async def close(self) -> None:
+        """As ``Store.close``."""
+        if self._is_inherited:
+            return
+        self._is_closed = True
         await self._rpc.close()
         self._close()
 
@@ -463,6 +506,8 @@ class AsyncStore(_StoreBase):
 
     async def _run(self, call: Call[ResultT]) -> ResultT:
         try:
+            if self._is_closed or self._num_forks != _num_forks:
+                self._check_usable()
             effect = next(call)
             while True:
                 effect = call.send(await self._perform(effect))
@@ -480,7 +525,7 @@ class AsyncStore(_StoreBase):
             try:
                 reply = await self._rpc.call(effect.message, max(0.0, effect.deadline - asked_at))
             except MooncakeError as error:
-                return MasterReply(None, error, asked_at, clock.monotonic())
+                return self._unanswered(error, asked_at)
             return MasterReply(reply, None, asked_at, clock.monotonic())
         if isinstance(effect, MoveSlices):
             op = Op.WRITE if effect.is_write else Op.READ

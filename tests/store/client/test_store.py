@@ -5,6 +5,8 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import os
+import threading
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -13,7 +15,7 @@ import numpy as np
 import pytest
 
 from mooncake import clock
-from mooncake.errors import DeadlineExceeded, InvalidArgument
+from mooncake.errors import DeadlineExceeded, InvalidArgument, Unavailable
 from mooncake.store import AsyncStore, PutGrant, PutPolicy, Refusal, Store, StoreSettings
 from mooncake.store import messages as m
 from mooncake.store.client.effects import CallMaster, MoveSlices, Slices
@@ -47,6 +49,58 @@ def store(processes: Processes) -> Iterator[Store]:
         wait_until(lambda: num_writable(store) == 2)
         yield store
         store.remove_all(force=True)
+
+
+def test_a_forked_child_can_not_use_its_parents_store(processes: Processes, store: Store) -> None:
+    """It would share the connection, and take the parent's replies for its own."""
+    assert store.put("k", VALUE) is None
+    reading, writing = os.pipe()
+    child = os.fork()
+    if not child:
+        found = b""
+        try:
+            store.get("k")
+        except BaseException as error:
+            found = repr(error).encode()
+        store.close()
+        os.write(writing, found)
+        os._exit(0)
+    os.waitpid(child, 0)
+    found = os.read(reading, 4096)
+    assert b"InvalidArgument" in found and b"make a store in each process" in found
+    assert store.get("k") == VALUE, "the child has closed nothing of its parent's"
+
+
+def test_a_closed_store_says_so_at_once(processes: Processes) -> None:
+    store = connected(processes)
+    store.connect()
+    errors: list[BaseException] = []
+
+    def call_again_and_again() -> None:
+        try:
+            while True:
+                store.get("missing")
+        except BaseException as error:
+            errors.append(error)
+
+    threads = [threading.Thread(target=call_again_and_again) for _ in range(3)]
+    for thread in threads:
+        thread.start()
+    store.close()
+    for thread in threads:
+        thread.join(10.0)  # half of what a call may take
+    assert len(errors) == 3 and all(type(error) is Unavailable for error in errors), errors
+    for call in (store.connect, lambda: store.get("k"), lambda: store.put("k", b"")):
+        with pytest.raises(Unavailable, match="this store is closed"):
+            call()
+
+
+async def test_a_closed_asyncio_store_says_so_at_once(processes: Processes) -> None:
+    store = AsyncStore(processes.address)
+    assert await store.get("missing") is None
+    await store.close()
+    with pytest.raises(Unavailable, match="this store is closed"):
+        await store.get("missing")
 
 
 def segments(store: Store, key: str) -> list[str]:
