@@ -60,6 +60,8 @@ OUTCOMES = ("requests", "failures", "partial_successes", "items", "failed_items"
 _OF_COUNTS = {
     "master_evicted_key_count": "evicted_objects",
     "master_evicted_size_bytes": "evicted_bytes",
+    "master_evicted_key_count_mem": "evicted_objects",
+    "master_evicted_size_bytes_mem": "evicted_bytes",
     "master_put_start_discard_cnt": "expired_puts",
     "master_put_start_release_cnt": "expired_puts",
     "master_promotion_admitted_total": "promotions_admitted",
@@ -99,6 +101,7 @@ def page(context: MasterContext, status: m.MasterStatus, quotas: Iterable[m.Quot
     lines: list[str] = []
     for name, value in _gauges(context, status).items():
         _write(lines, name, "gauge", [("", value)])
+    _write_segments(lines, status)
     _write_sizes(lines, counters)
     for name, value in _counters(counts).items():
         _write(lines, name, "counter", [("", value)])
@@ -159,6 +162,8 @@ def _counters(counts: Mapping[str, Any]) -> dict[str, int]:
     num_evicted = counts.get("evicted_objects", 0) + counts.get("evicted_replicas", 0)
     counters |= {
         "master_successful_evictions_total": num_evicted,
+        "master_successful_evictions_mem": num_evicted,
+        "master_attempted_evictions_mem": num_evicted + counts.get("put_start_alloc_failures", 0),
         "master_attempted_evictions_total": num_evicted + counts.get("put_start_alloc_failures", 0),
         "mem_cache_hit_nums_": hits - cold,
         "file_cache_hit_nums_": cold,
@@ -201,6 +206,18 @@ def _write(lines: list[str], name: str, kind: str, samples: Iterable[tuple[str, 
     lines += [f"{name}{labels} {value}" for labels, value in samples]
 
 
+def _write_segments(lines: list[str], status: m.MasterStatus) -> None:
+    alive = [one for one in status.segments if one.state == "alive" and one.tier is not Tier.SSD]
+    if not alive:
+        return
+    for name, field in (
+        ("segment_allocated_bytes", "allocated_bytes"),
+        ("segment_total_capacity_bytes", "size_bytes"),
+    ):
+        samples = [(f'{{segment="{_escaped(one.segment)}"}}', float(getattr(one, field))) for one in alive]
+        _write(lines, name, "gauge", samples)
+
+
 def _write_sizes(lines: list[str], counters: RequestCounters) -> None:
     name, so_far = "master_value_size_bytes", 0
     lines.append(f"# TYPE {name} histogram")
@@ -222,5 +239,8 @@ def _write_quotas(lines: list[str], quotas: list[m.QuotaStatus]) -> None:
 
 
 def _label(tenant: str) -> str:
-    escaped = tenant.replace("\\", "\\\\").replace('"', '\\"').replace("\n", "\\n")
-    return f'{{tenant_id="{escaped or "default"}"}}'
+    return f'{{tenant_id="{_escaped(tenant) or "default"}"}}'
+
+
+def _escaped(value: str) -> str:
+    return value.replace("\\", "\\\\").replace('"', '\\"').replace("\n", "\\n")

@@ -2,7 +2,8 @@
 """Flags in the forms that the existing package's programs accept, and the types of their values.
 
 ``-f=v``, ``--f=v``, ``--f v``, hyphens or underscores, ``--f`` and ``--nof`` for booleans, ``--flagfile``,
-``--fromenv``, and the flags of its logging library, which are accepted and ignored. Errors name the flag.
+``--fromenv``, ``--undefok``, and the flags of its logging library, which are accepted and ignored. Errors
+name the flag.
 """
 
 from __future__ import annotations
@@ -75,6 +76,7 @@ def split_flags(
     """
     given: dict[str, str] = {}
     remaining = list(arguments)
+    may_be_unknown = _undefok(arguments)
     while remaining:
         argument = remaining.pop(0)
         if argument == "--":
@@ -92,6 +94,8 @@ def split_flags(
             continue
         is_special = environment is not None and name in ("flagfile", "fromenv", "tryfromenv")
         if name not in names and not is_special:
+            if name in may_be_unknown or name.removeprefix("no") in may_be_unknown:
+                continue
             close = difflib.get_close_matches(name, names, 1)
             raise InvalidArgument("flag", argument, f"--{close[0]}?" if close else "what --help lists")
         if not has_value and name in booleans:
@@ -108,6 +112,17 @@ def split_flags(
             assert environment is not None
             remaining[:0] = _from(environment, text, must_exist=name == "fromenv")
     return given
+
+
+def _undefok(arguments: Sequence[str]) -> set[str]:
+    """Names of ``--undefok``: flags that are ignored when they are unknown, their values after ``=``."""
+    names: set[str] = set()
+    for argument, following in zip(arguments, [*arguments[1:], ""], strict=False):
+        flag, has_value, text = argument.partition("=")
+        if flag in ("-undefok", "--undefok"):
+            listed = text if has_value else following
+            names |= {name.strip().lstrip("-").replace("-", "_") for name in listed.split(",")}
+    return names - {""}
 
 
 def _lines(file: str) -> list[str]:

@@ -2,13 +2,15 @@
 """``mooncake_master``: our master behind the existing program's flags, defaults and log lines.
 
 Only translates: flags, a flag file and ``--config_path`` become ``MasterSettings``. A flag without effect
-causes one warning with the reason; one that is misspelt or out of range ends the program.
+causes one warning with the reason; one that is misspelt or out of range ends the program. A value that the
+existing program accepts and that has no meaning here is replaced by the nearest one that has, with a warning.
 """
 
 from __future__ import annotations
 
 import asyncio
 import dataclasses
+import difflib
 import json
 import os
 import sys
@@ -20,8 +22,8 @@ import mooncake
 from mooncake import config
 from mooncake.cli import print_and_exit, run_program
 from mooncake.cli.role_command import run_until_stopped
-from mooncake.compat.programs.gflags import split_flags
-from mooncake.compat.programs.master_flags import BOOLEANS, FLAGS, TRANSLATED, UNLIMITED_BYTES
+from mooncake.compat.programs.gflags import LOGGING, split_flags
+from mooncake.compat.programs.master_flags import BOOLEANS, FLAGS, LEAST, TRANSLATED, UNLIMITED_BYTES
 from mooncake.errors import AddressInUse, InvalidArgument
 from mooncake.log import get_logger, setup_logging
 from mooncake.security import keep_upstream_defaults
@@ -102,15 +104,16 @@ def read(command_line: Sequence[str], environment: Mapping[str, str]) -> MasterO
     Raises:
         InvalidArgument: names the flag, the value and the allowed values.
     """
-    given = split_flags(command_line, FLAGS.keys(), BOOLEANS, environment)
+    given, warnings = split_flags(command_line, FLAGS.keys(), BOOLEANS, environment), list[str]()
     if given.get("config_path"):
         path = FLAGS["config_path"].kind.value("config_path", given["config_path"])
-        given = {**_file(Path(path)), **given}
+        given = {**_file(Path(path), warnings), **given}
     values = {name: flag.kind.value(name, given.get(name, flag.default)) for name, flag in FLAGS.items()}
     changed = {name for name in given if values[name] != FLAGS[name].kind.read(FLAGS[name].default)}
-    warnings = [
+    warnings += [
         f"--{name}: {FLAGS[name].why_not}" for name in given if name in changed and not FLAGS[name].field
     ]
+    _replace_values(values, warnings)
     fields = {flag.field: values[name] for name, flag in FLAGS.items() if flag.field not in ("", TRANSLATED)}
     fields["port"] = values["rpc_port"] if "rpc_port" in given and values["rpc_port"] else values["port"]
     _translate(values, given, environment, fields, warnings)
@@ -122,8 +125,28 @@ def read(command_line: Sequence[str], environment: Mapping[str, str]) -> MasterO
     return MasterOptions(settings, metadata, warnings)
 
 
-def _file(path: Path) -> dict[str, str]:
-    """Flags of a JSON or YAML file, as text; those on the command line override them."""
+def _replace_values(values: dict[str, Any], warnings: list[str]) -> None:
+    """Replace values that the existing program accepts and ``MasterSettings`` does not, by the nearest."""
+    for name, least in LEAST.items():
+        if not values[name]:
+            warnings.append(f"--{name}: 0 counts as {least:g}{' s' if name in _SECONDS else ''} here")
+            values[name] = least
+    below = values["eviction_high_watermark_ratio"]
+    if values["eviction_ratio"] >= below:
+        warnings.append(f"--eviction_ratio: must be less than --eviction_high_watermark_ratio, {below:g}")
+        values["eviction_ratio"] = _LARGEST_SHARE * below
+
+
+_SECONDS = ("default_kv_lease_ttl", "client_ttl", "put_start_discard_timeout_sec")
+_LARGEST_SHARE = 0.99
+"""Share of the high watermark that an eviction frees at most."""
+
+
+def _file(path: Path, warnings: list[str]) -> dict[str, str]:
+    """Flags of a JSON or YAML file, as text; those on the command line override them.
+
+    Unknown keys are ignored, as by the existing program, here with a warning.
+    """
     try:
         text = path.read_text(encoding="utf-8")
     except (OSError, UnicodeDecodeError) as error:
@@ -138,6 +161,12 @@ def _file(path: Path) -> dict[str, str]:
         raise InvalidArgument("--config_path", str(path), "an object of flags and their values")
     flags = []
     for name, value in content.items():
+        known = str(name).replace("-", "_")
+        if known not in FLAGS and known not in LOGGING:
+            close = difflib.get_close_matches(known, FLAGS, 1)
+            hint = f"; did you mean {close[0]}?" if close else ""
+            warnings.append(f"{name} in {path} is unknown{hint}")
+            continue
         if isinstance(value, dict | list) or value is None:
             raise InvalidArgument(f"{name} in {path}", value, "text, a number, true or false")
         flags.append(f"--{name}={str(value).lower() if isinstance(value, bool) else value}")

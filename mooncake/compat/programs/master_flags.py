@@ -69,7 +69,7 @@ FLAGS: dict[str, Flag] = {
         enable_metadata_cleanup_on_timeout=("false", BOOLEAN),
     ),
     # Leases and eviction
-    "default_kv_lease_ttl": Flag("10000", POSITIVE_DURATION, "lease_s"),
+    "default_kv_lease_ttl": Flag("10000", DURATION, "lease_s"),
     **_without_effect(
         "clients set how long a soft pin lasts; ours request 30 minutes by default",
         default_kv_soft_pin_ttl=("1800000", DURATION),
@@ -80,9 +80,9 @@ FLAGS: dict[str, Flag] = {
         allow_evict_soft_pinned_objects=("true", BOOLEAN),
     ),
     "eviction_ratio": Flag("0.05", number(0, 1), "eviction_ratio"),
-    "eviction_high_watermark_ratio": Flag("0.9", number(0, 1, is_open=True), "high_watermark"),
-    "client_ttl": Flag("10", SECONDS, "segment_ttl_s"),
-    "put_start_discard_timeout_sec": Flag("30", SECONDS, "put_s"),
+    "eviction_high_watermark_ratio": Flag("0.9", number(0, 1), "high_watermark"),
+    "client_ttl": Flag("10", number(0), "segment_ttl_s"),
+    "put_start_discard_timeout_sec": Flag("30", number(0), "put_s"),
     "put_start_release_timeout_sec": Flag("600", SECONDS, TRANSLATED),
     # Placement
     **_without_effect(
@@ -108,7 +108,7 @@ FLAGS: dict[str, Flag] = {
     ),
     "offload_force_evict": Flag("false", BOOLEAN, TRANSLATED),
     "promotion_on_hit": Flag("false", BOOLEAN, TRANSLATED),
-    "promotion_admission_threshold": Flag("2", whole(1), TRANSLATED),
+    "promotion_admission_threshold": Flag("2", COUNT, TRANSLATED),
     **_without_effect(
         "nodes request as many copies as they have room for",
         offloading_queue_limit=("50000", COUNT),
@@ -206,4 +206,12 @@ FLAGS: dict[str, Flag] = {
         nof_heartbeat_failures_threshold=("3", COUNT),
     ),
 }
+LEAST: dict[str, float] = {
+    "default_kv_lease_ttl": 0.1,
+    "client_ttl": 0.1,
+    "put_start_discard_timeout_sec": 1.0,
+    "eviction_high_watermark_ratio": 0.01,
+    "promotion_admission_threshold": 1,
+}
+"""What 0 counts as, which the existing program accepts and which has no meaning here."""
 BOOLEANS = frozenset(name for name, flag in FLAGS.items() if flag.kind is BOOLEAN)

@@ -37,7 +37,7 @@ async def samples(served: MasterWithHttp) -> tuple[dict[str, str], dict[str, flo
 
 async def test_every_metric_has_its_name_and_kind(served: MasterWithHttp) -> None:
     kinds, values = await samples(served)
-    assert len(EXISTING) == 134
+    assert len(EXISTING) == 138
     assert {name: kinds.get(name) for name in EXISTING} == EXISTING
     assert not {name for name, kind in EXISTING.items() if kind != "histogram"} - values.keys()
 
@@ -69,6 +69,27 @@ async def test_values_on_the_dashboards(served: MasterWithHttp) -> None:
         "master_mount_segment_requests_total": 1,
     }
     assert {name: values[name] for name in expected} == expected
+
+
+async def test_segments_and_evictions_of_memory(served: MasterWithHttp) -> None:
+    assert "segment_total_capacity_bytes" not in (await samples(served))[0], "as without a segment there"
+    await served.mount('h"ost:1', 4096)
+    await served.put("a")
+    await served.mount("b", 8192)
+    kinds, _ = await samples(served)
+    assert kinds["segment_allocated_bytes"] == kinds["segment_total_capacity_bytes"] == "gauge"
+    _, text = await served.ask("/metrics")
+    found = dict(re.findall(r"^(segment_\w+\{.*\}) ([0-9.]+)$", text, re.M))
+    assert float(found['segment_total_capacity_bytes{segment="h\\"ost:1"}']) == 4096
+    assert float(found['segment_total_capacity_bytes{segment="b"}']) == 8192
+    assert float(found['segment_allocated_bytes{segment="h\\"ost:1"}']) >= 100
+    assert float(found['segment_allocated_bytes{segment="b"}']) == 0
+    for number in range(200):  # more than both segments have room for
+        await served.put(f"k{number}")
+    _, values = await samples(served)
+    assert values["master_evicted_key_count_mem"] == values["master_evicted_key_count"] > 0
+    assert values["master_successful_evictions_mem"] == values["master_successful_evictions_total"] > 0
+    assert values["master_evicted_size_bytes_mem"] == values["master_evicted_size_bytes"]
 
 
 async def test_a_summary_is_one_line(served: MasterWithHttp) -> None:

@@ -196,9 +196,10 @@ def test_flags_without_effect_cause_a_warning_with_the_reason() -> None:
         ("--evicton_ratio=0.1", "--eviction_ratio?"),
         ("--nonsense", "--help"),
         ("master", "argument"),
-        ("--eviction_ratio=0.95", "less than high_watermark"),
-        ("--default_kv_lease_ttl=0", "more than 0"),
-        ("--eviction_high_watermark_ratio=0", "more than 0"),
+        ("--eviction_ratio=1.5", "from 0 to 1"),
+        ("--default_kv_lease_ttl=-1", "milliseconds"),
+        ("--client_ttl=-1", "from 0"),
+        ("--undefok=foo --bar=1", "--help"),
         ("--port", "a value"),
         ("--port=65536", "to 65535"),
         ("--enable_ha", "--etcd_endpoints"),
@@ -218,6 +219,30 @@ def test_invalid_flags(line: str, why: str) -> None:
         options(line)
 
 
+@pytest.mark.parametrize(
+    ("flag", "field", "value"),
+    [
+        ("--default_kv_lease_ttl=0", "lease_s", 0.1),
+        ("--client_ttl=0", "segment_ttl_s", 0.1),
+        ("--put_start_discard_timeout_sec=0", "put_s", 1.0),
+        ("--eviction_high_watermark_ratio=0", "high_watermark", 0.01),
+        ("--eviction_ratio=1.0", "eviction_ratio", 0.99 * 0.9),
+        ("--promotion_admission_threshold=0", "promote_after_hits", 1),
+    ],
+)
+def test_a_value_that_only_the_existing_program_has_is_replaced(flag: str, field: str, value: float) -> None:
+    found = options(flag)
+    assert getattr(found.settings, field) == value
+    assert any(warning.startswith(flag.partition("=")[0]) for warning in found.warnings)
+
+
+@pytest.mark.parametrize(
+    "line", ["--undefok=foo,bar --foo=1 --port=7", "--port=7 -foo=1 --nobar --undefok bar,foo"]
+)
+def test_flags_that_may_be_unknown(line: str) -> None:
+    assert options(line).settings.port == 7 and not options(line).warnings
+
+
 @pytest.mark.parametrize("suffix", [".json", ".yaml"])
 def test_files_of_flags(tmp_path: Path, suffix: str) -> None:
     file = tmp_path / f"master{suffix}"
@@ -228,7 +253,6 @@ def test_files_of_flags(tmp_path: Path, suffix: str) -> None:
     assert (found.settings.port, found.settings.lease_s) == (7, 6.0)
     assert found.metadata == ("0.0.0.0", 8080)
     for wrong, why in (
-        ('{"prot": 1}', "--port?"),
         ("[1]", "object"),
         ("{", "well-formed"),
         ('{"port": {}}', "port"),
@@ -237,6 +261,10 @@ def test_files_of_flags(tmp_path: Path, suffix: str) -> None:
         with pytest.raises(InvalidArgument, match=re.escape(why)) as error:
             options(f"--config_path={file}")
         assert str(file) in str(error.value)
+    file.write_text('{"prot": 1, "metrics_port": 9}')
+    found = options(f"--config_path={file}")
+    assert (found.settings.port, found.settings.metrics_port) == (50051, 9)
+    assert found.warnings == [f"prot in {file} is unknown; did you mean port?"]
 
 
 def test_a_flag_file_and_the_environment(tmp_path: Path) -> None:
