@@ -32,6 +32,9 @@ class KVPoll(enum.IntEnum):
     Transferring = 3
     Success = 4
 
+    def __str__(self) -> str:
+        return f"{type(self).__name__}.{self.name}"
+
 
 class KVBootstrapServer:
     """Metadata service that serves ``/metadata`` from ``run`` to ``close``."""
@@ -103,7 +106,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     )
     parser.add_argument("--port", type=int, default=8080)
     parser.add_argument("--host", default="0.0.0.0")
-    levels = ("DEBUG", "INFO", "WARNING", "ERROR")
+    levels = ("DEBUG", "INFO", "WARNING", "ERROR", "CRITICAL")
     parser.add_argument("--log-level", type=str.upper, choices=levels, default="INFO")
     parsed = parser.parse_args(arguments)
     if not 0 <= parsed.port < 65536:

@@ -24,7 +24,7 @@ def ask(url: str, method: str = "GET", body: bytes | None = None) -> tuple[int, 
 
 def test_it_serves_from_run_to_close() -> None:
     server = KVBootstrapServer(0, "127.0.0.1")
-    assert server.poll() is KVPoll.Bootstrapping
+    assert server.poll() is KVPoll.Bootstrapping and str(server.poll()) == "KVPoll.Bootstrapping"
     thread = server.run()
     assert server.run() is thread is server.thread and thread.is_alive()
     assert server.poll() is KVPoll.Success
@@ -73,6 +73,7 @@ def test_the_program() -> None:
         ("--port 70000", "--port"),
         ("--port x", "--port"),
         ("--log-level loud", "--log-level"),
+        ("--log-level critical --port 65536", "0 to 65535"),
         ("--host 203.0.113.9 --port 0", "--host"),
         ("--prot 1", "--prot"),
     ],

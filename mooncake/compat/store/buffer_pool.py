@@ -48,8 +48,12 @@ class BufferHandle(array.array):  # type: ignore[type-arg]
     """An object's bytes in memory of its own, for as long as they are referenced.
 
     ``memoryview(handle)`` is one-dimensional, of format ``b``, and writable. A subclass of ``array``, because
-    only types implemented in C can export a buffer.
+    only types implemented in C can export a buffer; equal only to itself, so that it can be a key.
     """
+
+    __hash__ = object.__hash__  # type: ignore[assignment]
+    __eq__ = object.__eq__
+    __ne__ = object.__ne__
 
     def __new__(cls, size_bytes: int) -> BufferHandle:
         handle: BufferHandle = super().__new__(cls, "b", bytes(size_bytes))  # type: ignore[assignment]

@@ -18,6 +18,7 @@ from mooncake.compat.store.arguments import (
     check_key,
     check_keys,
     is_good_key,
+    number,
     numbers,
     rows,
     span_of_value,
@@ -91,7 +92,12 @@ class WriteCalls(BufferRegistrationCalls):
     # From pointers ------------------------------------------------------------------------------------
 
     def put_from(self, key: str, buffer_ptr: int, size: int, config: ReplicateConfig = _DEFAULT) -> int:
-        """As ``put`` of the ``size`` bytes at ``buffer_ptr``, which are not copied here."""
+        """As ``put`` of the ``size`` bytes at ``buffer_ptr``, which are not copied here.
+
+        0 and nothing stored when there are none.
+        """
+        if number("put_from", "size", size) == 0:
+            return self._nothing("put_from", key)
         return self._put_pointers("put_from", [key], [[buffer_ptr]], [[size]], config)[0]
 
     def put_from_with_metadata(
@@ -105,6 +111,8 @@ class WriteCalls(BufferRegistrationCalls):
     ) -> int:
         """Store one object of the metadata followed by the data."""
         what = "put_from_with_metadata"
+        if number(what, "size", size) == 0 == number(what, "metadata_size", metadata_size):
+            return self._nothing(what, key)
         pointers, sizes = [metadata_buffer_ptr, buffer_ptr], [metadata_size, size]
         return self._put_pointers(what, [key], [pointers], [sizes], config)[0]
 
@@ -136,7 +144,9 @@ class WriteCalls(BufferRegistrationCalls):
         return self._put_pointers(what, keys, all_buffer_ptrs, all_sizes, config)
 
     def upsert_from(self, key: str, buffer_ptr: int, size: int, config: ReplicateConfig = _DEFAULT) -> int:
-        """As ``put_from``, replacing an existing object."""
+        """As ``put_from``, replacing an existing object; one that is replaced by nothing stays."""
+        if number("upsert_from", "size", size) == 0:
+            return self._nothing("upsert_from", key)
         return self._put_pointers("upsert_from", [key], [[buffer_ptr]], [[size]], config, replace=True)[0]
 
     def batch_upsert_from(

@@ -160,12 +160,11 @@ class SetupArguments:
         for field in ("local_hostname", "metadata_server", "master_server_addr"):
             if not getattr(self, field).strip():
                 raise InvalidArgument(field, getattr(self, field), "not empty")
-        for field in ("global_segment_size", "local_buffer_size"):
-            size_bytes = getattr(self, field)
-            if size_bytes and not MIN_SIZE_BYTES <= size_bytes < 1 << 62:
-                raise InvalidArgument(field, size_bytes, f"0, or {MIN_SIZE_BYTES} bytes and more")
-        if self.local_buffer_size > MAX_LOCAL_BUFFER_BYTES:
-            raise InvalidArgument("local_buffer_size", self.local_buffer_size, "at most 1 TiB")
+        size_bytes = self.global_segment_size
+        if size_bytes and not MIN_SIZE_BYTES <= size_bytes < 1 << 62:
+            raise InvalidArgument("global_segment_size", size_bytes, f"0, or {MIN_SIZE_BYTES} bytes and more")
+        if not 0 <= self.local_buffer_size <= MAX_LOCAL_BUFFER_BYTES:
+            raise InvalidArgument("local_buffer_size", self.local_buffer_size, "0 to 1 TiB")
         if not 0 <= self.client_http_port < 65536:
             raise InvalidArgument("client_http_port", self.client_http_port, "0 to 65535")
         return self

@@ -17,6 +17,9 @@ class TransferOpcode(IntEnum):
     READ = 0
     WRITE = 1
 
+    def __str__(self) -> str:
+        return f"{type(self).__name__}.{self.name}"
+
 
 @dataclass
 class TransferNotify:

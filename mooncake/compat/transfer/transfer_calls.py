@@ -107,6 +107,9 @@ class TransferCalls(EngineLifecycle):
         opcode: int,
         notify: TransferNotify | None = None,
     ) -> int:
+        if notify is not None and not isinstance(notify, TransferNotify):
+            raise TypeError(f"notify must be a TransferNotify, not {type(notify).__name__}")
+
         def move() -> None:
             engine, op = self._ready(), _op(opcode)
             columns = transfer_columns(local, remote, lengths)
@@ -297,4 +300,7 @@ class TransferCalls(EngineLifecycle):
 
 
 def _op(opcode: int) -> Op:
-    return Op.WRITE if TransferOpcode(opcode) == TransferOpcode.Write else Op.READ
+    try:
+        return Op.WRITE if TransferOpcode(opcode) == TransferOpcode.Write else Op.READ
+    except ValueError:
+        raise TypeError(f"opcode must be TransferOpcode.Read or Write, not {opcode!r}") from None

@@ -325,3 +325,6 @@ def test_a_handle_is_a_buffer(store: MooncakeDistributedStore) -> None:
     assert store.get_buffer("no such") is None
     handles = store.batch_get_buffer(["no such", "handle"])
     assert handles[0] is None and handles[1] is not None
+    other = handles[1]
+    assert bytes(other) == bytes(handle) and other != handle and handle == handle, "equal only to itself"
+    assert {handle: 1, other: 2}[handle] == 1

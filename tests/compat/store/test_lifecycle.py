@@ -217,6 +217,16 @@ def test_a_host_name_that_does_not_resolve_is_a_label(
     assert ("does not resolve" in caplog.text) is (metadata == "P2PHANDSHAKE")
 
 
+def test_a_local_buffer_of_any_size(master: RunningMaster) -> None:
+    store = MooncakeDistributedStore()
+    assert store.setup("127.0.0.1", "P2PHANDSHAKE", MIB, 100, "tcp", "", master.address) == 0
+    assert store.put("small", bytes(100)) == 0 and store.get("small") == bytes(100)
+    assert store.put("large", bytes(101)) == -600
+    store.close()
+    assert store.setup("127.0.0.1", "P2PHANDSHAKE", MIB, -1, "tcp", "", master.address) == -600
+    store.close()
+
+
 def test_with_an_engine(master: RunningMaster) -> None:
     engine = TransferEngine()
     assert engine.initialize("127.0.0.1", "P2PHANDSHAKE", "tcp", "") == 0

@@ -258,6 +258,14 @@ def test_write_and_read_back(near: Peer, far: Peer) -> None:
     for number, opcode in enumerate(opcodes):
         assert engine.transfer_sync(far.session, near.at + number, far.at, 100, opcode) == 0
         assert (far.memory[:100] == near.memory[number : number + 100]).all()
+    assert (str(TransferOpcode.Read), f"{Write}") == ("TransferOpcode.Read", "TransferOpcode.Write")
+    for wrong in (None, 7, "write"):
+        with pytest.raises(TypeError, match="opcode"):
+            engine.transfer_sync(far.session, near.at, far.at, 100, wrong)  # type: ignore[arg-type]
+    before = far.memory.tobytes()
+    with pytest.raises(TypeError, match="notify"):
+        engine.transfer_sync(far.session, near.at + 200, far.at, 100, Write, "text")  # type: ignore[arg-type]
+    assert far.memory.tobytes() == before, "nothing was moved"
     assert Read == TransferOpcode.READ == TransferOpcode(0) and Write.name == "Write"
 
 
