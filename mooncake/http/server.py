@@ -20,6 +20,7 @@ import socket
 import ssl
 import sys
 import threading
+from collections import deque
 from collections.abc import Awaitable, Callable, Iterator
 from functools import partial
 from typing import Any
@@ -31,7 +32,7 @@ from starlette.requests import ClientDisconnect, Request
 from starlette.responses import Response
 from starlette.routing import Route
 from uvicorn.config import STARTUP_FAILURE
-from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
+from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol, RequestResponseCycle
 
 from mooncake import clock, metrics
 from mooncake.errors import AddressInUse, MooncakeError
@@ -324,6 +325,8 @@ class CountingTransport:
         return getattr(self._transport, name)
 
     def write(self, data: Any) -> None:
+        if self._transport.is_closing():
+            return  # nobody reads it, and uvloop would raise
         self.num_written += len(data)
         self._transport.write(data)
 
@@ -378,12 +381,15 @@ class _TrackedUvicornProtocol(HttpToolsProtocol):
     def __init__(self, acceptor: ConnectionAcceptor, one: ConnectionState, **options: Any) -> None:
         super().__init__(**options)
         self._acceptor, self._one = acceptor, one
+        self._unanswered: deque[RequestResponseCycle] = deque()
+        """Requests that run or wait for an earlier one of the connection, in order."""
 
     def connection_made(self, transport: Any) -> None:
         super().connection_made(self._acceptor.made(self._one, transport))  # type: ignore[arg-type]
 
     def connection_lost(self, exc: Exception | None) -> None:
         self._acceptor.closed(self._one)
+        self._disconnect()
         super().connection_lost(exc)
 
     def data_received(self, data: bytes) -> None:
@@ -407,6 +413,7 @@ class _TrackedUvicornProtocol(HttpToolsProtocol):
     def on_headers_complete(self) -> None:
         self._acceptor.connections.header_received(self._one, clock.monotonic())
         super().on_headers_complete()
+        self._unanswered.append(self.cycle)
 
     def on_message_complete(self) -> None:
         self._acceptor.connections.body_received(self._one, clock.monotonic())
@@ -414,13 +421,21 @@ class _TrackedUvicornProtocol(HttpToolsProtocol):
 
     def on_response_complete(self) -> None:
         self._acceptor.connections.response_sent(self._one, clock.monotonic())
+        self._unanswered.popleft()
         super().on_response_complete()
 
     def _cut(self) -> None:
         """End the answer and the connection."""
-        if self.cycle is not None:
-            self.cycle.disconnected = True
+        self._disconnect()
         self._acceptor.cut(self._one, "unread")
+
+    def _disconnect(self) -> None:
+        """Let the application of the request that runs find that its client is gone: uvicorn informs only the
+        last request of the connection, which may be one that waits."""
+        self.pipeline.clear()
+        for cycle in self._unanswered:
+            cycle.disconnected = True
+            cycle.message_event.set()
 
 
 class _UvicornServer(uvicorn.Server):

@@ -17,11 +17,12 @@ from fastapi.responses import PlainTextResponse, StreamingResponse
 
 from mooncake.cli.certs import CertsSettings, make
 from mooncake.errors import AddressInUse
-from mooncake.http.connections import ConnectionPhase, Deadlines
+from mooncake.http.connections import ConnectionPhase, ConnectionTable, Deadlines
 from mooncake.http.server import (
     MAX_PAGE_CONNECTIONS,
     BodyBudgetExceeded,
     BodyTooLarge,
+    CountingTransport,
     HttpServer,
     listen,
     read_body,
@@ -251,6 +252,53 @@ async def test_who_reads_nothing_is_cut_and_its_answer_ends() -> None:
             await ended.wait()
             await until(lambda: not len(server.acceptor.connections))
         outsider.close()
+
+
+async def test_a_client_that_leaves_ends_its_request_and_those_in_the_pipeline(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    made, begun, ended = FastAPI(), [], []
+
+    @made.get("/wait/{number}")
+    async def wait(number: int, http: Request) -> Response:
+        begun.append(number)
+        while (await http.receive())["type"] != "http.disconnect":
+            pass
+        ended.append(number)
+        return PlainTextResponse("nobody reads this")
+
+    async with edge(made) as server:
+        requests = [b"GET /wait/%d HTTP/1.1\r\nHost: h\r\n\r\n" % number for number in range(3)]
+        _, writer = await opened(server, b"".join(requests))
+        await until(lambda: bool(begun))
+        writer.close()
+        await until(lambda: bool(ended))
+        await until(lambda: not server._server.server_state.tasks)
+    assert (begun, ended) == ([0], [0])
+    assert not caplog.records
+
+
+def test_what_is_written_to_a_closed_connection_is_dropped() -> None:
+    written: list[bytes] = []
+
+    class Closable(asyncio.Transport):
+        is_closed = False
+
+        def is_closing(self) -> bool:
+            return self.is_closed
+
+        def write(self, data: Any) -> None:
+            if self.is_closed:  # as uvloop's transport does
+                raise RuntimeError("unable to perform operation on <TCPTransport closed=True>")
+            written.append(data)
+
+    transport = Closable()
+    counting = CountingTransport(transport, ConnectionTable(QUICK, 1).opened(0.0))
+    counting.write(b"one")
+    transport.is_closed = True
+    counting.write(b"two")
+    counting.writelines([b"three"])
+    assert written == [b"one"] and counting.num_written == 3
 
 
 async def test_tls_handshakes_have_a_deadline_too(tmp_path: Path) -> None:
