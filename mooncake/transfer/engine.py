@@ -24,7 +24,7 @@ from mooncake.security.tls_contexts import client_context
 from mooncake.transfer.descriptor import RegionInfo, SegmentDescriptor
 from mooncake.transfer.handshake import HandshakeClient, Listener, Notification, NotificationInbox, ProbeReply
 from mooncake.transfer.host import host_identity, host_topology, reachable_host, with_port
-from mooncake.transfer.memory import available_bytes, device_span_of, is_mapped, span_of
+from mooncake.transfer.memory import available_bytes, device_span_of, is_mapped, span_and_export
 from mooncake.transfer.metadata import Backend, PeerBackend, make_backend
 from mooncake.transfer.name_service import NameService
 from mooncake.transfer.peers import PeerTable, RemoteSegment
@@ -90,6 +90,8 @@ class TransferEngine(TransferMethods):
         self._owned: dict[int, Region] = {}
         self._brief: dict[int, None] = {}
         """Keys of regions that are unregistered as soon as the operation that registered them ends."""
+        self._exports: dict[int, object] = {}
+        """By key of a region: what keeps Python from freeing or resizing its memory."""
         self._locations: dict[int, str] = {}
         self._transports: dict[str, Transport] = {}
         self._client = HandshakeClient(identity)
@@ -106,6 +108,7 @@ class TransferEngine(TransferMethods):
             self._peers,
             self.regions,
             self._owned,
+            self._exports,
             self._transports,
         )
         for scheme in settings.transports:
@@ -202,10 +205,11 @@ class TransferEngine(TransferMethods):
         """Make existing memory usable as the local side and reachable by peers over tcp.
 
         ``buffer`` is a contiguous tensor, an array, anything with the buffer protocol or
-        ``__cuda_array_interface__``, or ``(address, size_bytes)``, which may lie in device memory. It
-        is kept alive until it is unregistered. A read-only buffer may be read from, here and by
-        peers, but nothing is moved into it. Transfers do not wait for kernels: synchronise before.
-        ``location`` (``cpu:<numa node>``), if known, is used to choose network cards near it.
+        ``__cuda_array_interface__``, or ``(address, size_bytes)``, which may lie in device memory. Until
+        it is unregistered it is kept alive and can be neither resized nor closed (``bytearray.clear`` and
+        ``mmap.close`` raise BufferError). A read-only buffer may be read from, here and by peers, but
+        nothing is moved into it. Transfers do not wait for kernels: synchronise before. ``location``
+        (``cpu:<numa node>``), if known, is used to choose network cards near it.
 
         Raises:
             InvalidArgument: not contiguous, in unreachable memory, not a buffer, no such location.
@@ -218,13 +222,16 @@ class TransferEngine(TransferMethods):
         if region is None and device_span_of(buffer) is not None:
             self._cuda()  # raises with the reason
         if region is None:
-            address, size, is_writable = span_of(buffer)
+            address, size, is_writable, export = span_and_export(buffer)
             if size and not is_mapped(address, size):
+                export = None  # the traceback would keep it
                 where = f"[{address:#x}, +{size})"
                 raise InvalidArgument(
                     "buffer", where, "memory of this process; some of it is not mapped here"
                 )
             region = self.regions.add(address, size, is_writable)
+            if export is not None:
+                self._exports[region.key] = export
         region.owner = buffer
         if is_brief:
             self._brief[region.key] = None
@@ -337,6 +344,7 @@ class TransferEngine(TransferMethods):
         self._owned.pop(region.key, None)
         self._locations.pop(region.key, None)
         self._brief.pop(region.key, None)
+        self._exports.pop(region.key, None)
         self._changed()
 
     def region_of(self, address: int, size_bytes: int) -> Region | None:
@@ -522,6 +530,7 @@ def _shut_down(
     peers: PeerTable,
     regions: RegionTable,
     owned: dict[int, Region],
+    exports: dict[int, object],
     transports: dict[str, Transport],
 ) -> None:
     if os.getpid() != owner_pid:
@@ -531,6 +540,7 @@ def _shut_down(
     peers.close()
     regions.remove_all()
     owned.clear()
+    exports.clear()
     for transport in transports.values():
         transport.close()
 

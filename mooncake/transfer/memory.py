@@ -18,10 +18,21 @@ from mooncake.errors import InvalidArgument
 
 
 def span_of(buffer: Any) -> tuple[int, int, bool]:
-    """(address, size in bytes, is writable) of a contiguous buffer.
+    """(address, size in bytes, is writable) of a contiguous buffer, as ``span_and_export``.
+
+    Raises:
+        InvalidArgument: it is not contiguous, not in main memory, or no buffer at all.
+    """
+    return span_and_export(buffer)[:3]
+
+
+def span_and_export(buffer: Any) -> tuple[int, int, bool, object]:
+    """(address, size in bytes, is writable, export) of a contiguous buffer.
 
     ``buffer`` is anything with the buffer protocol, a torch tensor on the CPU, or a tuple
-    ``(address, size_bytes)`` whose memory the caller guarantees.
+    ``(address, size_bytes)`` whose memory the caller guarantees. While the export is referenced, Python
+    neither frees nor resizes the memory: ``bytearray.clear`` and ``mmap.close`` raise BufferError. It is None
+    for a tuple; for a tensor it is the storage, which torch itself can still resize.
 
     Raises:
         InvalidArgument: it is not contiguous, not in main memory, or no buffer at all.
@@ -30,21 +41,24 @@ def span_of(buffer: Any) -> tuple[int, int, bool]:
         address, size = buffer
         if address < 0 or size < 0:
             raise InvalidArgument("buffer", buffer, "(address, size_bytes), neither negative")
-        return int(address), int(size), True
+        return int(address), int(size), True, None
     if hasattr(buffer, "data_ptr"):
         if buffer.device.type != "cpu" or not buffer.is_contiguous():
             raise InvalidArgument("buffer", type(buffer), "a contiguous tensor in CPU memory")
-        return int(buffer.data_ptr()), int(buffer.numel() * buffer.element_size()), True
+        size = int(buffer.numel() * buffer.element_size())
+        return int(buffer.data_ptr()), size, True, buffer.untyped_storage()
+    # No view is bound to a name where an exception is raised: its traceback would keep the memory exported.
     try:
-        view = memoryview(buffer)
+        flat = np.frombuffer(buffer, dtype=np.uint8)
     except TypeError as error:
         raise InvalidArgument("buffer", type(buffer), "a buffer, a tensor or (address, size)") from error
-    if not view.c_contiguous:
-        raise InvalidArgument("buffer", buffer, "contiguous memory")
-    if view.nbytes == 0:
-        return 0, 0, not view.readonly
-    flat = np.frombuffer(view.cast("B") if view.ndim != 1 or view.format != "B" else view, dtype=np.uint8)
-    return int(flat.ctypes.data), view.nbytes, not view.readonly
+    except (ValueError, BufferError) as error:
+        raise InvalidArgument("buffer", type(buffer), f"contiguous memory ({error})") from error
+    if flat.nbytes == 0:
+        return 0, 0, flat.flags.writeable, None
+    if flat.flags.writeable:  # three times as fast as ``flat.ctypes.data``
+        return ctypes.addressof(ctypes.c_char.from_buffer(flat.data)), flat.nbytes, True, flat
+    return int(flat.ctypes.data), flat.nbytes, False, flat
 
 
 def device_span_of(buffer: Any) -> tuple[int, int, bool] | None:

@@ -3,7 +3,9 @@
 
 from __future__ import annotations
 
+import array
 import asyncio
+import mmap
 import socket
 from collections.abc import Iterator
 
@@ -101,6 +103,35 @@ def test_a_damaged_tcp_endpoint(near: TransferEngine, far: TransferEngine, endpo
     segment = near.open(msgspec.structs.replace(far.describe(), endpoints={"tcp": endpoint}))
     done = near.run(Op.WRITE, segment, [here.address], [pool.address], [10])
     assert done.status == Status.PEER_LOST
+
+
+def test_registered_memory_can_be_neither_resized_nor_closed(near: TransferEngine) -> None:
+    data, items, mapped = bytearray(4096), array.array("q", [0] * 512), mmap.mmap(-1, 4096)
+    regions = near.register_all([data, items, mapped])
+    resizing = (data.clear, items.pop, mapped.close)
+    for resize in resizing:
+        with pytest.raises(BufferError):
+            resize()
+    for region in regions:
+        near.unregister(region)
+    for resize in resizing:  # although the regions are still referenced
+        resize()
+
+
+def test_a_closed_engine_gives_memory_back(near: TransferEngine) -> None:
+    data = bytearray(4096)
+    region = near.register(data)
+    near.close()
+    data.clear()
+    assert region.is_closed
+
+
+def test_memory_whose_registration_failed_is_given_back(near: TransferEngine) -> None:
+    data = bytearray(4096)
+    with pytest.raises(InvalidArgument) as failure:
+        near.register_all([data, np.zeros((4, 4))[:, 1]])
+    data.clear()
+    assert "contiguous" in str(failure.value)
 
 
 def test_segments_are_cached_and_learn_new_regions(near: TransferEngine, far: TransferEngine) -> None:

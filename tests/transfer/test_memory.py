@@ -2,13 +2,14 @@
 from __future__ import annotations
 
 import array
+import mmap
 
 import numpy as np
 import pytest
 import torch
 
 from mooncake.errors import InvalidArgument
-from mooncake.transfer.memory import available_bytes, device_span_of, span_of
+from mooncake.transfer.memory import available_bytes, device_span_of, span_and_export, span_of
 
 
 def test_buffers_of_every_kind() -> None:
@@ -25,6 +26,18 @@ def test_buffers_of_every_kind() -> None:
     assert span_of(b"abc")[1:] == (3, False)
     assert span_of(b"")[1:] == (0, False)
     assert span_of((1 << 40, 77)) == (1 << 40, 77, True)
+
+
+def test_memory_stays_in_its_place_while_its_export_is_referenced() -> None:
+    data, items, mapped = bytearray(b"abc"), array.array("d", [1, 2]), mmap.mmap(-1, 4096)
+    exports = [span_and_export(buffer)[3] for buffer in (data, items, mapped)]
+    for resize in (data.clear, items.pop, mapped.close):
+        with pytest.raises(BufferError):
+            resize()
+    exports.clear()
+    data.clear()
+    items.pop()
+    mapped.close()
 
 
 @pytest.mark.parametrize(

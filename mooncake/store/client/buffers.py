@@ -18,7 +18,7 @@ from typing import Any, TypeAlias
 from mooncake.errors import InvalidArgument, MooncakeError
 from mooncake.store.allocator import Allocator
 from mooncake.transfer import Region, TransferEngine
-from mooncake.transfer.memory import span_of
+from mooncake.transfer.memory import span_and_export
 
 Buffer: TypeAlias = Any
 """Anything with the buffer protocol, a contiguous CPU tensor, or ``(address, size_bytes)``."""
@@ -39,31 +39,47 @@ _new_bytes.restype = ctypes.py_object
 _new_bytes.argtypes = [ctypes.c_void_p, ctypes.c_ssize_t]
 
 
-def span_to_write(buffer: Buffer) -> tuple[int, int]:
-    """(address, size in bytes) of a buffer that a get may fill; raises InvalidArgument."""
-    address, size_bytes, is_writable = span_of(buffer)
+def span_to_write(buffer: Buffer, exports: list[object]) -> tuple[int, int]:
+    """(address, size in bytes) of a buffer that a get may fill; raises InvalidArgument.
+
+    What keeps the memory in its place while it is referenced is appended to ``exports``.
+    """
+    address, size_bytes, is_writable, export = span_and_export(buffer)
     if not is_writable:
+        export = None  # the traceback would keep it
         raise InvalidArgument("buffer", "read-only", "a writable buffer")
+    exports.append(export)
     return address, size_bytes
 
 
-def span_to_read(buffer: Buffer) -> tuple[int, int]:
-    """(address, size in bytes) of a buffer that a put may read; raises InvalidArgument."""
+def span_to_read(buffer: Buffer, exports: list[object] | None = None) -> tuple[int, int]:
+    """(address, size in bytes) of a buffer that a put may read, as ``span_to_write``.
+
+    Without ``exports`` the caller keeps the memory in its place.
+    """
+    export: object = buffer
     if type(buffer) is bytes:
-        return id(buffer) + _BYTES_HEADER, len(buffer)
-    address, size_bytes, _ = span_of(buffer)
+        address, size_bytes = id(buffer) + _BYTES_HEADER, len(buffer)
+    else:
+        address, size_bytes, _, export = span_and_export(buffer)
+    if exports is not None:
+        exports.append(export)
     return address, size_bytes
 
 
 class RegisteredBuffers:
-    """Buffers of one operation, at addresses that transfer may use until the ``with`` block ends."""
+    """Buffers of one operation, at addresses that transfer may use until the ``with`` block ends.
 
-    __slots__ = ("_memory", "_regions", "_staged", "addresses", "sizes")
+    Until then callers can neither resize nor close the buffers that are used in place.
+    """
+
+    __slots__ = ("_exports", "_memory", "_regions", "_staged", "addresses", "sizes")
 
     def __init__(self, memory: LocalMemory, sizes: list[int]) -> None:
         self._memory = memory
         self._regions: list[Region] = []
         self._staged: int | None = None
+        self._exports: list[object] = []
         self.addresses: list[int] = []
         self.sizes = sizes
 
@@ -73,7 +89,18 @@ class RegisteredBuffers:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        self._memory.release(self._regions, self._staged)
+        self.release()
+
+    def release(self) -> None:
+        """Unregister the buffers and give them back to their owners; none of them is being moved."""
+        try:
+            self._memory.release(self._regions, self._staged)
+        finally:
+            self._exports.clear()
+
+    def keep(self, exports: list[object]) -> None:
+        """Keep the memory of the buffers in its place until they are released."""
+        self._exports = exports
 
     def register(self, ranges: Sequence[tuple[int, int]]) -> None:
         """Register ``ranges``; adjacent ones, such as rows of one array, as one range."""
@@ -124,21 +151,34 @@ class LocalMemory:
 
     def source(self, buffers: Sequence[Buffer]) -> RegisteredBuffers:
         """The contents of ``buffers``, to be read from ``addresses``."""
-        ranges = [span_to_read(buffer) for buffer in buffers]
-        prepared = self._prepare(ranges)
-        if prepared.is_staged:
-            for (address, size_bytes), staged in zip(ranges, prepared.addresses, strict=True):
-                ctypes.memmove(staged, address, size_bytes)
+        exports: list[object] = []
+        try:
+            ranges = [span_to_read(buffer, exports) for buffer in buffers]
+            prepared = self._prepare(ranges)
+            if prepared.is_staged:
+                for (address, size_bytes), staged in zip(ranges, prepared.addresses, strict=True):
+                    ctypes.memmove(staged, address, size_bytes)
+            else:
+                prepared.keep(exports)
+        except MooncakeError:
+            exports.clear()  # the traceback would keep them
+            raise
         return prepared
 
     def target(self, buffers: Sequence[Buffer]) -> RegisteredBuffers:
         """``buffers`` themselves, to be written at ``addresses``."""
-        ranges = [span_to_write(buffer) for buffer in buffers]
-        prepared = RegisteredBuffers(self, [size_bytes for _, size_bytes in ranges])
-        if len(ranges) == 1 and self.has(*ranges[0]):
-            prepared.addresses.append(ranges[0][0])
-        else:
-            prepared.register(ranges)
+        exports: list[object] = []
+        try:
+            ranges = [span_to_write(buffer, exports) for buffer in buffers]
+            prepared = RegisteredBuffers(self, [size_bytes for _, size_bytes in ranges])
+            if len(ranges) == 1 and self.has(*ranges[0]):
+                prepared.addresses.append(ranges[0][0])
+            else:
+                prepared.register(ranges)
+        except MooncakeError:
+            exports.clear()  # the traceback would keep them
+            raise
+        prepared.keep(exports)
         return prepared
 
     def fresh(self, sizes: list[int]) -> tuple[RegisteredBuffers, list[bytes]]:

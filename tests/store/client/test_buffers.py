@@ -3,6 +3,7 @@ from __future__ import annotations
 
 import contextlib
 import ctypes
+import mmap
 from collections.abc import Iterator
 
 import numpy as np
@@ -98,6 +99,55 @@ def test_a_brief_registration_of_another_operation_is_not_relied_on(memory: Loca
     row = np.zeros(2 * STAGED_BYTES, dtype=np.uint8)
     with memory.target([row]), memory.target([row]):
         assert registered(memory) == [row.nbytes, row.nbytes]
+
+
+@pytest.mark.parametrize("size", [5, STAGED_BYTES + 5])
+@pytest.mark.parametrize("direction", ["source", "target"])
+def test_buffers_used_in_place_can_be_neither_resized_nor_closed(
+    memory: LocalMemory, direction: str, size: int
+) -> None:
+    data, mapped = bytearray(size), mmap.mmap(-1, size)
+    with getattr(memory, direction)([data, mapped]) as prepared:
+        if not prepared.is_staged:
+            for resize in (data.clear, mapped.close):
+                with pytest.raises(BufferError):
+                    resize()
+        assert prepared.is_staged == (direction == "source" and size < STAGED_BYTES)
+    data.clear()
+    mapped.close()
+
+
+def test_memory_that_the_caller_registered_stays_in_its_place_until_the_operation_ends(
+    memory: LocalMemory,
+) -> None:
+    data = bytearray(STAGED_BYTES)
+    region = memory.engine.register(data)
+    with memory.target([data]) as prepared:
+        memory.engine.unregister(region)
+        assert prepared.addresses == [region.address]
+        with pytest.raises(BufferError):
+            data.clear()
+    data.clear()
+
+
+@pytest.mark.parametrize("direction", ["source", "target"])
+@pytest.mark.parametrize("bad", [3.14, np.zeros((4, 4))[:, 1], (1 << 56, 2 * STAGED_BYTES)], ids=str)
+def test_after_an_invalid_buffer_the_others_can_be_resized(
+    memory: LocalMemory, direction: str, bad: object
+) -> None:
+    data = bytearray(STAGED_BYTES)
+    with pytest.raises(InvalidArgument) as failure:
+        getattr(memory, direction)([data, bad])
+    data.clear()  # although the exception, and with it its traceback, is still referenced
+    assert failure.value.field == "buffer"
+
+
+def test_a_read_only_buffer_that_is_refused_can_be_resized(memory: LocalMemory) -> None:
+    data = bytearray(100)
+    with memoryview(data).toreadonly() as view, pytest.raises(InvalidArgument) as failure:
+        memory.target([view])
+    data.clear()
+    assert "writable" in str(failure.value)
 
 
 @pytest.mark.parametrize("size", [5, STAGED_BYTES + 5])

@@ -106,7 +106,9 @@ async def test_the_asyncio_client_runs_operations_concurrently() -> None:
         assert await store._perform(RunFunction(threading.get_ident)) != threading.get_ident()
 
 
-async def test_a_cancelled_call_releases_its_memory(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("name", ["put", "get_into"])
+async def test_a_cancelled_call_releases_its_memory(monkeypatch: pytest.MonkeyPatch, name: str) -> None:
+    data = bytearray(LARGE)
     async with AsyncStore("127.0.0.1:1") as store:
         has_begun = asyncio.Event()
 
@@ -115,10 +117,13 @@ async def test_a_cancelled_call_releases_its_memory(monkeypatch: pytest.MonkeyPa
             await asyncio.Event().wait()
 
         monkeypatch.setattr(store._rpc, "call", call)
-        putting = asyncio.create_task(store.put("k", LARGE))
+        moving = asyncio.create_task(getattr(store, name)("k", data))
         await has_begun.wait()
         assert store.engine.regions.all()
-        putting.cancel()
+        with pytest.raises(BufferError):
+            data.clear()
+        moving.cancel()
         with pytest.raises(asyncio.CancelledError):
-            await putting
+            await moving
         assert not store.engine.regions.all()
+        data.clear()
