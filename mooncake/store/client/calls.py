@@ -14,6 +14,7 @@ raised for a master that can't be reached before the deadline and for invalid in
 from __future__ import annotations
 
 import dataclasses
+import enum
 import functools
 import itertools
 import time
@@ -143,7 +144,11 @@ class ClientCalls:
         parents: Sequence[ObjectKey] = (),
         replace: bool = False,
     ) -> Call[list[Refusal | None]]:
-        """Store many objects; results in the order of ``keys``. ``groups``, ``parents``: one per key."""
+        """Store many objects; results in the order of ``keys``. ``groups``, ``parents``: one per key.
+
+        A key given more than once is put in order: the first value stays, or with ``replace`` the last one.
+        """
+        _check_texts(keys)
         _check_pairs(keys, buffers, "buffers")
         _check_names(keys, groups, parents)
         began = time.perf_counter()
@@ -198,6 +203,7 @@ class ClientCalls:
 
     def get_batch(self, keys: Sequence[ObjectKey]) -> Call[list[bytes | None]]:
         """The bytes of many objects, None for each miss."""
+        _check_texts(keys)
         deadline, is_single = self.deadline(), len(keys) == 1
         with GET_SECONDS.time():
             if is_single:
@@ -230,6 +236,7 @@ class ClientCalls:
 
     def get_batch_into(self, keys: Sequence[ObjectKey], buffers: Sequence[Buffer]) -> Call[list[int | None]]:
         """Read many objects, each into its buffer; sizes, None for each miss."""
+        _check_texts(keys)
         _check_pairs(keys, buffers, "buffers")
         began = time.perf_counter()
         try:
@@ -246,16 +253,19 @@ class ClientCalls:
 
     def exists(self, keys: Sequence[ObjectKey], deadline: float | None = None) -> Call[list[bool]]:
         """Which keys can be read; those are leased, so that a subsequent get finds them."""
+        _check_texts(keys)
         return self.operations.exists(keys, self.deadline(None, deadline))
 
     def remove(
         self, keys: Sequence[ObjectKey], force: bool = False, deadline: float | None = None
     ) -> Call[list[bool | Refusal]]:
         """Remove objects. True: removed; False: there was none; a Refusal: leased, and ``force`` is false."""
+        _check_texts(keys)
         return self.operations.remove(keys, force, self.deadline(None, deadline))
 
     def inspect(self, keys: Sequence[ObjectKey]) -> Call[list[m.ObjectStatus | None]]:
         """Status of objects: replicas, pins, leases. Grants no lease and does not count as a use."""
+        _check_texts(keys)
         return self.operations.inspect(keys, self.deadline())
 
     def remove_matching(self, pattern: str, force: bool = False) -> Call[int]:
@@ -274,6 +284,7 @@ class ClientCalls:
 
         False: there is no such object.
         """
+        _check_texts(keys)
         outcomes = yield from self.operations.pin(keys, ttl_s, self.deadline())
         return [outcome is True for outcome in outcomes]
 
@@ -283,6 +294,7 @@ class ClientCalls:
 
     def drop_replicas(self, keys: Sequence[ObjectKey], segment: str = "") -> Call[list[bool | Refusal]]:
         """Drop the replicas on ``segment`` ("": all in memory), even an object's last one."""
+        _check_texts(keys)
         return self.operations.drop_replicas(keys, segment, self.deadline())
 
     def verify(self, keys: Sequence[ObjectKey]) -> Call[list[bool | None]]:
@@ -290,6 +302,7 @@ class ClientCalls:
 
         True: all are right; False: one was wrong or could not be read; None: a miss.
         """
+        _check_texts(keys)
         results: list[bool | None] = []
         for key in keys:
             grant = (yield from self.open_reads([key]))[0]
@@ -306,16 +319,21 @@ class ClientCalls:
 
     def copy(self, key: ObjectKey, targets: Sequence[str]) -> Call[m.JobStatus | Refusal]:
         """Start to make a further replica on each of ``targets``."""
+        _check_texts([key], "key")
+        _check_texts(targets, "targets")
         return self._admin.copy(key, targets, "", self.deadline())
 
     def move(self, key: ObjectKey, source: str, target: str) -> Call[m.JobStatus | Refusal]:
         """Start to copy the object to ``target``; its replica on ``source`` is dropped afterwards."""
+        _check_texts([key], "key")
         return self._admin.copy(key, [target], source, self.deadline())
 
     def drain(
         self, segments: Sequence[str], targets: Sequence[str] = (), max_concurrency: int = 4
     ) -> Call[m.JobStatus | Refusal]:
         """Start to move everything on ``segments`` to ``targets`` or anywhere; no new objects go there."""
+        _check_texts(segments, "segments")
+        _check_texts(targets, "targets")
         return self._admin.drain(segments, targets, max_concurrency, self.deadline())
 
     def job(self, job_id: int) -> Call[m.JobStatus | None]:
@@ -355,6 +373,7 @@ class ClientCalls:
     ) -> Call[list[PutGrant | Refusal | None]]:
         """Reserve space; None: the object exists or is being written by another. See ``Operations``."""
         _check_names(keys, groups, parents)
+        _check_texts(keys)
         chunks = [chunk_bytes] * len(keys) if isinstance(chunk_bytes, int) else chunk_bytes
         until = self.deadline(None, deadline)
         return self.operations.start_puts(keys, sizes, chunks, until, (), policy, groups, parents, replace)
@@ -389,6 +408,7 @@ class ClientCalls:
         self, keys: Sequence[ObjectKey], deadline: float | None = None
     ) -> Call[list[ReadGrant | None]]:
         """Look objects up and lease them."""
+        _check_texts(keys)
         return self.operations.open_reads(keys, self.deadline(None, deadline))
 
     def read_ranges(
@@ -451,9 +471,22 @@ def _in_order(
     return [None if grant is None else next(good) for grant in grants]
 
 
+def _check_texts(texts: Sequence[str], name: str = "keys") -> None:
+    """Refuse one string in place of a list: it would be taken letter by letter.
+
+    Messages hold ``str`` itself and enumerations of strings, but no other subclasses, such as numpy's.
+    """
+    if type(texts) is not list and (isinstance(texts, str | bytes) or not isinstance(texts, Sequence)):
+        raise InvalidArgument(name, texts, "a list of strings")
+    for text in texts:
+        if type(text) is not str and not (isinstance(text, str) and isinstance(text, enum.Enum)):
+            raise InvalidArgument(name, text, f"a list of strings; {type(text).__name__} is none")
+
+
 def _check_names(keys: Sequence[ObjectKey], groups: Sequence[str], parents: Sequence[ObjectKey]) -> None:
     for name, others in (("groups", groups), ("parents", parents)):
         if others:
+            _check_texts(others, name)
             _check_pairs(keys, others, name)
 
 

@@ -4,11 +4,14 @@
 from __future__ import annotations
 
 import asyncio
+import enum
 import inspect
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from functools import partial
 from typing import Any
 
+import numpy as np
 import pytest
 
 from mooncake.errors import InvalidArgument
@@ -63,6 +66,64 @@ def test_batches_of_unequal_length_are_refused(client: ClientCalls) -> None:
         next(client.put_batch(["a", "b"], [b"a"]))
     with pytest.raises(InvalidArgument, match="groups"):
         next(client.put_batch(["a", "b"], [b"a", b"b"], groups=["g"]))
+
+
+def calls_with(client: ClientCalls, keys: Any) -> list[Callable[[], Any]]:
+    """Every call that takes several keys."""
+    return [
+        partial(client.exists, keys),
+        partial(client.remove, keys),
+        partial(client.inspect, keys),
+        partial(client.pin, keys, None),
+        partial(client.unpin, keys),
+        partial(client.drop_replicas, keys),
+        partial(client.verify, keys),
+        partial(client.get_batch, keys),
+        partial(client.get_batch_into, keys, [bytearray(1) for _ in range(3)]),
+        partial(client.put_batch, keys, [b"1", b"2", b"3"]),
+        partial(client.start_puts, keys, [1, 1, 1], 4096),
+        partial(client.open_reads, keys),
+    ]
+
+
+@pytest.mark.parametrize(
+    "keys",
+    [
+        "abc",
+        b"abc",
+        [b"a", b"b", b"c"],
+        ["a", "b", 3],
+        iter(["a"]),
+        {"a", "b", "c"},
+        list(np.array(["a"] * 3)),
+    ],
+    ids=repr,
+)
+def test_keys_that_are_no_list_of_strings_are_refused(client: ClientCalls, keys: Any) -> None:
+    for call in calls_with(client, keys):
+        with pytest.raises(InvalidArgument, match=r"keys is .*a list of strings"):
+            next(call())
+
+
+def test_one_string_is_no_list_of_other_names(client: ClientCalls) -> None:
+    for name in ("groups", "parents"):
+        with pytest.raises(InvalidArgument, match=name):
+            next(client.put_batch(["a", "b"], [b"a", b"b"], **{name: "xy"}))  # type: ignore[arg-type]
+    with pytest.raises(InvalidArgument, match="targets"):
+        client.copy("k", "one")
+    with pytest.raises(InvalidArgument, match="targets"):
+        client.drain(["one"], "two")
+    with pytest.raises(InvalidArgument, match="segments"):
+        client.drain("one")
+    with pytest.raises(InvalidArgument, match="key"):
+        next(client.get(b"k"))  # type: ignore[arg-type]
+
+
+def test_an_enumeration_of_strings_names_keys(client: ClientCalls) -> None:
+    class Name(enum.StrEnum):
+        FIRST = "first"
+
+    assert isinstance(next(client.get_batch((Name.FIRST, "second"))), CallMaster)
 
 
 def test_a_large_durable_batch_is_put_in_parts(client: ClientCalls, monkeypatch: pytest.MonkeyPatch) -> None:
