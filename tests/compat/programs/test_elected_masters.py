@@ -43,7 +43,10 @@ class Program:
             found = re.search(r"ready role=master address=(\S+) metrics=(\S+)", line)
             if found:
                 self.address, self.url = found[1], f"http://{found[2]}"
-                return
+            if self.address and line.rstrip().endswith(
+                f"Master service started on port {self.address.rpartition(':')[2]}"
+            ):
+                return  # a standby logs it as well
         pytest.fail("the master did not start")
 
     def ask(self, path: str, method: str = "GET") -> tuple[int, Any]:
@@ -54,7 +57,8 @@ class Program:
                 text = answer.read().decode()
                 return answer.status, json.loads(text) if text.startswith("{") else text
         except urllib.error.HTTPError as error:
-            return error.code, json.loads(error.read())
+            text = error.read().decode()
+            return error.code, json.loads(text) if text.startswith("{") else text
 
     def stop(self) -> None:
         self.process.kill()
@@ -83,6 +87,7 @@ def test_one_leads_and_the_other_takes_over(flags: list[str]) -> None:
         _, health = second.ask("/health")
         assert (health["status"], health["role"], health["service_ready"]) == ("ok", "standby", False)
         assert second.ask("/role") == (200, "standby")
+        assert second.ask("/ready") == (503, "standby") and first.ask("/ready") == (200, "OK")
         status, answer = second.ask("/api/v1/remove_all", "POST")
         assert (status, answer["error_code"]) == (503, -1010)
         assert first.address in answer["error"]
