@@ -326,7 +326,7 @@ class CountingTransport:
 
     def write(self, data: Any) -> None:
         if self._transport.is_closing():
-            return  # nobody reads it, and uvloop would raise
+            return  # its peer has left, and uvloop would raise
         self.num_written += len(data)
         self._transport.write(data)
 

@@ -265,7 +265,7 @@ async def test_a_client_that_leaves_ends_its_request_and_those_in_the_pipeline(
         while (await http.receive())["type"] != "http.disconnect":
             pass
         ended.append(number)
-        return PlainTextResponse("nobody reads this")
+        return PlainTextResponse("unread")
 
     async with edge(made) as server:
         requests = [b"GET /wait/%d HTTP/1.1\r\nHost: h\r\n\r\n" % number for number in range(3)]
