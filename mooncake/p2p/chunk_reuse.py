@@ -1,18 +1,28 @@
 # SPDX-License-Identifier: Apache-2.0
 """Chunks that need not be loaded: those that other versions here have, and those that a delta makes.
 
-Nothing is written that has not been compared with its digest, wherever it came from.
+Nothing is written that has not been compared with its digest, wherever it came from. Each delta has a folder
+of its own below the state's folder, so that a new one never takes the place of one that is being deleted.
 """
 
 from __future__ import annotations
 
+import shutil
+import tempfile
 from collections.abc import Callable, Iterable
+from pathlib import Path
+
+import numpy as np
 
 from mooncake.errors import StorageError
-from mooncake.p2p.content import Content
+from mooncake.p2p.content import Content, FolderContent, file_states, find_files, make_manifest
+from mooncake.p2p.delta import write_delta
 from mooncake.p2p.download import Bits
 from mooncake.p2p.held_version import HeldVersion
 from mooncake.p2p.manifest import Manifest
+
+DELTA_PREFIX = "delta-"
+"""Beginning of the names of the folders that deltas are in."""
 
 WriteChunk = Callable[[int, memoryview], None]
 """``write(chunk, content)`` stores a verified chunk."""
@@ -82,3 +92,39 @@ def chunk_writer(manifest: Manifest, content: Content, note: Callable[[int], Non
         note(chunk)
 
     return write
+
+
+def make_delta_folder(state_dir: Path) -> Path:
+    """Path for the files of a delta, alone in a new folder, which is deleted with it."""
+    state_dir.mkdir(parents=True, exist_ok=True)
+    return Path(tempfile.mkdtemp(prefix=DELTA_PREFIX, dir=state_dir)) / "content"
+
+
+def remove_deltas(state_dir: Path) -> None:
+    """Delete the folders of all deltas."""
+    for folder in state_dir.glob(f"{DELTA_PREFIX}*"):
+        shutil.rmtree(folder, ignore_errors=True)
+
+
+def make_delta(state_dir: Path, base: HeldVersion, new: HeldVersion, limit_bytes: int) -> HeldVersion | None:
+    """The delta from ``base`` to ``new``; None when it would be larger than ``limit_bytes``. Blocks.
+
+    Raises:
+        StorageError, OSError: a version can't be read, or the delta can't be written.
+    """
+    folder = make_delta_folder(state_dir)
+    found = None
+    try:
+        folder.mkdir()
+        with (folder / "delta").open("wb") as file:
+            is_useful = write_delta(base.manifest, base.content, new.manifest, new.content, file, limit_bytes)
+        if is_useful:
+            items = find_files(folder)
+            content = FolderContent(folder, items, file_states(folder, items))
+            manifest = make_manifest("delta", items, content)
+            have = np.ones(len(manifest.chunks), dtype=np.bool_)
+            found = HeldVersion("", new.number, manifest, content, have, folder=folder)
+    finally:
+        if found is None:
+            shutil.rmtree(folder.parent, ignore_errors=True)
+    return found

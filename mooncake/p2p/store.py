@@ -19,7 +19,7 @@ import functools
 import itertools
 import shutil
 import tempfile
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -33,9 +33,16 @@ from mooncake.log import get_logger
 from mooncake.metrics import registry
 from mooncake.p2p import messages as m
 from mooncake.p2p import upload as u
-from mooncake.p2p.chunk_reuse import ChunkAssembly, chunk_writer, reuse_chunks
+from mooncake.p2p.chunk_reuse import (
+    ChunkAssembly,
+    chunk_writer,
+    make_delta,
+    make_delta_folder,
+    remove_deltas,
+    reuse_chunks,
+)
 from mooncake.p2p.content import BufferContent, Content, FolderContent, file_states, find_files, make_manifest
-from mooncake.p2p.delta import apply_delta, write_delta
+from mooncake.p2p.delta import apply_delta
 from mooncake.p2p.download import DownloadLimits
 from mooncake.p2p.held_version import HeldVersion
 from mooncake.p2p.manifest import Manifest, check_version_name, decode_manifest, is_digest
@@ -102,7 +109,8 @@ class P2PStore:
 
     Args:
         settings: see ``P2pSettings``.
-        state_dir: folder for deltas; by default a temporary one.
+        state_dir: folder for deltas, of this store alone; by default a temporary one. A start and ``close``
+            empty it: only versions are found again, never deltas.
         identity: identity to use instead of the process's.
         commands: handlers of further messages (``daemon.py``).
     """
@@ -136,6 +144,7 @@ class P2PStore:
         self._request_ids = itertools.count(1)
         self._requesters: dict[Connection, int] = {}
         self._filling: set[asyncio.Task[bool]] = set()
+        self._removing: set[asyncio.Task[None]] = set()
         self._holders: dict[str, dict[str, None]] = {}
         """Peers that said they have a version, or a delta, by digest; of the last ``find``."""
         self._server = RpcServer(
@@ -179,6 +188,7 @@ class P2PStore:
         if self._state_dir is None:
             self._temporary = tempfile.TemporaryDirectory(prefix="mooncake-p2p-")
             self._state_dir = Path(self._temporary.name)
+        await asyncio.to_thread(remove_deltas, self._state_dir)  # of a process that was killed
         host = settings.advertise_host or reachable_host(settings.host)
         transfer = settings.transfer.for_role(settings.host, host, tcp_port=settings.transfer_port)
         check_address(transfer.listen_host, self._identity)
@@ -208,8 +218,16 @@ class P2PStore:
         for held in self._held.values():
             held.content.close()
         self._held.clear()
+        await asyncio.gather(*self._removing, return_exceptions=True)
+        if self._state_dir is not None:
+            await asyncio.to_thread(remove_deltas, self._state_dir)
         if self._temporary is not None:
             self._temporary.cleanup()
+
+    @property
+    def _deltas_dir(self) -> Path:
+        assert self._state_dir is not None, "it was not started"
+        return self._state_dir
 
     # Versions of this peer
 
@@ -282,6 +300,7 @@ class P2PStore:
     async def _registered(
         self, name: str, number: int, base: str, manifest: Manifest, content: Content, folder: Path | None
     ) -> VersionInfo:
+        deltas: set[HeldVersion] = set()
         try:
             found = self._same(name, manifest)
             if found is not None:
@@ -293,15 +312,22 @@ class P2PStore:
                 number = 1 + max(numbers, default=0)
             have = np.ones(len(manifest.chunks), dtype=np.bool_)
             held = HeldVersion(name, number, manifest, content, have, folder=folder)
-            await self._make_deltas(held, base)
+            await self._make_deltas(held, base, deltas)
             found = self._same(name, manifest)  # registered meanwhile, too
             if found is not None:
                 content.close()
+                self._discard(deltas)
                 return found.info()
         except BaseException:
             content.close()
+            self._discard(deltas)
             raise
         self._hold(held)
+        for delta in deltas:
+            if delta.manifest.digest in self._held:  # two pairs of versions may have equal deltas
+                self._discard([delta])
+            else:
+                self._hold(delta)
         log.info(
             "p2p_registered", name=name, number=number, digest=manifest.digest, bytes=manifest.size_bytes
         )
@@ -351,9 +377,8 @@ class P2PStore:
                 )
         for held in found:
             self._release(held)
-            for delta in held.deltas:
-                if delta.digest in self._held:
-                    self._release(self._held[delta.digest])
+        await asyncio.gather(*self._removing)
+        for held in found:
             if delete and held.folder is not None:
                 await asyncio.to_thread(shutil.rmtree, held.folder, ignore_errors=True)
             log.info("p2p_dropped", name=name, digest=held.manifest.digest, deleted=delete)
@@ -365,15 +390,40 @@ class P2PStore:
         VERSIONS.set(len(self._held))
 
     def _release(self, held: HeldVersion) -> None:
+        self._withdraw(held)
+        held.content.close()
+        self._release_deltas()
+
+    def _withdraw(self, held: HeldVersion) -> None:
+        """Stop serving a version; what is left of its content can still be read here."""
         if self._held.get(held.manifest.digest) is not held:  # another one with the same contents is
-            held.content.close()
             return
         del self._held[held.manifest.digest]
         for effect in self._uploads.remove(held.manifest.digest):
             self._perform(effect)
         held.touch()
-        held.content.close()
         VERSIONS.set(len(self._held))
+
+    def _release_deltas(self) -> None:
+        """Release the deltas that make no version of this peer, and delete them."""
+        wanted = {delta.digest for one in self.held for delta in one.deltas}
+        unused = [one for digest, one in self._held.items() if not one.name and digest not in wanted]
+        for one in unused:
+            self._withdraw(one)
+        self._discard(unused)
+
+    def _discard(self, deltas: Iterable[HeldVersion]) -> None:
+        """Delete deltas. A thread that has begun to read a chunk ends with its bytes, a later one fails."""
+        for one in deltas:
+            one.content.close()
+            assert one.folder is not None
+            self._remove(one.folder.parent)
+
+    def _remove(self, folder: Path) -> None:
+        """Begin to delete the folder of a delta."""
+        task = asyncio.create_task(asyncio.to_thread(shutil.rmtree, folder, ignore_errors=True))
+        self._removing.add(task)
+        task.add_done_callback(self._removing.discard)
 
     # Versions of peers
 
@@ -582,6 +632,7 @@ class P2PStore:
         held.touch()
         if not is_first:
             partial.content.close()
+            self._release_deltas()
         log.info("p2p_loaded", name=info.name, number=info.number, digest=info.digest, folder=str(folder))
         return held
 
@@ -668,9 +719,9 @@ class P2PStore:
 
     # Deltas
 
-    async def _make_deltas(self, held: HeldVersion, base: str) -> None:
-        """Make deltas from earlier versions of the name, where they are smaller than the chunks that
-        differ."""
+    async def _make_deltas(self, held: HeldVersion, base: str, made: set[HeldVersion]) -> None:
+        """Add deltas from earlier versions of the name to ``made``, where they are smaller than the chunks
+        that differ."""
         if base:
             bases = [self._held[base]]
         else:
@@ -679,40 +730,34 @@ class P2PStore:
         for one in bases:
             delta = await self._make_delta(one, held)
             if delta is not None:
-                held.deltas.append(delta)
+                made.add(delta)
+                size_bytes = delta.manifest.size_bytes
+                held.deltas.append(DeltaInfo(one.manifest.digest, delta.manifest.digest, size_bytes))
 
-    async def _make_delta(self, base: HeldVersion, new: HeldVersion) -> DeltaInfo | None:
+    async def _make_delta(self, base: HeldVersion, new: HeldVersion) -> HeldVersion | None:
         known = {base.manifest.chunk_digest(i) for i in range(len(base.manifest.chunks))}
         sizes = [chunk.size_bytes for chunk in new.manifest.chunks]
         differ = sum(size for i, size in enumerate(sizes) if new.manifest.chunk_digest(i) not in known)
-        assert self._state_dir is not None
-        folder = self._state_dir / f"delta-{base.manifest.digest[:16]}-{new.manifest.digest[:16]}"
-
-        def made() -> tuple[Manifest, FolderContent] | None:
-            shutil.rmtree(folder, ignore_errors=True)
-            folder.mkdir(parents=True)
-            with (folder / "delta").open("wb") as file:
-                limit = int(differ * MAX_DELTA_SHARE)
-                is_useful = write_delta(base.manifest, base.content, new.manifest, new.content, file, limit)
-            if not is_useful:
-                shutil.rmtree(folder, ignore_errors=True)
-                return None
-            items = find_files(folder)
-            content = FolderContent(folder, items, file_states(folder, items))
-            return make_manifest("delta", items, content), content
-
+        if not differ:
+            return None
+        limit = int(differ * MAX_DELTA_SHARE)
+        making = asyncio.create_task(asyncio.to_thread(make_delta, self._deltas_dir, base, new, limit))
         try:
-            found = await asyncio.to_thread(made) if differ else None
+            found = await asyncio.shield(making)
+        except asyncio.CancelledError:
+            making.add_done_callback(self._discard_made)  # the thread goes on
+            raise
         except (StorageError, OSError) as error:
             log.warning("p2p_delta_failed", base=base.manifest.digest, reason=str(error))
-            found = None
-        if found is None:
             return None
-        manifest, content = found
-        have = np.ones(len(manifest.chunks), dtype=np.bool_)
-        self._hold(HeldVersion("", new.number, manifest, content, have, folder=folder))
-        log.info("p2p_delta_made", base=base.manifest.digest, bytes=manifest.size_bytes, instead_of=differ)
-        return DeltaInfo(base.manifest.digest, manifest.digest, manifest.size_bytes)
+        if found is not None:
+            size_bytes = found.manifest.size_bytes
+            log.info("p2p_delta_made", base=base.manifest.digest, bytes=size_bytes, instead_of=differ)
+        return found
+
+    def _discard_made(self, making: asyncio.Task[HeldVersion | None]) -> None:
+        if not making.cancelled() and making.exception() is None and (made := making.result()) is not None:
+            self._discard([made])
 
     async def _use_delta(self, held: HeldVersion, write: Callable[[int, memoryview], None]) -> None:
         """Make missing chunks by a delta, if there is one from a version that is here."""
@@ -759,12 +804,17 @@ class P2PStore:
         is_one_file = [item.name for item in manifest.items] == ["delta"]
         if manifest.kind != "delta" or not is_one_file or manifest.size_bytes != delta.size_bytes:
             raise ProtocolError(f"{delta.digest[:12]} is no delta; the version is loaded without it")
-        assert self._state_dir is not None
-        folder = self._state_dir / f"delta-{delta.digest[:32]}"
-        if folder.exists():  # left by a process that was killed before it served it
-            await asyncio.to_thread(shutil.rmtree, folder)
+        folder = await asyncio.to_thread(make_delta_folder, self._deltas_dir)
         info = VersionInfo("", held.number, delta.digest, delta.size_bytes, len(manifest.chunks), 0)
-        return await self._load_folder(info, manifest, folder, None)
+        try:
+            loaded = await self._load_folder(info, manifest, folder, None)
+        except BaseException:
+            self._remove(folder.parent)
+            raise
+        found = self._held.get(delta.digest, loaded)
+        if found is not loaded:  # another load has brought it meanwhile
+            self._remove(folder.parent)
+        return found
 
     # Peers find each other
 

@@ -17,6 +17,8 @@ from mooncake.http.server import HttpServer, listen
 from mooncake.metrics import registry
 from mooncake.p2p import LoadProgress, P2pSettings, P2PStore, store
 from mooncake.p2p import messages as m
+from mooncake.p2p import upload as u
+from mooncake.p2p.held_version import HeldVersion
 from mooncake.p2p.partial_folder import PartialFolder
 from mooncake.p2p.swarm_peers import PeerRecord
 from mooncake.security import Identity, SecuritySettings
@@ -218,6 +220,124 @@ async def test_a_delta_that_is_not_there_or_wrong_costs_nothing_but_time(tmp_pat
             await two.get("m", tmp_path / f"{number}", digest=info.digest)
             assert contents(tmp_path / f"{number}") == contents(new)
             await two.drop("m", info.digest)
+
+
+def folders_of_deltas(peer: P2PStore) -> list[str]:
+    return sorted(os.listdir(peer._deltas_dir))
+
+
+async def test_a_delta_goes_with_the_last_version_that_it_makes(tmp_path: Path) -> None:
+    old = write_model(tmp_path / "0")
+    elements = elements_of(old)
+    async with running(2) as (one, two):
+        await one.register("m", old)
+        await two.get("m", tmp_path / "two-0")
+        for number in range(1, 4):
+            elements[number::150] += 1
+            new = write_model(tmp_path / f"{number}", elements)
+            (before,) = one.held
+            info = await one.register("m", new)
+            assert [delta.base for delta in info.deltas] == [before.manifest.digest]
+            await one.drop("m", before.manifest.digest)
+            await two.get("m", tmp_path / f"two-{number}")
+            await two.drop("m", before.manifest.digest, delete=True)
+            assert contents(tmp_path / f"two-{number}") == contents(new)
+            for peer in (one, two):  # of the versions before, nothing is left
+                assert len(folders_of_deltas(peer)) == 1
+                assert set(peer._held) == {info.digest, info.deltas[0].digest}
+        for peer in (one, two):
+            assert await peer.drop("m") == [info.digest]
+            assert folders_of_deltas(peer) == [] and not peer._held
+
+
+async def test_equal_deltas_are_kept_until_both_versions_have_gone(tmp_path: Path) -> None:
+    first = np.random.default_rng(1).integers(0, 1 << 16, 1_000_000, dtype=np.uint16)
+    second = first.copy()
+    second[::300] ^= 5
+    async with running(1) as (one,):
+        before = await one.register_buffers("w", {"a": first})
+        after = await one.register_buffers("w", {"a": second})
+        await one.drop("w", before.digest)
+        again = await one.register_buffers("w", {"a": first})  # the same elements differ, by the same bits
+        assert [delta.digest for delta in again.deltas] == [delta.digest for delta in after.deltas]
+        await until(lambda: len(folders_of_deltas(one)) == 1, "the end of the second copy")
+        await one.drop("w", after.digest)
+        assert again.deltas[0].digest in one._held and len(folders_of_deltas(one)) == 1
+        await one.drop("w", again.digest)
+        assert not one._held and folders_of_deltas(one) == []
+
+
+async def test_a_delta_that_is_dropped_while_it_is_sent_is_right_or_not_there(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    old = write_model(tmp_path / "old")
+    elements = elements_of(old)
+    elements[::150] += 1
+    new = write_model(tmp_path / "new", elements)
+    async with running(1) as (keeper,), running(1) as (one,), running(1, one.address) as (two,):
+        first = await one.register("m", old)
+        await two.get("m", tmp_path / "two-1")
+        await keeper.register("m", new, number=2)
+        info = await one.register("m", new)
+        delta = one._held[info.deltas[0].digest]
+        put, loop = one._put_into_slot, asyncio.get_running_loop()
+        dropped: list[Any] = []
+
+        def dropped_before(held: HeldVersion, send: u.SendChunk) -> bool:
+            if held is delta and not dropped:
+                dropped.append(asyncio.run_coroutine_threadsafe(one.drop("m", info.digest), loop))
+                assert dropped[0].result(30.0) == [info.digest]
+                assert folders_of_deltas(one) == []
+            return put(held, send)
+
+        monkeypatch.setattr(one, "_put_into_slot", dropped_before)
+        two.peers.add(keeper.address, 0.0)
+        found = await asyncio.wait_for(two.get("m", tmp_path / "two-2", digest=info.digest), 60.0)
+        assert found is not None and dropped
+        assert contents(tmp_path / "two-2") == contents(new)
+        assert {held.manifest.digest for held in two.held} == {first.digest, info.digest}
+
+
+async def test_an_interrupted_load_leaves_no_delta(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    old = write_model(tmp_path / "old")
+    elements = elements_of(old)
+    elements[::150] += 1
+    new = write_model(tmp_path / "new", elements)
+    async with running(2) as (one, two):
+        await one.register("m", old)
+        await two.get("m", tmp_path / "1")
+        info = await one.register("m", new)
+        answer = one._server.handlers[m.FetchChunk]
+        asked = asyncio.Event()
+
+        async def silent(*_: object) -> m.Declined:
+            asked.set()
+            await asyncio.sleep(3600.0)
+            raise AssertionError
+
+        one._server.handlers[m.FetchChunk] = silent
+        load = asyncio.create_task(two.get("m", tmp_path / "2"))
+        await asyncio.wait_for(asked.wait(), 30.0)
+        assert len(folders_of_deltas(two)) == 1
+        load.cancel()
+        await asyncio.gather(load, return_exceptions=True)
+        await until(lambda: not folders_of_deltas(two), "the end of the delta")
+        one._server.handlers[m.FetchChunk] = answer
+        assert await two.get("m", tmp_path / "2") is not None
+        assert info.deltas[0].digest in two._held and contents(tmp_path / "2") == contents(new)
+
+
+async def test_deltas_do_not_outlive_their_process(tmp_path: Path) -> None:
+    first = {"a": np.arange(1_000_000)}
+    second = {"a": first["a"] ^ (first["a"] % 99 == 0)}
+    (tmp_path / "delta-of-a-killed-process").mkdir(parents=True)
+    (tmp_path / "delta-of-a-killed-process" / "delta").write_bytes(b"x")
+    async with P2PStore(P2pSettings(port=0), state_dir=tmp_path) as peer:
+        assert folders_of_deltas(peer) == []
+        await peer.register_buffers("w", first)
+        assert (await peer.register_buffers("w", second)).deltas
+        assert len(folders_of_deltas(peer)) == 1
+    assert os.listdir(tmp_path) == []
 
 
 async def test_chunks_that_are_here_do_not_move_again(tmp_path: Path) -> None:
