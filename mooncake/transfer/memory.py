@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import ctypes
 import mmap
+import re
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -15,6 +16,9 @@ from typing import Any
 import numpy as np
 
 from mooncake.errors import InvalidArgument
+
+
+_NUMPY = (np.ndarray, np.generic)
 
 
 def span_of(buffer: Any) -> tuple[int, int, bool]:
@@ -35,7 +39,8 @@ def span_and_export(buffer: Any) -> tuple[int, int, bool, object]:
     for a tuple; for a tensor it is the storage, which torch itself can still resize.
 
     Raises:
-        InvalidArgument: it is not contiguous, not in main memory, or no buffer at all.
+        InvalidArgument: it is not contiguous, not in main memory, or no buffer at all; its memory does not
+            hold its values, as those of an array of objects or a conjugated or sparse tensor.
     """
     if isinstance(buffer, tuple):
         address, size = buffer
@@ -43,12 +48,13 @@ def span_and_export(buffer: Any) -> tuple[int, int, bool, object]:
             raise InvalidArgument("buffer", buffer, "(address, size_bytes), neither negative")
         return int(address), int(size), True, None
     if hasattr(buffer, "data_ptr"):
-        if buffer.device.type != "cpu" or not buffer.is_contiguous():
+        if buffer.device.type != "cpu":
             raise InvalidArgument("buffer", type(buffer), "a contiguous tensor in CPU memory")
-        size = int(buffer.numel() * buffer.element_size())
-        return int(buffer.data_ptr()), size, True, buffer.untyped_storage()
+        return *_tensor_span(buffer), True, buffer.untyped_storage()
     # No view is bound to a name where an exception is raised: its traceback would keep the memory exported.
     try:
+        if _holds_objects(buffer):
+            raise InvalidArgument("buffer", type(buffer), "bytes or numbers, not addresses of Python objects")
         flat = np.frombuffer(buffer, dtype=np.uint8)
     except TypeError as error:
         raise InvalidArgument("buffer", type(buffer), "a buffer, a tensor or (address, size)") from error
@@ -61,19 +67,53 @@ def span_and_export(buffer: Any) -> tuple[int, int, bool, object]:
     return int(flat.ctypes.data), flat.nbytes, False, flat
 
 
+def _tensor_span(tensor: Any) -> tuple[int, int]:
+    """(address, size in bytes) of a tensor whose memory holds its values, one behind the other.
+
+    Raises:
+        InvalidArgument: torch would compute the values from what the memory holds, or it holds only some.
+    """
+    if tensor.is_conj() or tensor.is_neg():
+        what = "conjugated" if tensor.is_conj() else "negated"
+        allowed = "a tensor whose values are in memory: call resolve_conj() and resolve_neg() first"
+        raise InvalidArgument("buffer", f"a tensor that is only marked as {what}", allowed)
+    if not _is_strided(tensor.layout):
+        raise InvalidArgument(
+            "buffer", f"a {tensor.layout} tensor", "a contiguous tensor: call to_dense() first"
+        )
+    if not tensor.is_contiguous():
+        raise InvalidArgument("buffer", type(tensor), "a contiguous tensor")
+    address, size = int(tensor.data_ptr()), int(tensor.numel() * tensor.element_size())
+    if size and not address:
+        raise InvalidArgument("buffer", "a tensor without memory", "a tensor whose storage is allocated")
+    return address, size
+
+
+@cache
+def _is_strided(layout: Any) -> bool:
+    """Whether a layout of torch, which is not imported here, is the usual one."""
+    return str(layout) == "torch.strided"
+
+
+def _holds_objects(buffer: Any) -> bool:
+    """Whether the items of a Python buffer are, or contain, references to Python objects."""
+    if isinstance(buffer, _NUMPY):  # not all of numpy's types have a format
+        return bool(buffer.dtype.hasobject)
+    form = memoryview(buffer).format
+    return "O" in form and "O" in re.sub(":[^:]*:", "", form)  # names of fields are in colons
+
+
 def device_span_of(buffer: Any) -> tuple[int, int, bool] | None:
     """(address, size in bytes, is writable) of a contiguous CUDA tensor or of anything else with
     ``__cuda_array_interface__``; None when ``buffer`` is neither.
 
     Raises:
-        InvalidArgument: it is not contiguous.
+        InvalidArgument: it is not contiguous, or a tensor whose memory does not hold its values.
     """
     if hasattr(buffer, "data_ptr") and hasattr(buffer, "device"):
         if buffer.device.type != "cuda":
             return None
-        if not buffer.is_contiguous():
-            raise InvalidArgument("buffer", type(buffer), "a contiguous tensor")
-        return int(buffer.data_ptr()), int(buffer.numel() * buffer.element_size()), True
+        return *_tensor_span(buffer), True
     described = getattr(buffer, "__cuda_array_interface__", None)
     if described is None:
         return None

@@ -2,6 +2,7 @@
 from __future__ import annotations
 
 import array
+import ctypes
 import mmap
 
 import numpy as np
@@ -9,6 +10,7 @@ import pytest
 import torch
 
 from mooncake.errors import InvalidArgument
+from mooncake.transfer import TransferEngine
 from mooncake.transfer.memory import available_bytes, device_span_of, span_and_export, span_of
 
 
@@ -59,6 +61,61 @@ def test_what_is_no_buffer(buffer: object) -> None:
         span_of(buffer)
 
 
+def emptied() -> torch.Tensor:
+    tensor = torch.zeros(3)
+    tensor.untyped_storage().resize_(0)
+    return tensor
+
+
+@pytest.mark.parametrize(
+    ("buffer", "advice"),
+    [
+        (torch.tensor([1 + 2j, 3 + 4j]).conj(), "resolve_conj"),
+        (torch._neg_view(torch.tensor([1.0, 2.0])), "resolve_neg"),
+        (torch.tensor([1 + 2j]).conj().imag, "resolve_neg"),
+        (torch.eye(3).to_sparse(), "to_dense"),
+        (emptied(), "allocated"),
+        (np.array([{}, []], dtype=object), "Python objects"),
+        (np.zeros(2, dtype=[("n", "i8"), ("o", "O")]), "Python objects"),
+        (memoryview(np.array([{}], dtype=object).data), "Python objects"),
+        (memoryview(np.zeros(2, dtype=[("n", "i8"), ("o", "O")]).data), "Python objects"),
+        ((ctypes.py_object * 2)(), "Python objects"),
+    ],
+    ids=lambda value: "" if isinstance(value, str) else type(value).__name__,
+)
+def test_memory_that_does_not_hold_the_values_is_refused(buffer: object, advice: str) -> None:
+    with pytest.raises(InvalidArgument, match=advice):
+        span_of(buffer)
+    if not isinstance(buffer, torch.Tensor):
+        return
+    with pytest.raises(InvalidArgument, match=advice), TransferEngine() as engine:
+        engine.register(buffer)
+
+
+@pytest.mark.parametrize(
+    "array",
+    [
+        np.array(["2026-01-02", "2026-03-04"], dtype="datetime64[s]"),
+        np.array([5, 6], dtype="timedelta64[ms]"),
+        np.array([("ab", 1)], dtype=[("text", "U3"), ("O", "i4")]),
+        np.array([1.5, 2.5], dtype=">f4"),
+        np.array(7.0),
+        np.float16(7),
+        np.datetime64("2026-01-02"),
+    ],
+    ids=lambda array: str(array.dtype),
+)
+def test_every_other_type_of_numpy_is_its_bytes(array: np.ndarray | np.generic) -> None:
+    address, size, _ = span_of(array)
+    assert ctypes.string_at(address, size) == array.tobytes()
+
+
+def test_a_resolved_tensor_is_its_values() -> None:
+    tensor = torch.tensor([1 + 2j, 3 + 4j]).conj().resolve_conj()
+    address, size, _ = span_of(tensor)
+    assert ctypes.string_at(address, size) == tensor.numpy().tobytes()
+
+
 class OnDevice:
     """The interface of arrays of cupy, numba and jax."""
 
@@ -69,8 +126,10 @@ class OnDevice:
 class CudaTensor:
     """The interface of a torch tensor on a GPU."""
 
-    def __init__(self, is_contiguous: bool) -> None:
+    def __init__(self, is_contiguous: bool, is_marked: bool = False) -> None:
         self.device = torch.device("cuda:1")
+        self.layout = torch.strided
+        self.is_conj = self.is_neg = lambda: is_marked
         self.is_contiguous = lambda: is_contiguous
         self.data_ptr = lambda: 1 << 40
         self.numel = lambda: 12
@@ -89,6 +148,8 @@ def test_buffers_in_device_memory() -> None:
 
 
 def test_device_memory_with_gaps_is_no_buffer() -> None:
+    with pytest.raises(InvalidArgument, match="resolve_conj"):
+        device_span_of(CudaTensor(True, is_marked=True))
     for gaps in (CudaTensor(False), OnDevice(shape=(3, 4), typestr="<f4", strides=(32, 4))):
         with pytest.raises(InvalidArgument, match="contiguous"):
             device_span_of(gaps)
