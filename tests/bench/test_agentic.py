@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The correction of costs by a small load."""
 
 import argparse
