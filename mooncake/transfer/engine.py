@@ -24,7 +24,7 @@ from mooncake.security.tls_contexts import client_context
 from mooncake.transfer.descriptor import RegionInfo, SegmentDescriptor
 from mooncake.transfer.handshake import HandshakeClient, Listener, Notification, NotificationInbox, ProbeReply
 from mooncake.transfer.host import host_identity, host_topology, reachable_host, with_port
-from mooncake.transfer.memory import available_bytes, device_span_of, is_mapped, span_and_export
+from mooncake.transfer.memory import available_bytes, check_mapped, device_span_of, span_and_export
 from mooncake.transfer.metadata import Backend, PeerBackend, make_backend
 from mooncake.transfer.name_service import NameService
 from mooncake.transfer.peers import PeerTable, RemoteSegment
@@ -223,12 +223,11 @@ class TransferEngine(TransferMethods):
             self._cuda()  # raises with the reason
         if region is None:
             address, size, is_writable, export = span_and_export(buffer)
-            if size and not is_mapped(address, size):
+            try:
+                check_mapped(address, size)
+            except InvalidArgument:
                 export = None  # the traceback would keep it
-                where = f"[{address:#x}, +{size})"
-                raise InvalidArgument(
-                    "buffer", where, "memory of this process; some of it is not mapped here"
-                )
+                raise
             region = self.regions.add(address, size, is_writable)
             if export is not None:
                 self._exports[region.key] = export

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import ctypes
 import mmap
+import operator
 import re
 from functools import cache
 from pathlib import Path
@@ -17,8 +18,11 @@ import numpy as np
 
 from mooncake.errors import InvalidArgument
 
-
 _NUMPY = (np.ndarray, np.generic)
+
+_msync = ctypes.PyDLL(None).msync
+"""Called with the interpreter's lock, because it waits for nothing here."""
+_msync.argtypes = (ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int)
 
 
 def span_of(buffer: Any) -> tuple[int, int, bool]:
@@ -43,10 +47,13 @@ def span_and_export(buffer: Any) -> tuple[int, int, bool, object]:
             hold its values, as those of an array of objects or a conjugated or sparse tensor.
     """
     if isinstance(buffer, tuple):
-        address, size = buffer
-        if address < 0 or size < 0:
-            raise InvalidArgument("buffer", buffer, "(address, size_bytes), neither negative")
-        return int(address), int(size), True, None
+        try:
+            address, size = map(operator.index, buffer)
+        except (TypeError, ValueError) as error:
+            raise InvalidArgument("buffer", buffer, "(address, size_bytes), two integers") from error
+        if address < 0 or size < 0 or address + size > 1 << 64:
+            raise InvalidArgument("buffer", buffer, "(address, size_bytes), neither negative, within 64 bits")
+        return address, size, True, None
     if hasattr(buffer, "data_ptr"):
         if buffer.device.type != "cpu":
             raise InvalidArgument("buffer", type(buffer), "a contiguous tensor in CPU memory")
@@ -127,18 +134,19 @@ def device_span_of(buffer: Any) -> tuple[int, int, bool] | None:
     return int(address), item * int(np.prod(shape, dtype=np.int64)), not is_read_only
 
 
-@cache
-def _libc() -> ctypes.CDLL:
-    return ctypes.CDLL(None, use_errno=True)
-
-
 def is_mapped(address: int, size: int) -> bool:
     """Whether all of the range is mapped in this process, with any protection."""
     if address <= 0 or size <= 0 or address + size > 1 << 57:
         return False
-    start = address // mmap.PAGESIZE * mmap.PAGESIZE
-    length = ctypes.c_size_t(address + size - start)
-    return bool(_libc().msync(ctypes.c_void_p(start), length, 1) == 0)  # MS_ASYNC: checks, writes nothing
+    start = address & -mmap.PAGESIZE
+    return bool(_msync(start, address + size - start, 1) == 0)  # MS_ASYNC: checks, writes nothing
+
+
+def check_mapped(address: int, size: int) -> None:
+    """Raise InvalidArgument unless all of the range is mapped in this process, or it is empty."""
+    if size and not is_mapped(address, size):
+        where = f"[{address:#x}, +{size})"
+        raise InvalidArgument("buffer", where, "memory of this process; some of it is not mapped here")
 
 
 def available_bytes() -> int:

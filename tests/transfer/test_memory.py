@@ -53,6 +53,12 @@ def test_memory_stays_in_its_place_while_its_export_is_referenced() -> None:
         None,
         (-1, 5),
         (5, -1),
+        (1 << 64, 1),
+        (5, 1 << 64),
+        ("5", 1),
+        (5, 1.5),
+        (5,),
+        (5, 1, 1),
     ],
     ids=str,
 )

@@ -18,7 +18,7 @@ from typing import Any, TypeAlias
 from mooncake.errors import InvalidArgument, MooncakeError
 from mooncake.store.allocator import Allocator
 from mooncake.transfer import Region, TransferEngine
-from mooncake.transfer.memory import span_and_export
+from mooncake.transfer.memory import check_mapped, span_and_export
 
 Buffer: TypeAlias = Any
 """Anything with the buffer protocol, a contiguous CPU tensor, or ``(address, size_bytes)``."""
@@ -130,6 +130,20 @@ class RegisteredBuffers:
             self.addresses.append(at)
             at += size_bytes
 
+    def copy_in(self, buffers: Sequence[Buffer], ranges: Sequence[tuple[int, int]]) -> None:
+        """Copy ``buffers``, whose memory is ``ranges``, to their places in the staging region.
+
+        Addresses that a caller has given are checked, as a registration checks those of larger buffers.
+        """
+        try:
+            for buffer, (address, size_bytes), staged in zip(buffers, ranges, self.addresses, strict=True):
+                if type(buffer) is tuple:
+                    check_mapped(address, size_bytes)
+                ctypes.memmove(staged, address, size_bytes)
+        except InvalidArgument:
+            self.release()
+            raise
+
     @property
     def is_staged(self) -> bool:
         return self._staged is not None
@@ -156,8 +170,7 @@ class LocalMemory:
             ranges = [span_to_read(buffer, exports) for buffer in buffers]
             prepared = self._prepare(ranges)
             if prepared.is_staged:
-                for (address, size_bytes), staged in zip(ranges, prepared.addresses, strict=True):
-                    ctypes.memmove(staged, address, size_bytes)
+                prepared.copy_in(buffers, ranges)
             else:
                 prepared.keep(exports)
         except MooncakeError:

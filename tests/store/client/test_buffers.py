@@ -142,6 +142,26 @@ def test_after_an_invalid_buffer_the_others_can_be_resized(
     assert failure.value.field == "buffer"
 
 
+@pytest.mark.parametrize("span", [(0, 10), (4096, 100), (1 << 63, 100), (1 << 70, 5)], ids=str)
+@pytest.mark.parametrize("direction", ["source", "target"])
+def test_an_address_that_is_no_memory_is_refused(
+    memory: LocalMemory, direction: str, span: tuple[int, int]
+) -> None:
+    for buffers in ([span], [b"before", span]):
+        with pytest.raises(InvalidArgument, match="buffer is"):
+            getattr(memory, direction)(buffers if direction == "source" else buffers[-1:])
+    with contextlib.ExitStack() as stack:  # the staging region is free again
+        slots = [stack.enter_context(memory.source([b"x"])).addresses[0] for _ in range(NUM_SLOTS)]
+        assert max(slots) - min(slots) == (NUM_SLOTS - 1) * SLOT_BYTES
+
+
+def test_an_address_that_is_memory_is_copied(memory: LocalMemory) -> None:
+    values = np.arange(100, dtype=np.uint8)
+    with memory.source([(values.ctypes.data, 100), (0, 0)]) as prepared:
+        assert prepared.is_staged
+        assert ctypes.string_at(prepared.addresses[0], 100) == values.tobytes()
+
+
 def test_a_read_only_buffer_that_is_refused_can_be_resized(memory: LocalMemory) -> None:
     data = bytearray(100)
     with memoryview(data).toreadonly() as view, pytest.raises(InvalidArgument) as failure:
