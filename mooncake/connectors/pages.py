@@ -352,8 +352,12 @@ class Pages:
             parents=parents if any(parents) else (),
             deadline=deadline,
         )
-        saved = [answer is None for answer in answers]
-        refused = [answer for answer in answers if isinstance(answer, Refusal)]
+        saved = [_is_known(answer) for answer in answers]
+        refused = [
+            answer
+            for answer, is_saved in zip(answers, saved, strict=True)
+            if isinstance(answer, Refusal) and not is_saved
+        ]
         held = [(at, answer) for at, answer in enumerate(answers) if isinstance(answer, PutGrant)]
         if held:
             grants = [grant for _, grant in held]
@@ -390,6 +394,11 @@ class Pages:
             await self._session.store.abort_puts(grants)
         except MooncakeError as error:  # the master releases the space by itself, later
             log.info("put_not_aborted", num_pages=len(grants), reason=str(error))
+
+
+def _is_known(answer: PutGrant | Refusal | None) -> bool:
+    """Whether the page is stored, or another process is writing the same bytes, whose failure is a miss."""
+    return answer is None or (isinstance(answer, Refusal) and answer.code == "being_written")
 
 
 def link_settings_of(extra: Mapping[str, Any]) -> LinkSettings:

@@ -658,8 +658,8 @@ class StoreLink:
             elif isinstance(answer, PutGrant):
                 failures.labels("save").inc()
                 log.warning("save_failed", key=answer.key, reason=str(answer.failure))
-            elif answer is None:
-                save.is_stored[position] = True
+            elif answer is None or answer.code == "being_written":
+                save.is_stored[position] = True  # if the other writer fails, it will be a miss
             else:
                 failures.labels("save").inc()
                 log.info("save_refused", code=answer.code, reason=answer.reason)

@@ -125,7 +125,7 @@ class PutStarted(msgspec.Struct, frozen=True, array_like=True, tag="put_started"
 
     put_s: float
     reserved: list[Reserved | None]
-    """None: stored already, being written by another, or refused."""
+    """None: stored already, or refused; ``being_written``: another put of the key is under way."""
     refusals: dict[int, Refusal]
     """By the key's index in the request."""
     advance: PreallocatedSpace | None = None
@@ -166,8 +166,8 @@ class PutsWritten(msgspec.Struct, frozen=True, array_like=True, tag="puts_writte
 
     The piece is used up only if it is True, or if a durable object is readable but not on SSD (``no_ssd``).
     ``expired``: it may not be written, or no longer, so start the put again; ``not_here``: start the put, but
-    the piece is as good as before: the master could not write the values, or a durable put has to wait for
-    room; the others are what ``PutStart`` would have refused.
+    the piece is as good as before: the master could not write the values, another put of the key is under
+    way, or a durable put has to wait for room; the others are what ``PutStart`` would have refused.
     """
 
     outcomes: list[bool | Refusal]

@@ -176,7 +176,7 @@ class Stage:
                 elif index in reply.refusals:
                     lines.append(f"{key} {_outcome(reply.refusals[index])}")
                 else:
-                    lines.append(f"{key} exists or is being written")
+                    lines.append(f"{key} exists")
             return lines
         if isinstance(reply, m.LookupReply):
             return [

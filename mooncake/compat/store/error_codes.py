@@ -49,6 +49,7 @@ CODES_OF_REFUSALS = {
     "expired": StoreCode.REPLICA_IS_NOT_READY,
     "incomplete": StoreCode.REPLICA_IS_NOT_READY,
     "aborted": StoreCode.REPLICA_IS_NOT_READY,
+    "being_written": StoreCode.REPLICA_IS_NOT_READY,
     "not_found": StoreCode.OBJECT_NOT_FOUND,
     "leased": StoreCode.OBJECT_HAS_LEASE,
     "busy": StoreCode.OBJECT_REPLICA_BUSY,

@@ -145,7 +145,8 @@ class ObjectSessionCalls(ReadCalls, WriteCalls):
     def batch_put_session_start(
         self, keys: Sequence[str], sizes: Sequence[int], config: ReplicateConfig | None = None
     ) -> list[int]:
-        """Start put sessions: 0 for each key that may be written until the end; -705 if the object exists."""
+        """Start put sessions: 0 for each key that may be written until the end; -705 if the object exists, or
+        another put of it is under way."""
         what = "batch_put_session_start"
         keys, sizes = check_keys(what, keys), numbers(what, "sizes", sizes)
 
@@ -161,7 +162,7 @@ class ObjectSessionCalls(ReadCalls, WriteCalls):
                     with self._sessions_lock:
                         self._puts[key] = (session.store, grant)
                     codes.append(int(StoreCode.OK))
-                elif grant is None:
+                elif grant is None or grant.code == "being_written":
                     codes.append(int(StoreCode.OBJECT_ALREADY_EXISTS))
                 else:
                     codes.append(code_of_refusal(grant))

@@ -8,6 +8,7 @@ one of several is written span by span, in chunks such that each span can be rea
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -33,6 +34,7 @@ from mooncake.compat.store.read_plan import chunk_bytes_for
 from mooncake.compat.store.store_session import StoreSession
 from mooncake.errors import Refusal
 from mooncake.log import get_logger
+from mooncake.store.client.effects import pauses_within
 from mooncake.store.client.grants import PutGrant
 from mooncake.store.client.store import Store
 from mooncake.store.messages import MAX_KEY_BYTES
@@ -327,15 +329,23 @@ def _put_some(
         return _counted(session, keys, parts, outcomes)
     with registered_spans(session, [span for spans in parts for span in spans]):
         outcomes = [None] * len(keys)
-        wanted = list(range(len(keys)))
-        for _ in range(MAX_ATTEMPTS):
+        wanted, num_lost = list(range(len(keys))), 0
+        pauses = pauses_within(session.store.settings.timeout_s / 2)
+        while wanted:
             there, where = pick(keys, wanted), pick(parts, wanted)
             found = _write(session.store, there, where, options.at(wanted), replace)
             for at, outcome in zip(wanted, found, strict=True):
                 outcomes[at] = outcome
-            wanted = [at for at in wanted if (lost := outcomes[at]) is not None and lost.code == "peer_lost"]
-            if not wanted:
-                break
+            codes = ["" if outcome is None else outcome.code for outcome in outcomes]
+            num_lost += "peer_lost" in codes
+            again = ("peer_lost", "being_written") if num_lost < MAX_ATTEMPTS else ("being_written",)
+            left = [at for at in wanted if codes[at] in again]
+            if left and all(codes[at] == "being_written" for at in wanted):
+                pause_s = next(pauses, None)
+                if pause_s is None:
+                    break
+                time.sleep(pause_s)
+            wanted = left
     return _counted(session, keys, parts, outcomes)
 
 

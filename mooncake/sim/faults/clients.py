@@ -147,7 +147,7 @@ class SimClient:
             self.process.after(0.0, lambda: resume(segment))
         else:
             assert isinstance(effect, Pause), "no bytes travel in messages here"
-            self.process.after(effect.seconds, lambda: resume(None))
+            self.process.after(effect.seconds_from(self.now), lambda: resume(None))
 
     # Requests to the master
 

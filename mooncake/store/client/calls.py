@@ -121,6 +121,10 @@ class ClientCalls:
     ) -> Call[Refusal | None]:
         """Store ``data``. None: stored, or the key existed already (its value is unchanged).
 
+        While another client writes the key, this waits, for half of ``timeout_s`` in all. Then the outcome is
+        a Refusal ``being_written``, and nothing was stored: put again later. A writer that was killed holds
+        its key until its reservation ends (the master's ``--put-s``).
+
         ``policy``: replicas, pins, durability. ``group``: evict together with the other objects of that
         group. ``parent``: key of the preceding block of the prefix. ``replace``: replace an existing value.
         """
@@ -176,7 +180,7 @@ class ClientCalls:
         While one part is being copied to SSD, the next is written to memory.
         """
         deadline, chunk_bytes, put = self.deadline(), self._settings.chunk_bytes, self.operations.put
-        if len(keys) == 1 or not policy.is_durable:
+        if len(keys) == 1 or not policy.is_durable or len(set(keys)) < len(keys):
             addresses, sizes = prepared.addresses, prepared.sizes
             return [put(keys, addresses, sizes, chunk_bytes, deadline, policy, groups, parents, replace)]
         num_parts = min(sum(prepared.sizes) // DURABLE_PART_BYTES, MAX_DURABLE_PARTS, len(keys))
@@ -371,7 +375,7 @@ class ClientCalls:
         replace: bool = False,
         deadline: float | None = None,
     ) -> Call[list[PutGrant | Refusal | None]]:
-        """Reserve space; None: the object exists or is being written by another. See ``Operations``."""
+        """Reserve space; None: the object exists. Waits for no other writer: a Refusal ``being_written``."""
         _check_names(keys, groups, parents)
         _check_texts(keys)
         chunks = [chunk_bytes] * len(keys) if isinstance(chunk_bytes, int) else chunk_bytes

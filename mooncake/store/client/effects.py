@@ -7,13 +7,17 @@ virtual time.
 
 from __future__ import annotations
 
-from collections.abc import Generator, Sequence
+import math
+from collections.abc import Generator, Iterator, Sequence
 from typing import Any, TypeAlias, TypeVar
 
 import msgspec
 
 from mooncake.errors import MooncakeError
 from mooncake.store.client.grants import Addresses, Checksums, OneSlice
+
+FIRST_PAUSE_S = 0.02
+MAX_PAUSE_S = 0.5
 
 
 class CallMaster(msgspec.Struct, frozen=True, eq=False):
@@ -95,9 +99,23 @@ class WriteLocal(msgspec.Struct, frozen=True, eq=False):
 
 
 class Pause(msgspec.Struct, frozen=True, eq=False):
-    """Wait; resumed with None."""
+    """Wait, at most until ``deadline``; resumed with None."""
 
     seconds: float
+    deadline: float = math.inf
+
+    def seconds_from(self, now: float) -> float:
+        """How long to wait from now on."""
+        return max(0.0, min(self.seconds, self.deadline - now))
+
+
+def pauses_within(patience_s: float) -> Iterator[float]:
+    """Seconds to pause between attempts, each time twice as long, in total at most ``patience_s``."""
+    pause_s = FIRST_PAUSE_S
+    while pause_s <= patience_s:
+        yield pause_s
+        patience_s -= pause_s
+        pause_s = min(2 * pause_s, MAX_PAUSE_S)
 
 
 Effect = CallMaster | OpenSegment | MoveSlices | ReadLocal | WriteLocal | Pause

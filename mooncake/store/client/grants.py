@@ -10,7 +10,7 @@ cut at the borders of chunks, filtered and checked here, vectorized where possib
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, Protocol, TypeAlias
 
 import msgspec
@@ -361,6 +361,21 @@ def spread(
         part = columns.where(numbers[columns.grant] >= 0)
         parts.append(part.renumbered(numbers))
     return places, owners, SliceColumns.joined(parts)
+
+
+def tiled_checksum(
+    pieces: list[tuple[int, int, int]], whole: int, combine: Callable[[int, int, int], int]
+) -> int | None:
+    """The checksum of a chunk of ``whole`` bytes that ``pieces`` (start, length, checksum) cover exactly, or
+    None."""
+    pieces.sort()
+    at, crc = 0, 0
+    for start, length, piece_crc in pieces:
+        if start != at:
+            return None
+        crc = piece_crc if at == 0 else combine(crc, piece_crc, length)
+        at += length
+    return crc if at == whole else None
 
 
 def check_bounds(grants: Sequence[Sized], columns: SliceColumns) -> None:

@@ -26,6 +26,8 @@ import numpy.typing as npt
 from mooncake.errors import DeadlineExceeded, InvalidArgument, MooncakeError, PeerLost, Refusal
 from mooncake.store import messages as m
 from mooncake.store.client.effects import (
+    FIRST_PAUSE_S,
+    MAX_PAUSE_S,
     CallMaster,
     MasterReply,
     MoveSlices,
@@ -36,6 +38,7 @@ from mooncake.store.client.effects import (
     Slices,
     SlicesMoved,
     WriteLocal,
+    pauses_within,
 )
 from mooncake.store.client.grants import (
     Checksums,
@@ -53,12 +56,13 @@ from mooncake.store.client.grants import (
     peer_lost,
     put_grant,
     spread,
+    tiled_checksum,
     whole_objects,
 )
 from mooncake.store.client.preallocated import (
-    MAX_DIRECT_BYTES,
     MAX_SMALL_BYTES,
     PreallocatedPieces,
+    may_be_preallocated,
     piece_bytes,
 )
 from mooncake.store.client.small_values import SmallValues
@@ -67,8 +71,6 @@ from mooncake.store.master.objects import DEFAULT_POLICY
 from mooncake.types import ObjectKey, Tier
 
 DEFAULT_CHUNK_BYTES = 1 << 20
-FIRST_PAUSE_S = 0.02
-MAX_PAUSE_S = 0.5
 MAX_PUT_ATTEMPTS = 3
 """Number of attempts of a put, each after the first on other segments because a node could not be reached."""
 
@@ -103,7 +105,8 @@ class Operations:
         is_direct: Callable[[Any], bool] = lambda handle: True,
     ) -> None:
         """``reporter``: name of this machine, sent with reports of corrupt bytes. ``patience_s``: how long a
-        durable put may wait for space; less than the timeout of an operation. ``is_on_one_device``: whether
+        put may wait for another one of its key, and a durable one for space; less than the timeout of an
+        operation. ``is_on_one_device``: whether
         an address behind a transfer handle and a local one are memory of the same device. ``is_direct``:
         whether this process moves bytes of that handle itself, without a message."""
         self._is_on_one_device = is_on_one_device
@@ -139,7 +142,8 @@ class Operations:
     ) -> Operation[list[Refusal | None]]:
         """Store the objects at ``addresses``. None: stored, or the key existed already.
 
-        At least one replica was written; further ones are best effort.
+        At least one replica was written; further ones are best effort. While another put of a key is under
+        way, that key is asked for again, until ``patience_s`` is over.
         """
         outcomes: list[Refusal | None] = [None] * len(keys)
         wanted, avoid = list(range(len(keys))), list[str]()
@@ -155,35 +159,47 @@ class Operations:
                 )
             if is_settled:
                 return [outcome]
-        for attempt in range(MAX_PUT_ATTEMPTS):
-            grants = yield from self.start_puts(
-                [keys[i] for i in wanted],
-                [sizes[i] for i in wanted],
-                [min(chunk_bytes, max(1, sizes[i])) for i in wanted],
-                deadline,
-                avoid,
-                policy,
-                [groups[i] for i in wanted] if groups else (),
-                [parents[i] for i in wanted] if parents else (),
-                replace,
-            )
+        pauses, num_lost = pauses_within(self._patience_s), 0
+        while wanted:
+            try:
+                grants = yield from self.start_puts(
+                    [keys[i] for i in wanted],
+                    [sizes[i] for i in wanted],
+                    [min(chunk_bytes, max(1, sizes[i])) for i in wanted],
+                    deadline,
+                    avoid,
+                    policy,
+                    [groups[i] for i in wanted] if groups else (),
+                    [parents[i] for i in wanted] if parents else (),
+                    replace,
+                )
+            except DeadlineExceeded:
+                if None in (outcomes[i] for i in wanted):
+                    raise
+                break  # they were refused before
             held: list[tuple[int, PutGrant]] = []
             for index, grant in zip(wanted, grants, strict=True):
                 if isinstance(grant, PutGrant):
                     held.append((index, grant))
-                elif attempt == 0 or grant is not None:
+                elif grant is not None or _code(outcomes[index]) != "peer_lost":
                     outcomes[index] = grant
             yield from self._write_whole([g for _, g in held], [addresses[i] for i, _ in held], deadline)
             ended = yield from self.end_puts([grant for _, grant in held], deadline)
-            wanted = []
             for (index, grant), outcome in zip(held, ended, strict=True):
                 outcomes[index] = outcome
-                if outcome is not None and outcome.code == "peer_lost":
-                    wanted.append(index)
-                    lost = (target.replica.segment for target in grant.targets)
-                    avoid += [segment for segment in lost if segment not in avoid]
-            if not wanted:
-                break
+                if _code(outcome) == "peer_lost":
+                    segments = (target.replica.segment for target in grant.targets)
+                    avoid += [segment for segment in segments if segment not in avoid]
+            lost = [i for i, _ in held if _code(outcomes[i]) == "peer_lost"]
+            num_lost += bool(lost)
+            # Keys of this very call, given twice, are written one after the other, without a pause.
+            wanted = [i for i in wanted if _code(outcomes[i]) == "being_written"]
+            if wanted and not held:
+                pause_s = next(pauses, None)
+                if pause_s is None:
+                    break
+                yield Pause(pause_s, deadline)
+            wanted = sorted(wanted + lost) if num_lost < MAX_PUT_ATTEMPTS else wanted
         return outcomes
 
     def get_into(
@@ -262,7 +278,8 @@ class Operations:
             self.small_values.takes_values = False  # these pieces may be those of another, earlier master
         reserved = answer.reply.reserved[0]
         if reserved is None:
-            return True, answer.reply.refusals.get(0)
+            refusal = answer.reply.refusals.get(0)
+            return _code(refusal) != "being_written", refusal
         expires_at = first_asked_at + answer.reply.put_s
         handles = yield from self._open([reserved], deadline)
         replica = reserved.replicas[0]
@@ -442,7 +459,7 @@ class Operations:
         parents: Sequence[ObjectKey] = (),
         replace: bool = False,
     ) -> Operation[list[PutGrant | Refusal | None]]:
-        """Reserve space. None: the object exists and is not to be replaced, or another client writes it."""
+        """Reserve space. None: the object exists, and is not to be replaced. Waits for no other writer."""
         outcomes: list[PutGrant | Refusal | None] = []
         for start in range(0, len(keys), m.MAX_KEYS):
             part = slice(start, start + m.MAX_KEYS)
@@ -735,24 +752,13 @@ class Operations:
                 pieces = place.pieces.setdefault(chunk, [])
                 pieces[:] = [p for p in pieces if p[0] + p[1] <= start or p[0] >= start + length]
                 pieces.append((start, length, crc))
-                combined = self._tiled(pieces, size_bytes)
+                combined = tiled_checksum(pieces, size_bytes, self._combine)
                 place.is_written[chunk] = combined is not None
                 if combined is None:
                     continue
                 crc = combined
             place.checksums[chunk] = crc
             place.is_written[chunk] = True
-
-    def _tiled(self, pieces: list[tuple[int, int, int]], whole: int) -> int | None:
-        """The checksum of a chunk of ``whole`` bytes that ``pieces`` cover exactly, else None."""
-        pieces.sort()
-        at, crc = 0, 0
-        for start, length, piece_crc in pieces:
-            if start != at:
-                return None
-            crc = piece_crc if at == 0 else self._combine(crc, piece_crc, length)
-            at += length
-        return crc if at == whole else None
 
     def _read(
         self, grants: Sequence[ReadGrant], columns: SliceColumns, deadline: float, is_checked: bool = False
@@ -882,7 +888,7 @@ class Operations:
         for (index, chunk), parts in pieces.items():
             grant = grants[index]
             whole = min(grant.chunk_bytes, grant.size_bytes - chunk * grant.chunk_bytes)
-            if self._tiled(parts, whole) != grant.checksums[chunk]:
+            if tiled_checksum(parts, whole, self._combine) != grant.checksums[chunk]:
                 bad[index] = None
         return list(bad)
 
@@ -980,12 +986,8 @@ class Operations:
         return replica.tier is Tier.SSD, is_far, replica.tier is Tier.DEVICE
 
 
-def may_be_preallocated(size_bytes: int, policy: m.PutPolicy) -> bool:
-    """Whether such a put may use preallocated space."""
-    if policy is DEFAULT_POLICY:
-        return 0 < size_bytes <= MAX_DIRECT_BYTES
-    is_anywhere = not policy.preferred_segments and not policy.is_same_host
-    return policy.num_replicas == 1 and is_anywhere and 0 < size_bytes <= MAX_DIRECT_BYTES
+def _code(outcome: Refusal | None) -> str:
+    return "" if outcome is None else outcome.code
 
 
 def _have_others(places: Sequence[Place], part: SliceColumns) -> bool:

@@ -20,6 +20,7 @@ from typing import NamedTuple
 
 from mooncake.store import messages as m
 from mooncake.store.allocator import ALIGNMENT_BYTES
+from mooncake.store.master.objects import DEFAULT_POLICY
 
 MAX_SMALL_BYTES = 64 << 10
 """Largest object that is written before the master is asked whether its key is free, over a network."""
@@ -33,6 +34,14 @@ REFUSED_PUTS = 16
 """Number of puts after which space is requested again when the master granted none."""
 USE_SHARE = 0.75
 """Share of the reservation time in which a write may begin; a later one might not end in time."""
+
+
+def may_be_preallocated(size_bytes: int, policy: m.PutPolicy) -> bool:
+    """Whether such a put may use preallocated space."""
+    if policy is DEFAULT_POLICY:
+        return 0 < size_bytes <= MAX_DIRECT_BYTES
+    is_anywhere = not policy.preferred_segments and not policy.is_same_host
+    return policy.num_replicas == 1 and is_anywhere and 0 < size_bytes <= MAX_DIRECT_BYTES
 
 
 class PreallocatedPiece(NamedTuple):

@@ -366,7 +366,7 @@ class Store(_StoreBase):
                 # Each is run, as in the asyncio client: ``map`` drops those not begun when one fails.
                 running = [threads.submit(self._run, operation) for operation in effect.operations]
             return [one.result() for one in running]
-        time.sleep(effect.seconds)
+        time.sleep(effect.seconds_from(clock.monotonic()))
         return None
 
     def _move(self, effect: MoveSlices) -> list[SlicesMoved]:
@@ -538,7 +538,7 @@ class AsyncStore(_StoreBase):
             return await asyncio.to_thread(effect.function)
         if isinstance(effect, RunConcurrently):
             return await _all(map(self._run, effect.operations))
-        await asyncio.sleep(effect.seconds)
+        await asyncio.sleep(effect.seconds_from(clock.monotonic()))
         return None
 
     async def _transfer(self, op: Op, t: Slices | OneSlice, deadline: float) -> SlicesMoved:

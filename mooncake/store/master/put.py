@@ -16,6 +16,7 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Sequence
 from functools import partial
+from typing import Literal
 
 from mooncake.errors import Refusal
 from mooncake.rpc.wire import Failure
@@ -175,6 +176,8 @@ class PutRequests:
     ) -> m.PutStarted:
         """The answer; with preallocated space if there is a ``placement``."""
         for index, refusal in refusals.items():
+            if refusal.code == "being_written":
+                continue  # its writer asks again, possibly often
             self._catalog.counts.refused_puts += 1
             key = scoped(message.tenant, message.keys[index])
             self._catalog.add_story(now, key, "put refused: {}", refusal)
@@ -217,7 +220,7 @@ class PutRequests:
             if known is True and policy.is_durable and readable and not readable.complete(Tier.SSD):
                 return NOT_ON_SSD
             catalog.must_last |= known is True and policy.is_durable
-            return known if isinstance(known, m.Reserved) else None
+            return None if known is True else known
         if policy.is_durable and not placement.segments:
             return self._no_ssd(now)
         room = self._space.make_room(size_bytes, policy.num_replicas, placement, account, now)
@@ -260,8 +263,11 @@ class PutRequests:
             above = stored.parent
         return parent
 
-    def known(self, key: ObjectKey, put_id: int, replaces: bool, now: float) -> m.Reserved | bool | None:
-        """Return the answer for a repeated request; True if the key is taken; None if it may be put."""
+    def known(
+        self, key: ObjectKey, put_id: int, replaces: bool, now: float
+    ) -> m.Reserved | Literal[True] | Refusal | None:
+        """Return the answer for a repeated request; True if the key is stored; a refusal if another put is
+        writing it, which may end without an object; None if it may be put."""
         stored = self._catalog.objects.readable.get(key)
         if stored is not None and stored.put_id == put_id:
             return True  # a late copy of the request that put it
@@ -280,7 +286,8 @@ class PutRequests:
             # writer counts from its first request, so the promise is not extended.
             return m.Reserved(stored.object_id, stored.replicas())
         if is_reachable:
-            return True
+            left_s = stored.write_until - now
+            return Refusal("being_written", f"another put of the key may take {left_s:.3g} s longer")
         self._catalog.unlink(stored, "its node is suspected", now)
         return None
 
@@ -552,7 +559,10 @@ class PreallocatedPuts:
             return True  # a late copy of the request that put it; the object may have been removed since
         if isinstance(piece, Refusal):
             return piece
-        if self._put_requests.known(key, put_id, False, now) is not None:
+        known = self._put_requests.known(key, put_id, False, now)
+        if isinstance(known, Refusal):
+            return Refusal("not_here", known.reason)
+        if known is not None:
             return False
         checksums = message.checksums[index]
         if len(checksums) != 4:

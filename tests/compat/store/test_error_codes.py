@@ -47,7 +47,8 @@ def test_every_refusal_has_a_number() -> None:
 
 
 def test_ordinary_failures_are_safe() -> None:
-    for code in ("no_space", "too_large", "no_ssd", "expired", "incomplete", "peer_lost", "not_found"):
+    ordinary = ("no_space", "too_large", "no_ssd", "expired", "incomplete", "peer_lost", "not_found")
+    for code in (*ordinary, "being_written"):
         assert CODES_OF_REFUSALS[code] in ORDINARY_FAILURES
     assert code_of_error(PeerLost("x")) == code_of_error(DeadlineExceeded("x")) == -900
     assert code_of_error(OutOfMemory("x")) == -200

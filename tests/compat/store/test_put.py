@@ -3,10 +3,19 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
+
 import numpy as np
 import pytest
 
 from mooncake.compat.store.store import MooncakeDistributedStore
+from mooncake.store import Store
+from mooncake.store.client.grants import PutGrant
+from tests.compat.store.servers import LONG_LEASES, RunningMaster, a_store
+
+MASTER = LONG_LEASES
 
 
 def test_bytes_are_stored_and_read(store: MooncakeDistributedStore) -> None:
@@ -56,3 +65,65 @@ def test_what_is_not_stored_is_logged_with_the_reason(
     assert lines[2] == "put_batch: 2 keys, but 1 values"
     assert lines[3] == "put: 'empty' is not stored, and 1 more: it is empty"
     assert lines[4].startswith("put_from: 'p' is not stored: its buffers are not memory")
+
+
+@contextmanager
+def another_writer(master: RunningMaster, *keys: str) -> Iterator[Callable[[], None]]:
+    """Another process has started puts of these keys; the function ends them."""
+    with Store(master.address) as other:
+        grants = other.start_puts(list(keys), [5] * len(keys), 5, replace=True)
+        held = [grant for grant in grants if isinstance(grant, PutGrant)]
+        assert len(held) == len(keys)
+        source = np.frombuffer(b"other", dtype=np.uint8).copy()
+        other.engine.register(source)
+
+        def end() -> None:
+            count = len(held)
+            other.write_ranges(held, [0] * count, [source.ctypes.data] * count, [5] * count)
+            assert other.end_puts(held) == [None] * count
+
+        yield end
+        other.abort_puts(held)
+
+
+def test_no_put_is_called_stored_while_another_process_writes_its_key(
+    master: RunningMaster, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """That process may be killed, and then there is nothing."""
+    monkeypatch.setenv("MOONCAKE_DROPIN_TIMEOUT_S", "2")
+    with a_store(master) as store:
+        assert store.put("there", b"value") == 0
+        with another_writer(master, "w0", "w1", "there"):
+            assert store.put("w0", b"value") == -703
+            assert store.upsert("w0", b"value") == -703
+            assert store.put_parts("w0", b"val", b"ue") == -703
+            assert store.upsert_parts("w1", b"val", b"ue") == -703
+            assert (store.is_exist("w0"), store.get("w0")) == (0, b"")
+            assert store.upsert("there", b"new") == -703
+            assert store.put("there", b"new") == 0, "it is stored, and keeps its value"
+            assert store.get("there") == b"value"
+        assert store.put_parts("w0", b"val", b"ue") == 0 and store.get("w0") == b"value"
+        assert store.upsert("there", b"new") == 0 and store.get("there") == b"new"
+
+
+@pytest.mark.parametrize("parts", [[b"value"], [b"val", b"ue"]])
+def test_a_put_waits_until_another_process_has_written_its_key(
+    master: RunningMaster, store: MooncakeDistributedStore, parts: list[bytes]
+) -> None:
+    key = f"waits{len(parts)}"
+    with another_writer(master, key) as end, ThreadPoolExecutor(1) as threads:
+        put = threads.submit(store.put_parts, key, *parts)
+        upsert = threads.submit(store.upsert_parts, key, *parts)
+        end()
+        assert (put.result(30), store.get(key) in (b"other", b"value")) == (0, True)
+        assert (upsert.result(30), store.get(key)) == (0, b"value")
+
+
+def test_a_key_given_twice_is_put_in_order(store: MooncakeDistributedStore) -> None:
+    source = np.frombuffer(b"onetwo", dtype=np.uint8).copy()
+    at = source.ctypes.data
+    two = [[at, at + 1], [at + 3, at + 4]]
+    assert store.batch_put_from_multi_buffers(["d", "d"], two, [[1, 2]] * 2) == [0, 0]
+    assert store.get("d") == b"one"
+    assert store.upsert_batch(["d", "d"], [b"three", b"four"]) == 0
+    assert store.get("d") == b"four"

@@ -137,6 +137,15 @@ def test_a_large_durable_batch_is_put_in_parts(client: ClientCalls, monkeypatch:
     assert stop.value.value == [None] * 6
 
 
+def test_a_durable_batch_with_one_key_twice_is_put_in_order(
+    client: ClientCalls, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(calls, "DURABLE_PART_BYTES", 4)
+    keys, values = ["a", "b", "c", "a"], [b"12"] * 4
+    effect = next(client.put_batch(keys, values, PutPolicy(is_durable=True), replace=True))
+    assert isinstance(effect, CallMaster), "no part of it is put at the same time as another"
+
+
 def pausing(number: int, num_ended: list[int]) -> Operation[int]:
     """An operation that pauses, and fails if its number is 0."""
     yield Pause(0.01 * number)

@@ -54,6 +54,8 @@ class World:
         self.after_ask: Callable[[msgspec.Struct], PeerLost | None] = lambda message: None
         self.before_move: Callable[[str], str] = lambda segment: ""
         self.slow_move_s = 0.0
+        self.has_deadlines = False
+        """Send nothing after the deadline of a request."""
         self.damaged_moves = 0
         """Number of upcoming reads that get a flipped bit."""
 
@@ -76,7 +78,7 @@ class World:
         if isinstance(effect, OpenSegment):
             return effect.segment if effect.segment in self.nodes else None
         if isinstance(effect, Pause):
-            self.voice.now += effect.seconds
+            self.voice.now += effect.seconds_from(self.voice.now)
             return None
         assert isinstance(effect, MoveSlices), "all memory is shared, so no bytes travel in messages"
         if self.voice.now >= effect.deadline:
@@ -87,6 +89,8 @@ class World:
 
     def _ask(self, effect: CallMaster) -> MasterReply:
         asked_at = self.voice.now
+        if self.has_deadlines and asked_at >= effect.deadline:
+            return MasterReply(None, DeadlineExceeded("nothing was sent"), asked_at, asked_at)
         self.sent.append(effect.message)
         error = self.before_ask(effect.message)
         if error is None:
@@ -795,6 +799,103 @@ def test_a_new_value_replaces_the_old_one() -> None:
     world.put(b"old")
     assert world.put(b"new value", replace=True) == [None]
     assert world.get("k0") == [b"new value"]
+
+
+# Puts of a key that another client is writing
+
+
+class OtherWriter:
+    """A client that has started a put of a key and ends it ``after_s`` with a method, or never."""
+
+    def __init__(self, world: World, key: str, how: str, after_s: float = 1.0) -> None:
+        other = Operations("h", combine, 9_000_000)
+        (grant,) = world.run(other.start_puts([key], [5], [5], world.deadline))
+        assert isinstance(grant, PutGrant)
+        ends_at = world.voice.now + after_s
+        world.local[900_000:900_005] = b"other"
+        self.has_ended = how == "killed"
+
+        def before_ask(message: msgspec.Struct) -> None:
+            if self.has_ended or world.voice.now < ends_at:
+                return
+            self.has_ended = True
+            if how == "ends":
+                assert world.run(other.write_ranges([grant], [0], [900_000], [5], world.deadline)) == [None]
+                assert world.run(other.end_puts([grant], world.deadline)) == [None]
+            else:
+                world.run(other.abort_puts([grant], world.deadline))
+
+        world.before_ask = before_ask
+
+
+def patient(**pools: int) -> World:
+    world = World(**pools)
+    world.operations = Operations("h", combine, 1000, patience_s=2.5)
+    return world
+
+
+@pytest.mark.parametrize("policy", [DEFAULT_POLICY, m.PutPolicy(num_replicas=2)])
+@pytest.mark.parametrize(
+    ("how", "replace", "value"),
+    [
+        ("ends", False, b"other"),
+        ("ends", True, b"mine"),
+        ("aborts", False, b"mine"),
+        ("aborts", True, b"mine"),
+    ],
+)
+def test_a_put_waits_for_another_writer_of_its_key(
+    how: str, replace: bool, value: bytes, policy: m.PutPolicy
+) -> None:
+    """What it returns is true then: the key is stored."""
+    world = patient(a=65536, b=65536)
+    other = OtherWriter(world, "k0", how)
+    assert world.put(b"mine", policy=policy, replace=replace) == [None]
+    assert other.has_ended and world.get("k0") == [value]
+
+
+@pytest.mark.parametrize("replace", [False, True])
+def test_a_put_is_refused_while_a_writer_that_was_killed_holds_its_key(replace: bool) -> None:
+    world = patient()
+    OtherWriter(world, "k1", "killed")
+    first, second = world.put(b"zero", b"one", replace=replace)
+    assert first is None and world.get("k0", "k1") == [b"zero", None], "the others are not held up"
+    assert second is not None and second.code == "being_written" and "s longer" in second.reason
+    assert world.voice.now <= 2.5
+    world.voice.keep_alive(30.0)
+    assert world.put(b"zero", b"one", replace=replace) == [None, None]
+    assert world.get("k1") == [b"one"]
+
+
+def test_a_put_into_preallocated_space_waits_for_another_writer_too() -> None:
+    world = patient()
+    assert put_many(world, 2) == [None, None]
+    OtherWriter(world, "s7", "aborts")
+    assert put_many(world, 1, first=7) == [None]
+    assert "PutWritten" in requests_of(world)
+    assert world.get("s7") == [bytes([7]) * 100]
+
+
+def test_a_put_stops_waiting_at_its_deadline() -> None:
+    """Requests may be slow, too; what was refused before is the outcome."""
+    world = patient()
+    OtherWriter(world, "k0", "killed")
+    world.has_deadlines = True
+    deadline = world.voice.now + 0.3
+    put = world.operations.put(["k0", "k1"], [0, 0], [9, 9], 100, deadline, replace=True)
+    refusal, other = world.run(put)
+    assert refusal.code == "being_written" and other is None
+    assert world.voice.now <= deadline
+
+
+@pytest.mark.parametrize(("replace", "value"), [(False, b"1"), (True, b"3")])
+def test_a_key_given_more_than_once_is_put_in_order(replace: bool, value: bytes) -> None:
+    world = World()
+    world.local[:3] = b"123"
+    keys = ["d", "d", "d"]
+    put = world.operations.put(keys, [0, 1, 2], [1, 1, 1], 100, world.deadline, replace=replace)
+    assert world.run(put) == [None] * 3
+    assert world.get("d") == [value]
 
 
 # Small puts in one step

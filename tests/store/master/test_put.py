@@ -74,6 +74,9 @@ def test_a_row_has_only_what_may_be_put_and_a_repeated_request_gets_the_same(voi
     assert again.reserved == first.reserved
     other = voice.start("k2", "k3", "k4", "k5")
     assert [one is None for one in other.reserved] == [True, True, False, False]
+    assert {at: refusal.code for at, refusal in other.refusals.items()} == dict.fromkeys(
+        (0, 1), "being_written"
+    )
 
 
 @pytest.mark.parametrize(
@@ -84,7 +87,33 @@ def test_invalid_and_repeated_keys_are_answered_one_by_one(voice: Voice, keys: t
     started = voice.start(*keys)
     assert [one is not None for one in started.reserved].count(True) == 2
     assert (started.reserved[1] is None) is (keys[1] != "l")
-    assert set(started.refusals) == ({1} if keys[1] != "l" else set())
+    assert set(started.refusals) == ({1} if keys[1] != "l" else {2})
+    assert keys[1] != "l" or started.refusals[2].code == "being_written"
+
+
+@pytest.mark.parametrize("replace", [False, True])
+@pytest.mark.parametrize("is_durable", [False, True])
+def test_a_key_that_another_put_is_writing_is_not_called_stored(replace: bool, is_durable: bool) -> None:
+    """That put may end without an object."""
+    nodes = Nodes(SETTINGS)
+    with_ssd(nodes)
+    policy = DURABLE if is_durable else m.PutPolicy()
+    first = nodes.start("k", host="a", policy=policy)
+    reserved = first.reserved[0]
+    assert reserved is not None
+    refusal = refusal_of(nodes.start("k", host="a", policy=policy, replace=replace))
+    assert refusal == Refusal("being_written", f"another put of the key may take {PUT_S:.3g} s longer")
+    assert nodes.master.counts.refused_puts == 0, "its writer asks again"
+    assert nodes.say(m.PutAbort(["k"], [reserved.object_id])).outcomes == [True]
+    assert nodes.start("k", host="a", policy=policy, replace=replace).reserved[0] is not None
+
+
+def test_a_stored_key_is_stored_while_it_is_being_replaced(voice: Voice) -> None:
+    voice.mount("a", POOL)
+    voice.put("k")
+    assert voice.start("k", replace=True).reserved[0] is not None
+    assert (voice.start("k").reserved, voice.start("k").refusals) == ([None], {})
+    assert refusal_of(voice.start("k", replace=True)).code == "being_written"
 
 
 def test_large_objects_are_spread_over_segments_and_small_ones_lie_together(voice: Voice) -> None:
@@ -790,7 +819,8 @@ def test_a_taken_key_leaves_the_piece_to_the_refused_writer(writer: Writer, voic
     voice.put("k")
     assert writer.put("k") is False
     voice.start("l")
-    assert writer.put("l") is False, "another writer is writing it"
+    outcome = writer.put("l")
+    assert isinstance(outcome, Refusal) and outcome.code == "not_here", "another writer is writing it"
     assert writer.put("m") is True
 
 
