@@ -141,6 +141,8 @@ _ALLOWED = {
     "status": "done, rejected or failed",
 }
 
+_INSTANT = re.compile(r"\d{4}-\d\d-\d\d[ T]\d\d:\d\d:\d\d(\.\d{1,9})?(Z|[+-]\d\d:?\d\d)?")
+
 _Line = TypeVar("_Line")
 _Millis = Annotated[float, msgspec.Meta(ge=0, le=1e12)]
 _Input = Annotated[int, msgspec.Meta(ge=1, le=MAX_TOKENS)]
@@ -380,12 +382,14 @@ def _num_shared(before: list[int], now: list[int]) -> int:
 
 
 def _instant(lines: TraceFile, text: str) -> datetime.datetime:
-    if re.fullmatch(r"\d{4}-\d\d-\d\d \d\d:\d\d:\d\d(\.\d{1,9})?", text):
+    """The instant in UTC; a time without a zone counts as UTC."""
+    if _INSTANT.fullmatch(text):
         try:
-            return datetime.datetime.fromisoformat(text)
+            found = datetime.datetime.fromisoformat(text)
+            return found if found.tzinfo is not None else found.replace(tzinfo=datetime.UTC)
         except ValueError:
             pass
-    lines.refuse("TIMESTAMP", text, "a date and time as 2023-11-16 18:17:03.9799600")
+    lines.refuse("TIMESTAMP", text, "a date and time as 2023-11-16 18:17:03.9799600, with or without +00:00")
 
 
 def _number(lines: TraceFile, field: str, text: str, least: int) -> int:

@@ -203,6 +203,18 @@ def test_azure_gives_arrivals_and_lengths(folder: Path) -> None:
     assert list(trace) == [TraceRow(0.0, 4808, 10, ()), TraceRow(0.25, 31, 8, ())]
 
 
+@pytest.mark.parametrize(
+    "second",
+    ["2024-05-10 00:00:00.259930+00:00", "2024-05-10T02:00:00.25993+0200", "2024-05-10T00:00:00.25993Z"],
+)
+def test_azure_times_may_state_their_zone(folder: Path, second: str) -> None:
+    """The files of 2024 do."""
+    header = AZURE.split(b"\n")[0]
+    rows = f"\n2024-05-10 00:00:00.009930+00:00,2162,5\n{second},2399,6\n"
+    trace = read_trace(put(folder, header + rows.encode()))
+    assert list(trace) == [TraceRow(0.0, 2162, 5, ()), TraceRow(0.25, 2399, 6, ())]
+
+
 WRONG_AZURE = {
     b"2023-11-16 18:17:03,1,1": "TIMESTAMP is '2023-11-16 18:17:03'; allowed: not before",
     b"2023-13-16 18:17:04,1,1": "TIMESTAMP is '2023-13-16 18:17:04'",
