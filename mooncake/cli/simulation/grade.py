@@ -21,7 +21,7 @@ import typer
 from mooncake.cli.simulation.report import PlainTable, wide_console
 from mooncake.errors import InvalidArgument
 from mooncake.sim.silicon.engine_run import EngineRun, EngineTimes, fit_engine, graded, simulate_engines
-from mooncake.sim.silicon.measured_rows import TARGETS, MeasuredRow, read_table
+from mooncake.sim.silicon.measured_rows import ASSUMED_CONCURRENCY, TARGETS, MeasuredRow, read_table
 from mooncake.sim.silicon.mode_choice import ModeChoice, mode_choices
 from mooncake.sim.silicon.row_prediction import GroupError, RowPredictor, TimePrediction, group_errors
 
@@ -214,11 +214,22 @@ def _grade_rows(
             for column, targets in groups.items()
         },
         **{f"mode{suffix}": _choices_of(found) for suffix, found in choices.items()},
+        "notes": (notes := _notes(rows, tested)),
         "rows": _rows_of(tested, predictions, standing),
     }
-    tables = [_error_table(column, targets) for column, targets in groups.items()]
+    tables = [_error_table(column, targets, notes) for column, targets in groups.items()]
     tables.append(_choice_table(choices[""], choices["_with_cards"]))
     return document, tables
+
+
+def _notes(rows: list[MeasuredRow], tested: list[MeasuredRow]) -> list[str]:
+    """What the rows lack, so that their predictions say less."""
+    notes = []
+    for verb, some in (("fitted", rows), ("predicted", tested)):
+        if lacking := sum(not row.has_concurrency for row in some):
+            which = f"{lacking} of {len(some)} {verb} rows"
+            notes.append(f"{which} state no concurrency: {ASSUMED_CONCURRENCY:g} is assumed.")
+    return notes
 
 
 def _times_of(row: MeasuredRow) -> tuple[str, str, float, float]:
@@ -268,7 +279,7 @@ def _choice_table(choices: list[ModeChoice], with_cards: list[ModeChoice]) -> Pl
     return PlainTable("Aggregated or disaggregated", headings, rows, caption)
 
 
-def _error_table(column: str, targets: dict[str, dict[str, GroupError]]) -> PlainTable:
+def _error_table(column: str, targets: dict[str, dict[str, GroupError]], notes: list[str]) -> PlainTable:
     rows = [
         (
             label,
@@ -289,9 +300,12 @@ def _error_table(column: str, targets: dict[str, dict[str, GroupError]]) -> Plai
     ]
     kinds = ("median", "p90", "in 90 %", "width")
     headings = ("", "rows", *(f"{name.upper()}\n{kind}" for name in TARGETS for kind in kinds))
-    caption = (
-        "Relative errors of the graded rows; in 90 %: share inside the predicted interval of 90 %; width: "
-        "the factor from the prediction to the interval's ends, median."
+    caption = " ".join(
+        (
+            "Relative errors of the graded rows; in 90 %: share inside the predicted interval of 90 %;",
+            "width: the factor from the prediction to the interval's ends, median.",
+            *notes,
+        )
     )
     return PlainTable(
         f"By {column}" if column != "all" else "", headings, rows, caption if column == "all" else ""

@@ -36,9 +36,10 @@ Floats = NDArray[np.float64]
 
 NAMES = ("model_path", "system", "backend", "mode", "precision", "backend_version", "moe_quant_mode")
 """Columns whose values are equal or not."""
-DERIVED_NAMES = ("architecture", "worker_counts", "measured_on")
+DERIVED_NAMES = ("architecture", "worker_counts", "measured_on", "concurrency_basis")
 """The same, from other columns: the model's architecture by whatever name, whether numbers of workers are
-stated, and the day of the measurement (or the table), because engines were started alike on one day."""
+stated, the day of the measurement (or the table), because engines were started alike on one day, and whether
+the concurrency is stated."""
 QUANTITIES = (
     "isl",
     "osl",
@@ -65,6 +66,8 @@ ESTIMATES = (
 TARGETS = ("ttft", "tpot")
 MOST_ROWS = 8_000
 """A prediction needs memory with the square of the rows, and time with the cube."""
+ASSUMED_CONCURRENCY = 32.0
+"""Of rows that state none: the median of published rows."""
 _MODES = ("agg", "disagg")
 _MOST = 1e9
 """Nothing that a row counts is more: such a number is damage."""
@@ -97,6 +100,11 @@ class MeasuredRow(msgspec.Struct, frozen=True):
     def has_worker_counts(self) -> bool:
         """Whether its number of cards is known."""
         return self.named("worker_counts") == "stated"
+
+    @property
+    def has_concurrency(self) -> bool:
+        """Whether its load is known; else it is ``ASSUMED_CONCURRENCY``."""
+        return self.named("concurrency_basis") == "stated"
 
     @property
     def cell(self) -> tuple[object, ...]:
@@ -158,6 +166,8 @@ def read_rows(path: Path) -> list[MeasuredRow]:
 
 
 _REQUIRED = ("model_path", "system", "mode", "isl", "osl", "silicon_ttft_ms", "silicon_tpot_ms")
+_CONCURRENCY = re.compile(r"silicon_concurrency=(\d{1,9})(?!\d)|(?:^|_)c(\d{1,9})(?:_|$)")
+"""As a row's source or its id states it."""
 
 
 def _refused(path: Path, allowed: str) -> InvalidArgument:
@@ -242,6 +252,19 @@ def _side(cells: _Cells, prefix: str) -> _Side:
     return _Side(parallelism, num_gpus, num_workers or 1.0, num_workers > 0)
 
 
+def _concurrency(cells: _Cells, source: str, is_disaggregated: bool) -> float:
+    """Requests at once by the first column that says so; 0: none does. A batch size is that of one rank of
+    attention, and of one worker."""
+    if value := cells.count("concurrency", 0.0):
+        return value
+    for text in (source, cells.text("id")):
+        if (found := _CONCURRENCY.search(text)) and (value := float(found[1] or found[2])):
+            return value
+    side = "decode_" if is_disaggregated else ""
+    num_workers = cells.count("decode_num_workers") if is_disaggregated else 1.0
+    return cells.count(f"{side}batch_size", 0.0) * num_workers * cells.count(f"{side}attention_dp_size")
+
+
 def _row(cells: _Cells) -> MeasuredRow | None:
     mode = cells.mode()
     ttft_s, tpot_s = (cells.time_s(f"silicon_{name}_ms") for name in TARGETS)
@@ -249,8 +272,8 @@ def _row(cells: _Cells) -> MeasuredRow | None:
         _side(cells, one) for one in (("prefill_", "decode_") if mode == "disagg" else ("", ""))
     )
     source = cells.text("silicon_data_source")
-    stated = re.search(r"silicon_concurrency=(\d{1,9})(?!\d)", source)
-    concurrency = (float(stated[1]) if stated else 0.0) or cells.count("batch_size")
+    stated = _concurrency(cells, source, mode == "disagg")
+    concurrency = stated or ASSUMED_CONCURRENCY
     num_input, num_output = cells.length("isl"), cells.length("osl")
     quantities = (
         num_input,
@@ -278,6 +301,7 @@ def _row(cells: _Cells) -> MeasuredRow | None:
         facts.name if facts is not None else model.lower(),
         "stated" if prefill.is_stated and decode.is_stated else "not stated",
         day[1] if day else source.partition(";")[0],
+        "stated" if stated else "not stated",
     )
     if not ttft_s or not tpot_s:
         return None
@@ -320,7 +344,7 @@ def configured_row(model: str, system: str, engine: str, precision: str, num_gpu
     """An aggregated configuration without measured times, with one request of 1,024 tokens."""
     facts = model_facts(model)
     architecture = facts.name if facts is not None else model.lower()
-    names = (model, system, engine, "agg", precision, "", "", architecture, "stated", "")
+    names = (model, system, engine, "agg", precision, "", "", architecture, "stated", "", "stated")
     cards = (num_gpus, num_gpus, 1.0, 1.0, *(num_gpus, 1.0, 1.0, num_gpus) * 2)
     row = MeasuredRow("not measured", names, (0.0, 0.0, 0.0, 0.0, *cards), (), 0.0, 0.0)
     return reloaded_row(row, 1024.0, 1024.0, 1.0)

@@ -220,3 +220,15 @@ def test_grade_of_a_run_and_of_rows(mooncake: Run, tmp_path: Path) -> None:
     assert "60" in mooncake("grade", "--fit-on", str(rows), "--test-on", str(rows)).stdout
     refused = mooncake("grade", "--test-on", str(rows))
     assert refused.returncode == 2 and "not both" in refused.stderr
+
+
+def test_rows_without_a_concurrency_are_counted(mooncake: Run, tmp_path: Path) -> None:
+    random_rows(tmp_path / "rows.csv", 40)
+    text = (tmp_path / "rows.csv").read_text()
+    (tmp_path / "bare.csv").write_text(re.sub("silicon_concurrency=[0-9]+", "", text, count=3))
+    words = ("grade", "--fit-on", str(tmp_path / "rows.csv"), "--test-on")
+    note = "3 of 40 predicted rows state no concurrency"
+    assert note in " ".join(mooncake(*words, str(tmp_path / "bare.csv")).stdout.split())
+    (found,) = json.loads(mooncake(*words, str(tmp_path / "bare.csv"), "--json").stdout)["notes"]
+    assert note in found
+    assert json.loads(mooncake(*words, str(tmp_path / "rows.csv"), "--json").stdout)["notes"] == []

@@ -7,7 +7,7 @@ from random import Random
 import pytest
 
 from mooncake.errors import InvalidArgument
-from mooncake.sim.silicon.measured_rows import MOST_ROWS, read_rows, read_table
+from mooncake.sim.silicon.measured_rows import ASSUMED_CONCURRENCY, MOST_ROWS, read_rows, read_table
 from tests.sim.silicon.row_table import fields_of, random_rows, write_rows
 
 
@@ -111,4 +111,29 @@ def test_short_rows_and_absent_names_are_read(tmp_path: Path) -> None:
     path = tmp_path / "rows.csv"
     path.write_text(",".join(names) + "\n100,10,m,h100,agg,512,64\n")
     (row,) = read_rows(path)
-    assert (row.id, row.named("backend"), row.quantity("concurrency"), row.num_gpus) == ("row 1", "", 1, 1)
+    assert (row.id, row.named("backend"), row.num_gpus) == ("row 1", "", 1)
+    assert not row.has_concurrency and row.quantity("concurrency") == ASSUMED_CONCURRENCY
+
+
+@pytest.mark.parametrize(
+    ("changes", "concurrency"),
+    [
+        ({"silicon_data_source": "table; silicon_concurrency=24", "id": "x_c7_1", "concurrency": 5}, 5),
+        ({"silicon_data_source": "table; silicon_concurrency=24", "id": "x_c7_1"}, 24),
+        ({"id": "model_agg_1024x1024_c128_cfg7"}, 128),
+        ({"id": "c16"}, 16),
+        ({"id": "a_c128x_abc7_", "batch_size": 9, "attention_dp_size": 4}, 36),
+        ({"batch_size": 9}, 9),
+        (
+            {"mode": "disagg", "batch_size": 9, "decode_batch_size": 10, "decode_num_workers": 3}
+            | {"decode_attention_dp_size": 2},
+            60,
+        ),
+    ],
+)
+def test_the_concurrency_is_taken_from_what_states_it(
+    tmp_path: Path, changes: dict[str, object], concurrency: float
+) -> None:
+    row = row_of(**{"mode": "agg", "silicon_data_source": "table", **changes})
+    (found,) = read_rows(write_rows(tmp_path / "rows.csv", [row]))
+    assert found.has_concurrency and found.quantity("concurrency") == concurrency
