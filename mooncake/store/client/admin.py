@@ -24,11 +24,14 @@ class AdminOperations:
     def __init__(self, operations: Operations) -> None:
         self._operations = operations
 
-    def remove_matching(self, pattern: str, force: bool, deadline: float) -> Operation[int]:
-        """Remove objects whose key matches; returns how many were removed."""
-        message = m.RemoveMatching(pattern, force, self._operations.tenant)
-        reply: m.Removed = yield from self._operations.ask(message, deadline)
-        return reply.num_removed
+    def remove_matching(
+        self, message: m.RemoveMatching, deadline: float, until: float
+    ) -> Operation[m.Removed]:
+        """Remove objects whose key matches, ``until`` then at most. ``deadline``: by then a master must have
+        answered a short request, so that one that is away is not waited for that long."""
+        yield from self._operations.ask(m.Exists([], message.tenant), deadline)
+        reply: m.Removed = yield from self._operations.ask(message, until)
+        return reply
 
     def copy(
         self, key: ObjectKey, targets: Sequence[str], source: str, deadline: float

@@ -50,6 +50,8 @@ GET_SECONDS = Histogram(
     "mooncake_store_get_seconds", "Time of one get call", registry=registry, buckets=_BUCKETS_S
 )
 
+REMOVAL_TIMEOUT_S = 600.0
+"""Seconds that a removal by pattern may take: the master examines all keys, between other requests."""
 DURABLE_PART_BYTES = 16 << 20
 MAX_DURABLE_PARTS = 8
 
@@ -275,12 +277,16 @@ class ClientCalls:
     def remove_matching(self, pattern: str, force: bool = False) -> Call[int]:
         """Remove this tenant's objects whose key matches the regular expression anywhere; returns how many.
 
-        Leased ones are left unless ``force``.
+        Leased ones are left unless ``force``. The master removes a few thousand objects per second, between
+        other requests, so this may take longer than ``timeout_s``, up to 10 minutes if a master answers at
+        all. After a DeadlineExceeded the removal goes on.
         """
-        return self._admin.remove_matching(pattern, force, self.deadline())
+        message = m.RemoveMatching(pattern, force, self.operations.tenant)
+        removed: m.Removed = yield from self.ask(message)
+        return removed.num_removed
 
     def remove_all(self, force: bool = False) -> Call[int]:
-        """Remove this tenant's objects; returns how many. Leased ones are left unless ``force``."""
+        """Remove this tenant's objects; returns how many. As ``remove_matching`` of all keys."""
         return self.remove_matching("", force)
 
     def pin(self, keys: Sequence[ObjectKey], ttl_s: float | None) -> Call[list[bool]]:
@@ -358,6 +364,9 @@ class ClientCalls:
 
     def ask(self, message: msgspec.Struct) -> Call[Any]:
         """Send any message of ``messages.py``, for status, listing and stories; returns the reply."""
+        if isinstance(message, m.RemoveMatching):
+            until = self.deadline(max(self._settings.timeout_s, REMOVAL_TIMEOUT_S))
+            return self._admin.remove_matching(message, self.deadline(), until)
         return self.operations.ask(message, self.deadline())
 
     # Parts of objects. Local addresses must lie in memory registered with the client's engine. ``deadline``

@@ -36,10 +36,17 @@ class ScriptedReply:
         raise AssertionError("one request is enough")
 
 
-def test_patterns_stay_within_the_tenant() -> None:
+def test_a_removal_may_take_long_once_a_master_has_answered() -> None:
     master = ScriptedReply(m.Removed(3, 1))
-    assert master.run(master.admin.remove_matching("^a", False, 1.0)) == 3
-    assert master.sent == [m.RemoveMatching("^a", False, "red")]
+    message = m.RemoveMatching("^a", False, "red")
+    removal = master.admin.remove_matching(message, 10.0, 600.0)
+    first = next(removal)
+    assert isinstance(first, CallMaster) and (first.message, first.deadline) == (m.Exists([], "red"), 10.0)
+    second = removal.send(MasterReply(m.Flags(1.0, b""), None, 0.0, 0.0))
+    assert isinstance(second, CallMaster) and (second.message, second.deadline) == (message, 600.0)
+    with pytest.raises(StopIteration) as stop:
+        removal.send(MasterReply(master.reply, None, 0.0, 99.0))
+    assert stop.value.value == m.Removed(3, 1)
 
 
 @pytest.mark.parametrize(

@@ -19,8 +19,9 @@ from mooncake.store import AsyncStore, PutPolicy, Store
 from mooncake.store.client import calls
 from mooncake.store.client.buffers import STAGED_BYTES, LocalMemory
 from mooncake.store.client.calls import ClientCalls, RunConcurrently, RunFunction, StoreSettings
-from mooncake.store.client.effects import CallMaster, Operation, Pause
+from mooncake.store.client.effects import CallMaster, MasterReply, Operation, Pause
 from mooncake.store.client.operations import Operations
+from mooncake.store.messages import Exists, Flags, Removed, RemoveMatching
 from mooncake.transfer import TransferEngine
 
 LARGE = b"x" * (STAGED_BYTES + 1)
@@ -144,6 +145,20 @@ def test_a_durable_batch_with_one_key_twice_is_put_in_order(
     keys, values = ["a", "b", "c", "a"], [b"12"] * 4
     effect = next(client.put_batch(keys, values, PutPolicy(is_durable=True), replace=True))
     assert isinstance(effect, CallMaster), "no part of it is put at the same time as another"
+
+
+def test_a_removal_by_pattern_has_a_longer_deadline_and_stays_within_the_tenant(client: ClientCalls) -> None:
+    """It fails within the timeout if no master answers."""
+    client.operations.tenant = "red"
+    for call, pattern in ((client.remove_all(), ""), (client.remove_matching("^a"), "^a")):
+        first = next(call)
+        assert isinstance(first, CallMaster) and first.message == Exists([], "red")
+        second = call.send(MasterReply(Flags(1.0, b""), None, 0.0, 0.0))
+        assert isinstance(second, CallMaster) and second.message == RemoveMatching(pattern, False, "red")
+        assert second.deadline - first.deadline > calls.REMOVAL_TIMEOUT_S / 2
+        with pytest.raises(StopIteration) as stop:
+            call.send(MasterReply(Removed(3, 1), None, 0.0, 99.0))
+        assert stop.value.value == 3
 
 
 def pausing(number: int, num_ended: list[int]) -> Operation[int]:
