@@ -27,6 +27,7 @@ from mooncake import clock
 from mooncake.cli.output import fail, write_whole
 from mooncake.cli.replay.endpoint import HIGHEST_TOKEN, LOWEST_TOKEN, ApiKey, Endpoint, TimedAnswer, Url
 from mooncake.cli.simulation.options import (
+    BlockTokens,
     DivideLengths,
     Format,
     NumRows,
@@ -248,6 +249,7 @@ def replay_command(
     divide_lengths: DivideLengths = 1,
     is_spread: Spread = False,
     trace_format: Format = "auto",
+    block_tokens: BlockTokens = 0,
     slo_ttft_s: SloTtft = 30.0,
     slo_tbt_s: SloTbt = 0.1,
     sends_slo: Annotated[
@@ -295,7 +297,11 @@ def replay_command(
         if value is not None and not predict:
             raise InvalidArgument(option, value, "left out without --predict")
     options = TraceOptions(
-        format=trace_format, num_rows=rows, divide_lengths=divide_lengths, is_spread=is_spread
+        format=trace_format,
+        block_tokens=block_tokens,
+        num_rows=rows,
+        divide_lengths=divide_lengths,
+        is_spread=is_spread,
     )
     requests = requests_of(trace, options)
     objectives = (slo_ttft_s, slo_tbt_s)

@@ -46,6 +46,15 @@ Format = Annotated[
     Literal["auto", "mooncake", "sessions", "azure", "recording"],
     typer.Option("--format", help="Format of the trace file."),
 ]
+BlockTokens = Annotated[
+    int,
+    typer.Option(
+        "--block-tokens",
+        metavar="TOKENS",
+        min=0,
+        help="Tokens of a block in the trace file; 0 is its format's own size.",
+    ),
+]
 NumRows = Annotated[int, typer.Option("--rows", min=0, help="Number of rows to read; 0 is all.")]
 DivideLengths = Annotated[
     int, typer.Option("--divide-lengths", min=1, help="Factor by which prompts and answers are shorter.")
@@ -139,7 +148,11 @@ def requests_of(spec: str, options: TraceOptions) -> TraceRequests:
         if not Path(spec).is_file():
             kinds = ", ".join(f"{kind}:..." for kind in generators.KINDS)
             raise InvalidArgument("TRACE", spec, f"a file that exists, or {kinds}")
-        return TraceRequests(Path(spec).name, read_trace(spec, options), 0)
+        rows = read_trace(spec, options)
+        next(iter(rows), None)  # what the first row shows is noted before a long run
+        for note in rows.notes:
+            typer.echo(f"note: {spec}: {note}", err=True)
+        return TraceRequests(Path(spec).name, rows, 0)
     for field in dataclasses.fields(TraceOptions):
         value = getattr(options, field.name)
         if field.name != "num_rows" and value != field.default:

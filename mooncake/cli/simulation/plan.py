@@ -21,7 +21,9 @@ from mooncake.cli.output import write_whole
 from mooncake.cli.simulation.options import (
     CLUSTER_FORMS,
     COSTS_FORMS,
+    BlockTokens,
     Changes,
+    Format,
     NumRows,
     SloTbt,
     SloTtft,
@@ -139,6 +141,8 @@ def plan_command(
     speedup: Speedup = 1.0,
     is_spread: Spread = False,
     rows: NumRows = 0,
+    trace_format: Format = "auto",
+    block_tokens: BlockTokens = 0,
     ssd_tokens: Annotated[
         int, typer.Option("--ssd-tokens", min=0, help="Largest SSD per node to consider.")
     ] = 0,
@@ -172,7 +176,8 @@ def plan_command(
     these clusters by the cost per unit of throughput. What the trace itself shows comes first: the hit rate
     that a cache of each size has, by tier, and how long blocks should be kept.
     """
-    requests = requests_of(trace, TraceOptions(num_rows=rows, is_spread=is_spread))
+    options = TraceOptions(format=trace_format, block_tokens=block_tokens, num_rows=rows, is_spread=is_spread)
+    requests = requests_of(trace, options)
     known_settings("policy", "scheduling", [policy])
     objectives = Objectives(slo_ttft_s, slo_tbt_s, attainment)
     prices = read_prices(prices_file)

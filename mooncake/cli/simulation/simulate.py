@@ -19,6 +19,7 @@ from mooncake.cli.output import write_whole
 from mooncake.cli.simulation.options import (
     CLUSTER_FORMS,
     COSTS_FORMS,
+    BlockTokens,
     Changes,
     DivideLengths,
     Format,
@@ -67,6 +68,7 @@ def simulate_command(
     seed: Annotated[int, typer.Option("--seed", help="Seed of random policies.")] = 0,
     changes: Changes = None,
     trace_format: Format = "auto",
+    block_tokens: BlockTokens = 0,
     divide_lengths: DivideLengths = 1,
     is_spread: Spread = False,
     json_file: Annotated[
@@ -86,7 +88,11 @@ def simulate_command(
     if with_rows and json_file is None:
         raise InvalidArgument("--json-rows", True, "left out without --json")
     options = TraceOptions(
-        format=trace_format, num_rows=rows, divide_lengths=divide_lengths, is_spread=is_spread
+        format=trace_format,
+        block_tokens=block_tokens,
+        num_rows=rows,
+        divide_lengths=divide_lengths,
+        is_spread=is_spread,
     )
     requests = requests_of(trace, options)
     watched = ["watches_blocks=true"] if html_file else []

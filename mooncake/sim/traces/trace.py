@@ -17,7 +17,7 @@ truncated compressed file, a line without end, an empty line. Each format is a g
 validates everything:
 
 * ``mooncake``: JSON lines ``timestamp`` (ms), ``input_length``, ``output_length``, ``hash_ids``; one id per
-  block of 512 tokens, the last of which may be partial.
+  block of 512 tokens, the last of which may be partial. Other fields are not read, which a note says.
 * ``sessions``: JSON lines of agents' sessions, one session after the other, each from its own time 0, with
   ids of its own and one id per *full* block of 64 tokens.
 * ``recording``: what our gateway records (``recorded_requests``): a header, then a row for each request in
@@ -89,6 +89,8 @@ class TraceFile:
         self.size_bytes = 0
         self.read_bytes = 0
         """Bytes of the file as stored, compressed or not: for a progress bar."""
+        self.notes: list[str] = []
+        """Sentences on how the file is read, known after the first row of a trace."""
 
     def refuse(self, field: str, value: object, allowed: str) -> Never:
         """Return the error for the line that was read last."""
@@ -129,6 +131,10 @@ MAX_TOKENS = 100_000_000
 MAX_ID = (1 << 60) - 1
 MAX_SESSION_ID = (1 << 32) - 1
 MAX_SESSIONS = 1 << 24
+MAX_NAMED = 12
+"""Names that a note lists."""
+USUAL_BLOCK_TOKENS = (16, 32, 64, 128, 256, 512, 1024)
+"""Sizes of blocks that a refusal suggests."""
 _CHAIN_SLOTS = 1 << 22
 _ALLOWED = {
     "timestamp": "milliseconds from 0 to 1e12",
@@ -151,14 +157,14 @@ _Id = Annotated[int, msgspec.Meta(ge=0, le=MAX_ID)]
 _SessionId = Annotated[int, msgspec.Meta(ge=0, le=MAX_SESSION_ID)]
 
 
-class MooncakeLine(msgspec.Struct, forbid_unknown_fields=True, gc=False):
+class MooncakeLine(msgspec.Struct, gc=False):
     timestamp: _Millis
     input_length: _Input
     output_length: _Output
     hash_ids: list[_Id]
 
 
-class SessionLine(msgspec.Struct, forbid_unknown_fields=True, gc=False):
+class SessionLine(msgspec.Struct, gc=False):
     session: Annotated[str, msgspec.Meta(min_length=1, max_length=200)]
     timestamp: _Millis
     input_length: _Input
@@ -215,13 +221,17 @@ def sniff_format(path: str) -> Format:
 def mooncake_rows(lines: TraceFile, block_tokens: int) -> Iterator[TraceRow]:
     chain, last_ms = BlockParents(), 0.0
     decode = msgspec.json.Decoder(MooncakeLine).decode
+    rounds_up: bool | None = None  # unknown until a row shows it
     for text in lines:
         line = _decoded(lines, text, decode)
+        if lines.row == 1:
+            _note_fields(lines, text, MooncakeLine.__struct_fields__)
         if line.timestamp < last_ms:
             lines.refuse("timestamp", line.timestamp, f"{last_ms:g} (the row before) or more")
         last_ms = line.timestamp
-        num_blocks = -(-line.input_length // block_tokens)
-        _count(lines, line.hash_ids, num_blocks, f"{line.input_length} tokens / {block_tokens}, rounded up")
+        if rounds_up is None and line.input_length % block_tokens:
+            rounds_up = len(line.hash_ids) != line.input_length // block_tokens
+        _count(lines, line.hash_ids, line.input_length, block_tokens, rounds_up is not False)
         chain.check(lines, line.hash_ids)
         yield TraceRow(last_ms / 1e3, line.input_length, line.output_length, tuple(line.hash_ids))
 
@@ -234,6 +244,8 @@ def session_rows(lines: TraceFile, block_tokens: int) -> Iterator[list[TraceRow]
     ids: list[int] = []
     for text in lines:
         line = _decoded(lines, text, decode)
+        if lines.row == 1:
+            _note_fields(lines, text, SessionLine.__struct_fields__)
         if not rows or line.session != rows[-1].session:
             if rows:
                 yield rows
@@ -247,8 +259,7 @@ def session_rows(lines: TraceFile, block_tokens: int) -> Iterator[list[TraceRow]
         elif line.timestamp < rows[-1].timestamp_s * 1e3:
             last_ms = rows[-1].timestamp_s * 1e3
             lines.refuse("timestamp", line.timestamp, f"{last_ms:g} (the turn before) or more")
-        num_blocks = line.input_length // block_tokens
-        _count(lines, line.hash_ids, num_blocks, f"{line.input_length} tokens / {block_tokens}, rounded down")
+        _count(lines, line.hash_ids, line.input_length, block_tokens, False)
         chain.check(lines, line.hash_ids)
         # What a turn shares with the one before it is kept once in memory.
         num_same = _num_shared(ids, line.hash_ids)
@@ -291,8 +302,7 @@ def recording_rows(lines: TraceFile) -> Iterator[TraceRow]:
         line = _decoded(lines, text, decode)
         size = header.block_tokens
         if line.hash_ids:
-            why = f"{line.input_length} tokens / {size}, rounded down"
-            _count(lines, line.hash_ids, line.input_length // size, why)
+            _count(lines, line.hash_ids, line.input_length, size, False)
         parents.check(lines, [*line.hash_ids, *line.output_hash_ids])
         if line.timestamp < last_ms:
             allowed = f"{last_ms:g} or more: no request lasts longer than {header.longest_s:g} s"
@@ -362,14 +372,35 @@ def _fault(content: Any, why: str) -> tuple[str, object, str]:
         return field, value, _ALLOWED.get(name, why.partition(" - at ")[0])
     if found := re.search(r"missing required field `(.*)`", why):
         return found.group(1), None, _ALLOWED[found.group(1)]
-    if found := re.search(r"unknown field `(.*)`", why):
-        return found.group(1), content[found.group(1)], "no such field; see docs/simulator.md"
     raise ValueError(why)
 
 
-def _count(lines: TraceFile, ids: list[int], num_blocks: int, why: str) -> None:
-    if len(ids) != num_blocks:
-        lines.refuse("hash_ids", f"{len(ids)} ids", f"{num_blocks} ids ({why})")
+def _note_fields(lines: TraceFile, text: bytes, known: tuple[str, ...]) -> None:
+    """Note the fields of the first row that are not read."""
+    others = [name for name in msgspec.json.decode(text) if name not in known]
+    if others:
+        lines.notes.append(f"fields that are not read: {', '.join(others[:MAX_NAMED])}")
+
+
+def _count(lines: TraceFile, ids: list[int], num_tokens: int, block_tokens: int, rounds_up: bool) -> None:
+    """Refuse another number of ids than blocks."""
+    num_blocks = _num_blocks(num_tokens, block_tokens, rounds_up)
+    if len(ids) == num_blocks:
+        return
+    rounding = "rounded up" if rounds_up else "rounded down"
+    allowed = f"{num_blocks} ids ({num_tokens} tokens / {block_tokens}, {rounding})"
+    sizes = [
+        size
+        for size in USUAL_BLOCK_TOKENS
+        if len(ids) in (_num_blocks(num_tokens, size, True), _num_blocks(num_tokens, size, False))
+    ]
+    if sizes:
+        allowed += f"; --block-tokens {' or '.join(map(str, sizes))} would fit this row"
+    lines.refuse("hash_ids", f"{len(ids)} ids", allowed)
+
+
+def _num_blocks(num_tokens: int, block_tokens: int, rounds_up: bool) -> int:
+    return -(-num_tokens // block_tokens) if rounds_up else num_tokens // block_tokens
 
 
 def _num_shared(before: list[int], now: list[int]) -> int:
@@ -463,6 +494,11 @@ class Trace:
     @property
     def read_bytes(self) -> int:
         return self._lines.read_bytes
+
+    @property
+    def notes(self) -> list[str]:
+        """Sentences on how the file is read, once a row was read."""
+        return self._lines.notes
 
     def __iter__(self) -> Iterator[TraceRow]:
         self._lines = lines = TraceFile(self.path)

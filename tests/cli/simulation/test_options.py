@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 
 import pytest
@@ -114,6 +115,14 @@ def test_a_file_and_its_share(tmp_path: Path) -> None:
     requests = requests_of(str(file), TraceOptions())
     assert [one.num_input for one in requests] == [600] * 10
     assert requests.share(0) == 1.0
+
+
+def test_how_a_file_is_read_is_noted(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    file = tmp_path / "trace.jsonl"
+    row = {"timestamp": 0, "input_length": 600, "output_length": 5, "hash_ids": [0, 1], "turn": 1}
+    file.write_text(json.dumps(row))
+    assert len(list(requests_of(str(file), TraceOptions()))) == 1
+    assert capsys.readouterr().err == f"note: {file}: fields that are not read: turn\n"
 
 
 @pytest.mark.parametrize(

@@ -64,6 +64,36 @@ def test_rows_are_what_the_file_says(folder: Path) -> None:
     assert trace.read_bytes == trace.size_bytes > 0
 
 
+def test_other_fields_are_noted_and_not_read(folder: Path) -> None:
+    other = {"chat_id": 7, "type": "text", "turn": 1}
+    trace = read_trace(written(folder, [other | row for row in ROWS]))
+    assert list(trace) == list(read_trace(written(folder, ROWS, "plain.jsonl")))
+    assert trace.notes == ["fields that are not read: chat_id, type, turn"]
+    sessions = read_trace(written(folder, [turn("a", 0, 64, [1]) | other], "sessions.jsonl"))
+    assert [row.keys for row in sessions] == [(1 << 32 | 1,)] and len(sessions.notes) == 1
+
+
+@pytest.mark.parametrize(("num_last", "num_ids"), [(30, 2), (30, 1), (32, 2)])
+def test_blocks_of_another_size_are_read_when_the_size_is_given(
+    folder: Path, num_last: int, num_ids: int
+) -> None:
+    """Whether the last, partial block has an id or not."""
+    row = {"timestamp": 0, "input_length": num_last, "output_length": 1, "hash_ids": [0, 1][:num_ids]}
+    path = written(folder, [row])
+    if num_ids > 1:
+        assert f"1 ids ({num_last} tokens / 512, rounded up); --block-tokens 16 would fit" in str(
+            refused(path)
+        )
+    trace = read_trace(path, TraceOptions(block_tokens=16))
+    assert [one.keys for one in trace] == [(0, 1)[:num_ids]] and trace.block_tokens == 16
+
+
+def test_all_rows_of_a_file_round_alike(folder: Path) -> None:
+    row = {"timestamp": 0, "input_length": 30, "output_length": 1}
+    path = written(folder, [row | {"hash_ids": [0]}, row | {"hash_ids": [0, 1]}])
+    assert "1 ids (30 tokens / 16, rounded down)" in str(refused(path, block_tokens=16))
+
+
 BROKEN: dict[str, tuple[Edit, str, str]] = {
     "negative time": (lambda row: row.update(timestamp=-1), "timestamp is -1", "from 0 to"),
     "time goes back": (
@@ -79,7 +109,6 @@ BROKEN: dict[str, tuple[Edit, str, str]] = {
     "true is no number": (lambda row: row.update(output_length=True), "output_length is True", "from 0"),
     "negative output": (lambda row: row.update(output_length=-2), "output_length is -2", "from 0"),
     "a field is missing": (lambda row: row.pop("output_length"), "output_length is None", "from 0"),
-    "an unknown field": (lambda row: row.update(delay=5), "delay is 5", "no such field"),
     "ids are no list": (lambda row: row.update(hash_ids=7), "hash_ids is 7", "whole numbers"),
     "a negative id": (lambda row: row.update(hash_ids=[0, -3]), "hash_ids[1] is -3", "from 0"),
     "an id too large": (
