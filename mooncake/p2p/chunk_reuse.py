@@ -10,12 +10,20 @@ from __future__ import annotations
 import shutil
 import tempfile
 from collections.abc import Callable, Iterable
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import numpy as np
 
 from mooncake.errors import StorageError
-from mooncake.p2p.content import Content, FolderContent, file_states, find_files, make_manifest
+from mooncake.p2p.content import (
+    NUM_HASH_THREADS,
+    Content,
+    FolderContent,
+    file_states,
+    find_files,
+    make_manifest,
+)
 from mooncake.p2p.delta import write_delta
 from mooncake.p2p.download import Bits
 from mooncake.p2p.held_version import HeldVersion
@@ -49,6 +57,21 @@ def reuse_chunks(manifest: Manifest, missing: Bits, others: Iterable[HeldVersion
                 write(chunk, memoryview(content))
                 done += len(content)
     return done
+
+
+def is_whole(manifest: Manifest, content: Content) -> bool:
+    """Whether ``content`` has every chunk's bytes now; blocks."""
+    with ThreadPoolExecutor(NUM_HASH_THREADS) as threads:
+        try:
+            chunks = range(len(manifest.chunks))
+            for at in range(0, len(chunks), 256):
+                group = chunks[at : at + 256]
+                held = threads.map(lambda i: manifest.holds(i, content.read(*manifest.chunks[i])), group)
+                if not all(held):
+                    return False
+        except StorageError:  # it was dropped meanwhile
+            return False
+    return True
 
 
 class ChunkAssembly:

@@ -233,6 +233,9 @@ class BufferContent:
         self._views = [_bytes_of(name, buffers[name]) for name in sorted(buffers)]
         if is_writable and any(view.readonly for view in self._views):
             raise InvalidArgument("buffers", sorted(buffers), "buffers that may be written to")
+        self._spans = [_span(view) for view in self._views]
+        self._is_final = False
+        self._lock = threading.Lock()
         self.items = [
             ManifestItem(name, view.nbytes, [TensorSpan(name, _element_bytes(buffers[name]), 0, view.nbytes)])
             for name, view in zip(sorted(buffers), self._views, strict=True)
@@ -242,13 +245,38 @@ class BufferContent:
         return bytes(self._view(item)[offset : offset + size_bytes])
 
     def write(self, item: int, offset: int, content: bytes | memoryview) -> None:
-        self._view(item)[offset : offset + len(content)] = content
+        with self._lock:  # the memory may be given to the next load as soon as this one has ended
+            if self._is_final:
+                raise StorageError(f"buffer {self.items[item].name} is whole; load it again to change it")
+            self._view(item)[offset : offset + len(content)] = content
+
+    def finish(self) -> None:
+        """Refuse further writes: a thread of the load may have one left."""
+        with self._lock:
+            self._is_final = True
 
     def is_unchanged(self, item: int) -> bool:
         return False  # memory has no times: each chunk is verified again before it is sent
 
+    def is_same_memory(self, other: Content) -> bool:
+        """Whether each item has its bytes at the place where ``other`` has them."""
+        return isinstance(other, BufferContent) and self._spans == other._spans
+
+    def overlaps(self, other: Content) -> bool:
+        """Whether a byte of memory belongs to both."""
+        if not isinstance(other, BufferContent):
+            return False
+        ends = [0, 0]
+        spans = [(*span, owner) for owner, one in enumerate((self, other)) for span in one._spans]
+        for start, end, owner in sorted(spans):
+            if start < ends[1 - owner]:
+                return True
+            ends[owner] = max(ends[owner], end)
+        return False
+
     def close(self) -> None:
-        self._views = []
+        with self._lock:
+            self._views = []
 
     def _view(self, item: int) -> memoryview:
         try:
@@ -407,6 +435,12 @@ def _bytes_of(name: str, buffer: Any) -> memoryview:
     if not view.c_contiguous:
         raise InvalidArgument("buffers", name, "contiguous memory")
     return view.cast("B") if view.nbytes else memoryview(bytearray())
+
+
+def _span(view: memoryview) -> tuple[int, int]:
+    """Addresses of the first byte and of the one after the last; of no bytes, both are 0."""
+    start = np.frombuffer(view, dtype=np.uint8).ctypes.data if view.nbytes else 0
+    return start, start + view.nbytes
 
 
 def _element_bytes(buffer: Any) -> int:

@@ -13,7 +13,14 @@ import numpy as np
 from mooncake.p2p.content import Content
 from mooncake.p2p.download import Bits
 from mooncake.p2p.manifest import Manifest
-from mooncake.p2p.messages import MAX_NAMED_PEERS, DeltaInfo, VersionInfo, VersionState, pack_bits
+from mooncake.p2p.messages import (
+    MAX_NAMED_PEERS,
+    DeltaInfo,
+    LoadProgress,
+    VersionInfo,
+    VersionState,
+    pack_bits,
+)
 from mooncake.p2p.swarm_peers import is_peer_address
 
 GATHER_S = 0.05
@@ -108,6 +115,12 @@ class HeldVersion:
         """Chunks that are there, and other peers that have some of them."""
         known = [address for address, at in self._watchers.items() if now - at < WATCHER_S]
         return VersionState(self.revision, pack_bits(self.have), known[-MAX_NAMED_PEERS:])
+
+    def progress(self, received_bytes: int, num_peers: int) -> LoadProgress:
+        """How far its load is, with the bytes that came over the network from peers."""
+        sizes = np.asarray([chunk.size_bytes for chunk in self.manifest.chunks], dtype=np.int64)
+        have_bytes = int(np.dot(self.have, sizes)) if len(sizes) else 0
+        return LoadProgress(have_bytes, self.manifest.size_bytes, received_bytes, num_peers, self.is_complete)
 
     def __repr__(self) -> str:
         return f"<HeldVersion {self.name} {self.number} {self.manifest!r}>"

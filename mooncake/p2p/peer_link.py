@@ -1,21 +1,44 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Connections to other peers: messages over RPC, and the memory that their chunks are read from."""
+"""Connections to other peers: messages over RPC, and the memory that their chunks are read from; and the
+metadata service in which peers find each other.
+"""
 
 from __future__ import annotations
 
 import asyncio
 import contextlib
+from collections.abc import Sequence
 from typing import Any
 
+from mooncake import clock
 from mooncake.errors import MooncakeError, PeerLost, ProtocolError
-from mooncake.p2p.messages import REPLIES, AskSegment, Declined, PeerSegment, ReturnSlot
+from mooncake.log import get_logger
+from mooncake.p2p.manifest import Manifest, decode_manifest
+from mooncake.p2p.messages import (
+    REPLIES,
+    AskManifest,
+    AskSegment,
+    Declined,
+    ManifestBytes,
+    PeerSegment,
+    ReturnSlot,
+)
+from mooncake.p2p.swarm_peers import SwarmPeers
 from mooncake.rpc import AsyncClient
 from mooncake.rpc.wire import Message
 from mooncake.security import NODES, Identity
 from mooncake.transfer import Op, RemoteSegment, Status, TransferEngine
 from mooncake.transfer.descriptor import decode_descriptor
+from mooncake.transfer.metadata import make_backend
+
+log = get_logger(__name__)
 
 SEGMENT_S = 5.0
+MANIFEST_S = 60.0
+NUM_ASKED_AT_ONCE = 3
+"""Peers that are asked for a manifest at the same time."""
+PUBLISH_S = 10.0
+PUBLISHED_FOR_S = 30.0
 
 
 class PeerLink:
@@ -117,3 +140,78 @@ class PeerLinks:
     async def close(self) -> None:
         for address in list(self._links):
             await self.drop(address)
+
+
+async def fetch_manifest(
+    digest: str, addresses: Sequence[str], links: PeerLinks, peers: SwarmPeers
+) -> Manifest:
+    """The manifest that is named ``digest``, from the first of the peers that sends it.
+
+    Raises:
+        ProtocolError: a peer sent a wrong one, and none the right one.
+        PeerLost: none sent one.
+    """
+    trouble: ProtocolError | None = None
+    for at in range(0, len(addresses), NUM_ASKED_AT_ONCE):
+        group = addresses[at : at + NUM_ASKED_AT_ONCE]
+        asks = [asyncio.create_task(_manifest_of(one, digest, links, peers)) for one in group]
+        try:
+            for ask in asyncio.as_completed(asks):
+                found = await ask
+                if isinstance(found, Manifest):
+                    return found
+                trouble = found or trouble
+        finally:
+            for task in asks:
+                task.cancel()
+            await asyncio.gather(*asks, return_exceptions=True)
+    raise trouble or PeerLost(f"no peer sent the manifest {digest[:12]}; is one of them running?")
+
+
+async def _manifest_of(
+    address: str, digest: str, links: PeerLinks, peers: SwarmPeers
+) -> Manifest | ProtocolError | None:
+    """The manifest as one peer sent it, why it is a wrong one, or None."""
+    try:
+        reply = await links.to(address).ask(AskManifest(digest), MANIFEST_S)
+        if isinstance(reply, ManifestBytes):
+            return await asyncio.to_thread(decode_manifest, reply.encoded, digest)
+    except ProtocolError as error:
+        peers.mark(address, clock.monotonic(), str(error))
+        log.warning("p2p_manifest_wrong", peer=address, digest=digest, reason=str(error))
+        return error
+    except (MooncakeError, OSError, ValueError) as error:
+        peers.failed(address, clock.monotonic(), str(error))
+    return None
+
+
+class PeerDirectory:
+    """Addresses of peers in the metadata service at ``url``, where ``peers.own`` is published."""
+
+    def __init__(self, url: str, cluster: str, identity: Identity, peers: SwarmPeers) -> None:
+        self._prefix = f"mooncake/{cluster}/p2p/" if cluster else "mooncake/p2p/"
+        self._peers = peers
+        self._backend = make_backend(url, signer=identity.signer())
+
+    async def publish(self) -> None:
+        """Name this peer to the others, and learn their addresses, until cancelled."""
+        try:
+            while True:
+                await self.refresh()
+                await asyncio.sleep(PUBLISH_S)
+        finally:
+            with contextlib.suppress(MooncakeError):
+                self._backend.remove(self._prefix + self._peers.own)
+            self._backend.close()
+
+    async def refresh(self) -> None:
+        """Do it once. A service that does not answer is a line in the log."""
+        key = self._prefix + self._peers.own
+        try:
+            await asyncio.to_thread(self._backend.put, key, b"peer", PUBLISHED_FOR_S)
+            names = await asyncio.to_thread(self._backend.list, self._prefix)
+        except MooncakeError as error:
+            log.warning("p2p_metadata_failed", reason=str(error))
+            return
+        for name in names:
+            self._peers.add(name.removeprefix(self._prefix), clock.monotonic())

@@ -13,13 +13,12 @@ One event loop uses an object. Digests and files are handled in threads.
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import dataclasses
 import functools
 import itertools
 import shutil
 import tempfile
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -28,7 +27,15 @@ from prometheus_client import Counter, Gauge
 
 from mooncake import clock
 from mooncake.driver import Driver
-from mooncake.errors import InvalidArgument, MooncakeError, PeerLost, ProtocolError, Refusal, StorageError
+from mooncake.errors import (
+    InvalidArgument,
+    MooncakeError,
+    PeerLost,
+    ProtocolError,
+    Refusal,
+    StorageError,
+    Unavailable,
+)
 from mooncake.log import get_logger
 from mooncake.metrics import registry
 from mooncake.p2p import messages as m
@@ -36,6 +43,7 @@ from mooncake.p2p import upload as u
 from mooncake.p2p.chunk_reuse import (
     ChunkAssembly,
     chunk_writer,
+    is_whole,
     make_delta,
     make_delta_folder,
     remove_deltas,
@@ -45,10 +53,10 @@ from mooncake.p2p.content import BufferContent, Content, FolderContent, file_sta
 from mooncake.p2p.delta import apply_delta
 from mooncake.p2p.download import DownloadLimits
 from mooncake.p2p.held_version import HeldVersion
-from mooncake.p2p.manifest import Manifest, check_version_name, decode_manifest, is_digest
+from mooncake.p2p.manifest import Manifest, check_version_name, is_digest
 from mooncake.p2p.messages import DeltaInfo, LoadProgress, VersionInfo, is_valid
 from mooncake.p2p.partial_folder import PartialFolder
-from mooncake.p2p.peer_link import PeerLinks
+from mooncake.p2p.peer_link import PeerDirectory, PeerLinks, fetch_manifest
 from mooncake.p2p.settings import P2pSettings
 from mooncake.p2p.slots import Slots
 from mooncake.p2p.swarm_load import SwarmLoad
@@ -60,28 +68,22 @@ from mooncake.rpc.wire import Message
 from mooncake.security import Identity, check_address, process_identity
 from mooncake.transfer import TransferEngine
 from mooncake.transfer.host import reachable_host, with_port
-from mooncake.transfer.metadata import Backend, make_backend
 
 log = get_logger(__name__)
 
 ASK_S = 5.0
 """Time for a peer to answer a question; manifests may take longer."""
-MANIFEST_S = 60.0
 BURST_BYTES = 4 << 20
 """Bytes that a rate limit allows at once."""
 MAX_REQUEST_BYTES = 1 << 20
 """Requests are small; only replies have manifests."""
 MAX_WATCH_S = 60.0
-PUBLISH_S = 10.0
-PUBLISHED_FOR_S = 30.0
 MAX_DELTAS = 16
 """Deltas of one version that are believed to exist."""
 MAX_BASES = 2
 """Earlier versions that a new one gets a delta from."""
 MAX_BELIEVED_NUMBER = 1 << 31
 """Numbers above it are not counted on from: a peer may announce any."""
-NUM_ASKED_AT_ONCE = 3
-"""Peers that are asked for a manifest at the same time."""
 DELTA_S = 10.0
 DELTA_BYTES_S = 4 << 20
 """A delta has this time, and this rate, to come in; then the chunks are loaded instead."""
@@ -165,7 +167,8 @@ class P2PStore:
             is_peer=True,
         )
         self._publisher: asyncio.Task[None] | None = None
-        self._backend: Backend | None = None
+        self._directory: PeerDirectory | None = None
+        self._is_open = False
         self.address = ""
         """Where other peers reach this one (``host:port``); empty before ``start``."""
 
@@ -200,11 +203,16 @@ class P2PStore:
         self.links = PeerLinks(self.engine, self._identity)
         port = await self._server.start(settings.host, settings.port)
         self.address = self.peers.own = with_port(host, port)
+        self._is_open = True
         if settings.metadata:
-            self._publisher = asyncio.create_task(self._publish())
+            self._directory = PeerDirectory(
+                settings.metadata, settings.metadata_cluster, self._identity, self.peers
+            )
+            self._publisher = asyncio.create_task(self._directory.publish())
 
     async def close(self) -> None:
         """Stop serving and loading; files stay as they are."""
+        self._is_open = False
         if self._publisher is not None:
             self._publisher.cancel()
             await asyncio.gather(self._publisher, return_exceptions=True)
@@ -263,7 +271,9 @@ class P2PStore:
         Raises:
             InvalidArgument: the name or the folder can't be used, or the base is not here.
             StorageError: a file can't be read, or changed meanwhile.
+            Unavailable: this peer is closed.
         """
+        self._check_open()
         check_version_name(name)
         _check_number(number)
         if base and (base not in self._held or not self._held[base].is_complete):
@@ -290,7 +300,9 @@ class P2PStore:
 
         Raises:
             InvalidArgument: a buffer is not contiguous, or a name can't be used.
+            Unavailable: this peer is closed.
         """
+        self._check_open()
         check_version_name(name)
         _check_number(number)
         content = BufferContent(buffers)
@@ -313,6 +325,7 @@ class P2PStore:
             have = np.ones(len(manifest.chunks), dtype=np.bool_)
             held = HeldVersion(name, number, manifest, content, have, folder=folder)
             await self._make_deltas(held, base, deltas)
+            self._check_open()
             found = self._same(name, manifest)  # registered meanwhile, too
             if found is not None:
                 content.close()
@@ -351,6 +364,10 @@ class P2PStore:
                 "name", name, "contents that are not being loaded; wait until they are here"
             )
         return found
+
+    def _check_open(self) -> None:
+        if not self._is_open:
+            raise Unavailable("this peer was not started, or is closed; start another one")
 
     def restore(self, held: HeldVersion) -> None:
         """Serve a version that was found on disk at a start."""
@@ -432,7 +449,9 @@ class P2PStore:
 
         Raises:
             AccessDenied: a peer refuses this process's credential.
+            Unavailable: this peer is closed.
         """
+        self._check_open()
         own = [(one.info(), self.address) for one in self.held if _matches(one.name, prefix, is_exact)]
         asked: set[str] = set()
         found: list[tuple[VersionInfo, str]] = []
@@ -469,8 +488,8 @@ class P2PStore:
             InvalidArgument: several versions have that number; the digest has to be given.
         """
         check_version_name(name)
-        if self.settings.metadata and self._backend is not None:
-            await self._refresh_peers(self._backend)
+        if self._directory is not None:
+            await self._directory.refresh()
         listed = await self.list(name, is_exact=True)
         now = clock.monotonic()
         if not listed and len(self.peers) and not self.peers.recent(now, 1):
@@ -552,36 +571,73 @@ class P2PStore:
     ) -> VersionInfo | None:
         """Load a version of buffers into buffers of the same names and sizes, and serve it from then on.
 
-        Their content is undefined if this raises. Returns None when no peer has such a version.
+        Versions that this peer has in the same memory are no longer served, and are what the new one is made
+        from as far as possible. A version that is in these buffers already is compared with its digests, and
+        only wrong chunks are loaded. One that is in others stays there, and is copied.
+
+        The buffers' content is undefined if this raises. Returns None when no peer has such a version.
 
         Raises:
-            InvalidArgument: names or sizes differ from those of the version, or a buffer is read-only.
+            InvalidArgument: names or sizes differ from those of the version, a buffer is read-only, or the
+                version, or any other one into this memory, is being loaded.
             PeerLost, Unavailable, ProtocolError: as for ``get``.
         """
         info = await self.find(name, digest, number=number)
         if info is None:
             return None
-        if info.digest in self._held:
-            raise InvalidArgument("version", info.digest, "one that this process does not have yet")
         manifest = await self._manifest(info.digest)
         content = BufferContent(buffers, is_writable=True)
         wanted = {item.name: item.size_bytes for item in manifest.items}
         given = {item.name: item.size_bytes for item in content.items}
         if manifest.kind != "buffers" or wanted != given:
             raise InvalidArgument("buffers", given, f"buffers with these sizes in bytes: {wanted}")
-        if info.digest in self._held:  # two calls at the same time
+        held = self._held.get(info.digest)
+        if held is not None and held.is_complete and content.is_same_memory(held.content):
+            is_there = await asyncio.to_thread(is_whole, manifest, content)
+            if is_there and self._held.get(info.digest) is held:
+                for chunk in np.flatnonzero(~held.have):  # found to be damaged, and repaired since
+                    held.add(int(chunk))
+                return held.info()
+        return await self._load_buffers(info, manifest, content, progress)
+
+    async def _load_buffers(
+        self, info: VersionInfo, manifest: Manifest, content: BufferContent, progress: Progress | None
+    ) -> VersionInfo:
+        self._check_open()
+        current = self._held.get(info.digest)
+        if current is not None and not current.is_complete:
             raise InvalidArgument("version", info.digest, "one that this process is not loading already")
+        if any(content.overlaps(one.content) for one, _ in self._loading.values()):
+            raise InvalidArgument("buffers", info.name, "memory that nothing is being loaded into")
         have = np.zeros(len(manifest.chunks), dtype=np.bool_)
-        held = HeldVersion(name, info.number, manifest, content, have, is_loaded=True, deltas=info.deltas)
+        held = HeldVersion(
+            info.name, info.number, manifest, content, have, is_loaded=True, deltas=info.deltas
+        )
         held.is_complete = False
-        self._hold(held)
+        overwritten = [one for one in self._held.values() if content.overlaps(one.content)]
+        for one in overwritten:
+            self._withdraw(one)
+            log.info("p2p_overwritten", name=one.name, digest=one.manifest.digest)
+        if current is not None:
+            held.revision = current.revision + 1  # for those who watch
+        is_first = info.digest not in self._held
+        if is_first:
+            self._hold(held)
+        self._release_deltas()
+        key = Path(f"<{info.name} {next(self._request_ids)}>")
         try:
-            await self._fill(held, lambda chunk: None, Path(f"<{name}>"), progress)
+            await self._fill(held, lambda chunk: None, key, progress, overwritten)
         except BaseException:
             self._release(held)
             raise
+        finally:
+            for one in overwritten:
+                one.content.close()
+        content.finish()
         held.is_complete = True
         held.touch()
+        if not is_first:
+            content.close()
         return held.info()
 
     def progress_of(self, folder: Path) -> LoadProgress | None:
@@ -637,9 +693,18 @@ class P2PStore:
         return held
 
     async def _fill(
-        self, held: HeldVersion, note: Callable[[int], None], folder: Path, progress: Progress | None
+        self,
+        held: HeldVersion,
+        note: Callable[[int], None],
+        folder: Path,
+        progress: Progress | None,
+        overwritten: Sequence[HeldVersion] = (),
     ) -> None:
-        """Bring every missing chunk: from versions here, by a delta, and from peers."""
+        """Bring every missing chunk: from versions here, by a delta, and from peers.
+
+        ``overwritten`` are versions in the memory that is written to. What is read of them is compared with
+        digests like everything else.
+        """
         self._loading[folder] = held, None
         reporter = asyncio.create_task(self._report(folder, progress)) if progress is not None else None
         loop = asyncio.get_running_loop()
@@ -651,10 +716,11 @@ class P2PStore:
             loop.call_soon_threadsafe(held.add, chunk)
 
         try:
-            others = [one for one in self._held.values() if one is not held and one.name]
+            here = {one.manifest.digest: one for one in overwritten} | self._held
+            others = [*overwritten, *(one for one in self.held if one is not held)]
             await asyncio.to_thread(reuse_chunks, held.manifest, ~held.have, others, write_here)
             await asyncio.sleep(0)  # the chunks that were added from the thread
-            await self._use_delta(held, write_here)
+            await self._use_delta(held, here, write_here)
             load = SwarmLoad(
                 held,
                 write,
@@ -687,35 +753,7 @@ class P2PStore:
         usable = self.peers.usable(clock.monotonic())
         holders = self._holders.get(digest, {})
         addresses = [one for one in usable if one in holders] + [one for one in usable if one not in holders]
-        trouble: ProtocolError | None = None
-        for at in range(0, len(addresses), NUM_ASKED_AT_ONCE):
-            group = addresses[at : at + NUM_ASKED_AT_ONCE]
-            asks = [asyncio.create_task(self._manifest_of(one, digest)) for one in group]
-            try:
-                for ask in asyncio.as_completed(asks):
-                    found = await ask
-                    if isinstance(found, Manifest):
-                        return found
-                    trouble = found or trouble
-            finally:
-                for task in asks:
-                    task.cancel()
-                await asyncio.gather(*asks, return_exceptions=True)
-        raise trouble or PeerLost(f"no peer sent the manifest {digest[:12]}; is one of them running?")
-
-    async def _manifest_of(self, address: str, digest: str) -> Manifest | ProtocolError | None:
-        """The manifest as one peer sent it, why it is a wrong one, or None."""
-        try:
-            reply = await self.links.to(address).ask(m.AskManifest(digest), MANIFEST_S)
-            if isinstance(reply, m.ManifestBytes):
-                return await asyncio.to_thread(decode_manifest, reply.encoded, digest)
-        except ProtocolError as error:
-            self.peers.mark(address, clock.monotonic(), str(error))
-            log.warning("p2p_manifest_wrong", peer=address, digest=digest, reason=str(error))
-            return error
-        except (MooncakeError, OSError, ValueError) as error:
-            self.peers.failed(address, clock.monotonic(), str(error))
-        return None
+        return await fetch_manifest(digest, addresses, self.links, self.peers)
 
     # Deltas
 
@@ -759,22 +797,27 @@ class P2PStore:
         if not making.cancelled() and making.exception() is None and (made := making.result()) is not None:
             self._discard([made])
 
-    async def _use_delta(self, held: HeldVersion, write: Callable[[int, memoryview], None]) -> None:
-        """Make missing chunks by a delta, if there is one from a version that is here."""
+    async def _use_delta(
+        self,
+        held: HeldVersion,
+        here: Mapping[str, HeldVersion],
+        write: Callable[[int, memoryview], None],
+    ) -> None:
+        """Make missing chunks by a delta, if there is one from a version that is ``here``."""
         sizes = [chunk.size_bytes for chunk in held.manifest.chunks]
         missing = int(np.dot(~held.have, np.asarray(sizes, dtype=np.int64))) if sizes else 0
         usable = [
             one
             for one in held.deltas
-            if one.base in self._held
-            and self._held[one.base].is_complete
+            if one.base in here
+            and here[one.base].is_complete
             and 0 < one.size_bytes <= missing * MAX_DELTA_SHARE
             and is_digest(one.digest)
         ]
         if not usable:
             return
         delta = min(usable, key=lambda one: one.size_bytes)
-        base = self._held[delta.base]
+        base = here[delta.base]
         try:
             source = self._held.get(delta.digest)
             if source is None:
@@ -816,37 +859,6 @@ class P2PStore:
             self._remove(folder.parent)
         return found
 
-    # Peers find each other
-
-    async def _publish(self) -> None:
-        """Name this peer in the metadata service, and learn the others' names, until cancelled."""
-        identity = self._identity
-        signer = identity.signer()
-        backend = self._backend = make_backend(self.settings.metadata, signer=signer)
-        try:
-            while True:
-                await self._refresh_peers(backend)
-                await asyncio.sleep(PUBLISH_S)
-        finally:
-            with contextlib.suppress(MooncakeError):
-                backend.remove(self._metadata_key(self.address))
-            backend.close()
-
-    async def _refresh_peers(self, backend: Backend) -> None:
-        prefix = self._metadata_key("")
-        try:
-            await asyncio.to_thread(backend.put, self._metadata_key(self.address), b"peer", PUBLISHED_FOR_S)
-            names = await asyncio.to_thread(backend.list, prefix)
-        except MooncakeError as error:
-            log.warning("p2p_metadata_failed", reason=str(error))
-            return
-        for name in names:
-            self.peers.add(name.removeprefix(prefix), clock.monotonic())
-
-    def _metadata_key(self, address: str) -> str:
-        cluster = self.settings.metadata_cluster
-        return f"mooncake/{cluster}/p2p/{address}" if cluster else f"mooncake/p2p/{address}"
-
     # Handlers
 
     def _ask_versions(self, message: m.AskVersions, call: Call) -> Message:
@@ -873,9 +885,8 @@ class P2PStore:
         self._learn(message.address)
         held.watched_by(message.address, clock.monotonic())
         await held.changed_since(message.revision, min(max(0.0, message.wait_s), MAX_WATCH_S))
-        if message.digest not in self._held:
-            return _absent(message.digest)
-        return held.state(clock.monotonic())
+        held = self._held.get(message.digest)  # dropped, or loaded anew
+        return _absent(message.digest) if held is None else held.state(clock.monotonic())
 
     async def _fetch_chunk(self, message: m.FetchChunk, call: Call) -> Message:
         held = self._held.get(message.digest)
@@ -948,14 +959,7 @@ def _close_opened(opening: asyncio.Task[PartialFolder]) -> None:
 
 
 def _progress(held: HeldVersion, load: SwarmLoad | None) -> LoadProgress:
-    sizes = np.asarray([chunk.size_bytes for chunk in held.manifest.chunks], dtype=np.int64)
-    return LoadProgress(
-        have_bytes=int(np.dot(held.have, sizes)) if len(sizes) else 0,
-        size_bytes=held.manifest.size_bytes,
-        received_bytes=0 if load is None else load.received_bytes,
-        num_peers=0 if load is None else load.num_peers,
-        is_complete=held.is_complete,
-    )
+    return held.progress(0, 0) if load is None else held.progress(load.received_bytes, load.num_peers)
 
 
 def _check_number(number: int) -> None:

@@ -135,6 +135,30 @@ def test_buffers_live_as_long_as_they_are_registered() -> None:
         content.read(0, 0, 4)
 
 
+def test_memory_that_belongs_to_two_contents_is_noticed() -> None:
+    memory = np.arange(100, dtype=np.uint8)
+    whole = BufferContent({"a": memory[:50], "b": memory[50:]})
+    assert whole.is_same_memory(BufferContent({"a": memory[:50], "b": memory[50:]}))
+    assert not whole.is_same_memory(BufferContent({"b": memory[:50], "a": memory[50:]}))
+    assert whole.overlaps(BufferContent({"x": memory[49:50]})) and not whole.overlaps(
+        BufferContent({"x": np.zeros(100), "empty": memory[:0]})
+    )
+    left, right = BufferContent({"x": memory[:50], "y": memory[:10]}), BufferContent({"x": memory[50:]})
+    assert not left.overlaps(right) and not right.overlaps(left)
+    assert BufferContent({"x": memory[40:60]}).overlaps(left)
+    assert BufferContent({"x": memory[40:60]}).overlaps(right)
+
+
+def test_buffers_that_are_whole_are_not_written_to() -> None:
+    memory = bytearray(4)
+    content = BufferContent({"w": memory}, is_writable=True)
+    content.write(0, 0, b"abcd")
+    content.finish()
+    with pytest.raises(StorageError, match="whole"):
+        content.write(0, 0, b"late")
+    assert memory == b"abcd" and content.read(0, 0, 4) == b"abcd"
+
+
 def test_a_folder_that_is_closed_while_it_is_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Another file gets the descriptor's number as soon as it is closed."""
     (tmp_path / "file").write_bytes(b"right")

@@ -419,7 +419,7 @@ async def test_peers_find_each_other_through_a_metadata_service(tmp_path: Path) 
     try:
         async with running(2, metadata=url, peers=()) as (one, two):
             await one.register("m", source)
-            await until(lambda: len(two.peers) and two._backend, "the peer's address")
+            await until(lambda: len(two.peers), "the peer's address")
             assert await two.get("m", tmp_path / "copy") is not None
     finally:
         await server.close()
@@ -546,6 +546,117 @@ async def test_buffers_are_loaded_once_at_a_time() -> None:
         assert sum(isinstance(each, InvalidArgument) for each in found) == 1
         good = next(i for i in range(2) if not isinstance(found[i], BaseException))
         assert np.array_equal(into[good]["a"], buffers["a"]) and len(two.held) == 1
+
+
+def two_versions() -> tuple[np.ndarray[Any, Any], np.ndarray[Any, Any]]:
+    first = np.random.default_rng(2).integers(0, 1 << 16, 3_000_000, dtype=np.uint16)
+    second = first.copy()
+    second[::200] ^= 9
+    return first, second
+
+
+async def test_an_engine_goes_to_the_next_version_and_back_in_the_same_memory() -> None:
+    first, second = two_versions()
+    async with running(2) as (trainer, engine):
+        await trainer.register_buffers("w", {"a": first})
+        info = await trainer.register_buffers("w", {"a": second})
+        memory = np.zeros_like(first)
+        for number, expected in ((1, first), (2, second), (1, first), (2, second)):
+            before = received_bytes()
+            found = await engine.get_buffers("w", {"a": memory}, number=number)
+            assert found is not None and found.number == number and np.array_equal(memory, expected)
+            assert [(one.number, one.is_complete) for one in engine.held] == [(number, True)]
+            assert all(address == trainer.address for one, address in await trainer.list() if one != found)
+            if number == 2:  # made from what was there
+                (delta,) = info.deltas
+                assert received_bytes() - before <= delta.size_bytes < memory.nbytes / 20
+
+
+async def test_a_version_that_is_there_is_compared_and_repaired() -> None:
+    first, _ = two_versions()
+    async with running(2) as (trainer, engine):
+        info = await trainer.register_buffers("w", {"a": first})
+        memory = np.zeros_like(first)
+        await engine.get_buffers("w", {"a": memory})
+        held = engine._held[info.digest]
+        before = received_bytes()
+        held.lose(2)  # as if a reader had come while it was changed for a moment
+        found = await engine.get_buffers("w", {"a": memory})
+        assert found == held.info() and held.have.all() and engine._held[info.digest] is held
+        assert received_bytes() == before
+        memory[5] ^= 1
+        found = await engine.get_buffers("w", {"a": memory})
+        assert found is not None and np.array_equal(memory, first)
+        assert 0 < received_bytes() - before <= 1 << 20  # the chunk that was wrong
+        other = np.zeros_like(first)
+        await trainer.close()
+        assert await engine.get_buffers("w", {"a": other}) == found and np.array_equal(other, first)
+        assert engine._held[info.digest].content.read(0, 0, 4) == first.tobytes()[:4]
+
+
+async def test_a_version_that_is_overwritten_is_read_right_or_not_at_all(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    first, second = two_versions()
+    async with running(2) as (trainer, engine), running(1, engine.address, stall_s=5.0) as (reader,):
+        before = await trainer.register_buffers("w", {"a": first})
+        memory, read = np.zeros_like(first), np.zeros_like(first)
+        await engine.get_buffers("w", {"a": memory})
+        await trainer.register_buffers("w", {"a": second})
+        put, loop = engine._put_into_slot, asyncio.get_running_loop()
+        loads: list[Any] = []
+
+        def overwritten_before(held: HeldVersion, send: u.SendChunk) -> bool:
+            if not loads:
+                load = engine.get_buffers("w", {"a": memory}, number=2)
+                loads.append(asyncio.run_coroutine_threadsafe(load, loop))
+                assert loads[0].result(30.0).number == 2
+            return put(held, send)
+
+        monkeypatch.setattr(engine, "_put_into_slot", overwritten_before)
+        found = await asyncio.wait_for(reader.get_buffers("w", {"a": read}, digest=before.digest), 60.0)
+        assert found is not None and loads
+        await asyncio.wait_for(asyncio.wrap_future(loads[0]), 60.0)
+        assert np.array_equal(read, first) and np.array_equal(memory, second)
+
+
+async def test_two_versions_are_not_loaded_into_the_same_memory_at_a_time() -> None:
+    first, second = two_versions()
+    async with running(2) as (trainer, engine):
+        await trainer.register_buffers("w", {"a": first})
+        await trainer.register_buffers("w", {"a": second})
+        memory = np.zeros_like(first)
+        found = await asyncio.gather(
+            *(engine.get_buffers("w", {"a": memory}, number=number) for number in (1, 2)),
+            return_exceptions=True,
+        )
+        (error,) = (one for one in found if isinstance(one, InvalidArgument))
+        (info,) = (one for one in found if isinstance(one, m.VersionInfo))
+        assert "nothing is being loaded into" in str(error)
+        assert np.array_equal(memory, first if info.number == 1 else second)
+        other = [np.zeros_like(first) for _ in range(2)]  # into others they are
+        await engine.drop("w")
+        await asyncio.gather(
+            *(engine.get_buffers("w", {"a": other[number - 1]}, number=number) for number in (1, 2))
+        )
+        assert np.array_equal(other[0], first) and np.array_equal(other[1], second)
+
+
+async def test_a_closed_peer_refuses_to_register_and_to_load(tmp_path: Path) -> None:
+    source = write_model(tmp_path / "model")
+    (one, buffers) = P2PStore(P2pSettings(port=0)), {"a": bytearray(9)}
+    async with one:
+        await one.register("m", source)
+    for call in (
+        one.register("m", source),
+        one.register_buffers("w", buffers),
+        one.register_buffers("w", buffers, number=3),
+        one.get("m", tmp_path / "copy"),
+        one.get_buffers("w", buffers),
+    ):
+        with pytest.raises(Unavailable, match="closed"):
+            await call
+    assert one.held == []
 
 
 async def test_a_load_that_is_cancelled_while_it_opens_its_folder_leaves_no_lock(
