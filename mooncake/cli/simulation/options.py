@@ -43,7 +43,7 @@ TraceSpec = Annotated[
     ),
 ]
 Format = Annotated[
-    Literal["auto", "mooncake", "sessions", "azure", "recording"],
+    Literal["auto", "mooncake", "sessions", "csv", "azure", "recording"],
     typer.Option("--format", help="Format of the trace file."),
 ]
 BlockTokens = Annotated[

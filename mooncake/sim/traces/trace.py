@@ -23,7 +23,9 @@ validates everything:
 * ``recording``: what our gateway records (``recorded_requests``): a header, then a row for each request in
   the order of their ends, with one id per full block of the header's size, or none where no prefix is known.
   Rows are given in the order of arrival.
-* ``azure``: CSV ``TIMESTAMP,ContextTokens,GeneratedTokens``: arrivals and lengths, nothing about prefixes.
+* ``csv``: a column of times (dates, or seconds), of prompts' and of answers' tokens, in any order and with
+  the names of Azure's, BurstGPT's or Vidur's traces (``CSV_NAMES``): arrivals and lengths, nothing about
+  prefixes.
 
 An id names a whole prefix, so behind each id there is one parent, and ``BlockParents`` holds every row to
 that in bounded memory.
@@ -31,6 +33,7 @@ that in bounded memory.
 
 from __future__ import annotations
 
+import csv
 import dataclasses
 import datetime
 import gzip
@@ -125,7 +128,8 @@ class TraceFile:
             yield line
 
 
-Format: TypeAlias = Literal["mooncake", "sessions", "azure", "recording"]
+Format: TypeAlias = Literal["mooncake", "sessions", "csv", "azure", "recording"]
+"""``azure`` is an older name of ``csv``."""
 
 MAX_TOKENS = 100_000_000
 MAX_ID = (1 << 60) - 1
@@ -149,6 +153,21 @@ _ALLOWED = {
 
 _INSTANT = re.compile(r"\d{4}-\d\d-\d\d[ T]\d\d:\d\d:\d\d(\.\d{1,9})?(Z|[+-]\d\d:?\d\d)?")
 
+_SECONDS = re.compile(r"\d{1,15}(\.\d*)?([eE][+-]?\d{1,2})?")
+CSV_NAMES = {
+    "times": ("timestamp", "arrivedat", "arrivaltime"),
+    "prompts' tokens": ("contexttokens", "requesttokens", "numprefilltokens", "inputtokens", "prompttokens"),
+    "answers' tokens": (
+        "generatedtokens",
+        "responsetokens",
+        "numdecodetokens",
+        "outputtokens",
+        "completiontokens",
+    ),
+}
+"""Names of the columns of CSV files, without regard to case, spaces and underscores: Azure's, BurstGPT's,
+Vidur's and some that are usual."""
+
 _Line = TypeVar("_Line")
 _Millis = Annotated[float, msgspec.Meta(ge=0, le=1e12)]
 _Input = Annotated[int, msgspec.Meta(ge=1, le=MAX_TOKENS)]
@@ -161,7 +180,8 @@ class MooncakeLine(msgspec.Struct, gc=False):
     timestamp: _Millis
     input_length: _Input
     output_length: _Output
-    hash_ids: list[_Id]
+    hash_ids: list[_Id] = []
+    """None where no prefix is known."""
 
 
 class SessionLine(msgspec.Struct, gc=False):
@@ -212,7 +232,7 @@ def sniff_format(path: str) -> Format:
     lines = TraceFile(path)
     first = next(iter(lines))
     if first.lstrip()[:1] != b"{":
-        return "azure"
+        return "csv"
     if b'"recording"' in first:
         return "recording"
     return "sessions" if b'"session"' in first else "mooncake"
@@ -226,13 +246,16 @@ def mooncake_rows(lines: TraceFile, block_tokens: int) -> Iterator[TraceRow]:
         line = _decoded(lines, text, decode)
         if lines.row == 1:
             _note_fields(lines, text, MooncakeLine.__struct_fields__)
+            if not line.hash_ids:
+                lines.notes.append("the first row has no hash_ids: it shares no prefix")
         if line.timestamp < last_ms:
             lines.refuse("timestamp", line.timestamp, f"{last_ms:g} (the row before) or more")
         last_ms = line.timestamp
-        if rounds_up is None and line.input_length % block_tokens:
-            rounds_up = len(line.hash_ids) != line.input_length // block_tokens
-        _count(lines, line.hash_ids, line.input_length, block_tokens, rounds_up is not False)
-        chain.check(lines, line.hash_ids)
+        if line.hash_ids:
+            if rounds_up is None and line.input_length % block_tokens:
+                rounds_up = len(line.hash_ids) != line.input_length // block_tokens
+            _count(lines, line.hash_ids, line.input_length, block_tokens, rounds_up is not False)
+            chain.check(lines, line.hash_ids)
         yield TraceRow(last_ms / 1e3, line.input_length, line.output_length, tuple(line.hash_ids))
 
 
@@ -324,28 +347,76 @@ def recording_rows(lines: TraceFile) -> Iterator[TraceRow]:
         yield heapq.heappop(waiting)[2]
 
 
-def azure_rows(lines: TraceFile) -> Iterator[TraceRow]:
-    header = ["TIMESTAMP", "ContextTokens", "GeneratedTokens"]
+def csv_rows(lines: TraceFile) -> Iterator[TraceRow]:
+    delimiter = ","
+    columns: CsvColumns | None = None
     begin: datetime.datetime | None = None
     last_s = 0.0
     for text in lines:
-        cells = text.decode("utf-8", "backslashreplace").strip().split(",")
-        if lines.row == 1:
-            if cells != header:
-                lines.refuse("header", ",".join(cells), ",".join(header))
+        line = text.decode("utf-8", "backslashreplace").strip("\r\n")
+        if columns is None:
+            delimiter = max(",;\t", key=line.count)
+            columns = _csv_columns(lines, _cells(lines, line, delimiter))
             continue
-        if len(cells) != len(header):
-            lines.refuse("row", ",".join(cells), f"{len(header)} values: {','.join(header)}")
-        now = _instant(lines, cells[0])
-        begin = begin or now
-        timestamp_s = (now - begin).total_seconds()
+        cells = _cells(lines, line, delimiter)
+        if len(cells) != len(columns.names):
+            lines.refuse("row", line, f"{len(columns.names)} values: {','.join(columns.names)}")
+        time = cells[columns.time].strip()
+        if lines.row == 2:
+            columns.has_dates = not _SECONDS.fullmatch(time)
+        if columns.has_dates:
+            now = _instant(lines, columns.names[columns.time], time)
+            begin = begin or now
+            timestamp_s = (now - begin).total_seconds()
+        elif _SECONDS.fullmatch(time):
+            timestamp_s = float(time)
+        else:
+            lines.refuse(columns.names[columns.time], time, "seconds, as in the first row")
         if timestamp_s < last_s:
-            lines.refuse("TIMESTAMP", cells[0], "not before the row above")
+            allowed = "not before the row above; sort the rows by time"
+            lines.refuse(columns.names[columns.time], time, allowed)
         last_s = timestamp_s
-        num_input = _number(lines, header[1], cells[1], 1)
-        yield TraceRow(timestamp_s, num_input, _number(lines, header[2], cells[2], 0), ())
-    if begin is None:
+        num_input = _number(lines, columns.names[columns.num_input], cells[columns.num_input], 1)
+        num_output = _number(lines, columns.names[columns.num_output], cells[columns.num_output], 0)
+        yield TraceRow(timestamp_s, num_input, num_output, ())
+    if lines.row == 1:
         lines.refuse("file", "only a header", "at least one row")
+
+
+@dataclasses.dataclass(slots=True)
+class CsvColumns:
+    """Places of the columns of a CSV file that are read."""
+
+    names: list[str]
+    time: int
+    num_input: int
+    num_output: int
+    has_dates: bool = False
+
+
+def _cells(lines: TraceFile, line: str, delimiter: str) -> list[str]:
+    if '"' not in line:
+        return line.split(delimiter)
+    try:
+        return next(csv.reader([line], delimiter=delimiter))
+    except csv.Error as error:
+        lines.refuse("row", line, f"values between {delimiter!r} ({error})")
+
+
+def _csv_columns(lines: TraceFile, names: list[str]) -> CsvColumns:
+    names = [name.strip() for name in names]
+    plain = [re.sub(r"[ _]", "", name.lower()) for name in names]
+    places = list[int]()
+    for what, known in CSV_NAMES.items():
+        place = next((plain.index(name) for name in known if name in plain), None)
+        if place is None:
+            lines.refuse("header", ",".join(names), f"a column of {what}, named {', '.join(known)}")
+        places.append(place)
+    others = [name for place, name in enumerate(names) if place not in places and name]
+    if others:
+        lines.notes.append(f"columns that are not read: {', '.join(others[:MAX_NAMED])}")
+    time, num_input, num_output = places
+    return CsvColumns(names, time, num_input, num_output)
 
 
 def _decoded(lines: TraceFile, text: bytes, decode: Callable[[bytes], _Line]) -> _Line:
@@ -412,7 +483,7 @@ def _num_shared(before: list[int], now: list[int]) -> int:
     return low
 
 
-def _instant(lines: TraceFile, text: str) -> datetime.datetime:
+def _instant(lines: TraceFile, field: str, text: str) -> datetime.datetime:
     """The instant in UTC; a time without a zone counts as UTC."""
     if _INSTANT.fullmatch(text):
         try:
@@ -420,16 +491,18 @@ def _instant(lines: TraceFile, text: str) -> datetime.datetime:
             return found if found.tzinfo is not None else found.replace(tzinfo=datetime.UTC)
         except ValueError:
             pass
-    lines.refuse("TIMESTAMP", text, "a date and time as 2023-11-16 18:17:03.9799600, with or without +00:00")
+    allowed = "seconds, or a date and time as 2023-11-16 18:17:03.9799600, with or without +00:00"
+    lines.refuse(field, text, allowed)
 
 
 def _number(lines: TraceFile, field: str, text: str, least: int) -> int:
-    if not re.fullmatch(r"[0-9]{1,9}", text) or not least <= int(text) <= MAX_TOKENS:
+    found = re.fullmatch(r"\s*([0-9]{1,9})(\.0*)?\s*", text)
+    if found is None or not least <= int(found[1]) <= MAX_TOKENS:
         lines.refuse(field, text, f"a whole number from {least} to {MAX_TOKENS}")
-    return int(text)
+    return int(found[1])
 
 
-_BLOCK_TOKENS: dict[Format, int] = {"mooncake": 512, "sessions": 64, "azure": 512, "recording": 0}
+_BLOCK_TOKENS: dict[Format, int] = {"mooncake": 512, "sessions": 64, "csv": 512, "azure": 512, "recording": 0}
 _EXTRA_HALF = 1 << 62
 """Bit in the key of the half block that everything behind one first block shares (``is_halved``)."""
 
@@ -438,7 +511,7 @@ _EXTRA_HALF = 1 << 62
 class TraceOptions:
     """How to read a trace."""
 
-    format: Literal["auto", "mooncake", "sessions", "azure", "recording"] = "auto"
+    format: Literal["auto", "mooncake", "sessions", "csv", "azure", "recording"] = "auto"
     """Name of the format; ``auto``: by the first line."""
     block_tokens: int = 0
     """Tokens a key stands for in the file; 0: the format's own (512; sessions: 64; recording: header's)."""
@@ -527,9 +600,10 @@ class Trace:
             return _side_by_side(whole, options.num_concurrent, options.stagger_s, options.max_silence_s)
         if self.format == "recording":
             return recording_rows(lines)  # its times were measured, and a night may be silent
-        rows = (
-            azure_rows(lines) if self.format == "azure" else mooncake_rows(lines, self._block_tokens_in_file)
-        )
+        if self.format in ("csv", "azure"):
+            rows = csv_rows(lines)
+        else:
+            rows = mooncake_rows(lines, self._block_tokens_in_file)
         return self._without_silence(rows, lines)
 
     def _without_silence(self, rows: Iterable[TraceRow], lines: TraceFile) -> Iterator[TraceRow]:

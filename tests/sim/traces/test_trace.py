@@ -228,7 +228,8 @@ AZURE = b"TIMESTAMP,ContextTokens,GeneratedTokens\n2023-11-16 18:17:03.9799600,4
 
 def test_azure_gives_arrivals_and_lengths(folder: Path) -> None:
     trace = read_trace(put(folder, AZURE + b"2023-11-16 18:17:04.2299600,31,8"))
-    assert trace.format == "azure"
+    assert trace.format == "csv"
+    assert list(trace) == list(read_trace(trace.path, TraceOptions(format="azure")))
     assert list(trace) == [TraceRow(0.0, 4808, 10, ()), TraceRow(0.25, 31, 8, ())]
 
 
@@ -242,6 +243,50 @@ def test_azure_times_may_state_their_zone(folder: Path, second: str) -> None:
     rows = f"\n2024-05-10 00:00:00.009930+00:00,2162,5\n{second},2399,6\n"
     trace = read_trace(put(folder, header + rows.encode()))
     assert list(trace) == [TraceRow(0.0, 2162, 5, ()), TraceRow(0.25, 2399, 6, ())]
+
+
+CSV_FILES = {
+    "BurstGPT": """Timestamp,Model,Request tokens,Response tokens,Total tokens,Log Type
+5,ChatGPT,472,18,490,Conversation log
+5.25,GPT-4,1087,0,1087,API log""",
+    "BurstGPT, its quoted cells": """Timestamp,Elapsed,Model,Request tokens,Response tokens,Total tokens,Log Type
+5.0,1,ChatGPT,472,18,490,"Conversation, log"
+5.25,,GPT-4,1087,0,1087,API log""",
+    "Vidur": """arrived_at,num_prefill_tokens,num_decode_tokens
+5,472.0,18
+5.25,1087,0.0""",
+    "Vidur with an index": """,arrived_at,num_prefill_tokens,num_decode_tokens
+0,5,472,18
+1,5.25,1087,0""",
+    "another order, case and delimiter": """generated_tokens; CONTEXT_TOKENS; Timestamp\r
+18; 472; 5\r
+0; 1087; 5.25\r""",
+}
+
+
+@pytest.mark.parametrize("kind", CSV_FILES)
+def test_columns_of_other_public_traces_are_known(folder: Path, kind: str) -> None:
+    trace = read_trace(put(folder, CSV_FILES[kind].encode()))
+    assert list(trace) == [TraceRow(5.0, 472, 18, ()), TraceRow(5.25, 1087, 0, ())]
+    assert any("Log Type" in note for note in trace.notes) == kind.startswith("BurstGPT")
+
+
+def test_a_missing_column_is_named(folder: Path) -> None:
+    lengths_only = b"num_prefill_tokens,num_decode_tokens\n3772,54\n"
+    assert "allowed: a column of times, named timestamp, arrivedat" in str(refused(put(folder, lengths_only)))
+    mixed = CSV_FILES["Vidur"].encode() + b"\n2023-11-16 18:17:03,1,1\n"
+    assert "arrived_at is '2023-11-16 18:17:03'; allowed: seconds" in str(refused(put(folder, mixed)))
+
+
+def test_rows_without_ids_share_nothing(folder: Path) -> None:
+    rows = [
+        {**ROWS[0], "hash_ids": []},
+        {name: ROWS[1][name] for name in ROWS[1] if name != "hash_ids"},
+        ROWS[2],
+    ]
+    trace = read_trace(written(folder, rows))
+    assert [row.keys for row in trace] == [(), (), (0, 1, 4, 5)]
+    assert trace.notes == ["the first row has no hash_ids: it shares no prefix"]
 
 
 WRONG_AZURE = {
