@@ -236,6 +236,7 @@ class TransferMethods(ABC):
         Raises:
             InvalidArgument: as for ``run``; then no completion comes.
         """
+        _check_priority(priority)
         columns = transfer_columns(local, remote, lengths)
         deadline = time.monotonic() + (self.settings.submit_timeout_s if timeout_s is None else timeout_s)
         queue.start(self._move(token, op, segment, columns, segment.paths, deadline, checksum, priority))
@@ -257,6 +258,7 @@ class TransferMethods(ABC):
 
         ``progress`` is called on the loop with the number of bytes moved, every 16 MiB or so.
         """
+        _check_priority(priority)
         columns = transfer_columns(local, remote, lengths)
         deadline = time.monotonic() + timeout_s
         done = await self._transfer(op, segment, columns, deadline, checksum, priority, progress)
@@ -399,6 +401,11 @@ class TransferMethods(ABC):
         if done.status == Status.UNREGISTERED:
             raise unregistered_error(op, columns, done.failed_slice)
         return done
+
+
+def _check_priority(priority: int) -> None:
+    if not -(1 << 31) <= priority < 1 << 31:
+        raise InvalidArgument("priority", priority, "an integer of 32 bits")
 
 
 class TransferInterface(Protocol):

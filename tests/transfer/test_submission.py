@@ -172,6 +172,12 @@ async def test_what_is_raised(near: TransferEngine, far: TransferEngine) -> None
         await near.read(segment, [here, here], [pool.address])
     with pytest.raises(InvalidArgument, match="at most"):
         await near.write(segment, here, pool.address, notify=("big", bytes(2 << 20)))
+    queue = near.new_queue()
+    for priority in (2**31, -(2**31) - 1, 2**70):
+        with pytest.raises(InvalidArgument, match="priority"):
+            await near.write(segment, here, pool.address, priority=priority)
+        with pytest.raises(InvalidArgument, match="priority"):
+            near.submit(queue, 1, Op.WRITE, segment, [], [], [], priority=priority)
     far.close()
     with pytest.raises((PeerLost, AccessDenied), match="far"):  # its memory goes before its connections
         await near.write(segment, here, pool.address)

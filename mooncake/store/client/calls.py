@@ -50,6 +50,8 @@ GET_SECONDS = Histogram(
     "mooncake_store_get_seconds", "Time of one get call", registry=registry, buckets=_BUCKETS_S
 )
 
+MAX_TIMEOUT_S = 1_000_000
+"""Eleven days; the system's waiting calls overflow at twice as much."""
 REMOVAL_TIMEOUT_S = 600.0
 """Seconds that a removal by pattern may take: the master examines all keys, between other requests."""
 DURABLE_PART_BYTES = 16 << 20
@@ -60,7 +62,7 @@ MAX_DURABLE_PARTS = 8
 class StoreSettings:
     """Settings of a client of the store."""
 
-    timeout_s: Annotated[float, Meta(gt=0)] = 10.0
+    timeout_s: Annotated[float, Meta(gt=0, le=MAX_TIMEOUT_S)] = 10.0
     "Seconds that one operation may take, including connecting and waiting for a restarted master."
 
     chunk_bytes: Annotated[int, Size, Meta(ge=4096)] = 1 << 20
@@ -71,6 +73,10 @@ class StoreSettings:
 
     verify_local: bool = True
     "Whether reads from memory on this host are verified too; reads from elsewhere or from SSD always are."
+
+    def __post_init__(self) -> None:
+        if not (isinstance(self.timeout_s, int | float) and 0 < self.timeout_s <= MAX_TIMEOUT_S):
+            raise InvalidArgument("timeout_s", self.timeout_s, f"seconds above 0, up to {MAX_TIMEOUT_S:,}")
 
 
 @dataclasses.dataclass(frozen=True, slots=True, eq=False)
@@ -241,7 +247,10 @@ class ClientCalls:
         return (yield from self.get_batch_into([key], [buffer]))[0]
 
     def get_batch_into(self, keys: Sequence[ObjectKey], buffers: Sequence[Buffer]) -> Call[list[int | None]]:
-        """Read many objects, each into its buffer; sizes, None for each miss."""
+        """Read many objects, each into its buffer; sizes, None for each miss.
+
+        The buffers must not overlap: the objects are read at the same time.
+        """
         _check_texts(keys)
         _check_pairs(keys, buffers, "buffers")
         began = time.perf_counter()
@@ -292,7 +301,8 @@ class ClientCalls:
     def pin(self, keys: Sequence[ObjectKey], ttl_s: float | None) -> Call[list[bool]]:
         """Protect objects from eviction: softly for ``ttl_s``, or with None until unpinned or removed.
 
-        False: there is no such object.
+        A soft pin is no longer than the master's ``--max-pin-s``, an hour by default. False: there is no such
+        object.
         """
         _check_texts(keys)
         outcomes = yield from self.operations.pin(keys, ttl_s, self.deadline())

@@ -223,7 +223,7 @@ class FreeSpace:
         if place is None:
             place = self._evict_for(size_bytes, placement, now)
         if place is None:
-            reason = "the stored objects are leased, being written, not on SSD yet, or too few"
+            reason = "the stored objects are leased, pinned, being written, not on SSD yet, or too few"
             return Refusal("no_space", f"no hole of {size_bytes} bytes, and {reason}; try again later")
         extents = [Extent(*place)]
         if num_replicas > 1:

@@ -161,6 +161,12 @@ def test_a_removal_by_pattern_has_a_longer_deadline_and_stays_within_the_tenant(
         assert stop.value.value == 3
 
 
+@pytest.mark.parametrize("timeout_s", [0, -1.0, float("nan"), float("inf"), 1e9, "5", None])
+def test_a_timeout_that_no_call_could_have_is_refused(timeout_s: Any) -> None:
+    with pytest.raises(InvalidArgument, match="timeout_s"):
+        StoreSettings(timeout_s=timeout_s)
+
+
 def pausing(number: int, num_ended: list[int]) -> Operation[int]:
     """An operation that pauses, and fails if its number is 0."""
     yield Pause(0.01 * number)

@@ -147,6 +147,16 @@ def test_space_under_a_lease_is_not_given_out(voice: Voice) -> None:
     assert voice.start("e").reserved[0] is not None
 
 
+def test_a_refusal_for_lack_of_space_names_pins_as_a_reason(voice: Voice) -> None:
+    voice.mount(size_bytes=4096)
+    voice.put("a", "b", "c", "d")
+    assert voice.say(m.Pin(list("abcd"), None)).outcomes == [True] * 4
+    refusal = refusal_of(voice.start("e"))
+    assert refusal.code == "no_space" and "pinned" in refusal.reason
+    assert voice.say(m.Pin(["a"], 0.0)).outcomes == [True]
+    assert voice.start("e").reserved[0] is not None
+
+
 def test_listing_grants_no_lease(voice: Voice) -> None:
     voice.mount()
     voice.put("kv/1", "kv/2", "other")
