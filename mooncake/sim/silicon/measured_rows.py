@@ -35,7 +35,8 @@ from mooncake.sim.silicon.physical_estimates import (
 Floats = NDArray[np.float64]
 
 NAMES = ("model_path", "system", "backend", "mode", "precision", "backend_version", "moe_quant_mode")
-"""Columns whose values are equal or not."""
+"""Columns whose values are equal or not. Cards, engines and precisions have one name each, however a file
+spells them: ``card_name``, ``engine_name``, ``precision_name``."""
 DERIVED_NAMES = ("architecture", "worker_counts", "measured_on", "concurrency_basis")
 """The same, from other columns: the model's architecture by whatever name, whether numbers of workers are
 stated, the day of the measurement (or the table), because engines were started alike on one day, and whether
@@ -68,7 +69,16 @@ MOST_ROWS = 8_000
 """A prediction needs memory with the square of the rows, and time with the cube."""
 ASSUMED_CONCURRENCY = 32.0
 """Of rows that state none: the median of published rows."""
-_MODES = ("agg", "disagg")
+_MODES = {
+    "agg": "agg",
+    "aggregated": "agg",
+    "disagg": "disagg",
+    "disaggregated": "disagg",
+}
+"""A mode as files spell it, and its name."""
+_ENGINES = {"tensorrtllm": "trtllm", "trtllm": "trtllm", "vllm": "vllm", "sglang": "sglang"}
+"""The same of engines, without what is neither letter nor digit."""
+_PRECISIONS = ("fp4", "fp8", "int4", "int8", "bf16", "fp16")
 _MOST = 1e9
 """Nothing that a row counts is more: such a number is damage."""
 
@@ -135,6 +145,25 @@ class MeasuredTable(NamedTuple):
     """Rows without a measured TTFT or TPOT."""
 
 
+def card_name(system: str) -> str:
+    """One name of a card, whatever follows it ("H100-SXM", "h100"); an unknown one in lower case."""
+    card = card_facts(system)
+    return card.name if card is not None else system.strip().lower()
+
+
+def engine_name(engine: str) -> str:
+    """One name of an engine, in lower case."""
+    text = engine.strip().lower()
+    return _ENGINES.get(re.sub(r"[^a-z0-9]", "", text), text)
+
+
+def precision_name(precision: str) -> str:
+    """One name of a precision, whatever its scales are ("NVFP4", "fp8_block"); an unknown one in lower
+    case."""
+    text = precision.strip().lower()
+    return next((one for one in _PRECISIONS if one in text), text)
+
+
 def read_table(path: Path) -> MeasuredTable:
     """Rows of a CSV file, which may be compressed with gzip.
 
@@ -192,9 +221,9 @@ class _Cells:
         return value
 
     def mode(self) -> str:
-        value = self.text("mode")
-        if value not in _MODES:
-            raise self._damaged("mode", " or ".join(_MODES))
+        value = _MODES.get(self.text("mode").lower())
+        if value is None:
+            raise self._damaged("mode", "agg or disagg")
         return value
 
     def time_s(self, column: str) -> float | None:
@@ -287,17 +316,18 @@ def _row(cells: _Cells) -> MeasuredRow | None:
         *prefill.parallelism,
         *decode.parallelism,
     )
-    model, system = cells.name("model_path"), cells.name("system")
+    model, system = cells.name("model_path"), card_name(cells.name("system"))
+    precision = precision_name(cells.text("precision")) or precision_name(cells.text("gemm_quant_mode"))
     facts = model_facts(model)
     day = re.search(r"measured=(\d{4}-\d\d-\d\d)", source)
     names = (
         model,
         system,
-        cells.text("backend"),
+        engine_name(cells.text("backend")),
         mode,
-        cells.text("precision"),
-        cells.text("backend_version"),
-        cells.text("moe_quant_mode"),
+        precision,
+        cells.text("backend_version").lower().removeprefix("v"),
+        cells.text("moe_quant_mode").lower(),
         facts.name if facts is not None else model.lower(),
         "stated" if prefill.is_stated and decode.is_stated else "not stated",
         day[1] if day else source.partition(";")[0],
@@ -305,7 +335,7 @@ def _row(cells: _Cells) -> MeasuredRow | None:
     )
     if not ttft_s or not tpot_s:
         return None
-    weight_bytes = bytes_per_weight(cells.text("precision") or cells.text("gemm_quant_mode"), model)
+    weight_bytes = bytes_per_weight(precision, model)
     estimates = physical_estimates(model, system, weight_bytes, mode == "disagg", quantities)
     return MeasuredRow(cells.id, names, quantities, estimates, ttft_s, tpot_s)
 
@@ -344,7 +374,19 @@ def configured_row(model: str, system: str, engine: str, precision: str, num_gpu
     """An aggregated configuration without measured times, with one request of 1,024 tokens."""
     facts = model_facts(model)
     architecture = facts.name if facts is not None else model.lower()
-    names = (model, system, engine, "agg", precision, "", "", architecture, "stated", "", "stated")
+    names = (
+        model,
+        card_name(system),
+        engine_name(engine),
+        "agg",
+        precision_name(precision),
+        "",
+        "",
+        architecture,
+        "stated",
+        "",
+        "stated",
+    )
     cards = (num_gpus, num_gpus, 1.0, 1.0, *(num_gpus, 1.0, 1.0, num_gpus) * 2)
     row = MeasuredRow("not measured", names, (0.0, 0.0, 0.0, 0.0, *cards), (), 0.0, 0.0)
     return reloaded_row(row, 1024.0, 1024.0, 1.0)

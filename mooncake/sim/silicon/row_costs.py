@@ -25,7 +25,14 @@ import numpy as np
 from mooncake.conductor.prediction import DecodeModel, PrefillModel
 from mooncake.errors import InvalidArgument
 from mooncake.sim.serving.node_costs import NodeCosts, fit_costs
-from mooncake.sim.silicon.measured_rows import MeasuredRow, configured_row, read_rows, reloaded_row
+from mooncake.sim.silicon.measured_rows import (
+    MeasuredRow,
+    configured_row,
+    engine_name,
+    precision_name,
+    read_rows,
+    reloaded_row,
+)
 from mooncake.sim.silicon.physical_estimates import (
     CardFacts,
     ModelFacts,
@@ -100,9 +107,11 @@ class RowCosts(msgspec.Struct, frozen=True):
             and card_facts(row.named("system")) == card
         ]
         # Neither engines nor precisions nor numbers of cards are mixed.
-        engine = self.engine or _most_common([row.named("backend") for row in found or rows])
+        engine = engine_name(self.engine) or _most_common([row.named("backend") for row in found or rows])
         found = [row for row in found if row.named("backend") == engine]
-        precision = self.precision or _most_common([row.named("precision") for row in found or rows])
+        precision = precision_name(self.precision) or _most_common(
+            [row.named("precision") for row in found or rows]
+        )
         found = [row for row in found if row.named("precision") == precision]
         num_gpus = self.num_gpus or int(float(_most_common([f"{row.num_gpus:g}" for row in found]) or 1))
         found = [row for row in found if row.num_gpus == num_gpus]

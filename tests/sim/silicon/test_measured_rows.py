@@ -7,7 +7,15 @@ from random import Random
 import pytest
 
 from mooncake.errors import InvalidArgument
-from mooncake.sim.silicon.measured_rows import ASSUMED_CONCURRENCY, MOST_ROWS, read_rows, read_table
+from mooncake.sim.silicon.measured_rows import (
+    ASSUMED_CONCURRENCY,
+    MOST_ROWS,
+    card_name,
+    engine_name,
+    precision_name,
+    read_rows,
+    read_table,
+)
 from tests.sim.silicon.row_table import fields_of, random_rows, write_rows
 
 
@@ -137,3 +145,18 @@ def test_the_concurrency_is_taken_from_what_states_it(
     row = row_of(**{"mode": "agg", "silicon_data_source": "table", **changes})
     (found,) = read_rows(write_rows(tmp_path / "rows.csv", [row]))
     assert found.has_concurrency and found.quantity("concurrency") == concurrency
+
+
+def test_one_thing_has_one_name_however_it_is_spelled(tmp_path: Path) -> None:
+    plain = row_of(system="h100_sxm", backend="trtllm", precision="fp8", mode="disagg", backend_version="1.0")
+    others = [
+        {"system": "H100_SXM", "backend": "TRTLLM", "precision": "FP8", "mode": "DISAGG"},
+        {"system": "H100", "backend": "TensorRT-LLM", "mode": "disaggregated", "backend_version": "v1.0"},
+        {"system": "NVIDIA H100 SXM", "backend": "tensorrt_llm", "precision": "fp8_block"},
+        {"precision": "", "gemm_quant_mode": "fp8", "backend": "TRT-LLM"},
+    ]
+    rows = read_rows(write_rows(tmp_path / "rows.csv", [plain, *({**plain, **one} for one in others)]))
+    assert {row.names for row in rows} == {rows[0].names}
+    assert len({row.estimates for row in rows}) == 1 and rows[0].is_disaggregated
+    assert card_name("Abacus") == "abacus" and engine_name(" My-Engine") == "my-engine"
+    assert [precision_name(one) for one in ("NVFP4", "int4_wo", "Odd", "")] == ["fp4", "int4", "odd", ""]

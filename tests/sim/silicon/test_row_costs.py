@@ -53,6 +53,8 @@ def test_costs_of_a_measured_node_are_found(table: Path) -> None:
     assert costs.decode.seconds(64, 64 * 1500) == pytest.approx(STEP_S + 64 * REQUEST_S, rel=0.25)
     assert 0 < costs.decode_error < 1 and 0 < costs.prefill_error < 2
     assert name.hardware(costs) == "Llama-3.1-8B-2xH100"
+    spelled = RowCosts(str(table), "meta-llama/Llama-3.1-8B", "H100", "vLLM", "FP8")
+    assert spelled.costs().prefill == costs.prefill
     # Two cards of 80 GB hold 8 GB of weights, and KV of 131,072 bytes a token.
     assert 900_000 < costs.device_tokens < 160e9 / 131_072
 
