@@ -111,6 +111,10 @@ class HeldVersion:
         if len(self._watchers) > MAX_WATCHERS:
             del self._watchers[next(iter(self._watchers))]
 
+    def left_by(self, address: str) -> None:
+        """Record that the peer at ``address`` has ended."""
+        self._watchers.pop(address, None)
+
     def state(self, now: float) -> VersionState:
         """Chunks that are there, and other peers that have some of them."""
         known = [address for address, at in self._watchers.items() if now - at < WATCHER_S]

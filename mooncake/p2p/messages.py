@@ -121,6 +121,12 @@ class ReturnSlot(msgspec.Struct, frozen=True, array_like=True, tag="p2p_return")
     is_read: bool = False
 
 
+class Leave(msgspec.Struct, frozen=True, array_like=True, tag="p2p_leave"):
+    """The peer at ``address`` has ended: do not name it to others until it is there again."""
+
+    address: str
+
+
 class Done(msgspec.Struct, frozen=True, array_like=True, tag="p2p_done"):
     pass
 
@@ -183,7 +189,7 @@ class LoadProgress(msgspec.Struct, frozen=True, array_like=True, tag="p2p_progre
     error: str = ""
 
 
-PEER_REQUESTS = (AskVersions, AskManifest, AskSegment, WatchVersion, FetchChunk, ReturnSlot)
+PEER_REQUESTS = (AskVersions, AskManifest, AskSegment, WatchVersion, FetchChunk, ReturnSlot, Leave)
 COMMANDS = (CommandRegister, CommandGet, CommandDrop, AskProgress)
 REPLIES = (
     Versions,

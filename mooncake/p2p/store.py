@@ -13,6 +13,7 @@ One event loop uses an object. Digests and files are handled in threads.
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import dataclasses
 import functools
 import itertools
@@ -75,6 +76,7 @@ ASK_S = 5.0
 """Time for a peer to answer a question; manifests may take longer."""
 BURST_BYTES = 4 << 20
 """Bytes that a rate limit allows at once."""
+LEAVE_S = 1.0
 MAX_REQUEST_BYTES = 1 << 20
 """Requests are small; only replies have manifests."""
 MAX_WATCH_S = 60.0
@@ -157,6 +159,7 @@ class P2PStore:
                 m.WatchVersion: self._watch_version,
                 m.FetchChunk: self._fetch_chunk,
                 m.ReturnSlot: self._return_slot,
+                m.Leave: self._leave,
                 **(commands or {}),
             },
             on_lost=self._connection_lost,
@@ -221,6 +224,8 @@ class P2PStore:
         self._driver.close()
         if not self.address:
             return
+        others = self.peers.recent(clock.monotonic(), m.MAX_NAMED_PEERS)
+        await asyncio.gather(*(self._leave_peer(one) for one in others))
         await self.links.close()
         await asyncio.to_thread(self.engine.close)
         for held in self._held.values():
@@ -867,7 +872,18 @@ class P2PStore:
         self._learn(message.address)
         return m.Versions([one.info() for one in found[: m.MAX_LISTED]], peers)
 
+    def _leave(self, message: m.Leave, call: Call) -> Message:
+        self.peers.left(message.address, clock.monotonic())
+        for held in self._held.values():
+            held.left_by(message.address)
+        return m.Done()
+
+    async def _leave_peer(self, address: str) -> None:
+        with contextlib.suppress(MooncakeError):  # it may have ended, too
+            await self.links.to(address).ask(m.Leave(self.address), LEAVE_S)
+
     def _learn(self, address: str) -> None:
+        self.peers.returned(address, clock.monotonic())
         if address and self.peers.add(address, clock.monotonic()):
             log.info("p2p_peer_found", peer=address)
 

@@ -43,6 +43,8 @@ class PeerRecord:
     is_configured: bool = False
     seen_at: float = 0.0
     num_failures: int = 0
+    has_left: bool = False
+    """Its end was announced, and it has neither asked nor answered since."""
     retry_at: float = 0.0
     marked_until: float = 0.0
     lines: deque[str] = field(default_factory=lambda: deque(maxlen=STORY_LINES))
@@ -89,6 +91,7 @@ class SwarmPeers:
         record = self._records.get(address)
         if record is not None:
             record.seen_at, record.num_failures, record.retry_at = now, 0, 0.0
+            record.has_left = False
 
     def failed(self, address: str, now: float, reason: str) -> None:
         """Record that a peer did not answer; it is asked again after a growing interval."""
@@ -98,6 +101,19 @@ class SwarmPeers:
         record.num_failures += 1
         record.retry_at = now + min(MAX_RETRY_S, FIRST_RETRY_S * 2 ** min(record.num_failures - 1, 10))
         record.lines.append(f"{now:.3f} failed: {reason}")
+
+    def left(self, address: str, now: float) -> None:
+        """Record that a peer has ended. It is tried again like one that does not answer: it may come back."""
+        record = self._records.get(address)
+        if record is not None and not record.has_left:
+            self.failed(address, now, "it has ended")
+            record.has_left = True
+
+    def returned(self, address: str, now: float) -> None:
+        """Record that a peer asks; if it had ended, it is there again."""
+        record = self._records.get(address)
+        if record is not None and record.has_left:
+            self.answered(address, now)
 
     def mark(self, address: str, now: float, reason: str) -> None:
         """Record that a peer sent wrong bytes: it is not asked for ``MARKED_S``."""

@@ -93,6 +93,8 @@ def test_list_asks_other_peers_at_once_and_goes_on_without_them(
     assert model.exists()
     one = start("p2p", "serve", "--root", str(tmp_path / "a"), "--peers", "127.0.0.1:9")
     assert mooncake("p2p", "register", "m", "model", "--at", one.address).returncode == 0
+    done = mooncake("p2p", "get", "m", str(tmp_path / "copy"), "--peer", one.address)  # a peer that ends
+    assert done.returncode == 0, done.stderr
     for text in ("xyz", "a..b:1", "127.0.0.1:1"):  # as a peer may name itself
         _answer(one.address, AskVersions("", False, text), 5.0)
     done = mooncake("p2p", "list", "--json", "--at", one.address)

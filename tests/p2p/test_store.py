@@ -12,6 +12,7 @@ from typing import Any
 import numpy as np
 import pytest
 
+from mooncake import clock
 from mooncake.errors import InvalidArgument, PeerLost, Unavailable
 from mooncake.http.server import HttpServer, listen
 from mooncake.metrics import registry
@@ -409,6 +410,20 @@ async def test_a_dropped_version_is_not_served(tmp_path: Path) -> None:
         assert await two.drop("m", info.digest, delete=True) == [info.digest]
         assert not (tmp_path / "copy").exists() and source.exists()
         assert await two.list() == []
+
+
+async def test_a_peer_that_has_ended_is_not_named_to_others(tmp_path: Path) -> None:
+    source = write_model(tmp_path / "model")
+    async with running(2) as (one, two):
+        info = await one.register("m", source)
+        await two.get("m", tmp_path / "copy")
+        held = one._held[info.digest]
+        held.watched_by(two.address, clock.monotonic())
+        assert one.peers.recent(clock.monotonic(), 9) == [two.address]
+        assert held.state(clock.monotonic()).peers == [two.address]
+        await two.close()
+        assert one.peers.recent(clock.monotonic(), 9) == []
+        assert held.state(clock.monotonic()).peers == []
 
 
 async def test_peers_find_each_other_through_a_metadata_service(tmp_path: Path) -> None:

@@ -31,6 +31,22 @@ def test_a_marked_peer_is_neither_asked_nor_named() -> None:
     assert not peers.add("new:1", 1.0)
 
 
+def test_a_peer_that_has_left_is_not_named_until_it_is_back() -> None:
+    peers = SwarmPeers(("home:1",))
+    peers.add("a:1", 0.0)
+    for address in ("a:1", "a:1", "home:1", "unknown:1"):
+        peers.left(address, 1.0)
+    assert peers.recent(1.0, 9) == [] and peers.usable(1.5) == []
+    assert peers.usable(2.0) == ["a:1", "home:1"]  # it may come back at the same address
+    peers.returned("a:1", 3.0)
+    peers.answered("home:1", 4.0)
+    assert peers.recent(4.0, 9) == ["home:1", "a:1"]
+    peers.failed("a:1", 5.0, "refused")
+    peers.returned("a:1", 5.0)  # that it asks does not show that it can be asked
+    assert peers.recent(5.0, 9) == ["home:1"]
+    peers.check()
+
+
 def test_learned_addresses_are_bounded_and_configured_ones_stay() -> None:
     peers = SwarmPeers(("home:1",), own="me:1")
     assert not peers.add("me:1", 0.0) and not peers.add("x" * 400, 0.0)
