@@ -445,6 +445,8 @@ class Checkers:
         self.history = HistoryChecker(cluster)
         self._open: dict[int, tuple[SimClient, str, float]] = {}
         self._num_begun = 0
+        self.has_restarts = False
+        """Whether a node was restarted because its SSD was drained, with what was in its memory."""
         self.counts: dict[str, int] = {
             "hits": 0,
             "misses": 0,
@@ -648,7 +650,7 @@ class Checkers:
             raise Violation(f"{key!r} #{object_id} vanished without a reason: {story}", Invariant.REASON)
         allowed: tuple[str, ...] = LOSSES
         faults = self._faults
-        if faults.is_calm:
+        if faults.is_calm and not self.has_restarts:
             allowed = REQUESTED_LOSSES
         elif self.has_corruption or self.is_resurrected(object_id):
             allowed = (*LOSSES, "a reader found wrong checksums", "its bytes are wrong")

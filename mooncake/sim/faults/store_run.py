@@ -484,6 +484,7 @@ class StoreRun:
         for name, node in self.cluster.nodes.items():
             if node.is_retired and node.is_alive:
                 node.process.crash()
+                self.cluster.checkers.has_restarts = True
                 self.cluster.checkers.history.node_crashed(name, has_lost_power=False)
                 self._restart_later(lambda name=name: self._start_node(name))  # type: ignore[misc]
 
