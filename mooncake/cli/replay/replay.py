@@ -35,6 +35,7 @@ from mooncake.cli.simulation.options import (
     SloTtft,
     Speedup,
     Spread,
+    TimeUnit,
     TraceRequests,
     TraceSpec,
     cluster_of,
@@ -249,6 +250,7 @@ def replay_command(
     divide_lengths: DivideLengths = 1,
     is_spread: Spread = False,
     trace_format: Format = "auto",
+    time_unit: TimeUnit = "auto",
     block_tokens: BlockTokens = 0,
     slo_ttft_s: SloTtft = 30.0,
     slo_tbt_s: SloTbt = 0.1,
@@ -298,6 +300,7 @@ def replay_command(
             raise InvalidArgument(option, value, "left out without --predict")
     options = TraceOptions(
         format=trace_format,
+        time_unit=time_unit,
         block_tokens=block_tokens,
         num_rows=rows,
         divide_lengths=divide_lengths,

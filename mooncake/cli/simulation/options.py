@@ -55,6 +55,10 @@ BlockTokens = Annotated[
         help="Tokens of a block in the trace file; 0 is its format's own size.",
     ),
 ]
+TimeUnit = Annotated[
+    Literal["auto", "s", "ms", "us"],
+    typer.Option("--time-unit", help="Unit of the trace file's times, where they are numbers."),
+]
 NumRows = Annotated[int, typer.Option("--rows", min=0, help="Number of rows to read; 0 is all.")]
 DivideLengths = Annotated[
     int, typer.Option("--divide-lengths", min=1, help="Factor by which prompts and answers are shorter.")

@@ -29,6 +29,7 @@ from mooncake.cli.simulation.options import (
     SloTtft,
     Speedup,
     Spread,
+    TimeUnit,
     TraceRequests,
     TraceSpec,
     known_settings,
@@ -142,6 +143,7 @@ def plan_command(
     is_spread: Spread = False,
     rows: NumRows = 0,
     trace_format: Format = "auto",
+    time_unit: TimeUnit = "auto",
     block_tokens: BlockTokens = 0,
     ssd_tokens: Annotated[
         int, typer.Option("--ssd-tokens", min=0, help="Largest SSD per node to consider.")
@@ -176,7 +178,13 @@ def plan_command(
     these clusters by the cost per unit of throughput. What the trace itself shows comes first: the hit rate
     that a cache of each size has, by tier, and how long blocks should be kept.
     """
-    options = TraceOptions(format=trace_format, block_tokens=block_tokens, num_rows=rows, is_spread=is_spread)
+    options = TraceOptions(
+        format=trace_format,
+        time_unit=time_unit,
+        block_tokens=block_tokens,
+        num_rows=rows,
+        is_spread=is_spread,
+    )
     requests = requests_of(trace, options)
     known_settings("policy", "scheduling", [policy])
     objectives = Objectives(slo_ttft_s, slo_tbt_s, attainment)

@@ -28,6 +28,7 @@ from mooncake.cli.simulation.options import (
     SloTtft,
     Speedup,
     Spread,
+    TimeUnit,
     TraceRequests,
     TraceSpec,
     cluster_of,
@@ -68,6 +69,7 @@ def simulate_command(
     seed: Annotated[int, typer.Option("--seed", help="Seed of random policies.")] = 0,
     changes: Changes = None,
     trace_format: Format = "auto",
+    time_unit: TimeUnit = "auto",
     block_tokens: BlockTokens = 0,
     divide_lengths: DivideLengths = 1,
     is_spread: Spread = False,
@@ -89,6 +91,7 @@ def simulate_command(
         raise InvalidArgument("--json-rows", True, "left out without --json")
     options = TraceOptions(
         format=trace_format,
+        time_unit=time_unit,
         block_tokens=block_tokens,
         num_rows=rows,
         divide_lengths=divide_lengths,

@@ -130,6 +130,10 @@ class TraceFile:
 
 Format: TypeAlias = Literal["mooncake", "sessions", "csv", "azure", "recording"]
 """``azure`` is an older name of ``csv``."""
+TimeUnit: TypeAlias = Literal["auto", "s", "ms", "us"]
+UNITS_PER_S = {"s": 1.0, "ms": 1e3, "us": 1e6}
+EPOCH_S = (1e9, 1e10)
+"""A first time from 2001 to 2286 is one since 1970: no trace begins 30 years after its time 0."""
 
 MAX_TOKENS = 100_000_000
 MAX_ID = (1 << 60) - 1
@@ -141,7 +145,7 @@ USUAL_BLOCK_TOKENS = (16, 32, 64, 128, 256, 512, 1024)
 """Sizes of blocks that a refusal suggests."""
 _CHAIN_SLOTS = 1 << 22
 _ALLOWED = {
-    "timestamp": "milliseconds from 0 to 1e12",
+    "timestamp": "milliseconds from 0 to 1e12, or (not in sessions) a time since 1970",
     "input_length": f"a whole number from 1 to {MAX_TOKENS}",
     "output_length": f"a whole number from 0 to {MAX_TOKENS}",
     "think_ms": "milliseconds, 0 or more",
@@ -153,7 +157,7 @@ _ALLOWED = {
 
 _INSTANT = re.compile(r"\d{4}-\d\d-\d\d[ T]\d\d:\d\d:\d\d(\.\d{1,9})?(Z|[+-]\d\d:?\d\d)?")
 
-_SECONDS = re.compile(r"\d{1,15}(\.\d*)?([eE][+-]?\d{1,2})?")
+_SECONDS = re.compile(r"\d{1,19}(\.\d*)?([eE][+-]?\d{1,2})?")
 CSV_NAMES = {
     "times": ("timestamp", "arrivedat", "arrivaltime"),
     "prompts' tokens": ("contexttokens", "requesttokens", "numprefilltokens", "inputtokens", "prompttokens"),
@@ -170,6 +174,7 @@ Vidur's and some that are usual."""
 
 _Line = TypeVar("_Line")
 _Millis = Annotated[float, msgspec.Meta(ge=0, le=1e12)]
+_Time = Annotated[float, msgspec.Meta(ge=0, le=1e16)]
 _Input = Annotated[int, msgspec.Meta(ge=1, le=MAX_TOKENS)]
 _Output = Annotated[int, msgspec.Meta(ge=0, le=MAX_TOKENS)]
 _Id = Annotated[int, msgspec.Meta(ge=0, le=MAX_ID)]
@@ -177,7 +182,7 @@ _SessionId = Annotated[int, msgspec.Meta(ge=0, le=MAX_SESSION_ID)]
 
 
 class MooncakeLine(msgspec.Struct, gc=False):
-    timestamp: _Millis
+    timestamp: _Time
     input_length: _Input
     output_length: _Output
     hash_ids: list[_Id] = []
@@ -238,8 +243,45 @@ def sniff_format(path: str) -> Format:
     return "sessions" if b'"session"' in first else "mooncake"
 
 
-def mooncake_rows(lines: TraceFile, block_tokens: int) -> Iterator[TraceRow]:
-    chain, last_ms = BlockParents(), 0.0
+class ArrivalTimes:
+    """Arrival times of one pass over a file: numbers in one unit and in order, as seconds."""
+
+    def __init__(self, lines: TraceFile, units_per_s: float, time_unit: TimeUnit) -> None:
+        self._lines = lines
+        self._units_per_s = UNITS_PER_S.get(time_unit, units_per_s)
+        self._is_known = time_unit != "auto"
+        self._has_begun = False
+        self._origin = 0.0
+        self._last = 0.0
+
+    def seconds(self, field: str, time: float) -> float:
+        """Seconds since the file's time 0, or since its first row where times are since 1970."""
+        if not self._has_begun:
+            self._has_begun = True
+            self._begin(time)
+        if time < self._last:
+            allowed = f"{self._last:.15g} (the row before) or more; sort the rows by time"
+            self._lines.refuse(field, time, allowed)
+        self._last = time
+        return (time - self._origin) / self._units_per_s
+
+    def _begin(self, first: float) -> None:
+        for name, units_per_s in UNITS_PER_S.items():
+            is_given = not self._is_known or units_per_s == self._units_per_s
+            if is_given and EPOCH_S[0] <= first / units_per_s < EPOCH_S[1]:
+                self._units_per_s, self._origin = units_per_s, first
+                self._lines.notes.append(
+                    f"its times are read as {name} since 1970 and count from the first row; "
+                    "--time-unit states another unit"
+                )
+                return
+        if self._units_per_s == UNITS_PER_S["ms"] and not self._is_known and first % 1:
+            self._lines.notes.append("its times are read as milliseconds; --time-unit s if they are seconds")
+
+
+def mooncake_rows(lines: TraceFile, block_tokens: int, time_unit: TimeUnit) -> Iterator[TraceRow]:
+    chain = BlockParents()
+    times = ArrivalTimes(lines, UNITS_PER_S["ms"], time_unit)
     decode = msgspec.json.Decoder(MooncakeLine).decode
     rounds_up: bool | None = None  # unknown until a row shows it
     for text in lines:
@@ -248,15 +290,13 @@ def mooncake_rows(lines: TraceFile, block_tokens: int) -> Iterator[TraceRow]:
             _note_fields(lines, text, MooncakeLine.__struct_fields__)
             if not line.hash_ids:
                 lines.notes.append("the first row has no hash_ids: it shares no prefix")
-        if line.timestamp < last_ms:
-            lines.refuse("timestamp", line.timestamp, f"{last_ms:g} (the row before) or more")
-        last_ms = line.timestamp
+        timestamp_s = times.seconds("timestamp", line.timestamp)
         if line.hash_ids:
             if rounds_up is None and line.input_length % block_tokens:
                 rounds_up = len(line.hash_ids) != line.input_length // block_tokens
             _count(lines, line.hash_ids, line.input_length, block_tokens, rounds_up is not False)
             chain.check(lines, line.hash_ids)
-        yield TraceRow(last_ms / 1e3, line.input_length, line.output_length, tuple(line.hash_ids))
+        yield TraceRow(timestamp_s, line.input_length, line.output_length, tuple(line.hash_ids))
 
 
 def session_rows(lines: TraceFile, block_tokens: int) -> Iterator[list[TraceRow]]:
@@ -347,7 +387,8 @@ def recording_rows(lines: TraceFile) -> Iterator[TraceRow]:
         yield heapq.heappop(waiting)[2]
 
 
-def csv_rows(lines: TraceFile) -> Iterator[TraceRow]:
+def csv_rows(lines: TraceFile, time_unit: TimeUnit) -> Iterator[TraceRow]:
+    times = ArrivalTimes(lines, UNITS_PER_S["s"], time_unit)
     delimiter = ","
     columns: CsvColumns | None = None
     begin: datetime.datetime | None = None
@@ -368,14 +409,14 @@ def csv_rows(lines: TraceFile) -> Iterator[TraceRow]:
             now = _instant(lines, columns.names[columns.time], time)
             begin = begin or now
             timestamp_s = (now - begin).total_seconds()
+            if timestamp_s < last_s:
+                allowed = "not before the row above; sort the rows by time"
+                lines.refuse(columns.names[columns.time], time, allowed)
+            last_s = timestamp_s
         elif _SECONDS.fullmatch(time):
-            timestamp_s = float(time)
+            timestamp_s = times.seconds(columns.names[columns.time], float(time))
         else:
             lines.refuse(columns.names[columns.time], time, "seconds, as in the first row")
-        if timestamp_s < last_s:
-            allowed = "not before the row above; sort the rows by time"
-            lines.refuse(columns.names[columns.time], time, allowed)
-        last_s = timestamp_s
         num_input = _number(lines, columns.names[columns.num_input], cells[columns.num_input], 1)
         num_output = _number(lines, columns.names[columns.num_output], cells[columns.num_output], 0)
         yield TraceRow(timestamp_s, num_input, num_output, ())
@@ -513,6 +554,9 @@ class TraceOptions:
 
     format: Literal["auto", "mooncake", "sessions", "csv", "azure", "recording"] = "auto"
     """Name of the format; ``auto``: by the first line."""
+    time_unit: TimeUnit = "auto"
+    """Unit of times that are numbers; ``auto``: seconds, milliseconds or microseconds where the first is a
+    time since 1970 in them, else seconds in CSV files and milliseconds in JSON."""
     block_tokens: int = 0
     """Tokens a key stands for in the file; 0: the format's own (512; sessions: 64; recording: header's)."""
     num_rows: int = 0
@@ -554,6 +598,10 @@ class Trace:
             raise InvalidArgument("divide_lengths", options.divide_lengths, f"a divisor of {in_file} tokens")
         if options.is_halved and self.format != "mooncake":
             raise InvalidArgument("is_halved", self.format, "format mooncake, whose blocks are halved")
+        if options.time_unit != "auto" and self.format in ("sessions", "recording"):
+            raise InvalidArgument(
+                "time_unit", options.time_unit, f"left out: {self.format} are in milliseconds"
+            )
         self._block_tokens_in_file = in_file
         self.block_tokens = in_file * options.coarsen // divisor
         """Tokens that a key of a row stands for."""
@@ -601,9 +649,9 @@ class Trace:
         if self.format == "recording":
             return recording_rows(lines)  # its times were measured, and a night may be silent
         if self.format in ("csv", "azure"):
-            rows = csv_rows(lines)
+            rows = csv_rows(lines, self.options.time_unit)
         else:
-            rows = mooncake_rows(lines, self._block_tokens_in_file)
+            rows = mooncake_rows(lines, self._block_tokens_in_file, self.options.time_unit)
         return self._without_silence(rows, lines)
 
     def _without_silence(self, rows: Iterable[TraceRow], lines: TraceFile) -> Iterator[TraceRow]:

@@ -249,7 +249,7 @@ CSV_FILES = {
     "BurstGPT": """Timestamp,Model,Request tokens,Response tokens,Total tokens,Log Type
 5,ChatGPT,472,18,490,Conversation log
 5.25,GPT-4,1087,0,1087,API log""",
-    "BurstGPT, its quoted cells": """Timestamp,Elapsed,Model,Request tokens,Response tokens,Total tokens,Log Type
+    "BurstGPT, quoted": """Timestamp,Time,Model,Request tokens,Response tokens,Total tokens,Log Type
 5.0,1,ChatGPT,472,18,490,"Conversation, log"
 5.25,,GPT-4,1087,0,1087,API log""",
     "Vidur": """arrived_at,num_prefill_tokens,num_decode_tokens
@@ -269,6 +269,32 @@ def test_columns_of_other_public_traces_are_known(folder: Path, kind: str) -> No
     trace = read_trace(put(folder, CSV_FILES[kind].encode()))
     assert list(trace) == [TraceRow(5.0, 472, 18, ()), TraceRow(5.25, 1087, 0, ())]
     assert any("Log Type" in note for note in trace.notes) == kind.startswith("BurstGPT")
+
+
+@pytest.mark.parametrize(("unit", "per_s"), [("s", 1.0), ("ms", 1e3), ("us", 1e6)])
+def test_times_since_1970_count_from_the_first_row(folder: Path, unit: str, per_s: float) -> None:
+    rows = [{**row, "timestamp": 1.7e9 * per_s + row["timestamp"] / 1e3 * per_s} for row in ROWS]
+    trace = read_trace(written(folder, rows))
+    assert [row.timestamp_s for row in trace] == [0.0, 0.0, 3.0]
+    assert [f"read as {unit} since 1970" in note for note in trace.notes] == [True]
+    numbers = "".join(f"{row['timestamp']:.0f},1,1\n" for row in rows)
+    table = read_trace(put(folder, f"timestamp,input_tokens,output_tokens\n{numbers}".encode(), "t.csv"))
+    assert [row.timestamp_s for row in table] == [0.0, 0.0, 3.0] and table.notes == trace.notes
+    rows[2]["timestamp"] = 1
+    assert "(the row before) or more; sort the rows by time" in str(refused(written(folder, rows)))
+
+
+def test_a_time_unit_that_is_given_counts(folder: Path) -> None:
+    path = written(folder, ROWS)
+    assert [row.timestamp_s for row in read_trace(path, TraceOptions(time_unit="s"))] == [0.0, 0.0, 3000.0]
+    small = read_trace(written(folder, [{**ROWS[0], "timestamp": 61.5}], "small.jsonl"))
+    assert [row.timestamp_s for row in small] == [0.0615]
+    assert small.notes == ["its times are read as milliseconds; --time-unit s if they are seconds"]
+    late = written(folder, [{**row, "timestamp": row["timestamp"] + 1.7e9} for row in ROWS], "late.jsonl")
+    times = [row.timestamp_s for row in read_trace(late, TraceOptions(time_unit="ms"))]
+    assert times == [1.7e6, 1.7e6, 1.7e6 + 3]
+    with pytest.raises(InvalidArgument, match=r"time_unit is 's'.*milliseconds"):
+        read_trace(written(folder, SESSIONS), TraceOptions(time_unit="s"))
 
 
 def test_a_missing_column_is_named(folder: Path) -> None:
