@@ -121,7 +121,7 @@ class ReturnSlot(msgspec.Struct, frozen=True, array_like=True, tag="p2p_return")
     is_read: bool = False
 
 
-class Leave(msgspec.Struct, frozen=True, array_like=True, tag="p2p_leave"):
+class AnnounceEnd(msgspec.Struct, frozen=True, array_like=True, tag="p2p_announce_end"):
     """The peer at ``address`` has ended: do not name it to others until it is there again."""
 
     address: str
@@ -189,7 +189,7 @@ class LoadProgress(msgspec.Struct, frozen=True, array_like=True, tag="p2p_progre
     error: str = ""
 
 
-PEER_REQUESTS = (AskVersions, AskManifest, AskSegment, WatchVersion, FetchChunk, ReturnSlot, Leave)
+PEER_REQUESTS = (AskVersions, AskManifest, AskSegment, WatchVersion, FetchChunk, ReturnSlot, AnnounceEnd)
 COMMANDS = (CommandRegister, CommandGet, CommandDrop, AskProgress)
 REPLIES = (
     Versions,

@@ -159,7 +159,7 @@ class P2PStore:
                 m.WatchVersion: self._watch_version,
                 m.FetchChunk: self._fetch_chunk,
                 m.ReturnSlot: self._return_slot,
-                m.Leave: self._leave,
+                m.AnnounceEnd: self._leave,
                 **(commands or {}),
             },
             on_lost=self._connection_lost,
@@ -872,7 +872,7 @@ class P2PStore:
         self._learn(message.address)
         return m.Versions([one.info() for one in found[: m.MAX_LISTED]], peers)
 
-    def _leave(self, message: m.Leave, call: Call) -> Message:
+    def _leave(self, message: m.AnnounceEnd, call: Call) -> Message:
         self.peers.left(message.address, clock.monotonic())
         for held in self._held.values():
             held.left_by(message.address)
@@ -880,7 +880,7 @@ class P2PStore:
 
     async def _leave_peer(self, address: str) -> None:
         with contextlib.suppress(MooncakeError):  # it may have ended, too
-            await self.links.to(address).ask(m.Leave(self.address), LEAVE_S)
+            await self.links.to(address).ask(m.AnnounceEnd(self.address), LEAVE_S)
 
     def _learn(self, address: str) -> None:
         self.peers.returned(address, clock.monotonic())
