@@ -8,11 +8,12 @@ model, card, engine and parallelism. In both, nothing that is graded was seen by
 from __future__ import annotations
 
 import json
+import math
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 from random import Random
-from typing import Annotated, Any
+from typing import Annotated, Any, NamedTuple
 
 import msgspec
 import numpy as np
@@ -21,7 +22,13 @@ import typer
 from mooncake.cli.simulation.report import PlainTable, wide_console
 from mooncake.errors import InvalidArgument
 from mooncake.sim.silicon.engine_run import EngineRun, EngineTimes, fit_engine, graded, simulate_engines
-from mooncake.sim.silicon.measured_rows import ASSUMED_CONCURRENCY, TARGETS, MeasuredRow, read_table
+from mooncake.sim.silicon.measured_rows import (
+    ASSUMED_CONCURRENCY,
+    TARGETS,
+    MeasuredRow,
+    read_rows,
+    read_table,
+)
 from mooncake.sim.silicon.mode_choice import ModeChoice, mode_choices
 from mooncake.sim.silicon.row_prediction import GroupError, RowPredictor, TimePrediction, group_errors
 
@@ -80,7 +87,7 @@ def grade_command(
         document, tables = _grade_run(EngineRun.read(run_folder), 0.5 if share is None else share, seed)
     else:
         assert fit_on is not None
-        document, tables = _grade_rows(*_halves(fit_on, test_on, seed), seed)
+        document, tables = _grade_rows(_halves(fit_on, test_on, seed), seed)
     if is_json:
         print(json.dumps(document, indent=1))
         return
@@ -89,16 +96,26 @@ def grade_command(
         console.print(table.on_console())
 
 
-def _halves(fit_on: Path, test_on: Path | None, seed: int) -> tuple[list[MeasuredRow], list[MeasuredRow]]:
-    """Rows to fit on and rows to predict: a random half each where one file is given."""
-    table = read_table(fit_on)
+class _Halves(NamedTuple):
+    rows: list[MeasuredRow]
+    "Rows to fit on."
+    tested: list[MeasuredRow]
+    "Rows to predict, with or without measured times."
+    num_left_out: int
+    "Rows of the file to fit on that lack a time and are not predicted."
+
+
+def _halves(fit_on: Path, test_on: Path | None, seed: int) -> _Halves:
+    """A random half each where one file is given; its rows that lack a time are predicted, too."""
+    rows = list(read_rows(fit_on))
+    unmeasured = read_table(fit_on).unmeasured
     if test_on is not None:
-        return table.rows, read_table(test_on).rows
-    if len(table.rows) < 2:
+        table = read_table(test_on)
+        return _Halves(rows, [*table.rows, *table.unmeasured], len(unmeasured))
+    if len(rows) < 2:
         raise InvalidArgument("--fit-on", str(fit_on), "at least 2 rows, or used with --test-on")
-    rows = list(table.rows)
     Random(seed).shuffle(rows)
-    return rows[: len(rows) // 2], rows[len(rows) // 2 :]
+    return _Halves(rows[: len(rows) // 2], [*rows[len(rows) // 2 :], *unmeasured], 0)
 
 
 # --- a run
@@ -178,9 +195,9 @@ def _requests_of(run: EngineRun, predicted: EngineTimes, is_known: Any) -> list[
 # --- rows
 
 
-def _grade_rows(
-    rows: list[MeasuredRow], tested: list[MeasuredRow], seed: int
-) -> tuple[dict[str, Any], list[PlainTable]]:
+def _grade_rows(halves: _Halves, seed: int) -> tuple[dict[str, Any], list[PlainTable]]:
+    rows, tested, num_left_out = halves
+    measured = [row for row in tested if row.has_both_times]
     predictor = RowPredictor(rows, seed)
     predictions = predictor.predict(tested)
     fitted_times = {_times_of(row) for row in rows}
@@ -202,19 +219,22 @@ def _grade_rows(
         return predictor.draws(cell, NUM_DRAWS, seed)
 
     choices = {
-        "": mode_choices(tested, draw),
-        "_with_cards": mode_choices([row for row in tested if row.has_worker_counts], draw),
+        "": mode_choices(measured, draw),
+        "_with_cards": mode_choices([row for row in measured if row.has_worker_counts], draw),
     }
     document = {
         "num_fitted": len(rows),
-        "num_graded": len(tested),
+        "num_predicted": len(tested),
+        "num_graded": sum(not (math.isnan(row.ttft_s) and math.isnan(row.tpot_s)) for row in tested),
+        "num_without_a_time": len(tested) - len(measured),
+        "num_left_out": num_left_out,
         "num_same_measurement": sum(standing(row) == SAME for row in tested),
         "errors": {
             column: {name: msgspec.to_builtins(found) for name, found in targets.items()}
             for column, targets in groups.items()
         },
         **{f"mode{suffix}": _choices_of(found) for suffix, found in choices.items()},
-        "notes": (notes := _notes(rows, tested)),
+        "notes": (notes := _notes(halves)),
         "rows": _rows_of(tested, predictions, standing),
     }
     tables = [_error_table(column, targets, notes) for column, targets in groups.items()]
@@ -222,10 +242,15 @@ def _grade_rows(
     return document, tables
 
 
-def _notes(rows: list[MeasuredRow], tested: list[MeasuredRow]) -> list[str]:
-    """What the rows lack, so that their predictions say less."""
+def _notes(halves: _Halves) -> list[str]:
+    """What the rows lack, so that they or their predictions say less."""
     notes = []
-    for verb, some in (("fitted", rows), ("predicted", tested)):
+    if halves.num_left_out:
+        notes.append(f"{halves.num_left_out} rows of --fit-on lack a time and are left out.")
+    if lacking := sum(not row.has_both_times for row in halves.tested):
+        which = f"{lacking} of {len(halves.tested)} predicted rows"
+        notes.append(f"{which} lack a measured time: that time is not graded, --json has its prediction.")
+    for verb, some in (("fitted", halves.rows), ("predicted", halves.tested)):
         if lacking := sum(not row.has_concurrency for row in some):
             which = f"{lacking} of {len(some)} {verb} rows"
             notes.append(f"{which} state no concurrency: {ASSUMED_CONCURRENCY:g} is assumed.")
@@ -280,24 +305,11 @@ def _choice_table(choices: list[ModeChoice], with_cards: list[ModeChoice]) -> Pl
 
 
 def _error_table(column: str, targets: dict[str, dict[str, GroupError]], notes: list[str]) -> PlainTable:
-    rows = [
-        (
-            label,
-            str(targets["ttft"][label].num_rows),
-            *(
-                value
-                for name in TARGETS
-                for one in [targets[name][label]]
-                for value in (
-                    f"{one.median:.1%}",
-                    f"{one.p90:.1%}",
-                    f"{one.within:.1%}",
-                    f"{one.median_width:.2f}x",
-                )
-            ),
-        )
-        for label in targets["ttft"]
-    ]
+    rows: list[tuple[str, ...]] = []
+    for label in sorted({label for found in targets.values() for label in found}):
+        errors = [targets[name].get(label) for name in TARGETS]
+        counts = dict.fromkeys(str(one.num_rows if one is not None else 0) for one in errors)
+        rows.append((label, "/".join(counts), *(cell for one in errors for cell in _error_cells(one))))
     kinds = ("median", "p90", "in 90 %", "width")
     headings = ("", "rows", *(f"{name.upper()}\n{kind}" for name in TARGETS for kind in kinds))
     caption = " ".join(
@@ -310,6 +322,14 @@ def _error_table(column: str, targets: dict[str, dict[str, GroupError]], notes: 
     return PlainTable(
         f"By {column}" if column != "all" else "", headings, rows, caption if column == "all" else ""
     )
+
+
+def _error_cells(error: GroupError | None) -> tuple[str, ...]:
+    """None: nothing was measured."""
+    if error is None:
+        return ("-",) * 4
+    shares = (error.median, error.p90, error.within)
+    return *(f"{one:.1%}" for one in shares), f"{error.median_width:.2f}x"
 
 
 def _rows_of(
@@ -325,11 +345,12 @@ def _rows_of(
             **{
                 key: value
                 for name in TARGETS
+                for time_s in [getattr(row, f"{name}_s")]
                 for key, value in (
                     (f"{name}_s", float(predictions[name].seconds[number])),
                     (f"{name}_low_s", float(intervals[name][0][number])),
                     (f"{name}_high_s", float(intervals[name][1][number])),
-                    (f"measured_{name}_s", getattr(row, f"{name}_s")),
+                    (f"measured_{name}_s", None if math.isnan(time_s) else time_s),
                 )
             },
         }

@@ -94,13 +94,19 @@ class MeasuredRow(msgspec.Struct, frozen=True):
     estimates: tuple[float, ...]
     "In the order of ``ESTIMATES``; NaN: unknown."
     ttft_s: float
+    "NaN: not measured."
     tpot_s: float
+    "NaN: not measured."
 
     def named(self, column: str) -> str:
         return self.names[(*NAMES, *DERIVED_NAMES).index(column)]
 
     def quantity(self, column: str) -> float:
         return self.quantities[QUANTITIES.index(column)]
+
+    @property
+    def has_both_times(self) -> bool:
+        return not math.isnan(self.ttft_s + self.tpot_s)
 
     @property
     def is_disaggregated(self) -> bool:
@@ -141,8 +147,9 @@ class MeasuredTable(NamedTuple):
     """A file's rows."""
 
     rows: list[MeasuredRow]
-    num_left_out: int
-    """Rows without a measured TTFT or TPOT."""
+    "Those with both times."
+    unmeasured: list[MeasuredRow]
+    "Those without a measured TTFT or TPOT: they can be predicted, not fitted on."
 
 
 def card_name(system: str) -> str:
@@ -168,7 +175,7 @@ def read_table(path: Path) -> MeasuredTable:
     """Rows of a CSV file, which may be compressed with gzip.
 
     Raises:
-        InvalidArgument: it is no such file, a row of it is damaged, or it has no usable rows or too many.
+        InvalidArgument: it is no such file, a row of it is damaged, or it has no rows or too many.
     """
     try:
         content = path.read_bytes()
@@ -183,15 +190,21 @@ def read_table(path: Path) -> MeasuredTable:
     if not 0 < len(fields) <= MOST_ROWS:
         raise _refused(path, f"1 to {MOST_ROWS} rows, not {len(fields)}")
     rows = [_row(_Cells(path, number, one)) for number, one in enumerate(fields, 1)]
-    found = [row for row in rows if row is not None]
-    if not found:
-        raise _refused(path, f"at least one row with both times, not {len(fields)} without")
-    return MeasuredTable(found, len(rows) - len(found))
+    return MeasuredTable(
+        [row for row in rows if row.has_both_times], [row for row in rows if not row.has_both_times]
+    )
 
 
 def read_rows(path: Path) -> list[MeasuredRow]:
-    """The same without the number of rows that were left out."""
-    return read_table(path).rows
+    """Those with both times, which can be fitted on.
+
+    Raises:
+        InvalidArgument: as ``read_table``, or it has none.
+    """
+    table = read_table(path)
+    if not table.rows:
+        raise _refused(path, f"at least one row with both times, not {len(table.unmeasured)} without")
+    return table.rows
 
 
 _REQUIRED = ("model_path", "system", "mode", "isl", "osl", "silicon_ttft_ms", "silicon_tpot_ms")
@@ -226,12 +239,12 @@ class _Cells:
             raise self._damaged("mode", "agg or disagg")
         return value
 
-    def time_s(self, column: str) -> float | None:
-        """None: not measured."""
+    def time_s(self, column: str) -> float:
+        """NaN: not measured, as 0 is."""
         text = self.text(column)
-        if not text or text.lower() in ("nan", "none", "null", "inf"):
-            return None
-        return self._number_of(column, text) / 1000
+        if text.lower() in ("", "nan", "none", "null", "inf", "n/a", "na", "-"):
+            return math.nan
+        return self._number_of(column, text) / 1000 or math.nan
 
     def count(self, column: str, default: float = 1.0) -> float:
         """An absent number, and 0, are the default."""
@@ -294,7 +307,7 @@ def _concurrency(cells: _Cells, source: str, is_disaggregated: bool) -> float:
     return cells.count(f"{side}batch_size", 0.0) * num_workers * cells.count(f"{side}attention_dp_size")
 
 
-def _row(cells: _Cells) -> MeasuredRow | None:
+def _row(cells: _Cells) -> MeasuredRow:
     mode = cells.mode()
     ttft_s, tpot_s = (cells.time_s(f"silicon_{name}_ms") for name in TARGETS)
     prefill, decode = (
@@ -333,8 +346,6 @@ def _row(cells: _Cells) -> MeasuredRow | None:
         day[1] if day else source.partition(";")[0],
         "stated" if stated else "not stated",
     )
-    if not ttft_s or not tpot_s:
-        return None
     weight_bytes = bytes_per_weight(precision, model)
     estimates = physical_estimates(model, system, weight_bytes, mode == "disagg", quantities)
     return MeasuredRow(cells.id, names, quantities, estimates, ttft_s, tpot_s)

@@ -353,10 +353,11 @@ def group_errors(
     target: str,
     label: Callable[[MeasuredRow], str] = lambda row: "all",
 ) -> dict[str, GroupError]:
-    """By the label of each row."""
+    """By the label of each row; rows without a measured time are not graded."""
     measured = np.array([getattr(row, f"{target}_s") for row in rows])
     errors = np.abs(prediction.seconds / measured - 1)
     low, high = prediction.interval()
+    is_graded = ~np.isnan(measured)
     is_within = (measured >= low) & (measured <= high)
     labels = np.array([label(row) or "unnamed" for row in rows])
     return {
@@ -368,6 +369,6 @@ def group_errors(
             float(is_within[of].mean()),
             float(np.median((high / prediction.seconds)[of])),
         )
-        for name in sorted(set(labels.tolist()))
-        for of in [labels == name]
+        for name in sorted(set(labels[is_graded].tolist()))
+        for of in [is_graded & (labels == name)]
     }

@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import csv
 import json
 import re
 from pathlib import Path
@@ -11,7 +12,7 @@ import pytest
 
 from mooncake.cli.simulation.plan import read_prices
 from tests.cli.conftest import Run
-from tests.sim.silicon.row_table import random_rows
+from tests.sim.silicon.row_table import random_rows, write_rows
 
 LOAD = "poisson:rate=2,requests=120,input_tokens=4000,prefixes=40,prefix_tokens=2048"
 
@@ -232,3 +233,31 @@ def test_rows_without_a_concurrency_are_counted(mooncake: Run, tmp_path: Path) -
     (found,) = json.loads(mooncake(*words, str(tmp_path / "bare.csv"), "--json").stdout)["notes"]
     assert note in found
     assert json.loads(mooncake(*words, str(tmp_path / "rows.csv"), "--json").stdout)["notes"] == []
+
+
+def test_rows_without_times_are_predicted(mooncake: Run, tmp_path: Path) -> None:
+    random_rows(tmp_path / "rows.csv", 40)
+    with (tmp_path / "rows.csv").open(newline="") as file:
+        lines: list[dict[str, object]] = [dict(one) for one in csv.DictReader(file)]
+    no_ttft, no_times = {"silicon_ttft_ms": ""}, {"silicon_ttft_ms": "N/A", "silicon_tpot_ms": "nan"}
+    words = ("grade", "--fit-on", str(tmp_path / "rows.csv"), "--test-on", str(tmp_path / "some.csv"))
+    write_rows(tmp_path / "some.csv", [lines[0] | no_ttft, lines[1] | no_times, *lines[2:10]])
+    found = json.loads(mooncake(*words, "--json").stdout)
+    assert (found["num_predicted"], found["num_graded"], found["num_without_a_time"]) == (10, 9, 2)
+    assert [found["errors"]["all"][name]["all"]["num_rows"] for name in ("ttft", "tpot")] == [8, 9]
+    by_id = {row["id"]: row for row in found["rows"]}
+    assert len(by_id) == 10 and all(row["ttft_s"] > 0 and row["tpot_s"] > 0 for row in by_id.values())
+    assert by_id["0"]["measured_ttft_s"] is None and by_id["1"]["measured_tpot_s"] is None
+    assert by_id["0"]["measured_tpot_s"] == float(str(lines[0]["silicon_tpot_ms"])) / 1000
+    printed = " ".join(mooncake(*words).stdout.split())
+    assert "2 of 10 predicted rows lack a measured time" in printed and "8/9" in printed
+
+    # A file without any times can be predicted; one to fit on has some, and tells how many it lacks.
+    write_rows(tmp_path / "some.csv", [one | no_times for one in lines[:5]])
+    found = json.loads(mooncake(*words, "--json").stdout)
+    assert found["num_graded"] == 0 and len(found["rows"]) == 5
+    assert "5 of 5 predicted rows lack" in " ".join(mooncake(*words).stdout.split())
+    write_rows(tmp_path / "rows.csv", [lines[0] | no_ttft, *lines[1:]])
+    assert json.loads(mooncake(*words, "--json").stdout)["num_left_out"] == 1
+    found = json.loads(mooncake(*words[:3], "--json").stdout)
+    assert (found["num_fitted"], found["num_predicted"], found["num_left_out"]) == (19, 21, 0)

@@ -106,12 +106,18 @@ def test_unusable_files_are_refused(tmp_path: Path) -> None:
             read_rows(tmp_path / name)
 
 
-def test_rows_without_a_time_are_left_out_and_counted(tmp_path: Path) -> None:
-    rows = [row_of(), row_of(silicon_tpot_ms="nan"), row_of(silicon_ttft_ms="")]
-    table = read_table(write_rows(tmp_path / "rows.csv", rows))
-    assert (len(table.rows), table.num_left_out) == (1, 2)
+def test_rows_without_a_time_are_kept_apart(tmp_path: Path) -> None:
+    rows = [row_of(), row_of(silicon_tpot_ms="nan"), row_of(silicon_ttft_ms="", silicon_tpot_ms="N/A")]
+    path = write_rows(tmp_path / "rows.csv", rows)
+    table = read_table(path)
+    assert table.rows == read_rows(path) and len(table.rows) == 1
+    first, second = table.unmeasured
+    assert first.ttft_s == table.rows[0].ttft_s and math.isnan(first.tpot_s)
+    assert math.isnan(second.ttft_s) and math.isnan(second.tpot_s)
+    path = write_rows(tmp_path / "rows.csv", rows[1:])
+    assert len(read_table(path).unmeasured) == 2
     with pytest.raises(InvalidArgument, match="at least one row"):
-        read_table(write_rows(tmp_path / "rows.csv", rows[1:]))
+        read_rows(path)
 
 
 def test_short_rows_and_absent_names_are_read(tmp_path: Path) -> None:

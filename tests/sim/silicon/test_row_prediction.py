@@ -132,3 +132,15 @@ def test_draws_have_the_predicted_spread_and_err_together(
         assert logarithms.std(axis=0) == pytest.approx(prediction[target].deviation, rel=0.1)
     again = predictor.draws(twins, 4000, 1)[0]
     assert (again == predictor.draws(twins, 4000, 1)[0]).all()
+
+
+def test_rows_without_a_time_are_predicted_and_not_graded(
+    rows: list[MeasuredRow], predictor: RowPredictor
+) -> None:
+    others = [msgspec.structs.replace(row, ttft_s=math.nan) for row in rows[300:310]]
+    for target, num_rows in (("ttft", 30), ("tpot", 40)):
+        prediction = predictor.predict([*others, *rows[310:340]])[target]
+        assert np.isfinite(prediction.seconds).all()
+        found = group_errors([*others, *rows[310:340]], prediction, target)["all"]
+        assert found.num_rows == num_rows and found.median < 0.2
+    assert group_errors(others, predictor.predict(others)["ttft"], "ttft") == {}
