@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 
 from mooncake.errors import InvalidArgument
+from mooncake.sim.silicon import engine_run
 from mooncake.sim.silicon.engine_run import (
     EngineLimits,
     EngineLoad,
@@ -109,6 +110,20 @@ def test_a_memory_limit_is_found_from_the_times() -> None:
     measured = simulate_engines(COSTS, msgspec.structs.replace(limits, kv_tokens=20_000), load)
     fit = fit_engine(EngineRun("run", load, measured, limits), np.arange(100) % 2 == 0)
     assert 16_000 < fit.limits.kv_tokens < 25_000
+
+
+@pytest.mark.parametrize(("kv_tokens", "accepted"), [(20_000, True), (0, False)])
+def test_a_memory_limit_is_accepted_where_it_predicts_requests_that_the_fit_has_not_seen(
+    kv_tokens: int, accepted: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    load, limits = busy_load(2, 60), EngineLimits(64, 1024)
+    measured = simulate_engines(COSTS, msgspec.structs.replace(limits, kv_tokens=kv_tokens), load)
+    run, is_known = EngineRun("run", load, measured, limits), np.arange(60) % 2 == 0
+    tried = engine_run.EngineFit(COSTS, msgspec.structs.replace(limits, kv_tokens=20_000), 0.0)
+    # The fit with the limit pretends to explain the requests that it has seen perfectly.
+    monkeypatch.setattr(engine_run, "_fit_with_memory", lambda *_: tried)
+    monkeypatch.setattr(engine_run, "_best_limit", lambda *_: tried)
+    assert fit_engine(run, is_known).limits.kv_tokens == (20_000 if accepted else 0)
 
 
 def test_too_few_known_requests_are_refused() -> None:
