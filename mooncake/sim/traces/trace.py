@@ -33,6 +33,7 @@ that in bounded memory.
 
 from __future__ import annotations
 
+import codecs
 import csv
 import dataclasses
 import datetime
@@ -120,6 +121,13 @@ class TraceFile:
     def _lines(self, source: BinaryIO | gzip.GzipFile, raw: BinaryIO) -> Iterator[bytes]:
         while line := source.readline(MAX_LINE_BYTES + 1):
             self.row += 1
+            if self.row == 1:
+                line = line.removeprefix(codecs.BOM_UTF8)
+            if self.row == 1 and line.lstrip()[:1] == b"[":
+                allowed = (
+                    f"one JSON object a line, not an array; make lines of it with jq -c '.[]' {self.path}"
+                )
+                self.refuse("file", line[:40], allowed)
             if len(line) > MAX_LINE_BYTES:
                 self.refuse("line", line[:40], f"at most {MAX_LINE_BYTES} bytes")
             if not line.strip():
@@ -238,6 +246,9 @@ def sniff_format(path: str) -> Format:
     first = next(iter(lines))
     if first.lstrip()[:1] != b"{":
         return "csv"
+    if b'"conversations"' in first and b'"timestamp"' not in first:
+        allowed = "a trace: rows with times and lengths, which conversations (as ShareGPT's) lack"
+        lines.refuse("file", first[:40], allowed)
     if b'"recording"' in first:
         return "recording"
     return "sessions" if b'"session"' in first else "mooncake"
@@ -483,7 +494,8 @@ def _fault(content: Any, why: str) -> tuple[str, object, str]:
         value = content[name][int(index[:-1])] if index else content[name]
         return field, value, _ALLOWED.get(name, why.partition(" - at ")[0])
     if found := re.search(r"missing required field `(.*)`", why):
-        return found.group(1), None, _ALLOWED[found.group(1)]
+        allowed = f"{_ALLOWED[found.group(1)]}; every row needs timestamp, input_length and output_length"
+        return found.group(1), None, allowed
     raise ValueError(why)
 
 

@@ -195,6 +195,22 @@ def test_an_empty_file_and_no_file_are_errors(folder: Path) -> None:
     assert "directory" in str(refused(str(folder)))
 
 
+def test_a_byte_order_mark_is_no_part_of_the_first_row(folder: Path) -> None:
+    plain = Path(written(folder, ROWS)).read_bytes()
+    assert list(read_trace(put(folder, b"\xef\xbb\xbf" + plain, "mark.jsonl"))) == list(
+        read_trace(put(folder, plain))
+    )
+    assert read_trace(put(folder, b"\xef\xbb\xbf" + AZURE)).format == "csv"
+
+
+def test_arrays_and_conversations_are_named(folder: Path) -> None:
+    array = put(folder, json.dumps(ROWS).encode())
+    assert f"not an array; jq -c '.[]' {array} makes lines of it" in str(refused(array))
+    talk = {"id": "x", "conversations": [{"from": "human", "value": "Hello"}]}
+    assert "not an array" in str(refused(put(folder, json.dumps([talk]).encode())))
+    assert "which conversations (as ShareGPT's) lack" in str(refused(written(folder, [talk])))
+
+
 def test_a_line_without_end_is_not_taken_into_memory(folder: Path) -> None:
     path = folder / "endless.jsonl"
     with path.open("wb") as file:
