@@ -139,8 +139,11 @@ class MeasuredRow(msgspec.Struct, frozen=True):
         return decode + self.quantity("prefill_gpus") * self.quantity("prefill_workers")
 
     def estimate_s(self, target: str) -> float:
-        """Physical estimate of one of ``TARGETS``; NaN: card or model unknown."""
-        return self.estimates[ESTIMATES.index("waiting" if target == "ttft" else "step")]
+        """Physical estimate of one of ``TARGETS``; NaN: card or model unknown. Most disaggregated rows do not
+        say how many workers prefill, so what they wait for it is unknown: their estimate is the prompt's."""
+        if target == "tpot":
+            return self.estimates[ESTIMATES.index("step")]
+        return self.estimates[ESTIMATES.index("prompt" if self.is_disaggregated else "waiting")]
 
 
 class MeasuredTable(NamedTuple):

@@ -9,6 +9,7 @@ import pytest
 from mooncake.errors import InvalidArgument
 from mooncake.sim.silicon.measured_rows import (
     ASSUMED_CONCURRENCY,
+    ESTIMATES,
     MOST_ROWS,
     card_name,
     engine_name,
@@ -166,3 +167,14 @@ def test_one_thing_has_one_name_however_it_is_spelled(tmp_path: Path) -> None:
     assert len({row.estimates for row in rows}) == 1 and rows[0].is_disaggregated
     assert card_name("Abacus") == "abacus" and engine_name(" My-Engine") == "my-engine"
     assert [precision_name(one) for one in ("NVFP4", "int4_wo", "Odd", "")] == ["fp4", "int4", "odd", ""]
+
+
+def test_a_disaggregated_prompt_is_estimated_without_the_wait_for_unstated_workers(tmp_path: Path) -> None:
+    loads = [
+        row_of(silicon_data_source=f"silicon_concurrency={load}", mode="disagg", osl=1) for load in (1, 4096)
+    ]
+    few, many = read_rows(write_rows(tmp_path / "rows.csv", loads))
+    waiting = ESTIMATES.index("waiting")
+    assert many.estimates[waiting] > 100 * few.estimates[waiting] > 0
+    assert many.estimate_s("ttft") == few.estimate_s("ttft") > 0
+    assert many.estimate_s("tpot") > few.estimate_s("tpot")

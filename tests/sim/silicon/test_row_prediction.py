@@ -1,13 +1,15 @@
 # SPDX-License-Identifier: Apache-2.0
 import math
+from pathlib import Path
+from random import Random
 
 import msgspec
 import numpy as np
 import pytest
 
-from mooncake.sim.silicon.measured_rows import MeasuredRow
+from mooncake.sim.silicon.measured_rows import MeasuredRow, read_rows
 from mooncake.sim.silicon.row_prediction import RowPredictor, TimePredictor, group_errors
-from tests.sim.silicon.row_table import random_rows
+from tests.sim.silicon.row_table import fields_of, random_rows, write_rows
 
 
 @pytest.fixture(scope="module")
@@ -144,3 +146,21 @@ def test_rows_without_a_time_are_predicted_and_not_graded(
         found = group_errors([*others, *rows[310:340]], prediction, target)["all"]
         assert found.num_rows == num_rows and found.median < 0.2
     assert group_errors(others, predictor.predict(others)["ttft"], "ttft") == {}
+
+
+def test_loads_above_the_fitted_ones_do_not_explode(tmp_path: Path) -> None:
+    random, rows = Random(3), []
+    for number in range(150):
+        fields = fields_of(random, number)
+        del fields["id"]
+        # Each load has as many prefill workers as it needs, and no row says how many.
+        load, num_input = random.choice([1, 4, 16, 64, 8192, 65536]), random.choice([1024, 8192])
+        fields |= {"mode": "disagg", "isl": num_input, "osl": 16, "decode_num_workers": ""}
+        fields |= {"prefill_num_workers": "", "silicon_data_source": f"silicon_concurrency={load}"}
+        rows.append(fields | {"silicon_ttft_ms": 0.03 * num_input * random.lognormvariate(0, 0.02)})
+    found = read_rows(write_rows(tmp_path / "rows.csv", rows))
+    low, high = (
+        [row for row in found if (row.quantity("concurrency") < 100) is low] for low in (True, False)
+    )
+    errors = group_errors(high, RowPredictor(low).predict(high)["ttft"], "ttft")["all"]
+    assert errors.median < 1 and errors.p90 < 2
