@@ -124,9 +124,7 @@ class TraceFile:
             if self.row == 1:
                 line = line.removeprefix(codecs.BOM_UTF8)
             if self.row == 1 and line.lstrip()[:1] == b"[":
-                allowed = (
-                    f"one JSON object a line, not an array; make lines of it with jq -c '.[]' {self.path}"
-                )
+                allowed = f"one JSON object a line, not an array; jq -c '.[]' {self.path} makes lines of it"
                 self.refuse("file", line[:40], allowed)
             if len(line) > MAX_LINE_BYTES:
                 self.refuse("line", line[:40], f"at most {MAX_LINE_BYTES} bytes")
