@@ -6,10 +6,13 @@ from __future__ import annotations
 import dataclasses
 import functools
 import re
+import shutil
+import sys
+import tempfile
 import tomllib
 from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
-from typing import Annotated, Any, Literal, NamedTuple, get_args, get_type_hints
+from typing import IO, Annotated, Any, Literal, NamedTuple, get_args, get_type_hints
 
 import msgspec
 import typer
@@ -39,7 +42,9 @@ def _above_zero(speedup: float) -> float:
 TraceSpec = Annotated[
     str,
     typer.Argument(
-        metavar="TRACE", help="A trace file (.jsonl, .csv, .gz), or a generator: agentic:sessions=75,turns=30"
+        metavar="TRACE",
+        help="A trace file (.jsonl, .csv, .gz), - for standard input, or a generator: "
+        "agentic:sessions=75,turns=30",
     ),
 ]
 Format = Annotated[
@@ -100,6 +105,8 @@ class TraceRequests:
     rows: Trace | generators.Generator
     num_rows: int
     """Maximum number; 0: all of them."""
+    spooled: IO[bytes] | None = dataclasses.field(default=None, compare=False, repr=False)
+    """What a pipe gave, in a file that is deleted with this object: a pipe can be read once only."""
 
     def __iter__(self) -> Iterator[TraceRow]:
         rows: Iterable[TraceRow] = self.rows
@@ -149,19 +156,33 @@ def requests_of(spec: str, options: TraceOptions) -> TraceRequests:
     """``spec``: a file, or a generator such as ``agentic:sessions=75``. Raises InvalidArgument."""
     generator = generators.parse(spec)
     if generator is None:
-        if not Path(spec).is_file():
+        spooled = _spooled(spec)
+        if spooled is None and not Path(spec).is_file():
             kinds = ", ".join(f"{kind}:..." for kind in generators.KINDS)
-            raise InvalidArgument("TRACE", spec, f"a file that exists, or {kinds}")
-        rows = read_trace(spec, options)
+            allowed = f"a file that exists, a pipe, - for standard input, or {kinds}"
+            raise InvalidArgument("TRACE", spec, allowed)
+        rows = read_trace(spooled.name if spooled is not None else spec, options)
         next(iter(rows), None)  # what the first row shows is noted before a long run
         for note in rows.notes:
             typer.echo(f"note: {spec}: {note}", err=True)
-        return TraceRequests(Path(spec).name, rows, 0)
+        name = "standard input" if spec in ("-", "/dev/stdin") else Path(spec).name
+        return TraceRequests(name, rows, 0, spooled)
     for field in dataclasses.fields(TraceOptions):
         value = getattr(options, field.name)
         if field.name != "num_rows" and value != field.default:
             raise InvalidArgument(field.name, value, f"left out with a generator ({spec})")
     return TraceRequests(spec, generator, options.num_rows)
+
+
+def _spooled(spec: str) -> IO[bytes] | None:
+    """A copy of standard input (``-``) or of a pipe; None for other files."""
+    if spec != "-" and not Path(spec).is_fifo():
+        return None
+    copy = tempfile.NamedTemporaryFile(prefix="mooncake-trace-", suffix=".spooled")  # noqa: SIM115, kept open
+    with open(sys.stdin.fileno() if spec == "-" else spec, "rb", closefd=spec != "-") as source:
+        shutil.copyfileobj(source, copy)
+    copy.flush()
+    return copy
 
 
 def cluster_of(text: str, costs: str, changes: Sequence[str], block_tokens: int) -> ClusterSpec:

@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import json
+import os
 from pathlib import Path
 
 import pytest
@@ -115,6 +116,23 @@ def test_a_file_and_its_share(tmp_path: Path) -> None:
     requests = requests_of(str(file), TraceOptions())
     assert [one.num_input for one in requests] == [600] * 10
     assert requests.share(0) == 1.0
+
+
+def test_a_pipe_can_be_read_again_and_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    row = b'{"timestamp": 0, "input_length": 600, "output_length": 5, "hash_ids": [0, 1]}\n'
+    for is_standard_input in (False, True):
+        source, sink = os.pipe()
+        os.write(sink, row * 3)
+        os.close(sink)
+        with open(source) as pipe:
+            monkeypatch.setattr("sys.stdin", pipe)
+            requests = requests_of("-" if is_standard_input else f"/dev/fd/{source}", TraceOptions())
+        assert [len(list(requests)) for _ in range(2)] == [3, 3]
+    assert requests.name == "standard input" and requests.spooled is not None
+    copy = Path(requests.spooled.name)
+    assert copy.is_file()
+    requests.spooled.close()
+    assert not copy.exists()
 
 
 def test_how_a_file_is_read_is_noted(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
