@@ -30,6 +30,7 @@ from mooncake.cli.simulation.options import (
     BlockTokens,
     DivideLengths,
     Format,
+    MaxSilence,
     NumRows,
     SloTbt,
     SloTtft,
@@ -252,6 +253,7 @@ def replay_command(
     trace_format: Format = "auto",
     time_unit: TimeUnit = "auto",
     block_tokens: BlockTokens = 0,
+    max_silence_s: MaxSilence = 3600.0,
     slo_ttft_s: SloTtft = 30.0,
     slo_tbt_s: SloTbt = 0.1,
     sends_slo: Annotated[
@@ -302,6 +304,7 @@ def replay_command(
         format=trace_format,
         time_unit=time_unit,
         block_tokens=block_tokens,
+        max_silence_s=max_silence_s,
         num_rows=rows,
         divide_lengths=divide_lengths,
         is_spread=is_spread,

@@ -64,6 +64,15 @@ TimeUnit = Annotated[
     Literal["auto", "s", "ms", "us"],
     typer.Option("--time-unit", help="Unit of the trace file's times, where they are numbers."),
 ]
+MaxSilence = Annotated[
+    float,
+    typer.Option(
+        "--max-silence",
+        metavar="SECONDS",
+        min=0,
+        help="A longer time without a request in the trace file is refused; 0 allows any.",
+    ),
+]
 NumRows = Annotated[int, typer.Option("--rows", min=0, help="Number of rows to read; 0 is all.")]
 DivideLengths = Annotated[
     int, typer.Option("--divide-lengths", min=1, help="Factor by which prompts and answers are shorter.")

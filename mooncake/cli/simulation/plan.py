@@ -24,6 +24,7 @@ from mooncake.cli.simulation.options import (
     BlockTokens,
     Changes,
     Format,
+    MaxSilence,
     NumRows,
     SloTbt,
     SloTtft,
@@ -145,6 +146,7 @@ def plan_command(
     trace_format: Format = "auto",
     time_unit: TimeUnit = "auto",
     block_tokens: BlockTokens = 0,
+    max_silence_s: MaxSilence = 3600.0,
     ssd_tokens: Annotated[
         int, typer.Option("--ssd-tokens", min=0, help="Largest SSD per node to consider.")
     ] = 0,
@@ -182,6 +184,7 @@ def plan_command(
         format=trace_format,
         time_unit=time_unit,
         block_tokens=block_tokens,
+        max_silence_s=max_silence_s,
         num_rows=rows,
         is_spread=is_spread,
     )

@@ -23,6 +23,7 @@ from mooncake.cli.simulation.options import (
     Changes,
     DivideLengths,
     Format,
+    MaxSilence,
     NumRows,
     SloTbt,
     SloTtft,
@@ -71,6 +72,7 @@ def simulate_command(
     trace_format: Format = "auto",
     time_unit: TimeUnit = "auto",
     block_tokens: BlockTokens = 0,
+    max_silence_s: MaxSilence = 3600.0,
     divide_lengths: DivideLengths = 1,
     is_spread: Spread = False,
     json_file: Annotated[
@@ -93,6 +95,7 @@ def simulate_command(
         format=trace_format,
         time_unit=time_unit,
         block_tokens=block_tokens,
+        max_silence_s=max_silence_s,
         num_rows=rows,
         divide_lengths=divide_lengths,
         is_spread=is_spread,

@@ -672,7 +672,8 @@ class Trace:
                 lines.refuse(
                     "timestamp",
                     f"{row.timestamp_s - last_s:g} s after the row before",
-                    f"at most {most:g} s (max_silence_s; 0 allows any)",
+                    f"at most {most:g} s, since rows may be lost or the unit be another (--time-unit); "
+                    "--max-silence 0 allows any",
                 )
             last_s = row.timestamp_s
             yield row

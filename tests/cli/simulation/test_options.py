@@ -12,6 +12,7 @@ import pytest
 from mooncake.cli.simulation.options import cluster_of, offer_of, requests_of
 from mooncake.errors import InvalidArgument
 from mooncake.sim.traces.trace import TraceOptions
+from tests.cli.conftest import Run
 from tests.sim.silicon.row_table import random_rows
 
 COSTS = "llama3-70b-8xA800"
@@ -141,6 +142,26 @@ def test_how_a_file_is_read_is_noted(tmp_path: Path, capsys: pytest.CaptureFixtu
     file.write_text(json.dumps(row))
     assert len(list(requests_of(str(file), TraceOptions()))) == 1
     assert capsys.readouterr().err == f"note: {file}: fields that are not read: turn\n"
+
+
+def test_a_trace_is_read_as_options_say(mooncake: Run, tmp_path: Path) -> None:
+    row = '{"timestamp": %s, "input_length": 600, "output_length": 5, "hash_ids": [0, 1, 2]}\n'
+    trace, document = tmp_path / "trace.jsonl", tmp_path / "r.json"
+    trace.write_text(row % 0 + row % 9000)
+    words = ["simulate", str(trace), "--cluster", "1P1D", "--json", str(document)]
+    for option, value, hint in (
+        ("--block-tokens", "256", "3 ids"),
+        ("--time-unit", "s", ""),
+        ("--max-silence", "0", "9000 s after the row before"),
+    ):
+        done = mooncake(*words)
+        assert not hint or (done.returncode == 2 and hint in done.stderr and option in done.stderr), option
+        words += [option, value]
+    done = mooncake(*words)
+    assert done.returncode == 0, done.stderr
+    assert json.loads(document.read_text())["runs"][0]["summary"]["num_requests"] == 2
+    done = mooncake("plan", str(trace), *words[-6:-2], "--cluster", "1P1D")
+    assert done.returncode == 2 and "--max-silence 0 allows any" in done.stderr
 
 
 @pytest.mark.parametrize(
