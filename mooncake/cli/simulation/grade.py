@@ -37,6 +37,8 @@ GROUPS = ("model_path", "system", "backend", "mode")
 SAME = "same measurement"
 """Label of a row whose measurement the fit has, too, under another id: published tables overlap."""
 NUM_DRAWS = 400
+LONGEST_RUN_S = 86_400.0
+"""A run that took longer was most likely recorded in milliseconds or nanoseconds."""
 
 
 def grade_command(
@@ -144,6 +146,8 @@ def _grade_run(run: EngineRun, share: float, seed: int) -> tuple[dict[str, Any],
         "graded_were_fitted": has_blanks,
         "costs": msgspec.to_builtins(fit.costs),
         "limits": msgspec.to_builtins(fit.limits),
+        "default_limits": list(run.default_limits),
+        "span_s": run.span_s,
         "errors": {
             name: {
                 statistic: {"measured_s": one.measured, "predicted_s": one.predicted, "error": one.relative}
@@ -165,12 +169,26 @@ def _grade_run(run: EngineRun, share: float, seed: int) -> tuple[dict[str, Any],
     ]
     caption = (
         f"{is_graded.sum()} requests, {'which' if has_blanks else 'none of which'} the fit has seen; "
-        f"fitted on {is_known.sum()}. KV memory limit: {fit.limits.kv_tokens or 'none reached'}."
+        f"fitted on {is_known.sum()}. KV memory limit: {fit.limits.kv_tokens or 'none reached'}. "
+        f"{_limits_of(run)}"
     )
+    if has_blanks:
+        caption += f" Requests without times: {len(is_known) - len(numbers)}; --json predicts them."
+    if run.span_s > LONGEST_RUN_S:
+        caption += f" The run takes {run.span_s / 86_400:,.0f} days: are its times in seconds?"
     if run.num_left_out:
         caption += f" {run.num_left_out} requests of the file had no answer and are left out."
     headings = ("", "measured ms", "predicted ms", "error")
     return document, [PlainTable(run.name, headings, rows, caption)]
+
+
+def _limits_of(run: EngineRun) -> str:
+    """The limits by name, and which of them the run does not state."""
+    named = (
+        f"{name} {getattr(run.limits, name)}{' (default)' if name in run.default_limits else ''}"
+        for name in ("max_num_seqs", "max_num_batched_tokens")
+    )
+    return f"Limits: {', '.join(named)}."
 
 
 def _requests_of(run: EngineRun, predicted: EngineTimes, is_known: Any) -> list[dict[str, Any]]:

@@ -11,6 +11,10 @@ steps themselves are not in such recordings. Knows nothing of clusters or caches
 
 from __future__ import annotations
 
+import gzip
+import json
+import math
+import zlib
 from collections import deque
 from collections.abc import Callable
 from pathlib import Path
@@ -94,22 +98,35 @@ class EngineRun(msgspec.Struct, frozen=True):
 
     num_left_out: int = 0
     "Requests of the file without an answer: refused or aborted."
+    default_limits: tuple[str, ...] = ()
+    "Limits that the run does not state: the engine's own defaults stand for them."
+
+    @property
+    def span_s(self) -> float:
+        """From the first arrival to the last known time."""
+        times = (self.load.queued_s, self.measured.first_token_s, self.measured.last_token_s)
+        return float(np.nanmax(np.concatenate(times)))
 
     @classmethod
     def read(cls, folder: Path) -> Self:
         """Raises InvalidArgument: a file is missing, or not of this form; it names the line and the field."""
-        place = folder if (folder / "requests.jsonl").is_file() else folder / "vllm"
-        lines = _text(folder, place / "requests.jsonl").splitlines()
-        found = [_row(folder, number, line) for number, line in enumerate(lines, 1) if line.strip()]
-        rows = sorted((row for row in found if row.output_toks), key=lambda row: row.queued_ts)
+        files = [place / name for place in (folder, folder / "vllm") for name in REQUESTS_NAMES]
+        file = next((file for file in files if file.is_file()), files[0])
+        lines = _text(folder, file).splitlines()
+        found = [(number, _row(folder, number, line)) for number, line in enumerate(lines, 1) if line.strip()]
+        # One clock for all: where a request has no queued_ts, arrival_time is every request's arrival.
+        has_queued = all(row.queued_ts is not None for _, row in found)
+        for number, row in found:
+            _check_times(folder, number, row, "queued_ts" if has_queued else "arrival_time")
+        rows = sorted((row for _, row in found if row.output_toks), key=lambda row: row.arrived_at)
         if not rows:
             raise InvalidArgument("RUN_DIR", str(folder), "a run with requests that were answered")
-        meta = _meta(folder, place / "meta.json")
-        start = rows[0].queued_ts
+        meta = _meta(folder, file.parent)
+        start = rows[0].arrived_at
         first, last = ([getattr(row, name) for row in rows] for name in ("first_token_ts", "last_token_ts"))
         load = EngineLoad(
             [str(row.request_id) for row in rows],
-            np.array([row.queued_ts - start for row in rows]),
+            np.array([row.arrived_at - start for row in rows]),
             np.array([row.input_toks for row in rows]),
             np.array([row.output_toks for row in rows]),
         )
@@ -117,20 +134,26 @@ class EngineRun(msgspec.Struct, frozen=True):
             np.array([np.nan if at is None else at - start for at in column]) for column in (first, last)
         ]
         name = meta.model or folder.name
-        return cls(name, load, EngineTimes(*times), _limits(meta), len(found) - len(rows))
+        limits, defaults = _limits(meta)
+        return cls(name, load, EngineTimes(*times), limits, len(found) - len(rows), defaults)
 
+
+REQUESTS_NAMES = ("requests.jsonl", "requests.jsonl.gz")
 
 Tokens = Annotated[int, Meta(ge=0, le=100_000_000)]
 Limit = Annotated[int, Meta(ge=1, le=1_000_000_000)]
 
 
 class _Row(msgspec.Struct):
-    request_id: str | int
     input_toks: Annotated[int, Meta(ge=1, le=100_000_000)]
     output_toks: Tokens
-    queued_ts: float
+    request_id: str | int | None = None
+    queued_ts: float | None = None
+    arrival_time: float | None = None
     first_token_ts: float | None = None
     last_token_ts: float | None = None
+    arrived_at: float = 0.0
+    "One of the two arrivals."
 
 
 class _Arguments(msgspec.Struct):
@@ -144,54 +167,83 @@ class _Arguments(msgspec.Struct):
 class _Meta(msgspec.Struct):
     model: str | None = None
     engine_kwargs: _Arguments | None = None
+    engine_args: _Arguments | None = None
 
 
 def _text(folder: Path, file: Path) -> str:
     try:
-        return file.read_text()
-    except (OSError, UnicodeDecodeError) as error:
-        reason = error.strerror if isinstance(error, OSError) else error
+        content = file.read_bytes()
+        return (gzip.decompress(content) if content[:2] == b"\x1f\x8b" else content).decode("utf-8-sig")
+    except (OSError, EOFError, zlib.error, UnicodeDecodeError) as error:
+        reason = (error.strerror if isinstance(error, OSError) else None) or error
         allowed = f"a folder with requests.jsonl and meta.json of a run ({file.name}: {reason})"
         raise InvalidArgument("RUN_DIR", str(folder), allowed) from error
 
 
 def _row(folder: Path, number: int, line: str) -> _Row:
+    """A line's request; without an id, the line's number is its id."""
     try:
-        row = msgspec.json.decode(line, type=_Row)
-    except msgspec.MsgspecError as error:
+        try:
+            row = msgspec.json.decode(line, type=_Row, strict=False)
+        except msgspec.DecodeError:
+            # Python's own writer of JSON writes NaN, which JSON does not have.
+            row = msgspec.convert(json.loads(line), _Row, strict=False)
+    except (msgspec.MsgspecError, ValueError) as error:
         raise _damaged(folder, f"requests.jsonl, line {number}", str(error)) from error
-    first, last = row.first_token_ts, row.last_token_ts
-    for name, at, earliest in (("first_token_ts", first, row.queued_ts), ("last_token_ts", last, first)):
-        if at is not None and earliest is not None and at < earliest:
-            problem = f"{name} {at} is before {earliest}"
-            raise _damaged(folder, f"requests.jsonl, line {number}", problem)
+    row.request_id = number if row.request_id is None else row.request_id
     return row
 
 
-def _meta(folder: Path, file: Path) -> _Meta:
-    """Without the file, every limit is the engine's default."""
-    if not file.is_file():
+def _check_times(folder: Path, number: int, row: _Row, arrival: str) -> None:
+    """Set the request's arrival, and check its times against it; a time of NaN, 0 or less is unknown."""
+
+    def damaged(problem: str) -> InvalidArgument:
+        return _damaged(folder, f"requests.jsonl, line {number}", problem)
+
+    arrived_at: float | None = getattr(row, arrival)
+    if arrived_at is None or not math.isfinite(arrived_at):
+        raise damaged(f"{arrival} is {arrived_at}, not a time")
+    earliest = row.arrived_at = arrived_at
+    for name in ("first_token_ts", "last_token_ts"):
+        at: float | None = getattr(row, name)
+        if at is None or not at > 0:
+            setattr(row, name, None)
+            continue
+        if at < earliest or at == math.inf:
+            raise damaged(f"{name} {at} is before {earliest}" if at < earliest else f"{name} is {at}")
+        if at == arrived_at:
+            raise damaged(f"{name} {at} is {arrival}, but no token takes no time")
+        earliest = at
+
+
+def _meta(folder: Path, place: Path) -> _Meta:
+    """The file beside the requests, or one level above ``vllm/``; without it, every limit is a default."""
+    places = [place, place.parent] if place.name == "vllm" else [place, place / "vllm"]
+    file = next((one / "meta.json" for one in places if (one / "meta.json").is_file()), None)
+    if file is None:
         return _Meta()
     try:
-        return msgspec.json.decode(_text(folder, file), type=_Meta)
+        return msgspec.json.decode(_text(folder, file), type=_Meta, strict=False)
     except msgspec.MsgspecError as error:
         raise _damaged(folder, "meta.json", str(error)) from error
 
 
 def _damaged(folder: Path, place: str, problem: str) -> InvalidArgument:
-    problem = problem[:1].lower() + problem[1:].replace("`$.", "`")
+    problem = (problem if problem[:4] == "JSON" else problem[:1].lower() + problem[1:]).replace("`$.", "`")
     return InvalidArgument("RUN_DIR", str(folder), f"a run that can be read: {place}: {problem}")
 
 
-def _limits(meta: _Meta) -> EngineLimits:
-    """Where the run names no limit, the engine's own default stands."""
-    arguments, default = meta.engine_kwargs or _Arguments(), EngineLimits()
-    return EngineLimits(
+def _limits(meta: _Meta) -> tuple[EngineLimits, tuple[str, ...]]:
+    """Limits, and names of those that the run does not state: the engine's own defaults stand for them."""
+    arguments, default = meta.engine_kwargs or meta.engine_args or _Arguments(), EngineLimits()
+    limits = EngineLimits(
         arguments.max_num_seqs or default.max_num_seqs,
         arguments.max_num_batched_tokens or default.max_num_batched_tokens,
         0,
         arguments.data_parallel_size or 1,
     )
+    names = ("max_num_seqs", "max_num_batched_tokens")
+    return limits, tuple(name for name in names if getattr(arguments, name) is None)
 
 
 # --- the engine

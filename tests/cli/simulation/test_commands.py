@@ -199,7 +199,19 @@ def test_grade_of_a_run_and_of_rows(mooncake: Run, tmp_path: Path) -> None:
     found = json.loads(done.stdout)
     assert (found["num_fitted"], found["num_graded"], len(found["requests"])) == (20, 20, 40)
     assert abs(found["errors"]["tpot"]["mean"]["error"]) < 0.03
-    assert "TTFT mean" in mooncake("grade", str(tmp_path)).stdout
+    assert (found["default_limits"], found["span_s"] < 60) == (["max_num_batched_tokens"], True)
+    shown = " ".join(mooncake("grade", str(tmp_path)).stdout.split())
+    assert "TTFT mean" in shown and "days" not in shown
+    assert "Limits: max_num_seqs 1, max_num_batched_tokens 8192 (default)." in shown
+    in_ns = [
+        {name: value * 10**9 if name.endswith("_ts") else value for name, value in json.loads(line).items()}
+        for line in requests
+    ]
+    in_ns[7]["first_token_ts"] = in_ns[7]["last_token_ts"] = None
+    (tmp_path / "requests.jsonl").write_text("\n".join(map(json.dumps, in_ns)))
+    shown = " ".join(mooncake("grade", str(tmp_path)).stdout.split())
+    assert "days: are its times in seconds?" in shown
+    assert "Requests without times: 1; --json predicts them." in shown
 
     rows = tmp_path / "rows.csv"
     heading = "id,backend,model_path,system,mode,isl,osl,batch_size,tp_size,silicon_ttft_ms,silicon_tpot_ms\n"

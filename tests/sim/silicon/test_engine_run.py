@@ -1,4 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
+import gzip
 import json
 from pathlib import Path
 from random import Random
@@ -168,7 +169,14 @@ ROW = {"request_id": "a", "input_toks": 5, "output_toks": 3, "queued_ts": 1.0}
         ("not json", "requests.jsonl, line 1: "),
         (json.dumps(ROW) + '\n\n{"request_id": "a"}', "requests.jsonl, line 3: .*input_toks"),
         (json.dumps({**ROW, "input_toks": 0}), "line 1: .*input_toks"),
-        (json.dumps({**ROW, "output_toks": "3"}), "line 1: .*output_toks"),
+        (json.dumps({**ROW, "output_toks": "many"}), "line 1: .*output_toks"),
+        (json.dumps({**ROW, "output_toks": 2.5}), "line 1: .*output_toks"),
+        ("[1", "line 1: (?!jSON)"),
+        (json.dumps({**ROW, "queued_ts": None}), "line 1: arrival_time is None"),
+        (json.dumps({**ROW, "queued_ts": float("nan")}), "line 1: queued_ts is nan"),
+        (json.dumps({**ROW, "last_token_ts": float("inf")}), "line 1: last_token_ts is inf"),
+        (json.dumps({**ROW, "first_token_ts": 1.0}), "first_token_ts 1.0 is queued_ts, but no token"),
+        (json.dumps({**ROW, "last_token_ts": 1.0}), "last_token_ts 1.0 is queued_ts, but no token"),
         (json.dumps({**ROW, "output_toks": 10**12}), "line 1: .*output_toks"),
         (json.dumps({**ROW, "first_token_ts": 0.5}), "line 1: first_token_ts 0.5 is before 1.0"),
         (json.dumps({**ROW, "first_token_ts": 3, "last_token_ts": 2}), "last_token_ts 2.0 is before 3.0"),
@@ -212,6 +220,47 @@ def test_a_run_without_meta_has_the_engines_defaults(tmp_path: Path) -> None:
     assert run.limits == EngineLimits()
     (tmp_path / "vllm" / "meta.json").write_text('{"engine_kwargs": null}')
     assert EngineRun.read(tmp_path).limits == EngineLimits()
+
+
+def test_a_message_about_json_says_json(tmp_path: Path) -> None:
+    (tmp_path / "requests.jsonl").write_text(json.dumps(ROW))
+    (tmp_path / "meta.json").write_text('{"model": x}')
+    with pytest.raises(InvalidArgument, match=r"meta\.json: JSON is malformed"):
+        EngineRun.read(tmp_path)
+
+
+def test_limits_are_found_beside_the_requests_or_above_and_the_missing_are_named(tmp_path: Path) -> None:
+    place = tmp_path / "vllm"
+    place.mkdir()
+    (place / "requests.jsonl").write_text(json.dumps(ROW))
+    assert EngineRun.read(tmp_path).default_limits == ("max_num_seqs", "max_num_batched_tokens")
+    (tmp_path / "meta.json").write_text('{"engine_args": {"max_num_seqs": "128"}}')
+    for folder in (tmp_path, place):
+        run = EngineRun.read(folder)
+        assert (run.limits.max_num_seqs, run.default_limits) == (128, ("max_num_batched_tokens",))
+    place.joinpath("meta.json").write_text(
+        '{"engine_kwargs": {"max_num_seqs": 9, "max_num_batched_tokens": 64}}'
+    )
+    run = EngineRun.read(tmp_path)
+    assert (run.limits, run.default_limits) == (EngineLimits(9, 64), ())
+
+
+def test_harmless_differences_are_read(tmp_path: Path) -> None:
+    rows: list[dict[str, object]] = [
+        {"input_toks": 5.0, "output_toks": "3", "arrival_time": 100.0, "first_token_ts": 101.0},
+        {"input_toks": 5, "output_toks": 3, "arrival_time": 102.5, "queued_ts": 7.0, "last_token_ts": -1},
+        {"input_toks": 5, "output_toks": 3, "arrival_time": 103, "first_token_ts": float("nan")},
+        {"input_toks": 5, "output_toks": 3, "arrival_time": 104, "first_token_ts": 0, "last_token_ts": 106},
+    ]
+    text = "\ufeff" + "\n".join(json.dumps(row) for row in rows)
+    (tmp_path / "requests.jsonl.gz").write_bytes(gzip.compress(text.encode()))
+    run = EngineRun.read(tmp_path)
+    assert run.load.ids == ["1", "2", "3", "4"]
+    assert run.load.num_input.tolist() == [5] * 4
+    assert run.load.queued_s.tolist() == [0.0, 2.5, 3.0, 4.0]
+    assert np.isnan(run.measured.first_token_s).tolist() == [False, True, True, True]
+    assert np.isnan(run.measured.last_token_s).tolist() == [True, True, True, False]
+    assert run.span_s == 6.0
 
 
 def test_times_that_are_graded_are_not_fitted() -> None:
