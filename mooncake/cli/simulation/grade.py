@@ -24,9 +24,9 @@ from mooncake.errors import InvalidArgument
 from mooncake.sim.silicon.engine_run import EngineRun, EngineTimes, fit_engine, graded, simulate_engines
 from mooncake.sim.silicon.measured_rows import (
     ASSUMED_CONCURRENCY,
+    MOST_ROWS,
     TARGETS,
     MeasuredRow,
-    read_rows,
     read_table,
 )
 from mooncake.sim.silicon.mode_choice import ModeChoice, mode_choices
@@ -104,20 +104,28 @@ class _Halves(NamedTuple):
     tested: list[MeasuredRow]
     "Rows to predict, with or without measured times."
     num_left_out: int
-    "Rows of the file to fit on that lack a time and are not predicted."
+    "Rows of the file to fit on that are neither fitted on nor predicted: they lack a time, or are too many."
 
 
 def _halves(fit_on: Path, test_on: Path | None, seed: int) -> _Halves:
-    """A random half each where one file is given; its rows that lack a time are predicted, too."""
-    rows = list(read_rows(fit_on))
-    unmeasured = read_table(fit_on).unmeasured
+    """A random half each where one file is given; its rows that lack a time are predicted, too. Of more than
+    ``MOST_ROWS`` to fit on, a random part is taken."""
+    table = read_table(fit_on, "--fit-on")
+    rows, random = list(table.rows), Random(seed)
     if test_on is not None:
-        table = read_table(test_on)
-        return _Halves(rows, [*table.rows, *table.unmeasured], len(unmeasured))
-    if len(rows) < 2:
-        raise InvalidArgument("--fit-on", str(fit_on), "at least 2 rows, or used with --test-on")
-    Random(seed).shuffle(rows)
-    return _Halves(rows[: len(rows) // 2], [*rows[len(rows) // 2 :], *unmeasured], 0)
+        if not rows:
+            raise InvalidArgument("--fit-on", str(fit_on), "at least one row with both times")
+        tested = [one for part in read_table(test_on, "--test-on") for one in part]
+    elif len(rows) < 2:
+        allowed = "at least 2 rows with both times, or used with --test-on"
+        raise InvalidArgument("--fit-on", str(fit_on), allowed)
+    else:
+        random.shuffle(rows)
+        tested = [*rows[len(rows) // 2 :], *table.unmeasured]
+        rows = rows[: len(rows) // 2]
+    fitted = rows if len(rows) <= MOST_ROWS else random.sample(rows, MOST_ROWS)
+    num_unmeasured = len(table.unmeasured) if test_on is not None else 0
+    return _Halves(fitted, tested, num_unmeasured + len(rows) - len(fitted))
 
 
 # --- a run
@@ -264,7 +272,7 @@ def _notes(halves: _Halves) -> list[str]:
     """What the rows lack, so that they or their predictions say less."""
     notes = []
     if halves.num_left_out:
-        notes.append(f"{halves.num_left_out} rows of --fit-on lack a time and are left out.")
+        notes.append(f"{halves.num_left_out} rows of --fit-on lack a time or are too many: left out.")
     if lacking := sum(not row.has_both_times for row in halves.tested):
         which = f"{lacking} of {len(halves.tested)} predicted rows"
         notes.append(f"{which} lack a measured time: that time is not graded, --json has its prediction.")
@@ -272,6 +280,12 @@ def _notes(halves: _Halves) -> list[str]:
         if lacking := sum(not row.has_concurrency for row in some):
             which = f"{lacking} of {len(some)} {verb} rows"
             notes.append(f"{which} state no concurrency: {ASSUMED_CONCURRENCY:g} is assumed.")
+        if lacking := sum(not row.has_worker_counts and not row.is_disaggregated for row in some):
+            which = f"{lacking} of {len(some)} {verb} rows"
+            notes.append(f"{which} are aggregated and state no number of cards: one is assumed.")
+        if lacking := sum(not row.has_facts for row in some):
+            which = f"{lacking} of {len(some)} {verb} rows"
+            notes.append(f"{which} have a card or a model of which no facts are known: intervals are wide.")
     return notes
 
 

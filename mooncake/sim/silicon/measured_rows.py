@@ -17,7 +17,7 @@ import re
 import zlib
 from collections.abc import Sequence
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import msgspec
 import numpy as np
@@ -66,7 +66,7 @@ ESTIMATES = (
 """Physical quantities of a row; unknown where its card or its model is in no table."""
 TARGETS = ("ttft", "tpot")
 MOST_ROWS = 8_000
-"""A prediction needs memory with the square of the rows, and time with the cube."""
+"""Rows to fit on: a fit needs memory with the square of them, and time with the cube."""
 ASSUMED_CONCURRENCY = 32.0
 """Of rows that state none: the median of published rows."""
 _MODES = {
@@ -81,6 +81,8 @@ _ENGINES = {"tensorrtllm": "trtllm", "trtllm": "trtllm", "vllm": "vllm", "sglang
 _PRECISIONS = ("fp4", "fp8", "int4", "int8", "bf16", "fp16")
 _MOST = 1e9
 """Nothing that a row counts is more: such a number is damage."""
+_MOST_REQUESTS = 1e6
+"""The same of requests at once."""
 
 
 class MeasuredRow(msgspec.Struct, frozen=True):
@@ -103,6 +105,11 @@ class MeasuredRow(msgspec.Struct, frozen=True):
 
     def quantity(self, column: str) -> float:
         return self.quantities[QUANTITIES.index(column)]
+
+    @property
+    def has_facts(self) -> bool:
+        """Whether its card and its model are in the tables of physical facts."""
+        return not math.isnan(self.estimates[0])
 
     @property
     def has_both_times(self) -> bool:
@@ -174,58 +181,92 @@ def precision_name(precision: str) -> str:
     return next((one for one in _PRECISIONS if one in text), text)
 
 
-def read_table(path: Path) -> MeasuredTable:
-    """Rows of a CSV file, which may be compressed with gzip.
+def read_table(path: Path, origin: str = "rows") -> MeasuredTable:
+    """Rows of a CSV file, which may be compressed with gzip; semicolons or tabs may separate its cells.
+
+    Errors name ``origin``, the option that gave the path.
 
     Raises:
-        InvalidArgument: it is no such file, a row of it is damaged, or it has no rows or too many.
+        InvalidArgument: it is no such file, a row of it is damaged, or it has no rows.
     """
     try:
         content = path.read_bytes()
         text = (gzip.decompress(content) if content[:2] == b"\x1f\x8b" else content).decode("utf-8-sig")
-        reader = csv.DictReader(io.StringIO(text), restkey="")
-        fields = list(reader)
+        delimiter = max(",;\t", key=next(iter(text.splitlines()), "").count)
+        file = io.StringIO(text, newline=None)  # any of the three ends of a line
+        reader = csv.DictReader(file, delimiter=delimiter, skipinitialspace=True)
+        columns = [one.strip().lower() for one in reader.fieldnames or ()]
+        columns = [name if (name := _COLUMNS.get(one, one)) not in columns else one for one in columns]
+        reader.fieldnames = columns
+        rows = [(reader.line_num, fields) for fields in reader if any(map(fields.get, columns))]
     except (OSError, EOFError, zlib.error, ValueError, csv.Error) as error:
-        raise _refused(path, f"a CSV file of measured TTFT and TPOT ({error})") from error
-    missing = [one for one in _REQUIRED if one not in (reader.fieldnames or ())]
+        raise InvalidArgument(origin, str(path), f"a CSV file of measured TTFT and TPOT ({error})") from error
+    missing = [one for one in _REQUIRED if one not in columns]
     if missing:
-        raise _refused(path, f"a CSV file with the column {missing[0]} (and {', '.join(_REQUIRED)})")
-    if not 0 < len(fields) <= MOST_ROWS:
-        raise _refused(path, f"1 to {MOST_ROWS} rows, not {len(fields)}")
-    rows = [_row(_Cells(path, number, one)) for number, one in enumerate(fields, 1)]
+        allowed = f"a CSV file with the column {missing[0]} (and {', '.join(_REQUIRED)})"
+        raise InvalidArgument(origin, str(path), allowed)
+    if not rows:
+        raise InvalidArgument(origin, str(path), "a file with at least one row")
+    found = [
+        _row(_Cells(_Place(origin, path, line, number), fields))
+        for number, (line, fields) in enumerate(rows, 1)
+    ]
     return MeasuredTable(
-        [row for row in rows if row.has_both_times], [row for row in rows if not row.has_both_times]
+        [row for row in found if row.has_both_times], [row for row in found if not row.has_both_times]
     )
 
 
-def read_rows(path: Path) -> list[MeasuredRow]:
+def read_rows(path: Path, origin: str = "rows") -> list[MeasuredRow]:
     """Those with both times, which can be fitted on.
 
     Raises:
-        InvalidArgument: as ``read_table``, or it has none.
+        InvalidArgument: as ``read_table``, or it has none or too many.
     """
-    table = read_table(path)
+    table = read_table(path, origin)
     if not table.rows:
-        raise _refused(path, f"at least one row with both times, not {len(table.unmeasured)} without")
+        allowed = f"a file with at least one row with both times, not {len(table.unmeasured)} without"
+        raise InvalidArgument(origin, str(path), allowed)
+    if len(table.rows) > MOST_ROWS:
+        allowed = f"a file with 1 to {MOST_ROWS} rows, not {len(table.rows)}"
+        raise InvalidArgument(origin, str(path), allowed)
     return table.rows
 
 
 _REQUIRED = ("model_path", "system", "mode", "isl", "osl", "silicon_ttft_ms", "silicon_tpot_ms")
-_CONCURRENCY = re.compile(r"silicon_concurrency=(\d{1,9})(?!\d)|(?:^|_)c(\d{1,9})(?:_|$)")
+_COLUMNS = {
+    "ttft_ms": "silicon_ttft_ms",
+    "tpot_ms": "silicon_tpot_ms",
+    "silicon_concurrency": "concurrency",
+    "model": "model_path",
+    "engine": "backend",
+}
+"""Other names of columns."""
+_BLANK = ("", "nan", "none", "null", "n/a", "na", "-")
+"""Cells without a value."""
+_CONCURRENCY = re.compile(r"silicon_concurrency=(\d+(?:\.\d+)?)|(?:^|_)c(\d{1,6})(?:_|$)")
 """As a row's source or its id states it."""
 
 
-def _refused(path: Path, allowed: str) -> InvalidArgument:
-    return InvalidArgument("rows", str(path), allowed)
+class _Place(NamedTuple):
+    """Where a row stands."""
+
+    origin: str
+    path: Path
+    line: int
+    "As editors count it."
+    number: int
+
+    def __str__(self) -> str:
+        return f"line {self.line}, row {self.number}"
 
 
 class _Cells:
     """The cells of one row, with refusals that name it and the column."""
 
-    def __init__(self, path: Path, number: int, fields: dict[str, str | None]) -> None:
-        self._path, self._number, self._fields = path, number, fields
-        if "" in fields:
-            raise self._damaged("", "no cell behind the last column")
+    def __init__(self, place: _Place, fields: dict[str | None, Any]) -> None:
+        self._place, self._fields = place, fields
+        if any(one.strip() for one in fields.get(None) or ()):
+            raise self._refused(f"readable: {place} has cells behind the last column")
 
     def text(self, column: str) -> str:
         return (self._fields.get(column) or "").strip()
@@ -233,36 +274,36 @@ class _Cells:
     def name(self, column: str) -> str:
         value = self.text(column)
         if not value:
-            raise self._damaged(column, "a name")
+            raise self.damaged(column, "a name")
         return value
 
     def mode(self) -> str:
         value = _MODES.get(self.text("mode").lower())
         if value is None:
-            raise self._damaged("mode", "agg or disagg")
+            raise self.damaged("mode", "agg or disagg")
         return value
 
     def time_s(self, column: str) -> float:
         """NaN: not measured, as 0 is."""
         text = self.text(column)
-        if text.lower() in ("", "nan", "none", "null", "inf", "n/a", "na", "-"):
+        if text.lower() in (*_BLANK, "inf"):
             return math.nan
         return self._number_of(column, text) / 1000 or math.nan
 
     def count(self, column: str, default: float = 1.0) -> float:
         """An absent number, and 0, are the default."""
         text = self.text(column)
-        return (self._number_of(column, text) if text else 0.0) or default
+        return (0.0 if text.lower() in _BLANK else self._number_of(column, text)) or default
 
     def length(self, column: str) -> float:
         value = self.count(column, 0.0)
         if not value:
-            raise self._damaged(column, "a number of tokens of at least 1")
+            raise self.damaged(column, "a number of tokens of at least 1")
         return value
 
     @property
     def id(self) -> str:
-        return self.text("id") or f"row {self._number}"
+        return self.text("id") or f"row {self._place.number}"
 
     def _number_of(self, column: str, text: str) -> float:
         try:
@@ -270,13 +311,15 @@ class _Cells:
         except ValueError:
             value = math.nan
         if not 0 <= value <= _MOST:
-            raise self._damaged(column, f"a number from 0 to {_MOST:,.0f}")
+            raise self.damaged(column, f"a number from 0 to {_MOST:,.0f}")
         return value
 
-    def _damaged(self, column: str, allowed: str) -> InvalidArgument:
-        value = self._fields.get(column)
-        place = f"row {self._number}, column {column or 'behind the last'}"
-        return InvalidArgument("rows", str(self._path), f"readable: {place}: {value!r} is not {allowed}")
+    def damaged(self, column: str, allowed: str, text: str | None = None) -> InvalidArgument:
+        value = self.text(column) if text is None else text
+        return self._refused(f"readable: {self._place}, column {column}: {value!r} is not {allowed}")
+
+    def _refused(self, allowed: str) -> InvalidArgument:
+        return InvalidArgument(self._place.origin, str(self._place.path), allowed)
 
 
 class _Side(NamedTuple):
@@ -293,7 +336,10 @@ def _side(cells: _Cells, prefix: str) -> _Side:
     tensor, attention, expert, expert_tensor = parallelism
     # Tables differ: some give all cards as tensor parallel, others the parts of attention and of the experts.
     num_gpus = max(tensor * attention, expert * expert_tensor) * cells.count(f"{prefix}pp_size")
-    num_workers = cells.count(f"{prefix}num_workers", 0.0) if prefix else 1.0
+    if prefix:
+        num_workers = cells.count(f"{prefix}num_workers", 0.0)
+    else:  # one, of as many cards as its parallelism says
+        num_workers = float(any(cells.count(f"{one}_size", 0.0) for one in PARALLELISM))
     return _Side(parallelism, num_gpus, num_workers or 1.0, num_workers > 0)
 
 
@@ -318,6 +364,8 @@ def _row(cells: _Cells) -> MeasuredRow:
     )
     source = cells.text("silicon_data_source")
     stated = _concurrency(cells, source, mode == "disagg")
+    if stated > _MOST_REQUESTS:
+        raise cells.damaged("concurrency", f"a number from 0 to {_MOST_REQUESTS:,.0f}", f"{stated:.12g}")
     concurrency = stated or ASSUMED_CONCURRENCY
     num_input, num_output = cells.length("isl"), cells.length("osl")
     quantities = (

@@ -94,7 +94,7 @@ class RowCosts(msgspec.Struct, frozen=True):
 
     def costs(self) -> NodeCosts:
         """Raises InvalidArgument: no such file, or neither rows nor physical facts of the model and card."""
-        rows = read_rows(Path(self.file))
+        rows = read_rows(Path(self.file), "--costs")
         model, card = model_facts(self.model), card_facts(self.system)
         if model is None or card is None:
             allowed = f"a {'model' if model is None else 'card'} whose size and memory are known"

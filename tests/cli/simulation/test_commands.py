@@ -10,6 +10,7 @@ from pathlib import Path
 
 import pytest
 
+from mooncake.cli.simulation import grade
 from mooncake.cli.simulation.plan import read_prices
 from tests.cli.conftest import Run
 from tests.sim.silicon.row_table import random_rows, write_rows
@@ -225,10 +226,14 @@ def test_grade_of_a_run_and_of_rows(mooncake: Run, tmp_path: Path) -> None:
     unseen.write_text(rows.read_text().replace(",m,s,", ",other,card,"))
     found = json.loads(mooncake("grade", "--fit-on", str(rows), "--test-on", str(unseen), "--json").stdout)
     one = found["rows"][0]
+    assert "60 of 60 fitted rows have a card or a model of which no facts are known" in " ".join(
+        found["notes"]
+    )
     assert one["standing"] == "new model and card" and one["ttft_high_s"] > 10 * one["ttft_low_s"]
     rows.write_text(heading + lines[0] + "x,e,m,s,agg,1024,64,8,1,slow,5\n")
     refused = mooncake("grade", "--fit-on", str(rows))
     assert refused.returncode == 2 and "row 2, column silicon_ttft_ms" in refused.stderr
+    assert "--fit-on is " in refused.stderr and "line 3" in refused.stderr
     rows.write_text(heading + "".join(lines))
     assert "60" in mooncake("grade", "--fit-on", str(rows), "--test-on", str(rows)).stdout
     refused = mooncake("grade", "--test-on", str(rows))
@@ -273,3 +278,13 @@ def test_rows_without_times_are_predicted(mooncake: Run, tmp_path: Path) -> None
     assert json.loads(mooncake(*words, "--json").stdout)["num_left_out"] == 1
     found = json.loads(mooncake(*words[:3], "--json").stdout)
     assert (found["num_fitted"], found["num_predicted"], found["num_left_out"]) == (19, 21, 0)
+
+
+def test_of_too_many_rows_a_part_is_fitted(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    random_rows(tmp_path / "rows.csv", 40)
+    monkeypatch.setattr(grade, "MOST_ROWS", 15)
+    halves = grade._halves(tmp_path / "rows.csv", tmp_path / "rows.csv", 3)
+    assert (len(halves.rows), len(halves.tested), halves.num_left_out) == (15, 40, 25)
+    halves = grade._halves(tmp_path / "rows.csv", None, 3)
+    assert (len(halves.rows), len(halves.tested), halves.num_left_out) == (15, 20, 5)
+    assert len({row.id for row in (*halves.rows, *halves.tested)}) == 35

@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 import gzip
 import math
+from collections.abc import Callable
 from pathlib import Path
 from random import Random
 
@@ -75,7 +76,8 @@ def test_one_architecture_has_one_name(tmp_path: Path) -> None:
         ({"osl": "nan"}, "row 2, column osl: 'nan'"),
         ({"tp_size": "1e300", "mode": "agg"}, "row 2, column tp_size: '1e300'"),
         ({"mode": "both"}, "row 2, column mode: 'both' is not agg or disagg"),
-        ({"model_path": ""}, "row 2, column model_path"),
+        ({"model_path": ""}, "line 3, row 2, column model_path"),
+        ({"silicon_data_source": "silicon_concurrency=999999999"}, "row 2, column concurrency: '999999999'"),
     ],
 )
 def test_a_damaged_row_is_named_with_its_column(
@@ -92,8 +94,8 @@ def test_unusable_files_are_refused(tmp_path: Path) -> None:
     for text, message in {
         "": "column model_path",
         header.replace("silicon_ttft_ms", "ttft"): "column silicon_ttft_ms",
-        header: "1 to",
-        f"{header}\n{row},more": "row 1, column behind the last",
+        header: "at least one row",
+        f"{header}\n\n{row},more": "line 3, row 1 has cells behind the last column",
         header + f"\n{row}" * (MOST_ROWS + 1): f"not {MOST_ROWS + 1}",
     }.items():
         path.write_text(text)
@@ -178,3 +180,46 @@ def test_a_disaggregated_prompt_is_estimated_without_the_wait_for_unstated_worke
     assert many.estimates[waiting] > 100 * few.estimates[waiting] > 0
     assert many.estimate_s("ttft") == few.estimate_s("ttft") > 0
     assert many.estimate_s("tpot") > few.estimate_s("tpot")
+
+
+@pytest.mark.parametrize(
+    "form",
+    [
+        lambda text: text.partition("\n")[0].upper() + "\n" + text.partition("\n")[2],
+        lambda text: text.replace(",", ", "),
+        lambda text: text.replace(";", ":").replace(",", ";"),
+        lambda text: text.replace(",", "\t"),
+        lambda text: text.replace("\n", "\r"),
+        lambda text: text.replace("\n", ",,\n").replace(",,\n", "\n", 1),
+        lambda text: text.replace("silicon_ttft_ms", "ttft_ms").replace("silicon_tpot_ms", "tpot_ms"),
+        lambda text: text.replace(",agg,", ",Aggregated,").replace(",disagg,", ",DISAGG,"),
+        lambda text: text.replace(",,", ",NaN,").replace(",,", ",N/A,"),
+        lambda text: text.rstrip() + "\n" + "," * text.partition("\n")[0].count(",") + "\n",
+    ],
+)
+def test_other_forms_of_a_file_are_the_same_rows(tmp_path: Path, form: Callable[[str], str]) -> None:
+    rows = random_rows(tmp_path / "rows.csv", 8)
+    text = (tmp_path / "rows.csv").read_text()
+    (tmp_path / "other.csv").write_bytes(form(text).encode())
+    assert form(text) != text
+    changed = read_rows(tmp_path / "other.csv")
+    assert [one.quantities for one in changed] == [one.quantities for one in rows]
+    assert [(one.named("mode"), one.ttft_s) for one in changed] == [
+        (one.named("mode"), one.ttft_s) for one in rows
+    ]
+
+
+def test_a_fraction_of_requests_at_once_is_kept(tmp_path: Path) -> None:
+    (row,) = read_rows(
+        write_rows(tmp_path / "rows.csv", [row_of(silicon_data_source="silicon_concurrency=12.5")])
+    )
+    assert row.quantity("concurrency") == 12.5
+
+
+def test_more_rows_than_can_be_fitted_can_be_read(tmp_path: Path) -> None:
+    path = write_rows(tmp_path / "rows.csv", [row_of()])
+    header, row = path.read_text().splitlines()
+    path.write_text(header + f"\n{row}" * (MOST_ROWS + 1))
+    assert len(read_table(path).rows) == MOST_ROWS + 1
+    with pytest.raises(InvalidArgument, match=f"--costs is .* not {MOST_ROWS + 1}"):
+        read_rows(path, "--costs")
