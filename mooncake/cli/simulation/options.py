@@ -19,6 +19,7 @@ import typer
 
 from mooncake.conductor.settings import SchedulingSettings
 from mooncake.errors import InvalidArgument
+from mooncake.sim.serving.capacity_planner import MAX_NODES
 from mooncake.sim.serving.cluster import ClusterSpec
 from mooncake.sim.serving.cost_comparison import ClusterOffer
 from mooncake.sim.serving.node_costs import NodeCosts, load_costs
@@ -228,9 +229,13 @@ def offer_of(text: str, costs: str, changes: Sequence[str], block_tokens: int) -
     fields["costs"] = _costs_of(hardware.prefill)
     if hardware.decode != hardware.prefill:
         fields["decode_costs"] = _costs_of(hardware.decode)
-    return ClusterOffer(
-        title, _checked(form, fields), hardware_name(hardware.prefill), hardware_name(hardware.decode)
-    )
+    spec = _checked(form, fields)
+    num_nodes = spec.num_prefill + spec.num_decode + spec.num_store
+    if num_nodes > MAX_NODES:
+        raise InvalidArgument(
+            "--cluster", text, f"at most {MAX_NODES} nodes: every request takes time for each"
+        )
+    return ClusterOffer(title, spec, hardware_name(hardware.prefill), hardware_name(hardware.decode))
 
 
 def _fields_of(form: str, costs: str) -> tuple[dict[str, Any], str]:

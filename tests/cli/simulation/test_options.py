@@ -78,6 +78,8 @@ def test_a_file_of_a_cluster(tmp_path: Path) -> None:
         ("0P8D", [], "num_prefill is 0.*>= 1"),
         ("4P4D", ["speed=1"], "--with is 'speed=1'.*cache_tokens"),
         ("4P4D", ["ssd_tokens"], "FIELD=VALUE"),
+        ("4000P97D", [], "--cluster is '4000P97D'.*at most 4096 nodes"),
+        ("4P4D", ["num_store=100000"], "at most 4096 nodes"),
         ("4P4D", ["cache_tokens=many"], "cache_tokens is 'many'"),
         ("4P4D", ["mode=magic"], "mode is 'magic'.*"),
         ("5P4D", ["pipeline_nodes=2"], "pipeline_nodes is 2.*divisor"),
