@@ -460,7 +460,10 @@ def _csv_columns(lines: TraceFile, names: list[str]) -> CsvColumns:
     for what, known in CSV_NAMES.items():
         place = next((plain.index(name) for name in known if name in plain), None)
         if place is None:
-            lines.refuse("header", ",".join(names), f"a column of {what}, named {', '.join(known)}")
+            allowed = (
+                f"a column of {what}, named {', '.join(known)} (in any case, with spaces or _ or without)"
+            )
+            lines.refuse("header", ",".join(names), allowed)
         places.append(place)
     others = [name for place, name in enumerate(names) if place not in places and name]
     if others:
