@@ -59,6 +59,8 @@ class EngineLimits(msgspec.Struct, frozen=True):
     "Tokens of KV that fit; 0: no limit was ever reached."
     num_engines: int = 1
     "Engines that share the requests (data parallel)."
+    is_lockstep: bool = False
+    "Engines share the experts of a mixture: each step ends for all when the slowest engine's does."
 
 
 class EngineLoad(msgspec.Struct, frozen=True):
@@ -162,6 +164,7 @@ class _Arguments(msgspec.Struct):
     max_num_seqs: Limit | None = None
     max_num_batched_tokens: Limit | None = None
     data_parallel_size: Limit | None = None
+    enable_expert_parallel: bool | None = None
 
 
 class _Meta(msgspec.Struct):
@@ -241,6 +244,7 @@ def _limits(meta: _Meta) -> tuple[EngineLimits, tuple[str, ...]]:
         arguments.max_num_batched_tokens or default.max_num_batched_tokens,
         0,
         arguments.data_parallel_size or 1,
+        bool(arguments.enable_expert_parallel) and (arguments.data_parallel_size or 1) > 1,
     )
     names = ("max_num_seqs", "max_num_batched_tokens")
     return limits, tuple(name for name in names if getattr(arguments, name) is None)
@@ -271,6 +275,10 @@ class _Engine:
         """Tokens of KV of answers in progress."""
         self._num_computed = 0
         """Tokens of KV of prompts in progress."""
+        self._finished: list[int] = []
+        """Prompts whose last token the step computes."""
+        self._num_stepped = 0
+        """Answers that the step gives a token."""
         self.first_token_s: dict[int, float] = {}
         self.last_token_s: dict[int, float] = {}
 
@@ -283,15 +291,15 @@ class _Engine:
         """How loaded it is for new requests: those that wait count four times (vLLM's balancer)."""
         return 4 * len(self.waiting) + len(self._prefills) + len(self._decodes)
 
-    def step(self) -> None:
-        """Run a step; ``now`` is its end."""
+    def begin(self) -> float:
+        """Begin a step, and return the seconds that it takes; ``end`` has to follow."""
         limits, num_decodes = self._limits, len(self._decodes)
         if limits.kv_tokens:
             while self._num_context + self._num_computed + num_decodes > limits.kv_tokens and num_decodes > 1:
                 self._preempt(next(reversed(self._decodes)))
                 num_decodes -= 1
         budget, num_new, num_pairs = limits.max_num_batched_tokens - num_decodes, 0, 0.0
-        finished: list[int] = []
+        finished = self._finished = []
         for number in self._prefills:
             taken = min(budget, self._size[number] - self._context[number])
             num_pairs += self._compute(number, taken, finished)
@@ -305,22 +313,27 @@ class _Engine:
             taken = min(budget, self._size[number])
             num_pairs += self._compute(number, taken, finished)
             budget, num_new = budget - taken, num_new + taken
+        self._num_stepped = num_decodes
         costs, num_tokens = self._costs, num_new + num_decodes
-        self.now += (
+        return (
             costs.base_s
             + costs.per_token_s * num_tokens
             + costs.per_request_s * num_decodes
             + costs.per_context_token_s * self._num_context
             + costs.per_pair_s * num_pairs
-            + costs.per_root_token_s * num_tokens**0.5
+            + costs.per_root_token_s * math.sqrt(num_tokens)
         )
+
+    def end(self, now: float) -> None:
+        """End the step at ``now``."""
+        self.now = now
         self._step += 1
-        self._num_context += num_decodes
+        self._num_context += self._num_stepped
         for number in self._ends.pop(self._step, ()):
             if self._end_of.get(number) == self._step:
                 self._leave(number)
                 self.last_token_s[number] = self.now
-        for number in finished:
+        for number in self._finished:
             self._answer(number)
 
     def _compute(self, number: int, taken: int, finished: list[int]) -> float:
@@ -371,17 +384,20 @@ def simulate_engines(costs: StepCosts, limits: EngineLimits, load: EngineLoad) -
     place, num_requests = 0, len(arrivals)
     while True:
         busy = [engine for engine in engines if not engine.is_idle]
-        engine = min(busy, key=lambda one: one.now, default=None)
-        if place < num_requests and (engine is None or arrivals[place] <= engine.now):
+        group = busy if limits.is_lockstep else sorted(busy, key=lambda one: one.now)[:1]
+        start_s = max([engine.now for engine in group], default=np.inf)
+        if place < num_requests and arrivals[place] <= start_s:
             target = min(engines, key=lambda one: one.num_queued)
             if target.is_idle:
                 target.now = max(target.now, arrivals[place])
             target.waiting.append(place)
             place += 1
-        elif engine is None:
+        elif not group:
             break
         else:
-            engine.step()
+            end_s = start_s + max([engine.begin() for engine in group])
+            for engine in group:
+                engine.end(end_s)
     first, last = np.full(num_requests, np.nan), np.full(num_requests, np.nan)
     for engine in engines:
         first[list(engine.first_token_s)] = list(engine.first_token_s.values())

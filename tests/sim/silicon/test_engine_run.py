@@ -81,11 +81,37 @@ def test_engines_share_the_requests() -> None:
     assert times.latency_s(load).tolist() == [5.0, 5.0, 10.0, 10.0]
 
 
+def test_engines_that_share_experts_end_a_step_together() -> None:
+    by_token = StepCosts(0.0, 1.0, 0.0, 0.0, 0.0, 0.0, 0.0)
+    load = load_of((0.0, 10, 1), (0.0, 90, 1), (40.0, 10, 1))
+    apart = EngineLimits(8, 100, num_engines=2)
+    times = simulate_engines(by_token, apart, load)
+    assert times.ttft_s(load).tolist() == [10.0, 90.0, 10.0]
+    # The first engine's step lasts as long as the second's, and the third request waits for its end.
+    times = simulate_engines(by_token, msgspec.structs.replace(apart, is_lockstep=True), load)
+    assert times.ttft_s(load).tolist() == [90.0, 90.0, 60.0]
+
+
+@pytest.mark.parametrize(
+    ("arguments", "is_lockstep"),
+    [
+        ({"data_parallel_size": 2, "enable_expert_parallel": True}, True),
+        ({"data_parallel_size": 2, "enable_expert_parallel": False}, False),
+        ({"enable_expert_parallel": True}, False),
+    ],
+)
+def test_engines_of_a_run_share_experts_where_it_says_so(
+    arguments: dict[str, object], is_lockstep: bool, tmp_path: Path
+) -> None:
+    write_run(tmp_path, [ROW], {"engine_kwargs": arguments})
+    assert EngineRun.read(tmp_path).limits.is_lockstep is is_lockstep
+
+
 @pytest.mark.parametrize("seed", range(8))
 def test_every_request_ends_and_nothing_takes_negative_time(seed: int) -> None:
     load = busy_load(seed)
     for kv_tokens in (0, 12_000, 4000):
-        limits = EngineLimits(16, 512, kv_tokens, 1 + seed % 2)
+        limits = EngineLimits(16, 512, kv_tokens, 1 + seed % 2, seed % 4 == 1)
         times = simulate_engines(COSTS, limits, load)
         assert (times.ttft_s(load) > 0).all()
         assert (times.last_token_s >= times.first_token_s).all()
