@@ -68,7 +68,7 @@ TARGETS = ("ttft", "tpot")
 MOST_ROWS = 8_000
 """Rows to fit on: a fit needs memory with the square of them, and time with the cube."""
 ASSUMED_CONCURRENCY = 32.0
-"""Of rows that state none: the median of published rows."""
+"""Requests at once of a row that states no number: the median of published rows."""
 _MODES = {
     "agg": "agg",
     "aggregated": "agg",

@@ -269,7 +269,7 @@ def test_rows_without_times_are_predicted(mooncake: Run, tmp_path: Path) -> None
     printed = " ".join(mooncake(*words).stdout.split())
     assert "2 of 10 predicted rows lack a measured time" in printed and "8/9" in printed
 
-    # A file without any times can be predicted; one to fit on has some, and tells how many it lacks.
+    # A file without any times can be predicted; of one to fit on, rows that lack a time are counted.
     write_rows(tmp_path / "some.csv", [one | no_times for one in lines[:5]])
     found = json.loads(mooncake(*words, "--json").stdout)
     assert found["num_graded"] == 0 and len(found["rows"]) == 5
