@@ -6,7 +6,8 @@ import argparse
 import pytest
 
 from bench.agentic import busier, busy_factor, predicted, probe_of
-from mooncake.sim.serving.node_costs import DecodeModel, NodeCosts, PrefillModel
+from mooncake.conductor.prediction import DecodeModel, PrefillModel
+from mooncake.sim.serving.node_costs import NodeCosts
 
 
 @pytest.mark.parametrize("factor", [1.3, 2.5])
