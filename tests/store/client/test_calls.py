@@ -98,7 +98,7 @@ def calls_with(client: ClientCalls, keys: Any) -> list[Callable[[], Any]]:
         {"a", "b", "c"},
         list(np.array(["a"] * 3)),
     ],
-    ids=repr,
+    ids=["string", "bytes", "list of bytes", "one number", "iterator", "set", "strings of numpy"],
 )
 def test_keys_that_are_no_list_of_strings_are_refused(client: ClientCalls, keys: Any) -> None:
     for call in calls_with(client, keys):
