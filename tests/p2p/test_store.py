@@ -620,12 +620,14 @@ async def test_a_version_that_is_overwritten_is_read_right_or_not_at_all(
         await trainer.register_buffers("w", {"a": second})
         put, loop = engine._put_into_slot, asyncio.get_running_loop()
         loads: list[Any] = []
+        once = threading.Lock()
 
         def overwritten_before(held: HeldVersion, send: u.SendChunk) -> bool:
-            if not loads:
-                load = engine.get_buffers("w", {"a": memory}, number=2)
-                loads.append(asyncio.run_coroutine_threadsafe(load, loop))
-                assert loads[0].result(30.0).number == 2
+            with once:  # several chunks are put at a time
+                if not loads:
+                    load = engine.get_buffers("w", {"a": memory}, number=2)
+                    loads.append(asyncio.run_coroutine_threadsafe(load, loop))
+                    assert loads[0].result(30.0).number == 2
             return put(held, send)
 
         monkeypatch.setattr(engine, "_put_into_slot", overwritten_before)

@@ -161,6 +161,7 @@ class House:
                     p2p.WatchVersion: nothing,
                     p2p.FetchChunk: nothing,
                     p2p.ReturnSlot: nothing,
+                    p2p.AnnounceEnd: nothing,
                     p2p.CommandRegister: nothing,
                     p2p.CommandGet: nothing,
                     p2p.CommandDrop: nothing,

@@ -14,7 +14,6 @@ import pytest
 
 from mooncake.errors import InvalidArgument, OutOfSpace, StorageError
 from mooncake.files import OsDirectory, OsFile
-from mooncake.log import setup_logging
 from mooncake.store.messages import SegmentEntry
 from mooncake.store.node.ssd import Disk
 from mooncake.store.node.ssd_index import compacted
@@ -215,10 +214,9 @@ def test_an_entry_that_cannot_be_written_is_not_held(
 
 @pytest.mark.parametrize("how", ["removed", "moved"])
 def test_a_directory_that_is_gone_takes_no_more_objects(
-    engine: TransferEngine, path: Path, how: str, capsys: pytest.CaptureFixture[str]
+    engine: TransferEngine, path: Path, how: str, caplog: pytest.LogCaptureFixture
 ) -> None:
     """Its open files accept writes, which no later process would find."""
-    setup_logging()
     disk = Disk(engine, path, MIB)
     disk.vacate(0, 4096)
     disk.log.hold(entry(1))
@@ -233,7 +231,7 @@ def test_a_directory_that_is_gone_takes_no_more_objects(
         disk.log.hold(entry(2, 4096))
     assert list(disk.index.entries) == [1]
     disk.close()
-    assert capsys.readouterr().err.count("ssd_removed") == 1
+    assert [record.message for record in caplog.records].count("ssd_removed") == 1
 
 
 def test_an_entry_whose_tombstone_cannot_be_written_stays(
