@@ -242,13 +242,10 @@ class CostSampling:
 
 def slower(costs: NodeCosts, factor: float) -> NodeCosts:
     """The costs of such servers on a machine that is so many times slower."""
-    prefill, decode = costs.prefill, costs.decode
+    prefill = costs.prefill
     return msgspec.structs.replace(
-        costs,
+        busier(costs, factor),
         prefill=type(prefill)(prefill.c0 * factor, prefill.c1 * factor, prefill.c2 * factor),
-        decode=type(decode)(
-            decode.base_s * factor, decode.per_request_s * factor, decode.per_token_s * factor
-        ),
         nic_bytes_per_s=costs.nic_bytes_per_s / factor,
         nic_latency_s=costs.nic_latency_s * factor,
     )

@@ -530,7 +530,7 @@ def _config(path: str | None, given: dict[str, Any]) -> MooncakeConfig:
     known = MooncakeConfig.__dataclass_fields__
     for name in given.keys() - known:
         log.warning("unknown_field_ignored", field=name, known=", ".join(known))
-        given = {key: value for key, value in given.items() if key != name}
+    given = {name: value for name, value in given.items() if name in known}
     try:
         if not path and not given:
             return MooncakeConfig.load_from_env()

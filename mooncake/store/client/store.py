@@ -332,8 +332,7 @@ class Store(_StoreBase):
 
     def _run(self, call: Call[ResultT]) -> ResultT:
         try:
-            if self._is_closed or self._num_forks != _num_forks:
-                self._check_usable()
+            self._check_usable()
             effect = next(call)
             while True:
                 effect = call.send(self._perform(effect))
@@ -506,8 +505,7 @@ class AsyncStore(_StoreBase):
 
     async def _run(self, call: Call[ResultT]) -> ResultT:
         try:
-            if self._is_closed or self._num_forks != _num_forks:
-                self._check_usable()
+            self._check_usable()
             effect = next(call)
             while True:
                 effect = call.send(await self._perform(effect))
