@@ -80,7 +80,7 @@ IN_MEMORY_BYTES_PER_S = 1e12
 PROBE_SESSIONS = 3
 """Sessions of the probe for each server: so few that their KV fits."""
 PROBE_TURNS = 6
-MOST_BUSY = 8.0
+LEAST_BUSY, MOST_BUSY = 0.5, 8.0
 BISECTIONS = 10
 PLACEMENT = {"a": "round_robin", "b": "round_robin", "c": DEFAULT_POLICY}
 
@@ -284,9 +284,10 @@ def busy_factor(probe: Load, row: str, costs: NodeCosts, latency_s: float, args:
     """How many times as long steps of decode take when requests come and go, by the mean latency of a load.
 
     Costs are sampled one kind of work at a time. Under load, loading and saving, the engine's scheduler and
-    its HTTP server run on the cores that compute, and a step waits for all of them.
+    its HTTP server run on the cores that compute, and a step waits for all of them. Below 1: the samples
+    came while the machine was slower.
     """
-    low, high = 1.0, MOST_BUSY
+    low, high = LEAST_BUSY, MOST_BUSY
     for _ in range(BISECTIONS):
         middle = math.sqrt(low * high)
         expected = predicted(probe, row, busier(costs, middle), args)

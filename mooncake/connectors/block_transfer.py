@@ -50,6 +50,10 @@ LATENESS_S = 0.5
 RETRY_ROOM_S = 0.05
 """Interval at which an engine that needs a layer looks itself whether the rest of its load can begin."""
 
+WAITING_LOOKUP = 3.0
+"""Timeout, in usual ones, of the lookup of a load for which nothing but its request waits: its blocks were
+found a moment ago, and to compute them takes longer than a busy machine's answer."""
+
 MARGIN_S = 2.0
 """Least remaining time of a lease when the ranks begin to load; with less, the lookup is repeated."""
 
@@ -232,6 +236,7 @@ class RankTransfer:
         self._loadings: list[_ActiveLoad] = []
         self._layerwise: list[_ActiveLoad] = []
         self._patience_s = settings.lookup_timeout_s + LATENESS_S
+        self._waiting_lookup_s = WAITING_LOOKUP * settings.lookup_timeout_s
         self._save_patience_s = settings.load_timeout_s
         self._savings: list[_ActiveSave] = []
         self._open: list[_ActiveSave] = []
@@ -251,7 +256,9 @@ class RankTransfer:
         """Begin to load. ``collect`` reports the end."""
         after = self._before_step or (self._link.computed() if plans else None)
         for plan in plans:
-            loading = _ActiveLoad(plan, self._link.lookup(self._flat(plan.names)), after)
+            # A layer-wise load keeps the whole step waiting.
+            timeout_s = None if plan.is_layerwise else self._waiting_lookup_s
+            loading = _ActiveLoad(plan, self._link.lookup(self._flat(plan.names), timeout_s), after)
             with self._changed:
                 self._loadings.append(loading)
                 if plan.is_layerwise:

@@ -330,23 +330,26 @@ class StoreLink:
 
     # -- lookups -------------------------------------------------------------------------------
 
-    def lookup(self, blocks: Sequence[tuple[BlockHash, int]]) -> StoreLookup:
-        """Look up ``blocks`` ((hash, number of tokens) in prefix order) and lease those found."""
+    def lookup(self, blocks: Sequence[tuple[BlockHash, int]], timeout_s: float | None = None) -> StoreLookup:
+        """Look up ``blocks`` ((hash, number of tokens) in prefix order) and lease those found. ``timeout_s``
+        None: that of the settings."""
         lookup = StoreLookup(blocks)
         if not blocks or self._breaker.is_open:
             lookup.done = True
         else:
-            self._spawn(self._look_up(lookup))
+            self._spawn(
+                self._look_up(lookup, self._settings.lookup_timeout_s if timeout_s is None else timeout_s)
+            )
         return lookup
 
     def release(self, lookup: StoreLookup) -> None:
         """Release the blocks of a lookup. Nothing to do here: their leases lapse by themselves."""
         lookup.grants = []
 
-    async def _look_up(self, lookup: StoreLookup) -> None:
+    async def _look_up(self, lookup: StoreLookup, timeout_s: float) -> None:
         keys = [self._identity.key(block_hash) for block_hash, _ in lookup.blocks]
         try:
-            async with asyncio.timeout(self._settings.lookup_timeout_s):
+            async with asyncio.timeout(timeout_s):
                 found = await self._store.open_reads(keys)
             for grant, (_, num_tokens) in zip(found, lookup.blocks, strict=True):
                 if grant is None or grant.size_bytes != self._layout.object_bytes(num_tokens):

@@ -10,6 +10,7 @@ import threading
 from collections.abc import AsyncIterator, Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
@@ -205,6 +206,32 @@ async def test_a_load_whose_lookup_does_not_return_is_abandoned_and_never_begins
         assert moved.loaded == [FinishedLoad("r", False, True)] and moved.bad_blocks == {2}
         await asyncio.to_thread(reader.find)  # a lookup that comes after all earlier work of the loop
         assert all((layer[2] == 0xEE).all() for layer in reader.layers), "computed blocks were overwritten"
+
+
+@pytest.mark.parametrize("is_layerwise", [False, True])
+async def test_a_late_lookup_costs_the_blocks_only_where_a_step_waits(
+    pool: Pool, monkeypatch: pytest.MonkeyPatch, is_layerwise: bool
+) -> None:
+    monkeypatch.setattr("mooncake.connectors.block_transfer.WAITING_LOOKUP", 1000.0)
+
+    def with_late_answers() -> Rank:
+        rank = Rank(pool.address)
+        rank.mover.close()
+        rank.mover = RankTransfer(rank.session, rank.shards, rank.memory, LinkSettings(lookup_timeout_s=0.05))
+        in_time = rank.session.store.open_reads
+
+        async def late(*args: Any, **kwargs: Any) -> Any:
+            await asyncio.sleep(0.2)
+            return await in_time(*args, **kwargs)
+
+        monkeypatch.setattr(rank.session.store, "open_reads", late)
+        return rank
+
+    async with ranks(lambda: Rank(pool.address), with_late_answers) as (writer, reader):
+        await asyncio.to_thread(writer.save, SavePlan(0, NAMES[:1], (4,), 0))
+        moved = await asyncio.to_thread(reader.load, LoadPlan("r", NAMES[:1], (2,), is_layerwise))
+        assert moved.loaded == [FinishedLoad("r", not is_layerwise, is_layerwise)]
+        assert (reader.block(2) == writer.block(4)) is not is_layerwise
 
 
 async def test_a_bug_in_a_lookup_is_a_miss(pool: Pool, monkeypatch: pytest.MonkeyPatch) -> None:
