@@ -15,6 +15,10 @@ from typing import Any
 
 LEVELS = ("debug", "info", "warning", "error")
 FORMATS = ("text", "json")
+_CONTROL_CHARACTERS = {
+    code: f"\\u{code:04x}" for code in (*range(0x20), *range(0x7F, 0xA0)) if chr(code) not in "\t\n"
+}
+"""Would change a terminal, or what it shows of the line; clients choose keys and names."""
 
 
 class EventLogger:
@@ -86,7 +90,7 @@ class _TextFormatter(logging.Formatter):
         line = f"{stamp} {record.levelname.lower()}{self._role} {record.getMessage()}{text}"
         if record.exc_info:
             line += "\n" + self.formatException(record.exc_info)
-        return line
+        return line.translate(_CONTROL_CHARACTERS)
 
 
 class _JsonFormatter(logging.Formatter):
@@ -109,4 +113,5 @@ class _JsonFormatter(logging.Formatter):
 
 def _shown(value: object) -> str:
     text = f"{value:.6g}" if isinstance(value, float) else str(value)
-    return json.dumps(text) if not text or any(c in text for c in ' "\n=') else text
+    is_plain = text.isprintable() and text and not any(c in text for c in ' "=')
+    return text if is_plain else json.dumps(text)
