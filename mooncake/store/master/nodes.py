@@ -28,6 +28,7 @@ from mooncake.store.master.tasks import Tasks, entry_of
 from mooncake.types import Tier
 
 MAX_REST_S = 3600.0
+END_OF_ADDRESSES = 1 << 64
 BETWEEN_REPORTS_S = 5.0
 """How long the next part of a report may take before memory is allocated without it."""
 
@@ -291,6 +292,10 @@ def _check_mount(message: m.Mount, largest_id: int) -> Refusal | None:
     least_bytes = PAGE_BYTES if message.tier is Tier.SSD else ALIGNMENT_BYTES
     if message.size_bytes < least_bytes:
         return Refusal("invalid_size", f"{message.size_bytes} bytes; at least {least_bytes}")
+    if message.address < 0 or message.address + message.size_bytes > END_OF_ADDRESSES:
+        # The address of an object there could not be sent: the request of its writer would fail.
+        where = f"{message.size_bytes} bytes at {message.address:#x}"
+        return Refusal("invalid_size", f"{where}; from 0 to below 2^64")
     if not 0 <= message.rest_s <= MAX_REST_S:
         return Refusal("invalid_rest", f"{message.rest_s} s; 0 to {MAX_REST_S:.0f}")
     if not 0 <= message.largest_id <= largest_id:

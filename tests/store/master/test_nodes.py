@@ -503,6 +503,19 @@ def test_no_name_has_a_nul(nodes: Nodes, field: str) -> None:
     assert refusal.code == "invalid_name"
 
 
+@pytest.mark.parametrize(("address", "size_bytes"), [((1 << 64) - 4096, 8192), (4096, 1 << 64), (-1, 65536)])
+def test_memory_that_ends_beyond_the_last_address_is_refused(
+    nodes: Nodes, address: int, size_bytes: int
+) -> None:
+    """The address of an object there could not be sent: the puts of other clients would fail."""
+    mount = m.Mount("a", 7, "h", address, size_bytes, b"", 0.0)
+    refusal = nodes.say(mount, "node a 7").refusal
+    assert refusal is not None and refusal.code == "invalid_size", refusal
+    assert nodes.say(msgspec.structs.replace(mount, address=0, size_bytes=4096), "node a 7").refusal is None
+    top = msgspec.structs.replace(mount, segment="top", address=(1 << 64) - 4096, size_bytes=4096)
+    assert nodes.say(top, "node top 7").refusal is None
+
+
 @pytest.mark.parametrize("object_id", [0, MAX_ID + 1, (1 << 64) - 1])
 def test_an_object_with_an_impossible_id_is_rejected(nodes: Nodes, object_id: int) -> None:
     """The next id would be larger still, and could not be written down."""
