@@ -196,6 +196,7 @@ class PutRequests:
         account = self._catalog.tenants.account_of(scoped(tenant, ""))
         is_known = account.quota_bytes is not None or not account.tenant
         if self._catalog.settings.strict_tenants and not is_known:
+            self._catalog.tenants.tidy(account)  # or every name that a client makes up would have one
             return Refusal("unknown_tenant", f"tenant {tenant!r} has no quota here")
         return account
 

@@ -184,6 +184,21 @@ def test_only_known_tenants_where_that_is_wanted() -> None:
     voice.put("k")
 
 
+def test_a_refused_tenant_leaves_no_account() -> None:
+    voice = Voice(MasterSettings(strict_tenants=True))
+    voice.mount()
+    before = quotas(voice)
+    assert voice.start("k", tenant="red").refusals[0].code == "unknown_tenant"
+    written = m.PutWritten(1, "h", ["k"], [10], [b"crc!"], [(1, 0)], tenant="blue")
+    assert voice.say(written).outcomes[0].code == "unknown_tenant"
+    assert quotas(voice) == before and not voice.master.catalog.tenants.accounts.keys() & {"red", "blue"}
+    voice.say(m.SetQuota("red", 5000))
+    voice.put("k", tenant="red")
+    voice.say(m.SetQuota("red", None))
+    assert voice.start("l", tenant="red").refusals[0].code == "unknown_tenant"
+    assert quotas(voice)["red"] == (None, 1000, 1), "an account with objects stays"
+
+
 @pytest.mark.parametrize("tenant", ["a\0b", "x" * 1025])
 def test_invalid_tenants_are_refused(voice: Voice, tenant: str) -> None:
     voice.mount()
