@@ -368,7 +368,10 @@ class _Waiter:
 
 
 class _Socket:
-    """One connection of a ``BlockingClient``. ``lock`` guards ``waiting`` and ``has_reader``."""
+    """One connection of a ``BlockingClient``. ``lock`` guards ``waiting`` and ``has_reader``.
+
+    A call is in ``waiting`` for as long as it uses the socket.
+    """
 
     def __init__(
         self, sock: socket.socket | TlsSocket, client_greeting: ClientGreeting, frames: FrameDecoder
@@ -428,6 +431,15 @@ class _Socket:
             return bytes(self._content[: self.plain.recv_into(self._received)])
         except BlockingIOError:
             return None
+
+    def close_if_unused(self) -> None:
+        """Close the socket when the connection is lost and no call uses it. With ``lock`` held.
+
+        A thread may be blocked on the descriptor's number, which the kernel gives to the next file that is
+        opened; so the last call closes it.
+        """
+        if self.lost is not None and not self.waiting:
+            self.sock.close()
 
 
 class BlockingClient:
@@ -503,6 +515,9 @@ class BlockingClient:
             raise
         finally:
             connection.waiting.pop(request_id, None)
+            if connection.lost is not None:
+                with connection.lock:
+                    connection.close_if_unused()
         if type(reply) is Failure:
             raise error_of(reply, self.peer)
         return reply
@@ -666,14 +681,14 @@ class BlockingClient:
             connection.lost = reason
             if not connection.has_answered:
                 _toggle_version(self._address)
-            # Wakes a reader that blocks in recv(); the garbage collector closes the descriptor
-            # after the last thread has dropped it.
+            # Wakes a reader that blocks in recv().
             with contextlib.suppress(OSError):
                 connection.sock.shutdown(socket.SHUT_RDWR)
             for other in connection.waiting.values():
                 if other.gate is not None:
                     other.gate.release()
                     other.gate = None
+            connection.close_if_unused()
 
     def __repr__(self) -> str:
         connection = self._socket

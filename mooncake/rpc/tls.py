@@ -101,6 +101,9 @@ class TlsSocket:
     def shutdown(self, how: int) -> None:
         self._sock.shutdown(how)
 
+    def close(self) -> None:
+        self._sock.close()
+
 
 class TlsTransport:
     """TLS on ``transport``: the protocol above feeds it received bytes, and writes to it.

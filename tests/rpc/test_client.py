@@ -335,6 +335,38 @@ async def test_a_loss_reaches_every_waiting_thread(service: Service) -> None:
     client.close()
 
 
+async def test_a_connection_that_ends_leaves_no_open_socket(service: Service) -> None:
+    """Else each one is a ResourceWarning when the garbage collector finds it."""
+    client = BlockingClient(service.address, [Echo], "the test's server")
+    await asyncio.to_thread(client.call, Echo("connected"), 10)
+    lost = client._socket
+    with pytest.raises(PeerLost):
+        await asyncio.to_thread(client.call, Break("connection"), 10)
+    await asyncio.to_thread(client.call, Echo("again"), 10)
+    closed = client._socket
+    assert lost is not None and closed is not None and closed is not lost
+    assert lost.sock.fileno() == -1 and closed.sock.fileno() >= 0
+    client.close()
+    assert closed.sock.fileno() == -1
+    with pytest.raises(PeerLost):
+        await asyncio.to_thread(client.call, Echo("late"), 10)
+
+
+async def test_the_last_of_the_waiting_calls_closes_the_socket(service: Service) -> None:
+    client = BlockingClient(service.address, [Echo], "the test's server")
+    loop = asyncio.get_running_loop()
+    with ThreadPoolExecutor(2) as pool:
+        calls = [loop.run_in_executor(pool, client.call, Hold(), 10) for _ in range(2)]
+        await until(lambda: len(service.held) == 2)
+        connection = client._socket
+        assert connection is not None and len(connection.waiting) == 2
+        client.close()
+        for call in calls:
+            with pytest.raises(PeerLost):
+                await call
+    assert connection.sock.fileno() == -1
+
+
 class Interrupt(BaseException):
     """As a handler of a signal may raise it."""
 
