@@ -8,20 +8,13 @@ does not exist is an ``AttributeError``, because programs probe for attributes.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from enum import IntEnum
 from typing import Any
 
 from mooncake.compat.store.arguments import flag, number, text
+from mooncake.compat.transfer.public_types import BoundEnum
 
 
-class _Enum(IntEnum):
-    """Enumeration that prints as the existing package's do and is equal to its number."""
-
-    def __str__(self) -> str:
-        return f"{type(self).__name__}.{self.name}"
-
-
-class ObjectDataType(_Enum):
+class ObjectDataType(BoundEnum):
     """Kind of data in an object, for statistics."""
 
     UNKNOWN = 0
@@ -36,7 +29,7 @@ class ObjectDataType(_Enum):
     GENERAL = 9
 
 
-class SoftPinAction(_Enum):
+class SoftPinAction(BoundEnum):
     """Effect of a write on the soft pin of its key."""
 
     PRESERVE = 0
@@ -44,7 +37,7 @@ class SoftPinAction(_Enum):
     DISABLE = 2
 
 
-class ReplicaStatus(_Enum):
+class ReplicaStatus(BoundEnum):
     UNDEFINED = 0
     INITIALIZED = 1
     PROCESSING = 2
@@ -53,12 +46,12 @@ class ReplicaStatus(_Enum):
     FAILED = 5
 
 
-class TaskType(_Enum):
+class TaskType(BoundEnum):
     REPLICA_COPY = 0
     REPLICA_MOVE = 1
 
 
-class TaskStatus(_Enum):
+class TaskStatus(BoundEnum):
     PENDING = 0
     PROCESSING = 1
     FAILED = 2
@@ -95,8 +88,8 @@ def _optional(check: _Check) -> _Check:
     return lambda name, value: None if value is None else check(name, value)
 
 
-def _member_of(kind: type[_Enum]) -> _Check:
-    def check(name: str, value: Any) -> _Enum:
+def _member_of(kind: type[BoundEnum]) -> _Check:
+    def check(name: str, value: Any) -> BoundEnum:
         try:
             return kind(value)
         except ValueError as error:
@@ -160,7 +153,7 @@ class ReplicateConfig:
                 value = "default"
             elif name in ("preferred_segment", "group_ids", "session_ids") and not value:
                 continue
-            if isinstance(value, _Enum):
+            if isinstance(value, BoundEnum):
                 value = value.name
             elif isinstance(value, bool):
                 value = int(value)

@@ -9,16 +9,26 @@ from enum import IntEnum
 from mooncake.transfer.engine import TransferEngine as Engine
 
 
-class TransferOpcode(IntEnum):
+class BoundEnum(IntEnum):
+    """Enumeration that prints as the existing package's do and is equal to its number.
+
+    Every member is true, also that of number 0: programs write ``opcode or TransferOpcode.Write``.
+    """
+
+    def __str__(self) -> str:
+        return f"{type(self).__name__}.{self.name}"
+
+    def __bool__(self) -> bool:
+        return True
+
+
+class TransferOpcode(BoundEnum):
     """Direction of a transfer."""
 
     Read = 0
     Write = 1
     READ = 0
     WRITE = 1
-
-    def __str__(self) -> str:
-        return f"{type(self).__name__}.{self.name}"
 
 
 @dataclass

@@ -18,7 +18,9 @@ from mooncake.compat.store.public_types import (
     ReplicateConfig,
     SoftPinAction,
     TaskStatus,
+    TaskType,
 )
+from mooncake.compat.transfer.public_types import BoundEnum
 
 
 def test_enumerations() -> None:
@@ -30,6 +32,16 @@ def test_enumerations() -> None:
     assert type(store.FAILED) is type(store.PROCESSING) is TaskStatus
     with pytest.raises(ValueError):
         ObjectDataType(99)
+
+
+@pytest.mark.parametrize(
+    "kind",
+    [ObjectDataType, SoftPinAction, ReplicaStatus, TaskType, TaskStatus],
+    ids=lambda kind: kind.__name__,
+)
+def test_every_member_is_true(kind: type[BoundEnum]) -> None:
+    """Else ``config.data_type or ObjectDataType.KVCACHE`` replaces a member that was chosen."""
+    assert kind(0) == 0 and all(kind)
 
 
 def test_attributes_of_a_configuration() -> None:

@@ -105,6 +105,11 @@ def test_numbers_of_numpy_and_words_of_bytes() -> None:
             engine.register_memory(wrong, 1)  # type: ignore[arg-type]
 
 
+def test_every_opcode_is_true() -> None:
+    """Else ``opcode or TransferOpcode.Write`` makes a write of a read."""
+    assert TransferOpcode.Read == 0 and all(TransferOpcode)
+
+
 def test_initialize_is_idempotent(near: Peer) -> None:
     port = near.engine.get_rpc_port()
     assert 15000 <= port <= 17000
