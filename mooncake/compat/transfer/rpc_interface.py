@@ -60,22 +60,29 @@ class PartReceived(msgspec.Struct, frozen=True, array_like=True, tag="taken"):
 ACCESS = Access({MessagePart: TRUSTED})
 
 
-@dataclass(frozen=True)
-class ReceivedData:
-    """Bytes that ``send_data`` sent."""
+class ReceivedData(dict[str, Any]):
+    """Bytes that ``send_data`` sent: a dict of ``source`` and ``data``, as the existing package passes it.
 
-    source_address: str
-    _payload: bytearray
+    The methods are those of the type that the existing package declares for it.
+    """
+
+    def __init__(self, source_address: str, payload: bytes) -> None:
+        super().__init__(source=source_address, data=payload)
+
+    @property
+    def source_address(self) -> str:
+        return str(self["source"])
 
     @property
     def data_size(self) -> int:
-        return len(self._payload)
+        return len(self.get_bytes())
 
     def get_bytes(self) -> bytes:
-        return bytes(self._payload)
+        data: bytes = self["data"]
+        return data
 
     def get_memory_view(self) -> memoryview:
-        return memoryview(self._payload)
+        return memoryview(self.get_bytes())
 
 
 @dataclass(frozen=True)
@@ -223,11 +230,10 @@ class RpcInterface:
             return client
 
     def _receive(self, source: str, part: MessagePart, payload: bytearray) -> None:
-        if part.dtype:
-            if self._on_tensor is not None:
-                self._on_tensor(ReceivedTensor(source, part.dtype, part.shape, payload))
-        elif self._on_data is not None:
-            self._on_data(ReceivedData(source, payload))
+        if part.dtype and self._on_tensor is not None:
+            self._on_tensor(ReceivedTensor(source, part.dtype, part.shape, payload))
+        elif self._on_data is not None:  # also a tensor, which the existing package always passes as bytes
+            self._on_data(ReceivedData(source, bytes(payload)))
 
 
 class _RpcServerThread:

@@ -59,6 +59,28 @@ def test_data(receiver: Receiver) -> None:
     assert large.get_memory_view() == big.data and empty.data_size == 0
 
 
+def test_data_is_a_dict(receiver: Receiver) -> None:
+    """As the existing package's callbacks get it, which read ``received["data"]``."""
+    assert create_rpc_client().send_data(receiver.address, b"hello") == 0
+    [received] = receiver.data
+    assert isinstance(received, dict) and sorted(received) == ["data", "source"]
+    assert type(received["data"]) is bytes and received["data"] == b"hello"
+    assert received["source"] == received.source_address
+
+
+def test_a_tensor_without_a_callback_of_its_own_arrives_as_data() -> None:
+    server, address = create_rpc_server(), free_address()
+    received: list[ReceivedData] = []
+    server.set_data_receive_callback(received.append)
+    assert server.initialize_server(address) and server.start_server_async()
+    try:
+        array = np.arange(3, dtype=np.float32)
+        assert create_rpc_client().send_tensor(address, array) == 0
+        assert [data["data"] for data in received] == [array.tobytes()]
+    finally:
+        server.stop_server()
+
+
 def test_tensors(receiver: Receiver) -> None:
     client = RpcInterface()
     assert client.initialize()
