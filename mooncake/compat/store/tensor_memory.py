@@ -103,11 +103,14 @@ def in_memory(tensor: Tensor) -> Tensor:
     """``tensor`` in main memory and contiguous; the tensor itself, if it already is.
 
     Raises:
-        ValueError: it is not a dense tensor.
+        ValueError: it is not a dense tensor, or has no data.
     """
     torch = load_torch()
     if not isinstance(tensor, torch.Tensor) or tensor.layout != torch.strided or tensor.is_quantized:
         raise ValueError(f"{type(tensor).__name__} is not a dense torch.Tensor")
+    if tensor.is_meta or tensor.is_nested:
+        kind = "meta" if tensor.is_meta else "nested"
+        raise ValueError(f"a {kind} tensor has no elements in one piece of memory")
     return tensor.detach().resolve_conj().resolve_neg().to("cpu").contiguous()
 
 

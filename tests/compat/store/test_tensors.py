@@ -133,6 +133,8 @@ def test_misses_and_other_objects_are_none(store: MooncakeDistributedStore) -> N
         torch.ones(2, dtype=torch.complex64),
         torch.ones(2).to_sparse(),
         torch.ones((1,) * 9),
+        torch.ones(2, device="meta"),
+        torch.nested.nested_tensor([torch.ones(2), torch.ones(3)], layout=torch.jagged),
     ],
 )
 def test_other_values_are_refused(store: MooncakeDistributedStore, bad: Any) -> None:
@@ -141,6 +143,13 @@ def test_other_values_are_refused(store: MooncakeDistributedStore, bad: Any) -> 
     assert store.batch_put_tensor([key, key + "/good"], [bad, torch.ones(1)]) == [-600, 0]
     assert store.is_exist(key) == 0
     assert store.batch_put_tensor([key], []) == [-600]
+
+
+@pytest.mark.filterwarnings("ignore:The PyTorch API of nested tensors")
+def test_a_nested_tensor_is_refused(store: MooncakeDistributedStore) -> None:
+    """Its layout is that of a dense one."""
+    nested = torch.nested.nested_tensor([torch.ones(2), torch.ones(3)], layout=torch.strided)
+    assert store.put_tensor(new_key(), nested) == -600
 
 
 def test_memory_of_the_caller(store: MooncakeDistributedStore) -> None:
