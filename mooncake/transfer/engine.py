@@ -523,6 +523,11 @@ class TransferEngine(TransferMethods):
         self._finalizer()
 
 
+# At exit the finalizers of a process run in the place of the first one that it made. One made here, and not
+# with the first engine, leaves engines open for what a program registers between its import and that engine.
+weakref.finalize(TransferEngine, lambda: None).detach()
+
+
 def _shut_down(
     owner_pid: int,
     services: list[Listener | HandshakeClient | NameService],

@@ -7,6 +7,8 @@ import array
 import asyncio
 import mmap
 import socket
+import subprocess
+import sys
 from collections.abc import Iterator
 
 import msgspec
@@ -336,3 +338,21 @@ def test_memory_says_where_it_is(near: TransferEngine) -> None:
         near.register(bytearray(100), "gpu0")
     near.unregister(registered)
     assert registered.key not in {region.key for region in near.describe().regions}
+
+
+LAST_REGISTRATION = """
+import atexit
+from mooncake.transfer import TransferEngine
+engines = []
+atexit.register(lambda: print(engines[0].register(bytearray(10)).size_bytes))
+engines.append(TransferEngine())
+"""
+
+
+@pytest.mark.processes
+def test_an_engine_is_open_in_what_runs_at_exit() -> None:
+    """Also in a function that was registered before the engine was made."""
+    done = subprocess.run(
+        [sys.executable, "-c", LAST_REGISTRATION], capture_output=True, text=True, timeout=60
+    )
+    assert done.stdout == "10\n", done.stderr

@@ -1,6 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """Sessions that a program leaves open when it ends: closed at the interpreter's exit, unmounted on a signal.
 
+The function for the exit is registered at import, because the last one that was registered runs first: one
+that a program registers afterwards, even before its ``setup``, still finds the store open.
+
 A signal is only handled where the program has no handler: its own handler stays, and one that is set
 later replaces ours. The handler interrupts the main thread, which may hold locks, so another thread
 does the work and is waited for briefly; then the signal has its default effect.
@@ -15,6 +18,8 @@ import threading
 import weakref
 from types import FrameType
 from typing import Protocol
+
+import mooncake.transfer.engine  # noqa: F401  what it registers for the exit runs later than what is here
 
 UNMOUNT_TIMEOUT_S = 3.0
 """Time for the unmounts of a process that is terminated."""
@@ -32,23 +37,19 @@ class ClosableSession(Protocol):
 
 _open: weakref.WeakSet[ClosableSession] = weakref.WeakSet()
 _lock = threading.Lock()
-_is_registered = False
 
 
 def close_at_exit(session: ClosableSession) -> None:
     """Close ``session`` when the process ends, if it still exists."""
-    global _is_registered
     with _lock:
         _open.add(session)
-        if not _is_registered:
-            atexit.register(_close_all)
-            _is_registered = True
     if threading.current_thread() is threading.main_thread():
         for number in _SIGNALS:
             if signal.getsignal(number) is signal.SIG_DFL:
                 signal.signal(number, _handle_signal)
 
 
+@atexit.register
 def _close_all() -> None:
     for session in list(_open):
         session.close()

@@ -359,6 +359,28 @@ def test_a_program_that_never_closes(master: RunningMaster, how: str, number: in
     assert name not in master.server.master.segments.mounted, "it unmounted its segment"
 
 
+LAST_PUT = """
+import atexit, sys
+from mooncake import MooncakeDistributedStore
+store = MooncakeDistributedStore()
+atexit.register(lambda: print(store.put("last", b"v"), store.get("last")))
+assert store.setup("127.0.0.1", "P2PHANDSHAKE", 1 << 20, 1 << 20, "tcp", "", sys.argv[1]) == 0
+"""
+
+
+@pytest.mark.processes
+def test_a_store_is_open_in_what_runs_at_exit(master: RunningMaster) -> None:
+    """Also in a function that was registered before ``setup``."""
+    done = subprocess.run(
+        [sys.executable, "-c", LAST_PUT, master.address],
+        capture_output=True,
+        text=True,
+        timeout=60,
+        env={**os.environ, "PYTHONPATH": "."},
+    )
+    assert done.stdout == "0 b'v'\n", done.stderr
+
+
 @pytest.mark.processes
 def test_a_program_that_is_killed(master: RunningMaster, store: MooncakeDistributedStore) -> None:
     program = subprocess.Popen(
