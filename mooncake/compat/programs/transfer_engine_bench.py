@@ -17,6 +17,7 @@ from typing import Any, NoReturn
 
 import numpy as np
 
+import mooncake
 from mooncake.cli import print_and_exit
 from mooncake.compat.programs.gflags import parse_flags
 from mooncake.compat.transfer import TransferEngine, TransferOpcode
@@ -58,6 +59,8 @@ def main(arguments: Sequence[str] | None = None) -> NoReturn:
     if {"-h", "-help", "--help"} & set(command_line):
         lines = [f"  --{name}={default}" for name, default in FLAGS.items()]
         print_and_exit("\n".join([str(__doc__), *lines]))
+    if {"-version", "--version"} & set(command_line):
+        print_and_exit(f"transfer_engine_bench {mooncake.__version__}")
     try:
         flags = _checked(parse_flags(command_line, FLAGS))
         for name in IGNORED:
@@ -86,7 +89,7 @@ def _checked(flags: dict[str, Any]) -> dict[str, Any]:
         if flags[name] <= 0:
             raise InvalidArgument(f"--{name}", flags[name], "more than 0")
     needed = flags["block_size"] * flags["batch_size"] * flags["threads"]
-    if flags["buffer_size"] < needed:
+    if flags["mode"] == "initiator" and flags["buffer_size"] < needed:
         raise InvalidArgument(
             "--buffer_size", flags["buffer_size"], f"at least block_size x batch_size x threads, {needed}"
         )

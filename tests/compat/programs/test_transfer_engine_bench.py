@@ -9,6 +9,7 @@ import sys
 
 import pytest
 
+import mooncake
 from mooncake.compat.programs.transfer_engine_bench import main
 
 PROGRAM = [sys.executable, "-c", "from mooncake.compat.programs.transfer_engine_bench import main; main()"]
@@ -18,9 +19,12 @@ SMALL = ["--block_size=65536", "-batch_size", "4", "--threads=2", "--buffer_size
 @pytest.mark.processes
 @pytest.mark.parametrize("protocol", ["tcp", "shm"])
 def test_a_target_and_an_initiator(protocol: str) -> None:
-    common = [*PROGRAM, f"--protocol={protocol}", "--metadata-server=P2PHANDSHAKE", *SMALL]
-    target = subprocess.Popen(
-        [*common, "--mode=target", "--local_server_name=127.0.0.1"], stdout=subprocess.PIPE, text=True
+    shared = [*PROGRAM, f"--protocol={protocol}", "--metadata-server=P2PHANDSHAKE"]
+    common = [*shared, *SMALL]
+    target = subprocess.Popen(  # without the initiator's flags: of its default blocks not one batch would fit
+        [*shared, "--mode=target", "--local_server_name=127.0.0.1", "--buffer_size=1048576"],
+        stdout=subprocess.PIPE,
+        text=True,
     )
     try:
         assert target.stdout is not None
@@ -73,6 +77,14 @@ def test_invalid_flags(
     with pytest.raises(SystemExit) as ended:
         main(arguments)
     assert ended.value.code == status and why in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("flag", ["-version", "--version"])
+def test_version(flag: str, capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as ended:
+        main([flag])
+    assert ended.value.code == 0
+    assert capsys.readouterr().out == f"transfer_engine_bench {mooncake.__version__}\n"
 
 
 def test_help(capsys: pytest.CaptureFixture[str]) -> None:
