@@ -18,6 +18,7 @@ class MemoryCalls(EngineLifecycle):
     def register_memory(self, buffer_addr: int, capacity: int, location: str = "*") -> int:
         """Return 0; -7 when it overlaps registered memory; -1 when it is not memory of this process."""
         addresses, sizes = _integers([buffer_addr]), _integers([capacity])
+        _check_location("register_memory", location)
         return self._number("register_memory", lambda: self._memory.add(addresses, sizes, location))
 
     def unregister_memory(self, buffer_addr: int, /) -> int:
@@ -30,6 +31,7 @@ class MemoryCalls(EngineLifecycle):
     ) -> int:
         """Return 0 when all are registered; else none is, and the number is that of ``register_memory``."""
         addresses, sizes = _integers(buffer_addresses), _integers(capacities)
+        _check_location("batch_register_memory", location)
 
         def register() -> None:
             with self._ready().deferred_publication():
@@ -106,3 +108,8 @@ class MemoryCalls(EngineLifecycle):
 def _integers(values: Iterable[int]) -> list[int]:
     """The numbers as ``int`` itself; numpy's wrap around. TypeError for one that is no integer."""
     return [int(operator.index(value)) for value in values]
+
+
+def _check_location(what: str, location: object) -> None:
+    if not isinstance(location, str):
+        raise TypeError(f"{what}(): location must be a str, not {type(location).__name__}")

@@ -131,6 +131,7 @@ def _cache_s(metadata: str, settings: EngineSettings) -> float:
 def _transports(
     protocol: str, settings: EngineSettings, schemes: Sequence[str]
 ) -> tuple[tuple[str, ...], str]:
+    protocol = protocol.lower() or "tcp"
     if protocol in UNSUPPORTED_PROTOCOLS:
         raise InvalidArgument(
             "protocol",
@@ -212,11 +213,10 @@ def metadata_url(server: str, kind: str, settings: EngineSettings) -> str:
     if server == P2P or kind == "p2p":
         return P2P
     url = server
-    if kind:
+    if kind and "://" not in server:
         if kind not in ("http", "etcd", "redis"):
             raise InvalidArgument("metadata_type", kind, "http, etcd, redis or p2p")
-        if "://" not in server:
-            url = f"{kind}://{server}"
+        url = f"{kind}://{server}"
     if url.startswith("redis://") and "@" not in url and (settings.redis_password or settings.redis_database):
         address, _, database = url.removeprefix("redis://").partition("/")
         password = f":{settings.redis_password}@" if settings.redis_password else ""

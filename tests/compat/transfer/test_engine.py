@@ -103,11 +103,16 @@ def test_numbers_of_numpy_and_words_of_bytes() -> None:
             engine.allocate_managed_buffer(wrong)  # type: ignore[arg-type]
         with pytest.raises(TypeError):
             engine.register_memory(wrong, 1)  # type: ignore[arg-type]
+    for location in (5, None, b"cpu:0"):
+        with pytest.raises(TypeError, match="location must be a str"):
+            engine.register_memory(1, 1, location)  # type: ignore[arg-type]
+        with pytest.raises(TypeError, match="location must be a str"):
+            engine.batch_register_memory([1], [1], location)  # type: ignore[arg-type]
 
 
 def test_every_opcode_is_true() -> None:
     """Else ``opcode or TransferOpcode.Write`` makes a write of a read."""
-    assert TransferOpcode.Read == 0 and all(TransferOpcode)
+    assert int(TransferOpcode.Read) == 0 and all(TransferOpcode)
 
 
 def test_initialize_is_idempotent(near: Peer) -> None:

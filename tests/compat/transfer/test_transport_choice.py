@@ -68,7 +68,9 @@ def test_without_the_device() -> None:
     with pytest.raises(EngineCodeError, match="no CUDA device"):
         choice(protocol="nvlink", schemes=few, force_tcp=True)
     assert choice(protocol="nvlink", force_tcp=True).flags["transports"] == ("tcp",)
-    for protocol in ("", "TCP", "xgmi", "efa", "anything"):
+    for protocol in ("", "TCP"):
+        assert choice(protocol=protocol) == choice(protocol="tcp")
+    for protocol in ("xgmi", "efa", "anything"):
         with pytest.raises(InvalidArgument, match="allowed: tcp"):
             choice(protocol=protocol)
 
@@ -130,6 +132,7 @@ def test_names_and_ports_with_a_metadata_service() -> None:
         (P2P, "", P2P),
         ("", "p2p", P2P),
         ("http://h:1/metadata", "", "http://h:1/metadata"),
+        ("http://h:1/metadata", "zookeeper", "http://h:1/metadata"),
         ("h:2379", "", "h:2379"),
         ("h:2379", "etcd", "etcd://h:2379"),
         ("redis://h:1", "redis", "redis://:secret@h:1/3"),
