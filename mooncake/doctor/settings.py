@@ -106,8 +106,8 @@ class DoctorSettings:
 
     @property
     def gateway_url(self) -> str:
-        """The gateway to examine; "" for engines alone."""
-        if self.url or self.engine:
+        """The gateway to examine; "" for engines, a store or a disk alone."""
+        if self.url or self.engine or self.master or self.disk:
             return self.url
         return "http://127.0.0.1:8000"
 

@@ -12,6 +12,8 @@ from mooncake.errors import InvalidArgument
 def test_the_gateway_of_this_host_where_nothing_is_named() -> None:
     assert DoctorSettings().gateway_url == "http://127.0.0.1:8000"
     assert DoctorSettings(engine=("a:8000",)).gateway_url == ""
+    assert DoctorSettings(master="a:50051").gateway_url == ""
+    assert DoctorSettings(disk="/mnt/nvme").gateway_url == ""
     assert DoctorSettings(url="http://b:80", engine=("a:8000",)).gateway_url == "http://b:80"
 
 
