@@ -6,6 +6,7 @@ Progress goes to standard error and only to a terminal, so that output that is p
 
 from __future__ import annotations
 
+import errno
 import os
 import re
 import sys
@@ -111,11 +112,30 @@ def share_text(used: int, total: int) -> str:
     return f"{100 * used / total:.0f}%" if total else "-"
 
 
-def write_whole(file: Path, text: str) -> None:
-    """Write the whole file or none. Raises InvalidArgument."""
+def write_whole(file: Path, text: str, field: str) -> None:
+    """Write the whole file or none. Raises InvalidArgument naming ``field``."""
     fresh = file.with_name(file.name + ".new")
     try:
         fresh.write_text(text)
         os.replace(fresh, file)
     except OSError as error:
-        raise InvalidArgument("file", str(file), f"a file that can be written ({error.strerror})") from error
+        raise InvalidArgument(field, str(file), f"a file that can be written ({error.strerror})") from error
+
+
+def check_writable(file: Path | None, field: str) -> None:
+    """Check that ``write_whole`` can write ``file``, before long work whose results it gets; None is right.
+
+    Raises:
+        InvalidArgument: naming ``field``.
+    """
+    if file is None:
+        return
+    fresh = file.with_name(file.name + ".new")
+    try:
+        if file.is_dir():
+            raise IsADirectoryError(errno.EISDIR, os.strerror(errno.EISDIR))
+        fresh.write_text("")
+        fresh.unlink()
+    except (OSError, ValueError) as error:
+        reason = getattr(error, "strerror", None) or error
+        raise InvalidArgument(field, str(file), f"a file that can be written ({reason})") from error

@@ -67,7 +67,7 @@ def trace(name: str, url: str, key: str, as_json: bool, perfetto: Path | None) -
     except msgspec.MsgspecError as error:
         raise no_gateway(url, error) from error
     if perfetto is not None:
-        write_whole(perfetto, json.dumps(trace_events(found.spans)))
+        write_whole(perfetto, json.dumps(trace_events(found.spans)), "--perfetto")
         print(f"wrote {len(found.spans)} spans to {perfetto}; open it at https://ui.perfetto.dev")
         return
     show(Console(), found)

@@ -34,7 +34,7 @@ from rich.table import Table
 from rich.text import Text
 
 from mooncake import clock, config
-from mooncake.cli.output import write_whole
+from mooncake.cli.output import check_writable, write_whole
 from mooncake.cli.ports import RolePlace, check_free, free_ports
 from mooncake.cli.processes import HttpCheck, Processes, RolePlan
 from mooncake.cli.role_command import Invocation
@@ -480,8 +480,7 @@ def up(given: Invocation) -> None:
         check_certificate(process_identity())
     check_free(settings.host, settings.port)
     with locked_log_folder(settings.log_dir, settings.port) as log_folder:
-        if settings.json_status is not None:
-            check_writable(settings.json_status, "json_status")
+        check_writable(settings.json_status, "json_status")
         model_folder = prepare_model(settings.model)
         if settings.on == "ray":
             ray_classes()
@@ -656,16 +655,6 @@ def keep_logs_before(folder: Path) -> None:
         raise InvalidArgument("log_dir", str(folder), allowed) from error
 
 
-def check_writable(path: Path, field: str) -> None:
-    """Raises InvalidArgument where no file can be written beside ``path``, as ``write_status`` does."""
-    fresh = path.with_name(path.name + ".new")
-    try:
-        fresh.write_text("")
-        fresh.unlink()
-    except (OSError, ValueError) as error:
-        raise InvalidArgument(field, str(path), f"a file that can be written ({error})") from error
-
-
 STYLES = {
     RoleState.WAITING: "dim",
     RoleState.STARTING: "yellow",
@@ -746,7 +735,7 @@ def write_status(path: Path, processes: Processes, url: str, is_ready: bool) -> 
     }
     status = {"url": url, "is_ready": is_ready, "pid": os.getpid(), "roles": roles}
     try:
-        write_whole(path, json.dumps(status, indent=1))
+        write_whole(path, json.dumps(status, indent=1), "json_status")
     except InvalidArgument as error:  # the roles run on, and can be stopped
         log.warning("status_not_written", path=str(path), reason=str(error))
 
@@ -816,6 +805,8 @@ Mooncake serves {model} at {url}
       is the header that admin calls (/instances/add, ...) must send
   Store("{master}")
       {from_python}
+  export MOONCAKE_MASTER={master}
+      shows `mooncake store ls` and `mooncake top` this pool; `mooncake doctor --url {url}` checks both
   {log_folder}
       has the logs; Ctrl-C stops everything
 """

@@ -15,6 +15,7 @@ from rich.console import Console
 
 from mooncake.cli import main
 from mooncake.cli.certs import CertsSettings, make
+from mooncake.cli.output import check_writable
 from mooncake.cli.ports import RolePlace, free_ports
 from mooncake.cli.processes import HttpCheck, Processes, RolePlan
 from mooncake.cli.role_command import Invocation
@@ -25,7 +26,6 @@ from mooncake.cli.up import (
     StatusBoard,
     UpSettings,
     check_certificate,
-    check_writable,
     cluster_roles,
     default_pool_bytes,
     gateway_place,
@@ -352,6 +352,8 @@ def test_the_welcome_has_a_line_that_can_be_pasted() -> None:
     }
     assert "curl -s http://127.0.0.1:8000/v1/chat/completions" in text
     assert "X-API-Key: key" in text
+    assert "export MOONCAKE_MASTER=127.0.0.1:50051" in text
+    assert "`mooncake doctor --url http://127.0.0.1:8000`" in text
 
 
 def test_the_welcome_says_what_to_show() -> None:

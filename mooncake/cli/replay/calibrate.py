@@ -26,7 +26,7 @@ import msgspec
 import typer
 from rich.console import Console
 
-from mooncake.cli.output import write_whole
+from mooncake.cli.output import check_writable, write_whole
 from mooncake.cli.replay.endpoint import (
     HIGHEST_TOKEN,
     LOWEST_TOKEN,
@@ -193,6 +193,7 @@ def calibrate_command(
     sizes = sorted(set(lengths or [64, 256, 512, 1024, 2048]))
     if len(sizes) < 3:
         raise InvalidArgument("--length", sizes, "at least three different lengths")
+    check_writable(out, "--out")
     console = Console(stderr=True)
 
     async def measure() -> tuple[str, Measurements]:
@@ -241,7 +242,7 @@ def calibrate_command(
         ),
         decode_makes_first_token=decode_makes_first_token,
     )
-    write_whole(out, to_toml(costs))
+    write_whole(out, to_toml(costs), "--out")
     print(source)
     prefill_ms, decode_ms = prefill.seconds(0, 512) * 1e3, decode.seconds(1, 512) * 1e3
     print(f"prefill: {prefill_ms:.1f} ms for 512 tokens, first token {first_token_s * 1e3:.1f} ms later")

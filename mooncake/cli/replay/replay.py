@@ -24,7 +24,7 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 
 from mooncake import clock
-from mooncake.cli.output import fail, write_whole
+from mooncake.cli.output import check_writable, fail, write_whole
 from mooncake.cli.replay.endpoint import HIGHEST_TOKEN, LOWEST_TOKEN, ApiKey, Endpoint, TimedAnswer, Url
 from mooncake.cli.simulation.options import (
     BlockTokens,
@@ -300,6 +300,8 @@ def replay_command(
     for option, value in simulated.items():
         if value is not None and not predict:
             raise InvalidArgument(option, value, "left out without --predict")
+    check_writable(json_file, "--json")
+    check_writable(html_file, "--html")
     options = TraceOptions(
         format=trace_format,
         time_unit=time_unit,
@@ -339,9 +341,9 @@ def replay_command(
     errors = accuracy(runs[0].outcome, outcome) if predict else None
     report(requests, runs, measured, errors)
     if json_file is not None:
-        write_whole(json_file, _json(requests.name, runs, measured, errors))
+        write_whole(json_file, _json(requests.name, runs, measured, errors), "--json")
     if html_file is not None:
-        write_whole(html_file, render_html(requests.name, runs))
+        write_whole(html_file, render_html(requests.name, runs), "--html")
     if not runs[-1].summary.num_done and measured.errors:
         fail("no request was answered")
 

@@ -17,7 +17,7 @@ import typer
 from numpy.typing import NDArray
 from rich.console import Console
 
-from mooncake.cli.output import write_whole
+from mooncake.cli.output import check_writable, write_whole
 from mooncake.cli.simulation.options import (
     CLUSTER_FORMS,
     COSTS_FORMS,
@@ -180,6 +180,8 @@ def plan_command(
     these clusters by the cost per unit of throughput. What the trace itself shows comes first: the hit rate
     that a cache of each size has, by tier, and how long blocks should be kept.
     """
+    check_writable(json_file, "--json")
+    check_writable(html_file, "--html")
     options = TraceOptions(
         format=trace_format,
         time_unit=time_unit,
@@ -257,9 +259,9 @@ def plan_command(
     for table in tables:
         console.print(table.on_console())
     if json_file is not None:
-        write_whole(json_file, json.dumps(document, indent=1) + "\n")
+        write_whole(json_file, json.dumps(document, indent=1) + "\n", "--json")
     if html_file is not None:
-        write_whole(html_file, render_tables(title, tables))
+        write_whole(html_file, render_tables(title, tables), "--html")
     if plans and all(plan.best is None for plan in plans.values()):
         raise InvalidArgument(
             "--slo-ttft, --slo-tbt",

@@ -15,7 +15,7 @@ import typer
 from rich.console import Console
 from rich.progress import BarColumn, Progress, TaskID, TaskProgressColumn, TextColumn, TimeRemainingColumn
 
-from mooncake.cli.output import write_whole
+from mooncake.cli.output import check_writable, write_whole
 from mooncake.cli.simulation.options import (
     CLUSTER_FORMS,
     COSTS_FORMS,
@@ -91,6 +91,8 @@ def simulate_command(
     """
     if with_rows and json_file is None:
         raise InvalidArgument("--json-rows", True, "left out without --json")
+    check_writable(json_file, "--json")
+    check_writable(html_file, "--html")
     options = TraceOptions(
         format=trace_format,
         time_unit=time_unit,
@@ -119,9 +121,9 @@ def simulate_command(
     for costs_table in costs_tables(specs.values()):
         console.print(costs_table.on_console())
     if json_file is not None:
-        write_whole(json_file, _json(requests.name, runs, with_rows))
+        write_whole(json_file, _json(requests.name, runs, with_rows), "--json")
     if html_file is not None:
-        write_whole(html_file, render_html(requests.name, runs))
+        write_whole(html_file, render_html(requests.name, runs), "--html")
 
 
 def _run(
