@@ -78,7 +78,7 @@ class Deadlines:
     "Time for a peer that still sends a refused body, so that it can read the answer."
 
     header_bytes: int = 64 << 10
-    "Largest size of a request's header."
+    "Largest size of a request's header, and of the trailer after its body."
 
 
 class ConnectionState:
@@ -86,6 +86,7 @@ class ConnectionState:
 
     __slots__ = (
         "is_over",
+        "num_header",
         "num_open",
         "num_read",
         "num_received",
@@ -101,6 +102,9 @@ class ConnectionState:
         self.since = now
         self.num_received = 0
         """Bytes received of the header or body that it waits for."""
+        self.num_header = 0
+        """Bytes received since the end of a header, or since bytes of a body: those of a trailer, of a
+        chunk's header, or of the next header, which may come before the last answer has ended."""
         self.num_open = 0
         """Number of requests whose answers have not ended."""
         self.num_read = 0
@@ -159,21 +163,32 @@ class ConnectionTable:
         silent = min(self._by_phase[ConnectionPhase.BODY], key=lambda one: one.received_at, default=None)
         return silent if silent is not None and now - silent.received_at >= STALLED_S else None
 
-    def received(self, one: ConnectionState, num_bytes: int, now: float) -> bool:
-        """Record received bytes. Returns False when the header is too large."""
+    def header_room(self, one: ConnectionState) -> int:
+        """Number of bytes of a header or trailer that may still be received, in any phase: the HTTP library
+        keeps them without a limit of its own."""
+        return max(0, self.deadlines.header_bytes - one.num_header)
+
+    def received(self, one: ConnectionState, num_bytes: int, now: float) -> None:
+        """Record received bytes."""
         self._move(one, BYTES, now)
         one.num_received += num_bytes
+        one.num_header += num_bytes
         if num_bytes:
             one.received_at = now
-        return one.phase is not ConnectionPhase.HEADER or one.num_received <= self.deadlines.header_bytes
 
     def header_received(self, one: ConnectionState, now: float) -> None:
         """Record that a header is complete."""
         one.num_open += 1
+        one.num_header = 0
         self._move(one, HEADER_RECEIVED, now)
+
+    def body_part_received(self, one: ConnectionState) -> None:
+        """Record that some of the received bytes were of a body."""
+        one.num_header = 0
 
     def body_received(self, one: ConnectionState, now: float) -> None:
         """Record that a body is complete."""
+        one.num_header = 0
         self._move(one, BODY_RECEIVED, now)
 
     def response_sent(self, one: ConnectionState, now: float) -> None:

@@ -37,7 +37,7 @@ from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol, RequestResp
 from mooncake import clock, metrics
 from mooncake.errors import AddressInUse, MooncakeError
 from mooncake.file_limit import connection_limit
-from mooncake.http.connections import ConnectionState, ConnectionTable, Deadlines
+from mooncake.http.connections import ConnectionPhase, ConnectionState, ConnectionTable, Deadlines
 from mooncake.log import get_logger
 
 log = get_logger(__name__)
@@ -63,7 +63,8 @@ _connections = Gauge(
 _cut = Counter(
     "mooncake_http_cut",
     "Connections closed by the server, by the deadline that they missed (header, body, idle, unread, "
-    "refused), full for those closed at the limit of connections, or large for an oversized header.",
+    "refused), full for those closed at the limit of connections, or large for an oversized header or "
+    "trailer.",
     ["reason"],
     registry=metrics.registry,
 )
@@ -383,6 +384,8 @@ class _TrackedUvicornProtocol(HttpToolsProtocol):
         self._acceptor, self._one = acceptor, one
         self._unanswered: deque[RequestResponseCycle] = deque()
         """Requests that run or wait for an earlier one of the connection, in order."""
+        self._is_in_trailer = False
+        """Whether fields that the parser reports are not of a header."""
 
     def connection_made(self, transport: Any) -> None:
         super().connection_made(self._acceptor.made(self._one, transport))  # type: ignore[arg-type]
@@ -391,29 +394,60 @@ class _TrackedUvicornProtocol(HttpToolsProtocol):
         self._acceptor.closed(self._one)
         self._disconnect()
         super().connection_lost(exc)
+        self._unset_keepalive_if_required()
+        # The scope refers to this object: without its references to the scope, headers are freed at once, and
+        # not by a garbage collection some time later.
+        self._unanswered.clear()
+        self.scope = self.headers = self.cycle = None  # type: ignore[assignment]
 
     def data_received(self, data: bytes) -> None:
         connections, now = self._acceptor.connections, clock.monotonic()
-        connections.received(self._one, len(data), now)
-        super().data_received(data)
-        if not connections.received(self._one, 0, now):
-            _cut.labels("large").inc()
-            self.transport.write(
-                b"HTTP/1.1 431 Request Header Fields Too Large\r\nContent-Length: 0\r\n"
-                b"Connection: close\r\n\r\n"
-            )
-            self.transport.close()
+        while data and not self.transport.is_closing():
+            room = connections.header_room(self._one)
+            if not room:
+                self._refuse_header()
+                return
+            part, data = data[:room], data[room:]
+            connections.received(self._one, len(part), now)
+            super().data_received(part)
+
+    def _refuse_header(self) -> None:
+        """Close the connection, whose header or trailer is too large; with an answer where none has begun."""
+        is_answered = self._one.phase is ConnectionPhase.REFUSED or any(
+            cycle.response_started for cycle in self._unanswered
+        )
+        self._disconnect()
+        if is_answered:
+            self._acceptor.cut(self._one, "large")
+            return
+        _cut.labels("large").inc()
+        self.transport.write(
+            b"HTTP/1.1 431 Request Header Fields Too Large\r\nContent-Length: 0\r\nConnection: close\r\n\r\n"
+        )
+        self.transport.close()
 
     def on_message_begin(self) -> None:
         super().on_message_begin()
+        self._is_in_trailer = False
         self.scope["extensions"] = {CLOSE_EXTENSION: {"now": self._cut}}
         # The peer's certificate, for ``mooncake.security.http_auth``.
         self.scope["mooncake.certificate"] = self.transport.get_extra_info("peercert")  # type: ignore[typeddict-unknown-key]
 
+    def on_header(self, name: bytes, value: bytes) -> None:
+        # uvicorn would add the fields of a trailer to the header that the application already has: proxies do
+        # not check them, and they may hold credentials (RFC 9110, 6.5.1).
+        if not self._is_in_trailer:
+            super().on_header(name, value)
+
     def on_headers_complete(self) -> None:
         self._acceptor.connections.header_received(self._one, clock.monotonic())
+        self._is_in_trailer = True
         super().on_headers_complete()
         self._unanswered.append(self.cycle)
+
+    def on_body(self, body: bytes) -> None:
+        self._acceptor.connections.body_part_received(self._one)
+        super().on_body(body)
 
     def on_message_complete(self) -> None:
         self._acceptor.connections.body_received(self._one, clock.monotonic())

@@ -27,7 +27,7 @@ def test_who_sends_nothing_or_half_a_header_is_overdue() -> None:
     connections = ConnectionTable(ALLOWED, 10)
     silent, half = connections.opened(0.0), connections.opened(0.0)
     for second in range(9):
-        assert connections.received(half, 1, float(second))
+        connections.received(half, 1, float(second))
     assert reasons(connections, 9.9) == []
     assert connections.overdue(10.0) == [(silent, "header"), (half, "header")], "trickling does not help"
 
@@ -91,13 +91,25 @@ def test_who_reads_nothing_is_overdue_and_who_reads_slowly_is_not() -> None:
     assert reasons(connections, 1000.0) == [], "nothing is there to be read"
 
 
-def test_a_header_has_a_bound() -> None:
+def test_a_header_and_a_trailer_have_a_bound() -> None:
     connections = ConnectionTable(ALLOWED, 10)
     one = connections.opened(0.0)
-    assert connections.received(one, 100, 1.0)
-    assert not connections.received(one, 1, 1.0)
+    connections.received(one, 99, 1.0)
+    assert connections.header_room(one) == 1
+    connections.received(one, 10, 1.0)
+    assert connections.header_room(one) == 0
     connections.header_received(one, 1.0)
-    assert connections.received(one, 10_000, 1.0), "a body is not limited here"
+    connections.received(one, 10_000, 1.0)
+    connections.body_part_received(one)
+    assert connections.header_room(one) == 100, "a body is not limited here"
+    connections.received(one, 60, 1.0)
+    assert connections.header_room(one) == 40, "this may be a trailer"
+    connections.body_received(one, 1.0)
+    connections.received(one, 90, 1.0)
+    assert connections.header_room(one) == 10, "the next header, while this request runs"
+    connections.response_sent(one, 2.0)
+    connections.received(one, 9, 3.0)
+    assert connections.header_room(one) == 1
 
 
 def test_room_is_made_by_who_has_asked_for_nothing() -> None:

@@ -3,9 +3,11 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import gc
 import socket
 import threading
 import urllib.request
+import weakref
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from pathlib import Path
@@ -15,10 +17,12 @@ import pytest
 from fastapi import FastAPI, Request, Response
 from fastapi.responses import PlainTextResponse, StreamingResponse
 
+from mooncake import metrics
 from mooncake.cli.certs import CertsSettings, make
 from mooncake.errors import AddressInUse
 from mooncake.http.connections import ConnectionPhase, ConnectionTable, Deadlines
 from mooncake.http.server import (
+    CLOSE_EXTENSION,
     MAX_PAGE_CONNECTIONS,
     BodyBudgetExceeded,
     BodyTooLarge,
@@ -114,6 +118,10 @@ def _bodies(most_bytes: int = 1000) -> FastAPI:
     @made.get("/hello")
     async def hello() -> Response:
         return PlainTextResponse("hello")
+
+    @made.post("/refused")
+    async def refused() -> Response:
+        return PlainTextResponse("no", 401)
 
     return made
 
@@ -227,6 +235,155 @@ async def test_a_header_without_end_is_refused() -> None:
                     await writer.drain()
             assert b"431" in await reader.readline()
         writer.close()
+
+
+CHUNKED = b"POST / HTTP/1.1\r\nHost: x\r\nTransfer-Encoding: chunked\r\n\r\n2\r\n{}\r\n"
+FIELD = b"X-A: " + b"y" * 1000 + b"\r\n"
+
+
+async def send_without_end(server: HttpServer, start: bytes, more: bytes) -> None:
+    """Send ``start``, and then far more of ``more`` than a header may have; the server must close."""
+    reader, writer = await opened(server, start)
+    with contextlib.suppress(ConnectionError):
+        async with asyncio.timeout(20):
+            for _ in range((16 << 20) // len(more)):
+                writer.write(more)
+                await writer.drain()
+    await to_the_end(reader)
+    writer.close()
+    await until(lambda: not len(server.acceptor.connections))
+
+
+def num_cut(reason: str) -> float:
+    return metrics.registry.get_sample_value("mooncake_http_cut_total", {"reason": reason}) or 0.0
+
+
+@pytest.mark.parametrize("start", [b"0\r\n", b"0\r\nX-A: ", b"2;"], ids=["fields", "field", "extension"])
+@pytest.mark.parametrize("path", ["/", "/refused"])
+async def test_a_trailer_without_end_is_refused(start: bytes, path: str) -> None:
+    more = FIELD * 20 if start.endswith(b"0\r\n") else b"y" * 20_000
+    before = num_cut("large")
+    async with edge(deadlines=Deadlines(body_s=300.0, refused_s=300.0)) as server:
+        await send_without_end(server, CHUNKED.replace(b" / ", b" %b " % path.encode()) + start, more)
+    assert num_cut("large") == before + 1
+
+
+@pytest.mark.parametrize(("num_more", "status"), [(0, b" 200 "), (1, b" 431 ")])
+async def test_a_trailer_may_be_as_large_as_a_header(num_more: int, status: bytes) -> None:
+    async with edge(deadlines=Deadlines(body_s=300.0)) as server:
+        reader, writer = await opened(server, CHUNKED)
+        await until(lambda: server.acceptor.connections.count(ConnectionPhase.BODY) == 1)
+        start, end = b"0\r\nX-A: ", b"\r\n\r\n"
+        num_field = Deadlines().header_bytes + num_more - len(start) - len(end)
+        writer.write(start + b"y" * num_field + end)
+        async with asyncio.timeout(20):
+            assert status in await reader.readline()
+        writer.close()
+
+
+@pytest.mark.parametrize("start", [b"GET /", b"GET /hello HTTP/1.1\r\n"], ids=["line", "fields"])
+async def test_a_header_without_end_is_refused_while_the_request_before_it_runs(start: bytes) -> None:
+    made, begun, ended = FastAPI(), asyncio.Event(), asyncio.Event()
+
+    async def parts() -> AsyncIterator[bytes]:
+        begun.set()
+        yield b"begun"
+        try:
+            await asyncio.Event().wait()
+        finally:
+            ended.set()
+
+    @made.get("/")
+    async def slow() -> Response:
+        return StreamingResponse(parts())
+
+    before = num_cut("large")
+    async with edge(made) as server:
+        more = FIELD * 20 if start.endswith(b"\r\n") else b"y" * 20_000
+        asked = b"GET / HTTP/1.1\r\nHost: x\r\n\r\n"
+        reader, writer = await opened(server, asked)
+        async with asyncio.timeout(20):
+            await begun.wait()
+            await reader.readuntil(b"begun")
+            with contextlib.suppress(ConnectionError):
+                writer.write(start)
+                for _ in range(1000):
+                    writer.write(more)
+                    await writer.drain()
+            assert b"431" not in await to_the_end(reader), "it would be a part of the answer that has begun"
+            await ended.wait()
+        writer.close()
+        await until(lambda: not len(server.acceptor.connections))
+    assert num_cut("large") == before + 1
+
+
+def _fields(seen: list[list[tuple[bytes, bytes]]]) -> Any:
+    async def application(scope: Any, receive: Any, send: Any) -> None:
+        if scope["type"] == "lifespan":
+            return
+        more = True
+        while more:
+            more = (await receive()).get("more_body", False)
+        seen.append(list(scope["headers"]))
+        await send({"type": "http.response.start", "status": 200, "headers": [(b"content-length", b"0")]})
+        await send({"type": "http.response.body", "body": b""})
+
+    return application
+
+
+@pytest.mark.parametrize("is_split", [False, True])
+async def test_fields_of_a_trailer_are_none_of_a_header(is_split: bool) -> None:
+    seen: list[list[tuple[bytes, bytes]]] = []
+    async with edge(_fields(seen)) as server:
+        reader, writer = await opened(server, CHUNKED)
+        trailer = b"0\r\nX-API-Key: secret\r\nExpect: 100-continue\r\n\r\n"
+        for at in range(0, len(trailer), 1 if is_split else len(trailer)):
+            writer.write(trailer[at : at + (1 if is_split else len(trailer))])
+            await writer.drain()
+            await asyncio.sleep(0)
+        writer.write(b"GET / HTTP/1.1\r\nHost: y\r\nConnection: close\r\n\r\n")
+        await to_the_end(reader)
+        writer.close()
+    assert seen == [
+        [(b"host", b"x"), (b"transfer-encoding", b"chunked")],
+        [(b"host", b"y"), (b"connection", b"close")],
+    ]
+
+
+async def test_large_bodies_in_small_and_large_chunks_are_no_headers() -> None:
+    small, large = b"1\r\nx\r\n" * 50_000, b"40000\r\n" + b"x" * 0x40000 + b"\r\n"
+    sized = b"Content-Length: 700000\r\n\r\n" + b"x" * 700_000
+    async with edge(_bodies(1 << 20)) as server:
+        for body, num in ((small, 50_000), (large * 2, 0x80000)):
+            reader, writer = await opened(server, CHUNKED.removesuffix(b"2\r\n{}\r\n") + body + b"0\r\n\r\n")
+            writer.write(b"POST / HTTP/1.1\r\nHost: x\r\nConnection: close\r\n" + sized)
+            answers = await to_the_end(reader)
+            writer.close()
+            assert answers.count(b" 200 OK") == 2 and str(num).encode() in answers and b"700000" in answers
+
+
+async def test_a_closed_connection_keeps_no_header_until_a_garbage_collection() -> None:
+    begun, kept = asyncio.Event(), list[weakref.ref[Any]]()
+
+    async def application(scope: Any, receive: Any, send: Any) -> None:
+        if scope["type"] == "lifespan":
+            return
+        kept.append(weakref.ref(scope["extensions"][CLOSE_EXTENSION]["now"].__self__))
+        begun.set()
+        while (await receive())["type"] != "http.disconnect":
+            pass
+
+    async with edge(application) as server:
+        gc.disable()
+        try:
+            _, writer = await opened(server, CHUNKED)
+            async with asyncio.timeout(20):
+                await begun.wait()
+            writer.close()
+            await until(lambda: not len(server.acceptor.connections))
+            await until(lambda: kept[0]() is None)
+        finally:
+            gc.enable()
 
 
 async def test_who_reads_nothing_is_cut_and_its_answer_ends() -> None:
