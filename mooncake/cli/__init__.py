@@ -9,6 +9,7 @@ traceback. ``cli/commands.py`` lists the commands, ``role_command.py`` derives t
 from __future__ import annotations
 
 import errno
+import io
 import os
 import socket
 import sys
@@ -44,15 +45,27 @@ def print_and_exit(text: str) -> NoReturn:
     """Print a program's help or version and exit, also where the reader has ended (``| head``)."""
     try:
         print(text, flush=True)
-    except BrokenPipeError:  # the interpreter would try to write the rest at its end
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+    except BrokenPipeError:
+        _discard_output()
     sys.exit(0)
 
 
 def run_program(run: Callable[[], None]) -> NoReturn:
-    """Run a whole program and exit; a failure is reported in one line."""
+    """Run a whole program and exit; a failure is reported in one line.
+
+    A reader that has ended (``| head``) is no failure: it has what it wanted.
+    """
+    end = SystemExit(0)
+    if isinstance(sys.stdout, io.TextIOWrapper):  # a name must not end a program because of the locale
+        sys.stdout.reconfigure(errors="backslashreplace")
     try:
-        run()
+        try:
+            run()
+        except SystemExit as error:
+            end = SystemExit(0) if isinstance(error.__context__, BrokenPipeError) else error
+        sys.stdout.flush()  # here, where a full disk can be worded
+    except BrokenPipeError:
+        _discard_output()
     except AddressInUse as error:
         _fail(str(error) if "--" in str(error) else f"{error}: --port", 2)
     except MooncakeError as error:
@@ -62,11 +75,14 @@ def run_program(run: Callable[[], None]) -> NoReturn:
             raise
         _fail(f"{error.name} is not installed; `pip install 'mooncake-serving[all]'` installs it", 2)
     except OSError as error:
+        if error.errno in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG):
+            what = error.filename or "the output or a file"
+            _fail(f"{what} can't be written: {error.strerror}; free some space or write elsewhere", 1)
         advice = _address_advice(error)
         if advice is None:
             raise
         _fail(advice, 2)
-    sys.exit(0)
+    raise end
 
 
 def daemon_main(arguments: Sequence[str] | None = None) -> NoReturn:
@@ -97,7 +113,16 @@ def daemon_role(words: Sequence[str], environment: Mapping[str, str]) -> str:
 
 def _fail(message: str, status: int) -> NoReturn:
     print(f"error: {message}", file=sys.stderr, flush=True)
+    try:
+        sys.stdout.flush()
+    except OSError:
+        _discard_output()
     sys.exit(status)
+
+
+def _discard_output() -> None:
+    """Discard what standard output still holds, which the interpreter would try to write at its end."""
+    os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
 
 
 def _address_advice(error: OSError) -> str | None:

@@ -1,5 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Long work shows its progress in a terminal, and nothing of it where the output is piped."""
+"""Long work shows its progress in a terminal, and nothing of it where the output is piped; output that
+can't be written is reported in one line, where possible before the work."""
 
 from __future__ import annotations
 
@@ -12,6 +13,9 @@ from pathlib import Path
 
 import pytest
 
+from mooncake.cli import main
+from mooncake.cli.output import check_writable
+from mooncake.errors import InvalidArgument
 from mooncake.store import Store
 from tests.store.test_daemon import daemon
 
@@ -77,3 +81,63 @@ def test_a_pipe_gets_none(places: dict[str, str], name: str) -> None:
     done = subprocess.run(command(places, name), capture_output=True, timeout=200)
     assert (done.returncode, done.stderr) == (0, b"")
     assert b"\x1b" not in done.stdout and done.stdout
+
+
+WAYS = {
+    "ls": ("store", "ls", "--flat", "--master", "MASTER"),
+    "get": ("store", "get", "known", "--master", "MASTER"),
+    "help": ("store", "--help"),
+}
+
+
+@pytest.mark.parametrize("name", WAYS)
+def test_output_to_a_full_disk_is_one_line(places: dict[str, str], name: str) -> None:
+    words = [sys.executable, "-m", "mooncake", *(places.get(word, word) for word in WAYS[name])]
+    with open("/dev/full", "wb") as full:
+        done = subprocess.run(words, stdout=full, stderr=subprocess.PIPE, text=True, timeout=60)
+    assert done.returncode == 1, done.stderr
+    assert done.stderr.startswith("error: ") and "No space left on device" in done.stderr
+    assert done.stderr.count("\n") == 1
+
+
+@pytest.mark.parametrize("name", ["ls", "help"])
+def test_a_reader_that_has_ended_is_no_failure(places: dict[str, str], name: str) -> None:
+    words = [sys.executable, "-m", "mooncake", *(places.get(word, word) for word in WAYS[name])]
+    read, write = os.pipe()
+    os.close(read)
+    try:
+        done = subprocess.run(words, stdout=write, stderr=subprocess.PIPE, text=True, timeout=60)
+    finally:
+        os.close(write)
+    assert (done.returncode, done.stderr) == (0, "")
+
+
+def test_names_that_the_terminal_cannot_show_are_escaped(places: dict[str, str]) -> None:
+    with Store(places["MASTER"]) as store:
+        assert store.put("clé", b"content") is None
+    words = [sys.executable, "-m", "mooncake", *(places.get(word, word) for word in WAYS["ls"])]
+    environment = {**os.environ, "PYTHONIOENCODING": "ascii"}
+    done = subprocess.run(words, capture_output=True, text=True, timeout=60, env=environment)
+    assert done.returncode == 0 and r"cl\xe9" in done.stdout.splitlines(), done.stderr
+
+
+def test_outputs_that_cannot_be_written_are_refused_before_the_work(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    work = (
+        ["simulate", SIMULATED, "--cluster", "1P1D"],
+        ["plan", SIMULATED, "--costs", "llama3-70b-8xH100", "--slo-ttft", "30"],
+        ["replay", SIMULATED, "--url", "http://127.0.0.1:9"],
+    )
+    for words in work:
+        for flag in ("--json", "--html"):
+            with pytest.raises(SystemExit) as exit:
+                main([*words, flag, str(tmp_path / "none" / "file")])
+            captured = capsys.readouterr()
+            assert exit.value.code == 2 and captured.err.startswith(f"error: {flag} is '"), captured.err
+            assert "a file that can be written (No such file or directory)" in captured.err
+            assert not captured.out
+    with pytest.raises(InvalidArgument, match=r"--json is .*Is a directory"):
+        check_writable(tmp_path, "--json")
+    check_writable(tmp_path / "file", "--json")
+    assert not [*tmp_path.iterdir()]
