@@ -30,12 +30,18 @@ def test_a_file_is_not_at_its_path_once_its_directory_was_removed(tmp_path: Path
     assert not file.is_at(tmp_path / "folder" / "log")
 
 
+def test_a_private_directory_is_not_made_where_its_disk_is_not_mounted(tmp_path: Path) -> None:
+    with pytest.raises(FileNotFoundError):
+        OsDirectory(tmp_path / "mnt" / "folder", is_private=True)
+    assert not [*tmp_path.iterdir()]
+
+
 def mode(path: Path) -> int:
     return stat.S_IMODE(path.stat().st_mode)
 
 
 def test_a_private_directory_and_its_files_are_for_their_owner_alone(tmp_path: Path) -> None:
-    path = tmp_path / "above" / "folder"
+    path = tmp_path / "folder"
     directory = OsDirectory(path, is_private=True)
     (path / "old").write_bytes(b"")
     (path / "old").chmod(0o644)

@@ -183,9 +183,10 @@ class OsDirectory:
 
     Args:
         path: path of the directory.
-        is_private: create it (0700, its parents with the default mode) if it does not exist, and refuse it
-            unless it belongs to this user and is writable by no other. Otherwise it must exist and belong
-            to this user or root, and others may write to it only if its sticky bit is set.
+        is_private: create it (0700) if it does not exist, and refuse it unless it belongs to this user and is
+            writable by no other. Its parent must exist: where it does not, a file system may not be mounted.
+            Otherwise it must exist and belong to this user or root, and others may write to it only if its
+            sticky bit is set.
 
     Raises:
         UntrustedFile: its owner or mode is not as required, or a link of another user leads there.
@@ -195,7 +196,6 @@ class OsDirectory:
     def __init__(self, path: Path, *, is_private: bool = False) -> None:
         self._path = path
         if is_private:
-            path.parent.mkdir(parents=True, exist_ok=True)
             with contextlib.suppress(FileExistsError):
                 path.mkdir(0o700)
         _check_link(path)
@@ -409,7 +409,9 @@ class LockedDirectory:
                 return OutOfSpace(f"{self.path}: {error.strerror}; make room")
             case errno.ENOTDIR | errno.EEXIST:
                 return self.wrong("a directory")
-            case errno.EACCES | errno.EPERM | errno.EROFS | errno.ENOENT:
+            case errno.ENOENT:
+                return self.wrong("a directory, or a new one in an existing one; is its disk mounted?")
+            case errno.EACCES | errno.EPERM | errno.EROFS:
                 return self.wrong(f"a directory that this process may write to ({error.strerror})")
             case errno.ESTALE:
                 return StorageError(f"{self.path}: {error.strerror}; restart the process that uses it")

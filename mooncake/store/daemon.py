@@ -25,7 +25,7 @@ from msgspec import Meta
 from mooncake import clock
 from mooncake.config import AlsoFrom, Port, Secret
 from mooncake.errors import InvalidArgument
-from mooncake.files import OsDirectory, UntrustedFile
+from mooncake.files import LockedDirectory, OsDirectory
 from mooncake.log import get_logger
 from mooncake.security import check_address
 from mooncake.store import messages as m
@@ -68,7 +68,7 @@ class DaemonSettings:
     "SSD capacity for the store, in GB; needs `nvme_path`."
 
     nvme_path: str = ""
-    "Directory on that SSD, created if it does not exist."
+    "Directory on that SSD; only its last part is created if missing, as the disk may not be mounted."
 
     name: str = ""
     "Name of this node's segment; empty takes `<host name>-<process id>-<number>`."
@@ -191,7 +191,16 @@ async def serve(settings: DaemonSettings, load_http: LoadHttp) -> None:
             address = f"{settings.host}:{server.port}"
         node = Node(settings.of_node(master))
         stack.push_async_callback(node.close)
-        await node.start()
+        try:
+            await node.start()
+        except InvalidArgument as error:  # of a setting that has another name here
+            of_daemon = {
+                "ssd_path": ("nvme_path", settings.nvme_path),
+                "ssd_size": ("capacity_nvme", settings.capacity_nvme),
+            }
+            if error.field not in of_daemon:
+                raise
+            raise type(error)(*of_daemon[error.field], error.allowed) from error
         await node.mounted.wait()
         log.info("ready", role="daemon", address=address, master=master, segment=node.name)
         await failed
@@ -226,12 +235,11 @@ def _is_listened_at(path: Path) -> bool:
 
 
 def _make_folder(path: str) -> None:
+    folder = Path(path).expanduser()
     try:
-        OsDirectory(Path(path).expanduser(), is_private=True).close()
-    except UntrustedFile as error:
-        raise InvalidArgument("nvme_path", path, error.requirement) from error
+        OsDirectory(folder, is_private=True).close()
     except OSError as error:
-        raise InvalidArgument("nvme_path", path, f"a directory that can be written ({error})") from error
+        raise LockedDirectory(folder, "nvme_path").trouble(error) from error
 
 
 def _reachable(host: str) -> str:

@@ -81,6 +81,20 @@ def test_one_process_is_a_whole_store(tmp_path: Path) -> None:
         assert (tmp_path / "ssd" / "master.oplog").exists()
 
 
+def test_a_directory_made_larger_is_refused_by_the_names_of_this_program(tmp_path: Path) -> None:
+    flags = ["--nvme-path", str(tmp_path), "--capacity-dram", "0.016", "--capacity-nvme"]
+    with daemon(*flags, "0.064") as (_, _, process):
+        command = [sys.executable, "-m", "mooncake", "daemon", "--port", "0", *flags, "0.064"]
+        command += ["--oplog", str(tmp_path / "other.oplog")]
+        found = subprocess.run(command, capture_output=True, text=True, timeout=60)
+        assert found.returncode == 2 and "nvme_path is" in found.stderr, found.stderr
+        process.send_signal(signal.SIGTERM)
+        assert process.wait(20) == 0
+    command[-3] = "0.032"
+    found = subprocess.run(command, capture_output=True, text=True, timeout=60)
+    assert found.returncode == 2 and "capacity_nvme is 0.032; allowed: at least" in found.stderr, found.stderr
+
+
 def test_blocks_are_logged(tmp_path: Path) -> None:
     flags = ["--capacity-dram", "0.016", "--capacity-nvme", "0.064", "--nvme-path", str(tmp_path)]
     with daemon(*flags) as (address, _, process), Store(address) as store:
@@ -167,6 +181,7 @@ def test_the_environment_of_a_node_is_read() -> None:
         ("--capacity-nvme 1", "nvme_path"),
         ("--nvme-path /tmp", "capacity_nvme"),
         ("--nvme-path /proc/nothing --capacity-nvme 1", "nvme_path"),
+        ("--nvme-path /nothing/below --capacity-nvme 1", "is its disk mounted"),
         ("--port 70000", "port"),
         ("--capasity-dram 1", "--capacity-dram"),
         ("--capacity-dram 0.01 --host 203.0.113.9 --insecure", "--host"),

@@ -183,7 +183,7 @@ class Disk:
         if size_bytes < header.size_bytes and self._keeps_larger:
             return header
         if size_bytes < header.size_bytes:
-            allowed = f"at least {header.size_bytes}, as when {folder.path} was made; or another directory"
+            allowed = f"at least {header.size_bytes} bytes, as when {folder.path} was made; or another one"
             raise InvalidArgument("ssd_size", size_bytes, allowed)
         if size_bytes == header.size_bytes:
             return header

@@ -30,7 +30,7 @@ def engine() -> Iterator[TransferEngine]:
 
 @pytest.fixture
 def path(tmp_path: Path) -> Path:
-    return tmp_path / "below" / "ssd"
+    return tmp_path / "ssd"
 
 
 def entry(object_id: int, offset: int = 0, size_bytes: int = 4096) -> SegmentEntry:
@@ -90,18 +90,19 @@ def test_a_larger_capacity_is_other_content(engine: TransferEngine, path: Path) 
     assert larger.size_bytes == 2 * MIB and larger.content_id != disk.content_id
     assert list(larger.index.entries) == [1]
     larger.close()
-    with pytest.raises(InvalidArgument, match="ssd_size is 1048576; allowed: at least 2097152"):
+    with pytest.raises(InvalidArgument, match="ssd_size is 1048576; allowed: at least 2097152 bytes"):
         Disk(engine, path, MIB)
 
 
 def test_unusable_directories_are_refused(engine: TransferEngine, path: Path) -> None:
-    path.parent.mkdir()
+    with pytest.raises(InvalidArgument, match=r"ssd_path .*is its disk mounted"):
+        Disk(engine, path / "below", MIB)
     path.write_bytes(b"a file")
     with pytest.raises(InvalidArgument, match=r"ssd_path .*allowed: a directory"):
         Disk(engine, path, MIB)
     with pytest.raises(InvalidArgument, match=r"ssd_path .*allowed: a directory"):
         Disk(engine, path / "below", MIB)
-    with pytest.raises(InvalidArgument, match="may write to"):
+    with pytest.raises(InvalidArgument, match="is its disk mounted"):
         Disk(engine, Path("/proc/nothing"), MIB)
 
 
