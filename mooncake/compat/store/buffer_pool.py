@@ -75,7 +75,7 @@ class LocalBuffer:
 
     def __init__(self, engine: TransferEngine, size_bytes: int) -> None:
         self._engine = engine
-        self._size_bytes = size_bytes
+        self.size_bytes = size_bytes
         self._lock = threading.Lock()
         self._region: Region | None = None
         self._pages: Allocator | None = None
@@ -84,12 +84,12 @@ class LocalBuffer:
 
     def take(self, size_bytes: int) -> npt.NDArray[np.uint8] | None:
         """Allocate bytes; None when it is full or has no memory."""
-        if size_bytes > self._size_bytes or self._size_bytes < PAGE_BYTES:
+        if size_bytes > self.size_bytes or self.size_bytes < PAGE_BYTES:
             return None
         with self._lock:
             if self._region is None or self._pages is None:
                 try:
-                    size = self._size_bytes
+                    size = self.size_bytes
                     self._region = self._engine.allocate(size, huge_pages=False, populate=False)
                 except MooncakeError:
                     return None
@@ -137,21 +137,22 @@ class LeasedMemory:
         """Addresses that were returned, and that the store has failed to unregister."""
         self._has_pool = True
 
-    def find(self, room: int, alignment: int) -> npt.NDArray[np.uint8]:
-        """Allocate memory for a lease, with the lock held.
+    def find(self, size: int, alignment: int) -> npt.NDArray[np.uint8]:
+        """Allocate memory for a lease of ``size`` bytes, in whole pages, with the lock held.
 
         Raises:
             MemoryError: the host has no more memory.
             RuntimeError: the store does not register it.
         """
+        room = max(1, -(-size // PAGE_BYTES)) * PAGE_BYTES
         memory = None if self._local is None else self._local.take(room)
         if memory is None:
             memory = self._allocate(room, alignment)
-        self.total_bytes += memory.nbytes
+        self.total_bytes += size
         self.num_leases += 1
         address = memory.ctypes.data
         # The array outlives the lease for as long as a view of it exists, and so does its memory.
-        weakref.finalize(memory, self._note_return, address, memory.nbytes).atexit = False
+        weakref.finalize(memory, self._note_return, address, size).atexit = False
         return memory
 
     def settle(self) -> None:
@@ -160,15 +161,15 @@ class LeasedMemory:
         What the store fails to unregister stays leased until a later call succeeds.
         """
         failed: list[tuple[int, int]] = []
-        for address, room in emptied(self._returned):
+        for address, size in emptied(self._returned):
             if address in self._own:
                 if not self._unregister(address):
-                    failed.append((address, room))
+                    failed.append((address, size))
                     continue
                 del self._own[address]  # only now may the address get another use
             elif self._local is not None:
                 self._local.give_back(address)
-            self.total_bytes -= room
+            self.total_bytes -= size
             self.num_leases -= 1
             self.changed.notify_all()
         for entry in reversed(failed):
@@ -200,9 +201,9 @@ class LeasedMemory:
         if self._returned:
             self._settle_in_thread()
 
-    def _note_return(self, address: int, room: int) -> None:
+    def _note_return(self, address: int, size: int) -> None:
         """Note memory that nothing refers to any longer. Called by the garbage collector."""
-        self._returned.append((address, room))
+        self._returned.append((address, size))
         if not self._has_pool:
             self._settle_in_thread()
 
@@ -297,12 +298,12 @@ class BufferLease:
 
 
 class BufferPool:
-    """Pool of registered buffers of a store, in sizes of powers of two from ``min_size_class`` on.
+    """Pool of registered buffers of a store, in sizes of whole pages.
 
     Args:
         store: a ``MooncakeDistributedStore``, or anything with ``register_buffer``, ``unregister_buffer``.
-        max_bytes: limit for all leases together; 0 is no limit.
-        max_size_class: largest size that is a power of two; larger ones are rounded to pages.
+        max_bytes: limit for all leases together, at least the size of the store's local buffer; 0 is no limit.
+        min_size_class, max_size_class: checked, without effect.
         alignment: alignment of memory that is allocated for one lease.
         block_on_exhaustion: wait for a release, for ``default_timeout`` seconds if that is given.
         max_regions: most leases at a time; None is no limit.
@@ -328,10 +329,10 @@ class BufferPool:
             )
         if max_size_class is not None and max_size_class < min_size_class:
             raise RuntimeError(f"BufferPool: max_size_class {max_size_class} is below {min_size_class}")
-        self._leased = LeasedMemory(store, getattr(store, "_local_buffer", lambda: None)())
-        self._max_bytes = max_bytes
-        self._min_size_class = min_size_class
-        self._max_size_class = max_size_class
+        local: LocalBuffer | None = getattr(store, "_local_buffer", lambda: None)()
+        self._leased = LeasedMemory(store, local)
+        # ``setup`` has already granted the local buffer: the limit is for the memory beyond it.
+        self._max_bytes = max(max_bytes, local.size_bytes) if max_bytes and local is not None else max_bytes
         self._alignment = alignment
         self._blocks = block_on_exhaustion
         self._timeout_s = default_timeout
@@ -353,7 +354,7 @@ class BufferPool:
         """
         if size < 0:
             raise TypeError(f"acquire: size {size} is negative")
-        if size > MOST_BYTES or (self._max_bytes and self._class_of(size) > self._max_bytes):
+        if size > MOST_BYTES or (self._max_bytes and size > self._max_bytes):
             most = self._max_bytes or MOST_BYTES
             raise RuntimeError(f"acquire: size {size} exceeds the capacity of the pool, {most} bytes")
         waits = self._blocks if block is None else block
@@ -395,23 +396,16 @@ class BufferPool:
                 raise RuntimeError(f"close: {self._leased.num_leases} active leases; release them first")
             self._is_closed = True
 
-    def _class_of(self, size: int) -> int:
-        size_class = max(self._min_size_class, 1 << max(size - 1, 0).bit_length())
-        if self._max_size_class is not None and size_class > self._max_size_class:
-            size_class = size
-        return -(-size_class // PAGE_BYTES) * PAGE_BYTES
-
     def _find(self, size: int) -> npt.NDArray[np.uint8] | None:
         """Allocate memory for a lease, if any is available now."""
         self._leased.settle()
         if self._is_closed:
             raise RuntimeError("acquire: this pool is closed")
-        room = self._class_of(size)
-        if self._max_bytes and self._leased.total_bytes + room > self._max_bytes:
+        if self._max_bytes and self._leased.total_bytes + size > self._max_bytes:
             return None
         if self._max_regions is not None and self._leased.num_leases >= self._max_regions:
             return None
-        return self._leased.find(room, self._alignment)
+        return self._leased.find(size, self._alignment)
 
 
 RegisteredBufferLease = BufferLease

@@ -109,8 +109,8 @@ def test_a_lease_without_references_is_returned_when_its_last_view_is_gone(
     pool.close()
 
 
-def test_waiting_ends_when_a_lease_is_collected(store: MooncakeDistributedStore) -> None:
-    pool = BufferPool(store, max_bytes=1 << 16)
+def test_waiting_ends_when_a_lease_is_collected() -> None:
+    pool = BufferPool(RegistrationsOnly(), max_bytes=2, alignment=1 << 16)
     leases = [pool.acquire(1)]
     found = []
     waiting = threading.Thread(target=lambda: found.append(pool.acquire(2, timeout=30)))
@@ -256,7 +256,7 @@ def test_pages_of_a_dropped_pool_can_be_leased_again(store: MooncakeDistributedS
 
 
 def test_sizes_from_zero_to_the_capacity(store: MooncakeDistributedStore) -> None:
-    pool = BufferPool(store, max_bytes=MIB)
+    pool = BufferPool(RegistrationsOnly(), max_bytes=MIB)
     with pool.acquire(0) as lease:
         assert lease.size == len(lease.buffer) == 0
     for size in (MIB + 1, 1 << 64, (1 << 64) - 1):
@@ -277,8 +277,30 @@ def test_a_pool_with_open_leases_does_not_close(store: MooncakeDistributedStore)
     pool.close()
 
 
-def test_an_exhausted_pool_waits_or_fails(store: MooncakeDistributedStore) -> None:
-    pool = BufferPool(store, max_bytes=1 << 16)
+@pytest.mark.parametrize(("max_mib", "num_leases"), [(1, 16), (16, 16), (18, 18)])
+def test_a_pool_has_at_least_the_local_buffer(
+    store: MooncakeDistributedStore, max_mib: int, num_leases: int
+) -> None:
+    pool = BufferPool(store, max_bytes=max_mib * MIB, alignment=1 << 16, block_on_exhaustion=False)
+    leases = [pool.acquire(MIB) for _ in range(num_leases)]
+    with pytest.raises(RuntimeError, match="exhausted"):
+        pool.acquire(MIB)
+    for lease in leases:
+        lease.release()
+    pool.acquire(16 * MIB).release()
+    leases = [
+        pool.acquire(3 * MIB) for _ in range(num_leases // 3)
+    ]  # no size is rounded up to a power of two
+    assert len({lease.ptr for lease in leases}) == num_leases // 3
+    for lease in leases:
+        lease.release()
+    with pytest.raises(RuntimeError, match="capacity"):
+        pool.acquire(max(16, max_mib) * MIB + 1)
+    pool.close()
+
+
+def test_an_exhausted_pool_waits_or_fails() -> None:
+    pool = BufferPool(RegistrationsOnly(), max_bytes=1, alignment=1 << 16)
     lease = pool.acquire(1)
     with pytest.raises(RuntimeError, match="exhausted"):
         pool.acquire(1, block=False)
