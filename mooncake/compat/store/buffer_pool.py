@@ -302,7 +302,7 @@ class BufferPool:
 
     Args:
         store: a ``MooncakeDistributedStore``, or anything with ``register_buffer``, ``unregister_buffer``.
-        max_bytes: limit for all leases together, at least the size of the store's local buffer; 0 is no limit.
+        max_bytes: limit for all leases together, at least the store's local buffer; 0 is no limit.
         min_size_class, max_size_class: checked, without effect.
         alignment: alignment of memory that is allocated for one lease.
         block_on_exhaustion: wait for a release, for ``default_timeout`` seconds if that is given.
