@@ -300,11 +300,16 @@ def store_parts(
 def _replace(
     session: StoreSession, keys: list[str], spans: list[list[Span]], options: PutOptions
 ) -> list[int]:
-    """Replace objects; pins and groups are inherited unless ``options`` change them."""
+    """Replace objects; groups are inherited, and so are pins unless ``options`` change them."""
     found = session.store.inspect(keys)
-    codes = [0] * len(keys)
+    stays = [there is None or options.keeps_group(at, there) for at, there in enumerate(found)]
+    if not all(stays):
+        _log_refused("upsert", keys, stays, lambda _: "it is in another group than the one in group_ids")
+    codes = [0 if does_stay else INVALID for does_stay in stays]
     plain = []
     for at, there in enumerate(found):
+        if not stays[at]:
+            continue
         if there is None or (there.pinned_s == 0 and not there.group):
             plain.append(at)
         else:

@@ -29,6 +29,10 @@ class PutOptions:
         """Options for some of the keys only."""
         return replace(self, groups=tuple(self.groups[i] for i in places) if self.groups else ())
 
+    def keeps_group(self, place: int, there: ObjectStatus) -> bool:
+        """Whether the object of a key would stay in its group; it cannot be replaced in another one."""
+        return not self.groups or self.groups[place] == there.group
+
     def inheriting(self, there: ObjectStatus) -> PutOptions:
         """Options for one key whose object is replaced; those that are not given are inherited from it."""
         policy = self.policy

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 from typing import Any
 
+import numpy as np
 import pytest
 
 from mooncake.compat.store.public_types import ObjectDataType, ReplicateConfig, SoftPinAction
@@ -95,3 +96,22 @@ def test_an_upsert_inherits_pins_and_groups(store: MooncakeDistributedStore) -> 
     (status,) = store._store.inspect(["soft"])
     assert status is not None and status.pinned_s == 0
     assert store.remove("hard", force=True) == 0
+
+
+def test_an_upsert_changes_no_group(store: MooncakeDistributedStore) -> None:
+    keys = ["in g", "in none", "new in g"]
+    assert store.put(keys[0], b"1", config(group_ids=["g"])) == store.put(keys[1], b"1") == 0
+    assert store.upsert(keys[0], b"other", config(group_ids=["h"])) == -600
+    assert store.upsert(keys[0], b"none", config(group_ids=[""])) == -600
+    assert store.upsert(keys[1], b"some", config(group_ids=["g"])) == -600
+    assert store.get_batch(keys) == [b"1", b"1", b""]
+    memory = np.frombuffer(b"two", np.uint8)
+    codes = store.batch_upsert_from(
+        keys, [memory.ctypes.data] * 3, [memory.nbytes] * 3, config(group_ids=["g", "h", "g"])
+    )
+    assert codes == [0, -600, 0] and store.get_batch(keys) == [b"two", b"1", b"two"]
+    assert store.upsert(keys[1], b"empty", config(group_ids=[""])) == 0
+    assert store.upsert(keys[0], b"not given") == 0
+    assert store._store is not None
+    (status,) = store._store.inspect([keys[0]])
+    assert status is not None and status.group == "g"
