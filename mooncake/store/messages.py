@@ -81,6 +81,7 @@ class PreallocatedSpace(msgspec.Struct, frozen=True, array_like=True):
     """Space preallocated for a writer, before it knows for which objects: pieces of one size."""
 
     advance_id: int
+    """Random: only who was sent it may use the pieces, and only for objects of the same tenant."""
     put_s: float
     """Seconds after the request at which writing must stop."""
     size_bytes: int

@@ -73,7 +73,7 @@ class MasterServer:
         self.settings = settings
         self.publisher: EventPublisher | None = None
         self._oplog = OplogWriter(settings.oplog, settings.oplog_flush, settings.oplog_repair)
-        self._role = MasterRole(settings, self._oplog, _first_id)
+        self._role = MasterRole(settings, self._oplog, _first_id, secrets.token_bytes(16))
         self.failed: asyncio.Future[None] = asyncio.get_running_loop().create_future()
         """Raises when this master must stop."""
         handlers: dict[type[msgspec.Struct], Any] = dict.fromkeys(m.REQUESTS, self._received)
@@ -279,8 +279,8 @@ class MasterServer:
         if not is_small or any(len(column) != len(message.keys) for column in columns):
             return False
         for index, (piece, size_bytes, checksum, value) in enumerate(zip(*columns, strict=True)):
-            put_id = message.put_id + index
-            extent = self.master.preallocated(piece, put_id, size_bytes, clock.monotonic())
+            put_id, now = message.put_id + index, clock.monotonic()
+            extent = self.master.preallocated(piece, message.tenant, put_id, size_bytes, now)
             if extent is None:
                 continue
             address = extent.segment.address + extent.offset

@@ -214,6 +214,25 @@ async def test_a_standby_remembers_no_lost_connections_of_clients(
     assert len(server._gone) == 1, "the node's: its segment is to be suspected"
 
 
+async def test_pieces_of_another_client_cannot_be_guessed(client: AsyncClient) -> None:
+    """Not from the ids of the client's own objects and pieces, although both clients are of one tenant."""
+    await client.call(m.Mount("a", 1, "h", 0, 1 << 20, b"", 0.0), 5)
+    await client.call(m.Heartbeat("a", 1), 5)
+    put_ids = (1, 2)
+    given, own = [
+        await client.call(m.PutStart(n, "h", [f"k{n}"], [64], [64], num_pieces=2, piece_bytes=64), 5)
+        for n in put_ids
+    ]
+    near = {base + n for base in (own.reserved[0].object_id, own.advance.advance_id) for n in range(-50, 50)}
+    guesses = sorted(near - {own.advance.advance_id})
+    count = len(guesses)
+    keys = [f"g{n}" for n in range(count)]
+    guessed = m.PutWritten(9, "h", keys, [64] * count, [b"crc!"] * count, [(one, 0) for one in guesses])
+    assert {one.code for one in (await client.call(guessed, 5)).outcomes} == {"expired"}
+    written = m.PutWritten(999, "h", ["mine"], [64], [b"crc!"], [(given.advance.advance_id, 0)])
+    assert (await client.call(written, 5)).outcomes == [True]
+
+
 async def test_values_for_memory_that_is_not_mapped_are_left_to_the_writer(client: AsyncClient) -> None:
     """Whatever the values are: the piece is still the writer's, and a lookup is answered without bytes."""
     await client.call(m.Mount("a", 1, "h", 0, 1 << 20, b"", 0.0), 5)

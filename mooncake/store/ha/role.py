@@ -49,10 +49,14 @@ class MasterRole:
     Args:
         log: has been read already.
         first_id: returns larger object ids than earlier masters began with.
+        secret: as in ``Master``.
     """
 
-    def __init__(self, settings: MasterSettings, log: RecordLog, first_id: Callable[[], int]) -> None:
+    def __init__(
+        self, settings: MasterSettings, log: RecordLog, first_id: Callable[[], int], secret: bytes = b""
+    ) -> None:
         self.settings = settings
+        self._secret = secret
         self._log = log
         self._first_id = first_id
         self.master = self._new_master()
@@ -174,7 +178,7 @@ class MasterRole:
             raise
 
     def _new_master(self) -> Master:
-        return Master(self.settings, self._first_id())
+        return Master(self.settings, self._first_id(), self._secret)
 
     def __repr__(self) -> str:
         state = "failed" if self.has_failed else "leads" if self.is_leading else "follows"

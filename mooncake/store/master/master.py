@@ -62,15 +62,18 @@ class Master:
     """A machine (see ``machine.py``) over ``Received`` and ``ConnectionLost``.
 
     ``first_object_id`` should be random: then no request about an object of an earlier master can
-    mean one of this master's.
+    mean one of this master's. ``secret`` should be random, too: then no client can guess the name of space
+    that was preallocated for another.
     """
 
-    def __init__(self, settings: MasterSettings = DEFAULTS, first_object_id: int = 1) -> None:
+    def __init__(
+        self, settings: MasterSettings = DEFAULTS, first_object_id: int = 1, secret: bytes = b""
+    ) -> None:
         self.settings = settings
         self.catalog = Catalog(settings, first_object_id)
         self.request_counters = RequestCounters(self.catalog)
         space = FreeSpace(self.catalog)
-        self._preallocations = Preallocations(self.catalog, space)
+        self._preallocations = Preallocations(self.catalog, space, secret)
         self.put_queue = PutQueue(self.catalog, lambda: self.tiers.is_freeing)
         lookup = LookupRequests(self.catalog)
         put = PutRequests(self.catalog, space, self._preallocations, self.put_queue)
@@ -218,9 +221,11 @@ class Master:
     def allocated_bytes(self) -> int:
         return self.catalog.allocated_bytes
 
-    def preallocated(self, piece: tuple[int, int], put_id: int, size_bytes: int, now: float) -> Extent | None:
+    def preallocated(
+        self, piece: tuple[int, int], tenant: str, put_id: int, size_bytes: int, now: float
+    ) -> Extent | None:
         """The space of a preallocated piece, if its put may write so many bytes to it now."""
-        found = self._preallocations.find(piece, put_id, size_bytes, now)
+        found = self._preallocations.find(piece, tenant, put_id, size_bytes, now)
         return found if isinstance(found, Extent) else None
 
     def _answer(self, event: Received, now: float) -> msgspec.Struct | None:

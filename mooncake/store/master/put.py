@@ -9,11 +9,17 @@ A preallocation is a promise like every other. Its pieces may be written for ``p
 ``grace_s`` when their use was not reported by then; a successor knows that they are held, but not for whom,
 so it knows no preallocation. It must not starve others: nothing is evicted for it, and only a small share of
 each segment is preallocated, while there is room.
+
+Only the client to which it was given may use it: another's object would be in memory that this client still
+writes, and a removal of it would give that memory to a third writer. So it has a name that only this client
+was sent and that can't be guessed, and it is of this client's tenant. A connection is no owner: a question is
+asked again on another one when its answer was lost.
 """
 
 from __future__ import annotations
 
 import dataclasses
+import hashlib
 from collections.abc import Sequence
 from functools import partial
 from typing import Literal
@@ -51,6 +57,9 @@ FREE_SHARE = 1 / 32
 """Least share of a segment that must be free after a preallocation."""
 
 NOT_ON_SSD = Refusal("no_ssd", "it is stored, but no copy of it is on SSD")
+_NOT_GIVEN = Refusal(
+    "expired", "the space was not preallocated for this client by this master, or its time is over"
+)
 
 
 class PutRequests:
@@ -183,7 +192,7 @@ class PutRequests:
             self._catalog.add_story(now, key, "put refused: {}", refusal)
         preallocated = None
         if message.num_pieces and placement is not None:
-            preallocated = self._preallocations.give(message.num_pieces, message.piece_bytes, placement, now)
+            preallocated = self._preallocations.give(message, placement, now)
         self._space.evict_to_watermark(now)
         return m.PutStarted(self._catalog.settings.put_s, reserved, refusals, preallocated)
 
@@ -359,6 +368,8 @@ class Preallocation:
     """One preallocation, until its deadline."""
 
     until: float
+    owner: str
+    """The scoped empty name of the tenant that may use it."""
     size_bytes: int
     pieces: list[Extent | int]
     """An int is the identity of the put that used the piece."""
@@ -367,20 +378,22 @@ class Preallocation:
 class Preallocations:
     """Preallocations that may still be written."""
 
-    def __init__(self, catalog: Catalog, space: FreeSpace) -> None:
+    def __init__(self, catalog: Catalog, space: FreeSpace, secret: bytes) -> None:
         self._catalog = catalog
         self._space = space
+        self._secret = secret
         self._given: dict[int, Preallocation] = {}
         """By id, oldest first."""
 
     def give(
-        self, num_pieces: int, size_bytes: int, placement: SegmentPlacement, now: float
+        self, message: m.PutStart | m.PutWritten, placement: SegmentPlacement, now: float
     ) -> m.PreallocatedSpace | None:
-        """As many of the pieces as are available; None if none is."""
+        """As many of the pieces that it requests as are available; None if none is."""
+        num_pieces, size_bytes = min(message.num_pieces, MAX_PIECES), message.piece_bytes
         if not 0 < size_bytes <= MAX_PIECE_BYTES:
             return None
-        extents = self._in_a_row(min(num_pieces, MAX_PIECES), size_bytes, placement)
-        while len(extents) < min(num_pieces, MAX_PIECES):
+        extents = self._in_a_row(num_pieces, size_bytes, placement)
+        while len(extents) < num_pieces:
             place = placement.allocate(size_bytes)
             if place is None:
                 break
@@ -393,11 +406,16 @@ class Preallocations:
         if not extents:
             return None
         self._space.given(size_bytes * len(extents))
-        put_s, advance_id = self._catalog.settings.put_s, self._catalog.objects.new_id()
-        self._given[advance_id] = Preallocation(now + put_s, size_bytes, list[Extent | int](extents))
+        put_s, advance_id, owner = self._catalog.settings.put_s, self._new_id(), scoped(message.tenant, "")
+        self._given[advance_id] = Preallocation(now + put_s, owner, size_bytes, list[Extent | int](extents))
         replicas = [replica_of(extent) for extent in extents]
         self._catalog.preallocate(extents, size_bytes, now + put_s)
         return m.PreallocatedSpace(advance_id, put_s, size_bytes, replicas, placement.is_durable)
+
+    def _new_id(self) -> int:
+        """An id from which, and from those of objects, no client can derive that of another client."""
+        number = self._catalog.objects.new_id().to_bytes(16)
+        return int.from_bytes(hashlib.blake2b(number, key=self._secret, digest_size=8).digest()) >> 1
 
     def _in_a_row(self, num_pieces: int, size_bytes: int, placement: SegmentPlacement) -> list[Extent]:
         """All of them from one hole, or none: mostly there is one, and that costs less than many."""
@@ -414,13 +432,15 @@ class Preallocations:
         return [Extent(segment, offset + number * size_bytes) for number in range(num_pieces)]
 
     def find(
-        self, piece: tuple[int, int], put_id: int, size_bytes: int, now: float
+        self, piece: tuple[int, int], tenant: str, put_id: int, size_bytes: int, now: float
     ) -> Extent | Refusal | None:
         """The piece, if it may become an object of that size; None: it became one by this very put."""
         advance_id, number = piece
         given = self._given.get(advance_id)
         if given is None or now >= given.until or not 0 <= number < len(given.pieces):
-            return Refusal("expired", "the space was not preallocated by this master, or its time is over")
+            return _NOT_GIVEN
+        if given.owner != scoped(tenant, ""):
+            return _NOT_GIVEN  # not even that there is such a piece
         extent = given.pieces[number]
         if extent == put_id:
             return None
@@ -518,7 +538,7 @@ class PreallocatedPuts:
         if message.num_pieces:
             wanted = DEFAULT_POLICY if policy is None else policy
             placement = SegmentPlacement(self._catalog.segments, message.host, (), now, wanted)
-            preallocated = self._preallocations.give(message.num_pieces, message.piece_bytes, placement, now)
+            preallocated = self._preallocations.give(message, placement, now)
         if waiting:  # before anything may be evicted that is waited for
             answer = partial(m.PutsWritten, advance=preallocated)
             self._put_requests.durable.park(event, answer, outcomes, waiting, now)
@@ -555,7 +575,7 @@ class PreallocatedPuts:
         if refusal is not None:
             return refusal
         key, put_id = scoped(message.tenant, name), message.put_id + index
-        piece = self._preallocations.find(message.pieces[index], put_id, size_bytes, now)
+        piece = self._preallocations.find(message.pieces[index], message.tenant, put_id, size_bytes, now)
         if piece is None:
             return True  # a late copy of the request that put it; the object may have been removed since
         if isinstance(piece, Refusal):

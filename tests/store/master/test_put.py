@@ -564,9 +564,10 @@ def test_a_small_durable_put_of_a_key_that_is_not_durable_is_refused() -> None:
 def test_a_small_durable_put_without_room_for_its_tenant_is_started() -> None:
     """The writer waits there until demotions have made room."""
     writer = DurableWriter()
-    writer.nodes.say(m.SetQuota("small", 10))
-    writer.put("k", 0, "put", tenant="small")
+    writer.nodes.say(m.SetQuota("", 10))
+    writer.put("k", 0, "put")
     assert refused(writer.answer("put")).code == "not_here"
+    writer.nodes.say(m.SetQuota("", None))
     writer.put("k", 0, "other")
     writer.ssd.work()
     assert writer.answer("other") == m.PutsWritten([True]), "the piece was not used"
@@ -770,10 +771,11 @@ SIZE = 100
 class Writer:
     """A client that has pieces and reports what it has written into them."""
 
-    def __init__(self, voice: Voice, num_pieces: int = 4) -> None:
+    def __init__(self, voice: Voice, num_pieces: int = 4, tenant: str = "") -> None:
         self.voice = voice
+        self.tenant = tenant
         voice.mount("a", POOL)
-        given = preallocated(voice, num_pieces)
+        given = preallocated(voice, num_pieces, tenant=tenant)
         assert given is not None
         self.given = given
         voice.keep_alive(0.0)
@@ -784,6 +786,7 @@ class Writer:
     def say(self, key: str, number: int = 0, put_id: int = 5000, **more: Any) -> m.PutsWritten:
         piece = more.pop("piece", (self.given.advance_id, number))
         size, crc = more.pop("size_bytes", SIZE), more.pop("checksums", b"crc!")
+        more = {"tenant": self.tenant, **more}
         reply = self.voice.say(
             m.PutWritten(put_id + ord(key[0]) if key else put_id, "h", [key], [size], [crc], [piece], **more)
         )
@@ -838,14 +841,12 @@ def test_a_piece_becomes_one_object(writer: Writer) -> None:
 
 
 def test_refusals_of_a_small_put_are_those_of_a_start(writer: Writer, voice: Voice) -> None:
-    voice.say(m.SetQuota("small", 10))
     long_key = "k" * (m.MAX_KEY_BYTES + 1)
     for key, more, code in (
         ("", {}, "invalid_key"),
         (long_key, {}, "invalid_key"),
         ("k", {"size_bytes": 0}, "invalid_size"),
         ("k", {"checksums": b"long checksum"}, "invalid_checksums"),
-        ("k", {"tenant": "small"}, "quota_exceeded"),
         ("k", {"tenant": "x" * 2000}, "unknown_tenant"),
         ("k", {"policy": m.PutPolicy(num_replicas=0)}, "invalid_policy"),
         ("k", {"policy": m.PutPolicy(num_replicas=2)}, "invalid_policy"),
@@ -857,14 +858,67 @@ def test_refusals_of_a_small_put_are_those_of_a_start(writer: Writer, voice: Voi
     assert writer.put("k") is True
 
 
-def test_a_tenant_pays_for_what_it_put_and_not_for_what_it_may_put(writer: Writer, voice: Voice) -> None:
+def test_a_tenant_pays_for_what_it_put_and_not_for_what_it_may_put(voice: Voice) -> None:
     voice.say(m.SetQuota("red", 250))
-    assert writer.put("k", 0, tenant="red") is True
-    assert writer.put("l", 1, tenant="red") is True
+    writer = Writer(voice, tenant="red")
+    assert writer.put("k", 0) is True
+    assert writer.put("l", 1) is True
     quotas = {one.tenant: one for one in voice.say(m.AskQuotas()).quotas}
     assert quotas["red"].used_bytes == 200
-    assert writer.put("m", 2, tenant="red") is True, "in the place of its oldest"
+    assert writer.put("m", 2) is True, "in the place of its oldest"
     assert voice.inspect("k", "red") is None and voice.inspect("m", "red") is not None
+    voice.say(m.SetQuota("red", 10))
+    outcome = writer.put("n", 3)
+    assert isinstance(outcome, Refusal) and outcome.code == "quota_exceeded"
+
+
+@pytest.mark.parametrize("thief", ["", "blue", "red\0", "Red"])
+def test_a_piece_is_used_only_by_the_tenant_to_which_it_was_given(voice: Voice, thief: str) -> None:
+    """Its client may be writing there: what another tenant put there would be overwritten, and what it
+    removes would be given to a third writer."""
+    writer = Writer(voice, tenant="red")
+    places_of_red = places(writer.given)
+    for number, key in enumerate("wxyz"):
+        outcome = writer.put(key, number, tenant=thief)
+        assert isinstance(outcome, Refusal) and outcome.code in ("expired", "unknown_tenant"), (
+            thief,
+            outcome,
+        )
+        voice.say(m.Remove([key], True, thief))
+    piece = writer.given.advance_id, 0
+    assert voice.master.preallocated(piece, thief, 1, SIZE, voice.now) is None, "no value is written there"
+    assert voice.master.preallocated(piece, "red", 1, SIZE, voice.now) is not None
+    others = [place for n in range(20) for place in voice.put(f"other{n}", size_bytes=1000)]
+    assert not {(one.segment, one.address) for place in others for one in place.replicas} & set(places_of_red)
+    assert [writer.put(key, number) for number, key in enumerate("wxyz")] == [True] * 4
+
+
+@pytest.mark.parametrize("names", [("", "default"), ("default", "")])
+def test_the_default_tenant_has_two_names(voice: Voice, names: tuple[str, str]) -> None:
+    writer = Writer(voice, tenant=names[0])
+    assert writer.put("k", tenant=names[1]) is True
+
+
+def test_a_client_has_its_pieces_on_every_connection(writer: Writer, voice: Voice) -> None:
+    """A request whose answer was lost with its connection is sent again on another one."""
+    piece = writer.given.advance_id, 0
+    written = m.PutWritten(7000, "h", ["k"], [SIZE], [b"crc!"], [piece])
+    voice.lose("client")
+    assert [voice.say(written, name).outcomes for name in ("second", "third")] == [[True], [True]]
+
+
+def test_the_name_of_a_piece_cannot_be_derived_from_object_ids() -> None:
+    """Of clients of one tenant, only the one to which the name was sent knows it."""
+    names = []
+    for secret in (b"one", b"two"):
+        voice = Voice(SETTINGS)
+        voice.master = Master(SETTINGS, 1000, secret)
+        voice.mount("a", POOL)
+        given = [preallocated(voice, 1, key=key) for key in ("first", "second")]
+        own_ids = range(1000, voice.master.objects.last_id + 1)
+        names += [one.advance_id for one in given if one is not None and one.advance_id not in own_ids]
+    assert len(set(names)) == 4 and all(0 <= name < 1 << 63 for name in names), names
+    assert abs(names[1] - names[0]) != abs(names[3] - names[2])
 
 
 @pytest.mark.parametrize("piece", [(12345, 0), (None, 4), (None, -1)])
@@ -895,9 +949,9 @@ def test_a_small_put_on_a_suspected_node_is_refused(writer: Writer, voice: Voice
 
 
 def test_groups_parents_and_pins_of_a_small_put_are_kept(voice: Voice) -> None:
-    writer = Writer(voice)
+    writer = Writer(voice, tenant="red")
     policy = m.PutPolicy(is_hard_pinned=True, data_type=3)
-    assert writer.put("k", policy=policy, groups=["g"], parents=["above"], tenant="red") is True
+    assert writer.put("k", policy=policy, groups=["g"], parents=["above"]) is True
     found = voice.inspect("k", "red")
     assert found is not None and (found.group, found.parent, found.data_type) == ("g", "above", 3)
     assert found.pinned_s is None
@@ -956,15 +1010,22 @@ def test_a_small_put_counts_as_a_start_and_an_end(writer: Writer, voice: Voice) 
 
 
 def preallocated(
-    voice: Voice, count: int = 4, size_bytes: int = 128, host: str = "h", key: str = "first"
+    voice: Voice,
+    count: int = 4,
+    size_bytes: int = 128,
+    host: str = "h",
+    key: str = "first",
+    tenant: str = "",
 ) -> m.PreallocatedSpace | None:
     """Requested with a put that is aborted at once."""
-    message = m.PutStart(900, host, [key], [64], [64], num_pieces=count, piece_bytes=size_bytes)
+    message = m.PutStart(
+        900, host, [key], [64], [64], tenant=tenant, num_pieces=count, piece_bytes=size_bytes
+    )
     started = voice.say(message)
     assert isinstance(started, m.PutStarted)
     reserved = started.reserved[0]
     if reserved is not None:
-        voice.say(m.PutAbort([key], [reserved.object_id]))
+        voice.say(m.PutAbort([key], [reserved.object_id], tenant))
     given = started.advance
     assert given is None or given.size_bytes == size_bytes
     return given
