@@ -117,8 +117,11 @@ class Processes:
     async def run(self) -> int:
         """Start everything and return the exit status once everything has stopped."""
         loop = asyncio.get_running_loop()
-        for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
+        for number in (signal.SIGINT, signal.SIGTERM):
             loop.add_signal_handler(number, self.stop)
+        # `nohup` starts a program with this signal ignored, so that it outlives its terminal.
+        if signal.getsignal(signal.SIGHUP) is not signal.SIG_IGN:
+            loop.add_signal_handler(signal.SIGHUP, self.stop)
         self._finished = loop.create_future()
         self._driver.post(StartAll())
         try:

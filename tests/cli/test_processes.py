@@ -217,3 +217,20 @@ async def test_a_public_https_side_is_checked_without_a_certificate(tmp_path: Pa
             assert await is_serving("127.0.0.1", server.port, check, PLAIN) is serves, over
     finally:
         await server.close()
+
+
+@pytest.mark.parametrize("is_ignored", [True, False])
+async def test_a_hangup_that_was_ignored_at_the_start_stays_ignored(tmp_path: Path, is_ignored: bool) -> None:
+    before = signal.signal(signal.SIGHUP, signal.SIG_IGN if is_ignored else signal.SIG_DFL)
+    try:
+        world = World(tmp_path, server("one"))
+        await world.until(lambda: world.is_ready("one"))
+        assert (signal.getsignal(signal.SIGHUP) is signal.SIG_IGN) == is_ignored
+        if is_ignored:
+            world.processes.stop()
+        else:
+            os.kill(os.getpid(), signal.SIGHUP)
+        assert await world.end() == 0
+    finally:
+        asyncio.get_running_loop().remove_signal_handler(signal.SIGHUP)
+        signal.signal(signal.SIGHUP, before)
