@@ -63,6 +63,8 @@ log = get_logger(__name__)
 
 SettingsT = TypeVar("SettingsT")
 
+_USER_OF_URL = re.compile(r"""://[^/?#\s"]*@""")
+
 CONFIG_VARIABLE = "MOONCAKE_CONFIG"
 """Names the configuration file where a command's ``--config`` does not, and for parts of other programs."""
 
@@ -113,12 +115,13 @@ class Option:
         return [mark.variable for mark in _marks(self.annotation) if isinstance(mark, AlsoFrom)]
 
     def show(self, value: Any) -> str:
-        """``value`` as it would be written in a TOML file; secrets are hidden."""
+        """``value`` as it would be written in a TOML file; secrets, and users and passwords in URLs, are
+        hidden."""
         if self.has(Secret) and value:
             return '"(hidden)"'
         if self.has(Size) and isinstance(value, int):
             return json.dumps(format_size(value))
-        return _toml(value)
+        return _USER_OF_URL.sub("://(hidden)@", _toml(value))
 
 
 def options(settings_class: type) -> tuple[Option, ...]:
@@ -423,7 +426,7 @@ def _range(option: Option) -> str:
             if mark.min_length:
                 text += f" of at least {mark.min_length} character{'s' if mark.min_length > 1 else ''}"
             if mark.pattern is not None:
-                text += f" matching {mark.pattern}"
+                text += f" {mark.description or f'matching {mark.pattern}'}"
     return text
 
 

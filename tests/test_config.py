@@ -276,6 +276,21 @@ def test_a_secret_is_hidden_everywhere() -> None:
     assert "swordfish" not in config.render_docs([ProbeSettings], "# Settings")
 
 
+@pytest.mark.parametrize(
+    ("url", "shown"),
+    [
+        ("redis://user:swordfish@h:1/0", "redis://(hidden)@h:1/0"),
+        ("redis://:sword@fish@h:1", "redis://(hidden)@h:1"),
+        ("http://swordfish@h,http://u:fish@i/a", "http://(hidden)@h,http://(hidden)@i/a"),
+        ("http://h:1/a@b", "http://h:1/a@b"),
+        ("model@2", "model@2"),
+    ],
+)
+def test_a_password_within_a_url_is_hidden(url: str, shown: str) -> None:
+    described = config.describe(*load({"host": url, "peers": ("plain", url)}))
+    assert f'host = "{shown}" ' in described and f'peers = ["plain", "{shown}"]' in described
+
+
 def test_a_check_over_several_fields_says_where_the_value_came_from() -> None:
     with pytest.raises(
         InvalidArgument, match=r"verbose \(flag --verbose\) is True; allowed: true only with peers"
