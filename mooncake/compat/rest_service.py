@@ -25,6 +25,7 @@ from aiohttp import web
 
 from mooncake import clock
 from mooncake.compat.config_file import MooncakeConfig, _config_from
+from mooncake.compat.store.arguments import is_good_key
 from mooncake.errors import AccessDenied, AddressInUse, InvalidArgument, MooncakeError, Unavailable
 from mooncake.http.connections import Deadlines
 from mooncake.http.server import ConnectionAcceptor, CountingTransport, TrackedProtocol, listen
@@ -33,6 +34,7 @@ from mooncake.security import TRUSTED, process_identity, warn_if_open
 from mooncake.security.http_auth import AdminKey
 from mooncake.security.principal import principal_of
 from mooncake.store import MooncakeDistributedStore
+from mooncake.store.messages import MAX_KEY_BYTES
 
 log = get_logger(__name__)
 
@@ -256,14 +258,14 @@ class MooncakeStoreService:
         key, value = body.get("key"), body.get("value")
         if not key or not value:
             return _error("Missing key or value", 400)
-        name, content = _text("key", key), _text("value", value).encode()
+        name, content = _key(_text("key", key)), _text("value", value).encode()
         code = await self._run(lambda: self.store.put(name, content))
         return _done() if code == 0 else _error(f"PUT operation failed ({code})", 500)
 
     @_answered
     async def handle_get(self, request: web.Request) -> web.Response:
         """Get a value as bytes."""
-        key = request.match_info["key"]
+        key = _key(request.match_info["key"])
         content = await self._run(lambda: self.store.get(key))
         if not content:
             code = await self._run(lambda: self.store.is_exist(key))  # an empty value also means a failure
@@ -273,7 +275,7 @@ class MooncakeStoreService:
     @_answered
     async def handle_exist(self, request: web.Request) -> web.Response:
         """Whether there is an object."""
-        key = request.match_info["key"]
+        key = _key(request.match_info["key"])
         code = await self._run(lambda: self.store.is_exist(key))
         if code < 0:
             return _error(f"Exist operation failed ({code})", 500)
@@ -282,7 +284,7 @@ class MooncakeStoreService:
     @_answered
     async def handle_remove(self, request: web.Request) -> web.Response:
         """Remove an object."""
-        key = request.match_info["key"]
+        key = _key(request.match_info["key"])
         code = await self._run(lambda: self.store.remove(key))
         if code == NOT_FOUND:
             return _error("Key not found", 404)
@@ -398,7 +400,11 @@ class MooncakeStoreService:
 async def _body(request: web.Request) -> dict[str, Any]:
     try:
         body = await request.json()
-    except ValueError as error:
+    except (
+        ValueError,
+        LookupError,
+        RecursionError,
+    ) as error:  # not JSON; unknown encoding; nested too deeply
         raise _BadRequest(f"the body is not JSON: {error}") from error
     if not isinstance(body, dict):
         raise _BadRequest("the body must be a JSON object")
@@ -408,12 +414,22 @@ async def _body(request: web.Request) -> dict[str, Any]:
 def _text(field: str, value: Any) -> str:
     if not isinstance(value, str):
         raise _BadRequest(f"{field} must be text, not {type(value).__name__}")
+    try:
+        value.encode()
+    except UnicodeEncodeError as error:
+        raise _BadRequest(f"{field} has half of a surrogate pair, which is not a character") from error
     return value
 
 
-def _shm_name_to_path(name: Any) -> str | None:
+def _key(key: str) -> str:
+    if not is_good_key(key):
+        raise _BadRequest(f"a key is 1 to {MAX_KEY_BYTES} bytes of UTF-8 without NUL")
+    return key
+
+
+def _shm_name_to_path(name: str | None) -> str | None:
     """Path of shared memory named as ``shm_open`` takes it, or with the folder before it; else None."""
-    if not isinstance(name, str):
+    if name is None:
         return None
     name = name.removeprefix(f"{SHARED_MEMORY}/").removeprefix("/")
     if not name or name in (".", "..") or "/" in name or "\0" in name or len(name.encode()) > 255:
@@ -423,7 +439,8 @@ def _shm_name_to_path(name: Any) -> str | None:
 
 def _shared_segment(body: dict[str, Any], field: str, protocol: str) -> dict[str, Any]:
     """Arguments of ``mount_segment``, in their order."""
-    path, size = _shm_name_to_path(body.get(field)), _size(body)
+    name = body.get(field)
+    path, size = _shm_name_to_path(_text(field, name) if name else None), _size(body)
     if path is None or size is None:
         given = f"{field} {str(body.get(field))[:100]!r}, size {str(body.get('size'))[:100]!r}"
         allowed = f"the name of shared memory under {SHARED_MEMORY} and a whole number of bytes above 0"
@@ -465,7 +482,7 @@ def _ids(body: dict[str, Any]) -> list[str]:
         raise _BadRequest("Missing segment_ids")
     if not isinstance(ids, list) or not all(isinstance(one, str) and one for one in ids):
         raise _BadRequest("segment_ids must be text or a list of texts")
-    return ids
+    return [_text("segment_ids", one) for one in ids]
 
 
 def _is_member(request: web.Request) -> bool:

@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 import os
 import signal
@@ -143,27 +144,51 @@ async def test_missing_fields(rest: RunningService, body: dict[str, str]) -> Non
         ("PUT", "/api/put", [1], "object"),
         ("PUT", "/api/put", {"key": 1, "value": "v"}, "key"),
         ("PUT", "/api/put", {"key": "k", "value": 7}, "value"),
+        pytest.param("PUT", "/api/put", "[" * 200_000, "JSON", id="nested"),
+        ("PUT", "/api/put", {"key": "k", "value": "\ud800"}, "value"),
+        ("PUT", "/api/put", {"key": "\ud800", "value": "v"}, "key"),
+        ("PUT", "/api/put", {"key": "a\0b", "value": "v"}, "key"),
+        pytest.param("PUT", "/api/put", {"key": "k" * 1025, "value": "v"}, "1024", id="long key"),
+        ("GET", "/api/get/a%00b", None, "key"),
+        ("GET", "/api/exist/a%00b", None, "key"),
+        ("DELETE", "/api/remove/a%00b", None, "key"),
         ("POST", "/api/mount", {}, "Invalid size"),
         ("POST", "/api/mount", {"size": "1MB"}, "Invalid size"),
         ("POST", "/api/mount", {"size": 1.5}, "Invalid size"),
         ("POST", "/api/mount", {"size": True}, "Invalid size"),
         ("POST", "/api/mount", {"size": -1}, "size"),
         ("POST", "/api/mount", {"size": 4096, "protocol": 1}, "protocol"),
+        ("POST", "/api/mount", {"size": 4096, "location": "\ud800"}, "location"),
         ("POST", "/api/mount_shm", {"size": 4096}, "Missing name"),
         ("POST", "/api/mount_shm", {"name": "x"}, "Missing name or size"),
+        ("POST", "/api/mount_shm", {"name": "\ud800", "size": 4096}, "name"),
         ("POST", "/api/mount_shm", {"name": "x", "size": 4096, "offset": -1}, "offset"),
         ("POST", "/api/unmount", {}, "Missing segment_ids"),
         ("POST", "/api/unmount", {"segment_ids": [1]}, "segment_ids"),
+        ("POST", "/api/unmount", {"segment_ids": ["\ud800"]}, "segment_ids"),
         ("POST", "/api/unmount_shm", {"segment_ids": "x", "grace_period_seconds": 3601}, "3600"),
         ("POST", "/api/unmount_local_disk", {"grace_period_seconds": True}, "grace_period_seconds"),
         ("POST", "/api/reconfigure", {"mode": "both"}, "decode, prefill"),
         ("POST", "/api/reconfigure", {"mode": "decode"}, "Missing path or size"),
     ],
 )
-async def test_bad_input_is_named(rest: RunningService, method: str, path: str, body: Any, why: str) -> None:
+async def test_bad_input_is_named(
+    rest: RunningService, caplog: pytest.LogCaptureFixture, method: str, path: str, body: Any, why: str
+) -> None:
     status, answer = await rest.ask(method, path, body)
     assert status == 400 and why in answer["error"]
-    assert not rest.store.mounted and not rest.store.unmounted
+    assert not rest.store.mounted and not rest.store.unmounted and not rest.store.values
+    assert "request_failed" not in caplog.text
+
+
+@pytest.mark.parametrize("charset", ["nosuch", "hex"])
+async def test_a_body_in_an_unknown_encoding_is_bad_input(
+    rest: RunningService, caplog: pytest.LogCaptureFixture, charset: str
+) -> None:
+    kind = {"Content-Type": f"application/json; charset={charset}"}
+    status, answer = await rest.ask("PUT", "/api/put", {"key": "k", "value": "v"}, **kind)
+    assert status == 400 and charset in answer["error"]
+    assert "request_failed" not in caplog.text
 
 
 async def test_unknown_paths_and_methods_are_refused_in_json(rest: RunningService) -> None:
@@ -313,6 +338,19 @@ async def test_with_a_key_set_every_call_needs_it(
     assert not rest.store.mounted and not rest.store.unmounted and rest.store.values
     assert (await rest.ask(method, path, body, **{"X-API-Key": "a key of this test"}))[0] == 200
     assert (await rest.ask("GET", "/health"))[0] == 200
+
+
+@pytest.mark.parametrize("header", [b"X-API-Key: \xff\xfe", b"Authorization: Bearer \xff"])
+async def test_a_key_that_is_no_text_is_a_wrong_one(
+    rest: RunningService, caplog: pytest.LogCaptureFixture, header: bytes
+) -> None:
+    rest.service._key = AdminKey("a key of this test")
+    reader, writer = await asyncio.open_connection("127.0.0.1", rest.service.port)
+    writer.write(b"GET /api/exist/k HTTP/1.1\r\nHost: x\r\nConnection: close\r\n" + header + b"\r\n\r\n")
+    async with asyncio.timeout(20):
+        assert b" 401 " in await reader.readline()
+    writer.close()
+    assert "request_failed" not in caplog.text
 
 
 async def test_reconfigure_mounts_the_new_segment_first(rest: RunningService) -> None:

@@ -151,6 +151,8 @@ def test_who_has_it_may(headers: dict[str, str]) -> None:
         {"x-api-key": ""},
         {"x-api-key": "correct-hors"},
         {"x-api-key": "höchst geheim"},
+        {"x-api-key": "\udcff\udcfe"},  # bytes that are not UTF-8, as aiohttp reads them
+        {"authorization": "Bearer \ud800"},
         {"authorization": "Basic correct-horse"},
         {"authorization": "correct-horse"},
         {"x-api-key": "wrong", "authorization": "Bearer correct-horse"},
