@@ -187,7 +187,7 @@ class StopMatcher:
     """Finds the first stop string in a stream of text, and holds back what might become one."""
 
     def __init__(self, stops: Sequence[str]) -> None:
-        self._stops = [stop for stop in stops if stop]
+        self._stops = [_StopProgress(stop) for stop in stops if stop]
         self._held = ""
 
     def feed(self, text: str) -> tuple[str, str | None]:
@@ -195,13 +195,17 @@ class StopMatcher:
 
         Of several stop strings the one that begins first wins; it is not part of the text.
         """
+        num_before = len(self._held)
+        ends = [(stop, stop.feed(text)) for stop in self._stops]
+        matches = [
+            (num_before + end - stop.size, -stop.size, stop.text) for stop, end in ends if end is not None
+        ]
         text = self._held + text
         self._held = ""
-        matches = [(text.find(stop), -len(stop), stop) for stop in self._stops if stop in text]
         if matches:
-            at, _, stop = min(matches)
-            return text[:at], stop
-        num_held = max((_overlap(text, stop) for stop in self._stops), default=0)
+            at, _, found = min(matches)
+            return text[:at], found
+        num_held = max((stop.num_matched for stop in self._stops), default=0)
         if num_held:
             text, self._held = text[:-num_held], text[-num_held:]
         return text, None
@@ -212,6 +216,37 @@ class StopMatcher:
         return text
 
 
-def _overlap(text: str, stop: str) -> int:
-    """Length of the longest suffix of ``text`` that is a prefix of ``stop``."""
-    return next((n for n in range(min(len(text), len(stop) - 1), 0, -1) if text.endswith(stop[:n])), 0)
+class _StopProgress:
+    """How much of one stop string a text ends with, after each of its characters (Knuth, Morris and Pratt).
+
+    Each character takes constant time on average, however long the stop string and what is held back are:
+    both are the client's choice, and this runs on the worker's event loop.
+    """
+
+    __slots__ = ("_borders", "num_matched", "size", "text")
+
+    def __init__(self, text: str) -> None:
+        self.text = text
+        self.size = len(text)
+        self.num_matched = 0
+        """Length of the longest prefix of the stop string that is a suffix of the text so far."""
+        self._borders = [0]
+        """For each prefix that was matched: length of the longest shorter one that it ends with."""
+
+    def feed(self, text: str) -> int | None:
+        """Number of characters of ``text`` up to the end of the stop string; None if it is not complete."""
+        for at, character in enumerate(text):
+            num = self._longer(self.num_matched, character)
+            if num == self.size:
+                self.num_matched = 0
+                return at + 1
+            self.num_matched = num
+            if num > len(self._borders):
+                self._borders.append(self._longer(self._borders[-1], character))
+        return None
+
+    def _longer(self, num: int, character: str) -> int:
+        """The longest prefix that ends with ``character`` after one of ``num`` characters."""
+        while num and self.text[num] != character:
+            num = self._borders[num - 1]
+        return num + (self.text[num] == character)

@@ -4,7 +4,7 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Any
+from typing import Any, SupportsIndex
 
 import pytest
 import tokenizers
@@ -124,3 +124,43 @@ def test_stops_are_found_however_the_text_is_cut(text: str, stop: str, size: int
     else:
         shown += matcher.finish()
     assert shown == text.split(stop)[0] and (found is not None) == (stop in text)
+
+
+@given(text=st.text("ab", max_size=30), stops=st.lists(st.text("ab", max_size=6)), size=st.integers(1, 4))
+@settings(max_examples=200, deadline=None)
+def test_of_several_stops_the_one_that_begins_first_is_found(text: str, stops: list[str], size: int) -> None:
+    matcher, shown = StopMatcher(stops), ""
+    for start in range(0, len(text), size):
+        so_far = text[: start + size]
+        more, found = matcher.feed(text[start : start + size])
+        shown += more
+        matches = [(so_far.find(stop), -len(stop), stop) for stop in stops if stop and stop in so_far]
+        if matches:
+            assert (len(shown), found) == min(matches)[::2] and shown == so_far[: len(shown)]
+            return
+        assert found is None
+        held = so_far[len(shown) :]
+        assert shown + held == so_far
+        suffixes = [so_far[at:] for at in range(len(so_far)) if any(s.startswith(so_far[at:]) for s in stops)]
+        assert held == max(suffixes, key=len, default=""), "as little as possible is held back"
+    assert shown + matcher.finish() == text
+
+
+class CountedText(str):
+    """A string that counts how many of its characters and parts are read."""
+
+    num_read = 0
+
+    def __getitem__(self, key: SupportsIndex | slice) -> str:
+        type(self).num_read += 1
+        return super().__getitem__(key)
+
+
+def test_a_long_text_that_is_held_back_costs_the_same_for_each_character() -> None:
+    text = "".join(f"{number}, " for number in range(1000))
+    CountedText.num_read = 0
+    matcher = StopMatcher([CountedText(text + "X"), CountedText(text[: len(text) // 2] + "Y")])
+    for at in range(0, len(text), 4):
+        assert matcher.feed(text[at : at + 4]) == ("", None)
+    assert CountedText.num_read < 20 * len(text)
+    assert matcher.finish() == text
