@@ -908,7 +908,7 @@ def test_a_client_has_its_pieces_on_every_connection(writer: Writer, voice: Voic
 
 
 def test_the_name_of_a_piece_cannot_be_derived_from_object_ids() -> None:
-    """Of clients of one tenant, only the one to which the name was sent knows it."""
+    """Only the client to which a name was sent knows it, not others of the same tenant."""
     names = []
     for secret in (b"one", b"two"):
         voice = Voice(SETTINGS)
