@@ -1,2 +1,15 @@
 # SPDX-License-Identifier: Apache-2.0
 """The existing package's surface and nothing else: its store, engine, master's HTTP side and programs."""
+
+import inspect
+
+
+def name_methods(composed: type) -> None:
+    """Name the methods of ``composed`` by it, also those of its parts, which its users do not know.
+
+    Python's TypeErrors for missing and unknown arguments contain these names.
+    """
+    for part in composed.__mro__:
+        for name, method in vars(part).items():
+            if inspect.isfunction(method):
+                method.__qualname__ = f"{composed.__qualname__}.{name}"

@@ -408,6 +408,9 @@ class BufferPool:
         return self._leased.find(size, self._alignment)
 
 
+for _kind in (BufferHandle, BufferLease, BufferLeaseView, BufferPool):
+    _kind.__module__ = "mooncake.store"  # where programs import it from, also in repr
+
 RegisteredBufferLease = BufferLease
 RegisteredBufferLeaseView = BufferLeaseView
 RegisteredBufferPool = BufferPool

@@ -149,3 +149,7 @@ class EngramStore:
         if table.dtype != np.float32 or table.shape != (num_rows, self._dim):
             raise ValueError(f"table of {table.dtype} {table.shape}: float32 [{num_rows}, {self._dim}]")
         return np.ascontiguousarray(table)
+
+
+for _kind in (EngramStoreConfig, EngramStore):
+    _kind.__module__ = "mooncake.store"  # where programs import it from, also in repr

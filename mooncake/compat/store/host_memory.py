@@ -94,3 +94,6 @@ def _cores(text: str) -> set[int]:
         first, _, last = part.partition("-")
         cores.update(range(int(first), int(last or first) + 1))
     return cores
+
+
+MooncakeHostMemAllocator.__module__ = "mooncake.store"  # where programs import it from, also in repr

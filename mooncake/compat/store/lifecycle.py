@@ -19,7 +19,7 @@ import threading
 import time
 import weakref
 from collections.abc import Callable
-from typing import TypeVar
+from typing import NoReturn, TypeVar
 
 from mooncake.compat.store.buffer_pool import LocalBuffer
 from mooncake.compat.store.error_codes import StoreCode, code_of_error
@@ -44,6 +44,10 @@ class StoreLifecycle:
         self._has_failed = False
         """Whether ``setup`` failed and ``close`` was not called since."""
         self._finalizer: weakref.finalize[..., StoreLifecycle] | None = None
+
+    def __reduce__(self) -> NoReturn:
+        """Refuse ``pickle`` and ``copy.copy``: two stores would close one session."""
+        raise TypeError(f"cannot pickle {type(self).__qualname__!r} object: its session belongs to one store")
 
     @property
     def _store(self) -> Store | None:

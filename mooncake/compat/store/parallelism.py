@@ -215,3 +215,7 @@ def _suffix(axis: Axis) -> str:
         AxisKind.PP: f"_sid{axis.member_id}",
     }[axis.kind]
     return f"__{axis.kind.name.lower()}_{axis.rank}of{axis.count}{number}"
+
+
+for _kind in (ParallelAxis, TensorParallelism, ReadTarget):
+    _kind.__module__ = "mooncake.store"  # where programs import it from, also in repr

@@ -268,6 +268,22 @@ class QueryTaskResponse:
         return f"<QueryTaskResponse {self.id} {self.type} {self.status} {self.message!r}>"
 
 
+for _kind in (
+    ObjectDataType,
+    SoftPinAction,
+    ReplicaStatus,
+    TaskType,
+    TaskStatus,
+    ReplicateConfig,
+    ExistOptions,
+    Descriptor,
+    MemoryDescriptor,
+    DiskDescriptor,
+    ReplicaDescriptor,
+    QueryTaskResponse,
+):
+    _kind.__module__ = "mooncake.store"  # where programs import it from, also in repr and pickles
+
 UNKNOWN, KVCACHE, TENSOR, WEIGHT, SAMPLE, *_rest = ObjectDataType
 ACTIVATION, GRADIENT, OPTIMIZER_STATE, METADATA, GENERAL = _rest
 UNDEFINED, INITIALIZED, _, COMPLETE, REMOVED, _ = ReplicaStatus

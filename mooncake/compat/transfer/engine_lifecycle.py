@@ -8,6 +8,7 @@ import random
 import threading
 from collections.abc import Callable
 from dataclasses import replace
+from typing import NoReturn
 
 from mooncake.compat.transfer.async_batches import AsyncBatches
 from mooncake.compat.transfer.environment import EngineSettings, read_environment, set_log_level
@@ -46,6 +47,10 @@ class EngineLifecycle:
         self._registered: RegisteredMemory | None = None
         self._batches: AsyncBatches | None = None
         self._temporary_registrations: TemporaryRegistrations | None = None
+
+    def __reduce__(self) -> NoReturn:
+        """Refuse ``pickle`` and ``copy.copy``: memory is registered with one engine."""
+        raise TypeError(f"cannot pickle {type(self).__qualname__!r} object: it belongs to one process")
 
     # Start ------------------------------------------------------------------------------------------
 

@@ -45,3 +45,7 @@ class InnerTransferEngine:
     def __init__(self, engine: Engine) -> None:
         self.engine = engine
         "The wrapped engine, for this package's own store."
+
+
+for _kind in (TransferOpcode, TransferNotify, InnerTransferEngine):
+    _kind.__module__ = "mooncake.engine"  # where programs import it from, also in repr and pickles

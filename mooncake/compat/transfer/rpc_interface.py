@@ -342,3 +342,7 @@ def create_rpc_client(local_rank: int = 0, world_size: int = 1) -> RpcInterface:
 def create_rpc_server(local_rank: int = 0, world_size: int = 1) -> RpcInterface:
     """Make an interface that receives once ``initialize_server`` has set its address."""
     return RpcInterface()
+
+
+for _kind in (ReceivedData, ReceivedTensor, RpcInterface):
+    _kind.__module__ = "mooncake.engine"  # where programs import it from, also in repr

@@ -172,3 +172,6 @@ def _memory_name(name: str) -> str:
     """The memory's name in ``/proc``, of at most 249 bytes and without the byte 0."""
     encoded = f"mooncake-{name}".replace("\0", "?").encode(errors="replace")
     return encoded[:200].decode(errors="ignore")
+
+
+SharedSegment.__module__ = "mooncake.engine"  # where programs import it from, also in repr

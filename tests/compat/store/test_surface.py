@@ -7,9 +7,12 @@ not name.
 
 from __future__ import annotations
 
+import copy
 import enum
 import inspect
+import pickle
 import re
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -105,3 +108,21 @@ def test_names_of_the_package_itself() -> None:
         mooncake.NoSuchName  # noqa: B018
     with pytest.raises(AttributeError, match="NoSuchName"):
         mooncake.store.NoSuchName  # noqa: B018
+
+
+def test_names_of_types_are_those_that_programs_import() -> None:
+    """In ``repr``, in error messages and in pickles, which another version of this package may read."""
+    upstream = [getattr(mooncake.store, name) for name in mooncake.store._UPSTREAM]
+    kinds = {kind for kind in upstream if isinstance(kind, type)}
+    assert kinds and {kind.__module__ for kind in kinds} == {"mooncake.store"}
+    assert pickle.loads(pickle.dumps(mooncake.store.TENSOR)) is mooncake.store.TENSOR
+    with pytest.raises(TypeError, match=r"^MooncakeDistributedStore\.put\(\) missing"):
+        mooncake.store.MooncakeDistributedStore().put()  # type: ignore[call-arg]
+    with pytest.raises(TypeError, match=r"^MooncakeDistributedStore\.setup\(\) missing"):
+        mooncake.store.MooncakeDistributedStore().setup()
+
+
+@pytest.mark.parametrize("duplicate", [copy.copy, copy.deepcopy, pickle.dumps])
+def test_a_store_cannot_be_copied(duplicate: Callable[[object], object]) -> None:
+    with pytest.raises(TypeError, match="cannot pickle 'MooncakeDistributedStore'"):
+        duplicate(mooncake.store.MooncakeDistributedStore())

@@ -3,8 +3,10 @@
 
 from __future__ import annotations
 
+import copy
 import ctypes
 import logging
+import pickle
 import socket
 import threading
 import time
@@ -16,6 +18,7 @@ import numpy as np
 import numpy.typing as npt
 import pytest
 
+from mooncake.compat.transfer import engine_module
 from mooncake.compat.transfer.host_probe import rdma_devices
 from mooncake.engine import Read, TransferEngine, TransferNotify, TransferOpcode, Write
 from mooncake.transfer import Op, TransferSettings
@@ -113,6 +116,20 @@ def test_numbers_of_numpy_and_words_of_bytes() -> None:
 def test_every_opcode_is_true() -> None:
     """Else ``opcode or TransferOpcode.Write`` makes a write of a read."""
     assert int(TransferOpcode.Read) == 0 and all(TransferOpcode)
+
+
+def test_names_of_types_are_those_that_programs_import() -> None:
+    kinds = {kind for kind in vars(engine_module).values() if isinstance(kind, type)}
+    assert kinds and {kind.__module__ for kind in kinds} == {"mooncake.engine"}
+    assert pickle.loads(pickle.dumps(Write)) is Write
+    with pytest.raises(TypeError, match=r"^TransferEngine\.initialize\(\) missing"):
+        TransferEngine().initialize()  # type: ignore[call-arg]
+
+
+@pytest.mark.parametrize("duplicate", [copy.copy, copy.deepcopy, pickle.dumps])
+def test_an_engine_cannot_be_copied(duplicate: Callable[[object], object]) -> None:
+    with pytest.raises(TypeError, match="cannot pickle 'TransferEngine'"):
+        duplicate(TransferEngine())
 
 
 def test_initialize_is_idempotent(near: Peer) -> None:
