@@ -16,8 +16,12 @@ from mooncake import clock
 from mooncake.errors import AddressInUse, InvalidArgument, Refusal, StorageError
 from mooncake.metrics import page
 from mooncake.rpc import AsyncClient
+from mooncake.store import AsyncStore
 from mooncake.store import messages as m
+from mooncake.store.client.calls import StoreSettings
+from mooncake.store.client.grants import PutGrant
 from mooncake.store.ha.leader_search import Leads, WhoLeads
+from mooncake.store.master import segments
 from mooncake.store.master.log_records import ObjectReadable
 from mooncake.store.master.oplog_writer import OplogWriter
 from mooncake.store.node import mounted_segment
@@ -88,6 +92,44 @@ async def test_puts_that_an_unwritable_oplog_refuses_are_counted(tmp_path: Path)
     assert server.master.counts.refused_puts == 5
     await client.close()
     await server.close()
+
+
+async def test_readers_and_writers_wait_for_the_node_of_a_restarted_master(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Until it has mounted, no object is reported as missing and no put is refused."""
+    monkeypatch.setattr(segments, "RETURN_S", 600.0)
+    log = str(tmp_path / "oplog")
+    settings = MasterSettings(port=0, heartbeat_s=LONG_HEARTBEAT_S, segment_ttl_s=600.0, oplog=log)
+    server = MasterServer(settings)
+    await server.start()
+    client = AsyncClient(f"127.0.0.1:{server.port}", m.REPLIES, "the master")
+    await mount(client)
+    started = await client.call(m.PutStart(1, "h", ["k"], [100], [100]), 5)
+    await client.call(m.PutEnd(["k"], [started.reserved[0].object_id], [b"crc!"]), 5)
+    await client.close()
+    await server.close()
+    server = MasterServer(settings)
+    await server.start()
+    client = AsyncClient(f"127.0.0.1:{server.port}", m.REPLIES, "the master")
+    store = AsyncStore(f"127.0.0.1:{server.port}", settings=StoreSettings(timeout_s=60.0))
+    try:
+        found = asyncio.ensure_future(client.call(m.LookupObjects(["k"]), 60))
+        exists = asyncio.ensure_future(store.exists(["k", "none"]))
+        put = asyncio.ensure_future(store.start_puts(["new"], [100], 100))
+        async with asyncio.timeout(60):
+            while server.master.node_returns.num_held < 3:  # noqa: ASYNC110
+                await asyncio.sleep(0.001)
+        await mount(client)
+        (stored,) = (await found).objects
+        assert stored.object_id == started.reserved[0].object_id
+        assert await exists == [True, False]
+        (grant,) = await put
+        assert isinstance(grant, PutGrant), grant
+    finally:
+        await store.close()
+        await client.close()
+        await server.close()
 
 
 @pytest.mark.parametrize("has_log", [False, True])

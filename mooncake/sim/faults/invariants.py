@@ -32,6 +32,8 @@ import enum
 from collections.abc import Callable, Iterable
 from typing import TYPE_CHECKING
 
+import msgspec
+
 from mooncake.errors import Refusal
 from mooncake.sim.faults.nodes import NODE_ADDRESS
 from mooncake.store import messages as m
@@ -40,6 +42,7 @@ from mooncake.store.client.grants import PutGrant, ReadGrant
 from mooncake.store.client.preallocated import PreallocatedPiece
 from mooncake.store.master.catalog_events import ReplicaCompleted, ReplicaRemoved
 from mooncake.store.master.master import Master
+from mooncake.store.master.objects import scoped_all
 from mooncake.store.master.segments import Segment
 from mooncake.types import Tier
 
@@ -78,6 +81,8 @@ class Invariant(enum.StrEnum):
     """Whatever went was evicted, removed or replaced, or its nodes were lost, and for no other reason."""
     REPLICA = "replica"
     """An object is not lost with one node while another has it in memory."""
+    RETURNING = "returning"
+    """No lookup misses an object whose node may still come back after a change of the master."""
     QUOTA = "quota"
     """A put that is granted leaves its tenant within its quota."""
     DEADLINE = "deadline"
@@ -660,6 +665,16 @@ class Checkers:
             raise Violation(what, Invariant.REPLICA)
         if HARMLESS_UNMOUNT in reasons[-1] or not any(reason in reasons[-1] for reason in allowed):
             raise Violation(f"{key!r} #{object_id} was lost: {reasons[-1]}", Invariant.CAUSE)
+
+    def lookup_answered(self, master: Master, message: m.LookupObjects, reply: msgspec.Struct) -> None:
+        """Call with the answer to a lookup when the master has made it."""
+        found = reply.objects if isinstance(reply, m.LookupReply) else ()
+        awaited = master.segments.awaited
+        for key, one in zip(scoped_all(message.tenant, message.keys), found, strict=False):
+            stored = master.objects.readable.get(key)
+            extents = stored.complete() if stored is not None and one is None else []
+            if any(awaited.get(extent.segment.name) is extent.segment for extent in extents):
+                raise Violation(f"{key!r} was missed before its node came back", Invariant.RETURNING)
 
     # Tenants
 

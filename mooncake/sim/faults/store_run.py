@@ -93,6 +93,8 @@ class SimMaster:
         self._cluster = cluster
         self.overloaded_until = 0.0
         """Whether every message takes its time."""
+        self._lookups: dict[tuple[ConnectionEnd, int], m.LookupObjects] = {}
+        """Those without an answer, by connection and request id."""
         if standby is not None:
             self.master.settle(self.process.now)
             self.master.check()
@@ -131,6 +133,8 @@ class SimMaster:
         def received(frame: tuple[int, msgspec.Struct]) -> None:
             request_id, message = frame
             last_id = self.master.objects.last_id
+            if isinstance(message, m.LookupObjects):
+                self._lookups[end, request_id] = message
             self._driver.post(Received((end, request_id), end, message))
             if isinstance(message, (m.PutStart, m.PutWritten)):
                 self._cluster.checkers.put_handled(self.master, message.tenant, last_id)
@@ -145,6 +149,9 @@ class SimMaster:
             return  # it ended while it logged what comes before this
         if isinstance(effect, Reply):
             end, request_id = effect.origin
+            lookup = self._lookups.pop((end, request_id), None)
+            if lookup is not None:
+                self._cluster.checkers.lookup_answered(self.master, lookup, effect.message)
             frame = (request_id, over_the_wire(effect.message, _replies))
             self.process.when_awake(lambda: end.send(frame))
         elif isinstance(effect, AppendRecords):

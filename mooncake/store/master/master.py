@@ -46,7 +46,7 @@ from mooncake.store.master.object_requests import LookupRequests, RemoveRequests
 from mooncake.store.master.objects import Extent, Objects
 from mooncake.store.master.placement import FreeSpace
 from mooncake.store.master.put import PreallocatedPuts, Preallocations, PutRequests
-from mooncake.store.master.put_queue import PutQueue
+from mooncake.store.master.put_queue import NodeReturns, PutQueue
 from mooncake.store.master.request_counters import RequestCounters
 from mooncake.store.master.segments import Segments
 from mooncake.store.master.snapshot import LogReplay, Snapshot
@@ -84,8 +84,11 @@ class Master:
         self.hot = HotReplicas(self.catalog, self.tasks)
         self._key_scans = KeyScans(self.catalog)
         self.verification = Verification(self.catalog, self.tasks)
-        # Tasks last: tasks that the others plan in a step are sent in the same one.
+        self.node_returns = NodeReturns(self.catalog, self._answer)
+        # Tasks last: tasks that the others plan in a step are sent in the same one. Held requests first: what
+        # follows from their answers is planned in the same step, too.
         self.catalog.clocks += [
+            self.node_returns,
             self._preallocations,
             self.tiers,
             self.replication,
@@ -190,6 +193,7 @@ class Master:
         ):
             part.check()
         self.put_queue.check()
+        self.node_returns.check()
         self._durable.check()
 
     def story(self, key: str) -> list[str]:
@@ -236,6 +240,8 @@ class Master:
         answer = self._answers.get(type(message))
         if answer is None:
             return Failure("unsupported", f"this master does not answer {type(message).__name__}")
+        if self.catalog.segments.awaited and self.node_returns.holds(event, now):
+            return None
         reply = answer(message, event, now)
         if reply is not None:
             self.request_counters.add(message, reply)
@@ -251,10 +257,10 @@ class Master:
     def settle(self, now: float, doubt: Doubt = Doubt.NONE) -> None:
         """This master answers from now on: its state from ``apply`` is under promises it does not know.
 
-        Objects are hidden until their nodes mount here, then complete. Every object counts as leased;
-        promised space rests. ``doubt``: what may be missing, so that nodes are asked to report and their
-        reports are entered (``master/nodes.py``); RecoveryComplete follows when all have reported, unless
-        nothing is missing.
+        Objects are hidden until their nodes mount here, then complete; requests for them wait for a while
+        (``put_queue.py``). Every object counts as leased; promised space rests. ``doubt``: what may be
+        missing, so that nodes are asked to report and their reports are entered (``master/nodes.py``);
+        RecoveryComplete follows when all have reported, unless nothing is missing.
         """
         self._soonest = -math.inf
         self._replay.settle(now, doubt)

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Puts that wait: for space that demotion is about to free, and for a copy on SSD.
+"""Requests that wait: for space that demotion is about to free, for a copy on SSD, and for nodes.
 
 **Space.** Where objects without a copy on SSD may not be evicted (``evict_undemoted`` off), full memory is
 not full for long: objects are being copied to SSD, and leave when they are there. A writer with a waiting
@@ -13,6 +13,13 @@ request, because that means that the bytes outlive the process. ``tiering.py`` p
 becomes readable, and retries it if it fails. A writer that would wait too long is refused, and the object
 stays in memory; a durable one that it replaced is kept until it is on SSD, or restored when it is lost
 (``catalog.confirm``). The next durable put of the key is refused, as it is not on SSD (``put.py``).
+
+**Nodes.** A master that took over knows which objects there are before their nodes have mounted. Until then
+(``Segments.awaited``) it does not answer that such an object is missing, and refuses no put because those
+nodes are away: these requests wait, and are answered when the nodes are back or their time is over. One of an
+unknown key, or of an object that another node has too, does not wait. A put waits for ``HOLD_S`` at a
+time; then the answer is a failure after which its client sends it again. Otherwise a put that its client has
+given up would reserve space later, and other puts of the key would be refused until that reservation ends.
 """
 
 from __future__ import annotations
@@ -24,15 +31,22 @@ from collections.abc import Callable
 
 import msgspec
 
-from mooncake.errors import Refusal
+from mooncake.errors import PeerLost, Refusal
+from mooncake.rpc.wire import Failure
 from mooncake.store import messages as m
 from mooncake.store.master.catalog import Catalog
 from mooncake.store.master.catalog_events import ObjectRemoved, ReplicaCompleted
 from mooncake.store.master.effects import Received, Reply
-from mooncake.store.master.objects import StoredObject
-from mooncake.types import Tier
+from mooncake.store.master.objects import StoredObject, scoped_all
+from mooncake.store.master.placement import SegmentPlacement
+from mooncake.store.master.segments import Segment
+from mooncake.types import ObjectKey, Tier
 
 MAX_WAITING = 1024
+HOLD_S = 0.5
+"""How long a put waits for nodes until its client has to repeat it."""
+MAX_HELD = 1 << 16
+"""Requests that wait for nodes; more are answered at once."""
 
 
 @dataclasses.dataclass(slots=True, eq=False)
@@ -214,3 +228,131 @@ class DurablePuts:
                     del self._by_object[object_id]
                     self._failures.pop(object_id, None)
                 self._settle(parked, object_id, Refusal("no_ssd", reason))
+
+
+@dataclasses.dataclass(slots=True, eq=False)
+class _HeldRequest:
+    event: Received
+    until: float
+    segment: Segment | None
+    """The segment that it waits for; None: any that has space."""
+
+
+class NodeReturns:
+    """Holds requests that depend on nodes which have yet to mount here. A clock of the catalog.
+
+    ``answer(event, now)``: handle the request and return its reply, or None if that comes later.
+    """
+
+    def __init__(self, catalog: Catalog, answer: Callable[[Received, float], msgspec.Struct | None]) -> None:
+        self._catalog = catalog
+        self._answer = answer
+        self._reads: list[_HeldRequest] = []
+        self._puts: list[_HeldRequest] = []
+        """Both in order of arrival, so that the first put is failed first."""
+
+    @property
+    def num_held(self) -> int:
+        return len(self._reads) + len(self._puts)
+
+    def holds(self, event: Received, now: float) -> bool:
+        """Whether the request waits; then its reply follows later."""
+        if self.num_held >= MAX_HELD:
+            return False
+        waits, segment = self._waits_for(event.message, now)
+        if not waits:
+            return False
+        if isinstance(event.message, m.PutStart | m.PutWritten):
+            until = now + min(HOLD_S, self._catalog.settings.put_s / 2)
+            self._puts.append(_HeldRequest(event, until, segment))
+        else:
+            self._reads.append(_HeldRequest(event, math.inf, segment))
+        return True
+
+    def deadline(self) -> float | None:
+        segments = self._catalog.segments
+        if self.num_held and segments.has_returned:
+            return -math.inf
+        if not segments.awaited:
+            return None
+        return min(segments.awaited_until, self._puts[0].until if self._puts else math.inf)
+
+    def expire(self, now: float) -> None:
+        segments = self._catalog.segments
+        if segments.awaited_until <= now:
+            segments.end_waiting()
+        segments.has_returned = False
+        self._reads = self._still_held(self._reads, now)
+        self._puts = self._still_held(self._puts, now)
+
+    def _still_held(self, held: list[_HeldRequest], now: float) -> list[_HeldRequest]:
+        """Those that wait on; the others are answered."""
+        segments, left = self._catalog.segments, list[_HeldRequest]()
+        for one in held:
+            # Thousands of nodes may return while thousands of requests wait, each for many keys.
+            segment = one.segment
+            waits = segment is not None and segment.was_restored and segment.name in segments.awaited
+            if not waits:
+                waits, one.segment = self._waits_for(one.event.message, now)
+            if waits and one.until > now:
+                left.append(one)
+                continue
+            self._catalog.must_last = False
+            reply: msgspec.Struct | None
+            if waits:
+                reply = Failure(PeerLost.code, "a node that it needs has not mounted at the new master yet")
+            else:
+                reply = self._answer(one.event, now)
+            if reply is not None:
+                self._catalog.replies.append(Reply(one.event.origin, reply, self._catalog.must_last))
+        return left
+
+    def _waits_for(self, message: msgspec.Struct, now: float) -> tuple[bool, Segment | None]:
+        """Whether the request has to wait, and for which segment."""
+        hidden: Segment | None = None
+        if not self._catalog.segments.awaited:
+            return False, None
+        if isinstance(message, m.LookupObjects | m.Exists | m.Renew | m.PutWritten):
+            hidden = self._hidden_on(message.tenant, message.keys)
+        elif isinstance(message, m.PutStart):
+            hidden = None if message.replace else self._hidden_on(message.tenant, message.keys)
+            if hidden is None:
+                return self._needs_space(message, now), None
+        return hidden is not None, hidden
+
+    def _hidden_on(self, tenant: str, keys: list[ObjectKey]) -> Segment | None:
+        """A segment that is not mounted yet and has one of these objects, which no mounted one has."""
+        readable = self._catalog.objects.readable
+        for key in scoped_all(tenant, keys):
+            stored = readable.get(key)
+            if stored is None or stored.is_visible:
+                continue
+            for extent in stored.extents:
+                if extent.is_complete and extent.segment.was_restored:
+                    return extent.segment
+        return None
+
+    def _needs_space(self, message: m.PutStart, now: float) -> bool:
+        """Whether no segment that takes objects now is large enough for all of them, but an awaited one may
+        be."""
+        segments, policy = self._catalog.segments, message.policy
+        size_bytes = max(message.sizes, default=0)
+        placement = SegmentPlacement(segments, message.host, message.avoid, now, policy)
+        if size_bytes <= placement.largest_bytes:
+            return False
+
+        def may_help(segment: Segment) -> bool:
+            if segment.tier is Tier.SSD:
+                return policy.is_durable  # the memory of its node takes durable objects with it
+            is_near = segment.host == message.host or not policy.is_same_host
+            is_large = segment.tier is Tier.MEMORY and size_bytes <= segment.allocator.size_bytes
+            return is_near and is_large and segment.name not in message.avoid
+
+        return any(map(may_help, segments.awaited.values()))
+
+    def check(self) -> None:
+        assert self.num_held <= MAX_HELD
+        assert not self.num_held or self._catalog.segments.awaited or self._catalog.segments.has_returned
+
+    def __repr__(self) -> str:
+        return f"<NodeReturns {self.num_held} held>"

@@ -7,6 +7,10 @@ A suspected segment keeps its objects but hides them at once: better a miss now 
 waits for a dead node. The epoch identifies one run of the owning process, hence one content of the
 memory: the same epoch brings everything back, another one means that the bytes are new.
 
+After a change of the master all segments are suspected, and almost all nodes are alive: they only have to
+mount again. Such a segment is *awaited* until its node has mounted and sent a heartbeat, for ``RETURN_S`` at
+most, and requests that depend on it wait (``put_queue.py``).
+
 ``rests_until``: memory that served a master of another line (or this one, before it was given up) may
 still be read and written under promises unknown here. It is mounted at once, but nothing is allocated
 on it until every such promise has run out. Nor is anything before the first heartbeat, which shows
@@ -32,6 +36,7 @@ from __future__ import annotations
 
 import enum
 import itertools
+import math
 from collections import deque
 from collections.abc import Hashable, Iterable
 from typing import TYPE_CHECKING
@@ -49,6 +54,9 @@ if TYPE_CHECKING:
 MAX_WAITING_CHANGES = 1 << 16
 """Changes that wait for one node."""
 MISSED_BEATS = 3
+RETURN_S = 4.0
+"""How long requests wait for nodes after a change of the master. A node notices the change and connects again
+within that time (``node/membership.py``), and clients have longer timeouts."""
 MAX_RETIRED = 10_000
 
 
@@ -282,6 +290,11 @@ class Segments:
         """The same segments, by node and name."""
         self._retired: dict[str, int] = {}
         """The epoch of each name that was unmounted and may not be mounted again."""
+        self.awaited: dict[str, Segment] = {}
+        """Segments of an earlier master whose nodes have yet to mount and send a heartbeat."""
+        self.awaited_until = -math.inf
+        self.has_returned = False
+        """A segment was mounted that was awaited, or is awaited no longer. ``NodeReturns`` clears this."""
         self._expire_at: float | None = None
         """No segment changes its state by the passing of time before this instant. Heartbeats only put that
         off, so they leave it alone, and a client's request costs nothing with a thousand nodes."""
@@ -303,6 +316,7 @@ class Segments:
                 known.last_heartbeat_at = now
                 if known.was_restored:
                     known.was_restored = False
+                    self.has_returned = True
                     known.rests_until = max(known.rests_until, now + self._rest_s(known, mount))
                 known.move(MOUNTED)
                 self._expire_by(now + self._patience_s)
@@ -315,6 +329,7 @@ class Segments:
                 )
             if _is_same_content(known, mount):
                 known.rebase(mount, connection, now)
+                self.has_returned = True
                 known.rests_until = max(known.rests_until, now + self._rest_s(known, mount))
                 self._expire_by(now + self._patience_s)
                 return known, None
@@ -357,6 +372,8 @@ class Segments:
         because their objects were promised to last; memory, if promises may be missing as well.
         """
         self._expire_at = None
+        self.awaited = dict(self.mounted)
+        self.awaited_until = now + min(self._ttl_s, RETURN_S)
         for segment in self.mounted.values():
             segment.was_restored = True
             if segment.wants_report:
@@ -387,6 +404,8 @@ class Segments:
             return None
         segment.last_heartbeat_at = now
         segment.is_confirmed = True
+        if self.awaited:
+            self._no_longer_awaited(segment)
         if not segment.is_alive:
             segment.move(BEAT)
             self._expire_by(now + self._patience_s)
@@ -409,6 +428,7 @@ class Segments:
         lost = [s for s in self.mounted.values() if s.connection == connection and s.is_alive]
         for segment in lost:
             self._suspect(segment, LOST, now)
+            self._no_longer_awaited(segment)
         return lost
 
     def expire(self, now: float) -> tuple[list[Segment], list[Segment]]:
@@ -420,6 +440,7 @@ class Segments:
         for segment in list(self.mounted.values()):
             if segment.is_alive and segment.last_heartbeat_at + self._patience_s <= now:
                 self._suspect(segment, SILENT, now)
+                self._no_longer_awaited(segment)
                 silent.append(segment)
             elif not segment.is_alive and segment.gone_at <= now:
                 self.drop(segment)
@@ -435,6 +456,7 @@ class Segments:
             del index[name][segment.name]
             if not index[name]:
                 del index[name]
+        self._no_longer_awaited(segment)
         self.num_ssds -= segment.tier is Tier.SSD
         self.num_devices -= segment.tier is Tier.DEVICE
         segment.move(DROPPED)
@@ -457,6 +479,15 @@ class Segments:
         if self._expire_at is None or instant < self._expire_at:
             self._expire_at = instant
 
+    def _no_longer_awaited(self, segment: Segment) -> None:
+        if self.awaited.pop(segment.name, None) is not None:
+            self.has_returned = True
+
+    def end_waiting(self) -> None:
+        """Wait no longer for nodes that have not come back."""
+        self.awaited.clear()
+        self.has_returned = True
+
     def _suspect(self, segment: Segment, event: str, now: float) -> None:
         segment.move(event)
         segment.gone_at = now + self._ttl_s
@@ -466,6 +497,8 @@ class Segments:
         for index in (self._by_host, self._by_node):
             indexed = [segment for segments in index.values() for segment in segments.values()]
             assert {id(segment) for segment in indexed} == {id(segment) for segment in self.mounted.values()}
+        for segment in self.awaited.values():
+            assert self.mounted[segment.name] is segment and not segment.is_confirmed, segment
         assert self.num_ssds == sum(one.tier is Tier.SSD for one in self.mounted.values())
         assert self.num_devices == sum(one.tier is Tier.DEVICE for one in self.mounted.values())
         for name, segment in self.mounted.items():

@@ -337,6 +337,10 @@ def keeps_pieces_without_end(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(catalog.Catalog, "preallocate", broken)
 
 
+def misses_objects_before_their_nodes_are_back(patch: pytest.MonkeyPatch) -> None:
+    patch.setattr(put_queue.NodeReturns, "holds", lambda self, event, now: False)
+
+
 @dataclasses.dataclass(frozen=True)
 class Bug:
     """A bug that ``rule`` finds, in some seeds; in others another rule may detect it first."""
@@ -389,6 +393,7 @@ BUGS = (
         Invariant.REPLICA,
         ClusterFaults(crash_node_every_s=5.0, has_oplog=True),
     ),
+    Bug(misses_objects_before_their_nodes_are_back, Invariant.RETURNING, SUCCESSION),
     Bug(counts_no_quota, Invariant.QUOTA, ClusterFaults(), TENANTS),
     Bug(
         retries_beyond_the_deadline,

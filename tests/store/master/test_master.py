@@ -454,7 +454,7 @@ def test_a_successor_has_every_object_once_its_node_is_back(voice: Voice) -> Non
     voice.remove("n")
     voice.start("unfinished")
     other = successor(voice)
-    assert other.find("k") is None, "hidden until the node mounts"
+    assert not any(stored.is_visible for stored in other.master.objects.readable.values()), "not yet"
     assert other.mount(rest_s=35.0).num_objects == 3
     for key in "kmo":
         assert other.find(key) == voice.find(key)

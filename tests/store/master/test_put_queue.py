@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Puts that wait: for space while objects are being copied to SSD, and for their own copy there."""
+"""Requests that wait: for space while objects are being copied to SSD, for a copy there, for nodes."""
 
 from __future__ import annotations
 
@@ -9,9 +9,12 @@ from typing import Any
 import pytest
 
 from mooncake.errors import Refusal
+from mooncake.rpc.wire import Failure
 from mooncake.store import messages as m
 from mooncake.store.master.effects import Reply
-from mooncake.store.master.put_queue import MAX_WAITING
+from mooncake.store.master.put_queue import HOLD_S, MAX_WAITING
+from mooncake.store.master.segments import RETURN_S
+from mooncake.types import Tier
 from tests.store.conftest import PUT_S, SETTINGS
 from tests.store.nodes import Nodes, Place, with_ssd
 
@@ -317,3 +320,162 @@ def test_a_repeated_put_end_waits_too(durable_scene: DurableScene) -> None:
     durable_scene.ssd.work()
     assert durable_scene.answer() == [True] and durable_scene.answer("again") == [False]
     assert isinstance(durable_scene.memory, Place)
+
+
+# Nodes that have yet to mount again, after a change of the master
+
+
+class Takeover:
+    """A master whose predecessor had objects on two nodes, neither of which has come back yet."""
+
+    def __init__(self, settings: Any = SETTINGS) -> None:
+        before = Nodes(settings)
+        for name in "ab":
+            Place(before, name, 4096)
+        self.placed = {key: before.put(key, host=host)[0] for key, host in (("k", "a"), ("l", "b"))}
+        self.placed["both"] = before.put("both", host="a", policy=m.PutPolicy(num_replicas=2))[0]
+        self.line = before.master.segments.line
+        self.nodes = Nodes(settings)
+        self.nodes.master.restore(before.records, 0.0)
+
+    def back(self, name: str, epoch: int = 7) -> Place:
+        return Place(self.nodes, name, 4096, epoch=epoch, line=self.line)
+
+    def ask(self, message: Any, origin: str = "q") -> Any:
+        """The reply, or None if the request waits."""
+        self.nodes.post(message, "client", origin)
+        return self.answer(origin)
+
+    def answer(self, origin: str = "q") -> Any:
+        self.nodes.wait(0.0)
+        replies = self.nodes.late.pop(origin, [])
+        assert len(replies) <= 1
+        return replies[0] if replies else None
+
+    def start(self, key: str = "new", size_bytes: int = 100, **fields: Any) -> m.PutStart:
+        return m.PutStart(1 << 30, "a", [key], [size_bytes], [size_bytes], **fields)
+
+
+def test_reads_of_objects_whose_nodes_are_not_back_wait_for_them() -> None:
+    takeover = Takeover()
+    object_id = takeover.placed["k"].object_id
+    for origin, message in (
+        ("lookup", m.LookupObjects(["none", "k"])),
+        ("exists", m.Exists(["k", "none"])),
+        ("renew", m.Renew(["k"], [object_id])),
+        ("other", m.Exists(["l"])),
+    ):
+        assert takeover.ask(message, origin) is None
+    assert takeover.ask(m.Exists(["none"])).flags == b"\0", "what is not known is missing at once"
+    takeover.nodes.wait(1.0)
+    assert takeover.answer("lookup") is None and takeover.nodes.master.node_returns.num_held == 4
+    takeover.back("a")
+    found = takeover.answer("lookup").objects
+    assert found[0] is None and found[1].object_id == object_id
+    assert takeover.answer("exists").flags == b"\1\0" and takeover.answer("renew").flags == b"\1"
+    assert takeover.answer("other") is None, "its own node is still away"
+    takeover.back("b")
+    assert takeover.answer("other").flags == b"\1"
+    assert takeover.nodes.master.node_returns.num_held == 0
+
+
+def test_an_object_that_another_node_has_too_does_not_wait_for_the_second() -> None:
+    takeover = Takeover()
+    takeover.back("a")
+    (found,) = takeover.ask(m.LookupObjects(["both"])).objects
+    assert [replica.segment for replica in found.replicas] == ["a"]
+
+
+def test_a_node_that_does_not_come_back_is_waited_for_once() -> None:
+    takeover = Takeover()
+    takeover.back("b")
+    assert takeover.ask(m.LookupObjects(["k"])) is None
+    takeover.nodes.wait(RETURN_S - 0.1)
+    assert takeover.answer() is None
+    takeover.nodes.wait(0.1)
+    assert takeover.answer().objects == [None]
+    assert takeover.ask(m.LookupObjects(["k"])).objects == [None], "at once from now on"
+    assert not takeover.nodes.master.segments.awaited
+
+
+def test_no_longer_than_its_objects_are_kept() -> None:
+    settings = dataclasses.replace(SETTINGS, segment_ttl_s=1.0)
+    takeover = Takeover(settings)
+    assert takeover.ask(m.LookupObjects(["k"])) is None
+    takeover.nodes.wait(1.0)
+    assert takeover.answer().objects == [None]
+
+
+def test_a_node_that_was_started_anew_has_lost_its_objects() -> None:
+    takeover = Takeover()
+    assert takeover.ask(m.LookupObjects(["k"])) is None
+    takeover.back("a", epoch=8)
+    assert takeover.answer().objects == [None]
+
+
+def test_a_put_waits_until_a_node_is_back() -> None:
+    takeover = Takeover()
+    assert takeover.ask(takeover.start()) is None
+    mount = m.Mount("a", 7, "a", 1 << 30, 4096, b"", 0.0, node="a", line=takeover.line)
+    assert takeover.nodes.say(mount, "node").refusal is None
+    assert takeover.answer() is None, "nothing is allocated before the first heartbeat"
+    assert takeover.nodes.say(m.Heartbeat("a", 7), "node").is_known
+    started = takeover.answer()
+    assert started.reserved[0].replicas[0].segment == "a" and not started.refusals
+
+
+def test_a_put_is_sent_again_while_nodes_are_away_and_refused_afterwards() -> None:
+    """So that the master does not reserve space for a client that has given up."""
+    takeover = Takeover()
+    at = 0.0
+    while at < RETURN_S:
+        assert takeover.ask(takeover.start()) is None
+        takeover.nodes.wait(HOLD_S)
+        at += HOLD_S
+        answer = takeover.answer()
+        assert at == RETURN_S or (isinstance(answer, Failure) and answer.code == "peer_lost")
+    assert answer.refusals[0].code == "no_space"
+    assert takeover.ask(takeover.start()).refusals[0].code == "no_space"
+    assert "new" not in takeover.nodes.master.objects.writing
+
+
+def test_a_put_of_a_known_key_does_not_replace_what_a_node_brings_back() -> None:
+    takeover = Takeover()
+    takeover.back("b")
+    assert takeover.ask(takeover.start("k")) is None
+    takeover.back("a")
+    started = takeover.answer()
+    assert started.reserved == [None] and not started.refusals, "it exists"
+    assert takeover.nodes.find("k").object_id == takeover.placed["k"].object_id  # type: ignore[union-attr]
+
+
+def test_a_put_does_not_wait_where_no_node_that_is_away_could_take_it() -> None:
+    takeover = Takeover()
+    takeover.back("b")
+    assert takeover.ask(takeover.start()).reserved[0].replicas[0].segment == "b"
+    assert takeover.ask(takeover.start("large", 8192)).refusals[0].code == "too_large"
+    near = m.PutPolicy(is_same_host=True)
+    assert takeover.ask(takeover.start("near", policy=near), "near") is None, "its host is away"
+    takeover.back("a")
+    assert takeover.answer("near").reserved[0].replicas[0].segment == "a"
+
+
+def test_a_durable_put_waits_for_the_ssd_of_its_node_too() -> None:
+    before = Nodes(SETTINGS)
+    with_ssd(before)
+    takeover = Takeover()
+    takeover.nodes = Nodes(SETTINGS)
+    takeover.nodes.master.restore(before.records, 0.0)
+    line = before.master.segments.line
+    Place(takeover.nodes, "a", 65536, line=line)
+    assert takeover.ask(takeover.start(policy=DURABLE)) is None
+    Place(takeover.nodes, "a/ssd", 1 << 20, tier=Tier.SSD, content_id=99, line=line)
+    assert takeover.answer().reserved[0] is not None
+
+
+def test_an_unknown_segment_or_a_lost_connection_is_not_awaited() -> None:
+    """Nodes that were here and are lost are suspected as ever: their objects are missing at once."""
+    takeover = Takeover()
+    takeover.back("a")
+    takeover.nodes.lose("node a 7")
+    assert takeover.ask(m.LookupObjects(["k"])).objects == [None]
