@@ -338,9 +338,11 @@ def text_of(fields: dict[str, Any], field: str) -> str:
 
 
 def number_of(text: str | None, otherwise: float) -> float:
-    """A positive number in a query, at most a day."""
-    if text is None or not re.fullmatch(r"\d{1,9}(\.\d{1,9})?", text):
+    """A positive number in a query, at most a day; ``otherwise`` where it is left out."""
+    if text is None:
         return otherwise
+    if not re.fullmatch(r"\d{1,9}(\.\d{1,9})?", text):
+        raise ConsoleRefusal(400, "invalid_argument", f"{text[:40]!r} is not a number")
     return min(float(text), _MASTER_COUNTS_S)
 
 

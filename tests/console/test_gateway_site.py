@@ -28,6 +28,12 @@ async def metrics_of(stack: ConsoleStack) -> dict[str, float]:
     }
 
 
+async def test_a_time_that_is_none_is_refused(console: ConsoleStack) -> None:
+    status, found = await console.browser().get("/console/overview.json?seconds=abc")
+    assert status == 400 and found["error"]["message"] == "'abc' is not a number"
+    assert (await console.browser().get("/console/overview.json?seconds=60"))[0] == 200
+
+
 async def test_every_number_equals_the_metrics_page(console: ConsoleStack) -> None:
     for _ in range(3):
         await console.complete(PROMPT)

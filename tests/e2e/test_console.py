@@ -289,3 +289,63 @@ async def test_ten_thousand_blocks_and_500_sessions_are_few_elements() -> None:
     assert blocks == MAX_CELLS and painted > 0.5
     assert num_store < 1500 and num_sessions < 1500
     assert 10 < first < 120 and 10 < rows < 120
+
+
+async def test_a_page_stays_while_its_data_is_away_and_names_of_spans_are_whole() -> None:
+    names = ("POST /v1/chat/completions", "compute prompt", "compute chunk", "receive kv")
+    spans = [
+        {
+            "name": name,
+            "phase": "prefill",
+            "where": "127.0.0.1:21654",
+            "depth": at,
+            "start_s": 0.0,
+            "end_s": 1.0,
+        }
+        for at, name in enumerate(names)
+    ]
+    request = {"prompts": [], "waterfall": {"source": "trace", "spans": spans}}
+    app, is_away = FastAPI(), threading.Event()
+    add_frame(app, Gate(lambda key: Visitor("admin", key=key)), GATEWAY_VIEWS, "store")
+    is_away.set()
+
+    def store() -> Response:
+        found = {"error": {"message": "no master answers"}} if is_away.is_set() else many_blocks()
+        return Response(json.dumps(found), 503 if is_away.is_set() else 200, media_type="application/json")
+
+    def one(id: str) -> Response:
+        found = request if id == "known" else {"error": {"message": "there is none"}}
+        return Response(json.dumps(found), 200 if id == "known" else 404, media_type="application/json")
+
+    app.add_api_route("/console/store.json", store)
+    app.add_api_route("/console/request.json", one)
+
+    def look(base: str) -> None:
+        live = "return document.getElementById('live').textContent"
+        with chromium(width=360) as driver:
+            driver.get(f"{base}/console/store")
+            wait_for(lambda: driver.execute_script(live) == "not available", "the answer", 20.0)
+            text = driver.find_element("id", "main").text
+            assert "no master answers" in text and driver.find_elements("id", "key-field")
+            is_away.clear()
+            wait_for(lambda: driver.execute_script(live) == "live", "the data", 20.0)
+            assert "no master answers" not in driver.find_element("id", "main").text
+            assert "10" in driver.find_element("css selector", ".cards").text
+            driver.get(f"{base}/console/request?id=none")
+            wait_for(lambda: driver.execute_script(live) == "not found", "the answer", 20.0)
+            assert "Candidates" not in driver.find_element("id", "main").text
+            opened(driver, base, "request?id=known")
+            cut = (
+                "return [...document.querySelectorAll('.fall .name')]"
+                ".filter((one) => one.scrollWidth > one.clientWidth).map((one) => one.innerText)"
+            )
+            assert driver.execute_script(cut) == []
+            shown = driver.find_element("css selector", ".fall").text
+            assert all(name in shown for name in names)
+
+    server = HttpServer(app, listen("127.0.0.1", 0))
+    await server.start()
+    try:
+        await asyncio.to_thread(look, f"http://127.0.0.1:{server.port}")
+    finally:
+        await server.close()

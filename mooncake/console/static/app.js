@@ -13,6 +13,7 @@ const PAGES = {
 };
 const PARENTS = { request: "requests", key: "store" };
 const EVERY_MS = 2000;
+const STATUS_WORDS = { 400: "refused", 403: "refused", 404: "not found", 429: "refused", 502: "not available", 503: "not available", 504: "not available" };
 const main = document.getElementById("main");
 const live = document.getElementById("live");
 const find = (id) => document.getElementById(id);
@@ -86,6 +87,7 @@ async function refresh(run) {
       if (run !== state.run) return;
       page.update(found);
       page.has_data = true;
+      page.trouble?.remove();
     }
     setLive("live", "live");
   } catch (error) {
@@ -96,8 +98,12 @@ async function refresh(run) {
       return;
     }
     if (page.failed) page.failed(error);
-    else main.replaceChildren(h("p", { class: "bad" }, error.message));
-    setLive("lost", error.status ? "refused" : "no answer");
+    else {
+      page.trouble?.remove();
+      page.trouble = h("p", { class: "bad", role: "alert" }, error.message);
+      main.prepend(page.trouble);
+    }
+    setLive("lost", STATUS_WORDS[error.status] || (error.status ? "failed" : "no answer"));
   }
   if (run === state.run && !state.is_paused && !page.is_still) state.timer = setTimeout(() => refresh(run), EVERY_MS);
 }

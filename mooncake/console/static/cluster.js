@@ -54,8 +54,8 @@ function instance(row) {
     onclick: () => act(action, { type: row.role, instance: row.instance }, `${words(action)} ${row.instance}? It gets no more requests, and its answers move.`) }, action))) : null;
   return h("div", { class: `unit ${row.role}` },
     h("div", { class: "row" }, h("b", { class: "mono" }, row.instance), pill(row.health)),
-    h("div", { class: "muted" }, `${row.role} · ${number_of(row.num_requests, "request")} · ${count(row.queued_tokens)} tokens queued · ${count(row.num_blocks)} blocks known`),
-    row.detail ? h("div", { class: "muted" }, row.detail) : null, waits ? h("div", {}, waits) : null, actions);
+    h("div", { class: "muted" }, `${row.role} · ${number_of(row.num_requests, "request")} · ${count(row.queued_tokens)} tokens queued · ${number_of(row.num_blocks, "block")} known`),
+    row.detail && row.health !== "ready" ? h("div", { class: "muted" }, row.detail) : null, waits ? h("div", {}, waits) : null, actions);
 }
 
 function segment(row) {

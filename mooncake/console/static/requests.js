@@ -50,9 +50,10 @@ export class RequestPage {
     this.result = h("div", { "aria-live": "polite" });
     const buttons = [["twice the memory", { memory: 2 }], ["one more decode instance", { decode: 1 }], ["random placement", { policy: "random" }], ["least loaded first", { policy: "load" }]]
       .map(([text, change]) => h("button", { type: "button", onclick: () => this.ask(text, change) }, text));
-    this.element = h("div", {}, h("h1", {}, "Request ", h("span", { class: "mono" }, this.id)), card("Waterfall", this.fall), h("p", {}),
-      h("div", { class: "grid" }, card("Decision", this.facts), card("What if, on the last minutes' recording", h("div", { class: "row" }, buttons), this.result)), h("p", {}),
+    this.rest = h("div", { hidden: true }, h("div", { class: "grid" }, card("Decision", this.facts), card("What if, on the last minutes' recording", h("div", { class: "row" }, buttons), this.result)), h("p", {}),
       h("div", { class: "grid" }, card("Candidates", this.candidates), card("Blocks of the prompt", this.blocks, this.left)));
+    this.element = h("div", {}, h("h1", {}, "Request ", h("span", { class: "mono" }, this.id)), card("Waterfall", this.fall), h("p", {}),
+      this.rest);
   }
 
   path() { return `/console/request.json?id=${encodeURIComponent(this.id)}`; }
@@ -61,6 +62,7 @@ export class RequestPage {
 
   update(found) {
     const prompt = found.prompts[0];
+    this.rest.hidden = false;
     this.fall.replaceChildren(prompt?.state === "refused" && !found.waterfall.spans.length ? h("p", { class: "muted" }, "it was refused before any phase began") : waterfall(found.waterfall));
     this.is_still = !prompt || !["prefill", "decode"].includes(prompt.state);
     if (!prompt) { this.facts.replaceChildren(h("p", { class: "muted" }, "the conductor no longer remembers it")); return; }
@@ -106,7 +108,7 @@ export function waterfall(found) {
     bar.style.width = `${(100 * (one.end_s - one.start_s)) / end}%`;
     const expected = one.predicted_s ? `; predicted ${seconds(one.predicted_s)}` : "";
     const text = `${one.name}${one.where ? ` at ${one.where}` : ""}: from ${seconds(one.start_s)} to ${seconds(one.end_s)}${expected}`;
-    return [h("span", { class: `name d${Math.min(4, one.depth)}`, title: text }, one.name, one.where ? h("span", { class: "muted" }, ` ${one.where}`) : null),
+    return [h("span", { class: `name d${Math.min(4, one.depth)}`, title: text }, one.name, one.where ? h("span", { class: "where" }, ` ${one.where}`) : null),
       h("div", { class: "track", role: "img", "aria-label": text, title: text }, bar), h("span", {}, seconds(one.end_s - one.start_s))];
   });
   const source = { trace: "from the request's trace", explanation: "durations from the conductor's explanation, in their order" }[found.source];
