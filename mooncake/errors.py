@@ -93,6 +93,11 @@ class DeadlineExceeded(Unavailable):
     code = "deadline_exceeded"
 
 
+def cause_of(error: Exception) -> str:
+    """The operating system's words for a failed connection, without those that a library adds."""
+    return getattr(error, "strerror", None) or str(error) or type(error).__name__
+
+
 class Refusal(msgspec.Struct, frozen=True):
     """Reason why something was not done: ``code`` for programs, ``reason`` for people."""
 

@@ -2,6 +2,10 @@
 from __future__ import annotations
 
 import inspect
+import socket
+
+import aiohttp
+import pytest
 
 from mooncake import errors
 
@@ -26,6 +30,17 @@ def test_codes_are_unique_and_the_docstring_draws_every_class() -> None:
     assert errors.__doc__ is not None
     for value in classes:
         assert value.__name__ in errors.__doc__
+
+
+async def test_a_refused_connection_is_worded_without_its_library() -> None:
+    with socket.socket() as closed:
+        closed.bind(("127.0.0.1", 0))
+        async with aiohttp.ClientSession() as session:
+            with pytest.raises(aiohttp.ClientConnectorError) as caught:
+                await session.get(f"http://127.0.0.1:{closed.getsockname()[1]}/")
+    assert "ssl:default" in str(caught.value)
+    assert errors.cause_of(caught.value).startswith("Connect call failed")
+    assert errors.cause_of(ValueError("text")) == "text" and errors.cause_of(ValueError()) == "ValueError"
 
 
 def test_a_refusal_is_a_value() -> None:

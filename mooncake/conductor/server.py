@@ -75,6 +75,7 @@ from mooncake.conductor.scaling_signal import DesiredChanged, ScalingStatus
 from mooncake.conductor.settings import SchedulingSettings, Seconds
 from mooncake.config import AlsoFrom, Port, Secret
 from mooncake.driver import Driver
+from mooncake.errors import cause_of
 from mooncake.http.worker_stats import KvMemoryStats, StepStats
 from mooncake.log import get_logger
 from mooncake.rpc import Call, Connection, RpcServer
@@ -299,7 +300,7 @@ class ConductorService:
             detail = f"no answer to a probe within {self.settings.probe_timeout_s:g} s"
             probed = Probed(instance, ProbeOutcome.FAILED, detail)
         except (aiohttp.ClientError, OSError) as error:
-            probed = Probed(instance, ProbeOutcome.FAILED, f"probe failed: {error}")
+            probed = Probed(instance, ProbeOutcome.FAILED, f"probe failed: {cause_of(error)}")
         self._driver.post(probed)
 
     async def _query_health(self, instance: InstanceId) -> Probed:

@@ -23,7 +23,7 @@ import msgspec
 import mooncake
 from mooncake import clock
 from mooncake.doctor.facts import Reach, Trouble
-from mooncake.errors import MooncakeError, ProtocolError
+from mooncake.errors import MooncakeError, ProtocolError, cause_of
 from mooncake.rpc.client import split_address
 from mooncake.security import Identity
 from mooncake.security.http_auth import HttpClientAuth
@@ -150,10 +150,9 @@ class HttpProbe:
         is_tls = server.url.startswith("https:")
         host, port = split_address(server.address)
         speaks = await speaks_tls(host, port)
-        detail = str(error) or type(error).__name__
+        detail = cause_of(error)
         if speaks is None:
-            cause = error.strerror if isinstance(error, OSError) else None
-            return Reach(Trouble.REFUSED, f"{server.url} can't be reached: {cause or detail}")
+            return Reach(Trouble.REFUSED, f"{server.url} can't be reached: {detail}")
         if speaks and not is_tls:
             return Reach(Trouble.TLS, f"{server.url}: this port speaks TLS, and http:// was used")
         if not speaks and is_tls:

@@ -73,6 +73,7 @@ async def test_nothing_listens() -> None:
     with socket.socket() as one:
         one.bind(("127.0.0.1", 0))
         assert await refused(f"http://127.0.0.1:{one.getsockname()[1]}") is Trouble.REFUSED
+        assert await refused(f"https://127.0.0.1:{one.getsockname()[1]}") is Trouble.REFUSED
 
 
 async def test_a_server_that_is_silent() -> None:

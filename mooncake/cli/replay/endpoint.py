@@ -18,7 +18,7 @@ import aiohttp
 import typer
 
 from mooncake import clock
-from mooncake.errors import InvalidArgument, ProtocolError, Unavailable
+from mooncake.errors import InvalidArgument, ProtocolError, Unavailable, cause_of
 from mooncake.http.sse import EventParser
 
 Url = Annotated[
@@ -105,7 +105,7 @@ class Endpoint:
                 answer = await response.json(content_type=None)
                 return str(answer["data"][0]["id"])
         except (aiohttp.ClientError, OSError, TimeoutError) as error:
-            raise Unavailable(f"{self.url} does not answer: {error}") from error
+            raise Unavailable(f"{self.url} does not answer: {cause_of(error)}") from error
         except (ValueError, LookupError, TypeError) as error:
             raise Unavailable(f"{self.url}/v1/models names no model; give one with --model") from error
 
@@ -144,7 +144,7 @@ class Endpoint:
                     answer.error = _message(await response.text())
                     answer.retry_after_s = _seconds(response.headers.get("Retry-After"))
         except (aiohttp.ClientError, OSError, TimeoutError, ProtocolError) as error:
-            answer.error = str(error) or type(error).__name__
+            answer.error = cause_of(error)
         answer.end_s = clock.monotonic() - began
         return answer
 

@@ -119,6 +119,7 @@ def test_calibration_writes_a_file_that_simulates(mooncake: Run, tmp_path: Path,
 def test_bad_input_is_one_line(mooncake: Run, words: list[str], named: str) -> None:
     done = mooncake(*words)
     assert done.returncode in (1, 2)
+    assert "ssl:default" not in done.stderr
     assert named in done.stderr and len(done.stderr.splitlines()) == 1, done.stderr
 
 
