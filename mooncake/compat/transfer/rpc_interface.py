@@ -12,6 +12,7 @@ import asyncio
 import concurrent.futures
 import itertools
 import threading
+import weakref
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
@@ -115,6 +116,9 @@ class RpcInterface:
     def __init__(self) -> None:
         self._lock = threading.Lock()
         self._clients: dict[str, BlockingClient] = {}
+        weakref.finalize(
+            self, _close_all, self._clients
+        )  # the existing package has no call that ends a sender
         self._numbers = itertools.count()
         self._timeout_s = 30.0
         self._listen_at: tuple[str, int] | None = None
@@ -318,6 +322,11 @@ class _RpcServerThread:
 
     def _forget(self, key: tuple[Connection, int]) -> None:
         self._gathered_bytes -= len(self._parts.pop(key))
+
+
+def _close_all(clients: dict[str, BlockingClient]) -> None:
+    for client in clients.values():
+        client.close()
 
 
 def _bytes_of(tensor: Any) -> tuple[memoryview, str, tuple[int, ...]]:

@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import asyncio
+import gc
 import socket
 import threading
 from collections.abc import Iterator
@@ -57,6 +58,16 @@ def test_data(receiver: Receiver) -> None:
     assert hello.get_bytes() == b"hello" and hello.data_size == 5
     assert hello.source_address.startswith("127.0.0.1:")
     assert large.get_memory_view() == big.data and empty.data_size == 0
+
+
+def test_a_sender_that_is_dropped_leaves_no_open_socket(receiver: Receiver) -> None:
+    sender = create_rpc_client()
+    assert sender.send_data(receiver.address, b"hello") == 0
+    connection = sender._clients[receiver.address]._socket
+    assert connection is not None and connection.sock.fileno() >= 0
+    del sender
+    gc.collect()
+    assert connection.sock.fileno() == -1
 
 
 def test_data_is_a_dict(receiver: Receiver) -> None:
