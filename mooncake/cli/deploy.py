@@ -60,13 +60,15 @@ class DeploySettings:
     namespace: Annotated[str, Meta(pattern=NAME)] = "mooncake"
     "Namespace in Kubernetes."
 
-    model: Annotated[str, Meta(pattern="^/models/[^\\s]+$")] = "/models/model"
+    model: Annotated[str, Meta(pattern=r"^/models/\S+$", description="that is a path below /models")] = (
+        "/models/model"
+    )
     "Folder of the model in the containers, below `/models`."
 
     served_model_name: str = ""
     "The model's name in the API; empty takes the last part of `model`."
 
-    models_path: Annotated[str, Meta(pattern="^/")] = "/srv/models"
+    models_path: Annotated[str, Meta(pattern="^/", description="that is an absolute path")] = "/srv/models"
     "Folder of the host that compose mounts as `/models`."
 
     models_claim: Annotated[str, Meta(pattern=NAME)] = "models"
@@ -105,7 +107,7 @@ class DeploySettings:
     worker_memory_bytes: Annotated[int, Size, Meta(ge=1 << 20)] = 64 << 30
     "Main memory of each pod that computes, with the model where there is no GPU."
 
-    ssd_path: Annotated[str, Meta(pattern="^(/.*)?$")] = ""
+    ssd_path: Annotated[str, Meta(pattern="^(/.*)?$", description="that is an absolute path, or empty")] = ""
     "Folder on each node's host for the SSD tier; empty: none."
 
     ssd_size_bytes: Annotated[int, Size, Meta(ge=0)] = 0

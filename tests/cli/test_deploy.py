@@ -274,6 +274,11 @@ def test_values_that_would_change_a_manifest_s_meaning_are_refused(flags: dict[s
         config.load(DeploySettings, flags, {})
 
 
+def test_a_pattern_is_described_in_words() -> None:
+    with pytest.raises(InvalidArgument, match=r"allowed: text that is a path below /models$"):
+        config.load(DeploySettings, {"model": "/m"}, {})
+
+
 def test_the_command_writes_from_one_file_of_settings(tmp_path: Path) -> None:
     (tmp_path / "m.toml").write_text('[deploy]\nmasters = 1\nnodes = 3\nimage = "here/mooncake:1"\n')
     command = [sys.executable, "-m", "mooncake", "deploy", "render", "--config", str(tmp_path / "m.toml")]
