@@ -109,7 +109,10 @@ class Introspection:
         return cast("m.Prefixes | Failure | None", answer)
 
     def story(self, message: m.ObjectStory, _: Received, now: float) -> m.StoryLines:
-        return m.StoryLines(self._catalog.story(scoped_all(message.tenant, [message.key])[0]))
+        """Each line with its age: the master's clock counts from the start of its host."""
+        lines = self._catalog.story(scoped_all(message.tenant, [message.key])[0])
+        parts = [line.split(" ", 1) for line in lines]
+        return m.StoryLines([f"{now - float(at):.3f} s ago: {what}" for at, what in parts])
 
     def inspect(self, message: m.Inspect, _: Received, now: float) -> m.Inspected:
         objects = self._catalog.objects

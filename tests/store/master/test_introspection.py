@@ -70,11 +70,10 @@ def test_a_story_is_that_of_its_key_and_tenant(voice: Voice) -> None:
     voice.put("k", tenant="red")
     voice.remove("k")
     mine = voice.say(m.ObjectStory("k")).lines
-    assert [line.split(" ", 1)[1] for line in mine] == [
-        "put started as #1 on a",
-        "readable as #1",
-        "#1 unlinked: removed",
-    ]
+    whats = ["put started as #1 on a", "readable as #1", "#1 unlinked: removed"]
+    assert mine == [f"0.000 s ago: {what}" for what in whats]
+    voice.now += 2.5
+    assert voice.say(m.ObjectStory("k")).lines == [f"2.500 s ago: {what}" for what in whats]
     assert len(voice.say(m.ObjectStory("k", "red")).lines) == 2
     assert voice.say(m.ObjectStory("red\0k")).lines == voice.say(m.ObjectStory("none")).lines == []
 
