@@ -20,6 +20,7 @@ from rich.markup import escape
 from rich.table import Table
 
 from mooncake.cli.output import check_url, printable
+from mooncake.conductor.publisher_registry import DEFAULT_TENANT
 from mooncake.errors import AccessDenied, InvalidArgument, PeerLost, ProtocolError
 
 _TIMEOUT_S = 10.0
@@ -61,7 +62,7 @@ def misses(url: str, admin_api_key: str, as_json: bool, api_key: str = "") -> No
     else:
         console.print(f"{_SUMS}\n", soft_wrap=True, highlight=False)
         for row in answer["tenants"]:
-            names = f"tenant {escape(row['tenant'])}, model {escape(row['model'])}:"
+            names = f"tenant {escape(row['tenant']) or DEFAULT_TENANT}, model {escape(row['model'])}:"
             console.print(names, soft_wrap=True, highlight=False)
             console.print(_sums_of(row))
     if answer["differences"]:
@@ -279,7 +280,9 @@ def _sums(rows: list[dict[str, Any]]) -> Table:
         table.add_column(name.replace(" ", "\n"), justify="right", no_wrap=True)
     for row in rows:
         shares = _shares(row).values()
-        table.add_row(escape(row["tenant"]), escape(row["model"]), str(_num_tokens(row)), *shares)
+        table.add_row(
+            escape(row["tenant"]) or DEFAULT_TENANT, escape(row["model"]), str(_num_tokens(row)), *shares
+        )
     return table
 
 

@@ -40,6 +40,16 @@ def waiting(what: str) -> Iterator[None]:
         yield
 
 
+MIN_WIDTH = 130
+"""Width of output to a file or a pipe: nothing is folded there to fit a screen."""
+
+
+def wide_console() -> Console:
+    """Standard output, as wide as the terminal, and wide enough where there is none."""
+    console = Console()
+    return console if console.is_terminal else Console(width=max(console.width, MIN_WIDTH))
+
+
 _UNITS_S = {"": 1.0, "s": 1.0, "m": 60.0, "h": 3600.0, "d": 86400.0}
 
 

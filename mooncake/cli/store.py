@@ -32,6 +32,7 @@ from mooncake.cli.output import (
     size_text,
     span_text,
     waiting,
+    wide_console,
 )
 from mooncake.cli.store_board import board
 from mooncake.errors import InvalidArgument, Refusal
@@ -456,7 +457,7 @@ def top(
     master: Master = HERE,
 ) -> None:
     """Show live status: nodes, tiers, and requests of clients. Ctrl-C exits."""
-    console = Console()
+    console = wide_console()
     with opened(master) as store:
         before = _status(store)
         if as_json:

@@ -33,7 +33,7 @@ from mooncake.cli.cluster_status import (
     read_status,
     roles_of,
 )
-from mooncake.cli.output import check_url, fail, print_json, printable
+from mooncake.cli.output import check_url, fail, print_json, printable, wide_console
 from mooncake.cli.store import opened
 from mooncake.cli.store_board import NARROW, board
 from mooncake.errors import MooncakeError
@@ -203,7 +203,7 @@ def top(url: str, master: str, admin_key: str, once: bool, as_json: bool, every_
 
     Exits with 1 where ``once`` reaches neither the gateway nor the store. Raises InvalidArgument.
     """
-    console = Console()
+    console = wide_console()
     reader = ClusterReader(GatewayReader(url, admin_key), StoreReader(master))
     try:
         view = reader.read(now := time.monotonic())

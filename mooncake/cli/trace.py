@@ -106,21 +106,24 @@ def show(console: Console, found: FetchedTrace) -> None:
     )
     is_wide = console.width >= _WIDE
     width = _BAR_WIDTH if is_wide else min(_BAR_WIDTH, max(8, console.width - 56))
+    rows = list(_in_tree(root, found.spans))
+    begins = [_duration(span.start_s - root.start_s) for span, _ in rows]
+    lasts = [_duration(span.end_s - span.start_s) for span, _ in rows]
     table = Table(box=None, pad_edge=False)
     table.add_column("span", no_wrap=True)
-    table.add_column("begins", justify="right", no_wrap=True)
-    table.add_column("lasts", justify="right", no_wrap=True)
+    for heading, times in (("begins", begins), ("lasts", lasts)):  # names are cut before numbers are
+        table.add_column(heading, justify="right", no_wrap=True, min_width=max(map(len, times)))
     table.add_column("", no_wrap=True, width=width)
     if is_wide:
         table.add_column("process", no_wrap=True)
         table.add_column("")
-    for span, depth in _in_tree(root, found.spans):
+    for (span, depth), begin, last in zip(rows, begins, lasts, strict=True):
         bar = _bar(span.start_s - root.start_s, span.end_s - root.start_s, whole_s or 1.0, width)
         style = "red" if span.error else {"server": "bold", "client": "cyan"}.get(span.kind, "")
         cells = [
             Text("  " * depth + span.name, style=style),
-            Text(_duration(span.start_s - root.start_s)),
-            Text(_duration(span.end_s - span.start_s)),
+            Text(begin),
+            Text(last),
             Text(bar, style=style),
         ]
         if is_wide:

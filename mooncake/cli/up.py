@@ -635,7 +635,10 @@ def locked_log_folder(wanted: Path | None, port: int) -> Iterator[Path]:
             break
         except BlockingIOError:
             if wanted is not None or port:
-                allowed = "a folder that no other cluster uses; name another with --log-dir"
+                allowed = (
+                    "a folder that no other cluster uses (one may run in a container with this home folder); "
+                    "name another with --log-dir"
+                )
                 raise InvalidArgument("log_dir", str(folder), allowed) from None
             number += 1
         except OSError as error:

@@ -113,7 +113,7 @@ def test_a_sibling_s_text_that_is_not_shown_says_how_to_see_it() -> None:
 
 
 def test_sums_are_shown_as_parts(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
-    row = {"tenant": "a", "model": "m", "tokens": TOKENS, "hit_rate": 0.5, "attainable_hit_rate": 0.9}
+    row = {"tenant": "", "model": "m", "tokens": TOKENS, "hit_rate": 0.5, "attainable_hit_rate": 0.9}
     difference = {"kind": "tool_order", "prompts": 3, "lost_tokens": 40, "rule": "sort-tools"}
     answer = {"tenants": [row], "differences": [difference], "prompts_remembered": 4}
     monkeypatch.setattr("mooncake.cli.explain._ask", lambda *arguments: answer)
@@ -123,6 +123,7 @@ def test_sums_are_shown_as_parts(monkeypatch: pytest.MonkeyPatch, capsys: pytest
         text = capsys.readouterr().out
         assert all(number in text for number in (" 100 ", "50.0%", "40.0%", "10.0%", "90.0%")), text
         assert text.count("0.0%") == 9 and "…" not in text, f"no number is cut at {width} columns"
+        assert "default" in text, "the tenant of requests that name none"
         assert "tool order" in text and "sort-tools" in text
 
 

@@ -190,6 +190,7 @@ def test_verify_finds_what_is_wrong(run: Run, address: str) -> None:
 def test_top_shows_the_nodes(run: Run) -> None:
     text = run("top").stdout.decode()
     assert "memory" in text and "here" in text and "61 MiB" in text
+    assert "alive" in text and "…" not in text, "nothing is cut to the width of a screen that is not there"
     assert json.loads(run("top", "--json").stdout)["segments"][0]["segment"] == "here"
 
 

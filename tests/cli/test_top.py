@@ -123,13 +123,22 @@ def test_everything(
 def test_a_narrow_terminal(
     gateway: str, master: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setenv("COLUMNS", "60")
+    for name, value in (("COLUMNS", "60"), ("LINES", "25"), ("FORCE_COLOR", "1"), ("TERM", "dumb")):
+        monkeypatch.setenv(name, value)  # a terminal without colours
     text, _, _ = shown(capsys, "--once", "--url", gateway, "--master", master)
     tables = [
         line for line in text.splitlines() if line.startswith(("10.0.0", "instance", "here", "segment"))
     ]
     assert len(tables) == 5 and all(len(line) <= 60 for line in tables), tables
     assert "detail" not in text and "tasks" not in text
+
+
+def test_a_pipe_gets_whole_values(
+    gateway: str, master: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("COLUMNS", "60")
+    text, _, _ = shown(capsys, "--once", "--url", gateway, "--master", master)
+    assert "…" not in text and "tasks" in text and "detail" in text, text
 
 
 def test_without_a_store(gateway: str, capsys: pytest.CaptureFixture[str]) -> None:

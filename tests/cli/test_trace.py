@@ -55,5 +55,10 @@ def test_a_wide_terminal_has_attributes_and_a_narrow_one_the_bars() -> None:
     assert sum("━" in row for row in narrow) == 4 and max(map(len, narrow)) <= 80
 
 
+def test_a_very_narrow_terminal_cuts_names_before_times() -> None:
+    text = "\n".join(shown(30))
+    assert text.count("1.000 s") == 2 and text.count("0.00 ms") == 2 and "seco…" in text
+
+
 def test_a_process_that_did_not_answer_is_named() -> None:
     assert shown(180, ["host:2"])[-1] == "host:2 did not return its spans"

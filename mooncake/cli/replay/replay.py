@@ -24,7 +24,7 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 
 from mooncake import clock
-from mooncake.cli.output import check_writable, fail, write_whole
+from mooncake.cli.output import check_writable, fail, wide_console, write_whole
 from mooncake.cli.replay.endpoint import HIGHEST_TOKEN, LOWEST_TOKEN, ApiKey, Endpoint, TimedAnswer, Url
 from mooncake.cli.simulation.options import (
     BlockTokens,
@@ -43,7 +43,7 @@ from mooncake.cli.simulation.options import (
     known_settings,
     requests_of,
 )
-from mooncake.cli.simulation.report import ClusterRun, render_html, table, wide_console
+from mooncake.cli.simulation.report import ClusterRun, render_html, table
 from mooncake.conductor.settings import SchedulingSettings
 from mooncake.errors import InvalidArgument
 from mooncake.sim.serving import simulate

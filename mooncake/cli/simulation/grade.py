@@ -19,7 +19,8 @@ import msgspec
 import numpy as np
 import typer
 
-from mooncake.cli.simulation.report import PlainTable, wide_console
+from mooncake.cli.output import wide_console
+from mooncake.cli.simulation.report import PlainTable
 from mooncake.errors import InvalidArgument
 from mooncake.sim.silicon.engine_run import EngineRun, EngineTimes, fit_engine, graded, simulate_engines
 from mooncake.sim.silicon.measured_rows import (
@@ -80,7 +81,8 @@ def grade_command(
     whether disaggregation makes more tokens per card.
     """
     if (run_folder is None) == (fit_on is None):
-        raise InvalidArgument("RUN_DIR", str(run_folder), "a run's folder, or --fit-on FILE.csv, not both")
+        given = "missing" if run_folder is None else str(run_folder)
+        raise InvalidArgument("RUN_DIR", given, "a run's folder, or --fit-on FILE.csv, not both")
     if test_on is not None and fit_on is None:
         raise InvalidArgument("--test-on", str(test_on), "used with --fit-on")
     if share is not None and run_folder is None:

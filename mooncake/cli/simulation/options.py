@@ -171,6 +171,9 @@ def requests_of(spec: str, options: TraceOptions) -> TraceRequests:
             kinds = ", ".join(f"{kind}:..." for kind in generators.KINDS)
             allowed = f"a file that exists, a pipe, - for standard input, or {kinds}"
             raise InvalidArgument("TRACE", spec, allowed)
+        if spooled is not None and not Path(spooled.name).stat().st_size:
+            what = "standard input" if spec == "-" else spec
+            raise InvalidArgument("TRACE", what, "a trace of at least one row; this one is empty")
         rows = read_trace(spooled.name if spooled is not None else spec, options)
         next(iter(rows), None)  # what the first row shows is noted before a long run
         for note in rows.notes:

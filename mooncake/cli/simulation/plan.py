@@ -17,7 +17,7 @@ import typer
 from numpy.typing import NDArray
 from rich.console import Console
 
-from mooncake.cli.output import check_writable, write_whole
+from mooncake.cli.output import check_writable, wide_console, write_whole
 from mooncake.cli.simulation.options import (
     CLUSTER_FORMS,
     COSTS_FORMS,
@@ -37,7 +37,7 @@ from mooncake.cli.simulation.options import (
     offer_of,
     requests_of,
 )
-from mooncake.cli.simulation.report import PlainTable, costs_tables, render_tables, wide_console
+from mooncake.cli.simulation.report import PlainTable, costs_tables, render_tables
 from mooncake.cli.simulation.reuse import reuse_tables
 from mooncake.errors import InvalidArgument
 from mooncake.sim.serving import simulate

@@ -16,7 +16,6 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 from rich import box
-from rich.console import Console
 from rich.table import Table
 
 from mooncake.cli.bench.report import COLOURS
@@ -25,9 +24,6 @@ from mooncake.sim.serving.results import RunResults, Summary
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
-
-MIN_WIDTH = 130
-"""Width of output to a file or a pipe: nothing is folded there to fit a screen."""
 
 
 @dataclass(frozen=True)
@@ -101,12 +97,6 @@ def table(trace: str, runs: list[ClusterRun]) -> Table:
     for run in runs:
         shown.add_row(*cells(run))
     return shown
-
-
-def wide_console() -> Console:
-    """Standard output, as wide as the terminal, and wide enough where there is none."""
-    console = Console()
-    return console if console.is_terminal else Console(width=max(console.width, MIN_WIDTH))
 
 
 @dataclass(frozen=True)

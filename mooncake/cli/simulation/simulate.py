@@ -15,7 +15,7 @@ import typer
 from rich.console import Console
 from rich.progress import BarColumn, Progress, TaskID, TaskProgressColumn, TextColumn, TimeRemainingColumn
 
-from mooncake.cli.output import check_writable, write_whole
+from mooncake.cli.output import check_writable, wide_console, write_whole
 from mooncake.cli.simulation.options import (
     CLUSTER_FORMS,
     COSTS_FORMS,
@@ -41,7 +41,6 @@ from mooncake.cli.simulation.report import (
     costs_tables,
     render_html,
     table,
-    wide_console,
 )
 from mooncake.errors import InvalidArgument
 from mooncake.sim.serving import simulate

@@ -14,7 +14,7 @@ from rich import box
 from rich.table import Table
 
 from mooncake.cli.explain import ask_gateway, read_answer
-from mooncake.cli.simulation.report import wide_console
+from mooncake.cli.output import wide_console
 from mooncake.errors import AccessDenied, MooncakeError, PeerLost, ProtocolError
 
 _TIMEOUT_S = 200.0

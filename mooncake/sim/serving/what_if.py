@@ -175,7 +175,8 @@ def answer_what_if(question: WhatIfQuestion) -> WhatIfAnswer:
     is_asked = np.array([row.timestamp >= question.since_ms for row in rows])
     num_asked = int(is_asked.sum())
     if num_asked < MIN_ROWS:
-        raise InvalidArgument("minutes", f"{num_asked} requests", f"a time with {MIN_ROWS} requests or more")
+        allowed = f"a time with {MIN_ROWS} requests or more; ask for more minutes, or send more requests"
+        raise InvalidArgument("minutes", f"a time with {num_asked} requests", allowed)
     change = question.change
     trace = [
         TraceRow(one.timestamp / 1e3, one.input_length, one.output_length, tuple(one.hash_ids))

@@ -238,6 +238,7 @@ def test_grade_of_a_run_and_of_rows(mooncake: Run, tmp_path: Path) -> None:
     assert "60" in mooncake("grade", "--fit-on", str(rows), "--test-on", str(rows)).stdout
     refused = mooncake("grade", "--test-on", str(rows))
     assert refused.returncode == 2 and "not both" in refused.stderr
+    assert "RUN_DIR is 'missing'" in mooncake("grade").stderr
 
 
 def test_rows_without_a_concurrency_are_counted(mooncake: Run, tmp_path: Path) -> None:

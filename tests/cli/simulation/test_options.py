@@ -138,6 +138,15 @@ def test_a_pipe_can_be_read_again_and_again(tmp_path: Path, monkeypatch: pytest.
     assert not copy.exists()
 
 
+def test_an_empty_pipe_is_named_and_not_its_copy(monkeypatch: pytest.MonkeyPatch) -> None:
+    source, sink = os.pipe()
+    os.close(sink)
+    with open(source) as pipe:
+        monkeypatch.setattr("sys.stdin", pipe)
+        with pytest.raises(InvalidArgument, match="TRACE is 'standard input'; allowed: a trace of at least"):
+            requests_of("-", TraceOptions())
+
+
 def test_how_a_file_is_read_is_noted(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     file = tmp_path / "trace.jsonl"
     row = {"timestamp": 0, "input_length": 600, "output_length": 5, "hash_ids": [0, 1], "turn": 1}

@@ -166,10 +166,14 @@ def test_goodput_counts_what_meets_the_objectives() -> None:
     assert strict.effect["goodput_per_s"].value > 0
 
 
+def test_too_few_requests_are_refused_with_their_number() -> None:
+    with pytest.raises(InvalidArgument, match="minutes is 'a time with 5 requests'; allowed: a time with 20"):
+        ask(Change(), RECORDED[:5])
+
+
 @pytest.mark.parametrize(
     ("change", "rows"),
     [
-        (Change(), RECORDED[:5]),
         (Change(decode=-1), RECORDED),
         (Change(prefill=-1), RECORDED),
         (Change(), [msgspec.structs.replace(row, status="failed") for row in RECORDED]),
