@@ -352,6 +352,9 @@ MOST_WAITED = 0.9
 _MOST_OVER = 3.0
 """Even a worse forecast does not lower the limit further."""
 
+_LIKE = 8.0
+"""Prompts are alike for a forecast's errors if neither takes more than so many times as long as the other."""
+
 
 @dataclass(slots=True)
 class _Quantile:
@@ -375,14 +378,14 @@ class ForecastErrors:
 
     def __init__(self) -> None:
         self._recent: deque[float] = deque(maxlen=self.SIZE)
-        self._behind_queues: deque[tuple[float, float]] = deque(maxlen=self.SIZE)
-        """Instant, and lateness as a part of the SLO."""
+        self._behind_queues: deque[tuple[float, float, float]] = deque(maxlen=2 * self.SIZE)
+        """Instant, seconds of the prompt, and lateness as a part of the SLO."""
 
-    def learn(self, late_s: float, ttft_s: float, slo_s: float, now: float) -> None:
-        """``ttft_s``: the prediction; ``slo_s`` 0: none."""
+    def learn(self, late_s: float, request: AdmissionRequest, now: float) -> None:
         self._recent.append(late_s)
-        if ttft_s >= _LONG_PART * slo_s > 0.0:
-            self._behind_queues.append((now, late_s / slo_s))
+        slo_s = request.slo_ttft_s
+        if request.ttft_s >= _LONG_PART * slo_s > 0.0:
+            self._behind_queues.append((now, request.prefill_s, late_s / slo_s))
 
     def chance(self, slack_s: float) -> float:
         """The part that came no later than ``slack_s`` after the prediction; 1 before anything is known."""
@@ -390,15 +393,22 @@ class ForecastErrors:
             return 1.0
         return sum(one <= slack_s for one in self._recent) / len(self._recent)
 
-    def margin_s(self, slo_s: float, now: float) -> float:
+    def margin_s(self, slo_s: float, prefill_s: float, now: float) -> float:
         """How much before its SLO a first token should be predicted, so that most requests meet theirs.
+        ``prefill_s``: what the prompt takes.
 
         In overload the queue is as long as admission lets it become, so that nearly all requests are as close
         to their SLO as is allowed. A margin costs its part of the queue, which a burst could have filled, and
         gains those that would have been late. Errors grow with the queue: only those behind long ones count,
-        in proportion to it, and only as long as they are recent.
+        in proportion to it, and only as long as they are recent. And they grow with the prompt: long ones are
+        overtaken, so that their errors say nothing of short ones.
         """
-        late = sorted(part for at, part in self._behind_queues if at > now - _REMEMBERED_S)
+        alike = [
+            part
+            for at, seconds, part in self._behind_queues
+            if at > now - _REMEMBERED_S and prefill_s / _LIKE <= seconds <= prefill_s * _LIKE
+        ]
+        late = sorted(alike[-self.SIZE :])
         if len(late) < _LEAST_SAMPLES:
             return 0.0
         best = float(sum(one <= 0.0 for one in late))
@@ -441,10 +451,15 @@ class GoodputRule:
         self._decode_forecast = decode_forecast
         self._errors = ForecastErrors()
         self._refused = RefusedPrompts()
-        self._over = _Quantile(_IN_PACE, LEAST_OVER_STEPS)
+        self._over: _Quantile | None = None
+        """None until a request has a TBT SLO."""
 
-    def _over_factor(self, pools: PoolCapacity) -> float:
+    def _over_factor(self, request: AdmissionRequest, pools: PoolCapacity) -> float:
         least = LEAST_OVER_STEPS if pools.decode_makes_first_token else LEAST_OVER
+        if self._over is None:
+            # Before anything is learned: the standard deviation of a number of requests that come by chance.
+            most = pools.most_requests(DecodeLoad(1, request.num_tokens), request.slo_tbt_s)
+            self._over = _Quantile(_IN_PACE, max(least, 1.0 + 1.0 / math.sqrt(max(1.0, most))))
         return min(_MOST_OVER, max(least, self._over.value))
 
     def decide(
@@ -457,7 +472,7 @@ class GoodputRule:
         if slo_s:
             slack_s = slo_s - request.ttft_s
             chance = max(self._errors.chance(slack_s), 1.0 / self._errors.SIZE)
-            margin_s = self._errors.margin_s(slo_s, now)
+            margin_s = self._errors.margin_s(slo_s, request.prefill_s, now)
             is_unlikely = slack_s < margin_s and request.ttft_s > TARGET_BACKLOG * slo_s
             # To refuse what is late without a queue helps no other request where machines have time for it.
             is_too_long = slo_s < request.ttft_s - request.queue_s + is_unlikely * margin_s
@@ -474,10 +489,10 @@ class GoodputRule:
         is_repeated = repeats >= LEAST_REPEATS
         # One that comes again is worth those that were refused for it, as if they came once more.
         value = _value(request) * (repeats if is_repeated else chance)
-        room_s = max(0.0, request.slo_tbt_s - pools.step.base_s) / self._over_factor(pools)
-        limit_s = pools.step.base_s + room_s
-        step_s = time_load = memory_load = 0.0
+        room_s = limit_s = step_s = time_load = memory_load = 0.0
         if request.slo_tbt_s and pools.num_decode:
+            room_s = max(0.0, request.slo_tbt_s - pools.step.base_s) / self._over_factor(request, pools)
+            limit_s = pools.step.base_s + room_s
             full, step_s, time_load, memory_load = self._decode_refusal(request, pools, limit_s, now)
             if full is not None:
                 # It counts as demand for decode all the same: a price that only sees requests that fit stays
@@ -520,23 +535,26 @@ class GoodputRule:
         """Learn from an answered request, whose steps took ``over`` times the room they were given; 0: they
         were given none."""
         if not 0.0 < request.slo_ttft_s < request.ttft_s:  # else it was admitted although it would be late
-            self._errors.learn(ttft_s - request.ttft_s, request.ttft_s, request.slo_ttft_s, now)
-        if over > _NEAR_LIMIT:  # an empty pool is no sample of a full one
+            self._errors.learn(ttft_s - request.ttft_s, request, now)
+        if over > _NEAR_LIMIT and self._over is not None:  # an empty pool is no sample of a full one
             self._over.learn(max(1.0, over))
 
     def check(self) -> None:
         self.prefill_price.check()
         self.decode_price.check()
         self._refused.check()
-        assert 0.0 < self._over.value < math.inf
+        assert self._over is None or 0.0 < self._over.value < math.inf
 
     def _decode_refusal(
         self, request: AdmissionRequest, pools: PoolCapacity, limit_s: float, now: float
     ) -> tuple[AdmissionResult | None, float, float, float]:
         """Why the decode pool will be too full, or None; the longest step while it decodes; and what parts of
         the pool's time and memory are taken."""
-        instant = now + request.ttft_s
-        there = self._decode_forecast.peak(instant, now)
+        instant, forecast = now + request.ttft_s, self._decode_forecast
+        forecast.set_step_s(pools.step_s(forecast.decoding), now)
+        there = forecast.peak(instant, now)
+        if pools.step_s(forecast.most(instant, now), request) > limit_s:
+            there = forecast.followed(instant, now, pools.step_s)
         step_s, memory_load = pools.step_s(there, request), pools.whole_memory_load(there, request)
         base_s = pools.step.base_s
         time_load = (step_s - base_s) / max(1e-9, limit_s - base_s)

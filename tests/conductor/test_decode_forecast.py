@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from random import Random
 
 import pytest
@@ -106,3 +107,67 @@ def test_long_contexts_that_stay_longer_are_still_there() -> None:
     assert forecast.peak(now, now).num_tokens == pytest.approx(there.num_tokens, rel=0.1)
     assert forecast.mean_token_stay_s > 1.5 * forecast.mean_stay_s
     forecast.check()
+
+
+def _played(
+    length: float, starts_at: list[float], step_s: Callable[[int], float], until: float
+) -> list[int]:
+    """How many decode in each hundredth of a second, if each leaves after so many steps."""
+    clocks: list[float] = []
+    clock, found = 0.0, []
+    waiting = sorted(starts_at)
+    for number in range(round(until * 100)):
+        while waiting and waiting[0] <= number / 100:
+            clocks.append(clock)
+            waiting.pop(0)
+        num = sum(clock - one < length for one in clocks)
+        found.append(num)
+        clock += 0.01 / step_s(num)
+    return found
+
+
+def test_stays_that_grow_with_the_load_are_followed() -> None:
+    """Five requests a second of 20 steps, then twenty: each makes the steps of all longer."""
+    random, forecast = Random(3), DecodeForecast()
+
+    def step_s(num: int) -> float:
+        return 0.02 + 0.004 * num
+
+    now, clock, active = 0.0, 0.0, dict[str, float]()
+    for number in range(1000):
+        now = number * 0.02
+        forecast.set_step_s(step_s(len(active)), now)
+        clock += 0.02 / step_s(len(active))
+        for name, ends_at in list(active.items()):
+            if clock >= ends_at:
+                forecast.left(name, now)
+                del active[name]
+        if random.random() < 0.1:
+            forecast.expect(str(number), now, 100, now)
+            forecast.started(str(number), now)
+            active[str(number)] = clock + 20.0
+    num_before, steps = len(active), forecast._lengths()[0]
+    assert 18.0 < steps < 26.0
+    for number in range(60):
+        forecast.expect(f"coming {number}", now + 0.05 * number, 100, now)
+    instant = now + 3.0
+    found = forecast.followed(instant, now, lambda load: step_s(load.num_requests)).num_requests
+    starts_at = [0.0] * num_before + [0.05 * number for number in range(60)]
+    expected = max(_played(steps, starts_at, step_s, 6.0)[300:])
+    assert found == pytest.approx(expected, rel=0.15)
+    assert found > 1.3 * forecast.peak(instant, now).num_requests, "the stay of before is too short"
+    assert forecast.most(instant, now).num_requests >= found
+    forecast.check()
+
+
+def test_the_first_guess_of_a_length_is_forgotten() -> None:
+    forecast = DecodeForecast(first_guess_s=10.0)
+    forecast.set_step_s(0.1, 0.0)
+    assert forecast._lengths()[0] == pytest.approx(200.0), "doubted as much as guessed"
+    for number in range(400):
+        now = 1.0 + number
+        forecast.expect(str(number), now, 50, now)
+        forecast.started(str(number), now)
+        forecast.left(str(number), now + 0.5)
+    steps, token_steps = forecast._lengths()
+    assert steps == pytest.approx(5.0, rel=0.02) and token_steps == pytest.approx(steps)
