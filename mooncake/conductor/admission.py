@@ -328,6 +328,9 @@ _IN_PACE = 0.75
 """The part of answers that should stay within the room: a fuller pool makes more late, an emptier one rejects
 more. Chosen among 0.5 to 0.9 on the three traces of ``bench/paper.py``'s overload."""
 
+_UPPER_QUARTILE = 0.67
+"""The same part of a normal distribution lies below so many standard deviations above its mean."""
+
 _NEAR_LIMIT = 0.9
 
 _REMEMBERED_S = 300.0
@@ -457,9 +460,9 @@ class GoodputRule:
     def _over_factor(self, request: AdmissionRequest, pools: PoolCapacity) -> float:
         least = LEAST_OVER_STEPS if pools.decode_makes_first_token else LEAST_OVER
         if self._over is None:
-            # Before anything is learned: the standard deviation of a number of requests that come by chance.
+            # Before anything is learned: a number of requests that come by chance varies by its square root.
             most = pools.most_requests(DecodeLoad(1, request.num_tokens), request.slo_tbt_s)
-            self._over = _Quantile(_IN_PACE, max(least, 1.0 + 1.0 / math.sqrt(max(1.0, most))))
+            self._over = _Quantile(_IN_PACE, max(least, 1.0 + _UPPER_QUARTILE / math.sqrt(max(1.0, most))))
         return min(_MOST_OVER, max(least, self._over.value))
 
     def decide(

@@ -230,8 +230,8 @@ def test_goodput_learns_no_steps_from_answers_of_a_few_tokens(
     there = [applicant(f"more{number}") for number in range(20)]
     num_admitted = sum(admission.decide(one, POOLS, 3000.0).is_admitted for one in there)
     # A request adds 3 ms to a step: ten fit into the 30 ms beside an empty pool's step. As long as nothing is
-    # learned, 1 / (1 + 1 / sqrt(10)) of them are filled, at least 1/3.
-    assert num_admitted == (3 if is_learned else 7)
+    # learned, 1 / (1 + 0.67 / sqrt(10)) of them are filled, at least 1/3.
+    assert num_admitted == (3 if is_learned else 8)
     admission.check()
 
 
@@ -606,7 +606,7 @@ def test_before_anything_is_learned_a_pool_of_few_requests_keeps_more_room() -> 
     for num_decode in (1, 100):
         pools = PoolCapacity(1, num_decode, DecodeModel(0.01, 0.003, 0.0), decode_makes_first_token=True)
         rooms.append(rule().decide(one_ahead(ttft_s=0.0), pools, 0.0).tbt_room_s)
-    assert rooms[0] < 0.9 * rooms[1]
+    assert rooms[0] < 0.95 * rooms[1]
 
 
 def test_the_worst_moment_of_its_stay_counts_not_the_first() -> None:

@@ -109,9 +109,7 @@ def test_long_contexts_that_stay_longer_are_still_there() -> None:
     forecast.check()
 
 
-def _played(
-    length: float, starts_at: list[float], step_s: Callable[[int], float], until: float
-) -> list[int]:
+def _played(length: float, starts_at: list[float], step_s: Callable[[int], float], until: float) -> list[int]:
     """How many decode in each hundredth of a second, if each leaves after so many steps."""
     clocks: list[float] = []
     clock, found = 0.0, []
