@@ -209,6 +209,7 @@ class ShadowPrice:
         self._offered: npt.NDArray[np.float64] = np.zeros(_NUM_BINS)
         self._unit = 1.0
         self._faded_at = 0.0
+        self._begun_at: float | None = None
         self._at_margin = 0.0
         self._earned: dict[int, float] = {}  # class of cost -> seconds it may take out of turn
         self._refused_at: dict[int, float] = {}
@@ -217,6 +218,7 @@ class ShadowPrice:
     def offer(self, value: float, cost_s: float, now: float) -> None:
         """Record a request for ``cost_s`` seconds of the resource."""
         self._fade(now)
+        self._begun_at = now if self._begun_at is None else self._begun_at
         if cost_s > 0:
             self._offered[_bin(value / cost_s)] += cost_s * self._unit
 
@@ -224,6 +226,13 @@ class ShadowPrice:
         """Seconds of the resource that are demanded each second."""
         self._fade(now)
         return float(self._offered.sum()) / (self._unit * self.horizon_s)
+
+    def seen_part(self, least_s: float, now: float) -> float:
+        """The part of the horizon, by the weight of its arrivals, that has passed since the first one, at
+        least ``least_s``. What can be given in that part is to be compared with them: after the first seconds
+        of an overload they are a fraction of a horizon's."""
+        seen_s = 0.0 if self._begun_at is None else now - self._begun_at
+        return -math.expm1(-max(least_s, seen_s) / self.horizon_s)
 
     def per_second(self, budget: float, now: float) -> float:
         """The price when ``budget`` seconds of the resource can be given each second."""
@@ -311,6 +320,10 @@ def _class(cost_s: float) -> int:
 
 TARGET_BACKLOG = 0.5
 """Target of the queue in overload as a part of the TTFT SLO, with room for errors on both sides."""
+
+SEEN_SLOS = 2.0
+"""Arrivals of a shorter time than so many TTFT SLOs are taken as those of that time: a few at once are no
+rate."""
 
 TARGET_FILLING = 0.9
 """The part of the decode pool's room that is to be taken in overload."""
@@ -505,7 +518,9 @@ class GoodputRule:
         if request.slo_ttft_s and (is_repeated or not is_late_by_itself):
             price, num = self.prefill_price, pools.num_prefill
             short_s = TARGET_BACKLOG * request.slo_ttft_s - request.queue_s
-            budget = num * (1.0 + short_s / price.horizon_s)
+            seen = price.seen_part(SEEN_SLOS * request.slo_ttft_s, now)
+            # A short queue may become longer at once, a long one becomes shorter over a horizon.
+            budget = num * (seen + short_s / price.horizon_s * (1.0 if short_s > 0 else seen))
             refused = _at_price(WorkerRole.PREFILL, price, request.prefill_s, value, num, budget, now)
             if refused is not None:
                 if is_repeated:

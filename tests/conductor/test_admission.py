@@ -686,6 +686,23 @@ def test_in_overload_the_cheaper_of_equal_value_goes_first() -> None:
     assert refused.code == "overload" and refused.retry_after_s > 0
 
 
+def test_an_overload_has_a_price_from_its_first_seconds_on() -> None:
+    """Not only when it has lasted for the horizon over which demand is counted."""
+    goodput = rule()
+    found = []
+    for number in range(80):  # twelve seconds of ten times what one instance can compute
+        now, cost_s = number * 0.15, 0.1 if number % 2 else 2.9
+        one = one_ahead(str(number), prefill_s=cost_s, queue_s=5.0, ttft_s=5.0 + cost_s, slo_tbt_s=0.0)
+        found.append((now, cost_s, goodput.decide(one, POOLS, now).is_admitted))
+    cheap = [is_admitted for now, cost_s, is_admitted in found if now >= 6.0 and cost_s < 1.0]
+    dear = [is_admitted for now, cost_s, is_admitted in found if now >= 6.0 and cost_s > 1.0]
+    assert all(cheap) and sum(dear) <= 3 < len(dear) / 5
+    few = rule()
+    for number in range(3):  # a few at once are no overload: there is room for half of the SLO
+        one = one_ahead(str(number), prefill_s=1.0, queue_s=float(number), ttft_s=1.0 + number, slo_tbt_s=0.0)
+        assert few.decide(one, POOLS, 0.0).is_admitted
+
+
 def test_a_level_of_priority_is_worth_twice_as_much() -> None:
     goodput = rule()
     admitted = {0: 0, -1: 0}

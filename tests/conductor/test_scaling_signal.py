@@ -295,7 +295,8 @@ def test_constant_load_changes_nothing_and_others_are_followed(level: tuple[int,
     low, high = world.right(rate, 0.85), world.right(rate, 1.2)
     assert low <= world.desired <= high + 1, f"{level}"
     steady = world.run(600.0, rate)
-    assert len(steady) == 0 or (len(steady) == 1 and abs(steady[0][1] - high) <= 1), f"{level}: {steady}"
+    # The largest number of the first window may still be above what is needed: one change, to a right number.
+    assert len(steady) == 0 or (len(steady) == 1 and low <= steady[0][1] <= high + 1), f"{level}: {steady}"
     world.run(30.0, 2 * rate)
     assert world.right(rate, 2 * 0.85) <= world.desired <= world.right(rate, 2 * 1.3) + 1, f"{level}"
     world.run(2 * WARM_S, 2 * rate)
