@@ -570,16 +570,16 @@ class GoodputRule:
         the pool's time and memory are taken."""
         instant, forecast = now + request.ttft_s, self._decode_forecast
         forecast.set_step_s(pools.step_s(forecast.decoding), now)
-        there = forecast.peak(instant, now)
-        if pools.step_s(forecast.most(instant, now), request) > limit_s:
+        there, most = forecast.peak(instant, now), forecast.most
+        if pools.step_s(most, request) > limit_s:
             there = forecast.followed(instant, now, pools.step_s)
+        there = DecodeLoad(min(there.num_requests, most.num_requests), min(there.num_tokens, most.num_tokens))
         step_s, memory_load = pools.step_s(there, request), pools.whole_memory_load(there, request)
         base_s = pools.step.base_s
         time_load = (step_s - base_s) / max(1e-9, limit_s - base_s)
         if step_s <= limit_s and memory_load <= 1.0:
             return None, step_s, time_load, memory_load
-        most = pools.most_requests(there, limit_s)
-        wait_s = self._decode_forecast.falls_to(most - 1, instant, now) - instant
+        wait_s = forecast.falls_to(pools.most_requests(there, limit_s) - 1, instant, now) - instant
         if memory_load > 1.0 and pools.decode_makes_first_token and request.slo_ttft_s:
             # It waits at decode until it fits, and no step is longer than with the memory full.
             is_in_time = request.ttft_s + wait_s <= MOST_WAITED * request.slo_ttft_s

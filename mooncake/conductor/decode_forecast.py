@@ -92,12 +92,14 @@ class DecodeForecast:
         self._clocked_until = -_AHEAD
         self._counted_until = 0.0
         self._members: dict[str, _Member] = {}
+        self._admitted_tokens = 0
         self._num_decoding = 0
         self._decoding_tokens = 0
         # By bucket of time, as a ring: requests and tokens that begin to decode then, as far as is known.
         self._starts: npt.NDArray[np.int64] = np.zeros(_NUM_BUCKETS, np.int64)
         self._tokens: npt.NDArray[np.int64] = np.zeros(_NUM_BUCKETS, np.int64)
         self._first = -_AHEAD  # the oldest bucket in the ring
+        self._latest = -_AHEAD  # the last in which a request begins
 
     @property
     def mean_stay_s(self) -> float:
@@ -118,6 +120,7 @@ class DecodeForecast:
         self.forget(request_id)
         self._advance(now)
         self._members[request_id] = self._enter(starts_at, num_tokens)
+        self._admitted_tokens += num_tokens
 
     def started(self, request_id: str, now: float) -> None:
         """Record that the request's prefill is over."""
@@ -181,14 +184,10 @@ class DecodeForecast:
         self._count_time(now)
         self._step_s = step_s
 
-    def most(self, instant: float, now: float) -> DecodeLoad:
-        """The load at ``instant`` if no request left before."""
-        self._advance(now)
-        coming = _slots(_bucket(now) + 1, self._clipped(instant) + 1)
-        return DecodeLoad(
-            self._num_decoding + sum(int(self._starts[slots].sum()) for slots in coming),
-            self._decoding_tokens + sum(int(self._tokens[slots].sum()) for slots in coming),
-        )
+    @property
+    def most(self) -> DecodeLoad:
+        """The load if all admitted requests decoded at once: none is higher."""
+        return DecodeLoad(len(self._members), self._admitted_tokens)
 
     def followed(self, instant: float, now: float, step_s: Callable[[DecodeLoad], float]) -> DecodeLoad:
         """The highest load while a request that begins to decode at ``instant`` does so, as ``peak``, but
@@ -201,7 +200,7 @@ class DecodeForecast:
             oldest = begin - 2 * (begin - oldest)
         past, start = _slots(max(oldest, self._first), begin + 1), max(0, self._clipped(instant) - begin)
         clocks = np.concatenate([self._clocks[slots] for slots in past])
-        ahead = _slots(begin + 1, begin + 2 + start)
+        ahead = _slots(begin + 1, max(begin + 1, self._latest) + 1)
         rings = [
             (
                 length,
@@ -248,6 +247,7 @@ class DecodeForecast:
 
     def check(self) -> None:
         decoding = [one for one in self._members.values() if one.started_at is not None]
+        assert self._admitted_tokens == sum(one.num_tokens for one in self._members.values())
         assert self._num_decoding == len(decoding)
         assert self._decoding_tokens == sum(one.num_tokens for one in decoding)
         assert (self._starts >= 0).all() and (self._tokens >= 0).all()
@@ -305,12 +305,14 @@ class DecodeForecast:
 
     def _no_longer_decodes(self, request_id: str, member: _Member) -> None:
         del self._members[request_id]
+        self._admitted_tokens -= member.num_tokens
         if member.started_at is not None:
             self._num_decoding -= 1
             self._decoding_tokens -= member.num_tokens
 
     def _enter(self, starts_at: float, num_tokens: int) -> _Member:
         member = _Member(self._clipped(starts_at), num_tokens)
+        self._latest = max(self._latest, member.bucket)
         self._starts[member.bucket % _NUM_BUCKETS] += 1
         self._tokens[member.bucket % _NUM_BUCKETS] += num_tokens
         return member

@@ -619,6 +619,17 @@ def test_the_worst_moment_of_its_stay_counts_not_the_first() -> None:
     assert verdict.retry_after_s > 0
 
 
+def test_requests_that_have_ended_are_not_forecast_whatever_stay_was_guessed() -> None:
+    decode_forecast = DecodeForecast()
+    goodput = GoodputRule(decode_forecast, 30.0, 0.05)
+    for number in range(40):
+        decode_forecast.expect(f"d{number}", 0.001 * number, 1000, 0.001 * number)
+        decode_forecast.started(f"d{number}", 0.001 * number)
+        decode_forecast.left(f"d{number}", 0.001 * number + 0.0005)
+    assert decode_forecast.at(0.1, 0.1).num_requests == 40, "by the mean stay"
+    assert goodput.decide(one_ahead(ttft_s=0.0), POOLS, 0.1).is_admitted
+
+
 def test_a_context_must_lie_whole_in_one_instance() -> None:
     """Half of its memory in each of two instances does not hold it."""
     decode_forecast = DecodeForecast()

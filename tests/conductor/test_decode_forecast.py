@@ -154,7 +154,7 @@ def test_stays_that_grow_with_the_load_are_followed() -> None:
     expected = max(_played(steps, starts_at, step_s, 6.0)[300:])
     assert found == pytest.approx(expected, rel=0.15)
     assert found > 1.3 * forecast.peak(instant, now).num_requests, "the stay of before is too short"
-    assert forecast.most(instant, now).num_requests >= found
+    assert forecast.most == DecodeLoad(num_before + 60, 100 * (num_before + 60))
     forecast.check()
 
 
