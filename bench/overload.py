@@ -212,7 +212,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     given = parser.parse_args(arguments)
     traces = given.trace or []
     if not traces or not all(Path(one).is_file() for one in traces):
-        not_run(f"--trace {', '.join(traces)}: no such file")
+        not_run(f"--trace {', '.join(traces)}: no such file" if traces else "it needs --trace FILE")
     words = [word for one in traces for word in ("--trace", Path(one).name)]
     words += ["--rules", *given.rules] if tuple(given.rules) != RULES else []
     words += ["--simulated"] if given.simulated else ["--speed", *(f"{one:g}" for one in given.speed)]
