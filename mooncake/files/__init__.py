@@ -25,6 +25,9 @@ from pathlib import Path
 from typing import Protocol
 
 from mooncake.errors import InvalidArgument, MooncakeError, OutOfSpace, StorageError
+from mooncake.log import get_logger
+
+log = get_logger(__name__)
 
 _SHARED = "writable by other users"
 WRITABLE_BY_OTHERS = stat.S_IWGRP | stat.S_IWOTH
@@ -183,10 +186,9 @@ class OsDirectory:
 
     Args:
         path: path of the directory.
-        is_private: create it (0700) if it does not exist, and refuse it unless it belongs to this user and is
-            writable by no other. Its parent must exist: where it does not, a file system may not be mounted.
-            Otherwise it must exist and belong to this user or root, and others may write to it only if its
-            sticky bit is set.
+        is_private: create it (0700, its parents with the default mode) if it does not exist, and refuse it
+            unless it belongs to this user and is writable by no other. Otherwise it must exist and belong
+            to this user or root, and others may write to it only if its sticky bit is set.
 
     Raises:
         UntrustedFile: its owner or mode is not as required, or a link of another user leads there.
@@ -196,6 +198,10 @@ class OsDirectory:
     def __init__(self, path: Path, *, is_private: bool = False) -> None:
         self._path = path
         if is_private:
+            if not path.parent.exists():
+                path.parent.mkdir(parents=True, exist_ok=True)
+                # Where a disk should have been mounted, its data would go to the root file system.
+                log.warning("parent_directory_created", path=str(path), hint="is its disk mounted?")
             with contextlib.suppress(FileExistsError):
                 path.mkdir(0o700)
         _check_link(path)
@@ -410,7 +416,7 @@ class LockedDirectory:
             case errno.ENOTDIR | errno.EEXIST:
                 return self.wrong("a directory")
             case errno.ENOENT:
-                return self.wrong("a directory, or a new one in an existing one; is its disk mounted?")
+                return self.wrong("a directory that exists or can be created; is its disk mounted?")
             case errno.EACCES | errno.EPERM | errno.EROFS:
                 return self.wrong(f"a directory that this process may write to ({error.strerror})")
             case errno.ESTALE:

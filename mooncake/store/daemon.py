@@ -68,7 +68,7 @@ class DaemonSettings:
     "SSD capacity for the store, in GB; needs `nvme_path`."
 
     nvme_path: str = ""
-    "Directory on that SSD; only its last part is created if missing, as the disk may not be mounted."
+    "Directory on that SSD, created if it does not exist."
 
     name: str = ""
     "Name of this node's segment; empty takes `<host name>-<process id>-<number>`."

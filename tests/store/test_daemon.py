@@ -181,7 +181,6 @@ def test_the_environment_of_a_node_is_read() -> None:
         ("--capacity-nvme 1", "nvme_path"),
         ("--nvme-path /tmp", "capacity_nvme"),
         ("--nvme-path /proc/nothing --capacity-nvme 1", "nvme_path"),
-        ("--nvme-path /nothing/below --capacity-nvme 1", "is its disk mounted"),
         ("--port 70000", "port"),
         ("--capasity-dram 1", "--capacity-dram"),
         ("--capacity-dram 0.01 --host 203.0.113.9 --insecure", "--host"),

@@ -81,7 +81,7 @@ class NodeSettings:
     "Use huge pages where they are available."
 
     ssd_path: str = ""
-    "Directory on an SSD that this node contributes; only its last part is created if missing; empty: none."
+    "Directory on an SSD that this node contributes to the store, created if it does not exist; empty: none."
 
     ssd_size_bytes: Annotated[int, Size, Meta(ge=0)] = 0
     "Capacity of that directory; may grow from one start to the next, not shrink."

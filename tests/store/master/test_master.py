@@ -410,9 +410,9 @@ def test_a_story_has_events_and_reasons(voice: Voice) -> None:
     voice.wait(1)
     voice.remove("k")
     assert voice.say(m.ObjectStory("k")).lines == [
-        "0.000000 put started as #1 on a",
-        "0.000000 readable as #1",
-        "1.000000 #1 unlinked: removed",
+        "1.000 s ago: put started as #1 on a",
+        "1.000 s ago: readable as #1",
+        "0.000 s ago: #1 unlinked: removed",
     ]
     assert voice.master.story("unknown") == []
 
