@@ -30,16 +30,6 @@ def test_a_file_is_not_at_its_path_once_its_directory_was_removed(tmp_path: Path
     assert not file.is_at(tmp_path / "folder" / "log")
 
 
-def test_a_directory_above_that_is_missing_too_is_made_and_reported(
-    tmp_path: Path, caplog: pytest.LogCaptureFixture
-) -> None:
-    """Its disk may not be mounted."""
-    OsDirectory(tmp_path / "mnt" / "folder", is_private=True).close()
-    OsDirectory(tmp_path / "mnt" / "other", is_private=True).close()
-    found = [record.getMessage() for record in caplog.records]
-    assert found == ["parent_directory_created"]
-
-
 def mode(path: Path) -> int:
     return stat.S_IMODE(path.stat().st_mode)
 

@@ -25,9 +25,6 @@ from pathlib import Path
 from typing import Protocol
 
 from mooncake.errors import InvalidArgument, MooncakeError, OutOfSpace, StorageError
-from mooncake.log import get_logger
-
-log = get_logger(__name__)
 
 _SHARED = "writable by other users"
 WRITABLE_BY_OTHERS = stat.S_IWGRP | stat.S_IWOTH
@@ -198,10 +195,7 @@ class OsDirectory:
     def __init__(self, path: Path, *, is_private: bool = False) -> None:
         self._path = path
         if is_private:
-            if not path.parent.exists():
-                path.parent.mkdir(parents=True, exist_ok=True)
-                # Where a disk should have been mounted, its data would go to the root file system.
-                log.warning("parent_directory_created", path=str(path), hint="is its disk mounted?")
+            path.parent.mkdir(parents=True, exist_ok=True)
             with contextlib.suppress(FileExistsError):
                 path.mkdir(0o700)
         _check_link(path)

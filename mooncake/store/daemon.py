@@ -32,6 +32,7 @@ from mooncake.store import messages as m
 from mooncake.store.ha.master_client import AsyncMasterClient
 from mooncake.store.master.context import LoadHttp
 from mooncake.store.node.node import MIN_BYTES, Node, NodeSettings
+from mooncake.store.node.ssd import report_missing_parent
 from mooncake.store.server import running
 from mooncake.store.settings import MasterSettings
 from mooncake.transfer import DEFAULT_TRANSFER, TransferSettings
@@ -236,6 +237,7 @@ def _is_listened_at(path: Path) -> bool:
 
 def _make_folder(path: str) -> None:
     folder = Path(path).expanduser()
+    report_missing_parent(folder)
     try:
         OsDirectory(folder, is_private=True).close()
     except OSError as error:

@@ -52,6 +52,13 @@ class SsdHeader(msgspec.Struct, frozen=True, array_like=True):
     size_bytes: int
 
 
+def report_missing_parent(folder: Path) -> None:
+    """Log that a directory above ``folder`` will be created: where a disk should have been mounted, its data
+    goes to the root file system."""
+    if not folder.parent.exists():
+        log.warning("parent_directory_created", path=str(folder), hint="is its disk mounted?")
+
+
 class Disk:
     """An open SSD directory, locked by this process until ``close``.
 
@@ -87,6 +94,7 @@ class Disk:
         self._closers = contextlib.ExitStack()
         self._is_reported_removed = False
         size_bytes -= size_bytes % PAGE_BYTES
+        report_missing_parent(path)
         try:
             self._folder.take()
             self._closers.callback(self._folder.close)

@@ -94,6 +94,16 @@ def test_a_larger_capacity_is_other_content(engine: TransferEngine, path: Path) 
         Disk(engine, path, MIB)
 
 
+def test_a_directory_above_that_is_missing_too_is_made_and_reported(
+    engine: TransferEngine, path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Its disk may not be mounted."""
+    for folder in (path, path / "below", path / "other" / "ssd"):
+        Disk(engine, folder, MIB).close()
+    found = [record.getMessage() for record in caplog.records]
+    assert found.count("parent_directory_created") == 1
+
+
 def test_unusable_directories_are_refused(engine: TransferEngine, path: Path) -> None:
     path.write_bytes(b"a file")
     with pytest.raises(InvalidArgument, match=r"ssd_path .*allowed: a directory"):
