@@ -94,7 +94,7 @@ class DeadlineExceeded(Unavailable):
 
 
 def cause_of(error: Exception) -> str:
-    """The operating system's words for a failed connection, without those that a library adds."""
+    """The operating system's words for a failure, without those that a library adds."""
     return getattr(error, "strerror", None) or str(error) or type(error).__name__
 
 

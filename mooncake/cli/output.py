@@ -20,7 +20,7 @@ import msgspec
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
-from mooncake.errors import InvalidArgument
+from mooncake.errors import InvalidArgument, cause_of
 
 
 def progress_bar() -> Progress:
@@ -124,12 +124,9 @@ def share_text(used: int, total: int) -> str:
 
 def write_whole(file: Path, text: str, field: str) -> None:
     """Write the whole file or none. Raises InvalidArgument naming ``field``."""
-    fresh = file.with_name(file.name + ".new")
-    try:
+    with _beside(file, field) as fresh:
         fresh.write_text(text)
         os.replace(fresh, file)
-    except OSError as error:
-        raise InvalidArgument(field, str(file), f"a file that can be written ({error.strerror})") from error
 
 
 def check_writable(file: Path | None, field: str) -> None:
@@ -140,12 +137,17 @@ def check_writable(file: Path | None, field: str) -> None:
     """
     if file is None:
         return
-    fresh = file.with_name(file.name + ".new")
-    try:
+    with _beside(file, field) as fresh:
         if file.is_dir():
             raise IsADirectoryError(errno.EISDIR, os.strerror(errno.EISDIR))
         fresh.write_text("")
         fresh.unlink()
+
+
+@contextmanager
+def _beside(file: Path, field: str) -> Iterator[Path]:
+    """The file that replaces ``file`` when it is whole; an error there is one of ``field``."""
+    try:
+        yield file.with_name(file.name + ".new")
     except (OSError, ValueError) as error:
-        reason = getattr(error, "strerror", None) or error
-        raise InvalidArgument(field, str(file), f"a file that can be written ({reason})") from error
+        raise InvalidArgument(field, str(file), f"a file that can be written ({cause_of(error)})") from error

@@ -4,6 +4,12 @@
 import inspect
 
 
+def public_in(module: str, *types: type) -> None:
+    """Name the types by the module from which programs import them, also in repr and pickles."""
+    for one in types:
+        one.__module__ = module
+
+
 def name_methods(composed: type) -> None:
     """Name the methods of ``composed`` by it, also those of its parts, which its users do not know.
 

@@ -94,6 +94,18 @@ async def test_puts_that_an_unwritable_oplog_refuses_are_counted(tmp_path: Path)
     await server.close()
 
 
+async def with_an_object(settings: MasterSettings) -> tuple[MasterServer, AsyncClient, int]:
+    """A master with a segment, its client, and the id of the object "k" on it."""
+    server = MasterServer(settings)
+    await server.start()
+    client = AsyncClient(f"127.0.0.1:{server.port}", m.REPLIES, "the master")
+    await mount(client)
+    started = await client.call(m.PutStart(1, "h", ["k"], [100], [100]), 5)
+    object_id: int = started.reserved[0].object_id
+    await client.call(m.PutEnd(["k"], [object_id], [b"crc!"]), 5)
+    return server, client, object_id
+
+
 async def test_readers_and_writers_wait_for_the_node_of_a_restarted_master(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -101,12 +113,7 @@ async def test_readers_and_writers_wait_for_the_node_of_a_restarted_master(
     monkeypatch.setattr(segments, "RETURN_S", 600.0)
     log = str(tmp_path / "oplog")
     settings = MasterSettings(port=0, heartbeat_s=LONG_HEARTBEAT_S, segment_ttl_s=600.0, oplog=log)
-    server = MasterServer(settings)
-    await server.start()
-    client = AsyncClient(f"127.0.0.1:{server.port}", m.REPLIES, "the master")
-    await mount(client)
-    started = await client.call(m.PutStart(1, "h", ["k"], [100], [100]), 5)
-    await client.call(m.PutEnd(["k"], [started.reserved[0].object_id], [b"crc!"]), 5)
+    server, client, object_id = await with_an_object(settings)
     await client.close()
     await server.close()
     server = MasterServer(settings)
@@ -122,7 +129,7 @@ async def test_readers_and_writers_wait_for_the_node_of_a_restarted_master(
                 await asyncio.sleep(0.001)
         await mount(client)
         (stored,) = (await found).objects
-        assert stored.object_id == started.reserved[0].object_id
+        assert stored.object_id == object_id
         assert await exists == [True, False]
         (grant,) = await put
         assert isinstance(grant, PutGrant), grant
@@ -136,12 +143,7 @@ async def test_readers_and_writers_wait_for_the_node_of_a_restarted_master(
 async def test_what_becomes_readable_is_recorded_where_there_is_a_log(tmp_path: Path, has_log: bool) -> None:
     path = tmp_path / "oplog"
     settings = MasterSettings(port=0, heartbeat_s=LONG_HEARTBEAT_S, oplog=str(path) if has_log else "")
-    server = MasterServer(settings)
-    await server.start()
-    client = AsyncClient(f"127.0.0.1:{server.port}", m.REPLIES, "the master")
-    await mount(client)
-    started = await client.call(m.PutStart(1, "h", ["k"], [100], [100]), 5)
-    await client.call(m.PutEnd(["k"], [started.reserved[0].object_id], [b"crc!"]), 5)
+    server, client, _ = await with_an_object(settings)
     assert (await client.call(m.Exists(["k"]), 5)).flags == b"\1"
     assert server.master.catalog.keeps_records is has_log and not server.master.catalog.records
     await client.close()

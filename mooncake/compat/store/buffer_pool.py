@@ -27,6 +27,7 @@ from typing import Any, TypeVar
 import numpy as np
 import numpy.typing as npt
 
+from mooncake.compat import public_in
 from mooncake.errors import MooncakeError
 from mooncake.log import get_logger
 from mooncake.store.allocator import PAGE_BYTES, Allocator
@@ -408,8 +409,7 @@ class BufferPool:
         return self._leased.find(size, self._alignment)
 
 
-for _kind in (BufferHandle, BufferLease, BufferLeaseView, BufferPool):
-    _kind.__module__ = "mooncake.store"  # where programs import it from, also in repr
+public_in("mooncake.store", BufferHandle, BufferLease, BufferLeaseView, BufferPool)
 
 RegisteredBufferLease = BufferLease
 RegisteredBufferLeaseView = BufferLeaseView

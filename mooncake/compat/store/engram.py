@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any, TypeAlias
 import numpy as np
 import numpy.typing as npt
 
+from mooncake.compat import public_in
 from mooncake.compat.store.error_codes import StoreCode
 
 if TYPE_CHECKING:
@@ -151,5 +152,4 @@ class EngramStore:
         return np.ascontiguousarray(table)
 
 
-for _kind in (EngramStoreConfig, EngramStore):
-    _kind.__module__ = "mooncake.store"  # where programs import it from, also in repr
+public_in("mooncake.store", EngramStoreConfig, EngramStore)

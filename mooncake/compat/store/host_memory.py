@@ -12,6 +12,7 @@ from pathlib import Path
 
 import numpy as np
 
+from mooncake.compat import public_in
 from mooncake.log import get_logger
 
 log = get_logger("mooncake.store")
@@ -96,4 +97,4 @@ def _cores(text: str) -> set[int]:
     return cores
 
 
-MooncakeHostMemAllocator.__module__ = "mooncake.store"  # where programs import it from, also in repr
+public_in("mooncake.store", MooncakeHostMemAllocator)

@@ -23,6 +23,7 @@ import operator
 from collections.abc import Sequence
 from typing import Any
 
+from mooncake.compat import public_in
 from mooncake.compat.store.partition import Cut, axes_with, box_of, cuts_of, shape_of
 from mooncake.compat.store.tensor_format import MAX_AXES, Axis, AxisKind, TensorHeader
 
@@ -217,5 +218,4 @@ def _suffix(axis: Axis) -> str:
     return f"__{axis.kind.name.lower()}_{axis.rank}of{axis.count}{number}"
 
 
-for _kind in (ParallelAxis, TensorParallelism, ReadTarget):
-    _kind.__module__ = "mooncake.store"  # where programs import it from, also in repr
+public_in("mooncake.store", ParallelAxis, TensorParallelism, ReadTarget)

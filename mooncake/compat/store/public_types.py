@@ -10,6 +10,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from typing import Any
 
+from mooncake.compat import public_in
 from mooncake.compat.store.arguments import flag, number, text
 from mooncake.compat.transfer.public_types import BoundEnum
 
@@ -268,7 +269,8 @@ class QueryTaskResponse:
         return f"<QueryTaskResponse {self.id} {self.type} {self.status} {self.message!r}>"
 
 
-for _kind in (
+public_in(
+    "mooncake.store",
     ObjectDataType,
     SoftPinAction,
     ReplicaStatus,
@@ -281,8 +283,7 @@ for _kind in (
     DiskDescriptor,
     ReplicaDescriptor,
     QueryTaskResponse,
-):
-    _kind.__module__ = "mooncake.store"  # where programs import it from, also in repr and pickles
+)
 
 UNKNOWN, KVCACHE, TENSOR, WEIGHT, SAMPLE, *_rest = ObjectDataType
 ACTIVATION, GRADIENT, OPTIMIZER_STATE, METADATA, GENERAL = _rest

@@ -6,7 +6,7 @@ from __future__ import annotations
 import inspect
 from typing import Any
 
-from mooncake.compat import name_methods
+from mooncake.compat import name_methods, public_in
 from mooncake.compat.store import dummy_client
 from mooncake.compat.store.arguments import check_key, number
 from mooncake.compat.store.buffer_pool import LocalBuffer
@@ -91,7 +91,7 @@ class MooncakeDistributedStore(
         return self._in_session("alloc_from_mem_pool", allocate, lambda _: 0)
 
 
-MooncakeDistributedStore.__module__ = "mooncake.store"
+public_in("mooncake.store", MooncakeDistributedStore)
 name_methods(MooncakeDistributedStore)
 SetupArguments.__init__.__qualname__ = MooncakeDistributedStore.setup.__qualname__  # for its TypeErrors
 MooncakeDistributedStore.setup.__signature__ = inspect.Signature(  # type: ignore[attr-defined]

@@ -7,7 +7,7 @@ may be called from any thread; the interpreter lock is not held while bytes move
 
 from __future__ import annotations
 
-from mooncake.compat import name_methods
+from mooncake.compat import name_methods, public_in
 from mooncake.compat.transfer.memory_calls import MemoryCalls
 from mooncake.compat.transfer.public_types import TransferOpcode
 from mooncake.compat.transfer.transfer_calls import TransferCalls
@@ -20,7 +20,7 @@ class DropInEngine(MemoryCalls, TransferCalls):
 
 
 DropInEngine.__name__ = DropInEngine.__qualname__ = "TransferEngine"
-DropInEngine.__module__ = "mooncake.engine"
+public_in("mooncake.engine", DropInEngine)
 name_methods(DropInEngine)
 TransferEngine = DropInEngine
 """Upstream's name, also in ``repr``, ``help`` and errors; distinct from our own class of that name."""

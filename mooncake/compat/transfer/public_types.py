@@ -6,6 +6,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from enum import IntEnum
 
+from mooncake.compat import public_in
 from mooncake.transfer.engine import TransferEngine as Engine
 
 
@@ -47,5 +48,4 @@ class InnerTransferEngine:
         "The wrapped engine, for this package's own store."
 
 
-for _kind in (TransferOpcode, TransferNotify, InnerTransferEngine):
-    _kind.__module__ = "mooncake.engine"  # where programs import it from, also in repr and pickles
+public_in("mooncake.engine", TransferOpcode, TransferNotify, InnerTransferEngine)

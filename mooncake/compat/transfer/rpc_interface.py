@@ -19,6 +19,7 @@ from typing import Any
 
 import msgspec
 
+from mooncake.compat import public_in
 from mooncake.compat.transfer.registered_memory import copy_out
 from mooncake.errors import InvalidArgument, MooncakeError, OutOfMemory
 from mooncake.log import get_logger
@@ -116,9 +117,8 @@ class RpcInterface:
     def __init__(self) -> None:
         self._lock = threading.Lock()
         self._clients: dict[str, BlockingClient] = {}
-        weakref.finalize(
-            self, _close_all, self._clients
-        )  # the existing package has no call that ends a sender
+        # The existing package has no call that ends a sender.
+        weakref.finalize(self, _close_all, self._clients)
         self._numbers = itertools.count()
         self._timeout_s = 30.0
         self._listen_at: tuple[str, int] | None = None
@@ -353,5 +353,4 @@ def create_rpc_server(local_rank: int = 0, world_size: int = 1) -> RpcInterface:
     return RpcInterface()
 
 
-for _kind in (ReceivedData, ReceivedTensor, RpcInterface):
-    _kind.__module__ = "mooncake.engine"  # where programs import it from, also in repr
+public_in("mooncake.engine", ReceivedData, ReceivedTensor, RpcInterface)

@@ -14,6 +14,7 @@ import mmap
 import os
 from collections.abc import Sequence
 
+from mooncake.compat import public_in
 from mooncake.errors import InvalidArgument
 
 
@@ -174,4 +175,4 @@ def _memory_name(name: str) -> str:
     return encoded[:200].decode(errors="ignore")
 
 
-SharedSegment.__module__ = "mooncake.engine"  # where programs import it from, also in repr
+public_in("mooncake.engine", SharedSegment)
