@@ -243,10 +243,11 @@ void test_ending(bool is_tcp) {
     for (uint64_t part = 0; part < 4; part++) threads.emplace_back(traffic, part < 2 ? Op::kWrite : Op::kRead, part);
     auto queue = std::make_shared<Queue>();
     int64_t failed = -1;
-    for (uint64_t token = 0; token < 20; token++)
-      pair.peer->submit(queue, token,
-                        request(Op::kWrite, {{pair.local->address, pair.remote->address + Pair::kSize - 1000, 1000}}),
-                        failed);
+    // Each has its own place: they come over several connections, whose threads do not wait for each other.
+    for (uint64_t token = 0; token < 20; token++) {
+      uint64_t place = pair.remote->address + Pair::kSize - 1000 + token * 50;
+      pair.peer->submit(queue, token, request(Op::kWrite, {{pair.local->address, place, 50}}), failed);
+    }
     while (num_done < 20) std::this_thread::yield();
     pair.peer->cancel();
     size_t num_ended = 0;
