@@ -419,9 +419,14 @@ def check_store(facts: Facts, expected: Expectations) -> Findings:
     if store.put_refusal:
         used = f"{store.allocated_bytes} of {store.capacity_bytes} bytes are allocated"
         code = "store_full" if store.num_writable else "store_not_writable"
+        if store.put_refusal_code == "storage_error":
+            code = "store_log_unwritable"
         yield finding(code, store.address, f"{store.put_refusal}; {used}")
     elif store.is_read_back is False:
         yield finding("store_object_lost", store.address, store.object_problem or "the object was not found")
+    for code, seen in (("durable_put_fails", store.ssd_failures), ("durable_put_slow", store.ssd_delays)):
+        for segment, what in seen.items():
+            yield finding(code, f"{store.address} ({segment})", what)
 
 
 def check_hosts(facts: Facts, expected: Expectations) -> Findings:

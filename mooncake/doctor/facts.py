@@ -210,6 +210,11 @@ class StoreFacts:
     "Segments of memory that take objects."
     num_wrong_reports: int = 0
     put_refusal: str = ""
+    put_refusal_code: str = ""
+    ssd_failures: dict[str, str] = field(default_factory=dict)
+    "SSD segment -> why a durable object was not copied to it."
+    ssd_delays: dict[str, str] = field(default_factory=dict)
+    "SSD segment -> how long a durable object was not copied to it, although no copy failed."
     is_read_back: bool | None = None
     object_problem: str = ""
 

@@ -425,6 +425,31 @@ RULES: dict[str, Rule] = {
         "New prefixes are not saved.",
         "Add memory or an SSD tier, remove pins that are no longer needed, or raise the tenant's quota.",
     ),
+    "store_log_unwritable": Rule(
+        Link.STORE,
+        _BROKEN,
+        "The master's log can't be written.",
+        "Puts, removals and pins are refused; reads go on.",
+        "Make room on the disk under the oplog: waiting records are written within a second. If the disk is "
+        "broken, stop the leader while a standby is in sync, which takes over; see docs/operations.md, "
+        "MooncakeOplogUnwritable.",
+    ),
+    "durable_put_fails": Rule(
+        Link.STORE,
+        _BROKEN,
+        "A node can't copy objects to its SSD.",
+        "Durable puts are refused, and what is evicted from the node's memory is lost.",
+        "Make room on the disk of the folder that is named. If the folder was removed, or its disk is not "
+        "mounted, mend that and restart the node. `task_failed` in the node's log has the reason of each.",
+    ),
+    "durable_put_slow": Rule(
+        Link.STORE,
+        _WASTEFUL,
+        "A small durable object was not on SSD in time.",
+        "Durable puts take long, or are refused when their time is over.",
+        "Compare the disk's speed (`--disk`) with what is written to it; `task_failed` in the node's log has "
+        "the reason if copies fail.",
+    ),
     "store_object_lost": Rule(
         Link.STORE,
         _BROKEN,

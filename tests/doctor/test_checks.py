@@ -232,6 +232,17 @@ FAULTS: list[tuple[str, str, Callable[[Facts], None]]] = [
         store(put_refusal="no_space: all segments are drained", num_writable=0, is_read_back=None),
     ),
     ("store_full", MASTER, store(put_refusal="no_space: nothing can be evicted", is_read_back=None)),
+    (
+        "store_log_unwritable",
+        MASTER,
+        store(
+            put_refusal="storage_error: the oplog: No space left on device",
+            put_refusal_code="storage_error",
+            is_read_back=None,
+        ),
+    ),
+    ("durable_put_fails", f"{MASTER} (n/ssd)", store(ssd_failures={"n/ssd": "out_of_space: /ssd"})),
+    ("durable_put_slow", f"{MASTER} (n/ssd)", store(ssd_delays={"n/ssd": "no copy within 5 s"})),
     ("store_object_lost", MASTER, store(is_read_back=False)),
     ("reports_of_wrong_bytes", MASTER, store(num_wrong_reports=2)),
     ("earlier_canary_lost", B, engine(1, earlier=Shot(200, prompt_tokens=40, cached_tokens=0))),

@@ -121,6 +121,8 @@ class MountedSegment:
         """The journal of a segment in memory: object id -> entry."""
         self._unwritten: deque[list[m.SegmentEntry] | list[int]] = deque()
         """Changes not yet written to the index of the SSD: entries, or ids of objects that are gone."""
+        self._write_trouble = ""
+        """Why the last attempt to write one of them failed."""
         self._retry: asyncio.TimerHandle | None = None
         self._left = asyncio.Event()
         self._link: AsyncMasterClient | None = None
@@ -315,7 +317,8 @@ class MountedSegment:
         self._write_pending()  # removals from before the task must be written before the new entries
         try:
             if self._unwritten:
-                full = Refusal("no_space", f"the index of {self.config.name} can't be written")
+                what = f"the index of {self.config.name} can't be written"
+                full = Refusal("no_space", f"{what}: {self._write_trouble}")
                 refusals = [full] * len(runs)
             else:
                 refusals = await self._copier.copy([run.task for run in runs], self._target, deadline)
@@ -413,6 +416,7 @@ class MountedSegment:
             try:
                 self._write(self._unwritten[0])
             except MooncakeError as error:
+                self._write_trouble = str(error)
                 fields = {"num_changes": len(self._unwritten), "retry_in_s": RETRY_S}
                 log.error("index_not_written", segment=self.config.name, reason=str(error), **fields)
                 self._retry = asyncio.get_running_loop().call_later(RETRY_S, self._write_pending)
