@@ -196,7 +196,7 @@ def _write_now(fd: int, content: bytes | bytearray) -> int:
     """Write what a pipe or socket takes at once; returns how many bytes that was.
 
     It writes whole lines where they are not longer than ``PIPE_BUF``: the kernel does not tear those, even
-    when several processes write to one pipe. A reader that has ended gets everything: nobody misses it.
+    when several processes write to one pipe. What a reader that has ended would have got is discarded.
     """
     written = 0
     while written < len(content):

@@ -223,7 +223,7 @@ print("ended", flush=True)
 """
 
 
-def test_a_signal_ends_a_role_whose_log_nobody_reads() -> None:
+def test_a_signal_ends_a_role_whose_log_is_not_read() -> None:
     process = subprocess.Popen(
         [sys.executable, "-c", _ROLE], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
     )
