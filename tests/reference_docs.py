@@ -67,6 +67,8 @@ LEVELS = ("debug", "info", "warning", "error", "exception")
 EVENT_NAME = re.compile(r"[a-z][a-z0-9]*(_[a-z0-9]+)*")
 EVENT_RECORDS = ("LogEvent", "OperatorEvent")
 """Effects and notes of cores that a shell logs."""
+WARNING_FLAG = "is_warning"
+"""Keyword with which a core makes such an event a warning, always or under a condition."""
 
 
 @dataclass
@@ -99,6 +101,14 @@ def is_logging(call: ast.Call) -> bool:
     return called_name(call) in LEVELS and owner_of(call).rpartition(".")[2] in ("log", "_log")
 
 
+def record_level(call: ast.Call) -> str:
+    """Level of an event that a core gives to its shell, or both where it depends on a condition."""
+    for word in call.keywords:
+        if word.arg == WARNING_FLAG:
+            return "warning" if isinstance(word.value, ast.Constant) else "info, warning"
+    return "info"
+
+
 def event_names_in(tree: ast.AST, forwarders: Mapping[str, int]) -> Iterator[ast.expr]:
     for _, name, _, _ in event_calls_in(tree, forwarders):
         yield name
@@ -117,13 +127,14 @@ def event_calls_in(
             yield call, given, {"exception": "error"}.get(name, name), fields
         elif name in EVENT_RECORDS:
             keys = call.args[1].keys if len(call.args) > 1 and isinstance(call.args[1], ast.Dict) else []
-            yield call, given, "info", [text for key in keys for text in texts_of(key, {})]
+            yield call, given, record_level(call), [text for key in keys for text in texts_of(key, {})]
         elif name == "add" and owner.endswith("refusals"):
             yield call, given, "warning", ["server", "reason", *fields]
         elif name == "append" and owner.endswith("path_events") and isinstance(given, ast.Tuple):
             yield call, given.elts[0], "info", ["path", "reason"]
         elif name in forwarders and len(call.args) > forwarders[name]:
-            yield call, call.args[forwarders[name]], "info", fields
+            named = [one for one in fields if one != WARNING_FLAG]
+            yield call, call.args[forwarders[name]], record_level(call), named
 
 
 @cache
@@ -135,7 +146,7 @@ def log_events() -> dict[str, LoggedEvent]:
         for _, name, level, fields in event_calls_in(tree, forwarders):
             for text in texts_of(name, constants):
                 if EVENT_NAME.fullmatch(text):
-                    found[text].levels.add(level)
+                    found[text].levels.update(level.split(", "))
                     found[text].fields.update(fields)
                     found[text].modules.add(path.removeprefix("mooncake/"))
     return dict(found)

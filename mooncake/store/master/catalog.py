@@ -698,7 +698,7 @@ class Catalog:
         if back is not None:
             back.expected, lost = lost, []
         self.counts.lost_objects += len(lost)
-        self.note("segment_gone", segment, reason=reason, num_lost=len(lost))
+        self.note("segment_gone", segment, is_warning=bool(lost), reason=reason, num_lost=len(lost))
         self.look_for_doubt()
 
     def look_for_doubt(self) -> None:
@@ -763,8 +763,9 @@ class Catalog:
 
     # Logs
 
-    def note(self, event: str, segment: Segment, **fields: Any) -> None:
-        self.notes.append(OperatorEvent(event, {"segment": segment.name, "host": segment.host, **fields}))
+    def note(self, event: str, segment: Segment, *, is_warning: bool = False, **fields: Any) -> None:
+        named = {"segment": segment.name, "host": segment.host, **fields}
+        self.notes.append(OperatorEvent(event, named, is_warning))
 
     def add_story(self, now: float, key: ObjectKey, what: str, *of: object) -> None:
         self._stories.append(key)

@@ -41,6 +41,7 @@ class OperatorEvent(msgspec.Struct, frozen=True):
 
     event: str
     fields: dict[str, Any]
+    is_warning: bool = False
 
 
 class AppendRecords(msgspec.Struct, frozen=True):

@@ -244,7 +244,9 @@ class Verification:
         where = extent.segment.name
         fields = {"key": stored.key, "object_id": stored.object_id, "segment": where, "reporters": reporters}
         story = self._catalog.story(stored.key)[-STORY_LINES:]
-        self._catalog.notes.append(OperatorEvent("object_corrupt", {**fields, "story": story}))
+        self._catalog.notes.append(
+            OperatorEvent("object_corrupt", {**fields, "story": story}, is_warning=True)
+        )
         self._catalog.counts.corrupt_replicas += 1
         reason = "a reader found wrong checksums, and so did its node"
         self._catalog.drop_extent(stored, extent, reason, now)

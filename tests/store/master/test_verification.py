@@ -25,6 +25,16 @@ def two_nodes(voice: Voice) -> None:
     voice.mount("b", host="other")
 
 
+def test_a_segment_that_takes_objects_along_is_a_warning(voice: Voice) -> None:
+    two_nodes(voice)
+    voice.put("k", policy=TWO)
+    for name in ("b", "a"):
+        epoch = voice.master.segments.mounted[name].epoch
+        voice.say(m.Unmount(name, epoch), name)
+    gone = [(one.fields["num_lost"], one.is_warning) for one in voice.notes if one.event == "segment_gone"]
+    assert gone == [(0, False), (1, True)]
+
+
 def test_only_the_wrong_replica_goes(voice: Voice) -> None:
     two_nodes(voice)
     place = voice.put("k", policy=TWO)[0]
@@ -33,7 +43,7 @@ def test_only_the_wrong_replica_goes(voice: Voice) -> None:
     assert voice.where("k") == ["a"] and voice.master.counts.corrupt_objects == 0
     assert voice.say(corrupt).outcomes == [False]
     note = voice.notes[-1]
-    assert note.event == "object_corrupt" and note.fields["segment"] == "b"
+    assert note.event == "object_corrupt" and note.fields["segment"] == "b" and note.is_warning
     assert any("readable as #" in line for line in note.fields["story"])
     assert voice.say(m.Corrupt(["k"], [place.object_id], ["a"])).outcomes == [True] and voice.look() == 1
     assert voice.inspect("k") is None and voice.master.counts.corrupt_objects == 1
