@@ -44,7 +44,7 @@ from mooncake.http.openai import (
     parse_request,
     to_json,
 )
-from mooncake.http.server import HttpServer, listen
+from mooncake.http.server import HttpServer, listen, listen_for_metrics
 from mooncake.log import get_logger
 from mooncake.security import Identity, check_address, is_loopback, process_identity
 
@@ -78,7 +78,7 @@ async def serve(settings: GatewaySettings, add_pages: AddPages | None = None) ->
     check_exposure(settings, process_identity())
     tls = tls_of(settings, process_identity())
     listening = listen(settings.host, settings.port)
-    for_operators = listen(settings.metrics_host, settings.metrics_port)
+    for_operators = listen_for_metrics(settings.metrics_host, settings.metrics_port)
     tokenizer = await asyncio.to_thread(load_tokenizer, settings)
     gateway = Gateway(settings, tokenizer)
     app, operator_app = create_app(gateway), create_operator_app(gateway)

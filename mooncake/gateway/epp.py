@@ -22,7 +22,7 @@ from mooncake.gateway.app import MAX_OPERATORS, create_operator_app, load_tokeni
 from mooncake.gateway.endpoint_picker import EndpointPicker, PickRules, normalized
 from mooncake.gateway.gateway import Gateway, GatewaySettings, ServingSettings
 from mooncake.gateway.prompts import Tokenizing
-from mooncake.http.server import HttpServer, listen
+from mooncake.http.server import HttpServer, listen_for_metrics
 from mooncake.log import get_logger
 from mooncake.rpc.client import split_address
 from mooncake.security import Identity, is_loopback, process_identity
@@ -139,7 +139,7 @@ async def serve(settings: EppSettings) -> None:
     elif identity.has_tls:
         files = identity.settings
         tls = ServerTlsFiles(files.tls_cert, files.tls_key, files.tls_ca)
-    for_operators = listen(settings.metrics_host, settings.metrics_port)
+    for_operators = listen_for_metrics(settings.metrics_host, settings.metrics_port)
     tokenizer = await asyncio.to_thread(load_tokenizer, settings.as_gateway())
     gateway = Gateway(settings.as_gateway(), tokenizer)
     operator_server = HttpServer(create_operator_app(gateway), for_operators, max_connections=MAX_OPERATORS)

@@ -159,6 +159,14 @@ def listen(host: str, port: int) -> socket.socket:
     return opened
 
 
+def listen_for_metrics(host: str, port: int) -> socket.socket:
+    """Do as ``listen`` at a role's ``--metrics-port``, which the error names instead of ``--port``."""
+    try:
+        return listen(host, port)
+    except AddressInUse as error:
+        raise AddressInUse(f"{error}: --metrics-port") from error
+
+
 class ConnectionAcceptor:
     """Accepts connections of one listening socket, counts them, and closes those that are overdue."""
 
@@ -634,4 +642,5 @@ def serve_metrics(host: str, port: int, tls: ssl.SSLContext | None = None) -> Ht
         body, headers = metrics.page_for(request.headers)
         return Response(body, headers=headers)
 
-    return HttpServerThread(Starlette(routes=[Route("/{path:path}", page)]), listen(host, port), tls)
+    listening = listen_for_metrics(host, port)
+    return HttpServerThread(Starlette(routes=[Route("/{path:path}", page)]), listening, tls)

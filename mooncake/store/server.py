@@ -22,8 +22,8 @@ import msgspec
 
 from mooncake import clock
 from mooncake.driver import Driver
-from mooncake.errors import AccessDenied, AddressInUse, MooncakeError, Refusal, Unavailable
-from mooncake.http.server import HttpServer, listen
+from mooncake.errors import AccessDenied, MooncakeError, Refusal, Unavailable
+from mooncake.http.server import HttpServer, listen_for_metrics
 from mooncake.log import get_logger
 from mooncake.machine import Wake
 from mooncake.metrics import registry
@@ -328,7 +328,7 @@ class MasterServer:
         if isinstance(effect, Reply):
             self._reply(effect)
         elif isinstance(effect, OperatorEvent):
-            log.info(effect.event, **effect.fields)
+            (log.warning if effect.is_warning else log.info)(effect.event, **effect.fields)
         elif isinstance(effect, RecoveryComplete):
             self._oplog.recovery_complete(self.master.catalog)
         else:
@@ -669,7 +669,7 @@ async def running(
     server = MasterServer(settings, other)
     server.first_messages = [m.SetQuota(tenant, size_bytes) for tenant, size_bytes in quotas.items()]
     async with contextlib.AsyncExitStack() as stack:
-        sock = _listen(settings)
+        sock = listen_for_metrics(settings.metrics_host or settings.host, settings.metrics_port)
         stack.callback(sock.close)
         stack.push_async_callback(server.close)
         gc.disable()  # the earlier master's records are read now, and none of them is garbage
@@ -688,13 +688,6 @@ async def running(
         if settings.kv_events_endpoint:
             await stack.enter_async_context(_publishing(server))
         yield server
-
-
-def _listen(settings: MasterSettings) -> socket.socket:
-    try:
-        return listen(settings.metrics_host or settings.host, settings.metrics_port)
-    except AddressInUse as error:
-        raise AddressInUse(f"{error}: --metrics-port") from error
 
 
 @contextlib.asynccontextmanager
