@@ -27,10 +27,11 @@ from typer.core import TyperCommand
 from mooncake import config
 from mooncake.config import LogSettings, Option
 from mooncake.file_limit import raise_file_limit
-from mooncake.log import setup_logging
+from mooncake.log import get_logger, setup_logging
 from mooncake.security import Identity, SecuritySettings, install_identity
 from mooncake.tracing import TracingSettings, install_tracing, tracing_of
 
+log = get_logger(__name__)
 DEFAULT_TRACING = TracingSettings()
 
 
@@ -265,29 +266,46 @@ STOPPING_SIGNALS = (signal.SIGTERM, signal.SIGINT)
 
 
 def run_until_stopped(serve: Callable[[Any], Coroutine[Any, Any, None] | None], settings: Any) -> None:
-    """Run a role's ``serve``, plain or async. SIGTERM and SIGINT end it cleanly and are not an error."""
+    """Run a role's ``serve``, plain or async. SIGTERM and SIGINT end it cleanly and are not an error.
+
+    Both are logged, so that the log of a role that was stopped differs from that of a killed one.
+    """
 
     raise_file_limit()
+    is_stopping = False
 
     def stop(number: int, frame: object) -> None:
+        stopping(number)
         raise KeyboardInterrupt
+
+    def stopping(number: int) -> None:
+        nonlocal is_stopping
+        is_stopping = True
+        log.info("stopping", signal=signal.Signals(number).name)
 
     for number in STOPPING_SIGNALS:
         signal.signal(number, stop)
     with contextlib.suppress(KeyboardInterrupt):
         if inspect.iscoroutinefunction(serve):
             with asyncio.Runner(loop_factory=_loop_factory()) as runner:
-                runner.run(_until_signal(serve(settings)))
+                runner.run(_until_signal(serve(settings), stopping))
         else:
             serve(settings)
+    if is_stopping:
+        log.info("stopped")
 
 
-async def _until_signal(serving: Coroutine[Any, Any, None]) -> None:
-    """Cancel ``serving`` on a signal; it cleans up in its ``finally`` blocks."""
+async def _until_signal(serving: Coroutine[Any, Any, None], stopping: Callable[[int], None]) -> None:
+    """Cancel ``serving`` on a signal, after ``stopping(number)``; it cleans up in its ``finally`` blocks."""
     loop = asyncio.get_running_loop()
     task = loop.create_task(serving)
+
+    def stop(number: int) -> None:
+        stopping(number)
+        task.cancel()
+
     for number in STOPPING_SIGNALS:
-        loop.add_signal_handler(number, task.cancel)
+        loop.add_signal_handler(number, stop, number)
     await asyncio.wait([task])
     if not task.cancelled():
         task.result()

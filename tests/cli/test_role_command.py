@@ -192,7 +192,9 @@ def test_several_values_after_one_flag() -> None:
 
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
 @pytest.mark.parametrize("kind", ["async", "plain"])
-def test_a_signal_is_a_clean_stop(number: signal.Signals, kind: str) -> None:
+def test_a_signal_is_a_clean_stop_and_logged(
+    number: signal.Signals, kind: str, caplog: pytest.LogCaptureFixture
+) -> None:
     done: list[Any] = []
 
     async def serve(settings: int) -> None:
@@ -210,8 +212,21 @@ def test_a_signal_is_a_clean_stop(number: signal.Signals, kind: str) -> None:
         finally:
             done.append(settings)
 
+    caplog.set_level(logging.INFO)
     run_until_stopped(serve if kind == "async" else serve_plainly, 5)
     assert done == [5]
+    logged = [one for one in caplog.records if one.name == "mooncake.cli.role_command"]
+    assert [one.getMessage() for one in logged] == ["stopping", "stopped"]
+    assert logged[0].fields == {"signal": number.name}  # type: ignore[attr-defined]
+
+
+def test_a_role_that_ends_by_itself_was_not_stopped(caplog: pytest.LogCaptureFixture) -> None:
+    async def serve(settings: int) -> None:
+        return
+
+    caplog.set_level(logging.INFO)
+    run_until_stopped(serve, 5)
+    assert "stopp" not in caplog.text
 
 
 def test_an_error_of_a_role_comes_through() -> None:
