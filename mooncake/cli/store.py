@@ -384,7 +384,10 @@ def _wait(store: Store, job: m.JobStatus) -> m.JobStatus:
                     task, completed=job.num_done, total=job.num_done + job.num_failed + job.num_left
                 )
                 time.sleep(POLL_EVERY_S)
-                job = store.job(job.job_id) or fail(f"the master no longer knows job {job.job_id}")
+                job = store.job(job.job_id) or fail(
+                    f"the master no longer knows job {job.job_id}: it was restarted, or another one leads; "
+                    f"{job.about} takes new objects again; start the drain again"
+                )
             progress.update(task, completed=job.num_done, total=max(1, job.num_done + job.num_left))
         except KeyboardInterrupt:
             store.cancel(job.job_id)

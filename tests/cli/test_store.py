@@ -208,6 +208,15 @@ def test_a_drained_segment_is_empty(address: str) -> None:
             store.remove_matching("^d/", force=True)
 
 
+def test_a_drain_that_the_master_forgot_says_what_to_do(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
+    began = m.JobStatus(7, "drain", "running", "here", 0, 0, 1, 0, "", 0.0, 0.0)
+    monkeypatch.setattr(Store, "drain", lambda *_: began)
+    monkeypatch.setattr(Store, "job", lambda *_: None)  # as after a restart of the master
+    found = run("drain", "here")
+    assert found.returncode == 1 and b"no longer knows job 7: it was restarted" in found.stderr
+    assert b"here takes new objects again; start the drain again" in found.stderr
+
+
 def test_a_segment_whose_drain_failed_takes_objects_again(run: Run) -> None:
     assert run("put", "k", "/etc/hostname").returncode == 0
     found = run("drain", "here")
