@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Repair of a damaged oplog or SSD index: a plan that says what would be done, and the repair itself.
+"""Repair of a damaged oplog or SSD directory: a plan that says what would be done, and the repair itself.
 
 Starting a master with ``--oplog-repair``, or a node with ``--ssd-repair``, repairs without a plan.
 """
@@ -15,6 +15,7 @@ from mooncake.files import LockedDirectory
 from mooncake.files.frames import Scan
 from mooncake.store.master.log_records import records_of
 from mooncake.store.master.oplog import Oplog
+from mooncake.store.node.ssd import OR_EMPTY, LostData, drop_lost, lost_data
 from mooncake.store.node.ssd_index_log import NAME as INDEX
 from mooncake.store.node.ssd_index_log import SsdIndexLog, parsed
 
@@ -34,10 +35,12 @@ class RepairPlan:
     """Kind -> number of whole records."""
     shown: list[str]
     """The beginning of each damage, in hexadecimal."""
+    lost_data: LostData | None = None
+    """What the data file beside an index lacks."""
 
     @property
     def is_damaged(self) -> bool:
-        return bool(self.found.damages)
+        return bool(self.found.damages) or self.lost_data is not None
 
     def lines(self) -> list[str]:
         """The plan as text."""
@@ -50,11 +53,30 @@ class RepairPlan:
             lines.append(f"cut off by a crash: {found.torn}; a start saves these bytes beside it and goes on")
         if not self.is_damaged:
             return [*lines, "no damage: there is nothing to repair"]
+        if found.damages:
+            lines += self._lines_of_records()
+        loss = self.lost_data
+        if loss is not None:
+            num_whole = loss.num_objects - len(loss.object_ids)
+            lines.append(f"damaged: {loss}")
+            lines.append(
+                f"a repair keeps the {num_whole} objects whose bytes are there, and drops the others;"
+            )
+            lines.append(f"the index stays as it is beside it, as {self.file.name}.damaged;")
+            lines.append(
+                "if the file may be elsewhere, look for it first: what is dropped is lost unless other"
+            )
+            lines.append("nodes hold it;")
+            lines.append(OR_EMPTY)
+        return lines
+
+    def _lines_of_records(self) -> list[str]:
+        found = self.found
         num_behind = len(found.bodies) - found.num_before
-        lines.append(
-            f"a repair keeps the {found.num_before} records before the damage and {num_behind} behind it"
-        )
-        lines.append(f"and leaves the file as it is beside it, as {self.file.name}.damaged")
+        lines = [
+            f"a repair keeps the {found.num_before} records before the damage and {num_behind} behind it",
+            f"and leaves the file as it is beside it, as {self.file.name}.damaged",
+        ]
         if self.is_index:
             lines.append("objects of this SSD that only lost records name are lost; the master drops them")
         else:
@@ -75,8 +97,10 @@ def plan(path: Path) -> RepairPlan:
         content = file.read_bytes()
     except OSError as error:
         raise InvalidArgument("path", str(file), f"a file that can be read ({error})") from error
+    loss = None
     if is_index:
         index, _ = parsed(LockedDirectory(path, "path"), content)
+        loss = lost_data(index, path)
         found, kinds = index.found, {"index records": len(index.found.bodies)}
     else:
         found = Oplog(file).look(content)
@@ -84,7 +108,7 @@ def plan(path: Path) -> RepairPlan:
     shown = [
         content[one.offset : one.offset + min(one.num_bytes, SHOWN_BYTES)].hex(" ") for one in found.damages
     ]
-    return RepairPlan(file, is_index, len(content), found, kinds, shown)
+    return RepairPlan(file, is_index, len(content), found, kinds, shown, loss)
 
 
 def repair(path: Path) -> None:
@@ -98,7 +122,13 @@ def repair(path: Path) -> None:
         folder = LockedDirectory(path, "path")
         try:
             folder.take()
-            SsdIndexLog(folder, repairs=True).close()
+            index = SsdIndexLog(folder, repairs=True)
+            try:
+                loss = lost_data(index.index, path)
+                if loss is not None:
+                    drop_lost(folder, index, loss)
+            finally:
+                index.close()
         except OSError as error:
             raise folder.trouble(error) from error
         finally:

@@ -12,6 +12,7 @@ from mooncake.files import LockedDirectory
 from mooncake.store.master.log_records import Doubt, ObjectGone
 from mooncake.store.master.oplog import Oplog
 from mooncake.store.messages import SegmentEntry
+from mooncake.store.node.ssd import DATA
 from mooncake.store.node.ssd_index_log import NAME, SsdIndexLog
 from mooncake.store.repair import plan, repair
 
@@ -52,6 +53,7 @@ def ssd(tmp_path: Path) -> Path:
         log.hold(entry(number))
     log.close()
     folder.close()
+    (path / DATA).write_bytes(bytes(4096 * 11))
     flip(path / NAME, -150)
     return path
 
@@ -102,6 +104,36 @@ def test_the_start_is_refused_until_it_was_repaired(oplog: Path, ssd: Path, tmp_
         assert not plan(path if path is oplog else ssd).is_damaged
 
 
+@pytest.mark.parametrize(
+    ("num_bytes", "what", "num_kept"),
+    [(None, "is missing, and", 0), (4096 * 5 + 100, "was cut short: it has 20580 bytes", 5)],
+)
+def test_objects_beyond_the_data_file_are_named_and_dropped(
+    tmp_path: Path, num_bytes: int | None, what: str, num_kept: int
+) -> None:
+    path = tmp_path / "ssd"
+    folder, log = opened(path)
+    for number in range(10):
+        log.hold(entry(number))
+    log.close()
+    folder.close()
+    if num_bytes is not None:
+        (path / DATA).write_bytes(bytes(num_bytes))
+    before = files(path)
+    damaged = plan(path)
+    text = "\n".join(damaged.lines())
+    assert damaged.is_damaged and f"damaged: {DATA} {what}" in text
+    assert f"a repair keeps the {num_kept} objects" in text and "move the directory away" in text
+    assert files(path) == before
+    repair(path)
+    assert not plan(path).is_damaged
+    assert files(path)[f"{path / NAME}.damaged"] == before[str(path / NAME)]
+    folder, log = opened(path)
+    assert list(log.index.entries) == list(range(num_kept))
+    log.close()
+    folder.close()
+
+
 def test_a_node_may_repair_at_its_start(ssd: Path) -> None:
     folder, index = opened(ssd, repairs=True)
     assert len(index.index.entries) == 9
@@ -150,6 +182,7 @@ def test_a_torn_tail_is_no_damage_and_is_kept(tmp_path: Path) -> None:
     log.hold(entry(1))
     log.close()
     folder.close()
+    (path / DATA).write_bytes(bytes(4096 * 3))
     content = (path / NAME).read_bytes()
     (path / NAME).write_bytes(content[:-3])
     assert not plan(path).is_damaged and "cut off by a crash" in "\n".join(plan(path).lines())

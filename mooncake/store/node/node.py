@@ -99,7 +99,7 @@ class NodeSettings:
     "Announce a copy on SSD only when it survives a loss of power, not only the end of the process."
 
     ssd_repair: bool = False
-    "Start with the whole records of a damaged SSD index, and keep a copy of it."
+    "Start with what is whole of a damaged SSD index, or of a data file cut short; keep a copy of the index."
 
     hbm_size_bytes: Annotated[int, Size, Meta(ge=0)] = 0
     "Device memory that this node contributes to the store; 0: none."

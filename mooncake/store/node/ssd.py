@@ -17,6 +17,7 @@ their bytes were flushed are verified here, before they are reported. See docs/d
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import os
 import secrets
 import shutil
@@ -25,7 +26,7 @@ from pathlib import Path
 import msgspec
 
 from mooncake.errors import InvalidArgument, MooncakeError, OutOfSpace
-from mooncake.files import LockedDirectory, check_in_place
+from mooncake.files import LockedDirectory, check_in_place, keep_copy
 from mooncake.files.frames import framed, unframed
 from mooncake.log import get_logger
 from mooncake.store.messages import SegmentEntry
@@ -44,12 +45,72 @@ PAGE_BYTES = 4096
 PIECE_BYTES = 1 << 20
 """Bytes read at a time to verify an entry."""
 HEADER, DATA = "mooncake.ssd", "mooncake.data"
+OR_EMPTY = (
+    "or move the directory away: the node then starts empty, objects that others hold remain, and those that "
+    "only it held are lost"
+)
+"""What to do instead of a repair."""
 
 
 class SsdHeader(msgspec.Struct, frozen=True, array_like=True):
     version: int
     content_id: int
     size_bytes: int
+
+
+@dataclasses.dataclass(frozen=True)
+class LostData:
+    """Objects of an index of which the data file lacks bytes, because it is missing or was cut short."""
+
+    num_bytes: int | None
+    """Size of the file; None: there is none."""
+    end: int
+    """Where the last object of the index ends."""
+    num_objects: int
+    """Objects of the index, with those that are whole."""
+    object_ids: list[int]
+    """Those that lack bytes."""
+
+    def __str__(self) -> str:
+        if self.num_bytes is None:
+            return f"{DATA} is missing, and {INDEX} names {self.num_objects} objects in it"
+        return (
+            f"{DATA} was cut short: it has {self.num_bytes} bytes, and {INDEX} names objects up to byte "
+            f"{self.end}, of which {len(self.object_ids)} of {self.num_objects} lack bytes"
+        )
+
+
+def lost_data(index: SsdIndex, path: Path) -> LostData | None:
+    """What the data file in directory ``path`` lacks; None: nothing.
+
+    A missing file is not created, because the next start would find one that was cut short. Raises OSError.
+    """
+    try:
+        num_bytes = (path / DATA).stat().st_size
+    except FileNotFoundError:
+        num_bytes = None
+    ends = {one: entry.offset + entry.size_bytes for one, entry in index.entries.items()}
+    lost = [one for one, end in ends.items() if end > (num_bytes or 0)]
+    return LostData(num_bytes, max(ends.values()), len(ends), lost) if lost else None
+
+
+def drop_lost(folder: LockedDirectory, index: SsdIndexLog, loss: LostData) -> None:
+    """Drop the objects that lack bytes from the index, durably, and keep a copy of it.
+
+    The content gets a new id, because a master that knows the content has the node enter what it lacks.
+
+    Raises:
+        InvalidArgument: the header is damaged.
+        OSError: the header or the copy can't be written.
+        OutOfSpace, StorageError: the index can't be written.
+    """
+    if folder.has(HEADER):  # first, so that a crash leaves no old id with an index that lacks objects
+        folder.replace(HEADER, _content(_fresh_header(read_header(folder).size_bytes)))
+    copy = keep_copy(folder.directory, INDEX, folder.read(INDEX), "damaged")
+    index.drop(loss.object_ids)
+    index.flush()
+    path = str(folder.path / DATA)
+    log.error("ssd_data_lost", path=path, reason=str(loss), num_objects=len(loss.object_ids), copy=copy)
 
 
 def report_missing_parent(folder: Path) -> None:
@@ -66,7 +127,8 @@ class Disk:
         path: created if it does not exist.
         size_bytes: the capacity; may grow from one start to the next (the content then gets a new id,
             so that a master requests a report of it), not shrink.
-        repairs: recover the whole records of a damaged index.
+        repairs: recover the whole records of a damaged index, and drop objects of which the data file lacks
+            bytes.
         field: the setting that chose ``path``, for error messages.
         keeps_larger: keep the capacity of a directory that is larger than ``size_bytes``.
 
@@ -99,11 +161,11 @@ class Disk:
             self._folder.take()
             self._closers.callback(self._folder.close)
             header = self._header(size_bytes)
-            self.content_id = header.content_id
             self.log = SsdIndexLog(self._folder, repairs)
             """Log of the index, to which writers of the segment add their entries."""
             self._closers.callback(self.log.close)
-            self.region: Region = self._data(header)
+            self.region: Region = self._data(header, repairs)
+            self.content_id = read_header(self._folder).content_id  # a repair gives it a new one
             self._verify_unflushed()
             free_bytes = shutil.disk_usage(path).free + (path / DATA).stat().st_blocks * 512
         except OSError as error:
@@ -180,14 +242,14 @@ class Disk:
 
     def _header(self, size_bytes: int) -> SsdHeader:
         folder = self._folder
-        fresh = SsdHeader(VERSION, secrets.randbits(63) | 1, size_bytes)
-        content = MAGIC + framed([msgspec.msgpack.encode(fresh)])
+        fresh = _fresh_header(size_bytes)
+        content = _content(fresh)
         if not folder.has(HEADER):
             if folder.has(INDEX) and folder.read(INDEX):
                 raise folder.wrong(f"a directory with its header {HEADER}, or an empty one")
             folder.replace(HEADER, content)
             return fresh
-        header = self._read_header(folder.read(HEADER))
+        header = read_header(folder)
         if size_bytes < header.size_bytes and self._keeps_larger:
             return header
         if size_bytes < header.size_bytes:
@@ -198,25 +260,15 @@ class Disk:
         folder.replace(HEADER, content)
         return fresh
 
-    def _read_header(self, content: bytes) -> SsdHeader:
-        bodies, _ = unframed(content[len(MAGIC) :])
-        if not content.startswith(MAGIC) or len(bodies) != 1:
-            raise self._folder.wrong(f"a directory whose header {HEADER} is whole, or an empty one")
-        try:
-            header = msgspec.msgpack.decode(bodies[0], type=SsdHeader)
-        except msgspec.MsgspecError as error:
-            raise self._folder.wrong(f"a directory of this release ({error})") from error
-        if header.version != VERSION:
-            allowed = f"a directory of version {VERSION}, not {header.version}; use that release"
-            raise self._folder.wrong(allowed)
-        return header
-
-    def _data(self, header: SsdHeader) -> Region:
-        ends = [entry.offset + entry.size_bytes for entry in self.index.entries.values()]
+    def _data(self, header: SsdHeader, repairs: bool) -> Region:
+        loss = lost_data(self.index, self._folder.path)
+        if loss is not None:
+            if not repairs:
+                how = f"`mooncake store repair {self._folder.path}` shows what can be kept"
+                raise self._folder.wrong(f"a directory whose {DATA} is whole, but {loss}; {how}; {OR_EMPTY}")
+            drop_lost(self._folder, self.log, loss)
         data = self._data_file = self._folder.directory.open(DATA)
         self._closers.callback(data.close)
-        if data.size_bytes < max(ends, default=0):
-            raise self._folder.wrong(f"a directory whose {DATA} has not been cut short")
         if data.size_bytes < header.size_bytes:
             data.truncate(header.size_bytes)
             self._folder.directory.sync()
@@ -241,6 +293,35 @@ class Disk:
         if lost:
             num_bytes = sum(entry.size_bytes for entry in lost)
             log.warning("unflushed_dropped", path=str(path), num_objects=len(lost), num_bytes=num_bytes)
+
+
+def read_header(folder: LockedDirectory) -> SsdHeader:
+    """The directory's header.
+
+    Raises:
+        InvalidArgument: it is damaged, or of another version.
+        OSError: it can't be read.
+    """
+    content = folder.read(HEADER)
+    bodies, _ = unframed(content[len(MAGIC) :])
+    if not content.startswith(MAGIC) or len(bodies) != 1:
+        raise folder.wrong(f"a directory whose header {HEADER} is whole, or an empty one")
+    try:
+        header = msgspec.msgpack.decode(bodies[0], type=SsdHeader)
+    except msgspec.MsgspecError as error:
+        raise folder.wrong(f"a directory of this release ({error})") from error
+    if header.version != VERSION:
+        allowed = f"a directory of version {VERSION}, not {header.version}; use that release"
+        raise folder.wrong(allowed)
+    return header
+
+
+def _fresh_header(size_bytes: int) -> SsdHeader:
+    return SsdHeader(VERSION, secrets.randbits(63) | 1, size_bytes)
+
+
+def _content(header: SsdHeader) -> bytes:
+    return MAGIC + framed([msgspec.msgpack.encode(header)])
 
 
 def _is_whole(fd: int, entry: SegmentEntry) -> bool:

@@ -117,6 +117,7 @@ def test_unusable_directories_are_refused(engine: TransferEngine, path: Path) ->
 def test_damaged_and_foreign_headers_are_refused(engine: TransferEngine, path: Path) -> None:
     disk = Disk(engine, path, MIB)
     disk.log.hold(entry(1))
+    content_id = disk.content_id
     disk.close()
     header = path / "mooncake.ssd"
     sound = header.read_bytes()
@@ -131,8 +132,18 @@ def test_damaged_and_foreign_headers_are_refused(engine: TransferEngine, path: P
         Disk(engine, path, MIB)
     header.write_bytes(sound)
     os.truncate(path / "mooncake.data", 100)
-    with pytest.raises(InvalidArgument, match="cut short"):
+    with pytest.raises(InvalidArgument, match=r"was cut short: it has 100 bytes.*mooncake store repair"):
         Disk(engine, path, MIB)
+    (path / "mooncake.data").unlink()
+    for _ in range(2):
+        with pytest.raises(InvalidArgument, match=r"mooncake.data is missing.*move the directory away"):
+            Disk(engine, path, MIB)
+    disk = Disk(engine, path, MIB, repairs=True)
+    assert (
+        disk.content_id != content_id
+    )  # a master that knows the content would have the entries written again
+    assert not disk.index.entries and (path / "mooncake.data").stat().st_size == MIB
+    disk.close()
 
 
 def test_another_version_is_refused_by_name(
