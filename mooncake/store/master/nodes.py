@@ -54,6 +54,9 @@ class NodeRequests:
         is_back = segment is before
         if replaced is not None:
             why = "another process took its name"
+            if replaced.tier is Tier.SSD and replaced.holders:
+                # Its node can't know this: an empty folder is what it finds at its first start, too.
+                why += ", and its SSD folder has other content: is the disk mounted?"
             has_content = segment.wants_report and replaced.content_id == segment.content_id
             if has_content:
                 why = f"its content came back as {segment.name}"

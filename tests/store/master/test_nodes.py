@@ -53,6 +53,19 @@ def test_objects_on_an_ssd_come_back_with_a_restarted_node(nodes: Nodes) -> None
     assert any("is back on a/ssd" in line for line in nodes.master.story("k"))
 
 
+def test_an_ssd_that_comes_back_with_other_content_is_asked_for_its_disk(nodes: Nodes) -> None:
+    _, ssd = with_ssd(nodes)
+    nodes.put("k", host="a")
+    work(nodes, ssd)
+    Place(nodes, "a", epoch=8)
+    Place(nodes, "a/ssd", SSD_BYTES, tier=Tier.SSD, epoch=8, content_id=100)
+    gone = {
+        one.fields["segment"]: str(one.fields["reason"]) for one in nodes.notes if one.event == "segment_gone"
+    }
+    assert gone["a"] == "another process took its name"
+    assert gone["a/ssd"].endswith("its SSD folder has other content: is the disk mounted?")
+
+
 def test_what_a_restart_found_is_known_to_the_next_master(nodes: Nodes) -> None:
     _, ssd = with_ssd(nodes)
     nodes.put("k", host="a")
