@@ -145,14 +145,14 @@ class StoreProbe:
                 self._store.remove([key], force=True)
 
     def _failure_of_copy(self, key: str) -> str:
-        """Why the last copy of this object failed, as far as the master tells; "" if none did."""
+        """Why the last copy of this object failed, as far as the master knows; "" if none did."""
         assert self._store is not None
         try:
-            told = self._store.ask(m.ObjectStory(key, self._store.settings.tenant))
+            answer = self._store.ask(m.ObjectStory(key, self._store.settings.tenant))
         except MooncakeError:
             return ""
-        assert isinstance(told, m.StoryLines)
-        reasons = [line.partition(": ")[2] for line in told.lines if " given up: " in line]
+        assert isinstance(answer, m.StoryLines)
+        reasons = [line.partition(": ")[2] for line in answer.lines if " given up: " in line]
         return reasons[-1] if reasons else ""
 
 

@@ -54,9 +54,11 @@ def test_objects_on_an_ssd_come_back_with_a_restarted_node(nodes: Nodes) -> None
 
 
 def test_an_ssd_that_comes_back_with_other_content_is_asked_for_its_disk(nodes: Nodes) -> None:
-    _, ssd = with_ssd(nodes)
+    memory, ssd = with_ssd(nodes)
     nodes.put("k", host="a")
     work(nodes, ssd)
+    nodes.lose(memory.connection)
+    nodes.lose(ssd.connection)
     Place(nodes, "a", epoch=8)
     Place(nodes, "a/ssd", SSD_BYTES, tier=Tier.SSD, epoch=8, content_id=100)
     gone = {
