@@ -178,7 +178,9 @@ class MasterRole:
             raise
 
     def _new_master(self) -> Master:
-        return Master(self.settings, self._first_id(), self._secret)
+        # Its ids begin when it leads. Until then the largest one is that of the records, beyond which the log
+        # may have lost some.
+        return Master(self.settings, 0, self._secret)
 
     def __repr__(self) -> str:
         state = "failed" if self.has_failed else "leads" if self.is_leading else "follows"

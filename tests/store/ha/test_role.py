@@ -13,7 +13,7 @@ from mooncake.store.ha.role import MasterRole
 from mooncake.store.ha.standby_replication import Followed
 from mooncake.store.master.catalog import Catalog
 from mooncake.store.master.effects import AppendRecords, Received, Reply
-from mooncake.store.master.log_records import IdsGiven, LineBegan, Record
+from mooncake.store.master.log_records import Doubt, IdsGiven, LineBegan, Record
 from mooncake.store.master.master import Master
 from tests.store.conftest import SETTINGS
 
@@ -103,3 +103,14 @@ def test_a_master_that_takes_over_without_everything_begins_empty() -> None:
     other.lead(False, None, 1, 3.0)
     assert not other.master.segments.mounted and isinstance(other.master, Master)
     assert [type(record) for record in own.records] == [LineBegan, IdsGiven]
+
+
+def test_what_is_newer_than_the_records_is_not_held_for_removed() -> None:
+    """Ids of a new master begin at the clock, above all earlier ones, and not at the end of the log."""
+    role = MasterRole(SETTINGS, Paper(), lambda: 1 << 40)
+    role.begin([IdsGiven(5000)], 0.0, Doubt.END)
+    role.lead(True, None, 1, 0.0)
+    catalog = role.master.catalog
+    assert not catalog.is_later(5000)
+    assert catalog.is_later(5001) and catalog.is_later(1 << 39), "its record may have been lost"
+    assert catalog.objects.new_id() > 1 << 40
