@@ -86,5 +86,7 @@ def _world(
         probe_interval_s=NEVER_S,
         slow_start_s=0.0,
     )
+    if cluster.mode != "disaggregated" and not cluster.has_pool:
+        settings = dataclasses.replace(settings, shares_blocks=False)  # no node loads another's blocks there
     world = DisaggregatedCluster if cluster.mode == "disaggregated" else ColocatedCluster
     return world(cluster, settings, objectives, seed, progress)

@@ -92,6 +92,17 @@ def test_the_pool_holds_no_more_than_its_size() -> None:
     assert hit_rate(large, 12) > 0.9
 
 
+def test_no_policy_plans_loads_where_no_node_can_load() -> None:
+    """Without a pool, blocks of another node are computed again: a plan to load them misplaces prompts."""
+    sessions = recipe_sessions(RECIPE, 60)
+    overlap, aware = (
+        run(ClosedLoop(sessions, 12, 120), scheduling, nic_bytes_per_s=2e10)
+        for scheduling in ("overlap", "cache_aware")
+    )
+    assert hit_rate(overlap, 12) >= hit_rate(aware, 12)
+    assert overlap.ttft_s.mean() <= 1.01 * aware.ttft_s.mean()
+
+
 @pytest.mark.parametrize("scheduling", ["round_robin", "overlap", "cache_aware"])
 def test_every_request_of_a_closed_load_ends_once(scheduling: str) -> None:
     sessions = recipe_sessions(RECIPE, 60)
