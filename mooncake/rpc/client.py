@@ -514,10 +514,9 @@ class BlockingClient:
             self._lose(connection, "a call was interrupted")
             raise
         finally:
-            connection.waiting.pop(request_id, None)
-            if connection.lost is not None:
-                with connection.lock:
-                    connection.close_if_unused()
+            with connection.lock:  # another thread may be going through the waiting ones
+                connection.waiting.pop(request_id, None)
+                connection.close_if_unused()
         if type(reply) is Failure:
             raise error_of(reply, self.peer)
         return reply

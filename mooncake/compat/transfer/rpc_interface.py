@@ -11,6 +11,7 @@ from __future__ import annotations
 import asyncio
 import concurrent.futures
 import itertools
+import os
 import threading
 import weakref
 from collections.abc import Callable
@@ -118,7 +119,7 @@ class RpcInterface:
         self._lock = threading.Lock()
         self._clients: dict[str, BlockingClient] = {}
         # The existing package has no call that ends a sender.
-        weakref.finalize(self, _close_all, self._clients)
+        weakref.finalize(self, _close_all, self._clients, os.getpid())
         self._numbers = itertools.count()
         self._timeout_s = 30.0
         self._listen_at: tuple[str, int] | None = None
@@ -324,9 +325,11 @@ class _RpcServerThread:
         self._gathered_bytes -= len(self._parts.pop(key))
 
 
-def _close_all(clients: dict[str, BlockingClient]) -> None:
-    for client in clients.values():
-        client.close()
+def _close_all(clients: dict[str, BlockingClient], pid: int) -> None:
+    """Close the connections of process ``pid``; a forked child has none, and closing ends its parent's."""
+    if os.getpid() == pid:
+        for client in clients.values():
+            client.close()
 
 
 def _bytes_of(tensor: Any) -> tuple[memoryview, str, tuple[int, ...]]:

@@ -5,8 +5,10 @@ from __future__ import annotations
 
 import asyncio
 import gc
+import os
 import socket
 import threading
+import weakref
 from collections.abc import Iterator
 
 import numpy as np
@@ -77,6 +79,22 @@ def test_data_is_a_dict(receiver: Receiver) -> None:
     assert isinstance(received, dict) and sorted(received) == ["data", "source"]
     assert type(received["data"]) is bytes and received["data"] == b"hello"
     assert received["source"] == received.source_address
+
+
+def test_a_forked_child_that_ends_leaves_its_parent_s_connections(receiver: Receiver) -> None:
+    sender = create_rpc_server()
+    assert sender.send_data(receiver.address, b"before") == 0
+    child = os.fork()
+    if child == 0:
+        for finalizer in list(weakref.finalize._registry):  # type: ignore[attr-defined]
+            if (finalizer.peek() or [None])[0] is sender:  # as at the end of a process
+                finalizer()
+        os._exit(0)
+    assert os.waitpid(child, 0)[1] == 0
+    (client,) = sender._clients.values()
+    connection = client._socket
+    assert sender.send_data(receiver.address, b"after") == 0
+    assert client._socket is connection is not None, "the connection is the same"
 
 
 def test_a_tensor_without_a_callback_of_its_own_arrives_as_data() -> None:
