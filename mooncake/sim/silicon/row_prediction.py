@@ -284,6 +284,9 @@ class RowPredictor:
     """Both times of rows."""
 
     def __init__(self, rows: Sequence[MeasuredRow], seed: int = 0) -> None:
+        # A measurement that is given twice is one sample: predicted from its twin it would have no error, and
+        # the intervals that are calibrated by such errors would hold nothing.
+        rows = list({repr((one.names, one.quantities, one.ttft_s, one.tpot_s)): one for one in rows}.values())
         self.rows = rows
         self._by_target = {name: TimePredictor(rows, name, seed) for name in TARGETS}
         first, second = (self._by_target[name].residuals for name in TARGETS)

@@ -53,6 +53,16 @@ def test_fitted_rows_are_predicted_from_the_others_only(rows: list[MeasuredRow])
     assert rest.residuals == pytest.approx(whole.residuals)  # nothing is drawn anew
 
 
+def test_a_measurement_that_is_given_twice_is_one_sample(rows: list[MeasuredRow]) -> None:
+    """Otherwise it would be predicted from its twin, without an error, and intervals would be too narrow."""
+    again = [msgspec.structs.replace(row, id=f"again {number}") for number, row in enumerate(rows[:60])]
+    once, twice = RowPredictor(rows[:60]), RowPredictor([*rows[:60], *again])
+    assert len(twice.rows) == 60
+    for target in ("ttft", "tpot"):
+        expected, found = (one.predict(rows[300:320])[target].deviation for one in (once, twice))
+        assert found == pytest.approx(expected)
+
+
 def test_the_gradient_is_that_of_the_likelihood(rows: list[MeasuredRow]) -> None:
     one = TimePredictor(rows[:40], "ttft")
     known, target = one._known, one._ratios
