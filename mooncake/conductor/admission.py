@@ -218,24 +218,27 @@ class ShadowPrice:
     def offer(self, value: float, cost_s: float, now: float) -> None:
         """Record a request for ``cost_s`` seconds of the resource."""
         self._fade(now)
-        self._begun_at = now if self._begun_at is None else self._begun_at
+        if self._begun_at is None or self._offered.sum() < NEGLIGIBLE * self.horizon_s * self._unit:
+            self._begun_at = now
         if cost_s > 0:
             self._offered[_bin(value / cost_s)] += cost_s * self._unit
 
-    def rate(self, now: float) -> float:
-        """Seconds of the resource that are demanded each second."""
+    def rate(self, now: float, seen: float = 1.0) -> float:
+        """Seconds of the resource that are demanded each second, where what was demanded is that of the part
+        ``seen`` of a horizon."""
         self._fade(now)
-        return float(self._offered.sum()) / (self._unit * self.horizon_s)
+        return float(self._offered.sum()) / (self._unit * self.horizon_s * seen)
 
     def seen_part(self, least_s: float, now: float) -> float:
-        """The part of the horizon, by the weight of its arrivals, that has passed since the first one, at
-        least ``least_s``. What can be given in that part is to be compared with them: after the first seconds
-        of an overload they are a fraction of a horizon's."""
+        """The part of the horizon, by the weight of its arrivals, that has passed since there was next to
+        nothing, at least ``least_s``. What can be given in that part is to be compared with them: after the
+        first seconds of an overload they are a fraction of a horizon's."""
         seen_s = 0.0 if self._begun_at is None else now - self._begun_at
         return -math.expm1(-max(least_s, seen_s) / self.horizon_s)
 
     def per_second(self, budget: float, now: float) -> float:
-        """The price when ``budget`` seconds of the resource can be given each second."""
+        """The price when ``budget`` seconds of the resource can be given for those of each second of a
+        horizon."""
         margin, _ = self._margin(budget, now)
         return 0.0 if margin < 0 else float(10.0 ** (margin / _BINS_PER_DECADE + _LOWEST))
 
@@ -321,6 +324,8 @@ def _class(cost_s: float) -> int:
 TARGET_BACKLOG = 0.5
 """Target of the queue in overload as a part of the TTFT SLO, with room for errors on both sides."""
 
+NEGLIGIBLE = 0.02
+"""Part of an instance's time: less than that demanded is nothing, and what comes next begins a load."""
 SEEN_SLOS = 2.0
 """Arrivals of a shorter time than so many TTFT SLOs are taken as those of that time: a few at once are no
 rate."""
@@ -521,7 +526,7 @@ class GoodputRule:
             seen = price.seen_part(SEEN_SLOS * request.slo_ttft_s, now)
             # A short queue may become longer at once, a long one becomes shorter over a horizon.
             budget = num * (seen + short_s / price.horizon_s * (1.0 if short_s > 0 else seen))
-            refused = _at_price(WorkerRole.PREFILL, price, request.prefill_s, value, num, budget, now)
+            refused = _at_price(WorkerRole.PREFILL, price, request.prefill_s, value, num, budget, now, seen)
             if refused is not None:
                 if is_repeated:
                     self._refused.add(prompt, now)
@@ -544,7 +549,8 @@ class GoodputRule:
     def _has_spare(self, request: AdmissionRequest, pools: PoolCapacity, now: float) -> bool:
         """Whether prefill has time for a prompt that will be late: an instance of its own, as it were."""
         price, idle = self.prefill_price, IDLE_PART * pools.num_prefill
-        if price.rate(now) > idle + SPARE_PART * (pools.num_prefill - 1):
+        seen = price.seen_part(SEEN_SLOS * request.slo_ttft_s, now)
+        if price.rate(now, seen) > idle + SPARE_PART * (pools.num_prefill - 1):
             return False
         price.offer(_value(request) / self._errors.SIZE, request.prefill_s, now)
         return True
@@ -610,6 +616,7 @@ def _at_price(
     capacity: int,
     budget: float,
     now: float,
+    seen: float = 1.0,
 ) -> AdmissionResult | None:
     """Why a request of that value is not worth its cost; None if it is, or if its class has a turn."""
     if cost_s <= 0 or not capacity:
@@ -619,7 +626,7 @@ def _at_price(
         return None
     wait_s = price.turn_in_s(cost_s, capacity)
     most_s = value / price.per_second(budget, now)
-    return too_expensive(resource, cost_s, most_s, price.rate(now), capacity, wait_s)
+    return too_expensive(resource, cost_s, most_s, price.rate(now, seen), capacity, wait_s)
 
 
 # --- all rules

@@ -145,11 +145,12 @@ class DecodeForecast:
             return
         self._count_time(now)
         self._no_longer_decodes(request_id, member)
-        self._num_departures += 1
-        for stay in (self._stay_s, self._length):
-            stay.leave(1.0)
-        for stay in (self._token_stay_s, self._token_length):
-            stay.leave(member.num_tokens)
+        self._stay_s.leave(1.0)
+        self._token_stay_s.leave(member.num_tokens)
+        if self._step_s:  # else its steps were not counted, and its length would be a sample of 0
+            self._num_departures += 1
+            self._length.leave(1.0)
+            self._token_length.leave(member.num_tokens)
 
     def forget(self, request_id: str) -> None:
         """Drop a request that will not decode, or not here."""
@@ -232,8 +233,8 @@ class DecodeForecast:
                     break
             took_s = max(_SHORTEST_STEP_S, step_s(load))
             piece = max(1.0, lengths[0] * took_s / (_PIECES_PER_STAY * _BUCKET_S))
-            if track.at < start:
-                piece = max(1.0, min(piece, start - track.at))
+            if track.at < start:  # in half of the pieces, so that the others are left for the stay
+                piece = max(1.0, min(max(piece, 2.0 * start / _MOST_PIECES), start - track.at))
             track.go(piece, piece * _BUCKET_S / took_s)
         return highest
 

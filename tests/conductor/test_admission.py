@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import dataclasses
 import heapq
+import math
 from dataclasses import dataclass, field
 from random import Random
 from typing import Any
@@ -754,6 +755,21 @@ def test_the_clock_may_begin_anywhere_and_nights_may_be_silent(began_at: float) 
         assert price.rate(evening + 150.0) == pytest.approx(2.0, rel=0.05)
         assert price.per_second(1.0, evening + 150.0) > 0.0
         price.check()
+
+
+@pytest.mark.parametrize("silence_s", [None, 120.0, 3600.0])
+def test_each_load_is_seen_from_its_beginning_on(silence_s: float | None) -> None:
+    """One request some minutes before must not make the first seconds of an overload look like a horizon."""
+    price, began_at = ShadowPrice(30.0, 0.1), 1e6
+    if silence_s is not None:
+        price.offer(1.0, 0.5, began_at - silence_s)
+    for tick in range(60):
+        price.offer(1.0, 0.5, began_at + tick / 10)
+    now = began_at + 6.0
+    seen = price.seen_part(1.0, now)
+    assert seen == pytest.approx(1 - math.exp(-0.2), rel=0.02)
+    assert price.rate(now, seen) == pytest.approx(5.0, rel=0.1)
+    assert price.per_second(2.0 * seen, now) > 0.0, "two seconds a second are given, five demanded"
 
 
 def test_in_overload_expensive_requests_are_not_worth_it() -> None:

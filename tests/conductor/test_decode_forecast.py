@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Callable
 from random import Random
 
@@ -169,3 +170,37 @@ def test_the_first_guess_of_a_length_is_forgotten() -> None:
         forecast.left(str(number), now + 0.5)
     steps, token_steps = forecast._lengths()
     assert steps == pytest.approx(5.0, rel=0.02) and token_steps == pytest.approx(steps)
+
+
+def busy(forecast: DecodeForecast, num_requests: int, every_s: float, stay_s: float) -> float:
+    """Requests that come one after the other and stay so long; the time when the last one came."""
+    now, there = 1000.0, deque[tuple[float, str]]()
+    for number in range(num_requests):
+        now = 1000.0 + number * every_s
+        forecast.expect(f"r{number}", now, 1000, now)
+        forecast.started(f"r{number}", now)
+        there.append((now + stay_s, f"r{number}"))
+        while there[0][0] <= now:
+            forecast.left(there.popleft()[1], now)
+    return now
+
+
+def test_answers_without_a_known_step_are_no_samples_of_a_length() -> None:
+    """Their steps were not counted: lengths of 0 would make the pool look empty."""
+    forecast = DecodeForecast()
+    now = busy(forecast, 1000, 0.05, 3.0)
+    for number in range(60):
+        forecast.expect(f"w{number}", now + 0.05 * number, 1000, now)
+    forecast.set_step_s(0.05, now)
+    assert forecast.followed(now + 1.0, now, lambda load: 0.05).num_requests >= 50
+    forecast.check()
+
+
+@pytest.mark.parametrize("ahead_s", [1.0, 10.0, 19.0, 21.0, 30.0, 60.0])
+def test_a_load_is_followed_as_far_as_a_request_waits(ahead_s: float) -> None:
+    forecast = DecodeForecast()
+    forecast.set_step_s(0.02, 1000.0)
+    now = busy(forecast, 1000, 0.02, 0.5)
+    for number in range(60 * 70):
+        forecast.expect(f"w{number}", now + number / 60, 1000, now)
+    assert forecast.followed(now + ahead_s, now, lambda load: 0.02).num_requests >= 20
