@@ -6,8 +6,8 @@ Those whose prefill ends by ``t`` are there at ``t``, those older than the mean 
 end early stay in the forecast for their time, as those that end late leave it early: arrivals times mean stay
 is the right number of requests (Little's law), arrivals less known departures would be too few. The law holds
 for tokens with the mean stay of a *token*: where long prompts get long answers, contexts stay longer than
-requests do. Time is cut into buckets, so that a query costs two sums at any number of requests. It refuses to
-know instances and SLOs.
+requests do. Time is cut into buckets, so that ``at`` costs two sums at any number of requests, and other
+queries one pass over the buckets that they ask for. It refuses to know instances and SLOs.
 
 ``followed`` is ours: stays grow with the load, since each request more makes all steps longer. Where answers
 are short and come faster than they can be made, the mean stay is always that of the emptier pool before, and
