@@ -31,6 +31,9 @@ def _restore_root_logger() -> Iterator[None]:
 def _restore_library_logger() -> Iterator[None]:
     ours = logging.getLogger("mooncake")
     handlers, level, propagates = list(ours.handlers), ours.level, ours.propagate
+    # An earlier test of this process may have set it up, with the standard error of then.
+    ours.handlers[:], ours.propagate = [], True
+    ours.setLevel(logging.NOTSET)
     yield
     ours.handlers[:] = handlers
     ours.setLevel(level)
