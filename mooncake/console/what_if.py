@@ -178,7 +178,7 @@ def _read(content: bytes) -> WhatIfBody:
     except msgspec.ValidationError as error:
         field = str(error).partition("`$.")[2].rstrip("`") or None
         raise ApiError(400, str(error), param=field, code="invalid_value") from error
-    except (msgspec.DecodeError, RecursionError) as error:
+    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
         raise ApiError(400, f"the body is not valid JSON: {error}", code="invalid_json") from error
 
 

@@ -259,7 +259,7 @@ def _read(shape: type[ShapeT], body: bytes) -> ShapeT:
         if "required field" in str(error):
             field = str(error).partition("required field `")[2].partition("`")[0]
         raise ApiError(400, f"{error}", param=field, code="invalid_value") from error
-    except (msgspec.DecodeError, RecursionError) as error:
+    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
         raise ApiError(400, f"the body is not valid JSON: {error}", code="invalid_json") from error
 
 

@@ -37,6 +37,8 @@ def decode(content: bytes) -> Any:
         found = _decode_whole(content)
     except RecursionError:
         is_too_deep = True
+    except UnicodeDecodeError as error:  # of a string in it
+        raise msgspec.DecodeError(f"a string is not valid UTF-8: {error.reason}") from error
     else:
         num_opened = content.count(b"[") + content.count(b"{")
         is_too_deep = num_opened > MAX_NESTING and _is_nested_deeper(found, MAX_NESTING)
