@@ -186,11 +186,14 @@ def test_a_slow_reader_misses_nothing(reader: StalledReader) -> None:
     assert len(lines) == 2_000
 
 
-def test_a_reader_that_has_ended_is_no_failure(reader: StalledReader) -> None:
+def test_a_reader_that_has_ended_is_no_failure(
+    reader: StalledReader, capsys: pytest.CaptureFixture[str]
+) -> None:
     setup_logging()
     reader.close_reader()
     for _ in range(20_000):
         get_logger("x").info("counted", filler="x" * 80)
+    assert capsys.readouterr().err == "", "logging itself reports failures of handlers there"
 
 
 def test_a_forked_child_does_not_repeat_its_parents_backlog(reader: StalledReader) -> None:

@@ -15,35 +15,17 @@ from mooncake.doctor import store_probe
 from mooncake.doctor.facts import StoreFacts
 from mooncake.doctor.store_probe import StoreProbe
 from mooncake.store import messages as m
-from mooncake.store.node.node import Node, NodeSettings
-from mooncake.store.server import MasterServer
 from mooncake.store.settings import MasterSettings
+from tests.store.running import running_with_ssd
 
 
 @contextlib.asynccontextmanager
 async def running(folder: Path) -> AsyncIterator[str]:
     """Address of a master that has an oplog and a node with an SSD."""
     (folder / "log").mkdir()
-    server = MasterServer(MasterSettings(port=0, oplog=str(folder / "log" / "oplog"), heartbeat_s=0.2))
-    await server.start()
-    node = Node(
-        NodeSettings(
-            master=f"127.0.0.1:{server.port}",
-            name="n",
-            pool_size_bytes=4 << 20,
-            huge_pages=False,
-            ssd_path=str(folder / "ssd"),
-            ssd_size_bytes=8 << 20,
-        )
-    )
-    try:
-        await node.start()
-        async with asyncio.timeout(20):
-            await node.mounted.wait()
+    settings = MasterSettings(port=0, oplog=str(folder / "log" / "oplog"), heartbeat_s=0.2)
+    async with running_with_ssd(settings, folder) as server:
         yield f"127.0.0.1:{server.port}"
-    finally:
-        await node.close()
-        await server.close()
 
 
 async def read(address: str) -> tuple[StoreFacts, int]:

@@ -17,9 +17,9 @@ import pytest
 from mooncake.errors import InvalidArgument, MooncakeError
 from mooncake.store import AsyncStore
 from mooncake.store import messages as m
-from mooncake.store.node.node import Node, NodeSettings
 from mooncake.store.server import MasterServer
 from mooncake.store.settings import MasterSettings
+from tests.store.running import running_with_ssd
 
 DURABLE = m.PutPolicy(is_durable=True)
 
@@ -28,27 +28,12 @@ DURABLE = m.PutPolicy(is_durable=True)
 async def running(folder: Path, **settings: Any) -> AsyncIterator[tuple[MasterServer, AsyncStore]]:
     """All of them, over files that persist from one run to the next."""
     short: dict[str, Any] = {"lease_s": 0.3, "put_s": 5.0, "grace_s": 0.1, "heartbeat_s": 0.2}
-    server = MasterServer(MasterSettings(port=0, oplog=str(folder / "oplog"), **short, **settings))
-    await server.start()
-    node = Node(
-        NodeSettings(
-            master=f"127.0.0.1:{server.port}",
-            name="n",
-            pool_size_bytes=4 << 20,
-            huge_pages=False,
-            ssd_path=str(folder / "ssd"),
-            ssd_size_bytes=8 << 20,
-        )
-    )
-    try:
-        await node.start()
-        async with asyncio.timeout(20):
-            await node.mounted.wait()
-        async with AsyncStore(f"127.0.0.1:{server.port}") as store:
-            yield server, store
-    finally:
-        await node.close()
-        await server.close()
+    of_master = MasterSettings(port=0, oplog=str(folder / "oplog"), **short, **settings)
+    async with (
+        running_with_ssd(of_master, folder) as server,
+        AsyncStore(f"127.0.0.1:{server.port}") as store,
+    ):
+        yield server, store
 
 
 async def put(store: AsyncStore, *keys: str) -> None:

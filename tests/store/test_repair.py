@@ -48,14 +48,19 @@ def oplog(tmp_path: Path) -> Path:
 def ssd(tmp_path: Path) -> Path:
     """The same for an index."""
     path = tmp_path / "ssd"
+    hold_ten(path)
+    (path / DATA).write_bytes(bytes(4096 * 11))
+    flip(path / NAME, -150)
+    return path
+
+
+def hold_ten(path: Path) -> None:
+    """Write an index of ten objects."""
     folder, log = opened(path)
     for number in range(10):
         log.hold(entry(number))
     log.close()
     folder.close()
-    (path / DATA).write_bytes(bytes(4096 * 11))
-    flip(path / NAME, -150)
-    return path
 
 
 def flip(path: Path, at: int) -> None:
@@ -112,11 +117,7 @@ def test_objects_beyond_the_data_file_are_named_and_dropped(
     tmp_path: Path, num_bytes: int | None, what: str, num_kept: int
 ) -> None:
     path = tmp_path / "ssd"
-    folder, log = opened(path)
-    for number in range(10):
-        log.hold(entry(number))
-    log.close()
-    folder.close()
+    hold_ten(path)
     if num_bytes is not None:
         (path / DATA).write_bytes(bytes(num_bytes))
     before = files(path)
