@@ -75,6 +75,8 @@ def _world(
     progress: Callable[[int, float], None] | None,
 ) -> ServingCluster:
     changes: dict[str, Any] = {"scheduling": scheduling, "admission": admission}
+    if cluster.mode != "disaggregated" and not cluster.has_pool:
+        changes["shares_blocks"] = False  # no node loads another's blocks there
     settings = dataclasses.replace(
         settings or SchedulingSettings(audit_share=0.0),
         **changes,
@@ -86,7 +88,5 @@ def _world(
         probe_interval_s=NEVER_S,
         slow_start_s=0.0,
     )
-    if cluster.mode != "disaggregated" and not cluster.has_pool:
-        settings = dataclasses.replace(settings, shares_blocks=False)  # no node loads another's blocks there
     world = DisaggregatedCluster if cluster.mode == "disaggregated" else ColocatedCluster
     return world(cluster, settings, objectives, seed, progress)
