@@ -178,9 +178,7 @@ class MasterRole:
             raise
 
     def _new_master(self) -> Master:
-        # Its ids begin when it leads. Until then the largest one is that of the records, beyond which the log
-        # may have lost some.
-        return Master(self.settings, 0, self._secret)
+        return Master(self.settings, self._first_id(), self._secret)
 
     def __repr__(self) -> str:
         state = "failed" if self.has_failed else "leads" if self.is_leading else "follows"

@@ -358,6 +358,9 @@ class Objects:
         self.groups: dict[str, Group] = {}
         """Groups of readable objects, by scoped name."""
         self._last_id = last_id
+        self.largest_seen = 0
+        """The largest id that another master gave out, as far as its records show. ``last_id`` may be larger:
+        it begins at a clock."""
         self._own_from = last_id + 1
         """From here to the last id, all were given out by this master."""
         self._own_before: list[tuple[int, int]] = []
@@ -374,6 +377,7 @@ class Objects:
 
     def saw(self, object_id: int) -> None:
         """Note an id that another master gave out."""
+        self.largest_seen = max(self.largest_seen, object_id)
         if object_id > self._last_id:
             self._go_to(object_id)
 

@@ -182,7 +182,7 @@ class LogReplay:
         self._catalog.notes = []
 
     def settle(self, now: float, doubt: Doubt) -> None:
-        self._catalog.known_until = 0 if doubt is Doubt.ANY else self._catalog.objects.last_id
+        self._catalog.known_until = 0 if doubt is Doubt.ANY else self._catalog.objects.largest_seen
         self._catalog.is_doubted = doubt is not Doubt.NONE
         if doubt is Doubt.ANY:  # their records are missing, and they must not come back
             for key, object_id in self._unseen.items():
@@ -217,6 +217,7 @@ class LogReplay:
             self._catalog.empty(segment, "gone", now)
 
     def _object_readable(self, record: ObjectReadable, now: float) -> None:
+        self._catalog.objects.saw(record.object_id)
         known = self._catalog.objects.readable.get(record.key)
         if known is not None and known.object_id == record.object_id:
             return

@@ -114,3 +114,4 @@ def test_what_is_newer_than_the_records_is_not_held_for_removed() -> None:
     assert not catalog.is_later(5000)
     assert catalog.is_later(5001) and catalog.is_later(1 << 39), "its record may have been lost"
     assert catalog.objects.new_id() > 1 << 40
+    assert catalog.segments.line == 1 << 40, "nodes tell masters apart by it and by the numbers of changes"
