@@ -80,6 +80,8 @@ IN_MEMORY_BYTES_PER_S = 1e12
 PROBE_SESSIONS = 3
 """Sessions of the probe for each server: so few that their KV fits."""
 PROBE_TURNS = 6
+SLOWNESS_ROUNDS = 6
+"""Prompts for each server that say how fast the machine is now."""
 LEAST_BUSY, MOST_BUSY = 0.5, 8.0
 BISECTIONS = 10
 PLACEMENT = {"a": "round_robin", "b": "round_robin", "c": DEFAULT_POLICY}
@@ -206,9 +208,14 @@ class CostSampling:
         )
 
     async def slowness(self, costs: NodeCosts) -> float:
-        """How many times as long as these costs say a prompt takes now: a shared machine's speed changes."""
+        """How many times as long as these costs say a prompt takes now: a shared machine's speed changes.
+
+        The first answers do not count: the gateway's connections are new, and the servers may still save what
+        an earlier load has computed.
+        """
         length = 1024
-        answers = [one for _ in range(2) for one in await self._ask(self._prompts(length), 1)]
+        rounds = [await self._ask(self._prompts(length), 1) for _ in range(1 + SLOWNESS_ROUNDS)]
+        answers = [one for answers in rounds[1:] for one in answers]
         return statistics.median(one.token_at_s[0] for one in answers) / costs.prefill.seconds(0, length)
 
     async def _steps(self, batch: int, length: int) -> list[StepSample]:
