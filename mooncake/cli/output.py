@@ -40,7 +40,7 @@ def waiting(what: str) -> Iterator[None]:
         yield
 
 
-MIN_WIDTH = 130
+MIN_WIDTH = 240
 """Width of output to a file or a pipe: nothing is folded there to fit a screen."""
 
 

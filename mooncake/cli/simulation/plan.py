@@ -495,6 +495,8 @@ def _baseline_of(plans: dict[str, CapacityPlan], baseline: str) -> CandidateClus
 
 
 def _figures(one: CandidateCluster) -> tuple[str, ...]:
+    """Colocated nodes of a plan have no pool, so they need neither its memory nor its network."""
+    has_pool = one.mode == "disaggregated"
     return (
         str(one.num_nodes),
         f"{one.dollars_per_hour:.2f}",
@@ -503,8 +505,8 @@ def _figures(one: CandidateCluster) -> tuple[str, ...]:
         f"{one.ttft_p90_s:.2f}",
         f"{one.tbt_p90_s * 1000:.1f}",
         f"{one.hit_rate:.3f}",
-        f"{one.cache_bytes / 1e9:,.0f} GB",
-        f"{one.nic_bytes_per_s * 8 / 1e9:,.0f} Gb/s",
+        f"{one.cache_bytes / 1e9:,.0f} GB" if has_pool else "-",
+        f"{one.nic_bytes_per_s * 8 / 1e9:,.0f} Gb/s" if has_pool else "-",
     )
 
 

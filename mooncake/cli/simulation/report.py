@@ -46,7 +46,7 @@ HEADINGS = (
     "TTFT s\nmean p50 p90 p99",
     "TBT ms\nmean p90 p99",
     "hit rate",
-    "GPU s",
+    "prefill s",
 )
 
 
@@ -56,6 +56,8 @@ def cells(run: ClusterRun) -> tuple[str, ...]:
     rejected = f"{one.num_rejected + one.num_rejected_after_prefill:,}"
     if one.num_rejected_after_prefill:
         rejected += f" ({one.num_rejected_after_prefill:,} late)"
+    if one.num_failed:
+        rejected += f" + {one.num_failed:,} failed"
     return (
         run.name,
         rejected,
@@ -83,7 +85,8 @@ def table(trace: str, runs: list[ClusterRun]) -> Table:
     within = f" within {', '.join(objectives)}" if objectives else ", for there are no objectives"
     caption = (
         f"good: completed{within}; TBT is the mean of the longest tenth of a request's intervals."
-        "\nlate: rejected after prefill. GPU s: prefill, mean over requests."
+        "\nlate: rejected after prefill. failed: longer than a node's memory. "
+        "prefill s: of a node's time, mean over requests."
     )
     shown = Table(
         title=f"{trace}: {first.num_requests:,} requests",
@@ -93,7 +96,7 @@ def table(trace: str, runs: list[ClusterRun]) -> Table:
         box=box.SIMPLE,
     )
     for number, heading in enumerate(HEADINGS):
-        shown.add_column(heading, justify="right" if number else "left")
+        shown.add_column(heading, justify="right" if number else "left", overflow="fold")
     for run in runs:
         shown.add_row(*cells(run))
     return shown
@@ -112,7 +115,8 @@ class PlainTable:
         shown = Table(title=self.title or None, caption=self.caption or None, box=box.SIMPLE)
         shown.title_justify = shown.caption_justify = "left"
         for number, heading in enumerate(self.headings):
-            shown.add_column(heading, justify="right" if number else "left")
+            # A name is folded where there is no room: two that are cut short may look the same.
+            shown.add_column(heading, justify="right" if number else "left", overflow="fold")
         for row in self.rows:
             shown.add_row(*row)
         return shown

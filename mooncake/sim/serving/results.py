@@ -69,7 +69,7 @@ class Summary(msgspec.Struct, frozen=True):
     fetched_share: float
     "The part of it that came from another node or from an SSD."
     prefill_gpu_s: float
-    "GPU seconds of prefill, mean over requests."
+    "Seconds of a node's prefill, mean over requests."
     num_interruptions: int = 0
     "Interruptions of spot instances, until the last request ended."
     num_retries: int = 0

@@ -40,6 +40,12 @@ def test_simulate_compares_and_reports(mooncake: Run, tmp_path: Path) -> None:
     assert not re.search(r"""(src|href)=["'](?!#)|url\((?!#)|@import""", html), "it loads nothing"
 
 
+def test_requests_that_fit_no_node_are_in_the_table(mooncake: Run) -> None:
+    done = mooncake("simulate", "poisson:rate=2,requests=9,input_tokens=90000000", "--cluster", "2xchunked")
+    assert done.returncode == 0, done.stderr
+    assert re.search(r"2xchunked overlap +0 \+ \d failed +0 \(0.0%\)", done.stdout), done.stdout
+
+
 def test_costs_of_measured_rows_have_errors(mooncake: Run, tmp_path: Path) -> None:
     document = tmp_path / "p.json"
     random_rows(tmp_path / "rows.csv", 200)
@@ -81,6 +87,12 @@ def test_plan_finds_a_cluster_and_what_it_costs(mooncake: Run, tmp_path: Path) -
     less = {one["note"]: one for one in plan["sensitivity"]}
     assert all(not one["meets"] for note, one in less.items() if note.endswith("node less"))
     assert "Around the cheapest" in done.stdout
+    shown = [line for line in done.stdout.splitlines() if line.strip().startswith(("1P", "2P", "3P", "4P"))]
+    assert len(shown) == 1 and "llama3-70b-8xH100 " in shown[0], "a pipe has room for whole names"
+    one_pool = next(line for line in done.stdout.splitlines() if " x chunked" in line)
+    assert one_pool.split().count("-") == 2, (
+        "colocated nodes without a pool use no network and no memory of it"
+    )
 
 
 AGENTS = (
