@@ -56,6 +56,9 @@ from mooncake.recorded_requests import RECORDING_VERSION, RecordedRequest, Recor
 MAX_LINE_BYTES = 16 << 20
 """A prompt of 100 million tokens in 512-token blocks fits; a file without line ends does not."""
 
+OTHER_FORMATS = {"zstd": b"\x28\xb5\x2f\xfd", "xz": b"\xfd7zXZ\0", "bzip2": b"BZh", "zip": b"PK\x03\x04"}
+"""First bytes of compressed files that are not read."""
+
 
 class TraceRow(NamedTuple):
     """One request: its arrival, the lengths of its prompt and answer, and the prefix that it shares with
@@ -104,8 +107,11 @@ class TraceFile:
         try:
             with io.BufferedReader(io.FileIO(self.path), 1 << 20) as raw:
                 self.size_bytes = os.fstat(raw.fileno()).st_size
-                is_gzip = raw.peek(2)[:2] == b"\x1f\x8b"
-                if is_gzip:
+                begin = raw.peek(8)
+                for name, magic in OTHER_FORMATS.items():
+                    if begin.startswith(magic):
+                        self.refuse("file", f"compressed with {name}", "a plain file, or one of gzip")
+                if begin.startswith(b"\x1f\x8b"):
                     with gzip.open(raw) as plain:
                         yield from self._lines(plain, raw)
                 else:

@@ -195,6 +195,8 @@ def test_a_file_that_was_cut_off_never_passes_for_a_whole_one(
 def test_an_empty_file_and_no_file_are_errors(folder: Path) -> None:
     assert "file is 'empty'; allowed: at least one row" in str(refused(put(folder, b"")))
     assert "file is 'empty'" in str(refused(put(folder, gzip.compress(b""), "empty.gz")))
+    zstd = put(folder, b"\x28\xb5\x2f\xfd" + bytes(20), "trace.jsonl.zst")
+    assert "file is 'compressed with zstd'; allowed: a plain file, or one of gzip" in str(refused(zstd))
     assert "No such file" in str(refused(str(folder / "none.jsonl")))
     assert "directory" in str(refused(str(folder)))
 
