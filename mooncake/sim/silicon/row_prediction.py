@@ -6,7 +6,7 @@ and Williams, 2006, chapters 2 and 5): rows are alike by their quantities and es
 and by how many of their names are equal; a linear kernel carries on where no row is near. How much each
 column matters is found by the marginal likelihood's gradient. Intervals are widened until 90 % of the fitted
 rows, each predicted from the others only, lie inside (conformal prediction: Vovk, Gammerman and Shafer,
-2005), by mode; for a model or a card that the fit has not seen, until 90 % of whole models or cards do.
+2005), by mode; for a model, a card or an engine that the fit has not seen, until 90 % of whole ones do.
 All these leave-out predictions follow from one inverse (chapter 5.4.2).
 """
 
@@ -15,7 +15,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Sequence
 from random import Random
-from typing import Literal, NamedTuple
+from typing import NamedTuple
 
 import msgspec
 import numpy as np
@@ -35,8 +35,6 @@ LINEAR = 0.3
 """Variance of the linear kernel, per column."""
 FEWEST = 20
 """Rows of a mode from which its own intervals are calibrated."""
-UNSEEN_FACTOR = 3.0
-"""By how much intervals are wider where the fit has too few models or cards to tell."""
 _KERNEL_NAMES = tuple(
     (*NAMES, *DERIVED_NAMES).index(one)
     for one in (*(one for one in NAMES if one != "model_path"), *DERIVED_NAMES)
@@ -45,14 +43,27 @@ _MOST_SCALED = 6.0
 """Standard deviations from the mean at which a quantity stops being further away."""
 _MOST_LINEAR = 3.0
 
-Novelty = Literal["known", "new pair", "new model", "new card", "new model and card"]
-"""What the fit has seen of a row: its model on its card, both but not together, or only one, or none."""
-_GROUPS: dict[Novelty, tuple[str, ...]] = {
-    "new pair": ("architecture", "system"),
-    "new model": ("architecture",),
-    "new card": ("system",),
+
+class _Group(NamedTuple):
+    """Rows of equal ``columns`` are left out together to calibrate the intervals of new ones."""
+
+    columns: tuple[str, ...]
+    fewest: int = 3
+    "So many groups tell how far another may be off."
+    factor: float = 3.0
+    "By how much intervals are wider where there are fewer."
+
+
+_GROUPS = {
+    "pair": _Group(("architecture", "system")),
+    "model": _Group(("architecture",)),
+    "card": _Group(("system",)),
+    "engine": _Group(("backend",), fewest=2),  # of three engines, each lies within what the other two tell
+    "mode": _Group(("mode",), factor=2.0),  # there are two, so a fit without one never tells
 }
-"""Columns whose rows are left out together to calibrate the intervals of each."""
+"""What a fit may not have seen of a row."""
+KNOWN = "known"
+"""The novelty of a row of which the fit has seen all of these."""
 
 
 class TimePrediction(msgspec.Struct, frozen=True):
@@ -124,21 +135,25 @@ class TimePredictor:
         self.residuals: Floats = self._solved / np.sqrt(np.diag(self._inverse))
         """Errors of the fitted rows, each predicted from all others, in predicted deviations."""
         self._seen = {
-            kind: {tuple(row.named(one) for one in columns) for row in rows}
-            for kind, columns in _GROUPS.items()
+            kind: {tuple(row.named(one) for one in group.columns) for row in rows}
+            for kind, group in _GROUPS.items()
         }
         self._widths = self._calibrated(rows)
 
-    def novelty(self, row: MeasuredRow) -> Novelty:
-        has_model, has_card, has_pair = (
-            tuple(row.named(one) for one in _GROUPS[kind]) in self._seen[kind]
-            for kind in ("new model", "new card", "new pair")
-        )
-        if has_pair:
-            return "known"
-        if has_model and has_card:
-            return "new pair"
-        return "new card" if has_model else "new model" if has_card else "new model and card"
+    def novelty(self, row: MeasuredRow) -> str:
+        """``known``, or what the fit has not seen: ``new model and card``."""
+        unseen = self._unseen(row)
+        return f"new {' and '.join(unseen)}" if unseen else KNOWN
+
+    def _unseen(self, row: MeasuredRow) -> list[str]:
+        unseen = [
+            kind
+            for kind, group in _GROUPS.items()
+            if tuple(row.named(one) for one in group.columns) not in self._seen[kind]
+        ]
+        if "model" in unseen or "card" in unseen:
+            unseen.remove("pair")
+        return unseen
 
     def predict(self, rows: Sequence[MeasuredRow]) -> TimePrediction:
         """What the rows' times will be; their own are not read."""
@@ -246,28 +261,27 @@ class TimePredictor:
 
     # --- intervals
 
-    def _calibrated(self, rows: Sequence[MeasuredRow]) -> dict[tuple[Novelty, bool], float]:
-        """By which factor predicted deviations are widened, by novelty and mode."""
+    def _calibrated(self, rows: Sequence[MeasuredRow]) -> dict[tuple[str, bool], float]:
+        """By which factor predicted deviations are widened, by what is new and by mode."""
         is_disaggregated = np.array([row.is_disaggregated for row in rows])
         errors = np.abs(self.residuals)
-        found: dict[tuple[Novelty, bool], float] = {}
+        found: dict[tuple[str, bool], float] = {}
         for mode in (False, True):
             of_mode = errors[is_disaggregated == mode]
             usual = _quantile_90(of_mode if len(of_mode) >= FEWEST else errors) / NORMAL_90
-            found["known", mode] = usual
-            for kind, columns in _GROUPS.items():
-                found[kind, mode] = max(usual, self._width_of_groups(rows, columns))
-            found["new model and card", mode] = math.hypot(found["new model", mode], found["new card", mode])
+            found[KNOWN, mode] = usual
+            for kind, group in _GROUPS.items():
+                found[kind, mode] = max(usual, self._width_of_groups(rows, group))
         return found
 
-    def _width_of_groups(self, rows: Sequence[MeasuredRow], columns: tuple[str, ...]) -> float:
-        """The same where all rows of equal ``columns`` are predicted from the others; every group counts
-        alike, because the next one is a group, too."""
+    def _width_of_groups(self, rows: Sequence[MeasuredRow], group: _Group) -> float:
+        """The same where all rows of a group are predicted from the others; every group counts alike, because
+        the next one is a group, too."""
         groups: dict[tuple[str, ...], list[int]] = {}
         for number, row in enumerate(rows):
-            groups.setdefault(tuple(row.named(one) for one in columns), []).append(number)
-        if len(groups) < 3:
-            return UNSEEN_FACTOR
+            groups.setdefault(tuple(row.named(one) for one in group.columns), []).append(number)
+        if len(groups) < group.fewest:
+            return group.factor
         errors, shares = [], []
         for numbers in groups.values():
             block = np.linalg.inv(self._inverse[np.ix_(numbers, numbers)])
@@ -277,7 +291,13 @@ class TimePredictor:
         return _quantile_90(np.concatenate(errors), np.concatenate(shares)) / NORMAL_90
 
     def _widths_of(self, rows: Sequence[MeasuredRow]) -> Floats:
-        return np.array([self._widths[self.novelty(row), row.is_disaggregated] for row in rows])
+        widths = self._widths
+        return np.array(
+            [
+                math.hypot(*(widths[one, row.is_disaggregated] for one in self._unseen(row) or (KNOWN,)))
+                for row in rows
+            ]
+        )
 
 
 class RowPredictor:
@@ -295,7 +315,7 @@ class RowPredictor:
             float(((first - first.mean()) * (second - second.mean())).mean()) / spread if spread else 0.0
         )
 
-    def novelty(self, row: MeasuredRow) -> Novelty:
+    def novelty(self, row: MeasuredRow) -> str:
         return self._by_target[TARGETS[0]].novelty(row)
 
     def predict(self, rows: Sequence[MeasuredRow]) -> dict[str, TimePrediction]:

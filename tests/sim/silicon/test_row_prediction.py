@@ -87,14 +87,14 @@ def test_the_gradient_is_that_of_the_likelihood(rows: list[MeasuredRow]) -> None
 
 
 def renamed(row: MeasuredRow, **names: str) -> MeasuredRow:
-    places = {"system": 1, "architecture": 7}
+    places = {"system": 1, "backend": 2, "architecture": 7}
     changed = list(row.names)
     for name, value in names.items():
         changed[places[name]] = value
     return msgspec.structs.replace(row, names=tuple(changed))
 
 
-def test_unseen_cards_and_models_have_wide_intervals(
+def test_unseen_cards_models_and_engines_have_wide_intervals(
     rows: list[MeasuredRow], predictor: RowPredictor
 ) -> None:
     row = rows[0]
@@ -103,11 +103,33 @@ def test_unseen_cards_and_models_have_wide_intervals(
         "new card": renamed(row, system="unheard_of"),
         "new model": renamed(row, architecture="unheard-of"),
         "new model and card": renamed(row, system="unheard_of", architecture="unheard-of"),
+        "new engine": renamed(row, backend="unheard-of"),
+        "new card and engine": renamed(row, system="unheard_of", backend="unheard-of"),
     }
     assert [predictor.novelty(one) for one in kinds.values()] == list(kinds)
     for prediction in predictor.predict(list(kinds.values())).values():
         assert (prediction.deviation[1:] > 2 * prediction.deviation[0]).all()
         assert prediction.deviation[3] > prediction.deviation[1]
+        assert prediction.deviation[5] > max(prediction.deviation[1], prediction.deviation[4])
+
+
+def test_a_fit_without_disaggregated_rows_knows_that_they_are_new(rows: list[MeasuredRow]) -> None:
+    apart = next(one for one in rows if one.is_disaggregated)
+    alone = RowPredictor([one for one in rows if not one.is_disaggregated])
+    both = RowPredictor(rows)
+    assert [one.novelty(apart) for one in (alone, both)] == ["new mode", "known"]
+    for target, prediction in alone.predict([apart]).items():
+        assert prediction.deviation[0] > 1.5 * both.predict([apart])[target].deviation[0]
+
+
+def test_of_two_engines_each_says_how_far_a_third_may_be_off(rows: list[MeasuredRow]) -> None:
+    """Here the other's times are the same, so a third one's interval is hardly wider."""
+    two = [renamed(one, backend="ab"[number % 2]) for number, one in enumerate(rows)]
+    predictor, row = RowPredictor(two), renamed(rows[0], backend="c")
+    assert predictor.novelty(row) == "new engine"
+    one_engine = RowPredictor(rows).predict([row])
+    for target, prediction in predictor.predict([row]).items():
+        assert prediction.deviation[0] < 0.7 * one_engine[target].deviation[0]
 
 
 def test_what_no_table_knows_is_predicted_near_the_usual(
