@@ -26,7 +26,6 @@ from mooncake.http.openai import (
     CompletionResponse,
     Delta,
     TokenLogprob,
-    TopLogprob,
     Usage,
     to_event,
 )
@@ -52,12 +51,13 @@ class AnswerPiece(msgspec.Struct):
         self.text += later.text
         self.token_ids = self.token_ids + later.token_ids
         if later.logprobs is not None:
-            joined = self.logprobs or CompletionLogprobs()
+            joined = self.logprobs or CompletionLogprobs(content=[])
             self.logprobs = CompletionLogprobs(
                 joined.text_offset + later.logprobs.text_offset,
                 joined.token_logprobs + later.logprobs.token_logprobs,
                 joined.tokens + later.logprobs.tokens,
                 joined.top_logprobs + later.logprobs.top_logprobs,
+                _rows(joined) + _rows(later.logprobs),
             )
         self.finish_reason = later.finish_reason or self.finish_reason
         self.stop_reason = later.stop_reason if later.stop_reason is not None else self.stop_reason
@@ -111,11 +111,14 @@ class CompletionWriter:
         )
 
     def _choice(self, piece: AnswerPiece) -> CompletionChoice:
+        logprobs = piece.logprobs
+        if logprobs is not None and not self._with_token_ids:
+            logprobs = msgspec.structs.replace(logprobs, content=UNSET)
         return CompletionChoice(
             piece.index,
             piece.text,
             piece.finish_reason,
-            piece.logprobs,
+            logprobs,
             piece.stop_reason,
             piece.token_ids if self._with_token_ids else UNSET,
         )
@@ -178,18 +181,9 @@ class ChatWriter:
 
 
 def chat_logprobs(logprobs: CompletionLogprobs | None) -> ChatLogprobs | None:
-    """The columns of a text completion as the rows of a chat completion."""
-    if logprobs is None:
-        return None
-    rows = zip(logprobs.tokens, logprobs.token_logprobs, logprobs.top_logprobs, strict=True)
-    return ChatLogprobs(
-        [
-            TokenLogprob(
-                token,
-                value if value is not None else 0.0,
-                list(token.encode()),
-                [TopLogprob(other, score, list(other.encode())) for other, score in (top or {}).items()],
-            )
-            for token, value, top in rows
-        ]
-    )
+    """The rows of a chat completion in the columns of a text completion."""
+    return None if logprobs is None else ChatLogprobs(_rows(logprobs))
+
+
+def _rows(logprobs: CompletionLogprobs) -> list[TokenLogprob]:
+    return [] if logprobs.content is UNSET else logprobs.content

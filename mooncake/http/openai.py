@@ -477,13 +477,31 @@ class Usage(msgspec.Struct):
 FinishReason = Literal["stop", "length", "abort"]
 
 
+class TopLogprob(msgspec.Struct):
+    token: str
+    logprob: float
+    bytes: list[int] | None = None
+
+
+class TokenLogprob(msgspec.Struct):
+    token: str
+    logprob: float
+    bytes: list[int] | None = None
+    top_logprobs: list[TopLogprob] = []
+
+
 class CompletionLogprobs(msgspec.Struct):
-    """Log probabilities in columns, one element per token. ``text_offset`` counts from the answer's start."""
+    """Log probabilities in columns, one element per token. ``text_offset`` counts from the answer's start.
+
+    ``top_logprobs`` has the token of the answer and the likeliest ones. ``content`` has the same as the rows
+    of a chat, with the tokens' bytes; it is written with ``return_token_ids`` only, and a gateway reads it.
+    """
 
     text_offset: list[int] = []
     token_logprobs: list[float | None] = []
     tokens: list[str] = []
     top_logprobs: list[dict[str, float] | None] = []
+    content: list[TokenLogprob] | UnsetType = UNSET
 
 
 class CompletionChoice(msgspec.Struct):
@@ -506,19 +524,6 @@ class CompletionResponse(msgspec.Struct, kw_only=True):
     choices: list[CompletionChoice]
     usage: Usage | UnsetType | None = UNSET
     kv_transfer_params: dict[str, Any] | UnsetType | None = UNSET
-
-
-class TopLogprob(msgspec.Struct):
-    token: str
-    logprob: float
-    bytes: list[int] | None = None
-
-
-class TokenLogprob(msgspec.Struct):
-    token: str
-    logprob: float
-    bytes: list[int] | None = None
-    top_logprobs: list[TopLogprob] = []
 
 
 class ChatLogprobs(msgspec.Struct):

@@ -218,8 +218,8 @@ class ByteTokenizer:
     def decode(self, token_ids: Sequence[int]) -> str:
         return bytes(token for token in token_ids if token < 128).decode("ascii")
 
-    def token_text(self, token_id: int) -> str:
-        return self.decode([token_id])
+    def token_bytes(self, token_id: int) -> bytes:
+        return self.decode([token_id]).encode()
 
 
 @dataclasses.dataclass(frozen=True)

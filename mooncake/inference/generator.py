@@ -10,11 +10,11 @@ from __future__ import annotations
 
 import asyncio
 import dataclasses
-from collections.abc import AsyncGenerator, Callable, Sequence
+from collections.abc import AsyncGenerator, Callable, Mapping, Sequence
 
 from mooncake.errors import MooncakeError, Refusal
 from mooncake.http.answers import AnswerPiece
-from mooncake.http.openai import CompletionLogprobs
+from mooncake.http.openai import CompletionLogprobs, TokenLogprob, TopLogprob
 from mooncake.http.worker_stats import PromptStats, ResumedStats
 from mooncake.inference.blocks import BlockEvent
 from mooncake.inference.engine import Engine, EngineThread, Output
@@ -214,12 +214,27 @@ class _Text:
     def _logprobs(self, rows: Sequence[TokenLogprobs] | None) -> CompletionLogprobs | None:
         if rows is None:
             return None
-        columns = CompletionLogprobs()
+        content: list[TokenLogprob] = []
+        columns = CompletionLogprobs(content=content)
         for row in rows:
+            values = {row.token_id: row.logprob, **dict(row.top)}
+            texts = {token: self._tokenizer.token_bytes(token) for token in values}
+            found = {
+                token: TopLogprob(texts[token].decode(errors="replace"), value, list(texts[token]))
+                for token, value in values.items()
+            }
+            chosen, top = found[row.token_id], [found[token] for token, _ in row.top]
             columns.text_offset.append(self._offset)
-            columns.tokens.append(self._tokenizer.token_text(row.token_id))
+            columns.tokens.append(chosen.token)
             columns.token_logprobs.append(row.logprob)
-            columns.top_logprobs.append(
-                {self._tokenizer.token_text(token): value for token, value in row.top}
-            )
+            columns.top_logprobs.append(_by_text(found))
+            content.append(TokenLogprob(chosen.token, row.logprob, chosen.bytes, top))
         return columns
+
+
+def _by_text(tokens: Mapping[int, TopLogprob]) -> dict[str, float]:
+    """Log probabilities by text; of tokens with equal texts all but the first are ``token_id:N``."""
+    found: dict[str, float] = {}
+    for token, one in tokens.items():
+        found[f"token_id:{token}" if one.token in found else one.token] = one.logprob
+    return found

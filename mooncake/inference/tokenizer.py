@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import inspect
 import os
+import re
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, Protocol
@@ -26,6 +27,22 @@ REPLACEMENT = "\N{REPLACEMENT CHARACTER}"
 
 UNKNOWN_CHARS = 256
 """Most characters that a token for an unknown word is assumed to represent."""
+
+_MARKED_SPACE = "\N{LOWER ONE EIGHTH BLOCK}"
+"""A space in the vocabularies of SentencePiece."""
+
+_BYTE_TOKEN = re.compile("<0x([0-9A-Fa-f]{2})>")
+"""A token of SentencePiece that is one byte."""
+
+
+def _byte_alphabet() -> dict[str, int]:
+    """The byte of each character in the vocabulary of a byte-level tokenizer."""
+    shown = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
+    others = [byte for byte in range(256) if byte not in shown]
+    return {chr(byte): byte for byte in shown} | {chr(256 + at): byte for at, byte in enumerate(others)}
+
+
+_BYTES = _byte_alphabet()
 
 
 def stay_offline() -> None:
@@ -53,7 +70,7 @@ class AnyTokenizer(Protocol):
 
     def decode(self, token_ids: Sequence[int]) -> str: ...
 
-    def token_text(self, token_id: int) -> str: ...
+    def token_bytes(self, token_id: int) -> bytes: ...
 
 
 class Tokenizer:
@@ -69,10 +86,15 @@ class Tokenizer:
         except Exception as error:  # it raises whatever its parsers raise
             what = f"{type(error).__name__}: {error}".splitlines()[0]
             raise ModelError(f"{folder}: no usable tokenizer ({what}); fetch the model again") from error
-        self._fast = getattr(self._tokenizer, "backend_tokenizer", None)
+        self._fast: Any = getattr(self._tokenizer, "backend_tokenizer", None)
         longest = max(map(len, self._tokenizer.get_vocab()), default=1)
         self.longest_token_chars = max(longest, UNKNOWN_CHARS)
         """Most characters that one token represents."""
+        self._added = {number: text for text, number in self._tokenizer.get_added_vocab().items()}
+        decoder = None if self._fast is None else self._fast.decoder
+        state = "" if decoder is None else decoder.__getstate__().decode()
+        self._is_byte_level = '"ByteLevel"' in state
+        self._has_marked_spaces = _MARKED_SPACE in state
         signature = inspect.signature(self._tokenizer.apply_chat_template)
         self._template_arguments = {*signature.parameters} | {"messages", "self"}
 
@@ -125,10 +147,21 @@ class Tokenizer:
         text: str = source.decode(list(token_ids), skip_special_tokens=False)
         return text
 
-    def token_text(self, token_id: int) -> str:
-        """Text of a single token, special tokens included."""
-        text: str = self._tokenizer.decode([token_id], skip_special_tokens=False)
-        return text
+    def token_bytes(self, token_id: int) -> bytes:
+        """Bytes that a single token represents, special tokens included; maybe a part of a character.
+
+        They come from the vocabulary, because a decoder replaces incomplete characters."""
+        name = self._added.get(token_id)
+        if name is not None:
+            return name.encode()
+        if self._is_byte_level or self._has_marked_spaces:
+            name = self._fast.id_to_token(token_id) or ""
+            if self._is_byte_level and all(character in _BYTES for character in name):
+                return bytes(_BYTES[character] for character in name)
+            if self._has_marked_spaces:
+                byte = _BYTE_TOKEN.fullmatch(name)
+                return name.replace(_MARKED_SPACE, " ").encode() if byte is None else bytes.fromhex(byte[1])
+        return self.text_of([token_id]).encode()
 
 
 def _shown(error: Exception) -> str:

@@ -285,11 +285,14 @@ class WorkerDouble:
                 self.abort_after, finish = None, "abort"
             choice = {"index": 0, "text": text, "finish_reason": finish, "stop_reason": stop}
             if body.get("logprobs") is not None:
+                name = text_of(token)
+                top = [{"token": name, "logprob": -0.5, "bytes": [*name.encode()]}]
                 choice["logprobs"] = {
-                    "text_offset": [len(whole) - len(text_of(token))],
+                    "text_offset": [len(whole) - len(name)],
                     "token_logprobs": [-0.5],
-                    "tokens": [text_of(token)],
-                    "top_logprobs": [{text_of(token): -0.5}],
+                    "tokens": [name],
+                    "top_logprobs": [{name: -0.5}],
+                    "content": [{**top[0], "top_logprobs": top}],
                 }
             extra = {"kv_transfer_params": named} if is_first else {}
             is_first = False

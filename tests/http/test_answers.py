@@ -8,7 +8,7 @@ import msgspec
 import pytest
 
 from mooncake.http.answers import AnswerPiece, ChatWriter, CompletionWriter, chat_logprobs
-from mooncake.http.openai import CompletionLogprobs, Usage
+from mooncake.http.openai import CompletionLogprobs, TokenLogprob, TopLogprob, Usage
 
 USAGE = Usage.of(10, 3, 4)
 
@@ -23,15 +23,19 @@ def body(answer: msgspec.Struct) -> Any:
 
 
 def test_pieces_join_in_order() -> None:
-    whole = AnswerPiece(1, "Par", [5], CompletionLogprobs([0], [-0.5], ["Par"], [{"Par": -0.5}]))
-    whole.join(AnswerPiece(1, "is", [6], CompletionLogprobs([3], [-0.1], ["is"], [None]), "stop", "\n"))
+    par, is_ = TokenLogprob("Par", -0.5), TokenLogprob("is", -0.1)
+    whole = AnswerPiece(1, "Par", [5], CompletionLogprobs([0], [-0.5], ["Par"], [{"Par": -0.5}], [par]))
+    later = CompletionLogprobs([3], [-0.1], ["is"], [None], [is_])
+    whole.join(AnswerPiece(1, "is", [6], later, "stop", "\n"))
     assert (whole.text, whole.token_ids, whole.finish_reason, whole.stop_reason) == (
         "Paris",
         [5, 6],
         "stop",
         "\n",
     )
-    assert whole.logprobs == CompletionLogprobs([0, 3], [-0.5, -0.1], ["Par", "is"], [{"Par": -0.5}, None])
+    assert whole.logprobs == CompletionLogprobs(
+        [0, 3], [-0.5, -0.1], ["Par", "is"], [{"Par": -0.5}, None], [par, is_]
+    )
 
 
 def test_joining_does_not_change_what_was_streamed() -> None:
@@ -81,11 +85,28 @@ def test_a_whole_chat() -> None:
     assert "kv_transfer_params" not in whole
 
 
-def test_logprobs_of_a_chat_are_rows_with_bytes() -> None:
-    columns = CompletionLogprobs([0], [-0.25], ["é"], [{"é": -0.25, "e": -2.0}])
-    rows = chat_logprobs(columns)
+HALVES = [TopLogprob("\ufffd", -0.25, [0xC3]), TopLogprob("\ufffd", -2.0, [0xA9])]
+COLUMNS = CompletionLogprobs(
+    [0],
+    [-0.25],
+    ["\ufffd"],
+    [{"\ufffd": -0.25, "token_id:9": -2.0}],
+    [TokenLogprob("\ufffd", -0.25, [0xC3], HALVES)],
+)
+
+
+def test_logprobs_of_a_chat_are_rows_with_every_alternative() -> None:
+    rows = chat_logprobs(COLUMNS)
     assert rows is not None and rows.content is not None
     row = rows.content[0]
-    assert (row.token, row.logprob, row.bytes) == ("é", -0.25, list("é".encode()))
-    assert [top.token for top in row.top_logprobs] == ["é", "e"]
+    assert (row.token, row.logprob, row.bytes, row.top_logprobs) == ("\ufffd", -0.25, [0xC3], HALVES)
     assert chat_logprobs(None) is None
+
+
+@pytest.mark.parametrize("with_token_ids", [False, True])
+def test_rows_of_a_text_completion_are_for_a_gateway(with_token_ids: bool) -> None:
+    writer = CompletionWriter("cmpl-1", 123, "m", with_token_ids)
+    logprobs = event(writer.chunk(AnswerPiece(0, "", [5], COLUMNS)))["choices"][0]["logprobs"]
+    assert logprobs["top_logprobs"] == [{"\ufffd": -0.25, "token_id:9": -2.0}]
+    assert ("content" in logprobs) == with_token_ids
+    assert COLUMNS.content, "the piece itself is not changed"

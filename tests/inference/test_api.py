@@ -24,7 +24,7 @@ from mooncake.inference.api import Api, _push_of, create_app
 from mooncake.inference.engine import Engine, InferenceSettings
 from mooncake.inference.generator import Generator
 from mooncake.inference.runner import TorchRunner, new_pool
-from mooncake.inference.tokenizer import Tokenizer
+from mooncake.inference.tokenizer import REPLACEMENT, Tokenizer
 from mooncake.inference.weights import load_model
 from mooncake.types import WorkerRole
 from tests.inference.conftest import VOCABULARY, Reference
@@ -244,7 +244,7 @@ async def test_many_prompts_and_choices_are_numbered(client: Client) -> None:
 async def test_logprobs_have_a_column_per_token(client: Client) -> None:
     logprobs = (await client.post(TEXT, greedy(logprobs=3, max_tokens=4)))["choices"][0]["logprobs"]
     assert len(logprobs["tokens"]) == len(logprobs["token_logprobs"]) == 4
-    assert all(len(top) <= 3 for top in logprobs["top_logprobs"])
+    assert all(len(top) <= 4 for top in logprobs["top_logprobs"])
     assert all(value <= 0 for value in logprobs["token_logprobs"])
     chat = {
         "messages": [{"role": "user", "content": "a"}],
@@ -255,6 +255,24 @@ async def test_logprobs_have_a_column_per_token(client: Client) -> None:
     rows = (await client.post(CHAT, chat))["choices"][0]["logprobs"]["content"]
     assert 1 <= len(rows) <= 2
     assert len(rows[0]["top_logprobs"]) == 2
+
+
+async def test_logprobs_lose_no_alternative_and_have_the_bytes_of_tokens(client: Client) -> None:
+    sampled = greedy(logprobs=20, max_tokens=8, temperature=1.5, seed=5)
+    logprobs = (await client.post(TEXT, sampled))["choices"][0]["logprobs"]
+    rows = logprobs["content"]
+    assert len(rows) == 8
+    columns = zip(rows, logprobs["tokens"], logprobs["token_logprobs"], logprobs["top_logprobs"], strict=True)
+    num_fragments = 0
+    for row, name, value, top in columns:
+        assert (row["token"], row["logprob"], top[name]) == (name, value, value)
+        alternatives = {bytes(one["bytes"]): one["logprob"] for one in row["top_logprobs"]}
+        assert len(row["top_logprobs"]) == len(alternatives) == 20, "the tokens are single bytes"
+        num_fragments += sum(one["token"] == REPLACEMENT for one in row["top_logprobs"])
+        assert sorted(top.values()) == sorted({**alternatives, bytes(row["bytes"]): value}.values())
+    assert num_fragments > 8 and b"\xef\xbf\xbd" not in alternatives
+    without = (await client.post(TEXT, {**sampled, "return_token_ids": False}))["choices"][0]["logprobs"]
+    assert without == {key: value for key, value in logprobs.items() if key != "content"}
 
 
 async def test_prefill_reports_what_it_stored(client: Client) -> None:

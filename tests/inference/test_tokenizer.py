@@ -71,7 +71,40 @@ def test_bytes_that_never_become_a_character_are_shown_at_the_end(tokenizer: Tok
 
 def test_special_tokens_are_no_text(tokenizer: Tokenizer) -> None:
     end = tokenizer.encode("<end>")
-    assert len(end) == 1 and tokenizer.decode(end) == "" and tokenizer.token_text(end[0]) == "<end>"
+    assert len(end) == 1 and tokenizer.decode(end) == "" and tokenizer.token_bytes(end[0]) == b"<end>"
+
+
+@given(text=st.text(max_size=20))
+@settings(max_examples=30, deadline=None)
+def test_bytes_of_tokens_join_to_those_of_the_text(tokenizer: Tokenizer, text: str) -> None:
+    assert b"".join(tokenizer.token_bytes(token) for token in tokenizer.encode(text)) == text.encode()
+
+
+def test_a_token_that_is_in_no_vocabulary_has_no_bytes(tokenizer: Tokenizer) -> None:
+    assert tokenizer.token_bytes(10**6) == b""
+
+
+def test_bytes_of_tokens_with_marked_spaces(tmp_path: Path) -> None:
+    vocabulary = {"<unk>": 0, "▁the": 1, "the": 2, "<0xC3>": 3, "<0xA9>": 4, "<0x0A>": 5}
+    model = tokenizers.models.BPE(vocabulary, [], unk_token="<unk>", byte_fallback=True)
+    backend = tokenizers.Tokenizer(model)
+    decoders = tokenizers.decoders
+    backend.decoder = decoders.Sequence(
+        [decoders.Replace("▁", " "), decoders.ByteFallback(), decoders.Fuse(), decoders.Strip(" ", 1, 0)]
+    )
+    make: Any = transformers.PreTrainedTokenizerFast
+    make(tokenizer_object=backend, unk_token="<unk>").save_pretrained(tmp_path)
+    tokenizer = Tokenizer(tmp_path)
+    found = [tokenizer.token_bytes(token) for token in range(6)]
+    assert found == [b"<unk>", b" the", b"the", b"\xc3", b"\xa9", b"\n"]
+
+
+def test_bytes_of_tokens_of_other_tokenizers_are_their_text(tmp_path: Path) -> None:
+    backend = tokenizers.Tokenizer(tokenizers.models.WordPiece({"[UNK]": 0, "word": 1}, unk_token="[UNK]"))
+    backend.decoder = tokenizers.decoders.WordPiece()
+    make: Any = transformers.PreTrainedTokenizerFast
+    make(tokenizer_object=backend, unk_token="[UNK]").save_pretrained(tmp_path)
+    assert Tokenizer(tmp_path).token_bytes(1) == b"word"
 
 
 def test_chat_uses_the_template(tokenizer: Tokenizer) -> None:
