@@ -174,28 +174,34 @@ class _Text:
         first_output = request.num_prompt_tokens - request.num_prior_output_tokens
         prior = request.token_ids[first_output : request.num_prompt_tokens]
         self._tokenizer = tokenizer
-        self._detokenizer = Detokenizer(tokenizer, prior, text_offset)
+        self._detokenizer = Detokenizer(tokenizer)
         self._stops = StopMatcher(request.sampling.stop)
         self._stop_token_ids = request.sampling.stop_token_ids
+        self._min_tokens = request.sampling.min_tokens
+        self._num_tokens = 0
+        passed_over, searched = self._fed(prior)
+        self._unsent = passed_over[text_offset:], searched[max(0, text_offset - len(passed_over)) :]
+        """Text of another worker's tokens that the client has not received: it was held back there."""
         self._offset = text_offset
         self.is_stopped = False
 
     def take(self, output: Output) -> AnswerPiece:
-        text = ""
         stop_reason: str | int | None = None
         finish = output.finish_reason
-        for token in output.token_ids:
-            is_last = finish is FinishReason.STOP and token == output.token_ids[-1]
-            if is_last:
-                # A token that ends the answer is no part of its text.
-                stop_reason = token if token in self._stop_token_ids else None
-            else:
-                text += self._detokenizer.feed(token)
+        tokens = output.token_ids
+        if finish is FinishReason.STOP and tokens:
+            # A token that ends the answer is no part of its text.
+            stop_reason = tokens[-1] if tokens[-1] in self._stop_token_ids else None
+            tokens = tokens[:-1]
+        passed_over, text = map(str.__add__, self._unsent, self._fed(tokens))
+        self._unsent = "", ""
         # The worker that continues a moved answer returns the text that is held back here.
         is_end = finish is not None and finish is not FinishReason.MOVED
         if is_end:
             text += self._detokenizer.finish()
+        emitted = self._stops.pass_over(passed_over)
         text, found = self._stops.feed(text)
+        text = emitted + text
         if found is None and is_end:
             text += self._stops.finish()
         if found is not None:
@@ -210,6 +216,13 @@ class _Text:
         )
         self._offset += len(text)
         return piece
+
+    def _fed(self, tokens: Sequence[int]) -> tuple[str, str]:
+        """The text of further tokens: of those within ``min_tokens``, and of the others."""
+        num_passed_over = max(0, self._min_tokens - self._num_tokens)
+        self._num_tokens += len(tokens)
+        texts = [self._detokenizer.feed(token) for token in tokens]
+        return "".join(texts[:num_passed_over]), "".join(texts[num_passed_over:])
 
     def _logprobs(self, rows: Sequence[TokenLogprobs] | None) -> CompletionLogprobs | None:
         if rows is None:

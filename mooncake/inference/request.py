@@ -82,7 +82,8 @@ class SamplingParams:
     max_tokens: int = 16
     """Most tokens of the whole answer, those generated elsewhere included."""
     min_tokens: int = 0
-    """End-of-sequence and stop tokens are not sampled before this many tokens."""
+    """The answer does not end within this many tokens: no end-of-sequence or stop token is sampled in them,
+    and no stop string looked for."""
     temperature: float = 1.0
     """0 takes the most likely token."""
     top_p: float = 1.0

@@ -3,8 +3,7 @@
 
 It owns the chat template, the incremental detokenizer and the search for stop strings. It does not
 know requests and streams: a detokenizer takes ids and returns text, a matcher takes text and
-returns what may be emitted. Both can start in the middle of an answer, because an answer may move
-from worker to worker.
+returns what may be emitted.
 """
 
 from __future__ import annotations
@@ -178,33 +177,16 @@ class Detokenizer:
     the shorter one. The window moves on whenever it ends with a whole character.
     """
 
-    def __init__(
-        self, tokenizer: AnyTokenizer, output_token_ids: Sequence[int] = (), emitted_chars: int = 0
-    ) -> None:
-        """Continue after ``output_token_ids``, of whose text ``emitted_chars`` characters were emitted."""
+    def __init__(self, tokenizer: AnyTokenizer) -> None:
         self._tokenizer = tokenizer
         self._window: list[int] = []
         self._num_read = 0
         """Leading tokens of the window whose text has been emitted."""
         self._read_text = ""
         """Their text."""
-        self._unsent = ""
-        text = "".join([self._advance(token) for token in output_token_ids])
-        self._unsent = text[emitted_chars:]
 
     def feed(self, token_id: int) -> str:
         """The text that ``token_id`` completes: often a word, sometimes empty."""
-        text = self._unsent + self._advance(token_id)
-        self._unsent = ""
-        return text
-
-    def finish(self) -> str:
-        """The remaining text at the end; bytes of an incomplete character appear as replacements."""
-        text = self._unsent + self._tokenizer.decode(self._window)[len(self._read_text) :]
-        self._window, self._num_read, self._read_text, self._unsent = [], 0, "", ""
-        return text
-
-    def _advance(self, token_id: int) -> str:
         self._window.append(token_id)
         text = self._tokenizer.decode(self._window)
         fresh = text[len(self._read_text) :]
@@ -214,6 +196,12 @@ class Detokenizer:
         self._num_read = len(self._window)
         self._read_text = self._tokenizer.decode(self._window)
         return fresh
+
+    def finish(self) -> str:
+        """The remaining text at the end; bytes of an incomplete character appear as replacements."""
+        text = self._tokenizer.decode(self._window)[len(self._read_text) :]
+        self._window, self._num_read, self._read_text = [], 0, ""
+        return text
 
 
 class StopMatcher:
@@ -233,15 +221,25 @@ class StopMatcher:
         matches = [
             (num_before + end - stop.size, -stop.size, stop.text) for stop, end in ends if end is not None
         ]
-        text = self._held + text
-        self._held = ""
         if matches:
             at, _, found = min(matches)
+            text, self._held = self._held + text, ""
             return text[:at], found
+        return self._emitted(text), None
+
+    def _emitted(self, text: str) -> str:
+        """The text so far but the end that may become a stop string, which is held back."""
+        text, self._held = self._held + text, ""
         num_held = max((stop.num_matched for stop in self._stops), default=0)
         if num_held:
             text, self._held = text[:-num_held], text[-num_held:]
-        return text, None
+        return text
+
+    def pass_over(self, text: str) -> str:
+        """As ``feed``, for text in which no stop string may end: the text that may be emitted."""
+        for stop in self._stops:
+            stop.pass_over(text)
+        return self._emitted(text)
 
     def finish(self) -> str:
         """The text held back, when the answer ended without a match."""
@@ -266,17 +264,26 @@ class _StopProgress:
         self._borders = [0]
         """For each prefix that was matched: length of the longest shorter one that it ends with."""
 
-    def feed(self, text: str) -> int | None:
-        """Number of characters of ``text`` up to the end of the stop string; None if it is not complete."""
-        for at, character in enumerate(text):
+    def feed(self, text: str, start: int = 0) -> int | None:
+        """Number of characters of ``text`` up to the end of the stop string; None if it is not complete.
+
+        Characters before ``start`` are not read."""
+        for at in range(start, len(text)):
+            character = text[at]
             num = self._longer(self.num_matched, character)
-            if num == self.size:
-                self.num_matched = 0
-                return at + 1
-            self.num_matched = num
             if num > len(self._borders):
                 self._borders.append(self._longer(self._borders[-1], character))
+            if num == self.size:
+                self.num_matched = self._borders[-1]
+                return at + 1
+            self.num_matched = num
         return None
+
+    def pass_over(self, text: str) -> None:
+        """As ``feed``, whatever is complete in ``text``; a later match may begin in it."""
+        start = 0
+        while (end := self.feed(text, start)) is not None:
+            start = end
 
     def _longer(self, num: int, character: str) -> int:
         """The longest prefix that ends with ``character`` after one of ``num`` characters."""

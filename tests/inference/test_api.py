@@ -24,7 +24,7 @@ from mooncake.inference.api import Api, _push_of, create_app
 from mooncake.inference.engine import Engine, InferenceSettings
 from mooncake.inference.generator import Generator
 from mooncake.inference.runner import TorchRunner, new_pool
-from mooncake.inference.tokenizer import REPLACEMENT, Tokenizer
+from mooncake.inference.tokenizer import REPLACEMENT, Detokenizer, Tokenizer
 from mooncake.inference.weights import load_model
 from mooncake.types import WorkerRole
 from tests.inference.conftest import VOCABULARY, Reference
@@ -232,6 +232,28 @@ async def test_stop_strings_end_the_answer_and_are_not_shown(client: Client) -> 
     choice = (await client.post(TEXT, greedy(stop=[stop])))["choices"][0]
     assert choice["text"] == whole[: whole.index(stop)]
     assert (choice["finish_reason"], choice["stop_reason"]) == ("stop", stop)
+
+
+@pytest.mark.parametrize("num_prior", [0, 2, 7])
+async def test_a_stop_string_is_not_looked_for_in_the_first_min_tokens(
+    client: Client, num_prior: int
+) -> None:
+    begun = greedy(temperature=0.9, seed=8, max_tokens=30)
+    whole = (await client.post(TEXT, begun))["choices"][0]
+    detokenizer = Detokenizer(client.generator.tokenizer)
+    ends = [len(detokenizer.feed(token)) for token in whole["token_ids"]]
+    # The last character that the first five tokens complete, wherever it is again.
+    min_tokens = max(number for number in range(1, 7) if ends[number - 1])
+    first = sum(ends[:min_tokens])
+    stop = whole["text"][first - 1]
+    again = whole["text"].find(stop, first)
+    prior = whole["token_ids"][:num_prior]
+    params = {"num_output_tokens": num_prior} if num_prior else {}
+    fields = {"prompt": PROMPT + prior, "stop": [stop], "kv_transfer_params": params}
+    at_once = (await client.post(TEXT, {**begun, **fields, "max_tokens": 30}))["choices"][0]
+    later = (await client.post(TEXT, {**begun, **fields, "min_tokens": min_tokens}))["choices"][0]
+    assert at_once["text"] == whole["text"][: whole["text"].index(stop)]
+    assert later["text"] == (whole["text"] if again < 0 else whole["text"][:again])
 
 
 async def test_many_prompts_and_choices_are_numbered(client: Client) -> None:

@@ -53,8 +53,9 @@ def test_an_answer_continues_elsewhere(tokenizer: Tokenizer, text: str, data: st
     cut = data.draw(st.integers(0, len(ids)))
     shown = "".join(first.feed(token) for token in ids[:cut])
     shown = shown[: data.draw(st.integers(0, len(shown)))]  # a stop string may have held some back
-    second = Detokenizer(tokenizer, ids[:cut], len(shown))
-    assert shown + "".join(second.feed(token) for token in ids[cut:]) + second.finish() == text
+    second = Detokenizer(tokenizer)
+    unsent = "".join(second.feed(token) for token in ids[:cut])[len(shown) :]
+    assert shown + unsent + "".join(second.feed(token) for token in ids[cut:]) + second.finish() == text
 
 
 def test_half_a_character_waits(tokenizer: Tokenizer) -> None:
@@ -142,6 +143,61 @@ def test_stop_strings(pieces: list[str], stops: list[str], shown: str, found: st
     else:
         text += matcher.finish()
     assert (text, hit) == (shown, found)
+
+
+@pytest.mark.parametrize(
+    ("passed_over", "text", "stops", "shown", "found"),
+    [
+        ("STOP more ", "text STOP", ["STOP"], "STOP more text ", "STOP"),
+        ("one ST", "OP", ["STOP"], "one ", "STOP"),
+        ("aa", "a", ["aa"], "a", "aa"),
+        ("xabc", "d", ["abcd", "b"], "x", "abcd"),
+        ("STOP", "", ["STOP"], "STOP", None),
+        (".", ".", ["."], ".", "."),
+    ],
+)
+def test_no_stop_string_ends_in_text_that_is_passed_over(
+    passed_over: str, text: str, stops: list[str], shown: str, found: str | None
+) -> None:
+    matcher = StopMatcher(stops)
+    first = matcher.pass_over(passed_over)
+    more, hit = matcher.feed(text)
+    assert (first + more + ("" if hit else matcher.finish()), hit) == (shown, found)
+
+
+@given(
+    text=st.text("ab", max_size=30),
+    stops=st.lists(st.text("ab", min_size=1, max_size=5), min_size=1, max_size=3),
+    cut=st.integers(0, 30),
+    size=st.integers(1, 4),
+)
+@settings(max_examples=200, deadline=None)
+def test_the_first_stop_string_that_ends_behind_the_cut_is_found(
+    text: str, stops: list[str], cut: int, size: int
+) -> None:
+    matcher = StopMatcher(stops)
+    cut = min(cut, len(text))
+    shown = "".join(matcher.pass_over(text[at : min(at + size, cut)]) for at in range(0, cut, size))
+    found = None
+    for at in range(cut, len(text)):
+        more, found = matcher.feed(text[at])
+        shown += more
+        if found is not None:
+            break
+    else:
+        shown += matcher.finish()
+    ends = [
+        (end, end - len(stop), -len(stop), stop)
+        for stop in stops
+        for end in range(max(cut + 1, len(stop)), len(text) + 1)
+        if text[:end].endswith(stop)
+    ]
+    if not ends:
+        assert (shown, found) == (text, None)
+        return
+    first = min(end for end, *_ in ends)
+    _, start, _, stop = min(one for one in ends if one[0] == first)
+    assert (shown, found) == (text[:start], stop)
 
 
 @given(text=st.text("ab", max_size=30), stop=st.text("ab", min_size=1, max_size=4), size=st.integers(1, 4))
