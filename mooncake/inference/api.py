@@ -426,6 +426,8 @@ def _engine_request(
             seed=None if api_request.seed is None else _signed(api_request.seed + choice),
             stop=tuple(api_request.stop),
             stop_token_ids=tuple(api_request.stop_token_ids),
+            include_stop_str_in_output=api_request.include_stop_str_in_output,
+            skip_special_tokens=api_request.skip_special_tokens,
             ignore_eos=api_request.ignore_eos,
             logprobs=logprobs,
         )

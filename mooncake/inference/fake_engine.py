@@ -218,6 +218,9 @@ class ByteTokenizer:
     def decode(self, token_ids: Sequence[int]) -> str:
         return bytes(token for token in token_ids if token < 128).decode("ascii")
 
+    def text_of(self, token_ids: Sequence[int]) -> str:
+        return self.decode(token_ids)
+
     def token_bytes(self, token_id: int) -> bytes:
         return self.decode([token_id]).encode()
 

@@ -174,10 +174,11 @@ class _Text:
         first_output = request.num_prompt_tokens - request.num_prior_output_tokens
         prior = request.token_ids[first_output : request.num_prompt_tokens]
         self._tokenizer = tokenizer
-        self._detokenizer = Detokenizer(tokenizer)
-        self._stops = StopMatcher(request.sampling.stop)
-        self._stop_token_ids = request.sampling.stop_token_ids
-        self._min_tokens = request.sampling.min_tokens
+        self._sampling = sampling = request.sampling
+        self._detokenizer = Detokenizer(
+            tokenizer.decode if sampling.skip_special_tokens else tokenizer.text_of
+        )
+        self._stops = StopMatcher(sampling.stop, sampling.include_stop_str_in_output)
         self._num_tokens = 0
         passed_over, searched = self._fed(prior)
         self._unsent = passed_over[text_offset:], searched[max(0, text_offset - len(passed_over)) :]
@@ -190,9 +191,9 @@ class _Text:
         finish = output.finish_reason
         tokens = output.token_ids
         if finish is FinishReason.STOP and tokens:
-            # A token that ends the answer is no part of its text.
-            stop_reason = tokens[-1] if tokens[-1] in self._stop_token_ids else None
-            tokens = tokens[:-1]
+            stop_reason = tokens[-1] if tokens[-1] in self._sampling.stop_token_ids else None
+            if not self._sampling.include_stop_str_in_output:
+                tokens = tokens[:-1]
         passed_over, text = map(str.__add__, self._unsent, self._fed(tokens))
         self._unsent = "", ""
         # The worker that continues a moved answer returns the text that is held back here.
@@ -219,7 +220,7 @@ class _Text:
 
     def _fed(self, tokens: Sequence[int]) -> tuple[str, str]:
         """The text of further tokens: of those within ``min_tokens``, and of the others."""
-        num_passed_over = max(0, self._min_tokens - self._num_tokens)
+        num_passed_over = max(0, self._sampling.min_tokens - self._num_tokens)
         self._num_tokens += len(tokens)
         texts = [self._detokenizer.feed(token) for token in tokens]
         return "".join(texts[:num_passed_over]), "".join(texts[num_passed_over:])

@@ -95,6 +95,10 @@ class SamplingParams:
     stop: tuple[str, ...] = ()
     """Texts that end the answer. The engine knows only tokens; the generator makes text and finds these."""
     stop_token_ids: tuple[int, ...] = ()
+    include_stop_str_in_output: bool = False
+    """Whether the stop string, or the token, that ends the answer is part of its text."""
+    skip_special_tokens: bool = True
+    """Whether special tokens are left out of the text."""
     ignore_eos: bool = False
     logprobs: int | None = None
     """None: no log probabilities; n: those of the sampled token and of the n most likely ones."""

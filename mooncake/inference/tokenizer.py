@@ -11,7 +11,7 @@ from __future__ import annotations
 import inspect
 import os
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -68,6 +68,8 @@ class AnyTokenizer(Protocol):
     ) -> list[int]: ...
 
     def decode(self, token_ids: Sequence[int]) -> str: ...
+
+    def text_of(self, token_ids: Sequence[int]) -> str: ...
 
     def token_bytes(self, token_id: int) -> bytes: ...
 
@@ -177,8 +179,9 @@ class Detokenizer:
     the shorter one. The window moves on whenever it ends with a whole character.
     """
 
-    def __init__(self, tokenizer: AnyTokenizer) -> None:
-        self._tokenizer = tokenizer
+    def __init__(self, decode: Callable[[Sequence[int]], str]) -> None:
+        """``decode``: ``AnyTokenizer.decode``, or ``text_of`` for text with special tokens."""
+        self._decode = decode
         self._window: list[int] = []
         self._num_read = 0
         """Leading tokens of the window whose text has been emitted."""
@@ -188,18 +191,18 @@ class Detokenizer:
     def feed(self, token_id: int) -> str:
         """The text that ``token_id`` completes: often a word, sometimes empty."""
         self._window.append(token_id)
-        text = self._tokenizer.decode(self._window)
+        text = self._decode(self._window)
         fresh = text[len(self._read_text) :]
         if not fresh or fresh.endswith(REPLACEMENT):
             return ""
         self._window = self._window[self._num_read :]
         self._num_read = len(self._window)
-        self._read_text = self._tokenizer.decode(self._window)
+        self._read_text = self._decode(self._window)
         return fresh
 
     def finish(self) -> str:
         """The remaining text at the end; bytes of an incomplete character appear as replacements."""
-        text = self._tokenizer.decode(self._window)[len(self._read_text) :]
+        text = self._decode(self._window)[len(self._read_text) :]
         self._window, self._num_read, self._read_text = [], 0, ""
         return text
 
@@ -207,14 +210,16 @@ class Detokenizer:
 class StopMatcher:
     """Finds the first stop string in a stream of text, and holds back what might become one."""
 
-    def __init__(self, stops: Sequence[str]) -> None:
+    def __init__(self, stops: Sequence[str], includes_stop: bool = False) -> None:
+        self._includes_stop = includes_stop
         self._stops = [_StopProgress(stop) for stop in stops if stop]
         self._held = ""
 
     def feed(self, text: str) -> tuple[str, str | None]:
         """(text that may be emitted, the stop string found or None). After a match no more text is returned.
 
-        Of several stop strings the one that begins first wins; it is not part of the text.
+        Of several stop strings the one that begins first wins; it is part of the text only with
+        ``includes_stop``.
         """
         num_before = len(self._held)
         ends = [(stop, stop.feed(text)) for stop in self._stops]
@@ -224,7 +229,7 @@ class StopMatcher:
         if matches:
             at, _, found = min(matches)
             text, self._held = self._held + text, ""
-            return text[:at], found
+            return text[: at + len(found) if self._includes_stop else at], found
         return self._emitted(text), None
 
     def _emitted(self, text: str) -> str:

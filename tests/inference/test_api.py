@@ -226,12 +226,35 @@ async def test_a_hand_over_that_is_none_is_refused(client: Client, body: Any, st
     await client.post("/v1/kv/hand_over", body, status=status)
 
 
-async def test_stop_strings_end_the_answer_and_are_not_shown(client: Client) -> None:
+@pytest.mark.parametrize("is_shown", [False, True])
+async def test_stop_strings_end_the_answer_and_are_shown_on_request(client: Client, is_shown: bool) -> None:
     whole = (await client.post(TEXT, greedy()))["choices"][0]["text"]
     stop = whole[3:5]
-    choice = (await client.post(TEXT, greedy(stop=[stop])))["choices"][0]
-    assert choice["text"] == whole[: whole.index(stop)]
+    choice = (await client.post(TEXT, greedy(stop=[stop], include_stop_str_in_output=is_shown)))["choices"][0]
+    assert choice["text"] == whole[: whole.index(stop)] + stop * is_shown
     assert (choice["finish_reason"], choice["stop_reason"]) == ("stop", stop)
+
+
+@pytest.mark.parametrize("is_shown", [False, True])
+async def test_a_stop_token_is_shown_on_request(client: Client, is_shown: bool) -> None:
+    whole = (await client.post(TEXT, greedy(temperature=0.9, seed=3)))["choices"][0]["token_ids"]
+    tokenizer = client.generator.tokenizer
+    at, stop = next((at, one) for at, one in enumerate(whole) if at and tokenizer.decode([one]).isascii())
+    at = whole.index(stop)
+    sampled = greedy(temperature=0.9, seed=3, stop_token_ids=[stop], include_stop_str_in_output=is_shown)
+    choice = (await client.post(TEXT, sampled))["choices"][0]
+    assert choice["token_ids"] == whole[: at + 1]
+    assert choice["text"] == tokenizer.decode(whole[: at + is_shown])
+    assert (choice["finish_reason"], choice["stop_reason"]) == ("stop", stop)
+
+
+@pytest.mark.parametrize("skipped", [False, True])
+async def test_special_tokens_are_text_on_request(client: Client, skipped: bool) -> None:
+    prior = [2, 8, 2]
+    params = {"num_output_tokens": 3}
+    body = greedy(prompt=[*PROMPT, *prior], max_tokens=4, skip_special_tokens=skipped)
+    text = (await client.post(TEXT, {**body, "kv_transfer_params": params}))["choices"][0]["text"]
+    assert ("</s>" in text) != skipped
 
 
 @pytest.mark.parametrize("num_prior", [0, 2, 7])
@@ -240,7 +263,7 @@ async def test_a_stop_string_is_not_looked_for_in_the_first_min_tokens(
 ) -> None:
     begun = greedy(temperature=0.9, seed=8, max_tokens=30)
     whole = (await client.post(TEXT, begun))["choices"][0]
-    detokenizer = Detokenizer(client.generator.tokenizer)
+    detokenizer = Detokenizer(client.generator.tokenizer.decode)
     ends = [len(detokenizer.feed(token)) for token in whole["token_ids"]]
     # The last character that the first five tokens complete, wherever it is again.
     min_tokens = max(number for number in range(1, 7) if ends[number - 1])

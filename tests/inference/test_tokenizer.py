@@ -38,7 +38,7 @@ def tokenizer(tmp_path_factory: pytest.TempPathFactory) -> Tokenizer:
 @given(text=st.text(max_size=40))
 @settings(max_examples=60, deadline=None)
 def test_pieces_join_to_the_text(tokenizer: Tokenizer, text: str) -> None:
-    detokenizer = Detokenizer(tokenizer)
+    detokenizer = Detokenizer(tokenizer.decode)
     pieces = [detokenizer.feed(token) for token in tokenizer.encode(text)]
     assert "".join(pieces) + detokenizer.finish() == text
     if REPLACEMENT not in text:
@@ -49,23 +49,23 @@ def test_pieces_join_to_the_text(tokenizer: Tokenizer, text: str) -> None:
 @settings(max_examples=60, deadline=None)
 def test_an_answer_continues_elsewhere(tokenizer: Tokenizer, text: str, data: st.DataObject) -> None:
     ids = tokenizer.encode(text)
-    first = Detokenizer(tokenizer)
+    first = Detokenizer(tokenizer.decode)
     cut = data.draw(st.integers(0, len(ids)))
     shown = "".join(first.feed(token) for token in ids[:cut])
     shown = shown[: data.draw(st.integers(0, len(shown)))]  # a stop string may have held some back
-    second = Detokenizer(tokenizer)
+    second = Detokenizer(tokenizer.decode)
     unsent = "".join(second.feed(token) for token in ids[:cut])[len(shown) :]
     assert shown + unsent + "".join(second.feed(token) for token in ids[cut:]) + second.finish() == text
 
 
 def test_half_a_character_waits(tokenizer: Tokenizer) -> None:
-    detokenizer = Detokenizer(tokenizer)
+    detokenizer = Detokenizer(tokenizer.decode)
     pieces = [detokenizer.feed(token) for token in tokenizer.encode("a😀b")]
     assert pieces == ["a", "", "", "", "😀", "b"]
 
 
 def test_bytes_that_never_become_a_character_are_shown_at_the_end(tokenizer: Tokenizer) -> None:
-    detokenizer = Detokenizer(tokenizer)
+    detokenizer = Detokenizer(tokenizer.decode)
     assert [detokenizer.feed(token) for token in tokenizer.encode("é")[:1]] == [""]
     assert detokenizer.finish() == REPLACEMENT
 
@@ -143,6 +143,24 @@ def test_stop_strings(pieces: list[str], stops: list[str], shown: str, found: st
     else:
         text += matcher.finish()
     assert (text, hit) == (shown, found)
+
+
+@pytest.mark.parametrize("size", [1, 2, 7])
+def test_a_stop_string_may_be_part_of_the_text(size: int) -> None:
+    matcher = StopMatcher(["lo w", "o wo"], includes_stop=True)
+    shown, found = "", None
+    for start in range(0, 11, size):
+        more, found = matcher.feed("hello world"[start : start + size])
+        shown += more
+        if found is not None:
+            break
+    assert (shown, found) == ("hello w", "lo w")
+
+
+def test_text_with_special_tokens(tokenizer: Tokenizer) -> None:
+    detokenizer = Detokenizer(tokenizer.text_of)
+    ids = [*tokenizer.encode("a"), *tokenizer.encode("<end>"), *tokenizer.encode("b")]
+    assert "".join(map(detokenizer.feed, ids)) + detokenizer.finish() == "a<end>b"
 
 
 @pytest.mark.parametrize(
