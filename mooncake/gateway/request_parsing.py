@@ -86,10 +86,9 @@ async def tokenize(tokenizer: PromptTokenizer, request: AnyRequest, max_model_le
         if isinstance(request, CompletionRequest):
             encode = tokenizer.encode
             return [encode(one) if isinstance(one, str) else one for one in request.prompts]
-        messages = [message.model_dump(exclude_none=True) for message in request.messages]
         return [
             tokenizer.chat(
-                messages,
+                [message.for_template() for message in request.messages],
                 request.add_generation_prompt,
                 continue_final_message=request.continue_final_message,
                 variables=request.chat_template_kwargs,
@@ -97,7 +96,7 @@ async def tokenize(tokenizer: PromptTokenizer, request: AnyRequest, max_model_le
         ]
 
     try:
-        num_chars = sum(_chars(request))
+        num_chars = sum(_chars(request)) + _num_chars_of_calls(request)
         if num_chars < INLINE_CHARS:
             prompts = in_thread()
         elif num_chars < LARGE_CHARS:
@@ -151,6 +150,13 @@ def _chars(request: AnyRequest) -> list[int]:
     """The length of each prompt's text in characters."""
     lengths = [len(text) for text in _texts(request)]
     return [sum(lengths)] if isinstance(request, ChatCompletionRequest) else lengths
+
+
+def _num_chars_of_calls(request: AnyRequest) -> int:
+    """Length of the tool calls in a chat, which are tokens only where the model's template reads them."""
+    if not isinstance(request, ChatCompletionRequest):
+        return 0
+    return sum(call.num_chars for message in request.messages for call in message.tool_calls)
 
 
 def slo_of(http: Request) -> Slo:

@@ -25,6 +25,7 @@ tokens) and ``kv_transfer_params``, a map that a gateway passes on unread, excep
 
 from __future__ import annotations
 
+import contextlib
 import json
 from typing import Annotated, Any, Literal, TypeVar
 
@@ -140,6 +141,16 @@ class _Shape(BaseModel):
     # Strict: "5" is not 5 and true is not 1, as in the public API. Unknown fields are harmless.
     model_config = ConfigDict(strict=True, extra="ignore", allow_inf_nan=False, protected_namespaces=())
 
+    @field_validator("*", mode="before")
+    @classmethod
+    def _null_is_default(cls, value: object, info: pydantic.ValidationInfo) -> object:
+        # Clients generated from OpenAI's schema send null for fields that the user left out.
+        assert info.field_name is not None
+        field = cls.model_fields[info.field_name]
+        if value is not None or field.is_required():
+            return value
+        return field.get_default(call_default_factory=True)
+
 
 def _rule(field: str, has: str, allowed: str) -> PydanticCustomError:
     """Error for a violated rule over several fields; ``field`` is the one to change."""
@@ -221,8 +232,6 @@ class _GenerationRequest(_Shape):
     @field_validator("stop", mode="before")
     @classmethod
     def _as_list(cls, stop: object) -> object:
-        if stop is None:
-            return []
         return [stop] if isinstance(stop, str) else stop
 
     @field_validator("stop")
@@ -231,13 +240,6 @@ class _GenerationRequest(_Shape):
         if "" in stop:
             raise ValueError("a stop string may not be empty")
         return stop
-
-    @field_validator("n", "stream", "min_tokens", "ignore_eos", "return_token_ids", mode="before")
-    @classmethod
-    def _null_is_default(cls, value: object, info: pydantic.ValidationInfo) -> object:
-        # Clients generated from OpenAI's schema send null for fields that the user left out.
-        assert info.field_name is not None
-        return cls.model_fields[info.field_name].default if value is None else value
 
     @model_validator(mode="after")
     def _consistent(self) -> _GenerationRequest:
@@ -345,12 +347,40 @@ tokenizer also refuses every name in the signature of the function that it calls
 _text_parts = pydantic.TypeAdapter(list[TextPart])
 
 
+class CalledFunction(_Shape):
+    name: str
+    arguments: str = ""
+
+
+class ToolCall(_Shape):
+    """Call of a tool in an earlier answer, as clients send it back."""
+
+    id: str | None = None
+    type: Literal["function"] = "function"
+    function: CalledFunction
+
+    @property
+    def num_chars(self) -> int:
+        return len(self.function.name) + len(self.function.arguments)
+
+    def for_template(self) -> dict[str, Any]:
+        """The call as chat templates read it: with arguments as an object, which is how they format it."""
+        arguments: Any = self.function.arguments
+        # A model may have written arguments that are no JSON, and a client sends back what it got.
+        with contextlib.suppress(msgspec.DecodeError, RecursionError):
+            arguments = msgspec.json.decode(arguments or "{}")
+        function = {"name": self.function.name, "arguments": arguments}
+        return {**({"id": self.id} if self.id else {}), "type": self.type, "function": function}
+
+
 class ChatMessage(_Shape):
     """Message of a chat. ``content`` is text, or parts of text that are joined."""
 
     role: Literal["system", "developer", "user", "assistant", "tool"]
     content: Annotated[str | None, WithJsonSchema(_CONTENT_SCHEMA)] = None
     name: str | None = None
+    tool_calls: list[ToolCall] = Field(default_factory=list)
+    tool_call_id: str | None = None
 
     @field_validator("content", mode="before")
     @classmethod
@@ -367,7 +397,20 @@ class ChatMessage(_Shape):
     def _says_something(self) -> ChatMessage:
         if self.content is None and self.role != "assistant":
             raise _rule("content", "null", "text, or a list of text parts")
+        if self.tool_calls and self.role != "assistant":
+            raise _rule("tool_calls", "set", "only in messages of the assistant")
         return self
+
+    def for_template(self) -> dict[str, Any]:
+        """The message as chat templates read it. They expect a text, where OpenAI's API allows null."""
+        message: dict[str, Any] = {"role": self.role, "content": self.content or ""}
+        if self.name is not None:
+            message["name"] = self.name
+        if self.tool_calls:
+            message["tool_calls"] = [call.for_template() for call in self.tool_calls]
+        if self.tool_call_id is not None:
+            message["tool_call_id"] = self.tool_call_id
+        return message
 
 
 class ChatCompletionRequest(_GenerationRequest):

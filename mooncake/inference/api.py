@@ -387,9 +387,14 @@ def _prompts_of(api: Api, api_request: AnyRequest) -> list[list[int]]:
     """Token ids of each prompt. Runs in a thread: a long prompt takes a while to tokenize."""
     tokenizer = api.generator.tokenizer
     if isinstance(api_request, ChatCompletionRequest):
-        messages = [message.model_dump(exclude_none=True) for message in api_request.messages]
-        variables = api_request.chat_template_kwargs
-        prompts = [tokenizer.chat(messages, api_request.add_generation_prompt, variables=variables)]
+        prompts = [
+            tokenizer.chat(
+                [message.for_template() for message in api_request.messages],
+                api_request.add_generation_prompt,
+                continue_final_message=api_request.continue_final_message,
+                variables=api_request.chat_template_kwargs,
+            )
+        ]
     else:
         prompts = [tokenizer.encode(one) if isinstance(one, str) else one for one in api_request.prompts]
     param = "messages" if isinstance(api_request, ChatCompletionRequest) else "prompt"

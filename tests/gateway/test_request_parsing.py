@@ -6,6 +6,7 @@ from __future__ import annotations
 import asyncio
 import json
 import socket
+import threading
 from dataclasses import replace
 from typing import Any
 
@@ -62,6 +63,34 @@ async def test_a_prompt_that_cannot_fit_is_never_tokenized(
     assert "at least" in answer["error"]["message"]
 
 
+async def test_a_long_tool_call_is_not_tokenized_on_the_event_loop(
+    stack: Stack, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    tokenizer = stack.gateway.tokenizer
+    assert tokenizer is not None
+    seen: list[tuple[int, Any]] = []
+
+    def chat(messages: list[dict[str, Any]], *arguments: Any, **more: Any) -> list[int]:
+        seen.append((threading.get_ident(), messages))
+        return [10, 11]
+
+    monkeypatch.setattr(tokenizer, "chat", chat)
+    for size in (10, request_parsing.INLINE_CHARS):
+        function = {"name": "f", "arguments": "x" * size}
+        message = {"role": "assistant", "content": None, "tool_calls": [{"id": "c", "function": function}]}
+        status, _, _ = await stack.post(CHAT, {"messages": [message], "max_tokens": 1})
+        assert status == 200
+    here, other = (thread for thread, _ in seen)
+    assert here == threading.get_ident() != other
+    assert seen[0][1] == [
+        {
+            "role": "assistant",
+            "content": "",
+            "tool_calls": [{"id": "c", "type": "function", "function": {"name": "f", "arguments": "x" * 10}}],
+        }
+    ]
+
+
 async def test_a_prompt_that_likely_does_not_fit_is_counted_no_further_than_needed(
     stack: Stack, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -83,8 +112,6 @@ async def test_a_prompt_that_likely_does_not_fit_is_counted_no_further_than_need
 
 
 async def test_a_large_body_is_decoded_beside_the_loop(monkeypatch: pytest.MonkeyPatch) -> None:
-    import threading
-
     monkeypatch.setattr(large_json, "LARGE_BYTES", 10)
     here = threading.get_ident()
     assert await decoded(b"short", lambda content: threading.get_ident()) == here

@@ -123,9 +123,86 @@ def test_what_is_no_json_object_is_a_bad_request(body: bytes) -> None:
     assert caught.value.status == 400
 
 
-def test_unknown_fields_and_nulls_are_harmless() -> None:
-    request = chat(metadata={"a": 1}, n=None, stream=None, stop=None, max_tokens=None, temperature=0)
-    assert (request.n, request.stream, request.stop, request.output_limit) == (1, False, [], None)
+def test_unknown_fields_are_harmless() -> None:
+    assert chat(metadata={"a": 1}, temperature=0) == chat(temperature=0)
+
+
+@pytest.mark.parametrize(
+    ("shape", "required"),
+    [(CompletionRequest, {"prompt": "hello"}), (ChatCompletionRequest, {"messages": HELLO})],
+    ids=["completion", "chat"],
+)
+def test_null_is_the_default_of_every_optional_field(shape: Any, required: dict[str, Any]) -> None:
+    nulls = dict.fromkeys(shape.model_fields)
+    assert len(nulls) > 20
+    request = parse_request(shape, json.dumps({**nulls, **required}).encode())
+    assert request == parse_request(shape, json.dumps(required).encode())
+
+
+def test_null_is_the_default_inside_of_options_too() -> None:
+    request = chat(stream=True, stream_options={"include_usage": None, "continuous_usage_stats": None})
+    assert request.stream_options == openai.StreamOptions()
+
+
+@pytest.mark.parametrize(
+    ("shape", "field"), [(CompletionRequest, "prompt"), (ChatCompletionRequest, "messages")]
+)
+def test_null_is_no_value_of_a_required_field(shape: Any, field: str) -> None:
+    with pytest.raises(ApiError) as caught:
+        parse_request(shape, json.dumps({field: None}).encode())
+    assert (caught.value.status, caught.value.detail.param) == (400, field)
+
+
+def call(arguments: Any = '{"city": "Paris"}', **more: Any) -> dict[str, Any]:
+    return {"id": "c1", "type": "function", "function": {"name": "weather", "arguments": arguments}, **more}
+
+
+def test_tool_calls_of_earlier_answers_are_given_to_the_template() -> None:
+    asked = {"role": "assistant", "content": None, "refusal": None, "tool_calls": [call()]}
+    answered = {"role": "tool", "tool_call_id": "c1", "content": "mild"}
+    request = chat(messages=[*HELLO, asked, answered])
+    function = {"name": "weather", "arguments": {"city": "Paris"}}
+    assert [message.for_template() for message in request.messages] == [
+        *HELLO,
+        {"role": "assistant", "content": "", "tool_calls": [{**call(), "function": function}]},
+        answered,
+    ]
+
+
+@pytest.mark.parametrize(
+    ("arguments", "given"),
+    [
+        ("", {}),
+        (None, {}),
+        ("{}", {}),
+        ("[1]", [1]),
+        ('{"city": ', '{"city": '),
+        ("[" * 100_000, "[" * 100_000),
+    ],
+    ids=["empty", "null", "no arguments", "a list", "no JSON", "too deep"],
+)
+def test_arguments_of_a_tool_call_are_an_object_for_the_template(arguments: Any, given: Any) -> None:
+    request = chat(messages=[{"role": "assistant", "tool_calls": [call(arguments)]}])
+    [made] = request.messages[0].for_template()["tool_calls"]
+    assert made["function"]["arguments"] == given
+
+
+@pytest.mark.parametrize(
+    ("message", "param"),
+    [
+        ({"role": "assistant", "tool_calls": [{"type": "function"}]}, "messages[0].tool_calls[0].function"),
+        ({"role": "assistant", "tool_calls": [call(5)]}, "messages[0].tool_calls[0].function.arguments"),
+        ({"role": "assistant", "tool_calls": [call(type="custom")]}, "messages[0].tool_calls[0].type"),
+        ({"role": "assistant", "tool_calls": {}}, "messages[0].tool_calls"),
+        ({"role": "user", "content": "x", "tool_calls": [call()]}, "messages[0].tool_calls"),
+        ({"role": "tool", "content": None, "tool_call_id": "c1"}, "messages[0].content"),
+        ({"role": "tool", "content": "x", "tool_call_id": 5}, "messages[0].tool_call_id"),
+    ],
+)
+def test_a_wrong_tool_call_names_the_field(message: dict[str, Any], param: str) -> None:
+    with pytest.raises(ApiError) as caught:
+        chat(messages=[message])
+    assert (caught.value.status, caught.value.detail.param) == (400, param)
 
 
 def test_output_limits() -> None:

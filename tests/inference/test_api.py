@@ -148,6 +148,40 @@ async def test_a_chat_streams_role_then_text(client: Client) -> None:
     assert events[-1]["choices"][0]["finish_reason"] == "length"
 
 
+CALL_TEMPLATE = (
+    "{% for m in messages %}{{ m.role[0] + m.content }}"
+    "{% for call in m.tool_calls or [] %}{{ call.function.name + call.function.arguments.a }}{% endfor %}"
+    "{{ m.tool_call_id or '' }}{% endfor %}"
+)
+
+
+async def test_a_chat_with_tool_calls_is_rendered_whole(client: Client) -> None:
+    tokenizer = client.generator.tokenizer
+    assert isinstance(tokenizer, Tokenizer)
+    tokenizer._tokenizer.chat_template = CALL_TEMPLATE
+    function = {"name": "F", "arguments": '{"a": "X"}'}
+    messages = [
+        {"role": "user", "content": "q"},
+        {"role": "assistant", "content": None, "tool_calls": [{"id": "7", "function": function}]},
+        {"role": "tool", "content": "r", "tool_call_id": "7"},
+    ]
+    answer = await client.post(CHAT, {"messages": messages, "max_tokens": 1, "echo": None})
+    assert answer["usage"]["prompt_tokens"] == len("uq" + "a" + "FX" + "tr7")
+
+
+async def test_a_worker_continues_the_final_message(client: Client) -> None:
+    body = {"messages": [{"role": "assistant", "content": "ab"}], "max_tokens": 1}
+    tokenizer = client.generator.tokenizer
+    assert isinstance(tokenizer, Tokenizer)
+    tokenizer._tokenizer.chat_template = TEMPLATE.replace("{% endfor %}", "</s>{% endfor %}")
+    whole = await client.post(CHAT, body)
+    continued = await client.post(
+        CHAT, {**body, "continue_final_message": True, "add_generation_prompt": False}
+    )
+    assert whole["usage"]["prompt_tokens"] == 4
+    assert continued["usage"]["prompt_tokens"] == 3
+
+
 @pytest.mark.parametrize("num_prior", [1, 5, 11])
 async def test_an_answer_continues_where_another_worker_left_it(client: Client, num_prior: int) -> None:
     sampled = greedy(temperature=0.9, seed=3, stop=["~~"])
