@@ -27,7 +27,8 @@ from __future__ import annotations
 
 import contextlib
 import json
-from typing import Annotated, Any, Literal, TypeVar
+from collections.abc import Mapping
+from typing import Annotated, Any, ClassVar, Literal, TypeVar
 
 import msgspec
 import pydantic
@@ -159,6 +160,15 @@ def _rule(field: str, has: str, allowed: str) -> PydanticCustomError:
     )
 
 
+def _unsupported(field: str, value: object, allowed: tuple[Any, ...]) -> PydanticCustomError:
+    """Error for a field that would change the answer, and does nothing here."""
+    values = " or ".join(json.dumps(one) for one in (*allowed, None))
+    has = json.dumps(value)
+    fields = {"field": field, "has": has if len(has) <= 120 else f"{has[:117]}...", "allowed": values}
+    message = "{field} is {has}; allowed: {allowed}, because this server does not have it"
+    return PydanticCustomError("unsupported", message, fields)
+
+
 # Input types of the validators below, for /openapi.json.
 _TEXT: dict[str, Any] = {"type": "string", "minLength": 1}
 _TOKENS: dict[str, Any] = {
@@ -193,6 +203,58 @@ _CONTENT_SCHEMA: dict[str, Any] = {
 }
 
 
+UNSUPPORTED: dict[str, tuple[Any, ...]] = {
+    "add_special_tokens": (),
+    "allowed_token_ids": (),
+    "audio": (),
+    "bad_words": ([],),
+    "chat_template": (),
+    "custom_logit_processor": (),
+    "documents": ([],),
+    "ebnf": (),
+    "echo": (False,),
+    "frequency_penalty": (0,),
+    "function_call": ("none", "auto"),
+    "functions": ([],),
+    "guided_choice": (),
+    "guided_grammar": (),
+    "guided_json": (),
+    "guided_regex": (),
+    "json_schema": (),
+    "logit_bias": ({},),
+    "logits_processors": ([],),
+    "logprob_token_ids": ([],),
+    "lora_path": (),
+    "min_p": (0,),
+    "modalities": (["text"],),
+    "no_stop_trim": (False,),
+    "presence_penalty": (0,),
+    "prompt_embeds": (),
+    "prompt_logprobs": (),
+    "reasoning_effort": ("none",),
+    "regex": (),
+    "repetition_detection": (),
+    "repetition_penalty": (1,),
+    "response_format": ({"type": "text"},),
+    "return_hidden_states": (False,),
+    "return_prompt_text": (False,),
+    "return_token_offsets": (False,),
+    "return_tokens_as_token_ids": (False,),
+    "spaces_between_special_tokens": (True,),
+    "stop_regex": (),
+    "structured_outputs": (),
+    "suffix": ("",),
+    "thinking_token_budget": (),
+    "truncate_prompt_tokens": (),
+    "use_beam_search": (False,),
+    "vllm_xargs": ({},),
+    "watermarking": (False,),
+    "web_search_options": (),
+}
+"""Fields of OpenAI's API, vLLM and SGLang which change an answer and which our workers do not have, with
+the values, besides null, that ask for nothing. Fields that are neither here nor below are ignored."""
+
+
 class StreamOptions(_Shape):
     include_usage: bool = False
     continuous_usage_stats: bool = False
@@ -201,17 +263,15 @@ class StreamOptions(_Shape):
 class _GenerationRequest(_Shape):
     """Fields that a completion and a chat completion share. None means the server's default."""
 
+    model_config = ConfigDict(extra="allow")  # only until they are checked
+    neutral: ClassVar[Mapping[str, tuple[Any, ...]]] = UNSUPPORTED
+
     model: str | None = None
     max_tokens: int | None = Field(None, ge=1, le=_MAX_INT)
     min_tokens: int = Field(0, ge=0, le=_MAX_INT)
     temperature: float | None = Field(None, ge=0.0, le=2.0)
     top_p: float | None = Field(None, gt=0.0, le=1.0)
     top_k: int | None = Field(None, ge=-1, le=_MAX_INT)
-    min_p: float | None = Field(None, ge=0.0, le=1.0)
-    presence_penalty: float | None = Field(None, ge=-2.0, le=2.0)
-    frequency_penalty: float | None = Field(None, ge=-2.0, le=2.0)
-    repetition_penalty: float | None = Field(None, gt=0.0, le=10.0)
-    logit_bias: dict[str, float] | None = None
     seed: int | None = Field(None, ge=-_MAX_INT - 1, le=_MAX_INT)
     n: int = Field(1, ge=1, le=MAX_CHOICES)
     stop: Annotated[list[str], WithJsonSchema(_STOP_SCHEMA)] = Field(default_factory=list, max_length=32)
@@ -242,6 +302,16 @@ class _GenerationRequest(_Shape):
         return stop
 
     @model_validator(mode="after")
+    def _nothing_unsupported(self) -> _GenerationRequest:
+        others = self.model_extra or {}
+        for name, value in others.items():
+            allowed = self.neutral.get(name)
+            if allowed is not None and value is not None and value not in allowed:
+                raise _unsupported(name, value, allowed)
+        others.clear()
+        return self
+
+    @model_validator(mode="after")
     def _consistent(self) -> _GenerationRequest:
         limit = self.output_limit
         if limit is not None and self.min_tokens > limit:
@@ -268,10 +338,10 @@ _PROMPT_ALLOWED = "allowed: a string, a list of token ids, a list of strings or 
 class CompletionRequest(_GenerationRequest):
     """Body of ``POST /v1/completions``. By default 16 tokens are generated, as in the public API."""
 
+    neutral = {**UNSUPPORTED, "add_special_tokens": (True,)}
+
     prompt: Annotated[Any, WithJsonSchema(_PROMPT_SCHEMA)]
     logprobs: int | None = Field(None, ge=0, le=MAX_LOGPROBS)
-    echo: bool = False
-    suffix: str | None = None
     best_of: int | None = None
 
     @field_validator("prompt")
@@ -291,10 +361,6 @@ class CompletionRequest(_GenerationRequest):
 
     @model_validator(mode="after")
     def _supported(self) -> CompletionRequest:
-        if self.echo:
-            raise _rule("echo", "true", "false, this server returns only the answer")
-        if self.suffix:
-            raise _rule("suffix", "set", "absent or empty")
         if self.best_of is not None and self.best_of != self.n:
             raise _rule("best_of", str(self.best_of), f"the value of n ({self.n})")
         return self
@@ -416,6 +482,8 @@ class ChatMessage(_Shape):
 class ChatCompletionRequest(_GenerationRequest):
     """Body of ``POST /v1/chat/completions``. Without a limit the answer may fill the context."""
 
+    neutral = {**UNSUPPORTED, "add_special_tokens": (False,)}
+
     messages: list[ChatMessage] = Field(min_length=1)
     max_completion_tokens: int | None = Field(None, ge=1, le=_MAX_INT)
     logprobs: bool | None = None
@@ -425,7 +493,6 @@ class ChatCompletionRequest(_GenerationRequest):
     chat_template_kwargs: dict[str, Any] | None = None
     tools: list[Any] | None = None
     tool_choice: Any = None
-    response_format: dict[str, Any] | None = None
 
     @model_validator(mode="after")
     def _supported(self) -> ChatCompletionRequest:
@@ -433,8 +500,8 @@ class ChatCompletionRequest(_GenerationRequest):
             raise _rule("top_logprobs", str(self.top_logprobs), "only with logprobs=true")
         if self.tools and self.tool_choice != "none":
             raise _rule("tools", "set", "none, this server does not parse tool calls")
-        if self.response_format is not None and self.response_format.get("type") != "text":
-            raise _rule("response_format", json.dumps(self.response_format)[:100], 'only {"type": "text"}')
+        if self.tool_choice not in (None, "none", "auto"):
+            raise _unsupported("tool_choice", self.tool_choice, ("none", "auto"))
         reserved = [name for name in _TEMPLATE_ARGUMENTS if name in (self.chat_template_kwargs or {})]
         if reserved:
             raise _rule("chat_template_kwargs", f"holding {reserved[0]}", "variables of the model's template")
@@ -476,9 +543,10 @@ def _bad_request(error: pydantic.ValidationError) -> ApiError:
     param = _field_path(problem["loc"])
     if kind == "missing":
         return ApiError(400, f"{param} is missing", param=param, code="missing_required_parameter")
-    if kind == "rule":
+    if kind in ("rule", "unsupported"):
         param = _field_path((*problem["loc"], problem["ctx"]["field"]))
-        return ApiError(400, message, param=param, code="invalid_value")
+        code = "unsupported" if kind == "unsupported" else "invalid_value"
+        return ApiError(400, message, param=param, code=code)
     if param is None:
         return ApiError(400, "the body must be a JSON object", code="invalid_type")
     shown = json.dumps(problem["input"], default=str)

@@ -410,11 +410,6 @@ def _engine_request(
     api: Api, api_request: AnyRequest, prompt: list[int], request_id: str, choice: int
 ) -> EngineRequest:
     num_prior = _transfer_count(api_request, "num_output_tokens")
-    for param in ("presence_penalty", "frequency_penalty", "logit_bias", "min_p"):
-        if getattr(api_request, param):
-            raise ApiError(400, f"{param} is not supported by this server", param=param, code="unsupported")
-    if api_request.repetition_penalty not in (None, 1.0):
-        raise ApiError(400, "repetition_penalty is not supported by this server", param="repetition_penalty")
     if isinstance(api_request, ChatCompletionRequest):
         logprobs = (api_request.top_logprobs or 0) if api_request.logprobs else None
     else:

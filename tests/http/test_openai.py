@@ -4,6 +4,8 @@
 from __future__ import annotations
 
 import json
+import re
+from pathlib import Path
 from typing import Any
 
 import msgspec
@@ -11,6 +13,7 @@ import pytest
 
 from mooncake.http import openai
 from mooncake.http.openai import (
+    UNSUPPORTED,
     ApiError,
     ChatCompletionRequest,
     CompletionChoice,
@@ -98,6 +101,7 @@ def test_a_wrong_completion_names_the_field(fields: dict[str, Any], param: str) 
         ({"logprobs": 5}, "logprobs"),
         ({"top_logprobs": 5}, "top_logprobs"),
         ({"tools": [{"type": "function"}]}, "tools"),
+        ({"tool_choice": "required"}, "tool_choice"),
         ({"response_format": {"type": "json_object"}}, "response_format"),
         ({"max_completion_tokens": -1}, "max_completion_tokens"),
         ({"continue_final_message": True}, "continue_final_message"),
@@ -121,6 +125,59 @@ def test_what_is_no_json_object_is_a_bad_request(body: bytes) -> None:
     with pytest.raises(ApiError) as caught:
         parse_request(CompletionRequest, body)
     assert caught.value.status == 400
+
+
+NEUTRAL = [(name, value) for name, values in UNSUPPORTED.items() for value in (*values, None)]
+
+
+@pytest.mark.parametrize("shape", [completion, chat], ids=["completion", "chat"])
+@pytest.mark.parametrize(("name", "value"), NEUTRAL, ids=[f"{name}={value}" for name, value in NEUTRAL])
+def test_an_unsupported_field_may_ask_for_nothing(shape: Any, name: str, value: Any) -> None:
+    assert shape(**{name: value}) == shape()
+
+
+@pytest.mark.parametrize("shape", [completion, chat], ids=["completion", "chat"])
+@pytest.mark.parametrize("name", UNSUPPORTED)
+def test_an_unsupported_field_is_named(shape: Any, name: str) -> None:
+    with pytest.raises(ApiError) as caught:
+        shape(**{name: {"something": 5}})
+    detail = caught.value.detail
+    assert (caught.value.status, detail.param, detail.code) == (400, name, "unsupported")
+    assert '{"something": 5}; allowed: ' in detail.message
+
+
+@pytest.mark.parametrize(
+    ("fields", "message"),
+    [
+        ({"presence_penalty": 0.5}, "presence_penalty is 0.5; allowed: 0 or null, "),
+        ({"logit_bias": {"5": -100}}, 'logit_bias is {"5": -100}; allowed: {} or null, '),
+        ({"guided_regex": "x" * 200}, 'guided_regex is "' + "x" * 116 + "...; allowed: null, "),
+        ({"guided_json": {}}, "guided_json is {}; allowed: null, "),
+    ],
+    ids=lambda value: value if isinstance(value, str) else None,
+)
+def test_the_error_of_an_unsupported_field_says_what_is_allowed(fields: dict[str, Any], message: str) -> None:
+    with pytest.raises(ApiError) as caught:
+        chat(**fields)
+    assert str(caught.value).startswith(message)
+
+
+def test_special_tokens_around_a_prompt_are_as_they_are_by_default() -> None:
+    assert completion(add_special_tokens=True) == completion()
+    assert chat(add_special_tokens=False) == chat()
+    for shape, value in ((completion, False), (chat, True)):
+        with pytest.raises(ApiError) as caught:
+            shape(add_special_tokens=value)
+        assert caught.value.detail.param == "add_special_tokens"
+
+
+def test_the_documentation_has_every_field() -> None:
+    page = (Path(__file__).parents[2] / "docs" / "gateway.md").read_text()
+    [section] = re.findall(r"\n## Fields of a request\n(.*?)\n## ", page, re.DOTALL)
+    named = set(re.findall(r"`([a-z_]+)`", section))
+    known = {*UNSUPPORTED, *CompletionRequest.model_fields, *ChatCompletionRequest.model_fields}
+    assert not known - named
+    assert not UNSUPPORTED.keys() & {*CompletionRequest.model_fields, *ChatCompletionRequest.model_fields}
 
 
 def test_unknown_fields_are_harmless() -> None:
