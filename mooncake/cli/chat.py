@@ -20,7 +20,7 @@ from typing import Annotated, Any, TextIO
 
 from msgspec import Meta
 
-from mooncake.cli.output import check_url, printable
+from mooncake.cli.output import check_url, harmless
 from mooncake.cli.role_command import Invocation
 from mooncake.config import Secret
 from mooncake.errors import DeadlineExceeded, PeerLost, ProtocolError
@@ -163,7 +163,7 @@ class ChatServer:
             ) from error
         except (OSError, http.client.HTTPException) as error:
             raise PeerLost(
-                f"nothing answers at {self._settings.url} ({printable(str(error))}); start a cluster with "
+                f"nothing answers at {self._settings.url} ({harmless(str(error))}); start a cluster with "
                 "`mooncake up`, or name another address with --url"
             ) from error
         if response.status != 200:
@@ -178,7 +178,7 @@ def _refusal(response: http.client.HTTPResponse, url: str) -> str:
         message = json.loads(content)["error"]["message"]
     except (ValueError, KeyError, TypeError):
         message = content[:200].decode(errors="replace")
-    return f"{url} answered {response.status} {response.reason}: {message}"
+    return harmless(f"{url} answered {response.status} {response.reason}: {message}")
 
 
 def _events(response: http.client.HTTPResponse, url: str) -> Iterator[dict[str, Any]]:
@@ -192,12 +192,14 @@ def _events(response: http.client.HTTPResponse, url: str) -> Iterator[dict[str, 
                 return
             event = json.loads(data)
             if "error" in event:
-                raise ProtocolError(f"{url} aborted: {event['error'].get('message', event['error'])}")
+                reason = event["error"].get("message", event["error"])
+                raise ProtocolError(harmless(f"{url} aborted: {reason}"))
             yield event
     except TimeoutError as error:
         raise DeadlineExceeded(f"{url} stopped in the middle of an answer") from error
     except (OSError, http.client.HTTPException, json.JSONDecodeError) as error:
-        raise PeerLost(f"{url} lost the connection in the middle of an answer ({error})") from error
+        reason = harmless(str(error))
+        raise PeerLost(f"{url} lost the connection in the middle of an answer ({reason})") from error
     raise PeerLost(f"{url} ended the stream before the end of the answer")
 
 
@@ -231,7 +233,7 @@ class Conversation:
         answer = ChatAnswer()
         try:
             for piece in self._server.ask(self._model, messages, answer):
-                self._print(piece)
+                self._print(harmless(piece))
         except KeyboardInterrupt:
             self._print("\n(interrupted; ask again or /quit)\n")
             return
@@ -239,7 +241,7 @@ class Conversation:
             self._print(f"\nerror: {error}\n")
             return
         self.messages = [*messages, {"role": "assistant", "content": answer.text}]
-        self._print(f"\n{self._dim(f'[{answer.footer()}]')}\n")
+        self._print(f"\n{self._dim(f'[{harmless(answer.footer())}]')}\n")
 
     def _print(self, text: str) -> None:
         self._out.write(text)
@@ -262,7 +264,7 @@ def chat(given: Invocation) -> None:
     if is_person:
         import readline  # noqa: F401  (gives input() line editing and history)
 
-        print(f"{model} at {settings.url}; {COMMANDS}")
+        print(f"{harmless(model)} at {settings.url}; {COMMANDS}")
     conversation = Conversation(settings, server, model, sys.stdout)
     while True:
         try:

@@ -27,6 +27,13 @@ class OpenAi(http.server.ThreadingHTTPServer):
         self.requests: list[dict[str, Any]] = []
         self.models = ["smollm2", "other"]
         self.failure: str | None = None
+        self.text = ["Par", "is."]
+        self.reason = "the worker died"
+        self.usage: dict[str, Any] = {
+            "prompt_tokens": 40,
+            "completion_tokens": 3,
+            "prompt_tokens_details": {"cached_tokens": 32},
+        }
 
     @property
     def url(self) -> str:
@@ -50,15 +57,17 @@ class Handler(http.server.BaseHTTPRequestHandler):
         if self.server.failure == "refused":
             self._reply(429, json.dumps({"error": {"message": "too many requests"}}))
             return
+        if self.server.failure == "refused with commands":
+            self._reply(400, json.dumps({"error": {"message": self.server.reason}}))
+            return
         events: list[Any] = [
             {"choices": [{"delta": {"role": "assistant", "content": ""}}]},
-            {"choices": [{"delta": {"content": "Par"}}]},
-            {"choices": [{"delta": {"content": "is."}, "finish_reason": "stop"}]},
+            {"choices": [{"delta": {"content": self.server.text[0]}}]},
+            {"choices": [{"delta": {"content": self.server.text[1]}, "finish_reason": "stop"}]},
+            {"choices": [], "usage": self.server.usage},
         ]
-        usage = {"prompt_tokens": 40, "completion_tokens": 3, "prompt_tokens_details": {"cached_tokens": 32}}
-        events.append({"choices": [], "usage": usage})
         if self.server.failure == "error event":
-            events[2:] = [{"error": {"message": "the worker died"}}]
+            events[2:] = [{"error": {"message": self.server.reason}}]
         lines = [f"data: {json.dumps(event)}\n\n" for event in events]
         if self.server.failure != "cut off":
             lines.append("data: [DONE]\n\n")
@@ -135,6 +144,39 @@ def test_a_failed_question_is_reported_and_dropped(openai: OpenAi, failure: str,
     openai.failure = None
     assert conversation.say("capital?")
     assert len(openai.requests[-1]["messages"]) == 1
+
+
+CONTROLS = "\x1b]0;title\x07\x1b[2J\r\x08\x7f\x9b1m\x00"
+ESCAPED = r"\x1b]0;title\x07\x1b[2J\x0d\x08\x7f\x9b1m\x00"
+
+
+def test_control_characters_of_an_answer_are_shown_and_not_obeyed(openai: OpenAi) -> None:
+    openai.text = [f"a\n\tb{CONTROLS}", "é 漢字 👩‍👩‍👧 \u00a0\ud800"]
+    openai.usage["prompt_tokens"] = "\x1b[1m"
+    conversation, text = talk(openai, "capital?")
+    answer, _, footer = text.partition("[cached")
+    assert answer == f"a\n\tb{ESCAPED}é 漢字 👩‍👩‍👧 \u00a0\\xd800\n"
+    assert "\x1b" not in footer
+    assert conversation.messages[-1]["content"] == "".join(openai.text), "the server gets its own text back"
+
+
+@pytest.mark.parametrize("failure", ["error event", "refused with commands"])
+def test_control_characters_of_an_error_are_shown_and_not_obeyed(openai: OpenAi, failure: str) -> None:
+    openai.failure, openai.reason = failure, f"lost{CONTROLS}"
+    _, text = talk(openai, "capital?")
+    assert f": lost{ESCAPED}\n" in text and "\x1b" not in text
+
+
+def test_control_characters_of_a_model_s_name_are_shown_and_not_obeyed(
+    openai: OpenAi, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    openai.models = [f"m{CONTROLS}"]
+    lines = io.StringIO("/quit\n")
+    monkeypatch.setattr(lines, "isatty", lambda: True)
+    monkeypatch.setattr("sys.stdin", lines)
+    with pytest.raises(SystemExit):
+        main(["chat", "--url", openai.url])
+    assert f"m{ESCAPED} at {openai.url}" in capsys.readouterr().out
 
 
 def test_the_first_model_is_used_without_a_name(
