@@ -249,8 +249,8 @@ _FORWARDED_FIELDS = (
     "skip_special_tokens",
     "min_tokens",
     "cache_salt",
-    "user",
 )
+"""Fields that workers need. Each choice's call repeats them, so that the size of each is bounded."""
 
 
 class OwnWorkersAnswer:
@@ -848,7 +848,7 @@ class OwnWorkersRequest(PlacedRequest):
                 transfer["weights"] = choice.weights
         body: dict[str, Any] = {
             **sampling,
-            "prompt": self.prompt + choice.token_ids,
+            "prompt": self.prompt + choice.token_ids if choice.token_ids else self.prompt,
             "max_tokens": max_tokens,
             "stream": True,
             "stream_options": {"include_usage": True},

@@ -228,6 +228,7 @@ class WorkerClient:
             with tracing.call(f"POST {path}", server__address=instance) as names:
                 content |= names
                 request = self._session.post(self._caller.url(instance, path), data=data, headers=content)
+                del data  # which may be large, while the response may last long
                 response = await self._while_alive(instance, request)
                 async with response:
                     if response.status != 200:

@@ -45,6 +45,10 @@ MAX_LOGPROBS = 20
 MAX_CHOICES = 128
 """Largest ``n``."""
 
+MAX_STOP_STRINGS = 32
+MAX_STOP_CHARS = 16 << 10
+"""Most characters of all stop strings together: each choice's call to a worker repeats them."""
+
 MAX_PRIORITY = 1000
 """Largest absolute value of a client's ``priority``."""
 
@@ -177,7 +181,7 @@ _TOKENS: dict[str, Any] = {
     "minItems": 1,
 }
 _STOP_SCHEMA: dict[str, Any] = {
-    "anyOf": [_TEXT, {"type": "array", "items": _TEXT, "maxItems": 32}, {"type": "null"}]
+    "anyOf": [_TEXT, {"type": "array", "items": _TEXT, "maxItems": MAX_STOP_STRINGS}, {"type": "null"}]
 }
 _PROMPT_SCHEMA: dict[str, Any] = {
     "anyOf": [
@@ -274,8 +278,12 @@ class _GenerationRequest(_Shape):
     top_k: int | None = Field(None, ge=-1, le=_MAX_INT)
     seed: int | None = Field(None, ge=-_MAX_INT - 1, le=_MAX_INT)
     n: int = Field(1, ge=1, le=MAX_CHOICES)
-    stop: Annotated[list[str], WithJsonSchema(_STOP_SCHEMA)] = Field(default_factory=list, max_length=32)
-    stop_token_ids: list[int] = Field(default_factory=list, max_length=1024)
+    stop: Annotated[list[str], WithJsonSchema(_STOP_SCHEMA)] = Field(
+        default_factory=list, max_length=MAX_STOP_STRINGS
+    )
+    stop_token_ids: list[Annotated[int, Field(ge=-_MAX_INT - 1, le=_MAX_INT)]] = Field(
+        default_factory=list, max_length=1024
+    )
     include_stop_str_in_output: bool = False
     ignore_eos: bool = False
     skip_special_tokens: bool = True
@@ -296,9 +304,11 @@ class _GenerationRequest(_Shape):
 
     @field_validator("stop")
     @classmethod
-    def _not_empty(cls, stop: list[str]) -> list[str]:
+    def _can_stop(cls, stop: list[str]) -> list[str]:
         if "" in stop:
             raise ValueError("a stop string may not be empty")
+        if (num_chars := sum(map(len, stop))) > MAX_STOP_CHARS:
+            raise ValueError(f"stop strings have {num_chars} characters; allowed: {MAX_STOP_CHARS} together")
         return stop
 
     @model_validator(mode="after")

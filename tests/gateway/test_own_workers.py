@@ -279,6 +279,15 @@ async def test_a_refusal_of_the_worker_passes_through(stack: Stack) -> None:
     assert set((await stack.health()).values()) == {"ready"}
 
 
+async def test_a_call_of_a_choice_repeats_only_what_its_worker_needs(stack: Stack) -> None:
+    text = "x" * 100_000
+    answer = await stack.complete(PROMPT, n=3, user=text, metadata={"note": text}, prompt_cache_key=text)
+    assert len(answer["choices"]) == 3
+    calls = [call for worker in (*stack.prefill, *stack.decode) for call in worker.calls]
+    assert len(calls) == 4
+    assert all(len(json.dumps(call)) < 1000 for call in calls)
+
+
 async def test_a_conductor_of_its_own_and_its_loss(tokenizer: Tokenizer) -> None:
     service = ConductorService(SchedulingSettings(block_tokens=4, suspect_probe_interval_s=0.05))
     await service.start()
