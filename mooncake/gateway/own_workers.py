@@ -57,7 +57,7 @@ from mooncake.gateway.request_parsing import (
     slo_of,
     tokenize,
 )
-from mooncake.gateway.retries import Attempts, PlacedRequest, Route, as_error
+from mooncake.gateway.retries import AnswerConcurrency, Attempts, PlacedRequest, Route, as_error
 from mooncake.gateway.worker_client import WeightsReplaced, WorkerBusy, WorkerClient, WorkerFailed
 from mooncake.http.answers import AnswerPiece, ChatWriter, CompletionWriter
 from mooncake.http.latency import itl_seconds, mean_of_longest, ttft_seconds
@@ -163,6 +163,7 @@ def _answer(
         RequestIds(answer_id, request_id, is_secret, place_ids, name, affinity_of(http, session))
     )
     http.state.answer_id = answer_id
+    concurrency = AnswerConcurrency(max(1, MAX_TOKENS_AT_ONCE // max(map(len, prompts))))
     worker_requests = [
         OwnWorkersRequest(
             gateway.scheduling,
@@ -172,6 +173,7 @@ def _answer(
             prompt=prompt,
             headers=passed_on,
             block_tokens=settings.block_tokens,
+            concurrency=concurrency,
         )
         for place, prompt in zip(places, prompts, strict=True)
     ]
@@ -189,6 +191,7 @@ def _answer(
         max_model_len=max_model_len,
         deadline=clock.monotonic() + settings.request_timeout_s,
         slo=slo,
+        concurrency=concurrency,
         client=http.state.client,
     )
 
@@ -237,6 +240,9 @@ async def prompt_to_move(gateway: Gateway, http: Request, request: AnyRequest) -
 MAX_UNREAD_PIECES = 256
 """Most pieces of an answer that are buffered for a client that does not read them."""
 
+MAX_TOKENS_AT_ONCE = 8 << 20
+"""Tokens of prompts in calls that one answer makes at a time; a single call may have a longer one."""
+
 _FORWARDED_FIELDS = (
     "temperature",
     "top_p",
@@ -266,12 +272,15 @@ class OwnWorkersAnswer:
         max_model_len: int,
         deadline: float,
         slo: Slo,
+        concurrency: AnswerConcurrency,
         client: Client | None = None,
     ) -> None:
+        """``concurrency``: that of ``worker_requests``."""
         self._request = request
         self._answer_id = answer_id
         self._worker_requests = worker_requests
         self._choices = [AnswerChoice(index) for index in range(len(worker_requests) * request.n)]
+        self._concurrency = concurrency
         self._max_model_len = max_model_len
         self.deadline = deadline
         self._slo = slo
@@ -374,6 +383,8 @@ class OwnWorkersAnswer:
         first = number * request.n
         is_complete = False
         try:
+            await self._concurrency.enter()
+            worker_request.turn_at = clock.monotonic()
             await worker_request.prefill(request.cache_salt, may_push=request.n == 1)
             async with asyncio.TaskGroup() as group:
                 for choice in self._choices[first : first + request.n]:
@@ -393,10 +404,9 @@ class OwnWorkersAnswer:
                 await worker_request.close()
             finally:  # also when cancelled there, or the conductor counts the request until it expires
                 tokens = max((one.token_ids for one in self._choices[first : first + request.n]), key=len)
-                tbt_s, ttft_s = mean_of_longest(self._gaps_s[number]), self._ttfts_s[number]
-                worker_request.end(
-                    Finished(worker_request.place_id, len(tokens), ttft_s, tbt_s, is_complete), tokens
-                )
+                worker_request.end(self._finished(number, tokens, is_complete), tokens)
+                if request.n == 1:
+                    self._concurrency.leave()
 
     async def _decode(
         self,
@@ -409,6 +419,10 @@ class OwnWorkersAnswer:
         last: float | None = None
         if self._request.n > 1:
             tracing.split("choice", index=choice.index)
+        turn_at = worker_request.turn_at
+        if seed_offset > 0:  # the first follows its prompt
+            await self._concurrency.enter()
+            turn_at = clock.monotonic()
         pieces = worker_request.decode(choice, self._sampling(seed_offset), self._max_tokens(worker_request))
         async with contextlib.aclosing(pieces):
             async for piece in pieces:
@@ -417,13 +431,25 @@ class OwnWorkersAnswer:
                 if last is None:
                     ttft_seconds.observe(now - self._began, tracing.exemplar())
                     self._ttft_s = max(self._ttft_s or 0.0, now - self._began)
-                    self._ttfts_s[number] = max(self._ttfts_s[number], now - self._began)
+                    self._ttfts_s[number] = max(self._ttfts_s[number], now - turn_at)
                 else:
                     self._gaps_s[number].append(now - last)
                     itl_seconds.observe(now - last, tracing.exemplar())
                     self._longest_gap_s = max(self._longest_gap_s, now - last)
                 last = now
                 await queue.put(piece)
+        if self._request.n > 1:
+            # Further prompts and choices may wait for its place.
+            place_id = worker_request.place_id_of(choice)
+            finished = Finished(place_id) if seed_offset else self._finished(number, choice.token_ids, True)
+            worker_request.release(finished)
+            self._concurrency.leave()
+
+    def _finished(self, number: int, token_ids: Sequence[int], is_complete: bool) -> Finished:
+        """The report that a prompt has ended, with its longest answer and the measurements until now."""
+        tbt_s, ttft_s = mean_of_longest(self._gaps_s[number]), self._ttfts_s[number]
+        place_id = self._worker_requests[number].place_id
+        return Finished(place_id, len(token_ids), ttft_s, tbt_s, is_complete)
 
     def _in_client_terms(self, error: ApiError) -> ApiError:
         """Convert a worker's error about token ids to one about the field that the client sent."""
@@ -515,9 +541,13 @@ class OwnWorkersRequest(PlacedRequest):
         prompt: list[int],
         headers: Mapping[str, str],
         block_tokens: int,
+        concurrency: AnswerConcurrency | None = None,
     ) -> None:
-        """``place``: the event that places the prompt."""
+        """``place``: the event that places the prompt. ``concurrency``: that of its whole answer."""
         super().__init__(scheduling, place)
+        self._concurrency = concurrency or AnswerConcurrency()
+        self.turn_at = self.arrived_at
+        """When it no longer waited for other prompts of the answer."""
         self.prompt = self.prompt_tokens = prompt
         self._workers = workers
         self._moves = moves
@@ -542,7 +572,7 @@ class OwnWorkersRequest(PlacedRequest):
         """
         self._cache_salt = cache_salt
         while True:
-            decision = await self._place(self._request_id, self._attempts, True, 0.0)
+            decision = await self._place_in_turn(self._request_id, self._attempts, True, 0.0)
             self._decision = decision
             self.route = Route(decision.prefill, decision.decode, decision.degraded)
             if decision.prefill is None:
@@ -671,6 +701,26 @@ class OwnWorkersRequest(PlacedRequest):
             body["cache_salt"] = self._cache_salt
         return body
 
+    def place_id_of(self, choice: AnswerChoice) -> str:
+        """The id by which a choice after the first one is placed."""
+        return f"{self._request_id}/{choice.index}"
+
+    async def _place_in_turn(
+        self, place_id: str, attempts: Attempts, needs_prefill: bool, timeout_s: float
+    ) -> Decision:
+        """Do as ``_place``, but wait for room while others of the answer are in progress, or were."""
+        while True:
+            try:
+                return await self._place(place_id, attempts, needs_prefill, timeout_s)
+            except ApiError as error:
+                is_full = error.status == 429 or error is attempts.busy
+                if not is_full or not await self._concurrency.wait_for_room(attempts):
+                    raise
+            attempts.busy, self.refusal = None, ""
+            attempts.exclude.clear()
+            if needs_prefill:
+                self.turn_at = clock.monotonic()
+
     async def close(self) -> None:
         """Stop a prefill that is still under way; to be called when the answer has ended, well or not."""
         if self._computing is not None:
@@ -683,7 +733,7 @@ class OwnWorkersRequest(PlacedRequest):
     ) -> AsyncGenerator[AnswerPiece, None]:
         """Yield the pieces of one choice; the last has a ``finish_reason``. Raises as ``prefill``."""
         decision, self._decision = self._decision, None
-        place_id = self._request_id if decision is not None else f"{self._request_id}/{choice.index}"
+        place_id = self._request_id if decision is not None else self.place_id_of(choice)
         attempts = Attempts()
         with AnswerMoves(self._moves, self._place_event, self._headers, choice.index) as moves:
             following = self._decode(choice, sampling, max_tokens, decision, place_id, attempts, moves)
@@ -704,7 +754,7 @@ class OwnWorkersRequest(PlacedRequest):
         while not choice.is_finished:
             if decision is None:
                 timeout_s = RESUME_TIMEOUT_S if choice.token_ids else 0.0
-                decision = await self._place(place_id, attempts, False, timeout_s)
+                decision = await self._place_in_turn(place_id, attempts, False, timeout_s)
                 self.route.decode = decision.decode
                 self.route.degraded = self.route.degraded or decision.degraded
             if len(choice.token_ids) >= max_tokens:

@@ -4,11 +4,15 @@
 Owns the exchange with the conductor about one request: the end of every placement and every failed instance
 is reported, and a request that fails everywhere is refused. The calls to an instance are not known here; they
 differ between our workers (``own_workers.py``) and other engines (``any_engine.py``).
+
+The prompts and choices of one answer wait for one another where there is no room for all of them: an answer
+with more of them than the instances take at a time would be refused whenever it came.
 """
 
 from __future__ import annotations
 
 import asyncio
+from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
@@ -74,6 +78,71 @@ class Attempts:
     busy: ApiError | None = None
     "Error of the last busy worker."
 
+    full_since: float = 0.0
+    "When no instance had room and no other part of the answer was in progress; 0: not yet."
+
+
+FIRST_AT_ONCE = 128
+"""Prompts and choices of one answer that are in progress before one of them has ended."""
+
+ROOM_TIMEOUT_S = 30.0
+"""How long an answer of which a part has ended waits for the place that its next part needs."""
+
+POLL_S = 0.25
+
+
+class AnswerConcurrency:
+    """How many prompts and choices of one answer are in progress at a time.
+
+    The limit grows by one with each that ends. When instances take no more, it becomes what they have taken.
+    """
+
+    def __init__(self, most: int = FIRST_AT_ONCE) -> None:
+        """``most``: the limit does not grow beyond it."""
+        self._most = most
+        self._limit = min(most, FIRST_AT_ONCE)
+        self._num_running = 0
+        self._has_ended = False
+        self._waiting: deque[asyncio.Future[None]] = deque()
+
+    async def enter(self) -> None:
+        """Wait until another one may be in progress."""
+        if self._num_running < self._limit:
+            self._num_running += 1
+            return
+        turn: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+        self._waiting.append(turn)
+        await turn
+
+    def leave(self) -> None:
+        """One has ended, and its places are released."""
+        self._num_running -= 1
+        self._has_ended = True
+        self._limit = min(self._most, self._limit + 1)
+        while self._waiting and self._num_running < self._limit:
+            turn = self._waiting.popleft()
+            if not turn.done():
+                self._num_running += 1
+                turn.set_result(None)
+
+    async def wait_for_room(self, attempts: Attempts) -> bool:
+        """Have one in progress for which instances have no room wait; True when it is to be tried again.
+
+        It waits until another one has ended. Without another one, requests of others take all the room: an
+        answer of which a part has ended waits for a while, and the client of another one is to come back.
+        """
+        if self._num_running > 1:
+            self._num_running -= 1
+            self._limit = self._num_running
+            await self.enter()
+            return True
+        now = clock.monotonic()
+        attempts.full_since = attempts.full_since or now
+        if not self._has_ended or now >= attempts.full_since + ROOM_TIMEOUT_S:
+            return False
+        await asyncio.sleep(POLL_S)
+        return True
+
 
 EndListener = Callable[["PlacedRequest", Finished, Sequence[int]], None]
 """Called with a request that has ended, its report, and the answer's tokens as far as they are known."""
@@ -118,6 +187,12 @@ class PlacedRequest:
         for listener in listeners:
             listener(self, finished, output)
 
+    def release(self, finished: Finished) -> None:
+        """Report the end of one placement while others of the request go on."""
+        if finished.request_id in self._placed_ids:
+            del self._placed_ids[finished.request_id]
+            self._scheduling.post(finished)
+
     @property
     def place_event(self) -> Place:
         return self._place_event
@@ -159,7 +234,7 @@ class PlacedRequest:
                 raise self._refused(answer)
             # Failed instances may be back by now: a restarted worker keeps its address.
             attempts.exclude.clear()
-            await asyncio.sleep(min(0.25, answer.retry_after_s))
+            await asyncio.sleep(min(POLL_S, answer.retry_after_s))
 
     def _note(self, error: WorkerFailed | WorkerBusy, place_id: str, attempts: Attempts, stage: str) -> None:
         """Note the failed instance and report it to the conductor.

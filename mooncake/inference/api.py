@@ -61,6 +61,9 @@ AnyRequest = CompletionRequest | ChatCompletionRequest
 MAX_BODY_BYTES = 32 << 20
 """A prompt of a million tokens as numbers has 8 MiB, and a request may carry several."""
 
+MAX_SEQUENCES = 4096
+"""Most answers, of all prompts and choices together, that one request may ask for."""
+
 MAX_DIGEST_CHARS = 256
 """Longest name of weights that a request may carry."""
 
@@ -232,6 +235,10 @@ def _hand_over(api: Api, body: bytes) -> bytes:
 async def _answer(api: Api, http: Request, api_request: AnyRequest) -> Response:
     if api_request.model is not None and api_request.model != api.model:
         raise model_not_found(api_request.model, api.model)
+    num_prompts = len(api_request.prompts) if isinstance(api_request, CompletionRequest) else 1
+    if (num_sequences := num_prompts * api_request.n) > MAX_SEQUENCES:
+        message = f"the request asks for {num_sequences} answers; allowed: at most {MAX_SEQUENCES}"
+        raise ApiError(400, message, param="prompt" if num_prompts > 1 else "n", code="invalid_value")
     prompts = await asyncio.to_thread(_prompts_of, api, api_request)
     answer_id = http.headers.get("x-request-id") or uuid.uuid4().hex
     prefix = "chatcmpl" if isinstance(api_request, ChatCompletionRequest) else "cmpl"
@@ -270,6 +277,8 @@ class _Answer:
         self._api_request = api_request
         self._requests = requests
         self._counts = [TokenCounts() for _ in requests]
+        # The rest waits here and leaves the engine's queue, which is bounded, to other answers.
+        self._at_once = asyncio.Semaphore(api.generator.engine.scheduler.settings.max_running)
         writer = ChatWriter if isinstance(api_request, ChatCompletionRequest) else CompletionWriter
         self._writer = writer(answer_id, int(clock.wall()), api.model, api_request.return_token_ids)
         self._began = clock.monotonic()
@@ -342,7 +351,7 @@ class _Answer:
         pieces = self._api.generator.pieces(
             self._requests[index], self._counts[index], text_offset=self._text_offset, index=index
         )
-        async with contextlib.aclosing(pieces):
+        async with self._at_once, contextlib.aclosing(pieces):
             async for piece in pieces:
                 now = clock.monotonic()
                 if last is None:

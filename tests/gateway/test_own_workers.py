@@ -11,6 +11,7 @@ from random import Random
 from typing import Any
 
 import pytest
+from aiohttp import web
 
 from mooncake.conductor.messages import Failed, Prefilled, Refuse
 from mooncake.conductor.server import ConductorServer, ConductorService
@@ -277,6 +278,73 @@ async def test_a_refusal_of_the_worker_passes_through(stack: Stack) -> None:
         "code": "invalid_value",
     }
     assert set((await stack.health()).values()) == {"ready"}
+
+
+@pytest.mark.parametrize(
+    ("num_prompts", "n"), [(1, 2), (7, 1), (1, 7), (4, 3)], ids=["pair", "prompts", "choices", "both"]
+)
+async def test_an_answer_that_is_larger_than_the_limit_of_instances_is_served_in_portions(
+    tokenizer: Tokenizer, num_prompts: int, n: int
+) -> None:
+    prompts = [[20 + number, 30] for number in range(num_prompts)]
+    async with running(tokenizer, num_decode=1, max_requests_per_instance=1) as stack:
+        answer = await stack.complete(prompts, 3, n=n, seed=1)
+        expected = [answer_text(prompt, 3, 1 + seed) for prompt in prompts for seed in range(n)]
+        assert [choice["text"] for choice in answer["choices"]] == expected
+        streamed = await stack.stream(prompts, 3, n=n, seed=1)
+        assert [streamed.text(index) for index in range(len(expected))] == expected
+
+
+async def test_an_answer_in_portions_lets_others_in(tokenizer: Tokenizer) -> None:
+    async with running(tokenizer, num_decode=2, max_requests_per_instance=1) as stack:
+        for worker in stack.decode:
+            worker.token_pause_s = 0.01
+        whole = asyncio.create_task(stack.complete([[20 + number] for number in range(20)], 10))
+        async with asyncio.timeout(10):
+            while not any(worker.calls for worker in stack.decode):  # noqa: ASYNC110
+                await asyncio.sleep(0.01)
+        statuses = []
+        while not whole.done():
+            status, _, _ = await stack.post("/v1/completions", {"prompt": [90], "max_tokens": 1})
+            statuses.append(status)
+        assert len((await whole)["choices"]) == 20
+        assert 200 in statuses and set(statuses) <= {200, 429}
+
+
+async def test_a_worker_that_is_busy_with_the_answer_gets_the_rest_of_it_later(
+    tokenizer: Tokenizer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async with running(tokenizer, num_prefill=0, num_decode=1) as stack:
+        [decode] = stack.decode
+        serve, num_refused = decode._stream, 0
+
+        async def bounded(request: Any, body: dict[str, Any]) -> Any:
+            nonlocal num_refused
+            if len(decode.streams) > 2:
+                num_refused += 1
+                error = {"message": "full", "type": "rate_limit_error", "code": "queue_full"}
+                return web.json_response({"error": error}, status=429)
+            return await serve(request, body)
+
+        monkeypatch.setattr(decode, "_stream", bounded)
+        answer = await stack.complete([[20 + number] for number in range(6)], 3)
+        assert [one["text"] for one in answer["choices"]] == [answer_text([20 + one], 3) for one in range(6)]
+        assert num_refused
+
+
+async def test_an_answer_for_whose_first_part_there_is_no_room_is_refused_at_once(
+    tokenizer: Tokenizer,
+) -> None:
+    async with running(tokenizer, num_decode=1, max_requests_per_instance=1) as stack:
+        stack.decode[0].stall_after = 0
+        waiting = asyncio.create_task(stack.post("/v1/completions", {"prompt": PROMPT}))
+        async with asyncio.timeout(10):
+            while not stack.decode[0].calls:  # noqa: ASYNC110
+                await asyncio.sleep(0.01)
+        status, answer, headers = await stack.post("/v1/completions", {"prompt": [[20], [21], [22]]})
+        assert (status, answer["error"]["code"]) == (429, "overloaded")
+        assert int(headers["retry-after"]) >= 1
+        waiting.cancel()
 
 
 async def test_a_call_of_a_choice_repeats_only_what_its_worker_needs(stack: Stack) -> None:

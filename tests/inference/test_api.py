@@ -81,7 +81,8 @@ class Client:
 @pytest.fixture
 async def client(llama: Reference, tmp_path: Path) -> AsyncIterator[Client]:
     model = load_model(llama.folder)
-    engine = Engine(InferenceSettings(), TorchRunner(model, new_pool(model, 16, 1 << 20)))
+    settings = InferenceSettings(max_running=4, max_waiting=8)
+    engine = Engine(settings, TorchRunner(model, new_pool(model, 16, 1 << 20)))
     generator = Generator(engine, make_tokenizer(tmp_path), asyncio.get_running_loop())
     generator.start()
     api = Api(generator, "tiny", WorkerRole.PREFILL, KvEventSource("tcp://127.0.0.1:1"))
@@ -320,6 +321,21 @@ async def test_many_prompts_and_choices_are_numbered(client: Client) -> None:
     assert answer["usage"]["completion_tokens"] == 48
 
 
+@pytest.mark.parametrize("stream", [False, True], ids=["whole", "stream"])
+async def test_an_answer_that_is_larger_than_the_queue_is_served_in_portions(
+    client: Client, stream: bool
+) -> None:
+    settings = client.generator.engine.scheduler.settings
+    num_prompts = settings.max_waiting + 2 * settings.max_running
+    body = {"prompt": [[5, 6]] * num_prompts, "max_tokens": 1}
+    if stream:
+        chunks = await client.stream(TEXT, body)
+        found = [choice for chunk in chunks for choice in chunk["choices"] if choice["finish_reason"]]
+    else:
+        found = (await client.post(TEXT, body))["choices"]
+    assert sorted(choice["index"] for choice in found) == list(range(num_prompts))
+
+
 async def test_logprobs_have_a_column_per_token(client: Client) -> None:
     logprobs = (await client.post(TEXT, greedy(logprobs=3, max_tokens=4)))["choices"][0]["logprobs"]
     assert len(logprobs["tokens"]) == len(logprobs["token_logprobs"]) == 4
@@ -369,6 +385,7 @@ async def test_prefill_reports_what_it_stored(client: Client) -> None:
         (TEXT, b"{", 400, None),
         (TEXT, {"prompt": [1, 10**6]}, 400, "prompt"),
         (TEXT, {"prompt": [5] * 600}, 400, "prompt"),
+        (TEXT, {"prompt": [[5]] * 33, "n": 128}, 400, "prompt"),
         (TEXT, {"prompt": "ab", "model": "other"}, 404, "model"),
         (TEXT, {"prompt": "ab", "presence_penalty": 1.0}, 400, "presence_penalty"),
         (TEXT, {"prompt": [5], "max_tokens": 2, "kv_transfer_params": {"num_output_tokens": 9}}, 400, None),
