@@ -30,7 +30,7 @@ from mooncake.conductor.publisher_registry import (
     Unregister,
 )
 from mooncake.errors import InvalidArgument
-from mooncake.http import server
+from mooncake.http import large_json, server
 from mooncake.http.server import HttpServer, listen
 from mooncake.log import get_logger
 from mooncake.security import TRUSTED, HttpAuth, process_identity
@@ -222,8 +222,8 @@ async def _body(http: Request, shape: type[BodyT], **aliases: str) -> BodyT:
         raise _Invalid(503, str(error)) from error
     try:
         if not aliases:
-            return msgspec.json.decode(text, type=shape)
-        fields = msgspec.json.decode(text)
+            return large_json.decode_as(text, shape)
+        fields: Any = large_json.decode_as(text, object)
         if isinstance(fields, dict):
             fields = {aliases.get(name, name): value for name, value in fields.items()}
         return msgspec.convert(fields, shape)

@@ -334,6 +334,10 @@ def text_of(fields: dict[str, Any], field: str) -> str:
     value = fields.get(field)
     if not isinstance(value, str) or not 0 < len(value) <= 1024:
         raise ConsoleRefusal(400, "invalid_value", f"{field} must be a text of at most 1024 characters")
+    try:
+        value.encode()
+    except UnicodeEncodeError as error:  # half of a surrogate pair, written as an escape
+        raise ConsoleRefusal(400, "invalid_value", f"{field} is not valid Unicode") from error
     return value
 
 

@@ -73,9 +73,9 @@ async def act_on_store(store: StoreSource | None, action: str, fields: dict[str,
         segment = text_of(fields, "segment")
         reply: m.JobReply = await store.ask(m.DrainSegments([segment], []))
         return f"drain of {segment} is job {reply.status.job_id}: {reply.status.state}"
-    key, tenant = text_of(fields, "key"), fields.get("tenant", "")
+    key, tenant = text_of(fields, "key"), text_of(fields, "tenant") if fields.get("tenant") else ""
     ttl_s = 0.0 if action == "unpin" else _pin_span(fields.get("seconds"))
-    tenant = "" if tenant in ("", "default") or not isinstance(tenant, str) else tenant
+    tenant = "" if tenant == "default" else tenant
     outcomes: m.Outcomes = await store.ask(m.Pin([key], ttl_s, tenant))
     if outcomes.outcomes[0] is not True:
         raise ConsoleRefusal(404, "not_found", f"there is no object {key[:128]!r}")

@@ -30,6 +30,7 @@ from mooncake.errors import InvalidArgument, MooncakeError
 from mooncake.gateway.gateway import Gateway
 from mooncake.gateway.request_parsing import read_body
 from mooncake.gateway.request_recorder import EndedRequest
+from mooncake.http import large_json
 from mooncake.http.openai import ApiError
 from mooncake.log import get_logger
 from mooncake.recorded_requests import MAX_RECORDED_ID, RecordedRequest
@@ -174,11 +175,11 @@ class BesideSimulation:
 def _read(content: bytes) -> WhatIfBody:
     """Raises ApiError, 400 naming the field."""
     try:
-        return msgspec.json.decode(content, type=WhatIfBody)
+        return large_json.decode_as(content, WhatIfBody)
     except msgspec.ValidationError as error:
         field = str(error).partition("`$.")[2].rstrip("`") or None
         raise ApiError(400, str(error), param=field, code="invalid_value") from error
-    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
+    except msgspec.DecodeError as error:
         raise ApiError(400, f"the body is not valid JSON: {error}", code="invalid_json") from error
 
 

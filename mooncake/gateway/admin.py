@@ -38,6 +38,7 @@ from mooncake.gateway.moves import MovedChoice, MovedPrompt
 from mooncake.gateway.own_workers import prompt_to_move
 from mooncake.gateway.request_ids import RequestIds
 from mooncake.gateway.request_parsing import decoded, names_of, read_body
+from mooncake.http import large_json
 from mooncake.http.openai import (
     STREAM_END,
     AnyRequest,
@@ -253,13 +254,13 @@ async def _change(gateway: Gateway, http: Request) -> InstanceChange:
 def _read(shape: type[ShapeT], body: bytes) -> ShapeT:
     """Decode a body. Raises ApiError, 400 naming the wrong field."""
     try:
-        return msgspec.json.decode(body, type=shape)
+        return large_json.decode_as(body, shape)
     except msgspec.ValidationError as error:
         field = str(error).partition("`$.")[2].rstrip("`") or None
         if "required field" in str(error):
             field = str(error).partition("required field `")[2].partition("`")[0]
         raise ApiError(400, f"{error}", param=field, code="invalid_value") from error
-    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
+    except msgspec.DecodeError as error:
         raise ApiError(400, f"the body is not valid JSON: {error}", code="invalid_json") from error
 
 

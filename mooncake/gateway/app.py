@@ -247,7 +247,7 @@ def _answer_errors(app: FastAPI) -> None:
         # Starlette logs the traceback after this.
         _requests.labels(_endpoint(http), 500).inc()
         broken = ApiError(500, "the gateway failed; its log has the traceback", code="internal_error")
-        return Response(broken.body(), 500, media_type="application/json")
+        return Response(broken.body(), 500, names_of(http), media_type="application/json")
 
 
 def _add_models(app: FastAPI, gateway: Gateway) -> None:

@@ -11,7 +11,7 @@ with values inside values too deep to be walked by recursion.
 from __future__ import annotations
 
 import time
-from typing import Any
+from typing import Any, TypeVar
 
 import msgspec
 
@@ -22,6 +22,8 @@ PIECE_BYTES = 128 << 10
 MAX_NESTING = 200
 """Levels of arrays and objects: far from the interpreter's limit, since the values are walked later."""
 _TRIES = 16
+
+ShapeT = TypeVar("ShapeT")
 
 _decode_fields = msgspec.json.Decoder(dict[str, msgspec.Raw]).decode
 _decode = msgspec.json.decode
@@ -45,6 +47,21 @@ def decode(content: bytes) -> Any:
     if is_too_deep:
         raise msgspec.DecodeError(f"arrays and objects are nested more than {MAX_NESTING} levels deep")
     return found
+
+
+def decode_as(content: bytes, shape: type[ShapeT]) -> ShapeT:
+    """Decode a small body, in one call, as ``shape``.
+
+    Raises:
+        msgspec.ValidationError: it has another shape.
+        msgspec.DecodeError: it is not JSON, or nested too deep.
+    """
+    try:
+        return _decode(content, type=shape)
+    except UnicodeDecodeError as error:
+        raise msgspec.DecodeError(f"a string is not valid UTF-8: {error.reason}") from error
+    except RecursionError as error:
+        raise msgspec.DecodeError("arrays and objects are nested too deep") from error
 
 
 def _decode_whole(content: bytes) -> Any:

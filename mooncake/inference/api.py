@@ -220,7 +220,7 @@ def _kv_memory(stats: EngineStats, block_tokens: int) -> KvMemoryStats:
 def _hand_over(api: Api, body: bytes) -> bytes:
     """Begin to hand an answer over. Raises ApiError: 400, or 404 for one that is not streamed here now."""
     try:
-        move = msgspec.json.decode(body, type=MoveRequest)
+        move = large_json.decode_as(body, MoveRequest)
     except msgspec.MsgspecError as error:
         raise ApiError(400, str(error), code="invalid_value") from error
     request_id = api.movable.pop(move.move_id, None)

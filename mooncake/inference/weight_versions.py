@@ -28,6 +28,7 @@ from msgspec import Meta, Struct
 from mooncake import clock
 from mooncake.connectors.store_link import StoreLink
 from mooncake.errors import DeadlineExceeded, InvalidArgument, ModelError, Refusal
+from mooncake.http import large_json
 from mooncake.http.openai import WEIGHTS_REPLACED, ApiError
 from mooncake.http.server import read_body
 from mooncake.inference.engine import Engine
@@ -255,7 +256,7 @@ def add_weight_routes(app: FastAPI, versions: WeightVersions, key: AdminKey) -> 
             raise ApiError(refused.status, refused.message, code=refused.code)
         body = await read_body(http, MAX_BODY_BYTES)
         try:
-            return msgspec.json.decode(body or b"{}", type=shape)
+            return large_json.decode_as(body or b"{}", shape)
         except msgspec.MsgspecError as error:
             raise InvalidArgument("body", body[:80], f"fields of {shape.__name__} ({error})") from error
 

@@ -108,6 +108,10 @@ async def test_admin_pins_unpins_and_drains(store: RunningStore) -> None:
     assert await pinned() == 0.0
     status, found, _ = await browser.send("POST", "/console/actions/pin", {"key": "unknown"}, headers)
     assert status == 404 and "unknown" in found["error"]["message"]
+    for action in ("pin", "unpin"):
+        for wrong in ({"key": "\ud800"}, {"key": KEYS[0], "tenant": "\ud800"}, {"key": KEYS[0], "tenant": 5}):
+            status, _, _ = await browser.send("POST", f"/console/actions/{action}", wrong, headers)
+            assert status == 400, wrong
     status, found, _ = await browser.send("POST", "/console/actions/pin", {"key": 5}, headers)
     assert status == 400
     status, found, _ = await browser.send(

@@ -176,6 +176,18 @@ async def test_the_schema_names_the_fields(stack: Stack) -> None:
     assert "$ref" not in json.dumps(body)
 
 
+async def test_a_fault_of_the_gateway_has_the_ids_of_its_request(
+    stack: Stack, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async def broken() -> int:
+        raise RuntimeError("boom")
+
+    monkeypatch.setattr(stack.gateway, "context_length", broken)
+    status, answer, headers = await stack.post(TEXT, {"prompt": PROMPT}, {"X-Request-ID": "mine-1"})
+    assert (status, answer["error"]["code"]) == (500, "internal_error")
+    assert headers["x-request-id"] == "mine-1"
+
+
 # --- headers
 
 

@@ -87,3 +87,13 @@ def test_values_nested_too_deep_are_no_json(opening: str, closing: str, pad: int
 def test_strings_that_are_not_utf_8_are_no_json(value: bytes, pad: int) -> None:
     with pytest.raises(msgspec.DecodeError, match="not valid UTF-8"):
         large_json.decode(b'{"pad": "' + b"x" * pad + b'", "prompt": ' + value + b"}")
+
+
+@pytest.mark.parametrize(
+    "content",
+    [b"{", b'{"a": "\xff"}', b'{"a": "\\ud800"}', b'{"a": 1}', b"[" * 100_000],
+    ids=["cut off", "bytes", "surrogate", "type", "deep"],
+)
+def test_what_is_not_of_the_shape_is_one_kind_of_error(content: bytes) -> None:
+    with pytest.raises(msgspec.MsgspecError):
+        large_json.decode_as(content, dict[str, str])

@@ -252,6 +252,8 @@ async def test_a_stream_that_leaves_is_continued_without_a_gap(client: Client, n
         ({"move_id": "m"}, 400),
         ({"move_id": "m", "transfer_id": ""}, 400),
         ({"move_id": 7, "transfer_id": "t"}, 400),
+        (b'{"move_id": "\xff", "transfer_id": "t"}', 400),
+        (b'{"move_id": ' + b"[" * 2000, 400),
         ({"move_id": "m", "transfer_id": "t" * 201}, 400),
         ({"move_id": "m", "transfer_id": "t" * 5000}, 413),
         ({"move_id": "m", "transfer_id": "t"}, 404),

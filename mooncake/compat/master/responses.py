@@ -9,7 +9,7 @@ import msgspec
 from fastapi import Request, Response
 
 from mooncake.errors import Refusal
-from mooncake.http import server
+from mooncake.http import large_json, server
 from mooncake.rpc.wire import Failure
 from mooncake.security.http_auth import PRINCIPAL, AdminKey
 
@@ -89,6 +89,6 @@ async def read_body(http: Request, shape: Any) -> Any:
     except server.BodyBudgetExceeded as error:
         raise HttpRefusal("unavailable", str(error)) from error
     try:
-        return msgspec.json.decode(body, type=shape)
+        return large_json.decode_as(body, shape)
     except msgspec.MsgspecError as error:
         raise HttpRefusal("invalid_argument", f"the body: {error}") from error
