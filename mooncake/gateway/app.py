@@ -189,6 +189,9 @@ def load_tokenizer(settings: GatewaySettings) -> PromptTokenizer | None:
 MAX_OPERATORS = 64
 """Most connections to the operators' port."""
 
+LENGTH_TIMEOUT_S = 2.0
+"""How long the list of models waits for a worker that reports its context length."""
+
 KEYS_CHECK_INTERVAL_S = 2.0
 """Interval at which the file of keys is checked for changes."""
 
@@ -385,9 +388,12 @@ def _is_of_messages(http: Request) -> bool:
 
 async def _cards(gateway: Gateway) -> list[ModelCard]:
     """The model under our name, and under the names of other engines."""
-    own = gateway.model_card()
     if not await gateway.fronts_engines():
-        return [own]
+        with contextlib.suppress(ApiError, TimeoutError):  # without a worker the length is left out
+            async with asyncio.timeout(LENGTH_TIMEOUT_S):
+                await gateway.context_length()
+        return [gateway.model_card()]
+    own = gateway.model_card()
     found = await gateway.backends.models(gateway.scheduling)
     return [*found, *([own] if own.id not in [card.id for card in found] else [])]
 

@@ -16,7 +16,7 @@ from enum import StrEnum
 from pathlib import Path
 from typing import Annotated, Any
 
-from msgspec import Meta
+from msgspec import UNSET, Meta
 
 from mooncake import clock
 from mooncake.conductor.client import ConductorClient, RemoteConductor
@@ -417,10 +417,11 @@ class Gateway:
 
     def model_card(self) -> ModelCard:
         name = self.settings.model_name
-        return ModelCard(id=name, created=self.created, root=name, max_model_len=self.max_model_len)
+        length = UNSET if self.max_model_len is None else self.max_model_len
+        return ModelCard(id=name, created=self.created, root=name, max_model_len=length)
 
     async def context_length(self) -> int:
-        """Most tokens of prompt and answer together, queried from the workers once.
+        """Most tokens of prompt and answer together, queried from the workers until one has answered.
 
         Raises:
             ApiError: 503, no worker answered.
@@ -443,4 +444,5 @@ class Gateway:
         except WorkerFailed as error:
             log.info("context_length_unknown", instance=instance, reason=error.reason)
             return None
-        return cards[0].max_model_len if cards else None
+        length = cards[0].max_model_len if cards else None
+        return length if isinstance(length, int) else None

@@ -52,6 +52,7 @@ from mooncake.gateway.request_parsing import (
     affinity_of,
     names_of,
     priority_of,
+    rank_of,
     request_id_of,
     session_of,
     slo_of,
@@ -86,6 +87,7 @@ async def serve_own_workers(gateway: Gateway, http: Request, request: AnyRequest
     if request.model is not None and request.model != settings.model_name:
         raise model_not_found(request.model, settings.model_name)
     slo = slo_of(http)
+    rank_of(http)  # our workers have no ranks, but what engines would refuse is refused here
     num_prompts = len(request.prompts) if isinstance(request, CompletionRequest) else 1
     num_answers = num_prompts * request.n
     client: Client | None = http.state.client

@@ -705,7 +705,7 @@ class ModelCard(msgspec.Struct, kw_only=True):
     created: int
     owned_by: str = "mooncake"
     root: str | None = None
-    max_model_len: int | None = None
+    max_model_len: int | UnsetType | None = UNSET
 
 
 class ModelList(msgspec.Struct):

@@ -14,7 +14,7 @@ from mooncake.errors import InvalidArgument
 from mooncake.gateway.gateway import GatewaySettings
 from mooncake.inference.tokenizer import Tokenizer
 from tests.gateway.conftest import ADMIN_KEY, Stack, running
-from tests.gateway.doubles import MAX_MODEL_LEN, answer_ids, answer_text
+from tests.gateway.doubles import MAX_MODEL_LEN, answer_ids, answer_text, doubles
 
 PROMPT = list(range(20, 32))
 HELLO: list[Any] = [{"role": "user", "content": "w20 w21"}]
@@ -206,6 +206,28 @@ async def test_request_id_and_trace_travel(stack: Stack) -> None:
 async def test_a_wrong_slo_is_named(stack: Stack, value: str) -> None:
     status, answer, _ = await stack.post(TEXT, {"prompt": PROMPT}, {"x-slo-ttft-ms": value})
     assert (status, answer["error"]["param"]) == (400, "x-slo-ttft-ms")
+
+
+@pytest.mark.parametrize("value", ["-1", "10000", "first", "1.0", ""])
+async def test_a_wrong_rank_is_named(stack: Stack, value: str) -> None:
+    status, answer, _ = await stack.post(TEXT, {"prompt": PROMPT}, {"X-data-parallel-rank": value})
+    assert (status, answer["error"]["param"]) == (400, "X-data-parallel-rank")
+    status, _, _ = await stack.post(TEXT, {"prompt": PROMPT}, {"X-data-parallel-rank": "3"})
+    assert status == 200
+
+
+async def test_the_list_of_models_has_the_context_length_once_a_worker_is_there(tokenizer: Tokenizer) -> None:
+    async with doubles(1, 0) as ([worker], _):
+        async with running(tokenizer, num_prefill=0, num_decode=0) as stack:
+            _, models = await stack.get("/v1/models")
+            assert "max_model_len" not in models["data"][0]
+            body = {"type": "decode", "instance": worker.address}
+            status, _, _ = await stack.post("/instances/add", body, {"X-API-Key": ADMIN_KEY})
+            assert status == 200
+            _, models = await stack.get("/v1/models")
+            assert models["data"][0]["max_model_len"] == MAX_MODEL_LEN
+            _, model = await stack.get("/v1/models/tiny")
+            assert model["max_model_len"] == MAX_MODEL_LEN
 
 
 async def test_slos_are_counted(stack: Stack) -> None:
