@@ -41,6 +41,8 @@ def board(status: m.MasterStatus, before: m.MasterStatus, seconds: float, is_nar
         table.add_column(name, justify="left" if is_text else "right", no_wrap=True)
     for one in status.segments:
         state = "draining" if one.is_draining else "resting" if one.rests_s else one.state
+        if one.disk_full and state == "alive":
+            state = "disk full"
         cells: dict[str, str | Text] = {
             "segment": Text(printable(one.segment)),
             "tier": one.tier,

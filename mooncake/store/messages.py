@@ -507,6 +507,8 @@ class SegmentStatus(msgspec.Struct, frozen=True):
     """Tasks under way or waiting, with this segment as the target."""
     is_writable: bool = False
     """Space is allocated here now."""
+    disk_full: str = ""
+    """Why its node could not write the last copy, if its disk has no space."""
 
 
 class ReporterStatus(msgspec.Struct, frozen=True):

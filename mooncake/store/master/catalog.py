@@ -54,6 +54,8 @@ from mooncake.types import ObjectKey, Tier
 
 STORY_LINES = 100_000
 MAX_TOMBSTONES = 1 << 18
+DISK_FULL_S = 10.0
+"""How long other disks are preferred to one that was full."""
 NEVER = 1 << 63
 """Larger than any object id."""
 
@@ -193,7 +195,7 @@ class Catalog:
         """Evict on exactly this segment, sparing ``spare``, until ``size_bytes`` fit in one piece."""
         if segment.allocator.has_hole(size_bytes):
             return True
-        if size_bytes > segment.allocator.size_bytes:
+        if size_bytes > segment.allocator.size_bytes or segment.disk_full:
             return False
         # A hole need not open where the oldest objects are, but a search without success must not
         # flush the whole segment either.
@@ -206,6 +208,14 @@ class Catalog:
                 if budget_bytes < 0:
                     break
         return False
+
+    def set_disk_full(self, segment: Segment, reason: str, now: float) -> None:
+        """The segment's node has written a copy (""), or could not because its disk is full."""
+        if reason and not segment.disk_full:
+            self.note("disk_full", segment, is_warning=True, reason=reason)
+        elif segment.disk_full and not reason:
+            self.note("disk_has_space", segment)
+        segment.disk_full, segment.disk_full_until = reason, now + DISK_FULL_S
 
     def victims(
         self, segments: list[Segment], now: float, spare: StoredObject | None = None

@@ -53,6 +53,7 @@ class Introspection:
                 is_draining=segment.is_draining,
                 num_tasks=segment.num_tasks,
                 is_writable=segment.takes_objects(now),
+                disk_full=segment.disk_full,
             )
             for segment in self._catalog.segments.mounted.values()
         ]

@@ -10,9 +10,10 @@ longer than for half of ``put_s``.
 
 **Durability.** A durable object is readable at once; only its writer waits for the answer to its last
 request, because that means that the bytes outlive the process. ``tiering.py`` plans the copy when the object
-becomes readable, and retries it if it fails. A writer that would wait too long is refused, and the object
-stays in memory; a durable one that it replaced is kept until it is on SSD, or restored when it is lost
-(``catalog.confirm``). The next durable put of the key is refused, as it is not on SSD (``put.py``).
+becomes readable, and retries it if it fails. A writer that would wait too long is refused, at once where the
+disks of all nodes are full, and the object stays in memory; a durable one that it replaced is kept until it
+is on SSD, or restored when it is lost (``catalog.confirm``). The next durable put of the key is refused, as
+it is not on SSD (``put.py``).
 
 **Nodes.** A master that took over knows which objects there are before their nodes have mounted. Until then
 (``Segments.awaited``) it does not answer that such an object is missing, and refuses no put because those
@@ -176,8 +177,14 @@ class DurablePuts:
         self._catalog.keeps_deadline = False
 
     def copy_failed(self, stored: StoredObject, refusal: Refusal) -> None:
-        """A copy of this object to SSD was given up; another one may be planned."""
-        if stored.object_id in self._by_object:
+        """A copy of this object to SSD was given up. Another one may be planned, but is not waited for if the
+        disk of every node is full: it may be so for long, and the writer would not learn the reason."""
+        if stored.object_id not in self._by_object:
+            return
+        ssds = [one for one in self._catalog.alive(Tier.SSD) if not one.is_draining]
+        if ssds and all(one.disk_full for one in ssds):
+            self._end(stored, Refusal("no_ssd", f"no copy is on SSD: {refusal}"))
+        else:
             self._failures[stored.object_id] = refusal
 
     def _completed(self, event: ReplicaCompleted) -> None:

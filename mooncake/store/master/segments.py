@@ -159,6 +159,8 @@ class Segment:
         "connection",
         "content_id",
         "descriptor",
+        "disk_full",
+        "disk_full_until",
         "doubt",
         "epoch",
         "expected",
@@ -235,6 +237,11 @@ class Segment:
         """Its node has polled for tasks, so it can run some."""
         self.num_tasks = 0
         """Number of tasks that wait or run with this segment as the target."""
+        self.disk_full = ""
+        """Why its node could not write the last copy: the disk has no space. Nothing is evicted meanwhile,
+        because copies may fail in the space of evicted objects, too. "" again when one is written."""
+        self.disk_full_until = 0.0
+        """Until then, what may be copied to several disks is copied to another one."""
 
     @property
     def is_mounted(self) -> bool:
@@ -259,6 +266,7 @@ class Segment:
         self.connection = connection
         self.last_heartbeat_at = now
         self.was_restored = self.is_confirmed = self.polls = False
+        self.disk_full = ""
         self.move(MOUNTED)
 
     def move(self, event: str) -> None:

@@ -224,6 +224,7 @@ class Tasks:
             extent = task.extent
             self._forget(task)
             self._catalog.counts.done_tasks += 1
+            self._catalog.set_disk_full(segment, "", now)
             self._catalog.complete_extent(task.stored, extent, now)
             if segment.tier is not Tier.SSD:  # whose node has written it into its index already
                 self.note(segment, entry_of(task.stored, extent.offset), now)
@@ -234,6 +235,9 @@ class Tasks:
             task.failed_sources.append(task.source.segment)
         if done.refusal.code == "corrupt":
             self._doubt_source(task, now)
+        if done.refusal.code == "no_space":
+            task.extent.held_until = 0.0  # the attempt is over, so nothing will be written there later
+            self._catalog.set_disk_full(segment, done.refusal.reason, now)
         self._failed(task, done.refusal, now)
 
     def _let_go(self, task: PlannedCopy) -> None:
@@ -287,7 +291,8 @@ class Tasks:
         has_room = task.makes_room or target.allocator.has_hole(stored.size_bytes)
         extent = self._catalog.add_extent(stored, target, now, now + put_s) if has_room else None
         if extent is None:
-            self._give_up(task, Refusal("no_space", f"{target.name} has no room for it"), now)
+            reason = target.disk_full or f"{target.name} has no room for it"
+            self._give_up(task, Refusal("no_space", reason), now)
             return None
         self._catalog.hold(source, now + put_s)
         task.source, task.extent, task.until = source, extent, now + put_s

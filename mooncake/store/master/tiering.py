@@ -10,7 +10,8 @@
 **Demotion** copies; the replica in memory stays until space is needed, and eviction then finds
 victims that cost nothing (``eviction.py``). As with the dirty pages of an operating system, objects
 without a copy on SSD may take ``demote_watermark`` of a node's memory; beyond it the coldest objects
-are copied. A full SSD evicts its own coldest objects. An object evicted from SSD while it is still in
+are copied. A full SSD evicts its own coldest objects, but not while its node finds no space on the disk: then
+one copy at a time is tried (``Segment.disk_full``). An object evicted from SSD while it is still in
 memory is not copied again: otherwise a small SSD would be rewritten continually.
 
 **Promotion** is for objects that are read repeatedly. An object is admitted when it was found cold
@@ -138,21 +139,27 @@ class Tiering:
         nodes = [extent.segment.node for extent in stored.complete()]
         hosts = [extent.segment.host for extent in stored.complete()]
 
-        def merit(ssd: Segment) -> tuple[bool, bool, bool, int]:
+        def merit(ssd: Segment) -> tuple[bool, bool, bool, bool, int]:
             return (
+                not ssd.disk_full or ssd.disk_full_until <= now,
                 ssd.node in nodes,
                 ssd.host in hosts,
                 ssd.takes_objects(now),
                 ssd.allocator.free_bytes - ssd.num_tasks * stored.size_bytes,
             )
 
-        self._demote(stored, max(alive, key=merit), now, is_urgent=True)
+        ssd = max(alive, key=merit)
+        if _is_tried(ssd):
+            self.on_failed(stored, Refusal("no_space", ssd.disk_full))
+        else:
+            self._demote(stored, ssd, now, is_urgent=True)
 
     def _demote_at_once(self, stored: StoredObject, now: float) -> None:
         """Demote without a search for the coldest objects: all are to be copied."""
         home, _ = self._dirty.get(stored.object_id, (None, None))
         ssd = None if home is None else self._ssd_of(home.segment)
-        if ssd is not None and ssd.num_tasks < MAX_WAITING and stored.object_id not in self._planned:
+        is_open = ssd is not None and ssd.num_tasks < MAX_WAITING and not _is_tried(ssd)
+        if ssd is not None and is_open and stored.object_id not in self._planned:
             self._demote(stored, ssd, now)
 
     def _demote(self, stored: StoredObject, ssd: Segment, now: float, *, is_urgent: bool = False) -> None:
@@ -192,7 +199,7 @@ class Tiering:
         if ssd is None:
             return
         # A search goes over the planned ones again, so it should find several; each end starts another.
-        room = 2 * settings.tasks_per_segment - ssd.num_tasks
+        room = (1 if ssd.disk_full else 2 * settings.tasks_per_segment) - ssd.num_tasks
         wanted = min(room, 1 + int(excess_bytes * home.num_dirty / home.dirty_bytes))
         if wanted <= 0 or (wanted < WORTH_WHILE and ssd.num_tasks):
             return
@@ -388,6 +395,11 @@ class Tiering:
 
 def _is_open(ssd: Segment) -> bool:
     return ssd.is_alive and ssd.polls and not ssd.is_draining and not ssd.wants_report
+
+
+def _is_tried(ssd: Segment) -> bool:
+    """Whether its disk was full, and a copy is under way that will show whether it still is."""
+    return bool(ssd.disk_full) and ssd.num_tasks > 0
 
 
 def _fits(memory: Segment, stored: StoredObject, limit_bytes: int) -> bool:

@@ -286,17 +286,42 @@ def test_a_put_without_a_copy_in_time_is_refused_with_the_reason_of_the_last_fai
     durable_scene: DurableScene,
 ) -> None:
     durable_scene.end(["k", "l"], durable_scene.begin("k", "l"))
-    full = Refusal("no_space", "/ssd: No space left on device; make room")
+    broken = Refusal("io_error", "the disk can't be written")
     todo = durable_scene.ssd.poll()
     for second in range(int(PUT_S)):
         for _ in range(len(todo)):
-            code, reason = ("no_space", full.reason) if second else ("unreachable", "the source")
+            code, reason = ("io_error", broken.reason) if second else ("unreachable", "the source")
             todo += durable_scene.ssd.fail(todo.pop(0), code, reason)
         durable_scene.live(1)
         todo += durable_scene.ssd.answered()
-    reason = f"no copy was on SSD in time; the last one failed: {full}"
+    reason = f"no copy was on SSD in time; the last one failed: {broken}"
     assert durable_scene.answer() == [Refusal("no_ssd", reason)] * 2
     assert durable_scene.nodes.master.counts.refused_puts == 2
+
+
+def test_a_durable_put_is_refused_at_once_with_the_reason_when_every_disk_is_full(
+    durable_scene: DurableScene,
+) -> None:
+    full = Refusal("no_space", "/ssd: No space left on device; make room")
+    refused = Refusal("no_ssd", f"no copy is on SSD: {full}")
+    durable_scene.end(["k"], durable_scene.begin("k"))
+    (task,) = durable_scene.ssd.poll()
+    durable_scene.ssd.fail(task, full.code, full.reason)
+    assert durable_scene.answer() == [refused] and durable_scene.nodes.where("k") == ["a"]
+    durable_scene.end(["l", "m"], durable_scene.begin("l", "m"), "second")
+    (task,) = durable_scene.ssd.poll()
+    durable_scene.ssd.fail(task, full.code, full.reason)
+    durable_scene.live(1)
+    assert durable_scene.answer("second") == [refused] * 2, "only one of them was tried"
+    durable_scene.end(["n"], durable_scene.begin("n"), "third")
+    for _ in range(4):
+        durable_scene.ssd.work()
+        durable_scene.live(1)
+    assert durable_scene.answer("third") in ([True], [refused])
+    durable_scene.end(["o"], durable_scene.begin("o"), "fourth")
+    durable_scene.ssd.work()
+    assert durable_scene.answer("fourth") == [True]
+    assert all(len(durable_scene.nodes.master.objects.readable[key].complete()) == 2 for key in "klmno")
 
 
 def test_an_object_that_goes_before_is_refused(durable_scene: DurableScene) -> None:

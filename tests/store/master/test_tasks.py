@@ -275,3 +275,49 @@ def test_tasks_to_a_segment_that_goes_end(nodes: Nodes) -> None:
     assert [state(nodes, job) for job in jobs] == ["failed", "failed"]
     assert where(nodes, "k") == ["a"]
     assert a
+
+
+FULL = "/ssd: No space left on device; make room"
+
+
+def test_a_copy_to_a_full_disk_gives_its_space_back_at_once(nodes: Nodes) -> None:
+    Place(nodes, "a")
+    ssd = Place(nodes, "b/ssd", 1 << 20, tier=Tier.SSD, content_id=5)
+    nodes.put("k", "l", host="a")
+    for key in "kl":
+        job = copy(nodes, key, "b/ssd")
+        (task,) = ssd.poll()
+        ssd.fail(task, "no_space", FULL)
+        assert state(nodes, job) == "failed"
+        segment = nodes.master.segments.mounted["b/ssd"]
+        assert not segment.allocator.allocations, "its node writes nothing more there"
+    (note,) = [one for one in nodes.notes if one.event == "disk_full"]
+    assert note.is_warning and note.fields == {"segment": "b/ssd", "host": "b", "reason": FULL}
+    assert [one.disk_full for one in nodes.say(m.GetMasterStatus()).segments] == ["", FULL]
+    copy(nodes, "k", "b/ssd")
+    ssd.work()
+    assert where(nodes, "k") == ["a", "b/ssd"] and segment.disk_full == ""
+    assert [one.event for one in nodes.notes][-1] == "disk_has_space"
+
+
+def test_other_failures_of_a_copy_leave_its_space_at_rest(nodes: Nodes) -> None:
+    Place(nodes, "a")
+    ssd = Place(nodes, "b/ssd", 1 << 20, tier=Tier.SSD, content_id=5)
+    nodes.put("k", host="a")
+    copy(nodes, "k", "b/ssd")
+    (task,) = ssd.poll()
+    ssd.fail(task, "io_error")
+    segment = nodes.master.segments.mounted["b/ssd"]
+    assert task.entry.offset in segment.allocator.allocations and not segment.disk_full
+
+
+def test_a_node_that_is_started_again_may_have_a_disk_with_space(nodes: Nodes) -> None:
+    Place(nodes, "a")
+    ssd = Place(nodes, "b/ssd", 1 << 20, tier=Tier.SSD, content_id=5)
+    nodes.put("k", host="a")
+    copy(nodes, "k", "b/ssd")
+    (task,) = ssd.poll()
+    ssd.fail(task, "no_space", FULL)
+    nodes.lose(ssd.connection)
+    Place(nodes, "b/ssd", 1 << 20, tier=Tier.SSD, content_id=5, epoch=8)
+    assert nodes.master.segments.mounted["b/ssd"].disk_full == ""

@@ -7,8 +7,10 @@ from pathlib import Path
 
 import pytest
 
+from mooncake.errors import Refusal
 from mooncake.store import Store, StoreSettings
 from mooncake.store import messages as m
+from mooncake.store.master.catalog import DISK_FULL_S
 from mooncake.store.master.tiering import Frequency
 from mooncake.store.settings import MasterSettings
 from mooncake.types import Tier
@@ -137,6 +139,74 @@ def test_an_object_that_can_not_be_copied_is_tried_again_later() -> None:
     nodes.wait(1.2)
     ssd.answered()
     assert len(ssd.poll()) == 1
+
+
+FULL = "/ssd: No space left on device; make room"
+
+
+def test_nothing_is_evicted_from_an_ssd_whose_disk_is_full() -> None:
+    nodes = Nodes(settings(demote_watermark=0.0))
+    memory, ssd = with_ssd(nodes, ssd_bytes=4 * 4096)
+    for key in "abcd":
+        nodes.put(key, size_bytes=1024, host="a")
+        work(nodes, ssd)
+    nodes.put("e", size_bytes=1024, host="a")
+    (task,) = ssd.poll()
+    assert where(nodes, "a") == ["a"], "it makes room, because the disk is not known to be full"
+    ssd.fail(task, "no_space", FULL)
+    for number in range(20):
+        nodes.put(f"more {number}", size_bytes=1024 * (1 + number % 2), host="a")
+        for task in ssd.poll():
+            ssd.fail(task, "no_space", FULL)
+        nodes.wait(0.5)
+        memory.beat()
+        ssd.beat()
+    assert [where(nodes, key) for key in "bcd"] == [["a", "a/ssd"]] * 3
+    assert nodes.master.counts.evicted_replicas == 1 and nodes.master.counts.evicted_objects == 0
+    tries = []
+    for _ in range(2):
+        nodes.wait(1.1)
+        memory.beat()
+        ssd.beat()
+        tries += ssd.answered() or ssd.poll()
+    (task,) = tries
+    assert len(ssd.work(task)) > 1, "one copy has shown that there is space again"
+
+
+def test_one_copy_at_a_time_shows_whether_a_disk_has_space_again() -> None:
+    nodes = Nodes(settings(demote_watermark=0.0))
+    memory, ssd = with_ssd(nodes)
+    nodes.put(*(f"k{number}" for number in range(10)), size_bytes=1024, host="a")
+    put_durable(nodes, "durable")
+    put_durable(nodes, "another")
+    failed = ssd.poll()
+    assert len(failed) == 12
+    assert ssd.poll(*(m.TaskDone(one.task_id, Refusal("no_space", FULL)) for one in failed)) == []
+    for _ in range(3):
+        nodes.wait(1.1)
+        memory.beat()
+        ssd.beat()
+        (task,) = ssd.answered() or ssd.poll()
+        assert ssd.poll() == [], "others wait for its end"
+        ssd.fail(task, "no_space", FULL)
+
+
+def test_a_durable_object_is_copied_to_another_disk_while_one_is_full() -> None:
+    nodes = Nodes(settings(demote_watermark=1.0))
+    memory, ssd = with_ssd(nodes)
+    other = Place(nodes, "b/ssd", SSD_BYTES, tier=Tier.SSD, content_id=98)
+    put_durable(nodes, "k")
+    (task,) = ssd.poll()
+    ssd.fail(task, "no_space", FULL)
+    assert nodes.late.get("end") is None, "the other disk may take it"
+    nodes.wait(1.1)
+    assert (other.answered() or other.poll()) and not ssd.poll()
+    for _ in range(int(DISK_FULL_S)):
+        nodes.wait(1.0)
+        for place in (memory, ssd, other):
+            place.beat()
+    put_durable(nodes, "l")
+    assert ssd.poll(), "its own disk may have space again"
 
 
 def put_durable(nodes: Nodes, key: str, host: str = "a") -> None:
