@@ -217,17 +217,16 @@ async def test_a_wrong_rank_is_named(stack: Stack, value: str) -> None:
 
 
 async def test_the_list_of_models_has_the_context_length_once_a_worker_is_there(tokenizer: Tokenizer) -> None:
-    async with doubles(1, 0) as ([worker], _):
-        async with running(tokenizer, num_prefill=0, num_decode=0) as stack:
-            _, models = await stack.get("/v1/models")
-            assert "max_model_len" not in models["data"][0]
-            body = {"type": "decode", "instance": worker.address}
-            status, _, _ = await stack.post("/instances/add", body, {"X-API-Key": ADMIN_KEY})
-            assert status == 200
-            _, models = await stack.get("/v1/models")
-            assert models["data"][0]["max_model_len"] == MAX_MODEL_LEN
-            _, model = await stack.get("/v1/models/tiny")
-            assert model["max_model_len"] == MAX_MODEL_LEN
+    async with doubles(1, 0) as ([worker], _), running(tokenizer, num_prefill=0, num_decode=0) as stack:
+        _, models = await stack.get("/v1/models")
+        assert "max_model_len" not in models["data"][0]
+        body = {"type": "decode", "instance": worker.address}
+        status, _, _ = await stack.post("/instances/add", body, {"X-API-Key": ADMIN_KEY})
+        assert status == 200
+        _, models = await stack.get("/v1/models")
+        assert models["data"][0]["max_model_len"] == MAX_MODEL_LEN
+        _, model = await stack.get("/v1/models/tiny")
+        assert model["max_model_len"] == MAX_MODEL_LEN
 
 
 async def test_slos_are_counted(stack: Stack) -> None:

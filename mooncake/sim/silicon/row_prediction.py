@@ -58,8 +58,8 @@ _GROUPS = {
     "pair": _Group(("architecture", "system")),
     "model": _Group(("architecture",)),
     "card": _Group(("system",)),
-    "engine": _Group(("backend",), fewest=2),  # of three engines, each lies within what the other two tell
-    "mode": _Group(("mode",), factor=2.0),  # there are two, so a fit without one never tells
+    "engine": _Group(("backend",), fewest=2),  # three were measured: each lies where the other two say
+    "mode": _Group(("mode",), factor=2.0),  # there are two: a fit without one can have no groups
 }
 """What a fit may not have seen of a row."""
 KNOWN = "known"

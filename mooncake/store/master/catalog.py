@@ -55,7 +55,7 @@ from mooncake.types import ObjectKey, Tier
 STORY_LINES = 100_000
 MAX_TOMBSTONES = 1 << 18
 DISK_FULL_S = 10.0
-"""How long other disks are preferred to one that was full."""
+"""How long after an attempt other disks are preferred to one that was full, and nothing on it is evicted."""
 NEVER = 1 << 63
 """Larger than any object id."""
 
@@ -195,7 +195,7 @@ class Catalog:
         """Evict on exactly this segment, sparing ``spare``, until ``size_bytes`` fit in one piece."""
         if segment.allocator.has_hole(size_bytes):
             return True
-        if size_bytes > segment.allocator.size_bytes or segment.disk_full:
+        if size_bytes > segment.allocator.size_bytes or (segment.disk_full and now < segment.disk_full_until):
             return False
         # A hole need not open where the oldest objects are, but a search without success must not
         # flush the whole segment either.

@@ -238,10 +238,11 @@ class Segment:
         self.num_tasks = 0
         """Number of tasks that wait or run with this segment as the target."""
         self.disk_full = ""
-        """Why its node could not write the last copy: the disk has no space. Nothing is evicted meanwhile,
-        because copies may fail in the space of evicted objects, too. "" again when one is written."""
+        """Why its node could not write the last copy: the disk has no space. "" again when one is written."""
         self.disk_full_until = 0.0
-        """Until then, what may be copied to several disks is copied to another one."""
+        """Until then, what may be copied to several disks is copied to another one, and nothing is evicted
+        here, because copies may fail in the space of evicted objects, too. Later, a copy that needs one may
+        be the only one to show that the disk has space."""
 
     @property
     def is_mounted(self) -> bool:

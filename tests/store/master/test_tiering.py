@@ -173,6 +173,23 @@ def test_nothing_is_evicted_from_an_ssd_whose_disk_is_full() -> None:
     assert len(ssd.work(task)) > 1, "one copy has shown that there is space again"
 
 
+def test_a_copy_that_only_an_eviction_has_room_for_is_tried_later() -> None:
+    nodes = Nodes(settings(demote_watermark=0.0))
+    _, ssd = with_ssd(nodes, ssd_bytes=4 * 4096)
+    for key in "abcd":
+        nodes.put(key, size_bytes=4096, host="a")
+        work(nodes, ssd)
+    nodes.put("e", size_bytes=1024, host="a")
+    (task,) = ssd.poll()
+    ssd.fail(task, "no_space", FULL)
+    catalog, segment = nodes.master.catalog, nodes.master.segments.mounted["a/ssd"]
+    assert not catalog.make_room(segment, 2 * 4096, nodes.now + DISK_FULL_S - 0.1)
+    assert [where(nodes, key) for key in "bcd"] == [["a", "a/ssd"]] * 3
+    assert catalog.make_room(segment, 2 * 4096, nodes.now + DISK_FULL_S), (
+        "only it may show that there is space"
+    )
+
+
 def test_one_copy_at_a_time_shows_whether_a_disk_has_space_again() -> None:
     nodes = Nodes(settings(demote_watermark=0.0))
     memory, ssd = with_ssd(nodes)
