@@ -506,7 +506,7 @@ class ChatCompletionRequest(_GenerationRequest):
 
     @model_validator(mode="after")
     def _supported(self) -> ChatCompletionRequest:
-        if self.top_logprobs is not None and not self.logprobs:
+        if self.top_logprobs and not self.logprobs:
             raise _rule("top_logprobs", str(self.top_logprobs), "only with logprobs=true")
         if self.tools and self.tool_choice != "none":
             raise _rule("tools", "set", "none, this server does not parse tool calls")

@@ -309,8 +309,10 @@ class Engine:
     def add(self, request: Request) -> Refusal | None:
         """Queue a request, or say why not. Raises InvalidArgument for tokens outside the vocabulary."""
         vocab_size = self.runner.vocab_size
-        if not 0 <= min(request.token_ids) <= max(request.token_ids) < vocab_size:
-            raise InvalidArgument("prompt", "a token id out of range", f"ids from 0 to {vocab_size - 1}")
+        stops = request.sampling.stop_token_ids
+        for field, token_ids in (("prompt", request.token_ids), ("stop_token_ids", stops)):
+            if token_ids and not 0 <= min(token_ids) <= max(token_ids) < vocab_size:
+                raise InvalidArgument(field, "a token id out of range", f"ids from 0 to {vocab_size - 1}")
         with self._changed:
             if request.id in self._known:
                 raise InvalidArgument("request_id", request.id, "an id that is not in use")

@@ -270,6 +270,10 @@ def test_a_wrong_tool_call_names_the_field(message: dict[str, Any], param: str) 
     assert (caught.value.status, caught.value.detail.param) == (400, param)
 
 
+def test_no_alternatives_may_be_asked_for_without_logprobs() -> None:
+    assert not chat(top_logprobs=0).logprobs
+
+
 def test_output_limits() -> None:
     assert completion().output_limit == 16
     assert chat(max_tokens=5, max_completion_tokens=7).output_limit == 7

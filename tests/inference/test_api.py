@@ -388,6 +388,8 @@ async def test_prefill_reports_what_it_stored(client: Client) -> None:
         (TEXT, {"prompt": [1, 10**6]}, 400, "prompt"),
         (TEXT, {"prompt": [5] * 600}, 400, "prompt"),
         (TEXT, {"prompt": [[5]] * 33, "n": 128}, 400, "prompt"),
+        (TEXT, {"prompt": [5], "stop_token_ids": [10**6], "min_tokens": 2}, 400, "stop_token_ids"),
+        (TEXT, {"prompt": [5], "stop_token_ids": [5, -1]}, 400, "stop_token_ids"),
         (TEXT, {"prompt": "ab", "model": "other"}, 404, "model"),
         (TEXT, {"prompt": "ab", "presence_penalty": 1.0}, 400, "presence_penalty"),
         (TEXT, {"prompt": [5], "max_tokens": 2, "kv_transfer_params": {"num_output_tokens": 9}}, 400, None),
