@@ -28,7 +28,9 @@ from __future__ import annotations
 import dataclasses
 import itertools
 import math
-from collections.abc import Callable
+from collections import deque
+from collections.abc import Callable, Hashable
+from typing import TypeAlias
 
 import msgspec
 
@@ -237,12 +239,17 @@ class DurablePuts:
                 self._settle(parked, object_id, Refusal("no_ssd", reason))
 
 
+Awaited: TypeAlias = Segment | str | None
+"""What a request waits for: a segment; space on any segment of a host, by its name; None: space anywhere."""
+
+
 @dataclasses.dataclass(slots=True, eq=False)
 class _HeldRequest:
     event: Received
+    number: int
+    """In order of arrival."""
     until: float
-    segment: Segment | None
-    """The segment that it waits for; None: any that has space."""
+    is_held: bool = True
 
 
 class NodeReturns:
@@ -254,32 +261,41 @@ class NodeReturns:
     def __init__(self, catalog: Catalog, answer: Callable[[Received, float], msgspec.Struct | None]) -> None:
         self._catalog = catalog
         self._answer = answer
-        self._reads: list[_HeldRequest] = []
-        self._puts: list[_HeldRequest] = []
-        """Both in order of arrival, so that the first put is failed first."""
-
-    @property
-    def num_held(self) -> int:
-        return len(self._reads) + len(self._puts)
+        self._held: dict[Awaited, list[_HeldRequest]] = {}
+        """Only those that wait for a node, or for space anywhere, are looked at again when it returns:
+        thousands of nodes may return while thousands of requests wait, each for many keys."""
+        self._puts: deque[_HeldRequest] = deque()
+        """Held puts in order of arrival, so that the first is failed first; some are answered already."""
+        self._returned: dict[Segment, None] = {}
+        """Segments that returned, or are awaited no longer, since ``expire``."""
+        self._numbers = itertools.count()
+        self.num_held = 0
+        catalog.segments.on_return = self._on_return
 
     def holds(self, event: Received, now: float) -> bool:
         """Whether the request waits; then its reply follows later."""
         if self.num_held >= MAX_HELD:
             return False
-        waits, segment = self._waits_for(event.message, now)
+        waits, awaited = self._waits_for(event.message, now, {})
         if not waits:
             return False
-        if isinstance(event.message, m.PutStart | m.PutWritten):
-            until = now + min(HOLD_S, self._catalog.settings.put_s / 2)
-            self._puts.append(_HeldRequest(event, until, segment))
-        else:
-            self._reads.append(_HeldRequest(event, math.inf, segment))
+        is_put = isinstance(event.message, m.PutStart | m.PutWritten)
+        until = now + min(HOLD_S, self._catalog.settings.put_s / 2) if is_put else math.inf
+        one = _HeldRequest(event, next(self._numbers), until)
+        if is_put:
+            self._puts.append(one)
+        self._held.setdefault(awaited, []).append(one)
+        self.num_held += 1
         return True
 
+    def _on_return(self, segment: Segment) -> None:
+        if self.num_held:
+            self._returned[segment] = None
+
     def deadline(self) -> float | None:
-        segments = self._catalog.segments
-        if self.num_held and segments.has_returned:
+        if self._returned:
             return -math.inf
+        segments = self._catalog.segments
         if not segments.awaited:
             return None
         return min(segments.awaited_until, self._puts[0].until if self._puts else math.inf)
@@ -288,34 +304,45 @@ class NodeReturns:
         segments = self._catalog.segments
         if segments.awaited_until <= now:
             segments.end_waiting()
-        segments.has_returned = False
-        self._reads = self._still_held(self._reads, now)
-        self._puts = self._still_held(self._puts, now)
+        returned, self._returned = self._returned, {}
+        looked_at: dict[int, _HeldRequest] = {}
+        hosts = [segment.host for segment in returned]
+        for awaited in (None, *returned, *hosts) if returned else ():
+            looked_at |= {one.number: one for one in self._held.pop(awaited, ())}
+        while self._puts and (self._puts[0].until <= now or not self._puts[0].is_held):
+            one = self._puts.popleft()
+            looked_at[one.number] = one
+        space: dict[Hashable, tuple[float, float]] = {}
+        for number in sorted(looked_at):
+            if looked_at[number].is_held:
+                self._look_at(looked_at[number], now, space)
+        if not self.num_held:  # what is left was answered because its time was over
+            self._held.clear()
 
-    def _still_held(self, held: list[_HeldRequest], now: float) -> list[_HeldRequest]:
-        """Those that wait on; the others are answered."""
-        segments, left = self._catalog.segments, list[_HeldRequest]()
-        for one in held:
-            # Thousands of nodes may return while thousands of requests wait, each for many keys.
-            segment = one.segment
-            waits = segment is not None and segment.was_restored and segment.name in segments.awaited
-            if not waits:
-                waits, one.segment = self._waits_for(one.event.message, now)
-            if waits and one.until > now:
-                left.append(one)
-                continue
-            self._catalog.must_last = False
-            reply: msgspec.Struct | None
-            if waits:
-                reply = Failure(PeerLost.code, "a node that it needs has not mounted at the new master yet")
-            else:
-                reply = self._answer(one.event, now)
-            if reply is not None:
-                self._catalog.replies.append(Reply(one.event.origin, reply, self._catalog.must_last))
-        return left
+    def _look_at(self, one: _HeldRequest, now: float, space: dict[Hashable, tuple[float, float]]) -> None:
+        """Answer the request, or hold it on."""
+        message = one.event.message
+        waits, awaited = self._waits_for(message, now, space)
+        if waits and one.until > now:
+            self._held.setdefault(awaited, []).append(one)
+            return
+        one.is_held = False
+        self.num_held -= 1
+        self._catalog.must_last = False
+        reply: msgspec.Struct | None
+        if waits:
+            reply = Failure(PeerLost.code, "a node that it needs has not mounted at the new master yet")
+            if isinstance(message, m.PutStart | m.PutWritten):
+                self._catalog.counts.refused_puts += len(message.keys)
+        else:
+            reply = self._answer(one.event, now)
+        if reply is not None:
+            self._catalog.replies.append(Reply(one.event.origin, reply, self._catalog.must_last))
 
-    def _waits_for(self, message: msgspec.Struct, now: float) -> tuple[bool, Segment | None]:
-        """Whether the request has to wait, and for which segment."""
+    def _waits_for(
+        self, message: msgspec.Struct, now: float, space: dict[Hashable, tuple[float, float]]
+    ) -> tuple[bool, Awaited]:
+        """Whether the request has to wait, and for what."""
         hidden: Segment | None = None
         if not self._catalog.segments.awaited:
             return False, None
@@ -324,7 +351,8 @@ class NodeReturns:
         elif isinstance(message, m.PutStart):
             hidden = None if message.replace else self._hidden_on(message.tenant, message.keys)
             if hidden is None:
-                return self._needs_space(message, now), None
+                near = message.host if message.policy.is_same_host else None
+                return self._needs_space(message, now, space), near
         return hidden is not None, hidden
 
     def _hidden_on(self, tenant: str, keys: list[ObjectKey]) -> Segment | None:
@@ -339,27 +367,40 @@ class NodeReturns:
                     return extent.segment
         return None
 
-    def _needs_space(self, message: m.PutStart, now: float) -> bool:
+    def _needs_space(
+        self, message: m.PutStart, now: float, space: dict[Hashable, tuple[float, float]]
+    ) -> bool:
         """Whether no segment that takes objects now is large enough for all of them, but an awaited one may
-        be."""
+        be. ``space``: what was found for other requests at this instant."""
+        policy = message.policy
+        place = policy.is_durable, policy.is_same_host and message.host, tuple(message.avoid)
+        if place not in space:
+            space[place] = self._largest(message, now)
+        present, awaited = space[place]
+        return present < max(message.sizes, default=0) <= awaited
+
+    def _largest(self, message: m.PutStart, now: float) -> tuple[float, float]:
+        """Size of the largest object for which there can be space now, and with the awaited segments."""
         segments, policy = self._catalog.segments, message.policy
-        size_bytes = max(message.sizes, default=0)
         placement = SegmentPlacement(segments, message.host, message.avoid, now, policy)
-        if size_bytes <= placement.largest_bytes:
-            return False
-
-        def may_help(segment: Segment) -> bool:
-            if segment.tier is Tier.SSD:
-                return policy.is_durable  # the memory of its node takes durable objects with it
-            is_near = segment.host == message.host or not policy.is_same_host
-            is_large = segment.tier is Tier.MEMORY and size_bytes <= segment.allocator.size_bytes
-            return is_near and is_large and segment.name not in message.avoid
-
-        return any(map(may_help, segments.awaited.values()))
+        largest_bytes = 0.0
+        for segment in segments.on(message.host) if policy.is_same_host else segments.awaited.values():
+            if segments.awaited.get(segment.name) is not segment:
+                continue
+            if segment.tier is Tier.SSD and policy.is_durable:
+                largest_bytes = math.inf  # the memory of its node takes durable objects with it
+            elif segment.tier is Tier.MEMORY and segment.name not in message.avoid:
+                largest_bytes = max(largest_bytes, segment.allocator.size_bytes)
+        return placement.largest_bytes, largest_bytes
 
     def check(self) -> None:
-        assert self.num_held <= MAX_HELD
-        assert not self.num_held or self._catalog.segments.awaited or self._catalog.segments.has_returned
+        awaited, held = self._catalog.segments.awaited, 0
+        for what, those in self._held.items():
+            held += sum(one.is_held for one in those)
+            is_awaited = not isinstance(what, Segment) or awaited.get(what.name) is what
+            assert is_awaited or what in self._returned, what
+        assert self.num_held == held <= MAX_HELD
+        assert not held or awaited or self._returned
 
     def __repr__(self) -> str:
         return f"<NodeReturns {self.num_held} held>"

@@ -38,7 +38,7 @@ import enum
 import itertools
 import math
 from collections import deque
-from collections.abc import Hashable, Iterable
+from collections.abc import Callable, Hashable, Iterable
 from typing import TYPE_CHECKING
 
 from mooncake.errors import Refusal
@@ -302,8 +302,8 @@ class Segments:
         self.awaited: dict[str, Segment] = {}
         """Segments of an earlier master whose nodes have yet to mount and send a heartbeat."""
         self.awaited_until = -math.inf
-        self.has_returned = False
-        """A segment was mounted that was awaited, or is awaited no longer. ``NodeReturns`` clears this."""
+        self.on_return: Callable[[Segment], None] = lambda segment: None
+        """Called when a segment was mounted that was awaited, or is awaited no longer."""
         self._expire_at: float | None = None
         """No segment changes its state by the passing of time before this instant. Heartbeats only put that
         off, so they leave it alone, and a client's request costs nothing with a thousand nodes."""
@@ -325,7 +325,7 @@ class Segments:
                 known.last_heartbeat_at = now
                 if known.was_restored:
                     known.was_restored = False
-                    self.has_returned = True
+                    self.on_return(known)
                     known.rests_until = max(known.rests_until, now + self._rest_s(known, mount))
                 known.move(MOUNTED)
                 self._expire_by(now + self._patience_s)
@@ -338,18 +338,21 @@ class Segments:
                 )
             if _is_same_content(known, mount):
                 known.rebase(mount, connection, now)
-                self.has_returned = True
+                self.on_return(known)
                 known.rests_until = max(known.rests_until, now + self._rest_s(known, mount))
                 self._expire_by(now + self._patience_s)
                 return known, None
         if known is None:
             known = self._elsewhere(mount)
+        was_awaited = known is not None and known.name in self.awaited
         if known is not None:
             self.drop(known)
         segment = Segment(mount, connection, now, self._first_change)
         segment.wants_report = mount.rest_s > 0 or mount.tier is Tier.SSD
         segment.is_fresh = mount.line == 0
         self._add(segment)
+        if was_awaited:  # its objects are lost, but it may have space from its first heartbeat on
+            self.awaited[segment.name] = segment
         self._expire_by(now + self._patience_s)
         return segment, known
 
@@ -490,12 +493,12 @@ class Segments:
 
     def _no_longer_awaited(self, segment: Segment) -> None:
         if self.awaited.pop(segment.name, None) is not None:
-            self.has_returned = True
+            self.on_return(segment)
 
     def end_waiting(self) -> None:
         """Wait no longer for nodes that have not come back."""
-        self.awaited.clear()
-        self.has_returned = True
+        for segment in list(self.awaited.values()):
+            self._no_longer_awaited(segment)
 
     def _suspect(self, segment: Segment, event: str, now: float) -> None:
         segment.move(event)

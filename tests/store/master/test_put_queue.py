@@ -12,8 +12,8 @@ from mooncake.errors import Refusal
 from mooncake.rpc.wire import Failure
 from mooncake.store import messages as m
 from mooncake.store.master.effects import Reply
-from mooncake.store.master.put_queue import HOLD_S, MAX_WAITING
-from mooncake.store.master.segments import RETURN_S
+from mooncake.store.master.put_queue import HOLD_S, MAX_WAITING, NodeReturns
+from mooncake.store.master.segments import RETURN_S, Segment
 from mooncake.types import Tier
 from tests.store.conftest import PUT_S, SETTINGS
 from tests.store.nodes import Nodes, Place, with_ssd
@@ -462,6 +462,85 @@ def test_a_put_is_sent_again_while_nodes_are_away_and_refused_afterwards() -> No
     assert answer.refusals[0].code == "no_space"
     assert takeover.ask(takeover.start()).refusals[0].code == "no_space"
     assert "new" not in takeover.nodes.master.objects.writing
+
+
+def test_each_try_that_fails_while_nodes_are_away_counts_as_a_refused_put() -> None:
+    takeover = Takeover()
+    message = m.PutStart(1 << 30, "a", ["x", "y"], [100] * 2, [100] * 2)
+    assert takeover.ask(message) is None
+    takeover.nodes.wait(HOLD_S)
+    assert isinstance(takeover.answer(), Failure)
+    assert takeover.nodes.master.counts.refused_puts == 2
+
+
+@pytest.mark.parametrize("is_same_host", [False, True])
+def test_a_put_gets_space_of_a_node_that_was_started_anew(is_same_host: bool) -> None:
+    """Its segment takes objects from its first heartbeat on, which comes after the mount."""
+    takeover = Takeover()
+    policy = m.PutPolicy(is_same_host=is_same_host)
+    assert takeover.ask(takeover.start(policy=policy)) is None
+    assert takeover.ask(m.LookupObjects(["k"]), "read") is None
+    mount = m.Mount("a", 8, "a", 1 << 30, 4096, b"", 0.0, node="a")
+    assert takeover.nodes.say(mount, "node").refusal is None
+    assert takeover.answer() is None
+    assert takeover.answer("read").objects == [None], "what it had is lost"
+    assert takeover.nodes.say(m.Heartbeat("a", 8), "node").is_known
+    started = takeover.answer()
+    assert started.reserved[0].replicas[0].segment == "a" and not started.refusals
+
+
+def test_a_put_is_answered_when_the_node_that_was_started_anew_is_lost_again() -> None:
+    takeover = Takeover()
+    near = takeover.start(policy=m.PutPolicy(is_same_host=True))
+    assert takeover.ask(near) is None
+    mount = m.Mount("a", 8, "a", 1 << 30, 4096, b"", 0.0, node="a")
+    assert takeover.nodes.say(mount, "node").refusal is None
+    takeover.nodes.lose("node")
+    assert takeover.answer().refusals[0].code == "no_space"
+
+
+def test_a_return_looks_only_at_the_requests_that_wait_for_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Counts the work for a put and a read for each node while all of them return."""
+
+    work, is_looking = 0, False
+    waits_for = NodeReturns._waits_for
+
+    class Counted(dict[str, Segment]):
+        def values(self) -> Any:
+            nonlocal work
+            work += len(self) if is_looking else 0
+            return super().values()
+
+    def counted(self: NodeReturns, *args: Any) -> Any:
+        nonlocal work, is_looking
+        work += 1
+        is_looking = True
+        result = waits_for(self, *args)
+        is_looking = False
+        return result
+
+    monkeypatch.setattr(NodeReturns, "_waits_for", counted)
+    near = m.PutPolicy(is_same_host=True)
+    names = [f"n{number}" for number in range(30)]
+    before = Nodes(SETTINGS)
+    for name in names:
+        Place(before, name, 4096)
+        before.put(f"on {name}", host=name)
+    nodes = Nodes(SETTINGS)
+    nodes.master.restore(before.records, 0.0)
+    segments = nodes.master.segments
+    segments.awaited = Counted(segments.awaited)
+    for number, name in enumerate(names):
+        put = m.PutStart(number << 20, name, [name], [100], [100], policy=near)
+        nodes.post(put, "client", f"near {name}")
+        nodes.post(m.Exists([f"on {name}"]), "client", f"read {name}")
+    assert nodes.master.node_returns.num_held == 60
+    work = 0
+    for name in reversed(names):
+        Place(nodes, name, 4096, line=before.master.segments.line)
+        assert f"near {name}" in nodes.late and f"read {name}" in nodes.late
+    assert work <= 10 * len(names)
+    assert nodes.master.node_returns.num_held == 0
 
 
 def test_a_put_of_a_known_key_does_not_replace_what_a_node_brings_back() -> None:
