@@ -88,8 +88,8 @@ class TransferEngine(TransferMethods):
         self.num_streams = settings.num_streams or max(1, min(4, (os.cpu_count() or 1) // 2))
         self._host = host_identity()
         self._owned: dict[int, Region] = {}
-        self._brief: dict[int, None] = {}
-        """Keys of regions that are unregistered as soon as the operation that registered them ends."""
+        self._lasting: dict[int, Region] = {}
+        """Those of ``_owned`` that are registered for longer than one operation, and shown to peers."""
         self._exports: dict[int, object] = {}
         """By key of a region: what keeps Python from freeing or resizing its memory."""
         self._locations: dict[int, str] = {}
@@ -108,6 +108,7 @@ class TransferEngine(TransferMethods):
             self._peers,
             self.regions,
             self._owned,
+            self._lasting,
             self._exports,
             self._transports,
         )
@@ -209,7 +210,8 @@ class TransferEngine(TransferMethods):
         it is unregistered it is kept alive and can be neither resized nor closed (``bytearray.clear`` and
         ``mmap.close`` raise BufferError). A read-only buffer may be read from, here and by peers, but
         nothing is moved into it. Transfers do not wait for kernels: synchronise before. ``location``
-        (``cpu:<numa node>``), if known, is used to choose network cards near it.
+        (``cpu:<numa node>``), if known, is used to choose network cards near it. With ``is_brief`` it is
+        for one operation, and its local side only: the descriptor does not contain it.
 
         Raises:
             InvalidArgument: not contiguous, in unreachable memory, not a buffer, no such location.
@@ -232,15 +234,15 @@ class TransferEngine(TransferMethods):
             if export is not None:
                 self._exports[region.key] = export
         region.owner = buffer
-        if is_brief:
-            self._brief[region.key] = None
-        return self._keep(region, location)
+        return self._keep(region, location, is_brief=is_brief)
 
-    def _keep(self, region: Region, location: str) -> Region:
+    def _keep(self, region: Region, location: str, *, is_brief: bool = False) -> Region:
         if location != ANYWHERE or region.kind.startswith("cuda"):
             self._locations[region.key] = location if location != ANYWHERE else region.kind
         self._owned[region.key] = region
-        self._changed()
+        if not is_brief:
+            self._lasting[region.key] = region
+        self._changed(is_shown=not is_brief)
         return region
 
     def pin(self, region: Region) -> None:
@@ -310,9 +312,7 @@ class TransferEngine(TransferMethods):
         shown_by = self._transports.get("file")
         if isinstance(shown_by, FileTransport):
             shown_by.serve()
-        self._owned[region.key] = region
-        self._changed()
-        return region
+        return self._keep(region, ANYWHERE)
 
     def provide(self, region: Region, offset: int, size_bytes: int) -> None:
         """Reserve disk space for a part of a file region that was opened with holes in it.
@@ -342,9 +342,9 @@ class TransferEngine(TransferMethods):
         self.regions.remove(region.key)
         self._owned.pop(region.key, None)
         self._locations.pop(region.key, None)
-        self._brief.pop(region.key, None)
+        was_shown = self._lasting.pop(region.key, None) is not None
         self._exports.pop(region.key, None)
-        self._changed()
+        self._changed(is_shown=was_shown)
 
     def region_of(self, address: int, size_bytes: int) -> Region | None:
         """The region that contains all of the range, so that it need not be registered again.
@@ -352,9 +352,8 @@ class TransferEngine(TransferMethods):
         Regions registered only for one operation (``is_brief``) are left out: they may go too early.
         """
         end = address + size_bytes
-        for key, region in list(self._owned.items()):
-            is_inside = region.address <= address and end <= region.address + region.size_bytes
-            if is_inside and key not in self._brief:
+        for region in list(self._lasting.values()):
+            if region.address <= address and end <= region.address + region.size_bytes:
                 return region
         return None
 
@@ -372,13 +371,13 @@ class TransferEngine(TransferMethods):
         name_service = self._peers.name_service
         return contextlib.nullcontext() if name_service is None else name_service.deferred_publication()
 
-    def _changed(self) -> None:
+    def _changed(self, *, is_shown: bool) -> None:
         self._places = Places(
-            (region.address, region.size_bytes, self._locations[key])
-            for key, region in list(self._owned.items())
-            if key in self._locations
+            (region.address, region.size_bytes, location)
+            for key, location in list(self._locations.items())
+            if (region := self._owned.get(key)) is not None
         )
-        if self._peers.name_service is not None:
+        if is_shown and self._peers.name_service is not None:
             self._peers.name_service.renew()
 
     # Peers ----------------------------------------------------------------------------------------
@@ -394,7 +393,7 @@ class TransferEngine(TransferMethods):
                 region.kind,
                 self._locations.get(region.key, ANYWHERE),
             )
-            for region in list(self._owned.values())
+            for region in list(self._lasting.values())
         ]
         endpoints = {path: transport.endpoint for path, transport in self._transports.items()}
         return SegmentDescriptor(
@@ -534,6 +533,7 @@ def _shut_down(
     peers: PeerTable,
     regions: RegionTable,
     owned: dict[int, Region],
+    lasting: dict[int, Region],
     exports: dict[int, object],
     transports: dict[str, Transport],
 ) -> None:
@@ -544,6 +544,7 @@ def _shut_down(
     peers.close()
     regions.remove_all()
     owned.clear()
+    lasting.clear()
     exports.clear()
     for transport in transports.values():
         transport.close()

@@ -210,6 +210,24 @@ async def test_a_cancelled_coroutine_waits_for_its_memory(near: TransferEngine, 
     assert bytes(pool.view()[-10:]) == b"a" * 10, "the transfer was still under way"
 
 
+def test_memory_of_one_operation_is_its_local_side_and_not_shown_to_peers(far: TransferEngine) -> None:
+    backend = DictBackend()
+    with TransferEngine(TransferSettings(name="node-1"), backend) as near:
+        near.publish(ttl_s=30)
+        lasting = near.register(np.zeros(100, dtype=np.uint8))
+        num_puts, pool = backend.num_puts, far.allocate(4096)
+        brief = near.register(np.ones(100, dtype=np.uint8), is_brief=True)
+        assert near.region_of(brief.address, 10) is None and near.region_of(lasting.address, 10) is lasting
+        assert [region.key for region in near.describe().regions] == [lasting.key]
+        segment = near.open(far.describe())
+        assert near.run(Op.WRITE, segment, [brief.address], [pool.address], [100]).status == Status.OK
+        assert bytes(pool.view()[:100]) == bytes([1] * 100)
+        near.unregister(brief)
+        assert backend.num_puts == num_puts, "each put of the service is a request"
+        near.unregister(lasting)
+        assert backend.num_puts == num_puts + 1
+
+
 def test_peers_find_each_other_by_name() -> None:
     backend = DictBackend()
     settings = TransferSettings(name="node-1")

@@ -27,6 +27,15 @@ def test_bytes_are_stored_and_read(store: MooncakeDistributedStore) -> None:
     assert store.get_batch(["a", "none"]) == [b"value", b""]
 
 
+def test_thousands_of_objects_in_one_call(master: RunningMaster) -> None:
+    """Each value is memory of its own, which is registered while it is moved."""
+    keys = [f"many{number}" for number in range(6000)]
+    values = [f"{key:0>500}".encode() for key in keys]
+    with a_store(master) as store:
+        assert store.put_batch(keys, values) == 0
+        assert store.get_batch(keys) == values
+
+
 def test_parts_become_one_object(store: MooncakeDistributedStore) -> None:
     assert store.put_parts("parts", b"one", bytearray(b"two"), memoryview(b"three")) == 0
     assert store.get("parts") == b"onetwothree"
