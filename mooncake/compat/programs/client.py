@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import asyncio
 import dataclasses
+import os
 import sys
 from collections.abc import Sequence
 from typing import Any, NoReturn
@@ -16,7 +17,7 @@ from typing import Any, NoReturn
 import mooncake
 from mooncake.cli import print_and_exit, run_program
 from mooncake.cli.role_command import run_until_stopped
-from mooncake.compat.programs.gflags import parse_flags
+from mooncake.compat.programs.gflags import NO_ARENA, parse_flags
 from mooncake.compat.store.setup_arguments import SetupArguments, parse_size
 from mooncake.errors import InvalidArgument
 from mooncake.log import get_logger, setup_logging
@@ -40,10 +41,14 @@ FLAGS: dict[str, Any] = {
     "start_offload_rpc_server": True,
     "enable_http_server": False,
     "http_port": 9300,
+    "use_mmap_arena_allocator": False,
+    "mmap_arena_pool_size": 8 << 30,
 }
 WITHOUT_EFFECT = {
     "threads": "bytes are moved by the threads of the transfer engine",
     "start_offload_rpc_server": "a client that reads from the SSD opens its file",
+    "use_mmap_arena_allocator": NO_ARENA,
+    "mmap_arena_pool_size": NO_ARENA,
 }
 HELP = """\
 mooncake_client: contribute this host's memory and SSD to the store, for workers that call setup_dummy.
@@ -85,7 +90,7 @@ def read(given: Sequence[str]) -> ClientOptions:
     Raises:
         InvalidArgument: names the flag, the value and the allowed values.
     """
-    values = parse_flags(given, FLAGS)
+    values = parse_flags(given, FLAGS, os.environ)
     for name, reason in WITHOUT_EFFECT.items():
         if values[name] != FLAGS[name]:
             log.warning("flag_without_effect", flag=f"--{name}", reason=reason)

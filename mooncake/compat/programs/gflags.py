@@ -49,17 +49,23 @@ LOGGING = {
     "v",
     "vmodule",
 }
+NO_ARENA = "memory is mapped once for each segment"
+"""Why the flags of the existing programs' arena of mapped memory have no effect."""
 _TRUE, _FALSE = ("true", "t", "yes", "y", "1"), ("false", "f", "no", "n", "0")
 
 
-def parse_flags(arguments: Sequence[str], defaults: Mapping[str, Any]) -> dict[str, Any]:
+def parse_flags(
+    arguments: Sequence[str], defaults: Mapping[str, Any], environment: Mapping[str, str] | None = None
+) -> dict[str, Any]:
     """Parse the value of each flag in ``defaults`` to its default's type.
+
+    With an ``environment``, flags of ``--flagfile``, ``--fromenv`` and ``--tryfromenv`` are read, too.
 
     Raises:
         InvalidArgument: an unknown flag, an argument that is not a flag, or a value of another type.
     """
     booleans = {name for name, default in defaults.items() if isinstance(default, bool)}
-    given = split_flags(arguments, defaults.keys(), booleans)
+    given = split_flags(arguments, defaults.keys(), booleans, environment)
     return {**defaults, **{name: _typed(name, text, defaults[name]) for name, text in given.items()}}
 
 

@@ -13,6 +13,7 @@ from dataclasses import dataclass
 from mooncake.compat.programs.gflags import (
     BOOLEAN,
     DURATION,
+    NO_ARENA,
     PORT,
     POSITIVE_DURATION,
     RATIO,
@@ -93,6 +94,9 @@ FLAGS: dict[str, Flag] = {
         ),
     ),
     **_without_effect("there is one allocator", memory_allocator=("offset", choice("offset", "cachelib"))),
+    **_without_effect(
+        NO_ARENA, use_mmap_arena_allocator=("false", BOOLEAN), mmap_arena_pool_size=("8589934592", COUNT)
+    ),
     # SSD
     **_without_effect(
         "nodes that have an SSD tier always use it (--root_fs_dir, mooncaked --nvme-path)",

@@ -7,6 +7,7 @@ A target registers memory and serves it; an initiator moves batches of blocks fr
 
 from __future__ import annotations
 
+import os
 import signal
 import socket
 import sys
@@ -62,7 +63,7 @@ def main(arguments: Sequence[str] | None = None) -> NoReturn:
     if {"-version", "--version"} & set(command_line):
         print_and_exit(f"transfer_engine_bench {mooncake.__version__}")
     try:
-        flags = _checked(parse_flags(command_line, FLAGS))
+        flags = _checked(parse_flags(command_line, FLAGS, os.environ))
         for name in IGNORED:
             if flags[name] != FLAGS[name]:
                 print(f"--{name} has no effect: the engine finds devices and paths itself", file=sys.stderr)

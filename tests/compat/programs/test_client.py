@@ -9,6 +9,7 @@ import signal
 import subprocess
 import sys
 from collections.abc import Iterator
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -98,6 +99,13 @@ def test_defaults_are_the_existing_ones() -> None:
         read(["--nostart_offload_rpc_server", "-threads=4", "--http-port", "9400"]).arguments.client_http_port
         == 9400
     )
+
+
+def test_flags_of_files_and_of_the_environment(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "flags").write_text("--host=127.0.0.1\n--use_mmap_arena_allocator\n")
+    monkeypatch.setenv("FLAGS_port", "4711")
+    options = read([f"--flagfile={tmp_path}/flags", "--fromenv=port", "-mmap_arena_pool_size=1073741824"])
+    assert (options.arguments.local_hostname, options.port) == ("127.0.0.1", 4711)
 
 
 @pytest.mark.parametrize(
