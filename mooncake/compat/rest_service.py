@@ -232,7 +232,10 @@ class MooncakeStoreService:
         if self._key is not None and request.path != "/health":
             refusal = self._key.refusal(request.headers)
             if refusal is not None:
-                return _error(refusal.message, refusal.status)
+                refused = _error(refusal.message, refusal.status)
+                if refusal.status == 401:
+                    refused.headers["WWW-Authenticate"] = "Bearer"
+                return refused
         elif request.path != "/health" and not self._is_insecure and not _is_member(request):
             message = (
                 "the request is not authenticated, and this service acts for a member of a cluster with a "

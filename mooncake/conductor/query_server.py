@@ -137,7 +137,10 @@ def make_app(publishers: PublisherSubscriptions, api_key: str = "") -> FastAPI:
 
     @app.exception_handler(_Invalid)
     async def _invalid(http: Request, error: _Invalid) -> Response:
-        return _answer(http, {"error": str(error)}, error.status)
+        response = _answer(http, {"error": str(error)}, error.status)
+        if error.status == 401:
+            response.headers["WWW-Authenticate"] = "Bearer"
+        return response
 
     @app.exception_handler(HTTPException)
     async def _not_served(http: Request, error: HTTPException) -> Response:
@@ -174,6 +177,7 @@ def make_app(publishers: PublisherSubscriptions, api_key: str = "") -> FastAPI:
             http, publishers.registry.answer(await _body(http, QueryByHash, block_hash="seq_hashes"))
         )
 
+    @app.head("/health", include_in_schema=False)
     @app.get("/health")
     async def health() -> Response:
         """Whether it serves, and the number of registered publishers."""

@@ -82,6 +82,8 @@ class ConsoleRefusal(Exception):
 
     def response(self) -> Response:
         headers = {"Retry-After": access.retry_after(self.wait_s)} if self.wait_s else {}
+        if self.status == 401:
+            headers["WWW-Authenticate"] = "Bearer"
         return json_response({"error": {"code": self.code, "message": self.message}}, self.status, headers)
 
 

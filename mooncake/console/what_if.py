@@ -31,7 +31,7 @@ from mooncake.gateway.gateway import Gateway
 from mooncake.gateway.request_parsing import read_body
 from mooncake.gateway.request_recorder import EndedRequest
 from mooncake.http import large_json
-from mooncake.http.openai import ApiError
+from mooncake.http.openai import ApiError, check_content_type
 from mooncake.log import get_logger
 from mooncake.recorded_requests import MAX_RECORDED_ID, RecordedRequest
 from mooncake.sim.serving.what_if import Change, WhatIfQuestion, answer_what_if
@@ -87,6 +87,7 @@ _SCHEMA = {
 _ERRORS: dict[int | str, dict[str, Any]] = {
     400: {"description": "A field is wrong, or too few requests were served; `error.param` names the field"},
     401: {"description": "The key is missing or wrong"},
+    415: {"description": "The body's content type is that of a form or of text; allowed: application/json"},
     403: {"description": "No admin key is set here"},
     429: {"description": "Another question is being answered; `Retry-After` is the time to retry"},
     503: {"description": "The conductor can't be reached, or the simulation failed"},
@@ -110,6 +111,7 @@ def add_what_if(app: FastAPI, gateway: Gateway, is_inside: bool = False) -> None
         refusal = None if is_inside else gateway.admin_key.refusal(http.headers)
         if refusal is not None:
             raise ApiError(refusal.status, refusal.message, code=refusal.code)
+        check_content_type(http.headers.get("content-type", ""))
         body = _read(await read_body(http, MAX_BODY_BYTES))
         try:
             answer = await simulation.run(await _question(gateway, body))

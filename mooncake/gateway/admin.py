@@ -89,11 +89,13 @@ class MovedAnswer(msgspec.Struct):
 def add_routes(app: FastAPI, gateway: Gateway, is_inside: bool = False) -> None:
     """Add all endpoints but OpenAI's. ``is_inside``: every client of this application is an operator."""
 
+    @app.head("/health", include_in_schema=False)
     @app.get("/health")
     async def health() -> dict[str, str]:
         """Whether the gateway's process answers."""
         return {"status": "ok"}
 
+    @app.head("/ready", include_in_schema=False)
     @app.get("/ready", responses={503: {"description": "No instance is ready"}})
     async def ready() -> dict[str, str]:
         """Whether a request can be served: 503 while no instance is ready."""

@@ -40,6 +40,7 @@ from mooncake.http.openai import (
     CompletionRequest,
     ModelCard,
     ModelList,
+    check_content_type,
     model_not_found,
     parse_request,
     to_json,
@@ -160,7 +161,8 @@ async def watch_client_keys(gateway: Gateway) -> None:
 
 def create_operator_app(gateway: Gateway) -> FastAPI:
     """The application of the operators' port; ``create_app`` starts and closes ``gateway``."""
-    app = FastAPI(title="Mooncake gateway, for operators", version=mooncake.__version__)
+    title = "Mooncake gateway, for operators"
+    app = FastAPI(title=title, version=mooncake.__version__, docs_url=None, redoc_url=None)
     _answer_errors(app)
     is_inside = is_loopback(gateway.settings.metrics_host)
     admin.add_routes(app, gateway, is_inside)
@@ -200,6 +202,7 @@ _ERRORS: dict[int | str, dict[str, Any]] = {
     401: {"description": "Clients need a key here, and it is missing or wrong"},
     404: {"description": "No such model"},
     413: {"description": "The body is too large"},
+    415: {"description": "The body's content type is that of a form or of text; allowed: application/json"},
     429: {"description": "Too many requests at once; `Retry-After` is the time to retry"},
     500: {"description": "A fault of this server"},
     503: {"description": "No instance can serve; `Retry-After` is the time to retry"},
@@ -218,8 +221,15 @@ def create_app(gateway: Gateway) -> FastAPI:
         finally:
             await gateway.close()
 
-    app = FastAPI(title="Mooncake gateway", version=mooncake.__version__, lifespan=lifespan)
-    _answer_errors(app)
+    # FastAPI's pages of the API would have browsers load programs from other hosts.
+    app = FastAPI(
+        title="Mooncake gateway",
+        version=mooncake.__version__,
+        lifespan=lifespan,
+        docs_url=None,
+        redoc_url=None,
+    )
+    _answer_errors(app, gateway)
     _add_models(app, gateway)
     admin.add_routes(app, gateway)
     add_trace_routes(app, gateway)
@@ -227,8 +237,11 @@ def create_app(gateway: Gateway) -> FastAPI:
     return app
 
 
-def _answer_errors(app: FastAPI) -> None:
-    """Report every error in the form of the public API."""
+def _answer_errors(app: FastAPI, gateway: Gateway | None = None) -> None:
+    """Report every error in the form of the public API.
+
+    ``gateway``: where its clients need a key, only callers with one learn which paths there are.
+    """
 
     @app.exception_handler(ApiError)
     async def _refused(http: Request, error: ApiError) -> Response:
@@ -240,6 +253,11 @@ def _answer_errors(app: FastAPI) -> None:
     @app.exception_handler(HTTPException)
     async def _not_served(http: Request, error: HTTPException) -> Response:
         # Unknown paths and methods; bounded label values, so the path itself is not counted.
+        if gateway is not None and not gateway.admin_key.matches(http.headers):
+            try:
+                _authenticate(gateway, http)
+            except ApiError as refused:
+                return await _refused(http, refused)
         _requests.labels("unknown", error.status_code).inc()
         refusal = ApiError(error.status_code, f"{http.method} {http.url.path}: {error.detail}")
         headers = {**(error.headers or {}), "X-Request-ID": request_id_of(http)}
@@ -345,6 +363,7 @@ _TAKES_OBJECT: dict[str, Any] = {
 async def _relay(gateway: Gateway, http: Request, serve: Callable[[bytes], Awaitable[Response]]) -> Response:
     """Answer one request by other engines. Raises ApiError, 404 where only our workers are."""
     _authenticate(gateway, http)
+    check_content_type(http.headers.get("content-type", ""))
     content = await read_body(http, gateway.settings.max_body_bytes)
     if not await gateway.fronts_engines():
         if gateway.settings.protocol == "auto" and gateway.backends.are_own_workers is None:
@@ -365,6 +384,7 @@ async def _dispatch(
 ) -> Response:
     """Answer one request, by our workers or by other engines."""
     _authenticate(gateway, http)  # before a byte of the body is read
+    check_content_type(http.headers.get("content-type", ""))
     content = await read_body(http, gateway.settings.max_body_bytes)
     content = await cleaned(gateway.hygiene_rules, http, content)
     if await gateway.fronts_engines():

@@ -113,10 +113,29 @@ class ApiError(MooncakeError):
         return to_json(ErrorResponse(self.detail))
 
     def headers(self) -> dict[str, str]:
-        """``Retry-After`` in whole seconds, at least one, when a later retry may succeed."""
+        """``Retry-After`` in whole seconds, at least one, when a later retry may succeed; the scheme of a key
+        where one is needed."""
+        if self.status == 401:
+            return {"WWW-Authenticate": "Bearer"}
         if self.retry_after_s is None:
             return {}
         return {"Retry-After": str(max(1, -int(-self.retry_after_s // 1)))}
+
+
+def check_content_type(content_type: str) -> None:
+    """Check the ``Content-Type`` of a JSON body; an absent one is empty.
+
+    Browsers send a body of these types for a page of another site without asking the server.
+
+    Raises:
+        ApiError: 415.
+    """
+    if content_type.partition(";")[0].strip().lower() in _FORM_TYPES:
+        message = f"the Content-Type is {content_type[:80]!r}; allowed: application/json"
+        raise ApiError(415, message, param="Content-Type", code="unsupported_media_type")
+
+
+_FORM_TYPES = ("application/x-www-form-urlencoded", "multipart/form-data", "text/plain")
 
 
 def model_not_found(model: str, served: str) -> ApiError:

@@ -16,6 +16,7 @@ import asyncio
 import concurrent.futures
 import contextlib
 import errno
+import logging
 import socket
 import ssl
 import sys
@@ -384,11 +385,31 @@ class TrackedProtocol(asyncio.Protocol):
         self._inner.resume_writing()
 
 
+class _AsEvents(logging.Filter):
+    """Logs messages of uvicorn's protocol as events; what peers cause at will is only for debugging."""
+
+    def filter(self, record: logging.LogRecord) -> bool:
+        if record.exc_info:
+            log.exception("http_request_failed", reason=record.getMessage())
+        elif record.levelno >= logging.ERROR:
+            log.error("http_request_failed", reason=record.getMessage())
+        else:
+            log.debug("http_request_malformed", reason=record.getMessage())
+        return False
+
+
+# Not uvicorn's own: the process may run another server with it.
+_protocol_log = logging.getLogger(f"{__name__}.protocol")
+_protocol_log.setLevel(logging.WARNING)
+_protocol_log.addFilter(_AsEvents())
+
+
 class _TrackedUvicornProtocol(HttpToolsProtocol):
     """uvicorn's protocol, which reports a connection's phase to ``ConnectionAcceptor``."""
 
     def __init__(self, acceptor: ConnectionAcceptor, one: ConnectionState, **options: Any) -> None:
         super().__init__(**options)
+        self.logger = _protocol_log
         self._acceptor, self._one = acceptor, one
         self._unanswered: deque[RequestResponseCycle] = deque()
         """Requests that run or wait for an earlier one of the connection, in order."""

@@ -39,6 +39,7 @@ from mooncake.http.openai import (
     ModelList,
     RequestT,
     Usage,
+    check_content_type,
     context_length_exceeded,
     model_not_found,
     parse_request,
@@ -140,7 +141,7 @@ class Api:
 
 def create_app(api: Api) -> FastAPI:
     """The worker's ASGI application."""
-    app = FastAPI(title="Mooncake worker", version=mooncake.__version__)
+    app = FastAPI(title="Mooncake worker", version=mooncake.__version__, docs_url=None, redoc_url=None)
 
     @app.exception_handler(MooncakeError)
     async def _refused(request: Request, error: MooncakeError) -> Response:
@@ -176,6 +177,8 @@ def create_app(api: Api) -> FastAPI:
         block_tokens = api.generator.engine.runner.layout.block_tokens
         return _json(to_json(KvEventSources([api.events], block_tokens, api.kv_identity)))
 
+    @app.head("/health", include_in_schema=False)
+    @app.head("/ready", include_in_schema=False)
     @app.get("/health")
     @app.get("/ready")
     async def health() -> dict[str, Any]:
@@ -564,6 +567,7 @@ async def _disconnected(http: Request) -> None:
 
 
 async def _body(http: Request, most_bytes: int = MAX_BODY_BYTES) -> bytes:
+    check_content_type(http.headers.get("content-type", ""))
     try:
         return await server.read_body(http, most_bytes)
     except server.BodyTooLarge as error:

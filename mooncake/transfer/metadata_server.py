@@ -245,6 +245,7 @@ def make_app(entries: MetadataEntries | None = None, identity: Identity | None =
         """List the keys with a prefix."""
         return JSONResponse(entries.list(prefix, clock.monotonic()))
 
+    @app.head("/health", include_in_schema=False)
     @app.get("/health")
     async def health() -> Response:
         """Whether it serves."""

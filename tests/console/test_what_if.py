@@ -35,7 +35,7 @@ class Asked:
 
     async def ask(self, body: Any, key: str | None = ADMIN_KEY) -> tuple[int, dict[str, Any]]:
         headers = {} if key is None else {"X-API-Key": key}
-        data = body if isinstance(body, bytes) else json.dumps(body)
+        data = body if isinstance(body, bytes) else json.dumps(body).encode()
         async with self.stack.session.post(f"{self.url}/v1/what_if", data=data, headers=headers) as response:
             return response.status, await response.json()
 

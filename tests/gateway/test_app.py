@@ -11,6 +11,7 @@ import openai
 import pytest
 
 from mooncake.errors import InvalidArgument
+from mooncake.gateway.app import create_app, create_operator_app
 from mooncake.gateway.gateway import GatewaySettings
 from mooncake.inference.tokenizer import Tokenizer
 from tests.gateway.conftest import ADMIN_KEY, Stack, running
@@ -166,6 +167,45 @@ async def test_unknown_paths_and_methods_are_error_objects(stack: Stack) -> None
     assert (status, answer["error"]["type"]) == (404, "not_found_error")
     status, answer = await stack.get(CHAT)
     assert status == 405 and answer["error"]["message"]
+
+
+FORMS = ["application/x-www-form-urlencoded", "multipart/form-data; boundary=x", "Text/Plain;charset=UTF-8"]
+
+
+@pytest.mark.parametrize("path", [CHAT, TEXT, "/v1/messages", "/v1/embeddings", "/tokenize"])
+@pytest.mark.parametrize("content_type", FORMS, ids=["form", "parts", "text"])
+async def test_a_body_that_a_form_of_another_site_could_send_is_refused(
+    stack: Stack, path: str, content_type: str
+) -> None:
+    body = json.dumps({"prompt": PROMPT, "messages": HELLO, "max_tokens": 1}).encode()
+    status, answer, _ = await stack.post(path, body, {"Content-Type": content_type})
+    assert (status, answer["error"]["param"]) == (415, "Content-Type")
+    assert not stack.prefill[0].calls
+
+
+@pytest.mark.parametrize("content_type", ["application/json; charset=utf-8", "application/x+json", None])
+async def test_a_body_of_json_is_taken(stack: Stack, content_type: str | None) -> None:
+    body = json.dumps({"prompt": PROMPT, "max_tokens": 1}).encode()
+    headers = {} if content_type is None else {"Content-Type": content_type}
+    asking = stack.session.post(
+        stack.url + TEXT, data=body, headers=headers, skip_auto_headers=["Content-Type"]
+    )
+    async with asking as response:
+        assert response.status == 200
+
+
+async def test_no_page_loads_programs_from_other_hosts(stack: Stack) -> None:
+    for path in ("/docs", "/docs/oauth2-redirect", "/redoc"):
+        assert (await stack.get(path))[0] == 404
+    apps = create_operator_app(stack.gateway), create_app(stack.gateway)
+    paths = {getattr(route, "path", "") for app in apps for route in app.routes}
+    assert "/openapi.json" in paths and not {"/docs", "/redoc"} & paths
+
+
+@pytest.mark.parametrize("path", ["/health", "/ready"])
+async def test_health_is_asked_with_head_too(stack: Stack, path: str) -> None:
+    async with stack.session.head(stack.url + path) as response:
+        assert (response.status, await response.read()) == (200, b"")
 
 
 async def test_the_schema_names_the_fields(stack: Stack) -> None:

@@ -166,6 +166,7 @@ async def test_without_a_key_every_request_is_refused(
     async with stack.session.request(method, stack.url + path, data=b"{", headers=headers) as response:
         answer = await response.json()
     assert response.status == 401
+    assert response.headers["WWW-Authenticate"] == "Bearer"
     assert (answer["error"]["type"], answer["error"]["code"]) == ("authentication_error", "invalid_api_key")
     for open_path in ("/health", "/ready", "/version"):
         assert (await stack.get(open_path, {}))[0] == 200
@@ -180,6 +181,22 @@ async def test_the_official_client_is_known_by_its_key(stack: Stack) -> None:
     page = metrics.page().decode()
     assert 'mooncake_gateway_client_tokens_total{client="anna",kind="output"}' in page
     assert ANNA not in page and BORIS not in page
+
+
+async def test_which_paths_there_are_is_for_clients_with_a_key(stack: Stack) -> None:
+    for path, method, status in (("/v1/nothing", "GET", 404), (TEXT, "GET", 405), ("/health", "POST", 405)):
+        for headers, expected in (
+            (None, 401),
+            (bearer("sk-unknown-0123456789"), 401),
+            (bearer(ANNA), status),
+        ):
+            async with stack.session.request(method, stack.url + path, headers=headers) as response:
+                assert response.status == expected, (path, headers)
+                assert (await response.json())["error"]["type"]
+        async with stack.session.request(
+            method, stack.url + path, headers={"X-API-Key": ADMIN_KEY}
+        ) as response:
+            assert response.status == status
 
 
 async def test_the_salt_comes_from_the_key_and_not_from_the_request(stack: Stack) -> None:

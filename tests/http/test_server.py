@@ -4,6 +4,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import gc
+import logging
 import socket
 import threading
 import urllib.request
@@ -433,6 +434,31 @@ async def test_a_client_that_leaves_ends_its_request_and_those_in_the_pipeline(
         await until(lambda: not server._server.server_state.tasks)
     assert (begun, ended) == ([0], [0])
     assert not caplog.records
+
+
+async def test_what_is_no_http_is_logged_as_an_event(caplog: pytest.LogCaptureFixture) -> None:
+    caplog.set_level(logging.DEBUG)
+    async with edge() as server:
+        reader, _ = await opened(server, b"no such thing\r\n\r\n")
+        assert b" 400 " in await to_the_end(reader)
+    [found] = [record for record in caplog.records if "Invalid HTTP" in str(vars(record))]
+    assert (found.getMessage(), found.levelno) == ("http_request_malformed", logging.DEBUG)
+
+
+async def test_a_fault_of_an_application_is_logged_as_an_event(caplog: pytest.LogCaptureFixture) -> None:
+    async def broken(scope: Any, receive: Any, send: Any) -> None:
+        if scope["type"] == "http":
+            raise RuntimeError("boom")
+        await receive()
+        await send({"type": "lifespan.startup.complete"})
+        await receive()
+        await send({"type": "lifespan.shutdown.complete"})
+
+    async with edge(broken) as server:
+        reader, _ = await opened(server, b"GET / HTTP/1.1\r\nHost: h\r\nConnection: close\r\n\r\n")
+        assert b" 500 " in await to_the_end(reader)
+    [found] = [record for record in caplog.records if record.levelno >= logging.WARNING]
+    assert found.getMessage() == "http_request_failed" and found.exc_info
 
 
 def test_what_is_written_to_a_closed_connection_is_dropped() -> None:

@@ -423,6 +423,14 @@ async def test_a_client_that_disconnects_aborts_its_request(client: Client) -> N
                 pass
 
 
+@pytest.mark.parametrize("path", [TEXT, CHAT, "/v1/kv/hand_over"])
+async def test_a_body_that_a_form_of_another_site_could_send_is_refused(client: Client, path: str) -> None:
+    headers = {"Content-Type": "text/plain"}
+    async with client.http.post(client.url + path, data=json.dumps(greedy()), headers=headers) as answer:
+        assert answer.status == 415
+        assert (await answer.json())["error"]["param"] == "Content-Type"
+
+
 async def test_the_other_pages(client: Client) -> None:
     models = await client.get("/v1/models")
     assert models["data"][0]["id"] == "tiny"
@@ -437,6 +445,9 @@ async def test_the_other_pages(client: Client) -> None:
     async with client.http.get(client.url + "/metrics") as answer:
         assert answer.headers["content-type"].startswith("text/plain; version=0.0.4")
         page = await answer.text()
+    for path, status in (("/health", 200), ("/ready", 200), ("/docs", 404), ("/redoc", 404)):
+        async with client.http.request("HEAD" if status == 200 else "GET", client.url + path) as answer:
+            assert answer.status == status
     for name in (
         "vllm:time_to_first_token_seconds_count",
         "vllm:prefix_cache_queries_total",

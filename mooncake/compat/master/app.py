@@ -46,6 +46,7 @@ def make_app(context: MasterContext) -> FastAPI:
         body = {"success": False, "error_code": -600, "error_message": "INVALID_PARAMS", "error": reason}
         return json(body, error.status_code)
 
+    @app.head("/health", include_in_schema=False)
     @app.get("/health")
     async def health() -> Response:
         """State of this master and the leader's address; 200 on a standby as well."""
@@ -61,6 +62,7 @@ def make_app(context: MasterContext) -> FastAPI:
             }
         )
 
+    @app.head("/ready", include_in_schema=False)
     @app.get("/ready")
     async def ready() -> Response:
         """Report whether this master serves clients."""

@@ -46,7 +46,10 @@ class HttpRefusal(Exception):
         body = {"success": False, "error_code": self.number, "error_message": self.name}
         if self.reason:
             body["error"] = self.reason
-        return json(body, self.status)
+        response = json(body, self.status)
+        if self.status == 401:
+            response.headers["WWW-Authenticate"] = "Bearer"
+        return response
 
 
 def _unlisted(code: str) -> tuple[int, int, str]:
