@@ -9,6 +9,7 @@ from __future__ import annotations
 import errno
 import os
 import re
+import secrets
 import sys
 import urllib.parse
 from collections.abc import Iterator
@@ -145,17 +146,21 @@ def check_writable(file: Path | None, field: str) -> None:
     """
     if file is None:
         return
-    with _beside(file, field) as fresh:
+    with _beside(file, field):
         if file.is_dir():
             raise IsADirectoryError(errno.EISDIR, os.strerror(errno.EISDIR))
-        fresh.write_text("")
-        fresh.unlink()
 
 
 @contextmanager
 def _beside(file: Path, field: str) -> Iterator[Path]:
-    """The file that replaces ``file`` when it is whole; an error there is one of ``field``."""
+    """A new file that replaces ``file`` when it is whole, and is removed if it does not; an error there is
+    one of ``field``."""
     try:
-        yield file.with_name(file.name + ".new")
+        fresh = file.with_name(f"{file.name}.{secrets.token_hex(4)}.new")
+        fresh.touch(exist_ok=False)
+        try:
+            yield fresh
+        finally:
+            fresh.unlink(missing_ok=True)
     except (OSError, ValueError) as error:
         raise InvalidArgument(field, str(file), f"a file that can be written ({cause_of(error)})") from error

@@ -14,7 +14,7 @@ from pathlib import Path
 import pytest
 
 from mooncake.cli import main
-from mooncake.cli.output import check_writable
+from mooncake.cli.output import check_writable, write_whole
 from mooncake.errors import InvalidArgument
 from mooncake.store import Store
 from tests.store.test_daemon import daemon
@@ -141,3 +141,18 @@ def test_outputs_that_cannot_be_written_are_refused_before_the_work(
         check_writable(tmp_path, "--json")
     check_writable(tmp_path / "file", "--json")
     assert not [*tmp_path.iterdir()]
+
+
+def test_writing_a_file_leaves_others_beside_it_alone(tmp_path: Path) -> None:
+    own, other = tmp_path / "file", tmp_path / "file.new"
+    other.write_text("of the user")
+    check_writable(own, "--json")
+    assert [*tmp_path.iterdir()] == [other]
+    write_whole(own, "whole", "--json")
+    assert other.read_text() == "of the user" and own.read_text() == "whole"
+    assert sorted(tmp_path.iterdir()) == [own, other]
+    assert own.stat().st_mode == other.stat().st_mode, "as the umask says"
+    (tmp_path / "folder").mkdir()
+    with pytest.raises(InvalidArgument, match=r"--json is .*Is a directory"):
+        write_whole(tmp_path / "folder", "whole", "--json")
+    assert len([*tmp_path.iterdir()]) == 3, "nothing is left of what could not be written"
