@@ -497,6 +497,7 @@ class SegmentStatus(msgspec.Struct, frozen=True):
     allocated_bytes: int
     largest_free_bytes: int
     num_objects: int
+    """Objects that can be read from it."""
     rests_s: float
     """How long until space is allocated here; 0 in normal operation."""
     tier: Tier = Tier.MEMORY

@@ -105,7 +105,7 @@ class StoreQueries:
 
 def state_of(one: m.SegmentStatus) -> str:
     if one.is_draining:
-        return "DRAINING" if one.num_objects else "DRAINED"
+        return "DRAINING" if one.allocated_bytes else "DRAINED"
     return "OK" if one.state == "alive" else "UNDEFINED"
 
 

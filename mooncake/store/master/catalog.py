@@ -339,6 +339,7 @@ class Catalog:
         was_readable, leased_until, joint = stored.is_readable, stored.leased_until, stored.joint
         extents, stored.extents = stored.extents, []
         for extent in extents:
+            extent.segment.num_objects -= extent.is_complete
             self.eviction.left(stored, extent)
         self.objects.unlink(stored)
         if was_readable:
@@ -379,6 +380,7 @@ class Catalog:
             if extent not in kept:
                 self.records.append(ReplicaGone(old.key, old.object_id, extent.segment.name))
         for extent in kept:
+            extent.segment.num_objects -= 1
             self.eviction.left(old, extent)
             old.extents.remove(extent)
         before = StoredObject(old.key, old.object_id, 0, old.size_bytes, old.chunk_bytes, kept, 0.0)
@@ -499,6 +501,7 @@ class Catalog:
         """The replica is written: readers may have it from now on."""
         assert stored.is_readable and extent in stored.extents and not extent.is_complete, (stored, extent)
         extent.is_complete = True
+        extent.segment.num_objects += 1
         extent.held_until = 0.0
         stored.refresh()
         self.eviction.changed(stored, now)
@@ -510,6 +513,7 @@ class Catalog:
         """Enter a replica of another master; its space has been taken."""
         assert stored.on(extent.segment) is None and extent.is_complete, (stored, extent)
         stored.extents.append(extent)
+        extent.segment.num_objects += 1
         extent.segment.holders[extent.offset] = stored
         self.tenants.charge(stored, extent)
         stored.refresh()
@@ -584,6 +588,7 @@ class Catalog:
 
     def _cut(self, stored: StoredObject, extent: Extent, now: float) -> None:
         """Remove ``extent`` from an object that has others."""
+        extent.segment.num_objects -= extent.is_complete
         stored.extents.remove(extent)
         self.eviction.left(stored, extent)
         if stored.is_readable:
@@ -802,6 +807,9 @@ class Catalog:
             for stored in (of if isinstance(of, list) else (of,))
         }
         for segment in self.segments.mounted.values():
+            readable = [one.on(segment) for one in segment.holders.values() if one.is_readable]
+            found = {id(extent) for extent in readable if extent is not None and extent.is_complete}
+            assert segment.num_objects == len(found), segment
             for offset, stored in segment.holders.items():
                 extents = [e for e in (*stored.extents, *stored.resting) if e.segment is segment]
                 here = [extent for extent in extents if extent.offset == offset]

@@ -45,7 +45,7 @@ class Introspection:
                 size_bytes=segment.allocator.size_bytes,
                 allocated_bytes=segment.allocator.allocated_bytes,
                 largest_free_bytes=segment.allocator.largest_free_bytes,
-                num_objects=len(segment.holders),
+                num_objects=segment.num_objects,
                 rests_s=max(0.0, segment.rests_until - now),
                 tier=segment.tier,
                 node=segment.node,
@@ -113,7 +113,8 @@ class Introspection:
         """Each line with its age: the master's clock counts from the start of its host."""
         lines = self._catalog.story(scoped_all(message.tenant, [message.key])[0])
         parts = [line.split(" ", 1) for line in lines]
-        return m.StoryLines([f"{now - float(at):.3f} s ago: {what}" for at, what in parts])
+        ages = [max(0.0, now - float(at)) for at, _ in parts]  # the instant was rounded, perhaps up
+        return m.StoryLines([f"{age:.3f} s ago: {what}" for age, (_, what) in zip(ages, parts, strict=True)])
 
     def inspect(self, message: m.Inspect, _: Received, now: float) -> m.Inspected:
         objects = self._catalog.objects

@@ -272,6 +272,7 @@ class StoredObject:
         self.lease_until = lease_until
         for extent in self.extents:
             extent.is_complete = True
+            extent.segment.num_objects += 1
         if len(self.extents) > 1:
             self.extents.sort(key=_order)
         replicas = [replica_of(extent) for extent in self.extents]

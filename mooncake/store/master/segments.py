@@ -175,6 +175,7 @@ class Segment:
         "last_heartbeat_at",
         "name",
         "node",
+        "num_objects",
         "num_tasks",
         "polls",
         "preallocated_bytes",
@@ -235,6 +236,8 @@ class Segment:
         """Preallocated for writers and not used yet (``put.py``)."""
         self.polls = False
         """Its node has polled for tasks, so it can run some."""
+        self.num_objects = 0
+        """Number of readable objects with a complete replica here."""
         self.num_tasks = 0
         """Number of tasks that wait or run with this segment as the target."""
         self.disk_full = ""
