@@ -528,7 +528,7 @@ class ChatCompletionRequest(_GenerationRequest):
         if self.top_logprobs and not self.logprobs:
             raise _rule("top_logprobs", str(self.top_logprobs), "only with logprobs=true")
         if self.tools and self.tool_choice != "none":
-            raise _rule("tools", "set", "none, this server does not parse tool calls")
+            raise _rule("tools", "set", 'only with tool_choice "none", as tool calls are not parsed here')
         if self.tool_choice not in (None, "none", "auto"):
             raise _unsupported("tool_choice", self.tool_choice, ("none", "auto"))
         reserved = [name for name in _TEMPLATE_ARGUMENTS if name in (self.chat_template_kwargs or {})]
