@@ -29,6 +29,9 @@ from mooncake.types import Tier
 
 MAX_REST_S = 3600.0
 END_OF_ADDRESSES = 1 << 64
+INCOMPLETE = (
+    "objects are not in the earlier master's records: its oplog is an older copy, or lost some of them"
+)
 BETWEEN_REPORTS_S = 5.0
 """How long the next part of a report may take before memory is allocated without it."""
 
@@ -102,12 +105,16 @@ class NodeRequests:
             promised_s = self._catalog.lease_bounds.lease_s if has_no_writers else settings.rest_s
             rest_s = promised_s if is_first else 0.0 if message.is_last else BETWEEN_REPORTS_S
             segment.rests_until = max(segment.rests_until, now + rest_s)
-        unwanted = []
+        unwanted, num_before = list[int](), self._catalog.counts.reported_objects
         for entry in message.entries:
             if self._accepts(segment, entry, now):
                 segment.reported[entry.object_id] = None
             else:
                 unwanted.append(entry.object_id)
+        num_lacking = self._catalog.counts.reported_objects - num_before
+        if num_lacking and (segment.doubt or not segment.wants_report):
+            fields = {"segment": segment.name, "num_objects": num_lacking, "reason": INCOMPLETE}
+            self._catalog.notes.append(OperatorEvent("records_incomplete", fields, is_warning=True))
         if message.is_last:
             self._end_report(segment, now)
         return m.Reported(unwanted)

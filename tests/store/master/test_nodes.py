@@ -422,6 +422,21 @@ def test_objects_newer_than_the_records_are_entered_and_removed_ones_are_not(
     successor.master.check()
 
 
+@pytest.mark.parametrize("doubt", [Doubt.NONE, Doubt.END])
+def test_records_without_objects_that_nodes_have_are_reported_to_operators(
+    nodes: Nodes, doubt: Doubt
+) -> None:
+    """As after a start with an older copy of the oplog."""
+    ssd, ends = on_ssd(nodes, "k", "l", "m")
+    successor = restored(nodes, nodes.records[: ends[0]], doubt)
+    again = ssd_again(successor, ssd)
+    again.report()
+    assert sorted(successor.master.objects.readable) == ["k", "l", "m"]
+    (note,) = [one for one in successor.notes if one.event == "records_incomplete"]
+    assert note.is_warning and (note.fields["segment"], note.fields["num_objects"]) == ("a/ssd", 2)
+    assert not [one for one in nodes.notes if one.event == "records_incomplete"]
+
+
 def test_an_ssd_takes_nothing_before_its_report(nodes: Nodes) -> None:
     ssd, ends = on_ssd(nodes, "k", "l")
     successor = restored(nodes, nodes.records[: ends[0]], Doubt.END)
