@@ -24,7 +24,13 @@ from mooncake.security.tls_contexts import client_context
 from mooncake.transfer.descriptor import RegionInfo, SegmentDescriptor
 from mooncake.transfer.handshake import HandshakeClient, Listener, Notification, NotificationInbox, ProbeReply
 from mooncake.transfer.host import host_identity, host_topology, reachable_host, with_port
-from mooncake.transfer.memory import available_bytes, check_mapped, device_span_of, span_and_export
+from mooncake.transfer.memory import (
+    SpanIndex,
+    available_bytes,
+    check_mapped,
+    device_span_of,
+    span_and_export,
+)
 from mooncake.transfer.metadata import Backend, PeerBackend, make_backend
 from mooncake.transfer.name_service import NameService
 from mooncake.transfer.peers import PeerTable, RemoteSegment
@@ -90,6 +96,10 @@ class TransferEngine(TransferMethods):
         self._owned: dict[int, Region] = {}
         self._lasting: dict[int, Region] = {}
         """Those of ``_owned`` that are registered for longer than one operation, and shown to peers."""
+        self._changes = itertools.count(1)
+        self._last_change = 0
+        self._index: tuple[int, list[int], SpanIndex] = 0, [], SpanIndex([])
+        """Keys and places of ``_lasting`` as they were after the change of that number."""
         self._exports: dict[int, object] = {}
         """By key of a region: what keeps Python from freeing or resizing its memory."""
         self._locations: dict[int, str] = {}
@@ -351,11 +361,15 @@ class TransferEngine(TransferMethods):
 
         Regions registered only for one operation (``is_brief``) are left out: they may go too early.
         """
-        end = address + size_bytes
-        for region in list(self._lasting.values()):
-            if region.address <= address and end <= region.address + region.size_bytes:
-                return region
-        return None
+        number, keys, index = self._index
+        if number != self._last_change:
+            number = self._last_change  # before the regions are listed: another thread may change them
+            regions = list(self._lasting.items())
+            keys = [key for key, _ in regions]
+            index = SpanIndex([(region.address, region.size_bytes) for _, region in regions])
+            self._index = number, keys, index
+        at = index.around(address, size_bytes)
+        return None if at is None else self._lasting.get(keys[at])
 
     def is_on_one_device(self, segment: RemoteSegment, remote_address: int, local_address: int) -> bool:
         """Whether both are memory of the same device of this host, by its name in both processes."""
@@ -372,6 +386,8 @@ class TransferEngine(TransferMethods):
         return contextlib.nullcontext() if name_service is None else name_service.deferred_publication()
 
     def _changed(self, *, is_shown: bool) -> None:
+        if is_shown:
+            self._last_change = next(self._changes)
         self._places = Places(
             (region.address, region.size_bytes, location)
             for key, location in list(self._locations.items())

@@ -6,10 +6,13 @@ Recognises numpy, torch and the buffer protocol by their behaviour only; imports
 
 from __future__ import annotations
 
+import bisect
 import ctypes
+import itertools
 import mmap
 import operator
 import re
+from collections.abc import Sequence
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -23,6 +26,27 @@ _NUMPY = (np.ndarray, np.generic)
 _msync = ctypes.PyDLL(None).msync
 """Called with the interpreter's lock, because it waits for nothing here."""
 _msync.argtypes = (ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int)
+
+
+class SpanIndex:
+    """Address ranges, which may overlap, in the order that finds the one around another range."""
+
+    def __init__(self, spans: Sequence[tuple[int, int]]) -> None:
+        """``spans``: (address, size in bytes)."""
+        self._order = sorted(range(len(spans)), key=lambda at: spans[at])
+        self._starts = [spans[at][0] for at in self._order]
+        self._ends = [sum(spans[at]) for at in self._order]
+        self._farthest = list(itertools.accumulate(self._ends, max))
+        """For each, the largest end of it and those before it."""
+
+    def around(self, address: int, size_bytes: int) -> int | None:
+        """Position in ``spans`` of one that contains all of the range; None: none does."""
+        at = bisect.bisect_right(self._starts, address) - 1
+        while at >= 0 and self._farthest[at] >= address + size_bytes:
+            if self._ends[at] >= address + size_bytes:
+                return self._order[at]
+            at -= 1
+        return None
 
 
 def span_of(buffer: Any) -> tuple[int, int, bool]:

@@ -11,7 +11,7 @@ import torch
 
 from mooncake.errors import InvalidArgument
 from mooncake.transfer import TransferEngine
-from mooncake.transfer.memory import available_bytes, device_span_of, span_and_export, span_of
+from mooncake.transfer.memory import SpanIndex, available_bytes, device_span_of, span_and_export, span_of
 
 
 def test_buffers_of_every_kind() -> None:
@@ -28,6 +28,22 @@ def test_buffers_of_every_kind() -> None:
     assert span_of(b"abc")[1:] == (3, False)
     assert span_of(b"")[1:] == (0, False)
     assert span_of((1 << 40, 77)) == (1 << 40, 77, True)
+
+
+def test_one_of_many_ranges_is_around_another() -> None:
+    generator = np.random.default_rng(3)
+    spans = [(int(start), int(size)) for start, size in generator.integers(1, 60, (40, 2))]
+    index = SpanIndex(spans)
+    for address in range(125):
+        for size_bytes in range(1, 30):
+            around = {
+                at
+                for at, (start, size) in enumerate(spans)
+                if start <= address and address + size_bytes <= start + size
+            }
+            found = index.around(address, size_bytes)
+            assert found in around if around else found is None, (address, size_bytes)
+    assert SpanIndex([]).around(1, 1) is None
 
 
 def test_memory_stays_in_its_place_while_its_export_is_referenced() -> None:
