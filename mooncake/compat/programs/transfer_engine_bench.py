@@ -136,6 +136,8 @@ def serve(engine: TransferEngine, flags: dict[str, Any]) -> None:
         f"target listening, --segment_id={name} ({flags['buffer_size']} bytes at {memory.address:#x})",
         flush=True,
     )
+    if flags["metadata_server"] == P2P:  # a line of the existing program, which scripts take the name from
+        print(f"Transfer Engine RPC using P2P handshake, listening on {name}", flush=True)
     over = threading.Event()
     for number in (signal.SIGINT, signal.SIGTERM):
         signal.signal(number, lambda *_: over.set())

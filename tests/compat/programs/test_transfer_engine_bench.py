@@ -30,6 +30,10 @@ def test_a_target_and_an_initiator(protocol: str) -> None:
         assert target.stdout is not None
         name = re.search(r"--segment_id=(\S+)", target.stdout.readline())
         assert name
+        line = target.stdout.readline()
+        assert line == f"Transfer Engine RPC using P2P handshake, listening on {name[1]}\n", (
+            "scripts search the existing program's output for this line, and take its last word"
+        )
         for operation in ("read", "write"):
             done = subprocess.run(
                 [
