@@ -459,8 +459,9 @@ def run_rows(
     for row in rows:
         for load in loads:
             before = servers.counts()
-            with servers.gateway(PLACEMENT[row]) as url:
+            with servers.gateway("round_robin") as url:  # others may place two of its prompts on one server
                 factor = asyncio.run(slowness(url, f"{row}/{load.ratio}"))
+            with servers.gateway(PLACEMENT[row]) as url:
                 expected = predicted(load, row, slower(costs, factor), arguments)
                 add_row(table, load, row, "predicted", expected, None, "", f"costs x {factor:.2f}")
                 sent, averages = asyncio.run(driven(load, row, url, arguments))
