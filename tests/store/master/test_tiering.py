@@ -144,7 +144,8 @@ def test_an_object_that_can_not_be_copied_is_tried_again_later() -> None:
 FULL = "/ssd: No space left on device; make room"
 
 
-def test_nothing_is_evicted_from_an_ssd_whose_disk_is_full() -> None:
+def with_full_disk() -> tuple[Nodes, Place, Place]:
+    """An SSD that was full of a to d when its disk had no space for a copy of e."""
     nodes = Nodes(settings(demote_watermark=0.0))
     memory, ssd = with_ssd(nodes, ssd_bytes=4 * 4096)
     for key in "abcd":
@@ -154,6 +155,11 @@ def test_nothing_is_evicted_from_an_ssd_whose_disk_is_full() -> None:
     (task,) = ssd.poll()
     assert where(nodes, "a") == ["a"], "it makes room, because the disk is not known to be full"
     ssd.fail(task, "no_space", FULL)
+    return nodes, memory, ssd
+
+
+def test_nothing_is_evicted_from_an_ssd_whose_disk_is_full() -> None:
+    nodes, memory, ssd = with_full_disk()
     for number in range(20):
         nodes.put(f"more {number}", size_bytes=1024 * (1 + number % 2), host="a")
         for task in ssd.poll():
@@ -174,14 +180,7 @@ def test_nothing_is_evicted_from_an_ssd_whose_disk_is_full() -> None:
 
 
 def test_a_copy_that_only_an_eviction_has_room_for_is_tried_later() -> None:
-    nodes = Nodes(settings(demote_watermark=0.0))
-    _, ssd = with_ssd(nodes, ssd_bytes=4 * 4096)
-    for key in "abcd":
-        nodes.put(key, size_bytes=4096, host="a")
-        work(nodes, ssd)
-    nodes.put("e", size_bytes=1024, host="a")
-    (task,) = ssd.poll()
-    ssd.fail(task, "no_space", FULL)
+    nodes, _, _ = with_full_disk()
     catalog, segment = nodes.master.catalog, nodes.master.segments.mounted["a/ssd"]
     assert not catalog.make_room(segment, 2 * 4096, nodes.now + DISK_FULL_S - 0.1)
     assert [where(nodes, key) for key in "bcd"] == [["a", "a/ssd"]] * 3
