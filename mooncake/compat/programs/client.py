@@ -12,18 +12,26 @@ import dataclasses
 import os
 import sys
 from collections.abc import Sequence
-from typing import Any, NoReturn
+from typing import TYPE_CHECKING, Any, NoReturn
 
 import mooncake
+from mooncake import clock
 from mooncake.cli import print_and_exit, run_program
 from mooncake.cli.role_command import run_until_stopped
 from mooncake.compat.programs.gflags import NO_ARENA, parse_flags
 from mooncake.compat.store.setup_arguments import SetupArguments, parse_size
-from mooncake.errors import InvalidArgument
+from mooncake.errors import InvalidArgument, Unavailable
 from mooncake.log import get_logger, setup_logging
 from mooncake.security import check_address, keep_upstream_defaults
 
+if TYPE_CHECKING:
+    from mooncake.compat.store.store_session import StoreSession
+
 log = get_logger(__name__)
+
+MASTER_WAIT_S = 90.0
+"""How long the program waits for its master, as the existing one does: launchers start both at once."""
+BETWEEN_ATTEMPTS_S = 1.0
 
 FLAGS: dict[str, Any] = {
     "host": "0.0.0.0",
@@ -122,7 +130,6 @@ def read(given: Sequence[str]) -> ClientOptions:
 async def _serve(options: ClientOptions) -> None:
     # Imported late: --help and flag errors should not wait for the native extension.
     from mooncake.compat.store.dummy_client import ACCESS, ClientInfo, ClientInfoRequest
-    from mooncake.compat.store.session_setup import open_session
     from mooncake.compat.transfer.transport_choice import split_host
     from mooncake.rpc import RpcServer
     from mooncake.transfer.host import reachable_host
@@ -131,7 +138,7 @@ async def _serve(options: ClientOptions) -> None:
     check_address(host)
     name = reachable_host(host) + (f":{fixed}" if fixed else "")
     arguments = dataclasses.replace(options.arguments, local_hostname=name)
-    session = await asyncio.to_thread(open_session, arguments)
+    session = await _opened(arguments)
     client_info = ClientInfo(
         session.hostname,
         arguments.metadata_server,
@@ -150,6 +157,21 @@ async def _serve(options: ClientOptions) -> None:
     finally:
         await server.close()
         await asyncio.to_thread(session.close)
+
+
+async def _opened(arguments: SetupArguments) -> StoreSession:
+    """Open a session, and try again while the master can't be reached. Raises as ``open_session``."""
+    from mooncake.compat.store.session_setup import open_session
+
+    until = clock.monotonic() + MASTER_WAIT_S
+    while True:
+        try:
+            return await asyncio.to_thread(open_session, arguments)
+        except Unavailable as error:
+            if clock.monotonic() + BETWEEN_ATTEMPTS_S >= until:
+                raise
+            log.warning("master_awaited", master=arguments.master_server_addr, reason=str(error))
+        await asyncio.sleep(BETWEEN_ATTEMPTS_S)
 
 
 if __name__ == "__main__":

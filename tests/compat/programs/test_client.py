@@ -33,6 +33,14 @@ def master() -> Iterator[RunningMaster]:
 @pytest.fixture
 def client(master: RunningMaster) -> Iterator[str]:
     """The address of a ``mooncake_client`` process."""
+    process, address = started(master)
+    read_until("ready", process)
+    yield address
+    stopped(process, master)
+
+
+def started(master: RunningMaster) -> tuple[subprocess.Popen[str], str]:
+    """A ``mooncake_client`` process, and its address."""
     port = free_port()
     process = subprocess.Popen(
         [
@@ -49,18 +57,41 @@ def client(master: RunningMaster) -> Iterator[str]:
         ],
         stderr=subprocess.PIPE,
         text=True,
-        env={**os.environ, "PYTHONPATH": "."},
+        env={**os.environ, "PYTHONPATH": ".", "MOONCAKE_DROPIN_SETUP_TIMEOUT_S": "1"},
     )
+    return process, f"127.0.0.1:{port}"
+
+
+def read_until(word: str, process: subprocess.Popen[str]) -> None:
     assert process.stderr is not None
     output = ""
-    while "ready" not in output:
+    while word not in output:
         line = process.stderr.readline()
         assert line, output
         output += line
-    yield f"127.0.0.1:{port}"
+
+
+def stopped(process: subprocess.Popen[str], master: RunningMaster) -> None:
     process.send_signal(signal.SIGTERM)
     assert process.wait(30) == 0
     assert master.server is not None and not master.server.master.segments.mounted, "it unmounted its segment"
+
+
+@pytest.mark.processes
+def test_it_waits_for_a_master_that_starts_later(master: RunningMaster) -> None:
+    master.stop()
+    process, address = started(master)
+    try:
+        read_until("master_awaited", process)
+        master.start()
+        read_until("ready", process)
+        store = MooncakeDistributedStore()
+        assert store.setup_dummy(MIB, MIB, address) == 0
+        store.close()
+        stopped(process, master)
+    finally:
+        process.kill()
+        process.wait(30)
 
 
 @pytest.mark.processes
