@@ -87,7 +87,7 @@ _SCHEMA = {
 _ERRORS: dict[int | str, dict[str, Any]] = {
     400: {"description": "A field is wrong, or too few requests were served; `error.param` names the field"},
     401: {"description": "The key is missing or wrong"},
-    415: {"description": "The body's content type is that of a form or of text; allowed: application/json"},
+    415: {"description": "A browser's page sends the body as a form or as text; allowed: application/json"},
     403: {"description": "No admin key is set here"},
     429: {"description": "Another question is being answered; `Retry-After` is the time to retry"},
     503: {"description": "The conductor can't be reached, or the simulation failed"},
@@ -111,7 +111,7 @@ def add_what_if(app: FastAPI, gateway: Gateway, is_inside: bool = False) -> None
         refusal = None if is_inside else gateway.admin_key.refusal(http.headers)
         if refusal is not None:
             raise ApiError(refusal.status, refusal.message, code=refusal.code)
-        check_content_type(http.headers.get("content-type", ""))
+        check_content_type(http.headers)
         body = _read(await read_body(http, MAX_BODY_BYTES))
         try:
             answer = await simulation.run(await _question(gateway, body))

@@ -202,7 +202,7 @@ _ERRORS: dict[int | str, dict[str, Any]] = {
     401: {"description": "Clients need a key here, and it is missing or wrong"},
     404: {"description": "No such model"},
     413: {"description": "The body is too large"},
-    415: {"description": "The body's content type is that of a form or of text; allowed: application/json"},
+    415: {"description": "A browser's page sends the body as a form or as text; allowed: application/json"},
     429: {"description": "Too many requests at once; `Retry-After` is the time to retry"},
     500: {"description": "A fault of this server"},
     503: {"description": "No instance can serve; `Retry-After` is the time to retry"},
@@ -363,7 +363,7 @@ _TAKES_OBJECT: dict[str, Any] = {
 async def _relay(gateway: Gateway, http: Request, serve: Callable[[bytes], Awaitable[Response]]) -> Response:
     """Answer one request by other engines. Raises ApiError, 404 where only our workers are."""
     _authenticate(gateway, http)
-    check_content_type(http.headers.get("content-type", ""))
+    check_content_type(http.headers)
     content = await read_body(http, gateway.settings.max_body_bytes)
     if not await gateway.fronts_engines():
         if gateway.settings.protocol == "auto" and gateway.backends.are_own_workers is None:
@@ -384,7 +384,7 @@ async def _dispatch(
 ) -> Response:
     """Answer one request, by our workers or by other engines."""
     _authenticate(gateway, http)  # before a byte of the body is read
-    check_content_type(http.headers.get("content-type", ""))
+    check_content_type(http.headers)
     content = await read_body(http, gateway.settings.max_body_bytes)
     content = await cleaned(gateway.hygiene_rules, http, content)
     if await gateway.fronts_engines():

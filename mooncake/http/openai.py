@@ -122,20 +122,24 @@ class ApiError(MooncakeError):
         return {"Retry-After": str(max(1, -int(-self.retry_after_s // 1)))}
 
 
-def check_content_type(content_type: str) -> None:
-    """Check the ``Content-Type`` of a JSON body; an absent one is empty.
+def check_content_type(headers: Mapping[str, str]) -> None:
+    """Check that no page of another site has a browser send the body.
 
-    Browsers send a body of these types for a page of another site without asking the server.
+    A browser sends these types without asking the server, and says from which page (Fetch standard, "CORS
+    protocol"). Programs that leave the type to their library, as curl and urllib do, send no origin.
 
     Raises:
         ApiError: 415.
     """
-    if content_type.partition(";")[0].strip().lower() in _FORM_TYPES:
-        message = f"the Content-Type is {content_type[:80]!r}; allowed: application/json"
+    content_type = headers.get("content-type", "")
+    is_form = content_type.partition(";")[0].strip().lower() in _FORM_TYPES
+    if is_form and any(name in headers for name in _SENT_BY_BROWSERS):
+        message = f"the Content-Type is {content_type[:80]!r}; allowed from a page: application/json"
         raise ApiError(415, message, param="Content-Type", code="unsupported_media_type")
 
 
 _FORM_TYPES = ("application/x-www-form-urlencoded", "multipart/form-data", "text/plain")
+_SENT_BY_BROWSERS = ("origin", "sec-fetch-site")
 
 
 def model_not_found(model: str, served: str) -> ApiError:

@@ -567,7 +567,7 @@ async def _disconnected(http: Request) -> None:
 
 
 async def _body(http: Request, most_bytes: int = MAX_BODY_BYTES) -> bytes:
-    check_content_type(http.headers.get("content-type", ""))
+    check_content_type(http.headers)
     try:
         return await server.read_body(http, most_bytes)
     except server.BodyTooLarge as error:

@@ -178,13 +178,17 @@ async def test_a_body_that_a_form_of_another_site_could_send_is_refused(
     stack: Stack, path: str, content_type: str
 ) -> None:
     body = json.dumps({"prompt": PROMPT, "messages": HELLO, "max_tokens": 1}).encode()
-    status, answer, _ = await stack.post(path, body, {"Content-Type": content_type})
-    assert (status, answer["error"]["param"]) == (415, "Content-Type")
+    for name, value in (("Origin", "null"), ("Sec-Fetch-Site", "cross-site")):
+        status, answer, _ = await stack.post(path, body, {"Content-Type": content_type, name: value})
+        assert (status, answer["error"]["param"]) == (415, "Content-Type")
     assert not stack.prefill[0].calls
 
 
-@pytest.mark.parametrize("content_type", ["application/json; charset=utf-8", "application/x+json", None])
+@pytest.mark.parametrize(
+    "content_type", ["application/json; charset=utf-8", "application/x+json", FORMS[0], None]
+)
 async def test_a_body_of_json_is_taken(stack: Stack, content_type: str | None) -> None:
+    """Programs that do not name its type, as ``curl -d``, say that it is a form."""
     body = json.dumps({"prompt": PROMPT, "max_tokens": 1}).encode()
     headers = {} if content_type is None else {"Content-Type": content_type}
     asking = stack.session.post(

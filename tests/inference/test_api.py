@@ -425,7 +425,7 @@ async def test_a_client_that_disconnects_aborts_its_request(client: Client) -> N
 
 @pytest.mark.parametrize("path", [TEXT, CHAT, "/v1/kv/hand_over"])
 async def test_a_body_that_a_form_of_another_site_could_send_is_refused(client: Client, path: str) -> None:
-    headers = {"Content-Type": "text/plain"}
+    headers = {"Content-Type": "text/plain", "Origin": "https://another.example"}
     async with client.http.post(client.url + path, data=json.dumps(greedy()), headers=headers) as answer:
         assert answer.status == 415
         assert (await answer.json())["error"]["param"] == "Content-Type"
