@@ -214,8 +214,8 @@ class CostSampling:
         an earlier load has computed.
         """
         length = 1024
-        rounds = [await self._ask(self._prompts(length), 1) for _ in range(1 + SLOWNESS_ROUNDS)]
-        answers = [one for answers in rounds[1:] for one in answers]
+        await self._ask(self._prompts(length), 1)
+        answers = [one for _ in range(SLOWNESS_ROUNDS) for one in await self._ask(self._prompts(length), 1)]
         return statistics.median(one.token_at_s[0] for one in answers) / costs.prefill.seconds(0, length)
 
     async def _steps(self, batch: int, length: int) -> list[StepSample]:

@@ -31,7 +31,7 @@ from mooncake.http.connections import Deadlines
 from mooncake.http.server import ConnectionAcceptor, CountingTransport, TrackedProtocol, listen
 from mooncake.log import get_logger, setup_logging
 from mooncake.security import TRUSTED, process_identity, warn_if_open
-from mooncake.security.http_auth import AdminKey
+from mooncake.security.http_auth import AdminKey, challenge
 from mooncake.security.principal import principal_of
 from mooncake.store import MooncakeDistributedStore
 from mooncake.store.messages import MAX_KEY_BYTES
@@ -233,8 +233,7 @@ class MooncakeStoreService:
             refusal = self._key.refusal(request.headers)
             if refusal is not None:
                 refused = _error(refusal.message, refusal.status)
-                if refusal.status == 401:
-                    refused.headers["WWW-Authenticate"] = "Bearer"
+                refused.headers.update(challenge(refusal.status))
                 return refused
         elif request.path != "/health" and not self._is_insecure and not _is_member(request):
             message = (

@@ -34,7 +34,7 @@ from mooncake.http import large_json, server
 from mooncake.http.server import HttpServer, listen
 from mooncake.log import get_logger
 from mooncake.security import TRUSTED, HttpAuth, process_identity
-from mooncake.security.http_auth import PRINCIPAL, AdminKey
+from mooncake.security.http_auth import PRINCIPAL, AdminKey, challenge
 from mooncake.types import InstanceId
 
 log = get_logger(__name__)
@@ -138,8 +138,7 @@ def make_app(publishers: PublisherSubscriptions, api_key: str = "") -> FastAPI:
     @app.exception_handler(_Invalid)
     async def _invalid(http: Request, error: _Invalid) -> Response:
         response = _answer(http, {"error": str(error)}, error.status)
-        if error.status == 401:
-            response.headers["WWW-Authenticate"] = "Bearer"
+        response.headers.update(challenge(error.status))
         return response
 
     @app.exception_handler(HTTPException)

@@ -28,6 +28,7 @@ from mooncake.console.access import ConsoleSession, ConsoleSessions, LoginFailur
 from mooncake.errors import MooncakeError
 from mooncake.http.server import BodyTooLarge, read_body
 from mooncake.log import get_logger
+from mooncake.security.http_auth import challenge
 
 log = get_logger(__name__)
 
@@ -81,9 +82,9 @@ class ConsoleRefusal(Exception):
         self.status, self.code, self.message, self.wait_s = status, code, message, wait_s
 
     def response(self) -> Response:
-        headers = {"Retry-After": access.retry_after(self.wait_s)} if self.wait_s else {}
-        if self.status == 401:
-            headers["WWW-Authenticate"] = "Bearer"
+        headers = challenge(self.status)
+        if self.wait_s:
+            headers["Retry-After"] = access.retry_after(self.wait_s)
         return json_response({"error": {"code": self.code, "message": self.message}}, self.status, headers)
 
 

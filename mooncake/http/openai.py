@@ -38,6 +38,7 @@ from pydantic_core import PydanticCustomError
 
 from mooncake.errors import MooncakeError
 from mooncake.http import large_json
+from mooncake.security.http_auth import challenge
 
 MAX_LOGPROBS = 20
 """Largest number of alternatives per token, as in the public API."""
@@ -115,11 +116,10 @@ class ApiError(MooncakeError):
     def headers(self) -> dict[str, str]:
         """``Retry-After`` in whole seconds, at least one, when a later retry may succeed; the scheme of a key
         where one is needed."""
-        if self.status == 401:
-            return {"WWW-Authenticate": "Bearer"}
-        if self.retry_after_s is None:
-            return {}
-        return {"Retry-After": str(max(1, -int(-self.retry_after_s // 1)))}
+        headers = challenge(self.status)
+        if self.retry_after_s is not None:
+            headers["Retry-After"] = str(max(1, -int(-self.retry_after_s // 1)))
+        return headers
 
 
 def check_content_type(headers: Mapping[str, str]) -> None:

@@ -126,12 +126,16 @@ def _checked(receive: Receive, digest: bytes) -> Receive:
     return checked
 
 
+def challenge(status: int) -> dict[str, str]:
+    """Headers of an answer of that status: a 401 names the credential's scheme (RFC 9110, section 11.6.1)."""
+    return {"WWW-Authenticate": "Bearer"} if status == 401 else {}
+
+
 async def _refuse(send: Send, status: int, reason: str) -> None:
     body = reason.encode()
     headers = [(b"content-type", b"text/plain; charset=utf-8"), (b"content-length", b"%d" % len(body))]
     headers.append((b"connection", b"close"))
-    if status == 401:
-        headers.append((b"www-authenticate", b"Bearer"))
+    headers += [(name.lower().encode(), value.encode()) for name, value in challenge(status).items()]
     await send({"type": "http.response.start", "status": status, "headers": headers})
     await send({"type": "http.response.body", "body": body})
 

@@ -11,7 +11,7 @@ from fastapi import Request, Response
 from mooncake.errors import Refusal
 from mooncake.http import large_json, server
 from mooncake.rpc.wire import Failure
-from mooncake.security.http_auth import PRINCIPAL, AdminKey
+from mooncake.security.http_auth import PRINCIPAL, AdminKey, challenge
 
 MAX_BODY_BYTES = 1 << 20
 
@@ -47,8 +47,7 @@ class HttpRefusal(Exception):
         if self.reason:
             body["error"] = self.reason
         response = json(body, self.status)
-        if self.status == 401:
-            response.headers["WWW-Authenticate"] = "Bearer"
+        response.headers.update(challenge(self.status))
         return response
 
 

@@ -265,13 +265,14 @@ class TimePredictor:
         """By which factor predicted deviations are widened, by what is new and by mode."""
         is_disaggregated = np.array([row.is_disaggregated for row in rows])
         errors = np.abs(self.residuals)
+        widths = {kind: self._width_of_groups(rows, group) for kind, group in _GROUPS.items()}
         found: dict[tuple[str, bool], float] = {}
         for mode in (False, True):
             of_mode = errors[is_disaggregated == mode]
             usual = _quantile_90(of_mode if len(of_mode) >= FEWEST else errors) / NORMAL_90
             found[KNOWN, mode] = usual
-            for kind, group in _GROUPS.items():
-                found[kind, mode] = max(usual, self._width_of_groups(rows, group))
+            for kind, width in widths.items():
+                found[kind, mode] = max(usual, width)
         return found
 
     def _width_of_groups(self, rows: Sequence[MeasuredRow], group: _Group) -> float:

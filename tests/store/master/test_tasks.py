@@ -132,12 +132,17 @@ def test_a_task_that_is_late_is_tried_again_and_what_came_of_it_rests(nodes: Nod
     assert nodes.allocated_bytes == 2048
 
 
-def test_what_a_task_wrote_in_vain_is_dropped_from_the_index(nodes: Nodes) -> None:
-    Place(nodes, "a")
-    ssd = Place(nodes, "b/ssd", 1 << 20, tier=Tier.SSD, content_id=5)
+def copying_to_ssd(nodes: Nodes) -> tuple[Place, Place, m.CopyTask]:
+    """Node a with k, the SSD of node b, and the task that copies k to it, which has begun."""
+    a, ssd = Place(nodes, "a"), Place(nodes, "b/ssd", 1 << 20, tier=Tier.SSD, content_id=5)
     nodes.put("k", host="a")
     copy(nodes, "k", "b/ssd")
     (task,) = ssd.poll()
+    return a, ssd, task
+
+
+def test_what_a_task_wrote_in_vain_is_dropped_from_the_index(nodes: Nodes) -> None:
+    _, ssd, task = copying_to_ssd(nodes)
     nodes.remove("k", force=True)
     nodes.wait(0.1)
     ssd.answered()
@@ -149,10 +154,7 @@ def test_what_a_task_wrote_in_vain_is_dropped_from_the_index(nodes: Nodes) -> No
 
 
 def test_what_is_written_again_is_not_taken_away_by_the_first_attempt(nodes: Nodes) -> None:
-    a, b = Place(nodes, "a"), Place(nodes, "b/ssd", 1 << 20, tier=Tier.SSD, content_id=5)
-    nodes.put("k", host="a")
-    copy(nodes, "k", "b/ssd")
-    (first,) = b.poll()
+    a, b, first = copying_to_ssd(nodes)
     for _ in range(30):
         nodes.wait(1.0)
         a.beat()
@@ -301,22 +303,14 @@ def test_a_copy_to_a_full_disk_gives_its_space_back_at_once(nodes: Nodes) -> Non
 
 
 def test_other_failures_of_a_copy_leave_its_space_at_rest(nodes: Nodes) -> None:
-    Place(nodes, "a")
-    ssd = Place(nodes, "b/ssd", 1 << 20, tier=Tier.SSD, content_id=5)
-    nodes.put("k", host="a")
-    copy(nodes, "k", "b/ssd")
-    (task,) = ssd.poll()
+    _, ssd, task = copying_to_ssd(nodes)
     ssd.fail(task, "io_error")
     segment = nodes.master.segments.mounted["b/ssd"]
     assert task.entry.offset in segment.allocator.allocations and not segment.disk_full
 
 
 def test_a_node_that_is_started_again_may_have_a_disk_with_space(nodes: Nodes) -> None:
-    Place(nodes, "a")
-    ssd = Place(nodes, "b/ssd", 1 << 20, tier=Tier.SSD, content_id=5)
-    nodes.put("k", host="a")
-    copy(nodes, "k", "b/ssd")
-    (task,) = ssd.poll()
+    _, ssd, task = copying_to_ssd(nodes)
     ssd.fail(task, "no_space", FULL)
     nodes.lose(ssd.connection)
     Place(nodes, "b/ssd", 1 << 20, tier=Tier.SSD, content_id=5, epoch=8)
