@@ -37,7 +37,7 @@ _GAUGES = {
     "device_capacity_bytes": "Device memory of the nodes that are alive",
     "device_allocated_bytes": "Device memory of the nodes that are alive, in use or reserved",
     "segments": "Nodes' segments that are alive",
-    "full_disks": "SSDs whose disk had no space for the last copy; nothing is evicted from them meanwhile",
+    "full_disks": "SSDs whose disk had no space for the last copy",
     "ha_leads": "1 while this master leads",
     "ha_term": "Term of the leader; 0 where masters are not elected",
     "ha_standbys": "Standbys that have everything, when this master leads",

@@ -10,9 +10,9 @@
 **Demotion** copies; the replica in memory stays until space is needed, and eviction then finds
 victims that cost nothing (``eviction.py``). As with the dirty pages of an operating system, objects
 without a copy on SSD may take ``demote_watermark`` of a node's memory; beyond it the coldest objects
-are copied. A full SSD evicts its own coldest objects, but not while its node finds no space on the disk: then
-one copy at a time is tried (``Segment.disk_full``). An object evicted from SSD while it is still in
-memory is not copied again: otherwise a small SSD would be rewritten continually.
+are copied. A full SSD evicts its own coldest objects. Where its node found no space on the disk, one copy at
+a time is tried, and nothing is evicted soon after one (``Segment.disk_full_until``). An object evicted from
+SSD while it is still in memory is not copied again: otherwise a small SSD would be rewritten continually.
 
 **Promotion** is for objects that are read repeatedly. An object is admitted when it was found cold
 ``promote_after_hits`` times among the last lookups of that kind: counts are halved periodically, so
