@@ -120,8 +120,12 @@ async def test_an_engine_s_fault_is_reported_to_the_conductor() -> None:
         picked = await exchange.completed(BODY)
         await exchange.response_headers(502, served=picked.endpoints[0])
         await exchange.receive()
-        story = await proxy.gateway.scheduling.story(picked.endpoints[0])
-        assert any("it answered 502" in line for line in story), story
+
+        async def is_reported() -> bool:
+            story = await proxy.gateway.scheduling.story(picked.endpoints[0])
+            return any("it answered 502" in line for line in story)
+
+        await until(is_reported)  # it is reported beside the answer
         await exchange.end()
 
 

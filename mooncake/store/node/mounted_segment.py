@@ -28,7 +28,13 @@ from mooncake.store import messages as m
 from mooncake.store.ha.master_client import AsyncMasterClient, MasterResolver
 from mooncake.store.node import membership as ms
 from mooncake.store.node import task_agent as e
-from mooncake.store.node.replica_copier import CoalescedFlush, CopyTarget, Flushes, ReplicaCopier
+from mooncake.store.node.replica_copier import (
+    CoalescedFlush,
+    CopyTarget,
+    Flushes,
+    ReplicaCopier,
+    refusal_of,
+)
 from mooncake.store.node.ssd import Disk
 from mooncake.store.node.ssd_index_log import SsdIndexLog
 from mooncake.transfer import Region, TransferEngine
@@ -121,7 +127,7 @@ class MountedSegment:
         """The journal of a segment in memory: object id -> entry."""
         self._unwritten: deque[list[m.SegmentEntry] | list[int]] = deque()
         """Changes not yet written to the index of the SSD: entries, or ids of objects that are gone."""
-        self._write_trouble = ""
+        self._write_trouble = Refusal("storage_error", "not tried yet")
         """Why the last attempt to write one of them failed."""
         self._retry: asyncio.TimerHandle | None = None
         self._left = asyncio.Event()
@@ -317,9 +323,9 @@ class MountedSegment:
         self._write_pending()  # removals from before the task must be written before the new entries
         try:
             if self._unwritten:
+                trouble = self._write_trouble
                 what = f"the index of {self.config.name} can't be written"
-                full = Refusal("no_space", f"{what}: {self._write_trouble}")
-                refusals = [full] * len(runs)
+                refusals = [Refusal(trouble.code, f"{what}: {trouble.reason}")] * len(runs)
             else:
                 refusals = await self._copier.copy([run.task for run in runs], self._target, deadline)
         finally:
@@ -416,7 +422,7 @@ class MountedSegment:
             try:
                 self._write(self._unwritten[0])
             except MooncakeError as error:
-                self._write_trouble = str(error)
+                self._write_trouble = refusal_of(error)
                 fields = {"num_changes": len(self._unwritten), "retry_in_s": RETRY_S}
                 log.error("index_not_written", segment=self.config.name, reason=str(error), **fields)
                 self._retry = asyncio.get_running_loop().call_later(RETRY_S, self._write_pending)

@@ -156,7 +156,7 @@ class ReplicaCopier:
             return moved
         if not isinstance(error, MooncakeError):
             raise error
-        return [refusal or _refusal_of(error) for refusal in moved]
+        return [refusal or refusal_of(error) for refusal in moved]
 
     async def _in_thread(self, function: Callable[[], ResultT]) -> ResultT:
         """Run a blocking function. Cancelling this waits for its end, until which the memory is in use."""
@@ -175,7 +175,7 @@ class ReplicaCopier:
             if disk is not None:
                 disk.vacate(entry.offset, entry.size_bytes)
         except MooncakeError as error:
-            return _refusal_of(error)
+            return refusal_of(error)
         return None
 
     async def _moved(
@@ -232,7 +232,7 @@ class ReplicaCopier:
                 if flush is not None and done.status == Status.OK:
                     await self._in_thread(flush)
         except MooncakeError as error:
-            return _refusal_of(error)
+            return refusal_of(error)
         if done.status == Status.OK and done.checksums is not None:
             return done.checksums
         self._opened.pop((source.segment, source.epoch), None)
@@ -263,7 +263,7 @@ class ReplicaCopier:
         try:
             scratch = self._engine.register(np.zeros(PIECE_BYTES, dtype=np.uint8), is_brief=True)
         except MooncakeError as error:
-            return _refusal_of(error)
+            return refusal_of(error)
         try:
             for number in range(num_chunks):
                 for is_again in (False, True):
@@ -296,7 +296,7 @@ class ReplicaCopier:
             try:
                 done = await self._engine.transfer(Op.READ, peer, *columns, timeout_s=left_s, checksum=True)
             except MooncakeError as error:
-                return _refusal_of(error)
+                return refusal_of(error)
             if done.status != Status.OK or done.checksums is None:
                 return Refusal(CODES.get(done.status, "cancelled"), f"check of {entry.key!r}: {done.reason}")
             part = int(done.checksums[0])
@@ -377,7 +377,7 @@ def _entered(
             disk.log.hold(load.task.entry, is_flushed=is_flushed)
             taken.append(load)
         except MooncakeError as error:
-            outcomes[load.place] = _refusal_of(error)
+            outcomes[load.place] = refusal_of(error)
     return taken
 
 
@@ -404,5 +404,6 @@ def _settle(
         log.warning("index_entry_not_dropped", num_objects=len(lost), reason=str(error))
 
 
-def _refusal_of(error: MooncakeError) -> Refusal:
+def refusal_of(error: MooncakeError) -> Refusal:
+    """Why a copy was not made. A full disk has a code of its own: the master sends it none for a while."""
     return Refusal("no_space" if isinstance(error, OutOfSpace) else error.code, str(error))

@@ -35,6 +35,8 @@ def processes() -> Iterator[Processes]:
         processes.start_master()
         processes.start_node("one")
         processes.start_node("two")
+        with connected(processes) as first:
+            wait_until(lambda: num_writable(first) == 2)
         yield processes
 
 
@@ -46,7 +48,6 @@ def connected(processes: Processes, tenant: str = "default", verify_local: bool 
 @pytest.fixture
 def store(processes: Processes) -> Iterator[Store]:
     with connected(processes) as store:
-        wait_until(lambda: num_writable(store) == 2)
         yield store
         store.remove_all(force=True)
 
