@@ -15,6 +15,7 @@ step is computed and an earlier one has ended, since the scheduler keeps its blo
 
 from __future__ import annotations
 
+import asyncio
 import dataclasses
 import threading
 import time
@@ -51,8 +52,8 @@ RETRY_ROOM_S = 0.05
 """Interval at which an engine that needs a layer looks itself whether the rest of its load can begin."""
 
 WAITING_LOOKUP = 3.0
-"""Timeout, in usual ones, of the lookup of a load for which nothing but its request waits: its blocks were
-found a moment ago, and to compute them takes longer than a busy machine's answer."""
+"""Timeout, in usual ones, of a lookup for which nothing but its request waits, the first one and that of the
+load: to compute the blocks takes longer than a busy machine's answer."""
 
 MARGIN_S = 2.0
 """Least remaining time of a lease when the ranks begin to load; with less, the lookup is repeated."""
@@ -108,13 +109,17 @@ class PrefixLookup:
         began = time.perf_counter()
         keys = [foreign_key(digest, name) for name in names for digest in self.digests]
         try:
-            grants = await self._session.store.open_reads(keys)
+            store = self._session.store
+            # One that can't be reached is not busy, and every request would wait for that long.
+            patience = WAITING_LOOKUP if store.is_connected else 1.0
+            async with asyncio.timeout(patience * DEFAULT_TIMEOUT_S):
+                grants = await store.open_reads(keys)
             missing = next((index for index, grant in enumerate(grants) if grant is None), len(grants))
             lookup.num_blocks = missing // len(self.digests)
             leases = [grant.expires_at for grant in grants[:missing] if grant is not None]
             if leases:
                 lookup.good_until = min(leases) - MARGIN_S
-        except MooncakeError as error:
+        except (MooncakeError, TimeoutError) as error:
             self._breaker.trip("find", error)
             lookup.has_failed = True
         except Exception:  # a bug of ours is no reason to fail the request
@@ -257,7 +262,8 @@ class RankTransfer:
         after = self._before_step or (self._link.computed() if plans else None)
         for plan in plans:
             # A layer-wise load keeps the whole step waiting.
-            timeout_s = None if plan.is_layerwise else self._waiting_lookup_s
+            is_patient = not plan.is_layerwise and self._session.store.is_connected
+            timeout_s = self._waiting_lookup_s if is_patient else None
             loading = _ActiveLoad(plan, self._link.lookup(self._flat(plan.names), timeout_s), after)
             with self._changed:
                 self._loadings.append(loading)

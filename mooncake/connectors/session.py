@@ -33,6 +33,9 @@ ResultT = TypeVar("ResultT")
 DEFAULT_TIMEOUT_S = 1.0
 """Timeout of a lookup, which then counts as a miss: computing the blocks takes about as long."""
 
+LONGEST_CALL_S = 10.0
+"""Timeout of what keeps no request waiting, such as the steps of a save."""
+
 CLOSING_S = 10.0
 
 RDMA_FIRST = ("shm", "file", "cuda", "rdma", "tcp")
@@ -211,10 +214,11 @@ class TransferThread:
 class PoolSession(TransferThread):
     """A store client on a thread of its own. Its methods may be called from any thread.
 
-    ``timeout_s``: timeout of one call to the master.
+    ``timeout_s``: timeout of one call to the master whose caller has none of its own. Those of lookups, for
+    which requests or steps wait, are shorter.
     """
 
-    def __init__(self, settings: PoolSettings, timeout_s: float = DEFAULT_TIMEOUT_S) -> None:
+    def __init__(self, settings: PoolSettings, timeout_s: float = LONGEST_CALL_S) -> None:
         super().__init__(settings.host, settings.transports, settings.rdma_devices)
         self._settings = settings
         self._timeout_s = timeout_s

@@ -71,7 +71,7 @@ class LinkSettings:
     lookup_timeout_s: float = 1.0
     """Timeout of a lookup, which then counts as a miss."""
     load_timeout_s: float = 10.0
-    """Timeout of a load, after which the blocks are computed."""
+    """Timeout of a load, after which the blocks are computed, and of each call for a save."""
     retry_after_s: float = 1.0
     """Time without calls after the store could not be reached."""
 
@@ -640,12 +640,19 @@ class StoreLink:
             self._settle(save)
             self._release_held(save)
 
+    @property
+    def _save_timeout_s(self) -> float:
+        """Timeout of a call for a save: no request waits for it, and a busy store may be late. One that can't
+        be reached is not busy."""
+        settings = self._settings
+        return settings.load_timeout_s if self._store.is_connected else settings.lookup_timeout_s
+
     async def _open_save(self, save: StoreSave) -> None:
         keys = [self._identity.key(block_hash) for block_hash, _, _ in save.blocks]
         sizes = [self._layout.object_bytes(num_tokens) for _, num_tokens, _ in save.blocks]
         chunks = [self._layout.chunk_bytes(num_tokens) for _, num_tokens, _ in save.blocks]
         try:
-            async with asyncio.timeout(self._settings.lookup_timeout_s):
+            async with asyncio.timeout(self._save_timeout_s):
                 answers = await self._store.start_puts(keys, sizes, chunks)
         except BaseException as error:  # also when cancelled: nothing of it will be stored
             self._store_failed("save", error)
@@ -748,7 +755,7 @@ class StoreLink:
     async def _close_save(self, save: StoreSave) -> None:
         assert save.grants is not None
         try:
-            async with asyncio.timeout(self._settings.lookup_timeout_s):
+            async with asyncio.timeout(self._save_timeout_s):
                 if not save.is_wanted:
                     await self._store.abort_puts(save.grants)
                 else:

@@ -7,6 +7,7 @@ import asyncio
 import contextlib
 import ctypes
 import threading
+import time
 from collections.abc import AsyncIterator, Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
@@ -26,7 +27,7 @@ from mooncake.connectors.block_transfer import (
 )
 from mooncake.connectors.memory import SlabMemory
 from mooncake.connectors.planner import LoadPlan, SavePlan
-from mooncake.connectors.session import PoolSession, PoolSettings
+from mooncake.connectors.session import DEFAULT_TIMEOUT_S, PoolSession, PoolSettings
 from mooncake.connectors.staged_memory import staged
 from mooncake.connectors.store_link import LinkSettings
 from mooncake.kvlayout import ForeignIdentity, SlabLayout
@@ -208,6 +209,25 @@ async def test_a_load_whose_lookup_does_not_return_is_abandoned_and_never_begins
         assert all((layer[2] == 0xEE).all() for layer in reader.layers), "computed blocks were overwritten"
 
 
+async def test_a_busy_store_costs_neither_saves_nor_requests_that_alone_wait(pool: Pool) -> None:
+    """It answers everything after longer than a step may wait, as on a host whose cores engines use up."""
+
+    async def late(work: Callable[[], Any]) -> Any:
+        running = asyncio.get_running_loop().run_in_executor(None, work)
+        time.sleep(1.3 * DEFAULT_TIMEOUT_S)  # noqa: ASYNC251 - master and node run on this loop
+        return await running
+
+    async with ranks(lambda: Rank(pool.address), lambda: Rank(pool.address)) as (writer, reader):
+        for rank in (writer, reader):
+            assert await asyncio.to_thread(rank.find) == 0  # connected from here on
+        moved = await late(partial(writer.save, SavePlan(0, NAMES[:1], (4,), 0)))
+        assert moved.stored == [NAMES[0]]
+        assert await late(reader.find) == 1
+        moved = await late(partial(reader.load, LoadPlan("r", NAMES[:1], (2,), False)))
+        assert moved.loaded == [FinishedLoad("r", True, False)]
+        assert reader.block(2) == writer.block(4)
+
+
 @pytest.mark.parametrize("is_layerwise", [False, True])
 async def test_a_late_lookup_costs_the_blocks_only_where_a_step_waits(
     pool: Pool, monkeypatch: pytest.MonkeyPatch, is_layerwise: bool
@@ -229,6 +249,7 @@ async def test_a_late_lookup_costs_the_blocks_only_where_a_step_waits(
 
     async with ranks(lambda: Rank(pool.address), with_late_answers) as (writer, reader):
         await asyncio.to_thread(writer.save, SavePlan(0, NAMES[:1], (4,), 0))
+        assert await asyncio.to_thread(reader.find) == 1
         moved = await asyncio.to_thread(reader.load, LoadPlan("r", NAMES[:1], (2,), is_layerwise))
         assert moved.loaded == [FinishedLoad("r", not is_layerwise, is_layerwise)]
         assert (reader.block(2) == writer.block(4)) is not is_layerwise

@@ -434,6 +434,11 @@ class AsyncStore(_StoreBase):
         self._rpc = AsyncMasterClient(master, m.REPLIES, identity=identity)
         super().__init__(master, engine, settings, identity)
 
+    @property
+    def is_connected(self) -> bool:
+        """Whether there is a connection to the master. A call without one makes one."""
+        return not self._rpc.lost.is_set()
+
     async def connect(self, timeout_s: float = 2.0) -> None:
         """As ``Store.connect``, but wait for a master that is not running yet."""
         self._check_usable()
