@@ -10,7 +10,7 @@ Each load begins when every session has sent what it has so far, so that caches 
 *a* the servers without a connector, placed in turn; *b* with our store connector, placed in turn; *c* the
 same with the gateway's default policy. *attainable*: what a cache without end, shared by both, would have
 had of the same prompts. Before each load the simulator predicts it, with costs that were measured at these
-servers, times how much slower the machine has become since (a prompt of 1,024 tokens), and with steps as
+servers, times how much longer a prompt of 1,024 tokens takes than while they were measured, and with steps as
 long as the latency of a small load of other sessions says. *same*: leading tokens of a sample of answers that
 are the same when they are computed again without any cache (in bfloat16 another order of sums changes one
 sooner or later, in row *a* as well, which is the control; with ``--dtype float32
@@ -31,6 +31,7 @@ import fcntl
 import json
 import math
 import os
+import re
 import statistics
 import sys
 import tempfile
@@ -51,6 +52,7 @@ from bench.session_replay import (
     SessionReplay,
     attainable_hit_rate,
     figures_of,
+    mean_figures,
     running_sessions,
     simulated_figures,
 )
@@ -80,10 +82,13 @@ IN_MEMORY_BYTES_PER_S = 1e12
 PROBE_SESSIONS = 3
 """Sessions of the probe for each server: so few that their KV fits."""
 PROBE_TURNS = 6
-SLOWNESS_ROUNDS = 6
+SPEED_ROUNDS = 6
 """Prompts for each server that say how fast the machine is now."""
 LEAST_BUSY, MOST_BUSY = 0.5, 8.0
 BISECTIONS = 10
+FAILURES = re.compile(r"\b(store_unreachable|(?:load|save)_(?:failed|refused|timed_out))\b.*")
+"""Events of our connector's link by which blocks are computed, or not saved."""
+NEARBY_COSTS = tuple(0.97 + 0.01 * number for number in range(7))
 PLACEMENT = {"a": "round_robin", "b": "round_robin", "c": DEFAULT_POLICY}
 
 
@@ -115,6 +120,8 @@ class Servers:
     ) -> None:
         self.folder, self.arguments, self.kv_tokens = folder, arguments, kv_tokens
         self.servers: list[VllmServer] = []
+        self._read: dict[str, int] = {}
+        """Length of each server's log at the last call of ``problems``."""
         for number in range(arguments.num_servers):
             events = {"enable_kv_cache_events": True, "publisher": "zmq"}
             events |= {name: f"tcp://*:{free_port()}" for name in ("endpoint", "replay_endpoint")}
@@ -145,6 +152,16 @@ class Servers:
         with running_gateway(self.folder, self.arguments.model, *flags, *addresses) as gateway:
             gateway.wait_until_routable()
             yield gateway.url
+
+    def problems(self) -> list[str]:
+        """How often each event of a failure was logged since the last call, and the first of each."""
+        found: dict[str, list[str]] = defaultdict(list)
+        for server in self.servers:
+            log = server.log()
+            for event in FAILURES.finditer(log, self._read.get(server.address, 0)):
+                found[event[1]].append(event[0])
+            self._read[server.address] = len(log)
+        return [f"{len(texts)} {texts[0]}" for _, texts in sorted(found.items())]
 
     def counts(self) -> dict[str, float]:
         """Counters of all servers, by name without prefix."""
@@ -207,16 +224,16 @@ class CostSampling:
             device_load_bytes_per_s=IN_MEMORY_BYTES_PER_S,
         )
 
-    async def slowness(self, costs: NodeCosts) -> float:
-        """How many times as long as these costs say a prompt takes now: a shared machine's speed changes.
+    async def speed_s(self) -> float:
+        """How long a prompt of 1,024 tokens takes now: a shared machine's speed changes.
 
         The first answers do not count: the gateway's connections are new, and the servers may still save what
         an earlier load has computed.
         """
         length = 1024
         await self._ask(self._prompts(length), 1)
-        answers = [one for _ in range(SLOWNESS_ROUNDS) for one in await self._ask(self._prompts(length), 1)]
-        return statistics.median(one.token_at_s[0] for one in answers) / costs.prefill.seconds(0, length)
+        answers = [one for _ in range(SPEED_ROUNDS) for one in await self._ask(self._prompts(length), 1)]
+        return statistics.median(one.token_at_s[0] for one in answers)
 
     async def _steps(self, batch: int, length: int) -> list[StepSample]:
         """Decode of so many prompts of that length at a time on each server."""
@@ -303,6 +320,8 @@ def busy_factor(probe: Load, row: str, costs: NodeCosts, latency_s: float, args:
 
 
 def predicted(load: Load, row: str, costs: NodeCosts, arguments: argparse.Namespace) -> LoadFigures:
+    """What the simulator expects: the mean of runs with nearly the same costs. In a closed load of few
+    sessions it depends on small differences who finds its blocks: one run's TTFT p50 varies by a tenth."""
     pool_tokens = int(arguments.pool_gb * 1e9 / costs.kv_bytes_per_token / arguments.num_servers)
     cluster = ClusterSpec(
         costs=costs,
@@ -313,8 +332,12 @@ def predicted(load: Load, row: str, costs: NodeCosts, arguments: argparse.Namesp
         store_tokens=None if row == "a" else pool_tokens,
         step_tokens=STEP_TOKENS,
     )
-    results = simulate_sessions(load.loop(), cluster, PLACEMENT[row], slo_ttft_s=0.0, slo_tbt_s=0.0)
-    return simulated_figures(results, load.num_sessions, load.num_requests)
+    runs = []
+    for factor in NEARBY_COSTS:
+        nearby = replace(cluster, costs=slower(costs, factor))
+        results = simulate_sessions(load.loop(), nearby, PLACEMENT[row], slo_ttft_s=0.0, slo_tbt_s=0.0)
+        runs.append(simulated_figures(results, load.num_sessions, load.num_requests))
+    return mean_figures(runs)
 
 
 @contextmanager
@@ -433,20 +456,23 @@ def run_rows(
     def sampling(endpoint: Endpoint, what: str) -> CostSampling:
         return CostSampling(endpoint, len(servers.servers), f"{arguments.seed}/costs/{rows}/{what}")
 
-    async def sample(url: str) -> NodeCosts:
+    async def sample(url: str) -> tuple[NodeCosts, float]:
+        """Costs, and the machine's speed meanwhile: before and after, so that a change lies between."""
         async with Endpoint(url, "smollm2") as endpoint:
-            return await sampling(endpoint, "all").run(
+            before_s = await sampling(endpoint, "before").speed_s()
+            found = await sampling(endpoint, "all").run(
                 "pool" if has_pool else "own", servers.kv_tokens, has_pool, arguments.kv_bytes_per_token
             )
+            return found, (before_s + await sampling(endpoint, "after").speed_s()) / 2
 
-    async def slowness(url: str, what: str) -> float:
+    async def speed_s(url: str, what: str) -> float:
         async with Endpoint(url, "smollm2") as endpoint:
-            return await sampling(endpoint, what).slowness(costs)
+            return await sampling(endpoint, what).speed_s()
 
     probe = probe_of(arguments)
     with servers.gateway("round_robin") as url:
-        costs = asyncio.run(sample(url))
-        factor = asyncio.run(slowness(url, "probe"))
+        costs, sampled_s = asyncio.run(sample(url))
+        factor = asyncio.run(speed_s(url, "probe")) / sampled_s
         sent, _ = asyncio.run(driven(probe, rows[0], url, arguments))
     note_costs(result, costs)
     latency_s = float(figures_of(sent).latency_s.mean())
@@ -460,7 +486,7 @@ def run_rows(
         for load in loads:
             before = servers.counts()
             with servers.gateway("round_robin") as url:  # others may place two of its prompts on one server
-                factor = asyncio.run(slowness(url, f"{row}/{load.ratio}"))
+                factor = asyncio.run(speed_s(url, f"{row}/{load.ratio}")) / sampled_s
             with servers.gateway(PLACEMENT[row]) as url:
                 expected = predicted(load, row, slower(costs, factor), arguments)
                 add_row(table, load, row, "predicted", expected, None, "", f"costs x {factor:.2f}")
@@ -475,6 +501,8 @@ def run_rows(
                 errors = sorted({one.answer.error for one in sent if not one.answer.is_complete})
                 result.note(f"{load.ratio:g} x, {row}: {measured_figures.num_failed} failed: {errors[:2]}")
             note_losses(result, load, row, sent, counted)
+            if problems := servers.problems():
+                result.note(f"{load.ratio:g} x, {row}: {'; '.join(problems)}")
             found[load.ratio, row] = expected, measured_figures, attainable
     return found
 

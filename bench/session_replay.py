@@ -194,6 +194,18 @@ def simulated_figures(results: RunResults, num_first: int, num_requests: int) ->
     )
 
 
+def mean_figures(runs: Sequence[LoadFigures]) -> LoadFigures:
+    """Figures of several runs of one load: means, and the times of all of them together."""
+    return LoadFigures(
+        round(np.mean([one.num_done for one in runs])),
+        round(np.mean([one.num_failed for one in runs])),
+        float(np.mean([one.span_s for one in runs])),
+        np.concatenate([one.ttft_s for one in runs]),
+        np.concatenate([one.latency_s for one in runs]),
+        float(np.mean([one.hit_rate for one in runs])),
+    )
+
+
 def running_sessions(sessions: Sequence[AgentSession], num_at_once: int) -> list[AgentSession]:
     """The sessions with which a closed load begins, each with what it has by then."""
     return [one.session for one in ClosedLoop(sessions, num_at_once, 0).start()]
