@@ -23,6 +23,7 @@ from msgspec import Meta
 
 import mooncake
 from mooncake.cli.certs import CertsSettings, make
+from mooncake.cli.output import write_whole
 from mooncake.cli.role_command import Invocation
 from mooncake.config import Size, format_size
 from mooncake.errors import InvalidArgument
@@ -308,9 +309,7 @@ def render(given: Invocation) -> None:
         for path, text in files_of(settings).items():
             file = settings.out / path
             file.parent.mkdir(parents=True, exist_ok=True)
-            fresh = file.with_name(f"{file.name}.new")
-            fresh.write_text(text)
-            fresh.replace(file)
+            write_whole(file, text, "out")
             print(file)
         if settings.make_secrets:
             for file in make_credentials(settings.out / SECRETS):

@@ -84,6 +84,7 @@ class MetadataServer:
 
     def start(self) -> None:
         """Start it, empty."""
+        assert self._process is None, "it runs already, and would be left behind"
         self._folder = tempfile.TemporaryDirectory()
         log = open(f"{self._folder.name}/log", "wb")  # noqa: SIM115
         self._process = subprocess.Popen(

@@ -68,7 +68,6 @@ class Program:
 @pytest.fixture(params=["etcd", "redis"])
 def flags(request: pytest.FixtureRequest) -> Iterator[list[str]]:
     server = MetadataServer(request.param)
-    server.start()
     if request.param == "etcd":
         yield ["--enable_ha=true", f"--etcd_endpoints={server.address}"]
     else:
