@@ -89,6 +89,7 @@ BISECTIONS = 10
 FAILURES = re.compile(r"\b(store_unreachable|(?:load|save)_(?:failed|refused|timed_out))\b.*")
 """Events of our connector's link by which blocks are computed, or not saved."""
 NEARBY_COSTS = tuple(0.97 + 0.01 * number for number in range(7))
+"""Factors of the costs in the runs whose mean is expected."""
 PLACEMENT = {"a": "round_robin", "b": "round_robin", "c": DEFAULT_POLICY}
 
 

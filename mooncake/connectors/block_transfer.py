@@ -33,6 +33,7 @@ from mooncake.connectors.store_link import (
     StoreLookup,
     StoreSave,
     failures,
+    patience_s,
 )
 from mooncake.errors import MooncakeError
 from mooncake.kvlayout import ForeignIdentity, SlabLayout, foreign_key
@@ -110,9 +111,8 @@ class PrefixLookup:
         keys = [foreign_key(digest, name) for name in names for digest in self.digests]
         try:
             store = self._session.store
-            # One that can't be reached is not busy, and every request would wait for that long.
-            patience = WAITING_LOOKUP if store.is_connected else 1.0
-            async with asyncio.timeout(patience * DEFAULT_TIMEOUT_S):
+            timeout_s = patience_s(store, WAITING_LOOKUP * DEFAULT_TIMEOUT_S, DEFAULT_TIMEOUT_S)
+            async with asyncio.timeout(timeout_s):
                 grants = await store.open_reads(keys)
             missing = next((index for index, grant in enumerate(grants) if grant is None), len(grants))
             lookup.num_blocks = missing // len(self.digests)
@@ -241,6 +241,7 @@ class RankTransfer:
         self._loadings: list[_ActiveLoad] = []
         self._layerwise: list[_ActiveLoad] = []
         self._patience_s = settings.lookup_timeout_s + LATENESS_S
+        self._lookup_s = settings.lookup_timeout_s
         self._waiting_lookup_s = WAITING_LOOKUP * settings.lookup_timeout_s
         self._save_patience_s = settings.load_timeout_s
         self._savings: list[_ActiveSave] = []
@@ -260,10 +261,10 @@ class RankTransfer:
     def load(self, plans: Sequence[LoadPlan]) -> None:
         """Begin to load. ``collect`` reports the end."""
         after = self._before_step or (self._link.computed() if plans else None)
+        waiting_s = patience_s(self._session.store, self._waiting_lookup_s, self._lookup_s)
         for plan in plans:
             # A layer-wise load keeps the whole step waiting.
-            is_patient = not plan.is_layerwise and self._session.store.is_connected
-            timeout_s = self._waiting_lookup_s if is_patient else None
+            timeout_s = self._lookup_s if plan.is_layerwise else waiting_s
             loading = _ActiveLoad(plan, self._link.lookup(self._flat(plan.names), timeout_s), after)
             with self._changed:
                 self._loadings.append(loading)

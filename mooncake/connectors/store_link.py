@@ -76,6 +76,12 @@ class LinkSettings:
     """Time without calls after the store could not be reached."""
 
 
+def patience_s(store: AsyncStore, most_s: float, usual_s: float) -> float:
+    """Timeout, in seconds, of a call for which no step of the engine waits: ``most_s``, since a busy store may
+    be late. Without a connection the store is not busy but gone, and the timeout is ``usual_s``."""
+    return most_s if store.is_connected else usual_s
+
+
 class CircuitBreaker:
     """Circuit breaker of one caller of the store; its threads may share it.
 
@@ -642,10 +648,7 @@ class StoreLink:
 
     @property
     def _save_timeout_s(self) -> float:
-        """Timeout of a call for a save: no request waits for it, and a busy store may be late. One that can't
-        be reached is not busy."""
-        settings = self._settings
-        return settings.load_timeout_s if self._store.is_connected else settings.lookup_timeout_s
+        return patience_s(self._store, self._settings.load_timeout_s, self._settings.lookup_timeout_s)
 
     async def _open_save(self, save: StoreSave) -> None:
         keys = [self._identity.key(block_hash) for block_hash, _, _ in save.blocks]

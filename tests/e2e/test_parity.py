@@ -40,7 +40,7 @@ def expected(folder: Path, request: pytest.FixtureRequest) -> Answers:
 
 
 def test_disaggregated_cold_then_warm(folder: Path, expected: Answers, cluster: Cluster) -> None:
-    """Without the longest, which takes as long as ten others."""
+    """Without the longest, which the test of the engine alone has."""
 
     def ask(prompt: list[int]) -> tuple[list[int], int]:
         answer = cluster.complete(prompt, NUM_NEW, min_tokens=NUM_NEW)
