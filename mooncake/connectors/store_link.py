@@ -77,7 +77,7 @@ class LinkSettings:
 
 
 def patience_s(store: AsyncStore, most_s: float, usual_s: float) -> float:
-    """Timeout, in seconds, of a call for which no step of the engine waits: ``most_s``, since a busy store may
+    """Timeout in seconds of a call for which no step of the engine waits: ``most_s``, since a busy store may
     be late. Without a connection the store is not busy but gone, and the timeout is ``usual_s``."""
     return most_s if store.is_connected else usual_s
 
