@@ -35,6 +35,7 @@ NODES_ONLY = {
     "draining",
     "timed_out",
     "unmounted",
+    "storage_error",
 }
 """Codes that only nodes receive."""
 
