@@ -9,7 +9,7 @@ from collections.abc import AsyncIterator
 from fastapi import FastAPI
 
 from mooncake.console.gateway_site import gateway_pages
-from mooncake.console.what_if import add_what_if
+from mooncake.console.what_if import BesideSimulation, add_what_if
 from mooncake.gateway import app
 from mooncake.gateway.gateway import Gateway, GatewaySettings
 from mooncake.security import is_loopback
@@ -22,8 +22,9 @@ async def serve(settings: GatewaySettings) -> None:
 
 @contextlib.asynccontextmanager
 async def _pages(gateway: Gateway, clients: FastAPI, operators: FastAPI) -> AsyncIterator[None]:
-    add_what_if(clients, gateway)
-    add_what_if(operators, gateway, is_loopback(gateway.settings.metrics_host))
+    simulation = BesideSimulation()
+    add_what_if(clients, gateway, simulation)
+    add_what_if(operators, gateway, simulation, is_loopback(gateway.settings.metrics_host))
     async with contextlib.AsyncExitStack() as pages:
         if gateway.settings.console:
             await pages.enter_async_context(gateway_pages(gateway, clients, operators))

@@ -336,7 +336,7 @@ def drain(
     targets: Annotated[
         list[str] | None, typer.Option("--to", metavar="SEGMENT", help="Target segment; may be repeated.")
     ] = None,
-    concurrency: Annotated[int, typer.Option(min=1, max=1024, help="Concurrent copies.")] = 4,
+    concurrency: Annotated[int, typer.Option(min=1, max=m.MAX_CONCURRENCY, help="Concurrent copies.")] = 4,
     wait: Annotated[
         bool, typer.Option("--wait/--no-wait", help="Wait until it is done; Ctrl-C cancels it.")
     ] = True,

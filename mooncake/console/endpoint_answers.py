@@ -14,7 +14,7 @@ MAX_CAUSES = 30
 _REPORT_FIELDS = ("tokens", "attainable_tokens", "hygiene_gain_tokens")
 _SIBLING_FIELDS = (
     *("offset", "unit", "kind", "lost_tokens", "sibling", "sibling_age_s"),
-    *("is_same_session", "rule"),
+    "is_same_session",
 )
 
 
@@ -64,6 +64,9 @@ def miss_facts(report: Any) -> dict[str, Any] | None:
     sibling = report.get("left_sibling")
     if isinstance(sibling, dict):
         found["left_sibling"] = {name: sibling[name] for name in _SIBLING_FIELDS if name in sibling}
+        if rule := sibling.get("rule"):
+            # The expression behind the action is text of the prompt.
+            found["left_sibling"]["rule"] = str(rule).partition(":")[0]
     return found
 
 

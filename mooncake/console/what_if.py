@@ -95,9 +95,11 @@ _ERRORS: dict[int | str, dict[str, Any]] = {
 }
 
 
-def add_what_if(app: FastAPI, gateway: Gateway, is_inside: bool = False) -> None:
-    """Add the endpoint. ``is_inside``: every client of this application is an operator."""
-    simulation = BesideSimulation()
+def add_what_if(
+    app: FastAPI, gateway: Gateway, simulation: BesideSimulation, is_inside: bool = False
+) -> None:
+    """Add the endpoint. ``simulation`` is shared by all applications of the gateway. ``is_inside``: every
+    client of this one is an operator."""
 
     @app.post(
         WHAT_IF,

@@ -315,8 +315,9 @@ async def settle_model(gateway: Gateway, request: dict[str, Any]) -> str:
 
 
 def num_answers_of(request: dict[str, Any]) -> int:
-    prompt = request.get("prompt")
-    is_batch = isinstance(prompt, list) and not isinstance(prompt[0], int)
+    """Answers to a request: its prompts times ``n``. A chat has one prompt, whatever its field ``prompt``."""
+    prompt = None if "messages" in request else request.get("prompt")
+    is_batch = isinstance(prompt, list) and len(prompt) > 0 and not isinstance(prompt[0], int)
     return max(1, request.get("n") or 1) * (len(prompt) if is_batch and isinstance(prompt, list) else 1)
 
 

@@ -297,7 +297,7 @@ def _add_models(app: FastAPI, gateway: Gateway) -> None:
     @app.post(EMBEDDINGS, openapi_extra=_TAKES_OBJECT, responses=_ERRORS)
     async def embeddings(http: Request) -> Response:
         """Embeddings of texts, by any ready engine that has the endpoint."""
-        return await _relay(gateway, http, partial(serve_call, gateway, http, EMBEDDINGS))
+        return await _relay(gateway, http, partial(serve_call, gateway, http, EMBEDDINGS), has_rules=False)
 
     @app.post("/tokenize", openapi_extra=_TAKES_OBJECT, responses=_ERRORS)
     async def engine_tokens(http: Request) -> Response:
@@ -360,7 +360,12 @@ _TAKES_OBJECT: dict[str, Any] = {
 }
 
 
-async def _relay(gateway: Gateway, http: Request, serve: Callable[[bytes], Awaitable[Response]]) -> Response:
+async def _relay(
+    gateway: Gateway,
+    http: Request,
+    serve: Callable[[bytes], Awaitable[Response]],
+    has_rules: bool = True,
+) -> Response:
     """Answer one request by other engines. Raises ApiError, 404 where only our workers are."""
     _authenticate(gateway, http)
     check_content_type(http.headers)
@@ -374,7 +379,9 @@ async def _relay(gateway: Gateway, http: Request, serve: Callable[[bytes], Await
             "have /v1/completions and /v1/chat/completions; other engines, such as vLLM, may have more"
         )
         raise ApiError(404, message, code="endpoint_not_served")
-    response = await serve(await cleaned(gateway.hygiene_rules, http, content))
+    if has_rules:  # what is embedded is not a prompt
+        content = await cleaned(gateway.hygiene_rules, http, content)
+    response = await serve(content)
     _requests.labels(_endpoint(http), 200).inc()
     return response
 

@@ -121,6 +121,8 @@ class RecordingFile:
         )
         self.pending = [self._encode(header) + b"\n"]
         self.pending_bytes = len(self.pending[0])
+        self._num_pending = 0
+        """Rows in ``pending``."""
         self.size_bytes = 0
         self._descriptor = -1
 
@@ -136,6 +138,7 @@ class RecordingFile:
         line = self._encode(self._recorded(row)) + b"\n"
         self.pending.append(line)
         self.pending_bytes += len(line)
+        self._num_pending += 1
 
     def _recorded(self, row: EndedRequest) -> RecordedRequest:
         ids, facts = self._ids, row.facts
@@ -158,9 +161,11 @@ class RecordingFile:
             return -1
         return self._numbers.setdefault(instance, len(self._numbers))
 
-    def take(self) -> bytes:
-        content, self.pending, self.pending_bytes = b"".join(self.pending), [], 0
-        return content
+    def take(self) -> tuple[bytes, int]:
+        """What is to be written next, and the number of rows in it."""
+        content, num_rows = b"".join(self.pending), self._num_pending
+        self.pending, self.pending_bytes, self._num_pending = [], 0, 0
+        return content, num_rows
 
     def write(self, content: bytes) -> None:
         """Append to the file, which only its owner may read. Raises OSError."""
@@ -269,7 +274,6 @@ class RequestRecorder:
             )
         try:
             self._file.add(row)
-            _rows.labels("written").inc()
         except BufferError:
             _rows.labels("dropped").inc()
 
@@ -353,11 +357,13 @@ class RequestRecorder:
         is_full = file.is_full(clock.monotonic())
         if is_full:
             self._file = None  # the next row begins another one, under another key
-        content = file.take()
+        content, num_rows = file.take()
         try:
             if content:
                 await asyncio.to_thread(file.write, content)
                 _bytes.inc(len(content))
+                _rows.labels("written").inc(num_rows)
+                num_rows = 0  # an error from here on loses none of them
             if is_full:
                 file.close()
                 log.info("recording_ended", file=file.path.name, size_bytes=file.size_bytes)
@@ -369,7 +375,7 @@ class RequestRecorder:
             # A line may be torn, and a reader refuses that: the file ends here.
             file.close()
             self._file = None
-            _rows.labels("dropped").inc(content.count(b"\n"))
+            _rows.labels("dropped").inc(num_rows)
             if not self._is_broken:
                 self._is_broken = True
                 log.error("recording_failed", file=str(file.path), reason=error.strerror or str(error))

@@ -28,6 +28,8 @@ MAX_VALUE_BYTES = 64 << 10
 """Most bytes of objects in one message: a longer one would delay the master's other clients."""
 MAX_VALUES = 64
 """Most objects whose bytes are in one message."""
+MAX_CONCURRENCY = 256
+"""Copies of a drain at a time."""
 MAX_CHUNKS = 1 << 20
 """Maximum number of checksummed chunks of one object."""
 

@@ -69,11 +69,12 @@ def test_no_text_of_a_prompt_passes() -> None:
             "ours": "confidential",
             "theirs": "confidential",
             "lost_tokens": 64,
-            "rule": "freeze the clock",
+            "rule": r"drop-line:^\s*confidential",
         },
     }
     found = miss_facts(report)
     assert found is not None and found["left_sibling"]["lost_tokens"] == 64
+    assert found["left_sibling"]["rule"] == "drop-line"
     assert "confidential" not in json.dumps(found)
     assert miss_facts(None) is None
 

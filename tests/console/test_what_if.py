@@ -14,7 +14,7 @@ import msgspec
 import pytest
 
 from mooncake.console import what_if
-from mooncake.console.what_if import add_what_if
+from mooncake.console.what_if import BesideSimulation, add_what_if
 from mooncake.gateway.app import create_operator_app
 from mooncake.http.server import HttpServer, listen
 from mooncake.inference.tokenizer import Tokenizer
@@ -48,7 +48,7 @@ async def asked(
         for number in range(num_requests):
             await stack.complete([number % 7 + 1] * (4 + number), 8)
         app = create_operator_app(stack.gateway)
-        add_what_if(app, stack.gateway, is_inside)
+        add_what_if(app, stack.gateway, BesideSimulation(), is_inside)
         server = HttpServer(app, listen("127.0.0.1", 0))
         await server.start()
         try:

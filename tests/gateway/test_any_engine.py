@@ -299,6 +299,23 @@ async def test_an_unreadable_field_is_refused_by_name(body: Any, param: str | No
 # --- failures
 
 
+@pytest.mark.parametrize(
+    ("request_", "num_answers"),
+    [
+        ({"prompt": "one"}, 1),
+        ({"prompt": ["one", "two"], "n": 3}, 6),
+        ({"prompt": [1, 2, 3]}, 1),
+        ({"prompt": [[1], [2]]}, 2),
+        ({"prompt": []}, 1),
+        ({"messages": [], "prompt": []}, 1),
+        ({"messages": [], "prompt": ["one", "two"], "n": 2}, 2),
+    ],
+    ids=["text", "texts", "tokens", "lists of tokens", "none", "chat with none", "chat with texts"],
+)
+def test_answers_are_prompts_times_n(request_: dict[str, Any], num_answers: int) -> None:
+    assert any_engine.num_answers_of(request_) == num_answers
+
+
 async def test_an_engine_s_refusal_reaches_the_client_unchanged() -> None:
     refusal = {"message": "too long", "type": "BadRequestError", "param": "prompt", "code": 400}
     async with fronting(2, 2) as front:

@@ -163,16 +163,17 @@ async def test_a_disk_that_fails_costs_rows_and_no_request(
         raise OSError(errno.ENOSPC, "no space left")
 
     async with running(tokenizer, record_folder=str(tmp_path)) as stack:
-        dropped = request_recorder._rows.labels("dropped")
-        before = dropped._value.get()
+        dropped, written = (request_recorder._rows.labels(name) for name in ("dropped", "written"))
+        before = dropped._value.get(), written._value.get()
         with monkeypatch.context() as patched:
             patched.setattr(RecordingFile, "write", fail)
             await complete(stack, PROMPT)
             await stack.gateway.recorder._flush()
-        assert dropped._value.get() > before
+        assert (dropped._value.get(), written._value.get()) == (before[0] + 1, before[1])
         await complete(stack, PROMPT)
     _, rows = read(tmp_path)
     assert len(rows) == 1
+    assert (dropped._value.get(), written._value.get()) == (before[0] + 1, before[1] + 1)
 
 
 async def test_rows_are_dropped_while_the_disk_is_too_far_behind(

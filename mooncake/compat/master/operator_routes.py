@@ -30,7 +30,7 @@ TenantName = Annotated[str, Query(min_length=1, max_length=256)]
 class DrainRequest(msgspec.Struct):
     segments: Annotated[list[str], Meta(min_length=1)]
     target_segments: list[str] = []
-    max_concurrency: Annotated[int, Meta(ge=1, le=1024)] = 4
+    max_concurrency: Annotated[int, Meta(ge=1, le=m.MAX_CONCURRENCY)] = 4
 
 
 class QuotaRequest(msgspec.Struct):

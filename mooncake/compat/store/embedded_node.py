@@ -17,6 +17,7 @@ from typing import Any, TypeVar
 
 from mooncake.errors import MooncakeError, Unavailable
 from mooncake.log import get_logger
+from mooncake.store import messages as m
 from mooncake.store.node.node import Node, NodeSettings
 from mooncake.store.node.shared_directory import ADVICE
 from mooncake.transfer import Region, TransferEngine
@@ -84,6 +85,16 @@ class EmbeddedNode:
             InvalidArgument: no segment has that name.
         """
         self._wait(self._node.unmount(name, grace_s), self._timeout_s + CLOSE_S + grace_s)
+
+    def start_drain(self, name: str) -> None:
+        """Place nothing new on a segment, and begin to have its objects copied elsewhere.
+
+        Raises:
+            Unavailable: the master can't be reached, or refuses.
+        """
+        reply = self._wait(self._node.start_drain([name]), self._timeout_s + CLOSE_S)
+        if isinstance(reply, m.RefusedReply):
+            raise Unavailable(str(reply.refusal))
 
     async def _mounted(self) -> None:
         try:

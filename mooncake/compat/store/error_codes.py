@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from enum import IntEnum
 
-from mooncake.errors import InvalidArgument, MooncakeError, OutOfMemory, Refusal, Unavailable
+from mooncake.errors import InvalidArgument, MooncakeError, OutOfMemory, Refusal, StorageError, Unavailable
 
 
 class StoreCode(IntEnum):
@@ -46,6 +46,8 @@ CODES_OF_REFUSALS = {
     "invalid_policy": StoreCode.INVALID_PARAMS,
     "invalid_checksums": StoreCode.INVALID_PARAMS,
     "unknown_segment": StoreCode.INVALID_PARAMS,
+    "invalid_argument": StoreCode.INVALID_PARAMS,
+    "durable": StoreCode.INVALID_PARAMS,  # a move that would take a durable object off its only SSD
     "expired": StoreCode.REPLICA_IS_NOT_READY,
     "incomplete": StoreCode.REPLICA_IS_NOT_READY,
     "aborted": StoreCode.REPLICA_IS_NOT_READY,
@@ -55,6 +57,7 @@ CODES_OF_REFUSALS = {
     "busy": StoreCode.OBJECT_REPLICA_BUSY,
     "peer_lost": StoreCode.RPC_FAIL,
     "not_leader": StoreCode.RPC_FAIL,
+    "storage_error": StoreCode.RPC_FAIL,  # the master can't write anything down now
     "limit": StoreCode.TASK_PENDING_LIMIT_EXCEEDED,
     "quota_exceeded": StoreCode.TENANT_QUOTA_EXCEEDED,
     "unknown_tenant": StoreCode.TENANT_NOT_REGISTERED,
@@ -72,7 +75,7 @@ def code_of_error(error: MooncakeError) -> int:
             return int(StoreCode.INVALID_PARAMS)
         case OutOfMemory():
             return int(StoreCode.NO_AVAILABLE_HANDLE)
-        case Unavailable():
+        case Unavailable() | StorageError():
             return int(StoreCode.RPC_FAIL)
         case _:
             return int(StoreCode.INTERNAL_ERROR)

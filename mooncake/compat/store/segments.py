@@ -23,7 +23,7 @@ from mooncake.compat.store.arguments import number, text
 from mooncake.compat.store.lifecycle import StoreLifecycle
 from mooncake.compat.store.setup_arguments import MIN_SEGMENT_BYTES
 from mooncake.compat.store.store_session import StoreSession
-from mooncake.errors import AccessDenied, InvalidArgument, MooncakeError, Refusal, StorageError
+from mooncake.errors import AccessDenied, InvalidArgument, MooncakeError, StorageError
 from mooncake.log import get_logger
 from mooncake.transfer import Region
 
@@ -149,9 +149,10 @@ def _drain_and_release(segment: ExtraSegment, grace_s: float) -> None:
         _release(segment)
         return
     # From now on nothing new is placed there, and its objects are copied elsewhere if there is room.
-    outcome = session.store.drain([segment.name])
-    if isinstance(outcome, Refusal):
-        log.warning(f"unmount {segment.name}: {outcome}")
+    try:
+        session.node().start_drain(segment.name)
+    except MooncakeError as error:
+        log.warning(f"unmount {segment.name}: its objects are not moved elsewhere: {error}")
     release = threading.Timer(grace_s, _release, [segment])
     release.daemon = True
     release.start()

@@ -96,7 +96,7 @@ function departed(found) {
   const left = found?.left_sibling;
   if (!left) return [];
   const other = h("a", { href: `/console/request?id=${encodeURIComponent(left.sibling || "")}`, class: "mono" }, String(left.sibling || "").slice(0, 22));
-  return [h("p", {}, `It left its nearest sibling `, other, ` at ${left.unit === "characters" ? "character" : "token"} ${left.offset}: ${words(left.kind)}, ${count(left.lost_tokens)} tokens lost.`, left.rule ? ` Rule that would avoid it: ${left.rule}.` : "")];
+  return [h("p", {}, `It left its nearest sibling `, other, ` at ${left.unit === "characters" ? "character" : "token"} ${left.offset}: ${words(left.kind)}, ${count(left.lost_tokens)} tokens lost.`, left.rule ? ` A hygiene rule ${left.rule} would avoid it; mooncake explain shows it whole.` : "")];
 }
 
 export function waterfall(found) {

@@ -320,6 +320,7 @@ def session_rows(lines: TraceFile, block_tokens: int) -> Iterator[list[TraceRow]
     chain, seen = BlockParents(), set[str]()
     rows: list[TraceRow] = []
     ids: list[int] = []
+    last_ms = 0.0
     for text in lines:
         line = _decoded(lines, text, decode)
         if lines.row == 1:
@@ -334,9 +335,9 @@ def session_rows(lines: TraceFile, block_tokens: int) -> Iterator[list[TraceRow]
                 lines.refuse("session", line.session, f"at most {MAX_SESSIONS} sessions")
             rows, ids = [], []
             chain = BlockParents()
-        elif line.timestamp < rows[-1].timestamp_s * 1e3:
-            last_ms = rows[-1].timestamp_s * 1e3
+        elif line.timestamp < last_ms:
             lines.refuse("timestamp", line.timestamp, f"{last_ms:g} (the turn before) or more")
+        last_ms = line.timestamp
         _count(lines, line.hash_ids, line.input_length, block_tokens, False)
         chain.check(lines, line.hash_ids)
         # What a turn shares with the one before it is kept once in memory.

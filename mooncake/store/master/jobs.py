@@ -31,7 +31,6 @@ from mooncake.types import Tier
 MAX_RUNNING = 10_000
 MAX_ENDED = 1000
 """Ended jobs whose status can still be queried."""
-MAX_CONCURRENCY = 256
 MAX_FAILURES = 3
 """Failed attempts for one object that is to leave a segment."""
 SURVEY_OBJECTS = 4000
@@ -176,8 +175,8 @@ class Jobs:
     def drain(self, message: m.DrainSegments, _: Received, now: float) -> m.JobReply | m.RefusedReply:
         if not message.segments:
             return _refused("invalid_argument", "segments: name at least one")
-        if not 1 <= message.max_concurrency <= MAX_CONCURRENCY:
-            reason = f"max_concurrency: {message.max_concurrency}; 1 to {MAX_CONCURRENCY}"
+        if not 1 <= message.max_concurrency <= m.MAX_CONCURRENCY:
+            reason = f"max_concurrency: {message.max_concurrency}; 1 to {m.MAX_CONCURRENCY}"
             return _refused("invalid_argument", reason)
         if message.unmount_after_s is not None and not message.unmount_after_s >= 0:
             return _refused("invalid_argument", f"unmount_after_s: {message.unmount_after_s}; at least 0")

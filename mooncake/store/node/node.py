@@ -12,9 +12,10 @@ from __future__ import annotations
 import asyncio
 import dataclasses
 import gc
+from collections.abc import Sequence
 from functools import partial
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any
 
 from msgspec import Meta
 from prometheus_client import Gauge
@@ -233,6 +234,15 @@ class Node:
         self._changed()
         await asyncio.sleep(grace_s)
 
+    async def start_drain(self, names: Sequence[str]) -> Any:
+        """Begin to have the objects of some segments copied elsewhere; returns the master's reply. On the
+        segment's own connection, since a node may drain what it mounted there without being an administrator.
+
+        Raises:
+            PeerLost, DeadlineExceeded: the master can't be reached, or does not reply in time.
+        """
+        return await self.segments[names[0]].ask(m.DrainSegments(list(names), [], DRAIN_CONCURRENCY))
+
     async def drain(self, timeout_s: float) -> None:
         """Have the objects in volatile memory copied elsewhere, as far as time and space allow."""
         names = [name for name, one in self.segments.items() if one.config.disk is None and one.is_mounted]
@@ -241,7 +251,7 @@ class Node:
         segment, fields = self.segments[names[0]], dict[str, object]()
         try:
             async with asyncio.timeout(timeout_s):
-                reply = await segment.ask(m.DrainSegments(names, [], DRAIN_CONCURRENCY))
+                reply = await self.start_drain(names)
                 while isinstance(reply, m.JobReply) and reply.status.state in ("waiting", "running"):
                     fields = {"num_done": reply.status.num_done, "num_left": reply.status.num_left}
                     await asyncio.sleep(DRAIN_POLL_S)

@@ -20,11 +20,12 @@ from mooncake.errors import (
     OutOfMemory,
     PeerLost,
     Refusal,
+    StorageError,
 )
 from mooncake.store.messages import PUT_AGAIN
 
 STORE = Path(__file__).parents[3] / "mooncake" / "store"
-CORES = [file for file in STORE.rglob("*.py") if file.name not in ("server.py", "daemon.py")]
+SOURCES = [file for file in STORE.rglob("*.py") if file.name != "daemon.py"]
 NODES_ONLY = {
     "name_taken",
     "invalid_name",
@@ -35,23 +36,24 @@ NODES_ONLY = {
     "draining",
     "timed_out",
     "unmounted",
-    "storage_error",
 }
 """Codes that only nodes receive."""
 
 
 def test_every_refusal_has_a_number() -> None:
-    codes = {code for file in CORES for code in re.findall(r'Refusal\(\s*"(\w+)"', file.read_text())}
-    assert {"no_space", "leased", "expired"} <= codes, "the search finds them"
+    texts = [file.read_text() for file in SOURCES]
+    codes = {code for text in texts for code in re.findall(r'(?:Refusal|_refused)\(\s*"(\w+)"', text)}
+    assert {"no_space", "leased", "expired", "durable", "storage_error"} <= codes, "the search finds them"
     missing = codes - CODES_OF_REFUSALS.keys() - NODES_ONLY - {*PUT_AGAIN}
     assert not missing
 
 
 def test_ordinary_failures_are_safe() -> None:
     ordinary = ("no_space", "too_large", "no_ssd", "expired", "incomplete", "peer_lost", "not_found")
-    for code in (*ordinary, "being_written"):
+    for code in (*ordinary, "being_written", "storage_error"):
         assert CODES_OF_REFUSALS[code] in ORDINARY_FAILURES
     assert code_of_error(PeerLost("x")) == code_of_error(DeadlineExceeded("x")) == -900
+    assert code_of_error(StorageError("x")) == -900
     assert code_of_error(OutOfMemory("x")) == -200
 
 

@@ -397,6 +397,14 @@ def test_a_long_pause_between_turns_is_cut(folder: Path) -> None:
     assert [row.timestamp_s for row in read_trace(path, TraceOptions(max_silence_s=0))] == [0.0, 9000.0]
 
 
+def test_turns_may_have_equal_times(folder: Path) -> None:
+    # In binary, 2007 / 1e3 * 1e3 is more than 2007.
+    rows = list(read_trace(written(folder, [turn("a", 2007, 64, [1]), turn("a", 2007, 64, [1])])))
+    assert rows[0].timestamp_s == rows[1].timestamp_s
+    refusal = refused(written(folder, [turn("a", 2007, 64, [1]), turn("a", 2006, 64, [1])]))
+    assert (refusal.row, refusal.field) == (2, "timestamp")
+
+
 def test_broken_sessions_are_named(folder: Path) -> None:
     again = refused(written(folder, [*SESSIONS, turn("a", 0, 64, [1])]))
     assert (again.row, again.field) == (7, "session")
