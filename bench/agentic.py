@@ -11,10 +11,11 @@ Each load begins when every session has sent what it has so far, so that caches 
 same with the gateway's default policy. *attainable*: what a cache without end, shared by both, would have
 had of the same prompts. Before each load the simulator predicts it, with costs that were measured at these
 servers, times how much longer a prompt of 1,024 tokens takes than while they were measured, and with steps as
-long as the latency of a small load of other sessions says. *same*: leading tokens of a sample of answers that
-are the same when they are computed again without any cache (in bfloat16 another order of sums changes one
-sooner or later, in row *a* as well, which is the control; with ``--dtype float32
---kv-bytes-per-token 46080`` all must be the same).
+long as the latency of a small load of other sessions says, which do not pause, so that no server is idle.
+On a CPU what is loaded from the pool or saved to it takes time of the cores that compute. *same*: leading
+tokens of a sample of answers that are the same when they are computed again without any cache (in bfloat16
+another order of sums changes one sooner or later, in row *a* as well, which is the control; with
+``--dtype float32 --kv-bytes-per-token 46080`` all must be the same; faster on a CPU without bfloat16).
 
 One GPU: ``--device cuda --model FOLDER --num-servers 1``, or 2 servers with
 ``--vllm-flag=--gpu-memory-utilization=0.4``; and ``--divide 10`` or less.
@@ -71,17 +72,20 @@ from mooncake.sim.traces.sessions import (
 from mooncake.sim.traces.trace import TraceFile, session_rows
 from tests.vllm_server import VllmServer, free_port, running_gateway, running_store, store_connector
 
-LONGEST = 4000
-"""Most tokens of a prompt with its answer."""
+LENGTHS = (0.024, 0.128, 0.256, 0.512, 0.9)
+"""Lengths of the prompts that costs are measured with, as shares of the longest."""
+DECODE_ROUNDS = 2
+"""How often each batch is decoded for costs: one time is up to twice as long as another."""
 STEP_TOKENS = 2048
 TRACE_BLOCK_TOKENS = 64
 """Block size of the trace's ids."""
 DEFAULT_POLICY = SchedulingSettings().scheduling
 GOALS = {"throughput": 2.0, "TTFT p50": 5.0}
 IN_MEMORY_BYTES_PER_S = 1e12
-PROBE_SESSIONS = 3
-"""Sessions of the probe for each server: so few that their KV fits."""
-PROBE_TURNS = 6
+PROBE_SESSIONS, PROBE_TURNS = 3, 8
+"""Sessions of the probe, and turns of each: so few that each server's memory holds the KV of all. Where some
+is evicted, latencies depend on which, and say nothing about steps."""
+PROBE_REQUESTS = 36
 SPEED_ROUNDS = 6
 """Prompts for each server that say how fast the machine is now."""
 LEAST_BUSY, MOST_BUSY = 0.5, 8.0
@@ -126,7 +130,8 @@ class Servers:
         for number in range(arguments.num_servers):
             events = {"enable_kv_cache_events": True, "publisher": "zmq"}
             events |= {name: f"tcp://*:{free_port()}" for name in ("endpoint", "replay_endpoint")}
-            flags = ["--block-size", str(arguments.block_tokens), "--max-model-len", str(LONGEST + 96)]
+            flags = ["--block-size", str(arguments.block_tokens)]
+            flags += ["--max-model-len", str(arguments.longest + 96)]
             flags += ["--num-gpu-blocks-override", str(kv_tokens // arguments.block_tokens + 1)]
             flags += ["--max-num-batched-tokens", str(STEP_TOKENS), "--kv-events-config", json.dumps(events)]
             server = VllmServer(
@@ -165,14 +170,17 @@ class Servers:
         return [f"{len(texts)} {texts[0]}" for _, texts in sorted(found.items())]
 
     def counts(self) -> dict[str, float]:
-        """Counters of all servers, by name without prefix."""
+        """Counters of all servers and sums of their times, by name without prefix."""
         found: dict[str, float] = {}
         for server in self.servers:
             for line in server.request("GET", "/metrics", None).body.splitlines():
                 name = line.split("{")[0].split(" ")[0].removeprefix("vllm:")
-                if name.endswith("_total") and not line.startswith("#"):
+                if name.endswith(("_total", "_seconds_sum")) and not line.startswith("#"):
                     found[name] = found.get(name, 0.0) + float(line.rpartition(" ")[2])
         return found
+
+    def counted_since(self, before: dict[str, float]) -> dict[str, float]:
+        return {name: value - before.get(name, 0.0) for name, value in self.counts().items()}
 
 
 # -- costs
@@ -186,11 +194,13 @@ class CostSampling:
         self._num_servers = num_servers
         self._random = Random(seed)
 
-    async def run(self, title: str, kv_tokens: int, has_pool: bool, kv_bytes_per_token: int) -> NodeCosts:
+    async def run(
+        self, title: str, kv_tokens: int, has_pool: bool, kv_bytes_per_token: int, longest: int
+    ) -> NodeCosts:
+        """The costs, without those of loads; with a pool, each prompt is loaded once, too."""
         await self._ask(self._prompts(300), 8)
         prefill: list[PrefillSample] = []
-        loads: list[tuple[int, int, float]] = []
-        for length in (96, 512, 1024, 2048, 3600):
+        for length in (round(share * longest) for share in LENGTHS):
             prompts = self._prompts(length)
             for answer in await self._ask(prompts, 1):
                 prefill.append(PrefillSample(0, length, answer.token_at_s[0]))
@@ -200,15 +210,11 @@ class CostSampling:
             if has_pool:
                 # The other server's: it is loaded.
                 await self._ask(self._prompts(96)[:1], 1)
-                for answer in await self._ask(prompts, 1):
-                    loads.append((answer.num_cached, length, answer.token_at_s[0]))
+                await self._ask(prompts, 1)
                 await self._ask(self._prompts(96)[:1], 1)
         model, _ = fit_prefill(prefill)
-        latency_s, bytes_per_s = 0.0, IN_MEMORY_BYTES_PER_S
-        if has_pool:
-            latency_s, bytes_per_s = _link(loads, model.seconds, kv_bytes_per_token)
-        longest = max(400, min(2400, kv_tokens // 2 - 64))  # two of them fit
-        shapes = ((1, 400), (2, 400), (4, 400), (8, 400), (1, longest), (2, longest))
+        long = max(400, min(2400, kv_tokens // 2 - 64))  # two of them fit
+        shapes = ((1, 400), (2, 400), (4, 400), (8, 400), (1, long), (2, long)) * DECODE_ROUNDS
         decode, _ = fit_decode([one for batch, length in shapes for one in await self._steps(batch, length)])
         return NodeCosts(
             title=title,
@@ -219,8 +225,8 @@ class CostSampling:
             decode=decode,
             device_tokens=kv_tokens,
             cache_tokens=0,
-            nic_bytes_per_s=bytes_per_s,
-            nic_latency_s=latency_s,
+            nic_bytes_per_s=IN_MEMORY_BYTES_PER_S,
+            nic_latency_s=0.0,
             ssd_bytes_per_s=IN_MEMORY_BYTES_PER_S,
             device_load_bytes_per_s=IN_MEMORY_BYTES_PER_S,
         )
@@ -273,6 +279,7 @@ def slower(costs: NodeCosts, factor: float) -> NodeCosts:
         prefill=type(prefill)(prefill.c0 * factor, prefill.c1 * factor, prefill.c2 * factor),
         nic_bytes_per_s=costs.nic_bytes_per_s / factor,
         nic_latency_s=costs.nic_latency_s * factor,
+        move_s_per_byte=costs.move_s_per_byte * factor,
     )
 
 
@@ -283,26 +290,28 @@ def busier(costs: NodeCosts, factor: float) -> NodeCosts:
     return msgspec.structs.replace(costs, decode=type(decode)(*times))
 
 
-def _link(
-    loads: Sequence[tuple[int, int, float]], seconds: object, kv_bytes_per_token: int
-) -> tuple[float, float]:
-    """Latency and rate of loads from the pool, from what they took longer than computing the rest."""
-    assert callable(seconds)
-    points = [(cached * kv_bytes_per_token, ttft - seconds(cached, n)) for cached, n, ttft in loads if cached]
-    if len({size for size, _ in points}) < 2:
-        return 0.0, IN_MEMORY_BYTES_PER_S
-    slope, latency = statistics.linear_regression(*zip(*points, strict=True))
-    return max(0.0, latency), 1 / slope if slope > 0 else IN_MEMORY_BYTES_PER_S
+def with_loads(costs: NodeCosts, counted: dict[str, float], block_bytes: int, is_cpu: bool) -> NodeCosts:
+    """The costs with those of loads, by what the connectors counted. On a CPU a core that copies does not
+    compute meanwhile, whether it loads or saves."""
+    num_bytes = counted.get("mooncake_connector_loaded_blocks_total", 0.0) * block_bytes
+    load_s = counted.get("mooncake_connector_load_seconds_sum", 0.0)
+    if not num_bytes or not load_s:
+        return costs
+    move_s_per_byte = load_s / num_bytes if is_cpu else 0.0
+    return msgspec.structs.replace(costs, nic_bytes_per_s=num_bytes / load_s, move_s_per_byte=move_s_per_byte)
 
 
 # -- loads
 
 
 def probe_of(arguments: argparse.Namespace) -> Load:
-    """A small load of other sessions, by which costs are corrected."""
-    number = PROBE_SESSIONS * arguments.num_servers
+    """A small load of other sessions without pauses, by which costs are corrected."""
     other = argparse.Namespace(**{**vars(arguments), "seed": arguments.seed + PROBE_SESSIONS})
-    return Load(0.0, number, sessions_of(other), PROBE_TURNS * number)
+    sessions = [
+        replace(one, turns=tuple(replace(turn, pause_s=0.0) for turn in one.turns[:PROBE_TURNS]))
+        for one in sessions_of(other)
+    ]
+    return Load(0.0, PROBE_SESSIONS, sessions, PROBE_REQUESTS)
 
 
 def busy_factor(probe: Load, row: str, costs: NodeCosts, latency_s: float, args: argparse.Namespace) -> float:
@@ -462,7 +471,11 @@ def run_rows(
         async with Endpoint(url, "smollm2") as endpoint:
             before_s = await sampling(endpoint, "before").speed_s()
             found = await sampling(endpoint, "all").run(
-                "pool" if has_pool else "own", servers.kv_tokens, has_pool, arguments.kv_bytes_per_token
+                "pool" if has_pool else "own",
+                servers.kv_tokens,
+                has_pool,
+                arguments.kv_bytes_per_token,
+                arguments.longest,
             )
             return found, (before_s + await sampling(endpoint, "after").speed_s()) / 2
 
@@ -472,7 +485,10 @@ def run_rows(
 
     probe = probe_of(arguments)
     with servers.gateway("round_robin") as url:
+        before = servers.counts()
         costs, sampled_s = asyncio.run(sample(url))
+        block_bytes = arguments.block_tokens * arguments.kv_bytes_per_token
+        costs = with_loads(costs, servers.counted_since(before), block_bytes, arguments.device == "cpu")
         factor = asyncio.run(speed_s(url, "probe")) / sampled_s
         sent, _ = asyncio.run(driven(probe, rows[0], url, arguments))
     note_costs(result, costs)
@@ -492,7 +508,7 @@ def run_rows(
                 expected = predicted(load, row, slower(costs, factor), arguments)
                 add_row(table, load, row, "predicted", expected, None, "", f"costs x {factor:.2f}")
                 sent, averages = asyncio.run(driven(load, row, url, arguments))
-            counted = {name: value - before.get(name, 0.0) for name, value in servers.counts().items()}
+            counted = servers.counted_since(before)
             measured_figures, attainable = figures_of(sent), attainable_hit_rate(sent)
             seed = f"{arguments.seed}/same/{row}/{load.ratio}"
             same = asyncio.run(same_tokens(servers, sent, arguments.checked, seed))
@@ -515,12 +531,12 @@ def note_costs(result: Result, costs: NodeCosts) -> None:
     text += f"a step with 1 and 4 of 2,000 tokens {decode.seconds(1, 2000) * 1e3:.0f} and "
     text += f"{decode.seconds(4, 8000) * 1e3:.0f} ms"
     if costs.title == "pool":
-        text += f"; a load {costs.nic_latency_s * 1e3:.0f} ms + {costs.nic_bytes_per_s / 1e9:.1f} GB/s"
+        text += f"; a load {costs.nic_bytes_per_s / 1e9:.2f} GB/s"
     result.note(text)
 
 
 LOSSES = (
-    "preemptions",
+    "num_preemptions",
     "mooncake_connector_found_blocks",
     "mooncake_connector_missed_blocks",
     "mooncake_connector_loaded_blocks",
@@ -560,10 +576,10 @@ def sessions_of(arguments: argparse.Namespace) -> list[AgentSession]:
     if arguments.trace:
         whole = session_rows(TraceFile(arguments.trace), TRACE_BLOCK_TOKENS)
         return trace_sessions(
-            (rows for rows in whole if rows[0].num_input // divide < LONGEST // 2),
+            (rows for rows in whole if rows[0].num_input // divide < arguments.longest // 2),
             block_tokens=TRACE_BLOCK_TOKENS,
             divide_lengths=divide,
-            longest=LONGEST,
+            longest=arguments.longest,
             common_tokens=common,
         )
     recipe = replace(
@@ -612,6 +628,7 @@ def main() -> None:
     parser = options(__doc__, "bench.agentic")
     parser.add_argument("--trace", help="sessions from this trace instead of the recipe")
     parser.add_argument("--divide", type=int, default=30, help="all lengths are divided by this")
+    parser.add_argument("--longest", type=int, default=4000, help="most tokens of a prompt with its answer")
     parser.add_argument("--sessions", type=int, default=24, help="sessions at a time, at the largest ratio")
     parser.add_argument("--ratio", type=float, action="append", help="working set over KV memory: 2 and 4")
     parser.add_argument("--requests", type=int, default=72, help="requests of each load")

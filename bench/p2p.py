@@ -32,12 +32,11 @@ import tempfile
 import time
 from collections.abc import Iterator
 from pathlib import Path
-from types import FrameType
 from typing import Any, ClassVar
 
 import numpy as np
 
-from bench.report import Result, Table, measured, not_run, options
+from bench.report import Result, Table, exit_on_sigterm, measured, not_run, options
 from mooncake.p2p import P2pSettings, P2PStore
 from mooncake.security import Identity, SecuritySettings
 
@@ -47,11 +46,6 @@ HIDDEN, INNER, LAYERS, VOCABULARY, KV = 576, 1536, 30, 49152, 192
 GOAL = 1.3
 PATIENCE_S = 600.0
 KILL_SHARE, AWAY_S = 0.4, 3.0
-
-
-def ended(number: int, frame: FrameType | None) -> None:
-    """Handle SIGTERM like a normal exit, so that the namespaces are removed."""
-    raise SystemExit(128 + number)
 
 
 def ip(*words: str) -> None:
@@ -364,7 +358,7 @@ def main() -> None:
         not_run(
             "it makes network namespaces, for which it must be root and have ip and tc (Debian: iproute2)"
         )
-    signal.signal(signal.SIGTERM, ended)
+    exit_on_sigterm()
     memory = "/dev/shm" if Path("/dev/shm").is_dir() else None
     with measured("p2p", arguments) as result, tempfile.TemporaryDirectory(dir=memory) as root:
         layers = 2 if arguments.quick else LAYERS

@@ -24,7 +24,6 @@ import threading
 import time
 from collections.abc import Iterator
 from pathlib import Path
-from types import FrameType
 
 import numpy as np
 
@@ -51,11 +50,6 @@ with TransferEngine(TransferSettings(transports=("tcp",), listen_host=sys.argv[1
     print(engine.describe().encode().decode(), flush=True)
     sys.stdin.read()
 """
-
-
-def ended(number: int, frame: FrameType | None) -> None:
-    """Handle SIGTERM like a normal exit, so that the namespaces are removed."""
-    raise SystemExit(128 + number)
 
 
 def ip(*words: str) -> None:
@@ -178,7 +172,6 @@ def main() -> None:
         not_run(
             "it makes network namespaces, for which it must be root and have ip and tc (Debian: iproute2)"
         )
-    signal.signal(signal.SIGTERM, ended)
     with measured("rails", arguments) as result, links(arguments.mbit), tempfile.NamedTemporaryFile() as kept:
         kept.write(encoded(result))
         kept.flush()

@@ -15,10 +15,12 @@ import contextlib
 import datetime
 import os
 import shlex
+import signal
 import subprocess
 import sys
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
+from types import FrameType
 from typing import NoReturn
 
 import msgspec
@@ -122,9 +124,19 @@ def options(doc: str | None, prog: str) -> argparse.ArgumentParser:
     return parser
 
 
+def exit_on_sigterm() -> None:
+    """End at SIGTERM as at an error, so that what a bench has started or made is ended and removed."""
+
+    def exit_(number: int, frame: FrameType | None) -> None:
+        raise SystemExit(128 + number)
+
+    signal.signal(signal.SIGTERM, exit_)
+
+
 @contextlib.contextmanager
 def measured(bench: str, arguments: argparse.Namespace, command: str | None = None) -> Iterator[Result]:
     """Run ``bench``: its result is kept and printed at the end. If it raises, nothing is kept."""
+    exit_on_sigterm()
     words = shlex.join(word for word in sys.argv[1:] if word not in ("--save", "--json"))
     began = datetime.datetime.now(datetime.UTC)
     result = Result(

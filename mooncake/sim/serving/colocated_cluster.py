@@ -10,6 +10,7 @@ prompt and its whole answer when it begins.
 
 With a pool (``ClusterSpec.store_tokens``) chunked nodes write the blocks of every prompt and answer to it.
 Blocks that a node lacks and the pool has are loaded while others are computed, one prompt's after another's.
+Steps meanwhile take longer where the cores that compute also copy (``NodeCosts.move_s_per_byte``).
 """
 
 from __future__ import annotations
@@ -53,11 +54,14 @@ class ColocatedNode:
         self._kernel = kernel
         self._costs = costs
         self._block_tokens = cache.pool.block_tokens
+        self._block_bytes = cache.pool.block_tokens * costs.kv_bytes_per_token
         self._keeps_blocks = keeps_blocks
         self._max_batch = max_batch
         self._version = 0
         self.pool: NodeCache[Any] | None = None
         """The pool of all nodes."""
+        self._move_s = 0.0
+        """How much longer the next step takes for the loads and saves that have begun."""
         self._began, self._prefilled, self._done, self._stepped = began, prefilled, done, stepped
 
     def __repr__(self) -> str:
@@ -111,6 +115,7 @@ class ColocatedNode:
             known = self.pool.match(keys)
             self.pool.pin(known)
             self.pool.unpin(known + self.pool.keep(keys[len(known) :]))
+            self._move_s += (len(keys) - len(known)) * self._block_bytes * self._costs.move_s_per_byte
             self.pool.removed = []
             self.pool.stored = []
 
@@ -260,6 +265,9 @@ class ChunkedPrefillNode(ColocatedNode):
             if len(self._pieces) == 1:
                 request, size = self._pieces[0]
                 num_same = max(1, (request.num_input - request.computed_to - 1) // size)
+        if self._move_s:  # with nothing to compute it delays nothing
+            batch.extra_s += self._move_s
+            self._move_s, num_same = 0.0, 1
         self._steps = min(num_same, batch.next_leave) if batch else num_same
         self._version += 1
         if batch or self._pieces:
@@ -284,7 +292,8 @@ class ChunkedPrefillNode(ColocatedNode):
             return False
         self.pool.pin(found)
         costs, now = self._costs, max(self._kernel.now, self.batch.at)
-        size_bytes = len(found) * self._block_tokens * costs.kv_bytes_per_token
+        size_bytes = len(found) * self._block_bytes
+        self._move_s += size_bytes * costs.move_s_per_byte
         self._card_free_at = max(self._card_free_at, now) + size_bytes / costs.nic_bytes_per_s
         self._loading.add(request.number)
         at = self._card_free_at + costs.nic_latency_s

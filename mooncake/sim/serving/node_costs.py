@@ -54,6 +54,8 @@ class NodeCosts(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     decode_makes_first_token: bool = False
     "Whether a step of decode makes the first token (our workers); `first_token_s` ends before that step."
     num_gpus: Count = 1
+    move_s_per_byte: Annotated[float, Meta(ge=0)] = 0.0
+    "Delay of steps by each byte loaded from the pool or saved to it; 0: no computing core copies."
     prefill_error: Annotated[float, Meta(ge=0)] = 0.0
     "Relative error that nine of ten measured times to first token stay below; 0: unknown."
     decode_error: Annotated[float, Meta(ge=0)] = 0.0

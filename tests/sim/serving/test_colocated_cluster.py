@@ -80,6 +80,18 @@ def test_a_load_takes_its_time_and_others_go_on_meanwhile() -> None:
     assert len(many) / span_s(many) > 2 * len(few) / span_s(few), "loads overlap"
 
 
+def test_copies_by_the_cores_that_compute_delay_the_steps_meanwhile_and_nothing_else() -> None:
+    turns = (Turn(0, 641, 2), Turn(643, 64, 2, 1.0))
+    move_s_per_byte = 2.0 / (640 * COSTS.kv_bytes_per_token)
+    free, costly = (
+        run(one_session(*turns), pool_tokens=100_000, move_s_per_byte=one) for one in (0.0, move_s_per_byte)
+    )
+    # The first token comes before its prompt is saved, and a load delays nothing where nothing is computed.
+    assert costly.ttft_s == pytest.approx(free.ttft_s)
+    assert costly.fetched_tokens[1] == 640
+    assert costly.e2e_s - free.e2e_s == pytest.approx(np.array([2.0, 2.0 * 64 / 640]))
+
+
 def span_s(results: RunResults) -> float:
     return float((results.arrival_s + results.e2e_s).max())
 
