@@ -358,6 +358,9 @@ class RankTransfer:
         Called when the engine has begun whatever precedes the step's loads and its computation, such as
         clearing new blocks.
         """
+        if self._open or self._layerwise:
+            # vLLM's first model runner leaves the end out where a stage of a pipeline guesses no tokens.
+            self.end_step()
         self._before_step, self._num_given = self._link.computed(), 0
         with self._changed:
             for plan in plans:
@@ -420,6 +423,7 @@ class RankTransfer:
 
     def collect(self, timeout_s: float = 0.0) -> TransferReport:
         """Events since the last call; without any but with work under way, wait ``timeout_s`` for one."""
+        self._advance()  # a load that has just failed is reported with the step that used it
         with self._changed:
             if not self._has_news() and (self._loadings or self._savings):
                 self._changed.wait_for(self._has_news, timeout_s)

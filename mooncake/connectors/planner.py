@@ -4,13 +4,14 @@
 A core: its inputs are the events of the engine's requests, its outputs what the ranks should move.
 It owns three rules. A block is saved in the step that fills it. It stays held until every rank has
 moved it, even if its request ends before. And nothing is saved that was computed while a load was
-still arriving: when some rank's load fails, every rank has computed with missing data, so such a
-save waits until all ranks have confirmed the load.
+still arriving: when some rank's load fails, every rank has computed with missing data, and so have
+other requests that share its blocks, so saves wait until all ranks have confirmed the load.
 """
 
 from __future__ import annotations
 
 import dataclasses
+from collections import Counter
 from collections.abc import Mapping, Sequence
 
 BlockName = bytes
@@ -63,6 +64,16 @@ class Planner:
         self._new_saves: list[SavePlan] = []
         self._held: dict[int, tuple[SavePlan, int]] = {}
         self._next_number = 0
+        self._unconfirmed: set[str] = set()
+        """Requests whose layer-wise load some rank has not reported."""
+
+    @property
+    def held_blocks(self) -> Counter[int]:
+        """How often each block is held."""
+        held = Counter(block_id for plan, _ in self._held.values() for block_id in plan.block_ids)
+        for request in self._requests.values():
+            held.update(request.last[1])
+        return held
 
     @property
     def is_holding(self) -> bool:
@@ -87,6 +98,7 @@ class Planner:
         self._loads.append(LoadPlan(request_id, tuple(names), tuple(block_ids), is_layerwise))
         if is_layerwise:
             self._requests.setdefault(request_id, _Request()).missing_ranks = self._num_ranks
+            self._unconfirmed.add(request_id)
 
     def found(self, request_id: str, num_blocks: int) -> None:
         """Record that the store has this many leading blocks of the request; they need not be saved."""
@@ -96,10 +108,14 @@ class Planner:
     def computes(
         self, request_id: str, names: Sequence[BlockName], block_ids: Sequence[int], num_full: int
     ) -> SavePlan | None:
-        """Blocks to hold and save when the request's first ``num_full`` blocks are full after this step."""
+        """Blocks to hold and save when the request's first ``num_full`` blocks are full after this step.
+
+        None while a layer-wise load of *any* request is unconfirmed: the engine lets others use its blocks
+        before they have arrived, and what is computed on blocks that never arrive must not be stored.
+        """
         request = self._requests.setdefault(request_id, _Request())
         end = min(num_full, len(names), len(block_ids))
-        if request.missing_ranks or not self._saves or end <= request.num_saved:
+        if self._unconfirmed or not self._saves or end <= request.num_saved:
             return None
         part = slice(request.num_saved, end)
         request.num_saved = end
@@ -154,6 +170,7 @@ class Planner:
         request.missing_ranks = max(0, request.missing_ranks - num_ranks)
         if request.missing_ranks:
             return ()
+        self._unconfirmed.discard(request_id)
         (names, block_ids, first), has_failed = request.last, request.has_failed
         request.last, request.has_failed = ((), (), 0), False
         if request.has_ended:
@@ -172,6 +189,8 @@ class Planner:
 
     def check(self) -> None:
         """Assert the invariants."""
+        unconfirmed = {name for name, request in self._requests.items() if request.missing_ranks}
+        assert self._unconfirmed == unconfirmed
         assert all(0 < missing <= self._num_ranks for _, missing in self._held.values())
         for request in self._requests.values():
             assert not request.last[0] or (request.has_ended and request.missing_ranks)

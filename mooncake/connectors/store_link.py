@@ -530,7 +530,9 @@ class StoreLink:
                 wrong = np.flatnonzero(completion.checksums != expected)
                 if wrong.size:
                     good = False
-                    reason = f"checksum of {grants[int(wrong[0]) // self._layout.num_slabs].key}"
+                    bad = grants[int(wrong[0]) // self._layout.num_slabs]
+                    reason = f"checksum of {bad.key}"
+                    self._spawn(self._report(bad))
                 else:
                     loaded_bytes.inc(num_bytes)
             copied: DeviceEvent | None = None
@@ -554,6 +556,14 @@ class StoreLink:
             self._wake()
 
         self._submit(Op.READ, grants[0].segment, (local, remote, sizes), load.deadline, arrived)
+
+    async def _report(self, grant: ReadGrant) -> None:
+        """Have the node check the replica; else every later load of it would fail as well."""
+        try:
+            async with asyncio.timeout(self._settings.load_timeout_s):
+                await self._store.report_corrupt([grant])
+        except (MooncakeError, TimeoutError) as error:
+            log.warning("corruption_not_reported", key=grant.key, reason=str(error) or type(error).__name__)
 
     def wait_layer(self, loads: Sequence[StoreLoad], layer: int) -> None:
         """Block the engine thread until ``layer`` of every load has arrived, or the load has failed.

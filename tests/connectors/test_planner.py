@@ -90,3 +90,17 @@ def test_a_request_that_ends_with_a_failed_load_is_not_saved() -> None:
     assert planner.take()[1] == []
     assert not is_holding(planner)
     planner.check()
+
+
+def test_nothing_is_saved_that_another_request_computed_on_blocks_that_are_still_arriving() -> None:
+    """The engine finds a block in its cache from the step on in which it is to be loaded."""
+    planner = Planner(1, saves=True)
+    planner.found("a", 2)
+    planner.load("a", NAMES[:2], IDS[:2], True)
+    planner.found("b", 2)
+    assert planner.computes("b", NAMES, IDS, 3) is None
+    assert planner.reported({}, {"a": (1, 1)}) == []
+    planner.check()
+    plan = planner.computes("b", NAMES, IDS, 3)
+    assert plan is not None and plan.names == tuple(NAMES[2:3]), "computed again, on blocks that are right"
+    assert planner.held_blocks == {IDS[2]: 1}

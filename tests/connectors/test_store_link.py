@@ -261,7 +261,7 @@ async def test_saving_twice_stores_once_and_reports_both_as_stored(cluster: Clus
     assert (await worker.save([(first, 4, 2)])).num_stored_blocks == 1
 
 
-async def test_a_corrupted_block_fails_its_load(cluster: Cluster, is_staged: bool) -> None:
+async def test_a_corrupted_block_fails_its_load_and_is_dropped(cluster: Cluster, is_staged: bool) -> None:
     worker = await cluster.worker(is_staged)
     (first,) = hashes_of(4)
     await worker.save([(first, 4, 1)])
@@ -274,6 +274,13 @@ async def test_a_corrupted_block_fails_its_load(cluster: Cluster, is_staged: boo
     load = await worker.load(lookup, [5])
     assert load.failed
     assert load.done
+    # Its node has checked it; else every later load would fail, and a save would find it stored.
+    for _ in range(600):
+        if not (await worker.lookup([(first, 4)])).num_blocks:
+            break
+        await asyncio.sleep(0.05)
+    assert (await worker.save([(first, 4, 1)])).num_stored_blocks == 1
+    assert not (await worker.load(await worker.lookup([(first, 4)]), [5])).failed
 
 
 def _flip(node: Node, offset: int) -> None:

@@ -18,6 +18,7 @@ from typing import Any
 
 import pytest
 
+from mooncake import clock
 from mooncake.connectors.store_link import StoreLink, StoreLoad
 from mooncake.connectors.vllm.plugin import register
 from tests.cluster import wait_for
@@ -126,6 +127,24 @@ def test_a_prefix_of_a_killed_engine_is_loaded_and_right(
         assert here.complete(PROMPT) == [computed], "again, from the store"
         assert here.is_at_rest()
         assert here.metric("vllm:mooncake_connector_failed_blocks") == 0
+
+
+@pytest.mark.parametrize("is_async", [True, False], ids=["async", "layerwise"])
+def test_a_load_that_fails_each_time_is_tried_once(
+    store: str, model: Path, computed: Answered, monkeypatch: pytest.MonkeyPatch, is_async: bool
+) -> None:
+    """Such as of a segment that this engine can't reach. The store still finds the blocks."""
+
+    def load_part(*_: Any) -> StoreLoad:
+        return StoreLoad(0, 0, clock.monotonic(), is_bad=True)
+
+    monkeypatch.setattr(StoreLink, "load_part", load_part)
+    with engine(model, connector(store, load_async=is_async)) as here:
+        [answer] = here.complete(PROMPT)
+        assert answer.token_ids == computed.token_ids
+        num_blocks = computed.num_cached // BLOCK_TOKENS
+        assert here.metric("vllm:mooncake_connector_failed_blocks") in (num_blocks, num_blocks - 1)
+        assert here.is_at_rest()
 
 
 OTHERS: dict[str, dict[str, Any]] = {

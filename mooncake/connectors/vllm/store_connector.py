@@ -184,7 +184,7 @@ class MooncakeStoreConnector(CountedConnector, KVConnectorBase_V1):  # type: ign
         return self._s.planner.is_holding
 
     def has_pending_block_frees(self) -> bool:
-        return self._s.planner.is_holding
+        return self._s.will_free_blocks
 
     def reset_cache(self) -> bool:
         return self._s.forget()
@@ -253,6 +253,8 @@ class _KnownRequest:
         self.lookup: PendingLookup | None = None
         self.first_block = 0
         """First block of the load that is allocated next."""
+        self.must_compute = False
+        """Whether a load of it has failed: another may fail as well, and so on for ever."""
 
 
 class StoreSchedulerSide:
@@ -266,6 +268,10 @@ class StoreSchedulerSide:
         self._block_tokens = kv_cache_config.kv_cache_groups[0].kv_cache_spec.block_size
         self._num_ranks = config.parallel_config.world_size
         self._is_async = bool(extra.get("load_async", True))
+        if not self._is_async and config.max_concurrent_batches > 1:
+            # vLLM begins the next step before it knows that a load of this one failed, and sends its token.
+            log.warning("layerwise_loads_off", reason="vLLM overlaps steps (--no-async-scheduling ends that)")
+            self._is_async = True
         self._finds = bool(extra.get("enable_lookup", True))
         self._adapters = Adapters(transfer.engine_id)
         saves = transfer.is_kv_producer or bool(extra.get("save_decode_cache", False))
@@ -278,6 +284,8 @@ class StoreSchedulerSide:
         self._generation = b""
         self._num_known_ranks = 0
         self._digests: set[str] = set()
+        self._may_wait = True
+        """Whether no lookup has been waited for in this step."""
 
     def close(self) -> None:
         self._session.close()
@@ -309,10 +317,13 @@ class StoreSchedulerSide:
     def matched(self, request: Any, num_computed_tokens: int) -> tuple[int | None, bool]:
         """Number of tokens beyond the computed ones that can be loaded; None during the lookup."""
         known = self._requests.setdefault(request.request_id, _KnownRequest(request))
+        if known.must_compute:
+            return 0, False
         lookup = known.lookup
         if lookup is None or lookup.is_stale():
             lookup = self._find(known)
-        if not lookup.wait(WAIT_S):
+        if not lookup.wait(WAIT_S if self._may_wait else 0.0):
+            self._may_wait = False  # the other waiting requests are asked for in the same step
             return None, False
         if not lookup.is_counted and lookup.num_wanted:
             lookup.is_counted = True
@@ -337,6 +348,7 @@ class StoreSchedulerSide:
 
     def plans(self, output: Any) -> StorePlans:
         """Work of the ranks in this step."""
+        self._may_wait = True
         for request_id, num_tokens in output.num_scheduled_tokens.items():
             known = self._requests.get(request_id)
             if known is None:
@@ -359,6 +371,9 @@ class StoreSchedulerSide:
 
     def reported(self, report: RankReport) -> None:
         self.know(report.digests, report.num_new_ranks)
+        for request_id, (_, num_failures) in report.loaded.items():
+            if num_failures and request_id in self._requests:
+                self._requests[request_id].must_compute = True
         released = self.planner.reported(report.saved, report.loaded)
         self.pool.free_blocks(self.pool.blocks[block_id] for block_id in reversed(released))
         if self._events is not None:
@@ -369,6 +384,12 @@ class StoreSchedulerSide:
         num_full = (request.num_computed_tokens - request.num_in_flight_tokens) // self._block_tokens
         names = self._names(request, num_full) if self.planner.is_unconfirmed(request.request_id) else []
         self._hold(self.planner.finishes(request.request_id, names, block_ids, num_full))
+
+    @property
+    def will_free_blocks(self) -> bool:
+        """Whether the end of a save frees a block that no request uses; vLLM preempts nothing until then."""
+        held = self.planner.held_blocks
+        return any(self.pool.blocks[block_id].ref_cnt == times for block_id, times in held.items())
 
     def _hold(self, block_ids: Sequence[int]) -> None:
         if block_ids:

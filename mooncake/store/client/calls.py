@@ -434,6 +434,11 @@ class ClientCalls:
         _check_texts(keys)
         return self.operations.open_reads(keys, self.deadline(None, deadline))
 
+    def report_corrupt(self, grants: Sequence[ReadGrant], deadline: float | None = None) -> Call[None]:
+        """Have the nodes of the replicas that these grants name check their bytes, which the caller has found
+        wrong; those that confirm it drop them."""
+        return self.operations.report_corrupt(grants, self.deadline(None, deadline))
+
     def read_ranges(
         self,
         grants: Sequence[ReadGrant],

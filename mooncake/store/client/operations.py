@@ -861,6 +861,10 @@ class Operations:
                 again.append(index)
         return again
 
+    def report_corrupt(self, grants: Sequence[ReadGrant], deadline: float) -> Operation[None]:
+        """Report that the bytes of the current replicas of these grants are wrong."""
+        yield from self._report_corrupt([(grant, grant.replica.segment) for grant in grants], deadline)
+
     def _report_corrupt(self, wrong: list[tuple[ReadGrant, str]], deadline: float) -> Operation[None]:
         """Report corrupt replicas. Best effort: the next reader detects them as well."""
         for start in range(0, len(wrong), m.MAX_KEYS):

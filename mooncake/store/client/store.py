@@ -288,6 +288,7 @@ class Store(_StoreBase):
     end_puts = _blocking(ClientCalls.end_puts)
     abort_puts = _blocking(ClientCalls.abort_puts)
     open_reads = _blocking(ClientCalls.open_reads)
+    report_corrupt = _blocking(ClientCalls.report_corrupt)
     read_ranges = _blocking(ClientCalls.read_ranges)
 
     # For views
@@ -483,6 +484,7 @@ class AsyncStore(_StoreBase):
     end_puts = _awaited(ClientCalls.end_puts)
     abort_puts = _awaited(ClientCalls.abort_puts)
     open_reads = _awaited(ClientCalls.open_reads)
+    report_corrupt = _awaited(ClientCalls.report_corrupt)
     read_ranges = _awaited(ClientCalls.read_ranges)
 
     # For views
