@@ -13,6 +13,7 @@ smaller split passes is shown by the sensitivity table, not proved.
 from __future__ import annotations
 
 import dataclasses
+import re
 from collections.abc import Callable, Iterable
 from typing import Literal
 
@@ -62,7 +63,8 @@ class Prices(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
         """Price of the GPU whose name ``hardware`` ends with (``llama3-70b-8xH100``)."""
         table, prices = ("spot", self.spot) if is_spot else ("gpu", self.gpu)
         for name in sorted(prices, key=len, reverse=True):
-            if hardware.lower().endswith(name.lower()):
+            # Behind another letter it is the end of another card's name (GB200), but for the x of "8xB200".
+            if re.search(rf"(?:^|[^a-z]|\dx){re.escape(name.lower())}$", hardware.lower()):
                 price = prices[name]
                 if not price > 0:
                     raise InvalidArgument(f"{table}.{name}", price, "more than 0 dollars an hour")

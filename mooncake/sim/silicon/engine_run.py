@@ -16,7 +16,7 @@ import json
 import math
 import zlib
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Annotated, Self
 
@@ -116,11 +116,11 @@ class EngineRun(msgspec.Struct, frozen=True):
         file = next((file for file in files if file.is_file()), files[0])
         lines = _text(folder, file).splitlines()
         found = [(number, _row(folder, number, line)) for number, line in enumerate(lines, 1) if line.strip()]
-        # One clock for all: where a request has no queued_ts, arrival_time is every request's arrival.
-        has_queued = all(row.queued_ts is not None for _, row in found)
-        for number, row in found:
-            _check_times(folder, number, row, "queued_ts" if has_queued else "arrival_time")
-        rows = sorted((row for _, row in found if row.output_toks), key=lambda row: row.arrived_at)
+        answered = [(number, row) for number, row in found if row.output_toks]
+        arrival = _clock_of_arrivals([row for _, row in answered])
+        for number, row in answered:
+            _check_times(folder, number, row, arrival)
+        rows = sorted((row for _, row in answered), key=lambda row: row.arrived_at)
         if not rows:
             raise InvalidArgument("RUN_DIR", str(folder), "a run with requests that were answered")
         meta = _meta(folder, file.parent)
@@ -148,7 +148,8 @@ Limit = Annotated[int, Meta(ge=1, le=1_000_000_000)]
 
 class _Row(msgspec.Struct):
     input_toks: Annotated[int, Meta(ge=1, le=100_000_000)]
-    output_toks: Tokens
+    output_toks: Tokens | None
+    "0 or null: it was not answered."
     request_id: str | int | None = None
     queued_ts: float | None = None
     arrival_time: float | None = None
@@ -195,6 +196,33 @@ def _row(folder: Path, number: int, line: str) -> _Row:
         raise _damaged(folder, f"requests.jsonl, line {number}", str(error)) from error
     row.request_id = number if row.request_id is None else row.request_id
     return row
+
+
+def _clock_of_arrivals(rows: Sequence[_Row]) -> str:
+    """The field that has the arrivals of all requests on the clock of their tokens.
+
+    ``queued_ts`` where every request has it; else ``arrival_time``, if no token came before it. Else that
+    is another clock (the time of day), and what ``queued_ts`` lacks is filled in from it by the smallest
+    difference of requests that have both.
+    """
+    if all(row.queued_ts is not None for row in rows):
+        return "queued_ts"
+    differences = [
+        row.queued_ts - row.arrival_time
+        for row in rows
+        if row.queued_ts is not None and row.arrival_time is not None
+    ]
+    is_one_clock = all(
+        not at or not at > 0 or row.arrival_time is None or at >= row.arrival_time
+        for row in rows
+        for at in (row.first_token_ts, row.last_token_ts)
+    )
+    if is_one_clock or not differences:
+        return "arrival_time"
+    for row in rows:
+        if row.queued_ts is None and row.arrival_time is not None:
+            row.queued_ts = row.arrival_time + min(differences)
+    return "queued_ts"
 
 
 def _check_times(folder: Path, number: int, row: _Row, arrival: str) -> None:

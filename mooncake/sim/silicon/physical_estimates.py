@@ -94,6 +94,7 @@ MODELS = tuple(
 )
 _SAME_MODEL = {"deepseek-r1": "deepseek-v3"}
 """A name and the one whose architecture it has."""
+_EXPERTS = re.compile(r"\d+b-\d+e(?![a-z0-9])")
 _SIZES = re.compile(r"(?<![a-z0-9.])(\d+(?:\.\d+)?)b(?:-a(\d+(?:\.\d+)?)b)?(?![a-z0-9])")
 
 
@@ -109,10 +110,16 @@ def model_facts(path: str) -> ModelFacts | None:
     text = path.lower().rpartition("/")[2]
     for name, same in _SAME_MODEL.items():
         text = text.replace(name, same)
+    if _EXPERTS.search(text):  # "17B-128E": the active part alone, which says nothing about the whole
+        return None
+    sizes = _SIZES.search(text)
     found = [one for one in MODELS if one.name in text]
     if found:
-        return max(found, key=lambda one: len(one.name))
-    if (sizes := _SIZES.search(text)) is None:
+        facts = max(found, key=lambda one: len(one.name))
+        # "DeepSeek-R1-Distill-Llama-70B" is a model of 70 billion parameters, whatever it was distilled from.
+        if sizes is None or abs(float(sizes[1]) * 1e9 / facts.num_parameters - 1) < 0.1:
+            return facts
+    if sizes is None:
         return None
     total, active = float(sizes[1]) * 1e9, float(sizes[2] or sizes[1]) * 1e9
     num_layers = round(10 * (total / 1e9) ** 0.47)

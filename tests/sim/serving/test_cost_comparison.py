@@ -113,6 +113,14 @@ def test_a_store_node_has_a_price_and_memory() -> None:
     assert PRICES.cluster(with_store, H100, H100) == pytest.approx(2 * 2.54 + 2 * 0.5 + memory)
 
 
+def test_a_price_is_that_of_the_card_and_not_of_the_end_of_its_name() -> None:
+    prices = Prices(gpu={"B200": 4.0, "H100": 2.0})
+    assert [prices.of_gpu(one) for one in ("m-4xB200", "m-8xh100", "B200", "m-b200")] == [4.0, 2.0, 4.0, 4.0]
+    for other in ("m-4xGB200", "GH100"):
+        with pytest.raises(InvalidArgument, match="priced GPU"):
+            prices.of_gpu(other)
+
+
 @pytest.mark.parametrize(
     ("names", "baseline", "named"),
     [(["a", "a"], "a", "--cluster is 'a'"), (["a", "b"], "c", "--baseline is 'c'.*a, b")],

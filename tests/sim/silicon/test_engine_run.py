@@ -289,6 +289,29 @@ def test_harmless_differences_are_read(tmp_path: Path) -> None:
     assert run.span_s == 6.0
 
 
+def test_arrivals_that_are_not_known_are_those_of_the_time_of_day(tmp_path: Path) -> None:
+    """As LLMServingSim writes them: all times but ``arrival_time`` are of the host's monotonic clock."""
+    day = 1_777_000_000.0
+    row = {"input_toks": 5, "output_toks": 3}
+    rows: list[dict[str, object]] = [
+        {**row, "arrival_time": day, "queued_ts": 100.25, "first_token_ts": 101.0, "last_token_ts": 102.0},
+        {**row, "arrival_time": day + 1, "queued_ts": 101.5, "first_token_ts": 102.0},
+        {**row, "arrival_time": day + 2, "queued_ts": None},
+        {
+            "input_toks": 5,
+            "output_toks": 0,
+            "arrival_time": day + 3,
+            "queued_ts": None,
+            "first_token_ts": 1.0,
+        },
+        {"input_toks": 5, "output_toks": None, "arrival_time": None},
+    ]
+    (tmp_path / "requests.jsonl").write_text("\n".join(json.dumps(one) for one in rows))
+    run = EngineRun.read(tmp_path)
+    assert run.load.queued_s.tolist() == pytest.approx([0.0, 1.25, 2.0])
+    assert run.num_left_out == 2
+
+
 def test_times_that_are_graded_are_not_fitted() -> None:
     load = busy_load(4, 40)
     limits = EngineLimits(16, 512)

@@ -24,6 +24,10 @@ def test_cards_are_found_by_the_longest_name() -> None:
         ("Qwen/Qwen3-235B-A22B-FP8", 235e9, 22e9),
         ("someone/New-Model-48B-A3.5B", 48e9, 3.5e9),
         ("someone/New-Model-13b-chat", 13e9, 13e9),
+        ("deepseek-ai/DeepSeek-R1-Distill-Llama-70B", 70e9, 70e9),
+        ("deepseek-ai/DeepSeek-R1-0528-Qwen3-8B", 8e9, 8e9),
+        ("openai/gpt-oss-120b", 117e9, 5.1e9),
+        ("mistralai/Mixtral-8x7B-Instruct-v0.1", 46.7e9, 12.9e9),
     ],
 )
 def test_models_are_known_by_name_or_by_the_sizes_in_it(path: str, total: float, active: float) -> None:
@@ -34,6 +38,7 @@ def test_models_are_known_by_name_or_by_the_sizes_in_it(path: str, total: float,
 
 def test_a_name_without_a_size_is_unknown() -> None:
     assert model_facts("someone/New-Model") is None
+    assert model_facts("meta-llama/Llama-4-Maverick-17B-128E-Instruct") is None, "17B is a part of it"
 
 
 def test_weights_have_the_size_of_their_precision() -> None:
