@@ -254,7 +254,7 @@ class _KnownRequest:
         self.first_block = 0
         """First block of the load that is allocated next."""
         self.must_compute = False
-        """Whether a load of it has failed: another may fail as well, and so on for ever."""
+        """Whether a load of it has failed: another may fail as well, and the one after that."""
 
 
 class StoreSchedulerSide:
