@@ -12,8 +12,7 @@ import pytest
 from mooncake.security import Identity, SecuritySettings, install_identity
 from mooncake.security.keys import format_secret
 from mooncake.store import MooncakeDistributedStore
-from tests.cluster import wait_for
-from tests.compat.store.servers import RunningMaster, a_store, segments_of
+from tests.compat.store.servers import RunningMaster, a_store
 
 MIB = 1 << 20
 
@@ -76,7 +75,20 @@ def test_a_file_becomes_a_segment(tmp_path: Path) -> None:
     master.close()
 
 
+@pytest.fixture(params=[False, True], ids=["open", "with a key"])
+def of_a_cluster(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[None]:
+    if request.param:
+        file = tmp_path / "cluster.key"
+        file.touch(0o600)
+        file.write_text(format_secret(b"k" * 32))
+        install_identity(Identity(SecuritySettings(cluster_key_file=str(file))))
+    yield
+    install_identity(None)
+
+
+@pytest.mark.usefixtures("of_a_cluster")
 def test_a_segment_is_drained_during_its_grace_period() -> None:
+    """Draining takes the role admin, except on the connection of the node that mounted the segment."""
     master = RunningMaster()
     with a_store(master, segment_bytes=0) as store:
         (leaving,) = store.allocate_and_mount_segment(MIB)["segment_ids"]
@@ -92,31 +104,6 @@ def test_a_segment_is_drained_during_its_grace_period() -> None:
                 [c.get_memory_descriptor().buffer_descriptor for c in store.get_replica_desc(key)]
             ):
                 assert store.get("k") == value
-    master.close()
-
-
-@pytest.fixture
-def in_a_cluster_with_a_key(tmp_path: Path) -> Iterator[None]:
-    file = tmp_path / "cluster.key"
-    file.touch(0o600)
-    file.write_text(format_secret(b"k" * 32))
-    install_identity(Identity(SecuritySettings(cluster_key_file=str(file))))
-    yield
-    install_identity(None)
-
-
-@pytest.mark.usefixtures("in_a_cluster_with_a_key")
-def test_with_a_cluster_key_a_segment_is_drained_during_its_grace_period_too() -> None:
-    """Draining takes the role admin, except on the connection of the node that mounted the segment."""
-    master = RunningMaster()
-    with a_store(master, segment_bytes=0) as store:
-        (leaving,) = store.allocate_and_mount_segment(MIB)["segment_ids"]
-        value = os.urandom(1000)
-        assert store.put("k", value) == 0
-        assert store.allocate_and_mount_segment(MIB)["ret"] == 0
-        assert store.unmount_segment([leaving], 60) == 0
-        wait_for(lambda: leaving not in str(segments_of(store, "k")), "the object to be elsewhere", 30)
-        assert store.get("k") == value
     master.close()
 
 
