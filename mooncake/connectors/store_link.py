@@ -525,14 +525,14 @@ class StoreLink:
         def arrived(completion: Completion) -> None:
             good = completion.status == Status.OK and clock.monotonic() <= load.deadline
             reason = completion.status.name
+            corrupt: list[ReadGrant] = []
             if good:
                 assert completion.checksums is not None
-                wrong = np.flatnonzero(completion.checksums != expected)
-                if wrong.size:
+                wrong = np.flatnonzero(completion.checksums != expected) // self._layout.num_slabs
+                corrupt = [grants[index] for index in np.unique(wrong)]
+                if corrupt:
                     good = False
-                    bad = grants[int(wrong[0]) // self._layout.num_slabs]
-                    reason = f"checksum of {bad.key}"
-                    self._spawn(self._report(bad))
+                    reason = f"checksum of {corrupt[0].key}"
                 else:
                     loaded_bytes.inc(num_bytes)
             copied: DeviceEvent | None = None
@@ -545,6 +545,8 @@ class StoreLink:
             if load.land(layer, good):
                 failures.labels("load").inc()
                 log.warning("load_failed", layer=layer, reason=reason)
+                if corrupt:  # the other layers of these objects are reported no second time
+                    self._spawn(self._report(corrupt))
             if copied is None:
                 left()
             else:
@@ -557,13 +559,14 @@ class StoreLink:
 
         self._submit(Op.READ, grants[0].segment, (local, remote, sizes), load.deadline, arrived)
 
-    async def _report(self, grant: ReadGrant) -> None:
-        """Have the node check the replica; else every later load of it would fail as well."""
+    async def _report(self, grants: Sequence[ReadGrant]) -> None:
+        """Have their nodes check the replicas; else every later load of these would fail as well."""
         try:
             async with asyncio.timeout(self._settings.load_timeout_s):
-                await self._store.report_corrupt([grant])
+                await self._store.report_corrupt(grants)
         except (MooncakeError, TimeoutError) as error:
-            log.warning("corruption_not_reported", key=grant.key, reason=str(error) or type(error).__name__)
+            reason = str(error) or type(error).__name__
+            log.warning("corruption_not_reported", key=grants[0].key, num_objects=len(grants), reason=reason)
 
     def wait_layer(self, loads: Sequence[StoreLoad], layer: int) -> None:
         """Block the engine thread until ``layer`` of every load has arrived, or the load has failed.
