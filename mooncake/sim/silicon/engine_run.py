@@ -12,6 +12,7 @@ steps themselves are not in such recordings. Knows nothing of clusters or caches
 from __future__ import annotations
 
 import gzip
+import heapq
 import json
 import math
 import zlib
@@ -30,6 +31,8 @@ from mooncake.errors import InvalidArgument
 Floats = NDArray[np.float64]
 
 NUM_TERMS = 7
+SAME_LOSS = 1e-4
+"""Relative difference of a simplex's values at which it has arrived."""
 
 
 class StepCosts(msgspec.Struct, frozen=True):
@@ -297,12 +300,16 @@ class _Engine:
         self._decodes: dict[int, None] = {}
         self._ends: dict[int, list[int]] = {}
         """By the number of a step: answers that it completes."""
+        self._next_ends: list[int] = []
+        """The same numbers, as a heap."""
         self._end_of: dict[int, int] = {}
         self._step = 0
         self._num_context = 0
         """Tokens of KV of answers in progress."""
         self._num_computed = 0
         """Tokens of KV of prompts in progress."""
+        self.peak_tokens = 0
+        """Most tokens of KV that a step has needed."""
         self._finished: list[int] = []
         """Prompts whose last token the step computes."""
         self._num_stepped = 0
@@ -318,6 +325,40 @@ class _Engine:
     def num_queued(self) -> int:
         """How loaded it is for new requests: those that wait count four times (vLLM's balancer)."""
         return 4 * len(self.waiting) + len(self._prefills) + len(self._decodes)
+
+    def leap(self, until_s: float) -> None:
+        """Take all steps that begin before ``until_s`` and only give each answer in progress a token that is
+        not its last: the sum of their times is known, so they need not be taken one by one."""
+        num_decodes, limits = len(self._decodes), self._limits
+        if not num_decodes or self._prefills or (self.waiting and num_decodes < limits.max_num_seqs):
+            return
+        while self._next_ends[0] not in self._ends:
+            heapq.heappop(self._next_ends)
+        most = self._next_ends[0] - self._step - 1
+        if limits.kv_tokens:
+            most = min(most, (limits.kv_tokens - self._num_context) // num_decodes)
+        if most < 2:
+            return
+        costs = self._costs
+        first_s = (
+            costs.base_s
+            + (costs.per_token_s + costs.per_request_s) * num_decodes
+            + costs.per_context_token_s * self._num_context
+            + costs.per_root_token_s * math.sqrt(num_decodes)
+        )
+        # Each step reads one more token of every answer, so step k takes ``first_s + 2 * k * half_s``.
+        half_s = costs.per_context_token_s * num_decodes / 2
+        taken = most
+        if self.now + most * (first_s + half_s * (most - 1)) >= until_s:
+            linear_s, gap_s = first_s - half_s, until_s - self.now
+            if gap_s <= 0 or linear_s <= 0:
+                return
+            # The number of steps after which ``until_s`` is reached: the positive root of their sum's time.
+            root = 2 * gap_s / (linear_s + math.sqrt(linear_s**2 + 4 * half_s * gap_s))
+            taken = min(most, math.ceil(root))
+        self.now += taken * (first_s + half_s * (taken - 1))
+        self._step += taken
+        self._num_context += taken * num_decodes
 
     def begin(self) -> float:
         """Begin a step, and return the seconds that it takes; ``end`` has to follow."""
@@ -342,6 +383,7 @@ class _Engine:
             num_pairs += self._compute(number, taken, finished)
             budget, num_new = budget - taken, num_new + taken
         self._num_stepped = num_decodes
+        self.peak_tokens = max(self.peak_tokens, self._num_context + self._num_computed + num_decodes)
         costs, num_tokens = self._costs, num_new + num_decodes
         return (
             costs.base_s
@@ -383,7 +425,10 @@ class _Engine:
         self._decodes[number] = None
         self._num_context += self._size[number]
         end = self._step + self._left[number] - 1
-        self._ends.setdefault(end, []).append(number)
+        if end not in self._ends:
+            self._ends[end] = []
+            heapq.heappush(self._next_ends, end)
+        self._ends[end].append(number)
         self._end_of[number] = end
 
     def _leave(self, number: int) -> None:
@@ -407,6 +452,11 @@ class _Engine:
 
 def simulate_engines(costs: StepCosts, limits: EngineLimits, load: EngineLoad) -> EngineTimes:
     """When every request's first and last token come."""
+    return _simulated(costs, limits, load)[0]
+
+
+def _simulated(costs: StepCosts, limits: EngineLimits, load: EngineLoad) -> tuple[EngineTimes, int]:
+    """The same, and the most tokens of KV that an engine has needed."""
     engines = [_Engine(costs, limits, load) for _ in range(limits.num_engines)]
     arrivals = load.queued_s.tolist()
     place, num_requests = 0, len(arrivals)
@@ -423,6 +473,11 @@ def simulate_engines(costs: StepCosts, limits: EngineLimits, load: EngineLoad) -
         elif not group:
             break
         else:
+            if len(group) == 1:
+                group[0].leap(arrivals[place] if place < num_requests else math.inf)
+                if place < num_requests and group[0].now >= arrivals[place]:
+                    continue
+                start_s = group[0].now
             end_s = start_s + max([engine.begin() for engine in group])
             for engine in group:
                 engine.end(end_s)
@@ -430,7 +485,8 @@ def simulate_engines(costs: StepCosts, limits: EngineLimits, load: EngineLoad) -
     for engine in engines:
         first[list(engine.first_token_s)] = list(engine.first_token_s.values())
         last[list(engine.last_token_s)] = list(engine.last_token_s.values())
-    return EngineTimes(first + costs.answer_s, last + costs.answer_s)
+    times = EngineTimes(first + costs.answer_s, last + costs.answer_s)
+    return times, max(engine.peak_tokens for engine in engines)
 
 
 # --- the fit
@@ -469,8 +525,9 @@ def fit_engine(run: EngineRun, is_known: NDArray[np.bool_]) -> EngineFit:
 
 
 def _best_limit(run: EngineRun, is_known: NDArray[np.bool_], unlimited: EngineFit) -> EngineFit:
-    """The best fit of a row of memory limits, from all requests' tokens to two requests' or to nonsense."""
-    best, limit = unlimited, int((run.load.num_input + run.load.num_output).sum())
+    """The best fit of a row of memory limits, from the most tokens that were needed without one (above that,
+    a limit changes nothing) to two requests' or to nonsense."""
+    best, limit = unlimited, 1.3 * _simulated(unlimited.costs, run.limits, run.load)[1]
     while limit > 2 * int((run.load.num_input + run.load.num_output).max()):
         limit = int(limit / 1.3)
         limits = msgspec.structs.replace(run.limits, kv_tokens=limit)
@@ -563,6 +620,8 @@ def minimum(
     for _ in range(num_steps):
         order = np.argsort(values, kind="stable")
         points, values = [points[one] for one in order], [values[one] for one in order]
+        if values[-1] - values[0] < SAME_LOSS * abs(values[0]):
+            break
         centre, worst = np.mean(points[:-1], axis=0), points[-1]
         reflected = 2 * centre - worst
         value = function(reflected)

@@ -15,6 +15,7 @@ from mooncake.sim.silicon.engine_run import (
     EngineLoad,
     EngineRun,
     EngineTimes,
+    Floats,
     StepCosts,
     fit_engine,
     graded,
@@ -341,3 +342,60 @@ def test_the_simplex_method_finds_a_minimum() -> None:
 def test_times_of_one_token_answers_have_no_tpot() -> None:
     load = load_of((0.0, 5, 1))
     assert np.isnan(EngineTimes(np.array([1.0]), np.array([1.0])).tpot_s(load)[0])
+
+
+@pytest.mark.parametrize("seed", range(6))
+def test_steps_that_are_taken_together_are_those_taken_one_by_one(
+    seed: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    load = busy_load(seed)
+    limits = [EngineLimits(16, 512, kv_tokens, 1 + seed % 2) for kv_tokens in (0, 12_000, 4000)]
+    together = [simulate_engines(COSTS, one, load) for one in limits]
+    num_steps: list[int] = []
+    begin = engine_run._Engine.begin
+
+    def counted(self: engine_run._Engine) -> float:
+        num_steps.append(1)
+        return begin(self)
+
+    monkeypatch.setattr(engine_run._Engine, "begin", counted)
+    assert simulate_engines(COSTS, limits[0], load).last_token_s == pytest.approx(together[0].last_token_s)
+    num_taken = len(num_steps)
+    monkeypatch.setattr(engine_run._Engine, "leap", lambda *_: None)
+    for one, times in zip(limits, together, strict=True):
+        alone = simulate_engines(COSTS, one, load)
+        assert times.first_token_s == pytest.approx(alone.first_token_s, rel=1e-9), (seed, one)
+        assert times.last_token_s == pytest.approx(alone.last_token_s, rel=1e-9), (seed, one)
+    num_steps.clear()
+    simulate_engines(COSTS, limits[0], load)
+    assert num_taken < 0.8 * len(num_steps), "otherwise nothing was taken together"
+
+
+def test_no_memory_limit_is_tried_that_was_never_needed(monkeypatch: pytest.MonkeyPatch) -> None:
+    load, limits = busy_load(2, 60), EngineLimits(64, 1024)
+    run = EngineRun("run", load, simulate_engines(COSTS, limits, load), limits)
+    tried: list[int] = []
+
+    def fit(_: object, tried_limits: EngineLimits, *__: object) -> engine_run.EngineFit:
+        tried.append(tried_limits.kv_tokens)
+        return engine_run.EngineFit(COSTS, tried_limits, 1.0)
+
+    monkeypatch.setattr(engine_run, "_fit", fit)
+    unlimited = engine_run.EngineFit(COSTS, limits, 1.0)
+    assert engine_run._best_limit(run, np.arange(60) % 2 == 0, unlimited) == unlimited
+    free = simulate_engines(COSTS, limits, load)
+    at_most = simulate_engines(COSTS, msgspec.structs.replace(limits, kv_tokens=max(tried)), load)
+    below = simulate_engines(COSTS, msgspec.structs.replace(limits, kv_tokens=tried[1]), load)
+    assert (at_most.last_token_s == free.last_token_s).all(), "the first one is just what was needed"
+    assert (below.last_token_s != free.last_token_s).any(), "every other one is less"
+
+
+def test_the_simplex_method_stops_where_it_no_longer_gains() -> None:
+    calls: list[float] = []
+
+    def bowl(point: Floats) -> float:
+        calls.append(1 + float((point**2).sum()))
+        return calls[-1]
+
+    _, value = minimum(bowl, np.array([3.0, -4.0]), 10_000)
+    assert value < 1.001 and len(calls) < 200
