@@ -10,7 +10,9 @@ from __future__ import annotations
 import gc
 import shutil
 import signal
+import threading
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -19,11 +21,12 @@ from typing import Any
 import pytest
 
 from mooncake import clock
+from mooncake.connectors.peer_push import Sender
 from mooncake.connectors.store_link import StoreLink, StoreLoad
 from mooncake.connectors.vllm.plugin import register
 from tests.cluster import wait_for
 from tests.vllm.engine import BLOCK_TOKENS, Engine, a_prompt
-from tests.vllm_server import QUIET, num_stored, running_store, start_store
+from tests.vllm_server import HOST, QUIET, free_port, num_stored, running_store, start_store
 
 pytestmark = [pytest.mark.processes, pytest.mark.timeout(900)]
 
@@ -46,10 +49,13 @@ class Here:
         self.scheduler = llm.llm_engine.engine_core.engine_core.scheduler
         self.pool = self.scheduler.kv_cache_manager.block_pool
 
-    def complete(self, *prompts: str, max_tokens: int = NUM_TOKENS) -> list[Answered]:
+    def complete(
+        self, *prompts: str, max_tokens: int = NUM_TOKENS, kv_transfer_params: dict[str, Any] | None = None
+    ) -> list[Answered]:
         from vllm import SamplingParams
 
-        sampling = SamplingParams(temperature=0, max_tokens=max_tokens, ignore_eos=True)
+        extra = {"kv_transfer_params": kv_transfer_params} if kv_transfer_params else None
+        sampling = SamplingParams(temperature=0, max_tokens=max_tokens, ignore_eos=True, extra_args=extra)
         outputs = self.llm.generate(list(prompts), sampling, use_tqdm=False)
         return [Answered(list(one.outputs[0].token_ids), one.num_cached_tokens or 0) for one in outputs]
 
@@ -145,6 +151,51 @@ def test_a_load_that_fails_each_time_is_tried_once(
         num_blocks = computed.num_cached // BLOCK_TOKENS
         assert here.metric("vllm:mooncake_connector_failed_blocks") in (num_blocks, num_blocks - 1)
         assert here.is_at_rest()
+
+
+def test_blocks_of_a_load_that_fails_are_not_pushed_to_decode(
+    store: str, model: Path, computed: Answered, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Layer-wise loads and pushes under MultiConnector: the step in which the load fails ends the prompt."""
+    address = f"{HOST}:{free_port()}"
+    push: dict[str, Any] = {**MODULE, "kv_connector": "MooncakeConnector"}
+    to_decode = {**push, "kv_role": "kv_producer", "kv_connector_extra_config": {"listen_addr": address}}
+    from_prefill = {**push, "kv_role": "kv_consumer"}
+    from_prefill["kv_connector_extra_config"] = {"prefill_addr": address, "listener_offset": 0}
+    both: dict[str, Any] = {"kv_connector": "MultiConnector", "kv_role": "kv_both"}
+    both["kv_load_failure_policy"] = "recompute"
+    both["kv_connector_extra_config"] = {"connectors": [connector(store, load_async=False), to_decode]}
+
+    asked = threading.Event()
+    awaited = Sender._awaited
+
+    def note(sender: Sender, transfer_id: str) -> Any:
+        asked.set()
+        return awaited(sender, transfer_id)
+
+    def load_part(*_: Any) -> StoreLoad:
+        return StoreLoad(0, 0, clock.monotonic(), is_bad=True)
+
+    monkeypatch.setattr(Sender, "_awaited", note)
+    decode = Engine(model, tmp_path / "decode.log", from_prefill, core=1)
+    try:
+        decode.wait_until_ready()
+        with engine(model, both) as here, ThreadPoolExecutor() as thread:
+            monkeypatch.setattr(StoreLink, "load_part", load_part)
+            wanted = {"kv_transfer_params": {"do_remote_prefill": True, "transfer_id": "1"}}
+            taking = thread.submit(decode.complete, PROMPT, NUM_TOKENS, ignore_eos=True, extra_args=wanted)
+            assert asked.wait(60.0), "decode waits for the first bytes that are offered"
+            offered = {"do_remote_decode": True, "transfer_id": "1"}
+            here.complete(PROMPT, max_tokens=1, kv_transfer_params=offered)
+            assert here.metric("vllm:mooncake_connector_failed_blocks") > 0
+            while not taking.done():
+                here.llm.llm_engine.step()
+            taken = taking.result()
+            assert taken.num_cached >= taken.num_prompt - 1, "decode computed the prompt"
+            assert taken.token_ids == computed.token_ids
+            wait_for(here.is_at_rest, "the offered blocks to be given back", 60.0)
+    finally:
+        decode.close()
 
 
 OTHERS: dict[str, dict[str, Any]] = {

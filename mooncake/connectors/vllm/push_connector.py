@@ -34,6 +34,7 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import (
 )
 from vllm.platforms import current_platform
 
+from mooncake import clock
 from mooncake.connectors.cache_identity import Adapters
 from mooncake.connectors.device_streams import KvDevice
 from mooncake.connectors.memory import DeviceEvent
@@ -62,6 +63,9 @@ WAIT_S = 0.002
 
 TIMEOUT_S = 120.0
 
+SOON_S = 2.0
+"""Time within which decode usually takes an offer."""
+
 SECONDS = {"pushed": "push_seconds", "received": "receive_seconds"}
 """Name of each outcome's time."""
 
@@ -84,10 +88,15 @@ class PushPlans(KVConnectorMetadata):  # type: ignore[misc]
     """The scheduler's message to every rank, each step."""
 
     offers: list[BlockOffer]
+    """Offers of blocks that are valid at the end of this step."""
+    confirmed: list[BlockOffer]
+    """Offers of blocks that were computed in earlier steps."""
     dropped: list[tuple[str, str]]
     wanted: dict[str, BlockRequest]
     """Wanted blocks by request."""
     is_idle: bool
+    step: int = 0
+    """Number of a step in which some connector loads blocks, which is answered with it; otherwise 0."""
 
 
 @dataclasses.dataclass
@@ -95,6 +104,8 @@ class EndedOffers(KVConnectorWorkerMetadata):  # type: ignore[misc]
     """By offer, the number of ranks that no longer need its blocks."""
 
     offers: dict[str, int]
+    step: int = 0
+    """See ``PushPlans``."""
 
     def aggregate(self, other: KVConnectorWorkerMetadata) -> EndedOffers:
         assert isinstance(other, EndedOffers)
@@ -141,12 +152,14 @@ class MooncakeConnector(CountedConnector, KVConnectorBase_V1):  # type: ignore[m
         self._s.allocated(request, blocks.get_block_ids()[0], num_external_tokens)
 
     def build_connector_meta(self, scheduler_output: Any) -> KVConnectorMetadata:
-        return self._s.handovers(scheduler_output)
+        return self._s.handovers(scheduler_output, clock.monotonic())
 
     def update_connector_output(self, connector_output: Any) -> None:
         ended = connector_output.kv_connector_worker_meta
         if isinstance(ended, EndedOffers):
             self._s.ended(ended.offers)
+            if ended.step:
+                self._s.loaded(ended.step, connector_output.invalid_block_ids)
 
     def request_finished(self, request: Any, block_ids: list[int]) -> tuple[bool, dict[str, Any] | None]:
         return False, self._s.finished(request)
@@ -155,7 +168,7 @@ class MooncakeConnector(CountedConnector, KVConnectorBase_V1):  # type: ignore[m
         return self._s.is_busy
 
     def has_pending_block_frees(self) -> bool:
-        return self._s.is_busy
+        return self._s.will_free_blocks(clock.monotonic())
 
     # In a rank's process
 
@@ -215,6 +228,27 @@ class _PendingOffer:
     """Whether its ``transfer_id`` is this engine's: prefill's answer has the parameters for decode."""
 
 
+@dataclasses.dataclass
+class _HeldBlocks:
+    """Blocks of an offer, which are not used again until no rank needs them."""
+
+    block_ids: list[int]
+    num_ranks: int
+    """Ranks that still need them."""
+    since: float
+    """``clock.monotonic`` of the offer."""
+
+
+@dataclasses.dataclass
+class _UnsureOffer:
+    """An offer of blocks that may rest on a load which is not known to have succeeded."""
+
+    offer: BlockOffer
+    request_id: str
+    step: int
+    """The last step whose loads decide it."""
+
+
 class PushSchedulerSide:
     """The connector's part in the process of vLLM's scheduler; all calls come from its thread."""
 
@@ -227,8 +261,13 @@ class PushSchedulerSide:
         self._listeners = self._addresses.listeners
         self._adapters = Adapters(transfer.engine_id)
         self._sendings: dict[str, _PendingOffer] = {}
-        self._held: dict[str, tuple[list[int], int]] = {}
-        """By offer: its blocks, and the number of ranks that still need them."""
+        self._held: dict[str, _HeldBlocks] = {}
+        """Blocks by offer."""
+        self._step = 0
+        self._steps_of_loads: list[int] = []
+        """Steps with loads whose end is not known."""
+        self._unsure: list[_UnsureOffer] = []
+        self._confirmed: list[BlockOffer] = []
         self._wanted: dict[str, BlockRequest] = {}
         self._dropped: list[tuple[str, str]] = []
         self._first_blocks: dict[str, int] = {}
@@ -237,6 +276,19 @@ class PushSchedulerSide:
     @property
     def is_busy(self) -> bool:
         return bool(self._held or self._dropped)
+
+    def will_free_blocks(self, now: float) -> bool:
+        """Whether an offer's end is about to free a block that no request uses: vLLM preempts nothing then.
+
+        An offer that decode has not taken for ``SOON_S`` may stay until its time is over.
+        """
+        blocks = self.pool.blocks if self._held else ()
+        return any(
+            blocks[block_id].ref_cnt == 1
+            for held in self._held.values()
+            if now < held.since + SOON_S
+            for block_id in held.block_ids
+        )
 
     def _digest(self, request: Any) -> bytes:
         """Digest of the prompt's tokens, with all else that decides their KV."""
@@ -285,8 +337,11 @@ class PushSchedulerSide:
             str(transfer_id), self._digest(request), first, list(block_ids[first:num_blocks]), address
         )
 
-    def handovers(self, output: Any) -> PushPlans:
+    def handovers(self, output: Any, now: float) -> PushPlans:
         """Work of the ranks in this step."""
+        self._step += 1
+        if output.has_sync_kv_loads:  # by another connector, under MultiConnector
+            self._steps_of_loads.append(self._step)
         offers = []
         for request_id, num_tokens in output.num_scheduled_tokens.items():
             sending = self._sendings.get(request_id)
@@ -298,20 +353,49 @@ class PushSchedulerSide:
             (block_ids,) = output.kv_connector_block_state.get_block_ids(request_id)
             block_ids = list(block_ids[: -(-request.num_prompt_tokens // self._block_tokens)])
             self.pool.touch([self.pool.blocks[block_id] for block_id in block_ids])
-            self._held[sending.transfer_id] = block_ids, self._num_ranks
+            self._held[sending.transfer_id] = _HeldBlocks(block_ids, self._num_ranks, now)
             sending.is_offered = True
-            offers.append(BlockOffer(sending.transfer_id, self._digest(request), block_ids))
+            offer = BlockOffer(sending.transfer_id, self._digest(request), block_ids)
+            if self._steps_of_loads:
+                self._unsure.append(_UnsureOffer(offer, request_id, self._steps_of_loads[-1]))
+            else:
+                offers.append(offer)
+        confirmed, self._confirmed = self._confirmed, []
         wanted, self._wanted = self._wanted, {}
         dropped, self._dropped = self._dropped, []
-        return PushPlans(offers, dropped, wanted, output.total_num_scheduled_tokens == 0)
+        step = self._step if output.has_sync_kv_loads else 0
+        is_idle = output.total_num_scheduled_tokens == 0
+        return PushPlans(offers, confirmed, dropped, wanted, is_idle, step)
+
+    def loaded(self, step: int, bad_blocks: set[int]) -> None:
+        """The loads of ``step`` have ended, all but those of ``bad_blocks`` with success.
+
+        Requests with a bad block are computed again, and offered then.
+        """
+        self._steps_of_loads = [other for other in self._steps_of_loads if other > step]
+        unsure, self._unsure = self._unsure, []
+        for one in unsure:
+            transfer_id = one.offer.transfer_id
+            if not bad_blocks.isdisjoint(one.offer.block_ids):
+                self._free(self._held.pop(transfer_id).block_ids)
+                if one.request_id in self._sendings:
+                    self._sendings[one.request_id].is_offered = False
+                else:
+                    self._dropped.append((transfer_id, "a load of its blocks has failed"))
+            elif one.step <= step:
+                self._confirmed.append(one.offer)
+            else:
+                self._unsure.append(one)
 
     def ended(self, offers: dict[str, int]) -> None:
         for transfer_id, count in offers.items():
-            block_ids, num_ranks = self._held.pop(transfer_id)
-            if num_ranks > count:
-                self._held[transfer_id] = block_ids, num_ranks - count
-            else:
-                self.pool.free_blocks(self.pool.blocks[block_id] for block_id in reversed(block_ids))
+            held = self._held[transfer_id]
+            held.num_ranks -= count
+            if held.num_ranks <= 0:
+                self._free(self._held.pop(transfer_id).block_ids)
+
+    def _free(self, block_ids: list[int]) -> None:
+        self.pool.free_blocks(self.pool.blocks[block_id] for block_id in reversed(block_ids))
 
     def finished(self, request: Any) -> dict[str, Any] | None:
         """The request has ended; parameters for decode, if they are prefill's to name."""
@@ -358,6 +442,8 @@ class PushWorkerSide:
         self.bad_blocks: set[int] = set()
         """Blocks that failed, of the requests that ``collect`` returned last."""
         self._ended: dict[str, int] = {}
+        self._step = 0
+        """The number that this step is answered with."""
         self._stats = ConnectorStats()
 
     def register(self, kv_caches: dict[str, Any]) -> None:
@@ -392,6 +478,8 @@ class PushWorkerSide:
         return None if self._device is None else self._device.computed()
 
     def begin(self, handovers: PushPlans) -> None:
+        self._step = handovers.step
+        self._offer(handovers.confirmed, self._before_step)
         for transfer_id, reason in handovers.dropped:
             if self._sender is not None:
                 self._thread.loop.call_soon_threadsafe(self._sender.drop, transfer_id, reason)
@@ -419,8 +507,9 @@ class PushWorkerSide:
             self._changed.notify_all()
 
     def offer(self, offers: list[BlockOffer]) -> None:
-        assert self._sender is not None or not offers
-        computed = self._computed() if offers else None
+        self._offer(offers, self._computed() if offers else None)
+
+    def _offer(self, offers: list[BlockOffer], computed: DeviceEvent | None) -> None:
         for offer in offers:
             assert self._sender is not None
             self._thread.loop.call_soon_threadsafe(self._sender.offer, offer, computed)
@@ -454,7 +543,8 @@ class PushWorkerSide:
     def take_ended(self) -> EndedOffers | None:
         with self._changed:
             ended, self._ended = self._ended, {}
-        return EndedOffers(ended) if ended else None
+        step, self._step = self._step, 0
+        return EndedOffers(ended, step) if ended or step else None
 
     def close(self) -> None:
         for end in (self._sender, self._receiver):
