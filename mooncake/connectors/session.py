@@ -2,9 +2,9 @@
 """A thread with an event loop for engines in whose own threads we can't await, and a store client on it.
 
 Owns that thread's event loop, the transfer engine and the connection to the store. ``PoolSettings`` has the
-store's address; a connector reads it from the engine's configuration or from the file
-that the existing package's users have (``MOONCAKE_CONFIG_PATH``). It also mounts memory of this process
-as a segment of the pool, if that file says so.
+store's address; a connector reads it from the engine's configuration, or from the file or the variables that
+the existing package's users have (``MOONCAKE_CONFIG_PATH``, ``MOONCAKE_MASTER``). It also mounts memory of
+this process as a segment of the pool, if these say so.
 """
 
 from __future__ import annotations
@@ -38,6 +38,9 @@ LONGEST_CALL_S = 10.0
 
 CLOSING_S = 10.0
 
+_OPTIONS = ("protocol", "tenant_id", "local_hostname")
+"""Options of a connector's extra configuration that the existing package's configuration has, too."""
+
 RDMA_FIRST = ("shm", "file", "cuda", "rdma", "tcp")
 """Transports for the protocol ``rdma`` of the existing file; tcp replaces it where one side lacks it."""
 
@@ -64,41 +67,49 @@ class PoolSettings:
 
     @classmethod
     def read(cls, extra: Mapping[str, Any], environment: Mapping[str, str]) -> PoolSettings:
-        """Settings from a connector's extra configuration, or from the file if that has no address.
+        """Settings from a connector's extra configuration, and from the existing package's configuration.
+
+        That one, which the drop-in reads, too, counts where ``extra`` has no address: the file that
+        ``MOONCAKE_CONFIG_PATH`` names, or else the ``MOONCAKE_*`` variables, if ``MOONCAKE_MASTER`` is set.
+        Options in ``extra`` replace what it says.
+
+        Args:
+            environment: that of this process.
 
         Raises:
             InvalidArgument: neither has the store's address.
+            ValueError: a value in the file or the variables is invalid; the message names its field.
             OSError: the file can't be read.
         """
-        given: dict[str, Any] = {}
-        file = environment.get(CONFIG_VARIABLE)
-        if "mooncake_store_addr" not in extra and file:
-            given = json.loads(Path(file).read_text())
-        master = extra.get("mooncake_store_addr") or given.get("master_server_address")
-        master = master or environment.get(MASTER_VARIABLE)
+        options = {name: str(extra[name]) for name in _OPTIONS if extra.get(name) is not None}
+        transports = transports_of(options.get("protocol", ""))
+        address, file = extra.get("mooncake_store_addr"), environment.get(CONFIG_VARIABLE)
+        if address:
+            host, tenant = options.get("local_hostname", "127.0.0.1"), options.get("tenant_id", "default")
+            return cls(str(address), transports, host, tenant)
+        given = json.loads(Path(file).read_text()) if file else {}
+        master = given.get("master_server_address") or environment.get(MASTER_VARIABLE)
         if not master:
             allowed = f"HOST:50051, or {CONFIG_VARIABLE} naming a file with master_server_address"
-            raise InvalidArgument("mooncake_store_addr", extra.get("mooncake_store_addr"), allowed)
-        if not given:
-            defaults = {"protocol": "", "tenant_id": "default", "local_hostname": "127.0.0.1"}
-            options = {name: str(extra.get(name, value)) for name, value in defaults.items()}
-            transports = transports_of(options["protocol"])
-            return cls(str(master), transports, options["local_hostname"], options["tenant_id"])
-        config = MooncakeConfig.of(
-            {"local_hostname": "127.0.0.1", "metadata_server": "P2PHANDSHAKE", **given}
-        )
-        mounts = given.get("mode", "embedded") != "standalone-store"
-        wants_rdma = config.protocol == "rdma"
+            raise InvalidArgument("mooncake_store_addr", address, f"{allowed}, or {MASTER_VARIABLE}")
+        if file:
+            defaults = {"local_hostname": "127.0.0.1", "metadata_server": "P2PHANDSHAKE"}
+            config = MooncakeConfig.of({**defaults, **given, "master_server_address": master})
+        else:
+            config = MooncakeConfig.load_from_env()
+        if not transports and config.protocol == "rdma":
+            transports = RDMA_FIRST
         devices = tuple(name.strip() for name in config.device_name.split(",") if name.strip())
+        mounts = given.get("mode", "embedded") != "standalone-store"
         return cls(
             str(master),
-            RDMA_FIRST if wants_rdma else (),
-            config.local_hostname,
-            config.tenant_id,
+            transports,
+            options.get("local_hostname", config.local_hostname),
+            options.get("tenant_id", config.tenant_id),
             config.global_segment_size if mounts else 0,
             config.root_fs_dir,
             config.cluster_id,
-            devices if wants_rdma else (),
+            devices if "rdma" in transports else (),
         )
 
 

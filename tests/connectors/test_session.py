@@ -6,11 +6,14 @@ from __future__ import annotations
 import asyncio
 import gc
 import json
+import os
 import threading
 from pathlib import Path
+from typing import Any
 
 import pytest
 
+from mooncake.compat.config_file import MooncakeConfig
 from mooncake.connectors.session import PoolSettings, TransferThread
 from mooncake.errors import InvalidArgument
 from tests.connectors.held_loop import held
@@ -41,6 +44,60 @@ def test_the_existing_file_has_the_address_and_the_segment_size(
     settings = PoolSettings.read({}, {"MOONCAKE_CONFIG_PATH": str(file)})
     assert (settings.master, settings.segment_bytes, settings.tenant) == ("host:50051", segment_bytes, "t")
     assert (settings.root_fs_dir, settings.cluster_id) == ("/mnt/x", "c")
+
+
+def existing_file(folder: Path, **fields: Any) -> dict[str, str]:
+    """The environment of a process with such a file."""
+    file = folder / "mooncake.json"
+    file.write_text(json.dumps({"master_server_address": "host:50051", "tenant_id": "t", **fields}))
+    return {"MOONCAKE_CONFIG_PATH": str(file)}
+
+
+def test_options_of_the_engine_replace_those_of_the_existing_file(tmp_path: Path) -> None:
+    environment = existing_file(tmp_path, protocol="rdma", local_hostname="a", device_name="mlx5_0")
+    unchanged = PoolSettings.read({"tenant_id": None, "protocol": ""}, environment)
+    assert (unchanged.tenant, unchanged.host, unchanged.rdma_devices) == ("t", "a", ("mlx5_0",))
+    extra = {"tenant_id": "team-a", "protocol": "tcp", "local_hostname": "b"}
+    changed = PoolSettings.read(extra, environment)
+    assert (changed.master, changed.tenant, changed.host) == ("host:50051", "team-a", "b")
+    assert (changed.transports, changed.rdma_devices) == (("tcp",), ())
+    assert changed.segment_bytes == unchanged.segment_bytes > 0
+    only = PoolSettings.read({"protocol": "rdma"}, environment)
+    assert (only.transports, only.rdma_devices) == (("rdma",), ("mlx5_0",))
+
+
+def test_the_variables_of_the_existing_package_count_together(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("MOONCAKE_CONFIG_PATH", raising=False)
+    values = {"MASTER": "host:50051", "TENANT_ID": "team-a", "PROTOCOL": "rdma", "DEVICE": "mlx5_0"}
+    values |= {"GLOBAL_SEGMENT_SIZE": "16MB", "LOCAL_HOSTNAME": "a", "ROOT_FS_DIR": "/mnt/x"}
+    for name, value in values.items():
+        monkeypatch.setenv(f"MOONCAKE_{name}", value)
+    settings = PoolSettings.read({}, os.environ)
+    assert (settings.master, settings.tenant, settings.host) == ("host:50051", "team-a", "a")
+    assert (settings.segment_bytes, settings.root_fs_dir) == (16 << 20, "/mnt/x")
+    assert (settings.transports[-2:], settings.rdma_devices) == (("rdma", "tcp"), ("mlx5_0",))
+    changed = PoolSettings.read({"tenant_id": "team-b", "protocol": "tcp"}, os.environ)
+    assert (changed.tenant, changed.transports, changed.segment_bytes) == ("team-b", ("tcp",), 16 << 20)
+    alone = PoolSettings.read({"mooncake_store_addr": "other:1"}, os.environ)
+    assert (alone.master, alone.tenant, alone.segment_bytes) == ("other:1", "default", 0)
+
+
+def test_variables_that_are_not_set_have_the_existing_packages_defaults(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    for name in [name for name in os.environ if name.startswith("MOONCAKE_")]:
+        monkeypatch.delenv(name)
+    monkeypatch.setenv("MOONCAKE_MASTER", "host:50051")
+    settings, existing = PoolSettings.read({}, os.environ), MooncakeConfig.load_from_env()
+    assert (settings.tenant, settings.host) == (existing.tenant_id, existing.local_hostname)
+    assert settings.segment_bytes == existing.global_segment_size
+    assert settings.transports == ()
+
+
+def test_a_file_without_an_address_takes_that_of_the_variable(tmp_path: Path) -> None:
+    environment = existing_file(tmp_path, master_server_address="") | {"MOONCAKE_MASTER": "other:1"}
+    settings = PoolSettings.read({}, environment)
+    assert (settings.master, settings.tenant) == ("other:1", "t")
 
 
 def test_no_address_is_refused() -> None:
