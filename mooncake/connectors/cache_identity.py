@@ -2,9 +2,10 @@
 """The identity of cached KV: facts that decide the meaning of an engine's bytes, for the keys of its blocks.
 
 If one of these facts differs, a block or page must not be found; so when in doubt a fact is included. Not
-included are the tokens (the engine's own hash covers them, with adapters, images and salts), and options that
-change speed only. Nothing here needs an engine: the functions read the objects they are given, and SGLang's
-arguments where it runs in SGLang.
+included are the tokens, which the engine's own hash covers, and options that change speed only. The hashes
+of vLLM and SGLang also cover a request's images, adapter and salt. LMCache's covers neither adapters nor
+salts, so ``lmcache.py`` refuses engines that have adapters. Nothing here needs an engine: the functions read
+the objects they are given, and SGLang's arguments where it runs in SGLang.
 
 The identity of a model's weights is a digest of its folder. All bytes of all weights count, and with them the
 files that change what is computed: configurations, and the code of models that bring their own. Models that
@@ -54,6 +55,8 @@ ENCODER_OPTIONS = (
 )
 """Fields of vLLM's multimodal configuration that change what its processor and its encoder compute."""
 
+RANDOM_WEIGHTS = "the weights are random (load_format dummy)"
+
 SAMPLED = "sampled_weights"
 """The option of an engine's extra configuration that selects the fast mode."""
 
@@ -62,9 +65,39 @@ _VOLATILE = {"_name_or_path", "name_or_path", "transformers_version", "_attn_imp
 
 SGLANG_ARGUMENTS = (
     *("dtype", "kv_cache_dtype", "quantization", "quantization_param_path", "json_model_override_args"),
-    *("attention_backend", "model_impl", "revision"),
+    *("attention_backend", "prefill_attention_backend", "decode_attention_backend"),
+    *("prefill_kv_cache_dequant_dtype", "model_impl", "model_config_parser", "revision"),
+    *("modelopt_quant", "modelopt_checkpoint_restore_path", "quantize_and_serve", "rl_quant_profile"),
+    *("load_format", "model_loader_extra_config", "custom_weight_loader", "decrypted_config_file"),
+    *("kt_method", "kt_weight_path"),
 )
 """Options of SGLang's command line that change the computed values or their layout."""
+
+SGLANG_DRAFT_ARGUMENTS = (
+    *("speculative_algorithm", "speculative_draft_model_path", "speculative_draft_model_revision"),
+    *("speculative_draft_load_format", "speculative_draft_model_quantization", "decrypted_draft_config_file"),
+    *("speculative_draft_kv_cache_dtype", "speculative_draft_attention_backend"),
+    *("speculative_draft_window_size", "speculative_draft_sink_size"),
+)
+"""Options of SGLang's command line that change what a draft model computes, or its layout."""
+
+_SGLANG_FILES = {
+    *("quantization_param_path", "modelopt_checkpoint_restore_path", "rl_quant_profile"),
+    *("decrypted_config_file", "decrypted_draft_config_file", "kt_weight_path"),
+}
+"""Options that name a file or a folder, whose contents count, wherever it lies."""
+
+_SAME_TENSORS = {"auto", "safetensors", "fastsafetensors", "instanttensor", "runai_streamer"}
+"""Values of ``load_format`` that load the same files with another reader.
+
+Not ``pt``, ``npcache`` and ``mistral``: where a folder has several formats, they load other files than these.
+"""
+
+_ELSEWHERE = {"ipc_cache", "private", "rdma", "remote", "remote_instance"}
+"""Values of ``load_format`` with which the weights do not come from the model's folder."""
+
+_READER_OPTIONS = {"enable_multithread_load", "num_threads"}
+"""Fields of ``model_loader_extra_config`` that change the time of a load only."""
 
 
 def weights_of(
@@ -73,16 +106,18 @@ def weights_of(
     *,
     revision: str | None = None,
     cache_dir: str | None = None,
-    is_made_up: bool = False,
+    unknown: str = "",
     is_sampled: bool = False,
 ) -> str:
     """A digest of the weights of ``model``, a folder or the name of one that the hub's client has here.
 
-    For weights that can't be read (random ones, or from an unknown place) it is ``owner``, so that only
-    engines with the same ``owner`` share blocks.
+    For weights that can't be read it is ``owner``, so that only engines with the same ``owner`` share blocks.
+
+    Args:
+        unknown: why the engine's weights are not those of ``model``; empty if they are.
     """
-    reason = "random weights"
-    if not is_made_up:
+    reason = unknown
+    if not unknown:
         try:
             began = clock.monotonic()
             digest = folder_digest(_folder_of(model, revision, cache_dir), is_sampled, cache_dir)
@@ -246,7 +281,7 @@ def model_weights(config: Any, extra: Mapping[str, Any], engine_id: str = "") ->
         f"engine {engine_id or config.kv_transfer_config.engine_id}",
         revision=model.revision,
         cache_dir=load.download_dir,
-        is_made_up=load.load_format == "dummy",
+        unknown=RANDOM_WEIGHTS if load.load_format == "dummy" else "",
         is_sampled=is_sampled(extra),
     )
 
@@ -392,7 +427,7 @@ def pool_facts(config: Any, extra: Mapping[str, Any], arguments: Any) -> dict[st
         f"process {os.urandom(16).hex()}",
         revision=getattr(arguments, "revision", None),
         cache_dir=getattr(arguments, "download_dir", None),
-        is_made_up=getattr(arguments, "load_format", None) == "dummy",
+        unknown=sglang_weights_unknown(arguments),
         is_sampled=is_sampled(extra),
     )
     return {
@@ -400,8 +435,85 @@ def pool_facts(config: Any, extra: Mapping[str, Any], arguments: Any) -> dict[st
         "version": sglang_version(),
         "weights": weights,
         "tag": extra.get("extra_backend_tag", ""),
-        **{f"asked_{name}": getattr(arguments, name, None) for name in SGLANG_ARGUMENTS},
+        **sglang_facts(arguments),
     }
+
+
+def draft_facts(extra: Mapping[str, Any], arguments: Any) -> dict[str, object]:
+    """Further facts of pools with KV of a draft model; empty without speculative decoding.
+
+    A ``weights_digest`` in ``extra`` stands for the draft model's weights, too.
+    """
+    facts = sglang_facts(arguments, SGLANG_DRAFT_ARGUMENTS)
+    if not any(facts.values()):
+        return {}
+    model = getattr(arguments, "speculative_draft_model_path", None)
+    if model and not extra.get("weights_digest"):
+        facts["asked_speculative_draft_model_path"] = weights_of(
+            model,
+            f"process {os.urandom(16).hex()}",
+            revision=getattr(arguments, "speculative_draft_model_revision", None),
+            cache_dir=getattr(arguments, "download_dir", None),
+            unknown=sglang_weights_unknown(arguments, "speculative_draft_load_format"),
+            is_sampled=is_sampled(extra),
+        )
+    return facts
+
+
+def sglang_facts(arguments: Any, names: Sequence[str] = SGLANG_ARGUMENTS) -> dict[str, object]:
+    """The values of these of SGLang's arguments, equal where they have the same effect.
+
+    An argument that this SGLang lacks, or that is off, is None.
+    """
+    return {f"asked_{name}": _asked(name, getattr(arguments, name, None)) for name in names}
+
+
+def _asked(name: str, value: Any) -> object:
+    if name.endswith("load_format"):
+        return None if not value or str(value) in _SAME_TENSORS else str(value)
+    if name == "model_loader_extra_config":
+        return _without_reader_options(value)
+    if name in _SGLANG_FILES and value:
+        return _content(Path(value))
+    return value or None
+
+
+def _without_reader_options(value: Any) -> object:
+    try:
+        options = json.loads(value) if isinstance(value, str) else value
+    except ValueError:  # SGLang refuses it, too
+        return value
+    if not isinstance(options, dict):
+        return value
+    kept = {key: inner for key, inner in options.items() if key not in _READER_OPTIONS}
+    return json.dumps(kept, sort_keys=True, default=str) if kept else None
+
+
+def _content(path: Path) -> str:
+    """The digest of a file, or of a folder of weights; the path itself if it can't be read."""
+    try:
+        return file_digest(path) if path.is_file() else folder_digest(path)
+    except (ModelError, OSError):
+        return str(path)
+
+
+def sglang_weights_unknown(arguments: Any, load_format: str = "load_format") -> str:
+    """Why SGLang's weights are not known to be those of the model's folder; empty if they are.
+
+    ``load_format``: the argument that has the format; without a value the main model's format applies.
+    """
+    form = getattr(arguments, load_format, None) or getattr(arguments, "load_format", None)
+    if form == "dummy":
+        return RANDOM_WEIGHTS
+    if form in _ELSEWHERE:
+        return f"load_format {form} takes the weights from elsewhere"
+    if getattr(arguments, "custom_weight_loader", None):
+        return "custom_weight_loader may load any weights"
+    if getattr(arguments, "checkpoint_engine_wait_weights_before_ready", False):
+        return "a checkpoint engine brings the weights"
+    if getattr(arguments, "weight_cache_mode", None) == "client":
+        return "the daemon of weight_cache_mode may have read the folder before it was changed"
+    return ""
 
 
 def shard_facts(config: Any, is_replicated: bool, number: int, num_shards: int) -> dict[str, object]:

@@ -26,10 +26,10 @@ from functools import cached_property
 from typing import TYPE_CHECKING, Any
 
 from mooncake.connectors.cache_identity import (
-    SGLANG_ARGUMENTS,
     is_sampled,
     model_facts,
     sglang_arguments,
+    sglang_facts,
     weights_of,
 )
 from mooncake.connectors.pages import Page, Pages, Span, link_settings_of, num_leading
@@ -347,7 +347,7 @@ def _vllm_facts() -> dict[str, object] | None:
 
 def _sglang_facts() -> dict[str, object] | None:
     arguments = sglang_arguments()
-    return None if arguments is None else {name: getattr(arguments, name, None) for name in SGLANG_ARGUMENTS}
+    return None if arguments is None else sglang_facts(arguments)
 
 
 def _version() -> str:

@@ -16,8 +16,10 @@ from mooncake.connectors import cache_identity as module
 from mooncake.connectors.cache_identity import (
     ENCODER_OPTIONS,
     SGLANG_ARGUMENTS,
+    SGLANG_DRAFT_ARGUMENTS,
     Adapters,
     Rank,
+    draft_facts,
     encoder_facts,
     model_facts,
     model_weights,
@@ -25,6 +27,7 @@ from mooncake.connectors.cache_identity import (
     pool_facts,
     processor_digest,
     rank_facts,
+    sglang_facts,
     shard_facts,
     weights_of,
 )
@@ -118,7 +121,7 @@ def test_code_of_another_repository_counts(tmp_path: Path, monkeypatch: pytest.M
 
 def test_weights_that_can_not_be_read_belong_to_their_owner(tmp_path: Path) -> None:
     assert weights_of(str(tmp_path), "engine 1") == "engine 1", "no weights"
-    assert weights_of(str(model(tmp_path / "a")), "engine 1", is_made_up=True) == "engine 1"
+    assert weights_of(str(model(tmp_path / "a")), "engine 1", unknown="they are random") == "engine 1"
 
 
 def test_a_folder_without_weights_is_refused(tmp_path: Path) -> None:
@@ -241,10 +244,102 @@ def test_each_argument_that_changes_numbers_is_a_fact(name: str) -> None:
     assert facts("a") == facts("a") != facts("b")
 
 
-def test_weights_that_are_made_up_are_one_processes() -> None:
-    arguments = types.SimpleNamespace(load_format="dummy")
+ADDED_ARGUMENTS = [
+    {"modelopt_quant": "fp8"},
+    {"modelopt_checkpoint_restore_path": "/checkpoint"},
+    {"quantize_and_serve": True},
+    {"rl_quant_profile": "/profile"},
+    {"load_format": "bitsandbytes"},
+    {"load_format": "pt"},
+    {"model_loader_extra_config": '{"qlora_adapter_name_or_path": "a"}'},
+    {"custom_weight_loader": ["a.load"]},
+    {"decrypted_config_file": "/config"},
+    {"model_config_parser": "mistral"},
+    {"prefill_attention_backend": "fa3"},
+    {"decode_attention_backend": "fa3"},
+    {"prefill_kv_cache_dequant_dtype": "nvfp4"},
+    {"kt_weight_path": "/experts"},
+    {"kt_method": "AMXINT4"},
+]
+
+
+@pytest.mark.parametrize("change", ADDED_ARGUMENTS, ids=lambda change: next(iter(change)))
+def test_what_changes_the_weights_or_the_numbers_of_sglang_is_a_fact(change: dict[str, Any]) -> None:
+    def facts(**arguments: Any) -> dict[str, object]:
+        return pool_facts(storage_config(), {"weights_digest": "w"}, types.SimpleNamespace(**arguments))
+
+    assert facts(**change) != facts()
+
+
+@pytest.mark.parametrize(
+    "same",
+    [
+        *({"load_format": one} for one in ("auto", "safetensors", "fastsafetensors", "instanttensor")),
+        {"load_format": "runai_streamer"},
+        {"quantize_and_serve": False},
+        {"custom_weight_loader": []},
+        {"model_loader_extra_config": "{}"},
+        {"model_loader_extra_config": '{"enable_multithread_load": true, "num_threads": 8}'},
+    ],
+    ids=str,
+)
+def test_arguments_of_the_same_effect_do_not_separate_servers(same: dict[str, Any]) -> None:
+    assert sglang_facts(types.SimpleNamespace(**same)) == sglang_facts(types.SimpleNamespace())
+
+
+def test_a_file_that_an_argument_names_counts_by_its_contents(tmp_path: Path) -> None:
+    for name, text in (("a", "1"), ("b", "1"), ("c", "2")):
+        (tmp_path / name).write_text(text)
+    a, b, c = (
+        sglang_facts(types.SimpleNamespace(rl_quant_profile=str(tmp_path / name))) for name in ("a", "b", "c")
+    )
+    assert a == b != c
+
+
+UNKNOWN_WEIGHTS = [
+    {"load_format": "dummy"},
+    {"load_format": "remote_instance"},
+    {"custom_weight_loader": ["a.load"]},
+    {"checkpoint_engine_wait_weights_before_ready": True},
+    {"weight_cache_mode": "client"},
+]
+
+
+@pytest.mark.parametrize("change", UNKNOWN_WEIGHTS, ids=lambda change: "-".join(map(str, change.values())))
+def test_weights_that_may_not_be_the_folders_are_one_processes(
+    tmp_path: Path, change: dict[str, Any]
+) -> None:
+    folder = str(model(tmp_path / "a"))
+    arguments = types.SimpleNamespace(model_path=folder, **change)
     weights = [pool_facts(storage_config(), {}, arguments)["weights"] for _ in range(2)]
     assert weights[0] != weights[1]
+    read = [
+        pool_facts(storage_config(), {}, types.SimpleNamespace(model_path=folder))["weights"]
+        for _ in range(2)
+    ]
+    assert read[0] == read[1] == weights_of(folder, "owner")
+
+
+@pytest.mark.parametrize("name", SGLANG_DRAFT_ARGUMENTS)
+def test_each_argument_of_a_draft_model_is_a_fact_of_its_pools(name: str) -> None:
+    def facts(value: str) -> dict[str, object]:
+        return draft_facts({"weights_digest": "w"}, types.SimpleNamespace(**{name: value}))
+
+    assert facts("a") == facts("a") != facts("b")
+    assert draft_facts({"weights_digest": "w"}, types.SimpleNamespace()) == {}
+
+
+def test_a_draft_model_counts_with_its_weights(tmp_path: Path) -> None:
+    folder = model(tmp_path / "a")
+    arguments = types.SimpleNamespace(speculative_draft_model_path=str(folder))
+    before = draft_facts({}, arguments)
+    copy = types.SimpleNamespace(speculative_draft_model_path=str(model(tmp_path / "copy")))
+    assert draft_facts({}, arguments) == draft_facts({}, copy) == before
+    for path in model(tmp_path / "b", "one number").iterdir():
+        path.replace(folder / path.name)
+    assert draft_facts({}, arguments) != before, "other weights under the same path"
+    arguments.speculative_draft_load_format = "dummy"
+    assert draft_facts({}, arguments) != draft_facts({}, arguments), "random weights"
 
 
 def test_a_part_of_the_heads_is_named_so_that_servers_of_other_sizes_find_it() -> None:
