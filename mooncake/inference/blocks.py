@@ -59,17 +59,21 @@ class PoolBlocksStored(Generic[KeyT]):
     token_ids: tuple[int, ...]
 
 
+EVICTED = "evicted: least recently used"
+CLEARED = "cleared: weights replaced"
+"""The reasons for which this pool removes blocks."""
+
+
 @dataclasses.dataclass(frozen=True, slots=True)
 class PoolBlocksRemoved(Generic[KeyT]):
-    """Blocks were evicted from this worker's memory."""
+    """Blocks were removed from this worker's memory."""
 
     hashes: tuple[KeyT, ...]
+    reason: str = EVICTED
+    """``EVICTED`` or ``CLEARED``."""
 
 
 BlockEvent: TypeAlias = PoolBlocksStored[BlockHash] | PoolBlocksRemoved[BlockHash]
-
-EVICTED = "evicted: least recently used"
-"""The only reason for which this pool removes blocks."""
 
 
 def joined(blocks: BlockColumn, more: Sequence[int]) -> BlockColumn:
@@ -229,7 +233,7 @@ class BlockPool(Generic[KeyT]):
                 del self._blank[after]
             blanks.append(after)
         evicted = self._pop_oldest(num_blocks - len(blanks))
-        self._forget(evicted)
+        self._forget(evicted, EVICTED)
         taken = blanks + sorted(evicted)
         for block in taken:
             self._references[block] = 1
@@ -336,16 +340,16 @@ class BlockPool(Generic[KeyT]):
         self._emit_stored(run, run_parent, run_start, token_ids)
 
     def clear(self) -> None:
-        """Forget the content of every block; none may be in use."""
+        """Forget the content of every block, as it is that of other weights; none may be in use."""
         assert self.num_free == self.num_usable, "a block is in use"
         cached = [block for block, block_hash in enumerate(self._hashes) if block_hash is not None]
-        self._forget(cached)
+        self._forget(cached, CLEARED)
         self._blank.update(dict.fromkeys(cached))
         self._oldest.clear()
         self._num_idle = 0
 
     def drain_events(self) -> list[PoolBlocksStored[KeyT] | PoolBlocksRemoved[KeyT]]:
-        """Blocks that were indexed or evicted since the last call, in order."""
+        """Blocks that were indexed or removed since the last call, in order."""
         events, self._events = self._events, []
         return events
 
@@ -378,7 +382,7 @@ class BlockPool(Generic[KeyT]):
         num_used = self.num_usable - self.num_free
         return f"BlockPool(used={num_used} cached={self._num_idle} blank={len(self._blank)})"
 
-    def _forget(self, block_ids: Sequence[int]) -> None:
+    def _forget(self, block_ids: Sequence[int], reason: str) -> None:
         removed = []
         for block in block_ids:
             block_hash = self._hashes[block]
@@ -390,7 +394,7 @@ class BlockPool(Generic[KeyT]):
             self._forgotten_at[block] = self._num_forgotten
             removed.append(block_hash)
         if removed:
-            self._events.append(PoolBlocksRemoved(tuple(removed)))
+            self._events.append(PoolBlocksRemoved(tuple(removed), reason))
 
     def _emit_stored(self, run: list[KeyT], parent: KeyT, start: int, token_ids: Sequence[int]) -> None:
         if run:

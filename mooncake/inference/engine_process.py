@@ -21,7 +21,7 @@ from mooncake.errors import MooncakeError
 from mooncake.http.connections import Deadlines
 from mooncake.http.server import HttpServer, listen
 from mooncake.inference.api import Api, create_app
-from mooncake.inference.blocks import EVICTED, BlockEvent, PoolBlocksStored
+from mooncake.inference.blocks import BlockEvent, PoolBlocksStored
 from mooncake.inference.engine import Engine
 from mooncake.inference.generator import Generator
 from mooncake.inference.kv_events import WorkerKvEventPublisher
@@ -149,4 +149,4 @@ def _as_kv_event(event: BlockEvent, block_tokens: int) -> KvEvent:
             block_size=block_tokens,
             medium=MEDIUM_DEVICE,
         )
-    return BlockRemoved(block_hashes=list(event.hashes), medium=MEDIUM_DEVICE, reason=EVICTED)
+    return BlockRemoved(block_hashes=list(event.hashes), medium=MEDIUM_DEVICE, reason=event.reason)

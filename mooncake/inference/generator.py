@@ -63,7 +63,7 @@ class TokenCounts:
 class Generator:
     """Runs an engine and serves its answers to coroutines of ``loop``.
 
-    ``on_blocks`` is called on the loop with the blocks that were indexed or evicted.
+    ``on_blocks`` is called on the loop with the blocks that were indexed or removed.
     """
 
     def __init__(

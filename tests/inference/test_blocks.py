@@ -8,7 +8,7 @@ from random import Random
 import numpy as np
 import pytest
 
-from mooncake.inference.blocks import BlockColumn, BlockPool, PoolBlocksRemoved, PoolBlocksStored
+from mooncake.inference.blocks import CLEARED, BlockColumn, BlockPool, PoolBlocksRemoved, PoolBlocksStored
 from mooncake.prefix import BlockHash, block_hashes, root_hash
 
 BLOCK = 4
@@ -157,7 +157,7 @@ def test_a_cleared_pool_finds_nothing_and_has_all_blocks() -> None:
     pool.clear()
     pool.check()
     assert pool.match([b"a"]) == [] and pool.num_cached == 0 and pool.num_free == 5
-    assert pool.drain_events() == [PoolBlocksRemoved((b"a", b"b", b"c"))]
+    assert pool.drain_events() == [PoolBlocksRemoved((b"a", b"b", b"c"), CLEARED)]
     again = pool.allocate(5)
     assert again is not None
     pool.publish(again[:1], [b"a"], b"")
