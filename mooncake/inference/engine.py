@@ -346,10 +346,7 @@ class Engine:
         if self._traffic is not None:
             with self._computing:
                 if self._is_computing:
-                    try:
-                        self._traffic.begin_loads(self._clock())
-                    except Exception as error:  # the engine's thread fails the requests
-                        self._begin_loads_error = error
+                    self._begin_loads()
         with self._changed:
             self._wake_locked()
 
@@ -405,7 +402,7 @@ class Engine:
         return not self._known and not self._inbox and (self._traffic is None or self._traffic.is_quiet)
 
     def drain_events(self) -> list[BlockEvent]:
-        """Blocks that were indexed or evicted since the last call."""
+        """Blocks that were indexed or removed since the last call."""
         return self.scheduler.pool.drain_events()
 
     def step(self) -> tuple[bool, list[Output]]:
@@ -508,7 +505,7 @@ class Engine:
     def check(self) -> None:
         self.scheduler.check()
         if self._traffic is not None:
-            self._traffic.check()
+            self._traffic.check(self._known)
 
     def _run(self, step: Step) -> list[Output]:
         began = self._clock()
@@ -575,14 +572,25 @@ class Engine:
     def _computes(self) -> Iterator[None]:
         """Let ``wake`` begin loads: meanwhile nothing else decides."""
         with self._computing:
-            if self._traffic is not None:  # of lookups that ended since the step was chosen
-                self._traffic.begin_loads(self._clock())
+            self._begin_loads()  # of lookups that ended since the step was chosen
             self._is_computing = True
         try:
             yield
         finally:
             with self._computing:
                 self._is_computing = False
+
+    def _begin_loads(self) -> None:
+        """Begin the loads of lookups that have ended, beside a step.
+
+        What raises here is a fault of the engine, as a load that can't begin does not raise: the next step
+        ends all requests with it. The step beside it is sound, and some requests of the lookups may be in a
+        state of which nothing else would get them out."""
+        if self._traffic is not None:
+            try:
+                self._traffic.begin_loads(self._clock())
+            except Exception as error:
+                self._begin_loads_error = error
 
     def _outputs(
         self, sampling: Sequence[Request], tokens: dict[str, int], logprobs: dict[str, TokenLogprobs | None]

@@ -10,7 +10,8 @@ result; everything that arrives is passed on to the scheduler::
     begin_saves ──▶ (in a step) ──▶ finish_saves ──▶ poll: done ──▶ blocks released
 
 What is pushed between two workers takes the same ways: a push is a save that nothing waits for, and what
-another worker pushes is a load that begins without a lookup and, when it fails, is looked up.
+another worker pushes is a load that begins without a lookup and, when it fails, is looked up. A load that the
+link can not begin is one that has failed.
 """
 
 from __future__ import annotations
@@ -20,9 +21,12 @@ from collections.abc import Collection, Sequence
 
 from mooncake import clock
 from mooncake.connectors.kv_link import AnyLink, AnyPushingLink, KvLoad, KvLookup, KvSave
-from mooncake.inference.request import FinishReason, Mark, Request
+from mooncake.inference.request import Mark, Request
 from mooncake.inference.scheduler import CacheLookup, PushBlocks, SaveBlocks, Scheduler, Step
+from mooncake.log import get_logger
 from mooncake.prefix import BlockHash
+
+log = get_logger(__name__)
 
 
 @dataclasses.dataclass(slots=True)
@@ -79,7 +83,8 @@ class KvTransfers:
         """Loads whose request has ended and which may still write."""
         self._saves: dict[str, list[ActiveSave]] = {}
         self._stored: dict[str, dict[BlockHash, None]] = {}
-        """Blocks of ``save_tail`` requests that the external cache has stored."""
+        """Blocks of ``save_tail`` requests that the external cache has stored, from the request's first save
+        until it is forgotten."""
         self.num_failed_loads = 0
 
     @property
@@ -122,9 +127,9 @@ class KvTransfers:
         source, prompt = request.push_source, request.prompt_hash(block_tokens)
         try:
             load = self._pushing.start_receive(source, prompt, first, block_ids)
-        except Exception:
-            self._scheduler.release(block_ids)  # nothing was begun
-            raise
+        except Exception as error:
+            self._not_begun(request.id, block_ids, error, now)
+            return
         # The other worker computes each layer of a whole chunk, and this one of a token: waiting from the
         # first layer on would keep a new request waiting longer, and the token would not come earlier.
         joins_at = self._num_layers // 2 + 1
@@ -142,19 +147,26 @@ class KvTransfers:
             block_ids = self._scheduler.lookup_finished(request_id, lookup.num_blocks, now)
             if block_ids is None:
                 self._link.release(lookup)
-            else:
-                try:
-                    load = self._link.start_load(lookup, block_ids)
-                except Exception:
-                    self._scheduler.release(block_ids)  # nothing was begun
-                    raise
-                mark = None
-                if traced is not None:
-                    source = str(getattr(lookup, "source", ""))
-                    mark = traced.mark(
-                        "load from pool", clock.monotonic(), blocks=len(block_ids), source=source
-                    )
-                self._loads[request_id] = ActiveLoad(load, block_ids, mark=mark)
+                continue
+            try:
+                load = self._link.start_load(lookup, block_ids)
+            except Exception as error:
+                self._not_begun(request_id, block_ids, error, now)
+                self._link.release(lookup)
+                continue
+            mark = None
+            if traced is not None:
+                source = str(getattr(lookup, "source", ""))
+                mark = traced.mark("load from pool", clock.monotonic(), blocks=len(block_ids), source=source)
+            self._loads[request_id] = ActiveLoad(load, block_ids, mark=mark)
+
+    def _not_begun(self, request_id: str, block_ids: Sequence[int], error: Exception, now: float) -> None:
+        """Have a request computed whose load the link could not begin: the fault is that of one load, and
+        neither the requests of the step nor the request itself should end for it."""
+        log.exception("load_not_begun", request=request_id, blocks=len(block_ids), error=error)
+        self.num_failed_loads += 1
+        self._scheduler.release(block_ids)
+        self._scheduler.load_failed(request_id, now)
 
     def loads_of(self, step: Step) -> dict[str, KvLoad]:
         """The loads that write cached positions of the step's chunks, by request."""
@@ -175,6 +187,8 @@ class KvTransfers:
     def begin_saves(self, step: Step, started: list[ActiveSave]) -> None:
         """Start the step's saves; ``started`` grows with each, also when the next one raises."""
         for what in step.saves:
+            if what.request.save_tail:
+                self._stored.setdefault(what.request.id, {})
             columns = [(block.hash, block.num_tokens, block.block_id) for block in what.blocks]
             save = self._link.start_save(columns)
             mark = None
@@ -235,13 +249,10 @@ class KvTransfers:
                 entries.remove(entry)
                 _end(entry.mark, stored_blocks=entry.save.num_stored_blocks)
                 self._scheduler.release(entry.what.block_ids)
-                request = entry.what.request
-                if request.save_tail and request.finish_reason not in (
-                    FinishReason.ABORT,
-                    FinishReason.ERROR,
-                ):
+                stored = self._stored.get(request_id)
+                if stored is not None:  # not forgotten while it was saved
                     taken = entry.what.blocks[: entry.save.num_stored_blocks]
-                    self._stored.setdefault(request_id, {}).update((block.hash, None) for block in taken)
+                    stored.update((block.hash, None) for block in taken)
             if not entries:
                 del self._saves[request_id]
 
@@ -266,9 +277,11 @@ class KvTransfers:
         is_tail_stored = request.tail_hash in stored or end >= request.num_prompt_tokens
         return request.num_prompt_tokens if is_tail_stored else num_tokens
 
-    def check(self) -> None:
+    def check(self, known: Collection[str]) -> None:
+        """Assert the invariants; ``known``: ids of the engine's requests that have not ended."""
         assert self._lookups.keys().isdisjoint(self._loads.keys())
         assert all(self._saves.values()), "an empty list of saves was kept"
+        assert self._stored.keys() <= set(known), "stored blocks of a request that has ended were kept"
 
     def _poll_loads(self, now: float) -> None:
         for request_id, entry in list(self._loads.items()):

@@ -287,34 +287,85 @@ def test_a_load_begins_while_a_step_is_computed(llama: Reference, monkeypatch: p
     engine.check()
 
 
-def test_a_load_that_can_not_begin_while_a_step_is_computed_fails_the_requests(
-    llama: Reference, monkeypatch: pytest.MonkeyPatch
+def answer_beside_a_step(
+    engine: Engine, link: DictionaryLink, monkeypatch: pytest.MonkeyPatch, when: str
 ) -> None:
-    prompt = prompt_of(3 * BLOCK)
+    """Let the next lookup end ``when``: as the step that began it is computed, or just before."""
+    compute, look_up = engine.runner.run, link.lookup
+
+    def run_and_answer(*arguments: Any) -> Any:
+        if not link.lookups[-1].done:
+            link.answer(link.lookups[-1])
+        return compute(*arguments)
+
+    def look_up_at_once(*arguments: Any) -> DictionaryLookup:
+        lookup = look_up(*arguments)
+        link.answer(lookup)
+        return lookup
+
+    if when == "while the step is computed":
+        monkeypatch.setattr(engine.runner, "run", run_and_answer)
+    elif when == "as the step begins":
+        monkeypatch.setattr(link, "lookup", look_up_at_once)
+
+
+def broken(*arguments: object) -> None:
+    raise RuntimeError("broken on purpose")
+
+
+@pytest.mark.parametrize("when", ["while the step is computed", "as the step begins", "behind the step"])
+def test_a_load_that_can_not_begin_is_a_miss(
+    llama: Reference, monkeypatch: pytest.MonkeyPatch, when: str
+) -> None:
+    """The request is computed, and so are those of the step beside which its load should have begun."""
+    prompt, other = prompt_of(3 * BLOCK), prompt_of(20, 7)
     source = DictionaryLink()
     run(make_engine(llama, source), greedy(prompt, 1, save_tail=True))
     link = DictionaryLink(source.objects, is_eager=False)
     engine = make_engine(llama, link)
-    engine.add(greedy(prompt_of(20, 7), name="other"))
+    engine.add(greedy(other, name="other"))
     engine.step()
     link.answer(link.lookups[0])
     engine.add(greedy(prompt, name="loading"))
-    compute = engine.runner.run
-
-    def run_and_answer(*arguments: Any) -> Any:
-        link.answer(link.lookups[1])
-        return compute(*arguments)
-
-    def broken(*arguments: Any) -> Any:
-        raise RuntimeError("the link is broken")
-
-    monkeypatch.setattr(engine.runner, "run", run_and_answer)
+    answer_beside_a_step(engine, link, monkeypatch, when)
     monkeypatch.setattr(link, "start_load", broken)
+    [output] = engine.step()[1]
+    if when == "behind the step":
+        link.answer(link.lookups[1])
+    answers: dict[str, list[int]] = {"other": list(output.token_ids), "loading": []}
+    finished = finish(engine, answers)
+    assert answers == {
+        "other": llama.greedy(other, NUM_TOKENS),
+        "loading": llama.greedy(prompt, NUM_TOKENS),
+    }
+    assert finished["loading"].num_external_cached == 0
+    assert link.lookups[1].is_released and engine.stats().num_failed_loads == 1
+    for save in link.saves:
+        link.land(save)
     engine.step()
-    with pytest.raises(RuntimeError, match="broken"):
+    assert engine.is_idle and engine.stats().num_free_blocks == engine.stats().num_blocks
+
+
+@pytest.mark.parametrize("when", ["while the step is computed", "as the step begins"])
+def test_a_fault_of_the_engine_beside_a_step_ends_all_requests(
+    llama: Reference, monkeypatch: pytest.MonkeyPatch, when: str
+) -> None:
+    """Nothing else would end one that is looking up."""
+    link = DictionaryLink(is_eager=False)
+    engine = make_engine(llama, link)
+    engine.add(greedy(prompt_of(20, 7), name="other"))
+    engine.step()
+    link.answer(link.lookups[0])
+    engine.step()
+    engine.add(greedy(prompt_of(3 * BLOCK), name="looking"))
+    answer_beside_a_step(engine, link, monkeypatch, when)
+    monkeypatch.setattr(engine.scheduler, "lookup_finished", broken)
+    assert [output.error for output in engine.step()[1]] == [None]
+    with pytest.raises(RuntimeError, match="on purpose"):
         engine.step()
     outputs = engine.fail_all("the engine failed")
-    assert {output.request_id for output in outputs} == {"other", "loading"}
+    assert {output.request_id for output in outputs} == {"other", "looking"}
+    engine.check()
 
 
 def test_prompts_that_share_a_step_have_parts_of_it_by_their_tokens(llama: Reference) -> None:
@@ -483,6 +534,29 @@ def test_last_output_of_a_prefill_waits_for_its_saves(llama: Reference) -> None:
     assert engine.is_idle and engine.stats().num_free_blocks == engine.stats().num_blocks
 
 
+@pytest.mark.parametrize("how", ["aborted", "failed"])
+def test_nothing_is_kept_of_a_prefill_that_ends_while_its_last_output_waits(
+    llama: Reference, how: str
+) -> None:
+    link = DictionaryLink(is_eager=False)
+    engine = make_engine(llama, link)
+    engine.add(greedy(prompt_of(2 * BLOCK + 3), 1, save_tail=True))
+    engine.step()
+    link.answer(link.lookups[0])
+    assert engine.step()[1] == []
+    if how == "aborted":
+        engine.abort("r")
+        outputs = engine.step()[1]
+    else:
+        outputs = engine.fail_all("the engine failed")
+    assert [output.request_id for output in outputs] == ["r"]
+    link.land(link.saves[0])
+    engine.step()
+    engine.check()
+    assert engine.is_idle and engine.stats().num_free_blocks == engine.stats().num_blocks
+    assert engine._traffic is not None and not engine._traffic._stored
+
+
 def test_abort_keeps_blocks_while_they_are_loaded(llama: Reference) -> None:
     source = DictionaryLink()
     prompt = prompt_of(3 * BLOCK)
@@ -555,28 +629,6 @@ def test_what_a_step_had_ended_before_it_broke_is_reported(
     ended = {output.request_id: output.finish_reason for output in engine.fail_all("broken")}
     assert ended == {"aborted": FinishReason.ABORT, "other": FinishReason.ERROR}
     assert engine.fail_all("again") == [] and engine.is_idle
-
-
-def test_a_load_that_can_not_begin_gives_its_blocks_back(
-    llama: Reference, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    link = DictionaryLink()
-    prompt = prompt_of(3 * BLOCK)
-    run(make_engine(llama, link), greedy(prompt))
-    engine = make_engine(llama, link)
-
-    def broken(*_: object) -> None:
-        raise RuntimeError("no memory on the device")
-
-    with monkeypatch.context() as patch:
-        patch.setattr(link, "start_load", broken)
-        engine.add(greedy(prompt, name="victim"))
-        with pytest.raises(RuntimeError, match="no memory"):
-            for _ in range(10):
-                engine.step()
-    engine.fail_all("broken")
-    engine.check()
-    assert engine.stats().num_free_blocks == engine.stats().num_blocks
 
 
 def test_refusals_are_values(llama: Reference) -> None:

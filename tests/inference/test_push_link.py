@@ -281,6 +281,29 @@ def test_an_address_where_nothing_listens(cluster: Cluster, llama: Reference) ->
     assert decode.answer("r")[0] == llama.greedy(prompt, NUM_TOKENS)
 
 
+def test_a_push_that_can_not_be_received_is_looked_up(
+    cluster: Cluster, llama: Reference, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Neither this request nor others end for it: the cache has the same blocks."""
+    prompt, other = prompt_of(2 * BLOCK + 5), prompt_of(20, 7)
+    prefill, decode = cluster.worker(llama), cluster.worker(llama)
+    computed, decoded = pair(prefill, prompt)
+    assert prefill.engine.add(computed) is None
+    prefill.answer(computed.id)
+
+    def broken(*arguments: object) -> None:
+        raise RuntimeError("broken on purpose")
+
+    monkeypatch.setattr(decode.link, "start_receive", broken)
+    assert decode.engine.add(greedy(other, NUM_TOKENS, "other")) is None
+    assert decode.engine.add(decoded) is None
+    assert decode.answer(decoded.id)[0] == llama.greedy(prompt, NUM_TOKENS)
+    assert decode.answer("other")[0] == llama.greedy(other, NUM_TOKENS)
+    first = decode.outputs[decoded.id][0]
+    assert first.num_external_cached == len(prompt) and not first.was_pushed
+    assert decode.engine.stats().num_failed_loads == 1
+
+
 def test_a_decode_request_that_is_aborted_leaves_nothing_behind(cluster: Cluster, llama: Reference) -> None:
     prompt = prompt_of(3 * BLOCK)
     prefill, decode = cluster.worker(llama), cluster.worker(llama)
