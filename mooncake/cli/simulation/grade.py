@@ -28,6 +28,7 @@ from mooncake.sim.silicon.measured_rows import (
     MOST_ROWS,
     TARGETS,
     MeasuredRow,
+    first_of,
     read_table,
 )
 from mooncake.sim.silicon.mode_choice import ModeChoice, mode_choices
@@ -37,6 +38,8 @@ MEASURES = ("ttft", "tpot", "latency")
 GROUPS = ("model_path", "system", "backend", "mode")
 SAME = "same measurement"
 """Label of a row whose measurement the fit has, too, under another id: published tables overlap."""
+HELD_OUT = "held out"
+"""Label of all other rows, where there are such."""
 NUM_DRAWS = 400
 LONGEST_RUN_S = 86_400.0
 """A run that took longer was most likely recorded in milliseconds or nanoseconds."""
@@ -107,6 +110,8 @@ class _Halves(NamedTuple):
     "Rows to predict, with or without measured times."
     num_left_out: int
     "Rows of the file to fit on that are neither fitted on nor predicted: they lack a time, or are too many."
+    damaged: dict[str, list[str]]
+    "By option: rows of the file that cannot be read."
 
 
 def _halves(fit_on: Path, test_on: Path | None, seed: int) -> _Halves:
@@ -114,12 +119,17 @@ def _halves(fit_on: Path, test_on: Path | None, seed: int) -> _Halves:
     ``MOST_ROWS`` to fit on, a random part is taken."""
     table = read_table(fit_on, "--fit-on")
     rows, random = list(table.rows), Random(seed)
+    damaged = {"--fit-on": table.damaged}
     if test_on is not None:
         if not rows:
-            raise InvalidArgument("--fit-on", str(fit_on), "at least one row with both times")
-        tested = [one for part in read_table(test_on, "--test-on") for one in part]
+            allowed = f"at least one row with both times{table.shortage}"
+            raise InvalidArgument("--fit-on", str(fit_on), allowed)
+        others = read_table(test_on, "--test-on")
+        tested, damaged["--test-on"] = [*others.rows, *others.unmeasured], others.damaged
+        if not tested:
+            raise InvalidArgument("--test-on", str(test_on), f"at least one row{others.shortage}")
     elif len(rows) < 2:
-        allowed = "at least 2 rows with both times, or used with --test-on"
+        allowed = f"at least 2 rows with both times, or used with --test-on{table.shortage}"
         raise InvalidArgument("--fit-on", str(fit_on), allowed)
     else:
         random.shuffle(rows)
@@ -127,7 +137,7 @@ def _halves(fit_on: Path, test_on: Path | None, seed: int) -> _Halves:
         rows = rows[: len(rows) // 2]
     fitted = rows if len(rows) <= MOST_ROWS else random.sample(rows, MOST_ROWS)
     num_unmeasured = len(table.unmeasured) if test_on is not None else 0
-    return _Halves(fitted, tested, num_unmeasured + len(rows) - len(fitted))
+    return _Halves(fitted, tested, num_unmeasured + len(rows) - len(fitted), damaged)
 
 
 # --- a run
@@ -224,23 +234,28 @@ def _requests_of(run: EngineRun, predicted: EngineTimes, is_known: Any) -> list[
 
 
 def _grade_rows(halves: _Halves, seed: int) -> tuple[dict[str, Any], list[PlainTable]]:
-    rows, tested, num_left_out = halves
-    measured = [row for row in tested if row.has_both_times]
+    rows, tested, num_left_out, damaged = halves
     predictor = RowPredictor(rows, seed)
     predictions = predictor.predict(tested)
-    fitted_times = {_times_of(row) for row in rows}
+    fitted = {row.measurement for row in rows}
+    num_same = sum(row.measurement in fitted for row in tested)
+    measured = [row for row in tested if row.has_both_times and row.measurement not in fitted]
 
     def standing(row: MeasuredRow) -> str:
-        return SAME if _times_of(row) in fitted_times else predictor.novelty(row)
+        return SAME if row.measurement in fitted else predictor.novelty(row)
 
-    labels: dict[str, Callable[[MeasuredRow], str]] = {
-        "all": lambda row: "all",
-        **{column: partial(MeasuredRow.named, column=column) for column in GROUPS},
-        "what the fit has seen": standing,
-    }
+    def held_out(label: Callable[[MeasuredRow], str]) -> Callable[[MeasuredRow], str | None]:
+        return lambda row: None if row.measurement in fitted else label(row)
+
+    def errors(label: Callable[[MeasuredRow], str | None]) -> dict[str, dict[str, GroupError]]:
+        return {name: group_errors(tested, predictions[name], name, label) for name in TARGETS}
+
+    every = errors(lambda _: "all")
+    unseen = errors(held_out(lambda _: HELD_OUT)) if num_same else {}
     groups = {
-        title: {name: group_errors(tested, predictions[name], name, label) for name in TARGETS}
-        for title, label in labels.items()
+        "all": {name: found | unseen.get(name, {}) for name, found in every.items()},
+        **{column: errors(held_out(partial(MeasuredRow.named, column=column))) for column in GROUPS},
+        "what the fit has seen": errors(standing),
     }
 
     def draw(cell: list[MeasuredRow]) -> tuple[Any, Any]:
@@ -254,9 +269,10 @@ def _grade_rows(halves: _Halves, seed: int) -> tuple[dict[str, Any], list[PlainT
         "num_fitted": len(rows),
         "num_predicted": len(tested),
         "num_graded": sum(not (math.isnan(row.ttft_s) and math.isnan(row.tpot_s)) for row in tested),
-        "num_without_a_time": len(tested) - len(measured),
+        "num_without_a_time": sum(not row.has_both_times for row in tested),
         "num_left_out": num_left_out,
-        "num_same_measurement": sum(standing(row) == SAME for row in tested),
+        "num_damaged": sum(map(len, damaged.values())),
+        "num_same_measurement": num_same,
         "errors": {
             column: {name: msgspec.to_builtins(found) for name, found in targets.items()}
             for column, targets in groups.items()
@@ -265,6 +281,9 @@ def _grade_rows(halves: _Halves, seed: int) -> tuple[dict[str, Any], list[PlainT
         "notes": (notes := _notes(halves)),
         "rows": _rows_of(tested, predictions, standing),
     }
+    if num_same:
+        which = f"{num_same} of {len(tested)} predicted rows are measurements that the fit has, too"
+        notes = [*notes, f"{which}: of all, only '{HELD_OUT}' and the tables below are without them."]
     tables = [_error_table(column, targets, notes) for column, targets in groups.items()]
     tables.append(_choice_table(choices[""], choices["_with_cards"]))
     return document, tables
@@ -272,7 +291,11 @@ def _grade_rows(halves: _Halves, seed: int) -> tuple[dict[str, Any], list[PlainT
 
 def _notes(halves: _Halves) -> list[str]:
     """What the rows lack, so that they or their predictions say less."""
-    notes = []
+    notes = [
+        f"{len(some)} rows of {option} are damaged and left out: {first_of(some)}."
+        for option, some in halves.damaged.items()
+        if some
+    ]
     if halves.num_left_out:
         notes.append(f"{halves.num_left_out} rows of --fit-on lack a time or are too many: left out.")
     if lacking := sum(not row.has_both_times for row in halves.tested):
@@ -289,11 +312,6 @@ def _notes(halves: _Halves) -> list[str]:
             which = f"{lacking} of {len(some)} {verb} rows"
             notes.append(f"{which} have a card or a model of which no facts are known: intervals are wide.")
     return notes
-
-
-def _times_of(row: MeasuredRow) -> tuple[str, str, float, float]:
-    """Two rows that agree in it are one measurement: no two have nine digits in common by chance."""
-    return row.named("architecture"), row.named("system"), round(row.ttft_s, 9), round(row.tpot_s, 9)
 
 
 def _choices_of(choices: list[ModeChoice]) -> dict[str, Any]:

@@ -28,6 +28,7 @@ from mooncake.sim.silicon.physical_estimates import (
     bytes_per_weight,
     card_facts,
     decode_step_s,
+    known_precision,
     model_facts,
     prefill_s,
 )
@@ -67,6 +68,8 @@ ESTIMATES = (
 TARGETS = ("ttft", "tpot")
 MOST_ROWS = 8_000
 """Rows to fit on: a fit needs memory with the square of them, and time with the cube."""
+NAMED = 3
+"""Damaged rows that a message names."""
 ASSUMED_CONCURRENCY = 32.0
 """Requests at once of a row that states no number: the median of published rows."""
 _MODES = {
@@ -78,9 +81,10 @@ _MODES = {
 """A mode as files spell it, and its name."""
 _ENGINES = {"tensorrtllm": "trtllm", "trtllm": "trtllm", "vllm": "vllm", "sglang": "sglang"}
 """The same of engines, without what is neither letter nor digit."""
-_PRECISIONS = ("fp4", "fp8", "int4", "int8", "bf16", "fp16")
 _MOST = 1e9
 """Nothing that a row counts is more: such a number is damage."""
+_MOST_SHOWN = 40
+"""Characters of a damaged cell that a message shows."""
 _MOST_REQUESTS = 1e6
 """The same of requests at once."""
 
@@ -130,6 +134,13 @@ class MeasuredRow(msgspec.Struct, frozen=True):
         return self.named("concurrency_basis") == "stated"
 
     @property
+    def measurement(self) -> tuple[object, ...]:
+        """Two rows that agree in it are one measurement, whatever their ids: no two have nine digits in
+        common by chance."""
+        times = round(self.ttft_s, 9), round(self.tpot_s, 9)
+        return self.named("architecture"), self.named("system"), *times
+
+    @property
     def cell(self) -> tuple[object, ...]:
         """What is equal in rows that are compared: all but the mode and the engine's cards and load."""
         return (
@@ -160,6 +171,24 @@ class MeasuredTable(NamedTuple):
     "Those with both times."
     unmeasured: list[MeasuredRow]
     "Those without a measured TTFT or TPOT: they can be predicted, not fitted on."
+    damaged: list[str]
+    "Those with a cell that cannot be read: line, column and value of each."
+
+    @property
+    def shortage(self) -> str:
+        """How many rows cannot be fitted on, and why, behind a refusal of what remains; empty: none."""
+        reasons = []
+        if self.unmeasured:
+            reasons.append(f"{len(self.unmeasured)} rows lack a time")
+        if self.damaged:
+            reasons.append(f"{len(self.damaged)} rows are damaged: {first_of(self.damaged)}")
+        return f" ({'; '.join(reasons)})" if reasons else ""
+
+
+def first_of(damaged: Sequence[str]) -> str:
+    """The first of them, and how many more there are."""
+    more = f"; and {len(damaged) - NAMED} more" if len(damaged) > NAMED else ""
+    return "; ".join(damaged[:NAMED]) + more
 
 
 def card_name(system: str) -> str:
@@ -175,19 +204,19 @@ def engine_name(engine: str) -> str:
 
 
 def precision_name(precision: str) -> str:
-    """One name of a precision, whatever its scales are ("NVFP4", "fp8_block"); an unknown one in lower
-    case."""
-    text = precision.strip().lower()
-    return next((one for one in _PRECISIONS if one in text), text)
+    """One name of the weights' precision, whatever its scales are ("NVFP4", "fp8_block"); an unknown one in
+    lower case."""
+    return known_precision(precision) or precision.strip().lower()
 
 
 def read_table(path: Path, origin: str = "rows") -> MeasuredTable:
-    """Rows of a CSV file, which may be compressed with gzip; semicolons or tabs may separate its cells.
+    """Rows of a CSV file, which may be compressed with gzip; semicolons or tabs may separate its cells. A row
+    with a cell that cannot be read is kept apart: one of them is no reason to refuse thousands of others.
 
     Errors name ``origin``, the option that gave the path.
 
     Raises:
-        InvalidArgument: it is no such file, a row of it is damaged, or it has no rows.
+        InvalidArgument: it is no such file, or it has no rows.
     """
     try:
         content = path.read_bytes()
@@ -207,22 +236,26 @@ def read_table(path: Path, origin: str = "rows") -> MeasuredTable:
         raise InvalidArgument(origin, str(path), allowed)
     if not rows:
         raise InvalidArgument(origin, str(path), "a file with at least one row")
-    found = [
-        _row(_Cells(_Place(origin, path, line, number), fields))
-        for number, (line, fields) in enumerate(rows, 1)
-    ]
-    return MeasuredTable(
-        [row for row in found if row.has_both_times], [row for row in found if not row.has_both_times]
-    )
+    table = MeasuredTable([], [], [])
+    for number, (line, fields) in enumerate(rows, 1):
+        try:
+            row = _row(_Cells(f"line {line}, row {number}", number, fields))
+        except _DamagedRow as error:
+            table.damaged.append(str(error))
+        else:
+            (table.rows if row.has_both_times else table.unmeasured).append(row)
+    return table
 
 
 def read_rows(path: Path, origin: str = "rows") -> list[MeasuredRow]:
     """Those with both times, which can be fitted on.
 
     Raises:
-        InvalidArgument: as ``read_table``, or it has none or too many.
+        InvalidArgument: as ``read_table``, a row is damaged, or it has none or too many.
     """
     table = read_table(path, origin)
+    if table.damaged:
+        raise InvalidArgument(origin, str(path), f"readable: {table.damaged[0]}")
     if not table.rows:
         allowed = f"a file with at least one row with both times, not {len(table.unmeasured)} without"
         raise InvalidArgument(origin, str(path), allowed)
@@ -247,26 +280,18 @@ _CONCURRENCY = re.compile(r"silicon_concurrency=(\d+(?:\.\d+)?)|(?:^|_)c(\d{1,6}
 """As a row's source or its id states it."""
 
 
-class _Place(NamedTuple):
-    """Where a row stands."""
-
-    origin: str
-    path: Path
-    line: int
-    "As editors count it."
-    number: int
-
-    def __str__(self) -> str:
-        return f"line {self.line}, row {self.number}"
+class _DamagedRow(ValueError):
+    """A row with a cell that cannot be read: its place, column and value."""
 
 
 class _Cells:
-    """The cells of one row, with refusals that name it and the column."""
+    """The cells of one row, with errors that name it and the column."""
 
-    def __init__(self, place: _Place, fields: dict[str | None, Any]) -> None:
-        self._place, self._fields = place, fields
+    def __init__(self, place: str, number: int, fields: dict[str | None, Any]) -> None:
+        """``place`` is the line, as editors count it, and the row's number."""
+        self._place, self._number, self._fields = place, number, fields
         if any(one.strip() for one in fields.get(None) or ()):
-            raise self._refused(f"readable: {place} has cells behind the last column")
+            raise _DamagedRow(f"{place} has cells behind the last column")
 
     def text(self, column: str) -> str:
         return (self._fields.get(column) or "").strip()
@@ -303,7 +328,7 @@ class _Cells:
 
     @property
     def id(self) -> str:
-        return self.text("id") or f"row {self._place.number}"
+        return self.text("id") or f"row {self._number}"
 
     def _number_of(self, column: str, text: str) -> float:
         try:
@@ -314,12 +339,10 @@ class _Cells:
             raise self.damaged(column, f"a number from 0 to {_MOST:,.0f}")
         return value
 
-    def damaged(self, column: str, allowed: str, text: str | None = None) -> InvalidArgument:
+    def damaged(self, column: str, allowed: str, text: str | None = None) -> _DamagedRow:
         value = self.text(column) if text is None else text
-        return self._refused(f"readable: {self._place}, column {column}: {value!r} is not {allowed}")
-
-    def _refused(self, allowed: str) -> InvalidArgument:
-        return InvalidArgument(self._place.origin, str(self._place.path), allowed)
+        value = value if len(value) <= _MOST_SHOWN else f"{value[:_MOST_SHOWN]}..."
+        return _DamagedRow(f"{self._place}, column {column}: {value!r} is not {allowed}")
 
 
 class _Side(NamedTuple):

@@ -96,6 +96,21 @@ _SAME_MODEL = {"deepseek-r1": "deepseek-v3"}
 """A name and the one whose architecture it has."""
 _EXPERTS = re.compile(r"\d+b-\d+e(?![a-z0-9])")
 _SIZES = re.compile(r"(?<![a-z0-9.])(\d+(?:\.\d+)?)b(?:-a(\d+(?:\.\d+)?)b)?(?![a-z0-9])")
+_BYTES = {"fp4": 0.5, "int4": 0.5, "fp8": 1.0, "int8": 1.0, "bf16": 2.0, "fp16": 2.0, "fp32": 4.0}
+_PRECISIONS = tuple(
+    (re.compile(pattern), name)
+    for pattern, name in (
+        ("fp4|float4|e2m1", "fp4"),
+        (r"w4a|u?int4|nf4|(?<!\d)4[-_]?bit|(?<![a-z0-9])q4_", "int4"),  # W4A8 has weights of 4 bits
+        ("fp8|float8|e4m3|e5m2", "fp8"),
+        (r"w8a|u?int8|(?<!\d)8[-_]?bit|(?<![a-z0-9])q8_|smooth-?quant", "int8"),
+        ("awq|gptq", "int4"),  # methods: of 4 bits where the name says no other number
+        ("bf16|bfloat16", "bf16"),
+        (r"fp16|float16|(?<![a-z0-9])f16|(?<!\d)16[-_]?bit|w16a", "fp16"),
+        (r"fp32|float32|(?<!\d)32[-_]?bit", "fp32"),
+    )
+)
+"""Patterns of names, and the precision of the weights that they mean; the first one that is found counts."""
 
 
 def card_facts(system: str) -> CardFacts | None:
@@ -127,13 +142,16 @@ def model_facts(path: str) -> ModelFacts | None:
     return ModelFacts(text, total, min(active, total), num_layers, num_layers * 8 * 128 * 2 * 2)
 
 
+def known_precision(text: str) -> str | None:
+    """The precision of the weights that a name contains ("nvfp4", "w4a16", "Qwen3-32B-AWQ"), in one of the
+    names of ``_BYTES``; None: it says none."""
+    return next((name for pattern, name in _PRECISIONS if pattern.search(text.lower())), None)
+
+
 def bytes_per_weight(precision: str, path: str = "") -> float:
     """By the name of a precision, else by what the model's path says; two where neither does."""
-    for text in (precision.lower(), path.lower()):
-        for name, size in (("fp4", 0.5), ("int4", 0.5), ("fp8", 1.0), ("int8", 1.0), ("16", 2.0)):
-            if name in text:
-                return size
-    return 2.0
+    name = known_precision(precision) or known_precision(path)
+    return _BYTES[name] if name is not None else 2.0
 
 
 def decode_step_s(

@@ -38,6 +38,7 @@ from mooncake.sim.silicon.physical_estimates import (
     ModelFacts,
     bytes_per_weight,
     card_facts,
+    known_precision,
     model_facts,
 )
 from mooncake.sim.silicon.row_prediction import RowPredictor, TimePrediction
@@ -49,7 +50,6 @@ DRAM_BYTES, NIC_BYTES_PER_S, NIC_LATENCY_S = 256e9, 23.75e9, 0.0005
 SSD_BYTES_PER_S, LOAD_BYTES_PER_S = 6.5e9, 32e9
 """Per card, as the built-in nodes have."""
 _FORM = re.compile(r"(?P<file>.+?\.csv(?:\.gz)?):(?P<model>[^@]+)@(?P<system>[^/]+)(?P<rest>(?:/[^/]+){0,3})")
-_PRECISION = re.compile(r"(?:nv|mx)?fp(?:4|8|16)|bf16|int[48]")
 _NUM_GPUS = re.compile(r"tp(\d{1,4})")
 _ALONE = tuple((num_input, 1024.0, 1.0) for num_input in (512.0, 1024.0, 2048.0, 4096.0, 8192.0))
 """Input tokens, output tokens and concurrency at which the time to first token is asked for."""
@@ -86,7 +86,7 @@ class RowCosts(msgspec.Struct, frozen=True):
         for part in match["rest"].split("/")[1:]:
             if number := _NUM_GPUS.fullmatch(part):
                 num_gpus = int(number[1])
-            elif _PRECISION.fullmatch(part):
+            elif known_precision(part) is not None:
                 precision = part
             else:
                 engine = part

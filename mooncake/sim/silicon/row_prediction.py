@@ -375,15 +375,16 @@ def group_errors(
     rows: Sequence[MeasuredRow],
     prediction: TimePrediction,
     target: str,
-    label: Callable[[MeasuredRow], str] = lambda row: "all",
+    label: Callable[[MeasuredRow], str | None] = lambda row: "all",
 ) -> dict[str, GroupError]:
-    """By the label of each row; rows without a measured time are not graded."""
+    """By the label of each row; rows without a label (None) or a measured time are not graded."""
     measured = np.array([getattr(row, f"{target}_s") for row in rows])
     errors = np.abs(prediction.seconds / measured - 1)
     low, high = prediction.interval()
-    is_graded = ~np.isnan(measured)
+    names = [label(row) for row in rows]
+    is_graded = ~np.isnan(measured) & np.array([name is not None for name in names], dtype=bool)
     is_within = (measured >= low) & (measured <= high)
-    labels = np.array([label(row) or "unnamed" for row in rows])
+    labels = np.array([name or "unnamed" for name in names])
     return {
         str(name): GroupError(
             int(of.sum()),

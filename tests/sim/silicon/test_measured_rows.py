@@ -14,6 +14,7 @@ from mooncake.sim.silicon.measured_rows import (
     MOST_ROWS,
     card_name,
     engine_name,
+    first_of,
     precision_name,
     read_rows,
     read_table,
@@ -169,6 +170,27 @@ def test_one_thing_has_one_name_however_it_is_spelled(tmp_path: Path) -> None:
     assert len({row.estimates for row in rows}) == 1 and rows[0].is_disaggregated
     assert card_name("Abacus") == "abacus" and engine_name(" My-Engine") == "my-engine"
     assert [precision_name(one) for one in ("NVFP4", "int4_wo", "Odd", "")] == ["fp4", "int4", "odd", ""]
+
+
+def test_methods_of_quantization_are_named_by_their_precision() -> None:
+    for name, spellings in {
+        "int4": "AWQ gptq w4a16 int4",
+        "fp4": "mxfp4 nvfp4",
+        "fp8": "fp8_e4m3 FP8-E5M2",
+        "int8": "w8a8 smoothquant",
+    }.items():
+        assert {precision_name(one) for one in spellings.split()} == {name}
+
+
+def test_damaged_rows_are_kept_apart(tmp_path: Path) -> None:
+    rows = [row_of(), row_of(isl="x" * 99), row_of(silicon_ttft_ms=""), row_of(mode="both")]
+    table = read_table(write_rows(tmp_path / "rows.csv", rows))
+    assert (len(table.rows), len(table.unmeasured)) == (1, 1)
+    assert table.damaged == [
+        f"line 3, row 2, column isl: '{'x' * 40}...' is not a number from 0 to 1,000,000,000",
+        "line 5, row 4, column mode: 'both' is not agg or disagg",
+    ]
+    assert first_of(list("abcde")) == "a; b; c; and 2 more" and first_of(list("abc")) == "a; b; c"
 
 
 def test_a_disaggregated_prompt_is_estimated_without_the_wait_for_unstated_workers(tmp_path: Path) -> None:

@@ -46,6 +46,24 @@ def test_weights_have_the_size_of_their_precision() -> None:
     assert [bytes_per_weight(*one) for one in given] == [1, 0.5, 0.5, 2, 1, 2]
 
 
+@pytest.mark.parametrize(
+    ("size", "names"),
+    [
+        (
+            0.5,
+            "mxfp4 nvfp4 MXFP4 int4 int4_wo w4a16 w4a8 W4AFP8 awq awq_marlin gptq GPTQ-Int4 nf4 4bit q4_k_m",
+        ),
+        (1.0, "fp8 fp8_e4m3 fp8-e5m2 e4m3 mxfp8 fp8_block w8a8 w8a16 int8 int8_wo gptq-int8 8bit q8_0"),
+        (2.0, "bf16 bfloat16 fp16 float16 w16a16 half unheard-of 14bit"),
+        (4.0, "fp32 float32"),
+    ],
+)
+def test_a_precision_has_its_size_however_it_is_spelled(size: float, names: str) -> None:
+    for name in names.split():
+        assert bytes_per_weight(name) == size, name
+        assert bytes_per_weight("", f"maker/Model-7B-{name}") == size, name
+
+
 def test_steps_follow_the_roofline() -> None:
     dense, mixture, card = model_facts("Llama-3.1-70B"), model_facts("DeepSeek-V3"), card_facts("h200")
     assert dense and mixture and card

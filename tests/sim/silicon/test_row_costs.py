@@ -101,6 +101,11 @@ def test_what_nothing_is_known_of_is_refused(table: Path, text: str, named: str)
         name.costs()
 
 
+def test_a_precision_may_be_a_method_of_quantization() -> None:
+    name = RowCosts.parse("rows.csv:m@h100/w8a8/vllm/tp2")
+    assert name == RowCosts("rows.csv", "m", "h100", "vllm", "w8a8", 2)
+
+
 def test_other_names_are_not_of_rows() -> None:
     assert RowCosts.parse("llama3-70b-8xH100") is None
     with pytest.raises(InvalidArgument, match=r"FILE\.csv:MODEL@SYSTEM"):

@@ -1,0 +1,103 @@
+# SPDX-License-Identifier: Apache-2.0
+"""``mooncake grade`` on files that are not as they should be."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from random import Random
+from typing import Any
+
+import pytest
+
+from mooncake.cli.simulation.grade import grade_command
+from mooncake.errors import InvalidArgument
+from tests.sim.silicon.row_table import fields_of, write_rows
+
+
+def grade(capsys: pytest.CaptureFixture[str], **options: Any) -> dict[str, Any]:
+    """The printed JSON."""
+    grade_command(
+        options.pop("run_folder", None),
+        options.pop("share", None),
+        options.pop("fit_on", None),
+        options.pop("test_on", None),
+        options.pop("seed", 0),
+        True,
+    )
+    assert not options
+    found: dict[str, Any] = json.loads(capsys.readouterr().out)
+    return found
+
+
+def fields(num_rows: int, seed: int = 5) -> list[dict[str, object]]:
+    random = Random(seed)
+    return [fields_of(random, number) for number in range(num_rows)]
+
+
+def test_damaged_rows_are_left_out_counted_and_named(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    rows = fields(40)
+    whole = write_rows(tmp_path / "whole.csv", rows)
+    damage = [("isl", "many"), ("osl", ""), ("isl", "nan"), ("silicon_tpot_ms", "-3"), ("osl", "inf")]
+    wrong = [{**rows[number], column: value} for number, (column, value) in enumerate(damage)]
+    some = write_rows(tmp_path / "some.csv", [*rows[:20], *wrong, *rows[20:]])
+    expected, found = (grade(capsys, fit_on=whole, test_on=file) for file in (whole, some))
+    assert (expected["num_damaged"], found["num_damaged"], found["num_predicted"]) == (0, 5, 40)
+    (note,) = found["notes"]
+    assert note.startswith("5 rows of --test-on are damaged and left out: line 22, row 21, column isl: 'm")
+    assert "column osl: ''" in note and note.endswith("; and 2 more.") and "silicon_tpot_ms" not in note
+    fitted = grade(capsys, fit_on=some, test_on=whole)
+    assert (fitted["num_fitted"], fitted["num_damaged"]) == (40, 5)
+    assert [one["tpot_s"] for one in fitted["rows"]] == [one["tpot_s"] for one in expected["rows"]]
+
+
+def test_a_table_without_a_usable_row_is_refused_with_the_reason(tmp_path: Path) -> None:
+    rows = fields(3)
+    whole = write_rows(tmp_path / "whole.csv", rows)
+    damaged = write_rows(tmp_path / "damaged.csv", [one | {"isl": "many"} for one in rows])
+    blank = write_rows(tmp_path / "blank.csv", [rows[0] | {"silicon_ttft_ms": ""}, rows[1] | {"osl": "x"}])
+    for option, files, reason in (
+        ("--fit-on", (damaged, whole), "3 rows are damaged: line 2, row 1, column isl: 'many'"),
+        ("--test-on", (whole, damaged), "3 rows are damaged: line 2, row 1, column isl: 'many'"),
+        ("--fit-on", (damaged, None), "3 rows are damaged"),
+        ("--fit-on", (blank, whole), "1 rows lack a time; 1 rows are damaged: line 3, row 2, column osl"),
+    ):
+        with pytest.raises(InvalidArgument) as error:
+            grade_command(None, None, *files)
+        assert str(error.value).startswith(f"{option} is ") and reason in str(error.value)
+
+
+def test_a_measurement_that_is_fitted_is_not_held_out(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    rows = fields(60)
+    fit_on = write_rows(tmp_path / "fit.csv", rows[:40])
+    again = [{**one, "id": f"again {one['id']}"} for one in rows[:20]]
+    found = grade(capsys, fit_on=fit_on, test_on=write_rows(tmp_path / "test.csv", [*again, *rows[40:]]))
+    apart = grade(capsys, fit_on=fit_on, test_on=write_rows(tmp_path / "apart.csv", rows[40:]))
+    assert (found["num_same_measurement"], apart["num_same_measurement"]) == (20, 0)
+    for name in ("ttft", "tpot"):
+        every = found["errors"]["all"][name]
+        assert (every["all"]["num_rows"], every["held out"]["num_rows"]) == (40, 20)
+        assert every["held out"] == apart["errors"]["all"][name]["all"]
+        assert "held out" not in apart["errors"]["all"][name]
+        for group in ("model_path", "mode"):
+            assert found["errors"][group][name] == apart["errors"][group][name]
+    assert [found[one] for one in ("mode", "mode_with_cards")] == [
+        apart[one] for one in ("mode", "mode_with_cards")
+    ]
+
+
+def test_random_halves_say_what_both_have(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    rows = fields(30)
+    again = [{**one, "id": f"again {one['id']}"} for one in rows]
+    found = grade(capsys, fit_on=write_rows(tmp_path / "rows.csv", [*rows, *again]))
+    predicted = {one["id"].removeprefix("again ") for one in found["rows"]}
+    num_same = 2 * len(predicted) - 30  # the other row of each of these is fitted on
+    assert 0 < found["num_same_measurement"] == num_same < 30
+    assert found["errors"]["all"]["tpot"]["held out"]["num_rows"] == 30 - num_same
+    grade_command(None, None, tmp_path / "rows.csv")
+    printed = " ".join(capsys.readouterr().out.split())
+    assert f"{num_same} of 30 predicted rows are measurements that the fit has, too" in printed
