@@ -22,7 +22,16 @@ import typer
 from mooncake.cli.output import wide_console
 from mooncake.cli.simulation.report import PlainTable
 from mooncake.errors import InvalidArgument
-from mooncake.sim.silicon.engine_run import EngineRun, EngineTimes, fit_engine, graded, simulate_engines
+from mooncake.sim.silicon.engine_run import (
+    TIME_UNITS,
+    EngineRun,
+    EngineTimes,
+    fit_engine,
+    fitted_share,
+    graded,
+    refit_engine,
+    simulate_engines,
+)
 from mooncake.sim.silicon.measured_rows import (
     ASSUMED_CONCURRENCY,
     MOST_ROWS,
@@ -42,7 +51,9 @@ HELD_OUT = "held out"
 """Label of all other rows, where there are such."""
 NUM_DRAWS = 400
 LONGEST_RUN_S = 86_400.0
-"""A run that took longer was most likely recorded in milliseconds or nanoseconds."""
+"""A run that took longer was most likely not recorded in seconds."""
+LONG_TOKEN_S = 1.0
+"""The same of a median time per token, which is too short to be sure."""
 
 
 def grade_command(
@@ -144,26 +155,29 @@ def _halves(fit_on: Path, test_on: Path | None, seed: int) -> _Halves:
 
 
 def _grade_run(run: EngineRun, share: float, seed: int) -> tuple[dict[str, Any], list[PlainTable]]:
-    numbers = [number for number, at in enumerate(run.measured.last_token_s) if not np.isnan(at)]
-    Random(seed).shuffle(numbers)
-    is_known = np.zeros(len(run.load.ids), dtype=bool)
-    # Where some requests have no times, those are to be predicted, and the fit may see all others.
-    has_blanks = len(numbers) < len(is_known)
-    is_known[numbers if has_blanks else numbers[: round(share * len(numbers))]] = True
+    is_known, has_times = fitted_share(run, share, Random(seed)), run.has_times
     fit = fit_engine(run, is_known)
     predicted = simulate_engines(fit.costs, fit.limits, run.load)
+    num_blank = int((~has_times).sum())
+    if num_blank:
+        # What has no times is not graded, so its prediction may come from all that have.
+        whole = refit_engine(run, has_times, fit)
+        predicted = predicted.where(has_times, simulate_engines(whole.costs, whole.limits, run.load))
     times = {
         name: (getattr(predicted, f"{name}_s")(run.load), getattr(run.measured, f"{name}_s")(run.load))
         for name in MEASURES
     }
-    is_graded = is_known if has_blanks else ~is_known
+    is_graded = has_times & ~is_known
     errors = {name: graded(ours[is_graded], theirs[is_graded]) for name, (ours, theirs) in times.items()}
     document = {
         "run": run.name,
         "num_fitted": int(is_known.sum()),
         "num_graded": int(is_graded.sum()),
         "num_left_out": run.num_left_out,
-        "graded_were_fitted": has_blanks,
+        "num_without_times": num_blank,
+        "num_repeated": run.num_repeated,
+        "num_shared_ids": run.num_shared_ids,
+        "time_unit": run.time_unit,
         "costs": msgspec.to_builtins(fit.costs),
         "limits": msgspec.to_builtins(fit.limits),
         "default_limits": list(run.default_limits),
@@ -188,16 +202,9 @@ def _grade_run(run: EngineRun, share: float, seed: int) -> tuple[dict[str, Any],
         for statistic, one in found.items()
     ]
     caption = (
-        f"{is_graded.sum()} requests, {'which' if has_blanks else 'none of which'} the fit has seen; "
-        f"fitted on {is_known.sum()}. KV memory limit: {fit.limits.kv_tokens or 'none reached'}. "
-        f"{_limits_of(run)}"
+        f"{is_graded.sum()} requests, none of which the fit has seen; fitted on {is_known.sum()}. "
+        f"KV memory limit: {fit.limits.kv_tokens or 'none reached'}. {_limits_of(run)}{_oddities_of(run)}"
     )
-    if has_blanks:
-        caption += f" Requests without times: {len(is_known) - len(numbers)}; --json predicts them."
-    if run.span_s > LONGEST_RUN_S:
-        caption += f" The run takes {run.span_s / 86_400:,.0f} days: are its times in seconds?"
-    if run.num_left_out:
-        caption += f" {run.num_left_out} requests of the file had no answer and are left out."
     headings = ("", "measured ms", "predicted ms", "error")
     return document, [PlainTable(run.name, headings, rows, caption)]
 
@@ -209,6 +216,31 @@ def _limits_of(run: EngineRun) -> str:
         for name in ("max_num_seqs", "max_num_batched_tokens")
     )
     return f"Limits: {', '.join(named)}."
+
+
+def _oddities_of(run: EngineRun) -> str:
+    """What of the file is not as it should be, and what was made of it."""
+    found = []
+    if num_blank := int((~run.has_times).sum()):
+        found.append(f"Requests without times: {num_blank}; --json predicts them. They are not graded.")
+    factor = 1000 ** TIME_UNITS.index(run.time_unit)
+    days, token_s = run.span_s * factor / 86_400, run.median_token_s * factor
+    if factor > 1:
+        found.append(
+            f"As written, a token takes {token_s:,.0f} s and the run {days:,.1f} days: are its times in "
+            f"seconds? They are taken as {run.time_unit}."
+        )
+    elif run.span_s > LONGEST_RUN_S:
+        found.append(f"The run takes {days:,.0f} days: are its times in seconds?")
+    elif token_s > LONG_TOKEN_S:
+        found.append(f"A token takes {token_s:,.1f} s: are the run's times in seconds?")
+    if run.num_left_out:
+        found.append(f"{run.num_left_out} requests of the file had no answer and are left out.")
+    if run.num_repeated:
+        found.append(f"{run.num_repeated} lines repeat an earlier one word for word and are left out.")
+    if run.num_shared_ids:
+        found.append(f"{run.num_shared_ids} requests have the id of another: each is a request of its own.")
+    return "".join(f" {one}" for one in found)
 
 
 def _requests_of(run: EngineRun, predicted: EngineTimes, is_known: Any) -> list[dict[str, Any]]:

@@ -19,6 +19,7 @@ import zlib
 from collections import deque
 from collections.abc import Callable, Sequence
 from pathlib import Path
+from random import Random
 from typing import Annotated, Self
 
 import msgspec
@@ -31,6 +32,10 @@ from mooncake.errors import InvalidArgument
 Floats = NDArray[np.float64]
 
 NUM_TERMS = 7
+LONGEST_TOKEN_S = 5.0
+"""A run whose median time per token is more is not in seconds: no engine that serves users is so slow."""
+TIME_UNITS = ("s", "ms", "us", "ns")
+"""Each a thousandth of the one before."""
 SAME_LOSS = 1e-4
 """Relative difference of a simplex's values at which it has arrived."""
 
@@ -92,6 +97,13 @@ class EngineTimes(msgspec.Struct, frozen=True):
     def latency_s(self, load: EngineLoad) -> Floats:
         return self.last_token_s - load.queued_s
 
+    def where(self, is_kept: NDArray[np.bool_], other: Self) -> Self:
+        """These times where kept, shape (n,), elsewhere those of ``other``."""
+        return type(self)(
+            np.where(is_kept, self.first_token_s, other.first_token_s),
+            np.where(is_kept, self.last_token_s, other.last_token_s),
+        )
+
 
 class EngineRun(msgspec.Struct, frozen=True):
     """A recorded run: LLMServingSim's ``requests.jsonl`` and ``meta.json``."""
@@ -105,6 +117,27 @@ class EngineRun(msgspec.Struct, frozen=True):
     "Requests of the file without an answer: refused or aborted."
     default_limits: tuple[str, ...] = ()
     "Limits that the run does not state: the engine's own defaults stand for them."
+    num_repeated: int = 0
+    "Lines of the file that an earlier line says word for word: the same request, which is read once."
+    time_unit: str = "s"
+    "One of ``TIME_UNITS``: that of the file's times, by what a token takes; here, all are in seconds."
+
+    @property
+    def has_times(self) -> NDArray[np.bool_]:
+        """Which requests have both times, of shape (n,): others are part of the load, and no more."""
+        return ~np.isnan(self.measured.first_token_s) & ~np.isnan(self.measured.last_token_s)
+
+    @property
+    def median_token_s(self) -> float:
+        """Of the times per token that are known; 0: none is."""
+        token_s = self.measured.tpot_s(self.load)
+        token_s = token_s[~np.isnan(token_s)]
+        return float(np.median(token_s)) if len(token_s) else 0.0
+
+    @property
+    def num_shared_ids(self) -> int:
+        """Requests whose id an earlier one has: an id is a name, so they are requests of their own."""
+        return len(self.load.ids) - len(set(self.load.ids))
 
     @property
     def span_s(self) -> float:
@@ -119,6 +152,8 @@ class EngineRun(msgspec.Struct, frozen=True):
         file = next((file for file in files if file.is_file()), files[0])
         lines = _text(folder, file).splitlines()
         found = [(number, _row(folder, number, line)) for number, line in enumerate(lines, 1) if line.strip()]
+        num_lines = len(found)
+        found = list({repr(row): (number, row) for number, row in reversed(found)}.values())[::-1]
         answered = [(number, row) for number, row in found if row.output_toks]
         arrival = _clock_of_arrivals([row for _, row in answered])
         for number, row in answered:
@@ -140,7 +175,25 @@ class EngineRun(msgspec.Struct, frozen=True):
         ]
         name = meta.model or folder.name
         limits, defaults = _limits(meta)
-        return cls(name, load, EngineTimes(*times), limits, len(found) - len(rows), defaults)
+        num_repeated, num_left_out = num_lines - len(found), len(found) - len(rows)
+        run = cls(name, load, EngineTimes(*times), limits, num_left_out, defaults, num_repeated)
+        return run._in_seconds()
+
+    def _in_seconds(self) -> Self:
+        """The run, whose times are as the file has them, in seconds."""
+        place, median = 0, self.median_token_s
+        while median / 1000**place > LONGEST_TOKEN_S and place < len(TIME_UNITS) - 1:
+            place += 1
+        if not place:
+            return self
+        times = (self.load.queued_s, self.measured.first_token_s, self.measured.last_token_s)
+        queued_s, first_s, last_s = (one / 1000**place for one in times)
+        return msgspec.structs.replace(
+            self,
+            load=msgspec.structs.replace(self.load, queued_s=queued_s),
+            measured=EngineTimes(first_s, last_s),
+            time_unit=TIME_UNITS[place],
+        )
 
 
 REQUESTS_NAMES = ("requests.jsonl", "requests.jsonl.gz")
@@ -508,7 +561,7 @@ def fit_engine(run: EngineRun, is_known: NDArray[np.bool_]) -> EngineFit:
     Raises:
         InvalidArgument: fewer than eight of them have times.
     """
-    is_known = is_known & ~np.isnan(run.measured.first_token_s) & ~np.isnan(run.measured.last_token_s)
+    is_known = is_known & run.has_times
     if is_known.sum() < 2 * (NUM_TERMS - 3):
         raise InvalidArgument("requests", int(is_known.sum()), "at least 8 requests with measured times")
     unlimited = _fit(run, run.limits, is_known, _rough(run, is_known), 400)
@@ -522,6 +575,21 @@ def fit_engine(run: EngineRun, is_known: NDArray[np.bool_]) -> EngineFit:
     if is_reached and _limit_predicts(run, is_known, best.limits, unlimited):
         return best
     return unlimited
+
+
+def fitted_share(run: EngineRun, share: float, random: Random) -> NDArray[np.bool_]:
+    """Which requests the fit may see, of shape (n,): a random share of those with times, but not all of them,
+    so that others are left to be graded."""
+    numbers = np.flatnonzero(run.has_times).tolist()
+    random.shuffle(numbers)
+    is_known = np.zeros(len(run.load.ids), dtype=bool)
+    is_known[numbers[: min(round(share * len(numbers)), len(numbers) - 1)]] = True
+    return is_known
+
+
+def refit_engine(run: EngineRun, is_known: NDArray[np.bool_], fit: EngineFit) -> EngineFit:
+    """A fit to more requests, which begins with an earlier one and keeps its limits."""
+    return _fit(run, fit.limits, is_known & run.has_times, _logarithms(fit.costs), 100)
 
 
 def _best_limit(run: EngineRun, is_known: NDArray[np.bool_], unlimited: EngineFit) -> EngineFit:

@@ -101,3 +101,40 @@ def test_random_halves_say_what_both_have(tmp_path: Path, capsys: pytest.Capture
     grade_command(None, None, tmp_path / "rows.csv")
     printed = " ".join(capsys.readouterr().out.split())
     assert f"{num_same} of 30 predicted rows are measurements that the fit has, too" in printed
+
+
+def test_a_run_with_incomplete_requests_is_graded_on_what_the_fit_has_not_seen(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    free_at = 0.0
+    lines: list[dict[str, object]] = []
+    for number in range(40):
+        at, num_output = number * 500.0, 5 + number % 7
+        free_at = max(free_at, at) + 100.0 * (num_output + 1)
+        times = {"first_token_ts": free_at - 100.0 * (num_output - 1), "last_token_ts": free_at}
+        lengths = {"request_id": f"r{number % 39}", "input_toks": 10, "output_toks": num_output}
+        lines.append({**lengths, "queued_ts": at, **times})
+    lines[7]["last_token_ts"] = None
+    lines[8]["output_toks"] = 0
+    lines[9]["output_toks"] = None
+    lines.append(lines[10])
+    (tmp_path / "requests.jsonl").write_text("\n".join(map(json.dumps, lines)))
+    (tmp_path / "meta.json").write_text('{"engine_kwargs": {"max_num_seqs": 1}}')
+    found = grade(capsys, run_folder=tmp_path)
+    counts = [found[f"num_{name}"] for name in ("fitted", "graded", "left_out", "without_times", "repeated")]
+    assert counts == [18, 19, 2, 1, 1] and found["num_shared_ids"] == 1 and found["time_unit"] == "ms"
+    by_id = {one["request_id"]: one for one in found["requests"]}
+    assert by_id["r7"]["measured_latency_s"] is None and by_id["r7"]["predicted_latency_s"] > 0
+    assert not by_id["r7"]["fitted"]
+    assert abs(found["errors"]["tpot"]["mean"]["error"]) < 0.05
+    grade_command(tmp_path)
+    printed = " ".join(capsys.readouterr().out.split())
+    for said in (
+        "19 requests, none of which the fit has seen; fitted on 18.",
+        "Requests without times: 1; --json predicts them. They are not graded.",
+        "2 requests of the file had no answer and are left out.",
+        "1 lines repeat an earlier one word for word and are left out.",
+        "1 requests have the id of another: each is a request of its own.",
+        "They are taken as ms.",
+    ):
+        assert said in printed

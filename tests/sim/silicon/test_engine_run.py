@@ -18,8 +18,10 @@ from mooncake.sim.silicon.engine_run import (
     Floats,
     StepCosts,
     fit_engine,
+    fitted_share,
     graded,
     minimum,
+    refit_engine,
     simulate_engines,
 )
 
@@ -330,6 +332,88 @@ def test_grades_leave_out_what_is_unknown() -> None:
     errors = graded(np.array([1.1, 5.0, np.nan]), np.array([1.0, np.nan, 2.0]))
     assert errors["mean"].relative == pytest.approx(0.1)
     assert graded(np.array([np.nan]), np.array([1.0])) == {}
+
+
+def requests_of(load: EngineLoad, times: EngineTimes) -> list[dict[str, object]]:
+    """As a run's file has them."""
+    columns = zip(
+        load.ids,
+        load.num_input.tolist(),
+        load.num_output.tolist(),
+        (load.queued_s + 500).tolist(),
+        (times.first_token_s + 500).tolist(),
+        (times.last_token_s + 500).tolist(),
+        strict=True,
+    )
+    names = ("request_id", "input_toks", "output_toks", "queued_ts", "first_token_ts", "last_token_ts")
+    return [dict(zip(names, one, strict=True)) for one in columns]
+
+
+def test_requests_without_times_are_neither_fitted_on_nor_graded(tmp_path: Path) -> None:
+    load = busy_load(5, 40)
+    rows = requests_of(load, simulate_engines(COSTS, EngineLimits(), load))
+    rows[3]["last_token_ts"] = rows[4]["first_token_ts"] = None
+    del rows[5]["last_token_ts"]
+    write_run(tmp_path, rows, {})
+    run = EngineRun.read(tmp_path)
+    assert np.flatnonzero(~run.has_times).tolist() == [3, 4, 5] and len(run.load.ids) == 40
+    for share, num_fitted in ((0.5, 18), (0.99, 36), (0.01, 0)):
+        is_known = fitted_share(run, share, Random(1))
+        assert is_known.sum() == num_fitted and not is_known[[3, 4, 5]].any()
+    assert (fitted_share(run, 0.5, Random(1)) != fitted_share(run, 0.5, Random(2))).any()
+
+
+def test_a_fit_to_more_requests_begins_with_an_earlier_one() -> None:
+    load, limits = busy_load(1, 60), EngineLimits(16, 1024)
+    run = EngineRun("run", load, simulate_engines(COSTS, limits, load), limits)
+    is_known = np.arange(60) % 6 == 0
+    few = fit_engine(run, is_known)
+    more = refit_engine(run, run.has_times, few)
+    assert more.limits == few.limits
+    start = engine_run._loss(run, limits, run.has_times, few.costs)
+    assert more.loss < start and more.loss == engine_run._loss(run, limits, run.has_times, more.costs)
+
+
+def test_times_are_taken_from_either_prediction() -> None:
+    one, other = (EngineTimes(np.full(2, value), np.full(2, value + 1)) for value in (1.0, 5.0))
+    mixed = one.where(np.array([True, False]), other)
+    assert (mixed.first_token_s.tolist(), mixed.last_token_s.tolist()) == ([1.0, 5.0], [2.0, 6.0])
+
+
+def test_a_line_that_is_repeated_is_one_request_and_an_id_that_is_repeated_are_two(tmp_path: Path) -> None:
+    row = {**ROW, "first_token_ts": 2.0, "last_token_ts": 3.0}
+    write_run(tmp_path, [row, {**row, "queued_ts": 1.5}, row, {**row, "request_id": "b"}], {})
+    run = EngineRun.read(tmp_path)
+    assert run.load.ids == ["a", "b", "a"] and run.load.queued_s.tolist() == [0.0, 0.0, 0.5]
+    assert (run.num_repeated, run.num_shared_ids, run.num_left_out) == (1, 1, 0)
+    unnamed = {name: value for name, value in row.items() if name != "request_id"}
+    write_run(tmp_path, [unnamed, unnamed], {})
+    run = EngineRun.read(tmp_path)
+    assert (run.load.ids, run.num_repeated) == (["1", "2"], 0), "without ids, two requests may be alike"
+
+
+@pytest.mark.parametrize(("unit", "factor"), [("s", 1), ("ms", 1e3), ("us", 1e6), ("ns", 1e9)])
+def test_times_in_smaller_units_are_noticed_by_what_a_token_takes(
+    tmp_path: Path, unit: str, factor: float
+) -> None:
+    load = busy_load(6, 30)
+    measured = simulate_engines(COSTS, EngineLimits(), load)
+    rows = requests_of(load, measured)
+    names = ("queued_ts", "first_token_ts", "last_token_ts")
+    scaled = [{**row, **{name: factor * float(str(row[name])) for name in names}} for row in rows]
+    write_run(tmp_path, scaled, {})
+    run = EngineRun.read(tmp_path)
+    assert run.time_unit == unit
+    start = load.queued_s[0]
+    assert run.load.queued_s == pytest.approx(load.queued_s - start, abs=1e-6)
+    assert run.measured.last_token_s == pytest.approx(measured.last_token_s - start, abs=1e-6)
+    assert 0.005 < run.median_token_s < 0.1
+
+
+def test_a_slow_engine_is_believed(tmp_path: Path) -> None:
+    write_run(tmp_path, [{**ROW, "first_token_ts": 2.0, "last_token_ts": 8.0}], {})
+    run = EngineRun.read(tmp_path)
+    assert (run.time_unit, run.median_token_s) == ("s", 3.0)
 
 
 def test_the_simplex_method_finds_a_minimum() -> None:
