@@ -271,7 +271,7 @@ def _grade_rows(halves: _Halves, seed: int) -> tuple[dict[str, Any], list[PlainT
     predictions = predictor.predict(tested)
     fitted = {row.measurement for row in rows}
     num_same = sum(row.measurement in fitted for row in tested)
-    measured = [row for row in tested if row.has_both_times and row.measurement not in fitted]
+    measured = [row for row in tested if row.has_both_times]
 
     def standing(row: MeasuredRow) -> str:
         return SAME if row.measurement in fitted else predictor.novelty(row)
@@ -297,6 +297,9 @@ def _grade_rows(halves: _Halves, seed: int) -> tuple[dict[str, Any], list[PlainT
         "": mode_choices(measured, draw),
         "_with_cards": mode_choices([row for row in measured if row.has_worker_counts], draw),
     }
+    if num_same:
+        apart = [row for row in measured if row.measurement not in fitted]
+        choices["_held_out"] = mode_choices(apart, draw)
     document = {
         "num_fitted": len(rows),
         "num_predicted": len(tested),
@@ -315,9 +318,9 @@ def _grade_rows(halves: _Halves, seed: int) -> tuple[dict[str, Any], list[PlainT
     }
     if num_same:
         which = f"{num_same} of {len(tested)} predicted rows are measurements that the fit has, too"
-        notes = [*notes, f"{which}: of all, only '{HELD_OUT}' and the tables below are without them."]
+        notes = [*notes, f"{which}: the line '{HELD_OUT}' and the tables by a column are without them."]
     tables = [_error_table(column, targets, notes) for column, targets in groups.items()]
-    tables.append(_choice_table(choices[""], choices["_with_cards"]))
+    tables.append(_choice_table(choices))
     return document, tables
 
 
@@ -369,16 +372,24 @@ def _share_right(choices: list[ModeChoice]) -> float:
     return sum(one.is_right for one in choices) / max(1, len(choices))
 
 
-def _choice_table(choices: list[ModeChoice], with_cards: list[ModeChoice]) -> PlainTable:
+_CHOICES = {
+    "": "",
+    "_held_out": ", held-out rows",
+    "_with_cards": ", rows that state their numbers of workers",
+}
+"""Kinds of comparisons by the rows that they compare, and what the table says of them."""
+
+
+def _choice_table(choices: dict[str, list[ModeChoice]]) -> PlainTable:
     titles = ("most tokens per card", "most tokens per card within an objective of TPOT")
     rows: list[tuple[str, ...]] = []
-    for suffix, found in (("", choices), (", rows that state their numbers of workers", with_cards)):
+    for kind, found in choices.items():
         for title, some in zip(titles, _by_objective(found), strict=True):
             sure = [one for one in some if one.is_sure]
             shares = (f"{_share_right(one):.1%}" if one else "-" for one in (some, sure))
             constant = sum(one.measured_gain > 1 for one in some) / max(1, len(some))
             cells = (str(len(some)), next(shares), str(len(sure)), next(shares), f"{constant:.1%}")
-            rows.append((title + suffix, *cells))
+            rows.append((title + _CHOICES[kind], *cells))
     caption = (
         "Cells of equal model, card, engine, precision and lengths that were measured both ways. Sure: four "
         "of five draws agree. Disaggregated: the share of comparisons that it wins. Rows that do not state "
