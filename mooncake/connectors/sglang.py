@@ -12,20 +12,26 @@ A pool describes a page by ``get_page_buffer_meta`` (pointers and sizes, in the 
 pieces are used in that order, so pools of any layout can be moved, and the layout is in the key. SGLang's
 rules for pages of several pools that belong together are here, too.
 
+The identity of pages names the weights that SGLang started with, and SGLang tells no backend that it has
+replaced them. So ``clear``, which is called after that, also moves this server to an identity that no other
+server has: one that still has the old weights, and saves their pages later, can't be found from here.
+
 Imported without SGLang it is the same class without SGLang's base, which SGLang refuses.
 """
 
 from __future__ import annotations
 
+import functools
 import hashlib
 import os
 import time
 from collections.abc import Callable, Mapping, Sequence
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any, ClassVar, Protocol
 
 import torch
+from torch.distributed import distributed_c10d
 
-from mooncake.connectors.cache_identity import pool_facts, sglang_arguments, shard_facts
+from mooncake.connectors.cache_identity import draft_facts, pool_facts, sglang_arguments, shard_facts
 from mooncake.connectors.pages import Page, Pages, Span, link_settings_of, num_leading
 from mooncake.connectors.session import PoolSettings, warn_of_unknown_options
 from mooncake.kvlayout import ForeignIdentity, SlabLayout, foreign_key
@@ -82,7 +88,9 @@ class MooncakeHiCache(Base):  # type: ignore[misc]
             extra.setdefault("mooncake_store_addr", extra["master_server_address"])
         self._config = storage_config
         self._is_flat = not extra.get("interface_v1", 0)
+        self._extra = extra
         self._facts = pool_facts(storage_config, extra, sglang_arguments())
+        self._generations = Generations(repr(sorted(self._facts.items())))
         self._pools: dict[str, HostPool] = {}
         self._pages = Pages(PoolSettings.read(extra, os.environ), link_settings_of(extra))
         self._rates: dict[str, list[tuple[int, float]]] = {"prefetch": [], "backup": []}
@@ -105,8 +113,14 @@ class MooncakeHiCache(Base):  # type: ignore[misc]
 
     def _add(self, name: str, pool: Any, is_flat: bool) -> None:
         indices = torch.arange(pool.page_size or 1)
-        self._pools[name] = HostPool(name, pool, indices, self._config, self._facts, is_flat)
+        facts = {**self._facts, **(self._draft_facts if has_draft(name, pool) else {})}
+        generation = self._generations.current
+        self._pools[name] = HostPool(name, pool, indices, self._config, facts, is_flat, generation)
         self._pages.register(buffers_of(pool))
+
+    @functools.cached_property
+    def _draft_facts(self) -> dict[str, object]:
+        return draft_facts(self._extra, sglang_arguments())
 
     # Pages of the KV pool, in place
 
@@ -184,10 +198,16 @@ class MooncakeHiCache(Base):  # type: ignore[misc]
     # The rest
 
     def clear(self) -> None:
-        """Remove the objects with this rank's identity; those of other engines stay."""
+        """Remove the pages with this rank's identity, and find and save none under it from now on.
+
+        The new identity is that of this server alone, on all of its ranks. Pages of others stay.
+        """
+        before = [digest for pool in self._pools.values() for digest in pool.digests]
+        generation = self._generations.begin()
         for pool in self._pools.values():
-            for digest in pool.digests:
-                self._pages.forget(f"kv/{digest}/")
+            pool.identify(generation)
+        for digest in before:
+            self._pages.forget(f"kv/{digest}/")
 
     def get_stats(self) -> Any:
         """Bytes and times since the last call, as SGLang's ``StorageMetrics``; None if they are disabled."""
@@ -230,6 +250,61 @@ class MooncakeHiCache(Base):  # type: ignore[misc]
         return flags
 
 
+@functools.cache
+def server_start() -> str:
+    """A name of this start of the server: equal on all of its ranks, and on no other server.
+
+    One rank writes the latents that all ranks read, so a rank can't draw a name of its own. The ranks share
+    the store of torch's process group, by which they have found each other; the first of them that asks it
+    sets the name. A process without a process group is the server's only rank.
+
+    Raises:
+        RuntimeError: the process group's store does not answer.
+    """
+    own = os.urandom(16).hex()
+    if not (torch.distributed.is_available() and torch.distributed.is_initialized()):
+        return own
+    # Torch has no public call for the store of a process group that another library has made.
+    store = distributed_c10d._get_default_store()
+    return store.compare_set("mooncake/server_start", "", own).decode()
+
+
+class Generations:
+    """Names of the times between two calls of ``clear``, equal on all ranks of a server.
+
+    Every call reaches every rank in the same order, so ranks count alike. The count outlives a backend that
+    is detached and attached again: it would otherwise find the pages of weights replaced before.
+
+    Args:
+        identity: what the first of these times depends on, which is common to servers that share pages.
+    """
+
+    _counts: ClassVar[dict[str, int]] = {}
+    """Number of calls in this process, by identity."""
+
+    def __init__(self, identity: str) -> None:
+        self._identity = identity
+        self._count = self._counts.get(identity, 0)
+        self._start = server_start()
+
+    @property
+    def current(self) -> str:
+        """Empty before the first call."""
+        return f"{self._start}/{self._count}" if self._count else ""
+
+    def begin(self) -> str:
+        """Begin the next one, and return its name."""
+        self._count += 1
+        self._counts[self._identity] = self._count
+        return self.current
+
+
+def has_draft(name: str, pool: Any) -> bool:
+    """Whether a pool has, or may have, KV of a draft model: SGLang adds a draft's layers to some pools."""
+    num_target_layers = getattr(pool, "target_layer_num", None)
+    return name.startswith("draft") or num_target_layers is None or pool.layer_num > num_target_layers
+
+
 class Indices(Protocol):
     """Indices of a pool's tokens: a tensor on the host."""
 
@@ -265,6 +340,7 @@ class HostPool:
     Args:
         indices: those of the tokens of one page, to read the layout of pages from the pool.
         is_flat: whether SGLang moves pages in copies, in one piece each, instead of in place.
+        generation: as for ``identify``.
     """
 
     def __init__(
@@ -275,8 +351,9 @@ class HostPool:
         config: Any,
         facts: Mapping[str, object],
         is_flat: bool = False,
+        generation: str = "",
     ) -> None:
-        self._pool = pool
+        self._pool, self._name = pool, name
         self._is_split = bool(config.should_split_heads) and name == KV and not is_flat
         self.num_shards = config.tp_lcm_size // config.tp_size if self._is_split else 1
         if is_flat:
@@ -287,27 +364,35 @@ class HostPool:
         # Latent pages are the same on all ranks, and one rank writes them; states and heads differ by rank.
         is_replicated = bool(config.is_mla_model) and num_heads is None and name != "mamba"
         shape = {f"pool_{word}": getattr(pool, word, None) for word in SHAPE}
-        layout = SlabLayout(1, len(sizes), sizes[0], len(indices))
-        identities = [
-            ForeignIdentity.of(
-                layout,
-                pool=name,
-                kind=type(pool).__name__,
-                sizes=sizes,
-                is_flat=is_flat,
-                num_heads=num_heads // self.num_shards if num_heads else None,
-                **shape,
-                **shard_facts(config, is_replicated, number, self.num_shards),
-                **facts,
-            )
+        self._page_bytes = sum(sizes)
+        self._layout = SlabLayout(1, len(sizes), sizes[0], len(indices))
+        common = {
+            "pool": name,
+            "kind": type(pool).__name__,
+            "sizes": sizes,
+            "is_flat": is_flat,
+            "num_heads": num_heads // self.num_shards if num_heads else None,
+            **shape,
+            **facts,
+        }
+        self._shards = [
+            {**common, **shard_facts(config, is_replicated, number, self.num_shards)}
             for number in range(self.num_shards)
         ]
-        self.digests = [identity.digest for identity in identities]
-        log.info("pool_registered", pool=name, page_bytes=sum(sizes), shards=",".join(self.digests))
+        self.identify(generation)
+
+    def identify(self, generation: str) -> None:
+        """Name pages by this ``generation`` of the server's identity; empty: one that servers share."""
+        self.digests = [
+            ForeignIdentity.of(self._layout, generation=generation, **facts).digest for facts in self._shards
+        ]
+        digests = ",".join(self.digests)
+        log.info("pool_registered", pool=self._name, page_bytes=self._page_bytes, shards=digests)
 
     def keys(self, pages: Sequence[str]) -> list[ObjectKey]:
         """Keys of every shard of every page."""
-        return [foreign_key(digest, name_of(page)) for page in pages for digest in self.digests]
+        digests = self.digests  # one generation for all of them, whatever another thread clears meanwhile
+        return [foreign_key(digest, name_of(page)) for page in pages for digest in digests]
 
     def pages(self, names: Sequence[str], indices: Indices, before: Sequence[str] | None) -> list[Page]:
         """Every shard of every page, with its memory; ``before``: the pages before them, if known."""

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import hashlib
 import signal
+import types
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -15,7 +16,7 @@ from typing import Any
 import pytest
 import torch
 
-from mooncake.connectors.sglang import MooncakeHiCache, usable_prefixes
+from mooncake.connectors.sglang import MooncakeHiCache, server_start, usable_prefixes
 from tests.connectors.sglang_pools import MhaPool, MlaPool, storage_config, tokens_of
 from tests.contract.connectors import StoreConnector
 
@@ -231,6 +232,100 @@ def test_clearing_leaves_what_others_have(engines: Engines) -> None:
     assert all(mine.batch_set_v1(keys, tokens_of([0])) + other.batch_set_v1(keys, tokens_of([0])))
     mine.clear()
     assert (mine.batch_exists(keys), other.batch_exists(keys)) == (0, 1)
+
+
+def test_pages_that_another_server_saves_after_clearing_are_not_found(engines: Engines) -> None:
+    """The other one still has the weights that were replaced here."""
+    keys = hashes(2)
+    updated, behind = engines.start(MhaPool("page_first", 1)), engines.start(MhaPool("page_first", 2))
+    updated.clear()
+    assert all(behind.batch_set_v1(keys, tokens_of([0, 1])))
+    assert (updated.batch_exists(keys), behind.batch_exists(keys)) == (0, 2)
+    assert updated.batch_get_v1(keys, tokens_of([0, 1])) == [False, False]
+    assert all(updated.batch_set_v1(keys[:1], tokens_of([3])))
+    assert (updated.batch_exists(keys), behind.batch_exists(keys)) == (1, 2)
+    updated.clear()
+    assert (updated.batch_exists(keys), behind.batch_exists(keys)) == (0, 2)
+
+
+def test_a_backend_that_is_attached_again_does_not_find_pages_from_before_clearing(engines: Engines) -> None:
+    keys, pool = hashes(1), MhaPool("page_first", 1)
+    first, behind = engines.start(pool), engines.start(pool)
+    first.clear()
+    assert all(behind.batch_set_v1(keys, tokens_of([0])))
+    again = engines.start(pool)
+    assert again.batch_exists(keys) == 0
+    assert all(again.batch_set_v1(keys, tokens_of([0])))
+    assert first.batch_exists(keys) == 1
+    assert engines.start(pool, {"extra_backend_tag": "new weights"}).batch_exists(keys) == 0
+
+
+def test_ranks_share_latents_after_clearing_too(engines: Engines) -> None:
+    """One rank writes them, so all ranks have to move to the same identity."""
+    keys, extra = hashes(1), dict[str, Any](is_mla_model=True, tp_size=2)
+    first, second = (engines.start(MlaPool("page_first", rank), tp_rank=rank, **extra) for rank in range(2))
+    for rank in (first, second):
+        rank.clear()
+    assert all(first.batch_set_v1(keys, tokens_of([0])))
+    assert second.batch_exists(keys) == 1
+    second.clear()
+    assert second.batch_exists(keys) == 0
+
+
+@pytest.fixture
+def no_start() -> Iterator[None]:
+    server_start.cache_clear()
+    yield
+    server_start.cache_clear()
+
+
+def test_ranks_of_a_server_have_one_name_of_its_start(no_start: None) -> None:
+    names = []
+    distributed: Any = torch.distributed
+    for store in (ranks := distributed.HashStore(), ranks, distributed.HashStore()):
+        torch.distributed.init_process_group("gloo", store=store, rank=0, world_size=1)
+        try:
+            names.append(server_start())
+        finally:
+            torch.distributed.destroy_process_group()
+        server_start.cache_clear()  # the next one is another process
+    first, same, other = names
+    assert first == same != other and first and other
+
+
+def test_a_process_without_a_process_group_has_a_start_of_its_own(no_start: None) -> None:
+    names = [server_start(), server_start()]
+    server_start.cache_clear()
+    assert names[0] == names[1] != server_start()
+
+
+@pytest.mark.parametrize(
+    ("name", "num_target_layers", "is_separate"),
+    [("draft", 3, True), ("draft_swa", 3, True), ("indexer", 2, True), ("indexer", 3, False)],
+)
+def test_pools_with_kv_of_another_draft_model_are_separate(
+    engines: Engines,
+    monkeypatch: pytest.MonkeyPatch,
+    name: str,
+    num_target_layers: int,
+    is_separate: bool,
+) -> None:
+    """SGLang keeps it in pools of its own, or as further layers in those of the model."""
+
+    def start(draft: str) -> MooncakeHiCache:
+        arguments = types.SimpleNamespace(speculative_draft_model_path=draft)
+        monkeypatch.setattr("mooncake.connectors.sglang.sglang_arguments", lambda: arguments)
+        pool, side = MhaPool("page_first", 1), MhaPool("page_first", 2)
+        for each, count in ((pool, pool.layer_num), (side, num_target_layers)):
+            each.target_layer_num = count  # type: ignore[attr-defined]
+        backend = engines.start(pool)
+        backend.register_mem_host_pool_v2(side, name)
+        return backend
+
+    one, same, other = (start(draft)._pools for draft in ("a", "a", "b"))
+    assert one[name].digests == same[name].digests
+    assert (one[name].digests != other[name].digests) is is_separate
+    assert one["kv"].digests == other["kv"].digests, "the model's own pages are shared"
 
 
 @pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGSTOP])
