@@ -9,7 +9,8 @@ pinned memory; chunks are stored from it and loaded into it, on LMCache's thread
 A chunk is all layers of some tokens in LMCache's own order, one run of memory; its size gives its number of
 tokens. LMCache's key identifies the tokens, the digest beside it everything else; when in doubt a fact is
 included. LMCache exposes little of the engine around it (no rope scaling, quantization or kind of an 8-bit
-cache), so these facts are read from the engine in this process.
+cache), so these facts are read from the engine in this process. Its keys name neither a request's adapter nor
+its salt, and no backend gets a request, so engines with adapters are refused.
 
 Imported without LMCache it is the same class without LMCache's base.
 """
@@ -26,10 +27,12 @@ from functools import cached_property
 from typing import TYPE_CHECKING, Any
 
 from mooncake.connectors.cache_identity import (
+    RANDOM_WEIGHTS,
     is_sampled,
     model_facts,
     sglang_arguments,
     sglang_facts,
+    sglang_weights_unknown,
     weights_of,
 )
 from mooncake.connectors.pages import Page, Pages, Span, link_settings_of, num_leading
@@ -69,6 +72,7 @@ class MooncakeBackend(Base):  # type: ignore[misc]
         self.local_cpu_backend = local_cpu_backend
         if config.use_layerwise:
             raise InvalidArgument("use_layerwise", True, "false with this backend")
+        refuse_adapters()
         extra = dict(config.extra_config or {})
         self._chunks = Chunks(config, metadata, extra)
         self._pages = Pages(PoolSettings.read(extra, os.environ), link_settings_of(extra))
@@ -85,14 +89,14 @@ class MooncakeBackend(Base):  # type: ignore[misc]
         return self.batched_contains([key], pin) == 1
 
     def batched_contains(self, keys: list[Any], pin: bool = False) -> int:
-        """Number of leading chunks in the store; they stay long enough to be loaded next."""
+        """Number of leading chunks in the store. They stay until their lease at the master ends."""
         return num_leading(self._pages.find(self._chunks.keys(keys)))
 
     async def batched_async_contains(self, lookup_id: str, keys: list[Any], pin: bool = False) -> int:
         return num_leading(await self._pages.begin_find(self._chunks.keys(keys)).on_this_loop())
 
     def pin(self, key: Any) -> bool:
-        """Renew the chunk's lease, as every lookup does; there is no other pin."""
+        """Renew the chunk's lease once, as every lookup does; when it ends, the chunk may be evicted."""
         return self.contains(key)
 
     def unpin(self, key: Any) -> bool:
@@ -205,6 +209,18 @@ class MooncakeBackend(Base):  # type: ignore[misc]
     def batched_remove(self, keys: list[Any], force: bool = True) -> int:
         return sum(self._pages.remove(self._chunks.keys(keys)))
 
+    def clear(self) -> int:
+        """Remove the chunks with this worker's identity, and find and store none under it from now on.
+
+        This is for weights that were replaced: another engine that still has the old ones may store their
+        chunks later. The new identity is this worker's alone, until its process ends.
+
+        Returns:
+            The number of tokens removed, as LMCache counts; the last chunk of a prompt counts as a full one.
+        """
+        num_chunks = sum(self._pages.forget(f"kv/{digest}/") for digest in self._chunks.renew())
+        return num_chunks * int(self.metadata.chunk_size)
+
     def get_allocator_backend(self) -> Any:
         return self.local_cpu_backend
 
@@ -251,7 +267,9 @@ class Chunks:
             "engine": "lmcache",
             "version": _version(),
             "weights": extra.get("weights_digest")
-            or weights_of(metadata.model_name, owner, is_sampled=is_sampled(extra)),
+            or weights_of(
+                metadata.model_name, owner, unknown=weights_unknown(), is_sampled=is_sampled(extra)
+            ),
             "around": extra.get("engine_facts") or engine_facts(owner),
             "tag": extra.get("extra_backend_tag", ""),
             "worker": "all" if is_shared else f"{metadata.worker_id} of {metadata.world_size}",
@@ -261,7 +279,9 @@ class Chunks:
             "hash": config.pre_caching_hash_algorithm,
             "blending": config.enable_blending,
         }
-        self._digests: dict[str, str] = {}
+        self._digests: dict[tuple[str, str], str] = {}
+        """Digests by generation and groups of layers."""
+        self._generation = ""
 
     @cached_property
     def fmt(self) -> Any:
@@ -299,12 +319,25 @@ class Chunks:
     def _digest(self) -> str:
         """The identity's digest. It changes when LMCache adds groups of layers, as caches are registered."""
         groups = repr([*map(tuple, self._metadata.get_shapes()), *self.dtypes()])
-        if groups not in self._digests:
+        generation = self._generation
+        known = self._digests.get((generation, groups))
+        if known is None:
             chunk_tokens = self._metadata.chunk_size
             layout = SlabLayout(1, 1, self._size_bytes(chunk_tokens), chunk_tokens)
-            self._digests[groups] = ForeignIdentity.of(layout, groups=groups, **self._facts).digest
-            log.info("chunks_registered", digest=self._digests[groups], groups=groups)
-        return self._digests[groups]
+            known = ForeignIdentity.of(layout, groups=groups, generation=generation, **self._facts).digest
+            self._digests[generation, groups] = known
+            log.info("chunks_registered", digest=known, groups=groups)
+        return known
+
+    def renew(self) -> list[str]:
+        """Change to an identity that no other worker has; returns the digests of the one until now.
+
+        Workers do not agree on it, because LMCache calls each of them at another time or not at all: one that
+        was left out must not find what another has stored since.
+        """
+        self._digest()
+        before, self._generation = self._generation, os.urandom(16).hex()
+        return [digest for (generation, _), digest in list(self._digests.items()) if generation == before]
 
     def _size_bytes(self, num_tokens: int) -> int:
         shapes = self._metadata.get_shapes(num_tokens)
@@ -313,7 +346,10 @@ class Chunks:
 
 
 def _name_of(key: Any) -> bytes:
-    """The name of a chunk's tokens, with LMCache's tags; the digest has the rest of the identity."""
+    """The name of a chunk's tokens, with LMCache's tags; the digest has the rest of the identity.
+
+    The hash is LMCache's: of the tokens alone, without a request's adapter or salt (``refuse_adapters``).
+    """
     return hashlib.sha256(repr((key.chunk_hash, str(key.dtype), key.tags)).encode()).digest()
 
 
@@ -336,18 +372,55 @@ def engine_facts(owner: str) -> str:
     return ""
 
 
+def refuse_adapters() -> None:
+    """Check that the engine in this process has no adapters (LoRA).
+
+    Raises:
+        InvalidArgument: it may have some. The base model's chunks would be loaded for a request with an
+            adapter, and the other way round.
+    """
+    allowed = "none with this backend: LMCache's names of chunks do not distinguish adapters"
+    adapters = getattr(_vllm_config(), "lora_config", None)
+    if adapters is not None:
+        raise InvalidArgument("lora_config", adapters, allowed)
+    arguments = _sglang_arguments()
+    for name in ("enable_lora", "lora_paths"):
+        if getattr(arguments, name, None):
+            raise InvalidArgument(name, getattr(arguments, name), allowed)
+
+
+def weights_unknown() -> str:
+    """Why the engine's weights are not known to be those of the model's folder; empty if they are."""
+    load = getattr(_vllm_config(), "load_config", None)
+    if getattr(load, "load_format", None) == "dummy":
+        return RANDOM_WEIGHTS
+    return sglang_weights_unknown(_sglang_arguments())
+
+
 def _vllm_facts() -> dict[str, object] | None:
-    try:
-        from vllm.config import get_current_vllm_config_or_none
-    except ImportError:
-        return None
-    config = get_current_vllm_config_or_none()
+    config = _vllm_config()
     return None if config is None else model_facts(config)
 
 
 def _sglang_facts() -> dict[str, object] | None:
-    arguments = sglang_arguments()
+    arguments = _sglang_arguments()
     return None if arguments is None else sglang_facts(arguments)
+
+
+def _vllm_config() -> Any:
+    """vLLM's configuration, None where this process has none."""
+    if "vllm" not in sys.modules:
+        return None
+    try:
+        from vllm.config import get_current_vllm_config_or_none
+    except ImportError:
+        return None
+    return get_current_vllm_config_or_none()
+
+
+def _sglang_arguments() -> Any:
+    """SGLang's arguments, None where this process has none."""
+    return sglang_arguments() if "sglang" in sys.modules else None
 
 
 def _version() -> str:

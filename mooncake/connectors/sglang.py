@@ -12,9 +12,9 @@ A pool describes a page by ``get_page_buffer_meta`` (pointers and sizes, in the 
 pieces are used in that order, so pools of any layout can be moved, and the layout is in the key. SGLang's
 rules for pages of several pools that belong together are here, too.
 
-The identity of pages names the weights that SGLang started with, and SGLang tells no backend that it has
-replaced them. So ``clear``, which is called after that, also moves this server to an identity that no other
-server has: one that still has the old weights, and saves their pages later, can't be found from here.
+The identity of pages names the weights that SGLang started with, and SGLang does not report to backends that
+it has replaced them. So ``clear``, which is called after that, also moves this server to an identity that no
+other server has: pages of the old weights that another one saves later are not found from here.
 
 Imported without SGLang it is the same class without SGLang's base, which SGLang refuses.
 """

@@ -21,7 +21,7 @@ from typing import Any
 import pytest
 import torch
 
-from mooncake.connectors.lmcache import Chunks, MooncakeBackend
+from mooncake.connectors.lmcache import Chunks, MooncakeBackend, refuse_adapters
 from mooncake.errors import InvalidArgument
 from tests.connectors.held_loop import Hold, held
 from tests.contract.connectors import StoreConnector
@@ -270,6 +270,36 @@ def test_layerwise_mode_is_refused(engines: Engines) -> None:
 
 
 @pytest.mark.processes
+def test_after_clearing_no_chunk_from_before_is_found_nor_one_that_another_engine_stores(
+    engines: Engines,
+) -> None:
+    """The weights were replaced here, and the other engine still has the old ones."""
+    updated, behind, tagged = engines.start(), engines.start(), engines.start({"extra_backend_tag": "other"})
+    keys = [Key(1), Key(2)]
+    for backend in (updated, tagged):
+        assert put(backend, keys, [chunk(1), chunk(2)]) == keys
+    assert updated.clear() == 2 * TOKENS
+    assert (updated.batched_contains(keys), behind.batched_contains(keys)) == (0, 0)
+    assert tagged.batched_contains(keys) == 2
+    assert put(behind, keys, [chunk(1), chunk(2)]) == keys
+    assert updated.batched_contains(keys) == 0
+    assert updated.get_blocking(keys[0]) is None
+    assert put(updated, keys[:1], [chunk(3)]) == keys[:1]
+    assert (updated.batched_contains(keys), behind.batched_contains(keys)) == (1, 2)
+    assert updated.clear() == TOKENS
+    assert updated.clear() == 0
+
+
+@pytest.mark.processes
+def test_chunks_stored_before_a_worker_started_are_cleared(engines: Engines) -> None:
+    """It has named none of them yet."""
+    keys = [Key(1)]
+    assert put(engines.start(), keys, [chunk(1)]) == keys
+    assert engines.start().clear() == TOKENS
+    assert engines.start().batched_contains(keys) == 0
+
+
+@pytest.mark.processes
 async def test_a_corrupted_chunk_is_a_miss_and_its_memory_is_released(
     daemon: StoreConnector, engines: Engines
 ) -> None:
@@ -440,8 +470,13 @@ def vllm(monkeypatch: pytest.MonkeyPatch) -> Callable[..., None]:
             quantization=fields["quantization"],
             disable_sliding_window=False,
         )
-        cache = types.SimpleNamespace(cache_dtype=fields["cache_dtype"])
-        config = types.SimpleNamespace(model_config=model, cache_config=cache) if is_known else None
+        known = types.SimpleNamespace(
+            model_config=model,
+            cache_config=types.SimpleNamespace(cache_dtype=fields["cache_dtype"]),
+            load_config=types.SimpleNamespace(load_format=fields.get("load_format", "auto")),
+            lora_config=fields.get("lora_config"),
+        )
+        config = known if is_known else None
         settings: Any = types.ModuleType("vllm.config")
         settings.get_current_vllm_config_or_none = lambda: config
         monkeypatch.setitem(sys.modules, "vllm", engine)
@@ -478,6 +513,57 @@ def test_an_unknown_engine_shares_with_itself_only_unless_the_user_gives_its_fac
         for some in (one, other)
     ]
     assert vouched[0] == vouched[1]
+
+
+def test_an_engine_of_vllm_with_adapters_is_refused(vllm: Callable[..., None]) -> None:
+    refuse_adapters()
+    vllm()
+    refuse_adapters()
+    vllm(lora_config=types.SimpleNamespace(max_loras=1))
+    with pytest.raises(InvalidArgument, match=r"lora_config.*adapters"):
+        Engines("host:1", "w").start()
+    with pytest.raises(InvalidArgument, match="lora_config"):
+        Engines("host:1", "w").start({"engine_facts": "ours"})
+
+
+@pytest.fixture
+def sglang(monkeypatch: pytest.MonkeyPatch) -> Callable[..., None]:
+    """SGLang in this process, with arguments."""
+
+    def start(**arguments: Any) -> None:
+        monkeypatch.setitem(sys.modules, "sglang", types.ModuleType("sglang"))
+        given = types.SimpleNamespace(**arguments)
+        monkeypatch.setattr("mooncake.connectors.lmcache.sglang_arguments", lambda: given)
+
+    return start
+
+
+@pytest.mark.parametrize("name", ["enable_lora", "lora_paths"])
+def test_an_engine_of_sglang_with_adapters_is_refused(sglang: Callable[..., None], name: str) -> None:
+    sglang(enable_lora=None, lora_paths=None)
+    refuse_adapters()
+    sglang(**{name: ["a=/adapter"]})
+    with pytest.raises(InvalidArgument, match=rf"{name}.*adapters"):
+        Engines("host:1", "w").start()
+
+
+def test_weights_that_may_not_be_the_folders_are_one_engines(
+    tmp_path: Path, vllm: Callable[..., None], sglang: Callable[..., None]
+) -> None:
+    (tmp_path / "model.bin").write_bytes(bytes(100))
+    metadata = chunks_of()._metadata
+    metadata.model_name = str(tmp_path)
+
+    def name(engine_id: str) -> str:
+        metadata.engine_id = engine_id
+        return key_of(Chunks(_config(), metadata, {}))
+
+    for start, unknown in ((vllm, {"load_format": "dummy"}), (sglang, {"custom_weight_loader": ["a.load"]})):
+        start()
+        assert name("e") == name("f")
+        start(**unknown)
+        assert name("e") != name("f")
+        start()
 
 
 def _config() -> Any:
