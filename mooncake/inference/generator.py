@@ -20,7 +20,7 @@ from mooncake.inference.blocks import BlockEvent
 from mooncake.inference.engine import Engine, EngineThread, Output
 from mooncake.inference.request import FinishReason, Request
 from mooncake.inference.scheduler import TokenLogprobs
-from mooncake.inference.tokenizer import AnyTokenizer, Detokenizer, StopMatcher
+from mooncake.inference.tokenizer import CONTEXT_TOKENS, AnyTokenizer, Detokenizer, StopMatcher
 
 MAX_UNREAD_OUTPUTS = 4096
 """Limit of one request's outputs that wait for their reader; beyond it the request is aborted."""
@@ -176,14 +176,18 @@ class _Text:
         self._tokenizer = tokenizer
         self._sampling = sampling = request.sampling
         self._detokenizer = Detokenizer(
-            tokenizer.decode if sampling.skip_special_tokens else tokenizer.text_of
+            tokenizer.decode if sampling.skip_special_tokens else tokenizer.text_of,
+            before=request.token_ids[max(0, first_output - CONTEXT_TOKENS) : first_output],
         )
         self._stops = StopMatcher(sampling.stop, sampling.include_stop_str_in_output)
         self._num_tokens = 0
+        self._num_chars = 0
+        """Number of characters that the answer's tokens have completed so far, those held back included."""
+        self._starts: list[int] = []
+        """Number of characters before each token that was fed last."""
         passed_over, searched = self._fed(prior)
         self._unsent = passed_over[text_offset:], searched[max(0, text_offset - len(passed_over)) :]
         """Text of another worker's tokens that the client has not received: it was held back there."""
-        self._offset = text_offset
         self.is_stopped = False
 
     def take(self, output: Output) -> AnswerPiece:
@@ -208,21 +212,23 @@ class _Text:
         if found is not None:
             self.is_stopped = True
             finish, stop_reason = FinishReason.STOP, found
-        piece = AnswerPiece(
+        return AnswerPiece(
             text=text,
             token_ids=list(output.token_ids),
             logprobs=self._logprobs(output.logprobs),
             finish_reason=None if finish is None else str(finish),
             stop_reason=stop_reason,
         )
-        self._offset += len(text)
-        return piece
 
     def _fed(self, tokens: Sequence[int]) -> tuple[str, str]:
         """The text of further tokens: of those within ``min_tokens``, and of the others."""
         num_passed_over = max(0, self._sampling.min_tokens - self._num_tokens)
         self._num_tokens += len(tokens)
-        texts = [self._detokenizer.feed(token) for token in tokens]
+        self._starts, texts = [], []
+        for token in tokens:
+            self._starts.append(self._num_chars)
+            texts.append(self._detokenizer.feed(token))
+            self._num_chars += len(texts[-1])
         return "".join(texts[:num_passed_over]), "".join(texts[num_passed_over:])
 
     def _logprobs(self, rows: Sequence[TokenLogprobs] | None) -> CompletionLogprobs | None:
@@ -230,7 +236,9 @@ class _Text:
             return None
         content: list[TokenLogprob] = []
         columns = CompletionLogprobs(content=content)
-        for row in rows:
+        # Where a token begins in the answer, whatever of it is held back. A stop token was not fed.
+        starts = self._starts + [self._num_chars] * (len(rows) - len(self._starts))
+        for row, start in zip(rows, starts, strict=True):
             values = {row.token_id: row.logprob, **dict(row.top)}
             texts = {token: self._tokenizer.token_bytes(token) for token in values}
             found = {
@@ -238,7 +246,7 @@ class _Text:
                 for token, value in values.items()
             }
             chosen, top = found[row.token_id], [found[token] for token, _ in row.top]
-            columns.text_offset.append(self._offset)
+            columns.text_offset.append(start)
             columns.tokens.append(chosen.token)
             columns.token_logprobs.append(row.logprob)
             columns.top_logprobs.append(_by_text(found))

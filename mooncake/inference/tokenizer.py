@@ -27,6 +27,9 @@ REPLACEMENT = "\N{REPLACEMENT CHARACTER}"
 UNKNOWN_CHARS = 256
 """Most characters that a token for an unknown word is assumed to represent."""
 
+CONTEXT_TOKENS = 5
+"""Tokens of a prompt that its answer is decoded with: enough for the bytes of a character and one before."""
+
 _MARKED_SPACE = "\N{LOWER ONE EIGHTH BLOCK}"
 """A space in the vocabularies of SentencePiece."""
 
@@ -177,19 +180,31 @@ class Detokenizer:
     Each new token is decoded together with the few before it, since a token's text depends on its
     neighbours (spaces, bytes of one character): the text is what the longer window has more than
     the shorter one. The window moves on whenever it ends with a whole character.
+
+    The neighbours of an answer's first tokens are the last ones of its prompt: many decoders leave out the
+    space that a text begins with, and an answer would lose the one between it and its prompt.
     """
 
-    def __init__(self, decode: Callable[[Sequence[int]], str]) -> None:
-        """``decode``: ``AnyTokenizer.decode``, or ``text_of`` for text with special tokens."""
+    def __init__(self, decode: Callable[[Sequence[int]], str], before: Sequence[int] = ()) -> None:
+        """
+        Args:
+            decode: ``AnyTokenizer.decode``, or ``text_of`` for text with special tokens.
+            before: the tokens that the list continues, the last ``CONTEXT_TOKENS`` or fewer. Of their text
+                only a character that ends in the list is returned.
+        """
         self._decode = decode
         self._window: list[int] = []
         self._num_read = 0
         """Leading tokens of the window whose text has been emitted."""
         self._read_text = ""
         """Their text."""
+        for token_id in before:
+            self.feed(token_id)
+        self._has_fed = False
 
     def feed(self, token_id: int) -> str:
         """The text that ``token_id`` completes: often a word, sometimes empty."""
+        self._has_fed = True
         self._window.append(token_id)
         text = self._decode(self._window)
         fresh = text[len(self._read_text) :]
@@ -202,7 +217,7 @@ class Detokenizer:
 
     def finish(self) -> str:
         """The remaining text at the end; bytes of an incomplete character appear as replacements."""
-        text = self._decode(self._window)[len(self._read_text) :]
+        text = self._decode(self._window)[len(self._read_text) :] if self._has_fed else ""
         self._window, self._num_read, self._read_text = [], 0, ""
         return text
 

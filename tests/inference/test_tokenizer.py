@@ -85,8 +85,9 @@ def test_a_token_that_is_in_no_vocabulary_has_no_bytes(tokenizer: Tokenizer) -> 
     assert tokenizer.token_bytes(10**6) == b""
 
 
-def test_bytes_of_tokens_with_marked_spaces(tmp_path: Path) -> None:
-    vocabulary = {"<unk>": 0, "▁the": 1, "the": 2, "<0xC3>": 3, "<0xA9>": 4, "<0x0A>": 5}
+def marked_tokenizer(folder: Path, *pieces: str) -> Tokenizer:
+    """A tokenizer of ``pieces`` (after ``<unk>``) that decodes as those of Llama 2 and Mistral do."""
+    vocabulary = {piece: number for number, piece in enumerate(("<unk>", *pieces))}
     model = tokenizers.models.BPE(vocabulary, [], unk_token="<unk>", byte_fallback=True)
     backend = tokenizers.Tokenizer(model)
     decoders = tokenizers.decoders
@@ -94,10 +95,27 @@ def test_bytes_of_tokens_with_marked_spaces(tmp_path: Path) -> None:
         [decoders.Replace("▁", " "), decoders.ByteFallback(), decoders.Fuse(), decoders.Strip(" ", 1, 0)]
     )
     make: Any = transformers.PreTrainedTokenizerFast
-    make(tokenizer_object=backend, unk_token="<unk>").save_pretrained(tmp_path)
-    tokenizer = Tokenizer(tmp_path)
+    make(tokenizer_object=backend, unk_token="<unk>").save_pretrained(folder)
+    return Tokenizer(folder)
+
+
+def test_bytes_of_tokens_with_marked_spaces(tmp_path: Path) -> None:
+    tokenizer = marked_tokenizer(tmp_path, "▁the", "the", "<0xC3>", "<0xA9>", "<0x0A>")
     found = [tokenizer.token_bytes(token) for token in range(6)]
     assert found == [b"<unk>", b" the", b"the", b"\xc3", b"\xa9", b"\n"]
+
+
+def test_an_answer_keeps_the_space_behind_its_prompt(tmp_path: Path) -> None:
+    tokenizer = marked_tokenizer(tmp_path, "▁is", "▁Paris", ".", "<0xC3>", "<0xA9>")
+    alone = Detokenizer(tokenizer.decode)
+    assert [alone.feed(token) for token in (2, 3, 2)] == ["Paris", ".", " Paris"]
+    behind = Detokenizer(tokenizer.decode, before=[2, 1])
+    assert [behind.feed(token) for token in (2, 3, 2)] == [" Paris", ".", " Paris"]
+    with_half = Detokenizer(tokenizer.decode, before=[1, 4])
+    assert [with_half.feed(token) for token in (5, 2)] == ["é", " Paris"]
+    assert Detokenizer(tokenizer.decode, before=[1, 4]).finish() == "", "the half character is the prompt's"
+    special = Detokenizer(tokenizer.decode, before=[1, 0])
+    assert special.feed(2) == " Paris", "a special token at the end of a prompt has no text"
 
 
 def test_bytes_of_tokens_of_other_tokenizers_are_their_text(tmp_path: Path) -> None:
