@@ -48,8 +48,8 @@ from mooncake.http.openai import (
 from mooncake.http.worker_stats import KvMemoryStats
 from mooncake.inference.engine import EngineStats
 from mooncake.inference.generator import GenerationFailed, GenerationRefused, Generator, TokenCounts
+from mooncake.inference.request import AnswerWeights, SamplingParams
 from mooncake.inference.request import Request as EngineRequest
-from mooncake.inference.request import SamplingParams
 from mooncake.inference.request_spans import trace_requests
 from mooncake.log import get_logger
 from mooncake.rpc.client import split_address
@@ -92,7 +92,11 @@ external_hits = Counter(
     registry=metrics.registry,
 )
 requests_total = Counter(
-    "mooncake_inference_requests", "Requests by outcome.", ["end"], registry=metrics.registry
+    "mooncake_inference_requests",
+    "Sequences (each choice of each prompt) by the end of their answer: finished, refused, failed or aborted "
+    "because the client left.",
+    ["end"],
+    registry=metrics.registry,
 )
 
 
@@ -245,9 +249,11 @@ async def _answer(api: Api, http: Request, api_request: AnyRequest) -> Response:
     prompts = await asyncio.to_thread(_prompts_of, api, api_request)
     answer_id = http.headers.get("x-request-id") or uuid.uuid4().hex
     prefix = "chatcmpl" if isinstance(api_request, ChatCompletionRequest) else "cmpl"
+    # One for all: those that wait for their turn must not be computed by weights that came meanwhile.
+    weights = AnswerWeights(_weights_of(api_request))
     requests = [
         _engine_request(
-            api, api_request, prompt, f"{answer_id}-{uuid.uuid4().hex[:8]}-{number}-{choice}", choice
+            api, api_request, prompt, f"{answer_id}-{uuid.uuid4().hex[:8]}-{number}-{choice}", choice, weights
         )
         for number, prompt in enumerate(prompts)
         for choice in range(api_request.n)
@@ -285,6 +291,8 @@ class _Answer:
         writer = ChatWriter if isinstance(api_request, ChatCompletionRequest) else CompletionWriter
         self._writer = writer(answer_id, int(clock.wall()), api.model, api_request.return_token_ids)
         self._began = clock.monotonic()
+        self._end = "aborted"
+        """How the answer ends: so, unless something else has happened before the client leaves."""
         self._text_offset = _transfer_count(api_request, "output_text_offset")
         self._is_prefill = _is_prefill(api_request)
         self._move_id = _text_of(api_request, "move_id", MAX_TRANSFER_ID_CHARS)
@@ -296,11 +304,16 @@ class _Answer:
             async for piece in self._pieces(index):
                 choices[index].join(piece)
 
-        async with asyncio.TaskGroup() as group:
-            for index in range(len(self._requests)):
-                group.create_task(collect(index))
-        self._account()
-        return self._writer.whole(choices, self._usage(), self._hand_over())
+        try:
+            async with asyncio.TaskGroup() as group:
+                for index in range(len(self._requests)):
+                    group.create_task(collect(index))
+            self._account()
+            return self._writer.whole(choices, self._usage(), self._hand_over())
+        except ExceptionGroup as errors:
+            raise self._failed(errors.exceptions[0]) from errors
+        finally:
+            requests_total.labels(self._end).inc(len(self._requests))
 
     async def stream(self) -> AsyncGenerator[bytes, None]:
         merged: asyncio.Queue[AnswerPiece | BaseException | None] = asyncio.Queue(MAX_UNREAD_PIECES)
@@ -323,9 +336,10 @@ class _Answer:
             while num_open:
                 news = await merged.get()
                 if isinstance(news, BaseException):
+                    error = self._failed(news)
                     if opening is not None:
-                        raise _as_api_error(news)
-                    yield b"data: " + _as_api_error(news).body() + b"\n\n"
+                        raise error
+                    yield b"data: " + error.body() + b"\n\n"
                     return
                 if opening:
                     yield opening
@@ -343,6 +357,7 @@ class _Answer:
             self._account()
             yield STREAM_END
         finally:
+            requests_total.labels(self._end).inc(len(self._requests))
             if movable.get(move_id) == self._requests[0].id:
                 del movable[move_id]
             for task in feeds:
@@ -383,16 +398,24 @@ class _Answer:
             params["measured"] = msgspec.structs.asdict(counts.measured)
         return params
 
+    def _failed(self, error: BaseException) -> ApiError:
+        """The error of an answer that ends with ``error``."""
+        shown = _as_api_error(error)
+        self._end = "refused" if isinstance(error, GenerationRefused | InvalidArgument) else "failed"
+        return shown
+
     def _account(self) -> None:
+        self._end = "finished"
         e2e_s = clock.monotonic() - self._began
         e2e_seconds.observe(e2e_s, tracing.exemplar())
         self._api.mean_answer_s += 0.1 * (e2e_s - self._api.mean_answer_s)
-        requests_total.labels("finished").inc(len(self._requests))
+        has_pool = self._api.generator.engine.scheduler.settings.has_external_cache
         for counts in self._counts:
             queries.inc(counts.num_prompt_tokens)
             hits.inc(counts.num_local_tokens)
-            external_queries.inc(counts.num_prompt_tokens - counts.num_local_tokens)
-            external_hits.inc(counts.num_cached_tokens - counts.num_local_tokens)
+            if has_pool:
+                external_queries.inc(counts.num_prompt_tokens - counts.num_local_tokens)
+                external_hits.inc(counts.num_cached_tokens - counts.num_local_tokens)
 
 
 def _prompts_of(api: Api, api_request: AnyRequest) -> list[list[int]]:
@@ -419,7 +442,12 @@ def _prompts_of(api: Api, api_request: AnyRequest) -> list[list[int]]:
 
 
 def _engine_request(
-    api: Api, api_request: AnyRequest, prompt: list[int], request_id: str, choice: int
+    api: Api,
+    api_request: AnyRequest,
+    prompt: list[int],
+    request_id: str,
+    choice: int,
+    weights: AnswerWeights,
 ) -> EngineRequest:
     num_prior = _transfer_count(api_request, "num_output_tokens")
     if isinstance(api_request, ChatCompletionRequest):
@@ -452,7 +480,7 @@ def _engine_request(
             save_tail=_is_prefill(api_request),
             priority=_transfer_count(api_request, "turn"),
             max_external_tokens=_transfer_count(api_request, "max_load_tokens") or None,
-            weights=_weights_of(api_request),
+            weights=weights,
             push_source=push_source,
             push_id=push_id,
         )
@@ -527,14 +555,12 @@ def _as_api_error(error: BaseException) -> ApiError:
     if isinstance(error, ApiError):
         return error
     if isinstance(error, GenerationRefused):
-        requests_total.labels("refused").inc()
         code = error.refusal.code
         if code == "queue_full":
             return ApiError(429, error.refusal.reason, code=code)
         return ApiError(400, error.refusal.reason, param="prompt", code=code)
     if isinstance(error, InvalidArgument):
         return ApiError(400, str(error), param=error.field, code="invalid_value")
-    requests_total.labels("failed").inc()
     if isinstance(error, GenerationFailed):
         status = 409 if error.code == WEIGHTS_REPLACED else 500
         return ApiError(status, str(error), code=error.code)
@@ -553,8 +579,6 @@ async def _unless_disconnected(http: Request, answer: Any) -> Any:
         if not answering.done():
             raise ApiError(499, "the client went away", code="client_closed_request")
         return answering.result()
-    except BaseExceptionGroup as group:
-        raise _as_api_error(group.exceptions[0]) from group
     finally:
         for task in (answering, leaving):
             task.cancel()

@@ -422,11 +422,14 @@ class Engine:
         if change is not None:
             outputs += self._prepare_change(change, now)
         for request in arrived:
-            if request.weights and request.weights != self.weights:
-                # Decided here and not when it was added: weights may have been replaced since.
+            # Decided here and not when it was added: weights may have been replaced since.
+            if request.weights.digest not in ("", self.weights):
                 reason, code = OTHER_WEIGHTS.reason, OTHER_WEIGHTS.code
                 outputs.append(self._last(request, FinishReason.ERROR, reason, code))
-            elif (refused := self.scheduler.add(request, now)) is not None:
+                continue
+            # A change waits until this request has ended, but the answer's other requests may come after it.
+            request.weights.digest = self.weights
+            if (refused := self.scheduler.add(request, now)) is not None:
                 outputs.append(self._last(request, FinishReason.ERROR, str(refused)))
         for request_id in aborts:
             outputs += self._abort(request_id, now)

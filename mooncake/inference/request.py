@@ -132,6 +132,14 @@ class Timings:
     finished: float | None = None
 
 
+@dataclasses.dataclass(slots=True)
+class AnswerWeights:
+    """The weights that compute one answer, shared by its requests: one for each prompt and choice."""
+
+    digest: str = ""
+    """Empty until the engine takes the first of the requests, unless another worker has begun the answer."""
+
+
 MAX_MARKS = 64
 """Most marks of a request; later ones are left out."""
 
@@ -160,7 +168,7 @@ class Request:
         num_prior_output_tokens: int = 0,
         save_tail: bool = False,
         max_external_tokens: int | None = None,
-        weights: str = "",
+        weights: AnswerWeights | None = None,
         push_source: PushSource | None = None,
         push_id: str = "",
     ) -> None:
@@ -168,10 +176,10 @@ class Request:
 
         ``save_tail`` (prefill role) stores the prompt's partial last block too, and holds the final
         output back until everything is stored. Lower ``priority`` goes first. At most
-        ``max_external_tokens`` leading tokens come from the external cache. ``weights``: digest of the
-        weights that computed the prior output tokens, which alone may continue them; empty if it is not
-        known. A decode request's KV is pushed by ``push_source``, a prefill request's to the worker that
-        requests the transfer ``push_id``. Raises InvalidArgument.
+        ``max_external_tokens`` leading tokens come from the external cache. ``weights``: those of the answer
+        that this is a part of; None: it is a whole answer, which any weights may compute. A decode request's
+        KV is pushed by ``push_source``, a prefill request's to the worker that requests the transfer
+        ``push_id``. Raises InvalidArgument.
         """
         self.id = request_id
         self.sampling = sampling or SamplingParams()
@@ -190,7 +198,8 @@ class Request:
         self.was_pushed = False
         """Whether its external cached tokens were pushed by another worker."""
         self.num_prior_output_tokens = num_prior_output_tokens
-        self.weights = weights
+        self.weights = weights or AnswerWeights()
+        """An engine that has other weights refuses the request."""
         self.num_prompt_tokens = len(prompt_token_ids)
         self.num_push_tokens = self.num_prompt_tokens
         """Leading tokens whose KV ``push_id`` has: the prompt, or all when another worker continues it."""

@@ -6,10 +6,11 @@ An answer is computed by one version. With ``abort`` (what training loops expect
 end with an error that says to send them again (409, ``weights_replaced``: a gateway must not continue such an
 answer on another worker); with ``wait`` they end first, and later ones wait for them. The continuation of an
 answer that another worker began names the weights of its beginning, and is refused with the same error where
-others are active. In the same instant the worker's own index of prefixes is emptied and its blocks in the
-store get the name of the new weights, so that no KV of the old version is reachable. The old weights stay in
-memory, so a rollback is as quick. Two versions fit at a time: preparing a third drops the one that is not
-active.
+others are active; so are the prompts and choices of an answer that have not begun when its others were
+computed by the old version. In the same instant the worker's own index of prefixes is emptied and its blocks
+in the store get the name of the new weights, so that no KV of the old version is reachable. The old weights
+stay in memory, so a rollback is as quick. Two versions fit at a time: preparing a third drops the one that is
+not active.
 """
 
 from __future__ import annotations

@@ -20,7 +20,7 @@ from transformers import PreTrainedTokenizerFast
 from mooncake.connectors.kv_link import PushSource
 from mooncake.http.openai import ApiError, CompletionRequest, KvEventSource, parse_request
 from mooncake.http.server import HttpServer, listen
-from mooncake.inference.api import Api, _push_of, create_app
+from mooncake.inference.api import Api, _push_of, create_app, external_queries, requests_total
 from mooncake.inference.engine import Engine, InferenceSettings
 from mooncake.inference.generator import Generator
 from mooncake.inference.runner import TorchRunner, new_pool
@@ -28,6 +28,8 @@ from mooncake.inference.tokenizer import REPLACEMENT, Detokenizer, Tokenizer
 from mooncake.inference.weights import load_model
 from mooncake.types import WorkerRole
 from tests.inference.conftest import VOCABULARY, Reference
+from tests.inference.dictionary_link import DictionaryLink
+from tests.waiting import until
 
 TEXT = "/v1/completions"
 CHAT = "/v1/chat/completions"
@@ -78,11 +80,14 @@ class Client:
         return [json.loads(event) for event in events]
 
 
-@pytest.fixture
-async def client(llama: Reference, tmp_path: Path) -> AsyncIterator[Client]:
-    model = load_model(llama.folder)
+@contextlib.asynccontextmanager
+async def serving(folder: Path, tmp_path: Path, link: DictionaryLink | None = None) -> AsyncIterator[Client]:
+    model = load_model(folder)
     settings = InferenceSettings(max_running=4, max_waiting=8)
-    engine = Engine(settings, TorchRunner(model, new_pool(model, 16, 1 << 20)))
+    pool = new_pool(model, 16, 1 << 20)
+    if link is not None:
+        link.pool = pool
+    engine = Engine(settings, TorchRunner(model, pool, link), link)
     generator = Generator(engine, make_tokenizer(tmp_path), asyncio.get_running_loop())
     generator.start()
     api = Api(generator, "tiny", WorkerRole.PREFILL, KvEventSource("tcp://127.0.0.1:1"))
@@ -93,6 +98,12 @@ async def client(llama: Reference, tmp_path: Path) -> AsyncIterator[Client]:
     await server.close()
     await asyncio.to_thread(generator.stop)
     engine.check()
+
+
+@pytest.fixture
+async def client(llama: Reference, tmp_path: Path) -> AsyncIterator[Client]:
+    async with serving(llama.folder, tmp_path) as client:
+        yield client
 
 
 PROMPT = list(range(5, 45))
@@ -421,6 +432,61 @@ async def test_a_client_that_disconnects_aborts_its_request(client: Client) -> N
         async with asyncio.timeout(10):
             while await running():
                 pass
+
+
+ENDS = ("finished", "refused", "failed", "aborted")
+
+
+def counted() -> dict[str, float]:
+    return {end: requests_total.labels(end)._value.get() for end in ENDS}
+
+
+def added(before: dict[str, float]) -> dict[str, float]:
+    """What was counted since then."""
+    return {end: now - before[end] for end, now in counted().items() if now != before[end]}
+
+
+@pytest.mark.parametrize("stream", [False, True], ids=["whole", "stream"])
+async def test_every_end_of_an_answer_counts_its_sequences(
+    client: Client, monkeypatch: pytest.MonkeyPatch, stream: bool
+) -> None:
+    body = greedy(prompt=[PROMPT, PROMPT[:7]], n=3, temperature=1.0, max_tokens=2, stream=stream)
+
+    async def post(**more: object) -> int:
+        async with client.http.post(client.url + TEXT, json={**body, **more}) as answer:
+            await answer.read()
+            return answer.status
+
+    before = counted()
+    assert await post() == 200 and added(before) == {"finished": 6}
+    before = counted()
+    assert await post(prompt=[5, 10**6]) == 400 and added(before) == {"refused": 3}
+
+    before = counted()
+    posted = asyncio.create_task(post(max_tokens=450))
+    await until(lambda: client.generator.engine.stats().num_running)
+    posted.cancel()
+    with contextlib.suppress(asyncio.CancelledError):
+        await posted
+    await until(lambda: added(before))
+    assert added(before) == {"aborted": 6}
+
+    def broken(*arguments: object) -> None:
+        raise RuntimeError("broken on purpose")
+
+    before = counted()
+    monkeypatch.setattr(client.generator.engine.runner, "run", broken)
+    assert await post() == 500 and added(before) == {"failed": 6}
+
+
+@pytest.mark.parametrize("has_pool", [False, True])
+async def test_only_a_worker_with_a_pool_counts_tokens_looked_up_there(
+    llama: Reference, tmp_path: Path, has_pool: bool
+) -> None:
+    async with serving(llama.folder, tmp_path, DictionaryLink() if has_pool else None) as client:
+        before = external_queries._value.get()
+        await client.post(TEXT, greedy())
+        assert external_queries._value.get() - before == len(PROMPT) * has_pool
 
 
 @pytest.mark.parametrize("path", [TEXT, CHAT, "/v1/kv/hand_over"])

@@ -18,7 +18,7 @@ from mooncake.inference import scheduler
 from mooncake.inference.blocks import BlockEvent, PoolBlocksRemoved, PoolBlocksStored
 from mooncake.inference.engine import Engine, EngineThread, InferenceSettings, Output
 from mooncake.inference.gguf import resolve_model
-from mooncake.inference.request import FinishReason, Request, SamplingParams
+from mooncake.inference.request import AnswerWeights, FinishReason, Request, SamplingParams
 from mooncake.inference.runner import TorchRunner, new_pool
 from mooncake.inference.weights import load_model
 from tests import corpus
@@ -629,6 +629,32 @@ def test_what_a_step_had_ended_before_it_broke_is_reported(
     ended = {output.request_id: output.finish_reason for output in engine.fail_all("broken")}
     assert ended == {"aborted": FinishReason.ABORT, "other": FinishReason.ERROR}
     assert engine.fail_all("again") == [] and engine.is_idle
+
+
+def test_requests_of_one_answer_are_computed_by_one_version(llama: Reference) -> None:
+    """Also those that were added at once, between which the engine began a step and then learnt of a flip."""
+    engine = make_engine(llama)
+    engine.weights = "old"
+
+    class Flip:
+        ends_requests: Refusal | None = None
+
+        def apply(self) -> None:
+            engine.weights = "new"
+
+        def ended(self, error: Exception | None) -> None:
+            assert error is None
+
+    both, alone = AnswerWeights(), AnswerWeights()
+    engine.add(greedy(prompt_of(20), 2, "first", weights=both))
+    engine.step()
+    engine.add(greedy(prompt_of(20), 2, "second", weights=both))
+    engine.add(greedy(prompt_of(20), 2, "alone", weights=alone))
+    engine.change_when_quiet(Flip())
+    finished = finish(engine, {"first": [], "second": [], "alone": []})
+    assert (finished["first"].weights, finished["alone"].weights) == ("old", "new")
+    assert (finished["second"].error_code, finished["second"].token_ids) == ("weights_replaced", ())
+    assert (both.digest, alone.digest) == ("old", "new")
 
 
 def test_refusals_are_values(llama: Reference) -> None:

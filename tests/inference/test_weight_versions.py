@@ -85,10 +85,12 @@ class Worker(Client):
 
 
 @contextlib.asynccontextmanager
-async def working(folder: Path, tokenizer: Path, link: RenamedLink | None = None) -> AsyncIterator[Worker]:
+async def working(
+    folder: Path, tokenizer: Path, link: RenamedLink | None = None, max_running: int = 64
+) -> AsyncIterator[Worker]:
     weights = loaded(folder)
     runner = TorchRunner(weights.model, new_pool(weights.model, 16, 1 << 20))
-    engine = Engine(InferenceSettings(), runner, weights=weights.digest)
+    engine = Engine(InferenceSettings(max_running=max_running), runner, weights=weights.digest)
     generator = Generator(engine, make_tokenizer(tokenizer), asyncio.get_running_loop())
     generator.start()
     versions = WeightVersions(engine, runner, cast("StoreLink | None", link), weights, loaded)
@@ -177,6 +179,34 @@ async def test_no_answer_mixes_versions(mode: str, llama: Reference, other: Path
         assert all(answer is None or answer in wanted for answer in found)
         assert mode == "abort" or None not in found
         assert await worker.tokens(200) == wanted[1]
+
+
+@pytest.mark.parametrize("stream", [False, True], ids=["whole", "stream"])
+async def test_choices_of_one_answer_are_computed_by_one_version(
+    stream: bool, llama: Reference, other: Path, tmp_path: Path
+) -> None:
+    """The second choice waits for the first, and for the flip, which also waits for the first."""
+    async with working(llama.folder, tmp_path, max_running=1) as worker:
+        await worker.versions.prepare(other)
+        body = {**greedy(max_tokens=300), "n": 2, "stream": stream}
+
+        async def post() -> tuple[int, bytes]:
+            async with worker.http.post(worker.url + TEXT, json=body) as answer:
+                return answer.status, await answer.read()
+
+        posted = asyncio.create_task(post())
+        await until(lambda: worker.engine.stats().num_running)
+        await worker.versions.flip("wait")
+        status, found = await posted
+        assert status == (200 if stream else 409)
+        events = [json.loads(event.removeprefix(b"data: ")) for event in found.strip().split(b"\n\n")]
+        assert events[-1]["error"]["code"] == "weights_replaced"
+        choices = [choice for event in events[:-1] for choice in event["choices"]]
+        assert {choice["index"] for choice in choices} == ({0} if stream else set())
+        tokens = [token for choice in choices for token in choice["token_ids"]]
+        assert tokens == (llama.greedy(PROMPT, 300) if stream else [])
+        both = await worker.post(TEXT, {**greedy(), "n": 2})
+        assert both["choices"][0]["token_ids"] == both["choices"][1]["token_ids"] != llama.greedy(PROMPT, 12)
 
 
 async def test_a_flip_has_an_error_of_its_own(llama: Reference, other: Path, tmp_path: Path) -> None:
