@@ -189,8 +189,13 @@ class Decoder:
         self._norm = RmsNorm(norm, config.norm_eps)
         self._head: Linear | None = None
         if self.is_last:
-            tied = tensors["model.embed_tokens.weight"] if config.has_tied_embeddings else None
-            self._head = Linear(tensors["lm_head.weight"] if tied is None else tied.to(self.dtype))
+            if not config.has_tied_embeddings:
+                head = tensors["lm_head.weight"]
+            elif self._embedding is not None:
+                head = self._embedding.to(self.dtype)
+            else:
+                head = tensors["model.embed_tokens.weight"].to(self.dtype)
+            self._head = Linear(head)
         self._frequencies = config.rope.inverse_frequencies(config.head_dim).to(self.device)
 
     @property

@@ -3,12 +3,14 @@
 
 It owns the names and shapes of checkpoints, and the digests that name their contents. Tensors are
 mapped, not read, and converted one layer at a time, so that loading needs no second copy of a
-model. Every tensor is checked by name and shape before the first one is loaded: a folder that is
-damaged should fail at start, with the file's name, and not in the middle of an answer.
+model. Nothing stays mapped: a file that is overwritten in place would change the weights of a running
+worker, while their digest stays. Every tensor is checked by name and shape before the first one is loaded:
+a folder that is damaged should fail at start, with the file's name, and not in the middle of an answer.
 """
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import hashlib
 import json
@@ -21,7 +23,8 @@ import torch
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
-from mooncake.connectors.digests import file_digest
+from mooncake import clock
+from mooncake.connectors.digests import SETTLED_S, file_digest
 from mooncake.errors import ModelError
 from mooncake.inference.model import Decoder, ModelConfig, Rope
 
@@ -51,6 +54,30 @@ def load_model(
         files.require(name, shape)
     with torch.inference_mode():
         return Decoder(config, files, layers)
+
+
+def load_with_digest(
+    folder: Path,
+    dtype: str = "float32",
+    device: str = "cpu",
+    layers: range | None = None,
+    cache_dir: Path | None = None,
+) -> tuple[Decoder, str]:
+    """The decoder as ``load_model`` returns it, and the digest (``weights_digest``) of what was loaded.
+
+    Raises ModelError also when a file has changed since the digest was begun: KV of one version under the
+    name of another would be wrong for all workers that share the pool, for as long as it is there.
+    """
+    before = _file_states(folder)
+    digest = weights_digest(folder, cache_dir)
+    # Files that were written just now may change again without a change of their times: read once more then.
+    newest_ns = max((max(times_ns) for *_, times_ns in before.values()), default=0)
+    is_settled = clock.wall() - newest_ns / 1e9 > SETTLED_S
+    model = load_model(folder, dtype, device, layers)
+    is_same = _file_states(folder) == before and (is_settled or weights_digest(folder, cache_dir) == digest)
+    if not is_same:
+        raise ModelError(f"{folder} changed while it was read; start again when it is complete")
+    return model, digest
 
 
 def read_config(folder: Path) -> ModelConfig:
@@ -175,7 +202,7 @@ def expected_shapes(config: ModelConfig) -> dict[str, tuple[int, ...]]:
 
 
 class Checkpoint(Mapping[str, Tensor]):
-    """The tensors of a folder, each mapped, and converted on access."""
+    """The tensors of a folder, each converted on access, and a copy of what is mapped."""
 
     def __init__(self, folder: Path, dtype: torch.dtype, device: torch.device) -> None:
         self._folder, self._dtype, self._device = folder, dtype, device
@@ -198,8 +225,10 @@ class Checkpoint(Mapping[str, Tensor]):
     def __getitem__(self, name: str) -> Tensor:
         tensor = cast(Tensor, self._files[name].get_tensor(name))
         if name == "model.embed_tokens.weight" and self._device.type == "cpu":
-            return tensor  # stays mapped, shared by all processes; the rows used are converted
-        return tensor.to(self._device, self._dtype)
+            return (
+                tensor.clone()
+            )  # in the file's dtype, which is often half as large; rows used are converted
+        return tensor.to(self._device, self._dtype, copy=True)
 
     def __iter__(self) -> Iterator[str]:
         return iter(self._files)
@@ -233,6 +262,18 @@ def weights_digest(folder: Path, cache_dir: Path | None = None) -> str:
     contents = [file_digest(path, cache_dir) for path in tensor_files(folder)]
     config = dataclasses.replace(read_config(folder), eos_token_ids=())
     return hashlib.sha256(repr((contents, config)).encode()).hexdigest()
+
+
+def _file_states(folder: Path) -> dict[Path, tuple[int, int, int, tuple[int, int]]]:
+    """Device, inode, size and times of the files that a model is loaded from. Raises ModelError."""
+    names = ("config.json", "generation_config.json", "model.safetensors.index.json")
+    states = {}
+    for path in [*tensor_files(folder), *(folder / name for name in names)]:
+        with contextlib.suppress(OSError):  # one that is not there has no state, and later maybe one
+            found = path.stat()
+            times_ns = (found.st_ctime_ns, found.st_mtime_ns)
+            states[path] = (found.st_dev, found.st_ino, found.st_size, times_ns)
+    return states
 
 
 def tokenizer_digest(folder: Path, cache_dir: Path | None = None) -> str:

@@ -40,7 +40,7 @@ from mooncake.inference.stage import STAGING_BYTES, Stage, serve_stage, stage_tr
 from mooncake.inference.tokenizer import Tokenizer
 from mooncake.inference.warm_up import warm_up
 from mooncake.inference.weight_versions import LoadedWeights, WeightVersions, add_weight_routes
-from mooncake.inference.weights import load_model, read_config, tokenizer_digest, weights_digest
+from mooncake.inference.weights import load_with_digest, read_config, tokenizer_digest
 from mooncake.kvlayout import KvIdentity
 from mooncake.security.http_auth import AdminKey
 from mooncake.transfer import DEFAULT_TRANSFER, TransferSettings
@@ -216,7 +216,8 @@ async def running(
 ) -> AsyncIterator[Api]:
     """Run everything of a worker but its HTTP server; ``lost`` gets the error that ends a prefill group."""
     num_stages = len(settings.pipeline_peers) + 1
-    folder, model = await asyncio.to_thread(_load, settings, 0, num_stages)
+    folder, weights = await asyncio.to_thread(_load, settings, 0, num_stages)
+    model = weights.model
     limits = settings.engine_settings()
     async with contextlib.AsyncExitStack() as stack:
         layout, region = model.kv_layout(settings.block_tokens), None
@@ -227,7 +228,6 @@ async def running(
             region, pool = registered_pool(transfer, layout, settings.kv_cache_size_bytes)
         else:
             pool = _touched_pool(settings, model)
-        weights = await asyncio.to_thread(_described, settings, folder, folder, model)
         group: PrefillGroup | None = None
         if settings.pipeline_peers:
             group = await stack.enter_async_context(_formed_group(settings, model, weights.digest))
@@ -264,8 +264,9 @@ async def running(
             await asyncio.to_thread(warm_up, engine, settings.warm_up_s)
 
             def load(other: Path) -> LoadedWeights:
-                found = load_model(other, settings.torch_dtype, settings.torch_device)
-                return _described(settings, other, folder, found)
+                found, digest = load_with_digest(other, settings.torch_dtype, settings.torch_device)
+                named = weights.identity and dataclasses.replace(weights.identity, weights=digest)
+                return LoadedWeights(str(other), digest, found, named)
 
             def on_active(weights: LoadedWeights) -> None:
                 api.kv_identity = weights.identity.digest if weights.identity is not None else ""
@@ -313,12 +314,10 @@ async def _formed_group(
 
 async def serve_as_stage(settings: WorkerSettings) -> None:
     """Run a further stage of a prefill group until cancelled. Raises as ``serve`` does."""
-    folder, model = await asyncio.to_thread(
-        _load, settings, settings.pipeline_stage, settings.pipeline_stages
-    )
-    weights = await asyncio.to_thread(weights_digest, folder)
+    _, weights = await asyncio.to_thread(_load, settings, settings.pipeline_stage, settings.pipeline_stages)
+    model = weights.model
     with contextlib.closing(stage_transfer(settings.host, settings.transfer)) as transfer:
-        stage = Stage(model, _touched_pool(settings, model), weights, transfer)
+        stage = Stage(model, _touched_pool(settings, model), weights.digest, transfer)
         await serve_stage(stage, settings.host, settings.port)
 
 
@@ -335,26 +334,22 @@ def _check_device(device: str) -> None:
         raise InvalidArgument("device", device, f"cpu or auto: torch finds {num_gpus} GPUs here")
 
 
-def _load(settings: WorkerSettings, stage: int, num_stages: int) -> tuple[Path, Decoder]:
-    """The model's folder, and the layers of one stage of ``num_stages``."""
+def _load(settings: WorkerSettings, stage: int, num_stages: int) -> tuple[Path, LoadedWeights]:
+    """The model's folder, and its weights: the layers of one stage of ``num_stages``.
+
+    The weights of a first stage, or only one, have the identity of their KV if there is a store.
+    """
     if settings.num_threads:
         torch.set_num_threads(settings.num_threads)
     _check_device(settings.device)
     folder = resolve_model(settings.model)
     layers = layer_ranges(read_config(folder).num_layers, num_stages, settings.pipeline_layers)[stage]
-    return folder, load_model(folder, settings.torch_dtype, settings.torch_device, layers)
-
-
-def _described(
-    settings: WorkerSettings, folder: Path, tokenizer_folder: Path, model: Decoder
-) -> LoadedWeights:
-    """The weights of ``folder`` by their digest, with the identity of their KV if there is a store."""
-    digest = weights_digest(folder)
+    model, digest = load_with_digest(folder, settings.torch_dtype, settings.torch_device, layers)
     identity: KvIdentity | None = None
-    if settings.master:
+    if settings.master and stage == 0:
         layout = model.config.kv_layout(model.dtype, settings.block_tokens)
-        identity = KvIdentity(digest, tokenizer_digest(tokenizer_folder), layout)
-    return LoadedWeights(str(folder), digest, model, identity)
+        identity = KvIdentity(digest, tokenizer_digest(folder), layout)
+    return folder, LoadedWeights(str(folder), digest, model, identity)
 
 
 def _touched_pool(settings: WorkerSettings, model: Decoder) -> torch.Tensor:

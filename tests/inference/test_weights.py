@@ -11,10 +11,18 @@ from typing import Any
 
 import pytest
 import torch
-from safetensors.torch import load_file, save_file
+from safetensors.torch import load, load_file, save, save_file
 
 from mooncake.errors import ModelError
-from mooncake.inference.weights import load_model, read_config, tokenizer_digest, weights_digest
+from mooncake.inference import weights
+from mooncake.inference.model import Decoder
+from mooncake.inference.weights import (
+    load_model,
+    load_with_digest,
+    read_config,
+    tokenizer_digest,
+    weights_digest,
+)
 from tests.inference.conftest import Reference
 
 
@@ -112,6 +120,97 @@ def test_dtypes(llama: Reference) -> None:
     for name in ("float32", "bfloat16", "float16"):
         model = load_model(llama.folder, name)
         assert str(model.dtype) == f"torch.{name}"
+
+
+def other_tensors(folder: Path) -> bytes:
+    """The file of ``folder`` with other numbers, and of the same size."""
+    kept = (folder / "model.safetensors").read_bytes()
+    tensors = load(kept)
+    changed = save({name: tensor + 0.5 for name, tensor in tensors.items()}, {"format": "pt"})
+    assert len(changed) == len(kept) and changed != kept
+    return changed
+
+
+def overwrite(path: Path, content: bytes) -> None:
+    """As `cp` and `rsync --inplace` do."""
+    with path.open("r+b") as file:
+        file.write(content)
+
+
+def replace(path: Path, content: bytes) -> None:
+    path.with_name("new").write_bytes(content)
+    path.with_name("new").replace(path)
+
+
+CHANGES: dict[str, Callable[[Path], object]] = {
+    "in place": lambda f: overwrite(f / "model.safetensors", other_tensors(f)),
+    "by rename": lambda f: replace(f / "model.safetensors", other_tensors(f)),
+    "configuration": lambda f: edit_config(f, rms_norm_eps=0.1),
+    "a further file": lambda f: save_file({"unused": torch.ones(1)}, f / "more.safetensors"),
+}
+
+
+@pytest.mark.parametrize("change", CHANGES)
+def test_a_folder_that_changes_while_it_is_loaded_is_refused(
+    folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, change: str
+) -> None:
+    """The old weights under the digest of the new ones would give their KV a wrong name in the pool."""
+    first = weights_digest(folder, tmp_path)
+
+    def changed_behind(*arguments: Any) -> Decoder:
+        found = Decoder(*arguments)
+        CHANGES[change](folder)
+        return found
+
+    with monkeypatch.context() as patch:
+        patch.setattr(weights, "Decoder", changed_behind)
+        with pytest.raises(ModelError, match="changed while it was read"):
+            load_with_digest(folder, cache_dir=tmp_path)
+    _, digest = load_with_digest(folder, cache_dir=tmp_path)
+    assert digest == weights_digest(folder, tmp_path) != first
+
+
+def test_a_change_within_the_resolution_of_the_files_times_is_noticed(
+    folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Files written just now are read once more; older ones are judged by their times."""
+    path = folder / "model.safetensors"
+
+    def changed_behind(*arguments: Any) -> Decoder:
+        found = Decoder(*arguments)
+        overwrite(path, other_tensors(folder))
+        return found
+
+    monkeypatch.setattr(weights, "Decoder", changed_behind)
+    unchanged = weights._file_states(folder)
+    monkeypatch.setattr(weights, "_file_states", lambda folder: unchanged)
+    with pytest.raises(ModelError, match="changed while it was read"):
+        load_with_digest(folder, cache_dir=tmp_path)
+
+
+@pytest.mark.parametrize("dtype", ["float32", "float16"])
+@pytest.mark.parametrize("name", ["llama", "llama-tied-biased", "qwen3"])
+def test_a_file_that_is_overwritten_does_not_change_what_is_loaded(
+    references: Callable[[str], Reference], tmp_path: Path, name: str, dtype: str
+) -> None:
+    """A running worker has the digest of what it loaded. Its dtype is the file's: nothing is converted."""
+    folder = Path(shutil.copytree(references(name).folder, tmp_path / "model"))
+    path = folder / "model.safetensors"
+    tensors = {key: value.to(weights.DTYPES[dtype]) for key, value in load_file(path).items()}
+    save_file(tensors, path, {"format": "pt"})
+    model = load_model(folder, dtype)
+    tokens = torch.arange(3, 20)
+
+    def computed() -> torch.Tensor:
+        with torch.inference_mode():
+            hidden = model.forward(tokens, tokens, lambda layer, q, k, v: q.flatten(1))
+            return model.logits(hidden)
+
+    before = computed()
+    overwrite(path, other_tensors(folder))
+    assert computed().equal(before)
+    model = load_model(folder, dtype)
+    assert not computed().equal(before)
 
 
 def test_digest_follows_contents_and_meaning(folder: Path, tmp_path: Path) -> None:

@@ -1,12 +1,24 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A worker's settings, as far as they follow from its device."""
+"""A worker's settings, as far as they follow from its device, and what it loads."""
 
 from __future__ import annotations
 
+import functools
+import shutil
+from pathlib import Path
+from typing import Any
+
 import pytest
 
-from mooncake.errors import InvalidArgument
-from mooncake.inference.worker import WorkerSettings, _check_device
+from mooncake.errors import InvalidArgument, ModelError
+from mooncake.inference import weights
+from mooncake.inference.model import Decoder
+from mooncake.inference.weight_versions import WeightVersions
+from mooncake.inference.weights import weights_digest
+from mooncake.inference.worker import WorkerSettings, _check_device, running
+from tests.inference.conftest import Reference
+from tests.inference.test_api import make_tokenizer
+from tests.inference.test_weights import other_tensors, replace
 
 
 @pytest.mark.parametrize(
@@ -38,3 +50,37 @@ def test_a_gpu_that_is_not_there_is_refused_before_the_model_is_loaded() -> None
     _check_device("auto")
     with pytest.raises(InvalidArgument, match=r"device is 'cuda:999'.*torch finds \d+ GPUs here"):
         _check_device("cuda:999")
+
+
+async def test_a_folder_that_a_trainer_saves_into_meanwhile_is_not_loaded(
+    llama: Reference, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """At the start of a worker and when it prepares other weights: they would have the digest of the next."""
+    folder = Path(shutil.copytree(llama.folder, tmp_path / "model"))
+    make_tokenizer(folder)
+    settings = WorkerSettings(
+        model=str(folder), device="cpu", port=0, kv_cache_size_bytes=1 << 20, warm_up_s=0, block_tokens=16
+    )
+
+    def saved_behind(*arguments: Any) -> Decoder:
+        found = Decoder(*arguments)
+        replace(folder / "model.safetensors", other_tensors(folder))
+        return found
+
+    with monkeypatch.context() as patch:
+        patch.setattr(weights, "Decoder", saved_behind)
+        with pytest.raises(ModelError, match="changed while it was read"):
+            async with running(settings):
+                raise AssertionError("it was loaded")
+    async with running(settings) as api:
+        assert isinstance(api.add_routes, functools.partial)
+        versions: WeightVersions = api.add_routes.keywords["versions"]
+        active = versions.active.digest
+        assert active == weights_digest(folder)
+        with monkeypatch.context() as patch:
+            patch.setattr(weights, "Decoder", saved_behind)
+            with pytest.raises(ModelError, match="changed while it was read"):
+                await versions.prepare(folder)
+        assert versions.prepared is None and versions.active.digest == active
+        prepared = await versions.prepare(folder)
+        assert prepared.digest == weights_digest(folder) != active
