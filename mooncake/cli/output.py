@@ -10,6 +10,7 @@ import errno
 import os
 import re
 import secrets
+import stat
 import sys
 import urllib.parse
 from collections.abc import Iterator
@@ -132,10 +133,26 @@ def share_text(used: int, total: int) -> str:
 
 
 def write_whole(file: Path, text: str, field: str) -> None:
-    """Write the whole file or none. Raises InvalidArgument naming ``field``."""
-    with _beside(file, field) as fresh:
-        fresh.write_text(text)
-        os.replace(fresh, file)
+    """Write the whole file or none; a device or a pipe gets the text, and stays what it is.
+
+    A file that is already this program's output (``/dev/stdout``) gets the text behind what was printed.
+
+    Raises:
+        InvalidArgument: the file can't be written; names ``field``.
+        BrokenPipeError: the reader of a pipe has ended.
+    """
+    with _worded(file, field) as found:
+        stream = None if found is None else _stream_of(found)
+        if stream is not None:
+            stream.write(text)
+            stream.flush()
+        elif found is None or stat.S_ISREG(found.st_mode):
+            with _beside(file) as (fresh, target):
+                fresh.write_text(text)
+                os.replace(fresh, target)
+        else:
+            with file.open("w") as device:
+                device.write(text)
 
 
 def check_writable(file: Path | None, field: str) -> None:
@@ -146,21 +163,53 @@ def check_writable(file: Path | None, field: str) -> None:
     """
     if file is None:
         return
-    with _beside(file, field):
-        if file.is_dir():
+    with _worded(file, field) as found:
+        if found is None or stat.S_ISREG(found.st_mode):
+            with _beside(file):
+                pass
+        elif stat.S_ISDIR(found.st_mode):
             raise IsADirectoryError(errno.EISDIR, os.strerror(errno.EISDIR))
+        elif not os.access(file, os.W_OK):  # a pipe can't be opened without its reader
+            raise PermissionError(errno.EACCES, os.strerror(errno.EACCES))
 
 
 @contextmanager
-def _beside(file: Path, field: str) -> Iterator[Path]:
-    """A new file that replaces ``file`` when it is whole, and is removed if it does not; an error there is
-    one of ``field``."""
+def _worded(file: Path, field: str) -> Iterator[os.stat_result | None]:
+    """The status of the file that ``file`` leads to, None if there is none yet; an error is one of
+    ``field``."""
+    if str(file) == "-":
+        raise InvalidArgument(field, "-", "the name of a file; /dev/stdout is the standard output")
     try:
-        fresh = file.with_name(f"{file.name}.{secrets.token_hex(4)}.new")
-        fresh.touch(exist_ok=False)
         try:
-            yield fresh
-        finally:
-            fresh.unlink(missing_ok=True)
+            found = file.stat()
+        except FileNotFoundError:
+            found = None
+        yield found
+    except BrokenPipeError:
+        raise
     except (OSError, ValueError) as error:
         raise InvalidArgument(field, str(file), f"a file that can be written ({cause_of(error)})") from error
+
+
+@contextmanager
+def _beside(file: Path) -> Iterator[tuple[Path, Path]]:
+    """A new file to be renamed when it is whole, and removed if it is not; and the file to replace, which
+    is the one that a link names."""
+    target = Path(os.path.realpath(file))
+    fresh = target.with_name(f"{target.name}.{secrets.token_hex(4)}.new")
+    fresh.touch(exist_ok=False)
+    try:
+        yield fresh, target
+    finally:
+        fresh.unlink(missing_ok=True)
+
+
+def _stream_of(found: os.stat_result) -> TextIO | None:
+    """The standard stream of this program that is the file with this status."""
+    for stream in (sys.stdout, sys.stderr):
+        try:
+            if os.path.samestat(os.fstat(stream.fileno()), found):
+                return stream
+        except (OSError, ValueError):  # it is closed, or no file
+            continue
+    return None

@@ -6,6 +6,7 @@ from __future__ import annotations
 
 import os
 import pty
+import stat
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -156,3 +157,56 @@ def test_writing_a_file_leaves_others_beside_it_alone(tmp_path: Path) -> None:
     with pytest.raises(InvalidArgument, match=r"--json is .*Is a directory"):
         write_whole(tmp_path / "folder", "whole", "--json")
     assert len([*tmp_path.iterdir()]) == 3, "nothing is left of what could not be written"
+
+
+def test_a_file_is_written_where_links_lead_and_they_stay(tmp_path: Path) -> None:
+    (tmp_path / "folder").mkdir()
+    target, link, dangling = tmp_path / "folder" / "file", tmp_path / "link", tmp_path / "dangling"
+    target.write_text("old")
+    link.symlink_to(target)
+    dangling.symlink_to(tmp_path / "folder" / "fresh")
+    for name in (link, dangling):
+        check_writable(name, "--json")
+        write_whole(name, "new", "--json")
+        assert name.is_symlink() and name.resolve().read_text() == "new"
+    assert target.read_text() == "new"
+    assert sorted((tmp_path / "folder").iterdir()) == [target, tmp_path / "folder" / "fresh"]
+
+
+def test_a_pipe_is_written_to_and_stays(tmp_path: Path) -> None:
+    pipe = tmp_path / "pipe"
+    os.mkfifo(pipe)
+    check_writable(pipe, "--json")  # before it has a reader
+    reader = os.open(pipe, os.O_RDONLY | os.O_NONBLOCK)
+    try:
+        write_whole(pipe, "whole", "--json")
+        assert os.read(reader, 99) == b"whole"
+    finally:
+        os.close(reader)
+    assert stat.S_ISFIFO(pipe.stat().st_mode)
+    assert [*tmp_path.iterdir()] == [pipe]
+
+
+def test_standard_output_as_a_file_keeps_what_was_printed(tmp_path: Path) -> None:
+    code = (
+        "from pathlib import Path; from mooncake.cli.output import write_whole\n"
+        "print('table'); write_whole(Path('/dev/stdout'), 'json', '--json'); print(' and more')"
+    )
+    words = [sys.executable, "-c", code]
+    assert subprocess.run(words, capture_output=True, text=True).stdout == "table\njson and more\n"
+    with (tmp_path / "out").open("w") as out:
+        subprocess.run(words, stdout=out, check=True)
+    assert (tmp_path / "out").read_text() == "table\njson and more\n"
+    assert [*tmp_path.iterdir()] == [tmp_path / "out"]
+
+
+def test_a_dash_is_refused_with_the_name_of_standard_output(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    refusal = r"--json is '-'; allowed: .*/dev/stdout"
+    with pytest.raises(InvalidArgument, match=refusal):
+        check_writable(Path("-"), "--json")
+    with pytest.raises(InvalidArgument, match=refusal):
+        write_whole(Path("-"), "", "--json")
+    assert not [*tmp_path.iterdir()]

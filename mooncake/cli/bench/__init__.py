@@ -30,6 +30,7 @@ from mooncake.cli.bench.measurements import (
 from mooncake.cli.bench.paths import LOCAL_FILE, STREAMS, Paths, available, candidate_engines
 from mooncake.cli.bench.report import BenchReport, describe_machine, draw, render
 from mooncake.cli.bench.target import DEVICE, FILE
+from mooncake.cli.output import check_writable, write_whole
 from mooncake.config import parse_size
 from mooncake.errors import InvalidArgument, Unavailable
 
@@ -50,11 +51,12 @@ def bench_transfer(
     """Measure, print, and write the requested files. Files to be measured are made in ``folder``.
 
     Raises:
-        InvalidArgument: a path that does not exist, or nothing to measure.
+        InvalidArgument: a path that does not exist, nothing to measure, or a file that can't be written.
         ProtocolError: wrong bytes arrived.
     """
     if plot_file is not None:
         import matplotlib  # noqa: F401 - a missing extra is reported before minutes of measuring
+    check_writable(json_file, "--json")
     largest_bytes = _size(largest)
     shapes = [shape for shape in SHAPES if shape.num_bytes <= largest_bytes]
     with ExitStack() as stack:
@@ -62,7 +64,7 @@ def bench_transfer(
         report = _measured(wanted_names, rounds, shapes, Path(made), stack)
     print(render(report), flush=True)
     if json_file is not None:
-        json_file.write_text(json.dumps(report.as_json(), indent=1) + "\n")
+        write_whole(json_file, json.dumps(report.as_json(), indent=1) + "\n", "--json")
     if plot_file is not None:
         draw(report, plot_file)
 
