@@ -75,10 +75,11 @@ from mooncake.conductor.scaling_signal import DesiredChanged, ScalingStatus
 from mooncake.conductor.settings import SchedulingSettings, Seconds
 from mooncake.config import AlsoFrom, Port, Secret
 from mooncake.driver import Driver
-from mooncake.errors import cause_of
+from mooncake.errors import InvalidArgument, cause_of
 from mooncake.http.worker_stats import KvMemoryStats, StepStats
 from mooncake.log import get_logger
 from mooncake.rpc import Call, Connection, RpcServer
+from mooncake.rpc.client import split_address
 from mooncake.security import TRUSTED, Access, check_address
 from mooncake.security.http_auth import HttpClientAuth
 from mooncake.tracing import Span, process_tracing
@@ -133,6 +134,14 @@ class ConductorSettings(SchedulingSettings):
 
     admin_api_key: Annotated[str, Secret, AlsoFrom("ADMIN_API_KEY")] = ""
     "Key that `/register` and `/unregister` want in the header `X-API-Key`; empty refuses them."
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        for address in self.peers:
+            try:
+                split_address(address)
+            except InvalidArgument as error:
+                raise InvalidArgument("peers", address, "host:port of another conductor") from error
 
 
 async def serve(settings: ConductorSettings) -> None:

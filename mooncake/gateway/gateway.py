@@ -96,6 +96,16 @@ class ServingSettings(SchedulingSettings):
     def __post_init__(self) -> None:
         super().__post_init__()
         self.check_header("session_header")
+        for address in self.conductor_addresses:
+            try:
+                split_address(address)
+            except InvalidArgument as error:
+                raise InvalidArgument("conductor", self.conductor, "host:port[,host:port]") from error
+
+    @property
+    def conductor_addresses(self) -> list[str]:
+        """Addresses of the conductors; empty for the one inside this process."""
+        return [one.strip() for one in self.conductor.split(",")] if self.conductor else []
 
     def check_header(self, name: str) -> None:
         """Raise InvalidArgument unless the setting is a header's name, or empty."""
@@ -348,7 +358,7 @@ class Gateway:
         settings = self.settings
         # Made here: its contents belong to the running loop.
         self._service = (
-            RemoteConductor(*(one.strip() for one in settings.conductor.split(",")))
+            RemoteConductor(*settings.conductor_addresses)
             if settings.conductor
             else ConductorService(replace(self._as_conductor, engines_share_blocks=self._engines_share))
         )

@@ -34,12 +34,14 @@ from mooncake.conductor.messages import (
 from mooncake.conductor.server import (
     ConductorServer,
     ConductorService,
+    ConductorSettings,
     new_samples,
     read_engine_memory,
     read_kv_memory,
     read_step_stats,
 )
 from mooncake.conductor.settings import SchedulingSettings
+from mooncake.errors import InvalidArgument
 from mooncake.http.worker_stats import KvMemoryStats, StepStats
 from mooncake.inference.kv_events import WorkerKvEventPublisher
 from mooncake.kv_events import BlockStored
@@ -500,3 +502,12 @@ def test_the_memory_of_other_engines_is_read_from_their_metrics() -> None:
 )
 def test_metrics_without_a_memory_or_with_an_impossible_one_say_nothing(page: bytes) -> None:
     assert read_engine_memory(page) is None
+
+
+@pytest.mark.parametrize("peers", [("foo",), ("10.0.0.2:8400", "10.0.0.3:0"), ("",)])
+def test_an_address_of_a_peer_that_is_none_is_refused_by_the_name_of_the_setting(
+    peers: tuple[str, ...],
+) -> None:
+    with pytest.raises(InvalidArgument, match=r"^peers is '.*'; allowed: host:port of another conductor"):
+        ConductorSettings(peers=peers)
+    assert ConductorSettings(peers=("10.0.0.2:8400", "[::1]:8400")).peers

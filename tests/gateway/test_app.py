@@ -361,3 +361,12 @@ async def test_a_client_that_disconnects_stops_the_worker(stack: Stack, stream: 
 def test_wrong_instances_are_named() -> None:
     with pytest.raises(InvalidArgument, match="decode"):
         GatewaySettings(decode=("nowhere",))
+
+
+@pytest.mark.parametrize("conductor", ["foo", "10.0.0.1:8400,", "10.0.0.1:8400,10.0.0.2:0"])
+def test_a_wrong_address_of_a_conductor_is_named(conductor: str) -> None:
+    with pytest.raises(InvalidArgument, match=r"^conductor is '.*'; allowed: host:port\[,host:port\]"):
+        GatewaySettings(conductor=conductor)
+    found = GatewaySettings(conductor="10.0.0.1:8400, [::1]:8401")
+    assert found.conductor_addresses == ["10.0.0.1:8400", "[::1]:8401"]
+    assert GatewaySettings().conductor_addresses == []

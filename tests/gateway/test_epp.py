@@ -31,6 +31,7 @@ from tests.waiting import until
         ("prefill", ("http://10.0.0.1:80",)),
         ("prefill_header", "a b"),
         ("session_header", "é"),
+        ("conductor", "foo"),
         ("server_key", "key.pem"),
         ("server_cert", "cert.pem"),
         ("health_address", "9003"),
