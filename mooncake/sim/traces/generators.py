@@ -225,10 +225,13 @@ def parse(spec: str) -> Generator | None:
         field, _, text = pair.partition("=")
         if field not in readers:
             raise InvalidArgument(spec, field, ", ".join(readers))
+        if field in given:
+            raise InvalidArgument(f"{name}:{field}", text, f"one value; {given[field]} was given")
         try:
             given[field] = readers[field](text)
         except ValueError:
-            raise InvalidArgument(f"{name}:{field}", text, "a number") from None
+            allowed = "a whole number" if readers[field] is int else "a number"
+            raise InvalidArgument(f"{name}:{field}", text, allowed) from None
     generator = kind(**given)
     next(iter(generator))  # refuse what is out of range now, not in the middle of a run
     return generator

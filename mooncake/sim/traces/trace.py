@@ -509,7 +509,8 @@ def _fault(content: Any, why: str) -> tuple[str, object, str]:
 
 def _note_fields(lines: TraceFile, text: bytes, known: tuple[str, ...]) -> None:
     """Note the fields of the first row that are not read."""
-    others = [name for name in msgspec.json.decode(text) if name not in known]
+    content: dict[str, Any] = _decoded(lines, text, msgspec.json.decode)
+    others = [name for name in content if name not in known]
     if others:
         lines.notes.append(f"fields that are not read: {', '.join(others[:MAX_NAMED])}")
 

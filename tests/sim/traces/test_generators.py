@@ -128,7 +128,10 @@ def test_a_spec_is_a_generator() -> None:
 
 WRONG: dict[str, str] = {
     "agentic:session=3": "sessions, turns",
-    "agentic:sessions=many": "agentic:sessions is 'many'; allowed: a number",
+    "agentic:sessions=many": "agentic:sessions is 'many'; allowed: a whole number",
+    "poisson:input_tokens=1e12": "poisson:input_tokens is '1e12'; allowed: a whole number",
+    "poisson:rate=fast": "poisson:rate is 'fast'; allowed: a number",
+    "poisson:rate=1,rate=2": "poisson:rate is '2'; allowed: one value; 1.0 was given",
     "agentic:sessions=0": "sessions is 0; allowed: 1 or more",
     "agentic:turns=2.5": "agentic:turns is '2.5'",
     "poisson:rate=-1": "rate is -1.0; allowed: more than 0",

@@ -166,6 +166,17 @@ def test_a_line_that_is_no_row_is_named(folder: Path, kind: str) -> None:
     assert refused(path).row == 4
 
 
+@pytest.mark.parametrize("kind", ["mooncake", "sessions"])
+@pytest.mark.parametrize("length", [b"64", b"-1"])
+def test_a_first_row_that_is_not_utf8_where_it_is_not_read_is_named(
+    folder: Path, kind: str, length: bytes
+) -> None:
+    row = b'{"timestamp": 0, "input_length": %s, "output_length": 1, "hash_ids": [0], "text": "\xff"' % length
+    more = b', "session": "a"}\n' if kind == "sessions" else b"}\n"
+    error = refused(put(folder, row + more), block_tokens=64, format=kind)
+    assert error.row == 1 and "line is" in str(error) and "one JSON object" in str(error)
+
+
 @settings(deadline=None)
 @given(st.binary(min_size=1, max_size=300))
 def test_no_bytes_do_worse_than_a_trace_error(
