@@ -12,6 +12,7 @@ import numpy as np
 
 from mooncake.rpc import Call, RpcServer
 from mooncake.store import messages as m
+from mooncake.store.ha.leader_search import Leads, WhoLeads
 from mooncake.transfer import crc32c
 
 CHUNK_BYTES = 1 << 20
@@ -26,6 +27,7 @@ class ScriptedMaster:
             m.ReportContents: self._report,
             m.Poll: self._poll,
             m.DescribeSegments: self._describe,
+            WhoLeads: lambda message, call: Leads("", 1, is_here=True),
         }
         self._rpc = RpcServer(handlers)
         self.mounts: dict[str, m.Mount] = {}

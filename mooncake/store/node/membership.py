@@ -29,6 +29,8 @@ FIRST_BACKOFF_S = 0.05
 MAX_BACKOFF_S = 2.0
 ANSWER_S = 3.0
 """Time that a connection attempt or a reply may take before the connection is dropped."""
+CONNECT_S = 2.5
+"""Time after which an attempt ends with its reason, which must come before the attempt is dropped."""
 
 
 class MembershipPhase(enum.StrEnum):

@@ -25,6 +25,7 @@ from mooncake.log import get_logger
 from mooncake.machine import Wake
 from mooncake.metrics import registry
 from mooncake.store import messages as m
+from mooncake.store.ha.leader_search import WhoLeads
 from mooncake.store.ha.master_client import AsyncMasterClient, MasterResolver
 from mooncake.store.node import membership as ms
 from mooncake.store.node import task_agent as e
@@ -239,7 +240,8 @@ class MountedSegment:
     async def _connect(self, link: AsyncMasterClient) -> None:
         """Connect, and report the loss of the connection when it comes."""
         try:
-            await link.connect(ms.ANSWER_S)
+            # A request: its error has the reason why there is no connection.
+            await link.call(WhoLeads(), ms.CONNECT_S)
         except MooncakeError as error:
             if isinstance(error, AccessDenied):
                 log.warning("mount_denied", segment=self.config.name, reason=str(error))

@@ -15,12 +15,14 @@ from mooncake.errors import AddressInUse, InvalidArgument, OutOfMemory
 from mooncake.http.server import HttpServer, listen
 from mooncake.store import AsyncStore
 from mooncake.store import messages as m
+from mooncake.store.node import membership
 from mooncake.store.node.node import Node, NodeSettings, serve
 from mooncake.store.server import MasterServer
 from mooncake.store.settings import MasterSettings
 from mooncake.transfer import TransferEngine, TransferSettings
 from mooncake.transfer.metadata_server import make_app
 from tests.contract.metadata_servers import free_port
+from tests.waiting import until
 
 SETTINGS = MasterSettings(port=0, lease_s=0.1, put_s=0.1, grace_s=0.0, heartbeat_s=0.02)
 
@@ -100,6 +102,25 @@ async def test_leaving_without_a_master_ends(master: MasterServer) -> None:
     await node.start()
     async with asyncio.timeout(10):
         await node.close()
+
+
+async def test_a_node_names_the_reason_why_the_master_can_not_be_reached(
+    master: MasterServer, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(membership, "CONNECT_S", 0.3)
+    node = Node(settings_for(master))
+    await master.close()
+    await node.start()
+
+    def reasons() -> list[str]:
+        events = [one for one in caplog.records if one.getMessage() == "mount_failed"]
+        return [one.__dict__["fields"]["reason"] for one in events]
+
+    try:
+        await until(reasons)
+    finally:
+        await node.close()
+    assert "Connection refused" in reasons()[0], reasons()
 
 
 async def test_memory_that_is_not_there_is_an_error(master: MasterServer) -> None:
