@@ -23,6 +23,7 @@ from mooncake.cli.output import wide_console
 from mooncake.cli.simulation.report import PlainTable
 from mooncake.errors import InvalidArgument
 from mooncake.sim.silicon.engine_run import (
+    LONGEST_TOKEN_S,
     TIME_UNITS,
     EngineRun,
     EngineTimes,
@@ -52,6 +53,8 @@ HELD_OUT = "held out"
 NUM_DRAWS = 400
 LONGEST_RUN_S = 86_400.0
 """A run that took longer was most likely not recorded in seconds."""
+SHORTEST_TOKEN_S = 2e-4
+"""No published row takes less per token, in the median: such a table is most likely in seconds."""
 LONG_TOKEN_S = 1.0
 """The same of a median time per token, which is too short to be sure."""
 
@@ -337,6 +340,10 @@ def _notes(halves: _Halves) -> list[str]:
         which = f"{lacking} of {len(halves.tested)} predicted rows"
         notes.append(f"{which} lack a measured time: that time is not graded, --json has its prediction.")
     for verb, some in (("fitted", halves.rows), ("predicted", halves.tested)):
+        token_s = float(np.median([row.tpot_s for row in some if row.tpot_s > 0] or [0.1]))
+        if not SHORTEST_TOKEN_S < token_s < LONGEST_TOKEN_S:
+            which = f"{verb} rows take {token_s * 1000:,.3g} ms per token in the median"
+            notes.append(f"The {which}: are their times in milliseconds?")
         if lacking := sum(not row.has_concurrency for row in some):
             which = f"{lacking} of {len(some)} {verb} rows"
             notes.append(f"{which} state no concurrency: {ASSUMED_CONCURRENCY:g} is assumed.")

@@ -129,7 +129,7 @@ class EngineRun(msgspec.Struct, frozen=True):
 
     @property
     def median_token_s(self) -> float:
-        """Of the times per token that are known; 0: none is."""
+        """Median of the known times per token; 0: none is known."""
         token_s = self.measured.tpot_s(self.load)
         token_s = token_s[~np.isnan(token_s)]
         return float(np.median(token_s)) if len(token_s) else 0.0

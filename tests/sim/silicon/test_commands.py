@@ -136,3 +136,17 @@ def test_a_run_with_incomplete_requests_is_graded_on_what_the_fit_has_not_seen(
         "They are taken as ms.",
     ):
         assert said in printed
+
+
+def test_a_table_in_seconds_is_noticed(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    rows = fields(40)
+    times = ("silicon_ttft_ms", "silicon_tpot_ms")
+    whole = write_rows(tmp_path / "whole.csv", rows)
+    in_s = [row | {name: float(str(row[name])) / 1000 for name in times} for row in rows]
+    (note,) = grade(capsys, fit_on=whole, test_on=write_rows(tmp_path / "s.csv", in_s))["notes"]
+    assert note.startswith("The predicted rows take 0.0") and note.endswith(
+        "are their times in milliseconds?"
+    )
+    in_us = [row | {name: float(str(row[name])) * 1e3 for name in times} for row in rows]
+    (note,) = grade(capsys, fit_on=write_rows(tmp_path / "us.csv", in_us), test_on=whole)["notes"]
+    assert note.startswith("The fitted rows take") and note.endswith("are their times in milliseconds?")
