@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
+from functools import partial
 from random import Random
 from typing import NamedTuple
 
@@ -35,6 +36,8 @@ LINEAR = 0.3
 """Variance of the linear kernel, per column."""
 FEWEST = 20
 """Rows of a mode from which its own intervals are calibrated."""
+FEWEST_TO_NARROW = 100
+"""Rows from which intervals may be narrower than the process itself says."""
 _KERNEL_NAMES = tuple(
     (*NAMES, *DERIVED_NAMES).index(one)
     for one in (*(one for one in NAMES if one != "model_path"), *DERIVED_NAMES)
@@ -62,6 +65,8 @@ _GROUPS = {
     "mode": _Group(("mode",), factor=2.0),  # there are two: a fit without one can have no groups
 }
 """What a fit may not have seen of a row."""
+_OF_FACTS = ("model", "card")
+"""Those of which physical facts may be known; else other intervals hold."""
 KNOWN = "known"
 """The novelty of a row of which the fit has seen all of these."""
 
@@ -102,7 +107,7 @@ class TimePredictor:
 
     def __init__(self, rows: Sequence[MeasuredRow], target: str, seed: int = 0) -> None:
         """``seed`` chooses the rows on which columns are weighed, where there are many."""
-        self._target = target
+        self._target, self._rows = target, rows
         quantities = _quantities(rows)
         has_any = ~np.isnan(quantities).all(axis=0)
         self._centre, deviations = np.zeros(quantities.shape[1]), np.zeros(quantities.shape[1])
@@ -139,6 +144,8 @@ class TimePredictor:
             for kind, group in _GROUPS.items()
         }
         self._widths = self._calibrated(rows)
+        self._widths_without_facts: dict[str, float] = {}
+        """By what is new, of rows whose model or card is in no table; found when such a row is predicted."""
 
     def novelty(self, row: MeasuredRow) -> str:
         """``known``, or what the fit has not seen: ``new model and card``."""
@@ -270,17 +277,52 @@ class TimePredictor:
         for mode in (False, True):
             of_mode = errors[is_disaggregated == mode]
             usual = _quantile_90(of_mode if len(of_mode) >= FEWEST else errors) / NORMAL_90
+            if len(rows) < FEWEST_TO_NARROW:
+                # One row alone has no error, and a few have less than others: columns are weighed by them.
+                usual = max(usual, 1.0)
             found[KNOWN, mode] = usual
             for kind, width in widths.items():
                 found[kind, mode] = max(usual, width)
         return found
 
+    def _width_without_facts(self, kind: str) -> float:
+        """The same factor where all rows of a group of ``kind`` are predicted from the others as if no facts
+        of them were known: the estimates, of which predictions are ratios, are then the usual ones."""
+        if kind not in self._widths_without_facts:
+            self._widths_without_facts[kind] = self._calibrated_without_facts(_GROUPS[kind])
+        return self._widths_without_facts[kind]
+
+    def _calibrated_without_facts(self, group: _Group) -> float:
+        groups = _grouped(self._rows, group)
+        if len(groups) < group.fewest:
+            return 2 * group.factor
+        bare = [
+            msgspec.structs.replace(row, estimates=(math.nan,) * len(row.estimates)) for row in self._rows
+        ]
+        measured = np.log([getattr(row, f"{self._target}_s") for row in self._rows])
+        errors, shares = [], []
+        for numbers in groups.values():
+            columns = self._columns([bare[number] for number in numbers])
+            between = self._kernels(columns, self._known).total
+            between[:, numbers] = 0.0
+            # The inverse without the group's rows, from the whole one (Rasmussen and Williams, appendix A.3).
+            across = self._inverse[:, numbers]
+            block = np.linalg.inv(self._inverse[np.ix_(numbers, numbers)])
+            solved = self._solved - across @ (block @ self._solved[numbers])
+            reduced = between @ self._inverse - (between @ across) @ block @ across.T
+            own = (
+                math.exp(self._weights[-2]) + math.exp(self._weights[-1]) + NOISE + _linear_variance(columns)
+            )
+            variance = np.maximum(own - (reduced * between).sum(axis=1), NOISE)
+            error = measured[numbers] - self._usual - self._mean - between @ solved
+            errors.append(np.abs(error) / np.sqrt(variance))
+            shares.append(np.full(len(numbers), 1 / len(numbers)))
+        return _quantile_90(np.concatenate(errors), np.concatenate(shares)) / NORMAL_90
+
     def _width_of_groups(self, rows: Sequence[MeasuredRow], group: _Group) -> float:
         """The same where all rows of a group are predicted from the others; every group counts alike, because
         the next one is a group, too."""
-        groups: dict[tuple[str, ...], list[int]] = {}
-        for number, row in enumerate(rows):
-            groups.setdefault(tuple(row.named(one) for one in group.columns), []).append(number)
+        groups = _grouped(rows, group)
         if len(groups) < group.fewest:
             return group.factor
         errors, shares = [], []
@@ -292,13 +334,15 @@ class TimePredictor:
         return _quantile_90(np.concatenate(errors), np.concatenate(shares)) / NORMAL_90
 
     def _widths_of(self, rows: Sequence[MeasuredRow]) -> Floats:
-        widths = self._widths
         return np.array(
-            [
-                math.hypot(*(widths[one, row.is_disaggregated] for one in self._unseen(row) or (KNOWN,)))
-                for row in rows
-            ]
+            [math.hypot(*map(partial(self._width_of, row), self._unseen(row) or (KNOWN,))) for row in rows]
         )
+
+    def _width_of(self, row: MeasuredRow, kind: str) -> float:
+        width = self._widths[kind, row.is_disaggregated]
+        if kind in _OF_FACTS and not row.has_facts:
+            return max(width, self._width_without_facts(kind))
+        return width
 
 
 class RowPredictor:
@@ -344,6 +388,14 @@ def _clipped(columns: _Columns) -> Floats:
 
 def _linear_variance(columns: _Columns) -> Floats:
     return np.asarray(LINEAR * ((_clipped(columns) ** 2).mean(axis=1) + 1))
+
+
+def _grouped(rows: Sequence[MeasuredRow], group: _Group) -> dict[tuple[str, ...], list[int]]:
+    """Numbers of the rows that are left out together."""
+    groups: dict[tuple[str, ...], list[int]] = {}
+    for number, row in enumerate(rows):
+        groups.setdefault(tuple(row.named(one) for one in group.columns), []).append(number)
+    return groups
 
 
 def _quantile_90(values: Floats, shares: Floats | None = None) -> float:

@@ -7,7 +7,8 @@ import msgspec
 import numpy as np
 import pytest
 
-from mooncake.sim.silicon.measured_rows import MeasuredRow, read_rows
+from mooncake.sim.silicon import row_prediction
+from mooncake.sim.silicon.measured_rows import Floats, MeasuredRow, read_rows, reloaded_row
 from mooncake.sim.silicon.row_prediction import RowPredictor, TimePredictor, group_errors
 from tests.sim.silicon.row_table import fields_of, random_rows, write_rows
 
@@ -145,6 +146,83 @@ def test_what_no_table_knows_is_predicted_near_the_usual(
         usual = float(np.median([getattr(row, f"{target}_s") for row in rows]))
         assert math.isfinite(high) and low < usual < high * 100
         assert high / low > 10
+
+
+def without_facts(row: MeasuredRow) -> MeasuredRow:
+    return msgspec.structs.replace(row, estimates=tuple(math.nan for _ in row.estimates))
+
+
+def models_of_many_sizes(path: Path, seed: int) -> list[MeasuredRow]:
+    """Ten models, whose times grow with their sizes, which only their facts state."""
+    random, rows = Random(seed), []
+    for number in range(240):
+        size = random.choice([1, 2, 4, 8, 16, 32, 64, 128, 256, 512])
+        fields = fields_of(random, number) | {
+            "model_path": f"maker/Model-{size}B",
+            "mode": "agg",
+            "tp_size": 1,
+        }
+        times = {f"silicon_{name}_ms": size * random.lognormvariate(1, 0.05) for name in ("ttft", "tpot")}
+        rows.append(fields | times)
+    return read_rows(write_rows(path, rows))
+
+
+@pytest.mark.parametrize("target", ["ttft", "tpot"])
+def test_intervals_without_facts_are_those_of_models_left_out_without_theirs(
+    tmp_path: Path, target: str
+) -> None:
+    num_within, ratios = 0, []
+    for size in (4, 8, 64, 128):
+        rows = models_of_many_sizes(tmp_path / "rows.csv", size)
+        fitted = [row for row in rows if row.named("architecture") != f"model-{size}b"]
+        others = [row for row in rows if row.named("architecture") == f"model-{size}b"]
+        predictor = TimePredictor(fitted, target)
+        (known, bare) = (predictor.predict(some) for some in (others, list(map(without_facts, others))))
+        low, high = bare.interval()
+        measured = np.array([getattr(row, f"{target}_s") for row in others])
+        num_within += int(((low < measured) & (measured < high)).mean() > 0.5)
+        ratios.append(float((bare.deviation / known.deviation).min()))
+    assert num_within == 4, "sizes in the middle lie inside the interval of an unknown one"
+    assert min(ratios) > 3, "facts say more than anything else here"
+
+
+def test_a_group_without_facts_is_predicted_from_the_others_only(
+    rows: list[MeasuredRow], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    some = [renamed(row, system="abcd"[number % 4]) for number, row in enumerate(rows[:60])]
+    predictor = TimePredictor(some, "tpot")
+    found: list[Floats] = []
+
+    def most(values: Floats, *_: object) -> float:
+        found.append(values)
+        return float(values.max())
+
+    monkeypatch.setattr(row_prediction, "_quantile_90", most)
+    width = predictor._width_without_facts("card")
+    assert width == found[0].max() / row_prediction.NORMAL_90
+    # The long way, for the first group: the inverse of the others' covariances alone.
+    group, kept = range(0, 60, 4), [number for number in range(60) if number % 4]
+    covariance = np.linalg.inv(predictor._inverse)
+    columns = predictor._columns([without_facts(some[number]) for number in group])
+    between = predictor._kernels(columns, predictor._known).total[:, kept]
+    own = np.diag(predictor._kernels(columns, columns).total) + row_prediction.NOISE
+    inverse = np.linalg.inv(covariance[np.ix_(kept, kept)])
+    deviation = np.sqrt(own - np.diag(between @ inverse @ between.T))
+    logarithms = predictor._usual + predictor._mean + between @ inverse @ predictor._ratios[kept]
+    errors = np.abs(np.log([some[number].tpot_s for number in group]) - logarithms) / deviation
+    assert found[0][:15] == pytest.approx(errors, rel=1e-3)
+    assert predictor._width_without_facts("card") == width and len(found) == 1, "it is found once"
+
+
+def test_a_fit_to_a_few_rows_has_intervals(rows: list[MeasuredRow]) -> None:
+    for some in (rows[:1], [rows[0], msgspec.structs.replace(rows[0], id="again")], rows[:3]):
+        for prediction in RowPredictor(some).predict(rows[:1]).values():
+            low, high = prediction.interval()
+            assert high[0] / low[0] > 1.05, "one measurement is not exact, and is not the next one"
+        near = reloaded_row(rows[0], *(1.5 * rows[0].quantity(one) for one in ("isl", "osl", "concurrency")))
+        for prediction in RowPredictor(some).predict([near]).values():
+            low, high = prediction.interval()
+            assert high[0] / low[0] > 1.5
 
 
 @pytest.mark.parametrize("num_rows", [1, 2, 5])
