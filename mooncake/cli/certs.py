@@ -11,13 +11,13 @@ from __future__ import annotations
 
 import datetime
 import ipaddress
-import os
 import re
 import secrets
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Annotated, Literal
+from typing import Annotated, Literal, TypeAlias
 from urllib.parse import quote
 
 from cryptography import x509
@@ -26,8 +26,9 @@ from cryptography.hazmat.primitives.asymmetric import ec
 from cryptography.x509.oid import ExtendedKeyUsageOID, NameOID
 from msgspec import Meta
 
+from mooncake.cli.output import write_new
 from mooncake.cli.role_command import Invocation
-from mooncake.errors import InvalidArgument
+from mooncake.errors import InvalidArgument, cause_of
 from mooncake.security import Role
 from mooncake.security.identity import read_key_file
 from mooncake.security.keys import SECRET_BYTES, derive, format_credential, format_secret
@@ -37,6 +38,7 @@ AUTHORITY_DAYS = 3650
 MAX_NAME_BYTES = 200
 _LABEL = r"[A-Za-z0-9_](?:[A-Za-z0-9_-]{0,61}[A-Za-z0-9_])?"
 _HOST = re.compile(rf"(?![\d.]+$)(?:\*\.)?{_LABEL}(?:\.{_LABEL})*")  # only digits and dots: a wrong address
+_Write: TypeAlias = Callable[..., None]
 _SKEW = datetime.timedelta(hours=1)  # clocks of a cluster are not all right
 
 
@@ -125,8 +127,7 @@ def derive_key(settings: CertsSettings) -> Path:
 def _write_secret(field: str, path: Path, text: str) -> None:
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
-        with open(os.open(path, os.O_CREAT | os.O_EXCL | os.O_WRONLY, 0o600), "w") as opened:
-            opened.write(text)
+        write_new(path, text.encode(), 0o600)
     except FileExistsError:
         raise InvalidArgument(field, str(path), "a file that does not exist yet") from None
     except OSError as error:
@@ -134,24 +135,50 @@ def _write_secret(field: str, path: Path, text: str) -> None:
 
 
 def make(settings: CertsSettings) -> list[Path]:
-    """Create certificates; return the files written.
+    """Create certificates; return the files written. Where one can't be written, none of them is left.
 
     Raises:
         InvalidArgument: the folder cannot be written, the certificate exists, or half an authority does; the
-            name is not that of a file, or a host is not a host's name or address.
+            name is not that of a file, or a host is not a host's name or address, or missing.
     """
     folder = settings.folder
     _check_names(settings.name, settings.host)
-    try:
-        folder.mkdir(parents=True, exist_ok=True)
-    except OSError as error:
-        raise InvalidArgument("folder", str(folder), f"a folder to write to ({error.strerror})") from error
+    if settings.role == "node" and not settings.host:
+        raise InvalidArgument("host", "", "names or addresses of the host: a node is a server")
     certificate, key_file = folder / f"{settings.name}.pem", folder / f"{settings.name}.key"
-    if settings.name == "ca" or certificate.exists() or key_file.exists():
-        raise InvalidArgument("name", settings.name, f"one that has no files in {folder} yet")
-    authority, authority_key, made = _authority(folder)
-    key = ec.generate_private_key(ec.SECP256R1())
-    issued = (
+    made: list[Path] = []
+    with ExitStack() as undo:
+
+        def write(path: Path, content: bytes, mode: int = 0o666) -> None:
+            write_new(path, content, mode)
+            undo.callback(path.unlink, missing_ok=True)
+            made.append(path)
+
+        try:
+            folder.mkdir(parents=True, exist_ok=True)
+            if settings.name == "ca" or certificate.exists() or key_file.exists():
+                raise InvalidArgument("name", settings.name, f"one that has no files in {folder} yet")
+            authority, authority_key = _authority(folder, write)
+            key = ec.generate_private_key(ec.SECP256R1())
+            issued = _issued(settings, key, authority, authority_key)
+            write(certificate, issued.public_bytes(serialization.Encoding.PEM))
+            write(key_file, _pem(key), 0o600)
+        except OSError as error:
+            raise InvalidArgument(
+                "folder", str(folder), f"a folder to write to ({cause_of(error)})"
+            ) from error
+        undo.pop_all()
+    return made
+
+
+def _issued(
+    settings: CertsSettings,
+    key: ec.EllipticCurvePrivateKey,
+    authority: x509.Certificate,
+    authority_key: ec.EllipticCurvePrivateKey,
+) -> x509.Certificate:
+    """The certificate of ``key``."""
+    return (
         _builder(_name(settings.host[0] if settings.host else settings.name), key, settings.days)
         .issuer_name(authority.subject)
         .add_extension(
@@ -170,9 +197,6 @@ def make(settings: CertsSettings) -> list[Path]:
         .add_extension(x509.AuthorityKeyIdentifier.from_issuer_public_key(authority_key.public_key()), False)
         .sign(authority_key, hashes.SHA256())
     )
-    _write_key(key_file, key)
-    certificate.write_bytes(issued.public_bytes(serialization.Encoding.PEM))
-    return [*made, certificate, key_file]
 
 
 def _check_names(name: str, hosts: Sequence[str]) -> None:
@@ -186,8 +210,8 @@ def _check_names(name: str, hosts: Sequence[str]) -> None:
             raise InvalidArgument("host", host, allowed)
 
 
-def _authority(folder: Path) -> tuple[x509.Certificate, ec.EllipticCurvePrivateKey, list[Path]]:
-    """Load or create the authority of the folder; also return the files created for it."""
+def _authority(folder: Path, write: _Write) -> tuple[x509.Certificate, ec.EllipticCurvePrivateKey]:
+    """Load the authority of the folder and its key, or create them with ``write``."""
     certificate, key_file = folder / "ca.pem", folder / "ca.key"
     if certificate.exists() != key_file.exists():
         there, missing = (certificate, key_file) if certificate.exists() else (key_file, certificate)
@@ -202,7 +226,7 @@ def _authority(folder: Path) -> tuple[x509.Certificate, ec.EllipticCurvePrivateK
             raise InvalidArgument("folder", str(folder), f"a readable ca.pem and ca.key ({error})") from error
         if not isinstance(key, ec.EllipticCurvePrivateKey) or key.public_key() != authority.public_key():
             raise InvalidArgument("folder", str(folder), "an authority that this command made")
-        return authority, key, []
+        return authority, key
     key = ec.generate_private_key(ec.SECP256R1())
     name = _name("Mooncake cluster authority")
     authority = (
@@ -212,9 +236,9 @@ def _authority(folder: Path) -> tuple[x509.Certificate, ec.EllipticCurvePrivateK
         .add_extension(_signs_only(), True)
         .sign(key, hashes.SHA256())
     )
-    _write_key(key_file, key)
-    certificate.write_bytes(authority.public_bytes(serialization.Encoding.PEM))
-    return authority, key, [certificate, key_file]
+    write(certificate, authority.public_bytes(serialization.Encoding.PEM))
+    write(key_file, _pem(key), 0o600)
+    return authority, key
 
 
 def _builder(subject: x509.Name, key: ec.EllipticCurvePrivateKey, days: int) -> x509.CertificateBuilder:
@@ -260,9 +284,7 @@ def _signs_only() -> x509.KeyUsage:
     )
 
 
-def _write_key(file: Path, key: ec.EllipticCurvePrivateKey) -> None:
-    encoded = key.private_bytes(
+def _pem(key: ec.EllipticCurvePrivateKey) -> bytes:
+    return key.private_bytes(
         serialization.Encoding.PEM, serialization.PrivateFormat.PKCS8, serialization.NoEncryption()
     )
-    with open(os.open(file, os.O_CREAT | os.O_EXCL | os.O_WRONLY, 0o600), "wb") as opened:
-        opened.write(encoded)

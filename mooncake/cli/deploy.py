@@ -11,7 +11,6 @@ when asked for, and never replaced.
 from __future__ import annotations
 
 import json
-import os
 import secrets
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -23,7 +22,7 @@ from msgspec import Meta
 
 import mooncake
 from mooncake.cli.certs import CertsSettings, make
-from mooncake.cli.output import write_whole
+from mooncake.cli.output import write_new, write_whole
 from mooncake.cli.role_command import Invocation
 from mooncake.config import Size, format_size
 from mooncake.errors import InvalidArgument
@@ -377,6 +376,5 @@ def make_credentials(folder: Path) -> list[Path]:
 
 
 def _secret(file: Path, text: str) -> Path:
-    with open(os.open(file, os.O_CREAT | os.O_EXCL | os.O_WRONLY, 0o600), "w") as opened:
-        opened.write(text)
+    write_new(file, text.encode(), 0o600)
     return file

@@ -155,6 +155,22 @@ def write_whole(file: Path, text: str, field: str) -> None:
                 device.write(text)
 
 
+def write_new(file: Path, content: bytes, mode: int = 0o666) -> None:
+    """Write a file that does not exist yet, whole or not at all; ``mode`` is subject to the umask.
+
+    Raises:
+        FileExistsError: it exists, and is unchanged.
+        OSError: it can't be written, and is not left behind.
+    """
+    number = os.open(file, os.O_CREAT | os.O_EXCL | os.O_WRONLY, mode)
+    try:
+        with open(number, "wb") as opened:
+            opened.write(content)
+    except BaseException:
+        file.unlink(missing_ok=True)
+        raise
+
+
 def check_writable(file: Path | None, field: str) -> None:
     """Check that ``write_whole`` can write ``file``, before long work whose results it gets; None is right.
 

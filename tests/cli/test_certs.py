@@ -3,7 +3,10 @@
 
 from __future__ import annotations
 
+import resource
 import stat
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
@@ -14,7 +17,7 @@ pytest.importorskip("cryptography", reason="makes the certificates: pip install 
 
 from cryptography import x509
 
-from mooncake.cli.certs import CertsSettings, make
+from mooncake.cli.certs import CertsSettings, derive_key, make, make_cluster_key
 
 
 def test_one_authority_many_certificates(tmp_path: Path) -> None:
@@ -78,3 +81,46 @@ def test_half_an_authority_is_refused(tmp_path: Path) -> None:
     (tmp_path / "ca.key").write_text("nonsense")
     with pytest.raises(InvalidArgument, match=r"a readable ca\.pem and ca\.key"):
         make(CertsSettings(folder=tmp_path, name="other"))
+
+
+@contextmanager
+def largest_file(num_bytes: int) -> Iterator[None]:
+    """Let no file of this process grow beyond this, as on a full disk."""
+    before = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (num_bytes, before[1]))
+    try:
+        yield
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, before)
+
+
+@pytest.mark.parametrize("num_bytes", [0, 300, 640])
+def test_nothing_is_left_of_certificates_that_do_not_fit_the_disk(tmp_path: Path, num_bytes: int) -> None:
+    with largest_file(num_bytes), pytest.raises(InvalidArgument, match=r"^folder is .*File too large"):
+        make(CertsSettings(folder=tmp_path, host=("localhost", "a" * 60, "b" * 60)))
+    assert [*tmp_path.iterdir()] == []
+    assert len(make(CertsSettings(folder=tmp_path))) == 4, "it can be repeated"
+
+
+def test_nothing_is_left_of_a_secret_that_does_not_fit_the_disk(tmp_path: Path) -> None:
+    cluster, derived = tmp_path / "cluster.key", tmp_path / "client.key"
+    with largest_file(3), pytest.raises(InvalidArgument, match=r"^cluster_key is .*File too large"):
+        make_cluster_key(cluster)
+    assert [*tmp_path.iterdir()] == []
+    make_cluster_key(cluster)
+    settings = CertsSettings(derive_from=cluster, role="client", out=derived)
+    with largest_file(3), pytest.raises(InvalidArgument, match=r"^out is .*File too large"):
+        derive_key(settings)
+    assert [*tmp_path.iterdir()] == [cluster]
+    assert derive_key(settings) == derived
+    content = derived.read_text()
+    with pytest.raises(InvalidArgument, match="does not exist yet"):
+        derive_key(settings)
+    assert derived.read_text() == content
+
+
+def test_a_certificate_of_a_node_needs_a_host(tmp_path: Path) -> None:
+    with pytest.raises(InvalidArgument, match=r"^host is ''; allowed: names or addresses"):
+        make(CertsSettings(folder=tmp_path, host=()))
+    assert [*tmp_path.iterdir()] == []
+    assert make(CertsSettings(folder=tmp_path, host=(), role="client", name="c"))
