@@ -18,22 +18,24 @@ from typing import NoReturn
 
 from mooncake.cli.completion import completed_words
 from mooncake.errors import AddressInUse, MooncakeError, Unavailable
-from mooncake.log import show_early_fields
-from mooncake.security import keep_upstream_defaults
+
+INTERRUPTED = 130
+"""Exit status after Ctrl-C."""
 
 
 def main(arguments: Sequence[str] | None = None) -> NoReturn:
     """The console script ``mooncake``."""
     words = list(sys.argv[1:] if arguments is None else arguments)
-    show_early_fields()
     # Read once, when torch is loaded. Its threads wait for each other by spinning otherwise: measured 50
     # times slower as soon as another process wants the same cores.
     os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
 
     def run() -> None:
-        from mooncake.cli.commands import (
-            application_for,
-        )  # here, so that a missing extra can be reported with advice
+        # Here, so that an interrupt meanwhile and a missing extra are reported in one line.
+        from mooncake.log import show_early_fields
+
+        show_early_fields()
+        from mooncake.cli.commands import application_for
 
         completed = completed_words(os.environ)
         application_for(words if completed is None else completed)(args=words, prog_name="mooncake")
@@ -66,6 +68,8 @@ def run_program(run: Callable[[], None]) -> NoReturn:
         sys.stdout.flush()  # here, where a full disk can be worded
     except BrokenPipeError:
         _discard_output()
+    except KeyboardInterrupt:  # as shells count it; the program's parts have undone what they had begun
+        sys.exit(INTERRUPTED)
     except AddressInUse as error:
         _fail(str(error) if "--" in str(error) else f"{error}: --port", 2)
     except MooncakeError as error:
@@ -87,6 +91,8 @@ def run_program(run: Callable[[], None]) -> NoReturn:
 
 def daemon_main(arguments: Sequence[str] | None = None) -> NoReturn:
     """The console script ``mooncaked``: a whole store, or a node only, for which the name once stood."""
+    from mooncake.security import keep_upstream_defaults  # here, as it is slow and would delay `mooncake`
+
     words = list(sys.argv[1:] if arguments is None else arguments)
     keep_upstream_defaults("mooncaked")
     role = daemon_role(words, os.environ)

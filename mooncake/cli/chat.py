@@ -207,10 +207,22 @@ class Conversation:
     """The loop of questions and answers. A failed question is not kept in the conversation, so it can be
     repeated."""
 
-    def __init__(self, settings: ChatSettings, server: ChatServer, model: str, out: TextIO) -> None:
+    def __init__(
+        self,
+        settings: ChatSettings,
+        server: ChatServer,
+        model: str,
+        out: TextIO,
+        errors: TextIO | None = None,
+    ) -> None:
+        """``errors``: where failed questions are reported, and interrupts raised: a program reads ``out``.
+        Without it a person does, who sees all of it there."""
         self._server = server
         self._model = model
         self._out = out
+        self._errors = errors
+        self.has_failed = False
+        """Whether a question got no whole answer."""
         self._opening = [{"role": "system", "content": settings.system}] if settings.system else []
         self.messages = list(self._opening)
 
@@ -235,10 +247,18 @@ class Conversation:
             for piece in self._server.ask(self._model, messages, answer):
                 self._print(harmless(piece))
         except KeyboardInterrupt:
+            if self._errors is not None:
+                raise
             self._print("\n(interrupted; ask again or /quit)\n")
             return
         except (PeerLost, DeadlineExceeded, ProtocolError) as error:
-            self._print(f"\nerror: {error}\n")
+            self.has_failed = True
+            if self._errors is None:
+                self._print(f"\nerror: {error}\n")
+                return
+            if answer.text:
+                self._print("\n")
+            print(f"error: {error}", file=self._errors, flush=True)
             return
         self.messages = [*messages, {"role": "assistant", "content": answer.text}]
         self._print(f"\n{self._dim(f'[{harmless(answer.footer())}]')}\n")
@@ -252,7 +272,11 @@ class Conversation:
 
 
 def chat(given: Invocation) -> None:
-    """Chat until /quit, end of input or Ctrl-C at the prompt."""
+    """Chat until /quit, end of input or Ctrl-C at the prompt.
+
+    Raises:
+        SystemExit: with status 1 where standard input is no terminal and a question failed.
+    """
     settings = given.settings
     assert isinstance(settings, ChatSettings)
     identity = process_identity()
@@ -265,12 +289,20 @@ def chat(given: Invocation) -> None:
         import readline  # noqa: F401  (gives input() line editing and history)
 
         print(f"{harmless(model)} at {settings.url}; {COMMANDS}")
-    conversation = Conversation(settings, server, model, sys.stdout)
+    errors = None if is_person else sys.stderr
+    conversation = Conversation(settings, server, model, sys.stdout, errors)
     while True:
         try:
             line = input("> " if is_person else "")
-        except (EOFError, KeyboardInterrupt):
+        except EOFError:
             print()
-            return
+            break
+        except KeyboardInterrupt:
+            if not is_person:
+                raise
+            print()
+            break
         if not conversation.say(line):
-            return
+            break
+    if conversation.has_failed and not is_person:
+        raise SystemExit(1)

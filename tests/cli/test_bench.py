@@ -15,7 +15,7 @@ from mooncake.cli import main
 from mooncake.cli.bench import device_ceilings, gloo
 from mooncake.cli.bench.gloo import Gloo, GlooRow
 from mooncake.cli.bench.measurements import KIB, MIB, SHAPES, CeilingRow, Row, Shape, measure_paths
-from mooncake.cli.bench.paths import STREAMS, SUBJECTS, Paths, Subject, candidate_engines
+from mooncake.cli.bench.paths import STREAMS, SUBJECTS, Paths, Subject, TargetProcess, candidate_engines
 from mooncake.cli.bench.report import GOALS, BenchReport, check_goals, render
 from mooncake.cli.bench.target import pattern
 from mooncake.errors import ProtocolError, Unavailable
@@ -76,6 +76,29 @@ def test_wrong_bytes_are_found(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) 
             paths.move(tcp, "write", 4 * KIB, 1, 1)
     finally:
         paths.close()
+
+
+def test_an_interrupt_of_the_terminal_is_only_this_process_s(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """The other one would print a traceback."""
+    engines = {"shm": candidate_engines(tmp_path)["shm"]}
+    target = TargetProcess(64 * KIB, engines, None)
+    try:
+        assert os.getpgid(target.pid) == target.pid
+    finally:
+        target.close()
+    pids = list[int]()
+
+    def interrupted(self: TargetProcess, line: str) -> str:
+        pids.append(self.pid)
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(TargetProcess, "_ask", interrupted)
+    with pytest.raises(KeyboardInterrupt):
+        TargetProcess(64 * KIB, engines, None)
+    with pytest.raises(ProcessLookupError):
+        os.kill(pids[0], 0)
 
 
 @pytest.mark.processes

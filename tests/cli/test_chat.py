@@ -146,6 +146,27 @@ def test_a_failed_question_is_reported_and_dropped(openai: OpenAi, failure: str,
     assert len(openai.requests[-1]["messages"]) == 1
 
 
+@pytest.mark.parametrize(
+    ("failure", "message"), [("refused", "answered 429"), ("cut off", "ended the stream before the end")]
+)
+def test_a_program_that_pipes_questions_sees_failures_beside_the_answers(
+    openai: OpenAi,
+    failure: str,
+    message: str,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    monkeypatch.setattr("sys.stdin", io.StringIO("capital?\n"))
+    openai.failure = failure
+    with pytest.raises(SystemExit) as exit:
+        main(["chat", "--url", openai.url])
+    captured = capsys.readouterr()
+    assert exit.value.code == 1
+    assert captured.err.startswith(f"error: {openai.url} {message}")
+    assert "error" not in captured.out
+    assert captured.out.startswith("Paris.\n") == (failure == "cut off"), "what came of the answer"
+
+
 CONTROLS = "\x1b]0;title\x07\x1b[2J\r\x08\x7f\x9b1m\x00"
 ESCAPED = r"\x1b]0;title\x07\x1b[2J\x0d\x08\x7f\x9b1m\x00"
 

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from mooncake import config
-from mooncake.cli import main
+from mooncake.cli import main, run_program
 from mooncake.cli.commands import COMMANDS, KNOWN_ROLES, Command
 
 DOCS = Path(__file__).parent.parent.parent / "docs" / "configuration.md"
@@ -80,3 +80,15 @@ def test_every_role_with_an_engine_reads_the_table_of_transfer(
             r"^num_streams = 3 +# flag --transfer-num-streams$",
         ):
             assert re.search(pattern, shown, re.M), (words, pattern)
+
+
+def test_an_interrupt_ends_a_program_without_a_traceback(capsys: pytest.CaptureFixture[str]) -> None:
+    """Also one while it is imported, before the command line is read."""
+
+    def interrupted() -> None:
+        raise KeyboardInterrupt
+
+    with pytest.raises(SystemExit) as exit:
+        run_program(interrupted)
+    assert exit.value.code == 130
+    assert capsys.readouterr() == ("", "")

@@ -61,12 +61,20 @@ class Gloo:
             raise Unavailable("torch is not installed (pip install 'mooncake-serving[inference]')")
         where = [str(folder / GLOO), str(window_bytes)]
         driver, other = ([sys.executable, "-c", PROGRAM, rank, *where] for rank in "01")
-        self._driver = subprocess.Popen(driver, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
-        self._other = subprocess.Popen(other, stdin=subprocess.DEVNULL)
+        # Groups of their own: Ctrl-C is this process's, which then closes the driver's input.
+        self._driver = subprocess.Popen(
+            driver, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, process_group=0
+        )
+        self._other = subprocess.Popen(other, stdin=subprocess.DEVNULL, process_group=0)
         try:
             self._answer()
         except Unavailable:
             self.close()
+            raise
+        except BaseException:
+            for process in (self._driver, self._other):
+                process.kill()
+                process.communicate()
             raise
 
     def one_by_one(self, size_bytes: int, num: int) -> Sample:

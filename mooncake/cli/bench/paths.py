@@ -115,11 +115,16 @@ class TargetProcess:
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             text=True,
+            process_group=0,  # Ctrl-C is this process's, which then closes the other's input
         )
         self.pid = self._process.pid
-        described = self._ask(
-            json.dumps({"window_bytes": window_bytes, "engines": engines, "file": str(file or "")})
-        )
+        order = {"window_bytes": window_bytes, "engines": engines, "file": str(file or "")}
+        try:
+            described = self._ask(json.dumps(order))
+        except BaseException:  # an interrupt, too: the process must not outlive the folder of its files
+            self._process.kill()
+            self._process.communicate()
+            raise
         self.descriptors = {
             name: decode_descriptor(text.encode()) for name, text in json.loads(described).items()
         }
