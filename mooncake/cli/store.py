@@ -7,10 +7,11 @@ stored, repair its files, watch it.
 
 from __future__ import annotations
 
+import os
 import sys
 import time
-from collections.abc import Iterator
-from contextlib import contextmanager
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, nullcontext
 from itertools import islice
 from pathlib import Path
 from typing import Annotated, Any
@@ -35,13 +36,14 @@ from mooncake.cli.output import (
     wide_console,
 )
 from mooncake.cli.store_board import board
-from mooncake.errors import InvalidArgument, Refusal
+from mooncake.errors import AccessDenied, InvalidArgument, Refusal
 from mooncake.security import tool_identity
 from mooncake.store import Store, StoreSettings
 from mooncake.store import messages as m
 from mooncake.store import repair as repairing
 from mooncake.store.master.prefix_counts import MAX_DEPTH
 from mooncake.transfer import TransferEngine, transfer_from_environment
+from mooncake.types import Tier
 
 MASTER = typer.Option(
     "--master",
@@ -60,6 +62,8 @@ Json = Annotated[bool, typer.Option("--json", help="Print JSON, for programs.")]
 Keys = Annotated[list[str], typer.Argument(metavar="KEY...", help="Keys of objects.")]
 Force = Annotated[bool, typer.Option("--force", help="Also objects that are leased at the moment.")]
 HERE, DEFAULT = "127.0.0.1:50051", "default"
+PIECE_BYTES = 16 << 20
+"""Bytes of an input that are read at a time."""
 
 
 @contextmanager
@@ -112,9 +116,15 @@ def put(
     is_hard = pin_for == "hard"
     ttl_s = read_span(pin_for, "--pin", "or hard") if pin_for and not is_hard else None
     policy = m.PutPolicy(replicas, soft_pin_ttl_s=ttl_s, is_hard_pinned=is_hard, is_durable=durable)
-    content = _content_of(file)
+    name = "standard input" if str(file) == "-" else str(file)
+    content = _content_of(file, lambda: _largest_object_bytes(master, tenant))
+    if content is None:
+        fail(
+            f"{name} is larger than any object can be: than the largest segment of the store, or half of "
+            "this machine's memory"
+        )
     if not content:
-        fail(f"{'standard input' if str(file) == '-' else file} is empty; an object needs at least one byte")
+        fail(f"{name} is empty; an object needs at least one byte")
     with opened(master, tenant, timeout_s=60.0) as store:
         is_there = not replace and store.inspect([key])[0] is not None
         with waiting(f"storing {size_text(len(content))}"):
@@ -122,8 +132,8 @@ def put(
     if refusal is not None:
         fail(str(refusal))
     if is_there:
-        name = one_line(key, sys.stderr)
-        print(f"{name} exists and was left unchanged (--replace overwrites it)", file=sys.stderr)
+        shown = one_line(key, sys.stderr)
+        print(f"{shown} exists and was left unchanged (--replace overwrites it)", file=sys.stderr)
 
 
 def get(
@@ -283,11 +293,38 @@ def _say_missing(keys: list[str], are_there: list[bool]) -> None:
         fail(f"there is no {', '.join(map(repr, missing))}")
 
 
-def _content_of(file: Path) -> bytes:
+def _content_of(file: Path, largest_bytes: Callable[[], int]) -> bytes | None:
+    """The content of a file or of standard input (``-``), which may have no end; None: it has more than
+    ``largest_bytes()``, which is called when there is more than one piece.
+
+    Raises:
+        InvalidArgument: it can't be read.
+    """
     try:
-        return sys.stdin.buffer.read() if str(file) == "-" else file.read_bytes()
+        with nullcontext(sys.stdin.buffer) if str(file) == "-" else file.open("rb") as source:
+            pieces = [source.read(PIECE_BYTES)]
+            if len(pieces[0]) < PIECE_BYTES:
+                return pieces[0]
+            num_left = largest_bytes() - PIECE_BYTES
+            if file.is_file() and str(file) != "-":  # without a second copy of its pieces
+                return file.read_bytes() if file.stat().st_size <= num_left + PIECE_BYTES else None
+            while num_left >= 0 and (piece := source.read(PIECE_BYTES)):
+                pieces.append(piece)
+                num_left -= len(piece)
     except OSError as error:
         raise InvalidArgument("FILE", str(file), f"a file that can be read ({error})") from error
+    return b"".join(pieces) if num_left >= 0 else None
+
+
+def _largest_object_bytes(master: str, tenant: str) -> int:
+    """Size of the largest object that this store and this machine have room for."""
+    own_bytes = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE") // 2
+    try:
+        with opened(master, tenant) as store:
+            segments = [one.size_bytes for one in _status(store).segments if one.tier is Tier.MEMORY]
+    except AccessDenied:  # a client may not query it
+        segments = []
+    return min([own_bytes, max(segments)]) if segments else own_bytes
 
 
 def _inspect(store: Store, keys: list[str]) -> dict[str, m.ObjectStatus]:

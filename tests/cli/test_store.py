@@ -262,6 +262,47 @@ def test_what_is_wrong_is_one_line(run: Run, words: tuple[str, ...], status: int
     assert why in found.stderr.decode() and b"Traceback" not in found.stderr
 
 
+class Endless(io.RawIOBase):
+    """An input without end, or with ``num_left`` bytes."""
+
+    def __init__(self, num_left: int) -> None:
+        self.num_left = num_left
+
+    def readable(self) -> bool:
+        return True
+
+    def readinto(self, buffer: Any) -> int:
+        num = min(len(buffer), self.num_left)
+        buffer[:num] = b"x" * num
+        self.num_left -= num
+        return num
+
+
+def test_an_input_without_end_is_read_up_to_the_largest_segment(
+    address: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    given = 1 << 30
+    endless = Endless(given)
+    monkeypatch.setattr(sys, "stdin", io.TextIOWrapper(io.BufferedReader(endless)))
+    with (tmp_path / "large").open("wb") as large:
+        large.truncate(given)
+    for file, name in (("-", "standard input"), (str(tmp_path / "large"), str(tmp_path / "large"))):
+        with pytest.raises(SystemExit) as exit:
+            main(["store", "put", "endless", file, "--master", address])
+        assert exit.value.code == 1
+        assert f"error: {name} is larger than any object can be" in capsys.readouterr().err
+    assert given - endless.num_left < 100 << 20, "of 64 MB of memory"
+
+
+def test_an_input_of_many_pieces_is_stored_whole(run: Run, tmp_path: Path) -> None:
+    content = bytes(range(256)) * (17 << 12)
+    (tmp_path / "file").write_bytes(content)
+    for words in (("put", "pieces"), ("put", "pieces", str(tmp_path / "file"))):
+        assert run(*words, content=content).returncode == 0
+        assert run("get", "pieces").stdout == content
+        assert run("rm", "pieces", "--force").returncode == 0
+
+
 def test_a_master_that_is_not_there_is_named() -> None:
     found = start("ls", "--master", "127.0.0.1:9")
     assert found.returncode == 1 and b"127.0.0.1:9" in found.stderr and b"Traceback" not in found.stderr
