@@ -17,6 +17,7 @@ from typing import IO, Annotated, Any, Literal, NamedTuple, get_args, get_type_h
 import msgspec
 import typer
 
+from mooncake import config
 from mooncake.conductor.settings import SchedulingSettings
 from mooncake.errors import InvalidArgument
 from mooncake.sim.serving.capacity_planner import MAX_NODES
@@ -34,9 +35,14 @@ CLUSTER_FORMS = (
 COSTS_FORMS = f"NAME|FILE, {FORM} (fitted to measured rows), or PREFILL+DECODE where these nodes differ"
 
 
-def _above_zero(speedup: float) -> float:
-    if not speedup > 0:
-        raise InvalidArgument("--speedup", speedup, "more than 0")
+LEAST_SPEEDUP, MOST_SPEEDUP = 1e-3, 1e6
+"""A slower trace has more samples of its timeline than a simulation ends with."""
+
+
+def _in_range(speedup: float) -> float:
+    if not LEAST_SPEEDUP <= speedup <= MOST_SPEEDUP:
+        allowed = f"a number from {LEAST_SPEEDUP:g} to {MOST_SPEEDUP:,.0f}"
+        raise InvalidArgument("--speedup", speedup, allowed)
     return speedup
 
 
@@ -84,7 +90,7 @@ Spread = Annotated[
 ]
 Speedup = Annotated[
     float,
-    typer.Option("--speedup", help="Factor by which requests come faster.", callback=_above_zero),
+    typer.Option("--speedup", help="Factor by which requests come faster.", callback=_in_range),
 ]
 SloTtft = Annotated[
     float, typer.Option("--slo-ttft", metavar="SECONDS", min=0, help="Objective of the time to first token.")
@@ -302,9 +308,11 @@ def _checked(name: str, fields: dict[str, Any]) -> ClusterSpec:
     except msgspec.ValidationError as error:
         message, _, place = str(error).partition(" - at `$.")
         field = place.rstrip("`")
-        raise InvalidArgument(
-            field or name, fields.get(field, name), message[:1].lower() + message[1:]
-        ) from error
+        hints = get_type_hints(ClusterSpec, include_extras=True)
+        if field in hints:
+            option = config.Option(field, field, hints[field], None, "")
+            raise InvalidArgument(field, fields[field], config.allowed(option)) from error
+        raise InvalidArgument(name, field or name, f"a cluster ({message})") from error
 
 
 def known_settings(what: str, field: str, names: Sequence[str]) -> list[str]:

@@ -52,6 +52,7 @@ from mooncake.sim.serving.capacity_planner import (
 )
 from mooncake.sim.serving.cluster import ClusterSpec
 from mooncake.sim.serving.cost_comparison import (
+    MOST_LOAD,
     ClusterOffer,
     ComparedCluster,
     CostComparison,
@@ -217,6 +218,8 @@ def plan_command(
         simulations = BoundedSimulations(requests, policy, speedup, objectives, seed)
         run = simulations.nominal
         bases = _bases(costs, given, requests.block_tokens)
+        if not costs:
+            bases = _with_spot_price(bases, prices)
         if baseline and baseline not in bases:
             raise InvalidArgument("--baseline", baseline, f"hardware that is tried: {', '.join(bases)}")
         for hardware, base in bases.items():
@@ -284,6 +287,26 @@ def _bases(costs: list[str] | None, changes: list[str], block_tokens: int) -> di
             name = f"{prefill}+{decode}"
             bases[name] = ClusterOffer(name, spec, hardware, decode_hardware)
     return bases
+
+
+def _with_spot_price(bases: dict[str, ClusterOffer], prices: Prices) -> dict[str, ClusterOffer]:
+    """The default hardware without those that are to be spot instances and have no such price; all of it
+    where none has one."""
+    missing = []
+    for name, base in bases.items():
+        if base.spec.spot == "none":
+            continue
+        try:
+            prices.of_gpu(base.hardware, is_spot=True)
+        except InvalidArgument as error:
+            if error.field != "--gpu-prices":  # it has one, which is wrong
+                raise
+            missing.append(name)
+    if len(missing) == len(bases):
+        return bases
+    for name in missing:
+        typer.echo(f"note: {name} is left out: it has no spot price ([spot] of --gpu-prices)", err=True)
+    return {name: base for name, base in bases.items() if name not in missing}
 
 
 def _show_tried(one: CandidateCluster) -> None:
@@ -519,20 +542,29 @@ def _costs_of(one: CandidateCluster, base: CandidateCluster | None) -> tuple[str
     )
 
 
-def _dollars(amount: float | None) -> str:
-    return "-" if amount is None else f"{amount:.2f}"
+def _dollars(amount: float | None, bound: str = "") -> str:
+    return "-" if amount is None else f"{bound}{amount:.2f}"
 
 
 def _compared(clusters: list[ComparedCluster], baseline: str, requests: TraceRequests) -> PlainTable:
     rows: list[tuple[str, ...]] = []
+    [base] = (one for one in clusters if one.name == baseline)
     for one in clusters:
         num_sessions = requests.num_sessions(one.load)
+        least, most = ("≥ ", "≤ ") if one.carries_more else ("", "")
+        relative = f"{least}{one.relative_throughput:.2f}x"
+        unit = _dollars(one.dollars_per_unit, most)
+        if one is base:
+            relative, unit = "1.00x", _dollars(one.dollars_per_unit)
+        elif base.carries_more:
+            relative = "-" if one.carries_more else f"≤ {one.relative_throughput:.2f}x"
+            unit = "-" if one.carries_more else _dollars(one.dollars_per_unit, "≥ ")
         figures = (
-            f"{num_sessions:,}" if num_sessions else f"{one.load:.2f}x",
-            f"{one.good_per_s:.2f}",
-            f"{one.relative_throughput:.2f}x",
-            _dollars(one.dollars_per_unit),
-            _dollars(one.dollars_per_1000_good),
+            least + (f"{num_sessions:,}" if num_sessions else f"{one.load:.2f}x"),
+            f"{least}{one.good_per_s:.2f}",
+            relative,
+            unit,
+            _dollars(one.dollars_per_1000_good, most),
             f"{one.attainment:.1%}",
             f"{one.ttft_p90_s:.2f}",
             f"{one.tbt_p90_s * 1000:.1f}",
@@ -546,6 +578,11 @@ def _compared(clusters: list[ComparedCluster], baseline: str, requests: TraceReq
         "Each cluster at the largest load that it carries. Relative throughput: good/s divided by that of "
         f"{baseline}. $/h per unit: $/h divided by relative throughput."
     )
+    if any(one.carries_more for one in clusters):
+        caption += (
+            f" ≥ and ≤: the search ends at {MOST_LOAD:,.0f} times the trace's load, which such a cluster "
+            "carries; it may carry more. A trace with more requests at once shows its limit."
+        )
     headings = ("cluster", "$/h", "sessions" if requests.num_sessions(1.0) else "load", *COMPARED)
     return PlainTable("", headings, rows, caption)
 

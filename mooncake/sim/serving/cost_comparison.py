@@ -65,6 +65,8 @@ class ComparedCluster(msgspec.Struct, frozen=True):
     "Prompts that were computed again because of them."
     num_good_lost: int
     "Good requests fewer than at the same load without interruptions."
+    carries_more: bool = False
+    "The search has ended at ``MOST_LOAD``, without a load that is too much: the figures are bounds."
 
 
 class CostComparison:
@@ -102,16 +104,16 @@ class CostComparison:
         if baseline is None:
             allowed = "a cluster that meets the objectives at some load"
             raise InvalidArgument("--baseline", self._baseline, allowed)
-        _, summary = baseline
+        _, summary, _ = baseline
         return [self._row(one, limits[one.name], summary.goodput_per_s) for one in self._offers]
 
     def _row(
-        self, offer: ClusterOffer, limit: tuple[float, Summary] | None, baseline_good_per_s: float
+        self, offer: ClusterOffer, limit: tuple[float, Summary, bool] | None, baseline_good_per_s: float
     ) -> ComparedCluster:
         dollars = self._dollars[offer.name]
         if limit is None:
             return ComparedCluster(offer.name, dollars, 0, 0, 0, None, None, 0, 0, 0, 0, 0, 0, 0, 0, 0)
-        load, found = limit
+        load, found, carries_more = limit
         num_good_lost = 0
         if offer.spec.spot != "none":
             calm = dataclasses.replace(offer, spec=dataclasses.replace(offer.spec, spot="none"))
@@ -134,16 +136,18 @@ class CostComparison:
             num_interruptions=found.num_interruptions,
             num_retries=found.num_retries,
             num_good_lost=num_good_lost,
+            carries_more=carries_more,
         )
 
-    def _limit(self, offer: ClusterOffer) -> tuple[float, Summary] | None:
-        """The largest load that a cluster carries, and the run; None: it carries none."""
+    def _limit(self, offer: ClusterOffer) -> tuple[float, Summary, bool] | None:
+        """The largest load that a cluster carries, the run, and whether the search ended before a larger one;
+        None: it carries none."""
         least, most = 1.0, 1.0
         if self._carries(offer, 1.0):
             while self._carries(offer, most := GROWTH * least):
                 least = most
                 if least >= MOST_LOAD:
-                    return least, self._run(offer, least)
+                    return least, self._run(offer, least), True
         else:
             while not self._carries(offer, least := most / GROWTH):
                 most = least
@@ -155,7 +159,7 @@ class CostComparison:
                 least = middle
             else:
                 most = middle
-        return least, self._run(offer, least)
+        return least, self._run(offer, least), False
 
     def _carries(self, offer: ClusterOffer, load: float) -> bool:
         return attainment(self._run(offer, load)) >= self._objectives.attainment

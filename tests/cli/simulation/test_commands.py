@@ -130,6 +130,26 @@ def test_plan_compares_the_cost_per_unit_of_throughput(mooncake: Run, tmp_path: 
     assert "sessions" in done.stdout
 
 
+def test_plan_prints_the_end_of_its_search_as_a_bound(mooncake: Run) -> None:
+    few = "poisson:rate=0.0001,requests=3"
+    done = mooncake("plan", few, "--cluster", "one=1P1D", "--cluster", "more=2P2D", "--no-reuse")
+    assert done.returncode == 0, done.stderr
+    one, more = (line.split() for line in done.stdout.splitlines() if "1024.00x" in line)
+    assert one[:4] == ["one", "27.04", "≥", "1024.00x"] and one[6:8] == ["1.00x", "27.04"]
+    assert more[:4] == ["more", "54.08", "≥", "1024.00x"] and more[6:8] == ["-", "-"]
+    assert "the search ends at 1,024 times the trace's load" in " ".join(done.stdout.split())
+
+
+def test_plan_with_spot_leaves_out_hardware_without_a_spot_price(mooncake: Run) -> None:
+    words = ["plan", LOAD, "--slo-ttft", "5", "--with", "spot=prefill", "--no-reuse", "--no-intervals"]
+    done = mooncake(*words)
+    assert done.returncode == 0, done.stderr
+    assert "llama3-70b-8xH100:spot" in done.stdout and "A800" not in done.stdout
+    assert done.stderr.startswith("note: llama3-70b-8xA800 is left out: it has no spot price")
+    named = mooncake(*words, "--costs", "llama3-70b-8xA800")
+    assert named.returncode == 2 and "allowed: a name with a spot price: A100, H100" in named.stderr
+
+
 def test_plan_tries_each_pair_of_kinds(mooncake: Run, tmp_path: Path) -> None:
     page, document = tmp_path / "p.html", tmp_path / "p.json"
     kinds = ("llama3-70b-fp8-1xH100", "llama3-70b-fp8-1xH200")
@@ -175,6 +195,9 @@ def test_bad_comparisons_are_one_line(mooncake: Run, words: list[str], named: st
         (["simulate", LOAD, "--policy", "magic"], "--policy is 'magic'"),
         (["simulate", LOAD, "--costs", "abacus"], "costs is 'abacus'"),
         (["simulate", LOAD, "--speedup", "0"], "--speedup is 0.0"),
+        (["simulate", LOAD, "--speedup", "1e-300"], "--speedup is 1e-300; allowed: a number from 0.001"),
+        (["simulate", LOAD, "--speedup", "inf"], "--speedup is inf; allowed: a number from 0.001"),
+        (["simulate", LOAD, "--speedup", "nan"], "--speedup is nan"),
         (["simulate", LOAD, "--json-rows"], "--json-rows is True; allowed: left out without --json"),
         (["grade", "--fit-on", "none.csv", "--fit-share", "0.9"], "--fit-share is 0.9"),
         (["plan", LOAD, "--gpu-prices", "none.toml"], "--gpu-prices is 'none.toml'"),

@@ -12,6 +12,7 @@ from mooncake.errors import InvalidArgument
 from mooncake.sim.serving.capacity_planner import Objectives, Prices
 from mooncake.sim.serving.cluster import ClusterSpec
 from mooncake.sim.serving.cost_comparison import (
+    MOST_LOAD,
     PRECISION,
     ClusterOffer,
     CostComparison,
@@ -135,3 +136,15 @@ def test_hardware_without_a_spot_price_is_refused() -> None:
     only_gpu = Prices(gpu=PRICES.gpu, spot={"A100": 0.79})
     with pytest.raises(InvalidArgument, match=r"--gpu-prices is 'llama3-70b-fp8-1xH100'.*spot price: A100"):
         CostComparison(offers(), "two", OBJECTIVES, only_gpu, simulate)
+
+
+def test_the_end_of_the_search_is_no_result() -> None:
+    """A cluster that is idle at the largest load that is tried carries more than that."""
+
+    def idle(spec: ClusterSpec, load: float) -> tuple[Summary, float, float]:
+        found, ttft, tbt = simulate(spec, load if spec.mode != "disaggregated" else 0.0)
+        return msgspec.structs.replace(found, goodput_per_s=load), ttft, tbt
+
+    two, unlike, _ = CostComparison(offers(), "two", OBJECTIVES, FREE, idle).compare()
+    assert unlike.carries_more and unlike.load >= MOST_LOAD
+    assert not two.carries_more and two.load < 1
