@@ -34,7 +34,7 @@ from rich.table import Table
 from rich.text import Text
 
 from mooncake import clock, config
-from mooncake.cli.output import check_writable, write_whole
+from mooncake.cli.output import check_writable, size_text, write_whole
 from mooncake.cli.ports import RolePlace, check_free, free_ports
 from mooncake.cli.processes import HttpCheck, Processes, RolePlan
 from mooncake.cli.role_command import Invocation
@@ -478,10 +478,11 @@ def up(given: Invocation) -> None:
     check_address(settings.host)
     if settings.on == "host":
         check_certificate(process_identity())
+        check_pool(settings)
     check_free(settings.host, settings.port)
     with locked_log_folder(settings.log_dir, settings.port) as log_folder:
         check_writable(settings.json_status, "json_status")
-        model_folder = prepare_model(settings.model)
+        model_folder = prepare_model(settings.model, settings.device if settings.on == "host" else "auto")
         if settings.on == "ray":
             ray_classes()
             # By its name: each host converts it into a folder of its own.
@@ -513,6 +514,20 @@ def check_certificate(identity: Identity) -> None:
     except ssl.SSLError as error:
         allowed = f"a certificate of the authority in tls_ca that names {INSIDE} ({error})"
         raise InvalidArgument("--tls-cert", identity.settings.tls_cert, allowed) from error
+
+
+def check_pool(settings: UpSettings) -> None:
+    """The node checks it as well, but it would be restarted again and again, and the workers wait for it.
+
+    Raises:
+        InvalidArgument: this host does not have the memory of the pool.
+    """
+    from mooncake.transfer.memory import available_bytes  # here: it loads the native core
+
+    wanted, available = settings.pool_size_bytes or default_pool_bytes(), available_bytes()
+    if wanted > available:
+        allowed = f"at most {size_text(available)}, which are available here"
+        raise InvalidArgument("--pool-size", format_size(wanted), allowed)
 
 
 async def _run(settings: UpSettings, given: Invocation, model_folder: str, log_folder: Path) -> int:
@@ -593,20 +608,26 @@ def ray_classes() -> tuple[type[RayCluster], type[RayRoles]]:
 _PREPARE_MODEL = """
 import sys
 from mooncake.errors import MooncakeError
-from mooncake.inference.gguf import resolve_model
+name, device = sys.argv[1:]
 try:
-    print(resolve_model(sys.argv[1]))
+    kind, _, number = device.partition(":")
+    if kind == "cuda" and (not number or number.isdecimal()):
+        from mooncake.inference.worker import _check_device
+        _check_device(device)
+    from mooncake.inference.gguf import resolve_model
+    print(resolve_model(name))
 except MooncakeError as error:
     sys.exit(f"error: {error}")
 """
 
 
-def prepare_model(name: str) -> str:
+def prepare_model(name: str, device: str = "auto") -> str:
     """The folder of the model, converted if need be: once, before several workers need it at the same time.
+    A GPU is looked for before: workers without theirs would be restarted again and again.
 
     In a process of its own, whose progress bar is visible and whose torch does not stay in our memory.
     """
-    command = [sys.executable, "-c", _PREPARE_MODEL, name]
+    command = [sys.executable, "-c", _PREPARE_MODEL, name, device]
     done = subprocess.run(command, stdout=subprocess.PIPE, text=True, check=False)
     if done.returncode != 0:
         sys.exit(2)  # it has reported the reason

@@ -36,6 +36,7 @@ from mooncake.store.node.ssd import report_missing_parent
 from mooncake.store.server import running
 from mooncake.store.settings import MasterSettings
 from mooncake.transfer import DEFAULT_TRANSFER, TransferSettings
+from mooncake.transfer.memory import available_bytes
 
 log = get_logger(__name__)
 
@@ -162,11 +163,16 @@ async def serve(settings: DaemonSettings, load_http: LoadHttp) -> None:
 
     Raises:
         AddressInUse: a port is taken.
-        InvalidArgument: other hosts can reach it, and clients are not authenticated.
+        InvalidArgument: other hosts can reach it, and clients are not authenticated; or this host does not
+            have the memory.
         MooncakeError: a pool can't be allocated, or the oplog can't be used.
     """
     check_address(settings.host)
     check_address(settings.transfer.listen_host or settings.host)
+    # Before a master serves, whose clients would be lost when the allocation fails.
+    if _bytes_of(settings.capacity_dram) > (available := available_bytes()):
+        allowed = f"at most {available / 1e9:.3g} GB, which are available here"
+        raise InvalidArgument("capacity_dram", settings.capacity_dram, allowed)
     async with AsyncExitStack() as stack:
         if settings.master:
             client = AsyncMasterClient(settings.master, m.REPLIES)

@@ -252,6 +252,24 @@ def some_processes(folder: Path) -> Processes:
     return processes
 
 
+@pytest.mark.parametrize(
+    ("flags", "why"),
+    [
+        (("--pool-size", "99999TiB"), "error: --pool-size is '99999TiB'; allowed: at most "),
+        (("--device", "cuda:99"), "error: device is 'cuda:99'; allowed: cpu or auto: torch finds "),
+    ],
+)
+def test_what_this_host_lacks_is_refused_before_any_role_starts(
+    tmp_path: Path, flags: tuple[str, ...], why: str, capfd: pytest.CaptureFixture[str]
+) -> None:
+    pytest.importorskip("torch", reason="looks for GPUs")
+    with pytest.raises(SystemExit) as exit:
+        main(["up", "--port", "0", "--log-dir", str(tmp_path / "logs"), *flags])
+    captured = capfd.readouterr()
+    assert exit.value.code == 2 and captured.err.startswith(why), captured
+    assert "starting" not in captured.out + captured.err
+
+
 def test_the_table_shows_every_role(tmp_path: Path) -> None:
     out = io.StringIO()
     board = StatusBoard(Console(file=out, width=120))

@@ -178,6 +178,7 @@ def test_the_environment_of_a_node_is_read() -> None:
         ("--capacity-dram -1", "capacity_dram"),
         ("--capacity-dram lots", "capacity_dram"),
         ("--capacity-dram 0.000001", "at least"),
+        ("--capacity-dram 99999", "capacity_dram is 99999.0; allowed: at most "),
         ("--capacity-nvme 1", "nvme_path"),
         ("--nvme-path /tmp", "capacity_nvme"),
         ("--nvme-path /proc/nothing --capacity-nvme 1", "nvme_path"),
@@ -193,6 +194,7 @@ def test_an_error_is_one_line(flags: str, why: str) -> None:
     found = subprocess.run(command, capture_output=True, text=True, timeout=60)
     assert found.returncode == 2, found.stderr
     assert why in found.stderr and "Traceback" not in found.stderr
+    assert "ready" not in found.stderr or "nvme" in flags, "a master that serves already"
 
 
 def test_folders_of_daemons_that_were_killed_are_removed(tmp_path: Path) -> None:

@@ -94,6 +94,19 @@ def test_a_larger_capacity_is_other_content(engine: TransferEngine, path: Path) 
         Disk(engine, path, MIB)
 
 
+def test_a_disk_that_is_smaller_than_the_tier_is_reported(
+    engine: TransferEngine, path: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for free, num_reports in ((64 * MIB, 0), (MIB, 1)):
+        found = shutil.disk_usage(path.parent)
+        monkeypatch.setattr(shutil, "disk_usage", lambda _, found=found, free=free: found._replace(free=free))
+        Disk(engine, path, 8 * MIB).close()
+        monkeypatch.undo()
+        events = [one for one in caplog.records if one.getMessage() == "ssd_smaller_than_requested"]
+        assert len(events) == num_reports
+    assert events[0].__dict__["fields"]["size_bytes"] == 8 * MIB
+
+
 def test_a_directory_above_that_is_missing_too_is_made_and_reported(
     engine: TransferEngine, path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
