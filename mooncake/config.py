@@ -43,7 +43,7 @@ import textwrap
 import tomllib
 import types
 import typing
-from collections.abc import Hashable, Iterable, Mapping
+from collections.abc import Hashable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from decimal import Decimal
 from pathlib import Path
@@ -185,7 +185,10 @@ def load(
         InvalidArgument: a value is not allowed; names the field, its origin, the value and what is allowed.
     """
     role = role_of(settings_class)
-    table = {} if file is None else _read_table(settings_class, file, known_roles)
+    known_roles = list(known_roles)
+    from_variable = file is not None and file == named_file(environment)
+    origin_of_file = CONFIG_VARIABLE if from_variable else "--config"
+    table = {} if file is None else _read_table(settings_class, file, known_roles, origin_of_file)
     _warn_of_misspelt(settings_class, environment)
     values: dict[str, Any] = {}
     origins: dict[str, str] = {}
@@ -260,23 +263,28 @@ UPSTREAM_NAMES = {
 }
 """Names in the flat ``mooncake.json`` of the existing package, and those of our settings. Its other keys
 configure the client process that reads it and are ignored here."""
+_FLAT_NAMES = (*UPSTREAM_NAMES, "local_hostname", "metadata_server", "local_buffer_size")
+"""Any of them shows that a file is that one, which has no tables."""
 
 
 # -- files -------------------------------------------------------------------------------------------
 
 
-def _read_table(settings_class: type, file: Path, known_roles: Iterable[str]) -> dict[str, Any]:
-    """The role's table of a configuration file. Unknown tables and keys are errors."""
-    content = read_file(file)
+def _read_table(settings_class: type, file: Path, known_roles: Sequence[str], origin: str) -> dict[str, Any]:
+    """The role's table of a configuration file. Unknown tables and keys are errors.
+
+    ``origin``: see ``read_file``.
+    """
+    content = read_file(file, origin)
     role = role_of(settings_class)
     names = [option.name for option in options(settings_class)]
-    if "master_server_address" in content:
+    if any(name in content and not isinstance(content[name], dict) for name in _FLAT_NAMES):
         theirs = {ours: content[name] for name, ours in UPSTREAM_NAMES.items() if content.get(name, "") != ""}
         return {name: value for name, value in theirs.items() if name in names}
-    roles = [*known_roles]
+    roles = list(dict.fromkeys([role, *known_roles])) if known_roles else []
     for name in content:
-        if roles and name not in (role, *roles):
-            raise InvalidArgument(f"table [{name}] in {file}", name, _one_of([role, *roles], name))
+        if roles and name not in roles:
+            raise InvalidArgument(f"table [{name}] in {file}", name, _one_of(roles, name))
     table = content.get(role, {})
     if not isinstance(table, dict):
         raise InvalidArgument(f"[{role}] in {file}", table, "a table of settings")
@@ -286,18 +294,22 @@ def _read_table(settings_class: type, file: Path, known_roles: Iterable[str]) ->
     return table
 
 
-def read_file(file: Path) -> dict[str, Any]:
-    """The tables of a configuration file (TOML, or JSON when the name ends in ``.json``)."""
+def read_file(file: Path, origin: str = "--config") -> dict[str, Any]:
+    """The tables of a configuration file (TOML, or JSON when the name ends in ``.json``).
+
+    Raises:
+        InvalidArgument: it can't be read, or is none; names ``origin``, the flag or the variable it is from.
+    """
     try:
         text = file.read_text(encoding="utf-8")
     except (OSError, UnicodeDecodeError) as error:
-        raise InvalidArgument("--config", str(file), f"a readable TOML or JSON file ({error})") from error
+        raise InvalidArgument(origin, str(file), f"a readable TOML or JSON file ({error})") from error
     try:
         content = json.loads(text) if file.suffix == ".json" else tomllib.loads(text)
     except (json.JSONDecodeError, tomllib.TOMLDecodeError) as error:
-        raise InvalidArgument("--config", str(file), f"well-formed TOML or JSON ({error})") from error
+        raise InvalidArgument(origin, str(file), f"well-formed TOML or JSON ({error})") from error
     if not isinstance(content, dict):
-        raise InvalidArgument("--config", str(file), "an object with one table per role")
+        raise InvalidArgument(origin, str(file), "an object with one table per role")
     return content
 
 

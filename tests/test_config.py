@@ -163,6 +163,36 @@ def test_the_existing_flat_json_names_the_shared_directory(
     assert (master.root_fs_dir, master.cluster_id) == ("/mnt/x", name or "mooncake_cluster")
 
 
+@pytest.mark.parametrize(
+    "content",
+    [
+        {"global_segment_size": "4GB"},
+        {"local_hostname": "h", "global_segment_size": "4GB"},
+        {"protocol": "tcp", "metadata_server": "P2PHANDSHAKE", "global_segment_size": "4GB"},
+    ],
+)
+def test_the_existing_flat_json_may_lack_the_address(tmp_path: Path, content: dict[str, str]) -> None:
+    file = written(tmp_path, json.dumps(content), "mooncake.json")
+    settings, origins = config.load(NodeSettings, {}, {}, file, ["node", "master"])
+    assert settings.pool_size_bytes == 4 * 10**9
+    assert origins["master"] == "default"
+
+
+def test_a_wrong_file_is_named_by_what_names_it(tmp_path: Path) -> None:
+    missing = tmp_path / "missing.toml"
+    with pytest.raises(InvalidArgument, match=r"^MOONCAKE_CONFIG is '.*missing.toml'"):
+        load(file=missing, environment={"MOONCAKE_CONFIG": str(missing)})
+    with pytest.raises(InvalidArgument, match=r"^--config is '.*missing.toml'"):
+        load(file=missing, environment={"MOONCAKE_CONFIG": str(tmp_path / "other.toml")})
+
+
+def test_allowed_tables_are_listed_once_each(tmp_path: Path) -> None:
+    file = written(tmp_path, "[nodde]\n")
+    with pytest.raises(InvalidArgument) as caught:
+        config.load(NodeSettings, {}, {}, file, ["log", "node", "master"])
+    assert caught.value.allowed == "node, log, master (did you mean node?)"
+
+
 def test_none_unsets_what_may_be_unset(tmp_path: Path) -> None:
     file = written(tmp_path, '[probe]\nlimit = "5MB"\n')
     assert load(file=file)[0].limit_bytes == 5_000_000

@@ -207,8 +207,9 @@ the flags, with underscores:
 pool_size = "64GiB"
 ```
 
-The flat `mooncake.json` of the existing package is read, too: `master_server_address` and
-`global_segment_size` become `master` and `pool_size`.
+The flat `mooncake.json` of the existing package, with its own names instead of tables, is read, too:
+`master_server_address` and `global_segment_size` become `master` and `pool_size`, and `root_fs_dir` and
+`cluster_id` are those settings. Without the address, `master` comes from elsewhere, or is the default.
 
 Sizes take suffixes: `64MiB` counts in powers of 1024, `256GB` in powers of 1000. Durations (`_s`) are
 seconds. Port 0 takes a free port. Lists are repeated flags, or separated by commas in the environment.
