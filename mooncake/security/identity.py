@@ -70,9 +70,10 @@ class SecuritySettings:
 
     def __post_init__(self) -> None:
         files = {"tls_cert": self.tls_cert, "tls_key": self.tls_key, "tls_ca": self.tls_ca}
+        missing = [field for field, path in files.items() if not path]
         for field, path in files.items():
-            if any(files.values()) and not path:
-                raise InvalidArgument(field, path, "the path of a PEM file, or none of the three")
+            if path and missing:
+                raise InvalidArgument(field, path, f"set together with {' and '.join(missing)}")
 
 
 class Identity:

@@ -97,8 +97,15 @@ def test_what_is_no_key_file_is_named(tmp_path: Path) -> None:
 
 
 def test_half_of_tls_is_refused() -> None:
-    with pytest.raises(InvalidArgument, match="tls_key"):
-        SecuritySettings(tls_cert="a.pem")
+    for given, missing in (
+        ({"tls_cert": "a.pem"}, "tls_key and tls_ca"),
+        ({"tls_ca": "a.pem"}, "tls_cert and tls_key"),
+        ({"tls_cert": "b.pem", "tls_key": "a.pem"}, "tls_ca"),
+    ):
+        with pytest.raises(InvalidArgument) as caught:
+            SecuritySettings(**given)
+        assert caught.value.field in given, "one that its user has given"
+        assert caught.value.allowed == f"set together with {missing}"
 
 
 def test_nothing_shows_the_key(tmp_path: Path) -> None:
