@@ -499,7 +499,12 @@ def _differ(code: str, engines: Sequence[EngineFacts], fact: Callable[[EngineFac
 
 
 def _unreached(code: str, where: str, reach: Reach, denied: str = "client_key_refused") -> DoctorFinding:
-    codes = {Trouble.TLS: "tls_mismatch", Trouble.CERTIFICATE: "certificate_refused", Trouble.DENIED: denied}
+    codes = {
+        Trouble.TLS: "tls_mismatch",
+        Trouble.CERTIFICATE: "certificate_refused",
+        Trouble.DENIED: denied,
+        Trouble.NO_HTTP: "no_http_server",
+    }
     return finding(codes.get(reach.trouble, code), where, reach.detail)
 
 

@@ -29,6 +29,9 @@ class Trouble(enum.StrEnum):
     DENIED = "denied"
     "The credential was not accepted."
 
+    NO_HTTP = "no_http"
+    "Something listens that does not answer in HTTP."
+
     OTHER = "other"
 
 

@@ -101,6 +101,14 @@ RULES: dict[str, Rule] = {
         "Use https:// and the same `--tls-cert`, `--tls-key` and `--tls-ca` on both sides, or TLS on "
         "neither.",
     ),
+    "no_http_server": Rule(
+        Link.GATEWAY,
+        _BROKEN,
+        "What listens at the address of a gateway or an engine does not answer in HTTP.",
+        "No request reaches the server that is meant.",
+        "Name the port of its HTTP server with `--url` or `--engine`: ports of a store, a conductor or a "
+        "gRPC service are others. A gateway with too many connections closes new ones, too.",
+    ),
     "certificate_refused": Rule(
         Link.GATEWAY,
         _BROKEN,

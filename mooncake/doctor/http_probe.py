@@ -146,7 +146,8 @@ class HttpProbe:
             raise Unanswered(await self._reason(server, error)) from error
 
     async def _reason(self, server: HttpServerAt, error: Exception) -> Reach:
-        """Why a connection failed: nothing listens, or the two sides disagree about TLS."""
+        """Why a connection failed: nothing listens, the two sides disagree about TLS, or it is no server of
+        HTTP."""
         is_tls = server.url.startswith("https:")
         host, port = split_address(server.address)
         speaks = await speaks_tls(host, port)
@@ -159,6 +160,11 @@ class HttpProbe:
             return Reach(Trouble.TLS, f"{server.url}: this port does not speak TLS, and https:// was used")
         if speaks:
             return Reach(Trouble.CERTIFICATE, f"{server.url}: {detail}")
+        if isinstance(error, aiohttp.ServerDisconnectedError):
+            what = "what listens there closed the connection without an answer in HTTP"
+            return Reach(Trouble.NO_HTTP, f"{server.url}: {what}")
+        if isinstance(error, aiohttp.ClientResponseError):  # its text has the bytes of the answer
+            return Reach(Trouble.NO_HTTP, f"{server.url}: what answers there is no HTTP server")
         return Reach(Trouble.OTHER, f"{server.url}: {detail}")
 
 

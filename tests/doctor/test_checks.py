@@ -168,6 +168,7 @@ A_EVENTS, B_EVENTS = f"{A} (tcp://10.0.0.1:5557)", f"{B} (tcp://10.0.0.2:5557)"
 FAULTS: list[tuple[str, str, Callable[[Facts], None]]] = [
     ("gateway_unreachable", GATEWAY, gateway(reach=LOST)),
     ("tls_mismatch", GATEWAY, gateway(reach=Reach(Trouble.TLS, "this port speaks TLS"))),
+    ("no_http_server", GATEWAY, gateway(reach=Reach(Trouble.NO_HTTP, "no HTTP server"))),
     ("certificate_refused", GATEWAY, gateway(reach=Reach(Trouble.CERTIFICATE, "self-signed"))),
     ("client_key_refused", GATEWAY, gateway(key_refused="401")),
     ("client_key_refused", B, engine(1, first=failed(401))),

@@ -83,6 +83,26 @@ async def test_a_server_that_is_silent() -> None:
         assert await refused(f"http://127.0.0.1:{port}", 0.2) is Trouble.SILENT
 
 
+@pytest.mark.parametrize("answer", [b"\0\0\x18\x04\0\0\0", b"-ERR unknown command\r\n", b""])
+async def test_what_listens_is_no_http_server(answer: bytes) -> None:
+    """As a port of gRPC, of Redis, and of a store, which closes the connection."""
+
+    async def reply(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        await reader.read(1)
+        writer.write(answer)
+        writer.close()
+
+    server = await asyncio.start_server(reply, "127.0.0.1", 0)
+    async with server:
+        url = f"http://127.0.0.1:{server.sockets[0].getsockname()[1]}"
+        async with HttpProbe(Identity(), 5.0) as http:
+            with pytest.raises(Unanswered) as caught:
+                await http.get(HttpServerAt(url), "/")
+    reach = caught.value.reach
+    assert reach.trouble is Trouble.NO_HTTP
+    assert reach.detail.startswith(f"{url}: what ") and reach.detail.endswith((" HTTP", " HTTP server"))
+
+
 async def test_https_to_a_plain_server() -> None:
     async def hello(http: web.Request) -> web.Response:
         return web.Response(text="hello")
