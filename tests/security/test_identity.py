@@ -6,6 +6,7 @@ from __future__ import annotations
 import os
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -96,16 +97,19 @@ def test_what_is_no_key_file_is_named(tmp_path: Path) -> None:
         read_key_file(str(key_file(tmp_path, "x" * (1 << 17))))
 
 
-def test_half_of_tls_is_refused() -> None:
-    for given, missing in (
+@pytest.mark.parametrize(
+    ("given", "missing"),
+    [
         ({"tls_cert": "a.pem"}, "tls_key and tls_ca"),
         ({"tls_ca": "a.pem"}, "tls_cert and tls_key"),
         ({"tls_cert": "b.pem", "tls_key": "a.pem"}, "tls_ca"),
-    ):
-        with pytest.raises(InvalidArgument) as caught:
-            SecuritySettings(**given)
-        assert caught.value.field in given, "one that its user has given"
-        assert caught.value.allowed == f"set together with {missing}"
+    ],
+)
+def test_half_of_tls_is_refused(given: dict[str, Any], missing: str) -> None:
+    with pytest.raises(InvalidArgument) as caught:
+        SecuritySettings(**given)
+    assert caught.value.field in given, "one that its user has given"
+    assert caught.value.allowed == f"set together with {missing}"
 
 
 def test_nothing_shows_the_key(tmp_path: Path) -> None:
