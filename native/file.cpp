@@ -391,8 +391,13 @@ class FileJob {
   }
 
   Completion carry() {
-    FileMedium& first = *medium(static_cast<size_t>(
-        std::find_if(files_.begin(), files_.end(), [](auto& file) { return file; }) - files_.begin()));
+    auto found = std::find_if(files_.begin(), files_.end(), [](auto& file) { return file; });
+    if (found == files_.end()) {  // nothing but empty slices
+      Completion completion;
+      if (job_.request.checksum) completion.checksums.resize(files_.size());
+      return completion;
+    }
+    FileMedium& first = *medium(static_cast<size_t>(found - files_.begin()));
     Lot lot(first.has_ring() ? own_ring(first.depth()) : nullptr);
     parts_.resize(static_cast<size_t>(first.depth()));
     for (size_t i = 0; i < parts_.size(); i++) idle_.push_back(i);

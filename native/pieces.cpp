@@ -24,8 +24,10 @@ void Pieces::cut() {
   piece_->regions = whole_->regions;
   first_slice_ = slice_, first_offset_ = offset_;
   uint64_t room = kPieceBytes;
-  while (slice_ < request.slices.size() && room > 0 && piece_->request.slices.size() < kPieceSlices) {
+  while (slice_ < request.slices.size() && piece_->request.slices.size() < kPieceSlices) {
     const Slice& slice = request.slices[slice_];
+    if (room == 0 && slice.length > 0)
+      break;  // empty slices need no room: left over, they would be a piece without bytes
     uint64_t length = std::min(slice.length - offset_, room);
     piece_->request.slices.push_back({slice.local + offset_, slice.remote + offset_, length});
     piece_->keys.push_back(whole_->keys[slice_]);

@@ -142,6 +142,17 @@ void test_a_cancellation_between_pieces_is_final() {
   }
 }
 
+void test_empty_slices_are_no_piece_of_their_own() {
+  Bench bench(2 * kPieceBytes);
+  bench.peer->open_gate(100);
+  bench.submit(1, {{bench.start, kFar, 2 * kPieceBytes}, {bench.start, kFar, 0}, {bench.start, kFar, 0}}, 0, false,
+               true);
+  Completion done = bench.next();
+  assert(done.status == Status::kOk && done.num_bytes == 2 * kPieceBytes && done.checksums.size() == 3);
+  assert(done.checksums[1] == 0 && done.checksums[2] == 0);
+  assert(bench.peer->seen.size() == 2);
+}
+
 void test_random_jobs_end_once_and_right(uint64_t seed) {
   std::mt19937_64 rng(seed);
   Bench bench(2 * kPieceBytes + 4321, 2);
@@ -186,6 +197,7 @@ int main(int argc, char** argv) {
   int rounds = argc > 2 ? atoi(argv[2]) : 300;
   test_an_urgent_job_goes_between_pieces();
   test_a_cancellation_between_pieces_is_final();
+  test_empty_slices_are_no_piece_of_their_own();
   for (int round = 0; round < rounds / 30 + 1; round++) test_random_jobs_end_once_and_right(seed * 1000 + round);
   printf("pieces: all well (seed %llu)\n", static_cast<unsigned long long>(seed));
 }

@@ -353,6 +353,19 @@ async def test_a_big_batch_goes_in_pieces_and_reports_progress(transport: str) -
         assert reported or transport == "local"
 
 
+def test_empty_slices_after_the_last_byte_of_a_piece(transport: str) -> None:
+    """A piece ends where they begin; with nothing but them, a piece would have no bytes."""
+    size = 32 * MIB
+    with engine_with(transport) as far, engine_with(transport) as near:
+        pool, here = lend(far, transport, size), near.allocate(size, populate=False)
+        queue = near.new_queue()
+        rows = [here.address] * 3, [pool.address] * 3, [size, 0, 0]
+        near.submit(queue, 1, Op.WRITE, near.open(far.describe()), *rows, checksum=True)
+        (done,) = queue.drain(timeout_s=60)
+        assert is_ok(done, size) and done.checksums is not None
+        assert done.checksums.tolist() == [crc32c(here.view()), 0, 0]
+
+
 def test_many_threads(pair: Pair) -> None:
     size, rounds, num_threads = 60_000, 20, 6
     failures: list[str] = []

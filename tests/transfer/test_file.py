@@ -208,6 +208,20 @@ def test_files_of_other_sizes_never_share_addresses(engine: TransferEngine, tmp_
     assert all(end <= start for (_, end), (start, _) in itertools.pairwise(spans))
 
 
+def test_more_empty_slices_than_a_piece_has(path: Path) -> None:
+    with TransferEngine(TransferSettings(transports=("file",))) as engine:
+        region, here = engine.open_file(path, 4096), engine.allocate(4096)
+        here.view()[:] = noise(4096).data
+        lengths = [0] * ((1 << 16) + 7) + [4096]
+        queue = engine.new_queue()
+        columns = [here.address] * len(lengths), [region.address] * len(lengths), lengths
+        engine.submit(queue, 1, Op.WRITE, engine.open(engine.describe()), *columns, checksum=True)
+        (done,) = queue.drain(timeout_s=60)
+        assert (done.status, done.num_bytes) == (Status.OK, 4096) and done.checksums is not None
+        assert done.checksums[-1] == crc32c(here.view()) and not done.checksums[:-1].any()
+        assert path.read_bytes() == bytes(here.view())
+
+
 def test_unregistering_a_file_during_transfers(engine: TransferEngine, path: Path) -> None:
     region = engine.open_file(path, 16 * MIB)
     here = engine.register(noise(16 * MIB))
