@@ -11,6 +11,7 @@
 #include <algorithm>
 #include <cerrno>
 #include <cstring>
+#include <exception>
 #include <system_error>
 #include <thread>
 #include <unordered_map>
@@ -199,7 +200,11 @@ class FileMedium::Engine : public std::enable_shared_from_this<Engine> {
     if (!ring) return nullptr;
     auto engine = std::make_shared<Engine>();
     engine->ring_ = std::move(ring), engine->room_ = static_cast<size_t>(depth);
-    std::thread([engine] { engine->work(); }).detach();
+    try {
+      std::thread([engine] { engine->work(); }).detach();
+    } catch (const std::exception&) {  // the medium's own threads serve instead, if there are any
+      return nullptr;
+    }
     return engine;
   }
 

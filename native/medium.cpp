@@ -5,6 +5,7 @@
 #include <algorithm>
 #include <cerrno>
 #include <cstring>
+#include <exception>
 #include <future>
 #include <new>
 #include <thread>
@@ -28,6 +29,8 @@ std::string reason_of(int error) {
     case ENOSPC:
     case EDQUOT:
       return "no space is left on the device; make room, or write less";
+    case EAGAIN:
+      return "a process that takes part can start no thread; raise its limits of processes and memory";
     case ENODATA:
       return "the file is shorter than its region; it was truncated after it was opened";
     default:
@@ -44,15 +47,23 @@ struct Medium::Workers : std::enable_shared_from_this<Workers> {
   int num_threads = 0, num_idle = 0;
   bool is_over = false;
 
-  void add(std::function<void()> task, int max_threads) {
+  // False: the system gives no thread, and there is none. Must not throw: event loops call it.
+  bool add(std::function<void()> task, int max_threads) {
     std::lock_guard lock(mutex);
     tasks.push_back(std::move(task));
     if (static_cast<size_t>(num_idle) >= tasks.size() || num_threads >= max_threads) {
       offered.notify_one();
-      return;
+      return true;
+    }
+    try {
+      std::thread([self = shared_from_this()] { self->work(); }).detach();
+    } catch (const std::exception&) {  // std::system_error, or std::bad_alloc of the thread's state
+      if (num_threads > 0) return true;
+      tasks.pop_back();
+      return false;
     }
     num_threads++;
-    std::thread([self = shared_from_this()] { self->work(); }).detach();
+    return true;
   }
 
   void work() {
@@ -84,20 +95,21 @@ Medium::~Medium() {
   workers_->offered.notify_all();
 }
 
-void Medium::hand_over(std::function<void()> task, int max_threads) {
+bool Medium::hand_over(std::function<void()> task, int max_threads) {
   std::shared_ptr<Workers> workers;
   {
     std::lock_guard lock(mutex_);
     if (!workers_) workers_ = std::make_shared<Workers>();
     workers = workers_;
   }
-  workers->add(std::move(task), max_threads);
+  return workers->add(std::move(task), max_threads);
 }
 
 void Medium::start(Op op, uint64_t offset, void* memory, uint64_t length, Done done) {
-  hand_over([this, op, offset, memory, length, done = std::move(done)] {
+  bool is_taken = hand_over([this, op, offset, memory, length, done] {
     done(op == Op::kWrite ? write(offset, memory, length) : read(offset, memory, length));
   });
+  if (!is_taken) done({Status::kIoError, EAGAIN});
 }
 
 Staging& Staging::serving() {

@@ -50,8 +50,9 @@ class Medium {
   virtual Outcome read(uint64_t offset, void* into, uint64_t length) = 0;
   virtual Outcome write(uint64_t offset, const void* from, uint64_t length) = 0;
 
-  // The same for event loops: returns at once, `done` is called exactly once, from any thread. The
-  // caller keeps memory and region (entered) until then; `done` may drop the last reference to both.
+  // The same for event loops: returns at once, `done` is called exactly once, from any thread, perhaps the
+  // caller's before this returns. The caller keeps memory and region (entered) until then; `done` may drop the
+  // last reference to both.
   // As it stands, it hands read() and write() to a few threads of this medium.
   virtual void start(Op op, uint64_t offset, void* memory, uint64_t length, Done done);
 
@@ -68,8 +69,9 @@ class Medium {
   virtual uint64_t alignment() const { return 1; }
 
  protected:
-  // Runs `task` on a thread of this medium, of which there are at most `max_threads`.
-  void hand_over(std::function<void()> task, int max_threads = 4);
+  // Runs `task` on a thread of this medium, of which there are at most `max_threads`. False: the system gives
+  // none, and the task is dropped.
+  bool hand_over(std::function<void()> task, int max_threads = 4);
 
  private:
   struct Workers;

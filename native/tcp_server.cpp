@@ -486,7 +486,12 @@ TcpServer::TcpServer(std::shared_ptr<RegionTable> regions, uint64_t epoch, const
     event.events = EPOLLIN, event.data.fd = listener;
     epoll_ctl(loops_[0]->epoll, EPOLL_CTL_ADD, listener, &event);
   }
-  for (auto& loop : loops_) loop->thread = std::thread([this, &loop = *loop] { serve(loop); });
+  try {
+    for (auto& loop : loops_) loop->thread = std::thread([this, &loop = *loop] { serve(loop); });
+  } catch (...) {  // the threads that were started use this object
+    close();
+    throw;
+  }
 }
 
 TcpServer::~TcpServer() { close(); }
@@ -499,7 +504,8 @@ void TcpServer::close() {
   }
   if (closing_.exchange(true)) return;
   for (auto& loop : loops_) loop->wake();
-  for (auto& loop : loops_) loop->thread.join();
+  for (auto& loop : loops_)
+    if (loop->thread.joinable()) loop->thread.join();
   for (int listener : listeners_) ::close(listener);
   loops_.clear();
 }

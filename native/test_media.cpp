@@ -13,6 +13,7 @@
 #include <cstring>
 #include <functional>
 #include <random>
+#include <system_error>
 #include <thread>
 
 #include "crc32c.h"
@@ -55,6 +56,25 @@ class Drawer final : public Medium {
     while (stalls) std::this_thread::sleep_for(1ms);
   }
   const uint64_t alignment_;
+};
+
+struct TemporaryFile {
+  TemporaryFile() {
+    char name[] = "/tmp/mooncake-file-XXXXXX";
+    int fd = mkstemp(name);
+    assert(fd >= 0);
+    close(fd);
+    path = name;
+  }
+  ~TemporaryFile() { unlink(path.c_str()); }
+  std::vector<uint8_t> bytes(size_t size) const {
+    std::vector<uint8_t> found(size);
+    FILE* file = std::fopen(path.c_str(), "rb");
+    assert(file && std::fread(found.data(), 1, size, file) == size);
+    std::fclose(file);
+    return found;
+  }
+  std::string path;
 };
 
 constexpr uint64_t kNowhere = 0x7000'0000'0000;  // where no memory is
@@ -281,6 +301,44 @@ void test_slow_media() {
   assert(std::equal(later.begin(), later.end(), served.drawer->bytes.begin()));
 }
 
+// Where the system gives no thread, media refuse, and the server's loop goes on.
+void test_media_without_threads() {
+  TemporaryFile file;
+  for (bool ring : {true, false}) {
+    auto medium = std::make_shared<FileMedium>(file.path, 10'000, FileMedium::Options{true, false, ring, 4});
+    std::vector<uint8_t> memory(10'000);
+    Outcome outcome;
+    {
+      NoThreads none;
+      medium->start(Op::kRead, 0, memory.data(), memory.size(), [&](Outcome found) { outcome = found; });
+      assert(outcome.status == Status::kIoError && outcome.error == EAGAIN);
+    }
+    std::atomic<int> error{-1};
+    medium->start(Op::kRead, 0, memory.data(), memory.size(), [&](Outcome found) {
+      error = found.error;
+      error.notify_one();
+    });
+    error.wait(-1);
+    assert(error == 0);
+  }
+  Served served(512);
+  {
+    NoThreads none;
+    for (Op op : {Op::kRead, Op::kWrite}) {
+      Completion done = served.move(op, 0, 100'000);
+      assert(done.status == Status::kIoError && done.error == EAGAIN && !done.reason.empty());
+    }
+    bool has_thrown = false;
+    try {
+      TcpServer other(served.far, 7, {"127.0.0.1"}, 0, 1);
+    } catch (const std::system_error&) {
+      has_thrown = true;
+    }
+    assert(has_thrown);
+  }
+  assert(served.move(Op::kRead, 0, 100'000).status == Status::kOk);
+}
+
 // Regions close, jobs are cancelled, peers and at last the server go, with moves under way.
 void test_ending_media() {
   for (int i = 0; i < rounds / 10 + 1; i++) {
@@ -320,25 +378,6 @@ void test_ending_media() {
     for (auto& thread : threads) thread.join();
   }
 }
-
-struct TemporaryFile {
-  TemporaryFile() {
-    char name[] = "/tmp/mooncake-file-XXXXXX";
-    int fd = mkstemp(name);
-    assert(fd >= 0);
-    close(fd);
-    path = name;
-  }
-  ~TemporaryFile() { unlink(path.c_str()); }
-  std::vector<uint8_t> bytes(size_t size) const {
-    std::vector<uint8_t> found(size);
-    FILE* file = std::fopen(path.c_str(), "rb");
-    assert(file && std::fread(found.data(), 1, size, file) == size);
-    std::fclose(file);
-    return found;
-  }
-  std::string path;
-};
 
 // Ranges of every alignment by the calls that block and by those that don't, several at once.
 void test_files() {
@@ -464,6 +503,7 @@ int main(int argc, char** argv) {
       {"local media", test_local_media},
       {"remote media", test_remote_media},
       {"slow media", test_slow_media},
+      {"media without threads", test_media_without_threads},
       {"ending media", test_ending_media},
       {"files", test_files},
       {"file peers", test_file_peers},

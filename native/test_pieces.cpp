@@ -5,6 +5,7 @@
 //     test_pieces [seed] [rounds]
 
 #include <cassert>
+#include <cerrno>
 #include <cstdio>
 #include <cstdlib>
 #include <cstring>
@@ -13,6 +14,7 @@
 
 #include "crc32c.h"
 #include "pieces.h"
+#include "testing.h"
 
 using namespace mooncake;
 using namespace std::chrono_literals;
@@ -153,6 +155,28 @@ void test_empty_slices_are_no_piece_of_their_own() {
   assert(bench.peer->seen.size() == 2);
 }
 
+// A job that no thread can carry ends with a reason, and neither the next one nor close() waits for it.
+void test_jobs_without_a_thread_end() {
+  Bench bench(100, 2);
+  {
+    testing::NoThreads none;
+    bench.submit(1, {{bench.start, kFar, 10}}, 0);
+  }
+  Completion done = bench.next();
+  assert(done.token == 1 && done.status == Status::kIoError && done.error == EAGAIN && !done.reason.empty());
+  bench.submit(2, {{bench.start, kFar, 10}}, 0);
+  bench.peer->wait_for_piece(1);
+  {
+    testing::NoThreads none;  // there is one thread, which carries the next job after its own
+    bench.submit(3, {{bench.start, kFar, 10}}, 0);
+  }
+  bench.peer->open_gate(2);
+  for (uint64_t token : {2, 3}) {
+    done = bench.next();
+    assert(done.token == token && done.status == Status::kOk);
+  }
+}
+
 void test_random_jobs_end_once_and_right(uint64_t seed) {
   std::mt19937_64 rng(seed);
   Bench bench(2 * kPieceBytes + 4321, 2);
@@ -198,6 +222,7 @@ int main(int argc, char** argv) {
   test_an_urgent_job_goes_between_pieces();
   test_a_cancellation_between_pieces_is_final();
   test_empty_slices_are_no_piece_of_their_own();
+  test_jobs_without_a_thread_end();
   for (int round = 0; round < rounds / 30 + 1; round++) test_random_jobs_end_once_and_right(seed * 1000 + round);
   printf("pieces: all well (seed %llu)\n", static_cast<unsigned long long>(seed));
 }

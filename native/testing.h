@@ -5,6 +5,8 @@
 //     test_x [seed] [rounds]
 #pragma once
 
+#include <pthread.h>
+
 #include <algorithm>
 #include <cstdio>
 #include <cstdlib>
@@ -46,6 +48,31 @@ inline int take_arguments(int argc, char** argv, unsigned long long& seed) {
   rng.seed(seed);
   return argc > 2 ? std::atoi(argv[2]) : 0;
 }
+
+// While it lives, no thread can be started: the default stack is larger than the address space.
+class NoThreads {
+ public:
+  NoThreads() {
+    pthread_attr_t attributes;
+    pthread_getattr_default_np(&attributes);
+    pthread_attr_getstacksize(&attributes, &usual_);
+    pthread_attr_destroy(&attributes);
+    set(size_t{1} << 50);
+  }
+  ~NoThreads() { set(usual_); }
+  NoThreads(const NoThreads&) = delete;
+  NoThreads& operator=(const NoThreads&) = delete;
+
+ private:
+  static void set(size_t size) {
+    pthread_attr_t attributes;
+    pthread_getattr_default_np(&attributes);
+    pthread_attr_setstacksize(&attributes, size);
+    pthread_setattr_default_np(&attributes);
+    pthread_attr_destroy(&attributes);
+  }
+  size_t usual_ = 0;
+};
 
 using Tests = std::vector<std::pair<const char*, std::function<void()>>>;
 

@@ -5,6 +5,8 @@
 #include <unistd.h>
 
 #include <algorithm>
+#include <cerrno>
+#include <exception>
 #include <thread>
 
 #include "crc32c.h"
@@ -168,13 +170,21 @@ Status Peer::submit(QueueRef queue, uint64_t token, Request request, int64_t& fa
     return Status::kOk;
   }
   line_up({std::move(queue), token, std::make_unique<Pieces>(std::move(job))}, false);
-  if (static_cast<size_t>(num_idle_) >= queued_.size() || num_workers_ == max_workers_) {
-    offered_.notify_one();
-  } else {
-    num_workers_++;
-    std::thread([self = shared_from_this()] { self->work(); }).detach();
-  }
+  if (static_cast<size_t>(num_idle_) >= queued_.size() || num_workers_ == max_workers_) offered_.notify_one();
+  else if (!add_worker() && num_workers_ == 0) fail_queued(Status::kIoError, EAGAIN);
   return Status::kOk;
+}
+
+// With the mutex held. False: the system gives no thread. A worker counts only once it is there, because closing
+// waits for those that count.
+bool Peer::add_worker() {
+  try {
+    std::thread([self = shared_from_this()] { self->work(); }).detach();
+  } catch (const std::exception&) {  // std::system_error, or std::bad_alloc of the thread's state
+    return false;
+  }
+  num_workers_++;
+  return true;
 }
 
 void Peer::Queued::report() const {
@@ -243,10 +253,11 @@ void Peer::work() {
   changed_.notify_all();
 }
 
-void Peer::fail_queued(Status status) {
+void Peer::fail_queued(Status status, int error) {
   for (Queued& item : queued_) {
     Completion completion;
-    completion.status = status;
+    completion.status = status, completion.error = error;
+    if (status == Status::kIoError) completion.reason = reason_of(error);
     item.pieces->finish(std::move(completion));
     item.report();
   }

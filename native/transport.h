@@ -118,7 +118,8 @@ class Peer : public RegionListener, public std::enable_shared_from_this<Peer> {
   void work();
   void line_up(Queued item, bool again);
   bool carry_pieces(std::unique_lock<std::mutex>& lock, Queued& item);
-  void fail_queued(Status status);
+  bool add_worker();
+  void fail_queued(Status status, int error = 0);
 
   std::shared_ptr<const std::vector<RemoteRegion>> remote_;
   const int max_workers_;
