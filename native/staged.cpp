@@ -148,6 +148,7 @@ Completion Peer::through_staging(Job& job) {
       auto row = static_cast<size_t>(moved.failed_slice);
       int64_t failed = moved.failed_slice < 0 ? -1 : static_cast<int64_t>(pieces[row].slice);
       completion = job.failed(moved.status, failed, moved.error);
+      completion.reason = std::move(moved.reason);
       return false;
     }
     completion.num_bytes += moved.num_bytes;

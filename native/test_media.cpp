@@ -339,6 +339,20 @@ void test_media_without_threads() {
   assert(served.move(Op::kRead, 0, 100'000).status == Status::kOk);
 }
 
+// The reason of a failed transfer does not depend on where the local bytes are.
+void test_reasons_of_staged_transfers() {
+  auto table = std::make_shared<RegionTable>();
+  RegionRef local = table->add_medium(kNowhere, 10'000, true, "drawer", std::make_shared<Drawer>(10'000, 1));
+  std::vector<RemoteRegion> remote{{kNowhere, 10'000, 3}};
+  // Nothing listens at port 1.
+  auto peer = std::make_shared<TcpPeer>(table, remote, *TcpAddress::parse("127.0.0.1", 1), 7, 1);
+  for (Op op : {Op::kRead, Op::kWrite}) {
+    Completion done = peer->run(request(op, {{local->address, kNowhere, 100}}));
+    assert(done.status == Status::kPeerLost && done.reason.find("connecting failed") == 0);
+  }
+  peer->close();
+}
+
 // Regions close, jobs are cancelled, peers and at last the server go, with moves under way.
 void test_ending_media() {
   for (int i = 0; i < rounds / 10 + 1; i++) {
@@ -504,6 +518,7 @@ int main(int argc, char** argv) {
       {"remote media", test_remote_media},
       {"slow media", test_slow_media},
       {"media without threads", test_media_without_threads},
+      {"reasons of staged transfers", test_reasons_of_staged_transfers},
       {"ending media", test_ending_media},
       {"files", test_files},
       {"file peers", test_file_peers},
