@@ -143,6 +143,12 @@ Staging::Lease::~Lease() {
   if (!chunks_.empty()) from_->give_back(chunks_);
 }
 
+bool Staging::is_wanted() {
+  std::lock_guard lock(mutex_);
+  while (!wants_.empty() && wants_.front().expired()) wants_.pop_front();
+  return !wants_.empty();
+}
+
 bool Staging::take(const std::shared_ptr<Want>& want) {
   std::lock_guard lock(mutex_);
   while (!wants_.empty() && wants_.front().expired()) wants_.pop_front();

@@ -119,6 +119,7 @@ class Staging {
   // Waits; false: too late, or `stop` says otherwise than kOk.
   bool take(size_t count, Clock::time_point deadline, const std::atomic<Status>& stop, Lease& lease);
   bool is_given(const std::shared_ptr<Want>& want);
+  bool is_wanted();  // others wait for chunks
 
   explicit Staging();
   ~Staging();

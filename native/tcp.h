@@ -55,6 +55,8 @@ class Fences {
 struct TcpLimits {
   std::chrono::milliseconds greeting{5000};  // from accepting a connection to the end of its greeting
   std::chrono::milliseconds stall{30'000};   // for one frame and its reply, and a second more per MiB
+  // Without a byte taken or sent, while it holds staging that others wait for.
+  std::chrono::milliseconds hold() const { return stall / 6; }
   size_t max_connections = 4096;
 };
 
@@ -77,6 +79,8 @@ class TcpConnection {
 
  private:
   enum class State { kKnock, kHello, kFrame, kWrite, kDiscard, kReply, kRefused };
+
+  size_t num_held() const;  // chunks of staging
 
   bool look();     // at the first byte; false: it is not there yet
   bool receive();  // false: would block or over
@@ -110,6 +114,9 @@ class TcpConnection {
   uint64_t num_replies_ = 0;
   uint64_t replies_seen_ = 0;  // when is_overdue() looked last
   Clock::time_point busy_since_ = Clock::now();
+  uint64_t num_moved_ = 0;   // bytes, both ways, before the last advance()
+  uint64_t moved_seen_ = 0;  // when is_overdue() looked last
+  Clock::time_point still_since_ = Clock::now();
   bool over_ = false;
   bool waits_ = false;    // the next frame is there, but it is not its turn
   bool drained_ = false;  // the last receive took all there was

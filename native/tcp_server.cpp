@@ -12,6 +12,7 @@
 #include <cstring>
 #include <system_error>
 #include <unordered_map>
+#include <utility>
 
 #include "tcp.h"
 
@@ -49,11 +50,17 @@ TcpConnection::TcpConnection(int socket, std::shared_ptr<RegionTable> regions, s
 
 TcpConnection::~TcpConnection() { gates_->remove(lane_, gate_); }
 
-// A frame and its reply have a time of their own; between frames a connection may rest forever. Reads
-// the clock only here, so a frame's time counts from the first look that finds it.
+// A frame and its reply have a time of their own; between frames, and where it waits for staging that other
+// connections hold, a connection may rest forever. Reads the clock only here, so a frame's time counts from the
+// first look that finds it. A peer that takes or sends no bytes has less time while others wait for the staging that
+// it holds: otherwise a few stopped readers would keep all others waiting for as long as a slow network may take.
 bool TcpConnection::is_overdue(const TcpLimits& limits, Clock::time_point now) {
   if (!is_greeted_) return now - busy_since_ > limits.greeting;
-  bool rests = state_ == State::kFrame && begin_ == end_;
+  bool rests = state_ == State::kFrame && (begin_ == end_ || want_);
+  if (uint64_t moved = num_moved_ + moved_; rests || moved != moved_seen_) moved_seen_ = moved, still_since_ = now;
+  bool waits_for_peer = state_ != State::kFrame;  // and not for a device
+  if (waits_for_peer && now - still_since_ > limits.hold() && num_held() > 0 && Staging::serving().is_wanted())
+    return true;
   if (rests || num_replies_ != replies_seen_) {
     replies_seen_ = num_replies_, busy_since_ = now;
     return false;
@@ -61,10 +68,17 @@ bool TcpConnection::is_overdue(const TcpLimits& limits, Clock::time_point now) {
   return now - busy_since_ > limits.stall + std::chrono::seconds(frame_.payload_bytes >> 20);
 }
 
+size_t TcpConnection::num_held() const {
+  size_t held = task_ ? task_->lease.size() : 0;
+  for (const auto& task : due_) held += task->lease.size();
+  if (want_ && Staging::serving().is_given(want_)) held += want_->count;
+  return held;
+}
+
 TcpConnection::Progress TcpConnection::advance(bool ending) {
   ending_ |= ending;
   drained_ = false;
-  moved_ = 0;
+  num_moved_ += std::exchange(moved_, 0);
   while (!over_) {
     if (moved_ >= kFairShare) return Progress::kMore;
     bool goes_on = false;
@@ -261,6 +275,9 @@ bool TcpConnection::begin_task(std::span<const wire::WireSlice> slices) {
     return false;
   }
   if (!want_) {
+    // A connection works ahead with as much as one frame may take, and with nothing that others wait for.
+    size_t held = num_held();
+    if (held > 0 && (held + task->num_chunks() > FrameTask::kMaxChunks || Staging::serving().is_wanted())) return false;
     want_ = std::make_shared<Staging::Want>();
     want_->count = task->num_chunks(), want_->wake = notify_ ? notify_ : [] {};
     if (!Staging::serving().take(want_)) return false;

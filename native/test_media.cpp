@@ -4,6 +4,7 @@
 //
 //     test_media [seed] [rounds]
 
+#include <sys/socket.h>
 #include <unistd.h>
 
 #include <cassert>
@@ -353,6 +354,116 @@ void test_reasons_of_staged_transfers() {
   peer->close();
 }
 
+// The server's side of one connection to a drawer, driven by hand; its socket's buffers are small.
+struct Driven {
+  static constexpr uint64_t kFrame = 1 << 20;
+  explicit Driven(const std::shared_ptr<RegionTable>& table) {
+    assert(socketpair(AF_UNIX, SOCK_STREAM | SOCK_NONBLOCK, 0, ends) == 0);
+    connection = std::make_unique<TcpConnection>(ends[1], table, std::make_shared<Gates>(), 7);
+    wire::Hello hello;
+    hello.epoch = 7, hello.lane = 1;
+    assert(send(ends[0], &hello, sizeof hello, 0) == sizeof hello);
+    advance();
+    assert(recv(ends[0], &hello, sizeof hello, MSG_DONTWAIT) == sizeof hello);
+  }
+  ~Driven() { close(ends[0]); }
+  void advance() {
+    while (connection->advance(false) == TcpConnection::Progress::kMore) continue;
+  }
+  void read(const Region& region, uint64_t length = kFrame) {
+    wire::Frame frame;
+    frame.kind = wire::Kind::kRead, frame.num_slices = 1, frame.payload_bytes = length;
+    wire::WireSlice slice{region.address, length, region.key};
+    assert(send(ends[0], &frame, sizeof frame, 0) == sizeof frame);
+    assert(send(ends[0], &slice, sizeof slice, 0) == sizeof slice);
+    advance();
+  }
+  // Until the first bytes of an answer have come.
+  void wait_for_answer() {
+    char byte;
+    while (recv(ends[0], &byte, 1, MSG_PEEK | MSG_DONTWAIT) != 1) {
+      std::this_thread::yield();
+      advance();
+    }
+  }
+  int ends[2];
+  std::unique_ptr<TcpConnection> connection;
+};
+
+// Staging that peers hold without reading: those who wait for it are not disconnected, and those who hold it have
+// less time while others wait.
+void test_staging_of_stopped_readers() {
+  auto table = std::make_shared<RegionTable>();
+  auto drawer = std::make_shared<Drawer>(20 << 20, 1);
+  RegionRef region = table->add_medium(kNowhere, 20 << 20, true, "drawer", drawer);
+  TcpLimits limits;
+  std::atomic<Status> stop{Status::kOk};
+  Staging::Lease all;
+  assert(Staging::serving().take(Staging::kNumChunks, Clock::now() + 20s, stop, all));
+  Driven waiting(table);
+  waiting.read(*region, 1000);
+  for (auto now : {Clock::now(), Clock::now() + 10 * limits.stall})
+    assert(!waiting.connection->is_overdue(limits, now));
+  all = {};
+  waiting.wait_for_answer();
+
+  Driven stopped(table), slow_device(table);
+  stopped.read(*region);
+  stopped.wait_for_answer();
+  drawer->stalls = true;
+  for (int i = 0; i < 5; i++) slow_device.read(*region, 1000);
+  auto now = Clock::now(), soon = now + limits.hold() + 1s;
+  for (auto* one : {&stopped, &slow_device}) {
+    assert(!one->connection->is_overdue(limits, now));  // has seen what was sent
+    assert(!one->connection->is_overdue(limits, soon));
+  }
+  auto want = std::make_shared<Staging::Want>();
+  want->count = Staging::kNumChunks, want->wake = [] {};
+  assert(!Staging::serving().take(want));
+  assert(stopped.connection->is_overdue(limits, soon));
+  assert(!slow_device.connection->is_overdue(limits, soon));
+  std::vector<uint8_t> sink(1 << 16);
+  while (recv(stopped.ends[0], sink.data(), sink.size(), MSG_DONTWAIT) > 0) stopped.advance();
+  assert(!stopped.connection->is_overdue(limits, soon));  // it goes on
+  drawer->stalls = false;
+}
+
+// One connection works ahead with no more staging than one frame may take, and not while others wait.
+void test_staging_ahead_is_bounded() {
+  auto table = std::make_shared<RegionTable>();
+  auto drawer = std::make_shared<Drawer>(20 << 20, 1);
+  RegionRef region = table->add_medium(kNowhere, 20 << 20, true, "drawer", drawer);
+  std::atomic<Status> stop{Status::kOk};
+  auto num_free = [&] {
+    for (size_t count = Staging::kNumChunks; count > 0; count--) {
+      auto want = std::make_shared<Staging::Want>();
+      want->count = count, want->wake = [] {};
+      if (Staging::serving().take(want)) return count;
+    }
+    return size_t{0};
+  };
+  drawer->stalls = true;
+  {
+    Driven greedy(table);
+    for (int i = 0; i < 4; i++) greedy.read(*region, 15 << 20);
+    assert(num_free() == Staging::kNumChunks - 60);
+    Driven modest(table);
+    for (int i = 0; i < 4; i++) modest.read(*region);
+    assert(num_free() == Staging::kNumChunks - 60 - 16);
+    Driven late(table);
+    late.read(*region);
+    auto want = std::make_shared<Staging::Want>();
+    want->count = Staging::kNumChunks, want->wake = [] {};
+    assert(!Staging::serving().take(want));
+    for (int i = 0; i < 3; i++) late.read(*region);
+    want.reset();
+    assert(num_free() == Staging::kNumChunks - 60 - 16 - 4);
+    drawer->stalls = false;
+  }
+  Staging::Lease all;  // when the device is done
+  assert(Staging::serving().take(Staging::kNumChunks, Clock::now() + 20s, stop, all));
+}
+
 // Regions close, jobs are cancelled, peers and at last the server go, with moves under way.
 void test_ending_media() {
   for (int i = 0; i < rounds / 10 + 1; i++) {
@@ -519,6 +630,8 @@ int main(int argc, char** argv) {
       {"slow media", test_slow_media},
       {"media without threads", test_media_without_threads},
       {"reasons of staged transfers", test_reasons_of_staged_transfers},
+      {"staging of stopped readers", test_staging_of_stopped_readers},
+      {"staging ahead is bounded", test_staging_ahead_is_bounded},
       {"ending media", test_ending_media},
       {"files", test_files},
       {"file peers", test_file_peers},
