@@ -14,6 +14,7 @@
 #include <cstddef>
 #include <cstring>
 #include <system_error>
+#include <utility>
 
 #include "tcp.h"
 
@@ -104,7 +105,9 @@ Status SharingPeer::find(uint64_t key, Clock::time_point deadline, const std::at
   while (true) {
     if (stop && stop->load() != Status::kOk) return stop->load();
     if (lost_) return Status::kPeerLost;
-    found = mappings_[key];
+    auto asked = mappings_.find(key);
+    if (asked == mappings_.end()) return Status::kAccessDenied;  // given and revoked meanwhile
+    found = asked->second;
     if (found.is_answered) return found.region ? Status::kOk : found.status;
     if (answered_.wait_until(lock, deadline) == std::cv_status::timeout) return Status::kTimedOut;
   }
@@ -198,13 +201,20 @@ void SharingPeer::given(const SharingMessage& message, int descriptor) {
   answered_.notify_all();
 }
 
+// An owner revokes only what it gave, and after that: both are one connection's messages and come in order. So a
+// key that was given is forgotten, since the owner denies it from now on. One that was asked for and not yet given
+// is denied: its mapping must not come into use later. One that nobody asked for leaves nothing here.
 void SharingPeer::revoked(uint64_t key) {
   RegionRef region;
   {
     std::lock_guard lock(mutex_);
-    Mapping& mapping = mappings_[key];
-    region = std::move(mapping.region);
-    mapping = {true};
+    auto asked = mappings_.find(key);
+    if (asked != mappings_.end() && asked->second.is_answered) {
+      region = std::move(asked->second.region);
+      mappings_.erase(asked);
+    } else if (asked != mappings_.end()) {
+      asked->second.is_answered = true;
+    }
     answered_.notify_all();
   }
   if (region) region->close();
@@ -249,7 +259,18 @@ SharingTransport::~SharingTransport() {
 }
 
 void SharingTransport::start() {
-  thread_ = std::make_unique<std::thread>([this] { serve(); });
+  try {
+    thread_ = std::make_unique<std::thread>([this] { serve(); });
+  } catch (...) {  // the system gives no thread; the destructor does not run close()
+    closing_ = true;
+    close_descriptors();
+    throw;
+  }
+}
+
+// Set to -1, because their numbers go to the next files that this process opens.
+void SharingTransport::close_descriptors() {
+  for (int* fd : {&listener_, &epoll_, &wakeup_}) ::close(std::exchange(*fd, -1));
 }
 
 void SharingTransport::close() {
@@ -261,15 +282,14 @@ void SharingTransport::close() {
   uint64_t one = 1;
   (void)!write(wakeup_, &one, sizeof one);
   thread_->join();
-  ::close(listener_);
-  ::close(epoll_);
-  ::close(wakeup_);
+  close_descriptors();
 }
 
 std::shared_ptr<SharingPeer> SharingTransport::connect(const std::string& endpoint, uint64_t epoch,
                                                        std::vector<RemoteRegion> remote, Clock::time_point deadline,
                                                        Status& status) {
   status = Status::kPeerLost;
+  if (closing_) return nullptr;
   sockaddr_un address{};
   socklen_t length = abstract_name(endpoint, address);
   int fd = socket(AF_UNIX, SOCK_SEQPACKET | SOCK_NONBLOCK | SOCK_CLOEXEC, 0);
@@ -290,18 +310,22 @@ std::shared_ptr<SharingPeer> SharingTransport::connect(const std::string& endpoi
   regions_->listen(peer);
   link->is_outbound = link->is_greeted = true;
   link->peer = peer;
-  watch(std::move(link));
+  if (!watch(std::move(link))) return nullptr;
   status = Status::kOk;
   return peer;
 }
 
-void SharingTransport::watch(std::unique_ptr<Link> link) {
+// False: this transport was closed. The thread drops all links with the mutex held when it ends, so one that comes
+// before is dropped, too.
+bool SharingTransport::watch(std::unique_ptr<Link> link) {
   std::lock_guard lock(mutex_);
+  if (closing_) return false;
   int fd = link->socket->fd;
   links_[fd] = std::move(link);
   epoll_event event{};
   event.events = EPOLLIN, event.data.fd = fd;
   epoll_ctl(epoll_, EPOLL_CTL_ADD, fd, &event);
+  return true;
 }
 
 void SharingTransport::serve() {
@@ -347,8 +371,7 @@ void SharingTransport::accept_one() {
   auto link = std::make_unique<Link>();
   link->socket = std::make_shared<SharingSocket>(fd);
   if (!is_same_user(fd) || num_ungreeted_ >= kMaxUngreeted) return;
-  num_ungreeted_++;
-  watch(std::move(link));
+  if (watch(std::move(link))) num_ungreeted_++;
 }
 
 // Clients that connect and send no greeting.

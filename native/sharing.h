@@ -128,7 +128,8 @@ class SharingTransport : public RegionListener {
   ~SharingTransport() override;
 
   const std::string& endpoint() const { return name_; }
-  // Null and a status when there is no such peer, it is another process by now, or it does not answer.
+  // Null and a status when there is no such peer, it is another process by now, it does not answer, or this
+  // transport was closed.
   std::shared_ptr<SharingPeer> connect(const std::string& endpoint, uint64_t epoch, std::vector<RemoteRegion> remote,
                                        Clock::time_point deadline, Status& status);
   void region_closed(const Region& region) override;
@@ -154,7 +155,8 @@ class SharingTransport : public RegionListener {
   };
 
   void serve();
-  void watch(std::unique_ptr<Link> link);
+  bool watch(std::unique_ptr<Link> link);
+  void close_descriptors();
   void accept_one();
   void drop_ungreeted();
   bool handle(Link& link);  // false: the link is over

@@ -17,6 +17,7 @@
 #include <cstring>
 #include <functional>
 #include <random>
+#include <system_error>
 #include <thread>
 
 #include "crc32c.h"
@@ -450,6 +451,121 @@ void test_shm_robustness() {
   transport->close();
 }
 
+// An owner of shared memory that is played by hand, to one client.
+struct PlayedOwner {
+  PlayedOwner() {
+    std::string error;
+    region = table->allocate(8192, false, true, error);
+    listener = socket(AF_UNIX, SOCK_SEQPACKET, 0);
+    name = "mooncake-test-owner-" + std::to_string(random_key());
+    sockaddr_un address{};
+    address.sun_family = AF_UNIX;
+    std::memcpy(address.sun_path + 1, name.data(), name.size());
+    auto length = static_cast<socklen_t>(offsetof(sockaddr_un, sun_path) + 1 + name.size());
+    assert(bind(listener, reinterpret_cast<sockaddr*>(&address), length) == 0 && listen(listener, 1) == 0);
+  }
+  ~PlayedOwner() { close(listener); }
+  void welcome() {
+    client = std::make_unique<SharingSocket>(accept(listener, nullptr, nullptr));
+    SharingMessage hello = next();
+    assert(hello.kind == SharingMessage::Kind::kHello);
+    hello.kind = SharingMessage::Kind::kWelcome;
+    assert(client->send(hello));
+  }
+  SharingMessage next() {
+    SharingMessage message;
+    int descriptor = -1;
+    assert(wait_for(client->fd, POLLIN, Clock::now() + 20s) && client->receive(message, descriptor) == 1);
+    return message;
+  }
+  void tell(SharingMessage::Kind kind, int descriptor = -1) {
+    SharingMessage message;
+    message.kind = kind, message.key = region->key, message.base = region->address, message.size = region->size;
+    assert(client->send(message, descriptor));
+  }
+  void revoke() {
+    tell(SharingMessage::Kind::kRevoke);
+    assert(next().kind == SharingMessage::Kind::kRevoked);
+  }
+  std::shared_ptr<RegionTable> table = std::make_shared<RegionTable>();
+  RegionRef region;
+  int listener;
+  std::string name;
+  std::unique_ptr<SharingSocket> client;
+};
+
+// What a client keeps of a revoked region: nothing, unless it was asked for and not yet given.
+void test_revocations() {
+  PlayedOwner owner;
+  auto table = std::make_shared<RegionTable>();
+  std::vector<uint8_t> memory(100, 0);
+  RegionRef local = table->add(address_of(memory.data()), memory.size(), true);
+  auto transport = std::make_shared<ShmTransport>(table, 8);
+  std::thread welcome([&] { owner.welcome(); });
+  Status status;
+  auto peer = transport->connect(owner.name, 7, published(*owner.table), Clock::now() + 20s, status);
+  welcome.join();
+  assert(peer && status == Status::kOk);
+  auto queue = std::make_shared<Queue>();
+  auto submit = [&] {
+    int64_t failed = -1;
+    assert(peer->submit(queue, 1, request(Op::kRead, {{local->address, owner.region->address, 100}}), failed) ==
+           Status::kOk);
+  };
+  auto ended = [&] {
+    auto drained = queue->drain(1, 20);
+    assert(drained.size() == 1);
+    return drained[0].status;
+  };
+  owner.revoke();                // before anybody has asked for it
+  for (int i = 0; i < 2; i++) {  // asked for anew each time: nothing was kept
+    submit();
+    assert(owner.next().kind == SharingMessage::Kind::kGet);
+    owner.tell(SharingMessage::Kind::kGive, owner.region->fd);
+    assert(ended() == Status::kOk);
+    owner.revoke();
+  }
+  submit();
+  assert(owner.next().kind == SharingMessage::Kind::kGet);
+  owner.revoke();
+  owner.tell(SharingMessage::Kind::kGive, owner.region->fd);  // too late, whoever asks
+  assert(ended() == Status::kAccessDenied);
+  submit();
+  assert(ended() == Status::kAccessDenied);
+  peer->close();
+  transport->close();
+}
+
+// A transport that was closed connects nowhere, also if it is closed while it connects; nor does one without a thread.
+void test_closed_sharing() {
+  auto table = std::make_shared<RegionTable>();
+  auto far = std::make_shared<ShmTransport>(table, 7);
+  auto near = std::make_shared<ShmTransport>(table, 8);
+  Status status = Status::kOk;
+  assert(near->connect(far->endpoint(), 7, {}, Clock::now() + 20s, status) && status == Status::kOk);
+  PlayedOwner owner;
+  std::shared_ptr<SharingPeer> peer;
+  std::thread connecting([&] { peer = near->connect(owner.name, 7, {}, Clock::now() + 20s, status); });
+  owner.client = std::make_unique<SharingSocket>(accept(owner.listener, nullptr, nullptr));
+  SharingMessage hello = owner.next();
+  near->close();
+  hello.kind = SharingMessage::Kind::kWelcome;
+  assert(owner.client->send(hello));
+  connecting.join();
+  assert(!peer && status == Status::kPeerLost);
+  status = Status::kOk;
+  assert(!near->connect(far->endpoint(), 7, {}, Clock::now() + 20s, status) && status == Status::kPeerLost);
+  far->close();
+  NoThreads none;
+  bool has_thrown = false;
+  try {
+    ShmTransport other(table, 9);
+  } catch (const std::system_error&) {
+    has_thrown = true;
+  }
+  assert(has_thrown);
+}
+
 // Many short connections, in threads: connect, move, close.
 void test_coming_and_going() {
   auto far = std::make_shared<RegionTable>();
@@ -533,6 +649,8 @@ int main(int argc, char** argv) {
       {"server robustness", test_server_robustness},
       {"client robustness", test_client_robustness},
       {"shm robustness", test_shm_robustness},
+      {"revocations", test_revocations},
+      {"closed sharing", test_closed_sharing},
       {"coming and going", test_coming_and_going},
   };
   run_all(tests, seed);

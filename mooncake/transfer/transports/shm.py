@@ -29,10 +29,13 @@ class SharedMemoryTransport:
     def __init__(self, site: TransportContext) -> None:
         self._native = _native.ShmTransport(site.regions, site.epoch)
         self.endpoint = self._native.endpoint
+        self._is_closed = False
 
     def connect(
         self, endpoint: str, epoch: int, regions: Sequence[RegionInfo], timeout_s: float
     ) -> PeerConnection:
+        if self._is_closed:
+            raise PeerLost("this engine was closed")
         peer = self._native.connect(endpoint, epoch, shared_only(regions), timeout_s)
         if isinstance(peer, _native.ShmPeer):
             return ShmConnection(peer)
@@ -45,6 +48,7 @@ class SharedMemoryTransport:
         raise PeerLost(f"shm peer {endpoint} is gone; open its current descriptor")
 
     def close(self) -> None:
+        self._is_closed = True
         self._native.close()
 
 

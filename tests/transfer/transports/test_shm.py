@@ -83,6 +83,10 @@ def test_no_process_at_the_socket() -> None:
         with pytest.raises(PeerLost, match="gone"):
             transport.connect(transport.endpoint, engine.epoch ^ 1, [], 1.0)
         transport.close()
+        other = SharedMemoryTransport(engine)
+        with pytest.raises(PeerLost, match="this engine was closed"):
+            transport.connect(other.endpoint, engine.epoch, [], 1.0)
+        other.close()
 
 
 def test_memory_of_a_dead_process_is_let_go() -> None:
