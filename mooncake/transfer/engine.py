@@ -417,7 +417,11 @@ class TransferEngine(TransferMethods):
         )
 
     def open(self, descriptor: SegmentDescriptor) -> RemoteSegment:
-        """Open the peer of a descriptor, cached by name and epoch. Connects when first used."""
+        """Open the peer of a descriptor, cached by name and epoch. Connects when first used.
+
+        Raises:
+            Unavailable: this engine is closed.
+        """
         return self._peers.open(descriptor)
 
     def forget(self, segment: RemoteSegment) -> None:

@@ -280,6 +280,7 @@ class PeerTable:
         self._opened: dict[tuple[str, int], RemoteSegment] = {}
         self._named: dict[str, tuple[RemoteSegment, float]] = {}
         self._lock = threading.Lock()
+        self._is_closed = False
 
     def __len__(self) -> int:
         return len(self._opened)
@@ -287,6 +288,8 @@ class PeerTable:
     def open(self, descriptor: SegmentDescriptor) -> RemoteSegment:
         """See ``TransferEngine.open``."""
         with self._lock:
+            if self._is_closed:
+                raise Unavailable(f"open {descriptor.name}: this engine is closed; make another one")
             key = (descriptor.name, descriptor.epoch)
             segment = self._opened.get(key)
             if segment is None:
@@ -313,7 +316,9 @@ class PeerTable:
         segment.close()
 
     def close(self) -> None:
-        """Forget all segments."""
+        """Forget all segments, and open no more."""
+        with self._lock:
+            self._is_closed = True
         for segment in list(self._opened.values()):
             segment.close()
         self._opened.clear()

@@ -15,7 +15,7 @@ import msgspec
 import numpy as np
 import pytest
 
-from mooncake.errors import AddressInUse, InvalidArgument, OutOfMemory, ProtocolError
+from mooncake.errors import AddressInUse, InvalidArgument, OutOfMemory, ProtocolError, Unavailable
 from mooncake.transfer import (
     Completion,
     Op,
@@ -208,6 +208,12 @@ async def test_a_cancelled_coroutine_waits_for_its_memory(near: TransferEngine, 
     with pytest.raises(asyncio.CancelledError):
         await task
     assert bytes(pool.view()[-10:]) == b"a" * 10, "the transfer was still under way"
+
+
+def test_a_closed_engine_opens_no_segment(near: TransferEngine, far: TransferEngine) -> None:
+    near.close()
+    with pytest.raises(Unavailable, match="closed"):
+        near.open(far.describe())
 
 
 def test_memory_of_one_operation_is_its_local_side_and_not_shown_to_peers(far: TransferEngine) -> None:
