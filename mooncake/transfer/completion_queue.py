@@ -296,18 +296,43 @@ class AsyncCompletionQueue:
         self._loop_ref = weakref.ref(loop)
         self._futures: dict[int, asyncio.Future[Completion]] = {}
         self._tokens = itertools.count()
-        loop.add_reader(self._queue.fileno(), self._arrive)
+        self._is_watched = False
+        self._is_closing = False
+
+    def close_soon(self) -> None:
+        """Take the queue from its loop when the last transfer has ended. From any thread.
+
+        The loop's reader holds the queue and its descriptor, which would stay for as long as the loop.
+        """
+        loop = self._loop_ref()
+        if loop is not None:
+            with contextlib.suppress(RuntimeError):  # the loop is closed, and its readers with it
+                loop.call_soon_threadsafe(self._close)
+
+    def _close(self) -> None:
+        self._is_closing = True
+        self._leave()
+
+    def _leave(self) -> None:
+        loop = self._loop_ref()
+        if self._is_closing and self._is_watched and not self._futures and loop is not None:
+            loop.remove_reader(self._queue.fileno())
+            self._is_watched = False
 
     def expect(self) -> tuple[int, asyncio.Future[Completion]]:
         token = next(self._tokens)
         loop = self._loop_ref()
         assert loop is not None
+        if not self._is_watched:
+            loop.add_reader(self._queue.fileno(), self._arrive)
+            self._is_watched = True
         future: asyncio.Future[Completion] = loop.create_future()
         self._futures[token] = future
         return token, future
 
     def forget(self, token: int) -> None:
         del self._futures[token]
+        self._leave()
 
     def start(self, move: BatchTransfer) -> None:
         self._queue.start(move)
@@ -317,6 +342,7 @@ class AsyncCompletionQueue:
             future = self._futures.pop(completion.token)
             if not future.done():
                 future.set_result(completion)
+        self._leave()
 
 
 ResultT = TypeVar("ResultT")

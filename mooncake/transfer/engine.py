@@ -7,6 +7,7 @@ It owns the transports of one process, its registered memory and its table of pe
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
 import dataclasses
 import itertools
@@ -22,6 +23,7 @@ from mooncake.log import get_logger
 from mooncake.security import Identity, process_identity
 from mooncake.security.tls_contexts import client_context
 from mooncake.transfer.descriptor import RegionInfo, SegmentDescriptor
+from mooncake.transfer.completion_queue import AsyncCompletionQueue
 from mooncake.transfer.handshake import HandshakeClient, Listener, Notification, NotificationInbox, ProbeReply
 from mooncake.transfer.host import host_identity, host_topology, reachable_host, with_port
 from mooncake.transfer.memory import (
@@ -126,6 +128,7 @@ class TransferEngine(TransferMethods):
             try:
                 self._transports[scheme] = make_transport(scheme, self)
             except Unavailable as error:
+            self._loops,
                 if not settings.may_lack(scheme):
                     raise
                 if scheme == "rdma":
@@ -561,6 +564,7 @@ def _shut_down(
         return  # a forked child: everything here belongs to its parent
     for service in services:
         service.close()
+    loops: weakref.WeakKeyDictionary[asyncio.AbstractEventLoop, AsyncCompletionQueue],
     peers.close()
     regions.remove_all()
     owned.clear()
@@ -573,6 +577,8 @@ def _shut_down(
 def _kind_at(regions: Iterable[Region] | Iterable[RegionInfo], address: int) -> str:
     """The medium of the region that contains ``address``; empty when none does."""
     return next((r.kind for r in regions if r.address <= address < r.address + r.size_bytes), "")
+    for queue in list(loops.values()):
+        queue.close_soon()
 
 
 def agree_on_tls(settings: TransferSettings, identity: Identity) -> tuple[TransferSettings, Identity]:

@@ -5,7 +5,9 @@ from __future__ import annotations
 
 import array
 import asyncio
+import gc
 import mmap
+import os
 import socket
 import subprocess
 import sys
@@ -29,6 +31,7 @@ from mooncake.transfer import (
 from mooncake.transfer.host import host_identity, reachable_host
 from mooncake.transfer.name_service import metadata_key
 from tests.transfer.dict_backend import DictBackend
+from tests.waiting import until
 
 
 @pytest.fixture
@@ -208,6 +211,34 @@ async def test_a_cancelled_coroutine_waits_for_its_memory(near: TransferEngine, 
     with pytest.raises(asyncio.CancelledError):
         await task
     assert bytes(pool.view()[-10:]) == b"a" * 10, "the transfer was still under way"
+
+
+async def test_closed_engines_leave_nothing_in_a_loop_that_goes_on(far: TransferEngine) -> None:
+    pool = far.allocate(4096)
+
+    def num_files() -> int:
+        return len(os.listdir("/proc/self/fd"))
+
+    async def come_and_go() -> None:
+        with TransferEngine() as engine:
+            here = engine.allocate(4096)
+            segment = engine.open(far.describe())
+            done = await engine.transfer(Op.READ, segment, [here.address], [pool.address], [4096])
+            assert done.status == Status.OK
+            moving = asyncio.create_task(
+                engine.transfer(Op.READ, segment, [here.address], [pool.address], [4096])
+            )
+            await asyncio.sleep(0)
+        assert (await moving).status in (Status.OK, Status.CANCELLED)  # its completion comes after close()
+        late = await engine.transfer(Op.READ, segment, [here.address], [pool.address], [4096])
+        assert late.status == Status.PEER_LOST
+
+    await come_and_go()
+    before = num_files()
+    for _ in range(5):
+        await come_and_go()
+    gc.collect()
+    await until(lambda: num_files() <= before, "the end of the engines' files")
 
 
 def test_a_closed_engine_opens_no_segment(near: TransferEngine, far: TransferEngine) -> None:
