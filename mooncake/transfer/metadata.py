@@ -510,21 +510,27 @@ class RedisBackend:
                     self._hang_up()
                     if is_last or is_fresh:
                         raise PeerLost(f"metadata service {self.url}: {error}; is it running?") from error
-                except ProtocolError:
+                except BaseException:  # half an answer may be left for the next call
                     self._hang_up()
                     raise
         raise AssertionError("the second attempt returns or raises")
 
     def _connect(self) -> tuple[socket.socket, BinaryIO]:
         sock = socket.create_connection(self._address, self._timeout_s)
-        sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-        self._stream = sock, sock.makefile("rb")
-        if self._password:
-            user = (self._user.encode(),) if self._user else ()
-            self._send_command(self._stream, b"AUTH", *user, self._password.encode())
-        if self._database:
-            self._send_command(self._stream, b"SELECT", b"%d" % self._database)
-        return self._stream
+        stream = sock, sock.makefile("rb")
+        try:
+            sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+            if self._password:
+                user = (self._user.encode(),) if self._user else ()
+                self._send_command(stream, b"AUTH", *user, self._password.encode())
+            if self._database:
+                self._send_command(stream, b"SELECT", b"%d" % self._database)
+        except BaseException:  # a connection without a password, or to another database, must not be used
+            stream[1].close()
+            sock.close()
+            raise
+        self._stream = stream
+        return stream
 
     def _send_command(self, stream: tuple[socket.socket, BinaryIO], *arguments: bytes) -> RedisReply:
         sock, answers = stream

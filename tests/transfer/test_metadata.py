@@ -6,14 +6,15 @@ from __future__ import annotations
 import asyncio
 import http.client
 import socket
+import threading
 from collections.abc import AsyncIterator
 
 import pytest
 
-from mooncake.errors import DeadlineExceeded, InvalidArgument, PeerLost, ProtocolError
+from mooncake.errors import AccessDenied, DeadlineExceeded, InvalidArgument, PeerLost, ProtocolError
 from mooncake.http.server import HttpServer, listen
 from mooncake.transfer import metadata_server
-from mooncake.transfer.metadata import HttpBackend
+from mooncake.transfer.metadata import HttpBackend, RedisBackend
 from mooncake.transfer.metadata_server import MAX_VALUE_BYTES, MetadataEntries, make_app
 
 
@@ -154,3 +155,51 @@ def test_what_is_put_again_and_again_leaves_nothing_behind() -> None:
         entries.put("a", b"1", 1e6 + number, float(number))
     assert len(entries._expiring) < 200
     assert entries.get("a", 9e5) == b"1"
+
+
+class PlayedRedis(threading.Thread):
+    """A service that answers as Redis does, and refuses the commands in ``refused``."""
+
+    def __init__(self, *refused: bytes) -> None:
+        super().__init__(daemon=True)
+        self._listening = socket.create_server(("127.0.0.1", 0))
+        self.port = self._listening.getsockname()[1]
+        self.refused = refused
+        self.taken: list[list[bytes]] = []
+        self.start()
+
+    def run(self) -> None:
+        while True:
+            try:
+                connection, _ = self._listening.accept()
+            except OSError:
+                return
+            with connection, connection.makefile("rb") as stream:
+                while line := stream.readline():
+                    command = []
+                    for _ in range(int(line[1:])):
+                        size = int(stream.readline()[1:])
+                        command.append(stream.read(size + 2)[:-2])
+                    self.taken.append(command)
+                    connection.sendall(b"-ERR no\r\n" if command[0] in self.refused else b"+OK\r\n")
+
+    def close(self) -> None:
+        self._listening.shutdown(socket.SHUT_RDWR)
+        self._listening.close()
+
+
+@pytest.mark.parametrize(("command", "error"), [(b"AUTH", AccessDenied), (b"SELECT", ProtocolError)])
+def test_a_redis_that_refuses_the_password_or_the_database_is_not_used(
+    command: bytes, error: type[Exception]
+) -> None:
+    service = PlayedRedis(command)
+    backend = RedisBackend(f"redis://:secret@127.0.0.1:{service.port}/3")
+    for _ in range(3):
+        with pytest.raises(error, match=command.decode()):
+            backend.put("k", b"v")
+    assert [b"SET", b"k", b"v"] not in service.taken, "in another database, or without the password"
+    service.refused = ()
+    backend.put("k", b"v")
+    assert service.taken[-3:] == [[b"AUTH", b"secret"], [b"SELECT", b"3"], [b"SET", b"k", b"v"]]
+    backend.close()
+    service.close()
