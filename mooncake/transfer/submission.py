@@ -234,7 +234,8 @@ class TransferMethods(ABC):
         did before. A failed peer's descriptor is not renewed here, but by ``refresh`` or ``open_name``.
 
         Raises:
-            InvalidArgument: as for ``run``; then no completion comes.
+            InvalidArgument: as for ``run``; then no completion comes. Where slices that another path carries
+                were started before, the completion's status is UNREGISTERED instead.
         """
         _check_priority(priority)
         columns = transfer_columns(local, remote, lengths)
@@ -258,6 +259,9 @@ class TransferMethods(ABC):
 
         ``progress`` is called on the loop with the number of bytes moved, every 16 MiB or so.
         """
+
+        Raises:
+            InvalidArgument: as for ``run``.
         _check_priority(priority)
         columns = transfer_columns(local, remote, lengths)
         deadline = time.monotonic() + timeout_s
@@ -266,7 +270,7 @@ class TransferMethods(ABC):
             left_s = max(0.0, deadline - time.monotonic())
             if await asyncio.to_thread(self.refresh, segment, left_s):
                 done = await self._transfer(op, segment, columns, deadline, checksum, priority, progress)
-        return done
+        return self._checked(op, columns, done)
 
     async def _transfer(
         self,
@@ -517,6 +521,9 @@ def completion_error(op: Op, segment: RemoteSegment, done: Completion, timeout_s
             why = done.reason or "the peer answered nonsense; do both run the same release?"
             return ProtocolError(f"{what}: {why}")
         case Status.CANCELLED:
+        case Status.UNREGISTERED:
+            need = "registered" if op == Op.WRITE else "registered, writable"
+            return InvalidArgument("local", what, f"{need} memory of this process; call register() first")
             return Unavailable(
                 f"{what}: cancelled, because the segment, the engine or the local memory was closed"
             )

@@ -198,6 +198,7 @@ def test_registering_several_is_all_or_nothing(near: TransferEngine) -> None:
         (Status.TIMED_OUT, DeadlineExceeded),
         (Status.PEER_LOST, PeerLost),
         (Status.ACCESS_DENIED, AccessDenied),
+        (Status.UNREGISTERED, InvalidArgument),
     ],
 )
 def test_failures_name_the_operation_the_peer_and_the_slice(
@@ -206,6 +207,25 @@ def test_failures_name_the_operation_the_peer_and_the_slice(
     segment: RemoteSegment = near.open(far.describe())
     raised = completion_error(Op.READ, segment, Completion(status=status, failed_slice=2), 5.0)
     assert type(raised) is error and "read from far (slice 2)" in str(raised)
+
+
+async def test_local_memory_that_was_not_registered_is_named_however_many_paths_are_used() -> None:
+    """Where another path has already begun to carry its slices, that is known at the end only."""
+    with TransferEngine() as far, TransferEngine() as near:
+        pool, plain = far.allocate(4096), far.register(np.zeros(4096, dtype=np.uint8))
+        here, forgotten = near.allocate(4096), np.zeros(4096, dtype=np.uint8)
+        segment = near.open(far.describe())
+        both = [here.address, forgotten.ctypes.data], [pool.address, plain.address], [64, 64]
+        with pytest.raises(InvalidArgument, match=r"local\[1\].*register"):
+            await near.transfer(Op.WRITE, segment, *both)
+        with pytest.raises(InvalidArgument, match=r"local\[1\].*register"):
+            await near.write(segment, *both)
+        queue = near.new_queue()
+        near.submit(queue, 5, Op.WRITE, segment, *both)
+        done: list[Completion] = []
+        while not done:
+            done = queue.drain(timeout_s=60)
+        assert [(one.token, one.status, one.failed_slice) for one in done] == [(5, Status.UNREGISTERED, 1)]
 
 
 def test_rows_of_memory_that_knows_its_length() -> None:
