@@ -111,8 +111,9 @@ class TransferMethods(ABC):
 
         Row i moves ``lengths[i]`` bytes between address ``local[i]`` here and ``remote[i]`` in the
         peer. All bytes were moved if ``status`` is OK; after any other status the destination's bytes are
-        undefined, and a write over tcp may still land until the next operation begins. With ``checksum`` the
-        completion has the CRC32C of each slice.
+        undefined. A write over tcp that has failed may still land until the next operation over tcp to that
+        process begins; operations over other paths (shm, file, cuda, rdma) do not wait for that. With
+        ``checksum`` the completion has the CRC32C of each slice.
 
         Raises:
             InvalidArgument: columns that do not fit together, or local memory not registered.
@@ -258,10 +259,10 @@ class TransferMethods(ABC):
         """Submit from a coroutine. Cancelling it waits for the end: the memory is in use until then.
 
         ``progress`` is called on the loop with the number of bytes moved, every 16 MiB or so.
-        """
 
         Raises:
             InvalidArgument: as for ``run``.
+        """
         _check_priority(priority)
         columns = transfer_columns(local, remote, lengths)
         deadline = time.monotonic() + timeout_s
@@ -520,10 +521,10 @@ def completion_error(op: Op, segment: RemoteSegment, done: Completion, timeout_s
         case Status.PROTOCOL_ERROR:
             why = done.reason or "the peer answered nonsense; do both run the same release?"
             return ProtocolError(f"{what}: {why}")
-        case Status.CANCELLED:
         case Status.UNREGISTERED:
             need = "registered" if op == Op.WRITE else "registered, writable"
             return InvalidArgument("local", what, f"{need} memory of this process; call register() first")
+        case Status.CANCELLED:
             return Unavailable(
                 f"{what}: cancelled, because the segment, the engine or the local memory was closed"
             )
