@@ -31,6 +31,8 @@ class _ForwardedEnd(asyncio.Protocol):
         self.tls: TlsTransport | None = None
         self.num_bytes = 0
         """Bytes received from this end."""
+        self.has_ended = False
+        """Set when this end sends nothing more."""
         self.on_lost: Callable[[], object] = lambda: None
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
@@ -50,8 +52,17 @@ class _ForwardedEnd(asyncio.Protocol):
             self.eof_received()
 
     def eof_received(self) -> bool:
-        if self.other is not None and self.other.transport is not None:
-            self.other.transport.write_eof()
+        other = self.other
+        if self.has_ended or other is None:
+            return True
+        self.has_ended = True
+        if not other.has_ended:
+            if other.transport is not None:
+                other.transport.write_eof()
+            return True
+        for end in (other, self):  # what was written before is still sent
+            if end.transport is not None:
+                end.transport.close()
         return True
 
     def pause_writing(self) -> None:

@@ -11,6 +11,7 @@ import msgspec
 import pytest
 
 from mooncake.rpc import AsyncClient, Call, Limits, RpcServer
+from tests.waiting import until
 
 BIG = 8 << 20
 
@@ -106,5 +107,22 @@ async def test_strangers_that_are_handed_on_leave_room_for_clients(tmp_path: Pat
     await client.close()
     for _, writer in outsiders:
         writer.close()
+    await server.close()
+    other.close()
+
+
+async def test_a_connection_whose_ends_have_both_ended_is_closed(tmp_path: Path) -> None:
+    """Each of two programs closes when the other has, and neither is there to close the rest."""
+    path = str(tmp_path / "other")
+    other = await asyncio.start_unix_server(echo, path)
+    server = RpcServer({Question: answer}, other=path)
+    port = await server.start("127.0.0.1", 0)
+    assert server.other is not None
+    reader, writer = await asyncio.open_connection("127.0.0.1", port)
+    writer.write(b"PRI" + bytes(BIG))
+    writer.write_eof()
+    assert await reader.read() == b"helloPRI" + bytes(BIG) + b"bye"
+    await until(lambda: server.other is not None and server.other.num_open == 0, "the end of the connection")
+    writer.close()
     await server.close()
     other.close()
