@@ -374,6 +374,12 @@ class _Socket:
     """
 
     def __init__(
+def _acquire(lock: threading.Lock, deadline: float) -> None:
+    """Acquire ``lock``; raises TimeoutError at the deadline."""
+    if not lock.acquire(blocking=False) and not lock.acquire(timeout=max(0.0, deadline - time.monotonic())):
+        raise TimeoutError
+
+
         self, sock: socket.socket | TlsSocket, client_greeting: ClientGreeting, frames: FrameDecoder
     ) -> None:
         self.sock = sock
@@ -393,8 +399,8 @@ class _Socket:
         self.has_answered = False
         self.lost: str | None = None
 
-    def send(self, frame: bytearray, timeout_s: float) -> None:
-        """Send all of ``frame``; raises as a socket with this timeout does. With ``send_lock`` held."""
+    def send(self, frame: bytearray, deadline: float) -> None:
+        """Send all of ``frame``; raises TimeoutError at the deadline. With ``send_lock`` held."""
         if self.plain is None:
             self.sock.settimeout(timeout_s)
             self.sock.sendall(frame)
@@ -404,7 +410,7 @@ class _Socket:
         except BlockingIOError:
             sent = 0
         if sent < len(frame):
-            self._send_rest(self.plain, memoryview(frame)[sent:], time.monotonic() + timeout_s)
+            self._send_rest(self.plain, memoryview(frame)[sent:], deadline)
 
     def _send_rest(self, plain: socket.socket, rest: memoryview, deadline: float) -> None:
         writable = select.poll()
@@ -493,7 +499,7 @@ class BlockingClient:
         with connection.lock:
             connection.waiting[request_id] = waiter
         try:
-            self._send(connection, frame, timeout_s)
+            self._send(connection, frame, deadline)
             reply = self._await_reply(connection, waiter, deadline)
         except TimeoutError:
             raise DeadlineExceeded(f"{self.peer} didn't answer {what} within {timeout_s:.3g} s") from None
@@ -533,14 +539,16 @@ class BlockingClient:
         if connection is not None:
             self._lose(connection, "the client was closed")
 
-    def _send(self, connection: _Socket, frame: bytearray, timeout_s: float) -> None:
-        with connection.send_lock:
-            try:
-                connection.send(frame, timeout_s)
-            except TimeoutError:
-                # Part of the frame may have been sent; no other frame can follow it on this connection.
-                self._lose(connection, "it takes no more requests")
-                raise
+    def _send(self, connection: _Socket, frame: bytearray, deadline: float) -> None:
+        _acquire(connection.send_lock, deadline)  # another thread's large request may take long
+        try:
+            connection.send(frame, deadline)
+        except TimeoutError:
+            # Part of the frame may have been sent; no other frame can follow it on this connection.
+            self._lose(connection, "it takes no more requests")
+            raise
+        finally:
+            connection.send_lock.release()
 
     def _await_reply(self, connection: _Socket, waiter: _Waiter, deadline: float) -> Any:
         gate: threading.Lock | None = None
@@ -605,7 +613,11 @@ class BlockingClient:
                     return
 
     def _connected(self, deadline: float, timeout_s: float) -> _Socket:
-        with self._connect_lock:
+        try:
+            _acquire(self._connect_lock, deadline)  # another thread may be connecting, and have more time
+        except TimeoutError as error:
+            raise DeadlineExceeded(f"{self.peer} can't be reached within {timeout_s:.3g} s") from error
+        try:
             backoff_s, why = FIRST_BACKOFF_S, ""
             while True:
                 if self._is_closed:
@@ -658,6 +670,8 @@ class BlockingClient:
             sock.sendall(client_opening(client_greeting, self._address in _closed_at_once))
             while not client_greeting.is_over:
                 remaining_s = deadline - time.monotonic()
+        finally:
+            self._connect_lock.release()
                 if remaining_s <= 0:
                     raise TimeoutError
                 sock.settimeout(remaining_s)

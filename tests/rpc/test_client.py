@@ -29,7 +29,7 @@ from mooncake.rpc.client import split_address
 from mooncake.rpc.wire import OLD_PREFACE, OPEN_GREETING, FrameDecoder, encode
 from mooncake.security import EVERYBODY, Access, Identity, SecuritySettings
 from mooncake.security.keys import format_secret
-from tests.waiting import until
+from tests.waiting import until, wait_until
 
 
 class Echo(msgspec.Struct, array_like=True, tag="echo"):
@@ -245,10 +245,7 @@ async def test_a_server_serves_clients_of_version_2_where_no_key_is_required(
     ((request_id, body),) = FrameDecoder().feed(await reader.read(4096))
     assert request_id == 7 and msgspec.msgpack.decode(body, type=Echo) == Echo("old")
     writer.close()
-    path = tmp_path / "key"
-    path.write_text(format_secret(b"s" * 32))
-    path.chmod(0o600)
-    identity = Identity(SecuritySettings(cluster_key_file=str(path)))
+    identity = with_key(tmp_path)
     keyed = RpcServer({Echo: service.echo}, access=Access({Echo: EVERYBODY}), identity=identity)
     await keyed.start("127.0.0.1", 0)
     reader, writer = await asyncio.open_connection("127.0.0.1", keyed.port)
@@ -501,3 +498,39 @@ def test_attempts_of_threads_to_connect_become_rarer(monkeypatch: pytest.MonkeyP
     with pytest.raises(PeerLost, match="closed"):
         client.call(Echo("x"), 60.0)
     assert waited_s == pytest.approx(DOUBLING_S)
+
+
+def test_a_call_waits_for_no_other_threads_connecting_beyond_its_deadline() -> None:
+    client = BlockingClient("127.0.0.1:1", [Echo], "no server")
+    with ThreadPoolExecutor(1) as pool:
+        patient = pool.submit(client.call, Echo("patient"), 30.0)
+        wait_until(client._connect_lock.locked)
+        with pytest.raises(DeadlineExceeded, match=r"can't be reached within 0\.01 s"):
+            client.call(Echo("urgent"), 0.01)
+        assert not patient.done()
+        client.close()
+        with pytest.raises(PeerLost, match="closed"):
+            patient.result(60)
+
+
+def test_a_call_waits_for_no_other_threads_sending_beyond_its_deadline() -> None:
+    peer = Deaf()
+    client = BlockingClient(peer.address, [Echo], "a deaf peer")
+    with ThreadPoolExecutor(1) as pool:
+        large = pool.submit(client.call, Echo("x" * (32 << 20)), 30.0)
+        with peer.accepted():
+            wait_until(lambda: client._socket is not None and client._socket.send_lock.locked())
+            with pytest.raises(DeadlineExceeded, match=r"didn't answer Echo within 0\.01 s"):
+                client.call(Echo("small"), 0.01)
+            assert not large.done() and not client.is_cut_off, "nothing of the small one was sent"
+        with pytest.raises(PeerLost):
+            large.result(60)
+    client.close()
+    peer.close()
+
+
+def with_key(folder: Path) -> Identity:
+    path = folder / "key"
+    path.write_text(format_secret(b"s" * 32))
+    path.chmod(0o600)
+    return Identity(SecuritySettings(cluster_key_file=str(path)))
