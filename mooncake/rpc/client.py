@@ -33,6 +33,7 @@ from mooncake.errors import (
     ProtocolError,
 )
 from mooncake.rpc.adaptive_spin import AdaptiveSpin
+from mooncake.rpc.limits import Limits
 from mooncake.rpc.local_socket import connect_beside
 from mooncake.rpc.tls import TlsSocket, TlsTransport
 from mooncake.rpc.wire import (
@@ -50,6 +51,10 @@ from mooncake.security import NODES_AND_ADMINS, Identity, process_identity
 from mooncake.security.greeting import ClientGreeting, binding_of
 from mooncake.security.principal import Level, principal_of
 
+ATTEMPT_S = Limits.greeting_s
+"""Time limit of one attempt of an ``AsyncClient`` to connect: that of the greeting on the server's side."""
+KEEPALIVE_IDLE_S, KEEPALIVE_INTERVAL_S, KEEPALIVE_PROBES = 30, 10, 3
+"""A connection without traffic to a host that has failed ends after a minute; by default after hours."""
 FIRST_BACKOFF_S = 0.02
 MAX_BACKOFF_S = 1.0
 SILENT_PEER_HINTS = (
@@ -82,6 +87,16 @@ def split_address(address: str) -> tuple[str, int]:
     if not colon or not host or not port.isdecimal() or not 0 < int(port) < 65536:
         raise InvalidArgument("address", address, "host:port")
     return host.removeprefix("[").removesuffix("]"), int(port)
+
+
+def keep_alive(sock: socket.socket | None) -> None:
+    """Let the kernel end a TCP connection whose peer's host no longer answers."""
+    if sock is None or sock.family == socket.AF_UNIX:
+        return
+    sock.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
+    sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPIDLE, KEEPALIVE_IDLE_S)
+    sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPINTVL, KEEPALIVE_INTERVAL_S)
+    sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPCNT, KEEPALIVE_PROBES)
 
 
 def check_server(
@@ -121,6 +136,7 @@ class _Wire(asyncio.Protocol):
         # A cast: uvloop's transports don't inherit from asyncio's.
         raw = cast(asyncio.Transport, transport)
         self.transport = raw
+        keep_alive(raw.get_extra_info("socket"))
         context = self._client.identity.client_tls
         if context is None:
             self._greet()
@@ -313,17 +329,22 @@ class AsyncClient:
         while True:
             wire: _Wire | None = None
             try:
-                beside = None if self.identity.client_tls else connect_beside(self.host, self._port)
-                if beside is not None:
-                    _, wire = await loop.create_unix_connection(lambda: _Wire(self), sock=beside)
-                else:
-                    _, wire = await loop.create_connection(lambda: _Wire(self), self.host, self._port)
-                await wire.ready
+                async with asyncio.timeout(ATTEMPT_S):
+                    beside = None if self.identity.client_tls else connect_beside(self.host, self._port)
+                    if beside is not None:
+                        _, wire = await loop.create_unix_connection(lambda: _Wire(self), sock=beside)
+                    else:
+                        _, wire = await loop.create_connection(lambda: _Wire(self), self.host, self._port)
+                    await wire.ready
                 if wire.loss is not None:
                     raise wire.loss
             except AccessDenied:
                 raise
             except (OSError, PeerLost) as error:
+                if isinstance(error, TimeoutError) and not error.errno:  # perhaps its host has failed
+                    error = PeerLost(f"it did not complete the greeting within {ATTEMPT_S:g} s")
+                if wire is not None:
+                    wire.lose(str(error))
                 number = error.errno if isinstance(error, OSError) else None
                 said = error.strerror if isinstance(error, OSError) else None
                 reason = os.strerror(number) if number and number > 0 else said or str(error)
@@ -353,6 +374,12 @@ def _next_id(ids: Iterator[int]) -> int:
     return next(ids) & _ID_MASK or next(ids) & _ID_MASK
 
 
+def _acquire(lock: threading.Lock, deadline: float) -> None:
+    """Acquire ``lock``; raises TimeoutError at the deadline."""
+    if not lock.acquire(blocking=False) and not lock.acquire(timeout=max(0.0, deadline - time.monotonic())):
+        raise TimeoutError
+
+
 class _Waiter:
     """A thread that waits for its reply, or for its turn to read the socket for all waiting threads."""
 
@@ -374,12 +401,6 @@ class _Socket:
     """
 
     def __init__(
-def _acquire(lock: threading.Lock, deadline: float) -> None:
-    """Acquire ``lock``; raises TimeoutError at the deadline."""
-    if not lock.acquire(blocking=False) and not lock.acquire(timeout=max(0.0, deadline - time.monotonic())):
-        raise TimeoutError
-
-
         self, sock: socket.socket | TlsSocket, client_greeting: ClientGreeting, frames: FrameDecoder
     ) -> None:
         self.sock = sock
@@ -402,7 +423,7 @@ def _acquire(lock: threading.Lock, deadline: float) -> None:
     def send(self, frame: bytearray, deadline: float) -> None:
         """Send all of ``frame``; raises TimeoutError at the deadline. With ``send_lock`` held."""
         if self.plain is None:
-            self.sock.settimeout(timeout_s)
+            self.sock.settimeout(max(0.001, deadline - time.monotonic()))
             self.sock.sendall(frame)
             return
         try:
@@ -649,6 +670,8 @@ class BlockingClient:
                     backoff_s = min(2 * backoff_s, MAX_BACKOFF_S)
                 else:
                     self._socket = opened
+        finally:
+            self._connect_lock.release()
 
     def _opened(self, deadline: float) -> _Socket:
         """Open a connection and complete its greeting."""
@@ -661,6 +684,7 @@ class BlockingClient:
         try:
             if beside is None:
                 plain.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+                keep_alive(plain)
             if self._identity.client_tls is not None:
                 sock = TlsSocket(plain, self._identity.client_tls, self._host, deadline - time.monotonic())
                 check_server(sock.certificate, self._servers, self._identity, "it")
@@ -670,8 +694,6 @@ class BlockingClient:
             sock.sendall(client_opening(client_greeting, self._address in _closed_at_once))
             while not client_greeting.is_over:
                 remaining_s = deadline - time.monotonic()
-        finally:
-            self._connect_lock.release()
                 if remaining_s <= 0:
                     raise TimeoutError
                 sock.settimeout(remaining_s)

@@ -25,7 +25,7 @@ from mooncake.errors import (
 )
 from mooncake.rpc import AsyncClient, BlockingClient, Call, Connection, RpcServer
 from mooncake.rpc.adaptive_spin import WINDOW_S
-from mooncake.rpc.client import split_address
+from mooncake.rpc.client import KEEPALIVE_IDLE_S, split_address
 from mooncake.rpc.wire import OLD_PREFACE, OPEN_GREETING, FrameDecoder, encode
 from mooncake.security import EVERYBODY, Access, Identity, SecuritySettings
 from mooncake.security.keys import format_secret
@@ -534,3 +534,42 @@ def with_key(folder: Path) -> Identity:
     path.write_text(format_secret(b"s" * 32))
     path.chmod(0o600)
     return Identity(SecuritySettings(cluster_key_file=str(path)))
+
+
+async def test_a_host_that_fails_during_the_greeting_is_left(
+    service: Service, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its connection stays, and nothing ever comes over it."""
+    monkeypatch.setattr("mooncake.rpc.client.ATTEMPT_S", 0.05)
+    identity = with_key(tmp_path)
+    failed = Deaf()
+    client = AsyncClient(failed.address, [Echo], "the server", identity=identity)
+    calling = asyncio.create_task(client.call(Echo("x"), 60))
+    connection = await asyncio.to_thread(failed.accepted)
+    failed.close()
+    again = RpcServer({Echo: service.echo}, access=Access({Echo: EVERYBODY}), identity=identity)
+    await again.start("127.0.0.1", int(failed.address.rpartition(":")[2]))
+    assert await calling == Echo("x")
+    await client.close()
+    hasty = AsyncClient(failed.address, [Echo], "the server", identity=identity, is_patient=False)
+    await again.close()
+    silent = socket.create_server(("127.0.0.1", int(failed.address.rpartition(":")[2])))
+    with pytest.raises(PeerLost, match="did not complete the greeting within"):
+        await hasty.call(Echo("x"), 60)
+    await hasty.close()
+    silent.close()
+    connection.close()
+
+
+async def test_clients_notice_a_host_that_has_failed(client: AsyncClient, service: Service) -> None:
+    """The kernel asks it, so that a connection without traffic ends after a minute."""
+    blocking = BlockingClient(service.address, [Echo])
+    assert await client.call(Echo("x"), 60) == await asyncio.to_thread(blocking.call, Echo("x"), 60)
+    assert client._wire is not None and client._wire.transport is not None
+    assert blocking._socket is not None and blocking._socket.plain is not None
+    for sock in (client._wire.transport.get_extra_info("socket"), blocking._socket.plain):
+        is_watched = sock.getsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE) == 1
+        assert is_watched == (sock.family != socket.AF_UNIX)
+        if is_watched:
+            assert sock.getsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPIDLE) == KEEPALIVE_IDLE_S
+    blocking.close()
