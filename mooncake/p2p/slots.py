@@ -16,15 +16,16 @@ from mooncake.transfer.memory import span_of
 class Slots:
     """``number`` slots of ``MAX_CHUNK_BYTES``, whose pages are taken when they are first used.
 
-    ``is_read_only``: peers may read them and write nothing to them.
+    ``is_shown``: peers may read them, and write nothing to them; otherwise they are for this process only.
     """
 
-    def __init__(self, engine: TransferEngine, number: int, *, is_read_only: bool) -> None:
+    def __init__(self, engine: TransferEngine, number: int, *, is_shown: bool) -> None:
         self._engine = engine
         self._memory = mmap.mmap(-1, number * MAX_CHUNK_BYTES)
         self._view = memoryview(self._memory)
         self.address, _, _ = span_of(self._view)
-        self._region = engine.register(self._view.toreadonly() if is_read_only else self._view)
+        memory = self._view.toreadonly() if is_shown else self._view
+        self._region = engine.register(memory, is_brief=not is_shown)
         self._free = list(range(number))
         self._returned = asyncio.Condition()
 

@@ -66,7 +66,7 @@ from mooncake.p2p.token_bucket import TokenBucket
 from mooncake.rpc import Call, Connection, Limits, RpcServer
 from mooncake.rpc.server import Handler
 from mooncake.rpc.wire import Message
-from mooncake.security import Identity, check_address, process_identity
+from mooncake.security import NODES_AND_ADMINS, Identity, check_address, process_identity
 from mooncake.transfer import TransferEngine
 from mooncake.transfer.host import reachable_host, with_port
 
@@ -199,10 +199,10 @@ class P2PStore:
         transfer = settings.transfer.for_role(settings.host, host, tcp_port=settings.transfer_port)
         check_address(transfer.listen_host, self._identity)
         transfer = dataclasses.replace(transfer, transports=settings.network_transports)
-        self.engine = TransferEngine(transfer, identity=self._identity)
-        self._sending = Slots(self.engine, settings.num_slots, is_read_only=True)
-        self._descriptor = self.engine.describe().encode()  # before memory that is not for peers is added
-        self._receiving = Slots(self.engine, settings.num_slots, is_read_only=False)
+        self.engine = TransferEngine(transfer, identity=self._identity, admitted=NODES_AND_ADMINS)
+        self._sending = Slots(self.engine, settings.num_slots, is_shown=True)
+        self._receiving = Slots(self.engine, settings.num_slots, is_shown=False)
+        self._descriptor = self.engine.describe().encode()
         self.links = PeerLinks(self.engine, self._identity)
         port = await self._server.start(settings.host, settings.port)
         self.address = self.peers.own = with_port(host, port)

@@ -20,10 +20,11 @@ from typing import Any
 
 from mooncake.errors import InvalidArgument, OutOfMemory, Unavailable
 from mooncake.log import get_logger
-from mooncake.security import Identity, process_identity
+from mooncake.security import EVERYBODY, Identity, process_identity
+from mooncake.security.principal import Level
 from mooncake.security.tls_contexts import client_context
-from mooncake.transfer.descriptor import RegionInfo, SegmentDescriptor
 from mooncake.transfer.completion_queue import AsyncCompletionQueue
+from mooncake.transfer.descriptor import RegionInfo, SegmentDescriptor
 from mooncake.transfer.handshake import HandshakeClient, Listener, Notification, NotificationInbox, ProbeReply
 from mooncake.transfer.host import host_identity, host_topology, reachable_host, with_port
 from mooncake.transfer.memory import (
@@ -66,6 +67,8 @@ class TransferEngine(TransferMethods):
             descriptors are passed in some other way.
         identity: identity of this engine towards peers, instead of the process's. TLS files in the settings
             replace those of the identity, which are otherwise used for everything, tcp data included.
+        admitted: roles to which this engine describes its memory and with which it sets up connections, where
+            peers are authenticated.
 
     Raises:
         AddressInUse: ``tcp_port`` or ``handshake_port`` is taken.
@@ -78,6 +81,8 @@ class TransferEngine(TransferMethods):
         settings: TransferSettings | None = None,
         backend: Backend | None = None,
         identity: Identity | None = None,
+        *,
+        admitted: frozenset[Level] = EVERYBODY,
     ) -> None:
         settings, identity = agree_on_tls(settings or TransferSettings(), identity or process_identity())
         self.identity = identity
@@ -123,12 +128,12 @@ class TransferEngine(TransferMethods):
             self._lasting,
             self._exports,
             self._transports,
+            self._loops,
         )
         for scheme in settings.transports:
             try:
                 self._transports[scheme] = make_transport(scheme, self)
             except Unavailable as error:
-            self._loops,
                 if not settings.may_lack(scheme):
                     raise
                 if scheme == "rdma":
@@ -150,7 +155,7 @@ class TransferEngine(TransferMethods):
             or asks_peers
             or any(getattr(transport, "needs_handshake", False) for transport in self._transports.values())
         ):
-            self._listen(max(0, settings.handshake_port))
+            self._listen(max(0, settings.handshake_port), admitted)
         if asks_peers and not settings.name:
             self.name = self.handshake
         if backend is not None:
@@ -519,10 +524,10 @@ class TransferEngine(TransferMethods):
         answer: bytes = accept(payload)
         return answer
 
-    def _listen(self, port: int) -> None:
+    def _listen(self, port: int, admitted: frozenset[Level]) -> None:
         target = weakref.ref(self)
         first, reached_at = self.listen_host.split(",")[0], self.advertise_host.split(",")[0]
-        listener = Listener(first, port, target, self._inbox, self.settings, self.identity)
+        listener = Listener(first, port, target, self._inbox, self.settings, self.identity, admitted)
         self._services.insert(0, listener)
         self.handshake = with_port(reached_at, listener.port)
 
@@ -559,12 +564,12 @@ def _shut_down(
     lasting: dict[int, Region],
     exports: dict[int, object],
     transports: dict[str, Transport],
+    loops: weakref.WeakKeyDictionary[asyncio.AbstractEventLoop, AsyncCompletionQueue],
 ) -> None:
     if os.getpid() != owner_pid:
         return  # a forked child: everything here belongs to its parent
     for service in services:
         service.close()
-    loops: weakref.WeakKeyDictionary[asyncio.AbstractEventLoop, AsyncCompletionQueue],
     peers.close()
     regions.remove_all()
     owned.clear()
@@ -572,13 +577,13 @@ def _shut_down(
     exports.clear()
     for transport in transports.values():
         transport.close()
+    for queue in list(loops.values()):
+        queue.close_soon()
 
 
 def _kind_at(regions: Iterable[Region] | Iterable[RegionInfo], address: int) -> str:
     """The medium of the region that contains ``address``; empty when none does."""
     return next((r.kind for r in regions if r.address <= address < r.address + r.size_bytes), "")
-    for queue in list(loops.values()):
-        queue.close_soon()
 
 
 def agree_on_tls(settings: TransferSettings, identity: Identity) -> tuple[TransferSettings, Identity]:

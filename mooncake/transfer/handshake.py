@@ -31,6 +31,7 @@ from mooncake.log import get_logger
 from mooncake.rpc import BlockingClient, Call, Limits, RpcServer
 from mooncake.rpc.wire import Message
 from mooncake.security import EVERYBODY, TRUSTED, Access, Identity, process_identity
+from mooncake.security.principal import Level
 from mooncake.transfer.descriptor import VERSION, SegmentDescriptor, decode_descriptor, version_mismatch
 from mooncake.transfer.host import numeric_host
 from mooncake.transfer.settings import TransferSettings
@@ -101,10 +102,10 @@ class NotifyReply(msgspec.Struct, frozen=True, array_like=True, tag="done"):
     """Confirmation without content."""
 
 
-ACCESS = Access(
-    {DescribeRequest: EVERYBODY, ProbeRequest: EVERYBODY, ExchangeRequest: EVERYBODY, NotifyRequest: TRUSTED}
-)
-"""Roles that may send requests to an engine, where peers are authenticated."""
+def access_of(admitted: frozenset[Level]) -> Access:
+    """Table of the roles that may send requests to an engine that serves those of ``admitted``."""
+    requests = (DescribeRequest, ProbeRequest, ExchangeRequest)
+    return Access({**dict.fromkeys(requests, admitted), NotifyRequest: admitted & TRUSTED})
 
 
 class Notification(msgspec.Struct, frozen=True):
@@ -316,6 +317,7 @@ class Listener:
 
     Args:
         target: returns the engine, or None once it has been collected.
+        admitted: roles whose requests are served, where peers are authenticated.
 
     Raises:
         AddressInUse: the port is taken.
@@ -330,6 +332,7 @@ class Listener:
         inbox: NotificationInbox,
         settings: TransferSettings,
         identity: Identity,
+        admitted: frozenset[Level] = EVERYBODY,
     ) -> None:
         limits = Limits(
             greeting_s=settings.greeting_timeout_s,
@@ -350,7 +353,7 @@ class Listener:
                 ExchangeRequest: self._exchange,
             },
             limits=limits,
-            access=ACCESS,
+            access=access_of(admitted),
             identity=identity,
             name="handshake",
             is_peer=True,

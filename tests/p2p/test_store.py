@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 
 from mooncake import clock
-from mooncake.errors import InvalidArgument, PeerLost, Unavailable
+from mooncake.errors import AccessDenied, InvalidArgument, PeerLost, Unavailable
 from mooncake.http.server import HttpServer, listen
 from mooncake.metrics import registry
 from mooncake.p2p import LoadProgress, P2pSettings, P2PStore, store
@@ -22,7 +22,10 @@ from mooncake.p2p import upload as u
 from mooncake.p2p.held_version import HeldVersion
 from mooncake.p2p.partial_folder import PartialFolder
 from mooncake.p2p.swarm_peers import PeerRecord
-from mooncake.security import Identity, SecuritySettings
+from mooncake.security import Identity, Role, SecuritySettings
+from mooncake.security.keys import format_secret
+from mooncake.transfer import TransferSettings
+from mooncake.transfer.handshake import HandshakeClient
 from mooncake.transfer.metadata_server import make_app
 from tests.p2p.peers import LyingStore, contents, elements_of, running, write_model
 from tests.waiting import until
@@ -706,3 +709,22 @@ async def test_a_load_that_is_cancelled_while_it_opens_its_folder_leaves_no_lock
 
         await until(is_free, "the lock")
         assert contents(tmp_path / "copy") == contents(source)
+
+
+async def test_clients_neither_see_nor_reach_the_memory_of_peers(tmp_path: Path) -> None:
+    path = tmp_path / "key"
+    path.write_text(format_secret(b"s" * 32))
+    path.chmod(0o600)
+    settings = SecuritySettings(cluster_key_file=str(path))
+    listening = P2pSettings(port=0, transfer=TransferSettings(handshake_port=0))
+    async with P2PStore(listening, identity=Identity(settings)) as one:
+        tenant, node = (
+            HandshakeClient(Identity(settings, Role.CLIENT, "t")),
+            HandshakeClient(Identity(settings)),
+        )
+        with pytest.raises(AccessDenied, match="client of tenant"):
+            await asyncio.to_thread(tenant.describe, one.engine.handshake, 20)
+        described = await asyncio.to_thread(node.describe, one.engine.handshake, 20)
+        assert [region.address for region in described.regions] == [one._sending.address]
+        tenant.close()
+        node.close()

@@ -11,11 +11,13 @@ import socket
 import threading
 import time
 from collections.abc import Iterator
+from pathlib import Path
 
 import msgspec
 import pytest
 
 from mooncake.errors import (
+    AccessDenied,
     AddressInUse,
     DeadlineExceeded,
     InvalidArgument,
@@ -24,6 +26,8 @@ from mooncake.errors import (
     Unavailable,
 )
 from mooncake.rpc import BlockingClient
+from mooncake.security import NODES_AND_ADMINS, Identity, Role, SecuritySettings
+from mooncake.security.keys import format_secret
 from mooncake.transfer import Op, Status, TransferEngine, TransferSettings
 from mooncake.transfer import handshake as messages
 from mooncake.transfer.descriptor import VERSION, decode_descriptor
@@ -392,3 +396,30 @@ async def test_asked_from_a_loop(far: TransferEngine) -> None:
         near.notify(segment, "blocking the loop")
         await asyncio.to_thread(near.notify, segment, "not blocking it")
     assert len(far.notifications()) == 2
+
+
+def test_an_engine_answers_the_roles_that_it_admits(tmp_path: Path) -> None:
+    path = tmp_path / "key"
+    path.write_text(format_secret(b"s" * 32))
+    path.chmod(0o600)
+    settings = SecuritySettings(cluster_key_file=str(path))
+    node, tenant = Identity(settings), Identity(settings, Role.CLIENT, "tenant")
+    listening = TransferSettings(handshake_port=0)
+    with (
+        TransferEngine(listening, identity=node, admitted=NODES_AND_ADMINS) as private,
+        TransferEngine(listening, identity=node) as usual,
+    ):
+        peer, client = HandshakeClient(node), HandshakeClient(tenant)
+        for engine in (private, usual):
+            assert peer.describe(engine.handshake, 20) == engine.describe()
+        assert client.describe(usual.handshake, 20) == usual.describe()
+        for ask in (
+            lambda: client.describe(private.handshake, 20),
+            lambda: client.probe(private.handshake, 20),
+            lambda: client.exchange(private.handshake, "rdma", b"", 20),
+            lambda: client.notify(private.handshake, "me", "name", b"", 20),
+        ):
+            with pytest.raises(AccessDenied, match="client of tenant"):
+                ask()
+        peer.close()
+        client.close()
