@@ -921,6 +921,12 @@ class P2PStore:
             del self._asked[request_id]
         if isinstance(found, Refusal):
             return _declined(m.Declined(found.code, found.reason))
+        except asyncio.CancelledError:
+            # The connection may have ended in the pass of the loop in which a slot became free for it.
+            if answer.done() and not answer.cancelled() and isinstance(given := answer.result(), u.SendChunk):
+                self._driver.post(u.SlotReturned(requester, given.lease))
+                self._driver.post(u.SlotFilled(given.lease))
+            raise
         place = held.manifest.chunks[found.chunk]
         filling = asyncio.create_task(asyncio.to_thread(self._put_into_slot, held, found))
         self._filling.add(filling)

@@ -6,6 +6,7 @@ from __future__ import annotations
 import asyncio
 import os
 import threading
+import types
 from pathlib import Path
 from typing import Any
 
@@ -709,6 +710,38 @@ async def test_a_load_that_is_cancelled_while_it_opens_its_folder_leaves_no_lock
 
         await until(is_free, "the lock")
         assert contents(tmp_path / "copy") == contents(source)
+
+
+class Reader:
+    """Stands for the connection of a reader."""
+
+    peer = "a reader"
+
+
+def call_of(reader: Reader) -> Any:
+    return types.SimpleNamespace(connection=reader)
+
+
+@pytest.mark.parametrize("is_gone", [True, False])
+async def test_a_slot_that_becomes_free_for_a_reader_that_leaves_is_free(is_gone: bool) -> None:
+    """Both happen in one pass of the event loop: the reader is given the slot, and never learns of it."""
+    async with P2PStore(P2pSettings(port=0, num_slots=2)) as one:
+        info = await one.register_buffers("m", {"a": np.arange(1 << 16, dtype=np.uint8)})
+        first, second, third = Reader(), Reader(), Reader()
+        wanted = m.FetchChunk(info.digest, [0])
+        ready: list[Any] = [await one._fetch_chunk(wanted, call_of(first)) for _ in range(2)]
+        assert all(isinstance(reply, m.ChunkReady) for reply in ready)
+        waiting = asyncio.create_task(one._fetch_chunk(wanted, call_of(second)))
+        await until(lambda: one._uploads._waiting)
+        one._return_slot(m.ReturnSlot(ready[0].lease, True), call_of(first))
+        waiting.cancel()
+        if is_gone:
+            one._connection_lost(second)  # type: ignore[arg-type]
+        with pytest.raises(asyncio.CancelledError):
+            await waiting
+        assert len(one._uploads._free) == 1
+        assert isinstance(await one._fetch_chunk(wanted, call_of(third)), m.ChunkReady)
+        one._uploads.check()
 
 
 async def test_clients_neither_see_nor_reach_the_memory_of_peers(tmp_path: Path) -> None:
