@@ -323,10 +323,10 @@ class P2PStore:
             if found is not None:
                 content.close()
                 return found.info()
-            if not number:
+            is_next = not number
+            if is_next:
                 known = await self.list(name, is_exact=True)
-                numbers = [info.number for info, _ in known if info.number <= MAX_BELIEVED_NUMBER]
-                number = 1 + max(numbers, default=0)
+                number = _next_number(info.number for info, _ in known)
             have = np.ones(len(manifest.chunks), dtype=np.bool_)
             held = HeldVersion(name, number, manifest, content, have, folder=folder)
             await self._make_deltas(held, base, deltas)
@@ -342,12 +342,14 @@ class P2PStore:
             raise
         self._hold(held)
         for delta in deltas:
+        if is_next:  # others were registered under this name meanwhile, with the same number
+            held.number = max(number, _next_number(one.number for one in self.held if one.name == name))
             if delta.manifest.digest in self._held:  # two pairs of versions may have equal deltas
                 self._discard([delta])
             else:
                 self._hold(delta)
         log.info(
-            "p2p_registered", name=name, number=number, digest=manifest.digest, bytes=manifest.size_bytes
+            "p2p_registered", name=name, number=held.number, digest=manifest.digest, bytes=manifest.size_bytes
         )
         return held.info()
 
@@ -986,6 +988,10 @@ def _progress(held: HeldVersion, load: SwarmLoad | None) -> LoadProgress:
 
 def _check_number(number: int) -> None:
     if not 0 <= number < 1 << 62:
+def _next_number(numbers: Iterable[int]) -> int:
+    return 1 + max((number for number in numbers if number <= MAX_BELIEVED_NUMBER), default=0)
+
+
         raise InvalidArgument("number", number, "0 for the next one, or a number below 2**62")
 
 

@@ -761,3 +761,12 @@ async def test_clients_neither_see_nor_reach_the_memory_of_peers(tmp_path: Path)
         assert [region.address for region in described.regions] == [one._sending.address]
         tenant.close()
         node.close()
+
+
+async def test_versions_that_are_registered_at_once_have_numbers_of_their_own() -> None:
+    buffers = [np.full(1 << 12, value, dtype=np.uint8) for value in range(6)]
+    async with running(2) as (_, two):
+        found = await asyncio.gather(*(two.register_buffers("m", {"a": buffer}) for buffer in buffers))
+        assert sorted(info.number for info in found) == [1, 2, 3, 4, 5, 6]
+        latest = await two.find("m")
+        assert latest is not None and latest.number == 6
