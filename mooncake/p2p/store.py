@@ -205,7 +205,8 @@ class P2PStore:
         self._descriptor = self.engine.describe().encode()
         self.links = PeerLinks(self.engine, self._identity)
         port = await self._server.start(settings.host, settings.port)
-        self.address = self.peers.own = with_port(host, port)
+        self.address = with_port(host, port)
+        self.peers.name_own(self.address)
         self._is_open = True
         if settings.metadata:
             self._directory = PeerDirectory(

@@ -60,6 +60,11 @@ class SwarmPeers:
     def __len__(self) -> int:
         return len(self._records)
 
+    def name_own(self, address: str) -> None:
+        """Set this peer's own address, which may have been configured as that of a peer."""
+        self.own = address
+        self._records.pop(address, None)
+
     def add(self, address: str, now: float) -> bool:
         """Add an address that another peer named; False when it is known, is none, or there is no room."""
         if address == self.own or address in self._records or not is_peer_address(address):

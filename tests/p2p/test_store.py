@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import asyncio
 import os
+import socket
 import threading
 import types
 from pathlib import Path
@@ -770,3 +771,12 @@ async def test_versions_that_are_registered_at_once_have_numbers_of_their_own() 
         assert sorted(info.number for info in found) == [1, 2, 3, 4, 5, 6]
         latest = await two.find("m")
         assert latest is not None and latest.number == 6
+
+
+async def test_a_peer_that_is_told_its_own_address_does_not_count_itself() -> None:
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        port = taken.getsockname()[1]
+    async with P2PStore(P2pSettings(port=port, peers=(f"127.0.0.1:{port}", "127.0.0.1:9"))) as one:
+        assert one.peers.usable(clock.monotonic()) == ["127.0.0.1:9"]
+        with pytest.raises(PeerLost, match="no peer answers"):
+            await one.find("m")

@@ -93,3 +93,10 @@ def test_what_is_no_address_is_neither_kept_nor_asked(text: str) -> None:
 @pytest.mark.parametrize("text", ["a:1", "10.0.0.1:7300", "[::1]:7300", "host-1.example.com:65535"])
 def test_addresses_are_kept(text: str) -> None:
     assert is_peer_address(text) and SwarmPeers().add(text, 0.0)
+
+
+def test_its_own_address_is_no_peer_once_it_is_known() -> None:
+    peers = SwarmPeers(("me:1", "other:1"))
+    peers.name_own("me:1")
+    assert peers.usable(0.0) == ["other:1"] and len(peers) == 1 and not peers.add("me:1", 0.0)
+    peers.check()
