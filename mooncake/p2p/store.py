@@ -232,6 +232,7 @@ class P2PStore:
         for held in self._held.values():
             held.content.close()
         self._held.clear()
+        VERSIONS.set(0)
         await asyncio.gather(*self._removing, return_exceptions=True)
         if self._state_dir is not None:
             await asyncio.to_thread(remove_deltas, self._state_dir)
@@ -341,10 +342,10 @@ class P2PStore:
             content.close()
             self._discard(deltas)
             raise
-        self._hold(held)
-        for delta in deltas:
         if is_next:  # others were registered under this name meanwhile, with the same number
             held.number = max(number, _next_number(one.number for one in self.held if one.name == name))
+        self._hold(held)
+        for delta in deltas:
             if delta.manifest.digest in self._held:  # two pairs of versions may have equal deltas
                 self._discard([delta])
             else:
@@ -412,7 +413,7 @@ class P2PStore:
     def _hold(self, held: HeldVersion) -> None:
         self._held[held.manifest.digest] = held
         self._uploads.add(held.manifest.digest, [chunk.size_bytes for chunk in held.manifest.chunks])
-        VERSIONS.set(len(self._held))
+        VERSIONS.set(len(self.held))
 
     def _release(self, held: HeldVersion) -> None:
         self._withdraw(held)
@@ -427,7 +428,7 @@ class P2PStore:
         for effect in self._uploads.remove(held.manifest.digest):
             self._perform(effect)
         held.touch()
-        VERSIONS.set(len(self._held))
+        VERSIONS.set(len(self.held))
 
     def _release_deltas(self) -> None:
         """Release the deltas that make no version of this peer, and delete them."""
@@ -920,16 +921,16 @@ class P2PStore:
         try:
             self._driver.post(u.UploadAsked(request_id, requester, message.digest, there))
             found = await answer
-        finally:
-            del self._asked[request_id]
-        if isinstance(found, Refusal):
-            return _declined(m.Declined(found.code, found.reason))
         except asyncio.CancelledError:
             # The connection may have ended in the pass of the loop in which a slot became free for it.
             if answer.done() and not answer.cancelled() and isinstance(given := answer.result(), u.SendChunk):
                 self._driver.post(u.SlotReturned(requester, given.lease))
                 self._driver.post(u.SlotFilled(given.lease))
             raise
+        finally:
+            del self._asked[request_id]
+        if isinstance(found, Refusal):
+            return _declined(m.Declined(found.code, found.reason))
         place = held.manifest.chunks[found.chunk]
         filling = asyncio.create_task(asyncio.to_thread(self._put_into_slot, held, found))
         self._filling.add(filling)
@@ -987,12 +988,12 @@ def _progress(held: HeldVersion, load: SwarmLoad | None) -> LoadProgress:
     return held.progress(0, 0) if load is None else held.progress(load.received_bytes, load.num_peers)
 
 
-def _check_number(number: int) -> None:
-    if not 0 <= number < 1 << 62:
 def _next_number(numbers: Iterable[int]) -> int:
     return 1 + max((number for number in numbers if number <= MAX_BELIEVED_NUMBER), default=0)
 
 
+def _check_number(number: int) -> None:
+    if not 0 <= number < 1 << 62:
         raise InvalidArgument("number", number, "0 for the next one, or a number below 2**62")
 
 

@@ -780,3 +780,16 @@ async def test_a_peer_that_is_told_its_own_address_does_not_count_itself() -> No
         assert one.peers.usable(clock.monotonic()) == ["127.0.0.1:9"]
         with pytest.raises(PeerLost, match="no peer answers"):
             await one.find("m")
+
+
+async def test_the_metric_counts_versions_that_are_served(tmp_path: Path) -> None:
+    first = write_model(tmp_path / "first")
+    changed = elements_of(first)
+    changed[5] ^= 1
+    second = write_model(tmp_path / "second", changed)
+    async with running(1) as (one,):
+        await one.register("m", first)
+        await one.register("m", second)
+        assert len(one._held) == 3 and len(one.held) == 2  # and a delta
+        assert registry.get_sample_value("mooncake_p2p_versions") == 2
+    assert registry.get_sample_value("mooncake_p2p_versions") == 0
