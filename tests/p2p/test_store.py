@@ -23,7 +23,8 @@ from mooncake.p2p import messages as m
 from mooncake.p2p import upload as u
 from mooncake.p2p.held_version import HeldVersion
 from mooncake.p2p.partial_folder import PartialFolder
-from mooncake.p2p.swarm_peers import PeerRecord
+from mooncake.p2p.peer_link import PeerDirectory
+from mooncake.p2p.swarm_peers import PeerRecord, SwarmPeers
 from mooncake.security import Identity, Role, SecuritySettings
 from mooncake.security.keys import format_secret
 from mooncake.transfer import TransferSettings
@@ -793,3 +794,26 @@ async def test_the_metric_counts_versions_that_are_served(tmp_path: Path) -> Non
         assert len(one._held) == 3 and len(one.held) == 2  # and a delta
         assert registry.get_sample_value("mooncake_p2p_versions") == 2
     assert registry.get_sample_value("mooncake_p2p_versions") == 0
+
+
+async def test_peers_find_each_other_through_the_metadata_service_of_a_cluster_with_tls(
+    tmp_path: Path,
+) -> None:
+    """It takes clients with certificates of the cluster's authority only, which no system knows."""
+    pytest.importorskip("cryptography", reason="makes the certificates: pip install 'mooncake-serving[tls]'")
+    from mooncake.cli.certs import CertsSettings, make
+
+    make(CertsSettings(folder=tmp_path, name="node", host=("127.0.0.1",)))
+    cert, key, ca = (str(tmp_path / file) for file in ("node.pem", "node.key", "ca.pem"))
+    identity = Identity(SecuritySettings(tls_cert=cert, tls_key=key, tls_ca=ca))
+    server = HttpServer(make_app(identity=identity), listen("127.0.0.1", 0), tls=identity.server_tls)
+    await server.start()
+    peers = SwarmPeers(own="127.0.0.1:1")
+    directory = PeerDirectory(f"https://127.0.0.1:{server.port}/metadata", "", identity, peers)
+    try:
+        await asyncio.to_thread(directory._backend.put, "mooncake/p2p/127.0.0.1:2", b"peer", 60.0)
+        await directory.refresh()
+        assert peers.usable(clock.monotonic()) == ["127.0.0.1:2"]
+    finally:
+        directory._backend.close()
+        await server.close()
