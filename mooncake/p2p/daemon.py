@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import asyncio
 from pathlib import Path
+from typing import TypeVar
 
 import msgspec
 import numpy as np
@@ -87,6 +88,7 @@ class P2pDaemon:
         self._loads: dict[Path, asyncio.Task[None]] = {}
         self._loading: dict[Path, SavedVersion] = {}
         self._errors: dict[Path, str] = {}
+        """Reasons of the loads that have failed, by folder."""
         self._done: dict[Path, int] = {}
         """Bytes of the loads that have ended well, by folder."""
         self._saving = asyncio.Lock()
@@ -211,9 +213,7 @@ class P2pDaemon:
                 found = await self.store.get(one.name, folder, digest=one.digest)
                 error = "" if found is not None else "no peer has this version any longer"
                 if found is not None:
-                    self._done[folder] = found.size_bytes
-                    while len(self._done) > MAX_REMEMBERED:
-                        del self._done[next(iter(self._done))]
+                    _remember(self._done, folder, found.size_bytes)
                 is_worth_it = found is None
             except MooncakeError as failure:
                 error, is_worth_it = str(failure), not isinstance(failure, InvalidArgument)
@@ -221,7 +221,7 @@ class P2pDaemon:
                 log.exception("p2p_load_crashed", name=one.name, folder=str(folder))
                 error, is_worth_it = f"internal error ({failure!r}); see the log of this peer", False
             if error:
-                self._errors[folder] = error
+                _remember(self._errors, folder, error)
                 log.warning("p2p_load_failed", name=one.name, folder=str(folder), reason=error)
             if not (error and is_patient and is_worth_it):
                 break
@@ -291,6 +291,16 @@ class P2pDaemon:
         found = make_manifest(manifest.kind, manifest.items, content)
         if found.digests != manifest.digests:
             raise StorageError(f"{content.root} has changed since it was registered; register it again")
+
+
+ValueT = TypeVar("ValueT")
+
+
+def _remember(known: dict[Path, ValueT], folder: Path, value: ValueT) -> None:
+    known.pop(folder, None)  # the most recent ones are kept
+    known[folder] = value
+    while len(known) > MAX_REMEMBERED:
+        del known[next(iter(known))]
 
 
 async def serve(settings: P2pSettings) -> None:

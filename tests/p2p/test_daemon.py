@@ -237,3 +237,21 @@ async def test_two_commands_at_once_begin_one_load(tmp_path: Path) -> None:
             assert sum(isinstance(one, m.Registered) for one in found) == 1
             assert sum(isinstance(one, InvalidArgument) for one in found) == 2
             assert (await loaded(daemon, "copy")).is_complete
+
+
+async def test_few_reasons_of_failed_loads_are_kept(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("mooncake.p2p.daemon.MAX_REMEMBERED", 2)
+    source = write_model(tmp_path / "model")
+
+    async def fail(*_: object, **__: object) -> None:
+        raise StorageError("no disk")
+
+    async with running(1) as (one,):
+        await one.register("m", source)
+        async with serving(tmp_path / "b", one.address) as daemon:
+            monkeypatch.setattr(daemon.store, "get", fail)
+            for folder in ("a", "b", "c", "a"):
+                await ask(daemon, m.CommandGet("m", folder, "", 0))
+                assert (await loaded(daemon, folder)).error == "no disk"
+            assert (await ask(daemon, m.AskProgress("c"))).error == "no disk"
+            assert (await ask(daemon, m.AskProgress("b"))).code == "absent"
