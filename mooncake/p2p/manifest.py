@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import hashlib
 from bisect import bisect_left
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from typing import Annotated, NamedTuple
 
 import msgspec
@@ -33,6 +33,8 @@ MAX_ITEMS = 1 << 16
 MAX_TENSORS = 1 << 18
 MAX_MANIFEST_BYTES = 60 << 20
 MAX_NAME_BYTES = 1024
+MAX_BELIEVED_NUMBER = 1 << 31
+"""Numbers of versions above it are not counted on from: a peer may announce any."""
 MAX_DEPTH = 32
 """Folders in the path of a file."""
 KINDS = ("folder", "buffers", "delta")
@@ -175,14 +177,22 @@ def is_version_name(name: str) -> bool:
     return 0 < len(name) <= 256 and len(name.encode()) <= 256 and name.isprintable() and "@" not in name
 
 
-def check_version_name(name: str) -> None:
-    """Check the name under which versions are registered.
+def check_version_name(name: str, number: int = 0) -> None:
+    """Check the name, and the number, under which a version is registered; 0 stands for the next number.
 
     Raises:
-        InvalidArgument: it is empty, too long, or has a character that can't be printed, or an ``@``.
+        InvalidArgument: the name is empty, too long, or has a character that can't be printed, or an ``@``;
+            or the number is negative or too large.
     """
     if not is_version_name(name):
         raise InvalidArgument("name", name, "1 to 256 bytes of printable characters without @")
+    if not 0 <= number < 1 << 62:
+        raise InvalidArgument("number", number, "0 for the next one, or a number below 2**62")
+
+
+def next_version_number(numbers: Iterable[int]) -> int:
+    """The number that follows ``numbers``."""
+    return 1 + max((number for number in numbers if number <= MAX_BELIEVED_NUMBER), default=0)
 
 
 def path_trouble(name: str) -> str:

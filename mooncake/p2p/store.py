@@ -54,7 +54,7 @@ from mooncake.p2p.content import BufferContent, Content, FolderContent, file_sta
 from mooncake.p2p.delta import apply_delta
 from mooncake.p2p.download import DownloadLimits
 from mooncake.p2p.held_version import HeldVersion
-from mooncake.p2p.manifest import Manifest, check_version_name, is_digest
+from mooncake.p2p.manifest import Manifest, check_version_name, is_digest, next_version_number
 from mooncake.p2p.messages import DeltaInfo, LoadProgress, VersionInfo, is_valid
 from mooncake.p2p.partial_folder import PartialFolder
 from mooncake.p2p.peer_link import PeerDirectory, PeerLinks, fetch_manifest
@@ -84,8 +84,6 @@ MAX_DELTAS = 16
 """Deltas of one version that are believed to exist."""
 MAX_BASES = 2
 """Earlier versions that a new one gets a delta from."""
-MAX_BELIEVED_NUMBER = 1 << 31
-"""Numbers above it are not counted on from: a peer may announce any."""
 DELTA_S = 10.0
 DELTA_BYTES_S = 4 << 20
 """A delta has this time, and this rate, to come in; then the chunks are loaded instead."""
@@ -281,8 +279,7 @@ class P2PStore:
             Unavailable: this peer is closed.
         """
         self._check_open()
-        check_version_name(name)
-        _check_number(number)
+        check_version_name(name, number)
         if base and (base not in self._held or not self._held[base].is_complete):
             raise InvalidArgument("base", base, "the digest of a whole version that this peer has")
 
@@ -310,8 +307,7 @@ class P2PStore:
             Unavailable: this peer is closed.
         """
         self._check_open()
-        check_version_name(name)
-        _check_number(number)
+        check_version_name(name, number)
         content = BufferContent(buffers)
         manifest = await asyncio.to_thread(make_manifest, "buffers", content.items, content)
         return await self._registered(name, number, "", manifest, content, None)
@@ -328,7 +324,7 @@ class P2PStore:
             is_next = not number
             if is_next:
                 known = await self.list(name, is_exact=True)
-                number = _next_number(info.number for info, _ in known)
+                number = next_version_number(info.number for info, _ in known)
             have = np.ones(len(manifest.chunks), dtype=np.bool_)
             held = HeldVersion(name, number, manifest, content, have, folder=folder)
             await self._make_deltas(held, base, deltas)
@@ -343,7 +339,8 @@ class P2PStore:
             self._discard(deltas)
             raise
         if is_next:  # others were registered under this name meanwhile, with the same number
-            held.number = max(number, _next_number(one.number for one in self.held if one.name == name))
+            taken = (one.number for one in self.held if one.name == name)
+            held.number = max(number, next_version_number(taken))
         self._hold(held)
         for delta in deltas:
             if delta.manifest.digest in self._held:  # two pairs of versions may have equal deltas
@@ -986,15 +983,6 @@ def _close_opened(opening: asyncio.Task[PartialFolder]) -> None:
 
 def _progress(held: HeldVersion, load: SwarmLoad | None) -> LoadProgress:
     return held.progress(0, 0) if load is None else held.progress(load.received_bytes, load.num_peers)
-
-
-def _next_number(numbers: Iterable[int]) -> int:
-    return 1 + max((number for number in numbers if number <= MAX_BELIEVED_NUMBER), default=0)
-
-
-def _check_number(number: int) -> None:
-    if not 0 <= number < 1 << 62:
-        raise InvalidArgument("number", number, "0 for the next one, or a number below 2**62")
 
 
 def _matches(name: str, prefix: str, is_exact: bool) -> bool:
