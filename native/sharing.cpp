@@ -203,7 +203,7 @@ void SharingPeer::given(const SharingMessage& message, int descriptor) {
 
 // An owner revokes only what it gave, and after that: both are one connection's messages and come in order. So a
 // key that was given is forgotten, since the owner denies it from now on. One that was asked for and not yet given
-// is denied: its mapping must not come into use later. One that nobody asked for leaves nothing here.
+// is denied: its mapping must not come into use later. One that was not asked for leaves nothing here.
 void SharingPeer::revoked(uint64_t key) {
   RegionRef region;
   {

@@ -517,7 +517,7 @@ void test_revocations() {
     assert(drained.size() == 1);
     return drained[0].status;
   };
-  owner.revoke();                // before anybody has asked for it
+  owner.revoke();                // before it was asked for
   for (int i = 0; i < 2; i++) {  // asked for anew each time: nothing was kept
     submit();
     assert(owner.next().kind == SharingMessage::Kind::kGet);
@@ -528,7 +528,7 @@ void test_revocations() {
   submit();
   assert(owner.next().kind == SharingMessage::Kind::kGet);
   owner.revoke();
-  owner.tell(SharingMessage::Kind::kGive, owner.region->fd);  // too late, whoever asks
+  owner.tell(SharingMessage::Kind::kGive, owner.region->fd);  // too late for every job
   assert(ended() == Status::kAccessDenied);
   submit();
   assert(ended() == Status::kAccessDenied);

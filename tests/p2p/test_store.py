@@ -774,7 +774,7 @@ async def test_versions_that_are_registered_at_once_have_numbers_of_their_own() 
         assert latest is not None and latest.number == 6
 
 
-async def test_a_peer_that_is_told_its_own_address_does_not_count_itself() -> None:
+async def test_a_peer_whose_own_address_is_configured_does_not_count_itself() -> None:
     with socket.create_server(("127.0.0.1", 0)) as taken:
         port = taken.getsockname()[1]
     async with P2PStore(P2pSettings(port=port, peers=(f"127.0.0.1:{port}", "127.0.0.1:9"))) as one:
