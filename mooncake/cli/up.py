@@ -481,7 +481,7 @@ def up(given: Invocation) -> None:
         check_pool(settings)
     check_free(settings.host, settings.port)
     with locked_log_folder(settings.log_dir, settings.port) as log_folder:
-        check_writable(settings.json_status, "json_status")
+        check_status_file(settings.json_status)
         model_folder = prepare_model(settings.model, settings.device if settings.on == "host" else "auto")
         if settings.on == "ray":
             ray_classes()
@@ -745,6 +745,17 @@ def _age(seconds: float) -> str:
     return f"{seconds / 3600:.1f} h"
 
 
+def check_status_file(path: Path | None) -> None:
+    """Check that ``write_status`` can write this file at any time; None is right.
+
+    Raises:
+        InvalidArgument: it can't be written, or is a pipe, whose reader could stop the supervisor.
+    """
+    check_writable(path, "json_status")
+    if path is not None and path.is_fifo():
+        raise InvalidArgument("json_status", str(path), "a file; a pipe would wait for its reader")
+
+
 def write_status(path: Path, processes: Processes, url: str, is_ready: bool) -> None:
     """Write the state of every role as JSON; readers never see half a file."""
     roles = {
@@ -760,7 +771,7 @@ def write_status(path: Path, processes: Processes, url: str, is_ready: bool) -> 
     status = {"url": url, "is_ready": is_ready, "pid": os.getpid(), "roles": roles}
     try:
         write_whole(path, json.dumps(status, indent=1), "json_status")
-    except InvalidArgument as error:  # the roles run on, and can be stopped
+    except (InvalidArgument, BrokenPipeError) as error:  # the roles run on, and can be stopped
         log.warning("status_not_written", path=str(path), reason=str(error))
 
 

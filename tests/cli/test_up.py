@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import io
 import json
+import os
 import sys
 from collections.abc import Iterator
 from pathlib import Path
@@ -26,6 +27,7 @@ from mooncake.cli.up import (
     StatusBoard,
     UpSettings,
     check_certificate,
+    check_status_file,
     cluster_roles,
     default_pool_bytes,
     gateway_place,
@@ -323,6 +325,15 @@ def test_a_status_file_that_cannot_be_written_is_refused_and_stops_nothing(
     path.parent.mkdir()
     check_writable(path, "json_status")
     assert not [*path.parent.iterdir()]
+
+
+def test_a_pipe_is_no_status_file(tmp_path: Path) -> None:
+    """It would wait for a reader at every change."""
+    os.mkfifo(tmp_path / "pipe")
+    with pytest.raises(InvalidArgument, match=r"json_status is '.*pipe'; allowed: a file"):
+        check_status_file(tmp_path / "pipe")
+    check_status_file(tmp_path / "file")
+    check_status_file(None)
 
 
 def test_logs_are_moved_only_once_a_cluster_can_start(
