@@ -135,7 +135,7 @@ class ReplicaCopier:
                     done.append(load)
         finally:
             if disk is not None and flushes is not None:
-                _settle(loads, done, earlier, disk)
+                _settle(loads, done, earlier, disk, outcomes)
         if disk is not None and flushes is None:
             _entered(done, disk, outcomes, is_flushed=True)
         return outcomes
@@ -389,17 +389,37 @@ def _durable(loads: Sequence[_Load], disk: Disk) -> dict[int, m.SegmentEntry]:
 
 
 def _settle(
-    loads: Sequence[_Load], done: Sequence[_Load], earlier: dict[int, m.SegmentEntry], disk: Disk
+    loads: Sequence[_Load],
+    done: Sequence[_Load],
+    earlier: dict[int, m.SegmentEntry],
+    disk: Disk,
+    outcomes: list[Refusal | None],
 ) -> None:
-    """Note in the index which of the entered objects are durable; of the others it has what it had before."""
-    disk.log.mark_flushed([load.task.entry.object_id for load in done])
+    """Note in the index which of the entered objects are durable; of the others it has what it had before.
+
+    A copy that took too long may end after the master has let another one of the same object begin elsewhere
+    in the segment. The index has one entry for each object, and then it is that of the other copy: this one
+    must neither mark nor drop it, and is refused, because nothing leads to its bytes.
+    """
     kept = {load.place for load in done}
-    lost = [load.task.entry.object_id for load in loads if load.place not in kept]
+    flushed: list[int] = []
+    lost: list[int] = []
+    for load in loads:
+        entry = load.task.entry
+        held = disk.index.entries.get(entry.object_id)
+        if held is not None and held.offset == entry.offset:
+            (flushed if load.place in kept else lost).append(entry.object_id)
+        elif load.place in kept:
+            reason = f"{entry.key!r} was removed or copied elsewhere in the segment meanwhile"
+            outcomes[load.place] = Refusal("expired", reason)
+    disk.log.mark_flushed(flushed)
     try:
         disk.log.drop(lost)
         for object_id in lost:
-            if object_id in earlier:
-                disk.log.hold(earlier[object_id])
+            before = earlier.get(object_id)
+            # What was entered there since was written over its bytes.
+            if before is not None and not disk.index.overlapping(before.offset, before.size_bytes):
+                disk.log.hold(before)
     except MooncakeError as error:  # they stay unflushed until their place is used again
         log.warning("index_entry_not_dropped", num_objects=len(lost), reason=str(error))
 

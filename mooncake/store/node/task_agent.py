@@ -11,6 +11,8 @@ Usually one Poll is held by the master; outcomes of tasks that end meanwhile go 
 arrival makes the master answer the first. Deadlines of tasks count from the time before their Poll was sent.
 The outcome of a task that ends after its connection was lost is not reported on the next one, where the same
 number may mean another task; but the objects it has written are, so that the master keeps or drops them.
+A task is refused while another one may still write to the same range: the master reuses the space of a task
+some time after its deadline, but a write on which the disk is stuck ends later than that.
 This class opens no socket and moves no bytes: ``mounted_segment.py`` and the simulator perform its effects.
 """
 
@@ -161,8 +163,8 @@ class TaskAgent:
         self._number = 0
         self._polls: dict[int, tuple[float, list[m.TaskDone], list[m.TaskDone]]] = {}
         """Number -> (time of sending, outcomes of tasks and of checks that it reports)."""
-        self._running: dict[tuple[int, int], float] = {}
-        """(life, task id) -> deadline."""
+        self._running: dict[tuple[int, int], tuple[int, int]] = {}
+        """(life, task id) -> first offset that it may write, and the end of its range."""
         self._done: list[m.TaskDone] = []
         self._checked: list[m.TaskDone] = []
         self._needs_report = False
@@ -238,10 +240,15 @@ class TaskAgent:
         self.seen = max(self.seen, reply.first + len(reply.changes) - 1)
         for task in reply.tasks:
             deadline = poll[0] + task.deadline_s
+            begin, end = task.entry.offset, task.entry.offset + task.entry.size_bytes
             if deadline <= now:
                 self._done.append(m.TaskDone(task.task_id, Refusal("expired", "it came after its deadline")))
+            elif any(first < end and begin < last for first, last in self._running.values()):
+                reason = "an earlier task that has not ended may still write there"
+                self._note(now, task.entry.key, f"task {task.task_id}: refused, {reason}")
+                self._done.append(m.TaskDone(task.task_id, Refusal("busy", reason)))
             else:
-                self._running[self._life, task.task_id] = deadline
+                self._running[self._life, task.task_id] = begin, end
                 self._note(now, task.entry.key, f"task {task.task_id}: copy from {task.source.segment}")
                 effects.append(RunTask(task, deadline, self._life))
         for check in reply.checks:

@@ -154,6 +154,48 @@ def test_a_task_that_arrives_too_late_is_not_run(node: Node) -> None:
     assert done.refusal is not None and done.refusal.code == "expired"
 
 
+def task_at(number: int, offset: int, size_bytes: int) -> m.CopyTask:
+    entry = m.SegmentEntry("k", number, size_bytes, size_bytes, b"crc!", offset)
+    return m.CopyTask(number, entry, m.Replica("src", 1, 4096), 5.0)
+
+
+@pytest.mark.parametrize(
+    ("offset", "size_bytes", "is_run"),
+    [(0, 100, True), (0, 101, False), (150, 10, False), (199, 1000, False), (200, 100, True)],
+)
+def test_no_task_writes_where_an_earlier_one_may_still_write(
+    node: Node, offset: int, size_bytes: int, is_run: bool
+) -> None:
+    """A write on which the disk is stuck ends later than the deadline, after which the master uses the space
+    for another object."""
+    poll = the_poll(node.answer(node.begin(), task_at(1, 100, 100)))
+    node.now += 1000.0
+    poll = the_poll(node.answer(poll))
+    effects = node.answer(poll, task_at(2, offset, size_bytes))
+    assert [one.task.task_id for one in effects if isinstance(one, RunTask)] == [2] * is_run
+    if is_run:
+        return
+    poll = the_poll(effects)
+    assert [done.refusal and done.refusal.code for done in poll.message.done] == ["busy"]
+    poll = the_poll(node.post(TaskEnded(1, 1, Refusal("expired", "it took too long"))))
+    run = node.answer(poll, task_at(3, offset, size_bytes))[0]
+    assert isinstance(run, RunTask), "the first one has ended, so nothing else writes there"
+
+
+def test_tasks_of_one_answer_write_to_different_places(node: Node) -> None:
+    effects = node.answer(node.begin(), task_at(1, 0, 100), task_at(2, 99, 100))
+    assert [one.task.task_id for one in effects if isinstance(one, RunTask)] == [1]
+    assert [done.task_id for done in the_poll(effects).message.done] == [2]
+
+
+def test_a_task_of_an_earlier_connection_may_still_write(node: Node) -> None:
+    node.answer(node.begin(), task_at(1, 0, 100))
+    node.post(SegmentUnregistered())
+    effects = node.answer(the_poll(node.post(SegmentRegistered())), task_at(1, 50, 100))
+    assert not any(isinstance(one, RunTask) for one in effects)
+    assert [done.refusal and done.refusal.code for done in the_poll(effects).message.done] == ["busy"]
+
+
 def test_changes_are_entered_once_and_before_tasks(node: Node) -> None:
     effects = node.answer(node.begin(), task(9), first=1, changes=[entry(1), entry(2)])
     assert effects[0] == UpdateJournal([entry(1), entry(2)]) and isinstance(effects[1], RunTask)
