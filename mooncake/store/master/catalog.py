@@ -303,6 +303,7 @@ class Catalog:
         """Put-end: readable from now on, in place of what was readable under the key."""
         old = self.objects.readable.get(stored.key)
         if old is not None:
+            self.counts.lost_objects += not old.is_visible  # for its readers it was missing already
             if stored.policy.is_durable:
                 stored.before = self._set_aside(old, now)
             elif old.before is not None:

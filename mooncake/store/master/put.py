@@ -281,12 +281,10 @@ class PutRequests:
         stored = self._catalog.objects.readable.get(key)
         if stored is not None and stored.put_id == put_id:
             return True  # a late copy of the request that put it
-        if stored is not None and not replaces:
-            if stored.is_visible:
-                return True
-            # Its node may be dead. The writer that puts the key now has the bytes, so it wins.
-            self._catalog.counts.lost_objects += 1
-            self._catalog.unlink(stored, "replaced while its node is suspected", now)
+        # One whose nodes are all suspected is missing, so the key may be put. It stays until that put ends
+        # (``Catalog.show``): the put may be refused or never end, and the node may return.
+        if stored is not None and not replaces and stored.is_visible:
+            return True
         stored = self._catalog.objects.writing.get(key)
         if stored is None:
             return None

@@ -252,6 +252,116 @@ def test_an_object_outlives_all_its_nodes_but_one(voice: Voice) -> None:
     assert voice.inspect("k") is None and voice.master.counts.lost_objects == 1
 
 
+# An object whose nodes are suspected is missing, and may come back
+
+
+def on_suspected_node() -> tuple[Nodes, list[Place], int]:
+    """A durable object on a node whose connection was lost; returns the node's segments and the object's
+    id."""
+    nodes = Nodes(SETTINGS)
+    both = list(with_ssd(nodes))
+    place = nodes.start("k", host="a", policy=DURABLE).reserved[0]
+    assert place is not None
+    nodes.post(m.PutEnd(["k"], [place.object_id], [b"crc!"]), "client", "first")
+    both[1].work()
+    assert nodes.late.pop("first")[0].outcomes == [True]
+    for each in both:
+        nodes.lose(each.connection)
+    assert nodes.find("k") is None
+    return nodes, both, place.object_id
+
+
+def come_back(nodes: Nodes, both: list[Place]) -> list[Place]:
+    """The same process mounts its segments again."""
+    memory, ssd = both
+    again = Place(nodes, "a", entries=list(memory.held.values()))
+    held = list(ssd.held.values())
+    return [again, Place(nodes, "a/ssd", SSD_BYTES, tier=Tier.SSD, content_id=99, entries=held)]
+
+
+def id_of(found: m.Stored | None) -> int:
+    return 0 if found is None else found.object_id
+
+
+def follower_of(nodes: Nodes) -> Master:
+    """A standby that has applied all records."""
+    follower = Master(SETTINGS)
+    for record in nodes.records:
+        follower.apply([record], nodes.now)
+        follower.check()
+    return follower
+
+
+@pytest.mark.parametrize("replace", [False, True])
+def test_a_refused_put_leaves_an_object_whose_node_comes_back(replace: bool) -> None:
+    nodes, both, object_id = on_suspected_node()
+    assert refusal_of(nodes.start("k", replace=replace)).code == "no_space"
+    assert follower_of(nodes).objects.readable["k"].object_id == object_id
+    come_back(nodes, both)
+    assert id_of(nodes.find("k")) == object_id and nodes.where("k") == ["a", "a/ssd"]
+    assert nodes.master.counts.lost_objects == 0
+
+
+@pytest.mark.parametrize("ending", ["aborted", "never ended", "written nowhere"])
+def test_a_put_that_fails_leaves_an_object_whose_node_comes_back(ending: str) -> None:
+    nodes, both, object_id = on_suspected_node()
+    other = Place(nodes, "b")
+    place = nodes.start("k").reserved[0]
+    assert place is not None and segments(place) == ["b"]
+    assert nodes.find("k") is None, "its reader is not sent to a node that may be dead"
+    assert refusal_of(nodes.start("k")).code == "being_written"
+    back = come_back(nodes, both)
+    assert id_of(nodes.find("k")) == object_id, "as long as the other one is being written"
+    if ending == "aborted":
+        assert nodes.say(m.PutAbort(["k"], [place.object_id])).outcomes == [True]
+    elif ending == "written nowhere":
+        assert nodes.end("k", place.object_id, b"crc!", "", "b").code == "incomplete"
+    for _ in range(int(PUT_S)):
+        nodes.wait(1.0)
+        for each in (other, *back):
+            each.beat()
+    assert nodes.master.objects.writing == {}
+    assert id_of(nodes.find("k")) == object_id and nodes.master.counts.lost_objects == 0
+    assert follower_of(nodes).objects.readable["k"].object_id == object_id
+
+
+@pytest.mark.parametrize("comes_back_first", [False, True])
+def test_a_put_that_ends_replaces_an_object_whose_node_is_suspected(comes_back_first: bool) -> None:
+    nodes, both, object_id = on_suspected_node()
+    Place(nodes, "b")
+    place = nodes.start("k").reserved[0]
+    assert place is not None
+    if comes_back_first:
+        both = come_back(nodes, both)
+    assert nodes.end("k", place.object_id) is True
+    assert nodes.master.counts.lost_objects == (not comes_back_first)
+    if not comes_back_first:
+        both = come_back(nodes, both)
+    nodes.wait(1.0)
+    for each in both:
+        each.poll()
+    assert id_of(nodes.find("k")) == place.object_id and nodes.where("k") == ["b"]
+    assert all(object_id not in each.held for each in both), "its node drops it"
+    assert follower_of(nodes).objects.readable["k"].object_id == place.object_id
+
+
+def test_a_durable_put_that_is_lost_leaves_an_object_whose_node_comes_back() -> None:
+    """The first object was acknowledged as durable, the second one was not."""
+    nodes, both, object_id = on_suspected_node()
+    memory = Place(nodes, "b")
+    Place(nodes, "b/ssd", SSD_BYTES, tier=Tier.SSD, content_id=100)
+    place = nodes.start("k", host="b", policy=DURABLE).reserved[0]
+    assert place is not None
+    nodes.post(m.PutEnd(["k"], [place.object_id], [b"new!"]), "client", "second")
+    assert id_of(nodes.find("k")) == place.object_id and "second" not in nodes.late
+    assert follower_of(nodes).objects.readable["k"].object_id == object_id
+    come_back(nodes, both)
+    nodes.lose(memory.connection)
+    Place(nodes, "b", epoch=8)  # without what was in its memory
+    assert [type(one) for one in nodes.late["second"][0].outcomes] == [Refusal]
+    assert id_of(nodes.find("k")) == object_id and nodes.where("k") == ["a/ssd"]
+
+
 def test_an_object_put_twice_leaves_memory_altogether(voice: Voice) -> None:
     """One replica left would look like two to a client that requested two."""
     voice.mount("a", 2048)
@@ -946,6 +1056,29 @@ def test_a_small_put_on_a_suspected_node_is_refused(writer: Writer, voice: Voice
     voice.lose("node a")
     outcome = writer.put("k")
     assert isinstance(outcome, Refusal) and outcome.code == "expired"
+
+
+@pytest.mark.parametrize("quota_bytes", [150, 1000])
+def test_only_a_small_put_that_succeeds_replaces_an_object_on_a_suspected_node(
+    voice: Voice, quota_bytes: int
+) -> None:
+    voice.mount("b", host="other")
+    (old,) = voice.put("k", size_bytes=100, host="other", tenant="red")
+    writer = Writer(voice, tenant="red")
+    voice.say(m.Pin(["k"], None, "red"))  # so that it does not leave for the quota
+    voice.say(m.SetQuota("red", quota_bytes))
+    voice.lose("node b")
+    outcome = writer.put("k")
+    stored = voice.master.objects.readable["red\0k"]
+    if quota_bytes < 200:
+        assert isinstance(outcome, Refusal) and outcome.code == "quota_exceeded"
+        assert stored.object_id == old.object_id and voice.master.counts.lost_objects == 0
+        voice.mount("b", host="other")
+    else:
+        assert outcome is True and stored.object_id != old.object_id
+        assert voice.master.counts.lost_objects == 1
+    found = voice.find("k", "red")
+    assert found is not None and found.object_id == stored.object_id
 
 
 def test_groups_parents_and_pins_of_a_small_put_are_kept(voice: Voice) -> None:
