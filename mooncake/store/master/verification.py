@@ -164,6 +164,8 @@ class Verification:
             if len(doubt.reporters) < MAX_REPORTERS_PER_REPLICA:
                 doubt.reporters[reporter.name] = None
             return True
+        if doubt is not None:
+            self._forget(doubt)  # that replica is gone, and the object was copied there again
         if self._right.get(place, 0.0) > now:
             self._refuted(reporter)
             return False
@@ -183,6 +185,13 @@ class Verification:
         if self._check_at is None:
             self._check_at = now + CHECK_INTERVAL_S
         return True
+
+    def _forget(self, doubt: _SuspectedReplica) -> None:
+        """Drop a suspected replica from all tables; an answer that comes later has no effect."""
+        for table in (self._waiting, self._under_way):
+            table.get(doubt.extent.segment, {}).pop(doubt.check_id, None)
+        if self._doubts.get(doubt.place) is doubt:
+            del self._doubts[doubt.place]
 
     def _reporter(self, name: str, now: float) -> Reporter:
         name = "".join(char if char.isprintable() else "?" for char in name[:MAX_NAME]) or "unknown"
@@ -210,7 +219,7 @@ class Verification:
                 break
             del waiting[doubt.check_id]
             if not _is_there(doubt):
-                del self._doubts[doubt.place]
+                self._forget(doubt)
                 continue
             self._paid_until[segment] = paid_until + doubt.stored.size_bytes / BYTES_PER_S
             doubt.is_under_way, doubt.until = True, now + CHECK_S
@@ -221,10 +230,10 @@ class Verification:
     def answered(self, answers: list[m.TaskDone], segment: Segment, now: float) -> None:
         """Handle the results of its node's checks."""
         for answer in answers:
-            doubt = self._under_way.get(segment, {}).pop(answer.task_id, None)
+            doubt = self._under_way.get(segment, {}).get(answer.task_id)
             if doubt is None:
                 continue
-            del self._doubts[doubt.place]
+            self._forget(doubt)
             self._tasks.hurry(segment, now)
             if not _is_there(doubt):
                 continue  # it was removed meanwhile, and its node may have read its successor's bytes
@@ -294,10 +303,7 @@ class Verification:
 
     def expire(self, now: float) -> None:
         for doubt in [one for one in self._doubts.values() if one.until <= now or not _is_there(one)]:
-            segment = doubt.extent.segment
-            for table in (self._waiting, self._under_way):
-                table.get(segment, {}).pop(doubt.check_id, None)
-            del self._doubts[doubt.place]
+            self._forget(doubt)
             if _is_there(doubt):
                 self._not_verified(doubt, "its node did not answer", now)
         for table in (self._waiting, self._under_way):

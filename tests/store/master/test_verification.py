@@ -180,6 +180,44 @@ def test_an_answer_about_what_went_meanwhile_drops_nothing() -> None:
     assert "a" in scene.nodes.where("k") and scene.nodes.master.counts.corrupt_replicas == 0
 
 
+def copied_again(scene: Scene) -> None:
+    """The object's replica in memory is dropped, and another one is made on the same segment."""
+    assert scene.nodes.say(m.DropReplicas(["k"], "a")).outcomes == [True]
+    scene.nodes.say(m.CopyObject("k", ["a"]))
+    tasks = scene.memory.poll()
+    tasks += [task for polled in scene.nodes.late.pop("poll of a", []) for task in polled.tasks]
+    scene.memory.work(*tasks)
+    assert scene.nodes.where("k") == ["a", "a/ssd"]
+
+
+@pytest.mark.parametrize("is_sent", [False, True])
+def test_a_report_of_a_replica_that_was_copied_again_is_of_the_new_one(is_sent: bool) -> None:
+    """Whether or not the check of the first one was sent, which the node may answer late."""
+    scene = Scene()
+    assert scene.report("a") is True
+    (first,) = scene.poll(scene.memory) if is_sent else (None,)
+    copied_again(scene)
+    assert scene.report("a", "other") is True
+    scene.nodes.master.check()
+    checks = scene.poll(scene.memory)
+    second = checks[-1]
+    if first is not None:
+        assert len(checks) == 1
+        scene.poll(scene.memory, m.TaskDone(first.check_id, WRONG))
+        assert scene.nodes.where("k") == ["a", "a/ssd"], "those bytes were another replica's"
+    scene.poll(scene.memory, m.TaskDone(second.check_id, WRONG))
+    assert scene.nodes.where("k") == ["a/ssd"]
+    assert repr(scene.nodes.master.verification) == "<Verification 0 replicas to be read>"
+
+
+def test_replicas_that_are_copied_again_take_no_place_of_later_checks() -> None:
+    scene = Scene()
+    for _ in range(2 * v.MAX_UNDER_WAY):
+        assert scene.report("a") is True
+        assert len(scene.poll(scene.memory)) == 1
+        copied_again(scene)
+
+
 def test_another_nodes_answer_and_an_unknown_number_mean_nothing() -> None:
     scene = Scene()
     scene.report("a/ssd")
