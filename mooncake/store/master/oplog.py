@@ -372,10 +372,11 @@ class Oplog:
             self._file.append(content)
             check_in_place(self._file, self.path)
         except OSError:
-            # Records behind half a record would be lost with it.
-            self._is_open = False
+            # Records behind half a record would be lost with it. While the log is being opened, what is left
+            # to be done for that, such as to make its name durable, must still be done.
+            was_open, self._is_open = self._is_open, False
             self._file.truncate(self._size_bytes)
-            self._is_open = True
+            self._is_open = was_open
             raise
         self._size_bytes += len(content)
 

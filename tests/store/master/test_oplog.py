@@ -403,6 +403,24 @@ def test_a_full_disk_lets_a_log_be_read_and_takes_it_on_when_there_is_room() -> 
     assert log.read() == [*records(0, 1), *records(5, 1)] and disk.names() == ["log", "log.torn"]
 
 
+@pytest.mark.parametrize("seed", range(20))
+def test_a_new_log_whose_first_mark_was_refused_is_durable_with_its_name_later(seed: int) -> None:
+    def live(disk: SimDirectory) -> None:
+        log = Oplog(Path("/simulated/log"), directory=disk, boot="before")
+        disk.capacity_bytes = oplog._HEADER_BYTES + 3
+        assert log.read() == []
+        assert len(disk.content("log")) == oplog._HEADER_BYTES, "the half mark is cut off"
+        with pytest.raises(OSError, match="No space"):
+            log.append(records(0, 1))
+        disk.capacity_bytes = None
+        log.append(records(0, 3))
+        log.flush()
+
+    log, found = lose_power(seed, live)
+    assert found == records(0, 3), f"seed {seed}"
+    assert log.doubt is Doubt.PROMISES, "the mark says that it was opened before the loss of power"
+
+
 # Owners and permissions of the file
 
 
