@@ -784,6 +784,8 @@ class Catalog:
         self.notes.append(OperatorEvent(event, named, is_warning))
 
     def add_story(self, now: float, key: ObjectKey, what: str, *of: object) -> None:
+        if not key:
+            return  # a request named a key that no object can have
         self._stories.append(key)
         self._lines.setdefault(key, []).append((now, what, of))
         if len(self._stories) > STORY_LINES:

@@ -137,7 +137,7 @@ class RemoveRequests:
         outcomes: list[bool | Refusal] = []
         for key in scoped_all(message.tenant, message.keys):
             stored = readable.get(key)
-            if stored is None:
+            if stored is None and key:  # no object can have another one (``scoped_all``)
                 self._catalog.remove_absent(key)
             outcomes.append(self._remove(stored, message.force, now))
         return m.Outcomes(outcomes)
@@ -209,6 +209,8 @@ class RemoveRequests:
             elif stored.lease_until > now:
                 outcomes.append(_leased(stored.lease_until - now))
             else:
+                # A replica on SSD would come back after a loss of power.
+                self._catalog.must_last |= any(extent.segment.tier is Tier.SSD for extent in extents)
                 for extent in extents:
                     self._catalog.drop_extent(stored, extent, "removed from there", now)
                 self._catalog.drop_extras(stored, "removed from where it lasts", now)

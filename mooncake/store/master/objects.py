@@ -302,13 +302,24 @@ def scoped(tenant: str, name: str) -> str:
 
 
 def scoped_all(tenant: str, keys: list[ObjectKey]) -> list[ObjectKey]:
-    """``scoped`` for many keys; the default tenant pays only for the search for NUL."""
-    if tenant not in ("", "default"):
-        return [f"{tenant}\0{key}" for key in keys]
-    if "\0" in "".join(keys):
-        # Such a key can't be stored, and would name another tenant's.
-        return ["" if "\0" in key else key for key in keys]
-    return keys
+    """``scoped`` for many keys of objects. One that no object can have (empty, too long, or with NUL) becomes
+    "", so that a request can neither name another tenant's objects nor have the master retain its text. A
+    default tenant's keys cost only the search for such ones."""
+    joined = "".join(keys)
+    # Even if all characters take four bytes, for most keys there is nothing to count.
+    is_long = 4 * len(joined) > MAX_KEY_BYTES and 4 * max(map(len, keys)) > MAX_KEY_BYTES
+    if is_long or "\0" in joined:
+        keys = [key if is_name(key) else "" for key in keys]
+    if tenant in ("", "default"):
+        return keys
+    if not is_name(tenant):
+        return [""] * len(keys)
+    return [f"{tenant}\0{key}" if key else "" for key in keys]
+
+
+def is_name(name: str) -> bool:
+    """Whether a key, group or tenant may have this name; "" is for the caller to judge."""
+    return "\0" not in name and (4 * len(name) <= MAX_KEY_BYTES or len(name.encode()) <= MAX_KEY_BYTES)
 
 
 def split_scoped(name: str) -> tuple[str, str]:
@@ -319,8 +330,7 @@ def split_scoped(name: str) -> tuple[str, str]:
 
 def check_put(key: ObjectKey, size_bytes: int, chunk_bytes: int) -> Refusal | None:
     """Why such an object can't be put, or None."""
-    num_key_bytes = len(key.encode())
-    if not 0 < num_key_bytes <= MAX_KEY_BYTES or "\0" in key:
+    if not key or not is_name(key):
         return Refusal("invalid_key", f"a key has 1 to {MAX_KEY_BYTES} bytes of UTF-8 and no NUL")
     if size_bytes < 1 or chunk_bytes < 1:
         return Refusal("invalid_size", f"size {size_bytes} and chunk {chunk_bytes} must be at least 1 byte")
@@ -331,7 +341,7 @@ def check_put(key: ObjectKey, size_bytes: int, chunk_bytes: int) -> Refusal | No
 
 def check_relation(name: str) -> Refusal | None:
     """Why an object can't have such a group or parent, or None. "" means none."""
-    if "\0" in name or len(name.encode()) > MAX_KEY_BYTES:
+    if not is_name(name):
         return Refusal("invalid_key", f"groups and parents have at most {MAX_KEY_BYTES} bytes and no NUL")
     return None
 

@@ -188,7 +188,7 @@ class PutRequests:
             if refusal.code == "being_written":
                 continue  # its writer asks again, possibly often
             self._catalog.counts.refused_puts += 1
-            key = scoped(message.tenant, message.keys[index])
+            (key,) = scoped_all(message.tenant, [message.keys[index]])
             self._catalog.add_story(now, key, "put refused: {}", refusal)
         preallocated = None
         if message.num_pieces and placement is not None:
@@ -388,7 +388,7 @@ class Preallocations:
     ) -> m.PreallocatedSpace | None:
         """As many of the pieces that it requests as are available; None if none is."""
         num_pieces, size_bytes = min(message.num_pieces, MAX_PIECES), message.piece_bytes
-        if not 0 < size_bytes <= MAX_PIECE_BYTES:
+        if num_pieces <= 0 or not 0 < size_bytes <= MAX_PIECE_BYTES:
             return None
         extents = self._in_a_row(num_pieces, size_bytes, placement)
         while len(extents) < num_pieces:
@@ -527,7 +527,7 @@ class PreallocatedPuts:
             outcomes.append(outcome)
             if isinstance(outcome, Refusal):
                 self._catalog.counts.refused_puts += outcome.code not in m.PUT_AGAIN
-                key = scoped(message.tenant, message.keys[index])
+                (key,) = scoped_all(message.tenant, [message.keys[index]])
                 self._catalog.add_story(now, key, "put into preallocated space refused: {}", outcome)
         if isinstance(account, Refusal):
             return m.PutsWritten(outcomes)
@@ -550,7 +550,8 @@ class PreallocatedPuts:
         """The outcome for a durable object; ``waiting`` gets what is under the key if that is being copied to
         SSD. A writer whose piece is of another master may have put it under that one, and finds it on SSD
         then."""
-        stored = self._catalog.objects.readable.get(scoped(message.tenant, message.keys[index]))
+        (key,) = scoped_all(message.tenant, [message.keys[index]])
+        stored = self._catalog.objects.readable.get(key)
         is_final = isinstance(outcome, Refusal) and outcome.code != "expired"
         if not is_final and stored is not None and self._put_requests.durable.is_awaited(stored):
             waiting[index] = stored

@@ -15,7 +15,7 @@ from collections.abc import Generator, Iterable
 from mooncake.errors import Refusal
 from mooncake.store import messages as m
 from mooncake.store.master.log_records import QuotaSet, Record
-from mooncake.store.master.objects import Extent, StoredObject, scoped, split_scoped
+from mooncake.store.master.objects import Extent, StoredObject, is_name, scoped, split_scoped
 from mooncake.store.master.segments import Segment
 from mooncake.types import Tier
 
@@ -25,7 +25,7 @@ MAX_QUOTA_BYTES = (1 << 63) - 1
 
 def check_tenant(tenant: str) -> Refusal | None:
     """Why there can't be such a tenant, or None."""
-    if "\0" in tenant or len(tenant.encode()) > m.MAX_KEY_BYTES:
+    if not is_name(tenant):
         return Refusal("unknown_tenant", f"a tenant's name has at most {m.MAX_KEY_BYTES} bytes and no NUL")
     return None
 

@@ -6,6 +6,7 @@ import pytest
 from mooncake.rpc.wire import Failure
 from mooncake.store import messages as m
 from mooncake.store.master.catalog_events import ColdHit
+from mooncake.store.master.effects import Received, Reply
 from mooncake.store.settings import MasterSettings
 from mooncake.types import Tier
 from tests.store.conftest import SETTINGS, Voice
@@ -228,6 +229,22 @@ def test_an_invalid_pattern_is_refused(voice: Voice, pattern: str) -> None:
     assert isinstance(voice.say(m.RemoveMatching(pattern, False)), Failure)
 
 
+@pytest.mark.parametrize("tenant", ["", "red", "x" * 5000])
+@pytest.mark.parametrize("key", ["", "a\0b", "x" * 5000])
+def test_a_key_that_no_object_can_have_leaves_nothing_in_the_master(
+    voice: Voice, tenant: str, key: str
+) -> None:
+    voice.mount()
+    num_records = len(voice.records)
+    keys = [key] if len(tenant) < 1000 else [key, "k"]
+    assert voice.say(m.Remove(keys, False, tenant)).outcomes == [False] * len(keys)
+    assert voice.say(m.LookupObjects(keys, tenant)).objects == [None] * len(keys)
+    assert voice.say(m.DropReplicas(keys, "", tenant)).outcomes == [False] * len(keys)
+    catalog = voice.master.catalog
+    assert not catalog.tombstones and len(voice.records) == num_records
+    assert {one for looked_up in catalog.recent for one in looked_up} == {""}
+
+
 def test_one_replica_is_dropped_and_the_object_with_the_last(voice: Voice) -> None:
     two_nodes(voice)
     voice.put("k", "l", policy=TWO)
@@ -242,3 +259,17 @@ def test_a_leased_replica_is_not_dropped(voice: Voice) -> None:
     voice.put("k", policy=TWO)
     voice.find("k")
     assert voice.say(m.DropReplicas(["k"], "a")).outcomes[0].code == "leased"
+
+
+@pytest.mark.parametrize(("segment", "must_last"), [("a/ssd", True), ("a", False), ("", False)])
+def test_a_replica_that_was_dropped_from_an_ssd_does_not_come_back(segment: str, must_last: bool) -> None:
+    """After a loss of power the node would report it again, if the record of its removal were lost, too."""
+    nodes = Nodes(SETTINGS)
+    memory, ssd = with_ssd(nodes)
+    nodes.put("k", host="a")
+    nodes.say(m.CopyObject("k", ["a/ssd"]))
+    ssd.work()
+    assert nodes.where("k") == ["a", "a/ssd"]
+    effects = nodes.handle(Received("origin", "client", m.DropReplicas(["k"], segment)))
+    (reply,) = [one for one in effects if isinstance(one, Reply) and one.origin == "origin"]
+    assert reply.message == m.Outcomes([True]) and reply.must_last is must_last

@@ -106,6 +106,28 @@ def test_no_client_names_another_tenants_key() -> None:
     assert split_scoped(scoped("blue", "red\0k")) == ("blue", "red\0k")
 
 
+TOO_LONG = ["x" * 1025, "ö" * 513, "x" * (1 << 20)]
+
+
+@pytest.mark.parametrize("tenant", ["", "default", "red"])
+@pytest.mark.parametrize("key", ["", "a\0b", *TOO_LONG])
+def test_a_key_that_no_object_can_have_becomes_none(tenant: str, key: str) -> None:
+    (first, last) = scoped_all(tenant, ["a", "z"])
+    assert scoped_all(tenant, ["a", key, "z"]) == [first, "", last] and first.endswith("a")
+    assert scoped_all(tenant, [key]) == [""]
+
+
+@pytest.mark.parametrize("key", ["x" * 1024, "ö" * 512, "x" * 300])
+def test_the_longest_keys_stay_as_they_are(key: str) -> None:
+    assert scoped_all("", [key, "k"]) == [key, "k"]
+    assert scoped_all("red", [key]) == [f"red\0{key}"]
+
+
+@pytest.mark.parametrize("tenant", ["red\0", *TOO_LONG])
+def test_a_tenant_that_there_can_not_be_has_no_keys(tenant: str) -> None:
+    assert scoped_all(tenant, ["a", "b"]) == ["", ""]
+
+
 @pytest.mark.parametrize("key", ["k", "x" * 1024, "ключ", "kv/0123/abcd"])
 def test_good_keys(key: str) -> None:
     assert check_put(key, 1, 1) is None

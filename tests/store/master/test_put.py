@@ -91,6 +91,19 @@ def test_invalid_and_repeated_keys_are_answered_one_by_one(voice: Voice, keys: t
     assert keys[1] != "l" or started.refusals[2].code == "being_written"
 
 
+@pytest.mark.parametrize("tenant", ["", "red"])
+@pytest.mark.parametrize("key", ["", "a\0b", "x" * 5000])
+def test_nothing_is_kept_of_a_put_with_a_key_that_no_object_can_have(
+    voice: Voice, tenant: str, key: str
+) -> None:
+    voice.mount("a", POOL)
+    assert refusal_of(voice.start(key, tenant=tenant)).code == "invalid_key"
+    assert voice.end(key, 7, tenant=tenant).code == "expired"
+    written = m.PutWritten(1, "h", [key], [64], [b"crc!"], [(1, 1)], tenant=tenant)
+    assert voice.say(written).outcomes[0].code == "invalid_key"
+    assert voice.master.counts.refused_puts == 2 and not voice.master.catalog._lines
+
+
 @pytest.mark.parametrize("replace", [False, True])
 @pytest.mark.parametrize("is_durable", [False, True])
 def test_a_key_that_another_put_is_writing_is_not_called_stored(replace: bool, is_durable: bool) -> None:
@@ -1209,6 +1222,15 @@ def test_pieces_have_a_size_that_small_puts_have(voice: Voice, size_bytes: int) 
     voice.mount("a", 1 << 26)
     assert preallocated(voice, 1, size_bytes) is None
     assert preallocated(voice, 1, MAX_PIECE_BYTES) is not None, "it has room for that"
+
+
+@pytest.mark.parametrize("num_pieces", [-1, -(1 << 62)])
+def test_a_number_of_pieces_below_zero_gives_none(voice: Voice, num_pieces: int) -> None:
+    voice.mount("a", 1 << 26)
+    assert preallocated(voice, num_pieces) is None
+    writer = Writer(voice)
+    reply = writer.say("k", num_pieces=num_pieces, piece_bytes=256)
+    assert reply.outcomes == [True] and reply.advance is None
 
 
 def test_a_segment_that_is_gone_takes_its_pieces_with_it(voice: Voice) -> None:
