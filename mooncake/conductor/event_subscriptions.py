@@ -31,7 +31,7 @@ from mooncake.conductor.cache_groups import CacheGroups
 from mooncake.conductor.key_translation import EngineKeys, Fact, KeyTranslation, OwnKeys, tier_of
 from mooncake.conductor.messages import POOL, BlocksCleared, BlocksRemoved, BlocksStored, Event, Silent
 from mooncake.conductor.settings import SchedulingSettings
-from mooncake.kv_events import AllBlocksCleared, BlockRemoved, BlockStored, KvEvent, read_batch
+from mooncake.kv_events import AllBlocksCleared, BlockRemoved, BlockStored, EventBatch, KvEvent, read_batch
 from mooncake.log import get_logger
 from mooncake.security.http_auth import HttpClientAuth
 from mooncake.types import InstanceId
@@ -76,6 +76,8 @@ SOURCES_PAUSE_S = 5.0
 """Pause before an instance that did not answer is asked again where it publishes."""
 
 _BATCHES_PER_TURN = 16
+_LAST_SEQUENCE = (1 << 63) - 1
+"""A replay is requested from a signed number of 64 bits on."""
 
 
 class EventSource(msgspec.Struct, frozen=True):
@@ -119,17 +121,34 @@ class EventReader:
         self._groups.restart()
         return [BlocksCleared(self.instance, "restarted")]
 
+    def read_or_skip(self, sequence: int, payload: bytes) -> list[Fact]:
+        """Like ``read``, but a batch that can't be read is skipped, and all blocks are forgotten: what it
+        changed is unknown, and asking for it again would bring the same bytes."""
+        try:
+            return self.read(sequence, payload)
+        except msgspec.MsgspecError as error:
+            log.warning("kv_event_malformed", instance=self.instance, reason=str(error))
+            facts = self.restart()
+            self.next_sequence = sequence + 1
+            return facts
+
     def read(self, sequence: int, payload: bytes) -> list[Fact]:
         """The facts in one batch, those of equal kind together; none when it was read before.
 
         Raises:
-            msgspec.MsgspecError: not a batch of events.
+            msgspec.MsgspecError: not a batch of events, or its blocks can't be translated.
         """
         if sequence < self.next_sequence:
             return []
-        batch = read_batch(payload)
-        _batches.inc()
+        try:
+            facts = self._read(read_batch(payload))
+        except (ArithmeticError, LookupError, TypeError, ValueError) as error:
+            raise msgspec.ValidationError(f"its values can't be used: {error!r}") from error
         self.next_sequence = sequence + 1
+        return facts
+
+    def _read(self, batch: EventBatch) -> list[Fact]:
+        _batches.inc()
         self._latest_ts = max(self._latest_ts, batch.ts)
         facts = self._learn(batch.events)
         groups = self._groups
@@ -207,21 +226,26 @@ class GaplessStream:
             log.warning("kv_event_malformed", instance=instance, reason="not 3 frames")
             return
         sequence, payload = int.from_bytes(frames[1], "big"), frames[2]
+        if sequence > _LAST_SEQUENCE:
+            log.warning("kv_event_malformed", instance=instance, reason="its sequence has more than 63 bits")
+            return
         try:
-            if was_lost or reader.is_restart(sequence, payload):
-                log.info("kv_events_restarted", instance=instance)
-                _restarts.inc()
-                _post_all(self._post, reader.restart())
-            if sequence > reader.next_sequence:
-                log.info("kv_events_gap", instance=instance, first=reader.next_sequence, last=sequence - 1)
-                await _catch_up(self._context, reader, self._source, self._post)
-                is_whole = sequence <= reader.next_sequence
-                _gaps.labels("replayed" if is_whole else "lost").inc()
-                if not is_whole:  # no hints are better than stale ones
-                    _post_all(self._post, reader.restart())
-            _post_all(self._post, reader.read(sequence, payload))
-        except msgspec.MsgspecError as error:
+            is_restart = was_lost or reader.is_restart(sequence, payload)
+        except msgspec.MsgspecError as error:  # a duplicate; the next one shows a restart if it is one
             log.warning("kv_event_malformed", instance=instance, reason=str(error))
+            return
+        if is_restart:
+            log.info("kv_events_restarted", instance=instance)
+            _restarts.inc()
+            _post_all(self._post, reader.restart())
+        if sequence > reader.next_sequence:
+            log.info("kv_events_gap", instance=instance, first=reader.next_sequence, last=sequence - 1)
+            await _catch_up(self._context, reader, self._source, self._post)
+            is_whole = sequence <= reader.next_sequence
+            _gaps.labels("replayed" if is_whole else "lost").inc()
+            if not is_whole:  # no hints are better than stale ones
+                _post_all(self._post, reader.restart())
+        _post_all(self._post, reader.read_or_skip(sequence, payload))
 
 
 async def subscribe(
@@ -338,13 +362,15 @@ async def _replay(
             if not (await dealer.poll(int(REPLAY_TIMEOUT_S * 1000)) or await dealer.poll(0)):
                 return False
             frames = await dealer.recv_multipart()
+            if len(frames) < 2 or len(frames[-2]) != 8:
+                return False
             sequence = int.from_bytes(frames[-2], "big", signed=True)
             if sequence < 0:
                 return True
             # Older batches than the first one may be gone for good; those between two are not.
             if number > 1 and sequence > reader.next_sequence:
                 return False
-            _post_all(post, reader.read(sequence, frames[-1]))
+            _post_all(post, reader.read_or_skip(sequence, frames[-1]))
             if not number % _BATCHES_PER_TURN:
                 await asyncio.sleep(0)  # reading what is there does not yield, and a replay has thousands
     finally:
@@ -419,6 +445,10 @@ class EventSubscriptions:
                 await following
             except zmq.ZMQError as error:
                 log.warning("kv_events_ignored", instance=instance, reason=str(error))
+                self._post(Silent(instance))
+            except Exception as error:  # whatever it is, the index must not keep what is no longer followed
+                log.exception("kv_events_ignored", instance=instance, reason=repr(error))
+                self._post(BlocksCleared(instance, "lost: its events are not followed"))
                 self._post(Silent(instance))
 
         self._tasks[instance] = asyncio.get_running_loop().create_task(run_until_error())

@@ -22,6 +22,7 @@ from starlette.exceptions import HTTPException
 import mooncake
 from mooncake import metrics
 from mooncake.conductor.event_subscriptions import EventReader, EventSource, subscribe
+from mooncake.conductor.messages import BlocksCleared
 from mooncake.conductor.publisher_registry import (
     PublisherRegistry,
     Query,
@@ -104,6 +105,11 @@ class PublisherSubscriptions:
             log.warning(
                 "kv_events_ignored", instance=reader.instance, source=source.endpoint, reason=str(error)
             )
+        except Exception as error:  # whatever it is, the index must not keep what is no longer followed
+            log.exception(
+                "kv_events_ignored", instance=reader.instance, source=source.endpoint, reason=repr(error)
+            )
+            self.registry.take(BlocksCleared(reader.instance, "lost: its events are not followed"))
 
 
 class QueryServer:

@@ -119,6 +119,13 @@ def read_batch(payload: bytes) -> EventBatch:
         msgspec.MsgspecError: the payload is not a batch.
     """
     try:
+        return _read_batch(payload)
+    except (TypeError, ValueError, RecursionError) as error:
+        raise msgspec.ValidationError(f"a value in the batch can't be used: {error}") from error
+
+
+def _read_batch(payload: bytes) -> EventBatch:
+    try:
         return _decoder.decode(payload)
     except msgspec.ValidationError:
         batch = msgspec.msgpack.decode(payload)

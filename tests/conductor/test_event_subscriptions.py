@@ -262,6 +262,9 @@ def batch(*tagged: dict[str, object], ts: float = 1.0) -> bytes:
     return msgspec.msgpack.encode([ts, list(tagged), 0])
 
 
+SIXTEEN: dict[str, object] = {"parent_block_hash": None, "block_size": 16}
+
+
 def test_a_worker_on_all_addresses_is_reached_at_its_own() -> None:
     source = EventSource("tcp://0.0.0.0:5557", "tcp://*:5558", "t")
     assert source.with_host_of("10.0.0.7:8100") == EventSource(
@@ -303,6 +306,61 @@ def test_a_payload_that_is_not_a_batch_is_refused() -> None:
         EventReader("w").read(0, b"\xc1")
     with pytest.raises(msgspec.MsgspecError):
         EventReader("w").read(0, batch({"type": "Unheard"}))
+
+
+UNUSABLE: dict[str, bytes] = {
+    "no batch": b"\xc1",
+    "an event of an unknown type": batch({"type": "Unheard"}),
+    "a type that is no string": msgspec.msgpack.encode([1.0, [[["BlockStored"]]], 0]),
+    "a token below 0": batch({"type": "BlockStored", "block_hashes": [1], "token_ids": [-1] * 16} | SIXTEEN),
+    "an input of the hash that is no list": batch(
+        {"type": "BlockStored", "block_hashes": [1], "token_ids": [1] * 16, "extra_keys": [7]} | SIXTEEN
+    ),
+    "a string that is not UTF-8": b"\x93\xca?\x80\x00\x00\x91\x81\xa4type\xa1\xff\xc0",
+}
+
+
+@pytest.mark.parametrize("payload", UNUSABLE.values(), ids=UNUSABLE)
+def test_an_unreadable_batch_is_skipped_and_its_publisher_s_blocks_are_forgotten(payload: bytes) -> None:
+    reader = EventReader("w", EngineKeys(16))
+    with pytest.raises(msgspec.MsgspecError):
+        reader.read(0, payload)
+    assert reader.read_or_skip(0, payload) == [BlocksCleared("w", "restarted")]
+    assert reader.next_sequence == 1
+    then = {"type": "BlockStored", "block_hashes": [5], "token_ids": [*range(16)]} | SIXTEEN
+    assert reader.read_or_skip(1, batch(then))[-1] == BlocksStored("w", KEYS[:1])
+
+
+async def test_batches_after_an_unreadable_one_are_read(context: zmq.asyncio.Context) -> None:
+    """It comes live, and by the replay of a subscription that begins after it."""
+    engine = Engine()
+    await engine.start()
+    endpoint, replay = (
+        engine.config[name].replace("*", "127.0.0.1") for name in ("endpoint", "replay_endpoint")
+    )
+    source = EventSource(endpoint, replay)
+    first = Follower(context, source)
+
+    async def publish(block: bytes) -> None:
+        await engine.publish({"type": "BlockStored", "block_hashes": [block]} | EMPTY)
+
+    async def is_live() -> bool:
+        await publish(HASHES[0])
+        return first.has(HASHES[0]) and first.num_clears > 0
+
+    await until(is_live)
+    await engine.publish({"type": "Unheard"})
+    await publish(HASHES[1])
+    await until(lambda: first.has(HASHES[1]))
+    assert not first.has(HASHES[0]), "whether the unreadable batch removed it is unknown"
+    await publish(HASHES[2])
+    await until(lambda: first.has(HASHES[2]))
+    assert first.has(HASHES[1]), "batches that can be read clear nothing"
+    second = Follower(context, source)
+    await until(lambda: second.has(HASHES[1], HASHES[2]))
+    for one in (first, second):
+        await one.stop()
+    await engine.stop()
 
 
 def test_the_publisher_and_the_reader_agree() -> None:
@@ -553,6 +611,23 @@ async def test_an_engine_that_did_not_answer_is_asked_again_where_it_publishes(
         await until(lambda: has(service, engine, 2))
         [instance] = service.core.instances.values()
         assert engine.num_failures == 0 and not instance.is_silent
+
+
+async def test_an_instance_whose_events_can_t_be_followed_is_silent(monkeypatch: pytest.MonkeyPatch) -> None:
+    engine = Engine()
+    await engine.start()
+    await engine.store(0)
+    async with service_of(engine) as service:
+        await until(lambda: has(service, engine, 2))
+
+        def fail(reader: EventReader, sequence: int, payload: bytes) -> list[Fact]:
+            raise AssertionError("a fault of the reader itself")
+
+        monkeypatch.setattr(EventReader, "read", fail)
+        await engine.store(1)
+        [instance] = service.core.instances.values()
+        await until(lambda: instance.is_silent)
+        assert await has(service, engine, 0)
 
 
 async def test_where_an_engine_publishes_can_be_set() -> None:

@@ -14,7 +14,8 @@ import aiohttp
 import pytest
 import zmq.asyncio
 
-from mooncake.conductor.key_translation import sequence_hashes
+from mooncake.conductor.event_subscriptions import EventReader
+from mooncake.conductor.key_translation import Fact, sequence_hashes
 from mooncake.conductor.query_server import PublisherSubscriptions, QueryServer, read_registrations
 from mooncake.conductor.server import ConductorSettings, serve
 from mooncake.errors import InvalidArgument
@@ -230,6 +231,25 @@ async def test_a_publisher_that_starts_later_is_followed(router: Router) -> None
             return await router.longest() == 64
 
         await until(is_known, poke=lambda: publisher.publish([stored(3, 4)]))
+
+
+async def test_a_fault_in_reading_events_ends_the_subscription_with_its_blocks(
+    router: Router, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async with publishing() as publisher:
+        publisher.publish([stored(0, 2)])
+        await router.register(source_of(publisher))
+        await until(router.longest)
+
+        def fail(reader: EventReader, sequence: int, payload: bytes) -> list[Fact]:
+            raise AssertionError("a fault of the reader itself")
+
+        monkeypatch.setattr(EventReader, "read", fail)
+
+        async def is_unknown() -> bool:
+            return await router.query() == {"default": {}}
+
+        await until(is_unknown, poke=lambda: publisher.publish([stored(2, 3)]))
 
 
 async def test_a_gap_is_replayed(router: Router) -> None:
