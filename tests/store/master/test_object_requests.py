@@ -265,7 +265,7 @@ def test_a_leased_replica_is_not_dropped(voice: Voice) -> None:
 def test_a_replica_that_was_dropped_from_an_ssd_does_not_come_back(segment: str, must_last: bool) -> None:
     """After a loss of power the node would report it again, if the record of its removal were lost, too."""
     nodes = Nodes(SETTINGS)
-    memory, ssd = with_ssd(nodes)
+    _, ssd = with_ssd(nodes)
     nodes.put("k", host="a")
     nodes.say(m.CopyObject("k", ["a/ssd"]))
     ssd.work()
