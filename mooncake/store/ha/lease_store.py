@@ -111,6 +111,11 @@ class FileLeaseStore:
         self._path = path
         try:
             os.close(os.open(path, os.O_CREAT | os.O_RDWR, 0o600))
+            folder = os.open(path.parent, os.O_RDONLY | os.O_DIRECTORY)
+            try:
+                os.fsync(folder)  # makes the file's name durable
+            finally:
+                os.close(folder)
         except OSError as error:
             allowed = f"file:///folder, one that can be written to ({error})"
             raise InvalidArgument("election", f"file://{path.parent}", allowed) from error
@@ -131,6 +136,7 @@ class FileLeaseStore:
                 return False
             # In one write, so that a killed process can't leave half of it.
             os.pwrite(file, new + b"\n" + b" " * max(0, os.fstat(file).st_size - len(new) - 1), 0)
+            os.fdatasync(file)  # an election that a loss of power takes back could have two winners
             return True
         except OSError as error:
             raise StorageError(f"{self._path} can't be written: {error}") from error

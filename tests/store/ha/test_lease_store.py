@@ -3,13 +3,15 @@
 
 from __future__ import annotations
 
+import errno
+import os
 from collections.abc import Iterator
 from pathlib import Path
 from threading import Thread
 
 import pytest
 
-from mooncake.errors import InvalidArgument, MooncakeError, Unavailable
+from mooncake.errors import InvalidArgument, MooncakeError, StorageError, Unavailable
 from mooncake.store.ha.lease_store import FileLeaseStore, LeaseStore, make_lease_store, split_cluster
 from tests.contract.kubernetes_api import KubernetesApi
 from tests.contract.metadata_servers import MetadataServer
@@ -100,3 +102,26 @@ def test_a_file_that_goes_away_is_an_error(tmp_path: Path) -> None:
     folder.rmdir()
     with pytest.raises(MooncakeError, match="opened"):
         lease_store.read()
+
+
+def test_a_record_in_a_file_is_durable_before_it_counts(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Otherwise a loss of power could take an election back that others know of."""
+    synced: list[bytes] = []
+    fdatasync = os.fdatasync
+
+    def noted(file: int) -> None:
+        fdatasync(file)
+        synced.append(os.pread(file, 100, 0).rstrip())
+
+    def failing(file: int) -> None:
+        raise OSError(errno.EIO, os.strerror(errno.EIO))
+
+    lease_store = FileLeaseStore(tmp_path / "x")
+    monkeypatch.setattr(os, "fdatasync", noted)
+    assert lease_store.swap(None, b"first") and lease_store.swap(b"first", b"2nd")
+    assert not lease_store.swap(b"first", b"other") and synced == [b"first", b"2nd"]
+    monkeypatch.setattr(os, "fdatasync", failing)
+    with pytest.raises(StorageError, match="written"):
+        lease_store.swap(b"2nd", b"third")
