@@ -189,6 +189,9 @@ async def _accounted(answer: ProxiedRequest, http: Request, slo: Any) -> AsyncGe
         log.warning("stream_interrupted", id=http.state.answer_id, reason=str(error))
         yield answer.api.error_event(error)
     finally:
+        client: Client | None = http.state.client
+        if not is_complete and client is not None:
+            client.charge(answer.num_computed, clock.monotonic())
         answer.finish(is_complete)
 
 
@@ -415,6 +418,15 @@ class ProxiedRequest(PlacedRequest):
         if not found.completion_tokens:
             found = msgspec.structs.replace(self._prefill or found, completion_tokens=self._num_events)
         return found
+
+    @property
+    def num_computed(self) -> int:
+        """Tokens that were computed so far, as far as that was observed: the prompt's, and output."""
+        if not self._num_events and self.prefilled is None:
+            return 0
+        found = self.usage_so_far
+        num_output = max(found.completion_tokens, self._num_events)  # some usages begin with a count of 1
+        return found.prompt_tokens + num_output
 
     async def answer(self) -> AsyncGenerator[bytes, None]:
         """Yield the data of the answer's events, or its whole body. Raises ApiError."""

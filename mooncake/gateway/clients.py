@@ -159,11 +159,16 @@ class Client:
         assert self.num_in_flight >= 0
 
     def used(self, prompt_tokens: int, output_tokens: int, now: float) -> None:
-        """Charge an answer's tokens."""
+        """Charge and count a completed answer's tokens."""
         _tokens.labels(self.name, "prompt").inc(prompt_tokens)
         _tokens.labels(self.name, "output").inc(output_tokens)
+        self.charge(prompt_tokens + output_tokens, now)
+
+    def charge(self, num_tokens: int, now: float) -> None:
+        """Charge tokens to the quota alone, as those of an answer that ends early: hanging up before an
+        answer's end must not make it free."""
         if self._tokens is not None:
-            self._tokens.charge(prompt_tokens + output_tokens, now)
+            self._tokens.charge(num_tokens, now)
 
 
 class Clients:

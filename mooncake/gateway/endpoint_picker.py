@@ -362,10 +362,13 @@ class PickedRequest(PlacedRequest):
         self._permit.leave(clock.monotonic())
         place_id = self.place_id
         self.end(Finished(place_id, measured.output_tokens, measured.ttft_s, measured.tbt_s, is_complete))
+        num_prompt = measured.prompt_tokens or self._place_event.num_tokens
         if not is_complete:
+            if self._is_computed and self._client is not None:
+                num_output = max(measured.output_tokens, measured.num_events)
+                self._client.charge(num_prompt + num_output, clock.monotonic())
             return
         ttft_seconds.observe(measured.ttft_s)
-        num_prompt = measured.prompt_tokens or self._place_event.num_tokens
         cached = PromptTokensDetails(measured.cached_tokens)
         usage = Usage(num_prompt, measured.output_tokens, num_prompt + measured.output_tokens, cached)
         timing = Timing(measured.ttft_s, measured.longest_gap_s, measured.e2e_s)

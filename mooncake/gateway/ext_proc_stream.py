@@ -213,6 +213,8 @@ class Measured(msgspec.Struct, frozen=True):
     longest_gap_s: float = 0.0
     tbt_s: float = 0.0
     e2e_s: float = 0.0
+    num_events: int = 0
+    "Events of a stream; the engine's count of output tokens comes only at its end."
 
 
 class Ended(msgspec.Struct, frozen=True):
@@ -281,7 +283,8 @@ class ExtProcStream:
         self._head = event
         self._wake_at = now + self._body_timeout_s
         if event.is_observing:
-            return self._cut("the proxy is in observability mode, in which no endpoint can be picked")
+            reason = "the proxy is in observability mode, in which no endpoint can be picked"
+            return self._cut(reason, now)
         if event.is_last:
             return self._pick(now)
         if event.request_mode is BodyMode.BUFFERED:
@@ -403,16 +406,16 @@ class ExtProcStream:
         if self.state is StreamState.READING:
             message = f"the body was not complete within {self._body_timeout_s:g} s"
             return self._refuse(Refused.of(ApiError(408, message, code="body_timeout")))
-        return self._cut(f"the stream was {self.state.value} for too long", is_late=True)
+        return self._cut(f"the stream was {self.state.value} for too long", now, is_late=True)
 
     def _out_of_turn(self, event: PeerEvent, now: float) -> list[Effect]:
-        return self._cut(f"{type(event).__name__} while {self.state.value}")
+        return self._cut(f"{type(event).__name__} while {self.state.value}", now)
 
-    def _cut(self, reason: str, is_late: bool = False) -> list[Effect]:
+    def _cut(self, reason: str, now: float, is_late: bool = False) -> list[Effect]:
         is_placed = self._picked is not None
         self.state = StreamState.ENDED
         self._body.clear()
-        ended: list[Effect] = [Ended(False, Measured())] if is_placed else []
+        ended: list[Effect] = [Ended(False, self._answer.measured(now))] if is_placed else []
         return [*ended, EndStream(reason, is_late)]
 
 
@@ -480,6 +483,7 @@ class AnswerMeter:
             longest_gap_s=self._longest_gap_s,
             tbt_s=max(0.0, tbt_s),
             e2e_s=now - self._began,
+            num_events=self._num_events if self.is_stream else 0,
         )
 
 

@@ -345,6 +345,7 @@ class OwnWorkersAnswer:
             for number, worker_request in enumerate(self._worker_requests)
         ]
         num_open = len(tasks)
+        is_complete = False
         try:
             while num_open:
                 piece = await self._before_deadline(queue)
@@ -355,8 +356,11 @@ class OwnWorkersAnswer:
                 else:
                     self._num_output_tokens += len(piece.token_ids)
                     yield piece
+            is_complete = True
             self._account()
         finally:
+            if not is_complete and self._client is not None:
+                self._client.charge(self._num_computed(), clock.monotonic())
             for task in tasks:
                 task.cancel()
             await asyncio.gather(*tasks, return_exceptions=True)
@@ -485,6 +489,15 @@ class OwnWorkersAnswer:
             sum(worker_request.num_cached_tokens for worker_request in self._worker_requests),
         )
 
+    def _num_computed(self) -> int:
+        """Tokens that were computed so far: prompts, from their prefill or first token on, and output."""
+        num_tokens, n = 0, self._request.n
+        for number, worker_request in enumerate(self._worker_requests):
+            num_output = sum(len(one.token_ids) for one in self._choices[number * n : (number + 1) * n])
+            if num_output or worker_request.is_computed:
+                num_tokens += len(worker_request.prompt) + num_output
+        return num_tokens
+
     def _account(self) -> None:
         timing = Timing(self._ttft_s or 0.0, self._longest_gap_s, clock.monotonic() - self._began)
         record_answer(
@@ -565,6 +578,11 @@ class OwnWorkersRequest(PlacedRequest):
         """The call of a prefill that pushes, until its result was used."""
         self._has_begun = False
         """Whether a piece of the answer has arrived."""
+
+    @property
+    def is_computed(self) -> bool:
+        """Whether an instance has reported that the prompt is computed."""
+        return self._is_computed
 
     async def prefill(self, cache_salt: str | None, may_push: bool = False) -> None:
         """Place the prompt and have its KV computed; with a push it is still computed when this returns.

@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import hashlib
 import json
 import os
@@ -21,6 +22,7 @@ from mooncake.http.openai import ApiError
 from mooncake.inference.tokenizer import Tokenizer
 from tests.gateway.conftest import ADMIN_KEY, Stack, running
 from tests.gateway.engines import fronting
+from tests.waiting import until
 
 ANNA, BORIS, CLARA = "sk-anna-0123456789", "sk-boris-0123456789", "sk-clara-0123456789"
 PROMPT = list(range(20, 32))
@@ -248,6 +250,50 @@ async def test_quotas_are_refused_with_a_pause(stack: Stack) -> None:
     status, answer, _ = await stack.post(TEXT, {**body, "n": 3}, bearer(BORIS))
     assert (status, answer["error"]["param"]) == (400, "n")
     assert stack.gateway.limiter.num_in_flight == 0
+
+
+@pytest.mark.parametrize("stream", [True, False])
+async def test_an_answer_that_ends_early_is_charged_for_what_was_computed(
+    tokenizer: Tokenizer, tmp_path: Path, stream: bool
+) -> None:
+    """Our workers compute it; the prompt has 12 tokens."""
+    keys = written(tmp_path, [{"name": "anna", "key": ANNA, "tokens_per_minute": 12}])
+    async with running(tokenizer, api_keys_file=str(keys)) as stack:
+        for worker in stack.decode:
+            worker.stall_after = 3
+        before = output_tokens_shown("anna")
+        body = {"prompt": PROMPT, "max_tokens": 9, "stream": stream}
+        asking = asyncio.ensure_future(stack.post(TEXT, body, bearer(ANNA)))
+        await until(lambda: any(worker.calls for worker in stack.decode))
+        asking.cancel()
+        await until(lambda: not stack.gateway.limiter.num_in_flight)
+        status, answer, _ = await stack.post(TEXT, body, bearer(ANNA))
+        assert (status, answer["error"]["code"]) == (429, "quota_tokens")
+        assert output_tokens_shown("anna") == before, "the metric counts completed answers"
+
+
+@pytest.mark.parametrize(("num_prefill", "path"), [(1, TEXT), (0, TEXT), (0, "/v1/messages")])
+async def test_an_answer_of_another_engine_that_ends_early_is_charged_too(
+    tmp_path: Path, num_prefill: int, path: str
+) -> None:
+    keys = written(tmp_path, [{"name": "anna", "key": ANNA, "tokens_per_minute": 5}])
+    async with fronting(num_prefill, 1, api_keys_file=str(keys)) as front:
+        front.decode[0].gate = asyncio.Event()
+        prompt = "w20 w21 w22 w23 w24"
+        body: dict[str, Any] = {"model": "org/tiny", "max_tokens": 5, "stream": True}
+        body |= {"prompt": prompt} if path == TEXT else {"messages": [{"role": "user", "content": prompt}]}
+        url, headers = front.url + path, bearer(ANNA)
+        async with front.session.post(url, json=body, headers=headers) as response:
+            assert response.status == 200
+            await response.content.readuntil(b"\n\n")
+        await until(lambda: not front.gateway.limiter.num_in_flight)
+        status, answer, _ = await front.post(path, body, headers)
+        assert status == 429 and "tokens a minute" in str(answer["error"])
+
+
+def output_tokens_shown(client: str) -> float:
+    labels = {"client": client, "kind": "output"}
+    return metrics.registry.get_sample_value("mooncake_gateway_client_tokens_total", labels) or 0.0
 
 
 async def test_an_explanation_is_only_for_the_client_of_the_request(stack: Stack) -> None:

@@ -4,8 +4,10 @@
 from __future__ import annotations
 
 import contextlib
+import json
 from collections.abc import AsyncIterator, Callable
 from dataclasses import dataclass
+from pathlib import Path
 from random import Random
 from typing import Any
 
@@ -26,6 +28,7 @@ from tests.gateway.envoy import Proxy, proxied
 from tests.waiting import until
 
 CHAT, TEXT = "/v1/chat/completions", "/v1/completions"
+KEY = "anna-anna-anna-anna"
 
 
 @pytest.mark.parametrize(
@@ -243,6 +246,30 @@ async def test_an_unknown_endpoint_that_served_changes_no_account(served: str) -
         await exchange.receive()
         assert await proxy.num_placed() == 1
         await exchange.end()
+
+
+async def test_an_answer_that_ends_early_is_charged_for_what_was_computed(tmp_path: Path) -> None:
+    keys = tmp_path / "keys.json"
+    keys.write_text(json.dumps({"keys": [{"name": "anna", "key": KEY, "tokens_per_minute": 5}]}))
+    keys.chmod(0o600)
+    async with proxied(1, api_keys_file=str(keys)) as proxy:
+        body, headers = {"prompt": "w1 w2 w3", "max_tokens": 9}, {"authorization": f"Bearer {KEY}"}
+        unanswered = proxy.exchange()
+        await unanswered.completed(body, headers=headers)
+        await unanswered.end()
+        await proxy.until_idle()
+        exchange = proxy.exchange()
+        await exchange.completed(body, headers=headers)  # of the first one nothing was computed
+        await exchange.response_headers(kind="text/event-stream")
+        await exchange.receive()
+        await exchange.response_body(b"data: {}\n\ndata: {}\n\n", False)
+        await exchange.receive()
+        await exchange.end()
+        await proxy.until_idle()
+        refused = proxy.exchange()
+        await refused.request_headers(headers)
+        await refused.request_body(msgspec.json.encode(body))
+        assert (await refused.refusal()).details == "quota_tokens"
 
 
 async def test_measurements_reach_the_conductor(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -184,9 +184,11 @@ def test_a_body_that_stays_half_sent_is_refused() -> None:
 def test_an_answer_that_takes_too_long_ends_the_account() -> None:
     core = stream()
     played(core, HEAD, RequestBody(b"{}", True), PICKED, OK, now=5.0)
+    played(core, ResponseBody(b"data: {}\n\ndata: {}\n\n", False), now=15.0)
     assert core.deadline() == 605.0
+    measured = Measured(output_tokens=2, ttft_s=10.0, e2e_s=600.0, num_events=2)
     assert core.handle(Wake(), 605.0) == [
-        Ended(False, Measured()),
+        Ended(False, measured),
         EndStream("the stream was answering for too long", is_late=True),
     ]
     assert core.deadline() is None
@@ -217,7 +219,7 @@ def test_an_answer_passes_by_unchanged_and_is_measured() -> None:
     assert len(of(FirstPiece, effects)) == 1
     assert of(ProxyReply, effects)[-1].is_last
     [ended] = of(Ended, effects)
-    assert ended == Ended(True, Measured(7, 0, 3, 2.0, 3.0, 2.0, 6.5))
+    assert ended == Ended(True, Measured(7, 0, 3, 2.0, 3.0, 2.0, 6.5, 3))
 
 
 @pytest.mark.parametrize("mode", [BodyMode.STREAMED, BodyMode.BUFFERED])
