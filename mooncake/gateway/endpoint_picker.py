@@ -5,7 +5,8 @@ A request is read, named and placed as the gateway does it (``any_engine.prepare
 the same instance for both. What differs is what happens next: the proxy sends the request, to the endpoint or
 to one of those behind it in the list, and reports which one served it. So each placement is a
 ``PickedRequest``, which passes on to the conductor what the proxy reports: the begin and the end of the
-answer, the instances that failed, the one that served instead. A proxy addresses endpoints as ``ip:port``;
+answer, the instances that failed, the one that served instead. A request that generates nothing is not
+placed; its ``PickedCall`` holds the client's quotas only. A proxy addresses endpoints as ``ip:port``;
 instances with another name are never picked.
 """
 
@@ -26,7 +27,15 @@ from mooncake import clock, metrics
 from mooncake.conductor.messages import Decision, Failed, Finished, InstanceStatus, Place, Prefilled, Refuse
 from mooncake.gateway.any_engine import EMBEDDINGS, num_answers_of, prepare, settle_model
 from mooncake.gateway.clients import Client
-from mooncake.gateway.engine_apis import CHAT, COMPLETIONS, MESSAGES, RESPONSES, EngineApi, read_request
+from mooncake.gateway.engine_apis import (
+    CHAT,
+    COMPLETIONS,
+    MESSAGES,
+    RESPONSES,
+    EngineApi,
+    read_object,
+    read_request,
+)
 from mooncake.gateway.ext_proc_stream import Measured, Picked, Refused, RequestHeaders
 from mooncake.gateway.gateway import Gateway
 from mooncake.gateway.handoff import supports, without_transfers
@@ -125,26 +134,28 @@ class EndpointPicker:
         """Whether some endpoint can be picked."""
         return any(row.health == "ready" for row in await self._addressable())
 
-    async def pick(self, head: RequestHeaders, body: bytes) -> tuple[Picked | Refused, PickedRequest | None]:
-        """The endpoint of a request, or why there is none; and its account, if it was placed.
+    async def pick(
+        self, head: RequestHeaders, body: bytes
+    ) -> tuple[Picked | Refused, PickedRequest | PickedCall | None]:
+        """The endpoint of a request, or why there is none; and its account, if it has one.
 
-        The caller ends the account with ``PickedRequest.finish``.
+        The caller ends the account with ``finish``.
         """
         began = clock.monotonic()
         http = _http_of(head)
         api = APIS.get(http.scope["path"])
-        account: PickedRequest | None = None
+        account: PickedRequest | PickedCall | None = None
         try:
             http.state.client = self._authenticated(http, api)
             if api is not None and http.method == "POST":
                 answer, account = await self._place(http, api, head, body)
             else:
-                answer = await self._any_instance(http, head)
+                answer, account = await self._any_instance(http, head, body)
         except ApiError as error:
             _picks.labels(error.detail.code or error.status).inc()
             form = None if api is None else api.error_body(error)
             return Refused.of(error, form, names_of(http)), None
-        _picks.labels("unplaced" if account is None else "picked").inc()
+        _picks.labels("picked" if isinstance(account, PickedRequest) else "unplaced").inc()
         _pick_seconds.observe(clock.monotonic() - began)
         return answer, account
 
@@ -190,12 +201,35 @@ class EndpointPicker:
         )
         return picked, account
 
-    async def _any_instance(self, http: Request, head: RequestHeaders) -> Picked:
-        """Any ready instance that is allowed, in turn, for a request that generates nothing."""
+    async def _any_instance(
+        self, http: Request, head: RequestHeaders, body: bytes
+    ) -> tuple[Picked, PickedCall | None]:
+        """Any ready instance that is allowed, in turn, for a request that generates nothing.
+
+        Quotas, the salt and the names of models are those of ``any_engine.serve_call``.
+        """
         path = str(http.scope["path"])
         if http.method not in UNPLACED or UNPLACED[http.method].fullmatch(path) is None:
             message = f"{http.method[:20]} {path[:200]} is not served here"
             raise ApiError(404, message, code="endpoint_not_served")
+        if http.method != "POST":
+            return await self._unplaced(http, head, None), None
+        gateway = self._gateway
+        given = await decoded(body, read_object)
+        request = without_transfers(given, gateway.settings.trust_clients)
+        client: Client | None = http.state.client
+        account = PickedCall(path, Permit(gateway.limiter, client, 1, clock.monotonic()), client)
+        try:
+            if client is not None and path == EMBEDDINGS:
+                request["cache_salt"] = client.entry.cache_salt
+            await settle_model(gateway, request)
+            return await self._unplaced(http, head, msgspec.json.encode(request)), account
+        except BaseException:
+            account.finish(False, Measured())
+            raise
+
+    async def _unplaced(self, http: Request, head: RequestHeaders, body: bytes | None) -> Picked:
+        """The next instance that is allowed; ``body``: in the place of the proxy's."""
         backends, scheduling = self._gateway.backends, self._gateway.scheduling
         allowed = _Allowed(head.subset, await self._addressable())
         instance = await backends.pick_instance(scheduling, allowed.excluded)
@@ -208,6 +242,7 @@ class EndpointPicker:
             {**set_headers, "x-gateway-destination-endpoint": endpoint},
             remove_headers,
             names_of(http),
+            body,
         )
 
     async def _addressable(self) -> list[InstanceStatus]:
@@ -373,6 +408,31 @@ class PickedRequest(PlacedRequest):
         usage = Usage(num_prompt, measured.output_tokens, num_prompt + measured.output_tokens, cached)
         timing = Timing(measured.ttft_s, measured.longest_gap_s, measured.e2e_s)
         record_answer(place_id, self.route, usage, timing, self._slo, self._client)
+
+
+class PickedCall:
+    """The account of one request that generates nothing, until ``finish``; the conductor does not know it."""
+
+    def __init__(self, path: str, permit: Permit, client: Client | None) -> None:
+        self._path, self._permit, self._client = path, permit, client
+        self._has_ended = False
+
+    async def served(self, status: int, endpoint: str) -> None:
+        """Nothing, as the request was not placed."""
+
+    def first_piece(self) -> None:
+        """Nothing, as the request was not placed."""
+
+    def finish(self, is_complete: bool, measured: Measured) -> None:
+        """Charge what was embedded, and leave; repeated calls have no effect."""
+        if self._has_ended:
+            return
+        self._has_ended = True
+        now = clock.monotonic()
+        self._permit.leave(now)
+        # The answers of other paths have counts, too, but of tokens that were only counted.
+        if self._client is not None and is_complete and self._path == EMBEDDINGS:
+            self._client.used(measured.prompt_tokens, 0, now)
 
 
 def _http_of(head: RequestHeaders) -> Request:

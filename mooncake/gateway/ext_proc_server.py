@@ -21,7 +21,7 @@ from prometheus_client import Counter, Gauge
 
 from mooncake import clock, metrics
 from mooncake.errors import AccessDenied, AddressInUse, InvalidArgument
-from mooncake.gateway.endpoint_picker import EndpointPicker, PickedRequest
+from mooncake.gateway.endpoint_picker import EndpointPicker, PickedCall, PickedRequest
 from mooncake.gateway.ext_proc_messages import (
     HEALTH,
     SERVICE,
@@ -302,7 +302,7 @@ class _ProxyStream:
         self._cuts = cuts
         self._picker, self._bodies, self._core, self._context = picker, bodies, core, context
         self._write_timeout_s = write_timeout_s
-        self._account: PickedRequest | None = None
+        self._account: PickedRequest | PickedCall | None = None
         self._num_held = 0
         self._how = "closed"
         self._reading: asyncio.Task[Any] | None = None

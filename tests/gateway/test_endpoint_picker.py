@@ -272,6 +272,65 @@ async def test_an_answer_that_ends_early_is_charged_for_what_was_computed(tmp_pa
         assert (await refused.refusal()).details == "quota_tokens"
 
 
+@pytest.mark.parametrize(
+    ("path", "is_charged"),
+    [
+        ("/v1/embeddings", True),
+        ("/tokenize", False),
+        ("/detokenize", False),
+        ("/v1/messages/count_tokens", False),
+    ],
+)
+async def test_a_request_that_generates_nothing_has_the_quotas_and_the_salt(
+    tmp_path: Path, path: str, is_charged: bool
+) -> None:
+    quotas = {"max_in_flight": 1, "tokens_per_minute": 5}
+    keys = tmp_path / "keys.json"
+    keys.write_text(json.dumps({"keys": [{"name": "anna", "key": KEY, **quotas}]}))
+    keys.chmod(0o600)
+    body = {
+        "model": "tiny",
+        "input": "w1",
+        "cache_salt": "of another",
+        "kv_transfer_params": {"remote_host": "10.6.6.6"},
+    }
+    async with proxied(1, api_keys_file=str(keys)) as proxy:
+        headers = {"authorization": f"Bearer {KEY}"}
+        exchange = proxy.exchange()
+        picked = await exchange.completed(body, path=path, headers=headers)
+        assert "kv_transfer_params" not in picked.request
+        assert picked.request["model"] == "org/tiny", "the engine's name for it"
+        assert (picked.request["cache_salt"] == "of another") is not is_charged
+        assert not await proxy.num_placed()
+
+        async def outcome() -> str:
+            again = proxy.exchange()
+            await again.request_headers(headers, path=path)
+            await again.request_body(msgspec.json.encode(body))
+            reply = await again.receive()
+            await again.end()
+            return str(reply.immediate_response.details)
+
+        assert await outcome() == "quota_in_flight"
+        await exchange.response_headers()
+        await exchange.receive()
+        await exchange.response_body(b'{"data": [], "usage": {"prompt_tokens": 5, "input_tokens": 5}}')
+        await exchange.receive()
+        await exchange.end()
+        await proxy.until_idle()
+        assert await outcome() == ("quota_tokens" if is_charged else "")
+        await proxy.until_idle()
+
+
+async def test_a_request_that_generates_nothing_and_is_refused_holds_no_quota() -> None:
+    async with proxied(1) as proxy:
+        exchange = proxy.exchange()
+        await exchange.request_headers(path="/tokenize")
+        await exchange.request_body(b'{"model": "unheard"}')
+        assert (await exchange.refusal()).status == 404
+        assert proxy.gateway.limiter.num_in_flight == 0
+
+
 async def test_measurements_reach_the_conductor(monkeypatch: pytest.MonkeyPatch) -> None:
     async with proxied(1) as proxy:
         events: list[Any] = []

@@ -173,7 +173,7 @@ async def test_a_request_that_generates_nothing_goes_to_any_engine() -> None:
         await exchange.request_headers(path="/tokenize")
         await exchange.request_body(b'{"prompt": "x"}')
         await exchange.picked()
-        assert await exchange.body() == b'{"prompt": "x"}'
+        assert await exchange.body() == b'{"prompt":"x","model":"org/tiny"}'
         before = ends("complete")
         await exchange.response_headers()
         await exchange.response_body(b"{}")
