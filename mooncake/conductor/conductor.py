@@ -70,7 +70,13 @@ from mooncake.conductor.prediction import (
     prefill_terms,
 )
 from mooncake.conductor.prefix_index import InferredBlocks, PrefixIndex, PrefixMatch
-from mooncake.conductor.request_lifecycle import RequestLifecycle, candidates_of, prompt_blocks_of, refusal_of
+from mooncake.conductor.request_lifecycle import (
+    ActivePlacement,
+    RequestLifecycle,
+    candidates_of,
+    prompt_blocks_of,
+    refusal_of,
+)
 from mooncake.conductor.scaling_signal import INTERVAL_S, NO_STEP, PoolNow, ScalingSignal
 from mooncake.conductor.settings import SchedulingSettings
 from mooncake.errors import Refusal
@@ -87,19 +93,6 @@ _MOST_S = 86_400.0
 def _bounded(seconds: float, least: float = 0.0) -> float:
     """A duration from another process, between ``least`` and a day; 0 for one that is no number."""
     return min(max(seconds, least), _MOST_S) if seconds == seconds else 0.0
-
-
-class ActivePlacement(msgspec.Struct):
-    """A request that was placed and whose end was not reported yet."""
-
-    prefill: InstanceId | None
-    decode: InstanceId
-    placed_at: float
-    expires_at: float
-    place: Place
-    prediction: Prediction
-    is_refused: bool = False
-    "It was refused when its prompt was computed. Its account stays until its end is reported."
 
 
 class Conductor:
@@ -589,7 +582,8 @@ class Conductor:
         facts: list[ReportedFact] = []
         for one in self.instances.values():
             capacity = float(self.loads.capacity_tokens[one.slot])
-            facts.append(AddInstance(one.id, one.role, int(capacity) if np.isfinite(capacity) else 0))
+            kv_tokens = int(capacity) if np.isfinite(capacity) else 0
+            facts.append(AddInstance(one.id, one.role, kv_tokens, is_reminder=True))
             if one.is_draining:
                 facts.append(Drain(one.id))
         for request_id in request_ids:

@@ -30,7 +30,7 @@ from mooncake.conductor.messages import (
     SharedFact,
     Standing,
 )
-from mooncake.conductor.replication import FactStream, Replicas
+from mooncake.conductor.replication import FactStream, Replicas, settled_members
 from mooncake.driver import Driver
 from mooncake.errors import InvalidArgument, MooncakeError
 from mooncake.log import get_logger
@@ -183,10 +183,11 @@ class Peers:
         self._driver.post(StandingReceived(message.sender))
         members = list(self._core.instances)
         facts, wanted = self.replicas.receive(message, now)
-        if wanted >= 0:
+        is_leader = self.standing.is_leader  # and if so, the sender does not, whatever it has stated
+        if wanted >= 0 and not is_leader:
             for instance in self.replicas.removed_members(message, members):
                 self._post(RemoveInstance(instance))
-        for fact in facts:
+        for fact in settled_members(facts, message, members, is_leader):
             if isinstance(fact, Placed):
                 _placed_elsewhere.labels("peer").inc()
             self._post(fact)

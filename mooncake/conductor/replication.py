@@ -13,6 +13,8 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Callable, Hashable, Iterable, Sequence
 
+import msgspec
+
 from mooncake.conductor.messages import (
     Abandoned,
     AddInstance,
@@ -220,6 +222,29 @@ class Replicas:
     def check(self) -> None:
         self.owners.check()
         assert len(self._next) <= _MAX_SENDERS
+
+
+def settled_members(
+    facts: Sequence[ReportedFact], message: Replicate, members: Sequence[InstanceId], is_leader: bool
+) -> list[ReportedFact]:
+    """The facts of a message, with the members of a snapshot as far as they count here.
+
+    The leader's are those of all conductors: its snapshot also ends drains and changes roles. Those of
+    another one, which may lack the latest changes, remind of instances; where this conductor leads
+    (``is_leader``) and has ``members``, an instance that it lacks was removed here, or its gateway is about
+    to add it.
+    """
+    if not message.is_snapshot:
+        return [*facts]
+    settled: list[ReportedFact] = []
+    for fact in facts:
+        if isinstance(fact, AddInstance):
+            if is_leader and members and fact.instance not in members:
+                continue
+            is_reminder = is_leader or not message.sender.is_leader
+            fact = msgspec.structs.replace(fact, is_reminder=is_reminder)
+        settled.append(fact)
+    return settled
 
 
 def _num_keys(fact: SharedFact) -> int:

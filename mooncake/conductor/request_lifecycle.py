@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What the conductor remembers of a request beside its placement: its admission, and the reasons of the
-choice.
+"""What the conductor remembers of a request: its placement, its admission, and the reasons of the choice.
 
-Connects admission and explanations to the conductor's events, and owns nothing but this connection. With
+Connects admission and explanations to the conductor's events, and owns nothing but this connection and the
+form of a placement. With
 admission "none" and no memory for explanations it costs one comparison, as the simulator needs.
 """
 
@@ -12,6 +12,7 @@ from array import array
 from collections.abc import Callable, Iterable, Sequence
 from itertools import islice
 
+import msgspec
 import numpy as np
 
 from mooncake.conductor.admission import AdmissionController, AdmissionRequest, AdmissionResult, PoolCapacity
@@ -34,6 +35,19 @@ from mooncake.kvlayout import KEY_PREFIX
 from mooncake.types import InstanceId
 
 _MAX_OTHERS = 8
+
+
+class ActivePlacement(msgspec.Struct):
+    """A request that was placed and whose end was not reported yet."""
+
+    prefill: InstanceId | None
+    decode: InstanceId
+    placed_at: float
+    expires_at: float
+    place: Place
+    prediction: Prediction
+    is_refused: bool = False
+    "It was refused when its prompt was computed. Its account stays until its end is reported."
 
 
 class RequestLifecycle:

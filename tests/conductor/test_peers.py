@@ -23,6 +23,7 @@ from mooncake.conductor.messages import (
     Prefilled,
     RemoveInstance,
     Replicate,
+    SharedFact,
     Standing,
 )
 from mooncake.conductor.server import ConductorServer, ConductorService
@@ -176,6 +177,20 @@ async def test_a_killed_leader_s_work_goes_on_at_the_follower(workers: list[Work
         await until(lambda: restarted.num_requests == follower.num_requests == 0)
         assert len(in_flight) == 3
     assert sample("mooncake_conductor_client_in_turn_total") == in_turn
+
+
+async def test_a_snapshot_of_one_that_does_not_lead_changes_no_membership_at_the_leader() -> None:
+    [port] = free_ports("127.0.0.1", 1, Random())
+    leader = await begin(port)
+    try:
+        leader.service.post(AddInstance("127.0.0.1:1", WorkerRole.DECODE))
+        for is_stale_leader in (False, True):
+            members: list[SharedFact] = [AddInstance("127.0.0.1:2", WorkerRole.DECODE)]
+            message = Replicate(Standing(7, 0, is_stale_leader), 0, members, is_snapshot=True)
+            leader.server.peers.receive(message)
+            assert list(leader.service.core.instances) == ["127.0.0.1:1"]
+    finally:
+        await leader.stop()
 
 
 async def test_gateways_have_one_view_of_the_load(workers: list[Worker]) -> None:

@@ -28,7 +28,13 @@ from mooncake.conductor.messages import (
     SharedFact,
     Standing,
 )
-from mooncake.conductor.replication import MAX_UNSENT, FactStream, Replicas, RequestOwners
+from mooncake.conductor.replication import (
+    MAX_UNSENT,
+    FactStream,
+    Replicas,
+    RequestOwners,
+    settled_members,
+)
 from mooncake.conductor.settings import SchedulingSettings
 from mooncake.types import WorkerRole
 
@@ -204,6 +210,46 @@ def loads(conductor: Conductor) -> list[tuple[object, ...]]:
     return rows
 
 
+def conductor_of(*instances: str) -> Conductor:
+    conductor = Conductor(SchedulingSettings(), Random(1))
+    for instance in instances:
+        conductor.handle(AddInstance(instance, WorkerRole.DECODE), 0.0)
+        conductor.handle(Probed(instance, ProbeOutcome.READY), 0.0)
+    return conductor
+
+
+def exchanged(sender: Conductor, receiver: Conductor, *, does_sender_lead: bool) -> dict[str, str]:
+    """Have the receiver take a snapshot of the sender; one of both leads. Returns its members' states."""
+    message = snapshot(*sender.shared_state([], 5.0), sender=Standing(7, 3, does_sender_lead))
+    facts, _ = Replicas(GRACE_S).receive(message, 5.0)
+    members = list(receiver.instances)
+    for fact in settled_members(facts, message, members, is_leader=not does_sender_lead):
+        receiver.handle(fact, 5.0)
+    return {one.id: one.state for one in receiver.instances.values()}
+
+
+def test_a_follower_s_snapshot_undoes_no_drain_and_no_removal_at_the_leader() -> None:
+    leader, follower = conductor_of("d1", "d2"), conductor_of("d1", "d2")
+    leader.handle(Place("r", 100), 1.0)
+    busy = leader.placements["r"].decode
+    [idle] = {"d1", "d2"} - {busy}
+    leader.handle(Drain(busy), 2.0)
+    leader.handle(Drain(idle), 2.0)
+    assert exchanged(follower, leader, does_sender_lead=False) == {busy: "draining"}
+
+
+def test_a_leader_that_was_just_started_takes_the_members_of_a_follower() -> None:
+    follower = conductor_of("d1", "d2")
+    assert exchanged(follower, conductor_of(), does_sender_lead=False) == {"d1": "starting", "d2": "starting"}
+
+
+def test_a_leader_s_snapshot_ends_a_drain_and_adds_instances_at_a_follower() -> None:
+    leader, follower = conductor_of("d1", "d2"), conductor_of("d1")
+    follower.handle(Place("r", 100), 1.0)
+    follower.handle(Drain("d1"), 2.0)
+    assert exchanged(leader, follower, does_sender_lead=True) == {"d1": "ready", "d2": "starting"}
+
+
 @pytest.mark.parametrize("seed", range(10))
 def test_the_accounts_of_both_agree(seed: int) -> None:
     """Random requests at one conductor; messages to the other are lost, or its answers are."""
@@ -227,7 +273,7 @@ def test_the_accounts_of_both_agree(seed: int) -> None:
             stream.lost()
             return
         facts, wanted = replicas.receive(message, now)
-        for fact in facts:
+        for fact in settled_members(facts, message, list(other.instances), is_leader=False):
             other.handle(fact, now)
         replicas.check()
         if which < 0.2:
