@@ -67,6 +67,9 @@ RETURN_S = 1.0
 _REFRESH_S = 2.0
 _PAUSE_S = 0.05
 _CLAIMS_PER_CALL = 256
+_FACTS_AT_ONCE = 256
+"""Facts that are sent before the first one's answer: far fewer than a server has open at a time."""
+_MOST_UNSENT = 10_000
 _FEW_PROMPTS = 2
 """Prompts by which one instance may be ahead of twice the others while no conductor chooses."""
 _MOST_BEGINNINGS = 32_768
@@ -162,7 +165,11 @@ class RemoteConductor:
         self._reports: dict[asyncio.Task[None], None] = {}
         self._computed_by: collections.OrderedDict[BlockKey, InstanceId] = collections.OrderedDict()
         """By the last block of a prompt's beginning: the instance that computed it, the latest used last."""
-        self._outbox: asyncio.Queue[ReportedFact | None] = asyncio.Queue(10_000)
+        self._outbox: asyncio.Queue[ReportedFact | None] = asyncio.Queue(_MOST_UNSENT)
+        self._unheard: dict[str, None] = {}
+        """Requests in flight that no conductor has placed, and that were reported to none."""
+        self._late_ends: dict[str, Finished] = {}
+        """Ends of requests for which the outbox has had no room, by request."""
         self._tasks: list[asyncio.Task[None]] = []
 
     @property
@@ -206,7 +213,12 @@ class RemoteConductor:
         if answer is None:
             _in_turn.inc()
             answer = self._place_in_turn(request)
+            if isinstance(answer, Decision):
+                self._unheard[request.request_id] = None
+        else:
+            self._unheard.pop(request.request_id, None)
         if isinstance(answer, Decision):
+            self._late_ends.pop(request.request_id, None)  # of an earlier placement, which this one replaces
             self._note_placed(request, answer)
         else:
             self._in_flight.pop(request.request_id, None)
@@ -234,14 +246,18 @@ class RemoteConductor:
         return answer if isinstance(answer, Refuse) else None
 
     def post(self, event: ReportedFact) -> None:
+        is_unheard = isinstance(event, Finished) and event.request_id in self._unheard
         self._remember(event)
-        # A full queue means conductors that are long gone: the one that is back gets the requests in flight,
-        # and recovers the other dropped facts by probing.
         try:
             self._outbox.put_nowait(event)
         except asyncio.QueueFull:
-            if isinstance(event, Finished):
+            # A conductor that is back gets the requests in flight, and recovers other facts by probing. But
+            # one that knows a request counts it as load until it expires: so its end is sent later. These are
+            # no more than requests that conductors know; while none can be reached they become no more.
+            if isinstance(event, Finished) and is_unheard:
                 self._report_late(event)
+            elif isinstance(event, Finished):
+                self._late_ends[event.request_id] = event
 
     async def change(self, event: AddInstance | RemoveInstance | Drain) -> None:
         await self._call(event)
@@ -405,6 +421,7 @@ class RemoteConductor:
                 self._known.pop(event.instance, None)
             case Finished():
                 self._in_flight.pop(event.request_id, None)
+                self._unheard.pop(event.request_id, None)
             case Moved() if event.request_id in self._in_flight and event.place_id in self._in_flight:
                 (source, at), (target, _) = (
                     self._in_flight[event.request_id],
@@ -413,6 +430,8 @@ class RemoteConductor:
                 decision = msgspec.structs.replace(source.decision, decode=target.decision.decode)
                 placed = msgspec.structs.replace(source, decision=decision, is_prefilled=True)
                 self._in_flight[event.request_id] = placed, at
+                for one in (event.request_id, event.place_id):
+                    self._unheard.pop(one, None)
             case Prefilled() if event.request_id in self._in_flight:
                 placed, at = self._in_flight[event.request_id]
                 self._in_flight[event.request_id] = msgspec.structs.replace(placed, is_prefilled=True), at
@@ -432,18 +451,29 @@ class RemoteConductor:
 
     async def _send_facts(self) -> None:
         while True:
-            event = await self._outbox.get()
+            events = [await self._outbox.get()]
+            await self._is_back.wait()  # what is sent while none can be asked is lost
+            while len(events) < _FACTS_AT_ONCE and not self._outbox.empty():
+                events.append(self._outbox.get_nowait())
+            while self._late_ends and not self._outbox.full():
+                self._outbox.put_nowait(self._late_ends.pop(next(iter(self._late_ends))))
+            facts = [one for one in events if one is not None]
             try:
-                if self.is_connected:
-                    # One that is only slow reads both in this order, so the fact is sent there, too.
-                    with contextlib.suppress(DeadlineExceeded):
-                        await self._claim(self._in_order()[0])
-                if event is not None:
-                    await self._call(event)
+                # One that is only slow reads both in this order, so the facts are sent there, too.
+                with contextlib.suppress(DeadlineExceeded):
+                    await self._claim(self._in_order()[0])
             except MooncakeError as error:
-                log.debug("conductor_event_not_delivered", fact=type(event).__name__, reason=str(error))
-            if isinstance(event, Finished):
-                self._report_late(event)
+                log.debug("conductor_event_not_delivered", fact="ClaimRequests", reason=str(error))
+            # They begin, and so are written to the connection, in this order; a conductor reads them in it.
+            await asyncio.gather(*map(self._send_fact, facts))
+
+    async def _send_fact(self, fact: ReportedFact) -> None:
+        try:
+            await self._call(fact)
+        except MooncakeError as error:
+            log.debug("conductor_event_not_delivered", fact=type(fact).__name__, reason=str(error))
+        if isinstance(fact, Finished):
+            self._report_late(fact)
 
     def _report_late(self, event: Finished) -> None:
         """Report a request's end to conductors that may have placed it after this gateway had given up.
@@ -469,6 +499,7 @@ class RemoteConductor:
                 del self._in_flight[request_id]
             else:
                 placed.append(msgspec.structs.replace(one, age_s=now - at))
+        self._unheard.clear()
         for first in range(0, len(placed), _CLAIMS_PER_CALL):
             try:
                 await link.client.call(
