@@ -140,7 +140,7 @@ def add_routes(app: FastAPI, gateway: Gateway, is_inside: bool = False) -> None:
         change = await _change(gateway, http)
         if change.port is not None:
             gateway.backends.ports[change.instance] = change.port
-        gateway.backends.forget(change.instance)
+        gateway.backends.joined(change.instance)
         gateway.max_model_len = None
         await _apply(gateway, AddInstance(change.instance, WorkerRole(change.type)))
         return _json({"message": f"added {change.instance} to {change.type}", "status": "added"})

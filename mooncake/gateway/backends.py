@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Facts about the engines behind the gateway, which are queried once.
+"""Facts about the engines behind the gateway, which are queried rarely.
 
 Owns which models they serve, whether they are our workers, and where their connectors listen. A fact that an
 engine does not report is unknown, which is not an error: requests are then forwarded unchanged.
@@ -7,6 +7,8 @@ engine does not report is unknown, which is not an error: requests are then forw
 
 from __future__ import annotations
 
+import asyncio
+import contextlib
 import itertools
 from collections.abc import Collection
 from typing import Any
@@ -28,6 +30,8 @@ BOOTSTRAP_PORT = 8998
 
 _OURS = "mooncake"
 _QUERY_INTERVAL_S = 10.0
+_QUERY_AGAIN_TIMEOUT_S = 2.0
+"""How long a request waits for the models of engines whose earlier ones are known."""
 _LIST_AGAIN_S = 1.0
 
 
@@ -40,6 +44,7 @@ class Backends:
         self._workers = workers
         self._cards: list[ModelCard] = []
         self._queried_at = float("-inf")
+        self._are_cards_stale = False
         self._ready: list[InstanceId] = []
         self._listed_at = float("-inf")
         self._ranks: dict[InstanceId, list[str]] = {}
@@ -48,23 +53,35 @@ class Backends:
     async def models(self, scheduling: ConductorClient, wanted: str = "") -> list[ModelCard]:
         """The models of the first engine that answers; empty while none does.
 
-        Queried again, at a limited rate, when ``wanted`` is not among them: adapters are loaded at run time.
+        Queried again, at a limited rate, when ``wanted`` is not among them, since adapters are loaded at run
+        time; and when it is empty, since engines may serve their model under another name after a restart.
+        The known ones stay while no engine answers.
         """
-        is_known = bool(self._cards) and (not wanted or any(card.id == wanted for card in self._cards))
-        if is_known or (self._cards and clock.monotonic() < self._queried_at + _QUERY_INTERVAL_S):
+        is_recent = clock.monotonic() < self._queried_at + _QUERY_INTERVAL_S
+        is_known = any(card.id == wanted for card in self._cards) and not self._are_cards_stale
+        if self._cards and (is_recent or is_known):
             return self._cards
-        self._queried_at = clock.monotonic()
+        self._queried_at, self._are_cards_stale = clock.monotonic(), False
+        if not self._cards:
+            self._cards = await self._query_models(scheduling)
+            return self._cards
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout(_QUERY_AGAIN_TIMEOUT_S):
+                self._cards = await self._query_models(scheduling) or self._cards
+        return self._cards
+
+    async def _query_models(self, scheduling: ConductorClient) -> list[ModelCard]:
+        """The models of the first engine that answers now; empty if none does."""
         rows = await scheduling.status()
         for row in sorted(rows, key=lambda row: row.health != "ready"):
             if row.health == "down":
                 continue
             try:
-                self._cards = await self._workers.models(row.instance, self.headers) or self._cards
+                if found := await self._workers.models(row.instance, self.headers):
+                    return found
             except WorkerFailed as error:
                 log.info("model_list_unavailable", instance=row.instance, reason=error.reason)
-            if self._cards:
-                break
-        return self._cards
+        return []
 
     async def pick_instance(
         self, scheduling: ConductorClient, exclude: Collection[InstanceId] = ()
@@ -99,6 +116,11 @@ class Backends:
         ranks = self._ranks[instance]
         rank = next(self._turns) % len(ranks)
         return EngineEndpoint(host, port, ranks[rank], rank if len(ranks) > 1 else None)
+
+    def joined(self, instance: InstanceId) -> None:
+        """An instance was added: its address may be that of another process, with another model."""
+        self.forget(instance)
+        self._queried_at, self._are_cards_stale = float("-inf"), True
 
     def forget(self, instance: InstanceId) -> None:
         """Forget a failed instance: if it comes back, it may be another process."""
