@@ -45,9 +45,7 @@ def read(path: str) -> dict[str, int]:
             FIELD, path, f"a readable YAML file ({' '.join(str(error).split())})"
         ) from error
     if not text.strip():
-        allowed = (
-            "a file with content, but it is empty: restore it, or remove it to begin without quotas"
-        )
+        allowed = "a file with content, but it is empty: restore it, or remove it to begin without quotas"
         raise InvalidArgument(FIELD, path, allowed)
     content = {} if content is None else content
     if not isinstance(content, dict) or content.get("version", 1) != 1:
