@@ -801,7 +801,7 @@ class Conductor:
         instance = self.instances.get(event.instance)
         if instance is None or instance.probe_started_at is None:
             return []  # removed, and perhaps added again, while the probe was in flight
-        before, health = instance.state, instance.health
+        before, health, was_lost = instance.state, instance.health, instance.is_lost
         instance.on_probe(event.outcome, event.detail, now, self._settings)
         assert instance.next_probe_at is not None
         heapq.heappush(self._timers, (instance.next_probe_at, "probe", instance.id))
@@ -820,10 +820,14 @@ class Conductor:
                     self.loads.became_ready(instance.slot, now)
                 # Also after a short absence: it may have been restarted in between.
                 effects.append(Watch(instance.id))
-            elif instance.health is Health.DOWN:
-                self.index.clear(instance.id, "lost", now)
-                self.inferred_blocks.forget(instance.id)
-                effects.append(Unwatch(instance.id))
+                instance.is_watched = True
+        if instance.is_lost is not was_lost:
+            self._members_changed()
+        if instance.is_lost and not was_lost:  # also one that was starting or shutting down
+            self.index.clear(instance.id, "lost", now)
+            self.inferred_blocks.forget(instance.id)
+            effects += [Unwatch(instance.id)] * instance.is_watched
+            instance.is_watched = False
         return effects
 
     def _probe(self, instance: Instance, now: float) -> Probe:
@@ -949,7 +953,8 @@ class Conductor:
 
     def _is_kv_source(self, instance: Instance) -> bool:
         settings = self._settings
-        return settings.engines_share_blocks if instance.is_engine else settings.shares_blocks
+        shares = settings.engines_share_blocks if instance.is_engine else settings.shares_blocks
+        return shares and not instance.is_lost
 
     def _remove(self, event: RemoveInstance, now: float) -> list[Effect]:
         instance = self.instances.get(event.instance)

@@ -85,12 +85,17 @@ class Instance:
     is_silent: bool = False
     "It does not publish which blocks it has."
     health: Health = Health.STARTING
+    is_watched: bool = False
+    "Its KV events are followed."
     is_draining: bool = False
     detail: str = NOT_PROBED
     "Why it has this health, as text."
 
     failed_probes: int = 0
     "Failed probes in a row."
+
+    is_lost: bool = False
+    "So many probes in a row failed, whatever its health was, that the blocks it had count as gone."
 
     failed_at: float = float("-inf")
     "When a request last failed there."
@@ -130,18 +135,18 @@ class Instance:
         if outcome is ProbeOutcome.FAILED:
             self.failed_probes += 1
             self.detail = detail
-            is_enough = self.failed_probes >= settings.failures_to_down
-            self.health = HEALTH_MOVES.next(self.health, PROBES_FAILED if is_enough else PROBE_FAILED)
+            self.is_lost = self.failed_probes >= settings.failures_to_down
+            self.health = HEALTH_MOVES.next(self.health, PROBES_FAILED if self.is_lost else PROBE_FAILED)
         elif is_stale:
             pass  # sent before the failure: it proves nothing, probe again
         elif outcome is ProbeOutcome.ALIVE:
-            self.failed_probes = 0
+            self.failed_probes, self.is_lost = 0, False
             self.detail = detail
             self.health = HEALTH_MOVES.next(self.health, ALIVE)
         else:
             if self.health is not Health.READY:
                 self.detail = detail
-            self.failed_probes = 0
+            self.failed_probes, self.is_lost = 0, False
             self.health = HEALTH_MOVES.next(self.health, READY)
         self.next_probe_at = now + self._probe_pause_s(settings)
 

@@ -390,6 +390,27 @@ def test_a_lost_instance_loses_its_blocks_and_is_watched_again(conductor: Conduc
     assert Watch("p1") in conductor.handle(Probed("p1", ProbeOutcome.READY), 100.0)
 
 
+def test_an_instance_that_vanishes_while_it_shuts_down_loses_its_blocks(conductor: Conductor) -> None:
+    add(conductor, "p1", "p2", "d1")
+    conductor.handle(BlocksStored("p1", KEYS), 0.0)
+    slot = conductor.instances["p1"].slot
+    now, effects = 2.0, list[Effect]()
+    outcomes = [ProbeOutcome.ALIVE, *[ProbeOutcome.FAILED] * SETTINGS.failures_to_down]
+    for outcome in outcomes:
+        assert not effects and conductor.index.num_blocks == len(KEYS)
+        assert slot in conductor.cluster.sources
+        while conductor.instances["p1"].next_probe_at is not None:
+            now += 0.5
+            conductor.handle(Wake(), now)
+        effects = conductor.handle(Probed("p1", outcome, "for a test"), now)
+        effects = [one for one in effects if not isinstance(one, StateChanged)]
+    assert effects == [Unwatch("p1")]
+    assert conductor.index.num_blocks == 0 and slot not in conductor.cluster.sources
+    conductor.handle(Wake(), now + 100.0)
+    assert Watch("p1") in conductor.handle(Probed("p1", ProbeOutcome.READY), now + 100.0)
+    assert slot in conductor.cluster.sources
+
+
 def test_ready_instances_are_probed_on_time(conductor: Conductor) -> None:
     add(conductor, "p1", now=10.0)
     assert conductor.deadline() == 10.0 + SETTINGS.probe_interval_s
